@@ -1,0 +1,475 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* EPIC: Expert Parallelism In C.  Moves tokens to experts and back for Mixture-of-Experts
+ * models.
+ *
+ * The experts of a layer are spread over the ranks of a group.  Every step each token's row
+ * travels to the ranks that own its chosen experts (dispatch), is transformed there, and comes
+ * home to be summed (combine); the backward pass does the same in reverse.  A rank opens one
+ * context, its seat in the group, and then repeats
+ *
+ *     epic_plan              where every choice goes: from topk_idx to the plan's bytes
+ *     epic_dispatch          rows to experts
+ *     ...                    the expert MLP over the received slots, whatever it is
+ *     epic_combine           rows home, summed
+ *     epic_combine_backward  gradients to the experts, with the same plan
+ *     epic_dispatch_backward gradients home, with the same plan
+ *
+ * Words.  A *token* is a row that the caller owns.  A *choice* is a pair (token, k): one of the
+ * top-k experts of a token.  A *slot* is a row of the receive buffer: one choice that landed
+ * here.  A *slab* is the slots of one local expert, contiguous, padded to the alignment.
+ * *Capacity* is the number of slots that the receive buffer has.
+ *
+ * Unless a function says otherwise:
+ *   - it is collective: every rank of the group makes the same call, and calls of one tag come
+ *     in the same order on every rank.  Different tags are independent: on host contexts any
+ *     order, from different threads of the caller, up to max_in_flight at once;
+ *   - pointers are borrowed for the call, on the device of the context;
+ *   - device work is ordered on call.stream and nothing waits on the host; host contexts block;
+ *   - after epic_open no call allocates (the first use of a new tag may: 32 bytes).
+ *
+ * Structs travel with their size.  Shorter than ours: the rest is zero.  Longer: accepted while
+ * the tail that we do not know is zero.  Zero is the default of every field.
+ *
+ * Failure has three classes.
+ *   (a) Arguments that the host can check (EPIC_EINVAL, EPIC_ENOTSUP): the call has done nothing
+ *       and may be made again; the peers wait for it.  Who cannot make it any more calls
+ *       epic_abort.
+ *   (b) Data (EPIC_EINVAL for expert ids and damaged plans, EPIC_EOVERFLOW): every rank takes
+ *       part, every rank gets the same result, outputs are zero, the group stays usable.
+ *   (c) Lost order (EPIC_ETIMEOUT, EPIC_EPEER, EPIC_EMISMATCH, EPIC_EDEVICE): the group is
+ *       broken.  Every later call returns the same error at once, epic_close works, and a new
+ *       group can be opened in the same process.
+ * Every wait has a deadline.  epic_error says what went wrong: which argument, its value, the
+ * rule, the way out.  The library never prints, exits, aborts or traps.
+ *
+ * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields of
+ * epic_config); for epic_meet_env: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, or Open MPI's
+ * OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, or PMI_RANK and PMI_SIZE; and EPIC_SECRET. */
+#ifndef EPIC_H
+#define EPIC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define EPIC_VERSION_MAJOR 0
+#define EPIC_VERSION_MINOR 1
+#define EPIC_VERSION_PATCH 0
+#define EPIC_VERSION 100 /* major * 10000 + minor * 100 + patch */
+
+#if defined(__GNUC__)
+#define EPIC_API __attribute__((visibility("default")))
+#else
+#define EPIC_API
+#endif
+
+/* ---------------------------------------------------------------- words of every call ---- */
+
+typedef struct epic_context epic_context; /* one rank's seat in one group */
+typedef void *epic_stream;                /* a cudaStream_t; NULL for host contexts */
+
+/* Numbers are ABI: append, never renumber. */
+typedef enum epic_result {
+    EPIC_OK = 0,
+    EPIC_EINVAL = 1,    /* bad argument or bad data; the sentence says which */
+    EPIC_ENOMEM = 2,    /* no memory, at open only */
+    EPIC_ENOTSUP = 3,   /* this context cannot do that, or no backend joins these ranks */
+    EPIC_ETIMEOUT = 4,  /* a peer never came */
+    EPIC_EDEVICE = 5,   /* CUDA, NCCL, MPI or the system refused */
+    EPIC_EOVERFLOW = 6, /* more slots needed than there are */
+    EPIC_EMISMATCH = 7, /* the ranks called different things */
+    EPIC_EPEER = 8,     /* a peer died, closed or aborted */
+    EPIC_ECLOSED = 9    /* this context never opened */
+} epic_result;
+
+typedef enum epic_type {
+    EPIC_BYTES = 0, /* opaque; enough where nothing is added */
+    EPIC_F32 = 1,
+    EPIC_BF16 = 2,
+    EPIC_F16 = 3,
+    EPIC_F64 = 4, /* host contexts only, summed in float64 */
+    EPIC_E4M3 = 5,
+    EPIC_E8M0 = 6,
+    EPIC_I32 = 7,
+    EPIC_I64 = 8
+} epic_type;
+
+/* A matrix seen as rows of bytes, contiguous. */
+typedef struct epic_rows {
+    void *data; /* NULL with num_rows 0: not there */
+    int64_t num_rows;
+    int64_t row_bytes;
+} epic_rows;
+
+/* What every step call has. */
+typedef struct epic_call {
+    epic_stream stream;
+    uint64_t tag;        /* which operations of different ranks belong together */
+    uint32_t timeout_ms; /* 0: the context's */
+    uint32_t max_sms;    /* CUDA: most SMs to use; 0: the context's */
+} epic_call;
+
+/* --------------------------------------------------------------------- how ranks meet ---- */
+
+/* How ranks find each other: one callback, used by epic_open alone.  gather blocks until every
+ * rank has given `bytes` bytes and leaves all of them in `all`, in rank order.  All ranks pass
+ * the same `bytes`.  It returns EPIC_OK, or the reason why the meeting failed. */
+typedef struct epic_meet {
+    int32_t rank;
+    int32_t num_ranks;
+    epic_result (*gather)(void *self, const void *mine, void *all, size_t bytes);
+    void (*close)(void *self); /* what epic_meet_close calls; NULL: nothing to do */
+    void *self;
+} epic_meet;
+
+/* A meeting over TCP; rank 0 listens. */
+typedef struct epic_tcp {
+    const char *address; /* rank 0's host; NULL: 127.0.0.1 */
+    const char *secret;  /* NULL: none.  Proved by HMAC-SHA-256 both ways, never sent */
+    int32_t rank;
+    int32_t num_ranks;
+    uint32_t port;       /* 1 to 65535 */
+    uint32_t timeout_ms; /* for every gather; 0: 300000 */
+} epic_tcp;
+
+/* Meets over TCP.  Collective.  Rank 0 listens on `address` when that is one of its own, on
+ * loopback when it is loopback or there is no secret and the address names this host; strangers
+ * and garbage on the port are refused and the meeting goes on.  Errors: EPIC_EINVAL,
+ * EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER, EPIC_ENOTSUP (a secret without
+ * libcrypto); the sentence is in epic_error(NULL). */
+EPIC_API epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp, size_t size);
+
+/* Meets as the environment says (above).  Without any of those variables: one rank. */
+EPIC_API epic_result epic_meet_env(epic_meet *out);
+
+/* Fills out[0 .. num_ranks) with the meetings of num_ranks threads of this process.  Local.
+ * timeout_ms 0: 300000.  Close each of them. */
+EPIC_API epic_result epic_meet_threads(epic_meet *out, int32_t num_ranks, uint32_t timeout_ms);
+
+/* Ends a meeting; allowed right after epic_open.  Local.  NULL is allowed. */
+EPIC_API void epic_meet_close(epic_meet *meet);
+
+/* --------------------------------------------------------------------- open and close ---- */
+
+/* Zero is the default of every field; equal on all ranks. */
+typedef struct epic_config {
+    int64_t max_tokens;     /* most tokens one rank sends at once; required */
+    int64_t max_row_bytes;  /* widest row, of tokens and scales each; required */
+    int64_t staging_bytes;  /* most staging memory of this rank; 0: chosen for full speed */
+    uint32_t num_ranks;     /* 0: the meeting's.  Needed by the size queries */
+    uint32_t timeout_ms;    /* deadline of every wait; 0: 300000 */
+    uint32_t max_in_flight; /* operations at once; 0: 64, at most 64 */
+    uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement */
+    const char *backend;    /* NULL: the first that can join: self, shm or threads, mpi */
+    const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
+    void *native;           /* backend mpi: a borrowed MPI_Comm *; else NULL */
+} epic_config;
+
+/* Opens this rank's seat.  Collective over the meeting; meet NULL is a group of one.  *out is
+ * set also when open fails, to a context that epic_error, epic_failure and epic_close accept
+ * (NULL only on EPIC_ENOMEM).  Ranks that bring different configurations or versions get
+ * EPIC_EMISMATCH, all of them.  Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT,
+ * EPIC_EDEVICE, EPIC_EMISMATCH, EPIC_EPEER. */
+EPIC_API epic_result epic_open(epic_context **out, const epic_meet *meet,
+                               const epic_config *config, size_t size);
+
+/* Gives the seat back.  Local; never fails; NULL is allowed.  Waits until no peer uses memory
+ * that goes with it, at most the context's deadline.  No call may be running on ctx. */
+EPIC_API void epic_close(epic_context *ctx);
+
+/* This thread's last failure, as a sentence; "" if none.  ctx may be NULL.  Local.  Valid until
+ * this thread's next failing call. */
+EPIC_API const char *epic_error(const epic_context *ctx);
+
+EPIC_API const char *epic_result_name(epic_result result); /* "EPIC_ETIMEOUT"; local */
+EPIC_API uint32_t epic_version(void);                      /* EPIC_VERSION of the library */
+
+#define EPIC_MAX_CULPRITS 16
+
+/* What broke the group. */
+typedef struct epic_failure_info {
+    uint32_t result;    /* an epic_result; EPIC_OK: the group is whole */
+    uint32_t operation; /* an epic_operation */
+    uint64_t tag;
+    uint64_t step; /* place among the operations of that tag, from 0 */
+    int32_t rank;  /* the rank that noticed */
+    uint32_t num_culprits;
+    int32_t culprits[EPIC_MAX_CULPRITS]; /* ascending */
+    char sentence[512];
+} epic_failure_info;
+
+typedef enum epic_operation {
+    EPIC_OP_NONE = 0,
+    EPIC_OP_OPEN = 1,
+    EPIC_OP_PLAN = 2,
+    EPIC_OP_DISPATCH = 3,
+    EPIC_OP_COMBINE = 4,
+    EPIC_OP_DISPATCH_BACKWARD = 5,
+    EPIC_OP_COMBINE_BACKWARD = 6,
+    EPIC_OP_SUM = 7
+} epic_operation;
+
+/* What broke the group, once something has.  Local. */
+EPIC_API epic_result epic_failure(const epic_context *ctx, epic_failure_info *out, size_t size);
+
+/* Is the group whole?  EPIC_OK, or the class (c) failure that broke it, also one that a device
+ * has reported since the last call.  Local; never waits. */
+EPIC_API epic_result epic_check(epic_context *ctx);
+
+/* Tells the peers that this rank cannot make its next call of `tag`: they get EPIC_EPEER with
+ * the sentence at once.  Local.  The group is broken afterwards. */
+EPIC_API void epic_abort(epic_context *ctx, uint64_t tag, const char *why);
+
+EPIC_API int32_t epic_rank(const epic_context *ctx);             /* local */
+EPIC_API int32_t epic_num_ranks(const epic_context *ctx);        /* local */
+EPIC_API const char *epic_backend_name(const epic_context *ctx); /* local; "shm" */
+
+/* ------------------------------------------------------------------------------- plan ---- */
+
+typedef enum epic_layout {
+    EPIC_EXPERT_MAJOR = 0, /* one row per choice, slab by slab */
+    EPIC_FLAT = 1          /* one row per (token, rank), by source rank, then token */
+} epic_layout;
+
+typedef enum epic_overflow {
+    EPIC_OVERFLOW_ERROR = 0, /* demand above capacity fails the plan on every rank */
+    EPIC_OVERFLOW_DROP = 1   /* what does not fit is dropped, by a rule that all ranks share*/
+} epic_overflow;
+
+typedef enum epic_sum_order {
+    EPIC_BY_RANK = 0, /* partials of ascending ranks, one after the other */
+    EPIC_TREE = 1     /* leaves of experts in a binary tree: same bits for every R */
+} epic_sum_order;
+
+/* What is fixed for a layer; equal on all ranks. */
+typedef struct epic_layer {
+    uint32_t num_experts;     /* 1 to 65536 */
+    uint32_t top_k;           /* 1 to 64 */
+    uint32_t alignment;       /* slab lengths are multiples of it; 0: 1 */
+    uint32_t layout;          /* an epic_layout */
+    uint32_t overflow;        /* an epic_overflow */
+    uint32_t expert_capacity; /* DROP: most choices of an expert over the group; 0: no limit */
+    uint32_t sum_order;       /* an epic_sum_order */
+    uint32_t leaves;          /* TREE: a power of two that divides num_experts and that
+                                 num_ranks divides; 0: num_ranks */
+    uint32_t partial_type;    /* what travels home: 0: the rows' type; or EPIC_F32 */
+    uint32_t flags;           /* 0 */
+} epic_layer;
+
+#define EPIC_CAPACITY_EXACT 0 /* no bound: read demand, then allocate */
+
+typedef struct epic_plan_args {
+    epic_call call;
+    const epic_layer *layer;
+    size_t layer_size;
+    void *plan; /* [plan_bytes], epic_plan_bytes or more; any alignment
+                                         of 16 */
+    size_t plan_bytes;
+    const void *topk_idx;          /* [num_tokens, top_k]; negative: no expert */
+    int64_t num_tokens;            /* 0 to max_tokens; may differ between ranks */
+    const int32_t *rank_of_expert; /* [num_experts]; NULL: contiguous blocks of E / R */
+    int64_t capacity;              /* slots of this rank, or EPIC_CAPACITY_EXACT */
+    uint32_t index_type;           /* of topk_idx: 0 or EPIC_I32, or EPIC_I64 */
+    uint32_t flags;                /* 0 */
+    int32_t *expert_rows;          /* out [num_local_experts]: padded counts; NULL: not
+                                         wanted, as for the three below */
+    int32_t *expert_tokens;        /* out [num_local_experts]: true counts kept */
+    int32_t *load;                 /* out [num_experts]: choices over the group, before
+                                         any is dropped */
+    int32_t *demand;               /* out [1]: slots that would have been needed here */
+} epic_plan_args;
+
+/* Bytes of a plan, and slots that can never overflow, from sizes alone: config.num_ranks and
+ * max_tokens, and the layer.  Local; 0: the arguments are wrong, epic_error(NULL) says how.
+ * epic_num_local_experts is the largest over the ranks for contiguous blocks; a rank_of_expert
+ * table may ask for more: plans accept tables that give a rank at most num_experts experts. */
+EPIC_API size_t epic_plan_bytes(const epic_config *config, size_t config_size,
+                                const epic_layer *layer, size_t layer_size);
+EPIC_API int64_t epic_capacity_bound(const epic_config *config, size_t config_size,
+                                     const epic_layer *layer, size_t layer_size);
+
+/* Makes the plan.  An id >= num_experts is a class (b) error that names rank, token, k and
+ * value.  Slot order: local expert, source rank, token, k.  A slab's length is its count rounded
+ * up to the alignment; an expert with no token takes no slot.  num_local_experts is the largest
+ * number of experts that one rank owns.  The bytes hold no address: they may be copied and
+ * moved.  Demand above capacity: EPIC_EOVERFLOW on every rank, unless the layer drops.
+ * Errors: (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c). */
+EPIC_API epic_result epic_plan(epic_context *ctx, const epic_plan_args *args, size_t size);
+
+#define EPIC_FATE_NONE (-1)        /* no expert was chosen */
+#define EPIC_FATE_EXPERT_FULL (-2) /* dropped: past expert_capacity */
+#define EPIC_FATE_RANK_FULL (-3)   /* dropped: past what the rank's capacity allows */
+
+/* Read from a plan's bytes. */
+typedef struct epic_plan_info {
+    uint64_t id;        /* the ranks agreed on it */
+    int64_t num_tokens; /* of this rank */
+    int64_t num_slots;  /* occupied on this rank, padding included */
+    int64_t capacity;   /* what the plan was given */
+    int64_t num_kept;   /* choices of this rank's tokens; these four add up to */
+    int64_t num_none;   /*   num_tokens * top_k */
+    int64_t num_expert_full;
+    int64_t num_rank_full;
+    uint32_t result; /* EPIC_OK; EPIC_EOVERFLOW or EPIC_EINVAL: moves nothing */
+    uint32_t num_local_experts;
+    uint32_t first_leaf; /* TREE: this rank's leaves */
+    uint32_t num_leaves;
+    int64_t fate_offset; /* bytes into the plan: int32 [num_tokens, top_k], the slot
+                                      on the rank that owns the expert, or an EPIC_FATE */
+    int64_t rank_offset; /* bytes into the plan: int32 [num_tokens, top_k], the rank
+                                      that owns the expert, -1 if none */
+} epic_plan_info;
+
+/* Reads a plan of a host context.  Local.  Errors: EPIC_EINVAL (not a plan, or damaged). */
+EPIC_API epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *out,
+                                    size_t size);
+
+/* ---------------------------------------------------------------- dispatch and combine ---- */
+
+typedef enum epic_quantise {
+    EPIC_QUANTISE_NONE = 0,
+    EPIC_QUANTISE_1X128 = 1, /* e4m3, a float32 scale for each 128 elements */
+    EPIC_QUANTISE_1X32 = 2   /* e4m3, an e8m0 scale for each 32 elements */
+} epic_quantise;
+
+#define EPIC_ZERO_TAIL 1u /* flag: write zeros past the last slab too */
+
+typedef struct epic_dispatch_args {
+    epic_call call;
+    const void *plan;
+    size_t plan_bytes;
+    epic_rows tokens;      /* [num_tokens, row_bytes] */
+    epic_rows recv;        /* out [slots, row_bytes]; num_rows is what it really has */
+    epic_rows scales;      /* [num_tokens, scale_bytes]: a second row array, or none */
+    epic_rows recv_scales; /* out [slots, scale_bytes] */
+    const float *weights;  /* [num_tokens, top_k], or NULL */
+    float *recv_weight;    /* out [slots], 0 on padding; FLAT: [rows, top_k], ascending k,
+                                  0 where there is no choice */
+    int32_t *recv_expert;  /* out, FLAT only: [rows, top_k] local experts, then -1 */
+    uint32_t type;         /* of tokens; EPIC_BYTES unless quantised on the way */
+    uint32_t quantise;     /* an epic_quantise: tokens F32, BF16 or F16; recv is e4m3,
+                                  recv_scales the scales; scales must be none */
+    uint32_t flags;        /* EPIC_ZERO_TAIL */
+    uint32_t pad;          /* 0 */
+} epic_dispatch_args;
+
+/* Sends row t of tokens to every expert the plan chose for it: recv[slot] = tokens[token_of
+ * slot], recv_weight[slot] = weights[token, k].  Padding slots inside slabs are written as
+ * zeros; the tail past the last slab is left as it was.  weights and recv_weight come together,
+ * and on all ranks or none.  Fewer recv rows than the plan occupies, anywhere: EPIC_EOVERFLOW
+ * everywhere.
+ *
+ * Quantised, for n elements of a row: 1x128: scale = max|x| / 448 (1 if that is 0),
+ * q = e4m3(x / scale); recv_scales rows are ceil(n / 128) float32.  1x32: scale =
+ * 2^ceil(log2(max|x| / 448)) as e8m0 (byte 127 if max|x| is 0); rows are ceil(n / 32) bytes.
+ * Round to nearest even, saturating; non-finite input gives a NaN scale. */
+EPIC_API epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args,
+                                   size_t size);
+
+/* epic_plan, then epic_dispatch with the plan it made, as one call.  dispatch->plan and
+ * dispatch->call are not read.  A capacity is needed. */
+EPIC_API epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
+                                        size_t plan_size, const epic_dispatch_args *dispatch,
+                                        size_t dispatch_size);
+
+typedef struct epic_combine_args {
+    epic_call call;
+    const void *plan;
+    size_t plan_bytes;
+    epic_rows rows;            /* [slots, row_bytes]; FLAT: one finished partial per row */
+    epic_rows out;             /* out [num_tokens, row_bytes] */
+    const float *slot_weights; /* [slots]; NULL: 1.  Not with FLAT */
+    uint32_t type;             /* of rows and out: F32, BF16, F16 or F64 */
+    uint32_t flags;            /* 0 */
+} epic_combine_args;
+
+/* out[t] = sum over k of w[slot(t,k)] * rows[slot(t,k)], in float32 (F64: in float64), in the
+ * layer's order.
+ *   BY_RANK: for each rank, ascending, the partial over that rank's choices in ascending k, by
+ *     fused multiply-add from the first product; then the partials in ascending rank order.
+ *   TREE: the same partial for each leaf; leaves are added in a binary tree; an empty node adds
+ *     nothing.
+ * Partials (and inner nodes) are rounded to the layer's partial_type, the result once to `type`.
+ * A token with no live choice gives +0.  One row per (token, rank) travels. */
+EPIC_API epic_result epic_combine(epic_context *ctx, const epic_combine_args *args,
+                                  size_t size);
+
+typedef struct epic_dispatch_backward_args {
+    epic_call call;
+    const void *plan;
+    size_t plan_bytes;
+    epic_rows d_recv;           /* [slots, row_bytes] */
+    epic_rows d_tokens;         /* out [num_tokens, row_bytes] */
+    const float *d_recv_weight; /* [slots]; FLAT: [rows, top_k] as recv_weight; or NULL */
+    float *d_weights;           /* out [num_tokens, top_k]; 0 where no choice is alive */
+    uint32_t type;              /* of d_recv and d_tokens */
+    uint32_t flags;             /* 0 */
+} epic_dispatch_backward_args;
+
+/* The gradient of epic_dispatch: d_tokens = epic_combine(d_recv) without weights; d_weights[t,k]
+ * = d_recv_weight[slot(t,k)], exactly. */
+EPIC_API epic_result epic_dispatch_backward(epic_context *ctx,
+                                            const epic_dispatch_backward_args *args,
+                                            size_t size);
+
+typedef struct epic_combine_backward_args {
+    epic_call call;
+    const void *plan;
+    size_t plan_bytes;
+    epic_rows d_out;           /* [num_tokens, row_bytes] */
+    epic_rows rows;            /* [slots, row_bytes]: what combine was given; none without
+                                    d_slot_weights */
+    epic_rows d_rows;          /* out [slots, row_bytes]; quantised: e4m3 rows */
+    epic_rows d_rows_scales;   /* out, quantised only */
+    const float *slot_weights; /* [slots]; NULL: 1.  Not with FLAT */
+    float *d_slot_weights;     /* out [slots]; NULL: not wanted.  Not with FLAT */
+    uint32_t type;             /* of d_out, rows and d_rows */
+    uint32_t quantise;         /* an epic_quantise, of d_rows */
+    uint32_t flags;            /* EPIC_ZERO_TAIL, of every out */
+    uint32_t pad;              /* 0 */
+} epic_combine_backward_args;
+
+/* The gradient of epic_combine: d_rows[slot] = w * d_out[token], d_slot_weights[slot] =
+ * <d_out[token], rows[slot]>; padding slots get zeros.  The dot product is in float32 (F64: in
+ * float64), in blocks of 1024 elements: accumulator i of 256 takes elements i, i+256, i+512,
+ * i+768 by fused multiply-add from the first product; distances 4, 2, 1 are added inside each
+ * aligned group of 8 accumulators, then 16, 8, 4, 2, 1 among the 32 groups; block sums are added
+ * in ascending order. */
+EPIC_API epic_result epic_combine_backward(epic_context *ctx,
+                                           const epic_combine_backward_args *args, size_t size);
+
+typedef struct epic_sum_args {
+    epic_call call;
+    float *data;    /* [count], replaced by the sum */
+    int64_t count;  /* equal on all ranks; 0 is allowed */
+    uint32_t order; /* EPIC_BY_RANK: ascending; EPIC_TREE: binary tree, num_ranks must be
+                          a power of two */
+    uint32_t flags; /* 0 */
+} epic_sum_args;
+
+/* Adds float32 arrays over the ranks, in place: the same bits on every rank. */
+EPIC_API epic_result epic_sum(epic_context *ctx, const epic_sum_args *args, size_t size);
+
+/* ----------------------------------------------------------------------------- queries ---- */
+
+/* Bytes that a rank will hold, from sizes alone. */
+typedef struct epic_memory_info {
+    int64_t host_bytes;   /* private host memory of a context */
+    int64_t shared_bytes; /* host memory shared with peers, this rank's part */
+    int64_t device_bytes; /* CUDA memory of a context */
+    int64_t plan_bytes;   /* of one plan of the layer; 0 without a layer */
+} epic_memory_info;
+
+/* What a context and a plan will take.  Local, before any open.  config.num_ranks is needed;
+ * layer may be NULL; config.backend NULL: "shm". */
+EPIC_API epic_result epic_memory(const epic_config *config, size_t config_size,
+                                 const epic_layer *layer, size_t layer_size,
+                                 epic_memory_info *out, size_t size);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The sentence of a thread's last failure. */
+#include "core/error.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+static _Thread_local char sentence[512];
+
+epic_result epic_fail(epic_result result, const char *format, ...)
+{
+    va_list list;
+    va_start(list, format);
+    vsnprintf(sentence, sizeof sentence, format, list);
+    va_end(list);
+    return result;
+}
+
+const char *epic_sentence(void)
+{
+    return sentence;
+}
+
+const char *epic_error(const epic_context *ctx)
+{
+    (void)ctx;
+    return sentence;
+}
+
+const char *epic_result_name(epic_result result)
+{
+    static const char *const names[] = {
+        "EPIC_OK",      "EPIC_EINVAL",    "EPIC_ENOMEM",    "EPIC_ENOTSUP", "EPIC_ETIMEOUT",
+        "EPIC_EDEVICE", "EPIC_EOVERFLOW", "EPIC_EMISMATCH", "EPIC_EPEER",   "EPIC_ECLOSED",
+    };
+    const unsigned i = (unsigned)result;
+    return i < sizeof names / sizeof *names ? names[i] : "unknown epic_result";
+}
+
+uint32_t epic_version(void)
+{
+    return EPIC_VERSION;
+}

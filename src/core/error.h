@@ -1,0 +1,24 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One failure style: return an epic_result, leave the sentence with the thread. */
+#ifndef EPIC_ERROR_H
+#define EPIC_ERROR_H
+
+#include "epic/epic.h"
+
+/* Leaves the sentence (at most 511 bytes) for epic_error of this thread and returns `result`. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 2, 3)))
+#endif
+epic_result
+epic_fail(epic_result result, const char *format, ...);
+
+/* The sentence of this thread's last failure. */
+const char *epic_sentence(void);
+
+#define TRY(call)                                     \
+    do {                                              \
+        const epic_result try_result = (call);        \
+        if (try_result != EPIC_OK) return try_result; \
+    } while (0)
+
+#endif
