@@ -282,10 +282,10 @@ typedef struct epic_plan_args {
     int32_t *demand;               /* out [1]: slots that would have been needed here */
 } epic_plan_args;
 
-/* Bytes of a plan, and slots that can never overflow, from sizes alone: config.num_ranks and
- * max_tokens, and the layer.  Local; 0: the arguments are wrong, epic_error(NULL) says how.
- * epic_num_local_experts is the largest over the ranks for contiguous blocks; a rank_of_expert
- * table may ask for more: plans accept tables that give a rank at most num_experts experts. */
+/* Bytes of a plan, and the fewest slots of a rank that can never overflow, from sizes alone:
+ * config.num_ranks and max_tokens, and the layer.  The second is for contiguous blocks of experts;
+ * where num_ranks does not divide num_experts, for any rank_of_expert.  Local; 0: the arguments
+ * are wrong, epic_error(NULL) says how. */
 EPIC_API size_t epic_plan_bytes(const epic_config *config, size_t config_size,
                                 const epic_layer *layer, size_t layer_size);
 EPIC_API int64_t epic_capacity_bound(const epic_config *config, size_t config_size,
@@ -468,6 +468,263 @@ typedef struct epic_memory_info {
 EPIC_API epic_result epic_memory(const epic_config *config, size_t config_size,
                                  const epic_layer *layer, size_t layer_size,
                                  epic_memory_info *out, size_t size);
+
+/* ------------------------------------------------------ router, losses, experts (host) ----
+ *
+ * Everything here is local, needs no context, works on plain host memory, allocates nothing
+ * (memory is the caller's, by size queries) and may be called from any thread.  Errors are
+ * class (a), and for ids found in arrays (b) without peers: nothing has been written then. */
+
+typedef enum epic_score { /* of an expert, from the logits z of one token */
+                          EPIC_SCORE_SOFTMAX = 0,
+                          EPIC_SCORE_SIGMOID = 1,
+                          EPIC_SCORE_SQRTSOFTPLUS = 2, /* sqrt(log(1 + e^z)) */
+                          EPIC_SCORE_LOGITS = 3        /* z itself */
+} epic_score;
+
+typedef enum epic_group_score { /* of a group of experts, from its selection values */
+                                EPIC_GROUP_MAX = 0,
+                                EPIC_GROUP_SUM = 1 /* of its group_best largest */
+} epic_group_score;
+
+typedef enum epic_group_others { /* what becomes of the experts of groups not kept */
+                                 EPIC_OTHERS_OUT = 0, /* never chosen */
+                                 EPIC_OTHERS_ZERO =
+                                     1 /* their selection value is 0: wins over a kept one below 0 */
+} epic_group_others;
+
+typedef enum epic_weight_rule { /* what the weights of the chosen are made of */
+                                EPIC_WEIGHT_OF_SCORE = 0, /* their scores, without the bias */
+                                EPIC_WEIGHT_SOFTMAX_CHOSEN =
+                                    1, /* softmax over the top_k chosen logits */
+                                EPIC_WEIGHT_SIGMOID_CHOSEN =
+                                    2 /* sigmoid of the chosen logits */
+} epic_weight_rule;
+
+typedef enum epic_normalise {
+    EPIC_NORMALISE_NONE = 0,
+    EPIC_NORMALISE_SUM = 1,    /* divide by sum + eps */
+    EPIC_NORMALISE_CLAMPED = 2 /* divide by max(sum, norm_min) */
+} epic_normalise;
+
+/* How experts are chosen and weighted, step by step.
+ * The logits have num_experts + zero_experts columns, here E. */
+typedef struct epic_router {
+    uint32_t num_experts;  /* 1 to 65536, with zero_experts */
+    uint32_t zero_experts; /* identity experts: ids num_experts and up; never sent anywhere */
+    uint32_t top_k;        /* 1 to 64, at most E */
+    uint32_t score;        /* an epic_score */
+    uint32_t num_groups;   /* equal blocks of experts; divides E; at most 1024; 0: no groups */
+    uint32_t topk_groups;  /* groups kept; their experts are top_k or more */
+    uint32_t group_score;  /* an epic_group_score */
+    uint32_t group_best;   /* EPIC_GROUP_SUM; 0: top_k / topk_groups */
+    uint32_t group_others; /* an epic_group_others */
+    uint32_t weight_rule;  /* an epic_weight_rule */
+    uint32_t normalise;    /* an epic_normalise */
+    uint32_t flags;        /* 0 */
+    double eps;            /* EPIC_NORMALISE_SUM */
+    double norm_min;       /* EPIC_NORMALISE_CLAMPED; above 0 */
+    double scale;          /* of the weights; 0: 1 */
+} epic_router;
+
+/* Bytes of workspace that each function below needs, for any number of tokens; 0: the router is
+ * wrong, epic_error(NULL) says how. */
+EPIC_API size_t epic_router_workspace(const epic_router *router, size_t size);
+
+typedef struct epic_router_args {
+    const epic_router *router;
+    size_t router_size;
+    const void *logits; /* [num_tokens, E] */
+    int64_t num_tokens;
+    const float *bias;     /* [E], added to the scores for the choice only; NULL: none */
+    const void *token_ids; /* [num_tokens]: the token's row of table; NULL: no table */
+    const int32_t *table;  /* [table_rows, top_k]: experts by token id, instead of a choice;
+                              negative: no expert */
+    int64_t table_rows;
+    void *workspace; /* any alignment of 16 */
+    size_t workspace_bytes;
+    int32_t *topk_idx;      /* out [num_tokens, top_k] */
+    void *weights;          /* out [num_tokens, top_k] */
+    void *scores;           /* out [num_tokens, E] of weights_type; NULL: not wanted */
+    uint32_t type;          /* of logits: F32 (or 0), BF16, F16, F64 */
+    uint32_t weights_type;  /* 0: F32; or F64, with F64 logits only */
+    uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
+    uint32_t flags;         /* 0 */
+} epic_router_args;
+
+/* Chooses top_k experts for each token, best first, and weighs them.  Computed in float32 (F64
+ * logits: in float64).  Every tie goes to the lower id, a NaN is chosen last.  Where the choice
+ * is by the scores alone (no bias, no sum over a group), it is made on the logits, which rise
+ * with the scores and do not underflow.  Chosen scores that add up to 0 give weights of 0, not
+ * NaN.  Errors: EPIC_EINVAL. */
+EPIC_API epic_result epic_router_forward(const epic_router_args *args, size_t size);
+
+#define EPIC_ACCUMULATE 2u /* flag: gradients are added to what is there, not written */
+
+typedef struct epic_router_backward_args {
+    const epic_router *router;
+    size_t router_size;
+    const void *logits; /* as forward */
+    int64_t num_tokens;
+    const int32_t *topk_idx; /* [num_tokens, top_k], as forward gave it */
+    const void *d_weights;   /* [num_tokens, top_k] of weights_type */
+    void *workspace;
+    size_t workspace_bytes;
+    void *d_logits;        /* out [num_tokens, E] */
+    uint32_t type;         /* of logits */
+    uint32_t weights_type; /* as forward */
+    uint32_t grad_type;    /* of d_logits; 0: type; or F32 */
+    uint32_t flags;        /* EPIC_ACCUMULATE */
+} epic_router_backward_args;
+
+/* The gradient of the weights; the choice, and so the bias, has none.  Errors: EPIC_EINVAL. */
+EPIC_API epic_result epic_router_backward(const epic_router_backward_args *args, size_t size);
+
+/* T is total_tokens: the tokens of all ranks over which the load was counted.  The losses that
+ * the ranks get for their tokens add up to the loss. */
+typedef struct epic_loss_args {
+    const epic_router *router; /* num_experts, zero_experts, top_k and score are used */
+    size_t router_size;
+    const void *logits; /* [num_tokens, E], of this rank */
+    int64_t num_tokens;
+    int64_t total_tokens;
+    const int32_t *load;     /* balance: [num_experts], as epic_plan gives it; all ranks' */
+    const int32_t *topk_idx; /* sequence-wise balance: [num_tokens, top_k] */
+    int64_t sequence_tokens; /* above 0: sequence-wise balance, tokens of a sequence */
+    double coeff;
+    const float *d_loss; /* backward: [1]; NULL: 1 */
+    void *workspace;
+    size_t workspace_bytes;
+    void *loss;         /* forward: out [1] */
+    void *d_logits;     /* backward: out [num_tokens, E] */
+    uint32_t type;      /* of logits */
+    uint32_t loss_type; /* 0: F32; or F64 */
+    uint32_t grad_type; /* of d_logits; 0: type; or F32 */
+    uint32_t flags;     /* backward: EPIC_ACCUMULATE */
+} epic_loss_args;
+
+/* num_experts * coeff / (top_k * T^2) * sum over experts of load * (sum over tokens of P): P is
+ * the scores over their sum over all E (EPIC_SCORE_LOGITS: softmax).  Zero-experts have no load.
+ * Sequence-wise: the same for each sequence, with its own choices counted and its length as T,
+ * averaged over the T / sequence_tokens sequences; a sequence lies on one rank.
+ * Errors: EPIC_EINVAL. */
+EPIC_API epic_result epic_balance_loss_forward(const epic_loss_args *args, size_t size);
+EPIC_API epic_result epic_balance_loss_backward(const epic_loss_args *args, size_t size);
+
+/* coeff / T * sum over tokens of logsumexp(z)^2.  Errors: EPIC_EINVAL. */
+EPIC_API epic_result epic_z_loss_forward(const epic_loss_args *args, size_t size);
+EPIC_API epic_result epic_z_loss_backward(const epic_loss_args *args, size_t size);
+
+/* bias += rate * sign(mean load - load), sign(0) = 0, for num_experts experts; compared exactly.
+ * Errors: EPIC_EINVAL. */
+EPIC_API epic_result epic_bias_update(float *bias, const int32_t *load, int64_t num_experts,
+                                      float rate);
+
+typedef enum epic_activation {
+    EPIC_SILU = 0,
+    EPIC_GELU = 1,          /* exact, with erf */
+    EPIC_GELU_TANH = 2,     /* the tanh approximation */
+    EPIC_RELU2 = 3,         /* max(x, 0)^2 */
+    EPIC_CLAMPED_SWIGLU = 4 /* gated only: g = min(gate, limit), u = up in [-limit, limit],
+                                g * sigmoid(alpha * g) * (u + 1) */
+} epic_activation;
+
+typedef enum epic_weighting { /* where a choice's weight is multiplied in */
+                              EPIC_WEIGHT_LATE = 0, /* in combine: the experts do not see it */
+                              EPIC_WEIGHT_EARLY =
+                                  1, /* on the activation, and on the down bias */
+                              EPIC_WEIGHT_INPUT = 2 /* on the expert's input */
+} epic_weighting;
+
+/* y = (act(x W_gate) * (x W_up)) W_down for each local expert, biases where given; ungated:
+ * y = act(x W) W_down.  Below, width is 2 * inner, ungated inner: gate first, then up. */
+typedef struct epic_experts {
+    uint32_t num_local_experts;
+    uint32_t hidden;
+    uint32_t inner;
+    uint32_t activation;  /* an epic_activation */
+    uint32_t ungated;     /* 1: no gate */
+    uint32_t interleaved; /* 1: gate in the even columns, up in the odd ones */
+    uint32_t weighting;   /* an epic_weighting */
+    uint32_t row_type;    /* of x and y: F32 (or 0), BF16, F16, or F64 */
+    uint32_t weight_type; /* of weights and biases: 0: row_type; F64 goes with F64 only */
+    uint32_t flags;       /* 0 */
+    float limit;          /* EPIC_CLAMPED_SWIGLU; 0: 7 */
+    float alpha;          /* EPIC_CLAMPED_SWIGLU; 0: 1.702 */
+} epic_experts;
+
+typedef struct epic_experts_memory_info {
+    int64_t saved_bytes;    /* from forward to backward: [num_slots, width] float32 (F64: 64) */
+    int64_t forward_bytes;  /* workspace, enough even if one expert has all slots */
+    int64_t backward_bytes; /* the same for backward; never less than forward */
+} epic_experts_memory_info;
+
+/* What the experts need for a receive buffer of num_slots.  Errors: EPIC_EINVAL. */
+EPIC_API epic_result epic_experts_memory(const epic_experts *experts, size_t experts_size,
+                                         int64_t num_slots, epic_experts_memory_info *out,
+                                         size_t size);
+
+typedef struct epic_experts_args {
+    const epic_experts *experts;
+    size_t experts_size;
+    const void *x;                /* [num_slots, hidden]; padding slots are zero */
+    int64_t num_slots;            /* what the buffers have */
+    const int32_t *expert_rows;   /* [num_local_experts], padded counts, of epic_plan */
+    const int32_t *expert_tokens; /* [num_local_experts], true counts; NULL: expert_rows */
+    const float *slot_weights;    /* [num_slots], with EARLY and INPUT only */
+    const void *w_gate_up;        /* [num_local_experts, hidden, width] */
+    const void *w_down;           /* [num_local_experts, inner, hidden] */
+    const void *b_gate_up;        /* [num_local_experts, width]; NULL: none */
+    const void *b_down;           /* [num_local_experts, hidden]; NULL: none */
+    void *saved;                  /* out; any alignment of 16, as workspace */
+    size_t saved_bytes;
+    void *workspace;
+    size_t workspace_bytes;
+    void *y;        /* out [num_slots, hidden]; 0 on padding; not x */
+    uint32_t flags; /* 0 */
+    uint32_t pad;   /* 0 */
+} epic_experts_args;
+
+/* The experts' MLP over the slabs.  Slots past the last slab are neither read nor written.  The
+ * matrix products are OpenBLAS's if libopenblas.so.0 can be loaded (looked for at first use),
+ * else plain loops; one thread each: OpenBLAS's number of threads is set to 1 for the whole
+ * process while a call runs, and put back after the last.  The bits of a slab's rows depend on
+ * that slab alone.  Errors: EPIC_EINVAL. */
+EPIC_API epic_result epic_experts_forward(const epic_experts_args *args, size_t size);
+
+typedef struct epic_experts_backward_args {
+    const epic_experts *experts; /* these as forward had them */
+    size_t experts_size;
+    const void *x;
+    int64_t num_slots;
+    const int32_t *expert_rows;
+    const int32_t *expert_tokens;
+    const float *slot_weights;
+    const void *w_gate_up;
+    const void *w_down;
+    const void *b_gate_up;
+    const void *b_down;
+    const void *saved; /* as forward left it */
+    size_t saved_bytes;
+    void *workspace;
+    size_t workspace_bytes;
+    const void *d_y;   /* [num_slots, hidden]; 0 on padding */
+    void *d_x;         /* out [num_slots, hidden]; 0 on padding; NULL: not wanted, as below */
+    void *d_w_gate_up; /* out, as w_gate_up in float32 (F64: float64), as the three below */
+    void *d_w_down;    /* out */
+    void *d_b_gate_up; /* out */
+    void *d_b_down;    /* out */
+    float *d_slot_weights; /* out [num_slots], with EARLY and INPUT only; 0 on padding */
+    uint32_t flags;        /* EPIC_ACCUMULATE, of weights and biases */
+    uint32_t pad;          /* 0 */
+} epic_experts_backward_args;
+
+/* The gradients of epic_experts_forward.  Weights and biases of an expert with no token get
+ * zeros (accumulating: nothing).  Errors: EPIC_EINVAL. */
+EPIC_API epic_result epic_experts_backward(const epic_experts_backward_args *args, size_t size);
+
+/* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops". */
+EPIC_API const char *epic_blas_name(void);
 
 #ifdef __cplusplus
 }

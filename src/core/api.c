@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The public step calls: the struct, its arguments, then the backend's own step or the host's. */
+#include "core/check.h"
+#include "core/error.h"
+#include "core/sized.h"
+#include "plan/plan.h"
+#include "steps/steps.h"
+
+static epic_result check_context(epic_context *ctx)
+{
+    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
+    return context_check(ctx);
+}
+
+static epic_result not_yet(const epic_context *ctx, const char *what)
+{
+    return epic_fail(EPIC_ENOTSUP, "%s is not there yet on backend \"%s\"; use a host context",
+                     what, ctx->backend_name);
+}
+
+/* A call of backend steps, or of the host's. */
+#define STEP(name, ...)                                                               \
+    (!ctx->backend->steps        ? host_##name(ctx, __VA_ARGS__)                      \
+     : ctx->backend->steps->name ? ctx->backend->steps->name(ctx->group, __VA_ARGS__) \
+                                 : not_yet(ctx, "epic_" #name))
+
+static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, epic_layer *layer,
+                                  const epic_plan_args *args, size_t size)
+{
+    TRY(epic_sized(a, sizeof *a, args, size, "args"));
+    TRY(layer_read(layer, a->layer, a->layer_size, ctx->num_ranks));
+    a->layer = layer;
+    a->layer_size = sizeof *layer;
+    return check_plan_args(ctx, a, layer);
+}
+
+static epic_result run_plan(epic_context *ctx, const epic_plan_args *a, const epic_layer *layer)
+{
+    if (!ctx->backend->steps) return host_plan(ctx, a, layer);
+    if (!ctx->backend->steps->plan) return not_yet(ctx, "epic_plan");
+    return ctx->backend->steps->plan(ctx->group, a);
+}
+
+epic_result epic_plan(epic_context *ctx, const epic_plan_args *args, size_t size)
+{
+    epic_plan_args a;
+    epic_layer layer;
+    TRY(check_context(ctx));
+    TRY(read_plan_args(ctx, &a, &layer, args, size));
+    return run_plan(ctx, &a, &layer);
+}
+
+static epic_result check_plan_pointer(const void *plan)
+{
+    if (!plan || (uintptr_t)plan % 16)
+        return epic_fail(EPIC_EINVAL,
+                         "plan is at %p: the bytes of a plan at an address that 16 "
+                         "divides are needed",
+                         plan);
+    return EPIC_OK;
+}
+
+epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args, size_t size)
+{
+    epic_dispatch_args a;
+    TRY(check_context(ctx));
+    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(check_plan_pointer(a.plan));
+    TRY(check_dispatch_args(ctx, &a));
+    return STEP(dispatch, &a);
+}
+
+/* What dispatch would refuse once the plan is there is refused before the plan is made. */
+static epic_result check_together(const epic_plan_args *p, const epic_layer *layer,
+                                  const epic_dispatch_args *d)
+{
+    if (p->capacity == EPIC_CAPACITY_EXACT)
+        return epic_fail(EPIC_EINVAL,
+                         "capacity is EPIC_CAPACITY_EXACT: the receive buffer exists already, "
+                         "say how many slots it has");
+    if (d->tokens.num_rows != p->num_tokens)
+        return epic_fail(EPIC_EINVAL, "tokens.num_rows is %lld: num_tokens is %lld",
+                         (long long)d->tokens.num_rows, (long long)p->num_tokens);
+    if (d->recv.num_rows < p->capacity)
+        return epic_fail(EPIC_EINVAL, "recv.num_rows is %lld: capacity is %lld, bring as many",
+                         (long long)d->recv.num_rows, (long long)p->capacity);
+    if (d->recv_expert && layer->layout != EPIC_FLAT)
+        return epic_fail(EPIC_EINVAL, "recv_expert is given: it belongs to layout EPIC_FLAT, "
+                                      "leave it NULL");
+    return EPIC_OK;
+}
+
+epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan, size_t plan_size,
+                               const epic_dispatch_args *dispatch, size_t dispatch_size)
+{
+    epic_plan_args p;
+    epic_dispatch_args d;
+    epic_layer layer;
+    TRY(check_context(ctx));
+    TRY(read_plan_args(ctx, &p, &layer, plan, plan_size));
+    TRY(epic_sized(&d, sizeof d, dispatch, dispatch_size, "dispatch"));
+    d.call = p.call;
+    d.plan = p.plan;
+    d.plan_bytes = p.plan_bytes;
+    TRY(check_dispatch_args(ctx, &d));
+    TRY(check_together(&p, &layer, &d));
+    if (!ctx->backend->steps) return host_plan_dispatch(ctx, &p, &layer, &d);
+    if (!ctx->backend->steps->plan_dispatch) return not_yet(ctx, "epic_plan_dispatch");
+    return ctx->backend->steps->plan_dispatch(ctx->group, &p, &d);
+}
+
+epic_result epic_combine(epic_context *ctx, const epic_combine_args *args, size_t size)
+{
+    epic_combine_args a;
+    TRY(check_context(ctx));
+    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(check_combine_args(ctx, &a));
+    return STEP(combine, &a);
+}
+
+epic_result epic_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args,
+                                   size_t size)
+{
+    epic_dispatch_backward_args a;
+    TRY(check_context(ctx));
+    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(check_dispatch_backward_args(ctx, &a));
+    return STEP(dispatch_backward, &a);
+}
+
+epic_result epic_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
+                                  size_t size)
+{
+    epic_combine_backward_args a;
+    TRY(check_context(ctx));
+    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(check_combine_backward_args(ctx, &a));
+    return STEP(combine_backward, &a);
+}
+
+epic_result epic_sum(epic_context *ctx, const epic_sum_args *args, size_t size)
+{
+    epic_sum_args a;
+    TRY(check_context(ctx));
+    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(check_sum_args(ctx, &a));
+    return STEP(sum, &a);
+}

@@ -1,0 +1,253 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The rules for arguments, one sentence each. */
+#include "core/check.h"
+
+#include "core/error.h"
+#include "kernels/kernels.h"
+#include "plan/plan.h"
+
+static epic_result check_flags(uint32_t flags, uint32_t known)
+{
+    if (!(flags & ~known)) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "flags is 0x%x: of its bits only 0x%x are known", flags,
+                     known);
+}
+
+static epic_result check_plan(const void *plan)
+{
+    if (!plan) return epic_fail(EPIC_EINVAL, "plan is NULL: the bytes of a plan are needed");
+    if ((uintptr_t)plan % 16)
+        return epic_fail(EPIC_EINVAL, "plan is at %p: an address that 16 divides is needed",
+                         plan);
+    return EPIC_OK;
+}
+
+/* A matrix: not negative, not without memory, rows no wider than the context's. */
+static epic_result check_rows(const epic_context *ctx, const char *name, const epic_rows *rows)
+{
+    if (rows->num_rows < 0 || rows->num_rows > INT32_MAX)
+        return epic_fail(EPIC_EINVAL, "%s.num_rows is %lld: 0 to 2147483647 are possible", name,
+                         (long long)rows->num_rows);
+    if (rows->row_bytes < 1 || rows->row_bytes > ctx->config.max_row_bytes)
+        return epic_fail(
+            EPIC_EINVAL, "%s.row_bytes is %lld: 1 to config.max_row_bytes %lld are possible",
+            name, (long long)rows->row_bytes, (long long)ctx->config.max_row_bytes);
+    if (!rows->data && rows->num_rows)
+        return epic_fail(EPIC_EINVAL, "%s.data is NULL with %lld rows: memory is needed", name,
+                         (long long)rows->num_rows);
+    return EPIC_OK;
+}
+
+static epic_result check_absent(const char *name, const epic_rows *rows, const char *why)
+{
+    if (!rows->data && !rows->num_rows && !rows->row_bytes) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s is given (%lld rows of %lld bytes): %s, leave it zero",
+                     name, (long long)rows->num_rows, (long long)rows->row_bytes, why);
+}
+
+static epic_result check_equal(const char *a, const epic_rows *rows_a, const char *b,
+                               const epic_rows *rows_b)
+{
+    if (rows_a->row_bytes == rows_b->row_bytes) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld, %s.row_bytes is %lld: make them equal",
+                     a, (long long)rows_a->row_bytes, b, (long long)rows_b->row_bytes);
+}
+
+static epic_result check_whole(const char *name, const epic_rows *rows, uint32_t type)
+{
+    const int64_t size = (int64_t)epic_type_bytes(type);
+    if (rows->row_bytes % size == 0) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld: elements of type %s have %lld bytes",
+                     name, (long long)rows->row_bytes, epic_type_name(type), (long long)size);
+}
+
+/* A type that can be added. */
+static epic_result check_summed(const epic_context *ctx, uint32_t type)
+{
+    const bool host = ctx->backend->transport != NULL;
+    if (type == EPIC_F32 || type == EPIC_BF16 || type == EPIC_F16) return EPIC_OK;
+    if (type == EPIC_F64 && host) return EPIC_OK;
+    if (type == EPIC_F64)
+        return epic_fail(EPIC_ENOTSUP,
+                         "type is EPIC_F64: only host contexts add it, this one is %s",
+                         ctx->backend_name);
+    return epic_fail(EPIC_EINVAL,
+                     "type is %u: EPIC_F32, EPIC_BF16, EPIC_F16 and EPIC_F64 can be added",
+                     type);
+}
+
+static epic_result check_pair(const char *a, const void *given_a, const char *b,
+                              const void *given_b)
+{
+    if (!given_a == !given_b) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s is NULL, %s is given: bring both or none",
+                     given_a ? b : a, given_a ? a : b);
+}
+
+/* The shapes of quantised rows: n elements in, n bytes and their scales out. */
+static epic_result check_quantised(const epic_context *ctx, uint32_t quantise, uint32_t type,
+                                   const epic_rows *in, const char *out_name,
+                                   const epic_rows *out, const char *scales_name,
+                                   const epic_rows *scales)
+{
+    if (quantise > EPIC_QUANTISE_1X32)
+        return epic_fail(EPIC_EINVAL, "quantise is %u: it is no epic_quantise", quantise);
+    if (type != EPIC_F32 && type != EPIC_BF16 && type != EPIC_F16)
+        return epic_fail(EPIC_EINVAL,
+                         "type is %u with quantise %u: EPIC_F32, EPIC_BF16 and EPIC_F16 can be "
+                         "quantised",
+                         type, quantise);
+    const int64_t n = in->row_bytes / (int64_t)epic_type_bytes(type);
+    const int64_t wide = quantise == EPIC_QUANTISE_1X128 ? (n + 127) / 128 * 4 : (n + 31) / 32;
+    if (out->row_bytes != n)
+        return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld: %lld elements make as many bytes",
+                         out_name, (long long)out->row_bytes, (long long)n);
+    TRY(check_rows(ctx, scales_name, scales));
+    if (scales->row_bytes != wide)
+        return epic_fail(
+            EPIC_EINVAL, "%s.row_bytes is %lld: the scales of %lld elements take %lld",
+            scales_name, (long long)scales->row_bytes, (long long)n, (long long)wide);
+    if (scales->num_rows < out->num_rows)
+        return epic_fail(EPIC_EINVAL, "%s.num_rows is %lld: %s has %lld rows, bring as many",
+                         scales_name, (long long)scales->num_rows, out_name,
+                         (long long)out->num_rows);
+    return EPIC_OK;
+}
+
+/* ------------------------------------------------------------------------- each call ---- */
+
+epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
+                            const epic_layer *layer)
+{
+    TRY(check_plan(a->plan));
+    TRY(check_flags(a->flags, 0));
+    if (a->num_tokens < 0 || a->num_tokens > ctx->config.max_tokens)
+        return epic_fail(EPIC_EINVAL,
+                         "num_tokens is %lld: 0 to config.max_tokens %lld are "
+                         "possible",
+                         (long long)a->num_tokens, (long long)ctx->config.max_tokens);
+    if (!a->topk_idx && a->num_tokens)
+        return epic_fail(EPIC_EINVAL, "topk_idx is NULL with %lld tokens: memory is needed",
+                         (long long)a->num_tokens);
+    if (a->index_type && a->index_type != EPIC_I32 && a->index_type != EPIC_I64)
+        return epic_fail(EPIC_EINVAL,
+                         "index_type is %u: EPIC_I32 (or 0) and EPIC_I64 are "
+                         "possible",
+                         a->index_type);
+    if (a->capacity < 0 || a->capacity > INT32_MAX)
+        return epic_fail(EPIC_EINVAL,
+                         "capacity is %lld: 1 to 2147483647 are possible, or "
+                         "EPIC_CAPACITY_EXACT",
+                         (long long)a->capacity);
+    if (!a->rank_of_expert && layer->num_experts % (uint32_t)ctx->num_ranks)
+        return epic_fail(EPIC_EINVAL,
+                         "layer.num_experts is %u: num_ranks %d does not divide it; give "
+                         "rank_of_expert",
+                         layer->num_experts, ctx->num_ranks);
+    const size_t needed = plan_bytes_bound(layer, ctx->num_ranks, ctx->config.max_tokens);
+    if (!needed)
+        return epic_fail(EPIC_EINVAL,
+                         "config.max_tokens %lld * num_ranks %d * top_k %u, with padding, is "
+                         "more than 2147483647 slots",
+                         (long long)ctx->config.max_tokens, ctx->num_ranks, layer->top_k);
+    if (a->plan_bytes < needed)
+        return epic_fail(EPIC_EINVAL, "plan_bytes is %zu: epic_plan_bytes says %zu",
+                         a->plan_bytes, needed);
+    return EPIC_OK;
+}
+
+epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *a)
+{
+    TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
+    TRY(check_rows(ctx, "tokens", &a->tokens));
+    TRY(check_rows(ctx, "recv", &a->recv));
+    TRY(check_pair("weights", a->weights, "recv_weight", a->recv_weight));
+    if (a->quantise) {
+        TRY(check_absent("scales", &a->scales,
+                         "rows that are quantised on the way bring none"));
+        TRY(check_whole("tokens", &a->tokens, a->type == EPIC_F32 ? EPIC_F32 : EPIC_BF16));
+        return check_quantised(ctx, a->quantise, a->type, &a->tokens, "recv", &a->recv,
+                               "recv_scales", &a->recv_scales);
+    }
+    TRY(check_equal("tokens", &a->tokens, "recv", &a->recv));
+    if (!a->scales.data && !a->recv_scales.data && !a->scales.row_bytes &&
+        !a->recv_scales.row_bytes)
+        return EPIC_OK;
+    TRY(check_rows(ctx, "scales", &a->scales));
+    TRY(check_rows(ctx, "recv_scales", &a->recv_scales));
+    TRY(check_equal("scales", &a->scales, "recv_scales", &a->recv_scales));
+    if (a->scales.num_rows != a->tokens.num_rows)
+        return epic_fail(EPIC_EINVAL, "scales.num_rows is %lld: tokens has %lld rows",
+                         (long long)a->scales.num_rows, (long long)a->tokens.num_rows);
+    if (a->recv_scales.num_rows < a->recv.num_rows)
+        return epic_fail(EPIC_EINVAL,
+                         "recv_scales.num_rows is %lld: recv has %lld rows, bring "
+                         "as many",
+                         (long long)a->recv_scales.num_rows, (long long)a->recv.num_rows);
+    return EPIC_OK;
+}
+
+epic_result check_combine_args(const epic_context *ctx, const epic_combine_args *a)
+{
+    TRY(check_plan(a->plan));
+    TRY(check_flags(a->flags, 0));
+    TRY(check_summed(ctx, a->type));
+    TRY(check_rows(ctx, "rows", &a->rows));
+    TRY(check_rows(ctx, "out", &a->out));
+    TRY(check_equal("rows", &a->rows, "out", &a->out));
+    return check_whole("out", &a->out, a->type);
+}
+
+epic_result check_dispatch_backward_args(const epic_context *ctx,
+                                         const epic_dispatch_backward_args *a)
+{
+    TRY(check_plan(a->plan));
+    TRY(check_flags(a->flags, 0));
+    TRY(check_summed(ctx, a->type));
+    TRY(check_rows(ctx, "d_recv", &a->d_recv));
+    TRY(check_rows(ctx, "d_tokens", &a->d_tokens));
+    TRY(check_equal("d_recv", &a->d_recv, "d_tokens", &a->d_tokens));
+    TRY(check_pair("d_recv_weight", a->d_recv_weight, "d_weights", a->d_weights));
+    return check_whole("d_tokens", &a->d_tokens, a->type);
+}
+
+epic_result check_combine_backward_args(const epic_context *ctx,
+                                        const epic_combine_backward_args *a)
+{
+    TRY(check_plan(a->plan));
+    TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
+    TRY(check_summed(ctx, a->type));
+    TRY(check_rows(ctx, "d_out", &a->d_out));
+    TRY(check_whole("d_out", &a->d_out, a->type));
+    TRY(check_rows(ctx, "d_rows", &a->d_rows));
+    if (a->d_slot_weights) {
+        TRY(check_rows(ctx, "rows", &a->rows));
+        TRY(check_equal("rows", &a->rows, "d_out", &a->d_out));
+    } else {
+        TRY(check_absent("rows", &a->rows, "only d_slot_weights needs it"));
+    }
+    if (a->quantise)
+        return check_quantised(ctx, a->quantise, a->type, &a->d_out, "d_rows", &a->d_rows,
+                               "d_rows_scales", &a->d_rows_scales);
+    TRY(check_absent("d_rows_scales", &a->d_rows_scales, "only quantise needs it"));
+    return check_equal("d_rows", &a->d_rows, "d_out", &a->d_out);
+}
+
+epic_result check_sum_args(const epic_context *ctx, const epic_sum_args *a)
+{
+    TRY(check_flags(a->flags, 0));
+    if (a->count < 0)
+        return epic_fail(EPIC_EINVAL, "count is %lld: it cannot be negative",
+                         (long long)a->count);
+    if (!a->data && a->count)
+        return epic_fail(EPIC_EINVAL, "data is NULL with count %lld: memory is needed",
+                         (long long)a->count);
+    if (a->order > EPIC_TREE)
+        return epic_fail(EPIC_EINVAL, "order is %u: it is no epic_sum_order", a->order);
+    if (a->order == EPIC_TREE && ctx->num_ranks & (ctx->num_ranks - 1))
+        return epic_fail(
+            EPIC_EINVAL,
+            "order is EPIC_TREE: num_ranks %d is no power of two; use EPIC_BY_RANK",
+            ctx->num_ranks);
+    return EPIC_OK;
+}

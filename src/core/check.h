@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Checking the arguments of step calls: pointers, shapes among themselves, enums.  What only a
+ * plan can tell is checked by the step. */
+#ifndef EPIC_CHECK_H
+#define EPIC_CHECK_H
+
+#include "core/context.h"
+
+epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *args,
+                            const epic_layer *layer);
+epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *args);
+epic_result check_combine_args(const epic_context *ctx, const epic_combine_args *args);
+epic_result check_dispatch_backward_args(const epic_context *ctx,
+                                         const epic_dispatch_backward_args *args);
+epic_result check_combine_backward_args(const epic_context *ctx,
+                                        const epic_combine_backward_args *args);
+epic_result check_sum_args(const epic_context *ctx, const epic_sum_args *args);
+
+#endif

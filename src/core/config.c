@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Configurations: the only file of the core that reads the environment. */
+#include "core/config.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/error.h"
+#include "core/sized.h"
+
+#define DEFAULT_TIMEOUT_MS 300000u
+#define MOST_ROW_BYTES (1ll << 30)
+
+static epic_result bad(const char *field, int64_t value, const char *rule)
+{
+    return epic_fail(EPIC_EINVAL, "config.%s is %lld: %s", field, (long long)value, rule);
+}
+
+static epic_result timeout_from_environment(uint32_t *timeout_ms)
+{
+    const char *text = getenv("EPIC_TIMEOUT_MS");
+    *timeout_ms = DEFAULT_TIMEOUT_MS;
+    if (!text || !*text) return EPIC_OK;
+    char *end;
+    errno = 0;
+    const unsigned long value = strtoul(text, &end, 10);
+    if (errno || *end || text[0] == '-' || value < 1 || value > UINT32_MAX)
+        return epic_fail(EPIC_EINVAL,
+                         "EPIC_TIMEOUT_MS is \"%s\": a number of milliseconds from 1 to "
+                         "4294967295 is needed; correct or unset it",
+                         text);
+    *timeout_ms = (uint32_t)value;
+    return EPIC_OK;
+}
+
+epic_result config_read(epic_config *out, const epic_config *config, size_t size)
+{
+    TRY(epic_sized(out, sizeof *out, config, size, "config"));
+    if (out->max_tokens < 1 || out->max_tokens > INT32_MAX)
+        return bad("max_tokens", out->max_tokens, "1 to 2147483647 are possible");
+    if (out->max_row_bytes < 1 || out->max_row_bytes > MOST_ROW_BYTES)
+        return bad("max_row_bytes", out->max_row_bytes, "1 to 1073741824 are possible");
+    if (out->staging_bytes < 0)
+        return bad("staging_bytes", out->staging_bytes, "a size, or 0 for full speed");
+    if (out->max_in_flight > EPIC_MAX_CELLS)
+        return bad("max_in_flight", out->max_in_flight, "at most 64, or 0 for 64");
+    if (!out->timeout_ms) TRY(timeout_from_environment(&out->timeout_ms));
+    if (!out->max_in_flight) out->max_in_flight = EPIC_MAX_CELLS;
+    if (!out->name) out->name = "epic";
+    if (strlen(out->name) > 63)
+        return epic_fail(EPIC_EINVAL, "config.name is \"%.80s\": at most 63 bytes are possible",
+                         out->name);
+    if (!out->backend) out->backend = getenv("EPIC_BACKEND");
+    if (out->backend && !*out->backend) out->backend = NULL;
+    if (out->backend && strlen(out->backend) > 15)
+        return epic_fail(EPIC_EINVAL, "config.backend is \"%.80s\": no backend has that name",
+                         out->backend);
+    return EPIC_OK;
+}
+
+epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size)
+{
+    TRY(config_read(out, config, size));
+    if (out->num_ranks < 1 || out->num_ranks > EPIC_MAX_RANKS)
+        return bad("num_ranks", out->num_ranks, "sizes need it: 1 to 1024");
+    return EPIC_OK;
+}

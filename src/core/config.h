@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Reading an epic_config: defaults, environment, limits. */
+#ifndef EPIC_CONFIG_H
+#define EPIC_CONFIG_H
+
+#include "backend/backend.h"
+
+/* Fills in every default but num_ranks.  backend and name point to the caller's strings, to the
+ * environment, or to constants; backend stays NULL if nobody chose. */
+epic_result config_read(epic_config *out, const epic_config *config, size_t size);
+
+/* For the size queries: num_ranks is needed too. */
+epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
+
+/* The backend of that name: built in, or loaded from its library.  Errors: EPIC_EINVAL (no
+ * backend has that name), EPIC_ENOTSUP (its library cannot be loaded). */
+epic_result backend_find(const epic_backend **out, const char *name);
+
+#endif

@@ -1,0 +1,271 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Opening and closing a rank's seat, and what breaks it. */
+#include "core/context.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "core/config.h"
+#include "core/error.h"
+#include "core/hash.h"
+#include "core/hello.h"
+#include "exchange/exchange.h"
+
+uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* --------------------------------------------------------------------------- opening ---- */
+
+static epic_result gather_alone(void *self, const void *mine, void *all, size_t bytes)
+{
+    (void)self;
+    memcpy(all, mine, bytes);
+    return EPIC_OK;
+}
+
+static epic_result check_meet(const epic_meet *meet, const epic_config *config)
+{
+    if (!meet->gather)
+        return epic_fail(EPIC_EINVAL, "meet.gather is NULL: a callback is needed");
+    if (meet->num_ranks < 1 || meet->num_ranks > EPIC_MAX_RANKS)
+        return epic_fail(EPIC_EINVAL, "meet.num_ranks is %d: 1 to %d are possible",
+                         meet->num_ranks, EPIC_MAX_RANKS);
+    if (meet->rank < 0 || meet->rank >= meet->num_ranks)
+        return epic_fail(EPIC_EINVAL, "meet.rank is %d: 0 to num_ranks - 1 = %d are possible",
+                         meet->rank, meet->num_ranks - 1);
+    if (config->num_ranks && config->num_ranks != (uint32_t)meet->num_ranks)
+        return epic_fail(
+            EPIC_EINVAL,
+            "config.num_ranks is %u, the meeting has %d ranks; give the same, or 0",
+            config->num_ranks, meet->num_ranks);
+    return EPIC_OK;
+}
+
+/* The backend asked for, or the first that can join; mpi is tried last. */
+static epic_result choose(const epic_backend **out, const epic_peer *peers,
+                          const epic_config *config)
+{
+    char why[256] = "", reasons[400] = "";
+    if (config->backend) {
+        TRY(backend_find(out, config->backend));
+        if ((*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
+        return epic_fail(EPIC_ENOTSUP, "backend \"%s\" cannot join these ranks: %s",
+                         config->backend, why);
+    }
+    for (int i = 0; epic_backends[i]; i++) {
+        *out = epic_backends[i];
+        if ((*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
+        const size_t used = strlen(reasons);
+        snprintf(reasons + used, sizeof reasons - used, "%s%s: %.90s", used ? "; " : "",
+                 epic_backends[i]->name, why);
+    }
+    if (backend_find(out, "mpi") != EPIC_OK)
+        snprintf(why, sizeof why, "%s", epic_sentence());
+    else if ((*out)->can_join(peers, (int)config->num_ranks, config, why))
+        return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; mpi: %.90s", reasons,
+                     why);
+}
+
+/* Tells all ranks how this one fared: open succeeds everywhere or nowhere. */
+static epic_result agree(const epic_meet *meet, hello *mine, hello *all, epic_result result)
+{
+    mine->refused = result;
+    snprintf(mine->sentence, sizeof mine->sentence, "%s",
+             result == EPIC_OK ? "" : epic_sentence());
+    TRY(meet->gather(meet->self, mine, all, sizeof *mine));
+    return hello_compare(all, meet->num_ranks);
+}
+
+static epic_result join(epic_context *ctx, const epic_meet *meet, const hello *all)
+{
+    epic_peer *peers = malloc((size_t)meet->num_ranks * sizeof *peers);
+    if (!peers) return epic_fail(EPIC_ENOMEM, "no memory for %d ranks", meet->num_ranks);
+    for (int r = 0; r < meet->num_ranks; r++) {
+        peers[r] = all[r].peer;
+        ctx->group_id = hash_join(ctx->group_id, all[r].random);
+    }
+    const epic_backend *backend;
+    epic_result result = choose(&backend, peers, &ctx->config);
+    if (result == EPIC_OK) {
+        const epic_join how = {
+            .meet = meet, .config = &ctx->config, .peers = peers, .group_id = ctx->group_id};
+        result = backend->join(&ctx->group, &how);
+        if (result == EPIC_OK) ctx->backend = backend;
+    }
+    free(peers);
+    return result;
+}
+
+static epic_result prepare(epic_context *ctx)
+{
+    snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
+    ctx->config.backend = ctx->backend_name;
+    recorder_open(&ctx->recorder, ctx->name, ctx->rank, ctx->num_ranks, ctx->backend_name);
+    TRY(tags_open(&ctx->tags, ctx->config.max_in_flight));
+    return ctx->backend->transport ? exchanges_open(ctx) : EPIC_OK;
+}
+
+static void give_back(epic_context *ctx)
+{
+    exchanges_close(ctx);
+    tags_close(&ctx->tags);
+    recorder_close(ctx->recorder);
+    ctx->recorder = NULL;
+    if (ctx->backend) ctx->backend->leave(ctx->group);
+    ctx->backend = NULL;
+}
+
+static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *all)
+{
+    hello mine;
+    hello_fill(&mine, meet, &ctx->config);
+    TRY(agree(meet, &mine, all, EPIC_OK));
+    epic_result result = join(ctx, meet, all);
+    if (result == EPIC_OK) result = prepare(ctx);
+    result = agree(meet, &mine, all, result);
+    if (result != EPIC_OK) give_back(ctx);
+    return result;
+}
+
+static epic_result open_context(epic_context *ctx, const epic_meet *meet,
+                                const epic_config *config, size_t size)
+{
+    static const epic_meet alone = {.num_ranks = 1, .gather = gather_alone};
+    if (!meet) meet = &alone;
+    TRY(config_read(&ctx->config, config, size));
+    TRY(check_meet(meet, &ctx->config));
+    snprintf(ctx->name, sizeof ctx->name, "%s", ctx->config.name);
+    ctx->config.name = ctx->name;
+    ctx->config.num_ranks = (uint32_t)meet->num_ranks;
+    ctx->rank = meet->rank;
+    ctx->num_ranks = meet->num_ranks;
+    hello *all = calloc((size_t)meet->num_ranks, sizeof *all);
+    if (!all) return epic_fail(EPIC_ENOMEM, "no memory for %d ranks", meet->num_ranks);
+    const epic_result result = open_with(ctx, meet, all);
+    free(all);
+    return result;
+}
+
+epic_result epic_open(epic_context **out, const epic_meet *meet, const epic_config *config,
+                      size_t size)
+{
+    if (!out) return epic_fail(EPIC_EINVAL, "out is NULL: a place for the context is needed");
+    epic_context *ctx = *out = calloc(1, sizeof *ctx);
+    if (!ctx) return epic_fail(EPIC_ENOMEM, "no memory for a context");
+    pthread_mutex_init(&ctx->mutex, NULL);
+    const epic_result result = open_context(ctx, meet, config, size);
+    if (result == EPIC_OK) return EPIC_OK;
+    epic_failure_info failure = {
+        .result = (uint32_t)result, .operation = EPIC_OP_OPEN, .rank = ctx->rank};
+    snprintf(failure.sentence, sizeof failure.sentence, "%s", epic_sentence());
+    return context_break(ctx, &failure);
+}
+
+void epic_close(epic_context *ctx)
+{
+    if (!ctx) return;
+    give_back(ctx);
+    pthread_mutex_destroy(&ctx->mutex);
+    free(ctx);
+}
+
+/* --------------------------------------------------------------------------- breaking ---- */
+
+epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
+{
+    pthread_mutex_lock(&ctx->mutex);
+    if (!atomic_load_explicit(&ctx->broken, memory_order_relaxed)) {
+        ctx->failure = *failure;
+        atomic_store_explicit(&ctx->broken, true, memory_order_release);
+    }
+    pthread_mutex_unlock(&ctx->mutex);
+    return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
+}
+
+epic_result context_check(epic_context *ctx)
+{
+    if (atomic_load_explicit(&ctx->broken, memory_order_acquire))
+        return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
+    if (!ctx->backend)
+        return epic_fail(EPIC_ECLOSED, "ctx never opened: open a new one with epic_open");
+    epic_failure_info failure = {0};
+    if (ctx->backend->steps) {
+        if (!ctx->backend->steps->check) return EPIC_OK;
+        const epic_result result = ctx->backend->steps->check(ctx->group, &failure);
+        return result == EPIC_OK ? EPIC_OK : context_break(ctx, &failure);
+    }
+    if (!ctx->backend->transport->failure(ctx->group, &failure)) return EPIC_OK;
+    return context_break(ctx, &failure);
+}
+
+static epic_result no_context(void)
+{
+    return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
+}
+
+epic_result epic_check(epic_context *ctx)
+{
+    return ctx ? context_check(ctx) : no_context();
+}
+
+epic_result epic_failure(const epic_context *ctx, epic_failure_info *out, size_t size)
+{
+    epic_failure_info info = {0};
+    if (!ctx) return no_context();
+    if (!out || !size)
+        return epic_fail(EPIC_EINVAL,
+                         "out is %s, size %zu: a place for epic_failure_info is "
+                         "needed",
+                         out ? "given" : "NULL", size);
+    if (atomic_load_explicit(&ctx->broken, memory_order_acquire)) info = ctx->failure;
+    memset(out, 0, size);
+    memcpy(out, &info, size < sizeof info ? size : sizeof info);
+    return EPIC_OK;
+}
+
+void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
+{
+    if (!ctx || context_check(ctx) != EPIC_OK) return;
+    if (ctx->backend->steps) {
+        if (ctx->backend->steps->abort) ctx->backend->steps->abort(ctx->group, tag, why);
+        return;
+    }
+    epic_failure_info failure = {.result = EPIC_EPEER,
+                                 .tag = tag,
+                                 .rank = ctx->rank,
+                                 .num_culprits = 1,
+                                 .culprits = {ctx->rank}};
+    snprintf(failure.sentence, sizeof failure.sentence, "rank %d aborted tag %llu: %.400s",
+             ctx->rank, (unsigned long long)tag, why ? why : "it did not say why");
+    ctx->backend->transport->break_group(ctx->group, &failure);
+    context_check(ctx);
+}
+
+/* ---------------------------------------------------------------------------- queries ---- */
+
+int32_t epic_rank(const epic_context *ctx)
+{
+    return ctx ? ctx->rank : -1;
+}
+
+int32_t epic_num_ranks(const epic_context *ctx)
+{
+    return ctx ? ctx->num_ranks : 0;
+}
+
+const char *epic_backend_name(const epic_context *ctx)
+{
+    return ctx ? ctx->backend_name : "";
+}
+
+uint64_t epic_context_bytes_sent(const epic_context *ctx)
+{
+    return atomic_load_explicit(&ctx->bytes_sent, memory_order_relaxed);
+}

@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One rank's seat in one group. */
+#ifndef EPIC_CONTEXT_H
+#define EPIC_CONTEXT_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include "backend/backend.h"
+#include "core/recorder.h"
+#include "core/tags.h"
+
+struct exchange; /* exchange/exchange.h */
+
+struct epic_context {
+    const epic_backend *backend; /* NULL: never opened */
+    epic_group *group;
+    int32_t rank;
+    int32_t num_ranks;
+    uint64_t group_id;
+    epic_config config; /* defaults filled in; its strings are the two below */
+    char name[64];
+    char backend_name[16];
+
+    tag_table tags;
+    epic_recorder *recorder;
+    struct exchange *exchanges; /* [max_in_flight], one for each cell; host contexts */
+    _Atomic uint64_t bytes_sent;
+
+    _Atomic bool broken;
+    pthread_mutex_t mutex; /* guards failure until broken is set */
+    epic_failure_info failure;
+};
+
+/* Bytes of rows that this rank has put into lanes; for tests. */
+uint64_t epic_context_bytes_sent(const epic_context *ctx);
+
+/* Makes `failure` the context's, unless it has one, and returns it with its sentence. */
+epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
+
+/* EPIC_OK, or the failure that broke the group; EPIC_ECLOSED for one that never opened. */
+epic_result context_check(epic_context *ctx);
+
+/* Monotonic nanoseconds. */
+uint64_t now_ns(void);
+
+#endif

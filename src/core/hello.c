@@ -1,0 +1,137 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The first words between ranks: who and where each is, and that all brought the same. */
+#include "core/hello.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/error.h"
+#include "core/hash.h"
+
+#define HELLO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
+
+static uint64_t random_word(void)
+{
+    uint64_t word;
+    if (getrandom(&word, sizeof word, 0) == sizeof word) return word;
+    struct timespec now; /* no entropy: still different from group to group */
+    clock_gettime(CLOCK_REALTIME, &now);
+    return hash_join((uint64_t)getpid(),
+                     (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);
+}
+
+static int64_t namespace_of(const char *path)
+{
+    struct stat s;
+    return stat(path, &s) == 0 ? (int64_t)s.st_ino : 0;
+}
+
+/* Same host and boot: the kernel's boot id, and the pid namespace, without which pids differ. */
+static void find_host(uint64_t host[2])
+{
+    char text[64] = {0};
+    const int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    const ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (n <= 0) gethostname(text, sizeof text - 1);
+    host[0] = hash_bytes(text, strlen(text));
+    host[1] = hash_join(host[0], (uint64_t)namespace_of("/proc/self/ns/pid"));
+}
+
+/* The pid, and when the process began: a pid alone may be used again. */
+static void find_process(uint64_t process[2], const uint64_t host[2])
+{
+    struct stat s;
+    process[0] = hash_join(host[1], (uint64_t)getpid());
+    process[1] = stat("/proc/self", &s) == 0
+                     ? hash_join((uint64_t)s.st_ino, (uint64_t)s.st_ctim.tv_sec)
+                     : 0;
+}
+
+void hello_fill(hello *mine, const epic_meet *meet, const epic_config *config)
+{
+    memset(mine, 0, sizeof *mine);
+    mine->magic = HELLO_MAGIC;
+    mine->version = EPIC_VERSION;
+    mine->bytes = sizeof *mine;
+    mine->rank = meet->rank;
+    mine->num_ranks = meet->num_ranks;
+    mine->max_tokens = config->max_tokens;
+    mine->max_row_bytes = config->max_row_bytes;
+    mine->staging_bytes = config->staging_bytes;
+    mine->timeout_ms = config->timeout_ms;
+    mine->max_in_flight = config->max_in_flight;
+    mine->max_sms = config->max_sms;
+    snprintf(mine->backend, sizeof mine->backend, "%s", config->backend ? config->backend : "");
+    snprintf(mine->name, sizeof mine->name, "%s", config->name);
+    mine->random = random_word();
+    find_host(mine->peer.host);
+    find_process(mine->peer.process, mine->peer.host);
+    mine->peer.pid = getpid();
+    mine->peer.uid = getuid();
+    mine->peer.network_ns = namespace_of("/proc/self/ns/net");
+}
+
+static epic_result differ(const char *field, int64_t first, int rank, int64_t other)
+{
+    return epic_fail(EPIC_EMISMATCH,
+                     "open: rank 0 has %s %lld, rank %d has %lld; bring the same on every rank",
+                     field, (long long)first, rank, (long long)other);
+}
+
+static epic_result differ_text(const char *field, const char *first, int rank,
+                               const char *other)
+{
+    return epic_fail(EPIC_EMISMATCH,
+                     "open: rank 0 has %s \"%.63s\", rank %d has \"%.63s\"; bring the same on "
+                     "every rank",
+                     field, first, rank, other);
+}
+
+static epic_result compare(const hello *a, const hello *b, int rank)
+{
+    if (b->magic != HELLO_MAGIC || b->version != a->version || b->bytes != a->bytes)
+        return epic_fail(EPIC_EMISMATCH,
+                         "open: rank 0 is EPIC version %u, rank %d is version %u; install the "
+                         "same on every rank",
+                         a->version, rank, b->magic == HELLO_MAGIC ? b->version : 0);
+    if (b->rank != rank)
+        return epic_fail(EPIC_EMISMATCH,
+                         "open: the meeting has rank %lld in the place of rank %d",
+                         (long long)b->rank, rank);
+    const struct {
+        const char *name;
+        int64_t first, other;
+    } fields[] = {
+        {"num_ranks", a->num_ranks, b->num_ranks},
+        {"config.max_tokens", a->max_tokens, b->max_tokens},
+        {"config.max_row_bytes", a->max_row_bytes, b->max_row_bytes},
+        {"config.staging_bytes", a->staging_bytes, b->staging_bytes},
+        {"config.timeout_ms", a->timeout_ms, b->timeout_ms},
+        {"config.max_in_flight", a->max_in_flight, b->max_in_flight},
+        {"config.max_sms", a->max_sms, b->max_sms},
+    };
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (fields[i].first != fields[i].other)
+            return differ(fields[i].name, fields[i].first, rank, fields[i].other);
+    if (strncmp(a->backend, b->backend, sizeof a->backend))
+        return differ_text("config.backend", a->backend, rank, b->backend);
+    if (strncmp(a->name, b->name, sizeof a->name))
+        return differ_text("config.name", a->name, rank, b->name);
+    return EPIC_OK;
+}
+
+epic_result hello_compare(const hello *all, int num_ranks)
+{
+    for (int r = 0; r < num_ranks; r++)
+        if (all[r].magic == HELLO_MAGIC && all[r].version == EPIC_VERSION && all[r].refused)
+            return epic_fail((epic_result)all[r].refused, "open: rank %d: %.255s", r,
+                             all[r].sentence);
+    for (int r = 1; r < num_ranks; r++) TRY(compare(&all[0], &all[r], r));
+    return EPIC_OK;
+}

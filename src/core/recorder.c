@@ -1,0 +1,261 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The flight recorder: a ring of records in a memfd, each behind a sequence word.
+ *
+ * A record has one writer at a time, the one that set in_flight.  It makes the sequence odd,
+ * stores the words with release, and makes the sequence even with release.  A reader loads the
+ * sequence, the words with acquire, and the sequence again: a word of a newer writing brings the
+ * odd sequence before it along, so the second load differs and the copy is thrown away. */
+#include "core/recorder.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/error.h"
+
+#define NO_RECORD UINT64_MAX
+#define SENTENCE_WORDS (RECORDER_SENTENCE / sizeof(uint64_t))
+#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+
+struct epic_recorder {
+    recorder_page *page;
+    int fd; /* stays open: it is the name under /proc/PID/fd */
+};
+
+static int64_t wall_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* --------------------------------------------------------------------- open and close ---- */
+
+/* A sealed memfd of one page structure, all of its memory there: no write can fail later. */
+static int make_memfd(const char *group, int rank)
+{
+    char name[160];
+    snprintf(name, sizeof name, "epic:%.127s:%d", group, rank);
+    const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) return -1;
+
+    int refused = fchmod(fd, 0600) < 0 ? errno : 0;
+    if (!refused) refused = posix_fallocate(fd, 0, sizeof(recorder_page));
+    if (!refused && fcntl(fd, F_ADD_SEALS, SEALS) < 0) refused = errno;
+    if (!refused) return fd;
+    close(fd);
+    errno = refused;
+    return -1;
+}
+
+static void write_header(recorder_page *page, const char *group, int rank, int num_ranks,
+                         const char *backend)
+{
+    page->version = RECORDER_VERSION;
+    page->page_bytes = sizeof *page;
+    page->rank = rank;
+    page->num_ranks = num_ranks;
+    page->pid = getpid();
+    page->opened_ns = wall_ns();
+    snprintf(page->group, sizeof page->group, "%s", group);
+    snprintf(page->backend, sizeof page->backend, "%s", backend);
+    atomic_store_explicit(&page->magic, RECORDER_MAGIC, memory_order_release);
+}
+
+epic_result recorder_open(epic_recorder **out, const char *group, int rank, int num_ranks,
+                          const char *backend)
+{
+    *out = NULL;
+    epic_recorder *recorder = calloc(1, sizeof *recorder);
+    if (!recorder) return epic_fail(EPIC_ENOMEM, "no memory for the flight recorder");
+
+    recorder->fd = make_memfd(group, rank);
+    void *page = MAP_FAILED;
+    if (recorder->fd >= 0)
+        page = mmap(NULL, sizeof(recorder_page), PROT_READ | PROT_WRITE, MAP_SHARED,
+                    recorder->fd, 0);
+    if (page == MAP_FAILED) {
+        const int refused = errno;
+        if (recorder->fd >= 0) close(recorder->fd);
+        free(recorder);
+        return epic_fail(EPIC_EDEVICE, "the flight recorder's memfd of %zu bytes: %s",
+                         sizeof(recorder_page), strerror(refused));
+    }
+    recorder->page = page;
+    write_header(recorder->page, group, rank, num_ranks, backend);
+    *out = recorder;
+    return EPIC_OK;
+}
+
+void recorder_close(epic_recorder *recorder)
+{
+    if (!recorder) return;
+    /* A forked child may keep the memfd alive: say that nobody writes it any more. */
+    atomic_store_explicit(&recorder->page->closed, 1, memory_order_release);
+    munmap(recorder->page, sizeof(recorder_page));
+    close(recorder->fd);
+    free(recorder);
+}
+
+/* ---------------------------------------------------------------------------- writing ---- */
+
+static void store_words(_Atomic uint64_t *to, const void *from, size_t num_words)
+{
+    const char *bytes = from;
+    for (size_t i = 0; i < num_words; i++) {
+        uint64_t word;
+        memcpy(&word, bytes + i * sizeof word, sizeof word);
+        atomic_store_explicit(&to[i], word, memory_order_release);
+    }
+}
+
+static void load_words(void *to, const _Atomic uint64_t *from, size_t num_words)
+{
+    char *bytes = to;
+    for (size_t i = 0; i < num_words; i++) {
+        const uint64_t word = atomic_load_explicit(&from[i], memory_order_acquire);
+        memcpy(bytes + i * sizeof word, &word, sizeof word);
+    }
+}
+
+/* Only by the record's one writer. */
+static void publish(recorder_page *page, size_t i, const recorder_entry *entry,
+                    const char *sentence)
+{
+    recorder_record *record = &page->records[i];
+    const uint64_t sequence = atomic_load_explicit(&record->sequence, memory_order_relaxed);
+    atomic_store_explicit(&record->sequence, sequence + 1, memory_order_relaxed);
+    store_words(record->words, entry, RECORDER_WORDS);
+    if (sentence) {
+        char copy[RECORDER_SENTENCE] = {0};
+        snprintf(copy, sizeof copy, "%s", sentence);
+        store_words(page->sentences[i].words, copy, SENTENCE_WORDS);
+    }
+    atomic_store_explicit(&record->sequence, sequence + 2, memory_order_release);
+}
+
+/* A record that is not in flight, beginning where the ring is; -1: all are. */
+static int claim(recorder_page *page, uint64_t number)
+{
+    for (uint64_t i = 0; i < RECORDER_RECORDS; i++) {
+        const int at = (int)((number + i) % RECORDER_RECORDS);
+        uint64_t free_record = 0;
+        if (atomic_compare_exchange_strong_explicit(&page->records[at].in_flight, &free_record,
+                                                    1, memory_order_acquire,
+                                                    memory_order_relaxed))
+            return at;
+    }
+    return -1;
+}
+
+uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
+                        uint64_t place, uint64_t bytes)
+{
+    if (!recorder) return NO_RECORD;
+    recorder_page *page = recorder->page;
+    const uint64_t number = atomic_fetch_add_explicit(&page->next, 1, memory_order_relaxed);
+    const int at = claim(page, number);
+    if (at < 0) return NO_RECORD;
+
+    const recorder_entry entry = {
+        .number = number,
+        .tag = tag,
+        .place = place,
+        .bytes = bytes,
+        .start_ns = wall_ns(),
+        .operation = operation,
+        .state = RECORDER_ANNOUNCED,
+        .waits_for = -1,
+    };
+    publish(page, (size_t)at, &entry, NULL);
+    return number * RECORDER_RECORDS + (uint64_t)at;
+}
+
+/* The entry of a record in flight, for its writer; false: there is no such record any more. */
+static bool own(epic_recorder *recorder, uint64_t record, recorder_entry *out)
+{
+    if (!recorder || record == NO_RECORD) return false;
+    load_words(out, recorder->page->records[record % RECORDER_RECORDS].words, RECORDER_WORDS);
+    return out->number == record / RECORDER_RECORDS && out->end_ns == 0;
+}
+
+void recorder_phase(epic_recorder *recorder, uint64_t record, uint32_t phase, int32_t waits_for)
+{
+    recorder_entry entry;
+    if (!own(recorder, record, &entry)) return;
+    if (entry.state == phase && entry.waits_for == waits_for) return;
+    entry.state = phase;
+    entry.waits_for = waits_for;
+    publish(recorder->page, record % RECORDER_RECORDS, &entry, NULL);
+}
+
+void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
+                  const char *sentence)
+{
+    recorder_entry entry;
+    if (!own(recorder, record, &entry)) return;
+    const size_t at = record % RECORDER_RECORDS;
+    entry.state = RECORDER_DONE;
+    entry.waits_for = -1;
+    entry.result = (uint32_t)result;
+    entry.end_ns = wall_ns();
+    publish(recorder->page, at, &entry, result == EPIC_OK ? NULL : sentence ? sentence : "");
+    atomic_store_explicit(&recorder->page->records[at].in_flight, 0, memory_order_release);
+}
+
+/* ---------------------------------------------------------------------------- reading ---- */
+
+static bool valid(const recorder_page *page)
+{
+    return atomic_load_explicit(&page->magic, memory_order_acquire) == RECORDER_MAGIC &&
+           page->version == RECORDER_VERSION && page->page_bytes == sizeof *page &&
+           memchr(page->group, 0, sizeof page->group) &&
+           memchr(page->backend, 0, sizeof page->backend);
+}
+
+const recorder_page *recorder_map(int fd)
+{
+    struct stat file;
+    const int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || !(seals & F_SEAL_SHRINK)) return NULL; /* it could shrink: SIGBUS */
+    if (fstat(fd, &file) < 0 || file.st_size != sizeof(recorder_page)) return NULL;
+
+    recorder_page *page = mmap(NULL, sizeof *page, PROT_READ, MAP_SHARED, fd, 0);
+    if (page == MAP_FAILED) return NULL;
+    if (valid(page)) return page;
+    munmap(page, sizeof *page);
+    return NULL;
+}
+
+void recorder_unmap(const recorder_page *page)
+{
+    if (page) munmap((void *)(uintptr_t)page, sizeof *page);
+}
+
+bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
+                   char sentence[RECORDER_SENTENCE])
+{
+    const recorder_record *record = &page->records[i];
+    for (int tries = 0; tries < 10000; tries++) {
+        if (tries % 64 == 63) sched_yield(); /* the writer may have been put off its core */
+        const uint64_t before = atomic_load_explicit(&record->sequence, memory_order_acquire);
+        if (before == 0) return false;
+        if (before & 1) continue;
+        load_words(out, record->words, RECORDER_WORDS);
+        if (sentence) {
+            load_words(sentence, page->sentences[i].words, SENTENCE_WORDS);
+            sentence[RECORDER_SENTENCE - 1] = 0;
+            if (out->end_ns == 0 || out->result == EPIC_OK) sentence[0] = 0;
+        }
+        if (atomic_load_explicit(&record->sequence, memory_order_relaxed) == before)
+            return true;
+    }
+    return false;
+}

@@ -1,0 +1,104 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What things take, from sizes alone, and what a plan's bytes say. */
+#include <string.h>
+
+#include "core/config.h"
+#include "core/error.h"
+#include "exchange/exchange.h"
+#include "plan/plan.h"
+
+static epic_result read_both(epic_config *c, epic_layer *l, const epic_config *config,
+                             size_t config_size, const epic_layer *layer, size_t layer_size)
+{
+    TRY(config_read_sizes(c, config, config_size));
+    return layer_read(l, layer, layer_size, (int32_t)c->num_ranks);
+}
+
+size_t epic_plan_bytes(const epic_config *config, size_t config_size, const epic_layer *layer,
+                       size_t layer_size)
+{
+    epic_config c;
+    epic_layer l;
+    if (read_both(&c, &l, config, config_size, layer, layer_size) != EPIC_OK) return 0;
+    const size_t bytes = plan_bytes_bound(&l, (int32_t)c.num_ranks, c.max_tokens);
+    if (!bytes)
+        epic_fail(
+            EPIC_EINVAL,
+            "config.max_tokens %lld * num_ranks %u * top_k %u, with padding, is more than "
+            "2147483647 slots",
+            (long long)c.max_tokens, c.num_ranks, l.top_k);
+    return bytes;
+}
+
+/* Duplicates of an expert are choices too, so a token may bring top_k of them here.  Every local
+ * expert that has one pads its slab, and whole slabs are multiples of the alignment. */
+int64_t epic_capacity_bound(const epic_config *config, size_t config_size,
+                            const epic_layer *layer, size_t layer_size)
+{
+    epic_config c;
+    epic_layer l;
+    if (read_both(&c, &l, config, config_size, layer, layer_size) != EPIC_OK) return 0;
+    const int64_t tokens = c.max_tokens * c.num_ranks;
+    if (l.layout == EPIC_FLAT) return tokens;
+    const int64_t choices = tokens * l.top_k;
+    const bool blocks = l.num_experts % c.num_ranks == 0;
+    const int64_t local = blocks ? l.num_experts / c.num_ranks : l.num_experts;
+    const int64_t slabs = choices < local ? choices : local;
+    return (choices + slabs * (l.alignment - 1)) / l.alignment * l.alignment;
+}
+
+epic_result epic_memory(const epic_config *config, size_t config_size, const epic_layer *layer,
+                        size_t layer_size, epic_memory_info *out, size_t size)
+{
+    epic_config c;
+    epic_memory_info info = {0};
+    if (!out || !size)
+        return epic_fail(EPIC_EINVAL, "out is NULL: a place for epic_memory_info is needed");
+    TRY(config_read_sizes(&c, config, config_size));
+    const epic_backend *backend;
+    TRY(backend_find(&backend, c.backend ? c.backend : "shm"));
+    if (backend->memory) backend->memory(&c, &info);
+    if (backend->transport) info.host_bytes += c.max_in_flight * exchange_bytes(&c);
+    if (layer) {
+        info.plan_bytes = (int64_t)epic_plan_bytes(config, config_size, layer, layer_size);
+        if (!info.plan_bytes) return EPIC_EINVAL;
+    }
+    memset(out, 0, size);
+    memcpy(out, &info, size < sizeof info ? size : sizeof info);
+    return EPIC_OK;
+}
+
+epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *out,
+                           size_t size)
+{
+    plan_view view;
+    if (!plan || (uintptr_t)plan % 16)
+        return epic_fail(EPIC_EINVAL,
+                         "plan is at %p: the bytes of a plan at an address that 16 "
+                         "divides are needed",
+                         plan);
+    if (!out || !size)
+        return epic_fail(EPIC_EINVAL, "out is NULL: a place for epic_plan_info is needed");
+    const enum plan_damage damage = plan_check(&view, plan, plan_bytes, 0, 0, 0);
+    if (damage) return epic_fail(EPIC_EINVAL, "plan: %s", plan_damage_name(damage));
+    const plan_header *h = view.header;
+    epic_plan_info info = {.id = h->id,
+                           .num_tokens = h->num_tokens,
+                           .num_slots = h->num_slots,
+                           .capacity = h->capacity,
+                           .num_kept = h->num_kept,
+                           .num_none = h->num_none,
+                           .num_expert_full = h->num_expert_full,
+                           .num_rank_full = h->num_rank_full,
+                           .result = h->result,
+                           .num_local_experts = (uint32_t)h->num_local,
+                           .fate_offset = h->fate,
+                           .rank_offset = h->rank_to};
+    if (h->layer.sum_order == EPIC_TREE) {
+        info.num_leaves = h->layer.leaves / (uint32_t)h->num_ranks;
+        info.first_leaf = (uint32_t)view.place_of[h->rank] * info.num_leaves;
+    }
+    memset(out, 0, size);
+    memcpy(out, &info, size < sizeof info ? size : sizeof info);
+    return EPIC_OK;
+}

@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Tags: one operation at a time each, counted from 0. */
+#include "core/tags.h"
+
+#include <stdlib.h>
+
+#include "core/error.h"
+#include "core/hash.h"
+
+#define FIRST_SIZE 1024
+
+epic_result tags_open(tag_table *table, uint32_t max_in_flight)
+{
+    *table = (tag_table){.size = FIRST_SIZE, .max_in_flight = max_in_flight};
+    table->entries = calloc(FIRST_SIZE, sizeof *table->entries);
+    if (!table->entries) return epic_fail(EPIC_ENOMEM, "no memory for the table of tags");
+    pthread_mutex_init(&table->mutex, NULL);
+    return EPIC_OK;
+}
+
+void tags_close(tag_table *table)
+{
+    if (!table->entries) return;
+    free(table->entries);
+    table->entries = NULL;
+    pthread_mutex_destroy(&table->mutex);
+}
+
+static tag_entry *find(tag_entry *entries, size_t size, uint64_t tag)
+{
+    size_t i = (size_t)hash_mix(tag) & (size - 1);
+    while (entries[i].next && entries[i].tag != tag) i = (i + 1) & (size - 1);
+    return &entries[i];
+}
+
+static bool grow(tag_table *table)
+{
+    const size_t size = table->size * 2;
+    tag_entry *entries = calloc(size, sizeof *entries);
+    if (!entries) return false;
+    for (size_t i = 0; i < table->size; i++)
+        if (table->entries[i].next)
+            *find(entries, size, table->entries[i].tag) = table->entries[i];
+    free(table->entries);
+    table->entries = entries;
+    table->size = size;
+    return true;
+}
+
+static epic_result enter(tag_table *table, uint64_t tag, uint64_t *place)
+{
+    if (table->in_flight == table->max_in_flight)
+        return epic_fail(EPIC_EINVAL,
+                         "tag %llu: %u operations are in flight on this rank, max_in_flight "
+                         "allows no more; wait for one of them or open with more",
+                         (unsigned long long)tag, table->in_flight);
+    tag_entry *entry = find(table->entries, table->size, tag);
+    if (entry->next && entry->busy)
+        return epic_fail(EPIC_EINVAL,
+                         "tag %llu: an operation of this tag is in flight on this rank, so the "
+                         "order of the two would be chance; use another tag, or wait for it",
+                         (unsigned long long)tag);
+    if (!entry->next) {
+        if (table->used * 2 >= table->size && !grow(table))
+            return epic_fail(EPIC_ENOMEM, "no memory for tag %llu after %zu others",
+                             (unsigned long long)tag, table->used);
+        entry = find(table->entries, table->size, tag);
+        *entry = (tag_entry){.tag = tag, .next = 1};
+        table->used++;
+    }
+    entry->busy = true;
+    *place = entry->next++ - 1;
+    table->in_flight++;
+    return EPIC_OK;
+}
+
+epic_result tags_enter(tag_table *table, uint64_t tag, uint64_t *place)
+{
+    pthread_mutex_lock(&table->mutex);
+    const epic_result result = enter(table, tag, place);
+    pthread_mutex_unlock(&table->mutex);
+    return result;
+}
+
+void tags_leave(tag_table *table, uint64_t tag)
+{
+    pthread_mutex_lock(&table->mutex);
+    find(table->entries, table->size, tag)->busy = false;
+    table->in_flight--;
+    pthread_mutex_unlock(&table->mutex);
+}

@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Finding the ranks that keep everybody waiting: never one that is itself waiting. */
+#include "exchange/culprits.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static bool has(const uint64_t *ranks, int rank)
+{
+    return ranks[rank / 64] >> (rank % 64) & 1;
+}
+
+static void put(uint64_t *ranks, int rank)
+{
+    ranks[rank / 64] |= 1ull << (rank % 64);
+}
+
+void list_ranks(char *out, size_t size, const uint64_t *ranks)
+{
+    int count = 0, named = 0;
+    for (int r = 0; r < EPIC_MAX_RANKS; r++) count += has(ranks, r);
+    size_t used = (size_t)snprintf(out, size, count == 1 ? "rank" : "ranks");
+    for (int r = 0; r < EPIC_MAX_RANKS && used < size; r++) {
+        if (!has(ranks, r)) continue;
+        if (named == 16) {
+            snprintf(out + used, size - used, " and %d more", count - named);
+            return;
+        }
+        const char *before = named == 0 ? " " : named == count - 1 ? " and " : ", ";
+        used += (size_t)snprintf(out + used, size - used, "%s%d", before, r);
+        named++;
+    }
+}
+
+/* The ranks that do not wait, reached from x's own waits through the waits of others. */
+static void follow(exchange *x, uint64_t *ends)
+{
+    uint64_t todo[RANK_WORDS], seen[RANK_WORDS] = {0};
+    memcpy(todo, x->waits_for, sizeof todo);
+    put(seen, x->rank);
+    for (int r = 0; r < x->num_ranks; r++) {
+        if (!has(todo, r) || has(seen, r)) continue;
+        put(seen, r);
+        epic_sight sight;
+        x->transport->look(x->group, r, x->tag, x->place, &sight);
+        if (!sight.waiting || sight.gone) {
+            put(ends, r);
+            continue;
+        }
+        for (int w = 0; w < RANK_WORDS; w++) todo[w] |= sight.waits_for[w];
+        r = -1; /* a lower rank may have been added */
+    }
+}
+
+/* Keeps the ranks that are furthest behind in (tag, place). */
+static void keep_last(exchange *x, const uint64_t *from, uint64_t *culprits)
+{
+    uint32_t least = UINT32_MAX;
+    for (int pass = 0; pass < 2; pass++)
+        for (int r = 0; r < x->num_ranks; r++) {
+            if (!has(from, r)) continue;
+            epic_sight sight;
+            x->transport->look(x->group, r, x->tag, x->place, &sight);
+            const uint32_t progress = sight.came ? 1 + sight.phase : 0;
+            if (pass == 0 && progress < least) least = progress;
+            if (pass == 1 && progress <= least) put(culprits, r);
+        }
+}
+
+static void tell(exchange *x, const uint64_t *culprits, char *sentence, size_t size)
+{
+    char list[128];
+    list_ranks(list, sizeof list, culprits);
+    size_t used = (size_t)snprintf(sentence, size, "rank %d waited %llu ms for %s", x->rank,
+                                   (unsigned long long)(x->timeout_ns / 1000000), list);
+    int told = 0;
+    for (int r = 0; r < x->num_ranks && used < size && told < 4; r++) {
+        if (!has(culprits, r)) continue;
+        epic_sight sight;
+        x->transport->look(x->group, r, x->tag, x->place, &sight);
+        told++;
+        if (!sight.operation)
+            used += (size_t)snprintf(sentence + used, size - used,
+                                     "; rank %d was never seen in an operation", r);
+        else
+            used += (size_t)snprintf(
+                sentence + used, size - used,
+                "; rank %d was last seen %s %s (tag %llu, step %llu)", r,
+                sight.inside ? "in" : "after", operation_name(sight.operation),
+                (unsigned long long)sight.tag, (unsigned long long)sight.place);
+    }
+}
+
+void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size)
+{
+    uint64_t ends[RANK_WORDS] = {0};
+    follow(x, ends);
+    bool any = false;
+    for (int w = 0; w < RANK_WORDS; w++) any |= ends[w] != 0;
+    keep_last(x, any ? ends : x->waits_for, culprits); /* a circle: those we wait for */
+    tell(x, culprits, sentence, size);
+}

@@ -1,0 +1,295 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Opening and closing an operation. */
+#include "exchange/exchange.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/error.h"
+#include "exchange/culprits.h"
+
+enum { PHASE_NOTES, PHASE_ROWS, PHASE_DONE };
+
+#define LOOK_NS 100000000ull /* how often a waiting rank looks whether its peers live */
+#define MAX_SLEEP_MS 1000u
+
+static size_t row_scratch(const epic_config *config)
+{
+    return (size_t)config->max_row_bytes + 64;
+}
+
+int64_t exchange_bytes(const epic_config *config)
+{
+    const int64_t by_rank = 9 * 8 + 4 + 64 * 8;
+    return (int64_t)sizeof(exchange) + by_rank * config->num_ranks +
+           (int64_t)row_scratch(config) + (TREE_LEVELS + 1) * PIECE_MAX;
+}
+
+static bool allocate(exchange *x, const epic_context *ctx)
+{
+    const size_t n = (size_t)ctx->num_ranks;
+    x->notes = calloc(n, sizeof *x->notes);
+    x->items = calloc(n, sizeof *x->items);
+    x->sends = calloc(n, sizeof *x->sends);
+    x->receives = calloc(n, sizeof *x->receives);
+    x->sent = calloc(n, sizeof *x->sent);
+    x->taken = calloc(n, sizeof *x->taken);
+    x->item_to = calloc(n, sizeof *x->item_to);
+    x->piece_to = calloc(n, sizeof *x->piece_to);
+    x->item_from = calloc(n, sizeof *x->item_from);
+    x->rows = calloc(n, sizeof *x->rows);
+    x->sums = calloc(n, 64 * sizeof *x->sums);
+    x->row = malloc(row_scratch(&ctx->config));
+    x->pieces = malloc((size_t)(TREE_LEVELS + 1) * PIECE_MAX);
+    return x->notes && x->items && x->sends && x->receives && x->sent && x->taken &&
+           x->item_to && x->piece_to && x->item_from && x->rows && x->sums && x->row &&
+           x->pieces;
+}
+
+epic_result exchanges_open(epic_context *ctx)
+{
+    const uint32_t n = ctx->config.max_in_flight;
+    ctx->exchanges = calloc(n, sizeof *ctx->exchanges);
+    if (!ctx->exchanges) return epic_fail(EPIC_ENOMEM, "no memory for %u operations", n);
+    for (uint32_t i = 0; i < n; i++) {
+        exchange *x = &ctx->exchanges[i];
+        *x = (exchange){.ctx = ctx,
+                        .transport = ctx->backend->transport,
+                        .group = ctx->group,
+                        .cell = (int)i,
+                        .rank = ctx->rank,
+                        .num_ranks = ctx->num_ranks};
+        if (!allocate(x, ctx))
+            return epic_fail(EPIC_ENOMEM,
+                             "no memory for operation %u of max_in_flight %u: %lld bytes each",
+                             i, n, (long long)exchange_bytes(&ctx->config));
+    }
+    return EPIC_OK;
+}
+
+void exchanges_close(epic_context *ctx)
+{
+    for (uint32_t i = 0; ctx->exchanges && i < ctx->config.max_in_flight; i++) {
+        exchange *x = &ctx->exchanges[i];
+        void *const parts[] = {(void *)x->notes, x->items,        x->sends,   x->receives,
+                               x->sent,          x->taken,        x->item_to, x->piece_to,
+                               x->item_from,     (void *)x->rows, x->sums,    x->row,
+                               x->pieces};
+        for (size_t p = 0; p < sizeof parts / sizeof *parts; p++) free(parts[p]);
+    }
+    free(ctx->exchanges);
+    ctx->exchanges = NULL;
+}
+
+/* The group's failure, if a rank has reported one. */
+static epic_result group_failure(exchange *x)
+{
+    epic_failure_info failure;
+    if (!x->transport->failure(x->group, &failure)) return EPIC_OK;
+    return context_break(x->ctx, &failure);
+}
+
+static epic_result break_group(exchange *x, epic_result result, const uint64_t *culprits,
+                               const char *sentence)
+{
+    epic_failure_info failure = {.result = (uint32_t)result,
+                                 .operation = x->operation,
+                                 .tag = x->tag,
+                                 .step = x->place,
+                                 .rank = x->rank};
+    for (int r = 0; r < x->num_ranks && failure.num_culprits < EPIC_MAX_CULPRITS; r++)
+        if (culprits[r / 64] >> (r % 64) & 1) failure.culprits[failure.num_culprits++] = r;
+    snprintf(failure.sentence, sizeof failure.sentence, "%s (tag %llu, step %llu): %s",
+             operation_name(x->operation), (unsigned long long)x->tag,
+             (unsigned long long)x->place, sentence);
+    x->transport->break_group(x->group, &failure);
+    const epic_result first = group_failure(x);
+    return first ? first : context_break(x->ctx, &failure);
+}
+
+/* A peer that is gone and owes us something is EPIC_EPEER; what it sent before it went may have
+ * arrived just now, so it is judged only when seen gone twice with no movement between. */
+static epic_result check_peers(exchange *x)
+{
+    const uint64_t now = now_ns();
+    if (!x->peer_gone && now - x->looked_ns < LOOK_NS) return EPIC_OK;
+    x->looked_ns = now;
+    uint64_t gone[RANK_WORDS] = {0};
+    bool any = false, closed = false;
+    for (int r = 0; r < x->num_ranks; r++) {
+        if (!(x->waits_for[r / 64] >> (r % 64) & 1)) continue;
+        epic_sight sight;
+        x->transport->look(x->group, r, x->tag, x->place, &sight);
+        if (!sight.gone) continue;
+        gone[r / 64] |= 1ull << (r % 64);
+        any = true;
+        closed |= sight.closed;
+    }
+    if (!any || !x->peer_gone) {
+        x->peer_gone = any;
+        return EPIC_OK;
+    }
+    char list[128], sentence[256];
+    list_ranks(list, sizeof list, gone);
+    snprintf(sentence, sizeof sentence, "rank %d waited for %s, %s; open a new group", x->rank,
+             list, closed ? "who closed the context" : "whose process ended");
+    return break_group(x, EPIC_EPEER, gone, sentence);
+}
+
+static epic_result timed_out(exchange *x)
+{
+    uint64_t culprits[RANK_WORDS] = {0};
+    char sentence[400];
+    find_culprits(x, culprits, sentence, sizeof sentence);
+    return break_group(x, EPIC_ETIMEOUT, culprits, sentence);
+}
+
+static epic_result wait_in(exchange *x, int cell)
+{
+    TRY(group_failure(x));
+    TRY(check_peers(x));
+    const uint64_t now = now_ns();
+    if (!x->deadline_ns) x->deadline_ns = now + x->timeout_ns;
+    if (now >= x->deadline_ns) return timed_out(x);
+    uint64_t ms = (x->deadline_ns - now) / 1000000 + 1;
+    if (ms > MAX_SLEEP_MS) ms = MAX_SLEEP_MS;
+    if (x->peer_gone) ms = 1;
+    x->transport->wait(x->group, cell, x->phase, x->waits_for, (uint32_t)ms);
+    return group_failure(x);
+}
+
+static int first_awaited(const exchange *x)
+{
+    for (int r = 0; r < x->num_ranks; r++)
+        if (x->waits_for[r / 64] >> (r % 64) & 1) return r;
+    return -1;
+}
+
+epic_result exchange_wait(exchange *x)
+{
+    recorder_phase(x->ctx->recorder, x->record, x->phase, first_awaited(x));
+    return wait_in(x, x->cell);
+}
+
+void exchange_moved(exchange *x)
+{
+    x->peer_gone = false;
+    x->deadline_ns = 0; /* set when there is something to wait for */
+}
+
+static epic_result claim(exchange **out, epic_context *ctx, const exchange *asked)
+{
+    exchange waiter = *asked;
+    memset(waiter.waits_for, 0xff, sizeof waiter.waits_for);
+    for (int r = ctx->num_ranks; r < EPIC_MAX_RANKS; r++)
+        waiter.waits_for[r / 64] &= ~(1ull << (r % 64));
+    waiter.waits_for[ctx->rank / 64] &= ~(1ull << (ctx->rank % 64));
+    int cell;
+    while ((cell = asked->transport->claim(ctx->group)) < 0) TRY(wait_in(&waiter, -1));
+    exchange *x = &ctx->exchanges[cell];
+    x->operation = asked->operation;
+    x->tag = asked->tag;
+    x->place = asked->place;
+    x->timeout_ns = asked->timeout_ns;
+    x->deadline_ns = asked->deadline_ns;
+    x->phase = PHASE_NOTES;
+    x->peer_gone = false;
+    x->looked_ns = now_ns();
+    *out = x;
+    return EPIC_OK;
+}
+
+/* Collects the notes; the first pair that differs is everybody's EPIC_EMISMATCH. */
+static epic_result meet_notes(exchange *x, const epic_note *mine)
+{
+    memset(x->notes, 0, (size_t)x->num_ranks * sizeof *x->notes);
+    x->notes[x->rank] = mine;
+    for (;;) {
+        int missing = 0;
+        memset(x->waits_for, 0, sizeof x->waits_for);
+        for (int r = 0; r < x->num_ranks; r++) {
+            if (x->notes[r]) continue;
+            x->notes[r] = x->transport->note(x->group, x->cell, r);
+            if (!x->notes[r]) {
+                expect(x, r);
+                missing++;
+                continue;
+            }
+            char sentence[256];
+            const int a = r < x->rank ? r : x->rank, b = r < x->rank ? x->rank : r;
+            if (note_matches(x->notes[a], a, x->notes[b], b, sentence, sizeof sentence))
+                continue;
+            const uint64_t nobody[RANK_WORDS] = {0};
+            return break_group(x, EPIC_EMISMATCH, nobody, sentence);
+        }
+        if (!missing) return EPIC_OK;
+        TRY(exchange_wait(x));
+    }
+}
+
+static epic_result enter(exchange **out, epic_context *ctx, const exchange *asked,
+                         const epic_note *note, uint64_t bytes)
+{
+    exchange *x;
+    TRY(claim(&x, ctx, asked));
+    x->record = recorder_begin(ctx->recorder, x->operation, x->tag, x->place, bytes);
+    x->transport->announce(x->group, x->cell, x->tag, x->place, note);
+    *out = x;
+    TRY(meet_notes(x, note));
+    x->phase = PHASE_ROWS;
+    exchange_moved(x);
+    return EPIC_OK;
+}
+
+epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
+                          const epic_call *call, const epic_note *note, uint64_t bytes)
+{
+    exchange asked = {.ctx = ctx,
+                      .transport = ctx->backend->transport,
+                      .group = ctx->group,
+                      .rank = ctx->rank,
+                      .num_ranks = ctx->num_ranks,
+                      .operation = operation,
+                      .tag = call->tag};
+    asked.timeout_ns =
+        1000000ull * (call->timeout_ms ? call->timeout_ms : ctx->config.timeout_ms);
+    asked.deadline_ns = now_ns() + asked.timeout_ns;
+    *out = NULL;
+    TRY(context_check(ctx));
+    TRY(tags_enter(&ctx->tags, call->tag, &asked.place));
+    exchange *x = NULL;
+    const epic_result result = enter(&x, ctx, &asked, note, bytes);
+    if (result != EPIC_OK) {
+        if (x) return exchange_close(x, result);
+        tags_leave(&ctx->tags, call->tag);
+        return result;
+    }
+    *out = x;
+    return note_data_error(x->notes, x->num_ranks);
+}
+
+epic_result exchange_close(exchange *x, epic_result result)
+{
+    epic_context *ctx = x->ctx;
+    const uint64_t tag = x->tag, record = x->record;
+    x->phase = PHASE_DONE;
+    x->transport->finish(x->group, x->cell); /* the cell is no longer ours */
+    recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());
+    tags_leave(&ctx->tags, tag);
+    return result;
+}
+
+cut cut_rows(const exchange *x, bool everyone, int64_t row_bytes, int64_t trailer)
+{
+    int64_t most = PIECE_MAX;
+    if (x->num_ranks > 1) {
+        const int64_t half = x->transport->lane_bytes(x->group, everyone) / 2 - trailer;
+        most = half < PIECE_MAX ? half / PIECE_UNIT * PIECE_UNIT : PIECE_MAX;
+    }
+    if (row_bytes <= most)
+        return (cut){.row_bytes = row_bytes, .piece_bytes = row_bytes, .num_pieces = 1};
+    return (cut){.row_bytes = row_bytes,
+                 .piece_bytes = most,
+                 .num_pieces = (int32_t)((row_bytes + most - 1) / most)};
+}

@@ -1,0 +1,129 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One collective operation of a host context: notes meet, rows flow, the cell goes back.
+ *
+ * Every operation is exchange_open, one or more flows, exchange_close.  Rows flow in two ways:
+ *   scatter   each source offers items in order; every rank takes those that it wants (dispatch,
+ *             the ids of a plan).  Sources do not wait for one another.
+ *   collect   each rank makes rows for the items of every home; the home takes an item when the
+ *             rows of all ranks that have part in it are there (combine).
+ * A row larger than a lane's entry goes in pieces. */
+#ifndef EPIC_EXCHANGE_H
+#define EPIC_EXCHANGE_H
+
+#include "core/context.h"
+#include "exchange/note.h"
+
+#define RANK_WORDS (EPIC_MAX_RANKS / 64)
+#define PIECE_UNIT 8192 /* 1024 float64 elements: every piece but the last is a multiple */
+#define PIECE_MAX (4 * PIECE_UNIT)
+#define TRAILER_MAX 256 /* one float for each k */
+#define TREE_LEVELS 18  /* 65536 leaves and one */
+
+typedef struct exchange {
+    epic_context *ctx;
+    const epic_transport *transport;
+    epic_group *group;
+    int cell;
+    int rank, num_ranks;
+    uint32_t operation;
+    uint64_t tag, place;
+    uint64_t timeout_ns, deadline_ns;
+    uint64_t record;
+    uint32_t phase;
+    bool peer_gone; /* seen gone at the last look, nothing has moved since */
+    uint64_t looked_ns;
+    uint64_t waits_for[RANK_WORDS];
+
+    /* [num_ranks] each */
+    const epic_note **notes;
+    int64_t *items;            /* what each source or home has */
+    int64_t *sends, *receives; /* entries of the flow */
+    int64_t *sent, *taken;     /* entries done */
+    int64_t *item_to;          /* the next item for each peer, in a lane of its own */
+    int32_t *piece_to;
+    int64_t *item_from; /* the next item from each peer, likewise */
+    const void **rows;
+    double *sums;          /* [num_ranks, 64]: dot products that are not finished */
+    unsigned char *row;    /* [row_scratch]: one quantised row */
+    unsigned char *pieces; /* [TREE_LEVELS + 1, PIECE_MAX]: partials */
+} exchange;
+
+/* All exchanges of a context, one for each cell; EPIC_ENOMEM.  NULL is allowed for close. */
+epic_result exchanges_open(epic_context *ctx);
+void exchanges_close(epic_context *ctx);
+int64_t exchange_bytes(const epic_config *config); /* host memory of one */
+
+/* Publishes the note and returns once every rank's is here and they match.  On an error there is
+ * nothing to close.  After a class (b) error in the notes, *out is open and the result says so:
+ * the caller clears its outputs and closes. */
+epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
+                          const epic_call *call, const epic_note *note, uint64_t bytes);
+
+/* Ends the operation with `result`, which it returns. */
+epic_result exchange_close(exchange *x, epic_result result);
+
+/* Nothing can move: sleeps until something may.  Class (c) errors break the group. */
+epic_result exchange_wait(exchange *x);
+
+/* Something has moved: the wait for the next thing begins now. */
+void exchange_moved(exchange *x);
+
+static inline void expect(exchange *x, int rank)
+{
+    x->waits_for[rank / 64] |= 1ull << (rank % 64);
+}
+
+static inline int64_t note_own(const exchange *x, int rank, int field)
+{
+    return x->notes[rank]->own[field];
+}
+
+/* How rows are cut: pieces of piece_bytes, the last one shorter. */
+typedef struct cut {
+    int64_t row_bytes;
+    int64_t piece_bytes;
+    int32_t num_pieces; /* at least 1, also for a row of no bytes */
+} cut;
+
+/* The largest pieces that fit a lane beside `trailer` bytes. */
+cut cut_rows(const exchange *x, bool everyone, int64_t row_bytes, int64_t trailer);
+
+static inline int64_t piece_begin(const cut *c, int32_t piece)
+{
+    return piece * c->piece_bytes;
+}
+
+static inline int64_t piece_size(const cut *c, int32_t piece)
+{
+    const int64_t left = c->row_bytes - piece_begin(c, piece);
+    return left < c->piece_bytes ? left : c->piece_bytes;
+}
+
+typedef struct scatter {
+    void *self;
+    const int64_t *items; /* [num_ranks] of each source */
+    cut cut;
+    bool (*wants)(void *self, int peer, int64_t item); /* of mine */
+    bool (*mine)(void *self, int from, int64_t item);
+    void (*fill)(void *self, int64_t item, int32_t piece, void *entry);
+    void (*take)(void *self, int from, int64_t item, int32_t piece, const void *entry);
+    void (*take_own)(void *self, int64_t item);
+} scatter;
+
+epic_result scatter_run(exchange *x, const scatter *s);
+
+typedef struct collect {
+    void *self;
+    const int64_t *items; /* [num_ranks] of each home */
+    cut cut;
+    int64_t trailer;
+    bool (*gives)(void *self, int home, int64_t item);  /* have I part in the home's item? */
+    bool (*awaits)(void *self, int from, int64_t item); /* has `from` part in mine? */
+    void (*fill)(void *self, int home, int64_t item, int32_t piece, void *entry);
+    /* rows[r] is NULL where rank r has no part; the own place is not set */
+    void (*take)(void *self, int64_t item, int32_t piece, const void **rows);
+} collect;
+
+epic_result collect_run(exchange *x, const collect *c);
+
+#endif

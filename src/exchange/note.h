@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The note that every rank publishes at the start of an operation: what must be equal, and what
+ * this rank brings. */
+#ifndef EPIC_NOTE_H
+#define EPIC_NOTE_H
+
+#include "backend/backend.h"
+
+enum { /* epic_note.same */
+       SAME_OPERATION,
+       SAME_PLAN,
+       SAME_TYPE,
+       SAME_ROW_BYTES,
+       SAME_SCALE_BYTES,
+       SAME_QUANTISE,
+       SAME_WEIGHTS,
+       SAME_NUM_EXPERTS,
+       SAME_TOP_K,
+       SAME_ALIGNMENT,
+       SAME_LAYOUT,
+       SAME_OVERFLOW,
+       SAME_EXPERT_CAPACITY,
+       SAME_SUM_ORDER,
+       SAME_LEAVES,
+       SAME_PARTIAL_TYPE,
+       SAME_PLACEMENT,
+       SAME_COUNT,
+       NUM_SAME
+};
+
+enum { /* epic_note.own */
+       OWN_TOKENS,
+       OWN_CAPACITY,
+       OWN_ROWS,   /* of the receive buffer */
+       OWN_NEEDED, /* slots that the plan occupies */
+       OWN_ERROR,  /* an enum data_error, then what it is about */
+       OWN_ABOUT,
+       NUM_OWN = OWN_ABOUT + 4
+};
+
+enum data_error {
+    DATA_GOOD,
+    DATA_EXPERT,    /* token, k, value */
+    DATA_PLACEMENT, /* expert, value */
+    DATA_PLAN       /* an enum plan_damage */
+};
+
+const char *operation_name(uint32_t operation);
+
+/* Do two ranks' notes describe the same operation?  false: `sentence` says what differs. */
+bool note_matches(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
+                  char *sentence, size_t size);
+
+/* The class (b) error that the notes of all ranks tell, in the same words on every rank. */
+epic_result note_data_error(const epic_note *const *notes, int num_ranks);
+
+#endif

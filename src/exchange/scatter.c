@@ -1,0 +1,218 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Items from every source to all ranks that want them, each source at its own pace. */
+#include <string.h>
+
+#include "core/error.h"
+#include "exchange/exchange.h"
+
+#define BATCH_BYTES (256 * 1024) /* moved in one go before looking at the other lanes */
+
+typedef struct scattering {
+    exchange *x;
+    const scatter *s;
+    int64_t entry_bytes;
+    bool shared; /* one lane to everyone, every item in its place; else a lane to each */
+    int64_t own_next;
+    int64_t batch; /* entries */
+} scattering;
+
+static bool anyone_wants(const scattering *g, int64_t item)
+{
+    for (int r = 0; r < g->x->num_ranks; r++)
+        if (r != g->x->rank && g->s->wants(g->s->self, r, item)) return true;
+    return false;
+}
+
+static void filled(scattering *g, int64_t item, int32_t piece, void *entry)
+{
+    g->s->fill(g->s->self, item, piece, entry);
+    atomic_fetch_add_explicit(&g->x->ctx->bytes_sent, (uint64_t)piece_size(&g->s->cut, piece),
+                              memory_order_relaxed);
+}
+
+/* The lane to everyone: entry = item * num_pieces + piece, also for items that nobody wants. */
+static bool produce_shared(scattering *g)
+{
+    exchange *x = g->x;
+    const int32_t pieces = g->s->cut.num_pieces;
+    const int64_t total = g->s->items[x->rank] * pieces, first = x->sent[x->rank];
+    const int64_t stop = total - first > g->batch ? first + g->batch : total;
+    int64_t next = first;
+    for (; next < stop; next++) {
+        void *entry = x->transport->room(x->group, x->cell, EVERYONE, next);
+        if (!entry) break;
+        if (anyone_wants(g, next / pieces))
+            filled(g, next / pieces, (int32_t)(next % pieces), entry);
+    }
+    if (next == first) return false;
+    x->sent[x->rank] = next;
+    x->transport->send(x->group, x->cell, EVERYONE, next);
+    return true;
+}
+
+static bool produce_for(scattering *g, int peer)
+{
+    exchange *x = g->x;
+    const int64_t first = x->sent[peer];
+    int64_t next = first;
+    while (next < x->sends[peer] && next - first < g->batch) {
+        if (!g->s->wants(g->s->self, peer, x->item_to[peer])) {
+            x->item_to[peer]++;
+            continue;
+        }
+        void *entry = x->transport->room(x->group, x->cell, peer, next);
+        if (!entry) break;
+        filled(g, x->item_to[peer], x->piece_to[peer], entry);
+        next++;
+        if (++x->piece_to[peer] == g->s->cut.num_pieces) {
+            x->piece_to[peer] = 0;
+            x->item_to[peer]++;
+        }
+    }
+    if (next == first) return false;
+    x->sent[peer] = next;
+    x->transport->send(x->group, x->cell, peer, next);
+    return true;
+}
+
+static bool produce(scattering *g)
+{
+    if (g->shared) return produce_shared(g);
+    bool moved = false;
+    for (int i = 1; i < g->x->num_ranks; i++)
+        moved |= produce_for(g, (g->x->rank + i) % g->x->num_ranks);
+    return moved;
+}
+
+static bool consume_shared(scattering *g, int from)
+{
+    exchange *x = g->x;
+    const int32_t pieces = g->s->cut.num_pieces;
+    const int64_t first = x->taken[from], total = x->receives[from];
+    int64_t next = first;
+    while (next < total && next - first < g->batch) {
+        if (!g->s->mine(g->s->self, from, next / pieces)) {
+            next = (next / pieces + 1) * pieces;
+            continue;
+        }
+        const void *entry = x->transport->entry(x->group, x->cell, from, next);
+        if (!entry) break;
+        g->s->take(g->s->self, from, next / pieces, (int32_t)(next % pieces), entry);
+        next++;
+    }
+    if (next == first) return false;
+    x->taken[from] = next;
+    x->transport->drop(x->group, x->cell, from, next);
+    return true;
+}
+
+static bool consume_from(scattering *g, int from)
+{
+    exchange *x = g->x;
+    int64_t *item = &x->item_from[from];
+    const int32_t pieces = g->s->cut.num_pieces;
+    const int64_t first = x->taken[from];
+    int64_t next = first;
+    while (next < x->receives[from] && next - first < g->batch) {
+        while (!g->s->mine(g->s->self, from, *item)) ++*item;
+        const void *entry = x->transport->entry(x->group, x->cell, from, next);
+        if (!entry) break;
+        g->s->take(g->s->self, from, *item, (int32_t)(next % pieces), entry);
+        if (++next % pieces == 0) ++*item;
+    }
+    if (next == first) return false;
+    x->taken[from] = next;
+    x->transport->drop(x->group, x->cell, from, next);
+    return true;
+}
+
+static bool consume(scattering *g)
+{
+    exchange *x = g->x;
+    bool moved = false;
+    for (int i = 1; i < x->num_ranks; i++) {
+        const int from = (x->rank + i) % x->num_ranks;
+        moved |= g->shared ? consume_shared(g, from) : consume_from(g, from);
+    }
+    return moved;
+}
+
+static bool take_own(scattering *g)
+{
+    const int64_t first = g->own_next, total = g->s->items[g->x->rank];
+    const int64_t batch = g->batch / g->s->cut.num_pieces + 1;
+    for (; g->own_next < total && g->own_next - first < batch; g->own_next++)
+        if (g->s->mine(g->s->self, g->x->rank, g->own_next))
+            g->s->take_own(g->s->self, g->own_next);
+    return g->own_next > first;
+}
+
+/* What is still open, and so whom we wait for. */
+static bool unfinished(scattering *g)
+{
+    exchange *x = g->x;
+    memset(x->waits_for, 0, sizeof x->waits_for);
+    bool open = false;
+    for (int r = 0; r < x->num_ranks; r++) {
+        if (r == x->rank) continue;
+        const bool owes = x->taken[r] < x->receives[r];
+        const bool full =
+            g->shared ? x->sent[x->rank] < x->sends[x->rank] : x->sent[r] < x->sends[r];
+        if (!owes && !full) continue;
+        expect(x, r);
+        open = true;
+    }
+    return open || g->own_next < g->s->items[x->rank];
+}
+
+static void count_entries(scattering *g)
+{
+    exchange *x = g->x;
+    const int64_t pieces = g->s->cut.num_pieces;
+    for (int r = 0; r < x->num_ranks; r++) {
+        int64_t sends = 0, receives = 0;
+        if (g->shared) {
+            sends = g->s->items[x->rank];
+            receives = g->s->items[r];
+        } else if (r != x->rank) {
+            for (int64_t i = 0; i < g->s->items[x->rank]; i++)
+                sends += g->s->wants(g->s->self, r, i);
+            for (int64_t i = 0; i < g->s->items[r]; i++)
+                receives += g->s->mine(g->s->self, r, i);
+        }
+        x->sends[r] = sends * pieces;
+        x->receives[r] = receives * pieces;
+        x->sent[r] = x->taken[r] = x->item_to[r] = x->item_from[r] = 0;
+        x->piece_to[r] = 0;
+    }
+}
+
+static void begin(scattering *g)
+{
+    exchange *x = g->x;
+    count_entries(g);
+    const epic_flow flow = {.entry_bytes = g->entry_bytes,
+                            .everyone = g->shared,
+                            .sends = x->sends,
+                            .receives = x->receives};
+    if (x->num_ranks > 1) x->transport->shape(x->group, x->cell, &flow);
+}
+
+epic_result scatter_run(exchange *x, const scatter *s)
+{
+    const int64_t bytes = s->cut.piece_bytes > 0 ? s->cut.piece_bytes : 1;
+    scattering g = {.x = x, .s = s, .entry_bytes = bytes};
+    g.shared = x->transport->shares && x->num_ranks > 1;
+    g.batch = BATCH_BYTES / bytes + 1;
+    begin(&g);
+    while (unfinished(&g)) {
+        bool moved = x->num_ranks > 1 && produce(&g);
+        moved |= x->num_ranks > 1 && consume(&g);
+        if (!moved) moved = take_own(&g);
+        if (moved)
+            exchange_moved(x);
+        else
+            TRY(exchange_wait(x));
+    }
+    return EPIC_OK;
+}

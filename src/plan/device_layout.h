@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A plan in CUDA memory: sizes and offsets, compiled by host and device alike.
+ *
+ * A header and arrays at offsets that follow from the group's and the layer's sizes alone:
+ *
+ *   slab_begin [num_experts]                    first slot of each local expert's slab
+ *   slab_count [num_experts]                    choices kept of each local expert
+ *   pad_begin  [num_experts + 1]                padding slots before each slab's own
+ *   rank_of    [max_tokens, top_k]              rank that owns the choice's expert, -1: not alive
+ *   fate       [max_tokens, top_k]              slot on that rank, or an EPIC_FATE
+ *   records    [num_ranks, max_tokens, top_k]   slots here of each rank's tokens, ascending k,
+ *                                               packed to the front, then -1
+ */
+#ifndef EPIC_DEVICE_LAYOUT_H
+#define EPIC_DEVICE_LAYOUT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "epic/epic.h"
+
+#ifdef __CUDACC__
+#define DEVICE_LAYOUT_BOTH __host__ __device__
+#else
+#define DEVICE_LAYOUT_BOTH
+#endif
+
+#define DEVICE_MAX_RANKS 8
+#define DEVICE_MAX_EXPERTS 4096
+#define DEVICE_MAX_TOP_K 64
+#define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
+
+typedef struct device_plan_header {
+    uint64_t magic;
+    uint64_t id; /* the ranks agreed on it */
+    uint64_t group_id;
+    int64_t bytes;
+    int64_t max_tokens;
+    int32_t rank, num_ranks;
+    uint32_t num_experts, top_k, alignment, overflow, expert_capacity, sum_order, leaves,
+        partial_type;
+    uint32_t result;   /* EPIC_OK; EPIC_EINVAL, EPIC_EOVERFLOW: moves nothing */
+    int32_t num_local; /* largest number of experts of a rank */
+    int32_t owned;     /* experts of this rank */
+    int32_t tokens_of[DEVICE_MAX_RANKS];
+    int32_t slots_of[DEVICE_MAX_RANKS];
+    int32_t capacity_of[DEVICE_MAX_RANKS];
+    int32_t rank_at[DEVICE_MAX_RANKS]; /* TREE: the rank whose subtree is the i-th */
+    int32_t first_expert;              /* TREE: this rank's first, its experts are contiguous */
+    uint32_t pad;
+    uint32_t sum; /* of the words before */
+    uint32_t pad2;
+} device_plan_header;
+
+typedef struct device_plan_layout {
+    int64_t slab_begin, slab_count, pad_begin, rank_of, fate, records, bytes;
+} device_plan_layout;
+
+DEVICE_LAYOUT_BOTH static inline int64_t device_round_up(int64_t n, int64_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+DEVICE_LAYOUT_BOTH static inline device_plan_layout
+device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts, int64_t top_k)
+{
+    device_plan_layout at;
+    const int64_t experts = device_round_up((num_experts + 1) * 4, 128);
+    const int64_t choices = device_round_up(max_tokens * top_k * 4, 128);
+    at.slab_begin = device_round_up((int64_t)sizeof(device_plan_header), 128);
+    at.slab_count = at.slab_begin + experts;
+    at.pad_begin = at.slab_count + experts;
+    at.rank_of = at.pad_begin + experts;
+    at.fate = at.rank_of + choices;
+    at.records = at.fate + choices;
+    at.bytes = at.records + device_round_up(num_ranks * max_tokens * top_k * 4, 128);
+    return at;
+}
+
+/* Bytes of a plan; 0: sizes that CUDA contexts do not take. */
+static inline size_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
+                                       int64_t num_experts, int64_t top_k)
+{
+    if (num_ranks < 1 || num_ranks > DEVICE_MAX_RANKS || num_experts > DEVICE_MAX_EXPERTS ||
+        top_k > DEVICE_MAX_TOP_K)
+        return 0;
+    return (size_t)device_plan_layout_of(num_ranks, max_tokens, num_experts, top_k).bytes;
+}
+
+#endif

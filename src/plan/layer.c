@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Checking a layer and where its experts live. */
+#include "core/error.h"
+#include "core/sized.h"
+#include "plan/plan.h"
+
+static epic_result bad(const char *field, uint32_t value, const char *rule)
+{
+    return epic_fail(EPIC_EINVAL, "layer.%s is %u: %s", field, value, rule);
+}
+
+static bool power_of_two(uint32_t n)
+{
+    return n && !(n & (n - 1));
+}
+
+static epic_result check_tree(const epic_layer *l, int32_t num_ranks)
+{
+    if (!power_of_two(l->leaves))
+        return bad(
+            "leaves", l->leaves,
+            "EPIC_TREE needs a power of two (0 takes num_ranks, which must be one then)");
+    if (l->num_experts % l->leaves)
+        return bad("leaves", l->leaves, "it must divide num_experts");
+    if (l->leaves % (uint32_t)num_ranks)
+        return bad("leaves", l->leaves, "num_ranks must divide it");
+    return EPIC_OK;
+}
+
+epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, int32_t num_ranks)
+{
+    TRY(epic_sized(out, sizeof *out, layer, size, "layer"));
+    if (out->num_experts < 1 || out->num_experts > MAX_EXPERTS)
+        return bad("num_experts", out->num_experts, "1 to 65536 are possible");
+    if (out->top_k < 1 || out->top_k > MAX_TOP_K)
+        return bad("top_k", out->top_k, "1 to 64 are possible");
+    if (out->alignment > 1u << 20)
+        return bad("alignment", out->alignment, "at most 1048576 is possible");
+    if (out->layout > EPIC_FLAT) return bad("layout", out->layout, "it is no epic_layout");
+    if (out->overflow > EPIC_OVERFLOW_DROP)
+        return bad("overflow", out->overflow, "it is no epic_overflow");
+    if (out->expert_capacity && out->overflow != EPIC_OVERFLOW_DROP)
+        return bad("expert_capacity", out->expert_capacity,
+                   "it needs overflow EPIC_OVERFLOW_DROP, or must be 0");
+    if (out->sum_order > EPIC_TREE)
+        return bad("sum_order", out->sum_order, "it is no epic_sum_order");
+    if (out->leaves && out->sum_order != EPIC_TREE)
+        return bad("leaves", out->leaves, "it needs sum_order EPIC_TREE, or must be 0");
+    if (out->partial_type != EPIC_BYTES && out->partial_type != EPIC_F32)
+        return bad("partial_type", out->partial_type, "0 (the rows' type) or EPIC_F32");
+    if (out->flags) return bad("flags", out->flags, "no flag is known, it must be 0");
+    if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
+    if (out->sum_order != EPIC_TREE) return EPIC_OK;
+    if (!out->leaves) out->leaves = (uint32_t)num_ranks;
+    return check_tree(out, num_ranks);
+}
+
+int64_t placement_error(const epic_layer *layer, int32_t num_ranks,
+                        const int32_t *rank_of_expert)
+{
+    if (!rank_of_expert) return -1;
+    const uint32_t block = layer->num_experts / (uint32_t)num_ranks;
+    for (uint32_t e = 0; e < layer->num_experts; e++) {
+        const int32_t rank = rank_of_expert[e];
+        if (rank < 0 || rank >= num_ranks) return e;
+        if (layer->sum_order != EPIC_TREE) continue;
+        const uint32_t first = e - e % block;
+        if (rank_of_expert[first] != rank) return e;
+        for (uint32_t f = e % block ? e : 0; f < first; f += block)
+            if (rank_of_expert[f] == rank) return e;
+    }
+    return -1;
+}

@@ -1,0 +1,278 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Where the arrays of a plan lie. */
+#include <string.h>
+
+#include "core/hash.h"
+#include "plan/plan.h"
+
+#define PLAN_MAGIC 0x314e414c50435045ull /* "EPCPLAN1" */
+#define SECTION 64
+
+static int64_t section(int64_t *end, int64_t count)
+{
+    const int64_t begin = *end;
+    *end = round_up(begin + count * (int64_t)sizeof(int32_t), SECTION);
+    return begin;
+}
+
+void plan_layout(plan_header *h)
+{
+    const int64_t k = h->layer.top_k;
+    int64_t end = round_up(sizeof *h, SECTION);
+    h->tokens_of = section(&end, h->num_ranks);
+    h->base_of = section(&end, h->num_ranks + 1);
+    h->expert_of = section(&end, h->num_local);
+    h->slab_begin = section(&end, h->num_local + 1);
+    h->slab_count = section(&end, h->num_local);
+    h->place_of = section(&end, h->num_ranks);
+    h->fate = section(&end, h->num_tokens * k);
+    h->rank_to = section(&end, h->num_tokens * k);
+    h->here = section(&end, h->total_tokens * k);
+    h->row_here = section(&end, h->layer.layout == EPIC_FLAT ? h->total_tokens : 0);
+    h->bytes = end;
+}
+
+static int64_t work_bytes(int64_t num_experts, int64_t num_ranks)
+{
+    int64_t end = 0;
+    for (int i = 0; i < 6; i++) section(&end, num_experts);
+    section(&end, num_ranks);
+    section(&end, 2 * num_ranks);
+    section(&end, 2 * num_ranks);
+    return end;
+}
+
+size_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens)
+{
+    const int64_t choices = (int64_t)num_ranks * max_tokens * layer->top_k;
+    const int64_t padding = (int64_t)layer->num_experts * layer->alignment;
+    if (max_tokens > INT32_MAX || choices / layer->top_k / num_ranks != max_tokens ||
+        choices > INT32_MAX || choices + padding > INT32_MAX)
+        return 0;
+    plan_header header = {.num_tokens = max_tokens,
+                          .total_tokens = num_ranks * max_tokens,
+                          .num_ranks = num_ranks,
+                          .num_local = (int32_t)layer->num_experts,
+                          .layer = *layer};
+    plan_layout(&header);
+    return (size_t)(header.bytes + work_bytes(layer->num_experts, num_ranks));
+}
+
+plan_view plan_view_of(const void *plan)
+{
+    const unsigned char *bytes = plan;
+    const plan_header *h = plan;
+    return (plan_view){
+        .header = h,
+        .tokens_of = (const int32_t *)(bytes + h->tokens_of),
+        .base_of = (const int32_t *)(bytes + h->base_of),
+        .expert_of = (const int32_t *)(bytes + h->expert_of),
+        .slab_begin = (const int32_t *)(bytes + h->slab_begin),
+        .slab_count = (const int32_t *)(bytes + h->slab_count),
+        .place_of = (const int32_t *)(bytes + h->place_of),
+        .fate = (const int32_t *)(bytes + h->fate),
+        .rank_to = (const int32_t *)(bytes + h->rank_to),
+        .here = (const int32_t *)(bytes + h->here),
+        .row_here = (const int32_t *)(bytes + h->row_here),
+    };
+}
+
+static int32_t most_experts(int32_t *count, const epic_layer *layer, int32_t num_ranks,
+                            const int32_t *owner)
+{
+    int32_t most = 0;
+    memset(count, 0, (size_t)num_ranks * sizeof *count);
+    for (uint32_t e = 0; e < layer->num_experts; e++)
+        if (++count[owner[e]] > most) most = count[owner[e]];
+    return most;
+}
+
+/* Working memory lies behind the largest plan that these tokens can have. */
+static void find_work(planner *p, const plan_header *h)
+{
+    plan_header largest = *h;
+    largest.num_local = (int32_t)h->layer.num_experts;
+    plan_layout(&largest);
+    const int64_t experts = h->layer.num_experts;
+    int64_t end = largest.bytes;
+    int32_t **const arrays[] = {&p->count, &p->owner, &p->local,
+                                &p->begin, &p->limit, &p->next};
+    for (int i = 0; i < 6; i++) *arrays[i] = (int32_t *)(p->bytes + section(&end, experts));
+    p->rows = (int32_t *)(p->bytes + section(&end, h->num_ranks));
+    p->demand = (int64_t *)(p->bytes + section(&end, 2 * h->num_ranks));
+    p->capacity = (int64_t *)(p->bytes + section(&end, 2 * h->num_ranks));
+}
+
+static void find_arrays(planner *p)
+{
+    const plan_header *h = p->header;
+    unsigned char *bytes = p->bytes;
+    p->tokens_of = (int32_t *)(bytes + h->tokens_of);
+    p->base_of = (int32_t *)(bytes + h->base_of);
+    p->expert_of = (int32_t *)(bytes + h->expert_of);
+    p->slab_begin = (int32_t *)(bytes + h->slab_begin);
+    p->slab_count = (int32_t *)(bytes + h->slab_count);
+    p->place_of = (int32_t *)(bytes + h->place_of);
+    p->fate = (int32_t *)(bytes + h->fate);
+    p->rank_to = (int32_t *)(bytes + h->rank_to);
+    p->here = (int32_t *)(bytes + h->here);
+    p->row_here = (int32_t *)(bytes + h->row_here);
+}
+
+void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
+                   int32_t num_ranks, const int64_t *tokens_of, const int32_t *rank_of_expert)
+{
+    plan_header h = {.magic = PLAN_MAGIC,
+                     .num_tokens = tokens_of[rank],
+                     .rank = rank,
+                     .num_ranks = num_ranks,
+                     .layer = *layer};
+    for (int32_t r = 0; r < num_ranks; r++) h.total_tokens += tokens_of[r];
+    *p = (planner){.bytes = plan, .header = plan};
+    find_work(p, &h);
+    const uint32_t block = (layer->num_experts + (uint32_t)num_ranks - 1) / (uint32_t)num_ranks;
+    for (uint32_t e = 0; e < layer->num_experts; e++)
+        p->owner[e] = rank_of_expert ? rank_of_expert[e] : (int32_t)(e / block);
+    h.num_local = most_experts(p->rows, layer, num_ranks, p->owner);
+    plan_layout(&h);
+    memset(plan, 0, (size_t)h.fate); /* the padding between the arrays too */
+    *p->header = h;
+    find_arrays(p);
+    for (int32_t r = 0; r < num_ranks; r++) {
+        p->tokens_of[r] = (int32_t)tokens_of[r];
+        p->base_of[r + 1] = p->base_of[r] + p->tokens_of[r];
+    }
+}
+
+static uint64_t body_sum(const plan_header *h)
+{
+    const unsigned char *bytes = (const unsigned char *)h;
+    const int64_t begin = h->tokens_of;
+    return hash_bytes(bytes + begin, (size_t)(h->bytes - begin));
+}
+
+static uint64_t header_sum(const plan_header *h)
+{
+    plan_header copy;
+    memcpy(&copy, h, sizeof copy);
+    copy.header_sum = 0;
+    return hash_bytes(&copy, sizeof copy);
+}
+
+static void clear_gap(planner *p, int64_t begin, int64_t count, int64_t end)
+{
+    begin += count * (int64_t)sizeof(int32_t);
+    memset(p->bytes + begin, 0, (size_t)(end - begin));
+}
+
+void planner_seal(planner *p, uint64_t id, uint64_t group_id, epic_result result)
+{
+    plan_header *h = p->header;
+    const int64_t k = h->layer.top_k;
+    clear_gap(p, h->fate, h->num_tokens * k, h->rank_to);
+    clear_gap(p, h->rank_to, h->num_tokens * k, h->here);
+    clear_gap(p, h->here, h->total_tokens * k, h->row_here);
+    clear_gap(p, h->row_here, h->layer.layout == EPIC_FLAT ? h->total_tokens : 0, h->bytes);
+    h->id = id;
+    h->group_id = group_id;
+    h->result = (uint32_t)result;
+    h->body_sum = body_sum(h);
+    h->header_sum = header_sum(h);
+}
+
+/* -------------------------------------------------------------------------- checking ---- */
+
+const char *plan_damage_name(int damage)
+{
+    switch (damage) {
+    case PLAN_SHORT:
+        return "plan_bytes is less than the plan needs";
+    case PLAN_NOT_ONE:
+        return "the bytes are no plan of this version";
+    case PLAN_HEADER:
+        return "its header is damaged";
+    case PLAN_BODY:
+        return "its arrays are damaged";
+    case PLAN_RANGE:
+        return "an entry is out of range";
+    case PLAN_FOREIGN:
+        return "it belongs to another group or rank";
+    default:
+        return "nothing is wrong with it";
+    }
+}
+
+static bool all_within(const int32_t *values, int64_t count, int32_t least, int64_t most)
+{
+    int32_t low = INT32_MAX, high = INT32_MIN;
+    for (int64_t i = 0; i < count; i++) {
+        low = values[i] < low ? values[i] : low;
+        high = values[i] > high ? values[i] : high;
+    }
+    return count <= 0 || (low >= least && high <= most);
+}
+
+static bool sums_right(const plan_view *v)
+{
+    const plan_header *h = v->header;
+    if (v->base_of[0] != 0 || v->base_of[h->num_ranks] != h->total_tokens) return false;
+    for (int32_t r = 0; r < h->num_ranks; r++)
+        if (v->tokens_of[r] < 0 || v->base_of[r + 1] - v->base_of[r] != v->tokens_of[r])
+            return false;
+    if (v->tokens_of[h->rank] != h->num_tokens || v->slab_begin[0] != 0) return false;
+    for (int32_t e = 0; e < h->num_local; e++)
+        if (v->slab_count[e] < 0 ||
+            (h->layer.layout == EPIC_EXPERT_MAJOR &&
+             v->slab_begin[e + 1] - v->slab_begin[e] < v->slab_count[e]))
+            return false;
+    return h->layer.layout == EPIC_FLAT || v->slab_begin[h->num_local] == h->num_slots;
+}
+
+static bool ranges_right(const plan_view *v)
+{
+    const plan_header *h = v->header;
+    const int64_t k = h->layer.top_k;
+    const bool flat = h->layer.layout == EPIC_FLAT;
+    return all_within(v->tokens_of, h->num_ranks, 0, h->total_tokens) && sums_right(v) &&
+           all_within(v->expert_of, h->num_local, -1, (int64_t)h->layer.num_experts - 1) &&
+           all_within(v->place_of, h->num_ranks, 0, h->num_ranks - 1) &&
+           all_within(v->fate, h->num_tokens * k, EPIC_FATE_RANK_FULL, INT32_MAX) &&
+           all_within(v->rank_to, h->num_tokens * k, -1, h->num_ranks - 1) &&
+           all_within(v->here, h->total_tokens * k, -1,
+                      (flat ? h->num_local : h->num_slots) - 1) &&
+           all_within(v->row_here, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
+}
+
+/* Are the sizes in the header such that its layout can be computed, and is it that layout? */
+static bool layout_right(const plan_header *h)
+{
+    epic_layer layer;
+    if (h->num_ranks < 1 || h->num_ranks > 65536 || h->rank < 0 || h->rank >= h->num_ranks ||
+        layer_read(&layer, &h->layer, sizeof layer, h->num_ranks) != EPIC_OK ||
+        memcmp(&layer, &h->layer, sizeof layer) != 0)
+        return false;
+    if (h->num_tokens < 0 || h->total_tokens < h->num_tokens || h->total_tokens > INT32_MAX ||
+        h->num_local < 0 || h->num_local > MAX_EXPERTS || h->num_slots < 0 ||
+        h->num_slots > INT32_MAX)
+        return false;
+    plan_header again = *h;
+    plan_layout(&again);
+    return memcmp(&again, h, sizeof again) == 0;
+}
+
+enum plan_damage plan_check(plan_view *out, const void *plan, size_t plan_bytes,
+                            uint64_t group_id, int32_t rank, int32_t num_ranks)
+{
+    const plan_header *h = plan;
+    if (plan_bytes < sizeof *h) return PLAN_SHORT;
+    if (h->magic != PLAN_MAGIC) return PLAN_NOT_ONE;
+    if (h->header_sum != header_sum(h) || !layout_right(h)) return PLAN_HEADER;
+    if ((uint64_t)h->bytes > plan_bytes) return PLAN_SHORT;
+    if (group_id && (h->group_id != group_id || h->rank != rank || h->num_ranks != num_ranks))
+        return PLAN_FOREIGN;
+    if (h->body_sum != body_sum(h)) return PLAN_BODY;
+    const plan_view view = plan_view_of(plan);
+    if (!ranges_right(&view)) return PLAN_RANGE;
+    *out = view;
+    return PLAN_GOOD;
+}

@@ -1,0 +1,229 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Deciding where every choice goes, once the ids of all ranks are known.  All ranks compute the
+ * same from the same ids: nothing is sent back and no order depends on time. */
+#include <string.h>
+
+#include "core/error.h"
+#include "plan/plan.h"
+
+static void count_choices(planner *p)
+{
+    const plan_header *h = p->header;
+    memset(p->count, 0, h->layer.num_experts * sizeof *p->count);
+    const int64_t choices = h->total_tokens * h->layer.top_k;
+    for (int64_t i = 0; i < choices; i++)
+        if (p->here[i] >= 0) p->count[p->here[i]]++;
+}
+
+/* Local experts are numbered by ascending global id. */
+static void number_experts(planner *p)
+{
+    const plan_header *h = p->header;
+    memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);
+    for (int32_t l = 0; l < h->num_local; l++) p->expert_of[l] = -1;
+    for (uint32_t e = 0; e < h->layer.num_experts; e++) {
+        p->local[e] = p->rows[p->owner[e]]++;
+        if (p->owner[e] == h->rank) p->expert_of[p->local[e]] = (int32_t)e;
+    }
+    if (h->layer.sum_order != EPIC_TREE) return;
+    const uint32_t block = h->layer.num_experts / (uint32_t)h->num_ranks;
+    for (int32_t place = 0; place < h->num_ranks; place++)
+        p->place_of[p->owner[(uint32_t)place * block]] = place;
+}
+
+/* Rows of every rank (FLAT) when each expert keeps its first min(limit, most) choices. */
+static void count_rows(planner *p, int32_t most, int64_t *rows)
+{
+    const plan_header *h = p->header;
+    const int64_t k = h->layer.top_k;
+    memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
+    memset(rows, 0, (size_t)h->num_ranks * sizeof *rows);
+    for (int64_t t = 0; t < h->total_tokens; t++) {
+        int32_t seen[MAX_TOP_K];
+        int num_seen = 0;
+        for (int64_t i = t * k; i < (t + 1) * k; i++) {
+            const int32_t e = p->here[i];
+            if (e < 0) continue;
+            const int32_t place = p->next[e]++;
+            if (place >= p->limit[e] || place >= most) continue;
+            int s = 0;
+            while (s < num_seen && seen[s] != p->owner[e]) s++;
+            if (s < num_seen) continue;
+            seen[num_seen++] = p->owner[e];
+            rows[p->owner[e]]++;
+        }
+    }
+}
+
+/* Slots of one rank (expert-major) when each expert keeps its first min(limit, most). */
+static int64_t count_slots(const planner *p, int32_t rank, int32_t most)
+{
+    const plan_header *h = p->header;
+    int64_t slots = 0;
+    for (uint32_t e = 0; e < h->layer.num_experts; e++)
+        if (p->owner[e] == rank)
+            slots += round_up(p->limit[e] < most ? p->limit[e] : most, h->layer.alignment);
+    return slots;
+}
+
+static int64_t needed(planner *p, int32_t rank, int32_t most)
+{
+    if (p->header->layer.layout == EPIC_EXPERT_MAJOR) return count_slots(p, rank, most);
+    count_rows(p, most, p->demand);
+    return p->demand[rank];
+}
+
+/* The largest common limit for which the rank's capacity suffices. */
+static int32_t common_limit(planner *p, int32_t rank)
+{
+    int32_t fits = 0, fails = 0;
+    for (uint32_t e = 0; e < p->header->layer.num_experts; e++)
+        if (p->owner[e] == rank && p->limit[e] > fails) fails = p->limit[e];
+    while (fails - fits > 1) {
+        const int32_t middle = fits + (fails - fits) / 2;
+        if (needed(p, rank, middle) <= p->capacity[rank])
+            fits = middle;
+        else
+            fails = middle;
+    }
+    return fits;
+}
+
+static void lower_limits(planner *p, int32_t rank, int32_t most)
+{
+    for (uint32_t e = 0; e < p->header->layer.num_experts; e++)
+        if (p->owner[e] == rank && p->limit[e] > most) p->limit[e] = most;
+}
+
+static epic_result set_limits(planner *p)
+{
+    plan_header *h = p->header;
+    const epic_layer *layer = &h->layer;
+    memcpy(p->limit, p->count, layer->num_experts * sizeof *p->limit);
+    h->demand = needed(p, h->rank, INT32_MAX);
+    if (layer->expert_capacity)
+        for (uint32_t e = 0; e < layer->num_experts; e++)
+            if ((uint32_t)p->limit[e] > layer->expert_capacity)
+                p->limit[e] = (int32_t)layer->expert_capacity;
+    h->capacity = p->capacity[h->rank];
+    for (int32_t r = 0; r < h->num_ranks; r++) {
+        if (!p->capacity[r]) continue;
+        const int64_t slots = needed(p, r, INT32_MAX);
+        if (slots <= p->capacity[r]) continue;
+        if (layer->overflow == EPIC_OVERFLOW_ERROR)
+            return epic_fail(EPIC_EOVERFLOW,
+                             "capacity: rank %d has %lld slots and needs %lld; give it more "
+                             "(epic_capacity_bound never overflows) or let the layer drop",
+                             r, (long long)p->capacity[r], (long long)slots);
+        lower_limits(p, r, common_limit(p, r));
+    }
+    return EPIC_OK;
+}
+
+/* Where each slab begins on its rank. */
+static void place_slabs(planner *p)
+{
+    plan_header *h = p->header;
+    memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);
+    for (uint32_t e = 0; e < h->layer.num_experts; e++) {
+        const int32_t owner = p->owner[e], local = p->local[e];
+        p->begin[e] = p->rows[owner];
+        p->rows[owner] += (int32_t)round_up(p->limit[e], h->layer.alignment);
+        if (owner != h->rank) continue;
+        p->slab_count[local] = p->limit[e];
+        if (h->layer.layout == EPIC_EXPERT_MAJOR) p->slab_begin[local + 1] = p->rows[owner];
+    }
+    if (h->layer.layout == EPIC_FLAT) return;
+    h->num_slots = p->rows[h->rank];
+    for (int32_t l = 0; l < h->num_local; l++)
+        if (p->expert_of[l] < 0) p->slab_begin[l + 1] = (int32_t)h->num_slots;
+}
+
+/* One token's choices: where they go.  slot[k] is the slot or row on rank[k], or a fate. */
+typedef struct choices {
+    int32_t slot[MAX_TOP_K];
+    int32_t rank[MAX_TOP_K];
+} choices;
+
+static void place_token(planner *p, const int32_t *ids, choices *c)
+{
+    const plan_header *h = p->header;
+    const uint32_t capacity = h->layer.expert_capacity;
+    for (uint32_t k = 0; k < h->layer.top_k; k++) {
+        const int32_t e = ids[k];
+        c->rank[k] = -1;
+        c->slot[k] = EPIC_FATE_NONE;
+        if (e < 0) continue;
+        const int32_t place = p->next[e]++;
+        c->rank[k] = p->owner[e];
+        if (capacity && (uint32_t)place >= capacity)
+            c->slot[k] = EPIC_FATE_EXPERT_FULL;
+        else if (place >= p->limit[e])
+            c->slot[k] = EPIC_FATE_RANK_FULL;
+        else
+            c->slot[k] = p->begin[e] + place;
+    }
+}
+
+/* FLAT: the choices of one (token, rank) share a row. */
+static void share_rows(planner *p, choices *c)
+{
+    for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
+        if (c->slot[k] < 0) continue;
+        uint32_t first = 0;
+        while (c->rank[first] != c->rank[k] || c->slot[first] < 0) first++;
+        c->slot[k] = first < k ? c->slot[first] : p->rows[c->rank[k]]++;
+    }
+}
+
+static void keep_fate(planner *p, int64_t token, const choices *c)
+{
+    plan_header *h = p->header;
+    const uint32_t top_k = h->layer.top_k;
+    for (uint32_t k = 0; k < top_k; k++) {
+        const int32_t slot = c->slot[k];
+        p->fate[token * top_k + k] = slot;
+        p->rank_to[token * top_k + k] = c->rank[k];
+        h->num_kept += slot >= 0;
+        h->num_none += slot == EPIC_FATE_NONE;
+        h->num_expert_full += slot == EPIC_FATE_EXPERT_FULL;
+        h->num_rank_full += slot == EPIC_FATE_RANK_FULL;
+    }
+}
+
+static void place_choices(planner *p)
+{
+    plan_header *h = p->header;
+    const bool flat = h->layer.layout == EPIC_FLAT;
+    const uint32_t top_k = h->layer.top_k;
+    memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
+    if (flat) memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);
+    for (int64_t t = 0; t < h->total_tokens; t++) {
+        int32_t *here = p->here + t * top_k;
+        choices c;
+        place_token(p, here, &c);
+        if (flat) {
+            share_rows(p, &c);
+            p->row_here[t] = -1;
+        }
+        for (uint32_t k = 0; k < top_k; k++) {
+            const bool mine = c.rank[k] == h->rank && c.slot[k] >= 0;
+            if (flat && mine) p->row_here[t] = c.slot[k];
+            here[k] = !mine ? -1 : flat ? p->local[here[k]] : c.slot[k];
+        }
+        const int64_t own = t - p->base_of[h->rank];
+        if (own >= 0 && own < h->num_tokens) keep_fate(p, own, &c);
+    }
+    if (flat) h->num_slots = p->rows[h->rank];
+}
+
+epic_result planner_finish(planner *p)
+{
+    count_choices(p);
+    number_experts(p);
+    const epic_result result = set_limits(p);
+    if (result != EPIC_OK) memset(p->limit, 0, p->header->layer.num_experts * sizeof *p->limit);
+    place_slabs(p);
+    place_choices(p);
+    return result;
+}

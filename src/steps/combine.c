@@ -1,0 +1,322 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_combine and epic_dispatch_backward on the host: rows home, summed in the layer's order;
+ * the gradient also brings one float for each choice home, unsummed. */
+#include <string.h>
+
+#include "core/error.h"
+#include "steps/steps.h"
+
+typedef struct combining {
+    const host_kernels *kernels;
+    exchange *x;
+    plan_view plan;
+    epic_type type, partial_type;
+    epic_rows rows, out;
+    const float *slot_weights;
+    const float *d_recv_weight;
+    float *d_weights;
+    cut cut; /* of a partial */
+    int64_t trailer;
+    /* the piece at hand */
+    int64_t first, count; /* elements */
+} combining;
+
+static void set_piece(combining *c, int32_t piece)
+{
+    const int64_t size = (int64_t)epic_type_bytes(c->partial_type);
+    c->first = piece_begin(&c->cut, piece) / size;
+    c->count = piece_size(&c->cut, piece) / size;
+}
+
+static void *scratch(const combining *c, int level)
+{
+    return c->x->pieces + (size_t)level * PIECE_MAX;
+}
+
+/* ----------------------------------------------------------------------- expert side ---- */
+
+typedef struct gathered { /* the slots of one (token, rank), in ascending k */
+    int n;
+    const void *rows[MAX_TOP_K];
+    float weights[MAX_TOP_K];
+    int32_t leaves[MAX_TOP_K];
+} gathered;
+
+static const void *piece_of_row(const combining *c, int64_t row)
+{
+    return (const unsigned char *)c->rows.data + row * c->rows.row_bytes +
+           c->first * (int64_t)epic_type_bytes(c->type);
+}
+
+static int32_t local_expert(const plan_view *v, int32_t slot)
+{
+    int32_t low = 0, high = v->header->num_local - 1;
+    while (low < high) { /* the last slab that begins at or before the slot */
+        const int32_t middle = low + (high - low + 1) / 2;
+        if (v->slab_begin[middle] <= slot)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+static int32_t leaf_of(const plan_view *v, int32_t slot)
+{
+    const epic_layer *layer = &v->header->layer;
+    const int32_t expert = v->expert_of[local_expert(v, slot)];
+    return (int32_t)((uint32_t)expert / (layer->num_experts / layer->leaves));
+}
+
+static void gather(const combining *c, int home, int64_t token, gathered *g)
+{
+    const plan_view *v = &c->plan;
+    const int32_t *slots = choices_here(v, home, token);
+    g->n = 0;
+    if (is_flat(v)) {
+        g->rows[g->n++] = piece_of_row(c, v->row_here[v->base_of[home] + token]);
+        return;
+    }
+    const bool tree = v->header->layer.sum_order == EPIC_TREE;
+    for (uint32_t k = 0; k < v->header->layer.top_k; k++) {
+        if (slots[k] < 0) continue;
+        g->rows[g->n] = piece_of_row(c, slots[k]);
+        g->weights[g->n] = c->slot_weights ? c->slot_weights[slots[k]] : 1;
+        g->leaves[g->n] = tree ? leaf_of(v, slots[k]) : 0;
+        g->n++;
+    }
+}
+
+/* The partial of the choices whose leaves are in [first, first + count), in `out`; false: there
+ * are none.  Rows of level and above are free. */
+static bool subtree(const combining *c, const gathered *g, int32_t first, int32_t count,
+                    int level, void *out)
+{
+    gathered in = {.n = 0};
+    for (int i = 0; i < g->n; i++) {
+        if (g->leaves[i] < first || g->leaves[i] >= first + count) continue;
+        in.rows[in.n] = g->rows[i];
+        in.weights[in.n] = g->weights[i];
+        in.leaves[in.n++] = g->leaves[i];
+    }
+    if (!in.n) return false;
+    if (count == 1) {
+        c->kernels->partial(out, c->partial_type, in.rows, c->slot_weights ? in.weights : NULL,
+                            in.n, c->type, c->count);
+        return true;
+    }
+    const int32_t half = count / 2;
+    const bool low = subtree(c, &in, first, half, level, out);
+    void *other = low ? scratch(c, level) : out;
+    const bool high = subtree(c, &in, first + half, half, level + low, other);
+    const void *const both[] = {out, other};
+    if (low && high) c->kernels->add(out, c->partial_type, both, 2, c->partial_type, c->count);
+    return true;
+}
+
+/* This rank's partial of one token, rounded to the partial type. */
+static void make_partial(const combining *c, int home, int64_t token, void *out)
+{
+    const epic_layer *layer = &c->plan.header->layer;
+    gathered g;
+    gather(c, home, token, &g);
+    if (layer->sum_order == EPIC_TREE && !is_flat(&c->plan)) {
+        const int32_t leaves = (int32_t)layer->leaves / c->x->num_ranks;
+        subtree(c, &g, c->plan.place_of[c->x->rank] * leaves, leaves, 1, out);
+        return;
+    }
+    c->kernels->partial(out, c->partial_type, g.rows, c->slot_weights ? g.weights : NULL, g.n,
+                        c->type, c->count);
+}
+
+static void put_trailer(const combining *c, int home, int64_t token, void *trailer)
+{
+    const plan_view *v = &c->plan;
+    const uint32_t top_k = v->header->layer.top_k;
+    const int32_t *here = choices_here(v, home, token);
+    int64_t place = is_flat(v) ? v->row_here[v->base_of[home] + token] * (int64_t)top_k : 0;
+    float values[MAX_TOP_K] = {0};
+    for (uint32_t k = 0; k < top_k; k++)
+        if (here[k] >= 0) values[k] = c->d_recv_weight[is_flat(v) ? place++ : here[k]];
+    memcpy(trailer, values, top_k * sizeof *values);
+}
+
+static void fill(void *self, int home, int64_t token, int32_t piece, void *entry)
+{
+    combining *c = self;
+    set_piece(c, piece);
+    make_partial(c, home, token, entry);
+    if (c->trailer && piece == 0)
+        put_trailer(c, home, token, (unsigned char *)entry + c->cut.piece_bytes);
+}
+
+/* ------------------------------------------------------------------------- home side ---- */
+
+static void take_trailer(const combining *c, int from, int64_t token, const void *trailer)
+{
+    const uint32_t top_k = c->plan.header->layer.top_k;
+    const int64_t first = token * top_k;
+    float values[MAX_TOP_K];
+    memcpy(values, trailer, top_k * sizeof *values);
+    for (uint32_t k = 0; k < top_k; k++)
+        if (c->plan.rank_to[first + k] == from && c->plan.fate[first + k] >= 0)
+            c->d_weights[first + k] = values[k];
+}
+
+static void take_trailers(const combining *c, int64_t token, const void **rows)
+{
+    const uint32_t top_k = c->plan.header->layer.top_k;
+    memset(c->d_weights + token * top_k, 0, top_k * sizeof *c->d_weights);
+    for (int r = 0; r < c->x->num_ranks; r++) {
+        if (!rows[r]) continue;
+        float own[MAX_TOP_K];
+        const void *trailer = (const unsigned char *)rows[r] + c->cut.piece_bytes;
+        if (r == c->x->rank) {
+            put_trailer(c, r, token, own);
+            trailer = own;
+        }
+        take_trailer(c, r, token, trailer);
+    }
+}
+
+/* The sum of the subtrees at places [first, first + count); NULL: all empty. */
+static const void *join(const combining *c, const void *const *at, int32_t first, int32_t count,
+                        int level)
+{
+    if (count == 1) return at[first];
+    const void *both[2];
+    both[0] = join(c, at, first, count / 2, level);
+    both[1] = join(c, at, first + count / 2, count / 2, level + 1);
+    if (!both[0] || !both[1]) return both[0] ? both[0] : both[1];
+    void *out = scratch(c, level);
+    c->kernels->add(out, c->partial_type, both, 2, c->partial_type, c->count);
+    return out;
+}
+
+static void add_tree(const combining *c, const void **rows, void *out)
+{
+    const void *at[EPIC_MAX_RANKS];
+    for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.place_of[r]] = rows[r];
+    const void *root = join(c, at, 0, c->x->num_ranks, 1);
+    c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
+}
+
+static void add_by_rank(const combining *c, const void **rows, void *out)
+{
+    const void *list[EPIC_MAX_RANKS];
+    int n = 0;
+    for (int r = 0; r < c->x->num_ranks; r++)
+        if (rows[r]) list[n++] = rows[r];
+    c->kernels->add(out, c->type, list, n, c->partial_type, c->count);
+}
+
+static void take(void *self, int64_t token, int32_t piece, const void **rows)
+{
+    combining *c = self;
+    const int rank = c->x->rank;
+    set_piece(c, piece);
+    rows[rank] = NULL;
+    if (has_here(&c->plan, rank, token)) {
+        rows[rank] = scratch(c, 0);
+        make_partial(c, rank, token, scratch(c, 0));
+    }
+    void *out = (unsigned char *)c->out.data + token * c->out.row_bytes +
+                c->first * (int64_t)epic_type_bytes(c->type);
+    if (c->plan.header->layer.sum_order == EPIC_TREE)
+        add_tree(c, rows, out);
+    else
+        add_by_rank(c, rows, out);
+    if (c->d_weights && piece == 0) take_trailers(c, token, rows);
+    rows[rank] = NULL;
+}
+
+static bool gives(void *self, int home, int64_t token)
+{
+    return has_here(&((combining *)self)->plan, home, token);
+}
+
+static bool awaits(void *self, int from, int64_t token)
+{
+    return goes_to(&((combining *)self)->plan, from, token);
+}
+
+/* ------------------------------------------------------------------------ the whole ---- */
+
+static epic_result move(combining *c)
+{
+    const epic_layer *layer = &c->plan.header->layer;
+    TRY(step_check_slots(c->x, c->d_weights ? "d_recv" : "rows"));
+    c->partial_type =
+        layer->partial_type == EPIC_F32 && c->type != EPIC_F64 ? EPIC_F32 : c->type;
+    const int64_t elements = c->out.row_bytes / (int64_t)epic_type_bytes(c->type);
+    c->trailer = c->d_weights ? layer->top_k * (int64_t)sizeof(float) : 0;
+    c->cut = cut_rows(c->x, false, elements * (int64_t)epic_type_bytes(c->partial_type),
+                      TRAILER_MAX);
+    const collect how = {.self = c,
+                         .items = tokens_of(c->x, &c->plan),
+                         .cut = c->cut,
+                         .trailer = c->trailer,
+                         .gives = gives,
+                         .awaits = awaits,
+                         .fill = fill,
+                         .take = take};
+    return collect_run(c->x, &how);
+}
+
+static void clear_outputs(const combining *c, const step *s)
+{
+    const slot_array out = {c->out.data, c->out.row_bytes, c->out.num_rows};
+    clear_all(&out);
+    if (!c->d_weights || s->damage) return;
+    memset(c->d_weights, 0,
+           (size_t)(s->plan.header->num_tokens * s->plan.header->layer.top_k) * sizeof(float));
+}
+
+static epic_result run(epic_context *ctx, uint32_t operation, const epic_call *call, step *s,
+                       combining *c)
+{
+    s->note.same[SAME_TYPE] = c->type;
+    s->note.same[SAME_ROW_BYTES] = c->out.row_bytes;
+    s->note.same[SAME_WEIGHTS] = c->slot_weights || c->d_weights;
+    s->note.own[OWN_ROWS] = c->rows.num_rows;
+    s->note.own[OWN_NEEDED] = s->damage ? 0 : s->plan.header->num_slots;
+    const uint64_t bytes = (uint64_t)(c->out.num_rows * c->out.row_bytes);
+    epic_result result = exchange_open(&c->x, ctx, operation, call, &s->note, bytes);
+    if (!c->x) return result;
+    c->plan = s->plan;
+    const bool moves = result == EPIC_OK && s->plan.header->result == EPIC_OK;
+    if (moves) result = move(c);
+    if (!moves || result == EPIC_EOVERFLOW) clear_outputs(c, s);
+    return exchange_close(c->x, result);
+}
+
+epic_result host_combine(epic_context *ctx, const epic_combine_args *args)
+{
+    combining c = {.kernels = host_kernels_get(),
+                   .type = (epic_type)args->type,
+                   .rows = args->rows,
+                   .out = args->out,
+                   .slot_weights = args->slot_weights};
+    step s;
+    step_begin(&s, ctx, EPIC_OP_COMBINE, args->plan, args->plan_bytes);
+    TRY(step_check_tokens(&s, "out", &args->out));
+    if (!s.damage && is_flat(&s.plan) && args->slot_weights)
+        return epic_fail(EPIC_EINVAL,
+                         "slot_weights is given, the plan's layout is EPIC_FLAT: its rows are "
+                         "finished partials, weight them before and leave it NULL");
+    return run(ctx, EPIC_OP_COMBINE, &args->call, &s, &c);
+}
+
+epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args)
+{
+    combining c = {.kernels = host_kernels_get(),
+                   .type = (epic_type)args->type,
+                   .rows = args->d_recv,
+                   .out = args->d_tokens,
+                   .d_recv_weight = args->d_recv_weight,
+                   .d_weights = args->d_weights};
+    step s;
+    step_begin(&s, ctx, EPIC_OP_DISPATCH_BACKWARD, args->plan, args->plan_bytes);
+    TRY(step_check_tokens(&s, "d_tokens", &args->d_tokens));
+    return run(ctx, EPIC_OP_DISPATCH_BACKWARD, &args->call, &s, &c);
+}

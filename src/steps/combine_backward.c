@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_combine_backward on the host: each token's gradient goes where its row went, is scaled
+ * there, and meets the row that was combined. */
+#include <string.h>
+
+#include "core/error.h"
+#include "steps/steps.h"
+
+typedef struct spreading {
+    const epic_combine_backward_args *args;
+    const host_kernels *kernels;
+    exchange *x;
+    plan_view plan;
+    cut cut; /* of a row of d_out */
+} spreading;
+
+static const unsigned char *own_row(const spreading *s, int64_t token)
+{
+    return (const unsigned char *)s->args->d_out.data + token * s->args->d_out.row_bytes;
+}
+
+/* d_rows[slot] = w * piece, elements [first, first + n). */
+static void put_rows(const spreading *s, int64_t slot, float w, const void *piece,
+                     int64_t first, int64_t n)
+{
+    const epic_combine_backward_args *a = s->args;
+    const epic_type type = (epic_type)a->type;
+    unsigned char *row = (unsigned char *)a->d_rows.data + slot * a->d_rows.row_bytes;
+    unsigned char *scales =
+        (unsigned char *)a->d_rows_scales.data + slot * a->d_rows_scales.row_bytes;
+    if (a->quantise == EPIC_QUANTISE_1X128)
+        s->kernels->quantise_1x128(row + first, scales + first / 128 * 4, piece, w, type, n);
+    else if (a->quantise == EPIC_QUANTISE_1X32)
+        s->kernels->quantise_1x32(row + first, scales + first / 32, piece, w, type, n);
+    else
+        s->kernels->scale(row + first * (int64_t)epic_type_bytes(type), piece, w, type, n);
+}
+
+/* The dot product of one slot, piece by piece; `sum` holds it between the pieces. */
+static void add_dot(const spreading *s, int64_t slot, double *sum, const void *piece,
+                    int64_t first, int64_t n)
+{
+    const epic_combine_backward_args *a = s->args;
+    const epic_type type = (epic_type)a->type;
+    const int64_t size = (int64_t)epic_type_bytes(type);
+    const unsigned char *row =
+        (const unsigned char *)a->rows.data + slot * a->rows.row_bytes + first * size;
+    if (n > 0 || first == 0) s->kernels->dot(sum, first == 0, piece, row, type, n);
+    if ((first + n) * size == s->cut.row_bytes) a->d_slot_weights[slot] = (float)*sum;
+}
+
+/* Pieces of one token of one source come one after the other, so a sum for each k is enough. */
+static void take_piece(const spreading *s, int from, int64_t token, const void *piece,
+                       int64_t first, int64_t n)
+{
+    const epic_combine_backward_args *a = s->args;
+    if (is_flat(&s->plan)) {
+        put_rows(s, s->plan.row_here[s->plan.base_of[from] + token], 1, piece, first, n);
+        return;
+    }
+    const int32_t *slots = choices_here(&s->plan, from, token);
+    for (uint32_t k = 0; k < s->plan.header->layer.top_k; k++) {
+        const int32_t slot = slots[k];
+        if (slot < 0) continue;
+        put_rows(s, slot, a->slot_weights ? a->slot_weights[slot] : 1, piece, first, n);
+        if (a->d_slot_weights)
+            add_dot(s, slot, &s->x->sums[from * MAX_TOP_K + (int)k], piece, first, n);
+    }
+}
+
+static void fill(void *self, int64_t token, int32_t piece, void *entry)
+{
+    spreading *s = self;
+    memcpy(entry, own_row(s, token) + piece_begin(&s->cut, piece),
+           (size_t)piece_size(&s->cut, piece));
+}
+
+static void take(void *self, int from, int64_t token, int32_t piece, const void *entry)
+{
+    spreading *s = self;
+    const int64_t size = (int64_t)epic_type_bytes(s->args->type);
+    take_piece(s, from, token, entry, piece_begin(&s->cut, piece) / size,
+               piece_size(&s->cut, piece) / size);
+}
+
+static void take_own(void *self, int64_t token)
+{
+    spreading *s = self;
+    const int64_t n = s->cut.row_bytes / (int64_t)epic_type_bytes(s->args->type);
+    take_piece(s, s->x->rank, token, own_row(s, token), 0, n);
+}
+
+static bool wants(void *self, int peer, int64_t token)
+{
+    return goes_to(&((spreading *)self)->plan, peer, token);
+}
+
+static bool mine(void *self, int from, int64_t token)
+{
+    return has_here(&((spreading *)self)->plan, from, token);
+}
+
+static void list_arrays(const epic_combine_backward_args *a, slot_array out[3])
+{
+    out[0] = (slot_array){a->d_rows.data, a->d_rows.row_bytes, a->d_rows.num_rows};
+    out[1] = (slot_array){a->d_rows_scales.data, a->d_rows_scales.row_bytes,
+                          a->d_rows_scales.num_rows};
+    out[2] = (slot_array){a->d_slot_weights, sizeof(float), a->d_rows.num_rows};
+}
+
+static epic_result move(spreading *s)
+{
+    slot_array arrays[3];
+    TRY(step_check_slots(s->x, "d_rows"));
+    list_arrays(s->args, arrays);
+    for (int i = 0; i < 3; i++) clear_padding(&s->plan, &arrays[i], s->args->flags);
+    s->cut = cut_rows(s->x, true, s->args->d_out.row_bytes, 0);
+    const scatter how = {.self = s,
+                         .items = tokens_of(s->x, &s->plan),
+                         .cut = s->cut,
+                         .wants = wants,
+                         .mine = mine,
+                         .fill = fill,
+                         .take = take,
+                         .take_own = take_own};
+    return scatter_run(s->x, &how);
+}
+
+static epic_result check(const step *s, const epic_combine_backward_args *a)
+{
+    TRY(step_check_tokens(s, "d_out", &a->d_out));
+    if (s->damage || !is_flat(&s->plan)) return EPIC_OK;
+    if (a->slot_weights || a->d_slot_weights)
+        return epic_fail(EPIC_EINVAL,
+                         "%s is given, the plan's layout is EPIC_FLAT: its rows were finished "
+                         "partials, leave it NULL",
+                         a->slot_weights ? "slot_weights" : "d_slot_weights");
+    return EPIC_OK;
+}
+
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args)
+{
+    spreading spread = {.args = args, .kernels = host_kernels_get()};
+    step s;
+    step_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes);
+    TRY(check(&s, args));
+    s.note.same[SAME_TYPE] = args->type;
+    s.note.same[SAME_ROW_BYTES] = args->d_out.row_bytes;
+    s.note.same[SAME_QUANTISE] = args->quantise;
+    s.note.own[OWN_ROWS] = args->d_slot_weights
+                               ? least(args->d_rows.num_rows, args->rows.num_rows)
+                               : args->d_rows.num_rows;
+    s.note.own[OWN_NEEDED] = s.damage ? 0 : s.plan.header->num_slots;
+    const uint64_t bytes = (uint64_t)(args->d_out.num_rows * args->d_out.row_bytes);
+    epic_result result =
+        exchange_open(&spread.x, ctx, EPIC_OP_COMBINE_BACKWARD, &args->call, &s.note, bytes);
+    if (!spread.x) return result;
+    spread.plan = s.plan;
+    const bool moves = result == EPIC_OK && s.plan.header->result == EPIC_OK;
+    if (moves) result = move(&spread);
+    if (!moves || result == EPIC_EOVERFLOW) {
+        slot_array arrays[3];
+        list_arrays(args, arrays);
+        for (int i = 0; i < 3; i++) clear_all(&arrays[i]);
+    }
+    return exchange_close(spread.x, result);
+}

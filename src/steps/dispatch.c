@@ -1,0 +1,267 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_dispatch on the host.  What travels for a token is one string of bytes, cut in pieces:
+ * its row, its scales, and one weight for each k. */
+#include <string.h>
+
+#include "core/error.h"
+#include "steps/steps.h"
+
+typedef struct dispatching {
+    const epic_dispatch_args *args;
+    const host_kernels *kernels;
+    exchange *x;
+    plan_view plan;
+    cut cut;
+    int64_t scales_at, weights_at; /* where they begin in the string */
+    int64_t held;                  /* the token whose quantised string x->row holds, or -1 */
+} dispatching;
+
+static unsigned char *row_of(const epic_rows *rows, int64_t i)
+{
+    return (unsigned char *)rows->data + i * rows->row_bytes;
+}
+
+/* ---------------------------------------------------------------------------- sending ---- */
+
+static void quantise(dispatching *d, int64_t token)
+{
+    const epic_dispatch_args *a = d->args;
+    const epic_type type = (epic_type)a->type;
+    const int64_t n = a->tokens.row_bytes / (int64_t)epic_type_bytes(type);
+    if (d->held == token) return;
+    d->held = token;
+    (a->quantise == EPIC_QUANTISE_1X128 ? d->kernels->quantise_1x128
+                                        : d->kernels->quantise_1x32)(
+        d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
+}
+
+/* The parts of a token's string, as they lie with the sender. */
+static const unsigned char *row_part(dispatching *d, int64_t token)
+{
+    if (!d->args->quantise) return row_of(&d->args->tokens, token);
+    quantise(d, token);
+    return d->x->row;
+}
+
+static const unsigned char *scales_part(dispatching *d, int64_t token)
+{
+    if (!d->args->quantise) return row_of(&d->args->scales, token);
+    quantise(d, token);
+    return d->x->row + d->scales_at;
+}
+
+static const float *weights_part(const dispatching *d, int64_t token)
+{
+    return d->args->weights + token * d->plan.header->layer.top_k;
+}
+
+typedef void copy_function(void *to, const void *from, size_t n);
+
+/* Copies what two ranges of a string share: [at, at + size) of `to`, [begin, end) of `from`. */
+static void copy_shared(copy_function *copy, void *to, int64_t at, int64_t size,
+                        const void *from, int64_t begin, int64_t end)
+{
+    const int64_t low = at > begin ? at : begin;
+    const int64_t high = at + size < end ? at + size : end;
+    if (low < high)
+        copy((unsigned char *)to + (low - at), (const unsigned char *)from + (low - begin),
+             (size_t)(high - low));
+}
+
+/* Into a lane, which the peers read from the cache. */
+static void copy_near(void *to, const void *from, size_t n)
+{
+    memcpy(to, from, n);
+}
+
+static void fill(void *self, int64_t token, int32_t piece, void *entry)
+{
+    dispatching *d = self;
+    const int64_t begin = piece_begin(&d->cut, piece), size = piece_size(&d->cut, piece);
+    const int64_t row = d->scales_at, end = d->cut.row_bytes;
+    if (begin < row) copy_shared(copy_near, entry, begin, size, row_part(d, token), 0, row);
+    if (row < d->weights_at)
+        copy_shared(copy_near, entry, begin, size, scales_part(d, token), row, d->weights_at);
+    if (d->weights_at < end)
+        copy_shared(copy_near, entry, begin, size, weights_part(d, token), d->weights_at, end);
+}
+
+/* -------------------------------------------------------------------------- receiving ---- */
+
+/* A piece [begin, end) of a string, or all of it from the sender's own arrays. */
+static void put_row(const dispatching *d, int64_t slot, const void *piece, int64_t begin,
+                    int64_t end)
+{
+    const epic_dispatch_args *a = d->args;
+    copy_shared(d->kernels->copy, row_of(&a->recv, slot), 0, d->scales_at, piece, begin, end);
+    if (d->scales_at < d->weights_at)
+        copy_shared(d->kernels->copy, row_of(&a->recv_scales, slot), d->scales_at,
+                    d->weights_at - d->scales_at, piece, begin, end);
+}
+
+static void put_weight(const dispatching *d, int64_t place, uint32_t k, const void *piece,
+                       int64_t begin, int64_t end)
+{
+    if (d->args->recv_weight)
+        copy_shared(d->kernels->copy, d->args->recv_weight + place,
+                    d->weights_at + 4 * (int64_t)k, 4, piece, begin, end);
+}
+
+static void take_flat(const dispatching *d, int from, int64_t token, const void *piece,
+                      int64_t begin, int64_t end)
+{
+    const int64_t row = d->plan.row_here[d->plan.base_of[from] + token];
+    const int32_t *experts = choices_here(&d->plan, from, token);
+    const uint32_t top_k = d->plan.header->layer.top_k;
+    int64_t place = row * top_k;
+    put_row(d, row, piece, begin, end);
+    for (uint32_t k = 0; k < top_k; k++)
+        if (experts[k] >= 0) put_weight(d, place++, k, piece, begin, end);
+}
+
+static void take_piece(const dispatching *d, int from, int64_t token, const void *piece,
+                       int64_t begin, int64_t end)
+{
+    if (is_flat(&d->plan)) {
+        take_flat(d, from, token, piece, begin, end);
+        return;
+    }
+    const int32_t *slots = choices_here(&d->plan, from, token);
+    for (uint32_t k = 0; k < d->plan.header->layer.top_k; k++) {
+        if (slots[k] < 0) continue;
+        put_row(d, slots[k], piece, begin, end);
+        put_weight(d, slots[k], k, piece, begin, end);
+    }
+}
+
+static void take(void *self, int from, int64_t token, int32_t piece, const void *entry)
+{
+    dispatching *d = self;
+    const int64_t begin = piece_begin(&d->cut, piece);
+    take_piece(d, from, token, entry, begin, begin + piece_size(&d->cut, piece));
+}
+
+static void take_own(void *self, int64_t token)
+{
+    dispatching *d = self;
+    const int rank = d->x->rank;
+    const int64_t row = d->scales_at, end = d->cut.row_bytes;
+    if (row > 0) take_piece(d, rank, token, row_part(d, token), 0, row);
+    if (row < d->weights_at)
+        take_piece(d, rank, token, scales_part(d, token), row, d->weights_at);
+    if (d->weights_at < end)
+        take_piece(d, rank, token, weights_part(d, token), d->weights_at, end);
+}
+
+static bool wants(void *self, int peer, int64_t token)
+{
+    return goes_to(&((dispatching *)self)->plan, peer, token);
+}
+
+static bool mine(void *self, int from, int64_t token)
+{
+    return has_here(&((dispatching *)self)->plan, from, token);
+}
+
+/* ------------------------------------------------------------------------ the whole ---- */
+
+static void list_arrays(const epic_dispatch_args *a, uint32_t weights, slot_array out[3])
+{
+    out[0] = (slot_array){a->recv.data, a->recv.row_bytes, a->recv.num_rows};
+    out[1] =
+        (slot_array){a->recv_scales.data, a->recv_scales.row_bytes, a->recv_scales.num_rows};
+    out[2] = (slot_array){a->recv_weight, 4 * (int64_t)weights, a->recv.num_rows};
+}
+
+/* FLAT: which experts each row is for, front first. */
+static void write_experts(const dispatching *d)
+{
+    const plan_header *h = d->plan.header;
+    const uint32_t top_k = h->layer.top_k;
+    int32_t *out = d->args->recv_expert;
+    for (int64_t t = 0; t < h->total_tokens; t++) {
+        const int64_t row = d->plan.row_here[t];
+        if (row < 0) continue;
+        uint32_t n = 0;
+        for (uint32_t k = 0; k < top_k; k++) {
+            const int32_t expert = d->plan.here[t * top_k + k];
+            if (expert >= 0) out[row * top_k + n++] = expert;
+        }
+        while (n < top_k) out[row * top_k + n++] = -1;
+    }
+}
+
+static epic_result move(dispatching *d)
+{
+    const epic_dispatch_args *a = d->args;
+    const bool flat = is_flat(&d->plan);
+    const int64_t top_k = d->plan.header->layer.top_k;
+    slot_array arrays[3];
+    TRY(step_check_slots(d->x, "recv"));
+    list_arrays(a, flat ? (uint32_t)top_k : 1, arrays);
+    for (int i = 0; i < 3; i++) clear_padding(&d->plan, &arrays[i], a->flags);
+    if (flat && a->recv_weight)
+        memset(a->recv_weight, 0, (size_t)(d->plan.header->num_slots * top_k) * sizeof(float));
+    if (a->recv_expert) write_experts(d);
+    d->scales_at = a->recv.row_bytes;
+    d->weights_at = d->scales_at + (a->recv_scales.data ? a->recv_scales.row_bytes : 0);
+    d->held = -1;
+    const int64_t string = d->weights_at + (a->weights ? 4 * top_k : 0);
+    d->cut = cut_rows(d->x, true, string, 0);
+    const scatter s = {.self = d,
+                       .items = tokens_of(d->x, &d->plan),
+                       .cut = d->cut,
+                       .wants = wants,
+                       .mine = mine,
+                       .fill = fill,
+                       .take = take,
+                       .take_own = take_own};
+    return scatter_run(d->x, &s);
+}
+
+static void clear_outputs(const epic_dispatch_args *a, const step *s)
+{
+    slot_array arrays[3];
+    const bool flat = !s->damage && is_flat(&s->plan);
+    const int64_t top_k = flat ? s->plan.header->layer.top_k : 1;
+    list_arrays(a, (uint32_t)top_k, arrays);
+    for (int i = 0; i < 3; i++) clear_all(&arrays[i]);
+    for (int64_t i = 0; a->recv_expert && i < a->recv.num_rows * top_k; i++)
+        a->recv_expert[i] = -1;
+}
+
+static epic_result check(const step *s, const epic_dispatch_args *a)
+{
+    TRY(step_check_tokens(s, "tokens", &a->tokens));
+    if (a->scales.data) TRY(step_check_tokens(s, "scales", &a->scales));
+    if (s->damage) return EPIC_OK;
+    if (a->recv_expert && !is_flat(&s->plan))
+        return epic_fail(EPIC_EINVAL,
+                         "recv_expert is given, the plan's layout is EPIC_EXPERT_MAJOR: it "
+                         "belongs to EPIC_FLAT, leave it NULL");
+    return EPIC_OK;
+}
+
+epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args)
+{
+    dispatching d = {.args = args, .kernels = host_kernels_get()};
+    step s;
+    step_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes);
+    TRY(check(&s, args));
+    s.note.same[SAME_TYPE] = args->type;
+    s.note.same[SAME_ROW_BYTES] = args->recv.row_bytes;
+    s.note.same[SAME_SCALE_BYTES] = args->recv_scales.row_bytes;
+    s.note.same[SAME_QUANTISE] = args->quantise;
+    s.note.same[SAME_WEIGHTS] = args->weights != NULL;
+    s.note.own[OWN_ROWS] = args->recv.num_rows;
+    s.note.own[OWN_NEEDED] = s.damage ? 0 : s.plan.header->num_slots;
+    const uint64_t bytes = (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
+    epic_result result =
+        exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s.note, bytes);
+    if (!d.x) return result;
+    d.plan = s.plan;
+    const bool moves = result == EPIC_OK && s.plan.header->result == EPIC_OK;
+    if (moves) result = move(&d);
+    if (!moves || result == EPIC_EOVERFLOW) clear_outputs(args, &s);
+    return exchange_close(d.x, result);
+}

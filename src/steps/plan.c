@@ -1,0 +1,203 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_plan on the host: the ids of all ranks go to all ranks, who decide alike. */
+#include <stdio.h>
+#include <string.h>
+
+#include "core/error.h"
+#include "core/hash.h"
+#include "steps/steps.h"
+
+typedef struct planning {
+    const epic_plan_args *args;
+    epic_layer layer;
+    planner planner;
+    exchange *x;
+} planning;
+
+static int64_t id_at(const epic_plan_args *args, int64_t i)
+{
+    return args->index_type == EPIC_I64 ? ((const int64_t *)args->topk_idx)[i]
+                                        : ((const int32_t *)args->topk_idx)[i];
+}
+
+static void note_bad_id(epic_note *note, const epic_plan_args *args, const epic_layer *layer)
+{
+    const int64_t k = layer->top_k, choices = args->num_tokens * k;
+    for (int64_t i = 0; i < choices; i++) {
+        const int64_t id = id_at(args, i);
+        if (id < (int64_t)layer->num_experts) continue;
+        note->own[OWN_ERROR] = DATA_EXPERT;
+        note->own[OWN_ABOUT] = i / k;
+        note->own[OWN_ABOUT + 1] = i % k;
+        note->own[OWN_ABOUT + 2] = id;
+        note->own[OWN_ABOUT + 3] = layer->num_experts;
+        return;
+    }
+}
+
+static void fill_note(epic_note *note, const epic_context *ctx, const epic_plan_args *args,
+                      const epic_layer *layer)
+{
+    memset(note, 0, sizeof *note);
+    note->same[SAME_OPERATION] = EPIC_OP_PLAN;
+    note->same[SAME_NUM_EXPERTS] = layer->num_experts;
+    note->same[SAME_TOP_K] = layer->top_k;
+    note->same[SAME_ALIGNMENT] = layer->alignment;
+    note->same[SAME_LAYOUT] = layer->layout;
+    note->same[SAME_OVERFLOW] = layer->overflow;
+    note->same[SAME_EXPERT_CAPACITY] = layer->expert_capacity;
+    note->same[SAME_SUM_ORDER] = layer->sum_order;
+    note->same[SAME_LEAVES] = layer->leaves;
+    note->same[SAME_PARTIAL_TYPE] = layer->partial_type;
+    note->own[OWN_TOKENS] = args->num_tokens;
+    note->own[OWN_CAPACITY] = args->capacity;
+    const int32_t *table = args->rank_of_expert;
+    if (table)
+        note->same[SAME_PLACEMENT] =
+            (int64_t)hash_bytes(table, layer->num_experts * sizeof *table);
+    const int64_t wrong = placement_error(layer, ctx->num_ranks, table);
+    if (wrong >= 0) {
+        note->own[OWN_ERROR] = DATA_PLACEMENT;
+        note->own[OWN_ABOUT] = wrong;
+        note->own[OWN_ABOUT + 1] = table[wrong];
+        return;
+    }
+    note_bad_id(note, args, layer);
+}
+
+static int32_t *ids_of(planning *p, int rank, int64_t token)
+{
+    return p->planner.here + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
+}
+
+static bool always(void *self, int rank, int64_t item)
+{
+    (void)self, (void)rank, (void)item;
+    return true;
+}
+
+static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
+{
+    planning *p = self;
+    (void)piece;
+    memcpy(entry, ids_of(p, p->x->rank, item), p->layer.top_k * sizeof(int32_t));
+}
+
+static void take_ids(void *self, int from, int64_t item, int32_t piece, const void *entry)
+{
+    planning *p = self;
+    (void)piece;
+    memcpy(ids_of(p, from, item), entry, p->layer.top_k * sizeof(int32_t));
+}
+
+static void take_own_ids(void *self, int64_t item)
+{
+    (void)self, (void)item; /* they are there already: copy_own_ids */
+}
+
+static void copy_own_ids(planning *p)
+{
+    int32_t *ids = ids_of(p, p->x->rank, 0);
+    const int64_t choices = p->args->num_tokens * p->layer.top_k;
+    for (int64_t i = 0; i < choices; i++) {
+        const int64_t id = id_at(p->args, i);
+        ids[i] = id < 0 ? -1 : (int32_t)id;
+    }
+}
+
+static epic_result exchange_ids(planning *p)
+{
+    const scatter s = {.self = p,
+                       .items = p->x->items,
+                       .cut =
+                           cut_rows(p->x, true, p->layer.top_k * (int64_t)sizeof(int32_t), 0),
+                       .wants = always,
+                       .mine = always,
+                       .fill = fill_ids,
+                       .take = take_ids,
+                       .take_own = take_own_ids};
+    copy_own_ids(p);
+    return scatter_run(p->x, &s);
+}
+
+static void write_counts(planning *p, epic_result result)
+{
+    const epic_plan_args *args = p->args;
+    const planner *q = &p->planner;
+    for (int32_t l = 0; l < q->header->num_local; l++) {
+        const bool flat = p->layer.layout == EPIC_FLAT;
+        const int32_t padded =
+            flat ? q->slab_count[l] : q->slab_begin[l + 1] - q->slab_begin[l];
+        if (args->expert_rows) args->expert_rows[l] = result ? 0 : padded;
+        if (args->expert_tokens) args->expert_tokens[l] = result ? 0 : q->slab_count[l];
+    }
+    if (args->load) memcpy(args->load, q->count, p->layer.num_experts * sizeof *args->load);
+    if (args->demand) *args->demand = (int32_t)q->header->demand;
+}
+
+/* A plan that moves nothing, after a class (b) error that the notes told. */
+static void clear_plan(planning *p)
+{
+    const exchange *x = p->x;
+    for (int r = 0; r < x->num_ranks; r++) x->items[r] = note_own(x, r, OWN_TOKENS);
+    planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items, NULL);
+    const int64_t choices = p->planner.header->total_tokens * p->layer.top_k;
+    for (int64_t i = 0; i < choices; i++) p->planner.here[i] = -1;
+    memset(p->planner.capacity, 0, (size_t)x->num_ranks * sizeof *p->planner.capacity);
+    planner_finish(&p->planner);
+    write_counts(p, EPIC_EINVAL);
+}
+
+static epic_result make(planning *p)
+{
+    exchange *x = p->x;
+    for (int r = 0; r < x->num_ranks; r++) x->items[r] = note_own(x, r, OWN_TOKENS);
+    planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items,
+                  p->args->rank_of_expert);
+    for (int r = 0; r < x->num_ranks; r++)
+        p->planner.capacity[r] = note_own(x, r, OWN_CAPACITY);
+    TRY(exchange_ids(p));
+    const epic_result result = planner_finish(&p->planner);
+    write_counts(p, result);
+    return result;
+}
+
+/* made: the plan's bytes are a plan, also one that moves nothing. */
+static epic_result plan(epic_context *ctx, const epic_plan_args *args, const epic_layer *layer,
+                        bool *made)
+{
+    planning p = {.args = args, .layer = *layer};
+    epic_note note;
+    fill_note(&note, ctx, args, layer);
+    const uint64_t bytes = (uint64_t)(args->num_tokens * layer->top_k) * sizeof(int32_t);
+    epic_result result = exchange_open(&p.x, ctx, EPIC_OP_PLAN, &args->call, &note, bytes);
+    if (!p.x) return result;
+    if (result == EPIC_OK)
+        result = make(&p);
+    else
+        clear_plan(&p);
+    const uint64_t id =
+        hash_join(hash_join(hash_join(ctx->group_id, p.x->tag), p.x->place), 1) | 1;
+    *made = result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
+    if (*made) planner_seal(&p.planner, id, ctx->group_id, result);
+    return exchange_close(p.x, result);
+}
+
+epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const epic_layer *layer)
+{
+    bool made = false;
+    return plan(ctx, args, layer, &made);
+}
+
+epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
+                               const epic_layer *layer, const epic_dispatch_args *dispatch)
+{
+    bool made = false;
+    const epic_result result = plan(ctx, args, layer, &made);
+    if (!made) return result;
+    if (result == EPIC_OK) return host_dispatch(ctx, dispatch);
+    char why[512];
+    snprintf(why, sizeof why, "%s", epic_sentence());
+    TRY(host_dispatch(ctx, dispatch)); /* a plan that moves nothing: this clears the outputs */
+    return epic_fail(result, "%s", why);
+}

@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the operations that use a plan have in common. */
+#include <string.h>
+
+#include "core/error.h"
+#include "steps/steps.h"
+
+static void note_layer(epic_note *note, const plan_header *h)
+{
+    const epic_layer *layer = &h->layer;
+    note->same[SAME_PLAN] = (int64_t)h->id;
+    note->same[SAME_NUM_EXPERTS] = layer->num_experts;
+    note->same[SAME_TOP_K] = layer->top_k;
+    note->same[SAME_ALIGNMENT] = layer->alignment;
+    note->same[SAME_LAYOUT] = layer->layout;
+    note->same[SAME_OVERFLOW] = layer->overflow;
+    note->same[SAME_EXPERT_CAPACITY] = layer->expert_capacity;
+    note->same[SAME_SUM_ORDER] = layer->sum_order;
+    note->same[SAME_LEAVES] = layer->leaves;
+    note->same[SAME_PARTIAL_TYPE] = layer->partial_type;
+}
+
+void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
+                size_t plan_bytes)
+{
+    memset(s, 0, sizeof *s);
+    s->damage =
+        plan_check(&s->plan, plan, plan_bytes, ctx->group_id, ctx->rank, ctx->num_ranks);
+    s->note.same[SAME_OPERATION] = operation;
+    if (s->damage) {
+        s->note.own[OWN_ERROR] = DATA_PLAN;
+        s->note.own[OWN_ABOUT] = s->damage;
+        return;
+    }
+    note_layer(&s->note, s->plan.header);
+    s->note.own[OWN_TOKENS] = s->plan.header->num_tokens;
+}
+
+epic_result step_check_tokens(const step *s, const char *name, const epic_rows *rows)
+{
+    if (s->damage || rows->num_rows == s->plan.header->num_tokens) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s.num_rows is %lld: the plan has %lld tokens on this rank",
+                     name, (long long)rows->num_rows, (long long)s->plan.header->num_tokens);
+}
+
+epic_result step_check_slots(const exchange *x, const char *name)
+{
+    for (int r = 0; r < x->num_ranks; r++) {
+        const int64_t rows = note_own(x, r, OWN_ROWS), needed = note_own(x, r, OWN_NEEDED);
+        if (rows < needed)
+            return epic_fail(
+                EPIC_EOVERFLOW,
+                "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; "
+                "bring as many rows",
+                name, r, (long long)rows, (long long)needed);
+    }
+    return EPIC_OK;
+}
+
+const int64_t *tokens_of(exchange *x, const plan_view *v)
+{
+    int64_t *tokens = x->items;
+    for (int r = 0; r < x->num_ranks; r++) tokens[r] = v->tokens_of[r];
+    return tokens;
+}
+
+static void clear_rows(const slot_array *a, int64_t begin, int64_t end)
+{
+    if (begin < end)
+        memset((unsigned char *)a->data + begin * a->row_bytes, 0,
+               (size_t)((end - begin) * a->row_bytes));
+}
+
+void clear_padding(const plan_view *v, const slot_array *a, uint32_t flags)
+{
+    if (!a->data) return;
+    const plan_header *h = v->header;
+    for (int32_t l = 0; l < h->num_local && !is_flat(v); l++)
+        clear_rows(a, v->slab_begin[l] + v->slab_count[l], v->slab_begin[l + 1]);
+    if (flags & EPIC_ZERO_TAIL) clear_rows(a, h->num_slots, a->num_rows);
+}
+
+void clear_all(const slot_array *a)
+{
+    if (a->data) clear_rows(a, 0, a->num_rows);
+}

@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The step calls of host contexts.  Arguments arrive with their pointers and enums checked
+ * (check.h); what a plan says about shapes is checked here. */
+#ifndef EPIC_STEPS_H
+#define EPIC_STEPS_H
+
+#include "exchange/exchange.h"
+#include "kernels/kernels.h"
+#include "plan/plan.h"
+
+epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const epic_layer *layer);
+epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
+                               const epic_layer *layer, const epic_dispatch_args *dispatch);
+epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args);
+epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
+epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
+epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args);
+epic_result host_sum(epic_context *ctx, const epic_sum_args *args);
+
+/* Is the plan one of this context?  Damage is kept for the note (class (b)). */
+typedef struct step {
+    plan_view plan; /* of a good plan */
+    enum plan_damage damage;
+    epic_note note;
+} step;
+
+void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
+                size_t plan_bytes);
+
+/* EPIC_EINVAL when `rows` has not the rows that the plan has tokens. */
+epic_result step_check_tokens(const step *s, const char *name, const epic_rows *rows);
+
+/* EPIC_EOVERFLOW, on every rank alike, when a buffer of any rank is smaller than its plan. */
+epic_result step_check_slots(const exchange *x, const char *name);
+
+/* The choices of a token of rank `from` (or of one of ours, on the home side). */
+static inline const int32_t *choices_here(const plan_view *v, int from, int64_t token)
+{
+    return v->here + (v->base_of[from] + token) * (int64_t)v->header->layer.top_k;
+}
+
+static inline bool is_flat(const plan_view *v)
+{
+    return v->header->layer.layout == EPIC_FLAT;
+}
+
+/* Does the expert side have part in token `token` of rank `from`? */
+static inline bool has_here(const plan_view *v, int from, int64_t token)
+{
+    if (is_flat(v)) return v->row_here[v->base_of[from] + token] >= 0;
+    const int32_t *slots = choices_here(v, from, token);
+    for (uint32_t k = 0; k < v->header->layer.top_k; k++)
+        if (slots[k] >= 0) return true;
+    return false;
+}
+
+/* Does token `token` of ours have a live choice on rank `to`? */
+static inline bool goes_to(const plan_view *v, int to, int64_t token)
+{
+    const int64_t first = token * (int64_t)v->header->layer.top_k;
+    for (uint32_t k = 0; k < v->header->layer.top_k; k++)
+        if (v->rank_to[first + k] == to && v->fate[first + k] >= 0) return true;
+    return false;
+}
+
+/* x->items, filled with the tokens of each rank. */
+const int64_t *tokens_of(exchange *x, const plan_view *v);
+
+/* A receive array, and what padding and failure do to it. */
+typedef struct slot_array {
+    void *data;
+    int64_t row_bytes;
+    int64_t num_rows;
+} slot_array;
+
+/* Zeroes the padding of every slab, and with EPIC_ZERO_TAIL what lies past the last one. */
+void clear_padding(const plan_view *v, const slot_array *a, uint32_t flags);
+void clear_all(const slot_array *a);
+
+#endif

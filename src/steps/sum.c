@@ -1,0 +1,137 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_sum on the host.  The array is cut in blocks; block b belongs to rank b % num_ranks, who
+ * adds it and gives it to all: every element travels twice, and all ranks get the same bits. */
+#include <string.h>
+
+#include "core/error.h"
+#include "steps/steps.h"
+
+#define BLOCK 2048 /* floats */
+
+typedef struct summing {
+    const epic_sum_args *args;
+    const host_kernels *kernels;
+    exchange *x;
+} summing;
+
+static int64_t block_of(const summing *s, int owner, int64_t item)
+{
+    return item * s->x->num_ranks + owner;
+}
+
+static float *block_at(const summing *s, int64_t block)
+{
+    return s->args->data + block * BLOCK;
+}
+
+static size_t block_size(const summing *s, int64_t block)
+{
+    const int64_t left = s->args->count - block * BLOCK;
+    return (size_t)(left < BLOCK ? left : BLOCK);
+}
+
+static void put(summing *s, int owner, int64_t item, void *entry)
+{
+    const int64_t block = block_of(s, owner, item);
+    memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
+}
+
+static void fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
+{
+    (void)piece;
+    put(self, home, item, entry);
+}
+
+/* The sum of ranks [first, first + count), in binary tree order, in scratch row `level`. */
+static const void *join(const summing *s, const void *const *rows, int first, int count,
+                        int level, int64_t n)
+{
+    if (count == 1) return rows[first];
+    const void *const both[] = {join(s, rows, first, count / 2, level, n),
+                                join(s, rows, first + count / 2, count / 2, level + 1, n)};
+    void *out = s->x->pieces + (size_t)level * PIECE_MAX;
+    s->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, n);
+    return out;
+}
+
+static void add_block(void *self, int64_t item, int32_t piece, const void **rows)
+{
+    summing *s = self;
+    (void)piece;
+    const int64_t block = block_of(s, s->x->rank, item);
+    const int64_t n = (int64_t)block_size(s, block);
+    float *out = block_at(s, block);
+    rows[s->x->rank] = out;
+    if (s->args->order == EPIC_TREE) {
+        const void *root = join(s, rows, 0, s->x->num_ranks, 0, n);
+        memmove(out, root, (size_t)n * sizeof(float));
+    } else {
+        s->kernels->add(out, EPIC_F32, rows, s->x->num_ranks, EPIC_F32, n);
+    }
+    rows[s->x->rank] = NULL;
+}
+
+static bool always(void *self, int rank, int64_t item)
+{
+    (void)self, (void)rank, (void)item;
+    return true;
+}
+
+static void fill_sum(void *self, int64_t item, int32_t piece, void *entry)
+{
+    summing *s = self;
+    (void)piece;
+    put(s, s->x->rank, item, entry);
+}
+
+static void take_sum(void *self, int from, int64_t item, int32_t piece, const void *entry)
+{
+    summing *s = self;
+    (void)piece;
+    const int64_t block = block_of(s, from, item);
+    memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
+}
+
+static void keep_own(void *self, int64_t item)
+{
+    (void)self, (void)item;
+}
+
+static epic_result run(summing *s)
+{
+    exchange *x = s->x;
+    const int64_t blocks = (s->args->count + BLOCK - 1) / BLOCK;
+    for (int r = 0; r < x->num_ranks; r++)
+        x->items[r] = (blocks - r + x->num_ranks - 1) / x->num_ranks;
+    const cut whole = {.row_bytes = BLOCK * 4, .piece_bytes = BLOCK * 4, .num_pieces = 1};
+    const collect add = {.self = s,
+                         .items = x->items,
+                         .cut = whole,
+                         .gives = always,
+                         .awaits = always,
+                         .fill = fill_part,
+                         .take = add_block};
+    TRY(collect_run(x, &add));
+    const scatter give = {.self = s,
+                          .items = x->items,
+                          .cut = whole,
+                          .wants = always,
+                          .mine = always,
+                          .fill = fill_sum,
+                          .take = take_sum,
+                          .take_own = keep_own};
+    return scatter_run(x, &give);
+}
+
+epic_result host_sum(epic_context *ctx, const epic_sum_args *args)
+{
+    summing s = {.args = args, .kernels = host_kernels_get()};
+    epic_note note = {.same = {[SAME_OPERATION] = EPIC_OP_SUM,
+                               [SAME_COUNT] = args->count,
+                               [SAME_SUM_ORDER] = args->order}};
+    epic_result result = exchange_open(&s.x, ctx, EPIC_OP_SUM, &args->call, &note,
+                                       (uint64_t)args->count * sizeof(float));
+    if (!s.x) return result;
+    if (result == EPIC_OK) result = run(&s);
+    return exchange_close(s.x, result);
+}
