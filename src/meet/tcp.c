@@ -1,0 +1,364 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Meetings over TCP: a star around rank 0, which collects what all bring and sends it back.
+ *
+ * A failure breaks the meeting: rank 0 tells every rank, and later gathers fail with the same
+ * sentence.  wire.h says what travels. */
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "core/sized.h"
+#include "meet/tcp.h"
+
+#define TELL_MS 1000 /* for rank 0 to tell all why it failed */
+#define DRAIN_MS 500 /* for them to read it, once it closes */
+
+typedef struct line {
+    int socket; /* -1: none */
+    bool ready; /* its part of what goes on is over */
+    epic_frame frame;
+    size_t head;        /* bytes of frame that have come */
+    size_t body;        /* and of what follows it */
+    epic_letter letter; /* on its way to the peer */
+} line;
+
+typedef struct tcp_meet {
+    int32_t rank;
+    int32_t num_ranks;
+    uint32_t timeout_ms;
+    uint64_t sequence;  /* the gather that goes on, from 1 */
+    epic_result broken; /* EPIC_OK, or what every later gather returns */
+    char sentence[512];
+    int32_t num_lines;
+    struct pollfd *polls; /* [num_lines] */
+    line lines[];         /* rank 0: [num_ranks], its own unused; others: [1], to rank 0 */
+} tcp_meet;
+
+static unsigned long long number(const tcp_meet *m)
+{
+    return (unsigned long long)m->sequence;
+}
+
+/* Polls the lines that are not ready for `events`, the others for `idle`.  False: `end`. */
+static bool poll_lines(tcp_meet *m, short events, short idle, int64_t end)
+{
+    for (int32_t i = 0; i < m->num_lines; i++)
+        m->polls[i] = (struct pollfd){.fd = m->lines[i].socket,
+                                      .events = m->lines[i].ready ? idle : events};
+    const int left = epic_meet_left(end);
+    const int changed = poll(m->polls, (nfds_t)m->num_lines, left);
+    return changed > 0 || left > 0;
+}
+
+/* ------------------------------------------------------------------------------ rank 0 ---- */
+
+static epic_result fail_lost(const tcp_meet *m, int32_t rank)
+{
+    return epic_fail(EPIC_EPEER,
+                     "gather %llu: rank %d closed its connection to rank 0: it died or "
+                     "left the meeting",
+                     number(m), rank);
+}
+
+static epic_result fail_late(const tcp_meet *m, const char *what)
+{
+    char names[256];
+    bool *missing = calloc((size_t)m->num_ranks, sizeof *missing);
+    if (missing != NULL)
+        for (int32_t r = 1; r < m->num_ranks; r++) missing[r] = !m->lines[r].ready;
+    if (missing != NULL) epic_meet_names(names, sizeof names, missing, m->num_ranks);
+    const epic_result result =
+        epic_fail(EPIC_ETIMEOUT, "gather %llu: %s did not %s within %u ms", number(m),
+                  missing != NULL ? names : "some ranks", what, m->timeout_ms);
+    free(missing);
+    return result;
+}
+
+static epic_result check_frame(const tcp_meet *m, int32_t rank, const epic_frame *frame,
+                               size_t bytes)
+{
+    if (frame->magic != WIRE_FRAME || frame->result != EPIC_OK)
+        return epic_fail(EPIC_EPEER, "gather %llu: what rank %d sent is not a part of a gather",
+                         number(m), rank);
+    if (frame->sequence != m->sequence)
+        return epic_fail(EPIC_EMISMATCH,
+                         "rank %d is at gather %llu of the meeting, rank 0 at %llu", rank,
+                         (unsigned long long)frame->sequence, number(m));
+    if (frame->length != bytes)
+        return epic_fail(
+            EPIC_EMISMATCH,
+            "gather %llu: rank %d brings %llu bytes and rank 0 brings %zu: all ranks "
+            "bring equally many",
+            number(m), rank, (unsigned long long)frame->length, bytes);
+    return EPIC_OK;
+}
+
+/* Takes what has come from a rank; ready once that is all. */
+static epic_result collect_one(tcp_meet *m, int32_t rank, char *to, size_t bytes, int64_t *end)
+{
+    line *l = &m->lines[rank];
+    if (l->ready) return fail_lost(m, rank); /* it only was watched for its end */
+    if (l->head < sizeof l->frame) {
+        const epic_wire state =
+            epic_wire_receive(l->socket, &l->frame, sizeof l->frame, &l->head);
+        if (state == WIRE_LOST) return fail_lost(m, rank);
+        if (state == WIRE_MORE) return EPIC_OK;
+        TRY(check_frame(m, rank, &l->frame, bytes));
+        *end = epic_tcp_earlier(*end, l->frame.left_ms);
+    }
+    const epic_wire state = epic_wire_receive(l->socket, to, bytes, &l->body);
+    if (state == WIRE_LOST) return fail_lost(m, rank);
+    if (state == WIRE_MORE) return EPIC_OK;
+    if (epic_wire_checksum(to, bytes) != l->frame.checksum)
+        return epic_fail(EPIC_EPEER, "gather %llu: the bytes of rank %d arrived damaged",
+                         number(m), rank);
+    l->ready = true;
+    return EPIC_OK;
+}
+
+static epic_result collect(tcp_meet *m, char *all, size_t bytes, int64_t end)
+{
+    int32_t num_ready = 0;
+    for (int32_t r = 1; r < m->num_ranks; r++) {
+        line *l = &m->lines[r];
+        l->ready = false;
+        l->head = l->body = 0;
+    }
+    while (num_ready < m->num_ranks - 1) {
+        if (!poll_lines(m, POLLIN, POLLRDHUP, end)) return fail_late(m, "come");
+        for (int32_t r = 1; r < m->num_ranks; r++) {
+            if (m->polls[r].revents == 0) continue;
+            TRY(collect_one(m, r, all + (size_t)r * bytes, bytes, &end));
+            num_ready += m->lines[r].ready;
+        }
+    }
+    return EPIC_OK;
+}
+
+/* Sends everyone everything.  A rank that is lost does not keep the others from getting it. */
+static epic_result answer(tcp_meet *m, const char *all, size_t bytes, int64_t end)
+{
+    int32_t num_ready = 0;
+    int32_t lost = 0;
+    const epic_letter letter =
+        epic_wire_letter(EPIC_OK, m->sequence, all, (size_t)m->num_ranks * bytes, end);
+    for (int32_t r = 1; r < m->num_ranks; r++) {
+        m->lines[r].ready = false;
+        m->lines[r].letter = letter;
+    }
+    while (num_ready < m->num_ranks - 1) {
+        if (!poll_lines(m, POLLOUT, 0, end)) return fail_late(m, "take what all brought");
+        for (int32_t r = 1; r < m->num_ranks; r++) {
+            line *l = &m->lines[r];
+            if (m->polls[r].revents == 0 || l->ready) continue;
+            const epic_wire state = epic_wire_send(l->socket, &l->letter);
+            if (state == WIRE_LOST) lost = r;
+            l->ready = state != WIRE_MORE;
+            num_ready += l->ready;
+        }
+    }
+    return lost == 0 ? EPIC_OK : fail_lost(m, lost);
+}
+
+/* Tells every rank the sentence of this failure; one that took half an answer sees its end. */
+static void tell_all(tcp_meet *m)
+{
+    const int64_t end = epic_meet_now() + TELL_MS;
+    for (int32_t r = 1; r < m->num_ranks; r++) {
+        const epic_letter *letter = &m->lines[r].letter;
+        if (letter->done == 0 || letter->done == sizeof letter->frame + letter->frame.length)
+            epic_wire_tell(m->lines[r].socket, m->broken, m->sentence, end);
+        else
+            (void)shutdown(m->lines[r].socket, SHUT_WR);
+    }
+}
+
+static epic_result gather_at_zero(tcp_meet *m, const void *mine, char *all, size_t bytes,
+                                  int64_t end)
+{
+    if (bytes > 0) memmove(all, mine, bytes);
+    TRY(collect(m, all, bytes, end));
+    return answer(m, all, bytes, end + epic_tcp_grace(m->timeout_ms));
+}
+
+/* ------------------------------------------------------------------------- other ranks ---- */
+
+static epic_result fail_silent(const tcp_meet *m)
+{
+    return epic_fail(
+        EPIC_ETIMEOUT,
+        "gather %llu: rank 0 did not answer rank %d within %u ms: it, or a rank that "
+        "it waits for, did not come",
+        number(m), m->rank, m->timeout_ms);
+}
+
+static epic_result fail_without_zero(const tcp_meet *m)
+{
+    return epic_fail(EPIC_EPEER,
+                     "gather %llu: rank 0 closed its connection to rank %d: it died or "
+                     "left the meeting",
+                     number(m), m->rank);
+}
+
+/* Sends our part and receives the head of the answer.  Rank 0 answers before it has our part
+ * only to say that it failed: so both at once; who cannot send may still be told why. */
+static epic_result exchange_heads(tcp_meet *m, epic_letter *letter, int64_t end)
+{
+    line *l = &m->lines[0];
+    bool sending = true;
+    l->head = 0;
+    l->ready = false;
+    for (;;) {
+        if (sending) sending = epic_wire_send(l->socket, letter) == WIRE_MORE;
+        const epic_wire state =
+            epic_wire_receive(l->socket, &l->frame, sizeof l->frame, &l->head);
+        if (state == WIRE_LOST) return fail_without_zero(m);
+        if (state == WIRE_DONE) return EPIC_OK;
+        const short events = (short)(sending ? POLLIN | POLLOUT : POLLIN);
+        if (!poll_lines(m, events, 0, end)) return fail_silent(m);
+    }
+}
+
+static epic_result gather_elsewhere(tcp_meet *m, const void *mine, char *all, size_t bytes,
+                                    int64_t end)
+{
+    const size_t total = (size_t)m->num_ranks * bytes;
+    const epic_frame *frame = &m->lines[0].frame;
+    epic_letter letter = epic_wire_letter(EPIC_OK, m->sequence, mine, bytes, end);
+    end += epic_tcp_grace(m->timeout_ms);
+    TRY(exchange_heads(m, &letter, end));
+    if (frame->magic == WIRE_FRAME && frame->result != EPIC_OK)
+        return epic_wire_fail(m->lines[0].socket, frame, end);
+    if (frame->magic != WIRE_FRAME || frame->sequence != m->sequence || frame->length != total)
+        return epic_fail(EPIC_EPEER, "gather %llu: what rank 0 sent is not its answer",
+                         number(m));
+
+    const epic_wire state = epic_wire_receive_all(m->lines[0].socket, all, total, end);
+    if (state == WIRE_LOST) return fail_without_zero(m);
+    if (state == WIRE_MORE) return fail_silent(m);
+    if (epic_wire_checksum(all, total) != frame->checksum)
+        return epic_fail(EPIC_EPEER, "gather %llu: the answer of rank 0 arrived damaged",
+                         number(m));
+    return EPIC_OK;
+}
+
+/* ------------------------------------------------------------------- open, use, close ---- */
+
+static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+{
+    tcp_meet *m = self;
+    TRY(epic_meet_check(mine, all, bytes));
+    if (m->broken != EPIC_OK) return epic_fail(m->broken, "%s", m->sentence);
+
+    const int64_t end = epic_meet_now() + m->timeout_ms;
+    m->sequence++;
+    const epic_result result = m->rank == 0 ? gather_at_zero(m, mine, all, bytes, end)
+                                            : gather_elsewhere(m, mine, all, bytes, end);
+    if (result == EPIC_OK) return EPIC_OK;
+    m->broken = result;
+    snprintf(m->sentence, sizeof m->sentence, "%s", epic_sentence());
+    if (m->rank == 0) tell_all(m);
+    return result;
+}
+
+/* Rank 0 told its peers why it failed: a close with bytes unread would reset the connections
+ * and could overtake that.  Reads and forgets what they still send, until they are gone. */
+static void drain(tcp_meet *m)
+{
+    char rubbish[4096];
+    const int64_t end = epic_meet_now() + DRAIN_MS;
+    for (int32_t r = 1; r < m->num_ranks; r++) {
+        m->lines[r].ready = false;
+        (void)shutdown(m->lines[r].socket, SHUT_WR);
+    }
+    for (int32_t r = 1; r < m->num_ranks; r++)
+        for (epic_wire state = WIRE_DONE; state != WIRE_LOST;) {
+            size_t done = 0;
+            state = epic_wire_receive(m->lines[r].socket, rubbish, sizeof rubbish, &done);
+            if (state == WIRE_MORE && !epic_wire_wait(m->lines[r].socket, POLLIN, end)) break;
+        }
+}
+
+static void close_meet(void *self)
+{
+    tcp_meet *m = self;
+    if (m->rank == 0 && m->broken != EPIC_OK) drain(m);
+    for (int32_t i = 0; i < m->num_lines; i++)
+        if (m->lines[i].socket >= 0) close(m->lines[i].socket);
+    free(m->polls);
+    free(m);
+}
+
+static epic_result check_tcp(const epic_tcp *tcp)
+{
+    if (tcp->num_ranks < 1 || tcp->num_ranks > MEET_MAX_RANKS)
+        return epic_fail(EPIC_EINVAL, "tcp.num_ranks is %d: from 1 to %d", tcp->num_ranks,
+                         MEET_MAX_RANKS);
+    if (tcp->rank < 0 || tcp->rank >= tcp->num_ranks)
+        return epic_fail(EPIC_EINVAL,
+                         "tcp.rank is %d: from 0 to tcp.num_ranks - 1, which is %d", tcp->rank,
+                         tcp->num_ranks - 1);
+    if (tcp->port < 1 || tcp->port > 65535)
+        return epic_fail(EPIC_EINVAL, "tcp.port is %u: from 1 to 65535", tcp->port);
+    return EPIC_OK;
+}
+
+/* Connects the ranks of a meeting whose memory is there. */
+static epic_result meet(tcp_meet *m, const epic_tcp *tcp)
+{
+    const int64_t end = epic_meet_now() + tcp->timeout_ms;
+    int *sockets = calloc((size_t)m->num_lines, sizeof *sockets);
+    epic_secret secret = {0};
+    if (sockets == NULL)
+        return epic_fail(EPIC_ENOMEM, "no memory for a meeting of %d ranks", tcp->num_ranks);
+    epic_result result = epic_secret_open(&secret, tcp->secret);
+    if (result == EPIC_OK)
+        result = tcp->rank == 0 ? epic_tcp_accept(sockets, tcp, &secret, end)
+                                : epic_tcp_connect(sockets, tcp, &secret, end);
+    for (int32_t i = 0; i < m->num_lines && result == EPIC_OK; i++)
+        m->lines[i].socket = sockets[i];
+    epic_secret_close(&secret);
+    free(sockets);
+    return result;
+}
+
+static epic_result open_meet(epic_meet *out, const epic_tcp *tcp)
+{
+    const int32_t num_lines = tcp->rank == 0 ? tcp->num_ranks : 1;
+    tcp_meet *m = calloc(1, sizeof *m + (size_t)num_lines * sizeof m->lines[0]);
+    struct pollfd *polls = calloc((size_t)num_lines, sizeof *polls);
+    if (m == NULL || polls == NULL) {
+        free(polls);
+        free(m);
+        return epic_fail(EPIC_ENOMEM, "no memory for a meeting of %d ranks", tcp->num_ranks);
+    }
+    m->rank = tcp->rank;
+    m->num_ranks = tcp->num_ranks;
+    m->timeout_ms = tcp->timeout_ms;
+    m->num_lines = num_lines;
+    m->polls = polls;
+    for (int32_t i = 0; i < num_lines; i++) m->lines[i].socket = -1;
+    const epic_result result = meet(m, tcp);
+    if (result == EPIC_OK)
+        *out = (epic_meet){tcp->rank, tcp->num_ranks, gather, close_meet, m};
+    else
+        close_meet(m);
+    return result;
+}
+
+epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *theirs, size_t size)
+{
+    epic_tcp tcp;
+    if (out == NULL) return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_meet to fill in");
+    *out = (epic_meet){0}; /* so that a failed meeting can be closed too */
+    TRY(epic_sized(&tcp, sizeof tcp, theirs, size, "epic_tcp"));
+    TRY(check_tcp(&tcp));
+    if (tcp.address == NULL) tcp.address = "127.0.0.1";
+    if (tcp.timeout_ms == 0) tcp.timeout_ms = MEET_TIMEOUT_MS;
+    if (tcp.num_ranks > 1) return open_meet(out, &tcp);
+    epic_meet_alone(out);
+    return EPIC_OK;
+}

@@ -1,0 +1,209 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Meetings of threads of one process: one hub that every rank's epic_meet shares. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "meet/meet.h"
+
+typedef struct hub hub;
+
+typedef struct seat {
+    hub *hub;
+    int32_t rank;
+    bool arrived; /* waits in the gather that is going on; the next three are its arguments */
+    const void *mine;
+    char *all;
+    size_t bytes;
+} seat;
+
+struct hub {
+    pthread_mutex_t mutex; /* guards everything below */
+    pthread_cond_t changed;
+    int32_t num_ranks;
+    int32_t num_open; /* seats not closed; the last one frees the hub */
+    int32_t num_arrived;
+    uint32_t timeout_ms;
+    uint64_t finished;  /* gathers */
+    epic_result broken; /* EPIC_OK, or what every later gather returns */
+    char sentence[512];
+    bool *gone; /* [num_ranks] */
+    seat seats[];
+};
+
+/* Breaks the hub with the sentence that this thread just failed with. */
+static epic_result break_hub(hub *h, epic_result result)
+{
+    h->broken = result;
+    snprintf(h->sentence, sizeof h->sentence, "%s", epic_sentence());
+    pthread_cond_broadcast(&h->changed);
+    return result;
+}
+
+static epic_result fail_again(const hub *h)
+{
+    return epic_fail(h->broken, "%s", h->sentence);
+}
+
+/* Breaks the hub because ranks have closed.  Leaves epic_error of this thread alone: it may be
+ * the one that closes, after a failure that its caller has yet to read. */
+static void break_gone(hub *h)
+{
+    char names[256];
+    epic_meet_names(names, sizeof names, h->gone, h->num_ranks);
+    h->broken = EPIC_EPEER;
+    snprintf(h->sentence, sizeof h->sentence, "gather %llu: %s closed this meeting of threads",
+             (unsigned long long)h->finished + 1, names);
+    pthread_cond_broadcast(&h->changed);
+}
+
+static epic_result check_bytes(hub *h, const seat *s)
+{
+    for (int32_t r = 0; r < h->num_ranks; r++) {
+        const seat *other = &h->seats[r];
+        if (!other->arrived || other->bytes == s->bytes) continue;
+        return break_hub(h,
+                         epic_fail(EPIC_EMISMATCH,
+                                   "gather %llu: rank %d brings %zu bytes and rank %d brings "
+                                   "%zu: all ranks bring equally many",
+                                   (unsigned long long)h->finished + 1, r, other->bytes,
+                                   s->rank, s->bytes));
+    }
+    return EPIC_OK;
+}
+
+/* The last rank to arrive copies for everyone: nobody's buffer is read after its owner left. */
+static void finish_gather(hub *h)
+{
+    for (int32_t to = 0; to < h->num_ranks; to++) {
+        const size_t bytes = h->seats[to].bytes;
+        for (int32_t from = 0; from < h->num_ranks && bytes > 0; from++)
+            memmove(h->seats[to].all + (size_t)from * bytes, h->seats[from].mine, bytes);
+    }
+    for (int32_t r = 0; r < h->num_ranks; r++) h->seats[r].arrived = false;
+    h->num_arrived = 0;
+    h->finished++;
+    pthread_cond_broadcast(&h->changed);
+}
+
+static epic_result fail_late(hub *h)
+{
+    char names[256];
+    bool *missing = calloc((size_t)h->num_ranks, sizeof *missing);
+    if (missing == NULL) return break_hub(h, epic_fail(EPIC_ETIMEOUT, "ranks did not come"));
+    for (int32_t r = 0; r < h->num_ranks; r++) missing[r] = !h->seats[r].arrived;
+    epic_meet_names(names, sizeof names, missing, h->num_ranks);
+    free(missing);
+    return break_hub(h, epic_fail(EPIC_ETIMEOUT,
+                                  "gather %llu: %s did not come to this meeting of threads "
+                                  "within %u ms",
+                                  (unsigned long long)h->finished + 1, names, h->timeout_ms));
+}
+
+static struct timespec deadline_in(uint32_t ms)
+{
+    struct timespec end;
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    end.tv_sec += ms / 1000;
+    end.tv_nsec += (long)(ms % 1000) * 1000000;
+    if (end.tv_nsec >= 1000000000) {
+        end.tv_nsec -= 1000000000;
+        end.tv_sec++;
+    }
+    return end;
+}
+
+/* The mutex is held, and is again on return. */
+static epic_result gather_locked(hub *h, seat *s)
+{
+    if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
+    if (h->broken != EPIC_OK) return fail_again(h);
+    TRY(check_bytes(h, s));
+    s->arrived = true;
+    h->num_arrived++;
+
+    const uint64_t number = h->finished;
+    const struct timespec end = deadline_in(h->timeout_ms);
+    if (h->num_arrived == h->num_ranks) finish_gather(h);
+    while (h->finished == number) {
+        if (h->broken != EPIC_OK) return fail_again(h);
+        if (pthread_cond_timedwait(&h->changed, &h->mutex, &end) != ETIMEDOUT) continue;
+        if (h->finished == number && h->broken == EPIC_OK) return fail_late(h);
+    }
+    return EPIC_OK;
+}
+
+static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+{
+    seat *s = self;
+    hub *h = s->hub;
+    TRY(epic_meet_check(mine, all, bytes));
+    pthread_mutex_lock(&h->mutex);
+    s->mine = mine;
+    s->all = all;
+    s->bytes = bytes;
+    const epic_result result = gather_locked(h, s);
+    pthread_mutex_unlock(&h->mutex);
+    return result;
+}
+
+static void free_hub(hub *h)
+{
+    pthread_cond_destroy(&h->changed);
+    pthread_mutex_destroy(&h->mutex);
+    free(h->gone);
+    free(h);
+}
+
+static void close_seat(void *self)
+{
+    seat *s = self;
+    hub *h = s->hub;
+    pthread_mutex_lock(&h->mutex);
+    h->gone[s->rank] = true;
+    if (h->num_arrived > 0 && h->broken == EPIC_OK) break_gone(h);
+    const bool last = --h->num_open == 0;
+    pthread_mutex_unlock(&h->mutex);
+    if (last) free_hub(h);
+}
+
+static epic_result open_hub(hub **out, int32_t num_ranks, uint32_t timeout_ms)
+{
+    pthread_condattr_t attributes;
+    const size_t ranks = (size_t)num_ranks;
+    hub *h = calloc(1, sizeof *h + ranks * sizeof h->seats[0]);
+    bool *gone = calloc(ranks, sizeof *gone);
+    if (h == NULL || gone == NULL) {
+        free(gone);
+        free(h);
+        return epic_fail(EPIC_ENOMEM, "no memory for a meeting of %d threads", num_ranks);
+    }
+    h->gone = gone;
+    h->num_ranks = num_ranks;
+    h->num_open = num_ranks;
+    h->timeout_ms = timeout_ms > 0 ? timeout_ms : MEET_TIMEOUT_MS;
+    pthread_mutex_init(&h->mutex, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&h->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+    *out = h;
+    return EPIC_OK;
+}
+
+epic_result epic_meet_threads(epic_meet *out, int32_t num_ranks, uint32_t timeout_ms)
+{
+    hub *h = NULL;
+    if (out == NULL) return epic_fail(EPIC_EINVAL, "out is NULL: pass an array of num_ranks");
+    if (num_ranks < 1 || num_ranks > MEET_MAX_RANKS)
+        return epic_fail(EPIC_EINVAL, "num_ranks is %d: from 1 to %d", num_ranks,
+                         MEET_MAX_RANKS);
+    TRY(open_hub(&h, num_ranks, timeout_ms));
+    for (int32_t r = 0; r < num_ranks; r++) {
+        h->seats[r] = (seat){.hub = h, .rank = r};
+        out[r] = (epic_meet){r, num_ranks, gather, close_seat, &h->seats[r]};
+    }
+    return EPIC_OK;
+}

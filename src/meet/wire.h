@@ -1,0 +1,95 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What travels between two ranks of a TCP meeting, and how.
+ *
+ *   connecting rank                      rank 0
+ *   hello                          ->
+ *                                  <-    hello
+ *   proof (if there is a secret)   ->
+ *                                  <-    entry: a frame and 32 bytes, rank 0's proof if there
+ *                                        is a secret; from now on its end is the meeting's
+ *                                  <-    begin: a frame, once every rank has come
+ *   then, for each gather
+ *   frame and its bytes            ->
+ *                                  <-    frame and the bytes of all ranks
+ *
+ * In place of entry, begin or an answer rank 0 may send a failure: a frame whose result is not
+ * EPIC_OK, and a sentence.  Nothing follows a failure.  Numbers travel in the sender's byte
+ * order; a host of the other order does not recognise the magic. */
+#ifndef EPIC_WIRE_H
+#define EPIC_WIRE_H
+
+#include "meet/meet.h"
+
+#define WIRE_VERSION 1u
+#define WIRE_HELLO 0x6f6c6c6563697065ull /* "epicello" in memory */
+#define WIRE_FRAME 0x65636970u           /* "pice" in memory */
+#define WIRE_NONCE 32
+#define WIRE_SENTENCE 511
+
+/* The first 16 bytes, up to num_ranks, mean the same in every version. */
+typedef struct epic_hello {
+    uint64_t magic;
+    uint32_t version;
+    int32_t rank;
+    int32_t num_ranks;
+    uint32_t left_ms; /* until the sender's deadline */
+    uint32_t has_secret;
+    uint32_t zero;
+    uint8_t nonce[WIRE_NONCE]; /* fresh for every connection */
+} epic_hello;
+
+typedef struct epic_frame {
+    uint32_t magic;
+    uint32_t result; /* an epic_result */
+    uint64_t sequence;
+    uint64_t length; /* of the bytes that follow */
+    uint64_t checksum;
+    uint32_t left_ms; /* until the sender's deadline */
+    uint32_t zero;
+} epic_frame;
+
+_Static_assert(sizeof(epic_hello) == 64, "no hidden padding");
+_Static_assert(sizeof(epic_frame) == 40, "no hidden padding");
+
+/* A frame and its bytes on their way out. */
+typedef struct epic_letter {
+    epic_frame frame;
+    const void *bytes;
+    size_t done; /* of frame and bytes together */
+} epic_letter;
+
+typedef enum epic_wire {
+    WIRE_MORE, /* not finished, and the socket has no more room or bytes now */
+    WIRE_DONE,
+    WIRE_LOST /* the connection is gone */
+} epic_wire;
+
+/* False: the system gives no random bytes. */
+bool epic_wire_hello(epic_hello *out, int32_t rank, int32_t num_ranks, bool has_secret,
+                     int64_t end);
+epic_letter epic_wire_letter(epic_result result, uint64_t sequence, const void *bytes,
+                             size_t length, int64_t end);
+uint64_t epic_wire_checksum(const void *bytes, size_t length);
+
+/* Send and receive what the socket takes or has now.  *done counts what has arrived. */
+epic_wire epic_wire_send(int socket, epic_letter *letter);
+epic_wire epic_wire_receive(int socket, void *to, size_t bytes, size_t *done);
+
+/* Waits for one of the poll() events.  False: `end` passed first. */
+bool epic_wire_wait(int socket, short events, int64_t end);
+
+/* The same, whole.  WIRE_MORE: `end` passed first. */
+epic_wire epic_wire_send_bytes(int socket, const void *bytes, size_t length, int64_t end);
+epic_wire epic_wire_send_all(int socket, epic_letter *letter, int64_t end);
+epic_wire epic_wire_receive_all(int socket, void *to, size_t bytes, int64_t end);
+
+/* Sends a failure; if the peer does not take it before `end`, it goes without. */
+void epic_wire_tell(int socket, epic_result result, const char *sentence, int64_t end);
+
+/* Receives the sentence of a failure whose frame has come, and fails with it. */
+epic_result epic_wire_fail(int socket, const epic_frame *frame, int64_t end);
+
+/* Options of every connection: no delay. */
+void epic_wire_tune(int socket);
+
+#endif

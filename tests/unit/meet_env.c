@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Meetings that the environment describes: what launchers set, and what half of it gives. */
+#include <netinet/in.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "epic/epic.h"
+
+typedef struct row {
+    const char *settings; /* "NAME=value NAME=value" */
+    epic_result result;
+    const char *words[3]; /* in the sentence */
+} row;
+
+/* Meetings of more than one rank end here with EPIC_ETIMEOUT: nobody listens. */
+static const row rows[] = {
+    {"", EPIC_OK, {0}},
+    {"EPIC_SECRET=hush", EPIC_OK, {0}},
+    {"RANK=0 WORLD_SIZE=1", EPIC_OK, {0}},
+    {"RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500", EPIC_OK, {0}},
+    {"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1", EPIC_OK, {0}},
+    {"PMI_RANK=0 PMI_SIZE=1", EPIC_OK, {0}},
+
+    {"RANK=1", EPIC_EINVAL, {"RANK is set and WORLD_SIZE is not"}},
+    {"WORLD_SIZE=2", EPIC_EINVAL, {"WORLD_SIZE is set and RANK is not"}},
+    {"RANK=1 OMPI_COMM_WORLD_SIZE=2", EPIC_EINVAL, {"RANK is set and WORLD_SIZE is not"}},
+    {"OMPI_COMM_WORLD_RANK=1", EPIC_EINVAL, {"OMPI_COMM_WORLD_SIZE is not"}},
+    {"PMI_SIZE=1", EPIC_EINVAL, {"PMI_RANK is not"}},
+    {"MASTER_PORT=29500", EPIC_EINVAL, {"MASTER_PORT is set", "RANK and WORLD_SIZE are not"}},
+    {"MASTER_ADDR=127.0.0.1", EPIC_EINVAL, {"MASTER_ADDR is set"}},
+    {"RANK=1 WORLD_SIZE=2", EPIC_EINVAL, {"WORLD_SIZE is 2", "MASTER_PORT is not set"}},
+    {"RANK=1 WORLD_SIZE=2 MASTER_PORT=1", EPIC_EINVAL, {"MASTER_ADDR is not set"}},
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1", EPIC_EINVAL, {"MASTER_PORT is not set"}},
+    {"PMI_RANK=1 PMI_SIZE=2", EPIC_EINVAL, {"PMI_SIZE is 2", "MASTER_PORT is not set"}},
+    {"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1",
+     EPIC_EINVAL,
+     {"OMPI_COMM_WORLD_SIZE is 2", "MASTER_PORT is not set"}},
+
+    {"RANK=2 WORLD_SIZE=2", EPIC_EINVAL, {"RANK is \"2\"", "from 0 to 1"}},
+    {"RANK=-1 WORLD_SIZE=2", EPIC_EINVAL, {"RANK is \"-1\"", "from 0 to 1"}},
+    {"RANK= WORLD_SIZE=2", EPIC_EINVAL, {"RANK is \"\""}},
+    {"RANK=0x1 WORLD_SIZE=2", EPIC_EINVAL, {"RANK is \"0x1\""}},
+    {"RANK=+1 WORLD_SIZE=2", EPIC_EINVAL, {"RANK is \"+1\""}},
+    {"RANK=1.0 WORLD_SIZE=2", EPIC_EINVAL, {"RANK is \"1.0\""}},
+    {"RANK=1, WORLD_SIZE=2", EPIC_EINVAL, {"RANK is \"1,\""}},
+    {"RANK=0 WORLD_SIZE=0", EPIC_EINVAL, {"WORLD_SIZE is \"0\"", "from 1 to 65536"}},
+    {"RANK=0 WORLD_SIZE=65537", EPIC_EINVAL, {"WORLD_SIZE is \"65537\""}},
+    {"RANK=0 WORLD_SIZE=18446744073709551618", EPIC_EINVAL, {"WORLD_SIZE is \"184467"}},
+    {"RANK=0 WORLD_SIZE=many", EPIC_EINVAL, {"WORLD_SIZE is \"many\""}},
+    {"RANK=0 WORLD_SIZE=1 MASTER_PORT=65536", EPIC_EINVAL, {"MASTER_PORT is \"65536\""}},
+    {"RANK=0 WORLD_SIZE=1 MASTER_PORT=0", EPIC_EINVAL, {"MASTER_PORT is \"0\"", "from 1 to"}},
+    {"RANK=0 WORLD_SIZE=1 EPIC_TIMEOUT_MS=soon", EPIC_EINVAL, {"EPIC_TIMEOUT_MS is \"soon\""}},
+    {"RANK=0 WORLD_SIZE=1 EPIC_TIMEOUT_MS=", EPIC_OK, {0}},
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 EPIC_SECRET=",
+     EPIC_EINVAL,
+     {"EPIC_SECRET", "empty"}},
+
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.2 MASTER_PORT=1 EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"rank 0 did not come to 127.0.0.2, port 1 within 50 ms", "of rank 1"}},
+    {"OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 MASTER_PORT=1 EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"127.0.0.1, port 1", "of rank 2"}},
+    {"PMI_RANK=2 PMI_SIZE=3 MASTER_PORT=1 EPIC_TIMEOUT_MS=50", EPIC_ETIMEOUT, {"of rank 2"}},
+    {"RANK=1 WORLD_SIZE=2 PMI_RANK=0 PMI_SIZE=9 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "
+     "EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"of rank 1"}},
+};
+
+static void set_environment(const char *settings)
+{
+    char copy[512];
+    clearenv();
+    snprintf(copy, sizeof copy, "%s", settings);
+    for (char *at = strtok(copy, " "); at != NULL; at = strtok(NULL, " ")) {
+        char *value = strchr(at, '=');
+        *value++ = '\0';
+        setenv(at, value, 1);
+    }
+}
+
+static int check(const row *r)
+{
+    epic_meet meet;
+    set_environment(r->settings);
+    const epic_result result = epic_meet_env(&meet);
+    bool good = result == r->result;
+    for (int i = 0; i < 3 && good; i++)
+        good = r->words[i] == NULL || strstr(epic_error(NULL), r->words[i]) != NULL;
+    if (good && result == EPIC_OK) {
+        int mine = 5, all = 0;
+        good = meet.rank == 0 && meet.num_ranks == 1 &&
+               meet.gather(meet.self, &mine, &all, sizeof all) == EPIC_OK && all == 5;
+    }
+    epic_meet_close(&meet);
+    if (!good)
+        printf("\"%s\": %s: %s\n", r->settings, epic_result_name(result), epic_error(NULL));
+    return !good;
+}
+
+/* Three processes that only have their environment. */
+static int join(int rank, int port)
+{
+    epic_meet meet;
+    char settings[256];
+    int32_t all[3] = {0};
+    snprintf(settings, sizeof settings,
+             "RANK=%d WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d EPIC_TIMEOUT_MS=5000 "
+             "EPIC_SECRET=hush",
+             rank, port);
+    set_environment(settings);
+    epic_result result = epic_meet_env(&meet);
+    if (result == EPIC_OK) result = meet.gather(meet.self, &meet.rank, all, sizeof *all);
+    const bool right = all[0] == 0 && all[1] == 1 && all[2] == 2;
+    if (result != EPIC_OK) printf("rank %d, port %d: %s\n", rank, port, epic_error(NULL));
+    epic_meet_close(&meet);
+    return result == EPIC_OK && right ? 0 : 1;
+}
+
+static int check_processes(void)
+{
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t bytes = sizeof at;
+    const int one = 1;
+    int failed = 0;
+
+    /* the port stays ours while this is open: bound to us alone, then shared with rank 0 */
+    const int holder = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    bind(holder, (struct sockaddr *)&at, sizeof at);
+    getsockname(holder, (struct sockaddr *)&at, &bytes);
+    setsockopt(holder, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    fflush(stdout);
+    for (int r = 0; r < 3; r++)
+        if (fork() == 0) exit(join(r, ntohs(at.sin_port)));
+    for (int r = 0; r < 3; r++) {
+        int status;
+        wait(&status);
+        failed += status != 0;
+    }
+    close(holder);
+    return failed;
+}
+
+int main(void)
+{
+    int failures = 0;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) failures += check(&rows[i]);
+
+    failures += check_processes();
+    return failures == 0 ? 0 : 1;
+}
