@@ -1,0 +1,261 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A rank's view of a group whose ranks are processes of one MPI job, and what the files of this
+ * folder are to each other:
+ *
+ *   runtime.c   MPI itself, once for the process; groups that were left
+ *   join.c      from a meeting to a communicator; leaving
+ *   tables.c    all memory of a group
+ *   control.c   messages on MPI tag 0: notes, failures, closings
+ *   sights.c    where peers are: questions and answers between waiting ranks
+ *   cells.c     the life of a cell; waiting
+ *   lanes.c     rows, on MPI tag 1 + the receiver's cell
+ *   drain.c     a thread that keeps MPI moving for rows whose sender went on to other things
+ *   mpi.c       the contract, signed
+ *
+ * One mutex guards the group and all MPI calls on its communicator; nobody holds it while
+ * waiting.  Only lanes are reached without it, by the thread that uses the cell. */
+#ifndef EPIC_MPI_GROUP_H
+#define EPIC_MPI_GROUP_H
+
+#include <mpi.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "backend/backend.h"
+
+#define RANK_WORDS (EPIC_MAX_RANKS / 64)
+#define CONTROL_TAG 0
+#define FIRST_LANE_TAG 1
+#define LEAST_SEGMENT 8704 /* bytes; the largest entry that the exchanges must be able to put */
+#define NUM_POSTED 16      /* receives waiting for messages */
+#define NUM_LETTERS 64     /* questions and answers on their way */
+
+enum message_kind {
+    MESSAGE_NOTE = 1,
+    MESSAGE_FAILURE,
+    MESSAGE_CLOSED,
+    MESSAGE_ASK,   /* where are you, seen from (tag, place)? */
+    MESSAGE_ANSWER /* to that */
+};
+
+typedef struct answer {
+    uint32_t waiting;
+    uint32_t phase;
+    uint32_t operation; /* the last that was announced, with its tag and place */
+    uint32_t inside;
+    uint64_t tag;
+    uint64_t place;
+    uint64_t waits_for[RANK_WORDS];
+} answer;
+
+typedef struct message {
+    uint32_t kind;
+    int32_t cell; /* NOTE: the sender's; ASK: the asker's, which the answer brings back */
+    uint64_t tag;
+    uint64_t place;
+    union {
+        epic_note note;
+        epic_failure_info failure;
+        answer answer;
+    };
+} message;
+
+typedef struct letter {
+    message text;
+    MPI_Request request;
+} letter;
+
+/* A peer's note whose exchange this rank has not begun. */
+typedef struct early_note {
+    bool full;
+    int32_t cell;
+    uint64_t tag, place;
+    epic_note note;
+} early_note;
+
+typedef struct peer {
+    bool closing; /* its last message is here; perhaps not yet those before it */
+    bool closed;
+    uint32_t num_early;
+    early_note *early;  /* [max_early] */
+    uint32_t operation; /* of its last note, 0: none yet */
+    uint64_t tag, place;
+} peer;
+
+/* What a peer last said, to the exchange of one cell. */
+typedef struct sight {
+    bool asked; /* and not answered yet */
+    int64_t asked_ns;
+    int64_t answered_ns; /* 0: never */
+    answer answer;
+} sight;
+
+/* One direction between this rank and a peer, in one cell.  Segments are numbered over the whole
+ * exchange, and number n lives in half n % 2 of the lane. */
+typedef struct lane {
+    int64_t num_entries; /* of the flow */
+    int64_t moved;       /* entries of the flow that were sent, or dropped */
+    uint64_t first;      /* the flow's first segment */
+    uint64_t started;    /* segments that MPI was told of */
+} lane;
+
+enum { REQUEST_NOTE, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
+
+enum cell_state { CELL_FREE, CELL_CLAIMED, CELL_OPEN, CELL_DRAINING };
+
+/* How far a thread is in wait(). */
+typedef struct waiting {
+    bool now;
+    uint32_t phase;
+    int64_t last_ns;  /* when it was last inside */
+    int64_t quiet_ns; /* since when nothing has changed */
+    int64_t asked_ns; /* when it last thought of asking peers where they are */
+    uint64_t waits_for[RANK_WORDS];
+} waiting;
+
+typedef struct cell {
+    enum cell_state state;
+    int index;
+    uint64_t tag, place;
+    message announcement;
+    unsigned events, seen; /* changes that this cell asked for; those before the last wait */
+    int questions;         /* answered with "not yet" since MPI was last looked at */
+    waiting waiting;
+    int64_t entry_bytes, stride, per_segment; /* of the flow */
+
+    /* [num_ranks] each */
+    epic_note *notes;
+    atomic_bool *came;
+    int32_t *peer_cells;
+    lane *sends, *receives;
+    sight *sights;
+    MPI_Request *requests; /* [num_ranks, NUM_REQUESTS] */
+} cell;
+
+struct epic_group {
+    int rank, num_ranks, num_cells;
+    MPI_Comm comm;
+    pthread_mutex_t
+        *mutex; /* own_mutex, or the process's where MPI takes one thread at a time */
+    pthread_mutex_t own_mutex;
+    int64_t timeout_ns;
+
+    cell *cells; /* [num_cells] */
+    peer *peers; /* [num_ranks] */
+    letter *letters;
+    message *posted; /* [NUM_POSTED] */
+    MPI_Request posted_requests[NUM_POSTED];
+    uint32_t max_early;
+    uint64_t last_tag, last_place; /* of what this rank last announced */
+    uint32_t last_operation;
+    waiting waiting; /* for a free cell */
+    int *indices;    /* [num_ranks * NUM_REQUESTS], room for MPI_Testsome */
+
+    atomic_bool broken;
+    epic_failure_info failure; /* written once, before broken */
+    letter farewell;           /* the failure, then the closing, for everybody */
+    MPI_Request *broadcasts;   /* [2, num_ranks]: of the failure, of the closing */
+    message closing;
+
+    pthread_t drainer;
+    pthread_cond_t wake_drainer;
+    bool drainer_runs, leaving;
+    int num_draining;
+
+    unsigned char *lanes;
+    int64_t lane_bytes;
+    _Atomic uint64_t bytes_sent;
+
+    void *memory; /* tables and lanes, one mapping */
+    size_t table_bytes, memory_bytes;
+    epic_group *next; /* of those that were left */
+};
+
+static inline MPI_Request *request_of(cell *c, int peer, int which)
+{
+    return &c->requests[peer * NUM_REQUESTS + which];
+}
+
+static inline bool is_broken(epic_group *group)
+{
+    return atomic_load_explicit(&group->broken, memory_order_acquire);
+}
+
+static inline bool has_rank(const uint64_t *ranks, int rank)
+{
+    return ranks[rank / 64] >> (rank % 64) & 1;
+}
+
+int64_t clock_ns(void);
+void nap_ns(int64_t ns);
+
+/* runtime.c.  These two leave a sentence when MPI cannot be used. */
+epic_result runtime_start(void); /* MPI is up, and threads may call it */
+epic_result runtime_sentence(int code, const char *what); /* EPIC_EDEVICE */
+bool runtime_is_up(void);
+pthread_mutex_t *runtime_mutex(void); /* NULL: any threads may call MPI at once */
+void runtime_opened(void);
+void runtime_retire(epic_group *group); /* takes a group that was left */
+void runtime_sweep(void);               /* frees those whose peers have all left */
+
+/* join.c */
+bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *config, char *why);
+epic_result mpi_join(epic_group **out, const epic_join *join);
+void mpi_leave(epic_group *group);
+
+/* tables.c */
+epic_result tables_check(const epic_config *config, int num_ranks);
+epic_result tables_make(epic_group **out, const epic_config *config, int rank, int num_ranks);
+void tables_free(epic_group *group);
+void tables_drop_lanes(epic_group *group, bool in_use);
+void mpi_memory(const epic_config *config, epic_memory_info *out);
+
+/* control.c.  The mutex is held, but for the last two. */
+epic_result control_start(epic_group *group);
+void control_stop(epic_group *group);
+void control_progress(epic_group *group);
+void control_close(epic_group *group); /* tells the peers that this rank leaves */
+bool control_sent(epic_group *group);
+void control_isend(epic_group *group, const message *text, int to, MPI_Request *request);
+void control_break(epic_group *group, const epic_failure_info *failure, bool tell);
+void control_refused(epic_group *group, int code, const char *what);
+void mpi_break_group(epic_group *group, const epic_failure_info *failure);
+bool mpi_failure(epic_group *group, epic_failure_info *out);
+
+/* sights.c.  The mutex is held, but for the last. */
+void sights_ask(epic_group *group, cell *c, int64_t now);
+void sights_answer(epic_group *group, const message *question, int from);
+void sights_keep(epic_group *group, const message *reply, int from);
+void mpi_look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic_sight *out);
+
+/* cells.c */
+cell *cells_find(epic_group *group, uint64_t tag, uint64_t place);
+void cells_file_note(epic_group *group, const message *text, int from);
+void cells_changed(epic_group *group); /* wakes every waiting thread of this rank */
+void cells_advance(epic_group *group, cell *c);
+void cells_drain(epic_group *group);
+void cells_asked(epic_group *group, cell *c); /* a question had the answer "not yet" */
+int mpi_claim(epic_group *group);
+void mpi_announce(epic_group *group, int cell, uint64_t tag, uint64_t place,
+                  const epic_note *note);
+const epic_note *mpi_note(epic_group *group, int cell, int peer);
+void mpi_finish(epic_group *group, int cell);
+void mpi_wait(epic_group *group, int cell, uint32_t phase, const uint64_t *waits_for,
+              uint32_t ms);
+
+/* lanes.c */
+int64_t mpi_lane_bytes(const epic_group *group, bool everyone);
+void lanes_arrived(epic_group *group, cell *c, int from); /* a segment; the mutex is held */
+void mpi_shape(epic_group *group, int cell, const epic_flow *flow);
+void *mpi_room(epic_group *group, int cell, int to, int64_t index);
+void mpi_send(epic_group *group, int cell, int to, int64_t upto);
+const void *mpi_entry(epic_group *group, int cell, int from, int64_t index);
+void mpi_drop(epic_group *group, int cell, int from, int64_t upto);
+uint64_t mpi_bytes_sent(const epic_group *group);
+
+/* drain.c */
+epic_result drain_start(epic_group *group);
+void drain_wake(epic_group *group); /* the mutex is held */
+void drain_stop(epic_group *group);
+
+#endif

@@ -1,0 +1,298 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* From a meeting to a communicator, and leaving. */
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/mpi/group.h"
+#include "core/error.h"
+
+#define SENTENCE 256
+#define CREATE_TAGS 32768 /* MPI promises at least 32767 as the largest tag */
+#define CANCEL_NS 20000000
+
+/* ----------------------------------------------------------------------------- can_join ---- */
+
+static int launched_ranks(void)
+{
+    const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const char *value = getenv(names[i]);
+        if (value) return atoi(value);
+    }
+    return 0;
+}
+
+static MPI_Comm parent_of(const epic_config *config)
+{
+    return config->native ? *(const MPI_Comm *)config->native : MPI_COMM_WORLD;
+}
+
+static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
+{
+    for (int a = 0; a < num_ranks; a++)
+        for (int b = a + 1; b < num_ranks; b++) {
+            if (memcmp(peers[a].process, peers[b].process, sizeof peers[a].process) != 0)
+                continue;
+            snprintf(why, SENTENCE,
+                     "ranks %d and %d are threads of one process; MPI joins "
+                     "processes",
+                     a, b);
+            return true;
+        }
+    return false;
+}
+
+static bool fits_started(const epic_config *config, int num_ranks, char *why)
+{
+    const MPI_Comm parent = parent_of(config);
+    int inter = 0, size = 0;
+    if (parent == MPI_COMM_NULL) {
+        snprintf(why, SENTENCE, "config.native points to MPI_COMM_NULL");
+        return false;
+    }
+    MPI_Comm_test_inter(parent, &inter);
+    if (inter) {
+        snprintf(why, SENTENCE, "config.native points to an intercommunicator; merge it first");
+        return false;
+    }
+    MPI_Comm_size(parent, &size);
+    if (num_ranks <= size) return true;
+    snprintf(why, SENTENCE, "%s has %d ranks, the meeting %d",
+             config->native ? "the communicator of config.native" : "MPI_COMM_WORLD", size,
+             num_ranks);
+    return false;
+}
+
+bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *config, char *why)
+{
+    int initialized = 0, finalized = 0;
+    MPI_Initialized(&initialized);
+    MPI_Finalized(&finalized);
+    if (finalized) {
+        snprintf(why, SENTENCE, "MPI_Finalize was called");
+        return false;
+    }
+    if (find_threads(peers, num_ranks, why)) return false;
+    if (initialized) return fits_started(config, num_ranks, why);
+    if (config->native) {
+        snprintf(why, SENTENCE,
+                 "config.native is set but MPI is not initialised; call "
+                 "MPI_Init_thread first");
+        return false;
+    }
+    const int launched = launched_ranks();
+    if (launched == num_ranks) return true; /* all of them will call MPI_Init_thread */
+    if (launched)
+        snprintf(why, SENTENCE,
+                 "mpirun started %d ranks, the meeting has %d, and MPI is not "
+                 "initialised",
+                 launched, num_ranks);
+    else
+        snprintf(why, SENTENCE, "not started by mpirun, and MPI is not initialised");
+    return false;
+}
+
+/* --------------------------------------------------------------------------------- join ---- */
+
+/* What a rank tells the others before any call that all must make. */
+typedef struct offer {
+    int32_t result;
+    int32_t parent_rank, parent_size;
+    int32_t native;
+    uint64_t job;
+} offer;
+
+static uint64_t job_id(void)
+{
+    const char *name = getenv("PMIX_NAMESPACE");
+    uint64_t hash = 14695981039346656037u;
+    for (; name && *name; name++) hash = (hash ^ (unsigned char)*name) * 1099511628211u;
+    return hash;
+}
+
+static epic_result prepare(const epic_join *join, epic_group **group, offer *mine)
+{
+    *mine = (offer){.native = join->config->native != NULL, .job = job_id()};
+    TRY(runtime_start());
+    TRY(tables_check(join->config, join->meet->num_ranks));
+    char why[SENTENCE];
+    if (!fits_started(join->config, join->meet->num_ranks, why))
+        return epic_fail(EPIC_EINVAL, "backend mpi: %s", why);
+    const MPI_Comm parent = parent_of(join->config);
+    MPI_Comm_rank(parent, &mine->parent_rank);
+    MPI_Comm_size(parent, &mine->parent_size);
+    TRY(tables_make(group, join->config, join->meet->rank, join->meet->num_ranks));
+    return drain_start(*group);
+}
+
+static epic_result check_offers(const offer *offers, int num_ranks)
+{
+    uint32_t taken[(1 << 20) / 32] = {0};
+    for (int r = 0; r < num_ranks; r++) {
+        const offer *o = &offers[r];
+        if (o->result != EPIC_OK)
+            return epic_fail((epic_result)o->result, "backend mpi: rank %d could not join (%s)",
+                             r, epic_result_name((epic_result)o->result));
+        if (o->native != offers->native)
+            return epic_fail(EPIC_EINVAL, "config.native is set on rank %d and not on rank %d",
+                             o->native ? r : 0, o->native ? 0 : r);
+        if (o->job != offers->job || o->parent_size != offers->parent_size)
+            return epic_fail(EPIC_EINVAL, "ranks 0 and %d are not of one MPI communicator", r);
+        if (o->parent_rank < 0 || o->parent_rank >= 1 << 20)
+            return epic_fail(EPIC_ENOTSUP,
+                             "rank %d is number %d of its communicator; backend "
+                             "mpi reaches %d",
+                             r, o->parent_rank, (1 << 20) - 1);
+        const uint32_t bit = 1u << (o->parent_rank % 32);
+        if (taken[o->parent_rank / 32] & bit)
+            return epic_fail(EPIC_EINVAL,
+                             "two ranks of the meeting, one of them %d, are number "
+                             "%d of the MPI communicator",
+                             r, o->parent_rank);
+        taken[o->parent_rank / 32] |= bit;
+    }
+    return EPIC_OK;
+}
+
+/* A communicator of the meeting's ranks, in the meeting's order; nobody else takes part. */
+static epic_result connect(epic_group *group, const epic_join *join, const offer *offers)
+{
+    const MPI_Comm parent = parent_of(join->config);
+    int ranks[EPIC_MAX_RANKS];
+    for (int r = 0; r < group->num_ranks; r++) ranks[r] = offers[r].parent_rank;
+    MPI_Group all = MPI_GROUP_NULL, ours = MPI_GROUP_NULL;
+    int code = MPI_Comm_group(parent, &all);
+    if (code == MPI_SUCCESS) code = MPI_Group_incl(all, group->num_ranks, ranks, &ours);
+    if (code == MPI_SUCCESS)
+        code = MPI_Comm_create_group(parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)),
+                                     &group->comm);
+    if (all != MPI_GROUP_NULL) MPI_Group_free(&all);
+    if (ours != MPI_GROUP_NULL) MPI_Group_free(&ours);
+    if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Comm_create_group");
+    MPI_Comm_set_errhandler(group->comm, MPI_ERRORS_RETURN);
+    return control_start(group);
+}
+
+static void discard(epic_group *group)
+{
+    if (!group) return;
+    drain_stop(group);
+    tables_free(group);
+}
+
+/* The mutex is held where MPI takes one thread at a time; the peers are on their way, so the
+ * call that waits for them is short. */
+static epic_result connect_alone(epic_group *group, const epic_join *join, const offer *offers)
+{
+    pthread_mutex_lock(group->mutex);
+    const epic_result result = connect(group, join, offers);
+    pthread_mutex_unlock(group->mutex);
+    return result;
+}
+
+epic_result mpi_join(epic_group **out, const epic_join *join)
+{
+    const int num_ranks = join->meet->num_ranks;
+    offer mine, offers[EPIC_MAX_RANKS];
+    epic_group *group = NULL;
+    char sentence[SENTENCE];
+    epic_result result = prepare(join, &group, &mine);
+    mine.result = (int32_t)result;
+    snprintf(sentence, sizeof sentence, "%s", epic_error(NULL));
+    const epic_result met = join->meet->gather(join->meet->self, &mine, offers, sizeof mine);
+    if (result != EPIC_OK) epic_fail(result, "%s", sentence);
+    if (result == EPIC_OK) result = met;
+    if (result == EPIC_OK) result = check_offers(offers, num_ranks);
+    if (result != EPIC_OK) {
+        discard(group);
+        return result;
+    }
+    result = connect_alone(group, join, offers);
+    if (group->comm == MPI_COMM_NULL) {
+        discard(group);
+        return result;
+    }
+    runtime_opened();
+    if (result != EPIC_OK)
+        mpi_leave(group);
+    else
+        *out = group;
+    return result;
+}
+
+/* -------------------------------------------------------------------------------- leave ---- */
+
+/* Until MPI needs our memory no more; false: the group broke, or a peer fetches nothing. */
+static bool flush(epic_group *group)
+{
+    const int64_t end = clock_ns() + group->timeout_ns;
+    for (;;) {
+        pthread_mutex_lock(group->mutex);
+        if (!is_broken(group)) control_progress(group);
+        if (!is_broken(group)) cells_drain(group);
+        const bool broken = is_broken(group);
+        const bool done = !broken && group->num_draining == 0 && control_sent(group);
+        pthread_mutex_unlock(group->mutex);
+        if (done) return true;
+        if (broken || clock_ns() >= end) return false;
+        nap_ns(100000);
+    }
+}
+
+static bool test_cells(epic_group *group)
+{
+    int idle = 1;
+    for (int i = 0; idle && i < group->num_cells; i++) {
+        cell *c = &group->cells[i];
+        const int code = MPI_Testall(group->num_ranks * NUM_REQUESTS, c->requests, &idle,
+                                     MPI_STATUSES_IGNORE);
+        if (code != MPI_SUCCESS) return false;
+    }
+    return idle;
+}
+
+/* Takes back what the peers will not serve.  false: MPI may still reach into the lanes. */
+static bool cancel(epic_group *group)
+{
+    pthread_mutex_lock(group->mutex);
+    for (int i = 0; i < group->num_cells; i++)
+        for (int q = 0; q < group->num_ranks * NUM_REQUESTS; q++) {
+            MPI_Request *request = &group->cells[i].requests[q];
+            if (q % NUM_REQUESTS >= REQUEST_RECEIVE && *request != MPI_REQUEST_NULL)
+                MPI_Cancel(request);
+        }
+    bool idle;
+    const int64_t end = clock_ns() + CANCEL_NS;
+    while (!(idle = test_cells(group)) && clock_ns() < end) sched_yield();
+    pthread_mutex_unlock(group->mutex);
+    return idle;
+}
+
+/* A peer that fetched nothing until the deadline: our communicator must live as long as theirs. */
+static void give_up(epic_group *group)
+{
+    const epic_failure_info failure = {.result = EPIC_ETIMEOUT,
+                                       .rank = group->rank,
+                                       .sentence = "a rank closed while a peer had not "
+                                                   "fetched its rows; open a new group"};
+    mpi_break_group(group, &failure);
+}
+
+void mpi_leave(epic_group *group)
+{
+    const bool up = runtime_is_up();
+    bool idle = false;
+    if (up) {
+        pthread_mutex_lock(group->mutex);
+        control_close(group);
+        pthread_mutex_unlock(group->mutex);
+        idle = flush(group);
+        if (!idle && !is_broken(group)) give_up(group);
+    }
+    drain_stop(group);
+    if (up && !idle) idle = cancel(group);
+    tables_drop_lanes(group, !idle);
+    runtime_retire(group);
+}

@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Backend mpi in a program that knows nothing of MPI but was started by mpirun: joining starts
+ * MPI, and the end of the program ends it (mpirun complains when a rank does not). */
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "backend/backend.h"
+#include "core/error.h"
+
+extern const epic_backend epic_backend_mpi;
+
+#define NEED(what)                                                               \
+    do {                                                                         \
+        if (what) break;                                                         \
+        fprintf(stderr, "%s:%d: not true: %s (%s)\n", __FILE__, __LINE__, #what, \
+                epic_error(NULL));                                               \
+        exit(1);                                                                 \
+    } while (0)
+
+/* A port that the ranks of this job share, and other jobs on the host hardly do. */
+static void choose_port(void)
+{
+    const char *job = getenv("PMIX_NAMESPACE");
+    unsigned long hash = 0;
+    for (; job && *job; job++) hash = hash * 131 + (unsigned char)*job;
+    char port[16];
+    snprintf(port, sizeof port, "%lu", 20000 + hash % 12000);
+    setenv("MASTER_PORT", port, 0);
+    setenv("MASTER_ADDR", "127.0.0.1", 0);
+}
+
+static epic_group *open_group(const epic_meet *meet, uint64_t number)
+{
+    epic_config config = {
+        .num_ranks = (uint32_t)meet->num_ranks, .max_in_flight = 4, .timeout_ms = 5000};
+    epic_peer *peers = calloc((size_t)meet->num_ranks, sizeof *peers);
+    for (int r = 0; r < meet->num_ranks; r++) peers[r].process[0] = (uint64_t)r;
+    char why[256];
+    NEED(epic_backend_mpi.can_join(peers, meet->num_ranks, &config, why));
+    config.native = peers;
+    if (number == 0) NEED(!epic_backend_mpi.can_join(peers, meet->num_ranks, &config, why));
+    config.native = NULL;
+    const epic_join join = {
+        .meet = meet, .config = &config, .peers = peers, .group_id = number};
+    epic_group *group;
+    NEED(epic_backend_mpi.join(&group, &join) == EPIC_OK);
+    free(peers);
+    return group;
+}
+
+static void exchange_notes(epic_group *group, const epic_meet *meet)
+{
+    const epic_transport *t = epic_backend_mpi.transport;
+    const uint64_t nobody[EPIC_MAX_RANKS / 64] = {0};
+    const int cell = t->claim(group);
+    NEED(cell >= 0);
+    const epic_note mine = {.own = {meet->rank}};
+    t->announce(group, cell, 7, 0, &mine);
+    for (int r = 0, turns = 0; r < meet->num_ranks; r++) {
+        if (r == meet->rank) continue;
+        const epic_note *note;
+        while (!(note = t->note(group, cell, r)) && turns++ < 1000)
+            t->wait(group, cell, 0, nobody, 100);
+        NEED(note && note->own[0] == r);
+    }
+    t->finish(group, cell);
+}
+
+int main(void)
+{
+    choose_port();
+    epic_meet meet;
+    NEED(epic_meet_env(&meet) == EPIC_OK);
+    for (uint64_t number = 0; number < 3; number++) {
+        epic_group *group = open_group(&meet, number);
+        exchange_notes(group, &meet);
+        epic_backend_mpi.leave(group);
+    }
+    epic_meet_close(&meet);
+    int initialized = 0;
+    MPI_Initialized(&initialized);
+    NEED(initialized);
+    return 0;
+}
