@@ -172,6 +172,10 @@ typedef struct epic_backend {
 
     const epic_transport *transport; /* host backends */
     const epic_steps *steps;         /* device backends */
+
+    /* A backend in a library of its own has its own epic_fail: this thread's last sentence of
+     * it.  NULL: the core's. */
+    const char *(*sentence)(void);
 } epic_backend;
 
 /* Every backend of this build, in the order in which they are tried; NULL ends the list. */

@@ -18,11 +18,12 @@ static epic_result not_yet(const epic_context *ctx, const char *what)
                      what, ctx->backend_name);
 }
 
-/* A call of backend steps, or of the host's. */
-#define STEP(name, ...)                                                               \
-    (!ctx->backend->steps        ? host_##name(ctx, __VA_ARGS__)                      \
-     : ctx->backend->steps->name ? ctx->backend->steps->name(ctx->group, __VA_ARGS__) \
-                                 : not_yet(ctx, "epic_" #name))
+/* The backend's own step, or the host's. */
+#define STEP(name, ...)                                                                   \
+    (!ctx->backend->steps ? host_##name(ctx, __VA_ARGS__)                                 \
+     : ctx->backend->steps->name                                                          \
+         ? backend_said(ctx->backend, ctx->backend->steps->name(ctx->group, __VA_ARGS__)) \
+         : not_yet(ctx, "epic_" #name))
 
 static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, epic_layer *layer,
                                   const epic_plan_args *args, size_t size)
@@ -34,20 +35,13 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
     return check_plan_args(ctx, a, layer);
 }
 
-static epic_result run_plan(epic_context *ctx, const epic_plan_args *a, const epic_layer *layer)
-{
-    if (!ctx->backend->steps) return host_plan(ctx, a, layer);
-    if (!ctx->backend->steps->plan) return not_yet(ctx, "epic_plan");
-    return ctx->backend->steps->plan(ctx->group, a);
-}
-
 epic_result epic_plan(epic_context *ctx, const epic_plan_args *args, size_t size)
 {
     epic_plan_args a;
     epic_layer layer;
     TRY(check_context(ctx));
     TRY(read_plan_args(ctx, &a, &layer, args, size));
-    return run_plan(ctx, &a, &layer);
+    return STEP(plan, &a);
 }
 
 static epic_result check_plan_pointer(const void *plan)
@@ -104,9 +98,7 @@ epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan, si
     d.plan_bytes = p.plan_bytes;
     TRY(check_dispatch_args(ctx, &d));
     TRY(check_together(&p, &layer, &d));
-    if (!ctx->backend->steps) return host_plan_dispatch(ctx, &p, &layer, &d);
-    if (!ctx->backend->steps->plan_dispatch) return not_yet(ctx, "epic_plan_dispatch");
-    return ctx->backend->steps->plan_dispatch(ctx->group, &p, &d);
+    return STEP(plan_dispatch, &p, &d);
 }
 
 epic_result epic_combine(epic_context *ctx, const epic_combine_args *args, size_t size)

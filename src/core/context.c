@@ -96,7 +96,7 @@ static epic_result join(epic_context *ctx, const epic_meet *meet, const hello *a
     if (result == EPIC_OK) {
         const epic_join how = {
             .meet = meet, .config = &ctx->config, .peers = peers, .group_id = ctx->group_id};
-        result = backend->join(&ctx->group, &how);
+        result = backend_said(backend, backend->join(&ctx->group, &how));
         if (result == EPIC_OK) ctx->backend = backend;
     }
     free(peers);
@@ -177,6 +177,12 @@ void epic_close(epic_context *ctx)
 }
 
 /* --------------------------------------------------------------------------- breaking ---- */
+
+epic_result backend_said(const epic_backend *backend, epic_result result)
+{
+    if (result == EPIC_OK || !backend->sentence) return result;
+    return epic_fail(result, "%s", backend->sentence());
+}
 
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
 {

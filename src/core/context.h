@@ -42,6 +42,9 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 /* EPIC_OK, or the failure that broke the group; EPIC_ECLOSED for one that never opened. */
 epic_result context_check(epic_context *ctx);
 
+/* Makes the sentence of a backend's own library this thread's, and returns `result`. */
+epic_result backend_said(const epic_backend *backend, epic_result result);
+
 /* Monotonic nanoseconds. */
 uint64_t now_ns(void);
 

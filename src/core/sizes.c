@@ -84,6 +84,7 @@ epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *
     const plan_header *h = view.header;
     epic_plan_info info = {.id = h->id,
                            .num_tokens = h->num_tokens,
+                           .total_tokens = h->total_tokens,
                            .num_slots = h->num_slots,
                            .capacity = h->capacity,
                            .num_kept = h->num_kept,

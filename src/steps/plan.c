@@ -163,13 +163,12 @@ static epic_result make(planning *p)
 }
 
 /* made: the plan's bytes are a plan, also one that moves nothing. */
-static epic_result plan(epic_context *ctx, const epic_plan_args *args, const epic_layer *layer,
-                        bool *made)
+static epic_result plan(epic_context *ctx, const epic_plan_args *args, bool *made)
 {
-    planning p = {.args = args, .layer = *layer};
+    planning p = {.args = args, .layer = *args->layer};
     epic_note note;
-    fill_note(&note, ctx, args, layer);
-    const uint64_t bytes = (uint64_t)(args->num_tokens * layer->top_k) * sizeof(int32_t);
+    fill_note(&note, ctx, args, &p.layer);
+    const uint64_t bytes = (uint64_t)(args->num_tokens * p.layer.top_k) * sizeof(int32_t);
     epic_result result = exchange_open(&p.x, ctx, EPIC_OP_PLAN, &args->call, &note, bytes);
     if (!p.x) return result;
     if (result == EPIC_OK)
@@ -183,17 +182,17 @@ static epic_result plan(epic_context *ctx, const epic_plan_args *args, const epi
     return exchange_close(p.x, result);
 }
 
-epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const epic_layer *layer)
+epic_result host_plan(epic_context *ctx, const epic_plan_args *args)
 {
     bool made = false;
-    return plan(ctx, args, layer, &made);
+    return plan(ctx, args, &made);
 }
 
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
-                               const epic_layer *layer, const epic_dispatch_args *dispatch)
+                               const epic_dispatch_args *dispatch)
 {
     bool made = false;
-    const epic_result result = plan(ctx, args, layer, &made);
+    const epic_result result = plan(ctx, args, &made);
     if (!made) return result;
     if (result == EPIC_OK) return host_dispatch(ctx, dispatch);
     char why[512];

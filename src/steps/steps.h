@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The step calls of host contexts.  Arguments arrive with their pointers and enums checked
- * (check.h); what a plan says about shapes is checked here. */
+ * (check.h) and args->layer complete; what a plan says about shapes is checked here. */
 #ifndef EPIC_STEPS_H
 #define EPIC_STEPS_H
 
@@ -8,9 +8,9 @@
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 
-epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const epic_layer *layer);
+epic_result host_plan(epic_context *ctx, const epic_plan_args *args);
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
-                               const epic_layer *layer, const epic_dispatch_args *dispatch);
+                               const epic_dispatch_args *dispatch);
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args);
 epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
