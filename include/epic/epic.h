@@ -317,9 +317,10 @@ typedef struct epic_plan_info {
     uint32_t num_local_experts;
     uint32_t first_leaf; /* TREE: this rank's leaves */
     uint32_t num_leaves;
-    int64_t fate_offset; /* bytes into the plan: int32 [num_tokens, top_k], the slot
+    int64_t total_tokens; /* of all ranks */
+    int64_t fate_offset;  /* bytes into the plan: int32 [num_tokens, top_k], the slot
                                       on the rank that owns the expert, or an EPIC_FATE */
-    int64_t rank_offset; /* bytes into the plan: int32 [num_tokens, top_k], the rank
+    int64_t rank_offset;  /* bytes into the plan: int32 [num_tokens, top_k], the rank
                                       that owns the expert, -1 if none */
 } epic_plan_info;
 
@@ -475,30 +476,31 @@ EPIC_API epic_result epic_memory(const epic_config *config, size_t config_size,
  * (memory is the caller's, by size queries) and may be called from any thread.  Errors are
  * class (a), and for ids found in arrays (b) without peers: nothing has been written then. */
 
-typedef enum epic_score { /* of an expert, from the logits z of one token */
-                          EPIC_SCORE_SOFTMAX = 0,
-                          EPIC_SCORE_SIGMOID = 1,
-                          EPIC_SCORE_SQRTSOFTPLUS = 2, /* sqrt(log(1 + e^z)) */
-                          EPIC_SCORE_LOGITS = 3        /* z itself */
+/* Of an expert, from the logits z of one token. */
+typedef enum epic_score {
+    EPIC_SCORE_SOFTMAX = 0,
+    EPIC_SCORE_SIGMOID = 1,
+    EPIC_SCORE_SQRTSOFTPLUS = 2, /* sqrt(log(1 + e^z)) */
+    EPIC_SCORE_LOGITS = 3        /* z itself */
 } epic_score;
 
-typedef enum epic_group_score { /* of a group of experts, from its selection values */
-                                EPIC_GROUP_MAX = 0,
-                                EPIC_GROUP_SUM = 1 /* of its group_best largest */
+/* Of a group of experts, from its selection values. */
+typedef enum epic_group_score {
+    EPIC_GROUP_MAX = 0,
+    EPIC_GROUP_SUM = 1 /* of its group_best largest */
 } epic_group_score;
 
-typedef enum epic_group_others { /* what becomes of the experts of groups not kept */
-                                 EPIC_OTHERS_OUT = 0, /* never chosen */
-                                 EPIC_OTHERS_ZERO =
-                                     1 /* their selection value is 0: wins over a kept one below 0 */
+/* What becomes of the experts of groups not kept. */
+typedef enum epic_group_others {
+    EPIC_OTHERS_OUT = 0, /* never chosen */
+    EPIC_OTHERS_ZERO = 1 /* their selection value is 0: wins over a kept one below 0 */
 } epic_group_others;
 
-typedef enum epic_weight_rule { /* what the weights of the chosen are made of */
-                                EPIC_WEIGHT_OF_SCORE = 0, /* their scores, without the bias */
-                                EPIC_WEIGHT_SOFTMAX_CHOSEN =
-                                    1, /* softmax over the top_k chosen logits */
-                                EPIC_WEIGHT_SIGMOID_CHOSEN =
-                                    2 /* sigmoid of the chosen logits */
+/* What the weights of the chosen are made of. */
+typedef enum epic_weight_rule {
+    EPIC_WEIGHT_OF_SCORE = 0,       /* their scores, without the bias */
+    EPIC_WEIGHT_SOFTMAX_CHOSEN = 1, /* softmax over the top_k chosen logits */
+    EPIC_WEIGHT_SIGMOID_CHOSEN = 2  /* sigmoid of the chosen logits */
 } epic_weight_rule;
 
 typedef enum epic_normalise {
@@ -629,11 +631,11 @@ typedef enum epic_activation {
                                 g * sigmoid(alpha * g) * (u + 1) */
 } epic_activation;
 
-typedef enum epic_weighting { /* where a choice's weight is multiplied in */
-                              EPIC_WEIGHT_LATE = 0, /* in combine: the experts do not see it */
-                              EPIC_WEIGHT_EARLY =
-                                  1, /* on the activation, and on the down bias */
-                              EPIC_WEIGHT_INPUT = 2 /* on the expert's input */
+/* Where a choice's weight is multiplied in. */
+typedef enum epic_weighting {
+    EPIC_WEIGHT_LATE = 0,  /* in combine: the experts do not see it */
+    EPIC_WEIGHT_EARLY = 1, /* on the activation, and on the down bias */
+    EPIC_WEIGHT_INPUT = 2  /* on the expert's input */
 } epic_weighting;
 
 /* y = (act(x W_gate) * (x W_up)) W_down for each local expert, biases where given; ungated:
@@ -725,6 +727,130 @@ EPIC_API epic_result epic_experts_backward(const epic_experts_backward_args *arg
 
 /* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops". */
 EPIC_API const char *epic_blas_name(void);
+
+/* --------------------------------------------------------------------- the whole layer ---- */
+
+#define EPIC_SUM_DENSE \
+    1u /* flag: gate and shared-expert gradients and the loss are summed over
+                             the ranks; else they are this rank's part */
+
+/* A Mixture-of-Experts layer: router, plan, dispatch, experts, combine.  hidden is the
+ * experts'; E is the router's num_experts + zero_experts. */
+typedef struct epic_moe {
+    const epic_layer *layer; /* num_experts and top_k as the router's; EPIC_EXPERT_MAJOR */
+    size_t layer_size;
+    const epic_router *router;
+    size_t router_size;
+    const epic_experts *experts; /* num_local_experts: what one rank owns, at most */
+    size_t experts_size;
+    const epic_experts *shared; /* an expert that sees every token, num_local_experts 1,
+                                   EPIC_WEIGHT_LATE; NULL: none */
+    size_t shared_size;
+    double balance_coeff;    /* of epic_balance_loss; 0: none */
+    double z_coeff;          /* of epic_z_loss; 0: none */
+    int64_t sequence_tokens; /* of epic_balance_loss */
+    int64_t capacity;        /* slots of this rank */
+    uint32_t flags;          /* EPIC_SUM_DENSE, not with F64 rows */
+    uint32_t pad;            /* 0 */
+} epic_moe;
+
+/* Bytes of memory that the caller brings; any alignment of 64. */
+typedef struct epic_moe_memory_info {
+    int64_t saved_bytes;    /* from forward to backward */
+    int64_t forward_bytes;  /* workspace */
+    int64_t backward_bytes; /* workspace */
+} epic_moe_memory_info;
+
+/* What a layer takes for config.max_tokens tokens a rank.  Local; config.num_ranks is needed.
+ * Errors: EPIC_EINVAL. */
+EPIC_API epic_result epic_moe_memory(const epic_config *config, size_t config_size,
+                                     const epic_moe *moe, size_t moe_size,
+                                     epic_moe_memory_info *out, size_t size);
+
+/* The parameters of a layer.  Types: gate and its bias F32 (F64 rows: F64), the experts' and the
+ * shared expert's weight_type. */
+typedef struct epic_moe_weights {
+    const void *w_gate;    /* [hidden, E] */
+    const void *b_gate;    /* [E], inside the logits; NULL: none */
+    const float *bias;     /* [E], for the choice only; NULL: none */
+    const void *w_gate_up; /* of the local experts, as epic_experts_args */
+    const void *w_down;
+    const void *b_gate_up;
+    const void *b_down;
+    const void *shared_gate_up; /* of the shared expert */
+    const void *shared_down;
+    const void *shared_b_gate_up;
+    const void *shared_b_down;
+} epic_moe_weights;
+
+typedef struct epic_moe_args {
+    epic_call call;
+    const epic_moe *moe;
+    size_t moe_size;
+    const epic_moe_weights *weights;
+    size_t weights_size;
+    epic_rows x;           /* [num_tokens, hidden] of the experts' row_type */
+    epic_rows out;         /* out, as x */
+    const void *token_ids; /* of epic_router_args, as the three below */
+    const int32_t *table;
+    int64_t table_rows;
+    const int32_t *rank_of_expert; /* [num_experts]; NULL: contiguous blocks */
+    void *saved;
+    int64_t saved_bytes;
+    void *workspace;
+    int64_t workspace_bytes;
+    float *loss;            /* out [1]: balance loss + z-loss; NULL: not wanted */
+    int32_t *load;          /* out [num_experts]; NULL: not wanted */
+    int32_t *demand;        /* out [1]; NULL: not wanted */
+    uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
+    uint32_t flags;         /* 0 */
+} epic_moe_args;
+
+/* out = the layer of x: for each token the weighted sum of its experts' outputs, plus w * x for
+ * zero-experts, plus the shared expert.  Weights are multiplied where experts->weighting says.
+ * With EPIC_TREE num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
+ * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
+ * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine. */
+EPIC_API epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args,
+                                      size_t size);
+
+/* Gradients, float32 (F64 rows: float64); NULL: not wanted. */
+typedef struct epic_moe_gradients {
+    void *w_gate;
+    void *b_gate;
+    void *w_gate_up; /* of the local experts: complete */
+    void *w_down;
+    void *b_gate_up;
+    void *b_down;
+    void *shared_gate_up;
+    void *shared_down;
+    void *shared_b_gate_up;
+    void *shared_b_down;
+} epic_moe_gradients;
+
+typedef struct epic_moe_backward_args {
+    epic_call call;
+    const epic_moe *moe; /* these as forward had them */
+    size_t moe_size;
+    const epic_moe_weights *weights;
+    size_t weights_size;
+    epic_rows x;
+    epic_rows d_out; /* [num_tokens, hidden] */
+    epic_rows d_x;   /* out */
+    const epic_moe_gradients *gradients;
+    size_t gradients_size;
+    const void *saved; /* as forward left it */
+    int64_t saved_bytes;
+    void *workspace;
+    int64_t workspace_bytes;
+    const float *d_loss; /* [1], equal on all ranks; NULL: 1 */
+    uint32_t flags;      /* EPIC_ACCUMULATE, of gradients */
+    uint32_t pad;        /* 0 */
+} epic_moe_backward_args;
+
+/* The gradients of epic_moe_forward's out and loss. */
+EPIC_API epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *args,
+                                       size_t size);
 
 #ifdef __cplusplus
 }

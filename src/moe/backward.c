@@ -1,0 +1,243 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_moe_backward: the steps of forward, from the last to the first. */
+#include <string.h>
+
+#include "core/error.h"
+#include "core/sized.h"
+#include "experts/blas.h"
+#include "moe/call.h"
+
+typedef struct backward_call {
+    const epic_moe_backward_args *args;
+    epic_moe_gradients gradients;
+} backward_call;
+
+static bool is_late(const moe_job *j)
+{
+    return j->experts.weighting == EPIC_WEIGHT_LATE;
+}
+
+static epic_result combine_backward(moe_job *j, const epic_rows *d_out)
+{
+    const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
+    epic_combine_backward_args how = {.call = j->call,
+                                      .plan = j->saved.plan,
+                                      .plan_bytes = j->plan_bytes,
+                                      .d_out = *d_out,
+                                      .d_rows = slots,
+                                      .type = j->experts.row_type};
+    if (is_late(j)) {
+        how.rows = (epic_rows){j->saved.y, j->capacity, j->row_bytes};
+        how.slot_weights = j->saved.recv_weight;
+        how.d_slot_weights = j->work.d_recv_weight;
+    }
+    return epic_combine_backward(j->ctx, &how, sizeof how);
+}
+
+static epic_result transform_backward(moe_job *j, const backward_call *c)
+{
+    const epic_moe_gradients *g = &c->gradients;
+    const epic_experts_backward_args how = {
+        .experts = &j->experts,
+        .experts_size = sizeof j->experts,
+        .x = j->saved.recv,
+        .num_slots = j->capacity,
+        .expert_rows = j->saved.expert_rows,
+        .expert_tokens = j->saved.expert_tokens,
+        .slot_weights = is_late(j) ? NULL : j->saved.recv_weight,
+        .w_gate_up = j->weights.w_gate_up,
+        .w_down = j->weights.w_down,
+        .b_gate_up = j->weights.b_gate_up,
+        .b_down = j->weights.b_down,
+        .saved = j->saved.experts,
+        .saved_bytes = (size_t)j->experts_memory.saved_bytes,
+        .workspace = j->work.experts,
+        .workspace_bytes = (size_t)j->experts_memory.backward_bytes,
+        .d_y = j->work.d_y,
+        .d_x = j->work.d_recv,
+        .d_w_gate_up = g->w_gate_up,
+        .d_w_down = g->w_down,
+        .d_b_gate_up = g->b_gate_up,
+        .d_b_down = g->b_down,
+        .d_slot_weights = is_late(j) ? NULL : j->work.d_recv_weight,
+        .flags = c->args->flags};
+    return epic_experts_backward(&how, sizeof how);
+}
+
+static epic_result dispatch_backward(moe_job *j, const epic_rows *d_x)
+{
+    const epic_dispatch_backward_args how = {
+        .call = j->call,
+        .plan = j->saved.plan,
+        .plan_bytes = j->plan_bytes,
+        .d_recv = {j->work.d_recv, j->capacity, j->row_bytes},
+        .d_tokens = *d_x,
+        .d_recv_weight = j->work.d_recv_weight,
+        .d_weights = j->work.d_weights,
+        .type = j->experts.row_type};
+    return epic_dispatch_backward(j->ctx, &how, sizeof how);
+}
+
+/* d_logits of one block: through the weights and the losses. */
+static epic_result route_backward(moe_job *j, const backward_call *c, const dense_block *block,
+                                  const float *d_weights)
+{
+    const epic_router_backward_args how = {.router = &j->router,
+                                           .router_size = sizeof j->router,
+                                           .logits = block->logits,
+                                           .num_tokens = j->block,
+                                           .topk_idx = block->topk_idx,
+                                           .d_weights = d_weights,
+                                           .workspace = j->work.router,
+                                           .workspace_bytes = j->router_bytes,
+                                           .d_logits = j->work.d_logits,
+                                           .type = j->real_type};
+    TRY(epic_router_backward(&how, sizeof how));
+    epic_loss_args loss = moe_loss_args(j, block);
+    loss.d_loss = c->args->d_loss;
+    loss.d_logits = j->work.d_logits;
+    loss.flags = EPIC_ACCUMULATE;
+    loss.coeff = j->moe.balance_coeff;
+    if (loss.coeff != 0) TRY(epic_balance_loss_backward(&loss, sizeof loss));
+    loss.coeff = j->moe.z_coeff;
+    return loss.coeff != 0 ? epic_z_loss_backward(&loss, sizeof loss) : EPIC_OK;
+}
+
+static void *real_at(const moe_job *j, void *base, int64_t index)
+{
+    return (char *)base + index * j->real_bytes;
+}
+
+static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *block,
+                                   const epic_rows *d_out, void *dense)
+{
+    const dense_parts parts = moe_dense_parts(j);
+    const int32_t rows = (int32_t)j->block;
+    const int64_t saved = (j->shared_memory.saved_bytes + 63) / 64 * 64;
+    const epic_moe_weights *w = &j->weights;
+    const epic_experts_backward_args how = {
+        .experts = &j->shared,
+        .experts_size = sizeof j->shared,
+        .x = block->x.data,
+        .num_slots = j->block,
+        .expert_rows = &rows,
+        .w_gate_up = w->shared_gate_up,
+        .w_down = w->shared_down,
+        .b_gate_up = w->shared_b_gate_up,
+        .b_down = w->shared_b_down,
+        .saved = (const char *)j->saved.shared + b * saved,
+        .saved_bytes = (size_t)j->shared_memory.saved_bytes,
+        .workspace = j->work.shared,
+        .workspace_bytes = (size_t)j->shared_memory.backward_bytes,
+        .d_y = d_out->data,
+        .d_x = j->work.shared_y,
+        .d_w_gate_up = real_at(j, dense, parts.gate_up),
+        .d_w_down = real_at(j, dense, parts.down),
+        .d_b_gate_up = w->shared_b_gate_up ? real_at(j, dense, parts.b_gate_up) : NULL,
+        .d_b_down = w->shared_b_down ? real_at(j, dense, parts.b_down) : NULL};
+    return epic_experts_backward(&how, sizeof how);
+}
+
+static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b, void *dense)
+{
+    const dense_block block = moe_block(j, b);
+    const epic_rows d_out = moe_rows(j, &c->args->d_out, b);
+    const epic_rows d_x = moe_rows(j, &c->args->d_x, b);
+    float *d_weights = j->work.d_weights + b * j->block * j->top_k;
+    memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
+    if (!j->block) return EPIC_OK;
+    moe_ops(j)->zero_weights(&block, &d_out, d_weights);
+    TRY(route_backward(j, c, &block, d_weights));
+    if (j->has_shared) TRY(shared_backward(j, b, &block, &d_out, dense));
+    moe_ops(j)->gate_backward(&block, j->work.d_logits, &d_out,
+                              j->has_shared ? j->work.shared_y : NULL, &d_x, dense);
+    return EPIC_OK;
+}
+
+/* Blocks [first, first + count), their dense gradients added in a binary tree at `level`. */
+static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
+                                   int64_t count, int64_t level)
+{
+    void *here = real_at(j, j->work.dense, level * j->dense_count);
+    if (count == 1) return block_backward(j, c, first, here);
+    TRY(blocks_backward(j, c, first, count / 2, level));
+    TRY(blocks_backward(j, c, first + count / 2, count - count / 2, level + 1));
+    moe_ops(j)->add(here, real_at(j, j->work.dense, (level + 1) * j->dense_count),
+                    j->dense_count);
+    return EPIC_OK;
+}
+
+static void give(const moe_job *j, const backward_call *c, void *to, int64_t begin, int64_t end)
+{
+    const void *from = real_at(j, j->work.dense, begin);
+    if (!to || begin == end) return;
+    if (c->args->flags & EPIC_ACCUMULATE)
+        moe_ops(j)->add(to, from, end - begin);
+    else
+        memcpy(to, from, (size_t)((end - begin) * j->real_bytes));
+}
+
+static epic_result give_dense(moe_job *j, const backward_call *c)
+{
+    const dense_parts p = moe_dense_parts(j);
+    const epic_moe_gradients *g = &c->gradients;
+    if (j->moe.flags & EPIC_SUM_DENSE) {
+        const epic_sum_args sum = {.call = j->call,
+                                   .data = (float *)(void *)j->work.dense,
+                                   .count = j->dense_count,
+                                   .order = j->layer.sum_order};
+        TRY(epic_sum(j->ctx, &sum, sizeof sum));
+    }
+    give(j, c, g->w_gate, p.w_gate, p.b_gate);
+    give(j, c, g->b_gate, p.b_gate, p.gate_up);
+    give(j, c, g->shared_gate_up, p.gate_up, p.down);
+    give(j, c, g->shared_down, p.down, p.b_gate_up);
+    give(j, c, g->shared_b_gate_up, p.b_gate_up, p.b_down);
+    give(j, c, g->shared_b_down, p.b_down, p.end);
+    return EPIC_OK;
+}
+
+static epic_result run(moe_job *j, const backward_call *c)
+{
+    TRY(combine_backward(j, &c->args->d_out));
+    epic_result result = transform_backward(j, c);
+    if (result != EPIC_OK) return moe_abandon(j, result);
+    TRY(dispatch_backward(j, &c->args->d_x));
+    result = blocks_backward(j, c, 0, j->blocks, 0);
+    if (result != EPIC_OK) return moe_abandon(j, result);
+    return give_dense(j, c);
+}
+
+epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *args,
+                              size_t size)
+{
+    epic_moe_backward_args a;
+    moe_job j;
+    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    backward_call call = {.args = &a};
+    TRY(epic_sized(&call.gradients, sizeof call.gradients, a.gradients, a.gradients_size,
+                   "gradients"));
+    const moe_call c = {.moe = a.moe,
+                        .moe_size = a.moe_size,
+                        .weights = a.weights,
+                        .weights_size = a.weights_size,
+                        .x = &a.x,
+                        .y = &a.d_out,
+                        .y_name = "d_out",
+                        .saved = a.saved,
+                        .saved_bytes = a.saved_bytes,
+                        .workspace = a.workspace,
+                        .workspace_bytes = a.workspace_bytes,
+                        .backward = true};
+    TRY(moe_begin(&j, ctx, &a.call, &c));
+    if (a.d_x.num_rows != j.tokens || a.d_x.row_bytes != j.row_bytes ||
+        (!a.d_x.data && j.tokens))
+        return epic_fail(EPIC_EINVAL, "d_x is [%lld rows of %lld bytes] at %p: make it like x",
+                         (long long)a.d_x.num_rows, (long long)a.d_x.row_bytes, a.d_x.data);
+    if (a.flags & ~EPIC_ACCUMULATE)
+        return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a.flags);
+    experts_blas_enter();
+    const epic_result result = run(&j, &call);
+    experts_blas_leave();
+    return result;
+}

@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Checking a call of the layer. */
+#include "moe/call.h"
+
+#include "core/error.h"
+#include "core/sized.h"
+
+static epic_result check_rows(const moe_job *j, const char *name, const epic_rows *rows)
+{
+    if (rows->num_rows != j->tokens)
+        return epic_fail(EPIC_EINVAL,
+                         "%s.num_rows is %lld, x.num_rows is %lld: make them equal", name,
+                         (long long)rows->num_rows, (long long)j->tokens);
+    if (rows->row_bytes != j->row_bytes)
+        return epic_fail(
+            EPIC_EINVAL, "%s.row_bytes is %lld: hidden %lld of that type takes %lld", name,
+            (long long)rows->row_bytes, (long long)j->hidden, (long long)j->row_bytes);
+    if (!rows->data && rows->num_rows)
+        return epic_fail(EPIC_EINVAL, "%s.data is NULL with %lld rows: memory is needed", name,
+                         (long long)rows->num_rows);
+    return EPIC_OK;
+}
+
+static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
+                                int64_t needed)
+{
+    if (!memory || (uintptr_t)memory % 64)
+        return epic_fail(EPIC_EINVAL, "%s is at %p: an address that 64 divides is needed", name,
+                         memory);
+    if (bytes < needed)
+        return epic_fail(EPIC_EINVAL, "%s_bytes is %lld: %lld are needed (epic_moe_memory)",
+                         name, (long long)bytes, (long long)needed);
+    return EPIC_OK;
+}
+
+static epic_result check_weight(const char *name, const void *weight, bool wanted)
+{
+    if (weight || !wanted) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
+}
+
+static epic_result check_weights(const moe_job *j)
+{
+    const epic_moe_weights *w = &j->weights;
+    TRY(check_weight("w_gate", w->w_gate, true));
+    TRY(check_weight("w_gate_up", w->w_gate_up, true));
+    TRY(check_weight("w_down", w->w_down, true));
+    TRY(check_weight("shared_gate_up", w->shared_gate_up, j->has_shared));
+    return check_weight("shared_down", w->shared_down, j->has_shared);
+}
+
+epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, const moe_call *c)
+{
+    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
+    TRY(context_check(ctx));
+    if (!ctx->backend->transport)
+        return epic_fail(EPIC_ENOTSUP,
+                         "the layer is not there yet on backend \"%s\"; use a host context",
+                         ctx->backend_name);
+    *j = (moe_job){.ctx = ctx, .call = *call, .x = *c->x};
+    TRY(epic_sized(&j->weights, sizeof j->weights, c->weights, c->weights_size, "weights"));
+    if (c->x->num_rows < 0 || c->x->num_rows > ctx->config.max_tokens)
+        return epic_fail(EPIC_EINVAL,
+                         "x.num_rows is %lld: 0 to config.max_tokens %lld are possible",
+                         (long long)c->x->num_rows, (long long)ctx->config.max_tokens);
+    TRY(moe_read(j, &ctx->config, c->moe, c->moe_size, c->x->num_rows));
+    TRY(check_rows(j, "x", c->x));
+    TRY(check_rows(j, c->y_name, c->y));
+    TRY(check_weights(j));
+    moe_cut(j, c->saved, c->workspace, c->backward);
+    TRY(check_memory("saved", c->saved, c->saved_bytes, j->saved_bytes));
+    return check_memory("workspace", c->workspace, c->workspace_bytes, j->work_bytes);
+}
+
+dense_block moe_block(const moe_job *j, int64_t b)
+{
+    const int64_t first = b * j->block;
+    return (dense_block){.job = j,
+                         .x = moe_rows(j, &j->x, b),
+                         .logits =
+                             (const char *)j->saved.logits + first * j->columns * j->real_bytes,
+                         .topk_idx = j->saved.topk_idx + first * j->top_k,
+                         .weights = j->saved.weights + first * j->top_k};
+}
+
+epic_loss_args moe_loss_args(const moe_job *j, const dense_block *block)
+{
+    return (epic_loss_args){.router = &j->router,
+                            .router_size = sizeof j->router,
+                            .logits = block->logits,
+                            .num_tokens = j->block,
+                            .total_tokens = *j->saved.total_tokens,
+                            .load = j->saved.load,
+                            .topk_idx = block->topk_idx,
+                            .sequence_tokens = j->moe.sequence_tokens,
+                            .workspace = j->work.router,
+                            .workspace_bytes = j->router_bytes,
+                            .type = j->real_type};
+}

@@ -1,0 +1,189 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The dense arithmetic of the layer in REAL; OPS names the struct, GEMM the product. */
+#include <string.h>
+
+#include "experts/blas.h"
+#include "moe/moe.h"
+#include "router/convert.h"
+
+static void load(REAL *out, const void *in, uint32_t type, int64_t n)
+{
+    if (type == EPIC_F64)
+        memcpy(out, in, (size_t)n * sizeof *out);
+    else
+        convert_to_float((float *)(void *)out, in, type, n);
+}
+
+static void store(void *out, uint32_t type, const REAL *in, int64_t n)
+{
+    if (type == EPIC_F64)
+        memcpy(out, in, (size_t)n * sizeof *in);
+    else
+        convert_from_float(out, type, (const float *)(const void *)in, n);
+}
+
+static uint32_t row_type(const dense_block *b)
+{
+    return b->job->experts.row_type;
+}
+
+static void *row_at(const dense_block *b, const epic_rows *rows, int64_t token)
+{
+    return (char *)rows->data + token * b->job->row_bytes;
+}
+
+/* Columns [first, first + count) of x as REAL, and the distance of its rows. */
+static const REAL *columns_of(const dense_block *b, int64_t first, int64_t count,
+                              int64_t *stride)
+{
+    const moe_job *j = b->job;
+    const int64_t element = j->row_bytes / j->hidden;
+    if (row_type(b) == j->real_type) {
+        *stride = j->hidden;
+        return (const REAL *)b->x.data + first;
+    }
+    REAL *tile = j->work.tile;
+    *stride = count;
+    for (int64_t t = 0; t < j->block; t++)
+        load(tile + t * count, (const char *)row_at(b, &b->x, t) + first * element, row_type(b),
+             count);
+    return tile;
+}
+
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static void gate(const dense_block *b, void *logits)
+{
+    const moe_job *j = b->job;
+    const REAL *bias = j->weights.b_gate;
+    REAL *out = logits;
+    for (int64_t first = 0; first < j->hidden; first += GATE_TILE) {
+        gemm g = {.m = j->block,
+                  .n = j->columns,
+                  .k = least(GATE_TILE, j->hidden - first),
+                  .b = (const REAL *)j->weights.w_gate + first * j->columns,
+                  .ldb = j->columns,
+                  .c = out,
+                  .ldc = j->columns,
+                  .add = first > 0};
+        g.a = columns_of(b, first, g.k, &g.lda);
+        GEMM(&g);
+    }
+    for (int64_t t = 0; bias && t < j->block; t++)
+        for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
+}
+
+static bool is_zero_expert(const dense_block *b, int64_t choice)
+{
+    return b->topk_idx[choice] >= (int32_t)b->job->layer.num_experts;
+}
+
+/* acc += w * row for every zero-expert of the token. */
+static void add_zero_experts(const dense_block *b, int64_t token, const REAL *row, REAL *acc)
+{
+    const moe_job *j = b->job;
+    for (int64_t i = token * j->top_k; i < (token + 1) * j->top_k; i++) {
+        if (!is_zero_expert(b, i)) continue;
+        const REAL w = (REAL)b->weights[i];
+        for (int64_t h = 0; h < j->hidden; h++) acc[h] += w * row[h];
+    }
+}
+
+static void finish(const dense_block *b, const epic_rows *out, const void *shared_y)
+{
+    const moe_job *j = b->job;
+    if (!shared_y && !j->router.zero_experts) return;
+    REAL *acc = j->work.rows, *row = acc + j->hidden;
+    for (int64_t t = 0; t < j->block; t++) {
+        load(acc, row_at(b, out, t), row_type(b), j->hidden);
+        load(row, row_at(b, &b->x, t), row_type(b), j->hidden);
+        add_zero_experts(b, t, row, acc);
+        if (shared_y) {
+            load(row, (const char *)shared_y + t * j->row_bytes, row_type(b), j->hidden);
+            for (int64_t h = 0; h < j->hidden; h++) acc[h] += row[h];
+        }
+        store(row_at(b, out, t), row_type(b), acc, j->hidden);
+    }
+}
+
+static void zero_weights(const dense_block *b, const epic_rows *d_out, float *d_weights)
+{
+    const moe_job *j = b->job;
+    if (!j->router.zero_experts) return;
+    REAL *row = j->work.rows, *grad = row + j->hidden;
+    for (int64_t t = 0; t < j->block; t++) {
+        load(row, row_at(b, &b->x, t), row_type(b), j->hidden);
+        load(grad, row_at(b, d_out, t), row_type(b), j->hidden);
+        REAL dot = 0;
+        for (int64_t h = 0; h < j->hidden; h++) dot += row[h] * grad[h];
+        for (int64_t i = t * j->top_k; i < (t + 1) * j->top_k; i++)
+            if (is_zero_expert(b, i)) d_weights[i] = (float)dot;
+    }
+}
+
+static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dense)
+{
+    const moe_job *j = b->job;
+    const dense_parts parts = moe_dense_parts(j);
+    for (int64_t first = 0; first < j->hidden; first += GATE_TILE) {
+        gemm g = {.m = least(GATE_TILE, j->hidden - first),
+                  .n = j->columns,
+                  .k = j->block,
+                  .transpose_a = true,
+                  .b = d_logits,
+                  .ldb = j->columns,
+                  .c = dense + parts.w_gate + first * j->columns,
+                  .ldc = j->columns};
+        g.a = columns_of(b, first, g.m, &g.lda);
+        GEMM(&g);
+    }
+    if (!j->weights.b_gate) return;
+    REAL *bias = dense + parts.b_gate;
+    for (int64_t t = 0; t < j->block; t++)
+        for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
+}
+
+static void gate_backward(const dense_block *b, const void *d_logits, const epic_rows *d_out,
+                          const void *d_shared, const epic_rows *d_x, void *dense)
+{
+    const moe_job *j = b->job;
+    REAL *acc = j->work.rows, *row = acc + j->block * j->hidden;
+    gate_gradient(b, d_logits, dense);
+    const gemm back = {.m = j->block,
+                       .n = j->hidden,
+                       .k = j->columns,
+                       .a = d_logits,
+                       .lda = j->columns,
+                       .b = j->weights.w_gate,
+                       .ldb = j->columns,
+                       .transpose_b = true,
+                       .c = acc,
+                       .ldc = j->hidden};
+    GEMM(&back);
+    for (int64_t t = 0; t < j->block; t++) {
+        REAL *sum = acc + t * j->hidden;
+        load(row, row_at(b, d_x, t), row_type(b), j->hidden);
+        for (int64_t h = 0; h < j->hidden; h++) sum[h] += row[h];
+        if (j->router.zero_experts) {
+            load(row, row_at(b, d_out, t), row_type(b), j->hidden);
+            add_zero_experts(b, t, row, sum);
+        }
+        if (d_shared) {
+            load(row, (const char *)d_shared + t * j->row_bytes, row_type(b), j->hidden);
+            for (int64_t h = 0; h < j->hidden; h++) sum[h] += row[h];
+        }
+        store(row_at(b, d_x, t), row_type(b), sum, j->hidden);
+    }
+}
+
+static void add(void *to, const void *from, int64_t n)
+{
+    REAL *a = to;
+    const REAL *b = from;
+    for (int64_t i = 0; i < n; i++) a[i] += b[i];
+}
+
+const dense_ops OPS = {gate, finish, zero_weights, gate_backward, add};

@@ -1,0 +1,222 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_moe_forward: router, plan, dispatch, experts, combine. */
+#include <string.h>
+
+#include "core/error.h"
+#include "core/sized.h"
+#include "experts/blas.h"
+#include "moe/call.h"
+
+static epic_result route(moe_job *j, const epic_moe_args *a)
+{
+    for (int64_t b = 0; j->block && b < j->blocks; b++) {
+        const dense_block block = moe_block(j, b);
+        moe_ops(j)->gate(&block, (void *)(uintptr_t)block.logits);
+    }
+    const epic_router_args how = {.router = &j->router,
+                                  .router_size = sizeof j->router,
+                                  .logits = j->saved.logits,
+                                  .num_tokens = j->tokens,
+                                  .bias = j->weights.bias,
+                                  .token_ids = a->token_ids,
+                                  .table = a->table,
+                                  .table_rows = a->table_rows,
+                                  .workspace = j->work.router,
+                                  .workspace_bytes = j->router_bytes,
+                                  .topk_idx = j->saved.topk_idx,
+                                  .weights = j->saved.weights,
+                                  .type = j->real_type,
+                                  .token_id_type = a->token_id_type};
+    TRY(epic_router_forward(&how, sizeof how));
+    for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* zero-experts stay at home */
+        j->work.plan_idx[i] =
+            j->saved.topk_idx[i] < (int32_t)j->layer.num_experts ? j->saved.topk_idx[i] : -1;
+    return EPIC_OK;
+}
+
+static epic_result send(moe_job *j, const epic_moe_args *a)
+{
+    const epic_plan_args plan = {.call = j->call,
+                                 .layer = &j->layer,
+                                 .layer_size = sizeof j->layer,
+                                 .plan = j->saved.plan,
+                                 .plan_bytes = j->plan_bytes,
+                                 .topk_idx = j->work.plan_idx,
+                                 .num_tokens = j->tokens,
+                                 .rank_of_expert = a->rank_of_expert,
+                                 .capacity = j->capacity,
+                                 .expert_rows = j->saved.expert_rows,
+                                 .expert_tokens = j->saved.expert_tokens,
+                                 .load = j->saved.load,
+                                 .demand = a->demand};
+    const epic_dispatch_args dispatch = {.tokens = j->x,
+                                         .recv = {j->saved.recv, j->capacity, j->row_bytes},
+                                         .weights = j->saved.weights,
+                                         .recv_weight = j->saved.recv_weight};
+    memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));
+    memset(j->saved.expert_tokens, 0, j->experts.num_local_experts * sizeof(int32_t));
+    TRY(epic_plan_dispatch(j->ctx, &plan, sizeof plan, &dispatch, sizeof dispatch));
+    epic_plan_info info;
+    TRY(epic_plan_read(j->saved.plan, j->plan_bytes, &info, sizeof info));
+    *j->saved.total_tokens = info.total_tokens;
+    if (a->load) memcpy(a->load, j->saved.load, j->layer.num_experts * sizeof *a->load);
+    return EPIC_OK;
+}
+
+static epic_result transform(moe_job *j)
+{
+    const bool late = j->experts.weighting == EPIC_WEIGHT_LATE;
+    const epic_experts_args how = {.experts = &j->experts,
+                                   .experts_size = sizeof j->experts,
+                                   .x = j->saved.recv,
+                                   .num_slots = j->capacity,
+                                   .expert_rows = j->saved.expert_rows,
+                                   .expert_tokens = j->saved.expert_tokens,
+                                   .slot_weights = late ? NULL : j->saved.recv_weight,
+                                   .w_gate_up = j->weights.w_gate_up,
+                                   .w_down = j->weights.w_down,
+                                   .b_gate_up = j->weights.b_gate_up,
+                                   .b_down = j->weights.b_down,
+                                   .saved = j->saved.experts,
+                                   .saved_bytes = (size_t)j->experts_memory.saved_bytes,
+                                   .workspace = j->work.experts,
+                                   .workspace_bytes = (size_t)j->experts_memory.forward_bytes,
+                                   .y = j->saved.y};
+    return epic_experts_forward(&how, sizeof how);
+}
+
+static epic_result bring_home(moe_job *j, const epic_rows *out)
+{
+    const bool late = j->experts.weighting == EPIC_WEIGHT_LATE;
+    const epic_combine_args how = {.call = j->call,
+                                   .plan = j->saved.plan,
+                                   .plan_bytes = j->plan_bytes,
+                                   .rows = {j->saved.y, j->capacity, j->row_bytes},
+                                   .out = *out,
+                                   .slot_weights = late ? j->saved.recv_weight : NULL,
+                                   .type = j->experts.row_type};
+    return epic_combine(j->ctx, &how, sizeof how);
+}
+
+/* The shared expert of one block of tokens. */
+static epic_result run_shared(moe_job *j, int64_t b)
+{
+    const dense_block block = moe_block(j, b);
+    const int32_t rows = (int32_t)j->block;
+    const int64_t saved = (j->shared_memory.saved_bytes + 63) / 64 * 64;
+    const epic_experts_args how = {.experts = &j->shared,
+                                   .experts_size = sizeof j->shared,
+                                   .x = block.x.data,
+                                   .num_slots = j->block,
+                                   .expert_rows = &rows,
+                                   .w_gate_up = j->weights.shared_gate_up,
+                                   .w_down = j->weights.shared_down,
+                                   .b_gate_up = j->weights.shared_b_gate_up,
+                                   .b_down = j->weights.shared_b_down,
+                                   .saved = (char *)j->saved.shared + b * saved,
+                                   .saved_bytes = (size_t)j->shared_memory.saved_bytes,
+                                   .workspace = j->work.shared,
+                                   .workspace_bytes = (size_t)j->shared_memory.forward_bytes,
+                                   .y = j->work.shared_y};
+    return epic_experts_forward(&how, sizeof how);
+}
+
+static epic_result finish(moe_job *j, const epic_rows *out)
+{
+    for (int64_t b = 0; j->block && b < j->blocks; b++) {
+        if (j->has_shared) TRY(run_shared(j, b));
+        const dense_block block = moe_block(j, b);
+        const epic_rows rows = moe_rows(j, out, b);
+        moe_ops(j)->finish(&block, &rows, j->has_shared ? j->work.shared_y : NULL);
+    }
+    return EPIC_OK;
+}
+
+/* values[0 .. count) in a binary tree. */
+static float tree(const float *values, int64_t count)
+{
+    if (count == 1) return values[0];
+    return tree(values, count / 2) + tree(values + count / 2, count - count / 2);
+}
+
+static epic_result losses(moe_job *j, float *loss)
+{
+    float *balance = j->work.losses, *z = balance + j->blocks;
+    memset(balance, 0, (size_t)(2 * j->blocks) * sizeof *balance);
+    for (int64_t b = 0; *j->saved.total_tokens && b < j->blocks; b++) {
+        const dense_block block = moe_block(j, b);
+        epic_loss_args how = moe_loss_args(j, &block);
+        how.loss = balance + b;
+        how.coeff = j->moe.balance_coeff;
+        if (how.coeff != 0) TRY(epic_balance_loss_forward(&how, sizeof how));
+        how.loss = z + b;
+        how.coeff = j->moe.z_coeff;
+        if (how.coeff != 0) TRY(epic_z_loss_forward(&how, sizeof how));
+    }
+    float both[2] = {tree(balance, j->blocks), tree(z, j->blocks)};
+    if (j->moe.flags & EPIC_SUM_DENSE) {
+        const epic_sum_args sum = {
+            .call = j->call, .data = both, .count = 2, .order = j->layer.sum_order};
+        TRY(epic_sum(j->ctx, &sum, sizeof sum));
+    }
+    if (loss) *loss = both[0] + both[1];
+    return EPIC_OK;
+}
+
+/* A rank that owns more experts than the layer has room for would write past expert_rows. */
+static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
+{
+    const uint32_t ranks = j->ctx->config.num_ranks;
+    uint32_t most = (j->layer.num_experts + ranks - 1) / ranks;
+    for (uint32_t r = 0; rank_of_expert && r < ranks; r++) {
+        uint32_t count = 0;
+        for (uint32_t e = 0; e < j->layer.num_experts; e++)
+            count += rank_of_expert[e] == (int32_t)r;
+        if (count > most) most = count;
+    }
+    if (j->experts.num_local_experts >= most) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "moe.experts.num_local_experts is %u: the placement gives a rank %u",
+                     j->experts.num_local_experts, most);
+}
+
+static epic_result run(moe_job *j, const epic_moe_args *a)
+{
+    TRY(check_placement(j, a->rank_of_expert));
+    TRY(route(j, a)); /* local: nobody waits yet */
+    epic_result result = send(j, a);
+    if (result != EPIC_OK) { /* the same on every rank */
+        for (int64_t t = 0; t < j->tokens; t++)
+            memset((char *)a->out.data + t * j->row_bytes, 0, (size_t)j->row_bytes);
+        return result;
+    }
+    result = transform(j);
+    if (result != EPIC_OK) return moe_abandon(j, result);
+    TRY(bring_home(j, &a->out));
+    TRY(finish(j, &a->out));
+    result = losses(j, a->loss);
+    return result == EPIC_OK ? EPIC_OK : moe_abandon(j, result);
+}
+
+epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args, size_t size)
+{
+    epic_moe_args a;
+    moe_job j;
+    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    const moe_call c = {.moe = a.moe,
+                        .moe_size = a.moe_size,
+                        .weights = a.weights,
+                        .weights_size = a.weights_size,
+                        .x = &a.x,
+                        .y = &a.out,
+                        .y_name = "out",
+                        .saved = a.saved,
+                        .saved_bytes = a.saved_bytes,
+                        .workspace = a.workspace,
+                        .workspace_bytes = a.workspace_bytes};
+    TRY(moe_begin(&j, ctx, &a.call, &c));
+    experts_blas_enter();
+    const epic_result result = run(&j, &a);
+    experts_blas_leave();
+    return result;
+}

@@ -1,0 +1,242 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Reading a layer, and cutting up the memory that its caller brings. */
+#include <stdio.h>
+#include <string.h>
+
+#include "core/config.h"
+#include "core/error.h"
+#include "core/sized.h"
+#include "moe/moe.h"
+#include "plan/plan.h"
+#include "router/convert.h"
+
+static epic_result read_parts(moe_job *j, const epic_config *config, const epic_moe *moe,
+                              size_t size)
+{
+    TRY(epic_sized(&j->moe, sizeof j->moe, moe, size, "moe"));
+    const epic_moe *m = &j->moe;
+    TRY(layer_read(&j->layer, m->layer, m->layer_size, (int32_t)config->num_ranks));
+    TRY(epic_sized(&j->router, sizeof j->router, m->router, m->router_size, "moe.router"));
+    TRY(epic_sized(&j->experts, sizeof j->experts, m->experts, m->experts_size, "moe.experts"));
+    j->has_shared = m->shared != NULL;
+    if (j->has_shared)
+        TRY(epic_sized(&j->shared, sizeof j->shared, m->shared, m->shared_size, "moe.shared"));
+    return EPIC_OK;
+}
+
+static epic_result differ(const char *a, int64_t value, const char *b, int64_t other)
+{
+    return epic_fail(EPIC_EINVAL, "moe.%s is %lld, moe.%s is %lld: make them equal", a,
+                     (long long)value, b, (long long)other);
+}
+
+static epic_result check_parts(const moe_job *j, const epic_config *config)
+{
+    const epic_layer *layer = &j->layer;
+    const epic_router *router = &j->router;
+    if (layer->layout != EPIC_EXPERT_MAJOR)
+        return epic_fail(EPIC_EINVAL, "moe.layer.layout is %u: EPIC_EXPERT_MAJOR is needed",
+                         layer->layout);
+    if (router->num_experts != layer->num_experts)
+        return differ("router.num_experts", router->num_experts, "layer.num_experts",
+                      layer->num_experts);
+    if (router->top_k != layer->top_k)
+        return differ("router.top_k", router->top_k, "layer.top_k", layer->top_k);
+    if (j->has_shared && j->shared.num_local_experts != 1)
+        return epic_fail(EPIC_EINVAL, "moe.shared.num_local_experts is %u: it is one expert",
+                         j->shared.num_local_experts);
+    if (j->has_shared && j->shared.hidden != j->experts.hidden)
+        return differ("shared.hidden", j->shared.hidden, "experts.hidden", j->experts.hidden);
+    if (j->has_shared && j->shared.row_type != j->experts.row_type)
+        return differ("shared.row_type", j->shared.row_type, "experts.row_type",
+                      j->experts.row_type);
+    if (j->has_shared && j->shared.weighting != EPIC_WEIGHT_LATE)
+        return epic_fail(EPIC_EINVAL, "moe.shared.weighting is %u: EPIC_WEIGHT_LATE is needed",
+                         j->shared.weighting);
+    if (j->moe.capacity < 1 || j->moe.capacity > INT32_MAX)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.capacity is %lld: 1 to 2147483647 slots are possible "
+                         "(epic_capacity_bound never overflows)",
+                         (long long)j->moe.capacity);
+    if (j->moe.flags & ~EPIC_SUM_DENSE || j->moe.pad)
+        return epic_fail(EPIC_EINVAL, "moe.flags is 0x%x: only EPIC_SUM_DENSE is known",
+                         j->moe.flags);
+    if (j->wide && j->moe.flags & EPIC_SUM_DENSE)
+        return epic_fail(EPIC_EINVAL, "moe.flags has EPIC_SUM_DENSE: gradients of F64 rows are "
+                                      "float64, which epic_sum does not add");
+    if (j->row_bytes > config->max_row_bytes)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.experts.hidden is %lld: a row takes %lld bytes, "
+                         "config.max_row_bytes is %lld",
+                         (long long)j->hidden, (long long)j->row_bytes,
+                         (long long)config->max_row_bytes);
+    return EPIC_OK;
+}
+
+static int64_t levels_of(int64_t blocks)
+{
+    int64_t levels = 1;
+    while (blocks > 1) {
+        blocks = (blocks + 1) / 2;
+        levels++;
+    }
+    return levels;
+}
+
+static epic_result measure(moe_job *j, const epic_config *config)
+{
+    TRY(epic_experts_memory(&j->experts, sizeof j->experts, j->capacity, &j->experts_memory,
+                            sizeof j->experts_memory));
+    if (j->has_shared)
+        TRY(epic_experts_memory(&j->shared, sizeof j->shared, j->block, &j->shared_memory,
+                                sizeof j->shared_memory));
+    j->router_bytes = epic_router_workspace(&j->router, sizeof j->router);
+    if (!j->router_bytes) return EPIC_EINVAL;
+    j->plan_bytes = epic_plan_bytes(config, sizeof *config, &j->layer, sizeof j->layer);
+    if (!j->plan_bytes) return EPIC_EINVAL;
+    j->dense_levels = levels_of(j->blocks);
+    j->dense_count = moe_dense_parts(j).end;
+    return EPIC_OK;
+}
+
+epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe, size_t size,
+                     int64_t tokens)
+{
+    TRY(read_parts(j, config, moe, size));
+    if (!j->experts.row_type) j->experts.row_type = EPIC_F32;
+    if (j->has_shared && !j->shared.row_type) j->shared.row_type = EPIC_F32;
+    j->wide = j->experts.row_type == EPIC_F64;
+    j->real_type = j->wide ? EPIC_F64 : EPIC_F32;
+    j->real_bytes = convert_bytes(j->real_type);
+    j->tokens = tokens;
+    j->hidden = j->experts.hidden;
+    j->row_bytes = j->hidden * convert_bytes(j->experts.row_type);
+    j->columns = (int64_t)j->router.num_experts + j->router.zero_experts;
+    j->top_k = j->layer.top_k;
+    j->capacity = j->moe.capacity;
+    j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / config->num_ranks : 1;
+    if (tokens % j->blocks)
+        return epic_fail(
+            EPIC_EINVAL,
+            "x.num_rows is %lld: with EPIC_TREE a multiple of leaves / num_ranks = "
+            "%lld is needed",
+            (long long)tokens, (long long)j->blocks);
+    j->block = tokens / j->blocks;
+    TRY(check_parts(j, config));
+    return measure(j, config);
+}
+
+dense_parts moe_dense_parts(const moe_job *j)
+{
+    dense_parts p = {0};
+    p.b_gate = j->hidden * j->columns;
+    p.gate_up = p.b_gate + (j->weights.b_gate ? j->columns : 0);
+    p.down = p.b_gate_up = p.b_down = p.end = p.gate_up;
+    if (!j->has_shared) return p;
+    const int64_t inner = j->shared.inner, width = inner * (j->shared.ungated ? 1 : 2);
+    p.down = p.gate_up + j->hidden * width;
+    p.b_gate_up = p.down + inner * j->hidden;
+    p.b_down = p.b_gate_up + (j->weights.shared_b_gate_up ? width : 0);
+    p.end = p.b_down + (j->weights.shared_b_down ? j->hidden : 0);
+    return p;
+}
+
+/* ------------------------------------------------------------------------ cutting ---- */
+
+static void *take(unsigned char *base, int64_t *used, int64_t bytes)
+{
+    void *at = base ? base + *used : NULL;
+    *used += round_up(bytes, 64);
+    return at;
+}
+
+static void cut_saved(moe_job *j, unsigned char *base)
+{
+    int64_t used = 0;
+    const int64_t choices = j->tokens * j->top_k, slots = j->capacity;
+    const int64_t local = j->experts.num_local_experts;
+    moe_saved *s = &j->saved;
+    s->plan = take(base, &used, (int64_t)j->plan_bytes);
+    s->logits = take(base, &used, j->tokens * j->columns * j->real_bytes);
+    s->topk_idx = take(base, &used, choices * 4);
+    s->weights = take(base, &used, choices * 4);
+    s->recv = take(base, &used, slots * j->row_bytes);
+    s->recv_weight = take(base, &used, slots * 4);
+    s->y = take(base, &used, slots * j->row_bytes);
+    s->expert_rows = take(base, &used, local * 4);
+    s->expert_tokens = take(base, &used, local * 4);
+    s->load = take(base, &used, (int64_t)j->layer.num_experts * 4);
+    s->total_tokens = take(base, &used, 8);
+    s->experts = take(base, &used, j->experts_memory.saved_bytes);
+    s->shared = take(base, &used, j->blocks * round_up(j->shared_memory.saved_bytes, 64));
+    j->saved_bytes = used;
+}
+
+static void cut_work(moe_job *j, unsigned char *base, bool backward)
+{
+    int64_t used = 0;
+    moe_work *w = &j->work;
+    w->experts =
+        take(base, &used,
+             backward ? j->experts_memory.backward_bytes : j->experts_memory.forward_bytes);
+    w->shared =
+        take(base, &used,
+             backward ? j->shared_memory.backward_bytes : j->shared_memory.forward_bytes);
+    w->router = take(base, &used, (int64_t)j->router_bytes);
+    w->tile = take(base, &used, j->block * GATE_TILE * j->real_bytes);
+    w->rows = take(base, &used, (backward ? j->block + 1 : 2) * j->hidden * j->real_bytes);
+    w->shared_y = take(base, &used, j->has_shared ? j->block * j->row_bytes : 0);
+    w->losses = take(base, &used, 2 * j->blocks * 4);
+    w->plan_idx = take(base, &used, backward ? 0 : j->tokens * j->top_k * 4);
+    if (backward) {
+        w->d_y = take(base, &used, j->capacity * j->row_bytes);
+        w->d_recv = take(base, &used, j->capacity * j->row_bytes);
+        w->d_recv_weight = take(base, &used, j->capacity * 4);
+        w->d_weights = take(base, &used, j->tokens * j->top_k * 4);
+        w->d_logits = take(base, &used, j->block * j->columns * j->real_bytes);
+        w->dense = take(base, &used, j->dense_levels * j->dense_count * j->real_bytes);
+    }
+    j->work_bytes = used;
+}
+
+void moe_cut(moe_job *j, const void *saved, void *workspace, bool backward)
+{
+    cut_saved(j, (unsigned char *)(uintptr_t)saved);
+    cut_work(j, workspace, backward);
+}
+
+epic_result epic_moe_memory(const epic_config *config, size_t config_size, const epic_moe *moe,
+                            size_t moe_size, epic_moe_memory_info *out, size_t size)
+{
+    epic_config c;
+    if (!out || !size)
+        return epic_fail(EPIC_EINVAL,
+                         "out is NULL: a place for epic_moe_memory_info is needed");
+    TRY(config_read_sizes(&c, config, config_size));
+    static const char any;
+    moe_job j = {.weights = {.b_gate = &any, .shared_b_gate_up = &any, .shared_b_down = &any}};
+    epic_layer layer;
+    if (moe && moe->layer &&
+        layer_read(&layer, moe->layer, moe->layer_size, (int32_t)c.num_ranks) == EPIC_OK &&
+        layer.sum_order == EPIC_TREE) /* whole blocks */
+        c.max_tokens = round_up(c.max_tokens, layer.leaves / c.num_ranks);
+    TRY(moe_read(&j, &c, moe, moe_size, c.max_tokens));
+    epic_moe_memory_info info = {0};
+    moe_cut(&j, NULL, NULL, false);
+    info.saved_bytes = j.saved_bytes;
+    info.forward_bytes = j.work_bytes;
+    moe_cut(&j, NULL, NULL, true);
+    info.backward_bytes = j.work_bytes;
+    memset(out, 0, size);
+    memcpy(out, &info, size < sizeof info ? size : sizeof info);
+    return EPIC_OK;
+}
+
+epic_result moe_abandon(moe_job *j, epic_result result)
+{
+    if (context_check(j->ctx) != EPIC_OK) return result;
+    char why[512];
+    snprintf(why, sizeof why, "%s", epic_sentence());
+    epic_abort(j->ctx, j->call.tag, why);
+    return epic_fail(result, "%s", why);
+}

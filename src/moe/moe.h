@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A call of the layer, checked, and the caller's memory, cut up.
+ *
+ * Everything over tokens is done in blocks: one block, or with EPIC_TREE the rank's share of
+ * `leaves` blocks of the group's tokens.  Sums over tokens are one partial for each block, added
+ * in a binary tree here and, by epic_sum, over the ranks: the same bits for every number of
+ * ranks. */
+#ifndef EPIC_MOE_H
+#define EPIC_MOE_H
+
+#include <stdbool.h>
+
+#include "core/context.h"
+
+#define GATE_TILE 512 /* columns of x that are converted at once */
+
+typedef struct moe_saved { /* from forward to backward */
+    void *plan;
+    void *logits;      /* [tokens, columns] real */
+    int32_t *topk_idx; /* [tokens, top_k], zero-experts included */
+    float *weights;    /* [tokens, top_k] */
+    void *recv;        /* [capacity, hidden] */
+    float *recv_weight;
+    void *y; /* [capacity, hidden] */
+    int32_t *expert_rows, *expert_tokens, *load;
+    int64_t *total_tokens;
+    void *experts, *shared; /* what epic_experts saves */
+} moe_saved;
+
+typedef struct moe_work {
+    void *experts, *shared, *router; /* their workspaces */
+    int32_t *plan_idx;               /* forward: topk_idx without zero-experts */
+    void *tile;                      /* [block, GATE_TILE] real */
+    void *rows;                      /* [block, hidden] real */
+    void *shared_y;                  /* [block, hidden]; backward: its d_x */
+    float *losses;                   /* [2, blocks] */
+    void *d_y, *d_recv;              /* backward: [capacity, hidden] */
+    float *d_recv_weight;            /* [capacity] */
+    float *d_weights;                /* [tokens, top_k] */
+    void *d_logits;                  /* [block, columns] real */
+    unsigned char *dense; /* [levels, dense_count] real: gradients of the dense part */
+} moe_work;
+
+typedef struct moe_job {
+    epic_context *ctx;
+    epic_call call;
+    epic_moe moe;
+    epic_layer layer;
+    epic_router router;
+    epic_experts experts, shared;
+    bool has_shared;
+    epic_moe_weights weights;
+
+    bool wide; /* reals are float64 */
+    int64_t real_bytes;
+    uint32_t real_type;
+    int64_t row_bytes;
+    int64_t tokens, hidden, columns, top_k, capacity;
+    int64_t blocks, block; /* how many, tokens of one */
+    size_t plan_bytes;
+    epic_experts_memory_info experts_memory, shared_memory;
+    size_t router_bytes;
+    int64_t dense_count, dense_levels;
+    moe_saved saved;
+    moe_work work;
+    int64_t saved_bytes, work_bytes;
+    epic_rows x;
+} moe_job;
+
+/* Reads and checks the layer for `tokens` tokens; EPIC_EINVAL. */
+epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe, size_t size,
+                     int64_t tokens);
+
+/* Lays out saved memory and workspace at these addresses, or only counts them (NULL). */
+void moe_cut(moe_job *j, const void *saved, void *workspace, bool backward);
+
+/* The rows of a block. */
+static inline epic_rows moe_rows(const moe_job *j, const epic_rows *rows, int64_t block)
+{
+    return (epic_rows){(char *)rows->data + block * j->block * j->row_bytes, j->block,
+                       j->row_bytes};
+}
+
+/* Where the parts of the dense gradients begin, in reals. */
+typedef struct dense_parts {
+    int64_t w_gate, b_gate, gate_up, down, b_gate_up, b_down, end;
+} dense_parts;
+
+dense_parts moe_dense_parts(const moe_job *j);
+
+/* The arithmetic of one block, in float32 and in float64. */
+typedef struct dense_block {
+    const moe_job *job;
+    epic_rows x;        /* of the block */
+    const void *logits; /* of the block, out in forward */
+    const int32_t *topk_idx;
+    const float *weights;
+} dense_block;
+
+typedef struct dense_ops {
+    /* logits = x W_gate + b_gate */
+    void (*gate)(const dense_block *b, void *logits);
+    /* out += w * x for zero-experts, and the rows of the shared expert (NULL: none) */
+    void (*finish)(const dense_block *b, const epic_rows *out, const void *shared_y);
+    /* d_weights of zero-experts = <d_out, x> */
+    void (*zero_weights)(const dense_block *b, const epic_rows *d_out, float *d_weights);
+    /* gradients of gate and bias at `dense`, and d_x += d_logits W_gate^T + w * d_out for
+     * zero-experts + d_shared */
+    void (*gate_backward)(const dense_block *b, const void *d_logits, const epic_rows *d_out,
+                          const void *d_shared, const epic_rows *d_x, void *dense);
+    /* to += from */
+    void (*add)(void *to, const void *from, int64_t n);
+} dense_ops;
+
+extern const dense_ops dense_f32, dense_f64;
+
+static inline const dense_ops *moe_ops(const moe_job *j)
+{
+    return j->wide ? &dense_f64 : &dense_f32;
+}
+
+/* Gives up after peers have been called on: they get `result`'s sentence. */
+epic_result moe_abandon(moe_job *j, epic_result result);
+
+#endif
