@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Lanes of float32, as many as the variant has, and how elements of a row become lanes and go
+ * back.  `type` must be known where these are inlined: F32, BF16 or F16. */
+#ifndef EPIC_HOST_ELEMENTS_H
+#define EPIC_HOST_ELEMENTS_H
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include "lanes_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "lanes_avx2.h"
+#else
+#include "lanes_generic.h"
+#endif
+
+#include "kernels/kernels.h"
+
+INLINE int64_t bytes_of(epic_type type)
+{
+    return type == EPIC_F64 ? 8 : type == EPIC_F32 ? 4 : 2;
+}
+
+INLINE const char *element(const void *row, epic_type type, int64_t at)
+{
+    return (const char *)row + at * bytes_of(type);
+}
+
+INLINE lanes load(const void *row, epic_type type, int64_t at)
+{
+    const char *from = element(row, type, at);
+    return type == EPIC_BF16  ? load_bf16(from)
+           : type == EPIC_F16 ? load_f16(from)
+                              : load_f32(from);
+}
+
+INLINE void store(void *row, epic_type type, int64_t at, lanes x)
+{
+    char *to = (char *)row + at * bytes_of(type);
+    if (type == EPIC_BF16)
+        store_bf16(to, x);
+    else if (type == EPIC_F16)
+        store_f16(to, x);
+    else
+        store_f32(to, x);
+}
+
+/* The last elements of a row, fewer than there are lanes; the other lanes are 0. */
+INLINE lanes load_some(const void *row, epic_type type, int64_t at, int64_t count)
+{
+    char whole[LANES * sizeof(float)] = {0};
+    memcpy(whole, element(row, type, at), (size_t)(count * bytes_of(type)));
+    return load(whole, type, 0);
+}
+
+INLINE void store_some(void *row, epic_type type, int64_t at, int64_t count, lanes x)
+{
+    char whole[LANES * sizeof(float)];
+    store(whole, type, 0, x);
+    memcpy((char *)row + at * bytes_of(type), whole, (size_t)(count * bytes_of(type)));
+}
+
+#endif

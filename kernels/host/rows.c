@@ -1,0 +1,269 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The host's arithmetic on rows, compiled once for each kind of processor (VARIANT).
+ *
+ * A row is worked on in strips: columns whose sums stay in registers while the rows are gone
+ * through.  Each strip is read from all rows before it is written, which is why `out may be one
+ * of the rows` holds. */
+#include "kernels/kernels.h"
+
+#include "dot.h"
+#include "lanes.h"
+#include "quantise.h"
+
+#ifndef VARIANT
+#define VARIANT generic
+#endif
+
+#define STRINGIFY(x) #x
+#define NAME_OF(variant) STRINGIFY(variant)
+#define JOIN(a, b) a##b
+#define TABLE_OF(variant) JOIN(host_kernels_, variant)
+
+#define STRIP (STRIP_LANES / LANES)
+
+/* What is summed: out[i] = sum of weights[r] * rows[r][i]; weights NULL: all 1. */
+typedef struct sum_args {
+    void *out;
+    const void *const *rows;
+    const float *weights;
+    int num_rows;
+} sum_args;
+
+/* Calls function with the types as constants, so that it is compiled for each pair. */
+#define FOR_EACH_PAIR(function, type, out_type, ...)       \
+    do {                                                   \
+        if (type == EPIC_BF16 && out_type == EPIC_BF16)    \
+            function(__VA_ARGS__, EPIC_BF16, EPIC_BF16);   \
+        else if (type == EPIC_BF16)                        \
+            function(__VA_ARGS__, EPIC_BF16, EPIC_F32);    \
+        else if (type == EPIC_F16 && out_type == EPIC_F16) \
+            function(__VA_ARGS__, EPIC_F16, EPIC_F16);     \
+        else if (type == EPIC_F16)                         \
+            function(__VA_ARGS__, EPIC_F16, EPIC_F32);     \
+        else                                               \
+            function(__VA_ARGS__, EPIC_F32, EPIC_F32);     \
+    } while (0)
+
+/* One strip of the sum, from column `at`. */
+INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type type,
+                      epic_type out_type)
+{
+    lanes sums[STRIP];
+    const void *row = args->rows[0];
+    lanes w = lanes_of(weighted ? args->weights[0] : 1.0f);
+    for (int i = 0; i < STRIP; i++) {
+        const lanes x = load(row, type, at + i * LANES);
+        sums[i] = weighted ? lanes_mul(w, x) : x;
+    }
+    for (int r = 1; r < args->num_rows; r++) {
+        row = args->rows[r];
+        w = lanes_of(weighted ? args->weights[r] : 1.0f);
+        for (int i = 0; i < STRIP; i++) {
+            const lanes x = load(row, type, at + i * LANES);
+            sums[i] = weighted ? lanes_fma(w, x, sums[i]) : lanes_add(sums[i], x);
+        }
+    }
+    for (int i = 0; i < STRIP; i++) store(args->out, out_type, at + i * LANES, sums[i]);
+}
+
+/* The same for at most LANES columns. */
+INLINE void sum_some(const sum_args *args, bool weighted, int64_t at, int64_t count,
+                     epic_type type, epic_type out_type)
+{
+    lanes sum = load_some(args->rows[0], type, at, count);
+    if (weighted) sum = lanes_mul(lanes_of(args->weights[0]), sum);
+    for (int r = 1; r < args->num_rows; r++) {
+        const lanes x = load_some(args->rows[r], type, at, count);
+        sum = weighted ? lanes_fma(lanes_of(args->weights[r]), x, sum) : lanes_add(sum, x);
+    }
+    store_some(args->out, out_type, at, count, sum);
+}
+
+INLINE void sum_of(const sum_args *args, bool weighted, int64_t n, epic_type type,
+                   epic_type out_type)
+{
+    int64_t at = 0;
+    for (; at + STRIP_LANES <= n; at += STRIP_LANES)
+        sum_strip(args, weighted, at, type, out_type);
+    for (; at < n; at += LANES)
+        sum_some(args, weighted, at, n - at < LANES ? n - at : LANES, type, out_type);
+}
+
+static void sum_f64(const sum_args *args, int64_t n)
+{
+    const float *weights = args->weights;
+    for (int64_t i = 0; i < n; i++) {
+        double sum = load_f64(args->rows[0], i);
+        if (weights) sum *= (double)weights[0];
+        for (int r = 1; r < args->num_rows; r++) {
+            const double x = load_f64(args->rows[r], i);
+            sum = weights ? __builtin_fma((double)weights[r], x, sum) : sum + x;
+        }
+        memcpy((char *)args->out + i * bytes_of(EPIC_F64), &sum, sizeof sum);
+    }
+}
+
+/* Without weights a partial is the plain sum: 1 * x is x, and fma(1, x, sum) is sum + x. */
+static void partial(void *out, epic_type out_type, const void *const *rows,
+                    const float *weights, int num_rows, epic_type type, int64_t n)
+{
+    const sum_args args = {out, rows, weights, num_rows};
+    if (num_rows == 0)
+        memset(out, 0, (size_t)(n * bytes_of(out_type)));
+    else if (type == EPIC_F64)
+        sum_f64(&args, n);
+    else if (weights)
+        FOR_EACH_PAIR(sum_of, type, out_type, &args, true, n);
+    else
+        FOR_EACH_PAIR(sum_of, type, out_type, &args, false, n);
+}
+
+static void add(void *out, epic_type out_type, const void *const *rows, int num_rows,
+                epic_type type, int64_t n)
+{
+    partial(out, out_type, rows, NULL, num_rows, type, n);
+}
+
+static void scale(void *out, const void *row, float w, epic_type type, int64_t n)
+{
+    partial(out, type, &row, &w, 1, type, n);
+}
+
+static void dot(double *sum, bool first, const void *a, const void *b, epic_type type,
+                int64_t n)
+{
+    if (first && n == 0)
+        *sum = 0.0;
+    else if (type == EPIC_F64)
+        dot_f64(sum, first, a, b, n);
+    else if (type == EPIC_BF16)
+        dot_of(sum, first, a, b, EPIC_BF16, n);
+    else if (type == EPIC_F16)
+        dot_of(sum, first, a, b, EPIC_F16, n);
+    else
+        dot_of(sum, first, a, b, EPIC_F32, n);
+}
+
+static void quantise_1x128(void *q, void *scales, const void *row, float w, epic_type type,
+                           int64_t n)
+{
+    if (type == EPIC_BF16)
+        quantise_of(q, scales, row, w, EPIC_BF16, n, 128);
+    else if (type == EPIC_F16)
+        quantise_of(q, scales, row, w, EPIC_F16, n, 128);
+    else
+        quantise_of(q, scales, row, w, EPIC_F32, n, 128);
+}
+
+static void quantise_1x32(void *q, void *scales, const void *row, float w, epic_type type,
+                          int64_t n)
+{
+    if (type == EPIC_BF16)
+        quantise_of(q, scales, row, w, EPIC_BF16, n, 32);
+    else if (type == EPIC_F16)
+        quantise_of(q, scales, row, w, EPIC_F16, n, 32);
+    else
+        quantise_of(q, scales, row, w, EPIC_F32, n, 32);
+}
+
+INLINE double load_one(const void *from, epic_type type)
+{
+    float x[LANES];
+    store_f32(x, load_some(from, type, 0, 1));
+    return x[0];
+}
+
+#if LANES == 1
+static void copy(void *to, const void *from, size_t n)
+{
+    memcpy(to, from, n);
+}
+#else
+#define LINE 256             /* bytes written past the caches at once */
+#define MIN_PAST_CACHES 8192 /* below, memcpy was as fast or faster (Zen 4, cold results) */
+
+INLINE void copy_line(char *to, const char *from)
+{
+    const int step = (int)sizeof(lanes);
+    lanes x[LINE / sizeof(lanes)];
+    for (int i = 0; i < LINE / step; i++) x[i] = load_f32(from + i * step);
+    for (int i = 0; i < LINE / step; i++) store_past_caches(to + i * step, x[i]);
+}
+
+/* Large rows go to results that nobody reads soon and that no cache could hold. */
+static void copy(void *to, const void *from, size_t n)
+{
+    if (n < MIN_PAST_CACHES) {
+        memcpy(to, from, n);
+        return;
+    }
+    const size_t head = -(uintptr_t)to % sizeof(lanes);
+    memcpy(to, from, head);
+    size_t at = head;
+    for (; at + LINE <= n; at += LINE) copy_line((char *)to + at, (const char *)from + at);
+    memcpy((char *)to + at, (const char *)from + at, n - at);
+    _mm_sfence();
+}
+#endif
+
+/* Also E4M3 and E8M0; 0 for what is not a number's type. */
+static double to_double(const void *from, epic_type type)
+{
+    uint8_t byte;
+    memcpy(&byte, from, sizeof byte);
+    switch (type) {
+    case EPIC_F32:
+        return load_one(from, EPIC_F32);
+    case EPIC_BF16:
+        return load_one(from, EPIC_BF16);
+    case EPIC_F16:
+        return load_one(from, EPIC_F16);
+    case EPIC_F64:
+        return load_f64(from, 0);
+    case EPIC_E4M3:
+        return float_of_e4m3(byte);
+    case EPIC_E8M0:
+        return double_of_e8m0(byte);
+    default:
+        return 0.0;
+    }
+}
+
+/* Also E4M3; any other type is left as it is. */
+static void from_float(void *to, epic_type type, float x)
+{
+    const double wide = x;
+    const uint8_t byte = e4m3_of_float(x);
+    switch (type) {
+    case EPIC_F32:
+        store_some(to, EPIC_F32, 0, 1, lanes_of(x));
+        break;
+    case EPIC_BF16:
+        store_some(to, EPIC_BF16, 0, 1, lanes_of(x));
+        break;
+    case EPIC_F16:
+        store_some(to, EPIC_F16, 0, 1, lanes_of(x));
+        break;
+    case EPIC_F64:
+        memcpy(to, &wide, sizeof wide);
+        break;
+    case EPIC_E4M3:
+        memcpy(to, &byte, sizeof byte);
+        break;
+    default:
+        break;
+    }
+}
+
+const host_kernels TABLE_OF(VARIANT) = {
+    .name = NAME_OF(VARIANT),
+    .copy = copy,
+    .partial = partial,
+    .add = add,
+    .scale = scale,
+    .dot = dot,
+    .quantise_1x128 = quantise_1x128,
+    .quantise_1x32 = quantise_1x32,
+    .to_double = to_double,
+    .from_float = from_float,
+};

@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which host kernels this processor runs, and what is known of each element type. */
+#include "kernels/kernels.h"
+
+#include <stdatomic.h>
+
+#ifdef EPIC_X86
+#include <cpuid.h>
+#endif
+
+extern const host_kernels host_kernels_generic;
+
+#ifdef EPIC_X86
+extern const host_kernels host_kernels_avx2;
+extern const host_kernels host_kernels_avx512;
+
+/* The compiler's own question also asks whether the system keeps these registers; not every
+ * compiler knows f16c by name. */
+static bool runs_avx2(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0 &&
+           __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+static bool runs_avx512(void)
+{
+    return runs_avx2() && __builtin_cpu_supports("avx512f") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+int host_kernels_all(const host_kernels *out[4])
+{
+    int num = 0;
+    out[num++] = &host_kernels_generic;
+#ifdef EPIC_X86
+    __builtin_cpu_init();
+    if (runs_avx2()) out[num++] = &host_kernels_avx2;
+    if (runs_avx512()) out[num++] = &host_kernels_avx512;
+#endif
+    return num;
+}
+
+/* Threads that come here first together find the same answer. */
+const host_kernels *host_kernels_get(void)
+{
+    static _Atomic(const host_kernels *) chosen;
+    const host_kernels *kernels = atomic_load_explicit(&chosen, memory_order_relaxed);
+    if (!kernels) {
+        const host_kernels *all[4];
+        kernels = all[host_kernels_all(all) - 1];
+        atomic_store_explicit(&chosen, kernels, memory_order_relaxed);
+    }
+    return kernels;
+}
+
+typedef struct type_info {
+    const char *name;
+    size_t bytes;
+} type_info;
+
+static const type_info types[] = {
+    [EPIC_BYTES] = {"bytes", 0}, [EPIC_F32] = {"float32", 4}, [EPIC_BF16] = {"bfloat16", 2},
+    [EPIC_F16] = {"float16", 2}, [EPIC_F64] = {"float64", 8}, [EPIC_E4M3] = {"e4m3", 1},
+    [EPIC_E8M0] = {"e8m0", 1},   [EPIC_I32] = {"int32", 4},   [EPIC_I64] = {"int64", 8},
+};
+
+#define NUM_TYPES (sizeof types / sizeof types[0])
+
+size_t epic_type_bytes(uint32_t type)
+{
+    return type < NUM_TYPES ? types[type].bytes : 0;
+}
+
+const char *epic_type_name(uint32_t type)
+{
+    return type < NUM_TYPES ? types[type].name : "unknown";
+}
