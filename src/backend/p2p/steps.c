@@ -1,0 +1,339 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The step calls: from checked arguments to one launch each.  Nothing waits and nothing is
+ * allocated, so that all of them can be captured in a graph. */
+#include <string.h>
+
+#include "backend/p2p/p2p.h"
+#include "core/error.h"
+
+#define MOST_ROWS 0x7ffffff0 /* slots are int32 */
+
+#define DISPATCH_LAG 24 /* tokens; measured, docs/cuda.md */
+#define COMBINE_LAG 64
+#define BACKWARD_LAG 64
+
+/* --------------------------------------------------------------------------- common ---- */
+
+/* A hash of what the ranks must call alike: 28 bits, under the operation's 4. */
+typedef struct alike {
+    uint64_t hash;
+} alike;
+
+static void mix(alike *a, uint64_t value)
+{
+    a->hash = (a->hash ^ value) * 0x9e3779b97f4a7c15ull;
+    a->hash ^= a->hash >> 29;
+}
+
+static void mix_layer(alike *a, const epic_layer *layer)
+{
+    mix(a, (uint64_t)layer->num_experts << 32 | layer->top_k);
+    mix(a, (uint64_t)layer->alignment << 32 | layer->overflow);
+    mix(a, (uint64_t)layer->expert_capacity << 32 | layer->sum_order);
+    mix(a, (uint64_t)layer->leaves << 32 | layer->partial_type);
+}
+
+static p2p_seat seat_of(const epic_group *g, const epic_call *call, epic_operation operation,
+                        alike a)
+{
+    p2p_seat seat = g->seat;
+    mix(&a, call->tag);
+    seat.operation = operation;
+    seat.signature = (uint32_t)operation << 28 | (uint32_t)(a.hash >> 36);
+    seat.timeout_ns =
+        (uint64_t)(call->timeout_ms ? call->timeout_ms : g->config.timeout_ms) * 1000000;
+    return seat;
+}
+
+static int sms_of(const epic_group *g, const epic_call *call)
+{
+    return call->max_sms && (int)call->max_sms < g->num_sms ? (int)call->max_sms : g->num_sms;
+}
+
+static cudaStream_t stream_of(const epic_call *call)
+{
+    return (cudaStream_t)call->stream;
+}
+
+static int32_t rows_of(const epic_rows *rows)
+{
+    return rows->num_rows > MOST_ROWS ? MOST_ROWS : (int32_t)rows->num_rows;
+}
+
+static bool is_aligned(const epic_rows *rows)
+{
+    return (uintptr_t)rows->data % 16 == 0 && rows->row_bytes % 16 == 0;
+}
+
+static epic_result not_yet(const char *what)
+{
+    return epic_fail(EPIC_ENOTSUP, "%s is not there on CUDA contexts yet; use a host context",
+                     what);
+}
+
+static epic_result check_type(uint32_t type)
+{
+    if (type == EPIC_F32 || type == EPIC_BF16 || type == EPIC_F16) return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP,
+                     "type is %u: CUDA contexts add EPIC_F32, EPIC_BF16 and EPIC_F16 rows", type);
+}
+
+static epic_result check_row(const epic_group *g, const char *name, const epic_rows *rows)
+{
+    if (rows->row_bytes <= g->config.max_row_bytes) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld: config.max_row_bytes is %lld", name,
+                     (long long)rows->row_bytes, (long long)g->config.max_row_bytes);
+}
+
+/* ----------------------------------------------------------------------------- plan ---- */
+
+static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_plan_args *args)
+{
+    memset(out, 0, sizeof *out);
+    memcpy(out, args->layer,
+           args->layer_size < sizeof *out ? args->layer_size : sizeof *out);
+    if (out->layout != EPIC_EXPERT_MAJOR) return not_yet("layer.layout EPIC_FLAT");
+    if (out->num_experts > DEVICE_MAX_EXPERTS)
+        return epic_fail(EPIC_ENOTSUP, "layer.num_experts is %u: CUDA contexts take at most %d",
+                         out->num_experts, DEVICE_MAX_EXPERTS);
+    if (!out->alignment) out->alignment = 1;
+    if (!out->leaves) out->leaves = (uint32_t)g->num_ranks;
+    if (out->sum_order == EPIC_BY_RANK) out->leaves = (uint32_t)g->num_ranks;
+    if (out->leaves / (uint32_t)g->num_ranks > 128)
+        return epic_fail(EPIC_ENOTSUP,
+                         "layer.leaves is %u: CUDA contexts take at most 128 for each rank",
+                         out->leaves);
+    return EPIC_OK;
+}
+
+static int planners_of(int64_t num_tokens, int num_sms)
+{
+    const int64_t wanted = (num_tokens + 63) / 64;
+    int planners = wanted < 1 ? 1 : wanted > P2P_MAX_PLANNERS ? P2P_MAX_PLANNERS : (int)wanted;
+    return planners > num_sms ? num_sms : planners;
+}
+
+static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
+                             alike *a)
+{
+    TRY(read_layer(g, &job->layer, args));
+    const size_t bytes = device_plan_bytes(g->num_ranks, g->config.max_tokens,
+                                           job->layer.num_experts, job->layer.top_k);
+    if (args->plan_bytes < bytes)
+        return epic_fail(EPIC_EINVAL, "plan_bytes is %zu: this layer needs %zu (epic_plan_bytes)",
+                         args->plan_bytes, bytes);
+    if ((int)job->layer.leaves > g->num_ranks) g->deep = true;
+    job->plan = args->plan;
+    job->topk_idx = args->topk_idx;
+    job->rank_of_expert = args->rank_of_expert;
+    job->expert_rows = args->expert_rows;
+    job->expert_tokens = args->expert_tokens;
+    job->load = args->load;
+    job->demand = args->demand;
+    job->num_tokens = (int32_t)args->num_tokens;
+    job->capacity = args->capacity > MOST_ROWS ? MOST_ROWS : (int32_t)args->capacity;
+    job->wide = args->index_type == EPIC_I64;
+    job->planners = planners_of(args->num_tokens, sms_of(g, &args->call));
+    mix_layer(a, &job->layer);
+    mix(a, args->rank_of_expert != NULL);
+    return EPIC_OK;
+}
+
+static epic_result plan(epic_group *g, const epic_plan_args *args)
+{
+    p2p_plan_job job = {0};
+    alike a = {EPIC_OP_PLAN};
+    TRY(p2p_whole(g));
+    TRY(fill_plan(g, &job, args, &a));
+    job.seat = seat_of(g, &args->call, EPIC_OP_PLAN, a);
+    return p2p_cuda(p2p_launch_plan(&job, sms_of(g, &args->call), stream_of(&args->call)),
+                    "launching plan");
+}
+
+/* ------------------------------------------------------------------------- dispatch ---- */
+
+static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
+                                 const epic_dispatch_args *args, alike *a)
+{
+    if (args->quantise) return not_yet("quantising on the way");
+    if (args->scales.data || args->recv_scales.data || args->scales.row_bytes)
+        return not_yet("a second row array (scales)");
+    TRY(check_row(g, "tokens", &args->tokens));
+    job->tokens = args->tokens.data;
+    job->recv = args->recv.data;
+    job->weights = args->weights;
+    job->recv_weight = args->recv_weight;
+    job->row_bytes = args->tokens.row_bytes ? args->tokens.row_bytes : args->recv.row_bytes;
+    job->num_tokens = rows_of(&args->tokens);
+    job->recv_rows = rows_of(&args->recv);
+    job->aligned = is_aligned(&args->tokens) && is_aligned(&args->recv);
+    job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
+    job->lag = DISPATCH_LAG;
+    mix(a, (uint64_t)job->row_bytes);
+    mix(a, args->recv_weight != NULL);
+    return EPIC_OK;
+}
+
+static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
+{
+    p2p_dispatch_job job = {0};
+    alike a = {EPIC_OP_DISPATCH};
+    TRY(p2p_whole(g));
+    TRY(fill_dispatch(g, &job, args, &a));
+    job.plan.seat = seat_of(g, &args->call, EPIC_OP_DISPATCH, a);
+    job.plan.plan = (uint8_t *)(uintptr_t)args->plan;
+    job.plan_bytes = (int64_t)args->plan_bytes;
+    return p2p_cuda(p2p_launch_dispatch(&job, sms_of(g, &args->call), stream_of(&args->call)),
+                    "launching dispatch");
+}
+
+/* Rows can leave before the plan is known if nothing is dropped and all fit the staging. */
+static bool overlaps(const epic_group *g, const p2p_dispatch_job *job)
+{
+    const int64_t row = device_round_up(job->row_bytes, 16);
+    return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR &&
+           g->config.max_tokens * row <= g->seat.at.source_bytes;
+}
+
+static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
+                                 const epic_dispatch_args *args)
+{
+    p2p_dispatch_job job = {0};
+    alike a = {EPIC_OP_PLAN * 16 + EPIC_OP_DISPATCH};
+    TRY(p2p_whole(g));
+    TRY(fill_dispatch(g, &job, args, &a));
+    TRY(fill_plan(g, &job.plan, plan_args, &a));
+    if (!overlaps(g, &job)) {
+        epic_dispatch_args second = *args;
+        second.call = plan_args->call;
+        second.plan = plan_args->plan;
+        second.plan_bytes = plan_args->plan_bytes;
+        TRY(plan(g, plan_args));
+        return dispatch(g, &second);
+    }
+    job.plan.seat = seat_of(g, &plan_args->call, EPIC_OP_DISPATCH, a);
+    job.plan_bytes = (int64_t)plan_args->plan_bytes;
+    return p2p_cuda(p2p_launch_dispatch(&job, sms_of(g, &plan_args->call),
+                                        stream_of(&plan_args->call)),
+                    "launching plan and dispatch");
+}
+
+/* ------------------------------------------------------------- combine and gradients ---- */
+
+static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epic_call *call,
+                                  const epic_rows *rows, const epic_rows *out, alike a,
+                                  epic_operation operation)
+{
+    TRY(check_type(job->type));
+    TRY(check_row(g, "rows", rows));
+    job->rows = rows->data;
+    job->out = out->data;
+    job->row_bytes = rows->row_bytes ? rows->row_bytes : out->row_bytes;
+    job->num_tokens = rows_of(out);
+    job->num_rows = rows_of(rows);
+    job->aligned = is_aligned(rows) && is_aligned(out);
+    job->lag = COMBINE_LAG;
+    job->deep = g->deep;
+    mix(&a, (uint64_t)job->row_bytes);
+    mix(&a, job->type);
+    job->seat = seat_of(g, call, operation, a);
+    return p2p_cuda(p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
+                    "launching combine");
+}
+
+static epic_result combine(epic_group *g, const epic_combine_args *args)
+{
+    p2p_combine_job job = {0};
+    alike a = {EPIC_OP_COMBINE};
+    TRY(p2p_whole(g));
+    job.plan = args->plan;
+    job.plan_bytes = (int64_t)args->plan_bytes;
+    job.slot_weights = args->slot_weights;
+    job.type = args->type;
+    mix(&a, args->slot_weights != NULL);
+    return launch_combine(g, &job, &args->call, &args->rows, &args->out, a, EPIC_OP_COMBINE);
+}
+
+static epic_result dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
+{
+    p2p_combine_job job = {0};
+    alike a = {EPIC_OP_DISPATCH_BACKWARD};
+    TRY(p2p_whole(g));
+    job.plan = args->plan;
+    job.plan_bytes = (int64_t)args->plan_bytes;
+    job.slot_floats = args->d_recv_weight;
+    job.choice_floats = args->d_weights;
+    job.type = args->type;
+    mix(&a, args->d_weights != NULL);
+    return launch_combine(g, &job, &args->call, &args->d_recv, &args->d_tokens, a,
+                          EPIC_OP_DISPATCH_BACKWARD);
+}
+
+static epic_result combine_backward(epic_group *g, const epic_combine_backward_args *args)
+{
+    p2p_combine_backward_job job = {0};
+    alike a = {EPIC_OP_COMBINE_BACKWARD};
+    TRY(p2p_whole(g));
+    TRY(check_type(args->type));
+    if (args->quantise) return not_yet("quantising on the way");
+    TRY(check_row(g, "d_out", &args->d_out));
+    job.plan = args->plan;
+    job.plan_bytes = (int64_t)args->plan_bytes;
+    job.d_out = args->d_out.data;
+    job.rows = args->rows.data;
+    job.d_rows = args->d_rows.data;
+    job.slot_weights = args->slot_weights;
+    job.d_slot_weights = args->d_slot_weights;
+    job.row_bytes = args->d_out.row_bytes ? args->d_out.row_bytes : args->d_rows.row_bytes;
+    job.num_tokens = rows_of(&args->d_out);
+    job.num_rows = rows_of(&args->d_rows);
+    if (args->d_slot_weights && args->rows.num_rows < job.num_rows)
+        job.num_rows = rows_of(&args->rows);
+    job.type = args->type;
+    job.aligned = is_aligned(&args->d_out) && is_aligned(&args->d_rows) &&
+                  (!args->d_slot_weights || is_aligned(&args->rows));
+    job.zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
+    job.lag = BACKWARD_LAG;
+    mix(&a, (uint64_t)job.row_bytes);
+    mix(&a, args->type);
+    mix(&a, (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
+    job.seat = seat_of(g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
+    return p2p_cuda(p2p_launch_combine_backward(&job, sms_of(g, &args->call),
+                                                stream_of(&args->call)),
+                    "launching combine_backward");
+}
+
+/* ------------------------------------------------------------------------------ sum ---- */
+
+static epic_result sum(epic_group *g, const epic_sum_args *args)
+{
+    const int64_t most = g->seat.at.source_bytes / 16 * 4; /* floats of one launch */
+    alike a = {EPIC_OP_SUM};
+    TRY(p2p_whole(g));
+    mix(&a, (uint64_t)args->count);
+    mix(&a, args->order);
+    int64_t done = 0;
+    do {
+        const int64_t left = args->count - done;
+        const p2p_sum_job job = {.seat = seat_of(g, &args->call, EPIC_OP_SUM, a),
+                                 .data = args->data + done,
+                                 .count = left < most ? left : most,
+                                 .order = args->order};
+        TRY(p2p_cuda(p2p_launch_sum(&job, sms_of(g, &args->call), stream_of(&args->call)),
+                     "launching sum"));
+        done += job.count;
+    } while (done < args->count);
+    return EPIC_OK;
+}
+
+const epic_steps p2p_steps = {
+    .plan = plan,
+    .dispatch = dispatch,
+    .plan_dispatch = plan_dispatch,
+    .combine = combine,
+    .dispatch_backward = dispatch_backward,
+    .combine_backward = combine_backward,
+    .sum = sum,
+    .check = p2p_check,
+    .abort = p2p_abort,
+};

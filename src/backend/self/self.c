@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One rank: the smallest complete backend.  There are no peers, so no note is ever asked for and
+ * no lane exists; what is left is which operations are in flight and what broke the group. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/backend.h"
+#include "core/error.h"
+
+struct epic_group {
+    pthread_mutex_t mutex; /* guards all below */
+    pthread_cond_t changed;
+    uint64_t used; /* a bit for each cell */
+    int num_cells;
+    epic_failure_info failure;
+};
+
+static int64_t lane_bytes(const epic_group *g, bool everyone)
+{
+    (void)g, (void)everyone;
+    return 0;
+}
+
+static int claim(epic_group *g)
+{
+    int cell = 0;
+    pthread_mutex_lock(&g->mutex);
+    while (cell < g->num_cells && g->used >> cell & 1) cell++;
+    if (cell < g->num_cells) g->used |= 1ull << cell;
+    pthread_mutex_unlock(&g->mutex);
+    return cell < g->num_cells ? cell : -1;
+}
+
+static void announce(epic_group *g, int cell, uint64_t tag, uint64_t place,
+                     const epic_note *note)
+{
+    (void)g, (void)cell, (void)tag, (void)place, (void)note;
+}
+
+static const epic_note *note(epic_group *g, int cell, int peer)
+{
+    (void)g, (void)cell, (void)peer;
+    return NULL;
+}
+
+static void shape(epic_group *g, int cell, const epic_flow *flow)
+{
+    (void)g, (void)cell, (void)flow;
+}
+
+static void *room(epic_group *g, int cell, int to, int64_t index)
+{
+    (void)g, (void)cell, (void)to, (void)index;
+    return NULL;
+}
+
+static void send_upto(epic_group *g, int cell, int to, int64_t upto)
+{
+    (void)g, (void)cell, (void)to, (void)upto;
+}
+
+static const void *entry(epic_group *g, int cell, int from, int64_t index)
+{
+    (void)g, (void)cell, (void)from, (void)index;
+    return NULL;
+}
+
+static void drop(epic_group *g, int cell, int from, int64_t upto)
+{
+    (void)g, (void)cell, (void)from, (void)upto;
+}
+
+static void finish(epic_group *g, int cell)
+{
+    pthread_mutex_lock(&g->mutex);
+    g->used &= ~(1ull << cell);
+    pthread_cond_broadcast(&g->changed);
+    pthread_mutex_unlock(&g->mutex);
+}
+
+/* Only a thread that found no free cell comes here, and not for long. */
+static void wait_for_change(epic_group *g, int cell, uint32_t phase, const uint64_t *waits_for,
+                            uint32_t ms)
+{
+    (void)cell, (void)phase, (void)waits_for;
+    struct timespec limit;
+    clock_gettime(CLOCK_MONOTONIC, &limit);
+    limit.tv_sec += ms / 1000;
+    limit.tv_nsec += ms % 1000 * 1000000L;
+    if (limit.tv_nsec >= 1000000000L) {
+        limit.tv_sec++;
+        limit.tv_nsec -= 1000000000L;
+    }
+    const uint64_t all = g->num_cells == 64 ? ~0ull : (1ull << g->num_cells) - 1;
+    pthread_mutex_lock(&g->mutex);
+    int late = 0;
+    while (g->used == all && !g->failure.result && !late)
+        late = pthread_cond_timedwait(&g->changed, &g->mutex, &limit);
+    pthread_mutex_unlock(&g->mutex);
+}
+
+static void look(epic_group *g, int peer, uint64_t tag, uint64_t place, epic_sight *out)
+{
+    (void)g, (void)peer, (void)tag, (void)place;
+    memset(out, 0, sizeof *out);
+}
+
+static void break_group(epic_group *g, const epic_failure_info *failure)
+{
+    pthread_mutex_lock(&g->mutex);
+    if (!g->failure.result) g->failure = *failure;
+    pthread_cond_broadcast(&g->changed);
+    pthread_mutex_unlock(&g->mutex);
+}
+
+static bool failure(epic_group *g, epic_failure_info *out)
+{
+    pthread_mutex_lock(&g->mutex);
+    const bool broken = g->failure.result != EPIC_OK;
+    if (broken) *out = g->failure;
+    pthread_mutex_unlock(&g->mutex);
+    return broken;
+}
+
+static uint64_t bytes_sent(const epic_group *g)
+{
+    (void)g;
+    return 0;
+}
+
+static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
+                     char *why)
+{
+    (void)peers, (void)config;
+    if (num_ranks == 1) return true;
+    strcpy(why, "self is for one rank");
+    return false;
+}
+
+static epic_result join(epic_group **out, const epic_join *join)
+{
+    epic_group *g = calloc(1, sizeof *g);
+    if (!g) return epic_fail(EPIC_ENOMEM, "no memory for a group of one: %zu bytes", sizeof *g);
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_mutex_init(&g->mutex, NULL);
+    pthread_cond_init(&g->changed, &clock);
+    pthread_condattr_destroy(&clock);
+    g->num_cells = (int)join->config->max_in_flight;
+    *out = g;
+    return EPIC_OK;
+}
+
+static void leave(epic_group *g)
+{
+    pthread_cond_destroy(&g->changed);
+    pthread_mutex_destroy(&g->mutex);
+    free(g);
+}
+
+static void memory(const epic_config *config, epic_memory_info *out)
+{
+    (void)config;
+    memset(out, 0, sizeof *out);
+    out->host_bytes = sizeof(epic_group);
+}
+
+static const epic_transport transport = {
+    .shares = true,
+    .lane_bytes = lane_bytes,
+    .claim = claim,
+    .announce = announce,
+    .note = note,
+    .shape = shape,
+    .room = room,
+    .send = send_upto,
+    .entry = entry,
+    .drop = drop,
+    .finish = finish,
+    .wait = wait_for_change,
+    .look = look,
+    .break_group = break_group,
+    .failure = failure,
+    .bytes_sent = bytes_sent,
+};
+
+const epic_backend epic_backend_self = {
+    .name = "self",
+    .can_join = can_join,
+    .join = join,
+    .leave = leave,
+    .memory = memory,
+    .transport = &transport,
+};

@@ -1,0 +1,37 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The group's failure: the first one that any rank reports. */
+#include <time.h>
+
+#include "backend/shared/shared.h"
+
+#define PATIENCE_NS 100000000ull /* for a rank that is writing its failure */
+
+/* Becomes the writer, also in place of one that died while it wrote. */
+static bool become_writer(epic_group *g)
+{
+    const uint64_t stop = shared_now_ns() + PATIENCE_NS;
+    for (;;) {
+        uint32_t state = load_ordered(&g->header->failure_state);
+        if (state == GROUP_BROKEN) return false;
+        const bool open = state == GROUP_WHOLE || shared_is_gone(g, (int)state - 1);
+        if (open && compare_swap(&g->header->failure_state, &state, (uint32_t)g->rank + 1))
+            return true;
+        if (shared_now_ns() >= stop) return false;
+        nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+    }
+}
+
+void shared_break(epic_group *g, const epic_failure_info *failure)
+{
+    if (!become_writer(g)) return;
+    g->header->failure = *failure;
+    store_ordered(&g->header->failure_state, GROUP_BROKEN);
+    shared_ring_all(g);
+}
+
+bool shared_failure(epic_group *g, epic_failure_info *out)
+{
+    if (load_ordered(&g->header->failure_state) != GROUP_BROKEN) return false;
+    *out = g->header->failure;
+    return true;
+}

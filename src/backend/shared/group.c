@@ -1,0 +1,140 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A rank takes its seat on a shared segment, and leaves it. */
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "backend/shared/shared.h"
+#include "core/error.h"
+
+#define SLICE_NS 100000000ull
+#define SPIN_NS 20000u
+
+uint64_t shared_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* A quarter of the deadline at most, so that a waiting rank is seen waiting when it comes. */
+static uint64_t slice_of(const epic_config *config)
+{
+    const uint64_t quarter = config->timeout_ms * 1000000ull / 4;
+    const uint64_t slice = quarter < SLICE_NS ? quarter : SLICE_NS;
+    return slice < 1000000 ? 1000000 : slice;
+}
+
+/* Spinning pays only while every rank has a core of its own and one is left over. */
+static uint64_t spin_of(int num_ranks)
+{
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof cores, &cores) != 0) return 0;
+    return CPU_COUNT(&cores) > num_ranks ? SPIN_NS : 0;
+}
+
+static int64_t private_bytes(const shared_layout *l)
+{
+    const size_t cell = sizeof(shared_exchange) + (size_t)l->num_ranks * sizeof(shared_link);
+    return (int64_t)(sizeof(epic_group) + (size_t)l->num_cells * cell);
+}
+
+void shared_memory(const epic_config *config, epic_memory_info *out)
+{
+    shared_layout layout;
+    memset(out, 0, sizeof *out);
+    if (shared_layout_of(config, &layout) != EPIC_OK) return;
+    out->host_bytes = private_bytes(&layout);
+    out->shared_bytes = layout.block_bytes;
+}
+
+static void place_exchanges(epic_group *g)
+{
+    for (int i = 0; i < g->layout.num_cells; i++) {
+        shared_exchange *x = &g->exchanges[i];
+        x->cell = cell_of(g, g->rank, i);
+        x->index = i;
+        x->links = g->links + (size_t)i * (size_t)g->num_ranks;
+    }
+}
+
+epic_result shared_open(epic_group **out, const epic_join *join, const shared_layout *layout,
+                        char *segment, bool across)
+{
+    const size_t cells = (size_t)layout->num_cells, ranks = (size_t)layout->num_ranks;
+    epic_group *g = calloc(1, sizeof *g);
+    if (g) {
+        g->exchanges = calloc(cells, sizeof *g->exchanges);
+        g->links = calloc(cells * ranks, sizeof *g->links);
+    }
+    if (!g || !g->exchanges || !g->links) {
+        if (g) shared_free(g);
+        return epic_fail(EPIC_ENOMEM, "no memory for %zu operations of %zu ranks: %lld bytes",
+                         cells, ranks, (long long)private_bytes(layout));
+    }
+    g->segment = segment;
+    g->header = (shared_header *)segment;
+    g->layout = *layout;
+    g->rank = join->meet->rank;
+    g->num_ranks = layout->num_ranks;
+    g->across = across;
+    g->slice_ns = slice_of(join->config);
+    g->spin_ns = spin_of(layout->num_ranks);
+    place_exchanges(g);
+    *out = g;
+    return EPIC_OK;
+}
+
+void shared_found(char *segment, const shared_layout *layout, uint64_t group_id)
+{
+    shared_header *header = (shared_header *)segment;
+    header->group_id = group_id;
+    header->num_ranks = (uint32_t)layout->num_ranks;
+    header->segment_bytes = (uint64_t)layout->segment_bytes;
+    header->magic = SEGMENT_MAGIC;
+}
+
+bool shared_is_ours(const char *segment, const shared_layout *layout, uint64_t group_id)
+{
+    const shared_header *header = (const shared_header *)segment;
+    return header->magic == SEGMENT_MAGIC && header->group_id == group_id &&
+           header->segment_bytes == (uint64_t)layout->segment_bytes;
+}
+
+void shared_say_goodbye(epic_group *g)
+{
+    store_ordered(&seat_of(g, g->rank)->closed, 1);
+    shared_ring_all(g);
+}
+
+void shared_free(epic_group *g)
+{
+    free(g->exchanges);
+    free(g->links);
+    free(g);
+}
+
+static uint64_t bytes_sent(const epic_group *g)
+{
+    return load_relaxed(&g->bytes_sent);
+}
+
+const epic_transport shared_transport = {
+    .shares = true,
+    .lane_bytes = shared_lane_bytes,
+    .claim = shared_claim,
+    .announce = shared_announce,
+    .note = shared_note,
+    .shape = shared_shape,
+    .room = shared_room,
+    .send = shared_send,
+    .entry = shared_entry,
+    .drop = shared_drop,
+    .finish = shared_finish,
+    .wait = shared_sleep,
+    .look = shared_look,
+    .break_group = shared_break,
+    .failure = shared_failure,
+    .bytes_sent = bytes_sent,
+};

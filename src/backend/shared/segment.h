@@ -1,0 +1,94 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What lies in the memory that the ranks of a group share.
+ *
+ *   segment:  header, then one block for each rank, page-aligned
+ *   block:    seat, cells [max_in_flight], staging [max_in_flight]
+ *   staging:  of one cell: the lane to everyone, then the lanes to each peer in rank order
+ *
+ * No addresses are kept in it: every rank may see it somewhere else.  It starts as zeros, and
+ * pages that nobody has touched take no memory.  Words that different ranks write lie on
+ * different cache lines. */
+#ifndef EPIC_SHARED_SEGMENT_H
+#define EPIC_SHARED_SEGMENT_H
+
+#include "backend/backend.h"
+#include "backend/shared/atomics.h"
+
+#define RANK_WORDS (EPIC_MAX_RANKS / 64)
+#define SEGMENT_MAGIC 0x31474553434950ull /* "PICSEG1" */
+
+/* failure_state, else: the rank that is writing the failure, plus one */
+#define GROUP_WHOLE 0u
+#define GROUP_BROKEN UINT32_MAX
+
+enum shared_bell { BELL_QUIET, BELL_ARMED, BELL_ASLEEP };
+
+/* A sleeping rank as its peers see it. */
+typedef struct shared_wait {
+    _Alignas(64) _Atomic uint64_t heartbeat_ns; /* 0: has not waited */
+    _Atomic uint32_t phase;
+    _Atomic uint64_t waits_for[RANK_WORDS];
+} shared_wait;
+
+/* Between the owner of a cell and one peer. */
+typedef struct shared_lane {
+    _Alignas(64) _Atomic int64_t dropped_everyone; /* written by the peer: entries, over all */
+    _Atomic int64_t dropped;                       /*   flows of the exchange */
+    _Atomic uint64_t done;             /* the cell's version that the peer needs no more */
+    _Alignas(64) _Atomic int64_t sent; /* written by the owner: entries, over all flows */
+} shared_lane;
+
+/* What one rank shows of one exchange.  Nobody but the owner writes, except bell and the peers'
+ * half of the lanes. */
+typedef struct shared_cell {
+    /* Even: the fields up to note belong to one exchange; odd: they are being written. */
+    _Alignas(64) _Atomic uint64_t version;
+    _Atomic uint64_t tag;
+    _Atomic uint64_t place;
+    _Atomic uint32_t operation;
+    _Atomic uint32_t finished;
+    _Alignas(64) _Atomic uint32_t bell; /* an enum shared_bell */
+    shared_wait wait;
+    _Alignas(64) _Atomic int64_t sent_everyone;
+    _Alignas(64) epic_note note;
+    shared_lane lanes[]; /* [num_ranks] */
+} shared_cell;
+
+/* One rank. */
+typedef struct shared_seat {
+    _Alignas(64) _Atomic uint32_t closed;
+    _Atomic uint32_t used_cells;        /* cells from here on have never been used */
+    _Atomic uint32_t last_cell;         /* cell of the last announcement, plus one */
+    _Alignas(64) _Atomic uint32_t door; /* rung when a cell may have come free */
+    _Atomic uint32_t sleepers;          /* threads at the door */
+    shared_wait wait;                   /* of those threads */
+} shared_seat;
+
+typedef struct shared_header {
+    uint64_t magic;
+    uint64_t group_id;
+    uint64_t segment_bytes;
+    uint32_t num_ranks;
+    _Atomic uint32_t num_departed; /* threads: the last to leave unmaps */
+    _Alignas(64) _Atomic uint32_t failure_state;
+    epic_failure_info failure;
+} shared_header;
+
+/* Where things are; follows from the configuration alone. */
+typedef struct shared_layout {
+    int num_ranks;
+    int num_cells;
+    int64_t everyone_bytes; /* lanes */
+    int64_t private_bytes;
+    int64_t cell_bytes;
+    int64_t staging_bytes; /* of one cell */
+    int64_t cells_at;      /* in a block */
+    int64_t staging_at;
+    int64_t block_bytes;
+    int64_t segment_bytes;
+} shared_layout;
+
+/* EPIC_EINVAL: staging_bytes is too little; the sentence names the least. */
+epic_result shared_layout_of(const epic_config *config, shared_layout *out);
+
+#endif

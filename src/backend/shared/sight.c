@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Where a peer was last seen. */
+#include <string.h>
+
+#include "backend/shared/shared.h"
+
+#define GRACE_NS 100000000ull
+
+bool shared_is_gone(epic_group *g, int peer)
+{
+    return load_acquire(&seat_of(g, peer)->closed) || (g->is_dead && g->is_dead(g, peer));
+}
+
+/* Waiting ranks show a sign of life every slice; the rest is for a busy machine. */
+static bool is_fresh(const epic_group *g, const shared_wait *wait)
+{
+    const uint64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = shared_now_ns();
+    const uint64_t slices = g->slice_ns * 5 / 2, limit = slices > GRACE_NS ? slices : GRACE_NS;
+    return heartbeat && (now < heartbeat || now - heartbeat < limit);
+}
+
+static void add_wait(const epic_group *g, const shared_wait *wait, epic_sight *out)
+{
+    if (!is_fresh(g, wait)) return;
+    out->waiting = true;
+    for (int w = 0; w < (g->num_ranks + 63) / 64; w++)
+        out->waits_for[w] |= load_relaxed(&wait->waits_for[w]);
+}
+
+/* All that the peer waits for, in whatever operation. */
+static void add_all_waits(const epic_group *g, int peer, epic_sight *out)
+{
+    const shared_seat *seat = seat_of(g, peer);
+    const int used = (int)load_ordered(&seat->used_cells);
+    for (int i = 0; i < used && i < g->layout.num_cells; i++) {
+        const shared_cell *cell = cell_of(g, peer, i);
+        if (!load_acquire(&cell->finished)) add_wait(g, &cell->wait, out);
+    }
+    if (load_acquire(&seat->sleepers)) add_wait(g, &seat->wait, out);
+}
+
+/* The last announcement.  Its cell may be rewritten meanwhile, by a newer one. */
+static void add_last(const epic_group *g, int peer, epic_sight *out)
+{
+    for (int attempt = 0; attempt < 100; attempt++) {
+        const uint32_t last = load_acquire(&seat_of(g, peer)->last_cell);
+        if (last == 0 || last > (uint32_t)g->layout.num_cells) return;
+        const shared_cell *cell = cell_of(g, peer, (int)last - 1);
+        const uint64_t version = load_acquire(&cell->version);
+        out->tag = load_acquire(&cell->tag);
+        out->place = load_acquire(&cell->place);
+        out->operation = load_acquire(&cell->operation);
+        out->inside = !load_acquire(&cell->finished);
+        if (version % 2 == 0 && load_relaxed(&cell->version) == version) return;
+    }
+}
+
+void shared_look(epic_group *g, int peer, uint64_t tag, uint64_t place, epic_sight *out)
+{
+    memset(out, 0, sizeof *out);
+    out->closed = load_acquire(&seat_of(g, peer)->closed);
+    out->gone = shared_is_gone(g, peer);
+    add_last(g, peer, out);
+    int index;
+    const shared_cell *cell = shared_find(g, peer, tag, place, 0, &index);
+    out->came = cell || (out->operation && out->tag == tag && out->place >= place);
+    if (cell) out->phase = load_acquire(&cell->wait.phase);
+    if (cell && !load_acquire(&cell->finished))
+        add_wait(g, &cell->wait, out);
+    else
+        add_all_waits(g, peer, out);
+}

@@ -1,0 +1,140 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Sleeping and waking.
+ *
+ * A bell is quiet, armed or asleep.  wait() on a quiet bell arms it and returns, so that its
+ * caller asks once more; wait() on an armed bell, which nobody has rung since, sleeps.  Whoever
+ * changes something stores first and then looks at the bell, both ordered: it sees the bell
+ * armed, or the questions that follow the arming see the change. */
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "backend/shared/shared.h"
+
+static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, uint64_t ns)
+{
+    const struct timespec limit = {.tv_sec = (time_t)(ns / 1000000000u),
+                                   .tv_nsec = (long)(ns % 1000000000u)};
+    const int op = g->across ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE;
+    syscall(SYS_futex, word, op, seen, &limit, NULL, 0);
+}
+
+static void futex_wake(const epic_group *g, _Atomic uint32_t *word)
+{
+    const int op = g->across ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE;
+    syscall(SYS_futex, word, op, INT_MAX, NULL, NULL, 0);
+}
+
+void shared_ring(const epic_group *g, shared_cell *cell)
+{
+    if (load_ordered(&cell->bell) == BELL_QUIET) return;
+    if (swap_ordered(&cell->bell, BELL_QUIET) == BELL_ASLEEP) futex_wake(g, &cell->bell);
+}
+
+void shared_ring_door(const epic_group *g, int rank)
+{
+    shared_seat *seat = seat_of(g, rank);
+    if (load_ordered(&seat->sleepers) == 0) return;
+    add_ordered(&seat->door, 1);
+    futex_wake(g, &seat->door);
+}
+
+void shared_ring_all(const epic_group *g)
+{
+    for (int r = 0; r < g->num_ranks; r++) {
+        shared_ring_door(g, r);
+        const int used = (int)load_ordered(&seat_of(g, r)->used_cells);
+        for (int i = 0; i < used && i < g->layout.num_cells; i++)
+            shared_ring(g, cell_of(g, r, i));
+    }
+}
+
+static void show_wait(const epic_group *g, shared_wait *wait, uint32_t phase,
+                      const uint64_t *waits_for)
+{
+    for (int w = 0; w < (g->num_ranks + 63) / 64; w++)
+        store_relaxed(&wait->waits_for[w], waits_for[w]);
+    store_relaxed(&wait->phase, phase);
+    store_release(&wait->heartbeat_ns, shared_now_ns());
+}
+
+static bool awaits_the_gone(epic_group *g, const uint64_t *waits_for)
+{
+    for (int r = 0; r < g->num_ranks; r++)
+        if (waits_for[r / 64] >> (r % 64) & 1 && shared_is_gone(g, r)) return true;
+    return false;
+}
+
+/* Shows a sign of life between two slices of sleep.  False: enough slept. */
+static bool sleeps_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
+                      uint64_t deadline)
+{
+    const uint64_t now = shared_now_ns();
+    store_release(&wait->heartbeat_ns, now);
+    return now < deadline && load_ordered(&g->header->failure_state) == GROUP_WHOLE &&
+           !awaits_the_gone(g, waits_for);
+}
+
+static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, uint64_t deadline)
+{
+    const uint64_t now = shared_now_ns();
+    if (now >= deadline) return;
+    const uint64_t left = deadline - now;
+    futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
+}
+
+static bool spin(const epic_group *g, shared_cell *cell)
+{
+    const uint64_t stop = g->spin_ns ? shared_now_ns() + g->spin_ns : 0;
+    while (stop && shared_now_ns() < stop)
+        if (load_acquire(&cell->bell) == BELL_QUIET) return true;
+    return false;
+}
+
+static void sleep_on_bell(epic_group *g, shared_cell *cell, const uint64_t *waits_for,
+                          uint64_t deadline)
+{
+    uint32_t armed = BELL_ARMED;
+    if (spin(g, cell) || !compare_swap(&cell->bell, &armed, BELL_ASLEEP)) return;
+    do sleep_slice(g, &cell->bell, BELL_ASLEEP, deadline);
+    while (load_acquire(&cell->bell) == BELL_ASLEEP &&
+           sleeps_on(g, &cell->wait, waits_for, deadline));
+}
+
+static bool any_cell_free(epic_group *g)
+{
+    for (int i = 0; i < g->layout.num_cells; i++)
+        if (shared_cell_is_free(g, &g->exchanges[i])) return true;
+    return false;
+}
+
+/* Several threads may stand at the door; each asks for itself after it has been counted. */
+static void sleep_at_door(epic_group *g, const uint64_t *waits_for, uint64_t deadline)
+{
+    shared_seat *seat = seat_of(g, g->rank);
+    add_ordered(&seat->sleepers, 1);
+    do {
+        const uint32_t seen = load_ordered(&seat->door);
+        if (any_cell_free(g)) break;
+        sleep_slice(g, &seat->door, seen, deadline);
+    } while (sleeps_on(g, &seat->wait, waits_for, deadline));
+    add_ordered(&seat->sleepers, (uint32_t)-1);
+}
+
+void shared_sleep(epic_group *g, int index, uint32_t phase, const uint64_t *waits_for,
+                  uint32_t ms)
+{
+    const uint64_t deadline = shared_now_ns() + ms * 1000000ull;
+    if (index < 0) {
+        show_wait(g, &seat_of(g, g->rank)->wait, phase, waits_for);
+        sleep_at_door(g, waits_for, deadline);
+        return;
+    }
+    shared_cell *cell = g->exchanges[index].cell;
+    show_wait(g, &cell->wait, phase, waits_for);
+    if (load_relaxed(&cell->bell) != BELL_QUIET) sleep_on_bell(g, cell, waits_for, deadline);
+    store_ordered(&cell->bell, BELL_ARMED);
+}

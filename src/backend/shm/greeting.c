@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Sending and receiving greetings, with a descriptor beside them. */
+#include "backend/shm/greeting.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "core/error.h"
+
+/* Room for the descriptor that travels with a message. */
+typedef union descriptor {
+    struct cmsghdr header;
+    char bytes[CMSG_SPACE(sizeof(int))];
+} descriptor;
+
+epic_result greeting_refused(const char *what)
+{
+    const char *hint = errno == EMFILE ? "; raise the limit on open files (ulimit -n)" : "";
+    return epic_fail(EPIC_EDEVICE, "shm: %s: %s%s", what, strerror(errno), hint);
+}
+
+epic_result greeting_left(int peer)
+{
+    return epic_fail(EPIC_EPEER, "shm: rank %d left while the group was joined", peer);
+}
+
+static void attach(struct msghdr *message, descriptor *control, int memory)
+{
+    message->msg_control = control->bytes;
+    message->msg_controllen = sizeof control->bytes;
+    struct cmsghdr *c = CMSG_FIRSTHDR(message);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(c), &memory, sizeof memory);
+}
+
+epic_result greeting_send(int fd, const greeting *hello, int to, int memory)
+{
+    struct iovec part = {.iov_base = (void *)hello, .iov_len = sizeof *hello};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+    descriptor control = {0};
+    if (memory >= 0) attach(&message, &control, memory);
+    ssize_t sent;
+    do sent = sendmsg(fd, &message, MSG_NOSIGNAL);
+    while (sent < 0 && errno == EINTR);
+    if (sent == (ssize_t)sizeof *hello) return EPIC_OK;
+    return errno == EPIPE || errno == ECONNRESET ? greeting_left(to)
+                                                 : greeting_refused("sendmsg");
+}
+
+bool greeting_receive(int fd, greeting *hello, int *memory)
+{
+    struct iovec part = {.iov_base = hello, .iov_len = sizeof *hello};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+    descriptor control = {0};
+    if (memory) {
+        message.msg_control = control.bytes;
+        message.msg_controllen = CMSG_LEN(sizeof(int)); /* one and no more */
+    }
+    ssize_t got;
+    do got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    while (got < 0 && errno == EINTR);
+    const struct cmsghdr *c = got < 0 ? NULL : CMSG_FIRSTHDR(&message);
+    if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS)
+        memcpy(memory, CMSG_DATA(c), sizeof *memory);
+    return got == (ssize_t)sizeof *hello && !(message.msg_flags & MSG_TRUNC);
+}
+
+bool greeting_is_of_same_user(int fd)
+{
+    struct ucred who;
+    socklen_t length = sizeof who;
+    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
+}

@@ -1,0 +1,341 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Connecting every two ranks of one host.
+ *
+ * Each rank listens on an abstract UNIX address with a random name and tells it to the others,
+ * with a secret, through the meeting.  It calls every lower rank and is called by every higher
+ * one.  The caller's first message brings the secret of the rank that it calls, the answer
+ * brings the caller's: both prove that they were at the meeting.  Calling never waits for the
+ * other side, so there is no order in which the ranks could block one another. */
+#include "backend/shm/lines.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "backend/shm/greeting.h"
+#include "core/error.h"
+
+#define NAME_LENGTH 31
+#define MORE_GUESTS 16 /* callers beside the ranks that may be heard at once */
+
+/* What a rank tells the others through the meeting. */
+typedef struct card {
+    uint64_t ready;
+    uint64_t secret[2];
+    char name[NAME_LENGTH + 1];
+} card;
+
+typedef struct opening {
+    shm_lines *lines;
+    const epic_join *join;
+    card *cards;          /* [num_ranks] */
+    struct pollfd *polls; /* [num_polls] listener, guests, lines */
+    int *guests;          /* [num_guests] sockets not yet known to be a rank's; -1: none */
+    int num_guests;
+    int num_polls;
+    int listener;
+    int missing; /* higher ranks that have not called yet */
+    uint64_t deadline_ns;
+    int *memory;
+} opening;
+
+static uint64_t clock_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static void close_socket(int *fd)
+{
+    if (*fd >= 0) close(*fd);
+    *fd = -1;
+}
+
+static struct sockaddr_un address_of(const card *c, socklen_t *length)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    memcpy(address.sun_path + 1, c->name, NAME_LENGTH); /* abstract: begins with a zero */
+    *length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + NAME_LENGTH);
+    return address;
+}
+
+/* ------------------------------------------------------------------------ greetings ---- */
+
+static epic_result say(const opening *o, int fd, int to, int memory)
+{
+    greeting hello = {.group_id = o->join->group_id, .rank = o->lines->rank};
+    memcpy(hello.secret, o->cards[to].secret, sizeof hello.secret);
+    return greeting_send(fd, &hello, to, memory);
+}
+
+/* The rank that speaks, or -1: not one of us. */
+static int hear(const opening *o, int fd, int *memory)
+{
+    greeting hello;
+    const card *mine = &o->cards[o->lines->rank];
+    if (!greeting_receive(fd, &hello, memory) || hello.group_id != o->join->group_id ||
+        memcmp(hello.secret, mine->secret, sizeof hello.secret) != 0 || hello.rank < 0 ||
+        hello.rank >= o->lines->num_ranks)
+        return -1;
+    return (int)hello.rank;
+}
+
+/* -------------------------------------------------------------------------- waiting ---- */
+
+/* EPIC_OK: something may have come.  A line that hangs up ends the opening. */
+static epic_result await_polls(opening *o, const char *what)
+{
+    const uint64_t now = clock_ns();
+    if (now >= o->deadline_ns)
+        return epic_fail(EPIC_ETIMEOUT, "shm: %s did not come within %u ms", what,
+                         o->join->config->timeout_ms);
+    const uint64_t ms = (o->deadline_ns - now) / 1000000 + 1;
+    const int got = poll(o->polls, (nfds_t)o->num_polls, ms < 60000 ? (int)ms : 60000);
+    if (got < 0 && errno != EINTR) return greeting_refused("poll");
+    const struct pollfd *lines = o->polls + 1 + o->num_guests;
+    for (int r = 0; got > 0 && r < o->lines->num_ranks; r++)
+        if (lines[r].revents & (POLLHUP | POLLERR | POLLNVAL) && !(lines[r].revents & POLLIN))
+            return greeting_left(r);
+    return EPIC_OK;
+}
+
+static void set_polls(opening *o, int awaited)
+{
+    bool listen = false;
+    for (int i = 0; i < o->num_guests && o->missing > 0; i++) listen |= o->guests[i] < 0;
+    struct pollfd *p = o->polls;
+    *p++ = (struct pollfd){.fd = listen ? o->listener : -1, .events = POLLIN};
+    for (int i = 0; i < o->num_guests; i++)
+        *p++ = (struct pollfd){.fd = o->guests[i], .events = POLLIN};
+    for (int r = 0; r < o->lines->num_ranks; r++)
+        *p++ = (struct pollfd){.fd = o->lines->sockets[r],
+                               .events = (short)(r == awaited ? POLLIN : 0)};
+}
+
+/* ------------------------------------------------------------------ calling and called ---- */
+
+static epic_result open_listener(opening *o, card *mine)
+{
+    unsigned char random[(NAME_LENGTH - 5) / 2];
+    if (getrandom(random, sizeof random, 0) != (ssize_t)sizeof random ||
+        getrandom(mine->secret, sizeof mine->secret, 0) != (ssize_t)sizeof mine->secret)
+        return greeting_refused("getrandom");
+    memcpy(mine->name, "epic.", 5);
+    for (size_t i = 0; i < sizeof random; i++)
+        snprintf(mine->name + 5 + 2 * i, 3, "%02x", random[i]);
+    o->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (o->listener < 0) return greeting_refused("socket");
+    socklen_t length;
+    const struct sockaddr_un address = address_of(mine, &length);
+    if (bind(o->listener, (const struct sockaddr *)&address, length) != 0)
+        return greeting_refused("bind");
+    if (listen(o->listener, o->lines->num_ranks + MORE_GUESTS) != 0)
+        return greeting_refused("listen");
+    return EPIC_OK;
+}
+
+/* Never waits for the peer, only, where the system keeps few callers, for a place in its queue. */
+static epic_result call_rank(opening *o, int peer)
+{
+    int *line = &o->lines->sockets[peer];
+    *line = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (*line < 0) return greeting_refused("socket");
+    socklen_t length;
+    const struct sockaddr_un address = address_of(&o->cards[peer], &length);
+    while (connect(*line, (const struct sockaddr *)&address, length) != 0) {
+        if (errno == ECONNREFUSED) return greeting_left(peer);
+        if (errno != EAGAIN && errno != EINTR) return greeting_refused("connect");
+        if (clock_ns() >= o->deadline_ns)
+            return epic_fail(EPIC_ETIMEOUT, "shm: rank %d did not answer within %u ms", peer,
+                             o->join->config->timeout_ms);
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    if (!greeting_is_of_same_user(*line))
+        return epic_fail(EPIC_EDEVICE, "shm: rank %d belongs to another user", peer);
+    return say(o, *line, peer, -1);
+}
+
+static void admit_guests(opening *o)
+{
+    for (int i = 0; i < o->num_guests; i++) {
+        if (o->guests[i] >= 0) continue;
+        o->guests[i] = accept4(o->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        if (o->guests[i] < 0) return;
+        if (!greeting_is_of_same_user(o->guests[i])) close_socket(&o->guests[i]);
+    }
+}
+
+/* A guest has spoken: a higher rank that has not called yet becomes a line, others go. */
+static epic_result receive_guest(opening *o, int *guest)
+{
+    shm_lines *lines = o->lines;
+    const int rank = hear(o, *guest, NULL);
+    if (rank <= lines->rank || lines->sockets[rank] >= 0) {
+        close_socket(guest);
+        return EPIC_OK;
+    }
+    lines->sockets[rank] = *guest;
+    *guest = -1;
+    o->missing--;
+    return say(o, lines->sockets[rank], rank, lines->rank == 0 ? *o->memory : -1);
+}
+
+static int first_missing(const opening *o)
+{
+    int r = o->lines->rank + 1;
+    while (r < o->lines->num_ranks && o->lines->sockets[r] >= 0) r++;
+    return r;
+}
+
+static epic_result answer_calls(opening *o)
+{
+    while (o->missing > 0) {
+        char who[32];
+        snprintf(who, sizeof who, "rank %d", first_missing(o));
+        set_polls(o, -1);
+        TRY(await_polls(o, who));
+        for (int i = 0; i < o->num_guests; i++)
+            if (o->guests[i] >= 0 && o->polls[1 + i].revents)
+                TRY(receive_guest(o, &o->guests[i]));
+        if (o->polls[0].revents) admit_guests(o);
+    }
+    return EPIC_OK;
+}
+
+static epic_result hear_answer(opening *o, int peer)
+{
+    const int *line = &o->lines->sockets[peer];
+    const struct pollfd *polled = &o->polls[1 + o->num_guests + peer];
+    char who[48];
+    snprintf(who, sizeof who, "the answer of rank %d", peer);
+    do {
+        set_polls(o, peer);
+        TRY(await_polls(o, who));
+    } while (!polled->revents);
+    if (hear(o, *line, peer == 0 ? o->memory : NULL) != peer) return greeting_left(peer);
+    if (*o->memory < 0 && peer == 0)
+        return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent no memory");
+    return EPIC_OK;
+}
+
+static epic_result connect_all(opening *o)
+{
+    const int rank = o->lines->rank;
+    for (int r = 0; r < rank; r++) TRY(call_rank(o, r));
+    TRY(answer_calls(o));
+    for (int r = 0; r < rank; r++) TRY(hear_answer(o, r));
+    return EPIC_OK;
+}
+
+/* Calls the lower ranks and hangs up, so that none of them waits for us.  The sentence stays. */
+static epic_result call_off(opening *o, epic_result result)
+{
+    char sentence[512];
+    snprintf(sentence, sizeof sentence, "%s", epic_sentence());
+    close_socket(&o->listener);
+    for (int r = 0; r < o->lines->num_ranks; r++) close_socket(&o->lines->sockets[r]);
+    for (int r = 0; r < o->lines->rank; r++) {
+        call_rank(o, r);
+        close_socket(&o->lines->sockets[r]);
+    }
+    return epic_fail(result, "%s", sentence);
+}
+
+/* ------------------------------------------------------------------------- the whole ---- */
+
+static epic_result allocate(opening *o)
+{
+    const int n = o->lines->num_ranks;
+    o->num_guests = n + MORE_GUESTS;
+    o->num_polls = 1 + o->num_guests + n;
+    o->missing = n - 1 - o->lines->rank;
+    o->cards = calloc((size_t)n, sizeof *o->cards);
+    o->polls = calloc((size_t)o->num_polls, sizeof *o->polls);
+    o->guests = malloc((size_t)o->num_guests * sizeof *o->guests);
+    for (int i = 0; o->guests && i < o->num_guests; i++) o->guests[i] = -1;
+    if (o->cards && o->polls && o->guests) return EPIC_OK;
+    return epic_fail(EPIC_ENOMEM, "shm: no memory to connect %d ranks", n);
+}
+
+static void release(opening *o)
+{
+    for (int i = 0; o->guests && i < o->num_guests; i++) close_socket(&o->guests[i]);
+    close_socket(&o->listener);
+    free(o->cards);
+    free(o->polls);
+    free(o->guests);
+}
+
+/* Every rank comes to the gathering, also one whose `result` is bad by now. */
+static epic_result swap_cards(opening *o, epic_result result, card *mine)
+{
+    const epic_meet *meet = o->join->meet;
+    mine->ready = result == EPIC_OK;
+    const epic_result met = meet->gather(meet->self, mine, o->cards, sizeof *mine);
+    if (result != EPIC_OK) return result;
+    if (met != EPIC_OK) return epic_fail(EPIC_EPEER, "shm: the meeting failed");
+    for (int r = 0; r < meet->num_ranks; r++)
+        if (!o->cards[r].ready)
+            return epic_fail(EPIC_EPEER, "shm: rank %d could not join; its own error says why",
+                             r);
+    return EPIC_OK;
+}
+
+epic_result lines_open(shm_lines *lines, const epic_join *join, bool ready, int *memory)
+{
+    opening o = {.lines = lines,
+                 .join = join,
+                 .listener = -1,
+                 .memory = memory,
+                 .deadline_ns = clock_ns() + join->config->timeout_ms * 1000000ull};
+    card mine = {0};
+    epic_result result = allocate(&o); /* without it the peers' meeting must time out */
+    if (result == EPIC_OK) {
+        result = ready ? open_listener(&o, &mine) : EPIC_EDEVICE;
+        result = swap_cards(&o, result, &mine);
+    }
+    if (result == EPIC_OK) {
+        result = connect_all(&o);
+        if (result != EPIC_OK) result = call_off(&o, result);
+    }
+    release(&o);
+    return result;
+}
+
+epic_result lines_alloc(shm_lines *lines, int rank, int num_ranks)
+{
+    *lines = (shm_lines){.rank = rank, .num_ranks = num_ranks};
+    lines->sockets = malloc((size_t)num_ranks * sizeof *lines->sockets);
+    lines->dead = calloc((size_t)num_ranks, sizeof *lines->dead);
+    for (int r = 0; lines->sockets && r < num_ranks; r++) lines->sockets[r] = -1;
+    if (lines->sockets && lines->dead) return EPIC_OK;
+    return epic_fail(EPIC_ENOMEM, "shm: no memory for lines to %d ranks", num_ranks);
+}
+
+void lines_close(shm_lines *lines)
+{
+    for (int r = 0; lines->sockets && r < lines->num_ranks; r++)
+        close_socket(&lines->sockets[r]);
+    free(lines->sockets);
+    free(lines->dead);
+    lines->sockets = NULL;
+    lines->dead = NULL;
+}
+
+bool lines_is_dead(shm_lines *lines, int peer)
+{
+    if (peer == lines->rank) return false;
+    if (load_relaxed(&lines->dead[peer])) return true;
+    struct pollfd line = {.fd = lines->sockets[peer], .events = POLLRDHUP};
+    if (poll(&line, 1, 0) <= 0) return false;
+    store_relaxed(&lines->dead[peer], true);
+    return true;
+}

@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Ranks that are processes of one host.  Rank 0 makes anonymous memory and hands it to the
+ * others over their lines; nothing of it has a name that could be left behind.
+ *
+ * A child that a rank forks without exec keeps the rank's lines open: as long as it lives, the
+ * peers do not see the rank die, and wait until their deadline. */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "backend/shared/shared.h"
+#include "backend/shm/lines.h"
+#include "core/error.h"
+
+#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+
+static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
+                     char *why)
+{
+    (void)config;
+    if (num_ranks > EPIC_MAX_RANKS) {
+        snprintf(why, 256, "shm is for at most %d ranks", EPIC_MAX_RANKS);
+        return false;
+    }
+    const epic_peer *a = &peers[0];
+    for (int r = 1; r < num_ranks; r++) {
+        const epic_peer *b = &peers[r];
+        const char *what = memcmp(a->host, b->host, sizeof a->host) != 0 ? "on another host"
+                           : a->uid != b->uid                            ? "of another user"
+                           : a->network_ns != b->network_ns ? "in another network namespace"
+                                                            : NULL;
+        if (!what) continue;
+        snprintf(why, 256,
+                 "shm is for processes of one host and user; rank %d is %s than rank 0", r,
+                 what);
+        return false;
+    }
+    return true;
+}
+
+static epic_result no_memory(const shared_layout *l, const char *what)
+{
+    return epic_fail(EPIC_ENOMEM,
+                     "shm: %s of %lld bytes: %s; lower config.max_in_flight or "
+                     "config.staging_bytes",
+                     what, (long long)l->segment_bytes, strerror(errno));
+}
+
+/* Growing a file past the limit would raise SIGXFSZ. */
+static bool exceeds_file_limit(const shared_layout *l)
+{
+    struct rlimit limit;
+    return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+           (uint64_t)l->segment_bytes > limit.rlim_cur;
+}
+
+static epic_result map_memory(const shared_layout *l, int memory, char **segment)
+{
+    void *at = mmap(NULL, (size_t)l->segment_bytes, PROT_READ | PROT_WRITE,
+                    MAP_SHARED | MAP_NORESERVE, memory, 0);
+    if (at == MAP_FAILED) return no_memory(l, "mapping the shared memory");
+    *segment = at;
+    return EPIC_OK;
+}
+
+/* Sealed, so that nobody can take the pages from under the others. */
+static epic_result make_memory(const shared_layout *l, uint64_t group_id, int *memory,
+                               char **segment)
+{
+    if (exceeds_file_limit(l)) {
+        errno = EFBIG;
+        return no_memory(l, "shared memory (ulimit -f)");
+    }
+    *memory = memfd_create("epic-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (*memory < 0 || ftruncate(*memory, l->segment_bytes) != 0 ||
+        fcntl(*memory, F_ADD_SEALS, SEALS) != 0)
+        return no_memory(l, "making shared memory");
+    TRY(map_memory(l, *memory, segment));
+    shared_found(*segment, l, group_id);
+    return EPIC_OK;
+}
+
+static epic_result take_memory(const shared_layout *l, uint64_t group_id, int memory,
+                               char **segment)
+{
+    struct stat status;
+    const int seals = fcntl(memory, F_GET_SEALS);
+    if (fstat(memory, &status) != 0 || status.st_size != l->segment_bytes || seals < 0 ||
+        (seals & SEALS) != SEALS)
+        return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent something else than the memory");
+    TRY(map_memory(l, memory, segment));
+    if (shared_is_ours(*segment, l, group_id)) return EPIC_OK;
+    return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent the memory of another group");
+}
+
+static bool is_dead(epic_group *group, int peer)
+{
+    return lines_is_dead(group->own, peer);
+}
+
+static epic_result join_with(epic_group **out, const epic_join *join, const shared_layout *l,
+                             shm_lines *lines, int *memory, char **segment)
+{
+    const bool first = join->meet->rank == 0;
+    epic_result result = lines_alloc(lines, join->meet->rank, join->meet->num_ranks);
+    if (result == EPIC_OK && first) result = make_memory(l, join->group_id, memory, segment);
+    const epic_result opened = lines_open(lines, join, result == EPIC_OK, memory);
+    if (result != EPIC_OK) return result;
+    TRY(opened);
+    if (!first) TRY(take_memory(l, join->group_id, *memory, segment));
+    TRY(shared_open(out, join, l, *segment, true));
+    (*out)->is_dead = is_dead;
+    (*out)->own = lines;
+    return EPIC_OK;
+}
+
+static epic_result shm_join(epic_group **out, const epic_join *join)
+{
+    shared_layout l;
+    TRY(shared_layout_of(join->config, &l));
+    int memory = -1;
+    char *segment = NULL;
+    shm_lines *lines = calloc(1, sizeof *lines);
+    if (!lines) return epic_fail(EPIC_ENOMEM, "shm: no memory");
+    const epic_result result = join_with(out, join, &l, lines, &memory, &segment);
+    if (memory >= 0) close(memory); /* the mapping keeps it */
+    if (result == EPIC_OK) return EPIC_OK;
+    if (segment) munmap(segment, (size_t)l.segment_bytes);
+    lines_close(lines);
+    free(lines);
+    return result;
+}
+
+/* The peers' mappings keep the memory for as long as they need it. */
+static void shm_leave(epic_group *group)
+{
+    shm_lines *lines = group->own;
+    shared_say_goodbye(group);
+    lines_close(lines);
+    free(lines);
+    munmap(group->segment, (size_t)group->layout.segment_bytes);
+    shared_free(group);
+}
+
+const epic_backend epic_backend_shm = {
+    .name = "shm",
+    .can_join = can_join,
+    .join = shm_join,
+    .leave = shm_leave,
+    .memory = shared_memory,
+    .transport = &shared_transport,
+};
