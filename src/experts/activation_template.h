@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Activations and their slopes, over runs of numbers `step` apart.  Included by
+ * pass_template.h. */
+
+#define SQRT_HALF ((REAL)0.70710678118654752440)
+#define SQRT_2_OVER_PI ((REAL)0.79788456080286535588)
+#define INV_SQRT_2_PI ((REAL)0.39894228040143267794)
+#define TANH_CUBIC ((REAL)0.044715)
+
+static inline REAL sigmoid(REAL x)
+{
+    const REAL e = OF(exp)(x > 0 ? -x : x, 0);
+    return (x > 0 ? 1 : e) / (1 + e);
+}
+
+static inline REAL normal_cdf(REAL x)
+{
+    return sizeof x == sizeof(float) ? (REAL)(0.5f * (1 + erff((float)x * (float)SQRT_HALF)))
+                                     : (REAL)(0.5 * (1 + erf(x * SQRT_HALF)));
+}
+
+static inline REAL gelu_tanh(REAL x)
+{
+    const REAL inner = SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x);
+    return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
+}
+
+static void activate(REAL *out, const REAL *in, int64_t n, int step, const epic_experts *ex)
+{
+    const REAL limit = (REAL)ex->limit;
+    const REAL alpha = (REAL)ex->alpha;
+    switch (ex->activation) {
+    case EPIC_SILU:
+        for (int64_t i = 0; i < n; i++) out[i] = in[i * step] * sigmoid(in[i * step]);
+        break;
+    case EPIC_GELU:
+        for (int64_t i = 0; i < n; i++) out[i] = in[i * step] * normal_cdf(in[i * step]);
+        break;
+    case EPIC_GELU_TANH:
+        for (int64_t i = 0; i < n; i++)
+            out[i] = in[i * step] / 2 * (1 + gelu_tanh(in[i * step]));
+        break;
+    case EPIC_RELU2:
+        for (int64_t i = 0; i < n; i++) {
+            const REAL x = in[i * step] < 0 ? 0 : in[i * step];
+            out[i] = x * x;
+        }
+        break;
+    default: /* EPIC_CLAMPED_SWIGLU */
+        for (int64_t i = 0; i < n; i++) {
+            const REAL x = in[i * step] > limit ? limit : in[i * step];
+            out[i] = x * sigmoid(alpha * x);
+        }
+    }
+}
+
+/* s(a x) (1 + a x (1 - s(a x))): the slope of x s(a x), s the sigmoid. */
+static inline REAL swish_slope(REAL ax)
+{
+    return sigmoid(ax) * (1 + ax * sigmoid(-ax));
+}
+
+static inline REAL gelu_tanh_slope(REAL x)
+{
+    const REAL t = gelu_tanh(x);
+    const REAL inner_slope = SQRT_2_OVER_PI * (1 + 3 * TANH_CUBIC * x * x);
+    return (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope;
+}
+
+static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const epic_experts *ex)
+{
+    const REAL limit = (REAL)ex->limit;
+    const REAL alpha = (REAL)ex->alpha;
+    switch (ex->activation) {
+    case EPIC_SILU:
+        for (int64_t i = 0; i < n; i++) out[i] = swish_slope(in[i * step]);
+        break;
+    case EPIC_GELU:
+        for (int64_t i = 0; i < n; i++) {
+            const REAL x = in[i * step];
+            out[i] = normal_cdf(x) + x * INV_SQRT_2_PI * OF(exp)(-x * x / 2, 0);
+        }
+        break;
+    case EPIC_GELU_TANH:
+        for (int64_t i = 0; i < n; i++) out[i] = gelu_tanh_slope(in[i * step]);
+        break;
+    case EPIC_RELU2:
+        for (int64_t i = 0; i < n; i++) out[i] = in[i * step] < 0 ? 0 : 2 * in[i * step];
+        break;
+    default: /* EPIC_CLAMPED_SWIGLU: flat above the limit */
+        for (int64_t i = 0; i < n; i++)
+            out[i] = in[i * step] > limit ? 0 : swish_slope(alpha * in[i * step]);
+    }
+}
+
+/* What the activation is multiplied by, and its slope. */
+static inline REAL up_factor(REAL u, const epic_experts *ex)
+{
+    const REAL limit = (REAL)ex->limit;
+    if (ex->activation != EPIC_CLAMPED_SWIGLU) return u;
+    return (u > limit ? limit : u < -limit ? -limit : u) + 1;
+}
+
+static inline REAL up_slope(REAL u, const epic_experts *ex)
+{
+    const REAL limit = (REAL)ex->limit;
+    return ex->activation == EPIC_CLAMPED_SWIGLU && (u > limit || u < -limit) ? 0 : 1;
+}

@@ -1,0 +1,246 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_experts_forward and epic_experts_backward: the MLP of the local experts, slab by slab. */
+#include <string.h>
+
+#include "core/sized.h"
+#include "experts/blas.h"
+#include "experts/job.h"
+
+static epic_result check_slots(int64_t num_slots)
+{
+    if (num_slots < 0 || num_slots > INT32_MAX)
+        return epic_fail(EPIC_EINVAL, "num_slots is %lld: it must be 0 to %d",
+                         (long long)num_slots, INT32_MAX);
+    return EPIC_OK;
+}
+
+epic_result epic_experts_memory(const epic_experts *experts, size_t experts_size,
+                                int64_t num_slots, epic_experts_memory_info *out, size_t size)
+{
+    experts_job job = {0};
+    TRY(experts_take(&job, experts, experts_size));
+    TRY(check_slots(num_slots));
+    if (out == NULL || size == 0)
+        return epic_fail(EPIC_EINVAL, "out is NULL or has no size: the answer goes there");
+    const epic_experts_memory_info info = {
+        .saved_bytes = experts_saved_bytes(&job, num_slots),
+        .forward_bytes = experts_workspace_bytes(&job, num_slots, false),
+        .backward_bytes = experts_workspace_bytes(&job, num_slots, true),
+    };
+    memset(out, 0, size);
+    memcpy(out, &info, size < sizeof info ? size : sizeof info);
+    return EPIC_OK;
+}
+
+/* ------------------------------------------------------------------------------ checks ---- */
+
+static int64_t tokens_of(const experts_job *job, uint32_t expert)
+{
+    return job->expert_tokens ? job->expert_tokens[expert] : job->expert_rows[expert];
+}
+
+static epic_result check_counts(const experts_job *job, int64_t num_slots)
+{
+    int64_t sum = 0;
+    if (job->expert_rows == NULL)
+        return epic_fail(EPIC_EINVAL, "expert_rows is NULL: epic_plan gives them");
+    for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
+        const int64_t rows = job->expert_rows[e];
+        const int64_t tokens = tokens_of(job, e);
+        if (rows < 0 || tokens < 0 || tokens > rows)
+            return epic_fail(EPIC_EINVAL,
+                             "expert_rows of local expert %u is %lld and expert_tokens %lld: "
+                             "tokens must be 0 to rows",
+                             e, (long long)rows, (long long)tokens);
+        sum += rows;
+    }
+    if (sum > num_slots)
+        return epic_fail(
+            EPIC_EINVAL,
+            "expert_rows add up to %lld, but num_slots is %lld: the slabs must fit "
+            "into the buffers",
+            (long long)sum, (long long)num_slots);
+    return EPIC_OK;
+}
+
+static epic_result check_weighting(const experts_job *job, int64_t num_slots)
+{
+    const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;
+    if (late && (job->slot_weights != NULL || job->d_slot_weights != NULL))
+        return epic_fail(EPIC_EINVAL,
+                         "%s is given, but experts.weighting is EPIC_WEIGHT_LATE: give the "
+                         "weights to combine, or choose EPIC_WEIGHT_EARLY or _INPUT",
+                         job->slot_weights ? "slot_weights" : "d_slot_weights");
+    if (!late && job->slot_weights == NULL && num_slots > 0)
+        return epic_fail(EPIC_EINVAL,
+                         "slot_weights is NULL: experts.weighting %u needs what dispatch "
+                         "delivered",
+                         job->experts.weighting);
+    return EPIC_OK;
+}
+
+static epic_result check_memory(const char *name, const void *memory, size_t bytes,
+                                int64_t needed)
+{
+    if (needed > 0 && (memory == NULL || bytes < (size_t)needed))
+        return epic_fail(EPIC_EINVAL, "%s has %zu bytes%s: epic_experts_memory asks for %lld",
+                         name, bytes, memory ? "" : " and is NULL", (long long)needed);
+    if ((uintptr_t)memory % 16 != 0)
+        return epic_fail(EPIC_EINVAL, "%s is at %p: it must be aligned to 16 bytes", name,
+                         memory);
+    return EPIC_OK;
+}
+
+typedef struct required {
+    const char *name;
+    const void *array;
+} required;
+
+static epic_result check_required(const required *arrays, int count, int64_t num_slots)
+{
+    for (int i = 0; i < count && num_slots > 0; i++)
+        if (arrays[i].array == NULL)
+            return epic_fail(EPIC_EINVAL, "%s is NULL: the experts need it", arrays[i].name);
+    return EPIC_OK;
+}
+
+static epic_result check_flags(uint32_t flags, uint32_t known, uint32_t pad)
+{
+    if ((flags & ~known) != 0 || pad != 0)
+        return epic_fail(EPIC_EINVAL, "flags is %u and pad %u: only flags %u is known here",
+                         flags, pad, known);
+    return EPIC_OK;
+}
+
+/* ------------------------------------------------------------------------------- passes ---- */
+
+static bool next_slab(const experts_job *job, slab *slab)
+{
+    slab->expert++;
+    if (slab->expert >= job->experts.num_local_experts) return false;
+    slab->first += slab->rows;
+    slab->rows = job->expert_rows[slab->expert];
+    slab->tokens = tokens_of(job, (uint32_t)slab->expert);
+    return true;
+}
+
+static epic_result take_forward(experts_job *job, const epic_experts_args *a)
+{
+    TRY(experts_take(job, a->experts, a->experts_size));
+    job->x = a->x;
+    job->expert_rows = a->expert_rows;
+    job->expert_tokens = a->expert_tokens;
+    job->slot_weights = a->slot_weights;
+    job->w_gate_up = a->w_gate_up;
+    job->w_down = a->w_down;
+    job->b_gate_up = a->b_gate_up;
+    job->b_down = a->b_down;
+    job->saved = a->saved;
+    job->y = a->y;
+
+    const required arrays[] = {
+        {"x", a->x}, {"w_gate_up", a->w_gate_up}, {"w_down", a->w_down}, {"y", a->y}};
+    TRY(check_slots(a->num_slots));
+    TRY(check_flags(a->flags, 0, a->pad));
+    TRY(check_required(arrays, 4, a->num_slots));
+    TRY(check_counts(job, a->num_slots));
+    TRY(check_weighting(job, a->num_slots));
+    TRY(check_memory("saved", a->saved, a->saved_bytes,
+                     experts_saved_bytes(job, a->num_slots)));
+    TRY(check_memory("workspace", a->workspace, a->workspace_bytes,
+                     experts_workspace_bytes(job, a->num_slots, false)));
+    experts_cut(job, a->num_slots, false, a->workspace);
+    return EPIC_OK;
+}
+
+epic_result epic_experts_forward(const epic_experts_args *args, size_t size)
+{
+    epic_experts_args a;
+    experts_job job = {0};
+    TRY(epic_sized(&a, sizeof a, args, size, "epic_experts_args"));
+    TRY(take_forward(&job, &a));
+    experts_blas_enter();
+    for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {
+        if (slab.rows == 0) continue;
+        if (job.wide)
+            experts_forward_f64(&job, &slab);
+        else
+            experts_forward_f32(&job, &slab);
+    }
+    experts_blas_leave();
+    return EPIC_OK;
+}
+
+static epic_result take_backward(experts_job *job, const epic_experts_backward_args *a)
+{
+    TRY(experts_take(job, a->experts, a->experts_size));
+    job->x = a->x;
+    job->expert_rows = a->expert_rows;
+    job->expert_tokens = a->expert_tokens;
+    job->slot_weights = a->slot_weights;
+    job->w_gate_up = a->w_gate_up;
+    job->w_down = a->w_down;
+    job->b_gate_up = a->b_gate_up;
+    job->b_down = a->b_down;
+    job->read = a->saved;
+    job->d_y = a->d_y;
+    job->d_x = a->d_x;
+    job->d_w_gate_up = a->d_w_gate_up;
+    job->d_w_down = a->d_w_down;
+    job->d_b_gate_up = a->d_b_gate_up;
+    job->d_b_down = a->d_b_down;
+    job->d_slot_weights = a->d_slot_weights;
+    job->accumulate = (a->flags & EPIC_ACCUMULATE) != 0;
+
+    const required arrays[] = {
+        {"x", a->x}, {"w_gate_up", a->w_gate_up}, {"w_down", a->w_down}, {"d_y", a->d_y}};
+    TRY(check_slots(a->num_slots));
+    TRY(check_flags(a->flags, EPIC_ACCUMULATE, a->pad));
+    TRY(check_required(arrays, 4, a->num_slots));
+    TRY(check_counts(job, a->num_slots));
+    TRY(check_weighting(job, a->num_slots));
+    TRY(check_memory("saved", a->saved, a->saved_bytes,
+                     experts_saved_bytes(job, a->num_slots)));
+    TRY(check_memory("workspace", a->workspace, a->workspace_bytes,
+                     experts_workspace_bytes(job, a->num_slots, true)));
+    experts_cut(job, a->num_slots, true, a->workspace);
+    return EPIC_OK;
+}
+
+/* An expert with no slot: its gradients are zeros. */
+static void clear_gradients(const experts_job *job, int64_t expert)
+{
+    const struct {
+        void *gradient;
+        int64_t numbers;
+    } all[] = {
+        {job->d_w_gate_up, job->hidden * job->width},
+        {job->d_w_down, job->inner * job->hidden},
+        {job->d_b_gate_up, job->width},
+        {job->d_b_down, job->hidden},
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        const size_t bytes = (size_t)all[i].numbers * (job->wide ? 8 : 4);
+        if (all[i].gradient != NULL)
+            memset((char *)all[i].gradient + (size_t)expert * bytes, 0, bytes);
+    }
+}
+
+epic_result epic_experts_backward(const epic_experts_backward_args *args, size_t size)
+{
+    epic_experts_backward_args a;
+    experts_job job = {0};
+    TRY(epic_sized(&a, sizeof a, args, size, "epic_experts_backward_args"));
+    TRY(take_backward(&job, &a));
+    experts_blas_enter();
+    for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {
+        if (slab.rows == 0 && !job.accumulate)
+            clear_gradients(&job, slab.expert);
+        else if (slab.rows > 0 && job.wide)
+            experts_backward_f64(&job, &slab);
+        else if (slab.rows > 0)
+            experts_backward_f32(&job, &slab);
+    }
+    experts_blas_leave();
+    return EPIC_OK;
+}

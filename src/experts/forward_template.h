@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Forward over one slab.  Included by pass_template.h. */
+
+static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
+{
+    if (bias == NULL) return;
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t i = 0; i < n; i++) rows[r * n + i] += bias[i];
+}
+
+/* One row of the activations, from one row of the first product. */
+static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
+{
+    const epic_experts *ex = &job->experts;
+    const int step = ex->interleaved ? 2 : 1;
+    const REAL *up = gate_up + (ex->interleaved ? 1 : job->inner);
+    activate(out, gate_up, job->inner, step, ex);
+    if (!ex->ungated)
+        for (int64_t i = 0; i < job->inner; i++) out[i] *= up_factor(up[i * step], ex);
+}
+
+/* What the second product multiplies: weighted if weights are early; 0 on padding. */
+static const REAL *make_activations(const experts_job *job, const slab *slab,
+                                    const REAL *gate_up)
+{
+    const int64_t n = job->inner;
+    REAL *out = job->activations;
+    for (int64_t r = 0; r < slab->tokens; r++) {
+        activate_row(job, out + r * n, gate_up + r * job->width);
+        const REAL w = slot_weight(job, EPIC_WEIGHT_EARLY, slab->first + r);
+        if (w != 1)
+            for (int64_t i = 0; i < n; i++) out[r * n + i] *= w;
+    }
+    memset(out + slab->tokens * n, 0, (size_t)((slab->rows - slab->tokens) * n) * sizeof *out);
+    return out;
+}
+
+static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)
+{
+    const REAL *bias = bias_of(job, slab, job->b_down, job->hidden);
+    if (bias == NULL) return;
+    for (int64_t r = 0; r < slab->tokens; r++) {
+        const REAL w = slot_weight(job, EPIC_WEIGHT_EARLY, slab->first + r);
+        for (int64_t i = 0; i < job->hidden; i++) y[r * job->hidden + i] += w * bias[i];
+    }
+}
+
+void OF(experts_forward)(const experts_job *job, const slab *slab)
+{
+    const int64_t hidden = job->hidden, inner = job->inner, width = job->width;
+    const bool ready = experts_rows_ready(job);
+    void *y = row_at(job, job->y, slab->first);
+    REAL *gate_up = (REAL *)job->saved + slab->first * width;
+    REAL *out = ready ? y : job->rows;
+
+    times(job, slab, gate_up, inputs(job, slab), job->w_gate_up, hidden, width);
+    add_bias(gate_up, bias_of(job, slab, job->b_gate_up, width), slab->rows, width);
+    times(job, slab, out, make_activations(job, slab, gate_up), job->w_down, inner, hidden);
+    add_down_bias(job, slab, out);
+    if (!ready) store(y, job->experts.row_type, out, slab->rows * hidden);
+}

@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The experts' struct, checked, and their workspace, cut up. */
+#include "experts/job.h"
+
+#include "core/sized.h"
+#include "router/convert.h"
+
+#define MOST_EXPERTS 65536
+#define MOST_NUMBERS (1 << 24) /* of a row */
+#define TILE_NUMBERS (1 << 20) /* 4 MiB: less than a core's caches, much more than a row */
+
+static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)
+{
+    if (value < first || value > last)
+        return epic_fail(EPIC_EINVAL, "experts.%s is %u: it must be %u to %u", name, value,
+                         first, last);
+    return EPIC_OK;
+}
+
+static epic_result check_types(const epic_experts *ex)
+{
+    if (convert_bytes(ex->row_type) == 0)
+        return epic_fail(EPIC_EINVAL,
+                         "experts.row_type is %u: it must be EPIC_F32 (or 0), BF16, F16 or F64",
+                         ex->row_type);
+    if (convert_bytes(ex->weight_type) == 0)
+        return epic_fail(EPIC_EINVAL,
+                         "experts.weight_type is %u: it must be 0 (row_type), EPIC_F32, BF16, "
+                         "F16 or F64",
+                         ex->weight_type);
+    if ((ex->row_type == EPIC_F64) != (ex->weight_type == EPIC_F64))
+        return epic_fail(EPIC_EINVAL,
+                         "experts.row_type is %s and weight_type is %s: F64 goes with F64 only",
+                         convert_name(ex->row_type), convert_name(ex->weight_type));
+    return EPIC_OK;
+}
+
+static epic_result check_activation(const epic_experts *ex)
+{
+    TRY(check_range("activation", ex->activation, 0, EPIC_CLAMPED_SWIGLU));
+    TRY(check_range("ungated", ex->ungated, 0, 1));
+    TRY(check_range("interleaved", ex->interleaved, 0, 1));
+    TRY(check_range("weighting", ex->weighting, 0, EPIC_WEIGHT_INPUT));
+    if (ex->ungated && (ex->activation == EPIC_CLAMPED_SWIGLU || ex->interleaved))
+        return epic_fail(EPIC_EINVAL, "experts.ungated is 1: %s needs a gate",
+                         ex->interleaved ? "interleaved" : "EPIC_CLAMPED_SWIGLU");
+    if (!(ex->limit > 0) || ex->alpha - ex->alpha != 0)
+        return epic_fail(
+            EPIC_EINVAL,
+            "experts.limit is %g and alpha is %g: the limit must be above 0, alpha "
+            "finite",
+            ex->limit, ex->alpha);
+    return EPIC_OK;
+}
+
+epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t size)
+{
+    epic_experts *ex = &job->experts;
+    TRY(epic_sized(ex, sizeof *ex, theirs, size, "epic_experts"));
+    if (ex->row_type == 0) ex->row_type = EPIC_F32;
+    if (ex->weight_type == 0) ex->weight_type = ex->row_type;
+    if (ex->limit == 0) ex->limit = 7;
+    if (ex->alpha == 0) ex->alpha = 1.702f;
+    TRY(check_range("num_local_experts", ex->num_local_experts, 1, MOST_EXPERTS));
+    TRY(check_range("hidden", ex->hidden, 1, MOST_NUMBERS));
+    TRY(check_range("inner", ex->inner, 1, MOST_NUMBERS));
+    TRY(check_types(ex));
+    TRY(check_activation(ex));
+    if (ex->flags != 0)
+        return epic_fail(EPIC_EINVAL, "experts.flags is %u: it must be 0", ex->flags);
+    job->hidden = ex->hidden;
+    job->inner = ex->inner;
+    job->width = ex->ungated ? job->inner : 2 * job->inner;
+    job->wide = ex->row_type == EPIC_F64;
+    return EPIC_OK;
+}
+
+bool experts_rows_ready(const experts_job *job)
+{
+    return job->wide || job->experts.row_type == EPIC_F32;
+}
+
+bool experts_weights_ready(const experts_job *job)
+{
+    return job->wide || job->experts.weight_type == EPIC_F32;
+}
+
+int64_t experts_tile(int64_t k, int64_t n)
+{
+    const int64_t lines = TILE_NUMBERS / k / 64 * 64;
+    const int64_t least = lines < 64 ? 64 : lines;
+    return least < n ? least : n;
+}
+
+static int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+static int64_t tile_numbers(const experts_job *job)
+{
+    const int64_t h = job->hidden, i = job->inner, w = job->width;
+    const int64_t forward = larger(h * experts_tile(h, w), i * experts_tile(i, h));
+    const int64_t backward = larger(w * experts_tile(w, h), h * experts_tile(h, i));
+    return experts_weights_ready(job) ? 0 : larger(forward, backward);
+}
+
+/* Numbers in a piece of workspace, each piece beginning on a cache line. */
+static int64_t padded(int64_t numbers)
+{
+    return (numbers + 15) / 16 * 16;
+}
+
+static int64_t number_bytes(const experts_job *job)
+{
+    return job->wide ? 8 : 4;
+}
+
+int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
+{
+    return num_slots * job->width * number_bytes(job);
+}
+
+/* The one list of the pieces: gives each its place from `at`, returns the numbers in all. */
+static int64_t cut(experts_job *job, int64_t num_slots, bool backward, char *at)
+{
+    const bool copied = !experts_rows_ready(job) || job->experts.weighting == EPIC_WEIGHT_INPUT;
+    const struct {
+        void **piece;
+        int64_t numbers;
+    } pieces[] = {
+        {&job->rows, copied ? num_slots * job->hidden : 0},
+        {&job->activations, num_slots * job->inner},
+        {&job->d_gate_up, backward ? num_slots * job->width : 0},
+        {&job->weights_tile, tile_numbers(job)},
+        {&job->line, backward ? 2 * larger(job->hidden, job->inner) : 0},
+        {&job->bias, larger(job->width, job->hidden)},
+    };
+    int64_t numbers = 0;
+    for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {
+        if (at != NULL) *pieces[i].piece = at + numbers * number_bytes(job);
+        numbers += padded(pieces[i].numbers);
+    }
+    return numbers;
+}
+
+int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward)
+{
+    experts_job scratch = *job;
+    if (num_slots == 0) return 0;
+    return cut(&scratch, num_slots, backward, NULL) * number_bytes(job);
+}
+
+void experts_cut(experts_job *job, int64_t num_slots, bool backward, void *workspace)
+{
+    cut(job, num_slots, backward, workspace);
+}

@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A call of the experts, checked, and its workspace, cut up. */
+#ifndef EPIC_EXPERTS_JOB_H
+#define EPIC_EXPERTS_JOB_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "epic/epic.h"
+
+/* Numbers are float32 in what follows, float64 if the rows are F64. */
+typedef struct experts_job {
+    epic_experts experts; /* defaults filled in */
+    int64_t hidden;
+    int64_t inner;
+    int64_t width; /* of the first product: 2 * inner, or inner */
+    bool wide;     /* float64 */
+    bool accumulate;
+
+    const void *x;
+    const int32_t *expert_rows;
+    const int32_t *expert_tokens;
+    const float *slot_weights;
+    const void *w_gate_up;
+    const void *w_down;
+    const void *b_gate_up;
+    const void *b_down;
+
+    void *saved;      /* forward: out */
+    void *y;          /* forward: out */
+    const void *read; /* backward: saved */
+    const void *d_y;  /* backward */
+    void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
+    float *d_slot_weights;
+
+    /* Workspace, of one slab at a time. */
+    void *rows;         /* [slots, hidden], unless the caller's rows can be used as they are */
+    void *activations;  /* [slots, inner] */
+    void *d_gate_up;    /* backward: [slots, width] */
+    void *weights_tile; /* one tile of weights, converted */
+    void *line;         /* backward: [2 * max(hidden, inner)] */
+    void *bias;         /* [max(width, hidden)], converted */
+} experts_job;
+
+/* The slots of one local expert. */
+typedef struct slab {
+    int64_t expert;
+    int64_t first;  /* slot */
+    int64_t rows;   /* padding included */
+    int64_t tokens; /* the first of them, which are not padding */
+} slab;
+
+/* Takes the caller's struct; EPIC_EINVAL. */
+epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t size);
+
+/* Can the caller's rows (weights) be multiplied as they lie? */
+bool experts_rows_ready(const experts_job *job);
+bool experts_weights_ready(const experts_job *job);
+
+/* Columns (or rows) of a weight matrix that are converted at once: n of them with k numbers
+ * each.  A matter of shapes alone, so that bits do not depend on anything else. */
+int64_t experts_tile(int64_t k, int64_t n);
+
+/* Bytes of saved and workspace; experts_cut cuts what it asked for. */
+int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots);
+int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward);
+void experts_cut(experts_job *job, int64_t num_slots, bool backward, void *workspace);
+
+/* The work on one slab, in float32 and in float64. */
+void experts_forward_f32(const experts_job *job, const slab *slab);
+void experts_forward_f64(const experts_job *job, const slab *slab);
+void experts_backward_f32(const experts_job *job, const slab *slab);
+void experts_backward_f64(const experts_job *job, const slab *slab);
+
+#endif

@@ -1,0 +1,44 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Matrix products as plain loops, each with its inner loop along contiguous memory: what is left
+ * when there is no OpenBLAS.  Included once with REAL float, once with double. */
+#include <string.h>
+
+#include "experts/blas.h"
+
+/* out += x * row */
+static void add_row(REAL *out, REAL x, const REAL *row, int64_t n)
+{
+    for (int64_t j = 0; j < n; j++) out[j] += x * row[j];
+}
+
+#define DOT_LANES 16
+
+/* In lanes, so that compilers vectorise it without being allowed to reorder sums. */
+static REAL dot(const REAL *a, const REAL *b, int64_t n)
+{
+    REAL lanes[DOT_LANES] = {0};
+    REAL sum = 0;
+    int64_t i = 0;
+    for (; i + DOT_LANES <= n; i += DOT_LANES)
+        for (int lane = 0; lane < DOT_LANES; lane++) lanes[lane] += a[i + lane] * b[i + lane];
+    for (; i < n; i++) sum += a[i] * b[i];
+    for (int lane = 0; lane < DOT_LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
+void OF(gemm_plain)(const gemm *g)
+{
+    const REAL *a = g->a;
+    const REAL *b = g->b;
+    for (int64_t i = 0; i < g->m; i++) {
+        REAL *c = (REAL *)g->c + i * g->ldc;
+        if (!g->add) memset(c, 0, (size_t)g->n * sizeof *c);
+        if (g->transpose_b)
+            for (int64_t j = 0; j < g->n; j++)
+                c[j] += dot(a + i * g->lda, b + j * g->ldb, g->k);
+        else
+            for (int64_t l = 0; l < g->k; l++)
+                add_row(c, g->transpose_a ? a[l * g->lda + i] : a[i * g->lda + l],
+                        b + l * g->ldb, g->n);
+    }
+}

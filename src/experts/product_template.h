@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Rows and weights as REAL, and their products.  Included by pass_template.h. */
+
+/* REAL double: type is F64. */
+static void load(REAL *out, const void *in, uint32_t type, int64_t n)
+{
+    if (sizeof *out == sizeof(double))
+        memcpy(out, in, (size_t)n * sizeof *out);
+    else
+        convert_to_float((float *)(void *)out, in, type, n);
+}
+
+static void store(void *out, uint32_t type, const REAL *in, int64_t n)
+{
+    if (sizeof *in == sizeof(double))
+        memcpy(out, in, (size_t)n * sizeof *in);
+    else
+        convert_from_float(out, type, (const float *)(const void *)in, n);
+}
+
+/* Element `index` of an array of weights or biases. */
+static const void *weight_at(const experts_job *job, const void *weights, int64_t index)
+{
+    return (const char *)weights + index * convert_bytes(job->experts.weight_type);
+}
+
+static void *row_at(const experts_job *job, const void *rows, int64_t slot)
+{
+    return (char *)rows + slot * job->hidden * convert_bytes(job->experts.row_type);
+}
+
+/* The weight that multiplies what a slot's expert does, 1 without weights. */
+static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot)
+{
+    return job->experts.weighting == weighting ? (REAL)job->slot_weights[slot] : 1;
+}
+
+/* The slab's rows of x or d_y, as they lie or converted into the workspace. */
+static const REAL *slab_rows(const experts_job *job, const slab *slab, const void *rows)
+{
+    const void *first = row_at(job, rows, slab->first);
+    if (experts_rows_ready(job)) return first;
+    load(job->rows, first, job->experts.row_type, slab->rows * job->hidden);
+    return job->rows;
+}
+
+/* What the first product multiplies: x, weighted if weights belong on the input. */
+static const REAL *inputs(const experts_job *job, const slab *slab)
+{
+    REAL *rows = job->rows;
+    if (job->experts.weighting != EPIC_WEIGHT_INPUT) return slab_rows(job, slab, job->x);
+    load(rows, row_at(job, job->x, slab->first), job->experts.row_type,
+         slab->rows * job->hidden);
+    for (int64_t r = 0; r < slab->rows; r++) {
+        const REAL w = r < slab->tokens ? (REAL)job->slot_weights[slab->first + r] : 0;
+        for (int64_t i = 0; i < job->hidden; i++) rows[r * job->hidden + i] *= w;
+    }
+    return rows;
+}
+
+/* The bias of the slab's expert, or NULL. */
+static const REAL *bias_of(const experts_job *job, const slab *slab, const void *biases,
+                           int64_t n)
+{
+    if (biases == NULL) return NULL;
+    const void *bias = weight_at(job, biases, slab->expert * n);
+    if (experts_weights_ready(job)) return bias;
+    load(job->bias, bias, job->experts.weight_type, n);
+    return job->bias;
+}
+
+/* out [rows, n] = a [rows, k] W, W [k, n] the matrix of the slab's expert. */
+static void times(const experts_job *job, const slab *slab, REAL *out, const REAL *a,
+                  const void *weights, int64_t k, int64_t n)
+{
+    const int64_t start = slab->expert * k * n;
+    gemm g = {.m = slab->rows, .n = n, .k = k, .a = a, .lda = k, .ldc = n};
+    if (experts_weights_ready(job)) {
+        g.b = weight_at(job, weights, start);
+        g.ldb = n;
+        g.c = out;
+        OF(gemm)(&g);
+        return;
+    }
+    const int64_t columns = experts_tile(k, n);
+    REAL *tile = job->weights_tile;
+    for (int64_t first = 0; first < n; first += columns) {
+        g.n = n - first < columns ? n - first : columns;
+        for (int64_t i = 0; i < k; i++)
+            load(tile + i * g.n, weight_at(job, weights, start + i * n + first),
+                 job->experts.weight_type, g.n);
+        g.b = tile;
+        g.ldb = g.n;
+        g.c = out + first;
+        OF(gemm)(&g);
+    }
+}
+
+/* out [rows, n] = a [rows, k] W^T, W [n, k] the matrix of the slab's expert. */
+static void times_transposed(const experts_job *job, const slab *slab, REAL *out, const REAL *a,
+                             const void *weights, int64_t k, int64_t n)
+{
+    const int64_t start = slab->expert * k * n;
+    gemm g = {.m = slab->rows,
+              .n = n,
+              .k = k,
+              .a = a,
+              .lda = k,
+              .ldb = k,
+              .ldc = n,
+              .transpose_b = true};
+    if (experts_weights_ready(job)) {
+        g.b = weight_at(job, weights, start);
+        g.c = out;
+        OF(gemm)(&g);
+        return;
+    }
+    const int64_t lines = experts_tile(k, n);
+    for (int64_t first = 0; first < n; first += lines) {
+        g.n = n - first < lines ? n - first : lines;
+        load(job->weights_tile, weight_at(job, weights, start + first * k),
+             job->experts.weight_type, g.n * k);
+        g.b = job->weights_tile;
+        g.c = out + first;
+        OF(gemm)(&g);
+    }
+}
+
+/* The gradient of the expert's weights [m, n]: a [rows, m] transposed, times d [rows, n]. */
+static void weight_gradient(const experts_job *job, const slab *slab, void *d_weights,
+                            const REAL *a, int64_t m, const REAL *d, int64_t n)
+{
+    if (d_weights == NULL) return;
+    const gemm g = {.m = m,
+                    .n = n,
+                    .k = slab->rows,
+                    .a = a,
+                    .lda = m,
+                    .transpose_a = true,
+                    .b = d,
+                    .ldb = n,
+                    .c = (REAL *)d_weights + slab->expert * m * n,
+                    .ldc = n,
+                    .add = job->accumulate};
+    OF(gemm)(&g);
+}
+
+/* The gradient of the expert's bias: the sum of the rows of d that are not padding, in
+ * ascending order, each times its weight if it is weighted. */
+static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
+                          const REAL *d, int64_t n, bool weighted)
+{
+    if (d_biases == NULL) return;
+    REAL *sum = (REAL *)d_biases + slab->expert * n;
+    if (!job->accumulate) memset(sum, 0, (size_t)n * sizeof *sum);
+    for (int64_t r = 0; r < slab->tokens; r++) {
+        const REAL w = weighted ? slot_weight(job, EPIC_WEIGHT_EARLY, slab->first + r) : 1;
+        for (int64_t i = 0; i < n; i++) sum[i] += w * d[r * n + i];
+    }
+}

@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_router_backward: the gradient of the weights, given to the logits. */
+#include "core/sized.h"
+#include "router/convert.h"
+#include "router/row.h"
+
+static epic_result prepare(router_job *job, const epic_router_backward_args *args)
+{
+    TRY(router_job_make(job, &(router_common){
+                                 .router = args->router,
+                                 .router_size = args->router_size,
+                                 .logits = args->logits,
+                                 .num_tokens = args->num_tokens,
+                                 .workspace = args->workspace,
+                                 .workspace_bytes = args->workspace_bytes,
+                                 .type = args->type,
+                                 .flags = args->flags,
+                                 .known_flags = EPIC_ACCUMULATE,
+                             }));
+    TRY(router_job_weights_type(job, args->weights_type));
+    TRY(router_job_grad_type(job, args->grad_type));
+    if (args->num_tokens == 0) return EPIC_OK;
+    if (args->topk_idx == NULL || args->d_weights == NULL || args->d_logits == NULL)
+        return epic_fail(EPIC_EINVAL,
+                         "%s is NULL: the router's backward needs topk_idx, d_weights and "
+                         "d_logits",
+                         !args->topk_idx    ? "topk_idx"
+                         : !args->d_weights ? "d_weights"
+                                            : "d_logits");
+    return router_check_ids(job, args->topk_idx, args->num_tokens);
+}
+
+epic_result epic_router_backward(const epic_router_backward_args *args, size_t size)
+{
+    epic_router_backward_args a;
+    router_job job;
+    TRY(epic_sized(&a, sizeof a, args, size, "epic_router_backward_args"));
+    TRY(prepare(&job, &a));
+
+    const router_row *row = router_row_of(&job);
+    const int64_t number = convert_bytes(job.weights_type);
+    for (int64_t t = 0; t < a.num_tokens; t++)
+        row->choose_backward(&job, router_job_row(&job, a.logits, t),
+                             a.topk_idx + t * job.router.top_k,
+                             (const char *)a.d_weights + t * job.router.top_k * number,
+                             router_job_grad_row(&job, a.d_logits, t));
+    return EPIC_OK;
+}

@@ -1,0 +1,84 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which experts a token chooses.  Included by row_template.h. */
+
+/* Does a come before b, when b has the lower id?  A NaN comes last. */
+static inline bool above(REAL a, REAL b)
+{
+    return a > b || (b != b && a == a);
+}
+
+/* Puts i among the best k so far, if it belongs there; returns how many there are. */
+static inline int put_among(int32_t *out, int found, int k, const REAL *v, int64_t i)
+{
+    if (found == k && !above(v[i], v[out[k - 1]])) return found;
+    int place = found < k ? found++ : k - 1;
+    for (; place > 0 && above(v[i], v[out[place - 1]]); place--) out[place] = out[place - 1];
+    out[place] = (int32_t)i;
+    return found;
+}
+
+/* The k largest of v, best first; equal ones by ascending id.  kept, if given, has a byte for
+ * each block of `block` elements: 0 leaves the block out. */
+static void best(int32_t *out, int k, const REAL *v, int64_t n, const uint8_t *kept,
+                 int64_t block)
+{
+    int found = 0;
+    for (int64_t first = 0; first < n; first += block)
+        if (kept == NULL || kept[first / block])
+            for (int64_t i = first; i < first + block; i++)
+                found = put_among(out, found, k, v, i);
+}
+
+static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t *order)
+{
+    const int m = r->group_score == EPIC_GROUP_SUM ? (int)r->group_best : 1;
+    REAL sum = 0;
+    best(order, m, v, n, NULL, n);
+    for (int i = 0; i < m; i++) sum += v[order[i]];
+    return sum;
+}
+
+/* Marks the groups to keep. */
+static void keep_groups(const router_job *job, const REAL *v)
+{
+    const epic_router *r = &job->router;
+    const int64_t each = job->num_columns / r->num_groups;
+    REAL *group = job->spare;
+    for (int64_t g = 0; g < r->num_groups; g++)
+        group[g] = score_group(r, v + g * each, each, job->order);
+    best(job->order, (int)r->topk_groups, group, r->num_groups, NULL, r->num_groups);
+    memset(job->kept, 0, r->num_groups);
+    for (uint32_t i = 0; i < r->topk_groups; i++) job->kept[job->order[i]] = 1;
+}
+
+static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
+{
+    const epic_router *r = &job->router;
+    const int64_t each = job->num_columns / r->num_groups;
+    const int k = (int)r->top_k;
+    keep_groups(job, v);
+    /* On logits that stand for scores: scores are above 0, so the others never win. */
+    const bool out =
+        r->group_others == EPIC_OTHERS_OUT || (job->on_logits && r->score != EPIC_SCORE_LOGITS);
+    if (out) {
+        best(topk_idx, k, v, job->num_columns, job->kept, each);
+        return;
+    }
+    for (int64_t g = 0; g < r->num_groups; g++)
+        for (int64_t i = g * each; i < (g + 1) * each && !job->kept[g]; i++) v[i] = 0;
+    best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
+}
+
+static void select_experts(const router_job *job, int32_t *topk_idx)
+{
+    const int64_t n = job->num_columns;
+    const REAL *from = job->on_logits ? job->logits : job->scores;
+    REAL *v = job->values;
+    for (int64_t i = 0; i < n; i++) v[i] = from[i];
+    if (job->bias != NULL)
+        for (int64_t i = 0; i < n; i++) v[i] += (REAL)job->bias[i];
+    if (job->router.num_groups > 0)
+        select_in_groups(job, v, topk_idx);
+    else
+        best(topk_idx, (int)job->router.top_k, v, n, NULL, n);
+}

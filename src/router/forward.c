@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_router_forward: which experts each token chooses, and with what weights. */
+#include "core/sized.h"
+#include "router/convert.h"
+#include "router/row.h"
+
+static int64_t token_id(const epic_router_args *args, int64_t token)
+{
+    const int32_t *narrow = args->token_ids;
+    const int64_t *wide = args->token_ids;
+    return args->token_id_type == EPIC_I64 ? wide[token] : narrow[token];
+}
+
+static const int32_t *table_row(const epic_router_args *args, const router_job *job,
+                                int64_t token)
+{
+    if (args->token_ids == NULL) return NULL;
+    return args->table + token_id(args, token) * job->router.top_k;
+}
+
+static epic_result check_table(const epic_router_args *args, const router_job *job)
+{
+    if ((args->token_ids == NULL) != (args->table == NULL))
+        return epic_fail(EPIC_EINVAL, "token_ids is %s and table is %s: they come together",
+                         args->token_ids ? "given" : "NULL", args->table ? "given" : "NULL");
+    if (args->token_id_type != 0 && args->token_id_type != EPIC_I32 &&
+        args->token_id_type != EPIC_I64)
+        return epic_fail(EPIC_EINVAL,
+                         "token_id_type is %u: it must be EPIC_I32 (or 0) or EPIC_I64",
+                         args->token_id_type);
+    if (args->token_ids == NULL) return EPIC_OK;
+
+    for (int64_t t = 0; t < args->num_tokens; t++) {
+        const int64_t id = token_id(args, t);
+        if (id < 0 || id >= args->table_rows)
+            return epic_fail(EPIC_EINVAL,
+                             "token_ids of token %lld is %lld: the table has %lld "
+                             "rows",
+                             (long long)t, (long long)id, (long long)args->table_rows);
+        const int32_t *row = table_row(args, job, t);
+        for (uint32_t k = 0; k < job->router.top_k; k++)
+            if (row[k] >= job->num_columns)
+                return epic_fail(EPIC_EINVAL,
+                                 "table row %lld, k %u, is %d: the router has %lld experts",
+                                 (long long)id, k, row[k], (long long)job->num_columns);
+    }
+    return EPIC_OK;
+}
+
+static epic_result prepare(router_job *job, const epic_router_args *args)
+{
+    TRY(router_job_make(job, &(router_common){
+                                 .router = args->router,
+                                 .router_size = args->router_size,
+                                 .logits = args->logits,
+                                 .num_tokens = args->num_tokens,
+                                 .workspace = args->workspace,
+                                 .workspace_bytes = args->workspace_bytes,
+                                 .type = args->type,
+                                 .flags = args->flags,
+                             }));
+    TRY(router_job_weights_type(job, args->weights_type));
+    if (args->num_tokens > 0 && (args->topk_idx == NULL || args->weights == NULL))
+        return epic_fail(EPIC_EINVAL, "%s is NULL: a router gives both topk_idx and weights",
+                         args->topk_idx ? "weights" : "topk_idx");
+    TRY(check_table(args, job));
+    job->bias = args->bias;
+    job->on_logits = job->router.score == EPIC_SCORE_LOGITS ||
+                     (job->bias == NULL && (job->router.num_groups == 0 ||
+                                            job->router.group_score == EPIC_GROUP_MAX));
+    return EPIC_OK;
+}
+
+epic_result epic_router_forward(const epic_router_args *args, size_t size)
+{
+    epic_router_args a;
+    router_job job;
+    TRY(epic_sized(&a, sizeof a, args, size, "epic_router_args"));
+    TRY(prepare(&job, &a));
+
+    const router_row *row = router_row_of(&job);
+    const int64_t number = convert_bytes(job.weights_type);
+    for (int64_t t = 0; t < a.num_tokens; t++) {
+        char *weights = (char *)a.weights + t * job.router.top_k * number;
+        char *scores = a.scores ? (char *)a.scores + t * job.num_columns * number : NULL;
+        row->choose(&job, router_job_row(&job, a.logits, t), table_row(&a, &job, t),
+                    a.topk_idx + t * job.router.top_k, weights, scores);
+    }
+    return EPIC_OK;
+}

@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One token's part of the losses.  Included by row_template.h.  Sums over tokens are in float64
+ * anyway, so what is added over experts here is too. */
+
+/* P in scores; returns what the scores were divided by, 0 if all of them are 0. */
+static REAL probabilities(const router_job *job, const void *logits)
+{
+    const uint32_t score = job->router.score;
+    const int64_t n = job->num_columns;
+    REAL *p = job->scores;
+    load(job->logits, logits, job->type, n);
+    if (score == EPIC_SCORE_SOFTMAX || score == EPIC_SCORE_LOGITS) {
+        softmax(p, job->logits, n);
+        return 1;
+    }
+    make_scores(p, job->logits, score, n);
+    const REAL sum = add_up(p, n);
+    for (int64_t i = 0; sum != 0 && i < n; i++) p[i] /= sum;
+    return sum;
+}
+
+static double balance(const router_job *job, const void *logits, const int32_t *load)
+{
+    const REAL *p = job->scores;
+    double sum = 0;
+    probabilities(job, logits);
+    for (int64_t i = 0; i < job->router.num_experts; i++) sum += (double)p[i] * load[i];
+    return sum;
+}
+
+static void balance_backward(const router_job *job, const void *logits, const int32_t *load,
+                             double factor, void *d_logits)
+{
+    const uint32_t score = job->router.score;
+    const int64_t n = job->num_columns;
+    const REAL *z = job->logits;
+    const REAL *p = job->scores;
+    REAL *d = job->spare;
+    const REAL divisor = probabilities(job, logits);
+    double mean = 0;
+    for (int64_t i = 0; i < job->router.num_experts; i++) mean += (double)p[i] * load[i];
+    for (int64_t i = 0; i < n; i++) {
+        const double own = i < job->router.num_experts ? load[i] : 0;
+        d[i] = (REAL)(factor * (own - mean));
+        if (score == EPIC_SCORE_SOFTMAX || score == EPIC_SCORE_LOGITS)
+            d[i] *= p[i];
+        else
+            d[i] = divisor == 0 ? 0 : d[i] / divisor * score_slope(p[i] * divisor, z[i], score);
+    }
+    give(job, d_logits);
+}
+
+/* log of the sum of e^z; the softmax is left in scores. */
+static double logsumexp(const router_job *job, const void *logits)
+{
+    load(job->logits, logits, job->type, job->num_columns);
+    const REAL sum = softmax(job->scores, job->logits, job->num_columns);
+    return (double)largest_of(job->logits, job->num_columns) + log((double)sum);
+}
+
+static double z_square(const router_job *job, const void *logits)
+{
+    const double l = logsumexp(job, logits);
+    return l * l;
+}
+
+static void z_backward(const router_job *job, const void *logits, double factor, void *d_logits)
+{
+    const REAL *p = job->scores;
+    REAL *d = job->spare;
+    const double l = logsumexp(job, logits);
+    for (int64_t i = 0; i < job->num_columns; i++) d[i] = (REAL)(2 * factor * l) * p[i];
+    give(job, d_logits);
+}

@@ -1,0 +1,198 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The losses that keep a router healthy, and the update of its bias. */
+#include <string.h>
+
+#include "core/sized.h"
+#include "router/convert.h"
+#include "router/row.h"
+
+typedef enum pass { FORWARD, BACKWARD } pass;
+
+typedef struct loss_job {
+    epic_loss_args args;
+    router_job router;
+    const router_row *row;
+} loss_job;
+
+static epic_result check_pass(const loss_job *job, pass pass)
+{
+    const epic_loss_args *a = &job->args;
+    if (a->total_tokens < a->num_tokens)
+        return epic_fail(
+            EPIC_EINVAL,
+            "total_tokens is %lld: it counts the tokens of all ranks, %lld of this "
+            "one among them",
+            (long long)a->total_tokens, (long long)a->num_tokens);
+    if (pass == FORWARD && a->loss == NULL)
+        return epic_fail(EPIC_EINVAL, "loss is NULL: it must have room for one number");
+    if (pass == FORWARD && a->loss_type > EPIC_F32 && a->loss_type != EPIC_F64)
+        return epic_fail(EPIC_EINVAL, "loss_type is %u: it must be EPIC_F32 (or 0) or EPIC_F64",
+                         a->loss_type);
+    if (pass == BACKWARD && a->d_logits == NULL && a->num_tokens > 0)
+        return epic_fail(EPIC_EINVAL, "d_logits is NULL: the gradient goes there");
+    return EPIC_OK;
+}
+
+static epic_result prepare(loss_job *job, const epic_loss_args *args, size_t size, pass pass)
+{
+    epic_loss_args *a = &job->args;
+    TRY(epic_sized(a, sizeof *a, args, size, "epic_loss_args"));
+    TRY(router_job_make(&job->router, &(router_common){
+                                          .router = a->router,
+                                          .router_size = a->router_size,
+                                          .logits = a->logits,
+                                          .num_tokens = a->num_tokens,
+                                          .workspace = a->workspace,
+                                          .workspace_bytes = a->workspace_bytes,
+                                          .type = a->type,
+                                          .flags = a->flags,
+                                          .known_flags = pass == BACKWARD ? EPIC_ACCUMULATE : 0,
+                                      }));
+    TRY(router_job_grad_type(&job->router, a->grad_type));
+    job->row = router_row_of(&job->router);
+    return check_pass(job, pass);
+}
+
+static epic_result check_balance(const loss_job *job)
+{
+    const epic_loss_args *a = &job->args;
+    if (a->sequence_tokens < 0)
+        return epic_fail(EPIC_EINVAL, "sequence_tokens is %lld: it must be 0 or more",
+                         (long long)a->sequence_tokens);
+    if (a->sequence_tokens == 0 && a->load == NULL)
+        return epic_fail(EPIC_EINVAL,
+                         "load is NULL: the balance loss needs the choices of each "
+                         "expert, as epic_plan gives them");
+    if (a->sequence_tokens == 0 || a->num_tokens == 0) return EPIC_OK;
+    if (a->num_tokens % a->sequence_tokens != 0)
+        return epic_fail(EPIC_EINVAL,
+                         "num_tokens is %lld: it must be a multiple of sequence_tokens %lld",
+                         (long long)a->num_tokens, (long long)a->sequence_tokens);
+    if (a->topk_idx == NULL)
+        return epic_fail(EPIC_EINVAL, "topk_idx is NULL: the sequence-wise balance loss counts "
+                                      "each sequence's choices");
+    return router_check_ids(&job->router, a->topk_idx, a->num_tokens);
+}
+
+static double incoming(const epic_loss_args *args)
+{
+    return args->d_loss ? *args->d_loss : 1;
+}
+
+static void put_loss(const epic_loss_args *args, double loss)
+{
+    const float narrow = (float)loss;
+    if (args->loss_type == EPIC_F64)
+        memcpy(args->loss, &loss, sizeof loss);
+    else
+        memcpy(args->loss, &narrow, sizeof narrow);
+}
+
+/* What the sum over tokens and experts of P * load is multiplied by. */
+static double balance_factor(const loss_job *job)
+{
+    const epic_loss_args *a = &job->args;
+    const double T = (double)a->total_tokens;
+    /* Sequence-wise: 1 / S^2 for each sequence, over T / S sequences. */
+    const double counted = a->sequence_tokens > 0 ? (double)a->sequence_tokens : T;
+    if (T == 0) return 0;
+    return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;
+}
+
+/* The choices of one sequence, counted into the workspace. */
+static const int32_t *count_sequence(const loss_job *job, int64_t first)
+{
+    const router_job *r = &job->router;
+    const int32_t *topk_idx = job->args.topk_idx + first * r->router.top_k;
+    memset(r->order, 0, (size_t)r->num_columns * sizeof *r->order);
+    for (int64_t i = 0; i < job->args.sequence_tokens * r->router.top_k; i++)
+        if (topk_idx[i] >= 0) r->order[topk_idx[i]]++;
+    return r->order;
+}
+
+/* Tokens [first, first + how many are returned) share a load. */
+static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
+{
+    const bool whole = job->args.sequence_tokens == 0;
+    *load = whole ? job->args.load : count_sequence(job, first);
+    return whole ? job->args.num_tokens : job->args.sequence_tokens;
+}
+
+epic_result epic_balance_loss_forward(const epic_loss_args *args, size_t size)
+{
+    loss_job job;
+    TRY(prepare(&job, args, size, FORWARD));
+    TRY(check_balance(&job));
+    double sum = 0;
+    for (int64_t t = 0; t < job.args.num_tokens;) {
+        const int32_t *load;
+        const int64_t end = t + next_load(&job, t, &load);
+        for (; t < end; t++)
+            sum += job.row->balance(&job.router,
+                                    router_job_row(&job.router, job.args.logits, t), load);
+    }
+    put_loss(&job.args, balance_factor(&job) * sum);
+    return EPIC_OK;
+}
+
+epic_result epic_balance_loss_backward(const epic_loss_args *args, size_t size)
+{
+    loss_job job;
+    TRY(prepare(&job, args, size, BACKWARD));
+    TRY(check_balance(&job));
+    const double factor = balance_factor(&job) * incoming(&job.args);
+    for (int64_t t = 0; t < job.args.num_tokens;) {
+        const int32_t *load;
+        const int64_t end = t + next_load(&job, t, &load);
+        for (; t < end; t++)
+            job.row->balance_backward(
+                &job.router, router_job_row(&job.router, job.args.logits, t), load, factor,
+                router_job_grad_row(&job.router, job.args.d_logits, t));
+    }
+    return EPIC_OK;
+}
+
+static double z_factor(const loss_job *job)
+{
+    return job->args.total_tokens ? job->args.coeff / (double)job->args.total_tokens : 0;
+}
+
+epic_result epic_z_loss_forward(const epic_loss_args *args, size_t size)
+{
+    loss_job job;
+    TRY(prepare(&job, args, size, FORWARD));
+    double sum = 0;
+    for (int64_t t = 0; t < job.args.num_tokens; t++)
+        sum += job.row->z(&job.router, router_job_row(&job.router, job.args.logits, t));
+    put_loss(&job.args, z_factor(&job) * sum);
+    return EPIC_OK;
+}
+
+epic_result epic_z_loss_backward(const epic_loss_args *args, size_t size)
+{
+    loss_job job;
+    TRY(prepare(&job, args, size, BACKWARD));
+    const double factor = z_factor(&job) * incoming(&job.args);
+    for (int64_t t = 0; t < job.args.num_tokens; t++)
+        job.row->z_backward(&job.router, router_job_row(&job.router, job.args.logits, t),
+                            factor, router_job_grad_row(&job.router, job.args.d_logits, t));
+    return EPIC_OK;
+}
+
+epic_result epic_bias_update(float *bias, const int32_t *load, int64_t num_experts, float rate)
+{
+    int64_t total = 0;
+    if (bias == NULL || load == NULL)
+        return epic_fail(EPIC_EINVAL, "%s is NULL: the update needs bias and load",
+                         bias ? "load" : "bias");
+    if (num_experts <= 0)
+        return epic_fail(EPIC_EINVAL, "num_experts is %lld: it must be 1 or more",
+                         (long long)num_experts);
+    for (int64_t e = 0; e < num_experts; e++) total += load[e];
+    /* mean - load has the sign of total - num_experts * load, which is exact. */
+    for (int64_t e = 0; e < num_experts; e++) {
+        const int64_t below = total - num_experts * load[e];
+        bias[e] += rate * (float)((below > 0) - (below < 0));
+    }
+    return EPIC_OK;
+}

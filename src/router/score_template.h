@@ -1,0 +1,152 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Scores of one token and their gradients.  Included by row_template.h. */
+
+/* Below this, sqrt(log(1 + e^z)) is e^(z/2), to the last bit but one. */
+#define SMALL_LOGIT (sizeof(REAL) == sizeof(float) ? -17 : -37)
+
+#define SUM_BLOCK 1024
+#define SUM_LANES 32
+
+static void load(REAL *out, const void *in, uint32_t type, int64_t n)
+{
+    if (sizeof *out == sizeof(double))
+        memcpy(out, in, (size_t)n * sizeof *out);
+    else
+        convert_to_float((float *)(void *)out, in, type, n);
+}
+
+/* type F64: REAL is double. */
+static void store(void *out, uint32_t type, const REAL *in, int64_t n)
+{
+    float *narrow = out;
+    if (type == EPIC_F64)
+        memcpy(out, in, (size_t)n * sizeof *in);
+    else if (type == EPIC_F32)
+        for (int64_t i = 0; i < n; i++) narrow[i] = (float)in[i];
+    else
+        convert_from_float(out, type, (const float *)(const void *)in, n);
+}
+
+/* Blocks of 1024 elements; in a block, lane i of 32 adds elements i, i + 32, ...; then distances
+ * 16, 8, 4, 2, 1; block sums in ascending order.  A warp can do that too. */
+static REAL add_block(const REAL *v, int64_t n)
+{
+    REAL lanes[SUM_LANES] = {0};
+    int64_t i = 0;
+    for (; i + SUM_LANES <= n; i += SUM_LANES)
+        for (int lane = 0; lane < SUM_LANES; lane++) lanes[lane] += v[i + lane];
+    for (int lane = 0; i < n; i++, lane++) lanes[lane] += v[i];
+    for (int distance = SUM_LANES / 2; distance > 0; distance /= 2)
+        for (int lane = 0; lane < distance; lane++) lanes[lane] += lanes[lane + distance];
+    return lanes[0];
+}
+
+static REAL add_up(const REAL *v, int64_t n)
+{
+    REAL total = 0;
+    for (int64_t i = 0; i < n; i += SUM_BLOCK)
+        total += add_block(v + i, n - i < SUM_BLOCK ? n - i : SUM_BLOCK);
+    return total;
+}
+
+/* e^(a - b) for a <= b, as exact as if the difference had not been rounded. */
+static inline REAL exp_of_difference(REAL a, REAL b)
+{
+    const REAL d = a - b;
+    const REAL back = d - a;
+    const REAL low = (a - (d - back)) - (b + back);
+    return OF(exp)(d, low);
+}
+
+static REAL largest_of(const REAL *v, int64_t n)
+{
+    REAL largest = v[0];
+    for (int64_t i = 1; i < n; i++) largest = v[i] > largest ? v[i] : largest;
+    return largest;
+}
+
+/* Returns the sum of e^(z - largest). */
+static REAL softmax(REAL *p, const REAL *z, int64_t n)
+{
+    const REAL largest = largest_of(z, n);
+    for (int64_t i = 0; i < n; i++) p[i] = exp_of_difference(z[i], largest);
+    const REAL sum = add_up(p, n);
+    for (int64_t i = 0; i < n; i++) p[i] /= sum;
+    return sum;
+}
+
+static inline REAL sigmoid(REAL z)
+{
+    const REAL e = OF(exp)(z > 0 ? -z : z, 0);
+    return (z > 0 ? 1 : e) / (1 + e);
+}
+
+static inline REAL sqrtsoftplus(REAL z)
+{
+    if (z < SMALL_LOGIT) return OF(exp)(z / 2, 0);
+    const REAL e = OF(exp)(z > 0 ? -z : z, 0);
+    return OF(sqrt)((z > 0 ? z : 0) + OF(log1p)(e));
+}
+
+static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
+{
+    switch (score) {
+    case EPIC_SCORE_SOFTMAX:
+        softmax(s, z, n);
+        break;
+    case EPIC_SCORE_SIGMOID:
+        for (int64_t i = 0; i < n; i++) s[i] = sigmoid(z[i]);
+        break;
+    case EPIC_SCORE_SQRTSOFTPLUS:
+        for (int64_t i = 0; i < n; i++) s[i] = sqrtsoftplus(z[i]);
+        break;
+    default:
+        memcpy(s, z, (size_t)n * sizeof *s);
+    }
+}
+
+/* ds/dz of the scores that depend on their own logit alone. */
+static REAL score_slope(REAL s, REAL z, uint32_t score)
+{
+    if (score == EPIC_SCORE_SIGMOID) return s * sigmoid(-z);
+    if (score == EPIC_SCORE_LOGITS) return 1;
+    return z < SMALL_LOGIT ? s / 2 : sigmoid(z) / (2 * s);
+}
+
+/* dz_i = p_i * (dp_i - sum of p dp), in place; products is room for n. */
+static void softmax_backward(REAL *d, const REAL *p, REAL *products, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) products[i] = p[i] * d[i];
+    const REAL mean = add_up(products, n);
+    for (int64_t i = 0; i < n; i++) d[i] = p[i] * (d[i] - mean);
+}
+
+/* From the gradient of the scores, in spare, to that of the logits, in place. */
+static void score_backward(const router_job *job)
+{
+    const REAL *z = job->logits;
+    const REAL *s = job->scores;
+    REAL *d = job->spare;
+    if (job->router.score == EPIC_SCORE_SOFTMAX)
+        softmax_backward(d, s, job->values, job->num_columns);
+    else
+        for (int64_t i = 0; i < job->num_columns; i++)
+            if (d[i] != 0) d[i] *= score_slope(s[i], z[i], job->router.score);
+}
+
+/* Writes, or adds, the gradient of the logits, in spare. */
+static void give(const router_job *job, void *d_logits)
+{
+    const int64_t n = job->num_columns;
+    const float *narrow = d_logits;
+    REAL *d = job->spare;
+    REAL *before = job->values;
+    if (job->accumulate) {
+        if (sizeof *d == sizeof(double) && job->grad_type == EPIC_F32)
+            for (int64_t i = 0; i < n; i++) before[i] = narrow[i];
+        else
+            load(before, d_logits, job->grad_type, n);
+        for (int64_t i = 0; i < n; i++) d[i] += before[i];
+    }
+    store(d_logits, job->grad_type, d, n);
+}
