@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "exchange/culprits.h"
+#include "exchange/rounding.h"
 
 enum { PHASE_NOTES, PHASE_ROWS, PHASE_DONE };
 
@@ -196,6 +197,7 @@ static epic_result claim(exchange **out, epic_context *ctx, const exchange *aske
     x->phase = PHASE_NOTES;
     x->peer_gone = false;
     x->looked_ns = now_ns();
+    x->rounding = rounding_enter();
     *out = x;
     return EPIC_OK;
 }
@@ -274,6 +276,7 @@ epic_result exchange_close(exchange *x, epic_result result)
     epic_context *ctx = x->ctx;
     const uint64_t tag = x->tag, record = x->record;
     x->phase = PHASE_DONE;
+    rounding_leave(x->rounding);
     x->transport->finish(x->group, x->cell); /* the cell is no longer ours */
     recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());
     tags_leave(&ctx->tags, tag);

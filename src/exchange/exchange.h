@@ -29,6 +29,7 @@ typedef struct exchange {
     uint64_t tag, place;
     uint64_t timeout_ns, deadline_ns;
     uint64_t record;
+    uint64_t rounding; /* the caller's, put back at the end */
     uint32_t phase;
     bool peer_gone; /* seen gone at the last look, nothing has moved since */
     uint64_t looked_ns;
