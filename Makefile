@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+# The front door.  `make` builds into build/; `make test` runs all that needs no GPU, and sees to
+# missing packages first where it may.  The build itself is CMake's.
+
+MAKEFLAGS += --no-print-directory
+JOBS ?= $(shell nproc)
+CMAKE = mkdir -p $(2) && cmake -S . -DCMAKE_BUILD_TYPE=$(1) $(3) -B $(2) >$(2)/configure.log || \
+    { cat $(2)/configure.log; exit 1; }
+BUILD = cmake --build $(1) -j $(JOBS)
+CTEST = ctest --output-on-failure -j 2 --test-dir $(1)
+HOST_ONLY = -DEPIC_MPI=OFF -DEPIC_CUDA=OFF
+# ThreadSanitizer of gcc 12 and 13 does not know the addresses of newer kernels' randomisation.
+STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
+VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
+VALGRIND_TESTS = info meet_env meet_threads recorder sized
+
+.PHONY: all test format clean install \
+    setup-build setup-test test-format test-gcc test-clang test-asan test-tsan test-valgrind
+.NOTPARALLEL:
+
+all: setup-build
+	@$(call CMAKE,Release,build)
+	@$(call BUILD,build)
+
+test: setup-test test-format test-gcc test-clang test-asan test-tsan test-valgrind
+	@echo "== make test: all parts passed"
+
+setup-build setup-test: setup-%:
+	@tools/setup.sh $*
+
+test-format:
+	@echo "== format"
+	@tools/format.sh --check
+
+test-gcc:
+	@echo "== release build"
+	@$(call CMAKE,Release,build)
+	@$(call BUILD,build)
+	@$(call CTEST,build)
+
+test-clang:
+	@echo "== clang"
+	@if command -v clang >/dev/null; then \
+	    { $(call CMAKE,Release,build/clang,-DCMAKE_C_COMPILER=clang $(HOST_ONLY)); } && \
+	    $(call BUILD,build/clang) && $(call CTEST,build/clang) -L unit -LE slow; \
+	else echo "left out: there is no clang"; fi
+
+test-asan:
+	@echo "== AddressSanitizer and UndefinedBehaviorSanitizer"
+	@$(call CMAKE,Debug,build/asan,-DEPIC_SANITIZE=address$(,)undefined $(HOST_ONLY))
+	@$(call BUILD,build/asan)
+	@$(call CTEST,build/asan) -LE slow
+
+test-tsan:
+	@echo "== ThreadSanitizer"
+	@$(call CMAKE,Debug,build/tsan,-DEPIC_SANITIZE=thread $(HOST_ONLY))
+	@$(call BUILD,build/tsan)
+	@$(STILL) $(call CTEST,build/tsan) -L threads -LE slow
+
+test-valgrind:
+	@echo "== valgrind"
+	@if command -v valgrind >/dev/null; then \
+	    for test in $(VALGRIND_TESTS); do \
+	        echo "$$test"; \
+	        $(VALGRIND) build/tests/unit/$$test || [ $$? = 77 ] || exit 1; \
+	    done; \
+	else echo "left out: there is no valgrind"; fi
+
+format:
+	@tools/format.sh
+
+install: all
+	cmake --install build
+
+clean:
+	rm -rf build
+
+, := ,

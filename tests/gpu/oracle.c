@@ -1,0 +1,270 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The truth for GPU tests. */
+#include "oracle.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+__extension__ typedef _Float16 float16;
+
+static int64_t padded(int64_t n, int64_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+static int64_t slots_with(const routing *r, int rank, int64_t most)
+{
+    int64_t slots = 0;
+    for (uint32_t e = 0; e < r->layer.num_experts; e++)
+        if (r->owner[e] == rank)
+            slots += padded(r->kept[e] < most ? r->kept[e] : most, r->layer.alignment);
+    return slots;
+}
+
+static void count(routing *r)
+{
+    for (int q = 0; q < r->num_ranks; q++)
+        for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
+            if (r->ids[q][i] >= r->layer.num_experts)
+                r->result = EPIC_EINVAL;
+            else if (r->ids[q][i] >= 0)
+                r->load[r->ids[q][i]]++;
+        }
+}
+
+static void limit(routing *r)
+{
+    const bool drop = r->layer.overflow == EPIC_OVERFLOW_DROP;
+    for (uint32_t e = 0; e < r->layer.num_experts; e++) r->kept[e] = r->load[e];
+    for (int q = 0; q < r->num_ranks; q++) r->demand_of[q] = slots_with(r, q, INT32_MAX);
+    for (uint32_t e = 0; e < r->layer.num_experts && drop; e++)
+        if (r->layer.expert_capacity && r->kept[e] > (int32_t)r->layer.expert_capacity)
+            r->kept[e] = (int32_t)r->layer.expert_capacity;
+    for (int q = 0; q < r->num_ranks; q++) {
+        const int64_t capacity = r->capacity_of[q];
+        if (!capacity || slots_with(r, q, INT32_MAX) <= capacity) continue;
+        if (!drop) {
+            if (r->result == EPIC_OK) r->result = EPIC_EOVERFLOW;
+            continue;
+        }
+        int64_t most = 0;
+        while (slots_with(r, q, most + 1) <= capacity) most++;
+        for (uint32_t e = 0; e < r->layer.num_experts; e++)
+            if (r->owner[e] == q && r->kept[e] > most) r->kept[e] = (int32_t)most;
+    }
+}
+
+static void place(routing *r)
+{
+    const int k = (int)r->layer.top_k;
+    int32_t *next = calloc(r->layer.num_experts, sizeof *next);
+    for (uint32_t e = 0; e < r->layer.num_experts; e++) {
+        r->begin[e] = (int32_t)r->slots_of[r->owner[e]];
+        r->slots_of[r->owner[e]] += padded(r->kept[e], r->layer.alignment);
+    }
+    for (int q = 0; q < r->num_ranks; q++)
+        for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * k; i++) {
+            const int64_t e = r->ids[q][i];
+            r->slot[q][i] = EPIC_FATE_NONE;
+            r->rank[q][i] = -1;
+            if (e < 0 || r->result != EPIC_OK) continue;
+            const int32_t nth = next[e]++;
+            const bool full = r->layer.overflow == EPIC_OVERFLOW_DROP &&
+                              r->layer.expert_capacity &&
+                              (uint32_t)nth >= r->layer.expert_capacity;
+            if (nth < r->kept[e]) {
+                r->slot[q][i] = r->begin[e] + nth;
+                r->rank[q][i] = r->owner[e];
+            } else {
+                r->slot[q][i] = full ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
+            }
+        }
+    free(next);
+}
+
+void solve_routing(routing *r)
+{
+    const size_t experts = r->layer.num_experts;
+    r->load = calloc(experts, 4);
+    r->kept = calloc(experts, 4);
+    r->begin = calloc(experts, 4);
+    r->result = EPIC_OK;
+    for (int q = 0; q < r->num_ranks; q++) {
+        const size_t choices = (size_t)r->tokens_of[q] * r->layer.top_k + 1;
+        r->slot[q] = malloc(choices * 4);
+        r->rank[q] = malloc(choices * 4);
+        r->slots_of[q] = 0;
+    }
+    count(r);
+    limit(r);
+    place(r);
+}
+
+void free_routing(routing *r)
+{
+    for (int q = 0; q < r->num_ranks; q++) {
+        free(r->ids[q]);
+        free(r->slot[q]);
+        free(r->rank[q]);
+    }
+    free(r->owner);
+    free(r->load);
+    free(r->kept);
+    free(r->begin);
+    memset(r, 0, sizeof *r);
+}
+
+/* ------------------------------------------------------------------------- elements ---- */
+
+int type_bytes(uint32_t type)
+{
+    return type == EPIC_F32 ? 4 : 2;
+}
+
+static float from_bits(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static uint32_t bits_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+float get_element(const void *row, int64_t i, uint32_t type)
+{
+    uint16_t half;
+    float x;
+    float16 h;
+    if (type == EPIC_F32) {
+        memcpy(&x, (const char *)row + i * 4, 4);
+        return x;
+    }
+    memcpy(&half, (const char *)row + i * 2, 2);
+    if (type == EPIC_BF16) return from_bits((uint32_t)half << 16);
+    memcpy(&h, &half, 2);
+    return (float)h;
+}
+
+static uint16_t bf16_of(float x)
+{
+    const uint32_t bits = bits_of(x);
+    if (isnan(x)) return 0x7fff;
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void put_element(void *row, int64_t i, uint32_t type, float x)
+{
+    uint16_t half;
+    if (type == EPIC_F32) {
+        memcpy((char *)row + i * 4, &x, 4);
+        return;
+    }
+    const float16 h = (float16)x;
+    memcpy(&half, &h, 2);
+    if (type == EPIC_BF16) half = bf16_of(x);
+    memcpy((char *)row + i * 2, &half, 2);
+}
+
+float round_to(float x, uint32_t type)
+{
+    char element[4];
+    put_element(element, 0, type, x);
+    return get_element(element, 0, type);
+}
+
+/* ----------------------------------------------------------------------------- sums ---- */
+
+typedef struct node {
+    bool there;
+    float sum;
+} node;
+
+static node add(node a, node b, uint32_t type)
+{
+    if (!a.there) return b;
+    if (!b.there) return a;
+    return (node){true, round_to(a.sum + b.sum, type)};
+}
+
+/* The partial over the choices whose expert lies in [first, first + count). */
+static node partial(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
+                    const expert_rows *rows, int owner, int64_t first, int64_t count)
+{
+    const int k = (int)r->layer.top_k;
+    node n = {false, 0};
+    for (int c = 0; c < k; c++) {
+        const int64_t at = (int64_t)token * k + c, e = r->ids[rank][at];
+        if (r->rank[rank][at] != owner || e < first || e >= first + count) continue;
+        const int64_t slot = r->slot[rank][at];
+        const float w = rows->weight(rows->self, owner, slot);
+        const float x = rows->element(rows->self, owner, slot, i);
+        if (n.there)
+            n.sum = fmaf(w, x, n.sum);
+        else
+            n.sum = w * x;
+        n.there = true;
+    }
+    n.sum = round_to(n.sum, type);
+    return n;
+}
+
+static node tree(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
+                 const expert_rows *rows, int64_t leaf, int64_t leaves)
+{
+    const int64_t block = r->layer.num_experts / r->layer.leaves;
+    if (leaves == 1)
+        return partial(r, rank, token, i, type, rows, r->owner[leaf * block], leaf * block,
+                       block);
+    return add(tree(r, rank, token, i, type, rows, leaf, leaves / 2),
+               tree(r, rank, token, i, type, rows, leaf + leaves / 2, leaves / 2), type);
+}
+
+float combined(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
+               const expert_rows *rows)
+{
+    const uint32_t part = r->layer.partial_type ? r->layer.partial_type : type;
+    if (r->layer.sum_order == EPIC_TREE) {
+        const node n = tree(r, rank, token, i, part, rows, 0, r->layer.leaves);
+        return n.there ? n.sum : 0.0f;
+    }
+    node total = {false, 0};
+    for (int q = 0; q < r->num_ranks; q++)
+        total = add(total,
+                    partial(r, rank, token, i, part, rows, q, 0, r->layer.num_experts),
+                    EPIC_F32);
+    return total.there ? total.sum : 0.0f;
+}
+
+float dot_in_order(const float *a, const float *b, int64_t n)
+{
+    float total = 0;
+    for (int64_t block = 0; block * 1024 < n; block++) {
+        node acc[256];
+        for (int i = 0; i < 256; i++) {
+            acc[i] = (node){false, 0};
+            for (int j = 0; j < 4; j++) {
+                const int64_t at = block * 1024 + i + 256 * j;
+                if (at >= n) continue;
+                if (acc[i].there)
+                    acc[i].sum = fmaf(a[at], b[at], acc[i].sum);
+                else
+                    acc[i].sum = a[at] * b[at];
+                acc[i].there = true;
+            }
+        }
+        for (int distance = 4; distance; distance /= 2)
+            for (int i = 0; i < 256; i++)
+                if (i % 8 < distance) acc[i] = add(acc[i], acc[i + distance], EPIC_F32);
+        for (int distance = 16; distance; distance /= 2)
+            for (int g = 0; g < distance; g++)
+                acc[g * 8] = add(acc[g * 8], acc[(g + distance) * 8], EPIC_F32);
+        total = block ? total + acc[0].sum : acc[0].sum;
+    }
+    return total;
+}

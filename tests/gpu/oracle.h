@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The truth for GPU tests: plain loops over the routing of all ranks, as epic.h defines it. */
+#ifndef EPIC_TEST_ORACLE_H
+#define EPIC_TEST_ORACLE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "epic/epic.h"
+
+#define ORACLE_RANKS 8
+
+typedef struct routing { /* one case: what every rank brings */
+    int num_ranks;
+    epic_layer layer;                    /* defaults filled in */
+    int32_t tokens_of[ORACLE_RANKS];
+    int64_t capacity_of[ORACLE_RANKS];
+    int64_t *ids[ORACLE_RANKS];          /* [tokens, top_k] */
+    int32_t *owner;                      /* [num_experts] */
+    bool table;
+    /* what follows from it */
+    int32_t *slot[ORACLE_RANKS];         /* [tokens, top_k]: slot on the owner, or an EPIC_FATE */
+    int32_t *rank[ORACLE_RANKS];         /* [tokens, top_k]: the owner, -1 */
+    int64_t slots_of[ORACLE_RANKS], demand_of[ORACLE_RANKS];
+    int32_t *load, *kept, *begin;        /* [num_experts] */
+    int32_t result;
+} routing;
+
+/* Fills in what follows; free_routing gives all of it back, the inputs too. */
+void solve_routing(routing *r);
+void free_routing(routing *r);
+
+/* Element i of a row, and back. */
+float get_element(const void *row, int64_t i, uint32_t type);
+void put_element(void *row, int64_t i, uint32_t type, float x);
+int type_bytes(uint32_t type);
+float round_to(float x, uint32_t type);
+
+/* Element i of the combined row of a token; element(rank, slot, i) gives the experts' rows,
+ * weight(rank, slot) their weights. */
+typedef struct expert_rows {
+    float (*element)(const void *self, int rank, int64_t slot, int64_t i);
+    float (*weight)(const void *self, int rank, int64_t slot);
+    const void *self;
+} expert_rows;
+float combined(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
+               const expert_rows *rows);
+
+/* The dot product in the header's order. */
+float dot_in_order(const float *a, const float *b, int64_t n);
+
+#endif

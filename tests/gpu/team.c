@@ -1,0 +1,149 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Ranks of a test: how they start, meet, and join. */
+#include "team.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "core/error.h"
+
+#define SEAT_BYTES 4096
+
+typedef struct meeting { /* shared by all ranks */
+    pthread_barrier_t barrier;
+    uint64_t group_id;
+    char seats[DEVICE_MAX_RANKS][SEAT_BYTES];
+} meeting;
+
+static meeting *place;
+static char *shared;
+
+static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+{
+    const team_rank *me = self;
+    if (bytes > SEAT_BYTES) return epic_fail(EPIC_EINVAL, "the test's meeting is too small");
+    memcpy(place->seats[me->rank], mine, bytes);
+    pthread_barrier_wait(&place->barrier);
+    for (int q = 0; q < me->num_ranks; q++)
+        memcpy((char *)all + (size_t)q * bytes, place->seats[q], bytes);
+    pthread_barrier_wait(&place->barrier);
+    return EPIC_OK;
+}
+
+void team_meet(team_rank *me)
+{
+    (void)me;
+    pthread_barrier_wait(&place->barrier);
+}
+
+void *team_shared(void)
+{
+    return shared;
+}
+
+typedef struct seat {
+    const team *team;
+    int rank;
+    int result;
+} seat;
+
+static int run_rank(const team *t, int rank)
+{
+    team_rank me = {.rank = rank, .num_ranks = t->num_ranks, .shared = shared};
+    epic_peer peers[DEVICE_MAX_RANKS], mine;
+    memset(&mine, 0, sizeof mine);
+    mine.host[0] = 1;
+    mine.process[0] = (uint64_t)getpid();
+    mine.pid = getpid();
+    const epic_meet meet = {rank, t->num_ranks, gather, NULL, &me};
+    const epic_config config = {.max_tokens = t->max_tokens,
+                                .max_row_bytes = t->max_row_bytes,
+                                .staging_bytes = t->staging_bytes,
+                                .num_ranks = (uint32_t)t->num_ranks,
+                                .timeout_ms = t->timeout_ms,
+                                .max_sms = t->max_sms};
+    CHECK_CUDA(cudaSetDevice(rank % t->num_gpus));
+    gather(&me, &mine, peers, sizeof mine);
+    const epic_join join = {&meet, &config, peers, place->group_id};
+    epic_result result = epic_backend_p2p.join(&me.group, &join);
+    uint32_t results[DEVICE_MAX_RANKS], own = (uint32_t)result;
+    gather(&me, &own, results, sizeof own);
+    for (int q = 0; q < t->num_ranks; q++)
+        if (results[q] != EPIC_OK) {
+            fprintf(stderr, "rank %d: join: rank %d: %s\n", rank, q,
+                    q == rank ? epic_error(NULL) : "failed");
+            return 1;
+        }
+    CHECK_CUDA(cudaStreamCreateWithFlags(&me.stream, cudaStreamNonBlocking));
+    const int failed = t->work(&me);
+    (void)cudaStreamSynchronize(me.stream);
+    (void)cudaStreamDestroy(me.stream);
+    epic_backend_p2p.leave(me.group);
+    return failed;
+}
+
+static void *run_thread(void *self)
+{
+    seat *s = self;
+    s->result = run_rank(s->team, s->rank);
+    return NULL;
+}
+
+static int run_threads(const team *t)
+{
+    pthread_t threads[DEVICE_MAX_RANKS];
+    seat seats[DEVICE_MAX_RANKS];
+    int failed = 0;
+    for (int q = 0; q < t->num_ranks; q++) {
+        seats[q] = (seat){t, q, 0};
+        pthread_create(&threads[q], NULL, run_thread, &seats[q]);
+    }
+    for (int q = 0; q < t->num_ranks; q++) {
+        pthread_join(threads[q], NULL);
+        failed += seats[q].result != 0;
+    }
+    return failed;
+}
+
+/* No CUDA call has been made in the parent. */
+static int run_processes(const team *t)
+{
+    pid_t children[DEVICE_MAX_RANKS];
+    int failed = 0;
+    fflush(NULL);
+    for (int q = 0; q < t->num_ranks; q++) {
+        children[q] = fork();
+        if (children[q] == 0) {
+            const int result = run_rank(t, q);
+            fflush(NULL);
+            _exit(result != 0);
+        }
+    }
+    for (int q = 0; q < t->num_ranks; q++) {
+        int status = 1;
+        waitpid(children[q], &status, 0);
+        failed += status != 0;
+    }
+    return failed;
+}
+
+int team_run(const team *t)
+{
+    static uint64_t groups = 0;
+    pthread_barrierattr_t attributes;
+    const size_t bytes = sizeof *place + t->shared_bytes;
+    place = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (place == MAP_FAILED) return t->num_ranks;
+    shared = (char *)(place + 1);
+    pthread_barrierattr_init(&attributes);
+    pthread_barrierattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+    pthread_barrier_init(&place->barrier, &attributes, (unsigned)t->num_ranks);
+    place->group_id = 0x1234567 + ++groups * 977 + (uint64_t)getpid() * 65537;
+    const int failed = t->processes ? run_processes(t) : run_threads(t);
+    return failed;
+}

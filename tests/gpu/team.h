@@ -1,0 +1,44 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Ranks of a test: threads of one process, or processes, each with a seat in one p2p group. */
+#ifndef EPIC_TEST_TEAM_H
+#define EPIC_TEST_TEAM_H
+
+#include "backend/p2p/p2p.h"
+
+typedef struct team_rank { /* what a rank of the test is given */
+    int rank, num_ranks;
+    epic_group *group;
+    cudaStream_t stream;
+    void *shared; /* memory of the team, the same for all ranks */
+} team_rank;
+
+typedef struct team {
+    int num_ranks;
+    int num_gpus;    /* ranks are dealt to GPUs in turn */
+    bool processes;  /* else threads */
+    int64_t max_tokens, max_row_bytes, staging_bytes;
+    uint32_t timeout_ms, max_sms;
+    int (*work)(team_rank *me); /* 0: good */
+    size_t shared_bytes;
+} team;
+
+/* Runs work on every rank; returns how many failed. */
+int team_run(const team *t);
+
+/* Waits for all ranks of the team, on the host. */
+void team_meet(team_rank *me);
+
+/* The shared bytes of the running team, also before and after (parent process). */
+void *team_shared(void);
+
+#define CHECK_CUDA(call)                                                              \
+    do {                                                                              \
+        const cudaError_t check_error = (call);                                       \
+        if (check_error != cudaSuccess) {                                             \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__,                        \
+                    cudaGetErrorString(check_error));                                 \
+            exit(1);                                                                  \
+        }                                                                             \
+    } while (0)
+
+#endif

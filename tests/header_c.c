@@ -1,0 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The public header stands alone in C11, twice, and agrees with the library on the version. */
+#include "epic/epic.h"
+
+int main(void)
+{
+    const epic_config config = {.max_tokens = 1, .max_row_bytes = 16};
+    const epic_layer layer = {.num_experts = 1, .top_k = 1};
+    const epic_call call = {0};
+    const int well = config.num_ranks == 0 && layer.leaves == 0 && call.tag == 0;
+    return well && epic_version() == EPIC_VERSION ? 0 : 1;
+}

@@ -1,0 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The public header stands alone in C++17, twice, and its functions have C names. */
+#include "epic/epic.h"
+
+int main()
+{
+    const epic_config config{};
+    epic_plan_args plan{};
+    plan.call.tag = 1;
+    const bool well = config.backend == nullptr && plan.capacity == EPIC_CAPACITY_EXACT;
+    return well && epic_version() == EPIC_VERSION ? 0 : 1;
+}

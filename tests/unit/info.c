@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic-info sees, from outside, what the ranks of a group are stuck in. */
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "core/recorder.h"
+
+#define CHECK(condition)                                                            \
+    do {                                                                            \
+        if (!(condition)) {                                                         \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+            exit(1);                                                                \
+        }                                                                           \
+    } while (0)
+
+static char program[4096]; /* build/bin/epic-info, from build/tests/unit/info */
+static char group[64];
+static char output[65536];
+
+static void find_program(void)
+{
+    const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 64);
+    CHECK(length > 0);
+    program[length] = 0;
+    for (int up = 0; up < 3; up++) *strrchr(program, '/') = 0;
+    strcat(program, "/bin/epic-info");
+}
+
+/* Runs epic-info, keeps what it prints in output, returns its exit status. */
+static int info(const char *arguments)
+{
+    char command[8192];
+    snprintf(command, sizeof command, "'%s' %s 2>&1", program, arguments);
+    FILE *pipe = popen(command, "r");
+    CHECK(pipe);
+    const size_t length = fread(output, 1, sizeof output - 1, pipe);
+    output[length] = 0;
+    const int status = pclose(pipe);
+    CHECK(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+static int info_of_group(const char *more)
+{
+    char arguments[128];
+    snprintf(arguments, sizeof arguments, "--group '%s' %s", group, more);
+    return info(arguments);
+}
+
+static bool says(const char *words)
+{
+    if (strstr(output, words)) return true;
+    fprintf(stderr, "\"%s\" is not in:\n%s", words, output);
+    return false;
+}
+
+/* A rank of four: finished one operation, failed one, and is stuck in the next. */
+static pid_t start_rank(int rank)
+{
+    char byte;
+    int opened[2];
+    CHECK(pipe(opened) == 0);
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid > 0) {
+        CHECK(read(opened[0], &byte, 1) == 1);
+        close(opened[0]);
+        close(opened[1]);
+        return pid;
+    }
+    epic_recorder *r;
+    CHECK(recorder_open(&r, group, rank, 4, "shm") == EPIC_OK);
+    recorder_end(r, recorder_begin(r, EPIC_OP_PLAN, 7, 0, 64), EPIC_OK, NULL);
+    recorder_end(r, recorder_begin(r, EPIC_OP_SUM, 9, 0, 8), EPIC_EOVERFLOW, "say \"when\"");
+    recorder_phase(r, recorder_begin(r, EPIC_OP_DISPATCH, 7, 1, 4096), RECORDER_MOVING, 3);
+    CHECK(write(opened[1], "", 1) == 1);
+    for (;;) pause();
+}
+
+static void stop(pid_t pid)
+{
+    CHECK(kill(pid, SIGKILL) == 0 && waitpid(pid, NULL, 0) == pid);
+}
+
+static void a_stuck_group(void)
+{
+    const pid_t first = start_rank(0), second = start_rank(2);
+    CHECK(info_of_group("") == 0);
+    CHECK(says("rank 0 of 4") && says("rank 2 of 4") && says("rank 1, 3"));
+    CHECK(says("in flight") && says("tag 7 step 1") && says("4096 bytes"));
+    CHECK(says("moving rows, waits for rank 3") && says("finished"));
+    CHECK(says("EPIC_EOVERFLOW") && says("say \"when\""));
+
+    CHECK(info_of_group("--json") == 0);
+    CHECK(says("\"rank\": 2, \"num_ranks\": 4") && says("\"waits_for\": 3"));
+    CHECK(says("\"operation\": \"dispatch\", \"tag\": 7, \"step\": 1, \"bytes\": 4096"));
+    CHECK(says("\"sentence\": \"say \\\"when\\\"\""));
+
+    stop(first);
+    CHECK(info_of_group("") == 0 && says("rank 0, 1, 3") && says("rank 2 of 4"));
+    stop(second);
+    CHECK(info_of_group("") == 1 && says("no rank of group"));
+}
+
+static void usage(void)
+{
+    CHECK(info("--help") == 0 && says("usage:"));
+    CHECK(info("--group") == 2 && says("usage:"));
+    CHECK(info("--json") == 2 && info("--nonsense") == 2 && says("--nonsense"));
+    CHECK(info("") == 0 && says("epic ") && says("(chosen)") && says("cores"));
+}
+
+int main(void)
+{
+    find_program();
+    snprintf(group, sizeof group, "info-test-%d", (int)getpid());
+    a_stuck_group();
+    usage();
+    return 0;
+}

@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic-info: tells what this build and machine can do, or what a running group is doing. */
+#include <stdio.h>
+#include <string.h>
+
+#include "info.h"
+
+static const char help[] =
+    "usage: epic-info                        what this build and this machine can do\n"
+    "       epic-info --group NAME [--json]  what the ranks of a running group are doing:\n"
+    "                                        operations in flight, and the last finished\n"
+    "       epic-info --help\n"
+    "\n"
+    "NAME is epic_config.name, \"epic\" by default.  Ranks are found on this host, among the\n"
+    "processes of this user; nothing is asked of them, so a stuck one answers too.\n"
+    "Exit status: 0; 1: no rank of the group was found; 2: usage.\n";
+
+static int usage(const char *why, const char *what)
+{
+    fprintf(stderr, "epic-info: %s%s\n%s", why, what, help);
+    return 2;
+}
+
+int main(int argc, char **argv)
+{
+    const char *group = NULL;
+    bool json = false;
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--help")) {
+            fputs(help, stdout);
+            return 0;
+        } else if (!strcmp(argv[i], "--json")) {
+            json = true;
+        } else if (!strcmp(argv[i], "--group")) {
+            if (++i == argc) return usage("--group needs the name of a group", "");
+            group = argv[i];
+        } else {
+            return usage("unknown argument: ", argv[i]);
+        }
+    }
+    if (group) return info_group(group, json);
+    return json ? usage("--json goes with --group", "") : info_machine();
+}

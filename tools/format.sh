@@ -1,0 +1,30 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Formats every C file of the repository, or checks that it is (--check).  Versions of
+# clang-format disagree with each other, so only 14 is asked.
+set -eu
+cd "$(dirname "$0")/.."
+
+program=
+for name in clang-format-14 clang-format; do
+    if command -v $name >/dev/null && $name --version | grep -q 'version 14\.'; then
+        program=$name
+        break
+    fi
+done
+[ -n "$program" ] || { echo "left out: there is no clang-format 14"; exit 0; }
+
+# Without git, as in a tarball: the files that there are.
+files=$(git ls-files '*.c' '*.h' '*.cc' 2>/dev/null) ||
+    files=$(find . -path ./build -prune -o -name '*.[ch]' -print -o -name '*.cc' -print)
+[ -n "$files" ] || exit 0
+if [ "${1:-}" != --check ]; then
+    echo "$files" | xargs $program -i
+    exit 0
+fi
+failed=0
+for file in $files; do
+    $program --dry-run -Werror "$file" 2>/dev/null || { echo "not formatted: $file"; failed=1; }
+done
+[ $failed = 0 ] || echo "to format: make format"
+exit $failed

@@ -1,0 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The two things that epic-info tells; each returns the program's exit status. */
+#ifndef EPIC_INFO_H
+#define EPIC_INFO_H
+
+#include <stdbool.h>
+
+/* What this build and this machine can do. */
+int info_machine(void);
+
+/* What the ranks of a group on this host are doing.  1: no rank was found. */
+int info_group(const char *group, bool json);
+
+#endif

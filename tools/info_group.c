@@ -1,0 +1,244 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the ranks of a running group are doing: reads their flight recorders. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "info.h"
+#include "seats.h"
+
+#define NUM_FINISHED 5 /* shown of each rank */
+
+/* An operation, copied out of a recorder. */
+typedef struct operation {
+    recorder_entry entry;
+    char sentence[RECORDER_SENTENCE];
+} operation;
+
+/* -------------------------------------------------------------------------- words ---- */
+
+static const char *operation_name(uint32_t number)
+{
+    static const char *const names[] = {
+        "none", "open", "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
+        "sum"};
+    return number < sizeof names / sizeof *names ? names[number] : "unknown";
+}
+
+static const char *state_name(uint32_t state)
+{
+    static const char *const names[] = {"announced", "moving rows", "done"};
+    return state < sizeof names / sizeof *names ? names[state] : "unknown";
+}
+
+/* "1.5 ms" */
+static const char *duration(int64_t ns, char out[32])
+{
+    if (ns < 0) ns = 0; /* the clock was set back */
+    if (ns < 1000000)
+        snprintf(out, 32, "%.1f us", (double)ns / 1e3);
+    else if (ns < 1000000000)
+        snprintf(out, 32, "%.1f ms", (double)ns / 1e6);
+    else
+        snprintf(out, 32, "%.1f s", (double)ns / 1e9);
+    return out;
+}
+
+static int64_t wall_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* In flight first, oldest first; then the finished, latest first. */
+static int by_interest(const void *a, const void *b)
+{
+    const recorder_entry *p = &((const operation *)a)->entry;
+    const recorder_entry *q = &((const operation *)b)->entry;
+    if (!p->end_ns != !q->end_ns) return p->end_ns ? 1 : -1;
+    if (!p->end_ns) return (p->number > q->number) - (p->number < q->number);
+    if (p->end_ns != q->end_ns) return p->end_ns > q->end_ns ? -1 : 1;
+    return (p->number < q->number) - (p->number > q->number);
+}
+
+/* What to show of a rank; returns how many, *num_in_flight of them first. */
+static int read_operations(const recorder_page *page, operation out[RECORDER_RECORDS],
+                           int *num_in_flight)
+{
+    int num = 0;
+    for (int i = 0; i < RECORDER_RECORDS; i++)
+        if (recorder_read(page, i, &out[num].entry, out[num].sentence)) num++;
+    qsort(out, (size_t)num, sizeof *out, by_interest);
+    *num_in_flight = 0;
+    while (*num_in_flight < num && !out[*num_in_flight].entry.end_ns) ++*num_in_flight;
+    return num - *num_in_flight > NUM_FINISHED ? *num_in_flight + NUM_FINISHED : num;
+}
+
+/* --------------------------------------------------------------------------- text ---- */
+
+static void print_operation(const operation *o, int64_t now)
+{
+    char took[32], ago[32];
+    const recorder_entry *e = &o->entry;
+    const int64_t end = e->end_ns ? e->end_ns : now;
+    printf("  %s  %-17s tag %" PRIu64 " step %" PRIu64 "  %" PRIu64 " bytes  %s  ",
+           e->end_ns ? "finished " : "in flight", operation_name(e->operation), e->tag,
+           e->place, e->bytes, duration(end - e->start_ns, took));
+    if (e->end_ns) {
+        printf("%s, %s ago\n", epic_result_name((epic_result)e->result),
+               duration(now - e->end_ns, ago));
+        if (*o->sentence) printf("             %s\n", o->sentence);
+    } else if (e->waits_for >= 0) {
+        printf("%s, waits for rank %d\n", state_name(e->state), e->waits_for);
+    } else {
+        printf("%s, waits for nobody\n", state_name(e->state));
+    }
+}
+
+static void print_rank(const seat *s, const operation *list, int num)
+{
+    char age[32];
+    const int64_t now = wall_ns();
+    printf("rank %d of %d  pid %lld  %s  opened %s ago", s->page->rank, s->page->num_ranks,
+           (long long)s->page->pid, s->page->backend, duration(now - s->page->opened_ns, age));
+    if (s->holder != s->page->pid) printf("  (held by pid %d)", s->holder);
+    printf("\n");
+    for (int i = 0; i < num; i++) print_operation(&list[i], now);
+    if (num == 0) printf("  no operation yet\n");
+}
+
+/* Ranks of the group with no recorder here. */
+static void print_missing(const seats *found)
+{
+    const int num_ranks = found->list[0].page->num_ranks;
+    const char *separator = "not found on this host, for this user: rank ";
+    for (int rank = 0, i = 0; rank < num_ranks && rank < MAX_SEATS; rank++) {
+        while (i < found->num && found->list[i].page->rank < rank) i++;
+        if (i < found->num && found->list[i].page->rank == rank) continue;
+        printf("%s%d", separator, rank);
+        separator = ", ";
+    }
+    if (*separator == ',') printf("\n");
+}
+
+/* --------------------------------------------------------------------------- JSON ---- */
+
+static void json_string(const char *key, const char *text)
+{
+    printf("\"%s\": \"", key);
+    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
+        if (*c == '"' || *c == '\\')
+            printf("\\%c", *c);
+        else if (*c < 0x20)
+            printf("\\u%04x", *c);
+        else
+            putchar(*c);
+    }
+    putchar('"');
+}
+
+static void json_operation(const operation *o, int64_t now)
+{
+    const recorder_entry *e = &o->entry;
+    const int64_t end = e->end_ns ? e->end_ns : now;
+    printf("        {\"operation\": \"%s\", \"tag\": %" PRIu64 ", \"step\": %" PRIu64
+           ", \"bytes\": %" PRIu64 ", \"start_ns\": %" PRId64 ", \"elapsed_ns\": %" PRId64 ", ",
+           operation_name(e->operation), e->tag, e->place, e->bytes, e->start_ns,
+           end - e->start_ns);
+    json_string("state", state_name(e->state));
+    if (e->end_ns) {
+        printf(", \"result\": \"%s\", ", epic_result_name((epic_result)e->result));
+        json_string("sentence", o->sentence);
+    } else if (e->waits_for >= 0) {
+        printf(", \"waits_for\": %d", e->waits_for);
+    } else {
+        printf(", \"waits_for\": null");
+    }
+    putchar('}');
+}
+
+static void json_operations(const char *key, const operation *list, int num, int64_t now)
+{
+    printf(",\n      \"%s\": [", key);
+    for (int i = 0; i < num; i++) {
+        printf(i ? ",\n" : "\n");
+        json_operation(&list[i], now);
+    }
+    putchar(']');
+}
+
+static void json_rank(const seat *s, const operation *list, int num, int num_in_flight)
+{
+    const int64_t now = wall_ns();
+    printf("    {\"rank\": %d, \"num_ranks\": %d, \"pid\": %lld, \"holder\": %d, ",
+           s->page->rank, s->page->num_ranks, (long long)s->page->pid, s->holder);
+    json_string("backend", s->page->backend);
+    printf(", \"opened_ns\": %" PRId64, s->page->opened_ns);
+    json_operations("in_flight", list, num_in_flight, now);
+    json_operations("finished", list + num_in_flight, num - num_in_flight, now);
+    putchar('}');
+}
+
+/* ---------------------------------------------------------------------------- all ---- */
+
+static void print_found(const seats *found, const char *group, bool json)
+{
+    static operation list[RECORDER_RECORDS];
+    if (json) {
+        printf("{\n  ");
+        json_string("group", group);
+        printf(",\n  \"ranks\": [\n");
+    } else {
+        printf("group \"%s\"\n", group);
+    }
+    for (int i = 0; i < found->num; i++) {
+        int num_in_flight;
+        const int num = read_operations(found->list[i].page, list, &num_in_flight);
+        if (json) {
+            json_rank(&found->list[i], list, num, num_in_flight);
+            printf(i + 1 < found->num ? ",\n" : "]\n}\n");
+        } else {
+            print_rank(&found->list[i], list, num);
+        }
+    }
+    if (!json) print_missing(found);
+}
+
+static bool in_group(const seat *s, const char *group)
+{
+    return !strncmp(s->page->group, group, sizeof s->page->group - 1);
+}
+
+static void keep_group(seats *out, const seats *all, const char *group)
+{
+    for (int i = 0; i < all->num; i++)
+        if (in_group(&all->list[i], group)) out->list[out->num++] = all->list[i];
+}
+
+static void name_groups(const seats *all)
+{
+    for (int i = 0; i < all->num; i++) {
+        bool said = false;
+        for (int j = 0; j < i; j++) said |= in_group(&all->list[j], all->list[i].page->group);
+        if (!said) fprintf(stderr, "there is group \"%s\"\n", all->list[i].page->group);
+    }
+}
+
+int info_group(const char *group, bool json)
+{
+    static seats all, found;
+    seats_find(&all);
+    keep_group(&found, &all, group);
+    if (found.num > 0) {
+        print_found(&found, group, json);
+        return 0;
+    }
+    fprintf(stderr,
+            "epic-info: no rank of group \"%s\" in this user's processes on this host\n",
+            group);
+    name_groups(&all);
+    return 1;
+}

@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What this build and this machine can do. */
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "backend/backend.h"
+#include "epic/epic.h"
+#include "info.h"
+#include "kernels/kernels.h"
+
+static void print_kernels(void)
+{
+    const host_kernels *all[4];
+    const int num_kernels = host_kernels_all(all);
+    printf("host kernels  ");
+    for (int i = 0; i < num_kernels; i++)
+        printf("%s%s%s", i ? ", " : "", all[i]->name,
+               all[i] == host_kernels_get() ? " (chosen)" : "");
+    printf("\n");
+}
+
+static void print_backends(void)
+{
+    printf("backends      ");
+    for (int i = 0; epic_backends[i]; i++)
+        printf("%s%s", i ? ", " : "", epic_backends[i]->name);
+    printf("\n");
+}
+
+/* Where this program lies, with a slash at the end; "" if nobody knows. */
+static void own_folder(char *out, size_t size)
+{
+    const ssize_t length = readlink("/proc/self/exe", out, size - 1);
+    out[length < 0 ? 0 : length] = 0;
+    char *slash = strrchr(out, '/');
+    if (slash) slash[1] = 0;
+}
+
+/* Beside libepic.so, as built or installed, then where the system looks. */
+static void print_plugin(const char *label, const char *library)
+{
+    static const char *const folders[] = {"../lib/", "../" EPIC_LIBDIR "/", ""};
+    char own[4096], path[4352];
+    own_folder(own, sizeof own);
+    for (size_t i = 0; i < sizeof folders / sizeof *folders; i++) {
+        snprintf(path, sizeof path, "%s%s%s", *folders[i] ? own : "", folders[i], library);
+        if (*folders[i] && access(path, F_OK) != 0) continue;
+        void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+        if (handle) {
+            printf("%s %s loads\n", label, path);
+            dlclose(handle);
+            return;
+        }
+        const char *why = dlerror();
+        if (*folders[i]) {
+            printf("%s %s does not load: %s\n", label, path, why);
+            return;
+        }
+    }
+    printf("%s not built: no %s\n", label, library);
+}
+
+int info_machine(void)
+{
+    const uint32_t version = epic_version();
+    printf("epic          %u.%u.%u\n", version / 10000, version / 100 % 100, version % 100);
+    print_kernels();
+    print_backends();
+    print_plugin("backend mpi  ", "libepic_mpi.so");
+    print_plugin("backend p2p  ", "libepic_cuda.so");
+    printf("matrices      %s\n", epic_blas_name());
+    printf("cores         %ld\n", sysconf(_SC_NPROCESSORS_ONLN));
+    printf("page size     %ld bytes\n", sysconf(_SC_PAGESIZE));
+    return 0;
+}

@@ -1,0 +1,79 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Finds flight recorders of this user's processes on this host, under /proc/PID/fd. */
+#include "seats.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define LINK_START "/memfd:epic:"
+
+static bool is_number(const char *text)
+{
+    return *text && strspn(text, "0123456789") == strlen(text);
+}
+
+/* Seen before, as another descriptor; the process that opened it is the better holder. */
+static bool known(seats *all, const struct stat *file, int holder)
+{
+    for (int i = 0; i < all->num; i++) {
+        seat *s = &all->list[i];
+        if (s->device != file->st_dev || s->file != file->st_ino) continue;
+        if (s->page->pid == holder) s->holder = holder;
+        return true;
+    }
+    return false;
+}
+
+static void add_file(seats *all, const char *path, int holder)
+{
+    struct stat file;
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return;
+    if (fstat(fd, &file) == 0 && file.st_uid == geteuid() && !known(all, &file, holder) &&
+        all->num < MAX_SEATS) {
+        const recorder_page *page = recorder_map(fd);
+        if (page && !atomic_load(&page->closed))
+            all->list[all->num++] = (seat){page, file.st_dev, file.st_ino, holder};
+        else
+            recorder_unmap(page);
+    }
+    close(fd);
+}
+
+static void add_process(seats *all, const char *pid)
+{
+    char folder[64], path[512], link[512];
+    snprintf(folder, sizeof folder, "/proc/%.20s/fd", pid);
+    DIR *files = opendir(folder);
+    if (!files) return; /* gone, or another user's */
+    for (struct dirent *file; (file = readdir(files));) {
+        snprintf(path, sizeof path, "%s/%.255s", folder, file->d_name);
+        const ssize_t length = readlink(path, link, sizeof link - 1);
+        if (length < 0) continue;
+        link[length] = 0;
+        if (!strncmp(link, LINK_START, strlen(LINK_START))) add_file(all, path, atoi(pid));
+    }
+    closedir(files);
+}
+
+static int by_rank(const void *a, const void *b)
+{
+    const recorder_page *p = ((const seat *)a)->page, *q = ((const seat *)b)->page;
+    if (p->rank != q->rank) return p->rank < q->rank ? -1 : 1;
+    return (p->opened_ns > q->opened_ns) - (p->opened_ns < q->opened_ns);
+}
+
+void seats_find(seats *out)
+{
+    DIR *processes = opendir("/proc");
+    if (!processes) return;
+    for (struct dirent *process; (process = readdir(processes));)
+        if (is_number(process->d_name)) add_process(out, process->d_name);
+    closedir(processes);
+    qsort(out->list, (size_t)out->num, sizeof *out->list, by_rank);
+}

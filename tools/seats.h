@@ -1,0 +1,28 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Finds flight recorders of this user's processes on this host, under /proc/PID/fd. */
+#ifndef EPIC_SEATS_H
+#define EPIC_SEATS_H
+
+#include <sys/types.h>
+
+#include "core/recorder.h"
+
+#define MAX_SEATS 1024
+
+/* A recorder that was found.  A forked child holds its parent's too, so the file counts. */
+typedef struct seat {
+    const recorder_page *page;
+    dev_t device;
+    ino_t file;
+    int holder; /* the process that it was found in */
+} seat;
+
+typedef struct seats {
+    seat list[MAX_SEATS];
+    int num;
+} seats;
+
+/* Every recorder of any group, by rank.  Mapped until the program ends.  *out is zero before. */
+void seats_find(seats *out);
+
+#endif

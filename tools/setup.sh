@@ -1,0 +1,59 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Sees to the packages that building or testing takes: root with apt-get installs what is missing,
+# anybody else is told the command.  Without a package that is not required, a part is left out.
+# usage: setup.sh build|test
+set -eu
+cd "$(dirname "$0")/.."
+purpose=${1:-test}
+
+have() { command -v "$1" >/dev/null 2>&1; }
+header() { printf '#include <%s>\n' "$1" | "${CC:-cc}" -E - >/dev/null 2>&1; }
+
+look() {
+    required= optional=
+    have "${CC:-cc}" || required="$required gcc"
+    have cmake || required="$required cmake"
+    header stdio.h || required="$required libc6-dev"
+    [ "$purpose" = test ] || return 0
+    have g++ || optional="$optional g++"
+    have clang-format-14 || optional="$optional clang-format-14"
+    have clang || optional="$optional clang"
+    have valgrind || optional="$optional valgrind libc6-dbg"
+    { have mpicc && have mpiexec; } || optional="$optional libopenmpi-dev openmpi-bin"
+    /sbin/ldconfig -p | grep -q 'libopenblas\.so\.0' || optional="$optional libopenblas0-pthread"
+}
+
+apt() {
+    DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 "$@" >>"$log" 2>&1 \
+        </dev/null
+}
+
+install() {
+    log=$(mktemp)
+    echo "installing:$required$optional"
+    apt update || echo "apt-get update failed; trying with the lists that there are"
+    # One package that cannot be had should not keep the others away.
+    if ! apt install -y --no-install-recommends $required $optional; then
+        for package in $required $optional; do
+            apt install -y --no-install-recommends $package || tail -n 2 "$log"
+        done
+    fi
+    rm -f "$log"
+}
+
+look
+[ -n "$required$optional" ] || exit 0
+tried=build/setup-tried # what cannot be had is not asked for at every run; make clean forgets
+if [ "$(id -u)" = 0 ] && have apt-get && { [ -n "$required" ] || [ ! -e $tried ]; }; then
+    install
+    look
+    [ -z "$optional" ] || { mkdir -p build && touch $tried; }
+fi
+if [ -n "$optional" ]; then
+    echo "not all will be tested; to have it all: sudo apt-get install -y$optional"
+fi
+if [ -n "$required" ]; then
+    echo "missing:$required; to install: sudo apt-get install -y$required" >&2
+    exit 1
+fi
