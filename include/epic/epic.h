@@ -721,8 +721,8 @@ typedef struct epic_experts_backward_args {
     uint32_t pad;          /* 0 */
 } epic_experts_backward_args;
 
-/* The gradients of epic_experts_forward.  Weights and biases of an expert with no token get
- * zeros (accumulating: nothing).  Errors: EPIC_EINVAL. */
+/* The gradients of epic_experts_forward; d_x is not x.  Weights and biases of an expert with no
+ * token get zeros (accumulating: nothing).  Errors: EPIC_EINVAL. */
 EPIC_API epic_result epic_experts_backward(const epic_experts_backward_args *args, size_t size);
 
 /* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops". */
