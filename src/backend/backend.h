@@ -54,7 +54,8 @@ typedef struct epic_join {
 #define EVERYONE (-1)
 
 typedef struct epic_note {
-    int64_t same[24]; /* must be equal on all ranks; meaning in exchange/note.h */
+    int64_t same[24]; /* must be equal on all ranks; [0] is the epic_operation; the rest in
+                         exchange/note.h */
     int64_t own[12];  /* this rank's */
 } epic_note;
 
@@ -111,7 +112,7 @@ typedef struct epic_transport {
     /* Entry `index` from a peer, or NULL: not there yet.  Valid until it is dropped. */
     const void *(*entry)(epic_group *group, int cell, int from, int64_t index);
 
-    /* Entries below `upto` from this peer are not needed any more. */
+    /* Entries below `upto` from this peer are not needed any more, also those not sent yet. */
     void (*drop)(epic_group *group, int cell, int from, int64_t upto);
 
     /* This rank has sent all of its entries and dropped all that it receives (or the group is

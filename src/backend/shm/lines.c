@@ -15,6 +15,7 @@
 #include <string.h>
 #include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
@@ -53,7 +54,7 @@ static uint64_t clock_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static void close_socket(int *fd)
+static void close_fd(int *fd)
 {
     if (*fd >= 0) close(*fd);
     *fd = -1;
@@ -169,7 +170,7 @@ static void admit_guests(opening *o)
         if (o->guests[i] >= 0) continue;
         o->guests[i] = accept4(o->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (o->guests[i] < 0) return;
-        if (!greeting_is_of_same_user(o->guests[i])) close_socket(&o->guests[i]);
+        if (!greeting_is_of_same_user(o->guests[i])) close_fd(&o->guests[i]);
     }
 }
 
@@ -179,7 +180,7 @@ static epic_result receive_guest(opening *o, int *guest)
     shm_lines *lines = o->lines;
     const int rank = hear(o, *guest, NULL);
     if (rank <= lines->rank || lines->sockets[rank] >= 0) {
-        close_socket(guest);
+        close_fd(guest);
         return EPIC_OK;
     }
     lines->sockets[rank] = *guest;
@@ -240,16 +241,31 @@ static epic_result call_off(opening *o, epic_result result)
 {
     char sentence[512];
     snprintf(sentence, sizeof sentence, "%s", epic_sentence());
-    close_socket(&o->listener);
-    for (int r = 0; r < o->lines->num_ranks; r++) close_socket(&o->lines->sockets[r]);
+    close_fd(&o->listener);
+    for (int r = 0; r < o->lines->num_ranks; r++) close_fd(&o->lines->sockets[r]);
     for (int r = 0; r < o->lines->rank; r++) {
         call_rank(o, r);
-        close_socket(&o->lines->sockets[r]);
+        close_fd(&o->lines->sockets[r]);
     }
     return epic_fail(result, "%s", sentence);
 }
 
 /* ------------------------------------------------------------------------- the whole ---- */
+
+/* The kernel says who is at the other end, in our own numbering of processes. */
+static int watch_process(int socket)
+{
+#ifdef SYS_pidfd_open
+    struct ucred who;
+    socklen_t length = sizeof who;
+    if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &length) != 0 || who.pid <= 0)
+        return -1;
+    return (int)syscall(SYS_pidfd_open, who.pid, 0);
+#else
+    (void)socket;
+    return -1;
+#endif
+}
 
 static epic_result allocate(opening *o)
 {
@@ -267,8 +283,8 @@ static epic_result allocate(opening *o)
 
 static void release(opening *o)
 {
-    for (int i = 0; o->guests && i < o->num_guests; i++) close_socket(&o->guests[i]);
-    close_socket(&o->listener);
+    for (int i = 0; o->guests && i < o->num_guests; i++) close_fd(&o->guests[i]);
+    close_fd(&o->listener);
     free(o->cards);
     free(o->polls);
     free(o->guests);
@@ -306,6 +322,8 @@ epic_result lines_open(shm_lines *lines, const epic_join *join, bool ready, int 
         result = connect_all(&o);
         if (result != EPIC_OK) result = call_off(&o, result);
     }
+    for (int r = 0; result == EPIC_OK && r < lines->num_ranks; r++)
+        if (lines->sockets[r] >= 0) lines->processes[r] = watch_process(lines->sockets[r]);
     release(&o);
     return result;
 }
@@ -314,28 +332,32 @@ epic_result lines_alloc(shm_lines *lines, int rank, int num_ranks)
 {
     *lines = (shm_lines){.rank = rank, .num_ranks = num_ranks};
     lines->sockets = malloc((size_t)num_ranks * sizeof *lines->sockets);
+    lines->processes = malloc((size_t)num_ranks * sizeof *lines->processes);
     lines->dead = calloc((size_t)num_ranks, sizeof *lines->dead);
     for (int r = 0; lines->sockets && r < num_ranks; r++) lines->sockets[r] = -1;
-    if (lines->sockets && lines->dead) return EPIC_OK;
+    for (int r = 0; lines->processes && r < num_ranks; r++) lines->processes[r] = -1;
+    if (lines->sockets && lines->processes && lines->dead) return EPIC_OK;
     return epic_fail(EPIC_ENOMEM, "shm: no memory for lines to %d ranks", num_ranks);
 }
 
 void lines_close(shm_lines *lines)
 {
-    for (int r = 0; lines->sockets && r < lines->num_ranks; r++)
-        close_socket(&lines->sockets[r]);
+    for (int r = 0; lines->sockets && r < lines->num_ranks; r++) close_fd(&lines->sockets[r]);
+    for (int r = 0; lines->processes && r < lines->num_ranks; r++)
+        close_fd(&lines->processes[r]);
     free(lines->sockets);
+    free(lines->processes);
     free(lines->dead);
-    lines->sockets = NULL;
-    lines->dead = NULL;
+    *lines = (shm_lines){0};
 }
 
 bool lines_is_dead(shm_lines *lines, int peer)
 {
     if (peer == lines->rank) return false;
     if (load_relaxed(&lines->dead[peer])) return true;
-    struct pollfd line = {.fd = lines->sockets[peer], .events = POLLRDHUP};
-    if (poll(&line, 1, 0) <= 0) return false;
+    struct pollfd signs[] = {{.fd = lines->sockets[peer], .events = POLLRDHUP},
+                             {.fd = lines->processes[peer], .events = POLLIN}};
+    if (poll(signs, 2, 0) <= 0) return false;
     store_relaxed(&lines->dead[peer], true);
     return true;
 }

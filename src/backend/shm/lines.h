@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Lines: a connected UNIX socket between every two ranks.  They carry the memory's descriptor
- * once; after that they stay silent, and a line that hangs up is a process that has ended. */
+ * once; after that they stay silent, and a line that hangs up is a process that has ended.  Children
+ * that it forked may keep its end open, so the process itself is watched, too. */
 #ifndef EPIC_SHM_LINES_H
 #define EPIC_SHM_LINES_H
 
@@ -11,6 +12,7 @@ typedef struct shm_lines {
     int num_ranks;
     int rank;
     int *sockets;       /* [num_ranks]; -1: none */
+    int *processes;     /* [num_ranks] pidfds; -1: none, the socket must do */
     _Atomic bool *dead; /* [num_ranks] */
 } shm_lines;
 

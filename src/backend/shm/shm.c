@@ -2,8 +2,9 @@
 /* Ranks that are processes of one host.  Rank 0 makes anonymous memory and hands it to the
  * others over their lines; nothing of it has a name that could be left behind.
  *
- * A child that a rank forks without exec keeps the rank's lines open: as long as it lives, the
- * peers do not see the rank die, and wait until their deadline. */
+ * A child that a rank forks without exec keeps the rank's lines open.  The peers see the rank's
+ * death all the same where the system has pidfds (Linux 5.3) and shows its number to them (one
+ * PID namespace); elsewhere they wait until the child ends, or until their deadline. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
