@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# The front door.  `make` builds into build/; `make test` runs all that needs no GPU, and sees to
-# missing packages first where it may.  The build itself is CMake's.
+# The front door.  `make` builds into build/; `make test` runs all that needs no GPU; `make demo`
+# trains a language model.  They see to missing packages first where they may.  The build itself is
+# CMake's.
 
 MAKEFLAGS += --no-print-directory
 JOBS ?= $(shell nproc)
@@ -14,8 +15,8 @@ STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m)
 VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
 VALGRIND_TESTS = info meet_env meet_threads recorder sized
 
-.PHONY: all test format clean install \
-    setup-build setup-test test-format test-gcc test-clang test-asan test-tsan test-valgrind
+.PHONY: all test demo format clean install setup-build setup-test setup-demo \
+    test-format test-gcc test-clang test-asan test-tsan test-valgrind
 .NOTPARALLEL:
 
 all: setup-build
@@ -25,7 +26,7 @@ all: setup-build
 test: setup-test test-format test-gcc test-clang test-asan test-tsan test-valgrind
 	@echo "== make test: all parts passed"
 
-setup-build setup-test: setup-%:
+setup-build setup-test setup-demo: setup-%:
 	@tools/setup.sh $*
 
 test-format:
@@ -65,6 +66,15 @@ test-valgrind:
 	        $(VALGRIND) build/tests/unit/$$test || [ $$? = 77 ] || exit 1; \
 	    done; \
 	else echo "left out: there is no valgrind"; fi
+
+TRAIN = build/examples/train_text
+demo: setup-demo
+	@$(call CMAKE,Release,build)
+	@$(call BUILD,build) --target example_train_text
+	@echo "== training with 4 processes (Ctrl-C ends it)"
+	@$(TRAIN) --picture build/train_text.svg
+	@echo "== the same 20 steps with 4 ranks and with 1"
+	@$(TRAIN) --check
 
 format:
 	@tools/format.sh

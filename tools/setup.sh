@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sees to the packages that building or testing takes: root with apt-get installs what is missing,
 # anybody else is told the command.  Without a package that is not required, a part is left out.
-# usage: setup.sh build|test
+# usage: setup.sh build|test|demo
 set -eu
 cd "$(dirname "$0")/.."
 purpose=${1:-test}
@@ -15,13 +15,14 @@ look() {
     have "${CC:-cc}" || required="$required gcc"
     have cmake || required="$required cmake"
     header stdio.h || required="$required libc6-dev"
+    [ "$purpose" != build ] || return 0
+    /sbin/ldconfig -p | grep -q 'libopenblas\.so\.0' || optional="$optional libopenblas0-pthread"
     [ "$purpose" = test ] || return 0
     have g++ || optional="$optional g++"
     have clang-format-14 || optional="$optional clang-format-14"
     have clang || optional="$optional clang"
     have valgrind || optional="$optional valgrind libc6-dbg"
     { have mpicc && have mpiexec; } || optional="$optional libopenmpi-dev openmpi-bin"
-    /sbin/ldconfig -p | grep -q 'libopenblas\.so\.0' || optional="$optional libopenblas0-pthread"
 }
 
 apt() {
@@ -44,14 +45,15 @@ install() {
 
 look
 [ -n "$required$optional" ] || exit 0
-tried=build/setup-tried # what cannot be had is not asked for at every run; make clean forgets
+# What cannot be had is not asked for at every run; make clean forgets.
+tried=build/setup-tried-$purpose
 if [ "$(id -u)" = 0 ] && have apt-get && { [ -n "$required" ] || [ ! -e $tried ]; }; then
     install
     look
     [ -z "$optional" ] || { mkdir -p build && touch $tried; }
 fi
 if [ -n "$optional" ]; then
-    echo "not all will be tested; to have it all: sudo apt-get install -y$optional"
+    echo "some parts are left out; to have them all: sudo apt-get install -y$optional"
 fi
 if [ -n "$required" ]; then
     echo "missing:$required; to install: sudo apt-get install -y$required" >&2

@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The language model.  From the last CONTEXT bytes to the next one:
+ *
+ *     x = sum over places of table[place][byte]
+ *     x = x + moe(norm(x))            LAYERS times, each with a gain of its own
+ *     logits = norm(x) head
+ *
+ * Every rank has the same number of tokens and all of the dense parameters, but only its own
+ * experts.  Everything that is added over tokens is added block by block: the tokens of all ranks
+ * are cut into LEAVES blocks, each block has its own sum (and its own matrix products), and the
+ * sums are added in one binary tree, first inside the ranks, then across them.  So the bits do
+ * not depend on how many ranks there are. */
+#ifndef TRAIN_MODEL_H
+#define TRAIN_MODEL_H
+
+#include "seat.h"
+#include "text.h"
+
+enum { BYTES = 256, LAYERS = 2, EXPERTS = 8, TOP_K = 2, LEAVES = 8 };
+
+/* Numbers of the parameters: first the dense ones, then the experts' by layer and expert. */
+enum {
+    EMBED = 0,                    /* [CONTEXT, BYTES, hidden] */
+    HEAD = 1,                     /* [hidden, BYTES] */
+    NORM = 2,                     /* LAYERS + 1 of [hidden] */
+    GATE = NORM + LAYERS + 1,     /* LAYERS of [hidden, EXPERTS] */
+    UP = GATE + LAYERS,           /* LAYERS * EXPERTS of [hidden, 2 * inner]: gate, up */
+    DOWN = UP + LAYERS * EXPERTS, /* LAYERS * EXPERTS of [inner, hidden] */
+    NUM_PARAMETERS = DOWN + LAYERS * EXPERTS
+};
+
+typedef struct parameter {
+    char name[32];
+    int64_t count;
+    int64_t offset; /* into the four arrays of the model; -1: of another rank's expert */
+    double spread;  /* standard deviation of the untrained values; 0: they are 1 */
+    bool decays;
+} parameter;
+
+/* Sums over all tokens that ride with the dense gradients; one balance loss for each layer, as
+ * what is added first changes bits. */
+enum { SUM_LOSS = 0, SUM_STOP = 1, SUM_BALANCE = 2, NUM_SUMS = 16 };
+
+typedef struct model {
+    seat seat;
+    int64_t hidden, inner;
+    parameter parameters[NUM_PARAMETERS];
+    float *value, *gradient, *first, *second; /* [count]: these, and the optimiser's moments */
+    int64_t count, dense_count;
+    float *sums; /* [NUM_SUMS], right after the dense gradients */
+    epic_layer layer;
+    epic_router router;
+    epic_experts experts;
+    epic_moe moe;
+    epic_moe_memory_info moe_memory;
+    int32_t load[LAYERS][EXPERTS]; /* of the last forward pass, over all ranks */
+
+    /* Of one pass. */
+    const unsigned char *const *at;       /* [tokens] bytes to predict */
+    int64_t tokens, block;                /* of this rank; of one block */
+    int64_t all_tokens;                   /* of all ranks */
+    float *x[LAYERS + 1], *h[LAYERS + 1]; /* [tokens, hidden]: before and after norm */
+    float *d_x, *d_h;
+    float *logits;        /* [block, BYTES] */
+    float *scratch;       /* partial sums of blocks */
+    float losses[LEAVES]; /* of the blocks of this rank */
+    void *saved[LAYERS], *work;
+    int64_t work_bytes;
+} model;
+
+/* tokens: most of one pass, over all ranks; LEAVES divides it. */
+model *model_open(const seat *s, int64_t hidden, int64_t inner, int64_t tokens, uint64_t seed);
+void model_close(model *m);
+
+/* The configuration that the context of such a model is opened with. */
+epic_config model_config(int num_ranks, int64_t hidden, int64_t tokens);
+
+/* This rank's part of the mean loss, in nats for each byte; all ranks' parts add up to it. */
+bool model_loss(model *m, const unsigned char *const *at, int64_t tokens, float *loss);
+
+/* The same, and all gradients: the experts' complete, the dense ones and the sums this rank's
+ * part, ready for sum_over_ranks(&m->seat, m->gradient, m->dense_count + NUM_SUMS). */
+bool model_gradients(model *m, const unsigned char *const *at, int64_t tokens);
+
+/* The logits after each context, into out [tokens, BYTES]. */
+bool model_predict(model *m, const unsigned char *const *at, int64_t tokens, float *out);
+
+/* The rank that owns an expert's parameter; -1: all have it. */
+int model_owner(const model *m, int number);
+
+#endif

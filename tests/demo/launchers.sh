@@ -1,0 +1,40 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Ranks that a launcher starts have the same losses as those that the program starts.
+set -eu
+. "$(dirname "$0")/common.sh"
+
+run --steps 10 --ranks 4 --log forked.log >out
+
+# As torchrun does.
+export MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 10000)) WORLD_SIZE=2
+RANK=1 run --steps 10 >out1 2>err1 &
+RANK=0 run --steps 10 --log launched.log >out0 2>err0 || fail "rank 0: $(cat err0)"
+wait $! || fail "rank 1: $(cat err1)"
+cmp forked.log launched.log || fail "2 launched ranks have other losses"
+[ ! -s out1 ] || fail "rank 1 says: $(cat out1)"
+
+# Different options are noticed.
+MASTER_PORT=$((MASTER_PORT + 1))
+RANK=1 run --steps 10 --rate 0.1 >out1 2>err1 &
+if RANK=0 run --steps 10 >out0 2>err0; then fail "different options were not noticed"; fi
+if wait $!; then fail "different options were not noticed by rank 1"; fi
+grep -q 'rank 1 has other options' err0 || fail "$(cat err0)"
+if RANK=0 run --ranks 4 >out0 2>err0; then fail "--ranks 4 of 2"; fi &
+RANK=1 run --ranks 4 >out1 2>err1 || [ $? = 2 ] || fail "--ranks 4 of 2: $(cat err1)"
+wait
+unset MASTER_ADDR MASTER_PORT WORLD_SIZE
+
+command -v mpirun >/dev/null || { echo "left out: there is no mpirun"; exit 0; }
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+mpirun -n 4 "$program" --hidden 32 --inner 48 --tokens 256 --sample 0 --picture none --steps 10 \
+    --log mpirun.log text >out 2>&1 || fail "mpirun: $(cat out)"
+cmp forked.log mpirun.log || fail "mpirun has other losses"
+mpirun -n 2 "$program" --hidden 32 --inner 48 --tokens 256 --sample 0 --picture none --steps 10 \
+    --backend mpi --log mpi.log text >out 2>&1 || {
+    grep -q 'libepic_mpi' out && { echo "left out: backend mpi was not built"; exit 0; }
+    fail "mpirun, backend mpi: $(cat out)"
+}
+cmp forked.log mpi.log || fail "backend mpi has other losses"
+grep -q 'backend mpi' out || fail "--backend mpi is not what was used"

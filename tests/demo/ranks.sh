@@ -1,0 +1,26 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Ten steps have the same losses, to the last bit, for every number of ranks.
+set -eu
+. "$(dirname "$0")/common.sh"
+
+run --steps 10 --ranks 1 --log 1.log >1.out
+[ "$(wc -l <1.log)" = 10 ] || fail "the log has not 10 lines"
+for ranks in 2 4 8; do
+    run --steps 10 --ranks $ranks --log $ranks.log >$ranks.out
+    cmp 1.log $ranks.log || fail "$ranks ranks have other losses than 1"
+done
+run --steps 10 --ranks 4 --backend threads --log threads.log >threads.out
+cmp 1.log threads.log || fail "4 threads have other losses than 1 rank"
+grep -q 'backend threads' threads.out || fail "--backend threads is not what was used"
+
+run --check --steps 5 --ranks 4 >check.out || fail "--check: $(cat check.out)"
+grep -q '^5 of 5 steps are equal' check.out || fail "--check says: $(cat check.out)"
+
+# It learns, and shows it.
+"$program" --hidden 32 --inner 48 --tokens 256 --steps 60 --sample 30 --picture p.svg text >out
+grep -q '^held-out text: .* less$' out || fail "no end: $(cat out)"
+less=$(sed -n 's/^held-out text: .*: \([0-9]*\) % less$/\1/p' out)
+[ "${less:-0}" -ge 40 ] || fail "bits per byte fell by ${less:-?} % only"
+grep -q '^samples' out && grep -q '  layer 1 expert 7  ' out || fail "no samples or loads"
+grep -q '</svg>' p.svg || fail "no picture"
