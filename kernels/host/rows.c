@@ -40,6 +40,10 @@ typedef struct sum_args {
             function(__VA_ARGS__, EPIC_F16, EPIC_F16);     \
         else if (type == EPIC_F16)                         \
             function(__VA_ARGS__, EPIC_F16, EPIC_F32);     \
+        else if (out_type == EPIC_BF16)                    \
+            function(__VA_ARGS__, EPIC_F32, EPIC_BF16);    \
+        else if (out_type == EPIC_F16)                     \
+            function(__VA_ARGS__, EPIC_F32, EPIC_F16);     \
         else                                               \
             function(__VA_ARGS__, EPIC_F32, EPIC_F32);     \
     } while (0)
@@ -121,7 +125,13 @@ static void partial(void *out, epic_type out_type, const void *const *rows,
 static void add(void *out, epic_type out_type, const void *const *rows, int num_rows,
                 epic_type type, int64_t n)
 {
-    partial(out, out_type, rows, NULL, num_rows, type, n);
+    const sum_args args = {out, rows, NULL, num_rows};
+    if (num_rows == 0 || type != EPIC_F32 || out_type == EPIC_F32)
+        partial(out, out_type, rows, NULL, num_rows, type, n);
+    else if (out_type == EPIC_BF16)
+        sum_of(&args, false, n, EPIC_F32, EPIC_BF16);
+    else
+        sum_of(&args, false, n, EPIC_F32, EPIC_F16);
 }
 
 static void scale(void *out, const void *row, float w, epic_type type, int64_t n)
