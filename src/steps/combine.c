@@ -122,8 +122,8 @@ static void make_partial(const combining *c, int home, int64_t token, void *out)
     gather(c, home, token, &g);
     if (layer->sum_order == EPIC_TREE && !is_flat(&c->plan)) {
         const int32_t leaves = (int32_t)layer->leaves / c->x->num_ranks;
-        subtree(c, &g, c->plan.place_of[c->x->rank] * leaves, leaves, 1, out);
-        return;
+        if (subtree(c, &g, c->plan.place_of[c->x->rank] * leaves, leaves, 1, out)) return;
+        g.n = 0; /* a damaged plan: its slots belong to leaves of other ranks */
     }
     c->kernels->partial(out, c->partial_type, g.rows, c->slot_weights ? g.weights : NULL, g.n,
                         c->type, c->count);
@@ -179,14 +179,15 @@ static void take_trailers(const combining *c, int64_t token, const void **rows)
     }
 }
 
-/* The sum of the subtrees at places [first, first + count); NULL: all empty. */
+/* The sum of the subtrees at places [first, first + count), in row `level` or where the only one
+ * lies; rows above are free.  NULL: all empty. */
 static const void *join(const combining *c, const void *const *at, int32_t first, int32_t count,
                         int level)
 {
     if (count == 1) return at[first];
     const void *both[2];
     both[0] = join(c, at, first, count / 2, level);
-    both[1] = join(c, at, first + count / 2, count / 2, level + 1);
+    both[1] = join(c, at, first + count / 2, count / 2, level + (both[0] != NULL));
     if (!both[0] || !both[1]) return both[0] ? both[0] : both[1];
     void *out = scratch(c, level);
     c->kernels->add(out, c->partial_type, both, 2, c->partial_type, c->count);
@@ -196,6 +197,7 @@ static const void *join(const combining *c, const void *const *at, int32_t first
 static void add_tree(const combining *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
+    for (int p = 0; p < c->x->num_ranks; p++) at[p] = NULL; /* place_of may be damaged */
     for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.place_of[r]] = rows[r];
     const void *root = join(c, at, 0, c->x->num_ranks, 1);
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);

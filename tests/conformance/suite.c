@@ -1,0 +1,268 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The suite: groups of several kinds, each filled with random cases. */
+#include "suite.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "step.h"
+#include "suite_case.h"
+
+#define MAX_ROW_BYTES 24576
+#define NUM_TAGS 16
+#define SECONDS 240 /* after which a rank hangs */
+
+/* One rank of one group. */
+typedef struct member {
+    const char *backend;
+    const epic_meet *meet;
+    void *native;
+    uint64_t seed;
+    int cases;
+} member;
+
+static int64_t scaled(int64_t count)
+{
+    const int64_t n = (int64_t)((double)count * run_scale() + 0.5);
+    return n > 1 ? n : 1;
+}
+
+/* What every backend takes as the least: two entries of 1024 float64 and a trailer, a lane. */
+static int64_t least_staging(int num_ranks, int64_t max_in_flight)
+{
+    return 2 * 8704 * max_in_flight * 2 * (num_ranks > 1 ? num_ranks - 1 : 1);
+}
+
+static epic_context *open_group(const member *m, uint32_t max_in_flight, bool little)
+{
+    const int ranks = m->meet->num_ranks;
+    const epic_config config = {.max_tokens = WORLD_MAX_TOKENS,
+                                .max_row_bytes = MAX_ROW_BYTES,
+                                .staging_bytes =
+                                    little ? least_staging(ranks, max_in_flight) : 0,
+                                .timeout_ms = 100000,
+                                .max_in_flight = max_in_flight,
+                                .backend = m->backend,
+                                .native = m->native};
+    epic_context *ctx;
+    const epic_result result = epic_open(&ctx, m->meet, &config, sizeof config);
+    if (!CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx))) {
+        epic_close(ctx);
+        return NULL;
+    }
+    CHECK_EQ(epic_rank(ctx), m->meet->rank);
+    CHECK_EQ(epic_num_ranks(ctx), ranks);
+    CHECK(strcmp(epic_backend_name(ctx), m->backend) == 0);
+    return ctx;
+}
+
+/* NULL: it was never opened.  false: the ranks may have lost each other. */
+static bool close_group(epic_context *ctx)
+{
+    if (!ctx) return false;
+    const epic_result result = epic_check(ctx);
+    CHECK_SAY(result == EPIC_OK, "the group is broken: %s", epic_error(ctx));
+    epic_close(ctx);
+    return result == EPIC_OK;
+}
+
+/* After a failure that broke the group the rest would fail too, and tell nothing. */
+static bool whole(epic_context *ctx)
+{
+    return ctx && epic_check(ctx) == EPIC_OK;
+}
+
+/* ------------------------------------------------------------------------- the parts ---- */
+
+static bool random_cases(const member *m, uint32_t max_in_flight, bool little, bool delays)
+{
+    epic_context *ctx = open_group(m, max_in_flight, little);
+    for (int i = 0; whole(ctx) && i < m->cases; i++) {
+        world *w = world_new(run_mix(m->seed, (uint64_t)i), m->meet->num_ranks);
+        case_run(ctx, w, (uint64_t)(i % 3), delays);
+        world_free(w);
+    }
+    return close_group(ctx);
+}
+
+static bool small_lanes(const member *m)
+{
+    return random_cases(m, 2, true, false);
+}
+
+static bool many_cases(const member *m)
+{
+    return random_cases(m, 0, false, false);
+}
+
+static bool delayed_cases(const member *m)
+{
+    return random_cases(m, 3, false, true);
+}
+
+/* The sums of any number of ranks are those of one. */
+static bool tree_cases(const member *m)
+{
+    if (8 % m->meet->num_ranks) return true;
+    epic_context *ctx = open_group(m, 2, false);
+    for (int i = 0; whole(ctx) && i < m->cases; i++) {
+        world *w = world_new_tree(run_mix(m->seed, (uint64_t)i), m->meet->num_ranks);
+        case_run(ctx, w, 0, false);
+        world_free(w);
+    }
+    return close_group(ctx);
+}
+
+/* Layers of different shapes, two in one group and one in another, phase by phase. */
+static bool side_by_side(const member *m)
+{
+    epic_context *groups[2] = {open_group(m, 4, false), open_group(m, 2, true)};
+    for (int i = 0; whole(groups[0]) && whole(groups[1]) && i < m->cases; i++) {
+        world *w[3];
+        seat seats[3];
+        for (int j = 0; j < 3; j++) {
+            w[j] = world_new(run_mix(m->seed, (uint64_t)(3 * i + j)), m->meet->num_ranks);
+            case_begin(&seats[j], groups[j / 2], w[j], (uint64_t)(7 + j % 2), false);
+        }
+        for (int phase = 0; case_phase(&seats[0], phase); phase++) {
+            case_phase(&seats[1], phase);
+            case_phase(&seats[2], phase);
+        }
+        for (int j = 0; j < 3; j++) {
+            case_end(&seats[j]);
+            world_free(w[j]);
+        }
+    }
+    const bool first = close_group(groups[0]), second = close_group(groups[1]);
+    return first && second;
+}
+
+typedef struct tagged {
+    const member *m;
+    epic_context *ctx;
+    uint64_t tag;
+    long delay_us;
+} tagged;
+
+static void *run_tag(void *self)
+{
+    const tagged *t = self;
+    run_nap_us(t->delay_us);
+    for (int i = 0; whole(t->ctx) && i < t->m->cases; i++) {
+        const uint64_t seed = run_mix(t->m->seed, t->tag * 1000 + (uint64_t)i);
+        world *w = world_new(seed, t->m->meet->num_ranks);
+        case_run(t->ctx, w, t->tag, i % 2);
+        world_free(w);
+    }
+    return NULL;
+}
+
+/* Operations of 16 tags begin in another order on every rank. */
+static bool many_tags(const member *m)
+{
+    epic_context *ctx = open_group(m, 0, false);
+    if (!ctx) return false;
+    tagged tags[NUM_TAGS];
+    pthread_t threads[NUM_TAGS];
+    run_random random = {run_mix(m->seed, 77 + (uint64_t)m->meet->rank)};
+    for (int t = 0; t < NUM_TAGS; t++) {
+        tags[t] = (tagged){m, ctx, run_mix(m->seed, (uint64_t)t), run_below(&random, 4000)};
+        pthread_create(&threads[t], NULL, run_tag, &tags[t]);
+    }
+    for (int t = 0; t < NUM_TAGS; t++) pthread_join(threads[t], NULL);
+    return close_group(ctx);
+}
+
+/* An id that is no expert, on one rank: every rank is told whose, and the next plan is good. */
+static void bad_expert(step *s, run_random *common)
+{
+    const epic_call call = {.tag = 0};
+    const int victim = (int)run_below(common, s->num_ranks);
+    const int64_t at = run_below(common, s->tokens * STEP_TOP_K);
+    const int32_t value = (int32_t)run_between(common, STEP_EXPERTS, INT32_MAX);
+    const int32_t right = s->topk_idx[at];
+    char rank[32], place[64], number[32];
+    snprintf(rank, sizeof rank, "rank %d", victim);
+    snprintf(place, sizeof place, "token %d, k %d", (int)(at / STEP_TOP_K),
+             (int)(at % STEP_TOP_K));
+    snprintf(number, sizeof number, "%d", value);
+    if (s->rank == victim) s->topk_idx[at] = value;
+    const epic_result result = step_call(s, EPIC_OP_PLAN, &call, STEP_SAME);
+    const char *said = epic_error(s->ctx);
+    CHECK_SAY(result == EPIC_EINVAL, "a bad id: %s", epic_result_name(result));
+    CHECK_SAY(strstr(said, rank) && strstr(said, place) && strstr(said, number),
+              "no %s, %s, %s in: %s", rank, place, number, said);
+    CHECK(step_call(s, EPIC_OP_DISPATCH, &call, STEP_SAME) == EPIC_OK);
+    CHECK(case_zero(s->recv, s->slots * s->hidden * 4));
+    s->topk_idx[at] = right;
+    CHECK(step_all(s, 0));
+}
+
+static bool bad_data(const member *m)
+{
+    run_random common = {m->seed};
+    epic_context *ctx = open_group(m, 2, false);
+    if (!ctx) return false;
+    step s;
+    step_open(&s, ctx, 7, 40);
+    for (int i = 0; whole(ctx) && i < m->cases; i++) bad_expert(&s, &common);
+    step_close(&s);
+    return close_group(ctx);
+}
+
+static const struct {
+    const char *name;
+    bool (*run)(const member *); /* false: there is no sense in going on */
+    int cases;
+} parts[] = {
+    {"random cases", many_cases, 60},
+    {"lanes shorter than rows", small_lanes, 60},
+    {"random delays", delayed_cases, 10},
+    {"tree order", tree_cases, 20},
+    {"side by side", side_by_side, 10},
+    {"many tags", many_tags, 2},
+    {"bad data", bad_data, 5},
+};
+
+void suite_rank(const char *backend, const epic_meet *meet, void *native)
+{
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        const uint64_t begin = run_now_ns();
+        const member m = {.backend = backend,
+                          .meet = meet,
+                          .native = native,
+                          .seed = run_mix(run_seed(), i),
+                          .cases = (int)scaled(parts[i].cases)};
+        check_seed = m.seed;
+        if (!parts[i].run(&m)) return;
+        if (meet->rank == 0)
+            printf("%s, %d ranks: %s, %.1f s\n", backend, meet->num_ranks, parts[i].name,
+                   (double)(run_now_ns() - begin) * 1e-9);
+    }
+}
+
+static void body(const epic_meet *meet, void *self)
+{
+    suite_rank(self, meet, NULL);
+}
+
+void suite_run(const char *backend, int num_ranks)
+{
+    const unsigned seconds = (unsigned)(SECONDS * (run_scale() > 1 ? run_scale() : 1));
+    if (strcmp(backend, "shm") == 0)
+        run_processes(num_ranks, body, (void *)backend, seconds);
+    else
+        run_threads(num_ranks, body, (void *)backend);
+}
+
+int suite_main(const char *backend, const int *counts, int argc, char **argv)
+{
+    check_begin();
+    printf("seed %llu\n", (unsigned long long)run_seed());
+    for (int i = 1; i < argc; i++) suite_run(backend, atoi(argv[i]));
+    for (int i = 0; argc == 1 && counts[i]; i++) suite_run(backend, counts[i]);
+    return check_end();
+}

@@ -1,0 +1,395 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The phases that move rows to experts: dispatch and combine_backward. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "suite_case.h"
+
+static unsigned char *at(epic_rows rows, int64_t i)
+{
+    return (unsigned char *)rows.data + i * rows.row_bytes;
+}
+
+static int64_t top_k_of(const seat *s)
+{
+    return s->w->layer.top_k;
+}
+
+/* What fills a slot: the choice, FLAT: the token; -1: padding. */
+static int64_t filled_by(const seat *s, int64_t slot)
+{
+    return s->w->plan->filled_by[s->rank][slot];
+}
+
+/* A rank whose receive buffer is a row too short, or -1. */
+static int choose_short(seat *s, run_random *common)
+{
+    const int rank = (int)run_below(common, s->w->num_ranks);
+    return run_chance(common, 4) && s->w->plan->num_slots[rank] > 0 ? rank : -1;
+}
+
+/* A quantised row, or only its scales where a block holds what is not finite. */
+static bool same_quantised(uint32_t how, int64_t n, const uint8_t *q, const void *scales,
+                           const uint8_t *right_q, const void *right_scales)
+{
+    const int64_t block = how == EPIC_QUANTISE_1X128 ? 128 : 32;
+    for (int64_t first = 0; first < n; first += block) {
+        const int64_t count = n - first < block ? n - first : block, b = first / block;
+        if (how == EPIC_QUANTISE_1X128) {
+            float a, right;
+            memcpy(&a, (const char *)scales + 4 * b, 4);
+            memcpy(&right, (const char *)right_scales + 4 * b, 4);
+            if (isnan(right) && isnan(a)) continue;
+            if (memcmp(&a, &right, 4)) return false;
+        } else {
+            if (((const uint8_t *)scales)[b] != ((const uint8_t *)right_scales)[b])
+                return false;
+            if (((const uint8_t *)scales)[b] == 255) continue;
+        }
+        if (memcmp(q + first, right_q + first, (size_t)count)) return false;
+    }
+    return true;
+}
+
+/* Past the last slab: untouched, or zero when asked. */
+static void check_tail(const seat *s, epic_rows rows, uint32_t flags)
+{
+    const int64_t count = rows.num_rows - s->num_slots;
+    if (!rows.data || count <= 0) return;
+    if (flags & EPIC_ZERO_TAIL)
+        CHECK(case_zero(at(rows, s->num_slots), count * rows.row_bytes));
+    else
+        CHECK(case_poisoned(at(rows, s->num_slots), count * rows.row_bytes));
+}
+
+static void check_cleared(epic_rows rows)
+{
+    if (rows.data) CHECK(case_zero(rows.data, rows.num_rows * rows.row_bytes));
+}
+
+/* -------------------------------------------------------------------------- dispatch ---- */
+
+typedef struct dispatched {
+    epic_dispatch_args args;
+    uint32_t type; /* of tokens; EPIC_BYTES: any bytes */
+    int64_t n;     /* elements, or bytes */
+    epic_rows weights, recv_weight, recv_expert;
+    int short_rank;
+} dispatched;
+
+static void choose_shapes(seat *s, run_random *common, dispatched *d)
+{
+    epic_dispatch_args *a = &d->args;
+    if (run_chance(common, 30)) {
+        a->quantise = run_chance(common, 50) ? EPIC_QUANTISE_1X128 : EPIC_QUANTISE_1X32;
+        d->type = a->type = case_type(common, false);
+    } else if (run_chance(common, 50)) {
+        d->type = case_type(common, true);
+        a->type = run_chance(common, 50) ? d->type : EPIC_BYTES;
+    }
+    d->n = case_hidden(s, common, d->type);
+    a->tokens.row_bytes = d->n * oracle_type_bytes(d->type);
+    a->recv.row_bytes = a->quantise ? d->n : a->tokens.row_bytes;
+    if (a->quantise)
+        a->recv_scales.row_bytes = oracle_scale_bytes(a->quantise, d->n);
+    else if (run_chance(common, 30)) {
+        static const int64_t bytes[] = {1, 4, 17, 56};
+        a->scales.row_bytes = a->recv_scales.row_bytes = bytes[run_below(common, 4)];
+    }
+}
+
+static void make_arrays(seat *s, run_random *common, dispatched *d)
+{
+    epic_dispatch_args *a = &d->args;
+    const bool flat = oracle_is_flat(s->w->plan);
+    const int64_t per_row = flat ? top_k_of(s) : 1;
+    int64_t room = s->num_slots + run_below(common, 4);
+    if (s->rank == d->short_rank) room = s->num_slots - 1;
+    a->tokens = case_rows(s->num_tokens, a->tokens.row_bytes);
+    a->recv = case_rows(room, a->recv.row_bytes);
+    if (a->scales.row_bytes) a->scales = case_rows(s->num_tokens, a->scales.row_bytes);
+    if (a->recv_scales.row_bytes) a->recv_scales = case_rows(room, a->recv_scales.row_bytes);
+    if (run_chance(common, 60)) {
+        /* Given even when there is nothing in it: "on all ranks or none". */
+        d->weights = case_rows(s->num_tokens * top_k_of(s) + 1, 4);
+        d->recv_weight = case_rows(room * per_row + 1, 4);
+        a->weights = d->weights.data;
+        a->recv_weight = d->recv_weight.data;
+    }
+    if (flat && run_chance(common, 60)) {
+        d->recv_expert = case_rows(room * per_row + 1, 4);
+        a->recv_expert = d->recv_expert.data;
+    }
+    for (int64_t t = 0; t < s->num_tokens; t++) {
+        world_row(s->w, STREAM_TOKENS, s->first_token + t, d->type, d->n, at(a->tokens, t));
+        if (a->scales.data)
+            world_row(s->w, STREAM_SCALES, s->first_token + t, EPIC_BYTES, a->scales.row_bytes,
+                      at(a->scales, t));
+    }
+    for (int64_t c = 0; a->weights && c < s->num_tokens * top_k_of(s); c++)
+        ((float *)d->weights.data)[c] =
+            world_weight(s->w, STREAM_TOKENS, s->first_token * top_k_of(s) + c);
+}
+
+/* The row and its scales, as they must have arrived in a slot. */
+static bool right_row(const seat *s, const dispatched *d, int64_t slot, int64_t token)
+{
+    const epic_dispatch_args *a = &d->args;
+    unsigned char row[24576 + 64], q[4096], scales[256];
+    world_row(s->w, STREAM_TOKENS, token, d->type, d->n, row);
+    if (a->quantise) {
+        oracle_quantise(a->quantise, row, 1, d->type, d->n, q, scales);
+        return same_quantised(a->quantise, d->n, at(a->recv, slot), at(a->recv_scales, slot), q,
+                              scales);
+    }
+    if (memcmp(row, at(a->recv, slot), (size_t)a->recv.row_bytes)) return false;
+    if (!a->recv_scales.data) return true;
+    world_row(s->w, STREAM_SCALES, token, EPIC_BYTES, a->scales.row_bytes, scales);
+    return memcmp(scales, at(a->recv_scales, slot), (size_t)a->scales.row_bytes) == 0;
+}
+
+static bool right_padding(const dispatched *d, int64_t slot)
+{
+    const epic_dispatch_args *a = &d->args;
+    return case_zero(at(a->recv, slot), a->recv.row_bytes) &&
+           (!a->recv_scales.data ||
+            case_zero(at(a->recv_scales, slot), a->recv_scales.row_bytes)) &&
+           (!a->recv_weight || case_zero(a->recv_weight + slot, 4));
+}
+
+static bool same_float(float a, float b)
+{
+    return memcmp(&a, &b, sizeof a) == 0;
+}
+
+static void check_expert_major(const seat *s, const dispatched *d)
+{
+    int64_t wrong_rows = 0, wrong_padding = 0, wrong_weights = 0;
+    for (int64_t slot = 0; slot < s->num_slots; slot++) {
+        const int64_t c = filled_by(s, slot);
+        if (c < 0) {
+            wrong_padding += !right_padding(d, slot);
+            continue;
+        }
+        wrong_rows += !right_row(s, d, slot, c / top_k_of(s));
+        wrong_weights +=
+            d->args.recv_weight &&
+            !same_float(d->args.recv_weight[slot], world_weight(s->w, STREAM_TOKENS, c));
+    }
+    CHECK_EQ(wrong_rows, 0);
+    CHECK_EQ(wrong_padding, 0);
+    CHECK_EQ(wrong_weights, 0);
+}
+
+static void check_flat(const seat *s, const dispatched *d)
+{
+    const oracle_plan *p = s->w->plan;
+    const int64_t top_k = top_k_of(s);
+    int64_t wrong_rows = 0, wrong_weights = 0, wrong_experts = 0;
+    for (int64_t row = 0; row < s->num_slots; row++) {
+        const int64_t token = filled_by(s, row);
+        wrong_rows += !right_row(s, d, row, token);
+        int64_t place = row * top_k;
+        for (int64_t c = token * top_k; c < (token + 1) * top_k; c++) {
+            if (p->fate[c] < 0 || s->w->rank_of[s->w->ids[c]] != s->rank) continue;
+            const float weight = world_weight(s->w, STREAM_TOKENS, c);
+            wrong_weights +=
+                d->args.recv_weight && !same_float(d->args.recv_weight[place], weight);
+            wrong_experts +=
+                d->args.recv_expert && d->args.recv_expert[place] != p->local_of[s->w->ids[c]];
+            place++;
+        }
+        for (; place < (row + 1) * top_k; place++) {
+            wrong_weights += d->args.recv_weight && !same_float(d->args.recv_weight[place], 0);
+            wrong_experts += d->args.recv_expert && d->args.recv_expert[place] != -1;
+        }
+    }
+    CHECK_EQ(wrong_rows, 0);
+    CHECK_EQ(wrong_weights, 0);
+    CHECK_EQ(wrong_experts, 0);
+}
+
+/* The weights and experts as rows of a slot each, so that a tail is seen; one element more. */
+static epic_rows by_slot(const dispatched *d, epic_rows list, int64_t per_row)
+{
+    return (epic_rows){list.data, d->args.recv.num_rows, 4 * per_row};
+}
+
+static void check_dispatched(const seat *s, const dispatched *d, epic_result result)
+{
+    const epic_dispatch_args *a = &d->args;
+    const int64_t per_row = oracle_is_flat(s->w->plan) ? top_k_of(s) : 1;
+    const epic_rows weights = by_slot(d, d->recv_weight, per_row);
+    const epic_rows experts = by_slot(d, d->recv_expert, per_row);
+    for (int i = 0; i < 2; i++) { /* the element past the end */
+        const epic_rows list = i ? d->recv_expert : d->recv_weight;
+        if (list.data) CHECK(case_poisoned(at(list, list.num_rows - 1), 4));
+    }
+    if (result != EPIC_OK || s->w->plan->result != EPIC_OK) {
+        check_cleared(a->recv);
+        check_cleared(a->recv_scales);
+        check_cleared(weights);
+        return;
+    }
+    if (oracle_is_flat(s->w->plan))
+        check_flat(s, d);
+    else
+        check_expert_major(s, d);
+    check_tail(s, a->recv, a->flags);
+    check_tail(s, a->recv_scales, a->flags);
+    check_tail(s, weights, a->flags);
+    if (!(a->flags & EPIC_ZERO_TAIL)) check_tail(s, experts, 0);
+    for (int64_t i = s->num_slots * per_row;
+         experts.data && a->flags & EPIC_ZERO_TAIL && i < experts.num_rows * per_row; i++)
+        CHECK_EQ(a->recv_expert[i], -1); /* no expert */
+}
+
+void case_dispatch(seat *s, run_random *common)
+{
+    dispatched d = {.type = EPIC_BYTES, .short_rank = choose_short(s, common)};
+    choose_shapes(s, common, &d);
+    make_arrays(s, common, &d);
+    d.args.plan = s->plan;
+    d.args.plan_bytes = s->plan_bytes;
+    d.args.call.tag = s->tag;
+    d.args.flags = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
+    case_nap(s);
+    const epic_result result = epic_dispatch(s->ctx, &d.args, sizeof d.args);
+    const bool moves = s->w->plan->result == EPIC_OK;
+    case_refused(s, result, d.short_rank >= 0 && moves ? EPIC_EOVERFLOW : EPIC_OK);
+    check_dispatched(s, &d, result);
+    free(d.args.tokens.data);
+    free(d.args.recv.data);
+    free(d.args.scales.data);
+    free(d.args.recv_scales.data);
+    free(d.weights.data);
+    free(d.recv_weight.data);
+    free(d.recv_expert.data);
+}
+
+/* ------------------------------------------------------------------ combine_backward ---- */
+
+typedef struct spread {
+    epic_combine_backward_args args;
+    epic_rows slot_weights, d_slot_weights;
+    int64_t n;
+    int short_rank;
+} spread;
+
+static void make_spread(seat *s, run_random *common, spread *d)
+{
+    epic_combine_backward_args *a = &d->args;
+    const bool flat = oracle_is_flat(s->w->plan);
+    if (run_chance(common, 30))
+        a->quantise = run_chance(common, 50) ? EPIC_QUANTISE_1X128 : EPIC_QUANTISE_1X32;
+    a->type = case_type(common, !a->quantise);
+    d->n = case_hidden(s, common, a->type);
+    const int64_t row_bytes = d->n * oracle_type_bytes(a->type);
+    int64_t room = s->num_slots + run_below(common, 4);
+    if (s->rank == d->short_rank) room = s->num_slots - 1;
+    a->d_out = case_rows(s->num_tokens, row_bytes);
+    a->d_rows = case_rows(room, a->quantise ? d->n : row_bytes);
+    if (a->quantise) a->d_rows_scales = case_rows(room, oracle_scale_bytes(a->quantise, d->n));
+    if (!flat && run_chance(common, 70)) {
+        d->slot_weights = case_rows(room + 1, 4);
+        memset(d->slot_weights.data, 0xff, (size_t)(room + 1) * 4); /* NaN on padding */
+        a->slot_weights = d->slot_weights.data;
+    }
+    if (!flat && run_chance(common, 70)) {
+        a->rows = case_rows(room, row_bytes);
+        d->d_slot_weights = case_rows(room + 1, 4);
+        a->d_slot_weights = d->d_slot_weights.data;
+    }
+    for (int64_t t = 0; t < s->num_tokens; t++)
+        world_row(s->w, STREAM_D_OUT, s->first_token + t, a->type, d->n, at(a->d_out, t));
+    for (int64_t slot = 0; slot < s->num_slots && slot < room; slot++) {
+        const int64_t c = filled_by(s, slot);
+        if (c < 0) continue;
+        if (a->rows.data) world_row(s->w, STREAM_ROWS, c, a->type, d->n, at(a->rows, slot));
+        if (a->slot_weights)
+            ((float *)d->slot_weights.data)[slot] = world_weight(s->w, STREAM_ROWS, c);
+    }
+}
+
+static bool right_gradient(const seat *s, const spread *d, int64_t slot)
+{
+    const epic_combine_backward_args *a = &d->args;
+    const int64_t c = filled_by(s, slot);
+    const int64_t token = oracle_is_flat(s->w->plan) ? c : c / top_k_of(s);
+    const float w = a->slot_weights ? world_weight(s->w, STREAM_ROWS, c) : 1;
+    unsigned char d_out[24576 + 64], row[24576 + 64], scales[512];
+    world_row(s->w, STREAM_D_OUT, token, a->type, d->n, d_out);
+    if (a->quantise) {
+        oracle_quantise(a->quantise, d_out, w, a->type, d->n, row, scales);
+        return same_quantised(a->quantise, d->n, at(a->d_rows, slot),
+                              at(a->d_rows_scales, slot), row, scales);
+    }
+    oracle_scale(d_out, w, a->type, d->n, row);
+    return oracle_same(row, at(a->d_rows, slot), a->type, d->n);
+}
+
+static bool right_dot(const seat *s, const spread *d, int64_t slot)
+{
+    const epic_combine_backward_args *a = &d->args;
+    if (!a->d_slot_weights) return true;
+    const int64_t c = filled_by(s, slot);
+    unsigned char d_out[24576 + 64], row[24576 + 64];
+    world_row(s->w, STREAM_D_OUT, c / top_k_of(s), a->type, d->n, d_out);
+    world_row(s->w, STREAM_ROWS, c, a->type, d->n, row);
+    const float right = oracle_dot(d_out, row, a->type, d->n);
+    return oracle_same(&right, &a->d_slot_weights[slot], EPIC_F32, 1);
+}
+
+static void check_spread(const seat *s, const spread *d, epic_result result)
+{
+    const epic_combine_backward_args *a = &d->args;
+    const epic_rows weights = {d->d_slot_weights.data, a->d_rows.num_rows, 4};
+    if (d->d_slot_weights.data) CHECK(case_poisoned(at(weights, weights.num_rows), 4));
+    if (result != EPIC_OK || s->w->plan->result != EPIC_OK) {
+        check_cleared(a->d_rows);
+        check_cleared(a->d_rows_scales);
+        check_cleared(weights);
+        return;
+    }
+    int64_t wrong_rows = 0, wrong_dots = 0, wrong_padding = 0;
+    for (int64_t slot = 0; slot < s->num_slots; slot++) {
+        if (filled_by(s, slot) >= 0) {
+            wrong_rows += !right_gradient(s, d, slot);
+            wrong_dots += !right_dot(s, d, slot);
+            continue;
+        }
+        wrong_padding += !case_zero(at(a->d_rows, slot), a->d_rows.row_bytes);
+        if (a->quantise)
+            wrong_padding += !case_zero(at(a->d_rows_scales, slot), a->d_rows_scales.row_bytes);
+        if (weights.data) wrong_padding += !case_zero(at(weights, slot), 4);
+    }
+    CHECK_EQ(wrong_rows, 0);
+    CHECK_EQ(wrong_dots, 0);
+    CHECK_EQ(wrong_padding, 0);
+    check_tail(s, a->d_rows, a->flags);
+    check_tail(s, a->d_rows_scales, a->flags);
+    check_tail(s, weights, a->flags);
+}
+
+void case_combine_backward(seat *s, run_random *common)
+{
+    spread d = {.short_rank = choose_short(s, common)};
+    make_spread(s, common, &d);
+    d.args.plan = s->plan;
+    d.args.plan_bytes = s->plan_bytes;
+    d.args.call.tag = s->tag;
+    d.args.flags = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
+    case_nap(s);
+    const epic_result result = epic_combine_backward(s->ctx, &d.args, sizeof d.args);
+    const bool moves = s->w->plan->result == EPIC_OK;
+    case_refused(s, result, d.short_rank >= 0 && moves ? EPIC_EOVERFLOW : EPIC_OK);
+    check_spread(s, &d, result);
+    free(d.args.d_out.data);
+    free(d.args.d_rows.data);
+    free(d.args.d_rows_scales.data);
+    free(d.args.rows.data);
+    free(d.slot_weights.data);
+    free(d.d_slot_weights.data);
+}

@@ -1,0 +1,232 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The phases that add: combine, dispatch_backward and sum. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "suite_case.h"
+
+static unsigned char *at(epic_rows rows, int64_t i)
+{
+    return (unsigned char *)rows.data + i * rows.row_bytes;
+}
+
+/* Which rows are added: combine's, with weights, or dispatch_backward's. */
+typedef struct summed {
+    const seat *s;
+    enum world_stream stream;
+    uint32_t type;
+    int64_t n;
+    bool weighted;
+} summed;
+
+/* Rows are known by what they are for and not by where they lie: the same for any num_ranks.  A
+ * FLAT row stands for a token on a rank. */
+static int64_t ident(const summed *m, int rank, int64_t by)
+{
+    return oracle_is_flat(m->s->w->plan) ? by * RUN_MAX_RANKS + rank : by;
+}
+
+static void fetch(void *self, int rank, int64_t by, void *row, float *weight)
+{
+    const summed *m = self;
+    world_row(m->s->w, m->stream, ident(m, rank, by), m->type, m->n, row);
+    if (m->weighted) *weight = world_weight(m->s->w, m->stream, by);
+}
+
+/* Padding and the tail hold NaN: they must not be read. */
+static epic_rows make_slots(const summed *m, int64_t room)
+{
+    const seat *s = m->s;
+    epic_rows rows = case_rows(room, m->n * oracle_type_bytes(m->type));
+    if (rows.data) memset(rows.data, 0xff, (size_t)(room * rows.row_bytes));
+    for (int64_t slot = 0; slot < s->num_slots && slot < room; slot++) {
+        const int64_t by = s->w->plan->filled_by[s->rank][slot];
+        if (by >= 0)
+            world_row(s->w, m->stream, ident(m, s->rank, by), m->type, m->n, at(rows, slot));
+    }
+    return rows;
+}
+
+/* Every token's row: its bits, and for plain numbers its value. */
+static void check_sums(const summed *m, epic_rows out)
+{
+    const seat *s = m->s;
+    const oracle_plan *p = s->w->alone ? s->w->alone : s->w->plan;
+    const bool value = !s->w->wild;
+    int64_t wrong_bits = 0, wrong_values = 0;
+    unsigned char *right = malloc((size_t)out.row_bytes);
+    double *truth = malloc((size_t)m->n * sizeof *truth);
+    double *bound = malloc((size_t)m->n * sizeof *bound);
+    for (int64_t t = 0; t < s->num_tokens; t++) {
+        oracle_combine(p, s->first_token + t, m->type, m->n, fetch, (void *)m, right,
+                       value ? truth : NULL, bound);
+        wrong_bits += !oracle_same(right, at(out, t), m->type, m->n);
+        for (int64_t i = 0; value && i < m->n; i++)
+            wrong_values += !(fabs(oracle_get(at(out, t), m->type, i) - truth[i]) <= bound[i]);
+    }
+    CHECK_EQ(wrong_bits, 0);
+    CHECK_EQ(wrong_values, 0);
+    free(right);
+    free(truth);
+    free(bound);
+}
+
+static int choose_short(seat *s, run_random *common)
+{
+    const int rank = (int)run_below(common, s->w->num_ranks);
+    return run_chance(common, 4) && s->w->plan->num_slots[rank] > 0 ? rank : -1;
+}
+
+static bool fails(const seat *s, int short_rank)
+{
+    return short_rank >= 0 && s->w->plan->result == EPIC_OK;
+}
+
+void case_combine(seat *s, run_random *common)
+{
+    const bool flat = oracle_is_flat(s->w->plan);
+    summed m = {.s = s, .stream = STREAM_ROWS, .type = case_type(common, true)};
+    m.n = case_hidden(s, common, m.type);
+    m.weighted = !flat && run_chance(common, 70);
+    const int short_rank = choose_short(s, common);
+    const int64_t more = run_below(common, 4);
+    const int64_t room = s->num_slots + (s->rank == short_rank ? -1 : more);
+    epic_rows weights = {0};
+    if (m.weighted) {
+        weights = case_rows(room + 1, 4);
+        memset(weights.data, 0xff, (size_t)(room + 1) * 4);
+    }
+    for (int64_t slot = 0; m.weighted && slot < s->num_slots && slot < room; slot++) {
+        const int64_t c = s->w->plan->filled_by[s->rank][slot];
+        if (c >= 0) ((float *)weights.data)[slot] = world_weight(s->w, STREAM_ROWS, c);
+    }
+    epic_combine_args a = {.call.tag = s->tag,
+                           .plan = s->plan,
+                           .plan_bytes = s->plan_bytes,
+                           .rows = make_slots(&m, room),
+                           .slot_weights = weights.data,
+                           .type = m.type};
+    a.out = case_rows(s->num_tokens, a.rows.row_bytes);
+    case_nap(s);
+    const epic_result result = epic_combine(s->ctx, &a, sizeof a);
+    case_refused(s, result, fails(s, short_rank) ? EPIC_EOVERFLOW : EPIC_OK);
+    if (result || s->w->plan->result)
+        CHECK(case_zero(a.out.data, s->num_tokens * a.out.row_bytes));
+    else
+        check_sums(&m, a.out);
+    free(a.rows.data);
+    free(a.out.data);
+    free(weights.data);
+}
+
+/* One float for each slot, FLAT: for each live choice of a row; NaN elsewhere. */
+static epic_rows make_slot_gradients(const seat *s, int64_t room)
+{
+    const oracle_plan *p = s->w->plan;
+    const int64_t top_k = s->w->layer.top_k, per_row = oracle_is_flat(p) ? top_k : 1;
+    epic_rows rows = case_rows(room * per_row + 1, 4);
+    float *values = rows.data;
+    memset(values, 0xff, (size_t)(room * per_row + 1) * 4);
+    for (int64_t slot = 0; slot < s->num_slots && slot < room; slot++) {
+        const int64_t by = p->filled_by[s->rank][slot];
+        if (!oracle_is_flat(p)) {
+            if (by >= 0) values[slot] = world_weight(s->w, STREAM_D_RECV, by);
+            continue;
+        }
+        int64_t place = slot * top_k;
+        for (int64_t c = by * top_k; c < (by + 1) * top_k; c++)
+            if (p->fate[c] >= 0 && s->w->rank_of[s->w->ids[c]] == s->rank)
+                values[place++] = world_weight(s->w, STREAM_D_RECV, c);
+    }
+    return rows;
+}
+
+static void check_weight_gradients(const seat *s, const float *d_weights, bool cleared)
+{
+    const int64_t top_k = s->w->layer.top_k;
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < s->num_tokens * top_k; i++) {
+        const int64_t c = s->first_token * top_k + i;
+        float right = 0;
+        if (!cleared && s->w->plan->fate[c] >= 0) right = world_weight(s->w, STREAM_D_RECV, c);
+        wrong += memcmp(&right, &d_weights[i], 4) != 0;
+    }
+    CHECK_EQ(wrong, 0);
+}
+
+void case_dispatch_backward(seat *s, run_random *common)
+{
+    summed m = {.s = s, .stream = STREAM_D_RECV, .type = case_type(common, true)};
+    m.n = case_hidden(s, common, m.type);
+    const int short_rank = choose_short(s, common);
+    const int64_t more = run_below(common, 4);
+    const int64_t room = s->num_slots + (s->rank == short_rank ? -1 : more);
+    epic_rows d_recv_weight = {0}, d_weights = {0};
+    if (run_chance(common, 70)) {
+        d_recv_weight = make_slot_gradients(s, room);
+        d_weights = case_rows(s->num_tokens * s->w->layer.top_k + 1, 4);
+    }
+    epic_dispatch_backward_args a = {.call.tag = s->tag,
+                                     .plan = s->plan,
+                                     .plan_bytes = s->plan_bytes,
+                                     .d_recv = make_slots(&m, room),
+                                     .d_recv_weight = d_recv_weight.data,
+                                     .d_weights = d_weights.data,
+                                     .type = m.type};
+    a.d_tokens = case_rows(s->num_tokens, a.d_recv.row_bytes);
+    case_nap(s);
+    const epic_result result = epic_dispatch_backward(s->ctx, &a, sizeof a);
+    case_refused(s, result, fails(s, short_rank) ? EPIC_EOVERFLOW : EPIC_OK);
+    const bool cleared = result || s->w->plan->result;
+    if (cleared)
+        CHECK(case_zero(a.d_tokens.data, s->num_tokens * a.d_tokens.row_bytes));
+    else
+        check_sums(&m, a.d_tokens);
+    if (a.d_weights) {
+        check_weight_gradients(s, a.d_weights, cleared);
+        CHECK(case_poisoned(at(d_weights, d_weights.num_rows - 1), 4));
+    }
+    free(a.d_recv.data);
+    free(a.d_tokens.data);
+    free(d_recv_weight.data);
+    free(d_weights.data);
+}
+
+/* ------------------------------------------------------------------------------- sum ---- */
+
+static float tree_sum(const float *parts, int64_t stride, int first, int count)
+{
+    if (count == 1) return parts[first * stride];
+    return tree_sum(parts, stride, first, count / 2) +
+           tree_sum(parts, stride, first + count / 2, count / 2);
+}
+
+void case_sum(seat *s, run_random *common)
+{
+    static const int64_t counts[] = {0, 1, 5, 2047, 2048, 2049, 10000};
+    const int64_t count = counts[run_below(common, 7)];
+    const int ranks = s->w->num_ranks;
+    const bool tree = (ranks & (ranks - 1)) == 0 && run_chance(common, 50);
+    float *parts = malloc((size_t)(ranks * count) * sizeof *parts + 4);
+    float *data = malloc((size_t)count * sizeof *data + 4);
+    for (int r = 0; r < ranks; r++)
+        world_row(s->w, STREAM_SUM, r, EPIC_F32, count, parts + r * count);
+    memcpy(data, parts + s->rank * count, (size_t)count * sizeof *data);
+    const epic_sum_args a = {.call.tag = s->tag,
+                             .data = data,
+                             .count = count,
+                             .order = tree ? EPIC_TREE : EPIC_BY_RANK};
+    case_nap(s);
+    case_refused(s, epic_sum(s->ctx, &a, sizeof a), EPIC_OK);
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < count; i++) {
+        float right = tree ? tree_sum(parts + i, count, 0, ranks) : parts[i];
+        for (int r = 1; !tree && r < ranks; r++) right += parts[r * count + i];
+        wrong += !oracle_same(&right, &data[i], EPIC_F32, 1);
+    }
+    CHECK_EQ(wrong, 0);
+    free(parts);
+    free(data);
+}

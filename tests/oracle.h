@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What EPIC has to give: plain loops over the inputs of all ranks, written from epic.h alone.
+ *
+ * A choice is known by its number in the group: token * top_k + k, where tokens are numbered
+ * through all ranks in rank order. */
+#ifndef ORACLE_H
+#define ORACLE_H
+
+#include <stdbool.h>
+
+#include "epic/epic.h"
+
+/* The routing of all ranks. */
+typedef struct oracle_input {
+    int num_ranks;
+    epic_layer layer;
+    const int64_t *tokens_of; /* [num_ranks] */
+    const int64_t *capacity;  /* [num_ranks]; 0: no bound */
+    const int64_t *ids;       /* [all tokens, top_k] */
+    const int32_t *rank_of;   /* [num_experts] */
+} oracle_input;
+
+typedef struct oracle_plan {
+    oracle_input in;
+    int64_t alignment, leaves, total_tokens;
+    epic_result result;
+    int num_local;
+    int64_t *first_token;   /* [num_ranks + 1] */
+    int32_t *local_of;      /* [num_experts] */
+    int64_t *load;          /* [num_experts] */
+    int32_t *fate;          /* [all tokens, top_k]: slot or row on the rank, or an EPIC_FATE */
+    int64_t *num_slots;     /* [num_ranks] */
+    int64_t *demand;        /* [num_ranks] */
+    int32_t *expert_rows;   /* [num_ranks, num_local] */
+    int32_t *expert_tokens; /* [num_ranks, num_local] */
+    int64_t **filled_by; /* [num_ranks][num_slots]: the choice, FLAT: the token; -1: padding */
+} oracle_plan;
+
+oracle_plan *oracle_plan_new(const oracle_input *in);
+void oracle_plan_free(oracle_plan *plan);
+
+static inline bool oracle_is_flat(const oracle_plan *plan)
+{
+    return plan->in.layer.layout == EPIC_FLAT;
+}
+
+/* Elements of rows. */
+int64_t oracle_type_bytes(uint32_t type);
+double oracle_get(const void *row, uint32_t type, int64_t i);
+void oracle_put(void *row, uint32_t type, int64_t i, double x); /* rounds to nearest even */
+double oracle_round(uint32_t type, double x);
+
+/* Row `row` of rank `rank`'s expert outputs: for a choice, or (FLAT) for a token. */
+typedef void oracle_fetch(void *self, int rank, int64_t choice_or_token, void *row,
+                          float *weight);
+
+/* The combined row of a token, bit for bit in `out`; in float64 in `truth`, with the largest
+ * error that rounding may make in `bound`. */
+void oracle_combine(const oracle_plan *plan, int64_t token, uint32_t type, int64_t n,
+                    oracle_fetch *fetch, void *self, void *out, double *truth, double *bound);
+
+/* w * row, rounded to float32 and to type (EPIC_F64: once). */
+void oracle_scale(const void *row, float w, uint32_t type, int64_t n, void *out);
+
+float oracle_dot(const void *a, const void *b, uint32_t type, int64_t n);
+
+/* w * row as e4m3 with scales. */
+void oracle_quantise(uint32_t how, const void *row, float w, uint32_t type, int64_t n,
+                     uint8_t *q, void *scales);
+int64_t oracle_scale_bytes(uint32_t how, int64_t n);
+
+/* Equal bits, where any NaN is any other. */
+bool oracle_same(const void *a, const void *b, uint32_t type, int64_t n);
+
+#endif

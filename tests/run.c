@@ -1,0 +1,287 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Ranks of a test, and its checks. */
+#include "run.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "check.h"
+
+#define MAX_TOLD 40
+#define MEETING_BYTES 16384 /* the most that a rank gives */
+#define MEETING_S 30
+
+/* ----------------------------------------------------------------------------- checks ---- */
+
+typedef struct counts {
+    _Atomic long passed, failed;
+} counts;
+
+_Thread_local uint64_t check_seed;
+static counts *total;
+
+void check_begin(void)
+{
+    total = run_share(sizeof *total);
+    setvbuf(stdout, NULL, _IOLBF, 0);
+}
+
+bool check_that(bool right, const char *file, int line, const char *format, ...)
+{
+    if (right) {
+        atomic_fetch_add(&total->passed, 1);
+        return true;
+    }
+    if (atomic_fetch_add(&total->failed, 1) >= MAX_TOLD) return false;
+    char text[1024];
+    va_list list;
+    va_start(list, format);
+    vsnprintf(text, sizeof text, format, list);
+    va_end(list);
+    const char *slash = strrchr(file, '/');
+    fprintf(stderr, "%s:%d: seed %llx: %s\n", slash ? slash + 1 : file, line,
+            (unsigned long long)check_seed, text);
+    return false;
+}
+
+long check_num_passed(void)
+{
+    return atomic_load(&total->passed);
+}
+
+long check_num_failed(void)
+{
+    return atomic_load(&total->failed);
+}
+
+int check_end(void)
+{
+    printf("%ld passed, %ld failed\n", check_num_passed(), check_num_failed());
+    fflush(stdout);
+    return check_num_failed() ? 1 : 0;
+}
+
+int check_skip(const char *why)
+{
+    printf("skipped: %s\n", why);
+    return 77;
+}
+
+/* ------------------------------------------------------------------------------ tools ---- */
+
+void *run_share(size_t bytes)
+{
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+        perror("mmap");
+        exit(1);
+    }
+    return memory;
+}
+
+void run_unshare(void *memory, size_t bytes)
+{
+    munmap(memory, bytes);
+}
+
+void run_alarm(unsigned seconds)
+{
+    signal(SIGALRM, SIG_DFL);
+    alarm(seconds);
+}
+
+double run_scale(void)
+{
+    const char *text = getenv("EPIC_TEST_SCALE");
+    const double scale = text ? atof(text) : 1;
+    return scale > 0 ? scale : 1;
+}
+
+uint64_t run_seed(void)
+{
+    const char *text = getenv("EPIC_TEST_SEED");
+    const uint64_t seed = text ? strtoull(text, NULL, 0) : 1;
+    return seed ? seed : run_mix(run_now_ns(), (uint64_t)getpid());
+}
+
+uint64_t run_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+void run_nap_us(long us)
+{
+    nanosleep(&(struct timespec){.tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000}, NULL);
+}
+
+uint64_t run_mix(uint64_t a, uint64_t b)
+{
+    run_random random = {a ^ (b + 0x632be59bd9b4e019ull) * 0x9e3779b97f4a7c15ull};
+    return run_next(&random);
+}
+
+uint64_t run_next(run_random *random)
+{
+    uint64_t x = random->state += 0x9e3779b97f4a7c15ull;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+    return x ^ x >> 31;
+}
+
+int64_t run_below(run_random *random, int64_t limit)
+{
+    return limit > 0 ? (int64_t)(run_next(random) % (uint64_t)limit) : 0;
+}
+
+int64_t run_between(run_random *random, int64_t first, int64_t last)
+{
+    return first + run_below(random, last - first + 1);
+}
+
+bool run_chance(run_random *random, int percent)
+{
+    return run_below(random, 100) < percent;
+}
+
+/* ---------------------------------------------------------------------------- threads ---- */
+
+typedef struct rank_thread {
+    epic_meet meet;
+    run_body *body;
+    void *self;
+    uint64_t seed;
+} rank_thread;
+
+static void *run_thread(void *argument)
+{
+    rank_thread *t = argument;
+    check_seed = t->seed;
+    t->body(&t->meet, t->self);
+    return NULL;
+}
+
+void run_threads(int num_ranks, run_body *body, void *self)
+{
+    epic_meet meets[RUN_MAX_RANKS];
+    rank_thread ranks[RUN_MAX_RANKS];
+    pthread_t threads[RUN_MAX_RANKS];
+    if (!CHECK(epic_meet_threads(meets, num_ranks, MEETING_S * 1000) == EPIC_OK)) return;
+    for (int r = 0; r < num_ranks; r++) {
+        ranks[r] = (rank_thread){meets[r], body, self, check_seed};
+        pthread_create(&threads[r], NULL, run_thread, &ranks[r]);
+    }
+    for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
+    for (int r = 0; r < num_ranks; r++) epic_meet_close(&meets[r]);
+}
+
+/* -------------------------------------------------------------------------- processes ---- */
+
+struct run_meeting {
+    int num_ranks;
+    _Atomic int arrived, gathers;
+    struct seat {
+        run_meeting *meeting;
+        int rank, gathers;
+    } seats[RUN_MAX_RANKS];
+    unsigned char given[2][RUN_MAX_RANKS][MEETING_BYTES]; /* by turns */
+};
+
+/* The last to arrive ends the gather; the others look now and then, up to the deadline. */
+static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+{
+    struct seat *seat = self;
+    run_meeting *m = seat->meeting;
+    const int turn = seat->gathers++;
+    if (bytes > MEETING_BYTES) return EPIC_ENOMEM;
+    memcpy(m->given[turn % 2][seat->rank], mine, bytes);
+    if (atomic_fetch_add(&m->arrived, 1) + 1 == m->num_ranks) {
+        atomic_store(&m->arrived, 0);
+        atomic_fetch_add(&m->gathers, 1);
+    }
+    const uint64_t end = run_now_ns() + MEETING_S * 1000000000ull;
+    while (atomic_load(&m->gathers) <= turn) {
+        if (run_now_ns() > end) return EPIC_ETIMEOUT;
+        run_nap_us(200);
+    }
+    for (int r = 0; r < m->num_ranks; r++)
+        memcpy((unsigned char *)all + (size_t)r * bytes, m->given[turn % 2][r], bytes);
+    return EPIC_OK;
+}
+
+run_meeting *run_meeting_new(int num_ranks)
+{
+    run_meeting *m = run_share(sizeof *m);
+    m->num_ranks = num_ranks;
+    for (int r = 0; r < num_ranks; r++) m->seats[r] = (struct seat){m, r, 0};
+    return m;
+}
+
+epic_meet run_meeting_seat(run_meeting *m, int rank)
+{
+    return (epic_meet){
+        .rank = rank, .num_ranks = m->num_ranks, .gather = gather, .self = &m->seats[rank]};
+}
+
+void run_meeting_free(run_meeting *m)
+{
+    run_unshare(m, sizeof *m);
+}
+
+static bool check_exit(int rank, int status)
+{
+    const bool exited = WIFEXITED(status);
+    return CHECK_SAY(exited && WEXITSTATUS(status) == 0, "rank %d ended with %s %d%s", rank,
+                     exited ? "exit status" : "signal",
+                     exited ? WEXITSTATUS(status) : WTERMSIG(status),
+                     !exited && WTERMSIG(status) == SIGALRM ? ": it hung" : "");
+}
+
+/* When one crashes, the others may wait for it in vain: they are ended a little later. */
+static void wait_for_all(pid_t *pids, int num_ranks)
+{
+    uint64_t crashed_ns = 0;
+    for (int left = num_ranks; left > 0;) {
+        for (int r = 0; r < num_ranks; r++) {
+            int status;
+            if (!pids[r] || waitpid(pids[r], &status, WNOHANG) != pids[r]) continue;
+            if (!check_exit(r, status)) crashed_ns = run_now_ns();
+            pids[r] = 0;
+            left--;
+        }
+        const bool late = crashed_ns && run_now_ns() > crashed_ns + 5000000000ull;
+        for (int r = 0; r < num_ranks && late; r++)
+            if (pids[r]) kill(pids[r], SIGKILL);
+        run_nap_us(2000);
+    }
+}
+
+void run_processes(int num_ranks, run_body *body, void *self, unsigned seconds)
+{
+    pid_t pids[RUN_MAX_RANKS];
+    run_meeting *meeting = run_meeting_new(num_ranks);
+    fflush(NULL);
+    for (int r = 0; r < num_ranks; r++) {
+        pids[r] = fork();
+        if (pids[r] > 0) continue;
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        run_alarm(seconds);
+        const epic_meet meet = run_meeting_seat(meeting, r);
+        body(&meet, self);
+        fflush(NULL);
+        _exit(0);
+    }
+    wait_for_all(pids, num_ranks);
+    run_meeting_free(meeting);
+}

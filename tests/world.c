@@ -1,0 +1,329 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Making random cases. */
+#include "world.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+
+#define MAX_CHOICES 384 /* of a rank */
+
+static int64_t pick(run_random *random, const int64_t *from, int64_t count)
+{
+    return from[run_below(random, count)];
+}
+
+#define PICK(random, ...)                        \
+    pick(random, (const int64_t[]){__VA_ARGS__}, \
+         (int64_t)(sizeof(int64_t[]){__VA_ARGS__} / sizeof(int64_t)))
+
+static bool power_of_two(int64_t n)
+{
+    return (n & (n - 1)) == 0;
+}
+
+/* ----------------------------------------------------------------------------- layer ---- */
+
+static void choose_experts(world *w, run_random *random)
+{
+    epic_layer *l = &w->layer;
+    l->num_experts =
+        (uint32_t)PICK(random, 1, 2, 3, 5, 7, 8, 8, 16, 16, 60, 64, 64, 100, 256, 1000, 4096);
+    if (run_chance(random, 60)) /* blocks */
+        l->num_experts = (l->num_experts + (uint32_t)w->num_ranks - 1) /
+                         (uint32_t)w->num_ranks * (uint32_t)w->num_ranks;
+    l->top_k = (uint32_t)PICK(random, 1, 1, 2, 2, 2, 3, 4, 6, 8, 8, 16, 63, 64);
+    if (l->num_experts <= 64 && run_chance(random, 12)) l->top_k = l->num_experts;
+}
+
+static void choose_order(world *w, run_random *random)
+{
+    epic_layer *l = &w->layer;
+    const uint32_t ranks = (uint32_t)w->num_ranks;
+    if (run_chance(random, 30)) l->partial_type = EPIC_F32;
+    if (!power_of_two(w->num_ranks) || !run_chance(random, 40)) return;
+    l->sum_order = EPIC_TREE;
+    const uint32_t leaves = ranks << run_below(random, 5);
+    l->num_experts = leaves * (uint32_t)run_between(random, 1, 6);
+    if (leaves != ranks || run_chance(random, 50)) l->leaves = leaves;
+}
+
+static void choose_layer(world *w, run_random *random)
+{
+    epic_layer *l = &w->layer;
+    choose_experts(w, random);
+    choose_order(w, random);
+    l->alignment = (uint32_t)PICK(random, 0, 1, 16, 128, 5);
+    if (run_chance(random, 25)) l->layout = EPIC_FLAT;
+    if (run_chance(random, 40)) {
+        l->overflow = EPIC_OVERFLOW_DROP;
+        if (run_chance(random, 50)) l->expert_capacity = (uint32_t)run_between(random, 1, 12);
+    }
+}
+
+/* ------------------------------------------------------------------------- placement ---- */
+
+static void shuffle(run_random *random, int32_t *list, int64_t count)
+{
+    for (int64_t i = count - 1; i > 0; i--) {
+        const int64_t j = run_below(random, i + 1);
+        const int32_t held = list[i];
+        list[i] = list[j];
+        list[j] = held;
+    }
+}
+
+/* Tree order: whole blocks, in any order of the ranks.  Else: anywhere, also all on one rank. */
+static void choose_placement(world *w, run_random *random)
+{
+    const int64_t num_experts = w->layer.num_experts, ranks = w->num_ranks;
+    const int style = (int)run_below(random, 4);
+    int32_t order[RUN_MAX_RANKS];
+    w->rank_of = malloc((size_t)num_experts * sizeof *w->rank_of);
+    w->table = num_experts % ranks != 0 || run_chance(random, 35);
+    for (int r = 0; r < w->num_ranks; r++) order[r] = r;
+    if (w->table) shuffle(random, order, ranks);
+    const bool blocks = w->layer.sum_order == EPIC_TREE || !w->table;
+    for (int64_t e = 0; e < num_experts; e++)
+        w->rank_of[e] = blocks       ? order[e / (num_experts / ranks)]
+                        : style == 0 ? order[0]
+                        : style == 1 ? order[run_below(random, (ranks + 1) / 2)]
+                                     : (int32_t)run_below(random, ranks);
+}
+
+/* --------------------------------------------------------------------------- routing ---- */
+
+static void choose_tokens(world *w, run_random *random)
+{
+    int64_t most = MAX_CHOICES / w->layer.top_k;
+    if (most > WORLD_MAX_TOKENS) most = WORLD_MAX_TOKENS;
+    const int style = (int)run_below(random, 10);
+    const int64_t same = run_between(random, 1, most);
+    const int only = (int)run_below(random, w->num_ranks);
+    for (int r = 0; r < w->num_ranks; r++)
+        w->tokens_of[r] = style == 0   ? 0
+                          : style == 1 ? (r == only ? most : 0)
+                          : style < 5  ? same
+                          : style < 7  ? (run_chance(random, 50) ? 0 : run_below(random, most))
+                                       : run_below(random, most + 1);
+}
+
+static int64_t choose_id(run_random *random, int style, int64_t favourite, int64_t num_experts)
+{
+    const double u = (double)run_below(random, 1 << 20) / (1 << 20);
+    switch (style) {
+    case 0: /* one expert takes all */
+        return favourite;
+    case 1:
+        return -1;
+    case 2: /* skewed */
+    case 3:
+        return (favourite + (int64_t)(u * u * u * u * (double)num_experts)) % num_experts;
+    case 4: /* many choices of nobody */
+        return run_chance(random, 60) ? -1 : run_below(random, num_experts);
+    default:
+        return run_chance(random, 4) ? -1 : run_below(random, num_experts);
+    }
+}
+
+static void choose_ids(world *w, run_random *random, int64_t total_tokens)
+{
+    const int64_t top_k = w->layer.top_k, num_experts = w->layer.num_experts;
+    const int style = (int)run_below(random, 14);
+    const int64_t favourite = run_below(random, num_experts);
+    const bool different = style > 8 && top_k <= num_experts;
+    w->ids = malloc(((size_t)(total_tokens * top_k) + 1) * sizeof *w->ids);
+    for (int64_t t = 0; t < total_tokens; t++)
+        for (int64_t k = 0; k < top_k; k++) {
+            int64_t *id = &w->ids[t * top_k + k];
+            bool again = true;
+            for (int tries = 0; again && tries < 50; tries++) {
+                *id = choose_id(random, style, favourite, num_experts);
+                again = false;
+                for (int64_t j = 1; different && *id >= 0 && j <= k; j++)
+                    again |= id[-j] == *id;
+            }
+        }
+}
+
+/* ------------------------------------------------------------------------- capacity ---- */
+
+static oracle_plan *ask_oracle(const world *w)
+{
+    const oracle_input in = {.num_ranks = w->num_ranks,
+                             .layer = w->layer,
+                             .tokens_of = w->tokens_of,
+                             .capacity = w->capacity,
+                             .ids = w->ids,
+                             .rank_of = w->rank_of};
+    return oracle_plan_new(&in);
+}
+
+static int64_t bound_of(const world *w)
+{
+    const epic_config config = {.max_tokens = WORLD_MAX_TOKENS,
+                                .max_row_bytes = 16,
+                                .num_ranks = (uint32_t)w->num_ranks};
+    return epic_capacity_bound(&config, sizeof config, &w->layer, sizeof w->layer);
+}
+
+/* Around what is needed: exactly that, the bound, a little more, or too little. */
+static void choose_capacity(world *w, run_random *random)
+{
+    w->plan = ask_oracle(w);
+    const bool drops = w->layer.overflow == EPIC_OVERFLOW_DROP;
+    const bool bounded = !w->table || w->layer.num_experts % (uint32_t)w->num_ranks;
+    const int style = (int)run_below(random, 8);
+    for (int r = 0; r < w->num_ranks && style > 1; r++) {
+        const int64_t needed = w->plan->demand[r];
+        const int64_t least = needed > 1 ? needed : 1;
+        int64_t capacity = least;
+        if (style == 2 && bounded) capacity = bound_of(w);
+        if (style == 3 || style == 4) capacity = least + run_below(random, 40);
+        const bool little = style > 4 && (drops || (style == 5 && run_chance(random, 30)));
+        if (little && needed > 1) capacity = run_between(random, 1, needed - 1);
+        if (style == 7 && run_chance(random, 30)) capacity = EPIC_CAPACITY_EXACT;
+        w->capacity[r] = capacity;
+    }
+    oracle_plan_free(w->plan);
+    w->plan = ask_oracle(w);
+}
+
+world *world_new(uint64_t seed, int num_ranks)
+{
+    run_random random = {run_mix(seed, 1)};
+    world *w = calloc(1, sizeof *w);
+    w->seed = seed;
+    w->num_ranks = num_ranks;
+    w->wild = run_chance(&random, 25);
+    choose_layer(w, &random);
+    choose_placement(w, &random);
+    choose_tokens(w, &random);
+    int64_t total = 0;
+    for (int r = 0; r < num_ranks; r++) total += w->tokens_of[r];
+    choose_ids(w, &random, total);
+    choose_capacity(w, &random);
+    return w;
+}
+
+/* The routing must not depend on num_ranks: what depends on it draws from another source. */
+world *world_new_tree(uint64_t seed, int num_ranks)
+{
+    run_random random = {run_mix(seed, 2)}, own = {run_mix(seed, 100 + (uint64_t)num_ranks)};
+    world *w = calloc(1, sizeof *w);
+    w->seed = seed;
+    w->num_ranks = num_ranks;
+    w->wild = run_chance(&random, 15);
+    w->layer = (epic_layer){.num_experts = 8 * (uint32_t)run_between(&random, 2, 6),
+                            .top_k = (uint32_t)run_between(&random, 1, 8),
+                            .alignment = (uint32_t)PICK(&random, 1, 16),
+                            .sum_order = EPIC_TREE,
+                            .leaves = 8 << run_below(&random, 2),
+                            .partial_type = run_chance(&random, 30) ? EPIC_F32 : 0};
+    if (w->layer.num_experts % w->layer.leaves) w->layer.leaves = 8;
+    if (run_chance(&random, 50)) {
+        w->layer.overflow = EPIC_OVERFLOW_DROP;
+        w->layer.expert_capacity = (uint32_t)run_between(&random, 3, 20);
+    }
+    const int64_t total = 8 * run_between(&random, 1, 5);
+    choose_ids(w, &random, total);
+    w->num_ranks = 1;
+    choose_placement(w, &own);
+    w->tokens_of[0] = total;
+    for (uint32_t e = 0; e < w->layer.num_experts; e++) w->rank_of[e] = 0;
+    w->alone = ask_oracle(w);
+    w->alone->in.rank_of = calloc(w->layer.num_experts, sizeof(int32_t));
+    free(w->rank_of);
+    w->num_ranks = num_ranks;
+    choose_placement(w, &own);
+    for (int r = 0; r < num_ranks; r++) w->tokens_of[r] = total / num_ranks;
+    w->plan = ask_oracle(w);
+    return w;
+}
+
+void world_free(world *w)
+{
+    if (w->alone) free((void *)w->alone->in.rank_of);
+    oracle_plan_free(w->alone);
+    oracle_plan_free(w->plan);
+    free(w->ids);
+    free(w->rank_of);
+    free(w);
+}
+
+void world_tell(const world *w, const char *what)
+{
+    const epic_layer *l = &w->layer;
+    fprintf(stderr,
+            "%s: seed %llx: %d ranks, %u experts%s, top_k %u, alignment %u, layout %u, "
+            "overflow %u, expert_capacity %u, sum_order %u, leaves %u, partial_type %u%s\n",
+            what, (unsigned long long)w->seed, w->num_ranks, l->num_experts,
+            w->table ? " by a table" : "", l->top_k, l->alignment, l->layout, l->overflow,
+            l->expert_capacity, l->sum_order, l->leaves, l->partial_type,
+            w->wild ? ", wild rows" : "");
+    for (int r = 0; r < w->num_ranks; r++)
+        fprintf(stderr, "%s: rank %d: %lld tokens, capacity %lld, %lld slots\n", what, r,
+                (long long)w->tokens_of[r], (long long)w->capacity[r],
+                (long long)w->plan->num_slots[r]);
+}
+
+/* ------------------------------------------------------------------------------ data ---- */
+
+void *world_topk_idx(const world *w, int rank, uint32_t index_type)
+{
+    const int64_t top_k = w->layer.top_k, count = w->tokens_of[rank] * top_k;
+    const int64_t *ids = w->ids + w->plan->first_token[rank] * top_k;
+    const bool wide = index_type == EPIC_I64;
+    run_random random = {run_mix(w->seed, 3)};
+    void *list = malloc((size_t)count * (wide ? 8 : 4) + 1);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t id = ids[i];
+        if (id < 0)
+            id = wide ? PICK(&random, -1, -7, INT64_MIN, -4294967296)
+                      : PICK(&random, -1, -7, INT32_MIN);
+        if (wide)
+            ((int64_t *)list)[i] = id;
+        else
+            ((int32_t *)list)[i] = (int32_t)id;
+    }
+    return list;
+}
+
+static double plain_number(uint64_t bits)
+{
+    return ldexp((double)(int64_t)bits, -62); /* in [-2, 2) */
+}
+
+static double wild_number(uint64_t bits)
+{
+    static const double special[] = {0.0,     -0.0,  1e-44, -1e-41,   6e-8, 1.0,
+                                     1.7e308, -3e38, 65504, INFINITY, NAN};
+    const int64_t kind = (int64_t)(bits >> 8 & 255);
+    if (kind < 11) return special[kind];
+    return ldexp(plain_number(bits), (int)(bits & 31) - 16);
+}
+
+void world_row(const world *w, enum world_stream stream, int64_t ident, uint32_t type,
+               int64_t n, void *row)
+{
+    run_random random = {run_mix(run_mix(w->seed, 10 + stream), (uint64_t)ident)};
+    const bool wild = w->wild && run_chance(&random, 20); /* or nothing but NaN would be left */
+    for (int64_t i = 0; i < n; i++) {
+        const uint64_t bits = run_next(&random);
+        if (type == EPIC_BYTES)
+            ((unsigned char *)row)[i] = (unsigned char)bits;
+        else
+            oracle_put(row, type, i, wild ? wild_number(bits) : plain_number(bits));
+    }
+}
+
+float world_weight(const world *w, enum world_stream stream, int64_t choice)
+{
+    run_random random = {run_mix(run_mix(w->seed, 20 + stream), (uint64_t)choice)};
+    if (run_chance(&random, 10)) return 0;
+    const double x = plain_number(run_next(&random));
+    return (float)(w->wild ? x * 1e3 : fabs(x) / 2);
+}
