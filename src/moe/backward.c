@@ -12,11 +12,6 @@ typedef struct backward_call {
     epic_moe_gradients gradients;
 } backward_call;
 
-static bool is_late(const moe_job *j)
-{
-    return j->experts.weighting == EPIC_WEIGHT_LATE;
-}
-
 static epic_result combine_backward(moe_job *j, const epic_rows *d_out)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
@@ -26,7 +21,7 @@ static epic_result combine_backward(moe_job *j, const epic_rows *d_out)
                                       .d_out = *d_out,
                                       .d_rows = slots,
                                       .type = j->experts.row_type};
-    if (is_late(j)) {
+    if (moe_is_late(j)) {
         how.rows = (epic_rows){j->saved.y, j->capacity, j->row_bytes};
         how.slot_weights = j->saved.recv_weight;
         how.d_slot_weights = j->work.d_recv_weight;
@@ -44,7 +39,7 @@ static epic_result transform_backward(moe_job *j, const backward_call *c)
         .num_slots = j->capacity,
         .expert_rows = j->saved.expert_rows,
         .expert_tokens = j->saved.expert_tokens,
-        .slot_weights = is_late(j) ? NULL : j->saved.recv_weight,
+        .slot_weights = moe_is_late(j) ? NULL : j->saved.recv_weight,
         .w_gate_up = j->weights.w_gate_up,
         .w_down = j->weights.w_down,
         .b_gate_up = j->weights.b_gate_up,
@@ -59,7 +54,7 @@ static epic_result transform_backward(moe_job *j, const backward_call *c)
         .d_w_down = g->w_down,
         .d_b_gate_up = g->b_gate_up,
         .d_b_down = g->b_down,
-        .d_slot_weights = is_late(j) ? NULL : j->work.d_recv_weight,
+        .d_slot_weights = moe_is_late(j) ? NULL : j->work.d_recv_weight,
         .flags = c->args->flags};
     return epic_experts_backward(&how, sizeof how);
 }
@@ -113,39 +108,39 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
 {
     const dense_parts parts = moe_dense_parts(j);
     const int32_t rows = (int32_t)j->block;
-    const int64_t saved = (j->shared_memory.saved_bytes + 63) / 64 * 64;
+    const int64_t saved = j->shared_memory.saved_bytes;
     const epic_moe_weights *w = &j->weights;
-    const epic_experts_backward_args how = {
-        .experts = &j->shared,
-        .experts_size = sizeof j->shared,
-        .x = block->x.data,
-        .num_slots = j->block,
-        .expert_rows = &rows,
-        .w_gate_up = w->shared_gate_up,
-        .w_down = w->shared_down,
-        .b_gate_up = w->shared_b_gate_up,
-        .b_down = w->shared_b_down,
-        .saved = (const char *)j->saved.shared + b * saved,
-        .saved_bytes = (size_t)j->shared_memory.saved_bytes,
-        .workspace = j->work.shared,
-        .workspace_bytes = (size_t)j->shared_memory.backward_bytes,
-        .d_y = d_out->data,
-        .d_x = j->work.shared_y,
-        .d_w_gate_up = real_at(j, dense, parts.gate_up),
-        .d_w_down = real_at(j, dense, parts.down),
-        .d_b_gate_up = w->shared_b_gate_up ? real_at(j, dense, parts.b_gate_up) : NULL,
-        .d_b_down = w->shared_b_down ? real_at(j, dense, parts.b_down) : NULL};
+    const epic_experts_backward_args how = {.experts = &j->shared,
+                                            .experts_size = sizeof j->shared,
+                                            .x = block->x.data,
+                                            .num_slots = j->block,
+                                            .expert_rows = &rows,
+                                            .w_gate_up = w->shared_gate_up,
+                                            .w_down = w->shared_down,
+                                            .b_gate_up = w->shared_b_gate_up,
+                                            .b_down = w->shared_b_down,
+                                            .saved = (const char *)j->saved.shared + b * saved,
+                                            .saved_bytes = (size_t)saved,
+                                            .workspace = j->work.shared,
+                                            .workspace_bytes =
+                                                (size_t)j->shared_memory.backward_bytes,
+                                            .d_y = d_out->data,
+                                            .d_x = j->work.shared_y,
+                                            .d_w_gate_up = real_at(j, dense, parts.gate_up),
+                                            .d_w_down = real_at(j, dense, parts.down),
+                                            .d_b_gate_up = real_at(j, dense, parts.b_gate_up),
+                                            .d_b_down = real_at(j, dense, parts.b_down)};
     return epic_experts_backward(&how, sizeof how);
 }
 
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b, void *dense)
 {
+    memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
+    if (!j->block) return EPIC_OK;
     const dense_block block = moe_block(j, b);
     const epic_rows d_out = moe_rows(j, &c->args->d_out, b);
     const epic_rows d_x = moe_rows(j, &c->args->d_x, b);
     float *d_weights = j->work.d_weights + b * j->block * j->top_k;
-    memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
-    if (!j->block) return EPIC_OK;
     moe_ops(j)->zero_weights(&block, &d_out, d_weights);
     TRY(route_backward(j, c, &block, d_weights));
     if (j->has_shared) TRY(shared_backward(j, b, &block, &d_out, dense));
@@ -170,42 +165,95 @@ static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t f
 static void give(const moe_job *j, const backward_call *c, void *to, int64_t begin, int64_t end)
 {
     const void *from = real_at(j, j->work.dense, begin);
-    if (!to || begin == end) return;
+    if (!to) return;
     if (c->args->flags & EPIC_ACCUMULATE)
         moe_ops(j)->add(to, from, end - begin);
     else
         memcpy(to, from, (size_t)((end - begin) * j->real_bytes));
 }
 
-static epic_result give_dense(moe_job *j, const backward_call *c)
+static epic_result sum_dense(moe_job *j)
+{
+    if (!(j->moe.flags & EPIC_SUM_DENSE)) return EPIC_OK;
+    const epic_sum_args sum = {.call = j->call,
+                               .data = (float *)(void *)j->work.dense,
+                               .count = j->dense_count,
+                               .order = j->layer.sum_order};
+    return epic_sum(j->ctx, &sum, sizeof sum);
+}
+
+static void give_dense(const moe_job *j, const backward_call *c)
 {
     const dense_parts p = moe_dense_parts(j);
     const epic_moe_gradients *g = &c->gradients;
-    if (j->moe.flags & EPIC_SUM_DENSE) {
-        const epic_sum_args sum = {.call = j->call,
-                                   .data = (float *)(void *)j->work.dense,
-                                   .count = j->dense_count,
-                                   .order = j->layer.sum_order};
-        TRY(epic_sum(j->ctx, &sum, sizeof sum));
-    }
     give(j, c, g->w_gate, p.w_gate, p.b_gate);
     give(j, c, g->b_gate, p.b_gate, p.gate_up);
     give(j, c, g->shared_gate_up, p.gate_up, p.down);
     give(j, c, g->shared_down, p.down, p.b_gate_up);
     give(j, c, g->shared_b_gate_up, p.b_gate_up, p.b_down);
     give(j, c, g->shared_b_down, p.b_down, p.end);
-    return EPIC_OK;
+}
+
+/* What a failure that every rank sees leaves behind: zeros, or, accumulating, what was there. */
+static void clear(const moe_job *j, const backward_call *c)
+{
+    const epic_moe_gradients *g = &c->gradients;
+    const int64_t local = j->experts.num_local_experts, inner = j->experts.inner;
+    const int64_t width = inner * (j->experts.ungated ? 1 : 2);
+    const struct {
+        void *gradient;
+        int64_t numbers;
+    } of_experts[] = {{g->w_gate_up, local * j->hidden * width},
+                      {g->w_down, local * inner * j->hidden},
+                      {g->b_gate_up, local * width},
+                      {g->b_down, local * j->hidden}};
+    moe_clear(j, &c->args->d_x);
+    if (c->args->flags & EPIC_ACCUMULATE) return;
+    for (size_t i = 0; i < sizeof of_experts / sizeof *of_experts; i++)
+        if (of_experts[i].gradient)
+            memset(of_experts[i].gradient, 0, (size_t)(of_experts[i].numbers * j->real_bytes));
+    memset(j->work.dense, 0, (size_t)(j->dense_count * j->real_bytes));
+    give_dense(j, c);
 }
 
 static epic_result run(moe_job *j, const backward_call *c)
 {
-    TRY(combine_backward(j, &c->args->d_out));
-    epic_result result = transform_backward(j, c);
+    epic_result result = combine_backward(j, &c->args->d_out);
+    if (result != EPIC_OK) clear(j, c);
+    TRY(result);
+    result = transform_backward(j, c);
     if (result != EPIC_OK) return moe_abandon(j, result);
     TRY(dispatch_backward(j, &c->args->d_x));
     result = blocks_backward(j, c, 0, j->blocks, 0);
     if (result != EPIC_OK) return moe_abandon(j, result);
-    return give_dense(j, c);
+    TRY(sum_dense(j));
+    give_dense(j, c);
+    return EPIC_OK;
+}
+
+/* What can be seen here and now; a damaged plan is told to every rank by the first step. */
+static epic_result check_saved(const moe_job *j)
+{
+    epic_plan_info info;
+    if (*j->saved.total_tokens < 0)
+        return epic_fail(EPIC_EINVAL, "saved is of a forward that failed, or of none: call "
+                                      "epic_moe_forward again");
+    if (epic_plan_read(j->saved.plan, j->plan_bytes, &info, sizeof info) != EPIC_OK ||
+        info.num_tokens == j->tokens)
+        return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "x.num_rows is %lld: forward had %lld tokens",
+                     (long long)j->tokens, (long long)info.num_tokens);
+}
+
+static epic_result check(const moe_job *j, const epic_moe_backward_args *a)
+{
+    TRY(moe_check_rows(j, "d_x", &a->d_x));
+    TRY(moe_check_apart("d_x", &a->d_x, "x", &a->x));
+    TRY(moe_check_apart("d_x", &a->d_x, "d_out", &a->d_out));
+    if (a->flags & ~EPIC_ACCUMULATE)
+        return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
+    if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
+    return check_saved(j);
 }
 
 epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *args,
@@ -215,8 +263,9 @@ epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *a
     moe_job j;
     TRY(epic_sized(&a, sizeof a, args, size, "args"));
     backward_call call = {.args = &a};
-    TRY(epic_sized(&call.gradients, sizeof call.gradients, a.gradients, a.gradients_size,
-                   "gradients"));
+    if (a.gradients)
+        TRY(epic_sized(&call.gradients, sizeof call.gradients, a.gradients, a.gradients_size,
+                       "gradients"));
     const moe_call c = {.moe = a.moe,
                         .moe_size = a.moe_size,
                         .weights = a.weights,
@@ -230,12 +279,7 @@ epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *a
                         .workspace_bytes = a.workspace_bytes,
                         .backward = true};
     TRY(moe_begin(&j, ctx, &a.call, &c));
-    if (a.d_x.num_rows != j.tokens || a.d_x.row_bytes != j.row_bytes ||
-        (!a.d_x.data && j.tokens))
-        return epic_fail(EPIC_EINVAL, "d_x is [%lld rows of %lld bytes] at %p: make it like x",
-                         (long long)a.d_x.num_rows, (long long)a.d_x.row_bytes, a.d_x.data);
-    if (a.flags & ~EPIC_ACCUMULATE)
-        return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a.flags);
+    TRY(check(&j, &a));
     experts_blas_enter();
     const epic_result result = run(&j, &call);
     experts_blas_leave();

@@ -2,15 +2,18 @@
 /* Checking a call of the layer. */
 #include "moe/call.h"
 
+#include <stdio.h>
+#include <string.h>
+
 #include "core/error.h"
 #include "core/sized.h"
 
-static epic_result check_rows(const moe_job *j, const char *name, const epic_rows *rows)
+epic_result moe_check_rows(const moe_job *j, const char *name, const epic_rows *rows)
 {
-    if (rows->num_rows != j->tokens)
+    if (rows->num_rows != j->x.num_rows)
         return epic_fail(EPIC_EINVAL,
                          "%s.num_rows is %lld, x.num_rows is %lld: make them equal", name,
-                         (long long)rows->num_rows, (long long)j->tokens);
+                         (long long)rows->num_rows, (long long)j->x.num_rows);
     if (rows->row_bytes != j->row_bytes)
         return epic_fail(
             EPIC_EINVAL, "%s.row_bytes is %lld: hidden %lld of that type takes %lld", name,
@@ -19,6 +22,16 @@ static epic_result check_rows(const moe_job *j, const char *name, const epic_row
         return epic_fail(EPIC_EINVAL, "%s.data is NULL with %lld rows: memory is needed", name,
                          (long long)rows->num_rows);
     return EPIC_OK;
+}
+
+epic_result moe_check_apart(const char *name, const epic_rows *rows, const char *other_name,
+                            const epic_rows *other)
+{
+    if (!rows->num_rows || rows->data != other->data) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "%s.data is %p, as %s.data: that is read after %s is written; bring other "
+                     "memory",
+                     name, rows->data, other_name, name);
 }
 
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
@@ -49,6 +62,24 @@ static epic_result check_weights(const moe_job *j)
     return check_weight("shared_down", w->shared_down, j->has_shared);
 }
 
+/* How the rank's tokens are cut. */
+static epic_result check_tokens(const moe_job *j, int64_t tokens)
+{
+    const int64_t sequence = j->moe.sequence_tokens;
+    if (j->tokens != tokens)
+        return epic_fail(
+            EPIC_EINVAL,
+            "x.num_rows is %lld: with EPIC_TREE a multiple of leaves / num_ranks = "
+            "%lld is needed",
+            (long long)tokens, (long long)j->blocks);
+    if (j->moe.balance_coeff != 0 && sequence && j->block % sequence)
+        return epic_fail(
+            EPIC_EINVAL, "moe.sequence_tokens is %lld: it must divide the %lld tokens of %s",
+            (long long)sequence, (long long)j->block,
+            j->blocks > 1 ? "each block (x.num_rows * num_ranks / leaves)" : "x.num_rows");
+    return EPIC_OK;
+}
+
 epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, const moe_call *c)
 {
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
@@ -64,8 +95,9 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
                          "x.num_rows is %lld: 0 to config.max_tokens %lld are possible",
                          (long long)c->x->num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read(j, &ctx->config, c->moe, c->moe_size, c->x->num_rows));
-    TRY(check_rows(j, "x", c->x));
-    TRY(check_rows(j, c->y_name, c->y));
+    TRY(moe_check_rows(j, "x", c->x));
+    TRY(moe_check_rows(j, c->y_name, c->y));
+    TRY(check_tokens(j, c->x->num_rows));
     TRY(check_weights(j));
     moe_cut(j, c->saved, c->workspace, c->backward);
     TRY(check_memory("saved", c->saved, c->saved_bytes, j->saved_bytes));
@@ -96,4 +128,17 @@ epic_loss_args moe_loss_args(const moe_job *j, const dense_block *block)
                             .workspace = j->work.router,
                             .workspace_bytes = j->router_bytes,
                             .type = j->real_type};
+}
+
+void moe_clear(const moe_job *j, const epic_rows *rows)
+{
+    if (j->tokens) memset(rows->data, 0, (size_t)(j->tokens * j->row_bytes));
+}
+
+epic_result moe_abandon(moe_job *j, epic_result result)
+{
+    char why[512];
+    snprintf(why, sizeof why, "%s", epic_sentence());
+    epic_abort(j->ctx, j->call.tag, why); /* does nothing to a group that is broken already */
+    return epic_fail(result, "%s", why);
 }

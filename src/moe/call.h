@@ -5,8 +5,7 @@
 
 #include "moe/moe.h"
 
-/* Reads weights, rows and memory of a call; EPIC_EINVAL. */
-typedef struct moe_call {
+typedef struct moe_call { /* what both calls bring */
     const epic_moe *moe;
     size_t moe_size;
     const epic_moe_weights *weights;
@@ -20,12 +19,30 @@ typedef struct moe_call {
     bool backward;
 } moe_call;
 
+/* Reads weights, rows and memory of a call; EPIC_EINVAL. */
 epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, const moe_call *c);
+
+/* Are the rows as many and as wide as x?  Is their memory another's? */
+epic_result moe_check_rows(const moe_job *j, const char *name, const epic_rows *rows);
+epic_result moe_check_apart(const char *name, const epic_rows *rows, const char *other_name,
+                            const epic_rows *other);
 
 /* Block b of the tokens, with what was saved of it. */
 dense_block moe_block(const moe_job *j, int64_t b);
 
+/* Are the weights multiplied in combine?  Else the experts get them. */
+static inline bool moe_is_late(const moe_job *j)
+{
+    return j->experts.weighting == EPIC_WEIGHT_LATE;
+}
+
 /* The struct that the losses of a block take. */
 epic_loss_args moe_loss_args(const moe_job *j, const dense_block *block);
+
+/* Writes zeros over all rows of the caller's tokens. */
+void moe_clear(const moe_job *j, const epic_rows *rows);
+
+/* Gives up after peers have been called on: they get `result`'s sentence. */
+epic_result moe_abandon(moe_job *j, epic_result result);
 
 #endif

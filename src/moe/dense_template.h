@@ -140,7 +140,6 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
         g.a = columns_of(b, first, g.m, &g.lda);
         GEMM(&g);
     }
-    if (!j->weights.b_gate) return;
     REAL *bias = dense + parts.b_gate;
     for (int64_t t = 0; t < j->block; t++)
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];

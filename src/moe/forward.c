@@ -6,6 +6,7 @@
 #include "core/sized.h"
 #include "experts/blas.h"
 #include "moe/call.h"
+#include "plan/plan.h"
 
 static epic_result route(moe_job *j, const epic_moe_args *a)
 {
@@ -34,6 +35,20 @@ static epic_result route(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
+/* The promise of EPIC_TREE needs equal blocks; every rank sees the same numbers here. */
+static epic_result check_tokens(const moe_job *j)
+{
+    const plan_view plan = plan_view_of(j->saved.plan);
+    if (j->layer.sum_order != EPIC_TREE) return EPIC_OK;
+    for (int32_t r = 1; r < j->ctx->num_ranks; r++)
+        if (plan.tokens_of[r] != plan.tokens_of[0])
+            return epic_fail(EPIC_EINVAL,
+                             "x.num_rows is %d on rank 0 and %d on rank %d: EPIC_TREE needs as "
+                             "many tokens on every rank",
+                             plan.tokens_of[0], plan.tokens_of[r], r);
+    return EPIC_OK;
+}
+
 static epic_result send(moe_job *j, const epic_moe_args *a)
 {
     const epic_plan_args plan = {.call = j->call,
@@ -55,24 +70,22 @@ static epic_result send(moe_job *j, const epic_moe_args *a)
                                          .recv_weight = j->saved.recv_weight};
     memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.expert_tokens, 0, j->experts.num_local_experts * sizeof(int32_t));
-    TRY(epic_plan_dispatch(j->ctx, &plan, sizeof plan, &dispatch, sizeof dispatch));
-    epic_plan_info info;
-    TRY(epic_plan_read(j->saved.plan, j->plan_bytes, &info, sizeof info));
-    *j->saved.total_tokens = info.total_tokens;
+    memset(j->saved.load, 0, j->layer.num_experts * sizeof(int32_t));
+    const epic_result result =
+        epic_plan_dispatch(j->ctx, &plan, sizeof plan, &dispatch, sizeof dispatch);
     if (a->load) memcpy(a->load, j->saved.load, j->layer.num_experts * sizeof *a->load);
-    return EPIC_OK;
+    return result == EPIC_OK ? check_tokens(j) : result;
 }
 
 static epic_result transform(moe_job *j)
 {
-    const bool late = j->experts.weighting == EPIC_WEIGHT_LATE;
     const epic_experts_args how = {.experts = &j->experts,
                                    .experts_size = sizeof j->experts,
                                    .x = j->saved.recv,
                                    .num_slots = j->capacity,
                                    .expert_rows = j->saved.expert_rows,
                                    .expert_tokens = j->saved.expert_tokens,
-                                   .slot_weights = late ? NULL : j->saved.recv_weight,
+                                   .slot_weights = moe_is_late(j) ? NULL : j->saved.recv_weight,
                                    .w_gate_up = j->weights.w_gate_up,
                                    .w_down = j->weights.w_down,
                                    .b_gate_up = j->weights.b_gate_up,
@@ -87,13 +100,12 @@ static epic_result transform(moe_job *j)
 
 static epic_result bring_home(moe_job *j, const epic_rows *out)
 {
-    const bool late = j->experts.weighting == EPIC_WEIGHT_LATE;
     const epic_combine_args how = {.call = j->call,
                                    .plan = j->saved.plan,
                                    .plan_bytes = j->plan_bytes,
                                    .rows = {j->saved.y, j->capacity, j->row_bytes},
                                    .out = *out,
-                                   .slot_weights = late ? j->saved.recv_weight : NULL,
+                                   .slot_weights = moe_is_late(j) ? j->saved.recv_weight : NULL,
                                    .type = j->experts.row_type};
     return epic_combine(j->ctx, &how, sizeof how);
 }
@@ -103,7 +115,7 @@ static epic_result run_shared(moe_job *j, int64_t b)
 {
     const dense_block block = moe_block(j, b);
     const int32_t rows = (int32_t)j->block;
-    const int64_t saved = (j->shared_memory.saved_bytes + 63) / 64 * 64;
+    const int64_t saved = j->shared_memory.saved_bytes;
     const epic_experts_args how = {.experts = &j->shared,
                                    .experts_size = sizeof j->shared,
                                    .x = block.x.data,
@@ -114,7 +126,7 @@ static epic_result run_shared(moe_job *j, int64_t b)
                                    .b_gate_up = j->weights.shared_b_gate_up,
                                    .b_down = j->weights.shared_b_down,
                                    .saved = (char *)j->saved.shared + b * saved,
-                                   .saved_bytes = (size_t)j->shared_memory.saved_bytes,
+                                   .saved_bytes = (size_t)saved,
                                    .workspace = j->work.shared,
                                    .workspace_bytes = (size_t)j->shared_memory.forward_bytes,
                                    .y = j->work.shared_y};
@@ -143,7 +155,7 @@ static epic_result losses(moe_job *j, float *loss)
 {
     float *balance = j->work.losses, *z = balance + j->blocks;
     memset(balance, 0, (size_t)(2 * j->blocks) * sizeof *balance);
-    for (int64_t b = 0; *j->saved.total_tokens && b < j->blocks; b++) {
+    for (int64_t b = 0; j->block && b < j->blocks; b++) {
         const dense_block block = moe_block(j, b);
         epic_loss_args how = moe_loss_args(j, &block);
         how.loss = balance + b;
@@ -163,15 +175,20 @@ static epic_result losses(moe_job *j, float *loss)
     return EPIC_OK;
 }
 
-/* A rank that owns more experts than the layer has room for would write past expert_rows. */
+/* A rank that owns more experts than the layer has room for would write past expert_rows.  Ranks
+ * out of range are epic_plan's to name, on every rank. */
 static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
-    const uint32_t ranks = j->ctx->config.num_ranks;
-    uint32_t most = (j->layer.num_experts + ranks - 1) / ranks;
+    const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
+    uint32_t most = (experts + ranks - 1) / ranks;
+    if (!rank_of_expert && experts % ranks)
+        return epic_fail(EPIC_EINVAL,
+                         "rank_of_expert is NULL: num_ranks %u does not divide "
+                         "moe.layer.num_experts %u, so a table is needed",
+                         ranks, experts);
     for (uint32_t r = 0; rank_of_expert && r < ranks; r++) {
         uint32_t count = 0;
-        for (uint32_t e = 0; e < j->layer.num_experts; e++)
-            count += rank_of_expert[e] == (int32_t)r;
+        for (uint32_t e = 0; e < experts; e++) count += rank_of_expert[e] == (int32_t)r;
         if (count > most) most = count;
     }
     if (j->experts.num_local_experts >= most) return EPIC_OK;
@@ -182,14 +199,15 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
 
 static epic_result run(moe_job *j, const epic_moe_args *a)
 {
-    TRY(check_placement(j, a->rank_of_expert));
     TRY(route(j, a)); /* local: nobody waits yet */
+    *j->saved.total_tokens = -1;
     epic_result result = send(j, a);
     if (result != EPIC_OK) { /* the same on every rank */
-        for (int64_t t = 0; t < j->tokens; t++)
-            memset((char *)a->out.data + t * j->row_bytes, 0, (size_t)j->row_bytes);
+        moe_clear(j, &a->out);
+        if (a->loss) *a->loss = 0;
         return result;
     }
+    *j->saved.total_tokens = plan_view_of(j->saved.plan).header->total_tokens;
     result = transform(j);
     if (result != EPIC_OK) return moe_abandon(j, result);
     TRY(bring_home(j, &a->out));
@@ -215,6 +233,10 @@ epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args, size_
                         .workspace = a.workspace,
                         .workspace_bytes = a.workspace_bytes};
     TRY(moe_begin(&j, ctx, &a.call, &c));
+    TRY(moe_check_apart("out", &a.out, "x", &a.x));
+    if (a.flags)
+        return epic_fail(EPIC_EINVAL, "flags is 0x%x: no flag is known, it must be 0", a.flags);
+    TRY(check_placement(&j, a.rank_of_expert));
     experts_blas_enter();
     const epic_result result = run(&j, &a);
     experts_blas_leave();

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reading a layer, and cutting up the memory that its caller brings. */
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -53,23 +54,39 @@ static epic_result check_parts(const moe_job *j, const epic_config *config)
     if (j->has_shared && j->shared.weighting != EPIC_WEIGHT_LATE)
         return epic_fail(EPIC_EINVAL, "moe.shared.weighting is %u: EPIC_WEIGHT_LATE is needed",
                          j->shared.weighting);
-    if (j->moe.capacity < 1 || j->moe.capacity > INT32_MAX)
-        return epic_fail(EPIC_EINVAL,
-                         "moe.capacity is %lld: 1 to 2147483647 slots are possible "
-                         "(epic_capacity_bound never overflows)",
-                         (long long)j->moe.capacity);
-    if (j->moe.flags & ~EPIC_SUM_DENSE || j->moe.pad)
-        return epic_fail(EPIC_EINVAL, "moe.flags is 0x%x: only EPIC_SUM_DENSE is known",
-                         j->moe.flags);
-    if (j->wide && j->moe.flags & EPIC_SUM_DENSE)
-        return epic_fail(EPIC_EINVAL, "moe.flags has EPIC_SUM_DENSE: gradients of F64 rows are "
-                                      "float64, which epic_sum does not add");
     if (j->row_bytes > config->max_row_bytes)
         return epic_fail(EPIC_EINVAL,
                          "moe.experts.hidden is %lld: a row takes %lld bytes, "
                          "config.max_row_bytes is %lld",
                          (long long)j->hidden, (long long)j->row_bytes,
                          (long long)config->max_row_bytes);
+    return EPIC_OK;
+}
+
+static epic_result check_moe(const moe_job *j)
+{
+    const epic_moe *m = &j->moe;
+    if (!isfinite(m->balance_coeff) || !isfinite(m->z_coeff))
+        return epic_fail(EPIC_EINVAL,
+                         "moe.balance_coeff is %g, moe.z_coeff is %g: numbers are needed, 0 "
+                         "for no loss",
+                         m->balance_coeff, m->z_coeff);
+    if (m->sequence_tokens < 0)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.sequence_tokens is %lld: a length, or 0 for the plain loss",
+                         (long long)m->sequence_tokens);
+    if (m->flags & ~EPIC_SUM_DENSE)
+        return epic_fail(EPIC_EINVAL, "moe.flags is 0x%x: only EPIC_SUM_DENSE is known",
+                         m->flags);
+    if (m->pad) return epic_fail(EPIC_EINVAL, "moe.pad is %u: it must be 0", m->pad);
+    if (m->capacity < 1 || m->capacity > INT32_MAX)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.capacity is %lld: 1 to 2147483647 slots are possible "
+                         "(epic_capacity_bound never overflows)",
+                         (long long)m->capacity);
+    if (j->wide && m->flags & EPIC_SUM_DENSE)
+        return epic_fail(EPIC_EINVAL, "moe.flags has EPIC_SUM_DENSE: gradients of F64 rows are "
+                                      "float64, which epic_sum does not add");
     return EPIC_OK;
 }
 
@@ -83,13 +100,21 @@ static int64_t levels_of(int64_t blocks)
     return levels;
 }
 
+static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
+                                   epic_experts_memory_info *out)
+{
+    if (epic_experts_memory(experts, sizeof *experts, slots, out, sizeof *out) == EPIC_OK)
+        return EPIC_OK;
+    char why[512];
+    snprintf(why, sizeof why, "%s", epic_sentence());
+    return epic_fail(EPIC_EINVAL, "moe.%s: %s", name, why);
+}
+
 static epic_result measure(moe_job *j, const epic_config *config)
 {
-    TRY(epic_experts_memory(&j->experts, sizeof j->experts, j->capacity, &j->experts_memory,
-                            sizeof j->experts_memory));
-    if (j->has_shared)
-        TRY(epic_experts_memory(&j->shared, sizeof j->shared, j->block, &j->shared_memory,
-                                sizeof j->shared_memory));
+    TRY(measure_experts("experts", &j->experts, j->capacity, &j->experts_memory));
+    if (j->has_shared) TRY(measure_experts("shared", &j->shared, j->block, &j->shared_memory));
+    j->shared_memory.saved_bytes = round_up(j->shared_memory.saved_bytes, 64);
     j->router_bytes = epic_router_workspace(&j->router, sizeof j->router);
     if (!j->router_bytes) return EPIC_EINVAL;
     j->plan_bytes = epic_plan_bytes(config, sizeof *config, &j->layer, sizeof j->layer);
@@ -108,36 +133,31 @@ epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe,
     j->wide = j->experts.row_type == EPIC_F64;
     j->real_type = j->wide ? EPIC_F64 : EPIC_F32;
     j->real_bytes = convert_bytes(j->real_type);
-    j->tokens = tokens;
     j->hidden = j->experts.hidden;
     j->row_bytes = j->hidden * convert_bytes(j->experts.row_type);
     j->columns = (int64_t)j->router.num_experts + j->router.zero_experts;
     j->top_k = j->layer.top_k;
     j->capacity = j->moe.capacity;
     j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / config->num_ranks : 1;
-    if (tokens % j->blocks)
-        return epic_fail(
-            EPIC_EINVAL,
-            "x.num_rows is %lld: with EPIC_TREE a multiple of leaves / num_ranks = "
-            "%lld is needed",
-            (long long)tokens, (long long)j->blocks);
-    j->block = tokens / j->blocks;
-    TRY(check_parts(j, config));
-    return measure(j, config);
+    j->block = (tokens + j->blocks - 1) / j->blocks;
+    j->tokens = j->block * j->blocks;
+    TRY(check_moe(j));
+    TRY(measure(j, config));
+    return check_parts(j, config);
 }
 
 dense_parts moe_dense_parts(const moe_job *j)
 {
     dense_parts p = {0};
     p.b_gate = j->hidden * j->columns;
-    p.gate_up = p.b_gate + (j->weights.b_gate ? j->columns : 0);
+    p.gate_up = p.b_gate + j->columns;
     p.down = p.b_gate_up = p.b_down = p.end = p.gate_up;
     if (!j->has_shared) return p;
     const int64_t inner = j->shared.inner, width = inner * (j->shared.ungated ? 1 : 2);
     p.down = p.gate_up + j->hidden * width;
     p.b_gate_up = p.down + inner * j->hidden;
-    p.b_down = p.b_gate_up + (j->weights.shared_b_gate_up ? width : 0);
-    p.end = p.b_down + (j->weights.shared_b_down ? j->hidden : 0);
+    p.b_down = p.b_gate_up + width;
+    p.end = p.b_down + j->hidden;
     return p;
 }
 
@@ -168,7 +188,7 @@ static void cut_saved(moe_job *j, unsigned char *base)
     s->load = take(base, &used, (int64_t)j->layer.num_experts * 4);
     s->total_tokens = take(base, &used, 8);
     s->experts = take(base, &used, j->experts_memory.saved_bytes);
-    s->shared = take(base, &used, j->blocks * round_up(j->shared_memory.saved_bytes, 64));
+    s->shared = take(base, &used, j->blocks * j->shared_memory.saved_bytes);
     j->saved_bytes = used;
 }
 
@@ -213,13 +233,7 @@ epic_result epic_moe_memory(const epic_config *config, size_t config_size, const
         return epic_fail(EPIC_EINVAL,
                          "out is NULL: a place for epic_moe_memory_info is needed");
     TRY(config_read_sizes(&c, config, config_size));
-    static const char any;
-    moe_job j = {.weights = {.b_gate = &any, .shared_b_gate_up = &any, .shared_b_down = &any}};
-    epic_layer layer;
-    if (moe && moe->layer &&
-        layer_read(&layer, moe->layer, moe->layer_size, (int32_t)c.num_ranks) == EPIC_OK &&
-        layer.sum_order == EPIC_TREE) /* whole blocks */
-        c.max_tokens = round_up(c.max_tokens, layer.leaves / c.num_ranks);
+    moe_job j = {0};
     TRY(moe_read(&j, &c, moe, moe_size, c.max_tokens));
     epic_moe_memory_info info = {0};
     moe_cut(&j, NULL, NULL, false);
@@ -230,13 +244,4 @@ epic_result epic_moe_memory(const epic_config *config, size_t config_size, const
     memset(out, 0, size);
     memcpy(out, &info, size < sizeof info ? size : sizeof info);
     return EPIC_OK;
-}
-
-epic_result moe_abandon(moe_job *j, epic_result result)
-{
-    if (context_check(j->ctx) != EPIC_OK) return result;
-    char why[512];
-    snprintf(why, sizeof why, "%s", epic_sentence());
-    epic_abort(j->ctx, j->call.tag, why);
-    return epic_fail(result, "%s", why);
 }

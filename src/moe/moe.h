@@ -23,8 +23,8 @@ typedef struct moe_saved { /* from forward to backward */
     float *recv_weight;
     void *y; /* [capacity, hidden] */
     int32_t *expert_rows, *expert_tokens, *load;
-    int64_t *total_tokens;
-    void *experts, *shared; /* what epic_experts saves */
+    int64_t *total_tokens;  /* -1: forward failed */
+    void *experts, *shared; /* what epic_experts saves; shared: block after block */
 } moe_saved;
 
 typedef struct moe_work {
@@ -58,7 +58,7 @@ typedef struct moe_job {
     int64_t tokens, hidden, columns, top_k, capacity;
     int64_t blocks, block; /* how many, tokens of one */
     size_t plan_bytes;
-    epic_experts_memory_info experts_memory, shared_memory;
+    epic_experts_memory_info experts_memory, shared_memory; /* shared: of one block */
     size_t router_bytes;
     int64_t dense_count, dense_levels;
     moe_saved saved;
@@ -67,7 +67,8 @@ typedef struct moe_job {
     epic_rows x;
 } moe_job;
 
-/* Reads and checks the layer for `tokens` tokens; EPIC_EINVAL. */
+/* Reads and checks the layer, for `tokens` tokens or the next number that makes whole blocks;
+ * EPIC_EINVAL. */
 epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe, size_t size,
                      int64_t tokens);
 
@@ -81,7 +82,8 @@ static inline epic_rows moe_rows(const moe_job *j, const epic_rows *rows, int64_
                        j->row_bytes};
 }
 
-/* Where the parts of the dense gradients begin, in reals. */
+/* Where the parts of the dense gradients begin, in reals.  Biases have a place also where the
+ * caller has none: on every rank the same count is summed. */
 typedef struct dense_parts {
     int64_t w_gate, b_gate, gate_up, down, b_gate_up, b_down, end;
 } dense_parts;
@@ -118,8 +120,5 @@ static inline const dense_ops *moe_ops(const moe_job *j)
 {
     return j->wide ? &dense_f64 : &dense_f32;
 }
-
-/* Gives up after peers have been called on: they get `result`'s sentence. */
-epic_result moe_abandon(moe_job *j, epic_result result);
 
 #endif

@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the whole layer does about bad data: the same error and sentence on every rank, outputs of
+ * zeros, and a group that goes on. */
+#include <pthread.h>
+
+#include "unit/moe_layer.h"
+
+#define RANKS 3
+#define TOKENS 6
+
+typedef struct failing {
+    problem p;
+    char said[RANKS][512];
+    uint32_t result[RANKS];
+} failing;
+
+static bool zeros(const void *memory, int64_t bytes)
+{
+    for (int64_t i = 0; i < bytes; i++)
+        if (((const unsigned char *)memory)[i]) return false;
+    return true;
+}
+
+static void note(failing *f, int rank, epic_result result)
+{
+    f->result[rank] = result;
+    snprintf(f->said[rank], sizeof f->said[rank], "%s", epic_error(NULL));
+}
+
+static void check_forward(failing *f, part *t, epic_context *ctx)
+{
+    note(f, t->rank, part_forward(t, ctx));
+    CHECK(zeros(t->out, t->forward.out.num_rows * t->forward.out.row_bytes), "out of rank %d",
+          t->rank);
+    CHECK(f->p.loss[t->rank] == 0, "the loss of rank %d is %g", t->rank, f->p.loss[t->rank]);
+    CHECK(part_backward(t, ctx) == EPIC_EINVAL && strstr(epic_error(ctx), "saved"), "%s",
+          epic_error(ctx));
+}
+
+/* Forward and backward as they should be, on the same context. */
+static void go_on(const problem *p, int rank, epic_context *ctx, const epic_config *config)
+{
+    part *t = part_make(p, rank, config, 1);
+    CHECK(part_forward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    CHECK(part_backward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    part_free(t);
+}
+
+/* -------------------------------------------------------------------------- what fails ---- */
+
+static void too_small(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    failing *f = what;
+    part *t = part_make(&f->p, rank, config, 1);
+    if (rank == 1) t->moe.capacity = 2;
+    check_forward(f, t, ctx);
+    int64_t load = 0, demand = f->p.demand[rank];
+    for (uint32_t e = 0; e < f->p.layer.num_experts; e++)
+        load += f->p.load[rank * (int64_t)f->p.layer.num_experts + e];
+    CHECK(load == f->p.total * f->p.layer.top_k, "the load of rank %d is %lld", rank,
+          (long long)load);
+    CHECK(rank != 1 || demand > 2, "the demand of rank 1 is %lld", (long long)demand);
+    part_free(t);
+    go_on(&f->p, rank, ctx, config);
+}
+
+static void no_such_rank(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    failing *f = what;
+    int32_t owners[64];
+    part *t = part_make(&f->p, rank, config, 1);
+    for (uint32_t e = 0; e < f->p.layer.num_experts; e++) owners[e] = owner_of(&f->p, e);
+    if (rank == 2) owners[3] = 7;
+    t->forward.rank_of_expert = owners;
+    check_forward(f, t, ctx);
+    part_free(t);
+    go_on(&f->p, rank, ctx, config);
+}
+
+static void unequal(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    failing *f = what;
+    part *t = part_make(&f->p, rank, config, 1);
+    if (rank == 1) t->forward.x.num_rows = t->forward.out.num_rows = TOKENS / 2;
+    if (rank == 1) t->tokens = TOKENS / 2;
+    t->backward.x.num_rows = t->backward.d_out.num_rows = t->backward.d_x.num_rows = t->tokens;
+    check_forward(f, t, ctx);
+    part_free(t);
+    go_on(&f->p, rank, ctx, config);
+}
+
+/* A byte of one rank's plan is lost between forward and backward. */
+static void damaged(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    failing *f = what;
+    part *t = part_make(&f->p, rank, config, 1);
+    unsigned char *plan = t->saved;
+    CHECK(part_forward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    if (rank == 1) plan[40] ^= 1;
+    note(f, rank, part_backward(t, ctx));
+    CHECK(zeros(t->gradient[X], t->backward.d_x.num_rows * t->backward.d_x.row_bytes),
+          "d_x of rank %d", rank);
+    for (int i = 0; i < X; i++)
+        CHECK(!t->gradient[i] || zeros(t->gradient[i], numbers_here(t, i) * 4),
+              "the gradient of %s on rank %d", given_names[i], rank);
+    if (rank == 1) plan[40] ^= 1;
+    CHECK(part_backward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    part_free(t);
+    go_on(&f->p, rank, ctx, config);
+}
+
+/* The ranks bring layers of other sizes: nobody can go on. */
+static void differ(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    failing *f = what;
+    part *t = part_make(&f->p, rank, config, 1);
+    if (rank == 1) t->moe.flags = 0;
+    if (rank == 1) t->experts.weighting = EPIC_WEIGHT_EARLY;
+    note(f, rank, part_forward(t, ctx));
+    CHECK(part_backward(t, ctx) == EPIC_EMISMATCH, "%s", epic_error(ctx));
+    part_free(t);
+}
+
+/* ------------------------------------------------------------------------------- tests ---- */
+
+static problem draw(int num_ranks, uint32_t sum_order)
+{
+    source s = source_of(3);
+    problem p = {
+        .name = "failures", .num_ranks = num_ranks, .biased = true, .has_shared = true};
+    for (int r = 0; r < num_ranks; r++) p.tokens_of[r] = TOKENS;
+    p.layer =
+        (epic_layer){.num_experts = 6, .top_k = 2, .alignment = 2, .sum_order = sum_order};
+    p.router = (epic_router){.num_experts = 6, .top_k = 2, .normalise = EPIC_NORMALISE_SUM};
+    p.experts = (epic_experts){.num_local_experts = 1, .hidden = 5, .inner = 4};
+    p.shared = p.experts;
+    p.moe =
+        (epic_moe){.balance_coeff = 1, .z_coeff = 1, .flags = EPIC_SUM_DENSE, .capacity = 60};
+    make_given(&p, &s);
+    make_results(&p);
+    return p;
+}
+
+static void test(const char *name, rank_work *work, int num_ranks, uint32_t sum_order,
+                 epic_result expected, const char *word)
+{
+    failing f = {.p = draw(num_ranks, sum_order)};
+    const epic_config config = config_of(&f.p);
+    team_threads(work, &f, &config);
+    for (int r = 0; r < num_ranks; r++)
+        CHECK(f.result[r] == expected && strstr(f.said[r], word) &&
+                  (expected == EPIC_EMISMATCH || !strcmp(f.said[r], f.said[0])),
+              "%s, rank %d: %s, \"%s\"", name, r, epic_result_name((epic_result)f.result[r]),
+              f.said[r]);
+    free_results(&f.p);
+    free_given(&f.p);
+}
+
+int main(void)
+{
+    failures = share(sizeof *failures);
+    test("too small", too_small, RANKS, EPIC_BY_RANK, EPIC_EOVERFLOW, "rank 1 has 2 slots");
+    test("no such rank", no_such_rank, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "lives on rank 7");
+    test("unequal", unequal, 2, EPIC_TREE, EPIC_EINVAL, "6 on rank 0 and 3 on rank 1");
+    test("damaged", damaged, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "plan: the one that rank 1");
+    test("differ", differ, RANKS, EPIC_BY_RANK, EPIC_EMISMATCH, "rank 1");
+    return atomic_load(failures) ? 1 : 0;
+}

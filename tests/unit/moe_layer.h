@@ -1,0 +1,663 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A layer as its tests see it: the parameters, rows and results of all ranks in one place, the
+ * part of it that one rank brings to the library, and teams of ranks.
+ *
+ * What ranks write lies in memory that forked ranks share.  A rank's own buffers are malloc's, as
+ * long as they must be and not a byte longer, and poisoned with NaNs. */
+#ifndef MOE_LAYER_H
+#define MOE_LAYER_H
+
+#include <arpa/inet.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "epic/epic.h"
+#include "router/convert.h"
+
+#define MOST_RANKS 8
+#define BEFORE 1.0 /* what gradients hold before EPIC_ACCUMULATE adds to them */
+
+static _Atomic int *failures; /* of all ranks */
+
+#define CHECK(condition, ...)                                      \
+    do {                                                           \
+        if (!(condition) && atomic_fetch_add(failures, 1) < 20) {  \
+            printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+            printf(__VA_ARGS__);                                   \
+            printf("\n");                                          \
+        }                                                          \
+    } while (0)
+
+static inline void *share(size_t bytes)
+{
+    void *memory =
+        mmap(NULL, bytes + 1, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) abort();
+    return memory;
+}
+
+#if defined(__has_feature)
+#define HAS_FEATURE(name) __has_feature(name)
+#else
+#define HAS_FEATURE(name) 0
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || \
+    HAS_FEATURE(address_sanitizer) || HAS_FEATURE(thread_sanitizer)
+#define PATIENCE 5
+#else
+#define PATIENCE 1
+#endif
+
+/* How many random cases to run, of `count`: fewer under a sanitizer, more if asked to. */
+static inline uint32_t cases(uint32_t count)
+{
+    const char *text = getenv("EPIC_TEST_SCALE");
+    return count / PATIENCE * (text && atoi(text) > 1 ? (uint32_t)atoi(text) : 1);
+}
+
+/* ------------------------------------------------------------------------------ random ---- */
+
+typedef struct source {
+    uint64_t state;
+} source;
+
+static inline source source_of(uint64_t seed)
+{
+    return (source){(seed + 1) * 0x9e3779b97f4a7c15u};
+}
+
+static inline double between(source *s, double low, double high)
+{
+    s->state ^= s->state << 13;
+    s->state ^= s->state >> 7;
+    s->state ^= s->state << 17;
+    return low + (high - low) * ((double)(s->state >> 11) * 0x1p-53);
+}
+
+/* 0 to n - 1 */
+static inline uint32_t below(source *s, uint32_t n)
+{
+    return (uint32_t)between(s, 0, n);
+}
+
+/* ------------------------------------------------------------------------------ arrays ---- */
+
+typedef struct array {
+    void *data;
+    uint32_t type;
+    int64_t n;
+} array;
+
+static inline size_t array_bytes(const array *a)
+{
+    return (size_t)(a->n * convert_bytes(a->type));
+}
+
+static inline array make_array(uint32_t type, int64_t n)
+{
+    array a = {.type = type, .n = n};
+    a.data = share(array_bytes(&a));
+    return a;
+}
+
+static inline void free_array(array *a)
+{
+    if (a->data) munmap(a->data, array_bytes(a) + 1);
+    *a = (array){0};
+}
+
+static inline double get(const array *a, int64_t i)
+{
+    float x;
+    if (a->type == EPIC_F64) return ((const double *)a->data)[i];
+    convert_to_float(&x, (const char *)a->data + i * convert_bytes(a->type), a->type, 1);
+    return x;
+}
+
+static inline void put(array *a, int64_t i, double x)
+{
+    const float narrow = (float)x;
+    if (a->type == EPIC_F64)
+        ((double *)a->data)[i] = x;
+    else
+        convert_from_float((char *)a->data + i * convert_bytes(a->type), a->type, &narrow, 1);
+}
+
+static inline void fill_random(array *a, source *s, double size)
+{
+    for (int64_t i = 0; i < a->n; i++) put(a, i, between(s, -size, size));
+}
+
+/* ------------------------------------------------------------------------------- layer ---- */
+
+enum { /* what has a gradient; X: the rows of all tokens */
+       W_GATE,
+       B_GATE,
+       W_GATE_UP,
+       W_DOWN,
+       B_GATE_UP,
+       B_DOWN,
+       SHARED_GATE_UP,
+       SHARED_DOWN,
+       SHARED_B_GATE_UP,
+       SHARED_B_DOWN,
+       X,
+       NUM_GIVEN
+};
+
+static const char *const given_names[NUM_GIVEN] = {
+    "w_gate",         "b_gate",      "w_gate_up",        "w_down",        "b_gate_up", "b_down",
+    "shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down", "x"};
+
+static inline bool of_experts(int which)
+{
+    return which >= W_GATE_UP && which <= B_DOWN;
+}
+
+static inline bool is_dense(int which)
+{
+    return which != X && !of_experts(which);
+}
+
+typedef struct problem {
+    char name[160];
+    int num_ranks;
+    int64_t tokens_of[MOST_RANKS], total;
+    epic_layer layer;
+    epic_router router;
+    epic_experts experts, shared; /* num_local_experts: of all ranks */
+    bool has_shared, biased, gate_biased, wants_no_gradient;
+    epic_moe moe; /* without its pointers */
+    int32_t rank_of_expert[64];
+    bool placed;    /* by that table */
+    float bias[96]; /* for the choice */
+    bool bias_given;
+    int32_t *table, *token_ids; /* NULL: none */
+    int64_t table_rows;
+    bool wide_ids;
+    float d_loss;
+    bool d_loss_given;
+    uint32_t backward_flags;
+
+    array given[NUM_GIVEN];
+    array d_out;
+    array out;
+    array gradient[NUM_GIVEN]; /* dense: one after the other for every rank */
+    float *loss;               /* [num_ranks] */
+    int32_t *load, *demand;    /* [num_ranks, num_experts], [num_ranks] */
+} problem;
+
+static inline int64_t width_of(const epic_experts *e)
+{
+    return (int64_t)e->inner * (e->ungated ? 1 : 2);
+}
+
+static inline int64_t columns_of(const problem *p)
+{
+    return (int64_t)p->router.num_experts + p->router.zero_experts;
+}
+
+static inline uint32_t row_type(const problem *p)
+{
+    return p->experts.row_type ? p->experts.row_type : EPIC_F32;
+}
+
+static inline uint32_t real_type(const problem *p)
+{
+    return row_type(p) == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+}
+
+static inline uint32_t type_given(const problem *p, int which)
+{
+    if (which == X) return row_type(p);
+    if (which == W_GATE || which == B_GATE) return real_type(p);
+    const epic_experts *e = of_experts(which) ? &p->experts : &p->shared;
+    return e->weight_type ? e->weight_type : row_type(p);
+}
+
+/* Numbers of one expert, or of the whole. */
+static inline int64_t numbers_of(const problem *p, int which)
+{
+    const int64_t hidden = p->experts.hidden;
+    switch (which) {
+    case W_GATE:
+        return hidden * columns_of(p);
+    case B_GATE:
+        return p->gate_biased ? columns_of(p) : 0;
+    case W_GATE_UP:
+        return hidden * width_of(&p->experts);
+    case W_DOWN:
+        return p->experts.inner * hidden;
+    case B_GATE_UP:
+        return p->biased ? width_of(&p->experts) : 0;
+    case B_DOWN:
+        return p->biased ? hidden : 0;
+    case SHARED_GATE_UP:
+        return p->has_shared ? hidden * width_of(&p->shared) : 0;
+    case SHARED_DOWN:
+        return p->has_shared ? p->shared.inner * hidden : 0;
+    case SHARED_B_GATE_UP:
+        return p->has_shared && p->biased ? width_of(&p->shared) : 0;
+    case SHARED_B_DOWN:
+        return p->has_shared && p->biased ? hidden : 0;
+    default:
+        return p->total * hidden;
+    }
+}
+
+static inline int64_t numbers_in_all(const problem *p, int which)
+{
+    return numbers_of(p, which) * (of_experts(which) ? p->layer.num_experts : 1);
+}
+
+/* Random parameters and rows; sizes are set. */
+static inline void make_given(problem *p, source *s)
+{
+    static const double size[NUM_GIVEN] = {[W_GATE] = 1, [B_GATE] = 0.5, [X] = 1};
+    p->total = 0;
+    for (int r = 0; r < p->num_ranks; r++) p->total += p->tokens_of[r];
+    for (int i = 0; i < NUM_GIVEN; i++) {
+        p->given[i] = make_array(type_given(p, i), numbers_in_all(p, i));
+        fill_random(&p->given[i], s, size[i] != 0 ? size[i] : 0.5);
+    }
+    p->d_out = make_array(row_type(p), p->total * p->experts.hidden);
+    fill_random(&p->d_out, s, 1);
+}
+
+static inline void make_results(problem *p)
+{
+    p->out = make_array(row_type(p), p->total * p->experts.hidden);
+    for (int i = 0; i < NUM_GIVEN; i++)
+        p->gradient[i] = make_array(i == X ? row_type(p) : real_type(p),
+                                    numbers_in_all(p, i) * (is_dense(i) ? p->num_ranks : 1));
+    p->loss = share((size_t)p->num_ranks * sizeof(float));
+    p->load = share((size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t));
+    p->demand = share((size_t)p->num_ranks * sizeof(int32_t));
+}
+
+static inline void free_results(problem *p)
+{
+    free_array(&p->out);
+    for (int i = 0; i < NUM_GIVEN; i++) free_array(&p->gradient[i]);
+    munmap(p->loss, (size_t)p->num_ranks * sizeof(float) + 1);
+    munmap(p->load, (size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t) + 1);
+    munmap(p->demand, (size_t)p->num_ranks * sizeof(int32_t) + 1);
+}
+
+static inline void free_given(problem *p)
+{
+    for (int i = 0; i < NUM_GIVEN; i++) free_array(&p->given[i]);
+    free_array(&p->d_out);
+    free(p->table);
+    free(p->token_ids);
+}
+
+/* A gradient; dense ones of all ranks added, or with EPIC_SUM_DENSE that of the first. */
+static inline double gradient_of(const problem *p, int which, int64_t i)
+{
+    const array *g = &p->gradient[which];
+    const double before = which != X && p->backward_flags & EPIC_ACCUMULATE ? BEFORE : 0;
+    if (!is_dense(which) || p->moe.flags & EPIC_SUM_DENSE) return get(g, i) - before;
+    double sum = 0;
+    for (int r = 0; r < p->num_ranks; r++) sum += get(g, r * numbers_of(p, which) + i) - before;
+    return sum;
+}
+
+static inline double loss_of(const problem *p)
+{
+    double sum = 0;
+    if (p->moe.flags & EPIC_SUM_DENSE) return p->loss[0];
+    for (int r = 0; r < p->num_ranks; r++) sum += p->loss[r];
+    return sum;
+}
+
+static inline int owner_of(const problem *p, uint32_t expert)
+{
+    return p->placed ? p->rank_of_expert[expert]
+                     : (int)(expert / (p->layer.num_experts / (uint32_t)p->num_ranks));
+}
+
+static inline uint32_t most_local(const problem *p)
+{
+    uint32_t most = 0, count[MOST_RANKS] = {0};
+    for (uint32_t e = 0; e < p->layer.num_experts; e++)
+        if (++count[owner_of(p, e)] > most) most = count[owner_of(p, e)];
+    return most;
+}
+
+/* ---------------------------------------------------------------------- one rank's part ---- */
+
+typedef struct part {
+    const problem *p;
+    int rank;
+    int64_t tokens, first; /* its tokens, and the first of them among all */
+    epic_experts experts;
+    epic_moe moe;
+    epic_moe_memory_info memory;
+    uint32_t mine[64], num_mine; /* its experts */
+    void *given[NUM_GIVEN], *gradient[NUM_GIVEN], *d_out, *out, *token_ids;
+    void *saved, *workspace;
+    epic_moe_weights weights;
+    epic_moe_gradients gradients;
+    epic_moe_args forward;
+    epic_moe_backward_args backward;
+} part;
+
+static inline void *poisoned(size_t bytes)
+{
+    void *memory = malloc(bytes);
+    if (bytes) memset(memory, 0xff, bytes);
+    return memory;
+}
+
+static inline void *poisoned_lines(int64_t bytes)
+{
+    void *memory = NULL;
+    if (posix_memalign(&memory, 64, (size_t)bytes)) abort();
+    memset(memory, 0xff, (size_t)bytes);
+    return memory;
+}
+
+static inline epic_config config_of(const problem *p)
+{
+    int64_t most = 1;
+    for (int r = 0; r < p->num_ranks; r++)
+        if (p->tokens_of[r] > most) most = p->tokens_of[r];
+    return (epic_config){.max_tokens = most,
+                         .max_row_bytes = p->experts.hidden * convert_bytes(row_type(p)),
+                         .num_ranks = (uint32_t)p->num_ranks,
+                         .timeout_ms = 60000,
+                         .max_in_flight = 4};
+}
+
+/* Of an array by global expert, the rank's own ones: in, or, with `back`, out. */
+static inline void move_experts(const part *t, array *whole, void *mine, int which, bool back)
+{
+    const size_t bytes = (size_t)(numbers_of(t->p, which) * convert_bytes(whole->type));
+    for (uint32_t l = 0; l < t->num_mine; l++) {
+        char *there = (char *)whole->data + t->mine[l] * bytes,
+             *here = (char *)mine + l * bytes;
+        if (back)
+            memcpy(there, here, bytes);
+        else
+            memcpy(here, there, bytes);
+    }
+}
+
+/* Numbers of an array on this rank. */
+static inline int64_t numbers_here(const part *t, int which)
+{
+    if (which == X) return t->tokens * t->p->experts.hidden;
+    return numbers_of(t->p, which) * (of_experts(which) ? t->experts.num_local_experts : 1);
+}
+
+static inline void *rows_here(const part *t, const array *whole)
+{
+    const size_t row = (size_t)(t->p->experts.hidden * convert_bytes(whole->type));
+    void *rows = malloc((size_t)t->tokens * row);
+    if (t->tokens)
+        memcpy(rows, (const char *)whole->data + (size_t)t->first * row,
+               (size_t)t->tokens * row);
+    return rows;
+}
+
+static inline void *ids_here(const part *t)
+{
+    int64_t *wide = malloc((size_t)t->tokens * 8);
+    int32_t *narrow = (int32_t *)(void *)wide;
+    for (int64_t i = 0; i < t->tokens; i++)
+        if (t->p->wide_ids)
+            wide[i] = t->p->token_ids[t->first + i];
+        else
+            narrow[i] = t->p->token_ids[t->first + i];
+    return wide;
+}
+
+static inline void make_buffers(part *t)
+{
+    const problem *p = t->p;
+    for (int i = 0; i < NUM_GIVEN; i++) {
+        const int64_t n = numbers_here(t, i), real = convert_bytes(real_type(p));
+        if (!numbers_of(p, i) && i != X) continue;
+        t->gradient[i] = poisoned((size_t)(n * (i == X ? convert_bytes(row_type(p)) : real)));
+        array now = {t->gradient[i], real_type(p), n};
+        if (i != X && p->backward_flags & EPIC_ACCUMULATE)
+            for (int64_t k = 0; k < n; k++) put(&now, k, BEFORE);
+        if (i == X) {
+            t->given[i] = rows_here(t, &p->given[i]);
+            continue;
+        }
+        t->given[i] = poisoned((size_t)(n * convert_bytes(p->given[i].type)));
+        if (of_experts(i))
+            move_experts(t, (array *)&p->given[i], t->given[i], i, false);
+        else
+            memcpy(t->given[i], p->given[i].data, array_bytes(&p->given[i]));
+    }
+    t->d_out = rows_here(t, &p->d_out);
+    t->out =
+        poisoned((size_t)t->tokens * p->experts.hidden * (size_t)convert_bytes(row_type(p)));
+    if (p->token_ids) t->token_ids = ids_here(t);
+}
+
+static inline void make_calls(part *t, uint64_t tag)
+{
+    const problem *p = t->p;
+    void **g = t->given, **d = t->gradient;
+    const int64_t row = p->experts.hidden * convert_bytes(row_type(p));
+    t->weights = (epic_moe_weights){
+        g[W_GATE],           g[B_GATE],         p->bias_given ? p->bias : NULL,
+        g[W_GATE_UP],        g[W_DOWN],         g[B_GATE_UP],
+        g[B_DOWN],           g[SHARED_GATE_UP], g[SHARED_DOWN],
+        g[SHARED_B_GATE_UP], g[SHARED_B_DOWN]};
+    t->gradients = (epic_moe_gradients){
+        d[W_GATE], d[B_GATE],         d[W_GATE_UP],   d[W_DOWN],           d[B_GATE_UP],
+        d[B_DOWN], d[SHARED_GATE_UP], d[SHARED_DOWN], d[SHARED_B_GATE_UP], d[SHARED_B_DOWN]};
+    t->forward = (epic_moe_args){.call.tag = tag,
+                                 .moe = &t->moe,
+                                 .moe_size = sizeof t->moe,
+                                 .weights = &t->weights,
+                                 .weights_size = sizeof t->weights,
+                                 .x = {g[X], t->tokens, row},
+                                 .out = {t->out, t->tokens, row},
+                                 .token_ids = t->token_ids,
+                                 .table = p->table,
+                                 .table_rows = p->table_rows,
+                                 .rank_of_expert = p->placed ? p->rank_of_expert : NULL,
+                                 .saved = t->saved,
+                                 .saved_bytes = t->memory.saved_bytes,
+                                 .workspace = t->workspace,
+                                 .workspace_bytes = t->memory.forward_bytes,
+                                 .loss = &p->loss[t->rank],
+                                 .load = p->load + t->rank * (int64_t)p->layer.num_experts,
+                                 .demand = &p->demand[t->rank],
+                                 .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32};
+    t->backward = (epic_moe_backward_args){.call.tag = tag,
+                                           .moe = &t->moe,
+                                           .moe_size = sizeof t->moe,
+                                           .weights = &t->weights,
+                                           .weights_size = sizeof t->weights,
+                                           .x = t->forward.x,
+                                           .d_out = {t->d_out, t->tokens, row},
+                                           .d_x = {d[X], t->tokens, row},
+                                           .gradients = &t->gradients,
+                                           .gradients_size = sizeof t->gradients,
+                                           .saved = t->saved,
+                                           .saved_bytes = t->memory.saved_bytes,
+                                           .workspace = t->workspace,
+                                           .workspace_bytes = t->memory.backward_bytes,
+                                           .d_loss = p->d_loss_given ? &p->d_loss : NULL,
+                                           .flags = p->backward_flags};
+    if (p->wants_no_gradient) t->backward.gradients = NULL;
+}
+
+/* Everything of one rank; `config` is the context's, as the size query wants it. */
+static inline part *part_make(const problem *p, int rank, const epic_config *config,
+                              uint64_t tag)
+{
+    part *t = calloc(1, sizeof *t);
+    *t = (part){.p = p,
+                .rank = rank,
+                .tokens = p->tokens_of[rank],
+                .experts = p->experts,
+                .moe = p->moe};
+    for (int r = 0; r < rank; r++) t->first += p->tokens_of[r];
+    for (uint32_t e = 0; e < p->layer.num_experts; e++)
+        if (owner_of(p, e) == rank) t->mine[t->num_mine++] = e;
+    t->experts.num_local_experts = most_local(p);
+    t->moe.layer = &p->layer;
+    t->moe.layer_size = sizeof p->layer;
+    t->moe.router = &p->router;
+    t->moe.router_size = sizeof p->router;
+    t->moe.experts = &t->experts;
+    t->moe.experts_size = sizeof t->experts;
+    t->moe.shared = p->has_shared ? &p->shared : NULL;
+    t->moe.shared_size = p->has_shared ? sizeof p->shared : 0;
+    CHECK(epic_moe_memory(config, sizeof *config, &t->moe, sizeof t->moe, &t->memory,
+                          sizeof t->memory) == EPIC_OK,
+          "%s: %s", p->name, epic_error(NULL));
+    make_buffers(t);
+    t->saved = poisoned_lines(t->memory.saved_bytes);
+    t->workspace = poisoned_lines(t->memory.forward_bytes > t->memory.backward_bytes
+                                      ? t->memory.forward_bytes
+                                      : t->memory.backward_bytes);
+    make_calls(t, tag);
+    return t;
+}
+
+/* Another workspace, poisoned: nothing may be kept there from one call to the next. */
+static inline void part_forget(part *t, int64_t bytes)
+{
+    free(t->workspace);
+    t->workspace = poisoned_lines(bytes);
+    t->forward.workspace = t->backward.workspace = t->workspace;
+}
+
+static inline epic_result part_forward(part *t, epic_context *ctx)
+{
+    part_forget(t, t->memory.forward_bytes);
+    return epic_moe_forward(ctx, &t->forward, sizeof t->forward);
+}
+
+static inline epic_result part_backward(part *t, epic_context *ctx)
+{
+    part_forget(t, t->memory.backward_bytes);
+    return epic_moe_backward(ctx, &t->backward, sizeof t->backward);
+}
+
+/* The rank's results go to where all ranks' are. */
+static inline void part_tell(const part *t)
+{
+    const problem *p = t->p;
+    const size_t row = (size_t)(p->experts.hidden * convert_bytes(row_type(p)));
+    if (t->tokens) {
+        memcpy((char *)p->out.data + (size_t)t->first * row, t->out, (size_t)t->tokens * row);
+        memcpy((char *)p->gradient[X].data + (size_t)t->first * row, t->gradient[X],
+               (size_t)t->tokens * row);
+    }
+    for (int i = 0; i < X; i++) {
+        const size_t bytes = (size_t)(numbers_of(p, i) * convert_bytes(real_type(p)));
+        if (!bytes) continue;
+        if (of_experts(i))
+            move_experts(t, (array *)&p->gradient[i], t->gradient[i], i, true);
+        else
+            memcpy((char *)p->gradient[i].data + (size_t)t->rank * bytes, t->gradient[i],
+                   bytes);
+    }
+}
+
+static inline void part_free(part *t)
+{
+    for (int i = 0; i < NUM_GIVEN; i++) {
+        free(t->given[i]);
+        free(t->gradient[i]);
+    }
+    free(t->d_out);
+    free(t->out);
+    free(t->token_ids);
+    free(t->saved);
+    free(t->workspace);
+    free(t);
+}
+
+/* ------------------------------------------------------------------------------- teams ---- */
+
+typedef void rank_work(void *what, int rank, epic_context *ctx, const epic_config *config);
+
+typedef struct seat {
+    rank_work *work;
+    void *what;
+    epic_meet meet;
+    epic_config config;
+} seat;
+
+static inline void *sit(void *self)
+{
+    seat *s = self;
+    epic_context *ctx = NULL;
+    const epic_result result = epic_open(&ctx, &s->meet, &s->config, sizeof s->config);
+    CHECK(result == EPIC_OK, "open: %s", epic_error(ctx));
+    if (result == EPIC_OK) s->work(s->what, s->meet.rank, ctx, &s->config);
+    epic_close(ctx);
+    return NULL;
+}
+
+static inline void team_threads(rank_work *work, void *what, const epic_config *config)
+{
+    const int n = (int)config->num_ranks;
+    epic_meet meets[MOST_RANKS];
+    seat seats[MOST_RANKS];
+    pthread_t threads[MOST_RANKS];
+    if (epic_meet_threads(meets, n, 0) != EPIC_OK) abort();
+    for (int r = 0; r < n; r++) {
+        seats[r] = (seat){work, what, meets[r], *config};
+        pthread_create(&threads[r], NULL, sit, &seats[r]);
+    }
+    for (int r = 0; r < n; r++) pthread_join(threads[r], NULL);
+    for (int r = 0; r < n; r++) epic_meet_close(&meets[r]);
+}
+
+static inline uint32_t free_port(void)
+{
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof at;
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    if (bind(fd, (struct sockaddr *)&at, sizeof at) ||
+        getsockname(fd, (struct sockaddr *)&at, &length))
+        abort();
+    close(fd);
+    return ntohs(at.sin_port);
+}
+
+/* Processes, on backend shm.  They write to shared memory alone. */
+static inline void team_processes(rank_work *work, void *what, const epic_config *config)
+{
+    const uint32_t port = free_port();
+    fflush(stdout);
+    for (int r = 0; r < (int)config->num_ranks; r++) {
+        if (fork()) continue;
+        seat s = {work, what, {0}, *config};
+        const epic_tcp tcp = {.rank = r,
+                              .num_ranks = (int32_t)config->num_ranks,
+                              .port = port,
+                              .timeout_ms = 60000};
+        s.config.backend = "shm";
+        CHECK(epic_meet_tcp(&s.meet, &tcp, sizeof tcp) == EPIC_OK, "%s", epic_error(NULL));
+        if (s.meet.gather) sit(&s);
+        epic_meet_close(&s.meet);
+        fflush(stdout);
+        _exit(0);
+    }
+    for (int r = 0, status; r < (int)config->num_ranks; r++)
+        CHECK(wait(&status) > 0 && status == 0, "a rank's process ended with %d", status);
+}
+
+#endif
