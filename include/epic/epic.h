@@ -806,7 +806,7 @@ typedef struct epic_moe_args {
     uint32_t flags;         /* 0 */
 } epic_moe_args;
 
-/* out = the layer of x: for each token the weighted sum of its experts' outputs, plus w * x for
+/* out, which is not x, = the layer of x: for each token the weighted sum of its experts' outputs, plus w * x for
  * zero-experts, plus the shared expert.  Weights are multiplied where experts->weighting says.
  * With EPIC_TREE num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
  * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
@@ -835,9 +835,9 @@ typedef struct epic_moe_backward_args {
     const epic_moe_weights *weights;
     size_t weights_size;
     epic_rows x;
-    epic_rows d_out; /* [num_tokens, hidden] */
-    epic_rows d_x;   /* out */
-    const epic_moe_gradients *gradients;
+    epic_rows d_out;                     /* [num_tokens, hidden] */
+    epic_rows d_x;                       /* out */
+    const epic_moe_gradients *gradients; /* NULL: none are wanted */
     size_t gradients_size;
     const void *saved; /* as forward left it */
     int64_t saved_bytes;
@@ -848,7 +848,7 @@ typedef struct epic_moe_backward_args {
     uint32_t pad;        /* 0 */
 } epic_moe_backward_args;
 
-/* The gradients of epic_moe_forward's out and loss. */
+/* The gradients of epic_moe_forward's out and loss.  d_x is neither x nor d_out. */
 EPIC_API epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *args,
                                        size_t size);
 

@@ -44,22 +44,11 @@ epic_result epic_plan(epic_context *ctx, const epic_plan_args *args, size_t size
     return STEP(plan, &a);
 }
 
-static epic_result check_plan_pointer(const void *plan)
-{
-    if (!plan || (uintptr_t)plan % 16)
-        return epic_fail(EPIC_EINVAL,
-                         "plan is at %p: the bytes of a plan at an address that 16 "
-                         "divides are needed",
-                         plan);
-    return EPIC_OK;
-}
-
 epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args, size_t size)
 {
     epic_dispatch_args a;
     TRY(check_context(ctx));
     TRY(epic_sized(&a, sizeof a, args, size, "args"));
-    TRY(check_plan_pointer(a.plan));
     TRY(check_dispatch_args(ctx, &a));
     return STEP(dispatch, &a);
 }

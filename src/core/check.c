@@ -13,13 +13,23 @@ static epic_result check_flags(uint32_t flags, uint32_t known)
                      known);
 }
 
-static epic_result check_plan(const void *plan)
+static epic_result check_pad(uint32_t pad)
+{
+    return pad ? epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", pad) : EPIC_OK;
+}
+
+/* NULL is allowed: whether something is needed is another question. */
+static epic_result check_aligned(const char *name, const void *data, size_t unit)
+{
+    if ((uintptr_t)data % unit == 0) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s is at %p: an address that %zu divides is needed", name,
+                     data, unit);
+}
+
+epic_result check_plan_bytes(const void *plan)
 {
     if (!plan) return epic_fail(EPIC_EINVAL, "plan is NULL: the bytes of a plan are needed");
-    if ((uintptr_t)plan % 16)
-        return epic_fail(EPIC_EINVAL, "plan is at %p: an address that 16 divides is needed",
-                         plan);
-    return EPIC_OK;
+    return check_aligned("plan", plan, 16);
 }
 
 /* A matrix: not negative, not without memory, rows no wider than the context's. */
@@ -53,10 +63,11 @@ static epic_result check_equal(const char *a, const epic_rows *rows_a, const cha
                      a, (long long)rows_a->row_bytes, b, (long long)rows_b->row_bytes);
 }
 
+/* Rows of whole elements, where elements of that type may lie. */
 static epic_result check_whole(const char *name, const epic_rows *rows, uint32_t type)
 {
     const int64_t size = (int64_t)epic_type_bytes(type);
-    if (rows->row_bytes % size == 0) return EPIC_OK;
+    if (rows->row_bytes % size == 0) return check_aligned(name, rows->data, (size_t)size);
     return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld: elements of type %s have %lld bytes",
                      name, (long long)rows->row_bytes, epic_type_name(type), (long long)size);
 }
@@ -76,9 +87,12 @@ static epic_result check_summed(const epic_context *ctx, uint32_t type)
                      type);
 }
 
+/* Two arrays of floats that come together. */
 static epic_result check_pair(const char *a, const void *given_a, const char *b,
                               const void *given_b)
 {
+    TRY(check_aligned(a, given_a, 4));
+    TRY(check_aligned(b, given_b, 4));
     if (!given_a == !given_b) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s is NULL, %s is given: bring both or none",
                      given_a ? b : a, given_a ? a : b);
@@ -86,9 +100,9 @@ static epic_result check_pair(const char *a, const void *given_a, const char *b,
 
 /* The shapes of quantised rows: n elements in, n bytes and their scales out. */
 static epic_result check_quantised(const epic_context *ctx, uint32_t quantise, uint32_t type,
-                                   const epic_rows *in, const char *out_name,
-                                   const epic_rows *out, const char *scales_name,
-                                   const epic_rows *scales)
+                                   const char *in_name, const epic_rows *in,
+                                   const char *out_name, const epic_rows *out,
+                                   const char *scales_name, const epic_rows *scales)
 {
     if (quantise > EPIC_QUANTISE_1X32)
         return epic_fail(EPIC_EINVAL, "quantise is %u: it is no epic_quantise", quantise);
@@ -97,6 +111,7 @@ static epic_result check_quantised(const epic_context *ctx, uint32_t quantise, u
                          "type is %u with quantise %u: EPIC_F32, EPIC_BF16 and EPIC_F16 can be "
                          "quantised",
                          type, quantise);
+    TRY(check_whole(in_name, in, type));
     const int64_t n = in->row_bytes / (int64_t)epic_type_bytes(type);
     const int64_t wide = quantise == EPIC_QUANTISE_1X128 ? (n + 127) / 128 * 4 : (n + 31) / 32;
     if (out->row_bytes != n)
@@ -116,10 +131,20 @@ static epic_result check_quantised(const epic_context *ctx, uint32_t quantise, u
 
 /* ------------------------------------------------------------------------- each call ---- */
 
+epic_result check_plan_size(const epic_config *config, const epic_layer *layer, size_t *bytes)
+{
+    *bytes = plan_bytes_bound(layer, (int32_t)config->num_ranks, config->max_tokens);
+    if (*bytes) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "config.max_tokens %lld * num_ranks %u * top_k %u, with padding, is more "
+                     "than 2147483647 slots; lower max_tokens",
+                     (long long)config->max_tokens, config->num_ranks, layer->top_k);
+}
+
 epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                             const epic_layer *layer)
 {
-    TRY(check_plan(a->plan));
+    TRY(check_plan_bytes(a->plan));
     TRY(check_flags(a->flags, 0));
     if (a->num_tokens < 0 || a->num_tokens > ctx->config.max_tokens)
         return epic_fail(EPIC_EINVAL,
@@ -134,6 +159,12 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                          "index_type is %u: EPIC_I32 (or 0) and EPIC_I64 are "
                          "possible",
                          a->index_type);
+    TRY(check_aligned("topk_idx", a->topk_idx, a->index_type == EPIC_I64 ? 8 : 4));
+    TRY(check_aligned("rank_of_expert", a->rank_of_expert, 4));
+    TRY(check_aligned("expert_rows", a->expert_rows, 4));
+    TRY(check_aligned("expert_tokens", a->expert_tokens, 4));
+    TRY(check_aligned("load", a->load, 4));
+    TRY(check_aligned("demand", a->demand, 4));
     if (a->capacity < 0 || a->capacity > INT32_MAX)
         return epic_fail(EPIC_EINVAL,
                          "capacity is %lld: 1 to 2147483647 are possible, or "
@@ -144,12 +175,8 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                          "layer.num_experts is %u: num_ranks %d does not divide it; give "
                          "rank_of_expert",
                          layer->num_experts, ctx->num_ranks);
-    const size_t needed = plan_bytes_bound(layer, ctx->num_ranks, ctx->config.max_tokens);
-    if (!needed)
-        return epic_fail(EPIC_EINVAL,
-                         "config.max_tokens %lld * num_ranks %d * top_k %u, with padding, is "
-                         "more than 2147483647 slots",
-                         (long long)ctx->config.max_tokens, ctx->num_ranks, layer->top_k);
+    size_t needed;
+    TRY(check_plan_size(&ctx->config, layer, &needed));
     if (a->plan_bytes < needed)
         return epic_fail(EPIC_EINVAL, "plan_bytes is %zu: epic_plan_bytes says %zu",
                          a->plan_bytes, needed);
@@ -158,16 +185,20 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
 
 epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *a)
 {
+    TRY(check_plan_bytes(a->plan));
     TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
+    TRY(check_pad(a->pad));
+    if (a->type > EPIC_I64)
+        return epic_fail(EPIC_EINVAL, "type is %u: it is no epic_type", a->type);
     TRY(check_rows(ctx, "tokens", &a->tokens));
     TRY(check_rows(ctx, "recv", &a->recv));
     TRY(check_pair("weights", a->weights, "recv_weight", a->recv_weight));
+    TRY(check_aligned("recv_expert", a->recv_expert, 4));
     if (a->quantise) {
         TRY(check_absent("scales", &a->scales,
                          "rows that are quantised on the way bring none"));
-        TRY(check_whole("tokens", &a->tokens, a->type == EPIC_F32 ? EPIC_F32 : EPIC_BF16));
-        return check_quantised(ctx, a->quantise, a->type, &a->tokens, "recv", &a->recv,
-                               "recv_scales", &a->recv_scales);
+        return check_quantised(ctx, a->quantise, a->type, "tokens", &a->tokens, "recv",
+                               &a->recv, "recv_scales", &a->recv_scales);
     }
     TRY(check_equal("tokens", &a->tokens, "recv", &a->recv));
     if (!a->scales.data && !a->recv_scales.data && !a->scales.row_bytes &&
@@ -189,56 +220,65 @@ epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_arg
 
 epic_result check_combine_args(const epic_context *ctx, const epic_combine_args *a)
 {
-    TRY(check_plan(a->plan));
+    TRY(check_plan_bytes(a->plan));
     TRY(check_flags(a->flags, 0));
     TRY(check_summed(ctx, a->type));
     TRY(check_rows(ctx, "rows", &a->rows));
     TRY(check_rows(ctx, "out", &a->out));
     TRY(check_equal("rows", &a->rows, "out", &a->out));
+    TRY(check_aligned("slot_weights", a->slot_weights, 4));
+    TRY(check_whole("rows", &a->rows, a->type));
     return check_whole("out", &a->out, a->type);
 }
 
 epic_result check_dispatch_backward_args(const epic_context *ctx,
                                          const epic_dispatch_backward_args *a)
 {
-    TRY(check_plan(a->plan));
+    TRY(check_plan_bytes(a->plan));
     TRY(check_flags(a->flags, 0));
     TRY(check_summed(ctx, a->type));
     TRY(check_rows(ctx, "d_recv", &a->d_recv));
     TRY(check_rows(ctx, "d_tokens", &a->d_tokens));
     TRY(check_equal("d_recv", &a->d_recv, "d_tokens", &a->d_tokens));
     TRY(check_pair("d_recv_weight", a->d_recv_weight, "d_weights", a->d_weights));
+    TRY(check_whole("d_recv", &a->d_recv, a->type));
     return check_whole("d_tokens", &a->d_tokens, a->type);
 }
 
 epic_result check_combine_backward_args(const epic_context *ctx,
                                         const epic_combine_backward_args *a)
 {
-    TRY(check_plan(a->plan));
+    TRY(check_plan_bytes(a->plan));
     TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
+    TRY(check_pad(a->pad));
     TRY(check_summed(ctx, a->type));
+    TRY(check_aligned("slot_weights", a->slot_weights, 4));
+    TRY(check_aligned("d_slot_weights", a->d_slot_weights, 4));
     TRY(check_rows(ctx, "d_out", &a->d_out));
     TRY(check_whole("d_out", &a->d_out, a->type));
     TRY(check_rows(ctx, "d_rows", &a->d_rows));
     if (a->d_slot_weights) {
         TRY(check_rows(ctx, "rows", &a->rows));
         TRY(check_equal("rows", &a->rows, "d_out", &a->d_out));
+        TRY(check_whole("rows", &a->rows, a->type));
     } else {
         TRY(check_absent("rows", &a->rows, "only d_slot_weights needs it"));
     }
     if (a->quantise)
-        return check_quantised(ctx, a->quantise, a->type, &a->d_out, "d_rows", &a->d_rows,
-                               "d_rows_scales", &a->d_rows_scales);
+        return check_quantised(ctx, a->quantise, a->type, "d_out", &a->d_out, "d_rows",
+                               &a->d_rows, "d_rows_scales", &a->d_rows_scales);
     TRY(check_absent("d_rows_scales", &a->d_rows_scales, "only quantise needs it"));
-    return check_equal("d_rows", &a->d_rows, "d_out", &a->d_out);
+    TRY(check_equal("d_rows", &a->d_rows, "d_out", &a->d_out));
+    return check_whole("d_rows", &a->d_rows, a->type);
 }
 
 epic_result check_sum_args(const epic_context *ctx, const epic_sum_args *a)
 {
     TRY(check_flags(a->flags, 0));
-    if (a->count < 0)
-        return epic_fail(EPIC_EINVAL, "count is %lld: it cannot be negative",
-                         (long long)a->count);
+    if (a->count < 0 || a->count > INT64_MAX / 8)
+        return epic_fail(EPIC_EINVAL, "count is %lld: 0 to %lld are possible",
+                         (long long)a->count, (long long)(INT64_MAX / 8));
+    TRY(check_aligned("data", a->data, 4));
     if (!a->data && a->count)
         return epic_fail(EPIC_EINVAL, "data is NULL with count %lld: memory is needed",
                          (long long)a->count);

@@ -6,6 +6,12 @@
 
 #include "core/context.h"
 
+/* The bytes of a plan: there, and where a plan may lie. */
+epic_result check_plan_bytes(const void *plan);
+
+/* What a plan takes at most; EPIC_EINVAL: more slots than int32 counts. */
+epic_result check_plan_size(const epic_config *config, const epic_layer *layer, size_t *bytes);
+
 epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *args,
                             const epic_layer *layer);
 epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *args);

@@ -20,6 +20,12 @@ uint64_t now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
+int64_t context_bytes(const epic_config *config, bool host)
+{
+    const int64_t own = sizeof(epic_context) + TAGS_BYTES + sizeof(recorder_page);
+    return host ? own + config->max_in_flight * exchange_bytes(config) : own;
+}
+
 /* --------------------------------------------------------------------------- opening ---- */
 
 static epic_result gather_alone(void *self, const void *mine, void *all, size_t bytes)
@@ -73,34 +79,44 @@ static epic_result choose(const epic_backend **out, const epic_peer *peers,
                      why);
 }
 
+/* A caller's own meeting says nothing to epic_error: its code must do. */
+static epic_result gather(const epic_meet *meet, const hello *mine, hello *all)
+{
+    epic_fail(EPIC_OK, "%s", "");
+    const epic_result result = meet->gather(meet->self, mine, all, sizeof *mine);
+    if (result == EPIC_OK || *epic_sentence()) return result;
+    return epic_fail(result, "open: meet.gather failed on rank %d with %s (%d)", meet->rank,
+                     epic_result_name(result), (int)result);
+}
+
 /* Tells all ranks how this one fared: open succeeds everywhere or nowhere. */
 static epic_result agree(const epic_meet *meet, hello *mine, hello *all, epic_result result)
 {
     mine->refused = result;
     snprintf(mine->sentence, sizeof mine->sentence, "%s",
              result == EPIC_OK ? "" : epic_sentence());
-    TRY(meet->gather(meet->self, mine, all, sizeof *mine));
+    TRY(gather(meet, mine, all));
     return hello_compare(all, meet->num_ranks);
 }
 
-static epic_result join(epic_context *ctx, const epic_meet *meet, const hello *all)
+/* Joining is collective, so nobody begins before all have found the same backend: a library may
+ * be missing on one host only. */
+static epic_result join(epic_context *ctx, const epic_meet *meet, hello *mine, hello *all,
+                        epic_peer *peers)
 {
-    epic_peer *peers = malloc((size_t)meet->num_ranks * sizeof *peers);
-    if (!peers) return epic_fail(EPIC_ENOMEM, "no memory for %d ranks", meet->num_ranks);
     for (int r = 0; r < meet->num_ranks; r++) {
         peers[r] = all[r].peer;
         ctx->group_id = hash_join(ctx->group_id, all[r].random);
     }
     const epic_backend *backend;
-    epic_result result = choose(&backend, peers, &ctx->config);
-    if (result == EPIC_OK) {
-        const epic_join how = {
-            .meet = meet, .config = &ctx->config, .peers = peers, .group_id = ctx->group_id};
-        result = backend_said(backend, backend->join(&ctx->group, &how));
-        if (result == EPIC_OK) ctx->backend = backend;
-    }
-    free(peers);
-    return result;
+    const epic_result found = choose(&backend, peers, &ctx->config);
+    if (found == EPIC_OK) snprintf(mine->backend, sizeof mine->backend, "%s", backend->name);
+    TRY(agree(meet, mine, all, found));
+    const epic_join how = {
+        .meet = meet, .config = &ctx->config, .peers = peers, .group_id = ctx->group_id};
+    TRY(backend_said(backend, backend->join(&ctx->group, &how)));
+    ctx->backend = backend;
+    return EPIC_OK;
 }
 
 static epic_result prepare(epic_context *ctx)
@@ -122,12 +138,13 @@ static void give_back(epic_context *ctx)
     ctx->backend = NULL;
 }
 
-static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *all)
+static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *all,
+                             epic_peer *peers)
 {
     hello mine;
     hello_fill(&mine, meet, &ctx->config);
     TRY(agree(meet, &mine, all, EPIC_OK));
-    epic_result result = join(ctx, meet, all);
+    epic_result result = join(ctx, meet, &mine, all, peers);
     if (result == EPIC_OK) result = prepare(ctx);
     result = agree(meet, &mine, all, result);
     if (result != EPIC_OK) give_back(ctx);
@@ -146,9 +163,13 @@ static epic_result open_context(epic_context *ctx, const epic_meet *meet,
     ctx->config.num_ranks = (uint32_t)meet->num_ranks;
     ctx->rank = meet->rank;
     ctx->num_ranks = meet->num_ranks;
-    hello *all = calloc((size_t)meet->num_ranks, sizeof *all);
-    if (!all) return epic_fail(EPIC_ENOMEM, "no memory for %d ranks", meet->num_ranks);
-    const epic_result result = open_with(ctx, meet, all);
+    const size_t ranks = (size_t)meet->num_ranks;
+    hello *all = calloc(ranks, sizeof *all);
+    epic_peer *peers = calloc(ranks, sizeof *peers);
+    const epic_result result = all && peers
+                                   ? open_with(ctx, meet, all, peers)
+                                   : epic_fail(EPIC_ENOMEM, "no memory for %zu ranks", ranks);
+    free(peers);
     free(all);
     return result;
 }
@@ -195,20 +216,23 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
     return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
 }
 
+/* Has the group a failure that this context has not heard of yet? */
+static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
+{
+    const epic_backend *backend = ctx->backend;
+    if (backend->transport) return backend->transport->failure(ctx->group, failure);
+    return backend->steps->check && backend->steps->check(ctx->group, failure) != EPIC_OK;
+}
+
 epic_result context_check(epic_context *ctx)
 {
+    epic_failure_info failure = {0};
+    if (!ctx->backend)
+        return epic_fail(EPIC_ECLOSED, "ctx never opened, open a new one: %s",
+                         ctx->failure.sentence);
     if (atomic_load_explicit(&ctx->broken, memory_order_acquire))
         return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
-    if (!ctx->backend)
-        return epic_fail(EPIC_ECLOSED, "ctx never opened: open a new one with epic_open");
-    epic_failure_info failure = {0};
-    if (ctx->backend->steps) {
-        if (!ctx->backend->steps->check) return EPIC_OK;
-        const epic_result result = ctx->backend->steps->check(ctx->group, &failure);
-        return result == EPIC_OK ? EPIC_OK : context_break(ctx, &failure);
-    }
-    if (!ctx->backend->transport->failure(ctx->group, &failure)) return EPIC_OK;
-    return context_break(ctx, &failure);
+    return new_failure(ctx, &failure) ? context_break(ctx, &failure) : EPIC_OK;
 }
 
 static epic_result no_context(void)
@@ -230,7 +254,10 @@ epic_result epic_failure(const epic_context *ctx, epic_failure_info *out, size_t
                          "out is %s, size %zu: a place for epic_failure_info is "
                          "needed",
                          out ? "given" : "NULL", size);
-    if (atomic_load_explicit(&ctx->broken, memory_order_acquire)) info = ctx->failure;
+    if (atomic_load_explicit(&ctx->broken, memory_order_acquire))
+        info = ctx->failure;
+    else
+        new_failure(ctx, &info);
     memset(out, 0, size);
     memcpy(out, &info, size < sizeof info ? size : sizeof info);
     return EPIC_OK;

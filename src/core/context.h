@@ -39,6 +39,9 @@ uint64_t epic_context_bytes_sent(const epic_context *ctx);
 /* Makes `failure` the context's, unless it has one, and returns it with its sentence. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
+/* What a context holds besides its group: itself, tags, flight recorder, operations. */
+int64_t context_bytes(const epic_config *config, bool host);
+
 /* EPIC_OK, or the failure that broke the group; EPIC_ECLOSED for one that never opened. */
 epic_result context_check(epic_context *ctx);
 

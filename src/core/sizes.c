@@ -2,6 +2,7 @@
 /* What things take, from sizes alone, and what a plan's bytes say. */
 #include <string.h>
 
+#include "core/check.h"
 #include "core/config.h"
 #include "core/error.h"
 #include "exchange/exchange.h"
@@ -14,37 +15,44 @@ static epic_result read_both(epic_config *c, epic_layer *l, const epic_config *c
     return layer_read(l, layer, layer_size, (int32_t)c->num_ranks);
 }
 
+static size_t plan_bytes(const epic_config *c, const epic_layer *l)
+{
+    size_t bytes;
+    return check_plan_size(c, l, &bytes) == EPIC_OK ? bytes : 0;
+}
+
 size_t epic_plan_bytes(const epic_config *config, size_t config_size, const epic_layer *layer,
                        size_t layer_size)
 {
     epic_config c;
     epic_layer l;
     if (read_both(&c, &l, config, config_size, layer, layer_size) != EPIC_OK) return 0;
-    const size_t bytes = plan_bytes_bound(&l, (int32_t)c.num_ranks, c.max_tokens);
-    if (!bytes)
-        epic_fail(
-            EPIC_EINVAL,
-            "config.max_tokens %lld * num_ranks %u * top_k %u, with padding, is more than "
-            "2147483647 slots",
-            (long long)c.max_tokens, c.num_ranks, l.top_k);
-    return bytes;
+    return plan_bytes(&c, &l);
+}
+
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
 }
 
 /* Duplicates of an expert are choices too, so a token may bring top_k of them here.  Every local
- * expert that has one pads its slab, and whole slabs are multiples of the alignment. */
+ * expert that has one pads its slab, and whole slabs are multiples of the alignment.  No slab is
+ * longer than what expert_capacity leaves of it. */
 int64_t epic_capacity_bound(const epic_config *config, size_t config_size,
                             const epic_layer *layer, size_t layer_size)
 {
     epic_config c;
     epic_layer l;
     if (read_both(&c, &l, config, config_size, layer, layer_size) != EPIC_OK) return 0;
-    const int64_t tokens = c.max_tokens * c.num_ranks;
-    if (l.layout == EPIC_FLAT) return tokens;
-    const int64_t choices = tokens * l.top_k;
+    if (!plan_bytes(&c, &l)) return 0;
+    const int64_t tokens = c.max_tokens * c.num_ranks, choices = tokens * l.top_k;
     const bool blocks = l.num_experts % c.num_ranks == 0;
     const int64_t local = blocks ? l.num_experts / c.num_ranks : l.num_experts;
-    const int64_t slabs = choices < local ? choices : local;
-    return (choices + slabs * (l.alignment - 1)) / l.alignment * l.alignment;
+    const int64_t slab = l.expert_capacity ? l.expert_capacity : choices;
+    if (l.layout == EPIC_FLAT) return least(tokens, local * slab);
+    const int64_t padding = least(choices, local) * (l.alignment - 1);
+    return least((choices + padding) / l.alignment * l.alignment,
+                 local * round_up(slab, l.alignment));
 }
 
 epic_result epic_memory(const epic_config *config, size_t config_size, const epic_layer *layer,
@@ -58,7 +66,7 @@ epic_result epic_memory(const epic_config *config, size_t config_size, const epi
     const epic_backend *backend;
     TRY(backend_find(&backend, c.backend ? c.backend : "shm"));
     if (backend->memory) backend->memory(&c, &info);
-    if (backend->transport) info.host_bytes += c.max_in_flight * exchange_bytes(&c);
+    info.host_bytes += context_bytes(&c, backend->transport != NULL);
     if (layer) {
         info.plan_bytes = (int64_t)epic_plan_bytes(config, config_size, layer, layer_size);
         if (!info.plan_bytes) return EPIC_EINVAL;
@@ -72,11 +80,7 @@ epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *
                            size_t size)
 {
     plan_view view;
-    if (!plan || (uintptr_t)plan % 16)
-        return epic_fail(EPIC_EINVAL,
-                         "plan is at %p: the bytes of a plan at an address that 16 "
-                         "divides are needed",
-                         plan);
+    TRY(check_plan_bytes(plan));
     if (!out || !size)
         return epic_fail(EPIC_EINVAL, "out is NULL: a place for epic_plan_info is needed");
     const enum plan_damage damage = plan_check(&view, plan, plan_bytes, 0, 0, 0);

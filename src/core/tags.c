@@ -7,12 +7,10 @@
 #include "core/error.h"
 #include "core/hash.h"
 
-#define FIRST_SIZE 1024
-
 epic_result tags_open(tag_table *table, uint32_t max_in_flight)
 {
-    *table = (tag_table){.size = FIRST_SIZE, .max_in_flight = max_in_flight};
-    table->entries = calloc(FIRST_SIZE, sizeof *table->entries);
+    *table = (tag_table){.size = TAGS_AT_FIRST, .max_in_flight = max_in_flight};
+    table->entries = calloc(TAGS_AT_FIRST, sizeof *table->entries);
     if (!table->entries) return epic_fail(EPIC_ENOMEM, "no memory for the table of tags");
     pthread_mutex_init(&table->mutex, NULL);
     return EPIC_OK;

@@ -25,6 +25,9 @@ typedef struct tag_table { /* open addressing, a power of two; entries are never
     uint32_t max_in_flight;
 } tag_table;
 
+#define TAGS_AT_FIRST 1024
+#define TAGS_BYTES ((int64_t)(TAGS_AT_FIRST * sizeof(tag_entry))) /* before it grows */
+
 epic_result tags_open(tag_table *table, uint32_t max_in_flight);
 void tags_close(tag_table *table);
 

@@ -31,8 +31,9 @@ static bool produce_for(collecting *g, int home)
         void *entry = x->transport->room(x->group, x->cell, home, next);
         if (!entry) break;
         c->fill(c->self, home, x->item_to[home], x->piece_to[home], entry);
+        const int64_t trailer = x->piece_to[home] == 0 ? c->trailer : 0;
         atomic_fetch_add_explicit(&x->ctx->bytes_sent,
-                                  (uint64_t)piece_size(&c->cut, x->piece_to[home]),
+                                  (uint64_t)(piece_size(&c->cut, x->piece_to[home]) + trailer),
                                   memory_order_relaxed);
         next++;
         if (++x->piece_to[home] == c->cut.num_pieces) {

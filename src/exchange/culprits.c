@@ -32,6 +32,14 @@ void list_ranks(char *out, size_t size, const uint64_t *ranks)
     }
 }
 
+bool peer_finished(const exchange *x, const epic_sight *sight)
+{
+    if (!sight->came) return false;
+    if (sight->closed) return true; /* nobody closes during a call */
+    if (sight->tag != x->tag || sight->place < x->place) return false;
+    return sight->place > x->place || !sight->inside;
+}
+
 /* The ranks that do not wait, reached from x's own waits through the waits of others. */
 static void follow(exchange *x, uint64_t *ends)
 {
@@ -43,6 +51,7 @@ static void follow(exchange *x, uint64_t *ends)
         put(seen, r);
         epic_sight sight;
         x->transport->look(x->group, r, x->tag, x->place, &sight);
+        if (peer_finished(x, &sight)) continue;
         if (!sight.waiting || sight.gone) {
             put(ends, r);
             continue;

@@ -8,6 +8,10 @@
 /* "rank 2", "ranks 1, 2 and 5": the ranks whose bits are set. */
 void list_ranks(char *out, size_t size, const uint64_t *ranks);
 
+/* Has the peer finished this exchange?  It may close then: nobody waits for it, even where one
+ * lane to everyone is full and does not say who still reads it. */
+bool peer_finished(const exchange *x, const epic_sight *sight);
+
 /* Follows who waits for whom from this exchange to the ranks that do not wait themselves; of
  * those the ones furthest behind.  `sentence` tells where each was last seen. */
 void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size);

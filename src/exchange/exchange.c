@@ -122,7 +122,7 @@ static epic_result check_peers(exchange *x)
         if (!(x->waits_for[r / 64] >> (r % 64) & 1)) continue;
         epic_sight sight;
         x->transport->look(x->group, r, x->tag, x->place, &sight);
-        if (!sight.gone) continue;
+        if (!sight.gone || peer_finished(x, &sight)) continue;
         gone[r / 64] |= 1ull << (r % 64);
         any = true;
         closed |= sight.closed;
@@ -202,9 +202,27 @@ static epic_result claim(exchange **out, epic_context *ctx, const exchange *aske
     return EPIC_OK;
 }
 
+/* Compares rank r's note with ours and with that of `good`, the first rank whose note has no
+ * error (-1: none yet): a note with an error says little, so ours may not tell two others apart. */
+static epic_result compare_note(exchange *x, int r, int *good)
+{
+    char sentence[256];
+    const int with[] = {x->rank, *good};
+    const int count = *good < 0 || *good == x->rank ? 1 : 2;
+    for (int i = 0; i < count; i++) {
+        const int a = r < with[i] ? r : with[i], b = r < with[i] ? with[i] : r;
+        if (note_matches(x->notes[a], a, x->notes[b], b, sentence, sizeof sentence)) continue;
+        const uint64_t nobody[RANK_WORDS] = {0};
+        return break_group(x, EPIC_EMISMATCH, nobody, sentence);
+    }
+    if (*good < 0 && !note_own(x, r, OWN_ERROR)) *good = r;
+    return EPIC_OK;
+}
+
 /* Collects the notes; the first pair that differs is everybody's EPIC_EMISMATCH. */
 static epic_result meet_notes(exchange *x, const epic_note *mine)
 {
+    int good = mine->own[OWN_ERROR] ? -1 : x->rank;
     memset(x->notes, 0, (size_t)x->num_ranks * sizeof *x->notes);
     x->notes[x->rank] = mine;
     for (;;) {
@@ -218,12 +236,7 @@ static epic_result meet_notes(exchange *x, const epic_note *mine)
                 missing++;
                 continue;
             }
-            char sentence[256];
-            const int a = r < x->rank ? r : x->rank, b = r < x->rank ? x->rank : r;
-            if (note_matches(x->notes[a], a, x->notes[b], b, sentence, sizeof sentence))
-                continue;
-            const uint64_t nobody[RANK_WORDS] = {0};
-            return break_group(x, EPIC_EMISMATCH, nobody, sentence);
+            TRY(compare_note(x, r, &good));
         }
         if (!missing) return EPIC_OK;
         TRY(exchange_wait(x));

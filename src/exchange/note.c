@@ -83,6 +83,12 @@ epic_result note_data_error(const epic_note *const *notes, int num_ranks)
                              r, (long long)about[0], (long long)about[1], (long long)about[2],
                              (long long)about[3]);
         case DATA_PLACEMENT:
+            if (about[1] >= 0 && about[1] < num_ranks)
+                return epic_fail(EPIC_EINVAL,
+                                 "rank_of_expert: rank %d says expert %lld lives on rank %lld; "
+                                 "with EPIC_TREE each rank owns one of the %d equal blocks of "
+                                 "experts",
+                                 r, (long long)about[0], (long long)about[1], num_ranks);
             return epic_fail(EPIC_EINVAL,
                              "rank_of_expert: rank %d says expert %lld lives on rank %lld; "
                              "ranks are 0 to %d",

@@ -36,7 +36,7 @@ static int64_t work_bytes(int64_t num_experts, int64_t num_ranks)
 {
     int64_t end = 0;
     for (int i = 0; i < 6; i++) section(&end, num_experts);
-    section(&end, num_ranks);
+    for (int i = 0; i < 4; i++) section(&end, num_ranks);
     section(&end, 2 * num_ranks);
     section(&end, 2 * num_ranks);
     return end;
@@ -46,9 +46,7 @@ size_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_
 {
     const int64_t choices = (int64_t)num_ranks * max_tokens * layer->top_k;
     const int64_t padding = (int64_t)layer->num_experts * layer->alignment;
-    if (max_tokens > INT32_MAX || choices / layer->top_k / num_ranks != max_tokens ||
-        choices > INT32_MAX || choices + padding > INT32_MAX)
-        return 0;
+    if (max_tokens > INT32_MAX || choices + padding > INT32_MAX) return 0;
     plan_header header = {.num_tokens = max_tokens,
                           .total_tokens = num_ranks * max_tokens,
                           .num_ranks = num_ranks,
@@ -95,11 +93,13 @@ static void find_work(planner *p, const plan_header *h)
     plan_layout(&largest);
     const int64_t experts = h->layer.num_experts;
     int64_t end = largest.bytes;
-    int32_t **const arrays[] = {&p->count, &p->owner, &p->local,
-                                &p->begin, &p->limit, &p->next};
-    for (int i = 0; i < 6; i++) *arrays[i] = (int32_t *)(p->bytes + section(&end, experts));
-    p->rows = (int32_t *)(p->bytes + section(&end, h->num_ranks));
-    p->demand = (int64_t *)(p->bytes + section(&end, 2 * h->num_ranks));
+    int32_t **const by_expert[] = {&p->count, &p->owner, &p->local,
+                                   &p->begin, &p->limit, &p->next};
+    int32_t **const by_rank[] = {&p->rows, &p->most, &p->low, &p->high};
+    for (int i = 0; i < 6; i++) *by_expert[i] = (int32_t *)(p->bytes + section(&end, experts));
+    for (int i = 0; i < 4; i++)
+        *by_rank[i] = (int32_t *)(p->bytes + section(&end, h->num_ranks));
+    p->needed = (int64_t *)(p->bytes + section(&end, 2 * h->num_ranks));
     p->capacity = (int64_t *)(p->bytes + section(&end, 2 * h->num_ranks));
 }
 
@@ -212,20 +212,30 @@ static bool all_within(const int32_t *values, int64_t count, int32_t least, int6
     return count <= 0 || (low >= least && high <= most);
 }
 
-static bool sums_right(const plan_view *v)
+/* Sums are made in 64 bits: 32 could wrap around to what is expected. */
+static bool tokens_right(const plan_view *v)
 {
     const plan_header *h = v->header;
-    if (v->base_of[0] != 0 || v->base_of[h->num_ranks] != h->total_tokens) return false;
-    for (int32_t r = 0; r < h->num_ranks; r++)
-        if (v->tokens_of[r] < 0 || v->base_of[r + 1] - v->base_of[r] != v->tokens_of[r])
-            return false;
-    if (v->tokens_of[h->rank] != h->num_tokens || v->slab_begin[0] != 0) return false;
-    for (int32_t e = 0; e < h->num_local; e++)
-        if (v->slab_count[e] < 0 ||
-            (h->layer.layout == EPIC_EXPERT_MAJOR &&
-             v->slab_begin[e + 1] - v->slab_begin[e] < v->slab_count[e]))
-            return false;
-    return h->layer.layout == EPIC_FLAT || v->slab_begin[h->num_local] == h->num_slots;
+    int64_t base = 0;
+    for (int32_t r = 0; r < h->num_ranks; r++) {
+        if (v->base_of[r] != base || v->tokens_of[r] < 0) return false;
+        base += v->tokens_of[r];
+    }
+    return base == h->total_tokens && v->base_of[h->num_ranks] == base &&
+           v->tokens_of[h->rank] == h->num_tokens;
+}
+
+/* Slabs ascend from 0 to num_slots, each with room for its count. */
+static bool slabs_right(const plan_view *v)
+{
+    const plan_header *h = v->header;
+    const bool flat = h->layer.layout == EPIC_FLAT;
+    if (v->slab_begin[0] != 0) return false;
+    for (int32_t e = 0; e < h->num_local; e++) {
+        const int64_t begin = v->slab_begin[e], end = v->slab_begin[e + 1];
+        if (v->slab_count[e] < 0 || (!flat && end - begin < v->slab_count[e])) return false;
+    }
+    return flat || v->slab_begin[h->num_local] == h->num_slots;
 }
 
 static bool ranges_right(const plan_view *v)
@@ -233,7 +243,7 @@ static bool ranges_right(const plan_view *v)
     const plan_header *h = v->header;
     const int64_t k = h->layer.top_k;
     const bool flat = h->layer.layout == EPIC_FLAT;
-    return all_within(v->tokens_of, h->num_ranks, 0, h->total_tokens) && sums_right(v) &&
+    return tokens_right(v) && slabs_right(v) &&
            all_within(v->expert_of, h->num_local, -1, (int64_t)h->layer.num_experts - 1) &&
            all_within(v->place_of, h->num_ranks, 0, h->num_ranks - 1) &&
            all_within(v->fate, h->num_tokens * k, EPIC_FATE_RANK_FULL, INT32_MAX) &&

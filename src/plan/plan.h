@@ -99,7 +99,10 @@ typedef struct planner { /* a plan that is being made */
     int32_t *limit;    /* [num_experts] choices kept */
     int32_t *next;     /* [num_experts] place of the next choice */
     int32_t *rows;     /* [num_ranks] FLAT: rows so far; then slots of each rank */
-    int64_t *demand;   /* [num_ranks] */
+    int32_t *most;     /* [num_ranks] choices that each of its experts may keep */
+    int32_t *low;      /* [num_ranks] while the right one is sought: fits */
+    int32_t *high;     /* [num_ranks] does not */
+    int64_t *needed;   /* [num_ranks] slots, FLAT: rows */
     int64_t *capacity; /* [num_ranks]; 0: no bound */
 } planner;
 

@@ -31,68 +31,79 @@ static void number_experts(planner *p)
         p->place_of[p->owner[(uint32_t)place * block]] = place;
 }
 
-/* Rows of every rank (FLAT) when each expert keeps its first min(limit, most) choices. */
-static void count_rows(planner *p, int32_t most, int64_t *rows)
+static int32_t least(int32_t a, int32_t b)
+{
+    return a < b ? a : b;
+}
+
+/* FLAT: a token has one row on each rank that keeps a choice of it. */
+static void count_rows(planner *p)
 {
     const plan_header *h = p->header;
     const int64_t k = h->layer.top_k;
     memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
-    memset(rows, 0, (size_t)h->num_ranks * sizeof *rows);
     for (int64_t t = 0; t < h->total_tokens; t++) {
         int32_t seen[MAX_TOP_K];
         int num_seen = 0;
         for (int64_t i = t * k; i < (t + 1) * k; i++) {
             const int32_t e = p->here[i];
             if (e < 0) continue;
-            const int32_t place = p->next[e]++;
-            if (place >= p->limit[e] || place >= most) continue;
+            const int32_t place = p->next[e]++, owner = p->owner[e];
+            if (place >= least(p->limit[e], p->most[owner])) continue;
             int s = 0;
-            while (s < num_seen && seen[s] != p->owner[e]) s++;
+            while (s < num_seen && seen[s] != owner) s++;
             if (s < num_seen) continue;
-            seen[num_seen++] = p->owner[e];
-            rows[p->owner[e]]++;
+            seen[num_seen++] = owner;
+            p->needed[owner]++;
         }
     }
 }
 
-/* Slots of one rank (expert-major) when each expert keeps its first min(limit, most). */
-static int64_t count_slots(const planner *p, int32_t rank, int32_t most)
+/* What each rank needs when its experts keep their first min(limit, most[rank]) choices. */
+static void count_needed(planner *p)
 {
     const plan_header *h = p->header;
-    int64_t slots = 0;
-    for (uint32_t e = 0; e < h->layer.num_experts; e++)
-        if (p->owner[e] == rank)
-            slots += round_up(p->limit[e] < most ? p->limit[e] : most, h->layer.alignment);
-    return slots;
-}
-
-static int64_t needed(planner *p, int32_t rank, int32_t most)
-{
-    if (p->header->layer.layout == EPIC_EXPERT_MAJOR) return count_slots(p, rank, most);
-    count_rows(p, most, p->demand);
-    return p->demand[rank];
-}
-
-/* The largest common limit for which the rank's capacity suffices. */
-static int32_t common_limit(planner *p, int32_t rank)
-{
-    int32_t fits = 0, fails = 0;
-    for (uint32_t e = 0; e < p->header->layer.num_experts; e++)
-        if (p->owner[e] == rank && p->limit[e] > fails) fails = p->limit[e];
-    while (fails - fits > 1) {
-        const int32_t middle = fits + (fails - fits) / 2;
-        if (needed(p, rank, middle) <= p->capacity[rank])
-            fits = middle;
-        else
-            fails = middle;
+    memset(p->needed, 0, (size_t)h->num_ranks * sizeof *p->needed);
+    if (h->layer.layout == EPIC_FLAT) {
+        count_rows(p);
+        return;
     }
-    return fits;
+    for (uint32_t e = 0; e < h->layer.num_experts; e++) {
+        const int32_t owner = p->owner[e], kept = least(p->limit[e], p->most[owner]);
+        p->needed[owner] += round_up(kept, h->layer.alignment);
+    }
 }
 
-static void lower_limits(planner *p, int32_t rank, int32_t most)
+static bool is_over(const planner *p, int32_t rank)
 {
-    for (uint32_t e = 0; e < p->header->layer.num_experts; e++)
-        if (p->owner[e] == rank && p->limit[e] > most) p->limit[e] = most;
+    return p->capacity[rank] && p->needed[rank] > p->capacity[rank];
+}
+
+/* For each rank that is over its capacity the largest common limit that fits, all ranks at once:
+ * low[rank] fits, high[rank] does not. */
+static void drop_choices(planner *p)
+{
+    const plan_header *h = p->header;
+    const uint32_t num_experts = h->layer.num_experts;
+    for (int32_t r = 0; r < h->num_ranks; r++) {
+        p->low[r] = is_over(p, r) ? 0 : INT32_MAX;
+        p->high[r] = p->low[r];
+    }
+    for (uint32_t e = 0; e < num_experts; e++)
+        if (p->limit[e] > p->high[p->owner[e]]) p->high[p->owner[e]] = p->limit[e];
+    for (;;) {
+        bool open = false;
+        for (int32_t r = 0; r < h->num_ranks; r++) {
+            p->most[r] = p->low[r] + (p->high[r] - p->low[r]) / 2;
+            open |= p->high[r] - p->low[r] > 1;
+        }
+        if (!open) break;
+        count_needed(p);
+        for (int32_t r = 0; r < h->num_ranks; r++)
+            *(is_over(p, r) ? &p->high[r] : &p->low[r]) = p->most[r];
+    }
+    for (uint32_t e = 0; e < num_experts; e++)
+        p->limit[e] = least(p->limit[e], p->low[p->owner[e]]);
 }
 
 static epic_result set_limits(planner *p)
@@ -100,23 +111,24 @@ static epic_result set_limits(planner *p)
     plan_header *h = p->header;
     const epic_layer *layer = &h->layer;
     memcpy(p->limit, p->count, layer->num_experts * sizeof *p->limit);
-    h->demand = needed(p, h->rank, INT32_MAX);
-    if (layer->expert_capacity)
-        for (uint32_t e = 0; e < layer->num_experts; e++)
+    for (int32_t r = 0; r < h->num_ranks; r++) p->most[r] = INT32_MAX;
+    count_needed(p);
+    h->demand = p->needed[h->rank];
+    h->capacity = p->capacity[h->rank];
+    if (layer->overflow == EPIC_OVERFLOW_DROP) {
+        for (uint32_t e = 0; layer->expert_capacity && e < layer->num_experts; e++)
             if ((uint32_t)p->limit[e] > layer->expert_capacity)
                 p->limit[e] = (int32_t)layer->expert_capacity;
-    h->capacity = p->capacity[h->rank];
-    for (int32_t r = 0; r < h->num_ranks; r++) {
-        if (!p->capacity[r]) continue;
-        const int64_t slots = needed(p, r, INT32_MAX);
-        if (slots <= p->capacity[r]) continue;
-        if (layer->overflow == EPIC_OVERFLOW_ERROR)
+        if (layer->expert_capacity) count_needed(p);
+        drop_choices(p);
+        return EPIC_OK;
+    }
+    for (int32_t r = 0; r < h->num_ranks; r++)
+        if (is_over(p, r))
             return epic_fail(EPIC_EOVERFLOW,
                              "capacity: rank %d has %lld slots and needs %lld; give it more "
                              "(epic_capacity_bound never overflows) or let the layer drop",
-                             r, (long long)p->capacity[r], (long long)slots);
-        lower_limits(p, r, common_limit(p, r));
-    }
+                             r, (long long)p->capacity[r], (long long)p->needed[r]);
     return EPIC_OK;
 }
 

@@ -152,6 +152,7 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
     s.note.same[SAME_TYPE] = args->type;
     s.note.same[SAME_ROW_BYTES] = args->d_out.row_bytes;
     s.note.same[SAME_QUANTISE] = args->quantise;
+    s.note.same[SAME_WEIGHTS] = args->slot_weights != NULL;
     s.note.own[OWN_ROWS] = args->d_slot_weights
                                ? least(args->d_rows.num_rows, args->rows.num_rows)
                                : args->d_rows.num_rows;

@@ -173,7 +173,7 @@ static void list_arrays(const epic_dispatch_args *a, uint32_t weights, slot_arra
     out[2] = (slot_array){a->recv_weight, 4 * (int64_t)weights, a->recv.num_rows};
 }
 
-/* FLAT: which experts each row is for, front first. */
+/* FLAT: which experts each row is for, front first; -1 is the zero of its tail. */
 static void write_experts(const dispatching *d)
 {
     const plan_header *h = d->plan.header;
@@ -189,6 +189,9 @@ static void write_experts(const dispatching *d)
         }
         while (n < top_k) out[row * top_k + n++] = -1;
     }
+    const bool tail = d->args->flags & EPIC_ZERO_TAIL;
+    for (int64_t i = h->num_slots * top_k; tail && i < d->args->recv.num_rows * top_k; i++)
+        out[i] = -1;
 }
 
 static epic_result move(dispatching *d)
@@ -204,7 +207,7 @@ static epic_result move(dispatching *d)
         memset(a->recv_weight, 0, (size_t)(d->plan.header->num_slots * top_k) * sizeof(float));
     if (a->recv_expert) write_experts(d);
     d->scales_at = a->recv.row_bytes;
-    d->weights_at = d->scales_at + (a->recv_scales.data ? a->recv_scales.row_bytes : 0);
+    d->weights_at = d->scales_at + a->recv_scales.row_bytes; /* 0: no scales */
     d->held = -1;
     const int64_t string = d->weights_at + (a->weights ? 4 * top_k : 0);
     d->cut = cut_rows(d->x, true, string, 0);

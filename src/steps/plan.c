@@ -40,15 +40,7 @@ static void fill_note(epic_note *note, const epic_context *ctx, const epic_plan_
 {
     memset(note, 0, sizeof *note);
     note->same[SAME_OPERATION] = EPIC_OP_PLAN;
-    note->same[SAME_NUM_EXPERTS] = layer->num_experts;
-    note->same[SAME_TOP_K] = layer->top_k;
-    note->same[SAME_ALIGNMENT] = layer->alignment;
-    note->same[SAME_LAYOUT] = layer->layout;
-    note->same[SAME_OVERFLOW] = layer->overflow;
-    note->same[SAME_EXPERT_CAPACITY] = layer->expert_capacity;
-    note->same[SAME_SUM_ORDER] = layer->sum_order;
-    note->same[SAME_LEAVES] = layer->leaves;
-    note->same[SAME_PARTIAL_TYPE] = layer->partial_type;
+    note_layer(note, layer);
     note->own[OWN_TOKENS] = args->num_tokens;
     note->own[OWN_CAPACITY] = args->capacity;
     const int32_t *table = args->rank_of_expert;
@@ -135,12 +127,16 @@ static void write_counts(planning *p, epic_result result)
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* A plan that moves nothing, after a class (b) error that the notes told. */
+/* A plan that moves nothing, after a class (b) error that the notes told.  Our own table is
+ * used unless it is what is wrong: the caller's arrays are as long as it says. */
 static void clear_plan(planning *p)
 {
     const exchange *x = p->x;
+    const int32_t *table = p->args->rank_of_expert;
+    if (note_own(x, x->rank, OWN_ERROR) == DATA_PLACEMENT) table = NULL;
     for (int r = 0; r < x->num_ranks; r++) x->items[r] = note_own(x, r, OWN_TOKENS);
-    planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items, NULL);
+    planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items,
+                  table);
     const int64_t choices = p->planner.header->total_tokens * p->layer.top_k;
     for (int64_t i = 0; i < choices; i++) p->planner.here[i] = -1;
     memset(p->planner.capacity, 0, (size_t)x->num_ranks * sizeof *p->planner.capacity);

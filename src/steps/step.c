@@ -5,10 +5,8 @@
 #include "core/error.h"
 #include "steps/steps.h"
 
-static void note_layer(epic_note *note, const plan_header *h)
+void note_layer(epic_note *note, const epic_layer *layer)
 {
-    const epic_layer *layer = &h->layer;
-    note->same[SAME_PLAN] = (int64_t)h->id;
     note->same[SAME_NUM_EXPERTS] = layer->num_experts;
     note->same[SAME_TOP_K] = layer->top_k;
     note->same[SAME_ALIGNMENT] = layer->alignment;
@@ -32,7 +30,8 @@ void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void
         s->note.own[OWN_ABOUT] = s->damage;
         return;
     }
-    note_layer(&s->note, s->plan.header);
+    s->note.same[SAME_PLAN] = (int64_t)s->plan.header->id;
+    note_layer(&s->note, &s->plan.header->layer);
     s->note.own[OWN_TOKENS] = s->plan.header->num_tokens;
 }
 

@@ -27,6 +27,9 @@ typedef struct step {
 void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
                 size_t plan_bytes);
 
+/* What the ranks' layers must have in common. */
+void note_layer(epic_note *note, const epic_layer *layer);
+
 /* EPIC_EINVAL when `rows` has not the rows that the plan has tokens. */
 epic_result step_check_tokens(const step *s, const char *name, const epic_rows *rows);
 
