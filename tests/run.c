@@ -100,11 +100,25 @@ void run_alarm(unsigned seconds)
     alarm(seconds);
 }
 
+/* Sanitizers make everything several times slower. */
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED
+#endif
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED
+#endif
+
 double run_scale(void)
 {
+#ifdef SANITIZED
+    const double usual = 0.25;
+#else
+    const double usual = 1;
+#endif
     const char *text = getenv("EPIC_TEST_SCALE");
-    const double scale = text ? atof(text) : 1;
-    return scale > 0 ? scale : 1;
+    const double scale = text ? atof(text) : usual;
+    return scale > 0 ? scale : usual;
 }
 
 uint64_t run_seed(void)

@@ -33,7 +33,7 @@ void run_unshare(void *memory, size_t bytes);
 /* This process is ended by SIGALRM after so many seconds: a hang. */
 void run_alarm(unsigned seconds);
 
-double run_scale(void);    /* EPIC_TEST_SCALE, 1 without it */
+double run_scale(void);    /* EPIC_TEST_SCALE; without it 1, with a sanitizer less */
 uint64_t run_seed(void);   /* EPIC_TEST_SEED, or 1; 0: another one every time */
 uint64_t run_now_ns(void); /* monotonic */
 void run_nap_us(long us);

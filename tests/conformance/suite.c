@@ -219,10 +219,10 @@ static const struct {
     int cases;
 } parts[] = {
     {"random cases", many_cases, 60},
-    {"lanes shorter than rows", small_lanes, 60},
+    {"lanes shorter than rows", small_lanes, 40},
     {"random delays", delayed_cases, 10},
     {"tree order", tree_cases, 20},
-    {"side by side", side_by_side, 10},
+    {"side by side", side_by_side, 7},
     {"many tags", many_tags, 2},
     {"bad data", bad_data, 5},
 };

@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A small step whose result is plain to see: every operation, right or wrong in one way. */
+#ifndef STEP_H
+#define STEP_H
+
+#include <stdbool.h>
+
+#include "epic/epic.h"
+
+#define STEP_EXPERTS 24 /* blocks for 1, 2, 3, 4, 6, 8 and 12 ranks */
+#define STEP_TOP_K 2
+#define STEP_MAX_TOKENS 64
+#define STEP_MAX_ROW_BYTES 8192
+
+/* One rank's arrays. */
+typedef struct step {
+    epic_context *ctx;
+    int rank, num_ranks;
+    int64_t tokens, hidden, slots, count;
+    epic_layer layer;
+    unsigned char *plan;
+    size_t plan_bytes;
+    int32_t *topk_idx; /* [tokens, top_k] */
+    int32_t *expert_rows, *expert_tokens, *load, *demand;
+    float *x, *recv, *out, *d_out, *d_rows, *d_tokens; /* rows */
+    float *weights, *recv_weight, *d_weights, *d_slot_weights;
+    float *sum; /* [count] */
+} step;
+
+/* Local: nothing is called.  The layer is EPIC_EXPERT_MAJOR and EPIC_BY_RANK; it may be changed
+ * to EPIC_FLAT or EPIC_TREE then. */
+void step_open(step *s, epic_context *ctx, int64_t tokens, int64_t hidden);
+void step_close(step *s);
+
+/* The right arguments of each operation. */
+epic_plan_args step_plan(step *s, uint64_t tag);
+epic_dispatch_args step_dispatch(step *s, uint64_t tag);
+epic_combine_args step_combine(step *s, uint64_t tag);
+epic_dispatch_backward_args step_dispatch_backward(step *s, uint64_t tag);
+epic_combine_backward_args step_combine_backward(step *s, uint64_t tag);
+epic_sum_args step_sum(step *s, uint64_t tag);
+
+enum step_change {
+    STEP_SAME,
+    STEP_OTHER_SHAPE, /* rows half as wide, one choice less, fewer to sum */
+    STEP_EMPTY        /* no tokens here: right as well; plan only */
+};
+
+/* One operation, an epic_operation.  All but plan and sum need a plan. */
+epic_result step_call(step *s, uint32_t operation, const epic_call *call,
+                      enum step_change change);
+
+/* Collective: every operation with checked results; false: something went wrong. */
+bool step_all(step *s, uint64_t tag);
+bool step_works(epic_context *ctx, uint64_t tag);
+
+#endif

@@ -1,0 +1,187 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What goes over the wire: combine sends one row for each (token, other rank), whatever top-k is;
+ * dispatch puts each token that any peer wants into its lane once, where memory is shared. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "core/context.h"
+#include "epic/epic.h"
+#include "run.h"
+
+#define EXPERTS 16
+#define TOP_K 6
+#define TOKENS 40
+#define HIDDEN 512
+#define ROW (HIDDEN * 2) /* bfloat16 */
+
+typedef struct counted {
+    epic_context *ctx;
+    int rank, num_ranks;
+    epic_layer layer;
+    unsigned char *plan;
+    size_t plan_bytes;
+    int64_t slots;
+    int32_t topk_idx[RUN_MAX_RANKS][TOKENS][TOP_K]; /* of all ranks */
+} counted;
+
+static int owner(const counted *c, int32_t expert)
+{
+    return expert / (EXPERTS / c->num_ranks);
+}
+
+static bool goes_to(const counted *c, int from, int token, int to)
+{
+    for (int k = 0; k < TOP_K; k++) {
+        const int32_t expert = c->topk_idx[from][token][k];
+        if (expert >= 0 && owner(c, expert) == to) return true;
+    }
+    return false;
+}
+
+/* Pairs (token of any other rank, this rank): rows that this rank owes at combine. */
+static int64_t rows_owed(const counted *c)
+{
+    int64_t rows = 0;
+    for (int from = 0; from < c->num_ranks; from++)
+        for (int t = 0; t < TOKENS && from != c->rank; t++)
+            rows += goes_to(c, from, t, c->rank);
+    return rows;
+}
+
+/* Tokens of this rank that any other rank wants. */
+static int64_t tokens_wanted(const counted *c)
+{
+    int64_t tokens = 0;
+    for (int t = 0; t < TOKENS; t++) {
+        bool wanted = false;
+        for (int to = 0; to < c->num_ranks; to++)
+            wanted |= to != c->rank && goes_to(c, c->rank, t, to);
+        tokens += wanted;
+    }
+    return tokens;
+}
+
+static uint64_t sent_since(const counted *c, uint64_t before)
+{
+    return epic_context_bytes_sent(c->ctx) - before;
+}
+
+static void count_plan(counted *c)
+{
+    const epic_plan_args a = {.layer = &c->layer,
+                              .layer_size = sizeof c->layer,
+                              .plan = c->plan,
+                              .plan_bytes = c->plan_bytes,
+                              .topk_idx = c->topk_idx[c->rank],
+                              .num_tokens = TOKENS,
+                              .capacity = c->slots};
+    const uint64_t before = epic_context_bytes_sent(c->ctx);
+    CHECK(epic_plan(c->ctx, &a, sizeof a) == EPIC_OK);
+    CHECK_EQ(sent_since(c, before), c->num_ranks > 1 ? TOKENS * TOP_K * 4 : 0);
+}
+
+static void count_dispatch(counted *c, bool weights)
+{
+    char *x = calloc(TOKENS, ROW), *recv = calloc((size_t)c->slots, ROW);
+    float *w = calloc(TOKENS * TOP_K, 4), *recv_weight = calloc((size_t)c->slots, 4);
+    epic_dispatch_args a = {.plan = c->plan,
+                            .plan_bytes = c->plan_bytes,
+                            .tokens = {x, TOKENS, ROW},
+                            .recv = {recv, c->slots, ROW}};
+    if (weights) {
+        a.weights = w;
+        a.recv_weight = recv_weight;
+    }
+    const uint64_t before = epic_context_bytes_sent(c->ctx);
+    CHECK(epic_dispatch(c->ctx, &a, sizeof a) == EPIC_OK);
+    const int64_t each = ROW + (weights ? TOP_K * 4 : 0);
+    CHECK_EQ(sent_since(c, before), tokens_wanted(c) * each);
+    free(x), free(recv), free(w), free(recv_weight);
+}
+
+static void count_combine(counted *c)
+{
+    char *rows = calloc((size_t)c->slots, ROW), *out = calloc(TOKENS, ROW);
+    const epic_combine_args a = {.plan = c->plan,
+                                 .plan_bytes = c->plan_bytes,
+                                 .rows = {rows, c->slots, ROW},
+                                 .out = {out, TOKENS, ROW},
+                                 .type = EPIC_BF16};
+    const uint64_t before = epic_context_bytes_sent(c->ctx);
+    CHECK(epic_combine(c->ctx, &a, sizeof a) == EPIC_OK);
+    const int64_t each = c->layer.partial_type == EPIC_F32 ? 2 * ROW : ROW;
+    CHECK_EQ(sent_since(c, before), rows_owed(c) * each);
+    free(rows), free(out);
+}
+
+static void count_gradients(counted *c)
+{
+    char *rows = calloc((size_t)c->slots, ROW), *d_tokens = calloc(TOKENS, ROW);
+    const epic_combine_backward_args spread = {.plan = c->plan,
+                                               .plan_bytes = c->plan_bytes,
+                                               .d_out = {d_tokens, TOKENS, ROW},
+                                               .d_rows = {rows, c->slots, ROW},
+                                               .type = EPIC_BF16};
+    uint64_t before = epic_context_bytes_sent(c->ctx);
+    CHECK(epic_combine_backward(c->ctx, &spread, sizeof spread) == EPIC_OK);
+    CHECK_EQ(sent_since(c, before), tokens_wanted(c) * ROW);
+    const epic_dispatch_backward_args home = {.plan = c->plan,
+                                              .plan_bytes = c->plan_bytes,
+                                              .d_recv = {rows, c->slots, ROW},
+                                              .d_tokens = {d_tokens, TOKENS, ROW},
+                                              .type = EPIC_BF16};
+    before = epic_context_bytes_sent(c->ctx);
+    CHECK(epic_dispatch_backward(c->ctx, &home, sizeof home) == EPIC_OK);
+    const int64_t each = c->layer.partial_type == EPIC_F32 ? 2 * ROW : ROW;
+    CHECK_EQ(sent_since(c, before), rows_owed(c) * each);
+    free(rows), free(d_tokens);
+}
+
+static void choose_experts(counted *c, uint64_t seed)
+{
+    run_random random = {seed}; /* the same on all ranks */
+    for (int r = 0; r < c->num_ranks; r++)
+        for (int t = 0; t < TOKENS; t++)
+            for (int k = 0; k < TOP_K; k++)
+                c->topk_idx[r][t][k] =
+                    run_chance(&random, 50) ? -1 : (int32_t)run_below(&random, EXPERTS);
+}
+
+static void count_all(const epic_meet *meet, void *self)
+{
+    const epic_config config = {.max_tokens = TOKENS,
+                                .max_row_bytes = 2 * ROW,
+                                .num_ranks = (uint32_t)meet->num_ranks,
+                                .timeout_ms = 20000};
+    counted *c = calloc(1, sizeof *c);
+    if (CHECK(epic_open(&c->ctx, meet, &config, sizeof config) == EPIC_OK)) {
+        c->rank = meet->rank;
+        c->num_ranks = meet->num_ranks;
+        c->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
+        c->layer.partial_type = *(const uint32_t *)self;
+        c->slots = epic_capacity_bound(&config, sizeof config, &c->layer, sizeof c->layer);
+        c->plan_bytes = epic_plan_bytes(&config, sizeof config, &c->layer, sizeof c->layer);
+        c->plan = aligned_alloc(64, (c->plan_bytes + 63) / 64 * 64);
+        choose_experts(c, run_seed());
+        count_plan(c);
+        count_dispatch(c, false);
+        count_dispatch(c, true);
+        count_combine(c);
+        count_gradients(c);
+        free(c->plan);
+    }
+    epic_close(c->ctx);
+    free(c);
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(100);
+    uint32_t partial_types[] = {0, EPIC_F32};
+    for (int i = 0; i < 2; i++)
+        for (int ranks = 1; ranks <= 8; ranks *= 2)
+            run_threads(ranks, count_all, &partial_types[i]);
+    return check_end();
+}
