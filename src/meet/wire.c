@@ -69,11 +69,10 @@ epic_wire epic_wire_send(int socket, epic_letter *letter)
     while (letter->done < total) {
         const size_t in_head = letter->done < head ? letter->done : head;
         const size_t in_bytes = letter->done - in_head;
-        /* sendmsg does not write to the bytes that it is given */
-        struct iovec parts[2] = {
-            {(char *)&letter->frame + in_head, head - in_head},
-            {(char *)(uintptr_t)letter->bytes + in_bytes, letter->frame.length - in_bytes},
-        };
+        struct iovec parts[2] = {{(char *)&letter->frame + in_head, head - in_head}};
+        if (letter->frame.length > 0) /* sendmsg does not write to the bytes that it is given */
+            parts[1] = (struct iovec){(char *)(uintptr_t)letter->bytes + in_bytes,
+                                      letter->frame.length - in_bytes};
         const struct msghdr message = {.msg_iov = parts,
                                        .msg_iovlen = letter->frame.length > 0 ? 2 : 1};
         const ssize_t sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);

@@ -5,7 +5,6 @@
  *
  *   slab_begin [num_experts]                    first slot of each local expert's slab
  *   slab_count [num_experts]                    choices kept of each local expert
- *   pad_begin  [num_experts + 1]                padding slots before each slab's own
  *   rank_of    [max_tokens, top_k]              rank that owns the choice's expert, -1: not alive
  *   fate       [max_tokens, top_k]              slot on that rank, or an EPIC_FATE
  *   records    [num_ranks, max_tokens, top_k]   slots here of each rank's tokens, ascending k,
@@ -53,7 +52,7 @@ typedef struct device_plan_header {
 } device_plan_header;
 
 typedef struct device_plan_layout {
-    int64_t slab_begin, slab_count, pad_begin, rank_of, fate, records, bytes;
+    int64_t slab_begin, slab_count, rank_of, fate, records, bytes;
 } device_plan_layout;
 
 DEVICE_LAYOUT_BOTH static inline int64_t device_round_up(int64_t n, int64_t to)
@@ -65,12 +64,11 @@ DEVICE_LAYOUT_BOTH static inline device_plan_layout
 device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts, int64_t top_k)
 {
     device_plan_layout at;
-    const int64_t experts = device_round_up((num_experts + 1) * 4, 128);
+    const int64_t experts = device_round_up(num_experts * 4, 128);
     const int64_t choices = device_round_up(max_tokens * top_k * 4, 128);
     at.slab_begin = device_round_up((int64_t)sizeof(device_plan_header), 128);
     at.slab_count = at.slab_begin + experts;
-    at.pad_begin = at.slab_count + experts;
-    at.rank_of = at.pad_begin + experts;
+    at.rank_of = at.slab_count + experts;
     at.fate = at.rank_of + choices;
     at.records = at.fate + choices;
     at.bytes = at.records + device_round_up(num_ranks * max_tokens * top_k * 4, 128);

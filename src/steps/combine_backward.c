@@ -26,14 +26,16 @@ static void put_rows(const spreading *s, int64_t slot, float w, const void *piec
     const epic_combine_backward_args *a = s->args;
     const epic_type type = (epic_type)a->type;
     unsigned char *row = (unsigned char *)a->d_rows.data + slot * a->d_rows.row_bytes;
+    if (!a->quantise) {
+        s->kernels->scale(row + first * (int64_t)epic_type_bytes(type), piece, w, type, n);
+        return;
+    }
     unsigned char *scales =
         (unsigned char *)a->d_rows_scales.data + slot * a->d_rows_scales.row_bytes;
     if (a->quantise == EPIC_QUANTISE_1X128)
         s->kernels->quantise_1x128(row + first, scales + first / 128 * 4, piece, w, type, n);
-    else if (a->quantise == EPIC_QUANTISE_1X32)
-        s->kernels->quantise_1x32(row + first, scales + first / 32, piece, w, type, n);
     else
-        s->kernels->scale(row + first * (int64_t)epic_type_bytes(type), piece, w, type, n);
+        s->kernels->quantise_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
 /* The dot product of one slot, piece by piece; `sum` holds it between the pieces. */

@@ -51,13 +51,20 @@ static float number(uint64_t h, bool hard, uint32_t type)
     const float x = (float)((int64_t)(h % 513) - 256) / 64.0f;
     if (!hard) return x;
     switch (h >> 40 & 31) {
-    case 0: return -0.0f;
-    case 1: return NAN;
-    case 2: return type == EPIC_F16 ? 6e-8f : 1e-39f;
-    case 3: return INFINITY;
-    case 4: return type == EPIC_F16 ? 60000.0f : 3e38f;
-    case 5: return 0.0f;
-    default: return x;
+    case 0:
+        return -0.0f;
+    case 1:
+        return NAN;
+    case 2:
+        return type == EPIC_F16 ? 6e-8f : 1e-39f;
+    case 3:
+        return INFINITY;
+    case 4:
+        return type == EPIC_F16 ? 60000.0f : 3e38f;
+    case 5:
+        return 0.0f;
+    default:
+        return x;
     }
 }
 
@@ -156,6 +163,16 @@ static void draw_capacity(test_case *c, uint64_t *s)
     solve_routing(r);
 }
 
+/* Narrower rows where there are many, so that cases stay short. */
+static void shrink(test_case *c)
+{
+    int64_t slots = 1;
+    for (int q = 0; q < c->r.num_ranks; q++)
+        if (c->recv_rows[q] > slots) slots = c->recv_rows[q];
+    while (c->hidden > 8 && slots * c->hidden > 1500000) c->hidden = c->hidden / 3 + 1;
+    c->row_bytes = c->hidden * type_bytes(c->type);
+}
+
 static void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
                       int64_t max_row_bytes)
 {
@@ -171,7 +188,10 @@ static void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_to
     c->wide = between(s, 0, 3) == 0;
     c->zero_tail = between(s, 0, 4) == 0;
     c->sample = 1;
-    const int64_t most = between(s, 0, 3) ? between(s, 0, 40) : between(s, 0, max_tokens);
+    draw_layer(c, s);
+    const int64_t limit =
+        4096 / c->r.layer.top_k < max_tokens ? 4096 / c->r.layer.top_k : max_tokens;
+    const int64_t most = between(s, 0, 3) ? between(s, 0, limit / 6) : between(s, 0, limit);
     for (int q = 0; q < num_ranks; q++) {
         c->r.tokens_of[q] = (int32_t)between(s, 0, most);
         if (between(s, 0, 5) == 0) c->r.tokens_of[q] = 0;
@@ -182,9 +202,9 @@ static void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_to
         c->hidden = max_row_bytes / type_bytes(c->type);
     c->row_bytes = c->hidden * type_bytes(c->type);
     if (between(s, 0, 4) == 0) c->offset = type_bytes(c->type);
-    draw_layer(c, s);
     draw_ids(c, s);
     draw_capacity(c, s);
+    shrink(c);
 }
 
 /* Full size: what the benchmark runs. */
@@ -205,7 +225,8 @@ static void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tok
     l->top_k = 8;
     l->alignment = 128;
     l->leaves = (uint32_t)num_ranks;
-    l->sum_order = seed / 2 % 2 && (num_ranks & (num_ranks - 1)) == 0 ? EPIC_TREE : EPIC_BY_RANK;
+    l->sum_order =
+        seed / 2 % 2 && (num_ranks & (num_ranks - 1)) == 0 ? EPIC_TREE : EPIC_BY_RANK;
     c->r.owner = malloc(256 * sizeof *c->r.owner);
     for (int e = 0; e < 256; e++) c->r.owner[e] = e / (256 / num_ranks);
     for (int q = 0; q < num_ranks; q++) c->r.tokens_of[q] = (int32_t)max_tokens;
@@ -237,8 +258,7 @@ static void token_row(const test_case *c, int rank, int64_t token, uint8_t *row)
         return;
     }
     for (int64_t i = 0; i < c->row_bytes; i += 8) {
-        uint64_t word =
-            hash(c->seed, 51 + (uint64_t)rank, (uint64_t)token, (uint64_t)i);
+        uint64_t word = hash(c->seed, 51 + (uint64_t)rank, (uint64_t)token, (uint64_t)i);
         if (c->hard && kind < 3 && word % 16 == 0)
             word = word & 256 ? 0x7fff7fffffffffffull : 0xffffffff7fffffffull;
         memcpy(row + i, &word, (size_t)(c->row_bytes - i < 8 ? c->row_bytes - i : 8));
@@ -258,7 +278,7 @@ static float choice_weight(const test_case *c, int rank, int64_t choice)
 static float slot_weight(const test_case *c, int rank, int64_t slot)
 {
     const uint64_t h = hash(c->seed, 61, (uint64_t)rank, (uint64_t)slot);
-    if (c->hard && h >> 32 % 16 == 0) return -0.0f;
+    if (c->hard && (h >> 32) % 16 == 0) return -0.0f;
     return (float)(h % 1000) / 333.0f - 1.0f;
 }
 
@@ -308,6 +328,8 @@ static void *upload(bench *b, const void *from, size_t bytes, int offset)
 static void *download(bench *b, const void *from, size_t bytes)
 {
     void *to = malloc(bytes + 1);
+    /* a copy that waits for a kernel would keep the other threads from launching theirs */
+    CHECK_CUDA(cudaStreamSynchronize(b->me->stream));
     CHECK_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, b->me->stream));
     CHECK_CUDA(cudaStreamSynchronize(b->me->stream));
     return to;
@@ -322,15 +344,15 @@ static void wrong(bench *b, const char *format, ...)
     va_end(list);
     const epic_layer *l = &b->c.r.layer;
     if (b->wrong++ < 3)
-        fprintf(stderr,
-                "seed %llu rank %d of %d: %s (T %d E %u k %u align %u type %u hidden %lld off %d "
-                "hard %d weighted %d fused %d table %d drop %u tree %u leaves %u part %u result "
-                "%d)\n",
-                (unsigned long long)b->c.seed, b->me->rank, b->me->num_ranks, text,
-                b->c.r.tokens_of[b->me->rank], l->num_experts, l->top_k, l->alignment,
-                b->c.type, (long long)b->c.hidden, b->c.offset, b->c.hard, b->c.weighted,
-                b->c.fused, b->c.r.table, l->overflow, l->sum_order, l->leaves, l->partial_type,
-                b->c.r.result);
+        fprintf(
+            stderr,
+            "seed %llu rank %d of %d: %s (T %d E %u k %u align %u type %u hidden %lld off %d "
+            "hard %d weighted %d fused %d table %d drop %u tree %u leaves %u part %u result "
+            "%d)\n",
+            (unsigned long long)b->c.seed, b->me->rank, b->me->num_ranks, text,
+            b->c.r.tokens_of[b->me->rank], l->num_experts, l->top_k, l->alignment, b->c.type,
+            (long long)b->c.hidden, b->c.offset, b->c.hard, b->c.weighted, b->c.fused,
+            b->c.r.table, l->overflow, l->sum_order, l->leaves, l->partial_type, b->c.r.result);
 }
 
 static bool must(bench *b, epic_result result, const char *what)
@@ -368,9 +390,8 @@ static void make_inputs(bench *b, arrays *a)
     }
     for (int64_t t = 0; t < tokens; t++) token_row(c, me, t, rows + t * c->row_bytes);
     const size_t experts = r->layer.num_experts * sizeof(int32_t);
-    a->plan_bytes =
-        device_plan_bytes(r->num_ranks, b->me->group->config.max_tokens, r->layer.num_experts,
-                          r->layer.top_k);
+    a->plan_bytes = device_plan_bytes(r->num_ranks, b->me->group->config.max_tokens,
+                                      r->layer.num_experts, r->layer.top_k);
     a->plan = take(b, a->plan_bytes, 0);
     a->ids = c->wide ? upload(b, r->ids[me], (size_t)choices * 8, 0)
                      : upload(b, narrow, (size_t)choices * 4, 0);
@@ -411,15 +432,14 @@ static epic_dispatch_args dispatch_args(bench *b, const arrays *a)
 {
     const test_case *c = &b->c;
     const int me = b->me->rank;
-    return (epic_dispatch_args){
-        .call = b->call,
-        .plan = a->plan,
-        .plan_bytes = a->plan_bytes,
-        .tokens = {a->tokens, c->r.tokens_of[me], c->row_bytes},
-        .recv = {a->recv, c->recv_rows[me], c->row_bytes},
-        .weights = c->weighted ? a->weights : NULL,
-        .recv_weight = c->weighted ? a->recv_weight : NULL,
-        .flags = c->zero_tail ? EPIC_ZERO_TAIL : 0};
+    return (epic_dispatch_args){.call = b->call,
+                                .plan = a->plan,
+                                .plan_bytes = a->plan_bytes,
+                                .tokens = {a->tokens, c->r.tokens_of[me], c->row_bytes},
+                                .recv = {a->recv, c->recv_rows[me], c->row_bytes},
+                                .weights = c->weighted ? a->weights : NULL,
+                                .recv_weight = c->weighted ? a->recv_weight : NULL,
+                                .flags = c->zero_tail ? EPIC_ZERO_TAIL : 0};
 }
 
 static void check_plan(bench *b, const arrays *a)
@@ -433,9 +453,8 @@ static void check_plan(bench *b, const arrays *a)
     int32_t *kept = download(b, a->expert_tokens, experts * 4);
     uint8_t *plan = download(b, a->plan, a->plan_bytes);
     const device_plan_header *h = (const device_plan_header *)plan;
-    const device_plan_layout at =
-        device_plan_layout_of(r->num_ranks, b->me->group->config.max_tokens, (int64_t)experts,
-                              r->layer.top_k);
+    const device_plan_layout at = device_plan_layout_of(
+        r->num_ranks, b->me->group->config.max_tokens, (int64_t)experts, r->layer.top_k);
     if ((int32_t)h->result != r->result) wrong(b, "plan: result is %u", h->result);
     if (memcmp(load, r->load, experts * 4)) wrong(b, "plan: load");
     if (*demand != r->demand_of[me]) wrong(b, "plan: demand is %d", *demand);
@@ -573,10 +592,10 @@ static void check_sums(bench *b, const sums *s, bool weighted, const char *what)
     uint8_t *got = download(b, s->out, (size_t)(tokens * c->row_bytes));
     for (int64_t t = 0; t < tokens; t += c->sample)
         for (int64_t i = 0; i < c->hidden; i++) {
-            const float want = c->r.result ? 0.0f
-                                           : round_to(combined(&c->r, me, (int32_t)t, i,
-                                                               c->type, &rows),
-                                                      c->type);
+            const float want =
+                c->r.result
+                    ? 0.0f
+                    : round_to(combined(&c->r, me, (int32_t)t, i, c->type, &rows), c->type);
             const float x = get_element(got + t * c->row_bytes, i, c->type);
             if (same_float(x, want)) continue;
             wrong(b, "%s: token %lld element %lld is %.9g, not %.9g", what, (long long)t,
@@ -619,15 +638,17 @@ static void test_sums(bench *b, const arrays *a, sums *s)
                                        .type = c->type};
     if (!must(b, p2p_steps.combine(b->me->group, &combine), "combine")) return;
     check_sums(b, s, c->weighted, "combine");
-    CHECK_CUDA(cudaMemsetAsync(s->out, GARBAGE, (size_t)(tokens * c->row_bytes), b->me->stream));
-    const epic_dispatch_backward_args backward = {.call = b->call,
-                                                  .plan = a->plan,
-                                                  .plan_bytes = a->plan_bytes,
-                                                  .d_recv = {s->rows, s->num_rows, c->row_bytes},
-                                                  .d_tokens = {s->out, tokens, c->row_bytes},
-                                                  .d_recv_weight = s->floats,
-                                                  .d_weights = s->choice_floats,
-                                                  .type = c->type};
+    CHECK_CUDA(
+        cudaMemsetAsync(s->out, GARBAGE, (size_t)(tokens * c->row_bytes), b->me->stream));
+    const epic_dispatch_backward_args backward = {
+        .call = b->call,
+        .plan = a->plan,
+        .plan_bytes = a->plan_bytes,
+        .d_recv = {s->rows, s->num_rows, c->row_bytes},
+        .d_tokens = {s->out, tokens, c->row_bytes},
+        .d_recv_weight = s->floats,
+        .d_weights = s->choice_floats,
+        .type = c->type};
     if (!must(b, p2p_steps.dispatch_backward(b->me->group, &backward), "dispatch_backward"))
         return;
     check_sums(b, s, false, "dispatch_backward");
@@ -725,14 +746,17 @@ static void test_sum(bench *b)
     const bool tree = (n & (n - 1)) == 0 && between(&s, 0, 1);
     float *x = malloc((size_t)count * 4 + 4);
     for (int64_t i = 0; i < count; i++)
-        x[i] = number(hash(b->c.seed, 90 + (uint64_t)me, (uint64_t)i, 0), true, EPIC_F32) * 1.37f;
+        x[i] =
+            number(hash(b->c.seed, 90 + (uint64_t)me, (uint64_t)i, 0), true, EPIC_F32) * 1.37f;
     float *data = upload(b, x, (size_t)count * 4, 4);
-    const epic_sum_args args = {
-        .call = b->call, .data = data, .count = count, .order = tree ? EPIC_TREE : EPIC_BY_RANK};
+    const epic_sum_args args = {.call = b->call,
+                                .data = data,
+                                .count = count,
+                                .order = tree ? EPIC_TREE : EPIC_BY_RANK};
     if (!must(b, p2p_steps.sum(b->me->group, &args), "sum")) return;
     float *got = download(b, data, (size_t)count * 4);
     for (int64_t i = 0; i < count; i++) {
-        float y[ORACLE_RANKS];
+        float y[ORACLE_RANKS] = {0};
         for (int q = 0; q < n; q++)
             y[q] = number(hash(b->c.seed, 90 + (uint64_t)q, (uint64_t)i, 0), true, EPIC_F32) *
                    1.37f;
@@ -852,6 +876,9 @@ int main(int argc, char **argv)
     const int failed = team_run(&t);
     printf("gpu_check %s ranks, %s GPUs, %s, %d cases from seed %llu%s: %s\n", argv[1], argv[2],
            argv[3], options.cases, (unsigned long long)options.seed,
-           big ? ", full size" : tight ? ", little staging" : "", failed ? "WRONG" : "good");
+           big     ? ", full size"
+           : tight ? ", little staging"
+                   : "",
+           failed ? "WRONG" : "good");
     return failed != 0;
 }

@@ -235,8 +235,7 @@ float combined(const routing *r, int rank, int32_t token, int64_t i, uint32_t ty
     }
     node total = {false, 0};
     for (int q = 0; q < r->num_ranks; q++)
-        total = add(total,
-                    partial(r, rank, token, i, part, rows, q, 0, r->layer.num_experts),
+        total = add(total, partial(r, rank, token, i, part, rows, q, 0, r->layer.num_experts),
                     EPIC_F32);
     return total.there ? total.sum : 0.0f;
 }

@@ -12,17 +12,17 @@
 
 typedef struct routing { /* one case: what every rank brings */
     int num_ranks;
-    epic_layer layer;                    /* defaults filled in */
+    epic_layer layer; /* defaults filled in */
     int32_t tokens_of[ORACLE_RANKS];
     int64_t capacity_of[ORACLE_RANKS];
-    int64_t *ids[ORACLE_RANKS];          /* [tokens, top_k] */
-    int32_t *owner;                      /* [num_experts] */
+    int64_t *ids[ORACLE_RANKS]; /* [tokens, top_k] */
+    int32_t *owner;             /* [num_experts] */
     bool table;
     /* what follows from it */
-    int32_t *slot[ORACLE_RANKS];         /* [tokens, top_k]: slot on the owner, or an EPIC_FATE */
-    int32_t *rank[ORACLE_RANKS];         /* [tokens, top_k]: the owner, -1 */
+    int32_t *slot[ORACLE_RANKS]; /* [tokens, top_k]: slot on the owner, or an EPIC_FATE */
+    int32_t *rank[ORACLE_RANKS]; /* [tokens, top_k]: the owner, -1 */
     int64_t slots_of[ORACLE_RANKS], demand_of[ORACLE_RANKS];
-    int32_t *load, *kept, *begin;        /* [num_experts] */
+    int32_t *load, *kept, *begin; /* [num_experts] */
     int32_t result;
 } routing;
 

@@ -14,8 +14,8 @@ typedef struct team_rank { /* what a rank of the test is given */
 
 typedef struct team {
     int num_ranks;
-    int num_gpus;    /* ranks are dealt to GPUs in turn */
-    bool processes;  /* else threads */
+    int num_gpus;   /* ranks are dealt to GPUs in turn */
+    bool processes; /* else threads */
     int64_t max_tokens, max_row_bytes, staging_bytes;
     uint32_t timeout_ms, max_sms;
     int (*work)(team_rank *me); /* 0: good */
@@ -31,14 +31,14 @@ void team_meet(team_rank *me);
 /* The shared bytes of the running team, also before and after (parent process). */
 void *team_shared(void);
 
-#define CHECK_CUDA(call)                                                              \
-    do {                                                                              \
-        const cudaError_t check_error = (call);                                       \
-        if (check_error != cudaSuccess) {                                             \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__,                        \
-                    cudaGetErrorString(check_error));                                 \
-            exit(1);                                                                  \
-        }                                                                             \
+#define CHECK_CUDA(call)                                       \
+    do {                                                       \
+        const cudaError_t check_error = (call);                \
+        if (check_error != cudaSuccess) {                      \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, \
+                    cudaGetErrorString(check_error));          \
+            exit(1);                                           \
+        }                                                      \
     } while (0)
 
 #endif

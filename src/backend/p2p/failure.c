@@ -8,9 +8,9 @@
 
 static const char *operation_name(uint32_t operation)
 {
-    static const char *const names[] = {"none",    "open",     "plan",
-                                        "dispatch", "combine", "dispatch_backward",
-                                        "combine_backward", "sum"};
+    static const char *const names[] = {
+        "none", "open", "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
+        "sum"};
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
@@ -54,7 +54,8 @@ static void read_why(const epic_group *group, char *why, size_t size)
     why[size - 1] = 0;
 }
 
-static void timeout_sentence(const epic_group *group, const p2p_status *s, char *to, size_t size)
+static void timeout_sentence(const epic_group *group, const p2p_status *s, char *to,
+                             size_t size)
 {
     char culprits[128];
     name_ranks(culprits, sizeof culprits, s->culprits);
@@ -71,8 +72,9 @@ static void mismatch_sentence(const p2p_status *s, char *to, size_t size)
     const uint32_t mine = s->own_signature >> 28, theirs = s->peer_signature >> 28;
     name_ranks(culprits, sizeof culprits, s->culprits);
     if (s->peer_signature && mine != theirs)
-        snprintf(to, size, "operation %u of this group: rank %u calls %s and %s calls %s; the "
-                           "ranks must make the same calls in the same order",
+        snprintf(to, size,
+                 "operation %u of this group: rank %u calls %s and %s calls %s; the "
+                 "ranks must make the same calls in the same order",
                  s->epoch, s->reporter, operation_name(mine), culprits, operation_name(theirs));
     else
         snprintf(to, size,

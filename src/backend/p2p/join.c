@@ -40,7 +40,8 @@ static bool same(const uint64_t a[2], const uint64_t b[2])
     return a[0] == b[0] && a[1] == b[1];
 }
 
-static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config, char *why)
+static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
+                     char *why)
 {
     int count = 0;
     (void)config;
@@ -104,8 +105,9 @@ static epic_result own_part(epic_group *g, card *mine)
     TRY(p2p_cuda(cudaGetDevice(&g->device), "the current device"));
     TRY(p2p_cuda(cudaGetDeviceProperties(&properties, g->device), "the current device"));
     if (properties.major < 8)
-        return epic_fail(EPIC_ENOTSUP, "device %d (%s): compute capability %d.%d; 8.0 is needed",
-                         g->device, properties.name, properties.major, properties.minor);
+        return epic_fail(EPIC_ENOTSUP,
+                         "device %d (%s): compute capability %d.%d; 8.0 is needed", g->device,
+                         properties.name, properties.major, properties.minor);
     if (g->config.max_tokens > 1 << 20)
         return epic_fail(EPIC_ENOTSUP,
                          "config.max_tokens is %lld: backend p2p takes at most 1048576",
@@ -121,7 +123,8 @@ static epic_result own_part(epic_group *g, card *mine)
     for (int q = 0; q < g->num_ranks; q++)
         others |= !same(g->peers[q].process, g->peers[g->rank].process);
     if (!others) return EPIC_OK;
-    return p2p_cuda(cudaIpcGetMemHandle(&mine->handle, mine->heap), "an IPC handle of the heap");
+    return p2p_cuda(cudaIpcGetMemHandle(&mine->handle, mine->heap),
+                    "an IPC handle of the heap");
 }
 
 /* ----------------------------------------------------------------------------- peers ---- */
@@ -152,10 +155,11 @@ static epic_result map_heap(epic_group *g, int peer, const card *theirs)
         cudaIpcOpenMemHandle(&heap, theirs->handle, cudaIpcMemLazyEnablePeerAccess);
     if (error != cudaSuccess) {
         (void)cudaGetLastError();
-        return epic_fail(EPIC_ENOTSUP,
-                         "ranks %d and %d: the peer's device memory cannot be mapped here: CUDA "
-                         "says \"%s\"",
-                         g->rank, peer, cudaGetErrorString(error));
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "ranks %d and %d: the peer's device memory cannot be mapped here: CUDA "
+            "says \"%s\"",
+            g->rank, peer, cudaGetErrorString(error));
     }
     g->seat.heap[peer] = heap;
     g->mapped[peer] = true;
@@ -186,12 +190,14 @@ static epic_result share_sms(epic_group *g, const card *cards)
     for (int q = 0; q < g->num_ranks; q++)
         g->ranks_here += !memcmp(cards[q].device, mine->device, sizeof mine->device);
     const int most = mine->device_sms / g->ranks_here;
-    g->num_sms = most < P2P_DEFAULT_SMS ? most : P2P_DEFAULT_SMS;
+    g->num_sms = most;
+    if (g->ranks_here > 1) g->num_sms = (mine->device_sms - P2P_SPARE_SMS) / g->ranks_here;
     if (!g->config.max_sms) return EPIC_OK;
     if ((int)g->config.max_sms > most)
-        return epic_fail(EPIC_EINVAL,
-                         "config.max_sms is %u: %d ranks share a GPU of %d SMs, at most %d each",
-                         g->config.max_sms, g->ranks_here, mine->device_sms, most);
+        return epic_fail(
+            EPIC_EINVAL,
+            "config.max_sms is %u: %d ranks share a GPU of %d SMs, at most %d each",
+            g->config.max_sms, g->ranks_here, mine->device_sms, most);
     g->num_sms = (int)g->config.max_sms;
     return EPIC_OK;
 }

@@ -7,21 +7,21 @@
 #include "backend/backend.h"
 #include "cuda/cuda_kernels.h"
 
-#define P2P_DEFAULT_SMS 48 /* measured: docs/cuda.md */
+#define P2P_SPARE_SMS 4 /* of a GPU that ranks share, for their other work */
 
 struct epic_group {
-    p2p_seat seat;        /* what every job begins with; operation and signature still 0 */
-    p2p_status *status;   /* host memory that kernels write */
+    p2p_seat seat;      /* what every job begins with; operation and signature still 0 */
+    p2p_status *status; /* host memory that kernels write */
     epic_config config;
     epic_peer peers[DEVICE_MAX_RANKS];
     int32_t rank, num_ranks;
     int device;
-    int num_sms;   /* of one operation, at most */
-    int ranks_here; /* that share this GPU */
+    int num_sms;                   /* of one operation, at most */
+    int ranks_here;                /* that share this GPU */
     bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
-    bool deep;     /* some plan has more leaves than ranks */
-    cudaStream_t side; /* for words to peers while a kernel runs */
-    uint64_t *word;    /* pinned host memory */
+    bool deep;                     /* some plan has more leaves than ranks */
+    cudaStream_t side;             /* for words to peers while a kernel runs */
+    uint64_t *word;                /* pinned host memory */
 };
 
 /* The sentence of a CUDA error, as EPIC_EDEVICE. */
@@ -36,6 +36,6 @@ epic_result p2p_whole(epic_group *group);
 void p2p_abort(epic_group *group, uint64_t tag, const char *why);
 
 extern const epic_steps p2p_steps;
-extern const epic_backend epic_backend_p2p;
+extern EPIC_API const epic_backend epic_backend_p2p;
 
 #endif

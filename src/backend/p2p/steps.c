@@ -8,9 +8,10 @@
 
 #define MOST_ROWS 0x7ffffff0 /* slots are int32 */
 
-#define DISPATCH_LAG 24 /* tokens; measured, docs/cuda.md */
+#define DISPATCH_LAG 32      /* tokens; measured, docs/cuda.md */
+#define HEAD_BYTES (4 << 20) /* sent to all peers while the plan is made */
 #define COMBINE_LAG 64
-#define BACKWARD_LAG 64
+#define BACKWARD_LAG 128
 
 /* --------------------------------------------------------------------------- common ---- */
 
@@ -75,7 +76,8 @@ static epic_result check_type(uint32_t type)
 {
     if (type == EPIC_F32 || type == EPIC_BF16 || type == EPIC_F16) return EPIC_OK;
     return epic_fail(EPIC_ENOTSUP,
-                     "type is %u: CUDA contexts add EPIC_F32, EPIC_BF16 and EPIC_F16 rows", type);
+                     "type is %u: CUDA contexts add EPIC_F32, EPIC_BF16 and EPIC_F16 rows",
+                     type);
 }
 
 static epic_result check_row(const epic_group *g, const char *name, const epic_rows *rows)
@@ -90,8 +92,7 @@ static epic_result check_row(const epic_group *g, const char *name, const epic_r
 static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_plan_args *args)
 {
     memset(out, 0, sizeof *out);
-    memcpy(out, args->layer,
-           args->layer_size < sizeof *out ? args->layer_size : sizeof *out);
+    memcpy(out, args->layer, args->layer_size < sizeof *out ? args->layer_size : sizeof *out);
     if (out->layout != EPIC_EXPERT_MAJOR) return not_yet("layer.layout EPIC_FLAT");
     if (out->num_experts > DEVICE_MAX_EXPERTS)
         return epic_fail(EPIC_ENOTSUP, "layer.num_experts is %u: CUDA contexts take at most %d",
@@ -120,7 +121,8 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     const size_t bytes = device_plan_bytes(g->num_ranks, g->config.max_tokens,
                                            job->layer.num_experts, job->layer.top_k);
     if (args->plan_bytes < bytes)
-        return epic_fail(EPIC_EINVAL, "plan_bytes is %zu: this layer needs %zu (epic_plan_bytes)",
+        return epic_fail(EPIC_EINVAL,
+                         "plan_bytes is %zu: this layer needs %zu (epic_plan_bytes)",
                          args->plan_bytes, bytes);
     if ((int)job->layer.leaves > g->num_ranks) g->deep = true;
     job->plan = args->plan;
@@ -195,6 +197,14 @@ static bool overlaps(const epic_group *g, const p2p_dispatch_job *job)
            g->config.max_tokens * row <= g->seat.at.source_bytes;
 }
 
+/* Few enough that receiving has caught up before the end. */
+static int32_t head_of(const epic_group *g, const p2p_dispatch_job *job)
+{
+    const int64_t token_bytes = job->row_bytes * (g->num_ranks - 1) + 1;
+    const int64_t head = HEAD_BYTES / token_bytes, most = job->num_tokens / 20;
+    return (int32_t)(head < most ? head : most);
+}
+
 static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                  const epic_dispatch_args *args)
 {
@@ -211,11 +221,12 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
         TRY(plan(g, plan_args));
         return dispatch(g, &second);
     }
+    job.head = head_of(g, &job);
     job.plan.seat = seat_of(g, &plan_args->call, EPIC_OP_DISPATCH, a);
     job.plan_bytes = (int64_t)plan_args->plan_bytes;
-    return p2p_cuda(p2p_launch_dispatch(&job, sms_of(g, &plan_args->call),
-                                        stream_of(&plan_args->call)),
-                    "launching plan and dispatch");
+    return p2p_cuda(
+        p2p_launch_dispatch(&job, sms_of(g, &plan_args->call), stream_of(&plan_args->call)),
+        "launching plan and dispatch");
 }
 
 /* ------------------------------------------------------------- combine and gradients ---- */
@@ -298,9 +309,9 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     mix(&a, args->type);
     mix(&a, (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
     job.seat = seat_of(g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
-    return p2p_cuda(p2p_launch_combine_backward(&job, sms_of(g, &args->call),
-                                                stream_of(&args->call)),
-                    "launching combine_backward");
+    return p2p_cuda(
+        p2p_launch_combine_backward(&job, sms_of(g, &args->call), stream_of(&args->call)),
+        "launching combine_backward");
 }
 
 /* ------------------------------------------------------------------------------ sum ---- */
