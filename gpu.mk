@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# GPU tests and benchmarks, on a machine with nvcc and GPUs:  make gpu-test, make gpu-bench.
+# They are built straight from the sources, for the GPU in the machine alone (GPU_ARCH).
+NVCC ?= nvcc
+GPU_CC ?= gcc
+GPU_ARCH ?= -gencode arch=compute_90a,code=sm_90a
+GPU_OUT ?= build/gpu
+GPU_INCLUDES = -Iinclude -Isrc -Ikernels -Itests/gpu
+GPU_CUDA ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
+GPU_CFLAGS = -std=c11 -O2 -Wall -Wextra -Wpedantic -Werror -ffp-contract=off -D_GNU_SOURCE \
+	-mfma $(GPU_INCLUDES) -isystem $(GPU_CUDA)/include
+GPU_NVFLAGS = -std=c++17 -O3 $(GPU_INCLUDES) -Werror all-warnings -Xcompiler -Wall,-Wextra \
+	$(GPU_ARCH)
+
+GPU_KERNELS = $(patsubst kernels/cuda/%.cu,$(GPU_OUT)/%.o,$(wildcard kernels/cuda/*.cu))
+GPU_HOST = $(patsubst src/backend/p2p/%.c,$(GPU_OUT)/%.o,$(wildcard src/backend/p2p/*.c)) \
+	$(GPU_OUT)/error.o $(GPU_OUT)/team.o $(GPU_OUT)/oracle.o
+GPU_PROGRAMS = $(patsubst tests/gpu/%.c,$(GPU_OUT)/gpu_%, \
+	$(filter-out tests/gpu/team.c tests/gpu/oracle.c,$(wildcard tests/gpu/*.c))) \
+	$(patsubst bench/gpu/%.cu,$(GPU_OUT)/gpu_%,$(wildcard bench/gpu/*.cu))
+GPU_HEADERS = $(wildcard kernels/cuda/*.h kernels/cuda/*.cuh src/backend/p2p/*.h tests/gpu/*.h \
+	src/plan/device_layout.h src/backend/backend.h include/epic/epic.h)
+
+gpu-build: $(GPU_PROGRAMS)
+
+$(GPU_OUT)/%.o: kernels/cuda/%.cu $(GPU_HEADERS)
+	@mkdir -p $(GPU_OUT)
+	$(NVCC) $(GPU_NVFLAGS) -c $< -o $@
+$(GPU_OUT)/%.o: src/backend/p2p/%.c $(GPU_HEADERS)
+	@mkdir -p $(GPU_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
+$(GPU_OUT)/error.o: src/core/error.c $(GPU_HEADERS)
+	@mkdir -p $(GPU_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
+$(GPU_OUT)/%.o: tests/gpu/%.c $(GPU_HEADERS)
+	@mkdir -p $(GPU_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
+$(GPU_OUT)/gpu_%: $(GPU_OUT)/%.o $(GPU_KERNELS) $(GPU_HOST)
+	$(NVCC) $(GPU_ARCH) $^ -o $@
+$(GPU_OUT)/gpu_bench: bench/gpu/bench.cu $(GPU_KERNELS) $(GPU_HOST) $(GPU_HEADERS)
+	$(NVCC) $(GPU_NVFLAGS) $< $(GPU_KERNELS) $(GPU_HOST) -o $@
+
+gpu-test: gpu-build
+	GPU_OUT=$(GPU_OUT) tests/gpu/run.sh
+
+gpu-bench: gpu-build
+	$(GPU_OUT)/gpu_bench
+
+.PHONY: gpu-build gpu-test gpu-bench
+.PRECIOUS: $(GPU_OUT)/%.o

@@ -1,0 +1,145 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The CUDA kernels: what they are given, and how they are launched.  Plain C.
+ *
+ * A job is copied into the launch; launchers enqueue on the stream and return.  Kernels of one
+ * group run one at a time on each rank; every CTA of a job must be resident at once (one on an
+ * SM), and so must the kernels of ranks that share a GPU. */
+#ifndef EPIC_CUDA_KERNELS_H
+#define EPIC_CUDA_KERNELS_H
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+#include "cuda/heap.h"
+#include "epic/epic.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What broke the group, in host memory; result is written last. */
+typedef struct p2p_status {
+    uint32_t result; /* an epic_result, EPIC_OK: nothing yet */
+    uint32_t operation;
+    uint32_t epoch;
+    uint32_t phase;    /* a p2p_phase */
+    uint32_t reporter; /* rank that noticed */
+    uint32_t culprits; /* a bit for each rank */
+    uint32_t own_signature, peer_signature;
+} p2p_status;
+
+typedef enum p2p_phase { /* what a rank was waiting for */
+                         P2P_PHASE_NONE = 0,
+                         P2P_PHASE_ARRIVE = 1, /* the peer to begin the operation */
+                         P2P_PHASE_COUNTS = 2, /* its counts of choices */
+                         P2P_PHASE_RECORD = 3, /* where a token goes */
+                         P2P_PHASE_ROW = 4,    /* a row */
+                         P2P_PHASE_FLOAT = 5,  /* a weight */
+                         P2P_PHASE_GRID = 6    /* this rank's own CTAs */
+} p2p_phase;
+
+/* The word that tells a rank that the group is broken. */
+#define P2P_BROKEN(result, operation, reporter, phase, culprits, epoch)            \
+    ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(reporter) << 8 | \
+     (uint64_t)(phase) << 12 | (uint64_t)(culprits) << 16 | (uint64_t)(epoch) << 32)
+
+typedef struct p2p_seat { /* what every kernel knows about its rank */
+    uint8_t *heap[DEVICE_MAX_RANKS];
+    p2p_heap at;
+    p2p_status *status; /* the device's address of host memory */
+    uint64_t group_id;
+    uint64_t timeout_ns;
+    int64_t max_tokens;
+    int32_t rank, num_ranks;
+    uint32_t operation; /* an epic_operation */
+    uint32_t signature; /* of what the ranks must call alike */
+} p2p_seat;
+
+typedef struct p2p_plan_job {
+    p2p_seat seat;
+    epic_layer layer; /* defaults filled in */
+    uint8_t *plan;
+    const void *topk_idx;
+    const int32_t *rank_of_expert; /* NULL: contiguous blocks */
+    int32_t *expert_rows, *expert_tokens, *load, *demand;
+    int32_t num_tokens;
+    int32_t capacity; /* 0: no bound */
+    int32_t wide;     /* topk_idx is int64 */
+    int32_t planners; /* CTAs that plan */
+} p2p_plan_job;
+
+typedef struct p2p_dispatch_job {
+    p2p_plan_job plan; /* its plan is read, and made first if planners > 0 */
+    int64_t plan_bytes;
+    const uint8_t *tokens;
+    uint8_t *recv;
+    const float *weights;
+    float *recv_weight;
+    int64_t row_bytes;
+    int32_t num_tokens, recv_rows;
+    int32_t aligned; /* rows are vectors of 16 bytes */
+    int32_t zero_tail;
+    int32_t lag;  /* tokens that receiving stays behind sending */
+    int32_t head; /* tokens that are sent while the plan is made */
+} p2p_dispatch_job;
+
+typedef struct p2p_combine_job {
+    p2p_seat seat;
+    const uint8_t *plan;
+    int64_t plan_bytes;
+    const uint8_t *rows;
+    uint8_t *out;
+    const float *slot_weights; /* NULL: 1 */
+    const float *slot_floats;  /* sent home unsummed, or NULL */
+    float *choice_floats;      /* where they come to, [num_tokens, top_k] */
+    int64_t row_bytes;
+    int32_t num_tokens, num_rows;
+    uint32_t type;
+    int32_t aligned;
+    int32_t lag;  /* tokens that adding stays behind sending */
+    int32_t deep; /* some plan of this group has more leaves than ranks */
+} p2p_combine_job;
+
+typedef struct p2p_combine_backward_job {
+    p2p_seat seat;
+    const uint8_t *plan;
+    int64_t plan_bytes;
+    const uint8_t *d_out;
+    const uint8_t *rows; /* NULL without d_slot_weights */
+    uint8_t *d_rows;
+    const float *slot_weights;
+    float *d_slot_weights;
+    int64_t row_bytes;
+    int32_t num_tokens, num_rows; /* of d_rows, and of rows */
+    uint32_t type;
+    int32_t aligned;
+    int32_t zero_tail;
+    int32_t lag;
+} p2p_combine_backward_job;
+
+typedef struct p2p_sum_job {
+    p2p_seat seat;
+    float *data;
+    int64_t count; /* at most seat.at.source_bytes / 4 */
+    uint32_t order;
+    uint32_t pad;
+} p2p_sum_job;
+
+cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
+cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
+cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
+cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int num_sms,
+                                        cudaStream_t stream);
+cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream);
+
+/* Loads every kernel on the current device, so that no launch has to wait for a free device. */
+cudaError_t p2p_load_plan(void);
+cudaError_t p2p_load_dispatch(void);
+cudaError_t p2p_load_combine(void);
+cudaError_t p2p_load_combine_backward(void);
+cudaError_t p2p_load_sum(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

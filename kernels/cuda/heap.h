@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A rank's heap: the one piece of device memory that its peers write into.
+ *
+ * Everything is double buffered by the parity of the epoch where "[2]" says so.  "Poison" memory
+ * holds 0xffffffff in every word that nobody has written: a word is its own flag, and who reads
+ * it writes the poison back.  "Stamped" memory holds 64-bit words {epoch, value}: a word counts
+ * once its epoch is the reader's.  docs/cuda.md says who writes what when. */
+#ifndef EPIC_HEAP_H
+#define EPIC_HEAP_H
+
+#include <stdint.h>
+
+#include "plan/device_layout.h"
+
+#define P2P_MAX_PLANNERS 16
+
+typedef struct p2p_heap {
+    int64_t announce; /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
+    int64_t broken;   /* one word: why the group is broken, 0: whole */
+    int64_t gone;     /* [MAX_RANKS]: P2P_GONE of a rank that has closed, 0: here */
+    int64_t why;      /* char [512]: the sentence of the peer that aborted */
+    int64_t control;  /* p2p_control: this rank alone */
+    int64_t counts;   /* stamped [2][num_ranks][MAX_EXPERTS]: choices of each rank */
+    int64_t tallies;  /* stamped [MAX_PLANNERS][MAX_EXPERTS]: this rank alone */
+    int64_t records;  /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here */
+    int64_t floats;   /* poison [2][num_ranks - 1][max_tokens * MAX_TOP_K] */
+    int64_t escapes;  /* zero [2][num_ranks - 1][escape_words] */
+    int64_t parts;    /* poison [num_ranks][max_tokens * MAX_TOP_K * blocks]: this rank alone */
+    int64_t staging;  /* poison [2][num_ranks - 1][source_bytes] */
+    int64_t bytes;
+    int64_t source_bytes; /* staging of one source rank and parity */
+    int64_t escape_words; /* of one source rank and parity */
+    int64_t part_words;   /* of one source rank */
+} p2p_heap;
+
+enum { /* words of an announcement */
+       P2P_SAYS_SIGNATURE = 0,
+       P2P_SAYS_TOKENS = 1,
+       P2P_SAYS_CAPACITY = 2,
+       P2P_SAYS_ROWS = 3,
+       P2P_ANNOUNCE_WORDS = 4
+};
+
+/* A rank that closed after its operation number `epoch`. */
+#define P2P_GONE(epoch) (1ull << 63 | (epoch))
+
+typedef struct p2p_control {
+    uint32_t epoch;   /* operations that this rank has finished */
+    uint32_t done;    /* CTAs that have finished the running round */
+    uint32_t round;   /* the epoch that CTAs may work in */
+    uint32_t planned; /* epoch whose plan is complete */
+    uint32_t claim;   /* 1: the status is written or being written */
+    uint32_t pad[11];
+} p2p_control;
+
+/* What travels fits one source's staging for at least one token of twice the widest row. */
+static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
+                                       int64_t max_row_bytes, int64_t staging_bytes)
+{
+    const int64_t row = device_round_up(max_row_bytes, 16);
+    int64_t bytes = max_tokens * row;
+    if (staging_bytes > 0 && num_ranks > 1 && staging_bytes / (2 * (num_ranks - 1)) < bytes)
+        bytes = staging_bytes / (2 * (num_ranks - 1));
+    if (bytes < 2 * row) bytes = 2 * row;
+    return device_round_up(bytes, 512);
+}
+
+static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_t max_row_bytes,
+                                   int64_t staging_bytes)
+{
+    p2p_heap h;
+    const int64_t peers = num_ranks - 1;
+    const int64_t choices = max_tokens * DEVICE_MAX_TOP_K;
+    h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
+    h.escape_words = max_tokens * ((max_row_bytes + 2047) / 2048) * 32;
+    h.part_words = choices * ((max_row_bytes + 2047) / 2048);
+    h.announce = 0;
+    h.broken = h.announce + 2 * DEVICE_MAX_RANKS * P2P_ANNOUNCE_WORDS * 8;
+    h.gone = h.broken + 128;
+    h.why = h.gone + 128;
+    h.control = h.why + 512;
+    h.counts = h.control + 128;
+    h.tallies = h.counts + 2 * num_ranks * DEVICE_MAX_EXPERTS * 8;
+    h.records = h.tallies + P2P_MAX_PLANNERS * DEVICE_MAX_EXPERTS * 8;
+    h.escapes = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
+    h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
+    h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
+    h.staging = h.parts + device_round_up(num_ranks * h.part_words * 4, 512);
+    h.bytes = h.staging + 2 * peers * h.source_bytes;
+    return h;
+}
+
+/* Poison memory is everything from here to the end; what comes before starts as zeros. */
+static inline int64_t p2p_heap_poison(const p2p_heap *h)
+{
+    return h->floats;
+}
+
+#endif

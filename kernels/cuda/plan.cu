@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* plan: where every choice goes.
+ *   topk_idx  [num_tokens, top_k]   the first CTAs count and place them (plan.cuh)
+ *   plan      header and arrays     all warps then copy the records that the ranks sent about
+ *                                   their tokens into it, several tokens a warp side by side
+ * Who else must see what: counts and records are stamped words, each its own flag. */
+#include "cuda/plan.cuh"
+
+#define BLOCK 512
+
+/* Copies the records of a group of tokens of one source; the lanes are (token, word). */
+static __device__ bool keep_records(const Now &now, const p2p_plan_job &job, int32_t *records,
+                                    int source, int32_t first_token, int32_t num_tokens)
+{
+    const int top_k = job.layer.top_k;
+    const Lanes lanes(top_k);
+    const int32_t token = first_token + lanes.token;
+    const bool in = lanes.on && token < num_tokens;
+    const uint64_t *words = record_words(job.seat, now, source, in ? token : 0, top_k);
+    bool over = false; /* the record has ended */
+    for (int half = 0; half < lanes.halves; half++) {
+        const int k = lanes.k + half * WARP;
+        const bool reads = in && k < top_k && !over;
+        uint64_t word = 0;
+        uint32_t lasts = 0;
+        const bool ok = wait_until(now, source, P2P_PHASE_RECORD, [&] {
+            word = reads ? load_relaxed(words + k) : 0;
+            const bool come = reads && stamped(now, word);
+            lasts =
+                __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST)) & lanes.mates;
+            /* every lane up to the token's last word must have come */
+            const bool needed = reads && !(lasts & lanes_below());
+            const bool open = !lasts && lanes.halves == 1; /* no last word yet */
+            return __all_sync(ALL_LANES, !needed || (come && !(reads && open))) != 0;
+        });
+        if (!ok) return false;
+        const bool beyond = over || (lasts & lanes_below());
+        const uint32_t value = (uint32_t)word & ~RECORD_LAST;
+        const bool none = beyond || value == RECORD_ABSENT || value == RECORD_DISCARD;
+        if (in && k < top_k)
+            records[((int64_t)source * job.seat.max_tokens + token) * top_k + k] =
+                none ? -1 : (int32_t)value;
+        over = over || lasts;
+    }
+    return true;
+}
+
+__global__ void __launch_bounds__(BLOCK, 1)
+    plan_kernel(const __grid_constant__ p2p_plan_job job)
+{
+    extern __shared__ __align__(16) uint8_t memory[];
+    __shared__ Now now;
+    __shared__ Planner planner;
+    if (!begin(now, job.seat, 0, job.num_tokens, job.capacity, 0)) return;
+    bool ok = true;
+    if ((int)blockIdx.x < job.planners) ok = make_plan(planner, job, now, memory);
+    const device_plan_layout at = device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens,
+                                                        job.layer.num_experts, job.layer.top_k);
+    int32_t tokens_of = 0;
+    ok = ok && heard(now, P2P_SAYS_TOKENS, tokens_of);
+    const int per_group = job.layer.top_k <= WARP ? WARP / job.layer.top_k : 1;
+    const int warps = gridDim.x * (BLOCK / WARP);
+    for (int q = 0; q < job.seat.num_ranks && ok; q++) {
+        const int source = (job.seat.rank + q) % job.seat.num_ranks;
+        const int32_t tokens = __shfl_sync(ALL_LANES, tokens_of, source);
+        int32_t group = blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP;
+        for (; ok && (int64_t)group * per_group < tokens; group += warps)
+            ok = keep_records(now, job, (int32_t *)(job.plan + at.records), source,
+                              group * per_group, tokens);
+    }
+    finish(now);
+}
+
+extern "C" cudaError_t p2p_load_plan(void)
+{
+    return cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                planner_bytes(DEVICE_MAX_EXPERTS));
+}
+
+extern "C" cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms,
+                                       cudaStream_t stream)
+{
+    plan_kernel<<<num_sms, BLOCK, planner_bytes(job->layer.num_experts), stream>>>(*job);
+    return cudaGetLastError();
+}

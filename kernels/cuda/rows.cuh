@@ -1,0 +1,233 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Rows as vectors of 16 bytes: how a warp reads and writes a piece of a row, and how the vectors
+ * become float32 and back.
+ *
+ * A piece is V vectors for each lane: vector v of lane l is number (piece * V + v) * 32 + l of
+ * the row.  EXACT: every piece of every row is full, and rows are aligned to 16 bytes; else the
+ * last piece may be ragged, and rows may lie anywhere (`aligned` tells). */
+#ifndef EPIC_ROWS_CUH
+#define EPIC_ROWS_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/wait.cuh"
+
+struct RowShape { /* how the caller's rows look */
+    int64_t row_bytes;
+    int32_t vectors; /* of a row, the last one perhaps partly filled */
+    int32_t pieces;
+    bool aligned;
+};
+
+template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes, int aligned)
+{
+    const int32_t vectors = (int32_t)((row_bytes + 15) / 16);
+    return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
+}
+
+/* Bytes [at, at + 16) of a row that may lie anywhere; `fill` where the row has ended. */
+static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
+                                                int64_t row_bytes, uint32_t fill)
+{
+    uint32_t words[4] = {fill, fill, fill, fill};
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        if (at + i >= row_bytes) continue;
+        const int shift = i % 4 * 8;
+        words[i / 4] = (words[i / 4] & ~(255u << shift)) | (uint32_t)row[at + i] << shift;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_t row_bytes,
+                                                uint4 q)
+{
+    const uint32_t words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
+}
+
+/* Vector number `vector` of the caller's row. */
+template <bool EXACT>
+__device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
+                                          uint64_t policy, uint32_t fill = 0)
+{
+    const int64_t at = (int64_t)vector * 16;
+    if (EXACT) return load_once(row + at, policy);
+    if (vector >= s.vectors) return make_uint4(fill, fill, fill, fill);
+    return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, fill);
+}
+
+/* The same for rows that will be read again soon. */
+template <bool EXACT>
+__device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
+                                                const RowShape &s, uint32_t fill = 0)
+{
+    const int64_t at = (int64_t)vector * 16;
+    if (EXACT) return load_again(row + at);
+    if (vector >= s.vectors) return make_uint4(fill, fill, fill, fill);
+    return s.aligned ? load_again(row + at) : load_bytes(row, at, s.row_bytes, fill);
+}
+
+template <bool EXACT>
+__device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const RowShape &s,
+                                          uint4 q, uint64_t policy)
+{
+    const int64_t at = (int64_t)vector * 16;
+    if (EXACT) {
+        store_once(row + at, q, policy);
+    } else if (vector < s.vectors) {
+        if (s.aligned)
+            store_once(row + at, q, policy);
+        else
+            store_bytes(row, at, s.row_bytes, q);
+    }
+}
+
+__device__ __forceinline__ uint4 poisoned()
+{
+    return make_uint4(POISON, POISON, POISON, POISON);
+}
+
+__device__ __forceinline__ bool has_poison(uint4 q)
+{
+    return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
+}
+
+/* Results of arithmetic never are poison; a caller's NaN may be, and becomes another NaN. */
+__device__ __forceinline__ uint32_t other_nan(uint32_t word, uint32_t nan)
+{
+    return word == POISON ? nan : word;
+}
+
+/* ------------------------------------------------------------------- element types ---- */
+
+struct Bf16 {
+    static constexpr int N = 8; /* elements of a vector */
+    static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
+    static __device__ __forceinline__ void unpack(uint4 q, float *x)
+    {
+        const uint32_t w[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[2 * i] = __uint_as_float(w[i] << 16);
+            x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+        }
+    }
+    static __device__ __forceinline__ uint32_t pack2(float low, float high)
+    {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        return *(const uint32_t *)&pair;
+    }
+    static __device__ __forceinline__ uint4 pack(const float *x)
+    {
+        return make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]),
+                          pack2(x[6], x[7]));
+    }
+};
+
+struct F16 {
+    static constexpr int N = 8;
+    static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
+    static __device__ __forceinline__ void unpack(uint4 q, float *x)
+    {
+        const uint32_t w[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 pair = __half22float2(*(const __half2 *)&w[i]);
+            x[2 * i] = pair.x;
+            x[2 * i + 1] = pair.y;
+        }
+    }
+    static __device__ __forceinline__ uint32_t pack2(float low, float high)
+    {
+        const __half2 pair = __floats2half2_rn(low, high);
+        return *(const uint32_t *)&pair;
+    }
+    static __device__ __forceinline__ uint4 pack(const float *x)
+    {
+        return make_uint4(pack2(x[0], x[1]), pack2(x[2], x[3]), pack2(x[4], x[5]),
+                          pack2(x[6], x[7]));
+    }
+};
+
+struct F32 {
+    static constexpr int N = 4;
+    static constexpr uint32_t NAN_WORD = 0x7fffffffu, MINUS_ZERO = 0x80000000u;
+    static __device__ __forceinline__ void unpack(uint4 q, float *x)
+    {
+        x[0] = __uint_as_float(q.x);
+        x[1] = __uint_as_float(q.y);
+        x[2] = __uint_as_float(q.z);
+        x[3] = __uint_as_float(q.w);
+    }
+    static __device__ __forceinline__ uint4 pack(const float *x)
+    {
+        return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                          __float_as_uint(x[3]));
+    }
+};
+
+/* --------------------------------------------------------------------- dealing work ---- */
+
+/* Units are dealt to all warps of the grid in turn: unit = number * pieces + piece.  Warps of a
+ * CTA take the pieces of one number when that comes out even. */
+__device__ __forceinline__ void deal(int pieces, int &first, int &step)
+{
+    const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP;
+    step = warps * gridDim.x;
+    first = blockIdx.x * warps + warp;
+    if (warps % pieces == 0)
+        first = ((warp / pieces) * gridDim.x + blockIdx.x) * pieces + warp % pieces;
+}
+
+/* How far a warp's next unit lies, in steps, roles and pieces; in shared memory. */
+struct Stride {
+    int step, role, piece, roles, pieces;
+
+    __device__ void set(int num_roles, int num_pieces)
+    {
+        roles = num_roles;
+        pieces = num_pieces;
+        const int units = blockDim.x / WARP * gridDim.x;
+        piece = units % pieces;
+        role = units / pieces % roles;
+        step = units / pieces / roles;
+    }
+};
+
+/* A warp's walk over (step, role, piece): a list of units, the roles of a step apart. */
+struct Walk {
+    int step, role, piece;
+
+    __device__ __forceinline__ explicit Walk(const Stride &s)
+    {
+        int first, stride;
+        deal(s.pieces, first, stride);
+        piece = first % s.pieces;
+        role = first / s.pieces % s.roles;
+        step = first / s.pieces / s.roles;
+    }
+    __device__ __forceinline__ void next(const Stride &s)
+    {
+        piece += s.piece;
+        role += s.role;
+        step += s.step;
+        if (piece >= s.pieces) piece -= s.pieces, role++;
+        if (role >= s.roles) role -= s.roles, step++;
+    }
+};
+
+/* CTAs, at most num_sms, with which no warp keeps one role for ever. */
+static inline int even_deal(int num_sms, int warps, int roles, int64_t row_bytes, int vectors)
+{
+    const int pieces = (int)((row_bytes + vectors * 512 - 1) / (vectors * 512));
+    while (roles > 1 && num_sms > 1 && num_sms * warps % pieces == 0 &&
+           num_sms * warps / pieces % roles == 0)
+        num_sms--;
+    return num_sms;
+}
+
+#endif

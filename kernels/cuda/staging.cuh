@@ -1,0 +1,197 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Rows on their way: what every kernel that moves rows shares.
+ *
+ * Staging [source][token of the round] of a rank holds poison until a peer writes it; the sources
+ * are numbered from the next rank upwards, this rank itself has none.  A reader polls the data
+ * and writes the poison back.
+ *
+ * Rows of bytes may hold poison themselves.  A piece with a word {7fff,ffff}{7fff,ffff} (a NaN
+ * in every float type) is sent with 7fff7fff in place of ffffffff, and each lane sends a word
+ * that says which ones those were; the reader looks for it when it sees such a word. */
+#ifndef EPIC_STAGING_CUH
+#define EPIC_STAGING_CUH
+
+#include "cuda/plan.cuh"
+#include "cuda/rows.cuh"
+
+#define STAND_IN 0x7fff7fffu
+#define ESCAPE_SENT 0x80000000u
+
+/* Where `source` (0: the next rank upwards) stages for the rank that owns the heap. */
+__device__ __forceinline__ uint8_t *staging_of(const p2p_seat &seat, const Now &now,
+                                               uint8_t *heap, int source)
+{
+    return heap + seat.at.staging +
+           ((int64_t)parity(now) * (seat.num_ranks - 1) + source) * seat.at.source_bytes;
+}
+
+__device__ __forceinline__ uint32_t *escapes_of(const p2p_seat &seat, const Now &now,
+                                                uint8_t *heap, int source)
+{
+    return (uint32_t *)(heap + seat.at.escapes) +
+           ((int64_t)parity(now) * (seat.num_ranks - 1) + source) * seat.at.escape_words;
+}
+
+__device__ __forceinline__ uint32_t *floats_of(const p2p_seat &seat, const Now &now,
+                                               uint8_t *heap, int source)
+{
+    return (uint32_t *)(heap + seat.at.floats) +
+           ((int64_t)parity(now) * (seat.num_ranks - 1) + source) * seat.max_tokens *
+               DEVICE_MAX_TOP_K;
+}
+
+__device__ __forceinline__ bool is_special(uint4 q)
+{
+    const uint32_t signs = 0x80008000u;
+    return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
+}
+
+__device__ __forceinline__ void hide(uint32_t &word, uint32_t &mask, int bit)
+{
+    if (word == POISON) word = STAND_IN, mask |= 1u << bit;
+}
+
+__device__ __forceinline__ void unhide(uint32_t &word, uint32_t mask, int bit)
+{
+    if (mask >> bit & 1) word = POISON;
+}
+
+/* One warp: makes a piece fit to be sent; `escape` is the piece's lane words at the receiver. */
+template <int V> __device__ __forceinline__ void hide_poison(uint4 (&q)[V], uint32_t *escape)
+{
+    bool special = false;
+#pragma unroll
+    for (int v = 0; v < V; v++) special |= is_special(q[v]);
+    if (!__any_sync(ALL_LANES, special)) return;
+    uint32_t mask = ESCAPE_SENT;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        hide(q[v].x, mask, v * 4);
+        hide(q[v].y, mask, v * 4 + 1);
+        hide(q[v].z, mask, v * 4 + 2);
+        hide(q[v].w, mask, v * 4 + 3);
+    }
+    store_relaxed(escape + lane_id(), mask);
+}
+
+/* One warp, at the receiver: the piece as it was. */
+template <int V>
+__device__ __forceinline__ bool unhide_poison(const Now &now, int peer, uint4 (&q)[V],
+                                              uint32_t *escape)
+{
+    bool special = false;
+#pragma unroll
+    for (int v = 0; v < V; v++) special |= is_special(q[v]);
+    if (!__any_sync(ALL_LANES, special)) return true;
+    uint32_t mask = 0;
+    const bool ok = wait_until(now, peer, P2P_PHASE_ROW, [&] {
+        mask = load_relaxed(escape + lane_id());
+        return __all_sync(ALL_LANES, mask) != 0;
+    });
+    escape[lane_id()] = 0;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        unhide(q[v].x, mask, v * 4);
+        unhide(q[v].y, mask, v * 4 + 1);
+        unhide(q[v].z, mask, v * 4 + 2);
+        unhide(q[v].w, mask, v * 4 + 3);
+    }
+    return ok;
+}
+
+/* One warp waits for a piece: vectors [first, ...) of a staged row, `vectors` long. */
+template <int V, bool EXACT>
+__device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4 *staged,
+                                           int32_t first, int32_t vectors, uint4 (&q)[V])
+{
+    return wait_until(now, peer, P2P_PHASE_ROW, [&] {
+        bool missing = false;
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            const int32_t i = first + v * WARP + lane_id();
+            q[v] = EXACT || i < vectors ? load_relaxed(staged + i) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int v = 0; v < V; v++) missing |= has_poison(q[v]);
+        return __any_sync(ALL_LANES, missing) == 0;
+    });
+}
+
+template <int V, bool EXACT>
+__device__ __forceinline__ void restore_piece(uint4 *staged, int32_t first, int32_t vectors)
+{
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        const int32_t i = first + v * WARP + lane_id();
+        if (EXACT || i < vectors) store_here(staged + i, poisoned());
+    }
+}
+
+template <int V, bool EXACT>
+__device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t vectors,
+                                           const uint4 (&q)[V])
+{
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        const int32_t i = first + v * WARP + lane_id();
+        if (EXACT || i < vectors) store_relaxed(staged + i, q[v]);
+    }
+}
+
+/* Calls write(slot) for the padding slots that fall to part `part` of `parts`: the parts share
+ * each slab's padding, or each takes whole slabs when there are fewer parts. */
+template <class Write>
+__device__ __forceinline__ void each_pad(const Plan &plan, int owned, int part, int parts,
+                                         Write write)
+{
+    const int alignment = plan.header.alignment, sharers = max(1, parts / max(owned, 1));
+    for (int slab = part / sharers; slab < owned; slab += parts) {
+        const int32_t begin = __ldcg(plan.slab_begin + slab);
+        const int32_t count = __ldcg(plan.slab_count + slab);
+        const int32_t pads = (int32_t)device_round_up(count, alignment) - count;
+        const int share = part % sharers;
+        const int32_t end = (int32_t)((int64_t)(share + 1) * pads / sharers);
+        for (int32_t i = (int32_t)((int64_t)share * pads / sharers); i < end; i++)
+            write(begin + count + i);
+    }
+}
+
+/* The place of the n-th bit that is set, in each lane for its own n; 0 if there are fewer. */
+__device__ __forceinline__ int nth_bit(uint64_t bits, int n)
+{
+    int place = 0;
+    for (int i = 0; bits; i++, bits &= bits - 1)
+        if (i == n) place = __ffsll((long long)bits) - 1;
+    return place;
+}
+
+/* Zeros in rows [first, end), by threads `thread` of `threads`. */
+static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
+                                 int64_t thread, int64_t threads)
+{
+    uint8_t *from = rows + first * row_bytes;
+    const int64_t bytes = (end - first) * row_bytes;
+    const bool aligned = (uintptr_t)from % 16 == 0;
+    const int64_t vectors = aligned ? bytes / 16 : 0;
+    for (int64_t i = thread; i < vectors; i += threads)
+        ((uint4 *)from)[i] = make_uint4(0, 0, 0, 0);
+    for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) from[i] = 0;
+}
+
+static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t thread,
+                                   int64_t threads)
+{
+    for (int64_t i = first + thread; x && i < end; i += threads) x[i] = 0.0f;
+}
+
+__device__ __forceinline__ int64_t grid_thread()
+{
+    return (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+__device__ __forceinline__ int64_t grid_threads()
+{
+    return (int64_t)gridDim.x * blockDim.x;
+}
+
+#endif

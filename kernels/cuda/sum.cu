@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* sum: float32 arrays added over the ranks, in place, the same bits on every rank.
+ *   data  [count]   one warp sends and later adds the same pieces, 16 bytes a lane
+ *
+ * Every rank sends its array to every peer's staging (poison, docs/cuda.md); a warp sends all of
+ * its pieces before it waits for any. */
+#include "cuda/staging.cuh"
+
+#define BLOCK 512
+
+/* Element i of the array, or of a staged one: count may end within a vector. */
+__device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64_t count)
+{
+    uint32_t w[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) w[e] = i + e < count ? __float_as_uint(data[i + e]) : 0;
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+__device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t count,
+                                             const float *x)
+{
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        if (i + e < count) data[i + e] = x[e];
+}
+
+__device__ __forceinline__ void send_floats(const Now &now, const p2p_sum_job &job, int64_t i,
+                                            uint4 q)
+{
+    const p2p_seat &seat = job.seat;
+    q = make_uint4(other_nan(q.x, F32::NAN_WORD), other_nan(q.y, F32::NAN_WORD),
+                   other_nan(q.z, F32::NAN_WORD), other_nan(q.w, F32::NAN_WORD));
+    for (int distance = 1; distance < seat.num_ranks; distance++) {
+        const int rank = wrap(seat.rank + distance, seat.num_ranks);
+        uint8_t *staged = staging_of(seat, now, seat.heap[rank], seat.num_ranks - 1 - distance);
+        store_relaxed((uint4 *)(staged + i * 4), q);
+    }
+}
+
+/* The arrays' elements by rank, from wherever they are. */
+__device__ __forceinline__ bool take_floats(const Now &now, const p2p_sum_job &job, int64_t i,
+                                            bool in, uint4 (&q)[DEVICE_MAX_RANKS])
+{
+    const p2p_seat &seat = job.seat;
+    auto staged = [&](int rank) {
+        const int source = (rank - seat.rank - 1 + seat.num_ranks) % seat.num_ranks;
+        return (uint4 *)(staging_of(seat, now, now.heap, source) + i * 4);
+    };
+    const bool ok = wait_until(now, -1, P2P_PHASE_ROW, [&] {
+        bool missing = false;
+#pragma unroll
+        for (int r = 0; r < DEVICE_MAX_RANKS; r++) {
+            q[r] = make_uint4(0, 0, 0, 0);
+            if (in && r < seat.num_ranks)
+                q[r] = r == seat.rank ? load_floats(job.data, i, job.count)
+                                      : load_relaxed(staged(r));
+        }
+#pragma unroll
+        for (int r = 0; r < DEVICE_MAX_RANKS; r++)
+            missing |= r != seat.rank && has_poison(q[r]);
+        return __any_sync(ALL_LANES, missing) == 0;
+    });
+    for (int r = 0; r < seat.num_ranks && ok && in; r++)
+        if (r != seat.rank) store_here(staged(r), poisoned());
+    return ok;
+}
+
+__global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p2p_sum_job job)
+{
+    __shared__ Now now;
+    const p2p_seat &seat = job.seat;
+    if (!begin(now, seat, 0, 0, 0, 0)) return;
+    const int64_t vectors = (job.count + 3) / 4, stride = grid_threads();
+    for (int64_t v = grid_thread(); v < vectors; v += stride)
+        send_floats(now, job, v * 4, load_floats(job.data, v * 4, job.count));
+    bool ok = true;
+    const int64_t first = grid_thread() - lane_id();
+    for (int64_t v = first; ok && v < vectors; v += stride) {
+        const int64_t i = (v + lane_id()) * 4;
+        const bool in = v + lane_id() < vectors;
+        uint4 q[DEVICE_MAX_RANKS];
+        ok = take_floats(now, job, i, in, q);
+        if (!ok) break;
+        float x[DEVICE_MAX_RANKS][4];
+#pragma unroll
+        for (int r = 0; r < DEVICE_MAX_RANKS; r++) F32::unpack(q[r], x[r]);
+        if (job.order == EPIC_TREE) {
+#pragma unroll
+            for (int d = 1; d < DEVICE_MAX_RANKS; d *= 2)
+#pragma unroll
+                for (int r = 0; r < DEVICE_MAX_RANKS; r += 2 * d)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (r + d < seat.num_ranks) x[r][e] += x[r + d][e];
+        } else {
+#pragma unroll
+            for (int r = 1; r < DEVICE_MAX_RANKS; r++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (r < seat.num_ranks) x[0][e] += x[r][e];
+        }
+        if (in) store_floats(job.data, i, job.count, x[0]);
+    }
+    finish(now);
+}
+
+extern "C" cudaError_t p2p_load_sum(void)
+{
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, (const void *)sum_kernel);
+}
+
+extern "C" cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream)
+{
+    sum_kernel<<<num_sms, BLOCK, 0, stream>>>(*job);
+    return cudaGetLastError();
+}

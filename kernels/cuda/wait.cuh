@@ -1,0 +1,267 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* All waiting: how an operation begins and ends, and how every spin ends when a peer does not
+ * come.
+ *
+ * Operations are numbered by the epoch, which lives on the device so that a captured graph counts
+ * on.  A rank announces epoch n when its kernel begins and ends it only after all peers have
+ * announced n.  So in epoch n + 1 everything of parity (n + 1) & 1 that belongs to a peer is
+ * free: the peer's operation n - 1, the last one to use it, had ended before it announced n.
+ * Nothing else orders the ranks: data is its own flag.
+ *
+ * A group breaks once: who finds out (a deadline, a peer that calls something else) writes the
+ * reason into the word `broken` of every rank and returns; every spin looks at its rank's own. */
+#ifndef EPIC_WAIT_CUH
+#define EPIC_WAIT_CUH
+
+#include "cuda/cuda_kernels.h"
+#include "cuda/ptx.cuh"
+
+#define WARP 32
+#define ALL_LANES 0xffffffffu
+
+struct Now { /* the running operation, in shared memory */
+    const p2p_seat *seat;
+    uint8_t *heap; /* this rank's */
+    uint64_t deadline;
+    uint32_t epoch, signature;
+    int32_t tokens, capacity, rows; /* what this rank announces */
+    uint32_t last;                  /* this CTA is the last to finish */
+};
+
+__device__ __forceinline__ int lane_id()
+{
+    return threadIdx.x % WARP;
+}
+
+/* A rank counted past the last one. */
+__device__ __forceinline__ int wrap(int rank, int num_ranks)
+{
+    return rank >= num_ranks ? rank - num_ranks : rank;
+}
+
+__device__ __forceinline__ uint32_t parity(const Now &now)
+{
+    return now.epoch & 1;
+}
+
+__device__ __forceinline__ p2p_control *control_of(const Now &now)
+{
+    return (p2p_control *)(now.heap + now.seat->at.control);
+}
+
+__device__ __forceinline__ uint64_t stamp(const Now &now, uint32_t value)
+{
+    return (uint64_t)now.epoch << 32 | value;
+}
+
+__device__ __forceinline__ bool stamped(const Now &now, uint64_t word)
+{
+    return (uint32_t)(word >> 32) == now.epoch;
+}
+
+/* What `rank` said to the rank that owns the heap. */
+__device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap, int rank)
+{
+    return (uint64_t *)(heap + now.seat->at.announce) +
+           (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_ANNOUNCE_WORDS;
+}
+
+/* ------------------------------------------------------------------------------ failure ---- */
+
+/* Writes the status, once, and tells the peers if it was this rank that found out. */
+static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32_t theirs)
+{
+    const p2p_seat &seat = *now.seat;
+    if (atomicCAS(&control_of(now)->claim, 0u, 1u) != 0) return;
+    p2p_status *status = seat.status;
+    status->operation = seat.operation;
+    status->epoch = now.epoch;
+    status->phase = word >> 12 & 15;
+    status->reporter = word >> 8 & 15;
+    status->culprits = word >> 16 & 0xffff;
+    status->own_signature = now.signature;
+    status->peer_signature = theirs;
+    __threadfence_system();
+    *(volatile uint32_t *)&status->result = word & 15;
+    for (int q = 0; q < seat.num_ranks; q++)
+        if (q == seat.rank || (int)(word >> 8 & 15) == seat.rank)
+            store_relaxed((uint64_t *)(seat.heap[q] + seat.at.broken), word);
+}
+
+/* Every rank that has not announced this epoch, or the one that was waited for. */
+static __device__ uint32_t culprits(const Now &now, int peer)
+{
+    uint32_t missing = 0;
+    for (int q = 0; q < now.seat->num_ranks; q++)
+        if (q != now.seat->rank && !stamped(now, load_relaxed(announcement(now, now.heap, q))))
+            missing |= 1u << q;
+    if (missing) return missing;
+    return peer >= 0 && peer != now.seat->rank ? 1u << peer : 0;
+}
+
+/* A spin asks from time to time: is there no more hope?  The slow path of every wait. */
+static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase)
+{
+    const p2p_seat &seat = *now.seat;
+    uint64_t word = load_relaxed((const uint64_t *)(now.heap + seat.at.broken));
+    uint32_t theirs = 0;
+    for (int q = 0; q < seat.num_ranks && !word; q++) {
+        const uint64_t said = load_relaxed(announcement(now, now.heap, q));
+        if (!stamped(now, said) || (uint32_t)said == now.signature) continue;
+        theirs = (uint32_t)said;
+        word = P2P_BROKEN(EPIC_EMISMATCH, seat.operation, seat.rank, phase, 1u << q, now.epoch);
+    }
+    for (int q = 0; q < seat.num_ranks && !word; q++) {
+        const uint64_t gone = load_relaxed((const uint64_t *)(now.heap + seat.at.gone) + q);
+        if (gone && (int32_t)(now.epoch - (uint32_t)gone) > 0)
+            word = P2P_BROKEN(EPIC_EPEER, seat.operation, seat.rank, phase, 1u << q, now.epoch);
+    }
+    if (!word && timer_ns() > now.deadline)
+        word = P2P_BROKEN(EPIC_ETIMEOUT, seat.operation, seat.rank, phase, culprits(now, peer),
+                          now.epoch);
+    if (!word) return false;
+    report(now, word, theirs);
+    return true;
+}
+
+/* Spins until `ready`, which is the same on all lanes of the warp.  false: the group is broken. */
+template <class Ready>
+__device__ __forceinline__ bool wait_until(const Now &now, int peer, int phase, Ready ready)
+{
+    for (uint32_t spins = 1; !ready(); spins++) {
+        if (spins > 4) __nanosleep(40);
+        if (spins % 256 == 0 && __any_sync(ALL_LANES, hopeless(now, peer, phase))) return false;
+    }
+    return true;
+}
+
+/* The same for one thread. */
+template <class Ready>
+__device__ __forceinline__ bool wait_alone(const Now &now, int peer, int phase, Ready ready)
+{
+    for (uint32_t spins = 1; !ready(); spins++) {
+        if (spins > 4) __nanosleep(40);
+        if (spins % 256 == 0 && hopeless(now, peer, phase)) return false;
+    }
+    return true;
+}
+
+/* ------------------------------------------------------------------------- begin and end ---- */
+
+/* One warp: tells every rank, this one too, that the operation has begun here. */
+static __device__ void announce(const Now &now)
+{
+    const p2p_seat &seat = *now.seat;
+    if (lane_id() >= seat.num_ranks) return;
+    uint64_t *to = announcement(now, seat.heap[lane_id()], seat.rank);
+    __threadfence_system(); /* what the operations before restored must be seen first */
+    store_relaxed(to + P2P_SAYS_TOKENS, stamp(now, (uint32_t)now.tokens));
+    store_relaxed(to + P2P_SAYS_CAPACITY, stamp(now, (uint32_t)now.capacity));
+    store_relaxed(to + P2P_SAYS_ROWS, stamp(now, (uint32_t)now.rows));
+    store_relaxed(to + P2P_SAYS_SIGNATURE, stamp(now, now.signature));
+}
+
+/* Every thread of every CTA.  `mark` is what the ranks must agree on beyond the signature (a
+ * plan's id).  false: the group is broken, nothing is to be done. */
+static __device__ bool begin(Now &now, const p2p_seat &seat, uint32_t mark, int32_t tokens,
+                             int32_t capacity, int32_t rows)
+{
+    if (threadIdx.x == 0) {
+        now.tokens = tokens;
+        now.capacity = capacity;
+        now.rows = rows;
+        now.seat = &seat;
+        now.heap = seat.heap[seat.rank];
+        now.epoch = load_relaxed(&control_of(now)->epoch) + 1;
+        now.signature = seat.signature ^ (mark & 0x0fffffffu);
+        now.deadline = timer_ns() + seat.timeout_ns;
+        now.last = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP && load_relaxed((const uint64_t *)(now.heap + seat.at.broken)))
+        hopeless(now, -1, P2P_PHASE_NONE);
+    const bool whole = load_relaxed((const uint64_t *)(now.heap + seat.at.broken)) == 0;
+    if (whole && blockIdx.x == 0 && threadIdx.x < WARP) announce(now);
+    return __syncthreads_and(whole);
+}
+
+/* One warp: waits until every rank has announced, and called the same. */
+static __device__ bool hear(const Now &now)
+{
+    const int q = lane_id();
+    const bool mine = q < now.seat->num_ranks;
+    const uint64_t *from = announcement(now, now.heap, mine ? q : 0);
+    return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
+        const uint64_t said = load_acquire_sys(from + P2P_SAYS_SIGNATURE);
+        const bool other = mine && stamped(now, said) && (uint32_t)said != now.signature;
+        if (__any_sync(ALL_LANES, other)) hopeless(now, -1, P2P_PHASE_ARRIVE);
+        return __all_sync(ALL_LANES, !mine || (stamped(now, said) && !other)) != 0;
+    });
+}
+
+/* One warp, lane = rank: word `which` of that rank's announcement; 0 past the ranks. */
+static __device__ bool heard(const Now &now, int which, int32_t &value)
+{
+    const int q = lane_id();
+    const bool mine = q < now.seat->num_ranks;
+    const uint64_t *from = announcement(now, now.heap, mine ? q : 0) + which;
+    uint64_t said = 0;
+    const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
+        said = load_relaxed(from);
+        return __all_sync(ALL_LANES, !mine || stamped(now, said)) != 0;
+    });
+    value = mine ? (int32_t)(uint32_t)said : 0;
+    return ok;
+}
+
+/* Every thread of every CTA, at the end.  true in the CTA that was the last to come. */
+static __device__ bool finish(Now &now)
+{
+    __syncthreads();
+    if (blockIdx.x == 0 && threadIdx.x < WARP) hear(now);
+    if (threadIdx.x == 0) {
+        p2p_control *control = control_of(now);
+        __threadfence();
+        now.last = atomicAdd(&control->done, 1u) == gridDim.x - 1;
+        if (now.last) {
+            control->done = 0;
+            store_relaxed(&control->epoch, now.epoch);
+        }
+    }
+    __syncthreads();
+    return now.last != 0;
+}
+
+/* Every thread of every CTA: ends a round of an operation that is larger than the staging, and
+ * begins the next one, an epoch of its own. */
+static __device__ bool next_round(Now &now)
+{
+    __syncthreads();
+    p2p_control *control = control_of(now);
+    bool ok = true;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        now.last = atomicAdd(&control->done, 1u) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (now.last && threadIdx.x < WARP) {
+        ok = hear(now);
+        if (threadIdx.x == 0) now.epoch++;
+        __syncwarp();
+        announce(now);
+        __syncwarp();
+        if (threadIdx.x == 0) {
+            control->done = 0;
+            __threadfence();
+            store_release(&control->round, now.epoch);
+        }
+    } else if (!now.last && threadIdx.x == 0) {
+        const uint32_t next = now.epoch + 1;
+        ok = wait_alone(now, -1, P2P_PHASE_GRID,
+                        [&] { return load_acquire(&control->round) == next; });
+        now.epoch = next;
+    }
+    return __syncthreads_and(ok);
+}
+
+#endif

@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Faults on the p2p backend: each must become an error that names the right rank, in time, and
+ * leave CUDA usable.   gpu_faults RANKS GPUS threads|processes ROUNDS */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "core/error.h"
+#include "oracle.h"
+#include "team.h"
+
+#define TIMEOUT_MS 200
+#define TOKENS 64
+#define HIDDEN 512
+
+enum fault { SKIPPED, DIFFERENT, LATE, ABORTED, NUM_FAULTS };
+static const char *const fault_names[] = {"skipped", "different", "late", "aborted"};
+static enum fault fault;
+static int culprit;
+
+static double now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
+}
+
+typedef struct memory {
+    int32_t *ids;
+    uint8_t *plan, *tokens, *recv;
+    float *data;
+    size_t plan_bytes;
+    epic_layer layer;
+} memory;
+
+static memory allocate(team_rank *me)
+{
+    memory m = {.layer = {.num_experts = 8 * (uint32_t)me->num_ranks, .top_k = 4}};
+    int32_t ids[TOKENS * 4];
+    for (int i = 0; i < TOKENS * 4; i++) ids[i] = (i * 7 + me->rank) % (int)m.layer.num_experts;
+    m.plan_bytes = device_plan_bytes(me->num_ranks, TOKENS, m.layer.num_experts, 4);
+    CHECK_CUDA(cudaMalloc((void **)&m.ids, sizeof ids));
+    CHECK_CUDA(cudaMalloc((void **)&m.plan, m.plan_bytes));
+    CHECK_CUDA(cudaMalloc((void **)&m.tokens, TOKENS * HIDDEN * 2));
+    CHECK_CUDA(cudaMalloc((void **)&m.recv, TOKENS * 4 * 8 * HIDDEN * 2));
+    CHECK_CUDA(cudaMalloc((void **)&m.data, 4096));
+    CHECK_CUDA(cudaMemcpy(m.ids, ids, sizeof ids, cudaMemcpyHostToDevice));
+    CHECK_CUDA(cudaMemset(m.tokens, 1, TOKENS * HIDDEN * 2));
+    CHECK_CUDA(cudaMemset(m.data, 0, 4096));
+    return m;
+}
+
+static epic_result call_plan(team_rank *me, memory *m)
+{
+    const epic_plan_args args = {.call.stream = me->stream,
+                                 .layer = &m->layer,
+                                 .layer_size = sizeof m->layer,
+                                 .plan = m->plan,
+                                 .plan_bytes = m->plan_bytes,
+                                 .topk_idx = m->ids,
+                                 .num_tokens = TOKENS};
+    return p2p_steps.plan(me->group, &args);
+}
+
+static epic_result call_dispatch(team_rank *me, memory *m)
+{
+    const epic_dispatch_args args = {.call.stream = me->stream,
+                                     .plan = m->plan,
+                                     .plan_bytes = m->plan_bytes,
+                                     .tokens = {m->tokens, TOKENS, HIDDEN * 2},
+                                     .recv = {m->recv, TOKENS * 4 * 8, HIDDEN * 2}};
+    return p2p_steps.dispatch(me->group, &args);
+}
+
+static epic_result call_sum(team_rank *me, memory *m)
+{
+    const epic_sum_args args = {.call.stream = me->stream, .data = m->data, .count = 1000};
+    return p2p_steps.sum(me->group, &args);
+}
+
+static void sleep_ms(long ms)
+{
+    nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000}, NULL);
+}
+
+static void misbehave(team_rank *me, memory *m)
+{
+    if (fault == DIFFERENT) call_sum(me, m);
+    if (fault == LATE) {
+        sleep_ms(3 * TIMEOUT_MS);
+        call_dispatch(me, m);
+    }
+    if (fault == ABORTED) p2p_steps.abort(me->group, 0, "the loss is not a number");
+}
+
+static int judge(team_rank *me, double took, const epic_failure_info *f)
+{
+    static const uint32_t expected[] = {EPIC_ETIMEOUT, EPIC_EMISMATCH, EPIC_ETIMEOUT,
+                                        EPIC_EPEER};
+    const bool named =
+        fault == DIFFERENT || (f->num_culprits == 1 && f->culprits[0] == culprit);
+    const bool in_time = took < TIMEOUT_MS + 50 || (fault == LATE && me->rank == culprit);
+    if (f->result == expected[fault] && named && in_time) return 0;
+    fprintf(stderr, "rank %d, %s by rank %d: %s after %.0f ms: %s\n", me->rank,
+            fault_names[fault], culprit, epic_result_name((epic_result)f->result), took,
+            f->sentence);
+    return 1;
+}
+
+static int work(team_rank *me)
+{
+    memory m = allocate(me);
+    team_meet(me);
+    if (call_plan(me, &m) != EPIC_OK) return 1;
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    team_meet(me);
+    const double begin = now_ms();
+    if (me->rank == culprit)
+        misbehave(me, &m);
+    else
+        call_dispatch(me, &m);
+    const cudaError_t error = cudaStreamSynchronize(me->stream);
+    const double took = now_ms() - begin;
+    epic_failure_info f;
+    int bad = error != cudaSuccess;
+    p2p_steps.check(me->group, &f);
+    if (me->rank != culprit || fault == LATE) bad |= judge(me, took, &f);
+    /* a later call fails at once, and CUDA still works */
+    if (me->rank != culprit && call_sum(me, &m) == EPIC_OK) bad = 1;
+    int32_t back = 0;
+    CHECK_CUDA(cudaMemcpy(&back, m.ids + 1, 4, cudaMemcpyDeviceToHost));
+    if (back != (7 + me->rank) % (int)m.layer.num_experts) bad = 1;
+    team_meet(me);
+    return bad;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 5) return 2;
+    const int ranks = atoi(argv[1]), rounds = atoi(argv[4]);
+    int failed = 0;
+    for (int i = 0; i < rounds; i++) {
+        fault = (enum fault)(i % NUM_FAULTS);
+        culprit = i * 3 % ranks;
+        team t = {.num_ranks = ranks,
+                  .num_gpus = atoi(argv[2]),
+                  .processes = !strcmp(argv[3], "processes"),
+                  .max_tokens = TOKENS,
+                  .max_row_bytes = HIDDEN * 2,
+                  .timeout_ms = TIMEOUT_MS,
+                  .max_sms = 8,
+                  .work = work};
+        failed += team_run(&t) != 0;
+    }
+    printf("gpu_faults %s ranks, %s GPUs, %s: %d of %d faults as they should be\n", argv[1],
+           argv[2], argv[3], rounds - failed, rounds);
+    return failed != 0;
+}

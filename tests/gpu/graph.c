@@ -1,0 +1,136 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A captured graph of plan+dispatch and combine, replayed with new routing and data; then the
+ * same operations many times back to back with random delays of the host.
+ *   gpu_graph RANKS GPUS threads|processes REPLAYS */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "core/error.h"
+#include "oracle.h"
+#include "team.h"
+
+#define TOKENS 96
+#define HIDDEN 256
+#define TOP_K 3
+#define SLOTS (TOKENS * TOP_K * 8)
+
+static int replays;
+
+typedef struct memory {
+    int32_t *ids;
+    uint8_t *plan;
+    float *tokens, *recv, *out;
+    size_t plan_bytes;
+    epic_layer layer;
+} memory;
+
+static memory allocate(const team_rank *me)
+{
+    memory m = {.layer = {.num_experts = 6 * (uint32_t)me->num_ranks, .top_k = TOP_K}};
+    m.plan_bytes = device_plan_bytes(me->num_ranks, TOKENS, m.layer.num_experts, TOP_K);
+    CHECK_CUDA(cudaMalloc((void **)&m.ids, TOKENS * TOP_K * 4));
+    CHECK_CUDA(cudaMalloc((void **)&m.plan, m.plan_bytes));
+    CHECK_CUDA(cudaMalloc((void **)&m.tokens, TOKENS * HIDDEN * 4));
+    CHECK_CUDA(cudaMalloc((void **)&m.recv, (size_t)SLOTS * HIDDEN * 4));
+    CHECK_CUDA(cudaMalloc((void **)&m.out, TOKENS * HIDDEN * 4));
+    return m;
+}
+
+static epic_result step(team_rank *me, memory *m)
+{
+    const epic_plan_args plan = {.call.stream = me->stream,
+                                 .layer = &m->layer,
+                                 .layer_size = sizeof m->layer,
+                                 .plan = m->plan,
+                                 .plan_bytes = m->plan_bytes,
+                                 .topk_idx = m->ids,
+                                 .num_tokens = TOKENS,
+                                 .capacity = SLOTS};
+    const epic_dispatch_args dispatch = {.tokens = {m->tokens, TOKENS, HIDDEN * 4},
+                                         .recv = {m->recv, SLOTS, HIDDEN * 4}};
+    const epic_combine_args combine = {.call.stream = me->stream,
+                                       .plan = m->plan,
+                                       .plan_bytes = m->plan_bytes,
+                                       .rows = {m->recv, SLOTS, HIDDEN * 4},
+                                       .out = {m->out, TOKENS, HIDDEN * 4},
+                                       .type = EPIC_F32};
+    TRY(p2p_steps.plan_dispatch(me->group, &plan, &dispatch));
+    return p2p_steps.combine(me->group, &combine);
+}
+
+/* Small integers: out must be the token times its live choices, exactly. */
+static int replay(team_rank *me, memory *m, cudaGraphExec_t graph, int round, unsigned *seed)
+{
+    static _Thread_local int32_t ids[TOKENS * TOP_K];
+    static _Thread_local float x[TOKENS * HIDDEN], y[TOKENS * HIDDEN];
+    for (int i = 0; i < TOKENS * TOP_K; i++)
+        ids[i] = rand_r(seed) % ((int)m->layer.num_experts + 2) - 2;
+    for (int i = 0; i < TOKENS * HIDDEN; i++) x[i] = (float)(rand_r(seed) % 1000);
+    CHECK_CUDA(cudaMemcpyAsync(m->ids, ids, sizeof ids, cudaMemcpyHostToDevice, me->stream));
+    CHECK_CUDA(cudaMemcpyAsync(m->tokens, x, sizeof x, cudaMemcpyHostToDevice, me->stream));
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    if (round % 3 == 0) usleep((unsigned)rand_r(seed) % 300);
+    if (graph)
+        CHECK_CUDA(cudaGraphLaunch(graph, me->stream));
+    else if (step(me, m) != EPIC_OK)
+        return 1;
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    CHECK_CUDA(cudaMemcpyAsync(y, m->out, sizeof y, cudaMemcpyDeviceToHost, me->stream));
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    for (int i = 0; i < TOKENS * HIDDEN; i++) {
+        int live = 0;
+        for (int k = 0; k < TOP_K; k++) live += ids[i / HIDDEN * TOP_K + k] >= 0;
+        if (y[i] == x[i] * (float)live) continue;
+        fprintf(stderr, "rank %d round %d: element %d is %g, not %g\n", me->rank, round, i,
+                y[i], x[i] * (float)live);
+        return 1;
+    }
+    return 0;
+}
+
+static int work(team_rank *me)
+{
+    memory m = allocate(me);
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    unsigned seed = 5 + (unsigned)me->rank;
+    team_meet(me);
+    CHECK_CUDA(cudaStreamBeginCapture(me->stream, cudaStreamCaptureModeThreadLocal));
+    const epic_result result = step(me, &m);
+    CHECK_CUDA(cudaStreamEndCapture(me->stream, &graph));
+    if (result != EPIC_OK) return 1;
+    CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK_CUDA(cudaGraphUpload(exec, me->stream));
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    team_meet(me);
+    int bad = 0;
+    for (int i = 0; i < replays && !bad; i++)
+        bad = replay(me, &m, i % 2 ? exec : NULL, i, &seed);
+    epic_failure_info f;
+    if (p2p_steps.check(me->group, &f) != EPIC_OK) {
+        fprintf(stderr, "rank %d: %s\n", me->rank, f.sentence);
+        bad = 1;
+    }
+    team_meet(me);
+    return bad;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 5) return 2;
+    replays = atoi(argv[4]);
+    const team t = {.num_ranks = atoi(argv[1]),
+                    .num_gpus = atoi(argv[2]),
+                    .processes = !strcmp(argv[3], "processes"),
+                    .max_tokens = TOKENS,
+                    .max_row_bytes = HIDDEN * 4,
+                    .timeout_ms = 5000,
+                    .max_sms = 12,
+                    .work = work};
+    const int failed = team_run(&t);
+    printf("gpu_graph %s ranks, %s GPUs, %s, %d replays and calls: %s\n", argv[1], argv[2],
+           argv[3], replays, failed ? "WRONG" : "good");
+    return failed != 0;
+}
