@@ -1,0 +1,96 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_open when something is wrong on one rank only: every rank gets the same, at once, and the
+ * next group opens. */
+#include <string.h>
+
+#include "check.h"
+#include "core/hello.h"
+#include "run.h"
+
+static void check_result(epic_result result, epic_result right)
+{
+    CHECK_SAY(result == right, "%s, not %s: %s", epic_result_name(result),
+              epic_result_name(right), epic_error(NULL));
+}
+
+static const epic_config good = {.max_tokens = 4, .max_row_bytes = 64, .max_in_flight = 2};
+
+/* A meeting that hands on to another one and spoils a gather of one rank. */
+typedef struct spoiled {
+    epic_meet inner;
+    int gathers;
+    int which; /* the gather that is spoiled, from 1 */
+    epic_result result;
+} spoiled;
+
+static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+{
+    spoiled *s = self;
+    const epic_result result = s->inner.gather(s->inner.self, mine, all, bytes);
+    if (++s->gathers != s->which || s->inner.rank != 1) return result;
+    hello *hellos = all;
+    if (s->result == EPIC_OK) hellos[0].peer.process[0]++; /* rank 1 sees strangers */
+    if (s->result == EPIC_OK) hellos[0].peer.host[0]++;
+    return s->result;
+}
+
+static epic_meet spoil(spoiled *s, const epic_meet *inner)
+{
+    s->inner = *inner;
+    s->gathers = 0;
+    return (epic_meet){inner->rank, inner->num_ranks, gather, NULL, s};
+}
+
+/* Rank 1 finds no backend that joins, or another one: nobody may begin to join. */
+static void another_backend(const epic_meet *meet, void *self)
+{
+    const char *backend = self;
+    spoiled s = {.which = 1, .result = EPIC_OK};
+    const epic_meet spoiled_meet = spoil(&s, meet);
+    epic_config config = good;
+    config.backend = backend;
+    epic_context *ctx = NULL;
+    const uint64_t start = run_now_ns();
+    const epic_result result = epic_open(&ctx, &spoiled_meet, &config, sizeof config);
+    CHECK_SAY(result == EPIC_ENOTSUP || (!backend && result == EPIC_EMISMATCH), "%s: %s",
+              epic_result_name(result), epic_error(ctx));
+    CHECK(run_now_ns() - start < 5000000000ull);
+    epic_failure_info info;
+    check_result(epic_failure(ctx, &info, sizeof info), EPIC_OK);
+    CHECK_EQ(info.result, result);
+    CHECK_EQ(info.operation, EPIC_OP_OPEN);
+    check_result(epic_check(ctx), EPIC_ECLOSED);
+    CHECK(strstr(epic_error(ctx), info.sentence) != NULL);
+    check_result(epic_plan(ctx, &(epic_plan_args){0}, sizeof(epic_plan_args)), EPIC_ECLOSED);
+    epic_abort(ctx, 0, "nothing to abort");
+    epic_close(ctx);
+}
+
+static epic_result refuse(void *self, const void *mine, void *all, size_t bytes)
+{
+    (void)self, (void)mine, (void)all, (void)bytes;
+    return EPIC_EPEER;
+}
+
+/* A meeting of the caller's own leaves no sentence: its result is told, not an older failure. */
+static void failing_meeting(void)
+{
+    const epic_meet meet = {.rank = 1, .num_ranks = 2, .gather = refuse};
+    epic_context *ctx;
+    check_result(epic_open(NULL, NULL, NULL, 0), EPIC_EINVAL);
+    check_result(epic_open(&ctx, &meet, &good, sizeof good), EPIC_EPEER);
+    CHECK_SAY(strstr(epic_error(ctx), "meet.gather failed on rank 1 with EPIC_EPEER"), "%s",
+              epic_error(ctx));
+    epic_close(ctx);
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(60);
+    static char threads[] = "threads";
+    run_threads(3, another_backend, threads);
+    run_threads(3, another_backend, NULL);
+    failing_meeting();
+    return check_end();
+}

@@ -1,0 +1,203 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What all ranks must say alike, in corners: an error of one rank beside a mismatch of two
+ * others, a failed plan's outputs, a buffer of no rows, a rank that closes early. */
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "epic/epic.h"
+#include "run.h"
+
+#define TOKENS 4
+
+static void check_result(epic_result result, epic_result right)
+{
+    CHECK_SAY(result == right, "%s, not %s: %s", epic_result_name(result),
+              epic_result_name(right), epic_error(NULL));
+}
+
+typedef struct seat {
+    epic_context *ctx;
+    epic_config config;
+    epic_layer layer;
+    void *plan;
+    size_t plan_bytes;
+} seat;
+
+static seat open_seat(const epic_meet *meet, uint32_t num_experts, int64_t max_tokens)
+{
+    seat s = {.config = {.max_tokens = max_tokens,
+                         .max_row_bytes = 8192,
+                         .num_ranks = (uint32_t)meet->num_ranks,
+                         .timeout_ms = 20000,
+                         .max_in_flight = 1,
+                         .staging_bytes = 100000},
+              .layer = {.num_experts = num_experts, .top_k = 1}};
+    CHECK_SAY(epic_open(&s.ctx, meet, &s.config, sizeof s.config) == EPIC_OK, "open: %s",
+              epic_error(NULL));
+    s.plan_bytes = epic_plan_bytes(&s.config, sizeof s.config, &s.layer, sizeof s.layer);
+    s.plan = aligned_alloc(64, (s.plan_bytes + 63) / 64 * 64);
+    return s;
+}
+
+static void close_seat(seat *s)
+{
+    epic_close(s->ctx);
+    free(s->plan);
+}
+
+static epic_plan_args plan_args(const seat *s, const int32_t *ids, int64_t num_tokens)
+{
+    return (epic_plan_args){.layer = &s->layer,
+                            .layer_size = sizeof s->layer,
+                            .plan = s->plan,
+                            .plan_bytes = s->plan_bytes,
+                            .topk_idx = ids,
+                            .num_tokens = num_tokens};
+}
+
+/* Rank 0 brings an id that is too large, ranks 1 and 2 different layers: EPIC_EMISMATCH goes
+ * first, on rank 0 too. */
+static void error_beside_mismatch(const epic_meet *meet, void *self)
+{
+    (void)self;
+    seat s = open_seat(meet, 12, TOKENS);
+    const int32_t ids[TOKENS] = {0, meet->rank == 0 ? 99 : 1, 2, 3};
+    s.layer.alignment = meet->rank == 2 ? 4 : 1;
+    const epic_plan_args args = plan_args(&s, ids, TOKENS);
+    check_result(epic_plan(s.ctx, &args, sizeof args), EPIC_EMISMATCH);
+    check_result(epic_check(s.ctx), EPIC_EMISMATCH);
+    close_seat(&s);
+}
+
+/* The counts of a plan that failed are zeros, as many as rank_of_expert gives one rank. */
+static void counts_after_error(const epic_meet *meet, void *self)
+{
+    (void)self;
+    seat s = open_seat(meet, 6, TOKENS);
+    const int32_t table[6] = {1, 1, 1, 1, 1, 0};
+    const int32_t ids[TOKENS] = {0, meet->rank == 0 ? 6 : 1, 2, 3};
+    int32_t rows[5], tokens[5];
+    memset(rows, 1, sizeof rows);
+    memset(tokens, 1, sizeof tokens);
+    epic_plan_args args = plan_args(&s, ids, TOKENS);
+    args.rank_of_expert = table;
+    args.expert_rows = rows;
+    args.expert_tokens = tokens;
+    check_result(epic_plan(s.ctx, &args, sizeof args), EPIC_EINVAL);
+    for (int e = 0; e < 5; e++) CHECK(rows[e] == 0 && tokens[e] == 0);
+    check_result(epic_check(s.ctx), EPIC_OK);
+    close_seat(&s);
+}
+
+/* Rank 0 receives nothing and has no buffers, but sends rows with scales. */
+static void scales_from_an_empty_buffer(const epic_meet *meet, void *self)
+{
+    (void)self;
+    seat s = open_seat(meet, 2, TOKENS);
+    const int rank = meet->rank;
+    const int32_t ids[TOKENS] = {1, 1, 1, 1};
+    float rows[TOKENS][3], scales[TOKENS][2], recv[2 * TOKENS][3], recv_scales[2 * TOKENS][2];
+    for (int t = 0; t < TOKENS; t++) {
+        for (int i = 0; i < 3; i++) rows[t][i] = (float)(100 * rank + 10 * t + i);
+        for (int i = 0; i < 2; i++) scales[t][i] = -(float)(100 * rank + 10 * t + i);
+    }
+    const epic_plan_args args = plan_args(&s, ids, TOKENS);
+    check_result(epic_plan(s.ctx, &args, sizeof args), EPIC_OK);
+    epic_dispatch_args how = {.plan = s.plan,
+                              .plan_bytes = s.plan_bytes,
+                              .tokens = {rows, TOKENS, sizeof rows[0]},
+                              .scales = {scales, TOKENS, sizeof scales[0]},
+                              .recv = {NULL, 0, sizeof rows[0]},
+                              .recv_scales = {NULL, 0, sizeof scales[0]}};
+    if (rank == 1) {
+        how.recv = (epic_rows){recv, 2 * TOKENS, sizeof recv[0]};
+        how.recv_scales = (epic_rows){recv_scales, 2 * TOKENS, sizeof recv_scales[0]};
+    }
+    CHECK_SAY(epic_dispatch(s.ctx, &how, sizeof how) == EPIC_OK, "%s", epic_error(s.ctx));
+    for (int t = 0; rank == 1 && t < 2 * TOKENS; t++) {
+        const int first = 100 * (t / TOKENS) + 10 * (t % TOKENS);
+        CHECK_EQ(recv[t][2], first + 2);
+        CHECK_EQ(recv_scales[t][0], -first);
+        CHECK_EQ(recv_scales[t][1], -first - 1);
+    }
+    close_seat(&s);
+}
+
+/* epic_failure tells what another rank reported, before any call of ours has failed. */
+static void abort_is_told(const epic_meet *meet, void *self)
+{
+    (void)self;
+    seat s = open_seat(meet, 2, TOKENS);
+    epic_failure_info info = {0};
+    if (meet->rank == 0) epic_abort(s.ctx, 7, "no more rows");
+    const uint64_t end = run_now_ns() + 5000000000ull;
+    while (info.result == EPIC_OK && run_now_ns() < end) {
+        check_result(epic_failure(s.ctx, &info, sizeof info), EPIC_OK);
+        run_nap_us(1000);
+    }
+    CHECK_EQ(info.result, EPIC_EPEER);
+    CHECK_EQ(info.tag, 7);
+    CHECK(info.num_culprits == 1 && info.culprits[0] == 0);
+    CHECK(strstr(info.sentence, "no more rows") != NULL);
+    close_seat(&s);
+}
+
+/* ---------------------------------------------------------------------------- leaving ---- */
+
+#define MANY 4000
+#define WIDE 8192
+
+static pthread_t slow_thread;
+static _Atomic int slow_is_known;
+
+static void stand_still(int signal)
+{
+    (void)signal;
+    run_nap_us(700000);
+}
+
+/* Rank 0 sends much to rank 2, who stands still for a while; rank 1 has no part, finishes and
+ * closes.  Its going is nobody's failure.  (run_threads joins rank 1 before rank 2: the thread
+ * that gets the signal is still there.) */
+static void early_close(const epic_meet *meet, void *self)
+{
+    (void)self;
+    seat s = open_seat(meet, 3, MANY);
+    const int64_t sends = meet->rank == 0 ? MANY : 0, slots = meet->rank == 2 ? MANY : 0;
+    int32_t *ids = malloc(MANY * sizeof *ids);
+    for (int t = 0; t < MANY; t++) ids[t] = 2;
+    epic_rows tokens = {calloc((size_t)sends + 1, WIDE), sends, WIDE};
+    epic_rows recv = {calloc((size_t)slots + 1, WIDE), slots, WIDE};
+    if (meet->rank == 2) {
+        slow_thread = pthread_self();
+        atomic_store(&slow_is_known, 1);
+    }
+    const epic_plan_args args = plan_args(&s, ids, sends);
+    check_result(epic_plan(s.ctx, &args, sizeof args), EPIC_OK);
+    const epic_dispatch_args how = {
+        .plan = s.plan, .plan_bytes = s.plan_bytes, .tokens = tokens, .recv = recv};
+    CHECK_SAY(epic_dispatch(s.ctx, &how, sizeof how) == EPIC_OK, "rank %d: %s", meet->rank,
+              epic_error(s.ctx));
+    if (meet->rank == 1 && atomic_load(&slow_is_known)) pthread_kill(slow_thread, SIGUSR1);
+    close_seat(&s);
+    free(ids);
+    free(tokens.data);
+    free(recv.data);
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(60);
+    signal(SIGUSR1, stand_still);
+    for (int i = 0; i < 20; i++) run_threads(3, error_beside_mismatch, NULL);
+    run_threads(2, counts_after_error, NULL);
+    run_threads(2, abort_is_told, NULL);
+    run_threads(2, scales_from_an_empty_buffer, NULL);
+    for (int i = 0; i < 3; i++) run_threads(3, early_close, NULL);
+    return check_end();
+}
