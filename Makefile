@@ -86,3 +86,5 @@ clean:
 	rm -rf build
 
 , := ,
+
+-include gpu.mk

@@ -40,7 +40,13 @@ $(GPU_OUT)/gpu_%: $(GPU_OUT)/%.o $(GPU_KERNELS) $(GPU_HOST)
 $(GPU_OUT)/gpu_bench: bench/gpu/bench.cu $(GPU_KERNELS) $(GPU_HOST) $(GPU_HEADERS)
 	$(NVCC) $(GPU_NVFLAGS) $< $(GPU_KERNELS) $(GPU_HOST) -o $@
 
-gpu-test: gpu-build
+# The public calls, through the libraries that `make` builds.
+$(GPU_OUT)/api_step: tests/gpu/api/step.c all
+	@mkdir -p $(GPU_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) $< -o $@ -Lbuild/lib -lepic -Wl,-rpath,$(abspath build/lib) \
+		-L$(GPU_CUDA)/lib64 -lcudart -Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread
+
+gpu-test: gpu-build $(GPU_OUT)/api_step
 	GPU_OUT=$(GPU_OUT) tests/gpu/run.sh
 
 gpu-bench: gpu-build

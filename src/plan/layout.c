@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "core/hash.h"
+#include "plan/device_layout.h"
 #include "plan/plan.h"
 
 #define PLAN_MAGIC 0x314e414c50435045ull /* "EPCPLAN1" */
@@ -53,7 +54,10 @@ size_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_
                           .num_local = (int32_t)layer->num_experts,
                           .layer = *layer};
     plan_layout(&header);
-    return (size_t)(header.bytes + work_bytes(layer->num_experts, num_ranks));
+    const size_t host = (size_t)(header.bytes + work_bytes(layer->num_experts, num_ranks));
+    const size_t device =
+        device_plan_bytes(num_ranks, max_tokens, layer->num_experts, layer->top_k);
+    return host > device ? host : device;
 }
 
 plan_view plan_view_of(const void *plan)

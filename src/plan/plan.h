@@ -76,7 +76,8 @@ void plan_layout(plan_header *header);
 /* Points into a plan whose header is good. */
 plan_view plan_view_of(const void *plan);
 
-/* Bytes of a host plan, with the memory that planning needs; 0: too large for int32 slots. */
+/* Bytes that hold a plan of a host context, with the memory that planning needs, or of a CUDA
+ * context; 0: too large for int32 slots. */
 size_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens);
 
 static inline int64_t round_up(int64_t n, int64_t to)

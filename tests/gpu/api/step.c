@@ -1,0 +1,200 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The public calls on CUDA contexts, through libepic.so and the libepic_cuda.so that it loads:
+ * virtual ranks on one GPU do a step, and host contexts do the same step; all bits are equal.
+ * usage: step [RANKS] */
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "epic/epic.h"
+
+enum { MAX_RANKS = 8, TOKENS = 96, HIDDEN = 1096, TOP_K = 4, EXPERTS = 24 };
+#define ROW (HIDDEN * 2)
+
+static int num_ranks = 4;
+static int64_t slots;
+static size_t plan_bytes;
+static epic_meet meets[MAX_RANKS];
+static pthread_barrier_t all;
+static int failed;
+
+static const epic_layer layer = {.num_experts = EXPERTS, .top_k = TOP_K, .alignment = 16};
+
+typedef struct inputs {
+    int32_t chosen[TOKENS][TOP_K];
+    float weights[TOKENS][TOP_K];
+    uint16_t tokens[TOKENS][HIDDEN], d_out[TOKENS][HIDDEN];
+} inputs;
+
+typedef struct results {
+    uint16_t out[TOKENS][HIDDEN], d_tokens[TOKENS][HIDDEN];
+    float d_weights[TOKENS][TOP_K];
+} results;
+
+static inputs in[MAX_RANKS];
+static results host[MAX_RANKS], device[MAX_RANKS];
+
+static void need(int good, const char *what, const epic_context *ctx)
+{
+    if (good) return;
+    fprintf(stderr, "step: %s: %s\n", what, epic_error(ctx));
+    exit(1); /* peers would wait for us */
+}
+
+static void *memory(int on_device, const void *from, size_t bytes)
+{
+    void *p = NULL;
+    if (!on_device) {
+        p = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        if (from) memcpy(p, from, bytes);
+        return p;
+    }
+    need(cudaMalloc(&p, bytes) == cudaSuccess, "cudaMalloc", NULL);
+    need(cudaMemset(p, 0xab, bytes) == cudaSuccess, "cudaMemset", NULL);
+    if (from)
+        need(cudaMemcpy(p, from, bytes, cudaMemcpyHostToDevice) == cudaSuccess, "copy", NULL);
+    return p;
+}
+
+static void drop(int on_device, void *p)
+{
+    if (on_device)
+        cudaFree(p);
+    else
+        free(p);
+}
+
+static void step(epic_context *ctx, int rank, int on_device, results *out)
+{
+    const inputs *mine = &in[rank];
+    cudaStream_t stream = NULL;
+    if (on_device) cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    const epic_call call = {.stream = stream};
+    void *plan = memory(on_device, NULL, plan_bytes);
+    void *recv = memory(on_device, NULL, (size_t)slots * ROW);
+    void *d_rows = memory(on_device, NULL, (size_t)slots * ROW);
+    void *recv_weight = memory(on_device, NULL, (size_t)slots * 4);
+    void *d_slot = memory(on_device, NULL, (size_t)slots * 4);
+    void *chosen = memory(on_device, mine->chosen, sizeof mine->chosen);
+    void *weights = memory(on_device, mine->weights, sizeof mine->weights);
+    void *tokens = memory(on_device, mine->tokens, sizeof mine->tokens);
+    void *d_out = memory(on_device, mine->d_out, sizeof mine->d_out);
+    results *got = memory(on_device, NULL, sizeof *got);
+    const epic_rows slot_rows = {recv, slots, ROW}, d_slot_rows = {d_rows, slots, ROW};
+    if (on_device) cudaDeviceSynchronize();
+    pthread_barrier_wait(&all);
+
+    const epic_plan_args where = {.call = call,
+                                  .layer = &layer,
+                                  .layer_size = sizeof layer,
+                                  .plan = plan,
+                                  .plan_bytes = plan_bytes,
+                                  .topk_idx = chosen,
+                                  .num_tokens = TOKENS,
+                                  .capacity = slots};
+    const epic_dispatch_args there = {.tokens = {tokens, TOKENS, ROW},
+                                      .recv = slot_rows,
+                                      .weights = weights,
+                                      .recv_weight = recv_weight};
+    const epic_combine_args home = {.call = call,
+                                    .plan = plan,
+                                    .plan_bytes = plan_bytes,
+                                    .rows = slot_rows,
+                                    .out = {got->out, TOKENS, ROW},
+                                    .slot_weights = recv_weight,
+                                    .type = EPIC_BF16};
+    const epic_combine_backward_args back = {.call = call,
+                                             .plan = plan,
+                                             .plan_bytes = plan_bytes,
+                                             .d_out = {d_out, TOKENS, ROW},
+                                             .rows = slot_rows,
+                                             .d_rows = d_slot_rows,
+                                             .slot_weights = recv_weight,
+                                             .d_slot_weights = d_slot,
+                                             .type = EPIC_BF16};
+    const epic_dispatch_backward_args d_home = {.call = call,
+                                                .plan = plan,
+                                                .plan_bytes = plan_bytes,
+                                                .d_recv = d_slot_rows,
+                                                .d_tokens = {got->d_tokens, TOKENS, ROW},
+                                                .d_recv_weight = d_slot,
+                                                .d_weights = (float *)got->d_weights,
+                                                .type = EPIC_BF16};
+    need(!epic_plan_dispatch(ctx, &where, sizeof where, &there, sizeof there), "dispatch", ctx);
+    need(!epic_combine(ctx, &home, sizeof home), "combine", ctx);
+    need(!epic_combine_backward(ctx, &back, sizeof back), "combine_backward", ctx);
+    need(!epic_dispatch_backward(ctx, &d_home, sizeof d_home), "dispatch_backward", ctx);
+    if (on_device) need(cudaStreamSynchronize(stream) == cudaSuccess, "synchronise", NULL);
+    pthread_barrier_wait(&all);
+    need(epic_check(ctx) == EPIC_OK, "check", ctx);
+    if (on_device)
+        need(cudaMemcpy(out, got, sizeof *out, cudaMemcpyDeviceToHost) == cudaSuccess, "copy",
+             NULL);
+    else
+        memcpy(out, got, sizeof *out);
+    pthread_barrier_wait(&all);
+    void *const parts[] = {plan,   recv,    d_rows, recv_weight, d_slot,
+                           chosen, weights, tokens, d_out,       got};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) drop(on_device, parts[i]);
+    if (stream) cudaStreamDestroy(stream);
+}
+
+static void seat(int rank, const char *backend, results *out)
+{
+    epic_context *ctx;
+    const epic_config config = {
+        .max_tokens = TOKENS, .max_row_bytes = ROW, .timeout_ms = 20000, .backend = backend};
+    need(!epic_open(&ctx, &meets[rank], &config, sizeof config), "open", ctx);
+    step(ctx, rank, strcmp(backend, "p2p") == 0, out);
+    epic_close(ctx);
+}
+
+static void *run(void *self)
+{
+    const int rank = (int)((inputs *)self - in);
+    seat(rank, num_ranks > 1 ? "threads" : "self", &host[rank]);
+    seat(rank, "p2p", &device[rank]);
+    return NULL;
+}
+
+static void fill(unsigned seed)
+{
+    for (int r = 0; r < num_ranks; r++)
+        for (int t = 0; t < TOKENS; t++) {
+            for (int k = 0; k < TOP_K; k++) {
+                in[r].chosen[t][k] = (int)(rand_r(&seed) % (EXPERTS + 2)) - 2;
+                in[r].weights[t][k] = (float)(rand_r(&seed) % 1000) / 700.0f;
+            }
+            for (int h = 0; h < HIDDEN; h++) { /* bf16 around 1, either sign */
+                in[r].tokens[t][h] = (uint16_t)(0x3f00 | (rand_r(&seed) & 0x80ff));
+                in[r].d_out[t][h] = (uint16_t)(0x3f00 | (rand_r(&seed) & 0x80ff));
+            }
+        }
+}
+
+int main(int argc, char **argv)
+{
+    pthread_t threads[MAX_RANKS];
+    if (argc > 1) num_ranks = atoi(argv[1]);
+    if (num_ranks < 1 || num_ranks > MAX_RANKS || EXPERTS % num_ranks) return 2;
+    const epic_config config = {
+        .max_tokens = TOKENS, .max_row_bytes = ROW, .num_ranks = (uint32_t)num_ranks};
+    slots = epic_capacity_bound(&config, sizeof config, &layer, sizeof layer);
+    plan_bytes = epic_plan_bytes(&config, sizeof config, &layer, sizeof layer);
+    fill(7);
+    need(!epic_meet_threads(meets, num_ranks, 20000), "meet", NULL);
+    pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
+    for (int r = 0; r < num_ranks; r++) pthread_create(&threads[r], NULL, run, &in[r]);
+    for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
+    for (int r = 0; r < num_ranks; r++) {
+        failed |= memcmp(host[r].out, device[r].out, sizeof host[r].out) != 0;
+        failed |= memcmp(host[r].d_tokens, device[r].d_tokens, sizeof host[r].d_tokens) != 0;
+        failed |= memcmp(host[r].d_weights, device[r].d_weights, sizeof host[r].d_weights) != 0;
+        epic_meet_close(&meets[r]);
+    }
+    printf("public calls, %d ranks on one GPU: host and CUDA %s\n", num_ranks,
+           failed ? "DIFFER" : "have the same bits");
+    return failed;
+}
