@@ -87,4 +87,4 @@ clean:
 
 , := ,
 
--include gpu.mk
+-include gpu.mk jax.mk

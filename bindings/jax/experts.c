@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The grouped expert MLP as custom calls.  It waits for nobody, so it runs on XLA's thread. */
+#include <string.h>
+
+#include "read.h"
+
+/* Zeros past the last slab: an XLA result has no memory of its own to be left alone. */
+static void zero_tail(ffi_array slots, ffi_array expert_rows)
+{
+    if (slots.data == NULL || slots.rows == 0) return;
+    int64_t occupied = 0;
+    for (int64_t e = 0; e < expert_rows.count; e++)
+        occupied += ((const int32_t *)expert_rows.data)[e];
+    if (occupied < 0 || occupied >= slots.rows) return;
+    const int64_t row_bytes = slots.bytes / slots.rows;
+    memset((char *)slots.data + occupied * row_bytes, 0,
+           (size_t)((slots.rows - occupied) * row_bytes));
+}
+
+FFI_EXPORT ffi_error *epic_jax_experts(ffi_frame *frame)
+{
+    if (ffi_is_query(frame)) return NULL;
+    ffi_reader reader = ffi_read(frame);
+    const epic_experts experts = read_experts(&reader, "experts_");
+    const ffi_array x = ffi_arg(&reader, "x", FFI_OTHER);
+    const ffi_array rows = ffi_arg(&reader, "expert_rows", EPIC_I32);
+    const ffi_array tokens = ffi_arg(&reader, "expert_tokens", EPIC_I32);
+    epic_experts_args args = {.experts = &experts,
+                              .experts_size = sizeof experts,
+                              .x = x.data,
+                              .num_slots = x.rows,
+                              .expert_rows = rows.data,
+                              .expert_tokens = tokens.data};
+    args.slot_weights = ffi_arg_or_none(&reader, "slot_weights", EPIC_F32).data;
+    args.w_gate_up = ffi_arg(&reader, "w_gate_up", FFI_OTHER).data;
+    args.w_down = ffi_arg(&reader, "w_down", FFI_OTHER).data;
+    args.b_gate_up = ffi_arg_or_none(&reader, "b_gate_up", FFI_OTHER).data;
+    args.b_down = ffi_arg_or_none(&reader, "b_down", FFI_OTHER).data;
+    const ffi_array y = ffi_result(&reader, "y", x.type);
+    const ffi_array saved = ffi_result(&reader, "saved", FFI_U8);
+    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
+    args.y = y.data;
+    args.saved = saved.data;
+    args.saved_bytes = (size_t)saved.bytes;
+    args.workspace = workspace.data;
+    args.workspace_bytes = (size_t)workspace.bytes;
+    if (reader.error != NULL) return reader.error;
+    zero_tail(y, rows);
+    return ffi_error_of(frame, "experts", epic_experts_forward(&args, sizeof args));
+}
+
+static void read_gradients(ffi_reader *reader, ffi_array rows, uint32_t type,
+                           epic_experts_backward_args *args)
+{
+    const uint32_t grads = type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    const ffi_array d_x = ffi_result(reader, "d_x", type);
+    const ffi_array d_slot_weights = ffi_result_or_none(reader, "d_slot_weights", EPIC_F32);
+    args->d_x = d_x.data;
+    args->d_slot_weights = d_slot_weights.data;
+    args->d_w_gate_up = ffi_result(reader, "d_w_gate_up", grads).data;
+    args->d_w_down = ffi_result(reader, "d_w_down", grads).data;
+    args->d_b_gate_up = ffi_result_or_none(reader, "d_b_gate_up", grads).data;
+    args->d_b_down = ffi_result_or_none(reader, "d_b_down", grads).data;
+    const ffi_array workspace = ffi_result(reader, "workspace", FFI_U8);
+    args->workspace = workspace.data;
+    args->workspace_bytes = (size_t)workspace.bytes;
+    if (reader->error != NULL) return;
+    zero_tail(d_x, rows);
+    zero_tail(d_slot_weights, rows);
+}
+
+FFI_EXPORT ffi_error *epic_jax_experts_backward(ffi_frame *frame)
+{
+    if (ffi_is_query(frame)) return NULL;
+    ffi_reader reader = ffi_read(frame);
+    const epic_experts experts = read_experts(&reader, "experts_");
+    const ffi_array x = ffi_arg(&reader, "x", FFI_OTHER);
+    const ffi_array rows = ffi_arg(&reader, "expert_rows", EPIC_I32);
+    const ffi_array tokens = ffi_arg(&reader, "expert_tokens", EPIC_I32);
+    epic_experts_backward_args args = {.experts = &experts,
+                                       .experts_size = sizeof experts,
+                                       .x = x.data,
+                                       .num_slots = x.rows,
+                                       .expert_rows = rows.data,
+                                       .expert_tokens = tokens.data};
+    args.slot_weights = ffi_arg_or_none(&reader, "slot_weights", EPIC_F32).data;
+    args.w_gate_up = ffi_arg(&reader, "w_gate_up", FFI_OTHER).data;
+    args.w_down = ffi_arg(&reader, "w_down", FFI_OTHER).data;
+    args.b_gate_up = ffi_arg_or_none(&reader, "b_gate_up", FFI_OTHER).data;
+    args.b_down = ffi_arg_or_none(&reader, "b_down", FFI_OTHER).data;
+    const ffi_array saved = ffi_arg(&reader, "saved", FFI_U8);
+    args.saved = saved.data;
+    args.saved_bytes = (size_t)saved.bytes;
+    args.d_y = ffi_arg(&reader, "d_y", x.type).data;
+    read_gradients(&reader, rows, x.type, &args);
+    if (reader.error != NULL) return reader.error;
+    return ffi_error_of(frame, "experts (backward)", epic_experts_backward(&args, sizeof args));
+}

@@ -1,0 +1,260 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* XLA's call frames for people.  Nothing here links with XLA: every service is reached through
+ * frame->api.  Only names that jax 0.10 to 0.12 share are used, so one library serves them all. */
+#include "ffi.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+/* XLA refuses a handler that claims a newer minor version than its own, so claim the oldest that
+ * has all we use (futures, the ordinal), not this header's. */
+enum { USED_MAJOR = 0, USED_MINOR = 3 };
+_Static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= USED_MINOR, "header too old");
+
+static char no_elements[16]; /* where an array without elements lies when XLA says NULL */
+
+bool ffi_is_query(ffi_frame *frame)
+{
+    XLA_FFI_Metadata_Extension *query = (XLA_FFI_Metadata_Extension *)frame->extension_start;
+    if (query == NULL || query->extension_base.type != XLA_FFI_Extension_Metadata) return false;
+    query->metadata->api_version.major_version = USED_MAJOR;
+    query->metadata->api_version.minor_version = USED_MINOR;
+    query->metadata->traits = 0;
+    return true;
+}
+
+/* ---------------------------------------------------------------------------- errors ---- */
+
+ffi_error *ffi_error_new(const XLA_FFI_Api *api, XLA_FFI_Error_Code code, const char *text)
+{
+    XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, text, code};
+    return api->XLA_FFI_Error_Create(&args); /* copies text */
+}
+
+ffi_error *ffi_fail(const ffi_frame *frame, XLA_FFI_Error_Code code, const char *format, ...)
+{
+    char text[768];
+    va_list list;
+    va_start(list, format);
+    vsnprintf(text, sizeof text, format, list);
+    va_end(list);
+    return ffi_error_new(frame->api, code, text);
+}
+
+XLA_FFI_Error_Code ffi_code(epic_result result)
+{
+    switch (result) {
+    case EPIC_OK:
+        return XLA_FFI_Error_Code_OK;
+    case EPIC_EINVAL:
+        return XLA_FFI_Error_Code_INVALID_ARGUMENT;
+    case EPIC_ENOMEM:
+    case EPIC_EOVERFLOW:
+        return XLA_FFI_Error_Code_RESOURCE_EXHAUSTED;
+    case EPIC_ENOTSUP:
+        return XLA_FFI_Error_Code_UNIMPLEMENTED;
+    case EPIC_ETIMEOUT:
+        return XLA_FFI_Error_Code_DEADLINE_EXCEEDED;
+    case EPIC_EMISMATCH:
+    case EPIC_ECLOSED:
+        return XLA_FFI_Error_Code_FAILED_PRECONDITION;
+    case EPIC_EPEER:
+        return XLA_FFI_Error_Code_UNAVAILABLE;
+    case EPIC_EDEVICE:
+        break;
+    }
+    return XLA_FFI_Error_Code_INTERNAL;
+}
+
+ffi_error *ffi_error_of(const ffi_frame *frame, const char *what, epic_result result)
+{
+    if (result == EPIC_OK) return NULL;
+    return ffi_fail(frame, ffi_code(result), "epic.jax.%s: %s", what, epic_error(NULL));
+}
+
+/* ---------------------------------------------------------------------------- arrays ---- */
+
+ffi_reader ffi_read(const ffi_frame *frame)
+{
+    return (ffi_reader){.frame = frame};
+}
+
+static uint32_t type_of(XLA_FFI_DataType type)
+{
+    switch ((int)type) {
+    case XLA_FFI_DataType_F32:
+        return EPIC_F32;
+    case XLA_FFI_DataType_BF16:
+        return EPIC_BF16;
+    case XLA_FFI_DataType_F16:
+        return EPIC_F16;
+    case XLA_FFI_DataType_F64:
+        return EPIC_F64;
+    case XLA_FFI_DataType_F8E4M3FN:
+        return EPIC_E4M3;
+    case XLA_FFI_DataType_S32:
+        return EPIC_I32;
+    case XLA_FFI_DataType_S64:
+        return EPIC_I64;
+    case XLA_FFI_DataType_U8:
+        return FFI_U8;
+    default:
+        return FFI_OTHER;
+    }
+}
+
+static int64_t type_bytes(uint32_t type)
+{
+    switch (type) {
+    case EPIC_F64:
+    case EPIC_I64:
+        return 8;
+    case EPIC_F32:
+    case EPIC_I32:
+        return 4;
+    case EPIC_BF16:
+    case EPIC_F16:
+        return 2;
+    default:
+        return 1;
+    }
+}
+
+static ffi_array array_of(const XLA_FFI_Buffer *buffer)
+{
+    ffi_array array = {.data = buffer->data, .type = type_of(buffer->dtype), .count = 1};
+    for (int64_t d = 0; d < buffer->rank; d++) array.count *= buffer->dims[d];
+    array.columns = buffer->rank > 1 ? buffer->dims[buffer->rank - 1] : 1;
+    array.rows = 1;
+    for (int64_t d = 0; d < buffer->rank - (buffer->rank > 1); d++)
+        array.rows *= buffer->dims[d];
+    array.bytes = array.count * type_bytes(array.type);
+    if (array.data == NULL) array.data = no_elements;
+    return array;
+}
+
+static ffi_array take(ffi_reader *reader, bool result, const char *name, uint32_t type,
+                      bool optional)
+{
+    const ffi_frame *frame = reader->frame;
+    const ffi_array none = {0};
+    const int64_t i = result ? reader->num_results++ : reader->num_args++;
+    if (reader->error) return none;
+    if (i >= (result ? frame->rets.size : frame->args.size)) {
+        reader->error = ffi_fail(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                                 "%s: %s %lld of the call is missing", name,
+                                 result ? "result" : "argument", (long long)i);
+        return none;
+    }
+    const ffi_array array = array_of(result ? frame->rets.rets[i] : frame->args.args[i]);
+    if (optional && array.type == FFI_U8) return none;
+    if (array.type == FFI_OTHER || (type != FFI_OTHER && type != array.type)) {
+        reader->error =
+            ffi_fail(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                     "%s: an array of type %u (an epic_type) came, type %u is needed", name,
+                     array.type, type);
+        return none;
+    }
+    return array;
+}
+
+ffi_array ffi_arg(ffi_reader *reader, const char *name, uint32_t type)
+{
+    return take(reader, false, name, type, false);
+}
+
+ffi_array ffi_arg_or_none(ffi_reader *reader, const char *name, uint32_t type)
+{
+    return take(reader, false, name, type, true);
+}
+
+ffi_array ffi_result(ffi_reader *reader, const char *name, uint32_t type)
+{
+    return take(reader, true, name, type, false);
+}
+
+ffi_array ffi_result_or_none(ffi_reader *reader, const char *name, uint32_t type)
+{
+    return take(reader, true, name, type, true);
+}
+
+int32_t ffi_arg_int(ffi_reader *reader, const char *name)
+{
+    const ffi_array array = ffi_arg(reader, name, EPIC_I32);
+    int32_t value = 0;
+    if (reader->error == NULL && array.count == 1) memcpy(&value, array.data, sizeof value);
+    return value;
+}
+
+epic_rows ffi_rows(ffi_array array)
+{
+    if (array.data == NULL) return (epic_rows){0};
+    return (epic_rows){array.data, array.rows, array.columns * type_bytes(array.type)};
+}
+
+/* ------------------------------------------------------------------------ attributes ---- */
+
+/* Names are spans without a final zero. */
+static const void *find(const ffi_reader *reader, const char *name, XLA_FFI_AttrType type)
+{
+    const XLA_FFI_Attrs *attrs = &reader->frame->attrs;
+    for (int64_t i = 0; i < attrs->size; i++) {
+        const XLA_FFI_ByteSpan *span = attrs->names[i];
+        if (span->len == strlen(name) && memcmp(span->ptr, name, span->len) == 0)
+            return attrs->types[i] == type ? attrs->attrs[i] : NULL;
+    }
+    return NULL;
+}
+
+/* A Python int arrives as S64, a float as F64. */
+static void scalar(ffi_reader *reader, const char *name, XLA_FFI_DataType type, void *out)
+{
+    if (reader->error) return;
+    const XLA_FFI_Scalar *found = find(reader, name, XLA_FFI_AttrType_SCALAR);
+    if (found == NULL || found->dtype != type)
+        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                                 "attribute %s: %s is needed", name,
+                                 type == XLA_FFI_DataType_S64 ? "an int" : "a float");
+    else
+        memcpy(out, found->value, 8);
+}
+
+int64_t ffi_int(ffi_reader *reader, const char *name)
+{
+    int64_t value = 0;
+    scalar(reader, name, XLA_FFI_DataType_S64, &value);
+    return value;
+}
+
+uint32_t ffi_uint(ffi_reader *reader, const char *name)
+{
+    const int64_t value = ffi_int(reader, name);
+    if (reader->error == NULL && (value < 0 || value > UINT32_MAX))
+        reader->error =
+            ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                     "%s %lld: 0 to %u is needed", name, (long long)value, UINT32_MAX);
+    return (uint32_t)value;
+}
+
+double ffi_float(ffi_reader *reader, const char *name)
+{
+    double value = 0;
+    scalar(reader, name, XLA_FFI_DataType_F64, &value);
+    return value;
+}
+
+void ffi_text(ffi_reader *reader, const char *name, char *out, size_t size)
+{
+    out[0] = '\0';
+    if (reader->error) return;
+    const XLA_FFI_ByteSpan *span = find(reader, name, XLA_FFI_AttrType_STRING);
+    if (span == NULL || span->len >= size) {
+        reader->error =
+            ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                     "attribute %s: a str of less than %zu bytes is needed", name, size);
+        return;
+    }
+    memcpy(out, span->ptr, span->len);
+    out[span->len] = '\0';
+}

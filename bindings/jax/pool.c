@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Threads for operations that wait for peers.
+ *
+ * Ending an operation sets its future, and that runs the rest of the XLA program on the thread
+ * that sets it, where it may wait in a collective.  So a task never queues behind another: there
+ * are at least as many waiting threads as tasks that have none yet.  A thread that has had
+ * nothing to do for a while ends. */
+#include "pool.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <time.h>
+
+enum { IDLE_SECONDS = 30, STACK_BYTES = 8 << 20 };
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t come = PTHREAD_COND_INITIALIZER;
+static pool_task *first; /* tasks that no thread has taken; the order does not matter */
+static int num_tasks, num_waiting;
+
+static struct timespec idle_end(void)
+{
+    struct timespec end;
+    clock_gettime(CLOCK_REALTIME, &end);
+    end.tv_sec += IDLE_SECONDS;
+    return end;
+}
+
+/* The next task; NULL: there was none for a while. */
+static pool_task *next_task(void)
+{
+    const struct timespec end = idle_end();
+    pthread_mutex_lock(&mutex);
+    num_waiting++;
+    int error = 0;
+    while (first == NULL && error != ETIMEDOUT)
+        error = pthread_cond_timedwait(&come, &mutex, &end);
+    num_waiting--;
+    pool_task *task = first;
+    if (task != NULL) {
+        first = task->next;
+        num_tasks--;
+    }
+    pthread_mutex_unlock(&mutex);
+    return task;
+}
+
+static void *work(void *task)
+{
+    for (; task != NULL; task = next_task()) ((pool_task *)task)->run(task);
+    return NULL;
+}
+
+static bool start_thread(pool_task *task)
+{
+    pthread_attr_t attributes;
+    pthread_t thread;
+    if (pthread_attr_init(&attributes)) return false;
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+    const bool started = pthread_create(&thread, &attributes, work, task) == 0;
+    pthread_attr_destroy(&attributes);
+    return started;
+}
+
+bool pool_run(pool_task *task)
+{
+    pthread_mutex_lock(&mutex);
+    const bool waits = num_waiting > num_tasks; /* a thread for this task */
+    if (waits) {
+        task->next = first;
+        first = task;
+        num_tasks++;
+        pthread_cond_signal(&come);
+    }
+    pthread_mutex_unlock(&mutex);
+    return waits || start_thread(task);
+}

@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The core's option structs from attributes: one attribute for each field, of the same name. */
+#include "read.h"
+
+#include <stdio.h>
+
+epic_layer read_layer(ffi_reader *reader)
+{
+    return (epic_layer){.num_experts = ffi_uint(reader, "num_experts"),
+                        .top_k = ffi_uint(reader, "top_k"),
+                        .alignment = ffi_uint(reader, "alignment"),
+                        .overflow = ffi_uint(reader, "overflow"),
+                        .expert_capacity = ffi_uint(reader, "expert_capacity"),
+                        .sum_order = ffi_uint(reader, "sum_order"),
+                        .leaves = ffi_uint(reader, "leaves"),
+                        .partial_type = ffi_uint(reader, "partial_type")};
+}
+
+epic_router read_router(ffi_reader *reader)
+{
+    return (epic_router){.num_experts = ffi_uint(reader, "num_experts"),
+                         .zero_experts = ffi_uint(reader, "zero_experts"),
+                         .top_k = ffi_uint(reader, "top_k"),
+                         .score = ffi_uint(reader, "score"),
+                         .num_groups = ffi_uint(reader, "num_groups"),
+                         .topk_groups = ffi_uint(reader, "topk_groups"),
+                         .group_score = ffi_uint(reader, "group_score"),
+                         .group_best = ffi_uint(reader, "group_best"),
+                         .group_others = ffi_uint(reader, "group_others"),
+                         .weight_rule = ffi_uint(reader, "weight_rule"),
+                         .normalise = ffi_uint(reader, "normalise"),
+                         .eps = ffi_float(reader, "eps"),
+                         .norm_min = ffi_float(reader, "norm_min"),
+                         .scale = ffi_float(reader, "scale")};
+}
+
+static uint32_t prefixed(ffi_reader *reader, const char *prefix, const char *name)
+{
+    char whole[64];
+    snprintf(whole, sizeof whole, "%s%s", prefix, name);
+    return ffi_uint(reader, whole);
+}
+
+static float prefixed_float(ffi_reader *reader, const char *prefix, const char *name)
+{
+    char whole[64];
+    snprintf(whole, sizeof whole, "%s%s", prefix, name);
+    return (float)ffi_float(reader, whole);
+}
+
+epic_experts read_experts(ffi_reader *reader, const char *prefix)
+{
+    return (epic_experts){.num_local_experts = prefixed(reader, prefix, "num_local_experts"),
+                          .hidden = prefixed(reader, prefix, "hidden"),
+                          .inner = prefixed(reader, prefix, "inner"),
+                          .activation = prefixed(reader, prefix, "activation"),
+                          .ungated = prefixed(reader, prefix, "ungated"),
+                          .interleaved = prefixed(reader, prefix, "interleaved"),
+                          .weighting = prefixed(reader, prefix, "weighting"),
+                          .row_type = prefixed(reader, prefix, "row_type"),
+                          .weight_type = prefixed(reader, prefix, "weight_type"),
+                          .limit = prefixed_float(reader, prefix, "limit"),
+                          .alpha = prefixed_float(reader, prefix, "alpha")};
+}

@@ -1,0 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The core's option structs from attributes, and arrays as the core wants them. */
+#ifndef EPIC_JAX_READ_H
+#define EPIC_JAX_READ_H
+
+#include "ffi.h"
+
+epic_layer read_layer(ffi_reader *reader);
+epic_router read_router(ffi_reader *reader);
+
+/* Attributes begin with `prefix`: "experts_" or "shared_". */
+epic_experts read_experts(ffi_reader *reader, const char *prefix);
+
+#endif

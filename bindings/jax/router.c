@@ -1,0 +1,131 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Router and losses as custom calls.  They wait for nobody, so they run on XLA's thread. */
+#include "read.h"
+
+static ffi_error *done(ffi_reader *reader, const char *what, epic_result (*call)(const void *),
+                       const void *args)
+{
+    if (reader->error != NULL) return reader->error;
+    return ffi_error_of(reader->frame, what, call(args));
+}
+
+static epic_result forward(const void *args)
+{
+    return epic_router_forward(args, sizeof(epic_router_args));
+}
+
+static epic_result backward(const void *args)
+{
+    return epic_router_backward(args, sizeof(epic_router_backward_args));
+}
+
+FFI_EXPORT ffi_error *epic_jax_router(ffi_frame *frame)
+{
+    if (ffi_is_query(frame)) return NULL;
+    ffi_reader reader = ffi_read(frame);
+    const epic_router router = read_router(&reader);
+    const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
+    const ffi_array bias = ffi_arg_or_none(&reader, "bias", EPIC_F32);
+    const ffi_array ids = ffi_arg_or_none(&reader, "token_ids", FFI_OTHER);
+    const ffi_array table = ffi_arg_or_none(&reader, "table", EPIC_I32);
+    const ffi_array chosen = ffi_result(&reader, "topk_idx", EPIC_I32);
+    const ffi_array weights = ffi_result(&reader, "weights", FFI_OTHER);
+    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
+    const epic_router_args args = {.router = &router,
+                                   .router_size = sizeof router,
+                                   .logits = logits.data,
+                                   .num_tokens = logits.rows,
+                                   .bias = bias.data,
+                                   .token_ids = ids.data,
+                                   .table = table.data,
+                                   .table_rows = table.rows,
+                                   .workspace = workspace.data,
+                                   .workspace_bytes = (size_t)workspace.bytes,
+                                   .topk_idx = chosen.data,
+                                   .weights = weights.data,
+                                   .type = logits.type,
+                                   .weights_type = weights.type,
+                                   .token_id_type = ids.type};
+    return done(&reader, "router", forward, &args);
+}
+
+FFI_EXPORT ffi_error *epic_jax_router_backward(ffi_frame *frame)
+{
+    if (ffi_is_query(frame)) return NULL;
+    ffi_reader reader = ffi_read(frame);
+    const epic_router router = read_router(&reader);
+    const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
+    const ffi_array chosen = ffi_arg(&reader, "topk_idx", EPIC_I32);
+    const ffi_array d_weights = ffi_arg(&reader, "d_weights", FFI_OTHER);
+    const ffi_array d_logits = ffi_result(&reader, "d_logits", logits.type);
+    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
+    const epic_router_backward_args args = {.router = &router,
+                                            .router_size = sizeof router,
+                                            .logits = logits.data,
+                                            .num_tokens = logits.rows,
+                                            .topk_idx = chosen.data,
+                                            .d_weights = d_weights.data,
+                                            .workspace = workspace.data,
+                                            .workspace_bytes = (size_t)workspace.bytes,
+                                            .d_logits = d_logits.data,
+                                            .type = logits.type,
+                                            .weights_type = d_weights.type};
+    return done(&reader, "router (backward)", backward, &args);
+}
+
+/* ---------------------------------------------------------------------------- losses ---- */
+
+typedef epic_result loss_call(const epic_loss_args *args, size_t size);
+
+/* Arguments: logits, load or none, topk_idx or none, d_loss or none.  Results: the loss, or
+ * d_logits, and workspace. */
+static ffi_error *loss(ffi_frame *frame, const char *what, bool is_backward, loss_call *call)
+{
+    if (ffi_is_query(frame)) return NULL;
+    ffi_reader reader = ffi_read(frame);
+    const epic_router router = read_router(&reader);
+    const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
+    const ffi_array load = ffi_arg_or_none(&reader, "load", EPIC_I32);
+    const ffi_array chosen = ffi_arg_or_none(&reader, "topk_idx", EPIC_I32);
+    const ffi_array d_loss = ffi_arg_or_none(&reader, "d_loss", EPIC_F32);
+    const ffi_array out = is_backward ? ffi_result(&reader, "d_logits", logits.type)
+                                      : ffi_result(&reader, "loss", EPIC_F32);
+    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
+    const epic_loss_args args = {.router = &router,
+                                 .router_size = sizeof router,
+                                 .logits = logits.data,
+                                 .num_tokens = logits.rows,
+                                 .total_tokens = ffi_int(&reader, "total_tokens"),
+                                 .load = load.data,
+                                 .topk_idx = chosen.data,
+                                 .sequence_tokens = ffi_int(&reader, "sequence_tokens"),
+                                 .coeff = ffi_float(&reader, "coeff"),
+                                 .d_loss = d_loss.data,
+                                 .workspace = workspace.data,
+                                 .workspace_bytes = (size_t)workspace.bytes,
+                                 .loss = is_backward ? NULL : out.data,
+                                 .d_logits = is_backward ? out.data : NULL,
+                                 .type = logits.type};
+    if (reader.error != NULL) return reader.error;
+    return ffi_error_of(frame, what, call(&args, sizeof args));
+}
+
+FFI_EXPORT ffi_error *epic_jax_balance_loss(ffi_frame *frame)
+{
+    return loss(frame, "balance_loss", false, epic_balance_loss_forward);
+}
+
+FFI_EXPORT ffi_error *epic_jax_balance_loss_backward(ffi_frame *frame)
+{
+    return loss(frame, "balance_loss (backward)", true, epic_balance_loss_backward);
+}
+
+FFI_EXPORT ffi_error *epic_jax_z_loss(ffi_frame *frame)
+{
+    return loss(frame, "z_loss", false, epic_z_loss_forward);
+}
+
+FFI_EXPORT ffi_error *epic_jax_z_loss_backward(ffi_frame *frame)
+{
+    return loss(frame, "z_loss (backward)", true, epic_z_loss_backward);
+}

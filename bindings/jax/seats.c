@@ -1,0 +1,109 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The seats of this process: a list under one mutex, which is never held across a wait. */
+#include "seats.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ffi.h"
+
+struct seat {
+    char name[SEATS_NAME];
+    int32_t ordinal;
+    epic_context *ctx;
+    seat_use *uses; /* in flight */
+    struct seat *next;
+};
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
+static seat *seats;
+
+static seat **find(const char *name, int32_t ordinal)
+{
+    seat **at = &seats;
+    while (*at != NULL && ((*at)->ordinal != ordinal || strcmp((*at)->name, name) != 0))
+        at = &(*at)->next;
+    return at;
+}
+
+static bool is_busy(const seat *found, uint64_t tag)
+{
+    for (const seat_use *use = found->uses; use != NULL; use = use->next)
+        if (use->tag == tag) return true;
+    return false;
+}
+
+/* Once one operation of a tag cannot be made, the order of the tag is lost for good, and peers
+ * would wait for it until their deadline. */
+static void tell_peers(epic_context *ctx, uint64_t tag)
+{
+    epic_abort(
+        ctx, tag,
+        "two calls of the program share a number (an inner jit that is called twice?) "
+        "and came at once: give their plans different channel=, or order them by after=");
+}
+
+seat_answer seat_enter(seat_use *use, const char *name, int32_t ordinal)
+{
+    seat_answer answer = SEAT_OK;
+    pthread_mutex_lock(&mutex);
+    seat *found = *find(name, ordinal);
+    if (found == NULL) {
+        answer = SEAT_NONE;
+    } else if (is_busy(found, use->tag)) {
+        answer = SEAT_TAG_BUSY;
+        tell_peers(found->ctx, use->tag);
+    } else {
+        use->seat = found;
+        use->ctx = found->ctx;
+        use->next = found->uses;
+        found->uses = use;
+    }
+    pthread_mutex_unlock(&mutex);
+    return answer;
+}
+
+void seat_leave(seat_use *use)
+{
+    pthread_mutex_lock(&mutex);
+    seat_use **at = &use->seat->uses;
+    while (*at != use) at = &(*at)->next;
+    *at = use->next;
+    pthread_cond_broadcast(&left);
+    pthread_mutex_unlock(&mutex);
+}
+
+FFI_EXPORT int epic_jax_seat_add(const char *name, int32_t ordinal, epic_context *ctx)
+{
+    seat *made = calloc(1, sizeof *made);
+    if (made == NULL) return 2;
+    pthread_mutex_lock(&mutex);
+    const bool refused = strlen(name) >= SEATS_NAME || *find(name, ordinal) != NULL;
+    if (!refused) {
+        strcpy(made->name, name);
+        made->ordinal = ordinal;
+        made->ctx = ctx;
+        made->next = seats;
+        seats = made;
+    }
+    pthread_mutex_unlock(&mutex);
+    if (refused) free(made);
+    return refused;
+}
+
+FFI_EXPORT epic_context *epic_jax_seat_remove(const char *name, int32_t ordinal)
+{
+    pthread_mutex_lock(&mutex);
+    seat **at = find(name, ordinal), *found = *at;
+    epic_context *ctx = NULL;
+    if (found != NULL) {
+        *at = found->next;
+        while (found->uses != NULL) pthread_cond_wait(&left, &mutex);
+        ctx = found->ctx;
+    }
+    pthread_mutex_unlock(&mutex);
+    free(found);
+    return ctx;
+}

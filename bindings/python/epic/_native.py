@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C core by ctypes: the structs that Python fills, calls that raise EpicError."""
+
+import ctypes
+import functools
+import os
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from pathlib import Path
+from typing import Any
+
+from epic.options import Options
+
+GATHER = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_size_t)
+CLOSE = ctypes.CFUNCTYPE(None, c_void_p)
+
+RESULTS = (
+    "EPIC_OK EPIC_EINVAL EPIC_ENOMEM EPIC_ENOTSUP EPIC_ETIMEOUT EPIC_EDEVICE EPIC_EOVERFLOW "
+    "EPIC_EMISMATCH EPIC_EPEER EPIC_ECLOSED"
+).split()
+
+
+class EpicError(RuntimeError):
+    """A call of the core failed: its sentence, and `code`, the name of its result."""
+
+    def __init__(self, code: str, sentence: str) -> None:
+        super().__init__(f"{code}: {sentence}")
+        self.code = code
+
+
+def struct(name: str, *parts: tuple[str, Any]) -> type[ctypes.Structure]:
+    """A ctypes mirror of one of the core's structs."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(parts)})
+
+
+def uints(names: str) -> list[tuple[str, Any]]:
+    """Fields that are all uint32."""
+    return [(name, c_uint32) for name in names.split()]
+
+
+Meet = struct(
+    "Meet",
+    ("rank", c_int32),
+    ("num_ranks", c_int32),
+    ("gather", GATHER),
+    ("close", CLOSE),
+    ("self", c_void_p),
+)
+Tcp = struct(
+    "Tcp",
+    ("address", c_char_p),
+    ("secret", c_char_p),
+    ("rank", c_int32),
+    ("num_ranks", c_int32),
+    ("port", c_uint32),
+    ("timeout_ms", c_uint32),
+)
+Config = struct(
+    "Config",
+    ("max_tokens", c_int64),
+    ("max_row_bytes", c_int64),
+    ("staging_bytes", c_int64),
+    *uints("num_ranks timeout_ms max_in_flight max_sms"),
+    ("backend", c_char_p),
+    ("name", c_char_p),
+    ("native", c_void_p),
+)
+Layer = struct(
+    "Layer",
+    *uints("num_experts top_k alignment layout overflow expert_capacity sum_order leaves"),
+    *uints("partial_type flags"),
+)
+Router = struct(
+    "Router",
+    *uints("num_experts zero_experts top_k score num_groups topk_groups group_score group_best"),
+    *uints("group_others weight_rule normalise flags"),
+    *((name, c_double) for name in ("eps", "norm_min", "scale")),
+)
+Experts = struct(
+    "Experts",
+    *uints("num_local_experts hidden inner activation ungated interleaved weighting row_type"),
+    *uints("weight_type flags"),
+    ("limit", c_float),
+    ("alpha", c_float),
+)
+ThreeSizes = struct(
+    "ThreeSizes",
+    ("saved_bytes", c_int64),
+    ("forward_bytes", c_int64),
+    ("backward_bytes", c_int64),
+)
+Moe = struct(
+    "Moe",
+    ("layer", c_void_p),
+    ("layer_size", c_size_t),
+    ("router", c_void_p),
+    ("router_size", c_size_t),
+    ("experts", c_void_p),
+    ("experts_size", c_size_t),
+    ("shared", c_void_p),
+    ("shared_size", c_size_t),
+    ("balance_coeff", c_double),
+    ("z_coeff", c_double),
+    ("sequence_tokens", c_int64),
+    ("capacity", c_int64),
+    *uints("flags pad"),
+)
+
+PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "epic_meet_tcp": (c_int32, [c_void_p, c_void_p, c_size_t]),
+    "epic_meet_env": (c_int32, [c_void_p]),
+    "epic_meet_threads": (c_int32, [c_void_p, c_int32, c_uint32]),
+    "epic_meet_close": (None, [c_void_p]),
+    "epic_open": (c_int32, [POINTER(c_void_p), c_void_p, c_void_p, c_size_t]),
+    "epic_close": (None, [c_void_p]),
+    "epic_check": (c_int32, [c_void_p]),
+    "epic_abort": (None, [c_void_p, c_uint64, c_char_p]),
+    "epic_error": (c_char_p, [c_void_p]),
+    "epic_backend_name": (c_char_p, [c_void_p]),
+    "epic_blas_name": (c_char_p, []),
+    "epic_plan_bytes": (c_size_t, [c_void_p, c_size_t, c_void_p, c_size_t]),
+    "epic_capacity_bound": (c_int64, [c_void_p, c_size_t, c_void_p, c_size_t]),
+    "epic_router_workspace": (c_size_t, [c_void_p, c_size_t]),
+    "epic_experts_memory": (c_int32, [c_void_p, c_size_t, c_int64, c_void_p, c_size_t]),
+    "epic_moe_memory": (
+        c_int32,
+        [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_size_t],
+    ),
+}
+
+
+def find(file: str) -> Path:
+    """A library: in EPIC_LIBRARY_PATH, beside this package, or in the build of its checkout."""
+    here = Path(__file__).resolve().parent
+    folders = [Path(f) for f in os.environ.get("EPIC_LIBRARY_PATH", "").split(":") if f]
+    folders += [here / "lib"]
+    if len(here.parents) > 2:
+        folders += [here.parents[2] / "build" / "lib"]
+    for folder in folders:
+        if (folder / file).exists():
+            return folder / file
+    looked = ", ".join(str(folder) for folder in folders)
+    raise ImportError(f"{file} is in none of {looked}: build EPIC, or set EPIC_LIBRARY_PATH")
+
+
+@functools.cache
+def core() -> ctypes.CDLL:
+    """libepic.so."""
+    library = ctypes.CDLL(str(find("libepic.so")), mode=ctypes.RTLD_GLOBAL)
+    for name, (result, arguments) in PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def failure(code: int, context: int | None = None) -> EpicError:
+    """This thread's last failure as an exception."""
+    sentence = core().epic_error(context).decode(errors="replace")
+    name = RESULTS[code] if 0 <= code < len(RESULTS) else f"result {code}"
+    return EpicError(name, sentence)
+
+
+def check(code: int, context: int | None = None) -> None:
+    """Raises what the core says went wrong."""
+    if code != 0:
+        raise failure(code, context)
+
+
+def filled(kind: type[ctypes.Structure], options: Options) -> ctypes.Structure:
+    """The core's struct of the options."""
+    return kind(**options.numbers())
+
+
+def sized(*values: ctypes.Structure) -> list[Any]:
+    """Pointer and size of each struct, as the core's calls take them."""
+    return [part for value in values for part in (ctypes.byref(value), ctypes.sizeof(value))]

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism as JAX functions, on EPIC's C core.  docs/jax.md is the guide."""
+
+from epic._native import EpicError
+from epic.jax import sharded
+from epic.jax.experts import ExpertWeights, experts
+from epic.jax.groups import Group, check, close, open
+from epic.jax.meeting import Tcp
+from epic.jax.moe import Moe, MoeOut, MoeWeights, moe
+from epic.jax.router import balance_loss, route, z_loss
+from epic.jax.steps import Plan, combine, dispatch, plan, plan_dispatch, sum
+from epic.options import Experts, Layer, Router
+
+__all__ = [
+    "EpicError",
+    "ExpertWeights",
+    "Experts",
+    "Group",
+    "Layer",
+    "Moe",
+    "MoeOut",
+    "MoeWeights",
+    "Plan",
+    "Router",
+    "Tcp",
+    "balance_loss",
+    "check",
+    "close",
+    "combine",
+    "dispatch",
+    "experts",
+    "moe",
+    "open",
+    "plan",
+    "plan_dispatch",
+    "route",
+    "sharded",
+    "sum",
+    "z_loss",
+]

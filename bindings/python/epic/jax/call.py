@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Custom calls of the core, and the number that each call site has.
+
+This file alone touches what JAX does not document: a primitive of our own that becomes a number,
+unique in the program and alike on all ranks.  Where JAX no longer has what that takes, the number
+is 0, and independent plans of one program need `channel=`.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from epic import _native
+from epic.jax.groups import Group
+
+NAMES = (
+    "plan plan_dispatch dispatch dispatch_backward combine combine_backward sum router "
+    "router_backward balance_loss balance_loss_backward z_loss z_loss_backward experts "
+    "experts_backward moe moe_backward"
+).split()
+NO_VMAP = (
+    "epic.jax: vmap over a collective operation is not possible, as every element would be an "
+    "operation of its own on all ranks.  Fold the mapped axis into the tokens ([B, S, H] -> "
+    "[B * S, H]), or loop with jax.lax.map or scan"
+)
+Array = jax.Array
+Spec = jax.ShapeDtypeStruct
+
+
+@functools.cache
+def handlers() -> ctypes.CDLL:
+    """libepic_jax.so, its handlers registered.  XLA holds bare pointers: it is never unloaded."""
+    _native.core()
+    library = ctypes.CDLL(str(_native.find("libepic_jax.so")))
+    library.epic_jax_seat_add.argtypes = [ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p]
+    library.epic_jax_seat_add.restype = ctypes.c_int
+    library.epic_jax_seat_remove.argtypes = [ctypes.c_char_p, ctypes.c_int32]
+    library.epic_jax_seat_remove.restype = ctypes.c_void_p
+    for name in NAMES:
+        handler = jax.ffi.pycapsule(getattr(library, f"epic_jax_{name}"))
+        jax.ffi.register_ffi_target(f"epic_{name}", handler, platform="cpu")
+    return library
+
+
+# ------------------------------------------------------------------------ call sites ----
+
+
+def make_site() -> Any:
+    """The primitive, or None where JAX does not have what it takes."""
+    try:
+        from jax.extend.core import Primitive
+        from jax.interpreters import batching, mlir
+    except ImportError:
+        return None
+    site = Primitive("epic_site")
+    site.def_impl(lambda *_: np.int32(0))
+    site.def_abstract_eval(lambda *_: jax.core.ShapedArray((), np.dtype(np.int32)))
+
+    def lower(context: Any, *_: Any) -> Any:
+        channel = context.module_context.new_channel()
+        return [mlir.ir_constant(np.int32(channel))]
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError(NO_VMAP)
+
+    try:
+        mlir.register_lowering(site, lower, cacheable=False)  # each call site its own number
+    except TypeError:
+        return None
+    batching.primitive_batchers[site] = refuse
+    return site
+
+
+@functools.cache
+def site_primitive() -> Any:
+    """Made once, at first use."""
+    return make_site()
+
+
+def site(*operands: Any) -> Any:
+    """This call site's number, an int32 scalar.  Operands are those of the call: by them the
+    number knows that it is under vmap."""
+    primitive = site_primitive()
+    return np.int32(0) if primitive is None else primitive.bind(*operands)
+
+
+# -------------------------------------------------------------------- varying values ----
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes along which check_vma=True knows x to differ."""
+    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
+
+
+def axes_of(group: Group | None, *operands: Any) -> frozenset[str]:
+    """Along which the results of a call differ: with its operands, and within its group."""
+    axes: frozenset[str] = frozenset().union(*(varying(x) for x in operands))
+    if group is not None:
+        manual = getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())
+        axes |= {axis for axis in group.axes if axis in manual}
+    return axes
+
+
+def spread(axes: frozenset[str], x: Any) -> Any:
+    """x as a value that differs along the axes; its gradient is then summed over new ones."""
+    missing = tuple(sorted(axes - varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def spread_all(group: Group | None, *values: Any) -> list[Any]:
+    """All of them along what any of them, or the group, differs in.  None stays None."""
+    axes = axes_of(group, *(x for x in values if x is not None))
+    return [None if x is None else spread(axes, jnp.asarray(x)) for x in values]
+
+
+# ----------------------------------------------------------------------------- calls ----
+
+ABSENT = Spec((1,), np.uint8)
+
+
+def call(
+    name: str,
+    results: Sequence[Spec | None],
+    operands: Sequence[Any],
+    group: Group | None = None,
+    **attributes: Any,
+) -> list[Any]:
+    """Calls the handler.  None stands for what is absent, in operands and results.  The group
+    is given for collectives."""
+    handlers()
+    given = [x for x in operands if x is not None]
+    axes = axes_of(group, *given)
+    arrays = [np.zeros(1, np.uint8) if x is None else x for x in operands]
+    shapes = [ABSENT if r is None else Spec(r.shape, r.dtype) for r in results]
+    if group is not None:
+        attributes["group"] = group.name
+    how = None if group is not None else "sequential"
+    out = jax.ffi.ffi_call(f"epic_{name}", shapes, vmap_method=how)(*arrays, **attributes)
+    return [
+        None if wanted is None else spread(axes, x) for wanted, x in zip(results, out, strict=True)
+    ]
+
+
+def no_gradient(x: Any) -> np.ndarray:
+    """The cotangent of integers."""
+    return np.zeros(np.shape(x), jax.dtypes.float0)
+
+
+def zero_gradient(x: Any) -> Any:
+    """A zero cotangent, of whatever type x is."""
+    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else no_gradient(x)
+
+
+def like(x: Any) -> Spec:
+    """The shape and dtype of an array."""
+    return Spec(x.shape, x.dtype)

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups: which devices share the experts of a layer, and their contexts in the core."""
+
+import collections
+import contextlib
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from epic import _native
+from epic._native import EpicError
+from epic.jax import meeting
+from epic.jax.meeting import Exchange, Meeting, StoreExchange, Tcp
+from epic.options import Layer
+
+DEFAULT_TIMEOUT_MS = 300_000
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group that is, or was, open: a value, the same in every process, by which programs know
+    it.  Which context a device has is looked up by `name` whenever a program runs."""
+
+    name: str
+    axes: tuple[str, ...]
+    num_ranks: int
+    max_tokens: int
+    max_row_bytes: int
+
+    def config(self) -> ctypes.Structure:
+        """For the core's size queries."""
+        return _native.Config(
+            max_tokens=self.max_tokens,
+            max_row_bytes=self.max_row_bytes,
+            num_ranks=self.num_ranks,
+        )
+
+    def plan_bytes(self, layer: Layer) -> int:
+        """Bytes of a plan as the core counts them."""
+        return self.query("epic_plan_bytes", layer)
+
+    def capacity_bound(self, layer: Layer) -> int:
+        """The fewest slots of a rank that can never overflow."""
+        return self.query("epic_capacity_bound", layer)
+
+    def query(self, name: str, layer: Layer) -> int:
+        """A size query over this group's sizes and the layer; local."""
+        parts = _native.sized(self.config(), _native.filled(_native.Layer, layer))
+        size = int(getattr(_native.core(), name)(*parts))
+        if size == 0:
+            raise _native.failure(1)
+        return size
+
+    def local_experts(self, layer: Layer) -> int:
+        """Experts of one rank, at most, placed in contiguous blocks."""
+        return -(-layer.num_experts // self.num_ranks)
+
+    def close(self) -> None:
+        """As epic.jax.close."""
+        close(self)
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A device of this process in one of the groups that share a name."""
+
+    ordinal: int
+    index: int
+    rank: int
+
+
+@dataclass
+class Opened:
+    """What a group holds in this process."""
+
+    contexts: dict[Seat, int]
+    exchanges: list[StoreExchange]
+
+
+opened: dict[str, Opened] = {}
+generations: collections.Counter[str] = collections.Counter()
+lock = threading.Lock()
+
+
+# ------------------------------------------------------------------ who sits where ----
+
+
+def seats_of_mesh(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[Any]], int]:
+    """Devices by group and rank: a group is all devices that share the other coordinates."""
+    missing = [axis for axis in axes if axis not in mesh.axis_names]
+    if missing:
+        names = ", ".join(map(str, mesh.axis_names))
+        raise ValueError(f"axis {missing[0]!r} is not an axis of the mesh: those are {names}")
+    devices = np.asarray(mesh.devices)
+    at = [mesh.axis_names.index(axis) for axis in axes]
+    num_ranks = math.prod(devices.shape[i] for i in at)
+    last = np.moveaxis(devices, at, range(devices.ndim - len(at), devices.ndim))
+    return last.reshape(-1, num_ranks).tolist(), num_ranks
+
+
+def local_seats(groups: list[list[Any]]) -> list[Seat]:
+    """The seats of this process."""
+    here = jax.process_index()
+    return [
+        Seat(device.id, index, rank)
+        for index, group in enumerate(groups)
+        for rank, device in enumerate(group)
+        if device.process_index == here
+    ]
+
+
+# -------------------------------------------------------------------------- meeting ----
+
+
+def choose_meeting(
+    meet: Tcp | Exchange | None, group: str, seats: list[Seat], num_ranks: int, timeout_ms: int
+) -> tuple[Callable[[Seat], Meeting], list[StoreExchange]]:
+    """How each seat gets its meeting, and the exchanges that were made for it."""
+    indices = {seat.index for seat in seats}
+    local = all(sum(s.index == i for s in seats) == num_ranks for i in indices)
+    if isinstance(meet, Tcp):
+        return lambda s: meeting.by_tcp(meet, s.index, s.rank, num_ranks, timeout_ms), []
+    if meet is not None:
+        return lambda s: meeting.by_exchange(meet, s.rank, num_ranks), []
+    if local:
+        threads = {i: meeting.by_threads(num_ranks, timeout_ms) for i in indices}
+        return lambda s: threads[s.index][s.rank], []
+    client = meeting.store()
+    if client is None:
+        raise ValueError(
+            "the ranks are in several processes and jax.distributed is not initialised: call "
+            "jax.distributed.initialize, or pass meet=epic.jax.Tcp(...) or an exchange"
+        )
+    prefix = f"epic/{group}/{generations[group]}"
+    stores = {i: StoreExchange(client, f"{prefix}/{i}", num_ranks, timeout_ms) for i in indices}
+    return (
+        lambda s: meeting.by_exchange(stores[s.index], s.rank, num_ranks),
+        list(stores.values()),
+    )
+
+
+def open_seat(meeting_of: Callable[[Seat], Meeting], config: Any, seat: Seat) -> int:
+    """Opens the context of one seat; blocks until its peers open theirs."""
+    meet = meeting_of(seat)
+    context = ctypes.c_void_p()
+    try:
+        code = _native.core().epic_open(
+            ctypes.byref(context), ctypes.addressof(meet.struct), *_native.sized(config)
+        )
+        if code == 0 and isinstance(context.value, int):
+            return context.value
+        error = meet.error or _native.failure(code, context.value)
+        _native.core().epic_close(context)
+        raise error
+    finally:
+        meet.close()
+
+
+# ------------------------------------------------------------------- open and close ----
+
+
+def open(
+    mesh: jax.sharding.Mesh | None = None,
+    axis: str | tuple[str, ...] = "ep",
+    *,
+    max_tokens: int,
+    max_row_bytes: int,
+    name: str = "epic",
+    ranks: Sequence[int] | None = None,
+    num_ranks: int | None = None,
+    meet: Tcp | Exchange | None = None,
+    timeout_ms: int = 0,
+    staging_bytes: int = 0,
+    backend: str | None = None,
+) -> Group:
+    """Opens the groups of a mesh: all devices that share their coordinates but those of `axis`
+    are one.  Collective over the processes of the mesh.
+
+    Without a mesh: `ranks` are those of this process's local devices, of `num_ranks`; for
+    processes that do not know each other by jax.distributed.  max_tokens and max_row_bytes are
+    the most that one device sends at once.  meet: by default threads where all ranks are here,
+    else JAX's key-value store; or Tcp(...); or a function (rank, bytes) -> every rank's bytes.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if mesh is not None:
+        groups, count = seats_of_mesh(mesh, axes)
+        seats = local_seats(groups)
+    else:
+        axes = ()
+        count = num_ranks or 1
+        taken = list(ranks if ranks is not None else [0])
+        seats = [Seat(d.id, 0, r) for d, r in zip(jax.local_devices(), taken, strict=False)]
+    group = Group(name, axes, count, max_tokens, max_row_bytes)
+    config = group.config()
+    config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
+    config.name, config.backend = name.encode(), backend.encode() if backend else None
+    with lock:
+        if name in opened:
+            raise ValueError(f"group {name!r} is open: close it first, or choose another name=")
+        opened[name] = Opened({}, [])
+        generations[name] += 1
+    try:
+        fill(group, seats, meet, config)
+    except BaseException:
+        with lock:
+            opened.pop(name, None)
+        raise
+    return group
+
+
+def fill(group: Group, seats: list[Seat], meet: Tcp | Exchange | None, config: Any) -> None:
+    """Opens all seats of this process at once and tells the handlers."""
+    if not seats:
+        return
+    timeout_ms = config.timeout_ms or DEFAULT_TIMEOUT_MS
+    meeting_of, exchanges = choose_meeting(meet, group.name, seats, group.num_ranks, timeout_ms)
+    with ThreadPoolExecutor(len(seats)) as pool:
+        tasks = {seat: pool.submit(open_seat, meeting_of, config, seat) for seat in seats}
+    errors = [task.exception() for task in tasks.values()]
+    contexts = {seat: task.result() for seat, task in tasks.items() if not task.exception()}
+    if any(errors):
+        end(contexts.values())
+        raise next(error for error in errors if error)
+    opened[group.name] = Opened(contexts, exchanges)
+    for seat, context in contexts.items():
+        if handlers().epic_jax_seat_add(group.name.encode(), seat.ordinal, context):
+            close(group)
+            raise ValueError(f"name {group.name!r}: at most 63 bytes are allowed")
+
+
+def end(contexts: Any) -> None:
+    """Closes contexts, all at once: they may wait for one another."""
+    threads = [threading.Thread(target=_native.core().epic_close, args=(c,)) for c in contexts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def close(group: Group) -> None:
+    """Gives this process's seats back, after the operations in flight.  A group may be opened
+    again under its name, also under programs compiled before.
+
+    Wait for the results of the last program first (jax.block_until_ready): where one device no
+    longer finds its seat and another waits in an XLA collective, XLA ends the process.  Arrays
+    that are alive are waited for here."""
+    with lock:
+        state = opened.get(group.name)
+    if state is None:
+        return
+    settle()
+    with lock:
+        opened.pop(group.name, None)
+    for seat in state.contexts:
+        handlers().epic_jax_seat_remove(group.name.encode(), seat.ordinal)
+    end(state.contexts.values())
+    for exchange in state.exchanges:
+        for rank in range(exchange.num_ranks):
+            with contextlib.suppress(Exception):  # the store may be gone by now
+                exchange.forget(rank)
+
+
+def settle() -> None:
+    """Waits for the programs whose results are alive; their errors are their owners'."""
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):
+            array.block_until_ready()
+
+
+def check(group: Group) -> None:
+    """Raises what broke the group, if something has."""
+    for context in list(contexts_of(group)):
+        _native.check(_native.core().epic_check(context), context)
+
+
+def contexts_of(group: Group) -> Iterator[int]:
+    """The contexts of this process."""
+    state = opened.get(group.name)
+    if state is None:
+        raise EpicError("EPIC_ECLOSED", f"group {group.name!r} is not open in this process")
+    yield from state.contexts.values()
+
+
+def handlers() -> ctypes.CDLL:
+    """libepic_jax.so, registered with XLA."""
+    from epic.jax import call  # it needs this module
+
+    return call.handlers()

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole layer: router, plan, dispatch, experts, combine, as one function with one gradient.
+
+On the CPU it is the core's own layer, forward and backward one call each.  With `grouped_gemm=`
+it is composed of the single functions, and the experts' products are the caller's.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from epic import _native
+from epic.jax import router as routing
+from epic.jax import steps
+from epic.jax.call import Spec, call, like, site, spread_all, zero_gradient
+from epic.jax.experts import ExpertWeights, check_weights
+from epic.jax.groups import Group
+from epic.options import Experts, Layer, Router
+
+GroupedGemm = Callable[[Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Moe:
+    """What is fixed for a layer."""
+
+    layer: Layer
+    router: Router
+    experts: Experts
+    shared: Experts | None = None
+    balance_coeff: float = 0.0
+    z_coeff: float = 0.0
+    sequence_tokens: int = 0
+    capacity: int | None = None
+
+
+class MoeWeights(NamedTuple):
+    """Parameters, as one device has them: of its own experts; the others whole."""
+
+    w_gate: Any  # [hidden, E] float32
+    w_gate_up: Any  # [local experts, hidden, width]
+    w_down: Any  # [local experts, inner, hidden]
+    b_gate: Any = None  # [E]
+    bias: Any = None  # [E], for the choice only; no gradient
+    b_gate_up: Any = None
+    b_down: Any = None
+    shared_gate_up: Any = None  # [1, hidden, width]
+    shared_down: Any = None
+    shared_b_gate_up: Any = None
+    shared_b_down: Any = None
+
+
+class MoeOut(NamedTuple):
+    """out as x; loss: this device's part of balance loss + z-loss; load, demand: of the plan."""
+
+    out: Any
+    loss: Any
+    load: Any
+    demand: Any
+
+
+# The order of the handlers' arrays.
+ORDER = (
+    "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
+    "shared_b_gate_up shared_b_down"
+).split()
+
+
+def of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
+    """The weights of the experts, or with "shared_" of the shared one."""
+    if not prefix:
+        return ExpertWeights(*(getattr(weights, name) for name in ExpertWeights._fields))
+    names = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
+    return ExpertWeights(*(getattr(weights, name) for name in names))
+
+
+def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
+    """The options with the arrays' dtypes and the capacity as a number."""
+    types = {"row_type": x.dtype.name, "weight_type": weights.w_gate_up.dtype.name}
+    capacity = options.capacity
+    return replace(
+        options,
+        experts=replace(options.experts, **types),
+        shared=replace(options.shared, **types) if options.shared else None,
+        capacity=group.capacity_bound(options.layer) if capacity is None else capacity,
+    )
+
+
+def check_moe(options: Moe, x: Any, weights: MoeWeights) -> None:
+    """Shapes and dtypes, before anything is traced."""
+    steps.check_floats("x", x)
+    if x.shape[-1] != options.experts.hidden:
+        raise ValueError(f"x: shape {x.shape}: [..., {options.experts.hidden}] is needed")
+    columns = options.router.num_experts + options.router.zero_experts
+    gate = (options.experts.hidden, columns)
+    if weights.w_gate.shape != gate:
+        raise ValueError(f"w_gate: shape {weights.w_gate.shape}: {list(gate)} is needed")
+    check_weights(options.experts, of(weights))
+    if (options.shared is None) != (weights.shared_gate_up is None):
+        raise ValueError("shared options and shared weights come together")
+    if options.shared is not None:
+        check_weights(options.shared, of(weights, "shared_"))
+    for name in ("b_gate", "bias"):
+        vector = getattr(weights, name)
+        if vector is not None and vector.shape != (columns,):
+            raise ValueError(f"{name}: shape {vector.shape}: [{columns}] is needed")
+
+
+# ------------------------------------------------------------- the core's own layer ----
+
+
+@dataclass(frozen=True)
+class Static:
+    """What forward and backward know while tracing; options are completed."""
+
+    group: Group
+    options: Moe
+
+
+def attributes(options: Moe) -> dict[str, Any]:
+    """All numbers of the layer; layer and router agree where they share names."""
+    shared = options.shared.numbers("shared_") if options.shared else {}
+    return {
+        **options.layer.numbers(),
+        **options.router.numbers(),
+        **options.experts.numbers("experts_"),
+        **shared,
+        "has_shared": int(options.shared is not None),
+        "balance_coeff": float(options.balance_coeff),
+        "z_coeff": float(options.z_coeff),
+        "sequence_tokens": options.sequence_tokens,
+        "capacity": options.capacity,
+    }
+
+
+def memory(static: Static) -> tuple[Spec, Spec, Spec]:
+    """What is saved, and workspace forward and backward."""
+    options = static.options
+    parts = [
+        _native.filled(_native.Layer, options.layer),
+        _native.filled(_native.Router, options.router),
+        _native.filled(_native.Experts, options.experts),
+    ]
+    wish = _native.Moe(
+        balance_coeff=options.balance_coeff,
+        z_coeff=options.z_coeff,
+        sequence_tokens=options.sequence_tokens,
+        capacity=options.capacity,
+    )
+    if options.shared:
+        parts.append(_native.filled(_native.Experts, options.shared))
+    for name, part in zip(("layer", "router", "experts", "shared"), parts, strict=False):
+        setattr(wish, name, ctypes.addressof(part))
+        setattr(wish, name + "_size", ctypes.sizeof(part))
+    sizes = _native.ThreeSizes()
+    config = static.group.config()
+    _native.check(_native.core().epic_moe_memory(*_native.sized(config, wish, sizes)))
+    numbers = (sizes.saved_bytes, sizes.forward_bytes, sizes.backward_bytes)
+    saved, forward, backward = (Spec((n,), jnp.uint8) for n in numbers)
+    return saved, forward, backward
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def layer(static: Static, x: Any, weights: MoeWeights, ints: tuple[Any, ...]) -> tuple[Any, ...]:
+    """moe on checked arrays; ints: token_ids, table, rank_of_expert, channel, what to wait for."""
+    return layer_forward(static, x, weights, ints)[0]
+
+
+def layer_forward(
+    static: Static, x: Any, weights: MoeWeights, ints: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """The core saves what it needs; x and weights are kept as they are."""
+    saved, workspace, _ = memory(static)
+    experts = static.options.layer.num_experts
+    results = [like(x), Spec((1,), jnp.float32), Spec((experts,), jnp.int32)]
+    results += [Spec((1,), jnp.int32), saved, workspace]
+    arrays = [getattr(weights, name) for name in ORDER]
+    operands = [x, *arrays, *ints[:3], site(x, *ints[3:]), *ints[3:]]
+    out = call("moe", results, operands, static.group, **attributes(static.options))
+    return tuple(out[:4]), (x, weights, ints, out[4])
+
+
+def layer_backward(static: Static, kept: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Weight gradients come in float32 and leave in the weights' dtype."""
+    x, weights, ints, saved = kept
+    kind = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    arrays = {name: getattr(weights, name) for name in ORDER}
+    named = [name for name in ORDER if name != "bias"]
+    results: list[Spec | None] = [like(x)]
+    results += [None if arrays[n] is None else Spec(arrays[n].shape, kind) for n in named]
+    results += [memory(static)[2]]
+    operands = [x, *arrays.values(), saved, gradients[0], gradients[1], site(x), ints[3]]
+    out = call("moe_backward", results, operands, static.group, **attributes(static.options))
+    pairs = zip(named, out[1:-1], strict=True)
+    d_weights = {n: None if d is None else d.astype(arrays[n].dtype) for n, d in pairs}
+    bias = None if weights.bias is None else jnp.zeros_like(weights.bias)
+    return (
+        out[0],
+        MoeWeights(**d_weights, bias=bias),
+        tuple(None if i is None else zero_gradient(i) for i in ints),
+    )
+
+
+layer.defvjp(layer_forward, layer_backward)
+
+
+# --------------------------------------------------------------- composed, any GEMM ----
+
+
+def activate(options: Experts, z: Any) -> Any:
+    """The experts' nonlinearity over [rows, width]."""
+    plain: dict[str, Callable[[Any], Any]] = {
+        "silu": jax.nn.silu,
+        "gelu": partial(jax.nn.gelu, approximate=False),
+        "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+        "relu2": lambda v: jnp.square(jax.nn.relu(v)),
+    }
+    if options.ungated:
+        return plain[options.activation](z)
+    gate, up = (z[:, 0::2], z[:, 1::2]) if options.interleaved else jnp.split(z, 2, axis=1)
+    if options.activation != "clamped_swiglu":
+        return plain[options.activation](gate) * up
+    limit, alpha = options.limit or 7.0, options.alpha or 1.702
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+
+def mlp(
+    options: Experts, gemm: GroupedGemm, x: Any, sizes: Any, w: ExpertWeights, scale: Any
+) -> Any:
+    """The experts over slabs of `sizes` rows, with the caller's products."""
+    expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
+    column = None if scale is None else scale[:, None].astype(x.dtype)
+    if options.weighting == "input" and column is not None:
+        x = x * column
+    z = gemm(x, w.w_gate_up.astype(x.dtype), sizes)
+    if w.b_gate_up is not None:
+        z = z + w.b_gate_up.astype(z.dtype)[expert]
+    a = activate(options, z)
+    early = column if options.weighting == "early" else None
+    a = a if early is None else a * early
+    y = gemm(a.astype(x.dtype), w.w_down.astype(x.dtype), sizes)
+    if w.b_down is not None:
+        b = w.b_down.astype(y.dtype)[expert]
+        y = y + (b if early is None else b * early)
+    return y.astype(x.dtype)
+
+
+def dense_gemm(x: Any, w: Any, _: Any) -> Any:
+    """The product of a single expert that has all rows."""
+    return x @ w[0]
+
+
+def composed(
+    group: Group,
+    options: Moe,
+    gemm: GroupedGemm,
+    x: Any,
+    weights: MoeWeights,
+    extras: dict[str, Any],
+    after: dict[str, Any],
+) -> MoeOut:
+    """The layer from the single functions."""
+    if options.router.zero_experts:
+        raise ValueError("grouped_gemm with zero_experts is not there yet: leave one of them out")
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    logits = x.astype(wide) @ weights.w_gate.astype(wide)
+    if weights.b_gate is not None:
+        logits = logits + weights.b_gate.astype(wide)
+    table = extras.pop("rank_of_expert")
+    chosen, w = routing.route(options.router, logits, bias=weights.bias, **extras)
+    plan, recv, slot = steps.plan_dispatch(
+        group,
+        options.layer,
+        chosen,
+        x,
+        w,
+        capacity=options.capacity,
+        rank_of_expert=table,
+        num_local_experts=options.experts.num_local_experts,
+        **after,
+    )
+    late = options.experts.weighting == "late"
+    rows = plan.expert_rows
+    y = mlp(options.experts, gemm, recv, rows, of(weights), None if late else slot)
+    out = steps.combine(plan, y, slot if late else None)
+    if options.shared is not None:
+        whole = jnp.full((1,), x.shape[0], jnp.int32)
+        out = out + mlp(options.shared, dense_gemm, x, whole, of(weights, "shared_"), None)
+    loss = losses(group, options, logits, plan.load, chosen)
+    return MoeOut(out, loss, plan.load, plan.demand)
+
+
+def losses(group: Group, options: Moe, logits: Any, load: Any, chosen: Any) -> Any:
+    """This device's part."""
+    total = logits.shape[0] * group.num_ranks
+    loss = jnp.zeros((), jnp.float32)
+    if options.balance_coeff:
+        loss = loss + routing.balance_loss(
+            options.router,
+            logits,
+            coeff=options.balance_coeff,
+            total_tokens=total,
+            load=load,
+            topk_idx=chosen,
+            sequence_tokens=options.sequence_tokens,
+        )
+    if options.z_coeff:
+        loss = loss + routing.z_loss(
+            options.router, logits, coeff=options.z_coeff, total_tokens=total
+        )
+    return loss
+
+
+# ------------------------------------------------------------------------------- moe ----
+
+
+def moe(
+    group: Group,
+    options: Moe,
+    x: Any,
+    weights: MoeWeights,
+    *,
+    token_ids: Any = None,
+    table: Any = None,
+    rank_of_expert: Any = None,
+    grouped_gemm: GroupedGemm | None = None,
+    channel: Any = None,
+    after: Any = None,
+) -> MoeOut:
+    """The layer of x [..., hidden], on each device's own tokens and experts.
+
+    Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.  grouped_gemm:
+    a function as jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes [experts])
+    -> [slots, n].
+    """
+    x = jnp.asarray(x)
+    check_moe(options, x, weights)
+    options = completed(group, options, x, weights)
+    rows = steps.as_rows("x", x)
+    if weights.bias is not None:
+        weights = weights._replace(bias=jax.lax.stop_gradient(weights.bias))
+    if grouped_gemm is not None:
+        extras = {"token_ids": token_ids, "table": table, "rank_of_expert": rank_of_expert}
+        order = {"channel": channel, "after": after}
+        out = composed(group, options, grouped_gemm, rows, weights, extras, order)
+        return out._replace(out=out.out.reshape(x.shape))
+    ids = None if token_ids is None else jnp.asarray(token_ids).reshape(rows.shape[0])
+    ints = [ids, table, rank_of_expert, steps.channel_of(channel), *steps.calm(after)]
+    arrays = spread_all(group, rows, *weights, *ints)
+    count = 1 + len(weights)
+    spread = MoeWeights(*arrays[1:count])
+    out, loss, load, demand = layer(
+        Static(group, options), arrays[0], spread, tuple(arrays[count:])
+    )
+    return MoeOut(out.reshape(x.shape), loss[0], load, demand)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same functions over global arrays, for plain jit: they insert the shard_map.
+
+Tokens are sharded over `token_axes` (data axes and the group's) in their first dimension, rows of
+a receive buffer likewise, experts over the group's axis, hidden over `hidden_axis` if there is
+one.  Without a shard_map XLA would gather every array and run the call on all devices.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from epic.jax import moe as layer
+from epic.jax import steps
+from epic.jax.groups import Group
+from epic.options import Layer
+
+Axes = tuple[str, ...]
+
+
+def mapped(mesh: Mesh, function: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
+    """shard_map over all axes of the mesh."""
+    return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs)
+
+
+def rows_spec(axes: Axes, rank: int, hidden_axis: str | None) -> P:
+    """First dimension over the axes, last over the hidden one."""
+    return P(axes, *[None] * (rank - 2), hidden_axis)
+
+
+def default_axes(mesh: Mesh, group: Group, given: Axes | None, hidden_axis: str | None) -> Axes:
+    """All axes of the mesh but the hidden one, in the mesh's order."""
+    axes = given or tuple(a for a in mesh.axis_names if a != hidden_axis)
+    if not set(group.axes) <= set(axes):
+        raise ValueError(f"token_axes {axes}: the group's {group.axes} must be among them")
+    return axes
+
+
+def plan_dispatch(
+    mesh: Mesh,
+    group: Group,
+    options: Layer,
+    topk_idx: Any,
+    tokens: Any,
+    weights: Any,
+    *,
+    token_axes: Axes | None = None,
+    hidden_axis: str | None = None,
+    capacity: int | None = None,
+) -> tuple[steps.Plan, Any, Any]:
+    """As epic.jax.plan_dispatch; every part of the results is stacked over the devices."""
+    axes = default_axes(mesh, group, token_axes, hidden_axis)
+
+    def local(chosen: Any, x: Any, w: Any) -> Any:
+        return steps.plan_dispatch(group, options, chosen, x, w, capacity=capacity)
+
+    rows = rows_spec(axes, tokens.ndim, hidden_axis)
+    ins = (P(axes), rows, P(axes))
+    whole = (*axes, hidden_axis) if hidden_axis else axes
+    outs = (P(whole), P(axes, hidden_axis), P(whole))
+    return mapped(mesh, local, ins, outs)(topk_idx, tokens, weights)
+
+
+def combine(
+    mesh: Mesh,
+    plan: steps.Plan,
+    rows: Any,
+    slot_weights: Any,
+    *,
+    token_axes: Axes | None = None,
+    hidden_axis: str | None = None,
+) -> Any:
+    """As epic.jax.combine, on what plan_dispatch above gave."""
+    axes = default_axes(mesh, plan.way.group, token_axes, hidden_axis)
+    whole = (*axes, hidden_axis) if hidden_axis else axes
+    row = P(axes, hidden_axis)
+    return mapped(mesh, steps.combine, (P(whole), row, P(whole)), row)(plan, rows, slot_weights)
+
+
+def weight_specs(group: Group, weights: layer.MoeWeights) -> layer.MoeWeights:
+    """Experts over the group's axes; gate, bias and shared expert on every device."""
+    of_experts = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+    return layer.MoeWeights(
+        **{
+            name: None if x is None else P(group.axes if name in of_experts else None)
+            for name, x in weights._asdict().items()
+        }
+    )
+
+
+def moe(
+    mesh: Mesh,
+    group: Group,
+    options: layer.Moe,
+    x: Any,
+    weights: layer.MoeWeights,
+    *,
+    token_axes: Axes | None = None,
+    **more: Any,
+) -> layer.MoeOut:
+    """As epic.jax.moe over x [B, ..., hidden] with B over token_axes and weights of all experts.
+
+    The loss is the mean over the groups of their sums: one number, as on a single device.
+    """
+    axes = default_axes(mesh, group, token_axes, None)
+    replicas = tuple(a for a in axes if a not in group.axes)
+
+    def local(x: Any, weights: layer.MoeWeights) -> layer.MoeOut:
+        out = layer.moe(group, options, x, weights, **more)
+        loss = jax.lax.psum(out.loss, group.axes)
+        loss = jax.lax.pmean(loss, replicas) if replicas else loss
+        return out._replace(loss=loss)
+
+    stacked = P(axes)
+    outs = layer.MoeOut(P(axes), P(), stacked, stacked)
+    return mapped(mesh, local, (P(axes), weight_specs(group, weights)), outs)(x, weights)

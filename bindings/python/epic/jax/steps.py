@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""plan, dispatch, combine, plan_dispatch, sum: arrays in, arrays out, with gradients.
+
+They are called on each device's own part: inside shard_map over the group's axis, or anywhere in
+a group of one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from epic.jax.call import Array, Spec, call, like, no_gradient, site, spread_all, zero_gradient
+from epic.jax.groups import Group
+from epic.options import Layer
+
+PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
+ROW_TYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a plan and its users know while tracing."""
+
+    group: Group
+    layer: Layer
+    num_tokens: int
+    capacity: int
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("bytes", "expert_rows", "expert_tokens", "load", "demand"),
+    meta_fields=("way",),
+)
+@dataclass(frozen=True)
+class Plan:
+    """Where every choice goes.
+
+    bytes [n] uint8: what dispatch, combine and their gradients read; expert_rows and
+    expert_tokens [local experts] int32: padded and true rows of each slab; load [num_experts]
+    int32: choices of each expert over the group; demand [1] int32: slots that were needed.
+    """
+
+    bytes: Array
+    expert_rows: Array
+    expert_tokens: Array
+    load: Array
+    demand: Array
+    way: Way
+
+
+def as_rows(name: str, x: Any, count: int | None = None) -> Any:
+    """[..., hidden] as [rows, hidden]."""
+    if x.ndim < 2:
+        raise ValueError(f"{name}: shape {x.shape}: [..., hidden] is needed")
+    rows = math.prod(x.shape[:-1])
+    if count is not None and rows != count:
+        raise ValueError(f"{name}: {rows} rows (shape {x.shape}): the plan has {count}")
+    return x.reshape(rows, x.shape[-1])
+
+
+def check_floats(name: str, x: Any) -> None:
+    """What is added must be a type that the core adds."""
+    if x.dtype.name not in ROW_TYPES:
+        raise TypeError(f"{name}: dtype {x.dtype}: one of {', '.join(ROW_TYPES)} is needed")
+
+
+def as_weights(name: str, x: Any, shape: tuple[int, ...]) -> Any:
+    """Float32 of that shape; None stays None."""
+    if x is None:
+        return None
+    if math.prod(x.shape) != math.prod(shape):
+        raise ValueError(f"{name}: shape {x.shape}: {list(shape)} is needed")
+    return x.astype(jnp.float32).reshape(shape)
+
+
+def calm(after: Any) -> list[Any]:
+    """Arrays to wait for, without a gradient."""
+    return [jax.lax.stop_gradient(x) for x in jax.tree.leaves(after)]
+
+
+# ------------------------------------------------------------------------------ plan ----
+
+
+def plan_way(group: Group, layer: Layer, topk_idx: Any, capacity: int | None) -> tuple[Way, Any]:
+    """Checks the routing; the choices as [num_tokens, top_k]."""
+    if topk_idx.dtype.name not in ("int32", "int64"):
+        raise TypeError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
+    if topk_idx.ndim < 2 or topk_idx.shape[-1] != layer.top_k:
+        raise ValueError(f"topk_idx: shape {topk_idx.shape}: [..., top_k {layer.top_k}] is needed")
+    rows = as_rows("topk_idx", topk_idx)
+    if rows.shape[0] > group.max_tokens:
+        raise ValueError(
+            f"topk_idx: {rows.shape[0]} tokens: group {group.name!r} was opened with "
+            f"max_tokens {group.max_tokens}"
+        )
+    slots = group.capacity_bound(layer) if capacity is None else capacity
+    if slots < 1:
+        raise ValueError(f"capacity {slots}: 1 or more is needed, or None for the bound")
+    return Way(group, layer, rows.shape[0], slots), rows
+
+
+def num_local(way: Way, rank_of_expert: Any, given: int | None) -> int:
+    """Experts of a rank, at most."""
+    if given is not None or rank_of_expert is None:
+        return given or way.group.local_experts(way.layer)
+    if isinstance(rank_of_expert, jax.core.Tracer):
+        raise ValueError("rank_of_expert is traced: num_local_experts is needed then")
+    return int(np.bincount(np.asarray(rank_of_expert)).max())
+
+
+def plan_results(way: Way, has_table: bool, local: int) -> list[Spec]:
+    """With a table the core may write counts of more experts than the caller reckons with."""
+    counts = Spec((way.layer.num_experts if has_table else local,), jnp.int32)
+    size = way.group.plan_bytes(way.layer) + PLAN_TAIL
+    return [
+        Spec((size,), jnp.uint8),
+        counts,
+        counts,
+        Spec((way.layer.num_experts,), jnp.int32),
+        Spec((1,), jnp.int32),
+    ]
+
+
+def plan_attributes(way: Way) -> dict[str, Any]:
+    """Of plan and plan_dispatch."""
+    return {**way.layer.numbers(), "capacity": way.capacity}
+
+
+def plan_of(way: Way, local: int, parts: Sequence[Any]) -> Plan:
+    """Results of the handler as a Plan."""
+    data, rows, tokens, load, demand = parts
+    return Plan(data, rows[:local], tokens[:local], load, demand, way)
+
+
+def channel_of(channel: Any) -> Any:
+    """The caller's number as an operand; -1: none."""
+    return jnp.asarray(-1 if channel is None else channel, jnp.int32)
+
+
+def plan(
+    group: Group,
+    layer: Layer,
+    topk_idx: Any,
+    *,
+    capacity: int | None = None,
+    rank_of_expert: Any = None,
+    num_local_experts: int | None = None,
+    channel: Any = None,
+    after: Any = None,
+) -> Plan:
+    """Makes the plan of topk_idx [..., top_k]; negative: no expert.
+
+    capacity: slots of this device; None: as many as can ever be needed.  rank_of_expert
+    [num_experts]: which rank owns each expert; None: contiguous blocks.  channel: a number that
+    no independent plan of the program shares; after: results that must be there first; see
+    docs/jax.md for the one case that needs them.
+    """
+    way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
+    local = num_local(way, rank_of_expert, num_local_experts)
+    chosen, table, number = spread_all(group, chosen, rank_of_expert, channel_of(channel))
+    parts = call(
+        "plan",
+        plan_results(way, table is not None, local),
+        [chosen, table, site(chosen), number, *calm(after)],
+        group,
+        **plan_attributes(way),
+    )
+    return plan_of(way, local, parts)
+
+
+# -------------------------------------------------------------------------- dispatch ----
+
+
+def recv_results(way: Way, tokens: Any, weights: Any) -> list[Spec | None]:
+    """What dispatch gives."""
+    recv = Spec((way.capacity, tokens.shape[1]), tokens.dtype)
+    return [recv, None if weights is None else Spec((way.capacity,), jnp.float32)]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
+    """dispatch on checked arrays."""
+    operands = [data, tokens, weights, site(data, tokens)]
+    recv, recv_weight = call("dispatch", recv_results(way, tokens, weights), operands, way.group)
+    return recv, recv_weight
+
+
+def dispatch_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
+    """Nothing is saved but the plan."""
+    return dispatch_rows(way, data, tokens, weights), data
+
+
+def rows_home(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Gradients of the received rows and weights, brought to their tokens."""
+    d_recv, d_recv_weight = gradients
+    d_tokens = Spec((way.num_tokens, d_recv.shape[1]), d_recv.dtype)
+    d_weights = Spec((way.num_tokens, way.layer.top_k), jnp.float32)
+    operands = [data, d_recv, d_recv_weight, site(data, d_recv)]
+    results = [d_tokens, None if d_recv_weight is None else d_weights]
+    out = call("dispatch_backward", results, operands, way.group)
+    return out[0], out[1]
+
+
+def dispatch_backward(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
+    """The plan has no gradient."""
+    return (no_gradient(data), *rows_home(way, data, gradients))
+
+
+dispatch_rows.defvjp(dispatch_forward, dispatch_backward)
+
+
+def dispatch(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, Any]:
+    """Sends each token to its experts: [..., hidden] -> [capacity, hidden].
+
+    With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
+    the plan does not fill are zeros.
+    """
+    way = plan.way
+    rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
+    check_floats("tokens", rows)
+    weights = as_weights("weights", weights, (way.num_tokens, way.layer.top_k))
+    return dispatch_rows(way, *spread_all(way.group, plan.bytes, rows, weights))
+
+
+# --------------------------------------------------------------------- plan_dispatch ----
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def plan_dispatch_rows(
+    way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
+) -> tuple[Any, ...]:
+    """plan_dispatch on checked arrays; ints: choices, table, channel, and what to wait for."""
+    chosen, table, number, *after = ints
+    results = plan_results(way, table is not None, local) + recv_results(way, tokens, weights)
+    operands = [chosen, table, tokens, weights, site(chosen, tokens), number, *after]
+    return tuple(call("plan_dispatch", results, operands, way.group, **plan_attributes(way)))
+
+
+def plan_dispatch_forward(
+    way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
+) -> tuple[Any, Any]:
+    """The plan and the integers' shapes are saved."""
+    out = plan_dispatch_rows(way, local, ints, tokens, weights)
+    return out, (out[0], ints)
+
+
+def plan_dispatch_backward(
+    way: Way, _: int, saved: tuple[Any, Any], gradients: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """As dispatch's."""
+    data, ints = saved
+    return (jax.tree.map(zero_gradient, ints), *rows_home(way, data, gradients[5:]))
+
+
+plan_dispatch_rows.defvjp(plan_dispatch_forward, plan_dispatch_backward)
+
+
+def plan_dispatch(
+    group: Group,
+    layer: Layer,
+    topk_idx: Any,
+    tokens: Any,
+    weights: Any = None,
+    *,
+    capacity: int | None = None,
+    rank_of_expert: Any = None,
+    num_local_experts: int | None = None,
+    channel: Any = None,
+    after: Any = None,
+) -> tuple[Plan, Any, Any]:
+    """plan, then dispatch with it, as one call: (plan, recv, recv_weight or None)."""
+    way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
+    local = num_local(way, rank_of_expert, num_local_experts)
+    rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
+    check_floats("tokens", rows)
+    weights = as_weights("weights", weights, (way.num_tokens, layer.top_k))
+    number = channel_of(channel)
+    arrays = [chosen, rank_of_expert, number, rows, weights, *calm(after)]
+    chosen, table, number, rows, weights, *waits = spread_all(group, *arrays)
+    ints = (chosen, table, number, *waits)
+    out = plan_dispatch_rows(way, local, ints, rows, weights)
+    return plan_of(way, local, out[:5]), out[5], out[6]
+
+
+# --------------------------------------------------------------------------- combine ----
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine_rows(way: Way, data: Any, rows: Any, slot_weights: Any) -> Any:
+    """combine on checked arrays."""
+    out = Spec((way.num_tokens, rows.shape[1]), rows.dtype)
+    operands = [data, rows, slot_weights, site(data, rows)]
+    return call("combine", [out], operands, way.group)[0]
+
+
+def combine_forward(way: Way, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
+    """Rows are needed again only for the weights' gradient."""
+    out = combine_rows(way, data, rows, slot_weights)
+    return out, (data, None if slot_weights is None else rows, slot_weights)
+
+
+def combine_backward(way: Way, saved: tuple[Any, Any, Any], d_out: Any) -> tuple[Any, ...]:
+    """To the slots, scaled by their weights."""
+    data, rows, slot_weights = saved
+    d_rows = Spec((way.capacity, d_out.shape[1]), d_out.dtype)
+    d_weights = None if slot_weights is None else like(slot_weights)
+    operands = [data, d_out, rows, slot_weights, site(data, d_out)]
+    out = call("combine_backward", [d_rows, d_weights], operands, way.group)
+    return no_gradient(data), out[0], out[1]
+
+
+combine_rows.defvjp(combine_forward, combine_backward)
+
+
+def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
+    """Brings rows home, summed: [capacity, hidden] -> [num_tokens, hidden].
+
+    out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the layer's order.
+    """
+    way = plan.way
+    rows = as_rows("rows", jnp.asarray(rows), way.capacity)
+    check_floats("rows", rows)
+    slot_weights = as_weights("slot_weights", slot_weights, (way.capacity,))
+    return combine_rows(way, *spread_all(way.group, plan.bytes, rows, slot_weights))
+
+
+# ------------------------------------------------------------------------------- sum ----
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> Any:
+    """sum on a flat float32 array; ints: channel, and what to wait for."""
+    operands = [x, site(x), *ints]
+    return call("sum", [like(x)], operands, group, order=order)[0]
+
+
+def sum_forward(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Nothing is saved but the shapes of the integers."""
+    return sum_array(group, order, x, ints), ints
+
+
+def sum_backward(group: Group, order: int, ints: Any, gradient: Any) -> tuple[Any, ...]:
+    """Each rank's x is in every rank's sum."""
+    d_x = sum_array(group, order, gradient, (ints[0],))
+    return d_x, jax.tree.map(zero_gradient, ints)
+
+
+sum_array.defvjp(sum_forward, sum_backward)
+
+
+def sum(group: Group, x: Any, *, tree: bool = False, channel: Any = None, after: Any = None) -> Any:
+    """Adds float32 arrays over the ranks: the same bits on every rank, in rank order or in a
+    binary tree."""
+    x = jnp.asarray(x)
+    if x.dtype != jnp.float32:
+        raise TypeError(f"x: dtype {x.dtype}: float32 is needed")
+    flat, *ints = spread_all(group, x.reshape(-1), channel_of(channel), *calm(after))
+    return sum_array(group, int(tree), flat, tuple(ints)).reshape(x.shape)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core's layer called from threads of Python, without JAX: what epic.jax.moe must equal."""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+import numpy as np
+
+from epic import _native
+from epic._native import check, core, sized, struct
+from epic.jax import meeting
+from epic.jax.moe import Moe
+
+WEIGHTS = (
+    "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
+    "shared_b_gate_up shared_b_down"
+).split()
+Call = struct(
+    "Call", ("stream", c_void_p), ("tag", c_uint64), ("timeout_ms", c_uint32), ("sms", c_uint32)
+)
+Rows = struct("Rows", ("data", c_void_p), ("num_rows", c_int64), ("row_bytes", c_int64))
+Weights = struct("Weights", *((name, c_void_p) for name in WEIGHTS))
+Gradients = struct("Gradients", *((name, c_void_p) for name in WEIGHTS if name != "bias"))
+HEAD = (
+    ("call", Call),
+    ("moe", c_void_p),
+    ("moe_size", c_size_t),
+    ("weights", c_void_p),
+    ("weights_size", c_size_t),
+)
+MEMORY = (
+    ("saved", c_void_p),
+    ("saved_bytes", c_int64),
+    ("workspace", c_void_p),
+    ("workspace_bytes", c_int64),
+)
+Forward = struct(
+    "Forward",
+    *HEAD,
+    ("x", Rows),
+    ("out", Rows),
+    ("token_ids", c_void_p),
+    ("table", c_void_p),
+    ("table_rows", c_int64),
+    ("rank_of_expert", c_void_p),
+    *MEMORY,
+    ("loss", c_void_p),
+    ("load", c_void_p),
+    ("demand", c_void_p),
+    ("token_id_type", c_uint32),
+    ("flags", c_uint32),
+)
+Backward = struct(
+    "Backward",
+    *HEAD,
+    ("x", Rows),
+    ("d_out", Rows),
+    ("d_x", Rows),
+    ("gradients", c_void_p),
+    ("gradients_size", c_size_t),
+    *MEMORY,
+    ("d_loss", c_void_p),
+    ("flags", c_uint32),
+    ("pad", c_uint32),
+)
+
+
+def address(array: np.ndarray | None) -> int | None:
+    """Where the numbers are."""
+    return None if array is None else array.ctypes.data
+
+
+def rows(array: np.ndarray) -> Any:
+    """As epic_rows."""
+    return Rows(array.ctypes.data, array.shape[0], array.shape[1] * array.itemsize)
+
+
+def aligned(size: int) -> np.ndarray:
+    """Bytes at a multiple of 64."""
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size]
+
+
+def describe(options: Moe) -> tuple[Any, list[Any]]:
+    """epic_moe, and what it points to."""
+    kinds = {"layer": _native.Layer, "router": _native.Router, "experts": _native.Experts}
+    parts = {name: _native.filled(kind, getattr(options, name)) for name, kind in kinds.items()}
+    if options.shared:
+        parts["shared"] = _native.filled(_native.Experts, options.shared)
+    moe = _native.Moe(
+        balance_coeff=options.balance_coeff, z_coeff=options.z_coeff, capacity=options.capacity
+    )
+    for name, part in parts.items():
+        setattr(moe, name, ctypes.addressof(part))
+        setattr(moe, name + "_size", ctypes.sizeof(part))
+    return moe, list(parts.values())
+
+
+def one_rank(
+    config: Any, meet: Any, options: Moe, x: np.ndarray, weights: dict, d_out: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Opens, runs forward and backward with d_loss 1, closes."""
+    context = ctypes.c_void_p()
+    meeting_at = ctypes.addressof(meet.struct)
+    check(core().epic_open(ctypes.byref(context), meeting_at, *sized(config)))
+    moe, kept = describe(options)
+    sizes = _native.ThreeSizes()
+    check(core().epic_moe_memory(*sized(config), *sized(moe), *sized(sizes)))
+    saved, work = aligned(sizes.saved_bytes), aligned(sizes.backward_bytes + sizes.forward_bytes)
+    w = Weights(**{name: address(weights.get(name)) for name in WEIGHTS})
+    d = {n: np.zeros(v.shape, np.float32) for n, v in weights.items() if n != "bias"}
+    g = Gradients(**{name: address(v) for name, v in d.items()})
+    out, d_x = np.zeros_like(x), np.zeros_like(x)
+    head = {"call": Call(tag=5), "moe": ctypes.addressof(moe), "moe_size": ctypes.sizeof(moe)}
+    head |= {"weights": ctypes.addressof(w), "weights_size": ctypes.sizeof(w), "x": rows(x)}
+    head |= {"saved": address(saved), "saved_bytes": saved.size}
+    head |= {"workspace": address(work), "workspace_bytes": work.size}
+    forward = Forward(out=rows(out), **head)
+    check(core().epic_moe_forward(context, *sized(forward)))
+    backward = Backward(
+        d_out=rows(d_out),
+        d_x=rows(d_x),
+        gradients=ctypes.addressof(g),
+        gradients_size=ctypes.sizeof(g),
+        **head,
+    )
+    check(core().epic_moe_backward(context, *sized(backward)))
+    core().epic_close(context)
+    del kept
+    return out, d_x, d
+
+
+def run(config: Any, options: Moe, per_rank: list[tuple[Any, Any, Any]]) -> list[Any]:
+    """out, d_x and gradients of every rank, for its (x, weights, d_out)."""
+    for name in ("epic_moe_forward", "epic_moe_backward"):
+        getattr(core(), name).argtypes = [c_void_p, c_void_p, c_size_t]
+    meets = meeting.by_threads(len(per_rank), 60000)
+    with ThreadPoolExecutor(len(per_rank)) as pool:
+        tasks = [
+            pool.submit(one_rank, config, meet, options, *mine)
+            for meet, mine in zip(meets, per_rank, strict=True)
+        ]
+    return [task.result() for task in tasks]

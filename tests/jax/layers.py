@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer of random numbers, and what it must give: for tests in one process and in several."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import epic.jax
+import reference
+
+BATCH, LENGTH, EXPERTS, HIDDEN, INNER = 8, 3, 8, 16, 12
+CASES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "normalised": {"normalise": True, "balance_coeff": 0.5, "z_coeff": 0.1},
+    "sigmoid": {"score": "sigmoid", "normalise": True, "bias": True, "balance_coeff": 0.5},
+    "biases": {"biases": True, "alignment": 8},
+    "shared": {"shared": True, "z_coeff": 0.1},
+    "early": {"weighting": "early", "biases": True},
+    "top1": {"top_k": 1},
+}
+
+
+def options(case: dict[str, Any], ranks: int) -> epic.jax.Moe:
+    """As epic.jax wants it."""
+    top_k = case.get("top_k", 2)
+    return epic.jax.Moe(
+        epic.jax.Layer(EXPERTS, top_k, alignment=case.get("alignment", 1)),
+        epic.jax.Router(
+            EXPERTS,
+            top_k,
+            score=case.get("score", "softmax"),
+            normalise="sum" if case.get("normalise") else "none",
+        ),
+        epic.jax.Experts(EXPERTS // ranks, HIDDEN, INNER, weighting=case.get("weighting", "late")),
+        shared=epic.jax.Experts(1, HIDDEN, INNER) if case.get("shared") else None,
+        balance_coeff=case.get("balance_coeff", 0.0),
+        z_coeff=case.get("z_coeff", 0.0),
+    )
+
+
+def weights(case: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Of all experts, float32."""
+    rng = np.random.default_rng(7)
+    shapes = {
+        "w_gate": (HIDDEN, EXPERTS),
+        "w_gate_up": (EXPERTS, HIDDEN, 2 * INNER),
+        "w_down": (EXPERTS, INNER, HIDDEN),
+    }
+    if case.get("bias"):
+        shapes["bias"] = (EXPERTS,)
+    if case.get("biases"):
+        shapes |= {"b_gate_up": (EXPERTS, 2 * INNER), "b_down": (EXPERTS, HIDDEN)}
+    if case.get("shared"):
+        shapes |= {"shared_gate_up": (1, HIDDEN, 2 * INNER), "shared_down": (1, INNER, HIDDEN)}
+    return {n: (0.4 * rng.normal(size=s)).astype(np.float32) for n, s in shapes.items()}
+
+
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    """x and a random cotangent of out."""
+    rng = np.random.default_rng(8)
+    x, ct = rng.normal(size=(2, BATCH, LENGTH, HIDDEN)).astype(np.float32)
+    return x, ct
+
+
+def true_step(case: dict[str, Any], groups: int) -> tuple[Any, ...]:
+    """out, loss, d_x and d_weights in float64, for as many groups side by side."""
+    o = reference.Options(
+        case.get("top_k", 2),
+        case.get("score", "softmax"),
+        case.get("normalise", False),
+        case.get("balance_coeff", 0.0),
+        case.get("z_coeff", 0.0),
+    )
+    w = {name: value.astype(np.float64) for name, value in weights(case).items()}
+    x, ct = (v.astype(np.float64).reshape(groups, -1, HIDDEN) for v in arrays())
+    parts = [reference.moe(o, x[g], w, ct[g], 1 / groups) for g in range(groups)]
+    whole = (BATCH, LENGTH, HIDDEN)
+    out = np.concatenate([p[0] for p in parts]).reshape(whole)
+    d_x = np.concatenate([p[2] for p in parts]).reshape(whole)
+    d_w = {name: sum(p[3][name] for p in parts) for name in w if name != "bias"}
+    return out, sum(p[1] for p in parts) / groups, d_x, d_w
+
+
+def step(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any:
+    """A jitted function of x, weights and ct: out, loss, d_x, d_weights."""
+    wish = options(case, group.num_ranks)
+
+    def loss_of(x: Any, w: Any, ct: Any) -> Any:
+        moe = epic.jax.sharded.moe(mesh, group, wish, x, epic.jax.MoeWeights(**w), **more)
+        return (moe.out * ct).sum() + moe.loss, moe
+
+    def run(x: Any, w: Any, ct: Any) -> Any:
+        (_, moe), (d_x, d_w) = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(x, w, ct)
+        return moe.out, moe.loss, d_x, d_w
+
+    return jax.jit(run)
+
+
+def compare(got: tuple[Any, ...], wanted: tuple[Any, ...], most: float = 5e-6) -> None:
+    """By relative error, each array by itself."""
+    out, loss, d_x, d_w = wanted
+    assert reference.relative(got[0], out) < most
+    assert abs(float(got[1]) - loss) <= most * max(abs(loss), 1e-3)
+    assert reference.relative(got[2], d_x) < most
+    for name, value in d_w.items():
+        assert reference.relative(got[3][name], value) < most, name
+    if "bias" in got[3]:
+        assert not jnp.any(got[3]["bias"])

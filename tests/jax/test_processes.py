@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four devices in several processes: right results, and the end of a process is an error."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("worker.py")
+LIMIT = 240
+
+
+def free_port() -> int:
+    """One that nobody has just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(what: str, processes: int) -> list[str]:
+    """What each process said."""
+    devices = 4 // processes
+    env = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    port = str(free_port())
+    words = [sys.executable, str(WORKER), what]
+    running = [
+        subprocess.Popen(
+            [*words, str(i), str(processes), port],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(processes)
+    ]
+    said = []
+    try:
+        for process in running:
+            out, err = process.communicate(timeout=LIMIT)
+            said.append(out if process.returncode in (0, -9) else out + err)
+    finally:
+        for process in running:
+            process.kill()
+    return said
+
+
+@pytest.mark.parametrize("processes", [4, 2])
+def test_layers(processes: int) -> None:
+    """EP 1, 2 and 4 over processes of one device, and of two."""
+    for said in run("layers", processes):
+        assert said.endswith("right\n"), said[-3000:]
+
+
+def test_independent_layers() -> None:
+    """Sixteen in one program, in four processes: right, the same every time, never stuck."""
+    for said in run("independent", 4):
+        assert said.endswith("right\n"), said[-3000:]
+
+
+@pytest.mark.parametrize("what", ["kill", "kill_tcp"])
+def test_a_killed_process(what: str) -> None:
+    """Every other one gets an exception that names it, within a second."""
+    said = run(what, 4)
+    gone = float(said[3].split("gone ")[1].split()[0])
+    for text in said[:3]:
+        lines = [line for line in text.splitlines() if line.startswith("error")]
+        assert lines, text[-3000:]
+        _, when, sentence = lines[0].split(" ", 2)
+        assert sentence.startswith("UNAVAILABLE: epic.jax.sum") and "rank 3" in sentence, sentence
+        assert float(when) - gone < 1.5  # one second, and a loaded machine's half
+
+
+def test_a_late_process() -> None:
+    """A meeting that somebody misses names him; the next one works."""
+    said = run("late", 4)
+    for process, text in enumerate(said):
+        assert "sum 4" in text, text[-3000:]
+        if process != 2:
+            assert "EPIC_ETIMEOUT" in text and "rank 2" in text, text

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of test_processes.py: worker.py WHAT PROCESS PROCESSES PORT."""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import epic.jax
+import layers
+
+SIZES = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
+
+
+def say(*words: object) -> None:
+    """To the test, at once."""
+    print(*words, flush=True)
+
+
+def initialise(process: int, processes: int, port: int) -> None:
+    """jax.distributed on this host."""
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+
+
+def place(mesh: Mesh, value: np.ndarray, spec: P) -> Any:
+    """A global array of which every process knows all."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def whole(x: Any) -> np.ndarray:
+    """All of a global array."""
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def run_layers(process: int, processes: int, port: int) -> None:
+    """Every case of layers.py on every mesh, against float64."""
+    initialise(process, processes, port)
+    for ep in (1, 2, 4):
+        mesh = Mesh(np.array(jax.devices()[:4]).reshape(4 // ep, ep), ("dp", "ep"))
+        with epic.jax.open(mesh, "ep", **SIZES) as group:
+            for case in layers.CASES.values():
+                x, ct = (place(mesh, v, P(("dp", "ep"))) for v in layers.arrays())
+                w = {n: place(mesh, v, P()) for n, v in layers.weights(case).items()}
+                got = jax.tree.map(whole, layers.step(mesh, group, case)(x, w, ct))
+                layers.compare(got, layers.true_step(case, 4 // ep))
+    say("right")
+
+
+def run_independent(process: int, processes: int, port: int) -> None:
+    """Sixteen layers that do not depend on each other, forward and backward, many times."""
+    initialise(process, processes, port)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "ep"))
+    case = layers.CASES["softmax"]
+    with epic.jax.open(mesh, "ep", **SIZES) as group:
+        one = layers.step(mesh, group, case).__wrapped__
+        run = jax.jit(lambda x, w, ct: [one(x * (1 + i), w, ct) for i in range(16)])
+        x, ct = (place(mesh, v, P(("dp", "ep"))) for v in layers.arrays())
+        w = {n: place(mesh, v, P()) for n, v in layers.weights(case).items()}
+        first = jax.tree.map(whole, run(x, w, ct))
+        layers.compare(first[0], layers.true_step(case, 2))
+        for _ in range(20):
+            again = jax.tree.map(lambda a: np.asarray(a.addressable_data(0)), run(x, w, ct))
+        last = jax.tree.map(whole, run(x, w, ct))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True)
+    )
+    assert len(again) == 16
+    say("right")
+
+
+def sums(group: Any, mesh: Mesh) -> Any:
+    """A jitted sum of four rows."""
+    inner = jax.shard_map(
+        lambda v: epic.jax.sum(group, v), mesh=mesh, in_specs=P("ep"), out_specs=P("ep")
+    )
+    return jax.jit(inner)
+
+
+def step_until_killed(run: Any, process: int) -> None:
+    """The last process kills itself; the others say what they see, and when."""
+    try:
+        for i in range(5):
+            say("step", i, np.asarray(run().addressable_shards[0].data).ravel()[0])
+        if process == 3:
+            say("gone", time.time())
+            os.kill(os.getpid(), signal.SIGKILL)
+        jax.block_until_ready(run())
+        say("no error")
+    except Exception as error:
+        say("error", time.time(), str(error).splitlines()[0])
+    finally:
+        sys.stdout.flush()
+        os._exit(0)  # a peer is gone: jax.distributed would wait for it
+
+
+def run_kill(process: int, processes: int, port: int) -> None:
+    """With jax.distributed."""
+    initialise(process, processes, port)
+    mesh = Mesh(np.array(jax.devices()), ("ep",))
+    group = epic.jax.open(mesh, "ep", **SIZES)
+    x = place(mesh, np.ones((4, 3), np.float32), P("ep"))
+    run = sums(group, mesh)
+    step_until_killed(lambda: run(x), process)
+
+
+def run_kill_tcp(process: int, processes: int, port: int) -> None:
+    """Without: every process is a JAX of its own, and the ranks meet over TCP."""
+    group = epic.jax.open(
+        ranks=[process], num_ranks=processes, meet=epic.jax.Tcp(port=port), **SIZES
+    )
+    run = jax.jit(lambda x: epic.jax.sum(group, x))
+    step_until_killed(lambda: run(jnp.ones(3, jnp.float32)), process)
+
+
+def run_late(process: int, processes: int, port: int) -> None:
+    """A process that does not come to the meeting is named."""
+    initialise(process, processes, port)
+    mesh = Mesh(np.array(jax.devices()), ("ep",))
+    if process != 2:
+        try:
+            epic.jax.open(mesh, "ep", **{**SIZES, "timeout_ms": 1500})
+        except epic.jax.EpicError as error:
+            say("error", error)
+    multihost_utils.sync_global_devices("late")
+    with epic.jax.open(mesh, "ep", name="again", **SIZES) as group:
+        x = place(mesh, np.ones((4, 3), np.float32), P("ep"))
+        say("sum", whole(sums(group, mesh)(x)).ravel()[0])
+
+
+if __name__ == "__main__":
+    what, *numbers = sys.argv[1:]
+    globals()[f"run_{what}"](*map(int, numbers))
