@@ -360,8 +360,8 @@ typedef struct epic_dispatch_args {
 /* Sends row t of tokens to every expert the plan chose for it: recv[slot] = tokens[token_of
  * slot], recv_weight[slot] = weights[token, k].  Padding slots inside slabs are written as
  * zeros; the tail past the last slab is left as it was.  weights and recv_weight come together,
- * and on all ranks or none.  Fewer recv rows than the plan occupies, anywhere: EPIC_EOVERFLOW
- * everywhere.
+ * and on all ranks or none: a rank without tokens or slots gives an address too.  Fewer recv
+ * rows than the plan occupies, anywhere: EPIC_EOVERFLOW everywhere.
  *
  * Quantised, for n elements of a row: 1x128: scale = max|x| / 448 (1 if that is 0),
  * q = e4m3(x / scale); recv_scales rows are ceil(n / 128) float32.  1x32: scale =
