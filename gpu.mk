@@ -14,7 +14,7 @@ GPU_NVFLAGS = -std=c++17 -O3 $(GPU_INCLUDES) -Werror all-warnings -Xcompiler -Wa
 
 GPU_KERNELS = $(patsubst kernels/cuda/%.cu,$(GPU_OUT)/%.o,$(wildcard kernels/cuda/*.cu))
 GPU_HOST = $(patsubst src/backend/p2p/%.c,$(GPU_OUT)/%.o,$(wildcard src/backend/p2p/*.c)) \
-	$(GPU_OUT)/error.o $(GPU_OUT)/team.o $(GPU_OUT)/oracle.o
+	$(GPU_OUT)/error.o $(GPU_OUT)/process.o $(GPU_OUT)/team.o $(GPU_OUT)/oracle.o
 GPU_PROGRAMS = $(patsubst tests/gpu/%.c,$(GPU_OUT)/gpu_%, \
 	$(filter-out tests/gpu/team.c tests/gpu/oracle.c,$(wildcard tests/gpu/*.c))) \
 	$(patsubst bench/gpu/%.cu,$(GPU_OUT)/gpu_%,$(wildcard bench/gpu/*.cu))
@@ -29,7 +29,7 @@ $(GPU_OUT)/%.o: kernels/cuda/%.cu $(GPU_HEADERS)
 $(GPU_OUT)/%.o: src/backend/p2p/%.c $(GPU_HEADERS)
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
-$(GPU_OUT)/error.o: src/core/error.c $(GPU_HEADERS)
+$(GPU_OUT)/error.o $(GPU_OUT)/process.o: $(GPU_OUT)/%.o: src/core/%.c $(GPU_HEADERS)
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
 $(GPU_OUT)/%.o: tests/gpu/%.c $(GPU_HEADERS)
@@ -41,12 +41,13 @@ $(GPU_OUT)/gpu_bench: bench/gpu/bench.cu $(GPU_KERNELS) $(GPU_HOST) $(GPU_HEADER
 	$(NVCC) $(GPU_NVFLAGS) $< $(GPU_KERNELS) $(GPU_HOST) -o $@
 
 # The public calls, through the libraries that `make` builds.
-$(GPU_OUT)/api_step: tests/gpu/api/step.c all
+GPU_API = $(patsubst tests/gpu/api/%.c,$(GPU_OUT)/api_%,$(wildcard tests/gpu/api/*.c))
+$(GPU_OUT)/api_%: tests/gpu/api/%.c all
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) $< -o $@ -Lbuild/lib -lepic -Wl,-rpath,$(abspath build/lib) \
 		-L$(GPU_CUDA)/lib64 -lcudart -Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread
 
-gpu-test: gpu-build $(GPU_OUT)/api_step
+gpu-test: gpu-build $(GPU_API)
 	GPU_OUT=$(GPU_OUT) tests/gpu/run.sh
 
 gpu-bench: gpu-build

@@ -35,7 +35,8 @@
  *       and may be made again; the peers wait for it.  Who cannot make it any more calls
  *       epic_abort.
  *   (b) Data (EPIC_EINVAL for expert ids and damaged plans, EPIC_EOVERFLOW): every rank takes
- *       part, every rank gets the same result, outputs are zero, the group stays usable.
+ *       part, every rank gets the same result, outputs are zero, the group stays usable.  On
+ *       CUDA contexts the call itself returns EPIC_OK, and epic_check the result.
  *   (c) Lost order (EPIC_ETIMEOUT, EPIC_EPEER, EPIC_EMISMATCH, EPIC_EDEVICE): the group is
  *       broken.  Every later call returns the same error at once, epic_close works, and a new
  *       group can be opened in the same process.
@@ -162,7 +163,9 @@ typedef struct epic_config {
     uint32_t num_ranks;     /* 0: the meeting's.  Needed by the size queries */
     uint32_t timeout_ms;    /* deadline of every wait; 0: 300000 */
     uint32_t max_in_flight; /* operations at once; 0: 64, at most 64 */
-    uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement */
+    uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement,
+                               epic_max_sms tells.  All contexts that this process has on a
+                               GPU together: at most its SMs */
     const char *backend;    /* NULL: the first that can join: self, shm or threads, mpi */
     const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
     void *native;           /* backend mpi: a borrowed MPI_Comm *; else NULL */
@@ -216,7 +219,10 @@ typedef enum epic_operation {
 EPIC_API epic_result epic_failure(const epic_context *ctx, epic_failure_info *out, size_t size);
 
 /* Is the group whole?  EPIC_OK, or the class (c) failure that broke it, also one that a device
- * has reported since the last call.  Local; never waits. */
+ * has reported since the last call.  On CUDA contexts, whose calls return before the data has
+ * been looked at, also the oldest class (b) error that it has not returned yet: once, equal on
+ * all ranks.  Operations that their stream has not finished yet have reported nothing.  Local;
+ * never waits. */
 EPIC_API epic_result epic_check(epic_context *ctx);
 
 /* Tells the peers that this rank cannot make its next call of `tag`: they get EPIC_EPEER with
@@ -226,6 +232,7 @@ EPIC_API void epic_abort(epic_context *ctx, uint64_t tag, const char *why);
 EPIC_API int32_t epic_rank(const epic_context *ctx);             /* local */
 EPIC_API int32_t epic_num_ranks(const epic_context *ctx);        /* local */
 EPIC_API const char *epic_backend_name(const epic_context *ctx); /* local; "shm" */
+EPIC_API uint32_t epic_max_sms(const epic_context *ctx);         /* local; 0: a host context */
 
 /* ------------------------------------------------------------------------------- plan ---- */
 
@@ -321,10 +328,14 @@ typedef struct epic_plan_info {
     int64_t fate_offset;  /* bytes into the plan: int32 [num_tokens, top_k], the slot
                                       on the rank that owns the expert, or an EPIC_FATE */
     int64_t rank_offset;  /* bytes into the plan: int32 [num_tokens, top_k], the rank
-                                      that owns the expert, -1 if none */
+                                      that owns the expert, -1 if none; on CUDA contexts also
+                                      -1 where the choice was dropped */
 } epic_plan_info;
 
-/* Reads a plan of a host context.  Local.  Errors: EPIC_EINVAL (not a plan, or damaged). */
+/* Reads a plan of a host context; or of a CUDA context, from the device's memory or a copy of the
+ * bytes on the host.  A query of the host: it copies from the device and waits for that, so the
+ * plan must be finished (its stream synchronised).  Local.  Errors: EPIC_EINVAL (not a plan, or
+ * damaged); EPIC_EDEVICE. */
 EPIC_API epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *out,
                                     size_t size);
 

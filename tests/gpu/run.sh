@@ -9,7 +9,8 @@ GPUS=$(nvidia-smi -L | wc -l)
 failed=0
 run() { timeout 120 "$OUT/$@" || failed=1; }
 
-for ranks in 1 2 4; do run api_step $ranks; done
+for ranks in 1 2 4 8; do run api_step $ranks; done
+for ranks in 1 2 3 8; do run api_data_errors $ranks; done
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000)); done
 run gpu_check 4 1 threads "$CASES" $((SEED + 9000)) tight
 run gpu_graph 4 1 threads 200

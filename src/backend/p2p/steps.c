@@ -337,6 +337,11 @@ static epic_result sum(epic_group *g, const epic_sum_args *args)
     return EPIC_OK;
 }
 
+static uint32_t max_sms(const epic_group *g)
+{
+    return (uint32_t)g->num_sms;
+}
+
 const epic_steps p2p_steps = {
     .plan = plan,
     .dispatch = dispatch,
@@ -346,5 +351,7 @@ const epic_steps p2p_steps = {
     .combine_backward = combine_backward,
     .sum = sum,
     .check = p2p_check,
+    .notice = p2p_notice_take,
+    .max_sms = max_sms,
     .abort = p2p_abort,
 };
