@@ -75,14 +75,14 @@ bool device_plan_read(const void *plan, size_t plan_bytes, device_fetch fetch,
         return true;
     }
     if ((uint64_t)h.bytes > plan_bytes) {
-        *result = epic_fail(EPIC_EINVAL, "plan: plan_bytes is %zu, the plan has %lld", plan_bytes,
-                            (long long)h.bytes);
+        *result = epic_fail(EPIC_EINVAL, "plan: plan_bytes is %zu, the plan has %lld",
+                            plan_bytes, (long long)h.bytes);
         return true;
     }
     const device_plan_layout at =
         device_plan_layout_of(h.num_ranks, h.max_tokens, h.num_experts, h.top_k);
     describe(&h, &at, out);
-    *result = read_fates((const unsigned char *)plan + at.fate, out->num_tokens * h.top_k, fetch,
-                         out);
+    *result = read_fates((const unsigned char *)plan + at.fate, out->num_tokens * h.top_k,
+                         fetch, out);
     return true;
 }

@@ -37,11 +37,12 @@ epic_result p2p_budget_take(epic_group *g, int sms, int device_sms)
         return epic_fail(EPIC_ENOTSUP, "device %d: backend p2p takes the first %d", g->device,
                          MAX_DEVICES);
     if (!add(g->device, sms, device_sms, &others))
-        return epic_fail(EPIC_EINVAL,
-                         "config.max_sms: %d SMs of device %d are wanted, other contexts of this "
-                         "process have taken %d of its %d; give each context a smaller "
-                         "config.max_sms, or close one",
-                         sms, g->device, others, device_sms);
+        return epic_fail(
+            EPIC_EINVAL,
+            "config.max_sms: %d SMs of device %d are wanted, other contexts of this "
+            "process have taken %d of its %d; give each context a smaller "
+            "config.max_sms, or close one",
+            sms, g->device, others, device_sms);
     g->num_sms = sms;
     return EPIC_OK;
 }
