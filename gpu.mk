@@ -51,8 +51,8 @@ $(GPU_OUT)/api_%: tests/gpu/api/%.c $(GPU_OUT)/product.o all
 gpu-test: gpu-build $(GPU_API)
 	GPU_OUT=$(GPU_OUT) tests/gpu/run.sh
 
-gpu-bench: gpu-build
-	$(GPU_OUT)/gpu_bench
+gpu-bench: $(GPU_OUT)/gpu_bench
+	GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
 .PHONY: gpu-build gpu-test gpu-bench
 .PRECIOUS: $(GPU_OUT)/%.o

@@ -153,7 +153,7 @@ static void shrink(test_case *c)
 }
 
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
-                      int64_t max_row_bytes)
+               int64_t max_row_bytes)
 {
     uint64_t state = seed * 1000003, *s = &state;
     static const uint32_t types[] = {EPIC_BF16, EPIC_F16, EPIC_F32};
@@ -671,14 +671,13 @@ bool call_plan_dispatch(bench *b, const arrays *a)
 bool call_combine(bench *b, const arrays *a, const sums *s)
 {
     const test_case *c = &b->c;
-    const epic_combine_args args = {
-        .call = b->call,
-        .plan = a->plan,
-        .plan_bytes = a->plan_bytes,
-        .rows = {s->rows, s->num_rows, c->row_bytes},
-        .out = {s->out, c->r.tokens_of[b->me->rank], c->row_bytes},
-        .slot_weights = c->weighted ? s->weights : NULL,
-        .type = c->type};
+    const epic_combine_args args = {.call = b->call,
+                                    .plan = a->plan,
+                                    .plan_bytes = a->plan_bytes,
+                                    .rows = {s->rows, s->num_rows, c->row_bytes},
+                                    .out = {s->out, c->r.tokens_of[b->me->rank], c->row_bytes},
+                                    .slot_weights = c->weighted ? s->weights : NULL,
+                                    .type = c->type};
     return must(b, p2p_steps.combine(b->me->group, &args), "combine");
 }
 
@@ -775,4 +774,3 @@ void test_sum(bench *b)
     free(x);
     free(got);
 }
-

@@ -35,8 +35,8 @@ static bool multiply_there(const float *a, const float *b, float *c)
         float *x = device, *y = device + N * N, *z = device + 2 * N * N;
         good = cudaMemcpyAsync(x, a, BYTES, cudaMemcpyDefault, stream) == cudaSuccess &&
                cudaMemcpyAsync(y, b, BYTES, cudaMemcpyDefault, stream) == cudaSuccess &&
-               cublasSgemm(handle, CUBLAS_OP_N, CUBLAS_OP_N, N, N, N, &one, x, N, y, N, &zero, z,
-                           N) == CUBLAS_STATUS_SUCCESS &&
+               cublasSgemm(handle, CUBLAS_OP_N, CUBLAS_OP_N, N, N, N, &one, x, N, y, N, &zero,
+                           z, N) == CUBLAS_STATUS_SUCCESS &&
                cudaMemcpyAsync(c, z, BYTES, cudaMemcpyDefault, stream) == cudaSuccess &&
                cudaStreamSynchronize(stream) == cudaSuccess;
     }

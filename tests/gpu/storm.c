@@ -103,7 +103,8 @@ int main(int argc, char **argv)
               .timeout_ms = 5000,
               .work = work};
     const int failed = team_run(&t);
-    printf("gpu_storm %s ranks, %s GPUs, %s, %d operations from seed %llu: %s\n", argv[1], argv[2],
-           argv[3], operations, (unsigned long long)first_seed, failed ? "WRONG" : "good");
+    printf("gpu_storm %s ranks, %s GPUs, %s, %d operations from seed %llu: %s\n", argv[1],
+           argv[2], argv[3], operations, (unsigned long long)first_seed,
+           failed ? "WRONG" : "good");
     return failed != 0;
 }

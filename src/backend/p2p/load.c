@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Loading the kernels at open.  Each is launched once, for an operation that is none, and returns
  * at once: what CUDA does at a first launch (loading code, giving the device more local memory)
- * waits until the device is idle, and it never is while a peer's kernel waits for ours. */
+ * may wait until the device is idle, and it never is while a peer's kernel waits for ours. */
 #include "backend/p2p/p2p.h"
 #include "core/error.h"
 
