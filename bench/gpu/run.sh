@@ -6,6 +6,7 @@ set -e
 OUT=${GPU_OUT:-build/gpu}
 JSON=${JSON:-$OUT/bench.json}
 SMS=${SMS:-48,64,132}
+timeout 60 "$OUT/gpu_router"
 GPUS=$(nvidia-smi -L | wc -l)
 if [ "$GPUS" -lt 2 ]; then
     echo "left out: the benchmarks need two GPUs, there is $GPUS"

@@ -481,11 +481,16 @@ EPIC_API epic_result epic_memory(const epic_config *config, size_t config_size,
                                  const epic_layer *layer, size_t layer_size,
                                  epic_memory_info *out, size_t size);
 
-/* ------------------------------------------------------ router, losses, experts (host) ----
+/* ------------------------------------------------------------- router, losses, experts ----
  *
- * Everything here is local, needs no context, works on plain host memory, allocates nothing
- * (memory is the caller's, by size queries) and may be called from any thread.  Errors are
- * class (a), and for ids found in arrays (b) without peers: nothing has been written then. */
+ * Everything here is local, works on plain host memory, allocates nothing (memory is the
+ * caller's, by size queries) and may be called from any thread.  Errors are class (a), and for
+ * ids found in arrays (b) without peers: nothing has been written then.
+ *
+ * Router and losses also run on a GPU: where ctx is a CUDA context, arrays, workspace, loss and
+ * d_loss lie on its device and the work is ordered on stream, with the host's bits (losses: but
+ * for a last one).  There ids found in arrays are not refused: one out of range is no expert.
+ * At most 4096 experts, no F64 logits there.  ctx NULL or a host context: host memory. */
 
 /* Of an expert, from the logits z of one token. */
 typedef enum epic_score {
@@ -563,6 +568,8 @@ typedef struct epic_router_args {
     uint32_t weights_type;  /* 0: F32; or F64, with F64 logits only */
     uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
     uint32_t flags;         /* 0 */
+    epic_context *ctx;      /* whose device; NULL: host memory */
+    epic_stream stream;
 } epic_router_args;
 
 /* Chooses top_k experts for each token, best first, and weighs them.  Computed in float32 (F64
@@ -588,6 +595,8 @@ typedef struct epic_router_backward_args {
     uint32_t weights_type; /* as forward */
     uint32_t grad_type;    /* of d_logits; 0: type; or F32 */
     uint32_t flags;        /* EPIC_ACCUMULATE */
+    epic_context *ctx;     /* as forward */
+    epic_stream stream;
 } epic_router_backward_args;
 
 /* The gradient of the weights; the choice, and so the bias, has none.  Errors: EPIC_EINVAL. */
@@ -614,6 +623,8 @@ typedef struct epic_loss_args {
     uint32_t loss_type; /* 0: F32; or F64 */
     uint32_t grad_type; /* of d_logits; 0: type; or F32 */
     uint32_t flags;     /* backward: EPIC_ACCUMULATE */
+    epic_context *ctx;  /* whose device; NULL: host memory */
+    epic_stream stream;
 } epic_loss_args;
 
 /* num_experts * coeff / (top_k * T^2) * sum over experts of load * (sum over tokens of P): P is
@@ -632,6 +643,10 @@ EPIC_API epic_result epic_z_loss_backward(const epic_loss_args *args, size_t siz
  * Errors: EPIC_EINVAL. */
 EPIC_API epic_result epic_bias_update(float *bias, const int32_t *load, int64_t num_experts,
                                       float rate);
+
+/* The same on the device of ctx, ordered on stream. */
+EPIC_API epic_result epic_bias_update_on(epic_context *ctx, epic_stream stream, float *bias,
+                                         const int32_t *load, int64_t num_experts, float rate);
 
 typedef enum epic_activation {
     EPIC_SILU = 0,

@@ -29,6 +29,7 @@ run api_budget
 for ranks in 1 2 4 8; do run api_step $ranks; done
 for ranks in 1 2 3 8; do run api_data_errors $ranks; done
 run api_deaths 3 1 "$DEATHS"
+run api_router 3000 "$SEED"
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000)); done
 run gpu_check 4 1 threads "$CASES" $((SEED + 9000)) tight
 run gpu_check 2 1 processes 10 $((SEED + 9500))

@@ -4,6 +4,7 @@
  * may wait until the device is idle, and it never is while a peer's kernel waits for ours. */
 #include "backend/p2p/p2p.h"
 #include "core/error.h"
+#include "cuda/router.h"
 
 static epic_result load_code(void)
 {
@@ -11,6 +12,9 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_dispatch(), "loading the dispatch kernels"));
     TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
+    TRY(p2p_cuda(p2p_load_router(), "loading the router kernels"));
+    TRY(p2p_cuda(p2p_load_router_backward(), "loading the router's backward kernels"));
+    TRY(p2p_cuda(p2p_load_loss(), "loading the loss kernels"));
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
