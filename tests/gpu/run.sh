@@ -38,7 +38,7 @@ run gpu_graph 4 1 threads 200
 run gpu_faults 4 1 threads "$FAULTS"
 if command -v compute-sanitizer >/dev/null; then
     for tool in memcheck initcheck racecheck synccheck; do
-        sanitize $tool "$OUT/gpu_check" 2 1 threads 6 "$SEED"
+        sanitize $tool "$OUT/gpu_check" 2 1 threads 6 "$SEED" small
     done
 else
     echo "left out: there is no compute-sanitizer"
