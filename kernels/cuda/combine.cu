@@ -572,9 +572,9 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     Walk e, s;                       /* the next units, */
     int32_t slot_e, slot_s, ranks_s; /* and what they need first */
     int32_t end_e, end_s;
-    int32_t place_rank;          /* lane p: the peer at place p, or -1 */
-    int32_t slot, token, vector; /* of the unit whose pieces are being copied, */
-    uint32_t slots = 0, places = 0; /* and what is left of it */
+    int32_t place_rank;                       /* lane p: the peer at place p, or -1 */
+    int32_t slot, token, vector;              /* of the unit whose pieces are being copied, */
+    uint32_t slots = 0, places = 0;           /* and what is left of it */
     uint32_t begun = 0, copied = 0, used = 0; /* units */
 
     __device__ __forceinline__ Stream(const Combine &combine, uint8_t *memory, int32_t end)
@@ -663,9 +663,9 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
             slot = entry.slot[lane_id()];
         }
         if (slots) {
-            const int64_t from = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
+            const int32_t from = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
             slots &= slots - 1;
-            ring.copy(c.job.rows + from * c.shape.row_bytes, vector, c.shape, true, c.policy);
+            ring.copy(c.job.rows + row_offset(from, c.shape), vector, c.shape, true, c.policy);
         } else if (places) {
             const int place = __ffs(places) - 1;
             places &= places - 1;
@@ -695,8 +695,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         do {
             use(q);
             if (!left) break;
-            const uint32_t word =
-                __shfl_sync(ALL_LANES, u.floats[lane_id()], __ffs(left) - 1);
+            const uint32_t word = __shfl_sync(ALL_LANES, u.floats[lane_id()], __ffs(left) - 1);
             const float weight = c.job.slot_weights ? __uint_as_float(word) : 1.0f;
             left &= left - 1;
 #pragma unroll
@@ -722,8 +721,8 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
             for (int v = 0; v < V; v++)
                 if (in_row(u, v)) store_relaxed(to + v * WARP, node[v]);
         if (u.vector == 0 && c.job.slot_floats && (u.slots >> lane_id() & 1))
-            store_relaxed(floats_of(seat, c.now, heap, source) +
-                              (int64_t)u.token * c.top_k + lane_id(),
+            store_relaxed(floats_of(seat, c.now, heap, source) + (int64_t)u.token * c.top_k +
+                              lane_id(),
                           other_nan(u.floats[lane_id()], F32::NAN_WORD));
     }
     __device__ __forceinline__ bool take_partial(const Entry &u, int place, uint4 (&q)[V])
@@ -854,20 +853,17 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         if (!ok) return false;
         if (from) *from = POISON;
         if (lane_id() < c.top_k)
-            c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] =
-                __uint_as_float(word);
+            c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
         return true;
     }
     __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
     {
         uint4 out[V];
         if (!(TREE ? add_tree(u, own, out) : add_by_rank(u, own, out))) return false;
-        uint8_t *row = c.job.out + u.token * c.shape.row_bytes;
+        uint8_t *row = c.job.out + row_offset(u.token, c.shape) + (u.vector + lane_id()) * 16;
 #pragma unroll
         for (int v = 0; v < V; v++)
-            if (in_row(u, v))
-                store_row<true>(row, u.vector + v * WARP + lane_id(), c.shape, out[v],
-                                c.policy);
+            if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
         return u.vector || !c.job.choice_floats || take_floats(u);
     }
     __device__ __forceinline__ bool use_unit()
@@ -1011,8 +1007,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         source.set(1, shape.pieces);
     }
     if (!begin(now, job.seat, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
-    uint4 *stack =
-        (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (wide ? 2 : 1) * WARP;
+    uint4 *stack = (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (wide ? 2 : 1) * WARP;
     Combine c = {job, now, plan, expert, source, stack, shape, policy_once(), 0, (int)h.top_k};
     bool ok = true;
     if (moves && streams && !tree)
@@ -1036,14 +1031,14 @@ static Kernel kernel_of(uint32_t type, bool exact)
 {
     if (type == EPIC_BF16)
         return exact ? combine_kernel<Bf16, true> : combine_kernel<Bf16, false>;
-    if (type == EPIC_F16)
-        return exact ? combine_kernel<F16, true> : combine_kernel<F16, false>;
+    if (type == EPIC_F16) return exact ? combine_kernel<F16, true> : combine_kernel<F16, false>;
     return exact ? combine_kernel<F32, true> : combine_kernel<F32, false>;
 }
 
 static int memory_bytes(void)
 {
-    const int stacks = LEAF_LEVELS * 2 * WARP * 16, stream = Stream<F32, true, true>::WARP_BYTES;
+    const int stacks = LEAF_LEVELS * 2 * WARP * 16,
+              stream = Stream<F32, true, true>::WARP_BYTES;
     return WARPS * (stacks > stream ? stacks : stream);
 }
 

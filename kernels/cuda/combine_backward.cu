@@ -4,12 +4,13 @@
  *   d_rows  [num_rows, row_bytes]    = weight * d_out of the slot's token
  *   rows    [num_rows, row_bytes]    d_slot_weights = <d_out, rows>, if wanted
  *
- * The list of units is dispatch's (dispatch.cu).  A piece is one block of the dot product, 1024
- * elements; its result waits in this rank's own `parts` memory, poison until it is there, and
- * step i also adds the blocks of token i - 2 lag in ascending order. */
+ * One list of units is dealt to all warps in turn, as in dispatch.cu; step i of it is
+ *   send token i to every peer that needs it,
+ *   receive token i - lag of each source; this rank's own tokens count as a source,
+ * and beside the own ones, add the blocks of the dot products of token i - 2 lag.  A piece is one
+ * such block, 1024 elements; its result waits in this rank's own `parts` memory, poison until it
+ * is there. */
 #include "cuda/staging.cuh"
-
-#define BLOCK 512
 
 struct Move {
     const p2p_combine_backward_job &job;
@@ -29,7 +30,7 @@ struct Move {
 template <class ROW> struct Dot;
 
 template <class ROW> struct Dot16 {
-    static constexpr int V = 4;
+    static constexpr int V = 4, BLOCK = 512;
     float acc[8];
 
     __device__ __forceinline__ void add(int, const float *x, const float *y)
@@ -55,8 +56,8 @@ template <> struct Dot<F16> : Dot16<F16> {
 };
 
 template <> struct Dot<F32> {
-    static constexpr int V = 8;
-    float acc[8]; /* 0-3 of even vectors, 4-7 of odd ones */
+    static constexpr int V = 8, BLOCK = 384; /* for 168 registers each */
+    float acc[8];                            /* 0-3 of even vectors, 4-7 of odd ones */
 
     __device__ __forceinline__ void add(int v, const float *x, const float *y)
     {
@@ -127,33 +128,36 @@ template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void load_own(const Move &m, int32_t token, int32_t vector,
                                          uint4 (&x)[V])
 {
-    const uint8_t *row = m.job.d_out + token * m.shape.row_bytes;
-#pragma unroll
-    for (int v = 0; v < V; v++)
-        x[v] =
-            load_row_again<EXACT>(row, vector + v * WARP + lane_id(), m.shape, ROW::MINUS_ZERO);
+    load_piece_again<V, EXACT>(m.job.d_out + row_offset(token, m.shape), vector, m.shape, x,
+                               ROW::MINUS_ZERO);
 }
 
+/* Lanes' choices of this rank's token: a bit for each peer that needs its row. */
+__device__ __forceinline__ uint32_t peers_of(const Move &m, int32_t choice)
+{
+    const uint32_t touched = __reduce_or_sync(ALL_LANES, choice >= 0 ? 1u << choice : 0);
+    return touched & ~(1u << m.job.seat.rank);
+}
+
+/* Sends a piece to the peers whose bits are set. */
 template <class ROW, int V, bool EXACT>
-__device__ __forceinline__ void send(const Move &m, int32_t token, int piece, int distance,
-                                     int32_t choice)
+__device__ __forceinline__ void send(const Move &m, int32_t token, int32_t vector,
+                                     uint32_t peers, uint4 (&x)[V])
 {
     const p2p_seat &seat = m.job.seat;
-    const int rank = wrap(seat.rank + distance, seat.num_ranks);
-    const int source = seat.num_ranks - 1 - distance; /* this rank, as the peer counts */
-    const int32_t vector = piece * V * WARP;
-    uint4 x[V];
-    load_own<ROW, V, EXACT>(m, token, vector, x);
-    bool goes = choice == rank;
-    if (m.top_k > WARP) goes |= read_rank(m, token, WARP + lane_id()) == rank;
-    if (!__any_sync(ALL_LANES, goes)) return;
+    const int64_t row = (int64_t)(token - m.first) * m.shape.vectors;
 #pragma unroll
     for (int v = 0; v < V; v++)
         x[v] = make_uint4(other_nan(x[v].x, ROW::NAN_WORD), other_nan(x[v].y, ROW::NAN_WORD),
                           other_nan(x[v].z, ROW::NAN_WORD), other_nan(x[v].w, ROW::NAN_WORD));
-    uint4 *staged = (uint4 *)staging_of(m.job.seat, m.now, seat.heap[rank], source) +
-                    (int64_t)(token - m.first) * m.shape.vectors;
-    send_piece<V, EXACT>(staged, vector, m.shape.vectors, x);
+#pragma unroll 1
+    for (int distance = 1; distance < seat.num_ranks; distance++) {
+        const int rank = wrap(seat.rank + distance, seat.num_ranks);
+        const int source = seat.num_ranks - 1 - distance; /* this rank, as the peer counts */
+        if (!(peers >> rank & 1)) continue;
+        uint4 *staged = (uint4 *)staging_of(m.job.seat, m.now, seat.heap[rank], source);
+        send_piece<V, EXACT>(staged + row, vector, m.shape.vectors, x);
+    }
 }
 
 /* The piece of d_out: the caller's, or staged. */
@@ -179,24 +183,25 @@ __device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vecto
 
 /* One slot: the scaled row, and the block's dot product. */
 template <class ROW, int V, bool EXACT>
-__device__ __forceinline__ float scale_and_dot(const Move &m, const uint4 (&x)[V],
+__device__ __forceinline__ float scale_and_dot(const Move &m, const float (&x)[V][ROW::N],
                                                const uint4 (&y)[V], int32_t slot, float weight,
                                                int32_t vector)
 {
     Dot<ROW> dot;
 #pragma unroll
     for (int i = 0; i < 8; i++) dot.acc[i] = -0.0f;
-    uint8_t *row = m.job.d_rows + slot * m.shape.row_bytes;
+    uint4 scaled[V];
 #pragma unroll
     for (int v = 0; v < V; v++) {
         float a[ROW::N], b[ROW::N];
-        ROW::unpack(x[v], a);
         ROW::unpack(y[v], b);
-        dot.add(v, a, b);
+        dot.add(v, x[v], b);
 #pragma unroll
-        for (int i = 0; i < ROW::N; i++) a[i] = __fmul_rn(weight, a[i]);
-        store_row<EXACT>(row, vector + v * WARP + lane_id(), m.shape, ROW::pack(a), m.policy);
+        for (int i = 0; i < ROW::N; i++) a[i] = __fmul_rn(weight, x[v][i]);
+        scaled[v] = ROW::pack(a);
     }
+    store_piece<V, EXACT>(m.job.d_rows + row_offset(slot, m.shape), vector, m.shape, scaled,
+                          m.policy);
     return m.job.d_slot_weights ? dot.sum() : 0.0f;
 }
 
@@ -208,7 +213,8 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
     const p2p_seat &seat = m.job.seat;
     const int rank = wrap(seat.rank + 1 + source, seat.num_ranks);
     const int32_t vector = piece * V * WARP;
-    uint4 x[V];
+    uint4 q[V];
+    float x[V][ROW::N];
     bool have_x = false;
     for (int half = 0; half * WARP < m.top_k; half++) {
         const int n = half * WARP + lane_id();
@@ -233,8 +239,11 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
                                               vector + v * WARP + lane_id(), m.shape, m.policy)
                             : make_uint4(0, 0, 0, 0);
             }
-            if (!have_x && !take<ROW, V, EXACT>(m, token, vector, source, rank, x))
-                return false;
+            if (!have_x) {
+                if (!take<ROW, V, EXACT>(m, token, vector, source, rank, q)) return false;
+#pragma unroll
+                for (int v = 0; v < V; v++) ROW::unpack(q[v], x[v]);
+            }
             have_x = true;
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
@@ -293,53 +302,255 @@ __device__ __forceinline__ bool add_parts(const Move &m, int32_t token)
 template <int V, bool EXACT>
 __device__ __forceinline__ void pad_slots(const Move &m, int32_t token, int piece)
 {
-    const uint4 zero = make_uint4(0, 0, 0, 0);
     each_pad(m.plan, m.plan.header.owned, token, m.plan.most_tokens, [&](int32_t slot) {
         if (slot >= m.job.num_rows) return;
-        uint8_t *row = m.job.d_rows + slot * m.shape.row_bytes;
-#pragma unroll
-        for (int v = 0; v < V; v++)
-            store_row<EXACT>(row, piece * V * WARP + v * WARP + lane_id(), m.shape, zero,
-                             m.policy);
+        zero_piece<V, EXACT>(m.job.d_rows + row_offset(slot, m.shape), piece * V * WARP,
+                             m.shape, m.policy);
         if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights)
             m.job.d_slot_weights[slot] = 0.0f;
     });
 }
 
-__device__ __forceinline__ bool is_send(const Walk &walk, int peers)
+/* Role 0 sends, role 1 + n receives from source n. */
+__host__ __device__ __forceinline__ int num_roles(const p2p_seat &seat)
 {
-    return walk.role < 2 * peers && walk.role % 2 == 0;
+    return seat.num_ranks + 1;
+}
+
+__device__ __forceinline__ int rank_of_role(const p2p_seat &seat, int role)
+{
+    return wrap(seat.rank + role, seat.num_ranks);
 }
 
 /* What a unit needs first: ranks of choices, or slots. */
-__device__ __forceinline__ int32_t read_ahead(const Move &m, const Walk &walk, int peers)
+__device__ __forceinline__ int32_t read_ahead(const Move &m, const Walk &walk)
 {
-    if (is_send(walk, peers)) return read_rank(m, m.first + walk.step, lane_id());
-    const int rank = wrap(m.job.seat.rank + 1 + walk.role / 2, m.job.seat.num_ranks);
-    return read_slot(m, rank, m.first + walk.step - m.job.lag, lane_id());
+    const int32_t sent = m.first + walk.step;
+    return walk.role == 0
+               ? read_rank(m, sent, lane_id())
+               : read_slot(m, rank_of_role(m.job.seat, walk.role), sent - m.job.lag, lane_id());
 }
+
+/* --------------------------------------------------------------------- the stream ---- */
+
+/* Rows of aligned vectors: all units of a warp become one stream of pieces, of d_out and of the
+ * rows, that are copied into a ring in shared memory ahead of their use.  A staged piece may be
+ * copied before it has come: then poison is found, and it is polled in place. */
+
+struct Entry {      /* a unit under way */
+    int32_t token;  /* that is sent, or received */
+    int32_t vector; /* first of the piece */
+    uint32_t lanes; /* with a slot; sending: bits of the ranks */
+    int16_t role, piece;
+    int32_t slot[WARP];  /* lane n: the n-th here */
+    float weights[WARP]; /* of the slots */
+};
+
+template <class ROW, bool EXACT> struct Stream {
+    static constexpr int V = Dot<ROW>::V;
+    typedef Ring<V, EXACT> Pieces;
+    static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
+    static constexpr int WARP_BYTES = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
+
+    const Move &m;
+    Entry *entries;
+    Pieces ring;
+    Walk walk;                                /* the next unit, */
+    int32_t next_word;                        /* and what it needs first */
+    int32_t end;                              /* of the round's tokens */
+    int32_t slot = 0;                         /* of the unit whose pieces are being copied, */
+    int32_t vector;                           /* its first, */
+    uint32_t slots = 0;                       /* and what is left of it */
+    uint32_t begun = 0, copied = 0, used = 0; /* units */
+
+    __device__ __forceinline__ Stream(const Move &move, uint8_t *memory, int32_t round_end)
+        : m(move), entries((Entry *)(memory + Pieces::BYTES)), ring(memory), walk(m.stride),
+          end(round_end)
+    {
+        next_word = read_ahead(m, walk);
+    }
+
+    /* ---- copying ---- */
+
+    /* The next unit of the list, if there is one. */
+    __device__ __forceinline__ void begin_unit()
+    {
+        const int32_t sent = m.first + walk.step, received = sent - m.job.lag;
+        if (received - m.job.lag >= end) return;
+        Entry &entry = entries[begun++ % ENTRIES];
+        uint32_t lanes;
+        if (walk.role == 0) {
+            lanes = sent < end ? peers_of(m, next_word) : 0;
+        } else {
+            const bool in = received >= m.first && received < end;
+            const int32_t its_slot = in ? within(m, next_word) : -1;
+            float *to = entry.weights + lane_id();
+            lanes = __ballot_sync(ALL_LANES, its_slot >= 0);
+            entry.slot[lane_id()] = its_slot;
+            if (its_slot >= 0 && m.job.slot_weights)
+                copy_word(shared_address(to), m.job.slot_weights + its_slot);
+            else
+                *to = 1.0f;
+        }
+        if (lane_id() == 0) {
+            entry.token = walk.role == 0 ? sent : received;
+            entry.vector = walk.piece * V * WARP;
+            entry.lanes = lanes;
+            entry.role = (int16_t)walk.role;
+            entry.piece = (int16_t)walk.piece;
+        }
+        walk.next(m.stride);
+        next_word = read_ahead(m, walk);
+    }
+    __device__ __forceinline__ bool is_staged(const Entry &u) const
+    {
+        return u.role > 0 && u.role < m.job.seat.num_ranks;
+    }
+    __device__ __forceinline__ uint8_t *staged(const Entry &u) const
+    {
+        return staging_of(m.job.seat, m.now, m.now.heap, u.role - 1) +
+               (int64_t)(u.token - m.first) * m.shape.vectors * 16;
+    }
+    /* One piece more; a unit of none takes a place too. */
+    __device__ __forceinline__ void copy_next()
+    {
+        if (slots) {
+            const int32_t from = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
+            slots &= slots - 1;
+            ring.copy(m.job.rows + row_offset(from, m.shape), vector, m.shape, true, m.policy);
+        } else if (copied != begun) {
+            const Entry &entry = entries[copied++ % ENTRIES];
+            const uint8_t *from = is_staged(entry)
+                                      ? staged(entry)
+                                      : m.job.d_out + row_offset(entry.token, m.shape);
+            vector = entry.vector;
+            slot = entry.slot[lane_id()];
+            if (entry.lanes) ring.copy(from, vector, m.shape, false, m.policy);
+            if (entry.role && m.job.d_slot_weights) slots = entry.lanes;
+        }
+        ring.filled_one();
+    }
+
+    /* ---- using ---- */
+
+    __device__ __forceinline__ bool in_row(const Entry &u, int v) const
+    {
+        return EXACT || u.vector + v * WARP + lane_id() < m.shape.vectors;
+    }
+    __device__ __forceinline__ void use(const Entry &u, uint4 (&q)[V], uint32_t fill)
+    {
+        copy_next();
+        ring.use(q);
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            if (!in_row(u, v)) q[v] = make_uint4(fill, fill, fill, fill);
+    }
+    /* q is what the ring had. */
+    __device__ __forceinline__ bool wait_for(const Entry &u, uint4 (&q)[V])
+    {
+        uint4 *from = (uint4 *)staged(u) + u.vector + lane_id();
+        bool again = false;
+        const bool ok = wait_until(m.now, rank_of_role(m.job.seat, u.role), P2P_PHASE_ROW, [&] {
+            bool missing = false;
+            if (again)
+#pragma unroll
+                for (int v = 0; v < V; v++)
+                    if (in_row(u, v)) q[v] = load_relaxed(from + v * WARP);
+            again = true;
+#pragma unroll
+            for (int v = 0; v < V; v++) missing |= has_poison(q[v]);
+            return __any_sync(ALL_LANES, missing) == 0;
+        });
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            if (ok && in_row(u, v)) store_here(from + v * WARP, poisoned());
+        return ok;
+    }
+    __device__ __forceinline__ void fill_slots(const Entry &u, const uint4 (&q)[V])
+    {
+        const bool dots = m.job.d_slot_weights != NULL;
+        const int32_t its_slot = u.slot[lane_id()];
+        const float its_weight = u.weights[lane_id()];
+        float mine = 0.0f, x[V][ROW::N];
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            ROW::unpack(q[v], x[v]);
+        }
+#pragma unroll 1
+        for (uint32_t left = u.lanes; left; left &= left - 1) {
+            const int from = __ffs(left) - 1;
+            uint4 y[V];
+            if (dots) use(u, y, 0);
+            const int32_t to = __shfl_sync(ALL_LANES, its_slot, from);
+            const float weight = __shfl_sync(ALL_LANES, its_weight, from);
+            const float dot = scale_and_dot<ROW, V, EXACT>(m, x, y, to, weight, u.vector);
+            if (lane_id() == from) mine = dot;
+        }
+        if (dots && its_slot >= 0)
+            store_relaxed(part_of(m, rank_of_role(m.job.seat, u.role), u.token, lane_id()) +
+                              u.piece,
+                          other_nan(__float_as_uint(mine), F32::NAN_WORD));
+    }
+    /* What goes along with the receiving of this rank's own tokens. */
+    __device__ __forceinline__ bool do_beside(const Entry &u)
+    {
+        const int32_t added = u.token - m.job.lag;
+        if (u.token >= m.first && u.token < end) pad_slots<V, EXACT>(m, u.token, u.piece);
+        return added < m.first || !m.job.d_slot_weights || added % m.shape.pieces != u.piece ||
+               add_parts(m, added);
+    }
+    __device__ __forceinline__ bool use_unit()
+    {
+        begin_unit();
+        __syncwarp();
+        const Entry &u = entries[used++ % ENTRIES];
+        uint4 q[V];
+        use(u, q, ROW::MINUS_ZERO);
+        if (u.role == 0) {
+            if (u.lanes) send<ROW, V, EXACT>(m, u.token, u.vector, u.lanes, q);
+            return true;
+        }
+        if (u.lanes) {
+            if (is_staged(u) && !wait_for(u, q)) return false;
+            fill_slots(u, q);
+        }
+        return is_staged(u) || do_beside(u);
+    }
+    __device__ __forceinline__ bool run()
+    {
+        bool ok = true;
+#pragma unroll 1
+        for (int i = 0; i < AHEAD; i++) begin_unit();
+        __syncwarp();
+#pragma unroll 1
+        for (int i = 0; i < AHEAD; i++) copy_next();
+#pragma unroll 1
+        while (ok && used != begun) ok = use_unit();
+        wait_copies<0>();
+        return ok;
+    }
+};
 
 /* One round: tokens [m.first, end) of every rank. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
 {
     const int peers = m.job.seat.num_ranks - 1;
-    Walk ahead(m.stride);
-    int32_t next_word = read_ahead(m, ahead, peers);
-    for (;;) {
-        const Walk walk = ahead;
-        const int32_t word = next_word;
+    for (Walk walk(m.stride);; walk.next(m.stride)) {
         const int32_t sent = m.first + walk.step, token = sent - m.job.lag;
         const int32_t added = token - m.job.lag;
         if (added >= end) return true;
-        ahead.next(m.stride);
-        next_word = read_ahead(m, ahead, peers);
-        if (is_send(walk, peers)) {
-            if (sent < min(end, m.job.num_tokens))
-                send<ROW, V, EXACT>(m, sent, walk.piece, walk.role / 2 + 1, word);
+        const int32_t word = read_ahead(m, walk);
+        if (walk.role == 0) {
+            uint32_t to = peers_of(m, word);
+            if (m.top_k > WARP) to |= peers_of(m, read_rank(m, sent, WARP + lane_id()));
+            if (!to || sent >= end) continue;
+            uint4 x[V];
+            load_own<ROW, V, EXACT>(m, sent, walk.piece * V * WARP, x);
+            send<ROW, V, EXACT>(m, sent, walk.piece * V * WARP, to, x);
             continue;
         }
-        const int source = walk.role / 2;
+        const int source = walk.role - 1;
         if (token >= m.first && token < end) {
             if (!receive<ROW, V, EXACT>(m, token, walk.piece, source, within(m, word)))
                 return false;
@@ -351,18 +562,26 @@ __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
     }
 }
 
-template <class ROW, int V, bool EXACT>
-__device__ __forceinline__ bool move_rounds(Move &m, Now &now)
+/* All rounds: round(end) does the tokens [m.first, end) of every rank. */
+template <class Round>
+__device__ __forceinline__ bool move_rounds(Move &m, Now &now, Round round)
 {
     const int64_t round_tokens = m.job.seat.at.source_bytes / ((int64_t)m.shape.vectors * 16);
     const int32_t most = m.plan.most_tokens;
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
         const bool last = m.first + round_tokens >= most;
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
-        if (!move_tokens<ROW, V, EXACT>(m, end)) return false;
+        if (!round(end)) return false;
         if (last) return true;
         if (!next_round(now)) return false;
     }
+}
+
+/* What is rarer has registers of its own. */
+template <class ROW> static __device__ __noinline__ bool move_rarely(Move m, Now &now)
+{
+    return move_rounds(
+        m, now, [&](int32_t end) { return move_tokens<ROW, Dot<ROW>::V, false>(m, end); });
 }
 
 /* Rows past the last slab, or all of them. */
@@ -374,15 +593,17 @@ static __device__ void clear(const Move &m, int64_t first, int64_t thread, int64
 }
 
 template <class ROW, bool EXACT>
-__global__ void __launch_bounds__(BLOCK, 1)
+__global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
     combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
 {
     constexpr int V = Dot<ROW>::V;
+    typedef Stream<ROW, EXACT> Units;
+    extern __shared__ __align__(16) uint8_t memory[];
     __shared__ Now now;
     __shared__ Plan plan;
     __shared__ Stride stride;
     const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
-    if (threadIdx.x == 0) stride.set(2 * job.seat.num_ranks - 1, shape.pieces);
+    if (threadIdx.x == 0) stride.set(num_roles(job.seat), shape.pieces);
     read_plan(plan, job.plan, job.plan_bytes, job.seat);
     const device_plan_header &h = plan.header;
     if (!begin(now, job.seat, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
@@ -390,10 +611,14 @@ __global__ void __launch_bounds__(BLOCK, 1)
         plan.good && h.result == EPIC_OK && h.tokens_of[job.seat.rank] == job.num_tokens;
     Move m = {job, now, plan, stride, shape, policy_once(), 0, (int)h.top_k};
     bool ok = true;
-    if (moves) ok = move_rounds<ROW, V, EXACT>(m, now);
+    uint8_t *const ring = memory + threadIdx.x / WARP * Units::WARP_BYTES;
+    if (moves && job.aligned && h.top_k <= WARP)
+        ok = move_rounds(m, now, [&](int32_t end) { return Units(m, ring, end).run(); });
+    else if (moves)
+        ok = move_rarely<ROW>(m, now);
     if (moves && ok && job.zero_tail)
         clear(m, h.slots_of[job.seat.rank], grid_thread(), grid_threads());
-    if (finish(now) && ok && !moves) clear(m, 0, threadIdx.x, BLOCK);
+    if (finish(now) && ok && !moves) clear(m, 0, threadIdx.x, blockDim.x);
 }
 
 typedef void (*Kernel)(p2p_combine_backward_job);
@@ -408,13 +633,24 @@ static Kernel kernel_of(uint32_t type, bool exact)
     return exact ? combine_backward_kernel<F32, true> : combine_backward_kernel<F32, false>;
 }
 
+static int block_of(uint32_t type)
+{
+    return type == EPIC_F32 ? Dot<F32>::BLOCK : Dot<Bf16>::BLOCK;
+}
+
+static int memory_bytes(uint32_t type)
+{
+    return block_of(type) / WARP *
+           (type == EPIC_F32 ? Stream<F32, true>::WARP_BYTES : Stream<Bf16, true>::WARP_BYTES);
+}
+
 extern "C" cudaError_t p2p_load_combine_backward(void)
 {
     for (uint32_t type = EPIC_F32; type <= EPIC_F16; type++)
         for (int exact = 0; exact < 2; exact++) {
-            cudaFuncAttributes attributes;
-            const cudaError_t error =
-                cudaFuncGetAttributes(&attributes, (const void *)kernel_of(type, exact));
+            const cudaError_t error = cudaFuncSetAttribute(
+                kernel_of(type, exact), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                memory_bytes(type));
             if (error != cudaSuccess) return error;
         }
     return cudaSuccess;
@@ -425,8 +661,8 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
 {
     const int vectors = job->type == EPIC_F32 ? 8 : 4;
     const bool exact = job->aligned && job->row_bytes % (vectors * 512) == 0;
-    const int roles = 2 * job->seat.num_ranks - 1;
-    num_sms = even_deal(num_sms, BLOCK / WARP, roles, job->row_bytes, vectors);
-    kernel_of(job->type, exact)<<<num_sms, BLOCK, 0, stream>>>(*job);
+    const int block = block_of(job->type), bytes = memory_bytes(job->type);
+    num_sms = even_deal(num_sms, block / WARP, num_roles(job->seat), job->row_bytes, vectors);
+    kernel_of(job->type, exact)<<<num_sms, block, bytes, stream>>>(*job);
     return cudaGetLastError();
 }

@@ -93,11 +93,8 @@ __device__ __forceinline__ void send(const Move &m, int32_t token, int piece, in
     const int rank = wrap(seat.rank + distance, seat.num_ranks);
     const int source = seat.num_ranks - 1 - distance; /* this rank, as the peer counts */
     const int32_t vector = piece * V * WARP;
-    const uint8_t *row = m.job.tokens + token * m.shape.row_bytes;
     uint4 q[V];
-#pragma unroll
-    for (int v = 0; v < V; v++)
-        q[v] = load_row_again<EXACT>(row, vector + v * WARP + lane_id(), m.shape);
+    load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), vector, m.shape, q);
     const uint64_t chosen = choices_to(m, token, rank, word);
     if (!chosen) return;
     uint8_t *heap = seat.heap[rank];
@@ -201,11 +198,9 @@ __device__ __forceinline__ void fill_slots(const Move &m, int32_t vector, int32_
 {
     uint32_t slots = __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
     for (; slots; slots &= slots - 1) {
-        const int64_t to = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
-        uint8_t *row = m.job.recv + to * m.shape.row_bytes;
-#pragma unroll
-        for (int v = 0; v < V; v++)
-            store_row<EXACT>(row, vector + v * WARP + lane_id(), m.shape, q[v], m.policy);
+        const int32_t to = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
+        store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
+                              m.policy);
     }
 }
 
@@ -227,10 +222,8 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
     uint32_t weight = 0;
     uint4 q[V];
     if (rank == seat.rank) {
-        const uint8_t *row = m.job.tokens + token * m.shape.row_bytes;
-#pragma unroll
-        for (int v = 0; v < V; v++)
-            q[v] = load_row_again<EXACT>(row, vector + v * WARP + lane_id(), m.shape);
+        load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), vector, m.shape,
+                                   q);
         if (weighs) weight = peek_weight(m, rank, source, token, 0, slot);
     } else {
         if (weighs) weight = peek_weight(m, rank, source, token, 0, slot);
@@ -256,13 +249,9 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
 template <int V, bool EXACT>
 __device__ __forceinline__ void pad_slots(const Move &m, int32_t token, int piece, int owned)
 {
-    const uint4 zero = make_uint4(0, 0, 0, 0);
     each_pad(m.plan, owned, token, m.most_tokens, [&](int32_t slot) {
         if (slot >= m.job.recv_rows) return;
-        uint8_t *row = m.job.recv + slot * m.shape.row_bytes;
-#pragma unroll
-        for (int v = 0; v < V; v++)
-            store_row<EXACT>(row, piece * V * WARP + v * WARP + lane_id(), m.shape, zero,
+        zero_piece<V, EXACT>(m.job.recv + row_offset(slot, m.shape), piece * V * WARP, m.shape,
                              m.policy);
         if (piece == 0 && lane_id() == 0 && m.job.recv_weight) m.job.recv_weight[slot] = 0.0f;
     });

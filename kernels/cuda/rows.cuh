@@ -26,6 +26,12 @@ template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes
     return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
 }
 
+/* Byte offset of row i, as one multiplication. */
+__device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
+{
+    return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
+}
+
 /* Bytes [at, at + 16) of a row that may lie anywhere; `fill` where the row has ended. */
 static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
                                                 int64_t row_bytes, uint32_t fill)
@@ -86,6 +92,42 @@ __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const Ro
     }
 }
 
+/* The piece that begins with vector `first`, of rows that will be read again soon. */
+template <int V, bool EXACT>
+__device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t first,
+                                                 const RowShape &s, uint4 (&q)[V],
+                                                 uint32_t fill = 0)
+{
+    const uint8_t *from = row + (first + lane_id()) * 16;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        q[v] = EXACT ? load_again(from + v * WARP * 16)
+                     : load_row_again<false>(row, first + v * WARP + lane_id(), s, fill);
+}
+
+template <int V, bool EXACT>
+__device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const RowShape &s,
+                                            const uint4 (&q)[V], uint64_t policy)
+{
+    uint8_t *to = row + (first + lane_id()) * 16;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        if (EXACT)
+            store_once(to + v * WARP * 16, q[v], policy);
+        else
+            store_row<false>(row, first + v * WARP + lane_id(), s, q[v], policy);
+}
+
+template <int V, bool EXACT>
+__device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const RowShape &s,
+                                           uint64_t policy)
+{
+    uint4 zeros[V];
+#pragma unroll
+    for (int v = 0; v < V; v++) zeros[v] = make_uint4(0, 0, 0, 0);
+    store_piece<V, EXACT>(row, first, s, zeros, policy);
+}
+
 __device__ __forceinline__ uint4 poisoned()
 {
     return make_uint4(POISON, POISON, POISON, POISON);
@@ -106,7 +148,7 @@ __device__ __forceinline__ uint32_t other_nan(uint32_t word, uint32_t nan)
  * what it has copied itself, so there is nothing to synchronise.  Pieces are used in the order in
  * which they are copied; AHEAD of them are on their way while one is in use. */
 template <int V, bool EXACT> struct Ring {
-    static constexpr int AHEAD = 3, PIECE_BYTES = V * WARP * 16;
+    static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
     uint32_t memory; /* this lane's */
     uint32_t filled = 0, used = 0;

@@ -104,13 +104,14 @@ template <int V, bool EXACT>
 __device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4 *staged,
                                            int32_t first, int32_t vectors, uint4 (&q)[V])
 {
+    const int32_t begin = first + lane_id();
+    staged += begin;
     return wait_until(now, peer, P2P_PHASE_ROW, [&] {
         bool missing = false;
 #pragma unroll
-        for (int v = 0; v < V; v++) {
-            const int32_t i = first + v * WARP + lane_id();
-            q[v] = EXACT || i < vectors ? load_relaxed(staged + i) : make_uint4(0, 0, 0, 0);
-        }
+        for (int v = 0; v < V; v++)
+            q[v] = EXACT || begin + v * WARP < vectors ? load_relaxed(staged + v * WARP)
+                                                       : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int v = 0; v < V; v++) missing |= has_poison(q[v]);
         return __any_sync(ALL_LANES, missing) == 0;
@@ -120,22 +121,22 @@ __device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4
 template <int V, bool EXACT>
 __device__ __forceinline__ void restore_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
+    const int32_t begin = first + lane_id();
+    staged += begin;
 #pragma unroll
-    for (int v = 0; v < V; v++) {
-        const int32_t i = first + v * WARP + lane_id();
-        if (EXACT || i < vectors) store_here(staged + i, poisoned());
-    }
+    for (int v = 0; v < V; v++)
+        if (EXACT || begin + v * WARP < vectors) store_here(staged + v * WARP, poisoned());
 }
 
 template <int V, bool EXACT>
 __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t vectors,
                                            const uint4 (&q)[V])
 {
+    const int32_t begin = first + lane_id();
+    staged += begin;
 #pragma unroll
-    for (int v = 0; v < V; v++) {
-        const int32_t i = first + v * WARP + lane_id();
-        if (EXACT || i < vectors) store_relaxed(staged + i, q[v]);
-    }
+    for (int v = 0; v < V; v++)
+        if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
 /* Calls write(slot) for the padding slots that fall to part `part` of `parts`: the parts share

@@ -11,7 +11,7 @@
 #define DISPATCH_LAG 32      /* tokens; measured, docs/cuda.md */
 #define HEAD_BYTES (4 << 20) /* sent to all peers while the plan is made */
 #define COMBINE_LAG 64
-#define BACKWARD_LAG 128
+#define BACKWARD_LAG 64
 
 /* --------------------------------------------------------------------------- common ---- */
 
