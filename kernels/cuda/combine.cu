@@ -680,10 +680,10 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
-    __device__ __forceinline__ void use(uint4 (&q)[V])
+    __device__ __forceinline__ void use(const Entry &u, uint4 (&q)[V])
     {
         copy_next();
-        ring.use(q);
+        ring.use(q, u.vector, c.shape);
     }
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
@@ -693,7 +693,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         clear_sum(acc);
 #pragma unroll 1
         do {
-            use(q);
+            use(u, q);
             if (!left) break;
             const uint32_t word = __shfl_sync(ALL_LANES, u.floats[lane_id()], __ffs(left) - 1);
             const float weight = c.job.slot_weights ? __uint_as_float(word) : 1.0f;
@@ -727,25 +727,13 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     }
     __device__ __forceinline__ bool take_partial(const Entry &u, int place, uint4 (&q)[V])
     {
-        uint4 *from = (uint4 *)staged(u.token, place) + u.vector + lane_id();
-        bool again = false;
-        use(q);
-        const bool ok =
-            wait_until(c.now, __shfl_sync(ALL_LANES, place_rank, place), P2P_PHASE_ROW, [&] {
-                bool missing = false;
-                if (again)
-#pragma unroll
-                    for (int v = 0; v < V; v++)
-                        if (in_row(u, v)) q[v] = load_relaxed(from + v * WARP);
-                again = true;
-#pragma unroll
-                for (int v = 0; v < V; v++) missing |= in_row(u, v) && has_poison(q[v]);
-                return __any_sync(ALL_LANES, missing) == 0;
-            });
-#pragma unroll
-        for (int v = 0; v < V; v++)
-            if (ok && in_row(u, v)) store_here(from + v * WARP, poisoned());
-        return ok;
+        uint4 *from = (uint4 *)staged(u.token, place);
+        const int rank = __shfl_sync(ALL_LANES, place_rank, place);
+        use(u, q);
+        if (!take_piece<V, EXACT>(c.now, rank, from, u.vector, c.shape.vectors, true, q))
+            return false;
+        restore_piece<V, EXACT>(from, u.vector, c.shape.vectors);
+        return true;
     }
     /* Adds the partials in the order of the ranks. */
     __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],

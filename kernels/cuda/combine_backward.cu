@@ -160,6 +160,17 @@ __device__ __forceinline__ void send(const Move &m, int32_t token, int32_t vecto
     }
 }
 
+/* Past the end of a row: what adds nothing to a dot product. */
+template <class ROW, int V, bool EXACT>
+__device__ __forceinline__ void fill_end(const Move &m, int32_t vector, uint4 (&x)[V])
+{
+    const uint32_t fill = ROW::MINUS_ZERO;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        if (!EXACT && vector + v * WARP + lane_id() >= m.shape.vectors)
+            x[v] = make_uint4(fill, fill, fill, fill);
+}
+
 /* The piece of d_out: the caller's, or staged. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vector, int source,
@@ -171,13 +182,10 @@ __device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vecto
     }
     uint4 *staged = (uint4 *)staging_of(m.job.seat, m.now, m.now.heap, source) +
                     (int64_t)(token - m.first) * m.shape.vectors;
-    if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, x)) return false;
+    if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, false, x))
+        return false;
     restore_piece<V, EXACT>(staged, vector, m.shape.vectors);
-    const uint32_t fill = ROW::MINUS_ZERO;
-#pragma unroll
-    for (int v = 0; v < V; v++)
-        if (!EXACT && vector + v * WARP + lane_id() >= m.shape.vectors)
-            x[v] = make_uint4(fill, fill, fill, fill);
+    fill_end<ROW, V, EXACT>(m, vector, x);
     return true;
 }
 
@@ -433,38 +441,21 @@ template <class ROW, bool EXACT> struct Stream {
 
     /* ---- using ---- */
 
-    __device__ __forceinline__ bool in_row(const Entry &u, int v) const
-    {
-        return EXACT || u.vector + v * WARP + lane_id() < m.shape.vectors;
-    }
     __device__ __forceinline__ void use(const Entry &u, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
-        ring.use(q);
-#pragma unroll
-        for (int v = 0; v < V; v++)
-            if (!in_row(u, v)) q[v] = make_uint4(fill, fill, fill, fill);
+        ring.use(q, u.vector, m.shape, fill);
     }
     /* q is what the ring had. */
     __device__ __forceinline__ bool wait_for(const Entry &u, uint4 (&q)[V])
     {
-        uint4 *from = (uint4 *)staged(u) + u.vector + lane_id();
-        bool again = false;
-        const bool ok = wait_until(m.now, rank_of_role(m.job.seat, u.role), P2P_PHASE_ROW, [&] {
-            bool missing = false;
-            if (again)
-#pragma unroll
-                for (int v = 0; v < V; v++)
-                    if (in_row(u, v)) q[v] = load_relaxed(from + v * WARP);
-            again = true;
-#pragma unroll
-            for (int v = 0; v < V; v++) missing |= has_poison(q[v]);
-            return __any_sync(ALL_LANES, missing) == 0;
-        });
-#pragma unroll
-        for (int v = 0; v < V; v++)
-            if (ok && in_row(u, v)) store_here(from + v * WARP, poisoned());
-        return ok;
+        uint4 *from = (uint4 *)staged(u);
+        const int rank = rank_of_role(m.job.seat, u.role);
+        if (!take_piece<V, EXACT>(m.now, rank, from, u.vector, m.shape.vectors, true, q))
+            return false;
+        restore_piece<V, EXACT>(from, u.vector, m.shape.vectors);
+        fill_end<ROW, V, EXACT>(m, u.vector, q);
+        return true;
     }
     __device__ __forceinline__ void fill_slots(const Entry &u, const uint4 (&q)[V])
     {

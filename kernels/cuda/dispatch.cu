@@ -5,14 +5,18 @@
  *
  * A row goes once to each peer that owns one of its experts, into the peer's staging, and from
  * there to all of its slots.  One list of units is dealt to all warps in turn; step i of it is
- *   send token i to each peer, and between those
+ *   send token i to every peer that needs it,
  *   receive token i - lag of each source; this rank's own tokens count as a source.
  * What a receive waits for was sent `lag` steps earlier in every rank's list: no wait is
  * circular.  Sending needs the token's own choices only: while some CTAs make the plan, the
- * others send the first `head` tokens, and receiving catches up on that later. */
+ * others send the first `head` tokens, and receiving catches up on that later.
+ *
+ * Pieces are copied into a ring in shared memory ahead of their use.  A staged one may be copied
+ * before it has come: then poison is found, and it is polled in place. */
 #include "cuda/staging.cuh"
 
 #define BLOCK 512
+static constexpr int V = 4; /* the same on all ranks, which cut rows alike */
 
 struct Move { /* what every unit of the running round needs */
     const p2p_dispatch_job &job;
@@ -70,41 +74,47 @@ __device__ __forceinline__ uint64_t choices_to(const Move &m, int32_t token, int
     return chosen;
 }
 
-/* The weights of the choices that go to one peer, in ascending k. */
-__device__ __forceinline__ void send_weights(const Move &m, int32_t token, uint64_t chosen,
-                                             uint32_t *to)
+/* The weight of choice k of this rank's token. */
+__device__ __forceinline__ uint32_t read_weight(const Move &m, int32_t token, int k)
 {
-    const int count = __popcll(chosen);
-    for (int begin = 0; begin < count; begin += WARP) {
-        const int n = begin + lane_id();
-        const int k = nth_bit(chosen, n);
-        if (n >= count) continue;
-        const float w = m.job.weights[(int64_t)token * m.top_k + k];
-        store_relaxed(to + (int64_t)token * m.top_k + n,
-                      other_nan(__float_as_uint(w), F32::NAN_WORD));
-    }
+    uint32_t word = 0;
+    if (k < m.top_k)
+        word = __float_as_uint(__ldg(m.job.weights + (int64_t)token * m.top_k + k));
+    return other_nan(word, F32::NAN_WORD);
 }
 
-template <int V, bool EXACT>
-__device__ __forceinline__ void send(const Move &m, int32_t token, int piece, int distance,
-                                     uint64_t word)
+/* Sends a piece, and with the first one the weights, to every peer that needs it. */
+template <bool EXACT>
+__device__ __forceinline__ void send(const Move &m, int32_t token, int piece, uint64_t word,
+                                     uint4 (&q)[V])
 {
     const p2p_seat &seat = m.job.plan.seat;
-    const int rank = wrap(seat.rank + distance, seat.num_ranks);
-    const int source = seat.num_ranks - 1 - distance; /* this rank, as the peer counts */
-    const int32_t vector = piece * V * WARP;
-    uint4 q[V];
-    load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), vector, m.shape, q);
-    const uint64_t chosen = choices_to(m, token, rank, word);
-    if (!chosen) return;
-    uint8_t *heap = seat.heap[rank];
-    hide_poison<V>(q, escapes_of(m.job.plan.seat, m.now, heap, source) +
-                          ((int64_t)token * m.shape.pieces + piece) * WARP);
-    uint4 *staged = (uint4 *)staging_of(m.job.plan.seat, m.now, heap, source) +
-                    (int64_t)(token - m.first) * m.shape.vectors;
-    send_piece<V, EXACT>(staged, vector, m.shape.vectors, q);
-    if (piece == 0 && m.job.weights)
-        send_weights(m, token, chosen, floats_of(m.job.plan.seat, m.now, heap, source));
+    const bool weighs = piece == 0 && m.job.weights, both = m.top_k > WARP;
+    const uint64_t word2 = both ? read_choice(m, token, WARP + lane_id()) : ~0ull;
+    const uint32_t weight = weighs ? read_weight(m, token, lane_id()) : 0;
+    const uint32_t weight2 = weighs && both ? read_weight(m, token, WARP + lane_id()) : 0;
+    const uint32_t mask = hide_poison<V>(q);
+#pragma unroll 1
+    for (int distance = 1; distance < seat.num_ranks; distance++) {
+        const int rank = wrap(seat.rank + distance, seat.num_ranks);
+        const int source = seat.num_ranks - 1 - distance; /* this rank, as the peer counts */
+        const bool goes = goes_to(m, word, rank), goes2 = both && goes_to(m, word2, rank);
+        const uint32_t first = __ballot_sync(ALL_LANES, goes);
+        const uint32_t second = __ballot_sync(ALL_LANES, goes2);
+        if (!(first | second)) continue;
+        uint8_t *heap = seat.heap[rank];
+        uint4 *staged = (uint4 *)staging_of(seat, m.now, heap, source) +
+                        (int64_t)(token - m.first) * m.shape.vectors;
+        send_piece<V, EXACT>(staged, piece * V * WARP, m.shape.vectors, q);
+        if (mask)
+            store_relaxed(escapes_of(seat, m.now, heap, source) +
+                              ((int64_t)token * m.shape.pieces + piece) * WARP + lane_id(),
+                          mask);
+        if (!weighs) continue;
+        uint32_t *to = floats_of(seat, m.now, heap, source) + (int64_t)token * m.top_k;
+        if (goes) store_relaxed(to + __popc(first & lanes_below()), weight);
+        if (goes2) store_relaxed(to + __popc(first) + __popc(second & lanes_below()), weight2);
+    }
 }
 
 /* This lane's word of a half of a record, as it is now. */
@@ -192,7 +202,7 @@ __device__ __forceinline__ bool receive_weight(const Move &m, int rank, int sour
     return true;
 }
 
-template <int V, bool EXACT>
+template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const Move &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])
 {
@@ -204,9 +214,10 @@ __device__ __forceinline__ void fill_slots(const Move &m, int32_t vector, int32_
     }
 }
 
-template <int V, bool EXACT>
+/* `copied`: q is what the ring had. */
+template <bool EXACT>
 __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece, int source,
-                                        uint64_t word)
+                                        uint64_t word, bool copied, uint4 (&q)[V])
 {
     const p2p_seat &seat = m.job.plan.seat;
     const int rank = wrap(seat.rank + 1 + source, seat.num_ranks);
@@ -220,16 +231,16 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
     const int32_t vector = piece * V * WARP;
     const bool weighs = piece == 0 && m.job.weights;
     uint32_t weight = 0;
-    uint4 q[V];
     if (rank == seat.rank) {
-        load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), vector, m.shape,
-                                   q);
+        if (!copied)
+            load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), vector,
+                                       m.shape, q);
         if (weighs) weight = peek_weight(m, rank, source, token, 0, slot);
     } else {
         if (weighs) weight = peek_weight(m, rank, source, token, 0, slot);
         uint4 *staged = (uint4 *)staging_of(m.job.plan.seat, m.now, m.now.heap, source) +
                         (int64_t)(token - m.first) * m.shape.vectors;
-        if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, q))
+        if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, copied, q))
             return false;
         uint32_t *escape = escapes_of(m.job.plan.seat, m.now, m.now.heap, source) +
                            ((int64_t)token * m.shape.pieces + piece) * WARP;
@@ -237,7 +248,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
         restore_piece<V, EXACT>(staged, vector, m.shape.vectors);
     }
     for (int half = 0;; half++) {
-        fill_slots<V, EXACT>(m, vector, slot, q);
+        fill_slots<EXACT>(m, vector, slot, q);
         if (weighs && !receive_weight(m, rank, source, token, half, slot, weight)) return false;
         if (!more) return true;
         word = peek_record(m, rank, token, half + 1);
@@ -246,7 +257,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
     }
 }
 
-template <int V, bool EXACT>
+template <bool EXACT>
 __device__ __forceinline__ void pad_slots(const Move &m, int32_t token, int piece, int owned)
 {
     each_pad(m.plan, owned, token, m.most_tokens, [&](int32_t slot) {
@@ -277,76 +288,119 @@ __device__ __forceinline__ int32_t received_before(const Move &m, int32_t step)
     return min(behind + behind / 16, max(step - m.job.lag, 0));
 }
 
+/* Role 0 sends, role 1 + n receives from source n. */
+__host__ __device__ __forceinline__ int num_roles(const p2p_seat &seat)
+{
+    return seat.num_ranks + 1;
+}
+
+/* The token of a unit, the first one if it receives several. */
+__device__ __forceinline__ int32_t token_of(const Move &m, const Walk &walk)
+{
+    return m.first + (walk.role == 0 ? walk.step : received_before(m, walk.step));
+}
+
 /* What a unit needs first, read while the one before it is at work. */
-__device__ __forceinline__ uint64_t read_ahead(const Move &m, const Walk &walk, bool sends)
+__device__ __forceinline__ uint64_t read_ahead(const Move &m, const Walk &walk)
 {
     const p2p_seat &seat = m.job.plan.seat;
-    if (sends) {
-        const int32_t token = m.first + walk.step;
+    const int32_t token = token_of(m, walk);
+    if (walk.role == 0)
         return token < m.job.num_tokens ? read_choice(m, token, lane_id()) : ~0ull;
-    }
-    const int32_t token = m.first + received_before(m, walk.step);
-    const int rank = wrap(seat.rank + 1 + walk.role / 2, seat.num_ranks);
+    const int rank = wrap(seat.rank + walk.role, seat.num_ranks);
     return token < seat.max_tokens ? peek_record(m, rank, token, 0) : ~0ull;
 }
 
-__device__ __forceinline__ bool is_send(const Walk &walk, int peers)
+/* Copies the piece of a unit of the round into the ring. */
+template <bool EXACT>
+__device__ __forceinline__ void copy_ahead(const Move &m, const Walk &walk, int32_t end,
+                                           Ring<V, EXACT> &ring)
 {
-    return walk.role < 2 * peers && walk.role % 2 == 0;
+    const p2p_seat &seat = m.job.plan.seat;
+    const int32_t token = token_of(m, walk);
+    const bool staged = walk.role > 0 && walk.role < seat.num_ranks;
+    const uint8_t *row = m.job.tokens + row_offset(token, m.shape);
+    if (staged)
+        row = staging_of(seat, m.now, m.now.heap, walk.role - 1) +
+              (int64_t)(token - m.first) * m.shape.vectors * 16;
+    if (token < (staged ? end : min(end, m.job.num_tokens)))
+        ring.copy(row, walk.piece * V * WARP, m.shape, false, m.policy);
+    ring.filled_one();
 }
 
 /* The CTAs that do not plan send the first tokens meanwhile; with registers of its own. */
-template <int V, bool EXACT> static __device__ __noinline__ void send_head(const Move m)
+template <bool EXACT> static __device__ __noinline__ void send_head(const Move m)
 {
-    const int planners = m.job.plan.planners, peers = m.job.plan.seat.num_ranks - 1;
+    const int planners = m.job.plan.planners;
     const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
-    const int units = min(m.head, m.job.num_tokens) * peers * m.shape.pieces;
+    const int units = min(m.head, m.job.num_tokens) * m.shape.pieces;
     if ((int)blockIdx.x < planners) return;
     for (int u = first + (int)threadIdx.x / WARP; u < units;
          u += ((int)gridDim.x - planners) * warps) {
-        const int piece = u % m.shape.pieces, rest = u / m.shape.pieces;
-        const int32_t token = rest / peers;
-        send<V, EXACT>(m, token, piece, rest % peers + 1, read_choice(m, token, lane_id()));
+        const int32_t token = u / m.shape.pieces, piece = u % m.shape.pieces;
+        const uint64_t word = read_choice(m, token, lane_id());
+        uint4 q[V];
+        load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), piece * V * WARP,
+                                   m.shape, q);
+        send<EXACT>(m, token, piece, word, q);
     }
 }
 
 /* One receiving unit: the tokens of a step, one or two, of one source. */
-template <int V, bool EXACT>
+template <bool EXACT>
 __device__ __forceinline__ bool receive_step(const Move &m, const Walk &walk, int32_t end,
-                                             uint64_t word, int owned)
+                                             uint64_t word, int owned, bool copied,
+                                             uint4 (&q)[V])
 {
-    const int source = walk.role / 2, peers = m.job.plan.seat.num_ranks - 1;
-    const int rank = wrap(m.job.plan.seat.rank + 1 + source, peers + 1);
+    const int source = walk.role - 1, peers = m.job.plan.seat.num_ranks - 1;
+    const int rank = wrap(m.job.plan.seat.rank + walk.role, peers + 1);
     const int32_t begin = m.first + received_before(m, walk.step);
     const int32_t stop = min(end, m.first + received_before(m, walk.step + 1));
     for (int32_t token = begin; token < stop; token++) {
         if (token > begin) word = peek_record(m, rank, token, 0);
-        if (!receive<V, EXACT>(m, token, walk.piece, source, word)) return false;
-        if (source == peers && owned >= 0) pad_slots<V, EXACT>(m, token, walk.piece, owned);
+        if (!receive<EXACT>(m, token, walk.piece, source, word, copied && token == begin, q))
+            return false;
+        if (source == peers && owned >= 0) pad_slots<EXACT>(m, token, walk.piece, owned);
     }
     return true;
 }
 
 /* One round: tokens [m.first, end) of every rank. */
-template <int V, bool EXACT> __device__ __forceinline__ bool move_tokens(Move &m, int32_t end)
+template <bool EXACT>
+__device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t *memory)
 {
     const int peers = m.job.plan.seat.num_ranks - 1;
+    const bool copied = m.shape.aligned;
+    const int32_t round_end = end;
     bool heard_tokens = !m.made, tables = !m.made;
     int owned = m.made ? 0 : m.plan.header.owned;
-    if (m.head) send_head<V, EXACT>(m);
-    Walk ahead(m.stride);
-    ahead.step += m.head;
-    uint64_t next_word = read_ahead(m, ahead, is_send(ahead, peers));
+    if (m.head) send_head<EXACT>(m);
+    Ring<V, EXACT> ring(memory);
+    Walk next(m.stride);
+    next.step += m.head;
+    Walk ahead = next;
+    for (int i = 0; i < ring.AHEAD && copied; i++, ahead.next(m.stride))
+        copy_ahead<EXACT>(m, ahead, round_end, ring);
+    uint64_t next_word = read_ahead(m, next);
     for (;;) {
-        const Walk walk = ahead;
+        const Walk walk = next;
         const uint64_t word = next_word;
         const int32_t sent = m.first + walk.step;
-        if (m.first + received_before(m, walk.step) >= end) return true;
-        ahead.next(m.stride);
-        next_word = read_ahead(m, ahead, is_send(ahead, peers));
-        if (is_send(walk, peers)) {
-            if (sent < min(end, m.job.num_tokens))
-                send<V, EXACT>(m, sent, walk.piece, walk.role / 2 + 1, word);
+        if (m.first + received_before(m, walk.step) >= end) break;
+        next.next(m.stride);
+        next_word = read_ahead(m, next);
+        uint4 q[V];
+        if (copied) {
+            copy_ahead<EXACT>(m, ahead, round_end, ring);
+            ahead.next(m.stride);
+            ring.use(q, walk.piece * V * WARP, m.shape);
+        }
+        if (walk.role == 0) {
+            if (sent >= min(end, m.job.num_tokens)) continue;
+            if (!copied)
+                load_piece_again<V, EXACT>(m.job.tokens + row_offset(sent, m.shape),
+                                           walk.piece * V * WARP, m.shape, q);
+            send<EXACT>(m, sent, walk.piece, word, q);
             continue;
         }
         if (!heard_tokens) {
@@ -355,13 +409,15 @@ template <int V, bool EXACT> __device__ __forceinline__ bool move_tokens(Move &m
             end = min(end, m.most_tokens);
             heard_tokens = true;
         }
-        if (!tables && walk.role == 2 * peers) {
+        if (!tables && walk.role == peers + 1) {
             if (!wait_for_plan(m)) return false;
             owned = header_of(m)->result == EPIC_OK ? header_of(m)->owned : -1;
             tables = true;
         }
-        if (!receive_step<V, EXACT>(m, walk, end, word, owned)) return false;
+        if (!receive_step<EXACT>(m, walk, end, word, owned, copied, q)) return false;
     }
+    wait_copies<0>();
+    return true;
 }
 
 /* Does every rank's buffer hold what the plan sends there? */
@@ -395,7 +451,8 @@ __device__ __forceinline__ bool clear_tail(const Move &m)
     return true;
 }
 
-template <int V, bool EXACT> __device__ __forceinline__ bool move_rounds(Move &m, Now &now)
+template <bool EXACT>
+__device__ __forceinline__ bool move_rounds(Move &m, Now &now, const uint8_t *memory)
 {
     const int64_t round_tokens =
         m.job.plan.seat.at.source_bytes / ((int64_t)m.shape.vectors * 16);
@@ -403,13 +460,13 @@ template <int V, bool EXACT> __device__ __forceinline__ bool move_rounds(Move &m
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
         const bool last = m.made || m.first + round_tokens >= most;
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
-        if (!move_tokens<V, EXACT>(m, end)) return false;
+        if (!move_tokens<EXACT>(m, end, memory)) return false;
         if (last) return true;
         if (!next_round(now)) return false;
     }
 }
 
-template <int V, bool EXACT>
+template <bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
 {
@@ -421,7 +478,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const p2p_seat &seat = job.plan.seat;
     const bool made = job.plan.planners > 0;
     const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
-    if (threadIdx.x == 0) stride.set(2 * seat.num_ranks - 1, shape.pieces);
+    if (threadIdx.x == 0) stride.set(num_roles(seat), shape.pieces);
     if (made) {
         if (threadIdx.x == 0) {
             plan.header.num_experts = job.plan.layer.num_experts;
@@ -437,7 +494,10 @@ __global__ void __launch_bounds__(BLOCK, 1)
                job.plan.capacity, job.recv_rows))
         return;
     bool ok = true;
-    if ((int)blockIdx.x < job.plan.planners) ok = make_plan(planner, job.plan, now, memory);
+    if ((int)blockIdx.x < job.plan.planners) {
+        ok = make_plan(planner, job.plan, now, memory);
+        ok = __syncthreads_and(ok); /* the memory becomes the rings' */
+    }
 
     Move m = {job, now, plan, stride, shape, policy_once()};
     m.made = made;
@@ -445,44 +505,42 @@ __global__ void __launch_bounds__(BLOCK, 1)
     m.top_k = plan.header.top_k;
     m.tokens_of = !made && lane_id() < seat.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     m.most_tokens = made ? (int32_t)seat.max_tokens : plan.most_tokens;
-    if (ok && (made || plan.header.result == EPIC_OK)) ok = move_rounds<V, EXACT>(m, now);
+    if (ok && (made || plan.header.result == EPIC_OK))
+        ok = move_rounds<EXACT>(m, now, memory + threadIdx.x / WARP * Ring<V, EXACT>::BYTES);
     if (ok && job.zero_tail && plan.good) ok = clear_tail(m);
     if (finish(now) && ok) clear(m);
 }
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Pieces depend on row_bytes alone, so that all ranks cut rows alike. */
-static const Kernel kernels[] = {dispatch_kernel<7, true>, dispatch_kernel<7, false>,
-                                 dispatch_kernel<4, true>, dispatch_kernel<4, false>};
-static const int vectors_of[] = {7, 7, 4, 4};
+static const Kernel kernels[] = {dispatch_kernel<false>, dispatch_kernel<true>};
+
+static int memory_bytes(int planning)
+{
+    const int rings = BLOCK / WARP * Ring<V, true>::BYTES;
+    return planning > rings ? planning : rings;
+}
 
 extern "C" cudaError_t p2p_load_dispatch(void)
 {
     for (Kernel kernel : kernels) {
         const cudaError_t error =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 planner_bytes(DEVICE_MAX_EXPERTS));
+                                 memory_bytes(planner_bytes(DEVICE_MAX_EXPERTS)));
         if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
 }
 
-static int choose(const p2p_dispatch_job *job)
-{
-    if (job->row_bytes % (7 * 512) == 0) return job->aligned ? 0 : 1;
-    return job->aligned && job->row_bytes % (4 * 512) == 0 ? 2 : 3;
-}
-
 extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms,
                                            cudaStream_t stream)
 {
-    const int which = choose(job);
-    const int roles = 2 * job->plan.seat.num_ranks - 1;
-    num_sms = even_deal(num_sms, BLOCK / WARP, roles, job->row_bytes, vectors_of[which]);
+    const bool exact = job->aligned && job->row_bytes % (V * 512) == 0;
+    const int roles = num_roles(job->plan.seat);
+    num_sms = even_deal(num_sms, BLOCK / WARP, roles, job->row_bytes, V);
     p2p_dispatch_job copy = *job;
     if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
-    const int memory = copy.plan.planners ? planner_bytes(job->plan.layer.num_experts) : 0;
-    kernels[which]<<<num_sms, BLOCK, memory, stream>>>(copy);
+    const int planning = copy.plan.planners ? planner_bytes(job->plan.layer.num_experts) : 0;
+    kernels[exact]<<<num_sms, BLOCK, memory_bytes(planning), stream>>>(copy);
     return cudaGetLastError();
 }

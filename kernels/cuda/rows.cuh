@@ -182,12 +182,18 @@ template <int V, bool EXACT> struct Ring {
         end_copies();
         filled = after(filled);
     }
-    /* The piece that is next in use, once the AHEAD after it have been begun. */
-    __device__ __forceinline__ void use(uint4 (&q)[V])
+    /* The piece that is next in use, vectors [first, ...) of a row, once the AHEAD after it have
+     * been begun; `fill` where the row has ended. */
+    __device__ __forceinline__ void use(uint4 (&q)[V], int32_t first, const RowShape &s,
+                                        uint32_t fill = 0)
     {
         wait_copies<AHEAD>();
 #pragma unroll
-        for (int v = 0; v < V; v++) q[v] = load_shared(memory + used + v * WARP * 16);
+        for (int v = 0; v < V; v++) {
+            q[v] = load_shared(memory + used + v * WARP * 16);
+            if (!EXACT && first + v * WARP + lane_id() >= s.vectors)
+                q[v] = make_uint4(fill, fill, fill, fill);
+        }
         used = after(used);
     }
 };

@@ -56,13 +56,13 @@ __device__ __forceinline__ void unhide(uint32_t &word, uint32_t mask, int bit)
     if (mask >> bit & 1) word = POISON;
 }
 
-/* One warp: makes a piece fit to be sent; `escape` is the piece's lane words at the receiver. */
-template <int V> __device__ __forceinline__ void hide_poison(uint4 (&q)[V], uint32_t *escape)
+/* One warp: makes a piece fit to be sent.  Not 0: the lane's word that must go with it. */
+template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
 #pragma unroll
     for (int v = 0; v < V; v++) special |= is_special(q[v]);
-    if (!__any_sync(ALL_LANES, special)) return;
+    if (!__any_sync(ALL_LANES, special)) return 0;
     uint32_t mask = ESCAPE_SENT;
 #pragma unroll
     for (int v = 0; v < V; v++) {
@@ -71,7 +71,7 @@ template <int V> __device__ __forceinline__ void hide_poison(uint4 (&q)[V], uint
         hide(q[v].z, mask, v * 4 + 2);
         hide(q[v].w, mask, v * 4 + 3);
     }
-    store_relaxed(escape + lane_id(), mask);
+    return mask;
 }
 
 /* One warp, at the receiver: the piece as it was. */
@@ -99,19 +99,23 @@ __device__ __forceinline__ bool unhide_poison(const Now &now, int peer, uint4 (&
     return ok;
 }
 
-/* One warp waits for a piece: vectors [first, ...) of a staged row, `vectors` long. */
+/* One warp waits for a piece: vectors [first, ...) of a staged row, `vectors` long.  `copied`: q
+ * is what was there a while ago. */
 template <int V, bool EXACT>
 __device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4 *staged,
-                                           int32_t first, int32_t vectors, uint4 (&q)[V])
+                                           int32_t first, int32_t vectors, bool copied,
+                                           uint4 (&q)[V])
 {
     const int32_t begin = first + lane_id();
     staged += begin;
     return wait_until(now, peer, P2P_PHASE_ROW, [&] {
         bool missing = false;
+        if (!copied)
 #pragma unroll
-        for (int v = 0; v < V; v++)
-            q[v] = EXACT || begin + v * WARP < vectors ? load_relaxed(staged + v * WARP)
-                                                       : make_uint4(0, 0, 0, 0);
+            for (int v = 0; v < V; v++)
+                q[v] = EXACT || begin + v * WARP < vectors ? load_relaxed(staged + v * WARP)
+                                                           : make_uint4(0, 0, 0, 0);
+        copied = false;
 #pragma unroll
         for (int v = 0; v < V; v++) missing |= has_poison(q[v]);
         return __any_sync(ALL_LANES, missing) == 0;
