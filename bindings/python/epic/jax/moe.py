@@ -271,7 +271,7 @@ def composed(
     if options.router.zero_experts:
         raise ValueError("grouped_gemm with zero_experts is not there yet: leave one of them out")
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    logits = x.astype(wide) @ weights.w_gate.astype(wide)
+    logits = jnp.matmul(x.astype(wide), weights.w_gate.astype(wide), precision="highest")
     if weights.b_gate is not None:
         logits = logits + weights.b_gate.astype(wide)
     table = extras.pop("rank_of_expert")
