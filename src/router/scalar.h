@@ -3,7 +3,7 @@
  *
  * In float32 they are additions, products and quotients only, in a fixed order and never
  * contracted, so that every compiler and every device gets the same bits, and with them the same
- * choice of experts.  Their error is below 2 units in the last place.  In float64, where only
+ * choice of experts (kernels/cuda includes them too).  Their error is below 2 units in the last place.  In float64, where only
  * gradients are checked, they are the C library's. */
 #ifndef EPIC_SCALAR_H
 #define EPIC_SCALAR_H
@@ -12,10 +12,16 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__CUDACC__)
+#define SCALAR __device__ __forceinline__
+#else
+#define SCALAR static inline
+#endif
+
 #define LOWEST_F32 (-104.0f) /* e to that is 0 in float32 */
 
 /* 2^n for -126 <= n <= 127. */
-static inline float power_of_two(int32_t n)
+SCALAR float power_of_two(int32_t n)
 {
     const uint32_t bits = (uint32_t)(n + 127) << 23;
     float x;
@@ -24,7 +30,7 @@ static inline float power_of_two(int32_t n)
 }
 
 /* e^(x + low) for x <= 88 and |low| tiny: low is what rounding has cut from x. */
-static inline float exp_f32(float x, float low)
+SCALAR float exp_f32(float x, float low)
 {
     const float near = 0x1.8p23f; /* added and taken away: rounds to an integer */
     const float t = x > LOWEST_F32 ? x : LOWEST_F32;
@@ -45,13 +51,13 @@ static inline float exp_f32(float x, float low)
     return x > LOWEST_F32 ? y : x != x ? x : 0.0f;
 }
 
-static inline double exp_f64(double x, double low)
+SCALAR double exp_f64(double x, double low)
 {
     return x > -746 ? exp(x) * (1 + low) : x != x ? x : 0;
 }
 
 /* log(1 + x) for 0 <= x <= 1, from the series of the inverse hyperbolic tangent. */
-static inline float log1p_f32(float x)
+SCALAR float log1p_f32(float x)
 {
     const float t = x / (2.0f + x);
     const float u = t * t;
@@ -65,17 +71,17 @@ static inline float log1p_f32(float x)
     return 2.0f * (t + t * (u * p));
 }
 
-static inline double log1p_f64(double x)
+SCALAR double log1p_f64(double x)
 {
     return log1p(x);
 }
 
-static inline float sqrt_f32(float x)
+SCALAR float sqrt_f32(float x)
 {
     return sqrtf(x);
 }
 
-static inline double sqrt_f64(double x)
+SCALAR double sqrt_f64(double x)
 {
     return sqrt(x);
 }
