@@ -21,9 +21,9 @@ typedef struct buffer { /* the same bytes on both sides, a guard behind them */
 
 static buffer logits, bias, token_ids, table, workspace, topk_idx, weights, scores, d_weights,
     d_logits, load, d_loss, loss;
-static buffer *const all[] = {&logits, &bias,    &token_ids, &table,     &workspace,
+static buffer *const all[] = {&logits,   &bias,    &token_ids, &table,     &workspace,
                               &topk_idx, &weights, &scores,    &d_weights, &d_logits,
-                              &load,   &d_loss,  &loss};
+                              &load,     &d_loss,  &loss};
 enum { BUFFERS = sizeof all / sizeof *all };
 
 static epic_context *ctx;
@@ -122,7 +122,7 @@ static void pick_groups(epic_router *r, uint32_t n)
 
 static epic_router pick_router(uint32_t most)
 {
-    static const uint32_t sizes[] = {1,  2,  8,  31,  32,  33,  60,  64,   127,  128,
+    static const uint32_t sizes[] = {1,   2,   8,   31,  32,  33,  60,   64,   127,  128,
                                      160, 256, 257, 384, 512, 513, 1000, 1024, 2048, 4096};
     uint32_t n = below(3) ? pick(sizes, below(4) ? 15 : 20) : 1 + below(700);
     n = less(n, most);
@@ -176,8 +176,8 @@ static problem pick_problem(uint32_t most)
 
 static float pick_logit(int kind)
 {
-    static const float odd[] = {0.0f, -0.0f, INFINITY, -INFINITY, NAN,
-                                1e30f, -1e30f, 1e-40f, 88.5f, -103.5f};
+    static const float odd[] = {0.0f,  -0.0f,  INFINITY, -INFINITY, NAN,
+                                1e30f, -1e30f, 1e-40f,   88.5f,     -103.5f};
     switch (kind) {
     case 0:
         return (float)below(5) - 2; /* ties */
@@ -206,7 +206,9 @@ static void put_number(void *to, uint32_t type, int64_t i, float x)
     if (type == EPIC_BF16) ((uint16_t *)to)[i] = (uint16_t)(bits >> 16);
     if (type != EPIC_F16) return;
     const uint32_t e = bits >> 23 & 255, sign = bits >> 16 & 0x8000;
-    const uint32_t size = e < 113 ? below(2) : e > 142 ? 0x7c00 | (x != x) : (bits >> 13 & 0x3ffff) - (112 << 10);
+    const uint32_t size = e < 113   ? below(2)
+                          : e > 142 ? 0x7c00 | (x != x)
+                                    : (bits >> 13 & 0x3ffff) - (112 << 10);
     ((uint16_t *)to)[i] = (uint16_t)(sign | (size & 0x7fff));
 }
 
@@ -481,14 +483,14 @@ static int run_case(const problem *p, int captured)
 static void print_problem(int i, const problem *p)
 {
     const epic_router *r = &p->router;
-    fprintf(stderr,
-            "case %d: %u + %u experts, k %u, score %u, groups %u keep %u (score %u best %u "
-            "others %u), rule %u, normalise %u, %lld tokens of type %u, sequence %lld, bias %d, "
-            "table %d\n",
-            i, r->num_experts, r->zero_experts, r->top_k, r->score, r->num_groups,
-            r->topk_groups, r->group_score, r->group_best, r->group_others, r->weight_rule,
-            r->normalise, (long long)p->tokens, p->type, (long long)p->sequence, p->has_bias,
-            p->has_table);
+    fprintf(
+        stderr,
+        "case %d: %u + %u experts, k %u, score %u, groups %u keep %u (score %u best %u "
+        "others %u), rule %u, normalise %u, %lld tokens of type %u, sequence %lld, bias %d, "
+        "table %d\n",
+        i, r->num_experts, r->zero_experts, r->top_k, r->score, r->num_groups, r->topk_groups,
+        r->group_score, r->group_best, r->group_others, r->weight_rule, r->normalise,
+        (long long)p->tokens, p->type, (long long)p->sequence, p->has_bias, p->has_table);
 }
 
 /* A graph captured once gives the host's results for whatever its arrays hold later. */
@@ -597,7 +599,8 @@ int main(int argc, char **argv)
     const epic_config config = {.max_tokens = 16, .max_row_bytes = 64, .backend = "p2p"};
     need(epic_open(&ctx, NULL, &config, sizeof config) == EPIC_OK, "open");
     need(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
-    for (int i = 0; i < BUFFERS; i++) make_buffer(all[i], (size_t)MOST_TOKENS * 1024 * 4 + (256 << 10));
+    for (int i = 0; i < BUFFERS; i++)
+        make_buffer(all[i], (size_t)MOST_TOKENS * 1024 * 4 + (256 << 10));
     int good = 0;
     for (int i = 0; i < cases; i++) {
         state = seed * 1000003 + (uint64_t)i;
@@ -619,8 +622,9 @@ int main(int argc, char **argv)
     }
     cudaStreamDestroy(stream);
     epic_close(ctx);
-    printf("router: %d of %d cases have the host's results (%ld numbers a rounding apart, where "
-           "they may): %s\n",
-           good, cases, one_bit, failures ? "WRONG" : "good");
+    printf(
+        "router: %d of %d cases have the host's results (%ld numbers a rounding apart, where "
+        "they may): %s\n",
+        good, cases, one_bit, failures ? "WRONG" : "good");
     return failures != 0;
 }

@@ -285,7 +285,8 @@ def end(contexts: Any) -> None:
 
 def close(group: Group) -> None:
     """Gives this process's seats back, after the operations in flight.  A group may be opened
-    again under its name, also under programs compiled before.
+    again under its name, also under programs compiled before.  On GPUs with command buffers
+    all programs are compiled again, as XLA's graphs hold what the context had.
 
     Wait for the results of the last program first (jax.block_until_ready): where one device no
     longer finds its seat and another waits in an XLA collective, XLA ends the process.  Arrays
@@ -299,6 +300,8 @@ def close(group: Group) -> None:
         opened.pop(group.name, None)
     for seat in state.contexts:
         handlers().epic_jax_seat_remove(group.name.encode(), seat.is_gpu, seat.ordinal)
+    if group.platform == "gpu" and group.command_buffers:
+        jax.clear_caches()  # a graph would use this context's memory, and asks nobody
     end(state.contexts.values())
     for exchange in state.exchanges:
         for rank in range(exchange.num_ranks):
