@@ -18,9 +18,10 @@ static inline epic_result router_not_yet(const epic_context *ctx, const char *wh
                      what, ctx->backend_name);
 }
 
-#define ROUTER_STEP(ctx, name, ...)                                                          \
-    ((ctx)->backend->steps->name                                                             \
-         ? backend_said((ctx)->backend, (ctx)->backend->steps->name((ctx)->group, __VA_ARGS__)) \
+#define ROUTER_STEP(ctx, name, ...)                                             \
+    ((ctx)->backend->steps->name                                                \
+         ? backend_said((ctx)->backend,                                         \
+                        (ctx)->backend->steps->name((ctx)->group, __VA_ARGS__)) \
          : router_not_yet((ctx), "epic_" #name))
 
 #endif

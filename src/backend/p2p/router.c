@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Router and losses: from checked arguments to launches.  They are local: no epoch, no peer. */
+#include "cuda/router.h"
 #include "backend/p2p/p2p.h"
 #include "core/error.h"
-#include "cuda/router.h"
 #include "router/rule.h"
 
 static cudaStream_t stream_of(epic_stream stream)
