@@ -9,14 +9,14 @@
 
 static bool is_whole(const device_plan_header *h)
 {
-    const device_plan_layout at =
-        device_plan_layout_of(h->num_ranks, h->max_tokens, h->num_experts, h->top_k);
-    return h->sum == device_header_sum(h) && h->num_ranks >= 1 &&
-           h->num_ranks <= DEVICE_MAX_RANKS && h->rank >= 0 && h->rank < h->num_ranks &&
-           h->num_experts <= DEVICE_MAX_EXPERTS && h->top_k >= 1 &&
-           h->top_k <= DEVICE_MAX_TOP_K && h->max_tokens <= INT32_MAX &&
-           h->tokens_of[h->rank] >= 0 && h->tokens_of[h->rank] <= h->max_tokens &&
-           h->bytes == at.bytes;
+    if (h->sum != device_header_sum(h) || h->num_ranks < 1 || h->num_ranks > DEVICE_MAX_RANKS ||
+        h->rank < 0 || h->rank >= h->num_ranks || h->num_experts > DEVICE_MAX_EXPERTS ||
+        h->top_k < 1 || h->top_k > DEVICE_MAX_TOP_K || h->max_tokens < 0 ||
+        h->max_tokens > INT32_MAX || h->tokens_of[h->rank] < 0 ||
+        h->tokens_of[h->rank] > h->max_tokens)
+        return false;
+    return h->bytes ==
+           device_plan_layout_of(h->num_ranks, h->max_tokens, h->num_experts, h->top_k).bytes;
 }
 
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)

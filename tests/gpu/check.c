@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Random cases on the p2p backend against plain loops, bit for bit.
- *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight]
+ *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small]
  * Every rank makes the same case from the same seed, does its part, and checks its results. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,6 +9,7 @@
 #include "case.h"
 
 #define MAX_CASE_TOKENS 256
+#define SMALL_CASE_TOKENS 24
 
 static struct {
     int cases;
@@ -80,8 +81,8 @@ static int work(team_rank *me)
             draw_big(&b.c, options.seed + (uint64_t)i, me->num_ranks,
                      me->group->config.max_tokens);
         else
-            draw_case(&b.c, options.seed + (uint64_t)i, me->num_ranks, MAX_CASE_TOKENS,
-                      me->group->config.max_row_bytes);
+            draw_case(&b.c, options.seed + (uint64_t)i, me->num_ranks,
+                      me->group->config.max_tokens, me->group->config.max_row_bytes);
         run_case(&b);
         free_routing(&b.c.r);
     }
@@ -96,11 +97,13 @@ static int work(team_rank *me)
 int main(int argc, char **argv)
 {
     if (argc < 6) {
-        fprintf(stderr, "gpu_check RANKS GPUS threads|processes CASES SEED [big|small]\n");
+        fprintf(stderr,
+                "gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small]\n");
         return 2;
     }
     const bool big = argc > 6 && !strcmp(argv[6], "big");
     const bool tight = argc > 6 && !strcmp(argv[6], "tight"); /* little staging: many rounds */
+    const bool small = argc > 6 && !strcmp(argv[6], "small"); /* under a slow tool */
     options.cases = atoi(argv[4]);
     options.seed = strtoull(argv[5], NULL, 10);
     options.big = big;
@@ -108,10 +111,14 @@ int main(int argc, char **argv)
     team t = {.num_ranks = atoi(argv[1]),
               .num_gpus = atoi(argv[2]),
               .processes = !strcmp(argv[3], "processes"),
-              .max_tokens = big ? 4096 : MAX_CASE_TOKENS,
-              .max_row_bytes = big ? 14336 : 7168,
+              .max_tokens = big     ? 4096
+                            : small ? SMALL_CASE_TOKENS
+                                    : MAX_CASE_TOKENS,
+              .max_row_bytes = big     ? 14336
+                               : small ? 2048
+                                       : 7168,
               .staging_bytes = tight ? 400000 : 0,
-              .timeout_ms = 5000,
+              .timeout_ms = small ? 60000 : 5000,
               .work = work};
     if (t.num_ranks > t.num_gpus) t.max_sms = (uint32_t)(100 / t.num_ranks);
     const int failed = team_run(&t);
@@ -119,6 +126,7 @@ int main(int argc, char **argv)
            argv[3], options.cases, (unsigned long long)options.seed,
            big     ? ", full size"
            : tight ? ", little staging"
+           : small ? ", small"
                    : "",
            failed ? "WRONG" : "good");
     return failed != 0;
