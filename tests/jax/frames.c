@@ -12,6 +12,7 @@ typedef XLA_FFI_Error *handler(XLA_FFI_CallFrame *frame);
 handler epic_jax_combine, epic_jax_cuda_combine, epic_jax_no_graph_combine;
 handler epic_jax_cuda_plan_dispatch, epic_jax_cuda_combine_backward, epic_jax_cuda_sum;
 handler epic_jax_cuda_dispatch_backward, epic_jax_cuda_plan, epic_jax_cuda_router;
+handler epic_jax_cuda_none;
 int epic_jax_seat_add(const char *name, int is_gpu, int32_t ordinal, epic_context *ctx);
 epic_context *epic_jax_seat_remove(const char *name, int is_gpu, int32_t ordinal);
 
@@ -20,12 +21,12 @@ static const int32_t unreadable = 1; /* the address of what only the GPU can rea
 
 static int failed;
 
-#define CHECK(condition)                                                        \
-    do {                                                                        \
-        if (!(condition)) {                                                     \
+#define CHECK(condition)                                                              \
+    do {                                                                              \
+        if (!(condition)) {                                                           \
             fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-            failed = 1;                                                         \
-        }                                                                       \
+            failed = 1;                                                               \
+        }                                                                             \
     } while (0)
 
 /* --------------------------------------------------------------------------- XLA's side ---- */
@@ -305,6 +306,7 @@ static void test_refusals(void)
     call none = {0};
     CHECK(run(epic_jax_cuda_router, &none) == XLA_FFI_Error_Code_FAILED_PRECONDITION);
     CHECK(strstr(said, "no group is open on CUDA device 2"));
+    CHECK(run(epic_jax_cuda_none, &none) == XLA_FFI_Error_Code_UNIMPLEMENTED);
     ordinal = 3;
     CHECK(run(epic_jax_cuda_plan, &none) == XLA_FFI_Error_Code_INVALID_ARGUMENT);
     CHECK(sum(x[0], x[1]) == XLA_FFI_Error_Code_INVALID_ARGUMENT);
