@@ -26,60 +26,77 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of ids [first, first + count), largest first; equal ones by ascending id. */
+/* The keys of ids [first, first + count), largest first. */
 template <int V> struct Owned {
-    uint32_t top; /* KEY_NONE: no more */
-    int first;
+    int first, count;
     uint32_t key[V];
 
-    __device__ __forceinline__ void find()
+    __device__ __forceinline__ uint32_t top() const
     {
-        top = key[0];
-#pragma unroll
-        for (int v = 1; v < V; v++) top = max(top, key[v]);
+        return key[0]; /* KEY_NONE: no more */
     }
-    __device__ __forceinline__ void read(uint32_t *keys, int first_id, int count)
+    /* A bitonic network: the indices are known to the compiler. */
+    __device__ __forceinline__ void sort()
+    {
+#pragma unroll
+        for (int size = 2; size <= V; size *= 2)
+#pragma unroll
+            for (int stride = size / 2; stride > 0; stride /= 2)
+#pragma unroll
+                for (int i = 0; i < V; i++) {
+                    const int j = i ^ stride;
+                    if (j < i) continue;
+                    const uint32_t high = max(key[i], key[j]), low = min(key[i], key[j]);
+                    key[i] = i & size ? low : high;
+                    key[j] = i & size ? high : low;
+                }
+    }
+    __device__ __forceinline__ void read(const uint32_t *keys, int first_id, int num_ids)
     {
         first = first_id;
+        count = num_ids;
 #pragma unroll
-        for (int v = 0; v < V; v++) key[v] = v < count ? keys[at(first_id + v)] : KEY_NONE;
-        find();
+        for (int v = 0; v < V; v++) key[v] = v < count ? keys[at(first + v)] : KEY_NONE;
+        sort();
     }
-    __device__ __forceinline__ void fill(int count, uint32_t value)
+    __device__ __forceinline__ void fill(uint32_t *keys, uint32_t value)
     {
+        if (value != KEY_NONE)
+            for (int v = 0; v < count; v++) keys[at(first + v)] = value;
 #pragma unroll
         for (int v = 0; v < V; v++) key[v] = v < count ? value : KEY_NONE;
-        find();
     }
-    /* Takes the top one away; returns its id. */
-    __device__ __forceinline__ int take()
+    __device__ __forceinline__ void drop(bool mine)
     {
-        int id = V;
 #pragma unroll
-        for (int v = V - 1; v >= 0; v--) id = key[v] == top ? v : id;
-#pragma unroll
-        for (int v = 0; v < V; v++) key[v] = v == id ? KEY_NONE : key[v];
-        find();
-        return first + id;
+        for (int v = 0; v < V; v++) key[v] = !mine ? key[v] : v + 1 < V ? key[v + 1] : KEY_NONE;
     }
 };
 
-/* Any number of them, left in shared memory. */
+/* Any number of them, left in shared memory; equal ones by ascending id. */
 template <> struct Owned<0> {
-    uint32_t top;
     int first, count, place;
-    uint32_t *keys;
+    uint32_t best;
+    const uint32_t *keys;
 
+    __device__ uint32_t top() const
+    {
+        return best;
+    }
+    __device__ int id() const
+    {
+        return first + place;
+    }
     __device__ void find(uint32_t last, int last_place)
     {
-        top = KEY_NONE;
+        best = KEY_NONE;
         for (int v = 0; v < count; v++) {
             const uint32_t key = keys[at(first + v)];
             const bool left = key < last || (key == last && v > last_place);
-            if (left && key > top) top = key, place = v;
+            if (left && key > best) best = key, place = v;
         }
     }
-    __device__ void read(uint32_t *from, int first_id, int num_ids)
+    __device__ void read(const uint32_t *from, int first_id, int num_ids)
     {
         keys = from;
         first = first_id;
@@ -87,16 +104,14 @@ template <> struct Owned<0> {
         place = 0;
         find(0xffffffffu, -1);
     }
-    __device__ void fill(int num_ids, uint32_t value)
+    __device__ void fill(uint32_t *to, uint32_t value)
     {
-        for (int v = 0; v < num_ids; v++) keys[at(first + v)] = value;
+        for (int v = 0; v < count; v++) to[at(first + v)] = value;
         find(0xffffffffu, -1);
     }
-    __device__ int take()
+    __device__ void drop(bool mine)
     {
-        const int id = first + place;
-        find(top, place);
-        return id;
+        if (mine) find(best, place);
     }
 };
 
@@ -141,19 +156,18 @@ __device__ __forceinline__ int best_lane(uint32_t top)
 
 /* The sum of this lane's group's m largest values, best first. */
 template <int V>
-__device__ __forceinline__ float score_group(const Deal &d, Owned<V> &own, int m)
+__device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 {
     const uint32_t members =
         (d.lanes == WARP ? ALL_LANES : (1u << d.lanes) - 1) << (lane_id() & ~(d.lanes - 1));
     float score = 0;
     for (int i = 0; i < m; i++) {
-        uint32_t largest = own.top;
+        uint32_t largest = own.top();
         for (int distance = 1; distance < d.lanes; distance *= 2)
             largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, distance));
-        const uint32_t ties = __ballot_sync(ALL_LANES, own.top == largest) & members;
+        const uint32_t ties = __ballot_sync(ALL_LANES, own.top() == largest) & members;
         score += value_of_key(largest);
-        if (i + 1 < m && lane_id() == __ffs(ties) - 1) own.take();
-        __syncwarp();
+        if (i + 1 < m) own.drop(lane_id() == __ffs(ties) - 1);
     }
     return score;
 }
@@ -185,14 +199,17 @@ __device__ __noinline__ void keep_many(const epic_router &r, const Deal &d, uint
         float score = 0;
         own.read(keys, g * d.each, d.each);
         for (int i = 0; i < m; i++) {
-            score += value_of_key(own.top);
-            if (i + 1 < m) own.take();
+            score += value_of_key(own.top());
+            if (i + 1 < m) own.drop(true);
         }
         group_keys[at(g)] = key_of(score);
     }
     own.read(group_keys, first, end - first);
-    for (uint32_t i = 0; i < r.topk_groups; i++)
-        if (best_lane(own.top) == lane_id()) kept |= 1u << (own.take() - first);
+    for (uint32_t i = 0; i < r.topk_groups; i++) {
+        const bool mine = best_lane(own.top()) == lane_id();
+        if (mine) kept |= 1u << (own.id() - first);
+        own.drop(mine);
+    }
     for (int g = first; g < end; g++)
         for (int i = 0; i < d.each && !(kept >> (g - first) & 1); i++)
             keys[at(g * d.each + i)] = others;
@@ -217,30 +234,62 @@ __device__ __forceinline__ void own_ids(const epic_router &r, const Deal &d, Own
     own.read(keys, run.first, run.count);
     if (r.num_groups == 0) return;
     const float score = score_group(d, own, m);
-    if (keep_group(d, score, (int)r.topk_groups))
-        own.read(keys, run.first, run.count);
-    else
-        own.fill(run.count, others);
+    if (!keep_group(d, score, (int)r.topk_groups)) own.fill(keys, others);
     __syncwarp();
 }
 
-/* All lanes' keys lie in `keys`. */
-template <int V>
-__device__ __forceinline__ Chosen choose(const epic_router &r, int columns, uint32_t *keys,
-                                         uint32_t *group_keys, bool on_logits)
+/* The choices one by one, each lane with an id of its own. */
+template <int J> __device__ __forceinline__ Chosen<J> choose_from(Owned<0> &own, int k)
 {
-    Chosen c = {(int)r.top_k, {-1, -1}};
-    Owned<V> own;
-    own_ids(r, deal_of(r, columns), own, keys, group_keys, on_logits);
-    for (int i = 0; i < c.k; i++) {
-        const int winner = best_lane(own.top);
-        int id = 0;
-        if (lane_id() == winner) id = own.take();
-        id = __shfl_sync(ALL_LANES, id, winner);
-        if (lane_id() == i) c.id[0] = id;
-        if (lane_id() + WARP == i) c.id[1] = id;
+    Chosen<J> c = {k, {-1}};
+    for (int i = 0; i < k; i++) {
+        const int winner = best_lane(own.top());
+        const int id = __shfl_sync(ALL_LANES, own.id(), winner);
+        own.drop(lane_id() == winner);
+#pragma unroll
+        for (int j = 0; j < J; j++)
+            if (lane_id() + j * WARP == i) c.id[j] = id;
     }
     return c;
+}
+
+/* First the keys and the lanes that have them, then, all at once, which ids those were: equal
+ * keys of one lane by ascending id. */
+template <int J, int V>
+__device__ __forceinline__ Chosen<J> choose_from(Owned<V> &own, int k, const uint32_t *keys)
+{
+    Chosen<J> c = {k, {-1}};
+    uint32_t key = KEY_NONE;
+    int lane = lane_id();
+    for (int i = 0; i < k; i++) {
+        const uint32_t largest = __reduce_max_sync(ALL_LANES, own.top());
+        const int winner = __ffs(__ballot_sync(ALL_LANES, own.top() == largest)) - 1;
+        own.drop(lane_id() == winner);
+        if (lane_id() == i) key = largest, lane = winner;
+    }
+    const uint32_t same = __match_any_sync(ALL_LANES, (uint64_t)key << 32 | (uint32_t)lane);
+    int before = __popc(same & ((1u << lane_id()) - 1));
+    const int first = __shfl_sync(ALL_LANES, own.first, lane);
+    const int count = __shfl_sync(ALL_LANES, own.count, lane);
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        if (v < count && lane_id() < k && keys[at(first + v)] == key && before-- == 0)
+            c.id[0] = first + v;
+    return c;
+}
+
+/* All lanes' keys lie in `keys`. */
+template <int V, int J>
+__device__ __forceinline__ Chosen<J> choose(const epic_router &r, int columns, uint32_t *keys,
+                                            uint32_t *group_keys, bool on_logits)
+{
+    Owned<V> own;
+    own_ids(r, deal_of(r, columns), own, keys, group_keys, on_logits);
+    __syncwarp();
+    if constexpr (V == 0)
+        return choose_from<J>(own, (int)r.top_k);
+    else
+        return choose_from<J>(own, (int)r.top_k, keys);
 }
 
 #endif

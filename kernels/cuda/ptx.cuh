@@ -161,4 +161,12 @@ __device__ __forceinline__ uint4 load_shared(uint32_t p)
     return v;
 }
 
+/* 1 / x, but for the last bit or two. */
+__device__ __forceinline__ float reciprocal_approx(float x)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 #endif

@@ -14,6 +14,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/ptx.cuh"
 #include "cuda/router.h"
 #include "router/rule.h"
 #include "router/scalar.h"
@@ -40,10 +41,15 @@ __host__ __device__ __forceinline__ int at(int i)
     return i + (i >> 5);
 }
 
-/* Words of a row in shared memory. */
+/* Words of a row in shared memory: whole steps of a warp. */
 __host__ __device__ __forceinline__ int row_words(int columns)
 {
-    return at(columns) + 1;
+    return (columns + WARP - 1) / WARP * (WARP + 1);
+}
+
+template <int V> __host__ __device__ __forceinline__ int row_words_of(int columns)
+{
+    return V > 0 ? V * (WARP + 1) : row_words(columns);
 }
 
 /* f(i) for the columns of this lane in [first, end), ascending; first is a multiple of 32. */
@@ -58,6 +64,17 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
     } else {
 #pragma unroll 4
         for (int i = first + lane_id(); i < end; i += WARP) f(i);
+    }
+}
+
+/* The same for what costs little and may be done past the end: rows have room. */
+template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
+{
+    if (V > 0) {
+#pragma unroll
+        for (int v = 0; v < V; v++) f(v * WARP + lane_id());
+    } else {
+        each_column<0>(0, end, f);
     }
 }
 
@@ -170,10 +187,9 @@ template <int V> __device__ __forceinline__ Softmax softmax(float *p, const floa
     const float first = __shfl_sync(ALL_LANES, lane_id() == 0 ? z[0] : 0, 0);
     each_column<V>(0, columns, [&](int i) { s.largest = fmaxf(s.largest, z[at(i)]); });
     s.largest = largest_of(s.largest, first);
-    each_column<V>(0, columns,
-                   [&](int i) { p[at(i)] = exp_of_difference(z[at(i)], s.largest); });
+    each_place<V>(columns, [&](int i) { p[at(i)] = exp_of_difference(z[at(i)], s.largest); });
     s.sum = add_up<V, float>(columns, [&](int i) { return p[at(i)]; });
-    each_column<V>(0, columns, [&](int i) { p[at(i)] /= s.sum; });
+    each_place<V>(columns, [&](int i) { p[at(i)] /= s.sum; });
     return s;
 }
 
@@ -192,19 +208,19 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
     if (score == EPIC_SCORE_SOFTMAX)
         softmax<V>(s, z, columns);
     else if (score == EPIC_SCORE_SIGMOID)
-        each_column<V>(0, columns, [&](int i) { s[at(i)] = sigmoid(z[at(i)]); });
+        each_place<V>(columns, [&](int i) { s[at(i)] = sigmoid(z[at(i)]); });
     else if (score == EPIC_SCORE_SQRTSOFTPLUS)
-        each_column<V>(0, columns, [&](int i) { s[at(i)] = sqrtsoftplus(z[at(i)]); });
+        each_place<V>(columns, [&](int i) { s[at(i)] = sqrtsoftplus(z[at(i)]); });
     else
         each_column<V>(0, columns, [&](int i) { s[at(i)] = z[at(i)]; });
 }
 
 /* -------------------------------------------------------------------------- weights ---- */
 
-/* The choices of a token: lane l has choices l and l + 32. */
-struct Chosen {
+/* The choices of a token: lane l has choices l, l + 32, up to J of them. */
+template <int J> struct Chosen {
     int k;
-    int id[2]; /* below 0: no expert */
+    int id[J]; /* below 0: no expert */
 
     __device__ __forceinline__ bool is(int j) const
     {
@@ -217,48 +233,54 @@ struct Chosen {
 };
 
 /* x[0] + x[1] + ... over the choices, one after the other. */
-__device__ __forceinline__ float add_in_order(const Chosen &c, const float (&x)[2])
+template <int J>
+__device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&x)[J])
 {
     float sum = 0;
 #pragma unroll 8
     for (int i = 0; i < min(c.k, WARP); i++) sum += __shfl_sync(ALL_LANES, x[0], i);
-    for (int i = WARP; i < c.k; i++) sum += __shfl_sync(ALL_LANES, x[1], i - WARP);
+    for (int i = WARP; J > 1 && i < c.k; i++) sum += __shfl_sync(ALL_LANES, x[J - 1], i - WARP);
     return sum;
 }
 
 /* Softmax over the chosen logits; p holds them before. */
-__device__ __forceinline__ void softmax_chosen(const Chosen &c, float (&p)[2])
+template <int J>
+__device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
     const uint32_t low = __ballot_sync(ALL_LANES, c.live(0));
-    const uint32_t high = __ballot_sync(ALL_LANES, c.live(1));
-    const float first = __shfl_sync(ALL_LANES, low ? p[0] : p[1], __ffs(low ? low : high | 1) - 1);
+    const uint32_t high = __ballot_sync(ALL_LANES, J > 1 && c.live(J - 1));
+    const float first = __shfl_sync(ALL_LANES, low ? p[0] : p[J - 1], __ffs(low ? low : high | 1) - 1);
     float largest = -INFINITY, sum = 0;
 #pragma unroll
-    for (int j = 0; j < 2; j++)
+    for (int j = 0; j < J; j++)
         if (c.live(j)) largest = fmaxf(largest, p[j]);
     largest = largest_of(largest, first);
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < J; j++) {
         p[j] = c.live(j) ? exp_of_difference(p[j], largest) : 0;
         if (c.is(j)) sum += p[j];
     }
     sum = add_lanes(sum);
-    if (low | high) p[0] /= sum, p[1] /= sum;
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (low | high) p[j] /= sum;
 }
 
-struct Shares { /* the host's `shares`, two parts on each lane */
-    float parts[2];
+template <int J> struct Shares { /* the host's `shares` */
+    float parts[J];
     float divisor;
     bool moves;
 };
 
 /* x: of the chosen, the scores where the rule is EPIC_WEIGHT_OF_SCORE, else the logits. */
-__device__ __forceinline__ Shares share(const epic_router &r, const Chosen &c,
-                                        const float (&x)[2])
+template <int J>
+__device__ __forceinline__ Shares<J> share(const p2p_router_rows &rows, const Chosen<J> &c,
+                                           const float (&x)[J])
 {
-    Shares s = {{0, 0}, 1, false};
+    const epic_router &r = rows.router;
+    Shares<J> s = {{0}, 1, false};
 #pragma unroll
-    for (int j = 0; j < 2; j++)
+    for (int j = 0; j < J; j++)
         if (c.live(j))
             s.parts[j] = r.weight_rule == EPIC_WEIGHT_SIGMOID_CHOSEN ? sigmoid(x[j]) : x[j];
     if (r.weight_rule == EPIC_WEIGHT_SOFTMAX_CHOSEN) softmax_chosen(c, s.parts);
@@ -266,11 +288,11 @@ __device__ __forceinline__ Shares share(const epic_router &r, const Chosen &c,
 
     const float sum = add_in_order(c, s.parts);
     if (r.normalise == EPIC_NORMALISE_SUM) {
-        s.divisor = sum + (float)r.eps;
+        s.divisor = sum + rows.eps;
         s.moves = true;
     } else {
-        s.moves = !(sum < (float)r.norm_min);
-        s.divisor = s.moves ? sum : (float)r.norm_min;
+        s.moves = !(sum < rows.norm_min);
+        s.divisor = s.moves ? sum : rows.norm_min;
     }
     return s;
 }

@@ -19,6 +19,8 @@ typedef struct p2p_router_rows { /* the logits, and what every kernel knows */
     int64_t num_tokens;
     int32_t columns; /* num_experts + zero_experts */
     uint32_t type;
+    float eps, norm_min, scale; /* the router's */
+    uint32_t pad;
 } p2p_router_rows;
 
 typedef struct p2p_router_job {

@@ -7,8 +7,8 @@
 #define MOST_WARPS 4
 
 /* What the parts are made of, of the chosen. */
-__device__ __forceinline__ Shares share_again(const p2p_router_backward_job &job,
-                                              const Chosen &c, const float *s, float (&z)[2],
+__device__ __forceinline__ Shares<2> share_again(const p2p_router_backward_job &job,
+                                              const Chosen<2> &c, const float *s, float (&z)[2],
                                               int64_t token)
 {
     const epic_router &r = job.rows.router;
@@ -25,11 +25,11 @@ __device__ __forceinline__ Shares share_again(const p2p_router_backward_job &job
                            token * job.rows.columns + c.id[j]);
         x[j] = r.weight_rule == EPIC_WEIGHT_OF_SCORE ? score_of(z[j], r.score) : z[j];
     }
-    return share(r, c, x);
+    return share(job.rows, c, x);
 }
 
 /* The host's share_backward: g becomes the gradient of the parts. */
-__device__ __forceinline__ void share_backward(const Shares &s, const Chosen &c, float scale,
+__device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c, float scale,
                                                float (&g)[2])
 {
     float products[2];
@@ -46,8 +46,8 @@ __device__ __forceinline__ void share_backward(const Shares &s, const Chosen &c,
 
 /* Adds the gradient of the parts to what they are made of, choice by choice: an expert may be
  * chosen twice. */
-__device__ __forceinline__ void parts_backward(const epic_router &r, const Shares &s,
-                                               const Chosen &c, const float (&z)[2],
+__device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
+                                               const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)
 {
     const float products[2] = {s.parts[0] * g[0], s.parts[1] * g[1]};
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 {
     extern __shared__ float memory[];
     const epic_router &r = job.rows.router;
-    const int columns = job.rows.columns, words = row_words(columns);
+    const int columns = job.rows.columns, words = row_words_of<V>(columns);
     const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     if (token >= job.rows.num_tokens) return;
     float *d = memory + threadIdx.x / WARP * 2 * words, *s = NULL;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
         softmax<V>(s, s, columns);
     }
     each_column<V>(0, columns, [&](int i) { d[at(i)] = 0; });
-    Chosen c = {(int)r.top_k, {-1, -1}};
+    Chosen<2> c = {(int)r.top_k, {-1, -1}};
     float g[2] = {0, 0}, z[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
         if (c.is(j)) c.id[j] = job.topk_idx[place], g[j] = job.d_weights[place];
         if (c.id[j] >= columns) c.id[j] = -1;
     }
-    const Shares shares = share_again(job, c, s, z, token);
-    share_backward(shares, c, (float)r.scale, g);
+    const Shares<2> shares = share_again(job, c, s, z, token);
+    share_backward(shares, c, job.rows.scale, g);
     parts_backward(r, shares, c, z, g, d);
     give_gradient<V>(job, s, d, token);
 }
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 template <int V>
 static cudaError_t launch(const p2p_router_backward_job *job, cudaStream_t stream)
 {
-    const int words = 2 * row_words(job->rows.columns);
+    const int words = 2 * row_words_of<V>(job->rows.columns);
     const int warps = router_warps(words, MOST_WARPS);
     const int64_t ctas = (job->rows.num_tokens + warps - 1) / warps;
     router_backward_kernel<V>

@@ -8,15 +8,17 @@
 #define MOST_WARPS 4
 
 /* The token's row of the table; ids that no expert has become -1. */
-__device__ __forceinline__ Chosen look_up(const p2p_router_job &job, int64_t token)
+template <int J>
+__device__ __forceinline__ Chosen<J> look_up(const p2p_router_job &job, int64_t token)
 {
-    Chosen c = {(int)job.rows.router.top_k, {-1, -1}};
+    Chosen<J> c = {(int)job.rows.router.top_k, {-1}};
     const int64_t id = job.wide ? ((const int64_t *)job.token_ids)[token]
                                 : ((const int32_t *)job.token_ids)[token];
-    if (id < 0 || id >= job.table_rows) return c;
+    const bool known = id >= 0 && id < job.table_rows;
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-        if (c.is(j)) c.id[j] = job.table[id * c.k + j * WARP + lane_id()];
+    for (int j = 0; j < J; j++) {
+        c.id[j] = -1;
+        if (known && c.is(j)) c.id[j] = job.table[id * c.k + j * WARP + lane_id()];
         if (c.id[j] >= job.rows.columns) c.id[j] = -1;
     }
     return c;
@@ -27,28 +29,31 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
                                           const float *values)
 {
     const float *bias = job.bias;
-    each_column<V>(0, job.rows.columns, [&](int i) {
-        keys[at(i)] = key_of(bias ? values[at(i)] + __ldg(bias + i) : values[at(i)]);
+    const int columns = job.rows.columns;
+    each_place<V>(columns, [&](int i) {
+        float x = values[at(i)];
+        if (bias && i < columns) x += __ldg(bias + i);
+        keys[at(i)] = key_of(x);
     });
     __syncwarp();
 }
 
-__device__ __forceinline__ void weigh(const p2p_router_job &job, const Chosen &c,
+template <int J>
+__device__ __forceinline__ void weigh(const p2p_router_job &job, const Chosen<J> &c,
                                       const float *from, int64_t token)
 {
-    const epic_router &r = job.rows.router;
-    float x[2] = {0, 0};
+    float x[J] = {0};
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < 2; j++)
+    for (int j = 0; j < J; j++)
         if (c.live(j)) x[j] = from[at(c.id[j])];
-    const Shares s = share(r, c, x);
+    const Shares<J> s = share(job.rows, c, x);
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < J; j++) {
         if (!c.is(j)) continue;
         const int64_t place = token * c.k + j * WARP + lane_id();
         job.topk_idx[place] = c.id[j];
-        job.weights[place] = s.divisor != 0 ? s.parts[j] / s.divisor * (float)r.scale : 0;
+        job.weights[place] = s.divisor != 0 ? s.parts[j] / s.divisor * job.rows.scale : 0;
     }
 }
 
@@ -58,7 +63,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 {
     extern __shared__ float memory[];
     const epic_router &r = job.rows.router;
-    const int columns = job.rows.columns, words = row_words(columns);
+    const int columns = job.rows.columns, words = row_words_of<V>(columns);
+    constexpr int J = V > 0 ? 1 : 2; /* above 32 choices: V is 0 */
     const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     const int group_words = r.num_groups > WARP ? row_words((int)r.num_groups) : 0;
     if (token >= job.rows.num_tokens) return;
@@ -73,8 +79,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
         each_column<V>(0, columns,
                        [&](int i) { job.scores[token * columns + i] = s[at(i)]; });
     if (choosing) make_keys<V>(job, keys, job.on_logits ? z : s);
-    const Chosen c = choosing ? choose<V>(r, columns, keys, group_keys, job.on_logits)
-                              : look_up(job, token);
+    const Chosen<J> c = choosing ? choose<V, J>(r, columns, keys, group_keys, job.on_logits)
+                                 : look_up<J>(job, token);
     weigh(job, c, of_score ? s : z, token);
 }
 
@@ -82,7 +88,7 @@ template <int V>
 static cudaError_t launch(const p2p_router_job *job, cudaStream_t stream)
 {
     const int columns = job->rows.columns, groups = (int)job->rows.router.num_groups;
-    const int words = 3 * row_words(columns) + (groups > WARP ? row_words(groups) : 0);
+    const int words = 3 * row_words_of<V>(columns) + (groups > WARP ? row_words(groups) : 0);
     const int warps = router_warps(words, MOST_WARPS);
     const int64_t ctas = (job->rows.num_tokens + warps - 1) / warps;
     router_kernel<V><<<(unsigned)ctas, warps * WARP, warps * words * 4, stream>>>(*job);
@@ -92,7 +98,8 @@ static cudaError_t launch(const p2p_router_job *job, cudaStream_t stream)
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
 {
     const Deal d = deal_of(job->rows.router, job->rows.columns);
-    const int most = d.groups_per_lane > 1 ? 1 << 30 : max(d.run, (job->rows.columns + 31) / 32);
+    const bool any = d.groups_per_lane > 1 || job->rows.router.top_k > WARP;
+    const int most = any ? 1 << 30 : max(d.run, (job->rows.columns + 31) / 32);
     if (job->rows.num_tokens == 0) return cudaSuccess;
     if (most <= 4) return launch<4>(job, stream);
     if (most <= 8) return launch<8>(job, stream);

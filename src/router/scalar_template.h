@@ -17,7 +17,7 @@ SCALAR REAL exp_of_difference(REAL a, REAL b)
 SCALAR REAL sigmoid(REAL z)
 {
     const REAL e = OF(exp)(z > 0 ? -z : z, 0);
-    return (z > 0 ? 1 : e) / (1 + e);
+    return OF(part_of)(z > 0 ? 1 : e, 1 + e);
 }
 
 SCALAR REAL sqrtsoftplus(REAL z)

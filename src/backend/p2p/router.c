@@ -29,7 +29,10 @@ static epic_result take_rows(epic_group *g, p2p_router_rows *out, const epic_rou
                              .logits = logits,
                              .num_tokens = num_tokens,
                              .columns = (int32_t)columns,
-                             .type = type ? type : EPIC_F32};
+                             .type = type ? type : EPIC_F32,
+                             .eps = (float)router->eps,
+                             .norm_min = (float)router->norm_min,
+                             .scale = (float)router->scale};
     return EPIC_OK;
 }
 

@@ -564,6 +564,7 @@ static void test_wild_ids(void)
                  .has_table = 1};
     const side there = {&p, 1};
     fill(&p);
+    for (int i = 0; i < 32; i++) put_number(logits.host, EPIC_F32, i, normal());
     ((int64_t *)token_ids.host)[0] = 50;
     ((int64_t *)token_ids.host)[1] = -1;
     ((int64_t *)token_ids.host)[2] = INT64_MAX;
