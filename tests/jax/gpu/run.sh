@@ -6,7 +6,8 @@ set -u
 cd "$(dirname "$0")/../../.."
 PYTHON=${GPU_PYTHON:-python3}
 LIMIT=${EPIC_GPU_LIMIT:-300} # seconds for each run
-GPUS=$(nvidia-smi -L | wc -l)
+GPUS=$(nvidia-smi -L 2>/dev/null | wc -l)
+[ "$GPUS" -gt 0 ] || { echo "there is no GPU"; exit 1; }
 export EPIC_LIBRARY_PATH="${EPIC_LIBRARY_PATH:-$PWD/build/lib}" PYTHONPATH="$PWD/bindings/python"
 export JAX_PLATFORMS=cuda,cpu PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=2
 failed=0

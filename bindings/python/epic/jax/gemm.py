@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from epic.jax.call import no_gradient, spread, varying
+from epic.jax.call import no_gradient, spread, spread_all, varying
 
 GroupedGemm = Callable[[Any, Any, Any], Any]
 
@@ -76,7 +76,7 @@ def best(alignment: int) -> GroupedGemm:
 
     def product(x: Any, w: Any, sizes: Any) -> Any:
         if fits(alignment, x, w) and is_hopper():
-            return mosaic(x, w, sizes)
+            return mosaic(*spread_all(None, x, w, sizes))
         return ragged_dot(x, w, sizes)
 
     return product
