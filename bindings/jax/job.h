@@ -81,8 +81,8 @@ typedef struct job_operation {
     size_t call;  /* where in it the epic_call is */
     const job_array *arrays;
     int num_arrays;
-    void (*read)(ffi_reader *reader,
-                 job *job); /* after the arrays: attributes, checks; or NULL */
+    /* After the arrays: attributes and checks; or NULL. */
+    void (*read)(ffi_reader *reader, job *job);
     epic_result (*run)(job *job);
 } job_operation;
 
