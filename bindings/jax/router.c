@@ -1,28 +1,65 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Router and losses as custom calls.  They wait for nobody, so they run on XLA's thread. */
 #include "read.h"
+#include "seats.h"
 
-static ffi_error *done(ffi_reader *reader, const char *what, epic_result (*call)(const void *),
-                       const void *args)
+/* The handlers of both platforms: an expression of `frame` and `on_device`. */
+#define HANDLERS(name, handler)                                  \
+    FFI_EXPORT ffi_error *epic_jax_##name(ffi_frame *frame)      \
+    {                                                            \
+        const bool on_device = false;                            \
+        return handler;                                          \
+    }                                                            \
+    FFI_EXPORT ffi_error *epic_jax_cuda_##name(ffi_frame *frame) \
+    {                                                            \
+        const bool on_device = true;                             \
+        return handler;                                          \
+    }
+
+/* Where the arrays are: on a GPU any of its contexts, and XLA's stream; else all zero. */
+typedef struct place {
+    seat_use use;
+    epic_stream stream;
+} place;
+
+static void find_place(ffi_reader *reader, place *out)
 {
-    if (reader->error != NULL) return reader->error;
-    return ffi_error_of(reader->frame, what, call(args));
+    if (!reader->on_device) return;
+    const seat_device device = {true, ffi_ordinal(reader)};
+    out->stream = ffi_stream(reader);
+    if (reader->error == NULL && seat_borrow(&out->use, device) != SEAT_OK)
+        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+                                 "no group is open on CUDA device %d of this process, and the "
+                                 "router works with one: call epic.jax.open before the program "
+                                 "runs",
+                                 device.ordinal);
 }
 
-static epic_result forward(const void *args)
+static ffi_reader begin(const ffi_frame *frame, bool on_device, place *out)
 {
-    return epic_router_forward(args, sizeof(epic_router_args));
+    ffi_reader reader = ffi_read(frame, on_device);
+    find_place(&reader, out);
+    return reader;
 }
 
-static epic_result backward(const void *args)
+static ffi_error *end(ffi_reader *reader, place *place, const char *what, epic_result result)
 {
-    return epic_router_backward(args, sizeof(epic_router_backward_args));
+    if (reader->error == NULL) reader->error = ffi_error_of(reader->frame, what, result);
+    if (place->use.ctx != NULL) seat_leave(&place->use);
+    return reader->error;
 }
 
-FFI_EXPORT ffi_error *epic_jax_router(ffi_frame *frame)
+static bool is_query(ffi_frame *frame, bool on_device)
 {
-    if (ffi_is_query(frame)) return NULL;
-    ffi_reader reader = ffi_read(frame);
+    return ffi_is_query(frame,
+                        on_device ? XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE : 0);
+}
+
+static ffi_error *router_forward(ffi_frame *frame, bool on_device)
+{
+    if (is_query(frame, on_device)) return NULL;
+    place place = {0};
+    ffi_reader reader = begin(frame, on_device, &place);
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array bias = ffi_arg_or_none(&reader, "bias", EPIC_F32);
@@ -45,14 +82,20 @@ FFI_EXPORT ffi_error *epic_jax_router(ffi_frame *frame)
                                    .weights = weights.data,
                                    .type = logits.type,
                                    .weights_type = weights.type,
-                                   .token_id_type = ids.type};
-    return done(&reader, "router", forward, &args);
+                                   .token_id_type = ids.type,
+                                   .ctx = place.use.ctx,
+                                   .stream = place.stream};
+    return end(&reader, &place, "router",
+               reader.error ? EPIC_OK : epic_router_forward(&args, sizeof args));
 }
 
-FFI_EXPORT ffi_error *epic_jax_router_backward(ffi_frame *frame)
+HANDLERS(router, router_forward(frame, on_device))
+
+static ffi_error *router_backward(ffi_frame *frame, bool on_device)
 {
-    if (ffi_is_query(frame)) return NULL;
-    ffi_reader reader = ffi_read(frame);
+    if (is_query(frame, on_device)) return NULL;
+    place place = {0};
+    ffi_reader reader = begin(frame, on_device, &place);
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array chosen = ffi_arg(&reader, "topk_idx", EPIC_I32);
@@ -69,9 +112,14 @@ FFI_EXPORT ffi_error *epic_jax_router_backward(ffi_frame *frame)
                                             .workspace_bytes = (size_t)workspace.bytes,
                                             .d_logits = d_logits.data,
                                             .type = logits.type,
-                                            .weights_type = d_weights.type};
-    return done(&reader, "router (backward)", backward, &args);
+                                            .weights_type = d_weights.type,
+                                            .ctx = place.use.ctx,
+                                            .stream = place.stream};
+    return end(&reader, &place, "router (backward)",
+               reader.error ? EPIC_OK : epic_router_backward(&args, sizeof args));
 }
+
+HANDLERS(router_backward, router_backward(frame, on_device))
 
 /* ---------------------------------------------------------------------------- losses ---- */
 
@@ -79,10 +127,12 @@ typedef epic_result loss_call(const epic_loss_args *args, size_t size);
 
 /* Arguments: logits, load or none, topk_idx or none, d_loss or none.  Results: the loss, or
  * d_logits, and workspace. */
-static ffi_error *loss(ffi_frame *frame, const char *what, bool is_backward, loss_call *call)
+static ffi_error *loss(ffi_frame *frame, bool on_device, const char *what, bool is_backward,
+                       loss_call *call)
 {
-    if (ffi_is_query(frame)) return NULL;
-    ffi_reader reader = ffi_read(frame);
+    if (is_query(frame, on_device)) return NULL;
+    place place = {0};
+    ffi_reader reader = begin(frame, on_device, &place);
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array load = ffi_arg_or_none(&reader, "load", EPIC_I32);
@@ -105,27 +155,15 @@ static ffi_error *loss(ffi_frame *frame, const char *what, bool is_backward, los
                                  .workspace_bytes = (size_t)workspace.bytes,
                                  .loss = is_backward ? NULL : out.data,
                                  .d_logits = is_backward ? out.data : NULL,
-                                 .type = logits.type};
-    if (reader.error != NULL) return reader.error;
-    return ffi_error_of(frame, what, call(&args, sizeof args));
+                                 .type = logits.type,
+                                 .ctx = place.use.ctx,
+                                 .stream = place.stream};
+    return end(&reader, &place, what, reader.error ? EPIC_OK : call(&args, sizeof args));
 }
 
-FFI_EXPORT ffi_error *epic_jax_balance_loss(ffi_frame *frame)
-{
-    return loss(frame, "balance_loss", false, epic_balance_loss_forward);
-}
-
-FFI_EXPORT ffi_error *epic_jax_balance_loss_backward(ffi_frame *frame)
-{
-    return loss(frame, "balance_loss (backward)", true, epic_balance_loss_backward);
-}
-
-FFI_EXPORT ffi_error *epic_jax_z_loss(ffi_frame *frame)
-{
-    return loss(frame, "z_loss", false, epic_z_loss_forward);
-}
-
-FFI_EXPORT ffi_error *epic_jax_z_loss_backward(ffi_frame *frame)
-{
-    return loss(frame, "z_loss (backward)", true, epic_z_loss_backward);
-}
+HANDLERS(balance_loss, loss(frame, on_device, "balance_loss", false, epic_balance_loss_forward))
+HANDLERS(balance_loss_backward,
+         loss(frame, on_device, "balance_loss (backward)", true, epic_balance_loss_backward))
+HANDLERS(z_loss, loss(frame, on_device, "z_loss", false, epic_z_loss_forward))
+HANDLERS(z_loss_backward,
+         loss(frame, on_device, "z_loss (backward)", true, epic_z_loss_backward))

@@ -52,6 +52,7 @@ for pair in $pairs; do
     bin=build/venv-jax$jax/bin
     if [ -z "$built" ]; then
         handlers "$bin/python"
+        "$build/jax/epic_jax_frames"
         built=yes
         "$bin/ruff" check -q bindings/python tests/jax examples/jax
         "$bin/mypy" --config-file pyproject.toml bindings/python/epic
