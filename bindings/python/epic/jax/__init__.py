@@ -7,7 +7,7 @@ from epic.jax.experts import ExpertWeights, experts
 from epic.jax.groups import Group, check, close, open
 from epic.jax.meeting import Tcp
 from epic.jax.moe import Moe, MoeOut, MoeWeights, moe
-from epic.jax.router import balance_loss, route, z_loss
+from epic.jax.router import balance_loss, bias_update, route, z_loss
 from epic.jax.steps import Plan, combine, dispatch, plan, plan_dispatch, sum
 from epic.options import Experts, Layer, Router
 
@@ -24,6 +24,7 @@ __all__ = [
     "Router",
     "Tcp",
     "balance_loss",
+    "bias_update",
     "check",
     "close",
     "combine",

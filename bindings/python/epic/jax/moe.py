@@ -6,7 +6,8 @@ it is composed of the single functions, and the experts' products are the caller
 """
 
 import ctypes
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -264,20 +265,16 @@ def composed(
     weights: MoeWeights,
     extras: dict[str, Any],
     after: dict[str, Any],
-) -> MoeOut:
-    """The layer from the single functions."""
-    if options.router.zero_experts:
-        raise ValueError("grouped_gemm with zero_experts is not there yet: leave one of them out")
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    logits = x.astype(wide) @ weights.w_gate.astype(wide)
-    if weights.b_gate is not None:
-        logits = logits + weights.b_gate.astype(wide)
+) -> tuple[Any, steps.Plan, Any, Any]:
+    """The layer from the single functions: out, plan, logits, choices."""
+    logits = logits_of(x, weights)
     table = extras.pop("rank_of_expert")
     chosen, w = routing.route(options.router, logits, bias=weights.bias, **extras)
+    zero = chosen >= options.layer.num_experts  # identity experts stay at home
     plan, recv, slot = steps.plan_dispatch(
         group,
         options.layer,
-        chosen,
+        jnp.where(zero, -1, chosen),
         x,
         w,
         capacity=options.capacity,
@@ -289,16 +286,30 @@ def composed(
     rows = plan.expert_rows
     y = mlp(options.experts, gemm, recv, rows, of(weights), None if late else slot)
     out = steps.combine(plan, y, slot if late else None)
+    if options.router.zero_experts:
+        kept = jnp.where(zero, w, 0).sum(axis=1, keepdims=True)
+        out = (out + x * kept).astype(x.dtype)
     if options.shared is not None:
         whole = jnp.full((1,), x.shape[0], jnp.int32)
         out = out + mlp(options.shared, dense_gemm, x, whole, of(weights, "shared_"), None)
-    loss = losses(group, options, logits, plan.load, chosen)
-    return MoeOut(out, loss, plan.load, plan.demand)
+    return out, plan, logits, chosen
 
 
-def losses(group: Group, options: Moe, logits: Any, load: Any, chosen: Any) -> Any:
-    """This device's part."""
-    total = logits.shape[0] * group.num_ranks
+def logits_of(x: Any, weights: MoeWeights) -> Any:
+    """What the router sees, in float32."""
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    logits = x.astype(wide) @ weights.w_gate.astype(wide)
+    return logits if weights.b_gate is None else logits + weights.b_gate.astype(wide)
+
+
+def losses(
+    group: Group, options: Moe, logits: Any, load: Any, chosen: Any, axes: tuple[str, ...]
+) -> Any:
+    """This device's part of the losses over the group and the axes."""
+    total = logits.shape[0] * group.num_ranks * math.prod(map(jax.lax.axis_size, axes))
+    if axes and options.sequence_tokens:
+        raise ValueError("loss_axes: with sequence_tokens each sequence has a loss by itself")
+    load = jax.lax.psum(load, axes) if axes else load
     loss = jnp.zeros((), jnp.float32)
     if options.balance_coeff:
         loss = loss + routing.balance_loss(
@@ -319,6 +330,38 @@ def losses(group: Group, options: Moe, logits: Any, load: Any, chosen: Any) -> A
 
 # ------------------------------------------------------------------------------- moe ----
 
+# The dimension that FSDP axes shard: always hidden.
+FSDP_DIMENSION = {
+    "w_gate": 0,
+    "w_gate_up": 1,
+    "w_down": 2,
+    "shared_gate_up": 1,
+    "shared_down": 2,
+}
+
+
+def gathered(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, ...]) -> MoeWeights:
+    """The weights whole in hidden; the gradient of each is reduced and scattered over the axes,
+    then added over the others."""
+    parts = MoeWeights(*spread_all(group, *weights, x)[:-1])
+
+    def whole(name: str, part: Any) -> Any:
+        if part is None or name not in FSDP_DIMENSION:
+            return part
+        return jax.lax.all_gather(part, axes, axis=FSDP_DIMENSION[name], tiled=True)
+
+    return MoeWeights(**{name: whole(name, part) for name, part in parts._asdict().items()})
+
+
+def from_core(
+    group: Group, options: Moe, x: Any, weights: MoeWeights, ints: list[Any]
+) -> tuple[Any, ...]:
+    """out, loss, load, demand of the core's own layer."""
+    arrays = spread_all(group, x, *weights, *ints)
+    count = 1 + len(weights)
+    spread = MoeWeights(*arrays[1:count])
+    return layer(Static(group, options), arrays[0], spread, tuple(arrays[count:]))
+
 
 def moe(
     group: Group,
@@ -330,16 +373,23 @@ def moe(
     table: Any = None,
     rank_of_expert: Any = None,
     grouped_gemm: GroupedGemm | None = None,
+    fsdp_axes: Sequence[str] = (),
+    loss_axes: Sequence[str] = (),
     channel: Any = None,
     after: Any = None,
 ) -> MoeOut:
     """The layer of x [..., hidden], on each device's own tokens and experts.
 
-    Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.  grouped_gemm:
-    a function as jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes [experts])
-    -> [slots, n].
+    Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.
+
+    token_ids [...] with table [rows, top_k]: experts by token id.  grouped_gemm: a function as
+    jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes [experts]) -> [slots, n].
+    fsdp_axes: mesh axes over which the weights come sharded, in hidden.  loss_axes: further axes
+    over whose tokens the losses are counted; sum MoeOut.loss over them too.
     """
-    x = jnp.asarray(x)
+    x, fsdp, over = jnp.asarray(x), tuple(fsdp_axes), tuple(loss_axes)
+    if fsdp:
+        weights = gathered(group, x, weights, fsdp)
     check_moe(options, x, weights)
     options = completed(group, options, x, weights)
     rows = steps.as_rows("x", x)
@@ -348,14 +398,17 @@ def moe(
     if grouped_gemm is not None:
         extras = {"token_ids": token_ids, "table": table, "rank_of_expert": rank_of_expert}
         order = {"channel": channel, "after": after}
-        out = composed(group, options, grouped_gemm, rows, weights, extras, order)
-        return out._replace(out=out.out.reshape(x.shape))
+        out, plan, logits, chosen = composed(
+            group, options, grouped_gemm, rows, weights, extras, order
+        )
+        loss = losses(group, options, logits, plan.load, chosen, over)
+        return MoeOut(out.reshape(x.shape), loss, plan.load, plan.demand)
     ids = None if token_ids is None else jnp.asarray(token_ids).reshape(rows.shape[0])
     ints = [ids, table, rank_of_expert, steps.channel_of(channel), *steps.calm(after)]
-    arrays = spread_all(group, rows, *weights, *ints)
-    count = 1 + len(weights)
-    spread = MoeWeights(*arrays[1:count])
-    out, loss, load, demand = layer(
-        Static(group, options), arrays[0], spread, tuple(arrays[count:])
-    )
-    return MoeOut(out.reshape(x.shape), loss[0], load, demand)
+    # The core counts over the group alone; losses over more are made from logits of our own.
+    inner = replace(options, balance_coeff=0.0, z_coeff=0.0) if over else options
+    out, loss, load, demand = from_core(group, inner, rows, weights, ints)
+    loss = loss[0]
+    if over and (options.balance_coeff or options.z_coeff):
+        loss = losses(group, options, logits_of(rows, weights), load, None, over)
+    return MoeOut(out.reshape(x.shape), loss, load, demand)
