@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert parallelism as JAX functions, on EPIC's C core.  docs/jax.md is the guide."""
 
+import importlib
+from types import ModuleType
+
 from epic._native import EpicError
 from epic.jax import sharded
 from epic.jax.experts import ExpertWeights, experts
@@ -39,3 +42,10 @@ __all__ = [
     "sum",
     "z_loss",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """epic.jax.linen and epic.jax.nnx need flax: they are imported when they are used."""
+    if name in ("linen", "nnx"):
+        return importlib.import_module(f"epic.jax.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
