@@ -53,6 +53,7 @@ once() { # with the first environment
 examples() { # python
     "$1" examples/jax/ep_moe.py --check --devices 4
     "$1" examples/jax/ep_moe.py --check --processes 4
+    "$1" examples/jax/train_text.py --check
 }
 
 pythons=${EPIC_JAX_PYTHONS-}
