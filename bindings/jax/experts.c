@@ -19,8 +19,8 @@ static void zero_tail(ffi_array slots, ffi_array expert_rows)
 
 FFI_EXPORT ffi_error *epic_jax_experts(ffi_frame *frame)
 {
-    if (ffi_is_query(frame)) return NULL;
-    ffi_reader reader = ffi_read(frame);
+    if (ffi_is_query(frame, 0)) return NULL;
+    ffi_reader reader = ffi_read(frame, false);
     const epic_experts experts = read_experts(&reader, "experts_");
     const ffi_array x = ffi_arg(&reader, "x", FFI_OTHER);
     const ffi_array rows = ffi_arg(&reader, "expert_rows", EPIC_I32);
@@ -71,8 +71,8 @@ static void read_gradients(ffi_reader *reader, ffi_array rows, uint32_t type,
 
 FFI_EXPORT ffi_error *epic_jax_experts_backward(ffi_frame *frame)
 {
-    if (ffi_is_query(frame)) return NULL;
-    ffi_reader reader = ffi_read(frame);
+    if (ffi_is_query(frame, 0)) return NULL;
+    ffi_reader reader = ffi_read(frame, false);
     const epic_experts experts = read_experts(&reader, "experts_");
     const ffi_array x = ffi_arg(&reader, "x", FFI_OTHER);
     const ffi_array rows = ffi_arg(&reader, "expert_rows", EPIC_I32);

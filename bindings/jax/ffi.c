@@ -14,13 +14,13 @@ _Static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= USED_MINOR, "heade
 
 static char no_elements[16]; /* where an array without elements lies when XLA says NULL */
 
-bool ffi_is_query(ffi_frame *frame)
+bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits)
 {
     XLA_FFI_Metadata_Extension *query = (XLA_FFI_Metadata_Extension *)frame->extension_start;
     if (query == NULL || query->extension_base.type != XLA_FFI_Extension_Metadata) return false;
     query->metadata->api_version.major_version = USED_MAJOR;
     query->metadata->api_version.minor_version = USED_MINOR;
-    query->metadata->traits = 0;
+    query->metadata->traits = traits;
     return true;
 }
 
@@ -75,9 +75,9 @@ ffi_error *ffi_error_of(const ffi_frame *frame, const char *what, epic_result re
 
 /* ---------------------------------------------------------------------------- arrays ---- */
 
-ffi_reader ffi_read(const ffi_frame *frame)
+ffi_reader ffi_read(const ffi_frame *frame, bool on_device)
 {
-    return (ffi_reader){.frame = frame};
+    return (ffi_reader){.frame = frame, .on_device = on_device};
 }
 
 static uint32_t type_of(XLA_FFI_DataType type)
@@ -183,8 +183,26 @@ int32_t ffi_arg_int(ffi_reader *reader, const char *name)
 {
     const ffi_array array = ffi_arg(reader, name, EPIC_I32);
     int32_t value = 0;
-    if (reader->error == NULL && array.count == 1) memcpy(&value, array.data, sizeof value);
+    if (reader->error == NULL && array.count == 1 && !reader->on_device)
+        memcpy(&value, array.data, sizeof value);
     return value;
+}
+
+int32_t ffi_ordinal(ffi_reader *reader)
+{
+    XLA_FFI_DeviceOrdinal_Get_Args args = {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, NULL,
+                                           reader->frame->ctx, -1};
+    if (reader->error == NULL)
+        reader->error = reader->frame->api->XLA_FFI_DeviceOrdinal_Get(&args);
+    return args.device_ordinal;
+}
+
+epic_stream ffi_stream(ffi_reader *reader)
+{
+    XLA_FFI_Stream_Get_Args args = {XLA_FFI_Stream_Get_Args_STRUCT_SIZE, NULL,
+                                    reader->frame->ctx, NULL};
+    if (reader->error == NULL) reader->error = reader->frame->api->XLA_FFI_Stream_Get(&args);
+    return args.stream;
 }
 
 epic_rows ffi_rows(ffi_array array)

@@ -23,6 +23,7 @@ typedef XLA_FFI_Error ffi_error; /* NULL is success; XLA frees the others */
 
 typedef struct ffi_reader {
     const ffi_frame *frame;
+    bool on_device; /* the arrays lie on a GPU: their numbers cannot be read here */
     ffi_error *error;
     int64_t num_args, num_results; /* read so far */
 } ffi_reader;
@@ -36,8 +37,8 @@ typedef struct ffi_array {
     uint32_t type; /* an epic_type, or FFI_U8 */
 } ffi_array;
 
-/* Does XLA ask what the handler was compiled for?  Then it has been told. */
-bool ffi_is_query(ffi_frame *frame);
+/* Does XLA ask what the handler was compiled for, and its traits?  Then it has been told. */
+bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits);
 
 ffi_error *ffi_fail(const ffi_frame *frame, XLA_FFI_Error_Code code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
@@ -47,7 +48,7 @@ XLA_FFI_Error_Code ffi_code(epic_result result);
 /* The core's last failure on this thread, as XLA's error; NULL for EPIC_OK. */
 ffi_error *ffi_error_of(const ffi_frame *frame, const char *what, epic_result result);
 
-ffi_reader ffi_read(const ffi_frame *frame);
+ffi_reader ffi_read(const ffi_frame *frame, bool on_device);
 
 /* The next argument or result.  One of `type` is asked for, or with FFI_OTHER any that EPIC
  * has; optional ones may be absent: then a byte, FFI_U8, stands there. */
@@ -55,13 +56,17 @@ ffi_array ffi_arg(ffi_reader *reader, const char *name, uint32_t type);
 ffi_array ffi_arg_or_none(ffi_reader *reader, const char *name, uint32_t type);
 ffi_array ffi_result(ffi_reader *reader, const char *name, uint32_t type);
 ffi_array ffi_result_or_none(ffi_reader *reader, const char *name, uint32_t type);
-int32_t ffi_arg_int(ffi_reader *reader, const char *name);
+int32_t ffi_arg_int(ffi_reader *reader, const char *name); /* 0 for one on a GPU */
 
 /* Attributes by name. */
 int64_t ffi_int(ffi_reader *reader, const char *name);
 uint32_t ffi_uint(ffi_reader *reader, const char *name);
 double ffi_float(ffi_reader *reader, const char *name);
 void ffi_text(ffi_reader *reader, const char *name, char *out, size_t size);
+
+/* Which device of its platform in this process, and the stream to order work on. */
+int32_t ffi_ordinal(ffi_reader *reader);
+epic_stream ffi_stream(ffi_reader *reader);
 
 /* Seen as rows for the core. */
 epic_rows ffi_rows(ffi_array array);

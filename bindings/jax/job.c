@@ -1,62 +1,173 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One operation that waits for peers: from XLA's call to its future. */
+/* One collective operation, from XLA's call to its end. */
 #include "job.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-void *job_new(ffi_reader *reader, size_t bytes)
-{
-    void *made = calloc(1, bytes);
-    if (made == NULL && reader->error == NULL)
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED,
-                                 "no memory for %zu bytes", bytes);
-    return made;
-}
-
 /* ------------------------------------------------------------------------------ tags ---- */
 
 enum { CALLERS_CHANNEL = 1 << 23 }; /* callers' numbers and call sites' never meet */
 
-job_channel job_read_channel(ffi_reader *reader, uint32_t *site)
+/* A caller's number comes after the site's, and replaces it. */
+static void read_channel(ffi_reader *reader, job *job)
 {
-    *site = (uint32_t)ffi_arg_int(reader, "site");
     const int32_t channel = ffi_arg_int(reader, "channel");
-    if (reader->error != NULL || channel < 0) return *site;
+    job->channel = job->site;
+    if (reader->error != NULL || channel < 0) return;
     if (channel >= CALLERS_CHANNEL)
         reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
                                  "channel %d: 0 to %d is needed", channel, CALLERS_CHANNEL - 1);
-    return (job_channel)channel | CALLERS_CHANNEL;
+    job->channel = (job_channel)channel | CALLERS_CHANNEL;
 }
 
-uint64_t job_tag(job_channel channel, uint32_t site, job_role role)
+/* Operations are matched between ranks by this number: alike on all ranks, and on the CPU
+ * different for any two calls of a program, except for an inner jit called twice.  On GPUs the
+ * numbers of the call are out of reach, and streams order it: there the role is compared. */
+static uint64_t tag_of(const job *job)
 {
-    return (uint64_t)channel << 40 | (uint64_t)site << 8 | role;
+    return (uint64_t)job->channel << 40 | (uint64_t)job->site << 8 | job->operation->role;
 }
 
-job_channel job_plan_channel(ffi_reader *reader, ffi_array *plan)
+void job_put_channel(const job *job, void *plan, size_t plan_bytes)
 {
-    job_channel channel = 0;
-    if (reader->error != NULL) return channel;
-    if (plan->bytes < JOB_PLAN_TAIL) {
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                                 "plan: %lld bytes are no plan", (long long)plan->bytes);
-        return channel;
-    }
-    plan->bytes -= JOB_PLAN_TAIL;
-    memcpy(&channel, (const char *)plan->data + plan->bytes, sizeof channel);
-    return channel & (2 * CALLERS_CHANNEL - 1);
-}
-
-void job_put_channel(void *plan, size_t plan_bytes, job_channel channel)
-{
+    if (job->on_device) return;
     char *tail = (char *)plan + plan_bytes;
     memset(tail, 0, JOB_PLAN_TAIL);
-    memcpy(tail, &channel, sizeof channel);
+    memcpy(tail, &job->channel, sizeof job->channel);
 }
 
-/* --------------------------------------------------------------------- start and end ---- */
+/* ---------------------------------------------------------------------------- arrays ---- */
+
+/* Cuts the tail off, and reads what it says where it can be read. */
+static void read_tail(ffi_reader *reader, job *job, const job_array *field, ffi_array *plan)
+{
+    if (plan->count < JOB_PLAN_TAIL) {
+        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                                 "plan: %lld bytes are no plan", (long long)plan->count);
+        return;
+    }
+    plan->count -= JOB_PLAN_TAIL;
+    if (field->kind != JOB_PLAN || reader->on_device) return;
+    memcpy(&job->channel, (const char *)plan->data + plan->count, sizeof job->channel);
+    job->channel &= 2 * CALLERS_CHANNEL - 1;
+}
+
+static ffi_array take(ffi_reader *reader, const job_array *field, uint32_t type)
+{
+    const bool optional = (field->flags & JOB_OPTIONAL) != 0;
+    if (field->flags & JOB_RESULT)
+        return (optional ? ffi_result_or_none : ffi_result)(reader, field->name, type);
+    return (optional ? ffi_arg_or_none : ffi_arg)(reader, field->name, type);
+}
+
+static void put(job *job, size_t offset, const void *value, size_t bytes)
+{
+    if (offset != 0) memcpy((char *)job + offset, value, bytes);
+}
+
+static uint32_t type_of(const job_array *field, uint32_t leading)
+{
+    if (field->type == JOB_SAME_TYPE) return leading;
+    if (field->type == JOB_GRADIENT_TYPE) return leading == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    return field->type;
+}
+
+static void read_array(ffi_reader *reader, job *job, const job_array *field, uint32_t *leading)
+{
+    ffi_array array = take(reader, field, type_of(field, *leading));
+    if (reader->error != NULL) return;
+    if (field->flags & JOB_LEADS) *leading = array.type;
+    if (field->kind != JOB_ARRAY) read_tail(reader, job, field, &array);
+    const epic_rows rows = ffi_rows(array);
+    put(job, field->data, &array.data, sizeof array.data);
+    put(job, field->rows, &rows, sizeof rows);
+    put(job, field->element, &array.type, sizeof array.type);
+    put(job, field->num_rows, &array.rows, sizeof array.rows);
+    put(job, field->count, &array.count, sizeof array.count);
+}
+
+static void read_field(ffi_reader *reader, job *job, const job_array *field, uint32_t *leading)
+{
+    if (field->kind == JOB_SITE)
+        job->site = (uint32_t)ffi_arg_int(reader, "site");
+    else if (field->kind == JOB_CHANNEL)
+        read_channel(reader, job);
+    else
+        read_array(reader, job, field, leading);
+}
+
+static epic_call *call_of(job *job)
+{
+    return (epic_call *)(void *)((char *)job + job->operation->call);
+}
+
+/* NULL: the reader has the error. */
+static job *read_job(ffi_reader *reader, const job_operation *operation)
+{
+    uint32_t leading = FFI_OTHER;
+    job *job = calloc(1, operation->bytes);
+    if (job == NULL) {
+        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED,
+                                 "no memory for %zu bytes", operation->bytes);
+        return NULL;
+    }
+    job->operation = operation;
+    job->on_device = reader->on_device;
+    job->api = reader->frame->api;
+    for (int i = 0; i < operation->num_arrays; i++)
+        read_field(reader, job, &operation->arrays[i], &leading);
+    if (operation->read != NULL) operation->read(reader, job);
+    job->use.tag = tag_of(job);
+    call_of(job)->tag = job->use.tag;
+    if (reader->error == NULL) return job;
+    free(job);
+    return NULL;
+}
+
+/* ----------------------------------------------------------------------------- seats ---- */
+
+static ffi_error *refusal(const ffi_frame *frame, const job *job, seat_answer answer,
+                          const char *name, seat_device device)
+{
+    const char *what = job->operation->what;
+    if (answer == SEAT_NONE)
+        return ffi_fail(
+            frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+            "epic.jax.%s: group \"%s\" is not open on %s device %d of this process: "
+            "call epic.jax.open before the program runs",
+            what, name, device.is_gpu ? "CUDA" : "CPU", device.ordinal);
+    return ffi_fail(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                    "epic.jax.%s: another call with the same number (tag %llu) is in flight on "
+                    "device %d, so their order would be chance.  An inner jit that is called "
+                    "twice gives both calls one number: give their plans different channel=, "
+                    "or order them by after=.  The group is broken: open it again",
+                    what, (unsigned long long)job->use.tag, device.ordinal);
+}
+
+/* Takes the seat that the attribute `group` and the call's device say. */
+static void enter(ffi_reader *reader, job *job)
+{
+    char name[SEATS_NAME];
+    ffi_text(reader, "group", name, sizeof name);
+    const seat_device device = {reader->on_device, ffi_ordinal(reader)};
+    if (reader->error != NULL) return;
+    const seat_answer answer = seat_enter(&job->use, name, device);
+    if (answer != SEAT_OK) reader->error = refusal(reader->frame, job, answer, name, device);
+}
+
+static ffi_error *run(job *job, epic_result (*function)(struct job *))
+{
+    const epic_result result = function(job);
+    if (result == EPIC_OK) return NULL;
+    char text[768];
+    snprintf(text, sizeof text, "epic.jax.%s: %s", job->operation->what,
+             epic_error(job->use.ctx));
+    return ffi_error_new(job->api, ffi_code(result), text);
+}
+
+/* -------------------------------------------------------------------------- the host ---- */
 
 static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error *error)
 {
@@ -75,13 +186,7 @@ static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error
 static void run_task(pool_task *task)
 {
     job *mine = (job *)task;
-    const epic_result result = mine->run(mine);
-    ffi_error *error = NULL;
-    if (result != EPIC_OK) {
-        char text[768];
-        snprintf(text, sizeof text, "epic.jax.%s: %s", mine->what, epic_error(mine->use.ctx));
-        error = ffi_error_new(mine->api, ffi_code(result), text);
-    }
+    ffi_error *error = run(mine, mine->operation->run);
     seat_leave(&mine->use);
     const XLA_FFI_Api *api = mine->api;
     XLA_FFI_Future *future = mine->future;
@@ -89,67 +194,60 @@ static void run_task(pool_task *task)
     set_future(api, future, error);
 }
 
-static ffi_error *refuse(const ffi_frame *frame, const job *job, seat_answer answer,
-                         const char *name, int32_t ordinal)
+static ffi_error *start(ffi_frame *frame, job *job)
 {
-    if (answer == SEAT_NONE)
-        return ffi_fail(frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
-                        "epic.jax.%s: group \"%s\" is not open on device %d of this process: "
-                        "call epic.jax.open before the program runs",
-                        job->what, name, ordinal);
-    return ffi_fail(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                    "epic.jax.%s: another call with the same number (tag %llu) is in flight on "
-                    "device %d, so their order would be chance.  An inner jit that is called "
-                    "twice gives both calls one number: give their plans different channel=, "
-                    "or order them by after=.  The group is broken: open it again",
-                    job->what, (unsigned long long)job->use.tag, ordinal);
-}
-
-static ffi_error *make_future(ffi_frame *frame, job *job)
-{
+    const XLA_FFI_Api *api = job->api;
     XLA_FFI_Future_Create_Args create = {XLA_FFI_Future_Create_Args_STRUCT_SIZE, NULL, NULL};
-    ffi_error *error = frame->api->XLA_FFI_Future_Create(&create);
-    if (error != NULL) return error;
-    job->api = frame->api;
-    job->future = create.future;
-    frame->future = create.future;
-    return NULL;
-}
-
-static ffi_error *launch(ffi_frame *frame, job *job)
-{
-    ffi_error *error = make_future(frame, job);
-    if (error != NULL) {
-        seat_leave(&job->use);
-        free(job);
-        return error;
+    ffi_error *error = api->XLA_FFI_Future_Create(&create);
+    if (error == NULL) {
+        job->task.run = run_task;
+        job->future = frame->future = create.future;
+        if (pool_run(&job->task)) return NULL; /* the job may be gone by now */
     }
-    XLA_FFI_Future *future = job->future;
-    if (pool_run(&job->task)) return NULL; /* the job may be gone by now */
+    const char *what = job->operation->what;
     seat_leave(&job->use);
-    set_future(frame->api, future,
-               ffi_fail(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED,
-                        "epic.jax.%s: the system gives no more threads", job->what));
     free(job);
-    return NULL;
+    if (error == NULL)
+        set_future(api, create.future,
+                   ffi_fail(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED,
+                            "epic.jax.%s: the system gives no more threads", what));
+    return error;
 }
 
-ffi_error *job_start(ffi_frame *frame, ffi_reader *reader, job *job, uint64_t tag)
+ffi_error *job_on_host(ffi_frame *frame, const job_operation *operation)
 {
-    char name[SEATS_NAME];
-    ffi_text(reader, "group", name, sizeof name);
-    XLA_FFI_DeviceOrdinal_Get_Args ordinal = {XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, NULL,
-                                              frame->ctx, -1};
-    if (reader->error == NULL) reader->error = frame->api->XLA_FFI_DeviceOrdinal_Get(&ordinal);
-    if (reader->error != NULL) {
-        free(job);
-        return reader->error;
-    }
-    job->task.run = run_task;
-    job->use.tag = tag;
-    const seat_answer answer = seat_enter(&job->use, name, ordinal.device_ordinal);
-    if (answer == SEAT_OK) return launch(frame, job);
-    ffi_error *error = refuse(frame, job, answer, name, ordinal.device_ordinal);
+    if (ffi_is_query(frame, 0)) return NULL;
+    ffi_reader reader = ffi_read(frame, false);
+    job *job = read_job(&reader, operation);
+    if (job == NULL) return reader.error;
+    enter(&reader, job);
+    if (reader.error == NULL) return start(frame, job);
     free(job);
-    return error;
+    return reader.error;
+}
+
+/* --------------------------------------------------------------------------- the GPU ---- */
+
+/* What a device has reported since: nothing more is enqueued behind it. */
+static epic_result check_and_run(job *job)
+{
+    const epic_result result = epic_check(job->use.ctx);
+    return result == EPIC_OK ? job->operation->run(job) : result;
+}
+
+ffi_error *job_on_gpu(ffi_frame *frame, const job_operation *operation, bool in_graphs)
+{
+    if (ffi_is_query(frame, in_graphs ? XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE : 0))
+        return NULL;
+    ffi_reader reader = ffi_read(frame, true);
+    job *job = read_job(&reader, operation);
+    if (job == NULL) return reader.error;
+    call_of(job)->stream = ffi_stream(&reader);
+    enter(&reader, job);
+    if (reader.error == NULL) {
+        reader.error = run(job, check_and_run);
+        seat_leave(&job->use);
+    }
+    free(job);
+    return reader.error;
 }

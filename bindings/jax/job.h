@@ -1,5 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One operation that waits for peers: from XLA's call to its future. */
+/* One collective operation, from XLA's call to its end.
+ *
+ * An operation is a table: which arrays its call has, where they go in the core's arguments, and
+ * what to do with them.  On the CPU it runs on a thread that sets XLA's future; on a GPU it is
+ * enqueued on XLA's stream before the handler returns. */
 #ifndef EPIC_JAX_JOB_H
 #define EPIC_JAX_JOB_H
 
@@ -22,36 +26,88 @@ typedef enum job_role {
 /* The number of a plan: the caller's channel if there is one, else of its call site. */
 typedef uint32_t job_channel;
 
-enum { JOB_PLAN_TAIL = 16 }; /* bytes behind the core's plan: its channel, then zeros */
-
 /* A job begins with this; what follows is the operation's.  XLA keeps arrays alive until the
  * future is set, but not the frame, so all that is used is copied. */
 typedef struct job {
     pool_task task;
     seat_use use;
-    const char *what; /* "dispatch" */
-    epic_result (*run)(struct job *job);
+    const struct job_operation *operation;
     const XLA_FFI_Api *api;
     XLA_FFI_Future *future;
+    job_channel channel;
+    uint32_t site;
+    bool on_device;
 } job;
 
-/* Zeroed memory for a job, `bytes` long; NULL: the reader has the error. */
-void *job_new(ffi_reader *reader, size_t bytes);
+typedef enum job_kind {
+    JOB_ARRAY,
+    JOB_PLAN,     /* a finished plan: the bytes before its tail, and its channel */
+    JOB_NEW_PLAN, /* the plan that will be made */
+    JOB_SITE,     /* the numbers that every operation with a channel of its own is given */
+    JOB_CHANNEL
+} job_kind;
 
-/* Reads the two numbers that every operation with a channel of its own is given. */
-job_channel job_read_channel(ffi_reader *reader, uint32_t *site);
+enum {
+    JOB_SAME_TYPE = 254,    /* as the array that leads */
+    JOB_GRADIENT_TYPE = 253 /* EPIC_F64 if that is, else EPIC_F32 */
+};
+enum { JOB_ARG, JOB_RESULT = 1, JOB_OPTIONAL = 2, JOB_LEADS = 4 };
 
-/* Operations are matched between ranks by this number: alike on all ranks, and different for
- * any two calls of a program, except for an inner jit called twice. */
-uint64_t job_tag(job_channel channel, uint32_t site, job_role role);
+/* An array of a call.  The last five are offsets into the job, 0: not wanted. */
+typedef struct job_array {
+    job_kind kind;
+    uint32_t flags;
+    const char *name;
+    uint32_t type;   /* an epic_type, FFI_U8, FFI_OTHER: any, or one of the above */
+    size_t data;     /* a pointer */
+    size_t rows;     /* epic_rows */
+    size_t element;  /* uint32_t: its type */
+    size_t num_rows; /* int64_t */
+    size_t count;    /* int64_t or size_t: elements; bytes of a plan */
+} job_array;
 
-/* The channel that travels with a plan.  `plan` is the array of a finished plan; its tail is cut
- * off. */
-job_channel job_plan_channel(ffi_reader *reader, ffi_array *plan);
-void job_put_channel(void *plan, size_t plan_bytes, job_channel channel);
+/* clang-format off */
+#define JOB_DATA(how, text, must, offset) \
+    {.flags = how, .name = text, .type = must, .data = offset}
+#define JOB_ROWS(how, text, must, offset) \
+    {.flags = how, .name = text, .type = must, .rows = offset}
+/* clang-format on */
+#define JOB_LENGTH(arrays) ((int)(sizeof(arrays) / sizeof *(arrays)))
 
-/* Gives the job its thread and the frame its future, or frees the job and returns an error, also
- * the reader's.  Its attribute `group` says whose seat. */
-ffi_error *job_start(ffi_frame *frame, ffi_reader *reader, job *job, uint64_t tag);
+typedef struct job_operation {
+    const char *what; /* "dispatch" */
+    job_role role;
+    size_t bytes; /* of its job */
+    size_t call;  /* where in it the epic_call is */
+    const job_array *arrays;
+    int num_arrays;
+    void (*read)(ffi_reader *reader,
+                 job *job); /* after the arrays: attributes, checks; or NULL */
+    epic_result (*run)(job *job);
+} job_operation;
+
+enum { JOB_PLAN_TAIL = 16 }; /* bytes behind the core's plan: its channel, then zeros */
+
+/* What the handlers of an operation do. */
+ffi_error *job_on_host(ffi_frame *frame, const job_operation *operation);
+ffi_error *job_on_gpu(ffi_frame *frame, const job_operation *operation, bool in_graphs);
+
+/* The exports: for the CPU; for CUDA inside of XLA's command buffers, and outside only. */
+#define JOB_HANDLERS(name)                                           \
+    FFI_EXPORT ffi_error *epic_jax_##name(ffi_frame *frame)          \
+    {                                                                \
+        return job_on_host(frame, &name##_operation);                \
+    }                                                                \
+    FFI_EXPORT ffi_error *epic_jax_cuda_##name(ffi_frame *frame)     \
+    {                                                                \
+        return job_on_gpu(frame, &name##_operation, true);           \
+    }                                                                \
+    FFI_EXPORT ffi_error *epic_jax_no_graph_##name(ffi_frame *frame) \
+    {                                                                \
+        return job_on_gpu(frame, &name##_operation, false);          \
+    }
+
+/* Writes the tail of a plan, from whose host bytes the channel is read again. */
+void job_put_channel(const job *job, void *plan, size_t plan_bytes);
 
 #endif

@@ -1,181 +1,160 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The whole layer as two custom calls, forward and backward, over the core's own layer. */
+/* The whole layer as two custom calls, forward and backward, over the core's own layer.  Each
+ * table lists the arrays in the order in which epic/jax/moe.py passes them. */
 #include "job.h"
 #include "read.h"
 
-/* What both directions are given: the layer's description and its parameters. */
-typedef struct moe_layer {
+/* What the core is given in both directions, then either one's. */
+typedef struct moe_job {
+    job job;
     epic_layer layer;
     epic_router router;
     epic_experts experts, shared;
     epic_moe moe;
     epic_moe_weights weights;
-} moe_layer;
+    epic_moe_gradients gradients;
+    epic_moe_args forward;
+    epic_moe_backward_args backward;
+} moe_job;
 
-static void read_moe(ffi_reader *reader, moe_layer *out)
+/* clang-format off */
+#define AT(member) offsetof(moe_job, member)
+#define IN(name, type, member) JOB_DATA(JOB_ARG, name, type, AT(member))
+#define IN_OR_NONE(name, type, member) JOB_DATA(JOB_OPTIONAL, name, type, AT(member))
+#define OUT(name, type, member) JOB_DATA(JOB_RESULT, name, type, AT(member))
+#define OUT_OR_NONE(name, type, member) \
+    JOB_DATA(JOB_RESULT | JOB_OPTIONAL, name, type, AT(member))
+#define MEMORY(how, text, member, size) \
+    {.flags = how, .name = text, .type = FFI_U8, .data = AT(member), .count = AT(size)}
+#define WEIGHTS \
+    IN("w_gate", FFI_OTHER, weights.w_gate), \
+    IN_OR_NONE("b_gate", FFI_OTHER, weights.b_gate), \
+    IN_OR_NONE("bias", EPIC_F32, weights.bias), \
+    IN("w_gate_up", FFI_OTHER, weights.w_gate_up), \
+    IN("w_down", FFI_OTHER, weights.w_down), \
+    IN_OR_NONE("b_gate_up", FFI_OTHER, weights.b_gate_up), \
+    IN_OR_NONE("b_down", FFI_OTHER, weights.b_down), \
+    IN_OR_NONE("shared_gate_up", FFI_OTHER, weights.shared_gate_up), \
+    IN_OR_NONE("shared_down", FFI_OTHER, weights.shared_down), \
+    IN_OR_NONE("shared_b_gate_up", FFI_OTHER, weights.shared_b_gate_up), \
+    IN_OR_NONE("shared_b_down", FFI_OTHER, weights.shared_b_down)
+/* clang-format on */
+
+static void read_moe(ffi_reader *reader, moe_job *job)
 {
-    out->layer = read_layer(reader);
-    out->router = read_router(reader);
-    out->experts = read_experts(reader, "experts_");
+    job->layer = read_layer(reader);
+    job->router = read_router(reader);
+    job->experts = read_experts(reader, "experts_");
     const bool has_shared = ffi_uint(reader, "has_shared") != 0;
-    if (has_shared) out->shared = read_experts(reader, "shared_");
-    out->moe = (epic_moe){.layer = &out->layer,
-                          .layer_size = sizeof out->layer,
-                          .router = &out->router,
-                          .router_size = sizeof out->router,
-                          .experts = &out->experts,
-                          .experts_size = sizeof out->experts,
-                          .shared = has_shared ? &out->shared : NULL,
-                          .shared_size = has_shared ? sizeof out->shared : 0,
+    if (has_shared) job->shared = read_experts(reader, "shared_");
+    job->moe = (epic_moe){.layer = &job->layer,
+                          .layer_size = sizeof job->layer,
+                          .router = &job->router,
+                          .router_size = sizeof job->router,
+                          .experts = &job->experts,
+                          .experts_size = sizeof job->experts,
+                          .shared = has_shared ? &job->shared : NULL,
+                          .shared_size = has_shared ? sizeof job->shared : 0,
                           .balance_coeff = ffi_float(reader, "balance_coeff"),
                           .z_coeff = ffi_float(reader, "z_coeff"),
                           .sequence_tokens = ffi_int(reader, "sequence_tokens"),
                           .capacity = ffi_int(reader, "capacity")};
 }
 
-static void read_weights(ffi_reader *reader, epic_moe_weights *out)
-{
-    out->w_gate = ffi_arg(reader, "w_gate", FFI_OTHER).data;
-    out->b_gate = ffi_arg_or_none(reader, "b_gate", FFI_OTHER).data;
-    out->bias = ffi_arg_or_none(reader, "bias", EPIC_F32).data;
-    out->w_gate_up = ffi_arg(reader, "w_gate_up", FFI_OTHER).data;
-    out->w_down = ffi_arg(reader, "w_down", FFI_OTHER).data;
-    out->b_gate_up = ffi_arg_or_none(reader, "b_gate_up", FFI_OTHER).data;
-    out->b_down = ffi_arg_or_none(reader, "b_down", FFI_OTHER).data;
-    out->shared_gate_up = ffi_arg_or_none(reader, "shared_gate_up", FFI_OTHER).data;
-    out->shared_down = ffi_arg_or_none(reader, "shared_down", FFI_OTHER).data;
-    out->shared_b_gate_up = ffi_arg_or_none(reader, "shared_b_gate_up", FFI_OTHER).data;
-    out->shared_b_down = ffi_arg_or_none(reader, "shared_b_down", FFI_OTHER).data;
-}
-
 /* --------------------------------------------------------------------------- forward ---- */
 
-typedef struct moe_job {
-    job job;
-    moe_layer layer;
-    epic_moe_args args;
-} moe_job;
-
-static epic_result run_moe(job *base)
+static void read_forward(ffi_reader *reader, job *base)
 {
     moe_job *job = (moe_job *)base;
-    return epic_moe_forward(base->use.ctx, &job->args, sizeof job->args);
+    read_moe(reader, job);
+    job->forward.moe = &job->moe;
+    job->forward.moe_size = sizeof job->moe;
+    job->forward.weights = &job->weights;
+    job->forward.weights_size = sizeof job->weights;
 }
 
-static void read_routes(ffi_reader *reader, epic_moe_args *args)
+static epic_result run_forward(job *base)
 {
-    const ffi_array ids = ffi_arg_or_none(reader, "token_ids", FFI_OTHER);
-    const ffi_array table = ffi_arg_or_none(reader, "table", EPIC_I32);
-    args->token_ids = ids.data;
-    args->token_id_type = ids.type;
-    args->table = table.data;
-    args->table_rows = table.rows;
-    args->rank_of_expert = ffi_arg_or_none(reader, "rank_of_expert", EPIC_I32).data;
+    moe_job *job = (moe_job *)base;
+    return epic_moe_forward(base->use.ctx, &job->forward, sizeof job->forward);
 }
 
-static void read_forward_results(ffi_reader *reader, uint32_t type, epic_moe_args *args)
-{
-    args->out = ffi_rows(ffi_result(reader, "out", type));
-    args->loss = ffi_result(reader, "loss", EPIC_F32).data;
-    args->load = ffi_result(reader, "load", EPIC_I32).data;
-    args->demand = ffi_result(reader, "demand", EPIC_I32).data;
-    const ffi_array saved = ffi_result(reader, "saved", FFI_U8);
-    const ffi_array workspace = ffi_result(reader, "workspace", FFI_U8);
-    args->saved = saved.data;
-    args->saved_bytes = saved.bytes;
-    args->workspace = workspace.data;
-    args->workspace_bytes = workspace.bytes;
-}
+static const job_array forward_arrays[] = {
+    JOB_ROWS(JOB_LEADS, "x", FFI_OTHER, AT(forward.x)),
+    WEIGHTS,
+    {JOB_ARRAY, JOB_OPTIONAL, "token_ids", FFI_OTHER, .data = AT(forward.token_ids),
+     .element = AT(forward.token_id_type)},
+    {JOB_ARRAY, JOB_OPTIONAL, "table", EPIC_I32, .data = AT(forward.table),
+     .num_rows = AT(forward.table_rows)},
+    IN_OR_NONE("rank_of_expert", EPIC_I32, forward.rank_of_expert),
+    {.kind = JOB_SITE},
+    {.kind = JOB_CHANNEL},
+    JOB_ROWS(JOB_RESULT, "out", JOB_SAME_TYPE, AT(forward.out)),
+    OUT("loss", EPIC_F32, forward.loss),
+    OUT("load", EPIC_I32, forward.load),
+    OUT("demand", EPIC_I32, forward.demand),
+    MEMORY(JOB_RESULT, "saved", forward.saved, forward.saved_bytes),
+    MEMORY(JOB_RESULT, "workspace", forward.workspace, forward.workspace_bytes)};
+
+static const job_operation moe_operation = {"moe",           ROLE_MOE,
+                                            sizeof(moe_job), AT(forward.call),
+                                            forward_arrays,  JOB_LENGTH(forward_arrays),
+                                            read_forward,    run_forward};
 
 FFI_EXPORT ffi_error *epic_jax_moe(ffi_frame *frame)
 {
-    if (ffi_is_query(frame)) return NULL;
-    ffi_reader reader = ffi_read(frame);
-    moe_job *job = job_new(&reader, sizeof *job);
-    if (job == NULL) return reader.error;
-    job->job.what = "moe";
-    job->job.run = run_moe;
-    read_moe(&reader, &job->layer);
-    const ffi_array x = ffi_arg(&reader, "x", FFI_OTHER);
-    read_weights(&reader, &job->layer.weights);
-    job->args = (epic_moe_args){.moe = &job->layer.moe,
-                                .moe_size = sizeof job->layer.moe,
-                                .weights = &job->layer.weights,
-                                .weights_size = sizeof job->layer.weights,
-                                .x = ffi_rows(x)};
-    read_routes(&reader, &job->args);
-    read_forward_results(&reader, x.type, &job->args);
-    uint32_t site;
-    const job_channel channel = job_read_channel(&reader, &site);
-    job->args.call.tag = job_tag(channel, site, ROLE_MOE);
-    return job_start(frame, &reader, &job->job, job->args.call.tag);
+    return job_on_host(frame, &moe_operation);
 }
 
 /* -------------------------------------------------------------------------- backward ---- */
 
-typedef struct moe_backward_job {
-    job job;
-    moe_layer layer;
-    epic_moe_gradients gradients;
-    epic_moe_backward_args args;
-} moe_backward_job;
-
-static epic_result run_moe_backward(job *base)
+static void read_backward(ffi_reader *reader, job *base)
 {
-    moe_backward_job *job = (moe_backward_job *)base;
-    return epic_moe_backward(base->use.ctx, &job->args, sizeof job->args);
+    moe_job *job = (moe_job *)base;
+    read_moe(reader, job);
+    job->backward.moe = &job->moe;
+    job->backward.moe_size = sizeof job->moe;
+    job->backward.weights = &job->weights;
+    job->backward.weights_size = sizeof job->weights;
+    job->backward.gradients = &job->gradients;
+    job->backward.gradients_size = sizeof job->gradients;
 }
 
-static void read_gradients(ffi_reader *reader, uint32_t type, epic_moe_gradients *out)
+static epic_result run_backward(job *base)
 {
-    out->w_gate = ffi_result(reader, "d_w_gate", type).data;
-    out->b_gate = ffi_result_or_none(reader, "d_b_gate", type).data;
-    out->w_gate_up = ffi_result(reader, "d_w_gate_up", type).data;
-    out->w_down = ffi_result(reader, "d_w_down", type).data;
-    out->b_gate_up = ffi_result_or_none(reader, "d_b_gate_up", type).data;
-    out->b_down = ffi_result_or_none(reader, "d_b_down", type).data;
-    out->shared_gate_up = ffi_result_or_none(reader, "d_shared_gate_up", type).data;
-    out->shared_down = ffi_result_or_none(reader, "d_shared_down", type).data;
-    out->shared_b_gate_up = ffi_result_or_none(reader, "d_shared_b_gate_up", type).data;
-    out->shared_b_down = ffi_result_or_none(reader, "d_shared_b_down", type).data;
+    moe_job *job = (moe_job *)base;
+    return epic_moe_backward(base->use.ctx, &job->backward, sizeof job->backward);
 }
 
-static void read_backward(ffi_reader *reader, moe_backward_job *job)
-{
-    epic_moe_backward_args *args = &job->args;
-    const ffi_array x = ffi_arg(reader, "x", FFI_OTHER);
-    read_weights(reader, &job->layer.weights);
-    const ffi_array saved = ffi_arg(reader, "saved", FFI_U8);
-    args->x = ffi_rows(x);
-    args->saved = saved.data;
-    args->saved_bytes = saved.bytes;
-    args->d_out = ffi_rows(ffi_arg(reader, "d_out", x.type));
-    args->d_loss = ffi_arg(reader, "d_loss", EPIC_F32).data;
-    args->d_x = ffi_rows(ffi_result(reader, "d_x", x.type));
-    read_gradients(reader, x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32, &job->gradients);
-    const ffi_array workspace = ffi_result(reader, "workspace", FFI_U8);
-    args->workspace = workspace.data;
-    args->workspace_bytes = workspace.bytes;
-}
+#define GRADIENT(name, member) OUT(name, JOB_GRADIENT_TYPE, gradients.member)
+#define GRADIENT_OR_NONE(name, member) OUT_OR_NONE(name, JOB_GRADIENT_TYPE, gradients.member)
+
+static const job_array backward_arrays[] = {
+    JOB_ROWS(JOB_LEADS, "x", FFI_OTHER, AT(backward.x)),
+    WEIGHTS,
+    MEMORY(JOB_ARG, "saved", backward.saved, backward.saved_bytes),
+    JOB_ROWS(JOB_ARG, "d_out", JOB_SAME_TYPE, AT(backward.d_out)),
+    IN("d_loss", EPIC_F32, backward.d_loss),
+    {.kind = JOB_SITE},
+    {.kind = JOB_CHANNEL},
+    JOB_ROWS(JOB_RESULT, "d_x", JOB_SAME_TYPE, AT(backward.d_x)),
+    GRADIENT("d_w_gate", w_gate),
+    GRADIENT_OR_NONE("d_b_gate", b_gate),
+    GRADIENT("d_w_gate_up", w_gate_up),
+    GRADIENT("d_w_down", w_down),
+    GRADIENT_OR_NONE("d_b_gate_up", b_gate_up),
+    GRADIENT_OR_NONE("d_b_down", b_down),
+    GRADIENT_OR_NONE("d_shared_gate_up", shared_gate_up),
+    GRADIENT_OR_NONE("d_shared_down", shared_down),
+    GRADIENT_OR_NONE("d_shared_b_gate_up", shared_b_gate_up),
+    GRADIENT_OR_NONE("d_shared_b_down", shared_b_down),
+    MEMORY(JOB_RESULT, "workspace", backward.workspace, backward.workspace_bytes)};
+
+static const job_operation moe_backward_operation = {
+    "moe (backward)", ROLE_MOE_BACKWARD,           sizeof(moe_job), AT(backward.call),
+    backward_arrays,  JOB_LENGTH(backward_arrays), read_backward,   run_backward};
 
 FFI_EXPORT ffi_error *epic_jax_moe_backward(ffi_frame *frame)
 {
-    if (ffi_is_query(frame)) return NULL;
-    ffi_reader reader = ffi_read(frame);
-    moe_backward_job *job = job_new(&reader, sizeof *job);
-    if (job == NULL) return reader.error;
-    job->job.what = "moe (backward)";
-    job->job.run = run_moe_backward;
-    read_moe(&reader, &job->layer);
-    job->args = (epic_moe_backward_args){.moe = &job->layer.moe,
-                                         .moe_size = sizeof job->layer.moe,
-                                         .weights = &job->layer.weights,
-                                         .weights_size = sizeof job->layer.weights,
-                                         .gradients = &job->gradients,
-                                         .gradients_size = sizeof job->gradients};
-    read_backward(&reader, job);
-    uint32_t site;
-    const job_channel channel = job_read_channel(&reader, &site);
-    job->args.call.tag = job_tag(channel, site, ROLE_MOE_BACKWARD);
-    return job_start(frame, &reader, &job->job, job->args.call.tag);
+    return job_on_host(frame, &moe_backward_operation);
 }

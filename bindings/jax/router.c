@@ -2,6 +2,29 @@
 /* Router and losses as custom calls.  They wait for nobody, so they run on XLA's thread. */
 #include "read.h"
 
+/* The handlers of both platforms: an expression of `frame` and `on_device`. */
+#define HANDLERS(name, handler)                                  \
+    FFI_EXPORT ffi_error *epic_jax_##name(ffi_frame *frame)      \
+    {                                                            \
+        const bool on_device = false;                            \
+        return handler;                                          \
+    }                                                            \
+    FFI_EXPORT ffi_error *epic_jax_cuda_##name(ffi_frame *frame) \
+    {                                                            \
+        const bool on_device = true;                             \
+        return handler;                                          \
+    }
+
+/* The core's router knows host memory only. */
+static ffi_reader begin(const ffi_frame *frame, bool on_device, const char *what)
+{
+    ffi_reader reader = ffi_read(frame, on_device);
+    if (on_device)
+        reader.error = ffi_fail(frame, XLA_FFI_Error_Code_UNIMPLEMENTED,
+                                "epic.jax.%s: not there on CUDA yet; use jax.numpy", what);
+    return reader;
+}
+
 static ffi_error *done(ffi_reader *reader, const char *what, epic_result (*call)(const void *),
                        const void *args)
 {
@@ -19,10 +42,10 @@ static epic_result backward(const void *args)
     return epic_router_backward(args, sizeof(epic_router_backward_args));
 }
 
-FFI_EXPORT ffi_error *epic_jax_router(ffi_frame *frame)
+static ffi_error *router_forward(ffi_frame *frame, bool on_device)
 {
-    if (ffi_is_query(frame)) return NULL;
-    ffi_reader reader = ffi_read(frame);
+    if (ffi_is_query(frame, 0)) return NULL;
+    ffi_reader reader = begin(frame, on_device, "router");
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array bias = ffi_arg_or_none(&reader, "bias", EPIC_F32);
@@ -49,10 +72,12 @@ FFI_EXPORT ffi_error *epic_jax_router(ffi_frame *frame)
     return done(&reader, "router", forward, &args);
 }
 
-FFI_EXPORT ffi_error *epic_jax_router_backward(ffi_frame *frame)
+HANDLERS(router, router_forward(frame, on_device))
+
+static ffi_error *router_backward(ffi_frame *frame, bool on_device)
 {
-    if (ffi_is_query(frame)) return NULL;
-    ffi_reader reader = ffi_read(frame);
+    if (ffi_is_query(frame, 0)) return NULL;
+    ffi_reader reader = begin(frame, on_device, "router (backward)");
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array chosen = ffi_arg(&reader, "topk_idx", EPIC_I32);
@@ -73,16 +98,19 @@ FFI_EXPORT ffi_error *epic_jax_router_backward(ffi_frame *frame)
     return done(&reader, "router (backward)", backward, &args);
 }
 
+HANDLERS(router_backward, router_backward(frame, on_device))
+
 /* ---------------------------------------------------------------------------- losses ---- */
 
 typedef epic_result loss_call(const epic_loss_args *args, size_t size);
 
 /* Arguments: logits, load or none, topk_idx or none, d_loss or none.  Results: the loss, or
  * d_logits, and workspace. */
-static ffi_error *loss(ffi_frame *frame, const char *what, bool is_backward, loss_call *call)
+static ffi_error *loss(ffi_frame *frame, bool on_device, const char *what, bool is_backward,
+                       loss_call *call)
 {
-    if (ffi_is_query(frame)) return NULL;
-    ffi_reader reader = ffi_read(frame);
+    if (ffi_is_query(frame, 0)) return NULL;
+    ffi_reader reader = begin(frame, on_device, what);
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array load = ffi_arg_or_none(&reader, "load", EPIC_I32);
@@ -110,22 +138,9 @@ static ffi_error *loss(ffi_frame *frame, const char *what, bool is_backward, los
     return ffi_error_of(frame, what, call(&args, sizeof args));
 }
 
-FFI_EXPORT ffi_error *epic_jax_balance_loss(ffi_frame *frame)
-{
-    return loss(frame, "balance_loss", false, epic_balance_loss_forward);
-}
-
-FFI_EXPORT ffi_error *epic_jax_balance_loss_backward(ffi_frame *frame)
-{
-    return loss(frame, "balance_loss (backward)", true, epic_balance_loss_backward);
-}
-
-FFI_EXPORT ffi_error *epic_jax_z_loss(ffi_frame *frame)
-{
-    return loss(frame, "z_loss", false, epic_z_loss_forward);
-}
-
-FFI_EXPORT ffi_error *epic_jax_z_loss_backward(ffi_frame *frame)
-{
-    return loss(frame, "z_loss (backward)", true, epic_z_loss_backward);
-}
+HANDLERS(balance_loss, loss(frame, on_device, "balance_loss", false, epic_balance_loss_forward))
+HANDLERS(balance_loss_backward,
+         loss(frame, on_device, "balance_loss (backward)", true, epic_balance_loss_backward))
+HANDLERS(z_loss, loss(frame, on_device, "z_loss", false, epic_z_loss_forward))
+HANDLERS(z_loss_backward,
+         loss(frame, on_device, "z_loss (backward)", true, epic_z_loss_backward))

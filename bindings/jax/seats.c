@@ -10,7 +10,7 @@
 
 struct seat {
     char name[SEATS_NAME];
-    int32_t ordinal;
+    seat_device device;
     epic_context *ctx;
     seat_use *uses; /* in flight */
     struct seat *next;
@@ -20,11 +20,16 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
 static seat *seats;
 
-static seat **find(const char *name, int32_t ordinal)
+static bool is_at(const seat *seat, const char *name, seat_device device)
+{
+    return seat->device.ordinal == device.ordinal && seat->device.is_gpu == device.is_gpu &&
+           strcmp(seat->name, name) == 0;
+}
+
+static seat **find(const char *name, seat_device device)
 {
     seat **at = &seats;
-    while (*at != NULL && ((*at)->ordinal != ordinal || strcmp((*at)->name, name) != 0))
-        at = &(*at)->next;
+    while (*at != NULL && !is_at(*at, name, device)) at = &(*at)->next;
     return at;
 }
 
@@ -45,14 +50,14 @@ static void tell_peers(epic_context *ctx, uint64_t tag)
         "and came at once: give their plans different channel=, or order them by after=");
 }
 
-seat_answer seat_enter(seat_use *use, const char *name, int32_t ordinal)
+seat_answer seat_enter(seat_use *use, const char *name, seat_device device)
 {
     seat_answer answer = SEAT_OK;
     pthread_mutex_lock(&mutex);
-    seat *found = *find(name, ordinal);
+    seat *found = *find(name, device);
     if (found == NULL) {
         answer = SEAT_NONE;
-    } else if (is_busy(found, use->tag)) {
+    } else if (!device.is_gpu && is_busy(found, use->tag)) {
         answer = SEAT_TAG_BUSY;
         tell_peers(found->ctx, use->tag);
     } else {
@@ -75,15 +80,17 @@ void seat_leave(seat_use *use)
     pthread_mutex_unlock(&mutex);
 }
 
-FFI_EXPORT int epic_jax_seat_add(const char *name, int32_t ordinal, epic_context *ctx)
+FFI_EXPORT int epic_jax_seat_add(const char *name, int is_gpu, int32_t ordinal,
+                                 epic_context *ctx)
 {
+    const seat_device device = {is_gpu != 0, ordinal};
     seat *made = calloc(1, sizeof *made);
     if (made == NULL) return 2;
     pthread_mutex_lock(&mutex);
-    const bool refused = strlen(name) >= SEATS_NAME || *find(name, ordinal) != NULL;
+    const bool refused = strlen(name) >= SEATS_NAME || *find(name, device) != NULL;
     if (!refused) {
         strcpy(made->name, name);
-        made->ordinal = ordinal;
+        made->device = device;
         made->ctx = ctx;
         made->next = seats;
         seats = made;
@@ -93,10 +100,11 @@ FFI_EXPORT int epic_jax_seat_add(const char *name, int32_t ordinal, epic_context
     return refused;
 }
 
-FFI_EXPORT epic_context *epic_jax_seat_remove(const char *name, int32_t ordinal)
+FFI_EXPORT epic_context *epic_jax_seat_remove(const char *name, int is_gpu, int32_t ordinal)
 {
+    const seat_device device = {is_gpu != 0, ordinal};
     pthread_mutex_lock(&mutex);
-    seat **at = find(name, ordinal), *found = *at;
+    seat **at = find(name, device), *found = *at;
     epic_context *ctx = NULL;
     if (found != NULL) {
         *at = found->next;

@@ -13,6 +13,11 @@ enum { SEATS_NAME = 64 };
 
 typedef struct seat seat;
 
+typedef struct seat_device {
+    bool is_gpu;
+    int32_t ordinal; /* as XLA counts them */
+} seat_device;
+
 /* An operation on a seat, from seat_enter to seat_leave. */
 typedef struct seat_use {
     seat *seat;
@@ -23,16 +28,17 @@ typedef struct seat_use {
 
 typedef enum seat_answer { SEAT_OK, SEAT_NONE, SEAT_TAG_BUSY } seat_answer;
 
-/* Begins an operation of use->tag.  SEAT_NONE: no such group on this device.  SEAT_TAG_BUSY: the
- * tag has an operation in flight here; the peers have been told that this one will not come. */
-seat_answer seat_enter(seat_use *use, const char *name, int32_t ordinal);
+/* Begins an operation of use->tag.  SEAT_NONE: no such group on this device of that platform.
+ * SEAT_TAG_BUSY, on host devices only, as GPUs are in stream order: the tag has an operation in
+ * flight here; the peers have been told that this one will not come. */
+seat_answer seat_enter(seat_use *use, const char *name, seat_device device);
 void seat_leave(seat_use *use);
 
 /* For Python.  0: done; 1: the name is taken on that device, or is too long; 2: no memory. */
-int epic_jax_seat_add(const char *name, int32_t ordinal, epic_context *ctx);
+int epic_jax_seat_add(const char *name, int is_gpu, int32_t ordinal, epic_context *ctx);
 
 /* Takes the seat away, waits for its operations to end and returns its context; NULL: there was
  * none. */
-epic_context *epic_jax_seat_remove(const char *name, int32_t ordinal);
+epic_context *epic_jax_seat_remove(const char *name, int is_gpu, int32_t ordinal);
 
 #endif
