@@ -18,11 +18,10 @@ import numpy as np
 from epic import _native
 from epic.jax.groups import Group
 
-NAMES = (
-    "plan plan_dispatch dispatch dispatch_backward combine combine_backward sum router "
-    "router_backward balance_loss balance_loss_backward z_loss z_loss_backward experts "
-    "experts_backward moe moe_backward"
-).split()
+COLLECTIVES = "plan plan_dispatch dispatch dispatch_backward combine combine_backward sum".split()
+LOCAL = "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward".split()
+CPU_ONLY = "experts experts_backward moe moe_backward".split()
+NO_GRAPH = "_no_graph"  # ends the names of handlers that stay out of XLA's command buffers
 NO_VMAP = (
     "epic.jax: vmap over a collective operation is not possible, as every element would be an "
     "operation of its own on all ranks.  Fold the mapped axis into the tokens ([B, S, H] -> "
@@ -37,13 +36,22 @@ def handlers() -> ctypes.CDLL:
     """libepic_jax.so, its handlers registered.  XLA holds bare pointers: it is never unloaded."""
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_jax.so")))
-    library.epic_jax_seat_add.argtypes = [ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p]
+    seat: list[Any] = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int32]
+    library.epic_jax_seat_add.argtypes = [*seat, ctypes.c_void_p]
     library.epic_jax_seat_add.restype = ctypes.c_int
-    library.epic_jax_seat_remove.argtypes = [ctypes.c_char_p, ctypes.c_int32]
+    library.epic_jax_seat_remove.argtypes = seat
     library.epic_jax_seat_remove.restype = ctypes.c_void_p
-    for name in NAMES:
-        handler = jax.ffi.pycapsule(getattr(library, f"epic_jax_{name}"))
-        jax.ffi.register_ffi_target(f"epic_{name}", handler, platform="cpu")
+
+    def register(target: str, symbol: str, platform: str) -> None:
+        handler = jax.ffi.pycapsule(getattr(library, symbol))
+        jax.ffi.register_ffi_target(f"epic_{target}", handler, platform=platform)
+
+    for name in COLLECTIVES + LOCAL + CPU_ONLY:
+        register(name, f"epic_jax_{name}", "cpu")
+    for name in COLLECTIVES + LOCAL:  # kept by JAX until there is such a platform
+        register(name, f"epic_jax_cuda_{name}", "CUDA")
+    for name in COLLECTIVES:
+        register(name + NO_GRAPH, f"epic_jax_no_graph_{name}", "CUDA")
     return library
 
 
@@ -128,19 +136,23 @@ def call(
     results: Sequence[Spec | None],
     operands: Sequence[Any],
     group: Group | None = None,
+    aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> list[Any]:
     """Calls the handler.  None stands for what is absent, in operands and results.  The group
-    is given for collectives."""
+    is given for collectives; aliases: operands whose memory is a result's."""
     handlers()
     given = [x for x in operands if x is not None]
     axes = axes_of(group, *given)
     arrays = [np.zeros(1, np.uint8) if x is None else x for x in operands]
     shapes = [ABSENT if r is None else Spec(r.shape, r.dtype) for r in results]
+    target = f"epic_{name}"
     if group is not None:
         attributes["group"] = group.name
+        target += "" if group.command_buffers else NO_GRAPH
     how = None if group is not None else "sequential"
-    out = jax.ffi.ffi_call(f"epic_{name}", shapes, vmap_method=how)(*arrays, **attributes)
+    run = jax.ffi.ffi_call(target, shapes, vmap_method=how, input_output_aliases=aliases)
+    out = run(*arrays, **attributes)
     return [
         None if wanted is None else spread(axes, x) for wanted, x in zip(results, out, strict=True)
     ]

@@ -16,7 +16,7 @@ import numpy as np
 
 from epic import _native
 from epic._native import EpicError
-from epic.jax import meeting
+from epic.jax import cuda, meeting
 from epic.jax.meeting import Exchange, Meeting, StoreExchange, Tcp
 from epic.options import Layer
 
@@ -33,6 +33,8 @@ class Group:
     num_ranks: int
     max_tokens: int
     max_row_bytes: int
+    platform: str = "cpu"
+    command_buffers: bool = True
 
     def config(self) -> ctypes.Structure:
         """For the core's size queries."""
@@ -75,8 +77,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Seat:
-    """A device of this process in one of the groups that share a name."""
+    """A device of this process in one of the groups that share a name.  ordinal: as XLA's
+    handlers count the devices of a platform."""
 
+    is_gpu: bool
     ordinal: int
     index: int
     rank: int
@@ -111,11 +115,18 @@ def seats_of_mesh(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[
     return last.reshape(-1, num_ranks).tolist(), num_ranks
 
 
+def seat_of(device: Any, index: int, rank: int) -> Seat:
+    """On CPUs handlers see the global id of a device, on GPUs the number that CUDA knows."""
+    if device.platform == "gpu":
+        return Seat(True, device.local_hardware_id, index, rank)
+    return Seat(False, device.id, index, rank)
+
+
 def local_seats(groups: list[list[Any]]) -> list[Seat]:
     """The seats of this process."""
-    here = jax.process_index()
+    here = groups[0][0].client.process_index()
     return [
-        Seat(device.id, index, rank)
+        seat_of(device, index, rank)
         for index, group in enumerate(groups)
         for rank, device in enumerate(group)
         if device.process_index == here
@@ -157,9 +168,10 @@ def open_seat(meeting_of: Callable[[Seat], Meeting], config: Any, seat: Seat) ->
     meet = meeting_of(seat)
     context = ctypes.c_void_p()
     try:
-        code = _native.core().epic_open(
-            ctypes.byref(context), ctypes.addressof(meet.struct), *_native.sized(config)
-        )
+        with cuda.current(seat.ordinal) if seat.is_gpu else contextlib.nullcontext():
+            code = _native.core().epic_open(
+                ctypes.byref(context), ctypes.addressof(meet.struct), *_native.sized(config)
+            )
         if code == 0 and isinstance(context.value, int):
             return context.value
         error = meet.error or _native.failure(code, context.value)
@@ -170,6 +182,17 @@ def open_seat(meeting_of: Callable[[Seat], Meeting], config: Any, seat: Seat) ->
 
 
 # ------------------------------------------------------------------- open and close ----
+
+
+def choose_backend(platform: str, wish: str | None) -> str | None:
+    """Arrays lie where the devices are: on GPUs only p2p can reach them."""
+    if platform not in ("cpu", "gpu"):
+        raise ValueError(f"devices of platform {platform!r}: epic.jax runs on cpu and on CUDA GPUs")
+    if (wish or "p2p") != "p2p" and platform == "gpu":
+        raise ValueError(f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p'")
+    if wish == "p2p" and platform == "cpu":
+        raise ValueError("backend 'p2p' joins GPUs: the devices are CPUs")
+    return "p2p" if platform == "gpu" else wish
 
 
 def open(
@@ -185,6 +208,7 @@ def open(
     timeout_ms: int = 0,
     staging_bytes: int = 0,
     backend: str | None = None,
+    command_buffers: bool = True,
 ) -> Group:
     """Opens the groups of a mesh: all devices that share their coordinates but those of `axis`
     are one.  Collective over the processes of the mesh.
@@ -193,17 +217,23 @@ def open(
     processes that do not know each other by jax.distributed.  max_tokens and max_row_bytes are
     the most that one device sends at once.  meet: by default threads where all ranks are here,
     else JAX's key-value store; or Tcp(...); or a function (rank, bytes) -> every rank's bytes.
+    On GPUs the backend is p2p, and command_buffers=False keeps the calls out of XLA's graphs.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh is not None:
         groups, count = seats_of_mesh(mesh, axes)
         seats = local_seats(groups)
+        platform = groups[0][0].platform
     else:
         axes = ()
         count = num_ranks or 1
         taken = list(ranks if ranks is not None else [0])
-        seats = [Seat(d.id, 0, r) for d, r in zip(jax.local_devices(), taken, strict=False)]
-    group = Group(name, axes, count, max_tokens, max_row_bytes)
+        devices = jax.local_devices()
+        seats = [seat_of(d, 0, r) for d, r in zip(devices, taken, strict=False)]
+        platform = devices[0].platform
+    backend = choose_backend(platform, backend)
+    command_buffers |= platform == "cpu"
+    group = Group(name, axes, count, max_tokens, max_row_bytes, platform, command_buffers)
     config = group.config()
     config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
     config.name, config.backend = name.encode(), backend.encode() if backend else None
@@ -236,7 +266,7 @@ def fill(group: Group, seats: list[Seat], meet: Tcp | Exchange | None, config: A
         raise next(error for error in errors if error)
     opened[group.name] = Opened(contexts, exchanges)
     for seat, context in contexts.items():
-        if handlers().epic_jax_seat_add(group.name.encode(), seat.ordinal, context):
+        if handlers().epic_jax_seat_add(group.name.encode(), seat.is_gpu, seat.ordinal, context):
             close(group)
             raise ValueError(f"name {group.name!r}: at most 63 bytes are allowed")
 
@@ -265,7 +295,7 @@ def close(group: Group) -> None:
     with lock:
         opened.pop(group.name, None)
     for seat in state.contexts:
-        handlers().epic_jax_seat_remove(group.name.encode(), seat.ordinal)
+        handlers().epic_jax_seat_remove(group.name.encode(), seat.is_gpu, seat.ordinal)
     end(state.contexts.values())
     for exchange in state.exchanges:
         for rank in range(exchange.num_ranks):

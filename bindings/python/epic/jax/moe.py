@@ -2,7 +2,8 @@
 """The whole layer: router, plan, dispatch, experts, combine, as one function with one gradient.
 
 On the CPU it is the core's own layer, forward and backward one call each.  With `grouped_gemm=`
-it is composed of the single functions, and the experts' products are the caller's.
+it is composed of the single functions, and the experts' products are the caller's; on GPUs it
+always is, with a product of epic.jax.gemm if the caller has none.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from epic import _native
+from epic.jax import gemm as products
 from epic.jax import router as routing
 from epic.jax import steps
 from epic.jax.call import Spec, call, like, site, spread_all, zero_gradient
@@ -23,7 +25,7 @@ from epic.jax.experts import ExpertWeights, check_weights
 from epic.jax.groups import Group
 from epic.options import Experts, Layer, Router
 
-GroupedGemm = Callable[[Any, Any, Any], Any]
+GroupedGemm = products.GroupedGemm
 
 
 @dataclass(frozen=True)
@@ -395,6 +397,8 @@ def moe(
     rows = steps.as_rows("x", x)
     if weights.bias is not None:
         weights = weights._replace(bias=jax.lax.stop_gradient(weights.bias))
+    if grouped_gemm is None and group.platform == "gpu":
+        grouped_gemm = products.best(options.layer.alignment)
     if grouped_gemm is not None:
         extras = {"token_ids": token_ids, "table": table, "rank_of_expert": rank_of_expert}
         order = {"channel": channel, "after": after}

@@ -338,7 +338,7 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
 def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> Any:
     """sum on a flat float32 array; ints: channel, and what to wait for."""
     operands = [x, site(x), *ints]
-    return call("sum", [like(x)], operands, group, order=order)[0]
+    return call("sum", [like(x)], operands, group, aliases={0: 0}, order=order)[0]
 
 
 def sum_forward(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
