@@ -11,7 +11,17 @@ from epic.jax.groups import Group, check, close, open
 from epic.jax.meeting import Tcp
 from epic.jax.moe import Moe, MoeOut, MoeWeights, moe
 from epic.jax.router import balance_loss, bias_update, route, z_loss
-from epic.jax.steps import Plan, combine, dispatch, plan, plan_dispatch, sum
+from epic.jax.steps import (
+    Plan,
+    combine,
+    dequantise,
+    dispatch,
+    dispatch_flat,
+    dispatch_quantised,
+    plan,
+    plan_dispatch,
+    sum,
+)
 from epic.options import Experts, Layer, Router
 
 __all__ = [
@@ -31,7 +41,10 @@ __all__ = [
     "check",
     "close",
     "combine",
+    "dequantise",
     "dispatch",
+    "dispatch_flat",
+    "dispatch_quantised",
     "experts",
     "moe",
     "open",

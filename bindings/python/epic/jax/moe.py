@@ -21,7 +21,7 @@ from epic.jax import gemm as products
 from epic.jax import router as routing
 from epic.jax import steps
 from epic.jax.call import Spec, call, like, site, spread_all, zero_gradient
-from epic.jax.experts import ExpertWeights, check_weights
+from epic.jax.experts import ExpertWeights, check_weights, experts
 from epic.jax.groups import Group
 from epic.options import Experts, Layer, Router
 
@@ -40,6 +40,7 @@ class Moe:
     z_coeff: float = 0.0
     sequence_tokens: int = 0
     capacity: int | None = None
+    quantise: str | None = None  # "1x128" or "1x32": rows travel to the experts in e4m3
 
 
 class MoeWeights(NamedTuple):
@@ -97,6 +98,8 @@ def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
 def check_moe(options: Moe, x: Any, weights: MoeWeights) -> None:
     """Shapes and dtypes, before anything is traced."""
     steps.check_floats("x", x)
+    if options.quantise is not None:
+        steps.check_block(options.quantise)
     if x.shape[-1] != options.experts.hidden:
         raise ValueError(f"x: shape {x.shape}: [..., {options.experts.hidden}] is needed")
     columns = options.router.num_experts + options.router.zero_experts
@@ -179,8 +182,8 @@ def layer_forward(
 ) -> tuple[Any, Any]:
     """The core saves what it needs; x and weights are kept as they are."""
     saved, workspace, _ = memory(static)
-    experts = static.options.layer.num_experts
-    results = [like(x), Spec((1,), jnp.float32), Spec((experts,), jnp.int32)]
+    num_experts = static.options.layer.num_experts
+    results = [like(x), Spec((1,), jnp.float32), Spec((num_experts,), jnp.int32)]
     results += [Spec((1,), jnp.int32), saved, workspace]
     arrays = [getattr(weights, name) for name in ORDER]
     operands = [x, *arrays, *ints[:3], site(x, *ints[3:]), *ints[3:]]
@@ -234,9 +237,17 @@ def activate(options: Experts, z: Any) -> Any:
 
 
 def mlp(
-    options: Experts, gemm: GroupedGemm, x: Any, sizes: Any, w: ExpertWeights, scale: Any
+    options: Experts,
+    gemm: GroupedGemm | None,
+    x: Any,
+    counts: tuple[Any, Any],
+    w: ExpertWeights,
+    scale: Any,
 ) -> Any:
-    """The experts over slabs of `sizes` rows, with the caller's products."""
+    """The experts over slabs of counts[0] rows, with the caller's products, else by the core."""
+    sizes = counts[0]
+    if gemm is None:
+        return experts(options, x, *counts, w, scale)
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
     column = None if scale is None else scale[:, None].astype(x.dtype)
     if options.weighting == "input" and column is not None:
@@ -259,10 +270,32 @@ def dense_gemm(x: Any, w: Any, _: Any) -> Any:
     return x @ w[0]
 
 
+def sent(
+    group: Group,
+    options: Moe,
+    chosen: Any,
+    x: Any,
+    w: Any,
+    table: Any,
+    after: dict[str, Any],
+) -> tuple[steps.Plan, Any, Any]:
+    """plan and dispatch, rounded on the way if the options say so."""
+    more = {
+        "capacity": options.capacity,
+        "rank_of_expert": table,
+        "num_local_experts": options.experts.num_local_experts,
+        **after,
+    }
+    if options.quantise is None:
+        return steps.plan_dispatch(group, options.layer, chosen, x, w, **more)
+    plan = steps.plan(group, options.layer, chosen, **more)
+    return plan, *steps.dispatch(plan, x, w, quantise=options.quantise)
+
+
 def composed(
     group: Group,
     options: Moe,
-    gemm: GroupedGemm,
+    gemm: GroupedGemm | None,
     x: Any,
     weights: MoeWeights,
     extras: dict[str, Any],
@@ -273,19 +306,9 @@ def composed(
     table = extras.pop("rank_of_expert")
     chosen, w = routing.route(options.router, logits, bias=weights.bias, **extras)
     zero = chosen >= options.layer.num_experts  # identity experts stay at home
-    plan, recv, slot = steps.plan_dispatch(
-        group,
-        options.layer,
-        jnp.where(zero, -1, chosen),
-        x,
-        w,
-        capacity=options.capacity,
-        rank_of_expert=table,
-        num_local_experts=options.experts.num_local_experts,
-        **after,
-    )
+    plan, recv, slot = sent(group, options, jnp.where(zero, -1, chosen), x, w, table, after)
     late = options.experts.weighting == "late"
-    rows = plan.expert_rows
+    rows = (plan.expert_rows, plan.expert_tokens)
     y = mlp(options.experts, gemm, recv, rows, of(weights), None if late else slot)
     out = steps.combine(plan, y, slot if late else None)
     if options.router.zero_experts:
@@ -293,7 +316,9 @@ def composed(
         out = (out + x * kept).astype(x.dtype)
     if options.shared is not None:
         whole = jnp.full((1,), x.shape[0], jnp.int32)
-        out = out + mlp(options.shared, dense_gemm, x, whole, of(weights, "shared_"), None)
+        dense = None if gemm is None else dense_gemm
+        shared = of(weights, "shared_")
+        out = out + mlp(options.shared, dense, x, (whole, whole), shared, None)
     return out, plan, logits, chosen
 
 
@@ -399,7 +424,7 @@ def moe(
         weights = weights._replace(bias=jax.lax.stop_gradient(weights.bias))
     if grouped_gemm is None and group.platform == "gpu":
         grouped_gemm = products.best(options.layer.alignment)
-    if grouped_gemm is not None:
+    if grouped_gemm is not None or options.quantise is not None:
         extras = {"token_ids": token_ids, "table": table, "rank_of_expert": rank_of_expert}
         order = {"channel": channel, "after": after}
         out, plan, logits, chosen = composed(
