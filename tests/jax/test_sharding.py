@@ -173,3 +173,26 @@ def test_without_numbers_of_call_sites(opened: Any, monkeypatch: pytest.MonkeyPa
     v = numbers(1, 4, 3)
     pairs = np.asarray(v, np.float64).reshape(2, 2, 3).sum(axis=1)
     assert relative(total(v), np.repeat(2 * pairs, 2, axis=0)) < 1e-6
+
+
+def test_devices_with_the_same_tokens(opened: Any) -> None:
+    """An axis that shards neither tokens nor weights: every replica does the same."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
+    group = opened(mesh)
+    case = layers.CASES["normalised"]
+    x, ct = layers.arrays()
+    for gemm in (None, jax.lax.ragged_dot):
+        run = layers.step(mesh, group, case, token_axes=("ep",), grouped_gemm=gemm)
+        layers.compare(run(x, layers.weights(case), ct), layers.true_step(case, 1))
+
+
+def test_experts_over_two_axes() -> None:
+    """A group may be several axes of the mesh."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("expert", "tensor"))
+    case = layers.CASES["normalised"]
+    x, ct = layers.arrays()
+    wish = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
+    with epic.jax.open(mesh, ("expert", "tensor"), **wish) as group:
+        assert group.num_ranks == 4
+        got = layers.step(mesh, group, case)(x, layers.weights(case), ct)
+        layers.compare(got, layers.true_step(case, 1))
