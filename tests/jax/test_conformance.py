@@ -24,6 +24,8 @@ from epic.jax.groups import seats_of_mesh
 from reference import relative, slots_of
 from test_steps import ALIGN, ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers
 
+pytestmark = pytest.mark.thorough
+
 # ------------------------------------------------------------------ dispatch, combine ----
 
 

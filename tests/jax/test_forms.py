@@ -27,6 +27,8 @@ from test_steps import (
     true_round,
 )
 
+pytestmark = pytest.mark.thorough
+
 FLAT = epic.jax.Layer(EXPERTS, TOP_K, layout="flat")
 
 
