@@ -8,49 +8,55 @@ GPU_OUT ?= build/gpu
 GPU_INCLUDES = -Iinclude -Isrc -Ikernels -Itests/gpu
 GPU_CUDA ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 GPU_CFLAGS = -std=c11 -O2 -Wall -Wextra -Wpedantic -Werror -ffp-contract=off -D_GNU_SOURCE \
-	-mfma $(GPU_INCLUDES) -isystem $(GPU_CUDA)/include
+	-mfma -fopenmp $(GPU_INCLUDES) -isystem $(GPU_CUDA)/include
 GPU_NVFLAGS = -std=c++17 -O3 $(GPU_INCLUDES) -Werror all-warnings -Xcompiler -Wall,-Wextra \
 	$(GPU_ARCH)
 
+GPU_HELPERS = team oracle case product
 GPU_KERNELS = $(patsubst kernels/cuda/%.cu,$(GPU_OUT)/%.o,$(wildcard kernels/cuda/*.cu))
 GPU_HOST = $(patsubst src/backend/p2p/%.c,$(GPU_OUT)/%.o,$(wildcard src/backend/p2p/*.c)) \
-	$(GPU_OUT)/error.o $(GPU_OUT)/team.o $(GPU_OUT)/oracle.o
+	$(GPU_OUT)/error.o $(GPU_OUT)/process.o $(GPU_HELPERS:%=$(GPU_OUT)/%.o)
 GPU_PROGRAMS = $(patsubst tests/gpu/%.c,$(GPU_OUT)/gpu_%, \
-	$(filter-out tests/gpu/team.c tests/gpu/oracle.c,$(wildcard tests/gpu/*.c))) \
+	$(filter-out $(GPU_HELPERS:%=tests/gpu/%.c),$(wildcard tests/gpu/*.c))) \
 	$(patsubst bench/gpu/%.cu,$(GPU_OUT)/gpu_%,$(wildcard bench/gpu/*.cu))
 GPU_HEADERS = $(wildcard kernels/cuda/*.h kernels/cuda/*.cuh src/backend/p2p/*.h tests/gpu/*.h \
-	src/plan/device_layout.h src/backend/backend.h include/epic/epic.h)
+	src/plan/device_layout.h src/router/*.h src/backend/backend.h include/epic/epic.h)
 
 gpu-build: $(GPU_PROGRAMS)
 
 $(GPU_OUT)/%.o: kernels/cuda/%.cu $(GPU_HEADERS)
 	@mkdir -p $(GPU_OUT)
 	$(NVCC) $(GPU_NVFLAGS) -c $< -o $@
+$(GPU_OUT)/router_%.o: GPU_NVFLAGS += -fmad=false -DEPIC_NO_FMAD # the host's bits
 $(GPU_OUT)/%.o: src/backend/p2p/%.c $(GPU_HEADERS)
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
-$(GPU_OUT)/error.o: src/core/error.c $(GPU_HEADERS)
+$(GPU_OUT)/error.o $(GPU_OUT)/process.o: $(GPU_OUT)/%.o: src/core/%.c $(GPU_HEADERS)
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
 $(GPU_OUT)/%.o: tests/gpu/%.c $(GPU_HEADERS)
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
 $(GPU_OUT)/gpu_%: $(GPU_OUT)/%.o $(GPU_KERNELS) $(GPU_HOST)
-	$(NVCC) $(GPU_ARCH) $^ -o $@
+	$(NVCC) $(GPU_ARCH) $^ -o $@ -lcublas -lgomp
 $(GPU_OUT)/gpu_bench: bench/gpu/bench.cu $(GPU_KERNELS) $(GPU_HOST) $(GPU_HEADERS)
-	$(NVCC) $(GPU_NVFLAGS) $< $(GPU_KERNELS) $(GPU_HOST) -o $@
+	$(NVCC) $(GPU_NVFLAGS) $< $(GPU_KERNELS) $(GPU_HOST) -o $@ -lcublas -lgomp
+$(GPU_OUT)/gpu_router: bench/gpu/router.cu $(GPU_KERNELS) $(GPU_HEADERS)
+	$(NVCC) $(GPU_NVFLAGS) $< $(filter $(GPU_OUT)/router_%,$(GPU_KERNELS)) -o $@
 
 # The public calls, through the libraries that `make` builds.
-$(GPU_OUT)/api_step: tests/gpu/api/step.c all
+GPU_API = $(patsubst tests/gpu/api/%.c,$(GPU_OUT)/api_%,$(wildcard tests/gpu/api/*.c))
+$(GPU_OUT)/api_%: tests/gpu/api/%.c $(GPU_OUT)/product.o all
 	@mkdir -p $(GPU_OUT)
-	$(GPU_CC) $(GPU_CFLAGS) $< -o $@ -Lbuild/lib -lepic -Wl,-rpath,$(abspath build/lib) \
-		-L$(GPU_CUDA)/lib64 -lcudart -Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread
+	$(GPU_CC) $(GPU_CFLAGS) $< $(GPU_OUT)/product.o -o $@ -Lbuild/lib -lepic \
+		-Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart -lcublas \
+		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
 
-gpu-test: gpu-build $(GPU_OUT)/api_step
+gpu-test: gpu-build $(GPU_API)
 	GPU_OUT=$(GPU_OUT) tests/gpu/run.sh
 
-gpu-bench: gpu-build
-	$(GPU_OUT)/gpu_bench
+gpu-bench: $(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_router
+	GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
 .PHONY: gpu-build gpu-test gpu-bench
 .PRECIOUS: $(GPU_OUT)/%.o

@@ -10,3 +10,28 @@ test-jax test-jax-quick:
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target epic
 	@EPIC_JAX_QUICK=$(if $(findstring quick,$@),1) tests/jax/run.sh build
+
+# On a machine with GPUs, with the JAX of GPU_PYTHON (python3): the libraries are built for the GPU
+# in the machine alone.
+.PHONY: gpu-build-jax gpu-test-jax gpu-bench-jax
+GPU_PYTHON ?= python3
+GPU_JAX_OUT = build/gpu-jax
+GPU_JAX = EPIC_LIBRARY_PATH=$(abspath $(GPU_JAX_OUT)/lib) PYTHONPATH=bindings/python \
+	JAX_PLATFORMS=cuda,cpu
+
+gpu-build-jax:
+	@$(call CMAKE,Release,$(GPU_JAX_OUT),-DEPIC_MPI=OFF -DEPIC_TESTS=OFF \
+	    -DEPIC_CUDA_ARCHITECTURES=90a-real)
+	@$(call BUILD,$(GPU_JAX_OUT)) --target epic epic_cuda
+	@$(call CMAKE,Release,$(GPU_JAX_OUT)/jax,-S bindings/jax \
+	    -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(abspath $(GPU_JAX_OUT)/lib) \
+	    -DEPIC_LIBRARY=$(abspath $(GPU_JAX_OUT)/lib/libepic.so) \
+	    -DEPIC_JAX_INCLUDE="$$($(GPU_PYTHON) -c 'import jax; print(jax.ffi.include_dir())')")
+	@$(call BUILD,$(GPU_JAX_OUT)/jax)
+
+gpu-test-jax: gpu-build-jax
+	@EPIC_LIBRARY_PATH=$(abspath $(GPU_JAX_OUT)/lib) GPU_PYTHON=$(GPU_PYTHON) tests/jax/gpu/run.sh
+
+gpu-bench-jax: gpu-build-jax
+	@for what in steps host soak gemm; do \
+	    $(GPU_JAX) timeout -k 5 600 $(GPU_PYTHON) bench/gpu_jax.py $$what || exit 1; done

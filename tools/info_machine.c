@@ -38,8 +38,16 @@ static void own_folder(char *out, size_t size)
     if (slash) slash[1] = 0;
 }
 
+static void print_description(const epic_backend *backend)
+{
+    char text[1024];
+    if (!backend || !backend->describe) return;
+    backend->describe(text, sizeof text);
+    printf("              %s\n", text);
+}
+
 /* Beside libepic.so, as built or installed, then where the system looks. */
-static void print_plugin(const char *label, const char *library)
+static void print_plugin(const char *label, const char *library, const char *symbol)
 {
     static const char *const folders[] = {"../lib/", "../" EPIC_LIBDIR "/", ""};
     char own[4096], path[4352];
@@ -50,6 +58,7 @@ static void print_plugin(const char *label, const char *library)
         void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
         if (handle) {
             printf("%s %s loads\n", label, path);
+            print_description(dlsym(handle, symbol));
             dlclose(handle);
             return;
         }
@@ -68,8 +77,8 @@ int info_machine(void)
     printf("epic          %u.%u.%u\n", version / 10000, version / 100 % 100, version % 100);
     print_kernels();
     print_backends();
-    print_plugin("backend mpi  ", "libepic_mpi.so");
-    print_plugin("backend p2p  ", "libepic_cuda.so");
+    print_plugin("backend mpi  ", "libepic_mpi.so", "epic_backend_mpi");
+    print_plugin("backend p2p  ", "libepic_cuda.so", "epic_backend_p2p");
     printf("matrices      %s\n", epic_blas_name());
     printf("cores         %ld\n", sysconf(_SC_NPROCESSORS_ONLN));
     printf("page size     %ld bytes\n", sysconf(_SC_PAGESIZE));

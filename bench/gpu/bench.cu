@@ -378,9 +378,9 @@ static void print_result(Rank *r, char op, int sms, double push)
         fprintf(r->json,
                 "{\"op\":\"%s\",\"tokens\":%d,\"hidden\":%d,\"sms\":%d,\"ranks\":%d,"
                 "\"routing\":\"%s\",\"us\":%.1f,\"min_us\":%.1f,\"busiest_bytes\":%.0f,"
-                "\"push_us\":%.1f}\n",
+                "\"push_us\":%.1f,\"gb_per_s\":%.1f,\"of_push\":%.3f}\n",
                 op_name(op), r->tokens, options.hidden, sms, r->me->num_ranks, options.routing,
-                median, slowest[0], bytes, push);
+                median, slowest[0], bytes, push, bytes / median / 1e3, push / median);
 }
 
 static double median_of(Rank *r)
@@ -502,6 +502,7 @@ static void read_options(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
+    setenv("CUDA_MODULE_LOADING", "EAGER", 1); /* no loading while ranks that share a GPU spin */
     read_options(argc, argv);
     int most_tokens = 0, most_sms = 0;
     for (int t : options.tokens) most_tokens = std::max(most_tokens, t);

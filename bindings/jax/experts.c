@@ -96,3 +96,13 @@ FFI_EXPORT ffi_error *epic_jax_experts_backward(ffi_frame *frame)
     if (reader.error != NULL) return reader.error;
     return ffi_error_of(frame, "experts (backward)", epic_experts_backward(&args, sizeof args));
 }
+
+/* For CUDA, of all that the core has on the CPU only. */
+FFI_EXPORT ffi_error *epic_jax_cuda_none(ffi_frame *frame)
+{
+    if (ffi_is_query(frame, 0)) return NULL;
+    return ffi_fail(
+        frame, XLA_FFI_Error_Code_UNIMPLEMENTED,
+        "epic.jax.experts, and moe of a group of CPU devices, run on the CPU only: on "
+        "GPUs use moe with a group of GPUs, or a grouped_gemm of epic.jax.gemm");
+}

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Router and losses as custom calls.  They wait for nobody, so they run on XLA's thread. */
 #include "read.h"
+#include "seats.h"
 
 /* The handlers of both platforms: an expression of `frame` and `on_device`. */
 #define HANDLERS(name, handler)                                  \
@@ -15,37 +16,50 @@
         return handler;                                          \
     }
 
-/* The core's router knows host memory only. */
-static ffi_reader begin(const ffi_frame *frame, bool on_device, const char *what)
+/* Where the arrays are: on a GPU any of its contexts, and XLA's stream; else all zero. */
+typedef struct place {
+    seat_use use;
+    epic_stream stream;
+} place;
+
+static void find_place(ffi_reader *reader, place *out)
+{
+    if (!reader->on_device) return;
+    const seat_device device = {true, ffi_ordinal(reader)};
+    out->stream = ffi_stream(reader);
+    if (reader->error == NULL && seat_borrow(&out->use, device) != SEAT_OK)
+        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+                                 "no group is open on CUDA device %d of this process, and the "
+                                 "router works with one: call epic.jax.open before the program "
+                                 "runs",
+                                 device.ordinal);
+}
+
+static ffi_reader begin(const ffi_frame *frame, bool on_device, place *out)
 {
     ffi_reader reader = ffi_read(frame, on_device);
-    if (on_device)
-        reader.error = ffi_fail(frame, XLA_FFI_Error_Code_UNIMPLEMENTED,
-                                "epic.jax.%s: not there on CUDA yet; use jax.numpy", what);
+    find_place(&reader, out);
     return reader;
 }
 
-static ffi_error *done(ffi_reader *reader, const char *what, epic_result (*call)(const void *),
-                       const void *args)
+static ffi_error *end(ffi_reader *reader, place *place, const char *what, epic_result result)
 {
-    if (reader->error != NULL) return reader->error;
-    return ffi_error_of(reader->frame, what, call(args));
+    if (reader->error == NULL) reader->error = ffi_error_of(reader->frame, what, result);
+    if (place->use.ctx != NULL) seat_leave(&place->use);
+    return reader->error;
 }
 
-static epic_result forward(const void *args)
+static bool is_query(ffi_frame *frame, bool on_device)
 {
-    return epic_router_forward(args, sizeof(epic_router_args));
-}
-
-static epic_result backward(const void *args)
-{
-    return epic_router_backward(args, sizeof(epic_router_backward_args));
+    return ffi_is_query(frame,
+                        on_device ? XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE : 0);
 }
 
 static ffi_error *router_forward(ffi_frame *frame, bool on_device)
 {
-    if (ffi_is_query(frame, 0)) return NULL;
-    ffi_reader reader = begin(frame, on_device, "router");
+    if (is_query(frame, on_device)) return NULL;
+    place place = {0};
+    ffi_reader reader = begin(frame, on_device, &place);
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array bias = ffi_arg_or_none(&reader, "bias", EPIC_F32);
@@ -68,16 +82,20 @@ static ffi_error *router_forward(ffi_frame *frame, bool on_device)
                                    .weights = weights.data,
                                    .type = logits.type,
                                    .weights_type = weights.type,
-                                   .token_id_type = ids.type};
-    return done(&reader, "router", forward, &args);
+                                   .token_id_type = ids.type,
+                                   .ctx = place.use.ctx,
+                                   .stream = place.stream};
+    return end(&reader, &place, "router",
+               reader.error ? EPIC_OK : epic_router_forward(&args, sizeof args));
 }
 
 HANDLERS(router, router_forward(frame, on_device))
 
 static ffi_error *router_backward(ffi_frame *frame, bool on_device)
 {
-    if (ffi_is_query(frame, 0)) return NULL;
-    ffi_reader reader = begin(frame, on_device, "router (backward)");
+    if (is_query(frame, on_device)) return NULL;
+    place place = {0};
+    ffi_reader reader = begin(frame, on_device, &place);
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array chosen = ffi_arg(&reader, "topk_idx", EPIC_I32);
@@ -94,8 +112,11 @@ static ffi_error *router_backward(ffi_frame *frame, bool on_device)
                                             .workspace_bytes = (size_t)workspace.bytes,
                                             .d_logits = d_logits.data,
                                             .type = logits.type,
-                                            .weights_type = d_weights.type};
-    return done(&reader, "router (backward)", backward, &args);
+                                            .weights_type = d_weights.type,
+                                            .ctx = place.use.ctx,
+                                            .stream = place.stream};
+    return end(&reader, &place, "router (backward)",
+               reader.error ? EPIC_OK : epic_router_backward(&args, sizeof args));
 }
 
 HANDLERS(router_backward, router_backward(frame, on_device))
@@ -109,8 +130,9 @@ typedef epic_result loss_call(const epic_loss_args *args, size_t size);
 static ffi_error *loss(ffi_frame *frame, bool on_device, const char *what, bool is_backward,
                        loss_call *call)
 {
-    if (ffi_is_query(frame, 0)) return NULL;
-    ffi_reader reader = begin(frame, on_device, what);
+    if (is_query(frame, on_device)) return NULL;
+    place place = {0};
+    ffi_reader reader = begin(frame, on_device, &place);
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array load = ffi_arg_or_none(&reader, "load", EPIC_I32);
@@ -133,9 +155,10 @@ static ffi_error *loss(ffi_frame *frame, bool on_device, const char *what, bool 
                                  .workspace_bytes = (size_t)workspace.bytes,
                                  .loss = is_backward ? NULL : out.data,
                                  .d_logits = is_backward ? out.data : NULL,
-                                 .type = logits.type};
-    if (reader.error != NULL) return reader.error;
-    return ffi_error_of(frame, what, call(&args, sizeof args));
+                                 .type = logits.type,
+                                 .ctx = place.use.ctx,
+                                 .stream = place.stream};
+    return end(&reader, &place, what, reader.error ? EPIC_OK : call(&args, sizeof args));
 }
 
 HANDLERS(balance_loss, loss(frame, on_device, "balance_loss", false, epic_balance_loss_forward))

@@ -20,10 +20,11 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
 static seat *seats;
 
+/* name NULL: of any group. */
 static bool is_at(const seat *seat, const char *name, seat_device device)
 {
     return seat->device.ordinal == device.ordinal && seat->device.is_gpu == device.is_gpu &&
-           strcmp(seat->name, name) == 0;
+           (name == NULL || strcmp(seat->name, name) == 0);
 }
 
 static seat **find(const char *name, seat_device device)
@@ -50,6 +51,14 @@ static void tell_peers(epic_context *ctx, uint64_t tag)
         "and came at once: give their plans different channel=, or order them by after=");
 }
 
+static void sit(seat_use *use, seat *seat)
+{
+    use->seat = seat;
+    use->ctx = seat->ctx;
+    use->next = seat->uses;
+    seat->uses = use;
+}
+
 seat_answer seat_enter(seat_use *use, const char *name, seat_device device)
 {
     seat_answer answer = SEAT_OK;
@@ -61,13 +70,19 @@ seat_answer seat_enter(seat_use *use, const char *name, seat_device device)
         answer = SEAT_TAG_BUSY;
         tell_peers(found->ctx, use->tag);
     } else {
-        use->seat = found;
-        use->ctx = found->ctx;
-        use->next = found->uses;
-        found->uses = use;
+        sit(use, found);
     }
     pthread_mutex_unlock(&mutex);
     return answer;
+}
+
+seat_answer seat_borrow(seat_use *use, seat_device device)
+{
+    pthread_mutex_lock(&mutex);
+    seat *found = *find(NULL, device);
+    if (found != NULL) sit(use, found);
+    pthread_mutex_unlock(&mutex);
+    return found != NULL ? SEAT_OK : SEAT_NONE;
 }
 
 void seat_leave(seat_use *use)

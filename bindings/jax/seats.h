@@ -34,6 +34,9 @@ typedef enum seat_answer { SEAT_OK, SEAT_NONE, SEAT_TAG_BUSY } seat_answer;
 seat_answer seat_enter(seat_use *use, const char *name, seat_device device);
 void seat_leave(seat_use *use);
 
+/* The same for work that is no operation of the group: on any seat of the device. */
+seat_answer seat_borrow(seat_use *use, seat_device device);
+
 /* For Python.  0: done; 1: the name is taken on that device, or is too long; 2: no memory. */
 int epic_jax_seat_add(const char *name, int is_gpu, int32_t ordinal, epic_context *ctx);
 

@@ -35,7 +35,8 @@
  *       and may be made again; the peers wait for it.  Who cannot make it any more calls
  *       epic_abort.
  *   (b) Data (EPIC_EINVAL for expert ids and damaged plans, EPIC_EOVERFLOW): every rank takes
- *       part, every rank gets the same result, outputs are zero, the group stays usable.
+ *       part, every rank gets the same result, outputs are zero, the group stays usable.  On
+ *       CUDA contexts the call itself returns EPIC_OK, and epic_check the result.
  *   (c) Lost order (EPIC_ETIMEOUT, EPIC_EPEER, EPIC_EMISMATCH, EPIC_EDEVICE): the group is
  *       broken.  Every later call returns the same error at once, epic_close works, and a new
  *       group can be opened in the same process.
@@ -162,7 +163,9 @@ typedef struct epic_config {
     uint32_t num_ranks;     /* 0: the meeting's.  Needed by the size queries */
     uint32_t timeout_ms;    /* deadline of every wait; 0: 300000 */
     uint32_t max_in_flight; /* operations at once; 0: 64, at most 64 */
-    uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement */
+    uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement,
+                               epic_max_sms tells.  All contexts that this process has on a
+                               GPU together: at most its SMs */
     const char *backend;    /* NULL: the first that can join: self, shm or threads, mpi */
     const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
     void *native;           /* backend mpi: a borrowed MPI_Comm *; else NULL */
@@ -216,7 +219,10 @@ typedef enum epic_operation {
 EPIC_API epic_result epic_failure(const epic_context *ctx, epic_failure_info *out, size_t size);
 
 /* Is the group whole?  EPIC_OK, or the class (c) failure that broke it, also one that a device
- * has reported since the last call.  Local; never waits. */
+ * has reported since the last call.  On CUDA contexts, whose calls return before the data has
+ * been looked at, also the oldest class (b) error that it has not returned yet: once, equal on
+ * all ranks.  Operations that their stream has not finished yet have reported nothing.  Local;
+ * never waits. */
 EPIC_API epic_result epic_check(epic_context *ctx);
 
 /* Tells the peers that this rank cannot make its next call of `tag`: they get EPIC_EPEER with
@@ -226,6 +232,7 @@ EPIC_API void epic_abort(epic_context *ctx, uint64_t tag, const char *why);
 EPIC_API int32_t epic_rank(const epic_context *ctx);             /* local */
 EPIC_API int32_t epic_num_ranks(const epic_context *ctx);        /* local */
 EPIC_API const char *epic_backend_name(const epic_context *ctx); /* local; "shm" */
+EPIC_API uint32_t epic_max_sms(const epic_context *ctx);         /* local; 0: a host context */
 
 /* ------------------------------------------------------------------------------- plan ---- */
 
@@ -321,10 +328,14 @@ typedef struct epic_plan_info {
     int64_t fate_offset;  /* bytes into the plan: int32 [num_tokens, top_k], the slot
                                       on the rank that owns the expert, or an EPIC_FATE */
     int64_t rank_offset;  /* bytes into the plan: int32 [num_tokens, top_k], the rank
-                                      that owns the expert, -1 if none */
+                                      that owns the expert, -1 if none; on CUDA contexts also
+                                      -1 where the choice was dropped */
 } epic_plan_info;
 
-/* Reads a plan of a host context.  Local.  Errors: EPIC_EINVAL (not a plan, or damaged). */
+/* Reads a plan of a host context; or of a CUDA context, from the device's memory or a copy of the
+ * bytes on the host.  A query of the host: it copies from the device and waits for that, so the
+ * plan must be finished (its stream synchronised).  Local.  Errors: EPIC_EINVAL (not a plan, or
+ * damaged); EPIC_EDEVICE. */
 EPIC_API epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *out,
                                     size_t size);
 
@@ -360,8 +371,8 @@ typedef struct epic_dispatch_args {
 /* Sends row t of tokens to every expert the plan chose for it: recv[slot] = tokens[token_of
  * slot], recv_weight[slot] = weights[token, k].  Padding slots inside slabs are written as
  * zeros; the tail past the last slab is left as it was.  weights and recv_weight come together,
- * and on all ranks or none.  Fewer recv rows than the plan occupies, anywhere: EPIC_EOVERFLOW
- * everywhere.
+ * and on all ranks or none: a rank without tokens or slots gives an address too.  Fewer recv
+ * rows than the plan occupies, anywhere: EPIC_EOVERFLOW everywhere.
  *
  * Quantised, for n elements of a row: 1x128: scale = max|x| / 448 (1 if that is 0),
  * q = e4m3(x / scale); recv_scales rows are ceil(n / 128) float32.  1x32: scale =
@@ -470,11 +481,16 @@ EPIC_API epic_result epic_memory(const epic_config *config, size_t config_size,
                                  const epic_layer *layer, size_t layer_size,
                                  epic_memory_info *out, size_t size);
 
-/* ------------------------------------------------------ router, losses, experts (host) ----
+/* ------------------------------------------------------------- router, losses, experts ----
  *
- * Everything here is local, needs no context, works on plain host memory, allocates nothing
- * (memory is the caller's, by size queries) and may be called from any thread.  Errors are
- * class (a), and for ids found in arrays (b) without peers: nothing has been written then. */
+ * Everything here is local, works on plain host memory, allocates nothing (memory is the
+ * caller's, by size queries) and may be called from any thread.  Errors are class (a), and for
+ * ids found in arrays (b) without peers: nothing has been written then.
+ *
+ * Router and losses also run on a GPU: where ctx is a CUDA context, arrays, workspace, loss and
+ * d_loss lie on its device and the work is ordered on stream, with the host's bits (losses: but
+ * for a last one).  There ids found in arrays are not refused: one out of range is no expert.
+ * At most 4096 experts, no F64 logits there.  ctx NULL or a host context: host memory. */
 
 /* Of an expert, from the logits z of one token. */
 typedef enum epic_score {
@@ -552,6 +568,8 @@ typedef struct epic_router_args {
     uint32_t weights_type;  /* 0: F32; or F64, with F64 logits only */
     uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
     uint32_t flags;         /* 0 */
+    epic_context *ctx;      /* whose device; NULL: host memory */
+    epic_stream stream;
 } epic_router_args;
 
 /* Chooses top_k experts for each token, best first, and weighs them.  Computed in float32 (F64
@@ -577,6 +595,8 @@ typedef struct epic_router_backward_args {
     uint32_t weights_type; /* as forward */
     uint32_t grad_type;    /* of d_logits; 0: type; or F32 */
     uint32_t flags;        /* EPIC_ACCUMULATE */
+    epic_context *ctx;     /* as forward */
+    epic_stream stream;
 } epic_router_backward_args;
 
 /* The gradient of the weights; the choice, and so the bias, has none.  Errors: EPIC_EINVAL. */
@@ -603,6 +623,8 @@ typedef struct epic_loss_args {
     uint32_t loss_type; /* 0: F32; or F64 */
     uint32_t grad_type; /* of d_logits; 0: type; or F32 */
     uint32_t flags;     /* backward: EPIC_ACCUMULATE */
+    epic_context *ctx;  /* whose device; NULL: host memory */
+    epic_stream stream;
 } epic_loss_args;
 
 /* num_experts * coeff / (top_k * T^2) * sum over experts of load * (sum over tokens of P): P is
@@ -621,6 +643,10 @@ EPIC_API epic_result epic_z_loss_backward(const epic_loss_args *args, size_t siz
  * Errors: EPIC_EINVAL. */
 EPIC_API epic_result epic_bias_update(float *bias, const int32_t *load, int64_t num_experts,
                                       float rate);
+
+/* The same on the device of ctx, ordered on stream. */
+EPIC_API epic_result epic_bias_update_on(epic_context *ctx, epic_stream stream, float *bias,
+                                         const int32_t *load, int64_t num_experts, float rate);
 
 typedef enum epic_activation {
     EPIC_SILU = 0,

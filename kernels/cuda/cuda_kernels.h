@@ -17,15 +17,37 @@
 extern "C" {
 #endif
 
-/* What broke the group, in host memory; result is written last. */
+typedef enum p2p_fault { /* of the data of an operation: class (b) of epic.h */
+                         P2P_FAULT_EXPERT = 0,    /* token, k, id, num_experts */
+                         P2P_FAULT_PLACEMENT = 1, /* expert, rank */
+                         P2P_FAULT_CAPACITY = 2,  /* slots, needed */
+                         P2P_FAULT_ROWS = 3,      /* rows, needed */
+                         P2P_FAULT_PLAN = 4       /* this rank's bytes are no plan of it */
+} p2p_fault;
+
+/* A data error, in host memory; result is written last, and 0 again by who has read it. */
+typedef struct p2p_notice {
+    uint32_t result;
+    uint32_t epoch;
+    uint32_t fault; /* a p2p_fault */
+    int32_t rank;   /* whose data it is */
+    int64_t about[4];
+} p2p_notice;
+
+#define P2P_NOTICES 8 /* kept until they are read; more are lost */
+
+/* What kernels tell the host, in host memory, and what the host tells running kernels. */
 typedef struct p2p_status {
-    uint32_t result; /* an epic_result, EPIC_OK: nothing yet */
+    uint32_t result; /* what broke the group, written last; EPIC_OK: nothing yet */
     uint32_t operation;
     uint32_t epoch;
     uint32_t phase;    /* a p2p_phase */
     uint32_t reporter; /* rank that noticed */
     uint32_t culprits; /* a bit for each rank */
     uint32_t own_signature, peer_signature;
+    uint32_t dead; /* by the host: a bit for each rank whose process has ended */
+    uint32_t pad;
+    p2p_notice notices[P2P_NOTICES];
 } p2p_status;
 
 typedef enum p2p_phase { /* what a rank was waiting for */

@@ -390,6 +390,7 @@ __device__ __forceinline__ bool plan_moves(const Move &m)
 __device__ __forceinline__ void clear(const Move &m)
 {
     if (m.plan.good && plan_moves(m)) return;
+    if (m.plan.good && threadIdx.x == 0) notify_rows(m.job.plan.seat, m.now, header_of(m));
     zero_rows(m.job.recv, m.shape.row_bytes, 0, m.job.recv_rows, threadIdx.x, BLOCK);
     zero_floats(m.job.recv_weight, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }

@@ -20,6 +20,8 @@ typedef struct p2p_heap {
     int64_t gone;     /* [MAX_RANKS]: P2P_GONE of a rank that has closed, 0: here */
     int64_t why;      /* char [512]: the sentence of the peer that aborted */
     int64_t control;  /* p2p_control: this rank alone */
+    int64_t faults;   /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: the first of each rank */
+    int64_t first;    /* stamped [MAX_PLANNERS]: first bad choice of a CTA; this rank alone */
     int64_t counts;   /* stamped [2][num_ranks][MAX_EXPERTS]: choices of each rank */
     int64_t tallies;  /* stamped [MAX_PLANNERS][MAX_EXPERTS]: this rank alone */
     int64_t records;  /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here */
@@ -39,6 +41,14 @@ enum { /* words of an announcement */
        P2P_SAYS_CAPACITY = 2,
        P2P_SAYS_ROWS = 3,
        P2P_ANNOUNCE_WORDS = 4
+};
+
+enum { /* words of a fault in a plan's data: a p2p_fault, and what it is about */
+       P2P_FAULT_KIND = 0,
+       P2P_FAULT_INDEX = 1, /* of the choice, or the expert */
+       P2P_FAULT_LOW = 2,   /* of the value there */
+       P2P_FAULT_HIGH = 3,
+       P2P_FAULT_WORDS = 4
 };
 
 /* A rank that closed after its operation number `epoch`. */
@@ -79,7 +89,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.gone = h.broken + 128;
     h.why = h.gone + 128;
     h.control = h.why + 512;
-    h.counts = h.control + 128;
+    h.faults = h.control + 128;
+    h.first = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;
+    h.counts = h.first + P2P_MAX_PLANNERS * 8;
     h.tallies = h.counts + 2 * num_ranks * DEVICE_MAX_EXPERTS * 8;
     h.records = h.tallies + P2P_MAX_PLANNERS * DEVICE_MAX_EXPERTS * 8;
     h.escapes = h.records + device_round_up(2 * num_ranks * choices * 8, 512);

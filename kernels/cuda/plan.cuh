@@ -20,6 +20,8 @@
 #define RECORD_ABSENT 0x7fffffffu  /* no choice of this token goes to this rank */
 #define RECORD_DISCARD 0x7ffffffeu /* one does, but the plan is bad: nowhere to put its row */
 
+#define NOTHING 0xffffffffu
+
 #define PLAN_TALLY_WORDS 16384 /* warps that count, times experts, at most */
 
 /* ------------------------------------------------------------------------- reading ---- */
@@ -36,7 +38,7 @@ static __device__ uint32_t header_sum(const device_plan_header &header)
     const uint32_t *words = (const uint32_t *)&header;
     const int n = offsetof(device_plan_header, sum) / 4;
     uint32_t sum = 0;
-    for (int i = lane_id(); i < n; i += WARP) sum += (words[i] ^ i) * (2 * i + 0x9e3779b1u);
+    for (int i = lane_id(); i < n; i += WARP) sum += device_header_share(words[i], (uint32_t)i);
     for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, d);
     return sum;
 }
@@ -73,6 +75,13 @@ static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_sea
         view.most_tokens = max(view.most_tokens, h.tokens_of[q]);
 }
 
+static __device__ void notify_damage(const p2p_seat &seat)
+{
+    if (seat.operation == EPIC_OP_NONE) return;
+    const p2p_control *control = (const p2p_control *)(seat.heap[seat.rank] + seat.at.control);
+    notify(seat, {EPIC_EINVAL, load_relaxed(&control->epoch) + 1, P2P_FAULT_PLAN, seat.rank});
+}
+
 /* Every thread of a CTA.  A plan that is none is not good, and has the id 0. */
 static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_seat &seat)
@@ -89,11 +98,25 @@ static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_b
             if (!view.good) {
                 view.header.id = 0;
                 view.header.result = EPIC_EINVAL;
+                if (blockIdx.x == 0) notify_damage(seat);
             }
             point_into(view, plan, seat);
         }
     }
     __syncthreads();
+}
+
+/* One thread: a plan that is good has more slots on some rank than the rank has rows. */
+static __device__ __noinline__ void notify_rows(const p2p_seat &seat, const Now &now,
+                                                const volatile device_plan_header *h)
+{
+    for (int q = 0; q < seat.num_ranks && h->result == EPIC_OK; q++) {
+        const int32_t rows =
+            (int32_t)(uint32_t)load_relaxed(announcement(now, now.heap, q) + P2P_SAYS_ROWS);
+        if (h->slots_of[q] <= rows) continue;
+        notify(seat, {EPIC_EOVERFLOW, now.epoch, P2P_FAULT_ROWS, q, {rows, h->slots_of[q]}});
+        return;
+    }
 }
 
 /* -------------------------------------------------------------------------- making ---- */
@@ -107,7 +130,10 @@ struct Planner { /* in shared memory; the arrays in dynamic shared memory */
     uint8_t *owner; /* [num_experts] rank */
     int32_t common[DEVICE_MAX_RANKS]; /* choices that each expert of a rank may keep */
     int32_t demand[DEVICE_MAX_RANKS];
-    uint32_t bad; /* an id or an owner out of range */
+    int64_t needed[DEVICE_MAX_RANKS]; /* slots, once expert_capacity has dropped */
+    uint32_t bad_choice;              /* the first of this CTA whose id is none, or NOTHING */
+    uint32_t bad_owner;               /* the first expert that lives nowhere, or NOTHING */
+    uint32_t bad_ranks;               /* a bit for each rank whose data is wrong */
     int32_t warps;
 };
 
@@ -180,20 +206,24 @@ static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_
         p.start = p.load + experts;
         p.tally = p.start + experts;
         p.owner = (uint8_t *)(p.tally + p.warps * experts);
-        p.bad = 0;
+        p.bad_choice = p.bad_owner = NOTHING;
+        p.bad_ranks = 0;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < p.warps * experts; i += blockDim.x) p.tally[i] = 0;
     const int block = experts / ranks;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int owner = job.rank_of_expert ? job.rank_of_expert[e] : e / block;
-        if (owner < 0 || owner >= ranks) owner = 0, p.bad = 1;
+        if (owner < 0 || owner >= ranks) {
+            owner = 0;
+            atomicMin(&p.bad_owner, (uint32_t)e);
+        }
         p.owner[e] = (uint8_t)owner;
     }
     __syncthreads();
     if (job.layer.sum_order == EPIC_TREE)
         for (int e = threadIdx.x; e < experts; e += blockDim.x)
-            if (p.owner[e] != p.owner[e / block * block]) p.bad = 1;
+            if (p.owner[e] != p.owner[e / block * block]) atomicMin(&p.bad_owner, (uint32_t)e);
 }
 
 /* One group of lanes' choices: returns how many of the same expert this warp had before. */
@@ -236,7 +266,7 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if (id[i] >= experts) p.bad = 1;
+            if (id[i] >= experts) atomicMin(&p.bad_choice, (uint32_t)at[i]);
             const int32_t expert = id[i] < 0 || id[i] >= experts ? -1 : (int32_t)id[i];
             const int32_t place = count_group(tally, expert);
             if (at[i] >= 0) fate[at[i]] = place;
@@ -249,6 +279,10 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
 {
     const int experts = job.layer.num_experts;
     uint64_t *tallies = (uint64_t *)(now.heap + job.seat.at.tallies);
+    const bool bad = p.bad_choice != NOTHING || p.bad_owner != NOTHING;
+    if (threadIdx.x == 0)
+        store_relaxed((uint64_t *)(now.heap + job.seat.at.first) + blockIdx.x,
+                      stamp(now, p.bad_choice));
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int32_t sum = 0;
         for (int w = 0; w < p.warps; w++) {
@@ -256,10 +290,46 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
             p.tally[w * experts + e] = sum;
             sum += count;
         }
-        const uint32_t mark = e == 0 && p.bad ? RECORD_LAST : 0;
+        const uint32_t mark = e == 0 && bad ? RECORD_LAST : 0;
         store_relaxed(tallies + blockIdx.x * DEVICE_MAX_EXPERTS + e,
                       stamp(now, (uint32_t)sum | mark));
     }
+}
+
+__device__ __forceinline__ uint64_t *fault_words(const p2p_seat &seat, const Now &now,
+                                                 uint8_t *heap, int rank)
+{
+    return (uint64_t *)(heap + seat.at.faults) +
+           (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
+}
+
+/* One thread of CTA 0: tells all ranks what is wrong with this rank's data. */
+static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_job &job,
+                                               const Now &now)
+{
+    const p2p_seat &seat = job.seat;
+    const uint64_t *first = (const uint64_t *)(now.heap + seat.at.first);
+    const bool placed = p.bad_owner == NOTHING;
+    uint32_t index = p.bad_owner;
+    for (int c = 0; c < job.planners && placed; c++) {
+        uint64_t word = 0;
+        if (!wait_alone(now, -1, P2P_PHASE_GRID, [&] {
+                word = load_relaxed(first + c);
+                return stamped(now, word);
+            }))
+            return false;
+        index = min(index, (uint32_t)word);
+    }
+    const int64_t value = placed ? choice_id(job, index) : job.rank_of_expert[index];
+    for (int q = 0; q < seat.num_ranks; q++) {
+        uint64_t *to = fault_words(seat, now, seat.heap[q], seat.rank);
+        store_relaxed(to + P2P_FAULT_KIND,
+                      stamp(now, placed ? P2P_FAULT_EXPERT : P2P_FAULT_PLACEMENT));
+        store_relaxed(to + P2P_FAULT_INDEX, stamp(now, index));
+        store_relaxed(to + P2P_FAULT_LOW, stamp(now, (uint32_t)value));
+        store_relaxed(to + P2P_FAULT_HIGH, stamp(now, (uint32_t)((uint64_t)value >> 32)));
+    }
+    return true;
 }
 
 /* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts. */
@@ -291,6 +361,7 @@ static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, cons
             if (c < (int)blockIdx.x) low += count;
             sum += count;
         }
+        if (blockIdx.x == 0 && ok && bad) ok = tell_fault(p, job, now);
         if (blockIdx.x == 0 && ok)
             for (int i = 1; i <= ranks; i++) {
                 const int q = (seat.rank + i) % ranks;
@@ -317,11 +388,11 @@ static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, cons
 #pragma unroll
         for (int q = 0; q < DEVICE_MAX_RANKS; q++) {
             const uint32_t count = (uint32_t)words[q] & ~RECORD_LAST;
-            bad |= (uint32_t)words[q] & RECORD_LAST;
+            bad |= ((uint32_t)words[q] & RECORD_LAST) ? 1u << q : 0;
             if (q < seat.rank) low += count;
             load += count;
         }
-        if (bad) p.bad = 1;
+        if (bad) p.bad_ranks = bad; /* the first expert's thread alone sees it */
         p.load[e] = (int32_t)load;
         p.low[e] += (int32_t)low;
     }
@@ -438,7 +509,7 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
             p.common[lane_id()] = 0x7fffffff;
         }
         if (lane_id() == 0) {
-            h.result = p.bad ? EPIC_EINVAL : EPIC_OK;
+            h.result = p.bad_ranks ? EPIC_EINVAL : EPIC_OK;
             h.num_local = 0;
         }
     }
@@ -447,7 +518,10 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
         const int64_t demand = slots_of(p, job, d, 0x7fffffff, false);
         const int64_t need = slots_of(p, job, d, 0x7fffffff, true);
         const int32_t capacity = h.capacity_of[d];
-        if (lane_id() == 0) p.demand[d] = (int32_t)min(demand, (int64_t)0x7fffffff);
+        if (lane_id() == 0) {
+            p.demand[d] = (int32_t)min(demand, (int64_t)0x7fffffff);
+            p.needed[d] = need;
+        }
         if (need > (capacity ? capacity : 0x7fffffff)) {
             if (job.layer.overflow == EPIC_OVERFLOW_DROP && capacity) {
                 const int32_t limit = common_limit(p, job, d, capacity);
@@ -461,6 +535,46 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
     }
     __syncthreads();
     return ok;
+}
+
+/* One thread of CTA 0: what the lowest rank with wrong data has said of it. */
+static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_plan_job &job,
+                                                 const Now &now)
+{
+    const int rank = __ffs(p.bad_ranks) - 1;
+    const uint64_t *from = fault_words(job.seat, now, now.heap, rank);
+    uint64_t words[P2P_FAULT_WORDS];
+    const bool ok = wait_alone(now, rank, P2P_PHASE_COUNTS, [&] {
+        bool all = true;
+        for (int i = 0; i < P2P_FAULT_WORDS; i++) {
+            words[i] = load_relaxed(from + i);
+            all &= stamped(now, words[i]);
+        }
+        return all;
+    });
+    if (!ok) return;
+    const uint32_t kind = (uint32_t)words[P2P_FAULT_KIND];
+    const int64_t index = (uint32_t)words[P2P_FAULT_INDEX], k = job.layer.top_k;
+    const int64_t value = (int64_t)(words[P2P_FAULT_HIGH] << 32 | (uint32_t)words[P2P_FAULT_LOW]);
+    p2p_notice said = {EPIC_EINVAL, now.epoch, kind, rank, {index, value, 0, 0}};
+    if (kind == P2P_FAULT_EXPERT)
+        said = {EPIC_EINVAL, now.epoch, kind, rank,
+                {index / k, index % k, value, job.layer.num_experts}};
+    notify(job.seat, said);
+}
+
+/* One thread of CTA 0: the same for the lowest rank that has too few slots. */
+static __device__ __noinline__ void notify_overflow(const Planner &p, const p2p_plan_job &job,
+                                                    const Now &now)
+{
+    const device_plan_header &h = p.header;
+    for (int q = 0; q < job.seat.num_ranks; q++) {
+        const int32_t capacity = h.capacity_of[q] ? h.capacity_of[q] : 0x7fffffff;
+        if (p.needed[q] <= capacity) continue;
+        notify(job.seat, {EPIC_EOVERFLOW, now.epoch, P2P_FAULT_CAPACITY, q,
+                          {capacity, p.needed[q], 0, 0}});
+        return;
+    }
 }
 
 /* CTA 0: header and outputs. */
@@ -528,6 +642,7 @@ __device__ __forceinline__ Placed place_choice(const Planner &p, const p2p_plan_
     const bool valid = id >= 0 && id < experts;
     const bool bad = p.header.result != EPIC_OK;
     int32_t where = EPIC_FATE_NONE, owner = -1;
+    if (valid && p.header.result == EPIC_EOVERFLOW) where = EPIC_FATE_RANK_FULL;
     if (valid && !bad) {
         const int e = (int)id;
         const int32_t nth = p.low[e] + p.tally[threadIdx.x / WARP * experts + e] + place;
@@ -634,6 +749,8 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now 
         write_header(p, job, now);
         __syncthreads();
         if (threadIdx.x == 0) {
+            if (p.header.result == EPIC_EINVAL) notify_fault(p, job, now);
+            if (p.header.result == EPIC_EOVERFLOW) notify_overflow(p, job, now);
             __threadfence();
             store_release(&control_of(now)->planned, now.epoch);
         }

@@ -102,6 +102,54 @@ __device__ __forceinline__ uint32_t other_nan(uint32_t word, uint32_t nan)
     return word == POISON ? nan : word;
 }
 
+/* A warp's ring of pieces in shared memory, copied there ahead of their use.  Each lane reads back
+ * what it has copied itself, so there is nothing to synchronise.  Pieces are used in the order in
+ * which they are copied; AHEAD of them are on their way while one is in use. */
+template <int V, bool EXACT> struct Ring {
+    static constexpr int AHEAD = 3, PIECE_BYTES = V * WARP * 16;
+    static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
+    uint32_t memory; /* this lane's */
+    uint32_t filled = 0, used = 0;
+
+    __device__ __forceinline__ explicit Ring(const void *warp_memory)
+        : memory(shared_address(warp_memory) + lane_id() * 16)
+    {
+    }
+    static __device__ __forceinline__ uint32_t after(uint32_t at)
+    {
+        return at + PIECE_BYTES == BYTES ? 0 : at + PIECE_BYTES;
+    }
+    /* The piece that begins with vector `vector` of a row; `once`: nobody reads it again. */
+    __device__ __forceinline__ void copy(const uint8_t *row, int32_t vector, const RowShape &s,
+                                         bool once, uint64_t policy)
+    {
+        const uint8_t *from = row + (vector + lane_id()) * 16;
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            if (!EXACT && vector + v * WARP + lane_id() >= s.vectors) continue;
+            const uint32_t to = memory + filled + v * WARP * 16;
+            if (once)
+                copy_once(to, from + v * WARP * 16, policy);
+            else
+                copy_again(to, from + v * WARP * 16);
+        }
+    }
+    /* After the copies of a piece, or none. */
+    __device__ __forceinline__ void filled_one()
+    {
+        end_copies();
+        filled = after(filled);
+    }
+    /* The piece that is next in use, once the AHEAD after it have been begun. */
+    __device__ __forceinline__ void use(uint4 (&q)[V])
+    {
+        wait_copies<AHEAD>();
+#pragma unroll
+        for (int v = 0; v < V; v++) q[v] = load_shared(memory + used + v * WARP * 16);
+        used = after(used);
+    }
+};
+
 /* ------------------------------------------------------------------- element types ---- */
 
 struct Bf16 {

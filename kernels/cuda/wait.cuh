@@ -88,6 +88,22 @@ static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32
             store_relaxed((uint64_t *)(seat.heap[q] + seat.at.broken), word);
 }
 
+/* Tells the host of an error in the data, which ends nothing. */
+static __device__ __noinline__ void notify(const p2p_seat &seat, const p2p_notice &said)
+{
+    for (int i = 0; i < P2P_NOTICES; i++) {
+        volatile p2p_notice *to = &seat.status->notices[i];
+        if (to->result) continue;
+        to->epoch = said.epoch;
+        to->fault = said.fault;
+        to->rank = said.rank;
+        for (int j = 0; j < 4; j++) to->about[j] = said.about[j];
+        __threadfence_system();
+        to->result = said.result;
+        return;
+    }
+}
+
 /* Every rank that has not announced this epoch, or the one that was waited for. */
 static __device__ uint32_t culprits(const Now &now, int peer)
 {
@@ -111,9 +127,10 @@ static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase
         theirs = (uint32_t)said;
         word = P2P_BROKEN(EPIC_EMISMATCH, seat.operation, seat.rank, phase, 1u << q, now.epoch);
     }
+    const uint32_t dead = load_relaxed(&seat.status->dead);
     for (int q = 0; q < seat.num_ranks && !word; q++) {
         const uint64_t gone = load_relaxed((const uint64_t *)(now.heap + seat.at.gone) + q);
-        if (gone && (int32_t)(now.epoch - (uint32_t)gone) > 0)
+        if (gone ? (int32_t)(now.epoch - (uint32_t)gone) > 0 : dead >> q & 1)
             word = P2P_BROKEN(EPIC_EPEER, seat.operation, seat.rank, phase, 1u << q, now.epoch);
     }
     if (!word && timer_ns() > now.deadline)
@@ -162,10 +179,12 @@ static __device__ void announce(const Now &now)
 }
 
 /* Every thread of every CTA.  `mark` is what the ranks must agree on beyond the signature (a
- * plan's id).  false: the group is broken, nothing is to be done. */
+ * plan's id).  false: the group is broken, nothing is to be done; or the launch only loads the
+ * kernel (operation EPIC_OP_NONE). */
 static __device__ bool begin(Now &now, const p2p_seat &seat, uint32_t mark, int32_t tokens,
                              int32_t capacity, int32_t rows)
 {
+    if (seat.operation == EPIC_OP_NONE) return false;
     if (threadIdx.x == 0) {
         now.tokens = tokens;
         now.capacity = capacity;

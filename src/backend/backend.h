@@ -149,7 +149,19 @@ typedef struct epic_steps {
     epic_result (*dispatch_backward)(epic_group *, const epic_dispatch_backward_args *);
     epic_result (*combine_backward)(epic_group *, const epic_combine_backward_args *);
     epic_result (*sum)(epic_group *, const epic_sum_args *);
-    epic_result (*check)(epic_group *, epic_failure_info *out);
+    /* Router and losses: args->router has its defaults filled in; factor is what the sum over
+     * tokens (backward: also d_loss) is multiplied by. */
+    epic_result (*router_forward)(epic_group *, const epic_router_args *);
+    epic_result (*router_backward)(epic_group *, const epic_router_backward_args *);
+    epic_result (*balance_loss_forward)(epic_group *, const epic_loss_args *, double factor);
+    epic_result (*balance_loss_backward)(epic_group *, const epic_loss_args *, double factor);
+    epic_result (*z_loss_forward)(epic_group *, const epic_loss_args *, double factor);
+    epic_result (*z_loss_backward)(epic_group *, const epic_loss_args *, double factor);
+    epic_result (*bias_update)(epic_group *, epic_stream, float *bias, const int32_t *load,
+                               int64_t num_experts, float rate);
+    epic_result (*check)(epic_group *, epic_failure_info *out); /* what broke the group */
+    epic_result (*notice)(epic_group *); /* the oldest class (b) error not yet returned */
+    uint32_t (*max_sms)(const epic_group *);
     void (*abort)(epic_group *, uint64_t tag, const char *why);
 } epic_steps;
 
@@ -170,6 +182,13 @@ typedef struct epic_backend {
 
     /* What join will take, from a config with every default filled in. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
+
+    /* Copies bytes to the host if `from` is memory of this backend's devices, else false; *good:
+     * they came.  Synchronises.  NULL: it has no memory of its own. */
+    bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
+
+    /* What this machine has for it, in a line of at most `size` bytes.  NULL: nothing to say. */
+    void (*describe)(char *to, size_t size);
 
     const epic_transport *transport; /* host backends */
     const epic_steps *steps;         /* device backends */

@@ -16,4 +16,8 @@ epic_result config_read_sizes(epic_config *out, const epic_config *config, size_
  * backend has that name), EPIC_ENOTSUP (its library cannot be loaded). */
 epic_result backend_find(const epic_backend **out, const char *name);
 
+/* Copies bytes to the host, from host memory or from that of a device whose backend has been
+ * loaded.  False: the device refused. */
+bool backend_fetch(void *to, const void *from, size_t bytes);
+
 #endif

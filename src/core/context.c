@@ -242,7 +242,11 @@ static epic_result no_context(void)
 
 epic_result epic_check(epic_context *ctx)
 {
-    return ctx ? context_check(ctx) : no_context();
+    if (!ctx) return no_context();
+    TRY(context_check(ctx));
+    const epic_backend *backend = ctx->backend;
+    if (!backend->steps || !backend->steps->notice) return EPIC_OK;
+    return backend_said(backend, backend->steps->notice(ctx->group));
 }
 
 epic_result epic_failure(const epic_context *ctx, epic_failure_info *out, size_t size)
@@ -296,6 +300,13 @@ int32_t epic_num_ranks(const epic_context *ctx)
 const char *epic_backend_name(const epic_context *ctx)
 {
     return ctx ? ctx->backend_name : "";
+}
+
+uint32_t epic_max_sms(const epic_context *ctx)
+{
+    if (!ctx || !ctx->backend || !ctx->backend->steps || !ctx->backend->steps->max_sms)
+        return 0;
+    return ctx->backend->steps->max_sms(ctx->group);
 }
 
 uint64_t epic_context_bytes_sent(const epic_context *ctx)

@@ -6,6 +6,7 @@
 #include "core/config.h"
 #include "core/error.h"
 #include "exchange/exchange.h"
+#include "plan/device_read.h"
 #include "plan/plan.h"
 
 static epic_result read_both(epic_config *c, epic_layer *l, const epic_config *config,
@@ -76,33 +77,43 @@ epic_result epic_memory(const epic_config *config, size_t config_size, const epi
     return EPIC_OK;
 }
 
-epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *out,
-                           size_t size)
+static epic_result read_host_plan(const void *plan, size_t plan_bytes, epic_plan_info *out)
 {
     plan_view view;
-    TRY(check_plan_bytes(plan));
-    if (!out || !size)
-        return epic_fail(EPIC_EINVAL, "out is NULL: a place for epic_plan_info is needed");
     const enum plan_damage damage = plan_check(&view, plan, plan_bytes, 0, 0, 0);
     if (damage) return epic_fail(EPIC_EINVAL, "plan: %s", plan_damage_name(damage));
     const plan_header *h = view.header;
-    epic_plan_info info = {.id = h->id,
-                           .num_tokens = h->num_tokens,
-                           .total_tokens = h->total_tokens,
-                           .num_slots = h->num_slots,
-                           .capacity = h->capacity,
-                           .num_kept = h->num_kept,
-                           .num_none = h->num_none,
-                           .num_expert_full = h->num_expert_full,
-                           .num_rank_full = h->num_rank_full,
-                           .result = h->result,
-                           .num_local_experts = (uint32_t)h->num_local,
-                           .fate_offset = h->fate,
-                           .rank_offset = h->rank_to};
+    *out = (epic_plan_info){.id = h->id,
+                            .num_tokens = h->num_tokens,
+                            .total_tokens = h->total_tokens,
+                            .num_slots = h->num_slots,
+                            .capacity = h->capacity,
+                            .num_kept = h->num_kept,
+                            .num_none = h->num_none,
+                            .num_expert_full = h->num_expert_full,
+                            .num_rank_full = h->num_rank_full,
+                            .result = h->result,
+                            .num_local_experts = (uint32_t)h->num_local,
+                            .fate_offset = h->fate,
+                            .rank_offset = h->rank_to};
     if (h->layer.sum_order == EPIC_TREE) {
-        info.num_leaves = h->layer.leaves / (uint32_t)h->num_ranks;
-        info.first_leaf = (uint32_t)view.place_of[h->rank] * info.num_leaves;
+        out->num_leaves = h->layer.leaves / (uint32_t)h->num_ranks;
+        out->first_leaf = (uint32_t)view.place_of[h->rank] * out->num_leaves;
     }
+    return EPIC_OK;
+}
+
+epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *out,
+                           size_t size)
+{
+    epic_plan_info info = {0};
+    epic_result result;
+    TRY(check_plan_bytes(plan));
+    if (!out || !size)
+        return epic_fail(EPIC_EINVAL, "out is NULL: a place for epic_plan_info is needed");
+    if (!device_plan_read(plan, plan_bytes, backend_fetch, &info, &result))
+        result = read_host_plan(plan, plan_bytes, &info);
+    TRY(result);
     memset(out, 0, size);
     memcpy(out, &info, size < sizeof info ? size : sizeof info);
     return EPIC_OK;

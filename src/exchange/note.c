@@ -7,6 +7,7 @@
 
 #include "core/error.h"
 #include "plan/plan.h"
+#include "plan/sentences.h"
 
 _Static_assert(NUM_SAME <= sizeof(((epic_note *)0)->same) / sizeof(int64_t), "note.same");
 _Static_assert(NUM_OWN <= sizeof(((epic_note *)0)->own) / sizeof(int64_t), "note.own");
@@ -77,22 +78,14 @@ epic_result note_data_error(const epic_note *const *notes, int num_ranks)
         case DATA_GOOD:
             break;
         case DATA_EXPERT:
-            return epic_fail(EPIC_EINVAL,
-                             "topk_idx: rank %d, token %lld, k %lld has expert %lld; ids are "
-                             "below num_experts %lld, or negative for no expert",
-                             r, (long long)about[0], (long long)about[1], (long long)about[2],
-                             (long long)about[3]);
+            return epic_fail(EPIC_EINVAL, SAYS_EXPERT, r, (long long)about[0],
+                             (long long)about[1], (long long)about[2], (long long)about[3]);
         case DATA_PLACEMENT:
             if (about[1] >= 0 && about[1] < num_ranks)
-                return epic_fail(EPIC_EINVAL,
-                                 "rank_of_expert: rank %d says expert %lld lives on rank %lld; "
-                                 "with EPIC_TREE each rank owns one of the %d equal blocks of "
-                                 "experts",
-                                 r, (long long)about[0], (long long)about[1], num_ranks);
-            return epic_fail(EPIC_EINVAL,
-                             "rank_of_expert: rank %d says expert %lld lives on rank %lld; "
-                             "ranks are 0 to %d",
-                             r, (long long)about[0], (long long)about[1], num_ranks - 1);
+                return epic_fail(EPIC_EINVAL, SAYS_TREE_PLACEMENT, r, (long long)about[0],
+                                 (long long)about[1], num_ranks);
+            return epic_fail(EPIC_EINVAL, SAYS_PLACEMENT, r, (long long)about[0],
+                             (long long)about[1], num_ranks - 1);
         default:
             return epic_fail(EPIC_EINVAL,
                              "plan: the one that rank %d brought cannot be used: %s; bring the "

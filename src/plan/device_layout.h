@@ -51,6 +51,21 @@ typedef struct device_plan_header {
     uint32_t pad2;
 } device_plan_header;
 
+/* One word's share of the header's sum. */
+DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uint32_t i)
+{
+    return (word ^ i) * (2 * i + 0x9e3779b1u);
+}
+
+static inline uint32_t device_header_sum(const device_plan_header *header)
+{
+    const uint32_t *words = (const uint32_t *)(const void *)header;
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < offsetof(device_plan_header, sum) / 4; i++)
+        sum += device_header_share(words[i], i);
+    return sum;
+}
+
 typedef struct device_plan_layout {
     int64_t slab_begin, slab_count, rank_of, fate, records, bytes;
 } device_plan_layout;

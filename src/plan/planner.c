@@ -5,6 +5,7 @@
 
 #include "core/error.h"
 #include "plan/plan.h"
+#include "plan/sentences.h"
 
 static void count_choices(planner *p)
 {
@@ -125,10 +126,8 @@ static epic_result set_limits(planner *p)
     }
     for (int32_t r = 0; r < h->num_ranks; r++)
         if (is_over(p, r))
-            return epic_fail(EPIC_EOVERFLOW,
-                             "capacity: rank %d has %lld slots and needs %lld; give it more "
-                             "(epic_capacity_bound never overflows) or let the layer drop",
-                             r, (long long)p->capacity[r], (long long)p->needed[r]);
+            return epic_fail(EPIC_EOVERFLOW, SAYS_CAPACITY, r, (long long)p->capacity[r],
+                             (long long)p->needed[r]);
     return EPIC_OK;
 }
 

@@ -2,6 +2,7 @@
 /* epic_router_backward: the gradient of the weights, given to the logits. */
 #include "core/sized.h"
 #include "router/convert.h"
+#include "router/device.h"
 #include "router/row.h"
 
 static epic_result prepare(router_job *job, const epic_router_backward_args *args)
@@ -27,6 +28,7 @@ static epic_result prepare(router_job *job, const epic_router_backward_args *arg
                          !args->topk_idx    ? "topk_idx"
                          : !args->d_weights ? "d_weights"
                                             : "d_logits");
+    if (router_on_device(args->ctx)) return EPIC_OK;
     return router_check_ids(job, args->topk_idx, args->num_tokens);
 }
 
@@ -35,7 +37,12 @@ epic_result epic_router_backward(const epic_router_backward_args *args, size_t s
     epic_router_backward_args a;
     router_job job;
     TRY(epic_sized(&a, sizeof a, args, size, "epic_router_backward_args"));
+    if (a.ctx != NULL) TRY(context_check(a.ctx));
     TRY(prepare(&job, &a));
+    if (router_on_device(a.ctx)) {
+        a.router = &job.router;
+        return ROUTER_STEP(a.ctx, router_backward, &a);
+    }
 
     const router_row *row = router_row_of(&job);
     const int64_t number = convert_bytes(job.weights_type);

@@ -57,10 +57,7 @@ static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
     const int64_t each = job->num_columns / r->num_groups;
     const int k = (int)r->top_k;
     keep_groups(job, v);
-    /* On logits that stand for scores: scores are above 0, so the others never win. */
-    const bool out =
-        r->group_others == EPIC_OTHERS_OUT || (job->on_logits && r->score != EPIC_SCORE_LOGITS);
-    if (out) {
+    if (router_others_out(r, job->on_logits)) {
         best(topk_idx, k, v, job->num_columns, job->kept, each);
         return;
     }

@@ -2,7 +2,9 @@
 /* epic_router_forward: which experts each token chooses, and with what weights. */
 #include "core/sized.h"
 #include "router/convert.h"
+#include "router/device.h"
 #include "router/row.h"
+#include "router/rule.h"
 
 static int64_t token_id(const epic_router_args *args, int64_t token)
 {
@@ -28,7 +30,7 @@ static epic_result check_table(const epic_router_args *args, const router_job *j
         return epic_fail(EPIC_EINVAL,
                          "token_id_type is %u: it must be EPIC_I32 (or 0) or EPIC_I64",
                          args->token_id_type);
-    if (args->token_ids == NULL) return EPIC_OK;
+    if (args->token_ids == NULL || router_on_device(args->ctx)) return EPIC_OK;
 
     for (int64_t t = 0; t < args->num_tokens; t++) {
         const int64_t id = token_id(args, t);
@@ -65,9 +67,7 @@ static epic_result prepare(router_job *job, const epic_router_args *args)
                          args->topk_idx ? "weights" : "topk_idx");
     TRY(check_table(args, job));
     job->bias = args->bias;
-    job->on_logits = job->router.score == EPIC_SCORE_LOGITS ||
-                     (job->bias == NULL && (job->router.num_groups == 0 ||
-                                            job->router.group_score == EPIC_GROUP_MAX));
+    job->on_logits = router_on_logits(&job->router, job->bias != NULL);
     return EPIC_OK;
 }
 
@@ -76,7 +76,12 @@ epic_result epic_router_forward(const epic_router_args *args, size_t size)
     epic_router_args a;
     router_job job;
     TRY(epic_sized(&a, sizeof a, args, size, "epic_router_args"));
+    if (a.ctx != NULL) TRY(context_check(a.ctx));
     TRY(prepare(&job, &a));
+    if (router_on_device(a.ctx)) {
+        a.router = &job.router;
+        return ROUTER_STEP(a.ctx, router_forward, &a);
+    }
 
     const router_row *row = router_row_of(&job);
     const int64_t number = convert_bytes(job.weights_type);

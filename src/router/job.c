@@ -4,6 +4,7 @@
 
 #include "core/sized.h"
 #include "router/convert.h"
+#include "router/rule.h"
 
 #define MAX_COLUMNS 65536
 #define MAX_GROUPS 1024
@@ -99,7 +100,8 @@ static epic_result take_router(epic_router *out, const epic_router *theirs, size
 static size_t workspace_bytes(const epic_router *r)
 {
     const size_t columns = (size_t)r->num_experts + r->zero_experts;
-    return columns * (4 * sizeof(double) + sizeof(int32_t)) + r->num_groups;
+    return LOSS_RUNS * sizeof(double) + columns * (4 * sizeof(double) + sizeof(int32_t)) +
+           r->num_groups;
 }
 
 size_t epic_router_workspace(const epic_router *router, size_t size)
@@ -141,8 +143,9 @@ static epic_result check_common(const router_job *job, const router_common *comm
 
 static void cut_workspace(router_job *job, void *workspace)
 {
-    double *numbers = workspace;
     const int64_t n = job->num_columns;
+    job->runs = workspace;
+    double *numbers = job->runs + LOSS_RUNS;
     job->logits = numbers;
     job->scores = numbers + n;
     job->values = numbers + 2 * n;

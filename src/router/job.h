@@ -17,6 +17,7 @@ typedef struct router_job {
     uint32_t grad_type;
     bool accumulate;
     bool on_logits; /* choose on the logits: they rise with the selection values */
+    double *runs;   /* [LOSS_RUNS] */
     /* Of one token at a time, float32 or float64 as it is computed. */
     void *logits;   /* [num_columns] */
     void *scores;   /* [num_columns] */

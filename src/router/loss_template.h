@@ -19,13 +19,27 @@ static REAL probabilities(const router_job *job, const void *logits)
     return sum;
 }
 
-static double balance(const router_job *job, const void *logits, const int32_t *load)
+/* The sum of p * load, in the order of add_up(). */
+static double dot_load(const router_job *job, const int32_t *load)
 {
     const REAL *p = job->scores;
-    double sum = 0;
+    const int64_t n = job->router.num_experts;
+    double total = 0;
+    for (int64_t first = 0; first < n; first += SUM_BLOCK) {
+        const int64_t end = first + SUM_BLOCK < n ? first + SUM_BLOCK : n;
+        double lanes[SUM_LANES] = {0};
+        for (int64_t i = first; i < end; i++) lanes[i % SUM_LANES] += (double)p[i] * load[i];
+        for (int distance = SUM_LANES / 2; distance > 0; distance /= 2)
+            for (int lane = 0; lane < distance; lane++) lanes[lane] += lanes[lane + distance];
+        total += lanes[0];
+    }
+    return total;
+}
+
+static double balance(const router_job *job, const void *logits, const int32_t *load)
+{
     probabilities(job, logits);
-    for (int64_t i = 0; i < job->router.num_experts; i++) sum += (double)p[i] * load[i];
-    return sum;
+    return dot_load(job, load);
 }
 
 static void balance_backward(const router_job *job, const void *logits, const int32_t *load,
@@ -37,8 +51,7 @@ static void balance_backward(const router_job *job, const void *logits, const in
     const REAL *p = job->scores;
     REAL *d = job->spare;
     const REAL divisor = probabilities(job, logits);
-    double mean = 0;
-    for (int64_t i = 0; i < job->router.num_experts; i++) mean += (double)p[i] * load[i];
+    const double mean = dot_load(job, load);
     for (int64_t i = 0; i < n; i++) {
         const double own = i < job->router.num_experts ? load[i] : 0;
         d[i] = (REAL)(factor * (own - mean));

@@ -4,7 +4,9 @@
 
 #include "core/sized.h"
 #include "router/convert.h"
+#include "router/device.h"
 #include "router/row.h"
+#include "router/rule.h"
 
 typedef enum pass { FORWARD, BACKWARD } pass;
 
@@ -37,6 +39,7 @@ static epic_result prepare(loss_job *job, const epic_loss_args *args, size_t siz
 {
     epic_loss_args *a = &job->args;
     TRY(epic_sized(a, sizeof *a, args, size, "epic_loss_args"));
+    if (a->ctx != NULL) TRY(context_check(a->ctx));
     TRY(router_job_make(&job->router, &(router_common){
                                           .router = a->router,
                                           .router_size = a->router_size,
@@ -50,6 +53,7 @@ static epic_result prepare(loss_job *job, const epic_loss_args *args, size_t siz
                                       }));
     TRY(router_job_grad_type(&job->router, a->grad_type));
     job->row = router_row_of(&job->router);
+    a->router = &job->router.router;
     return check_pass(job, pass);
 }
 
@@ -71,6 +75,7 @@ static epic_result check_balance(const loss_job *job)
     if (a->topk_idx == NULL)
         return epic_fail(EPIC_EINVAL, "topk_idx is NULL: the sequence-wise balance loss counts "
                                       "each sequence's choices");
+    if (router_on_device(a->ctx)) return EPIC_OK;
     return router_check_ids(&job->router, a->topk_idx, a->num_tokens);
 }
 
@@ -118,20 +123,40 @@ static int64_t next_load(const loss_job *job, int64_t first, const int32_t **loa
     return whole ? job->args.num_tokens : job->args.sequence_tokens;
 }
 
+static void begin_runs(const loss_job *job)
+{
+    memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);
+}
+
+static double *run_of(const loss_job *job, int64_t token)
+{
+    return job->router.runs + token / loss_run_tokens(job->args.num_tokens);
+}
+
+static double end_runs(const loss_job *job)
+{
+    double *runs = job->router.runs;
+    for (int distance = LOSS_RUNS / 2; distance > 0; distance /= 2)
+        for (int i = 0; i < distance; i++) runs[i] += runs[i + distance];
+    return runs[0];
+}
+
 epic_result epic_balance_loss_forward(const epic_loss_args *args, size_t size)
 {
     loss_job job;
     TRY(prepare(&job, args, size, FORWARD));
     TRY(check_balance(&job));
-    double sum = 0;
+    if (router_on_device(job.args.ctx))
+        return ROUTER_STEP(job.args.ctx, balance_loss_forward, &job.args, balance_factor(&job));
+    begin_runs(&job);
     for (int64_t t = 0; t < job.args.num_tokens;) {
         const int32_t *load;
         const int64_t end = t + next_load(&job, t, &load);
         for (; t < end; t++)
-            sum += job.row->balance(&job.router,
-                                    router_job_row(&job.router, job.args.logits, t), load);
+            *run_of(&job, t) += job.row->balance(
+                &job.router, router_job_row(&job.router, job.args.logits, t), load);
     }
-    put_loss(&job.args, balance_factor(&job) * sum);
+    put_loss(&job.args, balance_factor(&job) * end_runs(&job));
     return EPIC_OK;
 }
 
@@ -140,6 +165,9 @@ epic_result epic_balance_loss_backward(const epic_loss_args *args, size_t size)
     loss_job job;
     TRY(prepare(&job, args, size, BACKWARD));
     TRY(check_balance(&job));
+    if (router_on_device(job.args.ctx))
+        return ROUTER_STEP(job.args.ctx, balance_loss_backward, &job.args,
+                           balance_factor(&job));
     const double factor = balance_factor(&job) * incoming(&job.args);
     for (int64_t t = 0; t < job.args.num_tokens;) {
         const int32_t *load;
@@ -161,10 +189,13 @@ epic_result epic_z_loss_forward(const epic_loss_args *args, size_t size)
 {
     loss_job job;
     TRY(prepare(&job, args, size, FORWARD));
-    double sum = 0;
+    if (router_on_device(job.args.ctx))
+        return ROUTER_STEP(job.args.ctx, z_loss_forward, &job.args, z_factor(&job));
+    begin_runs(&job);
     for (int64_t t = 0; t < job.args.num_tokens; t++)
-        sum += job.row->z(&job.router, router_job_row(&job.router, job.args.logits, t));
-    put_loss(&job.args, z_factor(&job) * sum);
+        *run_of(&job, t) +=
+            job.row->z(&job.router, router_job_row(&job.router, job.args.logits, t));
+    put_loss(&job.args, z_factor(&job) * end_runs(&job));
     return EPIC_OK;
 }
 
@@ -172,6 +203,8 @@ epic_result epic_z_loss_backward(const epic_loss_args *args, size_t size)
 {
     loss_job job;
     TRY(prepare(&job, args, size, BACKWARD));
+    if (router_on_device(job.args.ctx))
+        return ROUTER_STEP(job.args.ctx, z_loss_backward, &job.args, z_factor(&job));
     const double factor = z_factor(&job) * incoming(&job.args);
     for (int64_t t = 0; t < job.args.num_tokens; t++)
         job.row->z_backward(&job.router, router_job_row(&job.router, job.args.logits, t),
@@ -179,15 +212,21 @@ epic_result epic_z_loss_backward(const epic_loss_args *args, size_t size)
     return EPIC_OK;
 }
 
-epic_result epic_bias_update(float *bias, const int32_t *load, int64_t num_experts, float rate)
+static epic_result check_bias(const float *bias, const int32_t *load, int64_t num_experts)
 {
-    int64_t total = 0;
     if (bias == NULL || load == NULL)
         return epic_fail(EPIC_EINVAL, "%s is NULL: the update needs bias and load",
                          bias ? "load" : "bias");
     if (num_experts <= 0)
         return epic_fail(EPIC_EINVAL, "num_experts is %lld: it must be 1 or more",
                          (long long)num_experts);
+    return EPIC_OK;
+}
+
+epic_result epic_bias_update(float *bias, const int32_t *load, int64_t num_experts, float rate)
+{
+    int64_t total = 0;
+    TRY(check_bias(bias, load, num_experts));
     for (int64_t e = 0; e < num_experts; e++) total += load[e];
     /* mean - load has the sign of total - num_experts * load, which is exact. */
     for (int64_t e = 0; e < num_experts; e++) {
@@ -195,4 +234,13 @@ epic_result epic_bias_update(float *bias, const int32_t *load, int64_t num_exper
         bias[e] += rate * (float)((below > 0) - (below < 0));
     }
     return EPIC_OK;
+}
+
+epic_result epic_bias_update_on(epic_context *ctx, epic_stream stream, float *bias,
+                                const int32_t *load, int64_t num_experts, float rate)
+{
+    if (ctx != NULL) TRY(context_check(ctx));
+    if (!router_on_device(ctx)) return epic_bias_update(bias, load, num_experts, rate);
+    TRY(check_bias(bias, load, num_experts));
+    return ROUTER_STEP(ctx, bias_update, stream, bias, load, num_experts, rate);
 }

@@ -6,6 +6,7 @@
 
 #include "router/convert.h"
 #include "router/row.h"
+#include "router/rule.h"
 #include "router/scalar.h"
 
 #include "router/score_template.h"

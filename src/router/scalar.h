@@ -3,7 +3,7 @@
  *
  * In float32 they are additions, products and quotients only, in a fixed order and never
  * contracted, so that every compiler and every device gets the same bits, and with them the same
- * choice of experts.  Their error is below 2 units in the last place.  In float64, where only
+ * choice of experts (kernels/cuda includes them too).  Their error is below 2 units in the last place.  In float64, where only
  * gradients are checked, they are the C library's. */
 #ifndef EPIC_SCALAR_H
 #define EPIC_SCALAR_H
@@ -12,25 +12,40 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__CUDACC__)
+#define SCALAR __device__ __forceinline__
+#else
+#define SCALAR static inline
+#endif
+
 #define LOWEST_F32 (-104.0f) /* e to that is 0 in float32 */
 
-/* 2^n for -126 <= n <= 127. */
-static inline float power_of_two(int32_t n)
+SCALAR uint32_t word_of(float x)
 {
-    const uint32_t bits = (uint32_t)(n + 127) << 23;
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* 2^n for -126 <= n <= 127. */
+SCALAR float power_of_two(int32_t n)
+{
+    const uint32_t bits = word_of(1) + ((uint32_t)n << 23);
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
 /* e^(x + low) for x <= 88 and |low| tiny: low is what rounding has cut from x. */
-static inline float exp_f32(float x, float low)
+SCALAR float exp_f32(float x, float low)
 {
     const float near = 0x1.8p23f; /* added and taken away: rounds to an integer */
-    const float t = x > LOWEST_F32 ? x : LOWEST_F32;
-    const float n = (t * 0x1.715476p0f + near) - near;
+    const float t = x < LOWEST_F32 ? LOWEST_F32 : x;
+    const float sum = t * 0x1.715476p0f + near;
+    const float n = sum - near;
     /* log 2 in two parts; the first has so few bits that its product with n is exact. */
-    const float r = ((t - n * 0x1.62ep-1f) - n * 0x1.0bfbe8p-15f) + low;
+    const float r =
+        ((t - n * 0x1.62ep-1f) - n * 0x1.0bfbe8p-15f) + (x < LOWEST_F32 ? 0.0f : low);
     float p = 1.0f / 5040;
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
@@ -39,19 +54,38 @@ static inline float exp_f32(float x, float low)
     p = p * r + 0.5f;
     p = (p * r) * r + r;
     /* In two factors, as 2^n may be subnormal. */
-    const int32_t whole = (int32_t)n;
-    const int32_t half = whole / 2;
-    const float y = ((p + 1.0f) * power_of_two(half)) * power_of_two(whole - half);
-    return x > LOWEST_F32 ? y : x != x ? x : 0.0f;
+    const int32_t whole = (int32_t)(word_of(sum) - word_of(near));
+    const int32_t half = whole >> 1;
+    return ((p + 1.0f) * power_of_two(half)) * power_of_two(whole - half);
 }
 
-static inline double exp_f64(double x, double low)
+/* a / b, rounded, for 0 <= a <= 1 <= b <= 2, where b is 1 if a is below 2^-60. */
+SCALAR float part_of_f32(float a, float b)
+{
+#if defined(__CUDACC__)
+    /* A step towards 1 / b, one towards the quotient: right for a = 1 and every a of which b is
+     * 1 + a, if the start is 2 units off at most.  Only the last b below 2 needs it exact. */
+    const float start = b == 0x1.fffffep0f ? 0x1.000002p-1f : reciprocal_approx(b);
+    const float y = fmaf(fmaf(-b, start, 1), start, start);
+    const float q = a * y;
+    return a < 0x1p-60f ? a : fmaf(fmaf(-b, q, a), y, q);
+#else
+    return a / b;
+#endif
+}
+
+SCALAR double part_of_f64(double a, double b)
+{
+    return a / b;
+}
+
+SCALAR double exp_f64(double x, double low)
 {
     return x > -746 ? exp(x) * (1 + low) : x != x ? x : 0;
 }
 
 /* log(1 + x) for 0 <= x <= 1, from the series of the inverse hyperbolic tangent. */
-static inline float log1p_f32(float x)
+SCALAR float log1p_f32(float x)
 {
     const float t = x / (2.0f + x);
     const float u = t * t;
@@ -65,17 +99,17 @@ static inline float log1p_f32(float x)
     return 2.0f * (t + t * (u * p));
 }
 
-static inline double log1p_f64(double x)
+SCALAR double log1p_f64(double x)
 {
     return log1p(x);
 }
 
-static inline float sqrt_f32(float x)
+SCALAR float sqrt_f32(float x)
 {
     return sqrtf(x);
 }
 
-static inline double sqrt_f64(double x)
+SCALAR double sqrt_f64(double x)
 {
     return sqrt(x);
 }

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Scores of one token and their gradients.  Included by row_template.h. */
 
-/* Below this, sqrt(log(1 + e^z)) is e^(z/2), to the last bit but one. */
-#define SMALL_LOGIT (sizeof(REAL) == sizeof(float) ? -17 : -37)
+#include "router/scalar_template.h"
 
 #define SUM_BLOCK 1024
 #define SUM_LANES 32
@@ -49,15 +48,6 @@ static REAL add_up(const REAL *v, int64_t n)
     return total;
 }
 
-/* e^(a - b) for a <= b, as exact as if the difference had not been rounded. */
-static inline REAL exp_of_difference(REAL a, REAL b)
-{
-    const REAL d = a - b;
-    const REAL back = d - a;
-    const REAL low = (a - (d - back)) - (b + back);
-    return OF(exp)(d, low);
-}
-
 static REAL largest_of(const REAL *v, int64_t n)
 {
     REAL largest = v[0];
@@ -75,19 +65,6 @@ static REAL softmax(REAL *p, const REAL *z, int64_t n)
     return sum;
 }
 
-static inline REAL sigmoid(REAL z)
-{
-    const REAL e = OF(exp)(z > 0 ? -z : z, 0);
-    return (z > 0 ? 1 : e) / (1 + e);
-}
-
-static inline REAL sqrtsoftplus(REAL z)
-{
-    if (z < SMALL_LOGIT) return OF(exp)(z / 2, 0);
-    const REAL e = OF(exp)(z > 0 ? -z : z, 0);
-    return OF(sqrt)((z > 0 ? z : 0) + OF(log1p)(e));
-}
-
 static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
 {
     switch (score) {
@@ -103,14 +80,6 @@ static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
     default:
         memcpy(s, z, (size_t)n * sizeof *s);
     }
-}
-
-/* ds/dz of the scores that depend on their own logit alone. */
-static REAL score_slope(REAL s, REAL z, uint32_t score)
-{
-    if (score == EPIC_SCORE_SIGMOID) return s * sigmoid(-z);
-    if (score == EPIC_SCORE_LOGITS) return 1;
-    return z < SMALL_LOGIT ? s / 2 : sigmoid(z) / (2 * s);
 }
 
 /* dz_i = p_i * (dp_i - sum of p dp), in place; products is room for n. */

@@ -141,6 +141,7 @@ static void clear_plan(planning *p)
     for (int64_t i = 0; i < choices; i++) p->planner.here[i] = -1;
     memset(p->planner.capacity, 0, (size_t)x->num_ranks * sizeof *p->planner.capacity);
     planner_finish(&p->planner);
+    p->planner.header->capacity = p->args->capacity;
     write_counts(p, EPIC_EINVAL);
 }
 

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "core/error.h"
+#include "plan/sentences.h"
 #include "steps/steps.h"
 
 void note_layer(epic_note *note, const epic_layer *layer)
@@ -47,11 +48,8 @@ epic_result step_check_slots(const exchange *x, const char *name)
     for (int r = 0; r < x->num_ranks; r++) {
         const int64_t rows = note_own(x, r, OWN_ROWS), needed = note_own(x, r, OWN_NEEDED);
         if (rows < needed)
-            return epic_fail(
-                EPIC_EOVERFLOW,
-                "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; "
-                "bring as many rows",
-                name, r, (long long)rows, (long long)needed);
+            return epic_fail(EPIC_EOVERFLOW, SAYS_ROWS, name, r, (long long)rows,
+                             (long long)needed);
     }
     return EPIC_OK;
 }

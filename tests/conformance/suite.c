@@ -103,6 +103,26 @@ static bool delayed_cases(const member *m)
     return random_cases(m, 3, false, true);
 }
 
+static world *large_world(const member *m)
+{
+    for (uint64_t seed = m->seed;; seed++) {
+        world *w = world_new(seed, m->meet->num_ranks);
+        if (w->plan->total_tokens >= WORLD_MAX_TOKENS) return w;
+        world_free(w);
+    }
+}
+
+/* One case again and again: other delays each time, the same bits. */
+static bool repeated_case(const member *m)
+{
+    if (m->meet->num_ranks == 1) return true;
+    epic_context *ctx = open_group(m, 3, false);
+    world *w = large_world(m);
+    for (int i = 0; whole(ctx) && i < m->cases; i++) case_run(ctx, w, (uint64_t)i, true);
+    world_free(w);
+    return close_group(ctx);
+}
+
 /* The sums of any number of ranks are those of one. */
 static bool tree_cases(const member *m)
 {
@@ -218,13 +238,10 @@ static const struct {
     bool (*run)(const member *); /* false: there is no sense in going on */
     int cases;
 } parts[] = {
-    {"random cases", many_cases, 60},
-    {"lanes shorter than rows", small_lanes, 40},
-    {"random delays", delayed_cases, 10},
-    {"tree order", tree_cases, 20},
-    {"side by side", side_by_side, 7},
-    {"many tags", many_tags, 2},
-    {"bad data", bad_data, 5},
+    {"random cases", many_cases, 60},     {"lanes shorter than rows", small_lanes, 40},
+    {"random delays", delayed_cases, 10}, {"one case repeated", repeated_case, 100},
+    {"tree order", tree_cases, 100},      {"side by side", side_by_side, 7},
+    {"many tags", many_tags, 2},          {"bad data", bad_data, 5},
 };
 
 void suite_rank(const char *backend, const epic_meet *meet, void *native)

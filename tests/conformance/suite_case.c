@@ -255,7 +255,7 @@ void case_begin(seat *s, epic_context *ctx, const world *w, uint64_t tag, bool d
     *s = (seat){.ctx = ctx, .w = w, .rank = epic_rank(ctx), .tag = tag, .delays = delays};
     check_seed = w->seed;
     s->failed_before = check_num_failed();
-    s->own.state = run_mix(w->seed, 1000 + (uint64_t)s->rank);
+    s->own.state = run_mix(run_mix(w->seed, 1000 + (uint64_t)s->rank), tag);
     s->first_token = w->plan->first_token[s->rank];
     s->num_tokens = w->tokens_of[s->rank];
     s->num_slots = w->plan->num_slots[s->rank];

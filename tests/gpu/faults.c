@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Faults on the p2p backend: each must become an error that names the right rank, in time, and
- * leave CUDA usable.   gpu_faults RANKS GPUS threads|processes ROUNDS */
+ * leave CUDA usable; the next round opens a new group.
+ *   gpu_faults RANKS GPUS threads|processes ROUNDS */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,14 +9,18 @@
 
 #include "core/error.h"
 #include "oracle.h"
+#include "product.h"
 #include "team.h"
 
 #define TIMEOUT_MS 200
 #define TOKENS 64
 #define HIDDEN 512
 
-enum fault { SKIPPED, DIFFERENT, LATE, ABORTED, NUM_FAULTS };
-static const char *const fault_names[] = {"skipped", "different", "late", "aborted"};
+enum fault { SKIPPED, DIFFERENT, SHAPED, LATE, SLOW, ABORTED, NUM_FAULTS };
+static const char *const fault_names[] = {"a skipped call", "another call", "another shape",
+                                          "too late",       "slow",         "abort"};
+static const uint32_t expected[] = {EPIC_ETIMEOUT, EPIC_EMISMATCH, EPIC_EMISMATCH,
+                                    EPIC_ETIMEOUT, EPIC_OK,        EPIC_EPEER};
 static enum fault fault;
 static int culprit;
 
@@ -63,13 +68,13 @@ static epic_result call_plan(team_rank *me, memory *m)
     return p2p_steps.plan(me->group, &args);
 }
 
-static epic_result call_dispatch(team_rank *me, memory *m)
+static epic_result call_dispatch(team_rank *me, memory *m, int64_t row_bytes)
 {
     const epic_dispatch_args args = {.call.stream = me->stream,
                                      .plan = m->plan,
                                      .plan_bytes = m->plan_bytes,
-                                     .tokens = {m->tokens, TOKENS, HIDDEN * 2},
-                                     .recv = {m->recv, TOKENS * 4 * 8, HIDDEN * 2}};
+                                     .tokens = {m->tokens, TOKENS, row_bytes},
+                                     .recv = {m->recv, TOKENS * 4 * 8, row_bytes}};
     return p2p_steps.dispatch(me->group, &args);
 }
 
@@ -87,25 +92,34 @@ static void sleep_ms(long ms)
 static void misbehave(team_rank *me, memory *m)
 {
     if (fault == DIFFERENT) call_sum(me, m);
-    if (fault == LATE) {
-        sleep_ms(3 * TIMEOUT_MS);
-        call_dispatch(me, m);
-    }
+    if (fault == SHAPED) call_dispatch(me, m, HIDDEN);
+    if (fault == LATE) sleep_ms(3 * TIMEOUT_MS);
+    if (fault == SLOW) sleep_ms(TIMEOUT_MS / 2);
+    if (fault == LATE || fault == SLOW) call_dispatch(me, m, HIDDEN * 2);
     if (fault == ABORTED) p2p_steps.abort(me->group, 0, "the loss is not a number");
 }
 
 static int judge(team_rank *me, double took, const epic_failure_info *f)
 {
-    static const uint32_t expected[] = {EPIC_ETIMEOUT, EPIC_EMISMATCH, EPIC_ETIMEOUT,
-                                        EPIC_EPEER};
-    const bool named =
-        fault == DIFFERENT || (f->num_culprits == 1 && f->culprits[0] == culprit);
+    const bool differ = expected[fault] == EPIC_EMISMATCH; /* each may name the other side */
+    const bool named = fault == SLOW || (differ && f->num_culprits > 0) ||
+                       (f->num_culprits == 1 && f->culprits[0] == culprit);
     const bool in_time = took < TIMEOUT_MS + 50 || (fault == LATE && me->rank == culprit);
     if (f->result == expected[fault] && named && in_time) return 0;
     fprintf(stderr, "rank %d, %s by rank %d: %s after %.0f ms: %s\n", me->rank,
             fault_names[fault], culprit, epic_result_name((epic_result)f->result), took,
             f->sentence);
     return 1;
+}
+
+/* The same error at once, or, where nothing is broken, the next operation. */
+static int judge_later_call(team_rank *me, memory *m)
+{
+    const epic_result later = call_sum(me, m);
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    epic_failure_info f;
+    if (fault == SLOW) return later != EPIC_OK || p2p_steps.check(me->group, &f) != EPIC_OK;
+    return me->rank != culprit && (uint32_t)later != expected[fault];
 }
 
 static int work(team_rank *me)
@@ -119,19 +133,20 @@ static int work(team_rank *me)
     if (me->rank == culprit)
         misbehave(me, &m);
     else
-        call_dispatch(me, &m);
+        call_dispatch(me, &m, HIDDEN * 2);
     const cudaError_t error = cudaStreamSynchronize(me->stream);
     const double took = now_ms() - begin;
     epic_failure_info f;
     int bad = error != cudaSuccess;
     p2p_steps.check(me->group, &f);
-    if (me->rank != culprit || fault == LATE) bad |= judge(me, took, &f);
-    /* a later call fails at once, and CUDA still works */
-    if (me->rank != culprit && call_sum(me, &m) == EPIC_OK) bad = 1;
-    int32_t back = 0;
-    CHECK_CUDA(cudaMemcpy(&back, m.ids + 1, 4, cudaMemcpyDeviceToHost));
-    if (back != (7 + me->rank) % (int)m.layer.num_experts) bad = 1;
+    if (me->rank != culprit || fault == LATE || fault == SLOW) bad |= judge(me, took, &f);
     team_meet(me);
+    bad |= judge_later_call(me, &m);
+    team_meet(me);
+    if (me->rank == (culprit + 1) % me->num_ranks) bad |= !product_is_right();
+    team_meet(me);
+    void *const parts[] = {m.ids, m.plan, m.tokens, m.recv, m.data};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) CHECK_CUDA(cudaFree(parts[i]));
     return bad;
 }
 

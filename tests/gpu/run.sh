@@ -1,29 +1,62 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Runs the GPU tests on the GPUs that are there: virtual ranks on one GPU, then processes and
-# threads on several.  CASES random cases for each, SEED the first seed.
+# Runs the GPU tests on the GPUs that are there: virtual ranks on one GPU, processes that share it,
+# then processes and threads on several.  CASES random cases for each, SEED the first seed, BIG
+# cases of full size, FAULTS in one process, DEATHS of processes, STORM operations back to back.
 OUT=${GPU_OUT:-build/gpu}
 CASES=${CASES:-60}
 SEED=${SEED:-1}
+BIG=${BIG:-2}
+FAULTS=${FAULTS:-24}
+DEATHS=${DEATHS:-6}
+STORM=${STORM:-10000}
 GPUS=$(nvidia-smi -L | wc -l)
 failed=0
-run() { timeout 120 "$OUT/$@" || failed=1; }
+run() { timeout ${LIMIT:-120} "$OUT/$@" || failed=1; }
 
-for ranks in 1 2 4; do run api_step $ranks; done
+# Errors and leaks of memory, races and barriers inside a thread block, on small sizes.
+sanitize() {
+    timeout 120 compute-sanitizer --error-exitcode 9 --tool "$@" >"$OUT/sanitizer.log" 2>&1
+    if [ $? = 0 ] && grep -q ' 0 errors\| 0 hazards' "$OUT/sanitizer.log"; then
+        echo "compute-sanitizer $*: good"
+    else
+        tail -n 20 "$OUT/sanitizer.log"
+        failed=1
+    fi
+}
+
+run api_budget
+for ranks in 1 2 4 8; do run api_step $ranks; done
+for ranks in 1 2 3 8; do run api_data_errors $ranks; done
+run api_deaths 3 1 "$DEATHS"
+run api_router 3000 "$SEED"
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000)); done
 run gpu_check 4 1 threads "$CASES" $((SEED + 9000)) tight
+run gpu_check 2 1 processes 10 $((SEED + 9500))
+run gpu_storm 4 1 threads "$STORM" "$SEED"
 run gpu_graph 4 1 threads 200
-run gpu_faults 4 1 threads 16
+run gpu_faults 4 1 threads "$FAULTS"
+if command -v compute-sanitizer >/dev/null; then
+    for tool in memcheck initcheck synccheck; do
+        sanitize $tool "$OUT/gpu_check" 2 1 threads 6 "$SEED" small
+    done
+    # racecheck may keep two kernels of one process from running side by side
+    sanitize racecheck --target-processes all "$OUT/gpu_check" 2 1 processes 6 "$SEED" small
+else
+    echo "left out: there is no compute-sanitizer"
+fi
 if [ "$GPUS" -gt 1 ]; then
     for ranks in $(seq 2 "$((GPUS < 8 ? GPUS : 8))"); do
         run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 500))
     done
     run gpu_check "$GPUS" "$GPUS" threads "$CASES" $((SEED + 10000))
-    run gpu_check "$GPUS" "$GPUS" processes 4 "$SEED" big
+    run gpu_storm "$GPUS" "$GPUS" processes "$STORM" $((SEED + 20))
     run gpu_graph "$GPUS" "$GPUS" processes 2000
     run gpu_faults "$GPUS" "$GPUS" processes 12
     run gpu_faults "$GPUS" "$GPUS" threads 12
+    run api_deaths "$GPUS" "$GPUS" "$DEATHS"
+    LIMIT=600 run gpu_check "$GPUS" "$GPUS" processes "$BIG" "$SEED" big
 else
-    run gpu_check 2 1 threads 4 "$SEED" big
+    LIMIT=600 run gpu_check 2 1 threads "$BIG" "$SEED" big
 fi
 exit $failed

@@ -44,9 +44,10 @@ handlers() { # python of an environment: libepic_jax.so, one for every JAX
 
 once() { # with the first environment
     handlers "$1/python"
+    "$build/jax/epic_jax_frames"
     "$1/ruff" check -q bindings/python tests/jax examples/jax bench
     "$1/ruff" format --check -q bindings/python tests/jax examples/jax bench
-    "$1/mypy" --config-file pyproject.toml bindings/python/epic examples/jax bench
+    "$1/mypy" --config-file pyproject.toml bindings/python/epic examples/jax bench/jax_bench.py
     tests/jax/wheel.sh "$1"
 }
 

@@ -203,7 +203,8 @@ int main(int argc, char **argv)
     }
     int failed = 0;
     const char *const cores[] = {NULL, "HASWELL"};
-    for (int i = 0; i < 2; i++) {
+    const int num_cores = PATIENCE > 1 ? 1 : 2; /* the BLAS is not what sanitizers see */
+    for (int i = 0; i < num_cores; i++) {
         failed += start("/proc/self/exe", "threads", cores[i]);
         failed += start("/proc/self/exe", "processes", cores[i]);
     }

@@ -52,7 +52,7 @@ static inline void *share(size_t bytes)
 #endif
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || \
     HAS_FEATURE(address_sanitizer) || HAS_FEATURE(thread_sanitizer)
-#define PATIENCE 5
+#define PATIENCE 10
 #else
 #define PATIENCE 1
 #endif

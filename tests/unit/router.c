@@ -794,7 +794,7 @@ static void refuse_forward(epic_router_args args, const char *word)
 static void test_wrong_arguments(void)
 {
     const epic_router router = {.num_experts = 4, .top_k = 2};
-    _Alignas(16) static char workspace[4096];
+    _Alignas(16) static char workspace[32768];
     float logits[8] = {0}, weights[4];
     int32_t idx[4], ids[2] = {0, 7}, table[4] = {0, 1, 2, 9};
     const epic_router_args good = {.router = &router,
@@ -882,7 +882,7 @@ static void test_wrong_arguments(void)
 static void test_not_a_number(void)
 {
     const epic_router router = {.num_experts = 4, .top_k = 3, .score = EPIC_SCORE_SIGMOID};
-    _Alignas(16) static char workspace[4096];
+    _Alignas(16) static char workspace[32768];
     const float logits[8] = {NAN, 1, 2, 3, NAN, NAN, NAN, -INFINITY};
     const int32_t want[6] = {3, 2, 1, 3, 0, 1};
     float weights[6];

@@ -5,6 +5,7 @@
 
 #include "backend/p2p/p2p.h"
 #include "core/error.h"
+#include "plan/sentences.h"
 
 static const char *operation_name(uint32_t operation)
 {
@@ -88,11 +89,13 @@ static void peer_sentence(const epic_group *group, const p2p_status *s, char *to
     char why[256], culprits[128];
     name_ranks(culprits, sizeof culprits, s->culprits);
     read_why(group, why, sizeof why);
+    const uint32_t dead = __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE);
     if (why[0])
         snprintf(to, size, "%s aborted: %s", culprits, why);
     else
-        snprintf(to, size, "%s, operation %u of this group: %s has closed its context or died",
-                 operation_name(s->operation), s->epoch, culprits);
+        snprintf(to, size, "%s, operation %u of this group: %s %s",
+                 operation_name(s->operation), s->epoch, culprits,
+                 s->culprits & dead ? "died" : "has closed its context or died");
 }
 
 epic_result p2p_check(epic_group *group, epic_failure_info *out)
@@ -114,6 +117,55 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     else
         peer_sentence(group, s, out->sentence, sizeof out->sentence);
     return (epic_result)result;
+}
+
+/* ------------------------------------------------------------------- data errors ---- */
+
+static epic_result say_notice(const epic_group *g, const p2p_notice *n)
+{
+    const epic_result result = (epic_result)n->result;
+    const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];
+    switch (n->fault) {
+    case P2P_FAULT_EXPERT:
+        return epic_fail(result, SAYS_EXPERT, n->rank, a, b, c, d);
+    case P2P_FAULT_PLACEMENT:
+        if (b >= 0 && b < g->num_ranks)
+            return epic_fail(result, SAYS_TREE_PLACEMENT, n->rank, a, b, g->num_ranks);
+        return epic_fail(result, SAYS_PLACEMENT, n->rank, a, b, g->num_ranks - 1);
+    case P2P_FAULT_CAPACITY:
+        return epic_fail(result, SAYS_CAPACITY, n->rank, a, b);
+    case P2P_FAULT_ROWS:
+        return epic_fail(result, SAYS_ROWS, "recv", n->rank, a, b);
+    default:
+        return epic_fail(result, "plan: these are not the bytes that epic_plan wrote for this "
+                                 "rank and group; bring those");
+    }
+}
+
+/* The oldest notice, or -1. */
+static int oldest_notice(const p2p_status *s)
+{
+    int oldest = -1;
+    for (int i = 0; i < P2P_NOTICES; i++) {
+        if (__atomic_load_n(&s->notices[i].result, __ATOMIC_ACQUIRE) == EPIC_OK) continue;
+        if (oldest < 0 || (int32_t)(s->notices[i].epoch - s->notices[oldest].epoch) < 0)
+            oldest = i;
+    }
+    return oldest;
+}
+
+/* Of several threads that ask at once, one gets it. */
+epic_result p2p_notice_take(epic_group *group)
+{
+    for (int i; (i = oldest_notice(group->status)) >= 0;) {
+        p2p_notice *n = &group->status->notices[i];
+        const p2p_notice said = *n;
+        uint32_t result = said.result;
+        if (result && __atomic_compare_exchange_n(&n->result, &result, EPIC_OK, false,
+                                                  __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+            return say_notice(group, &said);
+    }
+    return EPIC_OK;
 }
 
 epic_result p2p_whole(epic_group *group)

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Joining: every rank makes a heap, tells the others where it is, and maps theirs. */
-#include <errno.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,15 +7,15 @@
 
 #include "backend/p2p/p2p.h"
 #include "core/error.h"
+#include "cuda/router.h"
 
 #define LEAST_HEAP (4 << 20) /* an allocation of its own */
 
 /* What a rank tells the others. */
 typedef struct card {
     uint32_t result; /* of its own part so far */
-    int32_t num_sms;
     int32_t device_sms;
-    uint32_t pad;
+    int32_t taken_sms;  /* by other contexts of its process */
     uint8_t device[16]; /* uuid */
     uint8_t *heap;
     cudaIpcMemHandle_t handle;
@@ -64,15 +62,6 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 
 /* ------------------------------------------------------------------------- own part ---- */
 
-static epic_result load_kernels(void)
-{
-    TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
-    TRY(p2p_cuda(p2p_load_dispatch(), "loading the dispatch kernels"));
-    TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
-    TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
-    return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
-}
-
 static epic_result make_heap(epic_group *g)
 {
     const p2p_heap *at = &g->seat.at;
@@ -93,6 +82,7 @@ static epic_result make_status(epic_group *g)
     void *device = NULL;
     TRY(p2p_cuda(cudaHostAlloc((void **)&g->status, 4096, cudaHostAllocMapped), "host memory"));
     memset(g->status, 0, 4096);
+    _Static_assert(sizeof(p2p_status) <= 1024, "the status runs into the words");
     g->word = (uint64_t *)(void *)((char *)g->status + 1024);
     TRY(p2p_cuda(cudaHostGetDevicePointer(&device, g->status, 0), "host memory"));
     g->seat.status = device;
@@ -113,12 +103,13 @@ static epic_result own_part(epic_group *g, card *mine)
                          "config.max_tokens is %lld: backend p2p takes at most 1048576",
                          (long long)g->config.max_tokens);
     TRY(p2p_cuda(cudaStreamCreateWithFlags(&g->side, cudaStreamNonBlocking), "a stream"));
-    TRY(load_kernels());
     TRY(make_status(g));
     TRY(make_heap(g));
+    TRY(p2p_load(g));
     memcpy(mine->device, properties.uuid.bytes, sizeof mine->device);
     mine->heap = g->seat.heap[g->rank];
     mine->device_sms = properties.multiProcessorCount;
+    mine->taken_sms = p2p_budget_taken(g->device);
     bool others = false;
     for (int q = 0; q < g->num_ranks; q++)
         others |= !same(g->peers[q].process, g->peers[g->rank].process);
@@ -166,40 +157,40 @@ static epic_result map_heap(epic_group *g, int peer, const card *theirs)
     return EPIC_OK;
 }
 
-static epic_result reach(epic_group *g, int peer, const card *theirs, const card *mine)
+/* Processes that share a GPU take turns on it: slow, but right. */
+static epic_result reach(epic_group *g, int peer, const card *theirs)
 {
     if (peer == g->rank) return EPIC_OK;
     if (same(g->peers[peer].process, g->peers[g->rank].process)) {
         g->seat.heap[peer] = theirs->heap;
         return reach_device(g, peer, theirs);
     }
-    if (!memcmp(theirs->device, mine->device, sizeof mine->device))
-        return epic_fail(EPIC_ENOTSUP,
-                         "ranks %d and %d use one GPU from two processes, whose kernels cannot "
-                         "run side by side; give each process a GPU of its own, or make them "
-                         "threads of one process",
-                         g->rank, peer);
     return map_heap(g, peer, theirs);
 }
 
-/* Kernels of all ranks on a GPU must be resident at once. */
+/* Kernels of all ranks on a GPU must be resident at once.  Ranks that share one reckon alike. */
 static epic_result share_sms(epic_group *g, const card *cards)
 {
     const card *mine = &cards[g->rank];
+    int taken = mine->taken_sms;
     g->ranks_here = 0;
-    for (int q = 0; q < g->num_ranks; q++)
-        g->ranks_here += !memcmp(cards[q].device, mine->device, sizeof mine->device);
-    const int most = mine->device_sms / g->ranks_here;
-    g->num_sms = most;
-    if (g->ranks_here > 1) g->num_sms = (mine->device_sms - P2P_SPARE_SMS) / g->ranks_here;
-    if (!g->config.max_sms) return EPIC_OK;
-    if ((int)g->config.max_sms > most)
+    for (int q = 0; q < g->num_ranks; q++) {
+        if (memcmp(cards[q].device, mine->device, sizeof mine->device) != 0) continue;
+        g->ranks_here++;
+        if (cards[q].taken_sms > taken) taken = cards[q].taken_sms;
+    }
+    const int spare = g->ranks_here > 1 ? P2P_SPARE_SMS : 0;
+    int sms = (mine->device_sms - spare - taken) / g->ranks_here;
+    if (sms > P2P_DEFAULT_SMS) sms = P2P_DEFAULT_SMS;
+    if (g->config.max_sms) sms = (int)g->config.max_sms;
+    if (sms < 1 || sms * g->ranks_here > mine->device_sms)
         return epic_fail(
             EPIC_EINVAL,
-            "config.max_sms is %u: %d ranks share a GPU of %d SMs, at most %d each",
-            g->config.max_sms, g->ranks_here, mine->device_sms, most);
-    g->num_sms = (int)g->config.max_sms;
-    return EPIC_OK;
+            "config.max_sms is %u: ranks of this group on device %d: %d, SMs that "
+            "other contexts of this process have taken: %d of %d; give each context "
+            "a smaller config.max_sms, or close one",
+            g->config.max_sms, g->device, g->ranks_here, taken, mine->device_sms);
+    return p2p_budget_take(g, sms, mine->device_sms);
 }
 
 static epic_result connect_peers(epic_group *g, const card *cards)
@@ -209,14 +200,16 @@ static epic_result connect_peers(epic_group *g, const card *cards)
             return epic_fail((epic_result)cards[q].result, "rank %d: %.200s", q,
                              cards[q].sentence);
     TRY(share_sms(g, cards));
-    for (int q = 0; q < g->num_ranks; q++) TRY(reach(g, q, &cards[q], &cards[g->rank]));
-    return EPIC_OK;
+    for (int q = 0; q < g->num_ranks; q++) TRY(reach(g, q, &cards[q]));
+    return p2p_watch_open(g);
 }
 
 /* --------------------------------------------------------------------- join and leave ---- */
 
 static void release(epic_group *g)
 {
+    p2p_watch_close(g);
+    p2p_budget_give_back(g);
     for (int q = 0; q < g->num_ranks; q++)
         if (g->mapped[q]) (void)cudaIpcCloseMemHandle(g->seat.heap[q]);
     if (g->seat.heap[g->rank]) (void)cudaFree(g->seat.heap[g->rank]);
@@ -274,12 +267,6 @@ static uint64_t now_ms(void)
     return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
 }
 
-static bool alive(const epic_group *g, int peer)
-{
-    if (same(g->peers[peer].process, g->peers[g->rank].process)) return true;
-    return kill((pid_t)g->peers[peer].pid, 0) == 0 || errno == EPERM;
-}
-
 /* Has every peer closed, or died? */
 static bool all_gone(epic_group *g)
 {
@@ -290,7 +277,7 @@ static bool all_gone(epic_group *g)
         cudaStreamSynchronize(g->side) != cudaSuccess)
         return true;
     for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank && !gone[q] && alive(g, q)) return false;
+        if (q != g->rank && !gone[q] && !p2p_is_dead(g, q)) return false;
     return true;
 }
 
@@ -302,7 +289,7 @@ static void say_goodbye(epic_group *g)
     (void)cudaStreamSynchronize(g->side);
     *g->word = P2P_GONE((uint64_t)*epoch);
     for (int q = 0; q < g->num_ranks; q++)
-        if (alive(g, q))
+        if (!p2p_is_dead(g, q))
             (void)cudaMemcpyAsync(g->seat.heap[q] + g->seat.at.gone + 8 * g->rank, g->word,
                                   sizeof *g->word, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
@@ -331,11 +318,46 @@ static void memory(const epic_config *config, epic_memory_info *out)
     out->device_bytes = heap_bytes(&at);
 }
 
+static bool fetch(void *to, const void *from, size_t bytes, bool *good)
+{
+    struct cudaPointerAttributes where;
+    const bool known =
+        cudaPointerGetAttributes(&where, from) == cudaSuccess &&
+        (where.type == cudaMemoryTypeDevice || where.type == cudaMemoryTypeManaged);
+    if (known)
+        *good = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, cudaStreamPerThread) ==
+                    cudaSuccess &&
+                cudaStreamSynchronize(cudaStreamPerThread) == cudaSuccess;
+    (void)cudaGetLastError();
+    return known;
+}
+
+static void describe(char *to, size_t size)
+{
+    struct cudaDeviceProp properties;
+    int count = 0, used = 0;
+    *to = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0)
+        snprintf(to, size, "no CUDA device can be used here");
+    for (int i = 0; i < count && used < (int)size; i++)
+        if (cudaGetDeviceProperties(&properties, i) == cudaSuccess)
+            used += snprintf(to + used, size - (size_t)used,
+                             "%sGPU %d: %s, %d SMs, of which a context uses %d", i ? "; " : "",
+                             i, properties.name, properties.multiProcessorCount,
+                             properties.multiProcessorCount < P2P_DEFAULT_SMS
+                                 ? properties.multiProcessorCount
+                                 : P2P_DEFAULT_SMS);
+    (void)cudaGetLastError();
+}
+
 const epic_backend epic_backend_p2p = {
     .name = "p2p",
     .can_join = can_join,
     .join = join,
     .leave = leave,
     .memory = memory,
+    .fetch = fetch,
+    .describe = describe,
     .steps = &p2p_steps,
+    .sentence = epic_sentence,
 };

@@ -7,7 +7,10 @@
 #include "backend/backend.h"
 #include "cuda/cuda_kernels.h"
 
-#define P2P_SPARE_SMS 4 /* of a GPU that ranks share, for their other work */
+#define P2P_DEFAULT_SMS 64 /* of a context that does not say; measured, docs/cuda.md */
+#define P2P_SPARE_SMS 4    /* of a GPU that ranks share, for their other work */
+
+typedef struct p2p_watch p2p_watch; /* sees peers' processes end */
 
 struct epic_group {
     p2p_seat seat;      /* what every job begins with; operation and signature still 0 */
@@ -16,16 +19,30 @@ struct epic_group {
     epic_peer peers[DEVICE_MAX_RANKS];
     int32_t rank, num_ranks;
     int device;
-    int num_sms;                   /* of one operation, at most */
+    int num_sms;                   /* of one operation, at most; taken from the GPU's */
     int ranks_here;                /* that share this GPU */
     bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
     bool deep;                     /* some plan has more leaves than ranks */
-    cudaStream_t side;             /* for words to peers while a kernel runs */
-    uint64_t *word;                /* pinned host memory */
+    p2p_watch *watch;
+    cudaStream_t side; /* for words to peers while a kernel runs */
+    uint64_t *word;    /* pinned host memory */
 };
 
 /* The sentence of a CUDA error, as EPIC_EDEVICE. */
 epic_result p2p_cuda(cudaError_t error, const char *what);
+
+/* Loads every kernel, so that no launch has to wait for an idle device. */
+epic_result p2p_load(epic_group *group);
+
+/* Takes SMs for one context from those of its GPU (group->num_sms), and gives them back. */
+int p2p_budget_taken(int device);
+epic_result p2p_budget_take(epic_group *group, int sms, int device_sms);
+void p2p_budget_give_back(epic_group *group);
+
+/* Begins and ends to watch the peers' processes. */
+epic_result p2p_watch_open(epic_group *group);
+void p2p_watch_close(epic_group *group);
+bool p2p_is_dead(const epic_group *group, int peer);
 
 /* EPIC_OK, or the failure that a kernel has reported. */
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
@@ -33,7 +50,22 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out);
 /* The same as a step's result, its sentence left with the thread. */
 epic_result p2p_whole(epic_group *group);
 
+/* The oldest data error that has not been returned yet, as a result with its sentence. */
+epic_result p2p_notice_take(epic_group *group);
+
 void p2p_abort(epic_group *group, uint64_t tag, const char *why);
+
+/* Router and losses; router.c. */
+epic_result p2p_router_forward(epic_group *group, const epic_router_args *args);
+epic_result p2p_router_backward(epic_group *group, const epic_router_backward_args *args);
+epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss_args *args,
+                                     double factor);
+epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss_args *args,
+                                      double factor);
+epic_result p2p_z_loss_forward(epic_group *group, const epic_loss_args *args, double factor);
+epic_result p2p_z_loss_backward(epic_group *group, const epic_loss_args *args, double factor);
+epic_result p2p_bias_update(epic_group *group, epic_stream stream, float *bias,
+                            const int32_t *load, int64_t num_experts, float rate);
 
 extern const epic_steps p2p_steps;
 extern EPIC_API const epic_backend epic_backend_p2p;

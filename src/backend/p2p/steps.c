@@ -337,6 +337,11 @@ static epic_result sum(epic_group *g, const epic_sum_args *args)
     return EPIC_OK;
 }
 
+static uint32_t max_sms(const epic_group *g)
+{
+    return (uint32_t)g->num_sms;
+}
+
 const epic_steps p2p_steps = {
     .plan = plan,
     .dispatch = dispatch,
@@ -345,6 +350,15 @@ const epic_steps p2p_steps = {
     .dispatch_backward = dispatch_backward,
     .combine_backward = combine_backward,
     .sum = sum,
+    .router_forward = p2p_router_forward,
+    .router_backward = p2p_router_backward,
+    .balance_loss_forward = p2p_balance_loss_forward,
+    .balance_loss_backward = p2p_balance_loss_backward,
+    .z_loss_forward = p2p_z_loss_forward,
+    .z_loss_backward = p2p_z_loss_backward,
+    .bias_update = p2p_bias_update,
     .check = p2p_check,
+    .notice = p2p_notice_take,
+    .max_sms = max_sms,
     .abort = p2p_abort,
 };

@@ -15,13 +15,13 @@
 #include <string.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "backend/shm/greeting.h"
 #include "core/error.h"
+#include "core/process.h"
 
 #define NAME_LENGTH 31
 #define MORE_GUESTS 16 /* callers beside the ranks that may be heard at once */
@@ -255,16 +255,10 @@ static epic_result call_off(opening *o, epic_result result)
 /* The kernel says who is at the other end, in our own numbering of processes. */
 static int watch_process(int socket)
 {
-#ifdef SYS_pidfd_open
     struct ucred who;
     socklen_t length = sizeof who;
-    if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &length) != 0 || who.pid <= 0)
-        return -1;
-    return (int)syscall(SYS_pidfd_open, who.pid, 0);
-#else
-    (void)socket;
-    return -1;
-#endif
+    if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &length) != 0) return -1;
+    return process_watch(who.pid);
 }
 
 static epic_result allocate(opening *o)

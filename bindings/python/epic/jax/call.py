@@ -53,6 +53,8 @@ def handlers() -> ctypes.CDLL:
         register(name, f"epic_jax_{name}", "cpu")
     for name in COLLECTIVES + LOCAL:  # kept by JAX until there is such a platform
         register(name, f"epic_jax_cuda_{name}", "CUDA")
+    for name in CPU_ONLY:
+        register(name, "epic_jax_cuda_none", "CUDA")
     for name in COLLECTIVES:
         register(name + NO_GRAPH, f"epic_jax_no_graph_{name}", "CUDA")
     return library

@@ -6,40 +6,27 @@ figures.  Rows past the last slab come out as whatever was there: nothing of EPI
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from epic.jax.call import no_gradient, spread, varying
+from epic.jax.call import no_gradient, spread, spread_all, varying
 
 GroupedGemm = Callable[[Any, Any, Any], Any]
-TILE = 128  # rows and columns of Pallas' kernels here, so that no tile has rows of two experts
-BLOCK_K = 64
 
 ragged_dot: GroupedGemm = jax.lax.ragged_dot
 
 
 @cache
-def kernels() -> Any:
-    """Pallas' Mosaic GPU kernels for Hopper, two functions; None where this JAX has none."""
+def slabs() -> Any:
+    """The kernels for Hopper; None where this JAX has not what they are written in."""
     try:
-        from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
+        from epic.jax import slabs as module
     except ImportError:
         return None
-    return ragged_dot_mgpu.ragged_dot, transposed_ragged_dot_mgpu.transposed_ragged_dot
-
-
-def tiles(columns: int) -> dict[str, int]:
-    """How the output of so many columns is cut."""
-    return {
-        "block_m": TILE,
-        "block_n": TILE,
-        "block_k": BLOCK_K,
-        "max_concurrent_steps": 5,
-        "grid_block_n": next(n for n in (8, 4, 2, 1) if columns % (n * TILE) == 0),
-    }
+    return module
 
 
 def varied(function: Any, *operands: Any) -> Any:
@@ -50,9 +37,8 @@ def varied(function: Any, *operands: Any) -> Any:
 
 @jax.custom_vjp
 def mosaic(x: Any, w: Any, sizes: Any) -> Any:
-    """By Pallas' Mosaic GPU kernels; sizes are multiples of TILE."""
-    run, _ = kernels()
-    return varied(lambda x, w, s: run(x, w, group_sizes=s, **tiles(w.shape[2])), x, w, sizes)
+    """By epic.jax.slabs; sizes are multiples of its tiles."""
+    return varied(slabs().rows_by_weights, x, w, sizes)
 
 
 def mosaic_forward(x: Any, w: Any, sizes: Any) -> tuple[Any, Any]:
@@ -63,22 +49,20 @@ def mosaic_forward(x: Any, w: Any, sizes: Any) -> tuple[Any, Any]:
 def mosaic_backward(kept: Any, d_y: Any) -> tuple[Any, ...]:
     """d_x = d_y w^T by slab, d_w = x^T d_y by slab."""
     x, w, sizes = kept
-    run, transposed = kernels()
-    back = partial(run, transpose_rhs=True, **tiles(w.shape[1]))
-    d_x = varied(lambda d, w, s: back(d, w, group_sizes=s), d_y, w, sizes)
-    d_w = varied(
-        lambda x, d, s: transposed(x, d, group_sizes=s, **tiles(w.shape[2])), x, d_y, sizes
-    )
-    return d_x, d_w, no_gradient(sizes)
+    d_x = varied(slabs().weights_transposed, d_y, w, sizes)
+    return d_x, varied(slabs().slab_products, x, d_y, sizes), no_gradient(sizes)
 
 
 mosaic.defvjp(mosaic_forward, mosaic_backward)
 
 
-def fits(x: Any, w: Any) -> bool:
-    """Can Pallas' kernels take these?"""
-    small = x.dtype == w.dtype and x.dtype in (jnp.bfloat16, jnp.float16)
-    return small and x.shape[0] % TILE == 0 and w.shape[1] % TILE == 0 and w.shape[2] % TILE == 0
+def fits(alignment: int, x: Any, w: Any) -> bool:
+    """Can the kernels take these, forward and backward?"""
+    if slabs() is None or x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    tile = slabs().TILE
+    whole = alignment % tile == 0 and x.shape[0] % tile == 0
+    return whole and w.shape[1] % tile == 0 and w.shape[2] % tile == 0
 
 
 def is_hopper() -> bool:
@@ -91,8 +75,8 @@ def best(alignment: int) -> GroupedGemm:
     """The fastest for slabs that begin at multiples of the alignment."""
 
     def product(x: Any, w: Any, sizes: Any) -> Any:
-        if alignment % TILE == 0 and fits(x, w) and kernels() is not None and is_hopper():
-            return mosaic(x, w, sizes)
+        if fits(alignment, x, w) and is_hopper():
+            return mosaic(*spread_all(None, x, w, sizes))
         return ragged_dot(x, w, sizes)
 
     return product

@@ -208,6 +208,7 @@ def open(
     timeout_ms: int = 0,
     staging_bytes: int = 0,
     backend: str | None = None,
+    max_sms: int = 0,
     command_buffers: bool = True,
 ) -> Group:
     """Opens the groups of a mesh: all devices that share their coordinates but those of `axis`
@@ -217,7 +218,8 @@ def open(
     processes that do not know each other by jax.distributed.  max_tokens and max_row_bytes are
     the most that one device sends at once.  meet: by default threads where all ranks are here,
     else JAX's key-value store; or Tcp(...); or a function (rank, bytes) -> every rank's bytes.
-    On GPUs the backend is p2p, and command_buffers=False keeps the calls out of XLA's graphs.
+    On GPUs the backend is p2p; max_sms: most SMs that a call takes, 0: the core's default;
+    command_buffers=False keeps the calls out of XLA's graphs.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh is not None:
@@ -236,6 +238,7 @@ def open(
     group = Group(name, axes, count, max_tokens, max_row_bytes, platform, command_buffers)
     config = group.config()
     config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
+    config.max_sms = max_sms
     config.name, config.backend = name.encode(), backend.encode() if backend else None
     with lock:
         if name in opened:
@@ -282,7 +285,8 @@ def end(contexts: Any) -> None:
 
 def close(group: Group) -> None:
     """Gives this process's seats back, after the operations in flight.  A group may be opened
-    again under its name, also under programs compiled before.
+    again under its name, also under programs compiled before.  On GPUs with command buffers
+    all programs are compiled again, as XLA's graphs hold what the context had.
 
     Wait for the results of the last program first (jax.block_until_ready): where one device no
     longer finds its seat and another waits in an XLA collective, XLA ends the process.  Arrays
@@ -296,6 +300,8 @@ def close(group: Group) -> None:
         opened.pop(group.name, None)
     for seat in state.contexts:
         handlers().epic_jax_seat_remove(group.name.encode(), seat.is_gpu, seat.ordinal)
+    if group.platform == "gpu" and group.command_buffers:
+        jax.clear_caches()  # a graph would use this context's memory, and asks nobody
     end(state.contexts.values())
     for exchange in state.exchanges:
         for rank in range(exchange.num_ranks):

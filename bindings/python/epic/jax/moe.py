@@ -325,7 +325,7 @@ def composed(
 def logits_of(x: Any, weights: MoeWeights) -> Any:
     """What the router sees, in float32."""
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    logits = x.astype(wide) @ weights.w_gate.astype(wide)
+    logits = jnp.matmul(x.astype(wide), weights.w_gate.astype(wide), precision="highest")
     return logits if weights.b_gate is None else logits + weights.b_gate.astype(wide)
 
 

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""epic.jax on GPUs, timed: gpu_jax.py steps | host | soak | gemm, on all GPUs of this process.
+
+steps: plan_dispatch and combine in a compiled step, device time.  host: what XLA's host side takes
+for a call of ours, beside one that does nothing.  soak: training steps with XLA's command buffers
+on and off, losses compared.  gemm: grouped products that this JAX has.
+"""
+
+import argparse
+import ctypes
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import epic.jax
+from epic.jax import gemm as gemms
+from epic.jax.moe import mlp
+
+ALL = P("ep")
+
+
+def mesh_of_all() -> Mesh:
+    """All GPUs as one group."""
+    return Mesh(np.array(jax.devices()), ("ep",))
+
+
+def put(mesh: Mesh, value: Any) -> Any:
+    """Sharded over the first dimension."""
+    return jax.device_put(value, NamedSharding(mesh, ALL))
+
+
+def mapped(mesh: Mesh, function: Callable[..., Any], inputs: int) -> Any:
+    """Jitted, on each device's own part."""
+    specs = (ALL,) * inputs
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=ALL))
+
+
+def seconds(run: Callable[[], Any], calls: int = 1, repeats: int = 15) -> float:
+    """Median time of a call, of `calls` that are enqueued together."""
+    jax.block_until_ready(run())
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            out = run()
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - begin) / calls)
+    return statistics.median(times)
+
+
+def routing(tokens: int, experts: int, top_k: int) -> np.ndarray:
+    """Uniform, different experts for each token."""
+    rng = np.random.default_rng(1)
+    return np.argpartition(rng.random((tokens, experts)), top_k, 1)[:, :top_k].astype(np.int32)
+
+
+# ------------------------------------------------------------------------------ steps ----
+
+
+def steps(args: argparse.Namespace) -> None:
+    """The time of one operation is what eight more of it add to a program of eight."""
+    mesh, few, many = mesh_of_all(), 4, 12
+    ranks = mesh.size
+    layer = epic.jax.Layer(args.experts, args.top_k, alignment=128)
+    wish = {"max_tokens": args.tokens, "max_row_bytes": 2 * args.hidden}
+    rows = ranks * args.tokens
+    x = put(mesh, jnp.zeros((rows, args.hidden), jnp.bfloat16) + 1)
+    w = put(mesh, np.ones((rows, args.top_k), np.float32))
+    ids = put(mesh, routing(rows, args.experts, args.top_k))
+    for graphs in (True, False):
+        with epic.jax.open(mesh, "ep", command_buffers=graphs, **wish) as group:
+            plan = mapped(mesh, lambda ids, g=group: epic.jax.plan(g, layer, ids).demand, 1)
+            capacity = int(jnp.max(plan(ids)))  # as many slots as are used
+
+            def make(
+                x: Any,
+                w: Any,
+                ids: Any,
+                after: Any = None,
+                group: Any = group,
+                capacity: int = capacity,
+            ) -> Any:
+                more = {"capacity": capacity, "after": after}
+                return epic.jax.plan_dispatch(group, layer, ids, x, w, **more)
+
+            def dispatches(n: int, make: Any = make) -> Any:
+                def program(x: Any, w: Any, ids: Any) -> Any:
+                    after = None
+                    for _ in range(n):
+                        plan, recv, slot = make(x, w, ids, after)
+                        after = plan.demand
+                    return recv[:1], slot[:1]
+
+                return mapped(mesh, program, 3)
+
+            def combines(n: int, make: Any = make) -> Any:
+                def program(x: Any, w: Any, ids: Any) -> Any:
+                    plan, recv, slot = make(x, w, ids)
+                    for _ in range(n):
+                        out = epic.jax.combine(plan, recv, slot)
+                        slot = slot + 0 * out[0, 0].astype(jnp.float32)
+                    return out[:1]
+
+                return mapped(mesh, program, 3)
+
+            for name, repeated in (("plan+dispatch", dispatches), ("combine", combines)):
+                times = []
+                for n in (few, many):
+                    run = repeated(n)
+                    times.append(seconds(lambda r=run: r(x, w, ids)))
+                each = (times[1] - times[0]) / (many - few)
+                print(
+                    f"{name:14} {ranks} GPUs, T={args.tokens}, hidden {args.hidden}, "
+                    f"command buffers {'on' if graphs else 'off'}: {each * 1e6:.1f} us",
+                    flush=True,
+                )
+
+
+# ------------------------------------------------------------------------------- host ----
+
+EMPTY = """
+#include "xla/ffi/api/c_api.h"
+XLA_FFI_Error *empty(XLA_FFI_CallFrame *frame)
+{
+    XLA_FFI_Metadata_Extension *query = (XLA_FFI_Metadata_Extension *)frame->extension_start;
+    if (query && query->extension_base.type == XLA_FFI_Extension_Metadata)
+        query->metadata->api_version.minor_version = 3;
+    return 0;
+}
+"""
+
+
+def register_empty() -> None:
+    """A custom call that does nothing, for CUDA."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "empty.c"), Path(folder, "empty.so")
+        source.write_text(EMPTY)
+        words = ["cc", "-O2", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir()]
+        subprocess.run([*words, str(source), "-o", str(library)], check=True)
+        handler = jax.ffi.pycapsule(ctypes.CDLL(str(library)).empty)
+    jax.ffi.register_ffi_target("epic_bench_empty", handler, platform="CUDA")
+
+
+def enqueue_time(run: Any, x: Any) -> float:
+    """Median time until the call comes back, the device idle before it."""
+    times = []
+    for _ in range(100):
+        begin = time.perf_counter()
+        out = run(x)
+        times.append(time.perf_counter() - begin)
+        jax.block_until_ready(out)
+    return statistics.median(times[10:])
+
+
+def host(_: argparse.Namespace) -> None:
+    """What one more call costs a program on the host, outside of command buffers, of one GPU."""
+    register_empty()
+    mesh, few, many = Mesh(np.array(jax.devices()[:1]), ("ep",)), 4, 36
+    x = put(mesh, np.ones((1, 8), np.float32))
+    wish: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64, "command_buffers": False}
+    with epic.jax.open(mesh, "ep", **wish) as group:
+
+        def empty(x: Any) -> Any:
+            out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            y = jax.ffi.ffi_call("epic_bench_empty", out, input_output_aliases={0: 0})(x)
+            return jax.lax.pcast(y, "ep", to="varying")
+
+        def combine(x: Any) -> Any:
+            ids = jnp.zeros((1, 1), jnp.int32)
+            plan = epic.jax.plan(group, epic.jax.Layer(1, 1), ids, after=x)
+            return epic.jax.combine(plan, x)
+
+        def total(x: Any) -> Any:
+            return epic.jax.sum(group, x)
+
+        for name, one, calls in (
+            ("an empty call", empty, 1),
+            ("sum", total, 1),
+            ("plan, then combine", combine, 2),
+        ):
+            times = []
+            for n in (few, many):
+
+                def chain(x: Any, n: int = n, one: Any = one) -> Any:
+                    for _ in range(n):
+                        x = one(x)
+                    return x
+
+                times.append(enqueue_time(mapped(mesh, chain, 1), x))
+            each = (times[1] - times[0]) / (many - few) / calls
+            print(f"host time of {name}: {each * 1e6:.2f} us a call", flush=True)
+
+
+# ------------------------------------------------------------------------------- soak ----
+
+
+def soak(args: argparse.Namespace) -> None:
+    """A small model of MoE layers trained on random data; losses equal, on and off."""
+    mesh = mesh_of_all()
+    ranks, hidden, inner, experts, tokens = mesh.size, 128, 128, 16, 256
+    layer = epic.jax.Layer(experts, 2, alignment=128)
+    rng = np.random.default_rng(0)
+    shapes = {"up": (experts, hidden, 2 * inner), "down": (experts, inner, hidden)}
+    start = {n: (rng.normal(size=(4, *s)) / 30).astype(np.float32) for n, s in shapes.items()}
+    x = put(mesh, rng.normal(size=(ranks * tokens, hidden)).astype(np.float32))
+    y = put(mesh, rng.normal(size=(ranks * tokens, hidden)).astype(np.float32))
+    ids = put(mesh, routing(ranks * tokens, experts, 2))
+    spec = P(None, "ep")
+    losses = []
+    for graphs in (True, False):
+        wish = {"max_tokens": tokens, "max_row_bytes": 4 * hidden, "command_buffers": graphs}
+        with epic.jax.open(mesh, "ep", **wish) as group:
+            own = epic.jax.Experts(experts // ranks, hidden, inner)
+            product = gemms.best(128)
+
+            def model(
+                params: Any,
+                x: Any,
+                ids: Any,
+                group: Any = group,
+                own: Any = own,
+                product: Any = product,
+            ) -> Any:
+                def body(h: Any, p: Any) -> Any:
+                    plan, recv, _ = epic.jax.plan_dispatch(group, layer, ids, h)
+                    weights = epic.jax.ExpertWeights(p["up"], p["down"])
+                    out = mlp(
+                        own, product, recv, (plan.expert_rows, plan.expert_tokens), weights, None
+                    )
+                    return h + epic.jax.combine(plan, out), None
+
+                return jax.lax.scan(body, x, params)[0]
+
+            def step(params: Any, x: Any, y: Any, ids: Any, model: Any = model) -> Any:
+                def loss_of(p: Any) -> Any:
+                    return jnp.square(model(p, x, ids) - y).mean()
+
+                loss, grads = jax.value_and_grad(loss_of)(params)
+                new = jax.tree.map(lambda p, g: p - 2.0 * g, params, grads)
+                return new, jax.lax.pmean(loss, "ep")
+
+            run = jax.jit(
+                jax.shard_map(
+                    step,
+                    mesh=mesh,
+                    in_specs=({"up": spec, "down": spec}, ALL, ALL, ALL),
+                    out_specs=({"up": spec, "down": spec}, P()),
+                ),
+                donate_argnums=0,
+            )
+            place = NamedSharding(mesh, spec)
+            params = {n: jax.device_put(v, place) for n, v in start.items()}
+            kept, begin = [], time.perf_counter()
+            for i in range(args.steps):
+                params, loss = run(params, x, y, ids)
+                if i % 50 == 49:
+                    kept.append(float(loss))
+                    epic.jax.check(group)
+            losses.append(kept)
+            print(
+                f"soak, {ranks} GPUs, command buffers {'on' if graphs else 'off'}: {args.steps} "
+                f"steps in {time.perf_counter() - begin:.1f} s, loss {kept[0]:.6f} to "
+                f"{kept[-1]:.6f}",
+                flush=True,
+            )
+    if losses[0] != losses[1] or losses[0][-1] >= losses[0][0]:
+        raise SystemExit(f"losses differ or do not fall: {losses}")
+    print("soak: the same losses, bit for bit")
+
+
+# ------------------------------------------------------------------------------- gemm ----
+
+
+def even(rows: int, experts: int) -> np.ndarray:
+    """As many rows for each expert."""
+    return np.full(experts, rows // experts, np.int32)
+
+
+def skewed(rows: int, experts: int) -> np.ndarray:
+    """Zipf 0.7, four experts without a row, slabs of whole 128s."""
+    weight = 1 / np.arange(1, experts + 1) ** 0.7
+    weight[-4:] = 0
+    sizes = (weight / weight.sum() * rows // 128 * 128).astype(np.int32)
+    sizes[0] += rows - sizes.sum()
+    return np.random.default_rng(0).permutation(sizes)
+
+
+def gemm(args: argparse.Namespace) -> None:
+    """Forward, d_x and d_w of [rows, K] x [experts, K, N], bf16."""
+    rows = 32768
+    for k, n in ((7168, 4096), (2048, 7168))[: args.shapes]:
+        for name, sizes in (("even", even(rows, 64)), ("skewed", skewed(rows, 64))):
+            x = jax.random.normal(jax.random.key(0), (rows, k), jnp.bfloat16)
+            w = jax.random.normal(jax.random.key(1), (64, k, n), jnp.bfloat16) / 64
+            ct = jax.random.normal(jax.random.key(2), (rows, n), jnp.bfloat16)
+            counts = jnp.asarray(sizes)
+            for method in args.methods:
+                product = getattr(gemms, method)
+
+                def forward(x: Any, w: Any, p: Any = product, c: Any = counts) -> Any:
+                    return p(x, w, c)
+
+                def d_x(x: Any, w: Any, ct: Any, f: Any = forward) -> Any:
+                    return jax.vjp(lambda x: f(x, w), x)[1](ct)
+
+                def d_w(x: Any, w: Any, ct: Any, f: Any = forward) -> Any:
+                    return jax.vjp(lambda w: f(x, w), w)[1](ct)
+
+                rates = []
+                for f, arrays in ((forward, (x, w)), (d_x, (x, w, ct)), (d_w, (x, w, ct))):
+                    try:
+                        run = jax.jit(f)
+                        took = seconds(lambda r=run, a=arrays: r(*a), 3, 5)
+                        rates.append(f"{2 * rows * k * n / took / 1e12:.0f}")
+                    except Exception as error:
+                        rates.append(str(error)[:60])
+                print(f"{method:12} K={k} N={n} {name:6}: TFLOP/s {' / '.join(rates)}", flush=True)
+
+
+def main() -> None:
+    """By name."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["steps", "host", "soak", "gemm"])
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--shapes", type=int, default=2)
+    parser.add_argument("--methods", nargs="*", default=["mosaic", "ragged_dot"])
+    args = parser.parse_args()
+    globals()[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products for Hopper, in Pallas: slabs begin at multiples of TILE rows, so that each tile
+of rows belongs to one expert.
+
+A thread block is a warpgroup that loads and two that multiply 64 x 256 each; the grid is
+persistent.  Tiles past the last slab are left alone.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+TILE = 128  # rows of an output tile
+WIDTHS = (256, 128)  # its columns: the first that fits
+STEP = 64  # of the dimension that is summed over, in one stage
+STAGES = 4
+WARPGROUPS = 2  # that multiply
+HALF = TILE // WARPGROUPS
+PART = 64  # columns that are stored at once
+
+
+interpreter: dict[str, Any] = {}  # of tests without a GPU
+
+
+def turned(ref: Any) -> Any:
+    """Transposed; JAX 0.10 has no method for it."""
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
+def width_of(columns: int) -> int:
+    """Of the tiles that so many columns are cut into; 0: none fits."""
+    return next((width for width in WIDTHS if columns % width == 0), 0)
+
+
+def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
+    """How a tile of so many columns lies in shared memory."""
+    pallas: Any = plgpu  # some of its classes look abstract to mypy
+    swizzle = pallas.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
+    elements = swizzle // jnp.dtype(dtype).itemsize
+    return pallas.TilingTransform((8, elements)), pallas.SwizzleTransform(swizzle)
+
+
+def block(shape: tuple[int, int], index: Callable[..., Any], dtype: Any) -> Any:
+    """A stage of one operand."""
+    return plgpu.BlockSpec(shape, index, transforms=swizzled(shape[1], dtype), delay_release=1)
+
+
+def multiply(
+    operands: tuple[Any, Any],
+    width: int,
+    specs: list[Any],
+    steps: Any,
+    body: Callable[..., Any],
+    out: Any,
+    scratch: Any,
+    pipe: dict[str, Any] | None,
+) -> Any:
+    """One output tile: `out` is where this block's tile goes; allocations if pipe is None."""
+
+    def store(evaluate: Any) -> None:
+        def tile(acc: Any) -> None:
+            evaluate(acc)
+            half, wg = acc[...].astype(out.dtype), lax.axis_index("wg")
+            rows = pl.ds(wg * HALF, HALF)
+            for part in range(width // PART):
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                columns = slice(part * PART, (part + 1) * PART)
+                scratch[wg, part % 2] = half[:, columns]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(scratch.at[wg, part % 2], out.at[rows, columns])
+
+        pl.run_scoped(tile, plgpu.ACC((HALF, width), jnp.float32))
+
+    run = plgpu.emit_pipeline_warp_specialized(
+        body if pipe is not None else lambda *_: None,
+        grid=(steps,),
+        memory_registers=40,
+        in_specs=specs,
+        wg_axis="wg",
+        num_compute_wgs=WARPGROUPS,
+        max_concurrent_steps=STAGES,
+        compute_context=store if pipe is not None else lambda _: None,
+    )
+    if pipe is None:
+        return run.get_allocations(*operands)
+    return run(*operands, allocations=pipe)
+
+
+def num_sms() -> int:
+    """Of the GPUs of this process."""
+    return jax.local_devices(backend="gpu")[0].core_count
+
+
+def launch(body: Any, out: Any, *operands: Any) -> Any:
+    """One block on each SM."""
+    kernel = plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(num_sms(),),
+        grid_names=("sm",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        **interpreter,
+    )
+    return kernel(*operands)
+
+
+def scoped(body: Any, allocations: Any, dtype: Any) -> None:
+    """Shared memory for all tiles of a block."""
+    shape = (WARPGROUPS, 2, HALF, PART)
+    pl.run_scoped(
+        body,
+        pipe=allocations,
+        scratch=plgpu.SMEM(shape, dtype, transforms=swizzled(PART, dtype)),
+        collective_axes="wg",
+    )
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def rows_by_weights(x: Any, w: Any, sizes: Any, transposed: bool = False) -> Any:
+    """x [rows, k] by slabs, times w [experts, k, n], or of w [experts, n, k] transposed."""
+    rows, k = x.shape
+    n = w.shape[1] if transposed else w.shape[2]
+    width = width_of(n)
+    tiles, columns = rows // TILE, n // width
+    last = jnp.cumsum(sizes) // TILE  # of each slab, in tiles
+    owner = jnp.searchsorted(last, jnp.arange(tiles), side="right").astype(jnp.int32)
+
+    def kernel(owners: Any, x_ref: Any, w_ref: Any, out: Any) -> None:
+        first = block((TILE, STEP), lambda i: (0, i), x.dtype)
+        if transposed:
+            second = block((width, STEP), lambda i: (0, i), x.dtype)
+        else:
+            second = block((STEP, width), lambda i: (i, 0), x.dtype)
+
+        def body(_: Any, a: Any, b: Any, acc: Any) -> Any:
+            mine = a.at[pl.ds(lax.axis_index("wg") * HALF, HALF)]
+            plgpu.wgmma(acc, mine, turned(b) if transposed else b)
+            plgpu.wgmma_wait(1)
+            return acc
+
+        def tile(index: Any, scratch: Any, pipe: Any) -> Any:
+            m, c = index
+            expert = owners[m]
+            row, column = pl.ds(m * TILE, TILE), pl.ds(c * width, width)
+            mine = w_ref.at[expert]
+            mine = mine.at[column, :] if transposed else mine.at[:, column]
+            where = out.at[row, column]
+            return multiply(
+                (x_ref.at[row], mine), width, [first, second], k // STEP, body, where, scratch, pipe
+            )
+
+        def tile_loop(scratch: Any, pipe: Any) -> None:
+            @plgpu.nd_loop((tiles * columns,), collective_axes="sm")
+            def all_tiles(loop: Any) -> None:
+                m, c = plgpu.planar_snake(loop.index[0], (tiles, columns), 0, 8)
+
+                @pl.when(owners[m] < sizes.shape[0])
+                def occupied() -> None:
+                    tile((m, c), scratch, pipe)
+
+        allocations = multiply(
+            (x_ref.at[pl.ds(0, TILE)], w_ref.at[0]),
+            width,
+            [first, second],
+            k // STEP,
+            body,
+            out,
+            None,
+            None,
+        )
+        scoped(tile_loop, allocations, x.dtype)
+
+    return launch(kernel, jax.ShapeDtypeStruct((rows, n), x.dtype), owner, x, w)
+
+
+def slab_products(x: Any, y: Any, sizes: Any) -> Any:
+    """x^T y of each slab: [experts, k, n] from x [rows, k] and y [rows, n]."""
+    k, n, experts = x.shape[1], y.shape[1], sizes.shape[0]
+    width = width_of(n)
+    tiles, columns = k // TILE, n // width
+    steps = sizes // STEP
+    begin = (jnp.cumsum(sizes) - sizes) // STEP
+
+    def kernel(begins: Any, counts: Any, x_ref: Any, y_ref: Any, out: Any) -> None:
+        def body(_: Any, a: Any, b: Any, acc: Any) -> Any:
+            mine = a.at[:, pl.ds(lax.axis_index("wg") * HALF, HALF)]
+            plgpu.wgmma(acc, turned(mine), b)
+            plgpu.wgmma_wait(1)
+            return acc
+
+        def run(expert: Any, m: Any, c: Any, scratch: Any, pipe: Any) -> Any:
+            start = begins[expert]
+            specs = [
+                block((STEP, TILE), lambda i: (start + i, m), x.dtype),
+                block((STEP, width), lambda i: (start + i, c), x.dtype),
+            ]
+            where = out.at[expert].at[pl.ds(m * TILE, TILE), pl.ds(c * width, width)]
+            return multiply(
+                (x_ref, y_ref), width, specs, counts[expert], body, where, scratch, pipe
+            )
+
+        def tile_loop(scratch: Any, pipe: Any) -> None:
+            @plgpu.nd_loop((experts, tiles * columns), collective_axes="sm")
+            def all_tiles(loop: Any) -> None:
+                m, c = plgpu.planar_snake(loop.index[1], (tiles, columns), 0, 8)
+                run(loop.index[0], m, c, scratch, pipe)
+
+        scoped(tile_loop, run(0, 0, 0, None, None), x.dtype)
+
+    out = jax.ShapeDtypeStruct((experts, k, n), x.dtype)
+    return launch(kernel, out, begin.astype(jnp.int32), steps.astype(jnp.int32), x, y)
+
+
+weights_transposed = partial(rows_by_weights, transposed=True)

@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* router: chooses top_k experts for each token and weighs them.
+ *   logits    [num_tokens, columns]
+ *   topk_idx  [num_tokens, top_k], weights [num_tokens, top_k], scores [num_tokens, columns]
+ * One warp takes one token: its logits, scores and selection keys lie in shared memory. */
+#include "cuda/choose.cuh"
+
+#define MOST_WARPS 4
+
+/* The token's row of the table; ids that no expert has become -1. */
+template <int J>
+__device__ __forceinline__ Chosen<J> look_up(const p2p_router_job &job, int64_t token)
+{
+    Chosen<J> c = {(int)job.rows.router.top_k, {-1}};
+    const int64_t id = job.wide ? ((const int64_t *)job.token_ids)[token]
+                                : ((const int32_t *)job.token_ids)[token];
+    const bool known = id >= 0 && id < job.table_rows;
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        c.id[j] = -1;
+        if (known && c.is(j)) c.id[j] = job.table[id * c.k + j * WARP + lane_id()];
+        if (c.id[j] >= job.rows.columns) c.id[j] = -1;
+    }
+    return c;
+}
+
+template <int V>
+__device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
+                                          const float *values)
+{
+    const float *bias = job.bias;
+    const int columns = job.rows.columns;
+    each_place<V>(columns, [&](int i) {
+        float x = values[at(i)];
+        if (bias && i < columns) x += __ldg(bias + i);
+        keys[at(i)] = key_of(x);
+    });
+    __syncwarp();
+}
+
+template <int J>
+__device__ __forceinline__ void weigh(const p2p_router_job &job, const Chosen<J> &c,
+                                      const float *from, int64_t token)
+{
+    float x[J] = {0};
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < J; j++)
+        if (c.live(j)) x[j] = from[at(c.id[j])];
+    const Shares<J> s = share(job.rows, c, x);
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        if (!c.is(j)) continue;
+        const int64_t place = token * c.k + j * WARP + lane_id();
+        job.topk_idx[place] = c.id[j];
+        job.weights[place] = s.divisor != 0 ? s.parts[j] / s.divisor * job.rows.scale : 0;
+    }
+}
+
+template <int V>
+__global__ void __launch_bounds__(MOST_WARPS *WARP)
+    router_kernel(const __grid_constant__ p2p_router_job job)
+{
+    extern __shared__ float memory[];
+    const epic_router &r = job.rows.router;
+    const int columns = job.rows.columns, words = row_words_of<V>(columns);
+    constexpr int J = V > 0 ? 1 : 2; /* above 32 choices: V is 0 */
+    const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
+    const int group_words = r.num_groups > WARP ? row_words((int)r.num_groups) : 0;
+    if (token >= job.rows.num_tokens) return;
+    float *z = memory + (threadIdx.x / WARP) * (3 * words + group_words), *s = z + words;
+    uint32_t *keys = (uint32_t *)(s + words), *group_keys = keys + words;
+
+    const bool choosing = job.token_ids == NULL, of_score = r.weight_rule == EPIC_WEIGHT_OF_SCORE;
+    load_row<V>(z, job.rows, token);
+    if (of_score || job.scores || (choosing && !job.on_logits))
+        make_scores<V>(s, z, r.score, columns);
+    if (job.scores)
+        each_column<V>(0, columns,
+                       [&](int i) { job.scores[token * columns + i] = s[at(i)]; });
+    if (choosing) make_keys<V>(job, keys, job.on_logits ? z : s);
+    const Chosen<J> c = choosing ? choose<V, J>(r, columns, keys, group_keys, job.on_logits)
+                                 : look_up<J>(job, token);
+    weigh(job, c, of_score ? s : z, token);
+}
+
+template <int V>
+static cudaError_t launch(const p2p_router_job *job, cudaStream_t stream)
+{
+    const int columns = job->rows.columns, groups = (int)job->rows.router.num_groups;
+    const int words = 3 * row_words_of<V>(columns) + (groups > WARP ? row_words(groups) : 0);
+    const int warps = router_warps(words, MOST_WARPS);
+    const int64_t ctas = (job->rows.num_tokens + warps - 1) / warps;
+    router_kernel<V><<<(unsigned)ctas, warps * WARP, warps * words * 4, stream>>>(*job);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
+{
+    const Deal d = deal_of(job->rows.router, job->rows.columns);
+    const bool any = d.groups_per_lane > 1 || job->rows.router.top_k > WARP;
+    const int most = any ? 1 << 30 : max(d.run, (job->rows.columns + 31) / 32);
+    if (job->rows.num_tokens == 0) return cudaSuccess;
+    if (most <= 4) return launch<4>(job, stream);
+    if (most <= 8) return launch<8>(job, stream);
+    if (most <= 16) return launch<16>(job, stream);
+    return launch<0>(job, stream);
+}
+
+template <int V> static cudaError_t load()
+{
+    return cudaFuncSetAttribute(router_kernel<V>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                SHARED_BYTES);
+}
+
+extern "C" cudaError_t p2p_load_router(void)
+{
+    cudaError_t error = load<4>();
+    if (error == cudaSuccess) error = load<8>();
+    if (error == cudaSuccess) error = load<16>();
+    if (error == cudaSuccess) error = load<0>();
+    return error;
+}

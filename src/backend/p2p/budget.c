@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* SMs of each GPU that the contexts of this process have taken.  Kernels that wait for each
+ * other must be resident together, whichever groups they belong to. */
+#include <pthread.h>
+
+#include "backend/p2p/p2p.h"
+#include "core/error.h"
+
+#define MAX_DEVICES 64
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static int taken[MAX_DEVICES]; /* guarded by mutex */
+
+int p2p_budget_taken(int device)
+{
+    if (device >= MAX_DEVICES) return 0;
+    pthread_mutex_lock(&mutex);
+    const int sms = taken[device];
+    pthread_mutex_unlock(&mutex);
+    return sms;
+}
+
+static bool add(int device, int sms, int most, int *others)
+{
+    pthread_mutex_lock(&mutex);
+    *others = taken[device];
+    const bool fits = taken[device] + sms <= most;
+    if (fits) taken[device] += sms;
+    pthread_mutex_unlock(&mutex);
+    return fits;
+}
+
+epic_result p2p_budget_take(epic_group *g, int sms, int device_sms)
+{
+    int others;
+    if (g->device >= MAX_DEVICES)
+        return epic_fail(EPIC_ENOTSUP, "device %d: backend p2p takes the first %d", g->device,
+                         MAX_DEVICES);
+    if (!add(g->device, sms, device_sms, &others))
+        return epic_fail(
+            EPIC_EINVAL,
+            "config.max_sms: %d SMs of device %d are wanted, other contexts of this "
+            "process have taken %d of its %d; give each context a smaller "
+            "config.max_sms, or close one",
+            sms, g->device, others, device_sms);
+    g->num_sms = sms;
+    return EPIC_OK;
+}
+
+void p2p_budget_give_back(epic_group *g)
+{
+    if (!g->num_sms) return;
+    pthread_mutex_lock(&mutex);
+    taken[g->device] -= g->num_sms;
+    pthread_mutex_unlock(&mutex);
+    g->num_sms = 0;
+}

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Loading the kernels at open.  Each is launched once, for an operation that is none, and returns
+ * at once: what CUDA does at a first launch (loading code, giving the device more local memory)
+ * may wait until the device is idle, and it never is while a peer's kernel waits for ours. */
+#include "backend/p2p/p2p.h"
+#include "core/error.h"
+#include "cuda/router.h"
+
+static epic_result load_code(void)
+{
+    TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
+    TRY(p2p_cuda(p2p_load_dispatch(), "loading the dispatch kernels"));
+    TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
+    TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
+    TRY(p2p_cuda(p2p_load_router(), "loading the router kernels"));
+    TRY(p2p_cuda(p2p_load_router_backward(), "loading the router's backward kernels"));
+    TRY(p2p_cuda(p2p_load_loss(), "loading the loss kernels"));
+    return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
+}
+
+/* Row sizes that take different kernels. */
+static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
+
+static cudaError_t launch_rows(const p2p_seat *seat, int64_t bytes, int aligned,
+                               cudaStream_t stream)
+{
+    const p2p_dispatch_job dispatch = {
+        .plan.seat = *seat, .row_bytes = bytes, .aligned = aligned};
+    cudaError_t error = p2p_launch_dispatch(&dispatch, 1, stream);
+    for (uint32_t type = EPIC_F32; type <= EPIC_F16 && error == cudaSuccess; type++) {
+        const p2p_combine_backward_job backward = {
+            .seat = *seat, .row_bytes = bytes, .aligned = aligned, .type = type};
+        const p2p_combine_job combine = {.seat = *seat,
+                                         .row_bytes = bytes,
+                                         .aligned = aligned,
+                                         .type = type,
+                                         .deep = !aligned};
+        error = p2p_launch_combine_backward(&backward, 1, stream);
+        if (error == cudaSuccess) error = p2p_launch_combine(&combine, 1, stream);
+    }
+    return error;
+}
+
+static cudaError_t launch_all(const p2p_seat *seat, cudaStream_t stream)
+{
+    const p2p_plan_job plan = {.seat = *seat, .layer.num_experts = 1, .layer.top_k = 1};
+    const p2p_sum_job sum = {.seat = *seat};
+    cudaError_t error = p2p_launch_plan(&plan, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_sum(&sum, 1, stream);
+    for (size_t i = 0; i < sizeof row_bytes / sizeof *row_bytes; i++)
+        for (int aligned = 0; aligned < 2 && error == cudaSuccess; aligned++)
+            error = launch_rows(seat, row_bytes[i], aligned, stream);
+    return error == cudaSuccess ? cudaStreamSynchronize(stream) : error;
+}
+
+epic_result p2p_load(epic_group *g)
+{
+    TRY(load_code());
+    return p2p_cuda(launch_all(&g->seat, g->side), "loading the kernels");
+}

@@ -1,0 +1,135 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Router and losses: from checked arguments to launches.  They are local: no epoch, no peer. */
+#include "cuda/router.h"
+#include "backend/p2p/p2p.h"
+#include "core/error.h"
+#include "router/rule.h"
+
+static cudaStream_t stream_of(epic_stream stream)
+{
+    return (cudaStream_t)stream;
+}
+
+static epic_result take_rows(epic_group *g, p2p_router_rows *out, const epic_router *router,
+                             const void *logits, int64_t num_tokens, uint32_t type)
+{
+    TRY(p2p_whole(g));
+    const uint32_t columns = router->num_experts + router->zero_experts;
+    if (columns > DEVICE_MAX_EXPERTS)
+        return epic_fail(EPIC_ENOTSUP,
+                         "router.num_experts and zero_experts are %u: CUDA contexts take at "
+                         "most %d",
+                         columns, DEVICE_MAX_EXPERTS);
+    if (type == EPIC_F64)
+        return epic_fail(EPIC_ENOTSUP, "type is EPIC_F64: float64 logits are for host memory");
+    if (num_tokens > INT32_MAX)
+        return epic_fail(EPIC_ENOTSUP, "num_tokens is %lld: CUDA contexts take at most %d",
+                         (long long)num_tokens, INT32_MAX);
+    *out = (p2p_router_rows){.router = *router,
+                             .logits = logits,
+                             .num_tokens = num_tokens,
+                             .columns = (int32_t)columns,
+                             .type = type ? type : EPIC_F32,
+                             .eps = (float)router->eps,
+                             .norm_min = (float)router->norm_min,
+                             .scale = (float)router->scale};
+    return EPIC_OK;
+}
+
+static uint32_t grad_type_of(const p2p_router_rows *rows, uint32_t grad_type)
+{
+    return grad_type ? grad_type : rows->type;
+}
+
+epic_result p2p_router_forward(epic_group *group, const epic_router_args *args)
+{
+    p2p_router_job job = {.bias = args->bias,
+                          .token_ids = args->token_ids,
+                          .table = args->table,
+                          .table_rows = args->table_rows,
+                          .topk_idx = args->topk_idx,
+                          .weights = args->weights,
+                          .scores = args->scores,
+                          .wide = args->token_id_type == EPIC_I64,
+                          .on_logits = router_on_logits(args->router, args->bias != NULL)};
+    TRY(take_rows(group, &job.rows, args->router, args->logits, args->num_tokens, args->type));
+    return p2p_cuda(p2p_launch_router(&job, stream_of(args->stream)), "launching the router");
+}
+
+epic_result p2p_router_backward(epic_group *group, const epic_router_backward_args *args)
+{
+    p2p_router_backward_job job = {.topk_idx = args->topk_idx,
+                                   .d_weights = args->d_weights,
+                                   .d_logits = args->d_logits,
+                                   .accumulate = (args->flags & EPIC_ACCUMULATE) != 0};
+    TRY(take_rows(group, &job.rows, args->router, args->logits, args->num_tokens, args->type));
+    job.grad_type = grad_type_of(&job.rows, args->grad_type);
+    return p2p_cuda(p2p_launch_router_backward(&job, stream_of(args->stream)),
+                    "launching the router's backward");
+}
+
+static epic_result take_loss(epic_group *g, p2p_loss_job *job, const epic_loss_args *args,
+                             double factor, bool z)
+{
+    *job = (p2p_loss_job){.load = args->load,
+                          .topk_idx = args->topk_idx,
+                          .sequence_tokens = args->sequence_tokens,
+                          .factor = factor,
+                          .d_loss = args->d_loss,
+                          .runs = args->workspace,
+                          .loss = args->loss,
+                          .d_logits = args->d_logits,
+                          .loss_type = args->loss_type,
+                          .accumulate = (args->flags & EPIC_ACCUMULATE) != 0,
+                          .z = z};
+    TRY(take_rows(g, &job->rows, args->router, args->logits, args->num_tokens, args->type));
+    job->grad_type = grad_type_of(&job->rows, args->grad_type);
+    return EPIC_OK;
+}
+
+static epic_result loss_forward(epic_group *group, const epic_loss_args *args, double factor,
+                                bool z)
+{
+    p2p_loss_job job;
+    TRY(take_loss(group, &job, args, factor, z));
+    return p2p_cuda(p2p_launch_loss(&job, stream_of(args->stream)), "launching a loss");
+}
+
+static epic_result loss_backward(epic_group *group, const epic_loss_args *args, double factor,
+                                 bool z)
+{
+    p2p_loss_job job;
+    TRY(take_loss(group, &job, args, factor, z));
+    return p2p_cuda(p2p_launch_loss_backward(&job, stream_of(args->stream)),
+                    "launching a loss's backward");
+}
+
+epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss_args *args,
+                                     double factor)
+{
+    return loss_forward(group, args, factor, false);
+}
+
+epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss_args *args,
+                                      double factor)
+{
+    return loss_backward(group, args, factor, false);
+}
+
+epic_result p2p_z_loss_forward(epic_group *group, const epic_loss_args *args, double factor)
+{
+    return loss_forward(group, args, factor, true);
+}
+
+epic_result p2p_z_loss_backward(epic_group *group, const epic_loss_args *args, double factor)
+{
+    return loss_backward(group, args, factor, true);
+}
+
+epic_result p2p_bias_update(epic_group *group, epic_stream stream, float *bias,
+                            const int32_t *load, int64_t num_experts, float rate)
+{
+    TRY(p2p_whole(group));
+    return p2p_cuda(p2p_launch_bias_update(bias, load, num_experts, rate, stream_of(stream)),
+                    "launching the bias update");
+}

@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The watcher: a thread that sees peers' processes end and tells running kernels, by a word in
+ * host memory.  It makes no CUDA call. */
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "backend/p2p/p2p.h"
+#include "core/error.h"
+#include "core/process.h"
+
+#define LOOK_MS 200 /* between looks at processes that have no descriptor */
+
+struct p2p_watch {
+    pthread_t thread;
+    p2p_status *status;
+    int end; /* an eventfd: leave */
+    int num_ranks;
+    int processes[DEVICE_MAX_RANKS]; /* pidfds; -1: by number */
+    int64_t pids[DEVICE_MAX_RANKS];  /* 0: not watched, or dead */
+};
+
+static void bury(p2p_watch *w, int rank)
+{
+    __atomic_fetch_or(&w->status->dead, 1u << rank, __ATOMIC_RELEASE);
+    w->pids[rank] = 0;
+}
+
+static void *watch(void *self)
+{
+    p2p_watch *w = self;
+    for (;;) {
+        struct pollfd signs[DEVICE_MAX_RANKS + 1];
+        int timeout = -1;
+        for (int q = 0; q < w->num_ranks; q++) {
+            const int fd = w->pids[q] ? w->processes[q] : -1;
+            signs[q] = (struct pollfd){.fd = fd, .events = POLLIN};
+            if (w->pids[q] && fd < 0) timeout = LOOK_MS;
+        }
+        signs[w->num_ranks] = (struct pollfd){.fd = w->end, .events = POLLIN};
+        if (poll(signs, (nfds_t)w->num_ranks + 1, timeout) < 0 && errno != EINTR) return NULL;
+        if (signs[w->num_ranks].revents) return NULL;
+        for (int q = 0; q < w->num_ranks; q++)
+            if (w->pids[q] && process_ended(w->processes[q], w->pids[q])) bury(w, q);
+    }
+}
+
+static bool same_process(const epic_peer *a, const epic_peer *b)
+{
+    return !memcmp(a->process, b->process, sizeof a->process);
+}
+
+/* Signals of the program are not for this thread. */
+static int start(p2p_watch *w)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&w->thread, NULL, watch, w);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+epic_result p2p_watch_open(epic_group *g)
+{
+    int others = 0;
+    p2p_watch *w = calloc(1, sizeof *w);
+    if (!w) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    w->status = g->status;
+    w->num_ranks = g->num_ranks;
+    for (int q = 0; q < g->num_ranks; q++) {
+        w->processes[q] = -1;
+        if (same_process(&g->peers[q], &g->peers[g->rank])) continue;
+        w->pids[q] = g->peers[q].pid;
+        w->processes[q] = process_watch(w->pids[q]);
+        others++;
+    }
+    w->end = others ? eventfd(0, EFD_CLOEXEC) : -1;
+    if (others && (w->end < 0 || start(w) != 0)) {
+        for (int q = 0; q < g->num_ranks; q++)
+            if (w->processes[q] >= 0) close(w->processes[q]);
+        if (w->end >= 0) close(w->end);
+        free(w);
+        return epic_fail(EPIC_EDEVICE, "no thread that watches the peers' processes: %s",
+                         strerror(errno));
+    }
+    g->watch = w;
+    return EPIC_OK;
+}
+
+void p2p_watch_close(epic_group *g)
+{
+    p2p_watch *w = g->watch;
+    if (!w) return;
+    if (w->end >= 0) {
+        const ssize_t written = write(w->end, &(uint64_t){1}, sizeof(uint64_t));
+        if (written == sizeof(uint64_t)) pthread_join(w->thread, NULL);
+        close(w->end);
+    }
+    for (int q = 0; q < w->num_ranks; q++)
+        if (w->processes[q] >= 0) close(w->processes[q]);
+    free(w);
+    g->watch = NULL;
+}
+
+bool p2p_is_dead(const epic_group *g, int peer)
+{
+    return __atomic_load_n(&g->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
+}

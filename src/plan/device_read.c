@@ -1,0 +1,88 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the bytes of a CUDA context's plan say. */
+#include "plan/device_read.h"
+
+#include "core/error.h"
+#include "plan/device_layout.h"
+
+#define CHUNK 1024 /* choices that are looked at together */
+
+static bool is_whole(const device_plan_header *h)
+{
+    if (h->sum != device_header_sum(h) || h->num_ranks < 1 || h->num_ranks > DEVICE_MAX_RANKS ||
+        h->rank < 0 || h->rank >= h->num_ranks || h->num_experts > DEVICE_MAX_EXPERTS ||
+        h->top_k < 1 || h->top_k > DEVICE_MAX_TOP_K || h->max_tokens < 0 ||
+        h->max_tokens > INT32_MAX || h->tokens_of[h->rank] < 0 ||
+        h->tokens_of[h->rank] > h->max_tokens)
+        return false;
+    return h->bytes ==
+           device_plan_layout_of(h->num_ranks, h->max_tokens, h->num_experts, h->top_k).bytes;
+}
+
+static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)
+{
+    for (int64_t i = 0; i < count; i++) {
+        if (fates[i] < EPIC_FATE_RANK_FULL) return false;
+        out->num_kept += fates[i] >= 0;
+        out->num_none += fates[i] == EPIC_FATE_NONE;
+        out->num_expert_full += fates[i] == EPIC_FATE_EXPERT_FULL;
+        out->num_rank_full += fates[i] == EPIC_FATE_RANK_FULL;
+    }
+    return true;
+}
+
+static epic_result read_fates(const unsigned char *from, int64_t choices, device_fetch fetch,
+                              epic_plan_info *out)
+{
+    int32_t fates[CHUNK];
+    for (int64_t done = 0; done < choices; done += CHUNK) {
+        const int64_t count = choices - done < CHUNK ? choices - done : CHUNK;
+        const size_t bytes = (size_t)count * sizeof *fates;
+        if (!fetch(fates, from + done * (int64_t)sizeof *fates, bytes))
+            return epic_fail(EPIC_EDEVICE, "plan: its bytes cannot be copied to the host");
+        if (!count_fates(fates, count, out))
+            return epic_fail(EPIC_EINVAL, "plan: an entry is out of range");
+    }
+    return EPIC_OK;
+}
+
+static void describe(const device_plan_header *h, const device_plan_layout *at,
+                     epic_plan_info *out)
+{
+    *out = (epic_plan_info){.id = h->id,
+                            .num_tokens = h->tokens_of[h->rank],
+                            .num_slots = h->result ? 0 : h->slots_of[h->rank],
+                            .capacity = h->capacity_of[h->rank],
+                            .result = h->result,
+                            .num_local_experts = (uint32_t)h->num_local,
+                            .fate_offset = at->fate,
+                            .rank_offset = at->rank_of};
+    for (int q = 0; q < h->num_ranks; q++) out->total_tokens += h->tokens_of[q];
+    if (h->sum_order != EPIC_TREE) return;
+    out->num_leaves = h->leaves / (uint32_t)h->num_ranks;
+    for (int i = 0; i < h->num_ranks; i++)
+        if (h->rank_at[i] == h->rank) out->first_leaf = (uint32_t)i * out->num_leaves;
+}
+
+bool device_plan_read(const void *plan, size_t plan_bytes, device_fetch fetch,
+                      epic_plan_info *out, epic_result *result)
+{
+    device_plan_header h;
+    if (plan_bytes < sizeof h || !fetch(&h, plan, sizeof h) || h.magic != DEVICE_PLAN_MAGIC)
+        return false;
+    if (!is_whole(&h)) {
+        *result = epic_fail(EPIC_EINVAL, "plan: its header is damaged");
+        return true;
+    }
+    if ((uint64_t)h.bytes > plan_bytes) {
+        *result = epic_fail(EPIC_EINVAL, "plan: plan_bytes is %zu, the plan has %lld",
+                            plan_bytes, (long long)h.bytes);
+        return true;
+    }
+    const device_plan_layout at =
+        device_plan_layout_of(h.num_ranks, h.max_tokens, h.num_experts, h.top_k);
+    describe(&h, &at, out);
+    *result = read_fates((const unsigned char *)plan + at.fate, out->num_tokens * h.top_k,
+                         fetch, out);
+    return true;
+}

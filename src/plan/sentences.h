@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What data errors say, host and CUDA contexts alike: formats for epic_fail, long long each but
+ * the ranks. */
+#ifndef EPIC_SENTENCES_H
+#define EPIC_SENTENCES_H
+
+#define SAYS_EXPERT /* rank, token, k, id, num_experts */                                     \
+    "topk_idx: rank %d, token %lld, k %lld has expert %lld; ids are below num_experts %lld, " \
+    "or negative for no expert"
+
+#define SAYS_PLACEMENT /* rank, expert, rank, num_ranks - 1 */ \
+    "rank_of_expert: rank %d says expert %lld lives on rank %lld; ranks are 0 to %d"
+
+#define SAYS_TREE_PLACEMENT /* rank, expert, rank, num_ranks */                              \
+    "rank_of_expert: rank %d says expert %lld lives on rank %lld; with EPIC_TREE each rank " \
+    "owns one of the %d equal blocks of experts"
+
+#define SAYS_CAPACITY /* rank, slots, needed */                                           \
+    "capacity: rank %d has %lld slots and needs %lld; give it more (epic_capacity_bound " \
+    "never overflows) or let the layer drop"
+
+#define SAYS_ROWS /* name of the rows, rank, rows, needed */ \
+    "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; bring as many rows"
+
+#endif

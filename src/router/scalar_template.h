@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The scores of one logit and their slopes: what host and CUDA compute alike, to the bit.  For
+ * REAL and OF(name), after scalar.h. */
+
+/* Below this, sqrt(log(1 + e^z)) is e^(z/2), to the last bit but one. */
+#define SMALL_LOGIT (sizeof(REAL) == sizeof(float) ? -17 : -37)
+
+/* e^(a - b) for a <= b, as exact as if the difference had not been rounded. */
+SCALAR REAL exp_of_difference(REAL a, REAL b)
+{
+    const REAL d = a - b;
+    const REAL back = d - a;
+    const REAL low = (a - (d - back)) - (b + back);
+    return OF(exp)(d, low);
+}
+
+SCALAR REAL sigmoid(REAL z)
+{
+    const REAL e = OF(exp)(z > 0 ? -z : z, 0);
+    return OF(part_of)(z > 0 ? 1 : e, 1 + e);
+}
+
+SCALAR REAL sqrtsoftplus(REAL z)
+{
+    if (z < SMALL_LOGIT) return OF(exp)(z / 2, 0);
+    const REAL e = OF(exp)(z > 0 ? -z : z, 0);
+    return OF(sqrt)((z > 0 ? z : 0) + OF(log1p)(e));
+}
+
+/* ds/dz of the scores that depend on their own logit alone. */
+SCALAR REAL score_slope(REAL s, REAL z, uint32_t score)
+{
+    if (score == EPIC_SCORE_SIGMOID) return s * sigmoid(-z);
+    if (score == EPIC_SCORE_LOGITS) return 1;
+    return z < SMALL_LOGIT ? s / 2 : sigmoid(z) / (2 * s);
+}

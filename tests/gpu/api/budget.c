@@ -1,0 +1,71 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* SMs of one GPU, shared by all contexts of the process, whichever groups they belong to. */
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "epic/epic.h"
+
+static int failed;
+
+#define CHECK(condition)                                                            \
+    do {                                                                            \
+        if (!(condition)) {                                                         \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+            failed = 1;                                                             \
+        }                                                                           \
+    } while (0)
+
+static epic_result open_with(epic_context **ctx, uint32_t max_sms)
+{
+    const epic_config config = {
+        .max_tokens = 16, .max_row_bytes = 64, .max_sms = max_sms, .backend = "p2p"};
+    return epic_open(ctx, NULL, &config, sizeof config);
+}
+
+/* A sum that is one rank's own. */
+static void use(epic_context *ctx, uint32_t max_sms)
+{
+    float *data, back = 0;
+    const float three = 3;
+    CHECK(cudaMalloc((void **)&data, sizeof *data) == cudaSuccess);
+    CHECK(cudaMemcpy(data, &three, sizeof three, cudaMemcpyDefault) == cudaSuccess);
+    const epic_sum_args args = {.call.max_sms = max_sms, .data = data, .count = 1};
+    CHECK(epic_sum(ctx, &args, sizeof args) == EPIC_OK);
+    CHECK(cudaDeviceSynchronize() == cudaSuccess);
+    CHECK(epic_check(ctx) == EPIC_OK);
+    CHECK(cudaMemcpy(&back, data, sizeof back, cudaMemcpyDefault) == cudaSuccess &&
+          back == three);
+    cudaFree(data);
+}
+
+int main(void)
+{
+    epic_context *first, *second, *third;
+    int sms = 0;
+    CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess);
+    const uint32_t all = (uint32_t)sms;
+
+    CHECK(open_with(&first, all - 10) == EPIC_OK && epic_max_sms(first) == all - 10);
+    CHECK(open_with(&second, 11) == EPIC_EINVAL);
+    CHECK(strstr(epic_error(second), "config.max_sms") != NULL);
+    epic_close(second);
+    CHECK(open_with(&second, 0) == EPIC_OK && epic_max_sms(second) == 10); /* what is left */
+    CHECK(open_with(&third, 0) == EPIC_EINVAL && epic_max_sms(third) == 0);
+    use(first, 0);
+    use(second, 3);
+    use(second, 1000); /* no more than the context's */
+    epic_close(third);
+    epic_close(second);
+    CHECK(open_with(&second, 10) == EPIC_OK);
+    epic_close(second);
+    epic_close(first);
+
+    CHECK(open_with(&first, all + 1) == EPIC_EINVAL);
+    epic_close(first);
+    CHECK(open_with(&first, 0) == EPIC_OK && epic_max_sms(first) > 0);
+    printf("SM budgets: a context uses %u of %d SMs by itself: %s\n", epic_max_sms(first), sms,
+           failed ? "WRONG" : "good");
+    epic_close(first);
+    return failed;
+}

@@ -1,0 +1,251 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Errors in the data, and what a plan's bytes say, by the public calls: a CUDA context tells by
+ * epic_check what a host context returns at once, in the same words, on every rank; the group
+ * stays usable.   usage: api_data_errors [RANKS] */
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "epic/epic.h"
+
+enum {
+    MAX_RANKS = 8,
+    TOKENS = 40,
+    TOP_K = 3,
+    EXPERTS = 24,
+    ROW = 64,
+    SLOTS = 4000,
+    PLAN = 65536
+};
+enum { GOOD, EXPERT, WIDE_EXPERT, PLACEMENT, CAPACITY, ROWS, DROP, TREE, DAMAGED, NUM_CASES };
+static const char *const names[] = {"good",      "expert",   "wide expert",
+                                    "placement", "capacity", "rows",
+                                    "dropping",  "tree",     "damaged plan"};
+
+typedef struct observed { /* of one case, on one rank */
+    int result;
+    char sentence[512];
+    epic_plan_info info;
+    int32_t fate[TOKENS * TOP_K], rank[TOKENS * TOP_K];
+} observed;
+
+static int num_ranks = 2;
+static epic_meet meets[MAX_RANKS];
+static pthread_barrier_t all;
+static observed host[NUM_CASES][MAX_RANKS], device[NUM_CASES][MAX_RANKS];
+
+static void need(int good, const char *what, const epic_context *ctx)
+{
+    if (good) return;
+    fprintf(stderr, "data_errors: %s: %s\n", what, epic_error(ctx));
+    _exit(1); /* peers would wait for us, and threads must not meet in exit handlers */
+}
+
+typedef struct seat { /* a rank's context and memory, on a host or a device */
+    epic_context *ctx;
+    int rank, on_device;
+    cudaStream_t stream;
+    unsigned char *plan, *recv, *tokens;
+    int64_t *ids;
+    int32_t *owner;
+} seat;
+
+static void copy(const seat *s, void *to, const void *from, size_t bytes)
+{
+    if (!s->on_device) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    need(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, s->stream) == cudaSuccess, "copy",
+         NULL);
+    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "copy", NULL);
+}
+
+static void *memory(const seat *s, size_t bytes)
+{
+    void *p = NULL;
+    if (!s->on_device) return aligned_alloc(64, (bytes + 63) / 64 * 64);
+    need(cudaMalloc(&p, bytes) == cudaSuccess, "cudaMalloc", NULL);
+    return p;
+}
+
+static void drop(const seat *s, void *p)
+{
+    if (s->on_device)
+        cudaFree(p);
+    else
+        free(p);
+}
+
+/* Ids that are good, but for the case's own. */
+static void fill_ids(const seat *s, int which)
+{
+    int64_t ids[TOKENS * TOP_K];
+    int32_t narrow[TOKENS * TOP_K], owner[EXPERTS];
+    for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = (i * 5 + i / 7 + s->rank) % EXPERTS;
+    ids[4] = -1;
+    if (which == EXPERT && s->rank >= num_ranks / 2) ids[31] = EXPERTS + 7 + s->rank;
+    if (which == EXPERT && s->rank >= num_ranks / 2) ids[90] = 1000;
+    if (which == WIDE_EXPERT && s->rank == 0) ids[TOKENS * TOP_K - 1] = (int64_t)5 << 40 | 3;
+    for (int i = 0; i < TOKENS * TOP_K; i++) narrow[i] = (int32_t)ids[i];
+    for (int e = 0; e < EXPERTS; e++) owner[e] = e % num_ranks;
+    if (which == PLACEMENT) owner[17] = num_ranks + 2;
+    copy(s, s->ids, which == WIDE_EXPERT ? (void *)ids : (void *)narrow,
+         which == WIDE_EXPERT ? sizeof ids : sizeof narrow);
+    copy(s, s->owner, owner, sizeof owner);
+}
+
+/* What a call returned, or, on a device, what epic_check says of it, once. */
+static void observe(seat *s, epic_result result, observed *o)
+{
+    if (s->on_device) {
+        need(result == EPIC_OK, "a call", s->ctx);
+        need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronise", NULL);
+        result = epic_check(s->ctx);
+    }
+    if (o) {
+        o->result = result;
+        snprintf(o->sentence, sizeof o->sentence, "%s", result ? epic_error(s->ctx) : "");
+    }
+    need(epic_check(s->ctx) == EPIC_OK, "the second check", s->ctx);
+    pthread_barrier_wait(&all);
+}
+
+static void read_back(const seat *s, observed *o)
+{
+    static _Thread_local _Alignas(64) unsigned char bytes[PLAN];
+    epic_plan_info again;
+    need(!epic_plan_read(s->plan, PLAN, &o->info, sizeof o->info), "plan_read", s->ctx);
+    copy(s, bytes, s->plan, PLAN);
+    need(!epic_plan_read(bytes, PLAN, &again, sizeof again), "plan_read of a copy", s->ctx);
+    need(!memcmp(&again, &o->info, sizeof again), "plan_read: a copy says the same", NULL);
+    memcpy(o->fate, bytes + o->info.fate_offset, sizeof o->fate);
+    memcpy(o->rank, bytes + o->info.rank_offset, sizeof o->rank);
+    if (o->result == EPIC_EINVAL) o->info.num_local_experts = 0; /* of a table that is none */
+    o->info.id = 0;                                              /* groups differ in these */
+    o->info.fate_offset = o->info.rank_offset = 0;
+}
+
+static epic_result dispatch(seat *s, int64_t rows)
+{
+    const epic_dispatch_args args = {.call.stream = s->stream,
+                                     .plan = s->plan,
+                                     .plan_bytes = PLAN,
+                                     .tokens = {s->tokens, TOKENS, ROW},
+                                     .recv = {s->recv, rows, ROW}};
+    return epic_dispatch(s->ctx, &args, sizeof args);
+}
+
+static void run_case(seat *s, int which, observed *o)
+{
+    const epic_layer layer = {.num_experts = EXPERTS,
+                              .top_k = TOP_K,
+                              .alignment = which == DROP ? 8 : 1,
+                              .overflow = which == DROP ? EPIC_OVERFLOW_DROP : 0,
+                              .expert_capacity = which == DROP ? 4 * (uint32_t)num_ranks : 0,
+                              .sum_order = which == TREE ? EPIC_TREE : EPIC_BY_RANK,
+                              .leaves = which == TREE ? 8 : 0};
+    const int last = s->rank == num_ranks - 1;
+    const epic_plan_args args = {.call.stream = s->stream,
+                                 .layer = &layer,
+                                 .layer_size = sizeof layer,
+                                 .plan = s->plan,
+                                 .plan_bytes = PLAN,
+                                 .topk_idx = s->ids,
+                                 .num_tokens = TOKENS,
+                                 .rank_of_expert = which == PLACEMENT ? s->owner : NULL,
+                                 .capacity = which == CAPACITY && last ? 17
+                                             : which == DROP && last   ? 64
+                                                                       : SLOTS,
+                                 .index_type = which == WIDE_EXPERT ? EPIC_I64 : EPIC_I32};
+    fill_ids(s, which);
+    const epic_result planned = epic_plan(s->ctx, &args, sizeof args);
+    observe(s, planned, which == DAMAGED ? NULL : o);
+    if (which == DAMAGED) {
+        copy(s, s->plan + 40, "damage", 6);
+        observe(s, dispatch(s, SLOTS), o);
+        return;
+    }
+    read_back(s, o);
+    observe(s, dispatch(s, which == ROWS && last ? 5 : SLOTS), which == ROWS ? o : NULL);
+}
+
+static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
+{
+    seat s = {.rank = rank, .on_device = !strcmp(backend, "p2p")};
+    const epic_config config = {
+        .max_tokens = TOKENS, .max_row_bytes = ROW, .timeout_ms = 8000, .backend = backend};
+    need(!epic_open(&s.ctx, &meets[rank], &config, sizeof config), "open", s.ctx);
+    need((epic_max_sms(s.ctx) > 0) == s.on_device, "max_sms", s.ctx);
+    if (s.on_device) cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking);
+    s.plan = memory(&s, PLAN);
+    s.recv = memory(&s, SLOTS * ROW);
+    s.tokens = memory(&s, TOKENS * ROW);
+    s.ids = memory(&s, TOKENS * TOP_K * sizeof *s.ids);
+    s.owner = memory(&s, EXPERTS * sizeof *s.owner);
+    const int tree = !(num_ranks & (num_ranks - 1));
+    for (int i = 0; i < NUM_CASES; i++) {
+        pthread_barrier_wait(&all);
+        if (i != TREE || tree) run_case(&s, i, &out[i][rank]);
+    }
+    pthread_barrier_wait(&all);
+    void *const parts[] = {s.plan, s.recv, s.tokens, s.ids, s.owner};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) drop(&s, parts[i]);
+    if (s.stream) cudaStreamDestroy(s.stream);
+    epic_close(s.ctx);
+}
+
+static void *run(void *self)
+{
+    const int rank = (int)((epic_meet *)self - meets);
+    run_on(rank, num_ranks > 1 ? "threads" : "self", host);
+    run_on(rank, "p2p", device);
+    return NULL;
+}
+
+/* CUDA plans say -1 where a dropped choice's expert lives. */
+static int same_ledger(const observed *a, const observed *b)
+{
+    int same = !memcmp(&a->info, &b->info, sizeof a->info);
+    for (int i = 0; i < TOKENS * TOP_K; i++)
+        same &= a->fate[i] == b->fate[i] && (a->fate[i] < 0 || a->rank[i] == b->rank[i]);
+    return same;
+}
+
+static int judge(int which, int rank)
+{
+    static const int expected[] = {EPIC_OK,     EPIC_EINVAL,    EPIC_EINVAL,
+                                   EPIC_EINVAL, EPIC_EOVERFLOW, EPIC_EOVERFLOW,
+                                   EPIC_OK,     EPIC_OK,        EPIC_EINVAL};
+    const observed *h = &host[which][rank], *d = &device[which][rank];
+    const int right = d->result == expected[which] && h->result == d->result;
+    const int words = which == DAMAGED || !strcmp(h->sentence, d->sentence);
+    const int ledger = which == DAMAGED || same_ledger(h, d);
+    if (right && words && ledger) return 0;
+    fprintf(stderr, "%s, rank %d: host %d \"%s\", CUDA %d \"%s\"; ledgers %s\n", names[which],
+            rank, h->result, h->sentence, d->result, d->sentence, ledger ? "equal" : "differ");
+    return 1;
+}
+
+int main(int argc, char **argv)
+{
+    pthread_t threads[MAX_RANKS];
+    int failed = 0;
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32",
+           0); /* no waiting kernel before another rank's */
+    if (argc > 1) num_ranks = atoi(argv[1]);
+    if (num_ranks < 1 || num_ranks > MAX_RANKS || EXPERTS % num_ranks) return 2;
+    need(!epic_meet_threads(meets, num_ranks, 20000), "meet", NULL);
+    pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
+    for (int r = 0; r < num_ranks; r++) pthread_create(&threads[r], NULL, run, &meets[r]);
+    for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
+    for (int i = 0; i < NUM_CASES; i++)
+        for (int r = 0; r < num_ranks; r++) failed |= judge(i, r);
+    for (int r = 0; r < num_ranks; r++) epic_meet_close(&meets[r]);
+    printf("data errors and ledgers, %d ranks on one GPU: host and CUDA %s\n", num_ranks,
+           failed ? "DIFFER" : "say the same");
+    return failed;
+}

@@ -1,0 +1,232 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Processes that die or stop at random points, by the public calls.  The others get an error that
+ * names the rank, a death within a second, a stop by the deadline; a matrix product is right in
+ * them afterwards, and a new group of them opens and works.
+ *   api_deaths RANKS GPUS FAULTS [FIRST] */
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "epic/epic.h"
+#include "product.h"
+
+enum {
+    MAX_RANKS = 8,
+    TOKENS = 128,
+    TOP_K = 4,
+    EXPERTS = 24,
+    HIDDEN = 512,
+    MOST_STEPS = 200000
+};
+enum fault { KILLED, STOPPED, EXITED, NUM_FAULTS };
+static const char *const fault_names[] = {"SIGKILL", "SIGSTOP", "exit"};
+#define ROW (HIDDEN * 2)
+#define DEADLINE_MS 400.0  /* for a rank that stops */
+#define PATIENCE_MS 20000u /* for one that dies: its death must be seen long before */
+
+static int num_ranks, num_gpus, victim;
+static enum fault fault;
+static unsigned delay_us, port;
+
+typedef struct place { /* shared by all */
+    double fault_ms;   /* when it happened */
+    int passed[MAX_RANKS];
+} place;
+static place *shared;
+
+static double now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
+}
+
+static void need(int good, const char *what, const epic_context *ctx)
+{
+    if (good) return;
+    fprintf(stderr, "%s of rank %d: %s: %s\n", fault_names[fault], victim, what,
+            epic_error(ctx));
+    _exit(1);
+}
+
+typedef struct seat {
+    epic_context *ctx;
+    cudaStream_t stream;
+    epic_layer layer;
+    int64_t slots;
+    size_t plan_bytes;
+    void *plan, *ids, *tokens, *recv, *out;
+} seat;
+
+static void *memory(size_t bytes)
+{
+    void *p = NULL;
+    need(cudaMalloc(&p, bytes) == cudaSuccess, "cudaMalloc", NULL);
+    need(cudaMemset(p, 0, bytes) == cudaSuccess, "cudaMemset", NULL);
+    return p;
+}
+
+/* Meets the others on `at` and opens; *meeting stays for the group. */
+static void take_seat(seat *s, int rank, int ranks, unsigned at)
+{
+    const epic_tcp tcp = {.rank = rank, .num_ranks = ranks, .port = at, .timeout_ms = 30000};
+    const epic_config config = {.max_tokens = TOKENS,
+                                .max_row_bytes = ROW,
+                                .num_ranks = (uint32_t)ranks,
+                                .timeout_ms =
+                                    fault == STOPPED ? (uint32_t)DEADLINE_MS : PATIENCE_MS,
+                                .backend = "p2p"};
+    epic_meet meet;
+    need(!epic_meet_tcp(&meet, &tcp, sizeof tcp), "meet", NULL);
+    need(!epic_open(&s->ctx, &meet, &config, sizeof config), "open", s->ctx);
+    epic_meet_close(&meet);
+    s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
+    if (EXPERTS % ranks) s->layer.num_experts = (uint32_t)(EXPERTS / ranks * ranks);
+    s->slots = epic_capacity_bound(&config, sizeof config, &s->layer, sizeof s->layer);
+    s->plan_bytes = epic_plan_bytes(&config, sizeof config, &s->layer, sizeof s->layer);
+    int32_t ids[TOKENS * TOP_K];
+    for (int i = 0; i < TOKENS * TOP_K; i++)
+        ids[i] = (i * 7 + rank) % (int)s->layer.num_experts;
+    s->plan = memory(s->plan_bytes);
+    s->ids = memory(sizeof ids);
+    s->tokens = memory(TOKENS * ROW);
+    s->recv = memory((size_t)s->slots * ROW);
+    s->out = memory(TOKENS * ROW);
+    need(cudaMemcpy(s->ids, ids, sizeof ids, cudaMemcpyDefault) == cudaSuccess, "copy", NULL);
+    need(cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking) == cudaSuccess, "stream",
+         NULL);
+    need(cudaDeviceSynchronize() == cudaSuccess, "synchronise", NULL);
+}
+
+static epic_result step(seat *s)
+{
+    const epic_plan_args plan = {.call.stream = s->stream,
+                                 .layer = &s->layer,
+                                 .layer_size = sizeof s->layer,
+                                 .plan = s->plan,
+                                 .plan_bytes = s->plan_bytes,
+                                 .topk_idx = s->ids,
+                                 .num_tokens = TOKENS,
+                                 .capacity = s->slots};
+    const epic_dispatch_args dispatch = {.tokens = {s->tokens, TOKENS, ROW},
+                                         .recv = {s->recv, s->slots, ROW}};
+    const epic_combine_args combine = {.call.stream = s->stream,
+                                       .plan = s->plan,
+                                       .plan_bytes = s->plan_bytes,
+                                       .rows = {s->recv, s->slots, ROW},
+                                       .out = {s->out, TOKENS, ROW},
+                                       .type = EPIC_BF16};
+    epic_result result =
+        epic_plan_dispatch(s->ctx, &plan, sizeof plan, &dispatch, sizeof dispatch);
+    if (result == EPIC_OK) result = epic_combine(s->ctx, &combine, sizeof combine);
+    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronise", NULL);
+    return result == EPIC_OK ? epic_check(s->ctx) : result;
+}
+
+static void *end(void *unused)
+{
+    (void)unused;
+    usleep(delay_us);
+    shared->fault_ms = now_ms();
+    if (fault == KILLED) raise(SIGKILL);
+    if (fault == EXITED) _exit(0);
+    kill(getpid(), SIGSTOP); /* this thread may run on for a moment */
+    for (;;) pause();
+}
+
+/* Until the error; returns how late it was, in ms. */
+static double work_until_error(seat *s)
+{
+    epic_result result = EPIC_OK;
+    double begin = 0;
+    for (int i = 0; i < MOST_STEPS && result == EPIC_OK; i++) {
+        begin = now_ms();
+        result = step(s);
+    }
+    const double end_ms = now_ms();
+    epic_failure_info f;
+    need(!epic_failure(s->ctx, &f, sizeof f), "failure", s->ctx);
+    need(f.result == (fault == STOPPED ? EPIC_ETIMEOUT : EPIC_EPEER), "another error", s->ctx);
+    need(f.num_culprits == 1 && f.culprits[0] == victim, "another culprit", s->ctx);
+    need(epic_check(s->ctx) == (epic_result)f.result, "a later call", s->ctx);
+    return end_ms - (fault == STOPPED && begin > shared->fault_ms ? begin : shared->fault_ms);
+}
+
+static int survive(seat *s, int rank)
+{
+    const double late = work_until_error(s);
+    const double most = fault == STOPPED ? DEADLINE_MS + 50 : 1000;
+    if (late > most)
+        fprintf(stderr, "rank %d: %s of rank %d seen after %.0f ms\n", rank, fault_names[fault],
+                victim, late);
+    need(product_is_right(), "a matrix product", NULL);
+    epic_close(s->ctx);
+    take_seat(s, rank - (rank > victim), num_ranks - 1, port + 1);
+    for (int i = 0; i < 5; i++) need(!step(s), "a step of the new group", s->ctx);
+    epic_close(s->ctx);
+    printf("  rank %d: %s of rank %d after %.1f ms, seen %.0f ms later\n", rank,
+           fault_names[fault], victim, delay_us / 1e3, late);
+    fflush(stdout);
+    return late <= most;
+}
+
+static void be(int rank)
+{
+    seat s = {0};
+    pthread_t thread;
+    need(cudaSetDevice(rank % num_gpus) == cudaSuccess, "cudaSetDevice", NULL);
+    take_seat(&s, rank, num_ranks, port);
+    need(!step(&s), "the first step", s.ctx);
+    if (rank != victim) {
+        shared->passed[rank] = survive(&s, rank);
+        fflush(NULL);
+        _exit(0);
+    }
+    pthread_create(&thread, NULL, end, NULL);
+    while (step(&s) == EPIC_OK) continue;
+    for (;;) pause(); /* the peers were faster than the fault: they must not be */
+}
+
+static int inject(int i)
+{
+    pid_t pids[MAX_RANKS];
+    int passed = 1, status;
+    unsigned seed = 77 + (unsigned)i;
+    fault = (enum fault)(i % NUM_FAULTS);
+    victim = rand_r(&seed) % num_ranks;
+    delay_us = (unsigned)rand_r(&seed) % 20000;
+    port = 20000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 40000;
+    memset(shared, 0, sizeof *shared);
+    fflush(NULL);
+    for (int r = 0; r < num_ranks; r++)
+        if (!(pids[r] = fork())) be(r);
+    for (int r = 0; r < num_ranks; r++)
+        if (r != victim) waitpid(pids[r], &status, 0); /* the victim stays a zombie meanwhile */
+    kill(pids[victim], SIGKILL);
+    waitpid(pids[victim], &status, 0);
+    for (int r = 0; r < num_ranks; r++) passed &= r == victim || shared->passed[r];
+    return passed;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 4) return 2;
+    num_ranks = atoi(argv[1]);
+    num_gpus = atoi(argv[2]);
+    const int faults = atoi(argv[3]), first = argc > 4 ? atoi(argv[4]) : 0;
+    int passed = 0;
+    shared =
+        mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (num_ranks < 2 || num_ranks > MAX_RANKS || shared == MAP_FAILED) return 2;
+    for (int i = first; i < first + faults; i++) passed += inject(i);
+    printf("api_deaths %d processes, %d GPUs: %d of %d faults as they should be\n", num_ranks,
+           num_gpus, passed, faults);
+    return passed != faults;
+}

@@ -1,0 +1,631 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Router, losses and bias update on a CUDA context against the same calls on host memory, which
+ * tests/unit/router.c holds against float64: the same experts, the same bits (losses and the
+ * gradient of the z-loss: but for float64's last bit).  Random routers; half of the cases from a
+ * captured graph.
+ * usage: router [CASES] [SEED] [MOST_EXPERTS] */
+#include <cuda_runtime_api.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "epic/epic.h"
+
+enum { MOST_TOKENS = 70, MOST_K = 64, GUARD = 64, POISON = 0xab };
+
+typedef struct buffer { /* the same bytes on both sides, a guard behind them */
+    void *host, *device, *back;
+    size_t room, bytes;
+} buffer;
+
+static buffer logits, bias, token_ids, table, workspace, topk_idx, weights, scores, d_weights,
+    d_logits, load, d_loss, loss;
+static buffer *const all[] = {&logits,   &bias,    &token_ids, &table,     &workspace,
+                              &topk_idx, &weights, &scores,    &d_weights, &d_logits,
+                              &load,     &d_loss,  &loss};
+enum { BUFFERS = sizeof all / sizeof *all };
+
+static epic_context *ctx;
+static cudaStream_t stream;
+static uint64_t state;
+static int failures;
+static long one_bit; /* results that differ by rounding, where they may */
+
+static void need(int good, const char *what)
+{
+    if (good) return;
+    fprintf(stderr, "router: %s: %s, %s\n", what, epic_error(ctx),
+            cudaGetErrorString(cudaGetLastError()));
+    exit(1);
+}
+
+static uint32_t below(uint32_t n)
+{
+    state += 0x9e3779b97f4a7c15ull;
+    uint64_t x = state;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+    return (uint32_t)((x ^ x >> 31) >> 32) % n;
+}
+
+static float normal(void)
+{
+    float sum = 0;
+    for (int i = 0; i < 12; i++) sum += (float)below(1 << 20) / (1 << 20);
+    return sum - 6;
+}
+
+static void make_buffer(buffer *b, size_t room)
+{
+    b->room = room + GUARD;
+    b->host = aligned_alloc(64, (b->room + 63) / 64 * 64);
+    b->back = aligned_alloc(64, (b->room + 63) / 64 * 64);
+    need(b->host && b->back && cudaMalloc(&b->device, b->room) == cudaSuccess, "memory");
+}
+
+/* The bytes that a case uses, poisoned with the guard behind them. */
+static void *use(buffer *b, size_t bytes)
+{
+    need(bytes + GUARD <= b->room, "a buffer is too small");
+    b->bytes = bytes;
+    memset(b->host, POISON, bytes + GUARD);
+    return b->host;
+}
+
+static void push(const buffer *b)
+{
+    need(cudaMemcpyAsync(b->device, b->host, b->bytes + GUARD, cudaMemcpyHostToDevice,
+                         stream) == cudaSuccess,
+         "a copy");
+}
+
+static void pull(const buffer *b)
+{
+    need(cudaMemcpyAsync(b->back, b->device, b->bytes + GUARD, cudaMemcpyDeviceToHost,
+                         stream) == cudaSuccess,
+         "a copy");
+}
+
+/* ---------------------------------------------------------------------------- a case ---- */
+
+typedef struct problem {
+    epic_router router;
+    int64_t n, tokens, sequence, total;
+    uint32_t type, grad_type, loss_type, flags, id_type;
+    int has_bias, has_table, has_scores, has_d_loss;
+    double coeff;
+} problem;
+
+static uint32_t pick(const uint32_t *from, uint32_t count)
+{
+    return from[below(count)];
+}
+
+static uint32_t less(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+static void pick_groups(epic_router *r, uint32_t n)
+{
+    uint32_t groups = 1 + below(n < 64 ? n : below(4) ? 16 : 1024);
+    while (n % groups || groups > 1024) groups--;
+    r->num_groups = groups;
+    const uint32_t each = n / groups;
+    const uint32_t least = (r->top_k + each - 1) / each;
+    r->topk_groups = least + below(groups - least + 1);
+    r->group_score = below(2);
+    r->group_others = below(2);
+    r->group_best = 1 + below(less(each, below(2) ? 2 : 64));
+}
+
+static epic_router pick_router(uint32_t most)
+{
+    static const uint32_t sizes[] = {1,   2,   8,   31,  32,  33,  60,   64,   127,  128,
+                                     160, 256, 257, 384, 512, 513, 1000, 1024, 2048, 4096};
+    uint32_t n = below(3) ? pick(sizes, below(4) ? 15 : 20) : 1 + below(700);
+    n = less(n, most);
+    const uint32_t zero = n > 4 && below(5) == 0 ? 1 + below(n / 4) : 0;
+    epic_router r = {.num_experts = n - zero,
+                     .zero_experts = zero,
+                     .top_k = below(6) ? 1 + below(less(8, n)) : less(n, 1 + below(MOST_K)),
+                     .score = below(4),
+                     .weight_rule = below(3),
+                     .normalise = below(3),
+                     .eps = below(2) ? 1e-20 : 0,
+                     .norm_min = below(2) ? 1e-6 : 0.7,
+                     .scale = below(2) ? 2.5 : 0};
+    if (below(8) == 0) r.top_k = less(n, MOST_K);
+    if (below(2)) pick_groups(&r, n);
+    return r;
+}
+
+/* Every tenth a DeepSeek-V3. */
+static problem pick_problem(uint32_t most)
+{
+    static const uint32_t types[] = {EPIC_F32, EPIC_BF16, EPIC_F16};
+    problem p = {.router = pick_router(most), .type = pick(types, 3)};
+    if (most >= 256 && below(10) == 0)
+        p.router = (epic_router){.num_experts = 256,
+                                 .top_k = 8,
+                                 .score = EPIC_SCORE_SIGMOID,
+                                 .num_groups = 8,
+                                 .topk_groups = 4,
+                                 .group_score = EPIC_GROUP_SUM,
+                                 .group_best = 2,
+                                 .normalise = EPIC_NORMALISE_SUM,
+                                 .eps = 1e-20,
+                                 .scale = 2.5};
+    p.n = (int64_t)p.router.num_experts + p.router.zero_experts;
+    p.tokens = below(12) ? 1 + below(p.n > 1000 ? 8 : MOST_TOKENS) : 0;
+    p.sequence = below(2) && p.tokens ? 1 + below((uint32_t)p.tokens) : 0;
+    while (p.sequence && p.tokens % p.sequence) p.sequence--;
+    p.total = p.tokens + below(20);
+    p.grad_type = below(2) ? EPIC_F32 : 0;
+    p.loss_type = below(2) ? EPIC_F64 : EPIC_F32;
+    p.flags = below(2) ? EPIC_ACCUMULATE : 0;
+    p.id_type = below(2) ? EPIC_I64 : EPIC_I32;
+    p.has_bias = below(3) != 0;
+    p.has_table = below(8) == 0;
+    p.has_scores = below(2);
+    p.has_d_loss = below(2);
+    p.coeff = below(2) ? 1 : 0.001;
+    return p;
+}
+
+static float pick_logit(int kind)
+{
+    static const float odd[] = {0.0f,  -0.0f,  INFINITY, -INFINITY, NAN,
+                                1e30f, -1e30f, 1e-40f,   88.5f,     -103.5f};
+    switch (kind) {
+    case 0:
+        return (float)below(5) - 2; /* ties */
+    case 1:
+        return 30 * normal();
+    case 2:
+        return below(4) ? normal() : odd[below(10)];
+    case 3:
+        return odd[below(4)];
+    default:
+        return normal();
+    }
+}
+
+static int64_t bytes_of(uint32_t type)
+{
+    return type == EPIC_F64 ? 8 : type == EPIC_F32 ? 4 : 2;
+}
+
+/* Truncated: any value will do. */
+static void put_number(void *to, uint32_t type, int64_t i, float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (type == EPIC_F32) memcpy((char *)to + 4 * i, &bits, 4);
+    if (type == EPIC_BF16) ((uint16_t *)to)[i] = (uint16_t)(bits >> 16);
+    if (type != EPIC_F16) return;
+    const uint32_t e = bits >> 23 & 255, sign = bits >> 16 & 0x8000;
+    const uint32_t size = e < 113   ? below(2)
+                          : e > 142 ? 0x7c00 | (x != x)
+                                    : (bits >> 13 & 0x3ffff) - (112 << 10);
+    ((uint16_t *)to)[i] = (uint16_t)(sign | (size & 0x7fff));
+}
+
+static void fill_logits(const problem *p)
+{
+    const int kind = (int)below(8);
+    for (int64_t i = 0; i < p->tokens * p->n; i++)
+        put_number(logits.host, p->type, i, pick_logit(kind));
+}
+
+static void fill(const problem *p)
+{
+    const int64_t k = p->router.top_k, ids = 50;
+    const int64_t grad = bytes_of(p->grad_type ? p->grad_type : p->type);
+    use(&logits, (size_t)(p->tokens * p->n * bytes_of(p->type)));
+    fill_logits(p);
+    float *b = use(&bias, (size_t)p->n * 4);
+    for (int64_t i = 0; i < p->n; i++) b[i] = below(3) ? 0.1f * normal() : 0;
+    int32_t *rows = use(&table, (size_t)(ids * k * 4));
+    for (int64_t i = 0; i < ids * k; i++) rows[i] = (int32_t)below((uint32_t)p->n + 1) - 1;
+    use(&token_ids, (size_t)p->tokens * 8);
+    for (int64_t t = 0; t < p->tokens; t++) {
+        const int64_t id = below((uint32_t)ids);
+        if (p->id_type == EPIC_I64) ((int64_t *)token_ids.host)[t] = id;
+        if (p->id_type == EPIC_I32) ((int32_t *)token_ids.host)[t] = (int32_t)id;
+    }
+    use(&workspace, epic_router_workspace(&p->router, sizeof p->router));
+    need(workspace.bytes > 0, "a router is wrong");
+    use(&topk_idx, (size_t)(p->tokens * k * 4));
+    use(&weights, (size_t)(p->tokens * k * 4));
+    use(&scores, (size_t)(p->tokens * p->n * 4));
+    float *d = use(&d_weights, (size_t)(p->tokens * k * 4));
+    for (int64_t i = 0; i < p->tokens * k; i++) d[i] = normal();
+    use(&d_logits, (size_t)(p->tokens * p->n * grad));
+    int32_t *counts = use(&load, (size_t)p->n * 4);
+    for (int64_t i = 0; i < p->n; i++) counts[i] = (int32_t)below(100);
+    *(float *)use(&d_loss, 4) = normal();
+    use(&loss, 8);
+}
+
+/* --------------------------------------------------------------------- the two sides ---- */
+
+typedef struct side {
+    const problem *p;
+    int device;
+} side;
+
+static void *of(const side *s, const buffer *b)
+{
+    return s->device ? b->device : b->host;
+}
+
+static epic_result forward(const side *s)
+{
+    const problem *p = s->p;
+    const epic_router_args args = {.router = &p->router,
+                                   .router_size = sizeof p->router,
+                                   .logits = of(s, &logits),
+                                   .num_tokens = p->tokens,
+                                   .bias = p->has_bias ? of(s, &bias) : NULL,
+                                   .token_ids = p->has_table ? of(s, &token_ids) : NULL,
+                                   .table = p->has_table ? of(s, &table) : NULL,
+                                   .table_rows = 50,
+                                   .workspace = of(s, &workspace),
+                                   .workspace_bytes = workspace.bytes,
+                                   .topk_idx = of(s, &topk_idx),
+                                   .weights = of(s, &weights),
+                                   .scores = p->has_scores ? of(s, &scores) : NULL,
+                                   .type = p->type,
+                                   .token_id_type = p->id_type,
+                                   .ctx = s->device ? ctx : NULL,
+                                   .stream = s->device ? stream : NULL};
+    return epic_router_forward(&args, sizeof args);
+}
+
+static epic_result backward(const side *s)
+{
+    const problem *p = s->p;
+    const epic_router_backward_args args = {.router = &p->router,
+                                            .router_size = sizeof p->router,
+                                            .logits = of(s, &logits),
+                                            .num_tokens = p->tokens,
+                                            .topk_idx = of(s, &topk_idx),
+                                            .d_weights = of(s, &d_weights),
+                                            .workspace = of(s, &workspace),
+                                            .workspace_bytes = workspace.bytes,
+                                            .d_logits = of(s, &d_logits),
+                                            .type = p->type,
+                                            .grad_type = p->grad_type,
+                                            .flags = p->flags,
+                                            .ctx = s->device ? ctx : NULL,
+                                            .stream = s->device ? stream : NULL};
+    return epic_router_backward(&args, sizeof args);
+}
+
+static epic_loss_args loss_args(const side *s, int back)
+{
+    const problem *p = s->p;
+    return (epic_loss_args){.router = &p->router,
+                            .router_size = sizeof p->router,
+                            .logits = of(s, &logits),
+                            .num_tokens = p->tokens,
+                            .total_tokens = p->total,
+                            .load = of(s, &load),
+                            .topk_idx = of(s, &topk_idx),
+                            .sequence_tokens = p->sequence,
+                            .coeff = p->coeff,
+                            .d_loss = back && p->has_d_loss ? of(s, &d_loss) : NULL,
+                            .workspace = of(s, &workspace),
+                            .workspace_bytes = workspace.bytes,
+                            .loss = back ? NULL : of(s, &loss),
+                            .d_logits = back ? of(s, &d_logits) : NULL,
+                            .type = p->type,
+                            .loss_type = p->loss_type,
+                            .grad_type = p->grad_type,
+                            .flags = back ? p->flags : 0,
+                            .ctx = s->device ? ctx : NULL,
+                            .stream = s->device ? stream : NULL};
+}
+
+static epic_result balance(const side *s)
+{
+    const epic_loss_args args = loss_args(s, 0);
+    return epic_balance_loss_forward(&args, sizeof args);
+}
+
+static epic_result balance_backward(const side *s)
+{
+    const epic_loss_args args = loss_args(s, 1);
+    return epic_balance_loss_backward(&args, sizeof args);
+}
+
+static epic_result z(const side *s)
+{
+    const epic_loss_args args = loss_args(s, 0);
+    return epic_z_loss_forward(&args, sizeof args);
+}
+
+static epic_result z_backward(const side *s)
+{
+    const epic_loss_args args = loss_args(s, 1);
+    return epic_z_loss_backward(&args, sizeof args);
+}
+
+static epic_result update(const side *s)
+{
+    return epic_bias_update_on(s->device ? ctx : NULL, s->device ? stream : NULL, of(s, &bias),
+                               of(s, &load), s->p->n, 0.001f);
+}
+
+/* ------------------------------------------------------------------------ comparison ---- */
+
+static double number(const void *from, uint32_t type, int64_t i)
+{
+    float x;
+    double wide;
+    uint32_t bits;
+    if (type == EPIC_F64) return memcpy(&wide, (const char *)from + 8 * i, 8), wide;
+    if (type == EPIC_F16) { /* as an order-preserving integer, enough to compare */
+        const uint16_t h = ((const uint16_t *)from)[i];
+        if ((h & 0x7fff) > 0x7c00) return NAN;
+        return h & 0x8000 ? -(double)(h & 0x7fff) : (double)h;
+    }
+    if (type == EPIC_BF16)
+        bits = (uint32_t)((const uint16_t *)from)[i] << 16;
+    else
+        memcpy(&bits, (const char *)from + 4 * i, 4);
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+/* slack 0: the same bits, any NaN like any other. */
+static int agree(const buffer *b, uint32_t type, int64_t i, double slack)
+{
+    const int64_t size = bytes_of(type);
+    if (!memcmp((char *)b->host + i * size, (char *)b->back + i * size, (size_t)size)) return 1;
+    const double want = number(b->host, type, i), got = number(b->back, type, i);
+    if (want != want && got != got) return 1;
+    one_bit++;
+    return slack > 0 && fabs(want - got) <= slack * fabs(want) + (type == EPIC_F16 ? 1.01 : 0);
+}
+
+static void compare(const char *what, const buffer *b, uint32_t type, double slack)
+{
+    const int64_t size = bytes_of(type), count = (int64_t)b->bytes / size;
+    for (int64_t i = 0; i < count; i++) {
+        if (agree(b, type, i, slack)) continue;
+        fprintf(stderr, "%s: number %lld is %.17g, on the host %.17g\n", what, (long long)i,
+                number(b->back, type, i), number(b->host, type, i));
+        failures++;
+        return;
+    }
+    if (memcmp((char *)b->host + b->bytes, (char *)b->back + b->bytes, GUARD)) {
+        fprintf(stderr, "%s: written past the end\n", what);
+        failures++;
+    }
+}
+
+typedef struct step {
+    const char *what;
+    epic_result (*run)(const side *);
+    buffer *outs[3]; /* what it writes */
+    double slack;
+} step;
+
+static const step steps[] = {
+    {"router_forward", forward, {&topk_idx, &weights, &scores}, 0},
+    {"router_backward", backward, {&d_logits}, 0},
+    {"balance_loss_forward", balance, {&loss}, 1e-12},
+    {"balance_loss_backward", balance_backward, {&d_logits}, 0},
+    {"z_loss_forward", z, {&loss}, 1e-12},
+    {"z_loss_backward", z_backward, {&d_logits}, 1e-6},
+    {"bias_update_on", update, {&bias}, 0},
+};
+enum { STEPS = sizeof steps / sizeof *steps };
+
+static uint32_t type_of(const problem *p, const buffer *b)
+{
+    if (b == &loss) return p->loss_type;
+    return b == &d_logits ? (p->grad_type ? p->grad_type : p->type) : EPIC_F32;
+}
+
+static double slack_of(const problem *p, const step *s, const buffer *b)
+{
+    if (s->slack == 0) return 0;
+    const uint32_t type = type_of(p, b);
+    return type == EPIC_F64 ? s->slack : type == EPIC_BF16 ? 0x1p-7 : 0x1p-22;
+}
+
+static void launch(const step *s, const side *there, int captured)
+{
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    if (!captured) {
+        need(s->run(there) == EPIC_OK, s->what);
+        return;
+    }
+    need(!cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    need(s->run(there) == EPIC_OK, s->what);
+    need(!cudaStreamEndCapture(stream, &graph), "capture");
+    need(!cudaGraphInstantiate(&exec, graph, 0), "a graph");
+    need(!cudaGraphLaunch(exec, stream), "a graph");
+    need(!cudaStreamSynchronize(stream), "a graph");
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+}
+
+static int run_case(const problem *p, int captured)
+{
+    const int before = failures;
+    fill(p);
+    for (int i = 0; i < BUFFERS; i++) push(all[i]);
+    for (int i = 0; i < STEPS; i++) {
+        const side here = {p, 0}, there = {p, 1};
+        if (steps[i].outs[0] == &d_logits) memset(d_logits.host, POISON, d_logits.bytes);
+        if (steps[i].outs[0] == &loss) memset(loss.host, POISON, loss.bytes);
+        if (i > 0 && steps[i].outs[0] != &bias) push(steps[i].outs[0]);
+        launch(&steps[i], &there, captured);
+        for (int b = 0; b < 3 && steps[i].outs[b]; b++) pull(steps[i].outs[b]);
+        need(steps[i].run(&here) == EPIC_OK, steps[i].what);
+        need(!cudaStreamSynchronize(stream), steps[i].what);
+        for (int b = 0; b < 3 && steps[i].outs[b]; b++) {
+            const buffer *out = steps[i].outs[b];
+            const long rounded = one_bit;
+            compare(steps[i].what, out, type_of(p, out), slack_of(p, &steps[i], out));
+            if (steps[i].slack == 0) one_bit = rounded;
+        }
+    }
+    return failures == before;
+}
+
+static void print_problem(int i, const problem *p)
+{
+    const epic_router *r = &p->router;
+    fprintf(
+        stderr,
+        "case %d: %u + %u experts, k %u, score %u, groups %u keep %u (score %u best %u "
+        "others %u), rule %u, normalise %u, %lld tokens of type %u, sequence %lld, bias %d, "
+        "table %d\n",
+        i, r->num_experts, r->zero_experts, r->top_k, r->score, r->num_groups, r->topk_groups,
+        r->group_score, r->group_best, r->group_others, r->weight_rule, r->normalise,
+        (long long)p->tokens, p->type, (long long)p->sequence, p->has_bias, p->has_table);
+}
+
+/* A graph captured once gives the host's results for whatever its arrays hold later. */
+static void test_replay(void)
+{
+    problem p = pick_problem(256);
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    const side here = {&p, 0}, there = {&p, 1};
+    p.tokens = 33;
+    p.total = 40;
+    p.sequence = 11;
+    p.flags = 0;
+    fill(&p);
+    need(!cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    for (int i = 0; i < STEPS; i++) need(steps[i].run(&there) == EPIC_OK, steps[i].what);
+    need(!cudaStreamEndCapture(stream, &graph) && !cudaGraphInstantiate(&exec, graph, 0),
+         "a graph");
+    for (int round = 0; round < 20; round++) {
+        fill(&p);
+        for (int i = 0; i < BUFFERS; i++) push(all[i]);
+        need(!cudaGraphLaunch(exec, stream), "a graph");
+        for (int i = 0; i < STEPS; i++) need(steps[i].run(&here) == EPIC_OK, steps[i].what);
+        for (int i = 0; i < 4; i++) {
+            buffer *const outs[] = {&topk_idx, &weights, &d_logits, &bias};
+            const step *last = &steps[outs[i] == &d_logits ? 5 : 0];
+            pull(outs[i]);
+            need(!cudaStreamSynchronize(stream), "a graph");
+            compare("a replayed graph", outs[i], type_of(&p, outs[i]),
+                    outs[i] == &d_logits ? slack_of(&p, last, outs[i]) : 0);
+        }
+    }
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+}
+
+static void refused(epic_result result, epic_result want, const char *word)
+{
+    if (result == want && strstr(epic_error(NULL), word)) return;
+    fprintf(stderr, "%s: result %d, \"%s\"\n", word, result, epic_error(NULL));
+    failures++;
+}
+
+static void test_refusals(void)
+{
+    problem p = {.router = {.num_experts = 8, .top_k = 2}, .n = 8, .tokens = 3, .total = 3};
+    const side there = {&p, 1};
+    p.type = EPIC_F32;
+    fill(&p);
+    p.type = EPIC_F64;
+    refused(forward(&there), EPIC_ENOTSUP, "float64");
+    refused(z(&there), EPIC_ENOTSUP, "float64");
+    p.type = EPIC_F32;
+    p.router.num_experts = 5000;
+    use(&workspace, epic_router_workspace(&p.router, sizeof p.router));
+    refused(forward(&there), EPIC_ENOTSUP, "5000");
+    p.router.num_experts = 0;
+    refused(forward(&there), EPIC_EINVAL, "num_experts");
+    refused(epic_bias_update_on(ctx, stream, NULL, load.device, 8, 1), EPIC_EINVAL, "bias");
+}
+
+/* Ids out of range in arrays are no expert on a device. */
+static void test_wild_ids(void)
+{
+    problem p = {.router = {.num_experts = 8, .top_k = 2, .normalise = EPIC_NORMALISE_SUM},
+                 .n = 8,
+                 .tokens = 4,
+                 .total = 4,
+                 .type = EPIC_F32,
+                 .id_type = EPIC_I64,
+                 .has_table = 1};
+    const side there = {&p, 1};
+    fill(&p);
+    for (int i = 0; i < 32; i++) put_number(logits.host, EPIC_F32, i, normal());
+    ((int64_t *)token_ids.host)[0] = 50;
+    ((int64_t *)token_ids.host)[1] = -1;
+    ((int64_t *)token_ids.host)[2] = INT64_MAX;
+    ((int64_t *)token_ids.host)[3] = 7;
+    ((int32_t *)table.host)[14] = 8;
+    ((int32_t *)table.host)[15] = 3;
+    for (int i = 0; i < BUFFERS; i++) push(all[i]);
+    need(forward(&there) == EPIC_OK, "wild ids");
+    pull(&topk_idx);
+    pull(&weights);
+    need(!cudaStreamSynchronize(stream), "wild ids");
+    const int32_t *got = topk_idx.back;
+    const float *w = weights.back;
+    for (int i = 0; i < 8; i++) {
+        if (got[i] == (i < 7 ? -1 : 3) && w[i] == (i < 7 ? 0.0f : 1.0f)) continue;
+        fprintf(stderr, "wild ids: choice %d is %d with weight %g\n", i, got[i], w[i]);
+        failures++;
+    }
+    for (int i = 0; i < 8; i++) ((int32_t *)topk_idx.host)[i] = i % 2 ? 100 : INT32_MAX;
+    push(&topk_idx);
+    p.sequence = 2;
+    need(backward(&there) == EPIC_OK && balance(&there) == EPIC_OK, "wild ids");
+    pull(&d_logits);
+    need(!cudaStreamSynchronize(stream), "wild ids");
+    for (int i = 0; i < 32; i++) failures += ((float *)d_logits.back)[i] != 0;
+}
+
+int main(int argc, char **argv)
+{
+    const int cases = argc > 1 ? atoi(argv[1]) : 300;
+    const uint32_t most = argc > 3 ? (uint32_t)atoi(argv[3]) : 4096;
+    const uint64_t seed = argc > 2 ? (uint64_t)atoll(argv[2]) : 1;
+    const epic_config config = {.max_tokens = 16, .max_row_bytes = 64, .backend = "p2p"};
+    need(epic_open(&ctx, NULL, &config, sizeof config) == EPIC_OK, "open");
+    need(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+    for (int i = 0; i < BUFFERS; i++)
+        make_buffer(all[i], (size_t)MOST_TOKENS * 1024 * 4 + (256 << 10));
+    int good = 0;
+    for (int i = 0; i < cases; i++) {
+        state = seed * 1000003 + (uint64_t)i;
+        const problem p = pick_problem(most);
+        if (run_case(&p, i % 2))
+            good++;
+        else
+            print_problem(i, &p);
+        if (failures > 20) break;
+    }
+    for (int i = 0; i < 5; i++) test_replay();
+    test_refusals();
+    test_wild_ids();
+    need(epic_check(ctx) == EPIC_OK, "check");
+    for (int i = 0; i < BUFFERS; i++) {
+        cudaFree(all[i]->device);
+        free(all[i]->host);
+        free(all[i]->back);
+    }
+    cudaStreamDestroy(stream);
+    epic_close(ctx);
+    printf(
+        "router: %d of %d cases have the host's results (%ld numbers a rounding apart, where "
+        "they may): %s\n",
+        good, cases, one_bit, failures ? "WRONG" : "good");
+    return failures != 0;
+}

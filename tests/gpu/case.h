@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Random cases for the p2p backend: every rank makes the same case from the same seed, brings its
+ * part, makes the calls, and compares what they wrote with plain loops, bit for bit. */
+#ifndef EPIC_TEST_CASE_H
+#define EPIC_TEST_CASE_H
+
+#include "oracle.h"
+#include "team.h"
+
+typedef struct test_case {
+    routing r;
+    uint64_t seed;
+    uint32_t type;
+    int64_t hidden, row_bytes;
+    int64_t recv_rows[ORACLE_RANKS];
+    int offset; /* bytes by which rows are not aligned */
+    bool hard, weighted, fused, wide, zero_tail;
+    int sample; /* every how many tokens sums are checked */
+} test_case;
+
+typedef struct bench { /* a rank's memory and the running case */
+    team_rank *me;
+    test_case c;
+    uint8_t *arena;
+    size_t arena_bytes, used;
+    int wrong;
+    epic_call call;
+} bench;
+
+typedef struct arrays { /* what plan and dispatch are given and write */
+    void *plan, *ids;
+    int32_t *table, *expert_rows, *expert_tokens, *load, *demand;
+    void *tokens, *recv;
+    float *weights, *recv_weight;
+    size_t plan_bytes;
+} arrays;
+
+typedef struct sums { /* what the sums are given and write */
+    void *rows, *out, *d_tokens, *d_out, *d_rows;
+    float *weights, *floats, *choice_floats, *d_weights;
+    int64_t num_rows;
+} sums;
+
+/* Random numbers that every rank draws alike. */
+uint64_t draw(uint64_t *state);
+int64_t between(uint64_t *state, int64_t low, int64_t high);
+
+void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
+               int64_t max_row_bytes);
+
+/* Full size: what the benchmark runs. */
+void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens);
+
+/* Do its rows arrive: the plan is good and every rank's buffer is large enough? */
+bool case_moves(const test_case *c);
+
+/* Counts an error and tells of the first ones. */
+void wrong(bench *b, const char *format, ...);
+
+void make_inputs(bench *b, arrays *a);
+void make_sums(bench *b, sums *s);
+
+/* The calls; what they write is garbage before.  false: refused. */
+bool call_plan(bench *b, const arrays *a);
+bool call_dispatch(bench *b, const arrays *a);
+bool call_plan_dispatch(bench *b, const arrays *a);
+bool call_combine(bench *b, const arrays *a, const sums *s);
+bool call_dispatch_backward(bench *b, const arrays *a, const sums *s);
+bool call_combine_backward(bench *b, const arrays *a, const sums *s);
+void dirty_received(bench *b, const arrays *a);
+void dirty_sums(bench *b, const sums *s);
+
+void check_plan(bench *b, const arrays *a);
+void check_dispatch(bench *b, const arrays *a, const char *what);
+void check_sums(bench *b, const sums *s);
+
+/* epic_sum of random floats, called and checked. */
+void test_sum(bench *b);
+
+#endif

@@ -1,0 +1,110 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Operations back to back: random cases from a pool, no synchronisation between them, random
+ * delays of each host, and from time to time a look at what came out, bit for bit.
+ *   gpu_storm RANKS GPUS threads|processes OPERATIONS SEED */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "case.h"
+
+#define POOL 16
+#define MAX_CASE_TOKENS 96
+#define MAX_ROW_BYTES 4096
+#define ARENA_BYTES ((size_t)256 << 20)
+#define LOOK_EVERY 40 /* rounds */
+
+static int operations;
+static uint64_t first_seed;
+
+typedef struct entry { /* a case of the pool */
+    bench b;
+    arrays a;
+    sums s;
+} entry;
+
+static void prepare(entry *e, team_rank *me, uint64_t seed)
+{
+    memset(e, 0, sizeof *e);
+    e->b = (bench){.me = me, .arena_bytes = ARENA_BYTES};
+    CHECK_CUDA(cudaMalloc((void **)&e->b.arena, ARENA_BYTES));
+    for (;; seed += 1000) { /* one whose rows arrive */
+        draw_case(&e->b.c, seed, me->num_ranks, MAX_CASE_TOKENS, MAX_ROW_BYTES);
+        if (case_moves(&e->b.c)) break;
+        free_routing(&e->b.c.r);
+    }
+    e->b.call = (epic_call){.stream = me->stream, .tag = seed};
+    make_inputs(&e->b, &e->a);
+    make_sums(&e->b, &e->s);
+}
+
+/* Five operations, or four; returns how many, 0: refused. */
+static int enqueue(entry *e)
+{
+    bench *b = &e->b;
+    dirty_received(b, &e->a);
+    dirty_sums(b, &e->s);
+    if (b->c.fused ? !call_plan_dispatch(b, &e->a)
+                   : !call_plan(b, &e->a) || !call_dispatch(b, &e->a))
+        return 0;
+    const bool good = call_combine(b, &e->a, &e->s) && call_combine_backward(b, &e->a, &e->s) &&
+                      call_dispatch_backward(b, &e->a, &e->s);
+    return good ? (b->c.fused ? 4 : 5) : 0;
+}
+
+static void look(entry *e)
+{
+    check_plan(&e->b, &e->a);
+    check_dispatch(&e->b, &e->a, "dispatch");
+    check_sums(&e->b, &e->s);
+    epic_failure_info failure;
+    if (p2p_steps.check(e->b.me->group, &failure) != EPIC_OK)
+        wrong(&e->b, "%s", failure.sentence);
+}
+
+static int work(team_rank *me)
+{
+    entry *pool = calloc(POOL, sizeof *pool);
+    uint64_t same = first_seed, own = first_seed * 31 + (uint64_t)me->rank + 1;
+    int done = 0, bad = 0;
+    for (int i = 0; i < POOL; i++) prepare(&pool[i], me, first_seed + (uint64_t)i);
+    team_meet(me);
+    for (int round = 1; done < operations && !bad; round++) {
+        entry *e = &pool[between(&same, 0, POOL - 1)];
+        if (between(&own, 0, 3) == 0) usleep((unsigned)between(&own, 0, 400));
+        const int count = enqueue(e);
+        done += count;
+        bad = !count;
+        if (round % LOOK_EVERY == 0) look(e);
+        bad |= e->b.wrong;
+    }
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    team_meet(me);
+    for (int i = 0; i < POOL; i++) { /* what is in no round's way any more */
+        free_routing(&pool[i].b.c.r);
+        CHECK_CUDA(cudaFree(pool[i].b.arena));
+    }
+    if (me->rank == 0 && !bad) printf("%d operations\n", done);
+    free(pool);
+    return bad;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 6) return 2;
+    operations = atoi(argv[4]);
+    first_seed = strtoull(argv[5], NULL, 10);
+    team t = {.num_ranks = atoi(argv[1]),
+              .num_gpus = atoi(argv[2]),
+              .processes = !strcmp(argv[3], "processes"),
+              .max_tokens = MAX_CASE_TOKENS,
+              .max_row_bytes = MAX_ROW_BYTES,
+              .timeout_ms = 5000,
+              .work = work};
+    const int failed = team_run(&t);
+    printf("gpu_storm %s ranks, %s GPUs, %s, %d operations from seed %llu: %s\n", argv[1],
+           argv[2], argv[3], operations, (unsigned long long)first_seed,
+           failed ? "WRONG" : "good");
+    return failed != 0;
+}

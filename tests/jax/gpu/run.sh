@@ -1,0 +1,42 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Tests epic.jax on the GPUs of this machine: one process with 1, 2 and 4 of them, then one process
+# for each.  usage: run.sh [cases of check.py]
+set -u
+cd "$(dirname "$0")/../../.."
+PYTHON=${GPU_PYTHON:-python3}
+LIMIT=${EPIC_GPU_LIMIT:-300} # seconds for each run
+GPUS=$(nvidia-smi -L 2>/dev/null | wc -l)
+[ "$GPUS" -gt 0 ] || { echo "there is no GPU"; exit 1; }
+export EPIC_LIBRARY_PATH="${EPIC_LIBRARY_PATH:-$PWD/build/lib}" PYTHONPATH="$PWD/bindings/python"
+export JAX_PLATFORMS=cuda,cpu PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=2
+failed=0
+
+check() { timeout -k 5 "$LIMIT" "$PYTHON" tests/jax/gpu/check.py "$@" 2>&1; }
+
+for count in 1 2 4; do
+    [ "$count" -le "$GPUS" ] || continue
+    devices=$(seq -s, 0 $((count - 1)))
+    echo "== one process, $count of $GPUS GPUs"
+    log=$(mktemp)
+    CUDA_VISIBLE_DEVICES=$devices check "$@" >"$log"
+    [ "$(tail -n 1 "$log")" = right ] || failed=1
+    cat "$log"
+    rm -f "$log"
+done
+for count in 2 4; do
+    [ "$count" -le "$GPUS" ] || continue
+    echo "== $count processes with a GPU each"
+    log=$(mktemp -d)
+    port=$((20000 + $$ % 20000 + count))
+    for process in $(seq 0 $((count - 1))); do
+        check "$process" "$count" "$port" "$@" >"$log/$process" &
+    done
+    wait
+    for process in $(seq 0 $((count - 1))); do
+        [ "$(tail -n 1 "$log/$process")" = right ] || { failed=1; cat "$log/$process"; }
+    done
+    cat "$log/0"
+    rm -rf "$log"
+done
+exit $failed

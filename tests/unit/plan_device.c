@@ -1,0 +1,138 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What epic_plan_read says of the bytes of a CUDA context's plan, and of damaged ones. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "plan/device_layout.h"
+
+enum { RANKS = 4, TOKENS = 9, MAX_TOKENS = 16, EXPERTS = 8, TOP_K = 3, SLOTS = 20 };
+
+typedef struct made { /* a plan of rank 2, in memory of exactly its bytes */
+    unsigned char *bytes;
+    device_plan_header *header;
+    int32_t *fate;
+    size_t size;
+} made;
+
+static void seal(const made *m)
+{
+    m->header->sum = device_header_sum(m->header);
+}
+
+static made make(void)
+{
+    const device_plan_layout at = device_plan_layout_of(RANKS, MAX_TOKENS, EXPERTS, TOP_K);
+    made m = {.bytes = aligned_alloc(64, (size_t)at.bytes), .size = (size_t)at.bytes};
+    memset(m.bytes, 0x5a, m.size);
+    m.header = (device_plan_header *)(void *)m.bytes;
+    m.fate = (int32_t *)(void *)(m.bytes + at.fate);
+    *m.header = (device_plan_header){.magic = DEVICE_PLAN_MAGIC,
+                                     .id = 77,
+                                     .bytes = at.bytes,
+                                     .max_tokens = MAX_TOKENS,
+                                     .rank = 2,
+                                     .num_ranks = RANKS,
+                                     .num_experts = EXPERTS,
+                                     .top_k = TOP_K,
+                                     .alignment = 1,
+                                     .sum_order = EPIC_TREE,
+                                     .leaves = 8,
+                                     .num_local = 2,
+                                     .tokens_of = {1, 2, TOKENS, 4},
+                                     .slots_of = {0, 0, SLOTS, 0},
+                                     .capacity_of = {0, 0, 30, 0},
+                                     .rank_at = {0, 2, 1, 3}};
+    for (int i = 0; i < TOKENS * TOP_K; i++) m.fate[i] = i % 4 ? i : -1 - i / 4 % 3;
+    seal(&m);
+    return m;
+}
+
+static void check_good(void)
+{
+    const made m = make();
+    epic_plan_info info;
+    CHECK_EQ(epic_plan_read(m.bytes, m.size, &info, sizeof info), EPIC_OK);
+    CHECK_EQ(info.id, 77);
+    CHECK_EQ(info.num_tokens, TOKENS);
+    CHECK_EQ(info.total_tokens, 16);
+    CHECK_EQ(info.num_slots, SLOTS);
+    CHECK_EQ(info.capacity, 30);
+    CHECK_EQ(info.num_kept, 20);
+    CHECK_EQ(info.num_none, 3);
+    CHECK_EQ(info.num_expert_full, 2);
+    CHECK_EQ(info.num_rank_full, 2);
+    CHECK_EQ(info.num_local_experts, 2);
+    CHECK_EQ(info.num_leaves, 2);
+    CHECK_EQ(info.first_leaf, 2); /* its subtree is the second */
+    CHECK(!memcmp(m.bytes + info.fate_offset, m.fate, sizeof *m.fate));
+    m.header->result = EPIC_EOVERFLOW;
+    seal(&m);
+    CHECK_EQ(epic_plan_read(m.bytes, m.size, &info, sizeof info), EPIC_OK);
+    CHECK_EQ(info.result, EPIC_EOVERFLOW);
+    CHECK_EQ(info.num_slots, 0);
+    free(m.bytes);
+}
+
+static void check_refused(const made *m, size_t size, const char *word)
+{
+    epic_plan_info info;
+    CHECK_EQ(epic_plan_read(m->bytes, size, &info, sizeof info), EPIC_EINVAL);
+    CHECK_SAY(strstr(epic_error(NULL), word), "\"%s\" does not say \"%s\"", epic_error(NULL),
+              word);
+}
+
+/* Every word of the header but the magic: the sum tells. */
+static void check_damage(void)
+{
+    const made m = make();
+    uint32_t *words = (uint32_t *)(void *)m.bytes;
+    for (size_t i = 2; i <= offsetof(device_plan_header, sum) / 4; i++) {
+        words[i] ^= 1u << i % 32;
+        check_refused(&m, m.size, "damaged");
+        words[i] ^= 1u << i % 32;
+    }
+    check_refused(&m, m.size - 1, "plan_bytes");
+    m.fate[TOKENS * TOP_K - 1] = EPIC_FATE_RANK_FULL - 1;
+    check_refused(&m, m.size, "out of range");
+    free(m.bytes);
+}
+
+/* Damaged and sealed again: no size may lead outside. */
+static void check_forged(void)
+{
+    static const int64_t values[] = {-1, 0, 9, 5000, INT32_MAX, INT64_MAX / 4};
+    for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+        const made m = make();
+        device_plan_header good = *m.header;
+        m.header->max_tokens = values[i];
+        seal(&m);
+        check_refused(&m, m.size, "damaged");
+        *m.header = good;
+        m.header->tokens_of[2] = values[i] == 9 ? MAX_TOKENS + 1 : -1;
+        seal(&m);
+        check_refused(&m, m.size, "damaged");
+        *m.header = good;
+        m.header->top_k = values[i] == 9 ? 4 : (uint32_t)values[i];
+        seal(&m);
+        check_refused(&m, m.size, "damaged");
+        *m.header = good;
+        m.header->rank = values[i] == 0 ? RANKS : -1;
+        seal(&m);
+        check_refused(&m, m.size, "damaged");
+        *m.header = good;
+        m.header->num_ranks = values[i] == 9 ? DEVICE_MAX_RANKS + 1 : 0;
+        seal(&m);
+        check_refused(&m, m.size, "damaged");
+        free(m.bytes);
+    }
+}
+
+int main(void)
+{
+    check_begin();
+    check_good();
+    check_damage();
+    check_forged();
+    return check_end();
+}
