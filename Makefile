@@ -23,7 +23,8 @@ all: setup-build
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build)
 
-test: setup-test test-format test-gcc test-clang test-asan test-tsan test-valgrind
+test: setup-test test-format test-gcc test-clang test-asan test-tsan test-valgrind \
+    test-jax-quick
 	@echo "== make test: all parts passed"
 
 setup-build setup-test setup-demo: setup-%:

@@ -235,7 +235,9 @@ def soak(args: argparse.Namespace) -> None:
                 def body(h: Any, p: Any) -> Any:
                     plan, recv, _ = epic.jax.plan_dispatch(group, layer, ids, h)
                     weights = epic.jax.ExpertWeights(p["up"], p["down"])
-                    out = mlp(own, product, recv, plan.expert_rows, weights, None)
+                    out = mlp(
+                        own, product, recv, (plan.expert_rows, plan.expert_tokens), weights, None
+                    )
                     return h + epic.jax.combine(plan, out), None
 
                 return jax.lax.scan(body, x, params)[0]

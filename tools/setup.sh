@@ -22,6 +22,7 @@ look() {
     have clang-format-14 || optional="$optional clang-format-14"
     have clang || optional="$optional clang"
     have valgrind || optional="$optional valgrind libc6-dbg"
+    python3 -c 'import ensurepip, venv' 2>/dev/null || optional="$optional python3-venv"
     { have mpicc && have mpiexec; } || optional="$optional libopenmpi-dev openmpi-bin"
 }
 

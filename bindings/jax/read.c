@@ -9,6 +9,7 @@ epic_layer read_layer(ffi_reader *reader)
     return (epic_layer){.num_experts = ffi_uint(reader, "num_experts"),
                         .top_k = ffi_uint(reader, "top_k"),
                         .alignment = ffi_uint(reader, "alignment"),
+                        .layout = ffi_uint(reader, "layout"),
                         .overflow = ffi_uint(reader, "overflow"),
                         .expert_capacity = ffi_uint(reader, "expert_capacity"),
                         .sum_order = ffi_uint(reader, "sum_order"),

@@ -108,6 +108,32 @@ static const job_array dispatch_arrays[] = {PLAN(dispatch), DISPATCH_INPUTS, SIT
                                             DISPATCH_RESULTS};
 OPERATION(dispatch, "dispatch", ROLE_DISPATCH, dispatch, read_dispatch)
 
+/* One row for each (token, rank), and which of this rank's experts it is for. */
+static const job_array dispatch_flat_arrays[] = {
+    PLAN(dispatch), DISPATCH_INPUTS, SITE, DISPATCH_RESULTS,
+    DATA(JOB_RESULT, "recv_expert", EPIC_I32, dispatch.recv_expert)};
+#define run_dispatch_flat run_dispatch
+OPERATION(dispatch_flat, "dispatch_flat", ROLE_DISPATCH, dispatch, read_dispatch)
+
+static void read_dispatch_quantised(ffi_reader *reader, job *base)
+{
+    read_dispatch(reader, base);
+    ((step_job *)base)->dispatch.quantise = ffi_uint(reader, "quantise");
+}
+
+/* Rows of a float type leave as e4m3 with scales; those of 1x32 are bytes. */
+static const job_array dispatch_quantised_arrays[] = {
+    PLAN(dispatch),
+    TYPED_ROWS("tokens", dispatch.tokens, dispatch.type),
+    DATA(JOB_OPTIONAL, "weights", EPIC_F32, dispatch.weights),
+    SITE,
+    ROWS(JOB_RESULT, "recv", EPIC_E4M3, dispatch.recv),
+    ROWS(JOB_RESULT, "recv_scales", FFI_OTHER, dispatch.recv_scales),
+    DATA(JOB_RESULT | JOB_OPTIONAL, "recv_weight", EPIC_F32, dispatch.recv_weight)};
+#define run_dispatch_quantised run_dispatch
+OPERATION(dispatch_quantised, "dispatch_quantised", ROLE_DISPATCH, dispatch,
+          read_dispatch_quantised)
+
 static epic_result run_plan_dispatch(job *base)
 {
     step_job *job = (step_job *)base;

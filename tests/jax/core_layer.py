@@ -100,9 +100,15 @@ def describe(options: Moe) -> tuple[Any, list[Any]]:
 
 
 def one_rank(
-    config: Any, meet: Any, options: Moe, x: np.ndarray, weights: dict, d_out: np.ndarray
+    config: Any,
+    meet: Any,
+    options: Moe,
+    d_loss: np.ndarray,
+    x: np.ndarray,
+    weights: dict,
+    d_out: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Opens, runs forward and backward with d_loss 1, closes."""
+    """Opens, runs forward and backward, closes."""
     context = ctypes.c_void_p()
     meeting_at = ctypes.addressof(meet.struct)
     check(core().epic_open(ctypes.byref(context), meeting_at, *sized(config)))
@@ -125,6 +131,7 @@ def one_rank(
         d_x=rows(d_x),
         gradients=ctypes.addressof(g),
         gradients_size=ctypes.sizeof(g),
+        d_loss=address(d_loss),
         **head,
     )
     check(core().epic_moe_backward(context, *sized(backward)))
@@ -133,14 +140,16 @@ def one_rank(
     return out, d_x, d
 
 
-def run(config: Any, options: Moe, per_rank: list[tuple[Any, Any, Any]]) -> list[Any]:
+def run(
+    config: Any, options: Moe, per_rank: list[tuple[Any, Any, Any]], d_loss: float = 1.0
+) -> list[Any]:
     """out, d_x and gradients of every rank, for its (x, weights, d_out)."""
     for name in ("epic_moe_forward", "epic_moe_backward"):
         getattr(core(), name).argtypes = [c_void_p, c_void_p, c_size_t]
     meets = meeting.by_threads(len(per_rank), 60000)
     with ThreadPoolExecutor(len(per_rank)) as pool:
         tasks = [
-            pool.submit(one_rank, config, meet, options, *mine)
+            pool.submit(one_rank, config, meet, options, np.float32([d_loss]), *mine)
             for meet, mine in zip(meets, per_rank, strict=True)
         ]
     return [task.result() for task in tasks]

@@ -18,7 +18,11 @@ CASES: dict[str, dict[str, Any]] = {
     "biases": {"biases": True, "alignment": 8},
     "shared": {"shared": True, "z_coeff": 0.1},
     "early": {"weighting": "early", "biases": True},
+    "input": {"weighting": "input", "biases": True, "normalise": True},
     "top1": {"top_k": 1},
+    "zero_experts": {"zero_experts": 3, "balance_coeff": 0.5, "z_coeff": 0.1},
+    "table": {"table": 5, "score": "sigmoid", "normalise": True},
+    "drop": {"expert_capacity": 2, "alignment": 4},
 }
 
 
@@ -26,10 +30,17 @@ def options(case: dict[str, Any], ranks: int) -> epic.jax.Moe:
     """As epic.jax wants it."""
     top_k = case.get("top_k", 2)
     return epic.jax.Moe(
-        epic.jax.Layer(EXPERTS, top_k, alignment=case.get("alignment", 1)),
+        epic.jax.Layer(
+            EXPERTS,
+            top_k,
+            alignment=case.get("alignment", 1),
+            overflow="drop" if "expert_capacity" in case else "error",
+            expert_capacity=case.get("expert_capacity", 0),
+        ),
         epic.jax.Router(
             EXPERTS,
             top_k,
+            zero_experts=case.get("zero_experts", 0),
             score=case.get("score", "softmax"),
             normalise="sum" if case.get("normalise") else "none",
         ),
@@ -44,7 +55,7 @@ def weights(case: dict[str, Any]) -> dict[str, np.ndarray]:
     """Of all experts, float32."""
     rng = np.random.default_rng(7)
     shapes = {
-        "w_gate": (HIDDEN, EXPERTS),
+        "w_gate": (HIDDEN, EXPERTS + case.get("zero_experts", 0)),
         "w_gate_up": (EXPERTS, HIDDEN, 2 * INNER),
         "w_down": (EXPERTS, INNER, HIDDEN),
     }
@@ -64,6 +75,16 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
     return x, ct
 
 
+def tables(case: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Experts by token id, where the case has a table."""
+    if "table" not in case:
+        return {}
+    rng = np.random.default_rng(9)
+    table = [rng.permutation(EXPERTS)[: case.get("top_k", 2)] for _ in range(case["table"])]
+    ids = rng.integers(0, case["table"], size=(BATCH, LENGTH))
+    return {"token_ids": ids.astype(np.int32), "table": np.array(table, np.int32)}
+
+
 def true_step(case: dict[str, Any], groups: int) -> tuple[Any, ...]:
     """out, loss, d_x and d_weights in float64, for as many groups side by side."""
     o = reference.Options(
@@ -72,10 +93,16 @@ def true_step(case: dict[str, Any], groups: int) -> tuple[Any, ...]:
         case.get("normalise", False),
         case.get("balance_coeff", 0.0),
         case.get("z_coeff", 0.0),
+        case.get("weighting") == "input",
+        case.get("expert_capacity", 0),
     )
     w = {name: value.astype(np.float64) for name, value in weights(case).items()}
     x, ct = (v.astype(np.float64).reshape(groups, -1, HIDDEN) for v in arrays())
-    parts = [reference.moe(o, x[g], w, ct[g], 1 / groups) for g in range(groups)]
+    ids: Any = [None] * groups
+    if "table" in case:
+        extra = tables(case)
+        ids = extra["table"][extra["token_ids"]].reshape(groups, -1, o.top_k)
+    parts = [reference.moe(o, x[g], w, ct[g], 1 / groups, ids[g]) for g in range(groups)]
     whole = (BATCH, LENGTH, HIDDEN)
     out = np.concatenate([p[0] for p in parts]).reshape(whole)
     d_x = np.concatenate([p[2] for p in parts]).reshape(whole)
@@ -86,9 +113,10 @@ def true_step(case: dict[str, Any], groups: int) -> tuple[Any, ...]:
 def step(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any:
     """A jitted function of x, weights and ct: out, loss, d_x, d_weights."""
     wish = options(case, group.num_ranks)
+    extras = {**tables(case), **more}
 
     def loss_of(x: Any, w: Any, ct: Any) -> Any:
-        moe = epic.jax.sharded.moe(mesh, group, wish, x, epic.jax.MoeWeights(**w), **more)
+        moe = epic.jax.sharded.moe(mesh, group, wish, x, epic.jax.MoeWeights(**w), **extras)
         return (moe.out * ct).sum() + moe.loss, moe
 
     def run(x: Any, w: Any, ct: Any) -> Any:

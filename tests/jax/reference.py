@@ -70,11 +70,19 @@ class Routing:
     chosen: Array
 
 
-def route(score: str, normalise: bool, z: Array, bias: Array | None, top_k: int) -> Routing:
-    """The top_k experts by score plus bias, ties to the lower id."""
+def route(
+    score: str,
+    normalise: bool,
+    z: Array,
+    bias: Array | None,
+    top_k: int,
+    ids: Array | None = None,
+) -> Routing:
+    """The top_k experts by score plus bias, ties to the lower id; or those that ids say."""
     s = scores_of(score, z)
     by = z if bias is None else s + bias
-    ids = np.argsort(-by, axis=1, kind="stable")[:, :top_k]
+    if ids is None:
+        ids = np.argsort(-by, axis=1, kind="stable")[:, :top_k]
     chosen = np.take_along_axis(s, ids, 1)
     total = chosen.sum(axis=1, keepdims=True) if normalise else 1
     return Routing(ids, chosen / total, s, chosen)
@@ -98,11 +106,12 @@ def load_of(ids: Array, experts: int) -> Array:
 
 def balance(score: str, z: Array, load: Array, top_k: int, coeff: float) -> tuple[float, Array]:
     """The loss over all tokens and its gradient."""
-    experts, total = z.shape[1], z.shape[0]
+    experts, total = load.shape[0], z.shape[0]
     s = scores_of(score, z)
     whole = s.sum(axis=1, keepdims=True)
     factor = experts * coeff / (top_k * total**2)
-    d_p = np.broadcast_to(factor * load, z.shape)
+    d_p = np.zeros_like(z)
+    d_p[:, :experts] = factor * load
     p = s / whole
     d_s = (d_p - (d_p * p).sum(axis=1, keepdims=True)) / whole
     return float((p * d_p).sum()), scores_backward(score, s, d_s)
@@ -161,28 +170,50 @@ class Options:
     normalise: bool = False
     balance_coeff: float = 0.0
     z_coeff: float = 0.0
+    weigh_input: bool = False
+    expert_capacity: int = 0
+
+
+def weighted_experts(
+    o: Options, x: Array, w: dict[str, Array], d: dict[str, Array], r: Routing, d_out: Array
+) -> tuple[Array, Array, Array]:
+    """out, d_x and the gradient of the weights; those of the experts are added to d."""
+    out, d_x, d_w = np.zeros_like(x), np.zeros_like(x), np.zeros_like(r.weights)
+    experts = w["w_down"].shape[0]
+    for e in range(experts):
+        token, k = np.nonzero(r.ids == e)
+        if o.expert_capacity:
+            token, k = token[: o.expert_capacity], k[: o.expert_capacity]
+        weight, mine = r.weights[token, k][:, None], d_out[token]
+        y, kept = mlp(x[token] * weight if o.weigh_input else x[token], w, e)
+        np.add.at(out, token, y if o.weigh_input else weight * y)
+        d_rows = mlp_backward(w, d, e, kept, mine if o.weigh_input else weight * mine)
+        d_w[token, k] = ((d_rows * x[token]) if o.weigh_input else (mine * y)).sum(axis=1)
+        np.add.at(d_x, token, weight * d_rows if o.weigh_input else d_rows)
+    token, k = np.nonzero(r.ids >= experts)  # identity experts
+    weight = r.weights[token, k][:, None]
+    np.add.at(out, token, weight * x[token])
+    np.add.at(d_x, token, weight * d_out[token])
+    d_w[token, k] = (d_out[token] * x[token]).sum(axis=1)
+    return out, d_x, d_w
 
 
 def moe(
-    o: Options, x: Array, w: dict[str, Array], d_out: Array, d_loss: float
+    o: Options,
+    x: Array,
+    w: dict[str, Array],
+    d_out: Array,
+    d_loss: float,
+    ids: Array | None = None,
 ) -> tuple[Array, float, Array, dict[str, Array]]:
     """out, loss, d_x and d_w of a layer whose weights are dicts of float64 arrays."""
     z = x @ w["w_gate"]
-    r = route(o.score, o.normalise, z, w.get("bias"), o.top_k)
-    load = load_of(r.ids, z.shape[1])
-    losses = [
-        balance(o.score, z, load, o.top_k, o.balance_coeff),
-        z_loss(z, o.z_coeff),
-    ]
+    r = route(o.score, o.normalise, z, w.get("bias"), o.top_k, ids)
+    experts = w["w_down"].shape[0]
+    load = load_of(np.where(r.ids < experts, r.ids, -1), experts)
+    losses = [balance(o.score, z, load, o.top_k, o.balance_coeff), z_loss(z, o.z_coeff)]
     d = {name: np.zeros_like(value) for name, value in w.items()}
-    out, d_x, d_w = np.zeros_like(x), np.zeros_like(x), np.zeros_like(r.weights)
-    for e in range(z.shape[1]):
-        token, k = np.nonzero(r.ids == e)
-        weight = r.weights[token, k][:, None]
-        y, kept = mlp(x[token], w, e)
-        np.add.at(out, token, weight * y)
-        d_w[token, k] = (d_out[token] * y).sum(axis=1)
-        np.add.at(d_x, token, mlp_backward(w, d, e, kept, weight * d_out[token]))
+    out, d_x, d_w = weighted_experts(o, x, w, d, r, d_out)
     d_z = route_backward(o.score, o.normalise, r, d_w)
     d_z += d_loss * (losses[0][1] + losses[1][1])
     d["w_gate"] = x.T @ d_z

@@ -1,19 +1,21 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Builds libepic_jax.so beside BUILD/lib/libepic.so and tests it with each JAX.  One library serves
-# them all: it is compiled on the header of the first.  An interpreter that is missing is said.
+# Tests epic.jax on BUILD/lib/libepic.so with the JAX of each Python (requirements.txt says which), in
+# a virtual environment of its own under build/.  What a machine lacks is left out and said.
 # usage: run.sh BUILD [pytest arguments]
+#   EPIC_JAX_PYTHONS  versions; default "3.13 3.11", or what python3 is where it has neither
+#   EPIC_JAX_QUICK=1  the full suite on the first alone, on the others what depends on the JAX
 set -eu
 cd "$(dirname "$0")/../.."
 build=$(cd "$1" && pwd)
 shift
-pairs=${EPIC_JAX_PAIRS:-"0.10.2:3.11 0.12:3.13"} # of JAX and Python
 export EPIC_LIBRARY_PATH="$build/lib" PYTHONPATH="$PWD/bindings/python" JAX_PLATFORMS=cpu
+pins=tests/jax/requirements.txt
 
-works() { "$1" -c "import sys; assert sys.version_info[:2] == tuple(map(int, '$2'.split('.')))" 2>/dev/null; }
+works() { "$1" -c "import sys, venv, ensurepip; assert '%d.%d' % sys.version_info[:2] == '$2'" 2>/dev/null; }
 
 interpreter() { # of a version; prints nothing if there is none
-    for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+    for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python python3; do
         if works "$candidate" "$1"; then
             echo "$candidate"
             return
@@ -21,18 +23,18 @@ interpreter() { # of a version; prints nothing if there is none
     done
 }
 
-environment() { # jax python: sees to build/venv-jaxJAX
-    venv=build/venv-jax$1
-    wanted="jax==$1.* numpy pytest ruff mypy flatbuffers"
-    case $1 in *.*.*) wanted="jax==$1 numpy pytest ruff mypy flatbuffers" ;; esac
-    [ "$(cat "$venv/wanted" 2>/dev/null)" != "$wanted" ] || return 0
-    "$2" -m venv --clear "$venv"
-    # shellcheck disable=SC2086
-    "$venv/bin/pip" install --quiet $wanted
-    echo "$wanted" >"$venv/wanted"
+try() { # a command, three times: networks fail
+    "$@" || { sleep 5 && "$@"; } || { sleep 20 && "$@"; }
 }
 
-handlers() { # python of an environment
+environment() { # python folder
+    if cmp -s $pins "$2/pins"; then return; fi
+    "$1" -m venv --clear "$2"
+    try "$2/bin/pip" install --quiet --disable-pip-version-check -r $pins
+    cp $pins "$2/pins"
+}
+
+handlers() { # python of an environment: libepic_jax.so, one for every JAX
     include=$("$1" -c 'import jax; print(jax.ffi.include_dir())')
     cmake -S bindings/jax -B "$build/jax" -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$build/lib" \
         -DEPIC_JAX_INCLUDE="$include" -DEPIC_LIBRARY="$build/lib/libepic.so" >"$build/jax.log" ||
@@ -40,27 +42,50 @@ handlers() { # python of an environment
     cmake --build "$build/jax" >>"$build/jax.log" || { cat "$build/jax.log"; return 1; }
 }
 
-built=
-mkdir -p build
-for pair in $pairs; do
-    jax=${pair%%:*} python=$(interpreter "${pair##*:}")
-    if [ -z "$python" ]; then
-        echo "left out: jax $jax, as there is no Python ${pair##*:}"
-        continue
-    fi
-    environment "$jax" "$python"
-    bin=build/venv-jax$jax/bin
-    if [ -z "$built" ]; then
-        handlers "$bin/python"
-        "$build/jax/epic_jax_frames"
-        built=yes
-        "$bin/ruff" check -q bindings/python tests/jax examples/jax
-        "$bin/mypy" --config-file pyproject.toml bindings/python/epic
-    fi
-    echo "-- jax $jax, Python ${pair##*:}"
-    "$bin/python" -m pytest -q tests/jax "$@"
-    for options in "--devices 4" "--processes 4"; do
-        # shellcheck disable=SC2086
-        "$bin/python" examples/jax/ep_moe.py --check $options
+once() { # with the first environment
+    handlers "$1/python"
+    "$build/jax/epic_jax_frames"
+    "$1/ruff" check -q bindings/python tests/jax examples/jax bench
+    "$1/ruff" format --check -q bindings/python tests/jax examples/jax bench
+    "$1/mypy" --config-file pyproject.toml bindings/python/epic examples/jax bench/jax_bench.py
+    tests/jax/wheel.sh "$1"
+}
+
+examples() { # python
+    "$1" examples/jax/ep_moe.py --check --devices 4
+    "$1" examples/jax/ep_moe.py --check --processes 4
+    "$1" examples/jax/train_text.py --check
+}
+
+pythons=${EPIC_JAX_PYTHONS-}
+if [ -z "$pythons" ]; then
+    for version in 3.13 3.11; do
+        if [ -n "$(interpreter $version)" ]; then
+            pythons="$pythons $version"
+        else
+            echo "left out: there is no Python $version (with venv)"
+        fi
     done
+fi
+if [ -z "$pythons" ] && [ -n "$(interpreter 3.12)" ]; then pythons=3.12; fi
+
+tested=
+for version in $pythons; do
+    python=$(interpreter "$version")
+    [ -n "$python" ] || { echo "there is no Python $version (with venv)" >&2; exit 1; }
+    environment "$python" "build/venv-py$version"
+    bin=build/venv-py$version/bin
+    "$bin/python" -c 'import sys, jax; print("-- jax", jax.__version__, "Python", sys.version.split()[0])'
+    if [ -z "$tested" ]; then
+        once "$bin"
+        "$bin/python" -m pytest -q tests/jax "$@"
+        examples "$bin/python"
+    elif [ -n "${EPIC_JAX_QUICK-}" ]; then
+        "$bin/python" -m pytest -q tests/jax -m "not thorough" "$@"
+    else
+        "$bin/python" -m pytest -q tests/jax "$@"
+        examples "$bin/python"
+    fi
+    tested="$tested $version"
 done
+[ -n "$tested" ] || echo "left out: no Python of 3.11 to 3.13 (with venv) is here"

@@ -50,6 +50,7 @@ def run(what: str, processes: int) -> list[str]:
     return said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [4, 2])
 def test_layers(processes: int) -> None:
     """EP 1, 2 and 4 over processes of one device, and of two."""
@@ -57,6 +58,7 @@ def test_layers(processes: int) -> None:
         assert said.endswith("right\n"), said[-3000:]
 
 
+@pytest.mark.thorough
 def test_independent_layers() -> None:
     """Sixteen in one program, in four processes: right, the same every time, never stuck."""
     for said in run("independent", 4):

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import epic.jax
 import layers
+import reference
+import test_steps
 
 SIZES = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
 
@@ -43,12 +45,34 @@ def whole(x: Any) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
+def check_steps(group: Any, mesh: Mesh) -> None:
+    """There, through the sine, and back, with gradients, against float64."""
+    rows, top_k = 4 * test_steps.TOKENS, test_steps.TOP_K
+    ids = np.asarray(test_steps.choices(3))
+    x, w, ct = (
+        np.asarray(test_steps.numbers(i, rows, columns))
+        for i, columns in ((1, test_steps.HIDDEN), (2, top_k), (4, test_steps.HIDDEN))
+    )
+    args = [place(mesh, a, test_steps.ALL) for a in (x, w, ids, ct)]
+    for fused in (False, True):
+        step = test_steps.mapped(mesh, test_steps.through(group, fused), 3)
+
+        def run(x: Any, w: Any, ids: Any, ct: Any, step: Any = step) -> Any:
+            out, pull = jax.vjp(lambda x, w: step(x, w, ids), x, w)
+            return out, *pull(ct)
+
+        got = jax.tree.map(whole, jax.jit(run)(*args))
+        for a, b in zip(got, test_steps.true_round(x, w, ids, ct), strict=True):
+            assert reference.relative(a, b) < 2e-6
+
+
 def run_layers(process: int, processes: int, port: int) -> None:
-    """Every case of layers.py on every mesh, against float64."""
+    """The steps, and every case of layers.py, on every mesh, against float64."""
     initialise(process, processes, port)
     for ep in (1, 2, 4):
         mesh = Mesh(np.array(jax.devices()[:4]).reshape(4 // ep, ep), ("dp", "ep"))
         with epic.jax.open(mesh, "ep", **SIZES) as group:
+            check_steps(group, mesh)
             for case in layers.CASES.values():
                 x, ct = (place(mesh, v, P(("dp", "ep"))) for v in layers.arrays())
                 w = {n: place(mesh, v, P()) for n, v in layers.weights(case).items()}

@@ -13,6 +13,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
 WEIGHTINGS = ("late", "early", "input")
 TYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "float64": 4}
 CHOICES: dict[str, tuple[str, ...]] = {
+    "layout": ("expert_major", "flat"),
     "overflow": ("error", "drop"),
     "sum_order": ("by_rank", "tree"),
     "score": SCORES,
@@ -61,6 +62,7 @@ class Layer(Options):
     sum_order: str = "by_rank"
     leaves: int = 0
     partial_type: str | None = None
+    layout: str = "expert_major"
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert parallelism as JAX functions, on EPIC's C core.  docs/jax.md is the guide."""
 
+import importlib
+from types import ModuleType
+
 from epic._native import EpicError
 from epic.jax import sharded
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.groups import Group, check, close, open
 from epic.jax.meeting import Tcp
 from epic.jax.moe import Moe, MoeOut, MoeWeights, moe
-from epic.jax.router import balance_loss, route, z_loss
-from epic.jax.steps import Plan, combine, dispatch, plan, plan_dispatch, sum
+from epic.jax.router import balance_loss, bias_update, route, z_loss
+from epic.jax.steps import (
+    Plan,
+    combine,
+    dequantise,
+    dispatch,
+    dispatch_flat,
+    dispatch_quantised,
+    plan,
+    plan_dispatch,
+    sum,
+)
 from epic.options import Experts, Layer, Router
 
 __all__ = [
@@ -24,10 +37,14 @@ __all__ = [
     "Router",
     "Tcp",
     "balance_loss",
+    "bias_update",
     "check",
     "close",
     "combine",
+    "dequantise",
     "dispatch",
+    "dispatch_flat",
+    "dispatch_quantised",
     "experts",
     "moe",
     "open",
@@ -38,3 +55,10 @@ __all__ = [
     "sum",
     "z_loss",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """epic.jax.linen and epic.jax.nnx need flax: they are imported when they are used."""
+    if name in ("linen", "nnx"):
+        return importlib.import_module(f"epic.jax.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,10 @@ import numpy as np
 from epic import _native
 from epic.jax.groups import Group
 
-COLLECTIVES = "plan plan_dispatch dispatch dispatch_backward combine combine_backward sum".split()
+COLLECTIVES = (
+    "plan plan_dispatch dispatch dispatch_flat dispatch_quantised dispatch_backward combine "
+    "combine_backward sum"
+).split()
 LOCAL = "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward".split()
 CPU_ONLY = "experts experts_backward moe moe_backward".split()
 NO_GRAPH = "_no_graph"  # ends the names of handlers that stay out of XLA's command buffers

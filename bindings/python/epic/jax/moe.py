@@ -7,7 +7,8 @@ always is, with a product of epic.jax.gemm if the caller has none.
 """
 
 import ctypes
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from epic.jax import gemm as products
 from epic.jax import router as routing
 from epic.jax import steps
 from epic.jax.call import Spec, call, like, site, spread_all, zero_gradient
-from epic.jax.experts import ExpertWeights, check_weights
+from epic.jax.experts import ExpertWeights, check_weights, experts
 from epic.jax.groups import Group
 from epic.options import Experts, Layer, Router
 
@@ -39,6 +40,7 @@ class Moe:
     z_coeff: float = 0.0
     sequence_tokens: int = 0
     capacity: int | None = None
+    quantise: str | None = None  # "1x128" or "1x32": rows travel to the experts in e4m3
 
 
 class MoeWeights(NamedTuple):
@@ -96,6 +98,8 @@ def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
 def check_moe(options: Moe, x: Any, weights: MoeWeights) -> None:
     """Shapes and dtypes, before anything is traced."""
     steps.check_floats("x", x)
+    if options.quantise is not None:
+        steps.check_block(options.quantise)
     if x.shape[-1] != options.experts.hidden:
         raise ValueError(f"x: shape {x.shape}: [..., {options.experts.hidden}] is needed")
     columns = options.router.num_experts + options.router.zero_experts
@@ -178,8 +182,8 @@ def layer_forward(
 ) -> tuple[Any, Any]:
     """The core saves what it needs; x and weights are kept as they are."""
     saved, workspace, _ = memory(static)
-    experts = static.options.layer.num_experts
-    results = [like(x), Spec((1,), jnp.float32), Spec((experts,), jnp.int32)]
+    num_experts = static.options.layer.num_experts
+    results = [like(x), Spec((1,), jnp.float32), Spec((num_experts,), jnp.int32)]
     results += [Spec((1,), jnp.int32), saved, workspace]
     arrays = [getattr(weights, name) for name in ORDER]
     operands = [x, *arrays, *ints[:3], site(x, *ints[3:]), *ints[3:]]
@@ -233,9 +237,17 @@ def activate(options: Experts, z: Any) -> Any:
 
 
 def mlp(
-    options: Experts, gemm: GroupedGemm, x: Any, sizes: Any, w: ExpertWeights, scale: Any
+    options: Experts,
+    gemm: GroupedGemm | None,
+    x: Any,
+    counts: tuple[Any, Any],
+    w: ExpertWeights,
+    scale: Any,
 ) -> Any:
-    """The experts over slabs of `sizes` rows, with the caller's products."""
+    """The experts over slabs of counts[0] rows, with the caller's products, else by the core."""
+    sizes = counts[0]
+    if gemm is None:
+        return experts(options, x, *counts, w, scale)
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
     column = None if scale is None else scale[:, None].astype(x.dtype)
     if options.weighting == "input" and column is not None:
@@ -258,49 +270,73 @@ def dense_gemm(x: Any, w: Any, _: Any) -> Any:
     return x @ w[0]
 
 
+def sent(
+    group: Group,
+    options: Moe,
+    chosen: Any,
+    x: Any,
+    w: Any,
+    table: Any,
+    after: dict[str, Any],
+) -> tuple[steps.Plan, Any, Any]:
+    """plan and dispatch, rounded on the way if the options say so."""
+    more = {
+        "capacity": options.capacity,
+        "rank_of_expert": table,
+        "num_local_experts": options.experts.num_local_experts,
+        **after,
+    }
+    if options.quantise is None:
+        return steps.plan_dispatch(group, options.layer, chosen, x, w, **more)
+    plan = steps.plan(group, options.layer, chosen, **more)
+    return plan, *steps.dispatch(plan, x, w, quantise=options.quantise)
+
+
 def composed(
     group: Group,
     options: Moe,
-    gemm: GroupedGemm,
+    gemm: GroupedGemm | None,
     x: Any,
     weights: MoeWeights,
     extras: dict[str, Any],
     after: dict[str, Any],
-) -> MoeOut:
-    """The layer from the single functions."""
-    if options.router.zero_experts:
-        raise ValueError("grouped_gemm with zero_experts is not there yet: leave one of them out")
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    logits = jnp.matmul(x.astype(wide), weights.w_gate.astype(wide), precision="highest")
-    if weights.b_gate is not None:
-        logits = logits + weights.b_gate.astype(wide)
+) -> tuple[Any, steps.Plan, Any, Any]:
+    """The layer from the single functions: out, plan, logits, choices."""
+    logits = logits_of(x, weights)
     table = extras.pop("rank_of_expert")
     chosen, w = routing.route(options.router, logits, bias=weights.bias, **extras)
-    plan, recv, slot = steps.plan_dispatch(
-        group,
-        options.layer,
-        chosen,
-        x,
-        w,
-        capacity=options.capacity,
-        rank_of_expert=table,
-        num_local_experts=options.experts.num_local_experts,
-        **after,
-    )
+    zero = chosen >= options.layer.num_experts  # identity experts stay at home
+    plan, recv, slot = sent(group, options, jnp.where(zero, -1, chosen), x, w, table, after)
     late = options.experts.weighting == "late"
-    rows = plan.expert_rows
+    rows = (plan.expert_rows, plan.expert_tokens)
     y = mlp(options.experts, gemm, recv, rows, of(weights), None if late else slot)
     out = steps.combine(plan, y, slot if late else None)
+    if options.router.zero_experts:
+        kept = jnp.where(zero, w, 0).sum(axis=1, keepdims=True)
+        out = (out + x * kept).astype(x.dtype)
     if options.shared is not None:
         whole = jnp.full((1,), x.shape[0], jnp.int32)
-        out = out + mlp(options.shared, dense_gemm, x, whole, of(weights, "shared_"), None)
-    loss = losses(group, options, logits, plan.load, chosen)
-    return MoeOut(out, loss, plan.load, plan.demand)
+        dense = None if gemm is None else dense_gemm
+        shared = of(weights, "shared_")
+        out = out + mlp(options.shared, dense, x, (whole, whole), shared, None)
+    return out, plan, logits, chosen
 
 
-def losses(group: Group, options: Moe, logits: Any, load: Any, chosen: Any) -> Any:
-    """This device's part."""
-    total = logits.shape[0] * group.num_ranks
+def logits_of(x: Any, weights: MoeWeights) -> Any:
+    """What the router sees, in float32."""
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    logits = jnp.matmul(x.astype(wide), weights.w_gate.astype(wide), precision="highest")
+    return logits if weights.b_gate is None else logits + weights.b_gate.astype(wide)
+
+
+def losses(
+    group: Group, options: Moe, logits: Any, load: Any, chosen: Any, axes: tuple[str, ...]
+) -> Any:
+    """This device's part of the losses over the group and the axes."""
+    total = logits.shape[0] * group.num_ranks * math.prod(map(jax.lax.axis_size, axes))
+    if axes and options.sequence_tokens:
+        raise ValueError("loss_axes: with sequence_tokens each sequence has a loss by itself")
+    load = jax.lax.psum(load, axes) if axes else load
     loss = jnp.zeros((), jnp.float32)
     if options.balance_coeff:
         loss = loss + routing.balance_loss(
@@ -321,6 +357,38 @@ def losses(group: Group, options: Moe, logits: Any, load: Any, chosen: Any) -> A
 
 # ------------------------------------------------------------------------------- moe ----
 
+# The dimension that FSDP axes shard: always hidden.
+FSDP_DIMENSION = {
+    "w_gate": 0,
+    "w_gate_up": 1,
+    "w_down": 2,
+    "shared_gate_up": 1,
+    "shared_down": 2,
+}
+
+
+def gathered(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, ...]) -> MoeWeights:
+    """The weights whole in hidden; the gradient of each is reduced and scattered over the axes,
+    then added over the others."""
+    parts = MoeWeights(*spread_all(group, *weights, x)[:-1])
+
+    def whole(name: str, part: Any) -> Any:
+        if part is None or name not in FSDP_DIMENSION:
+            return part
+        return jax.lax.all_gather(part, axes, axis=FSDP_DIMENSION[name], tiled=True)
+
+    return MoeWeights(**{name: whole(name, part) for name, part in parts._asdict().items()})
+
+
+def from_core(
+    group: Group, options: Moe, x: Any, weights: MoeWeights, ints: list[Any]
+) -> tuple[Any, ...]:
+    """out, loss, load, demand of the core's own layer."""
+    arrays = spread_all(group, x, *weights, *ints)
+    count = 1 + len(weights)
+    spread = MoeWeights(*arrays[1:count])
+    return layer(Static(group, options), arrays[0], spread, tuple(arrays[count:]))
+
 
 def moe(
     group: Group,
@@ -332,16 +400,23 @@ def moe(
     table: Any = None,
     rank_of_expert: Any = None,
     grouped_gemm: GroupedGemm | None = None,
+    fsdp_axes: Sequence[str] = (),
+    loss_axes: Sequence[str] = (),
     channel: Any = None,
     after: Any = None,
 ) -> MoeOut:
     """The layer of x [..., hidden], on each device's own tokens and experts.
 
-    Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.  grouped_gemm:
-    a function as jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes [experts])
-    -> [slots, n].
+    Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.
+
+    token_ids [...] with table [rows, top_k]: experts by token id.  grouped_gemm: a function as
+    jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes [experts]) -> [slots, n].
+    fsdp_axes: mesh axes over which the weights come sharded, in hidden.  loss_axes: further axes
+    over whose tokens the losses are counted; sum MoeOut.loss over them too.
     """
-    x = jnp.asarray(x)
+    x, fsdp, over = jnp.asarray(x), tuple(fsdp_axes), tuple(loss_axes)
+    if fsdp:
+        weights = gathered(group, x, weights, fsdp)
     check_moe(options, x, weights)
     options = completed(group, options, x, weights)
     rows = steps.as_rows("x", x)
@@ -349,17 +424,20 @@ def moe(
         weights = weights._replace(bias=jax.lax.stop_gradient(weights.bias))
     if grouped_gemm is None and group.platform == "gpu":
         grouped_gemm = products.best(options.layer.alignment)
-    if grouped_gemm is not None:
+    if grouped_gemm is not None or options.quantise is not None:
         extras = {"token_ids": token_ids, "table": table, "rank_of_expert": rank_of_expert}
         order = {"channel": channel, "after": after}
-        out = composed(group, options, grouped_gemm, rows, weights, extras, order)
-        return out._replace(out=out.out.reshape(x.shape))
+        out, plan, logits, chosen = composed(
+            group, options, grouped_gemm, rows, weights, extras, order
+        )
+        loss = losses(group, options, logits, plan.load, chosen, over)
+        return MoeOut(out.reshape(x.shape), loss, plan.load, plan.demand)
     ids = None if token_ids is None else jnp.asarray(token_ids).reshape(rows.shape[0])
     ints = [ids, table, rank_of_expert, steps.channel_of(channel), *steps.calm(after)]
-    arrays = spread_all(group, rows, *weights, *ints)
-    count = 1 + len(weights)
-    spread = MoeWeights(*arrays[1:count])
-    out, loss, load, demand = layer(
-        Static(group, options), arrays[0], spread, tuple(arrays[count:])
-    )
-    return MoeOut(out.reshape(x.shape), loss[0], load, demand)
+    # The core counts over the group alone; losses over more are made from logits of our own.
+    inner = replace(options, balance_coeff=0.0, z_coeff=0.0) if over else options
+    out, loss, load, demand = from_core(group, inner, rows, weights, ints)
+    loss = loss[0]
+    if over and (options.balance_coeff or options.z_coeff):
+        loss = losses(group, options, logits_of(rows, weights), load, None, over)
+    return MoeOut(out.reshape(x.shape), loss, load, demand)

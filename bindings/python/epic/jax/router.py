@@ -158,3 +158,16 @@ def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> A
     """coeff / T * sum over tokens of logsumexp(logits)^2; the devices' parts add up."""
     numbers = {"coeff": float(coeff), "total_tokens": int(total_tokens), "sequence_tokens": 0}
     return make_loss("z_loss", router, logits, (None, None), **numbers)
+
+
+# ------------------------------------------------------------------------------ bias ----
+
+
+def bias_update(bias: Any, load: Any, rate: float) -> Any:
+    """bias + rate * sign(mean load - load), as epic_bias_update: exact, and +-0 where they meet.
+
+    bias and load [num_experts]; without a gradient.
+    """
+    mean, rest = jnp.divmod(load.sum(), load.shape[0])
+    above = jnp.sign(mean - load) + jnp.where((load == mean) & (rest > 0), 1, 0)
+    return bias + rate * above.astype(bias.dtype)

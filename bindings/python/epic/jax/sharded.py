@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -80,15 +81,29 @@ def combine(
     return mapped(mesh, steps.combine, (P(whole), row, P(whole)), row)(plan, rows, slot_weights)
 
 
-def weight_specs(group: Group, weights: layer.MoeWeights) -> layer.MoeWeights:
-    """Experts over the group's axes; gate, bias and shared expert on every device."""
+def weight_specs(group: Group, weights: layer.MoeWeights, fsdp_axes: Axes = ()) -> layer.MoeWeights:
+    """Experts over the group's axes; hidden over the FSDP axes; vectors that all experts share on
+    every device."""
     of_experts = ("w_gate_up", "w_down", "b_gate_up", "b_down")
-    return layer.MoeWeights(
-        **{
-            name: None if x is None else P(group.axes if name in of_experts else None)
-            for name, x in weights._asdict().items()
-        }
-    )
+
+    def spec(name: str, rank: int) -> P:
+        parts: list[Any] = [None] * rank
+        if name in of_experts:
+            parts[0] = group.axes
+        if fsdp_axes and name in layer.FSDP_DIMENSION:
+            parts[layer.FSDP_DIMENSION[name]] = fsdp_axes
+        return P(*parts)
+
+    named = weights._asdict().items()
+    return layer.MoeWeights(**{n: None if x is None else spec(n, x.ndim) for n, x in named})
+
+
+def load_everywhere(group: Group, load: Any, axes: Axes) -> Any:
+    """Choices of each expert over all groups; of each group one rank counts."""
+    first = jnp.ones((), bool)
+    for axis in group.axes:
+        first &= jax.lax.axis_index(axis) == 0
+    return jax.lax.psum(jnp.where(first, load, 0), axes)
 
 
 def moe(
@@ -99,21 +114,40 @@ def moe(
     weights: layer.MoeWeights,
     *,
     token_axes: Axes | None = None,
+    token_ids: Any = None,
+    table: Any = None,
+    rank_of_expert: Any = None,
+    fsdp_axes: Axes = (),
+    loss_axes: Axes = (),
     **more: Any,
 ) -> layer.MoeOut:
     """As epic.jax.moe over x [B, ..., hidden] with B over token_axes and weights of all experts.
 
-    The loss is the mean over the groups of their sums: one number, as on a single device.
+    The loss is one number, as on a single device: the mean over the groups of their sums, or,
+    with loss_axes, over all tokens of these axes together.  load [num_experts] is of all groups,
+    demand [devices] of each device.
     """
     axes = default_axes(mesh, group, token_axes, None)
-    replicas = tuple(a for a in axes if a not in group.axes)
+    summed = (*group.axes, *loss_axes)
+    replicas = tuple(a for a in axes if a not in summed)
 
-    def local(x: Any, weights: layer.MoeWeights) -> layer.MoeOut:
-        out = layer.moe(group, options, x, weights, **more)
-        loss = jax.lax.psum(out.loss, group.axes)
+    def local(x: Any, weights: layer.MoeWeights, ids: Any, table: Any, ranks: Any) -> layer.MoeOut:
+        out = layer.moe(
+            group,
+            options,
+            x,
+            weights,
+            token_ids=ids,
+            table=table,
+            rank_of_expert=ranks,
+            fsdp_axes=fsdp_axes,
+            loss_axes=loss_axes,
+            **more,
+        )
+        loss = jax.lax.psum(out.loss, summed)
         loss = jax.lax.pmean(loss, replicas) if replicas else loss
-        return out._replace(loss=loss)
+        return out._replace(loss=loss, load=load_everywhere(group, out.load, axes))
 
-    stacked = P(axes)
-    outs = layer.MoeOut(P(axes), P(), stacked, stacked)
-    return mapped(mesh, local, (P(axes), weight_specs(group, weights)), outs)(x, weights)
+    ins = (P(axes), weight_specs(group, weights, tuple(fsdp_axes)), P(axes), P(), P())
+    outs = layer.MoeOut(P(axes), P(), P(), P(axes))
+    return mapped(mesh, local, ins, outs)(x, weights, token_ids, table, rank_of_expert)

@@ -216,17 +216,140 @@ def dispatch_backward(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[
 dispatch_rows.defvjp(dispatch_forward, dispatch_backward)
 
 
-def dispatch(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, Any]:
+def dispatch(
+    plan: Plan, tokens: Any, weights: Any = None, *, quantise: str | None = None
+) -> tuple[Any, Any]:
     """Sends each token to its experts: [..., hidden] -> [capacity, hidden].
 
     With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
-    the plan does not fill are zeros.
+    the plan does not fill are zeros.  quantise "1x128" or "1x32": rows travel in e4m3 and arrive
+    rounded; the gradient goes straight through.
     """
+    check_layout(plan.way.layer, "expert_major", "dispatch_flat")
+    inputs = dispatch_inputs(plan, tokens, weights)
+    if quantise is None:
+        return dispatch_rows(plan.way, *inputs)
+    check_block(quantise)
+    return dispatch_rounded(plan.way, quantise, *inputs)
+
+
+def check_layout(layer: Layer, layout: str, other: str) -> None:
+    """Each layout has a dispatch of its own."""
+    if layer.layout != layout:
+        raise ValueError(f"layout {layer.layout!r}: {layout!r} is needed here, else {other}")
+
+
+def dispatch_inputs(plan: Plan, tokens: Any, weights: Any) -> list[Any]:
+    """Plan, tokens and weights, checked."""
     way = plan.way
     rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
     check_floats("tokens", rows)
     weights = as_weights("weights", weights, (way.num_tokens, way.layer.top_k))
-    return dispatch_rows(way, *spread_all(way.group, plan.bytes, rows, weights))
+    return spread_all(way.group, plan.bytes, rows, weights)
+
+
+# -------------------------------------------------------------------- flat, quantised ----
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_flat_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
+    """dispatch_flat on checked arrays."""
+    choices = (way.capacity, way.layer.top_k)
+    results: list[Spec | None] = [Spec((way.capacity, tokens.shape[1]), tokens.dtype)]
+    results += [None if weights is None else Spec(choices, jnp.float32), Spec(choices, jnp.int32)]
+    operands = [data, tokens, weights, site(data, tokens)]
+    return tuple(call("dispatch_flat", results, operands, way.group))
+
+
+def dispatch_flat_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
+    """Nothing is saved but the plan."""
+    return dispatch_flat_rows(way, data, tokens, weights), data
+
+
+def dispatch_flat_backward(way: Way, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As dispatch's."""
+    return (no_gradient(data), *rows_home(way, data, gradients[:2]))
+
+
+dispatch_flat_rows.defvjp(dispatch_flat_forward, dispatch_flat_backward)
+
+
+def dispatch_flat(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, Any, Any]:
+    """Sends each token once to each rank that has experts for it; the layer's layout is "flat".
+
+    Gives rows [capacity, hidden], their weights [capacity, top_k] or None, and the local experts
+    that each row is for [capacity, top_k], -1 behind them.  combine(plan, rows) wants one finished
+    partial for each row: the weighted sum over these experts.
+    """
+    check_layout(plan.way.layer, "flat", "dispatch")
+    return dispatch_flat_rows(plan.way, *dispatch_inputs(plan, tokens, weights))
+
+
+BLOCKS = {"1x128": (1, 128, jnp.float32), "1x32": (2, 32, jnp.uint8)}
+
+
+def check_block(block: str) -> None:
+    """One that the core knows."""
+    if block not in BLOCKS:
+        raise ValueError(f"block {block!r}: one of {', '.join(BLOCKS)} is needed")
+
+
+def dispatch_quantised(
+    plan: Plan, tokens: Any, weights: Any = None, block: str = "1x128"
+) -> tuple[Any, Any, Any]:
+    """dispatch in e4m3: rows, scales [capacity, blocks], weights; without a gradient.
+
+    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.
+    """
+    check_layout(plan.way.layer, "expert_major", "dispatch_flat")
+    check_block(block)
+    data, rows, weights = dispatch_inputs(plan, tokens, weights)
+    rows, weights = (None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights))
+    return quantised(plan.way, block, data, rows, weights)
+
+
+def quantised(way: Way, block: str, data: Any, rows: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """dispatch_quantised on checked arrays."""
+    kind, size, scale_type = BLOCKS[block]
+    slots, hidden = way.capacity, rows.shape[1]
+    results: list[Spec | None] = [Spec((slots, hidden), jnp.float8_e4m3fn)]
+    results += [Spec((slots, -(-hidden // size)), scale_type)]
+    results += [None if weights is None else Spec((slots,), jnp.float32)]
+    operands = [data, rows, weights, site(data, rows)]
+    out = call("dispatch_quantised", results, operands, way.group, quantise=kind)
+    return out[0], out[1], out[2]
+
+
+def dequantise(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
+    """What dispatch_quantised's rows stand for."""
+    size = BLOCKS[block][1]
+    if block == "1x32":
+        powers = jnp.exp2(scales.astype(jnp.float32) - 127)
+        scales = jnp.where(scales == 255, jnp.nan, powers)
+    wide = jnp.repeat(scales, size, axis=1)[:, : rows.shape[1]]
+    return (rows.astype(jnp.float32) * wide).astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def dispatch_rounded(way: Way, block: str, data: Any, tokens: Any, weights: Any) -> Any:
+    """dispatch whose rows travelled in e4m3; its gradient is that of dispatch."""
+    rows, scales, slot = quantised(way, block, data, tokens, weights)
+    return dequantise(rows, scales, tokens.dtype, block), slot
+
+
+def dispatch_rounded_forward(
+    way: Way, block: str, data: Any, tokens: Any, weights: Any
+) -> tuple[Any, Any]:
+    """Nothing is saved but the plan."""
+    return dispatch_rounded(way, block, data, tokens, weights), data
+
+
+def dispatch_rounded_backward(way: Way, _: str, data: Any, gradients: Any) -> tuple[Any, ...]:
+    """Straight through."""
+    return (no_gradient(data), *rows_home(way, data, gradients))
+
+
+dispatch_rounded.defvjp(dispatch_rounded_forward, dispatch_rounded_backward)
 
 
 # --------------------------------------------------------------------- plan_dispatch ----
@@ -276,6 +399,7 @@ def plan_dispatch(
     after: Any = None,
 ) -> tuple[Plan, Any, Any]:
     """plan, then dispatch with it, as one call: (plan, recv, recv_weight or None)."""
+    check_layout(layer, "expert_major", "plan and dispatch_flat")
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
     local = num_local(way, rank_of_expert, num_local_experts)
     rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)

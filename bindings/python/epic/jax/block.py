@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Flax modules share: the layer's parameters by name, with shapes, logical axes and
+initialisers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from epic.jax import sharded
+from epic.jax.groups import Group
+from epic.jax.moe import GroupedGemm, Moe, MoeOut, MoeWeights
+
+Initialiser = Callable[..., Any]
+Names = tuple[str | None, ...]
+
+# Variance 1 / fan-in, for each expert by itself.
+KERNEL: Initialiser = jax.nn.initializers.variance_scaling(
+    1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
+)
+GATE: Initialiser = jax.nn.initializers.lecun_normal()
+ZEROS: Initialiser = jax.nn.initializers.zeros
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One array of all experts; `names` are its logical axes."""
+
+    shape: tuple[int, ...]
+    names: Names
+    init: Initialiser
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Which biases a block has."""
+
+    gate: bool = False
+    experts: bool = False
+    shared: bool = False
+
+
+def logical_rules(
+    group: Group, fsdp_axes: tuple[str, ...] = ()
+) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
+    """Logical axis -> mesh axes, as the layer wants them: "exp" over the group, "embed" (hidden)
+    over the FSDP axes, "mlp" (inner) nowhere."""
+    return (("exp", group.axes), ("embed", tuple(fsdp_axes) or None), ("mlp", None))
+
+
+def parameters(options: Moe, biases: Biases) -> dict[str, Parameter]:
+    """Those that the options ask for, by their names in MoeWeights."""
+    experts, hidden = options.layer.num_experts, options.experts.hidden
+    inner, width = options.experts.inner, options.experts.width
+    columns = options.router.num_experts + options.router.zero_experts
+    found = {
+        "w_gate": Parameter((hidden, columns), ("embed", None), GATE),
+        "w_gate_up": Parameter((experts, hidden, width), ("exp", "embed", "mlp"), KERNEL),
+        "w_down": Parameter((experts, inner, hidden), ("exp", "mlp", "embed"), KERNEL),
+    }
+    if biases.gate:
+        found["b_gate"] = Parameter((columns,), (None,), ZEROS)
+    if biases.experts:
+        found["b_gate_up"] = Parameter((experts, width), ("exp", "mlp"), ZEROS)
+        found["b_down"] = Parameter((experts, hidden), ("exp", None), ZEROS)
+    if options.shared:
+        inner, width = options.shared.inner, options.shared.width
+        found["shared_gate_up"] = Parameter((1, hidden, width), (None, "embed", "mlp"), KERNEL)
+        found["shared_down"] = Parameter((1, inner, hidden), (None, "mlp", "embed"), KERNEL)
+        if biases.shared:
+            found["shared_b_gate_up"] = Parameter((1, width), (None, "mlp"), ZEROS)
+            found["shared_b_down"] = Parameter((1, hidden), (None, None), ZEROS)
+    return found
+
+
+def apply(
+    mesh: Mesh,
+    group: Group,
+    options: Moe,
+    x: Any,
+    weights: dict[str, Any],
+    dtype: Any,
+    *,
+    token_axes: tuple[str, ...] | None,
+    fsdp_axes: tuple[str, ...],
+    loss_axes: tuple[str, ...],
+    grouped_gemm: GroupedGemm | None,
+    token_ids: Any,
+    table: Any,
+) -> MoeOut:
+    """sharded.moe in dtype; the gate is in float32 (float64 rows: float64)."""
+    x = x if dtype is None else x.astype(dtype)
+    wide = "float64" if x.dtype == "float64" else "float32"
+    gates = {n: weights[n].astype(wide) for n in ("w_gate", "b_gate") if n in weights}
+    return sharded.moe(
+        mesh,
+        group,
+        options,
+        x,
+        MoeWeights(**(weights | gates)),
+        token_axes=token_axes,
+        token_ids=token_ids,
+        table=table,
+        fsdp_axes=fsdp_axes,
+        loss_axes=loss_axes,
+        grouped_gemm=grouped_gemm,
+    )

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer as a flax.linen module.  Needs flax; nothing else of EPIC imports it."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from epic.jax import block
+from epic.jax.block import Biases, Initialiser, logical_rules
+from epic.jax.groups import Group
+from epic.jax.moe import GroupedGemm, Moe
+from epic.jax.router import bias_update
+
+__all__ = ["Biases", "MoEBlock", "logical_rules"]
+
+
+class MoEBlock(nn.Module):
+    """A Mixture-of-Experts layer of global arrays: x [B, ..., hidden] -> (out, loss).
+
+    Parameters have the logical axes "exp", "embed" and "mlp"; logical_rules(group, fsdp_axes)
+    says where the layer wants them.  Rows are computed in dtype (None: as they come); parameters
+    are param_dtype.  bias_rate above 0: a bias for the choice of experts, "expert_bias" in the
+    collection "moe", follows the load whenever that collection is mutable.  The loss is sown as
+    "moe_loss" in "losses", the load as "load" in "intermediates".
+    """
+
+    mesh: Mesh
+    group: Group
+    options: Moe
+    biases: Biases = Biases()
+    bias_rate: float = 0.0
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    token_axes: tuple[str, ...] | None = None
+    fsdp_axes: tuple[str, ...] = ()
+    loss_axes: tuple[str, ...] = ()
+    grouped_gemm: GroupedGemm | None = None
+    kernel_init: Initialiser | None = None
+
+    def weights(self) -> dict[str, Any]:
+        """Parameters, made at initialisation."""
+        found = {}
+        for name, wish in block.parameters(self.options, self.biases).items():
+            kernel = self.kernel_init if wish.init is block.KERNEL else None
+            init = nn.with_logical_partitioning(kernel or wish.init, wish.names)
+            found[name] = self.param(name, init, wish.shape, self.param_dtype)
+        return found
+
+    @nn.compact
+    def __call__(self, x: Any, token_ids: Any = None, table: Any = None) -> tuple[Any, Any]:
+        """The layer; token_ids [B, ...] and table [rows, top_k]: experts by token id."""
+        weights, bias = self.weights(), None
+        if self.bias_rate:
+            shape = (self.options.layer.num_experts,)
+            bias = self.variable("moe", "expert_bias", jnp.zeros, shape, jnp.float32)
+            zeros = jnp.zeros(self.options.router.zero_experts, jnp.float32)
+            weights["bias"] = jnp.concatenate([bias.value, zeros])
+        if self.is_initializing():  # shapes are known: no call, and any batch will do
+            return x if self.dtype is None else x.astype(self.dtype), jnp.zeros((), jnp.float32)
+        out = block.apply(
+            self.mesh,
+            self.group,
+            self.options,
+            x,
+            weights,
+            self.dtype,
+            token_axes=self.token_axes,
+            fsdp_axes=self.fsdp_axes,
+            loss_axes=self.loss_axes,
+            grouped_gemm=self.grouped_gemm,
+            token_ids=token_ids,
+            table=table,
+        )
+        if bias is not None and self.is_mutable_collection("moe"):
+            bias.value = bias_update(bias.value, out.load, self.bias_rate)
+        self.sow("losses", "moe_loss", out.loss)
+        self.sow("intermediates", "load", out.load)
+        return out.out, out.loss

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training example: what its check finds, and how it ends."""
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples/jax"))
+import train_text
+
+pytest.importorskip("optax")
+PROGRAM = ROOT / "examples/jax/train_text.py"
+
+
+def test_a_wrong_curve_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One loss of a hundred that is off by two tolerances; and a process that fails."""
+    (tmp_path / "build").mkdir()
+    monkeypatch.setattr(train_text, "ROOT", tmp_path)
+    wrong, code = 1 + 2 * train_text.TOLERANCE, 0
+
+    def launch(words: list[str], count: int) -> int:
+        values = [3.0] * 99 + [3.0 * (wrong if count > 1 else 1)]
+        Path(words[-1]).write_text("".join(f"{v}\n" for v in values))
+        return code
+
+    monkeypatch.setattr(train_text, "launch", launch)
+    assert train_text.check([], 4) == 1
+    wrong = 1.0
+    assert train_text.check([], 4) == 0
+    code = 3
+    assert train_text.check([], 4) == 3
+
+
+def test_picture(tmp_path: Path) -> None:
+    """A PNG that says its size and whose pixels are all there."""
+    import numpy as np
+
+    train_text.write_picture(tmp_path / "x.png", np.ones((10, 2, 8), np.int32))
+    data = (tmp_path / "x.png").read_bytes()
+    width, height = struct.unpack(">II", data[16:24])
+    size = struct.unpack(">I", data[33:37])[0]
+    pixels = zlib.decompress(data[41 : 41 + size])
+    assert len(pixels) == height * (3 * width + 1)
+    assert pixels[1:4] == bytes([245, 160, 60])  # the even share
+
+
+def start(tmp_path: Path) -> Any:
+    """The example with two processes and far too many steps, past its first line."""
+    words = ["--steps", "100000", "--processes", "2", "--picture", str(tmp_path / "x.png")]
+    (tmp_path / "text.txt").write_text("it is what it is, it was what it was. " * 500)
+    running = subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(tmp_path / "text.txt"), *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=tmp_path,
+    )
+    time.sleep(12)
+    assert running.poll() is None, running.communicate()
+    return running
+
+
+def children(process: int) -> list[int]:
+    """Processes that it started."""
+    text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["ctrl_c", "killed"])
+def test_how_it_ends(how: str, tmp_path: Path) -> None:
+    """Ctrl-C, and the death of one process, end every process; not with 0."""
+    running = start(tmp_path)
+    started = children(running.pid)
+    assert len(started) == 2
+    if how == "ctrl_c":
+        os.killpg(running.pid, signal.SIGINT)
+    else:
+        os.kill(started[1], signal.SIGKILL)
+    try:
+        assert running.wait(timeout=30) != 0
+        assert not any(Path(f"/proc/{process}").exists() for process in started)
+    finally:
+        for process in started:
+            if Path(f"/proc/{process}").exists():
+                os.kill(process, signal.SIGKILL)
+        running.kill()
+        running.communicate()

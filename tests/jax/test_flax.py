@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Flax modules: sharded initialisation, right numbers, dtypes, the expert bias."""
+
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import epic.jax
+import layers
+from reference import relative
+from test_sharding import three_axes
+
+pytest.importorskip("flax")
+import flax.linen as nn
+from flax import nnx
+
+import epic.jax.linen
+import epic.jax.nnx
+from epic.jax.block import Biases
+
+FULL = {"normalise": True, "biases": True, "shared": True, "balance_coeff": 0.5, "z_coeff": 0.1}
+TABLE = {"table": 5, "score": "sigmoid", "normalise": True}
+MESHES = {"ep1": (2, 2, 1), "ep2": (2, 1, 2), "fsdp_ep2": (1, 2, 2), "ep4": (1, 1, 4)}
+SPECS = {
+    "w_gate": P("fsdp", None),
+    "w_gate_up": P("ep", "fsdp", None),
+    "w_down": P("ep", None, "fsdp"),
+    "b_gate_up": P("ep", None),
+    "b_down": P("ep", None),
+    "shared_gate_up": P(None, "fsdp", None),
+    "shared_down": P(None, None, "fsdp"),
+}
+
+
+EVERYWHERE = [(shape, FULL) for shape in MESHES.values()] + [((2, 1, 2), TABLE)]
+everywhere = pytest.mark.parametrize(("shape", "case"), EVERYWHERE, ids=[*MESHES, "table"])
+groups_and_one = pytest.mark.parametrize("shape", [(2, 1, 2), (1, 1, 4)], ids=["ep2", "ep4"])
+
+
+def wishes(case: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Arguments that both modules take."""
+    return {"biases": Biases(experts="biases" in case), "fsdp_axes": ("fsdp",), **more}
+
+
+def linen_block(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any:
+    """The module, and its variables by the canonical way: abstract, placed, made there."""
+    module = epic.jax.linen.MoEBlock(
+        mesh, group, layers.options(case, group.num_ranks), **wishes(case, **more)
+    )
+    x = jnp.zeros((1, 1, layers.HIDDEN))  # any batch will do
+    key = jax.random.key(0)
+    logical = nn.get_partition_spec(jax.eval_shape(module.init, key, x))
+    rules = epic.jax.linen.logical_rules(group, ("fsdp",))
+    shardings = nn.logical_to_mesh_sharding(logical, mesh, rules)
+    variables = jax.jit(module.init, out_shardings=shardings)(key, x)
+    return module, nn.meta.unbox(variables)
+
+
+def nnx_block(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any:
+    """The module, made under jit, where its parameters will lie."""
+    make = nnx.jit(
+        lambda: epic.jax.nnx.MoEBlock(
+            mesh,
+            group,
+            layers.options(case, group.num_ranks),
+            rngs=nnx.Rngs(0),
+            **wishes(case, **more),
+        )
+    )
+    return make()
+
+
+def check_places(mesh: Any, params: dict[str, Any]) -> None:
+    """Each parameter is where the rules say, and was not made of zeros."""
+    for name, value in params.items():
+        place = NamedSharding(mesh, SPECS[name])
+        assert value.sharding.is_equivalent_to(place, value.ndim), name
+        assert name.startswith("b_") or np.abs(value).max() > 0.01, name
+
+
+def placed(old: dict[str, Any], new: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The numbers of new where those of old are."""
+    assert {n: v.shape for n, v in old.items()} == {n: v.shape for n, v in new.items()}
+    return {n: jax.device_put(new[n], v.sharding) for n, v in old.items()}
+
+
+@everywhere
+def test_linen(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> None:
+    """Where parameters are made, out, loss and all gradients."""
+    grid = three_axes(shape)
+    group = opened(grid)
+    module, variables = linen_block(grid, group, case)
+    params = variables["params"]
+    check_places(grid, params)
+    params = placed(params, layers.weights(case))
+    x, ct = layers.arrays()
+
+    def loss_of(x: Any, params: Any) -> Any:
+        out, loss = module.apply({"params": params}, x, **layers.tables(case))
+        return (out * ct).sum() + loss, (out, loss)
+
+    run = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
+    (_, (out, loss)), (d_x, d_w) = run(x, params)
+    layers.compare((out, loss, d_x, d_w), layers.true_step(case, 4 // group.num_ranks))
+
+
+@everywhere
+def test_nnx(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> None:
+    """The same of the other module."""
+    grid = three_axes(shape)
+    group = opened(grid)
+    module = nnx_block(grid, group, case)
+    state = nnx.state(module, nnx.Param)
+    params = {name: state[name][...] for name in state}
+    check_places(grid, params)
+    for name, value in placed(params, layers.weights(case)).items():
+        getattr(module, name)[...] = value
+    x, ct = layers.arrays()
+
+    @nnx.jit
+    def run(module: Any, x: Any) -> Any:
+        def loss_of(module: Any, x: Any) -> Any:
+            out, loss = module(x, **layers.tables(case))
+            return (out * ct).sum() + loss, (out, loss)
+
+        return nnx.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(module, x)
+
+    (_, (out, loss)), (d_module, d_x) = run(module, x)
+    d_w = {name: d_module[name][...] for name in d_module}
+    layers.compare((out, loss, d_x, d_w), layers.true_step(case, 4 // group.num_ranks))
+
+
+def true_biases(steps: int, rate: float) -> list[np.ndarray]:
+    """The expert bias after each step over layers.arrays()."""
+    x = layers.arrays()[0].reshape(-1, layers.HIDDEN).astype(np.float64)
+    z = x @ layers.weights({})["w_gate"]
+    scores, bias, found = 1 / (1 + np.exp(-z)), np.zeros(layers.EXPERTS), []
+    for _ in range(steps):
+        ids = np.argsort(-(scores + bias), axis=1, kind="stable")[:, :2]
+        load = np.bincount(ids.ravel(), minlength=layers.EXPERTS)
+        bias = bias + rate * np.sign(load.mean() - load)
+        found.append(bias)
+    return found
+
+
+RATE = 0.125  # a power of two: sums are exact
+
+
+@groups_and_one
+def test_linen_bias(shape: tuple[int, ...], opened: Any) -> None:
+    """It follows the load of all devices, when its collection is mutable, and has no gradient."""
+    grid = three_axes(shape)
+    group = opened(grid)
+    case = {"score": "sigmoid"}
+    module, variables = linen_block(grid, group, case, bias_rate=RATE)
+    params = placed(variables["params"], layers.weights(case))
+    state = {"moe": variables["moe"]}
+    x, _ = layers.arrays()
+    run = jax.jit(lambda s: module.apply({"params": params, **s}, x, mutable=["moe", "losses"]))
+    for wanted in true_biases(3, RATE):
+        (_, loss), updates = run(state)
+        assert updates["losses"]["moe_loss"][0] == loss
+        state = {"moe": updates["moe"]}
+        assert state["moe"]["expert_bias"].tolist() == wanted.tolist()
+    module.apply({"params": params, **state}, x)  # immutable: as it is
+
+
+@groups_and_one
+def test_nnx_bias(shape: tuple[int, ...], opened: Any) -> None:
+    """The same; it is no parameter."""
+    grid = three_axes(shape)
+    group = opened(grid)
+    case = {"score": "sigmoid"}
+    module = nnx_block(grid, group, case, bias_rate=RATE)
+    params = nnx.state(module, nnx.Param)
+    assert "expert_bias" not in params
+    for name, value in layers.weights(case).items():
+        getattr(module, name)[...] = jax.device_put(value, params[name][...].sharding)
+    x, _ = layers.arrays()
+    run = nnx.jit(lambda m, x: m(x))
+    for wanted in true_biases(3, RATE):
+        run(module, x)
+        assert module.expert_bias[...].tolist() == wanted.tolist()
+    module.update_bias = False
+    run(module, x)
+    assert module.expert_bias[...].tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_dtypes(param_dtype: str, opened: Any) -> None:
+    """Rows in dtype, parameters and their gradients in param_dtype, the router in float32."""
+    grid = three_axes((2, 1, 2))
+    group = opened(grid)
+    x, ct = layers.arrays()
+    wish = {"dtype": jnp.bfloat16, "param_dtype": jnp.dtype(param_dtype)}
+    module, variables = linen_block(grid, group, {}, **wish)
+    numbers = {n: np.asarray(v, wish["param_dtype"]) for n, v in layers.weights({}).items()}
+    params = placed(variables["params"], numbers)
+
+    def loss_of(params: Any) -> Any:
+        out, loss = module.apply({"params": params}, x)
+        return (out.astype(jnp.float32) * ct).sum() + loss, out
+
+    (_, out), d_w = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+    assert out.dtype == jnp.bfloat16
+    assert {v.dtype for v in d_w.values()} == {wish["param_dtype"]}
+    wanted = layers.true_step({}, 2)
+    assert relative(out.astype(jnp.float32), wanted[0]) < 3e-2
+    if param_dtype == "float32":  # else the router has other weights
+        assert relative(d_w["w_down"], wanted[3]["w_down"]) < 5e-2
+    other = nnx_block(grid, group, {}, **wish)
+    assert other.w_down[...].dtype == wish["param_dtype"]
+    assert other(x)[0].dtype == jnp.bfloat16
+
+
+def test_flax_is_imported_when_used() -> None:
+    """epic.jax alone does without."""
+    text = "import epic.jax, sys; assert 'flax' not in sys.modules; epic.jax.nnx.MoEBlock"
+    subprocess.run([sys.executable, "-c", text], check=True)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in other forms: once for each rank (flat), and rounded to e4m3 on the way."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import epic.jax
+import layers
+from conftest import make_mesh
+from reference import relative, slots_of
+from test_steps import (
+    ALIGN,
+    EXPERTS,
+    HIDDEN,
+    LAYER,
+    TOKENS,
+    TOP_K,
+    choices,
+    mapped,
+    numbers,
+    true_round,
+)
+
+pytestmark = pytest.mark.thorough
+
+FLAT = epic.jax.Layer(EXPERTS, TOP_K, layout="flat")
+
+
+def flat_step(group: Any) -> Any:
+    """tokens -> the weighted sum of sin(x * (local expert + 1)) on each rank -> home."""
+
+    def step(x: Any, w: Any, ids: Any) -> Any:
+        plan = epic.jax.plan(group, FLAT, ids)
+        rows, weights, experts = epic.jax.dispatch_flat(plan, x, w)
+        live = (experts >= 0)[..., None]
+        y = jnp.sin(rows[:, None, :] * (experts[..., None] + 1))
+        partial = (jnp.where(live, y, 0) * weights[..., None]).sum(axis=1)
+        return epic.jax.combine(plan, partial), rows, weights, experts
+
+    return step
+
+
+def test_flat(mesh: Any, opened: Any) -> None:
+    """Rows, their experts and weights exactly; the sum and its gradients against float64."""
+    group = opened(mesh)
+    ep = mesh.shape["ep"]
+    local = EXPERTS // ep
+    x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3, 0.3)
+    ct = numbers(4, 4 * TOKENS, HIDDEN)
+    run = mapped(mesh, flat_step(group), 3)
+    out, rows, weights, experts = run(x, w, ids)
+    capacity = group.capacity_bound(FLAT)
+    for device in range(4):
+        part = slice(device * capacity, (device + 1) * capacity)
+        at = 0
+        for token in range(device // ep * ep * TOKENS, (device // ep + 1) * ep * TOKENS):
+            mine = [k for k in range(TOP_K) if ids[token, k] // local == device % ep]
+            mine = [k for k in mine if ids[token, k] >= 0]
+            if not mine:
+                continue
+            tail = TOP_K - len(mine)
+            assert np.array_equal(rows[part][at], x[token])
+            wanted = [int(ids[token, k]) % local for k in mine]
+            assert experts[part][at].tolist() == wanted + [-1] * tail
+            assert weights[part][at].tolist() == [float(w[token, k]) for k in mine] + [0.0] * tail
+            at += 1
+        assert not np.any(rows[part][at:]) and np.all(np.asarray(experts[part][at:]) == -1)
+    wide, wide_w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    chosen = np.asarray(ids)
+    factor = (np.where(chosen >= 0, chosen % local, 0) + 1)[..., None]
+    live = (chosen >= 0)[..., None] * wide_w[..., None]
+    true = (np.sin(wide[:, None] * factor) * live).sum(axis=1)
+    assert relative(out, true) < 2e-6
+    _, pull = jax.vjp(lambda x, w: run(x, w, ids)[0], x, w)
+    d_x, d_w = pull(ct)
+    slope = (np.cos(wide[:, None] * factor) * factor * live).sum(axis=1)
+    dot = (np.sin(wide[:, None] * factor) * np.asarray(ct, np.float64)[:, None]).sum(axis=2)
+    assert relative(d_x, slope * np.asarray(ct)) < 2e-6
+    assert relative(d_w, dot * (chosen >= 0)) < 2e-6
+
+
+def test_each_layout_has_its_dispatch(opened: Any) -> None:
+    """The wrong one says which is right."""
+    group = opened(None)
+    ids, x = choices(3)[:TOKENS], numbers(1, TOKENS, HIDDEN)
+    with pytest.raises(ValueError, match="dispatch_flat"):
+        epic.jax.dispatch(epic.jax.plan(group, FLAT, ids), x)
+    with pytest.raises(ValueError, match="dispatch_flat"):
+        epic.jax.plan_dispatch(group, FLAT, ids, x)
+    with pytest.raises(ValueError, match="'flat' is needed"):
+        epic.jax.dispatch_flat(epic.jax.plan(group, LAYER, ids), x)
+    with pytest.raises(ValueError, match="1x128, 1x32"):
+        epic.jax.dispatch_quantised(epic.jax.plan(group, LAYER, ids), x, block="2x2")
+
+
+WIDTH = 200  # neither 128 nor 32 divide it
+
+
+def true_e4m3(x: np.ndarray, block: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows in e4m3, scales as they travel, and what they stand for."""
+    size = 128 if block == "1x128" else 32
+    x = x.astype(np.float32)
+    count = -(-x.shape[1] // size)
+    padded = np.zeros((x.shape[0], count * size), np.float32)
+    padded[:, : x.shape[1]] = x
+    top = np.abs(padded.reshape(len(x), count, size)).max(axis=2)
+    if block == "1x128":
+        scale = np.where(top == 0, np.float32(1), top / np.float32(448))
+        stored = scale
+    else:
+        power = np.where(top == 0, 0, np.ceil(np.log2(np.where(top == 0, 448, top) / 448)))
+        scale, stored = np.exp2(power).astype(np.float32), (power + 127).astype(np.uint8)
+    wide = np.repeat(scale, size, axis=1)[:, : x.shape[1]]
+    q = (x / wide).astype(ml_dtypes.float8_e4m3fn)
+    return q, stored, q.astype(np.float32) * wide
+
+
+@pytest.mark.parametrize("block", ["1x128", "1x32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised(block: str, dtype: str, mesh: Any, opened: Any) -> None:
+    """Every byte and scale of every slot; zeros on padding and tail."""
+    group = opened(mesh)
+    ep = mesh.shape["ep"]
+    x = (numbers(1, 4 * TOKENS, WIDTH) * 10).at[3].set(0).astype(dtype)
+    w, ids = numbers(2, 4 * TOKENS, TOP_K), choices(3)
+
+    def step(x: Any, w: Any, ids: Any) -> Any:
+        plan = epic.jax.plan(group, LAYER, ids)
+        rows, scales, slot = epic.jax.dispatch_quantised(plan, x, w, block)
+        return rows, scales, slot, epic.jax.dequantise(rows, scales, jnp.float32, block)
+
+    rows, scales, slot, values = (np.asarray(v) for v in mapped(mesh, step, 3)(x, w, ids))
+    q, stored, wide = true_e4m3(np.asarray(x.astype(jnp.float32)), block)
+    capacity = group.capacity_bound(LAYER)
+    for device in range(4):
+        first = device // ep * ep * TOKENS
+        mine = slots_of(
+            np.asarray(ids)[first : first + ep * TOKENS], device % ep, ep, EXPERTS, ALIGN
+        )
+        part = slice(device * capacity, (device + 1) * capacity)
+        live = np.zeros(capacity, bool)
+        for i, (t, k) in enumerate(mine.choices):
+            if t >= 0:
+                live[i] = True
+                assert rows[part][i].tobytes() == q[first + t].tobytes()
+                assert np.array_equal(scales[part][i], stored[first + t])
+                assert slot[part][i] == w[first + t, k]
+                assert np.array_equal(values[part][i], wide[first + t])
+        assert not np.any(values[part][~live]) and not np.any(slot[part][~live])
+
+
+@pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "ragged_dot"])
+@pytest.mark.parametrize("block", ["1x128", "1x32"])
+def test_layer_with_rounded_rows(block: str, gemm: Any, mesh: Any, opened: Any) -> None:
+    """As the layer over rounded rows whose router saw the true ones; gradients go straight
+    through."""
+    group = opened(mesh)
+    case = layers.CASES["shared"]
+    x, ct = layers.arrays()
+    weights = layers.weights(case)
+
+    def run(quantise: str | None) -> Any:
+        wish = replace(layers.options(case, group.num_ranks), quantise=quantise)
+
+        def loss_of(x: Any, w: Any) -> Any:
+            moe = epic.jax.sharded.moe(
+                mesh, group, wish, x, epic.jax.MoeWeights(**w), grouped_gemm=gemm
+            )
+            return (moe.out * ct).sum() + moe.loss, moe.out
+
+        step = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
+        (_, out), (d_x, d_w) = step(x, weights)
+        return out, d_x, d_w["w_down"], d_w["w_gate_up"], d_w["w_gate"]
+
+    exact, rounded = run(None), run(block)
+    errors = [relative(a, b) for a, b in zip(rounded, exact, strict=True)]
+    assert all(1e-4 < e < 0.1 for e in errors), errors  # e4m3 has 3 bits: 6 % of each element
+
+
+def test_gradient_of_rounded_rows(opened: Any) -> None:
+    """It is dispatch's, for the rows that arrived."""
+    mesh = make_mesh(2)
+    group = opened(mesh)
+    x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3)
+    ct = numbers(4, 4 * TOKENS, HIDDEN)
+
+    def step(x: Any, w: Any, ids: Any) -> Any:
+        plan = epic.jax.plan(group, LAYER, ids)
+        recv, slot = epic.jax.dispatch(plan, x, w, quantise="1x128")
+        return epic.jax.combine(plan, jnp.sin(recv), slot)
+
+    out, pull = jax.vjp(mapped(mesh, step, 3), x, w, ids)
+    d_x, d_w, _ = pull(ct)
+    arrived = true_e4m3(np.asarray(x), "1x128")[2]
+    for got, wanted in zip((out, d_x, d_w), true_round(arrived, w, ids, ct), strict=True):
+        assert relative(got, wanted) < 2e-6
+
+
+def test_a_layer_says_what_it_cannot(opened: Any) -> None:
+    """Flat rows and unknown blocks."""
+    group = opened(None)
+    x, _ = layers.arrays()
+    wish = layers.options({}, 1)
+    w = epic.jax.MoeWeights(**layers.weights({}))
+    with pytest.raises(ValueError, match="1x128, 1x32"):
+        epic.jax.moe(group, replace(wish, quantise="1x16"), x, w)
+    with pytest.raises(epic.jax.EpicError, match="layout"):
+        epic.jax.moe(group, replace(wish, layer=replace(wish.layer, layout="flat")), x, w)
