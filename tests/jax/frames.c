@@ -160,8 +160,8 @@ static int64_t plan_bytes;
 
 static void add_layer(call *c, int64_t top_k)
 {
-    static const char *const zero[] = {"overflow", "expert_capacity", "sum_order", "leaves",
-                                       "partial_type"};
+    static const char *const zero[] = {"layout",    "overflow", "expert_capacity",
+                                       "sum_order", "leaves",   "partial_type"};
     add_int(c, "num_experts", EXPERTS);
     add_int(c, "top_k", top_k);
     add_int(c, "alignment", 1);
