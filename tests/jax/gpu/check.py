@@ -378,7 +378,7 @@ def case_graphs() -> None:
     same(*results)
     again = []  # the graphs of a closed group are not used for the next of its name
     for _ in range(2):
-        with epic.jax.open(mesh, "ep", **SIZES) as group:
+        with epic.jax.open(mesh, "ep", command_buffers=True, **SIZES) as group:
             run = run if again else mapped(mesh, long_model(group), 3)
             again.append(whole(run(*(put(mesh, v) for v in (x, w, ids)))))
             epic.jax.check(group)

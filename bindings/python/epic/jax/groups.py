@@ -209,7 +209,7 @@ def open(
     staging_bytes: int = 0,
     backend: str | None = None,
     max_sms: int = 0,
-    command_buffers: bool = True,
+    command_buffers: bool = False,
 ) -> Group:
     """Opens the groups of a mesh: all devices that share their coordinates but those of `axis`
     are one.  Collective over the processes of the mesh.
@@ -219,7 +219,7 @@ def open(
     the most that one device sends at once.  meet: by default threads where all ranks are here,
     else JAX's key-value store; or Tcp(...); or a function (rank, bytes) -> every rank's bytes.
     On GPUs the backend is p2p; max_sms: most SMs that a call takes, 0: the core's default;
-    command_buffers=False keeps the calls out of XLA's graphs.
+    command_buffers=True lets XLA put the calls into its CUDA graphs.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh is not None:
