@@ -22,9 +22,8 @@ if [ "${1:-}" != --check ]; then
     echo "$files" | xargs $program -i
     exit 0
 fi
-failed=0
-for file in $files; do
-    $program --dry-run -Werror "$file" 2>/dev/null || { echo "not formatted: $file"; failed=1; }
-done
-[ $failed = 0 ] || echo "to format: make format"
-exit $failed
+if ! said=$(echo "$files" | xargs -n 16 -P "$(nproc)" $program --dry-run -Werror 2>&1); then
+    echo "$said" | sed -n 's/^\([^: ]*\):[0-9].*/not formatted: \1/p' | sort -u
+    echo "to format: make format"
+    exit 1
+fi
