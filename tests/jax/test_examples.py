@@ -57,6 +57,8 @@ def start(tmp_path: Path) -> Any:
     """The example with two processes and far too many steps, past its first line."""
     words = ["--steps", "100000", "--processes", "2", "--picture", str(tmp_path / "x.png")]
     (tmp_path / "text.txt").write_text("it is what it is, it was what it was. " * 500)
+    # In the background of a script Ctrl-C is ignored, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = subprocess.Popen(
         [sys.executable, str(PROGRAM), str(tmp_path / "text.txt"), *words],
         stdout=subprocess.DEVNULL,
@@ -65,6 +67,7 @@ def start(tmp_path: Path) -> Any:
         start_new_session=True,
         cwd=tmp_path,
     )
+    signal.signal(signal.SIGINT, before)
     time.sleep(12)
     assert running.poll() is None, running.communicate()
     return running
