@@ -118,8 +118,7 @@ typedef struct p2p_combine_job {
     int32_t num_tokens, num_rows;
     uint32_t type;
     int32_t aligned;
-    int32_t lag;  /* tokens that adding stays behind sending */
-    int32_t deep; /* some plan of this group has more leaves than ranks */
+    int32_t lag; /* tokens that adding stays behind sending */
 } p2p_combine_job;
 
 typedef struct p2p_combine_backward_job {

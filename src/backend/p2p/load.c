@@ -30,11 +30,8 @@ static cudaError_t launch_rows(const p2p_seat *seat, int64_t bytes, int aligned,
     for (uint32_t type = EPIC_F32; type <= EPIC_F16 && error == cudaSuccess; type++) {
         const p2p_combine_backward_job backward = {
             .seat = *seat, .row_bytes = bytes, .aligned = aligned, .type = type};
-        const p2p_combine_job combine = {.seat = *seat,
-                                         .row_bytes = bytes,
-                                         .aligned = aligned,
-                                         .type = type,
-                                         .deep = !aligned};
+        const p2p_combine_job combine = {
+            .seat = *seat, .row_bytes = bytes, .aligned = aligned, .type = type};
         error = p2p_launch_combine_backward(&backward, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_combine(&combine, 1, stream);
     }

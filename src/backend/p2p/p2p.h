@@ -22,7 +22,6 @@ struct epic_group {
     int num_sms;                   /* of one operation, at most; taken from the GPU's */
     int ranks_here;                /* that share this GPU */
     bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
-    bool deep;                     /* some plan has more leaves than ranks */
     p2p_watch *watch;
     cudaStream_t side; /* for words to peers while a kernel runs */
     uint64_t *word;    /* pinned host memory */

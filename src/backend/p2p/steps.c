@@ -124,7 +124,6 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
         return epic_fail(EPIC_EINVAL,
                          "plan_bytes is %zu: this layer needs %zu (epic_plan_bytes)",
                          args->plan_bytes, bytes);
-    if ((int)job->layer.leaves > g->num_ranks) g->deep = true;
     job->plan = args->plan;
     job->topk_idx = args->topk_idx;
     job->rank_of_expert = args->rank_of_expert;
@@ -244,7 +243,6 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
     job->num_rows = rows_of(rows);
     job->aligned = is_aligned(rows) && is_aligned(out);
     job->lag = COMBINE_LAG;
-    job->deep = g->deep;
     mix(&a, (uint64_t)job->row_bytes);
     mix(&a, job->type);
     job->seat = seat_of(g, call, operation, a);
