@@ -502,7 +502,8 @@ static void read_options(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
-    setenv("CUDA_MODULE_LOADING", "EAGER", 1); /* no loading while ranks that share a GPU spin */
+    /* no loading while ranks that share a GPU spin */
+    setenv("CUDA_MODULE_LOADING", "EAGER", 1);
     read_options(argc, argv);
     int most_tokens = 0, most_sms = 0;
     for (int t : options.tokens) most_tokens = std::max(most_tokens, t);

@@ -143,9 +143,15 @@ static std::vector<Model> models()
 static void time_model(const Arrays &a, const Model &m, int64_t tokens, int reps)
 {
     char what[96];
-    const p2p_router_rows rows = {m.router, a.logits, tokens, (int32_t)m.router.num_experts,
-                                  EPIC_F32, (float)m.router.eps, (float)m.router.norm_min,
-                                  (float)m.router.scale, 0};
+    const p2p_router_rows rows = {m.router,
+                                  a.logits,
+                                  tokens,
+                                  (int32_t)m.router.num_experts,
+                                  EPIC_F32,
+                                  (float)m.router.eps,
+                                  (float)m.router.norm_min,
+                                  (float)m.router.scale,
+                                  0};
     p2p_router_job job = {};
     job.rows = rows;
     job.bias = m.bias ? a.bias : NULL;

@@ -158,8 +158,8 @@ __device__ __forceinline__ int best_lane(uint32_t top)
 template <int V>
 __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 {
-    const uint32_t members =
-        (d.lanes == WARP ? ALL_LANES : (1u << d.lanes) - 1) << (lane_id() & ~(d.lanes - 1));
+    const uint32_t members = (d.lanes == WARP ? ALL_LANES : (1u << d.lanes) - 1)
+                             << (lane_id() & ~(d.lanes - 1));
     float score = 0;
     for (int i = 0; i < m; i++) {
         uint32_t largest = own.top();

@@ -555,10 +555,14 @@ static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_pla
     if (!ok) return;
     const uint32_t kind = (uint32_t)words[P2P_FAULT_KIND];
     const int64_t index = (uint32_t)words[P2P_FAULT_INDEX], k = job.layer.top_k;
-    const int64_t value = (int64_t)(words[P2P_FAULT_HIGH] << 32 | (uint32_t)words[P2P_FAULT_LOW]);
+    const int64_t value =
+        (int64_t)(words[P2P_FAULT_HIGH] << 32 | (uint32_t)words[P2P_FAULT_LOW]);
     p2p_notice said = {EPIC_EINVAL, now.epoch, kind, rank, {index, value, 0, 0}};
     if (kind == P2P_FAULT_EXPERT)
-        said = {EPIC_EINVAL, now.epoch, kind, rank,
+        said = {EPIC_EINVAL,
+                now.epoch,
+                kind,
+                rank,
                 {index / k, index % k, value, job.layer.num_experts}};
     notify(job.seat, said);
 }
@@ -571,8 +575,9 @@ static __device__ __noinline__ void notify_overflow(const Planner &p, const p2p_
     for (int q = 0; q < job.seat.num_ranks; q++) {
         const int32_t capacity = h.capacity_of[q] ? h.capacity_of[q] : 0x7fffffff;
         if (p.needed[q] <= capacity) continue;
-        notify(job.seat, {EPIC_EOVERFLOW, now.epoch, P2P_FAULT_CAPACITY, q,
-                          {capacity, p.needed[q], 0, 0}});
+        notify(
+            job.seat,
+            {EPIC_EOVERFLOW, now.epoch, P2P_FAULT_CAPACITY, q, {capacity, p.needed[q], 0, 0}});
         return;
     }
 }

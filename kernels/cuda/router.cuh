@@ -181,7 +181,8 @@ struct Softmax {
 };
 
 /* p may be z.  Column i is written by the lane that reads it. */
-template <int V> __device__ __forceinline__ Softmax softmax(float *p, const float *z, int columns)
+template <int V>
+__device__ __forceinline__ Softmax softmax(float *p, const float *z, int columns)
 {
     Softmax s = {-INFINITY, 0};
     const float first = __shfl_sync(ALL_LANES, lane_id() == 0 ? z[0] : 0, 0);
@@ -249,7 +250,8 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
 {
     const uint32_t low = __ballot_sync(ALL_LANES, c.live(0));
     const uint32_t high = __ballot_sync(ALL_LANES, J > 1 && c.live(J - 1));
-    const float first = __shfl_sync(ALL_LANES, low ? p[0] : p[J - 1], __ffs(low ? low : high | 1) - 1);
+    const float first =
+        __shfl_sync(ALL_LANES, low ? p[0] : p[J - 1], __ffs(low ? low : high | 1) - 1);
     float largest = -INFINITY, sum = 0;
 #pragma unroll
     for (int j = 0; j < J; j++)

@@ -8,8 +8,8 @@
 
 /* What the parts are made of, of the chosen. */
 __device__ __forceinline__ Shares<2> share_again(const p2p_router_backward_job &job,
-                                              const Chosen<2> &c, const float *s, float (&z)[2],
-                                              int64_t token)
+                                                 const Chosen<2> &c, const float *s,
+                                                 float (&z)[2], int64_t token)
 {
     const epic_router &r = job.rows.router;
     float x[2] = {0, 0};
@@ -21,16 +21,15 @@ __device__ __forceinline__ Shares<2> share_again(const p2p_router_backward_job &
             x[j] = s[at(c.id[j])];
             continue;
         }
-        z[j] = load_number(job.rows.logits, job.rows.type,
-                           token * job.rows.columns + c.id[j]);
+        z[j] = load_number(job.rows.logits, job.rows.type, token * job.rows.columns + c.id[j]);
         x[j] = r.weight_rule == EPIC_WEIGHT_OF_SCORE ? score_of(z[j], r.score) : z[j];
     }
     return share(job.rows, c, x);
 }
 
 /* The host's share_backward: g becomes the gradient of the parts. */
-__device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c, float scale,
-                                               float (&g)[2])
+__device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
+                                               float scale, float (&g)[2])
 {
     float products[2];
 #pragma unroll
@@ -74,8 +73,7 @@ __device__ __forceinline__ void give_gradient(const p2p_router_backward_job &job
     const uint32_t score = rows.router.score;
     const bool of_score = rows.router.weight_rule == EPIC_WEIGHT_OF_SCORE;
     float mean = 0;
-    if (s)
-        mean = add_up<V, float>(rows.columns, [&](int i) { return s[at(i)] * d[at(i)]; });
+    if (s) mean = add_up<V, float>(rows.columns, [&](int i) { return s[at(i)] * d[at(i)]; });
     give<V>(job.d_logits, job.grad_type, job.accumulate, token, rows.columns, [&](int i) {
         float x = d[at(i)];
         if (s) return s[at(i)] * (x - mean);

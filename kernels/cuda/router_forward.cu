@@ -71,21 +71,20 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float *z = memory + (threadIdx.x / WARP) * (3 * words + group_words), *s = z + words;
     uint32_t *keys = (uint32_t *)(s + words), *group_keys = keys + words;
 
-    const bool choosing = job.token_ids == NULL, of_score = r.weight_rule == EPIC_WEIGHT_OF_SCORE;
+    const bool choosing = job.token_ids == NULL,
+               of_score = r.weight_rule == EPIC_WEIGHT_OF_SCORE;
     load_row<V>(z, job.rows, token);
     if (of_score || job.scores || (choosing && !job.on_logits))
         make_scores<V>(s, z, r.score, columns);
     if (job.scores)
-        each_column<V>(0, columns,
-                       [&](int i) { job.scores[token * columns + i] = s[at(i)]; });
+        each_column<V>(0, columns, [&](int i) { job.scores[token * columns + i] = s[at(i)]; });
     if (choosing) make_keys<V>(job, keys, job.on_logits ? z : s);
     const Chosen<J> c = choosing ? choose<V, J>(r, columns, keys, group_keys, job.on_logits)
                                  : look_up<J>(job, token);
     weigh(job, c, of_score ? s : z, token);
 }
 
-template <int V>
-static cudaError_t launch(const p2p_router_job *job, cudaStream_t stream)
+template <int V> static cudaError_t launch(const p2p_router_job *job, cudaStream_t stream)
 {
     const int columns = job->rows.columns, groups = (int)job->rows.router.num_groups;
     const int words = 3 * row_words_of<V>(columns) + (groups > WARP ? row_words(groups) : 0);

@@ -28,8 +28,8 @@ __device__ __forceinline__ float probabilities(const p2p_router_rows &rows, floa
 
 /* One token's term of the balance loss, or its gradient. */
 template <Pass PASS>
-__device__ __forceinline__ double balance(const p2p_loss_job &job, const int32_t *load, float *p,
-                                          double factor, int64_t token)
+__device__ __forceinline__ double balance(const p2p_loss_job &job, const int32_t *load,
+                                          float *p, double factor, int64_t token)
 {
     const p2p_router_rows &rows = job.rows;
     const uint32_t score = rows.router.score;
@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     const int64_t sequence = Z ? 0 : job.sequence_tokens;
     float *p = memory + threadIdx.x / WARP * words;
     int32_t *counts = (int32_t *)(memory + warps * words);
-    const double factor = PASS == BACKWARD && job.d_loss ? job.factor * *job.d_loss : job.factor;
+    const double factor =
+        PASS == BACKWARD && job.d_loss ? job.factor * *job.d_loss : job.factor;
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
@@ -121,7 +122,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (PASS == FORWARD && lane_id() == 0 && mine < LOSS_RUNS) job.runs[mine] = sum;
 }
 
-__global__ void __launch_bounds__(ADDERS) add_runs_kernel(const __grid_constant__ p2p_loss_job job)
+__global__ void __launch_bounds__(ADDERS)
+    add_runs_kernel(const __grid_constant__ p2p_loss_job job)
 {
     __shared__ double runs[LOSS_RUNS];
     for (int i = threadIdx.x; i < LOSS_RUNS; i += ADDERS) runs[i] = job.runs[i];
@@ -136,13 +138,15 @@ __global__ void __launch_bounds__(ADDERS) add_runs_kernel(const __grid_constant_
         *(float *)job.loss = (float)(job.factor * runs[0]);
 }
 
-template <Pass PASS, bool Z> static cudaError_t launch(const p2p_loss_job *job, cudaStream_t stream)
+template <Pass PASS, bool Z>
+static cudaError_t launch(const p2p_loss_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns);
     const int left = SHARED_BYTES / 4 / words - 1; /* one row for the counts */
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
-    loss_kernel<PASS, Z><<<(LOSS_RUNS + warps - 1) / warps, warps * WARP,
-                           (warps + 1) * words * 4, stream>>>(*job);
+    loss_kernel<PASS, Z>
+        <<<(LOSS_RUNS + warps - 1) / warps, warps * WARP, (warps + 1) * words * 4, stream>>>(
+            *job);
     return cudaGetLastError();
 }
 
@@ -190,15 +194,14 @@ extern "C" cudaError_t p2p_launch_bias_update(float *bias, const int32_t *load,
 
 extern "C" cudaError_t p2p_load_loss(void)
 {
-    const void *kernels[] = {(const void *)loss_kernel<FORWARD, true>,
-                             (const void *)loss_kernel<FORWARD, false>,
-                             (const void *)loss_kernel<BACKWARD, true>,
-                             (const void *)loss_kernel<BACKWARD, false>};
+    const void *kernels[] = {
+        (const void *)loss_kernel<FORWARD, true>, (const void *)loss_kernel<FORWARD, false>,
+        (const void *)loss_kernel<BACKWARD, true>, (const void *)loss_kernel<BACKWARD, false>};
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, add_runs_kernel);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, bias_update_kernel);
     for (int i = 0; i < 4 && error == cudaSuccess; i++)
-        error = cudaFuncSetAttribute(
-            kernels[i], cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+        error = cudaFuncSetAttribute(kernels[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     SHARED_BYTES);
     return error;
 }
