@@ -96,7 +96,7 @@ __device__ __forceinline__ int32_t rank_of(const Combine &c, int32_t token, int 
 /* ------------------------------------------------------------------------- partials ---- */
 
 /* Adds COUNT rows, those of the lowest lanes in `lanes`, to acc; all loads before any use. */
-template <class ROW, int V, bool EXACT, int COUNT>
+template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const Combine &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
                                          int32_t vector)
@@ -111,7 +111,7 @@ __device__ __forceinline__ void add_rows(const Combine &c, float (&acc)[V][ROW::
         const uint8_t *row = c.job.rows + s * c.shape.row_bytes;
 #pragma unroll
         for (int v = 0; v < V; v++)
-            q[r][v] = load_row<EXACT>(row, vector + v * WARP + lane_id(), c.shape, c.policy);
+            q[r][v] = load_row<false>(row, vector + v * WARP + lane_id(), c.shape, c.policy);
     }
 #pragma unroll
     for (int r = 0; r < COUNT; r++) {
@@ -135,22 +135,21 @@ template <int V, int N> __device__ __forceinline__ void clear_sum(float (&acc)[V
         for (int i = 0; i < N; i++) acc[v][i] = -0.0f;
 }
 
-template <class ROW, int V, bool EXACT>
+template <class ROW, int V>
 __device__ __forceinline__ void add_lanes(const Combine &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
                                           int32_t vector)
 {
     constexpr int MOST = 4; /* rows in flight */
 #pragma unroll 1
-    while (__popc(lanes) >= MOST)
-        add_rows<ROW, V, EXACT, MOST>(c, acc, lanes, slot, weight, vector);
+    while (__popc(lanes) >= MOST) add_rows<ROW, V, MOST>(c, acc, lanes, slot, weight, vector);
     const int left = __popc(lanes);
     if (MOST > 3 && left == 3)
-        add_rows<ROW, V, EXACT, 3>(c, acc, lanes, slot, weight, vector);
+        add_rows<ROW, V, 3>(c, acc, lanes, slot, weight, vector);
     else if (MOST > 2 && left == 2)
-        add_rows<ROW, V, EXACT, 2>(c, acc, lanes, slot, weight, vector);
+        add_rows<ROW, V, 2>(c, acc, lanes, slot, weight, vector);
     else if (left == 1)
-        add_rows<ROW, V, EXACT, 1>(c, acc, lanes, slot, weight, vector);
+        add_rows<ROW, V, 1>(c, acc, lanes, slot, weight, vector);
 }
 
 template <class ROW, class PART, int V>
@@ -162,7 +161,7 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][Node<ROW, PART>::VECTO
 }
 
 /* The partial of all choices of a token here, in ascending k; false: there is none. */
-template <class ROW, class PART, int V, bool EXACT>
+template <class ROW, class PART, int V>
 __device__ __forceinline__ bool sum_here(const Combine &c,
                                          uint4 (&node)[V][Node<ROW, PART>::VECTORS], int rank,
                                          int32_t token, int32_t slot, int32_t vector)
@@ -173,7 +172,7 @@ __device__ __forceinline__ bool sum_here(const Combine &c,
     if (!lanes) return false;
     clear_sum(acc);
     for (int half = 1;; half++) {
-        add_lanes<ROW, V, EXACT>(c, acc, lanes, slot, weight, vector);
+        add_lanes<ROW, V>(c, acc, lanes, slot, weight, vector);
         if (half * WARP >= c.top_k) break;
         slot = slot_of(c, rank, token, half);
         weight = weight_of(c, slot);
@@ -277,8 +276,8 @@ __device__ __forceinline__ bool sum_leaves(const Combine &c,
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const bool in = leaf[half] == (int32_t)next;
-            add_lanes<ROW, 1, false>(c, acc, __ballot_sync(ALL_LANES, in), slot[half],
-                                     weight[half], vector);
+            add_lanes<ROW, 1>(c, acc, __ballot_sync(ALL_LANES, in), slot[half], weight[half],
+                              vector);
             if (in) leaf[half] = 0x7fffffff;
         }
         uint4 partial[Node<ROW, PART>::VECTORS];
@@ -353,7 +352,7 @@ __device__ __forceinline__ int peer_of(const Combine &c, int role)
     return wrap(c.job.seat.rank + 1 + role, c.job.seat.num_ranks);
 }
 
-template <class ROW, class PART, int V, bool EXACT, bool LEAVES>
+template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
 {
     constexpr int P = Node<ROW, PART>::VECTORS;
@@ -364,7 +363,7 @@ __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
     if constexpr (LEAVES)
         some = sum_leaves<ROW, PART>(c, node, rank, u.token, vector);
     else
-        some = sum_here<ROW, PART, V, EXACT>(c, node, rank, u.token, u.slot, vector);
+        some = sum_here<ROW, PART, V>(c, node, rank, u.token, u.slot, vector);
     if (!some) return;
     const int source = c.job.seat.num_ranks - 2 - u.role; /* this rank, as the peer counts */
     uint8_t *heap = c.job.seat.heap[rank];
@@ -374,14 +373,14 @@ __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
     for (int v = 0; v < V; v++)
 #pragma unroll
         for (int p = 0; p < P; p++)
-            if (EXACT || vector + v * WARP + lane_id() < c.shape.vectors)
+            if (vector + v * WARP + lane_id() < c.shape.vectors)
                 store_relaxed(staged + v * WARP * P + lane_id() * P + p, node[v][p]);
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_of(c.job.seat, c.now, heap, source));
 }
 
 /* Waits for the partials of up to four ranks; those of this rank are in `own`. */
-template <class ROW, class PART, int V, bool EXACT>
+template <class ROW, class PART, int V>
 __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, int place,
                                               bool (&there)[4],
                                               uint4 (&q)[4][V][Node<ROW, PART>::VECTORS])
@@ -413,7 +412,7 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
                 for (int v = 0; v < V; v++)
 #pragma unroll
                     for (int p = 0; p < P; p++)
-                        q[i][v][p] = EXACT || vector + v * WARP + lane_id() < c.shape.vectors
+                        q[i][v][p] = vector + v * WARP + lane_id() < c.shape.vectors
                                          ? load_relaxed(staged(i, v, p))
                                          : make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -433,7 +432,7 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
             for (int v = 0; v < V; v++)
 #pragma unroll
                 for (int p = 0; p < P; p++)
-                    if (EXACT || vector + v * WARP + lane_id() < c.shape.vectors)
+                    if (vector + v * WARP + lane_id() < c.shape.vectors)
                         store_here(staged(i, v, p), poisoned());
     return true;
 }
@@ -456,7 +455,7 @@ __device__ __forceinline__ void add_node(uint4 (&a)[V][Node<ROW, PART>::VECTORS]
 }
 
 /* Adds the partials of all ranks, in the order of the plan. */
-template <class ROW, class PART, int V, bool EXACT>
+template <class ROW, class PART, int V>
 __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint32_t touched,
                                           const uint4 (&own)[V][Node<ROW, PART>::VECTORS],
                                           float (&total)[V][ROW::N])
@@ -480,7 +479,7 @@ __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint3
 #pragma unroll
                     for (int p = 0; p < P; p++) q[i][v][p] = own[v][p];
         }
-        if (!take_partials<ROW, PART, V, EXACT>(c, u, place, there, q)) return false;
+        if (!take_partials<ROW, PART, V>(c, u, place, there, q)) return false;
         if (tree) {
             add_node<ROW, PART, V>(q[0], there[0], q[1], there[1]);
             add_node<ROW, PART, V>(q[2], there[2], q[3], there[3]);
@@ -514,7 +513,7 @@ __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint3
     return true;
 }
 
-template <class ROW, class PART, int V, bool EXACT, bool LEAVES>
+template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool source_unit(const Combine &c, const Unit &u)
 {
     const p2p_seat &seat = c.job.seat;
@@ -524,7 +523,7 @@ __device__ __forceinline__ bool source_unit(const Combine &c, const Unit &u)
     if constexpr (LEAVES)
         some = sum_leaves<ROW, PART>(c, own, seat.rank, u.token, vector);
     else
-        some = sum_here<ROW, PART, V, EXACT>(c, own, seat.rank, u.token, u.slot, vector);
+        some = sum_here<ROW, PART, V>(c, own, seat.rank, u.token, u.slot, vector);
     uint32_t touched = __reduce_or_sync(ALL_LANES, u.ranks >= 0 ? 1u << u.ranks : 0);
     for (int half = 1; half * WARP < c.top_k; half++) {
         const int32_t rank = rank_of(c, u.token, half);
@@ -532,11 +531,11 @@ __device__ __forceinline__ bool source_unit(const Combine &c, const Unit &u)
     }
     if (!some) touched &= ~(1u << seat.rank);
     float total[V][ROW::N];
-    if (!add_ranks<ROW, PART, V, EXACT>(c, u, touched, own, total)) return false;
+    if (!add_ranks<ROW, PART, V>(c, u, touched, own, total)) return false;
     uint8_t *row = c.job.out + u.token * c.shape.row_bytes;
 #pragma unroll
     for (int v = 0; v < V; v++)
-        store_row<EXACT>(row, vector + v * WARP + lane_id(), c.shape,
+        store_row<false>(row, vector + v * WARP + lane_id(), c.shape,
                          touched ? ROW::pack(total[v]) : make_uint4(0, 0, 0, 0), c.policy);
     return !(u.piece == 0 && c.job.choice_floats) || take_floats(c, u.token);
 }
@@ -881,7 +880,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
 };
 
 /* One round: tokens [c.first, end) of every rank. */
-template <class ROW, class PART, int V, bool EXACT, bool LEAVES>
+template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool combine_tokens(const Combine &c, int32_t end)
 {
     const p2p_seat &seat = c.job.seat;
@@ -918,11 +917,11 @@ __device__ __forceinline__ bool combine_tokens(const Combine &c, int32_t end)
         if (e.token < expert_end && (s.token >= source_end || e.token < s.token + c.job.lag)) {
             const Unit now = e;
             next_expert();
-            expert_unit<ROW, PART, V, EXACT, LEAVES>(c, now);
+            expert_unit<ROW, PART, V, LEAVES>(c, now);
         } else {
             const Unit now = s;
             next_source();
-            if (!source_unit<ROW, PART, V, EXACT, LEAVES>(c, now)) return false;
+            if (!source_unit<ROW, PART, V, LEAVES>(c, now)) return false;
         }
     }
     return true;
@@ -950,7 +949,7 @@ static __device__ __noinline__ bool combine_rarely(Combine c, Now &now)
 {
     const int part_bytes = c.shape.vectors * 16 * Node<ROW, PART>::VECTORS;
     return combine_rounds(c, now, part_bytes, [&](int32_t end) {
-        return combine_tokens<ROW, PART, 1, false, LEAVES>(c, end);
+        return combine_tokens<ROW, PART, 1, LEAVES>(c, end);
     });
 }
 
