@@ -111,7 +111,7 @@ __device__ __forceinline__ void add_rows(const Combine &c, float (&acc)[V][ROW::
         const uint8_t *row = c.job.rows + s * c.shape.row_bytes;
 #pragma unroll
         for (int v = 0; v < V; v++)
-            q[r][v] = load_row<false>(row, vector + v * WARP + lane_id(), c.shape, c.policy);
+            q[r][v] = load_row(row, vector + v * WARP + lane_id(), c.shape, c.policy);
     }
 #pragma unroll
     for (int r = 0; r < COUNT; r++) {
@@ -535,8 +535,8 @@ __device__ __forceinline__ bool source_unit(const Combine &c, const Unit &u)
     uint8_t *row = c.job.out + u.token * c.shape.row_bytes;
 #pragma unroll
     for (int v = 0; v < V; v++)
-        store_row<false>(row, vector + v * WARP + lane_id(), c.shape,
-                         touched ? ROW::pack(total[v]) : make_uint4(0, 0, 0, 0), c.policy);
+        store_row(row, vector + v * WARP + lane_id(), c.shape,
+                  touched ? ROW::pack(total[v]) : make_uint4(0, 0, 0, 0), c.policy);
     return !(u.piece == 0 && c.job.choice_floats) || take_floats(c, u.token);
 }
 

@@ -124,11 +124,11 @@ __device__ __forceinline__ int32_t read_rank(const Move &m, int32_t token, int k
 
 /* -------------------------------------------------------------------------- units ---- */
 
-template <class ROW, int V, bool EXACT>
+template <class ROW, int V>
 __device__ __forceinline__ void load_own(const Move &m, int32_t token, int32_t vector,
                                          uint4 (&x)[V])
 {
-    load_piece_again<V, EXACT>(m.job.d_out + row_offset(token, m.shape), vector, m.shape, x,
+    load_piece_again<V, false>(m.job.d_out + row_offset(token, m.shape), vector, m.shape, x,
                                ROW::MINUS_ZERO);
 }
 
@@ -172,20 +172,20 @@ __device__ __forceinline__ void fill_end(const Move &m, int32_t vector, uint4 (&
 }
 
 /* The piece of d_out: the caller's, or staged. */
-template <class ROW, int V, bool EXACT>
+template <class ROW, int V>
 __device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vector, int source,
                                      int rank, uint4 (&x)[V])
 {
     if (rank == m.job.seat.rank) {
-        load_own<ROW, V, EXACT>(m, token, vector, x);
+        load_own<ROW, V>(m, token, vector, x);
         return true;
     }
     uint4 *staged = (uint4 *)staging_of(m.job.seat, m.now, m.now.heap, source) +
                     (int64_t)(token - m.first) * m.shape.vectors;
-    if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, false, x))
+    if (!take_piece<V, false>(m.now, rank, staged, vector, m.shape.vectors, false, x))
         return false;
-    restore_piece<V, EXACT>(staged, vector, m.shape.vectors);
-    fill_end<ROW, V, EXACT>(m, vector, x);
+    restore_piece<V, false>(staged, vector, m.shape.vectors);
+    fill_end<ROW, V, false>(m, vector, x);
     return true;
 }
 
@@ -213,7 +213,7 @@ __device__ __forceinline__ float scale_and_dot(const Move &m, const float (&x)[V
     return m.job.d_slot_weights ? dot.sum() : 0.0f;
 }
 
-template <class ROW, int V, bool EXACT>
+template <class ROW, int V>
 __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece, int source,
                                         int32_t slot)
 {
@@ -241,14 +241,13 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
                 const int64_t s = __shfl_sync(ALL_LANES, slot, max(from[i], 0));
 #pragma unroll
                 for (int v = 0; v < V; v++)
-                    y[i][v] =
-                        m.job.d_slot_weights && from[i] >= 0
-                            ? load_row<EXACT>(m.job.rows + s * m.shape.row_bytes,
-                                              vector + v * WARP + lane_id(), m.shape, m.policy)
-                            : make_uint4(0, 0, 0, 0);
+                    y[i][v] = m.job.d_slot_weights && from[i] >= 0
+                                  ? load_row(m.job.rows + s * m.shape.row_bytes,
+                                             vector + v * WARP + lane_id(), m.shape, m.policy)
+                                  : make_uint4(0, 0, 0, 0);
             }
             if (!have_x) {
-                if (!take<ROW, V, EXACT>(m, token, vector, source, rank, q)) return false;
+                if (!take<ROW, V>(m, token, vector, source, rank, q)) return false;
 #pragma unroll
                 for (int v = 0; v < V; v++) ROW::unpack(q[v], x[v]);
             }
@@ -258,7 +257,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
                 if (from[i] < 0) continue;
                 const int32_t s = __shfl_sync(ALL_LANES, slot, from[i]);
                 const float w = __shfl_sync(ALL_LANES, weight, from[i]);
-                const float dot = scale_and_dot<ROW, V, EXACT>(m, x, y[i], s, w, vector);
+                const float dot = scale_and_dot<ROW, V, false>(m, x, y[i], s, w, vector);
                 if (lane_id() == from[i]) mine = dot;
             }
         }
@@ -523,7 +522,7 @@ template <class ROW, bool EXACT> struct Stream {
 };
 
 /* One round: tokens [m.first, end) of every rank. */
-template <class ROW, int V, bool EXACT>
+template <class ROW, int V>
 __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
 {
     const int peers = m.job.seat.num_ranks - 1;
@@ -537,15 +536,14 @@ __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
             if (m.top_k > WARP) to |= peers_of(m, read_rank(m, sent, WARP + lane_id()));
             if (!to || sent >= end) continue;
             uint4 x[V];
-            load_own<ROW, V, EXACT>(m, sent, walk.piece * V * WARP, x);
-            send<ROW, V, EXACT>(m, sent, walk.piece * V * WARP, to, x);
+            load_own<ROW, V>(m, sent, walk.piece * V * WARP, x);
+            send<ROW, V, false>(m, sent, walk.piece * V * WARP, to, x);
             continue;
         }
         const int source = walk.role - 1;
         if (token >= m.first && token < end) {
-            if (!receive<ROW, V, EXACT>(m, token, walk.piece, source, within(m, word)))
-                return false;
-            if (source == peers) pad_slots<V, EXACT>(m, token, walk.piece);
+            if (!receive<ROW, V>(m, token, walk.piece, source, within(m, word))) return false;
+            if (source == peers) pad_slots<V, false>(m, token, walk.piece);
         }
         if (source == peers && added >= m.first && m.job.d_slot_weights &&
             added % m.shape.pieces == walk.piece && !add_parts(m, added))
@@ -571,8 +569,8 @@ __device__ __forceinline__ bool move_rounds(Move &m, Now &now, Round round)
 /* What is rarer has registers of its own. */
 template <class ROW> static __device__ __noinline__ bool move_rarely(Move m, Now &now)
 {
-    return move_rounds(
-        m, now, [&](int32_t end) { return move_tokens<ROW, Dot<ROW>::V, false>(m, end); });
+    return move_rounds(m, now,
+                       [&](int32_t end) { return move_tokens<ROW, Dot<ROW>::V>(m, end); });
 }
 
 /* Rows past the last slab, or all of them. */

@@ -56,40 +56,32 @@ static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_
 }
 
 /* Vector number `vector` of the caller's row. */
-template <bool EXACT>
 __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
-                                          uint64_t policy, uint32_t fill = 0)
+                                          uint64_t policy)
 {
     const int64_t at = (int64_t)vector * 16;
-    if (EXACT) return load_once(row + at, policy);
-    if (vector >= s.vectors) return make_uint4(fill, fill, fill, fill);
-    return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, fill);
+    if (vector >= s.vectors) return make_uint4(0, 0, 0, 0);
+    return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, 0);
 }
 
-/* The same for rows that will be read again soon. */
-template <bool EXACT>
+/* The same for rows that will be read again soon; `fill` where the row has ended. */
 __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
-                                                const RowShape &s, uint32_t fill = 0)
+                                                const RowShape &s, uint32_t fill)
 {
     const int64_t at = (int64_t)vector * 16;
-    if (EXACT) return load_again(row + at);
     if (vector >= s.vectors) return make_uint4(fill, fill, fill, fill);
     return s.aligned ? load_again(row + at) : load_bytes(row, at, s.row_bytes, fill);
 }
 
-template <bool EXACT>
 __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const RowShape &s,
                                           uint4 q, uint64_t policy)
 {
     const int64_t at = (int64_t)vector * 16;
-    if (EXACT) {
+    if (vector >= s.vectors) return;
+    if (s.aligned)
         store_once(row + at, q, policy);
-    } else if (vector < s.vectors) {
-        if (s.aligned)
-            store_once(row + at, q, policy);
-        else
-            store_bytes(row, at, s.row_bytes, q);
-    }
+    else
+        store_bytes(row, at, s.row_bytes, q);
 }
 
 /* The piece that begins with vector `first`, of rows that will be read again soon. */
@@ -102,7 +94,7 @@ __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t fir
 #pragma unroll
     for (int v = 0; v < V; v++)
         q[v] = EXACT ? load_again(from + v * WARP * 16)
-                     : load_row_again<false>(row, first + v * WARP + lane_id(), s, fill);
+                     : load_row_again(row, first + v * WARP + lane_id(), s, fill);
 }
 
 template <int V, bool EXACT>
@@ -115,7 +107,7 @@ __device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const R
         if (EXACT)
             store_once(to + v * WARP * 16, q[v], policy);
         else
-            store_row<false>(row, first + v * WARP + lane_id(), s, q[v], policy);
+            store_row(row, first + v * WARP + lane_id(), s, q[v], policy);
 }
 
 template <int V, bool EXACT>
