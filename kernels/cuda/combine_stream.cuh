@@ -1,0 +1,352 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* combine's stream: rows of aligned vectors, one partial for each rank.  All units of a warp
+ * become one stream of pieces, rows here and partials of peers, that are copied into a ring in
+ * shared memory ahead of their use.  A partial may be copied before it has come: then poison is
+ * found, and the piece is polled in place. */
+#ifndef EPIC_COMBINE_STREAM_CUH
+#define EPIC_COMBINE_STREAM_CUH
+
+#include "cuda/combine.cuh"
+
+#define STREAM_V 4
+
+struct Entry { /* a unit under way */
+    int32_t token;
+    int32_t vector;        /* first of the piece */
+    uint32_t slots;        /* lanes with a row here */
+    int16_t role;          /* of an expert unit, -1: a source unit */
+    uint16_t places;       /* bit p: the rank at place p sends a partial */
+    int32_t slot[WARP];    /* lane n: the n-th here */
+    uint32_t floats[WARP]; /* of the slots: weights, or what goes home */
+    int32_t ranks[WARP];   /* source unit, lane k: of choice k */
+};
+
+template <class ROW, bool EXACT, bool TREE> struct Stream {
+    typedef Ring<STREAM_V, EXACT> Pieces;
+    static constexpr int V = STREAM_V, AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
+    static constexpr int WARP_BYTES = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
+
+    const Combine &c;
+    Entry *entries;
+    Pieces ring;
+    Walk e, s;                       /* the next units, */
+    int32_t slot_e, slot_s, ranks_s; /* and what they need first */
+    int32_t end_e, end_s;
+    int32_t place_rank;                       /* lane p: the peer at place p, or -1 */
+    int32_t slot, token, vector;              /* of the unit whose pieces are being copied, */
+    uint32_t slots = 0, places = 0;           /* and what is left of it */
+    uint32_t begun = 0, copied = 0, used = 0; /* units */
+
+    __device__ __forceinline__ Stream(const Combine &combine, uint8_t *memory, int32_t end)
+        : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory), e(c.expert),
+          s(c.source)
+    {
+        const p2p_seat &seat = c.job.seat;
+        end_e = seat.num_ranks > 1 ? end : c.first;
+        end_s = min(end, c.job.num_tokens);
+        place_rank = lane_id() < seat.num_ranks ? c.plan.header.rank_at[lane_id()] : -1;
+        if (place_rank == seat.rank) place_rank = -1;
+        read_expert();
+        read_source();
+    }
+
+    /* ---- copying ---- */
+
+    __device__ __forceinline__ void read_expert()
+    {
+        const int32_t t = c.first + e.step;
+        slot_e = t < end_e ? read_slot(c, peer_of(c, e.role), t, 0) : -1;
+    }
+    __device__ __forceinline__ void read_source()
+    {
+        const int32_t t = c.first + s.step;
+        slot_s = t < end_s ? read_slot(c, c.job.seat.rank, t, 0) : -1;
+        ranks_s = rank_of(c, t, 0);
+    }
+    __device__ __forceinline__ void put(Entry &entry, int32_t of_token, int role, int piece,
+                                        int32_t its_slot, uint32_t its_places)
+    {
+        const float *from = c.job.slot_weights ? c.job.slot_weights : c.job.slot_floats;
+        const uint32_t its_slots = __ballot_sync(ALL_LANES, its_slot >= 0);
+        uint32_t *to = entry.floats + lane_id();
+        entry.slot[lane_id()] = its_slot;
+        if (from && its_slot >= 0)
+            copy_word(shared_address(to), from + its_slot);
+        else
+            *to = 0;
+        if (lane_id() == 0) {
+            entry.token = of_token;
+            entry.vector = piece * V * WARP;
+            entry.slots = its_slots;
+            entry.role = (int16_t)role;
+            entry.places = (uint16_t)its_places;
+        }
+        begun++;
+    }
+    /* The next unit of the list, if there is one. */
+    __device__ __forceinline__ void begin_unit()
+    {
+        const int32_t token_e = c.first + e.step, token_s = c.first + s.step;
+        const bool any_e = token_e < end_e, any_s = token_s < end_s;
+        Entry &entry = entries[begun % ENTRIES];
+        if (any_e && (!any_s || token_e < token_s + c.job.lag)) {
+            put(entry, token_e, e.role, e.piece, within(c, slot_e), 0);
+            e.next(c.expert);
+            read_expert();
+        } else if (any_s) {
+            const uint32_t touched =
+                __reduce_or_sync(ALL_LANES, ranks_s >= 0 ? 1u << ranks_s : 0);
+            entry.ranks[lane_id()] = ranks_s;
+            put(entry, token_s, -1, s.piece, within(c, slot_s),
+                __ballot_sync(ALL_LANES, place_rank >= 0 && (touched >> place_rank & 1)));
+            s.next(c.source);
+            read_source();
+        }
+    }
+    __device__ __forceinline__ uint8_t *staged(int32_t of_token, int place)
+    {
+        const p2p_seat &seat = c.job.seat;
+        const int rank = __shfl_sync(ALL_LANES, place_rank, place);
+        const int source = rank - seat.rank - 1 + (rank < seat.rank ? seat.num_ranks : 0);
+        return staging_of(seat, c.now, c.now.heap, source) +
+               (int64_t)(of_token - c.first) * c.shape.vectors * 16;
+    }
+    /* One piece more; a unit of none takes a place too. */
+    __device__ __forceinline__ void copy_next()
+    {
+        if (!(slots | places) && copied != begun) {
+            const Entry &entry = entries[copied++ % ENTRIES];
+            token = entry.token;
+            vector = entry.vector;
+            slots = entry.slots;
+            places = entry.places;
+            slot = entry.slot[lane_id()];
+        }
+        if (slots) {
+            const int32_t from = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
+            slots &= slots - 1;
+            ring.copy(c.job.rows + row_offset(from, c.shape), vector, c.shape, true, c.policy);
+        } else if (places) {
+            const int place = __ffs(places) - 1;
+            places &= places - 1;
+            ring.copy(staged(token, place), vector, c.shape, false, c.policy);
+        }
+        ring.filled_one();
+    }
+
+    /* ---- using ---- */
+
+    __device__ __forceinline__ bool in_row(const Entry &u, int v) const
+    {
+        return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
+    }
+    __device__ __forceinline__ void use(const Entry &u, uint4 (&q)[V])
+    {
+        copy_next();
+        ring.use(q, u.vector, c.shape);
+    }
+    __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
+    {
+        uint32_t left = u.slots;
+        float acc[V][ROW::N];
+        uint4 q[V];
+        clear_sum(acc);
+#pragma unroll 1
+        do {
+            use(u, q);
+            if (!left) break;
+            const uint32_t word = __shfl_sync(ALL_LANES, u.floats[lane_id()], __ffs(left) - 1);
+            const float weight = c.job.slot_weights ? __uint_as_float(word) : 1.0f;
+            left &= left - 1;
+#pragma unroll
+            for (int v = 0; v < V; v++) {
+                float x[ROW::N];
+                ROW::unpack(q[v], x);
+#pragma unroll
+                for (int i = 0; i < ROW::N; i++) acc[v][i] = __fmaf_rn(weight, x[i], acc[v][i]);
+            }
+        } while (left);
+#pragma unroll
+        for (int v = 0; v < V; v++) sum[v] = ROW::pack(acc[v]);
+    }
+    __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
+    {
+        const p2p_seat &seat = c.job.seat;
+        const int rank = peer_of(c, u.role), source = seat.num_ranks - 2 - u.role;
+        uint8_t *heap = seat.heap[rank];
+        uint4 *to = (uint4 *)staging_of(seat, c.now, heap, source) +
+                    (int64_t)(u.token - c.first) * c.shape.vectors + u.vector + lane_id();
+        if (u.slots)
+#pragma unroll
+            for (int v = 0; v < V; v++)
+                if (in_row(u, v)) store_relaxed(to + v * WARP, node[v]);
+        if (u.vector == 0 && c.job.slot_floats && (u.slots >> lane_id() & 1))
+            store_relaxed(floats_of(seat, c.now, heap, source) + (int64_t)u.token * c.top_k +
+                              lane_id(),
+                          other_nan(u.floats[lane_id()], F32::NAN_WORD));
+    }
+    __device__ __forceinline__ bool take_partial(const Entry &u, int place, uint4 (&q)[V])
+    {
+        uint4 *from = (uint4 *)staged(u.token, place);
+        const int rank = __shfl_sync(ALL_LANES, place_rank, place);
+        use(u, q);
+        if (!take_piece<V, EXACT>(c.now, rank, from, u.vector, c.shape.vectors, true, q))
+            return false;
+        restore_piece<V, EXACT>(from, u.vector, c.shape.vectors);
+        return true;
+    }
+    /* Adds the partials in the order of the ranks. */
+    __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],
+                                                uint4 (&out)[V])
+    {
+        float total[V][ROW::N];
+        const uint32_t rank_bit = 1u << c.job.seat.rank;
+        uint32_t left = u.places | (u.slots ? rank_bit : 0);
+        const float zero = left ? -0.0f : 0.0f;
+#pragma unroll
+        for (int v = 0; v < V; v++)
+#pragma unroll
+            for (int i = 0; i < ROW::N; i++) total[v][i] = zero;
+#pragma unroll 1
+        for (; left; left &= left - 1) {
+            uint4 q[V];
+            if ((left & -left) == rank_bit) {
+#pragma unroll
+                for (int v = 0; v < V; v++) q[v] = own[v];
+            } else if (!take_partial(u, __ffs(left) - 1, q)) {
+                return false;
+            }
+#pragma unroll
+            for (int v = 0; v < V; v++) {
+                float x[ROW::N];
+                ROW::unpack(q[v], x);
+#pragma unroll
+                for (int i = 0; i < ROW::N; i++) total[v][i] += x[i];
+            }
+        }
+#pragma unroll
+        for (int v = 0; v < V; v++) out[v] = ROW::pack(total[v]);
+        return true;
+    }
+    static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &there_a,
+                                                  const uint4 (&b)[V], bool &there_b)
+    {
+#pragma unroll
+        for (int v = 0; v < V && there_b; v++) {
+            if (there_a)
+                Node<ROW, ROW>::add(&a[v], &b[v]);
+            else
+                a[v] = b[v];
+        }
+        there_a |= there_b;
+        there_b = false;
+    }
+    /* Adds them in a binary tree over the places.  Of eight, the node of the first four waits in
+     * the row itself. */
+    __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
+                                             uint4 (&out)[V])
+    {
+        const p2p_seat &seat = c.job.seat;
+        const int last = seat.num_ranks - 1;
+        uint4 *row = (uint4 *)(c.job.out + u.token * c.shape.row_bytes) + u.vector + lane_id();
+        uint4 q[V], pair[V];
+        bool in_q, in_pair = false, in_out = false, waits = false;
+#pragma unroll 1
+        for (int place = 0; place <= last; place++) {
+            in_q = u.places >> place & 1;
+            if (in_q && !take_partial(u, place, q)) return false;
+            if (u.slots && c.plan.header.rank_at[place] == seat.rank) {
+                in_q = true;
+#pragma unroll
+                for (int v = 0; v < V; v++) q[v] = own[v];
+            }
+            add_to(pair, in_pair, q, in_q);
+            if (place % 2 || place == last) add_to(out, in_out, pair, in_pair);
+            if (place % 4 != 3 || place == last || !in_out) continue;
+            waits = true;
+            in_out = false;
+#pragma unroll
+            for (int v = 0; v < V; v++)
+                if (in_row(u, v)) store_here(row + v * WARP, out[v]);
+        }
+        if (waits) {
+#pragma unroll
+            for (int v = 0; v < V; v++) {
+                q[v] = in_row(u, v) ? load_relaxed(row + v * WARP) : make_uint4(0, 0, 0, 0);
+                if (in_out) Node<ROW, ROW>::add(&q[v], &out[v]);
+                out[v] = q[v];
+            }
+        } else if (!in_out) {
+#pragma unroll
+            for (int v = 0; v < V; v++) out[v] = make_uint4(0, 0, 0, 0);
+        }
+        return true;
+    }
+    /* Lane k waits for its choice's float. */
+    __device__ __forceinline__ bool take_floats(const Entry &u)
+    {
+        const p2p_seat &seat = c.job.seat;
+        const int32_t rank = u.ranks[lane_id()];
+        const int n = __popc(__match_any_sync(ALL_LANES, rank) & lanes_below());
+        const uint32_t own = __shfl_sync(ALL_LANES, u.floats[lane_id()], n);
+        uint32_t word = rank == seat.rank ? own : 0, *from = NULL;
+        if (rank >= 0 && rank != seat.rank)
+            from = floats_of(seat, c.now, c.now.heap,
+                             rank - seat.rank - 1 + (rank < seat.rank ? seat.num_ranks : 0)) +
+                   (int64_t)u.token * c.top_k + n;
+        const bool ok = wait_until(c.now, -1, P2P_PHASE_FLOAT, [&] {
+            if (from) word = load_relaxed(from);
+            return __any_sync(ALL_LANES, from && word == POISON) == 0;
+        });
+        if (!ok) return false;
+        if (from) *from = POISON;
+        if (lane_id() < c.top_k)
+            c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
+        return true;
+    }
+    __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
+    {
+        uint4 out[V];
+        if (!(TREE ? add_tree(u, own, out) : add_by_rank(u, own, out))) return false;
+        uint8_t *row = c.job.out + row_offset(u.token, c.shape) + (u.vector + lane_id()) * 16;
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
+        return u.vector || !c.job.choice_floats || take_floats(u);
+    }
+    __device__ __forceinline__ bool use_unit()
+    {
+        begin_unit();
+        __syncwarp();
+        const Entry &u = entries[used++ % ENTRIES];
+        uint4 own[V];
+        if (u.slots || !u.places) add_rows_here(u, own);
+        if (u.role < 0) return finish_token(u, own);
+        send_partial(u, own);
+        return true;
+    }
+    __device__ __forceinline__ bool run()
+    {
+        bool ok = true;
+#pragma unroll 1
+        for (int i = 0; i < AHEAD; i++) begin_unit();
+        __syncwarp();
+#pragma unroll 1
+        for (int i = 0; i < AHEAD; i++) copy_next();
+#pragma unroll 1
+        while (ok && used != begun) ok = use_unit();
+        wait_copies<0>();
+        return ok;
+    }
+};
+
+template <class ROW, bool EXACT, bool TREE>
+__device__ __forceinline__ bool combine_stream(Combine &c, Now &now, uint8_t *memory)
+{
+    typedef Stream<ROW, EXACT, TREE> Units;
+    return combine_rounds(c, now, c.shape.vectors * 16, [&](int32_t end) {
+        return Units(c, memory + threadIdx.x / WARP * Units::WARP_BYTES, end).run();
+    });
+}
+
+#endif
