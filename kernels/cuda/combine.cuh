@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What both paths of combine share: partials, what a unit is given, and the rounds. */
+/* What both paths of combine share: partials, and what a unit is given. */
 #ifndef EPIC_COMBINE_CUH
 #define EPIC_COMBINE_CUH
 
+#include "cuda/slots.cuh"
 #include "cuda/staging.cuh"
 
 /* Partials of ROW rows that travel and are added as PART. */
@@ -50,15 +51,8 @@ __device__ __forceinline__ int32_t read_slot(const Combine &c, int rank, int32_t
     const int n = half * WARP + lane_id();
     int32_t slot = -1;
     if (token < c.plan.header.tokens_of[rank] && n < c.top_k)
-        slot = __ldg(c.plan.records +
-                     ((int64_t)rank * c.job.seat.max_tokens + token) * c.top_k + n);
+        slot = __ldg(c.plan.records + record_at(c.job.seat, rank, token, c.top_k) + n);
     return slot;
-}
-
-/* The same, never outside the rows. */
-__device__ __forceinline__ int32_t within(const Combine &c, int32_t slot)
-{
-    return slot < c.job.num_rows ? slot : -1;
 }
 
 /* Lane k: the rank of choice k of this rank's token, -1: none. */
@@ -83,22 +77,6 @@ template <int V, int N> __device__ __forceinline__ void clear_sum(float (&acc)[V
     for (int v = 0; v < V; v++)
 #pragma unroll
         for (int i = 0; i < N; i++) acc[v][i] = -0.0f;
-}
-
-/* All rounds: round(end) does the tokens [c.first, end) of every rank. */
-template <class Round>
-__device__ __forceinline__ bool combine_rounds(Combine &c, Now &now, int part_bytes,
-                                               Round round)
-{
-    const int64_t round_tokens = c.job.seat.at.source_bytes / part_bytes;
-    const int32_t most = c.plan.most_tokens;
-    for (c.first = 0;; c.first += (int32_t)round_tokens) {
-        const bool last = c.first + round_tokens >= most;
-        const int32_t end = last ? most : c.first + (int32_t)round_tokens;
-        if (!round(end)) return false;
-        if (last) return true;
-        if (!next_round(now)) return false;
-    }
 }
 
 #endif

@@ -10,6 +10,7 @@
  * and beside the own ones, add the blocks of the dot products of token i - 2 lag.  A piece is one
  * such block, 1024 elements; its result waits in this rank's own `parts` memory, poison until it
  * is there. */
+#include "cuda/slots.cuh"
 #include "cuda/staging.cuh"
 
 struct Move {
@@ -95,22 +96,8 @@ __device__ __forceinline__ int32_t read_slot(const Move &m, int rank, int32_t to
 {
     int32_t slot = -1;
     if (token >= m.first && token < m.plan.header.tokens_of[rank] && n < m.top_k)
-        slot = __ldg(m.plan.records +
-                     ((int64_t)rank * m.job.seat.max_tokens + token) * m.top_k + n);
+        slot = __ldg(m.plan.records + record_at(m.job.seat, rank, token, m.top_k) + n);
     return slot;
-}
-
-/* The same, never outside the rows. */
-__device__ __forceinline__ int32_t within(const Move &m, int32_t slot)
-{
-    return slot < m.job.num_rows ? slot : -1;
-}
-
-__device__ __forceinline__ float read_weight(const Move &m, int32_t slot)
-{
-    float weight = 1.0f;
-    if (slot >= 0 && m.job.slot_weights) weight = __ldg(m.job.slot_weights + slot);
-    return weight;
 }
 
 /* Lane k: the rank of choice k of this rank's token, -1: none. */
@@ -147,9 +134,7 @@ __device__ __forceinline__ void send(const Move &m, int32_t token, int32_t vecto
     const p2p_seat &seat = m.job.seat;
     const int64_t row = (int64_t)(token - m.first) * m.shape.vectors;
 #pragma unroll
-    for (int v = 0; v < V; v++)
-        x[v] = make_uint4(other_nan(x[v].x, ROW::NAN_WORD), other_nan(x[v].y, ROW::NAN_WORD),
-                          other_nan(x[v].z, ROW::NAN_WORD), other_nan(x[v].w, ROW::NAN_WORD));
+    for (int v = 0; v < V; v++) x[v] = other_nans(x[v], ROW::NAN_WORD);
 #pragma unroll 1
     for (int distance = 1; distance < seat.num_ranks; distance++) {
         const int rank = wrap(seat.rank + distance, seat.num_ranks);
@@ -506,19 +491,6 @@ template <class ROW, bool EXACT> struct Stream {
         }
         return is_staged(u) || do_beside(u);
     }
-    __device__ __forceinline__ bool run()
-    {
-        bool ok = true;
-#pragma unroll 1
-        for (int i = 0; i < AHEAD; i++) begin_unit();
-        __syncwarp();
-#pragma unroll 1
-        for (int i = 0; i < AHEAD; i++) copy_next();
-#pragma unroll 1
-        while (ok && used != begun) ok = use_unit();
-        wait_copies<0>();
-        return ok;
-    }
 };
 
 /* One round: tokens [m.first, end) of every rank. */
@@ -551,26 +523,11 @@ __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
     }
 }
 
-/* All rounds: round(end) does the tokens [m.first, end) of every rank. */
-template <class Round>
-__device__ __forceinline__ bool move_rounds(Move &m, Now &now, Round round)
-{
-    const int64_t round_tokens = m.job.seat.at.source_bytes / ((int64_t)m.shape.vectors * 16);
-    const int32_t most = m.plan.most_tokens;
-    for (m.first = 0;; m.first += (int32_t)round_tokens) {
-        const bool last = m.first + round_tokens >= most;
-        const int32_t end = last ? most : m.first + (int32_t)round_tokens;
-        if (!round(end)) return false;
-        if (last) return true;
-        if (!next_round(now)) return false;
-    }
-}
-
 /* What is rarer has registers of its own. */
 template <class ROW> static __device__ __noinline__ bool move_rarely(Move m, Now &now)
 {
-    return move_rounds(m, now,
-                       [&](int32_t end) { return move_tokens<ROW, Dot<ROW>::V>(m, end); });
+    return each_round(m, now, (int64_t)m.shape.vectors * 16,
+                      [&](int32_t end) { return move_tokens<ROW, Dot<ROW>::V>(m, end); });
 }
 
 /* Rows past the last slab, or all of them. */
@@ -602,7 +559,8 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
     bool ok = true;
     uint8_t *const ring = memory + threadIdx.x / WARP * Units::WARP_BYTES;
     if (moves && job.aligned && h.top_k <= WARP)
-        ok = move_rounds(m, now, [&](int32_t end) { return Units(m, ring, end).run(); });
+        ok = each_round(m, now, (int64_t)m.shape.vectors * 16,
+                        [&](int32_t end) { return run_units(Units(m, ring, end)); });
     else if (moves)
         ok = move_rarely<ROW>(m, now);
     if (moves && ok && job.zero_tail)

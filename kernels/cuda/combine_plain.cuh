@@ -13,13 +13,6 @@ __device__ __forceinline__ int32_t slot_of(const Combine &c, int rank, int32_t t
     return within(c, read_slot(c, rank, token, half));
 }
 
-__device__ __forceinline__ float weight_of(const Combine &c, int32_t slot)
-{
-    float weight = 1.0f;
-    if (slot >= 0 && c.job.slot_weights) weight = __ldg(c.job.slot_weights + slot);
-    return weight;
-}
-
 /* ------------------------------------------------------------------------- partials ---- */
 
 /* Adds COUNT rows, those of the lowest lanes in `lanes`, to acc; all loads before any use. */
@@ -85,7 +78,7 @@ __device__ __forceinline__ bool sum_here(const Combine &c,
                                          int32_t token, int32_t slot, int32_t vector)
 {
     float acc[V][ROW::N];
-    float weight = weight_of(c, slot);
+    float weight = read_weight(c, slot);
     uint32_t lanes = __ballot_sync(ALL_LANES, slot >= 0);
     if (!lanes) return false;
     clear_sum(acc);
@@ -93,7 +86,7 @@ __device__ __forceinline__ bool sum_here(const Combine &c,
         add_lanes<ROW, V>(c, acc, lanes, slot, weight, vector);
         if (half * WARP >= c.top_k) break;
         slot = slot_of(c, rank, token, half);
-        weight = weight_of(c, slot);
+        weight = read_weight(c, slot);
         lanes = __ballot_sync(ALL_LANES, slot >= 0);
     }
     pack_sum<ROW, PART, V>(node, acc);
@@ -183,7 +176,7 @@ __device__ __forceinline__ bool sum_leaves(const Combine &c,
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         slot[half] = half * WARP < c.top_k ? slot_of(c, rank, token, half) : -1;
-        weight[half] = weight_of(c, slot[half]);
+        weight[half] = read_weight(c, slot[half]);
         leaf[half] = slot[half] >= 0 ? leaf_of(c, slot[half]) : 0x7fffffff;
     }
     for (;;) {
@@ -506,7 +499,7 @@ template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_rarely(Combine c, Now &now)
 {
     const int part_bytes = c.shape.vectors * 16 * Node<ROW, PART>::VECTORS;
-    return combine_rounds(c, now, part_bytes, [&](int32_t end) {
+    return each_round(c, now, part_bytes, [&](int32_t end) {
         return combine_tokens<ROW, PART, 1, LEAVES>(c, end);
     });
 }

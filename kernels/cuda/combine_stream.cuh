@@ -325,27 +325,14 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         send_partial(u, own);
         return true;
     }
-    __device__ __forceinline__ bool run()
-    {
-        bool ok = true;
-#pragma unroll 1
-        for (int i = 0; i < AHEAD; i++) begin_unit();
-        __syncwarp();
-#pragma unroll 1
-        for (int i = 0; i < AHEAD; i++) copy_next();
-#pragma unroll 1
-        while (ok && used != begun) ok = use_unit();
-        wait_copies<0>();
-        return ok;
-    }
 };
 
 template <class ROW, bool EXACT, bool TREE>
 __device__ __forceinline__ bool combine_stream(Combine &c, Now &now, uint8_t *memory)
 {
     typedef Stream<ROW, EXACT, TREE> Units;
-    return combine_rounds(c, now, c.shape.vectors * 16, [&](int32_t end) {
-        return Units(c, memory + threadIdx.x / WARP * Units::WARP_BYTES, end).run();
+    return each_round(c, now, c.shape.vectors * 16, [&](int32_t end) {
+        return run_units(Units(c, memory + threadIdx.x / WARP * Units::WARP_BYTES, end));
     });
 }
 

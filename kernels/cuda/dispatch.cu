@@ -128,9 +128,8 @@ __device__ __forceinline__ uint64_t peek_record(const Move &m, int rank, int32_t
     else if (m.made)
         word = load_relaxed(record_words(m.job.plan.seat, m.now, rank, token, m.top_k) + k);
     else
-        word =
-            (uint32_t)__ldg(m.plan.records +
-                            ((int64_t)rank * m.job.plan.seat.max_tokens + token) * m.top_k + k);
+        word = (uint32_t)__ldg(m.plan.records +
+                               record_at(m.job.plan.seat, rank, token, m.top_k) + k);
     return word;
 }
 
@@ -146,7 +145,7 @@ __device__ __forceinline__ bool read_record(const Move &m, int rank, int32_t tok
     }
     const uint64_t *words = record_words(m.job.plan.seat, m.now, rank, token, m.top_k);
     if (!take_record(m.now, words, m.top_k, half, rank, word, slot, more)) return false;
-    const int64_t at = ((int64_t)rank * m.job.plan.seat.max_tokens + token) * m.top_k + k;
+    const int64_t at = record_at(m.job.plan.seat, rank, token, m.top_k) + k;
     if (keep && k < m.top_k)
         ((int32_t *)m.plan.records)[at] = slot == (int32_t)RECORD_DISCARD ? -1 : slot;
     return true;
@@ -155,7 +154,7 @@ __device__ __forceinline__ bool read_record(const Move &m, int rank, int32_t tok
 /* After the last half that has words, the rest of a long record is -1 in the plan. */
 __device__ __forceinline__ void end_record(const Move &m, int rank, int32_t token, int half)
 {
-    const int64_t at = ((int64_t)rank * m.job.plan.seat.max_tokens + token) * m.top_k;
+    const int64_t at = record_at(m.job.plan.seat, rank, token, m.top_k);
     for (int k = (half + 1) * WARP + lane_id(); k < m.top_k; k += WARP)
         ((int32_t *)m.plan.records)[at + k] = -1;
 }

@@ -33,6 +33,13 @@ struct Plan { /* a plan that is read, in shared memory */
     uint32_t good;       /* the bytes are a plan of this seat */
 };
 
+/* Where the record of a rank's token begins among the plan's. */
+__device__ __forceinline__ int64_t record_at(const p2p_seat &seat, int rank, int32_t token,
+                                             int top_k)
+{
+    return ((int64_t)rank * seat.max_tokens + token) * top_k;
+}
+
 static __device__ uint32_t header_sum(const device_plan_header &header)
 {
     const uint32_t *words = (const uint32_t *)&header;

@@ -136,6 +136,12 @@ __device__ __forceinline__ uint32_t other_nan(uint32_t word, uint32_t nan)
     return word == POISON ? nan : word;
 }
 
+__device__ __forceinline__ uint4 other_nans(uint4 q, uint32_t nan)
+{
+    return make_uint4(other_nan(q.x, nan), other_nan(q.y, nan), other_nan(q.z, nan),
+                      other_nan(q.w, nan));
+}
+
 /* A warp's ring of pieces in shared memory, copied there ahead of their use.  Each lane reads back
  * what it has copied itself, so there is nothing to synchronise.  Pieces are used in the order in
  * which they are copied; AHEAD of them are on their way while one is in use. */
@@ -189,6 +195,21 @@ template <int V, bool EXACT> struct Ring {
         used = after(used);
     }
 };
+
+/* One warp does a list of units whose pieces go through a ring. */
+template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
+{
+    bool ok = true;
+#pragma unroll 1
+    for (int i = 0; i < Units::AHEAD; i++) units.begin_unit();
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < Units::AHEAD; i++) units.copy_next();
+#pragma unroll 1
+    while (ok && units.used != units.begun) ok = units.use_unit();
+    wait_copies<0>();
+    return ok;
+}
 
 /* ------------------------------------------------------------------- element types ---- */
 

@@ -29,8 +29,7 @@ __device__ __forceinline__ void send_floats(const Now &now, const p2p_sum_job &j
                                             uint4 q)
 {
     const p2p_seat &seat = job.seat;
-    q = make_uint4(other_nan(q.x, F32::NAN_WORD), other_nan(q.y, F32::NAN_WORD),
-                   other_nan(q.z, F32::NAN_WORD), other_nan(q.w, F32::NAN_WORD));
+    q = other_nans(q, F32::NAN_WORD);
     for (int distance = 1; distance < seat.num_ranks; distance++) {
         const int rank = wrap(seat.rank + distance, seat.num_ranks);
         uint8_t *staged = staging_of(seat, now, seat.heap[rank], seat.num_ranks - 1 - distance);
