@@ -19,8 +19,8 @@ GPU_HOST = $(patsubst src/backend/p2p/%.c,$(GPU_OUT)/%.o,$(wildcard src/backend/
 GPU_PROGRAMS = $(patsubst tests/gpu/%.c,$(GPU_OUT)/gpu_%, \
 	$(filter-out $(GPU_HELPERS:%=tests/gpu/%.c),$(wildcard tests/gpu/*.c))) \
 	$(patsubst bench/gpu/%.cu,$(GPU_OUT)/gpu_%,$(wildcard bench/gpu/*.cu))
-GPU_HEADERS = $(wildcard kernels/cuda/*.h kernels/cuda/*.cuh src/backend/p2p/*.h tests/gpu/*.h \
-	src/plan/device_layout.h src/router/*.h src/backend/backend.h include/epic/epic.h)
+GPU_HEADERS = $(wildcard kernels/cuda/*.h kernels/cuda/*.cuh src/backend/*.h src/backend/p2p/*.h \
+	src/core/*.h src/plan/*.h src/router/*.h tests/gpu/*.h include/epic/epic.h)
 
 gpu-build: $(GPU_PROGRAMS)
 
