@@ -258,6 +258,18 @@ struct Unit { /* with what was read ahead for it */
     int32_t ranks; /* source side, lane k: rank of choice k */
 };
 
+/* This rank's partial of a unit's token. */
+template <class ROW, class PART, int V, bool LEAVES>
+__device__ __forceinline__ bool sum_unit(const Combine &c, const Unit &u, int rank,
+                                         uint4 (&node)[V][Node<ROW, PART>::VECTORS])
+{
+    const int32_t vector = u.piece * V * WARP;
+    if constexpr (LEAVES)
+        return sum_leaves<ROW, PART>(c, node, rank, u.token, vector);
+    else
+        return sum_here<ROW, PART, V>(c, node, rank, u.token, u.slot, vector);
+}
+
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
 {
@@ -265,12 +277,7 @@ __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
     const int rank = peer_of(c, u.role);
     const int32_t vector = u.piece * V * WARP;
     uint4 node[V][P];
-    bool some;
-    if constexpr (LEAVES)
-        some = sum_leaves<ROW, PART>(c, node, rank, u.token, vector);
-    else
-        some = sum_here<ROW, PART, V>(c, node, rank, u.token, u.slot, vector);
-    if (!some) return;
+    if (!sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node)) return;
     const int source = c.job.seat.num_ranks - 2 - u.role; /* this rank, as the peer counts */
     uint8_t *heap = c.job.seat.heap[rank];
     uint4 *staged = (uint4 *)staging_of(c.job.seat, c.now, heap, source) +
@@ -425,11 +432,7 @@ __device__ __forceinline__ bool source_unit(const Combine &c, const Unit &u)
     const p2p_seat &seat = c.job.seat;
     const int32_t vector = u.piece * V * WARP;
     uint4 own[V][Node<ROW, PART>::VECTORS];
-    bool some;
-    if constexpr (LEAVES)
-        some = sum_leaves<ROW, PART>(c, own, seat.rank, u.token, vector);
-    else
-        some = sum_here<ROW, PART, V>(c, own, seat.rank, u.token, u.slot, vector);
+    const bool some = sum_unit<ROW, PART, V, LEAVES>(c, u, seat.rank, own);
     uint32_t touched = __reduce_or_sync(ALL_LANES, u.ranks >= 0 ? 1u << u.ranks : 0);
     for (int half = 1; half * WARP < c.top_k; half++) {
         const int32_t rank = rank_of(c, u.token, half);
