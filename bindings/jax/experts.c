@@ -17,26 +17,42 @@ static void zero_tail(ffi_array slots, ffi_array expert_rows)
            (size_t)((slots.rows - occupied) * row_bytes));
 }
 
+/* What both directions read first, in this order. */
+typedef struct inputs {
+    epic_experts experts;
+    ffi_array x, rows, tokens, slot_weights;
+    ffi_array w_gate_up, w_down, b_gate_up, b_down;
+} inputs;
+
+static inputs read_inputs(ffi_reader *reader)
+{
+    inputs in = {.experts = read_experts(reader, "experts_")};
+    in.x = ffi_arg(reader, "x", FFI_OTHER);
+    in.rows = ffi_arg(reader, "expert_rows", EPIC_I32);
+    in.tokens = ffi_arg(reader, "expert_tokens", EPIC_I32);
+    in.slot_weights = ffi_arg_or_none(reader, "slot_weights", EPIC_F32);
+    in.w_gate_up = ffi_arg(reader, "w_gate_up", FFI_OTHER);
+    in.w_down = ffi_arg(reader, "w_down", FFI_OTHER);
+    in.b_gate_up = ffi_arg_or_none(reader, "b_gate_up", FFI_OTHER);
+    in.b_down = ffi_arg_or_none(reader, "b_down", FFI_OTHER);
+    return in;
+}
+
+/* The fields of the core's arguments, alike in both directions. */
+#define INPUTS(in)                                                                  \
+    .experts = &(in).experts, .experts_size = sizeof(in).experts, .x = (in).x.data, \
+    .num_slots = (in).x.rows, .expert_rows = (in).rows.data,                        \
+    .expert_tokens = (in).tokens.data, .slot_weights = (in).slot_weights.data,      \
+    .w_gate_up = (in).w_gate_up.data, .w_down = (in).w_down.data,                   \
+    .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data
+
 FFI_EXPORT ffi_error *epic_jax_experts(ffi_frame *frame)
 {
     if (ffi_is_query(frame, 0)) return NULL;
     ffi_reader reader = ffi_read(frame, false);
-    const epic_experts experts = read_experts(&reader, "experts_");
-    const ffi_array x = ffi_arg(&reader, "x", FFI_OTHER);
-    const ffi_array rows = ffi_arg(&reader, "expert_rows", EPIC_I32);
-    const ffi_array tokens = ffi_arg(&reader, "expert_tokens", EPIC_I32);
-    epic_experts_args args = {.experts = &experts,
-                              .experts_size = sizeof experts,
-                              .x = x.data,
-                              .num_slots = x.rows,
-                              .expert_rows = rows.data,
-                              .expert_tokens = tokens.data};
-    args.slot_weights = ffi_arg_or_none(&reader, "slot_weights", EPIC_F32).data;
-    args.w_gate_up = ffi_arg(&reader, "w_gate_up", FFI_OTHER).data;
-    args.w_down = ffi_arg(&reader, "w_down", FFI_OTHER).data;
-    args.b_gate_up = ffi_arg_or_none(&reader, "b_gate_up", FFI_OTHER).data;
-    args.b_down = ffi_arg_or_none(&reader, "b_down", FFI_OTHER).data;
-    const ffi_array y = ffi_result(&reader, "y", x.type);
+    const inputs in = read_inputs(&reader);
+    epic_experts_args args = {INPUTS(in)};
+    const ffi_array y = ffi_result(&reader, "y", in.x.type);
     const ffi_array saved = ffi_result(&reader, "saved", FFI_U8);
     const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
     args.y = y.data;
@@ -45,7 +61,7 @@ FFI_EXPORT ffi_error *epic_jax_experts(ffi_frame *frame)
     args.workspace = workspace.data;
     args.workspace_bytes = (size_t)workspace.bytes;
     if (reader.error != NULL) return reader.error;
-    zero_tail(y, rows);
+    zero_tail(y, in.rows);
     return ffi_error_of(frame, "experts", epic_experts_forward(&args, sizeof args));
 }
 
@@ -73,26 +89,13 @@ FFI_EXPORT ffi_error *epic_jax_experts_backward(ffi_frame *frame)
 {
     if (ffi_is_query(frame, 0)) return NULL;
     ffi_reader reader = ffi_read(frame, false);
-    const epic_experts experts = read_experts(&reader, "experts_");
-    const ffi_array x = ffi_arg(&reader, "x", FFI_OTHER);
-    const ffi_array rows = ffi_arg(&reader, "expert_rows", EPIC_I32);
-    const ffi_array tokens = ffi_arg(&reader, "expert_tokens", EPIC_I32);
-    epic_experts_backward_args args = {.experts = &experts,
-                                       .experts_size = sizeof experts,
-                                       .x = x.data,
-                                       .num_slots = x.rows,
-                                       .expert_rows = rows.data,
-                                       .expert_tokens = tokens.data};
-    args.slot_weights = ffi_arg_or_none(&reader, "slot_weights", EPIC_F32).data;
-    args.w_gate_up = ffi_arg(&reader, "w_gate_up", FFI_OTHER).data;
-    args.w_down = ffi_arg(&reader, "w_down", FFI_OTHER).data;
-    args.b_gate_up = ffi_arg_or_none(&reader, "b_gate_up", FFI_OTHER).data;
-    args.b_down = ffi_arg_or_none(&reader, "b_down", FFI_OTHER).data;
+    const inputs in = read_inputs(&reader);
+    epic_experts_backward_args args = {INPUTS(in)};
     const ffi_array saved = ffi_arg(&reader, "saved", FFI_U8);
     args.saved = saved.data;
     args.saved_bytes = (size_t)saved.bytes;
-    args.d_y = ffi_arg(&reader, "d_y", x.type).data;
-    read_gradients(&reader, rows, x.type, &args);
+    args.d_y = ffi_arg(&reader, "d_y", in.x.type).data;
+    read_gradients(&reader, in.rows, in.x.type, &args);
     if (reader.error != NULL) return reader.error;
     return ffi_error_of(frame, "experts (backward)", epic_experts_backward(&args, sizeof args));
 }
