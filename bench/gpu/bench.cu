@@ -2,8 +2,9 @@
 /* Times the p2p backend: whole operations, slowest rank, median over repetitions.
  *   gpu_bench [ranks=4] [gpus=4] [hidden=7168] [tokens=4096,8192] [sms=48] [reps=50]
  *             [routing=uniform|zipf|hot] [ops=PDCUGBp] [json=FILE]
- * ops: P plan+dispatch, D cached dispatch, C combine weighted, U combine unweighted, G
- * combine_backward, g the same without dot products, B dispatch_backward, L plan alone, T combine in tree order, p plain push.
+ * ops: P plan+dispatch, D cached dispatch, C combine weighted, U combine unweighted, T combine in
+ * tree order, G combine_backward, g the same without dot products, B dispatch_backward, L plan
+ * alone, p plain push.
  *
  * One repetition: an epic_sum of four floats as a barrier of all GPUs, an event, the operation, an
  * event; few tokens: the L2 is overwritten before.  All of them wait in the stream behind a gate

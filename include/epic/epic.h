@@ -832,8 +832,9 @@ typedef struct epic_moe_args {
     uint32_t flags;         /* 0 */
 } epic_moe_args;
 
-/* out, which is not x, = the layer of x: for each token the weighted sum of its experts' outputs, plus w * x for
- * zero-experts, plus the shared expert.  Weights are multiplied where experts->weighting says.
+/* out, which is not x, = the layer of x: for each token the weighted sum of its experts'
+ * outputs, plus w * x for zero-experts, plus the shared expert.  Weights are multiplied where
+ * experts->weighting says.
  * With EPIC_TREE num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
  * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
  * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine. */

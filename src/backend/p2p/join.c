@@ -7,7 +7,6 @@
 
 #include "backend/p2p/p2p.h"
 #include "core/error.h"
-#include "cuda/router.h"
 
 #define LEAST_HEAP (4 << 20) /* an allocation of its own */
 
