@@ -15,8 +15,8 @@ done
 [ -n "$program" ] || { echo "left out: there is no clang-format 14"; exit 0; }
 
 # Without git, as in a tarball: the files that there are.
-files=$(git ls-files '*.c' '*.h' '*.cc' 2>/dev/null) ||
-    files=$(find . -path ./build -prune -o -name '*.[ch]' -print -o -name '*.cc' -print)
+files=$(git ls-files '*.c' '*.h' '*.cc' '*.cu' '*.cuh' 2>/dev/null) ||
+    files=$(find . -path ./build -prune -o -name '*.[ch]' -print -o -name '*.cc' -print -o -name '*.cu*' -print)
 [ -n "$files" ] || exit 0
 if [ "${1:-}" != --check ]; then
     echo "$files" | xargs $program -i

@@ -14,6 +14,7 @@
  * combine_plain.cuh. */
 #include "cuda/combine_plain.cuh"
 #include "cuda/combine_stream.cuh"
+#include "cuda/launch.cuh"
 
 #define BLOCK 384 /* few enough for 168 registers each */
 #define WARPS (BLOCK / WARP)
@@ -31,7 +32,7 @@ template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_kernel(const __grid_constant__ p2p_combine_job job)
 {
-    extern __shared__ __align__(16) uint8_t memory[];
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ Now now;
     __shared__ Plan plan;
     __shared__ Stride expert, source;
@@ -101,6 +102,5 @@ extern "C" cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sm
                                           cudaStream_t stream)
 {
     const bool exact = job->aligned && job->row_bytes % (STREAM_V * 512) == 0;
-    kernel_of(job->type, exact)<<<num_sms, BLOCK, memory_bytes(), stream>>>(*job);
-    return cudaGetLastError();
+    return enqueue(kernel_of(job->type, exact), num_sms, BLOCK, memory_bytes(), stream, *job);
 }

@@ -10,6 +10,7 @@
  * and beside the own ones, add the blocks of the dot products of token i - 2 lag.  A piece is one
  * such block, 1024 elements; its result waits in this rank's own `parts` memory, poison until it
  * is there. */
+#include "cuda/launch.cuh"
 #include "cuda/slots.cuh"
 #include "cuda/staging.cuh"
 
@@ -544,7 +545,7 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
 {
     constexpr int V = Dot<ROW>::V;
     typedef Stream<ROW, EXACT> Units;
-    extern __shared__ __align__(16) uint8_t memory[];
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ Now now;
     __shared__ Plan plan;
     __shared__ Stride stride;
@@ -610,6 +611,5 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     const bool exact = job->aligned && job->row_bytes % (vectors * 512) == 0;
     const int block = block_of(job->type), bytes = memory_bytes(job->type);
     num_sms = even_deal(num_sms, block / WARP, num_roles(job->seat), job->row_bytes, vectors);
-    kernel_of(job->type, exact)<<<num_sms, block, bytes, stream>>>(*job);
-    return cudaGetLastError();
+    return enqueue(kernel_of(job->type, exact), num_sms, block, bytes, stream, *job);
 }

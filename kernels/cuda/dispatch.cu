@@ -13,6 +13,7 @@
  *
  * Pieces are copied into a ring in shared memory ahead of their use.  A staged one may be copied
  * before it has come: then poison is found, and it is polled in place. */
+#include "cuda/launch.cuh"
 #include "cuda/staging.cuh"
 
 #define BLOCK 512
@@ -469,7 +470,7 @@ template <bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
 {
-    extern __shared__ __align__(16) uint8_t memory[];
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ Now now;
     __shared__ Plan plan;
     __shared__ Planner planner;
@@ -540,6 +541,5 @@ extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_
     p2p_dispatch_job copy = *job;
     if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
     const int planning = copy.plan.planners ? planner_bytes(job->plan.layer.num_experts) : 0;
-    kernels[exact]<<<num_sms, BLOCK, memory_bytes(planning), stream>>>(copy);
-    return cudaGetLastError();
+    return enqueue(kernels[exact], num_sms, BLOCK, memory_bytes(planning), stream, copy);
 }

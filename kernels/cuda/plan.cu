@@ -4,6 +4,7 @@
  *   plan      header and arrays     all warps then copy the records that the ranks sent about
  *                                   their tokens into it, several tokens a warp side by side
  * Who else must see what: counts and records are stamped words, each its own flag. */
+#include "cuda/launch.cuh"
 #include "cuda/plan.cuh"
 
 #define BLOCK 512
@@ -48,7 +49,7 @@ static __device__ bool keep_records(const Now &now, const p2p_plan_job &job, int
 __global__ void __launch_bounds__(BLOCK, 1)
     plan_kernel(const __grid_constant__ p2p_plan_job job)
 {
-    extern __shared__ __align__(16) uint8_t memory[];
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ Now now;
     __shared__ Planner planner;
     if (!begin(now, job.seat, 0, job.num_tokens, job.capacity, 0)) return;
@@ -80,6 +81,6 @@ extern "C" cudaError_t p2p_load_plan(void)
 extern "C" cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms,
                                        cudaStream_t stream)
 {
-    plan_kernel<<<num_sms, BLOCK, planner_bytes(job->layer.num_experts), stream>>>(*job);
-    return cudaGetLastError();
+    return enqueue(plan_kernel, num_sms, BLOCK, planner_bytes(job->layer.num_experts), stream,
+                   *job);
 }

@@ -2,6 +2,7 @@
 /* router_backward: from the gradient of the weights to that of the logits.
  *   d_weights [num_tokens, top_k], d_logits [num_tokens, columns]
  * One warp takes one token.  Only a softmax over all experts needs all logits. */
+#include "cuda/launch.cuh"
 #include "cuda/router.cuh"
 
 #define MOST_WARPS 4
@@ -87,7 +88,7 @@ template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
 {
-    extern __shared__ float memory[];
+    float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
     const int columns = job.rows.columns, words = row_words_of<V>(columns);
     const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
@@ -120,9 +121,8 @@ static cudaError_t launch(const p2p_router_backward_job *job, cudaStream_t strea
     const int words = 2 * row_words_of<V>(job->rows.columns);
     const int warps = router_warps(words, MOST_WARPS);
     const int64_t ctas = (job->rows.num_tokens + warps - 1) / warps;
-    router_backward_kernel<V>
-        <<<(unsigned)ctas, warps * WARP, warps * words * 4, stream>>>(*job);
-    return cudaGetLastError();
+    return enqueue(router_backward_kernel<V>, (int)ctas, warps * WARP, warps * words * 4,
+                   stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job,

@@ -4,6 +4,7 @@
  *   topk_idx  [num_tokens, top_k], weights [num_tokens, top_k], scores [num_tokens, columns]
  * One warp takes one token: its logits, scores and selection keys lie in shared memory. */
 #include "cuda/choose.cuh"
+#include "cuda/launch.cuh"
 
 #define MOST_WARPS 4
 
@@ -61,7 +62,7 @@ template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_kernel(const __grid_constant__ p2p_router_job job)
 {
-    extern __shared__ float memory[];
+    float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
     const int columns = job.rows.columns, words = row_words_of<V>(columns);
     constexpr int J = V > 0 ? 1 : 2; /* above 32 choices: V is 0 */
@@ -90,8 +91,7 @@ template <int V> static cudaError_t launch(const p2p_router_job *job, cudaStream
     const int words = 3 * row_words_of<V>(columns) + (groups > WARP ? row_words(groups) : 0);
     const int warps = router_warps(words, MOST_WARPS);
     const int64_t ctas = (job->rows.num_tokens + warps - 1) / warps;
-    router_kernel<V><<<(unsigned)ctas, warps * WARP, warps * words * 4, stream>>>(*job);
-    return cudaGetLastError();
+    return enqueue(router_kernel<V>, (int)ctas, warps * WARP, warps * words * 4, stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)

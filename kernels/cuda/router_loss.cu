@@ -3,6 +3,7 @@
  *   logits [num_tokens, columns], load [num_experts], runs [LOSS_RUNS] float64
  * One warp takes one run of tokens (rule.h) and leaves its sum in runs[]; a second kernel adds
  * the runs.  Sequence-wise, each CTA counts the choices of the sequences that its runs meet. */
+#include "cuda/launch.cuh"
 #include "cuda/router.cuh"
 
 #define MOST_WARPS 16
@@ -94,7 +95,7 @@ template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
 {
-    extern __shared__ float memory[];
+    float *const memory = (float *)dynamic_shared();
     const int words = row_words(job.rows.columns), warps = blockDim.x / WARP;
     const int64_t tokens = job.rows.num_tokens, run = loss_run_tokens(tokens);
     const int mine = blockIdx.x * warps + threadIdx.x / WARP;
@@ -144,10 +145,8 @@ static cudaError_t launch(const p2p_loss_job *job, cudaStream_t stream)
     const int words = row_words(job->rows.columns);
     const int left = SHARED_BYTES / 4 / words - 1; /* one row for the counts */
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
-    loss_kernel<PASS, Z>
-        <<<(LOSS_RUNS + warps - 1) / warps, warps * WARP, (warps + 1) * words * 4, stream>>>(
-            *job);
-    return cudaGetLastError();
+    return enqueue(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,
+                   (warps + 1) * words * 4, stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream)
@@ -155,8 +154,7 @@ extern "C" cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t str
     const cudaError_t error =
         job->z ? launch<FORWARD, true>(job, stream) : launch<FORWARD, false>(job, stream);
     if (error != cudaSuccess) return error;
-    add_runs_kernel<<<1, ADDERS, 0, stream>>>(*job);
-    return cudaGetLastError();
+    return enqueue(add_runs_kernel, 1, ADDERS, 0, stream, *job);
 }
 
 extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t stream)
@@ -188,8 +186,7 @@ extern "C" cudaError_t p2p_launch_bias_update(float *bias, const int32_t *load,
                                               int64_t num_experts, float rate,
                                               cudaStream_t stream)
 {
-    bias_update_kernel<<<1, ADDERS, 0, stream>>>(bias, load, num_experts, rate);
-    return cudaGetLastError();
+    return enqueue(bias_update_kernel, 1, ADDERS, 0, stream, bias, load, num_experts, rate);
 }
 
 extern "C" cudaError_t p2p_load_loss(void)

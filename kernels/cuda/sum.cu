@@ -4,6 +4,7 @@
  *
  * Every rank sends its array to every peer's staging (poison, docs/cuda.md); a warp sends all of
  * its pieces before it waits for any. */
+#include "cuda/launch.cuh"
 #include "cuda/staging.cuh"
 
 #define BLOCK 512
@@ -112,6 +113,5 @@ extern "C" cudaError_t p2p_load_sum(void)
 
 extern "C" cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream)
 {
-    sum_kernel<<<num_sms, BLOCK, 0, stream>>>(*job);
-    return cudaGetLastError();
+    return enqueue(sum_kernel, num_sms, BLOCK, 0, stream, *job);
 }

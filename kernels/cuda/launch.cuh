@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How kernels are started. */
+#ifndef EPIC_LAUNCH_CUH
+#define EPIC_LAUNCH_CUH
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+/* Enqueues a kernel; `shared_bytes` is what dynamic_shared gives it. */
+template <class Kernel, class... Arguments>
+static cudaError_t enqueue(Kernel kernel, int ctas, int threads, int shared_bytes,
+                           cudaStream_t stream, const Arguments &...arguments)
+{
+    kernel<<<(unsigned)ctas, (unsigned)threads, (size_t)shared_bytes, stream>>>(arguments...);
+    return cudaGetLastError();
+}
+
+/* The shared memory that the launch asked for, aligned to 16 bytes. */
+__device__ __forceinline__ void *dynamic_shared()
+{
+    extern __shared__ __align__(16) uint8_t dynamic_memory[];
+    return dynamic_memory;
+}
+
+#endif
