@@ -120,7 +120,6 @@ int main(int argc, char **argv)
               .staging_bytes = tight ? 400000 : 0,
               .timeout_ms = small ? 60000 : 5000,
               .work = work};
-    if (t.num_ranks > t.num_gpus) t.max_sms = (uint32_t)(100 / t.num_ranks);
     const int failed = team_run(&t);
     printf("gpu_check %s ranks, %s GPUs, %s, %d cases from seed %llu%s: %s\n", argv[1], argv[2],
            argv[3], options.cases, (unsigned long long)options.seed,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Faults on the p2p backend: each must become an error that names the right rank, in time, and
  * leave CUDA usable; the next round opens a new group.
- *   gpu_faults RANKS GPUS threads|processes ROUNDS */
+ *   gpu_faults RANKS GPUS threads|processes ROUNDS [DEADLINE in ms] */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +12,6 @@
 #include "product.h"
 #include "team.h"
 
-#define TIMEOUT_MS 200
 #define TOKENS 64
 #define HIDDEN 512
 
@@ -22,7 +21,7 @@ static const char *const fault_names[] = {"a skipped call", "another call", "ano
 static const uint32_t expected[] = {EPIC_ETIMEOUT, EPIC_EMISMATCH, EPIC_EMISMATCH,
                                     EPIC_ETIMEOUT, EPIC_OK,        EPIC_EPEER};
 static enum fault fault;
-static int culprit;
+static int culprit, deadline_ms = 200;
 
 static double now_ms(void)
 {
@@ -93,8 +92,8 @@ static void misbehave(team_rank *me, memory *m)
 {
     if (fault == DIFFERENT) call_sum(me, m);
     if (fault == SHAPED) call_dispatch(me, m, HIDDEN);
-    if (fault == LATE) sleep_ms(3 * TIMEOUT_MS);
-    if (fault == SLOW) sleep_ms(TIMEOUT_MS / 2);
+    if (fault == LATE) sleep_ms(3 * deadline_ms);
+    if (fault == SLOW) sleep_ms(deadline_ms / 2);
     if (fault == LATE || fault == SLOW) call_dispatch(me, m, HIDDEN * 2);
     if (fault == ABORTED) p2p_steps.abort(me->group, 0, "the loss is not a number");
 }
@@ -104,7 +103,7 @@ static int judge(team_rank *me, double took, const epic_failure_info *f)
     const bool differ = expected[fault] == EPIC_EMISMATCH; /* each may name the other side */
     const bool named = fault == SLOW || (differ && f->num_culprits > 0) ||
                        (f->num_culprits == 1 && f->culprits[0] == culprit);
-    const bool in_time = took < TIMEOUT_MS + 50 || (fault == LATE && me->rank == culprit);
+    const bool in_time = took < deadline_ms * 1.25 || (fault == LATE && me->rank == culprit);
     if (f->result == expected[fault] && named && in_time) return 0;
     fprintf(stderr, "rank %d, %s by rank %d: %s after %.0f ms: %s\n", me->rank,
             fault_names[fault], culprit, epic_result_name((epic_result)f->result), took,
@@ -155,6 +154,7 @@ int main(int argc, char **argv)
     if (argc < 5) return 2;
     const int ranks = atoi(argv[1]), rounds = atoi(argv[4]);
     int failed = 0;
+    if (argc > 5) deadline_ms = atoi(argv[5]);
     for (int i = 0; i < rounds; i++) {
         fault = (enum fault)(i % NUM_FAULTS);
         culprit = i * 3 % ranks;
@@ -163,7 +163,7 @@ int main(int argc, char **argv)
                   .processes = !strcmp(argv[3], "processes"),
                   .max_tokens = TOKENS,
                   .max_row_bytes = HIDDEN * 2,
-                  .timeout_ms = TIMEOUT_MS,
+                  .timeout_ms = (uint32_t)deadline_ms,
                   .max_sms = 8,
                   .work = work};
         failed += team_run(&t) != 0;

@@ -52,6 +52,17 @@ typedef struct seat {
     int result;
 } seat;
 
+/* SMs of a rank: three quarters of its GPU are shared out where ranks share it. */
+static uint32_t sms_of(const team *t)
+{
+    int sms = 0;
+    const int sharers = (t->num_ranks + t->num_gpus - 1) / t->num_gpus;
+    CHECK_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+    const uint32_t share = (uint32_t)(sms * 3 / 4 / sharers);
+    if (t->max_sms && t->max_sms < share) return t->max_sms;
+    return sharers > 1 ? share : t->max_sms;
+}
+
 static int run_rank(const team *t, int rank)
 {
     team_rank me = {.rank = rank, .num_ranks = t->num_ranks, .shared = shared};
@@ -66,7 +77,7 @@ static int run_rank(const team *t, int rank)
                                 .staging_bytes = t->staging_bytes,
                                 .num_ranks = (uint32_t)t->num_ranks,
                                 .timeout_ms = t->timeout_ms,
-                                .max_sms = t->max_sms};
+                                .max_sms = sms_of(t)};
     CHECK_CUDA(cudaSetDevice(rank % t->num_gpus));
     gather(&me, &mine, peers, sizeof mine);
     const epic_join join = {&meet, &config, peers, place->group_id};

@@ -17,7 +17,8 @@ typedef struct team {
     int num_gpus;   /* ranks are dealt to GPUs in turn */
     bool processes; /* else threads */
     int64_t max_tokens, max_row_bytes, staging_bytes;
-    uint32_t timeout_ms, max_sms;
+    uint32_t timeout_ms;
+    uint32_t max_sms;           /* of a rank, or fewer; 0: as many as there are */
     int (*work)(team_rank *me); /* 0: good */
     size_t shared_bytes;
 } team;

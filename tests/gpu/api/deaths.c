@@ -2,8 +2,9 @@
 /* Processes that die or stop at random points, by the public calls.  The others get an error that
  * names the rank, a death within a second, a stop by the deadline; a matrix product is right in
  * them afterwards, and a new group of them opens and works.
- *   api_deaths RANKS GPUS FAULTS [FIRST] */
+ *   api_deaths RANKS GPUS FAULTS [FIRST [DEADLINE of those that stop, in ms]] */
 #include <cuda_runtime_api.h>
+#include <math.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -28,10 +29,10 @@ enum {
 enum fault { KILLED, STOPPED, EXITED, NUM_FAULTS };
 static const char *const fault_names[] = {"SIGKILL", "SIGSTOP", "exit"};
 #define ROW (HIDDEN * 2)
-#define DEADLINE_MS 400.0  /* for a rank that stops */
 #define PATIENCE_MS 20000u /* for one that dies: its death must be seen long before */
 
 static int num_ranks, num_gpus, victim;
+static double deadline_ms = 400; /* for a rank that stops */
 static enum fault fault;
 static unsigned delay_us, port;
 
@@ -81,7 +82,7 @@ static void take_seat(seat *s, int rank, int ranks, unsigned at)
                                 .max_row_bytes = ROW,
                                 .num_ranks = (uint32_t)ranks,
                                 .timeout_ms =
-                                    fault == STOPPED ? (uint32_t)DEADLINE_MS : PATIENCE_MS,
+                                    fault == STOPPED ? (uint32_t)deadline_ms : PATIENCE_MS,
                                 .backend = "p2p"};
     epic_meet meet;
     need(!epic_meet_tcp(&meet, &tcp, sizeof tcp), "meet", NULL);
@@ -162,7 +163,7 @@ static double work_until_error(seat *s)
 static int survive(seat *s, int rank)
 {
     const double late = work_until_error(s);
-    const double most = fault == STOPPED ? DEADLINE_MS + 50 : 1000;
+    const double most = fault == STOPPED ? deadline_ms * 1.125 : fmax(1000, deadline_ms);
     if (late > most)
         fprintf(stderr, "rank %d: %s of rank %d seen after %.0f ms\n", rank, fault_names[fault],
                 victim, late);
@@ -222,6 +223,7 @@ int main(int argc, char **argv)
     num_gpus = atoi(argv[2]);
     const int faults = atoi(argv[3]), first = argc > 4 ? atoi(argv[4]) : 0;
     int passed = 0;
+    if (argc > 5) deadline_ms = atof(argv[5]);
     shared =
         mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (num_ranks < 2 || num_ranks > MAX_RANKS || shared == MAP_FAILED) return 2;
