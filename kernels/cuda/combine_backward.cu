@@ -370,10 +370,11 @@ template <class ROW, bool EXACT> struct Stream {
     {
         const int32_t sent = m.first + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
-        Entry &entry = entries[begun++ % ENTRIES];
+        Entry &entry = entries[begun++ % ENTRIES]; /* lanes meet before it is written: some may
+                                                      still read the unit that was there */
         uint32_t lanes;
         if (walk.role == 0) {
-            lanes = sent < end ? peers_of(m, next_word) : 0;
+            lanes = peers_of(m, sent < end ? next_word : -1);
         } else {
             const bool in = received >= m.first && received < end;
             const int32_t its_slot = in ? within(m, next_word) : -1;
