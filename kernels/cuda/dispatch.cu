@@ -416,7 +416,6 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
         }
         if (!receive_step<EXACT>(m, walk, end, word, owned, copied, q)) return false;
     }
-    wait_copies<0>();
     return true;
 }
 
@@ -460,7 +459,9 @@ __device__ __forceinline__ bool move_rounds(Move &m, Now &now, const uint8_t *me
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
         const bool last = m.made || m.first + round_tokens >= most;
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
-        if (!move_tokens<EXACT>(m, end, memory)) return false;
+        const bool moved = move_tokens<EXACT>(m, end, memory);
+        wait_copies<0>();
+        if (!moved) return false;
         if (last) return true;
         if (!next_round(now)) return false;
     }
