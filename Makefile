@@ -9,7 +9,7 @@ CMAKE = mkdir -p $(2) && cmake -S . -DCMAKE_BUILD_TYPE=$(1) $(3) -B $(2) >$(2)/c
     { cat $(2)/configure.log; exit 1; }
 BUILD = cmake --build $(1) -j $(JOBS)
 CTEST = ctest --output-on-failure -j 2 --test-dir $(1)
-HOST_ONLY = -DEPIC_MPI=OFF -DEPIC_CUDA=OFF
+HOST_ONLY = -DEPIC_MPI=OFF -DEPIC_CUDA=OFF -DEPIC_EMULATOR=OFF
 # ThreadSanitizer of gcc 12 and 13 does not know the addresses of newer kernels' randomisation.
 STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes

@@ -1,0 +1,324 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A CTA: its threads are fibers that take turns on one thread of the system. */
+#include <sched.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include "inner.h"
+
+#define STACK_BYTES (64 << 10) /* of a fiber */
+#define STACK_END 0x57ac57acu  /* at its lowest address */
+#define MAX_COPIES 128         /* of a fiber, under way */
+#define MAX_WARPS (EMULATOR_MAX_THREADS / EMULATOR_WARP)
+#define ALL 0xffffffffu
+#define JUNK 0xcd
+
+typedef struct copy { /* cp.async */
+    const void *from;
+    uint32_t to, bytes, group;
+    bool early; /* the data is here already */
+    uint8_t data[16];
+} copy;
+
+typedef struct fiber {
+    emulator_thread place;
+    jmp_buf jump;
+    bool started, napping;
+    unsigned meetings;
+    uint32_t group, num_copies;
+    copy copies[MAX_COPIES];
+} fiber;
+
+typedef struct warp {
+    uint32_t arrived, gone;
+    emulator_meeting what;
+    uint64_t values[2][EMULATOR_WARP]; /* of even and odd meetings */
+} warp;
+
+typedef struct sm { /* a thread of the system, and the CTA that it runs */
+    const launch *work;
+    fiber *fibers;
+    uint8_t *stacks;
+    uint8_t *shared;
+    ucontext_t fresh;
+    jmp_buf home;
+    fiber *running;
+    warp warps[MAX_WARPS];
+    int alive, at_barrier, good, result;
+    uint16_t queue[EMULATOR_MAX_THREADS]; /* a ring of those who may run */
+    unsigned first, waiting, napping;
+    uint64_t random;
+} sm;
+
+static __thread sm *here;
+__thread emulator_thread *emulator_here;
+
+void emulator_die(const char *format, ...)
+{
+    va_list list;
+    fputs("emulated GPU: ", stderr);
+    va_start(list, format);
+    vfprintf(stderr, format, list);
+    va_end(list);
+    if (emulator_here)
+        fprintf(stderr, " (CTA %u, thread %u)", emulator_here->cta, emulator_here->thread);
+    fputc('\n', stderr);
+    abort();
+}
+
+uint64_t emulator_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+uint32_t emulator_random(void)
+{
+    here->random ^= here->random << 13;
+    here->random ^= here->random >> 7;
+    here->random ^= here->random << 17;
+    return (uint32_t)(here->random >> 32);
+}
+
+/* ------------------------------------------------------------------------- taking turns ---- */
+
+static void push(const fiber *f)
+{
+    here->queue[(here->first + here->waiting++) % EMULATOR_MAX_THREADS] =
+        (uint16_t)f->place.thread;
+}
+
+static uint32_t *stack_of(const fiber *f)
+{
+    return (uint32_t *)(void *)(here->stacks + (size_t)f->place.thread * STACK_BYTES);
+}
+
+static void begin_fiber(void)
+{
+    here->work->body(here->work->arguments);
+    fiber *me = here->running;
+    warp *w = &here->warps[me->place.thread / EMULATOR_WARP];
+    if (*stack_of(me) != STACK_END) emulator_die("a thread needs more than its stack");
+    if (me->num_copies) emulator_die("a thread has ended with copies under way");
+    if (w->arrived) emulator_die("a lane has ended that its warp waits for");
+    w->gone |= 1u << me->place.thread % EMULATOR_WARP;
+    if (--here->alive == 0) longjmp(here->home, 1);
+    if (here->at_barrier == here->alive) (void)emulator_sync(-1);
+    longjmp(here->home, 2);
+}
+
+static void switch_to(fiber *next)
+{
+    here->running = next;
+    emulator_here = &next->place;
+    if (next->started) longjmp(next->jump, 1);
+    next->started = true;
+    *stack_of(next) = STACK_END;
+    ucontext_t *fresh = &here->fresh;
+    fresh->uc_stack.ss_sp = stack_of(next);
+    fresh->uc_stack.ss_size = STACK_BYTES;
+    makecontext(fresh, begin_fiber, 0);
+    setcontext(fresh);
+}
+
+/* Goes on with the first of the queue. */
+static void run_next(void)
+{
+    sm *s = here;
+    if (!s->waiting) emulator_die("all threads of the CTA wait for each other");
+    fiber *next = &s->fibers[s->queue[s->first]];
+    s->first = (s->first + 1) % EMULATOR_MAX_THREADS;
+    s->waiting--;
+    if (next->napping) {
+        const bool all_nap = s->napping > s->waiting;
+        next->napping = false;
+        s->napping--;
+        if (all_nap && next->place.thread % EMULATOR_WARP == 0) sched_yield();
+    }
+    switch_to(next);
+}
+
+static void leave_the_sm(void)
+{
+    if (!_setjmp(here->running->jump)) run_next();
+}
+
+void emulator_nap(void)
+{
+    here->running->napping = true;
+    here->napping++;
+    push(here->running);
+    leave_the_sm();
+}
+
+const uint64_t *emulator_meet(emulator_meeting what, uint64_t value)
+{
+    fiber *me = here->running;
+    const unsigned thread = me->place.thread, lane = thread % EMULATOR_WARP;
+    warp *w = &here->warps[thread / EMULATOR_WARP];
+    uint64_t *values = w->values[me->meetings++ & 1];
+    if (w->gone) emulator_die("a warp meets when lanes have ended: %08x", w->gone);
+    if (!w->arrived) w->what = what;
+    if (w->what != what)
+        emulator_die("lanes of a warp meet for different things: %d and %d", w->what, what);
+    values[lane] = value;
+    w->arrived |= 1u << lane;
+    if (w->arrived == ALL) {
+        w->arrived = 0;
+        for (unsigned i = 0; i < EMULATOR_WARP; i++)
+            if (i != lane) push(me - lane + i);
+    } else {
+        leave_the_sm();
+    }
+    return values;
+}
+
+/* Ends the barrier; -1: for a thread that has ended. */
+int emulator_sync(int good)
+{
+    sm *s = here;
+    if (good >= 0) {
+        s->good &= good;
+        s->at_barrier++;
+    }
+    if (s->at_barrier == s->alive) {
+        s->result = s->good;
+        s->good = 1;
+        s->at_barrier = 0;
+        for (int i = 0; i < s->work->threads; i++) {
+            const fiber *f = &s->fibers[i];
+            const uint32_t gone = s->warps[i / EMULATOR_WARP].gone;
+            if (f != s->running && !(gone >> i % EMULATOR_WARP & 1)) push(f);
+        }
+    } else {
+        leave_the_sm();
+    }
+    return s->result;
+}
+
+/* --------------------------------------------------------------------- shared memory ---- */
+
+void *emulator_shared(uint32_t at, uint32_t bytes)
+{
+    if (at % bytes || (uint64_t)at + bytes > emulator_here->shared_bytes)
+        emulator_die("%u bytes at %u of %u bytes of shared memory", bytes, at,
+                     emulator_here->shared_bytes);
+    return emulator_here->shared + at;
+}
+
+/* Words that peers may be writing. */
+static void fetch(uint8_t *to, const void *from, uint32_t bytes)
+{
+    for (uint32_t i = 0; i < bytes / 4; i++) {
+        const uint32_t word = __atomic_load_n((const uint32_t *)from + i, __ATOMIC_RELAXED);
+        memcpy(to + i * 4, &word, 4);
+    }
+}
+
+void emulator_copy(uint32_t to, const void *from, uint32_t bytes)
+{
+    fiber *me = here->running;
+    if (me->num_copies == MAX_COPIES) emulator_die("%d copies under way", MAX_COPIES);
+    if ((uintptr_t)from % bytes) emulator_die("a copy from an address that is not aligned");
+    copy *c = &me->copies[me->num_copies++];
+    *c = (copy){from, to, bytes, me->group, emulator_random() & 1, {0}};
+    if (c->early) fetch(c->data, from, bytes);
+    memset(emulator_shared(to, bytes), JUNK, bytes);
+}
+
+void emulator_end_copies(void)
+{
+    here->running->group++;
+}
+
+void emulator_wait_copies(int pending)
+{
+    fiber *me = here->running;
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < me->num_copies; i++) {
+        copy *c = &me->copies[i];
+        if (c->group + (uint32_t)pending >= me->group) {
+            me->copies[kept++] = *c;
+            continue;
+        }
+        if (!c->early) fetch(c->data, c->from, c->bytes);
+        memcpy(emulator_shared(c->to, c->bytes), c->data, c->bytes);
+    }
+    me->num_copies = kept;
+}
+
+/* ------------------------------------------------------------------------------- a CTA ---- */
+
+static void *map(size_t bytes)
+{
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) emulator_die("no memory for %zu bytes", bytes);
+    return p;
+}
+
+static sm *make_sm(void)
+{
+    static uint64_t made;
+    const char *seed = getenv("EMULATED_SEED");
+    sm *s = map(sizeof *s);
+    s->fibers = map(EMULATOR_MAX_THREADS * sizeof *s->fibers);
+    s->stacks = map((size_t)EMULATOR_MAX_THREADS * STACK_BYTES);
+    s->shared = map(SHARED_BYTES);
+    s->random = (seed ? strtoull(seed, NULL, 10) : 0) * 0x9e3779b97f4a7c15u +
+                (__atomic_add_fetch(&made, 1, __ATOMIC_RELAXED) << 20) + 0x2545f491u;
+    return s;
+}
+
+/* Warps begin in a random order. */
+static void queue_warps(sm *s, int warps)
+{
+    int order[MAX_WARPS];
+    for (int i = 0; i < warps; i++) {
+        const int j = (int)(emulator_random() % (unsigned)(i + 1));
+        order[i] = order[j];
+        order[j] = i;
+    }
+    for (int i = 0; i < warps; i++)
+        for (int lane = 0; lane < EMULATOR_WARP; lane++)
+            push(&s->fibers[order[i] * EMULATOR_WARP + lane]);
+}
+
+static void reset(sm *s, const launch *work, int cta)
+{
+    s->work = work;
+    s->alive = work->threads;
+    s->at_barrier = 0;
+    s->good = 1;
+    s->first = s->waiting = s->napping = 0;
+    memset(s->warps, 0, sizeof s->warps);
+    memset(s->shared, JUNK, (size_t)work->shared_bytes);
+    for (int i = 0; i < work->threads; i++) {
+        fiber *f = &s->fibers[i];
+        f->place = (emulator_thread){
+            (unsigned)i,          (unsigned)cta, (unsigned)work->threads,
+            (unsigned)work->ctas, s->shared,     (uint32_t)work->shared_bytes};
+        f->started = f->napping = false;
+        f->meetings = f->group = f->num_copies = 0;
+    }
+    queue_warps(s, work->threads / EMULATOR_WARP);
+}
+
+void run_cta(const launch *work, int cta)
+{
+    if (!here) {
+        here = make_sm();
+        if (getcontext(&here->fresh)) emulator_die("no context");
+    }
+    reset(here, work, cta);
+    if (_setjmp(here->home) != 1) run_next(); /* 2: a fiber has ended */
+    emulator_here = NULL;
+}

@@ -1,0 +1,134 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the assembly of kernels/cuda/ptx.cuh does, on the GPU of threads. */
+#ifndef EPIC_PTX_CUH
+#define EPIC_PTX_CUH
+
+#include <cuda_device.h>
+
+#define POISON 0xffffffffu
+
+inline uint64_t timer_ns()
+{
+    return emulator_now();
+}
+
+/* Each word of a vector is read, and written, by itself. */
+template <class T> inline T emulated_load(const T *p)
+{
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+
+inline uint4 emulated_load(const uint4 *p)
+{
+    const uint32_t *word = (const uint32_t *)p;
+    return {emulated_load(word), emulated_load(word + 1), emulated_load(word + 2),
+            emulated_load(word + 3)};
+}
+
+template <class T> inline void emulated_store(T *p, T v)
+{
+    __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
+
+inline void emulated_store(uint4 *p, uint4 v)
+{
+    uint32_t *word = (uint32_t *)p;
+    emulated_store(word, v.x);
+    emulated_store(word + 1, v.y);
+    emulated_store(word + 2, v.z);
+    emulated_store(word + 3, v.w);
+}
+
+template <class T> inline T load_relaxed(const T *p)
+{
+    return emulated_load(p);
+}
+
+template <class T> inline void store_relaxed(T *p, std::common_type_t<T> v)
+{
+    emulated_store(p, v);
+}
+
+inline uint32_t load_acquire(const uint32_t *p)
+{
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+
+inline uint64_t load_acquire_sys(const uint64_t *p)
+{
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+
+inline void store_release(uint32_t *p, uint32_t v)
+{
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+
+inline void store_here(uint4 *p, uint4 v)
+{
+    emulated_store(p, v);
+}
+
+inline uint64_t policy_once()
+{
+    return 1;
+}
+
+inline uint4 load_once(const void *p, uint64_t)
+{
+    return emulated_load((const uint4 *)p);
+}
+
+inline uint4 load_again(const void *p)
+{
+    return emulated_load((const uint4 *)p);
+}
+
+inline void store_once(void *p, uint4 v, uint64_t)
+{
+    emulated_store((uint4 *)p, v);
+}
+
+inline void copy_once(uint32_t to, const void *from, uint64_t)
+{
+    emulator_copy(to, from, 16);
+}
+
+inline void copy_again(uint32_t to, const void *from)
+{
+    emulator_copy(to, from, 16);
+}
+
+inline void copy_word(uint32_t to, const void *from)
+{
+    emulator_copy(to, from, 4);
+}
+
+inline void end_copies()
+{
+    emulator_end_copies();
+}
+
+template <int PENDING> inline void wait_copies()
+{
+    emulator_wait_copies(PENDING);
+}
+
+inline uint32_t shared_address(const void *p)
+{
+    return (uint32_t)((const uint8_t *)p - emulator_here->shared);
+}
+
+inline uint4 load_shared(uint32_t p)
+{
+    return *(const uint4 *)emulator_shared(p, 16);
+}
+
+inline float reciprocal_approx(float x)
+{
+    const float y = 1 / x, towards[] = {y, 0, 2 * y};
+    if (std::fpclassify(y) == FP_SUBNORMAL) return std::copysign(0.0f, y);
+    return std::isnormal(y) ? std::nextafter(y, towards[emulator_random() % 3]) : y;
+}
+
+#endif

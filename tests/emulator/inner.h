@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the emulator's files share. */
+#ifndef EPIC_EMULATOR_INNER_H
+#define EPIC_EMULATOR_INNER_H
+
+#include <stdbool.h>
+
+#include "emulator.h"
+
+#define MAX_DEVICES 8
+#define SHARED_BYTES (227 << 10)  /* of a CTA, when the kernel has asked for it, */
+#define SHARED_UNASKED (48 << 10) /* and when it has not */
+
+typedef struct launch { /* of a kernel */
+    void (*body)(const void *arguments);
+    const void *arguments;
+    int ctas, threads, shared_bytes;
+} launch;
+
+/* cta.c: runs one CTA on the calling thread. */
+void run_cta(const launch *work, int cta);
+
+/* device.c: runs a kernel, from its begin to its end; numbers of the machine. */
+void run_kernel(int device, const launch *work);
+int most_shared(const void *kernel);
+int num_devices(void);
+int num_sms(void);
+int current_device(void);
+
+/* memory.c: does the address lie in memory of this runtime, and on which device? */
+bool is_known(const void *p, int *device);
+
+/* stream.c: waits for all streams of a device. */
+void finish_streams(int device);
+
+#endif

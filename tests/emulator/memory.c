@@ -1,0 +1,155 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Memory of devices, and of hosts that devices see: files in memory, so that other processes can
+ * map them.  A page after the last is not mapped. */
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "inner.h"
+
+#define PAGE 4096
+
+typedef struct block {
+    uint8_t *begin;
+    size_t bytes;
+    int fd, device;
+    enum cudaMemoryType type;
+    struct block *next;
+} block;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static block *blocks; /* guarded by mutex */
+
+/* The block that holds p; the caller has the mutex. */
+static block **find(const void *p)
+{
+    block **link = &blocks;
+    const uint8_t *at = p;
+    while (*link && (at < (*link)->begin || at >= (*link)->begin + (*link)->bytes))
+        link = &(*link)->next;
+    return link;
+}
+
+static cudaError_t add(void **memory, int fd, size_t bytes, int device,
+                       enum cudaMemoryType type)
+{
+    const size_t whole = (bytes + PAGE - 1) / PAGE * PAGE;
+    block *b = malloc(sizeof *b);
+    uint8_t *p = mmap(NULL, whole + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (!b || p == MAP_FAILED ||
+        mmap(p, whole, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, 0) ==
+            MAP_FAILED) {
+        if (p != MAP_FAILED) munmap(p, whole + PAGE);
+        free(b);
+        close(fd);
+        return cudaErrorMemoryAllocation;
+    }
+    pthread_mutex_lock(&mutex);
+    *b = (block){p, whole, fd, device, type, blocks};
+    blocks = b;
+    pthread_mutex_unlock(&mutex);
+    *memory = p;
+    return cudaSuccess;
+}
+
+static cudaError_t allocate(void **memory, size_t bytes, enum cudaMemoryType type)
+{
+    const int fd = memfd_create("emulated GPU", MFD_CLOEXEC);
+    if (bytes == 0) bytes = 1;
+    if (fd < 0) return cudaErrorMemoryAllocation;
+    if (ftruncate(fd, (off_t)((bytes + PAGE - 1) / PAGE * PAGE))) {
+        close(fd);
+        return cudaErrorMemoryAllocation;
+    }
+    return add(memory, fd, bytes, current_device(), type);
+}
+
+static cudaError_t give_back(void *memory)
+{
+    if (!memory) return cudaSuccess;
+    pthread_mutex_lock(&mutex);
+    block **link = find(memory), *b = *link;
+    if (b && b->begin == memory) *link = b->next;
+    pthread_mutex_unlock(&mutex);
+    if (!b || b->begin != memory) return cudaErrorInvalidValue;
+    munmap(b->begin, b->bytes + PAGE);
+    close(b->fd);
+    free(b);
+    return cudaSuccess;
+}
+
+bool is_known(const void *p, int *device)
+{
+    pthread_mutex_lock(&mutex);
+    const block *b = *find(p);
+    if (b) *device = b->device;
+    pthread_mutex_unlock(&mutex);
+    return b != NULL;
+}
+
+cudaError_t cudaMalloc(void **memory, size_t bytes)
+{
+    return allocate(memory, bytes, cudaMemoryTypeDevice);
+}
+
+cudaError_t cudaFree(void *memory)
+{
+    finish_streams(current_device());
+    return give_back(memory);
+}
+
+cudaError_t cudaHostAlloc(void **memory, size_t bytes, unsigned flags)
+{
+    (void)flags;
+    return allocate(memory, bytes, cudaMemoryTypeHost);
+}
+
+cudaError_t cudaFreeHost(void *memory)
+{
+    return give_back(memory);
+}
+
+cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags)
+{
+    (void)flags;
+    *device = host;
+    return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *p)
+{
+    pthread_mutex_lock(&mutex);
+    const block *b = *find(p);
+    attributes->type = b ? b->type : cudaMemoryTypeUnregistered;
+    attributes->device = b ? b->device : -2;
+    pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
+}
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *memory)
+{
+    pthread_mutex_lock(&mutex);
+    const block *b = *find(memory);
+    if (b) *handle = (cudaIpcMemHandle_t){getpid(), b->fd, (int64_t)b->bytes, b->device};
+    pthread_mutex_unlock(&mutex);
+    return b ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t cudaIpcOpenMemHandle(void **memory, cudaIpcMemHandle_t handle, unsigned flags)
+{
+    char path[64];
+    (void)flags;
+    snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)handle.pid,
+             (long long)handle.fd);
+    const int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0) return cudaErrorInvalidValue;
+    return add(memory, fd, (size_t)handle.bytes, (int)handle.device, cudaMemoryTypeDevice);
+}
+
+cudaError_t cudaIpcCloseMemHandle(void *memory)
+{
+    return give_back(memory);
+}

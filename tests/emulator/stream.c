@@ -1,0 +1,304 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Streams: each is a thread that does its tasks in order.  A graph is a list of tasks. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "inner.h"
+
+#define PER_THREAD cudaStreamPerThread
+
+typedef struct task {
+    launch kernel; /* if it has a body */
+    void *to;
+    const void *from; /* NULL: fill with `value` */
+    size_t bytes;
+    int value;
+    void *owned; /* the kernel's arguments, or what to copy */
+    struct task *next;
+} task;
+
+typedef struct emulator_stream {
+    pthread_t thread;
+    pthread_cond_t changed;
+    task *first, **end;
+    bool busy, closed;
+    int device;
+    struct emulator_graph *captured; /* not NULL: tasks go there */
+    struct emulator_stream *next;
+} stream;
+
+typedef struct emulator_graph {
+    task *first, **end;
+    int users;
+} graph;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of all streams */
+static stream *streams;
+static stream *defaults[MAX_DEVICES];
+static __thread stream *own;
+
+/* ------------------------------------------------------------------------------- tasks ---- */
+
+static void run_task(const task *t, int device)
+{
+    if (t->kernel.body)
+        run_kernel(device, &t->kernel);
+    else if (t->from)
+        memcpy(t->to, t->from, t->bytes);
+    else
+        memset(t->to, t->value, t->bytes);
+}
+
+static void free_tasks(task *t)
+{
+    while (t) {
+        task *next = t->next;
+        free(t->owned);
+        free(t);
+        t = next;
+    }
+}
+
+static void *copy_of(const void *from, size_t bytes)
+{
+    void *p = malloc(bytes ? bytes : 1);
+    if (!p) emulator_die("no memory for a task");
+    memcpy(p, from, bytes);
+    return p;
+}
+
+/* A task like t, with an own copy of `data`. */
+static task *new_task(const task *t, const void *data, size_t bytes)
+{
+    task *made = copy_of(t, sizeof *t);
+    made->next = NULL;
+    made->owned = data ? copy_of(data, bytes) : NULL;
+    if (data && made->kernel.body) made->kernel.arguments = made->owned;
+    if (data && !made->kernel.body) made->from = made->owned;
+    return made;
+}
+
+/* ----------------------------------------------------------------------------- streams ---- */
+
+static void *be_stream(void *self)
+{
+    stream *s = self;
+    pthread_mutex_lock(&mutex);
+    while (s->first || !s->closed) {
+        task *t = s->first;
+        if (!t) {
+            pthread_cond_wait(&s->changed, &mutex);
+            continue;
+        }
+        s->first = t->next;
+        if (!s->first) s->end = &s->first;
+        t->next = NULL;
+        s->busy = true;
+        pthread_mutex_unlock(&mutex);
+        run_task(t, s->device);
+        free_tasks(t);
+        pthread_mutex_lock(&mutex);
+        s->busy = false;
+        pthread_cond_broadcast(&s->changed);
+    }
+    pthread_mutex_unlock(&mutex);
+    return NULL;
+}
+
+static stream *open_stream(int device)
+{
+    stream *s = calloc(1, sizeof *s);
+    if (!s) emulator_die("no memory for a stream");
+    s->device = device;
+    s->end = &s->first;
+    pthread_cond_init(&s->changed, NULL);
+    if (pthread_create(&s->thread, NULL, be_stream, s)) emulator_die("no thread for a stream");
+    pthread_mutex_lock(&mutex);
+    s->next = streams;
+    streams = s;
+    pthread_mutex_unlock(&mutex);
+    return s;
+}
+
+static stream *stream_of(cudaStream_t given)
+{
+    stream **kept = given ? &own : &defaults[current_device()];
+    if (given && given != PER_THREAD) return given;
+    pthread_mutex_lock(&mutex);
+    stream *s = *kept;
+    pthread_mutex_unlock(&mutex);
+    if (s) return s;
+    s = open_stream(current_device());
+    pthread_mutex_lock(&mutex);
+    *kept = s;
+    pthread_mutex_unlock(&mutex);
+    return s;
+}
+
+static void enqueue(stream *s, task *t)
+{
+    pthread_mutex_lock(&mutex);
+    task ***end = s->captured ? &s->captured->end : &s->end;
+    **end = t;
+    *end = &t->next;
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&mutex);
+}
+
+static void finish(stream *s)
+{
+    pthread_mutex_lock(&mutex);
+    while (s->first || s->busy) pthread_cond_wait(&s->changed, &mutex);
+    pthread_mutex_unlock(&mutex);
+}
+
+void finish_streams(int device)
+{
+    pthread_mutex_lock(&mutex);
+    for (stream *s = streams; s; s = s->next)
+        while (s->device == device && (s->first || s->busy))
+            pthread_cond_wait(&s->changed, &mutex);
+    pthread_mutex_unlock(&mutex);
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *made, unsigned flags)
+{
+    (void)flags;
+    *made = open_stream(current_device());
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t given)
+{
+    pthread_mutex_lock(&mutex);
+    given->closed = true;
+    stream **link = &streams;
+    while (*link != given) link = &(*link)->next;
+    *link = given->next;
+    pthread_cond_broadcast(&given->changed);
+    pthread_mutex_unlock(&mutex);
+    pthread_join(given->thread, NULL);
+    pthread_cond_destroy(&given->changed);
+    free(given);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t given)
+{
+    finish(stream_of(given));
+    return cudaSuccess;
+}
+
+/* ---------------------------------------------------------------- what streams are given ---- */
+
+cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *arguments),
+                             const void *arguments, size_t bytes, int ctas, int threads,
+                             int shared_bytes, cudaStream_t given)
+{
+    const task t = {.kernel = {body, NULL, ctas, threads, shared_bytes}};
+    if (ctas < 1 || threads < 1 || threads > EMULATOR_MAX_THREADS || threads % EMULATOR_WARP ||
+        shared_bytes < 0 || shared_bytes > most_shared(kernel))
+        return cudaErrorInvalidValue;
+    enqueue(stream_of(given), new_task(&t, arguments, bytes));
+    return cudaSuccess;
+}
+
+/* A host's memory that CUDA does not know may be used again at once when the call returns. */
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
+                            cudaStream_t given)
+{
+    int device;
+    const task t = {.to = to, .from = from, .bytes = bytes};
+    stream *s = stream_of(given);
+    (void)kind;
+    if (bytes == 0) return cudaSuccess;
+    enqueue(s, new_task(&t, is_known(from, &device) ? NULL : from, bytes));
+    if (!is_known(to, &device) && !s->captured) finish(s);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind)
+{
+    (void)cudaMemcpyAsync(to, from, bytes, kind, NULL);
+    return cudaStreamSynchronize(NULL);
+}
+
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t given)
+{
+    const task t = {.to = to, .value = value, .bytes = bytes};
+    enqueue(stream_of(given), new_task(&t, NULL, 0));
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void *to, int value, size_t bytes)
+{
+    (void)cudaMemsetAsync(to, value, bytes, NULL);
+    return cudaStreamSynchronize(NULL);
+}
+
+/* ------------------------------------------------------------------------------ graphs ---- */
+
+static graph *new_graph(void)
+{
+    graph *g = calloc(1, sizeof *g);
+    if (!g) emulator_die("no memory for a graph");
+    g->end = &g->first;
+    g->users = 1;
+    return g;
+}
+
+static cudaError_t drop(graph *g)
+{
+    if (__atomic_sub_fetch(&g->users, 1, __ATOMIC_ACQ_REL)) return cudaSuccess;
+    free_tasks(g->first);
+    free(g);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t given, enum cudaStreamCaptureMode mode)
+{
+    (void)mode;
+    given->captured = new_graph();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t given, cudaGraph_t *made)
+{
+    *made = given->captured;
+    given->captured = NULL;
+    return *made ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t g, unsigned long long flags)
+{
+    (void)flags;
+    __atomic_add_fetch(&g->users, 1, __ATOMIC_ACQ_REL);
+    *exec = g;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t given)
+{
+    (void)exec;
+    (void)given;
+    return cudaSuccess;
+}
+
+/* The tasks use the graph's arguments: it lives until they have ended. */
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t given)
+{
+    for (const task *t = exec->first; t; t = t->next)
+        enqueue(stream_of(given), new_task(t, NULL, 0));
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t g)
+{
+    return drop(g);
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec)
+{
+    return drop(exec);
+}
