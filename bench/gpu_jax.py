@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def steps(args: argparse.Namespace) -> None:
                 times = []
                 for n in (few, many):
                     run = repeated(n)
-                    times.append(seconds(lambda r=run: r(x, w, ids)))
+                    times.append(seconds(partial(run, x, w, ids)))
                 each = (times[1] - times[0]) / (many - few)
                 print(
                     f"{name:14} {ranks} GPUs, T={args.tokens}, hidden {args.hidden}, "
@@ -219,8 +220,9 @@ def soak(args: argparse.Namespace) -> None:
     spec = P(None, "ep")
     losses = []
     for graphs in (True, False):
-        wish = {"max_tokens": tokens, "max_row_bytes": 4 * hidden, "command_buffers": graphs}
-        with epic.jax.open(mesh, "ep", **wish) as group:
+        with epic.jax.open(
+            mesh, "ep", max_tokens=tokens, max_row_bytes=4 * hidden, command_buffers=graphs
+        ) as group:
             own = epic.jax.Experts(experts // ranks, hidden, inner)
             product = gemms.best(128)
 
@@ -320,8 +322,7 @@ def gemm(args: argparse.Namespace) -> None:
                 rates = []
                 for f, arrays in ((forward, (x, w)), (d_x, (x, w, ct)), (d_w, (x, w, ct))):
                     try:
-                        run = jax.jit(f)
-                        took = seconds(lambda r=run, a=arrays: r(*a), 3, 5)
+                        took = seconds(partial(jax.jit(f), *arrays), 3, 5)
                         rates.append(f"{2 * rows * k * n / took / 1e12:.0f}")
                     except Exception as error:
                         rates.append(str(error)[:60])

@@ -149,7 +149,7 @@ def run(
     meets = meeting.by_threads(len(per_rank), 60000)
     with ThreadPoolExecutor(len(per_rank)) as pool:
         tasks = [
-            pool.submit(one_rank, config, meet, options, np.float32([d_loss]), *mine)
+            pool.submit(one_rank, config, meet, options, np.array([d_loss], np.float32), *mine)
             for meet, mine in zip(meets, per_rank, strict=True)
         ]
     return [task.result() for task in tasks]

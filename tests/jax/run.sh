@@ -47,7 +47,7 @@ once() { # with the first environment
     "$build/jax/epic_jax_frames"
     "$1/ruff" check -q bindings/python tests/jax examples/jax bench
     "$1/ruff" format --check -q bindings/python tests/jax examples/jax bench
-    "$1/mypy" --config-file pyproject.toml bindings/python/epic examples/jax bench/jax_bench.py
+    "$1/mypy" --config-file pyproject.toml bindings/python/epic tests/jax examples/jax bench/*jax*.py
     tests/jax/wheel.sh "$1"
 }
 

@@ -61,7 +61,7 @@ def test_several_groups(opened: Any) -> None:
     """Over different axes, at a time, in one program."""
     mesh = make_mesh(2)
     ep = opened(mesh)
-    wish = {"max_tokens": 8, "max_row_bytes": 64, "name": "other"}
+    wish: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64, "name": "other"}
     with epic.jax.open(mesh, "dp", **wish) as dp:
         x = jnp.arange(4.0, dtype=jnp.float32)
         both = mapped(mesh, lambda x: (epic.jax.sum(ep, x), epic.jax.sum(dp, x)), 1)(x)
@@ -110,8 +110,8 @@ def test_misuse_is_explained(opened: Any) -> None:
 def test_a_peer_that_never_comes() -> None:
     """The deadline is an error that names the rank, not a hang."""
     mesh = make_mesh(4)
-    sizes = {"max_tokens": 8, "max_row_bytes": 64, "name": "slow", "timeout_ms": 500}
-    with epic.jax.open(mesh, "ep", **sizes) as group:
+    sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64, "timeout_ms": 500}
+    with epic.jax.open(mesh, "ep", name="slow", **sizes) as group:
 
         def step(x: Any) -> Any:
             late = jax.lax.axis_index("ep") == 2

@@ -199,7 +199,7 @@ def test_dtypes(param_dtype: str, opened: Any) -> None:
     grid = three_axes((2, 1, 2))
     group = opened(grid)
     x, ct = layers.arrays()
-    wish = {"dtype": jnp.bfloat16, "param_dtype": jnp.dtype(param_dtype)}
+    wish: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.dtype(param_dtype)}
     module, variables = linen_block(grid, group, {}, **wish)
     numbers = {n: np.asarray(v, wish["param_dtype"]) for n, v in layers.weights({}).items()}
     params = placed(variables["params"], numbers)

@@ -153,7 +153,7 @@ def test_losses(score: str) -> None:
     options = epic.jax.Router(8, 2, score=score)
 
     def both(z: Any) -> Any:
-        more = {"coeff": 0.25, "total_tokens": 40}
+        more: dict[str, Any] = {"coeff": 0.25, "total_tokens": 40}
         balance = epic.jax.balance_loss(options, z, load=jnp.asarray(load), **more)
         return balance, epic.jax.z_loss(options, z, **more)
 

@@ -134,7 +134,7 @@ def test_an_inner_jit_called_twice_is_refused() -> None:
     mesh = make_mesh(4)
     x, w, ids = layers_inputs(12)
     for _ in range(10):
-        sizes = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 20000}
+        sizes: dict[str, Any] = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 20000}
         with epic.jax.open(mesh, "ep", name="clash", **sizes) as group:
             run = mapped(mesh, shared_jit(group, "none"), 3)
             try:

@@ -191,7 +191,7 @@ def test_experts_over_two_axes() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("expert", "tensor"))
     case = layers.CASES["normalised"]
     x, ct = layers.arrays()
-    wish = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
+    wish: dict[str, Any] = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
     with epic.jax.open(mesh, ("expert", "tensor"), **wish) as group:
         assert group.num_ranks == 4
         got = layers.step(mesh, group, case)(x, layers.weights(case), ct)

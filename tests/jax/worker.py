@@ -21,7 +21,7 @@ import layers
 import reference
 import test_steps
 
-SIZES = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
+SIZES: dict[str, Any] = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
 
 
 def say(*words: object) -> None:

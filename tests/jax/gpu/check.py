@@ -376,7 +376,7 @@ def case_graphs() -> None:
             results.append(whole(h))
             epic.jax.check(group)
     same(*results)
-    again = []  # the graphs of a closed group are not used for the next of its name
+    again: list[Any] = []  # the graphs of a closed group are not used for the next of its name
     for _ in range(2):
         with epic.jax.open(mesh, "ep", command_buffers=True, **SIZES) as group:
             run = run if again else mapped(mesh, long_model(group), 3)
@@ -507,7 +507,8 @@ def case_experts() -> None:
             ) -> Any:
                 plan, recv, slot = epic.jax.plan_dispatch(group, layer, ids, x, w)
                 own = epic.jax.ExpertWeights(**ws)
-                y = experts_of(wish, gemm.best(128), recv, plan.expert_rows, own, None)
+                counts = plan.expert_rows, plan.expert_tokens
+                y = experts_of(wish, gemm.best(128), recv, counts, own, None)
                 return epic.jax.combine(plan, y, slot)
 
             run = mapped(mesh, step, 4)
