@@ -22,7 +22,7 @@ import reference
 from conftest import make_mesh
 from epic.jax.groups import seats_of_mesh
 from reference import relative, slots_of
-from test_steps import ALIGN, ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers
+from steps import ALIGN, ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers
 
 pytestmark = pytest.mark.thorough
 

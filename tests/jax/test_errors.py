@@ -10,7 +10,7 @@ import pytest
 
 import epic.jax
 from conftest import make_mesh
-from test_steps import ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers
+from steps import ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers
 
 RuntimeFailure = jax.errors.JaxRuntimeError
 

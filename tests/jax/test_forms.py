@@ -14,7 +14,7 @@ import epic.jax
 import layers
 from conftest import make_mesh
 from reference import relative, slots_of
-from test_steps import (
+from steps import (
     ALIGN,
     EXPERTS,
     HIDDEN,

@@ -11,7 +11,7 @@ import pytest
 import epic.jax
 from conftest import make_mesh
 from reference import relative
-from test_steps import HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers, true_round
+from steps import HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers, true_round
 
 RUNS = 10
 

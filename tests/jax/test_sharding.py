@@ -16,7 +16,7 @@ import layers
 from conftest import make_mesh
 from epic.jax import call
 from reference import relative
-from test_steps import mapped, numbers
+from steps import mapped, numbers
 
 CASES = ["normalised", "biases", "shared"]
 MESHES = {"fsdp2_ep2": (1, 2, 2), "dp2_fsdp2": (2, 2, 1), "fsdp4": (1, 4, 1), "dp2_ep2": (2, 1, 2)}

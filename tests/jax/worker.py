@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import epic.jax
 import layers
 import reference
-import test_steps
+import steps
 
 SIZES: dict[str, Any] = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
 
@@ -47,22 +47,22 @@ def whole(x: Any) -> np.ndarray:
 
 def check_steps(group: Any, mesh: Mesh) -> None:
     """There, through the sine, and back, with gradients, against float64."""
-    rows, top_k = 4 * test_steps.TOKENS, test_steps.TOP_K
-    ids = np.asarray(test_steps.choices(3))
+    rows, top_k = 4 * steps.TOKENS, steps.TOP_K
+    ids = np.asarray(steps.choices(3))
     x, w, ct = (
-        np.asarray(test_steps.numbers(i, rows, columns))
-        for i, columns in ((1, test_steps.HIDDEN), (2, top_k), (4, test_steps.HIDDEN))
+        np.asarray(steps.numbers(i, rows, columns))
+        for i, columns in ((1, steps.HIDDEN), (2, top_k), (4, steps.HIDDEN))
     )
-    args = [place(mesh, a, test_steps.ALL) for a in (x, w, ids, ct)]
+    args = [place(mesh, a, steps.ALL) for a in (x, w, ids, ct)]
     for fused in (False, True):
-        step = test_steps.mapped(mesh, test_steps.through(group, fused), 3)
+        step = steps.mapped(mesh, steps.through(group, fused), 3)
 
         def run(x: Any, w: Any, ids: Any, ct: Any, step: Any = step) -> Any:
             out, pull = jax.vjp(lambda x, w: step(x, w, ids), x, w)
             return out, *pull(ct)
 
         got = jax.tree.map(whole, jax.jit(run)(*args))
-        for a, b in zip(got, test_steps.true_round(x, w, ids, ct), strict=True):
+        for a, b in zip(got, steps.true_round(x, w, ids, ct), strict=True):
             assert reference.relative(a, b) < 2e-6
 
 

@@ -28,10 +28,8 @@ from jax.sharding import PartitionSpec as P
 import epic.jax
 import layers
 from reference import load_of, mlp, mlp_backward, relative, slots_of
+from steps import ALIGN, ALL, EXPERTS, LAYER, TOKENS, TOP_K, mapped, through, true_round
 
-TOKENS, TOP_K, EXPERTS, ALIGN = 6, 3, 8, 4
-ALL = P(("dp", "ep"))
-LAYER = epic.jax.Layer(EXPERTS, TOP_K, alignment=ALIGN)
 SIZES: dict[str, Any] = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 20000}
 Failure = jax.errors.JaxRuntimeError
 
@@ -83,13 +81,6 @@ def whole(x: Any) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def mapped(mesh: Mesh, function: Callable[..., Any], inputs: int, vma: bool = True) -> Any:
-    """A jitted function of arrays that are sharded over all devices."""
-    specs = (ALL,) * inputs
-    inner = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=ALL, check_vma=vma)
-    return jax.jit(inner)
-
-
 def numbers(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
     """Random normal numbers."""
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
@@ -119,29 +110,6 @@ def failure(function: Any, *args: Any) -> str:
 
 
 # ------------------------------------------------------------------------------ steps ----
-
-
-def through(group: Any, fused: bool, **more: Any) -> Callable[..., Any]:
-    """tokens -> experts that take the sine -> home."""
-
-    def step(x: Any, w: Any, ids: Any) -> Any:
-        if fused:
-            plan, recv, slot = epic.jax.plan_dispatch(group, LAYER, ids, x, w, **more)
-        else:
-            plan = epic.jax.plan(group, LAYER, ids, **more)
-            recv, slot = epic.jax.dispatch(plan, x, w)
-        return epic.jax.combine(plan, jnp.sin(recv), slot)
-
-    return step
-
-
-def true_round(x: Any, w: Any, ids: Any, ct: Any) -> tuple[np.ndarray, ...]:
-    """out, d_x and d_w of `through` in float64."""
-    x, w, ct = (np.asarray(v, np.float64) for v in (x, w, ct))
-    live = np.asarray(ids) >= 0
-    total = (w * live).sum(axis=1, keepdims=True)
-    dot = (ct * np.sin(x)).sum(axis=1, keepdims=True)
-    return np.sin(x) * total, np.cos(x) * total * ct, dot * live
 
 
 def case_steps() -> None:
