@@ -4,9 +4,10 @@ initialisers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from epic.jax import sharded
@@ -75,35 +76,41 @@ def parameters(options: Moe, biases: Biases) -> dict[str, Parameter]:
     return found
 
 
+class Block(Protocol):
+    """What a module of either kind has."""
+
+    mesh: Mesh
+    group: Group
+    options: Moe
+    dtype: Any
+    token_axes: tuple[str, ...] | None
+    fsdp_axes: tuple[str, ...]
+    loss_axes: tuple[str, ...]
+    grouped_gemm: GroupedGemm | None
+
+
 def apply(
-    mesh: Mesh,
-    group: Group,
-    options: Moe,
-    x: Any,
-    weights: dict[str, Any],
-    dtype: Any,
-    *,
-    token_axes: tuple[str, ...] | None,
-    fsdp_axes: tuple[str, ...],
-    loss_axes: tuple[str, ...],
-    grouped_gemm: GroupedGemm | None,
-    token_ids: Any,
-    table: Any,
+    module: Block, x: Any, weights: dict[str, Any], bias: Any, token_ids: Any, table: Any
 ) -> MoeOut:
-    """sharded.moe in dtype; the gate is in float32 (float64 rows: float64)."""
-    x = x if dtype is None else x.astype(dtype)
+    """sharded.moe in the module's dtype; the gate is in float32 (float64 rows: float64).
+
+    bias [num_experts], or None: for the choice of experts; zero-experts have none.
+    """
+    x = x if module.dtype is None else x.astype(module.dtype)
     wide = "float64" if x.dtype == "float64" else "float32"
-    gates = {n: weights[n].astype(wide) for n in ("w_gate", "b_gate") if n in weights}
+    weights = weights | {n: weights[n].astype(wide) for n in ("w_gate", "b_gate") if n in weights}
+    if bias is not None:
+        weights["bias"] = jnp.pad(bias, (0, module.options.router.zero_experts))
     return sharded.moe(
-        mesh,
-        group,
-        options,
+        module.mesh,
+        module.group,
+        module.options,
         x,
-        MoeWeights(**(weights | gates)),
-        token_axes=token_axes,
+        MoeWeights(**weights),
+        token_axes=module.token_axes,
         token_ids=token_ids,
         table=table,
-        fsdp_axes=fsdp_axes,
-        loss_axes=loss_axes,
-        grouped_gemm=grouped_gemm,
+        fsdp_axes=module.fsdp_axes,
+        loss_axes=module.loss_axes,
+        grouped_gemm=module.grouped_gemm,
     )

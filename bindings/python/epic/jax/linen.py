@@ -55,24 +55,10 @@ class MoEBlock(nn.Module):
         if self.bias_rate:
             shape = (self.options.layer.num_experts,)
             bias = self.variable("moe", "expert_bias", jnp.zeros, shape, jnp.float32)
-            zeros = jnp.zeros(self.options.router.zero_experts, jnp.float32)
-            weights["bias"] = jnp.concatenate([bias.value, zeros])
         if self.is_initializing():  # shapes are known: no call, and any batch will do
             return x if self.dtype is None else x.astype(self.dtype), jnp.zeros((), jnp.float32)
-        out = block.apply(
-            self.mesh,
-            self.group,
-            self.options,
-            x,
-            weights,
-            self.dtype,
-            token_axes=self.token_axes,
-            fsdp_axes=self.fsdp_axes,
-            loss_axes=self.loss_axes,
-            grouped_gemm=self.grouped_gemm,
-            token_ids=token_ids,
-            table=table,
-        )
+        value = None if bias is None else bias.value
+        out = block.apply(self, x, weights, value, token_ids, table)
         if bias is not None and self.is_mutable_collection("moe"):
             bias.value = bias_update(bias.value, out.load, self.bias_rate)
         self.sow("losses", "moe_loss", out.loss)

@@ -68,23 +68,8 @@ class MoEBlock(nnx.Module):
     def __call__(self, x: Any, token_ids: Any = None, table: Any = None) -> tuple[Any, Any]:
         """The layer; token_ids [B, ...] and table [rows, top_k]: experts by token id."""
         weights = {name: getattr(self, name)[...] for name in self.names}
-        if self.bias_rate:
-            zeros = jnp.zeros(self.options.router.zero_experts, jnp.float32)
-            weights["bias"] = jnp.concatenate([self.expert_bias[...], zeros])
-        out = block.apply(
-            self.mesh,
-            self.group,
-            self.options,
-            x,
-            weights,
-            self.dtype,
-            token_axes=self.token_axes,
-            fsdp_axes=self.fsdp_axes,
-            loss_axes=self.loss_axes,
-            grouped_gemm=self.grouped_gemm,
-            token_ids=token_ids,
-            table=table,
-        )
-        if self.bias_rate and self.update_bias:
-            self.expert_bias[...] = bias_update(self.expert_bias[...], out.load, self.bias_rate)
+        bias = self.expert_bias[...] if self.bias_rate else None
+        out = block.apply(self, x, weights, bias, token_ids, table)
+        if bias is not None and self.update_bias:
+            self.expert_bias[...] = bias_update(bias, out.load, self.bias_rate)
         return out.out, out.loss
