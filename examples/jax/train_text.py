@@ -262,8 +262,8 @@ def make_steps(loss_of: Any, optimiser: Any) -> tuple[Any, Any]:
 
 
 def bar(step: int, steps: int, loss: float, seconds: float) -> None:
-    """One line that moves on a terminal, one line in ten where it does not."""
-    if not sys.stdout.isatty() and step % max(steps // 10, 1):
+    """One line that moves on a terminal; elsewhere the first step's, then ten lines."""
+    if not sys.stdout.isatty() and step > 1 and step % max(steps // 10, 1):
         return
     full = 30 * step // steps
     rate = step / max(seconds, 1e-9)
