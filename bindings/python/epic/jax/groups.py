@@ -231,6 +231,8 @@ def open(
         count = num_ranks or 1
         taken = list(ranks if ranks is not None else [0])
         devices = jax.local_devices()
+        if len(taken) > len(devices):
+            raise ValueError(f"ranks {taken}: this process has {len(devices)} devices for them")
         seats = [seat_of(d, 0, r) for d, r in zip(devices, taken, strict=False)]
         platform = devices[0].platform
     backend = choose_backend(platform, backend)
