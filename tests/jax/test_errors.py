@@ -112,7 +112,7 @@ def test_misuse_is_explained(opened: Any) -> None:
 def test_a_peer_that_never_comes() -> None:
     """The deadline is an error that names the rank, not a hang."""
     mesh = make_mesh(4)
-    sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64, "timeout_ms": 500}
+    sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64, "timeout_ms": 2000}
     with epic.jax.open(mesh, "ep", name="slow", **sizes) as group:
 
         def step(x: Any) -> Any:

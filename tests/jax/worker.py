@@ -151,6 +151,7 @@ def run_late(process: int, processes: int, port: int) -> None:
     """A process that does not come to the meeting is named."""
     initialise(process, processes, port)
     mesh = Mesh(np.array(jax.devices()), ("ep",))
+    multihost_utils.sync_global_devices("begin")  # else whoever starts slowly is late too
     if process != 2:
         try:
             epic.jax.open(mesh, "ep", **{**SIZES, "timeout_ms": 1500})
