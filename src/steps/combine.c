@@ -11,6 +11,7 @@ typedef struct combining {
     exchange *x;
     plan_view plan;
     epic_type type, partial_type;
+    const char *rows_name;
     epic_rows rows, out;
     const float *slot_weights;
     const float *d_recv_weight;
@@ -247,7 +248,7 @@ static bool awaits(void *self, int from, int64_t token)
 static epic_result move(combining *c)
 {
     const epic_layer *layer = &c->plan.header->layer;
-    TRY(step_check_slots(c->x, c->d_weights ? "d_recv" : "rows"));
+    TRY(step_check_slots(c->x, c->rows_name));
     c->partial_type =
         layer->partial_type == EPIC_F32 && c->type != EPIC_F64 ? EPIC_F32 : c->type;
     const int64_t elements = c->out.row_bytes / (int64_t)epic_type_bytes(c->type);
@@ -296,6 +297,7 @@ epic_result host_combine(epic_context *ctx, const epic_combine_args *args)
 {
     combining c = {.kernels = host_kernels_get(),
                    .type = (epic_type)args->type,
+                   .rows_name = "rows",
                    .rows = args->rows,
                    .out = args->out,
                    .slot_weights = args->slot_weights};
@@ -313,6 +315,7 @@ epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backwa
 {
     combining c = {.kernels = host_kernels_get(),
                    .type = (epic_type)args->type,
+                   .rows_name = "d_recv",
                    .rows = args->d_recv,
                    .out = args->d_tokens,
                    .d_recv_weight = args->d_recv_weight,
