@@ -36,10 +36,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ Now now;
     __shared__ Plan plan;
     __shared__ Stride expert, source;
-    read_plan(plan, job.plan, job.plan_bytes, job.seat);
+    read_plan(plan, job.plan, job.plan_bytes, job.seat, job.num_tokens);
     const device_plan_header &h = plan.header;
-    const bool moves =
-        plan.good && h.result == EPIC_OK && h.tokens_of[job.seat.rank] == job.num_tokens;
+    const bool moves = plan.good && h.result == EPIC_OK;
     const bool tree = h.sum_order == EPIC_TREE;
     const bool leaves = tree && (int)h.leaves > job.seat.num_ranks;
     const bool wide = ROW::N == 8 && h.partial_type == EPIC_F32;
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         ok = combine_rarely<ROW, ROW, true>(c, now);
     else if (moves)
         ok = combine_rarely<ROW, ROW, false>(c, now);
-    if (finish(now) && ok && !moves) clear(c);
+    if (finish(now) && ok && !(moves && rows_suffice(job.seat, now, &h))) clear(c);
 }
 
 typedef void (*Kernel)(p2p_combine_job);

@@ -552,11 +552,10 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
     __shared__ Stride stride;
     const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0) stride.set(num_roles(job.seat), shape.pieces);
-    read_plan(plan, job.plan, job.plan_bytes, job.seat);
+    read_plan(plan, job.plan, job.plan_bytes, job.seat, job.num_tokens);
     const device_plan_header &h = plan.header;
     if (!begin(now, job.seat, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
-    const bool moves =
-        plan.good && h.result == EPIC_OK && h.tokens_of[job.seat.rank] == job.num_tokens;
+    const bool moves = plan.good && h.result == EPIC_OK;
     Move m = {job, now, plan, stride, shape, policy_once(), 0, (int)h.top_k};
     bool ok = true;
     uint8_t *const ring = memory + threadIdx.x / WARP * Units::WARP_BYTES;
@@ -567,7 +566,8 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
         ok = move_rarely<ROW>(m, now);
     if (moves && ok && job.zero_tail)
         clear(m, h.slots_of[job.seat.rank], grid_thread(), grid_threads());
-    if (finish(now) && ok && !moves) clear(m, 0, threadIdx.x, blockDim.x);
+    if (finish(now) && ok && !(moves && rows_suffice(job.seat, now, &h)))
+        clear(m, 0, threadIdx.x, blockDim.x);
 }
 
 typedef void (*Kernel)(p2p_combine_backward_job);

@@ -21,8 +21,9 @@ typedef enum p2p_fault { /* of the data of an operation: class (b) of epic.h */
                          P2P_FAULT_EXPERT = 0,    /* token, k, id, num_experts */
                          P2P_FAULT_PLACEMENT = 1, /* expert, rank */
                          P2P_FAULT_CAPACITY = 2,  /* slots, needed */
-                         P2P_FAULT_ROWS = 3,      /* rows, needed */
-                         P2P_FAULT_PLAN = 4       /* this rank's bytes are no plan of it */
+                         P2P_FAULT_ROWS = 3,      /* rows, needed, operation */
+                         P2P_FAULT_PLAN = 4,      /* this rank's bytes are no plan of it */
+                         P2P_FAULT_TOKENS = 5     /* tokens, the plan's, operation */
 } p2p_fault;
 
 /* A data error, in host memory; result is written last, and 0 again by who has read it. */
@@ -57,7 +58,8 @@ typedef enum p2p_phase { /* what a rank was waiting for */
                          P2P_PHASE_RECORD = 3, /* where a token goes */
                          P2P_PHASE_ROW = 4,    /* a row */
                          P2P_PHASE_FLOAT = 5,  /* a weight */
-                         P2P_PHASE_GRID = 6    /* this rank's own CTAs */
+                         P2P_PHASE_GRID = 6,   /* this rank's own CTAs */
+                         P2P_PHASE_TABLE = 7   /* nothing: tables of experts differ */
 } p2p_phase;
 
 /* The word that tells a rank that the group is broken. */

@@ -419,22 +419,12 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
     return true;
 }
 
-/* Does every rank's buffer hold what the plan sends there? */
-__device__ __forceinline__ bool plan_moves(const Move &m)
-{
-    if (header_of(m)->result != EPIC_OK) return false;
-    for (int q = 0; q < m.job.plan.seat.num_ranks; q++) {
-        const uint64_t said = load_relaxed(announcement(m.now, m.now.heap, q) + P2P_SAYS_ROWS);
-        if (header_of(m)->slots_of[q] > (int32_t)(uint32_t)said) return false;
-    }
-    return true;
-}
-
 /* The last CTA: zeros everywhere, when nothing was moved. */
 __device__ __forceinline__ void clear(const Move &m)
 {
-    if (m.plan.good && plan_moves(m)) return;
-    if (m.plan.good && threadIdx.x == 0) notify_rows(m.job.plan.seat, m.now, header_of(m));
+    if (m.plan.good && header_of(m)->result == EPIC_OK &&
+        rows_suffice(m.job.plan.seat, m.now, header_of(m)))
+        return;
     zero_rows(m.job.recv, m.shape.row_bytes, 0, m.job.recv_rows, threadIdx.x, BLOCK);
     zero_floats(m.job.recv_weight, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
@@ -489,7 +479,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
             point_into(plan, job.plan.plan, seat);
         }
     } else {
-        read_plan(plan, job.plan.plan, job.plan_bytes, seat);
+        read_plan(plan, job.plan.plan, job.plan_bytes, seat, job.num_tokens);
     }
     if (!begin(now, seat, made ? 0 : (uint32_t)plan.header.id, job.num_tokens,
                job.plan.capacity, job.recv_rows))

@@ -24,6 +24,7 @@ typedef struct p2p_heap {
     int64_t first;    /* stamped [MAX_PLANNERS]: first bad choice of a CTA; this rank alone */
     int64_t counts;   /* stamped [2][num_ranks][MAX_EXPERTS]: choices of each rank */
     int64_t tallies;  /* stamped [MAX_PLANNERS][MAX_EXPERTS]: this rank alone */
+    int64_t scratch;  /* [max_row_bytes]: a row without meaning, this rank alone */
     int64_t records;  /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here */
     int64_t floats;   /* poison [2][num_ranks - 1][max_tokens * MAX_TOP_K] */
     int64_t escapes;  /* zero [2][num_ranks - 1][escape_words] */
@@ -93,7 +94,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.first = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;
     h.counts = h.first + P2P_MAX_PLANNERS * 8;
     h.tallies = h.counts + 2 * num_ranks * DEVICE_MAX_EXPERTS * 8;
-    h.records = h.tallies + P2P_MAX_PLANNERS * DEVICE_MAX_EXPERTS * 8;
+    h.scratch = device_round_up(h.tallies + P2P_MAX_PLANNERS * DEVICE_MAX_EXPERTS * 8, 512);
+    h.records = h.scratch + device_round_up(max_row_bytes, 512);
     h.escapes = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);

@@ -82,16 +82,23 @@ static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_sea
         view.most_tokens = max(view.most_tokens, h.tokens_of[q]);
 }
 
-static __device__ void notify_damage(const p2p_seat &seat)
+/* One thread: what is wrong with the plan, which is `whole` if its bytes are a plan's. */
+static __device__ __noinline__ void
+notify_plan(const p2p_seat &seat, const device_plan_header &h, bool whole, int32_t num_tokens)
 {
     if (seat.operation == EPIC_OP_NONE) return;
     const p2p_control *control = (const p2p_control *)(seat.heap[seat.rank] + seat.at.control);
-    notify(seat, {EPIC_EINVAL, load_relaxed(&control->epoch) + 1, P2P_FAULT_PLAN, seat.rank});
+    notify(seat, {EPIC_EINVAL,
+                  load_relaxed(&control->epoch) + 1,
+                  (uint32_t)(whole ? P2P_FAULT_TOKENS : P2P_FAULT_PLAN),
+                  seat.rank,
+                  {num_tokens, h.tokens_of[seat.rank], seat.operation, 0}});
 }
 
-/* Every thread of a CTA.  A plan that is none is not good, and has the id 0. */
+/* Every thread of a CTA.  A plan that is none, or of another number of tokens, is not good, and
+ * has the id 0. */
 static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_bytes,
-                                 const p2p_seat &seat)
+                                 const p2p_seat &seat, int32_t num_tokens)
 {
     const int words = sizeof(device_plan_header) / 4;
     if (threadIdx.x < WARP) {
@@ -101,11 +108,13 @@ static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_b
         __syncwarp();
         const uint32_t sum = header_sum(view.header);
         if (threadIdx.x == 0) {
-            view.good = sum == view.header.sum && header_fits(view.header, seat, plan_bytes);
+            const bool whole =
+                sum == view.header.sum && header_fits(view.header, seat, plan_bytes);
+            view.good = whole && view.header.tokens_of[seat.rank] == num_tokens;
             if (!view.good) {
+                if (blockIdx.x == 0) notify_plan(seat, view.header, whole, num_tokens);
                 view.header.id = 0;
                 view.header.result = EPIC_EINVAL;
-                if (blockIdx.x == 0) notify_damage(seat);
             }
             point_into(view, plan, seat);
         }
@@ -113,17 +122,25 @@ static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_b
     __syncthreads();
 }
 
-/* One thread: a plan that is good has more slots on some rank than the rank has rows. */
-static __device__ __noinline__ void notify_rows(const p2p_seat &seat, const Now &now,
-                                                const volatile device_plan_header *h)
+/* A whole CTA, when all have announced: has every rank rows for all slots that the plan, a good
+ * one, gives it?  Tells of the first that has not. */
+static __device__ __noinline__ bool rows_suffice(const p2p_seat &seat, const Now &now,
+                                                 const volatile device_plan_header *h)
 {
-    for (int q = 0; q < seat.num_ranks && h->result == EPIC_OK; q++) {
+    for (int q = 0; q < seat.num_ranks; q++) {
+        const int32_t needed = h->slots_of[q];
         const int32_t rows =
             (int32_t)(uint32_t)load_relaxed(announcement(now, now.heap, q) + P2P_SAYS_ROWS);
-        if (h->slots_of[q] <= rows) continue;
-        notify(seat, {EPIC_EOVERFLOW, now.epoch, P2P_FAULT_ROWS, q, {rows, h->slots_of[q]}});
-        return;
+        if (needed <= rows) continue;
+        if (threadIdx.x == 0)
+            notify(seat, {EPIC_EOVERFLOW,
+                          now.epoch,
+                          P2P_FAULT_ROWS,
+                          q,
+                          {rows, needed, seat.operation, 0}});
+        return false;
     }
+    return true;
 }
 
 /* -------------------------------------------------------------------------- making ---- */
@@ -281,6 +298,28 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_
     }
 }
 
+/* What a rank says about an expert: its choices, where it lives (if the table can be used), and
+ * whether something is wrong with this rank's data. */
+#define COUNT_BITS 27 /* at most 2^20 tokens of 64 choices */
+#define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
+#define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 15)
+#define NO_OWNER 15u
+
+__device__ __forceinline__ uint32_t owner_said(const Planner &p, int expert)
+{
+    return p.bad_owner == NOTHING ? p.owner[expert] : NO_OWNER;
+}
+
+/* The table of rank q is not this rank's: the group is broken. */
+static __device__ __noinline__ void report_table(const Now &now, int q)
+{
+    const p2p_seat &seat = *now.seat;
+    report(now,
+           P2P_BROKEN(EPIC_EMISMATCH, seat.operation, seat.rank, P2P_PHASE_TABLE, 1u << q,
+                      now.epoch),
+           now.signature);
+}
+
 /* Makes the warps' tallies exclusive sums and publishes the CTA's counts to the others. */
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const Now &now)
 {
@@ -374,7 +413,7 @@ static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, cons
                 const int q = (seat.rank + i) % ranks;
                 store_relaxed((uint64_t *)seat.heap[q] + counts +
                                   seat.rank * DEVICE_MAX_EXPERTS + e,
-                              stamp(now, sum | bad));
+                              stamp(now, sum | owner_said(p, e) << COUNT_BITS | bad));
             }
         p.low[e] = (int32_t)low;
     }
@@ -391,13 +430,19 @@ static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, cons
             for (int q = 0; q < DEVICE_MAX_RANKS; q++) all &= stamped(now, words[q]);
             return all;
         });
-        uint32_t load = 0, low = 0, bad = 0;
+        uint32_t load = 0, low = 0, bad = 0, others = 0;
+        const uint32_t own = owner_said(p, e);
 #pragma unroll
         for (int q = 0; q < DEVICE_MAX_RANKS; q++) {
-            const uint32_t count = (uint32_t)words[q] & ~RECORD_LAST;
+            const uint32_t count = COUNT_OF(words[q]), owner = OWNER_OF(words[q]);
             bad |= ((uint32_t)words[q] & RECORD_LAST) ? 1u << q : 0;
+            if (q < ranks && owner != own && owner != NO_OWNER) others |= 1u << q;
             if (q < seat.rank) low += count;
             load += count;
+        }
+        if (ok && others && own != NO_OWNER) {
+            report_table(now, __ffs(others) - 1);
+            ok = false;
         }
         if (bad) p.bad_ranks = bad; /* the first expert's thread alone sees it */
         p.load[e] = (int32_t)load;

@@ -5,10 +5,12 @@
 
 #include "cuda/plan.cuh"
 
-/* A slot, never outside the rows. */
+/* A slot, never outside the rows: row 0, which there always is, stands in for those past the end.
+ * Too few rows are an error in the data, found by all at the end of the operation; until then
+ * every row must travel that a peer waits for. */
 template <class M> __device__ __forceinline__ int32_t within(const M &m, int32_t slot)
 {
-    return slot < m.job.num_rows ? slot : -1;
+    return slot < m.job.num_rows ? slot : 0;
 }
 
 template <class M> __device__ __forceinline__ float read_weight(const M &m, int32_t slot)

@@ -19,6 +19,9 @@
     "capacity: rank %d has %lld slots and needs %lld; give it more (epic_capacity_bound " \
     "never overflows) or let the layer drop"
 
+#define SAYS_TOKENS /* name of the rows, tokens, the plan's */ \
+    "%s.num_rows is %lld: the plan has %lld tokens on this rank"
+
 #define SAYS_ROWS /* name of the rows, rank, rows, needed */ \
     "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; bring as many rows"
 

@@ -39,8 +39,8 @@ void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void
 epic_result step_check_tokens(const step *s, const char *name, const epic_rows *rows)
 {
     if (s->damage || rows->num_rows == s->plan.header->num_tokens) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "%s.num_rows is %lld: the plan has %lld tokens on this rank",
-                     name, (long long)rows->num_rows, (long long)s->plan.header->num_tokens);
+    return epic_fail(EPIC_EINVAL, SAYS_TOKENS, name, (long long)rows->num_rows,
+                     (long long)s->plan.header->num_tokens);
 }
 
 epic_result step_check_slots(const exchange *x, const char *name)

@@ -55,6 +55,58 @@ static void read_why(const epic_group *group, char *why, size_t size)
     why[size - 1] = 0;
 }
 
+/* ------------------------------------------------------------------- data errors ---- */
+
+/* What an operation calls its rows of tokens and of slots. */
+typedef struct names {
+    const char *tokens, *slots;
+} names;
+
+static names names_of(long long operation)
+{
+    switch (operation) {
+    case EPIC_OP_COMBINE:
+        return (names){"out", "rows"};
+    case EPIC_OP_DISPATCH_BACKWARD:
+        return (names){"d_tokens", "d_recv"};
+    case EPIC_OP_COMBINE_BACKWARD:
+        return (names){"d_out", "d_rows"};
+    default:
+        return (names){"tokens", "recv"};
+    }
+}
+
+static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, size_t size)
+{
+    const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];
+    switch (n->fault) {
+    case P2P_FAULT_EXPERT:
+        snprintf(to, size, SAYS_EXPERT, n->rank, a, b, c, d);
+        return;
+    case P2P_FAULT_PLACEMENT:
+        if (b >= 0 && b < g->num_ranks)
+            snprintf(to, size, SAYS_TREE_PLACEMENT, n->rank, a, b, g->num_ranks);
+        else
+            snprintf(to, size, SAYS_PLACEMENT, n->rank, a, b, g->num_ranks - 1);
+        return;
+    case P2P_FAULT_CAPACITY:
+        snprintf(to, size, SAYS_CAPACITY, n->rank, a, b);
+        return;
+    case P2P_FAULT_ROWS:
+        snprintf(to, size, SAYS_ROWS, names_of(c).slots, n->rank, a, b);
+        return;
+    case P2P_FAULT_TOKENS:
+        snprintf(to, size, SAYS_TOKENS, names_of(c).tokens, a, b);
+        return;
+    default:
+        snprintf(to, size,
+                 "plan: these are not the bytes that epic_plan wrote for this rank and group; "
+                 "bring those");
+    }
+}
+
+/* ---------------------------------------------------------------------- failures ---- */
+
 static void timeout_sentence(const epic_group *group, const p2p_status *s, char *to,
                              size_t size)
 {
@@ -67,8 +119,26 @@ static void timeout_sentence(const epic_group *group, const p2p_status *s, char 
              culprits, phase_name(s->phase));
 }
 
-static void mismatch_sentence(const p2p_status *s, char *to, size_t size)
+/* Why this rank's plan was not good, if that is what made it differ. */
+static void add_cause(const epic_group *g, char *to, size_t size)
 {
+    const p2p_status *s = g->status;
+    const size_t length = strlen(to);
+    char cause[256];
+    for (int i = 0; i < P2P_NOTICES; i++) {
+        const p2p_notice *n = &s->notices[i];
+        if (__atomic_load_n(&n->result, __ATOMIC_ACQUIRE) == EPIC_OK || n->epoch != s->epoch ||
+            (n->fault != P2P_FAULT_PLAN && n->fault != P2P_FAULT_TOKENS))
+            continue;
+        notice_sentence(g, n, cause, sizeof cause);
+        snprintf(to + length, size - length, "; here %s", cause);
+        return;
+    }
+}
+
+static void mismatch_sentence(const epic_group *g, char *to, size_t size)
+{
+    const p2p_status *s = g->status;
     char culprits[128];
     const uint32_t mine = s->own_signature >> 28, theirs = s->peer_signature >> 28;
     name_ranks(culprits, sizeof culprits, s->culprits);
@@ -77,11 +147,17 @@ static void mismatch_sentence(const p2p_status *s, char *to, size_t size)
                  "operation %u of this group: rank %u calls %s and %s calls %s; the "
                  "ranks must make the same calls in the same order",
                  s->epoch, s->reporter, operation_name(mine), culprits, operation_name(theirs));
+    else if (s->phase == P2P_PHASE_TABLE)
+        snprintf(to, size,
+                 "%s, operation %u of this group: rank %u and %s differ in rank_of_expert; it "
+                 "must be the same on all ranks",
+                 operation_name(s->operation), s->epoch, s->reporter, culprits);
     else
         snprintf(to, size,
                  "%s, operation %u of this group: rank %u and %s differ in types, sizes, "
                  "weights, tag or plan; they must be the same on all ranks",
                  operation_name(s->operation), s->epoch, s->reporter, culprits);
+    add_cause(g, to, size);
 }
 
 static void peer_sentence(const epic_group *group, const p2p_status *s, char *to, size_t size)
@@ -113,33 +189,10 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     if (result == EPIC_ETIMEOUT)
         timeout_sentence(group, s, out->sentence, sizeof out->sentence);
     else if (result == EPIC_EMISMATCH)
-        mismatch_sentence(s, out->sentence, sizeof out->sentence);
+        mismatch_sentence(group, out->sentence, sizeof out->sentence);
     else
         peer_sentence(group, s, out->sentence, sizeof out->sentence);
     return (epic_result)result;
-}
-
-/* ------------------------------------------------------------------- data errors ---- */
-
-static epic_result say_notice(const epic_group *g, const p2p_notice *n)
-{
-    const epic_result result = (epic_result)n->result;
-    const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];
-    switch (n->fault) {
-    case P2P_FAULT_EXPERT:
-        return epic_fail(result, SAYS_EXPERT, n->rank, a, b, c, d);
-    case P2P_FAULT_PLACEMENT:
-        if (b >= 0 && b < g->num_ranks)
-            return epic_fail(result, SAYS_TREE_PLACEMENT, n->rank, a, b, g->num_ranks);
-        return epic_fail(result, SAYS_PLACEMENT, n->rank, a, b, g->num_ranks - 1);
-    case P2P_FAULT_CAPACITY:
-        return epic_fail(result, SAYS_CAPACITY, n->rank, a, b);
-    case P2P_FAULT_ROWS:
-        return epic_fail(result, SAYS_ROWS, "recv", n->rank, a, b);
-    default:
-        return epic_fail(result, "plan: these are not the bytes that epic_plan wrote for this "
-                                 "rank and group; bring those");
-    }
 }
 
 /* The oldest notice, or -1. */
@@ -157,13 +210,16 @@ static int oldest_notice(const p2p_status *s)
 /* Of several threads that ask at once, one gets it. */
 epic_result p2p_notice_take(epic_group *group)
 {
+    char sentence[256];
     for (int i; (i = oldest_notice(group->status)) >= 0;) {
         p2p_notice *n = &group->status->notices[i];
         const p2p_notice said = *n;
         uint32_t result = said.result;
-        if (result && __atomic_compare_exchange_n(&n->result, &result, EPIC_OK, false,
-                                                  __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
-            return say_notice(group, &said);
+        if (!result || !__atomic_compare_exchange_n(&n->result, &result, EPIC_OK, false,
+                                                    __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+            continue;
+        notice_sentence(group, &said, sentence, sizeof sentence);
+        return epic_fail((epic_result)said.result, "%s", sentence);
     }
     return EPIC_OK;
 }

@@ -230,6 +230,12 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
 
 /* ------------------------------------------------------------- combine and gradients ---- */
 
+/* Stands in for arrays of slots without a row: kernels/cuda/slots.cuh. */
+static void *scratch_of(const epic_group *g)
+{
+    return g->seat.heap[g->rank] + g->seat.at.scratch;
+}
+
 static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epic_call *call,
                                   const epic_rows *rows, const epic_rows *out, alike a,
                                   epic_operation operation)
@@ -241,6 +247,11 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
     job->row_bytes = rows->row_bytes ? rows->row_bytes : out->row_bytes;
     job->num_tokens = rows_of(out);
     job->num_rows = rows_of(rows);
+    if (!job->num_rows) {
+        job->rows = scratch_of(g);
+        if (job->slot_weights) job->slot_weights = scratch_of(g);
+        if (job->slot_floats) job->slot_floats = scratch_of(g);
+    }
     job->aligned = is_aligned(rows) && is_aligned(out);
     job->lag = COMBINE_LAG;
     mix(&a, (uint64_t)job->row_bytes);
@@ -298,6 +309,12 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     job.num_rows = rows_of(&args->d_rows);
     if (args->d_slot_weights && args->rows.num_rows < job.num_rows)
         job.num_rows = rows_of(&args->rows);
+    if (!job.num_rows) {
+        job.d_rows = scratch_of(g);
+        if (job.rows) job.rows = scratch_of(g);
+        if (job.slot_weights) job.slot_weights = scratch_of(g);
+        if (job.d_slot_weights) job.d_slot_weights = scratch_of(g);
+    }
     job.type = args->type;
     job.aligned = is_aligned(&args->d_out) && is_aligned(&args->d_rows) &&
                   (!args->d_slot_weights || is_aligned(&args->rows));

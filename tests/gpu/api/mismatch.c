@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Ranks that differ in what a kernel alone can see: the table of experts, the tokens of a plan, a
+ * plan's bytes.  All get EPIC_EMISMATCH long before the deadline, the one that is wrong with the
+ * reason; then a new group opens.
+ * usage: mismatch [RANKS] */
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "epic/epic.h"
+
+enum {
+    MAX_RANKS = 8,
+    TOKENS = 24,
+    TOP_K = 2,
+    EXPERTS = 24,
+    ROW = 64,
+    SLOTS = 2048,
+    PLAN = 65536
+};
+enum { TABLE, TOKENS_OF_PLAN, DAMAGED, NUM_CASES };
+#define DEADLINE_MS 20000
+
+static const char *const names[] = {"tables", "tokens", "damage"};
+static const char *const reasons[] = {"rank_of_expert",
+                                      "here out.num_rows is 23: the plan has 24 tokens",
+                                      "here plan: these are not the bytes"};
+static int num_ranks = 3, failed;
+static epic_meet meets[MAX_RANKS];
+static pthread_barrier_t all;
+
+static void need(int good, const char *what, const epic_context *ctx)
+{
+    if (good) return;
+    fprintf(stderr, "mismatch: %s: %s\n", what, epic_error(ctx));
+    _exit(1); /* peers would wait for us, and threads must not meet in exit handlers */
+}
+
+typedef struct seat {
+    epic_context *ctx;
+    int rank;
+    cudaStream_t stream;
+    unsigned char *plan, *recv, *out;
+    int32_t *ids, *owner;
+} seat;
+
+static void *memory(size_t bytes)
+{
+    void *p = NULL;
+    need(cudaMalloc(&p, bytes) == cudaSuccess && cudaMemset(p, 0, bytes) == cudaSuccess,
+         "memory", NULL);
+    return p;
+}
+
+static void make_plan(seat *s, int which)
+{
+    const epic_layer layer = {.num_experts = EXPERTS, .top_k = TOP_K};
+    int32_t owner[EXPERTS];
+    for (int e = 0; e < EXPERTS; e++) owner[e] = e % num_ranks;
+    if (which == TABLE && s->rank == 1) owner[7] = (owner[7] + 1) % num_ranks;
+    need(cudaMemcpy(s->owner, owner, sizeof owner, cudaMemcpyHostToDevice) == cudaSuccess,
+         "copy", NULL);
+    const epic_plan_args args = {.call.stream = s->stream,
+                                 .layer = &layer,
+                                 .layer_size = sizeof layer,
+                                 .plan = s->plan,
+                                 .plan_bytes = PLAN,
+                                 .topk_idx = s->ids,
+                                 .num_tokens = TOKENS,
+                                 .rank_of_expert = s->owner,
+                                 .capacity = SLOTS};
+    need(!epic_plan(s->ctx, &args, sizeof args), "plan", s->ctx);
+}
+
+static void provoke(seat *s, int which)
+{
+    const int64_t tokens = TOKENS - (which == TOKENS_OF_PLAN && s->rank == 1);
+    make_plan(s, which);
+    if (which == TABLE) return;
+    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronise", NULL);
+    if (which == DAMAGED && s->rank == 1)
+        need(cudaMemset(s->plan + 40, 0x77, 6) == cudaSuccess, "damage", NULL);
+    const epic_combine_args args = {.call.stream = s->stream,
+                                    .plan = s->plan,
+                                    .plan_bytes = PLAN,
+                                    .rows = {s->recv, SLOTS, ROW},
+                                    .out = {s->out, tokens, ROW},
+                                    .type = EPIC_BF16};
+    need(!epic_combine(s->ctx, &args, sizeof args), "combine", s->ctx);
+}
+
+static double now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
+}
+
+static void judge(seat *s, int which, double took)
+{
+    const epic_result result = epic_check(s->ctx);
+    const int reason = which == TABLE || s->rank == 1;
+    if (result == EPIC_EMISMATCH && took < DEADLINE_MS / 2 &&
+        (!reason || strstr(epic_error(s->ctx), reasons[which])))
+        return;
+    fprintf(stderr, "%s, rank %d after %.0f ms: %d \"%s\"\n", names[which], s->rank, took,
+            result, epic_error(s->ctx));
+    failed = 1;
+}
+
+static void run_case(seat *s, int which)
+{
+    const epic_config config = {.max_tokens = TOKENS,
+                                .max_row_bytes = ROW,
+                                .timeout_ms = DEADLINE_MS,
+                                .backend = "p2p"};
+    need(!epic_open(&s->ctx, &meets[s->rank], &config, sizeof config), "open", s->ctx);
+    pthread_barrier_wait(&all);
+    const double begin = now_ms();
+    provoke(s, which);
+    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronise", NULL);
+    judge(s, which, now_ms() - begin);
+    pthread_barrier_wait(&all);
+    epic_close(s->ctx);
+}
+
+static void *run(void *self)
+{
+    seat s = {.rank = (int)((epic_meet *)self - meets)};
+    int32_t ids[TOKENS * TOP_K];
+    for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = i % EXPERTS;
+    need(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking) == cudaSuccess, "stream",
+         NULL);
+    s.plan = memory(PLAN);
+    s.recv = memory((size_t)SLOTS * ROW);
+    s.out = memory(TOKENS * ROW);
+    s.ids = memory(sizeof ids);
+    s.owner = memory(EXPERTS * sizeof *s.owner);
+    need(cudaMemcpy(s.ids, ids, sizeof ids, cudaMemcpyHostToDevice) == cudaSuccess, "copy",
+         NULL);
+    for (int i = 0; i < NUM_CASES; i++) run_case(&s, i);
+    void *const parts[] = {s.plan, s.recv, s.out, s.ids, s.owner};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) cudaFree(parts[i]);
+    cudaStreamDestroy(s.stream);
+    return NULL;
+}
+
+int main(int argc, char **argv)
+{
+    pthread_t threads[MAX_RANKS];
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32",
+           0); /* no waiting kernel before another rank's */
+    if (argc > 1) num_ranks = atoi(argv[1]);
+    if (num_ranks < 2 || num_ranks > MAX_RANKS) return 2;
+    need(!epic_meet_threads(meets, num_ranks, 20000), "meet", NULL);
+    pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
+    for (int r = 0; r < num_ranks; r++) pthread_create(&threads[r], NULL, run, &meets[r]);
+    for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
+    for (int r = 0; r < num_ranks; r++) epic_meet_close(&meets[r]);
+    printf("what kernels alone see to differ, %d ranks on one GPU: %s\n", num_ranks,
+           failed ? "WRONG" : "good");
+    return failed;
+}
