@@ -175,28 +175,29 @@ __device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vecto
     return true;
 }
 
-/* One slot: the scaled row, and the block's dot product. */
-template <class ROW, int V, bool EXACT>
-__device__ __forceinline__ float scale_and_dot(const Move &m, const float (&x)[V][ROW::N],
-                                               const uint4 (&y)[V], int32_t slot, float weight,
-                                               int32_t vector)
+/* The block's dot product. */
+template <class ROW, int V>
+__device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {
     Dot<ROW> dot;
 #pragma unroll
     for (int i = 0; i < 8; i++) dot.acc[i] = -0.0f;
-    uint4 scaled[V];
 #pragma unroll
     for (int v = 0; v < V; v++) {
-        float a[ROW::N], b[ROW::N];
+        float b[ROW::N];
         ROW::unpack(y[v], b);
         dot.add(v, x[v], b);
-#pragma unroll
-        for (int i = 0; i < ROW::N; i++) a[i] = __fmul_rn(weight, x[v][i]);
-        scaled[v] = ROW::pack(a);
     }
-    store_piece<V, EXACT>(m.job.d_rows + row_offset(slot, m.shape), vector, m.shape, scaled,
-                          m.policy);
-    return m.job.d_slot_weights ? dot.sum() : 0.0f;
+    return dot.sum();
+}
+
+template <class ROW>
+__device__ __forceinline__ uint4 scale(float weight, const float (&x)[ROW::N])
+{
+    float a[ROW::N];
+#pragma unroll
+    for (int i = 0; i < ROW::N; i++) a[i] = __fmul_rn(weight, x[i]);
+    return ROW::pack(a);
 }
 
 template <class ROW, int V>
@@ -243,7 +244,13 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
                 if (from[i] < 0) continue;
                 const int32_t s = __shfl_sync(ALL_LANES, slot, from[i]);
                 const float w = __shfl_sync(ALL_LANES, weight, from[i]);
-                const float dot = scale_and_dot<ROW, V, false>(m, x, y[i], s, w, vector);
+                uint4 scaled[V];
+#pragma unroll
+                for (int v = 0; v < V; v++) scaled[v] = scale<ROW>(w, x[v]);
+                store_piece<V, false>(m.job.d_rows + row_offset(s, m.shape), vector, m.shape,
+                                      scaled, m.policy);
+                if (!m.job.d_slot_weights) continue;
+                const float dot = dot_of<ROW, V>(x, y[i]);
                 if (lane_id() == from[i]) mine = dot;
             }
         }
@@ -330,13 +337,18 @@ __device__ __forceinline__ int32_t read_ahead(const Move &m, const Walk &walk)
  * rows, that are copied into a ring in shared memory ahead of their use.  A staged piece may be
  * copied before it has come: then poison is found, and it is polled in place. */
 
+struct __align__(8) Slot
+{
+    int32_t number;
+    float weight;
+};
+
 struct Entry {      /* a unit under way */
     int32_t token;  /* that is sent, or received */
     int32_t vector; /* first of the piece */
-    uint32_t lanes; /* with a slot; sending: bits of the ranks */
+    uint32_t work;  /* slots here; sending: bits of the ranks; 0: nothing to do */
     int16_t role, piece;
-    int32_t slot[WARP];  /* lane n: the n-th here */
-    float weights[WARP]; /* of the slots */
+    Slot slots[WARP]; /* lane n: the n-th here */
 };
 
 template <class ROW, bool EXACT> struct Stream {
@@ -351,9 +363,10 @@ template <class ROW, bool EXACT> struct Stream {
     Walk walk;                                /* the next unit, */
     int32_t next_word;                        /* and what it needs first */
     int32_t end;                              /* of the round's tokens */
-    int32_t slot = 0;                         /* of the unit whose pieces are being copied, */
+    const Slot *slot;                         /* of the unit whose pieces are being copied, */
+    const uint8_t *rows;                      /* this lane's part of the piece of row 0, */
     int32_t vector;                           /* its first, */
-    uint32_t slots = 0;                       /* and what is left of it */
+    int slots = 0;                            /* and what is left of it */
     uint32_t begun = 0, copied = 0, used = 0; /* units */
 
     __device__ __forceinline__ Stream(const Move &move, uint8_t *memory, int32_t round_end)
@@ -372,24 +385,26 @@ template <class ROW, bool EXACT> struct Stream {
         if (received - m.job.lag >= end) return;
         Entry &entry = entries[begun++ % ENTRIES]; /* lanes meet before it is written: some may
                                                       still read the unit that was there */
-        uint32_t lanes;
+        uint32_t work;
         if (walk.role == 0) {
-            lanes = peers_of(m, sent < end ? next_word : -1);
+            work = peers_of(m, sent < end ? next_word : -1);
         } else {
             const bool in = received >= m.first && received < end;
             const int32_t its_slot = in ? within(m, next_word) : -1;
-            float *to = entry.weights + lane_id();
-            lanes = __ballot_sync(ALL_LANES, its_slot >= 0);
-            entry.slot[lane_id()] = its_slot;
-            if (its_slot >= 0 && m.job.slot_weights)
-                copy_word(shared_address(to), m.job.slot_weights + its_slot);
-            else
-                *to = 1.0f;
+            work = (uint32_t)__popc(__ballot_sync(ALL_LANES, its_slot >= 0));
+            Slot &to = entry.slots[lane_id()];
+            if (its_slot >= 0) {
+                to.number = its_slot;
+                if (m.job.slot_weights)
+                    copy_word(shared_address(&to.weight), m.job.slot_weights + its_slot);
+                else
+                    to.weight = 1.0f;
+            }
         }
         if (lane_id() == 0) {
             entry.token = walk.role == 0 ? sent : received;
             entry.vector = walk.piece * V * WARP;
-            entry.lanes = lanes;
+            entry.work = work;
             entry.role = (int16_t)walk.role;
             entry.piece = (int16_t)walk.piece;
         }
@@ -409,18 +424,20 @@ template <class ROW, bool EXACT> struct Stream {
     __device__ __forceinline__ void copy_next()
     {
         if (slots) {
-            const int32_t from = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
-            slots &= slots - 1;
-            ring.copy(m.job.rows + row_offset(from, m.shape), vector, m.shape, true, m.policy);
+            slots--;
+            ring.copy(rows + row_offset((slot++)->number, m.shape), vector, m.shape, true,
+                      m.policy);
         } else if (copied != begun) {
             const Entry &entry = entries[copied++ % ENTRIES];
             const uint8_t *from = is_staged(entry)
                                       ? staged(entry)
                                       : m.job.d_out + row_offset(entry.token, m.shape);
             vector = entry.vector;
-            slot = entry.slot[lane_id()];
-            if (entry.lanes) ring.copy(from, vector, m.shape, false, m.policy);
-            if (entry.role && m.job.d_slot_weights) slots = entry.lanes;
+            rows = m.job.rows + lane_offset(vector);
+            slot = entry.slots;
+            if (entry.work)
+                ring.copy(from + lane_offset(vector), vector, m.shape, false, m.policy);
+            if (entry.role && m.job.d_slot_weights) slots = (int)entry.work;
         }
         ring.filled_one();
     }
@@ -443,27 +460,37 @@ template <class ROW, bool EXACT> struct Stream {
         fill_end<ROW, V, EXACT>(m, u.vector, q);
         return true;
     }
+    __device__ __forceinline__ void store_scaled(uint8_t *to, const Entry &u, float weight,
+                                                 const float (&x)[V][ROW::N])
+    {
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            if (EXACT || u.vector + v * WARP + lane_id() < m.shape.vectors)
+                store_once(to + v * WARP * 16, scale<ROW>(weight, x[v]), m.policy);
+    }
     __device__ __forceinline__ void fill_slots(const Entry &u, const uint4 (&q)[V])
     {
         const bool dots = m.job.d_slot_weights != NULL;
-        const int32_t its_slot = u.slot[lane_id()];
-        const float its_weight = u.weights[lane_id()];
+        uint8_t *const d_rows = m.job.d_rows + lane_offset(u.vector);
+        const int count = (int)u.work;
         float mine = 0.0f, x[V][ROW::N];
 #pragma unroll
         for (int v = 0; v < V; v++) {
             ROW::unpack(q[v], x[v]);
+            keep(x[v]);
         }
+        __syncwarp(); /* weights that other lanes have copied */
 #pragma unroll 1
-        for (uint32_t left = u.lanes; left; left &= left - 1) {
-            const int from = __ffs(left) - 1;
+        for (int i = 0; i < count; i++) {
             uint4 y[V];
             if (dots) use(u, y, 0);
-            const int32_t to = __shfl_sync(ALL_LANES, its_slot, from);
-            const float weight = __shfl_sync(ALL_LANES, its_weight, from);
-            const float dot = scale_and_dot<ROW, V, EXACT>(m, x, y, to, weight, u.vector);
-            if (lane_id() == from) mine = dot;
+            const Slot slot = u.slots[i];
+            store_scaled(d_rows + row_offset(slot.number, m.shape), u, slot.weight, x);
+            if (!dots) continue;
+            const float dot = dot_of<ROW, V>(x, y);
+            if (lane_id() == i) mine = dot;
         }
-        if (dots && its_slot >= 0)
+        if (dots && lane_id() < count)
             store_relaxed(part_of(m, rank_of_role(m.job.seat, u.role), u.token, lane_id()) +
                               u.piece,
                           other_nan(__float_as_uint(mine), F32::NAN_WORD));
@@ -484,10 +511,10 @@ template <class ROW, bool EXACT> struct Stream {
         uint4 q[V];
         use(u, q, ROW::MINUS_ZERO);
         if (u.role == 0) {
-            if (u.lanes) send<ROW, V, EXACT>(m, u.token, u.vector, u.lanes, q);
+            if (u.work) send<ROW, V, EXACT>(m, u.token, u.vector, u.work, q);
             return true;
         }
-        if (u.lanes) {
+        if (u.work) {
             if (is_staged(u) && !wait_for(u, q)) return false;
             fill_slots(u, q);
         }

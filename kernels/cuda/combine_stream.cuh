@@ -10,15 +10,20 @@
 
 #define STREAM_V 4
 
+struct __align__(8) Slot
+{
+    int32_t number;
+    uint32_t word; /* its weight, or the float that goes home */
+};
+
 struct Entry { /* a unit under way */
     int32_t token;
-    int32_t vector;        /* first of the piece */
-    uint32_t slots;        /* lanes with a row here */
-    int16_t role;          /* of an expert unit, -1: a source unit */
-    uint16_t places;       /* bit p: the rank at place p sends a partial */
-    int32_t slot[WARP];    /* lane n: the n-th here */
-    uint32_t floats[WARP]; /* of the slots: weights, or what goes home */
-    int32_t ranks[WARP];   /* source unit, lane k: of choice k */
+    int32_t vector;      /* first of the piece */
+    int32_t num_slots;   /* here */
+    int16_t role;        /* of an expert unit, -1: a source unit */
+    uint16_t places;     /* bit p: the rank at place p sends a partial */
+    Slot slots[WARP];    /* lane n: the n-th here */
+    int32_t ranks[WARP]; /* source unit, lane k: of choice k */
 };
 
 template <class ROW, bool EXACT, bool TREE> struct Stream {
@@ -32,9 +37,12 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     Walk e, s;                       /* the next units, */
     int32_t slot_e, slot_s, ranks_s; /* and what they need first */
     int32_t end_e, end_s;
-    int32_t place_rank;                       /* lane p: the peer at place p, or -1 */
-    int32_t slot, token, vector;              /* of the unit whose pieces are being copied, */
-    uint32_t slots = 0, places = 0;           /* and what is left of it */
+    int32_t place_rank;    /* lane p: the peer at place p, or -1 */
+    const Slot *slot;      /* of the unit whose pieces are being copied, */
+    const uint8_t *rows;   /* this lane's part of the piece of row 0, */
+    int32_t token, vector; /* its place, */
+    int32_t slots = 0;     /* and what is left of it */
+    uint32_t places = 0;
     uint32_t begun = 0, copied = 0, used = 0; /* units */
 
     __device__ __forceinline__ Stream(const Combine &combine, uint8_t *memory, int32_t end)
@@ -68,16 +76,16 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     {
         const float *from = c.job.slot_weights ? c.job.slot_weights : c.job.slot_floats;
         const uint32_t its_slots = __ballot_sync(ALL_LANES, its_slot >= 0);
-        uint32_t *to = entry.floats + lane_id();
-        entry.slot[lane_id()] = its_slot;
+        Slot &to = entry.slots[lane_id()];
+        to.number = its_slot;
         if (from && its_slot >= 0)
-            copy_word(shared_address(to), from + its_slot);
+            copy_word(shared_address(&to.word), from + its_slot);
         else
-            *to = 0;
+            to.word = 0;
         if (lane_id() == 0) {
             entry.token = of_token;
             entry.vector = piece * V * WARP;
-            entry.slots = its_slots;
+            entry.num_slots = __popc(its_slots);
             entry.role = (int16_t)role;
             entry.places = (uint16_t)its_places;
         }
@@ -118,18 +126,20 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
             const Entry &entry = entries[copied++ % ENTRIES];
             token = entry.token;
             vector = entry.vector;
-            slots = entry.slots;
+            slots = entry.num_slots;
             places = entry.places;
-            slot = entry.slot[lane_id()];
+            slot = entry.slots;
+            rows = c.job.rows + lane_offset(vector);
         }
         if (slots) {
-            const int32_t from = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
-            slots &= slots - 1;
-            ring.copy(c.job.rows + row_offset(from, c.shape), vector, c.shape, true, c.policy);
+            slots--;
+            ring.copy(rows + row_offset((slot++)->number, c.shape), vector, c.shape, true,
+                      c.policy);
         } else if (places) {
             const int place = __ffs(places) - 1;
             places &= places - 1;
-            ring.copy(staged(token, place), vector, c.shape, false, c.policy);
+            ring.copy(staged(token, place) + lane_offset(vector), vector, c.shape, false,
+                      c.policy);
         }
         ring.filled_one();
     }
@@ -147,25 +157,26 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     }
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
-        uint32_t left = u.slots;
+        const int32_t count = u.num_slots;
+        const bool weighs = c.job.slot_weights != NULL;
         float acc[V][ROW::N];
         uint4 q[V];
         clear_sum(acc);
+        int32_t i = 0;
 #pragma unroll 1
         do {
             use(u, q);
-            if (!left) break;
-            const uint32_t word = __shfl_sync(ALL_LANES, u.floats[lane_id()], __ffs(left) - 1);
-            const float weight = c.job.slot_weights ? __uint_as_float(word) : 1.0f;
-            left &= left - 1;
+            if (!count) break;
+            __syncwarp(); /* words that other lanes have copied */
+            const float weight = weighs ? __uint_as_float(u.slots[i].word) : 1.0f;
 #pragma unroll
             for (int v = 0; v < V; v++) {
                 float x[ROW::N];
                 ROW::unpack(q[v], x);
 #pragma unroll
-                for (int i = 0; i < ROW::N; i++) acc[v][i] = __fmaf_rn(weight, x[i], acc[v][i]);
+                for (int n = 0; n < ROW::N; n++) acc[v][n] = __fmaf_rn(weight, x[n], acc[v][n]);
             }
-        } while (left);
+        } while (++i < count);
 #pragma unroll
         for (int v = 0; v < V; v++) sum[v] = ROW::pack(acc[v]);
     }
@@ -176,14 +187,14 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         uint8_t *heap = seat.heap[rank];
         uint4 *to = (uint4 *)staging_of(seat, c.now, heap, source) +
                     (int64_t)(u.token - c.first) * c.shape.vectors + u.vector + lane_id();
-        if (u.slots)
+        if (u.num_slots)
 #pragma unroll
             for (int v = 0; v < V; v++)
                 if (in_row(u, v)) store_relaxed(to + v * WARP, node[v]);
-        if (u.vector == 0 && c.job.slot_floats && (u.slots >> lane_id() & 1))
+        if (u.vector == 0 && c.job.slot_floats && lane_id() < u.num_slots)
             store_relaxed(floats_of(seat, c.now, heap, source) + (int64_t)u.token * c.top_k +
                               lane_id(),
-                          other_nan(u.floats[lane_id()], F32::NAN_WORD));
+                          other_nan(u.slots[lane_id()].word, F32::NAN_WORD));
     }
     __device__ __forceinline__ bool take_partial(const Entry &u, int place, uint4 (&q)[V])
     {
@@ -201,7 +212,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     {
         float total[V][ROW::N];
         const uint32_t rank_bit = 1u << c.job.seat.rank;
-        uint32_t left = u.places | (u.slots ? rank_bit : 0);
+        uint32_t left = u.places | (u.num_slots ? rank_bit : 0);
         const float zero = left ? -0.0f : 0.0f;
 #pragma unroll
         for (int v = 0; v < V; v++)
@@ -255,7 +266,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         for (int place = 0; place <= last; place++) {
             in_q = u.places >> place & 1;
             if (in_q && !take_partial(u, place, q)) return false;
-            if (u.slots && c.plan.header.rank_at[place] == seat.rank) {
+            if (u.num_slots && c.plan.header.rank_at[place] == seat.rank) {
                 in_q = true;
 #pragma unroll
                 for (int v = 0; v < V; v++) q[v] = own[v];
@@ -288,7 +299,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         const p2p_seat &seat = c.job.seat;
         const int32_t rank = u.ranks[lane_id()];
         const int n = __popc(__match_any_sync(ALL_LANES, rank) & lanes_below());
-        const uint32_t own = __shfl_sync(ALL_LANES, u.floats[lane_id()], n);
+        const uint32_t own = __shfl_sync(ALL_LANES, u.slots[lane_id()].word, n);
         uint32_t word = rank == seat.rank ? own : 0, *from = NULL;
         if (rank >= 0 && rank != seat.rank)
             from = floats_of(seat, c.now, c.now.heap,
@@ -320,7 +331,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         __syncwarp();
         const Entry &u = entries[used++ % ENTRIES];
         uint4 own[V];
-        if (u.slots || !u.places) add_rows_here(u, own);
+        if (u.num_slots || !u.places) add_rows_here(u, own);
         if (u.role < 0) return finish_token(u, own);
         send_partial(u, own);
         return true;

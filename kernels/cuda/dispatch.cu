@@ -324,7 +324,8 @@ __device__ __forceinline__ void copy_ahead(const Move &m, const Walk &walk, int3
         row = staging_of(seat, m.now, m.now.heap, walk.role - 1) +
               (int64_t)(token - m.first) * m.shape.vectors * 16;
     if (token < (staged ? end : min(end, m.job.num_tokens)))
-        ring.copy(row, walk.piece * V * WARP, m.shape, false, m.policy);
+        ring.copy(row + lane_offset(walk.piece * V * WARP), walk.piece * V * WARP, m.shape,
+                  false, m.policy);
     ring.filled_one();
 }
 

@@ -161,6 +161,13 @@ __device__ __forceinline__ uint4 load_shared(uint32_t p)
     return v;
 }
 
+/* Numbers that are to stay in registers, not to be made again from what they were made of. */
+template <int N> __device__ __forceinline__ void keep(float (&x)[N])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i]));
+}
+
 /* 1 / x, but for the last bit or two. */
 __device__ __forceinline__ float reciprocal_approx(float x)
 {

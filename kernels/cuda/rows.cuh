@@ -142,32 +142,35 @@ __device__ __forceinline__ uint4 other_nans(uint4 q, uint32_t nan)
                       other_nan(q.w, nan));
 }
 
+/* Where this lane's part of a piece begins. */
+__device__ __forceinline__ int64_t lane_offset(int32_t vector)
+{
+    return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
+}
+
 /* A warp's ring of pieces in shared memory, copied there ahead of their use.  Each lane reads back
  * what it has copied itself, so there is nothing to synchronise.  Pieces are used in the order in
- * which they are copied; AHEAD of them are on their way while one is in use. */
+ * which they are copied; AHEAD of them are on their way while one is in use: the ring is full then,
+ * and the place that is used is the next to be filled. */
 template <int V, bool EXACT> struct Ring {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
     uint32_t memory; /* this lane's */
-    uint32_t filled = 0, used = 0;
+    uint32_t next = 0;
 
     __device__ __forceinline__ explicit Ring(const void *warp_memory)
         : memory(shared_address(warp_memory) + lane_id() * 16)
     {
     }
-    static __device__ __forceinline__ uint32_t after(uint32_t at)
-    {
-        return at + PIECE_BYTES == BYTES ? 0 : at + PIECE_BYTES;
-    }
-    /* The piece that begins with vector `vector` of a row; `once`: nobody reads it again. */
-    __device__ __forceinline__ void copy(const uint8_t *row, int32_t vector, const RowShape &s,
+    /* This lane's part of the piece that begins with vector `vector` of a row; `once`: nobody reads
+     * it again. */
+    __device__ __forceinline__ void copy(const uint8_t *from, int32_t vector, const RowShape &s,
                                          bool once, uint64_t policy)
     {
-        const uint8_t *from = row + (vector + lane_id()) * 16;
 #pragma unroll
         for (int v = 0; v < V; v++) {
             if (!EXACT && vector + v * WARP + lane_id() >= s.vectors) continue;
-            const uint32_t to = memory + filled + v * WARP * 16;
+            const uint32_t to = memory + next + v * WARP * 16;
             if (once)
                 copy_once(to, from + v * WARP * 16, policy);
             else
@@ -178,7 +181,7 @@ template <int V, bool EXACT> struct Ring {
     __device__ __forceinline__ void filled_one()
     {
         end_copies();
-        filled = after(filled);
+        next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
     }
     /* The piece that is next in use, vectors [first, ...) of a row, once the AHEAD after it have
      * been begun; `fill` where the row has ended. */
@@ -188,11 +191,10 @@ template <int V, bool EXACT> struct Ring {
         wait_copies<AHEAD>();
 #pragma unroll
         for (int v = 0; v < V; v++) {
-            q[v] = load_shared(memory + used + v * WARP * 16);
+            q[v] = load_shared(memory + next + v * WARP * 16);
             if (!EXACT && first + v * WARP + lane_id() >= s.vectors)
                 q[v] = make_uint4(fill, fill, fill, fill);
         }
-        used = after(used);
     }
 };
 

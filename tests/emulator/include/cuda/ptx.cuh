@@ -124,6 +124,10 @@ inline uint4 load_shared(uint32_t p)
     return *(const uint4 *)emulator_shared(p, 16);
 }
 
+template <int N> inline void keep(float (&)[N])
+{
+}
+
 inline float reciprocal_approx(float x)
 {
     const float y = 1 / x, towards[] = {y, 0, 2 * y};
