@@ -14,6 +14,7 @@
  * Pieces are copied into a ring in shared memory ahead of their use.  A staged one may be copied
  * before it has come: then poison is found, and it is polled in place. */
 #include "cuda/launch.cuh"
+#include "cuda/planner.cuh"
 #include "cuda/staging.cuh"
 
 #define BLOCK 512

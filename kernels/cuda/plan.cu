@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* plan: where every choice goes.
- *   topk_idx  [num_tokens, top_k]   the first CTAs count and place them (plan.cuh)
+ *   topk_idx  [num_tokens, top_k]   the first CTAs count and place them (planner.cuh)
  *   plan      header and arrays     all warps then copy the records that the ranks sent about
  *                                   their tokens into it, several tokens a warp side by side
  * Who else must see what: counts and records are stamped words, each its own flag. */
 #include "cuda/launch.cuh"
-#include "cuda/plan.cuh"
+#include "cuda/planner.cuh"
 
 #define BLOCK 512
 

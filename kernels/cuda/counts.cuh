@@ -1,0 +1,319 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Counting choices, the first half of making a plan.
+ *
+ * The first `planners` CTAs plan; CTA c takes the c-th part of the tokens, its warp w the w-th
+ * part of that.  A choice's place among those of its expert is then
+ *
+ *   choices of lower ranks + of lower CTAs + of lower warps + of this warp before it,
+ *
+ * and nothing depends on the order in which anything happens. */
+#ifndef EPIC_COUNTS_CUH
+#define EPIC_COUNTS_CUH
+
+#include "cuda/plan.cuh"
+
+#define NOTHING 0xffffffffu
+#define PLAN_TALLY_WORDS 16384 /* warps that count, times experts, at most */
+
+struct Planner { /* in shared memory; the arrays in dynamic shared memory */
+    device_plan_header header;
+    int32_t *low;   /* [num_experts] choices that come before this CTA's */
+    int32_t *load;  /* [num_experts] choices over the group */
+    int32_t *start; /* [num_experts] first slot on its rank */
+    int32_t *tally; /* [warps][num_experts] choices that come before the warp's, in this CTA */
+    uint8_t *owner; /* [num_experts] rank */
+    int32_t common[DEVICE_MAX_RANKS]; /* choices that each expert of a rank may keep */
+    int32_t demand[DEVICE_MAX_RANKS];
+    int64_t needed[DEVICE_MAX_RANKS]; /* slots, once expert_capacity has dropped */
+    uint32_t bad_choice;              /* the first of this CTA whose id is none, or NOTHING */
+    uint32_t bad_owner;               /* the first expert that lives nowhere, or NOTHING */
+    uint32_t bad_ranks;               /* a bit for each rank whose data is wrong */
+    int32_t warps;
+};
+
+__host__ __device__ inline int planner_warps(int num_experts)
+{
+    const int most = PLAN_TALLY_WORDS / num_experts;
+    return most < 1 ? 1 : most > 16 ? 16 : most;
+}
+
+__host__ __device__ inline int planner_bytes(int num_experts)
+{
+    return num_experts * 4 * (3 + planner_warps(num_experts)) + (num_experts + 15) / 16 * 16;
+}
+
+/* Tokens side by side in a warp, one lane for each choice; a token with more than 32 choices
+ * takes two halves, one after the other. */
+struct Lanes {
+    int tokens, halves; /* at a time; of a token */
+    int token, k;       /* of this lane */
+    bool on;
+    uint32_t mates; /* lanes of the same token */
+
+    __device__ explicit Lanes(int top_k)
+    {
+        const int lane = lane_id();
+        tokens = top_k <= WARP ? WARP / top_k : 1;
+        halves = (top_k + WARP - 1) / WARP;
+        token = top_k <= WARP ? lane / top_k : 0;
+        k = top_k <= WARP ? lane % top_k : lane;
+        on = token < tokens;
+        mates = top_k >= WARP ? ALL_LANES : ((1u << top_k) - 1) << (token * top_k % WARP);
+    }
+};
+
+__device__ __forceinline__ int64_t choice_id(const p2p_plan_job &job, int64_t i)
+{
+    return job.wide ? __ldg((const long long *)job.topk_idx + i)
+                    : __ldg((const int32_t *)job.topk_idx + i);
+}
+
+struct Part { /* the tokens of a warp */
+    int32_t begin, end;
+};
+
+__device__ __forceinline__ Part part_of_warp(const Planner &p, const p2p_plan_job &job)
+{
+    const int per_cta = (job.num_tokens + job.planners - 1) / job.planners;
+    const int per_warp = (per_cta + p.warps - 1) / p.warps;
+    const int warp = threadIdx.x / WARP;
+    const int cta_end = min(job.num_tokens, (int)(blockIdx.x + 1) * per_cta);
+    Part part;
+    part.begin = (int)blockIdx.x * per_cta + warp * per_warp;
+    part.end = min(cta_end, part.begin + per_warp);
+    if (warp >= p.warps) part.begin = part.end = 0;
+    return part;
+}
+
+static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_t *memory)
+{
+    const int experts = job.layer.num_experts, ranks = job.seat.num_ranks;
+    if (threadIdx.x == 0) {
+        p.warps = min((int)blockDim.x / WARP, planner_warps(experts));
+        p.low = (int32_t *)memory;
+        p.load = p.low + experts;
+        p.start = p.load + experts;
+        p.tally = p.start + experts;
+        p.owner = (uint8_t *)(p.tally + p.warps * experts);
+        p.bad_choice = p.bad_owner = NOTHING;
+        p.bad_ranks = 0;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.warps * experts; i += blockDim.x) p.tally[i] = 0;
+    const int block = experts / ranks;
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        int owner = job.rank_of_expert ? job.rank_of_expert[e] : e / block;
+        if (owner < 0 || owner >= ranks) {
+            owner = 0;
+            atomicMin(&p.bad_owner, (uint32_t)e);
+        }
+        p.owner[e] = (uint8_t)owner;
+    }
+    __syncthreads();
+    if (job.layer.sum_order == EPIC_TREE)
+        for (int e = threadIdx.x; e < experts; e += blockDim.x)
+            if (p.owner[e] != p.owner[e / block * block]) atomicMin(&p.bad_owner, (uint32_t)e);
+}
+
+/* One group of lanes' choices: returns how many of the same expert this warp had before. */
+__device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
+{
+    const uint32_t same = __match_any_sync(ALL_LANES, expert);
+    const int before = __popc(same & lanes_below());
+    const int32_t base = expert >= 0 ? tally[expert] : 0;
+    __syncwarp();
+    if (expert >= 0 && before == 0) tally[expert] = base + __popc(same);
+    __syncwarp();
+    return base + before;
+}
+
+/* Counts the choices of this warp; a choice's place in it waits in `fate`. */
+static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_t *fate)
+{
+    const Lanes lanes(job.layer.top_k);
+    const Part part = part_of_warp(p, job);
+    const int top_k = job.layer.top_k, experts = job.layer.num_experts;
+    int32_t *tally = p.tally + threadIdx.x / WARP * experts;
+    const int groups =
+        max(0, part.end - part.begin + lanes.tokens - 1) / lanes.tokens * lanes.halves;
+    auto place_of = [&](int group)
+        -> int64_t { /* of this lane's choice, or -1 */
+                     const int half = lanes.halves == 2 ? group & 1 : 0;
+                     const int token =
+                         part.begin + group / lanes.halves * lanes.tokens + lanes.token;
+                     const int k = lanes.k + half * WARP;
+                     return group < groups && lanes.on && token < part.end && k < top_k
+                                ? (int64_t)token * top_k + k
+                                : -1;
+    };
+    for (int g = 0; g < groups; g += 4) {
+        int64_t at[4], id[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            at[i] = place_of(g + i);
+            id[i] = at[i] >= 0 ? choice_id(job, at[i]) : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (id[i] >= experts) atomicMin(&p.bad_choice, (uint32_t)at[i]);
+            const int32_t expert = id[i] < 0 || id[i] >= experts ? -1 : (int32_t)id[i];
+            const int32_t place = count_group(tally, expert);
+            if (at[i] >= 0) fate[at[i]] = place;
+        }
+    }
+}
+
+/* What a rank says about an expert: its choices, where it lives (if the table can be used), and
+ * whether something is wrong with this rank's data. */
+#define COUNT_BITS 27 /* at most 2^20 tokens of 64 choices */
+#define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
+#define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 15)
+#define NO_OWNER 15u
+
+__device__ __forceinline__ uint32_t owner_said(const Planner &p, int expert)
+{
+    return p.bad_owner == NOTHING ? p.owner[expert] : NO_OWNER;
+}
+
+/* The table of rank q is not this rank's: the group is broken. */
+static __device__ __noinline__ void report_table(const Now &now, int q)
+{
+    const p2p_seat &seat = *now.seat;
+    report(now,
+           P2P_BROKEN(EPIC_EMISMATCH, seat.operation, seat.rank, P2P_PHASE_TABLE, 1u << q,
+                      now.epoch),
+           now.signature);
+}
+
+/* Makes the warps' tallies exclusive sums and publishes the CTA's counts to the others. */
+static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    const int experts = job.layer.num_experts;
+    uint64_t *tallies = (uint64_t *)(now.heap + job.seat.at.tallies);
+    const bool bad = p.bad_choice != NOTHING || p.bad_owner != NOTHING;
+    if (threadIdx.x == 0)
+        store_relaxed((uint64_t *)(now.heap + job.seat.at.first) + blockIdx.x,
+                      stamp(now, p.bad_choice));
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        int32_t sum = 0;
+        for (int w = 0; w < p.warps; w++) {
+            const int32_t count = p.tally[w * experts + e];
+            p.tally[w * experts + e] = sum;
+            sum += count;
+        }
+        const uint32_t mark = e == 0 && bad ? RECORD_LAST : 0;
+        store_relaxed(tallies + blockIdx.x * DEVICE_MAX_EXPERTS + e,
+                      stamp(now, (uint32_t)sum | mark));
+    }
+}
+
+__device__ __forceinline__ uint64_t *fault_words(const p2p_seat &seat, const Now &now,
+                                                 uint8_t *heap, int rank)
+{
+    return (uint64_t *)(heap + seat.at.faults) +
+           (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
+}
+
+/* One thread of CTA 0: tells all ranks what is wrong with this rank's data. */
+static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_job &job,
+                                               const Now &now)
+{
+    const p2p_seat &seat = job.seat;
+    const uint64_t *first = (const uint64_t *)(now.heap + seat.at.first);
+    const bool placed = p.bad_owner == NOTHING;
+    uint32_t index = p.bad_owner;
+    for (int c = 0; c < job.planners && placed; c++) {
+        uint64_t word = 0;
+        if (!wait_alone(now, -1, P2P_PHASE_GRID, [&] {
+                word = load_relaxed(first + c);
+                return stamped(now, word);
+            }))
+            return false;
+        index = min(index, (uint32_t)word);
+    }
+    const int64_t value = placed ? choice_id(job, index) : job.rank_of_expert[index];
+    for (int q = 0; q < seat.num_ranks; q++) {
+        uint64_t *to = fault_words(seat, now, seat.heap[q], seat.rank);
+        store_relaxed(to + P2P_FAULT_KIND,
+                      stamp(now, placed ? P2P_FAULT_EXPERT : P2P_FAULT_PLACEMENT));
+        store_relaxed(to + P2P_FAULT_INDEX, stamp(now, index));
+        store_relaxed(to + P2P_FAULT_LOW, stamp(now, (uint32_t)value));
+        store_relaxed(to + P2P_FAULT_HIGH, stamp(now, (uint32_t)((uint64_t)value >> 32)));
+    }
+    return true;
+}
+
+/* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts. */
+static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    const p2p_seat &seat = job.seat;
+    const int experts = job.layer.num_experts, ranks = seat.num_ranks;
+    const uint64_t *tallies = (const uint64_t *)(now.heap + seat.at.tallies);
+    const int64_t counts =
+        seat.at.counts / 8 + (int64_t)parity(now) * ranks * DEVICE_MAX_EXPERTS;
+    bool ok = true;
+    for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
+        uint64_t words[P2P_MAX_PLANNERS];
+        ok = wait_alone(now, -1, P2P_PHASE_GRID, [&] {
+            bool all = true;
+#pragma unroll
+            for (int c = 0; c < P2P_MAX_PLANNERS; c++)
+                words[c] = c < job.planners ? load_relaxed(tallies + c * DEVICE_MAX_EXPERTS + e)
+                                            : stamp(now, 0);
+#pragma unroll
+            for (int c = 0; c < P2P_MAX_PLANNERS; c++) all &= stamped(now, words[c]);
+            return all;
+        });
+        uint32_t low = 0, sum = 0, bad = 0;
+#pragma unroll
+        for (int c = 0; c < P2P_MAX_PLANNERS; c++) {
+            const uint32_t count = (uint32_t)words[c] & ~RECORD_LAST;
+            bad |= (uint32_t)words[c] & RECORD_LAST;
+            if (c < (int)blockIdx.x) low += count;
+            sum += count;
+        }
+        if (blockIdx.x == 0 && ok && bad) ok = tell_fault(p, job, now);
+        if (blockIdx.x == 0 && ok)
+            for (int i = 1; i <= ranks; i++) {
+                const int q = (seat.rank + i) % ranks;
+                store_relaxed((uint64_t *)seat.heap[q] + counts +
+                                  seat.rank * DEVICE_MAX_EXPERTS + e,
+                              stamp(now, sum | owner_said(p, e) << COUNT_BITS | bad));
+            }
+        p.low[e] = (int32_t)low;
+    }
+    for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
+        const uint64_t *from = (const uint64_t *)now.heap + counts + e;
+        uint64_t words[DEVICE_MAX_RANKS];
+        ok = wait_alone(now, -1, P2P_PHASE_COUNTS, [&] {
+            bool all = true;
+#pragma unroll
+            for (int q = 0; q < DEVICE_MAX_RANKS; q++)
+                words[q] =
+                    q < ranks ? load_relaxed(from + q * DEVICE_MAX_EXPERTS) : stamp(now, 0);
+#pragma unroll
+            for (int q = 0; q < DEVICE_MAX_RANKS; q++) all &= stamped(now, words[q]);
+            return all;
+        });
+        uint32_t load = 0, low = 0, bad = 0, others = 0;
+        const uint32_t own = owner_said(p, e);
+#pragma unroll
+        for (int q = 0; q < DEVICE_MAX_RANKS; q++) {
+            const uint32_t count = COUNT_OF(words[q]), owner = OWNER_OF(words[q]);
+            bad |= ((uint32_t)words[q] & RECORD_LAST) ? 1u << q : 0;
+            if (q < ranks && owner != own && owner != NO_OWNER) others |= 1u << q;
+            if (q < seat.rank) low += count;
+            load += count;
+        }
+        if (ok && others && own != NO_OWNER) {
+            report_table(now, __ffs(others) - 1);
+            ok = false;
+        }
+        if (bad) p.bad_ranks = bad; /* the first expert's thread alone sees it */
+        p.load[e] = (int32_t)load;
+        p.low[e] += (int32_t)low;
+    }
+    return ok;
+}
+
+#endif

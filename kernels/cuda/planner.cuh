@@ -1,0 +1,374 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Making a plan: every rank counts its own choices, the ranks exchange counts, each computes the
+ * slots of its own choices and sends them as records to the ranks of the experts. */
+#ifndef EPIC_PLANNER_CUH
+#define EPIC_PLANNER_CUH
+
+#include "cuda/counts.cuh"
+
+__device__ __forceinline__ int32_t kept(const Planner &p, const p2p_plan_job &job, int expert)
+{
+    int32_t most = p.common[p.owner[expert]];
+    const uint32_t limit = job.layer.expert_capacity;
+    if (job.layer.overflow == EPIC_OVERFLOW_DROP && limit && limit < (uint32_t)most)
+        most = (int32_t)limit;
+    return min(p.load[expert], most);
+}
+
+struct Span { /* experts among which those of a rank are found */
+    int begin, count;
+};
+
+__device__ __forceinline__ Span span_of(const p2p_plan_job &job, int rank)
+{
+    const int experts = job.layer.num_experts, block = experts / job.seat.num_ranks;
+    return job.rank_of_expert ? Span{0, experts} : Span{rank * block, block};
+}
+
+/* One warp: slots of a rank when each of its experts keeps at most `most` (and, with `capped`,
+ * what expert_capacity allows). */
+static __device__ int64_t slots_of(Planner &p, const p2p_plan_job &job, int rank, int32_t most,
+                                   bool capped)
+{
+    const Span span = span_of(job, rank);
+    const int64_t alignment = job.layer.alignment;
+    const uint32_t limit = job.layer.expert_capacity;
+    if (capped && limit && job.layer.overflow == EPIC_OVERFLOW_DROP && limit < (uint32_t)most)
+        most = (int32_t)limit;
+    int64_t sum = 0;
+    for (int i = lane_id(); i < span.count; i += WARP) {
+        const int e = span.begin + i;
+        if (p.owner[e] == rank) sum += device_round_up(min(p.load[e], most), alignment);
+    }
+    for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, d);
+    return sum;
+}
+
+/* One warp: the largest common limit for which the rank's capacity suffices. */
+static __device__ int32_t common_limit(Planner &p, const p2p_plan_job &job, int rank,
+                                       int64_t capacity)
+{
+    int32_t fits = 0, fails = 0x7fffffff;
+    while (fails - fits > 1) {
+        const int32_t middle = fits + (fails - fits) / 2;
+        if (slots_of(p, job, rank, middle, true) <= capacity)
+            fits = middle;
+        else
+            fails = middle;
+    }
+    return fits;
+}
+
+/* One warp: where each slab of a rank begins; for this rank, CTA 0 writes the plan's tables. */
+static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank)
+{
+    const Span span = span_of(job, rank);
+    const int lane = lane_id();
+    const bool write = rank == job.seat.rank && blockIdx.x == 0;
+    const device_plan_layout at = device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens,
+                                                        job.layer.num_experts, job.layer.top_k);
+    int32_t *slab_begin = (int32_t *)(job.plan + at.slab_begin);
+    int32_t *slab_count = (int32_t *)(job.plan + at.slab_count);
+    int64_t slots = 0;
+    int32_t owned = 0;
+    for (int i = 0; i < span.count; i += WARP) {
+        const int e = span.begin + i + lane;
+        const bool mine = i + lane < span.count && p.owner[e] == rank;
+        const int32_t count = mine ? kept(p, job, e) : 0;
+        const int32_t rows = (int32_t)device_round_up(count, job.layer.alignment);
+        int32_t rows_upto = rows;
+        for (int d = 1; d < WARP; d *= 2) {
+            const int32_t r = __shfl_up_sync(ALL_LANES, rows_upto, d);
+            if (lane >= d) rows_upto += r;
+        }
+        const uint32_t owners = __ballot_sync(ALL_LANES, mine);
+        if (mine) p.start[e] = (int32_t)slots + rows_upto - rows;
+        if (mine && write) {
+            const int local = owned + __popc(owners & lanes_below());
+            slab_begin[local] = p.start[e];
+            slab_count[local] = count;
+            if (job.expert_tokens) job.expert_tokens[local] = count;
+            if (job.expert_rows) job.expert_rows[local] = rows;
+        }
+        slots += __shfl_sync(ALL_LANES, rows_upto, WARP - 1);
+        owned += __popc(owners);
+    }
+    if (lane == 0) {
+        p.header.slots_of[rank] = (int32_t)min(slots, (int64_t)0x7fffffff);
+        if (rank == job.seat.rank) p.header.owned = owned;
+        atomicMax(&p.header.num_local, owned);
+    }
+}
+
+/* Whole CTA: limits, slabs, and whether the plan is good; the same on all CTAs and ranks. */
+static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.seat.num_ranks;
+    device_plan_header &h = p.header;
+    bool ok = true;
+    if (warp == 0) {
+        int32_t tokens = 0, capacity = 0;
+        ok = heard(now, P2P_SAYS_TOKENS, tokens) && heard(now, P2P_SAYS_CAPACITY, capacity);
+        if (lane_id() < DEVICE_MAX_RANKS) {
+            h.tokens_of[lane_id()] = tokens;
+            h.capacity_of[lane_id()] = capacity;
+            h.slots_of[lane_id()] = 0;
+            p.common[lane_id()] = 0x7fffffff;
+        }
+        if (lane_id() == 0) {
+            h.result = p.bad_ranks ? EPIC_EINVAL : EPIC_OK;
+            h.num_local = 0;
+        }
+    }
+    ok = __syncthreads_and(ok);
+    for (int d = warp; d < ranks; d += warps) {
+        const int64_t demand = slots_of(p, job, d, 0x7fffffff, false);
+        const int64_t need = slots_of(p, job, d, 0x7fffffff, true);
+        const int32_t capacity = h.capacity_of[d];
+        if (lane_id() == 0) {
+            p.demand[d] = (int32_t)min(demand, (int64_t)0x7fffffff);
+            p.needed[d] = need;
+        }
+        if (need > (capacity ? capacity : 0x7fffffff)) {
+            if (job.layer.overflow == EPIC_OVERFLOW_DROP && capacity) {
+                const int32_t limit = common_limit(p, job, d, capacity);
+                if (lane_id() == 0) p.common[d] = limit;
+            } else if (lane_id() == 0) {
+                atomicCAS(&h.result, (uint32_t)EPIC_OK, (uint32_t)EPIC_EOVERFLOW);
+            }
+        }
+        __syncwarp();
+        place_slabs(p, job, d);
+    }
+    __syncthreads();
+    return ok;
+}
+
+/* One thread of CTA 0: what the lowest rank with wrong data has said of it. */
+static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_plan_job &job,
+                                                 const Now &now)
+{
+    const int rank = __ffs(p.bad_ranks) - 1;
+    const uint64_t *from = fault_words(job.seat, now, now.heap, rank);
+    uint64_t words[P2P_FAULT_WORDS];
+    const bool ok = wait_alone(now, rank, P2P_PHASE_COUNTS, [&] {
+        bool all = true;
+        for (int i = 0; i < P2P_FAULT_WORDS; i++) {
+            words[i] = load_relaxed(from + i);
+            all &= stamped(now, words[i]);
+        }
+        return all;
+    });
+    if (!ok) return;
+    const uint32_t kind = (uint32_t)words[P2P_FAULT_KIND];
+    const int64_t index = (uint32_t)words[P2P_FAULT_INDEX], k = job.layer.top_k;
+    const int64_t value =
+        (int64_t)(words[P2P_FAULT_HIGH] << 32 | (uint32_t)words[P2P_FAULT_LOW]);
+    p2p_notice said = {EPIC_EINVAL, now.epoch, kind, rank, {index, value, 0, 0}};
+    if (kind == P2P_FAULT_EXPERT)
+        said = {EPIC_EINVAL,
+                now.epoch,
+                kind,
+                rank,
+                {index / k, index % k, value, job.layer.num_experts}};
+    notify(job.seat, said);
+}
+
+/* One thread of CTA 0: the same for the lowest rank that has too few slots. */
+static __device__ __noinline__ void notify_overflow(const Planner &p, const p2p_plan_job &job,
+                                                    const Now &now)
+{
+    const device_plan_header &h = p.header;
+    for (int q = 0; q < job.seat.num_ranks; q++) {
+        const int32_t capacity = h.capacity_of[q] ? h.capacity_of[q] : 0x7fffffff;
+        if (p.needed[q] <= capacity) continue;
+        notify(
+            job.seat,
+            {EPIC_EOVERFLOW, now.epoch, P2P_FAULT_CAPACITY, q, {capacity, p.needed[q], 0, 0}});
+        return;
+    }
+}
+
+/* CTA 0: header and outputs. */
+static __device__ void write_header(Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    device_plan_header &h = p.header;
+    const p2p_seat &seat = job.seat;
+    const epic_layer &layer = job.layer;
+    if (threadIdx.x == 0) {
+        h.magic = DEVICE_PLAN_MAGIC;
+        h.id = (seat.group_id ^ now.epoch) * 0x9e3779b97f4a7c15ull | 1;
+        h.group_id = seat.group_id;
+        h.bytes = device_plan_layout_of(seat.num_ranks, seat.max_tokens, layer.num_experts,
+                                        layer.top_k)
+                      .bytes;
+        h.max_tokens = seat.max_tokens;
+        h.rank = seat.rank;
+        h.num_ranks = seat.num_ranks;
+        h.num_experts = layer.num_experts;
+        h.top_k = layer.top_k;
+        h.alignment = layer.alignment;
+        h.overflow = layer.overflow;
+        h.expert_capacity = layer.expert_capacity;
+        h.sum_order = layer.sum_order;
+        h.leaves = layer.leaves ? layer.leaves : 1;
+        h.partial_type = layer.partial_type;
+        h.pad = h.pad2 = 0;
+        h.first_expert = 0;
+        for (int q = 0; q < DEVICE_MAX_RANKS; q++) h.rank_at[q] = q < seat.num_ranks ? q : 0;
+        if (layer.sum_order == EPIC_TREE)
+            for (int q = 0; q < seat.num_ranks; q++) {
+                const int first = layer.num_experts / seat.num_ranks * q;
+                h.rank_at[q] = p.owner[first];
+                if (p.owner[first] == seat.rank) h.first_expert = first;
+            }
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+        const uint32_t sum = header_sum(h);
+        if (threadIdx.x == 0) h.sum = sum;
+        __syncwarp();
+        for (int i = threadIdx.x; i < (int)sizeof h / 4; i += WARP)
+            ((uint32_t *)job.plan)[i] = ((const uint32_t *)&h)[i];
+    }
+    if (threadIdx.x == 0 && job.demand) *job.demand = p.demand[seat.rank];
+    for (int e = threadIdx.x; e < (int)layer.num_experts && job.load; e += blockDim.x)
+        job.load[e] = p.load[e];
+    for (int l = threadIdx.x; l < h.num_local; l += blockDim.x) {
+        const bool none = h.result != EPIC_OK || l >= h.owned;
+        if (none && job.expert_rows) job.expert_rows[l] = 0;
+        if (none && job.expert_tokens) job.expert_tokens[l] = 0;
+    }
+}
+
+struct Placed {   /* one choice */
+    int32_t rank; /* that gets a word about it, -1: none */
+    uint32_t slot;
+};
+
+__device__ __forceinline__ Placed place_choice(const Planner &p, const p2p_plan_job &job,
+                                               int64_t at, int64_t id, int32_t place,
+                                               int32_t *fate, int32_t *rank_of)
+{
+    const int experts = job.layer.num_experts;
+    const bool valid = id >= 0 && id < experts;
+    const bool bad = p.header.result != EPIC_OK;
+    int32_t where = EPIC_FATE_NONE, owner = -1;
+    if (valid && p.header.result == EPIC_EOVERFLOW) where = EPIC_FATE_RANK_FULL;
+    if (valid && !bad) {
+        const int e = (int)id;
+        const int32_t nth = p.low[e] + p.tally[threadIdx.x / WARP * experts + e] + place;
+        const uint32_t limit = job.layer.expert_capacity;
+        const bool full =
+            job.layer.overflow == EPIC_OVERFLOW_DROP && limit && (uint32_t)nth >= limit;
+        owner = nth < kept(p, job, e) ? p.owner[e] : -1;
+        where = owner >= 0 ? p.start[e] + nth
+                : full     ? EPIC_FATE_EXPERT_FULL
+                           : EPIC_FATE_RANK_FULL;
+    }
+    fate[at] = where;
+    rank_of[at] = owner;
+    if (bad && valid) return {p.owner[(int)id], RECORD_DISCARD};
+    return {owner, (uint32_t)where};
+}
+
+/* Sends the records of the lanes' tokens; c[h] is the choice of half h. */
+__device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job &job,
+                                             const Lanes &lanes, int32_t token, bool in,
+                                             const Placed (&c)[2])
+{
+    const p2p_seat &seat = job.seat;
+    const int top_k = job.layer.top_k;
+    const int64_t base = seat.at.records / 8 +
+                         ((int64_t)parity(now) * seat.num_ranks + seat.rank) * seat.max_tokens *
+                             DEVICE_MAX_TOP_K +
+                         (int64_t)token * top_k;
+    for (int i = 1; i <= seat.num_ranks; i++) {
+        const int q = (seat.rank + i) % seat.num_ranks;
+        uint64_t *to = (uint64_t *)seat.heap[q] + base;
+        const uint32_t first = __ballot_sync(ALL_LANES, c[0].rank == q) & lanes.mates;
+        const uint32_t second =
+            lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].rank == q) : 0;
+        const uint32_t above = ~lanes_below() << 1;
+        if (c[0].rank == q) {
+            const bool last = !(first & above) && !second;
+            store_relaxed(to + __popc(first & lanes_below()),
+                          stamp(now, c[0].slot | (last ? RECORD_LAST : 0)));
+        }
+        if (c[1].rank == q) {
+            const bool last = !(second & above);
+            store_relaxed(to + __popc(first) + __popc(second & lanes_below()),
+                          stamp(now, c[1].slot | (last ? RECORD_LAST : 0)));
+        }
+        if (in && lanes.on && lanes.k == 0 && !first && !second)
+            store_relaxed(to, stamp(now, RECORD_ABSENT | RECORD_LAST));
+    }
+}
+
+static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    const device_plan_layout at = device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens,
+                                                        job.layer.num_experts, job.layer.top_k);
+    int32_t *fate = (int32_t *)(job.plan + at.fate);
+    int32_t *rank_of = (int32_t *)(job.plan + at.rank_of);
+    const Lanes lanes(job.layer.top_k);
+    const Part part = part_of_warp(p, job);
+    const int top_k = job.layer.top_k;
+    for (int t = part.begin; t < part.end; t += 2 * lanes.tokens) {
+        int64_t where[4], id[4];
+        int32_t place[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) { /* two groups of tokens, two halves each */
+            const int token = t + i / 2 * lanes.tokens + lanes.token;
+            const int k = lanes.k + i % 2 * WARP;
+            const bool in = lanes.on && token < part.end && k < top_k && i % 2 < lanes.halves;
+            where[i] = in ? (int64_t)token * top_k + k : -1;
+            id[i] = in ? choice_id(job, where[i]) : -1;
+            place[i] = in ? fate[where[i]] : 0;
+        }
+#pragma unroll
+        for (int g = 0; g < 2; g++) {
+            Placed c[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int i = g * 2 + h;
+                c[h] = {-1, 0};
+                if (where[i] >= 0)
+                    c[h] = place_choice(p, job, where[i], id[i], place[i], fate, rank_of);
+            }
+            const int token = t + g * lanes.tokens + lanes.token;
+            send_records(now, job, lanes, token, token < part.end, c);
+        }
+    }
+}
+
+/* Every thread of the first `planners` CTAs.  false: the group is broken. */
+static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now &now,
+                                 uint8_t *memory)
+{
+    const device_plan_layout at = device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens,
+                                                        job.layer.num_experts, job.layer.top_k);
+    planner_begin(p, job, memory);
+    __syncthreads();
+    count_choices(p, job, (int32_t *)(job.plan + at.fate));
+    __syncthreads();
+    publish_tallies(p, job, now);
+    bool ok = exchange_counts(p, job, now);
+    ok = __syncthreads_and(ok);
+    ok = ok && decide(p, job, now);
+    if (!ok) return false;
+    if (blockIdx.x == 0) {
+        write_header(p, job, now);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            if (p.header.result == EPIC_EINVAL) notify_fault(p, job, now);
+            if (p.header.result == EPIC_EOVERFLOW) notify_overflow(p, job, now);
+            __threadfence();
+            store_release(&control_of(now)->planned, now.epoch);
+        }
+    }
+    place_choices(p, job, now);
+    return true;
+}
+
+#endif
