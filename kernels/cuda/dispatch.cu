@@ -273,8 +273,9 @@ __device__ __forceinline__ void pad_slots(const Move &m, int32_t token, int piec
 __device__ __forceinline__ bool wait_for_plan(const Move &m)
 {
     const uint32_t *planned = &control_of(m.now)->planned;
-    return wait_until(m.now, -1, P2P_PHASE_GRID,
-                      [&] { return load_acquire(planned) == m.now.epoch; });
+    return wait_until(m.now, -1, P2P_PHASE_GRID, [&] {
+        return __all_sync(ALL_LANES, load_acquire(planned) == m.now.epoch) != 0;
+    });
 }
 
 __device__ __forceinline__ const volatile device_plan_header *header_of(const Move &m)

@@ -19,6 +19,7 @@
 #define MAX_WARPS (EMULATOR_MAX_THREADS / EMULATOR_WARP)
 #define ALL 0xffffffffu
 #define JUNK 0xcd
+#define YIELD_ONE_IN 256
 
 typedef struct copy { /* cp.async */
     const void *from;
@@ -146,8 +147,10 @@ static void run_next(void)
     switch_to(next);
 }
 
+/* Once in a while the other threads of the system, too, get ahead of the lanes still to come. */
 static void leave_the_sm(void)
 {
+    if (emulator_random() % YIELD_ONE_IN == 0) sched_yield();
     if (!_setjmp(here->running->jump)) run_next();
 }
 
