@@ -133,16 +133,14 @@ __device__ __forceinline__ void send(const Move &m, int32_t token, int32_t vecto
                                      uint32_t peers, uint4 (&x)[V])
 {
     const p2p_seat &seat = m.job.seat;
-    const int64_t row = (int64_t)(token - m.first) * m.shape.vectors;
 #pragma unroll
     for (int v = 0; v < V; v++) x[v] = other_nans(x[v], ROW::NAN_WORD);
 #pragma unroll 1
     for (int distance = 1; distance < seat.num_ranks; distance++) {
         const int rank = wrap(seat.rank + distance, seat.num_ranks);
-        const int source = seat.num_ranks - 1 - distance; /* this rank, as the peer counts */
         if (!(peers >> rank & 1)) continue;
-        uint4 *staged = (uint4 *)staging_of(m.job.seat, m.now, seat.heap[rank], source);
-        send_piece<V, EXACT>(staged + row, vector, m.shape.vectors, x);
+        send_piece<V, EXACT>(staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors),
+                             vector, m.shape.vectors, x);
     }
 }
 
@@ -159,15 +157,14 @@ __device__ __forceinline__ void fill_end(const Move &m, int32_t vector, uint4 (&
 
 /* The piece of d_out: the caller's, or staged. */
 template <class ROW, int V>
-__device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vector, int source,
-                                     int rank, uint4 (&x)[V])
+__device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vector, int rank,
+                                     uint4 (&x)[V])
 {
     if (rank == m.job.seat.rank) {
         load_own<ROW, V>(m, token, vector, x);
         return true;
     }
-    uint4 *staged = (uint4 *)staging_of(m.job.seat, m.now, m.now.heap, source) +
-                    (int64_t)(token - m.first) * m.shape.vectors;
+    uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
     if (!take_piece<V, false>(m.now, rank, staged, vector, m.shape.vectors, false, x))
         return false;
     restore_piece<V, false>(staged, vector, m.shape.vectors);
@@ -234,7 +231,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
                                   : make_uint4(0, 0, 0, 0);
             }
             if (!have_x) {
-                if (!take<ROW, V>(m, token, vector, source, rank, q)) return false;
+                if (!take<ROW, V>(m, token, vector, rank, q)) return false;
 #pragma unroll
                 for (int v = 0; v < V; v++) ROW::unpack(q[v], x[v]);
             }
@@ -415,10 +412,10 @@ template <class ROW, bool EXACT> struct Stream {
     {
         return u.role > 0 && u.role < m.job.seat.num_ranks;
     }
-    __device__ __forceinline__ uint8_t *staged(const Entry &u) const
+    __device__ __forceinline__ uint4 *staged(const Entry &u) const
     {
-        return staging_of(m.job.seat, m.now, m.now.heap, u.role - 1) +
-               (int64_t)(u.token - m.first) * m.shape.vectors * 16;
+        return staged_in(m.now.inbox[rank_of_role(m.job.seat, u.role)], u.token - m.first,
+                         m.shape.vectors);
     }
     /* One piece more; a unit of none takes a place too. */
     __device__ __forceinline__ void copy_next()
@@ -430,7 +427,7 @@ template <class ROW, bool EXACT> struct Stream {
         } else if (copied != begun) {
             const Entry &entry = entries[copied++ % ENTRIES];
             const uint8_t *from = is_staged(entry)
-                                      ? staged(entry)
+                                      ? (const uint8_t *)staged(entry)
                                       : m.job.d_out + row_offset(entry.token, m.shape);
             vector = entry.vector;
             rows = m.job.rows + lane_offset(vector);
@@ -452,7 +449,7 @@ template <class ROW, bool EXACT> struct Stream {
     /* q is what the ring had. */
     __device__ __forceinline__ bool wait_for(const Entry &u, uint4 (&q)[V])
     {
-        uint4 *from = (uint4 *)staged(u);
+        uint4 *from = staged(u);
         const int rank = rank_of_role(m.job.seat, u.role);
         if (!take_piece<V, EXACT>(m.now, rank, from, u.vector, m.shape.vectors, true, q))
             return false;

@@ -280,8 +280,8 @@ __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
     if (!sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node)) return;
     const int source = c.job.seat.num_ranks - 2 - u.role; /* this rank, as the peer counts */
     uint8_t *heap = c.job.seat.heap[rank];
-    uint4 *staged = (uint4 *)staging_of(c.job.seat, c.now, heap, source) +
-                    (int64_t)(u.token - c.first) * c.shape.vectors * P + vector * P;
+    uint4 *staged =
+        staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors * P) + vector * P;
 #pragma unroll
     for (int v = 0; v < V; v++)
 #pragma unroll
@@ -301,26 +301,24 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
     constexpr int P = Node<ROW, PART>::VECTORS;
     const p2p_seat &seat = c.job.seat;
     const int32_t vector = u.piece * V * WARP;
-    uint8_t *const base = staging_of(c.job.seat, c.now, c.now.heap, 0) +
-                          ((int64_t)(u.token - c.first) * c.shape.vectors + vector) * P * 16 +
-                          lane_id() * P * 16;
-    int source[4], first_peer = -1;
+    int peer[4], first_peer = -1;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int rank = place + i < seat.num_ranks ? c.plan.header.rank_at[place + i] : -1;
-        source[i] = -1;
+        peer[i] = -1;
         if (!there[i] || rank == seat.rank) continue;
-        source[i] = rank - seat.rank - 1 + (rank < seat.rank ? seat.num_ranks : 0);
+        peer[i] = rank;
         if (first_peer < 0) first_peer = rank;
     }
     auto staged = [&](int i, int v, int p) {
-        return (uint4 *)(base + source[i] * seat.at.source_bytes) + v * WARP * P + p;
+        return staged_in(c.now.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) +
+               (vector + v * WARP + lane_id()) * P + p;
     };
     const bool ok = wait_until(c.now, first_peer, P2P_PHASE_ROW, [&] {
         bool missing = false;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (source[i] >= 0)
+            if (peer[i] >= 0)
 #pragma unroll
                 for (int v = 0; v < V; v++)
 #pragma unroll
@@ -330,7 +328,7 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
                                          : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (source[i] >= 0)
+            if (peer[i] >= 0)
 #pragma unroll
                 for (int v = 0; v < V; v++)
 #pragma unroll
@@ -340,7 +338,7 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
     if (!ok) return false;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (source[i] >= 0)
+        if (peer[i] >= 0)
 #pragma unroll
             for (int v = 0; v < V; v++)
 #pragma unroll

@@ -111,13 +111,10 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
             read_source();
         }
     }
-    __device__ __forceinline__ uint8_t *staged(int32_t of_token, int place)
+    __device__ __forceinline__ uint4 *staged(int32_t of_token, int place)
     {
-        const p2p_seat &seat = c.job.seat;
-        const int rank = __shfl_sync(ALL_LANES, place_rank, place);
-        const int source = rank - seat.rank - 1 + (rank < seat.rank ? seat.num_ranks : 0);
-        return staging_of(seat, c.now, c.now.heap, source) +
-               (int64_t)(of_token - c.first) * c.shape.vectors * 16;
+        const int rank = c.plan.header.rank_at[place];
+        return staged_in(c.now.inbox[rank], of_token - c.first, c.shape.vectors);
     }
     /* One piece more; a unit of none takes a place too. */
     __device__ __forceinline__ void copy_next()
@@ -138,8 +135,8 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         } else if (places) {
             const int place = __ffs(places) - 1;
             places &= places - 1;
-            ring.copy(staged(token, place) + lane_offset(vector), vector, c.shape, false,
-                      c.policy);
+            ring.copy((const uint8_t *)staged(token, place) + lane_offset(vector), vector,
+                      c.shape, false, c.policy);
         }
         ring.filled_one();
     }
@@ -183,23 +180,22 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
         const p2p_seat &seat = c.job.seat;
-        const int rank = peer_of(c, u.role), source = seat.num_ranks - 2 - u.role;
-        uint8_t *heap = seat.heap[rank];
-        uint4 *to = (uint4 *)staging_of(seat, c.now, heap, source) +
-                    (int64_t)(u.token - c.first) * c.shape.vectors + u.vector + lane_id();
+        const int rank = peer_of(c, u.role);
+        uint4 *to = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors) +
+                    u.vector + lane_id();
         if (u.num_slots)
 #pragma unroll
             for (int v = 0; v < V; v++)
                 if (in_row(u, v)) store_relaxed(to + v * WARP, node[v]);
         if (u.vector == 0 && c.job.slot_floats && lane_id() < u.num_slots)
-            store_relaxed(floats_of(seat, c.now, heap, source) + (int64_t)u.token * c.top_k +
-                              lane_id(),
+            store_relaxed(floats_of(seat, c.now, seat.heap[rank], seat.num_ranks - 2 - u.role) +
+                              (int64_t)u.token * c.top_k + lane_id(),
                           other_nan(u.slots[lane_id()].word, F32::NAN_WORD));
     }
     __device__ __forceinline__ bool take_partial(const Entry &u, int place, uint4 (&q)[V])
     {
-        uint4 *from = (uint4 *)staged(u.token, place);
-        const int rank = __shfl_sync(ALL_LANES, place_rank, place);
+        uint4 *from = staged(u.token, place);
+        const int rank = c.plan.header.rank_at[place];
         use(u, q);
         if (!take_piece<V, EXACT>(c.now, rank, from, u.vector, c.shape.vectors, true, q))
             return false;

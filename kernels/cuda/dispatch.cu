@@ -105,8 +105,7 @@ __device__ __forceinline__ void send(const Move &m, int32_t token, int piece, ui
         const uint32_t second = __ballot_sync(ALL_LANES, goes2);
         if (!(first | second)) continue;
         uint8_t *heap = seat.heap[rank];
-        uint4 *staged = (uint4 *)staging_of(seat, m.now, heap, source) +
-                        (int64_t)(token - m.first) * m.shape.vectors;
+        uint4 *staged = staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors);
         send_piece<V, EXACT>(staged, piece * V * WARP, m.shape.vectors, q);
         if (mask)
             store_relaxed(escapes_of(seat, m.now, heap, source) +
@@ -239,8 +238,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
         if (weighs) weight = peek_weight(m, rank, source, token, 0, slot);
     } else {
         if (weighs) weight = peek_weight(m, rank, source, token, 0, slot);
-        uint4 *staged = (uint4 *)staging_of(m.job.plan.seat, m.now, m.now.heap, source) +
-                        (int64_t)(token - m.first) * m.shape.vectors;
+        uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
         if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, copied, q))
             return false;
         uint32_t *escape = escapes_of(m.job.plan.seat, m.now, m.now.heap, source) +
@@ -323,8 +321,9 @@ __device__ __forceinline__ void copy_ahead(const Move &m, const Walk &walk, int3
     const bool staged = walk.role > 0 && walk.role < seat.num_ranks;
     const uint8_t *row = m.job.tokens + row_offset(token, m.shape);
     if (staged)
-        row = staging_of(seat, m.now, m.now.heap, walk.role - 1) +
-              (int64_t)(token - m.first) * m.shape.vectors * 16;
+        row =
+            (const uint8_t *)staged_in(m.now.inbox[wrap(seat.rank + walk.role, seat.num_ranks)],
+                                       token - m.first, m.shape.vectors);
     if (token < (staged ? end : min(end, m.job.num_tokens)))
         ring.copy(row + lane_offset(walk.piece * V * WARP), walk.piece * V * WARP, m.shape,
                   false, m.policy);

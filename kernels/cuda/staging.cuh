@@ -17,14 +17,13 @@
 #define STAND_IN 0x7fff7fffu
 #define ESCAPE_SENT 0x80000000u
 
-/* Where `source` (0: the next rank upwards) stages for the rank that owns the heap. */
-__device__ __forceinline__ uint8_t *staging_of(const p2p_seat &seat, const Now &now,
-                                               uint8_t *heap, int source)
+/* Where in a box the row of a token of the round is, of so many vectors. */
+__device__ __forceinline__ uint4 *staged_in(uint8_t *box, int32_t token, int32_t vectors)
 {
-    return heap + seat.at.staging +
-           ((int64_t)parity(now) * (seat.num_ranks - 1) + source) * seat.at.source_bytes;
+    return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
+/* What `source` (0: the next rank upwards) sends to the rank that owns the heap. */
 __device__ __forceinline__ uint32_t *escapes_of(const p2p_seat &seat, const Now &now,
                                                 uint8_t *heap, int source)
 {

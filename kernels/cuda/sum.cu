@@ -33,8 +33,7 @@ __device__ __forceinline__ void send_floats(const Now &now, const p2p_sum_job &j
     q = other_nans(q, F32::NAN_WORD);
     for (int distance = 1; distance < seat.num_ranks; distance++) {
         const int rank = wrap(seat.rank + distance, seat.num_ranks);
-        uint8_t *staged = staging_of(seat, now, seat.heap[rank], seat.num_ranks - 1 - distance);
-        store_relaxed((uint4 *)(staged + i * 4), q);
+        store_relaxed((uint4 *)(now.outbox[rank] + i * 4), q);
     }
 }
 
@@ -43,10 +42,7 @@ __device__ __forceinline__ bool take_floats(const Now &now, const p2p_sum_job &j
                                             bool in, uint4 (&q)[DEVICE_MAX_RANKS])
 {
     const p2p_seat &seat = job.seat;
-    auto staged = [&](int rank) {
-        const int source = (rank - seat.rank - 1 + seat.num_ranks) % seat.num_ranks;
-        return (uint4 *)(staging_of(seat, now, now.heap, source) + i * 4);
-    };
+    auto staged = [&](int rank) { return (uint4 *)(now.inbox[rank] + i * 4); };
     const bool ok = wait_until(now, -1, P2P_PHASE_ROW, [&] {
         bool missing = false;
 #pragma unroll

@@ -24,8 +24,10 @@ struct Now { /* the running operation, in shared memory */
     uint8_t *heap; /* this rank's */
     uint64_t deadline;
     uint32_t epoch, signature;
-    int32_t tokens, capacity, rows; /* what this rank announces */
-    uint32_t last;                  /* this CTA is the last to finish */
+    int32_t tokens, capacity, rows;    /* what this rank announces */
+    uint32_t last;                     /* this CTA is the last to finish */
+    uint8_t *inbox[DEVICE_MAX_RANKS];  /* staging of this rank that another writes */
+    uint8_t *outbox[DEVICE_MAX_RANKS]; /* staging of another that this rank writes */
 };
 
 __device__ __forceinline__ int lane_id()
@@ -178,6 +180,17 @@ static __device__ void announce(const Now &now)
     store_relaxed(to + P2P_SAYS_SIGNATURE, stamp(now, now.signature));
 }
 
+/* What this rank and rank q stage for each other in the running epoch. */
+static __device__ void find_boxes(Now &now, int q)
+{
+    const p2p_seat &seat = *now.seat;
+    const int peers = seat.num_ranks - 1, first = parity(now) * peers;
+    const int its = wrap(q + seat.num_ranks - seat.rank - 1, seat.num_ranks);
+    const int mine = wrap(seat.rank + seat.num_ranks - q - 1, seat.num_ranks);
+    now.inbox[q] = now.heap + seat.at.staging + (first + its) * seat.at.source_bytes;
+    now.outbox[q] = seat.heap[q] + seat.at.staging + (first + mine) * seat.at.source_bytes;
+}
+
 /* Every thread of every CTA.  `mark` is what the ranks must agree on beyond the signature (a
  * plan's id).  false: the group is broken, nothing is to be done; or the launch only loads the
  * kernel (operation EPIC_OP_NONE). */
@@ -201,6 +214,7 @@ static __device__ bool begin(Now &now, const p2p_seat &seat, uint32_t mark, int3
         hopeless(now, -1, P2P_PHASE_NONE);
     const bool whole = load_relaxed((const uint64_t *)(now.heap + seat.at.broken)) == 0;
     if (whole && blockIdx.x == 0 && threadIdx.x < WARP) announce(now);
+    if (threadIdx.x < seat.num_ranks) find_boxes(now, threadIdx.x);
     return __syncthreads_and(whole);
 }
 
@@ -280,6 +294,8 @@ static __device__ bool next_round(Now &now)
                         [&] { return load_acquire(&control->round) == next; });
         now.epoch = next;
     }
+    if (threadIdx.x == 0)
+        for (int q = 0; q < now.seat->num_ranks; q++) find_boxes(now, q);
     return __syncthreads_and(ok);
 }
 
