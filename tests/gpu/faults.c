@@ -10,6 +10,7 @@
 #include "core/error.h"
 #include "oracle.h"
 #include "product.h"
+#include "slack.h"
 #include "team.h"
 
 #define TOKENS 64
@@ -103,7 +104,8 @@ static int judge(team_rank *me, double took, const epic_failure_info *f)
     const bool differ = expected[fault] == EPIC_EMISMATCH; /* each may name the other side */
     const bool named = fault == SLOW || (differ && f->num_culprits > 0) ||
                        (f->num_culprits == 1 && f->culprits[0] == culprit);
-    const bool in_time = took < deadline_ms * 1.25 || (fault == LATE && me->rank == culprit);
+    const bool in_time =
+        took < deadline_ms * 1.25 + slack_ms() || (fault == LATE && me->rank == culprit);
     if (f->result == expected[fault] && named && in_time) return 0;
     fprintf(stderr, "rank %d, %s by rank %d: %s after %.0f ms: %s\n", me->rank,
             fault_names[fault], culprit, epic_result_name((epic_result)f->result), took,

@@ -4,7 +4,6 @@
  * them afterwards, and a new group of them opens and works.
  *   api_deaths RANKS GPUS FAULTS [FIRST [DEADLINE of those that stop, in ms]] */
 #include <cuda_runtime_api.h>
-#include <math.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -17,6 +16,7 @@
 
 #include "epic/epic.h"
 #include "product.h"
+#include "slack.h"
 
 enum {
     MAX_RANKS = 8,
@@ -163,7 +163,7 @@ static double work_until_error(seat *s)
 static int survive(seat *s, int rank)
 {
     const double late = work_until_error(s);
-    const double most = fault == STOPPED ? deadline_ms * 1.125 : fmax(1000, deadline_ms);
+    const double most = (fault == STOPPED ? deadline_ms * 1.125 : 1000) + slack_ms();
     if (late > most)
         fprintf(stderr, "rank %d: %s of rank %d seen after %.0f ms\n", rank, fault_names[fault],
                 victim, late);
