@@ -20,7 +20,6 @@ typedef struct task {
 
 typedef struct emulator_stream {
     pthread_t thread;
-    pthread_cond_t changed;
     task *first, **end;
     bool busy, closed;
     int device;
@@ -34,6 +33,7 @@ typedef struct emulator_graph {
 } graph;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of all streams */
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER; /* one of them has */
 static stream *streams;
 static stream *defaults[MAX_DEVICES];
 static __thread stream *own;
@@ -88,7 +88,7 @@ static void *be_stream(void *self)
     while (s->first || !s->closed) {
         task *t = s->first;
         if (!t) {
-            pthread_cond_wait(&s->changed, &mutex);
+            pthread_cond_wait(&changed, &mutex);
             continue;
         }
         s->first = t->next;
@@ -100,7 +100,7 @@ static void *be_stream(void *self)
         free_tasks(t);
         pthread_mutex_lock(&mutex);
         s->busy = false;
-        pthread_cond_broadcast(&s->changed);
+        pthread_cond_broadcast(&changed);
     }
     pthread_mutex_unlock(&mutex);
     return NULL;
@@ -112,7 +112,6 @@ static stream *open_stream(int device)
     if (!s) emulator_die("no memory for a stream");
     s->device = device;
     s->end = &s->first;
-    pthread_cond_init(&s->changed, NULL);
     if (pthread_create(&s->thread, NULL, be_stream, s)) emulator_die("no thread for a stream");
     pthread_mutex_lock(&mutex);
     s->next = streams;
@@ -142,23 +141,29 @@ static void enqueue(stream *s, task *t)
     task ***end = s->captured ? &s->captured->end : &s->end;
     **end = t;
     *end = &t->next;
-    pthread_cond_broadcast(&s->changed);
+    pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
 }
 
 static void finish(stream *s)
 {
     pthread_mutex_lock(&mutex);
-    while (s->first || s->busy) pthread_cond_wait(&s->changed, &mutex);
+    while (s->first || s->busy) pthread_cond_wait(&changed, &mutex);
     pthread_mutex_unlock(&mutex);
+}
+
+/* The caller has the mutex. */
+static bool any_busy(int device)
+{
+    for (const stream *s = streams; s; s = s->next)
+        if (s->device == device && (s->first || s->busy)) return true;
+    return false;
 }
 
 void finish_streams(int device)
 {
     pthread_mutex_lock(&mutex);
-    for (stream *s = streams; s; s = s->next)
-        while (s->device == device && (s->first || s->busy))
-            pthread_cond_wait(&s->changed, &mutex);
+    while (any_busy(device)) pthread_cond_wait(&changed, &mutex);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -176,10 +181,9 @@ cudaError_t cudaStreamDestroy(cudaStream_t given)
     stream **link = &streams;
     while (*link != given) link = &(*link)->next;
     *link = given->next;
-    pthread_cond_broadcast(&given->changed);
+    pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
     pthread_join(given->thread, NULL);
-    pthread_cond_destroy(&given->changed);
     free(given);
     return cudaSuccess;
 }
