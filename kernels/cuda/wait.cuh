@@ -210,12 +210,12 @@ static __device__ bool begin(Now &now, const p2p_seat &seat, uint32_t mark, int3
         now.last = 0;
     }
     __syncthreads();
-    if (threadIdx.x < WARP && load_relaxed((const uint64_t *)(now.heap + seat.at.broken)))
-        hopeless(now, -1, P2P_PHASE_NONE);
     const bool whole = load_relaxed((const uint64_t *)(now.heap + seat.at.broken)) == 0;
     if (whole && blockIdx.x == 0 && threadIdx.x < WARP) announce(now);
     if (threadIdx.x < seat.num_ranks) find_boxes(now, threadIdx.x);
-    return __syncthreads_and(whole);
+    if (__syncthreads_and(whole)) return true;
+    if (threadIdx.x < WARP) hopeless(now, -1, P2P_PHASE_NONE); /* it knows why */
+    return false;
 }
 
 /* One warp: waits until every rank has announced, and called the same. */
