@@ -9,7 +9,6 @@
 #include <sys/mman.h>
 #include <time.h>
 #include <ucontext.h>
-#include <unistd.h>
 
 #include "inner.h"
 
@@ -102,6 +101,18 @@ static uint32_t *stack_of(const fiber *f)
     return (uint32_t *)(void *)(here->stacks + (size_t)f->place.thread * STACK_BYTES);
 }
 
+static void end_barrier(sm *s)
+{
+    s->result = s->good;
+    s->good = 1;
+    s->at_barrier = 0;
+    for (int i = 0; i < s->work->threads; i++) {
+        const fiber *f = &s->fibers[i];
+        const uint32_t gone = s->warps[i / EMULATOR_WARP].gone;
+        if (f != s->running && !(gone >> i % EMULATOR_WARP & 1)) push(f);
+    }
+}
+
 static void begin_fiber(void)
 {
     here->work->body(here->work->arguments);
@@ -112,7 +123,7 @@ static void begin_fiber(void)
     if (w->arrived) emulator_die("a lane has ended that its warp waits for");
     w->gone |= 1u << me->place.thread % EMULATOR_WARP;
     if (--here->alive == 0) longjmp(here->home, 1);
-    if (here->at_barrier == here->alive) (void)emulator_sync(-1);
+    if (here->at_barrier == here->alive) end_barrier(here);
     longjmp(here->home, 2);
 }
 
@@ -184,26 +195,14 @@ const uint64_t *emulator_meet(emulator_meeting what, uint64_t value)
     return values;
 }
 
-/* Ends the barrier; -1: for a thread that has ended. */
 int emulator_sync(int good)
 {
     sm *s = here;
-    if (good >= 0) {
-        s->good &= good;
-        s->at_barrier++;
-    }
-    if (s->at_barrier == s->alive) {
-        s->result = s->good;
-        s->good = 1;
-        s->at_barrier = 0;
-        for (int i = 0; i < s->work->threads; i++) {
-            const fiber *f = &s->fibers[i];
-            const uint32_t gone = s->warps[i / EMULATOR_WARP].gone;
-            if (f != s->running && !(gone >> i % EMULATOR_WARP & 1)) push(f);
-        }
-    } else {
+    s->good &= good;
+    if (++s->at_barrier == s->alive)
+        end_barrier(s);
+    else
         leave_the_sm();
-    }
     return s->result;
 }
 

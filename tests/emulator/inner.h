@@ -27,8 +27,8 @@ int num_devices(void);
 int num_sms(void);
 int current_device(void);
 
-/* memory.c: does the address lie in memory of this runtime, and on which device? */
-bool is_known(const void *p, int *device);
+/* memory.c: does the address lie in memory of this runtime? */
+bool is_known(const void *p);
 
 /* stream.c: waits for all streams of a device. */
 void finish_streams(int device);

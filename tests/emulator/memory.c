@@ -81,13 +81,12 @@ static cudaError_t give_back(void *memory)
     return cudaSuccess;
 }
 
-bool is_known(const void *p, int *device)
+bool is_known(const void *p)
 {
     pthread_mutex_lock(&mutex);
-    const block *b = *find(p);
-    if (b) *device = b->device;
+    const bool known = *find(p) != NULL;
     pthread_mutex_unlock(&mutex);
-    return b != NULL;
+    return known;
 }
 
 cudaError_t cudaMalloc(void **memory, size_t bytes)

@@ -6,8 +6,6 @@
 
 #include "inner.h"
 
-#define PER_THREAD cudaStreamPerThread
-
 typedef struct task {
     launch kernel; /* if it has a body */
     void *to;
@@ -123,7 +121,7 @@ static stream *open_stream(int device)
 static stream *stream_of(cudaStream_t given)
 {
     stream **kept = given ? &own : &defaults[current_device()];
-    if (given && given != PER_THREAD) return given;
+    if (given && given != cudaStreamPerThread) return given;
     pthread_mutex_lock(&mutex);
     stream *s = *kept;
     pthread_mutex_unlock(&mutex);
@@ -212,13 +210,12 @@ cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *argume
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t given)
 {
-    int device;
     const task t = {.to = to, .from = from, .bytes = bytes};
     stream *s = stream_of(given);
     (void)kind;
     if (bytes == 0) return cudaSuccess;
-    enqueue(s, new_task(&t, is_known(from, &device) ? NULL : from, bytes));
-    if (!is_known(to, &device) && !s->captured) finish(s);
+    enqueue(s, new_task(&t, is_known(from) ? NULL : from, bytes));
+    if (!is_known(to) && !s->captured) finish(s);
     return cudaSuccess;
 }
 
