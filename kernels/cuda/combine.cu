@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const RowShape shape = streams ? row_shape<STREAM_V>(job.row_bytes, job.aligned)
                                    : row_shape<1>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0) {
-        expert.set(max(job.seat.num_ranks - 1, 1), shape.pieces);
-        source.set(1, shape.pieces);
+        expert.set(gridDim.x * WARPS, max(job.seat.num_ranks - 1, 1), shape.pieces);
+        source.set(gridDim.x * WARPS, 1, shape.pieces);
     }
     if (!begin(now, job.seat, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     uint4 *stack = (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (wide ? 2 : 1) * WARP;

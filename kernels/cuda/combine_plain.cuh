@@ -468,12 +468,12 @@ __device__ __forceinline__ bool combine_tokens(const Combine &c, int32_t end)
     int32_t ranks_s = rank_of(c, c.first + ahead_s.step, 0);
     Unit e, s;
     auto next_expert = [&] {
-        e = {c.first + ahead_e.step, ahead_e.role, ahead_e.piece, within(c, slot_e), -1};
+        e = {c.first + ahead_e.step, ahead_e.role, ahead_e.span, within(c, slot_e), -1};
         ahead_e.next(c.expert);
         slot_e = expert_slot();
     };
     auto next_source = [&] {
-        s = {c.first + ahead_s.step, 0, ahead_s.piece, within(c, slot_s), ranks_s};
+        s = {c.first + ahead_s.step, 0, ahead_s.span, within(c, slot_s), ranks_s};
         ahead_s.next(c.source);
         slot_s = source_slot();
         ranks_s = rank_of(c, c.first + ahead_s.step, 0);

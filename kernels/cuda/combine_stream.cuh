@@ -98,14 +98,14 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         const bool any_e = token_e < end_e, any_s = token_s < end_s;
         Entry &entry = entries[begun % ENTRIES];
         if (any_e && (!any_s || token_e < token_s + c.job.lag)) {
-            put(entry, token_e, e.role, e.piece, within(c, slot_e), 0);
+            put(entry, token_e, e.role, e.span, within(c, slot_e), 0);
             e.next(c.expert);
             read_expert();
         } else if (any_s) {
             const uint32_t touched =
                 __reduce_or_sync(ALL_LANES, ranks_s >= 0 ? 1u << ranks_s : 0);
             entry.ranks[lane_id()] = ranks_s;
-            put(entry, token_s, -1, s.piece, within(c, slot_s),
+            put(entry, token_s, -1, s.span, within(c, slot_s),
                 __ballot_sync(ALL_LANES, place_rank >= 0 && (touched >> place_rank & 1)));
             s.next(c.source);
             read_source();

@@ -103,8 +103,11 @@ typedef struct p2p_dispatch_job {
     int32_t num_tokens, recv_rows;
     int32_t aligned; /* rows are vectors of 16 bytes */
     int32_t zero_tail;
-    int32_t lag;  /* tokens that receiving stays behind sending */
     int32_t head; /* tokens that are sent while the plan is made */
+    /* The launch fills in: */
+    int32_t lag;   /* tokens that receiving stays behind sending, */
+    int32_t span;  /* pieces of a row that a warp moves one after the other, */
+    int32_t units; /* warps that move rows */
 } p2p_dispatch_job;
 
 typedef struct p2p_combine_job {
@@ -137,7 +140,7 @@ typedef struct p2p_combine_backward_job {
     uint32_t type;
     int32_t aligned;
     int32_t zero_tail;
-    int32_t lag;
+    int32_t lag, span, units; /* as in dispatch */
 } p2p_combine_backward_job;
 
 typedef struct p2p_sum_job {

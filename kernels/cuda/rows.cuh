@@ -183,6 +183,11 @@ template <int V, bool EXACT> struct Ring {
         end_copies();
         next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
     }
+    /* Until the piece that is next in use is there, and the AHEAD after it have been begun. */
+    __device__ __forceinline__ void wait()
+    {
+        wait_copies<AHEAD>();
+    }
     /* The piece that is next in use, vectors [first, ...) of a row, once the AHEAD after it have
      * been begun; `fill` where the row has ended. */
     __device__ __forceinline__ void use(uint4 (&q)[V], int32_t first, const RowShape &s,
@@ -283,62 +288,80 @@ struct F32 {
 
 /* --------------------------------------------------------------------- dealing work ---- */
 
-/* Units are dealt to all warps of the grid in turn: unit = number * pieces + piece.  Warps of a
- * CTA take the pieces of one number when that comes out even. */
-__device__ __forceinline__ void deal(int pieces, int &first, int &step)
-{
-    const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP;
-    step = warps * gridDim.x;
-    first = blockIdx.x * warps + warp;
-    if (warps % pieces == 0)
-        first = ((warp / pieces) * gridDim.x + blockIdx.x) * pieces + warp % pieces;
-}
+/* Units are dealt to the warps of the grid in turn: unit = (step * roles + role) * spans + span.
+ * A span is a few pieces of a row, one after the other. */
+struct Stride { /* how far a warp's next unit lies; in shared memory */
+    int step, role, span, roles, spans, units;
 
-/* How far a warp's next unit lies, in steps, roles and pieces; in shared memory. */
-struct Stride {
-    int step, role, piece, roles, pieces;
-
-    __device__ void set(int num_roles, int num_pieces)
+    /* `num_units` warps, the first ones, take part. */
+    __device__ void set(int num_units, int num_roles, int num_spans)
     {
+        units = num_units;
         roles = num_roles;
-        pieces = num_pieces;
-        const int units = blockDim.x / WARP * gridDim.x;
-        piece = units % pieces;
-        role = units / pieces % roles;
-        step = units / pieces / roles;
+        spans = num_spans;
+        span = units % spans;
+        role = units / spans % roles;
+        step = units / spans / roles;
     }
 };
 
-/* A warp's walk over (step, role, piece): a list of units, the roles of a step apart. */
+#define NO_STEP (1 << 30) /* past the last one */
+
+/* A warp's walk over (step, role, span). */
 struct Walk {
-    int step, role, piece;
+    int step, role, span;
 
     __device__ __forceinline__ explicit Walk(const Stride &s)
     {
-        int first, stride;
-        deal(s.pieces, first, stride);
-        piece = first % s.pieces;
-        role = first / s.pieces % s.roles;
-        step = first / s.pieces / s.roles;
+        const int first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
+        span = first % s.spans;
+        role = first / s.spans % s.roles;
+        step = first < s.units ? first / s.spans / s.roles : NO_STEP;
     }
     __device__ __forceinline__ void next(const Stride &s)
     {
-        piece += s.piece;
+        span += s.span;
         role += s.role;
         step += s.step;
-        if (piece >= s.pieces) piece -= s.pieces, role++;
+        if (span >= s.spans) span -= s.spans, role++;
         if (role >= s.roles) role -= s.roles, step++;
     }
 };
 
-/* CTAs, at most num_sms, with which no warp keeps one role for ever. */
-static inline int even_deal(int num_sms, int warps, int roles, int64_t row_bytes, int vectors)
+static inline int common_divisor(int a, int b)
 {
-    const int pieces = (int)((row_bytes + vectors * 512 - 1) / (vectors * 512));
-    while (roles > 1 && num_sms > 1 && num_sms * warps % pieces == 0 &&
-           num_sms * warps / pieces % roles == 0)
-        num_sms--;
-    return num_sms;
+    while (b) {
+        const int rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* Fills job.span, more for few SMs, whose time goes into what each unit costs, than for many,
+ * where it counts how evenly units are shared; job.lag accordingly (both measured, docs/cuda.md);
+ * and job.units: at most all warps, so many that a warp's units take turns.  Each warp comes to every role and span, as
+ * their number has no divisor in common with that of the units; and its next one is at least 0.3
+ * of them away if that can be: a warp that does one kind of work for some time runs ahead of the
+ * others or falls behind, and they wait for each other. */
+template <class Job>
+static inline void deal(Job &job, int num_sms, int block, int roles, int vectors)
+{
+    job.span = num_sms >= 60 ? 1 : num_sms >= 44 ? 2 : 3;
+    job.lag = 16 + 8 * job.span;
+    const int warps = num_sms * (block / WARP);
+    const int64_t span_bytes = (int64_t)job.span * vectors * 512;
+    const int kinds = roles * (int)((job.row_bytes + span_bytes - 1) / span_bytes);
+    int best = 0;
+    job.units = warps;
+    for (int units = warps; units > 0 && units > warps - kinds; units--) {
+        const int ahead = units % kinds, back = kinds - ahead;
+        int turn = ahead < back ? ahead : back;
+        if (turn > (kinds * 3 + 9) / 10) turn = (kinds * 3 + 9) / 10;
+        if (common_divisor(units, kinds) != 1 || turn <= best) continue;
+        best = turn;
+        job.units = units;
+    }
 }
 
 #endif

@@ -98,8 +98,17 @@ __device__ __forceinline__ bool unhide_poison(const Now &now, int peer, uint4 (&
     return ok;
 }
 
+template <int V> __device__ __forceinline__ bool is_missing(const uint4 (&q)[V])
+{
+    bool missing = false;
+#pragma unroll
+    for (int v = 0; v < V; v++) missing |= has_poison(q[v]);
+    return __any_sync(ALL_LANES, missing) != 0;
+}
+
 /* One warp waits for a piece: vectors [first, ...) of a staged row, `vectors` long.  `copied`: q
- * is what was there a while ago. */
+ * is what was there a while ago.  While nothing of it is there, only the first vectors are asked
+ * for: what waits takes bandwidth from what works. */
 template <int V, bool EXACT>
 __device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4 *staged,
                                            int32_t first, int32_t vectors, bool copied,
@@ -107,18 +116,22 @@ __device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4
 {
     const int32_t begin = first + lane_id();
     staged += begin;
-    return wait_until(now, peer, P2P_PHASE_ROW, [&] {
-        bool missing = false;
-        if (!copied)
+    auto read = [&] {
 #pragma unroll
-            for (int v = 0; v < V; v++)
-                q[v] = EXACT || begin + v * WARP < vectors ? load_relaxed(staged + v * WARP)
-                                                           : make_uint4(0, 0, 0, 0);
-        copied = false;
-#pragma unroll
-        for (int v = 0; v < V; v++) missing |= has_poison(q[v]);
-        return __any_sync(ALL_LANES, missing) == 0;
+        for (int v = 0; v < V; v++)
+            q[v] = EXACT || begin + v * WARP < vectors ? load_relaxed(staged + v * WARP)
+                                                       : make_uint4(0, 0, 0, 0);
+    };
+    if (!copied) read();
+    if (!is_missing(q)) return true;
+    const bool begun = wait_until(now, peer, P2P_PHASE_ROW, [&] {
+        if (has_poison(q[0])) q[0] = load_relaxed(staged);
+        return __any_sync(ALL_LANES, has_poison(q[0])) == 0;
     });
+    return begun && wait_until(now, peer, P2P_PHASE_ROW, [&] {
+               read();
+               return !is_missing(q);
+           });
 }
 
 template <int V, bool EXACT>
@@ -157,6 +170,30 @@ __device__ __forceinline__ void each_pad(const Plan &plan, int owned, int part, 
         const int32_t end = (int32_t)((int64_t)(share + 1) * pads / sharers);
         for (int32_t i = (int32_t)((int64_t)share * pads / sharers); i < end; i++)
             write(begin + count + i);
+    }
+}
+
+/* Calls write(slot, piece) for what falls to warp `warp` of `warps` of all the padding. */
+template <class Write>
+__device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int pieces,
+                                               int warp, int warps, Write write)
+{
+    const int alignment = plan.header.alignment;
+    int next = warp; /* pieces of padding that come before this warp's next one */
+    for (int base = 0; base < owned; base += WARP) {
+        const int slab = base + lane_id();
+        int32_t first = 0, pads = 0;
+        if (slab < owned) {
+            const int32_t count = __ldcg(plan.slab_count + slab);
+            first = __ldcg(plan.slab_begin + slab) + count;
+            pads = (int32_t)device_round_up(count, alignment) - count;
+        }
+        for (int i = 0; i < min(WARP, owned - base); i++) {
+            const int32_t slot = __shfl_sync(ALL_LANES, first, i);
+            const int32_t many = __shfl_sync(ALL_LANES, pads, i) * pieces;
+            for (; next < many; next += warps) write(slot + next / pieces, next % pieces);
+            next -= many;
+        }
     }
 }
 

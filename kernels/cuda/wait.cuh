@@ -148,7 +148,7 @@ template <class Ready>
 __device__ __forceinline__ bool wait_until(const Now &now, int peer, int phase, Ready ready)
 {
     for (uint32_t spins = 1; !ready(); spins++) {
-        if (spins > 4) __nanosleep(40);
+        if (spins > 4) __nanosleep(min(spins * 20, 400u));
         if (spins % 256 == 0 && __any_sync(ALL_LANES, hopeless(now, peer, phase))) return false;
     }
     return true;
@@ -159,7 +159,7 @@ template <class Ready>
 __device__ __forceinline__ bool wait_alone(const Now &now, int peer, int phase, Ready ready)
 {
     for (uint32_t spins = 1; !ready(); spins++) {
-        if (spins > 4) __nanosleep(40);
+        if (spins > 4) __nanosleep(min(spins * 20, 400u));
         if (spins % 256 == 0 && hopeless(now, peer, phase)) return false;
     }
     return true;

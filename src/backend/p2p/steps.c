@@ -8,10 +8,8 @@
 
 #define MOST_ROWS 0x7ffffff0 /* slots are int32 */
 
-#define DISPATCH_LAG 32      /* tokens; measured, docs/cuda.md */
 #define HEAD_BYTES (4 << 20) /* sent to all peers while the plan is made */
-#define COMBINE_LAG 64
-#define BACKWARD_LAG 64
+#define COMBINE_LAG 48       /* tokens; measured, docs/cuda.md */
 
 /* --------------------------------------------------------------------------- common ---- */
 
@@ -169,7 +167,6 @@ static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
     job->recv_rows = rows_of(&args->recv);
     job->aligned = is_aligned(&args->tokens) && is_aligned(&args->recv);
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
-    job->lag = DISPATCH_LAG;
     mix(a, (uint64_t)job->row_bytes);
     mix(a, args->recv_weight != NULL);
     return EPIC_OK;
@@ -319,7 +316,6 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     job.aligned = is_aligned(&args->d_out) && is_aligned(&args->d_rows) &&
                   (!args->d_slot_weights || is_aligned(&args->rows));
     job.zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
-    job.lag = BACKWARD_LAG;
     mix(&a, (uint64_t)job.row_bytes);
     mix(&a, args->type);
     mix(&a, (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));

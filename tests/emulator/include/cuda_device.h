@@ -48,6 +48,10 @@ static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w)
 {
     return {x, y, z, w};
 }
+static inline float4 make_float4(float x, float y, float z, float w)
+{
+    return (float4){x, y, z, w};
+}
 
 /* --------------------------------------------------------------------------------- warps ---- */
 

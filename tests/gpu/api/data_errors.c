@@ -322,8 +322,7 @@ int main(int argc, char **argv)
 {
     pthread_t threads[MAX_RANKS];
     int failed = 0;
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32",
-           0); /* no waiting kernel before another rank's */
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
     if (argc > 1) num_ranks = atoi(argv[1]);
     if (num_ranks < 1 || num_ranks > MAX_RANKS || EXPERTS % num_ranks) return 2;
     need(!epic_meet_threads(meets, num_ranks, 20000), "meet", NULL);

@@ -152,8 +152,7 @@ static void *run(void *self)
 int main(int argc, char **argv)
 {
     pthread_t threads[MAX_RANKS];
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32",
-           0); /* no waiting kernel before another rank's */
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
     if (argc > 1) num_ranks = atoi(argv[1]);
     if (num_ranks < 2 || num_ranks > MAX_RANKS) return 2;
     need(!epic_meet_threads(meets, num_ranks, 20000), "meet", NULL);

@@ -191,8 +191,7 @@ static void fill(unsigned seed)
 int main(int argc, char **argv)
 {
     pthread_t threads[MAX_RANKS];
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32",
-           0); /* no waiting kernel before another rank's */
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
     if (argc > 1) num_ranks = atoi(argv[1]);
     if (num_ranks < 1 || num_ranks > MAX_RANKS || EXPERTS % num_ranks) return 2;
     const epic_config config = {

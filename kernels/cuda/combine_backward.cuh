@@ -1,0 +1,221 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What both paths of combine_backward share: places, sending, and what goes along with a rank's own
+ * tokens. */
+#ifndef EPIC_COMBINE_BACKWARD_CUH
+#define EPIC_COMBINE_BACKWARD_CUH
+
+#include "cuda/dot.cuh"
+#include "cuda/slots.cuh"
+#include "cuda/staging.cuh"
+
+struct Move {
+    const p2p_combine_backward_job &job;
+    const Now &now;
+    const Plan &plan;
+    const Stride &stride;
+    RowShape shape;
+    uint64_t policy;
+    int32_t first; /* token of the round */
+    int32_t top_k;
+};
+
+/* Where the blocks of entry n of a token of `rank` wait. */
+__device__ __forceinline__ uint32_t *part_of(const Move &m, int rank, int32_t token, int n)
+{
+    const p2p_seat &seat = m.job.seat;
+    return (uint32_t *)(m.now.heap + seat.at.parts) + rank * seat.at.part_words +
+           ((int64_t)token * m.top_k + n) * m.shape.pieces;
+}
+
+/* Lane n of a half: the slot of entry n here, as the plan has it. */
+__device__ __forceinline__ int32_t read_slot(const Move &m, int rank, int32_t token, int n)
+{
+    int32_t slot = -1;
+    if (token >= m.first && token < m.plan.header.tokens_of[rank] && n < m.top_k)
+        slot = __ldg(m.plan.records + record_at(m.job.seat, rank, token, m.top_k) + n);
+    return slot;
+}
+
+/* Lane k: the rank of choice k of this rank's token, -1: none. */
+__device__ __forceinline__ int32_t read_rank(const Move &m, int32_t token, int k)
+{
+    int32_t rank = -1;
+    if (token < m.job.num_tokens && k < m.top_k)
+        rank = __ldg(m.plan.rank_of + (int64_t)token * m.top_k + k);
+    return rank;
+}
+
+template <class ROW, int V>
+__device__ __forceinline__ void load_own(const Move &m, int32_t token, int32_t vector,
+                                         uint4 (&x)[V])
+{
+    load_piece_again<V, false>(m.job.d_out + row_offset(token, m.shape), vector, m.shape, x,
+                               ROW::MINUS_ZERO);
+}
+
+/* Lanes' choices of this rank's token: a bit for each peer that needs its row. */
+__device__ __forceinline__ uint32_t peers_of(const Move &m, int32_t choice)
+{
+    const uint32_t touched = __reduce_or_sync(ALL_LANES, choice >= 0 ? 1u << choice : 0);
+    return touched & ~(1u << m.job.seat.rank);
+}
+
+/* Sends a piece to the peers whose bits are set. */
+template <class ROW, int V, bool EXACT>
+__device__ __forceinline__ void send(const Move &m, int32_t token, int32_t vector,
+                                     uint32_t peers, uint4 (&x)[V])
+{
+    const p2p_seat &seat = m.job.seat;
+#pragma unroll
+    for (int v = 0; v < V; v++) x[v] = other_nans(x[v], ROW::NAN_WORD);
+#pragma unroll 1
+    for (int distance = 1; distance < seat.num_ranks; distance++) {
+        const int rank = wrap(seat.rank + distance, seat.num_ranks);
+        if (!(peers >> rank & 1)) continue;
+        send_piece<V, EXACT>(staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors),
+                             vector, m.shape.vectors, x);
+    }
+}
+
+/* Past the end of a row: what adds nothing to a dot product. */
+template <class ROW, int V, bool EXACT>
+__device__ __forceinline__ void fill_end(const Move &m, int32_t vector, uint4 (&x)[V])
+{
+    const uint32_t fill = ROW::MINUS_ZERO;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        if (!EXACT && vector + v * WARP + lane_id() >= m.shape.vectors)
+            x[v] = make_uint4(fill, fill, fill, fill);
+}
+
+/* The piece of d_out: the caller's, or staged. */
+template <class ROW, int V>
+__device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vector, int rank,
+                                     uint4 (&x)[V])
+{
+    if (rank == m.job.seat.rank) {
+        load_own<ROW, V>(m, token, vector, x);
+        return true;
+    }
+    uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
+    if (!take_piece<V, false>(m.now, rank, staged, vector, m.shape.vectors, false, x))
+        return false;
+    restore_piece<V, false>(staged, vector, m.shape.vectors);
+    fill_end<ROW, V, false>(m, vector, x);
+    return true;
+}
+
+/* Adds the blocks of a token's dot products, all sources side by side. */
+__device__ __forceinline__ bool add_parts(const Move &m, int32_t token)
+{
+    const int entries = m.job.seat.num_ranks * m.top_k;
+    for (int begin = 0; begin < entries; begin += WARP) {
+        const int i = begin + lane_id();
+        const int rank = i / m.top_k, n = i % m.top_k;
+        const int32_t slot = i < entries ? within(m, read_slot(m, rank, token, n)) : -1;
+        if (!__any_sync(ALL_LANES, slot >= 0)) continue;
+        uint32_t *part = part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
+        float sum = 0.0f;
+        for (int piece = 0; piece < m.shape.pieces; piece += 8) {
+            /* the last word alone while it is missing: what waits takes bandwidth */
+            const int last = min(piece + 8, m.shape.pieces) - 1;
+            uint32_t words[8], word = slot >= 0 ? POISON : 0;
+            bool ok = wait_until(m.now, -1, P2P_PHASE_GRID, [&] {
+                if (word == POISON) word = load_relaxed(part + last);
+                return __any_sync(ALL_LANES, word == POISON) == 0;
+            });
+            ok = ok && wait_until(m.now, -1, P2P_PHASE_GRID, [&] {
+                     bool missing = false;
+#pragma unroll
+                     for (int p = 0; p < 8; p++)
+                         words[p] = slot >= 0 && piece + p < m.shape.pieces
+                                        ? load_relaxed(part + piece + p)
+                                        : 0;
+#pragma unroll
+                     for (int p = 0; p < 8; p++) missing |= words[p] == POISON;
+                     return __any_sync(ALL_LANES, missing) == 0;
+                 });
+            if (!ok) return false;
+#pragma unroll
+            for (int p = 0; p < 8; p++) {
+                if (piece + p >= m.shape.pieces || slot < 0) continue;
+                const float x = __uint_as_float(words[p]);
+                sum = piece + p ? sum + x : x;
+                part[piece + p] = POISON;
+            }
+        }
+        if (slot >= 0) m.job.d_slot_weights[slot] = sum;
+    }
+    return true;
+}
+
+template <int V, bool EXACT>
+__device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece)
+{
+    if (slot >= m.job.num_rows) return;
+    zero_piece<V, EXACT>(m.job.d_rows + row_offset(slot, m.shape), piece * V * WARP, m.shape,
+                         m.policy);
+    if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
+}
+
+/* Does each warp have a token of its own to pad slabs beside? */
+__device__ __forceinline__ bool pads_beside(const Move &m)
+{
+    return m.plan.most_tokens >= m.stride.units / m.stride.spans;
+}
+
+/* All CTAs: the padding of the slabs, when there are few tokens. */
+template <int V> __device__ __forceinline__ void pad_all(const Move &m)
+{
+    const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
+    if (!pads_beside(m))
+        each_pad_piece(m.plan, m.plan.header.owned, m.shape.pieces, warp, warps,
+                       [&](int32_t slot, int piece) { pad_piece<V, false>(m, slot, piece); });
+}
+
+/* Role 0 sends, role 1 + n receives from source n. */
+__host__ __device__ __forceinline__ int num_roles(const p2p_seat &seat)
+{
+    return seat.num_ranks + 1;
+}
+
+__device__ __forceinline__ int rank_of_role(const p2p_seat &seat, int role)
+{
+    return wrap(seat.rank + role, seat.num_ranks);
+}
+
+__device__ __forceinline__ int first_piece(const Move &m, const Walk &walk)
+{
+    return walk.span * m.job.span;
+}
+
+__device__ __forceinline__ int pieces_of(const Move &m, const Walk &walk)
+{
+    return min(m.job.span, m.shape.pieces - first_piece(m, walk));
+}
+
+/* What goes along with the receiving of this rank's own token, each with one of its spans: some
+ * padding, and the adding of the dot products of an earlier one. */
+template <int V, bool EXACT>
+__device__ __forceinline__ bool do_beside(const Move &m, int span, int32_t token, int32_t end)
+{
+    const int32_t added = token - m.job.lag;
+    const int spans = m.stride.spans;
+    if (token >= m.first && token < end && token % spans == span && pads_beside(m))
+        each_pad(m.plan, m.plan.header.owned, token, m.plan.most_tokens, [&](int32_t slot) {
+            for (int i = 0; i < m.shape.pieces; i++) pad_piece<V, EXACT>(m, slot, i);
+        });
+    return added < m.first || !m.job.d_slot_weights || (added + spans / 2) % spans != span ||
+           add_parts(m, added);
+}
+
+/* What a unit needs first: ranks of choices, or slots. */
+__device__ __forceinline__ int32_t read_ahead(const Move &m, const Walk &walk)
+{
+    const int32_t sent = m.first + walk.step;
+    return walk.role == 0
+               ? read_rank(m, sent, lane_id())
+               : read_slot(m, rank_of_role(m.job.seat, walk.role), sent - m.job.lag, lane_id());
+}
+
+#endif

@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* combine_backward of what is rarer: rows that are no aligned vectors, more than 32 choices. */
+#ifndef EPIC_COMBINE_BACKWARD_PLAIN_CUH
+#define EPIC_COMBINE_BACKWARD_PLAIN_CUH
+
+#include "cuda/combine_backward.cuh"
+
+template <class ROW, int V>
+__device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece, int source,
+                                        int32_t slot)
+{
+    const p2p_seat &seat = m.job.seat;
+    const int rank = wrap(seat.rank + 1 + source, seat.num_ranks);
+    const int32_t vector = piece * V * WARP;
+    float x[V][ROW::N];
+    bool have_x = false;
+    for (int half = 0; half * WARP < m.top_k; half++) {
+        const int n = half * WARP + lane_id();
+        if (half) slot = within(m, read_slot(m, rank, token, n));
+        const float weight = read_weight(m, slot);
+        uint32_t lanes = __ballot_sync(ALL_LANES, slot >= 0);
+        if (!lanes) break;
+        if (!have_x) {
+            uint4 q[V];
+            if (!take<ROW, V>(m, token, vector, rank, q)) return false;
+#pragma unroll
+            for (int v = 0; v < V; v++) ROW::unpack(q[v], x[v]);
+        }
+        have_x = true;
+        float mine = 0.0f;
+        for (; lanes; lanes &= lanes - 1) {
+            const int from = __ffs(lanes) - 1;
+            const int32_t s = __shfl_sync(ALL_LANES, slot, from);
+            const float w = __shfl_sync(ALL_LANES, weight, from);
+            uint4 y[V];
+#pragma unroll
+            for (int v = 0; v < V; v++) y[v] = scale<ROW>(w, x[v]);
+            store_piece<V, false>(m.job.d_rows + row_offset(s, m.shape), vector, m.shape, y,
+                                  m.policy);
+            if (!m.job.d_slot_weights) continue;
+#pragma unroll
+            for (int v = 0; v < V; v++)
+                y[v] = load_row(m.job.rows + row_offset(s, m.shape),
+                                vector + v * WARP + lane_id(), m.shape, m.policy);
+            const float dot = add_lanes<ROW>(dot_of<ROW, V>(x, y));
+            if (lane_id() == from) mine = dot;
+        }
+        if (m.job.d_slot_weights && slot >= 0)
+            store_relaxed(part_of(m, rank, token, n) + piece,
+                          other_nan(__float_as_uint(mine), F32::NAN_WORD));
+    }
+    return true;
+}
+
+/* One round: tokens [m.first, end) of every rank. */
+template <class ROW, int V>
+__device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
+{
+    const int peers = m.job.seat.num_ranks - 1;
+    for (Walk walk(m.stride);; walk.next(m.stride)) {
+        const int32_t sent = m.first + walk.step, token = sent - m.job.lag;
+        if (token - m.job.lag >= end) return true;
+        const int first = first_piece(m, walk), count = pieces_of(m, walk);
+        const int32_t word = read_ahead(m, walk);
+        if (walk.role == 0) {
+            uint32_t to = peers_of(m, word);
+            if (m.top_k > WARP) to |= peers_of(m, read_rank(m, sent, WARP + lane_id()));
+            for (int piece = first; piece < first + count && to && sent < end; piece++) {
+                uint4 x[V];
+                load_own<ROW, V>(m, sent, piece * V * WARP, x);
+                send<ROW, V, false>(m, sent, piece * V * WARP, to, x);
+            }
+            continue;
+        }
+        const int source = walk.role - 1;
+        for (int piece = first; piece < first + count && token >= m.first && token < end;
+             piece++)
+            if (!receive<ROW, V>(m, token, piece, source, within(m, word))) return false;
+        if (source == peers && !do_beside<V, false>(m, walk.span, token, end)) return false;
+    }
+}
+
+/* What is rarer has registers of its own. */
+template <class ROW> static __device__ __noinline__ bool move_rarely(Move m, Now &now)
+{
+    return each_round(m, now, (int64_t)m.shape.vectors * 16,
+                      [&](int32_t end) { return move_tokens<ROW, Dot<ROW>::V>(m, end); });
+}
+
+#endif
