@@ -119,18 +119,32 @@ template <> struct Owned<0> {
 struct Deal {
     int groups;          /* of the router; 1: none */
     int each;            /* ids of a group */
-    int lanes;           /* of a group, a power of two; */
-    int groups_per_lane; /* or more than one, then lanes is 1 */
+    int lane_bits;       /* 1 << lane_bits lanes have one group, */
+    int groups_per_lane; /* or more than one, then one lane */
     int run;             /* ids of a lane, at most */
+
+    __device__ __forceinline__ int lanes() const
+    {
+        return 1 << lane_bits;
+    }
+    __device__ __forceinline__ int group() const
+    {
+        return lane_id() >> lane_bits;
+    }
+    __device__ __forceinline__ int lane_of_group() const
+    {
+        return lane_id() & (lanes() - 1);
+    }
 };
 
-static inline __host__ __device__ Deal deal_of(const epic_router &r, int columns)
+static inline Deal deal_of(const epic_router &r, int columns)
 {
-    Deal d = {r.num_groups ? (int)r.num_groups : 1, 0, 1, 1, 0};
+    Deal d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
     d.each = columns / d.groups;
-    while (d.groups * d.lanes * 2 <= WARP) d.lanes *= 2;
+    while (d.groups * (2 << d.lane_bits) <= WARP) d.lane_bits++;
     if (d.groups > WARP) d.groups_per_lane = (d.groups + WARP - 1) / WARP;
-    d.run = (d.each + d.lanes - 1) / d.lanes * d.groups_per_lane;
+    const int lanes = 1 << d.lane_bits;
+    d.run = (d.each + lanes - 1) / lanes * d.groups_per_lane;
     return d;
 }
 
@@ -141,10 +155,9 @@ struct Run {
 /* The ids of this lane, all of one group. */
 __device__ __forceinline__ Run own_run(const Deal &d)
 {
-    const int group = lane_id() / d.lanes;
-    const int begin = lane_id() % d.lanes * d.run;
-    const int count = group < d.groups ? min(d.run, d.each - begin) : 0;
-    return {group * d.each + begin, max(count, 0)};
+    const int begin = d.lane_of_group() * d.run;
+    const int count = d.group() < d.groups ? min(d.run, d.each - begin) : 0;
+    return {d.group() * d.each + begin, max(count, 0)};
 }
 
 /* The lane with the warp's largest top; the first of equals. */
@@ -158,12 +171,12 @@ __device__ __forceinline__ int best_lane(uint32_t top)
 template <int V>
 __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 {
-    const uint32_t members = (d.lanes == WARP ? ALL_LANES : (1u << d.lanes) - 1)
-                             << (lane_id() & ~(d.lanes - 1));
+    const uint32_t members = (d.lanes() == WARP ? ALL_LANES : (1u << d.lanes()) - 1)
+                             << (d.group() << d.lane_bits);
     float score = 0;
     for (int i = 0; i < m; i++) {
         uint32_t largest = own.top();
-        for (int distance = 1; distance < d.lanes; distance *= 2)
+        for (int distance = 1; distance < d.lanes(); distance *= 2)
             largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, distance));
         const uint32_t ties = __ballot_sync(ALL_LANES, own.top() == largest) & members;
         score += value_of_key(largest);
@@ -175,12 +188,12 @@ __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 /* Is this lane's group kept?  Each lane brings the score of its group. */
 __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_groups)
 {
-    const bool leads = lane_id() % d.lanes == 0 && lane_id() / d.lanes < d.groups;
+    const bool leads = d.lane_of_group() == 0 && d.group() < d.groups;
     uint32_t key = leads ? key_of(score) : KEY_NONE;
     bool kept = false;
     for (int i = 0; i < topk_groups; i++) {
         const int winner = best_lane(key);
-        kept |= winner / d.lanes == lane_id() / d.lanes;
+        kept |= winner >> d.lane_bits == d.group();
         if (winner == lane_id()) key = KEY_NONE;
     }
     return kept;
@@ -280,11 +293,11 @@ __device__ __forceinline__ Chosen<J> choose_from(Owned<V> &own, int k, const uin
 
 /* All lanes' keys lie in `keys`. */
 template <int V, int J>
-__device__ __forceinline__ Chosen<J> choose(const epic_router &r, int columns, uint32_t *keys,
+__device__ __forceinline__ Chosen<J> choose(const epic_router &r, const Deal &d, uint32_t *keys,
                                             uint32_t *group_keys, bool on_logits)
 {
     Owned<V> own;
-    own_ids(r, deal_of(r, columns), own, keys, group_keys, on_logits);
+    own_ids(r, d, own, keys, group_keys, on_logits);
     __syncwarp();
     if constexpr (V == 0)
         return choose_from<J>(own, (int)r.top_k);

@@ -60,7 +60,7 @@ __device__ __forceinline__ void weigh(const p2p_router_job &job, const Chosen<J>
 
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
-    router_kernel(const __grid_constant__ p2p_router_job job)
+    router_kernel(const __grid_constant__ p2p_router_job job, const __grid_constant__ Deal deal)
 {
     float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
@@ -80,18 +80,20 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (job.scores)
         each_column<V>(0, columns, [&](int i) { job.scores[token * columns + i] = s[at(i)]; });
     if (choosing) make_keys<V>(job, keys, job.on_logits ? z : s);
-    const Chosen<J> c = choosing ? choose<V, J>(r, columns, keys, group_keys, job.on_logits)
+    const Chosen<J> c = choosing ? choose<V, J>(r, deal, keys, group_keys, job.on_logits)
                                  : look_up<J>(job, token);
     weigh(job, c, of_score ? s : z, token);
 }
 
-template <int V> static cudaError_t launch(const p2p_router_job *job, cudaStream_t stream)
+template <int V>
+static cudaError_t launch(const p2p_router_job *job, const Deal &deal, cudaStream_t stream)
 {
     const int columns = job->rows.columns, groups = (int)job->rows.router.num_groups;
     const int words = 3 * row_words_of<V>(columns) + (groups > WARP ? row_words(groups) : 0);
     const int warps = router_warps(words, MOST_WARPS);
     const int64_t ctas = (job->rows.num_tokens + warps - 1) / warps;
-    return enqueue(router_kernel<V>, (int)ctas, warps * WARP, warps * words * 4, stream, *job);
+    return enqueue(router_kernel<V>, (int)ctas, warps * WARP, warps * words * 4, stream, *job,
+                   deal);
 }
 
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
@@ -100,10 +102,10 @@ extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t
     const bool any = d.groups_per_lane > 1 || job->rows.router.top_k > WARP;
     const int most = any ? 1 << 30 : max(d.run, (job->rows.columns + 31) / 32);
     if (job->rows.num_tokens == 0) return cudaSuccess;
-    if (most <= 4) return launch<4>(job, stream);
-    if (most <= 8) return launch<8>(job, stream);
-    if (most <= 16) return launch<16>(job, stream);
-    return launch<0>(job, stream);
+    if (most <= 4) return launch<4>(job, d, stream);
+    if (most <= 8) return launch<8>(job, d, stream);
+    if (most <= 16) return launch<16>(job, d, stream);
+    return launch<0>(job, d, stream);
 }
 
 template <int V> static cudaError_t load()
