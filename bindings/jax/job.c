@@ -157,9 +157,9 @@ static void enter(ffi_reader *reader, job *job)
     if (answer != SEAT_OK) reader->error = refusal(reader->frame, job, answer, name, device);
 }
 
-static ffi_error *run(job *job, epic_result (*function)(struct job *))
+static ffi_error *run(job *job)
 {
-    const epic_result result = function(job);
+    const epic_result result = job->operation->run(job);
     if (result == EPIC_OK) return NULL;
     char text[768];
     snprintf(text, sizeof text, "epic.jax.%s: %s", job->operation->what,
@@ -186,7 +186,7 @@ static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error
 static void run_task(pool_task *task)
 {
     job *mine = (job *)task;
-    ffi_error *error = run(mine, mine->operation->run);
+    ffi_error *error = run(mine);
     seat_leave(&mine->use);
     const XLA_FFI_Api *api = mine->api;
     XLA_FFI_Future *future = mine->future;
@@ -228,13 +228,8 @@ ffi_error *job_on_host(ffi_frame *frame, const job_operation *operation)
 
 /* --------------------------------------------------------------------------- the GPU ---- */
 
-/* What a device has reported since: nothing more is enqueued behind it. */
-static epic_result check_and_run(job *job)
-{
-    const epic_result result = epic_check(job->use.ctx);
-    return result == EPIC_OK ? job->operation->run(job) : result;
-}
-
+/* Errors in the data, which epic_check tells, end nothing here: this rank would leave the rest of
+ * its program out, and the others would wait for it. */
 ffi_error *job_on_gpu(ffi_frame *frame, const job_operation *operation, bool in_graphs)
 {
     if (ffi_is_query(frame, in_graphs ? XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE : 0))
@@ -245,7 +240,7 @@ ffi_error *job_on_gpu(ffi_frame *frame, const job_operation *operation, bool in_
     call_of(job)->stream = ffi_stream(&reader);
     enter(&reader, job);
     if (reader.error == NULL) {
-        reader.error = run(job, check_and_run);
+        reader.error = run(job);
         seat_leave(&job->use);
     }
     free(job);

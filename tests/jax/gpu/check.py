@@ -30,7 +30,12 @@ import layers
 from reference import load_of, mlp, mlp_backward, relative, slots_of
 from steps import ALIGN, ALL, EXPERTS, LAYER, TOKENS, TOP_K, mapped, through, true_round
 
-SIZES: dict[str, Any] = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 20000}
+SIZES: dict[str, Any] = {
+    "max_tokens": 64,
+    "max_row_bytes": 4096,
+    "timeout_ms": 20000,
+    "command_buffers": os.environ.get("EPIC_GRAPHS", "1") == "1",
+}
 Failure = jax.errors.JaxRuntimeError
 
 
@@ -336,7 +341,7 @@ def case_graphs() -> None:
     x, w, ids = numbers(1, rows, hidden), numbers(2, rows, TOP_K), choices(3, rows)
     mesh, results = gpu_mesh(count), []
     for graphs in (True, False):
-        with epic.jax.open(mesh, "ep", command_buffers=graphs, **SIZES) as group:
+        with epic.jax.open(mesh, "ep", **{**SIZES, "command_buffers": graphs}) as group:
             run = mapped(mesh, long_model(group), 3)
             h, *more = (put(mesh, v) for v in (x, w, ids))
             for _ in range(50):
@@ -346,7 +351,7 @@ def case_graphs() -> None:
     same(*results)
     again: list[Any] = []  # the graphs of a closed group are not used for the next of its name
     for _ in range(2):
-        with epic.jax.open(mesh, "ep", command_buffers=True, **SIZES) as group:
+        with epic.jax.open(mesh, "ep", **{**SIZES, "command_buffers": True}) as group:
             run = run if again else mapped(mesh, long_model(group), 3)
             again.append(whole(run(*(put(mesh, v) for v in (x, w, ids)))))
             epic.jax.check(group)
@@ -537,8 +542,8 @@ def case_arguments() -> None:
 
 
 def case_data_errors() -> None:
-    """A bad expert id, and too many slots: zeros, an error at the next call and by check, on
-    every rank; the group goes on."""
+    """A bad expert id, and too many slots: zeros, no call fails, check tells it once on every
+    rank, at once or some steps later; the group goes on."""
     mesh = gpu_mesh(len(gpus()))
     rows = len(gpus()) * TOKENS
     x, w, ids = numbers(1, rows, 20), numbers(2, rows, TOP_K), choices(3, rows, 0)
@@ -548,20 +553,15 @@ def case_data_errors() -> None:
         run = mapped(mesh, through(group, True), 3)
         tight = mapped(mesh, through(group, True, capacity=4), 3)
         for step, chosen, word in ((run, bad, "EPIC_EINVAL"), (tight, ids, "EPIC_EOVERFLOW")):
-            out = jax.block_until_ready(step(*(put(mesh, v) for v in (x, w, chosen))))
-            assert not np.any(whole(out))
-            text = checked(group)
-            if not text:
-                raise LeftOutError("the core does not report data errors of CUDA contexts")
-            assert text.startswith(word), text
-            assert checked(group) == ""
-            good_step(mesh, group)
-            jax.block_until_ready(step(*(put(mesh, v) for v in (x, w, chosen))))
-            sync("before the next call")
-            text = failure(run, *(put(mesh, v) for v in (x, w, ids)))
-            assert text.startswith(("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")), text
-            sync("after it")
-            good_step(mesh, group)
+            for later in (0, 3):
+                out = step(*(put(mesh, v) for v in (x, w, chosen)))
+                assert not np.any(whole(jax.block_until_ready(out)))
+                for _ in range(later):
+                    good_step(mesh, group)
+                text = checked(group)
+                assert text.startswith(word), text
+                assert checked(group) == ""
+                good_step(mesh, group)
 
 
 def sync(name: str) -> None:

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Tests epic.jax on the GPUs of this machine: one process with 1, 2 and 4 of them, then one process
-# for each.  usage: run.sh [cases of check.py]
+# Tests epic.jax on the GPUs of this machine: one process with 1, 2 and 4 of them, with all of them
+# also without command buffers, then one process for each.  usage: run.sh [cases of check.py]
 set -u
 cd "$(dirname "$0")/../../.."
 PYTHON=${GPU_PYTHON:-python3}
@@ -14,16 +14,27 @@ failed=0
 
 check() { timeout -k 5 "$LIMIT" "$PYTHON" tests/jax/gpu/check.py "$@" 2>&1; }
 
-for count in 1 2 4; do
-    [ "$count" -le "$GPUS" ] || continue
-    devices=$(seq -s, 0 $((count - 1)))
-    echo "== one process, $count of $GPUS GPUs"
+# alone GPUS [cases]
+alone() {
     log=$(mktemp)
+    devices=$(seq -s, 0 $(($1 - 1)))
+    shift
     CUDA_VISIBLE_DEVICES=$devices check "$@" >"$log"
     [ "$(tail -n 1 "$log")" = right ] || failed=1
     cat "$log"
     rm -f "$log"
+}
+
+for count in 1 2 4; do
+    [ "$count" -le "$GPUS" ] || continue
+    most=$count
+    echo "== one process, $count of $GPUS GPUs"
+    alone "$count" "$@"
 done
+echo "== one process, $most of $GPUS GPUs, without command buffers"
+export EPIC_GRAPHS=0
+alone "$most" "$@"
+unset EPIC_GRAPHS
 for count in 2 4; do
     [ "$count" -le "$GPUS" ] || continue
     echo "== $count processes with a GPU each"

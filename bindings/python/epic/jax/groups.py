@@ -209,7 +209,7 @@ def open(
     staging_bytes: int = 0,
     backend: str | None = None,
     max_sms: int = 0,
-    command_buffers: bool = False,
+    command_buffers: bool = True,
 ) -> Group:
     """Opens the groups of a mesh: all devices that share their coordinates but those of `axis`
     are one.  Collective over the processes of the mesh.
@@ -219,7 +219,7 @@ def open(
     the most that one device sends at once.  meet: by default threads where all ranks are here,
     else JAX's key-value store; or Tcp(...); or a function (rank, bytes) -> every rank's bytes.
     On GPUs the backend is p2p; max_sms: most SMs that a call takes, 0: the core's default;
-    command_buffers=True lets XLA put the calls into its CUDA graphs.
+    command_buffers=False keeps XLA from putting the calls into its CUDA graphs.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh is not None:
@@ -319,9 +319,16 @@ def settle() -> None:
 
 
 def check(group: Group) -> None:
-    """Raises what broke the group, if something has."""
+    """Raises what broke the group, if something has; and on GPUs an error in the data of an
+    operation that has ended since the last check: once, on every rank."""
+    errors = []
     for context in list(contexts_of(group)):
-        _native.check(_native.core().epic_check(context), context)
+        try:
+            _native.check(_native.core().epic_check(context), context)
+        except EpicError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def contexts_of(group: Group) -> Iterator[int]:
