@@ -38,11 +38,10 @@ run gpu_storm 4 1 threads "$STORM" "$SEED"
 run gpu_graph 4 1 threads 200
 run gpu_faults 4 1 threads "$FAULTS"
 if command -v compute-sanitizer >/dev/null; then
-    for tool in memcheck initcheck synccheck; do
-        sanitize $tool "$OUT/gpu_check" 2 1 threads 6 "$SEED" small
+    # processes: the tools may keep two kernels of one process from running side by side
+    for tool in memcheck initcheck synccheck racecheck; do
+        sanitize $tool --target-processes all "$OUT/gpu_check" 2 1 processes 6 "$SEED" small
     done
-    # racecheck may keep two kernels of one process from running side by side
-    sanitize racecheck --target-processes all "$OUT/gpu_check" 2 1 processes 6 "$SEED" small
 else
     echo "left out: there is no compute-sanitizer"
 fi
