@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "core/config.h"
 #include "core/error.h"
@@ -21,7 +22,7 @@ static const plugin plugins[NUM_PLUGINS] = {
 };
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* they stay loaded */
 
-/* Beside libepic.so first, then where the system looks. */
+/* Beside libepic.so if it lies there, else where the system looks. */
 static void *open_library(const char *library)
 {
     Dl_info info;
@@ -29,11 +30,10 @@ static void *open_library(const char *library)
     if (dladdr((const void *)(uintptr_t)&backend_find, &info) && info.dli_fname) {
         const char *slash = strrchr(info.dli_fname, '/');
         const int folder = slash ? (int)(slash - info.dli_fname) + 1 : 0;
-        if (snprintf(path, sizeof path, "%.*s%s", folder, info.dli_fname, library) <
-            (int)sizeof path) {
-            void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-            if (handle) return handle;
-        }
+        const int length =
+            snprintf(path, sizeof path, "%.*s%s", folder, info.dli_fname, library);
+        if (length < (int)sizeof path && access(path, F_OK) == 0)
+            return dlopen(path, RTLD_NOW | RTLD_LOCAL);
     }
     return dlopen(library, RTLD_NOW | RTLD_LOCAL);
 }
