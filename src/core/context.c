@@ -101,17 +101,17 @@ static epic_result agree(const epic_meet *meet, hello *mine, hello *all, epic_re
 
 /* Joining is collective, so nobody begins before all have found the same backend: a library may
  * be missing on one host only. */
-static epic_result join(epic_context *ctx, const epic_meet *meet, hello *mine, hello *all,
-                        epic_peer *peers)
+static epic_result find(const epic_backend **out, const epic_context *ctx,
+                        const epic_meet *meet, hello *mine, hello *all, const epic_peer *peers)
 {
-    for (int r = 0; r < meet->num_ranks; r++) {
-        peers[r] = all[r].peer;
-        ctx->group_id = hash_join(ctx->group_id, all[r].random);
-    }
-    const epic_backend *backend;
-    const epic_result found = choose(&backend, peers, &ctx->config);
-    if (found == EPIC_OK) snprintf(mine->backend, sizeof mine->backend, "%s", backend->name);
-    TRY(agree(meet, mine, all, found));
+    const epic_result found = choose(out, peers, &ctx->config);
+    if (found == EPIC_OK) snprintf(mine->backend, sizeof mine->backend, "%s", (*out)->name);
+    return agree(meet, mine, all, found);
+}
+
+static epic_result join(epic_context *ctx, const epic_backend *backend, const epic_meet *meet,
+                        const epic_peer *peers)
+{
     const epic_join how = {
         .meet = meet, .config = &ctx->config, .peers = peers, .group_id = ctx->group_id};
     TRY(backend_said(backend, backend->join(&ctx->group, &how)));
@@ -142,9 +142,15 @@ static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *al
                              epic_peer *peers)
 {
     hello mine;
+    const epic_backend *backend;
     hello_fill(&mine, meet, &ctx->config);
     TRY(agree(meet, &mine, all, EPIC_OK));
-    epic_result result = join(ctx, meet, &mine, all, peers);
+    for (int r = 0; r < meet->num_ranks; r++) {
+        peers[r] = all[r].peer;
+        ctx->group_id = hash_join(ctx->group_id, all[r].random);
+    }
+    TRY(find(&backend, ctx, meet, &mine, all, peers));
+    epic_result result = join(ctx, backend, meet, peers);
     if (result == EPIC_OK) result = prepare(ctx);
     result = agree(meet, &mine, all, result);
     if (result != EPIC_OK) give_back(ctx);
