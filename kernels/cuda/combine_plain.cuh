@@ -237,9 +237,11 @@ __device__ __forceinline__ bool take_floats(const Combine &c, int32_t token)
         uint32_t word = 0;
         if (rank == seat.rank && fate[choice] < c.job.num_rows)
             word = __float_as_uint(c.job.slot_floats[fate[choice]]);
-        const bool ok = wait_until(c.now, -1, P2P_PHASE_FLOAT, [&] {
+        int missing = -1;
+        const bool ok = wait_until(c.now, missing, P2P_PHASE_FLOAT, [&] {
             if (from) word = load_relaxed(from);
-            return __any_sync(ALL_LANES, from && word == POISON) == 0;
+            missing = from && word == POISON ? rank : -1;
+            return __all_sync(ALL_LANES, missing < 0) != 0;
         });
         if (!ok) return false;
         if (from) *from = POISON;
@@ -301,21 +303,20 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
     constexpr int P = Node<ROW, PART>::VECTORS;
     const p2p_seat &seat = c.job.seat;
     const int32_t vector = u.piece * V * WARP;
-    int peer[4], first_peer = -1;
+    int peer[4], late = -1;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int rank = place + i < seat.num_ranks ? c.plan.header.rank_at[place + i] : -1;
         peer[i] = -1;
         if (!there[i] || rank == seat.rank) continue;
         peer[i] = rank;
-        if (first_peer < 0) first_peer = rank;
     }
     auto staged = [&](int i, int v, int p) {
         return staged_in(c.now.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) +
                (vector + v * WARP + lane_id()) * P + p;
     };
-    const bool ok = wait_until(c.now, first_peer, P2P_PHASE_ROW, [&] {
-        bool missing = false;
+    const bool ok = wait_until(c.now, late, P2P_PHASE_ROW, [&] {
+        late = -1;
 #pragma unroll
         for (int i = 0; i < 4; i++)
             if (peer[i] >= 0)
@@ -332,8 +333,9 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
 #pragma unroll
                 for (int v = 0; v < V; v++)
 #pragma unroll
-                    for (int p = 0; p < P; p++) missing |= has_poison(q[i][v][p]);
-        return __any_sync(ALL_LANES, missing) == 0;
+                    for (int p = 0; p < P; p++)
+                        if (has_poison(q[i][v][p])) late = peer[i];
+        return __all_sync(ALL_LANES, late < 0) != 0;
     });
     if (!ok) return false;
 #pragma unroll

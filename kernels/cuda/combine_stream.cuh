@@ -301,9 +301,11 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
             from = floats_of(seat, c.now, c.now.heap,
                              rank - seat.rank - 1 + (rank < seat.rank ? seat.num_ranks : 0)) +
                    (int64_t)u.token * c.top_k + n;
-        const bool ok = wait_until(c.now, -1, P2P_PHASE_FLOAT, [&] {
+        int missing = -1;
+        const bool ok = wait_until(c.now, missing, P2P_PHASE_FLOAT, [&] {
             if (from) word = load_relaxed(from);
-            return __any_sync(ALL_LANES, from && word == POISON) == 0;
+            missing = from && word == POISON ? rank : -1;
+            return __all_sync(ALL_LANES, missing < 0) != 0;
         });
         if (!ok) return false;
         if (from) *from = POISON;

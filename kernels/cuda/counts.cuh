@@ -285,15 +285,17 @@ static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, cons
     for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
         const uint64_t *from = (const uint64_t *)now.heap + counts + e;
         uint64_t words[DEVICE_MAX_RANKS];
-        ok = wait_alone(now, -1, P2P_PHASE_COUNTS, [&] {
-            bool all = true;
+        int missing = -1;
+        ok = wait_alone(now, missing, P2P_PHASE_COUNTS, [&] {
+            missing = -1;
 #pragma unroll
             for (int q = 0; q < DEVICE_MAX_RANKS; q++)
                 words[q] =
                     q < ranks ? load_relaxed(from + q * DEVICE_MAX_EXPERTS) : stamp(now, 0);
 #pragma unroll
-            for (int q = 0; q < DEVICE_MAX_RANKS; q++) all &= stamped(now, words[q]);
-            return all;
+            for (int q = 0; q < DEVICE_MAX_RANKS; q++)
+                if (!stamped(now, words[q])) missing = q;
+            return missing < 0;
         });
         uint32_t load = 0, low = 0, bad = 0, others = 0;
         const uint32_t own = owner_said(p, e);

@@ -18,6 +18,7 @@ typedef struct p2p_heap {
     int64_t announce; /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
     int64_t broken;   /* one word: why the group is broken, 0: whole */
     int64_t gone;     /* [MAX_RANKS]: P2P_GONE of a rank that has closed, 0: here */
+    int64_t waits;    /* stamped [MAX_RANKS]: a bit for each rank that a rank waits for, late */
     int64_t why;      /* char [512]: the sentence of the peer that aborted */
     int64_t control;  /* p2p_control: this rank alone */
     int64_t faults;   /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: the first of each rank */
@@ -88,7 +89,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.announce = 0;
     h.broken = h.announce + 2 * DEVICE_MAX_RANKS * P2P_ANNOUNCE_WORDS * 8;
     h.gone = h.broken + 128;
-    h.why = h.gone + 128;
+    h.waits = h.gone + 128;
+    h.why = h.waits + 128;
     h.control = h.why + 512;
     h.faults = h.control + 128;
     h.first = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;

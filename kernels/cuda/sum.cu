@@ -43,8 +43,9 @@ __device__ __forceinline__ bool take_floats(const Now &now, const p2p_sum_job &j
 {
     const p2p_seat &seat = job.seat;
     auto staged = [&](int rank) { return (uint4 *)(now.inbox[rank] + i * 4); };
-    const bool ok = wait_until(now, -1, P2P_PHASE_ROW, [&] {
-        bool missing = false;
+    int missing = -1;
+    const bool ok = wait_until(now, missing, P2P_PHASE_ROW, [&] {
+        missing = -1;
 #pragma unroll
         for (int r = 0; r < DEVICE_MAX_RANKS; r++) {
             q[r] = make_uint4(0, 0, 0, 0);
@@ -54,8 +55,8 @@ __device__ __forceinline__ bool take_floats(const Now &now, const p2p_sum_job &j
         }
 #pragma unroll
         for (int r = 0; r < DEVICE_MAX_RANKS; r++)
-            missing |= r != seat.rank && has_poison(q[r]);
-        return __any_sync(ALL_LANES, missing) == 0;
+            if (r != seat.rank && has_poison(q[r])) missing = r;
+        return __all_sync(ALL_LANES, missing < 0) != 0;
     });
     for (int r = 0; r < seat.num_ranks && ok && in; r++)
         if (r != seat.rank) store_here(staged(r), poisoned());

@@ -18,6 +18,7 @@
 
 #define WARP 32
 #define ALL_LANES 0xffffffffu
+#define GRACE_NS 20000000ull /* after the deadline, for who knows the culprit to say so first */
 
 struct Now { /* the running operation, in shared memory */
     const p2p_seat *seat;
@@ -106,15 +107,44 @@ static __device__ __noinline__ void notify(const p2p_seat &seat, const p2p_notic
     }
 }
 
-/* Every rank that has not announced this epoch, or the one that was waited for. */
+/* For whom a rank says that it waits, as the rank that owns the heap has heard. */
+__device__ __forceinline__ uint64_t *waits_of(const Now &now, uint8_t *heap, int rank)
+{
+    return (uint64_t *)(heap + now.seat->at.waits) + rank;
+}
+
+/* Tells every rank that this one, late in the operation, waits for a peer: it is not at fault
+ * itself. */
+static __device__ void tell_wait(const Now &now, int peer)
+{
+    const p2p_seat &seat = *now.seat;
+    const uint64_t said = load_relaxed(waits_of(now, now.heap, seat.rank));
+    const uint32_t before = stamped(now, said) ? (uint32_t)said : 0;
+    if (before >> peer & 1) return;
+    for (int q = 0; q < seat.num_ranks; q++)
+        store_relaxed(waits_of(now, seat.heap[q], seat.rank), stamp(now, before | 1u << peer));
+}
+
+/* Who keeps the group waiting: every rank that has not announced this epoch; or of the one that
+ * was waited for, those it waits for, and so on, the ones that wait for nobody. */
 static __device__ uint32_t culprits(const Now &now, int peer)
 {
-    uint32_t missing = 0;
-    for (int q = 0; q < now.seat->num_ranks; q++)
-        if (q != now.seat->rank && !stamped(now, load_relaxed(announcement(now, now.heap, q))))
+    const int num_ranks = now.seat->num_ranks, own = now.seat->rank;
+    uint32_t missing = 0, waiting = 0;
+    for (int q = 0; q < num_ranks; q++)
+        if (q != own && !stamped(now, load_relaxed(announcement(now, now.heap, q))))
             missing |= 1u << q;
-    if (missing) return missing;
-    return peer >= 0 && peer != now.seat->rank ? 1u << peer : 0;
+    if (missing || peer < 0 || peer == own) return missing;
+    uint32_t late = 1u << peer;
+    for (int i = 0; i < num_ranks * num_ranks; i++) {
+        const int q = i % num_ranks;
+        const uint64_t said = load_relaxed(waits_of(now, now.heap, q));
+        if (!(late >> q & 1) || !stamped(now, said)) continue;
+        waiting |= 1u << q;
+        late |= (uint32_t)said;
+    }
+    const uint32_t guilty = late & ~waiting & ~(1u << own);
+    return guilty ? guilty : 1u << peer;
 }
 
 /* A spin asks from time to time: is there no more hope?  The slow path of every wait. */
@@ -135,17 +165,24 @@ static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase
         if (gone ? (int32_t)(now.epoch - (uint32_t)gone) > 0 : dead >> q & 1)
             word = P2P_BROKEN(EPIC_EPEER, seat.operation, seat.rank, phase, 1u << q, now.epoch);
     }
-    if (!word && timer_ns() > now.deadline)
-        word = P2P_BROKEN(EPIC_ETIMEOUT, seat.operation, seat.rank, phase, culprits(now, peer),
-                          now.epoch);
+    const bool late = timer_ns() > now.deadline - seat.timeout_ns / 4;
+    if (!word && late && peer >= 0 && peer != seat.rank) tell_wait(now, peer);
+    if (!word && timer_ns() > now.deadline) {
+        const uint32_t missing = culprits(now, peer);
+        if (missing || timer_ns() > now.deadline + GRACE_NS)
+            word =
+                P2P_BROKEN(EPIC_ETIMEOUT, seat.operation, seat.rank, phase, missing, now.epoch);
+    }
     if (!word) return false;
     report(now, word, theirs);
     return true;
 }
 
-/* Spins until `ready`, which is the same on all lanes of the warp.  false: the group is broken. */
+/* Spins until `ready`, which is the same on all lanes of the warp.  false: the group is broken.
+ * `peer`: each lane's, for whom it waits as `ready` may say, or -1. */
 template <class Ready>
-__device__ __forceinline__ bool wait_until(const Now &now, int peer, int phase, Ready ready)
+__device__ __forceinline__ bool wait_until(const Now &now, const int &peer, int phase,
+                                           Ready ready)
 {
     for (uint32_t spins = 1; !ready(); spins++) {
         if (spins > 4) __nanosleep(min(spins * 20, 400u));
@@ -156,7 +193,8 @@ __device__ __forceinline__ bool wait_until(const Now &now, int peer, int phase, 
 
 /* The same for one thread. */
 template <class Ready>
-__device__ __forceinline__ bool wait_alone(const Now &now, int peer, int phase, Ready ready)
+__device__ __forceinline__ bool wait_alone(const Now &now, const int &peer, int phase,
+                                           Ready ready)
 {
     for (uint32_t spins = 1; !ready(); spins++) {
         if (spins > 4) __nanosleep(min(spins * 20, 400u));
