@@ -161,7 +161,7 @@ __device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece
 /* Does each warp have a token of its own to pad slabs beside? */
 __device__ __forceinline__ bool pads_beside(const Move &m)
 {
-    return m.plan.most_tokens >= m.stride.units / m.stride.spans;
+    return m.plan.most_tokens * m.stride.spans >= m.stride.units;
 }
 
 /* All CTAs: the padding of the slabs, when there are few tokens. */
@@ -194,18 +194,19 @@ __device__ __forceinline__ int pieces_of(const Move &m, const Walk &walk)
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
 }
 
-/* What goes along with the receiving of this rank's own token, each with one of its spans: some
- * padding, and the adding of the dot products of an earlier one. */
+/* What goes along with the receiving of a span of this rank's own token: some padding, and for one
+ * of the spans the adding of the dot products of an earlier token. */
 template <int V, bool EXACT>
 __device__ __forceinline__ bool do_beside(const Move &m, int span, int32_t token, int32_t end)
 {
     const int32_t added = token - m.job.lag;
     const int spans = m.stride.spans;
-    if (token >= m.first && token < end && token % spans == span && pads_beside(m))
-        each_pad(m.plan, m.plan.header.owned, token, m.plan.most_tokens, [&](int32_t slot) {
-            for (int i = 0; i < m.shape.pieces; i++) pad_piece<V, EXACT>(m, slot, i);
-        });
-    return added < m.first || !m.job.d_slot_weights || (added + spans / 2) % spans != span ||
+    if (token >= m.first && token < end && pads_beside(m))
+        each_pad(m.plan, m.plan.header.owned, token * spans + span, m.plan.most_tokens * spans,
+                 [&](int32_t slot) {
+                     for (int i = 0; i < m.shape.pieces; i++) pad_piece<V, EXACT>(m, slot, i);
+                 });
+    return added < m.first || !m.job.d_slot_weights || added % spans != span ||
            add_parts(m, added);
 }
 

@@ -206,22 +206,23 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Move m
 /* One receiving unit: the tokens of a step, one or two, of one source.  `owned`: experts here
  * whose slabs are padded beside the tokens. */
 template <bool EXACT>
-__device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, int32_t end,
-                                             uint64_t word, int owned, Feed<EXACT> &feed)
+__device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, uint64_t word,
+                                             int owned, Feed<EXACT> &feed)
 {
     const p2p_seat &seat = m.job.plan.seat;
     const int rank = wrap(seat.rank + walk.role, seat.num_ranks);
     const int32_t begin = m.first + received_before(m, walk.step);
-    const int32_t stop = min(end, m.first + received_before(m, walk.step + 1));
+    const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
     const bool copied = m.shape.aligned;
     if (begin >= stop && copied) feed.pass(pieces_of(m, walk));
     for (int32_t token = begin; token < stop; token++) {
         if (token > begin) word = peek_record(m, rank, token, 0);
         if (!receive<EXACT>(m, token, walk, word, copied && token == begin, feed)) return false;
-        if (walk.role == seat.num_ranks && owned > 0 && token % m.stride.spans == walk.span)
-            each_pad(m.plan, owned, token, m.most_tokens, [&](int32_t slot) {
-                for (int i = 0; i < m.shape.pieces; i++) pad_piece<EXACT>(m, slot, i);
-            });
+        if (walk.role == seat.num_ranks && owned > 0)
+            each_pad(m.plan, owned, token * m.stride.spans + walk.span,
+                     m.most_tokens * m.stride.spans, [&](int32_t slot) {
+                         for (int i = 0; i < m.shape.pieces; i++) pad_piece<EXACT>(m, slot, i);
+                     });
     }
     return true;
 }
@@ -229,16 +230,15 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, in
 /* Does each warp have a token of its own to pad slabs beside? */
 __device__ __forceinline__ bool pads_beside(const Move &m)
 {
-    return m.most_tokens >= m.stride.units / m.stride.spans;
+    return m.most_tokens * m.stride.spans >= m.stride.units;
 }
 
 /* One round: tokens [m.first, end) of every rank. */
 template <bool EXACT>
 __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t *memory)
 {
-    const int peers = m.job.plan.seat.num_ranks - 1;
-    bool heard_tokens = !m.made, tables = !m.made;
-    int owned = m.made || !pads_beside(m) ? 0 : m.plan.header.owned;
+    bool heard_tokens = !m.made;
+    int owned = m.made ? -1 : pads_beside(m) ? m.plan.header.owned : 0; /* -1: not known yet */
     if (m.head) send_head<EXACT>(m);
     Walk next(m.stride);
     next.step += m.head;
@@ -248,7 +248,7 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
     for (;;) {
         const Walk walk = next;
         const uint64_t word = next_word;
-        if (m.first + received_before(m, walk.step) >= end) return true;
+        if (m.first + received_before(m, walk.step) >= feed.end) return true;
         next.next(m.stride);
         next_word = read_ahead(m, next);
         if (walk.role == 0) {
@@ -257,15 +257,14 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
         }
         if (!heard_tokens) {
             if (!hear_tokens(m)) return false;
-            end = min(end, m.most_tokens);
+            feed.end = min(feed.end, m.most_tokens);
             heard_tokens = true;
         }
-        if (!tables && walk.role == peers + 1 && pads_beside(m)) {
-            if (!wait_for_plan(m)) return false;
-            if (header_of(m)->result == EPIC_OK) owned = header_of(m)->owned;
-            tables = true;
+        if (owned < 0 && walk.role == m.job.plan.seat.num_ranks) {
+            if (pads_beside(m) && !wait_for_plan(m)) return false;
+            owned = pads_beside(m) && header_of(m)->result == EPIC_OK ? header_of(m)->owned : 0;
         }
-        if (!receive_unit<EXACT>(m, walk, end, word, owned, feed)) return false;
+        if (!receive_unit<EXACT>(m, walk, word, owned, feed)) return false;
     }
 }
 

@@ -155,6 +155,13 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
+/* Padding slots of a slab with so many rows. */
+__device__ __forceinline__ int32_t pads_after(int32_t count, int32_t alignment)
+{
+    const int32_t over = count % alignment;
+    return over ? alignment - over : 0;
+}
+
 /* Calls write(slot) for the padding slots that fall to part `part` of `parts`: the parts share
  * each slab's padding, or each takes whole slabs when there are fewer parts. */
 template <class Write>
@@ -162,14 +169,13 @@ __device__ __forceinline__ void each_pad(const Plan &plan, int owned, int part, 
                                          Write write)
 {
     const int alignment = plan.header.alignment, sharers = max(1, parts / max(owned, 1));
+    const int share = part % sharers;
+    if (share >= alignment) return; /* no slab has so many */
     for (int slab = part / sharers; slab < owned; slab += parts) {
         const int32_t begin = __ldcg(plan.slab_begin + slab);
         const int32_t count = __ldcg(plan.slab_count + slab);
-        const int32_t pads = (int32_t)device_round_up(count, alignment) - count;
-        const int share = part % sharers;
-        const int32_t end = (int32_t)((int64_t)(share + 1) * pads / sharers);
-        for (int32_t i = (int32_t)((int64_t)share * pads / sharers); i < end; i++)
-            write(begin + count + i);
+        const int32_t pads = pads_after(count, alignment);
+        for (int32_t i = share; i < pads; i += sharers) write(begin + count + i);
     }
 }
 
@@ -186,7 +192,7 @@ __device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int 
         if (slab < owned) {
             const int32_t count = __ldcg(plan.slab_count + slab);
             first = __ldcg(plan.slab_begin + slab) + count;
-            pads = (int32_t)device_round_up(count, alignment) - count;
+            pads = pads_after(count, alignment);
         }
         for (int i = 0; i < min(WARP, owned - base); i++) {
             const int32_t slot = __shfl_sync(ALL_LANES, first, i);

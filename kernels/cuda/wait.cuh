@@ -71,6 +71,8 @@ __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap,
 
 /* ------------------------------------------------------------------------------ failure ---- */
 
+/* Who spins keeps all its registers; what it calls must do with few of them: no loop is unrolled. */
+
 /* Writes the status, once, and tells the peers if it was this rank that found out. */
 static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32_t theirs)
 {
@@ -86,6 +88,7 @@ static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32
     status->peer_signature = theirs;
     __threadfence_system();
     *(volatile uint32_t *)&status->result = word & 15;
+#pragma unroll 1
     for (int q = 0; q < seat.num_ranks; q++)
         if (q == seat.rank || (int)(word >> 8 & 15) == seat.rank)
             store_relaxed((uint64_t *)(seat.heap[q] + seat.at.broken), word);
@@ -94,6 +97,7 @@ static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32
 /* Tells the host of an error in the data, which ends nothing. */
 static __device__ __noinline__ void notify(const p2p_seat &seat, const p2p_notice &said)
 {
+#pragma unroll 1
     for (int i = 0; i < P2P_NOTICES; i++) {
         volatile p2p_notice *to = &seat.status->notices[i];
         if (to->result) continue;
@@ -121,6 +125,7 @@ static __device__ void tell_wait(const Now &now, int peer)
     const uint64_t said = load_relaxed(waits_of(now, now.heap, seat.rank));
     const uint32_t before = stamped(now, said) ? (uint32_t)said : 0;
     if (before >> peer & 1) return;
+#pragma unroll 1
     for (int q = 0; q < seat.num_ranks; q++)
         store_relaxed(waits_of(now, seat.heap[q], seat.rank), stamp(now, before | 1u << peer));
 }
@@ -131,11 +136,13 @@ static __device__ uint32_t culprits(const Now &now, int peer)
 {
     const int num_ranks = now.seat->num_ranks, own = now.seat->rank;
     uint32_t missing = 0, waiting = 0;
+#pragma unroll 1
     for (int q = 0; q < num_ranks; q++)
         if (q != own && !stamped(now, load_relaxed(announcement(now, now.heap, q))))
             missing |= 1u << q;
     if (missing || peer < 0 || peer == own) return missing;
     uint32_t late = 1u << peer;
+#pragma unroll 1
     for (int i = 0; i < num_ranks * num_ranks; i++) {
         const int q = i % num_ranks;
         const uint64_t said = load_relaxed(waits_of(now, now.heap, q));
@@ -153,6 +160,7 @@ static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase
     const p2p_seat &seat = *now.seat;
     uint64_t word = load_relaxed((const uint64_t *)(now.heap + seat.at.broken));
     uint32_t theirs = 0;
+#pragma unroll 1
     for (int q = 0; q < seat.num_ranks && !word; q++) {
         const uint64_t said = load_relaxed(announcement(now, now.heap, q));
         if (!stamped(now, said) || (uint32_t)said == now.signature) continue;
@@ -160,6 +168,7 @@ static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase
         word = P2P_BROKEN(EPIC_EMISMATCH, seat.operation, seat.rank, phase, 1u << q, now.epoch);
     }
     const uint32_t dead = load_relaxed(&seat.status->dead);
+#pragma unroll 1
     for (int q = 0; q < seat.num_ranks && !word; q++) {
         const uint64_t gone = load_relaxed((const uint64_t *)(now.heap + seat.at.gone) + q);
         if (gone ? (int32_t)(now.epoch - (uint32_t)gone) > 0 : dead >> q & 1)
