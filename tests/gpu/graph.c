@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "oracle.h"
+#include "slack.h"
 #include "team.h"
 
 #define TOKENS 96
@@ -126,7 +127,7 @@ int main(int argc, char **argv)
                     .processes = !strcmp(argv[3], "processes"),
                     .max_tokens = TOKENS,
                     .max_row_bytes = HIDDEN * 4,
-                    .timeout_ms = 5000,
+                    .timeout_ms = 5000 + (uint32_t)slack_ms(),
                     .max_sms = 12,
                     .work = work};
     const int failed = team_run(&t);
