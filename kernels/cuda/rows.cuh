@@ -338,12 +338,13 @@ static inline int common_divisor(int a, int b)
     return a;
 }
 
-/* Fills job.span, more for few SMs, whose time goes into what each unit costs, than for many,
- * where it counts how evenly units are shared; job.lag accordingly (both measured, docs/cuda.md);
- * and job.units: at most all warps, so many that a warp's units take turns.  Each warp comes to every role and span, as
- * their number has no divisor in common with that of the units; and its next one is at least 0.3
- * of them away if that can be: a warp that does one kind of work for some time runs ahead of the
- * others or falls behind, and they wait for each other. */
+/* Fills in how a launch deals its units; measured, docs/cuda.md.
+ *   job.span   more for few SMs, whose time goes into what each unit costs, than for many, where it
+ *              counts how evenly units are shared; job.lag accordingly
+ *   job.units  at most all warps.  Each comes to every role and span, as their number has no divisor
+ *              in common with that of the units; and its next one is at least 0.3 of them away if
+ *              that can be: a warp that does one kind of work for some time runs ahead of the others
+ *              or falls behind, and they wait for each other. */
 template <class Job>
 static inline void deal(Job &job, int num_sms, int block, int roles, int vectors)
 {
