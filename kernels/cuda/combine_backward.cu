@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* combine_backward: gradients of sums to every slot, and of the slots' weights.
- *   d_out   [num_tokens, row_bytes]  travels like the rows of dispatch: one warp moves a piece
+ *   d_out   [num_tokens, row_bytes]  travels like the rows of dispatch: one warp moves a span
  *   d_rows  [num_rows, row_bytes]    = weight * d_out of the slot's token
  *   rows    [num_rows, row_bytes]    d_slot_weights = <d_out, rows>, if wanted
  *

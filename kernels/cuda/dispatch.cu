@@ -8,8 +8,9 @@
  *   send token i to every peer that needs it,
  *   receive token i - lag of each source; this rank's own tokens count as a source.
  * What a receive waits for was sent `lag` steps earlier in the list, and every rank has such a
- * list, if of another lag: no wait is circular.  Sending needs the token's own choices only: while some CTAs make the plan, the
- * others send the first `head` tokens, and receiving catches up on that later.
+ * list, if of another lag: no wait is circular.  Sending needs the token's own choices only: while
+ * some CTAs make the plan, the others send the first `head` tokens, and receiving catches up on
+ * that later.
  *
  * Pieces are copied into a ring in shared memory ahead of their use.  A staged one may be copied
  * before it has come: then poison is found, and it is polled in place. */
