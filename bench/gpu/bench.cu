@@ -52,6 +52,7 @@ struct Rank {
     int32_t *expert_rows;
     epic_layer layer;
     int *gate, *gate_device;
+    int opened;
     cudaEvent_t begin[MAX_REPS], end[MAX_REPS];
     std::vector<uint8_t> touched; /* [tokens] a bit for each rank */
     uint8_t *touched_device;
@@ -316,8 +317,7 @@ static const char *op_name(char op)
 /* Fills r->all->us; the host only enqueues. */
 static void repeat(Rank *r, char op, int sms)
 {
-    static int opened = 0;
-    gate_kernel<<<1, 1, 0, r->me->stream>>>(r->gate_device, ++opened);
+    gate_kernel<<<1, 1, 0, r->me->stream>>>(r->gate_device, ++r->opened);
     for (int i = 0; i < options.reps + 3; i++) {
         const int slot = i < 3 ? 0 : i - 3;
         epic_sum_args barrier = {};
@@ -333,7 +333,7 @@ static void repeat(Rank *r, char op, int sms)
         CHECK_CUDA(cudaEventRecord(r->end[slot], r->me->stream));
     }
     team_meet(r->me);
-    *(volatile int *)r->gate = opened;
+    *(volatile int *)r->gate = r->opened;
     CHECK_CUDA(cudaStreamSynchronize(r->me->stream));
     epic_failure_info failure;
     if (p2p_steps.check(r->me->group, &failure) != EPIC_OK) {
