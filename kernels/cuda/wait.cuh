@@ -8,8 +8,9 @@
  * free: the peer's operation n - 1, the last one to use it, had ended before it announced n.
  * Nothing else orders the ranks: data is its own flag.
  *
- * A group breaks once: who finds out (a deadline, a peer that calls something else) writes the
- * reason into the word `broken` of every rank and returns; every spin looks at its rank's own. */
+ * A group breaks once: who finds out (a deadline, a peer that calls something else) ends its CTA,
+ * which writes the reason into the word `broken` of every rank; every spin looks at its rank's own.
+ */
 #ifndef EPIC_WAIT_CUH
 #define EPIC_WAIT_CUH
 
@@ -20,6 +21,8 @@
 #define ALL_LANES 0xffffffffu
 #define GRACE_NS 20000000ull /* after the deadline, for who knows the culprit to say so first */
 
+#define LOST(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
+
 struct Now { /* the running operation, in shared memory */
     const p2p_seat *seat;
     uint8_t *heap; /* this rank's */
@@ -27,6 +30,7 @@ struct Now { /* the running operation, in shared memory */
     uint32_t epoch, signature;
     int32_t tokens, capacity, rows;    /* what this rank announces */
     uint32_t last;                     /* this CTA is the last to finish */
+    mutable uint32_t lost;             /* LOST of a wait that was given up, 0: none */
     uint8_t *inbox[DEVICE_MAX_RANKS];  /* staging of this rank that another writes */
     uint8_t *outbox[DEVICE_MAX_RANKS]; /* staging of another that this rank writes */
 };
@@ -70,8 +74,6 @@ __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap,
 }
 
 /* ------------------------------------------------------------------------------ failure ---- */
-
-/* Who spins keeps all its registers; what it calls must do with few of them: no loop is unrolled. */
 
 /* Writes the status, once, and tells the peers if it was this rank that found out. */
 static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32_t theirs)
@@ -154,12 +156,11 @@ static __device__ uint32_t culprits(const Now &now, int peer)
     return guilty ? guilty : 1u << peer;
 }
 
-/* A spin asks from time to time: is there no more hope?  The slow path of every wait. */
-static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase)
+/* What has ended the operation but its deadline, as a word of `broken`; 0: nothing. */
+__device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t &theirs)
 {
     const p2p_seat &seat = *now.seat;
     uint64_t word = load_relaxed((const uint64_t *)(now.heap + seat.at.broken));
-    uint32_t theirs = 0;
 #pragma unroll 1
     for (int q = 0; q < seat.num_ranks && !word; q++) {
         const uint64_t said = load_relaxed(announcement(now, now.heap, q));
@@ -174,17 +175,39 @@ static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase
         if (gone ? (int32_t)(now.epoch - (uint32_t)gone) > 0 : dead >> q & 1)
             word = P2P_BROKEN(EPIC_EPEER, seat.operation, seat.rank, phase, 1u << q, now.epoch);
     }
-    const bool late = timer_ns() > now.deadline - seat.timeout_ns / 4;
-    if (!word && late && peer >= 0 && peer != seat.rank) tell_wait(now, peer);
-    if (!word && timer_ns() > now.deadline) {
-        const uint32_t missing = culprits(now, peer);
-        if (missing || timer_ns() > now.deadline + GRACE_NS)
+    return word;
+}
+
+/* A spin asks from time to time: is there no more hope?  Who spins keeps all its registers, so this
+ * does with few; why there is none, the end of the CTA finds out. */
+static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase)
+{
+    const p2p_seat &seat = *now.seat;
+    const uint64_t time = timer_ns();
+    uint32_t theirs;
+    const bool over = time > now.deadline || find_end(now, phase, theirs);
+    if (over)
+        atomicMax(&now.lost, LOST(peer, phase));
+    else if (time > now.deadline - seat.timeout_ns / 4 && peer >= 0 && peer != seat.rank)
+        tell_wait(now, peer);
+    return over;
+}
+
+/* One thread: what ended the operation.  If it is the deadline and nobody is known to be at fault,
+ * who knows may say so first. */
+static __device__ __noinline__ void tell_end(const Now &now)
+{
+    const p2p_seat &seat = *now.seat;
+    const int peer = (int)(now.lost >> 8) - 1, phase = now.lost & 255;
+    for (;;) {
+        uint32_t theirs = 0;
+        uint64_t word = find_end(now, phase, theirs);
+        const uint32_t missing = word ? 0 : culprits(now, peer);
+        if (missing || (!word && timer_ns() > now.deadline + GRACE_NS))
             word =
                 P2P_BROKEN(EPIC_ETIMEOUT, seat.operation, seat.rank, phase, missing, now.epoch);
+        if (word) return report(now, word, theirs);
     }
-    if (!word) return false;
-    report(now, word, theirs);
-    return true;
 }
 
 /* Spins until `ready`, which is the same on all lanes of the warp.  false: the group is broken.
@@ -254,18 +277,19 @@ static __device__ bool begin(Now &now, const p2p_seat &seat, uint32_t mark, int3
         now.epoch = load_relaxed(&control_of(now)->epoch) + 1;
         now.signature = seat.signature ^ (mark & 0x0fffffffu);
         now.deadline = timer_ns() + seat.timeout_ns;
-        now.last = 0;
+        now.last = now.lost = 0;
     }
     __syncthreads();
     const bool whole = load_relaxed((const uint64_t *)(now.heap + seat.at.broken)) == 0;
     if (whole && blockIdx.x == 0 && threadIdx.x < WARP) announce(now);
     if (threadIdx.x < seat.num_ranks) find_boxes(now, threadIdx.x);
     if (__syncthreads_and(whole)) return true;
-    if (threadIdx.x < WARP) hopeless(now, -1, P2P_PHASE_NONE); /* it knows why */
+    if (threadIdx.x == 0) tell_end(now);
     return false;
 }
 
-/* One warp: waits until every rank has announced, and called the same. */
+/* One warp: waits until every rank has announced, and called the same; who called another is found
+ * while this waits. */
 static __device__ bool hear(const Now &now)
 {
     const int q = lane_id();
@@ -273,9 +297,7 @@ static __device__ bool hear(const Now &now)
     const uint64_t *from = announcement(now, now.heap, mine ? q : 0);
     return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         const uint64_t said = load_acquire_sys(from + P2P_SAYS_SIGNATURE);
-        const bool other = mine && stamped(now, said) && (uint32_t)said != now.signature;
-        if (__any_sync(ALL_LANES, other)) hopeless(now, -1, P2P_PHASE_ARRIVE);
-        return __all_sync(ALL_LANES, !mine || (stamped(now, said) && !other)) != 0;
+        return __all_sync(ALL_LANES, !mine || said == stamp(now, now.signature)) != 0;
     });
 }
 
@@ -299,8 +321,10 @@ static __device__ bool finish(Now &now)
 {
     __syncthreads();
     if (blockIdx.x == 0 && threadIdx.x < WARP) hear(now);
+    __syncwarp();
     if (threadIdx.x == 0) {
         p2p_control *control = control_of(now);
+        if (now.lost) tell_end(now);
         __threadfence();
         now.last = atomicAdd(&control->done, 1u) == gridDim.x - 1;
         if (now.last) {
