@@ -111,7 +111,8 @@ __device__ __forceinline__ bool add_parts(const Move &m, int32_t token)
     const int entries = m.job.seat.num_ranks * m.top_k;
     for (int begin = 0; begin < entries; begin += WARP) {
         const int i = begin + lane_id();
-        const int rank = i / m.top_k, n = i % m.top_k;
+        int rank = 0, n = i;
+        for (; n >= m.top_k; n -= m.top_k) rank++; /* a division would wait for stores */
         const int32_t slot = i < entries ? within(m, read_slot(m, rank, token, n)) : -1;
         if (!__any_sync(ALL_LANES, slot >= 0)) continue;
         uint32_t *part = part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
@@ -158,17 +159,11 @@ __device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* Does each warp have a token of its own to pad slabs beside? */
-__device__ __forceinline__ bool pads_beside(const Move &m)
-{
-    return m.plan.most_tokens * m.stride.spans >= m.stride.units;
-}
-
 /* All CTAs: the padding of the slabs, when there are few tokens. */
 template <int V> __device__ __forceinline__ void pad_all(const Move &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
-    if (!pads_beside(m))
+    if (!pads_beside(m.plan, m.stride, m.plan.most_tokens))
         each_pad_piece(m.plan, m.plan.header.owned, m.shape.pieces, warp, warps,
                        [&](int32_t slot, int piece) { pad_piece<V, false>(m, slot, piece); });
 }
@@ -201,13 +196,14 @@ __device__ __forceinline__ bool do_beside(const Move &m, int span, int32_t token
 {
     const int32_t added = token - m.job.lag;
     const int spans = m.stride.spans;
-    if (token >= m.first && token < end && pads_beside(m))
-        each_pad(m.plan, m.plan.header.owned, token * spans + span, m.plan.most_tokens * spans,
+    const int adds =
+        (int)__umulhi((uint32_t)added * 0x9e3779b9u, (uint32_t)spans); /* by turns */
+    if (token >= m.first && token < end && pads_beside(m.plan, m.stride, m.plan.most_tokens))
+        each_pad(m.plan, m.plan.slab_bits, token * spans + span, m.plan.most_tokens * spans,
                  [&](int32_t slot) {
                      for (int i = 0; i < m.shape.pieces; i++) pad_piece<V, EXACT>(m, slot, i);
                  });
-    return added < m.first || !m.job.d_slot_weights || added % spans != span ||
-           add_parts(m, added);
+    return added < m.first || !m.job.d_slot_weights || span != adds || add_parts(m, added);
 }
 
 /* What a unit needs first: ranks of choices, or slots. */

@@ -88,6 +88,7 @@ typedef struct p2p_plan_job {
     int32_t *expert_rows, *expert_tokens, *load, *demand;
     int32_t num_tokens;
     int32_t capacity; /* 0: no bound */
+    int32_t block;    /* experts of a rank, without rank_of_expert */
     int32_t wide;     /* topk_idx is int64 */
     int32_t planners; /* CTAs that plan */
 } p2p_plan_job;

@@ -204,11 +204,14 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Move m
     }
 }
 
-/* One receiving unit: the tokens of a step, one or two, of one source.  `owned`: experts here
- * whose slabs are padded beside the tokens. */
+#define NOT_KNOWN (-1)
+#define NOT_BESIDE (-2)
+
+/* One receiving unit: the tokens of a step, one or two, of one source; beside this rank's own ones
+ * slabs are padded, 1 << slab_bits of them, unless that is negative. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, uint64_t word,
-                                             int owned, Feed<EXACT> &feed)
+                                             int slab_bits, Feed<EXACT> &feed)
 {
     const p2p_seat &seat = m.job.plan.seat;
     const int rank = wrap(seat.rank + walk.role, seat.num_ranks);
@@ -219,8 +222,8 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, ui
     for (int32_t token = begin; token < stop; token++) {
         if (token > begin) word = peek_record(m, rank, token, 0);
         if (!receive<EXACT>(m, token, walk, word, copied && token == begin, feed)) return false;
-        if (walk.role == seat.num_ranks && owned > 0)
-            each_pad(m.plan, owned, token * m.stride.spans + walk.span,
+        if (walk.role == seat.num_ranks && slab_bits >= 0)
+            each_pad(m.plan, slab_bits, token * m.stride.spans + walk.span,
                      m.most_tokens * m.stride.spans, [&](int32_t slot) {
                          for (int i = 0; i < m.shape.pieces; i++) pad_piece<EXACT>(m, slot, i);
                      });
@@ -228,10 +231,14 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, ui
     return true;
 }
 
-/* Does each warp have a token of its own to pad slabs beside? */
-__device__ __forceinline__ bool pads_beside(const Move &m)
+/* Of the slabs that are padded beside the tokens, once the plan is there. */
+__device__ __forceinline__ bool find_slabs(const Move &m, int &slab_bits)
 {
-    return m.most_tokens * m.stride.spans >= m.stride.units;
+    slab_bits = NOT_BESIDE;
+    if (!pads_beside(m.plan, m.stride, m.most_tokens)) return true;
+    if (m.made && !wait_for_plan(m)) return false;
+    if (header_of(m)->result == EPIC_OK) slab_bits = device_slab_bits(header_of(m)->owned);
+    return true;
 }
 
 /* One round: tokens [m.first, end) of every rank. */
@@ -239,7 +246,7 @@ template <bool EXACT>
 __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t *memory)
 {
     bool heard_tokens = !m.made;
-    int owned = m.made ? -1 : pads_beside(m) ? m.plan.header.owned : 0; /* -1: not known yet */
+    int slab_bits = NOT_KNOWN;
     if (m.head) send_head<EXACT>(m);
     Walk next(m.stride);
     next.step += m.head;
@@ -261,11 +268,10 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
             feed.end = min(feed.end, m.most_tokens);
             heard_tokens = true;
         }
-        if (owned < 0 && walk.role == m.job.plan.seat.num_ranks) {
-            if (pads_beside(m) && !wait_for_plan(m)) return false;
-            owned = pads_beside(m) && header_of(m)->result == EPIC_OK ? header_of(m)->owned : 0;
-        }
-        if (!receive_unit<EXACT>(m, walk, word, owned, feed)) return false;
+        if (slab_bits == NOT_KNOWN && walk.role == m.job.plan.seat.num_ranks &&
+            !find_slabs(m, slab_bits))
+            return false;
+        if (!receive_unit<EXACT>(m, walk, word, slab_bits, feed)) return false;
     }
 }
 
@@ -273,7 +279,7 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
 template <bool EXACT> __device__ __forceinline__ bool pad_all(Move &m)
 {
     if (m.made && !hear_tokens(m)) return false;
-    if (pads_beside(m)) return true;
+    if (pads_beside(m.plan, m.stride, m.most_tokens)) return true;
     if (m.made && !wait_for_plan(m)) return false;
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
     if (header_of(m)->result == EPIC_OK)

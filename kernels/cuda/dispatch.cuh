@@ -46,11 +46,10 @@ __device__ __forceinline__ bool goes_to(const Move &m, uint64_t word, int rank)
 {
     const p2p_plan_job &plan = m.job.plan;
     if (!m.made) return (int32_t)word == rank;
-    const int experts = plan.layer.num_experts, block = experts / plan.seat.num_ranks;
-    if (word >= (uint64_t)experts) return false; /* negative ids are large */
+    if (word >= plan.layer.num_experts) return false; /* negative ids are large */
     const int expert = (int)word;
     if (plan.rank_of_expert) return __ldg(plan.rank_of_expert + expert) == rank;
-    return (uint32_t)(expert - rank * block) < (uint32_t)block;
+    return (uint32_t)(expert - rank * plan.block) < (uint32_t)plan.block;
 }
 
 /* Bit k: choice k of this rank's token goes to `rank`; the first 32 were read ahead. */

@@ -19,7 +19,9 @@ __device__ __forceinline__ uint32_t lanes_below()
 
 struct Plan { /* a plan that is read, in shared memory */
     device_plan_header header;
-    const int32_t *slab_begin, *slab_count, *rank_of, *records;
+    const int32_t *slab_begin, *rank_of, *records;
+    const device_padding *padding; /* [1 << slab_bits], zeros past the slabs owned */
+    int32_t slab_bits;
     int32_t most_tokens; /* of any rank */
     uint32_t good;       /* the bytes are a plan of this seat */
 };
@@ -65,7 +67,7 @@ static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_sea
     const device_plan_layout at =
         device_plan_layout_of(seat.num_ranks, seat.max_tokens, h.num_experts, h.top_k);
     view.slab_begin = (const int32_t *)(plan + at.slab_begin);
-    view.slab_count = (const int32_t *)(plan + at.slab_count);
+    view.padding = (const device_padding *)(plan + at.padding);
     view.rank_of = (const int32_t *)(plan + at.rank_of);
     view.records = (const int32_t *)(plan + at.records);
     view.most_tokens = 0;
@@ -108,6 +110,7 @@ static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_b
                 view.header.result = EPIC_EINVAL;
             }
             point_into(view, plan, seat);
+            view.slab_bits = device_slab_bits(view.header.owned);
         }
     }
     __syncthreads();

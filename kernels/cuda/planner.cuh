@@ -21,8 +21,8 @@ struct Span { /* experts among which those of a rank are found */
 
 __device__ __forceinline__ Span span_of(const p2p_plan_job &job, int rank)
 {
-    const int experts = job.layer.num_experts, block = experts / job.seat.num_ranks;
-    return job.rank_of_expert ? Span{0, experts} : Span{rank * block, block};
+    return job.rank_of_expert ? Span{0, (int)job.layer.num_experts}
+                              : Span{rank * job.block, job.block};
 }
 
 /* One warp: slots of a rank when each of its experts keeps at most `most` (and, with `capped`,
@@ -68,7 +68,7 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
     const device_plan_layout at = device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t *slab_begin = (int32_t *)(job.plan + at.slab_begin);
-    int32_t *slab_count = (int32_t *)(job.plan + at.slab_count);
+    device_padding *padding = (device_padding *)(job.plan + at.padding);
     int64_t slots = 0;
     int32_t owned = 0;
     for (int i = 0; i < span.count; i += WARP) {
@@ -86,13 +86,15 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
         if (mine && write) {
             const int local = owned + __popc(owners & lanes_below());
             slab_begin[local] = p.start[e];
-            slab_count[local] = count;
+            padding[local] = {p.start[e] + count, rows - count};
             if (job.expert_tokens) job.expert_tokens[local] = count;
             if (job.expert_rows) job.expert_rows[local] = rows;
         }
         slots += __shfl_sync(ALL_LANES, rows_upto, WARP - 1);
         owned += __popc(owners);
     }
+    const int end = write ? 1 << device_slab_bits(owned) : 0;
+    for (int i = owned + lane; i < end; i += WARP) padding[i] = {0, 0};
     if (lane == 0) {
         p.header.slots_of[rank] = (int32_t)min(slots, (int64_t)0x7fffffff);
         if (rank == job.seat.rank) p.header.owned = owned;
@@ -218,7 +220,7 @@ static __device__ void write_header(Planner &p, const p2p_plan_job &job, const N
         for (int q = 0; q < DEVICE_MAX_RANKS; q++) h.rank_at[q] = q < seat.num_ranks ? q : 0;
         if (layer.sum_order == EPIC_TREE)
             for (int q = 0; q < seat.num_ranks; q++) {
-                const int first = layer.num_experts / seat.num_ranks * q;
+                const int first = job.block * q;
                 h.rank_at[q] = p.owner[first];
                 if (p.owner[first] == seat.rank) h.first_expert = first;
             }

@@ -155,28 +155,29 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* Padding slots of a slab with so many rows. */
-__device__ __forceinline__ int32_t pads_after(int32_t count, int32_t alignment)
+/* Are there enough spans of a rank's tokens to pad slabs beside?  Each warp has one then, and each
+ * slab. */
+__device__ __forceinline__ bool pads_beside(const Plan &plan, const Stride &stride,
+                                            int most_tokens)
 {
-    const int32_t over = count % alignment;
-    return over ? alignment - over : 0;
+    return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
 }
 
-/* Calls write(slot) for the padding slots that fall to part `part` of `parts`: the parts share
- * each slab's padding, or each takes whole slabs when there are fewer parts. */
+/* Calls write(slot) for the padding that goes along with part `part` of `parts`: of one slab, whose
+ * padding is shared by parts all along.  Nothing is divided: that would wait for stores. */
 template <class Write>
-__device__ __forceinline__ void each_pad(const Plan &plan, int owned, int part, int parts,
+__device__ __forceinline__ void each_pad(const Plan &plan, int slab_bits, int part, int parts,
                                          Write write)
 {
-    const int alignment = plan.header.alignment, sharers = max(1, parts / max(owned, 1));
-    const int share = part % sharers;
-    if (share >= alignment) return; /* no slab has so many */
-    for (int slab = part / sharers; slab < owned; slab += parts) {
-        const int32_t begin = __ldcg(plan.slab_begin + slab);
-        const int32_t count = __ldcg(plan.slab_count + slab);
-        const int32_t pads = pads_after(count, alignment);
-        for (int32_t i = share; i < pads; i += sharers) write(begin + count + i);
-    }
+    const int slab = part & ((1 << slab_bits) - 1), sharers = parts >> slab_bits;
+    int share = part >> slab_bits;
+    if (share >= sharers) return;
+    share += slab * sharers >> slab_bits;
+    if (share >= sharers) share -= sharers;
+    if (share >= (int)plan.header.alignment) return; /* no slab has so many */
+    const int32_t first = __ldcg(&plan.padding[slab].first);
+    const int32_t count = __ldcg(&plan.padding[slab].count);
+    for (int32_t i = share; i < count; i += sharers) write(first + i);
 }
 
 /* Calls write(slot, piece) for what falls to warp `warp` of `warps` of all the padding. */
@@ -184,19 +185,17 @@ template <class Write>
 __device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int pieces,
                                                int warp, int warps, Write write)
 {
-    const int alignment = plan.header.alignment;
     int next = warp; /* pieces of padding that come before this warp's next one */
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
-        int32_t first = 0, pads = 0;
+        int32_t first = 0, count = 0;
         if (slab < owned) {
-            const int32_t count = __ldcg(plan.slab_count + slab);
-            first = __ldcg(plan.slab_begin + slab) + count;
-            pads = pads_after(count, alignment);
+            first = __ldcg(&plan.padding[slab].first);
+            count = __ldcg(&plan.padding[slab].count);
         }
         for (int i = 0; i < min(WARP, owned - base); i++) {
             const int32_t slot = __shfl_sync(ALL_LANES, first, i);
-            const int32_t many = __shfl_sync(ALL_LANES, pads, i) * pieces;
+            const int32_t many = __shfl_sync(ALL_LANES, count, i) * pieces;
             for (; next < many; next += warps) write(slot + next / pieces, next % pieces);
             next -= many;
         }

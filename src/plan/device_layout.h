@@ -66,13 +66,25 @@ static inline uint32_t device_header_sum(const device_plan_header *header)
     return sum;
 }
 
+typedef struct device_padding { /* of a slab */
+    int32_t first, count;       /* slots */
+} device_padding;
+
 typedef struct device_plan_layout {
-    int64_t slab_begin, slab_count, rank_of, fate, records, bytes;
+    int64_t slab_begin, padding, rank_of, fate, records, bytes;
 } device_plan_layout;
 
 DEVICE_LAYOUT_BOTH static inline int64_t device_round_up(int64_t n, int64_t to)
 {
     return (n + to - 1) / to * to;
+}
+
+/* 1 << bits are as many slabs as there are, or more. */
+DEVICE_LAYOUT_BOTH static inline int device_slab_bits(int64_t slabs)
+{
+    int bits = 0;
+    while ((int64_t)1 << bits < slabs) bits++;
+    return bits;
 }
 
 DEVICE_LAYOUT_BOTH static inline device_plan_layout
@@ -82,8 +94,8 @@ device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts
     const int64_t experts = device_round_up(num_experts * 4, 128);
     const int64_t choices = device_round_up(max_tokens * top_k * 4, 128);
     at.slab_begin = device_round_up((int64_t)sizeof(device_plan_header), 128);
-    at.slab_count = at.slab_begin + experts;
-    at.rank_of = at.slab_count + experts;
+    at.padding = at.slab_begin + experts;
+    at.rank_of = at.padding + device_round_up((8ll << device_slab_bits(num_experts)), 128);
     at.fate = at.rank_of + choices;
     at.records = at.fate + choices;
     at.bytes = at.records + device_round_up(num_ranks * max_tokens * top_k * 4, 128);

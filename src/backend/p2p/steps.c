@@ -130,6 +130,7 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     job->load = args->load;
     job->demand = args->demand;
     job->num_tokens = (int32_t)args->num_tokens;
+    job->block = (int32_t)(job->layer.num_experts / (uint32_t)g->num_ranks);
     job->capacity = args->capacity > MOST_ROWS ? MOST_ROWS : (int32_t)args->capacity;
     job->wide = args->index_type == EPIC_I64;
     job->planners = planners_of(args->num_tokens, sms_of(g, &args->call));

@@ -259,6 +259,11 @@ inline int __clz(int x)
     return x ? __builtin_clz((unsigned)x) : 32;
 }
 
+inline unsigned __umulhi(unsigned x, unsigned y)
+{
+    return (unsigned)((unsigned long long)x * y >> 32);
+}
+
 inline float __uint_as_float(unsigned x)
 {
     return emulated_value<float>(x);
