@@ -28,7 +28,7 @@ template <class ROW, bool EXACT> struct Stream {
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
     static constexpr int DOTS = 8, PITCH = WARP + 4; /* floats: every lane another bank */
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
-    static constexpr int WARP_BYTES = SUMS + DOTS * PITCH * 4;
+    static constexpr int WARP_BYTES = whole_lines(SUMS + DOTS * PITCH * 4);
 
     const Move &m;
     Entry *entries;

@@ -29,7 +29,7 @@ struct Entry { /* a unit under way */
 template <class ROW, bool EXACT, bool TREE> struct Stream {
     typedef Ring<STREAM_V, EXACT> Pieces;
     static constexpr int V = STREAM_V, AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    static constexpr int WARP_BYTES = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
+    static constexpr int WARP_BYTES = whole_lines(Pieces::BYTES + ENTRIES * (int)sizeof(Entry));
 
     const Combine &c;
     Entry *entries;

@@ -15,10 +15,10 @@ static cudaError_t enqueue(Kernel kernel, int ctas, int threads, int shared_byte
     return cudaGetLastError();
 }
 
-/* The shared memory that the launch asked for, aligned to 16 bytes. */
+/* The shared memory that the launch asked for, aligned to lines. */
 __device__ __forceinline__ void *dynamic_shared()
 {
-    extern __shared__ __align__(16) uint8_t dynamic_memory[];
+    extern __shared__ __align__(128) uint8_t dynamic_memory[];
     return dynamic_memory;
 }
 

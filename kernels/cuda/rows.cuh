@@ -148,6 +148,13 @@ __device__ __forceinline__ int64_t lane_offset(int32_t vector)
     return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
 }
 
+/* Bytes of whole lines.  Rows begin at lines, mostly; copies of them to another place of a line in
+ * shared memory take up to a fifth longer. */
+static constexpr int whole_lines(int bytes)
+{
+    return (bytes + 127) / 128 * 128;
+}
+
 /* A warp's ring of pieces in shared memory, copied there ahead of their use.  Each lane reads back
  * what it has copied itself, so there is nothing to synchronise.  Pieces are used in the order in
  * which they are copied; AHEAD of them are on their way while one is in use: the ring is full then,
