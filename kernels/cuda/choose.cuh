@@ -280,8 +280,11 @@ __device__ __forceinline__ Chosen<J> choose_from(Owned<V> &own, int k, const uin
         own.drop(lane_id() == winner);
         if (lane_id() == i) key = largest, lane = winner;
     }
-    const uint32_t same = __match_any_sync(ALL_LANES, (uint64_t)key << 32 | (uint32_t)lane);
-    int before = __popc(same & ((1u << lane_id()) - 1));
+    const uint32_t last_key = __shfl_up_sync(ALL_LANES, key, 1);
+    const int last_lane = __shfl_up_sync(ALL_LANES, lane, 1);
+    const bool begins = key != last_key || lane != last_lane || lane_id() == 0;
+    const uint32_t upto = __ballot_sync(ALL_LANES, begins) & ((2u << lane_id()) - 1);
+    int before = lane_id() - (31 - __clz((int)upto)); /* of that lane's equal keys, in a row */
     const int first = __shfl_sync(ALL_LANES, own.first, lane);
     const int count = __shfl_sync(ALL_LANES, own.count, lane);
 #pragma unroll

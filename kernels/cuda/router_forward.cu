@@ -25,17 +25,36 @@ __device__ __forceinline__ Chosen<J> look_up(const p2p_router_job &job, int64_t 
     return c;
 }
 
+/* The bias of this lane's columns, read before the logits have come; 0: none. */
+template <int V> struct Bias {
+    float x[V > 0 ? V : 1];
+
+    __device__ __forceinline__ explicit Bias(const p2p_router_job &job)
+    {
+#pragma unroll
+        for (int v = 0; v < V; v++) x[v] = read(job, v * WARP + lane_id());
+    }
+    static __device__ __forceinline__ float read(const p2p_router_job &job, int column)
+    {
+        return job.bias && column < job.rows.columns ? __ldg(job.bias + column) : 0.0f;
+    }
+};
+
 template <int V>
 __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
-                                          const float *values)
+                                          const float *values, const Bias<V> &bias)
 {
-    const float *bias = job.bias;
-    const int columns = job.rows.columns;
-    each_place<V>(columns, [&](int i) {
-        float x = values[at(i)];
-        if (bias && i < columns) x += __ldg(bias + i);
-        keys[at(i)] = key_of(x);
-    });
+    if (V > 0) {
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            const int place = at(v * WARP + lane_id());
+            keys[place] = key_of(values[place] + bias.x[v]);
+        }
+    } else {
+        each_column<0>(0, job.rows.columns, [&](int i) {
+            keys[at(i)] = key_of(values[at(i)] + Bias<0>::read(job, i));
+        });
+    }
     __syncwarp();
 }
 
@@ -74,12 +93,13 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
     const bool choosing = job.token_ids == NULL,
                of_score = r.weight_rule == EPIC_WEIGHT_OF_SCORE;
+    const Bias<V> bias(job);
     load_row<V>(z, job.rows, token);
     if (of_score || job.scores || (choosing && !job.on_logits))
         make_scores<V>(s, z, r.score, columns);
     if (job.scores)
         each_column<V>(0, columns, [&](int i) { job.scores[token * columns + i] = s[at(i)]; });
-    if (choosing) make_keys<V>(job, keys, job.on_logits ? z : s);
+    if (choosing) make_keys<V>(job, keys, job.on_logits ? z : s, bias);
     const Chosen<J> c = choosing ? choose<V, J>(r, deal, keys, group_keys, job.on_logits)
                                  : look_up<J>(job, token);
     weigh(job, c, of_score ? s : z, token);
