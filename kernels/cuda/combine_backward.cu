@@ -96,7 +96,11 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     const bool exact = job->aligned && job->row_bytes % (vectors * 512) == 0;
     const int block = block_of(job->type), bytes = memory_bytes(job->type);
     p2p_combine_backward_job copy = *job;
-    deal(copy, num_sms, block, num_roles(job->seat), vectors);
-    copy.lag *= 2;
+    const int roles = num_roles(job->seat);
+    deal(copy, num_sms, block, roles, vectors);
+    /* Dot products are added two lags behind.  If all warps together do more tokens than that at a
+     * time, each turn of theirs waits for the slowest unit of the one before. */
+    const int at_a_time = copy.units / kinds_of(copy, roles, vectors);
+    copy.lag = copy.lag * 2 > at_a_time * 3 / 4 ? copy.lag * 2 : at_a_time * 3 / 4;
     return enqueue(kernel_of(job->type, exact), num_sms, block, bytes, stream, copy);
 }

@@ -345,6 +345,13 @@ static inline int common_divisor(int a, int b)
     return a;
 }
 
+/* Roles and spans of a token. */
+template <class Job> static inline int kinds_of(const Job &job, int roles, int vectors)
+{
+    const int64_t span_bytes = (int64_t)job.span * vectors * 512;
+    return roles * (int)((job.row_bytes + span_bytes - 1) / span_bytes);
+}
+
 /* Fills in how a launch deals its units; measured, docs/cuda.md.
  *   job.span   more for few SMs, whose time goes into what each unit costs, than for many, where it
  *              counts how evenly units are shared; job.lag accordingly
@@ -357,9 +364,7 @@ static inline void deal(Job &job, int num_sms, int block, int roles, int vectors
 {
     job.span = num_sms >= 60 ? 1 : num_sms >= 44 ? 2 : 3;
     job.lag = 16 + 8 * job.span;
-    const int warps = num_sms * (block / WARP);
-    const int64_t span_bytes = (int64_t)job.span * vectors * 512;
-    const int kinds = roles * (int)((job.row_bytes + span_bytes - 1) / span_bytes);
+    const int warps = num_sms * (block / WARP), kinds = kinds_of(job, roles, vectors);
     int best = 0;
     job.units = warps;
     for (int units = warps; units > 0 && units > warps - kinds; units--) {
