@@ -336,8 +336,21 @@ static __device__ bool finish(Now &now)
     return now.last != 0;
 }
 
+/* One warp of the grid. */
+static __device__ void begin_round(Now &now)
+{
+    if (threadIdx.x == 0) now.epoch++;
+    __syncwarp();
+    announce(now);
+    __syncwarp();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        store_release(&control_of(now)->round, now.epoch);
+    }
+}
+
 /* Every thread of every CTA: ends a round of an operation that is larger than the staging, and
- * begins the next one, an epoch of its own. */
+ * begins the next one, an epoch of its own.  false: the group is broken, in the round that was. */
 static __device__ bool next_round(Now &now)
 {
     __syncthreads();
@@ -350,20 +363,13 @@ static __device__ bool next_round(Now &now)
     __syncthreads();
     if (now.last && threadIdx.x < WARP) {
         ok = hear(now);
-        if (threadIdx.x == 0) now.epoch++;
-        __syncwarp();
-        announce(now);
-        __syncwarp();
-        if (threadIdx.x == 0) {
-            control->done = 0;
-            __threadfence();
-            store_release(&control->round, now.epoch);
-        }
+        if (threadIdx.x == 0) control->done = 0;
+        if (ok) begin_round(now);
     } else if (!now.last && threadIdx.x == 0) {
         const uint32_t next = now.epoch + 1;
         ok = wait_alone(now, -1, P2P_PHASE_GRID,
                         [&] { return load_acquire(&control->round) == next; });
-        now.epoch = next;
+        if (ok) now.epoch = next;
     }
     if (threadIdx.x == 0)
         for (int q = 0; q < now.seat->num_ranks; q++) find_boxes(now, q);

@@ -23,6 +23,7 @@ static const uint32_t expected[] = {EPIC_ETIMEOUT, EPIC_EMISMATCH, EPIC_EMISMATC
                                     EPIC_ETIMEOUT, EPIC_OK,        EPIC_EPEER};
 static enum fault fault;
 static int culprit, deadline_ms = 200;
+static bool apart; /* no row goes to the culprit or comes from there; rounds of few tokens */
 
 static double now_ms(void)
 {
@@ -43,7 +44,10 @@ static memory allocate(team_rank *me)
 {
     memory m = {.layer = {.num_experts = 8 * (uint32_t)me->num_ranks, .top_k = 4}};
     int32_t ids[TOKENS * 4];
-    for (int i = 0; i < TOKENS * 4; i++) ids[i] = (i * 7 + me->rank) % (int)m.layer.num_experts;
+    for (int i = 0; i < TOKENS * 4; i++) {
+        ids[i] = (i * 7 + me->rank) % (int)m.layer.num_experts;
+        if (apart && (me->rank == culprit || ids[i] / 8 == culprit)) ids[i] = -1;
+    }
     m.plan_bytes = device_plan_bytes(me->num_ranks, TOKENS, m.layer.num_experts, 4);
     CHECK_CUDA(cudaMalloc((void **)&m.ids, sizeof ids));
     CHECK_CUDA(cudaMalloc((void **)&m.plan, m.plan_bytes));
@@ -160,11 +164,13 @@ int main(int argc, char **argv)
     for (int i = 0; i < rounds; i++) {
         fault = (enum fault)(i % NUM_FAULTS);
         culprit = i * 3 % ranks;
+        apart = i / NUM_FAULTS % 2;
         team t = {.num_ranks = ranks,
                   .num_gpus = atoi(argv[2]),
                   .processes = !strcmp(argv[3], "processes"),
                   .max_tokens = TOKENS,
                   .max_row_bytes = HIDDEN * 2,
+                  .staging_bytes = apart ? (size_t)(ranks - 1) * TOKENS / 4 * HIDDEN * 4 : 0,
                   .timeout_ms = (uint32_t)deadline_ms,
                   .max_sms = 8,
                   .work = work};
