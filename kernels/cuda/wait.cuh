@@ -21,6 +21,7 @@
 #define ALL_LANES 0xffffffffu
 #define GRACE_NS 20000000ull /* after the deadline, for who knows the culprit to say so first */
 
+/* A wait that was given up: for whom, or -1, and where. */
 #define LOST(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
 
 struct Now { /* the running operation, in shared memory */
