@@ -153,7 +153,7 @@ __device__ __forceinline__ bool add_parts(const Move &m, int32_t token)
 template <int V, bool EXACT>
 __device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece)
 {
-    if (slot >= m.job.num_rows) return;
+    if ((uint32_t)slot >= (uint32_t)m.job.num_rows) return;
     zero_piece<V, EXACT>(m.job.d_rows + row_offset(slot, m.shape), piece * V * WARP, m.shape,
                          m.policy);
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;

@@ -179,7 +179,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk
 template <bool EXACT>
 __device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece)
 {
-    if (slot >= m.job.recv_rows) return;
+    if ((uint32_t)slot >= (uint32_t)m.job.recv_rows) return;
     zero_piece<V, EXACT>(m.job.recv + row_offset(slot, m.shape), piece * V * WARP, m.shape,
                          m.policy);
     if (piece == 0 && lane_id() == 0 && m.job.recv_weight) m.job.recv_weight[slot] = 0.0f;

@@ -163,6 +163,13 @@ __device__ __forceinline__ bool pads_beside(const Plan &plan, const Stride &stri
     return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
 }
 
+/* A slab has less padding than rows in a step of the alignment, whatever the plan's bytes say. */
+__device__ __forceinline__ device_padding padding_of(const Plan &plan, int slab)
+{
+    return {__ldcg(&plan.padding[slab].first),
+            min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
+}
+
 /* Calls write(slot) for the padding that goes along with part `part` of `parts`: of one slab, whose
  * padding is shared by parts all along.  Nothing is divided: that would wait for stores. */
 template <class Write>
@@ -174,10 +181,9 @@ __device__ __forceinline__ void each_pad(const Plan &plan, int slab_bits, int pa
     if (share >= sharers) return;
     share += slab * sharers >> slab_bits;
     if (share >= sharers) share -= sharers;
-    if (share >= (int)plan.header.alignment) return; /* no slab has so many */
-    const int32_t first = __ldcg(&plan.padding[slab].first);
-    const int32_t count = __ldcg(&plan.padding[slab].count);
-    for (int32_t i = share; i < count; i += sharers) write(first + i);
+    if (share >= (int)plan.header.alignment) return;
+    const device_padding padding = padding_of(plan, slab);
+    for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
 /* Calls write(slot, piece) for what falls to warp `warp` of `warps` of all the padding. */
@@ -188,14 +194,11 @@ __device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int 
     int next = warp; /* pieces of padding that come before this warp's next one */
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
-        int32_t first = 0, count = 0;
-        if (slab < owned) {
-            first = __ldcg(&plan.padding[slab].first);
-            count = __ldcg(&plan.padding[slab].count);
-        }
+        device_padding padding = {0, 0};
+        if (slab < owned) padding = padding_of(plan, slab);
         for (int i = 0; i < min(WARP, owned - base); i++) {
-            const int32_t slot = __shfl_sync(ALL_LANES, first, i);
-            const int32_t many = __shfl_sync(ALL_LANES, count, i) * pieces;
+            const int32_t slot = __shfl_sync(ALL_LANES, padding.first, i);
+            const int32_t many = __shfl_sync(ALL_LANES, padding.count, i) * pieces;
             for (; next < many; next += warps) write(slot + next / pieces, next % pieces);
             next -= many;
         }
