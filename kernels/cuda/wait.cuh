@@ -120,41 +120,45 @@ __device__ __forceinline__ uint64_t *waits_of(const Now &now, uint8_t *heap, int
     return (uint64_t *)(heap + now.seat->at.waits) + rank;
 }
 
+/* The same as bits; 0: it has not said so in this epoch. */
+__device__ __forceinline__ uint32_t told_waits(const Now &now, int rank)
+{
+    const uint64_t said = load_relaxed(waits_of(now, now.heap, rank));
+    return stamped(now, said) ? (uint32_t)said : 0;
+}
+
 /* Tells every rank that this one, late in the operation, waits for a peer: it is not at fault
  * itself. */
 static __device__ void tell_wait(const Now &now, int peer)
 {
     const p2p_seat &seat = *now.seat;
-    const uint64_t said = load_relaxed(waits_of(now, now.heap, seat.rank));
-    const uint32_t before = stamped(now, said) ? (uint32_t)said : 0;
+    const uint32_t before = told_waits(now, seat.rank);
     if (before >> peer & 1) return;
 #pragma unroll 1
     for (int q = 0; q < seat.num_ranks; q++)
         store_relaxed(waits_of(now, seat.heap[q], seat.rank), stamp(now, before | 1u << peer));
 }
 
-/* Who keeps the group waiting: every rank that has not announced this epoch; or of the one that
- * was waited for, those it waits for, and so on, the ones that wait for nobody. */
-static __device__ uint32_t culprits(const Now &now, int peer)
+/* Who keeps the group waiting: every rank that has not announced this epoch; or of those that were
+ * waited for, those they wait for, and so on, the ones that wait for nobody. */
+static __device__ uint32_t culprits(const Now &now, uint32_t awaited)
 {
     const int num_ranks = now.seat->num_ranks, own = now.seat->rank;
-    uint32_t missing = 0, waiting = 0;
+    uint32_t missing = 0, waiting = 0, late = awaited;
 #pragma unroll 1
     for (int q = 0; q < num_ranks; q++)
         if (q != own && !stamped(now, load_relaxed(announcement(now, now.heap, q))))
             missing |= 1u << q;
-    if (missing || peer < 0 || peer == own) return missing;
-    uint32_t late = 1u << peer;
+    if (missing) return missing;
 #pragma unroll 1
     for (int i = 0; i < num_ranks * num_ranks; i++) {
         const int q = i % num_ranks;
-        const uint64_t said = load_relaxed(waits_of(now, now.heap, q));
-        if (!(late >> q & 1) || !stamped(now, said)) continue;
-        waiting |= 1u << q;
-        late |= (uint32_t)said;
+        const uint32_t its = late >> q & 1 ? told_waits(now, q) : 0;
+        if (its) waiting |= 1u << q;
+        late |= its;
     }
     const uint32_t guilty = late & ~waiting & ~(1u << own);
-    return guilty ? guilty : 1u << peer;
+    return guilty ? guilty : awaited;
 }
 
 /* What has ended the operation but its deadline, as a word of `broken`; 0: nothing. */
@@ -194,19 +198,21 @@ static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase
     return over;
 }
 
-/* One thread: what ended the operation.  If it is the deadline and nobody is known to be at fault,
- * who knows may say so first. */
+/* One thread: what ended the operation.  If it is the deadline and this wait was for no peer, who
+ * knows the culprit may say so first; then those count that others here have waited for. */
 static __device__ __noinline__ void tell_end(const Now &now)
 {
     const p2p_seat &seat = *now.seat;
     const int peer = (int)(now.lost >> 8) - 1, phase = now.lost & 255;
     for (;;) {
-        uint32_t theirs = 0;
+        const bool late = timer_ns() > now.deadline + GRACE_NS;
+        uint32_t theirs = 0, awaited = late ? told_waits(now, seat.rank) : 0;
+        if (peer >= 0 && peer != seat.rank) awaited = 1u << peer;
         uint64_t word = find_end(now, phase, theirs);
-        const uint32_t missing = word ? 0 : culprits(now, peer);
-        if (missing || (!word && timer_ns() > now.deadline + GRACE_NS))
+        const uint32_t guilty = word ? 0 : culprits(now, awaited);
+        if (guilty || (late && !word))
             word =
-                P2P_BROKEN(EPIC_ETIMEOUT, seat.operation, seat.rank, phase, missing, now.epoch);
+                P2P_BROKEN(EPIC_ETIMEOUT, seat.operation, seat.rank, phase, guilty, now.epoch);
         if (word) return report(now, word, theirs);
     }
 }
