@@ -5,19 +5,10 @@
 #define EPIC_COMBINE_BACKWARD_CUH
 
 #include "cuda/dot.cuh"
+#include "cuda/moving.cuh"
 #include "cuda/slots.cuh"
-#include "cuda/staging.cuh"
 
-struct Move {
-    const p2p_combine_backward_job &job;
-    const Now &now;
-    const Plan &plan;
-    const Stride &stride;
-    RowShape shape;
-    uint64_t policy;
-    int32_t first; /* token of the round */
-    int32_t top_k;
-};
+typedef Moving<p2p_combine_backward_job> Move;
 
 /* Where the blocks of entry n of a token of `rank` wait. */
 __device__ __forceinline__ uint32_t *part_of(const Move &m, int rank, int32_t token, int n)
@@ -166,27 +157,6 @@ template <int V> __device__ __forceinline__ void pad_all(const Move &m)
     if (!pads_beside(m.plan, m.stride, m.plan.most_tokens))
         each_pad_piece(m.plan, m.plan.header.owned, m.shape.pieces, warp, warps,
                        [&](int32_t slot, int piece) { pad_piece<V, false>(m, slot, piece); });
-}
-
-/* Role 0 sends, role 1 + n receives from source n. */
-__host__ __device__ __forceinline__ int num_roles(const p2p_seat &seat)
-{
-    return seat.num_ranks + 1;
-}
-
-__device__ __forceinline__ int rank_of_role(const p2p_seat &seat, int role)
-{
-    return wrap(seat.rank + role, seat.num_ranks);
-}
-
-__device__ __forceinline__ int first_piece(const Move &m, const Walk &walk)
-{
-    return walk.span * m.job.span;
-}
-
-__device__ __forceinline__ int pieces_of(const Move &m, const Walk &walk)
-{
-    return min(m.job.span, m.shape.pieces - first_piece(m, walk));
 }
 
 /* What goes along with the receiving of a span of this rank's own token: some padding, and for one

@@ -41,10 +41,9 @@ template <bool EXACT> struct Feed {
         const bool staged = walk.role > 0 && walk.role < seat.num_ranks;
         const uint8_t *row = m.job.tokens + row_offset(token, m.shape);
         if (staged)
-            row = (const uint8_t *)staged_in(
-                m.now.inbox[wrap(seat.rank + walk.role, seat.num_ranks)], token - m.first,
-                m.shape.vectors);
-        vector = walk.span * m.job.span * V * WARP;
+            row = (const uint8_t *)staged_in(m.now.inbox[rank_of_role(seat, walk.role)],
+                                             token - m.first, m.shape.vectors);
+        vector = first_piece(m, walk) * V * WARP;
         left = pieces_of(m, walk);
         from = token < (staged ? end : min(end, m.job.num_tokens)) ? row + lane_offset(vector)
                                                                    : NULL;
@@ -92,7 +91,7 @@ __device__ __forceinline__ void send_unit(const Move &m, const Walk &walk, uint6
     }
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
-        const int piece = walk.span * m.job.span + i;
+        const int piece = first_piece(m, walk) + i;
         uint4 q[V];
         if (copied)
             feed.use(q, piece * V * WARP);
@@ -150,8 +149,8 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk
                                         uint64_t word, bool copied, Feed<EXACT> &feed)
 {
     const p2p_seat &seat = m.job.plan.seat;
-    const int source = walk.role - 1, rank = wrap(seat.rank + walk.role, seat.num_ranks);
-    const int first = walk.span * m.job.span, count = pieces_of(m, walk);
+    const int source = walk.role - 1, rank = rank_of_role(seat, walk.role);
+    const int first = first_piece(m, walk), count = pieces_of(m, walk);
     int32_t slot = -1;
     bool more = false;
     if (token < __shfl_sync(ALL_LANES, m.tokens_of, rank)) {
@@ -214,7 +213,7 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, ui
                                              int slab_bits, Feed<EXACT> &feed)
 {
     const p2p_seat &seat = m.job.plan.seat;
-    const int rank = wrap(seat.rank + walk.role, seat.num_ranks);
+    const int rank = rank_of_role(seat, walk.role);
     const int32_t begin = m.first + received_before(m, walk.step);
     const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
     const bool copied = m.shape.aligned;
@@ -360,10 +359,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
         ok = __syncthreads_and(ok); /* the memory becomes the rings' */
     }
 
-    Move m = {job, now, plan, stride, shape, policy_once()};
+    Move m = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     m.made = made;
     m.head = made && job.plan.planners < (int)gridDim.x ? job.head : 0;
-    m.top_k = plan.header.top_k;
     m.tokens_of = !made && lane_id() < seat.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     m.most_tokens = made ? (int32_t)seat.max_tokens : plan.most_tokens;
     if (ok && (made || plan.header.result == EPIC_OK))

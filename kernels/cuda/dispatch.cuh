@@ -4,23 +4,15 @@
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 
+#include "cuda/moving.cuh"
 #include "cuda/planner.cuh"
-#include "cuda/staging.cuh"
 
 static constexpr int V = 4; /* the same on all ranks, which cut rows alike */
 
-struct Move { /* what every unit of the running round needs */
-    const p2p_dispatch_job &job;
-    const Now &now;
-    const Plan &plan;
-    const Stride &stride;
-    RowShape shape;
-    uint64_t policy;
-    int32_t first;     /* token of the round */
+struct Move : Moving<p2p_dispatch_job> {
     int32_t head;      /* tokens that are sent while the plan is made */
     int32_t tokens_of; /* of the rank that this lane's number says */
     int32_t most_tokens;
-    int32_t top_k;
     bool made; /* the plan is made beside the rows */
 };
 
@@ -251,12 +243,6 @@ __device__ __forceinline__ int32_t received_before(const Move &m, int32_t step)
     return min(behind + behind / 16, max(step - m.job.lag, 0));
 }
 
-/* Role 0 sends, role 1 + n receives from source n. */
-__host__ __device__ __forceinline__ int num_roles(const p2p_seat &seat)
-{
-    return seat.num_ranks + 1;
-}
-
 /* The token of a unit, the first one if it receives several. */
 __device__ __forceinline__ int32_t token_of(const Move &m, const Walk &walk)
 {
@@ -270,13 +256,8 @@ __device__ __forceinline__ uint64_t read_ahead(const Move &m, const Walk &walk)
     const int32_t token = token_of(m, walk);
     if (walk.role == 0)
         return token < m.job.num_tokens ? read_choice(m, token, lane_id()) : ~0ull;
-    const int rank = wrap(seat.rank + walk.role, seat.num_ranks);
+    const int rank = rank_of_role(seat, walk.role);
     return token < seat.max_tokens ? peek_record(m, rank, token, 0) : ~0ull;
-}
-
-__device__ __forceinline__ int pieces_of(const Move &m, const Walk &walk)
-{
-    return min(m.job.span, m.shape.pieces - walk.span * m.job.span);
 }
 
 #endif

@@ -155,56 +155,6 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* Are there enough spans of a rank's tokens to pad slabs beside?  Each warp has one then, and each
- * slab. */
-__device__ __forceinline__ bool pads_beside(const Plan &plan, const Stride &stride,
-                                            int most_tokens)
-{
-    return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
-}
-
-/* A slab has less padding than rows in a step of the alignment, whatever the plan's bytes say. */
-__device__ __forceinline__ device_padding padding_of(const Plan &plan, int slab)
-{
-    return {__ldcg(&plan.padding[slab].first),
-            min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
-}
-
-/* Calls write(slot) for the padding that goes along with part `part` of `parts`: of one slab, whose
- * padding is shared by parts all along.  Nothing is divided: that would wait for stores. */
-template <class Write>
-__device__ __forceinline__ void each_pad(const Plan &plan, int slab_bits, int part, int parts,
-                                         Write write)
-{
-    const int slab = part & ((1 << slab_bits) - 1), sharers = parts >> slab_bits;
-    int share = part >> slab_bits;
-    if (share >= sharers) return;
-    share += slab * sharers >> slab_bits;
-    if (share >= sharers) share -= sharers;
-    if (share >= (int)plan.header.alignment) return;
-    const device_padding padding = padding_of(plan, slab);
-    for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
-}
-
-/* Calls write(slot, piece) for what falls to warp `warp` of `warps` of all the padding. */
-template <class Write>
-__device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int pieces,
-                                               int warp, int warps, Write write)
-{
-    int next = warp; /* pieces of padding that come before this warp's next one */
-    for (int base = 0; base < owned; base += WARP) {
-        const int slab = base + lane_id();
-        device_padding padding = {0, 0};
-        if (slab < owned) padding = padding_of(plan, slab);
-        for (int i = 0; i < min(WARP, owned - base); i++) {
-            const int32_t slot = __shfl_sync(ALL_LANES, padding.first, i);
-            const int32_t many = __shfl_sync(ALL_LANES, padding.count, i) * pieces;
-            for (; next < many; next += warps) write(slot + next / pieces, next % pieces);
-            next -= many;
-        }
-    }
-}
-
 /* The place of the n-th bit that is set, in each lane for its own n; 0 if there are fewer. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {

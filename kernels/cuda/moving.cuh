@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What dispatch and combine_backward share, which bring the rows of tokens to slots: what a unit is
+ * given, which pieces it moves, and the padding beside them.  M is a Moving. */
+#ifndef EPIC_MOVING_CUH
+#define EPIC_MOVING_CUH
+
+#include "cuda/staging.cuh"
+
+template <class Job> struct Moving { /* what every unit of the running round needs */
+    const Job &job;
+    const Now &now;
+    const Plan &plan;
+    const Stride &stride;
+    RowShape shape;
+    uint64_t policy;
+    int32_t first; /* token of the round */
+    int32_t top_k;
+};
+
+/* Role 0 sends, role 1 + n receives from source n. */
+__host__ __device__ __forceinline__ int num_roles(const p2p_seat &seat)
+{
+    return seat.num_ranks + 1;
+}
+
+__device__ __forceinline__ int rank_of_role(const p2p_seat &seat, int role)
+{
+    return wrap(seat.rank + role, seat.num_ranks);
+}
+
+template <class M> __device__ __forceinline__ int first_piece(const M &m, const Walk &walk)
+{
+    return walk.span * m.job.span;
+}
+
+template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Walk &walk)
+{
+    return min(m.job.span, m.shape.pieces - first_piece(m, walk));
+}
+
+/* Are there enough spans of a rank's tokens to pad slabs beside?  Each warp has one then, and each
+ * slab. */
+__device__ __forceinline__ bool pads_beside(const Plan &plan, const Stride &stride,
+                                            int most_tokens)
+{
+    return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
+}
+
+/* A slab has less padding than rows in a step of the alignment, whatever the plan's bytes say. */
+__device__ __forceinline__ device_padding padding_of(const Plan &plan, int slab)
+{
+    return {__ldcg(&plan.padding[slab].first),
+            min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
+}
+
+/* Calls write(slot) for the padding that goes along with part `part` of `parts`: of one slab, whose
+ * padding is shared by parts all along.  Nothing is divided: that would wait for stores. */
+template <class Write>
+__device__ __forceinline__ void each_pad(const Plan &plan, int slab_bits, int part, int parts,
+                                         Write write)
+{
+    const int slab = part & ((1 << slab_bits) - 1), sharers = parts >> slab_bits;
+    int share = part >> slab_bits;
+    if (share >= sharers) return;
+    share += slab * sharers >> slab_bits;
+    if (share >= sharers) share -= sharers;
+    if (share >= (int)plan.header.alignment) return;
+    const device_padding padding = padding_of(plan, slab);
+    for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
+}
+
+/* Calls write(slot, piece) for what falls to warp `warp` of `warps` of all the padding. */
+template <class Write>
+__device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int pieces,
+                                               int warp, int warps, Write write)
+{
+    int next = warp; /* pieces of padding that come before this warp's next one */
+    for (int base = 0; base < owned; base += WARP) {
+        const int slab = base + lane_id();
+        device_padding padding = {0, 0};
+        if (slab < owned) padding = padding_of(plan, slab);
+        for (int i = 0; i < min(WARP, owned - base); i++) {
+            const int32_t slot = __shfl_sync(ALL_LANES, padding.first, i);
+            const int32_t many = __shfl_sync(ALL_LANES, padding.count, i) * pieces;
+            for (; next < many; next += warps) write(slot + next / pieces, next % pieces);
+            next -= many;
+        }
+    }
+}
+
+#endif
