@@ -28,7 +28,8 @@
  *   - after epic_open no call allocates (the first use of a new tag may: 32 bytes).
  *
  * Structs travel with their size.  Shorter than ours: the rest is zero.  Longer: accepted while
- * the tail that we do not know is zero.  Zero is the default of every field.
+ * the tail that we do not know is zero.  A size that no release ever had (sizeof of a pointer,
+ * say) is EPIC_EINVAL.  Zero is the default of every field.
  *
  * Failure has three classes.
  *   (a) Arguments that the host can check (EPIC_EINVAL, EPIC_ENOTSUP): the call has done nothing

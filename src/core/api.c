@@ -28,7 +28,7 @@ static epic_result not_yet(const epic_context *ctx, const char *what)
 static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, epic_layer *layer,
                                   const epic_plan_args *args, size_t size)
 {
-    TRY(epic_sized(a, sizeof *a, args, size, "args"));
+    TRY(READ_SIZED(a, args, size, "args"));
     TRY(layer_read(layer, a->layer, a->layer_size, ctx->num_ranks));
     a->layer = layer;
     a->layer_size = sizeof *layer;
@@ -48,7 +48,7 @@ epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args, siz
 {
     epic_dispatch_args a;
     TRY(check_context(ctx));
-    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_dispatch_args(ctx, &a));
     return STEP(dispatch, &a);
 }
@@ -81,7 +81,7 @@ epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan, si
     epic_layer layer;
     TRY(check_context(ctx));
     TRY(read_plan_args(ctx, &p, &layer, plan, plan_size));
-    TRY(epic_sized(&d, sizeof d, dispatch, dispatch_size, "dispatch"));
+    TRY(READ_SIZED(&d, dispatch, dispatch_size, "dispatch"));
     d.call = p.call;
     d.plan = p.plan;
     d.plan_bytes = p.plan_bytes;
@@ -94,7 +94,7 @@ epic_result epic_combine(epic_context *ctx, const epic_combine_args *args, size_
 {
     epic_combine_args a;
     TRY(check_context(ctx));
-    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_combine_args(ctx, &a));
     return STEP(combine, &a);
 }
@@ -104,7 +104,7 @@ epic_result epic_dispatch_backward(epic_context *ctx, const epic_dispatch_backwa
 {
     epic_dispatch_backward_args a;
     TRY(check_context(ctx));
-    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_dispatch_backward_args(ctx, &a));
     return STEP(dispatch_backward, &a);
 }
@@ -114,7 +114,7 @@ epic_result epic_combine_backward(epic_context *ctx, const epic_combine_backward
 {
     epic_combine_backward_args a;
     TRY(check_context(ctx));
-    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_combine_backward_args(ctx, &a));
     return STEP(combine_backward, &a);
 }
@@ -123,7 +123,7 @@ epic_result epic_sum(epic_context *ctx, const epic_sum_args *args, size_t size)
 {
     epic_sum_args a;
     TRY(check_context(ctx));
-    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_sum_args(ctx, &a));
     return STEP(sum, &a);
 }

@@ -36,7 +36,7 @@ static epic_result timeout_from_environment(uint32_t *timeout_ms)
 
 epic_result config_read(epic_config *out, const epic_config *config, size_t size)
 {
-    TRY(epic_sized(out, sizeof *out, config, size, "config"));
+    TRY(READ_SIZED(out, config, size, "config"));
     if (out->max_tokens < 1 || out->max_tokens > INT32_MAX)
         return bad("max_tokens", out->max_tokens, "1 to 2147483647 are possible");
     if (out->max_row_bytes < 1 || out->max_row_bytes > MOST_ROW_BYTES)

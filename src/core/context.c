@@ -11,6 +11,7 @@
 #include "core/error.h"
 #include "core/hash.h"
 #include "core/hello.h"
+#include "core/sized.h"
 #include "exchange/exchange.h"
 
 uint64_t now_ns(void)
@@ -259,17 +260,12 @@ epic_result epic_failure(const epic_context *ctx, epic_failure_info *out, size_t
 {
     epic_failure_info info = {0};
     if (!ctx) return no_context();
-    if (!out || !size)
-        return epic_fail(EPIC_EINVAL,
-                         "out is %s, size %zu: a place for epic_failure_info is "
-                         "needed",
-                         out ? "given" : "NULL", size);
+    TRY(CHECK_PLACE(out, size));
     if (atomic_load_explicit(&ctx->broken, memory_order_acquire))
         info = ctx->failure;
     else
         new_failure(ctx, &info);
-    memset(out, 0, size);
-    memcpy(out, &info, size < sizeof info ? size : sizeof info);
+    WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }
 

@@ -4,21 +4,54 @@
 
 #include <string.h>
 
-epic_result epic_sized(void *ours, size_t our_size, const void *theirs, size_t size,
+#define MOST_BYTES 65536u /* far above any struct: a larger size was never one's */
+
+#define SIZED_ROW(type, last) \
+    {#type, sizeof(type), offsetof(type, last) + sizeof(((type *)0)->last)},
+const sized_type sized_types[NUM_SIZED] = {SIZED_STRUCTS(SIZED_ROW)};
+
+static epic_result check_size(const void *theirs, const sized_type *type, size_t size,
+                              const char *name)
+{
+    if (theirs == NULL)
+        return epic_fail(EPIC_EINVAL, "%s is NULL: pass an %s", name, type->name);
+    if (size < type->first)
+        return epic_fail(EPIC_EINVAL,
+                         "the size of %s is %zu%s: an %s never had less than %zu bytes; pass "
+                         "sizeof(%s)",
+                         name, size, size == sizeof(void *) ? ", sizeof of a pointer?" : "",
+                         type->name, type->first, type->name);
+    if (size > MOST_BYTES)
+        return epic_fail(EPIC_EINVAL,
+                         "the size of %s is %zu: an %s has %zu bytes; pass sizeof(%s)", name,
+                         size, type->name, type->bytes, type->name);
+    return EPIC_OK;
+}
+
+epic_result sized_read(void *ours, const sized_type *type, const void *theirs, size_t size,
                        const char *name)
 {
     const unsigned char *bytes = theirs;
-    if (theirs == NULL) return epic_fail(EPIC_EINVAL, "%s is NULL: pass the struct", name);
-    if (size == 0)
-        return epic_fail(EPIC_EINVAL, "the size of %s is 0: pass sizeof the struct", name);
-    for (size_t i = our_size; i < size; i++)
+    TRY(check_size(theirs, type, size, name));
+    for (size_t i = type->bytes; i < size; i++)
         if (bytes[i] != 0)
             return epic_fail(
                 EPIC_EINVAL,
                 "%s has %zu bytes, of which this library knows %zu, and byte %zu is "
                 "not zero: it asks for something that needs a newer library",
-                name, size, our_size, i);
-    memset(ours, 0, our_size);
-    memcpy(ours, theirs, size < our_size ? size : our_size);
+                name, size, type->bytes, i);
+    memset(ours, 0, type->bytes);
+    memcpy(ours, theirs, size < type->bytes ? size : type->bytes);
     return EPIC_OK;
+}
+
+epic_result sized_place(const void *out, const sized_type *type, size_t size, const char *name)
+{
+    return check_size(out, type, size, name);
+}
+
+void sized_write(void *out, const void *ours, const sized_type *type, size_t size)
+{
+    memset(out, 0, size);
+    memcpy(out, ours, size < type->bytes ? size : type->bytes);
 }

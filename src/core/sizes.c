@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What things take, from sizes alone, and what a plan's bytes say. */
-#include <string.h>
-
 #include "core/check.h"
 #include "core/config.h"
 #include "core/error.h"
+#include "core/sized.h"
 #include "exchange/exchange.h"
 #include "plan/device_read.h"
 #include "plan/plan.h"
@@ -61,8 +60,7 @@ epic_result epic_memory(const epic_config *config, size_t config_size, const epi
 {
     epic_config c;
     epic_memory_info info = {0};
-    if (!out || !size)
-        return epic_fail(EPIC_EINVAL, "out is NULL: a place for epic_memory_info is needed");
+    TRY(CHECK_PLACE(out, size));
     TRY(config_read_sizes(&c, config, config_size));
     const epic_backend *backend;
     TRY(backend_find(&backend, c.backend ? c.backend : "shm"));
@@ -72,8 +70,7 @@ epic_result epic_memory(const epic_config *config, size_t config_size, const epi
         info.plan_bytes = (int64_t)epic_plan_bytes(config, config_size, layer, layer_size);
         if (!info.plan_bytes) return EPIC_EINVAL;
     }
-    memset(out, 0, size);
-    memcpy(out, &info, size < sizeof info ? size : sizeof info);
+    WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }
 
@@ -109,12 +106,10 @@ epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *
     epic_plan_info info = {0};
     epic_result result;
     TRY(check_plan_bytes(plan));
-    if (!out || !size)
-        return epic_fail(EPIC_EINVAL, "out is NULL: a place for epic_plan_info is needed");
+    TRY(CHECK_PLACE(out, size));
     if (!device_plan_read(plan, plan_bytes, backend_fetch, &info, &result))
         result = read_host_plan(plan, plan_bytes, &info);
     TRY(result);
-    memset(out, 0, size);
-    memcpy(out, &info, size < sizeof info ? size : sizeof info);
+    WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }

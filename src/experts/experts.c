@@ -20,15 +20,13 @@ epic_result epic_experts_memory(const epic_experts *experts, size_t experts_size
     experts_job job = {0};
     TRY(experts_take(&job, experts, experts_size));
     TRY(check_slots(num_slots));
-    if (out == NULL || size == 0)
-        return epic_fail(EPIC_EINVAL, "out is NULL or has no size: the answer goes there");
+    TRY(CHECK_PLACE(out, size));
     const epic_experts_memory_info info = {
         .saved_bytes = experts_saved_bytes(&job, num_slots),
         .forward_bytes = experts_workspace_bytes(&job, num_slots, false),
         .backward_bytes = experts_workspace_bytes(&job, num_slots, true),
     };
-    memset(out, 0, size);
-    memcpy(out, &info, size < sizeof info ? size : sizeof info);
+    WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }
 
@@ -157,7 +155,7 @@ epic_result epic_experts_forward(const epic_experts_args *args, size_t size)
 {
     epic_experts_args a;
     experts_job job = {0};
-    TRY(epic_sized(&a, sizeof a, args, size, "epic_experts_args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     TRY(take_forward(&job, &a));
     experts_blas_enter();
     for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {
@@ -230,7 +228,7 @@ epic_result epic_experts_backward(const epic_experts_backward_args *args, size_t
 {
     epic_experts_backward_args a;
     experts_job job = {0};
-    TRY(epic_sized(&a, sizeof a, args, size, "epic_experts_backward_args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     TRY(take_backward(&job, &a));
     experts_blas_enter();
     for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {

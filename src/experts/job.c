@@ -56,7 +56,7 @@ static epic_result check_activation(const epic_experts *ex)
 epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t size)
 {
     epic_experts *ex = &job->experts;
-    TRY(epic_sized(ex, sizeof *ex, theirs, size, "epic_experts"));
+    TRY(READ_SIZED(ex, theirs, size, "experts"));
     if (ex->row_type == 0) ex->row_type = EPIC_F32;
     if (ex->weight_type == 0) ex->weight_type = ex->row_type;
     if (ex->limit == 0) ex->limit = 7;

@@ -354,7 +354,7 @@ epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *theirs, size_t size)
     epic_tcp tcp;
     if (out == NULL) return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_meet to fill in");
     *out = (epic_meet){0}; /* so that a failed meeting can be closed too */
-    TRY(epic_sized(&tcp, sizeof tcp, theirs, size, "epic_tcp"));
+    TRY(READ_SIZED(&tcp, theirs, size, "epic_tcp"));
     TRY(check_tcp(&tcp));
     if (tcp.address == NULL) tcp.address = "127.0.0.1";
     if (tcp.timeout_ms == 0) tcp.timeout_ms = MEET_TIMEOUT_MS;

@@ -261,11 +261,10 @@ epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *a
 {
     epic_moe_backward_args a;
     moe_job j;
-    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     backward_call call = {.args = &a};
     if (a.gradients)
-        TRY(epic_sized(&call.gradients, sizeof call.gradients, a.gradients, a.gradients_size,
-                       "gradients"));
+        TRY(READ_SIZED(&call.gradients, a.gradients, a.gradients_size, "gradients"));
     const moe_call c = {.moe = a.moe,
                         .moe_size = a.moe_size,
                         .weights = a.weights,

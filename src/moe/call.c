@@ -89,7 +89,7 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
                          "the layer is not there yet on backend \"%s\"; use a host context",
                          ctx->backend_name);
     *j = (moe_job){.ctx = ctx, .call = *call, .x = *c->x};
-    TRY(epic_sized(&j->weights, sizeof j->weights, c->weights, c->weights_size, "weights"));
+    TRY(READ_SIZED(&j->weights, c->weights, c->weights_size, "weights"));
     if (c->x->num_rows < 0 || c->x->num_rows > ctx->config.max_tokens)
         return epic_fail(EPIC_EINVAL,
                          "x.num_rows is %lld: 0 to config.max_tokens %lld are possible",

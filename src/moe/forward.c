@@ -220,7 +220,7 @@ epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args, size_
 {
     epic_moe_args a;
     moe_job j;
-    TRY(epic_sized(&a, sizeof a, args, size, "args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     const moe_call c = {.moe = a.moe,
                         .moe_size = a.moe_size,
                         .weights = a.weights,

@@ -14,14 +14,13 @@
 static epic_result read_parts(moe_job *j, const epic_config *config, const epic_moe *moe,
                               size_t size)
 {
-    TRY(epic_sized(&j->moe, sizeof j->moe, moe, size, "moe"));
+    TRY(READ_SIZED(&j->moe, moe, size, "moe"));
     const epic_moe *m = &j->moe;
     TRY(layer_read(&j->layer, m->layer, m->layer_size, (int32_t)config->num_ranks));
-    TRY(epic_sized(&j->router, sizeof j->router, m->router, m->router_size, "moe.router"));
-    TRY(epic_sized(&j->experts, sizeof j->experts, m->experts, m->experts_size, "moe.experts"));
+    TRY(READ_SIZED(&j->router, m->router, m->router_size, "moe.router"));
+    TRY(READ_SIZED(&j->experts, m->experts, m->experts_size, "moe.experts"));
     j->has_shared = m->shared != NULL;
-    if (j->has_shared)
-        TRY(epic_sized(&j->shared, sizeof j->shared, m->shared, m->shared_size, "moe.shared"));
+    if (j->has_shared) TRY(READ_SIZED(&j->shared, m->shared, m->shared_size, "moe.shared"));
     return EPIC_OK;
 }
 
@@ -229,9 +228,7 @@ epic_result epic_moe_memory(const epic_config *config, size_t config_size, const
                             size_t moe_size, epic_moe_memory_info *out, size_t size)
 {
     epic_config c;
-    if (!out || !size)
-        return epic_fail(EPIC_EINVAL,
-                         "out is NULL: a place for epic_moe_memory_info is needed");
+    TRY(CHECK_PLACE(out, size));
     TRY(config_read_sizes(&c, config, config_size));
     moe_job j = {0};
     TRY(moe_read(&j, &c, moe, moe_size, c.max_tokens));
@@ -241,7 +238,6 @@ epic_result epic_moe_memory(const epic_config *config, size_t config_size, const
     info.forward_bytes = j.work_bytes;
     moe_cut(&j, NULL, NULL, true);
     info.backward_bytes = j.work_bytes;
-    memset(out, 0, size);
-    memcpy(out, &info, size < sizeof info ? size : sizeof info);
+    WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }

@@ -29,7 +29,7 @@ static epic_result check_tree(const epic_layer *l, int32_t num_ranks)
 
 epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, int32_t num_ranks)
 {
-    TRY(epic_sized(out, sizeof *out, layer, size, "layer"));
+    TRY(READ_SIZED(out, layer, size, "layer"));
     if (out->num_experts < 1 || out->num_experts > MAX_EXPERTS)
         return bad("num_experts", out->num_experts, "1 to 65536 are possible");
     if (out->top_k < 1 || out->top_k > MAX_TOP_K)

@@ -36,7 +36,7 @@ epic_result epic_router_backward(const epic_router_backward_args *args, size_t s
 {
     epic_router_backward_args a;
     router_job job;
-    TRY(epic_sized(&a, sizeof a, args, size, "epic_router_backward_args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     if (a.ctx != NULL) TRY(context_check(a.ctx));
     TRY(prepare(&job, &a));
     if (router_on_device(a.ctx)) {

@@ -75,7 +75,7 @@ epic_result epic_router_forward(const epic_router_args *args, size_t size)
 {
     epic_router_args a;
     router_job job;
-    TRY(epic_sized(&a, sizeof a, args, size, "epic_router_args"));
+    TRY(READ_SIZED(&a, args, size, "args"));
     if (a.ctx != NULL) TRY(context_check(a.ctx));
     TRY(prepare(&job, &a));
     if (router_on_device(a.ctx)) {

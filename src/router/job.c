@@ -87,7 +87,7 @@ static epic_result check_groups(const epic_router *r)
 
 static epic_result take_router(epic_router *out, const epic_router *theirs, size_t size)
 {
-    TRY(epic_sized(out, sizeof *out, theirs, size, "epic_router"));
+    TRY(READ_SIZED(out, theirs, size, "router"));
     if (out->scale == 0) out->scale = 1;
     if (out->group_best == 0 && out->topk_groups > 0)
         out->group_best = out->top_k / out->topk_groups;

@@ -38,7 +38,7 @@ static epic_result check_pass(const loss_job *job, pass pass)
 static epic_result prepare(loss_job *job, const epic_loss_args *args, size_t size, pass pass)
 {
     epic_loss_args *a = &job->args;
-    TRY(epic_sized(a, sizeof *a, args, size, "epic_loss_args"));
+    TRY(READ_SIZED(a, args, size, "args"));
     if (a->ctx != NULL) TRY(context_check(a->ctx));
     TRY(router_job_make(&job->router, &(router_common){
                                           .router = a->router,

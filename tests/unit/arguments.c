@@ -367,15 +367,13 @@ static void try_all(step *s)
     }
 }
 
-/* Shorter structs are completed with zeros, longer ones may bring nothing but zeros. */
+/* Longer structs may bring nothing but zeros; sized.c has the sizes that are refused. */
 static void try_sizes(step *s)
 {
     struct {
         epic_sum_args args;
         unsigned char more[32];
     } longer = {.args = step_sum(s, 1)};
-    const size_t shorter = offsetof(epic_sum_args, order);
-    CHECK(epic_sum(s->ctx, &longer.args, shorter) == EPIC_OK);
     CHECK(epic_sum(s->ctx, &longer.args, sizeof longer) == EPIC_OK);
     longer.more[7] = 1;
     CHECK(epic_sum(s->ctx, &longer.args, sizeof longer) == EPIC_EINVAL);

@@ -171,8 +171,10 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
     refuse(epic_moe_forward(NULL, &c.forward, sizeof c.forward), FORWARD, "ctx", "NULL");
     refuse(epic_moe_forward(ctx, NULL, sizeof c.forward), FORWARD, "args", "NULL");
     refuse(epic_moe_forward(ctx, &c.forward, 0), FORWARD, "args", "0");
-    refuse(epic_moe_memory(NULL, 0, &c.moe, sizeof c.moe, &t->memory, 1), MEMORY, "config", "");
-    refuse(epic_moe_memory(config, sizeof *config, NULL, 0, &t->memory, 1), MEMORY, "moe", "");
+    refuse(epic_moe_memory(NULL, 0, &c.moe, sizeof c.moe, &t->memory, sizeof t->memory), MEMORY,
+           "config", "");
+    refuse(epic_moe_memory(config, sizeof *config, NULL, 0, &t->memory, sizeof t->memory),
+           MEMORY, "moe", "");
     refuse(epic_moe_memory(config, sizeof *config, &c.moe, sizeof c.moe, NULL, 0), MEMORY,
            "out", "NULL");
     c.forward.out.data = c.forward.x.data;

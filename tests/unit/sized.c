@@ -1,45 +1,263 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Structs that travel with their size: shorter, equal, longer with a zero tail and without. */
+/* Structs that travel with their size: shorter, equal, longer with a zero tail and without; and
+ * of every call every size that no release ever had, sizeof of a pointer first of all. */
 #include "core/sized.h"
 
-#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "check.h"
+
+/* ---------------------------------------------------------------------------- the rule ---- */
+
 typedef struct ours {
-    uint32_t a, b, c, d;
+    uint32_t a, b, c, d, e, f;
 } ours;
 
-static int failures;
+static const sized_type thing = {"epic_thing", sizeof(ours), 12};
 
-static void check(size_t size, unsigned char tail, epic_result expected, size_t copied)
+static void check_read(size_t size, unsigned char tail, bool taken)
 {
-    unsigned char theirs[40];
-    unsigned char got[sizeof(ours)];
-    memset(theirs, 0x11, sizeof(ours));
-    memset(theirs + sizeof(ours), 0, sizeof theirs - sizeof(ours));
-    if (size > sizeof(ours)) theirs[size - 1] = tail;
+    unsigned char theirs[64] = {0}, got[sizeof(ours)];
+    memset(theirs, 0x11, sizeof got);
+    if (size > sizeof got && size <= sizeof theirs) theirs[size - 1] = tail;
     memset(got, 0xee, sizeof got);
-    const epic_result result = epic_sized(got, sizeof got, theirs, size, "epic_thing");
-    bool good = result == expected;
-    for (size_t i = 0; i < sizeof got && good; i++)
-        good = got[i] == (expected != EPIC_OK ? 0xee : i < copied ? 0x11 : 0);
-    if (good && expected != EPIC_OK) good = strstr(epic_error(NULL), "epic_thing") != NULL;
-    if (good) return;
-    printf("size %zu, tail %d: %s: %s\n", size, tail, epic_result_name(result),
-           epic_error(NULL));
-    failures++;
+    const epic_result result = sized_read(got, &thing, theirs, size, "args");
+    CHECK_SAY(result == (taken ? EPIC_OK : EPIC_EINVAL), "size %zu, tail %d: %s: %s", size,
+              tail, epic_result_name(result), epic_error(NULL));
+    for (size_t i = 0; i < sizeof got; i++)
+        CHECK_EQ(got[i], !taken ? 0xee : i < size ? 0x11 : 0);
+    if (!taken) CHECK(strstr(epic_error(NULL), "args") != NULL);
+}
+
+static void check_rule(void)
+{
+    for (size_t size = 0; size <= 64; size++) check_read(size, 0, size >= thing.first);
+    for (size_t size = sizeof(ours) + 1; size <= 64; size++) check_read(size, 1, false);
+    check_read(65537, 0, false);
+    check_read(SIZE_MAX, 0, false);
+    ours got;
+    CHECK(sized_read(&got, &thing, NULL, sizeof got, "args") == EPIC_EINVAL);
+    CHECK(sized_place(NULL, &thing, sizeof got, "out") == EPIC_EINVAL);
+}
+
+/* An answer fills the caller's place, also a longer one, and nothing behind it. */
+static void check_answer(void)
+{
+    const ours answer = {1, 2, 3, 4, 5, 6};
+    for (size_t size = thing.first; size <= 60; size++) {
+        unsigned char out[64];
+        memset(out, 0xee, sizeof out);
+        CHECK(sized_place(out, &thing, size, "out") == EPIC_OK);
+        sized_write(out, &answer, &thing, size);
+        const size_t same = size < sizeof answer ? size : sizeof answer;
+        CHECK(memcmp(out, &answer, same) == 0);
+        for (size_t i = same; i < sizeof out; i++) CHECK_EQ(out[i], i < size ? 0 : 0xee);
+    }
+}
+
+/* No struct has shrunk, and none is so small that a pointer's size could be right. */
+static void check_table(void)
+{
+    for (int i = 0; i < NUM_SIZED; i++) {
+        const sized_type *t = &sized_types[i];
+        CHECK_SAY(t->first <= t->bytes && t->first > sizeof(void *), "%s", t->name);
+    }
+}
+
+/* ------------------------------------------------------------------------- every call ---- */
+
+static epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .num_ranks = 1};
+static epic_layer layer = {.num_experts = 4, .top_k = 1};
+static epic_router router = {.num_experts = 4, .top_k = 1};
+static epic_experts experts = {.num_local_experts = 4, .hidden = 8, .inner = 8};
+static epic_moe_weights weights;
+static epic_moe_gradients gradients;
+_Alignas(64) static unsigned char untouched[8192];
+
+static void check_refused(bool refused, const char *call, const char *name, const char *type,
+                          size_t size)
+{
+    const char *said = epic_error(NULL);
+    CHECK_SAY(refused, "%s takes size %zu", call, size);
+    CHECK_SAY(strstr(said, name) && strstr(said, type), "%s, size %zu: no %s, %s in: %s", call,
+              size, name, type, said);
+    CHECK_SAY(!strstr(said, "pointer?") == (size != sizeof(void *)), "%s, size %zu: %s", call,
+              size, said);
+    for (size_t i = 0; i < sizeof untouched; i++)
+        if (!CHECK_SAY(untouched[i] == 0xee, "%s, size %zu: wrote byte %zu", call, size, i))
+            return;
+}
+
+/* `call`, which uses `size` for a struct of this type, refuses every size that was never its. */
+#define REFUSES(type, name, call)                                                   \
+    do {                                                                            \
+        const size_t wrong[] = {                                                    \
+            sizeof(void *), 0,       1, sized_types[SIZED_##type].first - 1, 65537, \
+            SIZE_MAX - 7,   SIZE_MAX};                                              \
+        for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {                 \
+            const size_t size = wrong[i];                                           \
+            check_refused(call, #call, name, #type, size);                          \
+        }                                                                           \
+    } while (0)
+#define BAD == EPIC_EINVAL
+
+static void check_open(void)
+{
+    epic_context *ctx;
+    epic_meet meet;
+    const epic_tcp tcp = {.num_ranks = 1};
+    REFUSES(epic_tcp, "epic_tcp", epic_meet_tcp(&meet, &tcp, size) BAD);
+    const size_t wrong[] = {sizeof(void *), sizeof config - 1, SIZE_MAX};
+    for (int i = 0; i < 3; i++) {
+        check_refused(epic_open(&ctx, NULL, &config, wrong[i]) BAD, "epic_open", "config",
+                      "epic_config", wrong[i]);
+        epic_close(ctx);
+    }
+}
+
+static void check_queries(const epic_context *ctx)
+{
+    const size_t c = sizeof config, l = sizeof layer;
+    void *out = untouched;
+    epic_memory_info memory;
+    REFUSES(epic_config, "config", epic_plan_bytes(&config, size, &layer, l) == 0);
+    REFUSES(epic_layer, "layer", epic_plan_bytes(&config, c, &layer, size) == 0);
+    REFUSES(epic_config, "config", epic_capacity_bound(&config, size, &layer, l) == 0);
+    REFUSES(epic_layer, "layer", epic_capacity_bound(&config, c, &layer, size) == 0);
+    REFUSES(epic_config, "config", epic_memory(&config, size, &layer, l, out, 32) BAD);
+    REFUSES(epic_layer, "layer",
+            epic_memory(&config, c, &layer, size, &memory, sizeof memory) BAD);
+    REFUSES(epic_memory_info, "out", epic_memory(&config, c, &layer, l, out, size) BAD);
+    REFUSES(epic_failure_info, "out", epic_failure(ctx, out, size) BAD);
+    REFUSES(epic_plan_info, "out", epic_plan_read(untouched, 4096, out, size) BAD);
+    REFUSES(epic_router, "router", epic_router_workspace(&router, size) == 0);
+    REFUSES(epic_experts, "experts", epic_experts_memory(&experts, size, 4, out, 24) BAD);
+    REFUSES(epic_experts_memory_info, "out",
+            epic_experts_memory(&experts, sizeof experts, 4, out, size) BAD);
+}
+
+static void check_steps(epic_context *ctx)
+{
+    epic_plan_args p = {.layer = &layer, .layer_size = sizeof layer};
+    const epic_dispatch_args d = {0};
+    const epic_combine_args c = {0};
+    const epic_dispatch_backward_args db = {0};
+    const epic_combine_backward_args cb = {0};
+    const epic_sum_args s = {0};
+    REFUSES(epic_plan_args, "args", epic_plan(ctx, &p, size) BAD);
+    REFUSES(epic_layer, "layer", (p.layer_size = size, epic_plan(ctx, &p, sizeof p)) BAD);
+    REFUSES(epic_dispatch_args, "args", epic_dispatch(ctx, &d, size) BAD);
+    REFUSES(epic_combine_args, "args", epic_combine(ctx, &c, size) BAD);
+    REFUSES(epic_dispatch_backward_args, "args", epic_dispatch_backward(ctx, &db, size) BAD);
+    REFUSES(epic_combine_backward_args, "args", epic_combine_backward(ctx, &cb, size) BAD);
+    REFUSES(epic_sum_args, "args", epic_sum(ctx, &s, size) BAD);
+}
+
+/* The second struct of a call is looked at when the first is right. */
+static void check_pair(epic_context *ctx)
+{
+    _Alignas(64) static unsigned char plan[65536];
+    const int32_t ids[1] = {0};
+    const epic_plan_args p = {.layer = &layer,
+                              .layer_size = sizeof layer,
+                              .plan = plan,
+                              .plan_bytes = sizeof plan,
+                              .topk_idx = ids,
+                              .num_tokens = 1,
+                              .capacity = 4};
+    const epic_dispatch_args d = {0};
+    REFUSES(epic_plan_args, "args", epic_plan_dispatch(ctx, &p, size, &d, sizeof d) BAD);
+    REFUSES(epic_dispatch_args, "dispatch",
+            epic_plan_dispatch(ctx, &p, sizeof p, &d, size) BAD);
+}
+
+static void check_local(void)
+{
+    epic_router_args r = {.router = &router};
+    epic_router_backward_args rb = {.router = &router};
+    epic_loss_args loss = {.router = &router};
+    epic_experts_args e = {.experts = &experts};
+    epic_experts_backward_args eb = {.experts = &experts};
+    REFUSES(epic_router_args, "args", epic_router_forward(&r, size) BAD);
+    REFUSES(epic_router, "router",
+            (r.router_size = size, epic_router_forward(&r, sizeof r)) BAD);
+    REFUSES(epic_router_backward_args, "args", epic_router_backward(&rb, size) BAD);
+    REFUSES(epic_router, "router",
+            (rb.router_size = size, epic_router_backward(&rb, sizeof rb)) BAD);
+    REFUSES(epic_loss_args, "args", epic_balance_loss_forward(&loss, size) BAD);
+    REFUSES(epic_loss_args, "args", epic_balance_loss_backward(&loss, size) BAD);
+    REFUSES(epic_loss_args, "args", epic_z_loss_forward(&loss, size) BAD);
+    REFUSES(epic_loss_args, "args", epic_z_loss_backward(&loss, size) BAD);
+    REFUSES(epic_router, "router",
+            (loss.router_size = size, epic_z_loss_forward(&loss, sizeof loss)) BAD);
+    REFUSES(epic_experts_args, "args", epic_experts_forward(&e, size) BAD);
+    REFUSES(epic_experts, "experts",
+            (e.experts_size = size, epic_experts_forward(&e, sizeof e)) BAD);
+    REFUSES(epic_experts_backward_args, "args", epic_experts_backward(&eb, size) BAD);
+    REFUSES(epic_experts, "experts",
+            (eb.experts_size = size, epic_experts_backward(&eb, sizeof eb)) BAD);
+}
+
+static epic_result ask_moe(const epic_moe *moe)
+{
+    epic_moe_memory_info out;
+    return epic_moe_memory(&config, sizeof config, moe, sizeof *moe, &out, sizeof out);
+}
+
+static void check_moe(epic_context *ctx)
+{
+    const epic_moe right = {.layer = &layer,
+                            .layer_size = sizeof layer,
+                            .router = &router,
+                            .router_size = sizeof router,
+                            .experts = &experts,
+                            .experts_size = sizeof experts,
+                            .shared = &experts,
+                            .shared_size = sizeof experts,
+                            .capacity = 4};
+    epic_moe moe = right;
+    const size_t c = sizeof config, m = sizeof moe;
+    void *out = untouched;
+    REFUSES(epic_moe, "moe", epic_moe_memory(&config, c, &moe, size, out, 24) BAD);
+    REFUSES(epic_moe_memory_info, "out", epic_moe_memory(&config, c, &moe, m, out, size) BAD);
+    REFUSES(epic_layer, "layer", (moe.layer_size = size, ask_moe(&moe)) BAD);
+    moe = right;
+    REFUSES(epic_router, "moe.router", (moe.router_size = size, ask_moe(&moe)) BAD);
+    moe = right;
+    REFUSES(epic_experts, "moe.experts", (moe.experts_size = size, ask_moe(&moe)) BAD);
+    moe = right;
+    REFUSES(epic_experts, "moe.shared", (moe.shared_size = size, ask_moe(&moe)) BAD);
+    moe = right;
+
+    epic_moe_args a = {.moe = &moe, .weights = &weights};
+    epic_moe_backward_args b = {.moe = &moe, .weights = &weights};
+    REFUSES(epic_moe_args, "args", epic_moe_forward(ctx, &a, size) BAD);
+    REFUSES(epic_moe_backward_args, "args", epic_moe_backward(ctx, &b, size) BAD);
+    REFUSES(epic_moe_weights, "weights",
+            (a.weights_size = size, epic_moe_forward(ctx, &a, sizeof a)) BAD);
+    a.weights_size = sizeof weights;
+    REFUSES(epic_moe, "moe", (a.moe_size = size, epic_moe_forward(ctx, &a, sizeof a)) BAD);
+    b.gradients = &gradients;
+    REFUSES(epic_moe_gradients, "gradients",
+            (b.gradients_size = size, epic_moe_backward(ctx, &b, sizeof b)) BAD);
 }
 
 int main(void)
 {
-    ours got;
-    for (size_t size = 1; size <= sizeof got; size++) check(size, 0, EPIC_OK, size);
-    for (size_t size = sizeof got + 1; size <= 40; size++) {
-        check(size, 0, EPIC_OK, sizeof got);
-        check(size, 1, EPIC_EINVAL, 0);
-    }
-    check(0, 0, EPIC_EINVAL, 0);
-    failures += epic_sized(&got, sizeof got, NULL, sizeof got, "epic_thing") != EPIC_EINVAL;
-    return failures == 0 ? 0 : 1;
+    check_begin();
+    memset(untouched, 0xee, sizeof untouched);
+    check_rule();
+    check_answer();
+    check_table();
+    check_open();
+    epic_context *ctx = NULL;
+    CHECK(epic_open(&ctx, NULL, &config, sizeof config) == EPIC_OK);
+    check_queries(ctx);
+    check_steps(ctx);
+    check_pair(ctx);
+    check_local();
+    check_moe(ctx);
+    epic_close(ctx);
+    return check_end();
 }
