@@ -23,7 +23,8 @@
  *   - it is collective: every rank of the group makes the same call, and calls of one tag come
  *     in the same order on every rank.  Different tags are independent: on host contexts any
  *     order, from different threads of the caller, up to max_in_flight at once;
- *   - pointers are borrowed for the call, on the device of the context;
+ *   - pointers are borrowed for the call, on the device of the context, aligned to the elements
+ *     of their arrays; an array that is written shares memory with no other one of the call;
  *   - device work is ordered on call.stream and nothing waits on the host; host contexts block;
  *   - after epic_open no call allocates (the first use of a new tag may: 32 bytes).
  *
@@ -348,6 +349,7 @@ typedef enum epic_quantise {
     EPIC_QUANTISE_1X32 = 2   /* e4m3, an e8m0 scale for each 32 elements */
 } epic_quantise;
 
+/* Flags have a bit of their own each; a call takes those that its struct names. */
 #define EPIC_ZERO_TAIL 1u /* flag: write zeros past the last slab too */
 
 typedef struct epic_dispatch_args {
@@ -758,7 +760,7 @@ EPIC_API const char *epic_blas_name(void);
 /* --------------------------------------------------------------------- the whole layer ---- */
 
 #define EPIC_SUM_DENSE \
-    1u /* flag: gate and shared-expert gradients and the loss are summed over
+    4u /* flag: gate and shared-expert gradients and the loss are summed over
                              the ranks; else they are this rank's part */
 
 /* A Mixture-of-Experts layer: router, plan, dispatch, experts, combine.  hidden is the

@@ -2,6 +2,7 @@
 /* The rules for arguments, one sentence each. */
 #include "core/check.h"
 
+#include "core/arrays.h"
 #include "core/error.h"
 #include "kernels/kernels.h"
 #include "plan/plan.h"
@@ -18,18 +19,11 @@ static epic_result check_pad(uint32_t pad)
     return pad ? epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", pad) : EPIC_OK;
 }
 
-/* NULL is allowed: whether something is needed is another question. */
-static epic_result check_aligned(const char *name, const void *data, size_t unit)
-{
-    if ((uintptr_t)data % unit == 0) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "%s is at %p: an address that %zu divides is needed", name,
-                     data, unit);
-}
-
 epic_result check_plan_bytes(const void *plan)
 {
     if (!plan) return epic_fail(EPIC_EINVAL, "plan is NULL: the bytes of a plan are needed");
-    return check_aligned("plan", plan, 16);
+    const call_array arrays[] = {{"plan", plan, 1, 16, false}};
+    return CHECK_ARRAYS(arrays);
 }
 
 /* A matrix: not negative, not without memory, rows no wider than the context's. */
@@ -63,11 +57,11 @@ static epic_result check_equal(const char *a, const epic_rows *rows_a, const cha
                      a, (long long)rows_a->row_bytes, b, (long long)rows_b->row_bytes);
 }
 
-/* Rows of whole elements, where elements of that type may lie. */
+/* Rows of whole elements. */
 static epic_result check_whole(const char *name, const epic_rows *rows, uint32_t type)
 {
     const int64_t size = (int64_t)epic_type_bytes(type);
-    if (rows->row_bytes % size == 0) return check_aligned(name, rows->data, (size_t)size);
+    if (rows->row_bytes % size == 0) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld: elements of type %s have %lld bytes",
                      name, (long long)rows->row_bytes, epic_type_name(type), (long long)size);
 }
@@ -91,8 +85,6 @@ static epic_result check_summed(const epic_context *ctx, uint32_t type)
 static epic_result check_pair(const char *a, const void *given_a, const char *b,
                               const void *given_b)
 {
-    TRY(check_aligned(a, given_a, 4));
-    TRY(check_aligned(b, given_b, 4));
     if (!given_a == !given_b) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s is NULL, %s is given: bring both or none",
                      given_a ? b : a, given_a ? a : b);
@@ -129,6 +121,14 @@ static epic_result check_quantised(const epic_context *ctx, uint32_t quantise, u
     return EPIC_OK;
 }
 
+static call_array of_rows(const char *name, const epic_rows *rows, size_t unit, bool out)
+{
+    return (call_array){name, rows->data, rows->num_rows * rows->row_bytes, unit, out};
+}
+
+#define ROWS_IN(args, rows, unit) of_rows(#rows ".data", &(args)->rows, unit, false)
+#define ROWS_OUT(args, rows, unit) of_rows(#rows ".data", &(args)->rows, unit, true)
+
 /* ------------------------------------------------------------------------- each call ---- */
 
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, size_t *bytes)
@@ -159,12 +159,6 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                          "index_type is %u: EPIC_I32 (or 0) and EPIC_I64 are "
                          "possible",
                          a->index_type);
-    TRY(check_aligned("topk_idx", a->topk_idx, a->index_type == EPIC_I64 ? 8 : 4));
-    TRY(check_aligned("rank_of_expert", a->rank_of_expert, 4));
-    TRY(check_aligned("expert_rows", a->expert_rows, 4));
-    TRY(check_aligned("expert_tokens", a->expert_tokens, 4));
-    TRY(check_aligned("load", a->load, 4));
-    TRY(check_aligned("demand", a->demand, 4));
     if (a->capacity < 0 || a->capacity > INT32_MAX)
         return epic_fail(EPIC_EINVAL,
                          "capacity is %lld: 1 to 2147483647 are possible, or "
@@ -180,27 +174,35 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
     if (a->plan_bytes < needed)
         return epic_fail(EPIC_EINVAL, "plan_bytes is %zu: epic_plan_bytes says %zu",
                          a->plan_bytes, needed);
-    return EPIC_OK;
+    const int64_t experts = layer->num_experts, choices = a->num_tokens * layer->top_k;
+    const int64_t local = (experts + ctx->num_ranks - 1) / ctx->num_ranks;
+    const call_array arrays[] = {
+        {"plan", a->plan, (int64_t)needed, 16, true},
+        ARRAY_IN(a, topk_idx, choices, a->index_type == EPIC_I64 ? 8 : 4),
+        ARRAY_IN(a, rank_of_expert, experts, 4),
+        ARRAY_OUT(a, expert_rows, local, 4),
+        ARRAY_OUT(a, expert_tokens, local, 4),
+        ARRAY_OUT(a, load, experts, 4),
+        ARRAY_OUT(a, demand, 1, 4)};
+    return CHECK_ARRAYS(arrays);
 }
 
-epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *a)
+static epic_result check_dispatch_arrays(const epic_dispatch_args *a)
 {
-    TRY(check_plan_bytes(a->plan));
-    TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
-    TRY(check_pad(a->pad));
-    if (a->type > EPIC_I64)
-        return epic_fail(EPIC_EINVAL, "type is %u: it is no epic_type", a->type);
-    TRY(check_rows(ctx, "tokens", &a->tokens));
-    TRY(check_rows(ctx, "recv", &a->recv));
-    TRY(check_pair("weights", a->weights, "recv_weight", a->recv_weight));
-    TRY(check_aligned("recv_expert", a->recv_expert, 4));
-    if (a->quantise) {
-        TRY(check_absent("scales", &a->scales,
-                         "rows that are quantised on the way bring none"));
-        return check_quantised(ctx, a->quantise, a->type, "tokens", &a->tokens, "recv",
-                               &a->recv, "recv_scales", &a->recv_scales);
-    }
-    TRY(check_equal("tokens", &a->tokens, "recv", &a->recv));
+    const size_t unit = a->quantise ? epic_type_bytes(a->type) : 1;
+    const call_array arrays[] = {{"plan", a->plan, (int64_t)a->plan_bytes, 16, false},
+                                 ROWS_IN(a, tokens, unit),
+                                 ROWS_IN(a, scales, 1),
+                                 ARRAY_IN(a, weights, a->tokens.num_rows, 4),
+                                 ROWS_OUT(a, recv, 1),
+                                 ROWS_OUT(a, recv_scales, 1),
+                                 ARRAY_OUT(a, recv_weight, a->recv.num_rows, 4),
+                                 ARRAY_OUT(a, recv_expert, a->recv.num_rows, 4)};
+    return CHECK_ARRAYS(arrays);
+}
+
+static epic_result check_scales(const epic_context *ctx, const epic_dispatch_args *a)
+{
     if (!a->scales.data && !a->recv_scales.data && !a->scales.row_bytes &&
         !a->recv_scales.row_bytes)
         return EPIC_OK;
@@ -218,6 +220,28 @@ epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_arg
     return EPIC_OK;
 }
 
+epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *a)
+{
+    TRY(check_plan_bytes(a->plan));
+    TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
+    TRY(check_pad(a->pad));
+    if (a->type > EPIC_I64)
+        return epic_fail(EPIC_EINVAL, "type is %u: it is no epic_type", a->type);
+    TRY(check_rows(ctx, "tokens", &a->tokens));
+    TRY(check_rows(ctx, "recv", &a->recv));
+    TRY(check_pair("weights", a->weights, "recv_weight", a->recv_weight));
+    if (a->quantise) {
+        TRY(check_absent("scales", &a->scales,
+                         "rows that are quantised on the way bring none"));
+        TRY(check_quantised(ctx, a->quantise, a->type, "tokens", &a->tokens, "recv", &a->recv,
+                            "recv_scales", &a->recv_scales));
+    } else {
+        TRY(check_equal("tokens", &a->tokens, "recv", &a->recv));
+        TRY(check_scales(ctx, a));
+    }
+    return check_dispatch_arrays(a);
+}
+
 epic_result check_combine_args(const epic_context *ctx, const epic_combine_args *a)
 {
     TRY(check_plan_bytes(a->plan));
@@ -226,9 +250,13 @@ epic_result check_combine_args(const epic_context *ctx, const epic_combine_args 
     TRY(check_rows(ctx, "rows", &a->rows));
     TRY(check_rows(ctx, "out", &a->out));
     TRY(check_equal("rows", &a->rows, "out", &a->out));
-    TRY(check_aligned("slot_weights", a->slot_weights, 4));
     TRY(check_whole("rows", &a->rows, a->type));
-    return check_whole("out", &a->out, a->type);
+    const size_t unit = epic_type_bytes(a->type);
+    const call_array arrays[] = {{"plan", a->plan, (int64_t)a->plan_bytes, 16, false},
+                                 ROWS_IN(a, rows, unit),
+                                 ARRAY_IN(a, slot_weights, a->rows.num_rows, 4),
+                                 ROWS_OUT(a, out, unit)};
+    return CHECK_ARRAYS(arrays);
 }
 
 epic_result check_dispatch_backward_args(const epic_context *ctx,
@@ -242,7 +270,26 @@ epic_result check_dispatch_backward_args(const epic_context *ctx,
     TRY(check_equal("d_recv", &a->d_recv, "d_tokens", &a->d_tokens));
     TRY(check_pair("d_recv_weight", a->d_recv_weight, "d_weights", a->d_weights));
     TRY(check_whole("d_recv", &a->d_recv, a->type));
-    return check_whole("d_tokens", &a->d_tokens, a->type);
+    const size_t unit = epic_type_bytes(a->type);
+    const call_array arrays[] = {{"plan", a->plan, (int64_t)a->plan_bytes, 16, false},
+                                 ROWS_IN(a, d_recv, unit),
+                                 ARRAY_IN(a, d_recv_weight, a->d_recv.num_rows, 4),
+                                 ROWS_OUT(a, d_tokens, unit),
+                                 ARRAY_OUT(a, d_weights, a->d_tokens.num_rows, 4)};
+    return CHECK_ARRAYS(arrays);
+}
+
+static epic_result check_combine_backward_arrays(const epic_combine_backward_args *a)
+{
+    const size_t unit = epic_type_bytes(a->type);
+    const call_array arrays[] = {{"plan", a->plan, (int64_t)a->plan_bytes, 16, false},
+                                 ROWS_IN(a, d_out, unit),
+                                 ROWS_IN(a, rows, unit),
+                                 ARRAY_IN(a, slot_weights, a->d_rows.num_rows, 4),
+                                 ROWS_OUT(a, d_rows, a->quantise ? 1 : unit),
+                                 ROWS_OUT(a, d_rows_scales, 1),
+                                 ARRAY_OUT(a, d_slot_weights, a->d_rows.num_rows, 4)};
+    return CHECK_ARRAYS(arrays);
 }
 
 epic_result check_combine_backward_args(const epic_context *ctx,
@@ -252,8 +299,6 @@ epic_result check_combine_backward_args(const epic_context *ctx,
     TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
     TRY(check_pad(a->pad));
     TRY(check_summed(ctx, a->type));
-    TRY(check_aligned("slot_weights", a->slot_weights, 4));
-    TRY(check_aligned("d_slot_weights", a->d_slot_weights, 4));
     TRY(check_rows(ctx, "d_out", &a->d_out));
     TRY(check_whole("d_out", &a->d_out, a->type));
     TRY(check_rows(ctx, "d_rows", &a->d_rows));
@@ -264,12 +309,14 @@ epic_result check_combine_backward_args(const epic_context *ctx,
     } else {
         TRY(check_absent("rows", &a->rows, "only d_slot_weights needs it"));
     }
-    if (a->quantise)
-        return check_quantised(ctx, a->quantise, a->type, "d_out", &a->d_out, "d_rows",
-                               &a->d_rows, "d_rows_scales", &a->d_rows_scales);
-    TRY(check_absent("d_rows_scales", &a->d_rows_scales, "only quantise needs it"));
-    TRY(check_equal("d_rows", &a->d_rows, "d_out", &a->d_out));
-    return check_whole("d_rows", &a->d_rows, a->type);
+    if (a->quantise) {
+        TRY(check_quantised(ctx, a->quantise, a->type, "d_out", &a->d_out, "d_rows", &a->d_rows,
+                            "d_rows_scales", &a->d_rows_scales));
+    } else {
+        TRY(check_absent("d_rows_scales", &a->d_rows_scales, "only quantise needs it"));
+        TRY(check_equal("d_rows", &a->d_rows, "d_out", &a->d_out));
+    }
+    return check_combine_backward_arrays(a);
 }
 
 epic_result check_sum_args(const epic_context *ctx, const epic_sum_args *a)
@@ -278,7 +325,8 @@ epic_result check_sum_args(const epic_context *ctx, const epic_sum_args *a)
     if (a->count < 0 || a->count > INT64_MAX / 8)
         return epic_fail(EPIC_EINVAL, "count is %lld: 0 to %lld are possible",
                          (long long)a->count, (long long)(INT64_MAX / 8));
-    TRY(check_aligned("data", a->data, 4));
+    const call_array arrays[] = {ARRAY_OUT(a, data, a->count, 4)};
+    TRY(CHECK_ARRAYS(arrays));
     if (!a->data && a->count)
         return epic_fail(EPIC_EINVAL, "data is NULL with count %lld: memory is needed",
                          (long long)a->count);

@@ -2,9 +2,11 @@
 /* epic_experts_forward and epic_experts_backward: the MLP of the local experts, slab by slab. */
 #include <string.h>
 
+#include "core/arrays.h"
 #include "core/sized.h"
 #include "experts/blas.h"
 #include "experts/job.h"
+#include "router/convert.h"
 
 static epic_result check_slots(int64_t num_slots)
 {
@@ -83,9 +85,6 @@ static epic_result check_memory(const char *name, const void *memory, size_t byt
     if (needed > 0 && (memory == NULL || bytes < (size_t)needed))
         return epic_fail(EPIC_EINVAL, "%s has %zu bytes%s: epic_experts_memory asks for %lld",
                          name, bytes, memory ? "" : " and is NULL", (long long)needed);
-    if ((uintptr_t)memory % 16 != 0)
-        return epic_fail(EPIC_EINVAL, "%s is at %p: it must be aligned to 16 bytes", name,
-                         memory);
     return EPIC_OK;
 }
 
@@ -108,6 +107,62 @@ static epic_result check_flags(uint32_t flags, uint32_t known, uint32_t pad)
         return epic_fail(EPIC_EINVAL, "flags is %u and pad %u: only flags %u is known here",
                          flags, pad, known);
     return EPIC_OK;
+}
+
+/* Elements of the arrays of both passes, and the bytes of one. */
+typedef struct shapes {
+    int64_t local, slots, rows, gate_up, down, wide, narrow;
+    size_t row, weight, gradient;
+} shapes;
+
+static shapes shapes_of(const experts_job *job, int64_t num_slots)
+{
+    const int64_t local = job->experts.num_local_experts;
+    return (shapes){.local = local,
+                    .slots = num_slots,
+                    .rows = num_slots * job->hidden,
+                    .gate_up = local * job->hidden * job->width,
+                    .down = local * job->inner * job->hidden,
+                    .wide = local * job->width,
+                    .narrow = local * job->hidden,
+                    .row = (size_t)convert_bytes(job->experts.row_type),
+                    .weight = (size_t)convert_bytes(job->experts.weight_type),
+                    .gradient = job->wide ? 8 : 4};
+}
+
+#define INPUTS(a, s)                                                                        \
+    ARRAY_IN(a, x, s.rows, s.row), ARRAY_IN(a, expert_rows, s.local, 4),                    \
+        ARRAY_IN(a, expert_tokens, s.local, 4), ARRAY_IN(a, slot_weights, s.slots, 4),      \
+        ARRAY_IN(a, w_gate_up, s.gate_up, s.weight), ARRAY_IN(a, w_down, s.down, s.weight), \
+        ARRAY_IN(a, b_gate_up, s.wide, s.weight), ARRAY_IN(a, b_down, s.narrow, s.weight)
+
+static epic_result check_forward_places(const experts_job *job, const epic_experts_args *a)
+{
+    const shapes s = shapes_of(job, a->num_slots);
+    const call_array arrays[] = {
+        INPUTS(a, s),
+        {"saved", a->saved, experts_saved_bytes(job, s.slots), 16, true},
+        {"workspace", a->workspace, experts_workspace_bytes(job, s.slots, false), 16, true},
+        ARRAY_OUT(a, y, s.rows, s.row)};
+    return CHECK_ARRAYS(arrays);
+}
+
+static epic_result check_backward_places(const experts_job *job,
+                                         const epic_experts_backward_args *a)
+{
+    const shapes s = shapes_of(job, a->num_slots);
+    const call_array arrays[] = {
+        INPUTS(a, s),
+        {"saved", a->saved, experts_saved_bytes(job, s.slots), 16, false},
+        {"workspace", a->workspace, experts_workspace_bytes(job, s.slots, true), 16, true},
+        ARRAY_IN(a, d_y, s.rows, s.row),
+        ARRAY_OUT(a, d_x, s.rows, s.row),
+        ARRAY_OUT(a, d_w_gate_up, s.gate_up, s.gradient),
+        ARRAY_OUT(a, d_w_down, s.down, s.gradient),
+        ARRAY_OUT(a, d_b_gate_up, s.wide, s.gradient),
+        ARRAY_OUT(a, d_b_down, s.narrow, s.gradient),
+        ARRAY_OUT(a, d_slot_weights, s.slots, 4)};
+    return CHECK_ARRAYS(arrays);
 }
 
 /* ------------------------------------------------------------------------------- passes ---- */
@@ -147,6 +202,7 @@ static epic_result take_forward(experts_job *job, const epic_experts_args *a)
                      experts_saved_bytes(job, a->num_slots)));
     TRY(check_memory("workspace", a->workspace, a->workspace_bytes,
                      experts_workspace_bytes(job, a->num_slots, false)));
+    TRY(check_forward_places(job, a));
     experts_cut(job, a->num_slots, false, a->workspace);
     return EPIC_OK;
 }
@@ -201,6 +257,7 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
                      experts_saved_bytes(job, a->num_slots)));
     TRY(check_memory("workspace", a->workspace, a->workspace_bytes,
                      experts_workspace_bytes(job, a->num_slots, true)));
+    TRY(check_backward_places(job, a));
     experts_cut(job, a->num_slots, true, a->workspace);
     return EPIC_OK;
 }

@@ -248,8 +248,6 @@ static epic_result check_saved(const moe_job *j)
 static epic_result check(const moe_job *j, const epic_moe_backward_args *a)
 {
     TRY(moe_check_rows(j, "d_x", &a->d_x));
-    TRY(moe_check_apart("d_x", &a->d_x, "x", &a->x));
-    TRY(moe_check_apart("d_x", &a->d_x, "d_out", &a->d_out));
     if (a->flags & ~EPIC_ACCUMULATE)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
     if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
@@ -279,6 +277,7 @@ epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *a
                         .backward = true};
     TRY(moe_begin(&j, ctx, &a.call, &c));
     TRY(check(&j, &a));
+    TRY(moe_backward_places(&j, &a, &call.gradients));
     experts_blas_enter();
     const epic_result result = run(&j, &call);
     experts_blas_leave();

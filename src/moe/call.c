@@ -24,16 +24,6 @@ epic_result moe_check_rows(const moe_job *j, const char *name, const epic_rows *
     return EPIC_OK;
 }
 
-epic_result moe_check_apart(const char *name, const epic_rows *rows, const char *other_name,
-                            const epic_rows *other)
-{
-    if (!rows->num_rows || rows->data != other->data) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL,
-                     "%s.data is %p, as %s.data: that is read after %s is written; bring other "
-                     "memory",
-                     name, rows->data, other_name, name);
-}
-
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {

@@ -22,10 +22,13 @@ typedef struct moe_call { /* what both calls bring */
 /* Reads weights, rows and memory of a call; EPIC_EINVAL. */
 epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, const moe_call *c);
 
-/* Are the rows as many and as wide as x?  Is their memory another's? */
+/* Are the rows as many and as wide as x? */
 epic_result moe_check_rows(const moe_job *j, const char *name, const epic_rows *rows);
-epic_result moe_check_apart(const char *name, const epic_rows *rows, const char *other_name,
-                            const epic_rows *other);
+
+/* Does every array of the call lie where it may?  EPIC_EINVAL. */
+epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a);
+epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *a,
+                                const epic_moe_gradients *g);
 
 /* Block b of the tokens, with what was saved of it. */
 dense_block moe_block(const moe_job *j, int64_t b);

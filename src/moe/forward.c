@@ -233,7 +233,7 @@ epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args, size_
                         .workspace = a.workspace,
                         .workspace_bytes = a.workspace_bytes};
     TRY(moe_begin(&j, ctx, &a.call, &c));
-    TRY(moe_check_apart("out", &a.out, "x", &a.x));
+    TRY(moe_forward_places(&j, &a));
     if (a.flags)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: no flag is known, it must be 0", a.flags);
     TRY(check_placement(&j, a.rank_of_expert));

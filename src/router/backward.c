@@ -1,9 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_router_backward: the gradient of the weights, given to the logits. */
+#include "core/arrays.h"
 #include "core/sized.h"
 #include "router/convert.h"
 #include "router/device.h"
 #include "router/row.h"
+
+static epic_result check_places(const epic_router_backward_args *a, const router_job *job)
+{
+    const int64_t tokens = a->num_tokens, columns = job->num_columns;
+    const int64_t top_k = job->router.top_k;
+    const call_array arrays[] = {
+        ARRAY_IN(a, logits, tokens * columns, (size_t)convert_bytes(job->type)),
+        ARRAY_IN(a, topk_idx, tokens * top_k, 4),
+        ARRAY_IN(a, d_weights, tokens * top_k, (size_t)convert_bytes(job->weights_type)),
+        ARRAY_OUT(a, d_logits, tokens * columns, (size_t)convert_bytes(job->grad_type)),
+        {"workspace", a->workspace, router_job_bytes(job), 16, true}};
+    return CHECK_ARRAYS(arrays);
+}
 
 static epic_result prepare(router_job *job, const epic_router_backward_args *args)
 {
@@ -28,6 +42,7 @@ static epic_result prepare(router_job *job, const epic_router_backward_args *arg
                          !args->topk_idx    ? "topk_idx"
                          : !args->d_weights ? "d_weights"
                                             : "d_logits");
+    TRY(check_places(args, job));
     if (router_on_device(args->ctx)) return EPIC_OK;
     return router_check_ids(job, args->topk_idx, args->num_tokens);
 }

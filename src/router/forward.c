@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_router_forward: which experts each token chooses, and with what weights. */
+#include "core/arrays.h"
 #include "core/sized.h"
 #include "router/convert.h"
 #include "router/device.h"
@@ -49,6 +50,23 @@ static epic_result check_table(const epic_router_args *args, const router_job *j
     return EPIC_OK;
 }
 
+static epic_result check_places(const epic_router_args *a, const router_job *job)
+{
+    const int64_t tokens = a->num_tokens, columns = job->num_columns;
+    const int64_t top_k = job->router.top_k;
+    const size_t number = (size_t)convert_bytes(job->weights_type);
+    const call_array arrays[] = {
+        ARRAY_IN(a, logits, tokens * columns, (size_t)convert_bytes(job->type)),
+        ARRAY_IN(a, bias, columns, 4),
+        ARRAY_IN(a, token_ids, tokens, a->token_id_type == EPIC_I64 ? 8 : 4),
+        ARRAY_IN(a, table, a->table_rows > 0 ? top_k : 0, 4),
+        ARRAY_OUT(a, topk_idx, tokens * top_k, 4),
+        ARRAY_OUT(a, weights, tokens * top_k, number),
+        ARRAY_OUT(a, scores, tokens * columns, number),
+        {"workspace", a->workspace, router_job_bytes(job), 16, true}};
+    return CHECK_ARRAYS(arrays);
+}
+
 static epic_result prepare(router_job *job, const epic_router_args *args)
 {
     TRY(router_job_make(job, &(router_common){
@@ -65,6 +83,7 @@ static epic_result prepare(router_job *job, const epic_router_args *args)
     if (args->num_tokens > 0 && (args->topk_idx == NULL || args->weights == NULL))
         return epic_fail(EPIC_EINVAL, "%s is NULL: a router gives both topk_idx and weights",
                          args->topk_idx ? "weights" : "topk_idx");
+    TRY(check_places(args, job));
     TRY(check_table(args, job));
     job->bias = args->bias;
     job->on_logits = router_on_logits(&job->router, job->bias != NULL);

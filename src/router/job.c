@@ -132,9 +132,6 @@ static epic_result check_common(const router_job *job, const router_common *comm
         return epic_fail(
             EPIC_EINVAL, "workspace has %zu bytes%s: epic_router_workspace asks for %zu",
             common->workspace_bytes, common->workspace ? "" : " and is NULL", needed);
-    if ((uintptr_t)common->workspace % 16 != 0)
-        return epic_fail(EPIC_EINVAL, "workspace is at %p: it must be aligned to 16 bytes",
-                         common->workspace);
     if ((common->flags & ~common->known_flags) != 0)
         return epic_fail(EPIC_EINVAL, "flags is %u: only %u is known here", common->flags,
                          common->known_flags);
@@ -185,6 +182,11 @@ epic_result router_job_grad_type(router_job *job, uint32_t grad_type)
                          "grad_type is %u: it must be the logits' type (%s, or 0) or EPIC_F32",
                          grad_type, convert_name(job->type));
     return EPIC_OK;
+}
+
+int64_t router_job_bytes(const router_job *job)
+{
+    return (int64_t)workspace_bytes(&job->router);
 }
 
 const void *router_job_row(const router_job *job, const void *logits, int64_t token)

@@ -47,6 +47,9 @@ epic_result router_job_make(router_job *job, const router_common *common);
 epic_result router_job_weights_type(router_job *job, uint32_t weights_type);
 epic_result router_job_grad_type(router_job *job, uint32_t grad_type);
 
+/* The workspace that it needs. */
+int64_t router_job_bytes(const router_job *job);
+
 /* The logits of one token. */
 const void *router_job_row(const router_job *job, const void *logits, int64_t token);
 void *router_job_grad_row(const router_job *job, void *d_logits, int64_t token);

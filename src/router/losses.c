@@ -2,6 +2,7 @@
 /* The losses that keep a router healthy, and the update of its bias. */
 #include <string.h>
 
+#include "core/arrays.h"
 #include "core/sized.h"
 #include "router/convert.h"
 #include "router/device.h"
@@ -15,6 +16,25 @@ typedef struct loss_job {
     router_job router;
     const router_row *row;
 } loss_job;
+
+static epic_result check_places(const loss_job *job, pass pass)
+{
+    const epic_loss_args *a = &job->args;
+    const router_job *r = &job->router;
+    const bool forward = pass == FORWARD;
+    const int64_t numbers = a->num_tokens * r->num_columns;
+    const size_t number = a->loss_type == EPIC_F64 ? 8 : 4;
+    const call_array arrays[] = {
+        ARRAY_IN(a, logits, numbers, (size_t)convert_bytes(r->type)),
+        ARRAY_IN(a, load, (int64_t)r->router.num_experts, 4),
+        ARRAY_IN(a, topk_idx, a->num_tokens * r->router.top_k, 4),
+        ARRAY_IN(a, d_loss, forward ? 0 : 1, 4),
+        {"workspace", a->workspace, router_job_bytes(r), 16, true},
+        {"loss", forward ? a->loss : NULL, (int64_t)number, number, true},
+        {"d_logits", forward ? NULL : a->d_logits, numbers * convert_bytes(r->grad_type),
+         (size_t)convert_bytes(r->grad_type), true}};
+    return CHECK_ARRAYS(arrays);
+}
 
 static epic_result check_pass(const loss_job *job, pass pass)
 {
@@ -32,7 +52,7 @@ static epic_result check_pass(const loss_job *job, pass pass)
                          a->loss_type);
     if (pass == BACKWARD && a->d_logits == NULL && a->num_tokens > 0)
         return epic_fail(EPIC_EINVAL, "d_logits is NULL: the gradient goes there");
-    return EPIC_OK;
+    return check_places(job, pass);
 }
 
 static epic_result prepare(loss_job *job, const epic_loss_args *args, size_t size, pass pass)
@@ -220,7 +240,9 @@ static epic_result check_bias(const float *bias, const int32_t *load, int64_t nu
     if (num_experts <= 0)
         return epic_fail(EPIC_EINVAL, "num_experts is %lld: it must be 1 or more",
                          (long long)num_experts);
-    return EPIC_OK;
+    const call_array arrays[] = {{"bias", bias, num_experts * 4, 4, true},
+                                 {"load", load, num_experts * 4, 4, false}};
+    return CHECK_ARRAYS(arrays);
 }
 
 epic_result epic_bias_update(float *bias, const int32_t *load, int64_t num_experts, float rate)

@@ -826,7 +826,7 @@ static void test_wrong_arguments(void)
     REFUSE_CALL(experts, &late, "EPIC_WEIGHT_LATE");
     REFUSE_CALL(saved_bytes, 8, "saved");
     REFUSE_CALL(workspace, NULL, "workspace");
-    REFUSE_CALL(workspace, (char *)p.workspace + 4, "aligned");
+    REFUSE_CALL(workspace, (char *)p.workspace + 4, "16 divides");
     REFUSE_CALL(flags, 1, "flags");
 
     epic_experts_backward_args b = backward_args(&p);

@@ -87,6 +87,15 @@ static const wrong table[] = {
     {FORWARD, FIELD(forward.workspace_bytes), 0, "workspace_bytes", "0"},
     {FORWARD, FIELD(forward.token_id_type), EPIC_F32, "token_id_type", "1"},
     {FORWARD, FIELD(forward.flags), 4, "flags", "0x4"},
+    {FORWARD, FIELD(forward.flags), EPIC_SUM_DENSE, "flags", "0x4"},
+    {FORWARD, FIELD(forward.loss), 0x1002, "loss", "0x1002"},
+    {FORWARD, FIELD(forward.load), 0x1002, "load", "0x1002"},
+    {FORWARD, FIELD(forward.rank_of_expert), 0x1002, "rank_of_expert", "0x1002"},
+    {CALLS, FIELD(weights.w_gate), 0x1002, "weights.w_gate", "0x1002"},
+    {CALLS, FIELD(weights.bias), 0x1001, "weights.bias", "0x1001"},
+    {CALLS, FIELD(weights.shared_down), 0x1002, "weights.shared_down", "0x1002"},
+    {BACKWARD, FIELD(backward.d_loss), 0x1001, "d_loss", "0x1001"},
+    {BACKWARD, FIELD(backward.flags), EPIC_ZERO_TAIL, "flags", "0x1"},
     {CALLS, FIELD(weights.w_gate), 0, "weights.w_gate", "NULL"},
     {CALLS, FIELD(weights.w_gate_up), 0, "weights.w_gate_up", "NULL"},
     {CALLS, FIELD(weights.w_down), 0, "weights.w_down", "NULL"},
@@ -179,6 +188,11 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
            "out", "NULL");
     c.forward.out.data = c.forward.x.data;
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "out.data", "x.data");
+    c.forward.out.data = (char *)c.forward.x.data + HIDDEN * sizeof(float);
+    refuse(make_call(&c, FORWARD, ctx), FORWARD, "out.data", "x.data");
+    copy_call(&c, t, config);
+    c.forward.loss = (float *)c.forward.workspace + 1;
+    refuse(make_call(&c, FORWARD, ctx), FORWARD, "loss", "workspace");
     copy_call(&c, t, config);
     c.layer.sum_order = EPIC_TREE;
     c.layer.leaves = 4;

@@ -795,7 +795,7 @@ static void test_wrong_arguments(void)
 {
     const epic_router router = {.num_experts = 4, .top_k = 2};
     _Alignas(16) static char workspace[32768];
-    float logits[8] = {0}, weights[4];
+    float logits[8] = {0}, gradient[8], weights[4];
     int32_t idx[4], ids[2] = {0, 7}, table[4] = {0, 1, 2, 9};
     const epic_router_args good = {.router = &router,
                                    .router_size = sizeof router,
@@ -817,7 +817,7 @@ static void test_wrong_arguments(void)
     REFUSE_CALL(logits, NULL, "logits");
     REFUSE_CALL(num_tokens, -1, "num_tokens");
     REFUSE_CALL(workspace_bytes, 8, "epic_router_workspace");
-    REFUSE_CALL(workspace, workspace + 4, "aligned");
+    REFUSE_CALL(workspace, workspace + 4, "16 divides");
     REFUSE_CALL(topk_idx, NULL, "topk_idx");
     REFUSE_CALL(weights, NULL, "weights");
     REFUSE_CALL(type, EPIC_E4M3, "type");
@@ -842,7 +842,7 @@ static void test_wrong_arguments(void)
                                    .d_weights = weights,
                                    .workspace = workspace,
                                    .workspace_bytes = sizeof workspace,
-                                   .d_logits = logits};
+                                   .d_logits = gradient};
     CHECK(epic_router_backward(&b, sizeof b) == EPIC_EINVAL &&
               strstr(epic_error(NULL), "token 1, k 1, is 9"),
           "%s", epic_error(NULL));

@@ -1,0 +1,40 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Where the arrays of a call lie. */
+#include "core/arrays.h"
+
+static epic_result check_aligned(const call_array *a)
+{
+    if ((uintptr_t)a->data % a->unit == 0) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s is at %p: an address that %zu divides is needed", a->name,
+                     a->data, a->unit);
+}
+
+static bool is_there(const call_array *a)
+{
+    return a->data && a->bytes > 0;
+}
+
+static bool share_bytes(const call_array *a, const call_array *b)
+{
+    const uintptr_t at = (uintptr_t)a->data, other = (uintptr_t)b->data;
+    return at < other + (uintptr_t)b->bytes && other < at + (uintptr_t)a->bytes;
+}
+
+static epic_result check_apart(const call_array *out, const call_array *other)
+{
+    if (out == other || !is_there(out) || !is_there(other) || !share_bytes(out, other))
+        return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "%s at %p and %s at %p share memory, and the call writes %s: bring memory "
+                     "that no other array of the call has",
+                     out->name, out->data, other->name, other->data, out->name);
+}
+
+epic_result check_arrays(const call_array *arrays, size_t count)
+{
+    for (size_t i = 0; i < count; i++) TRY(check_aligned(&arrays[i]));
+    for (size_t i = 0; i < count; i++)
+        for (size_t j = 0; arrays[i].out && j < count; j++)
+            TRY(check_apart(&arrays[i], &arrays[j]));
+    return EPIC_OK;
+}

@@ -1,0 +1,107 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Where the arrays of a layer's call lie.  The steps inside look at their own again; what only
+ * they looked at would be refused when the peers are called on already. */
+#include "core/arrays.h"
+#include "moe/call.h"
+#include "router/convert.h"
+
+#define MOST_ARRAYS 32
+
+typedef struct places {
+    call_array list[MOST_ARRAYS];
+    size_t num;
+} places;
+
+static void add(places *p, const char *name, const void *data, int64_t count, int64_t unit,
+                bool out)
+{
+    p->list[p->num++] = (call_array){name, data, count * unit, (size_t)unit, out};
+}
+
+static int64_t weight_bytes(const epic_experts *experts)
+{
+    return convert_bytes(experts->weight_type ? experts->weight_type : experts->row_type);
+}
+
+static int64_t width_of(const epic_experts *experts)
+{
+    return (int64_t)experts->inner * (experts->ungated ? 1 : 2);
+}
+
+static void add_weights(places *p, const moe_job *j)
+{
+    const epic_moe_weights *w = &j->weights;
+    const int64_t local = j->experts.num_local_experts, width = width_of(&j->experts);
+    const int64_t number = weight_bytes(&j->experts);
+    add(p, "weights.w_gate", w->w_gate, j->hidden * j->columns, j->real_bytes, false);
+    add(p, "weights.b_gate", w->b_gate, j->columns, j->real_bytes, false);
+    add(p, "weights.bias", w->bias, j->columns, 4, false);
+    add(p, "weights.w_gate_up", w->w_gate_up, local * j->hidden * width, number, false);
+    add(p, "weights.w_down", w->w_down, local * j->experts.inner * j->hidden, number, false);
+    add(p, "weights.b_gate_up", w->b_gate_up, local * width, number, false);
+    add(p, "weights.b_down", w->b_down, local * j->hidden, number, false);
+    if (!j->has_shared) return;
+    const int64_t shared = width_of(&j->shared), element = weight_bytes(&j->shared);
+    add(p, "weights.shared_gate_up", w->shared_gate_up, j->hidden * shared, element, false);
+    add(p, "weights.shared_down", w->shared_down, j->shared.inner * j->hidden, element, false);
+    add(p, "weights.shared_b_gate_up", w->shared_b_gate_up, shared, element, false);
+    add(p, "weights.shared_b_down", w->shared_b_down, j->hidden, element, false);
+}
+
+static void add_rows(places *p, const moe_job *j, const char *name, const epic_rows *rows,
+                     bool out)
+{
+    const int64_t element = convert_bytes(j->experts.row_type);
+    add(p, name, rows->data, j->tokens * j->hidden, element, out);
+}
+
+static void add_memory(places *p, const moe_job *j, const void *saved, const void *workspace,
+                       bool forward)
+{
+    add(p, "saved", saved, j->saved_bytes / 64, 64, forward);
+    add(p, "workspace", workspace, j->work_bytes / 64, 64, true);
+}
+
+epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a)
+{
+    places p = {.num = 0};
+    const int64_t experts = j->layer.num_experts;
+    add_weights(&p, j);
+    add_rows(&p, j, "x.data", &a->x, false);
+    add(&p, "token_ids", a->token_ids, j->tokens, a->token_id_type == EPIC_I64 ? 8 : 4, false);
+    add(&p, "table", a->table, a->table_rows > 0 ? j->top_k : 0, 4, false);
+    add(&p, "rank_of_expert", a->rank_of_expert, experts, 4, false);
+    add_rows(&p, j, "out.data", &a->out, true);
+    add(&p, "loss", a->loss, 1, 4, true);
+    add(&p, "load", a->load, experts, 4, true);
+    add(&p, "demand", a->demand, 1, 4, true);
+    add_memory(&p, j, a->saved, a->workspace, true);
+    return check_arrays(p.list, p.num);
+}
+
+epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *a,
+                                const epic_moe_gradients *g)
+{
+    places p = {.num = 0};
+    const dense_parts d = moe_dense_parts(j);
+    const int64_t local = j->experts.num_local_experts, width = width_of(&j->experts);
+    const int64_t real = j->real_bytes;
+    add_weights(&p, j);
+    add_rows(&p, j, "x.data", &a->x, false);
+    add_rows(&p, j, "d_out.data", &a->d_out, false);
+    add(&p, "d_loss", a->d_loss, 1, 4, false);
+    add_rows(&p, j, "d_x.data", &a->d_x, true);
+    add(&p, "gradients.w_gate", g->w_gate, d.b_gate, real, true);
+    add(&p, "gradients.b_gate", g->b_gate, d.gate_up - d.b_gate, real, true);
+    add(&p, "gradients.w_gate_up", g->w_gate_up, local * j->hidden * width, real, true);
+    add(&p, "gradients.w_down", g->w_down, local * j->experts.inner * j->hidden, real, true);
+    add(&p, "gradients.b_gate_up", g->b_gate_up, local * width, real, true);
+    add(&p, "gradients.b_down", g->b_down, local * j->hidden, real, true);
+    add(&p, "gradients.shared_gate_up", g->shared_gate_up, d.down - d.gate_up, real, true);
+    add(&p, "gradients.shared_down", g->shared_down, d.b_gate_up - d.down, real, true);
+    add(&p, "gradients.shared_b_gate_up", g->shared_b_gate_up, d.b_down - d.b_gate_up, real,
+        true);
+    add(&p, "gradients.shared_b_down", g->shared_b_down, d.end - d.b_down, real, true);
+    add_memory(&p, j, a->saved, a->workspace, false);
+    return check_arrays(p.list, p.num);
+}

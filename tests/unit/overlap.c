@@ -1,0 +1,290 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Flags of one call given to another, arrays that share memory, and arrays that lie where their
+ * elements may not: refused by every call, with both names, and nothing written. */
+#include <string.h>
+
+#include "check.h"
+#include "epic/epic.h"
+#include "run.h"
+#include "step.h"
+
+static void refused(epic_result result, const char *call, const char *name, const char *other)
+{
+    const char *said = epic_error(NULL);
+    CHECK_SAY(result == EPIC_EINVAL && strstr(said, name) && strstr(said, other),
+              "%s, %s and %s: %s: %s", call, name, other, epic_result_name(result), said);
+}
+
+#define REFUSED(call, name, other) refused(call, #call, name, other)
+
+/* ---------------------------------------------------------------------------- the steps ---- */
+
+/* `call` of a copy of `args` in which `change` was made is refused. */
+#define WITH(call, args, change, name, other)                    \
+    do {                                                         \
+        call##_args a = args;                                    \
+        change;                                                  \
+        refused(call(s->ctx, &a, sizeof a), #call, name, other); \
+    } while (0)
+
+static const uint32_t all_flags[] = {EPIC_ZERO_TAIL, EPIC_ACCUMULATE, EPIC_SUM_DENSE, 8,
+                                     1u << 31};
+
+static void try_flags(step *s)
+{
+    for (size_t i = 0; i < sizeof all_flags / sizeof *all_flags; i++) {
+        const uint32_t f = all_flags[i];
+        const bool tail = f == EPIC_ZERO_TAIL;
+        WITH(epic_plan, step_plan(s, 1), a.flags = f, "flags", "");
+        WITH(epic_combine, step_combine(s, 1), a.flags = f, "flags", "");
+        WITH(epic_dispatch_backward, step_dispatch_backward(s, 1), a.flags = f, "flags", "");
+        WITH(epic_sum, step_sum(s, 1), a.flags = f, "flags", "");
+        if (tail) continue;
+        WITH(epic_dispatch, step_dispatch(s, 1), a.flags = f, "flags", "");
+        WITH(epic_combine_backward, step_combine_backward(s, 1), a.flags = f, "flags", "");
+    }
+}
+
+static void try_steps(step *s)
+{
+    const size_t row = (size_t)s->hidden;
+    WITH(epic_plan, step_plan(s, 1), a.topk_idx = s->expert_rows, "topk_idx", "expert_rows");
+    WITH(epic_plan, step_plan(s, 1), a.load = a.expert_tokens, "load", "expert_tokens");
+    WITH(epic_plan, step_plan(s, 1), a.demand = s->load + 1, "demand", "load");
+    WITH(epic_plan, step_plan(s, 1), a.topk_idx = (void *)(s->plan + 64), "plan", "topk_idx");
+
+    WITH(epic_dispatch, step_dispatch(s, 1), a.recv.data = s->x, "recv.data", "tokens.data");
+    WITH(epic_dispatch, step_dispatch(s, 1), a.tokens.data = s->recv + row, "recv.data",
+         "tokens.data");
+    WITH(epic_dispatch, step_dispatch(s, 1), a.recv_weight = s->weights + 1, "recv_weight",
+         "weights");
+    WITH(epic_dispatch, step_dispatch(s, 1), a.recv_weight = s->recv, "recv_weight",
+         "recv.data");
+    WITH(epic_dispatch, step_dispatch(s, 1), a.recv.data = s->plan, "recv.data", "plan");
+
+    WITH(epic_combine, step_combine(s, 1), a.out.data = s->recv, "out.data", "rows.data");
+    WITH(epic_combine, step_combine(s, 1), a.out.data = s->recv + row, "out.data", "rows.data");
+    WITH(epic_combine, step_combine(s, 1), a.out.data = s->recv_weight, "out.data",
+         "slot_weights");
+    WITH(epic_dispatch_backward, step_dispatch_backward(s, 1),
+         a.d_tokens.data = s->d_rows + row, "d_tokens.data", "d_recv.data");
+    WITH(epic_dispatch_backward, step_dispatch_backward(s, 1), a.d_weights = s->d_slot_weights,
+         "d_weights", "d_recv_weight");
+    WITH(epic_combine_backward, step_combine_backward(s, 1), a.d_rows.data = s->recv,
+         "d_rows.data", "rows.data");
+    WITH(epic_combine_backward, step_combine_backward(s, 1), a.d_out.data = s->d_rows + 3 * row,
+         "d_rows.data", "d_out.data");
+    WITH(epic_combine_backward, step_combine_backward(s, 1), a.d_slot_weights = s->recv_weight,
+         "d_slot_weights", "slot_weights");
+}
+
+/* Arrays of nothing may lie anywhere: two of them at one address, too. */
+static void try_empty(step *s)
+{
+    step none;
+    step_open(&none, s->ctx, 0, s->hidden);
+    epic_plan_args p = step_plan(&none, 1);
+    CHECK_SAY(epic_plan(s->ctx, &p, sizeof p) == EPIC_OK, "%s", epic_error(NULL));
+    epic_dispatch_args d = step_dispatch(&none, 1);
+    d.tokens.data = d.recv.data;
+    d.weights = d.recv_weight;
+    CHECK_SAY(epic_dispatch(s->ctx, &d, sizeof d) == EPIC_OK, "%s", epic_error(NULL));
+    step_close(&none);
+}
+
+/* Rank 0 errs, and the right calls of all meet afterwards. */
+static void ranks(const epic_meet *meet, void *self)
+{
+    (void)self;
+    const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
+                                .max_row_bytes = STEP_MAX_ROW_BYTES,
+                                .timeout_ms = 20000};
+    epic_context *ctx;
+    if (!CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_OK)) return;
+    step s;
+    step_open(&s, ctx, 6, 32);
+    CHECK(step_all(&s, 1));
+    if (meet->rank == 0) try_flags(&s);
+    if (meet->rank == 0) try_steps(&s);
+    CHECK(step_all(&s, 1));
+    try_empty(&s);
+    step_close(&s);
+    epic_close(ctx);
+}
+
+/* --------------------------------------------------------------- router, losses, experts ---- */
+
+#define T 4 /* tokens */
+#define E 8
+
+static _Alignas(64) unsigned char memory[16][65536];
+
+/* `field` set to an address, then set back: refused, naming both words. */
+#define FIELD(call, args, field, address, name, other)         \
+    do {                                                       \
+        const void *right = args.field;                        \
+        args.field = (void *)(address);                        \
+        refused(call(&args, sizeof args), #call, name, other); \
+        args.field = (void *)(uintptr_t)right;                 \
+    } while (0)
+#define FLAG(call, args, allowed)                                       \
+    for (size_t i = 0; i < sizeof all_flags / sizeof *all_flags; i++) { \
+        if (all_flags[i] == (allowed)) continue;                        \
+        args.flags = all_flags[i];                                      \
+        refused(call(&args, sizeof args), #call, "flags", "");          \
+        args.flags = 0;                                                 \
+    }
+
+static const epic_router router = {.num_experts = E, .top_k = 2};
+
+static void try_router(void)
+{
+    int32_t *table = (int32_t *)memory[5];
+    epic_router_args a = {.router = &router,
+                          .router_size = sizeof router,
+                          .logits = memory[0],
+                          .num_tokens = T,
+                          .bias = (float *)memory[1],
+                          .token_ids = memory[4],
+                          .table = table,
+                          .table_rows = T,
+                          .workspace = memory[2],
+                          .workspace_bytes = sizeof memory[2],
+                          .topk_idx = (int32_t *)memory[3],
+                          .weights = memory[6],
+                          .scores = memory[7]};
+    CHECK(epic_router_forward(&a, sizeof a) == EPIC_OK);
+    FIELD(epic_router_forward, a, logits, memory[0] + 2, "logits", "4 divides");
+    FIELD(epic_router_forward, a, bias, memory[1] + 1, "bias", "4 divides");
+    FIELD(epic_router_forward, a, token_ids, memory[4] + 2, "token_ids", "4 divides");
+    FIELD(epic_router_forward, a, table, memory[5] + 2, "table", "4 divides");
+    FIELD(epic_router_forward, a, topk_idx, memory[3] + 2, "topk_idx", "4 divides");
+    FIELD(epic_router_forward, a, weights, memory[6] + 3, "weights", "4 divides");
+    FIELD(epic_router_forward, a, scores, memory[7] + 2, "scores", "4 divides");
+    FIELD(epic_router_forward, a, weights, memory[3] + 4, "weights", "topk_idx");
+    FIELD(epic_router_forward, a, scores, memory[0], "scores", "logits");
+    FIELD(epic_router_forward, a, topk_idx, memory[2] + 64, "topk_idx", "workspace");
+    FIELD(epic_router_forward, a, topk_idx, memory[4], "topk_idx", "token_ids");
+    FLAG(epic_router_forward, a, 0)
+
+    epic_router_backward_args b = {.router = &router,
+                                   .router_size = sizeof router,
+                                   .logits = memory[0],
+                                   .num_tokens = T,
+                                   .topk_idx = (int32_t *)memory[3],
+                                   .d_weights = memory[6],
+                                   .workspace = memory[2],
+                                   .workspace_bytes = sizeof memory[2],
+                                   .d_logits = memory[7]};
+    CHECK(epic_router_backward(&b, sizeof b) == EPIC_OK);
+    FIELD(epic_router_backward, b, d_weights, memory[6] + 2, "d_weights", "4 divides");
+    FIELD(epic_router_backward, b, d_logits, memory[7] + 2, "d_logits", "4 divides");
+    FIELD(epic_router_backward, b, d_logits, memory[0], "d_logits", "logits");
+    FIELD(epic_router_backward, b, d_logits, memory[6], "d_logits", "d_weights");
+    FLAG(epic_router_backward, b, EPIC_ACCUMULATE)
+}
+
+static void try_losses(void)
+{
+    epic_loss_args a = {.router = &router,
+                        .router_size = sizeof router,
+                        .logits = memory[0],
+                        .num_tokens = T,
+                        .total_tokens = T,
+                        .load = (int32_t *)memory[1],
+                        .d_loss = (float *)memory[5],
+                        .workspace = memory[2],
+                        .workspace_bytes = sizeof memory[2],
+                        .loss = memory[3],
+                        .d_logits = memory[4]};
+    CHECK(epic_balance_loss_forward(&a, sizeof a) == EPIC_OK);
+    CHECK(epic_z_loss_backward(&a, sizeof a) == EPIC_OK);
+    FIELD(epic_balance_loss_forward, a, logits, memory[0] + 2, "logits", "4 divides");
+    FIELD(epic_balance_loss_forward, a, load, memory[1] + 2, "load", "4 divides");
+    FIELD(epic_z_loss_forward, a, loss, memory[3] + 2, "loss", "4 divides");
+    FIELD(epic_z_loss_backward, a, d_loss, memory[5] + 2, "d_loss", "4 divides");
+    FIELD(epic_z_loss_forward, a, loss, memory[0] + 4, "loss", "logits");
+    FIELD(epic_balance_loss_backward, a, d_logits, memory[1], "d_logits", "load");
+    FIELD(epic_z_loss_backward, a, d_logits, memory[0] + 64, "d_logits", "logits");
+    FLAG(epic_balance_loss_forward, a, 0)
+    FLAG(epic_z_loss_forward, a, 0)
+    FLAG(epic_balance_loss_backward, a, EPIC_ACCUMULATE)
+    FLAG(epic_z_loss_backward, a, EPIC_ACCUMULATE)
+    float *bias = (float *)memory[0];
+    int32_t *load = (int32_t *)memory[1];
+    REFUSED(epic_bias_update((float *)(memory[0] + 2), load, E, 1), "bias", "4 divides");
+    REFUSED(epic_bias_update(bias, (int32_t *)(memory[1] + 1), E, 1), "load", "4 divides");
+    REFUSED(epic_bias_update(bias, (int32_t *)bias + 2, E, 1), "bias", "load");
+}
+
+static void try_experts(void)
+{
+    static const epic_experts ex = {
+        .num_local_experts = 2, .hidden = 4, .inner = 3, .weighting = EPIC_WEIGHT_EARLY};
+    static const int32_t counts[2] = {2, 2};
+    epic_experts_args a = {.experts = &ex,
+                           .experts_size = sizeof ex,
+                           .x = memory[0],
+                           .num_slots = T,
+                           .expert_rows = counts,
+                           .slot_weights = (float *)memory[1],
+                           .w_gate_up = memory[2],
+                           .w_down = memory[3],
+                           .b_down = memory[4],
+                           .saved = memory[5],
+                           .saved_bytes = sizeof memory[5],
+                           .workspace = memory[6],
+                           .workspace_bytes = sizeof memory[6],
+                           .y = memory[7]};
+    CHECK_SAY(epic_experts_forward(&a, sizeof a) == EPIC_OK, "%s", epic_error(NULL));
+    FIELD(epic_experts_forward, a, x, memory[0] + 2, "x is", "4 divides");
+    FIELD(epic_experts_forward, a, expert_rows, memory[8] + 2, "expert_rows", "4 divides");
+    FIELD(epic_experts_forward, a, expert_tokens, memory[8] + 2, "expert_tokens", "4 divides");
+    FIELD(epic_experts_forward, a, slot_weights, memory[1] + 2, "slot_weights", "4 divides");
+    FIELD(epic_experts_forward, a, w_gate_up, memory[2] + 2, "w_gate_up", "4 divides");
+    FIELD(epic_experts_forward, a, b_down, memory[4] + 1, "b_down", "4 divides");
+    FIELD(epic_experts_forward, a, y, memory[7] + 2, "y is", "4 divides");
+    FIELD(epic_experts_forward, a, y, memory[0] + 16, "y at", "x at");
+    FIELD(epic_experts_forward, a, saved, memory[6], "saved", "workspace");
+    FIELD(epic_experts_forward, a, y, memory[3] + 4, "y at", "w_down");
+    FLAG(epic_experts_forward, a, 0)
+
+    epic_experts_backward_args b = {.experts = &ex,
+                                    .experts_size = sizeof ex,
+                                    .x = a.x,
+                                    .num_slots = T,
+                                    .expert_rows = counts,
+                                    .slot_weights = a.slot_weights,
+                                    .w_gate_up = a.w_gate_up,
+                                    .w_down = a.w_down,
+                                    .b_down = a.b_down,
+                                    .saved = a.saved,
+                                    .saved_bytes = a.saved_bytes,
+                                    .workspace = a.workspace,
+                                    .workspace_bytes = a.workspace_bytes,
+                                    .d_y = memory[8],
+                                    .d_x = memory[9],
+                                    .d_w_gate_up = memory[10],
+                                    .d_w_down = memory[11],
+                                    .d_b_down = memory[12],
+                                    .d_slot_weights = (float *)memory[13]};
+    CHECK_SAY(epic_experts_backward(&b, sizeof b) == EPIC_OK, "%s", epic_error(NULL));
+    FIELD(epic_experts_backward, b, d_y, memory[8] + 2, "d_y", "4 divides");
+    FIELD(epic_experts_backward, b, d_w_down, memory[11] + 2, "d_w_down", "4 divides");
+    FIELD(epic_experts_backward, b, d_x, memory[0], "d_x", "x at");
+    FIELD(epic_experts_backward, b, d_w_gate_up, memory[2], "d_w_gate_up", "w_gate_up");
+    FIELD(epic_experts_backward, b, d_w_down, memory[10] + 32, "d_w_down", "d_w_gate_up");
+    FLAG(epic_experts_backward, b, EPIC_ACCUMULATE)
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(60);
+    run_threads(1, ranks, NULL);
+    run_threads(2, ranks, NULL);
+    try_router();
+    try_losses();
+    try_experts();
+    return check_end();
+}
