@@ -840,7 +840,8 @@ typedef struct epic_moe_args {
  * experts->weighting says.
  * With EPIC_TREE num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
  * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
- * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine. */
+ * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
+ * a table entry that is none is class (b). */
 EPIC_API epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args,
                                       size_t size);
 
@@ -878,7 +879,8 @@ typedef struct epic_moe_backward_args {
     uint32_t pad;        /* 0 */
 } epic_moe_backward_args;
 
-/* The gradients of epic_moe_forward's out and loss.  d_x is neither x nor d_out. */
+/* The gradients of epic_moe_forward's out and loss.  Errors: as epic_combine_backward and
+ * epic_dispatch_backward; damage seen in `saved` is class (b). */
 EPIC_API epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *args,
                                        size_t size);
 

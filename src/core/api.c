@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The public step calls: the struct, its arguments, then the backend's own step or the host's. */
+#include "core/api.h"
+
 #include "core/check.h"
 #include "core/error.h"
 #include "core/sized.h"
@@ -18,12 +20,14 @@ static epic_result not_yet(const epic_context *ctx, const char *what)
                      what, ctx->backend_name);
 }
 
-/* The backend's own step, or the host's. */
-#define STEP(name, ...)                                                                   \
-    (!ctx->backend->steps ? host_##name(ctx, __VA_ARGS__)                                 \
-     : ctx->backend->steps->name                                                          \
+#define DEVICE_STEP(name, ...)                                                            \
+    (ctx->backend->steps->name                                                            \
          ? backend_said(ctx->backend, ctx->backend->steps->name(ctx->group, __VA_ARGS__)) \
          : not_yet(ctx, "epic_" #name))
+
+/* The backend's own step, or the host's. */
+#define STEP(name, ...) \
+    (!ctx->backend->steps ? host_##name(ctx, __VA_ARGS__) : DEVICE_STEP(name, __VA_ARGS__))
 
 static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, epic_layer *layer,
                                   const epic_plan_args *args, size_t size)
@@ -73,8 +77,9 @@ static epic_result check_together(const epic_plan_args *p, const epic_layer *lay
     return EPIC_OK;
 }
 
-epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan, size_t plan_size,
-                               const epic_dispatch_args *dispatch, size_t dispatch_size)
+static epic_result plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
+                                 size_t plan_size, const epic_dispatch_args *dispatch,
+                                 size_t dispatch_size, const data_fault *fault)
 {
     epic_plan_args p;
     epic_dispatch_args d;
@@ -87,7 +92,20 @@ epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan, si
     d.plan_bytes = p.plan_bytes;
     TRY(check_dispatch_args(ctx, &d));
     TRY(check_together(&p, &layer, &d));
-    return STEP(plan_dispatch, &p, &d);
+    if (!ctx->backend->steps) return host_plan_dispatch(ctx, &p, &d, fault);
+    return DEVICE_STEP(plan_dispatch, &p, &d);
+}
+
+epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan, size_t plan_size,
+                               const epic_dispatch_args *dispatch, size_t dispatch_size)
+{
+    return plan_dispatch(ctx, plan, plan_size, dispatch, dispatch_size, NULL);
+}
+
+epic_result api_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
+                              const epic_dispatch_args *dispatch, const data_fault *fault)
+{
+    return plan_dispatch(ctx, plan, sizeof *plan, dispatch, sizeof *dispatch, fault);
 }
 
 epic_result epic_combine(epic_context *ctx, const epic_combine_args *args, size_t size)
@@ -109,14 +127,27 @@ epic_result epic_dispatch_backward(epic_context *ctx, const epic_dispatch_backwa
     return STEP(dispatch_backward, &a);
 }
 
-epic_result epic_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
-                                  size_t size)
+static epic_result combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
+                                    size_t size, const data_fault *fault)
 {
     epic_combine_backward_args a;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_combine_backward_args(ctx, &a));
-    return STEP(combine_backward, &a);
+    if (!ctx->backend->steps) return host_combine_backward(ctx, &a, fault);
+    return DEVICE_STEP(combine_backward, &a);
+}
+
+epic_result epic_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
+                                  size_t size)
+{
+    return combine_backward(ctx, args, size, NULL);
+}
+
+epic_result api_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
+                                 const data_fault *fault)
+{
+    return combine_backward(ctx, args, sizeof *args, fault);
 }
 
 epic_result epic_sum(epic_context *ctx, const epic_sum_args *args, size_t size)

@@ -70,6 +70,26 @@ bool note_matches(const epic_note *a, int rank_a, const epic_note *b, int rank_b
     return true;
 }
 
+void note_fault(epic_note *note, const data_fault *fault)
+{
+    if (!fault || fault->error == DATA_GOOD) return;
+    note->own[OWN_ERROR] = fault->error;
+    memcpy(&note->own[OWN_ABOUT], fault->about, sizeof fault->about);
+}
+
+static epic_result saved_error(int rank, const int64_t *about)
+{
+    static const char *const parts[] = {[SAVED_TOKENS] = "total tokens",
+                                        [SAVED_ROWS] = "rows of local expert",
+                                        [SAVED_COUNT] = "tokens of local expert",
+                                        [SAVED_CHOICE] = "choice"};
+    return epic_fail(EPIC_EINVAL,
+                     "saved: what rank %d brought is damaged (%s %lld: %lld); bring the bytes "
+                     "that epic_moe_forward wrote on this rank",
+                     rank, parts[(uint64_t)about[0] % 4], (long long)about[1],
+                     (long long)about[2]);
+}
+
 epic_result note_data_error(const epic_note *const *notes, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++) {
@@ -86,6 +106,19 @@ epic_result note_data_error(const epic_note *const *notes, int num_ranks)
                                  (long long)about[1], num_ranks);
             return epic_fail(EPIC_EINVAL, SAYS_PLACEMENT, r, (long long)about[0],
                              (long long)about[1], num_ranks - 1);
+        case DATA_TOKEN_ID:
+            return epic_fail(EPIC_EINVAL, SAYS_TOKEN_ID, r, (long long)about[0],
+                             (long long)about[1], (long long)about[2]);
+        case DATA_TABLE:
+            return epic_fail(EPIC_EINVAL, SAYS_TABLE, r, (long long)about[0],
+                             (long long)about[1], (long long)about[2], (long long)about[3]);
+        case DATA_SAVED:
+            return epic_fail(EPIC_EINVAL,
+                             "saved: what rank %d brought is of a forward that failed, or of "
+                             "none; call epic_moe_forward again",
+                             r);
+        case DATA_SAVED_PART:
+            return saved_error(r, about);
         default:
             return epic_fail(EPIC_EINVAL,
                              "plan: the one that rank %d brought cannot be used: %s; bring the "

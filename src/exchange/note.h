@@ -42,8 +42,24 @@ enum data_error {
     DATA_GOOD,
     DATA_EXPERT,    /* token, k, value */
     DATA_PLACEMENT, /* expert, value */
-    DATA_PLAN       /* an enum plan_damage */
+    DATA_PLAN,      /* an enum plan_damage */
+    DATA_TOKEN_ID,  /* token, value, table_rows */
+    DATA_TABLE,     /* row, k, value, experts */
+    DATA_SAVED,     /* of a forward that failed, or of none */
+    DATA_SAVED_PART /* an enum saved_part, place, value */
 };
+
+enum saved_part { SAVED_TOKENS, SAVED_ROWS, SAVED_COUNT, SAVED_CHOICE };
+
+/* What a rank found wrong in its own data before an operation: it takes part all the same, with
+ * this in its note, so that every rank gets the same error. */
+typedef struct data_fault {
+    int64_t error; /* an enum data_error; DATA_GOOD: nothing */
+    int64_t about[4];
+} data_fault;
+
+/* Puts a fault into a note; NULL is allowed. */
+void note_fault(epic_note *note, const data_fault *fault);
 
 const char *operation_name(uint32_t operation);
 

@@ -2,23 +2,26 @@
 /* epic_moe_backward: the steps of forward, from the last to the first. */
 #include <string.h>
 
+#include "core/api.h"
 #include "core/error.h"
 #include "core/sized.h"
 #include "experts/blas.h"
 #include "moe/call.h"
+#include "plan/plan.h"
 
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;
+    data_fault fault; /* of saved */
 } backward_call;
 
-static epic_result combine_backward(moe_job *j, const epic_rows *d_out)
+static epic_result combine_backward(moe_job *j, const backward_call *c)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
     epic_combine_backward_args how = {.call = j->call,
                                       .plan = j->saved.plan,
                                       .plan_bytes = j->plan_bytes,
-                                      .d_out = *d_out,
+                                      .d_out = c->args->d_out,
                                       .d_rows = slots,
                                       .type = j->experts.row_type};
     if (moe_is_late(j)) {
@@ -26,7 +29,7 @@ static epic_result combine_backward(moe_job *j, const epic_rows *d_out)
         how.slot_weights = j->saved.recv_weight;
         how.d_slot_weights = j->work.d_recv_weight;
     }
-    return epic_combine_backward(j->ctx, &how, sizeof how);
+    return api_combine_backward(j->ctx, &how, &c->fault);
 }
 
 static epic_result transform_backward(moe_job *j, const backward_call *c)
@@ -218,7 +221,7 @@ static void clear(const moe_job *j, const backward_call *c)
 
 static epic_result run(moe_job *j, const backward_call *c)
 {
-    epic_result result = combine_backward(j, &c->args->d_out);
+    epic_result result = combine_backward(j, c);
     if (result != EPIC_OK) clear(j, c);
     TRY(result);
     result = transform_backward(j, c);
@@ -231,27 +234,61 @@ static epic_result run(moe_job *j, const backward_call *c)
     return EPIC_OK;
 }
 
-/* What can be seen here and now; a damaged plan is told to every rank by the first step. */
-static epic_result check_saved(const moe_job *j)
+/* Forward left the plan's own counts; what is beyond the plan's experts is zero. */
+static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *fault)
 {
-    epic_plan_info info;
-    if (*j->saved.total_tokens < 0)
-        return epic_fail(EPIC_EINVAL, "saved is of a forward that failed, or of none: call "
-                                      "epic_moe_forward again");
-    if (epic_plan_read(j->saved.plan, j->plan_bytes, &info, sizeof info) != EPIC_OK ||
-        info.num_tokens == j->tokens)
-        return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "x.num_rows is %lld: forward had %lld tokens",
-                     (long long)j->tokens, (long long)info.num_tokens);
+    const int64_t planned = plan->header->num_local;
+    for (int64_t l = 0; l < j->experts.num_local_experts; l++) {
+        const bool there = l < planned;
+        const int32_t rows = there ? plan->slab_begin[l + 1] - plan->slab_begin[l] : 0;
+        const int32_t tokens = there ? plan->slab_count[l] : 0;
+        const bool good_rows = j->saved.expert_rows[l] == rows;
+        if (good_rows && j->saved.expert_tokens[l] == tokens) continue;
+        const int32_t value = good_rows ? j->saved.expert_tokens[l] : j->saved.expert_rows[l];
+        *fault =
+            (data_fault){DATA_SAVED_PART, {good_rows ? SAVED_COUNT : SAVED_ROWS, l, value}};
+        return true;
+    }
+    return false;
 }
 
-static epic_result check(const moe_job *j, const epic_moe_backward_args *a)
+static bool find_bad_choice(const moe_job *j, data_fault *fault)
+{
+    for (int64_t i = 0; i < j->tokens * j->top_k; i++) {
+        if (j->saved.topk_idx[i] < j->columns) continue;
+        *fault = (data_fault){DATA_SAVED_PART, {SAVED_CHOICE, i, j->saved.topk_idx[i]}};
+        return true;
+    }
+    return false;
+}
+
+/* Damage of `saved` is told to every rank by the first step, that of the plan in it by the step
+ * itself. */
+static epic_result check_saved(const moe_job *j, data_fault *fault)
+{
+    plan_view plan;
+    const int64_t total = *j->saved.total_tokens;
+    *fault = (data_fault){DATA_GOOD, {0}};
+    if (total == -1) fault->error = DATA_SAVED;
+    if (total == -1 || plan_check(&plan, j->saved.plan, j->plan_bytes, 0, 0, 0) != PLAN_GOOD)
+        return EPIC_OK;
+    if (plan.header->num_tokens != j->tokens)
+        return epic_fail(EPIC_EINVAL, "x.num_rows is %lld: forward had %lld tokens",
+                         (long long)j->tokens, (long long)plan.header->num_tokens);
+    if (plan.header->total_tokens != total)
+        *fault = (data_fault){DATA_SAVED_PART, {SAVED_TOKENS, 0, total}};
+    else if (!find_bad_count(j, &plan, fault))
+        find_bad_choice(j, fault);
+    return EPIC_OK;
+}
+
+static epic_result check(const moe_job *j, const epic_moe_backward_args *a, data_fault *fault)
 {
     TRY(moe_check_rows(j, "d_x", &a->d_x));
     if (a->flags & ~EPIC_ACCUMULATE)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
     if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
-    return check_saved(j);
+    return check_saved(j, fault);
 }
 
 epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *args,
@@ -276,7 +313,7 @@ epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *a
                         .workspace_bytes = a.workspace_bytes,
                         .backward = true};
     TRY(moe_begin(&j, ctx, &a.call, &c));
-    TRY(check(&j, &a));
+    TRY(check(&j, &a, &call.fault));
     TRY(moe_backward_places(&j, &a, &call.gradients));
     experts_blas_enter();
     const epic_result result = run(&j, &call);

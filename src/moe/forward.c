@@ -2,13 +2,17 @@
 /* epic_moe_forward: router, plan, dispatch, experts, combine. */
 #include <string.h>
 
+#include "core/api.h"
 #include "core/error.h"
 #include "core/sized.h"
 #include "experts/blas.h"
 #include "moe/call.h"
 #include "plan/plan.h"
+#include "router/job.h"
 
-static epic_result route(moe_job *j, const epic_moe_args *a)
+/* Token ids or a table that cannot be used are told to every rank by the plan: nothing is chosen
+ * here then. */
+static epic_result route(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
         const dense_block block = moe_block(j, b);
@@ -28,6 +32,13 @@ static epic_result route(moe_job *j, const epic_moe_args *a)
                                   .weights = j->saved.weights,
                                   .type = j->real_type,
                                   .token_id_type = a->token_id_type};
+    router_job router;
+    TRY(router_prepare(&router, &how));
+    *fault = router_fault(&router, &how);
+    if (fault->error != DATA_GOOD) {
+        memset(j->work.plan_idx, 0xff, (size_t)(j->tokens * j->top_k) * sizeof(int32_t));
+        return EPIC_OK;
+    }
     TRY(epic_router_forward(&how, sizeof how));
     for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* zero-experts stay at home */
         j->work.plan_idx[i] =
@@ -49,7 +60,7 @@ static epic_result check_tokens(const moe_job *j)
     return EPIC_OK;
 }
 
-static epic_result send(moe_job *j, const epic_moe_args *a)
+static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fault)
 {
     const epic_plan_args plan = {.call = j->call,
                                  .layer = &j->layer,
@@ -71,8 +82,7 @@ static epic_result send(moe_job *j, const epic_moe_args *a)
     memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.expert_tokens, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.load, 0, j->layer.num_experts * sizeof(int32_t));
-    const epic_result result =
-        epic_plan_dispatch(j->ctx, &plan, sizeof plan, &dispatch, sizeof dispatch);
+    const epic_result result = api_plan_dispatch(j->ctx, &plan, &dispatch, fault);
     if (a->load) memcpy(a->load, j->saved.load, j->layer.num_experts * sizeof *a->load);
     return result == EPIC_OK ? check_tokens(j) : result;
 }
@@ -199,9 +209,10 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
 
 static epic_result run(moe_job *j, const epic_moe_args *a)
 {
-    TRY(route(j, a)); /* local: nobody waits yet */
+    data_fault fault;
+    TRY(route(j, a, &fault)); /* local: nobody waits yet */
     *j->saved.total_tokens = -1;
-    epic_result result = send(j, a);
+    epic_result result = send(j, a, &fault);
     if (result != EPIC_OK) { /* the same on every rank */
         moe_clear(j, &a->out);
         if (a->loss) *a->loss = 0;

@@ -15,6 +15,14 @@
     "rank_of_expert: rank %d says expert %lld lives on rank %lld; with EPIC_TREE each rank " \
     "owns one of the %d equal blocks of experts"
 
+#define SAYS_TOKEN_ID /* rank, token, id, table_rows */                                   \
+    "token_ids: rank %d, token %lld has id %lld; the table has %lld rows, ids are below " \
+    "that and not negative"
+
+#define SAYS_TABLE /* rank, row, k, expert, experts */                               \
+    "table: rank %d, row %lld, k %lld has expert %lld; ids are below num_experts + " \
+    "zero_experts %lld, or negative for no expert"
+
 #define SAYS_CAPACITY /* rank, slots, needed */                                           \
     "capacity: rank %d has %lld slots and needs %lld; give it more (epic_capacity_bound " \
     "never overflows) or let the layer drop"

@@ -21,7 +21,7 @@ static const int32_t *table_row(const epic_router_args *args, const router_job *
     return args->table + token_id(args, token) * job->router.top_k;
 }
 
-static epic_result check_table(const epic_router_args *args, const router_job *job)
+static epic_result check_table(const epic_router_args *args)
 {
     if ((args->token_ids == NULL) != (args->table == NULL))
         return epic_fail(EPIC_EINVAL, "token_ids is %s and table is %s: they come together",
@@ -31,22 +31,37 @@ static epic_result check_table(const epic_router_args *args, const router_job *j
         return epic_fail(EPIC_EINVAL,
                          "token_id_type is %u: it must be EPIC_I32 (or 0) or EPIC_I64",
                          args->token_id_type);
-    if (args->token_ids == NULL || router_on_device(args->ctx)) return EPIC_OK;
+    return EPIC_OK;
+}
 
-    for (int64_t t = 0; t < args->num_tokens; t++) {
+data_fault router_fault(const router_job *job, const epic_router_args *args)
+{
+    for (int64_t t = 0; args->token_ids && t < args->num_tokens; t++) {
         const int64_t id = token_id(args, t);
         if (id < 0 || id >= args->table_rows)
-            return epic_fail(EPIC_EINVAL,
-                             "token_ids of token %lld is %lld: the table has %lld "
-                             "rows",
-                             (long long)t, (long long)id, (long long)args->table_rows);
+            return (data_fault){DATA_TOKEN_ID, {t, id, args->table_rows}};
         const int32_t *row = table_row(args, job, t);
         for (uint32_t k = 0; k < job->router.top_k; k++)
             if (row[k] >= job->num_columns)
-                return epic_fail(EPIC_EINVAL,
-                                 "table row %lld, k %u, is %d: the router has %lld experts",
-                                 (long long)id, k, row[k], (long long)job->num_columns);
+                return (data_fault){DATA_TABLE, {id, k, row[k], job->num_columns}};
     }
+    return (data_fault){DATA_GOOD, {0}};
+}
+
+/* A call without peers: the rank is nobody's business. */
+static epic_result check_ids(const router_job *job, const epic_router_args *args)
+{
+    const data_fault fault = router_fault(job, args);
+    const int64_t *about = fault.about;
+    if (fault.error == DATA_TOKEN_ID)
+        return epic_fail(EPIC_EINVAL,
+                         "token_ids of token %lld is %lld: the table has %lld "
+                         "rows",
+                         (long long)about[0], (long long)about[1], (long long)about[2]);
+    if (fault.error == DATA_TABLE)
+        return epic_fail(
+            EPIC_EINVAL, "table row %lld, k %lld, is %lld: the router has %lld experts",
+            (long long)about[0], (long long)about[1], (long long)about[2], (long long)about[3]);
     return EPIC_OK;
 }
 
@@ -67,7 +82,7 @@ static epic_result check_places(const epic_router_args *a, const router_job *job
     return CHECK_ARRAYS(arrays);
 }
 
-static epic_result prepare(router_job *job, const epic_router_args *args)
+epic_result router_prepare(router_job *job, const epic_router_args *args)
 {
     TRY(router_job_make(job, &(router_common){
                                  .router = args->router,
@@ -83,8 +98,8 @@ static epic_result prepare(router_job *job, const epic_router_args *args)
     if (args->num_tokens > 0 && (args->topk_idx == NULL || args->weights == NULL))
         return epic_fail(EPIC_EINVAL, "%s is NULL: a router gives both topk_idx and weights",
                          args->topk_idx ? "weights" : "topk_idx");
+    TRY(check_table(args));
     TRY(check_places(args, job));
-    TRY(check_table(args, job));
     job->bias = args->bias;
     job->on_logits = router_on_logits(&job->router, job->bias != NULL);
     return EPIC_OK;
@@ -96,11 +111,12 @@ epic_result epic_router_forward(const epic_router_args *args, size_t size)
     router_job job;
     TRY(READ_SIZED(&a, args, size, "args"));
     if (a.ctx != NULL) TRY(context_check(a.ctx));
-    TRY(prepare(&job, &a));
+    TRY(router_prepare(&job, &a));
     if (router_on_device(a.ctx)) {
         a.router = &job.router;
         return ROUTER_STEP(a.ctx, router_forward, &a);
     }
+    TRY(check_ids(&job, &a));
 
     const router_row *row = router_row_of(&job);
     const int64_t number = convert_bytes(job.weights_type);

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "epic/epic.h"
+#include "exchange/note.h"
 
 typedef struct router_job {
     epic_router router;  /* defaults filled in */
@@ -53,6 +54,12 @@ int64_t router_job_bytes(const router_job *job);
 /* The logits of one token. */
 const void *router_job_row(const router_job *job, const void *logits, int64_t token);
 void *router_job_grad_row(const router_job *job, void *d_logits, int64_t token);
+
+/* What epic_router_forward can check without looking at ids; EPIC_EINVAL. */
+epic_result router_prepare(router_job *job, const epic_router_args *args);
+
+/* The first token id or table entry that is none, in host memory. */
+data_fault router_fault(const router_job *job, const epic_router_args *args);
 
 /* Every id below num_columns?  Negative ones are. */
 epic_result router_check_ids(const router_job *job, const int32_t *topk_idx,

@@ -270,7 +270,7 @@ static void clear_outputs(const combining *c, const step *s)
 {
     const slot_array out = {c->out.data, c->out.row_bytes, c->out.num_rows};
     clear_all(&out);
-    if (!c->d_weights || s->damage) return;
+    if (!c->d_weights || s->damaged) return;
     memset(c->d_weights, 0,
            (size_t)(s->plan.header->num_tokens * s->plan.header->layer.top_k) * sizeof(float));
 }
@@ -282,7 +282,7 @@ static epic_result run(epic_context *ctx, uint32_t operation, const epic_call *c
     s->note.same[SAME_ROW_BYTES] = c->out.row_bytes;
     s->note.same[SAME_WEIGHTS] = c->slot_weights || c->d_weights;
     s->note.own[OWN_ROWS] = c->rows.num_rows;
-    s->note.own[OWN_NEEDED] = s->damage ? 0 : s->plan.header->num_slots;
+    s->note.own[OWN_NEEDED] = s->damaged ? 0 : s->plan.header->num_slots;
     const uint64_t bytes = (uint64_t)(c->out.num_rows * c->out.row_bytes);
     epic_result result = exchange_open(&c->x, ctx, operation, call, &s->note, bytes);
     if (!c->x) return result;
@@ -302,9 +302,9 @@ epic_result host_combine(epic_context *ctx, const epic_combine_args *args)
                    .out = args->out,
                    .slot_weights = args->slot_weights};
     step s;
-    step_begin(&s, ctx, EPIC_OP_COMBINE, args->plan, args->plan_bytes);
+    step_begin(&s, ctx, EPIC_OP_COMBINE, args->plan, args->plan_bytes, NULL);
     TRY(step_check_tokens(&s, "out", &args->out));
-    if (!s.damage && is_flat(&s.plan) && args->slot_weights)
+    if (!s.damaged && is_flat(&s.plan) && args->slot_weights)
         return epic_fail(EPIC_EINVAL,
                          "slot_weights is given, the plan's layout is EPIC_FLAT: its rows are "
                          "finished partials, weight them before and leave it NULL");
@@ -321,7 +321,7 @@ epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backwa
                    .d_recv_weight = args->d_recv_weight,
                    .d_weights = args->d_weights};
     step s;
-    step_begin(&s, ctx, EPIC_OP_DISPATCH_BACKWARD, args->plan, args->plan_bytes);
+    step_begin(&s, ctx, EPIC_OP_DISPATCH_BACKWARD, args->plan, args->plan_bytes, NULL);
     TRY(step_check_tokens(&s, "d_tokens", &args->d_tokens));
     return run(ctx, EPIC_OP_DISPATCH_BACKWARD, &args->call, &s, &c);
 }

@@ -131,7 +131,7 @@ static epic_result move(spreading *s)
 static epic_result check(const step *s, const epic_combine_backward_args *a)
 {
     TRY(step_check_tokens(s, "d_out", &a->d_out));
-    if (s->damage || !is_flat(&s->plan)) return EPIC_OK;
+    if (s->damaged || !is_flat(&s->plan)) return EPIC_OK;
     if (a->slot_weights || a->d_slot_weights)
         return epic_fail(EPIC_EINVAL,
                          "%s is given, the plan's layout is EPIC_FLAT: its rows were finished "
@@ -145,11 +145,12 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args)
+epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
+                                  const data_fault *fault)
 {
     spreading spread = {.args = args, .kernels = host_kernels_get()};
     step s;
-    step_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes);
+    step_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes, fault);
     TRY(check(&s, args));
     s.note.same[SAME_TYPE] = args->type;
     s.note.same[SAME_ROW_BYTES] = args->d_out.row_bytes;
@@ -158,7 +159,7 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
     s.note.own[OWN_ROWS] = args->d_slot_weights
                                ? least(args->d_rows.num_rows, args->rows.num_rows)
                                : args->d_rows.num_rows;
-    s.note.own[OWN_NEEDED] = s.damage ? 0 : s.plan.header->num_slots;
+    s.note.own[OWN_NEEDED] = s.damaged ? 0 : s.plan.header->num_slots;
     const uint64_t bytes = (uint64_t)(args->d_out.num_rows * args->d_out.row_bytes);
     epic_result result =
         exchange_open(&spread.x, ctx, EPIC_OP_COMBINE_BACKWARD, &args->call, &s.note, bytes);

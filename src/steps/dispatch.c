@@ -225,7 +225,7 @@ static epic_result move(dispatching *d)
 static void clear_outputs(const epic_dispatch_args *a, const step *s)
 {
     slot_array arrays[3];
-    const bool flat = !s->damage && is_flat(&s->plan);
+    const bool flat = !s->damaged && is_flat(&s->plan);
     const int64_t top_k = flat ? s->plan.header->layer.top_k : 1;
     list_arrays(a, (uint32_t)top_k, arrays);
     for (int i = 0; i < 3; i++) clear_all(&arrays[i]);
@@ -237,7 +237,7 @@ static epic_result check(const step *s, const epic_dispatch_args *a)
 {
     TRY(step_check_tokens(s, "tokens", &a->tokens));
     if (a->scales.data) TRY(step_check_tokens(s, "scales", &a->scales));
-    if (s->damage) return EPIC_OK;
+    if (s->damaged) return EPIC_OK;
     if (a->recv_expert && !is_flat(&s->plan))
         return epic_fail(EPIC_EINVAL,
                          "recv_expert is given, the plan's layout is EPIC_EXPERT_MAJOR: it "
@@ -249,7 +249,7 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args)
 {
     dispatching d = {.args = args, .kernels = host_kernels_get()};
     step s;
-    step_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes);
+    step_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes, NULL);
     TRY(check(&s, args));
     s.note.same[SAME_TYPE] = args->type;
     s.note.same[SAME_ROW_BYTES] = args->recv.row_bytes;
@@ -257,7 +257,7 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args)
     s.note.same[SAME_QUANTISE] = args->quantise;
     s.note.same[SAME_WEIGHTS] = args->weights != NULL;
     s.note.own[OWN_ROWS] = args->recv.num_rows;
-    s.note.own[OWN_NEEDED] = s.damage ? 0 : s.plan.header->num_slots;
+    s.note.own[OWN_NEEDED] = s.damaged ? 0 : s.plan.header->num_slots;
     const uint64_t bytes = (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
     epic_result result =
         exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s.note, bytes);

@@ -36,7 +36,7 @@ static void note_bad_id(epic_note *note, const epic_plan_args *args, const epic_
 }
 
 static void fill_note(epic_note *note, const epic_context *ctx, const epic_plan_args *args,
-                      const epic_layer *layer)
+                      const epic_layer *layer, const data_fault *fault)
 {
     memset(note, 0, sizeof *note);
     note->same[SAME_OPERATION] = EPIC_OP_PLAN;
@@ -55,6 +55,7 @@ static void fill_note(epic_note *note, const epic_context *ctx, const epic_plan_
         return;
     }
     note_bad_id(note, args, layer);
+    note_fault(note, fault);
 }
 
 static int32_t *ids_of(planning *p, int rank, int64_t token)
@@ -160,11 +161,12 @@ static epic_result make(planning *p)
 }
 
 /* made: the plan's bytes are a plan, also one that moves nothing. */
-static epic_result plan(epic_context *ctx, const epic_plan_args *args, bool *made)
+static epic_result plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault,
+                        bool *made)
 {
     planning p = {.args = args, .layer = *args->layer};
     epic_note note;
-    fill_note(&note, ctx, args, &p.layer);
+    fill_note(&note, ctx, args, &p.layer, fault);
     const uint64_t bytes = (uint64_t)(args->num_tokens * p.layer.top_k) * sizeof(int32_t);
     epic_result result = exchange_open(&p.x, ctx, EPIC_OP_PLAN, &args->call, &note, bytes);
     if (!p.x) return result;
@@ -182,14 +184,14 @@ static epic_result plan(epic_context *ctx, const epic_plan_args *args, bool *mad
 epic_result host_plan(epic_context *ctx, const epic_plan_args *args)
 {
     bool made = false;
-    return plan(ctx, args, &made);
+    return plan(ctx, args, NULL, &made);
 }
 
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
-                               const epic_dispatch_args *dispatch)
+                               const epic_dispatch_args *dispatch, const data_fault *fault)
 {
     bool made = false;
-    const epic_result result = plan(ctx, args, &made);
+    const epic_result result = plan(ctx, args, fault, &made);
     if (!made) return result;
     if (result == EPIC_OK) return host_dispatch(ctx, dispatch);
     char why[512];

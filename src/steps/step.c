@@ -20,17 +20,18 @@ void note_layer(epic_note *note, const epic_layer *layer)
 }
 
 void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
-                size_t plan_bytes)
+                size_t plan_bytes, const data_fault *fault)
 {
     memset(s, 0, sizeof *s);
-    s->damage =
-        plan_check(&s->plan, plan, plan_bytes, ctx->group_id, ctx->rank, ctx->num_ranks);
+    const data_fault damage = {
+        DATA_PLAN,
+        {plan_check(&s->plan, plan, plan_bytes, ctx->group_id, ctx->rank, ctx->num_ranks)}};
+    const bool given = fault && fault->error != DATA_GOOD;
+    if (!given && damage.about[0] != PLAN_GOOD) fault = &damage;
     s->note.same[SAME_OPERATION] = operation;
-    if (s->damage) {
-        s->note.own[OWN_ERROR] = DATA_PLAN;
-        s->note.own[OWN_ABOUT] = s->damage;
-        return;
-    }
+    s->damaged = fault && fault->error != DATA_GOOD;
+    note_fault(&s->note, fault);
+    if (s->damaged) return;
     s->note.same[SAME_PLAN] = (int64_t)s->plan.header->id;
     note_layer(&s->note, &s->plan.header->layer);
     s->note.own[OWN_TOKENS] = s->plan.header->num_tokens;
@@ -38,7 +39,7 @@ void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void
 
 epic_result step_check_tokens(const step *s, const char *name, const epic_rows *rows)
 {
-    if (s->damage || rows->num_rows == s->plan.header->num_tokens) return EPIC_OK;
+    if (s->damaged || rows->num_rows == s->plan.header->num_tokens) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, SAYS_TOKENS, name, (long long)rows->num_rows,
                      (long long)s->plan.header->num_tokens);
 }

@@ -10,22 +10,24 @@
 
 epic_result host_plan(epic_context *ctx, const epic_plan_args *args);
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
-                               const epic_dispatch_args *dispatch);
+                               const epic_dispatch_args *dispatch, const data_fault *fault);
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args);
 epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
-epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args);
+epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
+                                  const data_fault *fault);
 epic_result host_sum(epic_context *ctx, const epic_sum_args *args);
 
-/* Is the plan one of this context?  Damage is kept for the note (class (b)). */
+/* Is the plan one of this context?  Damage, or the caller's own fault (NULL: none), is kept for
+ * the note (class (b)). */
 typedef struct step {
     plan_view plan; /* of a good plan */
-    enum plan_damage damage;
+    bool damaged;   /* the plan, or what comes with it, is not to be used */
     epic_note note;
 } step;
 
 void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
-                size_t plan_bytes);
+                size_t plan_bytes, const data_fault *fault);
 
 /* What the ranks' layers must have in common. */
 void note_layer(epic_note *note, const epic_layer *layer);

@@ -3,6 +3,8 @@
  * zeros, and a group that goes on. */
 #include <pthread.h>
 
+#include "core/config.h"
+#include "moe/moe.h"
 #include "unit/moe_layer.h"
 
 #define RANKS 3
@@ -109,6 +111,94 @@ static void damaged(void *what, int rank, epic_context *ctx, const epic_config *
     go_on(&f->p, rank, ctx, config);
 }
 
+/* Token ids and a table for all ranks; rank 1 has an id, or an entry, that is none. */
+static void bad_route(failing *f, int rank, epic_context *ctx, const epic_config *config,
+                      int32_t id, int32_t entry)
+{
+    int32_t ids[TOKENS] = {0, 1, 2, 3, 2, 1}, entries[4][2] = {{0, 1}, {2, 3}, {4, 5}, {-1, 0}};
+    part *t = part_make(&f->p, rank, config, 1);
+    if (rank == 1) ids[4] = id;
+    if (rank == 1) entries[2][1] = entry;
+    t->forward.token_ids = ids;
+    t->forward.table = entries[0];
+    t->forward.table_rows = 4;
+    t->forward.token_id_type = EPIC_I32;
+    check_forward(f, t, ctx);
+    part_free(t);
+    go_on(&f->p, rank, ctx, config);
+}
+
+static void bad_token_id(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    bad_route(what, rank, ctx, config, 99, 5);
+}
+
+static void negative_token_id(void *what, int rank, epic_context *ctx,
+                              const epic_config *config)
+{
+    bad_route(what, rank, ctx, config, -7, 5);
+}
+
+static void bad_table(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    bad_route(what, rank, ctx, config, 2, 6);
+}
+
+/* Where the parts of `saved` lie. */
+static moe_saved saved_of(const part *t, const epic_config *config)
+{
+    epic_config whole;
+    moe_job j = {0};
+    CHECK(config_read(&whole, config, sizeof *config) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(moe_read(&j, &whole, &t->moe, sizeof t->moe, t->tokens) == EPIC_OK, "%s",
+          epic_error(NULL));
+    moe_cut(&j, t->saved, NULL, true);
+    return j.saved;
+}
+
+/* A number of rank 1's saved memory is another one than forward wrote, for one backward. */
+static void damage(failing *f, int rank, epic_context *ctx, const epic_config *config,
+                   size_t part_at, size_t place, int32_t value)
+{
+    part *t = part_make(&f->p, rank, config, 1);
+    CHECK(part_forward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    const moe_saved saved = saved_of(t, config);
+    int32_t *number;
+    memcpy(&number, (const char *)&saved + part_at, sizeof number);
+    const int32_t right = number[place];
+    if (rank == 1) number[place] = value;
+    note(f, rank, part_backward(t, ctx));
+    CHECK(zeros(t->gradient[X], t->backward.d_x.num_rows * t->backward.d_x.row_bytes),
+          "d_x of rank %d", rank);
+    number[place] = right;
+    CHECK(part_backward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    part_free(t);
+    go_on(&f->p, rank, ctx, config);
+}
+
+#define DAMAGE(name, part, place, value)                                                 \
+    static void name(void *what, int rank, epic_context *ctx, const epic_config *config) \
+    {                                                                                    \
+        damage(what, rank, ctx, config, offsetof(moe_saved, part), place, value);        \
+    }
+DAMAGE(damaged_rows, expert_rows, 0, 1000)
+DAMAGE(damaged_count, expert_tokens, 1, -3)
+DAMAGE(damaged_choice, topk_idx, 3, 77)
+DAMAGE(damaged_total, total_tokens, 0, 5)
+
+/* Rank 1 never called forward with this memory. */
+static void no_forward(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    failing *f = what;
+    part *t = part_make(&f->p, rank, config, 1);
+    part *fresh = part_make(&f->p, rank, config, 1);
+    CHECK(part_forward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    note(f, rank, part_backward(rank == 1 ? fresh : t, ctx));
+    part_free(fresh);
+    part_free(t);
+    go_on(&f->p, rank, ctx, config);
+}
+
 /* The ranks bring layers of other sizes: nobody can go on. */
 static void differ(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
@@ -163,6 +253,22 @@ int main(void)
     test("no such rank", no_such_rank, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "lives on rank 7");
     test("unequal", unequal, 2, EPIC_TREE, EPIC_EINVAL, "6 on rank 0 and 3 on rank 1");
     test("damaged", damaged, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "plan: the one that rank 1");
+    test("token id", bad_token_id, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
+         "token_ids: rank 1, token 4 has id 99; the table has 4 rows");
+    test("negative token id", negative_token_id, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
+         "token_ids: rank 1, token 4 has id -7");
+    test("table", bad_table, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
+         "table: rank 1, row 2, k 1 has expert 6");
+    test("saved rows", damaged_rows, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
+         "rank 1 brought is damaged (rows of local expert 0: 1000)");
+    test("saved count", damaged_count, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
+         "rank 1 brought is damaged (tokens of local expert 1: -3)");
+    test("saved choice", damaged_choice, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
+         "rank 1 brought is damaged (choice 3: 77)");
+    test("saved total", damaged_total, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
+         "rank 1 brought is damaged (total tokens 0: 5)");
+    test("no forward", no_forward, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
+         "saved: what rank 1 brought is of a forward that failed");
     test("differ", differ, RANKS, EPIC_BY_RANK, EPIC_EMISMATCH, "rank 1");
     return atomic_load(failures) ? 1 : 0;
 }
