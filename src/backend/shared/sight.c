@@ -58,8 +58,11 @@ static void add_last(const epic_group *g, int peer, epic_sight *out)
 void shared_look(epic_group *g, int peer, uint64_t tag, uint64_t place, epic_sight *out)
 {
     memset(out, 0, sizeof *out);
-    out->closed = load_acquire(&seat_of(g, peer)->closed);
+    /* A peer closes its seat first and ends then.  Asked in the other order, one that does both
+     * between the two questions would be gone without having closed: a process that died. */
     out->gone = shared_is_gone(g, peer);
+    out->closed = load_acquire(&seat_of(g, peer)->closed);
+    out->gone |= out->closed;
     add_last(g, peer, out);
     int index;
     const shared_cell *cell = shared_find(g, peer, tag, place, 0, &index);
