@@ -85,7 +85,7 @@ typedef enum epic_result {
     EPIC_EOVERFLOW = 6, /* more slots needed than there are */
     EPIC_EMISMATCH = 7, /* the ranks called different things */
     EPIC_EPEER = 8,     /* a peer died, closed or aborted */
-    EPIC_ECLOSED = 9    /* this context never opened */
+    EPIC_ECLOSED = 9    /* this context never opened, or is a forked child's */
 } epic_result;
 
 typedef enum epic_type {
@@ -182,7 +182,9 @@ EPIC_API epic_result epic_open(epic_context **out, const epic_meet *meet,
                                const epic_config *config, size_t size);
 
 /* Gives the seat back.  Local; never fails; NULL is allowed.  Waits until no peer uses memory
- * that goes with it, at most the context's deadline.  No call may be running on ctx. */
+ * that goes with it, at most the context's deadline.  No call may be running on ctx.
+ * A context does not outlive fork: in the child every call with it is EPIC_ECLOSED, and
+ * epic_close gives back the child's memory without touching the group. */
 EPIC_API void epic_close(epic_context *ctx);
 
 /* This thread's last failure, as a sentence; "" if none.  ctx may be NULL.  Local.  Valid until

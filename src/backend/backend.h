@@ -180,6 +180,10 @@ typedef struct epic_backend {
     /* Local.  Safe when a peer is already gone. */
     void (*leave)(epic_group *group);
 
+    /* In a forked child: gives back what the child has of its parent's group, which goes on;
+     * nothing that the parent or a peer can see may change.  NULL: the child keeps it. */
+    void (*forget)(epic_group *group);
+
     /* What join will take, from a config with every default filled in. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 

@@ -6,11 +6,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "core/config.h"
 #include "core/error.h"
 #include "core/hash.h"
 #include "core/hello.h"
+#include "core/process.h"
 #include "core/sized.h"
 #include "exchange/exchange.h"
 
@@ -129,13 +131,20 @@ static epic_result prepare(epic_context *ctx)
     return ctx->backend->transport ? exchanges_open(ctx) : EPIC_OK;
 }
 
+static bool is_ours(const epic_context *ctx)
+{
+    return ctx->generation == process_generation();
+}
+
 static void give_back(epic_context *ctx)
 {
+    const bool ours = is_ours(ctx);
     exchanges_close(ctx);
     tags_close(&ctx->tags);
-    recorder_close(ctx->recorder);
+    (ours ? recorder_close : recorder_forget)(ctx->recorder);
     ctx->recorder = NULL;
-    if (ctx->backend) ctx->backend->leave(ctx->group);
+    if (ctx->backend && ours) ctx->backend->leave(ctx->group);
+    if (ctx->backend && !ours && ctx->backend->forget) ctx->backend->forget(ctx->group);
     ctx->backend = NULL;
 }
 
@@ -144,8 +153,7 @@ static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *al
 {
     hello mine;
     const epic_backend *backend;
-    hello_fill(&mine, meet, &ctx->config);
-    TRY(agree(meet, &mine, all, EPIC_OK));
+    TRY(agree(meet, &mine, all, hello_fill(&mine, meet, &ctx->config)));
     for (int r = 0; r < meet->num_ranks; r++) {
         peers[r] = all[r].peer;
         ctx->group_id = hash_join(ctx->group_id, all[r].random);
@@ -187,8 +195,12 @@ epic_result epic_open(epic_context **out, const epic_meet *meet, const epic_conf
     if (!out) return epic_fail(EPIC_EINVAL, "out is NULL: a place for the context is needed");
     epic_context *ctx = *out = calloc(1, sizeof *ctx);
     if (!ctx) return epic_fail(EPIC_ENOMEM, "no memory for a context");
+    ctx->pid = getpid();
+    ctx->generation = process_generation();
     pthread_mutex_init(&ctx->mutex, NULL);
-    const epic_result result = open_context(ctx, meet, config, size);
+    const epic_result result = process_count_forks()
+                                   ? open_context(ctx, meet, config, size)
+                                   : epic_fail(EPIC_ENOMEM, "no memory to notice forks");
     if (result == EPIC_OK) return EPIC_OK;
     epic_failure_info failure = {
         .result = (uint32_t)result, .operation = EPIC_OP_OPEN, .rank = ctx->rank};
@@ -231,9 +243,19 @@ static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
     return backend->steps->check && backend->steps->check(ctx->group, failure) != EPIC_OK;
 }
 
+static epic_result check_ours(const epic_context *ctx)
+{
+    if (is_ours(ctx)) return EPIC_OK;
+    return epic_fail(EPIC_ECLOSED,
+                     "ctx was opened by process %lld, of which this one, %lld, is a fork: a "
+                     "context does not outlive fork; open a new one here",
+                     (long long)ctx->pid, (long long)getpid());
+}
+
 epic_result context_check(epic_context *ctx)
 {
     epic_failure_info failure = {0};
+    TRY(check_ours(ctx));
     if (!ctx->backend)
         return epic_fail(EPIC_ECLOSED, "ctx never opened, open a new one: %s",
                          ctx->failure.sentence);
@@ -261,6 +283,7 @@ epic_result epic_failure(const epic_context *ctx, epic_failure_info *out, size_t
     epic_failure_info info = {0};
     if (!ctx) return no_context();
     TRY(CHECK_PLACE(out, size));
+    TRY(check_ours(ctx));
     if (atomic_load_explicit(&ctx->broken, memory_order_acquire))
         info = ctx->failure;
     else
@@ -306,7 +329,8 @@ const char *epic_backend_name(const epic_context *ctx)
 
 uint32_t epic_max_sms(const epic_context *ctx)
 {
-    if (!ctx || !ctx->backend || !ctx->backend->steps || !ctx->backend->steps->max_sms)
+    if (!ctx || !is_ours(ctx) || !ctx->backend || !ctx->backend->steps ||
+        !ctx->backend->steps->max_sms)
         return 0;
     return ctx->backend->steps->max_sms(ctx->group);
 }

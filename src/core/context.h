@@ -28,6 +28,9 @@ struct epic_context {
     struct exchange *exchanges; /* [max_in_flight], one for each cell; host contexts */
     _Atomic uint64_t bytes_sent;
 
+    int64_t pid;         /* of the process that opened it, */
+    uint32_t generation; /* and what process_generation said there */
+
     _Atomic bool broken;
     pthread_mutex_t mutex; /* guards failure until broken is set */
     epic_failure_info failure;
@@ -42,7 +45,8 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 /* What a context holds besides its group: itself, tags, flight recorder, operations. */
 int64_t context_bytes(const epic_config *config, bool host);
 
-/* EPIC_OK, or the failure that broke the group; EPIC_ECLOSED for one that never opened. */
+/* EPIC_OK, or the failure that broke the group; EPIC_ECLOSED for one that never opened, and for
+ * its parent's in a forked child. */
 epic_result context_check(epic_context *ctx);
 
 /* Makes the sentence of a backend's own library this thread's, and returns `result`. */

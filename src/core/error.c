@@ -2,6 +2,7 @@
 /* The sentence of a thread's last failure. */
 #include "core/error.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -14,6 +15,20 @@ epic_result epic_fail(epic_result result, const char *format, ...)
     vsnprintf(sentence, sizeof sentence, format, list);
     va_end(list);
     return result;
+}
+
+const char *epic_way_out(int error)
+{
+    switch (error) {
+    case EMFILE:
+        return "; raise the limit on open files (ulimit -n)";
+    case ENFILE:
+        return "; the whole system has no open file left (fs.file-max)";
+    case EFBIG:
+        return "; raise the limit on the size of files (ulimit -f)";
+    default:
+        return "";
+    }
 }
 
 const char *epic_sentence(void)

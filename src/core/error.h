@@ -15,6 +15,9 @@ epic_fail(epic_result result, const char *format, ...);
 /* The sentence of this thread's last failure. */
 const char *epic_sentence(void);
 
+/* The way out of an error of the system, to end a sentence with; "" if there is none to name. */
+const char *epic_way_out(int error);
+
 #define TRY(call)                                     \
     do {                                              \
         const epic_result try_result = (call);        \

@@ -17,10 +17,12 @@ typedef struct hello {
     char name[64];
     uint64_t random;
     epic_peer peer;
-    char sentence[256];
+    char sentence[448];
 } hello;
 
-void hello_fill(hello *mine, const epic_meet *meet, const epic_config *config);
+/* Fails where the system does not tell who and where this process is: it must not seem to be
+ * elsewhere then. */
+epic_result hello_fill(hello *mine, const epic_meet *meet, const epic_config *config);
 
 /* EPIC_OK, or EPIC_EMISMATCH naming both values; the same on every rank. */
 epic_result hello_compare(const hello *all, int num_ranks);

@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Watching processes by pidfd. */
+/* Watching processes by pidfd; limits and forks of this one. */
 #include "core/process.h"
 
 #include <errno.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -23,4 +26,36 @@ bool process_ended(int fd, int64_t pid)
     struct pollfd sign = {.fd = fd, .events = POLLIN};
     if (fd >= 0) return poll(&sign, 1, 0) > 0;
     return kill((pid_t)pid, 0) != 0 && errno == ESRCH;
+}
+
+bool process_may_grow(int64_t bytes)
+{
+    struct rlimit limit;
+    return getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY ||
+           (uint64_t)bytes <= limit.rlim_cur;
+}
+
+static _Atomic uint32_t generation;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static bool counted;
+
+static void in_child(void)
+{
+    atomic_fetch_add_explicit(&generation, 1, memory_order_relaxed);
+}
+
+static void begin(void)
+{
+    counted = pthread_atfork(NULL, NULL, in_child) == 0;
+}
+
+bool process_count_forks(void)
+{
+    pthread_once(&once, begin);
+    return counted;
+}
+
+uint32_t process_generation(void)
+{
+    return atomic_load_explicit(&generation, memory_order_relaxed);
 }

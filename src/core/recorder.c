@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 #include "core/error.h"
+#include "core/process.h"
 
 #define NO_RECORD UINT64_MAX
 #define SENTENCE_WORDS (RECORDER_SENTENCE / sizeof(uint64_t))
@@ -43,6 +44,10 @@ static int make_memfd(const char *group, int rank)
 {
     char name[160];
     snprintf(name, sizeof name, "epic:%.127s:%d", group, rank);
+    if (!process_may_grow(sizeof(recorder_page))) {
+        errno = EFBIG;
+        return -1;
+    }
     const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return -1;
 
@@ -85,8 +90,8 @@ epic_result recorder_open(epic_recorder **out, const char *group, int rank, int 
         const int refused = errno;
         if (recorder->fd >= 0) close(recorder->fd);
         free(recorder);
-        return epic_fail(EPIC_EDEVICE, "the flight recorder's memfd of %zu bytes: %s",
-                         sizeof(recorder_page), strerror(refused));
+        return epic_fail(EPIC_EDEVICE, "the flight recorder's memfd of %zu bytes: %s%s",
+                         sizeof(recorder_page), strerror(refused), epic_way_out(refused));
     }
     recorder->page = page;
     write_header(recorder->page, group, rank, num_ranks, backend);
@@ -99,6 +104,12 @@ void recorder_close(epic_recorder *recorder)
     if (!recorder) return;
     /* A forked child may keep the memfd alive: say that nobody writes it any more. */
     atomic_store_explicit(&recorder->page->closed, 1, memory_order_release);
+    recorder_forget(recorder);
+}
+
+void recorder_forget(epic_recorder *recorder)
+{
+    if (!recorder) return;
     munmap(recorder->page, sizeof(recorder_page));
     close(recorder->fd);
     free(recorder);

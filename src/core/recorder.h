@@ -31,6 +31,9 @@ epic_result recorder_open(epic_recorder **out, const char *group, int rank, int 
                           const char *backend);
 void recorder_close(epic_recorder *recorder);
 
+/* In a forked child: the parent's recorder goes on. */
+void recorder_forget(epic_recorder *recorder);
+
 /* Begins a record, for the two below; place is the step among the operations of the tag. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
                         uint64_t place, uint64_t bytes);

@@ -191,6 +191,7 @@ const epic_backend epic_backend_self = {
     .can_join = can_join,
     .join = join,
     .leave = leave,
+    .forget = leave,
     .memory = memory,
     .transport = &transport,
 };

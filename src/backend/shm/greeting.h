@@ -14,6 +14,8 @@ typedef struct greeting {
 /* memory: a descriptor that goes along; -1: none.  `to` is named in the error. */
 epic_result greeting_send(int fd, const greeting *hello, int to, int memory);
 
+#define GREETING_NO_ROOM (-2) /* a descriptor came, but this process may have no more */
+
 /* What has come, without waiting.  *memory gets the descriptor that came along; NULL: none may.
  * False: something else, or nothing. */
 bool greeting_receive(int fd, greeting *hello, int *memory);

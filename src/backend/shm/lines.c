@@ -36,7 +36,7 @@ typedef struct card {
 typedef struct opening {
     shm_lines *lines;
     const epic_join *join;
-    card *cards;          /* [num_ranks] */
+    card cards[EPIC_MAX_RANKS];
     struct pollfd *polls; /* [num_polls] listener, guests, lines */
     int *guests;          /* [num_guests] sockets not yet known to be a rank's; -1: none */
     int num_guests;
@@ -100,6 +100,7 @@ static epic_result await_polls(opening *o, const char *what)
                          o->join->config->timeout_ms);
     const uint64_t ms = (o->deadline_ns - now) / 1000000 + 1;
     const int got = poll(o->polls, (nfds_t)o->num_polls, ms < 60000 ? (int)ms : 60000);
+    if (got < 0 && errno == EINVAL) errno = EMFILE; /* more entries than files may be open */
     if (got < 0 && errno != EINTR) return greeting_refused("poll");
     const struct pollfd *lines = o->polls + 1 + o->num_guests;
     for (int r = 0; got > 0 && r < o->lines->num_ranks; r++)
@@ -164,14 +165,21 @@ static epic_result call_rank(opening *o, int peer)
     return say(o, *line, peer, -1);
 }
 
-static void admit_guests(opening *o)
+static bool out_of_room(int error)
+{
+    return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
+}
+
+/* A caller for whom there is no room would wait for an answer until the deadline. */
+static epic_result admit_guests(opening *o)
 {
     for (int i = 0; i < o->num_guests; i++) {
         if (o->guests[i] >= 0) continue;
         o->guests[i] = accept4(o->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-        if (o->guests[i] < 0) return;
+        if (o->guests[i] < 0) return out_of_room(errno) ? greeting_refused("accept") : EPIC_OK;
         if (!greeting_is_of_same_user(o->guests[i])) close_fd(&o->guests[i]);
     }
+    return EPIC_OK;
 }
 
 /* A guest has spoken: a higher rank that has not called yet becomes a line, others go. */
@@ -206,7 +214,7 @@ static epic_result answer_calls(opening *o)
         for (int i = 0; i < o->num_guests; i++)
             if (o->guests[i] >= 0 && o->polls[1 + i].revents)
                 TRY(receive_guest(o, &o->guests[i]));
-        if (o->polls[0].revents) admit_guests(o);
+        if (o->polls[0].revents) TRY(admit_guests(o));
     }
     return EPIC_OK;
 }
@@ -222,6 +230,11 @@ static epic_result hear_answer(opening *o, int peer)
         TRY(await_polls(o, who));
     } while (!polled->revents);
     if (hear(o, *line, peer == 0 ? o->memory : NULL) != peer) return greeting_left(peer);
+    if (*o->memory == GREETING_NO_ROOM) {
+        *o->memory = -1;
+        errno = EMFILE;
+        return greeting_refused("taking the shared memory");
+    }
     if (*o->memory < 0 && peer == 0)
         return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent no memory");
     return EPIC_OK;
@@ -252,13 +265,22 @@ static epic_result call_off(opening *o, epic_result result)
 
 /* ------------------------------------------------------------------------- the whole ---- */
 
-/* The kernel says who is at the other end, in our own numbering of processes. */
-static int watch_process(int socket)
+/* The kernel says who is at the other end, in our own numbering of processes.  A system without
+ * pidfds is no failure. */
+static epic_result watch_processes(shm_lines *lines)
 {
-    struct ucred who;
-    socklen_t length = sizeof who;
-    if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &length) != 0) return -1;
-    return process_watch(who.pid);
+    for (int r = 0; r < lines->num_ranks; r++) {
+        struct ucred who;
+        socklen_t length = sizeof who;
+        if (lines->sockets[r] < 0 ||
+            getsockopt(lines->sockets[r], SOL_SOCKET, SO_PEERCRED, &who, &length) != 0)
+            continue;
+        errno = 0;
+        lines->processes[r] = process_watch(who.pid);
+        if (lines->processes[r] < 0 && out_of_room(errno))
+            return greeting_refused("pidfd_open");
+    }
+    return EPIC_OK;
 }
 
 static epic_result allocate(opening *o)
@@ -267,11 +289,10 @@ static epic_result allocate(opening *o)
     o->num_guests = n + MORE_GUESTS;
     o->num_polls = 1 + o->num_guests + n;
     o->missing = n - 1 - o->lines->rank;
-    o->cards = calloc((size_t)n, sizeof *o->cards);
     o->polls = calloc((size_t)o->num_polls, sizeof *o->polls);
     o->guests = malloc((size_t)o->num_guests * sizeof *o->guests);
     for (int i = 0; o->guests && i < o->num_guests; i++) o->guests[i] = -1;
-    if (o->cards && o->polls && o->guests) return EPIC_OK;
+    if (o->polls && o->guests) return EPIC_OK;
     return epic_fail(EPIC_ENOMEM, "shm: no memory to connect %d ranks", n);
 }
 
@@ -279,7 +300,6 @@ static void release(opening *o)
 {
     for (int i = 0; o->guests && i < o->num_guests; i++) close_fd(&o->guests[i]);
     close_fd(&o->listener);
-    free(o->cards);
     free(o->polls);
     free(o->guests);
 }
@@ -307,17 +327,14 @@ epic_result lines_open(shm_lines *lines, const epic_join *join, bool ready, int 
                  .memory = memory,
                  .deadline_ns = clock_ns() + join->config->timeout_ms * 1000000ull};
     card mine = {0};
-    epic_result result = allocate(&o); /* without it the peers' meeting must time out */
-    if (result == EPIC_OK) {
-        result = ready ? open_listener(&o, &mine) : EPIC_EDEVICE;
-        result = swap_cards(&o, result, &mine);
-    }
+    epic_result result = ready ? allocate(&o) : EPIC_EDEVICE;
+    if (result == EPIC_OK) result = open_listener(&o, &mine);
+    result = swap_cards(&o, result, &mine);
     if (result == EPIC_OK) {
         result = connect_all(&o);
         if (result != EPIC_OK) result = call_off(&o, result);
     }
-    for (int r = 0; result == EPIC_OK && r < lines->num_ranks; r++)
-        if (lines->sockets[r] >= 0) lines->processes[r] = watch_process(lines->sockets[r]);
+    if (result == EPIC_OK) result = watch_processes(lines);
     release(&o);
     return result;
 }

@@ -11,13 +11,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "backend/shared/shared.h"
 #include "backend/shm/lines.h"
 #include "core/error.h"
+#include "core/process.h"
 
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
@@ -32,14 +32,14 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     const epic_peer *a = &peers[0];
     for (int r = 1; r < num_ranks; r++) {
         const epic_peer *b = &peers[r];
-        const char *what = memcmp(a->host, b->host, sizeof a->host) != 0 ? "on another host"
-                           : a->uid != b->uid                            ? "of another user"
-                           : a->network_ns != b->network_ns ? "in another network namespace"
-                                                            : NULL;
+        const char *what = a->host[0] != b->host[0]   ? "on another host"
+                           : a->host[1] != b->host[1] ? "in another PID namespace (container)"
+                           : a->uid != b->uid         ? "of another user"
+                           : a->network_ns != b->network_ns
+                               ? "in another network namespace (container)"
+                               : NULL;
         if (!what) continue;
-        snprintf(why, 256,
-                 "shm is for processes of one host and user; rank %d is %s than rank 0", r,
-                 what);
+        snprintf(why, 256, "rank %d is %s than rank 0", r, what);
         return false;
     }
     return true;
@@ -47,18 +47,12 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 
 static epic_result no_memory(const shared_layout *l, const char *what)
 {
+    const char *way_out = epic_way_out(errno);
     return epic_fail(EPIC_ENOMEM,
-                     "shm: %s of %lld bytes: %s; lower config.max_in_flight or "
+                     "shm: %s of %lld bytes: %s%s%s lower config.max_in_flight or "
                      "config.staging_bytes",
-                     what, (long long)l->segment_bytes, strerror(errno));
-}
-
-/* Growing a file past the limit would raise SIGXFSZ. */
-static bool exceeds_file_limit(const shared_layout *l)
-{
-    struct rlimit limit;
-    return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-           (uint64_t)l->segment_bytes > limit.rlim_cur;
+                     what, (long long)l->segment_bytes, strerror(errno), way_out,
+                     *way_out ? ", or" : ";");
 }
 
 static epic_result map_memory(const shared_layout *l, int memory, char **segment)
@@ -74,9 +68,9 @@ static epic_result map_memory(const shared_layout *l, int memory, char **segment
 static epic_result make_memory(const shared_layout *l, uint64_t group_id, int *memory,
                                char **segment)
 {
-    if (exceeds_file_limit(l)) {
+    if (!process_may_grow(l->segment_bytes)) {
         errno = EFBIG;
-        return no_memory(l, "shared memory (ulimit -f)");
+        return no_memory(l, "making shared memory");
     }
     *memory = memfd_create("epic-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (*memory < 0 || ftruncate(*memory, l->segment_bytes) != 0 ||
@@ -138,15 +132,21 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* The peers' mappings keep the memory for as long as they need it. */
-static void shm_leave(epic_group *group)
+/* Of a forked child's descriptors and mapping the parent and its peers notice nothing. */
+static void shm_forget(epic_group *group)
 {
     shm_lines *lines = group->own;
-    shared_say_goodbye(group);
     lines_close(lines);
     free(lines);
     munmap(group->segment, (size_t)group->layout.segment_bytes);
     shared_free(group);
+}
+
+/* The peers' mappings keep the memory for as long as they need it. */
+static void shm_leave(epic_group *group)
+{
+    shared_say_goodbye(group);
+    shm_forget(group);
 }
 
 const epic_backend epic_backend_shm = {
@@ -154,6 +154,7 @@ const epic_backend epic_backend_shm = {
     .can_join = can_join,
     .join = shm_join,
     .leave = shm_leave,
+    .forget = shm_forget,
     .memory = shared_memory,
     .transport = &shared_transport,
 };

@@ -97,6 +97,7 @@ const epic_backend epic_backend_threads = {
     .can_join = can_join,
     .join = threads_join,
     .leave = threads_leave,
+    .forget = threads_leave, /* a child has the memory for itself */
     .memory = shared_memory,
     .transport = &shared_transport,
 };

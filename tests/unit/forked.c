@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A process with a context forks.  The context is not the child's: every call is refused there,
+ * and closing it takes nothing from the parent and its peers. */
+#include <fcntl.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "core/context.h"
+#include "epic/epic.h"
+#include "run.h"
+#include "step.h"
+
+static void refused(epic_context *ctx, epic_result result, const char *call)
+{
+    CHECK_SAY(result == EPIC_ECLOSED && strstr(epic_error(ctx), "fork"), "%s: %s: %s", call,
+              epic_result_name(result), epic_error(ctx));
+}
+
+/* Everything that takes a context, then epic_close. */
+static void be_a_child(epic_context *ctx, step *s)
+{
+    epic_failure_info info;
+    const epic_plan_args plan = step_plan(s, 1);
+    const epic_dispatch_args dispatch = step_dispatch(s, 1);
+    const epic_sum_args sum = step_sum(s, 1);
+    const epic_router_args router = {.ctx = ctx};
+    const epic_moe_args moe = {.weights = NULL};
+    refused(ctx, epic_plan(ctx, &plan, sizeof plan), "plan");
+    refused(ctx, epic_dispatch(ctx, &dispatch, sizeof dispatch), "dispatch");
+    refused(ctx, epic_sum(ctx, &sum, sizeof sum), "sum");
+    refused(ctx, epic_router_forward(&router, sizeof router), "router_forward");
+    refused(ctx, epic_moe_forward(ctx, &moe, sizeof moe), "moe_forward");
+    refused(ctx, epic_check(ctx), "check");
+    refused(ctx, epic_failure(ctx, &info, sizeof info), "failure");
+    epic_abort(ctx, 1, "the child has nothing to say");
+    CHECK_EQ(epic_max_sms(ctx), 0);
+    CHECK_EQ(epic_rank(ctx), s->rank);
+    epic_close(ctx);
+
+    const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
+                                .max_row_bytes = STEP_MAX_ROW_BYTES};
+    CHECK_SAY(epic_open(&ctx, NULL, &config, sizeof config) == EPIC_OK, "%s", epic_error(ctx));
+    CHECK(step_works(ctx, 1));
+    epic_close(ctx);
+}
+
+/* Rank 0 forks twice, one child inside the other; then all go on. */
+static void ranks(const epic_meet *meet, void *self)
+{
+    const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
+                                .max_row_bytes = STEP_MAX_ROW_BYTES,
+                                .backend = self,
+                                .timeout_ms = 20000};
+    epic_context *ctx;
+    if (!CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_OK)) return;
+    step s;
+    step_open(&s, ctx, 6, 32);
+    CHECK(step_all(&s, 1));
+    const pid_t child = meet->rank == 0 ? fork() : 1;
+    if (child == 0) {
+        const pid_t grandchild = fork();
+        be_a_child(ctx, &s);
+        if (grandchild > 0) waitpid(grandchild, NULL, 0);
+        _exit(0);
+    }
+    if (meet->rank == 0) {
+        int status = -1;
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+    }
+    CHECK_SAY(step_all(&s, 1), "after the child: %s", epic_error(ctx));
+    CHECK(epic_check(ctx) == EPIC_OK);
+    step_close(&s);
+    epic_close(ctx);
+}
+
+int main(void)
+{
+    static char shm[] = "shm", threads[] = "threads";
+    check_begin();
+    run_alarm(100);
+    run_processes(1, ranks, NULL, 30);
+    run_processes(3, ranks, shm, 60);
+    run_threads(2, ranks, threads);
+    return check_end();
+}
