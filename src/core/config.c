@@ -27,7 +27,7 @@ static epic_result timeout_from_environment(uint32_t *timeout_ms)
     const unsigned long value = strtoul(text, &end, 10);
     if (errno || *end || text[0] == '-' || value < 1 || value > UINT32_MAX)
         return epic_fail(EPIC_EINVAL,
-                         "EPIC_TIMEOUT_MS is \"%s\": a number of milliseconds from 1 to "
+                         "EPIC_TIMEOUT_MS is \"%.80s\": a number of milliseconds from 1 to "
                          "4294967295 is needed; correct or unset it",
                          text);
     *timeout_ms = (uint32_t)value;

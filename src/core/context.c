@@ -60,7 +60,7 @@ static epic_result check_meet(const epic_meet *meet, const epic_config *config)
 static epic_result choose(const epic_backend **out, const epic_peer *peers,
                           const epic_config *config)
 {
-    char why[256] = "", reasons[400] = "";
+    char why[256] = "", reasons[1024] = "";
     if (config->backend) {
         TRY(backend_find(out, config->backend));
         if ((*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
@@ -71,15 +71,14 @@ static epic_result choose(const epic_backend **out, const epic_peer *peers,
         *out = epic_backends[i];
         if ((*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
         const size_t used = strlen(reasons);
-        snprintf(reasons + used, sizeof reasons - used, "%s%s: %.90s", used ? "; " : "",
+        snprintf(reasons + used, sizeof reasons - used, "%s%s: %s", used ? "; " : "",
                  epic_backends[i]->name, why);
     }
     if (backend_find(out, "mpi") != EPIC_OK)
-        snprintf(why, sizeof why, "%s", epic_sentence());
+        epic_fit(why, sizeof why, epic_sentence());
     else if ((*out)->can_join(peers, (int)config->num_ranks, config, why))
         return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; mpi: %.90s", reasons,
-                     why);
+    return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; mpi: %s", reasons, why);
 }
 
 /* A caller's own meeting says nothing to epic_error: its code must do. */
@@ -96,8 +95,7 @@ static epic_result gather(const epic_meet *meet, const hello *mine, hello *all)
 static epic_result agree(const epic_meet *meet, hello *mine, hello *all, epic_result result)
 {
     mine->refused = result;
-    snprintf(mine->sentence, sizeof mine->sentence, "%s",
-             result == EPIC_OK ? "" : epic_sentence());
+    epic_fit(mine->sentence, sizeof mine->sentence, result == EPIC_OK ? "" : epic_sentence());
     TRY(gather(meet, mine, all));
     return hello_compare(all, meet->num_ranks);
 }

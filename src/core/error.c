@@ -5,16 +5,32 @@
 #include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 static _Thread_local char sentence[512];
 
 epic_result epic_fail(epic_result result, const char *format, ...)
 {
+    char whole[4 * sizeof sentence];
     va_list list;
     va_start(list, format);
-    vsnprintf(sentence, sizeof sentence, format, list);
+    vsnprintf(whole, sizeof whole, format, list);
     va_end(list);
+    epic_fit(sentence, sizeof sentence, whole);
     return result;
+}
+
+void epic_fit(char *out, size_t size, const char *whole)
+{
+    static const char gap[] = " ... ";
+    const size_t length = strlen(whole), room = size - sizeof gap, tail = room * 3 / 5;
+    if (length < size) {
+        memcpy(out, whole, length + 1);
+        return;
+    }
+    memcpy(out, whole, room - tail);
+    memcpy(out + room - tail, gap, sizeof gap - 1);
+    memcpy(out + size - 1 - tail, whole + length - tail, tail + 1);
 }
 
 const char *epic_way_out(int error)

@@ -5,7 +5,8 @@
 
 #include "epic/epic.h"
 
-/* Leaves the sentence (at most 511 bytes) for epic_error of this thread and returns `result`. */
+/* Leaves the sentence for epic_error of this thread and returns `result`.  One that is longer than
+ * 511 bytes loses its middle. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
@@ -14,6 +15,10 @@ epic_fail(epic_result result, const char *format, ...);
 
 /* The sentence of this thread's last failure. */
 const char *epic_sentence(void);
+
+/* Copies a sentence to a place of `size` bytes.  Where it does not fit it loses its middle: what
+ * is wrong stands at the beginning, the way out at the end, and a caller's long word between. */
+void epic_fit(char *out, size_t size, const char *sentence);
 
 /* The way out of an error of the system, to end a sentence with; "" if there is none to name. */
 const char *epic_way_out(int error);

@@ -178,8 +178,8 @@ epic_result hello_compare(const hello *all, int num_ranks)
 {
     const hello *failed = first_failed(all, num_ranks);
     if (failed)
-        return epic_fail((epic_result)failed->refused, "open: rank %d: %.447s",
-                         (int)(failed - all), failed->sentence);
+        return epic_fail((epic_result)failed->refused, "open: rank %d: %.*s",
+                         (int)(failed - all), (int)sizeof failed->sentence, failed->sentence);
     for (int r = 0; r < num_ranks; r++) TRY(compare(&all[0], &all[r], r));
     return EPIC_OK;
 }

@@ -76,27 +76,35 @@ static void keep_last(exchange *x, const uint64_t *from, uint64_t *culprits)
         }
 }
 
+/* Adds where a culprit was last seen, unless that would be cut. */
+static bool tell_sight(char *sentence, size_t size, int rank, const epic_sight *sight)
+{
+    char clause[160];
+    const size_t used = strlen(sentence);
+    if (!sight->operation)
+        snprintf(clause, sizeof clause, "; rank %d was never seen in an operation", rank);
+    else
+        snprintf(clause, sizeof clause, "; rank %d was last seen %s %s (tag %llu, step %llu)",
+                 rank, sight->inside ? "in" : "after", operation_name(sight->operation),
+                 (unsigned long long)sight->tag, (unsigned long long)sight->place);
+    if (used + strlen(clause) >= size) return false;
+    memcpy(sentence + used, clause, strlen(clause) + 1);
+    return true;
+}
+
 static void tell(exchange *x, const uint64_t *culprits, char *sentence, size_t size)
 {
     char list[128];
     list_ranks(list, sizeof list, culprits);
-    size_t used = (size_t)snprintf(sentence, size, "rank %d waited %llu ms for %s", x->rank,
-                                   (unsigned long long)(x->timeout_ns / 1000000), list);
+    snprintf(sentence, size, "rank %d waited %llu ms for %s", x->rank,
+             (unsigned long long)(x->timeout_ns / 1000000), list);
     int told = 0;
-    for (int r = 0; r < x->num_ranks && used < size && told < 4; r++) {
+    for (int r = 0; r < x->num_ranks && told < 4; r++) {
         if (!has(culprits, r)) continue;
         epic_sight sight;
         x->transport->look(x->group, r, x->tag, x->place, &sight);
+        if (!tell_sight(sentence, size, r, &sight)) return;
         told++;
-        if (!sight.operation)
-            used += (size_t)snprintf(sentence + used, size - used,
-                                     "; rank %d was never seen in an operation", r);
-        else
-            used += (size_t)snprintf(
-                sentence + used, size - used,
-                "; rank %d was last seen %s %s (tag %llu, step %llu)", r,
-                sight.inside ? "in" : "after", operation_name(sight.operation),
-                (unsigned long long)sight.tag, (unsigned long long)sight.place);
     }
 }
 

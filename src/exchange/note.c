@@ -19,7 +19,7 @@ static const char *const same_names[NUM_SAME] = {
     [SAME_ROW_BYTES] = "row_bytes",
     [SAME_SCALE_BYTES] = "scales' row_bytes",
     [SAME_QUANTISE] = "quantise",
-    [SAME_WEIGHTS] = "weights given",
+    [SAME_WEIGHTS] = "weights",
     [SAME_NUM_EXPERTS] = "num_experts",
     [SAME_TOP_K] = "top_k",
     [SAME_ALIGNMENT] = "alignment",
@@ -48,23 +48,77 @@ const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
+#define NAME_OF(names, value) \
+    ((uint64_t)(value) < sizeof(names) / sizeof *(names) ? (names)[value] : NULL)
+
+/* The name of a value where the header has one; NULL: it is a number. */
+static const char *value_name(int field, int64_t value)
+{
+    static const char *const types[] = {"EPIC_BYTES", "EPIC_F32", "EPIC_BF16",
+                                        "EPIC_F16",   "EPIC_F64", "EPIC_E4M3",
+                                        "EPIC_E8M0",  "EPIC_I32", "EPIC_I64"};
+    static const char *const quantised[] = {"EPIC_QUANTISE_NONE", "EPIC_QUANTISE_1X128",
+                                            "EPIC_QUANTISE_1X32"};
+    static const char *const layouts[] = {"EPIC_EXPERT_MAJOR", "EPIC_FLAT"};
+    static const char *const policies[] = {"EPIC_OVERFLOW_ERROR", "EPIC_OVERFLOW_DROP"};
+    static const char *const orders[] = {"EPIC_BY_RANK", "EPIC_TREE"};
+    static const char *const given[] = {"none", "some"};
+    switch (field) {
+    case SAME_TYPE:
+        return NAME_OF(types, value);
+    case SAME_PARTIAL_TYPE:
+        return value ? NAME_OF(types, value) : "0 (the rows' type)";
+    case SAME_QUANTISE:
+        return NAME_OF(quantised, value);
+    case SAME_LAYOUT:
+        return NAME_OF(layouts, value);
+    case SAME_OVERFLOW:
+        return NAME_OF(policies, value);
+    case SAME_SUM_ORDER:
+        return NAME_OF(orders, value);
+    case SAME_WEIGHTS:
+        return NAME_OF(given, value);
+    case SAME_PLACEMENT:
+        return value ? NULL : "none";
+    default:
+        return NULL;
+    }
+}
+
+static const char *value_text(int field, int64_t value, char text[32])
+{
+    const char *name = value_name(field, value);
+    const bool number = field != SAME_PLAN && field != SAME_PLACEMENT;
+    if (name) return name;
+    snprintf(text, 32, number ? "%lld" : "%llx", (long long)value);
+    return text;
+}
+
+static const char *way_out(int field)
+{
+    return field == SAME_PLAN ? "use the plan of one and the same epic_plan"
+                              : "bring the same on every rank";
+}
+
 bool note_matches(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
                   char *sentence, size_t size)
 {
     const int64_t op_a = a->same[SAME_OPERATION], op_b = b->same[SAME_OPERATION];
     if (op_a != op_b) {
-        snprintf(sentence, size, "rank %d called %s, rank %d called %s", rank_a,
-                 operation_name((uint32_t)op_a), rank_b, operation_name((uint32_t)op_b));
+        snprintf(sentence, size,
+                 "rank %d called %s, rank %d called %s; make the calls of a tag in the same "
+                 "order on every rank",
+                 rank_a, operation_name((uint32_t)op_a), rank_b,
+                 operation_name((uint32_t)op_b));
         return false;
     }
     if (a->own[OWN_ERROR] || b->own[OWN_ERROR]) return true; /* class (b) goes first */
     for (int i = 0; i < NUM_SAME; i++) {
+        char text_a[32], text_b[32];
         if (a->same[i] == b->same[i]) continue;
-        const char *format = i == SAME_PLAN || i == SAME_PLACEMENT
-                                 ? "rank %d brought %s %llx, rank %d brought %llx"
-                                 : "rank %d brought %s %lld, rank %d brought %lld";
-        snprintf(sentence, size, format, rank_a, same_names[i], (long long)a->same[i], rank_b,
-                 (long long)b->same[i]);
+        snprintf(sentence, size, "rank %d brought %s %s, rank %d brought %s; %s", rank_a,
+                 same_names[i], value_text(i, a->same[i], text_a), rank_b,
+                 value_text(i, b->same[i], text_b), way_out(i));
         return false;
     }
     return true;

@@ -1,0 +1,175 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What errors say when everything in them is as long as it can be: the way out at their end is
+ * never cut, and what has a name in the header is called by it. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "core/error.h"
+#include "core/hello.h"
+#include "exchange/note.h"
+#include "plan/plan.h"
+#include "run.h"
+
+static void ends(const char *sentence, const char *end)
+{
+    const size_t length = strlen(sentence), tail = strlen(end);
+    CHECK_SAY(length < 512 && length >= tail && strcmp(sentence + length - tail, end) == 0,
+              "\"%s\" does not end with \"%s\"", sentence, end);
+}
+
+static char *long_word(size_t length)
+{
+    char *word = malloc(length + 1);
+    memset(word, 'x', length);
+    word[length] = 0;
+    return word;
+}
+
+/* Every length around the limit: whole as long as it fits, else without its middle. */
+static void check_fit(void)
+{
+    for (size_t length = 400; length < 2000; length++) {
+        char *word = long_word(length);
+        epic_fail(EPIC_EINVAL, "config.name is \"%s\": give another one", word);
+        const bool whole = length + 35 < 512;
+        CHECK_EQ(strlen(epic_error(NULL)), whole ? length + 35 : 511);
+        CHECK(strncmp(epic_error(NULL), "config.name is \"xxx", 19) == 0);
+        CHECK_EQ(strstr(epic_error(NULL), " ... ") == NULL, whole);
+        ends(epic_error(NULL), "xxx\": give another one");
+        free(word);
+    }
+    for (size_t size = 16; size < 600; size++) {
+        char out[600];
+        char *word = long_word(599);
+        memset(out, 7, sizeof out);
+        epic_fit(out, size, word);
+        CHECK(strlen(out) == size - 1 && (size == sizeof out || out[size] == 7));
+        free(word);
+    }
+}
+
+static void refused_open(const epic_config *config, const char *begin, const char *end)
+{
+    epic_context *ctx;
+    CHECK(epic_open(&ctx, NULL, config, sizeof *config) != EPIC_OK);
+    CHECK_SAY(strstr(epic_error(ctx), begin) != NULL, "%s", epic_error(ctx));
+    ends(epic_error(ctx), end);
+    epic_close(ctx);
+}
+
+static void check_open(void)
+{
+    char *word = long_word(100000);
+    epic_config config = {.max_tokens = 4, .max_row_bytes = 64};
+    setenv("EPIC_TIMEOUT_MS", word, 1);
+    refused_open(&config, "EPIC_TIMEOUT_MS is \"xxx", "correct or unset it");
+    unsetenv("EPIC_TIMEOUT_MS");
+    setenv("EPIC_BACKEND", word, 1);
+    refused_open(&config, "config.backend is \"xxx", "no backend has that name");
+    unsetenv("EPIC_BACKEND");
+    config.name = word;
+    refused_open(&config, "config.name is \"xxx", "at most 63 bytes are possible");
+    free(word);
+}
+
+/* One rank's own sentence, of any length, comes to the others with its end. */
+static void check_verdict(void)
+{
+    static hello all[3];
+    const epic_meet meet = {.num_ranks = 3};
+    const epic_config config = {.name = "epic"};
+    for (int r = 0; r < 3; r++) {
+        CHECK(hello_fill(&all[r], &meet, &config) == EPIC_OK);
+        all[r].rank = r;
+    }
+    CHECK(hello_compare(all, 3) == EPIC_OK);
+    char *word = long_word(1000);
+    epic_fail(EPIC_ENOMEM, "shm: %s; lower config.max_in_flight", word);
+    epic_fit(all[2].sentence, sizeof all[2].sentence, epic_error(NULL));
+    all[2].refused = EPIC_ENOMEM;
+    all[0].refused = EPIC_EPEER;
+    all[1].refused = EPIC_ETIMEOUT;
+    snprintf(all[0].sentence, sizeof all[0].sentence, "shm: rank 1 left");
+    snprintf(all[1].sentence, sizeof all[1].sentence, "shm: rank 0 did not come");
+    CHECK(hello_compare(all, 3) == EPIC_ENOMEM);
+    CHECK_SAY(strncmp(epic_error(NULL), "open: rank 2: shm: ", 19) == 0, "%s",
+              epic_error(NULL));
+    ends(epic_error(NULL), "; lower config.max_in_flight");
+    all[2].refused = EPIC_OK;
+    CHECK(hello_compare(all, 3) == EPIC_EPEER);
+    CHECK(strncmp(epic_error(NULL), "open: rank 0: shm: ", 19) == 0);
+    free(word);
+}
+
+/* --------------------------------------------------------------------------- mismatches ---- */
+
+static void mismatch(int field, int64_t a, int64_t b, const char *first, const char *second)
+{
+    epic_note note_a = {.same = {[SAME_OPERATION] = EPIC_OP_PLAN}}, note_b = note_a;
+    char sentence[256], words[128];
+    note_a.same[field] = a;
+    note_b.same[field] = b;
+    CHECK(!note_matches(&note_a, 1022, &note_b, 1023, sentence, sizeof sentence));
+    snprintf(words, sizeof words, "%s, rank 1023 brought %s; ", first, second);
+    CHECK_SAY(strstr(sentence, words) != NULL, "no \"%s\" in: %s", words, sentence);
+}
+
+static void check_mismatches(void)
+{
+    mismatch(SAME_TYPE, EPIC_F32, EPIC_BF16, "type EPIC_F32", "EPIC_BF16");
+    mismatch(SAME_TYPE, EPIC_BYTES, EPIC_I64, "type EPIC_BYTES", "EPIC_I64");
+    mismatch(SAME_TYPE, EPIC_F16, 99, "type EPIC_F16", "99");
+    mismatch(SAME_PARTIAL_TYPE, 0, EPIC_F32, "partial_type 0 (the rows' type)", "EPIC_F32");
+    mismatch(SAME_QUANTISE, 0, 2, "quantise EPIC_QUANTISE_NONE", "EPIC_QUANTISE_1X32");
+    mismatch(SAME_LAYOUT, 0, 1, "layout EPIC_EXPERT_MAJOR", "EPIC_FLAT");
+    mismatch(SAME_OVERFLOW, 1, 0, "overflow EPIC_OVERFLOW_DROP", "EPIC_OVERFLOW_ERROR");
+    mismatch(SAME_SUM_ORDER, 0, 1, "sum_order EPIC_BY_RANK", "EPIC_TREE");
+    mismatch(SAME_WEIGHTS, 1, 0, "weights some", "none");
+    mismatch(SAME_PLACEMENT, 0, 255, "rank_of_expert none", "ff");
+    mismatch(SAME_COUNT, 3, 4, "count 3", "4");
+    for (int field = SAME_OPERATION; field < NUM_SAME; field++) {
+        epic_note a = {0}, b = {0};
+        char sentence[256];
+        a.same[field] = INT64_MIN;
+        b.same[field] = -1;
+        CHECK(!note_matches(&a, 1022, &b, 1023, sentence, sizeof sentence));
+        ends(sentence, field == SAME_OPERATION ? "in the same order on every rank"
+                       : field == SAME_PLAN    ? "use the plan of one and the same epic_plan"
+                                               : "bring the same on every rank");
+    }
+}
+
+/* A peer's note may say anything. */
+static void check_data_errors(void)
+{
+    static const char *const way_out[] = {[DATA_EXPERT] = "or negative for no expert",
+                                          [DATA_PLACEMENT] = "ranks are 0 to 2",
+                                          [DATA_PLAN] = "for this rank and group",
+                                          [DATA_TOKEN_ID] = "and not negative",
+                                          [DATA_TABLE] = "or negative for no expert",
+                                          [DATA_SAVED] = "call epic_moe_forward again",
+                                          [DATA_SAVED_PART] = "wrote on this rank"};
+    for (int error = DATA_EXPERT; error <= DATA_SAVED_PART; error++) {
+        epic_note good = {0}, bad = {0};
+        const epic_note *const notes[] = {&good, &good, &bad};
+        bad.own[OWN_ERROR] = error;
+        for (int i = 0; i < 4; i++) bad.own[OWN_ABOUT + i] = INT64_MIN + i;
+        CHECK(note_data_error(notes, 3) == EPIC_EINVAL);
+        CHECK(strstr(epic_error(NULL), "rank 2") != NULL);
+        ends(epic_error(NULL), way_out[error]);
+    }
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(60);
+    check_fit();
+    check_open();
+    check_verdict();
+    check_mismatches();
+    check_data_errors();
+    return check_end();
+}
