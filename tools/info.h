@@ -4,11 +4,18 @@
 #define EPIC_INFO_H
 
 #include <stdbool.h>
+#include <stdio.h>
 
 /* What this build and this machine can do. */
 int info_machine(void);
 
 /* What the ranks of a group on this host are doing.  1: no rank was found. */
 int info_group(const char *group, bool json);
+
+/* Prints what others have written: what is not printable becomes \xNN. */
+void info_text(FILE *to, const char *text);
+
+/* The same as a string of JSON, with its quotes. */
+void info_json(FILE *to, const char *text);
 
 #endif

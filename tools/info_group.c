@@ -90,7 +90,10 @@ static void print_operation(const operation *o, int64_t now)
     if (e->end_ns) {
         printf("%s, %s ago\n", epic_result_name((epic_result)e->result),
                duration(now - e->end_ns, ago));
-        if (*o->sentence) printf("             %s\n", o->sentence);
+        if (!*o->sentence) return;
+        printf("             ");
+        info_text(stdout, o->sentence);
+        printf("\n");
     } else if (e->waits_for >= 0) {
         printf("%s, waits for rank %d\n", state_name(e->state), e->waits_for);
     } else {
@@ -102,22 +105,24 @@ static void print_rank(const seat *s, const operation *list, int num)
 {
     char age[32];
     const int64_t now = wall_ns();
-    printf("rank %d of %d  pid %lld  %s  opened %s ago", s->page->rank, s->page->num_ranks,
-           (long long)s->page->pid, s->page->backend, duration(now - s->page->opened_ns, age));
+    printf("rank %d of %d  pid %lld  ", s->page->rank, s->page->num_ranks,
+           (long long)s->page->pid);
+    info_text(stdout, s->page->backend);
+    printf("  opened %s ago", duration(now - s->page->opened_ns, age));
     if (s->holder != s->page->pid) printf("  (held by pid %d)", s->holder);
     printf("\n");
     for (int i = 0; i < num; i++) print_operation(&list[i], now);
     if (num == 0) printf("  no operation yet\n");
 }
 
-/* Ranks of the group with no recorder here. */
-static void print_missing(const seats *found)
+/* Ranks of a group with no recorder here: its seats are num of the list. */
+static void print_missing(const seat *list, int num)
 {
-    const int num_ranks = found->list[0].page->num_ranks;
+    const int num_ranks = list[0].page->num_ranks;
     const char *separator = "not found on this host, for this user: rank ";
     for (int rank = 0, i = 0; rank < num_ranks && rank < MAX_SEATS; rank++) {
-        while (i < found->num && found->list[i].page->rank < rank) i++;
-        if (i < found->num && found->list[i].page->rank == rank) continue;
+        while (i < num && list[i].page->rank < rank) i++;
+        if (i < num && list[i].page->rank == rank) continue;
         printf("%s%d", separator, rank);
         separator = ", ";
     }
@@ -128,16 +133,8 @@ static void print_missing(const seats *found)
 
 static void json_string(const char *key, const char *text)
 {
-    printf("\"%s\": \"", key);
-    for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
-        if (*c == '"' || *c == '\\')
-            printf("\\%c", *c);
-        else if (*c < 0x20)
-            printf("\\u%04x", *c);
-        else
-            putchar(*c);
-    }
-    putchar('"');
+    printf("\"%s\": ", key);
+    info_json(stdout, text);
 }
 
 static void json_operation(const operation *o, int64_t now)
@@ -173,8 +170,10 @@ static void json_operations(const char *key, const operation *list, int num, int
 static void json_rank(const seat *s, const operation *list, int num, int num_in_flight)
 {
     const int64_t now = wall_ns();
-    printf("    {\"rank\": %d, \"num_ranks\": %d, \"pid\": %lld, \"holder\": %d, ",
-           s->page->rank, s->page->num_ranks, (long long)s->page->pid, s->holder);
+    printf("    {\"group_id\": \"%016" PRIx64 "\", \"rank\": %d, \"num_ranks\": %d, "
+           "\"pid\": %lld, \"holder\": %d, ",
+           s->page->group_id, s->page->rank, s->page->num_ranks, (long long)s->page->pid,
+           s->holder);
     json_string("backend", s->page->backend);
     printf(", \"opened_ns\": %" PRId64, s->page->opened_ns);
     json_operations("in_flight", list, num_in_flight, now);
@@ -184,27 +183,57 @@ static void json_rank(const seat *s, const operation *list, int num, int num_in_
 
 /* ---------------------------------------------------------------------------- all ---- */
 
-static void print_found(const seats *found, const char *group, bool json)
+static int read_rank(const seat *s, const operation **list, int *num_in_flight)
 {
-    static operation list[RECORDER_RECORDS];
-    if (json) {
-        printf("{\n  ");
-        json_string("group", group);
-        printf(",\n  \"ranks\": [\n");
-    } else {
-        printf("group \"%s\"\n", group);
-    }
+    static operation all[RECORDER_RECORDS];
+    *list = all;
+    return read_operations(s->page, all, num_in_flight);
+}
+
+static void json_found(const seats *found, const char *group)
+{
+    printf("{\n  ");
+    json_string("group", group);
+    printf(",\n  \"ranks\": [\n");
     for (int i = 0; i < found->num; i++) {
+        const operation *list;
         int num_in_flight;
-        const int num = read_operations(found->list[i].page, list, &num_in_flight);
-        if (json) {
-            json_rank(&found->list[i], list, num, num_in_flight);
-            printf(i + 1 < found->num ? ",\n" : "]\n}\n");
-        } else {
+        const int num = read_rank(&found->list[i], &list, &num_in_flight);
+        json_rank(&found->list[i], list, num, num_in_flight);
+        printf(i + 1 < found->num ? ",\n" : "]\n}\n");
+    }
+}
+
+/* The end of the group that begins at `first`: seats lie by group. */
+static int end_of_group(const seats *found, int first)
+{
+    int end = first;
+    while (end < found->num &&
+           found->list[end].page->group_id == found->list[first].page->group_id)
+        end++;
+    return end;
+}
+
+/* Jobs may have groups of one name: each for itself. */
+static void print_found(const seats *found, const char *group)
+{
+    for (int first = 0, end; first < found->num; first = end) {
+        end = end_of_group(found, first);
+        printf(first ? "\ngroup \"" : "group \"");
+        info_text(stdout, group);
+        if (first || end < found->num)
+            printf("\", one of several of that name, id %016" PRIx64 "\n",
+                   found->list[first].page->group_id);
+        else
+            printf("\"\n");
+        for (int i = first; i < end; i++) {
+            const operation *list;
+            int num_in_flight;
+            const int num = read_rank(&found->list[i], &list, &num_in_flight);
             print_rank(&found->list[i], list, num);
         }
+        print_missing(&found->list[first], end - first);
     }
-    if (!json) print_missing(found);
 }
 
 static bool in_group(const seat *s, const char *group)
@@ -223,7 +252,10 @@ static void name_groups(const seats *all)
     for (int i = 0; i < all->num; i++) {
         bool said = false;
         for (int j = 0; j < i; j++) said |= in_group(&all->list[j], all->list[i].page->group);
-        if (!said) fprintf(stderr, "there is group \"%s\"\n", all->list[i].page->group);
+        if (said) continue;
+        fprintf(stderr, "there is group \"");
+        info_text(stderr, all->list[i].page->group);
+        fprintf(stderr, "\"\n");
     }
 }
 
@@ -233,12 +265,12 @@ int info_group(const char *group, bool json)
     seats_find(&all);
     keep_group(&found, &all, group);
     if (found.num > 0) {
-        print_found(&found, group, json);
+        (json ? json_found : print_found)(&found, group);
         return 0;
     }
-    fprintf(stderr,
-            "epic-info: no rank of group \"%s\" in this user's processes on this host\n",
-            group);
+    fprintf(stderr, "epic-info: no rank of group \"");
+    info_text(stderr, group);
+    fprintf(stderr, "\" in this user's processes on this host\n");
     name_groups(&all);
     return 1;
 }

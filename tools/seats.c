@@ -64,6 +64,7 @@ static void add_process(seats *all, const char *pid)
 static int by_rank(const void *a, const void *b)
 {
     const recorder_page *p = ((const seat *)a)->page, *q = ((const seat *)b)->page;
+    if (p->group_id != q->group_id) return p->group_id < q->group_id ? -1 : 1;
     if (p->rank != q->rank) return p->rank < q->rank ? -1 : 1;
     return (p->opened_ns > q->opened_ns) - (p->opened_ns < q->opened_ns);
 }

@@ -22,7 +22,7 @@ typedef struct seats {
     int num;
 } seats;
 
-/* Every recorder of any group, by rank.  Mapped until the program ends.  *out is zero before. */
+/* Every recorder of any group, by group, then by rank.  Mapped until the program ends.  *out is zero before. */
 void seats_find(seats *out);
 
 #endif

@@ -124,7 +124,8 @@ static epic_result prepare(epic_context *ctx)
 {
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
     ctx->config.backend = ctx->backend_name;
-    recorder_open(&ctx->recorder, ctx->name, ctx->rank, ctx->num_ranks, ctx->backend_name);
+    recorder_open(&ctx->recorder, ctx->name, ctx->group_id, ctx->rank, ctx->num_ranks,
+                  ctx->backend_name);
     TRY(tags_open(&ctx->tags, ctx->config.max_in_flight));
     return ctx->backend->transport ? exchanges_open(ctx) : EPIC_OK;
 }

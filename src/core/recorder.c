@@ -60,11 +60,12 @@ static int make_memfd(const char *group, int rank)
     return -1;
 }
 
-static void write_header(recorder_page *page, const char *group, int rank, int num_ranks,
-                         const char *backend)
+static void write_header(recorder_page *page, const char *group, uint64_t group_id, int rank,
+                         int num_ranks, const char *backend)
 {
     page->version = RECORDER_VERSION;
     page->page_bytes = sizeof *page;
+    page->group_id = group_id;
     page->rank = rank;
     page->num_ranks = num_ranks;
     page->pid = getpid();
@@ -74,8 +75,8 @@ static void write_header(recorder_page *page, const char *group, int rank, int n
     atomic_store_explicit(&page->magic, RECORDER_MAGIC, memory_order_release);
 }
 
-epic_result recorder_open(epic_recorder **out, const char *group, int rank, int num_ranks,
-                          const char *backend)
+epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group_id, int rank,
+                          int num_ranks, const char *backend)
 {
     *out = NULL;
     epic_recorder *recorder = calloc(1, sizeof *recorder);
@@ -94,7 +95,7 @@ epic_result recorder_open(epic_recorder **out, const char *group, int rank, int 
                          sizeof(recorder_page), strerror(refused), epic_way_out(refused));
     }
     recorder->page = page;
-    write_header(recorder->page, group, rank, num_ranks, backend);
+    write_header(recorder->page, group, group_id, rank, num_ranks, backend);
     *out = recorder;
     return EPIC_OK;
 }

@@ -27,8 +27,8 @@ typedef enum recorder_state {
 
 /* On failure *out is NULL, which every function below accepts: the context works without.
  * Errors: EPIC_ENOMEM, EPIC_EDEVICE (the system refused the memfd). */
-epic_result recorder_open(epic_recorder **out, const char *group, int rank, int num_ranks,
-                          const char *backend);
+epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group_id, int rank,
+                          int num_ranks, const char *backend);
 void recorder_close(epic_recorder *recorder);
 
 /* In a forked child: the parent's recorder goes on. */
@@ -49,7 +49,7 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 /* ---------------------------------------------------------------------------- reading ---- */
 
 #define RECORDER_MAGIC 0x0143455243495045 /* "EPICREC\1" in memory */
-#define RECORDER_VERSION 1
+#define RECORDER_VERSION 2
 #define RECORDER_RECORDS 256
 #define RECORDER_SENTENCE 512
 
@@ -94,7 +94,8 @@ typedef struct recorder_page {
     char backend[32];
     _Atomic uint64_t next; /* number of the next operation */
     _Atomic uint64_t closed;
-    uint64_t pad[5];
+    uint64_t group_id; /* tells groups of one name apart */
+    uint64_t pad[4];
     recorder_record records[RECORDER_RECORDS];
     recorder_sentence sentences[RECORDER_RECORDS];
 } recorder_page;

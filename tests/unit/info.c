@@ -59,7 +59,7 @@ static bool says(const char *words)
 }
 
 /* A rank of four: finished one operation, failed one, and is stuck in the next. */
-static pid_t start_rank(int rank)
+static pid_t start_rank(uint64_t group_id, int rank)
 {
     char byte;
     int opened[2];
@@ -73,7 +73,7 @@ static pid_t start_rank(int rank)
         return pid;
     }
     epic_recorder *r;
-    CHECK(recorder_open(&r, group, rank, 4, "shm") == EPIC_OK);
+    CHECK(recorder_open(&r, group, group_id, rank, 4, "shm") == EPIC_OK);
     recorder_end(r, recorder_begin(r, EPIC_OP_PLAN, 7, 0, 64), EPIC_OK, NULL);
     recorder_end(r, recorder_begin(r, EPIC_OP_SUM, 9, 0, 8), EPIC_EOVERFLOW, "say \"when\"");
     recorder_phase(r, recorder_begin(r, EPIC_OP_DISPATCH, 7, 1, 4096), RECORDER_MOVING, 3);
@@ -88,7 +88,7 @@ static void stop(pid_t pid)
 
 static void a_stuck_group(void)
 {
-    const pid_t first = start_rank(0), second = start_rank(2);
+    const pid_t first = start_rank(7, 0), second = start_rank(7, 2);
     CHECK(info_of_group("") == 0);
     CHECK(says("rank 0 of 4") && says("rank 2 of 4") && says("rank 1, 3"));
     CHECK(says("in flight") && says("tag 7 step 1") && says("4096 bytes"));
@@ -106,6 +106,33 @@ static void a_stuck_group(void)
     CHECK(info_of_group("") == 1 && says("no rank of group"));
 }
 
+/* Two jobs gave their groups one name: each is shown for itself, with what it misses. */
+static void two_of_a_name(void)
+{
+    const pid_t ranks[] = {start_rank(7, 0), start_rank(0xabcd, 0), start_rank(0xabcd, 3),
+                           start_rank(7, 1)};
+    CHECK(info_of_group("") == 0);
+    CHECK(says("id 0000000000000007\nrank 0 of 4") && says("id 000000000000abcd\nrank 0 of 4"));
+    CHECK(says("rank 2, 3\n") && says("rank 1, 2\n"));
+    CHECK(info_of_group("--json") == 0);
+    CHECK(says("\"group_id\": \"0000000000000007\", \"rank\": 1"));
+    CHECK(says("\"group_id\": \"000000000000abcd\", \"rank\": 3"));
+    for (int i = 0; i < 4; i++) stop(ranks[i]);
+}
+
+/* A name that would give a terminal orders; letters of other languages stay. */
+static void a_hostile_name(void)
+{
+    snprintf(group, sizeof group, "a\033[2Jb\nc\177\302\233d\377\303\244-%d", (int)getpid());
+    const pid_t rank = start_rank(7, 0);
+    CHECK(info_of_group("") == 0);
+    CHECK(says("group \"a\\x1b[2Jb\\x0ac\\x7f\\xc2\\x9bd\\xff\303\244-"));
+    CHECK(info_of_group("--json") == 0);
+    CHECK(says("\"a\\u001b[2Jb\\u000ac\\u007f\\u00c2\\u009bd\\u00ff\303\244-"));
+    CHECK(info("--group nobody") == 1 && says("there is group \"a\\x1b[2Jb\\x0ac"));
+    stop(rank);
+}
+
 static void usage(void)
 {
     CHECK(info("--help") == 0 && says("usage:"));
@@ -119,6 +146,8 @@ int main(void)
     find_program();
     snprintf(group, sizeof group, "info-test-%d", (int)getpid());
     a_stuck_group();
+    two_of_a_name();
     usage();
+    a_hostile_name();
     return 0;
 }
