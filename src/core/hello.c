@@ -2,6 +2,7 @@
 /* The first words between ranks: who and where each is, and that all brought the same. */
 #include "core/hello.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,41 +33,52 @@ static int64_t namespace_of(const char *path)
     return stat(path, &s) == 0 ? (int64_t)s.st_ino : 0;
 }
 
+/* The beginning of a small file, as a string; "" if there is no such file.  Without a descriptor
+ * for it this rank would take itself for one of another host: that is a failure. */
+static epic_result read_text(const char *path, char *text, size_t size)
+{
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    const int wrong = fd < 0 ? errno : 0;
+    const ssize_t n = fd < 0 ? -1 : read(fd, text, size - 1);
+    if (fd >= 0) close(fd);
+    text[n > 0 ? n : 0] = 0;
+    if (wrong != EMFILE && wrong != ENFILE) return EPIC_OK;
+    return epic_fail(EPIC_EDEVICE, "%s: %s; raise the limit on open files (ulimit -n)", path,
+                     strerror(wrong));
+}
+
 /* Same host and boot: the kernel's boot id, and the pid namespace, without which pids differ. */
-static void find_host(uint64_t host[2])
+static epic_result find_host(uint64_t host[2])
 {
     char text[64] = {0};
-    const int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    const ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
-    if (fd >= 0) close(fd);
-    if (n <= 0) gethostname(text, sizeof text - 1);
+    TRY(read_text("/proc/sys/kernel/random/boot_id", text, sizeof text));
+    if (!text[0]) gethostname(text, sizeof text - 1);
     host[0] = hash_bytes(text, strlen(text));
     host[1] = hash_join(host[0], (uint64_t)namespace_of("/proc/self/ns/pid"));
+    return EPIC_OK;
 }
 
 /* When this process began, in the kernel's ticks: the 22nd word of /proc/self/stat, the 20th
  * after the name, which alone may hold spaces.  (Inode and times of /proc/self change whenever
  * the kernel forgets them.) */
-static uint64_t process_start(void)
+static epic_result process_start(uint64_t *start)
 {
     char text[1024];
-    const int fd = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
-    const ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
-    if (fd >= 0) close(fd);
-    text[n > 0 ? n : 0] = 0;
+    TRY(read_text("/proc/self/stat", text, sizeof text));
     const char *word = strrchr(text, ')');
     for (int i = 0; word && i < 20; i++) word = strchr(word + 1, ' ');
-    return word ? strtoull(word, NULL, 10) : 0;
+    *start = word ? strtoull(word, NULL, 10) : 0;
+    return EPIC_OK;
 }
 
 /* The pid, and when the process began: a pid alone may be used again. */
-static void find_process(uint64_t process[2], const uint64_t host[2])
+static epic_result find_process(uint64_t process[2], const uint64_t host[2])
 {
     process[0] = hash_join(host[1], (uint64_t)getpid());
-    process[1] = process_start();
+    return process_start(&process[1]);
 }
 
-void hello_fill(hello *mine, const epic_meet *meet, const epic_config *config)
+epic_result hello_fill(hello *mine, const epic_meet *meet, const epic_config *config)
 {
     memset(mine, 0, sizeof *mine);
     mine->magic = HELLO_MAGIC;
@@ -83,11 +95,11 @@ void hello_fill(hello *mine, const epic_meet *meet, const epic_config *config)
     snprintf(mine->backend, sizeof mine->backend, "%s", config->backend ? config->backend : "");
     snprintf(mine->name, sizeof mine->name, "%s", config->name);
     mine->random = random_word();
-    find_host(mine->peer.host);
-    find_process(mine->peer.process, mine->peer.host);
     mine->peer.pid = getpid();
     mine->peer.uid = getuid();
     mine->peer.network_ns = namespace_of("/proc/self/ns/net");
+    TRY(find_host(mine->peer.host));
+    return find_process(mine->peer.process, mine->peer.host);
 }
 
 static epic_result differ(const char *field, int64_t first, int rank, int64_t other)
@@ -139,12 +151,57 @@ static epic_result compare(const hello *a, const hello *b, int rank)
     return EPIC_OK;
 }
 
-epic_result hello_compare(const hello *all, int num_ranks)
+/* False: it does not end.  It may end on somebody's terminal, so control characters go. */
+static bool clean(char *text, size_t size)
+{
+    if (!memchr(text, 0, size)) return false;
+    for (char *at = text; *at; at++)
+        if ((unsigned char)*at < ' ' || *at == 127) *at = '?';
+    return true;
+}
+
+/* A record of another version is compare's business. */
+static bool is_ours(const hello *h)
+{
+    return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
+}
+
+static epic_result check(hello *h, int rank)
+{
+    const char *what = h->refused < EPIC_OK || h->refused > EPIC_ECLOSED ? "result"
+                       : !clean(h->backend, sizeof h->backend)           ? "backend"
+                       : !clean(h->name, sizeof h->name)                 ? "name"
+                       : !clean(h->sentence, sizeof h->sentence)         ? "sentence"
+                                                                         : NULL;
+    if (!what) return EPIC_OK;
+    return epic_fail(EPIC_EPEER,
+                     "open: what the meeting brought from rank %d was not written by EPIC (its "
+                     "%s): if others can reach the meeting, give it a secret (EPIC_SECRET)",
+                     rank, what);
+}
+
+/* A rank that could not go on because of a peer: that peer's own sentence says more. */
+static bool is_second_hand(int64_t refused)
+{
+    return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
+}
+
+static const hello *find_refusal(const hello *all, int num_ranks, bool second_hand)
+{
+    for (const hello *h = all; h < all + num_ranks; h++)
+        if (is_ours(h) && h->refused && is_second_hand(h->refused) == second_hand) return h;
+    return NULL;
+}
+
+epic_result hello_compare(hello *all, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++)
-        if (all[r].magic == HELLO_MAGIC && all[r].version == EPIC_VERSION && all[r].refused)
-            return epic_fail((epic_result)all[r].refused, "open: rank %d: %.255s", r,
-                             all[r].sentence);
+        if (is_ours(&all[r])) TRY(check(&all[r], r));
+    const hello *refusal = find_refusal(all, num_ranks, false);
+    if (!refusal) refusal = find_refusal(all, num_ranks, true);
+    if (refusal)
+        return epic_fail((epic_result)refusal->refused, "open: rank %d: %s",
+                         (int)(refusal - all), refusal->sentence);
     for (int r = 0; r < num_ranks; r++) TRY(compare(&all[0], &all[r], r));
     return EPIC_OK;
 }

@@ -17,7 +17,8 @@ typedef union descriptor {
 
 epic_result greeting_refused(const char *what)
 {
-    const char *hint = errno == EMFILE ? "; raise the limit on open files (ulimit -n)" : "";
+    const bool full = errno == EMFILE || errno == ENFILE;
+    const char *hint = full ? "; raise the limit on open files (ulimit -n)" : "";
     return epic_fail(EPIC_EDEVICE, "shm: %s: %s%s", what, strerror(errno), hint);
 }
 
@@ -66,6 +67,8 @@ bool greeting_receive(int fd, greeting *hello, int *memory)
     const struct cmsghdr *c = got < 0 ? NULL : CMSG_FIRSTHDR(&message);
     if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS)
         memcpy(memory, CMSG_DATA(c), sizeof *memory);
+    else if (memory && got > 0 && message.msg_flags & MSG_CTRUNC)
+        *memory = GREETING_NO_ROOM;
     return got == (ssize_t)sizeof *hello && !(message.msg_flags & MSG_TRUNC);
 }
 

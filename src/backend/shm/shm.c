@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "backend/shared/shared.h"
+#include "backend/shm/greeting.h"
 #include "backend/shm/lines.h"
 #include "core/error.h"
 
@@ -32,8 +33,9 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     const epic_peer *a = &peers[0];
     for (int r = 1; r < num_ranks; r++) {
         const epic_peer *b = &peers[r];
-        const char *what = memcmp(a->host, b->host, sizeof a->host) != 0 ? "on another host"
-                           : a->uid != b->uid                            ? "of another user"
+        const char *what = a->host[0] != b->host[0]         ? "on another host"
+                           : a->host[1] != b->host[1]       ? "in another PID namespace"
+                           : a->uid != b->uid               ? "of another user"
                            : a->network_ns != b->network_ns ? "in another network namespace"
                                                             : NULL;
         if (!what) continue;
@@ -47,6 +49,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 
 static epic_result no_memory(const shared_layout *l, const char *what)
 {
+    if (errno == EMFILE || errno == ENFILE) return greeting_refused(what);
     return epic_fail(EPIC_ENOMEM,
                      "shm: %s of %lld bytes: %s; lower config.max_in_flight or "
                      "config.staging_bytes",
@@ -128,7 +131,7 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     int memory = -1;
     char *segment = NULL;
     shm_lines *lines = calloc(1, sizeof *lines);
-    if (!lines) return epic_fail(EPIC_ENOMEM, "shm: no memory");
+    if (!lines) return lines_decline(join, epic_fail(EPIC_ENOMEM, "shm: no memory"));
     const epic_result result = join_with(out, join, &l, lines, &memory, &segment);
     if (memory >= 0) close(memory); /* the mapping keeps it */
     if (result == EPIC_OK) return EPIC_OK;
