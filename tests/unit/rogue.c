@@ -38,9 +38,9 @@ static void flip_bits(liar *l, unsigned char *record, size_t bytes)
 
 static void huge_numbers(liar *l, unsigned char *record, size_t bytes)
 {
-    static const int64_t huge[] = {INT64_MAX,   INT64_MIN, -1,     INT32_MAX, 1ll << 32,
-                                   1ll << 33,   1ll << 62, 0,      10,        INT32_MIN,
-                                   0xffffffffll, 65536,    1 << 20};
+    static const int64_t huge[] = {INT64_MAX,    INT64_MIN, -1,     INT32_MAX, 1ll << 32,
+                                   1ll << 33,    1ll << 62, 0,      10,        INT32_MIN,
+                                   0xffffffffll, 65536,     1 << 20};
     for (int64_t i = run_between(&l->random, 1, 4); i > 0 && bytes >= 8; i--) {
         const int64_t number = huge[run_below(&l->random, sizeof huge / sizeof *huge)];
         memcpy(record + run_below(&l->random, (int64_t)bytes / 8) * 8, &number, sizeof number);
@@ -61,8 +61,12 @@ static void endless_texts(liar *l, unsigned char *record, size_t bytes)
     const int letter = run_chance(&l->random, 50) ? 'x' : 27;
     if (bytes != sizeof *h) return;
     switch (run_below(&l->random, 3)) {
-    case 0: memset(h->backend, letter, sizeof h->backend); break;
-    case 1: memset(h->name, letter, sizeof h->name); break;
+    case 0:
+        memset(h->backend, letter, sizeof h->backend);
+        break;
+    case 1:
+        memset(h->name, letter, sizeof h->name);
+        break;
     default:
         memset(h->sentence, letter, sizeof h->sentence);
         h->refused = run_between(&l->random, 0, 10);
@@ -74,12 +78,23 @@ static void lie_about(liar *l, unsigned char *all, int rank, size_t bytes)
     unsigned char *record = all + (size_t)rank * bytes;
     const int other = (int)run_below(&l->random, l->inner.num_ranks);
     switch (run_below(&l->random, 7)) {
-    case 0: garble(l, record, bytes); break;
-    case 1: memset(record, run_chance(&l->random, 50) ? 0 : 0xff, bytes); break;
-    case 2: memmove(record, all + (size_t)other * bytes, bytes); break;
-    case 3: endless_texts(l, record, bytes); break;
-    case 4: flip_bits(l, record, bytes); break;
-    default: huge_numbers(l, record, bytes);
+    case 0:
+        garble(l, record, bytes);
+        break;
+    case 1:
+        memset(record, run_chance(&l->random, 50) ? 0 : 0xff, bytes);
+        break;
+    case 2:
+        memmove(record, all + (size_t)other * bytes, bytes);
+        break;
+    case 3:
+        endless_texts(l, record, bytes);
+        break;
+    case 4:
+        flip_bits(l, record, bytes);
+        break;
+    default:
+        huge_numbers(l, record, bytes);
     }
 }
 
@@ -110,11 +125,10 @@ static void use(epic_context *ctx, bool honest)
     float one[4] = {1, 1, 1, 1};
     CHECK(epic_backend_name(ctx)[0] != '\0');
     CHECK_EQ(epic_check(ctx) == EPIC_ECLOSED, 0);
-    const epic_result result = epic_sum(
-        ctx, &(epic_sum_args){.data = one, .count = 4}, sizeof(epic_sum_args));
-    const bool right = result == EPIC_OK
-                           ? one[0] == (float)epic_num_ranks(ctx)
-                           : result == EPIC_EPEER || result == EPIC_ETIMEOUT;
+    const epic_result result =
+        epic_sum(ctx, &(epic_sum_args){.data = one, .count = 4}, sizeof(epic_sum_args));
+    const bool right = result == EPIC_OK ? one[0] == (float)epic_num_ranks(ctx)
+                                         : result == EPIC_EPEER || result == EPIC_ETIMEOUT;
     CHECK_SAY(right && (result == EPIC_OK || !honest), "epic_sum: %s: %s",
               epic_result_name(result), epic_error(ctx));
 }
