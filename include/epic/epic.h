@@ -131,18 +131,23 @@ typedef struct epic_meet {
 /* A meeting over TCP; rank 0 listens. */
 typedef struct epic_tcp {
     const char *address; /* rank 0's host; NULL: 127.0.0.1 */
-    const char *secret;  /* NULL: none.  Proved by HMAC-SHA-256 both ways, never sent */
+    const char *secret;  /* NULL: none.  Proved by HMAC-SHA-256 both ways, never sent; all
+                            that is said in the meeting is authenticated by it */
     int32_t rank;
     int32_t num_ranks;
     uint32_t port;       /* 1 to 65535 */
     uint32_t timeout_ms; /* for every gather; 0: 300000 */
 } epic_tcp;
 
-/* Meets over TCP.  Collective.  Rank 0 listens on `address` when that is one of its own, on
- * loopback when it is loopback or there is no secret and the address names this host; strangers
- * and garbage on the port are refused and the meeting goes on.  Errors: EPIC_EINVAL,
- * EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER, EPIC_ENOTSUP (a secret without
- * libcrypto); the sentence is in epic_error(NULL). */
+/* Meets over TCP.  Collective.  `address` must be one of rank 0's host.  With a secret rank 0
+ * listens there (on every address of its host if its own name has a loopback address there, as
+ * Debian sets it), and who does not know the secret can neither take a seat nor make the meeting
+ * fail, but by cutting connections or holding the port.  Without one it listens on loopback, as
+ * nothing else keeps strangers out: the ranks are then processes of one host, and a rank of
+ * another is told at once that it takes a secret.  Strangers and garbage on the port are refused
+ * and the meeting goes on.  docs/security.md says what a secret protects and what it does not.
+ * Errors: EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER,
+ * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL). */
 EPIC_API epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp, size_t size);
 
 /* Meets as the environment says (above).  Without any of those variables: one rank. */

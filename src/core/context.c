@@ -81,14 +81,35 @@ static epic_result choose(const epic_backend **out, const epic_peer *peers,
     return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; mpi: %s", reasons, why);
 }
 
-/* A caller's own meeting says nothing to epic_error: its code must do. */
-static epic_result gather(const epic_meet *meet, const hello *mine, hello *all)
+/* A meeting may be the caller's own.  What it returns is checked, for core and backends alike:
+ * a result that is one, a sentence (a caller's own says nothing to epic_error), and our bytes in
+ * our place.  A sentence from before stays, unless the meeting fails. */
+static epic_result gather_checked(void *self, const void *mine, void *all, size_t bytes)
 {
+    const epic_meet *meet = self;
+    char before[512];
+    snprintf(before, sizeof before, "%s", epic_sentence());
     epic_fail(EPIC_OK, "%s", "");
-    const epic_result result = meet->gather(meet->self, mine, all, sizeof *mine);
-    if (result == EPIC_OK || *epic_sentence()) return result;
-    return epic_fail(result, "open: meet.gather failed on rank %d with %s (%d)", meet->rank,
-                     epic_result_name(result), (int)result);
+    epic_result result = meet->gather(meet->self, mine, all, bytes);
+    const int code = (int)result;
+    if (code < EPIC_OK || code > EPIC_ECLOSED) result = EPIC_EPEER;
+    if (result != EPIC_OK && *epic_sentence()) return result;
+    if (result != EPIC_OK)
+        return epic_fail(result, "open: meet.gather failed on rank %d with %s (%d)", meet->rank,
+                         epic_result_name((epic_result)code), code);
+    if (memcmp((char *)all + (size_t)meet->rank * bytes, mine, bytes) != 0)
+        return epic_fail(
+            EPIC_EPEER,
+            "open: meet.gather did not leave the bytes of rank %d in its place: it "
+            "must give those of all ranks, in rank order",
+            meet->rank);
+    return epic_fail(EPIC_OK, "%s", before);
+}
+
+static epic_meet checked(const epic_meet *meet)
+{
+    return (epic_meet){meet->rank, meet->num_ranks, gather_checked, NULL,
+                       (void *)(uintptr_t)meet};
 }
 
 /* Tells all ranks how this one fared: open succeeds everywhere or nowhere. */
@@ -180,8 +201,9 @@ static epic_result open_context(epic_context *ctx, const epic_meet *meet,
     const size_t ranks = (size_t)meet->num_ranks;
     hello *all = calloc(ranks, sizeof *all);
     epic_peer *peers = calloc(ranks, sizeof *peers);
+    const epic_meet asked = checked(meet);
     const epic_result result = all && peers
-                                   ? open_with(ctx, meet, all, peers)
+                                   ? open_with(ctx, &asked, all, peers)
                                    : epic_fail(EPIC_ENOMEM, "no memory for %zu ranks", ranks);
     free(peers);
     free(all);

@@ -151,35 +151,57 @@ static epic_result compare(const hello *a, const hello *b, int rank)
     return EPIC_OK;
 }
 
-static bool has_failed(const hello *h)
+/* False: it does not end.  It may end on somebody's terminal, so control characters go. */
+static bool clean(char *text, size_t size)
 {
-    return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION && h->refused;
+    if (!memchr(text, 0, size)) return false;
+    for (char *at = text; *at; at++)
+        if ((unsigned char)*at < ' ' || *at == 127) *at = '?';
+    return true;
 }
 
-/* A rank that could not go on makes others fail, who then tell of it what they saw: its own
- * sentence comes first, whatever its number. */
-static bool is_consequence(const hello *h)
+/* A record of another version is compare's business. */
+static bool is_ours(const hello *h)
 {
-    return h->refused == EPIC_EPEER || h->refused == EPIC_ETIMEOUT;
+    return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
 }
 
-static const hello *first_failed(const hello *all, int num_ranks)
+static epic_result check(hello *h, int rank)
 {
-    const hello *found = NULL;
-    for (int r = 0; r < num_ranks; r++) {
-        if (!has_failed(&all[r])) continue;
-        if (!is_consequence(&all[r])) return &all[r];
-        if (!found) found = &all[r];
-    }
-    return found;
+    const char *what = h->refused < EPIC_OK || h->refused > EPIC_ECLOSED ? "result"
+                       : !clean(h->backend, sizeof h->backend)           ? "backend"
+                       : !clean(h->name, sizeof h->name)                 ? "name"
+                       : !clean(h->sentence, sizeof h->sentence)         ? "sentence"
+                                                                         : NULL;
+    if (!what) return EPIC_OK;
+    return epic_fail(EPIC_EPEER,
+                     "open: what the meeting brought from rank %d was not written by EPIC (its "
+                     "%s): if others can reach the meeting, give it a secret (EPIC_SECRET)",
+                     rank, what);
 }
 
-epic_result hello_compare(const hello *all, int num_ranks)
+/* A rank that could not go on because of a peer: that peer's own sentence says more. */
+static bool is_second_hand(int64_t refused)
 {
-    const hello *failed = first_failed(all, num_ranks);
-    if (failed)
-        return epic_fail((epic_result)failed->refused, "open: rank %d: %.*s",
-                         (int)(failed - all), (int)sizeof failed->sentence, failed->sentence);
+    return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
+}
+
+static const hello *find_refusal(const hello *all, int num_ranks, bool second_hand)
+{
+    for (const hello *h = all; h < all + num_ranks; h++)
+        if (is_ours(h) && h->refused && is_second_hand(h->refused) == second_hand) return h;
+    return NULL;
+}
+
+epic_result hello_compare(hello *all, int num_ranks)
+{
+    for (int r = 0; r < num_ranks; r++)
+        if (is_ours(&all[r])) TRY(check(&all[r], r));
+    const hello *refusal = find_refusal(all, num_ranks, false);
+    if (!refusal) refusal = find_refusal(all, num_ranks, true);
+    if (refusal)
+        return epic_fail((epic_result)refusal->refused, "open: rank %d: %s",
+                         (int)(refusal - all), refusal->sentence);
     for (int r = 0; r < num_ranks; r++) TRY(compare(&all[0], &all[r], r));
     return EPIC_OK;
 }

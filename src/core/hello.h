@@ -5,6 +5,10 @@
 
 #include "backend/backend.h"
 
+/* Room for the longest sentence, which peers read behind "open: rank 1023: ", within the 511
+ * bytes that a failure has. */
+#define HELLO_SENTENCE 480
+
 /* Fixed size and layout for every version that shares the magic: version comes first. */
 typedef struct hello {
     uint64_t magic;
@@ -17,14 +21,15 @@ typedef struct hello {
     char name[64];
     uint64_t random;
     epic_peer peer;
-    char sentence[448];
+    char sentence[HELLO_SENTENCE];
 } hello;
 
-/* Fails where the system does not tell who and where this process is: it must not seem to be
- * elsewhere then. */
+/* EPIC_EDEVICE: the system does not let this rank find out who it is; all else is filled in. */
 epic_result hello_fill(hello *mine, const epic_meet *meet, const epic_config *config);
 
-/* EPIC_OK, or EPIC_EMISMATCH naming both values; the same on every rank. */
-epic_result hello_compare(const hello *all, int num_ranks);
+/* EPIC_OK, what a rank refused with, EPIC_EMISMATCH naming both values, or EPIC_EPEER for a
+ * record that no rank wrote; the same on every rank.  Control characters in texts become '?':
+ * nothing in a record is trusted, it may come from anybody who reached the meeting. */
+epic_result hello_compare(hello *all, int num_ranks);
 
 #endif

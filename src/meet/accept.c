@@ -4,7 +4,7 @@
  * Whoever connects is a guest until its hello, and its proof if there is a secret, are right;
  * then its rank has joined.  Guests are served side by side, each with a limit of its own, so a
  * silent stranger holds up nobody.  What no rank of EPIC would send is refused and the meeting
- * goes on; what a rank sends and cannot be met with (another number of ranks, another version)
+ * goes on: with a secret, nothing that comes before its proof has any other effect; what a rank sends and cannot be met with (another number of ranks, another version)
  * fails the meeting on every rank: for a moment rank 0 goes on accepting, to tell those that
  * come late. */
 #include <errno.h>
@@ -21,11 +21,12 @@
 #define GUEST_MS 10000 /* for hello and proof */
 #define LINGER_MS 2000 /* after a failure, for ranks that have yet to come */
 #define TELL_MS 1000   /* to send a few bytes */
+#define FULL_MS 1000   /* without a descriptor for who knocks, before giving up */
 #define MOST_GUESTS 1024
 #define SPARE_GUESTS 64
 
 typedef struct guest {
-    int socket;
+    epic_link link;
     int64_t limit;
     bool proving; /* hellos are exchanged; its proof comes next */
     size_t done;  /* bytes of what comes next */
@@ -39,13 +40,13 @@ typedef struct door {
     const epic_secret *secret;
     int64_t end;
 
-    int listeners[TCP_MAX_LISTENERS];
+    int listeners[TCP_MAX_PLACES];
     int num_listeners;
     int num_guests;
     int max_guests;
     int num_joined;
     guest *guests;        /* [max_guests] */
-    int *sockets;         /* [num_ranks]: -1, or of a rank that joined */
+    epic_link *links;     /* [num_ranks]; socket -1: that rank has not joined */
     struct pollfd *polls; /* listeners, guests, ranks that joined */
 
     epic_result failed; /* EPIC_OK, or what the meeting came to, and its sentence */
@@ -54,13 +55,14 @@ typedef struct door {
     int num_told;
     int num_to_tell;
 
+    int64_t full_until; /* 0: there are descriptors */
     int num_refused;
     char refusal[160]; /* the last */
 } door;
 
 int64_t epic_tcp_earlier(int64_t end, uint32_t left_ms)
 {
-    const uint32_t travel = left_ms / 8 < 250 ? left_ms / 8 : 250;
+    const uint32_t travel = left_ms / 4 < 250 ? left_ms / 4 : 250;
     const int64_t theirs = epic_meet_now() + left_ms - travel;
     return theirs < end ? theirs : end;
 }
@@ -69,7 +71,7 @@ int64_t epic_tcp_earlier(int64_t end, uint32_t left_ms)
 
 static void drop_guest(door *d, int i)
 {
-    if (d->guests[i].socket >= 0) close(d->guests[i].socket);
+    epic_link_close(&d->guests[i].link);
     d->guests[i] = d->guests[--d->num_guests];
 }
 
@@ -83,15 +85,15 @@ static void note_refusal(door *d, const char *format, ...)
 }
 
 /* Tells a guest, politely, what it did wrong. */
-static void refuse(door *d, const guest *g, const char *sentence)
+static void refuse(door *d, guest *g, const char *sentence)
 {
     note_refusal(d, "%s", sentence);
-    epic_wire_tell(g->socket, EPIC_EINVAL, sentence, epic_meet_now() + TELL_MS);
+    epic_link_tell(&g->link, EPIC_EINVAL, sentence, epic_meet_now() + TELL_MS);
 }
 
-static void tell(door *d, int32_t rank, int socket)
+static void tell(door *d, int32_t rank, epic_link *link)
 {
-    epic_wire_tell(socket, d->failed, d->sentence, epic_meet_now() + TELL_MS);
+    epic_link_tell(link, d->failed, d->sentence, epic_meet_now() + TELL_MS);
     if (rank < d->tcp->num_ranks) d->told[rank] = true;
     d->num_told++;
 }
@@ -113,10 +115,9 @@ static void fail_meeting(door *d, epic_result result, int num_to_tell)
     snprintf(d->sentence, sizeof d->sentence, "%s", epic_sentence());
     if (linger < d->end) d->end = linger;
     for (int32_t r = 1; r < d->tcp->num_ranks; r++) {
-        if (d->sockets[r] < 0) continue;
-        tell(d, r, d->sockets[r]);
-        close(d->sockets[r]);
-        d->sockets[r] = -1;
+        if (d->links[r].socket < 0) continue;
+        tell(d, r, &d->links[r]);
+        epic_link_close(&d->links[r]);
     }
 }
 
@@ -124,9 +125,11 @@ static void fail_late(door *d)
 {
     char names[200];
     char note[sizeof d->refusal + 64] = "";
+    const char *where =
+        d->tcp->secret == NULL ? " (without a secret it listens on loopback alone)" : "";
     bool *missing = calloc((size_t)d->tcp->num_ranks, sizeof *missing);
     if (missing != NULL)
-        for (int32_t r = 1; r < d->tcp->num_ranks; r++) missing[r] = d->sockets[r] < 0;
+        for (int32_t r = 1; r < d->tcp->num_ranks; r++) missing[r] = d->links[r].socket < 0;
     if (missing != NULL) epic_meet_names(names, sizeof names, missing, d->tcp->num_ranks);
     if (d->num_refused > 0)
         snprintf(note, sizeof note, "; connections refused: %d, the last: %s", d->num_refused,
@@ -134,9 +137,9 @@ static void fail_late(door *d)
     fail_meeting(d,
                  epic_fail(EPIC_ETIMEOUT,
                            "%s did not come to rank 0 at %.64s, port %u within "
-                           "%u ms%s",
+                           "%u ms%s%s",
                            missing != NULL ? names : "some ranks", d->tcp->address,
-                           d->tcp->port, d->tcp->timeout_ms, note),
+                           d->tcp->port, d->tcp->timeout_ms, where, note),
                  0);
     free(missing);
 }
@@ -171,22 +174,17 @@ static bool differs(door *d, const epic_hello *theirs)
     return d->failed != EPIC_OK;
 }
 
-/* Lets a guest in: proves ourselves, and takes its socket. */
+/* Lets a guest in: the tag of the frame proves ourselves.  Takes its link. */
 static void let_in(door *d, guest *g)
 {
-    uint8_t proof[SECRET_PROOF] = {0};
     const int64_t end = epic_meet_now() + TELL_MS;
-    if (d->secret->text != NULL &&
-        !epic_secret_prove(d->secret, true, &g->ours, &g->theirs, proof)) {
-        refuse(d, g, "rank 0's libcrypto refused to compute an HMAC");
-        return;
-    }
-    epic_letter entry = epic_wire_letter(EPIC_OK, 0, proof, sizeof proof, end);
-    if (epic_wire_send_all(g->socket, &entry, end) != WIRE_DONE) return; /* it knocks again */
+    const epic_frame frame = epic_link_frame(d->secret, EPIC_OK, 0, NULL, 0, end);
+    epic_letter entry = epic_link_letter(&g->link, &frame, NULL);
+    if (epic_link_send_all(&g->link, &entry, end) != WIRE_DONE) return; /* it knocks again */
     d->end = epic_tcp_earlier(d->end, g->theirs.left_ms);
-    d->sockets[g->theirs.rank] = g->socket;
+    d->links[g->theirs.rank] = g->link;
     d->num_joined++;
-    g->socket = -1;
+    g->link.socket = -1;
 }
 
 /* The guest is who it says it is. */
@@ -194,9 +192,12 @@ static void admit(door *d, guest *g)
 {
     char sentence[WIRE_SENTENCE + 1];
     const int32_t rank = g->theirs.rank;
-    if (d->failed != EPIC_OK || differs(d, &g->theirs)) {
-        tell(d, rank, g->socket);
-    } else if (d->sockets[rank] >= 0) {
+    if (comes_again(d, rank)) return;
+    if (!epic_link_secure(&g->link, d->secret, true, &g->ours, &g->theirs)) {
+        refuse(d, g, "rank 0's libcrypto refused to compute an HMAC");
+    } else if (d->failed != EPIC_OK || differs(d, &g->theirs)) {
+        tell(d, rank, &g->link);
+    } else if (d->links[rank].socket >= 0) {
         snprintf(sentence, sizeof sentence,
                  "rank %d is already in the meeting: each rank comes once", rank);
         refuse(d, g, sentence);
@@ -210,9 +211,9 @@ static bool greet(door *d, guest *g)
 {
     char sentence[WIRE_SENTENCE + 1];
     const bool has_secret = d->secret->text != NULL;
-    if (comes_again(d, g->theirs.rank) ||
-        !epic_wire_hello(&g->ours, 0, d->tcp->num_ranks, has_secret, d->end) ||
-        epic_wire_send_bytes(g->socket, &g->ours, sizeof g->ours, epic_meet_now()) != WIRE_DONE)
+    if (!epic_wire_hello(&g->ours, 0, d->tcp->num_ranks, has_secret, d->end) ||
+        epic_wire_send_bytes(g->link.socket, &g->ours, sizeof g->ours, epic_meet_now()) !=
+            WIRE_DONE)
         return false;
     if (!sane(&g->theirs))
         snprintf(sentence, sizeof sentence, "there is no rank %d of %d to connect to rank 0",
@@ -229,10 +230,11 @@ static bool greet(door *d, guest *g)
     return false;
 }
 
-static bool proved(door *d, const guest *g)
+static bool proved(door *d, guest *g)
 {
     char sentence[WIRE_SENTENCE + 1];
-    if (epic_secret_check(d->secret, false, &g->ours, &g->theirs, g->proof)) return true;
+    if (epic_secret_check(d->secret, ROLE_CONNECTOR, &g->ours, &g->theirs, g->proof))
+        return true;
     snprintf(sentence, sizeof sentence,
              "the secret (tcp.secret or EPIC_SECRET) of rank %d is not that of rank 0",
              g->theirs.rank);
@@ -246,7 +248,7 @@ static bool serve(door *d, guest *g)
     if (!g->proving) {
         const uint64_t magic = WIRE_HELLO;
         const epic_wire state =
-            epic_wire_receive(g->socket, &g->theirs, sizeof g->theirs, &g->done);
+            epic_wire_receive(g->link.socket, &g->theirs, sizeof g->theirs, &g->done);
         const size_t seen = g->done < sizeof magic ? g->done : sizeof magic;
         if (memcmp(&g->theirs, &magic, seen) != 0) {
             note_refusal(d, "a stranger, which does not speak as EPIC does");
@@ -259,7 +261,7 @@ static bool serve(door *d, guest *g)
     }
     if (d->secret->text != NULL) {
         const epic_wire state =
-            epic_wire_receive(g->socket, g->proof, sizeof g->proof, &g->done);
+            epic_wire_receive(g->link.socket, g->proof, sizeof g->proof, &g->done);
         if (state != WIRE_DONE) return state == WIRE_MORE;
         if (!proved(d, g)) return false;
     }
@@ -284,23 +286,42 @@ static void drop_oldest(door *d)
     if (oldest >= 0) drop_guest(d, oldest);
 }
 
+/* No descriptor for who knocks: a guest goes.  Where there is none, the ranks themselves are too
+ * many; another thread may yet close something, but not for ever. */
+static void make_room(door *d, int wrong)
+{
+    const int64_t now = epic_meet_now();
+    if (d->num_guests > 0) {
+        drop_oldest(d);
+        return;
+    }
+    if (d->full_until == 0) d->full_until = now + FULL_MS;
+    poll(NULL, 0, 10);
+    if (now < d->full_until || d->failed != EPIC_OK) return;
+    fail_meeting(
+        d,
+        epic_fail(EPIC_EDEVICE,
+                  "rank 0 has no descriptor for the connections of %d ranks: %s; raise "
+                  "its limit on open files (ulimit -n)",
+                  d->tcp->num_ranks - 1, strerror(wrong)),
+        d->tcp->num_ranks - 1);
+}
+
 static void receive_guests(door *d, int listener)
 {
     for (int i = 0; i < SPARE_GUESTS; i++) {
         const int socket = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (socket < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
-        if (socket < 0) {
-            /* Out of descriptors, most likely; or a guest that is gone already. */
-            const bool full = errno == EMFILE || errno == ENFILE || errno == ENOMEM;
-            if (full) note_refusal(d, "%s", strerror(errno));
-            if (full && d->num_guests == 0) poll(NULL, 0, 10);
-            if (full) drop_oldest(d);
-            continue;
+        if (socket < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) {
+            make_room(d, errno);
+            return;
         }
+        if (socket < 0) continue; /* a guest that is gone already */
+        d->full_until = 0;
         epic_wire_tune(socket);
         if (d->num_guests == d->max_guests) drop_oldest(d);
         guest *g = &d->guests[d->num_guests++];
-        *g = (guest){.socket = socket, .limit = epic_meet_now() + GUEST_MS};
+        *g = (guest){.link.socket = socket, .limit = epic_meet_now() + GUEST_MS};
         if (!serve(d, g)) drop_guest(d, d->num_guests - 1);
     }
 }
@@ -308,8 +329,7 @@ static void receive_guests(door *d, int listener)
 static void lose_joined(door *d, int32_t rank)
 {
     /* Nothing is due from it: this is its end. */
-    close(d->sockets[rank]);
-    d->sockets[rank] = -1;
+    epic_link_close(&d->links[rank]);
     fail_meeting(d,
                  epic_fail(EPIC_EPEER,
                            "rank %d left before the meeting at %.64s, port %u was "
@@ -325,12 +345,13 @@ static nfds_t fill_polls(door *d, int64_t *wake)
     for (int i = 0; i < d->num_listeners; i++)
         d->polls[n++] = (struct pollfd){.fd = d->listeners[i], .events = POLLIN};
     for (int i = 0; i < d->num_guests; i++) {
-        d->polls[n++] = (struct pollfd){.fd = d->guests[i].socket, .events = POLLIN};
+        d->polls[n++] = (struct pollfd){.fd = d->guests[i].link.socket, .events = POLLIN};
         if (d->guests[i].limit < *wake) *wake = d->guests[i].limit;
     }
     for (int32_t r = 1; r < d->tcp->num_ranks; r++)
-        d->polls[n++] = (struct pollfd){.fd = d->sockets[r], .events = POLLIN};
-    return n;
+        if (d->links[r].socket >= 0)
+            d->polls[n++] = (struct pollfd){.fd = d->links[r].socket, .events = POLLIN};
+    return n; /* no more than descriptors: poll() refuses more than their limit */
 }
 
 /* Waits once, and serves all who have something to say. */
@@ -342,8 +363,11 @@ static void attend(door *d)
 
     const struct pollfd *guests = d->polls + d->num_listeners;
     const struct pollfd *joined = guests + d->num_guests;
-    for (int32_t r = 1; r < d->tcp->num_ranks; r++)
-        if (joined[r - 1].revents != 0 && d->sockets[r] >= 0) lose_joined(d, r);
+    for (int32_t r = 1; r < d->tcp->num_ranks; r++) {
+        if (d->links[r].socket < 0 || (joined++)->revents == 0) continue;
+        lose_joined(d, r); /* which tells the others, and closes all */
+        break;
+    }
 
     /* downwards: whoever leaves is replaced by one that has been served */
     for (int i = d->num_guests - 1; i >= 0; i--) {
@@ -360,8 +384,9 @@ static void begin(door *d)
 {
     for (int32_t r = 1; r < d->tcp->num_ranks && d->failed == EPIC_OK; r++) {
         const int64_t end = epic_meet_now() + TELL_MS;
-        epic_letter letter = epic_wire_letter(EPIC_OK, 0, NULL, 0, end);
-        if (epic_wire_send_all(d->sockets[r], &letter, end) != WIRE_DONE) lose_joined(d, r);
+        const epic_frame frame = epic_link_frame(d->secret, EPIC_OK, 0, NULL, 0, end);
+        epic_letter letter = epic_link_letter(&d->links[r], &frame, NULL);
+        if (epic_link_send_all(&d->links[r], &letter, end) != WIRE_DONE) lose_joined(d, r);
     }
 }
 
@@ -384,7 +409,7 @@ static epic_result open_door(door *d)
     const size_t guests = (size_t)d->max_guests;
     d->guests = calloc(guests, sizeof *d->guests);
     d->told = calloc(ranks, sizeof *d->told);
-    d->polls = calloc(TCP_MAX_LISTENERS + guests + ranks, sizeof *d->polls);
+    d->polls = calloc(TCP_MAX_PLACES + guests + ranks, sizeof *d->polls);
     if (d->guests == NULL || d->told == NULL || d->polls == NULL)
         return epic_fail(EPIC_ENOMEM, "no memory for a meeting of %zu ranks", ranks);
     return epic_tcp_listen(d->listeners, &d->num_listeners, d->tcp, d->end);
@@ -399,11 +424,11 @@ static void close_door(door *d)
     free(d->polls);
 }
 
-epic_result epic_tcp_accept(int *sockets, const epic_tcp *tcp, const epic_secret *secret,
+epic_result epic_tcp_accept(epic_link *links, const epic_tcp *tcp, const epic_secret *secret,
                             int64_t end)
 {
-    door d = {.tcp = tcp, .secret = secret, .end = end, .sockets = sockets};
-    for (int32_t r = 0; r < tcp->num_ranks; r++) sockets[r] = -1;
+    door d = {.tcp = tcp, .secret = secret, .end = end, .links = links};
+    for (int32_t r = 0; r < tcp->num_ranks; r++) links[r].socket = -1;
     epic_result result = open_door(&d);
     if (result == EPIC_OK) {
         meet(&d);

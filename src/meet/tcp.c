@@ -17,7 +17,7 @@
 #define DRAIN_MS 500 /* for them to read it, once it closes */
 
 typedef struct line {
-    int socket; /* -1: none */
+    epic_link link;
     bool ready; /* its part of what goes on is over */
     epic_frame frame;
     size_t head;        /* bytes of frame that have come */
@@ -32,6 +32,7 @@ typedef struct tcp_meet {
     uint64_t sequence;  /* the gather that goes on, from 1 */
     epic_result broken; /* EPIC_OK, or what every later gather returns */
     char sentence[512];
+    epic_secret secret; /* its text is forgotten: the links have their keys */
     int32_t num_lines;
     struct pollfd *polls; /* [num_lines] */
     line lines[];         /* rank 0: [num_ranks], its own unused; others: [1], to rank 0 */
@@ -45,11 +46,12 @@ static unsigned long long number(const tcp_meet *m)
 /* Polls the lines that are not ready for `events`, the others for `idle`.  False: `end`. */
 static bool poll_lines(tcp_meet *m, short events, short idle, int64_t end)
 {
-    for (int32_t i = 0; i < m->num_lines; i++)
-        m->polls[i] = (struct pollfd){.fd = m->lines[i].socket,
+    const int32_t first = m->rank == 0 ? 1 : 0; /* poll() refuses more than there may be */
+    for (int32_t i = first; i < m->num_lines; i++)
+        m->polls[i] = (struct pollfd){.fd = m->lines[i].link.socket,
                                       .events = m->lines[i].ready ? idle : events};
     const int left = epic_meet_left(end);
-    const int changed = poll(m->polls, (nfds_t)m->num_lines, left);
+    const int changed = poll(m->polls + first, (nfds_t)(m->num_lines - first), left);
     return changed > 0 || left > 0;
 }
 
@@ -77,10 +79,20 @@ static epic_result fail_late(const tcp_meet *m, const char *what)
     return result;
 }
 
-static epic_result check_frame(const tcp_meet *m, int32_t rank, const epic_frame *frame,
-                               size_t bytes)
+/* What came has no right tag: it is believed in nothing. */
+static epic_result fail_foreign(const tcp_meet *m, int32_t rank)
 {
-    if (frame->magic != WIRE_FRAME || frame->result != EPIC_OK)
+    return epic_fail(EPIC_EPEER, "gather %llu: what came from rank %d was not written by it%s",
+                     number(m), rank,
+                     m->lines[rank].link.secret != NULL
+                         ? ": somebody in between changed, repeated or left out something"
+                         : "");
+}
+
+static epic_result check_frame(tcp_meet *m, int32_t rank, const epic_frame *frame, size_t bytes)
+{
+    if (!epic_link_check(&m->lines[rank].link, frame)) return fail_foreign(m, rank);
+    if (frame->result != EPIC_OK)
         return epic_fail(EPIC_EPEER, "gather %llu: what rank %d sent is not a part of a gather",
                          number(m), rank);
     if (frame->sequence != m->sequence)
@@ -103,16 +115,16 @@ static epic_result collect_one(tcp_meet *m, int32_t rank, char *to, size_t bytes
     if (l->ready) return fail_lost(m, rank); /* it only was watched for its end */
     if (l->head < sizeof l->frame) {
         const epic_wire state =
-            epic_wire_receive(l->socket, &l->frame, sizeof l->frame, &l->head);
+            epic_wire_receive(l->link.socket, &l->frame, sizeof l->frame, &l->head);
         if (state == WIRE_LOST) return fail_lost(m, rank);
         if (state == WIRE_MORE) return EPIC_OK;
         TRY(check_frame(m, rank, &l->frame, bytes));
         *end = epic_tcp_earlier(*end, l->frame.left_ms);
     }
-    const epic_wire state = epic_wire_receive(l->socket, to, bytes, &l->body);
+    const epic_wire state = epic_wire_receive(l->link.socket, to, bytes, &l->body);
     if (state == WIRE_LOST) return fail_lost(m, rank);
     if (state == WIRE_MORE) return EPIC_OK;
-    if (epic_wire_checksum(to, bytes) != l->frame.checksum)
+    if (!epic_link_check_bytes(&l->link, &l->frame, to))
         return epic_fail(EPIC_EPEER, "gather %llu: the bytes of rank %d arrived damaged",
                          number(m), rank);
     l->ready = true;
@@ -143,18 +155,18 @@ static epic_result answer(tcp_meet *m, const char *all, size_t bytes, int64_t en
 {
     int32_t num_ready = 0;
     int32_t lost = 0;
-    const epic_letter letter =
-        epic_wire_letter(EPIC_OK, m->sequence, all, (size_t)m->num_ranks * bytes, end);
+    const epic_frame frame = epic_link_frame(m->lines[1].link.secret, EPIC_OK, m->sequence, all,
+                                             (size_t)m->num_ranks * bytes, end);
     for (int32_t r = 1; r < m->num_ranks; r++) {
         m->lines[r].ready = false;
-        m->lines[r].letter = letter;
+        m->lines[r].letter = epic_link_letter(&m->lines[r].link, &frame, all);
     }
     while (num_ready < m->num_ranks - 1) {
         if (!poll_lines(m, POLLOUT, 0, end)) return fail_late(m, "take what all brought");
         for (int32_t r = 1; r < m->num_ranks; r++) {
             line *l = &m->lines[r];
             if (m->polls[r].revents == 0 || l->ready) continue;
-            const epic_wire state = epic_wire_send(l->socket, &l->letter);
+            const epic_wire state = epic_link_send(&l->link, &l->letter);
             if (state == WIRE_LOST) lost = r;
             l->ready = state != WIRE_MORE;
             num_ready += l->ready;
@@ -169,10 +181,13 @@ static void tell_all(tcp_meet *m)
     const int64_t end = epic_meet_now() + TELL_MS;
     for (int32_t r = 1; r < m->num_ranks; r++) {
         const epic_letter *letter = &m->lines[r].letter;
-        if (letter->done == 0 || letter->done == sizeof letter->frame + letter->frame.length)
-            epic_wire_tell(m->lines[r].socket, m->broken, m->sentence, end);
+        epic_link *link = &m->lines[r].link;
+        const size_t length = sizeof letter->frame + letter->frame.length;
+        if (letter->frame.magic == WIRE_FRAME && letter->done == 0) epic_link_take_back(link);
+        if (letter->done == 0 || letter->done == length)
+            epic_link_tell(link, m->broken, m->sentence, end);
         else
-            (void)shutdown(m->lines[r].socket, SHUT_WR);
+            (void)shutdown(link->socket, SHUT_WR);
     }
 }
 
@@ -181,7 +196,7 @@ static epic_result gather_at_zero(tcp_meet *m, const void *mine, char *all, size
 {
     if (bytes > 0) memmove(all, mine, bytes);
     TRY(collect(m, all, bytes, end));
-    return answer(m, all, bytes, end + epic_tcp_grace(m->timeout_ms));
+    return answer(m, all, bytes, end);
 }
 
 /* ------------------------------------------------------------------------- other ranks ---- */
@@ -212,9 +227,9 @@ static epic_result exchange_heads(tcp_meet *m, epic_letter *letter, int64_t end)
     l->head = 0;
     l->ready = false;
     for (;;) {
-        if (sending) sending = epic_wire_send(l->socket, letter) == WIRE_MORE;
+        if (sending) sending = epic_link_send(&l->link, letter) == WIRE_MORE;
         const epic_wire state =
-            epic_wire_receive(l->socket, &l->frame, sizeof l->frame, &l->head);
+            epic_wire_receive(l->link.socket, &l->frame, sizeof l->frame, &l->head);
         if (state == WIRE_LOST) return fail_without_zero(m);
         if (state == WIRE_DONE) return EPIC_OK;
         const short events = (short)(sending ? POLLIN | POLLOUT : POLLIN);
@@ -226,20 +241,22 @@ static epic_result gather_elsewhere(tcp_meet *m, const void *mine, char *all, si
                                     int64_t end)
 {
     const size_t total = (size_t)m->num_ranks * bytes;
+    epic_link *link = &m->lines[0].link;
     const epic_frame *frame = &m->lines[0].frame;
-    epic_letter letter = epic_wire_letter(EPIC_OK, m->sequence, mine, bytes, end);
-    end += epic_tcp_grace(m->timeout_ms);
+    const epic_frame ours =
+        epic_link_frame(link->secret, EPIC_OK, m->sequence, mine, bytes, end);
+    epic_letter letter = epic_link_letter(link, &ours, mine);
     TRY(exchange_heads(m, &letter, end));
-    if (frame->magic == WIRE_FRAME && frame->result != EPIC_OK)
-        return epic_wire_fail(m->lines[0].socket, frame, end);
-    if (frame->magic != WIRE_FRAME || frame->sequence != m->sequence || frame->length != total)
+    if (!epic_link_check(link, frame)) return fail_foreign(m, 0);
+    if (frame->result != EPIC_OK) return epic_link_fail(link, frame, end);
+    if (frame->sequence != m->sequence || frame->length != total)
         return epic_fail(EPIC_EPEER, "gather %llu: what rank 0 sent is not its answer",
                          number(m));
 
-    const epic_wire state = epic_wire_receive_all(m->lines[0].socket, all, total, end);
+    const epic_wire state = epic_wire_receive_all(link->socket, all, total, end);
     if (state == WIRE_LOST) return fail_without_zero(m);
     if (state == WIRE_MORE) return fail_silent(m);
-    if (epic_wire_checksum(all, total) != frame->checksum)
+    if (!epic_link_check_bytes(link, frame, all))
         return epic_fail(EPIC_EPEER, "gather %llu: the answer of rank 0 arrived damaged",
                          number(m));
     return EPIC_OK;
@@ -272,13 +289,14 @@ static void drain(tcp_meet *m)
     const int64_t end = epic_meet_now() + DRAIN_MS;
     for (int32_t r = 1; r < m->num_ranks; r++) {
         m->lines[r].ready = false;
-        (void)shutdown(m->lines[r].socket, SHUT_WR);
+        (void)shutdown(m->lines[r].link.socket, SHUT_WR);
     }
     for (int32_t r = 1; r < m->num_ranks; r++)
         for (epic_wire state = WIRE_DONE; state != WIRE_LOST;) {
             size_t done = 0;
-            state = epic_wire_receive(m->lines[r].socket, rubbish, sizeof rubbish, &done);
-            if (state == WIRE_MORE && !epic_wire_wait(m->lines[r].socket, POLLIN, end)) break;
+            const int s = m->lines[r].link.socket;
+            state = epic_wire_receive(s, rubbish, sizeof rubbish, &done);
+            if (state == WIRE_MORE && !epic_wire_wait(s, POLLIN, end)) break;
         }
 }
 
@@ -286,8 +304,8 @@ static void close_meet(void *self)
 {
     tcp_meet *m = self;
     if (m->rank == 0 && m->broken != EPIC_OK) drain(m);
-    for (int32_t i = 0; i < m->num_lines; i++)
-        if (m->lines[i].socket >= 0) close(m->lines[i].socket);
+    for (int32_t i = 0; i < m->num_lines; i++) epic_link_close(&m->lines[i].link);
+    epic_secret_close(&m->secret);
     free(m->polls);
     free(m);
 }
@@ -310,18 +328,16 @@ static epic_result check_tcp(const epic_tcp *tcp)
 static epic_result meet(tcp_meet *m, const epic_tcp *tcp)
 {
     const int64_t end = epic_meet_now() + tcp->timeout_ms;
-    int *sockets = calloc((size_t)m->num_lines, sizeof *sockets);
-    epic_secret secret = {0};
-    if (sockets == NULL)
+    epic_link *links = calloc((size_t)m->num_lines, sizeof *links);
+    if (links == NULL)
         return epic_fail(EPIC_ENOMEM, "no memory for a meeting of %d ranks", tcp->num_ranks);
-    epic_result result = epic_secret_open(&secret, tcp->secret);
+    epic_result result = epic_secret_open(&m->secret, tcp->secret);
     if (result == EPIC_OK)
-        result = tcp->rank == 0 ? epic_tcp_accept(sockets, tcp, &secret, end)
-                                : epic_tcp_connect(sockets, tcp, &secret, end);
-    for (int32_t i = 0; i < m->num_lines && result == EPIC_OK; i++)
-        m->lines[i].socket = sockets[i];
-    epic_secret_close(&secret);
-    free(sockets);
+        result = tcp->rank == 0 ? epic_tcp_accept(links, tcp, &m->secret, end)
+                                : epic_tcp_connect(links, tcp, &m->secret, end);
+    for (int32_t i = 0; i < m->num_lines && result == EPIC_OK; i++) m->lines[i].link = links[i];
+    m->secret.text = NULL;
+    free(links);
     return result;
 }
 
@@ -340,7 +356,7 @@ static epic_result open_meet(epic_meet *out, const epic_tcp *tcp)
     m->timeout_ms = tcp->timeout_ms;
     m->num_lines = num_lines;
     m->polls = polls;
-    for (int32_t i = 0; i < num_lines; i++) m->lines[i].socket = -1;
+    for (int32_t i = 0; i < num_lines; i++) m->lines[i].link.socket = -1;
     const epic_result result = meet(m, tcp);
     if (result == EPIC_OK)
         *out = (epic_meet){tcp->rank, tcp->num_ranks, gather, close_meet, m};

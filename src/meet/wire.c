@@ -6,7 +6,6 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <string.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -43,41 +42,27 @@ uint64_t epic_wire_checksum(const void *bytes, size_t length)
     return sum;
 }
 
-epic_letter epic_wire_letter(epic_result result, uint64_t sequence, const void *bytes,
-                             size_t length, int64_t end)
-{
-    const epic_frame frame = {
-        .magic = WIRE_FRAME,
-        .result = (uint32_t)result,
-        .sequence = sequence,
-        .length = length,
-        .checksum = epic_wire_checksum(bytes, length),
-        .left_ms = (uint32_t)epic_meet_left(end),
-    };
-    return (epic_letter){.frame = frame, .bytes = bytes};
-}
-
 static bool again(void)
 {
     return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
 }
 
-epic_wire epic_wire_send(int socket, epic_letter *letter)
+epic_wire epic_wire_send(int socket, const epic_frame *frame, const void *bytes, size_t *done)
 {
-    const size_t head = sizeof letter->frame;
-    const size_t total = head + letter->frame.length;
-    while (letter->done < total) {
-        const size_t in_head = letter->done < head ? letter->done : head;
-        const size_t in_bytes = letter->done - in_head;
-        struct iovec parts[2] = {{(char *)&letter->frame + in_head, head - in_head}};
-        if (letter->frame.length > 0) /* sendmsg does not write to the bytes that it is given */
-            parts[1] = (struct iovec){(char *)(uintptr_t)letter->bytes + in_bytes,
-                                      letter->frame.length - in_bytes};
+    const size_t head = sizeof *frame;
+    while (*done < head + frame->length) {
+        const size_t in_head = *done < head ? *done : head;
+        const size_t in_bytes = *done - in_head;
+        /* sendmsg does not write to the bytes that it is given */
+        struct iovec parts[2] = {{(char *)(uintptr_t)frame + in_head, head - in_head}};
+        if (frame->length > 0)
+            parts[1] =
+                (struct iovec){(char *)(uintptr_t)bytes + in_bytes, frame->length - in_bytes};
         const struct msghdr message = {.msg_iov = parts,
-                                       .msg_iovlen = letter->frame.length > 0 ? 2 : 1};
+                                       .msg_iovlen = frame->length > 0 ? 2 : 1};
         const ssize_t sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent < 0) return again() ? WIRE_MORE : WIRE_LOST;
-        letter->done += (size_t)sent;
+        *done += (size_t)sent;
     }
     return WIRE_DONE;
 }
@@ -116,15 +101,6 @@ epic_wire epic_wire_send_bytes(int socket, const void *bytes, size_t length, int
     return WIRE_DONE;
 }
 
-epic_wire epic_wire_send_all(int socket, epic_letter *letter, int64_t end)
-{
-    for (;;) {
-        const epic_wire state = epic_wire_send(socket, letter);
-        if (state != WIRE_MORE) return state;
-        if (!epic_wire_wait(socket, POLLOUT, end)) return WIRE_MORE;
-    }
-}
-
 epic_wire epic_wire_receive_all(int socket, void *to, size_t bytes, int64_t end)
 {
     for (size_t done = 0;;) {
@@ -132,27 +108,6 @@ epic_wire epic_wire_receive_all(int socket, void *to, size_t bytes, int64_t end)
         if (state != WIRE_MORE) return state;
         if (!epic_wire_wait(socket, POLLIN, end)) return WIRE_MORE;
     }
-}
-
-void epic_wire_tell(int socket, epic_result result, const char *sentence, int64_t end)
-{
-    const size_t length = strlen(sentence);
-    epic_letter letter = epic_wire_letter(result, 0, sentence, length, end);
-    (void)epic_wire_send_all(socket, &letter, end);
-}
-
-epic_result epic_wire_fail(int socket, const epic_frame *frame, int64_t end)
-{
-    char sentence[WIRE_SENTENCE + 1] = {0};
-    if (frame->result > EPIC_ECLOSED || frame->length > WIRE_SENTENCE ||
-        epic_wire_receive_all(socket, sentence, frame->length, end) != WIRE_DONE ||
-        epic_wire_checksum(sentence, frame->length) != frame->checksum)
-        return epic_fail(EPIC_EPEER, "rank 0 failed, and its reason did not arrive whole");
-
-    /* It may end on somebody's terminal. */
-    for (char *at = sentence; *at != '\0'; at++)
-        if ((unsigned char)*at < ' ' || *at == 127) *at = '?';
-    return epic_fail((epic_result)frame->result, "%s", sentence);
 }
 
 void epic_wire_tune(int socket)

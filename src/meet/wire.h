@@ -5,25 +5,29 @@
  *   hello                          ->
  *                                  <-    hello
  *   proof (if there is a secret)   ->
- *                                  <-    entry: a frame and 32 bytes, rank 0's proof if there
- *                                        is a secret; from now on its end is the meeting's
+ *                                  <-    entry: a frame; from now on its end is the meeting's
  *                                  <-    begin: a frame, once every rank has come
  *   then, for each gather
  *   frame and its bytes            ->
  *                                  <-    frame and the bytes of all ranks
  *
  * In place of entry, begin or an answer rank 0 may send a failure: a frame whose result is not
- * EPIC_OK, and a sentence.  Nothing follows a failure.  Numbers travel in the sender's byte
+ * EPIC_OK, and a sentence.  Nothing follows a failure.  With a secret every frame has a tag
+ * (link.h); rank 0 proves itself by that of the entry.  Numbers travel in the sender's byte
  * order; a host of the other order does not recognise the magic. */
 #ifndef EPIC_WIRE_H
 #define EPIC_WIRE_H
 
+#include <poll.h>
+#include <stddef.h>
+
 #include "meet/meet.h"
 
-#define WIRE_VERSION 1u
+#define WIRE_VERSION 2u
 #define WIRE_HELLO 0x6f6c6c6563697065ull /* "epicello" in memory */
 #define WIRE_FRAME 0x65636970u           /* "pice" in memory */
 #define WIRE_NONCE 32
+#define WIRE_TAG 32
 #define WIRE_SENTENCE 511
 
 /* The first 16 bytes, up to num_ranks, mean the same in every version. */
@@ -42,21 +46,15 @@ typedef struct epic_frame {
     uint32_t magic;
     uint32_t result; /* an epic_result */
     uint64_t sequence;
-    uint64_t length; /* of the bytes that follow */
-    uint64_t checksum;
+    uint64_t length;  /* of the bytes that follow */
     uint32_t left_ms; /* until the sender's deadline */
     uint32_t zero;
+    uint8_t digest[WIRE_TAG]; /* of the bytes */
+    uint8_t tag[WIRE_TAG];    /* of all above, with a secret; else zeros */
 } epic_frame;
 
 _Static_assert(sizeof(epic_hello) == 64, "no hidden padding");
-_Static_assert(sizeof(epic_frame) == 40, "no hidden padding");
-
-/* A frame and its bytes on their way out. */
-typedef struct epic_letter {
-    epic_frame frame;
-    const void *bytes;
-    size_t done; /* of frame and bytes together */
-} epic_letter;
+_Static_assert(sizeof(epic_frame) == 96, "no hidden padding");
 
 typedef enum epic_wire {
     WIRE_MORE, /* not finished, and the socket has no more room or bytes now */
@@ -67,12 +65,11 @@ typedef enum epic_wire {
 /* False: the system gives no random bytes. */
 bool epic_wire_hello(epic_hello *out, int32_t rank, int32_t num_ranks, bool has_secret,
                      int64_t end);
-epic_letter epic_wire_letter(epic_result result, uint64_t sequence, const void *bytes,
-                             size_t length, int64_t end);
 uint64_t epic_wire_checksum(const void *bytes, size_t length);
 
-/* Send and receive what the socket takes or has now.  *done counts what has arrived. */
-epic_wire epic_wire_send(int socket, epic_letter *letter);
+/* Send and receive what the socket takes or has now.  *done counts what has gone (of frame and
+ * bytes together) or arrived. */
+epic_wire epic_wire_send(int socket, const epic_frame *frame, const void *bytes, size_t *done);
 epic_wire epic_wire_receive(int socket, void *to, size_t bytes, size_t *done);
 
 /* Waits for one of the poll() events.  False: `end` passed first. */
@@ -80,14 +77,7 @@ bool epic_wire_wait(int socket, short events, int64_t end);
 
 /* The same, whole.  WIRE_MORE: `end` passed first. */
 epic_wire epic_wire_send_bytes(int socket, const void *bytes, size_t length, int64_t end);
-epic_wire epic_wire_send_all(int socket, epic_letter *letter, int64_t end);
 epic_wire epic_wire_receive_all(int socket, void *to, size_t bytes, int64_t end);
-
-/* Sends a failure; if the peer does not take it before `end`, it goes without. */
-void epic_wire_tell(int socket, epic_result result, const char *sentence, int64_t end);
-
-/* Receives the sentence of a failure whose frame has come, and fails with it. */
-epic_result epic_wire_fail(int socket, const epic_frame *frame, int64_t end);
 
 /* Options of every connection: no delay. */
 void epic_wire_tune(int socket);

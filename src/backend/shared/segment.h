@@ -69,7 +69,6 @@ typedef struct shared_header {
     uint64_t group_id;
     uint64_t segment_bytes;
     uint32_t num_ranks;
-    _Atomic uint32_t num_departed; /* threads: the last to leave unmaps */
     _Alignas(64) _Atomic uint32_t failure_state;
     epic_failure_info failure;
 } shared_header;

@@ -14,10 +14,10 @@ typedef struct greeting {
 /* memory: a descriptor that goes along; -1: none.  `to` is named in the error. */
 epic_result greeting_send(int fd, const greeting *hello, int to, int memory);
 
-#define GREETING_NO_ROOM (-2) /* a descriptor came, but this process may have no more */
+#define GREETING_NO_ROOM (-2) /* a descriptor came, and this process may have no more */
 
-/* What has come, without waiting.  *memory gets the descriptor that came along; NULL: none may.
- * False: something else, or nothing. */
+/* What has come, without waiting.  *memory gets the descriptor that came along, or
+ * GREETING_NO_ROOM; NULL: none may.  False: something else, or nothing. */
 bool greeting_receive(int fd, greeting *hello, int *memory);
 
 bool greeting_is_of_same_user(int fd);

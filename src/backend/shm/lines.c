@@ -23,7 +23,8 @@
 #include "core/error.h"
 #include "core/process.h"
 
-#define NAME_LENGTH 31
+#define NAME "epic."
+#define NAME_LENGTH 31 /* of NAME and hexadecimal digits */
 #define MORE_GUESTS 16 /* callers beside the ranks that may be heard at once */
 
 /* What a rank tells the others through the meeting. */
@@ -36,7 +37,7 @@ typedef struct card {
 typedef struct opening {
     shm_lines *lines;
     const epic_join *join;
-    card cards[EPIC_MAX_RANKS];
+    card *cards; /* [num_ranks] */
     struct pollfd *polls; /* [num_polls] listener, guests, lines */
     int *guests;          /* [num_guests] sockets not yet known to be a rank's; -1: none */
     int num_guests;
@@ -130,7 +131,7 @@ static epic_result open_listener(opening *o, card *mine)
     if (getrandom(random, sizeof random, 0) != (ssize_t)sizeof random ||
         getrandom(mine->secret, sizeof mine->secret, 0) != (ssize_t)sizeof mine->secret)
         return greeting_refused("getrandom");
-    memcpy(mine->name, "epic.", 5);
+    memcpy(mine->name, NAME, 5);
     for (size_t i = 0; i < sizeof random; i++)
         snprintf(mine->name + 5 + 2 * i, 3, "%02x", random[i]);
     o->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -229,12 +230,13 @@ static epic_result hear_answer(opening *o, int peer)
         set_polls(o, peer);
         TRY(await_polls(o, who));
     } while (!polled->revents);
-    if (hear(o, *line, peer == 0 ? o->memory : NULL) != peer) return greeting_left(peer);
+    const int who_spoke = hear(o, *line, peer == 0 ? o->memory : NULL);
     if (*o->memory == GREETING_NO_ROOM) {
         *o->memory = -1;
         errno = EMFILE;
-        return greeting_refused("taking the shared memory");
+        return greeting_refused("receiving the shared memory");
     }
+    if (who_spoke != peer) return greeting_left(peer);
     if (*o->memory < 0 && peer == 0)
         return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent no memory");
     return EPIC_OK;
@@ -283,8 +285,10 @@ static epic_result watch_processes(shm_lines *lines)
     return EPIC_OK;
 }
 
-static epic_result allocate(opening *o)
+/* `ready` false: this rank has failed before, and its sentence stays. */
+static epic_result allocate(opening *o, bool ready)
 {
+    if (!ready) return EPIC_EDEVICE;
     const int n = o->lines->num_ranks;
     o->num_guests = n + MORE_GUESTS;
     o->num_polls = 1 + o->num_guests + n;
@@ -304,32 +308,53 @@ static void release(opening *o)
     free(o->guests);
 }
 
-/* Every rank comes to the gathering, also one whose `result` is bad by now. */
-static epic_result swap_cards(opening *o, epic_result result, card *mine)
+/* A name that open_listener made: it is somebody else's word, and becomes an address. */
+static bool is_name(const char name[NAME_LENGTH + 1])
 {
-    const epic_meet *meet = o->join->meet;
+    return name[NAME_LENGTH] == 0 && strncmp(name, NAME, 5) == 0 &&
+           strspn(name + 5, "0123456789abcdef") == NAME_LENGTH - 5;
+}
+
+/* Every rank comes to the gathering, also one whose `result` is bad by now. */
+static epic_result swap_cards(const epic_join *join, card *cards, epic_result result,
+                              card *mine)
+{
+    char sentence[512];
+    const epic_meet *meet = join->meet;
+    snprintf(sentence, sizeof sentence, "%s", epic_sentence());
     mine->ready = result == EPIC_OK;
-    const epic_result met = meet->gather(meet->self, mine, o->cards, sizeof *mine);
-    if (result != EPIC_OK) return result;
-    if (met != EPIC_OK) return epic_fail(EPIC_EPEER, "shm: the meeting failed");
-    for (int r = 0; r < meet->num_ranks; r++)
-        if (!o->cards[r].ready)
-            return epic_fail(EPIC_EPEER, "shm: rank %d could not join; its own error says why",
+    const epic_result met = meet->gather(meet->self, mine, cards, sizeof *mine);
+    if (result != EPIC_OK) return epic_fail(result, "%s", sentence);
+    TRY(met);
+    for (int r = 0; r < meet->num_ranks; r++) {
+        if (cards[r].ready != 1) return epic_fail(EPIC_EPEER, "shm: rank %d could not join", r);
+        if (!is_name(cards[r].name))
+            return epic_fail(EPIC_EPEER,
+                             "shm: what the meeting brought from rank %d is not an "
+                             "address that EPIC made",
                              r);
+    }
     return EPIC_OK;
+}
+
+epic_result lines_decline(const epic_join *join, epic_result result)
+{
+    card mine = {0}, cards[EPIC_MAX_RANKS];
+    return swap_cards(join, cards, result, &mine);
 }
 
 epic_result lines_open(shm_lines *lines, const epic_join *join, bool ready, int *memory)
 {
+    card mine = {0}, cards[EPIC_MAX_RANKS]; /* not allocated: to fail, too, takes a gathering */
     opening o = {.lines = lines,
                  .join = join,
+                 .cards = cards,
                  .listener = -1,
                  .memory = memory,
                  .deadline_ns = clock_ns() + join->config->timeout_ms * 1000000ull};
-    card mine = {0};
-    epic_result result = ready ? allocate(&o) : EPIC_EDEVICE;
+    epic_result result = allocate(&o, ready);
     if (result == EPIC_OK) result = open_listener(&o, &mine);
-    result = swap_cards(&o, result, &mine);
+    result = swap_cards(join, cards, result, &mine);
     if (result == EPIC_OK) {
         result = connect_all(&o);
         if (result != EPIC_OK) result = call_off(&o, result);

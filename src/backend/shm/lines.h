@@ -23,6 +23,10 @@ epic_result lines_alloc(shm_lines *lines, int rank, int num_ranks);
  * lines_close closes. */
 epic_result lines_open(shm_lines *lines, const epic_join *join, bool ready, int *memory);
 
+/* In place of lines_open, for a rank that could not even make lines; returns `result`, and its
+ * sentence stays. */
+epic_result lines_decline(const epic_join *join, epic_result result);
+
 /* NULL members are allowed. */
 void lines_close(shm_lines *lines);
 

@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "backend/shared/shared.h"
+#include "backend/shm/greeting.h"
 #include "backend/shm/lines.h"
 #include "core/error.h"
 #include "core/process.h"
@@ -122,7 +123,7 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     int memory = -1;
     char *segment = NULL;
     shm_lines *lines = calloc(1, sizeof *lines);
-    if (!lines) return epic_fail(EPIC_ENOMEM, "shm: no memory");
+    if (!lines) return lines_decline(join, epic_fail(EPIC_ENOMEM, "shm: no memory"));
     const epic_result result = join_with(out, join, &l, lines, &memory, &segment);
     if (memory >= 0) close(memory); /* the mapping keeps it */
     if (result == EPIC_OK) return EPIC_OK;

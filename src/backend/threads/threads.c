@@ -1,12 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that are threads of one process.  Rank 0 maps the segment and tells its address; the
- * last rank to leave unmaps it. */
+/* Ranks that are threads of one process.  The first to come maps the segment, the last to leave
+ * unmaps it; ranks of a group find it in a table of the process, by the group's id.  What comes
+ * through the meeting is never an address: whoever reached the meeting could choose it. */
+#include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
 #include "backend/shared/shared.h"
 #include "core/error.h"
+
+/* A group of this process, from its first rank's join to its last rank's leave. */
+typedef struct hall {
+    struct hall *next;
+    uint64_t group_id;
+    shared_layout layout;
+    char *segment;
+    int num_inside;            /* ranks that hold it */
+    int num_seen;              /* ranks that came, also those that have gone */
+    bool seen[EPIC_MAX_RANKS]; /* a seat is taken once */
+} hall;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the table and its halls */
+static hall *halls;
 
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
@@ -26,70 +43,118 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 }
 
 /* NULL: the sentence says why. */
-static char *map_segment(const shared_layout *layout, uint64_t group_id)
+static hall *build(const shared_layout *layout, uint64_t group_id)
 {
+    hall *h = calloc(1, sizeof *h);
     char *segment = mmap(NULL, (size_t)layout->segment_bytes, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (segment == MAP_FAILED) {
+    if (!h || segment == MAP_FAILED) {
+        if (segment != MAP_FAILED) munmap(segment, (size_t)layout->segment_bytes);
+        free(h);
         epic_fail(EPIC_ENOMEM,
-                  "no address space for %lld bytes shared by the ranks; lower "
+                  "threads: no address space for %lld bytes shared by the ranks; lower "
                   "config.max_in_flight or config.staging_bytes",
                   (long long)layout->segment_bytes);
         return NULL;
     }
     shared_found(segment, layout, group_id);
-    return segment;
+    *h = (hall){.next = halls, .group_id = group_id, .layout = *layout, .segment = segment};
+    return halls = h;
+}
+
+static hall *find(uint64_t group_id)
+{
+    hall *h = halls;
+    while (h && h->group_id != group_id) h = h->next;
+    return h;
+}
+
+static epic_result enter_locked(hall **out, const shared_layout *layout, const epic_join *join)
+{
+    const int rank = join->meet->rank;
+    hall *h = find(join->group_id);
+    if (!h) h = build(layout, join->group_id);
+    if (!h) return EPIC_ENOMEM;
+    if (memcmp(&h->layout, layout, sizeof *layout) != 0 || h->seen[rank])
+        return epic_fail(EPIC_EPEER,
+                         "threads: rank %d of this group is in it already: the meeting mixed "
+                         "two groups; open one from each meeting",
+                         rank);
+    h->seen[rank] = true;
+    h->num_seen++;
+    h->num_inside++;
+    *out = h;
+    return EPIC_OK;
+}
+
+static epic_result enter(hall **out, const shared_layout *layout, const epic_join *join)
+{
+    pthread_mutex_lock(&mutex);
+    const epic_result result = enter_locked(out, layout, join);
+    pthread_mutex_unlock(&mutex);
+    return result;
 }
 
 /* Each rank departs once, after its last access; the others may still be reading. */
-static void depart(char *segment)
+static void depart(hall *h)
 {
-    shared_header *header = (shared_header *)segment;
-    const size_t bytes = header->segment_bytes;
-    const uint32_t num_ranks = header->num_ranks;
-    if (add_ordered(&header->num_departed, 1) + 1 == num_ranks) munmap(segment, bytes);
+    pthread_mutex_lock(&mutex);
+    if (--h->num_inside == 0) {
+        hall **link = &halls;
+        while (*link != h) link = &(*link)->next;
+        *link = h->next;
+        munmap(h->segment, (size_t)h->layout.segment_bytes);
+        free(h);
+    }
+    pthread_mutex_unlock(&mutex);
 }
 
-/* Every rank's address of the segment; only rank 0 has one.  The meeting's own failure leaves
- * the segment mapped when rank 0 cannot know who has its address. */
-static epic_result tell_address(const epic_join *join, char **segment)
+/* Waits until every rank has entered; one that could not says so. */
+static epic_result await_all(const epic_join *join, epic_result entered)
 {
     const epic_meet *meet = join->meet;
-    const uint64_t mine = (uint64_t)(uintptr_t)*segment;
+    const uint64_t mine = entered == EPIC_OK;
     uint64_t all[EPIC_MAX_RANKS];
-    if (meet->gather(meet->self, &mine, all, sizeof mine) != EPIC_OK)
-        return epic_fail(EPIC_EPEER, "the meeting failed while the ranks shared memory");
-    *segment = (char *)(uintptr_t)all[0];
-    return EPIC_OK;
+    TRY(meet->gather(meet->self, &mine, all, sizeof mine));
+    for (int r = 0; r < meet->num_ranks && entered == EPIC_OK; r++)
+        if (all[r] != 1) return epic_fail(EPIC_EPEER, "threads: rank %d could not join", r);
+    return entered;
+}
+
+/* Whatever the meeting said: are all of them here? */
+static epic_result check_all(const hall *h)
+{
+    pthread_mutex_lock(&mutex);
+    const int num_seen = h->num_seen;
+    pthread_mutex_unlock(&mutex);
+    if (num_seen == h->layout.num_ranks) return EPIC_OK;
+    return epic_fail(EPIC_EPEER,
+                     "threads: %d of the %d ranks are in this process: the meeting brought "
+                     "ranks that do not exist",
+                     num_seen, h->layout.num_ranks);
 }
 
 static epic_result threads_join(epic_group **out, const epic_join *join)
 {
     shared_layout layout;
+    hall *h = NULL;
     TRY(shared_layout_of(join->config, &layout));
-    char *segment = NULL;
-    if (join->meet->rank == 0) segment = map_segment(&layout, join->group_id);
-    const bool failed = join->meet->rank == 0 && !segment;
-    const epic_result told = tell_address(join, &segment);
-    if (failed) return EPIC_ENOMEM;
-    if (told != EPIC_OK) {
-        if (segment) depart(segment);
-        return told;
-    }
-    if (!segment) return epic_fail(EPIC_ENOMEM, "rank 0 could not map the shared memory");
-    if (!shared_is_ours(segment, &layout, join->group_id))
-        return epic_fail(EPIC_EDEVICE, "rank 0 shared the memory of another group");
-    const epic_result result = shared_open(out, join, &layout, segment, false);
-    if (result != EPIC_OK) depart(segment);
+    epic_result result = await_all(join, enter(&h, &layout, join));
+    if (result == EPIC_OK) result = check_all(h);
+    if (result == EPIC_OK) result = shared_open(out, join, &layout, h->segment, false);
+    if (result == EPIC_OK)
+        (*out)->own = h;
+    else if (h)
+        depart(h);
     return result;
 }
 
 static void threads_leave(epic_group *group)
 {
-    char *segment = group->segment;
+    hall *h = group->own;
     shared_say_goodbye(group);
     shared_free(group);
-    depart(segment);
+    depart(h);
 }
 
 const epic_backend epic_backend_threads = {

@@ -1,0 +1,287 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_open over a meeting that lies: gathers that give a rank forged records of its peers, by
+ * random bytes, flipped bits, texts without an end, huge numbers, other ranks' records.  Never a
+ * crash (AddressSanitizer looks), never a wait past the deadline, never EPIC_OK with a context
+ * that cannot be used. */
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "check.h"
+#include "core/hello.h"
+#include "run.h"
+
+#define RANKS 3
+#define PATIENCE_MS 300 /* of the groups: what a rank waits for a peer that left */
+#define MOST_NS 20000000000ull
+
+static const epic_config good = {
+    .max_tokens = 4, .max_row_bytes = 64, .max_in_flight = 2, .timeout_ms = PATIENCE_MS};
+
+/* A meeting that hands on to an honest one, and lies about what came. */
+typedef struct liar {
+    epic_meet inner;
+    run_random random;
+    int which;   /* the gather that it lies in, from 0; -1: in each */
+    int gathers; /* so far */
+    bool lied;
+} liar;
+
+/* -------------------------------------------------------------------------------- lies ---- */
+
+static void flip_bits(liar *l, unsigned char *record, size_t bytes)
+{
+    for (int64_t i = run_between(&l->random, 1, 8); i > 0; i--)
+        record[run_below(&l->random, (int64_t)bytes)] ^=
+            (unsigned char)(1 << run_below(&l->random, 8));
+}
+
+static void huge_numbers(liar *l, unsigned char *record, size_t bytes)
+{
+    static const int64_t huge[] = {INT64_MAX,    INT64_MIN, -1,     INT32_MAX, 1ll << 32,
+                                   1ll << 33,    1ll << 62, 0,      10,        INT32_MIN,
+                                   0xffffffffll, 65536,     1 << 20};
+    for (int64_t i = run_between(&l->random, 1, 4); i > 0 && bytes >= 8; i--) {
+        const int64_t number = huge[run_below(&l->random, sizeof huge / sizeof *huge)];
+        memcpy(record + run_below(&l->random, (int64_t)bytes / 8) * 8, &number, sizeof number);
+    }
+}
+
+static void garble(liar *l, unsigned char *record, size_t bytes)
+{
+    const int64_t begin = run_below(&l->random, (int64_t)bytes);
+    for (int64_t i = begin; i < (int64_t)bytes; i++)
+        record[i] = (unsigned char)run_next(&l->random);
+}
+
+/* Every text of a hello without an end, or with colours for a terminal. */
+static void endless_texts(liar *l, unsigned char *record, size_t bytes)
+{
+    hello *h = (hello *)(void *)record;
+    const int letter = run_chance(&l->random, 50) ? 'x' : 27;
+    if (bytes != sizeof *h) return;
+    switch (run_below(&l->random, 3)) {
+    case 0:
+        memset(h->backend, letter, sizeof h->backend);
+        break;
+    case 1:
+        memset(h->name, letter, sizeof h->name);
+        break;
+    default:
+        memset(h->sentence, letter, sizeof h->sentence);
+        h->refused = run_between(&l->random, 0, 10);
+    }
+}
+
+static void lie_about(liar *l, unsigned char *all, int rank, size_t bytes)
+{
+    unsigned char *record = all + (size_t)rank * bytes;
+    const int other = (int)run_below(&l->random, l->inner.num_ranks);
+    switch (run_below(&l->random, 7)) {
+    case 0:
+        garble(l, record, bytes);
+        break;
+    case 1:
+        memset(record, run_chance(&l->random, 50) ? 0 : 0xff, bytes);
+        break;
+    case 2:
+        memmove(record, all + (size_t)other * bytes, bytes);
+        break;
+    case 3:
+        endless_texts(l, record, bytes);
+        break;
+    case 4:
+        flip_bits(l, record, bytes);
+        break;
+    default:
+        huge_numbers(l, record, bytes);
+    }
+}
+
+static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+{
+    liar *l = self;
+    const int number = l->gathers++;
+    const epic_result result = l->inner.gather(l->inner.self, mine, all, bytes);
+    if (result != EPIC_OK || (l->which >= 0 && l->which != number)) return result;
+    l->lied = true;
+    const int first = (int)run_below(&l->random, l->inner.num_ranks);
+    const int last = run_chance(&l->random, 50) ? first : l->inner.num_ranks - 1;
+    for (int r = first; r <= last; r++) lie_about(l, all, r, bytes);
+    return run_chance(&l->random, 5) ? (epic_result)run_next(&l->random) : EPIC_OK;
+}
+
+/* --------------------------------------------------------------------------- the trials ---- */
+
+typedef struct trial {
+    const char *backend;
+    uint64_t seed;
+    int deceived; /* a bit for each rank */
+} trial;
+
+/* An open that succeeded gives a context with which an operation works, or fails as it may. */
+static void use(epic_context *ctx, bool honest)
+{
+    float one[4] = {1, 1, 1, 1};
+    CHECK(epic_backend_name(ctx)[0] != '\0');
+    CHECK_EQ(epic_check(ctx) == EPIC_ECLOSED, 0);
+    const epic_result result =
+        epic_sum(ctx, &(epic_sum_args){.data = one, .count = 4}, sizeof(epic_sum_args));
+    const bool right = result == EPIC_OK ? one[0] == (float)epic_num_ranks(ctx)
+                                         : result == EPIC_EPEER || result == EPIC_ETIMEOUT;
+    CHECK_SAY(right && (result == EPIC_OK || !honest), "epic_sum: %s: %s",
+              epic_result_name(result), epic_error(ctx));
+}
+
+static void open_deceived(epic_meet *meet, const trial *t)
+{
+    liar l = {.inner = *meet, .random = {run_mix(t->seed, (uint64_t)meet->rank)}};
+    const bool deceived = t->deceived >> meet->rank & 1;
+    l.which = (int)run_below(&l.random, 5) - 1;
+    const epic_meet lies = {meet->rank, meet->num_ranks, gather, NULL, &l};
+    epic_config config = good;
+    config.backend = t->backend;
+    epic_context *ctx = NULL;
+    const uint64_t start = run_now_ns();
+    check_seed = t->seed;
+    const epic_result result = epic_open(&ctx, deceived ? &lies : meet, &config, sizeof config);
+    CHECK_SAY(run_now_ns() - start < MOST_NS, "open took %lld ms",
+              (long long)(run_now_ns() - start) / 1000000);
+    CHECK_SAY(result >= EPIC_OK && result <= EPIC_ECLOSED, "result %d", (int)result);
+    if (result != EPIC_OK) epic_meet_close(meet);
+    if (result == EPIC_OK)
+        use(ctx, t->deceived == 0);
+    else
+        CHECK(epic_error(ctx)[0] != '\0' && epic_check(ctx) == EPIC_ECLOSED);
+    for (const char *at = epic_error(ctx); *at; at++)
+        CHECK_SAY((unsigned char)*at >= ' ', "a control character in: %s", epic_error(ctx));
+    CHECK_SAY(t->deceived || result == EPIC_OK, "%s", epic_error(ctx));
+    epic_meet_close(meet);
+    epic_close(ctx);
+}
+
+typedef struct place {
+    epic_meet meet;
+    trial *trial;
+} place;
+
+/* Leaves the meeting at once, so that who is still in it hears of it. */
+static void *open_and_leave(void *self)
+{
+    place *p = self;
+    open_deceived(&p->meet, p->trial);
+    return NULL;
+}
+
+/* Ranks are threads also for shm: it does not mind. */
+static void run_trial(trial *t, int num_ranks)
+{
+    epic_meet meets[RANKS];
+    place places[RANKS];
+    pthread_t threads[RANKS];
+    if (!CHECK(epic_meet_threads(meets, num_ranks, 5000) == EPIC_OK)) return;
+    for (int r = 0; r < num_ranks; r++) {
+        places[r] = (place){meets[r], t};
+        pthread_create(&threads[r], NULL, open_and_leave, &places[r]);
+    }
+    for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
+}
+
+static void test_deceived(const char *backend, int64_t count)
+{
+    run_random random = {run_mix(run_seed(), (uint64_t)count)};
+    for (int64_t i = 0; i < count; i++) {
+        trial t = {run_chance(&random, 70) ? backend : NULL, run_next(&random),
+                   (int)run_below(&random, 1 << RANKS)};
+        run_trial(&t, RANKS);
+    }
+}
+
+/* A group of one whose meeting lies to it. */
+static void test_self(void)
+{
+    run_random random = {run_mix(run_seed(), 2)};
+    for (int i = 0; i < 300; i++) {
+        trial t = {run_chance(&random, 50) ? "self" : NULL, run_next(&random), 1};
+        run_trial(&t, 1);
+    }
+}
+
+/* -------------------------------------------------------------------- named for what was ---- */
+
+/* A peer that is nobody: every record is this rank's own, spoiled by `spoil`. */
+typedef struct mirror {
+    void (*spoil)(void *record, size_t bytes, int number);
+    int gathers;
+} mirror;
+
+static epic_result reflect(void *self, const void *mine, void *all, size_t bytes)
+{
+    mirror *m = self;
+    memcpy((char *)all + bytes, mine, bytes);
+    memcpy(all, mine, bytes);
+    if (bytes == sizeof(hello)) ((hello *)all)->rank = 0;
+    m->spoil(all, bytes, m->gathers++);
+    return EPIC_OK;
+}
+
+static void expect(const char *backend, void (*spoil)(void *, size_t, int), const char *words)
+{
+    mirror m = {.spoil = spoil};
+    const epic_meet meet = {.rank = 1, .num_ranks = 2, .gather = reflect, .self = &m};
+    epic_config config = good;
+    config.backend = backend;
+    epic_context *ctx = NULL;
+    const epic_result result = epic_open(&ctx, &meet, &config, sizeof config);
+    CHECK_SAY(result == EPIC_EPEER, "%s, not EPIC_EPEER: %s", epic_result_name(result),
+              epic_error(ctx));
+    CHECK_SAY(strstr(epic_error(ctx), words) != NULL, "no \"%s\" in: %s", words,
+              epic_error(ctx));
+    epic_close(ctx);
+}
+
+/* As an int it is 0: open went on without a backend. */
+static void refuse_past_32_bits(void *record, size_t bytes, int number)
+{
+    if (bytes == sizeof(hello) && number == 1) ((hello *)record)->refused = 1ll << 32;
+}
+
+/* An address in the place where rank 0 told its memory's. */
+static void invent_address(void *record, size_t bytes, int number)
+{
+    const uint64_t address = 0xdead0000;
+    (void)number;
+    if (bytes == sizeof address) memcpy(record, &address, sizeof address);
+}
+
+static void nothing(void *record, size_t bytes, int number)
+{
+    (void)record, (void)bytes, (void)number;
+}
+
+static void endless_name(void *record, size_t bytes, int number)
+{
+    (void)number;
+    if (bytes == sizeof(hello)) memset(((hello *)record)->name, 'x', 64);
+}
+
+static void other_address(void *record, size_t bytes, int number)
+{
+    (void)number;
+    if (bytes != sizeof(hello) && bytes >= 32) memset((char *)record + bytes - 32, 'a', 32);
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(50);
+    expect("threads", refuse_past_32_bits, "not written by EPIC (its result)");
+    expect(NULL, endless_name, "not written by EPIC (its name)");
+    expect("threads", invent_address, "threads: rank 0 could not join");
+    expect("threads", nothing, "1 of the 2 ranks are in this process");
+    expect("shm", other_address, "not an address that EPIC made");
+    test_self();
+    test_deceived("threads", (int64_t)(400 * run_scale()) + 20);
+    test_deceived("shm", (int64_t)(200 * run_scale()) + 20);
+    return check_end();
+}
