@@ -5,8 +5,7 @@
 
 MAKEFLAGS += --no-print-directory
 JOBS ?= $(shell nproc)
-CMAKE = mkdir -p $(2) && cmake -S . -DCMAKE_BUILD_TYPE=$(1) $(3) -B $(2) >$(2)/configure.log || \
-    { cat $(2)/configure.log; exit 1; }
+CMAKE = tools/configure.sh $(2) -DCMAKE_BUILD_TYPE=$(1) $(3)
 BUILD = cmake --build $(1) -j $(JOBS)
 CTEST = tests/ctest.sh $(1)
 LEFT_OUT = sed -n 's/^-- \(left out: \)/\1/p' $(1)/configure.log
