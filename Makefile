@@ -15,12 +15,12 @@ STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m)
 VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
 VALGRIND_TESTS = info meet_env meet_threads recorder sized
 
-.PHONY: all test demo format clean install setup-build setup-test setup-demo \
+.PHONY: all test demo format clean install uninstall setup-build setup-test setup-demo \
     test-format test-gcc test-clang test-asan test-tsan test-valgrind
 .NOTPARALLEL:
 
 all: setup-build
-	@$(call CMAKE,Release,build)
+	@$(call CMAKE,Release,build,$(if $(STATIC),-DEPIC_STATIC=$(STATIC)))
 	@$(call BUILD,build)
 
 PARTS = format gcc clang asan tsan valgrind jax-quick
@@ -81,8 +81,12 @@ demo: setup-demo
 format:
 	@tools/format.sh
 
+# prefix=FOLDER, DESTDIR=FOLDER (before the prefix, for packages), STATIC=1 (libepic.a too)
 install: all
-	cmake --install build
+	@DESTDIR="$(DESTDIR)" tools/install.sh build "$(prefix)"
+
+uninstall:
+	@DESTDIR="$(DESTDIR)" tools/install.sh --remove build
 
 clean:
 	rm -rf build
