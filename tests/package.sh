@@ -29,16 +29,26 @@ runs() { # program, where libepic.so is
     grep -q 'token 3 went out as 4 and came home as 8' "$here/out" || fail "$1: $(cat "$here/out")"
 }
 
+# What the build is told of as EPIC_OPENBLAS is loaded where the system has none.
+mkdir "$here/none"
+echo none >"$here/none/libopenblas.so.0"
+echo none >"$here/none/libscipy_openblas.so"
+quietly ${CC:-cc} -shared -fPIC '-DNAME(x)=scipy_##x' -Dinteger=int '-DCONFIG=""' \
+    tests/openblas/stub.c -o "$here/libtold.so"
+
 # A part of a build.  Warnings that EPIC's own build does not ask for are not errors there, and
 # nothing but the library is built.
 stranger fetched fetched
 stranger source source -DEPIC_INSTALL=ON -DCMAKE_BUILD_TYPE=Release \
-    -DCMAKE_C_FLAGS=-Wc++-compat -DCMAKE_INSTALL_PREFIX="$here/nowhere"
+    -DCMAKE_C_FLAGS=-Wc++-compat -DCMAKE_INSTALL_PREFIX="$here/nowhere" \
+    -DEPIC_OPENBLAS="$here/libtold.so"
 quietly cmake --build "$here/source" -j 2
 grep -q 'warning: ' "$here/log" || fail "no warning: the test is wrong"
 runs "$here/source/with_epic"
 runs "$here/source/with_epic_static"
-"$here/source/clash" | grep -q ' 42$' || fail "names clash"
+LD_LIBRARY_PATH=$here/none "$here/source/clash" >"$here/out"
+grep -q ' 42$' "$here/out" || fail "names clash: $(cat "$here/out")"
+grep -q '^OpenBLAS 9.9.9 Stub' "$here/out" || fail "EPIC_OPENBLAS: $(cat "$here/out")"
 ctest --test-dir "$here/source" -N | grep -q 'Total Tests: 0' || fail "tests of ours"
 if cmake --build "$here/source" --target help |
     grep -E 'unit_|conformance|fault_|bench_|example_|demo_|emulat|epic-info|header_'; then
