@@ -16,7 +16,7 @@ VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
 VALGRIND_TESTS = info meet_env meet_threads recorder sized
 
 .PHONY: all test demo format clean install uninstall setup-build setup-test setup-demo \
-    test-format test-gcc test-clang test-asan test-tsan test-valgrind
+    test-format test-gcc test-clang test-asan test-tsan test-valgrind test-chroot
 .NOTPARALLEL:
 
 all: setup-build
@@ -69,6 +69,11 @@ test-valgrind:
 	    done; \
 	else echo "left out: there is no valgrind"; fi
 
+# Not a part of `make test`: it makes a bare system, SUITE of MIRROR, and runs this file in it.
+SUITE ?= bookworm
+test-chroot:
+	@tests/chroot.sh $(SUITE)
+
 TRAIN = build/examples/train_text
 demo: setup-demo
 	@$(call CMAKE,Release,build)
@@ -77,6 +82,7 @@ demo: setup-demo
 	@$(TRAIN) --picture build/train_text.svg
 	@echo "== the same 20 steps with 4 ranks and with 1"
 	@$(TRAIN) --check
+	@$(call LEFT_OUT,build) | grep OpenBLAS || true
 
 format:
 	@tools/format.sh
