@@ -5,27 +5,27 @@
 
 MAKEFLAGS += --no-print-directory
 JOBS ?= $(shell nproc)
-CMAKE = mkdir -p $(2) && cmake -S . -DCMAKE_BUILD_TYPE=$(1) $(3) -B $(2) >$(2)/configure.log || \
-    { cat $(2)/configure.log; exit 1; }
+CMAKE = tools/configure.sh $(2) -DCMAKE_BUILD_TYPE=$(1) $(3)
 BUILD = cmake --build $(1) -j $(JOBS)
-CTEST = ctest --output-on-failure -j 2 --test-dir $(1)
+CTEST = tests/ctest.sh $(1)
+LEFT_OUT = sed -n 's/^-- \(left out: \)/\1/p' $(1)/configure.log
 HOST_ONLY = -DEPIC_MPI=OFF -DEPIC_CUDA=OFF -DEPIC_EMULATOR=OFF
 # ThreadSanitizer of gcc 12 and 13 does not know the addresses of newer kernels' randomisation.
 STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
 VALGRIND_TESTS = info meet_env meet_threads recorder sized
 
-.PHONY: all test demo format clean install setup-build setup-test setup-demo \
-    test-format test-gcc test-clang test-asan test-tsan test-valgrind
+.PHONY: all test demo format clean install uninstall setup-build setup-test setup-demo \
+    test-format test-gcc test-clang test-asan test-tsan test-valgrind test-chroot
 .NOTPARALLEL:
 
 all: setup-build
-	@$(call CMAKE,Release,build)
+	@$(call CMAKE,Release,build,$(if $(STATIC),-DEPIC_STATIC=$(STATIC)))
 	@$(call BUILD,build)
 
-test: setup-test test-format test-gcc test-clang test-asan test-tsan test-valgrind \
-    test-jax-quick
-	@echo "== make test: all parts passed"
+PARTS = format gcc clang asan tsan valgrind jax-quick
+test: setup-test
+	@tests/parts.sh "$(MAKE)" $(PARTS)
 
 setup-build setup-test setup-demo: setup-%:
 	@tools/setup.sh $*
@@ -38,6 +38,7 @@ test-gcc:
 	@echo "== release build"
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build)
+	@$(call LEFT_OUT,build)
 	@$(call CTEST,build)
 
 test-clang:
@@ -68,6 +69,11 @@ test-valgrind:
 	    done; \
 	else echo "left out: there is no valgrind"; fi
 
+# Not a part of `make test`: it makes a bare system, SUITE of MIRROR, and runs this file in it.
+SUITE ?= bookworm
+test-chroot:
+	@tests/chroot.sh $(SUITE)
+
 TRAIN = build/examples/train_text
 demo: setup-demo
 	@$(call CMAKE,Release,build)
@@ -76,12 +82,17 @@ demo: setup-demo
 	@$(TRAIN) --picture build/train_text.svg
 	@echo "== the same 20 steps with 4 ranks and with 1"
 	@$(TRAIN) --check
+	@$(call LEFT_OUT,build) | grep OpenBLAS || true
 
 format:
 	@tools/format.sh
 
+# prefix=FOLDER, DESTDIR=FOLDER (before the prefix, for packages), STATIC=1 (libepic.a too)
 install: all
-	cmake --install build
+	@DESTDIR="$(DESTDIR)" tools/install.sh build "$(prefix)"
+
+uninstall:
+	@DESTDIR="$(DESTDIR)" tools/install.sh --remove build
 
 clean:
 	rm -rf build

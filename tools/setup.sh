@@ -16,7 +16,9 @@ look() {
     have cmake || required="$required cmake"
     header stdio.h || required="$required libc6-dev"
     [ "$purpose" != build ] || return 0
-    /sbin/ldconfig -p | grep -q 'libopenblas\.so\.0' || optional="$optional libopenblas0-pthread"
+    /sbin/ldconfig -p | grep -q 'libopenblas\.so\.0' ||
+        python3 -c 'import scipy_openblas32' 2>/dev/null ||
+        optional="$optional libopenblas0-pthread"
     [ "$purpose" = test ] || return 0
     have g++ || optional="$optional g++"
     have clang-format-14 || optional="$optional clang-format-14"
@@ -34,14 +36,25 @@ apt() {
 install() {
     log=$(mktemp)
     echo "installing:$required$optional"
-    apt update || echo "apt-get update failed; trying with the lists that there are"
+    apt update || echo "apt-get update failed (no network?); trying with the lists that there are"
     # One package that cannot be had should not keep the others away.
     if ! apt install -y --no-install-recommends $required $optional; then
         for package in $required $optional; do
-            apt install -y --no-install-recommends $package || tail -n 2 "$log"
+            apt install -y --no-install-recommends $package ||
+                echo "$package cannot be had: $(grep . "$log" | tail -n 1)"
         done
     fi
     rm -f "$log"
+}
+
+how() { # to have packages
+    if ! have apt-get; then
+        echo "Debian calls them so; install what this system calls them"
+    elif [ "$(id -u)" = 0 ]; then
+        echo "when they can be had: apt-get install -y$*"
+    else
+        echo "root installs them: sudo apt-get install -y$*"
+    fi
 }
 
 look
@@ -53,10 +66,13 @@ if [ "$(id -u)" = 0 ] && have apt-get && { [ -n "$required" ] || [ ! -e $tried ]
     look
     [ -z "$optional" ] || { mkdir -p build && touch $tried; }
 fi
-if [ -n "$optional" ]; then
-    echo "some parts are left out; to have them all: sudo apt-get install -y$optional"
-fi
 if [ -n "$required" ]; then
-    echo "missing:$required; to install: sudo apt-get install -y$required" >&2
+    echo "cannot go on without these packages:$required; $(how "$required")" >&2
     exit 1
+fi
+if [ -n "$optional" ]; then
+    case $purpose in
+    demo) echo "goes on, but slowly, without:$optional; $(how "$optional")" ;;
+    *) echo "goes on with parts left out, without:$optional; $(how "$optional")" ;;
+    esac
 fi

@@ -11,6 +11,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "file.h"
+
 enum { VERSION = 1, ORDER = 0x01020304, MOMENTS = 3 /* value, first, second */ };
 
 static const char magic[8] = "EPICTEXT";
@@ -22,14 +24,15 @@ typedef struct record {
     uint32_t sum;      /* CRC-32 of all before */
 } record;
 
-static uint32_t crc32(const void *data, size_t bytes)
+/* Goes on from the CRC-32 of what was before; 0: nothing. */
+static uint32_t crc32_add(uint32_t crc, const void *data, size_t bytes)
 {
     static const uint32_t nibbles[16] = {0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac,
                                          0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
                                          0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c,
                                          0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c};
-    uint32_t crc = ~0u;
     const unsigned char *at = data;
+    crc = ~crc;
     for (size_t i = 0; i < bytes; i++) {
         crc = nibbles[(crc ^ at[i]) & 15] ^ (crc >> 4);
         crc = nibbles[(crc ^ (at[i] >> 4)) & 15] ^ (crc >> 4);
@@ -37,15 +40,56 @@ static uint32_t crc32(const void *data, size_t bytes)
     return ~crc;
 }
 
-static int64_t file_bytes(const model *m)
+static uint32_t crc32(const void *data, size_t bytes)
+{
+    return crc32_add(0, data, bytes);
+}
+
+static int64_t file_bytes(int64_t hidden, int64_t inner)
 {
     int64_t bytes = sizeof(checkpoint_header);
-    for (int n = 0; n < NUM_PARAMETERS; n++)
-        bytes += (int64_t)sizeof(record) + m->parameters[n].count * MOMENTS * 4;
+    for (int n = 0; n < NUM_PARAMETERS; n++) {
+        parameter p;
+        parameter_describe(&p, n, hidden, inner);
+        bytes += (int64_t)sizeof(record) + p.count * MOMENTS * 4;
+    }
     return bytes;
 }
 
 /* ----------------------------------------------------------------------------- reading ---- */
+
+/* Anybody can make a header with a right checksum: whatever it says is bounded here, by what the
+ * command line bounds it by. */
+static bool check_fields(const checkpoint_header *h, const char *path)
+{
+    const struct {
+        const char *name;
+        int64_t value, least, most, unit;
+    } fields[] = {{"hidden", h->hidden, LEAST_WIDTH, MOST_HIDDEN, LEAST_WIDTH},
+                  {"inner", h->inner, LEAST_WIDTH, MOST_INNER, LEAST_WIDTH},
+                  {"tokens", h->tokens, LEAVES, MOST_TOKENS, LEAVES},
+                  {"seed", h->seed, 0, INT64_MAX, 1},
+                  {"steps", h->steps, 1, MOST_STEPS, 1},
+                  {"step", h->step, 0, h->steps, 1}};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (fields[i].value < fields[i].least || fields[i].value > fields[i].most ||
+            fields[i].value % fields[i].unit)
+            return complain("%s says that %s is %lld: multiples of %lld from %lld to %lld are "
+                            "possible; the file is damaged or forged",
+                            path, fields[i].name, (long long)fields[i].value,
+                            (long long)fields[i].unit, (long long)fields[i].least,
+                            (long long)fields[i].most);
+    if (h->drawn != h->step * h->tokens)
+        return complain("%s says that %lld positions were drawn: %lld steps draw %lld; the "
+                        "file is damaged or forged",
+                        path, (long long)h->drawn, (long long)h->step,
+                        (long long)(h->step * h->tokens));
+    if (!(h->rate > 0 && h->rate <= 1))
+        return complain("%s says that the rate is %g: above 0 and at most 1 is possible; the "
+                        "file is damaged or forged",
+                        path, h->rate);
+    return true;
+}
 
 static bool read_header(FILE *file, const char *path, checkpoint_header *h)
 {
@@ -56,57 +100,64 @@ static bool read_header(FILE *file, const char *path, checkpoint_header *h)
                         path, h->version, h->byte_order, VERSION, ORDER);
     if (crc32(h, offsetof(checkpoint_header, sum)) != h->sum)
         return complain("%s: the checksum of the header is wrong: the file is damaged", path);
+    if (!check_fields(h, path)) return false;
     fseeko(file, 0, SEEK_END);
-    const int64_t length = ftello(file);
+    const int64_t length = ftello(file), right = file_bytes(h->hidden, h->inner);
     fseeko(file, sizeof *h, SEEK_SET);
-    if (length != h->num_bytes)
-        return complain("%s is %lld bytes long, and was %lld when it was written: the file is "
-                        "damaged",
-                        path, (long long)length, (long long)h->num_bytes);
+    if (length != right || h->num_bytes != right)
+        return complain(
+            "%s is %lld bytes long, and says %lld; a model of its sizes takes %lld: "
+            "the file is damaged",
+            path, (long long)length, (long long)h->num_bytes, (long long)right);
     return true;
 }
 
-/* The next parameter; its floats are to be freed. */
-static float *read_record(FILE *file, const char *path, int64_t most, record *r)
+/* Goes on with the checksum of what it reads; to NULL: only that. */
+static bool read_values(FILE *file, float *to, int64_t count, uint32_t *sum)
 {
-    float *data = NULL;
-    if (fread(r, sizeof *r, 1, file) != 1 || crc32(r, offsetof(record, sum)) != r->sum ||
-        r->count < 0 || r->count > most / (MOMENTS * 4)) {
-        complain("%s: a parameter's header is wrong: the file is damaged", path);
-        return NULL;
+    float piece[4096];
+    const int64_t most = sizeof piece / sizeof *piece;
+    for (int64_t done = 0; done < count; done += most) {
+        const size_t n = (size_t)(count - done < most ? count - done : most);
+        if (fread(piece, sizeof *piece, n, file) != n) return false;
+        *sum = crc32_add(*sum, piece, n * sizeof *piece);
+        if (to) memcpy(to + done, piece, n * sizeof *piece);
     }
-    const size_t bytes = (size_t)r->count * MOMENTS * 4;
-    data = memory((int64_t)bytes);
-    if (fread(data, 1, bytes, file) == bytes && crc32(data, bytes) == r->data_sum) return data;
-    complain("%s: the checksum of %.32s is wrong: the file is damaged", path, r->name);
-    free(data);
-    return NULL;
+    return true;
 }
 
-static bool take(model *m, int number, const record *r, const float *data, const char *path)
+/* The next parameter, which is to be p; m NULL: only verifies. */
+static bool read_parameter(FILE *file, const char *path, const parameter *p, model *m)
 {
-    const parameter *p = &m->parameters[number];
-    if (strncmp(p->name, r->name, sizeof r->name) || p->count != r->count)
-        return complain("%s: %.32s of %lld values is where %s of %lld belongs", path, r->name,
-                        (long long)r->count, p->name, (long long)p->count);
-    if (p->offset < 0) return true;
-    float *const arrays[MOMENTS] = {m->value, m->first, m->second};
-    for (int i = 0; i < MOMENTS; i++)
-        memcpy(arrays[i] + p->offset, data + i * p->count, (size_t)p->count * sizeof *data);
-    return true;
+    record r;
+    uint32_t sum = 0;
+    if (fread(&r, sizeof r, 1, file) != 1 || crc32(&r, offsetof(record, sum)) != r.sum)
+        return complain("%s: the header of %s is wrong: the file is damaged", path, p->name);
+    if (strncmp(p->name, r.name, sizeof r.name) || p->count != r.count)
+        return complain("%s: %.32s of %lld values is where %s of %lld belongs: the file is "
+                        "damaged",
+                        path, r.name, (long long)r.count, p->name, (long long)p->count);
+    float *const arrays[MOMENTS] = {m ? m->value : NULL, m ? m->first : NULL,
+                                    m ? m->second : NULL};
+    for (int i = 0; i < MOMENTS; i++) {
+        const bool mine = m && p->offset >= 0;
+        if (!read_values(file, mine ? arrays[i] + p->offset : NULL, p->count, &sum))
+            return complain("%s ends inside %s: the file is damaged", path, p->name);
+    }
+    return sum == r.data_sum ||
+           complain("%s: the checksum of %s is wrong: the file is damaged", path, p->name);
 }
 
 /* m NULL: only verifies. */
 static bool read_all(const char *path, checkpoint_header *h, model *m)
 {
-    FILE *file = fopen(path, "rb");
-    if (!file) return complain("%s: %s", path, strerror(errno));
+    FILE *file = file_open(path);
+    if (!file) return false;
     bool good = read_header(file, path, h);
     for (int n = 0; good && n < NUM_PARAMETERS; n++) {
-        record r;
-        float *data = read_record(file, path, h->num_bytes, &r);
-        good = data && (!m || take(m, n, &r, data, path));
-        free(data);
+        parameter p;
+        parameter_describe(&p, n, h->hidden, h->inner);
+        good = read_parameter(file, path, m ? &m->parameters[n] : &p, m);
     }
     fclose(file);
     return good;
@@ -220,7 +271,7 @@ bool checkpoint_save(const char *path, model *m, checkpoint_header header)
         memcpy(header.magic, magic, sizeof magic);
         header.version = VERSION;
         header.byte_order = ORDER;
-        header.num_bytes = file_bytes(m);
+        header.num_bytes = file_bytes(m->hidden, m->inner);
         header.sum = crc32(&header, offsetof(checkpoint_header, sum));
         fwrite(&header, sizeof header, 1, file);
     }

@@ -19,7 +19,8 @@ typedef struct checkpoint_header {
     uint32_t sum; /* CRC-32 of all before */
 } checkpoint_header;
 
-/* Reads the header and verifies lengths and checksums of the whole file; complains. */
+/* Reads the header and verifies its fields, and lengths and checksums of the whole file; takes no
+ * memory for what the file says; complains. */
 bool checkpoint_look(const char *path, checkpoint_header *out);
 
 /* Reads this rank's parameters.  Collective: true on all ranks, or false. */

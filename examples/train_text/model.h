@@ -18,6 +18,15 @@
 
 enum { BYTES = 256, LAYERS = 2, EXPERTS = 8, TOP_K = 2, LEAVES = 8 };
 
+/* Of the command line and of checkpoints: hidden and inner are multiples of LEAST_WIDTH. */
+enum {
+    LEAST_WIDTH = 16,
+    MOST_HIDDEN = 4096,
+    MOST_INNER = 16384,
+    MOST_TOKENS = 1 << 20,
+    MOST_STEPS = 1000000
+};
+
 /* Numbers of the parameters: first the dense ones, then the experts' by layer and expert. */
 enum {
     EMBED = 0,                    /* [CONTEXT, BYTES, hidden] */
@@ -84,6 +93,9 @@ bool model_gradients(model *m, const unsigned char *const *at, int64_t tokens);
 
 /* The logits after each context, into out [tokens, BYTES]. */
 bool model_predict(model *m, const unsigned char *const *at, int64_t tokens, float *out);
+
+/* Name and count of a parameter, and how its values begin, for a model of these widths. */
+void parameter_describe(parameter *out, int number, int64_t hidden, int64_t inner);
 
 /* The rank that owns an expert's parameter; -1: all have it. */
 int model_owner(const model *m, int number);

@@ -43,7 +43,8 @@ static const char help[] =
     "                   are the checkpoint's\n"
     "  --every N        steps between two progress lines (default: 20 lines)\n"
     "  --sample N       bytes of each sample at the end (default 200; 0: none)\n"
-    "  --picture FILE   where to write the SVG (default train_text.svg; none: do not)\n"
+    "  --picture FILE   where to write the SVG (none: do not; default:\n"
+    "                   " TRAIN_TEXT_PICTURE ")\n"
     "  --log FILE       write the loss of each step, exactly\n"
     "  --help           this\n"
     "\n"
@@ -58,12 +59,16 @@ typedef struct whole {
 
 #define AT(field) offsetof(options, field)
 
-static const whole wholes[] = {
-    {"--ranks", AT(ranks), 1, LEAVES},   {"--steps", AT(steps), 1, 1000000},
-    {"--stop", AT(stop), 1, 1000000},    {"--tokens", AT(tokens), LEAVES, 1 << 20},
-    {"--hidden", AT(hidden), 16, 4096},  {"--inner", AT(inner), 16, 16384},
-    {"--seed", AT(seed), 0, INT64_MAX},  {"--every", AT(every), 1, 1000000},
-    {"--sample", AT(sample), 0, 100000}, {"--save-every", AT(save_every), 1, 1000000}};
+static const whole wholes[] = {{"--ranks", AT(ranks), 1, LEAVES},
+                               {"--steps", AT(steps), 1, MOST_STEPS},
+                               {"--stop", AT(stop), 1, MOST_STEPS},
+                               {"--tokens", AT(tokens), LEAVES, MOST_TOKENS},
+                               {"--hidden", AT(hidden), LEAST_WIDTH, MOST_HIDDEN},
+                               {"--inner", AT(inner), LEAST_WIDTH, MOST_INNER},
+                               {"--seed", AT(seed), 0, INT64_MAX},
+                               {"--every", AT(every), 1, MOST_STEPS},
+                               {"--sample", AT(sample), 0, 100000},
+                               {"--save-every", AT(save_every), 1, MOST_STEPS}};
 
 typedef struct word {
     const char *name;
@@ -187,7 +192,7 @@ static void fill_in(options *o)
     if (o->seed < 0) o->seed = 1;
     if (!o->rate) o->rate = 0.003;
     if (!o->every) o->every = o->steps < 20 ? 1 : o->steps / 20;
-    if (!o->picture) o->picture = "train_text.svg";
+    if (!o->picture) o->picture = TRAIN_TEXT_PICTURE;
     if (!strcmp(o->picture, "none")) o->picture = NULL;
 }
 
@@ -198,10 +203,12 @@ static bool check_rules(const options *o)
     if (o->tokens % LEAVES)
         return complain("--tokens is %lld: a multiple of %d is needed", (long long)o->tokens,
                         LEAVES);
-    if (o->hidden % 16)
-        return complain("--hidden is %lld: a multiple of 16 is needed", (long long)o->hidden);
-    if (o->inner % 16)
-        return complain("--inner is %lld: a multiple of 16 is needed", (long long)o->inner);
+    if (o->hidden % LEAST_WIDTH)
+        return complain("--hidden is %lld: a multiple of %d is needed", (long long)o->hidden,
+                        LEAST_WIDTH);
+    if (o->inner % LEAST_WIDTH)
+        return complain("--inner is %lld: a multiple of %d is needed", (long long)o->inner,
+                        LEAST_WIDTH);
     if (o->save_every && !o->save) return complain("--save-every needs --save");
     if (o->check && o->save) return complain("--check does not go with --save");
     return true;

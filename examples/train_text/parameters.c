@@ -15,46 +15,51 @@ int model_owner(const model *m, int number)
     return (number - UP) % EXPERTS / (EXPERTS / m->seat.num_ranks);
 }
 
-static void add(model *m, int number, int64_t count, double spread, bool decays)
+static void describe_expert(parameter *out, int number, int64_t hidden, int64_t inner)
 {
-    const int owner = model_owner(m, number);
-    parameter *p = &m->parameters[number];
-    p->count = count;
-    p->spread = spread;
-    p->decays = decays;
-    p->offset = owner < 0 || owner == m->seat.rank ? m->count : -1;
-    if (p->offset >= 0) m->count += count;
+    const bool up = number < DOWN;
+    const int i = up ? number - UP : number - DOWN;
+    out->count = up ? hidden * 2 * inner : inner * hidden;
+    out->spread = 1 / sqrt((double)(up ? hidden : inner));
+    snprintf(out->name, sizeof out->name, "layer%d.expert%d.%s", i / EXPERTS, i % EXPERTS,
+             up ? "up" : "down");
 }
 
-static void list_dense(model *m)
+void parameter_describe(parameter *out, int number, int64_t hidden, int64_t inner)
 {
-    add(m, EMBED, (int64_t)CONTEXT * BYTES * m->hidden, 0.25, true);
-    add(m, HEAD, m->hidden * BYTES, 0.02, true);
-    for (int i = 0; i <= LAYERS; i++) add(m, NORM + i, m->hidden, 0, false);
-    for (int i = 0; i < LAYERS; i++) add(m, GATE + i, m->hidden * EXPERTS, 0.02, true);
-    m->dense_count = m->count;
-    m->count += NUM_SUMS;
+    *out = (parameter){.spread = 0.02, .decays = true};
+    if (number == EMBED) {
+        out->count = (int64_t)CONTEXT * BYTES * hidden;
+        out->spread = 0.25;
+        snprintf(out->name, sizeof out->name, "embed");
+    } else if (number == HEAD) {
+        out->count = hidden * BYTES;
+        snprintf(out->name, sizeof out->name, "head");
+    } else if (number < GATE) {
+        out->count = hidden;
+        out->spread = 0;
+        out->decays = false;
+        snprintf(out->name, sizeof out->name, "norm%d", number - NORM);
+    } else if (number < UP) {
+        out->count = hidden * EXPERTS;
+        snprintf(out->name, sizeof out->name, "gate%d", number - GATE);
+    } else {
+        describe_expert(out, number, hidden, inner);
+    }
 }
 
-static void list_experts(model *m)
+static void list_parameters(model *m)
 {
-    for (int i = 0; i < LAYERS * EXPERTS; i++)
-        add(m, UP + i, m->hidden * 2 * m->inner, 1 / sqrt((double)m->hidden), true);
-    for (int i = 0; i < LAYERS * EXPERTS; i++)
-        add(m, DOWN + i, m->inner * m->hidden, 1 / sqrt((double)m->inner), true);
-}
-
-static void name_all(model *m)
-{
-    parameter *p = m->parameters;
-    snprintf(p[EMBED].name, sizeof p->name, "embed");
-    snprintf(p[HEAD].name, sizeof p->name, "head");
-    for (int i = 0; i <= LAYERS; i++) snprintf(p[NORM + i].name, sizeof p->name, "norm%d", i);
-    for (int i = 0; i < LAYERS; i++) snprintf(p[GATE + i].name, sizeof p->name, "gate%d", i);
-    for (int i = 0; i < LAYERS * EXPERTS; i++) {
-        const int layer = i / EXPERTS, expert = i % EXPERTS;
-        snprintf(p[UP + i].name, sizeof p->name, "layer%d.expert%d.up", layer, expert);
-        snprintf(p[DOWN + i].name, sizeof p->name, "layer%d.expert%d.down", layer, expert);
+    for (int n = 0; n < NUM_PARAMETERS; n++) {
+        const int owner = model_owner(m, n);
+        parameter *p = &m->parameters[n];
+        if (n == UP) { /* the dense ones are done */
+            m->dense_count = m->count;
+            m->count += NUM_SUMS;
+        }
+        parameter_describe(p, n, m->hidden, m->inner);
+        p->offset = owner < 0 || owner == m->seat.rank ? m->count : -1;
+        if (p->offset >= 0) m->count += p->count;
     }
 }
 
@@ -135,9 +140,7 @@ model *model_open(const seat *s, int64_t hidden, int64_t inner, int64_t tokens, 
     m->seat = *s;
     m->hidden = hidden;
     m->inner = inner;
-    list_dense(m);
-    list_experts(m);
-    name_all(m);
+    list_parameters(m);
     float **const arrays[] = {&m->value, &m->gradient, &m->first, &m->second};
     for (int i = 0; i < 4; i++) *arrays[i] = memory(m->count * 4);
     m->sums = m->gradient + m->dense_count;

@@ -4,7 +4,10 @@
 #include "product.h"
 
 #include <dlfcn.h>
+#include <link.h>
 #include <string.h>
+
+#include "epic/epic.h"
 
 enum { ROW_MAJOR = 101, AS_IT_LIES = 111, TRANSPOSED = 112 }; /* of the C interface to BLAS */
 
@@ -14,16 +17,35 @@ static void (*sgemm)(int order, int op_a, int op_b, int m, int n, int k, float a
 
 #ifdef EPIC_HAVE_BLAS
 
+static void *library;
+
+static bool find(const char *name, const char *name_of_pip, void *function)
+{
+    void *address = dlsym(library, name);
+    if (!address) address = dlsym(library, name_of_pip);
+    memcpy(function, &address, sizeof address);
+    return address != NULL;
+}
+
+static int open_openblas(struct dl_phdr_info *info, size_t size, void *unused)
+{
+    (void)size;
+    (void)unused;
+    const char *slash = strrchr(info->dlpi_name, '/');
+    if (slash && strstr(slash, "openblas"))
+        library = dlopen(info->dlpi_name, RTLD_NOW | RTLD_NOLOAD);
+    return library != NULL;
+}
+
+/* epic_blas_name() loads what the experts use; it is among the libraries of the process then. */
 void product_start(void)
 {
     void (*set_num_threads)(int) = NULL;
-    void *library = dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);
-    void *address = library ? dlsym(library, "openblas_set_num_threads") : NULL;
-    if (!address) return;
-    memcpy(&set_num_threads, &address, sizeof address);
+    if (strncmp(epic_blas_name(), "OpenBLAS", 8) || !dl_iterate_phdr(open_openblas, NULL) ||
+        !find("openblas_set_num_threads", "scipy_openblas_set_num_threads", &set_num_threads))
+        return;
     set_num_threads(1);
-    address = dlsym(library, "cblas_sgemm");
-    memcpy(&sgemm, &address, sizeof address);
+    find("cblas_sgemm", "scipy_cblas_sgemm", &sgemm);
 }
 
 #else

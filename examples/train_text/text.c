@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "file.h"
 #include "seat.h"
 
 enum { IN_CHUNK = CHUNK - CONTEXT, EVERY = 10 };
@@ -20,8 +21,8 @@ enum { IN_CHUNK = CHUNK - CONTEXT, EVERY = 10 };
 
 static bool read_file(text *t, const char *path)
 {
-    FILE *file = fopen(path, "rb");
-    if (!file) return complain("%s: %s", path, strerror(errno));
+    FILE *file = file_open(path);
+    if (!file) return false;
     for (size_t got = 1; got > 0;) {
         unsigned char *grown = realloc(t->bytes, (size_t)t->num_bytes + CHUNK);
         if (!grown || t->num_bytes > MOST_BYTES) {

@@ -11,6 +11,7 @@
 
 #include "checkpoint.h"
 #include "history.h"
+#include "ngram.h"
 #include "optimiser.h"
 #include "random.h"
 
@@ -27,6 +28,8 @@ typedef struct run {
     int64_t last_line;        /* steps of this run told about */
     double training_seconds;  /* since then */
     float held_out_before;
+    double ngram_bits;    /* a byte of held-out text */
+    double ngram_trained; /* the part of the training text that it counted */
     FILE *log;
     bool interrupted;
 } run;
@@ -50,8 +53,16 @@ static float bits(float nats)
 
 /* ---------------------------------------------------------------------- held-out text ---- */
 
-/* Mean bits per byte over `passes` times --tokens positions, spread evenly over what is held
- * out. */
+enum { PASSES = 4 }; /* before and after training */
+
+/* Number n of `count` positions that are spread evenly over what is held out. */
+static const unsigned char *held_out_at(const run *r, int64_t n, int64_t count)
+{
+    const double way = (double)n / (double)count;
+    return text_held_out(r->t, (int64_t)(way * (double)r->t->num_held_out));
+}
+
+/* Mean bits per byte over `passes` times --tokens positions. */
 static bool evaluate(run *r, int64_t passes, float *out)
 {
     const int64_t tokens = r->o->tokens;
@@ -60,8 +71,7 @@ static bool evaluate(run *r, int64_t passes, float *out)
         float loss;
         for (int64_t i = 0; i < r->here; i++) {
             const int64_t n = p * tokens + r->seat.rank * r->here + i;
-            const double way = (double)n / (double)(passes * tokens);
-            r->at[i] = text_held_out(r->t, (int64_t)(way * (double)r->t->num_held_out));
+            r->at[i] = held_out_at(r, n, passes * tokens);
         }
         if (!model_loss(r->m, r->at, r->here, &loss)) return false;
         if (!sum_over_ranks(&r->seat, &loss, 1)) return false;
@@ -70,7 +80,30 @@ static bool evaluate(run *r, int64_t passes, float *out)
     return true;
 }
 
+/* The n-gram's mean at the positions where the model is measured before and after. */
+static void measure_ngram(run *r)
+{
+    const int64_t count = PASSES * r->o->tokens;
+    ngram g;
+    double sum = 0;
+    ngram_open(&g, r->t);
+    for (int64_t n = 0; n < count; n++) sum += ngram_bits(&g, held_out_at(r, n, count));
+    r->ngram_bits = sum / (double)count;
+    r->ngram_trained = (double)g.num_trained / (double)r->t->num_training;
+    ngram_close(&g);
+}
+
 /* ------------------------------------------------------------------------------- lines ---- */
+
+static void print_ngram(const run *r)
+{
+    printf("for comparison: %.3f bits per byte by a %d-gram (interpolated, Witten-Bell) of ",
+           r->ngram_bits, NGRAM_ORDER);
+    if (r->ngram_trained < 1)
+        printf("the first %.0f %% of the training text\n", 100 * r->ngram_trained);
+    else
+        printf("the whole training text\n");
+}
 
 static void print_heading(const run *r)
 {
@@ -78,14 +111,15 @@ static void print_heading(const run *r)
     snprintf(ranks, sizeof ranks, "%d ranks", r->seat.num_ranks);
     printf("%lld bytes of text from %d file%s, a tenth of it held out\n"
            "%s (backend %s), %d experts, top-%d, hidden %lld, inner %lld; products by %s\n"
-           "untrained: %.3f bits per byte on held-out text\n\n"
-           "            bits per byte                     experts: layer.expert, share of "
-           "choices\n"
-           "    step  training  held-out  tokens/s        busiest          idlest\n",
+           "untrained: %.3f bits per byte on held-out text\n",
            (long long)r->t->num_bytes, r->t->num_files, r->t->num_files == 1 ? "" : "s",
            r->seat.num_ranks == 1 ? "1 rank" : ranks, epic_backend_name(r->seat.ctx), EXPERTS,
            TOP_K, (long long)r->o->hidden, (long long)r->o->inner, epic_blas_name(),
            r->held_out_before);
+    print_ngram(r);
+    printf("\n            bits per byte                     experts: layer.expert, share of "
+           "choices\n"
+           "    step  training  held-out  tokens/s        busiest          idlest\n");
 }
 
 typedef struct share {
@@ -281,7 +315,8 @@ static bool begin(run *r)
     history_open(&r->history, r->step, o->stop - r->step);
     prepare_outcome(r);
     if (r->out) return true;
-    if (!evaluate(r, 4, &r->held_out_before)) return false;
+    if (tells(r)) measure_ngram(r);
+    if (!evaluate(r, PASSES, &r->held_out_before)) return false;
     if (tells(r)) print_heading(r);
     return true;
 }
@@ -296,6 +331,7 @@ static void print_end(const run *r, float held_out, double took)
            r->interrupted ? "ended by a signal after " : "", (long long)r->history.num,
            (long long)bytes, took, (double)bytes / took, r->held_out_before, held_out,
            100 * (1 - held_out / r->held_out_before));
+    print_ngram(r);
 }
 
 static bool draw_picture(const run *r)
@@ -309,7 +345,7 @@ static bool draw_picture(const run *r)
 static bool end(run *r, double took)
 {
     float held_out;
-    if (!evaluate(r, 4, &held_out)) return false;
+    if (!evaluate(r, PASSES, &held_out)) return false;
     if (tells(r)) print_end(r, held_out, took);
     if (!r->interrupted && r->o->sample && !write_samples(r->m, r->t, r->o->seed, r->o->sample))
         return false;

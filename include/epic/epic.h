@@ -724,10 +724,11 @@ typedef struct epic_experts_args {
 } epic_experts_args;
 
 /* The experts' MLP over the slabs.  Slots past the last slab are neither read nor written.  The
- * matrix products are OpenBLAS's if libopenblas.so.0 can be loaded (looked for at first use),
- * else plain loops; one thread each: OpenBLAS's number of threads is set to 1 for the whole
- * process while a call runs, and put back after the last.  The bits of a slab's rows depend on
- * that slab alone.  Errors: EPIC_EINVAL. */
+ * matrix products are OpenBLAS's, else plain loops.  Looked for at first use: libopenblas.so.0;
+ * one that the process has loaded, as Python's numpy and scipy do; libscipy_openblas.so, of pip's
+ * scipy-openblas32; what the build was told (EPIC_OPENBLAS).  One thread each: OpenBLAS's number
+ * of threads is set to 1 for the whole process while a call runs, and put back after the last.
+ * The bits of a slab's rows depend on that slab alone.  Errors: EPIC_EINVAL. */
 EPIC_API epic_result epic_experts_forward(const epic_experts_args *args, size_t size);
 
 typedef struct epic_experts_backward_args {

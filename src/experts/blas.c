@@ -3,6 +3,7 @@
 #include "experts/blas.h"
 
 #include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -12,13 +13,21 @@
 /* Of the C interface to BLAS. */
 enum { ROW_MAJOR = 101, AS_IT_LIES = 111, TRANSPOSED = 112 };
 
+/* The products of a build whose numbers are int, and of one whose numbers are 64 bits wide. */
+#define GEMM(name, integer, real)                                                         \
+    typedef void name(int order, int op_a, int op_b, integer m, integer n, integer k,     \
+                      real alpha, const real *a, integer lda, const real *b, integer ldb, \
+                      real beta, real *c, integer ldc)
+GEMM(sgemm_int, int, float);
+GEMM(dgemm_int, int, double);
+GEMM(sgemm_wide, int64_t, float);
+GEMM(dgemm_wide, int64_t, double);
+
 typedef struct blas {
-    void (*sgemm)(int order, int op_a, int op_b, int m, int n, int k, float alpha,
-                  const float *a, int lda, const float *b, int ldb, float beta, float *c,
-                  int ldc);
-    void (*dgemm)(int order, int op_a, int op_b, int m, int n, int k, double alpha,
-                  const double *a, int lda, const double *b, int ldb, double beta, double *c,
-                  int ldc);
+    sgemm_int *sgemm; /* these two, or the next two */
+    dgemm_int *dgemm;
+    sgemm_wide *wide_sgemm;
+    dgemm_wide *wide_dgemm;
     void (*set_num_threads)(int num_threads);
     int (*get_num_threads)(void);
     char name[96];
@@ -30,43 +39,84 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 #ifdef EPIC_HAVE_BLAS
 
+/* How builds of OpenBLAS name things: those of distributions, of scipy and of numpy. */
+typedef struct naming {
+    const char *before, *after;
+} naming;
+
+static const naming namings[] = {{"", ""}, {"scipy_", ""}, {"scipy_", "64_"}, {"", "64_"}};
+
 /* ISO C has no cast from an object's address to a function's. */
-static bool find(void *library, const char *name, void *function)
+static bool find(void *library, const naming *n, const char *name, void *function)
 {
-    void *address = dlsym(library, name);
+    char whole[64];
+    snprintf(whole, sizeof whole, "%s%s%s", n->before, name, n->after);
+    void *address = dlsym(library, whole);
     memcpy(function, &address, sizeof address);
     return address != NULL;
 }
 
 /* "OpenBLAS 0.3.21 Haswell", from "OpenBLAS 0.3.21 NO_LAPACKE ..." and "Haswell". */
-static void make_name(blas *b, void *library)
+static void make_name(blas *b, void *library, const naming *n, const char *config)
 {
-    char *(*config)(void) = NULL;
     char *(*core)(void) = NULL;
     char version[32] = "";
-    if (find(library, "openblas_get_config", &config))
-        sscanf(config(), "OpenBLAS %31s", version);
-    find(library, "openblas_get_corename", &core);
+    sscanf(config, "OpenBLAS %31s", version);
+    find(library, n, "openblas_get_corename", &core);
     snprintf(b->name, sizeof b->name, "OpenBLAS%s%s%s%.40s", version[0] ? " " : "", version,
              core ? " " : "", core ? core() : "");
 }
 
+/* Some builds with wide numbers have the plain names: the configuration tells. */
+static bool take(blas *b, void *library, const naming *n)
+{
+    char *(*get_config)(void) = NULL;
+    const char *config =
+        find(library, n, "openblas_get_config", &get_config) ? get_config() : "";
+    const bool wide = *n->after || strstr(config, "USE64BITINT");
+    void *const sgemm = wide ? (void *)&b->wide_sgemm : (void *)&b->sgemm;
+    void *const dgemm = wide ? (void *)&b->wide_dgemm : (void *)&b->dgemm;
+    b->loaded = find(library, n, "cblas_sgemm", sgemm) &&
+                find(library, n, "cblas_dgemm", dgemm) &&
+                find(library, n, "openblas_set_num_threads", &b->set_num_threads) &&
+                find(library, n, "openblas_get_num_threads", &b->get_num_threads);
+    make_name(b, library, n, config);
+    return b->loaded;
+}
+
 /* Stays loaded: its threads and tables are for the life of the process. */
+static bool use(const char *path, int flags)
+{
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | flags);
+    if (library == NULL) return false;
+    for (size_t i = 0; i < sizeof namings / sizeof *namings; i++) {
+        blas b = {0};
+        if (!take(&b, library, &namings[i])) continue;
+        the_blas = b;
+        return true;
+    }
+    dlclose(library);
+    return false;
+}
+
+/* A path of the process, if it is that of an OpenBLAS. */
+static int note_openblas(struct dl_phdr_info *info, size_t size, void *path)
+{
+    (void)size;
+    const char *slash = strrchr(info->dlpi_name, '/');
+    if (!slash || !strstr(slash, "openblas")) return 0;
+    return snprintf(path, 4096, "%s", info->dlpi_name) < 4096;
+}
+
+/* The system's first, so that all programs of a machine have the same bits.  Then one that the
+ * process has loaded, as Python's numpy does; one that the loader is told of; the build's. */
 static void load(void)
 {
-    blas b = {0};
-    void *library = dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);
-    if (library == NULL) return;
-    b.loaded = find(library, "cblas_sgemm", &b.sgemm) &&
-               find(library, "cblas_dgemm", &b.dgemm) &&
-               find(library, "openblas_set_num_threads", &b.set_num_threads) &&
-               find(library, "openblas_get_num_threads", &b.get_num_threads);
-    if (!b.loaded) {
-        dlclose(library);
-        return;
-    }
-    make_name(&b, library);
-    the_blas = b;
+    char loaded[4096] = "";
+    if (use("libopenblas.so.0", 0)) return;
+    if (dl_iterate_phdr(note_openblas, loaded) && use(loaded, RTLD_NOLOAD)) return;
+    if (use("libscipy_openblas.so", 0)) return;
+    if (EPIC_OPENBLAS[0]) use(EPIC_OPENBLAS, 0);
 }
 
 #else
@@ -93,15 +143,21 @@ static int op(bool transpose)
     return transpose ? TRANSPOSED : AS_IT_LIES;
 }
 
+/* A call of either build. */
+#define MULTIPLY(gemm, integer)                                                                \
+    gemm(ROW_MAJOR, op(g->transpose_a), op(g->transpose_b), (integer)g->m, (integer)g->n,      \
+         (integer)g->k, 1, g->a, (integer)g->lda, g->b, (integer)g->ldb, g->add ? 1 : 0, g->c, \
+         (integer)g->ldc)
+
 void gemm_f32(const gemm *g)
 {
     const blas *b = get_blas();
     if (!b->loaded)
         gemm_plain_f32(g);
+    else if (b->sgemm)
+        MULTIPLY(b->sgemm, int);
     else
-        b->sgemm(ROW_MAJOR, op(g->transpose_a), op(g->transpose_b), (int)g->m, (int)g->n,
-                 (int)g->k, 1, g->a, (int)g->lda, g->b, (int)g->ldb, g->add ? 1 : 0, g->c,
-                 (int)g->ldc);
+        MULTIPLY(b->wide_sgemm, int64_t);
 }
 
 void gemm_f64(const gemm *g)
@@ -109,10 +165,10 @@ void gemm_f64(const gemm *g)
     const blas *b = get_blas();
     if (!b->loaded)
         gemm_plain_f64(g);
+    else if (b->dgemm)
+        MULTIPLY(b->dgemm, int);
     else
-        b->dgemm(ROW_MAJOR, op(g->transpose_a), op(g->transpose_b), (int)g->m, (int)g->n,
-                 (int)g->k, 1, g->a, (int)g->lda, g->b, (int)g->ldb, g->add ? 1 : 0, g->c,
-                 (int)g->ldc);
+        MULTIPLY(b->wide_dgemm, int64_t);
 }
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;

@@ -35,6 +35,12 @@ head -c 20000 text >short
 refuse 1 'the text has 20000 bytes' short
 refuse 1 'backend' --ranks 1 --backend nosuch text
 
+# What may never end is not read.
+mkfifo pipe
+refuse 1 'pipe is a pipe' pipe
+refuse 1 '/dev/zero is a device' /dev/zero
+refuse 2 'pipe is a pipe' --resume pipe text
+
 "$program" --help >out || fail "--help fails"
 for option in ranks steps stop tokens hidden inner rate seed data backend check save save-every \
     resume every sample picture log help; do

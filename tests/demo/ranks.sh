@@ -23,4 +23,13 @@ grep -q '^held-out text: .* less$' out || fail "no end: $(cat out)"
 less=$(sed -n 's/^held-out text: .*: \([0-9]*\) % less$/\1/p' out)
 [ "${less:-0}" -ge 40 ] || fail "bits per byte fell by ${less:-?} % only"
 grep -q '^samples' out && grep -q '  layer 1 expert 7  ' out || fail "no samples or loads"
+[ "$(grep -c '^for comparison: [0-9.]* bits per byte by a 6-gram ' out)" = 2 ] || fail "no n-gram"
 grep -q '</svg>' p.svg || fail "no picture"
+
+# Nothing is written where nobody asked for it.
+mkdir empty
+cd empty
+"$program" --hidden 32 --inner 48 --tokens 256 --steps 2 --sample 0 ../text >../out
+picture=$(sed -n 's/^the same as a picture, with the losses: //p' ../out)
+[ -e "$picture" ] || fail "no picture: $(cat ../out)"
+[ -z "$(ls -A)" ] || fail "wrote into the current directory: $(ls -A)"

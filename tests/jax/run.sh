@@ -49,6 +49,10 @@ once() { # with the first environment
     "$1/ruff" format --check -q bindings/python tests/jax examples/jax bench
     "$1/mypy" --config-file pyproject.toml bindings/python/epic tests/jax examples/jax bench/*jax*.py
     tests/jax/wheel.sh "$1"
+    if [ -x "$build/tests/unit/experts" ]; then # numpy's OpenBLAS and scipy's
+        tests/openblas.sh "$build/tests/unit/experts" \
+            "$PWD/$1"/../lib/python*/site-packages/*.libs/libscipy_openblas*
+    fi
 }
 
 examples() { # python; the check's text is one that stays as it is

@@ -1,0 +1,122 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# README's commands on a bare system: makes a chroot of a release of Debian or Ubuntu, puts a clean
+# clone there, runs `make demo` and `make test` in this order, then `make install` and a program.
+# Needs root, debootstrap, git, util-linux, a network, 6 GB of disk, and as long as `make test`.
+# usage: chroot.sh [SUITE]          bookworm unless said otherwise
+#   MIRROR=URL                      of its packages; else the first that apt uses here
+#   KEYRING=FILE                    of who signs it; else the one that debootstrap takes by itself
+#   MAKE_TARGETS="demo setup-test test-gcc"    a part of it
+#   BARE=FOLDER                     such a system that debootstrap made before: it is copied
+set -eu
+cd "$(dirname "$0")/.."
+suite=${1:-bookworm}
+targets=${MAKE_TARGETS:-demo test}
+
+fail() {
+    echo "chroot.sh: $*" >&2
+    exit 1
+}
+
+[ "$(id -u)" = 0 ] || fail "chroots are made by root: sudo make test-chroot"
+for program in git unshare mountpoint; do
+    command -v $program >/dev/null || fail "$program is needed"
+done
+# With mounts and processes of its own, which end with it.
+if [ -z "${EPIC_TEST_CHROOT-}" ]; then
+    export EPIC_TEST_CHROOT=1
+    exec unshare --mount --pid --fork --kill-child "tests/chroot.sh" "$@"
+fi
+
+apt_mirror() { # from either format of apt's lists
+    cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null | awk '
+        $1 == "deb" { for (i = 2; i <= NF; i++) if ($i ~ /^https?:/) { print $i; exit } }
+        $1 == "URIs:" { print $2; exit }'
+}
+
+here=$(mktemp -d)
+root=$here/root
+trap 'umount -R "$root/dev" "$root/proc" 2>/dev/null; rm -rf --one-file-system "$here"' EXIT
+trap 'exit 1' HUP INT TERM
+
+if [ -n "${BARE-}" ]; then
+    cp -a "$BARE" "$root"
+else
+    command -v debootstrap >/dev/null || fail "debootstrap is needed: apt-get install debootstrap"
+    mirror=${MIRROR:-$(apt_mirror)}
+    [ -n "$mirror" ] || fail "apt's lists name no mirror: MIRROR=URL"
+    # An old debootstrap does not know every release of Ubuntu; they are all made alike.
+    script=
+    [ -e "/usr/share/debootstrap/scripts/$suite" ] || script=gutsy
+    echo "== a bare $suite from $mirror"
+    debootstrap --variant=minbase ${KEYRING:+--keyring="$KEYRING"} "$suite" "$root" "$mirror" \
+        $script >"$here/log" 2>&1 || fail "debootstrap: $(tail -n 5 "$here/log")"
+fi
+if grep -q '^ID=ubuntu' "$root/etc/os-release"; then
+    sed -i 's/ main$/ main universe/' "$root/etc/apt/sources.list"
+fi
+
+# No device but these.
+mount -t tmpfs dev "$root/dev"
+for device in null zero full random urandom tty; do
+    touch "$root/dev/$device"
+    mount --bind "/dev/$device" "$root/dev/$device"
+done
+mkdir "$root/dev/shm" "$root/dev/pts"
+mount -t tmpfs shm "$root/dev/shm"
+mount -t devpts -o newinstance,ptmxmode=0666 pts "$root/dev/pts"
+ln -s pts/ptmx "$root/dev/ptmx"
+ln -s /proc/self/fd "$root/dev/fd"
+mount -t proc proc "$root/proc"
+
+# How this machine reaches the network; apt and pip inside are to reach it too.
+cp /etc/resolv.conf /etc/hosts "$root/etc/"
+reach=
+for name in http_proxy https_proxy no_proxy PIP_INDEX_URL PIP_CERT; do
+    value=$(printenv $name) && reach="$reach $name=$value"
+done
+if [ -n "${PIP_CERT-}" ]; then
+    mkdir -p "$root$(dirname "$PIP_CERT")"
+    cp -L "$PIP_CERT" "$root$PIP_CERT"
+fi
+inside() {
+    chroot "$root" env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+        HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive $reach sh -ec "cd /root; $1"
+}
+
+git clone -q . "$root/root/epic"
+# What README asks for, and no more.
+inside 'apt-get -qq update && apt-get -qq install -y --no-install-recommends gcc make' \
+    >"$here/log" 2>&1 || fail "gcc and make: $(tail -n 5 "$here/log")"
+
+for target in $targets; do
+    echo "== $suite: make $target"
+    { status=0; inside "cd epic && make $target" 2>&1 || status=$?; echo $status >"$here/status"; } |
+        tee "$here/$target.log"
+    [ "$(cat "$here/status")" = 0 ] || fail "make $target failed on $suite"
+done
+
+said() { # log, words
+    grep -q -e "$2" "$here/$1.log" || fail "make $1 did not say: $2"
+}
+for target in $targets; do
+    case $target in
+    demo) said demo 'steps are equal to the last bit; .* are too$' ;;
+    test | test-gcc)
+        said $target ' emulated\.step\.4 \.* *Passed'
+        said $target ' conformance\.mpi\.4 \.* *Passed'
+        if grep -E '^( |left out: ).*(C\+\+ compiler|no MPI|mpiexec|OpenBLAS)' "$here/$target.log"; then
+            fail "make $target left out what the set-up installs"
+        fi
+        ;;
+    esac
+    if [ $target = test ]; then said test '^== make test: all parts passed$'; fi
+done
+
+echo "== $suite: make install"
+inside 'cd epic && make install' >"$here/log" 2>&1 || fail "make install: $(tail "$here/log")"
+inside 'cc epic/examples/step.c -lepic -o step && ./step' || fail "a program with -lepic"
+inside 'cd epic && make uninstall' >"$here/log" 2>&1 || fail "make uninstall: $(tail "$here/log")"
+left=$(find "$root/usr/local" -name '*epic*')
+[ -z "$left" ] || fail "make uninstall left $left"
+echo "== $suite: good: $targets, install, uninstall"

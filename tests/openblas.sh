@@ -1,0 +1,50 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# OpenBLAS where the system has none: as pip's packages name it, with narrow and wide numbers, loaded
+# by the process or found by the loader.  The products are right with each of them.
+# usage: openblas.sh PROGRAM [OPENBLAS]...
+#   PROGRAM    tests the experts and says which library it used
+#   OPENBLAS   real ones to try too, as those of numpy's and scipy's wheels
+set -eu
+stub=$(cd "$(dirname "$0")" && pwd)/openblas/stub.c
+program=$1
+shift
+here=$(mktemp -d)
+trap 'rm -rf "$here"' EXIT
+
+fail() {
+    echo "$*"
+    exit 1
+}
+
+make_stub() { # file, names, type, configuration
+    ${CC:-cc} -shared -fPIC -O2 "-DNAME(x)=$2" "-Dinteger=$3" "-DCONFIG=\"$4\"" "$stub" -o "$1"
+}
+
+experts() { # what it is to say, then the environment
+    wanted=$1
+    shift
+    env LD_LIBRARY_PATH="$here/none" "$@" "$program" >"$here/out" 2>&1 ||
+        fail "$*: $(cat "$here/out")"
+    grep -q "^with $wanted" "$here/out" || fail "$*: $(grep '^with' "$here/out"): no $wanted"
+}
+
+# A file that is no library hides the system's.
+mkdir "$here/none" "$here/pip" "$here/loaded"
+echo none >"$here/none/libopenblas.so.0"
+echo none >"$here/none/libscipy_openblas.so"
+cp "$here/none/libopenblas.so.0" "$here/pip"
+experts 'plain loops'
+
+make_stub "$here/pip/libscipy_openblas.so" 'scipy_##x' int DYNAMIC_ARCH
+experts 'OpenBLAS 9.9.9 Stub' LD_LIBRARY_PATH="$here/pip"
+experts 'OpenBLAS 9.9.9 Stub' LD_PRELOAD="$here/pip/libscipy_openblas.so"
+make_stub "$here/loaded/libscipy_openblas64_-1a2b.so" 'scipy_##x##64_' int64_t USE64BITINT
+experts 'OpenBLAS 9.9.9 Stub' LD_PRELOAD="$here/loaded/libscipy_openblas64_-1a2b.so"
+make_stub "$here/loaded/libopenblas64.so.0" x int64_t 'USE64BITINT DYNAMIC_ARCH'
+experts 'OpenBLAS 9.9.9 Stub' LD_PRELOAD="$here/loaded/libopenblas64.so.0"
+
+for library; do
+    experts 'OpenBLAS [0-9.]* [A-Za-z]' LD_PRELOAD="$library"
+    echo "$(basename "$library"): $(grep '^with' "$here/out")"
+done

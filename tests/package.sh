@@ -1,0 +1,91 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# EPIC in other people's projects: as a part of a CMake build, and installed, moved and removed.
+set -eu
+cd "$(dirname "$0")/.."
+root=$PWD
+here=$(mktemp -d)
+trap 'rm -rf "$here"' EXIT
+unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT EPIC_BACKEND DESTDIR CFLAGS LD_LIBRARY_PATH
+
+fail() {
+    echo "$*"
+    exit 1
+}
+
+quietly() {
+    "$@" >"$here/log" 2>&1 || fail "$*: $(cat "$here/log")"
+}
+
+stranger() { # build folder, EPIC_FROM, CMake arguments
+    build=$here/$1
+    from=$2
+    shift 2
+    quietly cmake -S tests/package -B "$build" -DEPIC_FROM=$from -DEPIC_STATIC=ON "$@"
+}
+
+runs() { # program, where libepic.so is
+    LD_LIBRARY_PATH=${2-} "$1" >"$here/out" 2>&1 || fail "$1: $(cat "$here/out")"
+    grep -q 'token 3 went out as 4 and came home as 8' "$here/out" || fail "$1: $(cat "$here/out")"
+}
+
+# What the build is told of as EPIC_OPENBLAS is loaded where the system has none.
+mkdir "$here/none"
+echo none >"$here/none/libopenblas.so.0"
+echo none >"$here/none/libscipy_openblas.so"
+quietly ${CC:-cc} -shared -fPIC '-DNAME(x)=scipy_##x' -Dinteger=int '-DCONFIG=""' \
+    tests/openblas/stub.c -o "$here/libtold.so"
+
+# A part of a build.  Warnings that EPIC's own build does not ask for are not errors there, and
+# nothing but the library is built.
+stranger fetched fetched
+stranger source source -DEPIC_INSTALL=ON -DCMAKE_BUILD_TYPE=Release \
+    -DCMAKE_C_FLAGS=-Wc++-compat -DCMAKE_INSTALL_PREFIX="$here/nowhere" \
+    -DEPIC_OPENBLAS="$here/libtold.so"
+quietly cmake --build "$here/source" -j 2
+grep -q 'warning: ' "$here/log" || fail "no warning: the test is wrong"
+runs "$here/source/with_epic"
+runs "$here/source/with_epic_static"
+LD_LIBRARY_PATH=$here/none "$here/source/clash" >"$here/out"
+grep -q ' 42$' "$here/out" || fail "names clash: $(cat "$here/out")"
+grep -q '^OpenBLAS 9.9.9 Stub' "$here/out" || fail "EPIC_OPENBLAS: $(cat "$here/out")"
+ctest --test-dir "$here/source" -N | grep -q 'Total Tests: 0' || fail "tests of ours"
+if cmake --build "$here/source" --target help |
+    grep -E 'unit_|conformance|fault_|bench_|example_|demo_|emulat|epic-info|header_'; then
+    fail "targets of ours"
+fi
+
+# Installed with DESTDIR.
+DESTDIR=$here/package quietly "$root/tools/install.sh" "$here/source" "$here/opt"
+[ -e "$here/package$here/opt/include/epic/epic.h" ] || fail "nothing in DESTDIR"
+[ ! -e "$here/opt" ] || fail "DESTDIR was ignored"
+DESTDIR=$here/package quietly "$root/tools/install.sh" --remove "$here/source"
+[ -z "$(find "$here/package" ! -type d)" ] || fail "left: $(find "$here/package" ! -type d)"
+
+# Installed into another prefix than the configured one, then moved.
+quietly "$root/tools/install.sh" "$here/source" "$here/first"
+grep -q 'LD_LIBRARY_PATH=' "$here/log" || fail "no word of LD_LIBRARY_PATH: $(cat "$here/log")"
+[ ! -e "$here/nowhere" ] || fail "the prefix was ignored"
+mv "$here/first" "$here/moved"
+libdir=$(dirname "$(find "$here/moved" -name libepic.so)")
+stranger installed installed -DCMAKE_PREFIX_PATH="$here/moved"
+quietly cmake --build "$here/installed" -j 2
+runs "$here/installed/with_epic" "$libdir"
+runs "$here/installed/with_epic_static"
+
+if command -v pkg-config >/dev/null; then
+    export PKG_CONFIG_PATH="$libdir/pkgconfig"
+    quietly ${CC:-cc} examples/step.c $(pkg-config --cflags --libs epic) -o "$here/shared"
+    runs "$here/shared" "$libdir"
+    pkg-config --libs epic | grep -q "$here/moved" || fail "epic.pc: $(pkg-config --libs epic)"
+    quietly ${CC:-cc} examples/step.c $(pkg-config --cflags epic) "$libdir/libepic.a" \
+        $(pkg-config --static --libs-only-l epic | sed 's/-lepic//') -o "$here/static"
+    runs "$here/static"
+else
+    echo "left out: there is no pkg-config"
+fi
+mv "$here/moved" "$here/first"
+quietly "$root/tools/install.sh" --remove "$here/source"
+[ -z "$(find "$here/first" ! -type d)" ] || fail "left: $(find "$here/first" ! -type d)"
+if "$root/tools/install.sh" --remove "$here/source" 2>"$here/log"; then fail "removed twice"; fi
+grep -q 'nothing was installed' "$here/log" || fail "$(cat "$here/log")"
