@@ -3,6 +3,7 @@
 #include "team.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -39,6 +40,12 @@ void team_meet(team_rank *me)
 {
     (void)me;
     pthread_barrier_wait(&place->barrier);
+}
+
+void team_stop(void)
+{
+    fflush(NULL);
+    _exit(1);
 }
 
 void *team_shared(void)
@@ -124,8 +131,8 @@ static int run_threads(const team *t)
 /* No CUDA call has been made in the parent. */
 static int run_processes(const team *t)
 {
-    pid_t children[DEVICE_MAX_RANKS];
-    int failed = 0;
+    pid_t children[DEVICE_MAX_RANKS], ended;
+    int failed = 0, status;
     fflush(NULL);
     for (int q = 0; q < t->num_ranks; q++) {
         children[q] = fork();
@@ -135,10 +142,12 @@ static int run_processes(const team *t)
             _exit(result != 0);
         }
     }
-    for (int q = 0; q < t->num_ranks; q++) {
-        int status = 1;
-        waitpid(children[q], &status, 0);
+    while ((ended = wait(&status)) > 0) {
         failed += status != 0;
+        for (int q = 0; q < t->num_ranks; q++) {
+            if (children[q] == ended) children[q] = 0;
+            if (status && children[q]) kill(children[q], SIGKILL); /* it would wait */
+        }
     }
     return failed;
 }
