@@ -47,6 +47,13 @@ __device__ __forceinline__ int wrap(int rank, int num_ranks)
     return rank >= num_ranks ? rank - num_ranks : rank;
 }
 
+/* Epochs are 1 to 2^32 - 1 and then from 2 again, so that parities alternate; 0 is none: memory
+ * that nobody has written yet is stamped with it. */
+__device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
+{
+    return epoch == 0xffffffffu ? 2 : epoch + 1;
+}
+
 __device__ __forceinline__ uint32_t parity(const Now &now)
 {
     return now.epoch & 1;
@@ -281,7 +288,7 @@ static __device__ bool begin(Now &now, const p2p_seat &seat, uint32_t mark, int3
         now.rows = rows;
         now.seat = &seat;
         now.heap = seat.heap[seat.rank];
-        now.epoch = load_relaxed(&control_of(now)->epoch) + 1;
+        now.epoch = epoch_after(load_relaxed(&control_of(now)->epoch));
         now.signature = seat.signature ^ (mark & 0x0fffffffu);
         now.deadline = timer_ns() + seat.timeout_ns;
         now.last = now.lost = 0;
@@ -346,7 +353,7 @@ static __device__ bool finish(Now &now)
 /* One warp of the grid. */
 static __device__ void begin_round(Now &now)
 {
-    if (threadIdx.x == 0) now.epoch++;
+    if (threadIdx.x == 0) now.epoch = epoch_after(now.epoch);
     __syncwarp();
     announce(now);
     __syncwarp();
@@ -373,7 +380,7 @@ static __device__ bool next_round(Now &now)
         if (threadIdx.x == 0) control->done = 0;
         if (ok) begin_round(now);
     } else if (!now.last && threadIdx.x == 0) {
-        const uint32_t next = now.epoch + 1;
+        const uint32_t next = epoch_after(now.epoch);
         ok = wait_alone(now, -1, P2P_PHASE_GRID,
                         [&] { return load_acquire(&control->round) == next; });
         if (ok) now.epoch = next;

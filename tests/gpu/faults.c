@@ -131,7 +131,7 @@ static int work(team_rank *me)
 {
     memory m = allocate(me);
     team_meet(me);
-    if (call_plan(me, &m) != EPIC_OK) return 1;
+    if (call_plan(me, &m) != EPIC_OK) team_stop();
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     team_meet(me);
     const double begin = now_ms();
@@ -161,7 +161,7 @@ int main(int argc, char **argv)
     const int ranks = atoi(argv[1]), rounds = atoi(argv[4]);
     int failed = 0;
     if (argc > 5) deadline_ms = atoi(argv[5]);
-    for (int i = 0; i < rounds; i++) {
+    for (int i = 0; i < rounds && !failed; i++) {
         fault = (enum fault)(i % NUM_FAULTS);
         culprit = i * 3 % ranks;
         apart = i / NUM_FAULTS % 2;

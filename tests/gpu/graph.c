@@ -101,21 +101,20 @@ static int work(team_rank *me)
     CHECK_CUDA(cudaStreamBeginCapture(me->stream, cudaStreamCaptureModeThreadLocal));
     const epic_result result = step(me, &m);
     CHECK_CUDA(cudaStreamEndCapture(me->stream, &graph));
-    if (result != EPIC_OK) return 1;
+    if (result != EPIC_OK) team_stop();
     CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
     CHECK_CUDA(cudaGraphUpload(exec, me->stream));
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     team_meet(me);
-    int bad = 0;
-    for (int i = 0; i < replays && !bad; i++)
-        bad = replay(me, &m, i % 2 ? exec : NULL, i, &seed);
+    for (int i = 0; i < replays; i++)
+        if (replay(me, &m, i % 2 ? exec : NULL, i, &seed)) team_stop();
     epic_failure_info f;
     if (p2p_steps.check(me->group, &f) != EPIC_OK) {
         fprintf(stderr, "rank %d: %s\n", me->rank, f.sentence);
-        bad = 1;
+        team_stop();
     }
     team_meet(me);
-    return bad;
+    return 0;
 }
 
 int main(int argc, char **argv)

@@ -3,6 +3,7 @@
 #include "team.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,6 +42,12 @@ void team_meet(team_rank *me)
     pthread_barrier_wait(&place->barrier);
 }
 
+void team_stop(void)
+{
+    fflush(NULL);
+    _exit(1);
+}
+
 void *team_shared(void)
 {
     return shared;
@@ -61,6 +68,17 @@ static uint32_t sms_of(const team *t)
     const uint32_t share = (uint32_t)(sms * 3 / 4 / sharers);
     if (t->max_sms && t->max_sms < share) return t->max_sms;
     return sharers > 1 ? share : t->max_sms;
+}
+
+/* EPIC_TEST_EPOCH: so many operations the group seems to have behind it. */
+static void set_epoch(const team_rank *me)
+{
+    const char *text = getenv("EPIC_TEST_EPOCH");
+    const uint32_t epoch = text ? (uint32_t)strtoul(text, NULL, 10) : 0;
+    const epic_group *g = me->group;
+    CHECK_CUDA(cudaMemcpy(g->seat.heap[me->rank] + g->seat.at.control +
+                              offsetof(p2p_control, epoch),
+                          &epoch, sizeof epoch, cudaMemcpyHostToDevice));
 }
 
 static int run_rank(const team *t, int rank)
@@ -91,6 +109,7 @@ static int run_rank(const team *t, int rank)
             return 1;
         }
     CHECK_CUDA(cudaStreamCreateWithFlags(&me.stream, cudaStreamNonBlocking));
+    set_epoch(&me);
     const int failed = t->work(&me);
     (void)cudaStreamSynchronize(me.stream);
     (void)cudaStreamDestroy(me.stream);
@@ -124,8 +143,8 @@ static int run_threads(const team *t)
 /* No CUDA call has been made in the parent. */
 static int run_processes(const team *t)
 {
-    pid_t children[DEVICE_MAX_RANKS];
-    int failed = 0;
+    pid_t children[DEVICE_MAX_RANKS], ended;
+    int failed = 0, status;
     fflush(NULL);
     for (int q = 0; q < t->num_ranks; q++) {
         children[q] = fork();
@@ -135,10 +154,12 @@ static int run_processes(const team *t)
             _exit(result != 0);
         }
     }
-    for (int q = 0; q < t->num_ranks; q++) {
-        int status = 1;
-        waitpid(children[q], &status, 0);
+    while ((ended = wait(&status)) > 0) {
         failed += status != 0;
+        for (int q = 0; q < t->num_ranks; q++) {
+            if (children[q] == ended) children[q] = 0;
+            if (status && children[q]) kill(children[q], SIGKILL); /* it would wait */
+        }
     }
     return failed;
 }
