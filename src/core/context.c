@@ -117,7 +117,7 @@ static epic_result agree(const epic_meet *meet, hello *mine, hello *all, epic_re
 {
     mine->refused = result;
     epic_fit(mine->sentence, sizeof mine->sentence, result == EPIC_OK ? "" : epic_sentence());
-    TRY(gather(meet, mine, all));
+    TRY(meet->gather(meet->self, mine, all, sizeof *mine));
     return hello_compare(all, meet->num_ranks);
 }
 

@@ -37,7 +37,7 @@ typedef struct card {
 typedef struct opening {
     shm_lines *lines;
     const epic_join *join;
-    card *cards; /* [num_ranks] */
+    card *cards;          /* [num_ranks] */
     struct pollfd *polls; /* [num_polls] listener, guests, lines */
     int *guests;          /* [num_guests] sockets not yet known to be a rank's; -1: none */
     int num_guests;
