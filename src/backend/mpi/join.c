@@ -172,6 +172,7 @@ static epic_result connect(epic_group *group, const epic_join *join, const offer
     if (ours != MPI_GROUP_NULL) MPI_Group_free(&ours);
     if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Comm_create_group");
     MPI_Comm_set_errhandler(group->comm, MPI_ERRORS_RETURN);
+    lives_watch(group, join->peers);
     return control_start(group);
 }
 
@@ -224,7 +225,16 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
 
 /* -------------------------------------------------------------------------------- leave ---- */
 
-/* Until MPI needs our memory no more; false: the group broke, or a peer fetches nothing. */
+static bool any_dead(epic_group *group)
+{
+    const int64_t now = clock_ns();
+    lives_look(group, now);
+    for (int r = 0; r < group->num_ranks; r++)
+        if (!group->peers[r].closed && lives_is_gone(group, r, now)) return true;
+    return false;
+}
+
+/* Until MPI needs our memory no more; false: the group broke, a peer died or fetches nothing. */
 static bool flush(epic_group *group)
 {
     const int64_t end = clock_ns() + group->timeout_ns;
@@ -234,9 +244,10 @@ static bool flush(epic_group *group)
         if (!is_broken(group)) cells_drain(group);
         const bool broken = is_broken(group);
         const bool done = !broken && group->num_draining == 0 && control_sent(group);
+        const bool over = broken || any_dead(group) || clock_ns() >= end;
         pthread_mutex_unlock(group->mutex);
         if (done) return true;
-        if (broken || clock_ns() >= end) return false;
+        if (over) return false;
         nap_ns(100000);
     }
 }
@@ -270,7 +281,8 @@ static bool cancel(epic_group *group)
     return idle;
 }
 
-/* A peer that fetched nothing until the deadline: our communicator must live as long as theirs. */
+/* A peer died, or fetched nothing until the deadline: our communicator must live as long as
+ * theirs. */
 static void give_up(epic_group *group)
 {
     const epic_failure_info failure = {.result = EPIC_ETIMEOUT,
@@ -294,5 +306,6 @@ void mpi_leave(epic_group *group)
     drain_stop(group);
     if (up && !idle) idle = cancel(group);
     tables_drop_lanes(group, !idle);
+    lives_unwatch(group);
     runtime_retire(group);
 }

@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Faults on backend mpi: every one has an mpiexec of its own, whose ranks are this program.  Where
+ * the launcher cannot let the others live when one is killed, none is. */
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "faults.h"
+
+#define FAULTS 16
+
+/* Does this launcher have an option that keeps a job alive without one of its ranks? */
+static bool has_recovery(const char *mpiexec)
+{
+    char command[512], line[256];
+    bool found = false;
+    snprintf(command, sizeof command, "'%s' --version 2>&1", mpiexec);
+    FILE *said = popen(command, "r");
+    while (said && fgets(line, sizeof line, said)) found |= strstr(line, "OpenRTE") != NULL;
+    if (said) pclose(said);
+    return found;
+}
+
+static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+{
+    const int count = (int)bytes;
+    if (MPI_Allgather(mine, count, MPI_BYTE, all, count, MPI_BYTE, *(MPI_Comm *)self))
+        return EPIC_EDEVICE;
+    return EPIC_OK;
+}
+
+static epic_meet meet_over(MPI_Comm *comm)
+{
+    epic_meet meet = {.gather = gather, .self = comm};
+    if (*comm == MPI_COMM_NULL) return meet;
+    MPI_Comm_rank(*comm, &meet.rank);
+    MPI_Comm_size(*comm, &meet.num_ranks);
+    return meet;
+}
+
+/* MPI would wait for the dead at its end, so it has none. */
+static void be_rank(const faults_way *way, char **arguments)
+{
+    int level, rank;
+    MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    const faults_rank *seat = faults_rank_of(way, arguments);
+    MPI_Comm all, left;
+    MPI_Comm_dup(MPI_COMM_WORLD, &all);
+    MPI_Comm_split(MPI_COMM_WORLD, faults_rank_dies(seat, rank) ? MPI_UNDEFINED : 0, rank,
+                   &left);
+    const epic_meet first = meet_over(&all), again = meet_over(&left);
+    faults_be_rank(seat, &first, &again);
+    _exit(0);
+}
+
+/* They let any Open MPI start more ranks than cores, as root too. */
+static void permit(void)
+{
+    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 0);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 0);
+    setenv("OMPI_MCA_rmaps_base_oversubscribe", "1", 0);
+    setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe", 0);
+}
+
+int main(int argc, char **argv)
+{
+    const char *mpiexec = getenv("EPIC_MPIEXEC");
+    if (!mpiexec) mpiexec = "mpiexec";
+    const char *const plain[] = {mpiexec, NULL};
+    const char *const recovering[] = {mpiexec, "--enable-recovery", NULL};
+    const char *known = getenv("EPIC_FAULT_RECOVERY"); /* what the test told its ranks */
+    const bool deaths = known ? *known == '1' : has_recovery(mpiexec);
+    const faults_way way = {.backend = "mpi",
+                            .processes = true,
+                            .deaths = deaths,
+                            .launcher = deaths ? recovering : plain};
+    if (argc > 1) be_rank(&way, argv);
+    permit();
+    setenv("EPIC_FAULT_RECOVERY", deaths ? "1" : "0", 1);
+    if (!deaths) printf("no rank is killed: %s would end the others too\n", mpiexec);
+    return faults_main(&way, FAULTS, 1);
+}
