@@ -44,8 +44,11 @@
  * rule, the way out.  The library never prints, exits, aborts or traps.
  *
  * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields of
- * epic_config); for epic_meet_env: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, or Open MPI's
- * OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, or PMI_RANK and PMI_SIZE; and EPIC_SECRET. */
+ * epic_config); for epic_meet_env: RANK and WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and
+ * _SIZE, PMI_, MV2_COMM_WORLD_, MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and
+ * FLUX_JOB_SIZE, SLURM_PROCID and SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK,
+ * PALS_RANKID, ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT,
+ * other SLURM_ variables; and EPIC_SECRET. */
 #ifndef EPIC_H
 #define EPIC_H
 
@@ -143,7 +146,12 @@ typedef struct epic_tcp {
  * libcrypto); the sentence is in epic_error(NULL). */
 EPIC_API epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp, size_t size);
 
-/* Meets as the environment says (above).  Without any of those variables: one rank. */
+/* Meets as the environment says (above), over TCP.  Without any of those variables: one rank.
+ * Only rank 0's host and a port must be known: MASTER_ADDR and MASTER_PORT; without MASTER_ADDR
+ * launchers of MPI ranks mean this host, and tasks of srun find both by themselves.  A variable
+ * that says that there are several ranks never ends in a group of one: where the number is not
+ * known, where two launchers contradict each other, or in a batch script or shell of Slurm with
+ * several tasks but without srun, it is EPIC_EINVAL, and RANK=0 WORLD_SIZE=1 the way to one. */
 EPIC_API epic_result epic_meet_env(epic_meet *out);
 
 /* Fills out[0 .. num_ranks) with the meetings of num_ranks threads of this process.  Local.
