@@ -154,6 +154,17 @@ EPIC_API epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp, size_t s
  * several tasks but without srun, it is EPIC_EINVAL, and RANK=0 WORLD_SIZE=1 the way to one. */
 EPIC_API epic_result epic_meet_env(epic_meet *out);
 
+/* Meets over an MPI communicator: `comm` points to an MPI_Comm, NULL is MPI_COMM_WORLD (and
+ * initialises MPI if nobody has).  Collective over it.  timeout_ms, for every gather: 0: 300000.
+ * Messages travel on a duplicate; only when ranks are missing after half of the time, those that
+ * came look for each other on `comm` itself, with tag 32767.  Loads libepic_mpi.so, which must be
+ * of the caller's MPI.  MPI is to be initialised with MPI_THREAD_MULTIPLE; with less, no other
+ * thread may call it meanwhile, and backend mpi takes MPI_THREAD_SERIALIZED at least, from which
+ * on the caller makes no MPI call while a context is open.  Errors: EPIC_EINVAL, EPIC_ENOTSUP (no
+ * libepic_mpi.so), EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EMISMATCH,
+ * EPIC_EDEVICE. */
+EPIC_API epic_result epic_meet_mpi(epic_meet *out, const void *comm, uint32_t timeout_ms);
+
 /* Fills out[0 .. num_ranks) with the meetings of num_ranks threads of this process.  Local.
  * timeout_ms 0: 300000.  Close each of them. */
 EPIC_API epic_result epic_meet_threads(epic_meet *out, int32_t num_ranks, uint32_t timeout_ms);
@@ -176,10 +187,12 @@ typedef struct epic_config {
                                GPU together: at most its SMs */
     const char *backend;    /* NULL: the first that can join: self, shm or threads, mpi */
     const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
-    void *native;           /* backend mpi: a borrowed MPI_Comm *; else NULL */
+    void *native;           /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
+                               backend mpi, and epic_open without a meeting; else NULL */
 } epic_config;
 
-/* Opens this rank's seat.  Collective over the meeting; meet NULL is a group of one.  *out is
+/* Opens this rank's seat.  Collective over the meeting; meet NULL is a group of one, or, with
+ * config.native, meets over that communicator as epic_meet_mpi does.  *out is
  * set also when open fails, to a context that epic_error, epic_failure and epic_close accept
  * (NULL only on EPIC_ENOMEM).  Ranks that bring different configurations or versions get
  * EPIC_EMISMATCH, all of them.  Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT,

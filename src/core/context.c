@@ -157,12 +157,8 @@ static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *al
     return result;
 }
 
-static epic_result open_context(epic_context *ctx, const epic_meet *meet,
-                                const epic_config *config, size_t size)
+static epic_result open_meeting(epic_context *ctx, const epic_meet *meet)
 {
-    static const epic_meet alone = {.num_ranks = 1, .gather = gather_alone};
-    if (!meet) meet = &alone;
-    TRY(config_read(&ctx->config, config, size));
     TRY(check_meet(meet, &ctx->config));
     snprintf(ctx->name, sizeof ctx->name, "%s", ctx->config.name);
     ctx->config.name = ctx->name;
@@ -177,6 +173,19 @@ static epic_result open_context(epic_context *ctx, const epic_meet *meet,
                                    : epic_fail(EPIC_ENOMEM, "no memory for %zu ranks", ranks);
     free(peers);
     free(all);
+    return result;
+}
+
+static epic_result open_context(epic_context *ctx, const epic_meet *meet,
+                                const epic_config *config, size_t size)
+{
+    static const epic_meet alone = {.num_ranks = 1, .gather = gather_alone};
+    TRY(config_read(&ctx->config, config, size));
+    if (meet || !ctx->config.native) return open_meeting(ctx, meet ? meet : &alone);
+    epic_meet native;
+    TRY(epic_meet_mpi(&native, ctx->config.native, ctx->config.timeout_ms));
+    const epic_result result = open_meeting(ctx, &native);
+    epic_meet_close(&native);
     return result;
 }
 

@@ -10,6 +10,7 @@
 #include "faults.h"
 
 #define FAULTS 16
+#define MEETING_MS 20000
 
 /* Does this launcher have an option that keeps a job alive without one of its ranks? */
 static bool has_recovery(const char *mpiexec)
@@ -23,21 +24,13 @@ static bool has_recovery(const char *mpiexec)
     return found;
 }
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_meet meet_over(const MPI_Comm *comm)
 {
-    const int count = (int)bytes;
-    if (MPI_Allgather(mine, count, MPI_BYTE, all, count, MPI_BYTE, *(MPI_Comm *)self))
-        return EPIC_EDEVICE;
-    return EPIC_OK;
-}
-
-static epic_meet meet_over(MPI_Comm *comm)
-{
-    epic_meet meet = {.gather = gather, .self = comm};
-    if (*comm == MPI_COMM_NULL) return meet;
-    MPI_Comm_rank(*comm, &meet.rank);
-    MPI_Comm_size(*comm, &meet.num_ranks);
-    return meet;
+    epic_meet meet = {0};
+    if (*comm == MPI_COMM_NULL || epic_meet_mpi(&meet, comm, MEETING_MS) == EPIC_OK)
+        return meet;
+    fprintf(stderr, "%s\n", epic_error(NULL));
+    exit(1);
 }
 
 /* MPI would wait for the dead at its end, so it has none. */
@@ -47,8 +40,7 @@ static void be_rank(const faults_way *way, char **arguments)
     MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     const faults_rank *seat = faults_rank_of(way, arguments);
-    MPI_Comm all, left;
-    MPI_Comm_dup(MPI_COMM_WORLD, &all);
+    MPI_Comm all = MPI_COMM_WORLD, left;
     MPI_Comm_split(MPI_COMM_WORLD, faults_rank_dies(seat, rank) ? MPI_UNDEFINED : 0, rank,
                    &left);
     const epic_meet first = meet_over(&all), again = meet_over(&left);

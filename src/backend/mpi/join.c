@@ -47,16 +47,8 @@ static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
 static bool fits_started(const epic_config *config, int num_ranks, char *why)
 {
     const MPI_Comm parent = parent_of(config);
-    int inter = 0, size = 0;
-    if (parent == MPI_COMM_NULL) {
-        snprintf(why, SENTENCE, "config.native points to MPI_COMM_NULL");
-        return false;
-    }
-    MPI_Comm_test_inter(parent, &inter);
-    if (inter) {
-        snprintf(why, SENTENCE, "config.native points to an intercommunicator; merge it first");
-        return false;
-    }
+    int size = 0;
+    if (!meet_can_use(parent, "config.native", why, SENTENCE)) return false;
     MPI_Comm_size(parent, &size);
     if (num_ranks <= size) return true;
     snprintf(why, SENTENCE, "%s has %d ranks, the meeting %d",
