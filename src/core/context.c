@@ -71,12 +71,11 @@ static epic_result choose(const epic_backend **out, const epic_peer *peers,
         snprintf(reasons + used, sizeof reasons - used, "%s%s: %.90s", used ? "; " : "",
                  epic_backends[i]->name, why);
     }
-    if (backend_find(out, "mpi") != EPIC_OK)
-        snprintf(why, sizeof why, "%s", epic_sentence());
-    else if ((*out)->can_join(peers, (int)config->num_ranks, config, why))
-        return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; mpi: %.90s", reasons,
-                     why);
+    const bool loaded = backend_find(out, "mpi") == EPIC_OK;
+    if (loaded && (*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
+    if (!loaded) snprintf(why, sizeof why, "%s", epic_sentence());
+    return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; %s%.200s", reasons,
+                     loaded ? "mpi: " : "", why);
 }
 
 /* A caller's own meeting says nothing to epic_error: its code must do. */

@@ -28,8 +28,7 @@ static void gather(const epic_meet *meet, size_t bytes)
               epic_error(NULL));
     bool right = true;
     for (int r = 0; r < world_size; r++)
-        for (size_t i = 0; i < bytes; i++)
-            right &= all[(size_t)r * bytes + i] == byte_of(r, i);
+        for (size_t i = 0; i < bytes; i++) right &= all[(size_t)r * bytes + i] == byte_of(r, i);
     CHECK_SAY(right, "gather of %zu brought something else", bytes);
     free(mine);
     free(all);
@@ -128,7 +127,8 @@ static void check_sizes(void)
     if (!meets(&meet, NULL, 20000)) return;
     const epic_result result = meet.gather(meet.self, mine, all, world_rank == 0 ? 64 : 32);
     if (world_rank == 0) CHECK_EQ(result, EPIC_EMISMATCH);
-    if (world_rank == 0) CHECK_SAY(strstr(epic_error(NULL), "64 bytes"), "%s", epic_error(NULL));
+    if (world_rank == 0)
+        CHECK_SAY(strstr(epic_error(NULL), "64 bytes"), "%s", epic_error(NULL));
     if (world_size == 2) CHECK_EQ(result, EPIC_EMISMATCH);
     MPI_Barrier(MPI_COMM_WORLD);
     epic_meet_close(&meet);

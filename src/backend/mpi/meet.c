@@ -29,7 +29,7 @@ typedef struct meeting {
 
 /* One gather.  Receives come first in `requests`, then sends; a rank's own are null. */
 typedef struct round {
-    unsigned char *bytes; /* [num_ranks, size], by rank */
+    unsigned char *bytes;  /* [num_ranks, size], by rank */
     MPI_Request *requests; /* [2, num_ranks] */
     MPI_Status *statuses;  /* [2, num_ranks] */
     int *indices;          /* [2, num_ranks] */
@@ -126,9 +126,8 @@ static epic_result duplicate(meeting *m, MPI_Comm comm)
     lock();
     const int code = MPI_Comm_idup(comm, &m->comm, &request);
     unlock();
-    const epic_result result = code == MPI_SUCCESS
-                                   ? await_duplicate(m, comm, &request, missing)
-                                   : runtime_sentence(code, "MPI_Comm_idup");
+    const epic_result result = code == MPI_SUCCESS ? await_duplicate(m, comm, &request, missing)
+                                                   : runtime_sentence(code, "MPI_Comm_idup");
     free(missing);
     if (result == EPIC_OK) MPI_Comm_set_errhandler(m->comm, MPI_ERRORS_RETURN);
     return result;
@@ -210,7 +209,8 @@ static epic_result receive(round *r, const meeting *m, int i, int code)
 static epic_result look(round *r, const meeting *m, int *left)
 {
     int count = 0;
-    const int code = MPI_Testsome(2 * m->num_ranks, r->requests, &count, r->indices, r->statuses);
+    const int code =
+        MPI_Testsome(2 * m->num_ranks, r->requests, &count, r->indices, r->statuses);
     if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS)
         return runtime_sentence(code, "MPI_Testsome");
     for (int i = 0; i < count; i++) TRY(receive(r, m, i, code)); /* MPI_UNDEFINED: negative */
@@ -259,8 +259,10 @@ bool meet_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
     int inter = 0;
     if (comm != MPI_COMM_NULL) MPI_Comm_test_inter(comm, &inter);
     if (comm != MPI_COMM_NULL && !inter) return true;
-    snprintf(why, size, inter ? "%s points to an intercommunicator; merge it first"
-                              : "%s points to MPI_COMM_NULL", name);
+    snprintf(why, size,
+             inter ? "%s points to an intercommunicator; merge it first"
+                   : "%s points to MPI_COMM_NULL",
+             name);
     return false;
 }
 
@@ -269,8 +271,7 @@ static epic_result check(const void *native)
     char why[128];
     int finalized = 0;
     MPI_Finalized(&finalized);
-    if (finalized)
-        return epic_fail(EPIC_ENOTSUP, "meeting over MPI: MPI_Finalize was called");
+    if (finalized) return epic_fail(EPIC_ENOTSUP, "meeting over MPI: MPI_Finalize was called");
     if (!native) return runtime_is_up() ? EPIC_OK : runtime_start();
     if (!runtime_is_up())
         return epic_fail(EPIC_EINVAL, "meeting over MPI: comm is given and MPI is not "
