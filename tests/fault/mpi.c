@@ -4,25 +4,13 @@
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "faults.h"
+#include "mpiexec.h"
 
 #define FAULTS 16
 #define MEETING_MS 20000
-
-/* Does this launcher have an option that keeps a job alive without one of its ranks? */
-static bool has_recovery(const char *mpiexec)
-{
-    char command[512], line[256];
-    bool found = false;
-    snprintf(command, sizeof command, "'%s' --version 2>&1", mpiexec);
-    FILE *said = popen(command, "r");
-    while (said && fgets(line, sizeof line, said)) found |= strstr(line, "OpenRTE") != NULL;
-    if (said) pclose(said);
-    return found;
-}
 
 static epic_meet meet_over(const MPI_Comm *comm)
 {
@@ -48,29 +36,19 @@ static void be_rank(const faults_way *way, char **arguments)
     _exit(0);
 }
 
-/* They let any Open MPI start more ranks than cores, as root too. */
-static void permit(void)
-{
-    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 0);
-    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 0);
-    setenv("OMPI_MCA_rmaps_base_oversubscribe", "1", 0);
-    setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe", 0);
-}
-
 int main(int argc, char **argv)
 {
-    const char *mpiexec = getenv("EPIC_MPIEXEC");
-    if (!mpiexec) mpiexec = "mpiexec";
+    const char *mpiexec = mpiexec_name();
     const char *const plain[] = {mpiexec, NULL};
     const char *const recovering[] = {mpiexec, "--enable-recovery", NULL};
     const char *known = getenv("EPIC_FAULT_RECOVERY"); /* what the test told its ranks */
-    const bool deaths = known ? *known == '1' : has_recovery(mpiexec);
+    const bool deaths = known ? *known == '1' : mpiexec_recovers();
     const faults_way way = {.backend = "mpi",
                             .processes = true,
                             .deaths = deaths,
                             .launcher = deaths ? recovering : plain};
     if (argc > 1) be_rank(&way, argv);
-    permit();
+    mpiexec_permit();
     setenv("EPIC_FAULT_RECOVERY", deaths ? "1" : "0", 1);
     if (!deaths) printf("no rank is killed: %s would end the others too\n", mpiexec);
     return faults_main(&way, FAULTS, 1);

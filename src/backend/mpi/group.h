@@ -5,6 +5,7 @@
  *   runtime.c   MPI itself, once for the process; groups that were left
  *   meet.c      from a communicator to a meeting
  *   join.c      from a meeting to a communicator; leaving
+ *   create.c    a communicator, within a deadline
  *   tables.c    all memory of a group
  *   control.c   messages on MPI tag 0: notes, failures, closings
  *   sights.c    where peers are: questions and answers between waiting ranks
@@ -201,6 +202,7 @@ epic_result runtime_sentence(int code, const char *what); /* EPIC_EDEVICE */
 bool runtime_is_up(void);
 pthread_mutex_t *runtime_mutex(void); /* NULL: any threads may call MPI at once */
 void runtime_opened(void);
+void runtime_broke(void);               /* MPI cannot end any more */
 void runtime_retire(epic_group *group); /* takes a group that was left */
 void runtime_sweep(void);               /* frees those whose peers have all left */
 
@@ -212,6 +214,9 @@ epic_result mpi_meet(epic_meet *out, const void *native, uint32_t timeout_ms);
 bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *config, char *why);
 epic_result mpi_join(epic_group **out, const epic_join *join);
 void mpi_leave(epic_group *group);
+
+/* create.c.  Sets group->comm, unless it fails. */
+epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag);
 
 /* tables.c */
 epic_result tables_check(const epic_config *config, int num_ranks);

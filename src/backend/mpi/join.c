@@ -157,21 +157,22 @@ static epic_result connect(epic_group *group, const epic_join *join, const offer
     MPI_Group all = MPI_GROUP_NULL, ours = MPI_GROUP_NULL;
     int code = MPI_Comm_group(parent, &all);
     if (code == MPI_SUCCESS) code = MPI_Group_incl(all, group->num_ranks, ranks, &ours);
-    if (code == MPI_SUCCESS)
-        code = MPI_Comm_create_group(parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)),
-                                     &group->comm);
     if (all != MPI_GROUP_NULL) MPI_Group_free(&all);
-    if (ours != MPI_GROUP_NULL) MPI_Group_free(&ours);
-    if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Comm_create_group");
-    MPI_Comm_set_errhandler(group->comm, MPI_ERRORS_RETURN);
+    if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Group_incl");
     lives_watch(group, join->peers);
-    return control_start(group);
+    const epic_result result =
+        create_comm(group, parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)));
+    if (group->comm == MPI_COMM_NULL) return result; /* MPI may still look at `ours` */
+    MPI_Group_free(&ours);
+    MPI_Comm_set_errhandler(group->comm, MPI_ERRORS_RETURN);
+    return result == EPIC_OK ? control_start(group) : result;
 }
 
 static void discard(epic_group *group)
 {
     if (!group) return;
     drain_stop(group);
+    lives_unwatch(group);
     tables_free(group);
 }
 

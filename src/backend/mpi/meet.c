@@ -24,7 +24,8 @@ typedef struct meeting {
     MPI_Comm comm;
     int rank, num_ranks;
     uint32_t timeout_ms;
-    bool failed;
+    epic_result failed; /* with this sentence */
+    char sentence[512];
 } meeting;
 
 /* One gather.  Receives come first in `requests`, then sends; a rank's own are null. */
@@ -236,17 +237,18 @@ static epic_result await_round(round *r, const meeting *m)
     }
 }
 
+/* A meeting that has failed says the same ever after. */
 static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
 {
     meeting *m = self;
     round r;
-    if (m->failed)
-        return epic_fail(EPIC_EPEER, "meeting over MPI: this meeting has failed before; meet "
-                                     "again");
+    if (m->failed) return epic_fail(m->failed, "%s", m->sentence);
     TRY(make_round(&r, m, mine, bytes));
-    const epic_result result = await_round(&r, m);
-    m->failed = result != EPIC_OK;
-    if (m->failed) return result; /* MPI may still reach into the round */
+    m->failed = await_round(&r, m);
+    if (m->failed) { /* MPI may still reach into the round */
+        snprintf(m->sentence, sizeof m->sentence, "%s", epic_sentence());
+        return m->failed;
+    }
     if (bytes > 0) memcpy(all, r.bytes, (size_t)m->num_ranks * bytes);
     free_round(&r);
     return EPIC_OK;
