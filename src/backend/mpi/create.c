@@ -68,10 +68,11 @@ static epic_result await(epic_group *group, creation *c)
                              "open a new group",
                              dead);
         if (clock_ns() >= end)
-            return epic_fail(EPIC_ETIMEOUT,
-                             "backend mpi: MPI_Comm_create_group did not return within %lld ms: "
-                             "a rank is gone or stopped; open a new group",
-                             (long long)(group->timeout_ns / 1000000));
+            return epic_fail(
+                EPIC_ETIMEOUT,
+                "backend mpi: MPI_Comm_create_group did not return within %lld ms: "
+                "a rank is gone or stopped; open a new group",
+                (long long)(group->timeout_ns / 1000000));
         nap_ns(NAP_NS);
     }
     return EPIC_OK;

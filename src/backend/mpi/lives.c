@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank that closes says so.  One whose process is killed says nothing, and MPI may not notice:
  * where the launcher lets the others live, they would wait for it until their deadline.  The
- * system tells of processes of this host and PID namespace.  Of those elsewhere nobody does. */
+ * system tells of processes of this host and PID namespace; whoever sees that one of them is gone
+ * breaks the group for the ranks elsewhere.  Of the only rank on another host nobody tells: that a
+ * connection is lost is no proof that a process has ended. */
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
