@@ -9,7 +9,7 @@
 #include "faults.h"
 #include "mpiexec.h"
 
-#define FAULTS 16
+#define FAULTS 24
 #define MEETING_MS 20000
 
 static epic_meet meet_over(const MPI_Comm *comm)
