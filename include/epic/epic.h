@@ -158,10 +158,10 @@ EPIC_API epic_result epic_meet_env(epic_meet *out);
  * initialises MPI if nobody has).  Collective over it.  timeout_ms, for every gather: 0: 300000.
  * Messages travel on a duplicate; only when ranks are missing after half of the time, those that
  * came look for each other on `comm` itself, with tag 32767.  Loads libepic_mpi.so, which must be
- * of the caller's MPI.  MPI is to be initialised with MPI_THREAD_MULTIPLE; with less, no other
- * thread may call it meanwhile, and backend mpi takes MPI_THREAD_SERIALIZED at least, from which
- * on the caller makes no MPI call while a context is open.  Errors: EPIC_EINVAL, EPIC_ENOTSUP (no
- * libepic_mpi.so), EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EMISMATCH,
+ * of the caller's MPI.  MPI should be initialised with MPI_THREAD_MULTIPLE.  With less, no other
+ * thread may be in MPI during the meeting; backend mpi needs MPI_THREAD_SERIALIZED, and then that
+ * no thread of the caller's is in MPI while a context is open.  Errors: EPIC_EINVAL, EPIC_ENOTSUP
+ * (no libepic_mpi.so), EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EMISMATCH,
  * EPIC_EDEVICE. */
 EPIC_API epic_result epic_meet_mpi(epic_meet *out, const void *comm, uint32_t timeout_ms);
 
@@ -192,10 +192,10 @@ typedef struct epic_config {
 } epic_config;
 
 /* Opens this rank's seat.  Collective over the meeting; meet NULL is a group of one, or, with
- * config.native, meets over that communicator as epic_meet_mpi does.  *out is
- * set also when open fails, to a context that epic_error, epic_failure and epic_close accept
- * (NULL only on EPIC_ENOMEM).  Ranks that bring different configurations or versions get
- * EPIC_EMISMATCH, all of them.  Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT,
+ * config.native, a meeting over that communicator as epic_meet_mpi's.  *out is set also when open
+ * fails, to a context that epic_error, epic_failure and epic_close accept (NULL only on
+ * EPIC_ENOMEM).  Ranks that bring different configurations or versions get EPIC_EMISMATCH, all
+ * of them.  Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT,
  * EPIC_EDEVICE, EPIC_EMISMATCH, EPIC_EPEER. */
 EPIC_API epic_result epic_open(epic_context **out, const epic_meet *meet,
                                const epic_config *config, size_t size);

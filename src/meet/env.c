@@ -117,7 +117,7 @@ static bool contradicts(const claim *followed, const claim *other)
     const trust a = followed->by->trust, b = other->by->trust;
     if (b == HINT) return false;
     if (followed->num_ranks == 1 && (other->num_ranks > 1 || other->rank > 0)) return true;
-    if (a == BY_HAND || b == SLURM) return false;
+    if (a == BY_HAND || b == SLURM || other->num_ranks == 1) return false;
     return followed->rank != other->rank ||
            (other->num_ranks != 0 && followed->num_ranks != other->num_ranks);
 }

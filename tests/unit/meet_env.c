@@ -114,6 +114,10 @@ static const row rows[] = {
      "SLURM_NTASKS=2 MASTER_PORT=1 EPIC_TIMEOUT_MS=50", /* mpirun's daemons came by srun */
      EPIC_ETIMEOUT,
      {"of rank 3"}},
+    {"OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1 "
+     "MASTER_PORT=1 EPIC_TIMEOUT_MS=50", /* mpirun in a script that flux started */
+     EPIC_ETIMEOUT,
+     {"of rank 3"}},
 
     /* srun, sbatch, salloc */
     {"SLURM_PROCID=0 SLURM_NTASKS=1", EPIC_OK, {0}},
