@@ -1,364 +1,61 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Every fault has a process of its own that starts the ranks, sends them signals and waits for
- * them, so that nothing is left over for the next. */
-#include "faults.h"
+ * them, so that nothing is left over for the next.  What they share lies in memory that other
+ * programs can open by a path. */
+#include "faults_rank.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "check.h"
-#include "epic/epic.h"
 #include "run.h"
-#include "step.h"
 
-#define MAX_RANKS 4
-#define TAG 5
-#define NUM_BESIDE 2
 #define HANG_S 30
-#define ABORT_SENTENCE "the coffee is out"
 
-/* ------------------------------------------------------------------------ what goes wrong ---- */
-
-enum kind {
-    KILLED,    /* by SIGKILL */
-    EXITED,    /* without epic_close */
-    CLOSED,    /* epic_close instead of the call */
-    STOPPED,   /* SIGSTOP, for longer than the deadline */
-    PAUSED,    /* SIGSTOP and SIGCONT within it: no fault at all */
-    SKIPPED,   /* the call is not made */
-    SHAPE,     /* the call has another shape */
-    OPERATION, /* another call */
-    LATE,      /* by less than the deadline: no fault */
-    EMPTY,     /* no tokens: no fault */
-    ABORTED,   /* epic_abort */
-    NUM_KINDS
-};
-
-static const struct {
-    const char *name;
-    bool needs_process, dies, middle; /* can come in the middle of operations */
-    epic_result result;               /* of the others */
-} kinds[NUM_KINDS] = {
-    [KILLED] = {"kill -9", true, true, true, EPIC_EPEER},
-    [EXITED] = {"exit", true, true, false, EPIC_EPEER},
-    [CLOSED] = {"close", false, false, false, EPIC_EPEER},
-    [STOPPED] = {"stop", true, false, true, EPIC_ETIMEOUT},
-    [PAUSED] = {"pause", true, false, false, EPIC_OK},
-    [SKIPPED] = {"skipped call", false, false, false, EPIC_ETIMEOUT},
-    [SHAPE] = {"another shape", false, false, false, EPIC_EMISMATCH},
-    [OPERATION] = {"another operation", false, false, false, EPIC_EMISMATCH},
-    [LATE] = {"late call", false, false, false, EPIC_OK},
-    [EMPTY] = {"zero tokens", false, false, false, EPIC_OK},
-    [ABORTED] = {"abort", false, false, false, EPIC_EPEER},
-};
-
-typedef struct fault {
-    enum kind kind;
-    bool processes, middle;
-    uint32_t operation, other;
-    int num_ranks, victim;
-    uint32_t deadline_ms;
-    long delay_us; /* until a fault in the middle */
-    uint64_t seed;
-    char name[128];
-} fault;
-
-/* What the ranks of one fault and their parent share. */
-typedef struct stage {
-    _Atomic int opened, done, closed; /* ranks that came so far */
-    _Atomic uint64_t begin_ns;        /* when it went wrong */
-    run_meeting *again;               /* of the processes that are left */
-} stage;
-
-/* Over all faults. */
-typedef struct tally {
-    _Atomic int faults, hangs, wrong_results, wrong_culprits, late;
-    _Atomic int of_kind[NUM_KINDS];
-    _Atomic long slowest_ms[NUM_KINDS]; /* answer; for a deadline, after it */
-} tally;
-
-static tally *told;
-static long slack_ms;
-
-typedef struct rank_of_fault {
-    const fault *f;
-    stage *stage;
-    epic_meet meet, again;
-    epic_context *ctx;
-    step step;
-    bool victim;
-} rank_of_fault;
-
-static void choose(fault *f, bool processes, uint64_t seed)
-{
-    run_random random = {seed};
-    *f = (fault){.processes = processes, .seed = seed};
-    do f->kind = (enum kind)run_below(&random, NUM_KINDS);
-    while (kinds[f->kind].needs_process && !processes);
-    f->middle = kinds[f->kind].middle && run_chance(&random, 50);
-    f->operation = (uint32_t)run_between(&random, EPIC_OP_PLAN, EPIC_OP_SUM);
-    if (f->kind == EMPTY) f->operation = EPIC_OP_PLAN;
-    do f->other = (uint32_t)run_between(&random, EPIC_OP_PLAN, EPIC_OP_SUM);
-    while (f->other == f->operation);
-    f->num_ranks = (int)run_between(&random, 2, MAX_RANKS);
-    f->victim = (int)run_below(&random, f->num_ranks);
-    f->deadline_ms = (uint32_t)run_between(&random, 300, 500);
-    f->delay_us = (long)run_between(&random, 500, 20000);
-    snprintf(f->name, sizeof f->name, "%s of rank %d of %d %s operation %u, deadline %u ms",
-             kinds[f->kind].name, f->victim, f->num_ranks, f->middle ? "amid" : "before",
-             f->operation, f->deadline_ms);
-}
-
-/* --------------------------------------------------------------------------- the ranks ---- */
-
-static void wait_for(_Atomic int *count, int many)
-{
-    while (atomic_load(count) < many) run_nap_us(200);
-}
-
-static epic_result call_once(rank_of_fault *r, uint32_t operation, enum step_change change)
-{
-    const epic_call call = {.tag = TAG, .timeout_ms = r->f->deadline_ms};
-    return step_call(&r->step, operation, &call, change);
-}
-
-/* What the victim does instead of the call, or before it. */
-static epic_result go_wrong(rank_of_fault *r)
-{
-    const fault *f = r->f;
-    if (!f->middle) atomic_store(&r->stage->begin_ns, run_now_ns());
-    switch (f->middle ? NUM_KINDS : f->kind) {
-    case KILLED:
-        raise(SIGKILL);
-        break;
-    case EXITED:
-        _exit(0);
-    case CLOSED:
-        epic_close(r->ctx);
-        r->ctx = NULL;
-        return EPIC_EPEER;
-    case STOPPED:
-    case PAUSED:
-        raise(SIGSTOP);
-        break;
-    case SKIPPED:
-        wait_for(&r->stage->done, f->num_ranks - 1);
-        break;
-    case SHAPE:
-        return call_once(r, f->operation, STEP_OTHER_SHAPE);
-    case OPERATION:
-        return call_once(r, f->other, STEP_SAME);
-    case LATE:
-        run_nap_us((long)f->deadline_ms * 1000 / 3);
-        break;
-    case EMPTY:
-        return call_once(r, f->operation, STEP_EMPTY);
-    case ABORTED:
-        epic_abort(r->ctx, TAG, ABORT_SENTENCE);
-        return EPIC_EPEER;
-    default:
-        break;
-    }
-    return call_once(r, f->operation, STEP_SAME);
-}
-
-static void check_time(const rank_of_fault *r, epic_result result)
-{
-    const fault *f = r->f;
-    const long ms = (long)((run_now_ns() - atomic_load(&r->stage->begin_ns)) / 1000000);
-    const long deadline = (long)f->deadline_ms;
-    long limit = 100;
-    if (kinds[f->kind].result == EPIC_ETIMEOUT) limit = deadline + 50;
-    if (kinds[f->kind].dies || f->kind == CLOSED) limit = 1000;
-    if (kinds[f->kind].result == EPIC_OK) limit = deadline + 50;
-    const long slow = kinds[f->kind].result == EPIC_ETIMEOUT ? ms - deadline : ms;
-    if (slow > atomic_load(&told->slowest_ms[f->kind]))
-        atomic_store(&told->slowest_ms[f->kind], slow);
-    if (!CHECK_SAY(ms <= limit + slack_ms, "%s: rank %d got %s after %ld ms, limit %ld ms",
-                   f->name, r->step.rank, epic_result_name(result), ms, limit))
-        atomic_fetch_add(&told->late, 1);
-    if (result == EPIC_ETIMEOUT)
-        CHECK_SAY(ms >= deadline / 2, "%s: gave up after %ld ms", f->name, ms);
-}
-
-static bool names_victim(const rank_of_fault *r, const epic_failure_info *info)
-{
-    char name[16];
-    if (r->f->kind != SHAPE && r->f->kind != OPERATION)
-        return info->num_culprits == 1 && info->culprits[0] == r->f->victim;
-    snprintf(name, sizeof name, "rank %d", r->f->victim);
-    return strstr(info->sentence, name) != NULL;
-}
-
-/* What a rank that did right is told. */
-static void check_failure(rank_of_fault *r, epic_result result)
-{
-    const fault *f = r->f;
-    const epic_result expected = kinds[f->kind].result;
-    if (!CHECK_SAY(result == expected, "%s: rank %d got %s instead of %s: %s", f->name,
-                   r->step.rank, epic_result_name(result), epic_result_name(expected),
-                   result ? epic_error(r->ctx) : ""))
-        atomic_fetch_add(&told->wrong_results, 1);
-    check_time(r, result);
-    if (result == EPIC_OK || result != expected) return;
-    epic_failure_info info;
-    CHECK(epic_failure(r->ctx, &info, sizeof info) == EPIC_OK);
-    CHECK_EQ(info.result, result);
-    if (f->kind != ABORTED) {
-        CHECK(info.tag == TAG || f->middle);
-        CHECK_SAY(info.operation == f->operation || f->kind == OPERATION,
-                  "%s: failed in operation %u", f->name, info.operation);
-    }
-    if (!CHECK_SAY(names_victim(r, &info), "%s: rank %d was told, %u culprits: %s", f->name,
-                   r->step.rank, info.num_culprits, info.sentence))
-        atomic_fetch_add(&told->wrong_culprits, 1);
-    if (f->kind == ABORTED) CHECK(strstr(info.sentence, ABORT_SENTENCE) != NULL);
-}
-
-/* The group is broken for everything, at once. */
-static void check_broken(rank_of_fault *r, epic_result result)
-{
-    const uint64_t begin = run_now_ns();
-    for (uint32_t op = EPIC_OP_PLAN; op <= EPIC_OP_SUM; op++)
-        CHECK_EQ(call_once(r, op, STEP_SAME), result);
-    CHECK_EQ(epic_check(r->ctx), result);
-    const long ms = (long)((run_now_ns() - begin) / 1000000);
-    CHECK_SAY(ms <= 50 + slack_ms, "%s: a broken group took %ld ms to say so", r->f->name, ms);
-}
-
-static epic_context *open_seat(const epic_meet *meet, const fault *f)
-{
-    const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
-                                .max_row_bytes = STEP_MAX_ROW_BYTES,
-                                .timeout_ms = 10000,
-                                .max_in_flight = 4,
-                                .backend = f->processes ? "shm" : "threads"};
-    epic_context *ctx;
-    const epic_result result = epic_open(&ctx, meet, &config, sizeof config);
-    if (CHECK_SAY(result == EPIC_OK, "%s: open: %s", f->name, epic_error(ctx))) return ctx;
-    epic_close(ctx);
-    return NULL;
-}
-
-static void close_and_reopen(rank_of_fault *r)
-{
-    const uint64_t begin = run_now_ns();
-    epic_close(r->ctx);
-    const long ms = (long)((run_now_ns() - begin) / 1000000);
-    CHECK_SAY(ms <= 1000 + slack_ms, "%s: close took %ld ms", r->f->name, ms);
-    r->ctx = open_seat(&r->again, r->f);
-    if (r->ctx) CHECK_SAY(step_works(r->ctx, TAG), "%s: the next group", r->f->name);
-    epic_close(r->ctx);
-}
-
-/* In the middle: calls one after the other until something happens. */
-static epic_result call_as_told(rank_of_fault *r)
-{
-    const bool until = r->f->middle;
-    epic_result result = EPIC_OK;
-    if (r->victim && !until) return go_wrong(r);
-    do result = call_once(r, r->f->operation, STEP_SAME);
-    while (until && result == EPIC_OK);
-    return result;
-}
-
-/* ------------------------------------------------------- operations of other tags, too ---- */
-
-typedef struct beside {
-    rank_of_fault *r;
-    step step;
-    pthread_t thread;
-    uint64_t tag;
-} beside;
-
-static void *call_beside(void *self)
-{
-    beside *b = self;
-    const fault *f = b->r->f;
-    const epic_call call = {.tag = b->tag, .timeout_ms = f->deadline_ms};
-    check_seed = f->seed;
-    wait_for(&b->r->stage->opened, f->num_ranks);
-    epic_result result = EPIC_OK;
-    while (result == EPIC_OK) result = step_call(&b->step, f->operation, &call, STEP_SAME);
-    CHECK_SAY(result == kinds[f->kind].result, "%s: tag %d got %s: %s", f->name, (int)b->tag,
-              epic_result_name(result), epic_error(b->r->ctx));
-    return NULL;
-}
-
-/* What is in flight when the middle of operations is where it goes wrong. */
-static void begin_beside(rank_of_fault *r, beside *all)
-{
-    for (int i = 0; i < NUM_BESIDE && r->f->middle; i++) {
-        all[i] = (beside){.r = r, .tag = (uint64_t)(TAG + 1 + i)};
-        step_open(&all[i].step, r->ctx, STEP_MAX_TOKENS / 2, 300);
-        CHECK(step_all(&all[i].step, all[i].tag));
-        pthread_create(&all[i].thread, NULL, call_beside, &all[i]);
-    }
-}
-
-static void end_beside(const rank_of_fault *r, beside *all)
-{
-    for (int i = 0; i < NUM_BESIDE && r->f->middle; i++) {
-        pthread_join(all[i].thread, NULL);
-        step_close(&all[i].step);
-    }
-}
-
-static void be_rank(rank_of_fault *r)
-{
-    const fault *f = r->f;
-    beside others[NUM_BESIDE];
-    check_seed = f->seed;
-    r->victim = r->meet.rank == f->victim;
-    r->ctx = open_seat(&r->meet, f);
-    if (!r->ctx) return;
-    step_open(&r->step, r->ctx, f->middle ? STEP_MAX_TOKENS : 9, f->middle ? 1024 : 64);
-    CHECK(step_all(&r->step, TAG));
-    begin_beside(r, others);
-    atomic_fetch_add(&r->stage->opened, 1);
-    wait_for(&r->stage->opened, f->num_ranks);
-    const epic_result result = call_as_told(r);
-    const epic_result expected = kinds[f->kind].result;
-    if (!r->victim) {
-        check_failure(r, result);
-        atomic_fetch_add(&r->stage->done, 1);
-    } else if (expected != EPIC_OK)
-        CHECK_SAY(result == expected, "%s: the victim got %s: %s", f->name,
-                  epic_result_name(result), epic_error(r->ctx));
-    else
-        CHECK_SAY(result == EPIC_OK, "%s: the victim: %s", f->name, epic_error(r->ctx));
-    wait_for(&r->stage->done, f->num_ranks - 1); /* all have been told by then */
-    end_beside(r, others);
-    if (expected != EPIC_OK && r->ctx && result == expected) check_broken(r, result);
-    if (expected == EPIC_OK && result == EPIC_OK && f->operation != EPIC_OP_PLAN)
-        CHECK(step_all(&r->step, TAG));
-    step_close(&r->step);
-    close_and_reopen(r);
-}
+static int told_fd;
 
 /* ------------------------------------------------------------------------- processes ---- */
 
-/* Sees to the victim's signals; returns its exit status once it has ended. */
-static void lead_victim(const fault *f, stage *stage, pid_t pid)
+static char state_of(pid_t pid)
 {
-    int status;
+    char path[64], text[256] = "";
+    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
+    FILE *file = fopen(path, "r");
+    if (!file) return 'X';
+    const bool read = fgets(text, sizeof text, file) != NULL;
+    fclose(file);
+    const char *name = strrchr(text, ')'); /* the process's; its state follows */
+    return read && name && name[1] ? name[2] : 'X';
+}
+
+static bool await_stop(pid_t pid)
+{
+    char state;
+    while ((state = state_of(pid)) != 'T' && state != 'Z' && state != 'X') run_nap_us(500);
+    return state == 'T';
+}
+
+/* Sees to the victim's signals. */
+static void lead_victim(const fault *f, stage *stage)
+{
+    wait_for(&stage->opened, f->num_ranks);
+    const pid_t pid = atomic_load(&stage->victim);
     if (f->middle) {
-        wait_for(&stage->opened, f->num_ranks);
         run_nap_us(f->delay_us);
         atomic_store(&stage->begin_ns, run_now_ns());
         kill(pid, f->kind == KILLED ? SIGKILL : SIGSTOP);
     }
     if (f->kind != STOPPED && f->kind != PAUSED) return;
-    while (waitpid(pid, &status, WUNTRACED) < 0 && errno == EINTR) continue;
-    if (!CHECK_SAY(WIFSTOPPED(status), "%s: the victim did not stop", f->name)) return;
+    if (!CHECK_SAY(await_stop(pid), "%s: the victim did not stop", f->name)) return;
     if (f->kind == PAUSED) run_nap_us((long)f->deadline_ms * 1000 / 3);
     if (f->kind == STOPPED) wait_for(&stage->done, f->num_ranks - 1);
     kill(pid, SIGCONT);
@@ -392,7 +89,7 @@ static void run_as_processes(const fault *f, stage *stage)
         fflush(NULL);
         _exit(0);
     }
-    lead_victim(f, stage, pids[f->victim]);
+    lead_victim(f, stage);
     for (int i = 0; i < f->num_ranks; i++) {
         int status = 0;
         while (waitpid(pids[i], &status, 0) < 0 && errno == EINTR) continue;
@@ -426,14 +123,136 @@ static void run_as_threads(const fault *f, stage *stage)
     }
 }
 
+static void *share(size_t bytes, int *fd)
+{
+    *fd = memfd_create("faults", MFD_CLOEXEC);
+    const bool good = *fd >= 0 && ftruncate(*fd, (off_t)bytes) == 0;
+    void *memory = good ? mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0) : NULL;
+    if (good && memory != MAP_FAILED) return memory;
+    perror("memory that ranks share");
+    exit(1);
+}
+
+/* The promise is 50 ms, as long as every rank has a core. */
+static long choose_slack(int width)
+{
+    const char *text = getenv("EPIC_TEST_SLACK_MS");
+    if (text) return atol(text);
+    return width * MAX_RANKS > sysconf(_SC_NPROCESSORS_ONLN) ? 1000 : 0;
+}
+
+/* --------------------------------------------------------------------------- launched ---- */
+
+enum { ARGUMENT_TOLD = 1, ARGUMENT_STAGE, ARGUMENT_SEED, NUM_ARGUMENTS };
+
+struct faults_rank {
+    fault f;
+    stage *stage;
+};
+
+static int num_left(const fault *f)
+{
+    return f->num_ranks - kinds[f->kind].dies;
+}
+
+static void exec_launcher(const fault *f, int stage_fd)
+{
+    char program[256] = "", count[16], told_at[64], stage_at[64], seed[32];
+    const char *arguments[32];
+    int num = 0;
+    while (way->launcher[num] && num < 16) {
+        arguments[num] = way->launcher[num];
+        num++;
+    }
+    if (readlink("/proc/self/exe", program, sizeof program - 1) < 0) _exit(127);
+    snprintf(count, sizeof count, "%d", f->num_ranks);
+    snprintf(told_at, sizeof told_at, "/proc/%d/fd/%d", (int)getppid(), told_fd);
+    snprintf(stage_at, sizeof stage_at, "/proc/%d/fd/%d", (int)getppid(), stage_fd);
+    snprintf(seed, sizeof seed, "%llu", (unsigned long long)f->seed);
+    const char *const rest[] = {"-n", count, program, told_at, stage_at, seed, NULL};
+    for (size_t i = 0; i < sizeof rest / sizeof *rest; i++) arguments[num++] = rest[i];
+    execvp(arguments[0], (char *const *)(uintptr_t)arguments);
+    perror(arguments[0]);
+    _exit(127);
+}
+
+/* What the launcher says is shown only if the ranks did not come to their end. */
+static void run_as_launched(const fault *f, stage *stage, int stage_fd)
+{
+    int out;
+    char *said = share(1 << 16, &out);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGTERM);
+        dup2(out, STDOUT_FILENO);
+        dup2(out, STDERR_FILENO);
+        exec_launcher(f, stage_fd);
+    }
+    bool over = false;
+    while (!over && atomic_load(&stage->opened) < f->num_ranks) {
+        over = waitpid(pid, NULL, WNOHANG) == pid;
+        run_nap_us(1000);
+    }
+    if (!over) lead_victim(f, stage);
+    while (!over && waitpid(pid, NULL, 0) < 0 && errno == EINTR) continue;
+    CHECK_SAY(atomic_load(&stage->closed) == num_left(f),
+              "%s: %d of %d ranks came to their end", f->name, atomic_load(&stage->closed),
+              num_left(f));
+    for (long i = 0; i < atomic_load(&stage->passed); i++) CHECK(true);
+    if (!CHECK_EQ(stage->failed, 0) || atomic_load(&stage->closed) != num_left(f))
+        fprintf(stderr, "%.4000s\n", said);
+}
+
+static void *open_shared(const char *path, size_t bytes)
+{
+    const int fd = open(path, O_RDWR | O_CLOEXEC);
+    void *memory =
+        fd < 0 ? MAP_FAILED : mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory != MAP_FAILED) return memory;
+    perror(path);
+    exit(1);
+}
+
+faults_rank *faults_rank_of(const faults_way *how, char **arguments)
+{
+    static faults_rank seat;
+    way = how;
+    check_begin();
+    slack_ms = choose_slack(1);
+    run_alarm(HANG_S);
+    told = open_shared(arguments[ARGUMENT_TOLD], sizeof *told);
+    seat.stage = open_shared(arguments[ARGUMENT_STAGE], sizeof *seat.stage);
+    choose(&seat.f, strtoull(arguments[ARGUMENT_SEED], NULL, 10));
+    return &seat;
+}
+
+bool faults_rank_dies(const faults_rank *seat, int rank)
+{
+    return kinds[seat->f.kind].dies && rank == seat->f.victim;
+}
+
+void faults_be_rank(const faults_rank *seat, const epic_meet *first, const epic_meet *again)
+{
+    rank_of_fault r = {.f = &seat->f, .stage = seat->stage, .meet = *first, .again = *again};
+    be_rank(&r);
+    fflush(NULL);
+    atomic_fetch_add(&seat->stage->passed, check_num_passed());
+    atomic_fetch_add(&seat->stage->failed, check_num_failed());
+    atomic_fetch_add(&seat->stage->closed, 1);
+    wait_for(&seat->stage->closed, num_left(&seat->f));
+}
+
 /* ------------------------------------------------------------------------------ all ---- */
 
 static void run_fault(const fault *f)
 {
     check_seed = f->seed;
-    stage *stage = run_share(sizeof *stage);
+    int fd;
+    stage *stage = share(sizeof *stage, &fd);
     run_alarm(HANG_S + 10);
-    if (f->processes)
+    if (way->launcher)
+        run_as_launched(f, stage, fd);
+    else if (way->processes)
         run_as_processes(f, stage);
     else
         run_as_threads(f, stage);
@@ -451,14 +270,6 @@ static void finish_one(void)
               status);
 }
 
-/* The promise is 50 ms, as long as every rank has a core. */
-static long choose_slack(int width)
-{
-    const char *text = getenv("EPIC_TEST_SLACK_MS");
-    if (text) return atol(text);
-    return width * MAX_RANKS > sysconf(_SC_NPROCESSORS_ONLN) ? 1000 : 0;
-}
-
 static void tell(void)
 {
     for (int k = 0; k < NUM_KINDS; k++)
@@ -472,17 +283,18 @@ static void tell(void)
            slack_ms);
 }
 
-int faults_main(bool processes, int faults, int width)
+int faults_main(const faults_way *how, int faults, int width)
 {
+    way = how;
     check_begin();
-    told = run_share(sizeof *told);
+    told = share(sizeof *told, &told_fd);
     slack_ms = choose_slack(width);
     const int count = (int)((double)faults * run_scale() + 0.5);
     printf("seed %llu\n", (unsigned long long)run_seed());
     for (int i = 0, running = 0; i < count || running > 0;) {
         if (i < count && running < width) {
             fault f;
-            choose(&f, processes, run_mix(run_seed(), (uint64_t)i++));
+            choose(&f, run_mix(run_seed(), (uint64_t)i++));
             told->faults++;
             told->of_kind[f.kind]++;
             fflush(NULL);

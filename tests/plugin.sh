@@ -1,19 +1,40 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# A backend's library that lies beside libepic.so and cannot be loaded: the error says which file it
-# is and what is wrong with it.
+# A backend's library that is not there, that lies beside libepic.so and is none, or whose own
+# libraries are not there: the error says which file it is, what is wrong with it and what helps.
 # usage: plugin.sh LIBRARY PROGRAM    the program opens the backend that EPIC_BACKEND says
 set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-cp "$1" "$folder/libepic.so.0"
+
+# The copy must not look where it was built: that path is spoilt.
+built=$(cd "$(dirname "$1")" && pwd)
+sed "s|$built|$(echo "$built" | tr a-z b-za)|g" "$1" >"$folder/libepic.so.0"
+
+# refuses BACKEND WORD...    the program fails, with all of these in what it says
+refuses() {
+    if said=$(LD_LIBRARY_PATH=$folder EPIC_BACKEND=$1 "$program" 2>&1); then
+        echo "$program ran: $said"
+        exit 1
+    fi
+    echo "$said"
+    shift
+    for word; do
+        case $said in
+        *"$word"*) ;;
+        *) echo "not said: $word"; exit 1 ;;
+        esac
+    done
+}
+
+program=$2
+refuses mpi libepic_mpi.so "built without MPI" openmpi-bin "build again"
+refuses p2p libepic_cuda.so "built without CUDA" nvcc
 echo "no library" >"$folder/libepic_cuda.so"
-if said=$(LD_LIBRARY_PATH=$folder EPIC_BACKEND=p2p "$2" 2>&1); then
-    echo "$2 ran: $said"
-    exit 1
-fi
-echo "$said"
-case $said in
-*libepic_cuda.so*"$folder/libepic_cuda.so: "*) ;;
-*) echo "the file is not named"; exit 1 ;;
-esac
+refuses p2p libepic_cuda.so "$folder/libepic_cuda.so: " "CUDA runtime"
+
+# The MPI it was built for is not installed: its name is spoilt.
+mpi=$built/libepic_mpi.so
+[ -e "$mpi" ] || exit 0
+sed 's/libmpi/libmpj/g' "$mpi" >"$folder/libepic_mpi.so"
+refuses mpi "libepic_mpi.so cannot be loaded" openmpi-bin "built for" libmpj

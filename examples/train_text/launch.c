@@ -218,10 +218,21 @@ static int launch_threads(const options *o, const text *t)
 
 /* ---------------------------------------------------------------------- other launchers ---- */
 
+static bool is_mpi_rank(void)
+{
+    return getenv("OMPI_COMM_WORLD_SIZE") || getenv("PMI_SIZE");
+}
+
+/* One of several tasks of srun: epic_meet_env knows where they meet. */
+static bool is_task(void)
+{
+    const char *tasks = getenv("SLURM_STEP_NUM_TASKS");
+    return tasks && strcmp(tasks, "1") != 0;
+}
+
 static bool is_launched(void)
 {
-    return getenv("WORLD_SIZE") || getenv("RANK") || getenv("OMPI_COMM_WORLD_SIZE") ||
-           getenv("PMI_SIZE");
+    return getenv("WORLD_SIZE") || getenv("RANK") || is_mpi_rank() || is_task();
 }
 
 /* mpirun names no port to meet on: one is made from the job's name. */
@@ -231,6 +242,7 @@ static void choose_port(void)
     char port[8];
     uint32_t hash = 2166136261u;
     if (getenv("MASTER_PORT") || getenv("MASTER_ADDR") || getenv("WORLD_SIZE")) return;
+    if (!is_mpi_rank()) return;
     if (!job) job = getenv("PMI_JOBID");
     for (; job && *job; job++) hash = (hash ^ (unsigned char)*job) * 16777619u;
     if (!job) hash = (uint32_t)getppid();

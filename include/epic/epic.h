@@ -46,8 +46,11 @@
  * rule, the way out.  The library never prints, exits, aborts or traps.
  *
  * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields of
- * epic_config); for epic_meet_env: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, or Open MPI's
- * OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, or PMI_RANK and PMI_SIZE; and EPIC_SECRET. */
+ * epic_config); for epic_meet_env: RANK and WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and
+ * _SIZE, PMI_, MV2_COMM_WORLD_, MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and
+ * FLUX_JOB_SIZE, SLURM_PROCID and SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK,
+ * PALS_RANKID, ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT,
+ * other SLURM_ variables; and EPIC_SECRET. */
 #ifndef EPIC_H
 #define EPIC_H
 
@@ -150,8 +153,24 @@ typedef struct epic_tcp {
  * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL). */
 EPIC_API epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp, size_t size);
 
-/* Meets as the environment says (above).  Without any of those variables: one rank. */
+/* Meets as the environment says (above), over TCP.  Without any of those variables: one rank.
+ * Only rank 0's host and a port must be known: MASTER_ADDR and MASTER_PORT; without MASTER_ADDR
+ * launchers of MPI ranks mean this host, and tasks of srun find both by themselves.  A variable
+ * that says that there are several ranks never ends in a group of one: where the number is not
+ * known, where two launchers contradict each other, or in a batch script or shell of Slurm with
+ * several tasks but without srun, it is EPIC_EINVAL, and RANK=0 WORLD_SIZE=1 the way to one. */
 EPIC_API epic_result epic_meet_env(epic_meet *out);
+
+/* Meets over an MPI communicator: `comm` points to an MPI_Comm, NULL is MPI_COMM_WORLD (and
+ * initialises MPI if nobody has).  Collective over it.  timeout_ms, for every gather: 0: 300000.
+ * Messages travel on a duplicate; only when ranks are missing after half of the time, those that
+ * came look for each other on `comm` itself, with tag 32767.  Loads libepic_mpi.so, which must be
+ * of the caller's MPI.  MPI should be initialised with MPI_THREAD_MULTIPLE.  With less, no other
+ * thread may be in MPI during the meeting; backend mpi needs MPI_THREAD_SERIALIZED, and then that
+ * no thread of the caller's is in MPI while a context is open.  Errors: EPIC_EINVAL, EPIC_ENOTSUP
+ * (no libepic_mpi.so), EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EMISMATCH,
+ * EPIC_EDEVICE. */
+EPIC_API epic_result epic_meet_mpi(epic_meet *out, const void *comm, uint32_t timeout_ms);
 
 /* Fills out[0 .. num_ranks) with the meetings of num_ranks threads of this process.  Local.
  * timeout_ms 0: 300000.  Close each of them. */
@@ -175,13 +194,15 @@ typedef struct epic_config {
                                GPU together: at most its SMs */
     const char *backend;    /* NULL: the first that can join: self, shm or threads, mpi */
     const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
-    void *native;           /* backend mpi: a borrowed MPI_Comm *; else NULL */
+    void *native;           /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
+                               backend mpi, and epic_open without a meeting; else NULL */
 } epic_config;
 
-/* Opens this rank's seat.  Collective over the meeting; meet NULL is a group of one.  *out is
- * set also when open fails, to a context that epic_error, epic_failure and epic_close accept
- * (NULL only on EPIC_ENOMEM).  Ranks that bring different configurations or versions get
- * EPIC_EMISMATCH, all of them.  Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT,
+/* Opens this rank's seat.  Collective over the meeting; meet NULL is a group of one, or, with
+ * config.native, a meeting over that communicator as epic_meet_mpi's.  *out is set also when open
+ * fails, to a context that epic_error, epic_failure and epic_close accept (NULL only on
+ * EPIC_ENOMEM).  Ranks that bring different configurations or versions get EPIC_EMISMATCH, all
+ * of them.  Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT,
  * EPIC_EDEVICE, EPIC_EMISMATCH, EPIC_EPEER. */
 EPIC_API epic_result epic_open(epic_context **out, const epic_meet *meet,
                                const epic_config *config, size_t size);

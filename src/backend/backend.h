@@ -200,6 +200,10 @@ typedef struct epic_backend {
     /* A backend in a library of its own has its own epic_fail: this thread's last sentence of
      * it.  NULL: the core's. */
     const char *(*sentence)(void);
+
+    /* A meeting of the ranks that `native`, what config.native points to, knows: epic_meet_mpi.
+     * NULL: it knows none. */
+    epic_result (*meet)(epic_meet *out, const void *native, uint32_t timeout_ms);
 } epic_backend;
 
 /* Every backend of this build, in the order in which they are tried; NULL ends the list. */

@@ -74,11 +74,11 @@ static epic_result choose(const epic_backend **out, const epic_peer *peers,
         snprintf(reasons + used, sizeof reasons - used, "%s%s: %s", used ? "; " : "",
                  epic_backends[i]->name, why);
     }
-    if (backend_find(out, "mpi") != EPIC_OK)
-        epic_fit(why, sizeof why, epic_sentence());
-    else if ((*out)->can_join(peers, (int)config->num_ranks, config, why))
-        return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; mpi: %s", reasons, why);
+    const bool loaded = backend_find(out, "mpi") == EPIC_OK;
+    if (loaded && (*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
+    if (!loaded) epic_fit(why, sizeof why, epic_sentence());
+    return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; %s%s", reasons,
+                     loaded ? "mpi: " : "", why);
 }
 
 /* A meeting may be the caller's own.  What it returns is checked, for core and backends alike:
@@ -186,12 +186,8 @@ static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *al
     return result;
 }
 
-static epic_result open_context(epic_context *ctx, const epic_meet *meet,
-                                const epic_config *config, size_t size)
+static epic_result open_meeting(epic_context *ctx, const epic_meet *meet)
 {
-    static const epic_meet alone = {.num_ranks = 1, .gather = gather_alone};
-    if (!meet) meet = &alone;
-    TRY(config_read(&ctx->config, config, size));
     TRY(check_meet(meet, &ctx->config));
     snprintf(ctx->name, sizeof ctx->name, "%s", ctx->config.name);
     ctx->config.name = ctx->name;
@@ -207,6 +203,19 @@ static epic_result open_context(epic_context *ctx, const epic_meet *meet,
                                    : epic_fail(EPIC_ENOMEM, "no memory for %zu ranks", ranks);
     free(peers);
     free(all);
+    return result;
+}
+
+static epic_result open_context(epic_context *ctx, const epic_meet *meet,
+                                const epic_config *config, size_t size)
+{
+    static const epic_meet alone = {.num_ranks = 1, .gather = gather_alone};
+    TRY(config_read(&ctx->config, config, size));
+    if (meet || !ctx->config.native) return open_meeting(ctx, meet ? meet : &alone);
+    epic_meet native;
+    TRY(epic_meet_mpi(&native, ctx->config.native, ctx->config.timeout_ms));
+    const epic_result result = open_meeting(ctx, &native);
+    epic_meet_close(&native);
     return result;
 }
 

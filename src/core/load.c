@@ -13,12 +13,18 @@ typedef struct plugin {
     const char *name; /* of the backend */
     const char *library;
     const char *symbol;
+    const char *when_absent, *when_broken; /* what helps */
 } plugin;
 
 #define NUM_PLUGINS 2
 static const plugin plugins[NUM_PLUGINS] = {
-    {"mpi", "libepic_mpi.so", "epic_backend_mpi"},
-    {"p2p", "libepic_cuda.so", "epic_backend_p2p"},
+    {"mpi", "libepic_mpi.so", "epic_backend_mpi",
+     "libepic was built without MPI: install one (Debian, Ubuntu: libopenmpi-dev, openmpi-bin) "
+     "and build again",
+     "install the MPI that it was built for (Debian, Ubuntu: openmpi-bin, or mpich)"},
+    {"p2p", "libepic_cuda.so", "epic_backend_p2p",
+     "libepic was built without CUDA: install its toolkit (nvcc) and build again",
+     "install the CUDA runtime that it was built for"},
 };
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* they stay loaded */
 
@@ -46,10 +52,11 @@ static epic_result load(const epic_backend **out, const plugin *p)
         atomic_store_explicit(&loaded[p - plugins], *out, memory_order_release);
         return EPIC_OK;
     }
-    const char *why = dlerror();
-    const epic_result result =
-        epic_fail(EPIC_ENOTSUP, "backend \"%s\": %s cannot be loaded: %.300s", p->name,
-                  p->library, why ? why : "unknown reason");
+    const char *why = dlerror(); /* begins with the file that is wrong, or not there */
+    const bool absent = why && strncmp(why, p->library, strlen(p->library)) == 0;
+    const epic_result result = epic_fail(
+        EPIC_ENOTSUP, "backend \"%s\": %s cannot be loaded; %s (%.250s)", p->name, p->library,
+        absent ? p->when_absent : p->when_broken, why ? why : "no symbol of that name");
     if (handle) dlclose(handle);
     return result;
 }

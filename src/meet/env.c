@@ -1,21 +1,50 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Meetings that the environment describes, as launchers set it. */
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-#include "meet/meet.h"
+#include "meet/env.h"
+
+/* How far what a launcher set is to be believed. */
+typedef enum trust {
+    BY_HAND,  /* for this program: another launcher may have started the one that set it */
+    LAUNCHER, /* by a launcher of ranks: all such must say the same */
+    SLURM,    /* by srun, or left over from what srun started: see slurm_counts */
+    HINT      /* one of several, perhaps of one group: asked last */
+} trust;
 
 typedef struct launcher {
     const char *rank;
-    const char *num_ranks;
-    bool needs_address; /* its own launcher sets MASTER_ADDR; else 127.0.0.1 is meant */
+    const char *num_ranks[2]; /* the first that is set; none: it does not tell */
+    trust trust;
 } launcher;
 
 /* In the order in which they are looked for. */
 static const launcher launchers[] = {
-    {"RANK", "WORLD_SIZE", true},
-    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", false},
-    {"PMI_RANK", "PMI_SIZE", false},
+    {"RANK", {"WORLD_SIZE"}, BY_HAND},
+    {"OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE"}, LAUNCHER},
+    {"PMI_RANK", {"PMI_SIZE"}, LAUNCHER}, /* MPICH, Intel MPI, Cray, srun --mpi=pmi2 */
+    {"MV2_COMM_WORLD_RANK", {"MV2_COMM_WORLD_SIZE"}, LAUNCHER},
+    {"MVP_COMM_WORLD_RANK", {"MVP_COMM_WORLD_SIZE"}, LAUNCHER},
+    {"JSM_NAMESPACE_RANK", {"JSM_NAMESPACE_SIZE"}, LAUNCHER},
+    {"FLUX_TASK_RANK", {"FLUX_JOB_SIZE"}, LAUNCHER},
+    {"SLURM_PROCID", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, SLURM},
+    {"PMIX_RANK", {NULL}, LAUNCHER}, /* prterun, and srun --mpi=pmix beside its own */
+    {"PALS_RANKID", {NULL}, LAUNCHER},
+    {"ALPS_APP_PE", {NULL}, LAUNCHER},
+    {"JOB_COMPLETION_INDEX", {NULL}, HINT}, /* Kubernetes */
 };
+#define NUM_LAUNCHERS (sizeof launchers / sizeof *launchers)
+
+/* What one of them says of this process. */
+typedef struct claim {
+    const launcher *by;    /* NULL: nothing */
+    const char *size_name; /* NULL: num_ranks is not known, and 0 */
+    int64_t rank, num_ranks;
+} claim;
+
+/* ------------------------------------------------------------------------- variables ---- */
 
 /* The integer that a variable holds, if it is set: decimal digits and nothing else. */
 static epic_result parse(const char *name, int64_t least, int64_t most, int64_t *out)
@@ -36,55 +65,161 @@ static epic_result parse(const char *name, int64_t least, int64_t most, int64_t 
     return EPIC_OK;
 }
 
-static epic_result need(const char *name, const char *because)
+static const char *size_name_of(const launcher *l)
 {
-    if (getenv(name) != NULL) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "%s is set and %s is not: set both", because, name);
-}
-
-static const launcher *find_launcher(void)
-{
-    for (size_t i = 0; i < sizeof launchers / sizeof *launchers; i++)
-        if (getenv(launchers[i].rank) != NULL || getenv(launchers[i].num_ranks) != NULL)
-            return &launchers[i];
+    for (int i = 0; i < 2; i++)
+        if (l->num_ranks[i] != NULL && getenv(l->num_ranks[i]) != NULL) return l->num_ranks[i];
     return NULL;
 }
 
-/* Where the ranks meet, if there are several. */
-static epic_result check_master(const launcher *l, int64_t num_ranks)
+static epic_result half_set(const char *set, const char *missing)
 {
-    static const char *const names[] = {"MASTER_PORT", "MASTER_ADDR"};
-    for (int i = 0; i < (l->needs_address ? 2 : 1) && num_ranks > 1; i++)
-        if (getenv(names[i]) == NULL)
-            return epic_fail(EPIC_EINVAL,
-                             "%s is %lld and %s is not set: the ranks meet at MASTER_ADDR, the "
-                             "host of rank 0, port MASTER_PORT, free there",
-                             l->num_ranks, (long long)num_ranks, names[i]);
+    return epic_fail(EPIC_EINVAL, "%s is set and %s is not: set both", set, missing);
+}
+
+/* Slurm sets SLURM_PROCID=0 and, with -n, SLURM_NTASKS in a batch script too.  That is no task of
+ * srun, which has a step: what the script starts follows other variables, or check_batch. */
+static bool slurm_counts(void)
+{
+    const char *rank = getenv("SLURM_PROCID");
+    return getenv("SLURM_STEP_ID") != NULL || getenv("SLURM_STEPID") != NULL ||
+           getenv("SLURM_STEP_NUM_TASKS") != NULL || (rank != NULL && strcmp(rank, "0") != 0);
+}
+
+static epic_result read_claim(claim *out, const launcher *l)
+{
+    const char *size_name = size_name_of(l);
+    *out = (claim){0};
+    if (l->trust == SLURM && (getenv(l->rank) == NULL || !slurm_counts())) return EPIC_OK;
+    if (getenv(l->rank) == NULL && size_name == NULL) return EPIC_OK;
+    if (getenv(l->rank) == NULL) return half_set(size_name, l->rank);
+    if (size_name == NULL && l->num_ranks[0] != NULL) return half_set(l->rank, l->num_ranks[0]);
+    *out = (claim){.by = l, .size_name = size_name};
+    if (size_name != NULL) TRY(parse(size_name, 1, MEET_MAX_RANKS, &out->num_ranks));
+    const int64_t most = size_name != NULL ? out->num_ranks : MEET_MAX_RANKS;
+    return parse(l->rank, 0, most - 1, &out->rank);
+}
+
+/* --------------------------------------------------------------------- which to follow ---- */
+
+static void tell(char *out, size_t size, const claim *c)
+{
+    const int used = snprintf(out, size, "%s is %lld", c->by->rank, (long long)c->rank);
+    if (c->size_name != NULL)
+        snprintf(out + used, size - (size_t)used, " and %s is %lld", c->size_name,
+                 (long long)c->num_ranks);
+}
+
+/* A launcher may start launchers, so ranks and sizes may differ from those of an outer one; a
+ * group of one where another says that there are several is a mistake all the same. */
+static bool contradicts(const claim *followed, const claim *other)
+{
+    const trust a = followed->by->trust, b = other->by->trust;
+    if (b == HINT) return false;
+    if (followed->num_ranks == 1 && (other->num_ranks > 1 || other->rank > 0)) return true;
+    if (a == BY_HAND || b == SLURM || other->num_ranks == 1) return false;
+    return followed->rank != other->rank ||
+           (other->num_ranks != 0 && followed->num_ranks != other->num_ranks);
+}
+
+static epic_result refuse_contradiction(const claim *followed, const claim *other)
+{
+    char first[128], second[128];
+    tell(first, sizeof first, followed);
+    tell(second, sizeof second, other);
+    return epic_fail(EPIC_EINVAL,
+                     "%s, but %s: which of them describes this group?  Unset the others, or "
+                     "meet with epic_meet_tcp",
+                     first, second);
+}
+
+/* Known only to be one of several, perhaps. */
+static epic_result refuse_unknown(const claim *c)
+{
+    return epic_fail(EPIC_EINVAL,
+                     "%s is %lld, and no variable tells the number of ranks: set RANK and "
+                     "WORLD_SIZE, MASTER_ADDR and MASTER_PORT (RANK=0 WORLD_SIZE=1 for a group "
+                     "of one), or meet with epic_meet_mpi",
+                     c->by->rank, (long long)c->rank);
+}
+
+static epic_result choose(claim *out, const claim *claims)
+{
+    const claim *first = NULL;
+    *out = (claim){0};
+    for (size_t i = 0; i < NUM_LAUNCHERS; i++) {
+        if (claims[i].by == NULL) continue;
+        if (first == NULL) first = &claims[i];
+        if (out->by == NULL && claims[i].num_ranks > 0) *out = claims[i];
+    }
+    if (first == NULL) return EPIC_OK;
+    if (out->by == NULL) return refuse_unknown(first);
+    for (size_t i = 0; i < NUM_LAUNCHERS; i++)
+        if (claims[i].by != NULL && claims[i].by != out->by && contradicts(out, &claims[i]))
+            return refuse_contradiction(out, &claims[i]);
     return EPIC_OK;
 }
 
-static epic_result read_launcher(epic_tcp *tcp, const launcher *l)
+/* ---------------------------------------------------------------- where the ranks meet ---- */
+
+static epic_result need_master(const claim *c, const char *name)
 {
-    int64_t rank = 0, num_ranks = 0, port = 0, timeout_ms = 0;
-    TRY(need(l->num_ranks, l->rank));
-    TRY(need(l->rank, l->num_ranks));
-    TRY(parse(l->num_ranks, 1, MEET_MAX_RANKS, &num_ranks));
-    TRY(parse(l->rank, 0, num_ranks - 1, &rank));
+    if (getenv(name) != NULL) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "%s is %lld and %s is not set: the ranks meet at MASTER_ADDR, the host of "
+                     "rank 0, port MASTER_PORT, free there",
+                     c->size_name, (long long)c->num_ranks, name);
+}
+
+/* Who starts ranks by hand sets both; launchers of MPI ranks may mean this host.  Slurm tells
+ * enough. */
+static epic_result find_place(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
+{
+    int64_t port = 0;
     TRY(parse("MASTER_PORT", 1, 65535, &port));
+    tcp->address = getenv("MASTER_ADDR");
+    tcp->port = (uint32_t)port;
+    if (c->num_ranks == 1) return EPIC_OK;
+    if (c->by->trust == SLURM) {
+        if (tcp->address == NULL) TRY(env_slurm_host(host));
+        if (tcp->address == NULL && host[0] != '\0') tcp->address = host;
+        return port == 0 ? env_slurm_port(&tcp->port) : EPIC_OK;
+    }
+    TRY(need_master(c, "MASTER_PORT"));
+    return c->by->trust == BY_HAND ? need_master(c, "MASTER_ADDR") : EPIC_OK;
+}
+
+static epic_result follow(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
+{
+    int64_t timeout_ms = 0;
     const char *patience = getenv("EPIC_TIMEOUT_MS"); /* empty is unset, as in epic_open */
     if (patience != NULL && patience[0] != '\0')
         TRY(parse("EPIC_TIMEOUT_MS", 1, UINT32_MAX, &timeout_ms));
-    TRY(check_master(l, num_ranks));
-    tcp->rank = (int32_t)rank;
-    tcp->num_ranks = (int32_t)num_ranks;
-    tcp->port = (uint32_t)port;
+    TRY(find_place(tcp, host, c));
+    tcp->rank = (int32_t)c->rank;
+    tcp->num_ranks = (int32_t)c->num_ranks;
     tcp->timeout_ms = (uint32_t)timeout_ms;
-    tcp->address = getenv("MASTER_ADDR");
     tcp->secret = getenv("EPIC_SECRET");
     return EPIC_OK;
 }
 
-/* No launcher: then half of what one would have set is a mistake. */
+/* --------------------------------------------------------------------- no launcher at all ---- */
+
+/* In a batch script, or a shell of salloc: one process, where several were asked for. */
+static epic_result check_batch(void)
+{
+    int64_t num_tasks = 1;
+    TRY(parse("SLURM_NTASKS", 1, INT32_MAX, &num_tasks));
+    if (num_tasks == 1) return EPIC_OK;
+    return epic_fail(
+        EPIC_EINVAL,
+        "SLURM_NTASKS is %lld and this is no task of srun (SLURM_STEP_ID is not "
+        "set): start the ranks with srun or mpirun, or set RANK=0 WORLD_SIZE=1 for "
+        "a group of one",
+        (long long)num_tasks);
+}
+
+/* Half of what a launcher would have set is a mistake. */
 static epic_result check_alone(void)
 {
     static const char *const names[] = {"MASTER_ADDR", "MASTER_PORT"};
@@ -95,16 +230,19 @@ static epic_result check_alone(void)
                 "%s is set, and RANK and WORLD_SIZE are not: set them, or unset it "
                 "for a meeting of one rank",
                 names[i]);
-    return EPIC_OK;
+    return check_batch();
 }
 
 epic_result epic_meet_env(epic_meet *out)
 {
     epic_tcp tcp = {0};
-    const launcher *l = find_launcher();
+    claim claims[NUM_LAUNCHERS], followed;
+    char host[ENV_HOST];
     if (out == NULL) return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_meet to fill in");
     *out = (epic_meet){0}; /* so that a failed meeting can be closed too */
-    TRY(l != NULL ? read_launcher(&tcp, l) : check_alone());
+    for (size_t i = 0; i < NUM_LAUNCHERS; i++) TRY(read_claim(&claims[i], &launchers[i]));
+    TRY(choose(&followed, claims));
+    TRY(followed.by != NULL ? follow(&tcp, host, &followed) : check_alone());
     if (tcp.num_ranks > 1) return epic_meet_tcp(out, &tcp, sizeof tcp);
     epic_meet_alone(out);
     return EPIC_OK;

@@ -5,6 +5,7 @@ here=$(mktemp -d)
 trap 'rm -rf "$here"' EXIT
 cd "$here"
 unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT EPIC_BACKEND EPIC_TIMEOUT_MS
+unset SLURM_PROCID SLURM_NTASKS SLURM_STEP_NUM_TASKS SLURM_STEP_ID SLURM_STEPID
 
 # Text enough to learn from, always the same.
 i=0

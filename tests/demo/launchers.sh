@@ -25,6 +25,15 @@ RANK=1 run --ranks 4 >out1 2>err1 || [ $? = 2 ] || fail "--ranks 4 of 2: $(cat e
 wait
 unset MASTER_ADDR MASTER_PORT WORLD_SIZE
 
+# As srun does, on one node.
+export SLURM_JOB_ID=$$ SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_NNODES=1
+SLURM_PROCID=1 run --steps 10 >out1 2>err1 &
+SLURM_PROCID=0 run --steps 10 --log tasks.log >out0 2>err0 || fail "task 0: $(cat err0)"
+wait $! || fail "task 1: $(cat err1)"
+cmp forked.log tasks.log || fail "2 tasks have other losses"
+[ ! -s out1 ] || fail "task 1 says: $(cat out1)"
+unset SLURM_JOB_ID SLURM_STEP_ID SLURM_STEP_NUM_TASKS SLURM_NNODES
+
 command -v mpirun >/dev/null || { echo "left out: there is no mpirun"; exit 0; }
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe

@@ -4,5 +4,6 @@
 
 int main(void)
 {
-    return faults_main(true, 300, 6);
+    const faults_way way = {.backend = "shm", .processes = true, .deaths = true};
+    return faults_main(&way, 300, 6);
 }

@@ -4,5 +4,6 @@
 
 int main(void)
 {
-    return faults_main(false, 300, 6);
+    const faults_way way = {.backend = "threads"};
+    return faults_main(&way, 300, 6);
 }

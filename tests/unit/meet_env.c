@@ -71,6 +71,89 @@ static const row rows[] = {
      "EPIC_TIMEOUT_MS=50",
      EPIC_ETIMEOUT,
      {"of rank 1"}},
+    {"MV2_COMM_WORLD_RANK=2 MV2_COMM_WORLD_SIZE=3 MASTER_PORT=1 EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"of rank 2"}},
+    {"JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=2", EPIC_EINVAL, {"MASTER_PORT is not set"}},
+    {"FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1", EPIC_OK, {0}},
+
+    /* one of several, of how many nobody says */
+    {"PMIX_RANK=1", EPIC_EINVAL, {"PMIX_RANK is 1", "RANK and WORLD_SIZE", "epic_meet_mpi"}},
+    {"PMIX_RANK=0", EPIC_EINVAL, {"PMIX_RANK is 0", "RANK=0 WORLD_SIZE=1"}},
+    {"PALS_RANKID=3", EPIC_EINVAL, {"PALS_RANKID is 3"}},
+    {"ALPS_APP_PE=3", EPIC_EINVAL, {"ALPS_APP_PE is 3"}},
+    {"JOB_COMPLETION_INDEX=0", EPIC_EINVAL, {"JOB_COMPLETION_INDEX is 0"}},
+    {"JOB_COMPLETION_INDEX=3 RANK=0 WORLD_SIZE=1", EPIC_OK, {0}},
+    {"PMIX_RANK=x", EPIC_EINVAL, {"PMIX_RANK is \"x\""}},
+    {"PMIX_RANK=2 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 MASTER_PORT=1 "
+     "EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"of rank 2"}},
+
+    /* two that differ */
+    {"RANK=0 WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4",
+     EPIC_EINVAL,
+     {"WORLD_SIZE is 1", "OMPI_COMM_WORLD_SIZE is 4", "Unset"}},
+    {"RANK=0 WORLD_SIZE=1 PMIX_RANK=1", EPIC_EINVAL, {"WORLD_SIZE is 1", "PMIX_RANK is 1"}},
+    {"RANK=0 WORLD_SIZE=1 SLURM_PROCID=0 SLURM_STEP_ID=0 SLURM_NTASKS=2",
+     EPIC_EINVAL,
+     {"WORLD_SIZE is 1", "SLURM_NTASKS is 2"}},
+    {"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 SLURM_PROCID=1 SLURM_NTASKS=2",
+     EPIC_EINVAL,
+     {"OMPI_COMM_WORLD_SIZE is 1", "SLURM_PROCID is 1"}},
+    {"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4 PMI_RANK=0 PMI_SIZE=2 MASTER_PORT=1",
+     EPIC_EINVAL,
+     {"OMPI_COMM_WORLD_SIZE is 4", "PMI_SIZE is 2"}},
+    {"PMI_RANK=1 PMI_SIZE=4 PMIX_RANK=2 MASTER_PORT=1",
+     EPIC_EINVAL,
+     {"PMI_RANK is 1", "PMIX_RANK is 2"}},
+    {"SLURM_PROCID=1 SLURM_STEP_ID=0 SLURM_NTASKS=2 PMIX_RANK=5",
+     EPIC_EINVAL,
+     {"SLURM_PROCID is 1", "PMIX_RANK is 5"}},
+    {"OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 SLURM_PROCID=1 SLURM_STEP_ID=0 "
+     "SLURM_NTASKS=2 MASTER_PORT=1 EPIC_TIMEOUT_MS=50", /* mpirun's daemons came by srun */
+     EPIC_ETIMEOUT,
+     {"of rank 3"}},
+    {"OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1 "
+     "MASTER_PORT=1 EPIC_TIMEOUT_MS=50", /* mpirun in a script that flux started */
+     EPIC_ETIMEOUT,
+     {"of rank 3"}},
+
+    /* srun, sbatch, salloc */
+    {"SLURM_PROCID=0 SLURM_NTASKS=1", EPIC_OK, {0}},
+    {"SLURM_PROCID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=4", EPIC_OK, {0}},
+    {"SLURM_PROCID=0 SLURM_NTASKS=4", EPIC_EINVAL, {"SLURM_NTASKS is 4", "srun"}},
+    {"SLURM_NTASKS=4", EPIC_EINVAL, {"SLURM_NTASKS is 4", "RANK=0 WORLD_SIZE=1"}},
+    {"SLURM_NTASKS=4 SLURM_PROCID=0 RANK=0 WORLD_SIZE=1", EPIC_OK, {0}},
+    {"SLURM_NTASKS=4 SLURM_PROCID=0 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1",
+     EPIC_OK,
+     {0}},
+    {"SLURM_NTASKS=4 SLURM_PROCID=0 PMIX_RANK=1", EPIC_EINVAL, {"PMIX_RANK is 1"}},
+    {"SLURM_PROCID=1", EPIC_EINVAL, {"SLURM_PROCID is set and SLURM_STEP_NUM_TASKS is not"}},
+    {"SLURM_PROCID=2 SLURM_NTASKS=2", EPIC_EINVAL, {"SLURM_PROCID is \"2\"", "from 0 to 1"}},
+    {"SLURM_PROCID=1 SLURM_NTASKS=2", EPIC_EINVAL, {"SLURM_STEP_NODELIST", "MASTER_ADDR"}},
+    {"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_STEP_NODELIST=n[1-2]",
+     EPIC_EINVAL,
+     {"SLURM_JOB_ID", "MASTER_PORT"}},
+    {"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=7 SLURM_STEP_NODELIST=n[1-2",
+     EPIC_EINVAL,
+     {"SLURM_STEP_NODELIST is \"n[1-2\"", "MASTER_ADDR"}},
+    {"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=7 SLURM_STEP_NODELIST=127.0.[0-1].[2-9,11] "
+     "SLURM_STEP_RESV_PORTS=1-4 EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"127.0.0.2, port 1 within", "of rank 1"}},
+    {"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_NODELIST=127.0.0.3,n4 MASTER_PORT=1 "
+     "EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"127.0.0.3, port 1 within"}},
+    {"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=n1 "
+     "SLURM_JOB_ID=7 EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"127.0.0.1, port"}},
+    {"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_STEP_NODELIST=n1 MASTER_ADDR=127.0.0.5 "
+     "SLURM_JOB_ID=7 EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"127.0.0.5, port"}},
 };
 
 static void set_environment(const char *settings)
@@ -89,6 +172,7 @@ static int check(const row *r)
 {
     epic_meet meet;
     set_environment(r->settings);
+    setenv("EPIC_TIMEOUT_MS", "1000", 0); /* where a row says nothing */
     const epic_result result = epic_meet_env(&meet);
     bool good = result == r->result;
     for (int i = 0; i < 3 && good; i++)
@@ -104,16 +188,27 @@ static int check(const row *r)
     return !good;
 }
 
-/* Three processes that only have their environment. */
-static int join(int rank, int port)
+/* Three processes that only have their environment; the formats take rank and port. */
+static const char *const launched[] = {
+    "RANK=%d WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d EPIC_SECRET=hush "
+    "EPIC_TIMEOUT_MS=5000",
+    "PMI_RANK=%d PMI_SIZE=3 MASTER_PORT=%d EPIC_TIMEOUT_MS=5000",
+    "SLURM_PROCID=%d SLURM_NTASKS=3 SLURM_STEPID=0 SLURM_STEP_NODELIST=127.0.0.[1,3] "
+    "SLURM_STEP_RESV_PORTS=%d-65535 EPIC_TIMEOUT_MS=5000",
+    "SLURM_PROCID=%d SLURM_JOB_ID=%d SLURM_STEP_ID=4 SLURM_STEP_NUM_TASKS=3 SLURM_NTASKS=64 "
+    "SLURM_NNODES=1 EPIC_TIMEOUT_MS=5000",
+};
+#define NUM_LAUNCHED (sizeof launched / sizeof *launched)
+
+static int join(const char *format, int rank, int port)
 {
     epic_meet meet;
     char settings[256];
     int32_t all[3] = {0};
-    snprintf(settings, sizeof settings,
-             "RANK=%d WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d EPIC_TIMEOUT_MS=5000 "
-             "EPIC_SECRET=hush",
-             rank, port);
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wformat-nonliteral"
+    snprintf(settings, sizeof settings, format, rank, port);
+#pragma GCC diagnostic pop
     set_environment(settings);
     epic_result result = epic_meet_env(&meet);
     if (result == EPIC_OK) result = meet.gather(meet.self, &meet.rank, all, sizeof *all);
@@ -123,7 +218,7 @@ static int join(int rank, int port)
     return result == EPIC_OK && right ? 0 : 1;
 }
 
-static int check_processes(void)
+static int check_processes(const char *format)
 {
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t bytes = sizeof at;
@@ -137,7 +232,7 @@ static int check_processes(void)
     setsockopt(holder, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     fflush(stdout);
     for (int r = 0; r < 3; r++)
-        if (fork() == 0) exit(join(r, ntohs(at.sin_port)));
+        if (fork() == 0) exit(join(format, r, ntohs(at.sin_port)));
     for (int r = 0; r < 3; r++) {
         int status;
         wait(&status);
@@ -152,6 +247,6 @@ int main(void)
     int failures = 0;
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) failures += check(&rows[i]);
 
-    failures += check_processes();
+    for (size_t i = 0; i < NUM_LAUNCHED; i++) failures += check_processes(launched[i]);
     return failures == 0 ? 0 : 1;
 }

@@ -11,6 +11,7 @@
 #define YIELD_NS 50000 /* so long without naps */
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
+#define PATIENCE_NS 1000000 /* with peers that are gone */
 
 int64_t clock_ns(void)
 {
@@ -241,6 +242,15 @@ static void end_wait(waiting *w)
     w->last_ns = clock_ns();
 }
 
+/* A wait for a peer that is gone is soon over: the caller judges whether it still owes us. */
+static bool awaits_the_gone(epic_group *group, const waiting *w, int64_t now)
+{
+    lives_look(group, now);
+    for (int r = 0; r < group->num_ranks; r++)
+        if (has_rank(w->waits_for, r) && lives_is_gone(group, r, now)) return true;
+    return false;
+}
+
 /* Has anything changed for the cell since its last wait?  (c NULL: is a cell free?) */
 static bool look_around(epic_group *group, cell *c)
 {
@@ -276,7 +286,8 @@ static void wait_until(epic_group *group, cell *c, waiting *w, int64_t start, in
         if (now < end) rest(now - start, end - now);
         pthread_mutex_lock(group->mutex);
         w->now = true; /* threads that wait for a free cell share it */
-        if (now >= end) return;
+        if (now >= end || (now - start >= PATIENCE_NS && awaits_the_gone(group, w, now)))
+            return;
     }
     if (!c) return;
     c->seen = c->events;

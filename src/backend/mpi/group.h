@@ -3,10 +3,13 @@
  * folder are to each other:
  *
  *   runtime.c   MPI itself, once for the process; groups that were left
+ *   meet.c      from a communicator to a meeting
  *   join.c      from a meeting to a communicator; leaving
+ *   create.c    a communicator, within a deadline
  *   tables.c    all memory of a group
  *   control.c   messages on MPI tag 0: notes, failures, closings
  *   sights.c    where peers are: questions and answers between waiting ranks
+ *   lives.c     peers whose process has ended without a word
  *   cells.c     the life of a cell; waiting
  *   lanes.c     rows, on MPI tag 1 + the receiver's cell
  *   drain.c     a thread that keeps MPI moving for rows whose sender went on to other things
@@ -18,6 +21,7 @@
 #define EPIC_MPI_GROUP_H
 
 #include <mpi.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
 
@@ -80,6 +84,7 @@ typedef struct peer {
     early_note *early;  /* [max_early] */
     uint32_t operation; /* of its last note, 0: none yet */
     uint64_t tag, place;
+    int64_t died_ns; /* when its process was first seen to have ended; 0: it lives */
 } peer;
 
 /* What a peer last said, to the exchange of one cell. */
@@ -140,8 +145,10 @@ struct epic_group {
     pthread_mutex_t own_mutex;
     int64_t timeout_ns;
 
-    cell *cells; /* [num_cells] */
-    peer *peers; /* [num_ranks] */
+    cell *cells;           /* [num_cells] */
+    peer *peers;           /* [num_ranks] */
+    struct pollfd *lives;  /* [num_ranks] pidfds of those on this host, else -1 */
+    int64_t lives_seen_ns; /* when they were last looked at */
     letter *letters;
     message *posted; /* [NUM_POSTED] */
     MPI_Request posted_requests[NUM_POSTED];
@@ -195,13 +202,21 @@ epic_result runtime_sentence(int code, const char *what); /* EPIC_EDEVICE */
 bool runtime_is_up(void);
 pthread_mutex_t *runtime_mutex(void); /* NULL: any threads may call MPI at once */
 void runtime_opened(void);
+void runtime_broke(void);               /* MPI cannot end any more */
 void runtime_retire(epic_group *group); /* takes a group that was left */
 void runtime_sweep(void);               /* frees those whose peers have all left */
+
+/* meet.c */
+bool meet_can_use(MPI_Comm comm, const char *name, char *why, size_t size);
+epic_result mpi_meet(epic_meet *out, const void *native, uint32_t timeout_ms);
 
 /* join.c */
 bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *config, char *why);
 epic_result mpi_join(epic_group **out, const epic_join *join);
 void mpi_leave(epic_group *group);
+
+/* create.c.  Sets group->comm, unless it fails. */
+epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag);
 
 /* tables.c */
 epic_result tables_check(const epic_config *config, int num_ranks);
@@ -227,6 +242,12 @@ void sights_ask(epic_group *group, cell *c, int64_t now);
 void sights_answer(epic_group *group, const message *question, int from);
 void sights_keep(epic_group *group, const message *reply, int from);
 void mpi_look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic_sight *out);
+
+/* lives.c.  The mutex is held. */
+void lives_watch(epic_group *group, const epic_peer *peers);
+void lives_look(epic_group *group, int64_t now); /* now and then; else it does nothing */
+bool lives_is_gone(const epic_group *group, int peer, int64_t now); /* closed, or dead */
+void lives_unwatch(epic_group *group);
 
 /* cells.c */
 cell *cells_find(epic_group *group, uint64_t tag, uint64_t place);

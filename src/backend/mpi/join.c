@@ -47,16 +47,8 @@ static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
 static bool fits_started(const epic_config *config, int num_ranks, char *why)
 {
     const MPI_Comm parent = parent_of(config);
-    int inter = 0, size = 0;
-    if (parent == MPI_COMM_NULL) {
-        snprintf(why, SENTENCE, "config.native points to MPI_COMM_NULL");
-        return false;
-    }
-    MPI_Comm_test_inter(parent, &inter);
-    if (inter) {
-        snprintf(why, SENTENCE, "config.native points to an intercommunicator; merge it first");
-        return false;
-    }
+    int size = 0;
+    if (!meet_can_use(parent, "config.native", why, SENTENCE)) return false;
     MPI_Comm_size(parent, &size);
     if (num_ranks <= size) return true;
     snprintf(why, SENTENCE, "%s has %d ranks, the meeting %d",
@@ -165,20 +157,22 @@ static epic_result connect(epic_group *group, const epic_join *join, const offer
     MPI_Group all = MPI_GROUP_NULL, ours = MPI_GROUP_NULL;
     int code = MPI_Comm_group(parent, &all);
     if (code == MPI_SUCCESS) code = MPI_Group_incl(all, group->num_ranks, ranks, &ours);
-    if (code == MPI_SUCCESS)
-        code = MPI_Comm_create_group(parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)),
-                                     &group->comm);
     if (all != MPI_GROUP_NULL) MPI_Group_free(&all);
-    if (ours != MPI_GROUP_NULL) MPI_Group_free(&ours);
-    if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Comm_create_group");
+    if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Group_incl");
+    lives_watch(group, join->peers);
+    const epic_result result =
+        create_comm(group, parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)));
+    if (group->comm == MPI_COMM_NULL) return result; /* MPI may still look at `ours` */
+    MPI_Group_free(&ours);
     MPI_Comm_set_errhandler(group->comm, MPI_ERRORS_RETURN);
-    return control_start(group);
+    return result == EPIC_OK ? control_start(group) : result;
 }
 
 static void discard(epic_group *group)
 {
     if (!group) return;
     drain_stop(group);
+    lives_unwatch(group);
     tables_free(group);
 }
 
@@ -224,7 +218,16 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
 
 /* -------------------------------------------------------------------------------- leave ---- */
 
-/* Until MPI needs our memory no more; false: the group broke, or a peer fetches nothing. */
+static bool any_dead(epic_group *group)
+{
+    const int64_t now = clock_ns();
+    lives_look(group, now);
+    for (int r = 0; r < group->num_ranks; r++)
+        if (!group->peers[r].closed && lives_is_gone(group, r, now)) return true;
+    return false;
+}
+
+/* Until MPI needs our memory no more; false: the group broke, a peer died or fetches nothing. */
 static bool flush(epic_group *group)
 {
     const int64_t end = clock_ns() + group->timeout_ns;
@@ -234,9 +237,10 @@ static bool flush(epic_group *group)
         if (!is_broken(group)) cells_drain(group);
         const bool broken = is_broken(group);
         const bool done = !broken && group->num_draining == 0 && control_sent(group);
+        const bool over = broken || any_dead(group) || clock_ns() >= end;
         pthread_mutex_unlock(group->mutex);
         if (done) return true;
-        if (broken || clock_ns() >= end) return false;
+        if (over) return false;
         nap_ns(100000);
     }
 }
@@ -270,7 +274,8 @@ static bool cancel(epic_group *group)
     return idle;
 }
 
-/* A peer that fetched nothing until the deadline: our communicator must live as long as theirs. */
+/* A peer died, or fetched nothing until the deadline: our communicator must live as long as
+ * theirs. */
 static void give_up(epic_group *group)
 {
     const epic_failure_info failure = {.result = EPIC_ETIMEOUT,
@@ -294,5 +299,6 @@ void mpi_leave(epic_group *group)
     drain_stop(group);
     if (up && !idle) idle = cancel(group);
     tables_drop_lanes(group, !idle);
+    lives_unwatch(group);
     runtime_retire(group);
 }

@@ -105,6 +105,13 @@ void runtime_opened(void)
     pthread_mutex_unlock(&runtime.mutex);
 }
 
+void runtime_broke(void)
+{
+    pthread_mutex_lock(&runtime.mutex);
+    runtime.any_broken = true;
+    pthread_mutex_unlock(&runtime.mutex);
+}
+
 void runtime_retire(epic_group *group)
 {
     pthread_mutex_lock(&runtime.mutex);

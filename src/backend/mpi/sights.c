@@ -33,7 +33,7 @@ static bool is_fresh(const sight *s, int64_t now)
 static void ask(epic_group *group, cell *c, int to, int64_t now)
 {
     sight *s = &c->sights[to];
-    if (to == group->rank || group->peers[to].closed || is_broken(group)) return;
+    if (to == group->rank || lives_is_gone(group, to, now) || is_broken(group)) return;
     if (s->asked && now - s->asked_ns < SILENT_NS) return;
     if (!s->asked && s->answered_ns && now - s->answered_ns < AGAIN_NS) return;
     letter *l = free_letter(group);
@@ -161,10 +161,12 @@ void mpi_look(epic_group *group, int from, uint64_t tag, uint64_t place, epic_si
     const int64_t now = clock_ns();
     cell *c = cells_find(group, tag, place);
     out->came = has_come(group, from, c, tag, place);
-    out->closed = out->gone = group->peers[from].closed;
+    lives_look(group, now);
+    out->closed = group->peers[from].closed;
+    out->gone = lives_is_gone(group, from, now);
     tell_note(group, from, out);
     if (c && c->sights[from].answered_ns)
         tell_answer(&c->sights[from].answer, is_fresh(&c->sights[from], now), out);
-    if (c && !out->closed) ask(group, c, from, now);
+    if (c && !out->gone) ask(group, c, from, now);
     pthread_mutex_unlock(group->mutex);
 }

@@ -45,6 +45,7 @@ static void cut_tables(cutter *from, epic_group *group)
     const int num_ranks = group->num_ranks;
     group->cells = CUT(from, group->num_cells, cell);
     group->peers = CUT(from, num_ranks, peer);
+    group->lives = CUT(from, num_ranks, struct pollfd);
     group->letters = CUT(from, NUM_LETTERS, letter);
     group->posted = CUT(from, NUM_POSTED, message);
     group->indices = CUT(from, num_ranks * NUM_REQUESTS, int);
@@ -100,7 +101,7 @@ epic_result tables_check(const epic_config *config, int num_ranks)
                      config->max_in_flight);
 }
 
-static void clear_requests(epic_group *group)
+static void clear_tables(epic_group *group)
 {
     const int per_cell = group->num_ranks * NUM_REQUESTS;
     for (int i = 0; i < group->num_cells; i++) {
@@ -110,6 +111,8 @@ static void clear_requests(epic_group *group)
     for (int i = 0; i < NUM_LETTERS; i++) group->letters[i].request = MPI_REQUEST_NULL;
     for (int i = 0; i < NUM_POSTED; i++) group->posted_requests[i] = MPI_REQUEST_NULL;
     for (int i = 0; i < 2 * group->num_ranks; i++) group->broadcasts[i] = MPI_REQUEST_NULL;
+    for (int r = 0; r < group->num_ranks; r++)
+        group->lives[r] = (struct pollfd){.fd = -1, .events = POLLIN};
 }
 
 epic_result tables_make(epic_group **out, const epic_config *config, int rank, int num_ranks)
@@ -135,7 +138,7 @@ epic_result tables_make(epic_group **out, const epic_config *config, int rank, i
     pthread_mutex_init(&group->own_mutex, NULL);
     pthread_cond_init(&group->wake_drainer, NULL);
     group->mutex = runtime_mutex() ? runtime_mutex() : &group->own_mutex;
-    clear_requests(group);
+    clear_tables(group);
     *out = group;
     return EPIC_OK;
 }

@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A communicator of some ranks of another, within a deadline.
+ *
+ * MPI_Comm_create_group is the only call that makes one without those who are not of it, and it
+ * waits without end for a rank that has died meanwhile.  So, where several threads may call MPI,
+ * a thread makes the call; if it does not come back, it and what it writes to are left behind. */
+#include <signal.h>
+#include <stdlib.h>
+
+#include "backend/mpi/group.h"
+#include "core/error.h"
+
+#define NAP_NS 50000
+
+typedef struct creation {
+    pthread_mutex_t mutex; /* guards done, left */
+    MPI_Comm parent, made;
+    MPI_Group ranks;
+    int tag, code;
+    bool done, left;
+} creation;
+
+static void discard(creation *c)
+{
+    pthread_mutex_destroy(&c->mutex);
+    free(c);
+}
+
+static void *create(void *self)
+{
+    creation *c = self;
+    const int code = MPI_Comm_create_group(c->parent, c->ranks, c->tag, &c->made);
+    pthread_mutex_lock(&c->mutex);
+    c->code = code;
+    c->done = true;
+    const bool left = c->left;
+    pthread_mutex_unlock(&c->mutex);
+    if (left) discard(c);
+    return NULL;
+}
+
+static bool is_done(creation *c, bool leave)
+{
+    pthread_mutex_lock(&c->mutex);
+    const bool done = c->done;
+    c->left = leave && !done;
+    pthread_mutex_unlock(&c->mutex);
+    return done;
+}
+
+static int first_dead(epic_group *group)
+{
+    const int64_t now = clock_ns();
+    lives_look(group, now);
+    for (int r = 0; r < group->num_ranks; r++)
+        if (lives_is_gone(group, r, now)) return r;
+    return -1;
+}
+
+static epic_result await(epic_group *group, creation *c)
+{
+    const int64_t end = clock_ns() + group->timeout_ns;
+    while (!is_done(c, false)) {
+        const int dead = first_dead(group);
+        if (dead >= 0)
+            return epic_fail(EPIC_EPEER,
+                             "backend mpi: rank %d's process ended while the group was joined; "
+                             "open a new group",
+                             dead);
+        if (clock_ns() >= end)
+            return epic_fail(
+                EPIC_ETIMEOUT,
+                "backend mpi: MPI_Comm_create_group did not return within %lld ms: "
+                "a rank is gone or stopped; open a new group",
+                (long long)(group->timeout_ns / 1000000));
+        nap_ns(NAP_NS);
+    }
+    return EPIC_OK;
+}
+
+static bool start(pthread_t *thread, creation *c)
+{
+    sigset_t all, before; /* the caller's signal handlers never run on our thread */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const bool started = pthread_create(thread, NULL, create, c) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return started;
+}
+
+epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag)
+{
+    pthread_t thread;
+    creation *c = calloc(1, sizeof *c);
+    if (!c) return epic_fail(EPIC_ENOMEM, "no memory for a communicator");
+    *c = (creation){.parent = parent, .made = MPI_COMM_NULL, .ranks = ranks, .tag = tag};
+    pthread_mutex_init(&c->mutex, NULL);
+    if (runtime_mutex() || !start(&thread, c)) {
+        create(c);
+    } else {
+        const epic_result result = await(group, c);
+        if (!is_done(c, result != EPIC_OK)) {
+            pthread_detach(thread);
+            runtime_broke();
+            return result;
+        }
+        pthread_join(thread, NULL);
+    }
+    group->comm = c->made;
+    const int code = c->code;
+    discard(c);
+    return code == MPI_SUCCESS ? EPIC_OK : runtime_sentence(code, "MPI_Comm_create_group");
+}

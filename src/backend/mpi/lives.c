@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A rank that closes says so.  One whose process is killed says nothing, and MPI may not notice:
+ * where the launcher lets the others live, they would wait for it until their deadline.  The
+ * system tells of processes of this host and PID namespace; whoever sees that one of them is gone
+ * breaks the group for the ranks elsewhere.  Of the only rank on another host nobody tells: that a
+ * connection is lost is no proof that a process has ended. */
+#include <errno.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "backend/mpi/group.h"
+#include "core/process.h"
+
+#define PACE_NS 10000000   /* between two looks */
+#define SETTLE_NS 50000000 /* what a peer sent before it died may still be on its way */
+
+void lives_watch(epic_group *group, const epic_peer *peers)
+{
+    const epic_peer *mine = &peers[group->rank];
+    for (int r = 0; r < group->num_ranks; r++) {
+        const bool near = memcmp(peers[r].host, mine->host, sizeof mine->host) == 0;
+        if (r == group->rank || !near) continue;
+        errno = 0;
+        group->lives[r].fd = process_watch(peers[r].pid);
+        if (group->lives[r].fd < 0 && errno == ESRCH) group->peers[r].died_ns = clock_ns();
+    }
+}
+
+static void bury(epic_group *group, int peer, int64_t now)
+{
+    group->peers[peer].died_ns = now;
+    close(group->lives[peer].fd);
+    group->lives[peer].fd = -1;
+}
+
+void lives_look(epic_group *group, int64_t now)
+{
+    if (now - group->lives_seen_ns < PACE_NS) return;
+    group->lives_seen_ns = now;
+    if (poll(group->lives, (nfds_t)group->num_ranks, 0) <= 0) return;
+    for (int r = 0; r < group->num_ranks; r++)
+        if (group->lives[r].fd >= 0 && group->lives[r].revents) bury(group, r, now);
+}
+
+bool lives_is_gone(const epic_group *group, int peer, int64_t now)
+{
+    const struct peer *p = &group->peers[peer];
+    return p->closed || (p->died_ns && now - p->died_ns >= SETTLE_NS);
+}
+
+void lives_unwatch(epic_group *group)
+{
+    for (int r = 0; r < group->num_ranks; r++) {
+        if (group->lives[r].fd >= 0) close(group->lives[r].fd);
+        group->lives[r].fd = -1;
+    }
+}

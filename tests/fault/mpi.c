@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Faults on backend mpi: every one has an mpiexec of its own, whose ranks are this program.  Where
+ * the launcher cannot let the others live when one is killed, none is. */
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "faults.h"
+#include "mpiexec.h"
+
+#define FAULTS 24
+#define MEETING_MS 20000
+
+static epic_meet meet_over(const MPI_Comm *comm)
+{
+    epic_meet meet = {0};
+    if (*comm == MPI_COMM_NULL || epic_meet_mpi(&meet, comm, MEETING_MS) == EPIC_OK)
+        return meet;
+    fprintf(stderr, "%s\n", epic_error(NULL));
+    exit(1);
+}
+
+/* MPI would wait for the dead at its end, so it has none. */
+static void be_rank(const faults_way *way, char **arguments)
+{
+    int level, rank;
+    MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    const faults_rank *seat = faults_rank_of(way, arguments);
+    MPI_Comm all = MPI_COMM_WORLD, left;
+    MPI_Comm_split(MPI_COMM_WORLD, faults_rank_dies(seat, rank) ? MPI_UNDEFINED : 0, rank,
+                   &left);
+    const epic_meet first = meet_over(&all), again = meet_over(&left);
+    faults_be_rank(seat, &first, &again);
+    _exit(0);
+}
+
+int main(int argc, char **argv)
+{
+    const char *mpiexec = mpiexec_name();
+    const char *const plain[] = {mpiexec, NULL};
+    const char *const recovering[] = {mpiexec, "--enable-recovery", NULL};
+    const char *known = getenv("EPIC_FAULT_RECOVERY"); /* what the test told its ranks */
+    const bool deaths = known ? *known == '1' : mpiexec_recovers();
+    const faults_way way = {.backend = "mpi",
+                            .processes = true,
+                            .deaths = deaths,
+                            .launcher = deaths ? recovering : plain};
+    if (argc > 1) be_rank(&way, argv);
+    mpiexec_permit();
+    setenv("EPIC_FAULT_RECOVERY", deaths ? "1" : "0", 1);
+    if (!deaths) printf("no rank is killed: %s would end the others too\n", mpiexec);
+    return faults_main(&way, FAULTS, 1);
+}

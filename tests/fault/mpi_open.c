@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A rank that is killed while a group of backend mpi opens, after each of the gathers of open: the
+ * others get an error that names it, before their deadline and a moment have passed. */
+#include <mpi.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "epic/epic.h"
+#include "mpiexec.h"
+#include "run.h"
+
+#define NUM_RANKS 3
+#define VICTIM 1
+#define TIMEOUT_MS 1000
+#define LIMIT_MS 5000 /* of a machine with other work */
+#define GOOD "was told of rank 1"
+
+/* A meeting whose victim dies after its last gather. */
+typedef struct doomed {
+    epic_meet meet;
+    int left;
+} doomed;
+
+static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+{
+    doomed *d = self;
+    const epic_result result = d->meet.gather(d->meet.self, mine, all, bytes);
+    if (--d->left > 0 || d->meet.rank != VICTIM) return result;
+    run_nap_us(20000); /* its last message has left by then */
+    raise(SIGKILL);
+    return result;
+}
+
+static void be_rank(int num_gathers)
+{
+    int level;
+    doomed d = {.left = num_gathers};
+    epic_context *ctx;
+    const epic_config config = {
+        .max_tokens = 1, .max_row_bytes = 64, .timeout_ms = TIMEOUT_MS, .backend = "mpi"};
+    run_alarm(20);
+    MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
+    if (epic_meet_mpi(&d.meet, NULL, TIMEOUT_MS) != EPIC_OK) exit(1);
+    const epic_meet meet = {
+        .rank = d.meet.rank, .num_ranks = d.meet.num_ranks, .gather = gather, .self = &d};
+    const uint64_t begin = run_now_ns();
+    const epic_result result = epic_open(&ctx, &meet, &config, sizeof config);
+    const long ms = (long)((run_now_ns() - begin) / 1000000);
+    const bool right = (result == EPIC_EPEER || result == EPIC_ETIMEOUT) &&
+                       strstr(epic_error(ctx), "rank 1") && ms < LIMIT_MS;
+    printf("rank %d %s: %s after %ld ms: %s\n", meet.rank, right ? GOOD : "was not told",
+           epic_result_name(result), ms, epic_error(ctx));
+    fflush(stdout);
+    epic_close(ctx);
+    run_nap_us(200000); /* the others have got there too before mpiexec ends us all */
+    _exit(0);
+}
+
+static void check_killed(const char *program, int num_gathers)
+{
+    char command[1024], line[1024], said[8192] = "";
+    int good = 0;
+    snprintf(command, sizeof command, "'%s' --enable-recovery -n %d '%s' %d 2>&1",
+             mpiexec_name(), NUM_RANKS, program, num_gathers);
+    FILE *out = popen(command, "r");
+    while (out && fgets(line, sizeof line, out)) {
+        good += strstr(line, GOOD) != NULL;
+        strncat(said, line, sizeof said - strlen(said) - 1);
+    }
+    if (out) pclose(out);
+    CHECK_SAY(good == NUM_RANKS - 1, "killed after gather %d: %d of %d were told:\n%s",
+              num_gathers, good, NUM_RANKS - 1, said);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 1) be_rank(atoi(argv[1]));
+    check_begin();
+    mpiexec_permit();
+    if (!mpiexec_recovers()) return check_skip("this mpiexec has no --enable-recovery");
+    for (int i = 1; i <= 3; i++) check_killed(argv[0], i);
+    return check_end();
+}
