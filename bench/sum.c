@@ -202,7 +202,8 @@ int main(int argc, char **argv)
 {
     options o = {.ranks = 4, .rounds = 51};
     if (!read_options(&o, argc, argv)) {
-        fprintf(stderr, "usage: [mpiexec -n N] sum [--ranks N] [--rounds N] [--backend NAME]\n");
+        fprintf(stderr,
+                "usage: [mpiexec -n N] sum [--ranks N] [--rounds N] [--backend NAME]\n");
         return 2;
     }
 #ifdef EPIC_BENCH_MPI
