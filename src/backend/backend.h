@@ -53,10 +53,14 @@ typedef struct epic_join {
 
 #define EVERYONE (-1)
 
+#define NOTE_BYTES 256
+
 typedef struct epic_note {
     int64_t same[24]; /* must be equal on all ranks; [0] is the epic_operation; the rest in
                          exchange/note.h */
     int64_t own[12];  /* this rank's */
+    unsigned char bytes[NOTE_BYTES]; /* this rank's data, where so little is all of it: then no
+                                        row has to flow */
 } epic_note;
 
 typedef struct epic_flow {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_plan on the host: the ids of all ranks go to all ranks, who decide alike. */
+/* epic_plan on the host: the ids of all ranks go to all ranks, who decide alike.  Those of a rank
+ * with few tokens ride in its note. */
 #include <stdio.h>
 #include <string.h>
 
@@ -18,6 +19,21 @@ static int64_t id_at(const epic_plan_args *args, int64_t i)
 {
     return args->index_type == EPIC_I64 ? ((const int64_t *)args->topk_idx)[i]
                                         : ((const int32_t *)args->topk_idx)[i];
+}
+
+/* As the peers get them: 32 bits, -1 for none. */
+static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer *layer)
+{
+    const int64_t choices = args->num_tokens * layer->top_k;
+    for (int64_t i = 0; i < choices; i++) {
+        const int64_t id = id_at(args, i);
+        ids[i] = id < 0 ? -1 : (int32_t)id;
+    }
+}
+
+static bool fit_in_note(int64_t num_tokens, const epic_layer *layer)
+{
+    return num_tokens * layer->top_k * (int64_t)sizeof(int32_t) <= NOTE_BYTES;
 }
 
 static void note_bad_id(epic_note *note, const epic_plan_args *args, const epic_layer *layer)
@@ -56,6 +72,10 @@ static void fill_note(epic_note *note, const epic_context *ctx, const epic_plan_
     }
     note_bad_id(note, args, layer);
     note_fault(note, fault);
+    int32_t ids[NOTE_BYTES / sizeof(int32_t)] = {0};
+    if (!fit_in_note(args->num_tokens, layer)) return;
+    copy_ids(ids, args, layer);
+    memcpy(note->bytes, ids, sizeof ids);
 }
 
 static int32_t *ids_of(planning *p, int rank, int64_t token)
@@ -85,17 +105,24 @@ static void take_ids(void *self, int from, int64_t item, int32_t piece, const vo
 
 static void take_own_ids(void *self, int64_t item)
 {
-    (void)self, (void)item; /* they are there already: copy_own_ids */
+    (void)self, (void)item; /* they are there already */
 }
 
-static void copy_own_ids(planning *p)
+/* Takes the ids that ride in notes; true: those of some rank do not. */
+static bool take_noted_ids(planning *p)
 {
-    int32_t *ids = ids_of(p, p->x->rank, 0);
-    const int64_t choices = p->args->num_tokens * p->layer.top_k;
-    for (int64_t i = 0; i < choices; i++) {
-        const int64_t id = id_at(p->args, i);
-        ids[i] = id < 0 ? -1 : (int32_t)id;
+    exchange *x = p->x;
+    bool more = false;
+    for (int r = 0; r < x->num_ranks; r++) {
+        const int64_t tokens = x->items[r];
+        const bool noted = fit_in_note(tokens, &p->layer);
+        more |= !noted;
+        if (!noted) continue;
+        memcpy(ids_of(p, r, 0), x->notes[r]->bytes,
+               (size_t)tokens * p->layer.top_k * sizeof(int32_t));
+        x->items[r] = 0;
     }
+    return more;
 }
 
 static epic_result exchange_ids(planning *p)
@@ -109,8 +136,8 @@ static epic_result exchange_ids(planning *p)
                        .fill = fill_ids,
                        .take = take_ids,
                        .take_own = take_own_ids};
-    copy_own_ids(p);
-    return scatter_run(p->x, &s);
+    copy_ids(ids_of(p, p->x->rank, 0), p->args, &p->layer);
+    return take_noted_ids(p) ? scatter_run(p->x, &s) : EPIC_OK;
 }
 
 static void write_counts(planning *p, epic_result result)

@@ -9,7 +9,7 @@
 #include "core/error.h"
 
 #define SLICE_NS 100000000ull
-#define SPIN_NS 20000u
+#define SPINS 1000 /* about a microsecond */
 
 uint64_t shared_now_ns(void)
 {
@@ -26,12 +26,12 @@ static uint64_t slice_of(const epic_config *config)
     return slice < 1000000 ? 1000000 : slice;
 }
 
-/* Spinning pays only while every rank has a core of its own and one is left over. */
-static uint64_t spin_of(int num_ranks)
+/* Spinning pays only while every rank has a core of its own. */
+static int spins_of(int num_ranks)
 {
     cpu_set_t cores;
     if (sched_getaffinity(0, sizeof cores, &cores) != 0) return 0;
-    return CPU_COUNT(&cores) > num_ranks ? SPIN_NS : 0;
+    return CPU_COUNT(&cores) >= num_ranks ? SPINS : 0;
 }
 
 static int64_t private_bytes(const shared_layout *l)
@@ -80,7 +80,7 @@ epic_result shared_open(epic_group **out, const epic_join *join, const shared_la
     g->num_ranks = layout->num_ranks;
     g->across = across;
     g->slice_ns = slice_of(join->config);
-    g->spin_ns = spin_of(layout->num_ranks);
+    g->spins = spins_of(layout->num_ranks);
     place_exchanges(g);
     *out = g;
     return EPIC_OK;

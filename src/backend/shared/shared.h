@@ -59,7 +59,7 @@ struct epic_group {
     int num_ranks;
     bool across;       /* processes: futexes are shared ones */
     uint64_t slice_ns; /* longest sleep between two signs of life */
-    uint64_t spin_ns;  /* before sleeping */
+    int spins;         /* looks at a bell before others get the core */
     _Atomic uint64_t bytes_sent;
     shared_exchange *exchanges; /* [num_cells] */
     shared_link *links;         /* [num_cells, num_ranks] */

@@ -8,11 +8,14 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "backend/shared/shared.h"
+
+#define WATCH_NS 50000u
 
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, uint64_t ns)
 {
@@ -86,11 +89,17 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, ui
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-static bool spin(const epic_group *g, shared_cell *cell)
+/* Sleeping and being woken costs more than a small operation takes, so the bell is watched for a
+ * moment first.  Where ranks outnumber the cores, the one that will ring it may need ours. */
+static bool watch_bell(const epic_group *g, const shared_cell *cell)
 {
-    const uint64_t stop = g->spin_ns ? shared_now_ns() + g->spin_ns : 0;
-    while (stop && shared_now_ns() < stop)
+    const uint64_t stop = shared_now_ns() + WATCH_NS;
+    do {
+        for (int i = 0; i < g->spins; i++)
+            if (load_acquire(&cell->bell) == BELL_QUIET) return true;
+        sched_yield();
         if (load_acquire(&cell->bell) == BELL_QUIET) return true;
+    } while (shared_now_ns() < stop);
     return false;
 }
 
@@ -98,7 +107,7 @@ static void sleep_on_bell(epic_group *g, shared_cell *cell, const uint64_t *wait
                           uint64_t deadline)
 {
     uint32_t armed = BELL_ARMED;
-    if (spin(g, cell) || !compare_swap(&cell->bell, &armed, BELL_ASLEEP)) return;
+    if (watch_bell(g, cell) || !compare_swap(&cell->bell, &armed, BELL_ASLEEP)) return;
     do sleep_slice(g, &cell->bell, BELL_ASLEEP, deadline);
     while (load_acquire(&cell->bell) == BELL_ASLEEP &&
            sleeps_on(g, &cell->wait, waits_for, deadline));

@@ -26,6 +26,7 @@
 #define NAME "epic."
 #define NAME_LENGTH 31 /* of NAME and hexadecimal digits */
 #define MORE_GUESTS 16 /* callers beside the ranks that may be heard at once */
+#define LOOK_MS 200    /* how often a rank that is not called looks whether the others live */
 
 /* What a rank tells the others through the meeting. */
 typedef struct card {
@@ -92,7 +93,8 @@ static int hear(const opening *o, int fd, int *memory)
 
 /* -------------------------------------------------------------------------- waiting ---- */
 
-/* EPIC_OK: something may have come.  A line that hangs up ends the opening. */
+/* EPIC_OK: something may have come, or it is time to look.  A line that hangs up ends the
+ * opening. */
 static epic_result await_polls(opening *o, const char *what)
 {
     const uint64_t now = clock_ns();
@@ -100,7 +102,7 @@ static epic_result await_polls(opening *o, const char *what)
         return epic_fail(EPIC_ETIMEOUT, "shm: %s did not come within %u ms", what,
                          o->join->config->timeout_ms);
     const uint64_t ms = (o->deadline_ns - now) / 1000000 + 1;
-    const int got = poll(o->polls, (nfds_t)o->num_polls, ms < 60000 ? (int)ms : 60000);
+    const int got = poll(o->polls, (nfds_t)o->num_polls, ms < LOOK_MS ? (int)ms : LOOK_MS);
     if (got < 0 && errno == EINVAL) errno = EMFILE; /* more entries than files may be open */
     if (got < 0 && errno != EINTR) return greeting_refused("poll");
     const struct pollfd *lines = o->polls + 1 + o->num_guests;
@@ -205,17 +207,58 @@ static int first_missing(const opening *o)
     return r;
 }
 
+/* Who does not listen any more has called us, or never will. */
+static bool is_listening(const opening *o, int peer)
+{
+    socklen_t length;
+    const struct sockaddr_un address = address_of(&o->cards[peer], &length);
+    int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (probe < 0) return true; /* nobody knows */
+    const bool refused =
+        connect(probe, (const struct sockaddr *)&address, length) != 0 && errno == ECONNREFUSED;
+    close_fd(&probe);
+    return !refused;
+}
+
+/* A missing rank that is gone, or -1. */
+static int find_gone(const opening *o)
+{
+    for (int r = o->lines->rank + 1; r < o->lines->num_ranks; r++)
+        if (o->lines->sockets[r] < 0 && !is_listening(o, r)) return r;
+    return -1;
+}
+
+static bool take_calls(opening *o, epic_result *result)
+{
+    bool any = o->polls[0].revents != 0;
+    for (int i = 0; i < o->num_guests && *result == EPIC_OK; i++) {
+        if (o->guests[i] < 0 || !o->polls[1 + i].revents) continue;
+        *result = receive_guest(o, &o->guests[i]);
+        any = true;
+    }
+    if (*result == EPIC_OK && o->polls[0].revents) *result = admit_guests(o);
+    return any;
+}
+
+/* A rank that died before it called leaves no line that could hang up: it is seen gone, and what
+ * it did before is looked for once more. */
 static epic_result answer_calls(opening *o)
 {
+    int gone = -1;
     while (o->missing > 0) {
+        epic_result result = EPIC_OK;
         char who[32];
         snprintf(who, sizeof who, "rank %d", first_missing(o));
         set_polls(o, -1);
         TRY(await_polls(o, who));
-        for (int i = 0; i < o->num_guests; i++)
-            if (o->guests[i] >= 0 && o->polls[1 + i].revents)
-                TRY(receive_guest(o, &o->guests[i]));
-        if (o->polls[0].revents) TRY(admit_guests(o));
+        const bool called = take_calls(o, &result);
+        TRY(result);
+        if (called) {
+            gone = -1;
+            continue;
+        }
+        if (gone >= 0) return greeting_left(gone);
+        gone = find_gone(o);
     }
     return EPIC_OK;
 }

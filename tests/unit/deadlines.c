@@ -1,0 +1,332 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a deadline counts: to the last note from the call, then from the last row that moved; and
+ * who is named when the waits form a circle.  The rows here are slow because whoever fills or
+ * takes them sleeps.  All sleep side by side, in processes of their own. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "exchange/exchange.h"
+#include "run.h"
+
+#define DEADLINE_MS 1500
+#define NAP_MS 100
+#define ITEMS 30 /* twice the deadline, in naps */
+#define STOP_AT 8
+#define LATER_MS 1200 /* more than this past its time is another time */
+#define ROW 8192
+#define LEAST_LANE 17408 /* two entries of ROW: nothing runs ahead */
+
+static const char *backend;
+
+static epic_context *open_context(const epic_meet *meet, uint32_t in_flight)
+{
+    const epic_config config = {.max_tokens = 64,
+                                .max_row_bytes = ROW,
+                                .staging_bytes =
+                                    (int64_t)in_flight * meet->num_ranks * LEAST_LANE,
+                                .timeout_ms = DEADLINE_MS,
+                                .max_in_flight = in_flight,
+                                .backend = backend};
+    epic_context *ctx;
+    const epic_result result = epic_open(&ctx, meet, &config, sizeof config);
+    CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx));
+    return ctx;
+}
+
+static long ms_since(uint64_t begin)
+{
+    return (long)((run_now_ns() - begin) / 1000000);
+}
+
+static bool names(const epic_failure_info *info, int rank)
+{
+    for (uint32_t i = 0; i < info->num_culprits; i++)
+        if (info->culprits[i] == rank) return true;
+    return false;
+}
+
+static epic_failure_info failure_of(const epic_context *ctx)
+{
+    epic_failure_info info;
+    CHECK(epic_failure(ctx, &info, sizeof info) == EPIC_OK);
+    return info;
+}
+
+/* --------------------------------------------------------------------------- slow rows ---- */
+
+enum pace { SLOW_FILL, SLOW_TAKE, STOPS };
+
+typedef struct slow {
+    epic_context *ctx;
+    exchange *x;
+    uint64_t tag;
+    bool collects;
+    enum pace pace;
+    uint64_t moved_ns; /* when rank 1 took the last row */
+    epic_result result;
+} slow;
+
+static bool always(void *self, int rank, int64_t item)
+{
+    (void)self, (void)rank, (void)item;
+    return true;
+}
+
+static void stop_until_told(const slow *s)
+{
+    const uint64_t begin = run_now_ns();
+    while (failure_of(s->ctx).result == EPIC_OK && ms_since(begin) < 20000) run_nap_us(5000);
+}
+
+static void fill(slow *s, int64_t item, void *entry)
+{
+    memset(entry, (int)item, ROW);
+    if (s->pace == SLOW_FILL) run_nap_us(NAP_MS * 1000);
+    if (s->pace == STOPS && item >= STOP_AT) stop_until_told(s);
+}
+
+static void take(slow *s, int64_t item, const unsigned char *row)
+{
+    CHECK_EQ(row[ROW - 1], item);
+    if (s->pace == SLOW_TAKE) run_nap_us(NAP_MS * 1000);
+    s->moved_ns = run_now_ns();
+}
+
+static void fill_item(void *self, int64_t item, int32_t piece, void *entry)
+{
+    (void)piece;
+    fill(self, item, entry);
+}
+
+static void take_item(void *self, int from, int64_t item, int32_t piece, const void *entry)
+{
+    (void)from, (void)piece;
+    take(self, item, entry);
+}
+
+static void take_own(void *self, int64_t item)
+{
+    (void)self, (void)item;
+}
+
+static void fill_home(void *self, int home, int64_t item, int32_t piece, void *entry)
+{
+    (void)home, (void)piece;
+    fill(self, item, entry);
+}
+
+static void take_rows(void *self, int64_t item, int32_t piece, const void **rows)
+{
+    (void)piece;
+    take(self, item, rows[0]);
+}
+
+/* From rank 0 to rank 1. */
+static epic_result flow(slow *s)
+{
+    const cut whole = {.row_bytes = ROW, .piece_bytes = ROW, .num_pieces = 1};
+    const scatter scattered = {.self = s,
+                               .items = (const int64_t[]){ITEMS, 0},
+                               .cut = whole,
+                               .wants = always,
+                               .mine = always,
+                               .fill = fill_item,
+                               .take = take_item,
+                               .take_own = take_own};
+    const collect collected = {.self = s,
+                               .items = (const int64_t[]){0, ITEMS},
+                               .cut = whole,
+                               .gives = always,
+                               .awaits = always,
+                               .fill = fill_home,
+                               .take = take_rows};
+    return s->collects ? collect_run(s->x, &collected) : scatter_run(s->x, &scattered);
+}
+
+static void *be_slow(void *self)
+{
+    slow *s = self;
+    const epic_call call = {.tag = s->tag};
+    const epic_note note = {.same = {EPIC_OP_SUM}};
+    s->result = exchange_open(&s->x, s->ctx, EPIC_OP_SUM, &call, &note, 0);
+    if (!s->x) return NULL;
+    if (s->result == EPIC_OK) s->result = flow(s);
+    exchange_close(s->x, s->result);
+    return NULL;
+}
+
+/* An operation that moves for twice its deadline, however slowly, is no failure. */
+static void moving(const epic_meet *meet, void *self)
+{
+    (void)self;
+    enum { NUM = 4 };
+    slow all[NUM];
+    pthread_t threads[NUM];
+    const uint64_t begin = run_now_ns();
+    epic_context *ctx = open_context(meet, NUM);
+    for (int i = 0; i < NUM; i++) {
+        all[i] = (slow){.ctx = ctx,
+                        .tag = (uint64_t)i,
+                        .collects = i % 2,
+                        .pace = i / 2 ? SLOW_FILL : SLOW_TAKE};
+        pthread_create(&threads[i], NULL, be_slow, &all[i]);
+    }
+    for (int i = 0; i < NUM; i++) pthread_join(threads[i], NULL);
+    for (int i = 0; i < NUM; i++)
+        CHECK_SAY(all[i].result == EPIC_OK, "%s, slow rows %d: %s", backend, i,
+                  failure_of(ctx).sentence);
+    CHECK(ms_since(begin) > 2 * DEADLINE_MS);
+    epic_close(ctx);
+}
+
+/* One that moved and then stops fails a deadline after the last row. */
+static void stopping(const epic_meet *meet, void *self)
+{
+    epic_context *ctx = open_context(meet, 1);
+    slow s = {.ctx = ctx, .collects = *(const bool *)self, .pace = STOPS};
+    be_slow(&s);
+    CHECK_EQ(s.result, EPIC_ETIMEOUT);
+    const epic_failure_info info = failure_of(ctx);
+    CHECK_SAY(info.num_culprits == 1 && names(&info, 0), "%s", info.sentence);
+    if (meet->rank == 1) {
+        const long ms = ms_since(s.moved_ns);
+        CHECK_SAY(ms >= DEADLINE_MS && ms < DEADLINE_MS + LATER_MS,
+                  "%s: %ld ms after the last row", backend, ms);
+    }
+    epic_close(ctx);
+}
+
+/* ------------------------------------------------------- what does not put it off ---- */
+
+static epic_result sum(epic_context *ctx, uint64_t tag)
+{
+    float one = 1;
+    const epic_sum_args args = {.call.tag = tag, .data = &one, .count = 1};
+    return epic_sum(ctx, &args, sizeof args);
+}
+
+/* A note that comes just before the deadline of an operation leaves it where it is. */
+static void late_note(const epic_meet *meet, void *self)
+{
+    (void)self;
+    epic_context *ctx = open_context(meet, 1);
+    const uint64_t begin = run_now_ns();
+    const slow stopped = {.ctx = ctx};
+    if (meet->rank == 1) run_nap_us(DEADLINE_MS * 900);
+    if (meet->rank == 2) stop_until_told(&stopped);
+    CHECK_EQ(sum(ctx, 0), EPIC_ETIMEOUT);
+    const long ms = ms_since(begin);
+    CHECK_SAY(ms < DEADLINE_MS + LATER_MS, "%s: rank %d after %ld ms", backend, meet->rank, ms);
+    const epic_failure_info info = failure_of(ctx);
+    CHECK_SAY(info.num_culprits == 1 && names(&info, 2), "%s", info.sentence);
+    epic_close(ctx);
+}
+
+static void *sum_until_told(void *self)
+{
+    while (sum(self, 2) == EPIC_OK) run_nap_us(2000);
+    return NULL;
+}
+
+/* Nor does what moves under another tag. */
+static void other_tag(const epic_meet *meet, void *self)
+{
+    (void)self;
+    epic_context *ctx = open_context(meet, 2);
+    const uint64_t begin = run_now_ns();
+    pthread_t thread;
+    pthread_create(&thread, NULL, sum_until_told, ctx);
+    if (meet->rank == 0) {
+        CHECK_EQ(sum(ctx, 1), EPIC_ETIMEOUT);
+        const long ms = ms_since(begin);
+        CHECK_SAY(ms < DEADLINE_MS + LATER_MS, "%s: after %ld ms", backend, ms);
+        const epic_failure_info info = failure_of(ctx);
+        CHECK_SAY(info.num_culprits == 1 && names(&info, 1), "%s", info.sentence);
+    }
+    pthread_join(thread, NULL);
+    epic_close(ctx);
+}
+
+/* ------------------------------------------------------------------------- a circle ---- */
+
+/* Every rank is in a tag of its own, so each waits for all others and nobody is at rest: named
+ * are those that the one who tells waits for. */
+static void circle(const epic_meet *meet, void *self)
+{
+    (void)self;
+    epic_context *ctx = open_context(meet, 1);
+    CHECK_EQ(sum(ctx, 100 + (uint64_t)meet->rank), EPIC_ETIMEOUT);
+    const epic_failure_info info = failure_of(ctx);
+    CHECK_SAY(info.num_culprits > 0 && !names(&info, info.rank), "%s: %u culprits: %s", backend,
+              info.num_culprits, info.sentence);
+    CHECK_SAY(strstr(info.sentence, "was last seen in sum (tag 10") != NULL, "%s",
+              info.sentence);
+    epic_close(ctx);
+}
+
+/* Rank 0 waits for 1 and 2, rank 1 in another tag for 0 and 2, rank 2 for nobody: it alone is
+ * named.  A rank that gets no core for a quarter of a second is not seen waiting: three tries. */
+static void chain(const epic_meet *meet, void *self)
+{
+    epic_context *ctx = open_context(meet, 1);
+    const slow stopped = {.ctx = ctx};
+    if (meet->rank == 2) stop_until_told(&stopped);
+    CHECK_EQ(sum(ctx, (uint64_t)meet->rank), EPIC_ETIMEOUT);
+    const epic_failure_info info = failure_of(ctx);
+    CHECK_SAY(names(&info, 2), "%s: %s", backend, info.sentence);
+    if (info.num_culprits == 1) atomic_store((_Atomic int *)self, 1);
+    epic_close(ctx);
+}
+
+/* -------------------------------------------------------------------------------- all ---- */
+
+static bool processes;
+
+static void run_ranks(int num_ranks, run_body *body, void *self)
+{
+    if (processes)
+        run_processes(num_ranks, body, self, 60);
+    else
+        run_threads(num_ranks, body, self);
+}
+
+static void beside(int num_ranks, run_body *body, void *self)
+{
+    if (fork() != 0) return;
+    run_ranks(num_ranks, body, self);
+    _exit(0);
+}
+
+static void chains(void)
+{
+    _Atomic int *right = run_share(sizeof *right);
+    if (fork() != 0) return;
+    for (int i = 0; i < 3 && !atomic_load(right); i++) run_ranks(3, chain, right);
+    CHECK_SAY(atomic_load(right), "%s: a rank that waited was named", backend);
+    _exit(0);
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(100);
+    bool patterns[] = {false, true};
+    for (int way = 0; way < 2; way++) {
+        processes = way == 1;
+        backend = processes ? "shm" : "threads";
+        beside(2, moving, NULL);
+        for (int i = 0; i < 2; i++) beside(2, stopping, &patterns[i]);
+        beside(3, late_note, NULL);
+        beside(2, other_tag, NULL);
+        beside(2, circle, NULL);
+        beside(3, circle, NULL);
+        chains();
+    }
+    int status;
+    while (wait(&status) > 0) CHECK_EQ(status, 0);
+    return check_end();
+}

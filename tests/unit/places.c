@@ -1,0 +1,109 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Counters that pass 2^32: the places of a tag and the versions of a cell. */
+#include <string.h>
+
+#include "backend/shared/shared.h"
+#include "check.h"
+#include "core/context.h"
+#include "run.h"
+#include "step.h"
+
+#define TAG 11
+#define EDGE (1ull << 32)
+
+static const char *backend;
+
+static epic_context *open_context(const epic_meet *meet)
+{
+    const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
+                                .max_row_bytes = STEP_MAX_ROW_BYTES,
+                                .timeout_ms = 20000,
+                                .max_in_flight = 2,
+                                .backend = backend};
+    epic_context *ctx;
+    const epic_result result = epic_open(&ctx, meet, &config, sizeof config);
+    CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx));
+    return ctx;
+}
+
+/* The next operation of the tag is the place-th. */
+static void start_at(epic_context *ctx, uint64_t tag, uint64_t place)
+{
+    uint64_t first;
+    CHECK(tags_enter(&ctx->tags, tag, &first) == EPIC_OK);
+    tags_leave(&ctx->tags, tag);
+    for (size_t i = 0; i < ctx->tags.size; i++)
+        if (ctx->tags.entries[i].next && ctx->tags.entries[i].tag == tag)
+            ctx->tags.entries[i].next = place + 1;
+}
+
+/* As if the cells of this rank had been used so often already.  Before its first operation, so
+ * that nobody looks at them yet. */
+static void start_cells_at(epic_context *ctx, uint64_t version)
+{
+    epic_group *g = ctx->group;
+    for (int i = 0; i < g->layout.num_cells; i++) {
+        atomic_store(&g->exchanges[i].cell->version, version);
+        for (int r = 0; r < g->num_ranks; r++)
+            atomic_store(&g->exchanges[i].cell->lanes[r].done, version);
+    }
+}
+
+static epic_result sum(epic_context *ctx, uint32_t timeout_ms)
+{
+    float one = 1;
+    const epic_sum_args args = {
+        .call = {.tag = TAG, .timeout_ms = timeout_ms}, .data = &one, .count = 1};
+    const epic_result result = epic_sum(ctx, &args, sizeof args);
+    CHECK(result != EPIC_OK || (int)one == epic_num_ranks(ctx));
+    return result;
+}
+
+/* Every operation, before, on and after the edge; then one that nobody else comes to. */
+static void over_the_edge(const epic_meet *meet, void *self)
+{
+    (void)self;
+    epic_context *ctx = open_context(meet);
+    step s;
+    start_at(ctx, TAG, EDGE - 3);
+    start_cells_at(ctx, EDGE - 4);
+    step_open(&s, ctx, 9, 64);
+    CHECK(step_all(&s, TAG)); /* plan to sum: past the edge */
+    for (int i = 0; i < 20; i++) CHECK_SAY(sum(ctx, 0) == EPIC_OK, "%s", epic_error(ctx));
+    epic_failure_info info = {0};
+    if (meet->rank == 0) CHECK_EQ(sum(ctx, 300), EPIC_ETIMEOUT);
+    while (meet->rank != 0 && info.result == EPIC_OK) {
+        CHECK(epic_failure(ctx, &info, sizeof info) == EPIC_OK);
+        run_nap_us(1000);
+    }
+    CHECK(epic_failure(ctx, &info, sizeof info) == EPIC_OK);
+    CHECK_SAY(info.step > EDGE && info.step < EDGE + 100, "step %llu",
+              (unsigned long long)info.step);
+    CHECK_SAY(strstr(info.sentence, "after sum (tag 11, step 42949673") != NULL, "%s",
+              info.sentence);
+    step_close(&s);
+    epic_close(ctx);
+}
+
+/* Places that differ by 2^32 are not the same place. */
+static void edge_apart(const epic_meet *meet, void *self)
+{
+    (void)self;
+    epic_context *ctx = open_context(meet);
+    start_at(ctx, TAG, meet->rank == 0 ? 5 : EDGE + 5);
+    CHECK_EQ(sum(ctx, 300), EPIC_ETIMEOUT);
+    epic_close(ctx);
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(100);
+    backend = "threads";
+    run_threads(3, over_the_edge, NULL);
+    run_threads(2, edge_apart, NULL);
+    backend = "shm";
+    run_processes(3, over_the_edge, NULL, 60);
+    run_processes(2, edge_apart, NULL, 60);
+    return check_end();
+}
