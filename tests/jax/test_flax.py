@@ -220,6 +220,21 @@ def test_dtypes(param_dtype: str, opened: Any) -> None:
     assert other(x)[0].dtype == jnp.bfloat16
 
 
+def test_a_group_of_another_mesh(opened: Any) -> None:
+    """Refused when a block is made; a linen module may be given another mesh later too."""
+    grid = three_axes((1, 1, 4))
+    group = opened(grid)
+    turned = jax.sharding.Mesh(grid.devices[..., ::-1], grid.axis_names)
+    refused = pytest.raises(ValueError, match=r"the mesh has devices \[3 2 1 0\] along axis 'ep'")
+    with refused:
+        linen_block(turned, group, {})
+    with refused:
+        nnx_block(turned, group, {})
+    module, variables = linen_block(grid, group, {})
+    with refused:
+        module.clone(mesh=turned).apply(variables, layers.arrays()[0])
+
+
 def test_flax_is_imported_when_used() -> None:
     """epic.jax alone does without."""
     text = "import epic.jax, sys; assert 'flax' not in sys.modules; epic.jax.nnx.MoEBlock"

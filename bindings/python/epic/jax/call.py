@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom calls of the core, and the number that each call site has.
 
-This file alone touches what JAX does not document: a primitive of our own that becomes a number,
-unique in the program and alike on all ranks.  Where JAX no longer has what that takes, the number
-is 0, and independent plans of one program need `channel=`.
+What JAX does not document is touched here (and in places.check_lowering): a primitive of our own
+that becomes a number, unique in the program and alike on all ranks.  Where JAX no longer has what
+that takes, the number is 0, and independent plans of one program need `channel=`.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from epic import _native
+from epic.jax import places
 from epic.jax.groups import Group
 
 COLLECTIVES = (
@@ -40,7 +41,7 @@ def handlers() -> ctypes.CDLL:
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_jax.so")))
     seat: list[Any] = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int32]
-    library.epic_jax_seat_add.argtypes = [*seat, ctypes.c_void_p]
+    library.epic_jax_seat_add.argtypes = [*seat, ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p]
     library.epic_jax_seat_add.restype = ctypes.c_int
     library.epic_jax_seat_remove.argtypes = seat
     library.epic_jax_seat_remove.restype = ctypes.c_void_p
@@ -71,14 +72,15 @@ def make_site() -> Any:
     except ImportError:
         return None
     site = Primitive("epic_site")
-    site.def_impl(lambda *_: np.int32(0))
-    site.def_abstract_eval(lambda *_: jax.core.ShapedArray((), np.dtype(np.int32)))
+    site.def_impl(lambda *_, **__: np.int32(0))
+    site.def_abstract_eval(lambda *_, **__: jax.core.ShapedArray((), np.dtype(np.int32)))
 
-    def lower(context: Any, *_: Any) -> Any:
+    def lower(context: Any, *_: Any, group: Group) -> Any:
+        places.check_lowering(group, context.module_context)
         channel = context.module_context.new_channel()
         return [mlir.ir_constant(np.int32(channel))]
 
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(NO_VMAP)
 
     try:
@@ -95,11 +97,13 @@ def site_primitive() -> Any:
     return make_site()
 
 
-def site(*operands: Any) -> Any:
-    """This call site's number, an int32 scalar.  Operands are those of the call: by them the
-    number knows that it is under vmap."""
-    primitive = site_primitive()
-    return np.int32(0) if primitive is None else primitive.bind(*operands)
+def marks(group: Group, *operands: Any) -> list[Any]:
+    """Two int32 scalars for a collective: this call site's number, and this device's rank in the
+    mesh of the program.  Operands are those of the call: by them the number knows that it is
+    under vmap."""
+    primitive, rank = site_primitive(), places.rank(group)
+    number = np.int32(0) if primitive is None else primitive.bind(*operands, group=group)
+    return [number, rank]
 
 
 # -------------------------------------------------------------------- varying values ----
@@ -153,7 +157,7 @@ def call(
     shapes = [ABSENT if r is None else Spec(r.shape, r.dtype) for r in results]
     target = f"epic_{name}"
     if group is not None:
-        attributes["group"] = group.name
+        attributes |= {"group": group.name, "devices": places.text(group)}
         target += "" if group.command_buffers else NO_GRAPH
     how = None if group is not None else "sequential"
     run = jax.ffi.ffi_call(target, shapes, vmap_method=how, input_output_aliases=aliases)

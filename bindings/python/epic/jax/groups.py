@@ -4,7 +4,6 @@
 import collections
 import contextlib
 import ctypes
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from epic import _native
 from epic._native import EpicError
-from epic.jax import cuda, meeting
+from epic.jax import cuda, meeting, places
 from epic.jax.meeting import Exchange, Meeting, StoreExchange, Tcp
 from epic.options import Layer
 
@@ -26,7 +24,9 @@ DEFAULT_TIMEOUT_MS = 300_000
 @dataclass(frozen=True)
 class Group:
     """A group that is, or was, open: a value, the same in every process, by which programs know
-    it.  Which context a device has is looked up by `name` whenever a program runs."""
+    it.  Which context a device has is looked up by `name` whenever a program runs.
+
+    devices: the ids of each group's devices, by rank; empty without a mesh."""
 
     name: str
     axes: tuple[str, ...]
@@ -35,6 +35,7 @@ class Group:
     max_row_bytes: int
     platform: str = "cpu"
     command_buffers: bool = True
+    devices: places.Rows = ()
 
     def config(self) -> ctypes.Structure:
         """For the core's size queries."""
@@ -100,19 +101,6 @@ lock = threading.Lock()
 
 
 # ------------------------------------------------------------------ who sits where ----
-
-
-def seats_of_mesh(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[Any]], int]:
-    """Devices by group and rank: a group is all devices that share the other coordinates."""
-    missing = [axis for axis in axes if axis not in mesh.axis_names]
-    if missing:
-        names = ", ".join(map(str, mesh.axis_names))
-        raise ValueError(f"axis {missing[0]!r} is not an axis of the mesh: those are {names}")
-    devices = np.asarray(mesh.devices)
-    at = [mesh.axis_names.index(axis) for axis in axes]
-    num_ranks = math.prod(devices.shape[i] for i in at)
-    last = np.moveaxis(devices, at, range(devices.ndim - len(at), devices.ndim))
-    return last.reshape(-1, num_ranks).tolist(), num_ranks
 
 
 def seat_of(device: Any, index: int, rank: int) -> Seat:
@@ -223,11 +211,12 @@ def open(
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh is not None:
-        groups, count = seats_of_mesh(mesh, axes)
+        groups, count = places.by_rank(mesh, axes)
+        devices_of = places.ids(groups)
         seats = local_seats(groups)
         platform = groups[0][0].platform
     else:
-        axes = ()
+        axes, devices_of = (), ()
         count = num_ranks or 1
         taken = list(ranks if ranks is not None else [0])
         devices = jax.local_devices()
@@ -237,7 +226,9 @@ def open(
         platform = devices[0].platform
     backend = choose_backend(platform, backend)
     command_buffers |= platform == "cpu"
-    group = Group(name, axes, count, max_tokens, max_row_bytes, platform, command_buffers)
+    group = Group(
+        name, axes, count, max_tokens, max_row_bytes, platform, command_buffers, devices_of
+    )
     config = group.config()
     config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
     config.max_sms = max_sms
@@ -270,8 +261,10 @@ def fill(group: Group, seats: list[Seat], meet: Tcp | Exchange | None, config: A
         end(contexts.values())
         raise next(error for error in errors if error)
     opened[group.name] = Opened(contexts, exchanges)
+    devices = places.text(group).encode()
     for seat, context in contexts.items():
-        if handlers().epic_jax_seat_add(group.name.encode(), seat.is_gpu, seat.ordinal, context):
+        where = (seat.is_gpu, seat.ordinal, devices, seat.rank)
+        if handlers().epic_jax_seat_add(group.name.encode(), *where, context):
             close(group)
             raise ValueError(f"name {group.name!r}: at most 63 bytes are allowed")
 

@@ -20,7 +20,7 @@ from epic import _native
 from epic.jax import gemm as products
 from epic.jax import router as routing
 from epic.jax import steps
-from epic.jax.call import Spec, call, like, site, spread_all, zero_gradient
+from epic.jax.call import Spec, call, like, marks, spread_all, zero_gradient
 from epic.jax.experts import ExpertWeights, check_weights, experts
 from epic.jax.groups import Group
 from epic.options import Experts, Layer, Router
@@ -186,7 +186,7 @@ def layer_forward(
     results = [like(x), Spec((1,), jnp.float32), Spec((num_experts,), jnp.int32)]
     results += [Spec((1,), jnp.int32), saved, workspace]
     arrays = [getattr(weights, name) for name in ORDER]
-    operands = [x, *arrays, *ints[:3], site(x, *ints[3:]), *ints[3:]]
+    operands = [x, *arrays, *ints[:3], *marks(static.group, x, *ints[3:]), *ints[3:]]
     out = call("moe", results, operands, static.group, **attributes(static.options))
     return tuple(out[:4]), (x, weights, ints, out[4])
 
@@ -200,7 +200,8 @@ def layer_backward(static: Static, kept: Any, gradients: tuple[Any, ...]) -> tup
     results: list[Spec | None] = [like(x)]
     results += [None if arrays[n] is None else Spec(arrays[n].shape, kind) for n in named]
     results += [memory(static)[2]]
-    operands = [x, *arrays.values(), saved, gradients[0], gradients[1], site(x), ints[3]]
+    operands = [x, *arrays.values(), saved, gradients[0], gradients[1]]
+    operands += [*marks(static.group, x), ints[3]]
     out = call("moe_backward", results, operands, static.group, **attributes(static.options))
     pairs = zip(named, out[1:-1], strict=True)
     d_weights = {n: None if d is None else d.astype(arrays[n].dtype) for n, d in pairs}

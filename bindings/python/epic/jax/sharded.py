@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from epic.jax import moe as layer
-from epic.jax import steps
+from epic.jax import places, steps
 from epic.jax.groups import Group
 from epic.options import Layer
 
@@ -33,7 +33,8 @@ def rows_spec(axes: Axes, rank: int, hidden_axis: str | None) -> P:
 
 
 def default_axes(mesh: Mesh, group: Group, given: Axes | None, hidden_axis: str | None) -> Axes:
-    """All axes of the mesh but the hidden one, in the mesh's order."""
+    """All axes of the mesh but the hidden one, in the mesh's order; the mesh is the group's."""
+    places.check_mesh(group, mesh)
     axes = given or tuple(a for a in mesh.axis_names if a != hidden_axis)
     if not set(group.axes) <= set(axes):
         raise ValueError(f"token_axes {axes}: the group's {group.axes} must be among them")

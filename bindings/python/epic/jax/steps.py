@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from epic.jax.call import Array, Spec, call, like, no_gradient, site, spread_all, zero_gradient
+from epic.jax.call import Array, Spec, call, like, marks, no_gradient, spread_all, zero_gradient
 from epic.jax.groups import Group
 from epic.options import Layer
 
@@ -168,7 +168,7 @@ def plan(
     parts = call(
         "plan",
         plan_results(way, table is not None, local),
-        [chosen, table, site(chosen), number, *calm(after)],
+        [chosen, table, *marks(group, chosen), number, *calm(after)],
         group,
         **plan_attributes(way),
     )
@@ -187,7 +187,7 @@ def recv_results(way: Way, tokens: Any, weights: Any) -> list[Spec | None]:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
     """dispatch on checked arrays."""
-    operands = [data, tokens, weights, site(data, tokens)]
+    operands = [data, tokens, weights, *marks(way.group, data, tokens)]
     recv, recv_weight = call("dispatch", recv_results(way, tokens, weights), operands, way.group)
     return recv, recv_weight
 
@@ -202,7 +202,7 @@ def rows_home(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any
     d_recv, d_recv_weight = gradients
     d_tokens = Spec((way.num_tokens, d_recv.shape[1]), d_recv.dtype)
     d_weights = Spec((way.num_tokens, way.layer.top_k), jnp.float32)
-    operands = [data, d_recv, d_recv_weight, site(data, d_recv)]
+    operands = [data, d_recv, d_recv_weight, *marks(way.group, data, d_recv)]
     results = [d_tokens, None if d_recv_weight is None else d_weights]
     out = call("dispatch_backward", results, operands, way.group)
     return out[0], out[1]
@@ -257,7 +257,7 @@ def dispatch_flat_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[
     choices = (way.capacity, way.layer.top_k)
     results: list[Spec | None] = [Spec((way.capacity, tokens.shape[1]), tokens.dtype)]
     results += [None if weights is None else Spec(choices, jnp.float32), Spec(choices, jnp.int32)]
-    operands = [data, tokens, weights, site(data, tokens)]
+    operands = [data, tokens, weights, *marks(way.group, data, tokens)]
     return tuple(call("dispatch_flat", results, operands, way.group))
 
 
@@ -315,7 +315,7 @@ def quantised(way: Way, block: str, data: Any, rows: Any, weights: Any) -> tuple
     results: list[Spec | None] = [Spec((slots, hidden), jnp.float8_e4m3fn)]
     results += [Spec((slots, -(-hidden // size)), scale_type)]
     results += [None if weights is None else Spec((slots,), jnp.float32)]
-    operands = [data, rows, weights, site(data, rows)]
+    operands = [data, rows, weights, *marks(way.group, data, rows)]
     out = call("dispatch_quantised", results, operands, way.group, quantise=kind)
     return out[0], out[1], out[2]
 
@@ -362,7 +362,7 @@ def plan_dispatch_rows(
     """plan_dispatch on checked arrays; ints: choices, table, channel, and what to wait for."""
     chosen, table, number, *after = ints
     results = plan_results(way, table is not None, local) + recv_results(way, tokens, weights)
-    operands = [chosen, table, tokens, weights, site(chosen, tokens), number, *after]
+    operands = [chosen, table, tokens, weights, *marks(way.group, chosen, tokens), number, *after]
     return tuple(call("plan_dispatch", results, operands, way.group, **plan_attributes(way)))
 
 
@@ -420,7 +420,7 @@ def plan_dispatch(
 def combine_rows(way: Way, data: Any, rows: Any, slot_weights: Any) -> Any:
     """combine on checked arrays."""
     out = Spec((way.num_tokens, rows.shape[1]), rows.dtype)
-    operands = [data, rows, slot_weights, site(data, rows)]
+    operands = [data, rows, slot_weights, *marks(way.group, data, rows)]
     return call("combine", [out], operands, way.group)[0]
 
 
@@ -435,7 +435,7 @@ def combine_backward(way: Way, saved: tuple[Any, Any, Any], d_out: Any) -> tuple
     data, rows, slot_weights = saved
     d_rows = Spec((way.capacity, d_out.shape[1]), d_out.dtype)
     d_weights = None if slot_weights is None else like(slot_weights)
-    operands = [data, d_out, rows, slot_weights, site(data, d_out)]
+    operands = [data, d_out, rows, slot_weights, *marks(way.group, data, d_out)]
     out = call("combine_backward", [d_rows, d_weights], operands, way.group)
     return no_gradient(data), out[0], out[1]
 
@@ -461,7 +461,7 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> Any:
     """sum on a flat float32 array; ints: channel, and what to wait for."""
-    operands = [x, site(x), *ints]
+    operands = [x, *marks(group, x), *ints]
     return call("sum", [like(x)], operands, group, aliases={0: 0}, order=order)[0]
 
 
