@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 
 from epic import _native
 from epic._native import EpicError
-from epic.jax import cuda, meeting, places
+from epic.jax import cuda, endings, meeting, places
 from epic.jax.meeting import Exchange, Meeting, StoreExchange, Tcp
 from epic.options import Layer
 
@@ -72,7 +71,9 @@ class Group:
     def __enter__(self) -> "Group":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and self.name in opened:
+            abort(endings.why(error), [self.name])
         self.close()
 
 
@@ -91,6 +92,7 @@ class Seat:
 class Opened:
     """What a group holds in this process."""
 
+    group: Group
     contexts: dict[Seat, int]
     exchanges: list[StoreExchange]
 
@@ -236,7 +238,7 @@ def open(
     with lock:
         if name in opened:
             raise ValueError(f"group {name!r} is open: close it first, or choose another name=")
-        opened[name] = Opened({}, [])
+        opened[name] = Opened(group, {}, [])
         generations[name] += 1
     try:
         fill(group, seats, meet, config)
@@ -253,20 +255,54 @@ def fill(group: Group, seats: list[Seat], meet: Tcp | Exchange | None, config: A
         return
     timeout_ms = config.timeout_ms or DEFAULT_TIMEOUT_MS
     meeting_of, exchanges = choose_meeting(meet, group.name, seats, group.num_ranks, timeout_ms)
-    with ThreadPoolExecutor(len(seats)) as pool:
-        tasks = {seat: pool.submit(open_seat, meeting_of, config, seat) for seat in seats}
-    errors = [task.exception() for task in tasks.values()]
-    contexts = {seat: task.result() for seat, task in tasks.items() if not task.exception()}
-    if any(errors):
+    endings.begin(handlers(), abort, close_all)
+    openers = [Opener(meeting_of, config, seat) for seat in seats]
+    wait_for(openers)
+    contexts = {opener.seat: opener.context for opener in openers if opener.context}
+    errors = [opener.error for opener in openers if opener.error]
+    if errors:
         end(contexts.values())
-        raise next(error for error in errors if error)
-    opened[group.name] = Opened(contexts, exchanges)
+        raise errors[0]
+    opened[group.name] = Opened(group, contexts, exchanges)
     devices = places.text(group).encode()
     for seat, context in contexts.items():
         where = (seat.is_gpu, seat.ordinal, devices, seat.rank)
         if handlers().epic_jax_seat_add(group.name.encode(), *where, context):
             close(group)
             raise ValueError(f"name {group.name!r}: at most 63 bytes are allowed")
+
+
+class Opener:
+    """A thread that opens a seat.  Whoever waits for it may be interrupted; then it closes what it
+    opened.  A daemon, so that nothing waits for it at exit."""
+
+    def __init__(self, meeting_of: Callable[[Seat], Meeting], config: Any, seat: Seat) -> None:
+        self.seat = seat
+        self.context = 0
+        self.error: BaseException | None = None
+        self.left = threading.Event()
+        self.thread = threading.Thread(target=self.run, args=(meeting_of, config), daemon=True)
+        self.thread.start()
+
+    def run(self, meeting_of: Callable[[Seat], Meeting], config: Any) -> None:
+        """In its thread."""
+        try:
+            self.context = open_seat(meeting_of, config, self.seat)
+        except BaseException as error:
+            self.error = error
+        if self.left.is_set() and self.context:
+            end([self.context])
+
+
+def wait_for(openers: list[Opener]) -> None:
+    """Until all have ended, or an interrupt."""
+    try:
+        for opener in openers:
+            opener.thread.join()
+    except BaseException:
+        for opener in openers:
+            opener.left.set()
+        raise
 
 
 def end(contexts: Any) -> None:
@@ -302,6 +338,20 @@ def close(group: Group) -> None:
         for rank in range(exchange.num_ranks):
             with contextlib.suppress(Exception):  # the store may be gone by now
                 exchange.forget(rank)
+
+
+def close_all() -> None:
+    """What this process left open."""
+    for state in list(opened.values()):
+        close(state.group)
+
+
+def abort(why: str, names: Sequence[str] | None = None) -> None:
+    """Tells the peers of the groups, or of all, that this process will make no more calls."""
+    with lock:
+        for name in opened if names is None else names:
+            for context in opened[name].contexts.values():
+                _native.core().epic_abort(context, 0, why.encode())
 
 
 def settle() -> None:
