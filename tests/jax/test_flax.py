@@ -137,6 +137,17 @@ def test_nnx(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> None:
     layers.compare((out, loss, d_x, d_w), layers.true_step(case, 4 // group.num_ranks))
 
 
+@pytest.mark.parametrize("test", [test_linen, test_nnx])
+def test_experts_that_the_ranks_do_not_divide(
+    test: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters are those of all experts, on every rank, sharded over fsdp as before."""
+    monkeypatch.setattr(layers, "EXPERTS", 7)
+    for name in ("w_gate_up", "w_down", "b_gate_up", "b_down"):
+        monkeypatch.setitem(SPECS, name, P(None, *SPECS[name][1:]))
+    test((1, 2, 2), FULL, opened)
+
+
 def true_biases(steps: int, rate: float) -> list[np.ndarray]:
     """The expert bias after each step over layers.arrays()."""
     x = layers.arrays()[0].reshape(-1, layers.HIDDEN).astype(np.float64)

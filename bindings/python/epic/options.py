@@ -92,11 +92,14 @@ class Router(Options):
 
 @dataclass(frozen=True)
 class Experts(Options):
-    """The experts' MLP: epic_experts."""
+    """The experts' MLP: epic_experts.
 
-    num_local_experts: int
-    hidden: int
-    inner: int
+    num_local_experts: experts of one rank, at most; 0: derived where the group or the weights
+    tell it."""
+
+    num_local_experts: int = 0
+    hidden: int = 0
+    inner: int = 0
     activation: str = "silu"
     ungated: bool = False
     interleaved: bool = False

@@ -55,6 +55,15 @@ def check_weights(options: Experts, weights: ExpertWeights) -> None:
             raise TypeError(f"{name}: dtype {x.dtype}: all weights have one dtype")
 
 
+def counted(options: Experts, weights: ExpertWeights) -> Experts:
+    """The options with as many experts as the weights have, where they leave it open."""
+    return (
+        options
+        if options.num_local_experts
+        else replace(options, num_local_experts=weights.w_gate_up.shape[0])
+    )
+
+
 def typed(options: Experts, rows: Any, weights: Any) -> Experts:
     """The options with the dtypes of the arrays."""
     return replace(options, row_type=rows.dtype.name, weight_type=weights.dtype.name)
@@ -108,6 +117,7 @@ def experts(
     "early" and "input".  Only occupied slots are computed; the others come out as zeros.
     """
     weights = ExpertWeights(*weights)
+    options = counted(options, weights)
     check_floats("rows", rows)
     check_weights(options, weights)
     local = (options.num_local_experts,)

@@ -42,7 +42,7 @@ class MoEBlock(nn.Module):
     def weights(self) -> dict[str, Any]:
         """Parameters, made at initialisation."""
         found = {}
-        for name, wish in block.parameters(self.options, self.biases).items():
+        for name, wish in block.parameters(self.group, self.options, self.biases).items():
             kernel = self.kernel_init if wish.init is block.KERNEL else None
             init = nn.with_logical_partitioning(kernel or wish.init, wish.names)
             found[name] = self.param(name, init, wish.shape, self.param_dtype)

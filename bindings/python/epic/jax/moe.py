@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from epic import _native
 from epic.jax import gemm as products
+from epic.jax import placement, steps
 from epic.jax import router as routing
-from epic.jax import steps
 from epic.jax.call import Spec, call, like, marks, spread_all, zero_gradient
-from epic.jax.experts import ExpertWeights, check_weights, experts
+from epic.jax.experts import ExpertWeights, check_weights, counted, experts
 from epic.jax.groups import Group
 from epic.options import Experts, Layer, Router
 
@@ -115,6 +115,21 @@ def check_moe(options: Moe, x: Any, weights: MoeWeights) -> None:
         vector = getattr(weights, name)
         if vector is not None and vector.shape != (columns,):
             raise ValueError(f"{name}: shape {vector.shape}: [{columns}] is needed")
+
+
+def placed(
+    group: Group, options: Moe, weights: MoeWeights, given: Any
+) -> tuple[Moe, MoeWeights, Any]:
+    """The experts of this rank counted, their rows of the weights where those of all came, and
+    the core's table."""
+    layer = options.layer
+    uneven = given is None and not placement.is_even(group, layer)
+    if uneven and weights.w_gate_up.shape[0] == layer.num_experts:
+        weights = placement.own(group, layer, weights)
+    mine = counted(options.experts, of(weights))
+    shared = options.shared and counted(options.shared, of(weights, "shared_"))
+    table = placement.table(group, layer, given)
+    return replace(options, experts=mine, shared=shared), weights, table
 
 
 # ------------------------------------------------------------- the core's own layer ----
@@ -408,7 +423,8 @@ def moe(
 ) -> MoeOut:
     """The layer of x [..., hidden], on each device's own tokens and experts.
 
-    Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.
+    Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.  Where the ranks
+    do not divide the experts, ranks have one more or less, and weights may be those of all.
 
     token_ids [...] with table [rows, top_k]: experts by token id.  grouped_gemm: a function as
     jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes [experts]) -> [slots, n].
@@ -416,6 +432,7 @@ def moe(
     over whose tokens the losses are counted; sum MoeOut.loss over them too.
     """
     x, fsdp, over = jnp.asarray(x), tuple(fsdp_axes), tuple(loss_axes)
+    options, weights, owners = placed(group, options, weights, rank_of_expert)
     if fsdp:
         weights = gathered(group, x, weights, fsdp)
     check_moe(options, x, weights)
@@ -426,7 +443,7 @@ def moe(
     if grouped_gemm is None and group.platform == "gpu":
         grouped_gemm = products.best(options.layer.alignment)
     if grouped_gemm is not None or options.quantise is not None:
-        extras = {"token_ids": token_ids, "table": table, "rank_of_expert": rank_of_expert}
+        extras = {"token_ids": token_ids, "table": table, "rank_of_expert": owners}
         order = {"channel": channel, "after": after}
         out, plan, logits, chosen = composed(
             group, options, grouped_gemm, rows, weights, extras, order
@@ -434,7 +451,7 @@ def moe(
         loss = losses(group, options, logits, plan.load, chosen, over)
         return MoeOut(out.reshape(x.shape), loss, plan.load, plan.demand)
     ids = None if token_ids is None else jnp.asarray(token_ids).reshape(rows.shape[0])
-    ints = [ids, table, rank_of_expert, steps.channel_of(channel), *steps.calm(after)]
+    ints = [ids, table, owners, steps.channel_of(channel), *steps.calm(after)]
     # The core counts over the group alone; losses over more are made from logits of our own.
     inner = replace(options, balance_coeff=0.0, z_coeff=0.0) if over else options
     out, loss, load, demand = from_core(group, inner, rows, weights, ints)

@@ -53,7 +53,7 @@ class MoEBlock(nnx.Module):
         self.dtype, self.token_axes = dtype, token_axes
         self.fsdp_axes, self.loss_axes = fsdp_axes, loss_axes
         self.grouped_gemm = grouped_gemm
-        wishes = block.parameters(options, biases)
+        wishes = block.parameters(group, options, biases)
         self.names = tuple(wishes)
         place: dict[str, Any] = {"mesh": mesh}
         if not get_logical_axis_rules():

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from epic.jax import placement
 from epic.jax.call import Array, Spec, call, like, marks, no_gradient, spread_all, zero_gradient
 from epic.jax.groups import Group
 from epic.options import Layer
@@ -108,7 +109,7 @@ def plan_way(group: Group, layer: Layer, topk_idx: Any, capacity: int | None) ->
 
 def num_local(way: Way, rank_of_expert: Any, given: int | None) -> int:
     """Experts of a rank, at most."""
-    if given is not None or rank_of_expert is None:
+    if given or rank_of_expert is None:
         return given or way.group.local_experts(way.layer)
     if isinstance(rank_of_expert, jax.core.Tracer):
         raise ValueError("rank_of_expert is traced: num_local_experts is needed then")
@@ -158,12 +159,14 @@ def plan(
     """Makes the plan of topk_idx [..., top_k]; negative: no expert.
 
     capacity: slots of this device; None: as many as can ever be needed.  rank_of_expert
-    [num_experts]: which rank owns each expert; None: contiguous blocks.  channel: a number that
+    [num_experts]: which rank owns each expert; None: contiguous blocks, as even as the numbers
+    allow.  channel: a number that
     no independent plan of the program shares; after: results that must be there first; see
     docs/jax.md for the one case that needs them.
     """
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
     local = num_local(way, rank_of_expert, num_local_experts)
+    rank_of_expert = placement.table(group, layer, rank_of_expert)
     chosen, table, number = spread_all(group, chosen, rank_of_expert, channel_of(channel))
     parts = call(
         "plan",
@@ -402,6 +405,7 @@ def plan_dispatch(
     check_layout(layer, "expert_major", "plan and dispatch_flat")
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
     local = num_local(way, rank_of_expert, num_local_experts)
+    rank_of_expert = placement.table(group, layer, rank_of_expert)
     rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
     check_floats("tokens", rows)
     weights = as_weights("weights", weights, (way.num_tokens, layer.top_k))
