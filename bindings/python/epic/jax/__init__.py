@@ -4,7 +4,7 @@
 import importlib
 from types import ModuleType
 
-from epic._native import EpicError
+from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.jax import sharded
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.groups import Group, check, close, open
@@ -25,7 +25,9 @@ from epic.jax.steps import (
 from epic.options import Experts, Layer, Router
 
 __all__ = [
+    "EpicArgumentError",
     "EpicError",
+    "EpicUnsupportedError",
     "ExpertWeights",
     "Experts",
     "Group",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from epic import _native
+from epic.errors import EpicUnsupportedError
 from epic.jax import places
 from epic.jax.groups import Group
 
@@ -82,7 +83,7 @@ def make_site() -> Any:
         return [mlir.ir_constant(np.int32(channel))]
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(NO_VMAP)
+        raise EpicUnsupportedError(NO_VMAP)
 
     try:
         mlir.register_lowering(site, lower, cacheable=False)  # each call site its own number

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from epic import _native
-from epic._native import EpicError
+from epic.errors import EpicArgumentError, EpicError
 from epic.jax import cuda, endings, meeting, places
 from epic.jax.meeting import Exchange, Meeting, StoreExchange, Tcp
 from epic.options import Layer
@@ -54,11 +54,7 @@ class Group:
 
     def query(self, name: str, layer: Layer) -> int:
         """A size query over this group's sizes and the layer; local."""
-        parts = _native.sized(self.config(), _native.filled(_native.Layer, layer))
-        size = int(getattr(_native.core(), name)(*parts))
-        if size == 0:
-            raise _native.failure(1)
-        return size
+        return _native.size(name, self.config(), layer)
 
     def local_experts(self, layer: Layer) -> int:
         """Experts of one rank, at most, placed in contiguous blocks."""
@@ -141,7 +137,7 @@ def choose_meeting(
         return lambda s: threads[s.index][s.rank], []
     client = meeting.store()
     if client is None:
-        raise ValueError(
+        raise EpicArgumentError(
             "the ranks are in several processes and jax.distributed is not initialised: call "
             "jax.distributed.initialize, or pass meet=epic.jax.Tcp(...) or an exchange"
         )
@@ -177,11 +173,13 @@ def open_seat(meeting_of: Callable[[Seat], Meeting], config: Any, seat: Seat) ->
 def choose_backend(platform: str, wish: str | None) -> str | None:
     """Arrays lie where the devices are: on GPUs only p2p can reach them."""
     if platform not in ("cpu", "gpu"):
-        raise ValueError(f"devices of platform {platform!r}: epic.jax runs on cpu and on CUDA GPUs")
+        raise EpicArgumentError(
+            f"devices of platform {platform!r}: epic.jax runs on cpu and on CUDA GPUs"
+        )
     if (wish or "p2p") != "p2p" and platform == "gpu":
-        raise ValueError(f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p'")
+        raise EpicArgumentError(f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p'")
     if wish == "p2p" and platform == "cpu":
-        raise ValueError("backend 'p2p' joins GPUs: the devices are CPUs")
+        raise EpicArgumentError("backend 'p2p' joins GPUs: the devices are CPUs")
     return "p2p" if platform == "gpu" else wish
 
 
@@ -223,7 +221,9 @@ def open(
         taken = list(ranks if ranks is not None else [0])
         devices = jax.local_devices()
         if len(taken) > len(devices):
-            raise ValueError(f"ranks {taken}: this process has {len(devices)} devices for them")
+            raise EpicArgumentError(
+                f"ranks {taken}: this process has {len(devices)} devices for them"
+            )
         seats = [seat_of(d, 0, r) for d, r in zip(devices, taken, strict=False)]
         platform = devices[0].platform
     backend = choose_backend(platform, backend)
@@ -237,7 +237,9 @@ def open(
     config.name, config.backend = name.encode(), backend.encode() if backend else None
     with lock:
         if name in opened:
-            raise ValueError(f"group {name!r} is open: close it first, or choose another name=")
+            raise EpicArgumentError(
+                f"group {name!r} is open: close it first, or choose another name="
+            )
         opened[name] = Opened(group, {}, [])
         generations[name] += 1
     try:
@@ -269,7 +271,7 @@ def fill(group: Group, seats: list[Seat], meet: Tcp | Exchange | None, config: A
         where = (seat.is_gpu, seat.ordinal, devices, seat.rank)
         if handlers().epic_jax_seat_add(group.name.encode(), *where, context):
             close(group)
-            raise ValueError(f"name {group.name!r}: at most 63 bytes are allowed")
+            raise EpicArgumentError(f"name {group.name!r}: at most 63 bytes are allowed")
 
 
 class Opener:

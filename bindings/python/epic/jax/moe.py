@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from epic import _native
+from epic.errors import EpicArgumentError
 from epic.jax import gemm as products
 from epic.jax import placement, steps
 from epic.jax import router as routing
 from epic.jax.call import Spec, call, like, marks, spread_all, zero_gradient
 from epic.jax.experts import ExpertWeights, check_weights, counted, experts
 from epic.jax.groups import Group
-from epic.options import Experts, Layer, Router
+from epic.options import Experts, Layer, Router, real, whole, word
 
 GroupedGemm = products.GroupedGemm
 
@@ -41,6 +42,38 @@ class Moe:
     sequence_tokens: int = 0
     capacity: int | None = None
     quantise: str | None = None  # "1x128" or "1x32": rows travel to the experts in e4m3
+
+    def __post_init__(self) -> None:
+        for name, kind in (("layer", Layer), ("router", Router), ("experts", Experts)):
+            if not isinstance(getattr(self, name), kind):
+                raise EpicArgumentError(f"{name}: an epic.jax.{kind.__name__} is needed")
+        for name in ("balance_coeff", "z_coeff"):
+            real(name, getattr(self, name))
+        whole("sequence_tokens", self.sequence_tokens)
+        if self.capacity is not None:
+            whole("capacity", self.capacity, 1)
+        if self.quantise is not None:
+            word("quantise", self.quantise, steps.BLOCKS)
+        self.check_parts()
+
+    def check_parts(self) -> None:
+        """What layer, router and experts say twice."""
+        for name in ("num_experts", "top_k"):
+            a, b = getattr(self.layer, name), getattr(self.router, name)
+            if a != b:
+                raise EpicArgumentError(f"layer.{name} {a}, router.{name} {b}: make them equal")
+        if self.layer.layout != "expert_major":
+            raise EpicArgumentError(f"layer.layout {self.layer.layout!r}: 'expert_major' is needed")
+        if self.shared and self.shared.hidden != self.experts.hidden:
+            raise EpicArgumentError(
+                f"shared.hidden {self.shared.hidden}, experts.hidden {self.experts.hidden}: make "
+                "them equal"
+            )
+        if self.shared and self.shared.num_local_experts > 1:
+            raise EpicArgumentError(
+                f"shared.num_local_experts {self.shared.num_local_experts}: the shared expert is "
+                "one; give it a larger inner"
+            )
 
 
 class MoeWeights(NamedTuple):
@@ -98,23 +131,21 @@ def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
 def check_moe(options: Moe, x: Any, weights: MoeWeights) -> None:
     """Shapes and dtypes, before anything is traced."""
     steps.check_floats("x", x)
-    if options.quantise is not None:
-        steps.check_block(options.quantise)
     if x.shape[-1] != options.experts.hidden:
-        raise ValueError(f"x: shape {x.shape}: [..., {options.experts.hidden}] is needed")
+        raise EpicArgumentError(f"x: shape {x.shape}: [..., {options.experts.hidden}] is needed")
     columns = options.router.num_experts + options.router.zero_experts
     gate = (options.experts.hidden, columns)
     if weights.w_gate.shape != gate:
-        raise ValueError(f"w_gate: shape {weights.w_gate.shape}: {list(gate)} is needed")
+        raise EpicArgumentError(f"w_gate: shape {weights.w_gate.shape}: {list(gate)} is needed")
     check_weights(options.experts, of(weights))
     if (options.shared is None) != (weights.shared_gate_up is None):
-        raise ValueError("shared options and shared weights come together")
+        raise EpicArgumentError("shared options and shared weights come together")
     if options.shared is not None:
         check_weights(options.shared, of(weights, "shared_"))
     for name in ("b_gate", "bias"):
         vector = getattr(weights, name)
         if vector is not None and vector.shape != (columns,):
-            raise ValueError(f"{name}: shape {vector.shape}: [{columns}] is needed")
+            raise EpicArgumentError(f"{name}: shape {vector.shape}: [{columns}] is needed")
 
 
 def placed(
@@ -351,7 +382,9 @@ def losses(
     """This device's part of the losses over the group and the axes."""
     total = logits.shape[0] * group.num_ranks * math.prod(map(jax.lax.axis_size, axes))
     if axes and options.sequence_tokens:
-        raise ValueError("loss_axes: with sequence_tokens each sequence has a loss by itself")
+        raise EpicArgumentError(
+            "loss_axes: with sequence_tokens each sequence has a loss by itself"
+        )
     load = jax.lax.psum(load, axes) if axes else load
     loss = jnp.zeros((), jnp.float32)
     if options.balance_coeff:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from epic.errors import EpicArgumentError
+
 if TYPE_CHECKING:
     from epic.jax.groups import Group
 
@@ -27,7 +29,9 @@ def by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[A
     missing = [axis for axis in axes if axis not in mesh.axis_names]
     if missing:
         names = ", ".join(map(str, mesh.axis_names))
-        raise ValueError(f"axis {missing[0]!r} is not an axis of the mesh: those are {names}")
+        raise EpicArgumentError(
+            f"axis {missing[0]!r} is not an axis of the mesh: those are {names}"
+        )
     devices = np.asarray(mesh.devices)
     at = [mesh.axis_names.index(axis) for axis in axes]
     num_ranks = math.prod(devices.shape[i] for i in at)
@@ -76,7 +80,7 @@ def check_mesh(group: "Group", mesh: Any) -> None:
         if row == has:
             continue
         theirs = f"devices {shown(has)}" if has else f"no device {row[0]}"
-        raise ValueError(
+        raise EpicArgumentError(
             f"the mesh has devices {shown(row)} along {named(group.axes)}, and group "
             f"{group.name!r} was opened with {theirs} (in the order of the ranks): use the mesh "
             "that the group was opened with, or open a group with this one, epic.jax.open(mesh, "
@@ -117,13 +121,13 @@ def rank(group: "Group") -> Any:
         return rank_without_mesh(group)
     size = bound_size(group)
     if size is None and group.num_ranks > 1:
-        raise ValueError(
+        raise EpicArgumentError(
             f"a collective of group {group.name!r} outside of a shard_map over "
             f"{named(group.axes)}: XLA would gather all arrays and run it on every device.  Put "
             "it into jax.shard_map over the group's mesh, or use epic.jax.sharded"
         )
     if size is not None and size != group.num_ranks:
-        raise ValueError(
+        raise EpicArgumentError(
             f"{named(group.axes)} has {size} devices here, and group {group.name!r} was opened "
             f"with {group.num_ranks} ranks: use the mesh that the group was opened with, or open "
             "a group with this one"

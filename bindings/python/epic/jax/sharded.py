@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from epic.errors import EpicArgumentError
 from epic.jax import moe as layer
 from epic.jax import placement, places, steps
 from epic.jax.groups import Group
@@ -37,7 +38,7 @@ def default_axes(mesh: Mesh, group: Group, given: Axes | None, hidden_axis: str 
     places.check_mesh(group, mesh)
     axes = given or tuple(a for a in mesh.axis_names if a != hidden_axis)
     if not set(group.axes) <= set(axes):
-        raise ValueError(f"token_axes {axes}: the group's {group.axes} must be among them")
+        raise EpicArgumentError(f"token_axes {axes}: the group's {group.axes} must be among them")
     return axes
 
 

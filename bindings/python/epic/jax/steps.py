@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from epic.errors import EpicArgumentError
 from epic.jax import placement
 from epic.jax.call import Array, Spec, call, like, marks, no_gradient, spread_all, zero_gradient
 from epic.jax.groups import Group
-from epic.options import Layer
+from epic.options import Layer, word
 
 PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
 ROW_TYPES = ("float32", "bfloat16", "float16", "float64")
@@ -59,17 +60,17 @@ class Plan:
 def as_rows(name: str, x: Any, count: int | None = None) -> Any:
     """[..., hidden] as [rows, hidden]."""
     if x.ndim < 2:
-        raise ValueError(f"{name}: shape {x.shape}: [..., hidden] is needed")
+        raise EpicArgumentError(f"{name}: shape {x.shape}: [..., hidden] is needed")
     rows = math.prod(x.shape[:-1])
     if count is not None and rows != count:
-        raise ValueError(f"{name}: {rows} rows (shape {x.shape}): the plan has {count}")
+        raise EpicArgumentError(f"{name}: {rows} rows (shape {x.shape}): the plan has {count}")
     return x.reshape(rows, x.shape[-1])
 
 
 def check_floats(name: str, x: Any) -> None:
     """What is added must be a type that the core adds."""
     if x.dtype.name not in ROW_TYPES:
-        raise TypeError(f"{name}: dtype {x.dtype}: one of {', '.join(ROW_TYPES)} is needed")
+        raise EpicArgumentError(f"{name}: dtype {x.dtype}: one of {', '.join(ROW_TYPES)} is needed")
 
 
 def as_weights(name: str, x: Any, shape: tuple[int, ...]) -> Any:
@@ -77,7 +78,7 @@ def as_weights(name: str, x: Any, shape: tuple[int, ...]) -> Any:
     if x is None:
         return None
     if math.prod(x.shape) != math.prod(shape):
-        raise ValueError(f"{name}: shape {x.shape}: {list(shape)} is needed")
+        raise EpicArgumentError(f"{name}: shape {x.shape}: {list(shape)} is needed")
     return x.astype(jnp.float32).reshape(shape)
 
 
@@ -92,18 +93,20 @@ def calm(after: Any) -> list[Any]:
 def plan_way(group: Group, layer: Layer, topk_idx: Any, capacity: int | None) -> tuple[Way, Any]:
     """Checks the routing; the choices as [num_tokens, top_k]."""
     if topk_idx.dtype.name not in ("int32", "int64"):
-        raise TypeError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
+        raise EpicArgumentError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
     if topk_idx.ndim < 2 or topk_idx.shape[-1] != layer.top_k:
-        raise ValueError(f"topk_idx: shape {topk_idx.shape}: [..., top_k {layer.top_k}] is needed")
+        raise EpicArgumentError(
+            f"topk_idx: shape {topk_idx.shape}: [..., top_k {layer.top_k}] is needed"
+        )
     rows = as_rows("topk_idx", topk_idx)
     if rows.shape[0] > group.max_tokens:
-        raise ValueError(
+        raise EpicArgumentError(
             f"topk_idx: {rows.shape[0]} tokens: group {group.name!r} was opened with "
             f"max_tokens {group.max_tokens}"
         )
     slots = group.capacity_bound(layer) if capacity is None else capacity
     if slots < 1:
-        raise ValueError(f"capacity {slots}: 1 or more is needed, or None for the bound")
+        raise EpicArgumentError(f"capacity {slots}: 1 or more is needed, or None for the bound")
     return Way(group, layer, rows.shape[0], slots), rows
 
 
@@ -112,7 +115,7 @@ def num_local(way: Way, rank_of_expert: Any, given: int | None) -> int:
     if given or rank_of_expert is None:
         return given or way.group.local_experts(way.layer)
     if isinstance(rank_of_expert, jax.core.Tracer):
-        raise ValueError("rank_of_expert is traced: num_local_experts is needed then")
+        raise EpicArgumentError("rank_of_expert is traced: num_local_experts is needed then")
     return int(np.bincount(np.asarray(rank_of_expert)).max())
 
 
@@ -239,7 +242,7 @@ def dispatch(
 def check_layout(layer: Layer, layout: str, other: str) -> None:
     """Each layout has a dispatch of its own."""
     if layer.layout != layout:
-        raise ValueError(f"layout {layer.layout!r}: {layout!r} is needed here, else {other}")
+        raise EpicArgumentError(f"layout {layer.layout!r}: {layout!r} is needed here, else {other}")
 
 
 def dispatch_inputs(plan: Plan, tokens: Any, weights: Any) -> list[Any]:
@@ -293,8 +296,7 @@ BLOCKS = {"1x128": (1, 128, jnp.float32), "1x32": (2, 32, jnp.uint8)}
 
 def check_block(block: str) -> None:
     """One that the core knows."""
-    if block not in BLOCKS:
-        raise ValueError(f"block {block!r}: one of {', '.join(BLOCKS)} is needed")
+    word("block", block, BLOCKS)
 
 
 def dispatch_quantised(
@@ -488,6 +490,6 @@ def sum(group: Group, x: Any, *, tree: bool = False, channel: Any = None, after:
     binary tree."""
     x = jnp.asarray(x)
     if x.dtype != jnp.float32:
-        raise TypeError(f"x: dtype {x.dtype}: float32 is needed")
+        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
     flat, *ints = spread_all(group, x.reshape(-1), channel_of(channel), *calm(after))
     return sum_array(group, int(tree), flat, tuple(ints)).reshape(x.shape)
