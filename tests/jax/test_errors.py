@@ -99,10 +99,6 @@ def test_misuse_is_explained(opened: Any) -> None:
         epic.jax.plan(group, LAYER, ids[:, :2])
     with pytest.raises(ValueError, match="max_tokens 64"):
         epic.jax.plan(group, LAYER, jnp.zeros((65, TOP_K), jnp.int32))
-    with pytest.raises(NotImplementedError, match="vmap over a collective"):
-        mapped(mesh, jax.vmap(lambda x: epic.jax.sum(group, x)), 1)(x)
-    with pytest.raises(NotImplementedError, match="vmap over a collective"):
-        jax.vmap(lambda v: mapped(mesh, lambda x: epic.jax.sum(group, x), 1)(v))(x[None])
 
 
 def test_a_peer_that_never_comes() -> None:

@@ -6,6 +6,7 @@ from types import ModuleType
 
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.jax import sharded
+from epic.jax.call import TARGETS
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.groups import Group, check, close, open
 from epic.jax.meeting import Tcp
@@ -25,6 +26,7 @@ from epic.jax.steps import (
 from epic.options import Experts, Layer, Router
 
 __all__ = [
+    "TARGETS",
     "EpicArgumentError",
     "EpicError",
     "EpicUnsupportedError",

@@ -44,7 +44,7 @@ def choose(router: Router, logits: Any, extras: tuple[Any, Any, Any]) -> tuple[A
 
 def choose_forward(router: Router, logits: Any, extras: Any) -> tuple[Any, Any]:
     """The choice is saved, not made again."""
-    chosen, weights = choose(router, logits, extras)
+    chosen, weights = choose.fun(router, logits, extras)
     return (chosen, weights), (logits, chosen, extras)
 
 
@@ -97,7 +97,7 @@ def loss_forward(
     name: str, router: Router, numbers: tuple[Any, ...], logits: Any, ints: Any
 ) -> tuple[Any, Any]:
     """All inputs are needed again."""
-    return loss(name, router, numbers, logits, ints), (logits, ints)
+    return loss.fun(name, router, numbers, logits, ints), (logits, ints)
 
 
 def loss_backward(

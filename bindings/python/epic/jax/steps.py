@@ -200,7 +200,7 @@ def dispatch_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, 
 
 def dispatch_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
     """Nothing is saved but the plan."""
-    return dispatch_rows(way, data, tokens, weights), data
+    return dispatch_rows.fun(way, data, tokens, weights), data
 
 
 def rows_home(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -269,7 +269,7 @@ def dispatch_flat_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[
 
 def dispatch_flat_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
     """Nothing is saved but the plan."""
-    return dispatch_flat_rows(way, data, tokens, weights), data
+    return dispatch_flat_rows.fun(way, data, tokens, weights), data
 
 
 def dispatch_flat_backward(way: Way, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -346,7 +346,7 @@ def dispatch_rounded_forward(
     way: Way, block: str, data: Any, tokens: Any, weights: Any
 ) -> tuple[Any, Any]:
     """Nothing is saved but the plan."""
-    return dispatch_rounded(way, block, data, tokens, weights), data
+    return dispatch_rounded.fun(way, block, data, tokens, weights), data
 
 
 def dispatch_rounded_backward(way: Way, _: str, data: Any, gradients: Any) -> tuple[Any, ...]:
@@ -375,7 +375,7 @@ def plan_dispatch_forward(
     way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
 ) -> tuple[Any, Any]:
     """The plan and the integers' shapes are saved."""
-    out = plan_dispatch_rows(way, local, ints, tokens, weights)
+    out = plan_dispatch_rows.fun(way, local, ints, tokens, weights)
     return out, (out[0], ints)
 
 
@@ -432,7 +432,7 @@ def combine_rows(way: Way, data: Any, rows: Any, slot_weights: Any) -> Any:
 
 def combine_forward(way: Way, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
     """Rows are needed again only for the weights' gradient."""
-    out = combine_rows(way, data, rows, slot_weights)
+    out = combine_rows.fun(way, data, rows, slot_weights)
     return out, (data, None if slot_weights is None else rows, slot_weights)
 
 
