@@ -34,7 +34,7 @@ ffi_error *ffi_error_new(const XLA_FFI_Api *api, XLA_FFI_Error_Code code, const 
 
 ffi_error *ffi_fail(const ffi_frame *frame, XLA_FFI_Error_Code code, const char *format, ...)
 {
-    char text[768];
+    char text[1024];
     va_list list;
     va_start(list, format);
     vsnprintf(text, sizeof text, format, list);

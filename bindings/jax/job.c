@@ -10,6 +10,14 @@
 
 enum { CALLERS_CHANNEL = 1 << 23 }; /* callers' numbers and call sites' never meet */
 
+/* The rank is where the program takes this device to be; on a GPU nobody can read it here. */
+static void read_site(ffi_reader *reader, job *job)
+{
+    job->site = (uint32_t)ffi_arg_int(reader, "site");
+    job->rank = ffi_arg_int(reader, "rank");
+    if (reader->on_device) job->rank = -1;
+}
+
 /* A caller's number comes after the site's, and replaces it. */
 static void read_channel(ffi_reader *reader, job *job)
 {
@@ -91,7 +99,7 @@ static void read_array(ffi_reader *reader, job *job, const job_array *field, uin
 static void read_field(ffi_reader *reader, job *job, const job_array *field, uint32_t *leading)
 {
     if (field->kind == JOB_SITE)
-        job->site = (uint32_t)ffi_arg_int(reader, "site");
+        read_site(reader, job);
     else if (field->kind == JOB_CHANNEL)
         read_channel(reader, job);
     else
@@ -128,40 +136,73 @@ static job *read_job(ffi_reader *reader, const job_operation *operation)
 
 /* ----------------------------------------------------------------------------- seats ---- */
 
+typedef struct claim {
+    char name[SEATS_NAME];
+    seat_device device;
+    seat_place wanted, has;
+} claim;
+
+static ffi_error *other_devices(const ffi_frame *frame, const char *what, const claim *claim)
+{
+    return ffi_fail(
+        frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+        "epic.jax.%s: the program was made for group \"%s\" of %s, and the group "
+        "that is open under this name has %s: use in the program what epic.jax.open "
+        "gave last, or open the group with the program's mesh",
+        what, claim->name, claim->wanted.devices, claim->has.devices);
+}
+
+static ffi_error *other_rank(const ffi_frame *frame, const char *what, const claim *claim)
+{
+    return ffi_fail(
+        frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+        "epic.jax.%s: device %d is rank %d of group \"%s\" (%s, by rank), and rank %d "
+        "on the group's axis in the mesh of the program: run it on the "
+        "mesh that the group was opened with, or open a group with this mesh.  The "
+        "group is broken: open it again",
+        what, claim->device.ordinal, claim->has.rank, claim->name, claim->has.devices,
+        claim->wanted.rank);
+}
+
 static ffi_error *refusal(const ffi_frame *frame, const job *job, seat_answer answer,
-                          const char *name, seat_device device)
+                          const claim *claim)
 {
     const char *what = job->operation->what;
+    if (answer == SEAT_OTHER_DEVICES) return other_devices(frame, what, claim);
+    if (answer == SEAT_OTHER_RANK) return other_rank(frame, what, claim);
     if (answer == SEAT_NONE)
         return ffi_fail(
             frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
             "epic.jax.%s: group \"%s\" is not open on %s device %d of this process: "
             "call epic.jax.open before the program runs",
-            what, name, device.is_gpu ? "CUDA" : "CPU", device.ordinal);
+            what, claim->name, claim->device.is_gpu ? "CUDA" : "CPU", claim->device.ordinal);
     return ffi_fail(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
                     "epic.jax.%s: another call with the same number (tag %llu) is in flight on "
                     "device %d, so their order would be chance.  An inner jit that is called "
                     "twice gives both calls one number: give their plans different channel=, "
                     "or order them by after=.  The group is broken: open it again",
-                    what, (unsigned long long)job->use.tag, device.ordinal);
+                    what, (unsigned long long)job->use.tag, claim->device.ordinal);
 }
 
-/* Takes the seat that the attribute `group` and the call's device say. */
+/* Takes the seat that the attribute `group` and the call's device say, if it is where the program
+ * takes it to be. */
 static void enter(ffi_reader *reader, job *job)
 {
-    char name[SEATS_NAME];
-    ffi_text(reader, "group", name, sizeof name);
-    const seat_device device = {reader->on_device, ffi_ordinal(reader)};
+    claim claim = {.device = {reader->on_device, ffi_ordinal(reader)},
+                   .wanted.rank = job->rank};
+    ffi_text(reader, "group", claim.name, sizeof claim.name);
+    ffi_text(reader, "devices", claim.wanted.devices, sizeof claim.wanted.devices);
     if (reader->error != NULL) return;
-    const seat_answer answer = seat_enter(&job->use, name, device);
-    if (answer != SEAT_OK) reader->error = refusal(reader->frame, job, answer, name, device);
+    claim.has = claim.wanted;
+    const seat_answer answer = seat_enter(&job->use, claim.name, claim.device, &claim.has);
+    if (answer != SEAT_OK) reader->error = refusal(reader->frame, job, answer, &claim);
 }
 
 static ffi_error *run(job *job)
 {
     const epic_result result = job->operation->run(job);
     if (result == EPIC_OK) return NULL;
-    char text[768];
+    char text[1024];
     snprintf(text, sizeof text, "epic.jax.%s: %s", job->operation->what,
              epic_error(job->use.ctx));
     return ffi_error_new(job->api, ffi_code(result), text);

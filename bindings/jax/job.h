@@ -36,6 +36,7 @@ typedef struct job {
     XLA_FFI_Future *future;
     job_channel channel;
     uint32_t site;
+    int32_t rank; /* of this device in the mesh of the program; -1: unknown */
     bool on_device;
 } job;
 
@@ -43,8 +44,8 @@ typedef enum job_kind {
     JOB_ARRAY,
     JOB_PLAN,     /* a finished plan: the bytes before its tail, and its channel */
     JOB_NEW_PLAN, /* the plan that will be made */
-    JOB_SITE,     /* the numbers that every operation with a channel of its own is given */
-    JOB_CHANNEL
+    JOB_SITE,     /* two numbers that every operation is given: its call site's, and the rank */
+    JOB_CHANNEL   /* the caller's, for an operation with a channel of its own */
 } job_kind;
 
 enum {

@@ -11,6 +11,7 @@
 struct seat {
     char name[SEATS_NAME];
     seat_device device;
+    seat_place place;
     epic_context *ctx;
     seat_use *uses; /* in flight */
     struct seat *next;
@@ -43,12 +44,26 @@ static bool is_busy(const seat *found, uint64_t tag)
 
 /* Once one operation of a tag cannot be made, the order of the tag is lost for good, and peers
  * would wait for it until their deadline. */
-static void tell_peers(epic_context *ctx, uint64_t tag)
+static void tell_peers(epic_context *ctx, uint64_t tag, seat_answer answer)
 {
-    epic_abort(
-        ctx, tag,
-        "two calls of the program share a number (an inner jit that is called twice?) "
-        "and came at once: give their plans different channel=, or order them by after=");
+    if (answer == SEAT_TAG_BUSY)
+        epic_abort(
+            ctx, tag,
+            "two calls of the program share a number (an inner jit that is called twice?) "
+            "and came at once: give their plans different channel=, or order them by after=");
+    if (answer == SEAT_OTHER_RANK)
+        epic_abort(ctx, tag,
+                   "the mesh of the program has the group's devices in another order than the "
+                   "mesh that the group was opened with");
+}
+
+static seat_answer answer_of(const seat *found, const seat_use *use, const seat_place *place)
+{
+    if (found == NULL) return SEAT_NONE;
+    if (strcmp(found->place.devices, place->devices) != 0) return SEAT_OTHER_DEVICES;
+    if (place->rank >= 0 && place->rank != found->place.rank) return SEAT_OTHER_RANK;
+    if (!found->device.is_gpu && is_busy(found, use->tag)) return SEAT_TAG_BUSY;
+    return SEAT_OK;
 }
 
 static void sit(seat_use *use, seat *seat)
@@ -59,19 +74,16 @@ static void sit(seat_use *use, seat *seat)
     seat->uses = use;
 }
 
-seat_answer seat_enter(seat_use *use, const char *name, seat_device device)
+seat_answer seat_enter(seat_use *use, const char *name, seat_device device, seat_place *place)
 {
-    seat_answer answer = SEAT_OK;
     pthread_mutex_lock(&mutex);
     seat *found = *find(name, device);
-    if (found == NULL) {
-        answer = SEAT_NONE;
-    } else if (!device.is_gpu && is_busy(found, use->tag)) {
-        answer = SEAT_TAG_BUSY;
-        tell_peers(found->ctx, use->tag);
-    } else {
+    const seat_answer answer = answer_of(found, use, place);
+    if (answer == SEAT_OK)
         sit(use, found);
-    }
+    else if (found != NULL)
+        tell_peers(found->ctx, use->tag, answer);
+    if (found != NULL) *place = found->place;
     pthread_mutex_unlock(&mutex);
     return answer;
 }
@@ -96,15 +108,18 @@ void seat_leave(seat_use *use)
 }
 
 FFI_EXPORT int epic_jax_seat_add(const char *name, int is_gpu, int32_t ordinal,
-                                 epic_context *ctx)
+                                 const char *devices, int32_t rank, epic_context *ctx)
 {
     const seat_device device = {is_gpu != 0, ordinal};
     seat *made = calloc(1, sizeof *made);
     if (made == NULL) return 2;
     pthread_mutex_lock(&mutex);
-    const bool refused = strlen(name) >= SEATS_NAME || *find(name, device) != NULL;
+    const bool refused = strlen(name) >= SEATS_NAME || strlen(devices) >= SEATS_DEVICES ||
+                         *find(name, device) != NULL;
     if (!refused) {
         strcpy(made->name, name);
+        strcpy(made->place.devices, devices);
+        made->place.rank = rank;
         made->device = device;
         made->ctx = ctx;
         made->next = seats;

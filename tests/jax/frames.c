@@ -13,7 +13,8 @@ handler epic_jax_combine, epic_jax_cuda_combine, epic_jax_no_graph_combine;
 handler epic_jax_cuda_plan_dispatch, epic_jax_cuda_combine_backward, epic_jax_cuda_sum;
 handler epic_jax_cuda_dispatch_backward, epic_jax_cuda_plan, epic_jax_cuda_router;
 handler epic_jax_cuda_none;
-int epic_jax_seat_add(const char *name, int is_gpu, int32_t ordinal, epic_context *ctx);
+int epic_jax_seat_add(const char *name, int is_gpu, int32_t ordinal, const char *devices,
+                      int32_t rank, epic_context *ctx);
 epic_context *epic_jax_seat_remove(const char *name, int is_gpu, int32_t ordinal);
 
 enum { TOKENS = 3, HIDDEN = 4, EXPERTS = 2, SLOTS = 4, MOST = 24, TAIL = 16 };
@@ -33,7 +34,7 @@ static int failed;
 
 struct XLA_FFI_Error {
     int code;
-    char text[800];
+    char text[1100];
 };
 
 static int32_t ordinal = 3;
@@ -98,10 +99,16 @@ static void add_none(call *c, int side)
     add(c, side, XLA_FFI_DataType_U8, &unreadable, 1, 0);
 }
 
-static void add_number(call *c) /* a site or a channel, in device memory */
+static void add_number(call *c) /* a site, a rank or a channel, in device memory */
 {
     add(c, ARG, XLA_FFI_DataType_S32, (const void *)(uintptr_t)unreadable, 1, 0);
     c->buffers[ARG][c->sizes[ARG] - 1].rank = 0;
+}
+
+static void add_site(call *c) /* and the rank */
+{
+    add_number(c);
+    add_number(c);
 }
 
 static int64_t add_attr(call *c, const char *name, XLA_FFI_AttrType type)
@@ -128,8 +135,16 @@ static void add_text(call *c, const char *name, const char *text)
     c->attr_at[i] = &c->texts[i];
 }
 
+static const char *devices = "devices [3]"; /* that the program takes group "g" to have */
+
+static void add_group(call *c, const char *name)
+{
+    add_text(c, "group", name);
+    add_text(c, "devices", devices);
+}
+
 /* The code of its error, 0 for none; the text goes to `said`. */
-static char said[800];
+static char said[1100];
 
 static int run(handler *function, call *c)
 {
@@ -176,7 +191,7 @@ static int plan_dispatch(const char *group, int64_t top_k, XLA_FFI_DataType row_
     add_none(c, ARG);
     add(c, ARG, XLA_FFI_DataType_F32, x, TOKENS, HIDDEN);
     add(c, ARG, XLA_FFI_DataType_F32, w, TOKENS, 1);
-    add_number(c);
+    add_site(c);
     add_number(c);
     add(c, RESULT, XLA_FFI_DataType_U8, plan, plan_bytes + TAIL, 0);
     add(c, RESULT, XLA_FFI_DataType_S32, rows, EXPERTS, 0);
@@ -186,7 +201,7 @@ static int plan_dispatch(const char *group, int64_t top_k, XLA_FFI_DataType row_
     add(c, RESULT, row_type, recv, SLOTS, HIDDEN);
     add(c, RESULT, XLA_FFI_DataType_F32, slot, SLOTS, 0);
     add_layer(c, top_k);
-    if (group != NULL) add_text(c, "group", group);
+    if (group != NULL) add_group(c, group);
     const int code = run(epic_jax_cuda_plan_dispatch, c);
     free(c);
     return code;
@@ -196,7 +211,7 @@ static call *with_plan(void)
 {
     call *c = calloc(1, sizeof *c);
     add(c, ARG, XLA_FFI_DataType_U8, plan, plan_bytes + TAIL, 0);
-    add_text(c, "group", "g");
+    add_group(c, "g");
     return c;
 }
 
@@ -205,7 +220,7 @@ static int combine(handler *function)
     call *c = with_plan();
     add(c, ARG, XLA_FFI_DataType_F32, recv, SLOTS, HIDDEN);
     add(c, ARG, XLA_FFI_DataType_F32, slot, SLOTS, 0);
-    add_number(c);
+    add_site(c);
     add(c, RESULT, XLA_FFI_DataType_F32, out, TOKENS, HIDDEN);
     const int code = run(function, c);
     free(c);
@@ -218,7 +233,7 @@ static int combine_backward(void)
     add(c, ARG, XLA_FFI_DataType_F32, x, TOKENS, HIDDEN);
     add(c, ARG, XLA_FFI_DataType_F32, recv, SLOTS, HIDDEN);
     add(c, ARG, XLA_FFI_DataType_F32, slot, SLOTS, 0);
-    add_number(c);
+    add_site(c);
     add(c, RESULT, XLA_FFI_DataType_F32, d_rows, SLOTS, HIDDEN);
     add(c, RESULT, XLA_FFI_DataType_F32, d_slot, SLOTS, 0);
     const int code = run(epic_jax_cuda_combine_backward, c);
@@ -231,7 +246,7 @@ static int dispatch_backward(void)
     call *c = with_plan();
     add(c, ARG, XLA_FFI_DataType_F32, d_rows, SLOTS, HIDDEN);
     add(c, ARG, XLA_FFI_DataType_F32, d_slot, SLOTS, 0);
-    add_number(c);
+    add_site(c);
     add(c, RESULT, XLA_FFI_DataType_F32, d_x, TOKENS, HIDDEN);
     add(c, RESULT, XLA_FFI_DataType_F32, d_w, TOKENS, 1);
     const int code = run(epic_jax_cuda_dispatch_backward, c);
@@ -243,10 +258,10 @@ static int sum(const float *from, float *to)
 {
     call *c = calloc(1, sizeof *c);
     add(c, ARG, XLA_FFI_DataType_F32, from, HIDDEN, 0);
-    add_number(c);
+    add_site(c);
     add_number(c);
     add(c, RESULT, XLA_FFI_DataType_F32, to, HIDDEN, 0);
-    add_text(c, "group", "g");
+    add_group(c, "g");
     add_int(c, "order", 0);
     const int code = run(epic_jax_cuda_sum, c);
     free(c);
@@ -300,6 +315,13 @@ static void test_refusals(void)
     CHECK(plan_dispatch("h", 1, XLA_FFI_DataType_F32) ==
           XLA_FFI_Error_Code_FAILED_PRECONDITION);
     CHECK(strstr(said, "\"h\" is not open on CUDA device 3"));
+    devices =
+        "devices [1 3]"; /* no number of the call is read: what the host knows is compared */
+    CHECK(sum(x[0], x[0]) == XLA_FFI_Error_Code_FAILED_PRECONDITION);
+    CHECK(strstr(said, "was made for group \"g\" of devices [1 3]") &&
+          strstr(said, "has devices [3]"));
+    devices = "devices [3]";
+    CHECK(sum(x[0], x[0]) == 0);
     ordinal = 2; /* there is a seat of the CPU */
     CHECK(sum(x[0], x[0]) == XLA_FFI_Error_Code_FAILED_PRECONDITION);
     CHECK(strstr(said, "CUDA device 2"));
@@ -335,9 +357,9 @@ int main(void)
         w[t] = 0.5f * (float)(t + 1);
         for (int h = 0; h < HIDDEN; h++) x[t][h] = (float)(t + h);
     }
-    CHECK(epic_jax_seat_add("g", 1, 3, ctx) == 0);
-    CHECK(epic_jax_seat_add("g", 1, 3, ctx) == 1);
-    CHECK(epic_jax_seat_add("g", 0, 2, ctx) == 0);
+    CHECK(epic_jax_seat_add("g", 1, 3, "devices [3]", 0, ctx) == 0);
+    CHECK(epic_jax_seat_add("g", 1, 3, "devices [3]", 0, ctx) == 1);
+    CHECK(epic_jax_seat_add("g", 0, 2, "devices [3]", 0, ctx) == 0);
     test_traits(epic_jax_combine, 0);
     test_traits(epic_jax_cuda_combine, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
     test_traits(epic_jax_no_graph_combine, 0);

@@ -44,7 +44,12 @@ def options(case: dict[str, Any], ranks: int) -> epic.jax.Moe:
             score=case.get("score", "softmax"),
             normalise="sum" if case.get("normalise") else "none",
         ),
-        epic.jax.Experts(EXPERTS // ranks, HIDDEN, INNER, weighting=case.get("weighting", "late")),
+        epic.jax.Experts(
+            0 if EXPERTS % ranks else EXPERTS // ranks,
+            HIDDEN,
+            INNER,
+            weighting=case.get("weighting", "late"),
+        ),
         shared=epic.jax.Experts(1, HIDDEN, INNER) if case.get("shared") else None,
         balance_coeff=case.get("balance_coeff", 0.0),
         z_coeff=case.get("z_coeff", 0.0),

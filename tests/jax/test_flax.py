@@ -137,6 +137,17 @@ def test_nnx(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> None:
     layers.compare((out, loss, d_x, d_w), layers.true_step(case, 4 // group.num_ranks))
 
 
+@pytest.mark.parametrize("test", [test_linen, test_nnx])
+def test_experts_that_the_ranks_do_not_divide(
+    test: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters are those of all experts, on every rank, sharded over fsdp as before."""
+    monkeypatch.setattr(layers, "EXPERTS", 7)
+    for name in ("w_gate_up", "w_down", "b_gate_up", "b_down"):
+        monkeypatch.setitem(SPECS, name, P(None, *SPECS[name][1:]))
+    test((1, 2, 2), FULL, opened)
+
+
 def true_biases(steps: int, rate: float) -> list[np.ndarray]:
     """The expert bias after each step over layers.arrays()."""
     x = layers.arrays()[0].reshape(-1, layers.HIDDEN).astype(np.float64)
@@ -218,6 +229,21 @@ def test_dtypes(param_dtype: str, opened: Any) -> None:
     other = nnx_block(grid, group, {}, **wish)
     assert other.w_down[...].dtype == wish["param_dtype"]
     assert other(x)[0].dtype == jnp.bfloat16
+
+
+def test_a_group_of_another_mesh(opened: Any) -> None:
+    """Refused when a block is made; a linen module may be given another mesh later too."""
+    grid = three_axes((1, 1, 4))
+    group = opened(grid)
+    turned = jax.sharding.Mesh(grid.devices[..., ::-1], grid.axis_names)
+    refused = pytest.raises(ValueError, match=r"the mesh has devices \[3 2 1 0\] along axis 'ep'")
+    with refused:
+        linen_block(turned, group, {})
+    with refused:
+        nnx_block(turned, group, {})
+    module, variables = linen_block(grid, group, {})
+    with refused:
+        module.clone(mesh=turned).apply(variables, layers.arrays()[0])
 
 
 def test_flax_is_imported_when_used() -> None:

@@ -2,10 +2,13 @@
 """Four devices in several processes: right results, and the end of a process is an error."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +24,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run(what: str, processes: int) -> list[str]:
-    """What each process said."""
+def start(what: str, processes: int) -> list[Any]:
+    """The processes, running."""
     devices = 4 // processes
     env = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
@@ -30,6 +33,8 @@ def run(what: str, processes: int) -> list[str]:
     }
     port = str(free_port())
     words = [sys.executable, str(WORKER), what]
+    # In the background of a script Ctrl-C is ignored, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = [
         subprocess.Popen(
             [*words, str(i), str(processes), port],
@@ -40,6 +45,13 @@ def run(what: str, processes: int) -> list[str]:
         )
         for i in range(processes)
     ]
+    signal.signal(signal.SIGINT, before)
+    return running
+
+
+def run(what: str, processes: int) -> list[str]:
+    """What each process said."""
+    running = start(what, processes)
     said = []
     try:
         for process in running:
@@ -66,9 +78,19 @@ def test_independent_layers() -> None:
         assert said.endswith("right\n"), said[-3000:]
 
 
-@pytest.mark.parametrize("what", ["kill", "kill_tcp"])
-def test_a_killed_process(what: str) -> None:
-    """Every other one gets an exception that names it, within a second."""
+ENDS = {
+    "kill": "rank 3",
+    "kill_tcp": "rank 3",
+    "raise": "its process ends with RuntimeError: no more data",
+    "with": "its process ends with RuntimeError: no more data",
+    "exit": "rank 3",
+}
+
+
+@pytest.mark.parametrize(("what", "wanted"), ENDS.items(), ids=ENDS.keys())
+def test_the_end_of_a_process(what: str, wanted: str) -> None:
+    """However it ends, every other one gets an exception that names it, within a second; JAX's
+    own end, which waits for the others, comes after."""
     said = run(what, 4)
     gone = float(said[3].split("gone ")[1].split()[0])
     for text in said[:3]:
@@ -76,7 +98,29 @@ def test_a_killed_process(what: str) -> None:
         assert lines, text[-3000:]
         _, when, sentence = lines[0].split(" ", 2)
         assert sentence.startswith("UNAVAILABLE: epic.jax.sum") and "rank 3" in sentence, sentence
+        assert wanted in sentence, sentence
         assert float(when) - gone < NOTICED
+
+
+@pytest.mark.parametrize("what", ["interrupt", "interrupt_open"])
+def test_an_interrupt_lands(what: str) -> None:
+    """Ctrl-C ends a process that waits for a peer, at once and not at the deadline of a minute."""
+    waiting, late = start(what, 2)
+    try:
+        for process in (waiting, late):
+            assert process.stdout.readline() == "waits\n"
+        time.sleep(1)  # until it is inside
+        assert waiting.poll() is None
+        begin = time.monotonic()
+        waiting.send_signal(signal.SIGINT)
+        _, said = waiting.communicate(timeout=LIMIT)
+        assert time.monotonic() - begin < 10 * NOTICED
+        assert waiting.returncode != 0
+        assert "KeyboardInterrupt" in said or "interrupted (SIGINT)" in said, said[-3000:]
+    finally:
+        for process in (waiting, late):
+            process.kill()
+            process.communicate()
 
 
 def test_a_late_process() -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -111,14 +112,29 @@ def sums(group: Any, mesh: Mesh) -> Any:
     return jax.jit(inner)
 
 
-def step_until_killed(run: Any, process: int) -> None:
-    """The last process kills itself; the others say what they see, and when."""
+def kill() -> None:
+    """Without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    """As a loader without data does."""
+    raise RuntimeError("no more data")
+
+
+def leave() -> None:
+    """Early, and by no mistake that Python would know."""
+    sys.exit(3)
+
+
+def step_until_gone(run: Any, process: int, end: Any) -> None:
+    """The last process ends; the others say what they see, and when."""
+    for i in range(5):
+        say("step", i, np.asarray(run().addressable_shards[0].data).ravel()[0])
+    if process == 3:
+        say("gone", time.time())
+        end()
     try:
-        for i in range(5):
-            say("step", i, np.asarray(run().addressable_shards[0].data).ravel()[0])
-        if process == 3:
-            say("gone", time.time())
-            os.kill(os.getpid(), signal.SIGKILL)
         jax.block_until_ready(run())
         say("no error")
     except Exception as error:
@@ -128,23 +144,62 @@ def step_until_killed(run: Any, process: int) -> None:
         os._exit(0)  # a peer is gone: jax.distributed would wait for it
 
 
-def run_kill(process: int, processes: int, port: int) -> None:
+def run_gone(process: int, processes: int, port: int, end: Any = kill) -> None:
     """With jax.distributed."""
     initialise(process, processes, port)
     mesh = Mesh(np.array(jax.devices()), ("ep",))
     group = epic.jax.open(mesh, "ep", **SIZES)
     x = place(mesh, np.ones((4, 3), np.float32), P("ep"))
     run = sums(group, mesh)
-    step_until_killed(lambda: run(x), process)
+    step_until_gone(lambda: run(x), process, end)
 
 
-def run_kill_tcp(process: int, processes: int, port: int) -> None:
+def run_gone_tcp(process: int, processes: int, port: int, end: Any = kill) -> None:
     """Without: every process is a JAX of its own, and the ranks meet over TCP."""
     group = epic.jax.open(
         ranks=[process], num_ranks=processes, meet=epic.jax.Tcp(port=port), **SIZES
     )
     run = jax.jit(lambda x: epic.jax.sum(group, x))
-    step_until_killed(lambda: run(jnp.ones(3, jnp.float32)), process)
+    step_until_gone(lambda: run(jnp.ones(3, jnp.float32)), process, end)
+
+
+run_kill, run_kill_tcp = run_gone, run_gone_tcp
+run_raise, run_exit = partial(run_gone, end=fail), partial(run_gone, end=leave)
+
+
+def run_with(process: int, processes: int, port: int) -> None:
+    """An exception that leaves a group's with statement."""
+
+    def end() -> None:
+        with group:
+            fail()
+
+    group = epic.jax.open(
+        ranks=[process], num_ranks=processes, meet=epic.jax.Tcp(port=port), **SIZES
+    )
+    run = jax.jit(lambda x: epic.jax.sum(group, x))
+    step_until_gone(lambda: run(jnp.ones(3, jnp.float32)), process, end)
+
+
+def run_interrupt(process: int, processes: int, port: int) -> None:
+    """The last process sleeps, the others wait for it inside of XLA and are interrupted."""
+    group = epic.jax.open(
+        ranks=[process], num_ranks=processes, meet=epic.jax.Tcp(port=port), **SIZES
+    )
+    run = jax.jit(lambda x: epic.jax.sum(group, x))
+    jax.block_until_ready(run(jnp.ones(3, jnp.float32)))
+    say("waits")
+    if process == processes - 1:
+        time.sleep(600)
+    jax.block_until_ready(run(jnp.ones(3, jnp.float32)))
+
+
+def run_interrupt_open(process: int, processes: int, port: int) -> None:
+    """The last process never opens the group."""
+    say("waits")
+    if process == processes - 1:
+        time.sleep(600)
+    epic.jax.open(ranks=[process], num_ranks=processes, meet=epic.jax.Tcp(port=port), **SIZES)
 
 
 def run_late(process: int, processes: int, port: int) -> None:

@@ -19,6 +19,7 @@ from ctypes import (
 from pathlib import Path
 from typing import Any
 
+from epic.errors import EpicArgumentError, EpicError
 from epic.options import Options
 
 GATHER = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_size_t)
@@ -28,14 +29,7 @@ RESULTS = (
     "EPIC_OK EPIC_EINVAL EPIC_ENOMEM EPIC_ENOTSUP EPIC_ETIMEOUT EPIC_EDEVICE EPIC_EOVERFLOW "
     "EPIC_EMISMATCH EPIC_EPEER EPIC_ECLOSED"
 ).split()
-
-
-class EpicError(RuntimeError):
-    """A call of the core failed: its sentence, and `code`, the name of its result."""
-
-    def __init__(self, code: str, sentence: str) -> None:
-        super().__init__(f"{code}: {sentence}")
-        self.code = code
+EINVAL = RESULTS.index("EPIC_EINVAL")
 
 
 def struct(name: str, *parts: tuple[str, Any]) -> type[ctypes.Structure]:
@@ -116,6 +110,8 @@ Moe = struct(
     *uints("flags pad"),
 )
 
+KINDS = {"Layer": Layer, "Router": Router, "Experts": Experts}
+
 PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_meet_tcp": (c_int32, [c_void_p, c_void_p, c_size_t]),
     "epic_meet_env": (c_int32, [c_void_p]),
@@ -166,6 +162,8 @@ def core() -> ctypes.CDLL:
 def failure(code: int, context: int | None = None) -> EpicError:
     """This thread's last failure as an exception."""
     sentence = core().epic_error(context).decode(errors="replace")
+    if code == EINVAL:
+        return EpicArgumentError(sentence)
     name = RESULTS[code] if 0 <= code < len(RESULTS) else f"result {code}"
     return EpicError(name, sentence)
 
@@ -179,6 +177,23 @@ def check(code: int, context: int | None = None) -> None:
 def filled(kind: type[ctypes.Structure], options: Options) -> ctypes.Structure:
     """The core's struct of the options."""
     return kind(**options.numbers())
+
+
+def size(name: str, *parts: ctypes.Structure | Options) -> int:
+    """A size query, whose 0 stands for a refusal; of structs, or of options by their kind."""
+    structs = [filled(KINDS[type(p).__name__], p) if isinstance(p, Options) else p for p in parts]
+    found = int(getattr(core(), name)(*sized(*structs)))
+    if found == 0:
+        raise failure(EINVAL)
+    return found
+
+
+def experts_memory(options: Options, slots: int) -> Any:
+    """ThreeSizes of the experts' MLP."""
+    sizes = ThreeSizes()
+    wish = sized(filled(Experts, options))
+    check(core().epic_experts_memory(*wish, slots, *sized(sizes)))
+    return sizes
 
 
 def sized(*values: ctypes.Structure) -> list[Any]:

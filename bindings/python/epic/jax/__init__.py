@@ -4,8 +4,9 @@
 import importlib
 from types import ModuleType
 
-from epic._native import EpicError
+from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.jax import sharded
+from epic.jax.call import TARGETS
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.groups import Group, check, close, open
 from epic.jax.meeting import Tcp
@@ -25,7 +26,10 @@ from epic.jax.steps import (
 from epic.options import Experts, Layer, Router
 
 __all__ = [
+    "TARGETS",
+    "EpicArgumentError",
     "EpicError",
+    "EpicUnsupportedError",
     "ExpertWeights",
     "Experts",
     "Group",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from epic.jax import sharded
+from epic.jax import placement, sharded
 from epic.jax.groups import Group
 from epic.jax.moe import GroupedGemm, Moe, MoeOut, MoeWeights
 
@@ -51,21 +51,23 @@ def logical_rules(
     return (("exp", group.axes), ("embed", tuple(fsdp_axes) or None), ("mlp", None))
 
 
-def parameters(options: Moe, biases: Biases) -> dict[str, Parameter]:
-    """Those that the options ask for, by their names in MoeWeights."""
+def parameters(group: Group, options: Moe, biases: Biases) -> dict[str, Parameter]:
+    """Those that the options ask for, by their names in MoeWeights.  Experts that the ranks do not
+    divide are on every rank."""
+    exp = "exp" if placement.is_even(group, options.layer) else None
     experts, hidden = options.layer.num_experts, options.experts.hidden
     inner, width = options.experts.inner, options.experts.width
     columns = options.router.num_experts + options.router.zero_experts
     found = {
         "w_gate": Parameter((hidden, columns), ("embed", None), GATE),
-        "w_gate_up": Parameter((experts, hidden, width), ("exp", "embed", "mlp"), KERNEL),
-        "w_down": Parameter((experts, inner, hidden), ("exp", "mlp", "embed"), KERNEL),
+        "w_gate_up": Parameter((experts, hidden, width), (exp, "embed", "mlp"), KERNEL),
+        "w_down": Parameter((experts, inner, hidden), (exp, "mlp", "embed"), KERNEL),
     }
     if biases.gate:
         found["b_gate"] = Parameter((columns,), (None,), ZEROS)
     if biases.experts:
-        found["b_gate_up"] = Parameter((experts, width), ("exp", "mlp"), ZEROS)
-        found["b_down"] = Parameter((experts, hidden), ("exp", None), ZEROS)
+        found["b_gate_up"] = Parameter((experts, width), (exp, "mlp"), ZEROS)
+        found["b_down"] = Parameter((experts, hidden), (exp, None), ZEROS)
     if options.shared:
         inner, width = options.shared.inner, options.shared.width
         found["shared_gate_up"] = Parameter((1, hidden, width), (None, "embed", "mlp"), KERNEL)

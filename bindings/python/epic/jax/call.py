@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom calls of the core, and the number that each call site has.
 
-This file alone touches what JAX does not document: a primitive of our own that becomes a number,
-unique in the program and alike on all ranks.  Where JAX no longer has what that takes, the number
-is 0, and independent plans of one program need `channel=`.
+What JAX does not document is touched here (and in places.check_lowering): a primitive of our own
+that becomes a number, unique in the program and alike on all ranks.  Where JAX no longer has what
+that takes, the number is 0, and independent plans of one program need `channel=`.
 """
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from epic import _native
+from epic.errors import EpicUnsupportedError
+from epic.jax import places
 from epic.jax.groups import Group
 
 COLLECTIVES = (
@@ -25,10 +27,9 @@ COLLECTIVES = (
 LOCAL = "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward".split()
 CPU_ONLY = "experts experts_backward moe moe_backward".split()
 NO_GRAPH = "_no_graph"  # ends the names of handlers that stay out of XLA's command buffers
-NO_VMAP = (
-    "epic.jax: vmap over a collective operation is not possible, as every element would be an "
-    "operation of its own on all ranks.  Fold the mapped axis into the tokens ([B, S, H] -> "
-    "[B * S, H]), or loop with jax.lax.map or scan"
+TARGETS = tuple(
+    f"epic_{name}"
+    for name in [*COLLECTIVES, *LOCAL, *CPU_ONLY, *(name + NO_GRAPH for name in COLLECTIVES)]
 )
 Array = jax.Array
 Spec = jax.ShapeDtypeStruct
@@ -40,10 +41,11 @@ def handlers() -> ctypes.CDLL:
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_jax.so")))
     seat: list[Any] = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int32]
-    library.epic_jax_seat_add.argtypes = [*seat, ctypes.c_void_p]
+    library.epic_jax_seat_add.argtypes = [*seat, ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p]
     library.epic_jax_seat_add.restype = ctypes.c_int
     library.epic_jax_seat_remove.argtypes = seat
     library.epic_jax_seat_remove.restype = ctypes.c_void_p
+    library.epic_jax_watch_interrupts.argtypes = [ctypes.c_int]
 
     def register(target: str, symbol: str, platform: str) -> None:
         handler = jax.ffi.pycapsule(getattr(library, symbol))
@@ -71,21 +73,23 @@ def make_site() -> Any:
     except ImportError:
         return None
     site = Primitive("epic_site")
-    site.def_impl(lambda *_: np.int32(0))
-    site.def_abstract_eval(lambda *_: jax.core.ShapedArray((), np.dtype(np.int32)))
+    site.def_impl(lambda *_, **__: np.int32(0))
+    site.def_abstract_eval(lambda *_, **__: jax.core.ShapedArray((), np.dtype(np.int32)))
 
-    def lower(context: Any, *_: Any) -> Any:
+    def lower(context: Any, *_: Any, group: Group) -> Any:
+        places.check_lowering(group, context.module_context)
         channel = context.module_context.new_channel()
         return [mlir.ir_constant(np.int32(channel))]
 
-    def refuse(*_: Any) -> Any:
-        raise NotImplementedError(NO_VMAP)
+    def batch(operands: Any, _: Any, *, group: Group) -> Any:
+        """Under vmap: the elements are calls of one site, in a row.  None: it is not mapped."""
+        return site.bind(*operands, group=group), None
 
     try:
         mlir.register_lowering(site, lower, cacheable=False)  # each call site its own number
     except TypeError:
         return None
-    batching.primitive_batchers[site] = refuse
+    batching.primitive_batchers[site] = batch
     return site
 
 
@@ -95,11 +99,14 @@ def site_primitive() -> Any:
     return make_site()
 
 
-def site(*operands: Any) -> Any:
-    """This call site's number, an int32 scalar.  Operands are those of the call: by them the
-    number knows that it is under vmap."""
-    primitive = site_primitive()
-    return np.int32(0) if primitive is None else primitive.bind(*operands)
+def marks(group: Group, *operands: Any) -> list[Any]:
+    """Two int32 scalars for a collective: this call site's number, and this device's rank in the
+    mesh of the program.  Operands are those of the call, so that a call which is computed again
+    has a number of its own."""
+    primitive, rank = site_primitive(), places.rank(group)
+    if primitive is None:
+        return [np.int32(0), rank]
+    return [primitive.bind(*map(jax.lax.stop_gradient, operands), group=group), rank]
 
 
 # -------------------------------------------------------------------- varying values ----
@@ -153,14 +160,52 @@ def call(
     shapes = [ABSENT if r is None else Spec(r.shape, r.dtype) for r in results]
     target = f"epic_{name}"
     if group is not None:
-        attributes["group"] = group.name
+        attributes |= {"group": group.name, "devices": places.text(group)}
         target += "" if group.command_buffers else NO_GRAPH
-    how = None if group is not None else "sequential"
-    run = jax.ffi.ffi_call(target, shapes, vmap_method=how, input_output_aliases=aliases)
-    out = run(*arrays, **attributes)
-    return [
-        None if wanted is None else spread(axes, x) for wanted, x in zip(results, out, strict=True)
-    ]
+    run = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)
+
+    def spread_results(*arrays: Any) -> list[Any]:
+        return [spread(axes, x) for x in run(*arrays, **attributes)]
+
+    out = differentiated_once(name, in_a_row(spread_results))(*arrays)
+    return [None if wanted is None else x for wanted, x in zip(results, out, strict=True)]
+
+
+def in_a_row(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, made for one element after the other under vmap.  JAX's own way for ffi_call does
+    not know axes that only the mapped operands differ along (spmd_axis_name)."""
+    call_one = jax.custom_batching.custom_vmap(run)
+
+    @call_one.def_vmap
+    def batch(_: int, is_batched: list[bool], *arrays: Any) -> tuple[Any, Any]:
+        axes = frozenset().union(*map(varying, arrays))
+        alike = [spread(axes, jnp.asarray(x)) for x in arrays]
+
+        def one(mapped: list[Any]) -> Any:
+            left = iter(mapped)
+            every = [next(left) if b else x for b, x in zip(is_batched, alike, strict=True)]
+            return [spread(axes, out) for out in call_one(*every)]
+
+        out = jax.lax.map(one, [x for b, x in zip(is_batched, alike, strict=True) if b])
+        return out, [True] * len(out)
+
+    return lambda *arrays: call_one(*arrays)
+
+
+def differentiated_once(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, which a gradient of ours makes and nobody can differentiate again."""
+    once = jax.custom_jvp(run)
+
+    @once.defjvp
+    def refuse(*_: Any) -> Any:
+        raise EpicUnsupportedError(
+            f"epic.jax.{name}: EPIC has first derivatives only, of reverse mode: no grad of grad, "
+            "hessian or jvp of it.  For Hessian-vector products take differences of gradients, "
+            "(grad(x + h v) - grad(x - h v)) / 2h, or jax.lax.stop_gradient what need not be "
+            "differentiated twice"
+        )
+
+    return once
 
 
 def no_gradient(x: Any) -> np.ndarray:

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 
-from epic._native import EpicError
+from epic.errors import EpicError
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from epic import _native
+from epic.errors import EpicArgumentError
 from epic.jax.call import Spec, call, like, no_gradient, spread_all
 from epic.jax.steps import check_floats
 from epic.options import Experts
@@ -25,10 +26,7 @@ class ExpertWeights(NamedTuple):
 
 def memory(options: Experts, slots: int) -> tuple[Spec, Spec, Spec]:
     """What is saved, and workspace forward and backward."""
-    sizes = _native.ThreeSizes()
-    wish = _native.filled(_native.Experts, options)
-    code = _native.core().epic_experts_memory(*_native.sized(wish), slots, *_native.sized(sizes))
-    _native.check(code)
+    sizes = _native.experts_memory(options, slots)
     saved, forward, backward = sizes.saved_bytes, sizes.forward_bytes, sizes.backward_bytes
     return (
         Spec((saved,), jnp.uint8),
@@ -50,9 +48,18 @@ def check_weights(options: Experts, weights: ExpertWeights) -> None:
         if x is None:
             continue
         if x.shape != shape:
-            raise ValueError(f"{name}: shape {x.shape}: {list(shape)} is needed")
+            raise EpicArgumentError(f"{name}: shape {x.shape}: {list(shape)} is needed")
         if x.dtype != weights.w_gate_up.dtype:
-            raise TypeError(f"{name}: dtype {x.dtype}: all weights have one dtype")
+            raise EpicArgumentError(f"{name}: dtype {x.dtype}: all weights have one dtype")
+
+
+def counted(options: Experts, weights: ExpertWeights) -> Experts:
+    """The options with as many experts as the weights have, where they leave it open."""
+    return (
+        options
+        if options.num_local_experts
+        else replace(options, num_local_experts=weights.w_gate_up.shape[0])
+    )
 
 
 def typed(options: Experts, rows: Any, weights: Any) -> Experts:
@@ -108,15 +115,18 @@ def experts(
     "early" and "input".  Only occupied slots are computed; the others come out as zeros.
     """
     weights = ExpertWeights(*weights)
+    options = counted(options, weights)
     check_floats("rows", rows)
     check_weights(options, weights)
     local = (options.num_local_experts,)
     if rows.ndim != 2 or rows.shape[1] != options.hidden:
-        raise ValueError(f"rows: shape {rows.shape}: [slots, {options.hidden}] is needed")
+        raise EpicArgumentError(f"rows: shape {rows.shape}: [slots, {options.hidden}] is needed")
     if expert_rows.shape != local or expert_tokens.shape != local:
-        raise ValueError(f"expert_rows, expert_tokens: {list(local)} is needed")
+        raise EpicArgumentError(f"expert_rows, expert_tokens: {list(local)} is needed")
     if (slot_weights is not None) != (options.weighting != "late"):
-        raise ValueError('slot_weights come with weighting "early" or "input", and only then')
+        raise EpicArgumentError(
+            'slot_weights come with weighting "early" or "input", and only then'
+        )
     options = typed(options, rows, weights.w_gate_up)
     arrays = spread_all(None, expert_rows, expert_tokens, rows, slot_weights, *weights)
     return run(options, tuple(arrays[:2]), arrays[2], arrays[3], tuple(arrays[4:]))

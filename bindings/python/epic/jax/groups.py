@@ -4,19 +4,16 @@
 import collections
 import contextlib
 import ctypes
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from epic import _native
-from epic._native import EpicError
-from epic.jax import cuda, meeting
+from epic.errors import EpicArgumentError, EpicError
+from epic.jax import cuda, endings, meeting, places
 from epic.jax.meeting import Exchange, Meeting, StoreExchange, Tcp
 from epic.options import Layer
 
@@ -26,7 +23,9 @@ DEFAULT_TIMEOUT_MS = 300_000
 @dataclass(frozen=True)
 class Group:
     """A group that is, or was, open: a value, the same in every process, by which programs know
-    it.  Which context a device has is looked up by `name` whenever a program runs."""
+    it.  Which context a device has is looked up by `name` whenever a program runs.
+
+    devices: the ids of each group's devices, by rank; empty without a mesh."""
 
     name: str
     axes: tuple[str, ...]
@@ -35,6 +34,7 @@ class Group:
     max_row_bytes: int
     platform: str = "cpu"
     command_buffers: bool = True
+    devices: places.Rows = ()
 
     def config(self) -> ctypes.Structure:
         """For the core's size queries."""
@@ -54,11 +54,7 @@ class Group:
 
     def query(self, name: str, layer: Layer) -> int:
         """A size query over this group's sizes and the layer; local."""
-        parts = _native.sized(self.config(), _native.filled(_native.Layer, layer))
-        size = int(getattr(_native.core(), name)(*parts))
-        if size == 0:
-            raise _native.failure(1)
-        return size
+        return _native.size(name, self.config(), layer)
 
     def local_experts(self, layer: Layer) -> int:
         """Experts of one rank, at most, placed in contiguous blocks."""
@@ -71,7 +67,9 @@ class Group:
     def __enter__(self) -> "Group":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and self.name in opened:
+            abort(endings.why(error), [self.name])
         self.close()
 
 
@@ -90,6 +88,7 @@ class Seat:
 class Opened:
     """What a group holds in this process."""
 
+    group: Group
     contexts: dict[Seat, int]
     exchanges: list[StoreExchange]
 
@@ -100,19 +99,6 @@ lock = threading.Lock()
 
 
 # ------------------------------------------------------------------ who sits where ----
-
-
-def seats_of_mesh(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[Any]], int]:
-    """Devices by group and rank: a group is all devices that share the other coordinates."""
-    missing = [axis for axis in axes if axis not in mesh.axis_names]
-    if missing:
-        names = ", ".join(map(str, mesh.axis_names))
-        raise ValueError(f"axis {missing[0]!r} is not an axis of the mesh: those are {names}")
-    devices = np.asarray(mesh.devices)
-    at = [mesh.axis_names.index(axis) for axis in axes]
-    num_ranks = math.prod(devices.shape[i] for i in at)
-    last = np.moveaxis(devices, at, range(devices.ndim - len(at), devices.ndim))
-    return last.reshape(-1, num_ranks).tolist(), num_ranks
 
 
 def seat_of(device: Any, index: int, rank: int) -> Seat:
@@ -151,7 +137,7 @@ def choose_meeting(
         return lambda s: threads[s.index][s.rank], []
     client = meeting.store()
     if client is None:
-        raise ValueError(
+        raise EpicArgumentError(
             "the ranks are in several processes and jax.distributed is not initialised: call "
             "jax.distributed.initialize, or pass meet=epic.jax.Tcp(...) or an exchange"
         )
@@ -187,11 +173,13 @@ def open_seat(meeting_of: Callable[[Seat], Meeting], config: Any, seat: Seat) ->
 def choose_backend(platform: str, wish: str | None) -> str | None:
     """Arrays lie where the devices are: on GPUs only p2p can reach them."""
     if platform not in ("cpu", "gpu"):
-        raise ValueError(f"devices of platform {platform!r}: epic.jax runs on cpu and on CUDA GPUs")
+        raise EpicArgumentError(
+            f"devices of platform {platform!r}: epic.jax runs on cpu and on CUDA GPUs"
+        )
     if (wish or "p2p") != "p2p" and platform == "gpu":
-        raise ValueError(f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p'")
+        raise EpicArgumentError(f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p'")
     if wish == "p2p" and platform == "cpu":
-        raise ValueError("backend 'p2p' joins GPUs: the devices are CPUs")
+        raise EpicArgumentError("backend 'p2p' joins GPUs: the devices are CPUs")
     return "p2p" if platform == "gpu" else wish
 
 
@@ -223,29 +211,36 @@ def open(
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if mesh is not None:
-        groups, count = seats_of_mesh(mesh, axes)
+        groups, count = places.by_rank(mesh, axes)
+        devices_of = places.ids(groups)
         seats = local_seats(groups)
         platform = groups[0][0].platform
     else:
-        axes = ()
+        axes, devices_of = (), ()
         count = num_ranks or 1
         taken = list(ranks if ranks is not None else [0])
         devices = jax.local_devices()
         if len(taken) > len(devices):
-            raise ValueError(f"ranks {taken}: this process has {len(devices)} devices for them")
+            raise EpicArgumentError(
+                f"ranks {taken}: this process has {len(devices)} devices for them"
+            )
         seats = [seat_of(d, 0, r) for d, r in zip(devices, taken, strict=False)]
         platform = devices[0].platform
     backend = choose_backend(platform, backend)
     command_buffers |= platform == "cpu"
-    group = Group(name, axes, count, max_tokens, max_row_bytes, platform, command_buffers)
+    group = Group(
+        name, axes, count, max_tokens, max_row_bytes, platform, command_buffers, devices_of
+    )
     config = group.config()
     config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
     config.max_sms = max_sms
     config.name, config.backend = name.encode(), backend.encode() if backend else None
     with lock:
         if name in opened:
-            raise ValueError(f"group {name!r} is open: close it first, or choose another name=")
-        opened[name] = Opened({}, [])
+            raise EpicArgumentError(
+                f"group {name!r} is open: close it first, or choose another name="
+            )
+        opened[name] = Opened(group, {}, [])
         generations[name] += 1
     try:
         fill(group, seats, meet, config)
@@ -262,18 +257,54 @@ def fill(group: Group, seats: list[Seat], meet: Tcp | Exchange | None, config: A
         return
     timeout_ms = config.timeout_ms or DEFAULT_TIMEOUT_MS
     meeting_of, exchanges = choose_meeting(meet, group.name, seats, group.num_ranks, timeout_ms)
-    with ThreadPoolExecutor(len(seats)) as pool:
-        tasks = {seat: pool.submit(open_seat, meeting_of, config, seat) for seat in seats}
-    errors = [task.exception() for task in tasks.values()]
-    contexts = {seat: task.result() for seat, task in tasks.items() if not task.exception()}
-    if any(errors):
+    endings.begin(handlers(), abort, close_all)
+    openers = [Opener(meeting_of, config, seat) for seat in seats]
+    wait_for(openers)
+    contexts = {opener.seat: opener.context for opener in openers if opener.context}
+    errors = [opener.error for opener in openers if opener.error]
+    if errors:
         end(contexts.values())
-        raise next(error for error in errors if error)
-    opened[group.name] = Opened(contexts, exchanges)
+        raise errors[0]
+    opened[group.name] = Opened(group, contexts, exchanges)
+    devices = places.text(group).encode()
     for seat, context in contexts.items():
-        if handlers().epic_jax_seat_add(group.name.encode(), seat.is_gpu, seat.ordinal, context):
+        where = (seat.is_gpu, seat.ordinal, devices, seat.rank)
+        if handlers().epic_jax_seat_add(group.name.encode(), *where, context):
             close(group)
-            raise ValueError(f"name {group.name!r}: at most 63 bytes are allowed")
+            raise EpicArgumentError(f"name {group.name!r}: at most 63 bytes are allowed")
+
+
+class Opener:
+    """A thread that opens a seat.  Whoever waits for it may be interrupted; then it closes what it
+    opened.  A daemon, so that nothing waits for it at exit."""
+
+    def __init__(self, meeting_of: Callable[[Seat], Meeting], config: Any, seat: Seat) -> None:
+        self.seat = seat
+        self.context = 0
+        self.error: BaseException | None = None
+        self.left = threading.Event()
+        self.thread = threading.Thread(target=self.run, args=(meeting_of, config), daemon=True)
+        self.thread.start()
+
+    def run(self, meeting_of: Callable[[Seat], Meeting], config: Any) -> None:
+        """In its thread."""
+        try:
+            self.context = open_seat(meeting_of, config, self.seat)
+        except BaseException as error:
+            self.error = error
+        if self.left.is_set() and self.context:
+            end([self.context])
+
+
+def wait_for(openers: list[Opener]) -> None:
+    """Until all have ended, or an interrupt."""
+    try:
+        for opener in openers:
+            opener.thread.join()
+    except BaseException:
+        for opener in openers:
+            opener.left.set()
+        raise
 
 
 def end(contexts: Any) -> None:
@@ -309,6 +340,20 @@ def close(group: Group) -> None:
         for rank in range(exchange.num_ranks):
             with contextlib.suppress(Exception):  # the store may be gone by now
                 exchange.forget(rank)
+
+
+def close_all() -> None:
+    """What this process left open."""
+    for state in list(opened.values()):
+        close(state.group)
+
+
+def abort(why: str, names: Sequence[str] | None = None) -> None:
+    """Tells the peers of the groups, or of all, that this process will make no more calls."""
+    with lock:
+        for name in opened if names is None else names:
+            for context in opened[name].contexts.values():
+                _native.core().epic_abort(context, 0, why.encode())
 
 
 def settle() -> None:

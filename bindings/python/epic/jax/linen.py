@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from epic.jax import block
+from epic.jax import block, places
 from epic.jax.block import Biases, Initialiser, logical_rules
 from epic.jax.groups import Group
 from epic.jax.moe import GroupedGemm, Moe
@@ -42,7 +42,7 @@ class MoEBlock(nn.Module):
     def weights(self) -> dict[str, Any]:
         """Parameters, made at initialisation."""
         found = {}
-        for name, wish in block.parameters(self.options, self.biases).items():
+        for name, wish in block.parameters(self.group, self.options, self.biases).items():
             kernel = self.kernel_init if wish.init is block.KERNEL else None
             init = nn.with_logical_partitioning(kernel or wish.init, wish.names)
             found[name] = self.param(name, init, wish.shape, self.param_dtype)
@@ -51,6 +51,7 @@ class MoEBlock(nn.Module):
     @nn.compact
     def __call__(self, x: Any, token_ids: Any = None, table: Any = None) -> tuple[Any, Any]:
         """The layer; token_ids [B, ...] and table [rows, top_k]: experts by token id."""
+        places.check_mesh(self.group, self.mesh)
         weights, bias = self.weights(), None
         if self.bias_rate:
             shape = (self.options.layer.num_experts,)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from epic import _native
-from epic._native import EpicError
+from epic.errors import EpicArgumentError, EpicError
+from epic.options import whole
 
 Exchange = Callable[[int, bytes], list[bytes]]
 ETIMEOUT, EPEER = 4, 8
@@ -24,6 +25,10 @@ class Tcp:
     address: str = "127.0.0.1"
     port: int = 29507
     secret: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= whole("port", self.port) <= 65535:
+            raise EpicArgumentError(f"port {self.port}: 1 to 65535 is needed")
 
 
 class Meeting:

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from epic import _native
+from epic.errors import EpicArgumentError
 from epic.jax import gemm as products
+from epic.jax import placement, steps
 from epic.jax import router as routing
-from epic.jax import steps
-from epic.jax.call import Spec, call, like, site, spread_all, zero_gradient
-from epic.jax.experts import ExpertWeights, check_weights, experts
+from epic.jax.call import Spec, call, like, marks, spread_all, zero_gradient
+from epic.jax.experts import ExpertWeights, check_weights, counted, experts
 from epic.jax.groups import Group
-from epic.options import Experts, Layer, Router
+from epic.options import Experts, Layer, Router, real, whole, word
 
 GroupedGemm = products.GroupedGemm
 
@@ -41,6 +42,38 @@ class Moe:
     sequence_tokens: int = 0
     capacity: int | None = None
     quantise: str | None = None  # "1x128" or "1x32": rows travel to the experts in e4m3
+
+    def __post_init__(self) -> None:
+        for name, kind in (("layer", Layer), ("router", Router), ("experts", Experts)):
+            if not isinstance(getattr(self, name), kind):
+                raise EpicArgumentError(f"{name}: an epic.jax.{kind.__name__} is needed")
+        for name in ("balance_coeff", "z_coeff"):
+            real(name, getattr(self, name))
+        whole("sequence_tokens", self.sequence_tokens)
+        if self.capacity is not None:
+            whole("capacity", self.capacity, 1)
+        if self.quantise is not None:
+            word("quantise", self.quantise, steps.BLOCKS)
+        self.check_parts()
+
+    def check_parts(self) -> None:
+        """What layer, router and experts say twice."""
+        for name in ("num_experts", "top_k"):
+            a, b = getattr(self.layer, name), getattr(self.router, name)
+            if a != b:
+                raise EpicArgumentError(f"layer.{name} {a}, router.{name} {b}: make them equal")
+        if self.layer.layout != "expert_major":
+            raise EpicArgumentError(f"layer.layout {self.layer.layout!r}: 'expert_major' is needed")
+        if self.shared and self.shared.hidden != self.experts.hidden:
+            raise EpicArgumentError(
+                f"shared.hidden {self.shared.hidden}, experts.hidden {self.experts.hidden}: make "
+                "them equal"
+            )
+        if self.shared and self.shared.num_local_experts > 1:
+            raise EpicArgumentError(
+                f"shared.num_local_experts {self.shared.num_local_experts}: the shared expert is "
+                "one; give it a larger inner"
+            )
 
 
 class MoeWeights(NamedTuple):
@@ -98,23 +131,36 @@ def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
 def check_moe(options: Moe, x: Any, weights: MoeWeights) -> None:
     """Shapes and dtypes, before anything is traced."""
     steps.check_floats("x", x)
-    if options.quantise is not None:
-        steps.check_block(options.quantise)
     if x.shape[-1] != options.experts.hidden:
-        raise ValueError(f"x: shape {x.shape}: [..., {options.experts.hidden}] is needed")
+        raise EpicArgumentError(f"x: shape {x.shape}: [..., {options.experts.hidden}] is needed")
     columns = options.router.num_experts + options.router.zero_experts
     gate = (options.experts.hidden, columns)
     if weights.w_gate.shape != gate:
-        raise ValueError(f"w_gate: shape {weights.w_gate.shape}: {list(gate)} is needed")
+        raise EpicArgumentError(f"w_gate: shape {weights.w_gate.shape}: {list(gate)} is needed")
     check_weights(options.experts, of(weights))
     if (options.shared is None) != (weights.shared_gate_up is None):
-        raise ValueError("shared options and shared weights come together")
+        raise EpicArgumentError("shared options and shared weights come together")
     if options.shared is not None:
         check_weights(options.shared, of(weights, "shared_"))
     for name in ("b_gate", "bias"):
         vector = getattr(weights, name)
         if vector is not None and vector.shape != (columns,):
-            raise ValueError(f"{name}: shape {vector.shape}: [{columns}] is needed")
+            raise EpicArgumentError(f"{name}: shape {vector.shape}: [{columns}] is needed")
+
+
+def placed(
+    group: Group, options: Moe, weights: MoeWeights, given: Any
+) -> tuple[Moe, MoeWeights, Any]:
+    """The experts of this rank counted, their rows of the weights where those of all came, and
+    the core's table."""
+    layer = options.layer
+    uneven = given is None and not placement.is_even(group, layer)
+    if uneven and weights.w_gate_up.shape[0] == layer.num_experts:
+        weights = placement.own(group, layer, weights)
+    mine = counted(options.experts, of(weights))
+    shared = options.shared and counted(options.shared, of(weights, "shared_"))
+    table = placement.table(group, layer, given)
+    return replace(options, experts=mine, shared=shared), weights, table
 
 
 # ------------------------------------------------------------- the core's own layer ----
@@ -186,7 +232,7 @@ def layer_forward(
     results = [like(x), Spec((1,), jnp.float32), Spec((num_experts,), jnp.int32)]
     results += [Spec((1,), jnp.int32), saved, workspace]
     arrays = [getattr(weights, name) for name in ORDER]
-    operands = [x, *arrays, *ints[:3], site(x, *ints[3:]), *ints[3:]]
+    operands = [x, *arrays, *ints[:3], *marks(static.group, x, *ints[3:]), *ints[3:]]
     out = call("moe", results, operands, static.group, **attributes(static.options))
     return tuple(out[:4]), (x, weights, ints, out[4])
 
@@ -200,7 +246,8 @@ def layer_backward(static: Static, kept: Any, gradients: tuple[Any, ...]) -> tup
     results: list[Spec | None] = [like(x)]
     results += [None if arrays[n] is None else Spec(arrays[n].shape, kind) for n in named]
     results += [memory(static)[2]]
-    operands = [x, *arrays.values(), saved, gradients[0], gradients[1], site(x), ints[3]]
+    operands = [x, *arrays.values(), saved, gradients[0], gradients[1]]
+    operands += [*marks(static.group, x), ints[3]]
     out = call("moe_backward", results, operands, static.group, **attributes(static.options))
     pairs = zip(named, out[1:-1], strict=True)
     d_weights = {n: None if d is None else d.astype(arrays[n].dtype) for n, d in pairs}
@@ -335,7 +382,9 @@ def losses(
     """This device's part of the losses over the group and the axes."""
     total = logits.shape[0] * group.num_ranks * math.prod(map(jax.lax.axis_size, axes))
     if axes and options.sequence_tokens:
-        raise ValueError("loss_axes: with sequence_tokens each sequence has a loss by itself")
+        raise EpicArgumentError(
+            "loss_axes: with sequence_tokens each sequence has a loss by itself"
+        )
     load = jax.lax.psum(load, axes) if axes else load
     loss = jnp.zeros((), jnp.float32)
     if options.balance_coeff:
@@ -407,7 +456,8 @@ def moe(
 ) -> MoeOut:
     """The layer of x [..., hidden], on each device's own tokens and experts.
 
-    Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.
+    Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.  Where the ranks
+    do not divide the experts, ranks have one more or less, and weights may be those of all.
 
     token_ids [...] with table [rows, top_k]: experts by token id.  grouped_gemm: a function as
     jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes [experts]) -> [slots, n].
@@ -415,6 +465,7 @@ def moe(
     over whose tokens the losses are counted; sum MoeOut.loss over them too.
     """
     x, fsdp, over = jnp.asarray(x), tuple(fsdp_axes), tuple(loss_axes)
+    options, weights, owners = placed(group, options, weights, rank_of_expert)
     if fsdp:
         weights = gathered(group, x, weights, fsdp)
     check_moe(options, x, weights)
@@ -425,7 +476,7 @@ def moe(
     if grouped_gemm is None and group.platform == "gpu":
         grouped_gemm = products.best(options.layer.alignment)
     if grouped_gemm is not None or options.quantise is not None:
-        extras = {"token_ids": token_ids, "table": table, "rank_of_expert": rank_of_expert}
+        extras = {"token_ids": token_ids, "table": table, "rank_of_expert": owners}
         order = {"channel": channel, "after": after}
         out, plan, logits, chosen = composed(
             group, options, grouped_gemm, rows, weights, extras, order
@@ -433,7 +484,7 @@ def moe(
         loss = losses(group, options, logits, plan.load, chosen, over)
         return MoeOut(out.reshape(x.shape), loss, plan.load, plan.demand)
     ids = None if token_ids is None else jnp.asarray(token_ids).reshape(rows.shape[0])
-    ints = [ids, table, rank_of_expert, steps.channel_of(channel), *steps.calm(after)]
+    ints = [ids, table, owners, steps.channel_of(channel), *steps.calm(after)]
     # The core counts over the group alone; losses over more are made from logits of our own.
     inner = replace(options, balance_coeff=0.0, z_coeff=0.0) if over else options
     out, loss, load, demand = from_core(group, inner, rows, weights, ints)

@@ -8,7 +8,7 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import Mesh
 
-from epic.jax import block
+from epic.jax import block, places
 from epic.jax.block import Biases, Initialiser, logical_rules
 from epic.jax.groups import Group
 from epic.jax.moe import GroupedGemm, Moe
@@ -47,12 +47,13 @@ class MoEBlock(nnx.Module):
         grouped_gemm: GroupedGemm | None = None,
         kernel_init: Initialiser | None = None,
     ) -> None:
+        places.check_mesh(group, mesh)
         self.mesh, self.group, self.options = mesh, group, options
         self.bias_rate, self.update_bias = bias_rate, True
         self.dtype, self.token_axes = dtype, token_axes
         self.fsdp_axes, self.loss_axes = fsdp_axes, loss_axes
         self.grouped_gemm = grouped_gemm
-        wishes = block.parameters(options, biases)
+        wishes = block.parameters(group, options, biases)
         self.names = tuple(wishes)
         place: dict[str, Any] = {"mesh": mesh}
         if not get_logical_axis_rules():

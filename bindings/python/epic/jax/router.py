@@ -8,18 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from epic import _native
+from epic.errors import EpicArgumentError
 from epic.jax.call import Spec, call, like, spread_all, zero_gradient
 from epic.options import Router
 
 
 def workspace(router: Router) -> Spec:
     """What the core's loops need beside the arrays."""
-    size = _native.core().epic_router_workspace(
-        *_native.sized(_native.filled(_native.Router, router))
-    )
-    if size == 0:
-        raise _native.failure(1)
-    return Spec((size,), jnp.uint8)
+    return Spec((_native.size("epic_router_workspace", router),), jnp.uint8)
 
 
 def as_logits(router: Router, logits: Any) -> Any:
@@ -27,9 +23,9 @@ def as_logits(router: Router, logits: Any) -> Any:
     logits = jnp.asarray(logits)
     columns = router.num_experts + router.zero_experts
     if logits.ndim < 2 or logits.shape[-1] != columns:
-        raise ValueError(f"logits: shape {logits.shape}: [..., {columns}] is needed")
+        raise EpicArgumentError(f"logits: shape {logits.shape}: [..., {columns}] is needed")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"logits: dtype {logits.dtype}: a float type is needed")
+        raise EpicArgumentError(f"logits: dtype {logits.dtype}: a float type is needed")
     return logits.reshape(-1, columns)
 
 
@@ -48,7 +44,7 @@ def choose(router: Router, logits: Any, extras: tuple[Any, Any, Any]) -> tuple[A
 
 def choose_forward(router: Router, logits: Any, extras: Any) -> tuple[Any, Any]:
     """The choice is saved, not made again."""
-    chosen, weights = choose(router, logits, extras)
+    chosen, weights = choose.fun(router, logits, extras)
     return (chosen, weights), (logits, chosen, extras)
 
 
@@ -74,7 +70,7 @@ def route(
     """
     rows = as_logits(router, logits)
     if (token_ids is None) != (table is None):
-        raise ValueError("token_ids and table come together")
+        raise EpicArgumentError("token_ids and table come together")
     if bias is not None:
         bias = jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
     if table is not None:
@@ -101,7 +97,7 @@ def loss_forward(
     name: str, router: Router, numbers: tuple[Any, ...], logits: Any, ints: Any
 ) -> tuple[Any, Any]:
     """All inputs are needed again."""
-    return loss(name, router, numbers, logits, ints), (logits, ints)
+    return loss.fun(name, router, numbers, logits, ints), (logits, ints)
 
 
 def loss_backward(
@@ -145,9 +141,9 @@ def balance_loss(
     else:
         ints = (load, None)
     if all(x is None for x in ints):
-        raise ValueError("load is needed, or topk_idx with sequence_tokens")
+        raise EpicArgumentError("load is needed, or topk_idx with sequence_tokens")
     if load is not None and load.shape != (router.num_experts,):
-        raise ValueError(f"load: shape {load.shape}: [{router.num_experts}] is needed")
+        raise EpicArgumentError(f"load: shape {load.shape}: [{router.num_experts}] is needed")
     numbers = {"coeff": float(coeff), "total_tokens": int(total_tokens)}
     return make_loss(
         "balance_loss", router, logits, ints, sequence_tokens=int(sequence_tokens), **numbers

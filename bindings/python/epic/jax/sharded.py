@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from epic.errors import EpicArgumentError
 from epic.jax import moe as layer
-from epic.jax import steps
+from epic.jax import placement, places, steps
 from epic.jax.groups import Group
 from epic.options import Layer
 
@@ -33,10 +34,11 @@ def rows_spec(axes: Axes, rank: int, hidden_axis: str | None) -> P:
 
 
 def default_axes(mesh: Mesh, group: Group, given: Axes | None, hidden_axis: str | None) -> Axes:
-    """All axes of the mesh but the hidden one, in the mesh's order."""
+    """All axes of the mesh but the hidden one, in the mesh's order; the mesh is the group's."""
+    places.check_mesh(group, mesh)
     axes = given or tuple(a for a in mesh.axis_names if a != hidden_axis)
     if not set(group.axes) <= set(axes):
-        raise ValueError(f"token_axes {axes}: the group's {group.axes} must be among them")
+        raise EpicArgumentError(f"token_axes {axes}: the group's {group.axes} must be among them")
     return axes
 
 
@@ -82,20 +84,19 @@ def combine(
 
 
 def weight_specs(group: Group, weights: layer.MoeWeights, fsdp_axes: Axes = ()) -> layer.MoeWeights:
-    """Experts over the group's axes; hidden over the FSDP axes; vectors that all experts share on
-    every device."""
-    of_experts = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+    """Experts over the group's axes, where they divide; hidden over the FSDP axes; vectors that all
+    experts share on every device."""
 
-    def spec(name: str, rank: int) -> P:
-        parts: list[Any] = [None] * rank
-        if name in of_experts:
+    def spec(name: str, shape: tuple[int, ...]) -> P:
+        parts: list[Any] = [None] * len(shape)
+        if name in placement.OF_EXPERTS and shape[0] % group.num_ranks == 0:
             parts[0] = group.axes
         if fsdp_axes and name in layer.FSDP_DIMENSION:
             parts[layer.FSDP_DIMENSION[name]] = fsdp_axes
         return P(*parts)
 
     named = weights._asdict().items()
-    return layer.MoeWeights(**{n: None if x is None else spec(n, x.ndim) for n, x in named})
+    return layer.MoeWeights(**{n: None if x is None else spec(n, x.shape) for n, x in named})
 
 
 def load_everywhere(group: Group, load: Any, axes: Axes) -> Any:
@@ -125,9 +126,12 @@ def moe(
 
     The loss is one number, as on a single device: the mean over the groups of their sums, or,
     with loss_axes, over all tokens of these axes together.  load [num_experts] is of all groups,
-    demand [devices] of each device.
+    demand [devices] of each device.  Weights are those of all experts also where the ranks do not
+    divide them; then they lie on every rank.
     """
     axes = default_axes(mesh, group, token_axes, None)
+    if rank_of_expert is None and not placement.is_even(group, options.layer):
+        weights = placement.padded(group, options.layer, weights)
     summed = (*group.axes, *loss_axes)
     replicas = tuple(a for a in axes if a not in summed)
 

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from epic.jax.call import Array, Spec, call, like, no_gradient, site, spread_all, zero_gradient
+from epic.errors import EpicArgumentError
+from epic.jax import placement
+from epic.jax.call import Array, Spec, call, like, marks, no_gradient, spread_all, zero_gradient
 from epic.jax.groups import Group
-from epic.options import Layer
+from epic.options import Layer, word
 
 PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
 ROW_TYPES = ("float32", "bfloat16", "float16", "float64")
@@ -58,17 +60,17 @@ class Plan:
 def as_rows(name: str, x: Any, count: int | None = None) -> Any:
     """[..., hidden] as [rows, hidden]."""
     if x.ndim < 2:
-        raise ValueError(f"{name}: shape {x.shape}: [..., hidden] is needed")
+        raise EpicArgumentError(f"{name}: shape {x.shape}: [..., hidden] is needed")
     rows = math.prod(x.shape[:-1])
     if count is not None and rows != count:
-        raise ValueError(f"{name}: {rows} rows (shape {x.shape}): the plan has {count}")
+        raise EpicArgumentError(f"{name}: {rows} rows (shape {x.shape}): the plan has {count}")
     return x.reshape(rows, x.shape[-1])
 
 
 def check_floats(name: str, x: Any) -> None:
     """What is added must be a type that the core adds."""
     if x.dtype.name not in ROW_TYPES:
-        raise TypeError(f"{name}: dtype {x.dtype}: one of {', '.join(ROW_TYPES)} is needed")
+        raise EpicArgumentError(f"{name}: dtype {x.dtype}: one of {', '.join(ROW_TYPES)} is needed")
 
 
 def as_weights(name: str, x: Any, shape: tuple[int, ...]) -> Any:
@@ -76,7 +78,7 @@ def as_weights(name: str, x: Any, shape: tuple[int, ...]) -> Any:
     if x is None:
         return None
     if math.prod(x.shape) != math.prod(shape):
-        raise ValueError(f"{name}: shape {x.shape}: {list(shape)} is needed")
+        raise EpicArgumentError(f"{name}: shape {x.shape}: {list(shape)} is needed")
     return x.astype(jnp.float32).reshape(shape)
 
 
@@ -91,27 +93,29 @@ def calm(after: Any) -> list[Any]:
 def plan_way(group: Group, layer: Layer, topk_idx: Any, capacity: int | None) -> tuple[Way, Any]:
     """Checks the routing; the choices as [num_tokens, top_k]."""
     if topk_idx.dtype.name not in ("int32", "int64"):
-        raise TypeError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
+        raise EpicArgumentError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
     if topk_idx.ndim < 2 or topk_idx.shape[-1] != layer.top_k:
-        raise ValueError(f"topk_idx: shape {topk_idx.shape}: [..., top_k {layer.top_k}] is needed")
+        raise EpicArgumentError(
+            f"topk_idx: shape {topk_idx.shape}: [..., top_k {layer.top_k}] is needed"
+        )
     rows = as_rows("topk_idx", topk_idx)
     if rows.shape[0] > group.max_tokens:
-        raise ValueError(
+        raise EpicArgumentError(
             f"topk_idx: {rows.shape[0]} tokens: group {group.name!r} was opened with "
             f"max_tokens {group.max_tokens}"
         )
     slots = group.capacity_bound(layer) if capacity is None else capacity
     if slots < 1:
-        raise ValueError(f"capacity {slots}: 1 or more is needed, or None for the bound")
+        raise EpicArgumentError(f"capacity {slots}: 1 or more is needed, or None for the bound")
     return Way(group, layer, rows.shape[0], slots), rows
 
 
 def num_local(way: Way, rank_of_expert: Any, given: int | None) -> int:
     """Experts of a rank, at most."""
-    if given is not None or rank_of_expert is None:
+    if given or rank_of_expert is None:
         return given or way.group.local_experts(way.layer)
     if isinstance(rank_of_expert, jax.core.Tracer):
-        raise ValueError("rank_of_expert is traced: num_local_experts is needed then")
+        raise EpicArgumentError("rank_of_expert is traced: num_local_experts is needed then")
     return int(np.bincount(np.asarray(rank_of_expert)).max())
 
 
@@ -158,17 +162,19 @@ def plan(
     """Makes the plan of topk_idx [..., top_k]; negative: no expert.
 
     capacity: slots of this device; None: as many as can ever be needed.  rank_of_expert
-    [num_experts]: which rank owns each expert; None: contiguous blocks.  channel: a number that
+    [num_experts]: which rank owns each expert; None: contiguous blocks, as even as the numbers
+    allow.  channel: a number that
     no independent plan of the program shares; after: results that must be there first; see
     docs/jax.md for the one case that needs them.
     """
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
     local = num_local(way, rank_of_expert, num_local_experts)
+    rank_of_expert = placement.table(group, layer, rank_of_expert)
     chosen, table, number = spread_all(group, chosen, rank_of_expert, channel_of(channel))
     parts = call(
         "plan",
         plan_results(way, table is not None, local),
-        [chosen, table, site(chosen), number, *calm(after)],
+        [chosen, table, *marks(group, chosen), number, *calm(after)],
         group,
         **plan_attributes(way),
     )
@@ -187,14 +193,14 @@ def recv_results(way: Way, tokens: Any, weights: Any) -> list[Spec | None]:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
     """dispatch on checked arrays."""
-    operands = [data, tokens, weights, site(data, tokens)]
+    operands = [data, tokens, weights, *marks(way.group, data, tokens)]
     recv, recv_weight = call("dispatch", recv_results(way, tokens, weights), operands, way.group)
     return recv, recv_weight
 
 
 def dispatch_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
     """Nothing is saved but the plan."""
-    return dispatch_rows(way, data, tokens, weights), data
+    return dispatch_rows.fun(way, data, tokens, weights), data
 
 
 def rows_home(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -202,7 +208,7 @@ def rows_home(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any
     d_recv, d_recv_weight = gradients
     d_tokens = Spec((way.num_tokens, d_recv.shape[1]), d_recv.dtype)
     d_weights = Spec((way.num_tokens, way.layer.top_k), jnp.float32)
-    operands = [data, d_recv, d_recv_weight, site(data, d_recv)]
+    operands = [data, d_recv, d_recv_weight, *marks(way.group, data, d_recv)]
     results = [d_tokens, None if d_recv_weight is None else d_weights]
     out = call("dispatch_backward", results, operands, way.group)
     return out[0], out[1]
@@ -236,7 +242,7 @@ def dispatch(
 def check_layout(layer: Layer, layout: str, other: str) -> None:
     """Each layout has a dispatch of its own."""
     if layer.layout != layout:
-        raise ValueError(f"layout {layer.layout!r}: {layout!r} is needed here, else {other}")
+        raise EpicArgumentError(f"layout {layer.layout!r}: {layout!r} is needed here, else {other}")
 
 
 def dispatch_inputs(plan: Plan, tokens: Any, weights: Any) -> list[Any]:
@@ -257,13 +263,13 @@ def dispatch_flat_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[
     choices = (way.capacity, way.layer.top_k)
     results: list[Spec | None] = [Spec((way.capacity, tokens.shape[1]), tokens.dtype)]
     results += [None if weights is None else Spec(choices, jnp.float32), Spec(choices, jnp.int32)]
-    operands = [data, tokens, weights, site(data, tokens)]
+    operands = [data, tokens, weights, *marks(way.group, data, tokens)]
     return tuple(call("dispatch_flat", results, operands, way.group))
 
 
 def dispatch_flat_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
     """Nothing is saved but the plan."""
-    return dispatch_flat_rows(way, data, tokens, weights), data
+    return dispatch_flat_rows.fun(way, data, tokens, weights), data
 
 
 def dispatch_flat_backward(way: Way, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -290,8 +296,7 @@ BLOCKS = {"1x128": (1, 128, jnp.float32), "1x32": (2, 32, jnp.uint8)}
 
 def check_block(block: str) -> None:
     """One that the core knows."""
-    if block not in BLOCKS:
-        raise ValueError(f"block {block!r}: one of {', '.join(BLOCKS)} is needed")
+    word("block", block, BLOCKS)
 
 
 def dispatch_quantised(
@@ -315,7 +320,7 @@ def quantised(way: Way, block: str, data: Any, rows: Any, weights: Any) -> tuple
     results: list[Spec | None] = [Spec((slots, hidden), jnp.float8_e4m3fn)]
     results += [Spec((slots, -(-hidden // size)), scale_type)]
     results += [None if weights is None else Spec((slots,), jnp.float32)]
-    operands = [data, rows, weights, site(data, rows)]
+    operands = [data, rows, weights, *marks(way.group, data, rows)]
     out = call("dispatch_quantised", results, operands, way.group, quantise=kind)
     return out[0], out[1], out[2]
 
@@ -341,7 +346,7 @@ def dispatch_rounded_forward(
     way: Way, block: str, data: Any, tokens: Any, weights: Any
 ) -> tuple[Any, Any]:
     """Nothing is saved but the plan."""
-    return dispatch_rounded(way, block, data, tokens, weights), data
+    return dispatch_rounded.fun(way, block, data, tokens, weights), data
 
 
 def dispatch_rounded_backward(way: Way, _: str, data: Any, gradients: Any) -> tuple[Any, ...]:
@@ -362,7 +367,7 @@ def plan_dispatch_rows(
     """plan_dispatch on checked arrays; ints: choices, table, channel, and what to wait for."""
     chosen, table, number, *after = ints
     results = plan_results(way, table is not None, local) + recv_results(way, tokens, weights)
-    operands = [chosen, table, tokens, weights, site(chosen, tokens), number, *after]
+    operands = [chosen, table, tokens, weights, *marks(way.group, chosen, tokens), number, *after]
     return tuple(call("plan_dispatch", results, operands, way.group, **plan_attributes(way)))
 
 
@@ -370,7 +375,7 @@ def plan_dispatch_forward(
     way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
 ) -> tuple[Any, Any]:
     """The plan and the integers' shapes are saved."""
-    out = plan_dispatch_rows(way, local, ints, tokens, weights)
+    out = plan_dispatch_rows.fun(way, local, ints, tokens, weights)
     return out, (out[0], ints)
 
 
@@ -402,6 +407,7 @@ def plan_dispatch(
     check_layout(layer, "expert_major", "plan and dispatch_flat")
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
     local = num_local(way, rank_of_expert, num_local_experts)
+    rank_of_expert = placement.table(group, layer, rank_of_expert)
     rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
     check_floats("tokens", rows)
     weights = as_weights("weights", weights, (way.num_tokens, layer.top_k))
@@ -420,13 +426,13 @@ def plan_dispatch(
 def combine_rows(way: Way, data: Any, rows: Any, slot_weights: Any) -> Any:
     """combine on checked arrays."""
     out = Spec((way.num_tokens, rows.shape[1]), rows.dtype)
-    operands = [data, rows, slot_weights, site(data, rows)]
+    operands = [data, rows, slot_weights, *marks(way.group, data, rows)]
     return call("combine", [out], operands, way.group)[0]
 
 
 def combine_forward(way: Way, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
     """Rows are needed again only for the weights' gradient."""
-    out = combine_rows(way, data, rows, slot_weights)
+    out = combine_rows.fun(way, data, rows, slot_weights)
     return out, (data, None if slot_weights is None else rows, slot_weights)
 
 
@@ -435,7 +441,7 @@ def combine_backward(way: Way, saved: tuple[Any, Any, Any], d_out: Any) -> tuple
     data, rows, slot_weights = saved
     d_rows = Spec((way.capacity, d_out.shape[1]), d_out.dtype)
     d_weights = None if slot_weights is None else like(slot_weights)
-    operands = [data, d_out, rows, slot_weights, site(data, d_out)]
+    operands = [data, d_out, rows, slot_weights, *marks(way.group, data, d_out)]
     out = call("combine_backward", [d_rows, d_weights], operands, way.group)
     return no_gradient(data), out[0], out[1]
 
@@ -461,7 +467,7 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> Any:
     """sum on a flat float32 array; ints: channel, and what to wait for."""
-    operands = [x, site(x), *ints]
+    operands = [x, *marks(group, x), *ints]
     return call("sum", [like(x)], operands, group, aliases={0: 0}, order=order)[0]
 
 
@@ -484,6 +490,6 @@ def sum(group: Group, x: Any, *, tree: bool = False, channel: Any = None, after:
     binary tree."""
     x = jnp.asarray(x)
     if x.dtype != jnp.float32:
-        raise TypeError(f"x: dtype {x.dtype}: float32 is needed")
+        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
     flat, *ints = spread_all(group, x.reshape(-1), channel_of(channel), *calm(after))
     return sum_array(group, int(tree), flat, tuple(ints)).reshape(x.shape)

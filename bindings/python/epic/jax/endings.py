@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When this process ends, or is told to: the other ranks know at once.
+
+At exit JAX waits for the other processes, which would wait for this one until their deadline; so
+the groups are ended first.  And a main thread that waits inside of XLA gets no KeyboardInterrupt,
+so a thread of ours ends what it waits for.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+GRACE = 0.25  # seconds that the main thread has to take an interrupt by itself
+STEP = 0.01
+
+Abort = Callable[[str], None]
+
+
+def why(error: BaseException) -> str:
+    """For the peers."""
+    text = str(error).splitlines()
+    kind = type(error).__name__
+    return f"its process ends with {kind}: {text[0]}" if text else f"its process ends with {kind}"
+
+
+def main_is_alive(library: ctypes.CDLL) -> bool:
+    """Does the main thread run Python, or soon?"""
+    flag = ctypes.c_int()
+    call = ctypes.cast(library.epic_jax_main_is_alive, ctypes.c_void_p)
+    kept.append(flag)  # the call may come after the grace
+    if ctypes.pythonapi.Py_AddPendingCall(call, ctypes.byref(flag)):
+        return True
+    end = time.monotonic() + GRACE
+    while not flag.value and time.monotonic() < end:
+        time.sleep(STEP)
+    return bool(flag.value)
+
+
+kept: list[ctypes.c_int] = []
+
+
+def watch(library: ctypes.CDLL, pipe: int, abort: Abort) -> None:
+    """Ends the groups at an interrupt that cannot land otherwise.  Who handles SIGINT in a way of
+    his own is left alone."""
+    while os.read(pipe, 1):
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            continue
+        if not main_is_alive(library):
+            abort("its process was interrupted (SIGINT)")
+
+
+def start_watch(library: ctypes.CDLL, abort: Abort) -> None:
+    """The thread, where Python handles SIGINT."""
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    if library.epic_jax_watch_interrupts(told):
+        os.close(heard)
+        os.close(told)
+        return
+    threading.Thread(target=watch, args=(library, heard, abort), daemon=True).start()
+
+
+def at_exit(owner: int, abort: Abort, close: Callable[[], None]) -> None:
+    """With an exception nobody is waited for; without, what is in flight ends first."""
+    if os.getpid() != owner:
+        return  # a fork: the groups are its parent's
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is not None:
+        abort(why(error))
+        return
+    with contextlib.suppress(Exception):
+        close()
+
+
+begun = threading.Lock()  # taken for good
+
+
+def begin(library: ctypes.CDLL, abort: Abort, close: Callable[[], None]) -> None:
+    """Once, when the first group is opened: what is registered last runs first at exit."""
+    if begun.acquire(blocking=False):
+        atexit.register(at_exit, os.getpid(), abort, close)
+        start_watch(library, abort)

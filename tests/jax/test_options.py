@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options are checked when they are made, and all exceptions are of one family."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import epic
+import epic.jax
+from epic.jax import Experts, Layer, Moe, Router, Tcp
+
+LAYER, ROUTER = Layer(8, 2), Router(8, 2)
+EXPERTS = Experts(hidden=16, inner=12)
+MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
+    (LAYER, {"overflow": "dorp"}, r"overflow 'dorp': one of error, drop.*did you mean 'drop'"),
+    (LAYER, {"sum_order": "trees"}, "did you mean 'tree'"),
+    (LAYER, {"layout": 1}, "layout 1: one of expert_major, flat is needed$"),
+    (LAYER, {"num_experts": 0}, "num_experts is 0"),
+    (LAYER, {"num_experts": 8.5}, "num_experts 8.5: an integer from 0"),
+    (LAYER, {"num_experts": -1}, "num_experts -1"),
+    (LAYER, {"num_experts": "8"}, "num_experts '8'"),
+    (LAYER, {"num_experts": 1 << 32}, "num_experts 4294967296"),
+    (LAYER, {"top_k": 65}, "top_k is 65: 1 to 64"),
+    (LAYER, {"alignment": 1 << 21}, "alignment is 2097152"),
+    (LAYER, {"expert_capacity": 4}, "expert_capacity is 4"),
+    (LAYER, {"leaves": 2}, "leaves is 2"),
+    (LAYER, {"sum_order": "tree", "leaves": 3}, "leaves is 3"),
+    (LAYER, {"partial_type": "float23"}, "partial_type 'float23'.*did you mean 'float32'"),
+    (LAYER, {"partial_type": "bfloat16"}, "partial_type is"),
+    (ROUTER, {"score": "softmaxx"}, "score 'softmaxx'.*did you mean 'softmax'"),
+    (ROUTER, {"top_k": 9}, "top_k is 9"),
+    (ROUTER, {"normalise": True}, "normalise True: one of none, sum, clamped"),
+    (ROUTER, {"scale": float("nan")}, "scale nan: a finite number"),
+    (ROUTER, {"scale": "1"}, "scale '1'"),
+    (ROUTER, {"num_groups": 3, "topk_groups": 1}, "num_groups is 3"),
+    (EXPERTS, {"activation": "swish"}, "activation 'swish': one of silu"),
+    (EXPERTS, {"hidden": 0}, "hidden 0: an integer from 1"),
+    (EXPERTS, {"inner": -4}, "inner -4"),
+    (EXPERTS, {"num_local_experts": 2, "ungated": 2}, "ungated is 2"),
+    (EXPERTS, {"weighting": "soon"}, "weighting 'soon'"),
+]
+
+
+@pytest.mark.parametrize(("good", "wrong", "sentence"), MISTAKES, ids=lambda x: str(x)[:40])
+def test_a_mistake(good: Any, wrong: dict[str, Any], sentence: str) -> None:
+    """Said where it is made: the field, its value, the rule."""
+    with pytest.raises(epic.EpicArgumentError, match=sentence):
+        replace(good, **wrong)
+
+
+MOE = Moe(LAYER, ROUTER, EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"router": Router(4, 2)}, "layer.num_experts 8, router.num_experts 4"),
+        ({"router": Router(8, 1)}, "layer.top_k 2, router.top_k 1"),
+        ({"layer": Layer(8, 2, layout="flat")}, "layer.layout 'flat'"),
+        ({"shared": Experts(hidden=8, inner=12)}, "shared.hidden 8, experts.hidden 16"),
+        ({"shared": Experts(2, 16, 12)}, "shared.num_local_experts 2"),
+        ({"capacity": 0}, "capacity 0: an integer from 1"),
+        ({"balance_coeff": float("inf")}, "balance_coeff inf"),
+        ({"sequence_tokens": -1}, "sequence_tokens -1"),
+        ({"quantise": "1x64"}, "quantise '1x64': one of 1x128, 1x32"),
+        ({"layer": ROUTER}, "layer: an epic.jax.Layer is needed"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_a_layer_of_parts_that_do_not_fit(wrong: dict[str, Any], sentence: str) -> None:
+    """What its parts say twice must agree."""
+    with pytest.raises(epic.EpicArgumentError, match=sentence):
+        replace(MOE, **wrong)
+
+
+def test_a_port() -> None:
+    """Of a meeting."""
+    with pytest.raises(epic.EpicArgumentError, match="port 65536: 1 to 65535"):
+        Tcp(port=65536)
+
+
+def test_one_family() -> None:
+    """EpicError is all of them; an argument's is a ValueError too; each has its code."""
+    argument, unsupported = epic.EpicArgumentError("a"), epic.EpicUnsupportedError("b")
+    group = epic.EpicError("EPIC_EPEER", "rank 3 is gone")
+    assert isinstance(argument, epic.EpicError) and isinstance(argument, ValueError)
+    assert isinstance(unsupported, epic.EpicError) and isinstance(unsupported, NotImplementedError)
+    assert not isinstance(group, ValueError)
+    assert [e.code for e in (argument, unsupported, group)] == [
+        "EPIC_EINVAL",
+        "EPIC_ENOTSUP",
+        "EPIC_EPEER",
+    ]
+    assert [str(e) for e in (argument, unsupported, group)] == [
+        "a",
+        "b",
+        "EPIC_EPEER: rank 3 is gone",
+    ]
+
+
+def test_dtypes_are_values_too() -> None:
+    """What was a TypeError is of the family."""
+    with pytest.raises(epic.EpicArgumentError, match="float type"):
+        epic.jax.route(ROUTER, jnp.zeros((3, 8), jnp.int32))
+    with pytest.raises(epic.EpicArgumentError, match="all weights have one dtype"):
+        weights = epic.jax.ExpertWeights(jnp.zeros((1, 16, 24)), jnp.zeros((1, 12, 16), "bfloat16"))
+        counts = jnp.zeros(1, jnp.int32)
+        epic.jax.experts(EXPERTS, jnp.zeros((2, 16)), counts, counts, weights)
+
+
+def test_options_are_values() -> None:
+    """Equal by content, also with numpy's integers; static arguments of jitted functions."""
+    eight: Any = np.int32(8)
+    assert Layer(eight, 2) == LAYER and hash(Layer(eight, 2)) == hash(LAYER)
+    assert Layer(eight, 2).numbers() == LAYER.numbers()
+    assert Router(8, 2, scale=2).numbers()["scale"] == 2.0
