@@ -24,7 +24,7 @@ all: setup-build
 	@$(call BUILD,build)
 
 test: setup-test test-format test-gcc test-clang test-asan test-tsan test-valgrind \
-    test-jax-quick
+    test-fuzz test-jax-quick
 	@echo "== make test: all parts passed"
 
 setup-build setup-test setup-demo: setup-%:
@@ -88,4 +88,4 @@ clean:
 
 , := ,
 
--include gpu.mk jax.mk
+-include gpu.mk jax.mk fuzz.mk

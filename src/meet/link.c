@@ -23,7 +23,8 @@ static bool digest_of(const epic_secret *secret, const void *bytes, size_t lengt
     const uint64_t sum = secret == NULL ? epic_wire_checksum(bytes, length) : 0;
     memset(digest, 0, WIRE_TAG);
     memcpy(digest, &sum, sizeof sum);
-    return secret == NULL || epic_secret_digest(secret, length > 0 ? bytes : "", length, digest);
+    return secret == NULL ||
+           epic_secret_digest(secret, length > 0 ? bytes : "", length, digest);
 }
 
 epic_frame epic_link_frame(const epic_secret *secret, epic_result result, uint64_t sequence,

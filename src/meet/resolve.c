@@ -106,8 +106,7 @@ static bool await(query *q, int64_t end)
                                    .tv_nsec = (long)(end % 1000) * 1000000};
     pthread_mutex_lock(&q->mutex);
     int late = 0;
-    while (!q->done && late == 0)
-        late = pthread_cond_timedwait(&q->changed, &q->mutex, &limit);
+    while (!q->done && late == 0) late = pthread_cond_timedwait(&q->changed, &q->mutex, &limit);
     const bool done = q->done;
     if (!done) stay_loaded();
     q->left = !done;

@@ -43,8 +43,7 @@ static void *run_rank(void *self)
             s->wrong_bytes |= all[i] != 16 * (i / BYTES) + g;
         s->gathers += s->result == EPIC_OK;
     }
-    if (s->result != EPIC_OK)
-        snprintf(s->sentence, sizeof s->sentence, "%s", epic_error(NULL));
+    if (s->result != EPIC_OK) snprintf(s->sentence, sizeof s->sentence, "%s", epic_error(NULL));
     epic_meet_close(&meet);
     return NULL;
 }
@@ -152,15 +151,24 @@ static void spoil(way *w, message *m, int number)
     message next;
     w->r->used = true;
     switch (w->r->what) {
-    case FLIP: m->bytes[w->r->byte % m->length] ^= 4; break;
-    case REPEAT: write_all(w->to, m->bytes, m->length); break;
+    case FLIP:
+        m->bytes[w->r->byte % m->length] ^= 4;
+        break;
+    case REPEAT:
+        write_all(w->to, m->bytes, m->length);
+        break;
     case SWAP:
         if (!read_message(w, number + 1, &next)) return;
         write_all(w->to, next.bytes, next.length);
         break;
-    case DROP: return;
-    case CUT: m->length /= 2; break;
-    case REFLECT: write_all(w->from, m->bytes, m->length); return;
+    case DROP:
+        return;
+    case CUT:
+        m->length /= 2;
+        break;
+    case REFLECT:
+        write_all(w->from, m->bytes, m->length);
+        return;
     }
     write_all(w->to, m->bytes, m->length);
     if (w->r->what == CUT) shutdown(w->to, SHUT_WR);
@@ -213,13 +221,13 @@ static void meet_through(relay *r)
     r->used = r->over = false;
     r->listener = listen_at(&port);
     for (int i = 0; i < 2; i++) {
-        seats[i].tcp = (epic_tcp){.secret = "hush",
-                                  .rank = i,
-                                  .num_ranks = 2,
-                                  .port = i == 0 ? r->to : port,
-                                  /* whose entry is spoiled knocks till the end */
-                                  .timeout_ms = r->from_zero && r->message == 1 ? 1000
-                                                                                : PATIENCE_MS};
+        seats[i].tcp =
+            (epic_tcp){.secret = "hush",
+                       .rank = i,
+                       .num_ranks = 2,
+                       .port = i == 0 ? r->to : port,
+                       /* whose entry is spoiled knocks till the end */
+                       .timeout_ms = r->from_zero && r->message == 1 ? 1000 : PATIENCE_MS};
     }
     pthread_create(&relaying, NULL, run_relay, r);
     for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, run_rank, &seats[i]);
