@@ -129,9 +129,13 @@ void script_play(script *s, int socket)
     while (s->left > 0) {
         size_t length;
         switch (script_byte(s) % 5) {
-        case 0: put_hello(s, socket); break;
+        case 0:
+            put_hello(s, socket);
+            break;
         case 1:
-        case 2: put_frame(s, socket); break;
+        case 2:
+            put_frame(s, socket);
+            break;
         case 3:
             length = script_byte(s);
             const uint8_t *bytes = take(s, &length);
