@@ -75,7 +75,7 @@ static epic_result choose(const epic_backend **out, const epic_peer *peers,
         snprintf(why, sizeof why, "%s", epic_sentence());
     else if ((*out)->can_join(peers, (int)config->num_ranks, config, why))
         return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; mpi: %.140s", reasons,
+    return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; mpi: %.250s", reasons,
                      why);
 }
 

@@ -28,7 +28,7 @@
 #define DEAD_NAME "nobody-answers.invalid"
 
 static _Thread_local const char *own_name; /* of this host; NULL: other */
-static atomic_int num_dead; /* questions that are held up */
+static atomic_int num_dead;                /* questions that are held up */
 static atomic_bool release_dead;
 
 int getaddrinfo(const char *name, const char *service, const struct addrinfo *hints,
@@ -166,8 +166,8 @@ static void expect(const epic_tcp *tcp, epic_result result, const char *words, i
     const int64_t begin = epic_meet_now();
     const epic_result got = epic_meet_tcp(&meet, tcp, sizeof *tcp);
     const int64_t ms = epic_meet_now() - begin;
-    CHECK_SAY(got == result && strstr(epic_error(NULL), words), "%s: %s",
-              epic_result_name(got), epic_error(NULL));
+    CHECK_SAY(got == result && strstr(epic_error(NULL), words), "%s: %s", epic_result_name(got),
+              epic_error(NULL));
     CHECK_SAY(ms >= least_ms && ms <= most_ms, "%lld ms: %s", (long long)ms, epic_error(NULL));
     epic_meet_close(&meet);
 }
