@@ -10,6 +10,8 @@ purpose=${1:-test}
 have() { command -v "$1" >/dev/null 2>&1; }
 header() { printf '#include <%s>\n' "$1" | "${CC:-cc}" -E - >/dev/null 2>&1; }
 
+fuzzer() { ls "$(clang -print-resource-dir 2>/dev/null)"/lib/*/libclang_rt.fuzzer* >/dev/null 2>&1; }
+
 look() {
     required= optional=
     have "${CC:-cc}" || required="$required gcc"
@@ -23,6 +25,7 @@ look() {
     have g++ || optional="$optional g++"
     have clang-format-14 || optional="$optional clang-format-14"
     have clang || optional="$optional clang"
+    fuzzer || optional="$optional libclang-rt-dev"
     have valgrind || optional="$optional valgrind libc6-dbg"
     python3 -c 'import ensurepip, venv' 2>/dev/null || optional="$optional python3-venv"
     { have mpicc && have mpiexec; } || optional="$optional libopenmpi-dev openmpi-bin"

@@ -39,7 +39,7 @@ typedef struct opening {
     shm_lines *lines;
     const epic_join *join;
     card *cards;          /* [num_ranks] */
-    struct pollfd *polls; /* [num_polls] listener, guests, lines */
+    struct pollfd *polls; /* [num_polls] listener, guests, lines; and as many for poll() */
     int *guests;          /* [num_guests] sockets not yet known to be a rank's; -1: none */
     int num_guests;
     int num_polls;
@@ -93,6 +93,19 @@ static int hear(const opening *o, int fd, int *memory)
 
 /* -------------------------------------------------------------------------- waiting ---- */
 
+/* poll() refuses more entries than there may be descriptors, also empty ones: those are left out. */
+static int poll_open(opening *o, int ms)
+{
+    struct pollfd *some = o->polls + o->num_polls;
+    nfds_t count = 0;
+    for (int i = 0; i < o->num_polls; i++)
+        if (o->polls[i].fd >= 0) some[count++] = o->polls[i];
+    const int got = poll(some, count, ms);
+    for (int i = 0; i < o->num_polls; i++)
+        o->polls[i].revents = got > 0 && o->polls[i].fd >= 0 ? (some++)->revents : 0;
+    return got;
+}
+
 /* EPIC_OK: something may have come, or it is time to look.  A line that hangs up ends the
  * opening. */
 static epic_result await_polls(opening *o, const char *what)
@@ -102,8 +115,7 @@ static epic_result await_polls(opening *o, const char *what)
         return epic_fail(EPIC_ETIMEOUT, "shm: %s did not come within %u ms", what,
                          o->join->config->timeout_ms);
     const uint64_t ms = (o->deadline_ns - now) / 1000000 + 1;
-    const int got = poll(o->polls, (nfds_t)o->num_polls, ms < LOOK_MS ? (int)ms : LOOK_MS);
-    if (got < 0 && errno == EINVAL) errno = EMFILE; /* more entries than files may be open */
+    const int got = poll_open(o, ms < LOOK_MS ? (int)ms : LOOK_MS);
     if (got < 0 && errno != EINTR) return greeting_refused("poll");
     const struct pollfd *lines = o->polls + 1 + o->num_guests;
     for (int r = 0; got > 0 && r < o->lines->num_ranks; r++)
@@ -336,7 +348,7 @@ static epic_result allocate(opening *o, bool ready)
     o->num_guests = n + MORE_GUESTS;
     o->num_polls = 1 + o->num_guests + n;
     o->missing = n - 1 - o->lines->rank;
-    o->polls = calloc((size_t)o->num_polls, sizeof *o->polls);
+    o->polls = calloc(2 * (size_t)o->num_polls, sizeof *o->polls);
     o->guests = malloc((size_t)o->num_guests * sizeof *o->guests);
     for (int i = 0; o->guests && i < o->num_guests; i++) o->guests[i] = -1;
     if (o->polls && o->guests) return EPIC_OK;
