@@ -111,10 +111,9 @@ static epic_result break_group(exchange *x, epic_result result, const uint64_t *
 
 /* A peer that is gone and owes us something is EPIC_EPEER; what it sent before it went may have
  * arrived just now, so it is judged only when seen gone twice with no movement between. */
-static epic_result check_peers(exchange *x)
+static epic_result check_peers(exchange *x, uint64_t now, bool late)
 {
-    const uint64_t now = now_ns();
-    if (!x->peer_gone && now - x->looked_ns < LOOK_NS) return EPIC_OK;
+    if (!late && !x->peer_gone && now - x->looked_ns < LOOK_NS) return EPIC_OK;
     x->looked_ns = now;
     uint64_t gone[RANK_WORDS] = {0};
     bool any = false, closed = false;
@@ -149,10 +148,11 @@ static epic_result timed_out(exchange *x)
 static epic_result wait_in(exchange *x, int cell)
 {
     TRY(group_failure(x));
-    TRY(check_peers(x));
     const uint64_t now = now_ns();
     if (!x->deadline_ns) x->deadline_ns = now + x->timeout_ns;
-    if (now >= x->deadline_ns) return timed_out(x);
+    const bool late = now >= x->deadline_ns;
+    TRY(check_peers(x, now, late));
+    if (late && !x->peer_gone) return timed_out(x); /* else the next look tells */
     uint64_t ms = (x->deadline_ns - now) / 1000000 + 1;
     if (ms > MAX_SLEEP_MS) ms = MAX_SLEEP_MS;
     if (x->peer_gone) ms = 1;

@@ -247,7 +247,7 @@ static bool awaits_the_gone(epic_group *group, const waiting *w, int64_t now)
 {
     lives_look(group, now);
     for (int r = 0; r < group->num_ranks; r++)
-        if (has_rank(w->waits_for, r) && lives_is_gone(group, r, now)) return true;
+        if (has_rank(w->waits_for, r) && lives_is_gone(group, r)) return true;
     return false;
 }
 

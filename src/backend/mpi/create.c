@@ -53,7 +53,7 @@ static int first_dead(epic_group *group)
     const int64_t now = clock_ns();
     lives_look(group, now);
     for (int r = 0; r < group->num_ranks; r++)
-        if (lives_is_gone(group, r, now)) return r;
+        if (lives_is_gone(group, r)) return r;
     return -1;
 }
 

@@ -84,7 +84,7 @@ typedef struct peer {
     early_note *early;  /* [max_early] */
     uint32_t operation; /* of its last note, 0: none yet */
     uint64_t tag, place;
-    int64_t died_ns; /* when its process was first seen to have ended; 0: it lives */
+    bool dead; /* its process has ended */
 } peer;
 
 /* What a peer last said, to the exchange of one cell. */
@@ -245,8 +245,8 @@ void mpi_look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic_si
 
 /* lives.c.  The mutex is held. */
 void lives_watch(epic_group *group, const epic_peer *peers);
-void lives_look(epic_group *group, int64_t now); /* now and then; else it does nothing */
-bool lives_is_gone(const epic_group *group, int peer, int64_t now); /* closed, or dead */
+void lives_look(epic_group *group, int64_t now);       /* now and then; else it does nothing */
+bool lives_is_gone(const epic_group *group, int peer); /* closed, or dead */
 void lives_unwatch(epic_group *group);
 
 /* cells.c */

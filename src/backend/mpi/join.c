@@ -11,6 +11,7 @@
 #define SENTENCE 256
 #define CREATE_TAGS 32768 /* MPI promises at least 32767 as the largest tag */
 #define CANCEL_NS 20000000
+#define SETTLE_NS 100000000
 
 /* ----------------------------------------------------------------------------- can_join ---- */
 
@@ -218,12 +219,16 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
 
 /* -------------------------------------------------------------------------------- leave ---- */
 
-static bool any_dead(epic_group *group)
+/* *since: when one was first seen dead.  Its closing may still be on its way. */
+static bool any_dead(epic_group *group, int64_t *since)
 {
     const int64_t now = clock_ns();
     lives_look(group, now);
     for (int r = 0; r < group->num_ranks; r++)
-        if (!group->peers[r].closed && lives_is_gone(group, r, now)) return true;
+        if (!group->peers[r].closed && lives_is_gone(group, r)) {
+            if (!*since) *since = now;
+            return now - *since >= SETTLE_NS;
+        }
     return false;
 }
 
@@ -231,13 +236,14 @@ static bool any_dead(epic_group *group)
 static bool flush(epic_group *group)
 {
     const int64_t end = clock_ns() + group->timeout_ns;
+    int64_t dead_since = 0;
     for (;;) {
         pthread_mutex_lock(group->mutex);
         if (!is_broken(group)) control_progress(group);
         if (!is_broken(group)) cells_drain(group);
         const bool broken = is_broken(group);
         const bool done = !broken && group->num_draining == 0 && control_sent(group);
-        const bool over = broken || any_dead(group) || clock_ns() >= end;
+        const bool over = broken || any_dead(group, &dead_since) || clock_ns() >= end;
         pthread_mutex_unlock(group->mutex);
         if (done) return true;
         if (over) return false;

@@ -11,8 +11,7 @@
 #include "backend/mpi/group.h"
 #include "core/process.h"
 
-#define PACE_NS 10000000   /* between two looks */
-#define SETTLE_NS 50000000 /* what a peer sent before it died may still be on its way */
+#define PACE_NS 5000000 /* between two looks */
 
 void lives_watch(epic_group *group, const epic_peer *peers)
 {
@@ -22,13 +21,13 @@ void lives_watch(epic_group *group, const epic_peer *peers)
         if (r == group->rank || !near) continue;
         errno = 0;
         group->lives[r].fd = process_watch(peers[r].pid);
-        if (group->lives[r].fd < 0 && errno == ESRCH) group->peers[r].died_ns = clock_ns();
+        if (group->lives[r].fd < 0 && errno == ESRCH) group->peers[r].dead = true;
     }
 }
 
-static void bury(epic_group *group, int peer, int64_t now)
+static void bury(epic_group *group, int peer)
 {
-    group->peers[peer].died_ns = now;
+    group->peers[peer].dead = true;
     close(group->lives[peer].fd);
     group->lives[peer].fd = -1;
 }
@@ -39,13 +38,13 @@ void lives_look(epic_group *group, int64_t now)
     group->lives_seen_ns = now;
     if (poll(group->lives, (nfds_t)group->num_ranks, 0) <= 0) return;
     for (int r = 0; r < group->num_ranks; r++)
-        if (group->lives[r].fd >= 0 && group->lives[r].revents) bury(group, r, now);
+        if (group->lives[r].fd >= 0 && group->lives[r].revents) bury(group, r);
 }
 
-bool lives_is_gone(const epic_group *group, int peer, int64_t now)
+/* What it sent before it died is on this host already; the exchange looks twice. */
+bool lives_is_gone(const epic_group *group, int peer)
 {
-    const struct peer *p = &group->peers[peer];
-    return p->closed || (p->died_ns && now - p->died_ns >= SETTLE_NS);
+    return group->peers[peer].closed || group->peers[peer].dead;
 }
 
 void lives_unwatch(epic_group *group)

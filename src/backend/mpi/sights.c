@@ -33,7 +33,7 @@ static bool is_fresh(const sight *s, int64_t now)
 static void ask(epic_group *group, cell *c, int to, int64_t now)
 {
     sight *s = &c->sights[to];
-    if (to == group->rank || lives_is_gone(group, to, now) || is_broken(group)) return;
+    if (to == group->rank || lives_is_gone(group, to) || is_broken(group)) return;
     if (s->asked && now - s->asked_ns < SILENT_NS) return;
     if (!s->asked && s->answered_ns && now - s->answered_ns < AGAIN_NS) return;
     letter *l = free_letter(group);
@@ -163,7 +163,7 @@ void mpi_look(epic_group *group, int from, uint64_t tag, uint64_t place, epic_si
     out->came = has_come(group, from, c, tag, place);
     lives_look(group, now);
     out->closed = group->peers[from].closed;
-    out->gone = lives_is_gone(group, from, now);
+    out->gone = lives_is_gone(group, from);
     tell_note(group, from, out);
     if (c && c->sights[from].answered_ns)
         tell_answer(&c->sights[from].answer, is_fresh(&c->sights[from], now), out);
