@@ -24,7 +24,7 @@ configure OFF "$here/bin"
 for part in 'emulated\.' 'conformance\.mpi\.' epic_cuda; do
     if grep -q "$part" "$here/parts"; then echo "the bare machine has $part"; failed=1; fi
 done
-for words in 'C++ compiler' MPI nvcc; do
+for words in 'C++ compiler' MPI nvcc OpenBLAS; do
     grep -q "^-- left out: .*$words" "$here/log" || { echo "no word of $words"; failed=1; }
 done
 
@@ -42,5 +42,9 @@ check() { # part, programs that it takes
 check 'emulated\.' g++
 check 'conformance\.mpi\.' mpicc mpiexec
 check epic_cuda nvcc
+if ldconfig -p 2>/dev/null | grep -q 'libopenblas\.so\.0' && grep -q OpenBLAS "$here/log"; then
+    echo "OpenBLAS: not there in spite of libopenblas.so.0"
+    failed=1
+fi
 echo "$num_installed of 3 appeared"
 exit $failed
