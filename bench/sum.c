@@ -113,8 +113,11 @@ static void measure(seat *s, int count)
             if (is_possible(s->o, (enum kind)k))
                 best[k] = fmin(best[k], time_calls(s, (enum kind)k, count));
     if (s->rank != 0) return;
-    printf("%8d %12.2f %12.2f %12.2f %9.1f x\n", count, best[BY_RANK], best[TREE],
-           best[ALLREDUCE], best[BY_RANK] / best[ALLREDUCE]);
+    printf("%8d", count);
+    for (int k = 0; k < NUM_KINDS; k++)
+        if (is_possible(s->o, (enum kind)k)) printf(" %12.2f", best[k]);
+    if (s->o->mpi) printf(" %9.1f x", best[BY_RANK] / best[ALLREDUCE]);
+    printf("\n");
     fflush(stdout);
 }
 
@@ -128,10 +131,12 @@ static void *run_rank(void *self)
     s->data = calloc(MAX_COUNT, sizeof *s->data);
     if (!s->data) fail("open", "no memory");
     if (s->rank == 0)
-        printf("%d ranks on %ld cores, backend %s, us a call, fastest of %d rounds\n%8s %12s "
-               "%12s %12s\n",
+        printf("%d ranks on %ld cores, backend %s, us a call, fastest of %d rounds\n%8s %12s"
+               "%s%s\n",
                s->o->ranks, sysconf(_SC_NPROCESSORS_ONLN), epic_backend_name(s->ctx),
-               s->o->rounds, "floats", "by rank", "tree", "Allreduce");
+               s->o->rounds, "floats", "by rank",
+               is_possible(s->o, TREE) ? "         tree" : "",
+               s->o->mpi ? "    Allreduce" : "");
     static const int counts[] = {1, 8, 64, 1024, 8192, MAX_COUNT};
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) measure(s, counts[i]);
     epic_close(s->ctx);

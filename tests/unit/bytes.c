@@ -138,6 +138,18 @@ static void count_gradients(counted *c)
     free(rows), free(d_tokens);
 }
 
+/* A short array rides in the notes. */
+static void count_sums(counted *c)
+{
+    float data[65] = {0};
+    for (int64_t n = 64; n <= 65; n++) {
+        const epic_sum_args a = {.data = data, .count = n};
+        const uint64_t before = epic_context_bytes_sent(c->ctx);
+        CHECK(epic_sum(c->ctx, &a, sizeof a) == EPIC_OK);
+        CHECK((sent_since(c, before) > 0) == (n == 65 && c->num_ranks > 1));
+    }
+}
+
 static void choose_experts(counted *c, uint64_t seed)
 {
     run_random random = {seed}; /* the same on all ranks */
@@ -169,6 +181,7 @@ static void count_all(const epic_meet *meet, void *self)
         count_dispatch(c, true);
         count_combine(c);
         count_gradients(c);
+        count_sums(c);
         free(c->plan);
     }
     epic_close(c->ctx);

@@ -57,9 +57,10 @@ struct epic_group {
     shared_layout layout;
     int rank;
     int num_ranks;
-    bool across;       /* processes: futexes are shared ones */
-    uint64_t slice_ns; /* longest sleep between two signs of life */
-    int spins;         /* looks at a bell before others get the core */
+    bool across;                         /* processes: futexes are shared ones */
+    uint64_t slice_ns;                   /* longest sleep between two signs of life */
+    int spins;                           /* looks at a bell before others get the core */
+    _Atomic uint64_t no_watch_before_ns; /* until then waiting threads sleep at once */
     _Atomic uint64_t bytes_sent;
     shared_exchange *exchanges; /* [num_cells] */
     shared_link *links;         /* [num_cells, num_ranks] */

@@ -16,6 +16,8 @@
 #include "backend/shared/shared.h"
 
 #define WATCH_NS 50000u
+#define LONG_NS 500000u /* for a moment; then */
+#define PAUSE_NS 50000000u
 
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, uint64_t ns)
 {
@@ -90,17 +92,22 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, ui
 }
 
 /* Sleeping and being woken costs more than a small operation takes, so the bell is watched for a
- * moment first.  Where ranks outnumber the cores, the one that will ring it may need ours. */
-static bool watch_bell(const epic_group *g, const shared_cell *cell)
+ * moment first.  Where ranks outnumber the cores, the one that will ring it may need ours.  Who
+ * gives it to a program that computes has it back after milliseconds, when a sleeper would have
+ * been woken at once: then nobody watches for a while. */
+static bool watch_bell(epic_group *g, const shared_cell *cell)
 {
-    const uint64_t stop = shared_now_ns() + WATCH_NS;
-    do {
+    const uint64_t begin = shared_now_ns();
+    uint64_t now = begin;
+    if (begin < load_relaxed(&g->no_watch_before_ns)) return false;
+    for (bool rung = false; !rung && now - begin < WATCH_NS; now = shared_now_ns()) {
         for (int i = 0; i < g->spins; i++)
             if (load_acquire(&cell->bell) == BELL_QUIET) return true;
         sched_yield();
-        if (load_acquire(&cell->bell) == BELL_QUIET) return true;
-    } while (shared_now_ns() < stop);
-    return false;
+        rung = load_acquire(&cell->bell) == BELL_QUIET;
+    }
+    if (now - begin > LONG_NS) store_relaxed(&g->no_watch_before_ns, now + PAUSE_NS);
+    return load_acquire(&cell->bell) == BELL_QUIET;
 }
 
 static void sleep_on_bell(epic_group *g, shared_cell *cell, const uint64_t *waits_for,
