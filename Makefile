@@ -88,4 +88,4 @@ clean:
 
 , := ,
 
--include gpu.mk jax.mk
+-include gpu.mk jax.mk mutants.mk
