@@ -99,4 +99,4 @@ clean:
 
 , := ,
 
--include gpu.mk jax.mk fuzz.mk
+-include gpu.mk jax.mk fuzz.mk mutants.mk

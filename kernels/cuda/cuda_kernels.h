@@ -46,8 +46,8 @@ typedef struct p2p_status {
     uint32_t reporter; /* rank that noticed */
     uint32_t culprits; /* a bit for each rank */
     uint32_t own_signature, peer_signature;
-    uint32_t dead; /* by the host: a bit for each rank whose process has ended */
-    uint32_t pad;
+    uint32_t dead;        /* by the host: a bit for each rank whose process has ended */
+    uint32_t deadline_ms; /* of the operation that broke */
     p2p_notice notices[P2P_NOTICES];
 } p2p_status;
 

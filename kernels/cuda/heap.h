@@ -62,7 +62,9 @@ typedef struct p2p_control {
     uint32_t round;   /* the epoch that CTAs may work in */
     uint32_t planned; /* epoch whose plan is complete */
     uint32_t claim;   /* 1: the status is written or being written */
-    uint32_t pad[11];
+    uint32_t pad;
+    uint64_t moved; /* when a wait of this rank last began, ns of its device's clock */
+    uint64_t pad2[4];
 } p2p_control;
 
 /* What travels fits one source's staging for at least one token of twice the widest row. */

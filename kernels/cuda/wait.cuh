@@ -26,8 +26,8 @@
 
 struct Now { /* the running operation, in shared memory */
     const p2p_seat *seat;
-    uint8_t *heap; /* this rank's */
-    uint64_t deadline;
+    uint8_t *heap;             /* this rank's */
+    mutable uint64_t deadline; /* of this CTA's waits, unless something moves on this rank */
     uint32_t epoch, signature;
     int32_t tokens, capacity, rows;    /* what this rank announces */
     uint32_t last;                     /* this CTA is the last to finish */
@@ -96,6 +96,7 @@ static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32
     status->culprits = word >> 16 & 0xffff;
     status->own_signature = now.signature;
     status->peer_signature = theirs;
+    status->deadline_ms = (uint32_t)(seat.timeout_ns / 1000000);
     __threadfence_system();
     *(volatile uint32_t *)&status->result = word & 15;
 #pragma unroll 1
@@ -134,16 +135,14 @@ __device__ __forceinline__ uint32_t told_waits(const Now &now, int rank)
     return stamped(now, said) ? (uint32_t)said : 0;
 }
 
-/* Tells every rank that this one, late in the operation, waits for a peer: it is not at fault
- * itself. */
-static __device__ void tell_wait(const Now &now, int peer)
+/* Tells every rank for whom this one, late in the operation, waits: it is not at fault itself.
+ * 0: for nobody any more. */
+static __device__ void tell_waits(const Now &now, uint32_t peers)
 {
     const p2p_seat &seat = *now.seat;
-    const uint32_t before = told_waits(now, seat.rank);
-    if (before >> peer & 1) return;
 #pragma unroll 1
     for (int q = 0; q < seat.num_ranks; q++)
-        store_relaxed(waits_of(now, seat.heap[q], seat.rank), stamp(now, before | 1u << peer));
+        store_relaxed(waits_of(now, seat.heap[q], seat.rank), stamp(now, peers));
 }
 
 /* Who keeps the group waiting: every rank that has not announced this epoch; or of those that were
@@ -190,18 +189,40 @@ __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t
     return word;
 }
 
-/* A spin asks from time to time: is there no more hope?  Who spins keeps all its registers, so this
- * does with few; why there is none, the end of the CTA finds out. */
-static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase)
+#ifndef SPINS_TO_ASK
+#define SPINS_TO_ASK 256u /* between two questions of a spin */
+#endif
+
+/* Late, as this CTA knows: is it too late?  What has moved elsewhere on this rank puts the deadline
+ * off. */
+static __device__ __noinline__ bool too_late(const Now &now, int peer)
+{
+    const p2p_seat &seat = *now.seat;
+    const uint64_t time = timer_ns(), moved = load_relaxed(&control_of(now)->moved);
+    const uint64_t deadline = max(now.deadline, moved + seat.timeout_ns);
+    const uint32_t told = told_waits(now, seat.rank);
+    now.deadline = deadline;
+    if (time > deadline) return true;
+    if (time <= deadline - seat.timeout_ns / 4) {
+        if (told) tell_waits(now, 0);
+    } else if (peer >= 0 && peer != seat.rank && !(told >> peer & 1)) {
+        tell_waits(now, told | 1u << peer);
+    }
+    return false;
+}
+
+/* A spin asks from time to time: is there no more hope?  `fresh`: for the first time, so the wait
+ * before it has ended, something has moved.  Who spins keeps all its registers, so this does with
+ * few; why there is none, the end of the CTA finds out. */
+static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase, bool fresh)
 {
     const p2p_seat &seat = *now.seat;
     const uint64_t time = timer_ns();
     uint32_t theirs;
-    const bool over = time > now.deadline || find_end(now, phase, theirs);
-    if (over)
-        atomicMax(&now.lost, LOST(peer, phase));
-    else if (time > now.deadline - seat.timeout_ns / 4 && peer >= 0 && peer != seat.rank)
-        tell_wait(now, peer);
+    if (fresh) store_relaxed(&control_of(now)->moved, time);
+    const bool late = time > now.deadline - seat.timeout_ns / 4;
+    const bool over = (late && too_late(now, peer)) || find_end(now, phase, theirs);
+    if (over) atomicMax(&now.lost, LOST(peer, phase));
     return over;
 }
 
@@ -232,7 +253,9 @@ __device__ __forceinline__ bool wait_until(const Now &now, const int &peer, int 
 {
     for (uint32_t spins = 1; !ready(); spins++) {
         if (spins > 4) __nanosleep(min(spins * 20, 400u));
-        if (spins % 256 == 0 && __any_sync(ALL_LANES, hopeless(now, peer, phase))) return false;
+        if (spins % SPINS_TO_ASK == 0 &&
+            __any_sync(ALL_LANES, hopeless(now, peer, phase, spins == SPINS_TO_ASK)))
+            return false;
     }
     return true;
 }
@@ -244,7 +267,8 @@ __device__ __forceinline__ bool wait_alone(const Now &now, const int &peer, int 
 {
     for (uint32_t spins = 1; !ready(); spins++) {
         if (spins > 4) __nanosleep(min(spins * 20, 400u));
-        if (spins % 256 == 0 && hopeless(now, peer, phase)) return false;
+        if (spins % SPINS_TO_ASK == 0 && hopeless(now, peer, phase, spins == SPINS_TO_ASK))
+            return false;
     }
     return true;
 }

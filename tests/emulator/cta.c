@@ -19,6 +19,7 @@
 #define ALL 0xffffffffu
 #define JUNK 0xcd
 #define YIELD_ONE_IN 256
+#define NAP_NS 20000 /* of a CTA all of whose threads nap */
 
 typedef struct copy { /* cp.async */
     const void *from;
@@ -54,6 +55,7 @@ typedef struct sm { /* a thread of the system, and the CTA that it runs */
     int alive, at_barrier, good, result;
     uint16_t queue[EMULATOR_MAX_THREADS]; /* a ring of those who may run */
     unsigned first, waiting, napping;
+    unsigned idle; /* turns in a row in which all napped */
     uint64_t random;
 } sm;
 
@@ -153,7 +155,11 @@ static void run_next(void)
         const bool all_nap = s->napping > s->waiting;
         next->napping = false;
         s->napping--;
-        if (all_nap && next->place.thread % EMULATOR_WARP == 0) sched_yield();
+        if (!all_nap) s->idle = 0;
+        if (all_nap && ++s->idle > s->waiting) {
+            s->idle = 0;
+            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+        }
     }
     switch_to(next);
 }
@@ -300,7 +306,7 @@ static void reset(sm *s, const launch *work, int cta)
     s->alive = work->threads;
     s->at_barrier = 0;
     s->good = 1;
-    s->first = s->waiting = s->napping = 0;
+    s->first = s->waiting = s->napping = s->idle = 0;
     memset(s->warps, 0, sizeof s->warps);
     memset(s->shared, JUNK, (size_t)work->shared_bytes);
     for (int i = 0; i < work->threads; i++) {
@@ -322,5 +328,6 @@ void run_cta(const launch *work, int cta)
     }
     reset(here, work, cta);
     if (_setjmp(here->home) != 1) run_next(); /* 2: a fiber has ended */
+    emulator_fence(0);
     emulator_here = NULL;
 }

@@ -24,6 +24,7 @@ typedef struct gpu {
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static gpu gpus[MAX_DEVICES];
+static int held[MAX_DEVICES]; /* guarded by mutex: CTAs of a kernel that may begin; 0: all */
 static __thread int device_now;
 static struct {
     const void *kernel;
@@ -56,14 +57,24 @@ int current_device(void)
 
 static running *with_work(const gpu *g)
 {
+    const int most = held[g - gpus];
     running *r = g->first;
-    while (r && r->begun == r->work->ctas) r = r->next;
+    while (r && (r->begun == r->work->ctas || (most && r->begun >= most))) r = r->next;
     return r;
+}
+
+void emulator_hold(int device, int ctas)
+{
+    pthread_mutex_lock(&mutex);
+    held[device] = ctas;
+    if (gpus[device].num_sms) pthread_cond_broadcast(&gpus[device].work);
+    pthread_mutex_unlock(&mutex);
 }
 
 static void *be_sm(void *self)
 {
     gpu *g = self;
+    device_now = (int)(g - gpus);
     pthread_mutex_lock(&mutex);
     for (;;) {
         running *r = with_work(g);

@@ -62,6 +62,12 @@ void emulator_wait_copies(int pending);
 /* Where `bytes` at an offset in the dynamic shared memory are. */
 void *emulator_shared(uint32_t at, uint32_t bytes);
 
+/* A store of a rank to its own memory, which peers see after fences; one of a peer; a fence of the
+ * CTA, for all of the system or for its device alone. */
+void emulator_note_store(const void *p);
+void emulator_check_store(const void *p);
+void emulator_fence(int system);
+
 uint32_t emulator_random(void);
 uint64_t emulator_now(void); /* ns */
 
@@ -70,6 +76,9 @@ uint64_t emulator_now(void); /* ns */
 __attribute__((noreturn, format(printf, 1, 2)))
 #endif
 void emulator_die(const char *format, ...);
+
+/* From now on no more than the first `ctas` CTAs of any kernel on the device begin; 0: all do. */
+void emulator_hold(int device, int ctas);
 
 /* Enqueues body(arguments) for every thread; the arguments are copied. */
 cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *arguments),

@@ -30,6 +30,9 @@ int current_device(void);
 /* memory.c: does the address lie in memory of this runtime? */
 bool is_known(const void *p);
 
+/* fences.c: nobody will see these any more. */
+void forget_stores(const void *begin, size_t bytes);
+
 /* stream.c: waits for all streams of a device. */
 void finish_streams(int device);
 

@@ -75,6 +75,7 @@ static cudaError_t give_back(void *memory)
     if (b && b->begin == memory) *link = b->next;
     pthread_mutex_unlock(&mutex);
     if (!b || b->begin != memory) return cudaErrorInvalidValue;
+    forget_stores(b->begin, b->bytes);
     munmap(b->begin, b->bytes + PAGE);
     close(b->fd);
     free(b);

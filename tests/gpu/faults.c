@@ -16,11 +16,13 @@
 #define TOKENS 64
 #define HIDDEN 512
 
-enum fault { SKIPPED, DIFFERENT, SHAPED, LATE, SLOW, ABORTED, NUM_FAULTS };
+enum fault { SKIPPED, DIFFERENT, SHAPED, TAGGED, LATE, SLOW, ABORTED, NUM_FAULTS };
 static const char *const fault_names[] = {"a skipped call", "another call", "another shape",
-                                          "too late",       "slow",         "abort"};
-static const uint32_t expected[] = {EPIC_ETIMEOUT, EPIC_EMISMATCH, EPIC_EMISMATCH,
-                                    EPIC_ETIMEOUT, EPIC_OK,        EPIC_EPEER};
+                                          "another tag",    "too late",     "slow",
+                                          "abort"};
+static const uint32_t expected[] = {EPIC_ETIMEOUT,  EPIC_EMISMATCH, EPIC_EMISMATCH,
+                                    EPIC_EMISMATCH, EPIC_ETIMEOUT,  EPIC_OK,
+                                    EPIC_EPEER};
 static enum fault fault;
 static int culprit, deadline_ms = 200;
 static bool apart; /* no row goes to the culprit or comes from there; rounds of few tokens */
@@ -74,7 +76,8 @@ static epic_result call_plan(team_rank *me, memory *m)
 
 static epic_result call_dispatch(team_rank *me, memory *m, int64_t row_bytes)
 {
-    const epic_dispatch_args args = {.call.stream = me->stream,
+    const uint64_t tag = fault == TAGGED && me->rank == culprit;
+    const epic_dispatch_args args = {.call = {.stream = me->stream, .tag = tag},
                                      .plan = m->plan,
                                      .plan_bytes = m->plan_bytes,
                                      .tokens = {m->tokens, TOKENS, row_bytes},
@@ -99,14 +102,14 @@ static void misbehave(team_rank *me, memory *m)
     if (fault == SHAPED) call_dispatch(me, m, HIDDEN);
     if (fault == LATE) sleep_ms(3 * deadline_ms);
     if (fault == SLOW) sleep_ms(deadline_ms / 2);
-    if (fault == LATE || fault == SLOW) call_dispatch(me, m, HIDDEN * 2);
+    if (fault == LATE || fault == SLOW || fault == TAGGED) call_dispatch(me, m, HIDDEN * 2);
     if (fault == ABORTED) p2p_steps.abort(me->group, 0, "the loss is not a number");
 }
 
 static int judge(team_rank *me, double took, const epic_failure_info *f)
 {
     const bool differ = expected[fault] == EPIC_EMISMATCH; /* each may name the other side */
-    const bool named = fault == SLOW || (differ && f->num_culprits > 0) ||
+    const bool named = fault == SLOW || (differ && f->num_culprits && f->rank == culprit) ||
                        (f->num_culprits == 1 && f->culprits[0] == culprit);
     const bool in_time =
         took < deadline_ms * 1.25 + slack_ms() || (fault == LATE && me->rank == culprit);

@@ -76,9 +76,9 @@ static void set_epoch(const team_rank *me)
     const char *text = getenv("EPIC_TEST_EPOCH");
     const uint32_t epoch = text ? (uint32_t)strtoul(text, NULL, 10) : 0;
     const epic_group *g = me->group;
-    CHECK_CUDA(cudaMemcpy(g->seat.heap[me->rank] + g->seat.at.control +
-                              offsetof(p2p_control, epoch),
-                          &epoch, sizeof epoch, cudaMemcpyHostToDevice));
+    CHECK_CUDA(
+        cudaMemcpy(g->seat.heap[me->rank] + g->seat.at.control + offsetof(p2p_control, epoch),
+                   &epoch, sizeof epoch, cudaMemcpyHostToDevice));
 }
 
 static int run_rank(const team *t, int rank)

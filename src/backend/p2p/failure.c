@@ -107,16 +107,15 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
 
 /* ---------------------------------------------------------------------- failures ---- */
 
-static void timeout_sentence(const epic_group *group, const p2p_status *s, char *to,
-                             size_t size)
+static void timeout_sentence(const p2p_status *s, char *to, size_t size)
 {
     char culprits[128];
     name_ranks(culprits, sizeof culprits, s->culprits);
     snprintf(to, size,
              "%s, operation %u of this group: rank %u waited %u ms for %s %s; is it "
              "alive, and does it make the same calls in the same order?",
-             operation_name(s->operation), s->epoch, s->reporter, group->config.timeout_ms,
-             culprits, phase_name(s->phase));
+             operation_name(s->operation), s->epoch, s->reporter, s->deadline_ms, culprits,
+             phase_name(s->phase));
 }
 
 /* Why this rank's plan was not good, if that is what made it differ. */
@@ -187,7 +186,7 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
         if (s->culprits >> q & 1) out->culprits[out->num_culprits++] = q;
     if (result == EPIC_ETIMEOUT)
-        timeout_sentence(group, s, out->sentence, sizeof out->sentence);
+        timeout_sentence(s, out->sentence, sizeof out->sentence);
     else if (result == EPIC_EMISMATCH)
         mismatch_sentence(group, out->sentence, sizeof out->sentence);
     else

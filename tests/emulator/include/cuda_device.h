@@ -177,12 +177,12 @@ inline void __nanosleep(unsigned)
 
 inline void __threadfence()
 {
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    emulator_fence(0);
 }
 
 inline void __threadfence_system()
 {
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    emulator_fence(1);
 }
 
 template <class T> inline T __ldg(const T *p)

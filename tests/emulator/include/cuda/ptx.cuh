@@ -46,6 +46,7 @@ template <class T> inline T load_relaxed(const T *p)
 
 template <class T> inline void store_relaxed(T *p, std::common_type_t<T> v)
 {
+    if (sizeof v == sizeof(uint4)) emulator_check_store(p);
     emulated_store(p, v);
 }
 
@@ -67,6 +68,7 @@ inline void store_release(uint32_t *p, uint32_t v)
 inline void store_here(uint4 *p, uint4 v)
 {
     emulated_store(p, v);
+    emulator_note_store(p);
 }
 
 inline uint64_t policy_once()

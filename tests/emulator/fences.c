@@ -1,0 +1,97 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which stores of a kernel into its own memory other GPUs may not see yet.  On a GPU such a store
+ * may come to memory late, after what a peer has written to the same place; here it is done at once,
+ * but a peer's store there before a fence has ordered the two ends the program.
+ *
+ * A store is first its CTA's own.  A fence of that CTA, or its end, makes it the device's; a fence
+ * for the system, by a thread of the device, makes the device's stores seen.  A fence of a thread
+ * counts for all of its CTA, as a barrier comes before it in all that is to be seen. */
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "inner.h"
+
+#define TABLE_BITS 20
+#define PROBES 16
+
+typedef struct list {
+    uintptr_t *at;
+    size_t count, room;
+} list;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static list of_device[MAX_DEVICES];       /* guarded by mutex */
+static __thread list of_cta;              /* of the CTA that runs on this thread */
+static uintptr_t unseen[1 << TABLE_BITS]; /* all of them, by hash; 0: none */
+
+static uintptr_t *probe(uintptr_t at, int i)
+{
+    const uint64_t hash = (at >> 4) * 0x9e3779b97f4a7c15u >> (64 - TABLE_BITS);
+    return &unseen[(hash + (uint64_t)i) % (1 << TABLE_BITS)];
+}
+
+static uintptr_t *find(uintptr_t at)
+{
+    for (int i = 0; i < PROBES; i++)
+        if (__atomic_load_n(probe(at, i), __ATOMIC_RELAXED) == at) return probe(at, i);
+    return NULL;
+}
+
+static void push(list *l, uintptr_t at)
+{
+    if (l->count == l->room) {
+        l->room = l->room ? 2 * l->room : 1024;
+        l->at = realloc(l->at, l->room * sizeof *l->at);
+        if (!l->at) emulator_die("no memory for a list of stores");
+    }
+    l->at[l->count++] = at;
+}
+
+/* One for which there is no place is not watched. */
+void emulator_note_store(const void *p)
+{
+    const uintptr_t at = (uintptr_t)p;
+    if (find(at)) return;
+    for (int i = 0; i < PROBES; i++) {
+        uintptr_t none = 0;
+        if (!__atomic_compare_exchange_n(probe(at, i), &none, at, false, __ATOMIC_RELAXED,
+                                         __ATOMIC_RELAXED))
+            continue;
+        push(&of_cta, at);
+        return;
+    }
+}
+
+void emulator_check_store(const void *p)
+{
+    if (find((uintptr_t)p))
+        emulator_die("a store to %p, where one of the rank itself has no fence after it", p);
+}
+
+static void forget(uintptr_t at)
+{
+    uintptr_t *place = find(at);
+    if (place) __atomic_store_n(place, 0, __ATOMIC_RELAXED);
+}
+
+void emulator_fence(int system)
+{
+    list *device = &of_device[current_device()];
+    pthread_mutex_lock(&mutex);
+    for (size_t i = 0; i < of_cta.count; i++) push(device, of_cta.at[i]);
+    of_cta.count = 0;
+    for (size_t i = 0; i < device->count && system; i++) forget(device->at[i]);
+    if (system) device->count = 0;
+    pthread_mutex_unlock(&mutex);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+void forget_stores(const void *begin, size_t bytes)
+{
+    const uintptr_t first = (uintptr_t)begin;
+    for (size_t i = 0; i < sizeof unseen / sizeof *unseen; i++) {
+        uintptr_t *place = &unseen[i];
+        if (__atomic_load_n(place, __ATOMIC_RELAXED) - first < bytes)
+            __atomic_store_n(place, 0, __ATOMIC_RELAXED);
+    }
+}

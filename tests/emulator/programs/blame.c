@@ -1,0 +1,202 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Who is blamed, and who is not, when ranks stop inside an operation: a rank is made to stop there
+ * by holding back all but the first CTAs of its kernels.  Each rank is a process with a GPU.
+ *   emulated_blame SCENARIO */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "emulator.h"
+#include "slack.h"
+#include "team.h"
+
+#define TOKENS 200
+#define ROW 1024
+#define SLOTS (TOKENS * 3)
+#define NOBODY (-1)
+
+typedef struct memory {
+    int32_t *ids;
+    uint8_t *plan, *tokens, *recv;
+    size_t plan_bytes;
+    epic_layer layer;
+} memory;
+
+typedef struct scenario {
+    const char *name;
+    int ranks;
+    int to[3];            /* the rank that all tokens of a rank go to */
+    uint32_t deadline[3]; /* ms, of a rank's dispatch */
+    uint32_t sms;         /* of each rank: few, so that spins ask often */
+    uint32_t close_ms;    /* how long a rank that closes waits for the others */
+    void (*play)(team_rank *me, memory *m);
+} scenario;
+
+static const scenario *now_played;
+static bool bad;
+
+static double now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
+}
+
+static void sleep_ms(long ms)
+{
+    nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000}, NULL);
+}
+
+static memory allocate(const team_rank *me)
+{
+    memory m = {.layer = {.num_experts = (uint32_t)me->num_ranks, .top_k = 1}};
+    int32_t ids[TOKENS];
+    for (int i = 0; i < TOKENS; i++) ids[i] = now_played->to[me->rank];
+    m.plan_bytes = device_plan_bytes(me->num_ranks, TOKENS, m.layer.num_experts, 1);
+    CHECK_CUDA(cudaMalloc((void **)&m.ids, sizeof ids));
+    CHECK_CUDA(cudaMalloc((void **)&m.plan, m.plan_bytes));
+    CHECK_CUDA(cudaMalloc((void **)&m.tokens, TOKENS * ROW));
+    CHECK_CUDA(cudaMalloc((void **)&m.recv, SLOTS * ROW));
+    CHECK_CUDA(cudaMemcpy(m.ids, ids, sizeof ids, cudaMemcpyHostToDevice));
+    CHECK_CUDA(cudaMemset(m.tokens, 1, TOKENS * ROW));
+    return m;
+}
+
+static void plan(team_rank *me, memory *m)
+{
+    const epic_plan_args args = {.call = {.stream = me->stream, .timeout_ms = 30000},
+                                 .layer = &m->layer,
+                                 .layer_size = sizeof m->layer,
+                                 .plan = m->plan,
+                                 .plan_bytes = m->plan_bytes,
+                                 .topk_idx = m->ids,
+                                 .num_tokens = TOKENS};
+    if (p2p_steps.plan(me->group, &args) != EPIC_OK) team_stop();
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+}
+
+static void dispatch(team_rank *me, memory *m)
+{
+    const epic_dispatch_args args = {
+        .call = {.stream = me->stream, .timeout_ms = now_played->deadline[me->rank]},
+        .plan = m->plan,
+        .plan_bytes = m->plan_bytes,
+        .tokens = {m->tokens, TOKENS, ROW},
+        .recv = {m->recv, SLOTS, ROW}};
+    if (p2p_steps.dispatch(me->group, &args) != EPIC_OK) team_stop();
+}
+
+/* The rank's dispatch has ended with `result`, by the fault of `culprit`. */
+static void expect(team_rank *me, epic_result result, int culprit)
+{
+    epic_failure_info f;
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    p2p_steps.check(me->group, &f);
+    const bool named = culprit == NOBODY ? f.num_culprits == 0
+                                         : f.num_culprits == 1 && f.culprits[0] == culprit;
+    if ((epic_result)f.result == result && named) return;
+    fprintf(stderr, "%s: rank %d: %u, not %d: %s\n", now_played->name, me->rank, f.result,
+            result, f.sentence);
+    bad = true;
+}
+
+/* Rank 0 has sent and received all it has, closes and ends, while rank 1 still waits for rows of
+ * rank 2. */
+static void play_closed(team_rank *me, memory *m)
+{
+    if (me->rank == 2) emulator_hold(me->rank, 1);
+    dispatch(me, m);
+    if (me->rank == 2) {
+        while (!p2p_is_dead(me->group, 0)) sleep_ms(1);
+        sleep_ms(300);
+        emulator_hold(me->rank, 0);
+    }
+    expect(me, EPIC_OK, NOBODY);
+}
+
+/* Rank 0 closes, and the others go on without it. */
+static void play_left(team_rank *me, memory *m)
+{
+    if (me->rank == 0) return;
+    const double begin = now_ms();
+    dispatch(me, m);
+    expect(me, EPIC_EPEER, 0);
+    if (now_ms() - begin > 1000 + slack_ms()) bad = true;
+}
+
+/* Rank 2 stops.  Rank 1 waits for it, and rank 0 for rank 1; rank 0's time is up first, when rank 1
+ * has told that it waits. */
+static void play_waiting(team_rank *me, memory *m)
+{
+    if (me->rank == 2) emulator_hold(me->rank, 1);
+    team_meet(me);
+    dispatch(me, m);
+    if (me->rank != 2) expect(me, EPIC_ETIMEOUT, 2);
+    team_meet(me);
+    emulator_hold(me->rank, 0);
+}
+
+/* Ranks 0 and 1 both stop, and wait for each other: the one that says so names the other. */
+static void play_circle(team_rank *me, memory *m)
+{
+    epic_failure_info f;
+    emulator_hold(me->rank, 1);
+    team_meet(me);
+    dispatch(me, m);
+    const double end = now_ms() + 20000;
+    while (p2p_steps.check(me->group, &f) == EPIC_OK && now_ms() < end) sleep_ms(5);
+    emulator_hold(me->rank, 0);
+    expect(me, EPIC_ETIMEOUT, 1 - f.rank);
+}
+
+/* Rank 1's CTAs begin one by one: the operation takes twice the deadline, and never stops. */
+static void play_long(team_rank *me, memory *m)
+{
+    if (me->rank == 1) emulator_hold(me->rank, 1);
+    team_meet(me);
+    dispatch(me, m);
+    for (int ctas = 2; ctas < (int)now_played->sms && me->rank == 1; ctas++) {
+        sleep_ms((long)now_played->deadline[1] / 2);
+        emulator_hold(me->rank, ctas);
+    }
+    emulator_hold(me->rank, 0);
+    expect(me, EPIC_OK, NOBODY);
+}
+
+static const scenario scenarios[] = {
+    {"closed", 3, {-1, -1, 1}, {20000, 20000, 20000}, 2, 300, play_closed},
+    {"left", 3, {1, 2, 0}, {20000, 20000, 20000}, 2, 300, play_left},
+    {"waiting", 3, {-1, 0, 1}, {7200, 8000, 8000}, 2, 20000, play_waiting},
+    {"circle", 2, {1, 0, 0}, {2000, 2000, 0}, 2, 20000, play_circle},
+    {"long", 2, {1, 0, 0}, {2000, 2000, 0}, 6, 20000, play_long},
+};
+
+static int work(team_rank *me)
+{
+    memory m = allocate(me);
+    plan(me, &m);
+    team_meet(me);
+    now_played->play(me, &m);
+    void *const parts[] = {m.ids, m.plan, m.tokens, m.recv};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) CHECK_CUDA(cudaFree(parts[i]));
+    return bad;
+}
+
+int main(int argc, char **argv)
+{
+    for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios && argc > 1; i++)
+        if (!strcmp(argv[1], scenarios[i].name)) now_played = &scenarios[i];
+    if (!now_played) return 2;
+    const team t = {.num_ranks = now_played->ranks,
+                    .num_gpus = now_played->ranks,
+                    .processes = true,
+                    .max_tokens = TOKENS,
+                    .max_row_bytes = ROW,
+                    .timeout_ms = now_played->close_ms,
+                    .max_sms = now_played->sms,
+                    .work = work};
+    const int failed = team_run(&t);
+    printf("emulated_blame %s: %s\n", now_played->name, failed ? "WRONG" : "good");
+    return failed != 0;
+}
