@@ -196,13 +196,13 @@ static epic_result take_forward(experts_job *job, const epic_experts_args *a)
     TRY(check_slots(a->num_slots));
     TRY(check_flags(a->flags, 0, a->pad));
     TRY(check_required(arrays, 4, a->num_slots));
+    TRY(check_forward_places(job, a));
     TRY(check_counts(job, a->num_slots));
     TRY(check_weighting(job, a->num_slots));
     TRY(check_memory("saved", a->saved, a->saved_bytes,
                      experts_saved_bytes(job, a->num_slots)));
     TRY(check_memory("workspace", a->workspace, a->workspace_bytes,
                      experts_workspace_bytes(job, a->num_slots, false)));
-    TRY(check_forward_places(job, a));
     experts_cut(job, a->num_slots, false, a->workspace);
     return EPIC_OK;
 }
@@ -251,13 +251,13 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
     TRY(check_slots(a->num_slots));
     TRY(check_flags(a->flags, EPIC_ACCUMULATE, a->pad));
     TRY(check_required(arrays, 4, a->num_slots));
+    TRY(check_backward_places(job, a));
     TRY(check_counts(job, a->num_slots));
     TRY(check_weighting(job, a->num_slots));
     TRY(check_memory("saved", a->saved, a->saved_bytes,
                      experts_saved_bytes(job, a->num_slots)));
     TRY(check_memory("workspace", a->workspace, a->workspace_bytes,
                      experts_workspace_bytes(job, a->num_slots, true)));
-    TRY(check_backward_places(job, a));
     experts_cut(job, a->num_slots, true, a->workspace);
     return EPIC_OK;
 }
