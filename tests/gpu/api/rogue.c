@@ -30,12 +30,17 @@ static void lie(seat *s, unsigned char *record, size_t bytes)
 {
     static const int64_t huge[] = {-1, INT64_MAX, INT64_MIN, 1ll << 32, 0x7fffffff, 0};
     switch (next(s) % 4) {
-    case 0: memset(record, next(s) % 2 ? 0xff : 0, bytes); break;
+    case 0:
+        memset(record, next(s) % 2 ? 0xff : 0, bytes);
+        break;
     case 1:
         for (size_t i = 0; i < bytes; i++) record[i] = (unsigned char)next(s);
         break;
-    case 2: memcpy(record + next(s) % (bytes / 8) * 8, &huge[next(s) % 6], 8); break;
-    default: record[next(s) % bytes] ^= (unsigned char)(1 << next(s) % 8);
+    case 2:
+        memcpy(record + next(s) % (bytes / 8) * 8, &huge[next(s) % 6], 8);
+        break;
+    default:
+        record[next(s) % bytes] ^= (unsigned char)(1 << next(s) % 8);
     }
 }
 
