@@ -27,6 +27,7 @@ sanitize() {
 
 run api_budget
 for ranks in 1 2 4 8; do run api_step $ranks; done
+run api_rogue 60
 for ranks in 1 2 3 8; do run api_data_errors $ranks; done
 for ranks in 2 4; do run api_mismatch $ranks; done
 run api_deaths 3 1 "$DEATHS"

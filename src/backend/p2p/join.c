@@ -9,6 +9,7 @@
 #include "core/error.h"
 
 #define LEAST_HEAP (4 << 20) /* an allocation of its own */
+#define MOST_SMS 65536       /* more than any device has */
 
 /* What a rank tells the others. */
 typedef struct card {
@@ -16,7 +17,6 @@ typedef struct card {
     int32_t device_sms;
     int32_t taken_sms;  /* by other contexts of its process */
     uint8_t device[16]; /* uuid */
-    uint8_t *heap;
     cudaIpcMemHandle_t handle;
     char sentence[256];
 } card;
@@ -108,24 +108,31 @@ static epic_result own_part(epic_group *g, card *mine)
     TRY(make_heap(g));
     TRY(p2p_load(g));
     memcpy(mine->device, properties.uuid.bytes, sizeof mine->device);
-    mine->heap = g->seat.heap[g->rank];
     mine->device_sms = properties.multiProcessorCount;
     mine->taken_sms = p2p_budget_taken(g->device);
+    TRY(p2p_heap_show(g));
     bool others = false;
     for (int q = 0; q < g->num_ranks; q++)
         others |= !same(g->peers[q].process, g->peers[g->rank].process);
     if (!others) return EPIC_OK;
-    return p2p_cuda(cudaIpcGetMemHandle(&mine->handle, mine->heap),
+    return p2p_cuda(cudaIpcGetMemHandle(&mine->handle, g->seat.heap[g->rank]),
                     "an IPC handle of the heap");
 }
 
 /* ----------------------------------------------------------------------------- peers ---- */
 
-static epic_result reach_device(const epic_group *g, int peer, const card *theirs)
+static epic_result reach_device(epic_group *g, int peer)
 {
     struct cudaPointerAttributes attributes;
     int can = 0;
-    TRY(p2p_cuda(cudaPointerGetAttributes(&attributes, theirs->heap), "a peer's heap"));
+    uint8_t *heap = p2p_heap_find(g->seat.group_id, peer);
+    if (!heap)
+        return epic_fail(EPIC_EPEER,
+                         "rank %d says that it is in the process of rank %d, and is "
+                         "not",
+                         peer, g->rank);
+    g->seat.heap[peer] = heap;
+    TRY(p2p_cuda(cudaPointerGetAttributes(&attributes, heap), "a peer's heap"));
     if (attributes.device == g->device) return EPIC_OK;
     TRY(p2p_cuda(cudaDeviceCanAccessPeer(&can, g->device, attributes.device), "peer access"));
     if (!can)
@@ -162,10 +169,7 @@ static epic_result map_heap(epic_group *g, int peer, const card *theirs)
 static epic_result reach(epic_group *g, int peer, const card *theirs)
 {
     if (peer == g->rank) return EPIC_OK;
-    if (same(g->peers[peer].process, g->peers[g->rank].process)) {
-        g->seat.heap[peer] = theirs->heap;
-        return reach_device(g, peer, theirs);
-    }
+    if (same(g->peers[peer].process, g->peers[g->rank].process)) return reach_device(g, peer);
     return map_heap(g, peer, theirs);
 }
 
@@ -194,12 +198,23 @@ static epic_result share_sms(epic_group *g, const card *cards)
     return p2p_budget_take(g, sms, mine->device_sms);
 }
 
+/* Nothing in a card is trusted: it may come from anybody who reached the meeting. */
+static epic_result check_card(const card *c, int rank)
+{
+    if (c->result > EPIC_ECLOSED || c->taken_sms < 0 || c->taken_sms > MOST_SMS ||
+        !memchr(c->sentence, 0, sizeof c->sentence))
+        return epic_fail(
+            EPIC_EPEER,
+            "backend p2p: what the meeting brought from rank %d was not written by "
+            "EPIC",
+            rank);
+    if (c->result == EPIC_OK) return EPIC_OK;
+    return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
+}
+
 static epic_result connect_peers(epic_group *g, const card *cards)
 {
-    for (int q = 0; q < g->num_ranks; q++)
-        if (cards[q].result != EPIC_OK)
-            return epic_fail((epic_result)cards[q].result, "rank %d: %.200s", q,
-                             cards[q].sentence);
+    for (int q = 0; q < g->num_ranks; q++) TRY(check_card(&cards[q], q));
     TRY(share_sms(g, cards));
     for (int q = 0; q < g->num_ranks; q++) TRY(reach(g, q, &cards[q]));
     return p2p_watch_open(g);
@@ -209,6 +224,7 @@ static epic_result connect_peers(epic_group *g, const card *cards)
 
 static void release(epic_group *g)
 {
+    p2p_heap_hide(g);
     p2p_watch_close(g);
     p2p_budget_give_back(g);
     for (int q = 0; q < g->num_ranks; q++)
@@ -268,6 +284,13 @@ static uint64_t now_ms(void)
     return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
 }
 
+/* A peer of this process whose join failed has freed its heap already, and says no goodbye. */
+static bool has_released(const epic_group *g, int peer)
+{
+    return same(g->peers[peer].process, g->peers[g->rank].process) &&
+           p2p_heap_find(g->seat.group_id, peer) != g->seat.heap[peer];
+}
+
 /* Has every peer closed, or died? */
 static bool all_gone(epic_group *g)
 {
@@ -278,7 +301,7 @@ static bool all_gone(epic_group *g)
         cudaStreamSynchronize(g->side) != cudaSuccess)
         return true;
     for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank && !gone[q] && !p2p_is_dead(g, q)) return false;
+        if (q != g->rank && !gone[q] && !p2p_is_dead(g, q) && !has_released(g, q)) return false;
     return true;
 }
 
@@ -290,7 +313,7 @@ static void say_goodbye(epic_group *g)
     (void)cudaStreamSynchronize(g->side);
     *g->word = P2P_GONE((uint64_t)*epoch);
     for (int q = 0; q < g->num_ranks; q++)
-        if (!p2p_is_dead(g, q))
+        if (!p2p_is_dead(g, q) && !has_released(g, q))
             (void)cudaMemcpyAsync(g->seat.heap[q] + g->seat.at.gone + 8 * g->rank, g->word,
                                   sizeof *g->word, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);

@@ -43,6 +43,11 @@ epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
 bool p2p_is_dead(const epic_group *group, int peer);
 
+/* Lets the ranks of this process find the group's heap, by group id and rank; NULL: not here. */
+epic_result p2p_heap_show(const epic_group *group);
+void p2p_heap_hide(const epic_group *group);
+uint8_t *p2p_heap_find(uint64_t group_id, int rank);
+
 /* EPIC_OK, or the failure that a kernel has reported. */
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
 

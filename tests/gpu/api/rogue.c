@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_open of CUDA contexts over a meeting that lies about what each rank told the others when it
+ * joined: an error, never a crash, and the next group opens.
+ * usage: rogue [TRIALS] */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "epic/epic.h"
+
+enum { RANKS = 3, HELLO_BYTES = 512 /* and more; what a backend's ranks tell is less */ };
+
+typedef struct seat {
+    epic_meet inner;
+    uint64_t random;
+    int lies;
+    epic_result result;
+    char sentence[512];
+} seat;
+
+static uint64_t next(seat *s)
+{
+    uint64_t x = s->random += 0x9e3779b97f4a7c15ull;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+    return x ^ x >> 31;
+}
+
+static void lie(seat *s, unsigned char *record, size_t bytes)
+{
+    static const int64_t huge[] = {-1, INT64_MAX, INT64_MIN, 1ll << 32, 0x7fffffff, 0};
+    switch (next(s) % 4) {
+    case 0:
+        memset(record, next(s) % 2 ? 0xff : 0, bytes);
+        break;
+    case 1:
+        for (size_t i = 0; i < bytes; i++) record[i] = (unsigned char)next(s);
+        break;
+    case 2:
+        memcpy(record + next(s) % (bytes / 8) * 8, &huge[next(s) % 6], 8);
+        break;
+    default:
+        record[next(s) % bytes] ^= (unsigned char)(1 << next(s) % 8);
+    }
+}
+
+static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+{
+    seat *s = self;
+    const epic_result result = s->inner.gather(s->inner.self, mine, all, bytes);
+    if (result != EPIC_OK || !s->lies || bytes >= HELLO_BYTES) return result;
+    const int rank = (int)(next(s) % RANKS);
+    if (rank != s->inner.rank) lie(s, (unsigned char *)all + (size_t)rank * bytes, bytes);
+    return EPIC_OK;
+}
+
+static void *run_rank(void *self)
+{
+    seat *s = self;
+    const epic_config config = {
+        .max_tokens = 8, .max_row_bytes = 64, .backend = "p2p", .timeout_ms = 2000};
+    const epic_meet meet = {s->inner.rank, RANKS, gather, NULL, s};
+    epic_context *ctx = NULL;
+    s->result = epic_open(&ctx, &meet, &config, sizeof config);
+    snprintf(s->sentence, sizeof s->sentence, "%s", s->result ? epic_error(ctx) : "");
+    epic_meet_close(&s->inner);
+    epic_close(ctx);
+    return NULL;
+}
+
+/* Returns the number of ranks whose open failed. */
+static int open_all(uint64_t seed, int lies)
+{
+    epic_meet meets[RANKS];
+    seat seats[RANKS];
+    pthread_t threads[RANKS];
+    int failed = 0;
+    if (epic_meet_threads(meets, RANKS, 10000) != EPIC_OK) return RANKS;
+    for (int r = 0; r < RANKS; r++) {
+        seats[r] = (seat){.inner = meets[r], .random = seed * 64 + (uint64_t)r};
+        seats[r].lies = lies >> r & 1;
+        pthread_create(&threads[r], NULL, run_rank, &seats[r]);
+    }
+    for (int r = 0; r < RANKS; r++) pthread_join(threads[r], NULL);
+    for (int r = 0; r < RANKS; r++) {
+        failed += seats[r].result != EPIC_OK;
+        if (seats[r].result < EPIC_OK || seats[r].result > EPIC_ECLOSED) exit(1);
+        if (!lies && seats[r].result) fprintf(stderr, "rank %d: %s\n", r, seats[r].sentence);
+    }
+    return failed;
+}
+
+int main(int argc, char **argv)
+{
+    const int trials = argc > 1 ? atoi(argv[1]) : 60;
+    int failed = 0;
+    for (int i = 1; i <= trials; i++) failed += open_all((uint64_t)i, 1 + i % 7) > 0;
+    if (open_all(0, 0) != 0) return 1;
+    printf("rogue: %d of %d groups failed to open, and the next one opened\n", failed, trials);
+    return failed > trials / 4 ? 0 : 1;
+}
