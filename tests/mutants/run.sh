@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Do the tests notice damage?  Each tests/mutants/NAME.patch damages a copy of the tree in one
 # place; one of the tests that its head names must then fail, by itself and not by its time.
-#   MUTANTS="NAME ..."  these only; MUTANTS_OUT  where the copy is built; JOBS
+#   MUTANTS="NAME ..."  these only; MUTANTS_OUT  where the copy is built; JOBS; LIMIT  seconds
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${MUTANTS_OUT:-$root/build/mutants}
 tree=$out/tree build=$out/build log=$out/log
 jobs=${JOBS:-$(nproc)}
-limit=120 # seconds for a test
+limit=${LIMIT:-120} # seconds for a test
 passed=0 failed=0
 
 patch_of() { echo "$root/tests/mutants/$1.patch"; }
@@ -28,7 +28,8 @@ copy_tree() {
 
 # Programs are built by the names of the folders where they lie.
 target_of() {
-    program=$(ctest --test-dir "$build" -N -V -R "^$1\$" | sed -n 's/.*Test command: \([^ ]*\).*/\1/p')
+    program=$(find "$build/tests" -name CTestTestfile.cmake -exec grep -hF "([=[$1]=] " {} + |
+        sed -n 's/^add_test(.*\]=\] "\([^"]*\)".*/\1/p')
     case $program in
     */emulated/*) basename "$program" ;;
     *) echo "$(basename "$(dirname "$program")")_$(basename "$program")" ;;
@@ -41,8 +42,12 @@ make_targets() { cmake --build "$build" -j "$jobs" --target "$@"; }
 
 # 0: it passed; 1: it failed; 2: it took too long, or is not there.
 run_test() {
-    ctest --test-dir "$build" -R "^$1\$" --timeout $limit --no-tests=error \
-        --output-on-failure >"$log/test" 2>&1 && return 0
+    timeout -k 5 "$limit" ctest --test-dir "$build" -R "^$1\$" --no-tests=error \
+        --output-on-failure >"$log/test" 2>&1
+    case $? in
+    0) return 0 ;;
+    124 | 137) return 2 ;;
+    esac
     grep -q '\*\*\*Timeout\|No tests were found\|Not Run' "$log/test" && return 2
     return 1
 }
