@@ -12,8 +12,9 @@ static atomic_bool closed;
 static void be_rank(const epic_meet *meet, void *self)
 {
     (void)self;
-    const epic_config config = {
-        .max_tokens = STEP_MAX_TOKENS, .max_row_bytes = STEP_MAX_ROW_BYTES, .timeout_ms = 20000};
+    const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
+                                .max_row_bytes = STEP_MAX_ROW_BYTES,
+                                .timeout_ms = 20000};
     const epic_call call = {.tag = 1, .timeout_ms = 50};
     epic_context *ctx;
     epic_failure_info info;
