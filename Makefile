@@ -10,7 +10,7 @@ BUILD = cmake --build $(1) -j $(JOBS)
 CTEST = tests/ctest.sh $(1)
 LEFT_OUT = sed -n 's/^-- \(left out: \)/\1/p' $(1)/configure.log
 HOST_ONLY = -DEPIC_MPI=OFF -DEPIC_CUDA=OFF -DEPIC_EMULATOR=OFF
-# ThreadSanitizer of gcc 12 and 13 does not know the addresses of newer kernels' randomisation.
+# ThreadSanitizer of gcc 12 and 13 does not know the addresses of newer kernels' randomization.
 STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
 VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
 VALGRIND_TESTS = info meet_env meet_threads recorder sized

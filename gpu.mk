@@ -5,7 +5,7 @@ NVCC ?= nvcc
 GPU_CC ?= gcc
 GPU_ARCH ?= -gencode arch=compute_90a,code=sm_90a
 GPU_OUT ?= build/gpu
-GPU_INCLUDES = -Iinclude -Isrc -Ikernels -Itests/gpu
+GPU_INCLUDES = -Iinclude -Isrc -Ikernels -Itests/gpu -Itests
 GPU_CUDA ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
 GPU_CFLAGS = -std=c11 -O2 -Wall -Wextra -Wpedantic -Werror -ffp-contract=off -D_GNU_SOURCE \
 	-mfma -fopenmp $(GPU_INCLUDES) -isystem $(GPU_CUDA)/include

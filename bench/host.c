@@ -61,8 +61,7 @@ static void must(const epic_context *ctx, epic_result result, const char *what)
 static void meet(epic_context *ctx)
 {
     float one = 1;
-    must(ctx, epic_sum(ctx, &(epic_sum_args){.data = &one, .count = 1}, sizeof(epic_sum_args)),
-         "sum");
+    must(ctx, epic_sum(ctx, &(epic_sum_args){.data = &one, .count = 1}), "sum");
 }
 
 typedef struct seat {
@@ -74,7 +73,7 @@ typedef struct seat {
     void *plan;
     size_t plan_bytes;
     int32_t *topk_idx;
-    float *weights, *recv_weight;
+    float *weights, *slot_weights;
     int64_t slots;
     epic_rows tokens, recv, out;
 } seat;
@@ -98,7 +97,6 @@ static void fill_routing(seat *s)
 static epic_plan_args plan_args(const seat *s, int64_t capacity, int32_t *demand)
 {
     return (epic_plan_args){.layer = &s->layer,
-                            .layer_size = sizeof s->layer,
                             .plan = s->plan,
                             .plan_bytes = s->plan_bytes,
                             .topk_idx = s->topk_idx,
@@ -116,17 +114,17 @@ static void open_seat(seat *s)
                           .max_row_bytes = row_bytes,
                           .num_ranks = (uint32_t)o->ranks,
                           .backend = o->backend};
-    s->plan_bytes = epic_plan_bytes(&config, sizeof config, &s->layer, sizeof s->layer);
+    s->plan_bytes = epic_plan_bytes(&config, &s->layer);
     s->plan = need(s->plan_bytes);
     s->topk_idx = need(choices * sizeof(int32_t));
     s->weights = need(choices * sizeof(float));
     fill_routing(s);
     int32_t demand;
     epic_plan_args args = plan_args(s, EPIC_CAPACITY_EXACT, &demand);
-    must(s->ctx, epic_plan(s->ctx, &args, sizeof args), "plan");
+    must(s->ctx, epic_plan(s->ctx, &args), "plan");
     s->slots = demand;
     s->recv = (epic_rows){need((size_t)(demand * row_bytes)), demand, row_bytes};
-    s->recv_weight = need((size_t)demand * sizeof(float));
+    s->slot_weights = need((size_t)demand * sizeof(float));
     s->tokens = (epic_rows){need((size_t)(o->tokens * row_bytes)), o->tokens, row_bytes};
     s->out = (epic_rows){need((size_t)(o->tokens * row_bytes)), o->tokens, row_bytes};
 }
@@ -147,23 +145,23 @@ static void run_once(seat *s, int what)
     } else if (what == PLAN) {
         int32_t demand;
         epic_plan_args args = plan_args(s, s->slots, &demand);
-        must(s->ctx, epic_plan(s->ctx, &args, sizeof args), "plan");
+        must(s->ctx, epic_plan(s->ctx, &args), "plan");
     } else if (what == DISPATCH) {
         const epic_dispatch_args args = {.plan = s->plan,
                                          .plan_bytes = s->plan_bytes,
                                          .tokens = s->tokens,
                                          .recv = s->recv,
                                          .weights = s->weights,
-                                         .recv_weight = s->recv_weight};
-        must(s->ctx, epic_dispatch(s->ctx, &args, sizeof args), "dispatch");
+                                         .slot_weights = s->slot_weights};
+        must(s->ctx, epic_dispatch(s->ctx, &args), "dispatch");
     } else {
         const epic_combine_args args = {.plan = s->plan,
                                         .plan_bytes = s->plan_bytes,
                                         .rows = s->recv,
                                         .out = s->out,
-                                        .slot_weights = s->recv_weight,
+                                        .slot_weights = s->slot_weights,
                                         .type = EPIC_BF16};
-        must(s->ctx, epic_combine(s->ctx, &args, sizeof args), "combine");
+        must(s->ctx, epic_combine(s->ctx, &args), "combine");
     }
 }
 
@@ -189,12 +187,12 @@ static int run_rank(const options *o, board *b, int rank, uint32_t port)
     epic_meet meeting;
     const epic_tcp tcp = {
         .rank = rank, .num_ranks = o->ranks, .port = port, .timeout_ms = 30000};
-    must(NULL, epic_meet_tcp(&meeting, &tcp, sizeof tcp), "meeting");
+    must(NULL, epic_meet_tcp(&meeting, &tcp), "meeting");
     const epic_config config = {.max_tokens = o->tokens,
                                 .max_row_bytes = 2 * (int64_t)o->hidden,
                                 .timeout_ms = 60000,
                                 .backend = o->backend};
-    must(NULL, epic_open(&s.ctx, &meeting, &config, sizeof config), "open");
+    must(NULL, epic_open(&s.ctx, &meeting, &config), "open");
     open_seat(&s);
     measure(&s);
     epic_close(s.ctx);

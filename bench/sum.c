@@ -72,7 +72,7 @@ static void call(seat *s, enum kind kind, int count)
     }
     const epic_sum_args args = {
         .data = s->data, .count = count, .order = kind == TREE ? EPIC_TREE : EPIC_BY_RANK};
-    if (epic_sum(s->ctx, &args, sizeof args) != EPIC_OK) fail("epic_sum", epic_error(s->ctx));
+    if (epic_sum(s->ctx, &args) != EPIC_OK) fail("epic_sum", epic_error(s->ctx));
 }
 
 /* Whole numbers: exact in every order. */
@@ -126,8 +126,7 @@ static void *run_rank(void *self)
     seat *s = self;
     const epic_config config = {
         .max_tokens = 64, .max_row_bytes = 4096, .backend = s->o->backend};
-    if (epic_open(&s->ctx, &s->meet, &config, sizeof config) != EPIC_OK)
-        fail("open", epic_error(s->ctx));
+    if (epic_open(&s->ctx, &s->meet, &config) != EPIC_OK) fail("open", epic_error(s->ctx));
     s->data = calloc(MAX_COUNT, sizeof *s->data);
     if (!s->data) fail("open", "no memory");
     if (s->rank == 0)

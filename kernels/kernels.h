@@ -42,11 +42,11 @@ typedef struct host_kernels {
     void (*dot)(double *sum, bool first, const void *a, const void *b, epic_type type,
                 int64_t n);
 
-    /* Quantises x = w * row (product rounded to float32): n e4m3 bytes, and ceil(n/128) float32
+    /* Quantizes x = w * row (product rounded to float32): n e4m3 bytes, and ceil(n/128) float32
      * or ceil(n/32) e8m0 scales.  scales needs no alignment. */
-    void (*quantise_1x128)(void *q, void *scales, const void *row, float w, epic_type type,
+    void (*quantize_1x128)(void *q, void *scales, const void *row, float w, epic_type type,
                            int64_t n);
-    void (*quantise_1x32)(void *q, void *scales, const void *row, float w, epic_type type,
+    void (*quantize_1x32)(void *q, void *scales, const void *row, float w, epic_type type,
                           int64_t n);
 
     /* One element, for tests and slow paths. */

@@ -155,7 +155,7 @@ static void check_failure(rank_of_fault *r, epic_result result)
     check_time(r, result);
     if (result == EPIC_OK || result != expected) return;
     epic_failure_info info;
-    CHECK(epic_failure(r->ctx, &info, sizeof info) == EPIC_OK);
+    CHECK(epic_failure(r->ctx, &info) == EPIC_OK);
     CHECK_EQ(info.result, result);
     if (f->kind != ABORTED) {
         CHECK(info.tag == TAG || f->middle);
@@ -187,7 +187,7 @@ static epic_context *open_seat(const epic_meet *meet, const fault *f)
                                 .max_in_flight = 4,
                                 .backend = way->backend};
     epic_context *ctx;
-    const epic_result result = epic_open(&ctx, meet, &config, sizeof config);
+    const epic_result result = epic_open(&ctx, meet, &config);
     if (CHECK_SAY(result == EPIC_OK, "%s: open: %s", f->name, epic_error(ctx))) return ctx;
     epic_close(ctx);
     return NULL;

@@ -545,7 +545,7 @@ float oracle_dot(const void *a, const void *b, uint32_t type, int64_t n)
     return (float)sum.x;
 }
 
-/* -------------------------------------------------------------------------- quantise ---- */
+/* -------------------------------------------------------------------------- quantize ---- */
 
 static double decode_e4m3(int code)
 {
@@ -567,10 +567,10 @@ static uint8_t encode_e4m3(double x)
 
 int64_t oracle_scale_bytes(uint32_t how, int64_t n)
 {
-    return how == EPIC_QUANTISE_1X128 ? (n + 127) / 128 * 4 : (n + 31) / 32;
+    return how == EPIC_QUANTIZE_1X128 ? (n + 127) / 128 * 4 : (n + 31) / 32;
 }
 
-static void quantise_block(uint32_t how, const float *x, int64_t count, uint8_t *q, void *scale)
+static void quantize_block(uint32_t how, const float *x, int64_t count, uint8_t *q, void *scale)
 {
     float most = 0;
     bool finite = true;
@@ -578,7 +578,7 @@ static void quantise_block(uint32_t how, const float *x, int64_t count, uint8_t 
         finite &= isfinite(x[i]) != 0;
         if (fabsf(x[i]) > most) most = fabsf(x[i]);
     }
-    if (how == EPIC_QUANTISE_1X128) {
+    if (how == EPIC_QUANTIZE_1X128) {
         float s = most / 448.0f;
         if (s == 0) s = 1;
         if (!finite) s = NAN;
@@ -594,17 +594,17 @@ static void quantise_block(uint32_t how, const float *x, int64_t count, uint8_t 
     for (int64_t i = 0; i < count; i++) q[i] = finite ? encode_e4m3(ldexp(x[i], -s)) : 0x7f;
 }
 
-void oracle_quantise(uint32_t how, const void *row, float w, uint32_t type, int64_t n,
+void oracle_quantize(uint32_t how, const void *row, float w, uint32_t type, int64_t n,
                      uint8_t *q, void *scales)
 {
-    const int64_t block = how == EPIC_QUANTISE_1X128 ? 128 : 32;
-    const int64_t scale_bytes = how == EPIC_QUANTISE_1X128 ? 4 : 1;
+    const int64_t block = how == EPIC_QUANTIZE_1X128 ? 128 : 32;
+    const int64_t scale_bytes = how == EPIC_QUANTIZE_1X128 ? 4 : 1;
     for (int64_t at = 0; at < n; at += block) {
         const int64_t count = n - at < block ? n - at : block;
         float x[128];
         for (int64_t i = 0; i < count; i++)
             x[i] = (float)product(w, oracle_get(row, type, at + i), false);
-        quantise_block(how, x, count, q + at,
+        quantize_block(how, x, count, q + at,
                        (unsigned char *)scales + at / block * scale_bytes);
     }
 }

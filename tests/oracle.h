@@ -65,7 +65,7 @@ void oracle_scale(const void *row, float w, uint32_t type, int64_t n, void *out)
 float oracle_dot(const void *a, const void *b, uint32_t type, int64_t n);
 
 /* w * row as e4m3 with scales. */
-void oracle_quantise(uint32_t how, const void *row, float w, uint32_t type, int64_t n,
+void oracle_quantize(uint32_t how, const void *row, float w, uint32_t type, int64_t n,
                      uint8_t *q, void *scales);
 int64_t oracle_scale_bytes(uint32_t how, int64_t n);
 

@@ -42,8 +42,8 @@ void step_open(step *s, epic_context *ctx, int64_t tokens, int64_t hidden)
     const epic_config sizes = sizes_of(s);
     epic_layer flat = s->layer; /* whose plans are larger: room for both */
     flat.layout = EPIC_FLAT;
-    s->plan_bytes = epic_plan_bytes(&sizes, sizeof sizes, &flat, sizeof flat);
-    s->slots = epic_capacity_bound(&sizes, sizeof sizes, &s->layer, sizeof s->layer);
+    s->plan_bytes = epic_plan_bytes(&sizes, &flat);
+    s->slots = epic_capacity_bound(&sizes, &s->layer);
     CHECK(s->plan_bytes > 0 && s->slots > 0);
     s->plan = aligned_alloc(64, (s->plan_bytes + 127) / 64 * 64);
     memset(s->plan, 0, s->plan_bytes);
@@ -58,7 +58,7 @@ void step_open(step *s, epic_context *ctx, int64_t tokens, int64_t hidden)
     for (int i = 0; i < 2; i++) *of_slots[i] = floats(s->slots * hidden);
     s->weights = floats(tokens * STEP_TOP_K);
     s->d_weights = floats(tokens * STEP_TOP_K);
-    s->recv_weight = floats(s->slots * STEP_TOP_K);
+    s->slot_weights = floats(s->slots * STEP_TOP_K);
     s->d_slot_weights = floats(s->slots * STEP_TOP_K);
     s->sum = floats(s->count);
     choose_experts(s);
@@ -72,9 +72,9 @@ void step_open(step *s, epic_context *ctx, int64_t tokens, int64_t hidden)
 void step_close(step *s)
 {
     void *const arrays[] = {
-        s->plan,    s->topk_idx,    s->expert_rows, s->expert_tokens,  s->load,   s->demand,
-        s->x,       s->recv,        s->out,         s->d_out,          s->d_rows, s->d_tokens,
-        s->weights, s->recv_weight, s->d_weights,   s->d_slot_weights, s->sum};
+        s->plan,    s->topk_idx,     s->expert_rows, s->expert_tokens,  s->load,   s->demand,
+        s->x,       s->recv,         s->out,         s->d_out,          s->d_rows, s->d_tokens,
+        s->weights, s->slot_weights, s->d_weights,   s->d_slot_weights, s->sum};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) free(arrays[i]);
 }
 
@@ -94,7 +94,6 @@ epic_plan_args step_plan(step *s, uint64_t tag)
 {
     return (epic_plan_args){.call.tag = tag,
                             .layer = &s->layer,
-                            .layer_size = sizeof s->layer,
                             .plan = s->plan,
                             .plan_bytes = s->plan_bytes,
                             .topk_idx = s->topk_idx,
@@ -114,7 +113,7 @@ epic_dispatch_args step_dispatch(step *s, uint64_t tag)
                                 .tokens = of_tokens(s, s->x),
                                 .recv = of_slots(s, s->recv),
                                 .weights = s->weights,
-                                .recv_weight = s->recv_weight};
+                                .slot_weights = s->slot_weights};
 }
 
 static bool is_flat(const step *s)
@@ -129,7 +128,7 @@ epic_combine_args step_combine(step *s, uint64_t tag)
                                .plan_bytes = s->plan_bytes,
                                .rows = of_slots(s, s->recv),
                                .out = of_tokens(s, s->out),
-                               .slot_weights = is_flat(s) ? NULL : s->recv_weight,
+                               .slot_weights = is_flat(s) ? NULL : s->slot_weights,
                                .type = EPIC_F32};
 }
 
@@ -140,7 +139,7 @@ epic_dispatch_backward_args step_dispatch_backward(step *s, uint64_t tag)
                                          .plan_bytes = s->plan_bytes,
                                          .d_recv = of_slots(s, s->d_rows),
                                          .d_tokens = of_tokens(s, s->d_tokens),
-                                         .d_recv_weight = s->d_slot_weights,
+                                         .d_slot_weights = s->d_slot_weights,
                                          .d_weights = s->d_weights,
                                          .type = EPIC_F32};
 }
@@ -154,7 +153,7 @@ epic_combine_backward_args step_combine_backward(step *s, uint64_t tag)
                                         .rows =
                                             is_flat(s) ? (epic_rows){0} : of_slots(s, s->recv),
                                         .d_rows = of_slots(s, s->d_rows),
-                                        .slot_weights = is_flat(s) ? NULL : s->recv_weight,
+                                        .slot_weights = is_flat(s) ? NULL : s->slot_weights,
                                         .d_slot_weights = is_flat(s) ? NULL : s->d_slot_weights,
                                         .type = EPIC_F32};
 }
@@ -174,7 +173,7 @@ static epic_result call_plan(step *s, const epic_call *call, enum step_change ch
     a.layer = &layer;
     if (change == STEP_OTHER_SHAPE) layer.top_k = 1;
     if (change == STEP_EMPTY) a.num_tokens = 0;
-    return epic_plan(s->ctx, &a, sizeof a);
+    return epic_plan(s->ctx, &a);
 }
 
 static epic_result call_dispatch(step *s, const epic_call *call, enum step_change change)
@@ -182,7 +181,7 @@ static epic_result call_dispatch(step *s, const epic_call *call, enum step_chang
     epic_dispatch_args a = step_dispatch(s, 0);
     a.call = *call;
     if (change == STEP_OTHER_SHAPE) a.recv.row_bytes = a.tokens.row_bytes = s->hidden * 2;
-    return epic_dispatch(s->ctx, &a, sizeof a);
+    return epic_dispatch(s->ctx, &a);
 }
 
 static epic_result call_combine(step *s, const epic_call *call, enum step_change change)
@@ -190,7 +189,7 @@ static epic_result call_combine(step *s, const epic_call *call, enum step_change
     epic_combine_args a = step_combine(s, 0);
     a.call = *call;
     if (change == STEP_OTHER_SHAPE) a.rows.row_bytes = a.out.row_bytes = s->hidden * 2;
-    return epic_combine(s->ctx, &a, sizeof a);
+    return epic_combine(s->ctx, &a);
 }
 
 static epic_result call_dispatch_backward(step *s, const epic_call *call,
@@ -198,8 +197,8 @@ static epic_result call_dispatch_backward(step *s, const epic_call *call,
 {
     epic_dispatch_backward_args a = step_dispatch_backward(s, 0);
     a.call = *call;
-    if (change == STEP_OTHER_SHAPE) a.d_recv_weight = a.d_weights = NULL;
-    return epic_dispatch_backward(s->ctx, &a, sizeof a);
+    if (change == STEP_OTHER_SHAPE) a.d_slot_weights = a.d_weights = NULL;
+    return epic_dispatch_backward(s->ctx, &a);
 }
 
 static epic_result call_combine_backward(step *s, const epic_call *call,
@@ -208,7 +207,7 @@ static epic_result call_combine_backward(step *s, const epic_call *call,
     epic_combine_backward_args a = step_combine_backward(s, 0);
     a.call = *call;
     if (change == STEP_OTHER_SHAPE) a.type = EPIC_F64;
-    return epic_combine_backward(s->ctx, &a, sizeof a);
+    return epic_combine_backward(s->ctx, &a);
 }
 
 static epic_result call_sum(step *s, const epic_call *call, enum step_change change)
@@ -216,7 +215,7 @@ static epic_result call_sum(step *s, const epic_call *call, enum step_change cha
     epic_sum_args a = step_sum(s, 0);
     a.call = *call;
     if (change == STEP_OTHER_SHAPE) a.count--;
-    return epic_sum(s->ctx, &a, sizeof a);
+    return epic_sum(s->ctx, &a);
 }
 
 epic_result step_call(step *s, uint32_t operation, const epic_call *call,

@@ -23,7 +23,7 @@ typedef struct step {
     int32_t *topk_idx; /* [tokens, top_k] */
     int32_t *expert_rows, *expert_tokens, *load, *demand;
     float *x, *recv, *out, *d_out, *d_rows, *d_tokens; /* rows */
-    float *weights, *recv_weight, *d_weights, *d_slot_weights;
+    float *weights, *slot_weights, *d_weights, *d_slot_weights;
     float *sum; /* [count] */
 } step;
 

@@ -167,7 +167,7 @@ static int64_t bound_of(const world *w)
     const epic_config config = {.max_tokens = WORLD_MAX_TOKENS,
                                 .max_row_bytes = 16,
                                 .num_ranks = (uint32_t)w->num_ranks};
-    return epic_capacity_bound(&config, sizeof config, &w->layer, sizeof w->layer);
+    return epic_capacity_bound(&config, &w->layer);
 }
 
 /* Around what is needed: exactly that, the bound, a little more, or too little. */

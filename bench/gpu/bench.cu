@@ -48,7 +48,7 @@ struct Rank {
     size_t plan_bytes;
     int32_t *ids;
     uint8_t *plan, *x, *recv, *y, *dx, *out, *flush;
-    float *weights, *recv_weight, *slot_weights, *d_slot_weights, *d_weights, *tick;
+    float *weights, *recv_weights, *slot_weights, *d_slot_weights, *d_weights, *tick;
     int32_t *expert_rows;
     epic_layer layer;
     int *gate, *gate_device;
@@ -184,7 +184,6 @@ static epic_plan_args plan_args(Rank *r, int sms)
     a.call.stream = r->me->stream;
     a.call.max_sms = (uint32_t)sms;
     a.layer = &r->layer;
-    a.layer_size = sizeof r->layer;
     a.plan = r->plan;
     a.plan_bytes = r->plan_bytes;
     a.topk_idx = r->ids;
@@ -204,7 +203,7 @@ static epic_dispatch_args dispatch_args(Rank *r, int sms)
     a.tokens = {r->x, r->tokens, r->row_bytes};
     a.recv = {r->recv, r->slots, r->row_bytes};
     a.weights = r->weights;
-    a.recv_weight = r->recv_weight;
+    a.slot_weights = r->recv_weights;
     return a;
 }
 
@@ -231,7 +230,7 @@ static void run_dispatch_backward(Rank *r, int sms)
     a.plan_bytes = r->plan_bytes;
     a.d_recv = {r->y, r->slots, r->row_bytes};
     a.d_tokens = {r->out, r->tokens, r->row_bytes};
-    a.d_recv_weight = r->slot_weights;
+    a.d_slot_weights = r->slot_weights;
     a.d_weights = r->d_weights;
     a.type = EPIC_BF16;
     must(p2p_steps.dispatch_backward(r->me->group, &a));
@@ -414,7 +413,7 @@ static void allocate(Rank *r, int most)
     r->y = room<uint8_t>(slots, seed + 2);
     r->weights = room<float>((size_t)most * TOP_K * 4, seed + 3);
     r->d_weights = room<float>((size_t)most * TOP_K * 4, 0);
-    r->recv_weight = room<float>((size_t)r->slots * 4, 0);
+    r->recv_weights = room<float>((size_t)r->slots * 4, 0);
     r->slot_weights = room<float>((size_t)r->slots * 4, seed + 4);
     r->d_slot_weights = room<float>((size_t)r->slots * 4, 0);
     r->expert_rows = room<int32_t>(EXPERTS * 4, 0);

@@ -111,7 +111,7 @@ static std::vector<Model> models()
     m.router.topk_groups = 4;
     m.router.group_score = EPIC_GROUP_SUM;
     m.router.group_best = 2;
-    m.router.normalise = EPIC_NORMALISE_SUM;
+    m.router.normalize = EPIC_NORMALIZE_SUM;
     m.router.eps = 1e-20;
     m.router.scale = 2.5;
     all.push_back(m);
@@ -119,14 +119,14 @@ static std::vector<Model> models()
     m.name = "Qwen3, softmax, 8 of 128";
     m.router.num_experts = 128;
     m.router.top_k = 8;
-    m.router.normalise = EPIC_NORMALISE_SUM;
+    m.router.normalize = EPIC_NORMALIZE_SUM;
     m.router.scale = 1;
     all.push_back(m);
     m.name = "gpt-oss, 4 of 128";
     m.router.top_k = 4;
     m.router.score = EPIC_SCORE_LOGITS;
     m.router.weight_rule = EPIC_WEIGHT_SOFTMAX_CHOSEN;
-    m.router.normalise = EPIC_NORMALISE_NONE;
+    m.router.normalize = EPIC_NORMALIZE_NONE;
     all.push_back(m);
     m = {};
     m.name = "sqrtsoftplus, 8 of 512";
@@ -134,7 +134,7 @@ static std::vector<Model> models()
     m.router.num_experts = 512;
     m.router.top_k = 8;
     m.router.score = EPIC_SCORE_SQRTSOFTPLUS;
-    m.router.normalise = EPIC_NORMALISE_SUM;
+    m.router.normalize = EPIC_NORMALIZE_SUM;
     m.router.scale = 1;
     all.push_back(m);
     return all;

@@ -39,12 +39,11 @@ static inputs read_inputs(ffi_reader *reader)
 }
 
 /* The fields of the core's arguments, alike in both directions. */
-#define INPUTS(in)                                                                  \
-    .experts = &(in).experts, .experts_size = sizeof(in).experts, .x = (in).x.data, \
-    .num_slots = (in).x.rows, .expert_rows = (in).rows.data,                        \
-    .expert_tokens = (in).tokens.data, .slot_weights = (in).slot_weights.data,      \
-    .w_gate_up = (in).w_gate_up.data, .w_down = (in).w_down.data,                   \
-    .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data
+#define INPUTS(in)                                                            \
+    .experts = &(in).experts, .x = (in).x.data, .num_slots = (in).x.rows,     \
+    .expert_rows = (in).rows.data, .expert_tokens = (in).tokens.data,         \
+    .slot_weights = (in).slot_weights.data, .w_gate_up = (in).w_gate_up.data, \
+    .w_down = (in).w_down.data, .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data
 
 FFI_EXPORT ffi_error *epic_jax_experts(ffi_frame *frame)
 {
@@ -62,7 +61,7 @@ FFI_EXPORT ffi_error *epic_jax_experts(ffi_frame *frame)
     args.workspace_bytes = (size_t)workspace.bytes;
     if (reader.error != NULL) return reader.error;
     zero_tail(y, in.rows);
-    return ffi_error_of(frame, "experts", epic_experts_forward(&args, sizeof args));
+    return ffi_error_of(frame, "experts", epic_experts_forward(NULL, &args));
 }
 
 static void read_gradients(ffi_reader *reader, ffi_array rows, uint32_t type,
@@ -97,7 +96,7 @@ FFI_EXPORT ffi_error *epic_jax_experts_backward(ffi_frame *frame)
     args.d_y = ffi_arg(&reader, "d_y", in.x.type).data;
     read_gradients(&reader, in.rows, in.x.type, &args);
     if (reader.error != NULL) return reader.error;
-    return ffi_error_of(frame, "experts (backward)", epic_experts_backward(&args, sizeof args));
+    return ffi_error_of(frame, "experts (backward)", epic_experts_backward(NULL, &args));
 }
 
 /* For CUDA, of all that the core has on the CPU only. */

@@ -48,13 +48,9 @@ static void read_moe(ffi_reader *reader, moe_job *job)
     const bool has_shared = ffi_uint(reader, "has_shared") != 0;
     if (has_shared) job->shared = read_experts(reader, "shared_");
     job->moe = (epic_moe){.layer = &job->layer,
-                          .layer_size = sizeof job->layer,
                           .router = &job->router,
-                          .router_size = sizeof job->router,
                           .experts = &job->experts,
-                          .experts_size = sizeof job->experts,
                           .shared = has_shared ? &job->shared : NULL,
-                          .shared_size = has_shared ? sizeof job->shared : 0,
                           .balance_coeff = ffi_float(reader, "balance_coeff"),
                           .z_coeff = ffi_float(reader, "z_coeff"),
                           .sequence_tokens = ffi_int(reader, "sequence_tokens"),
@@ -68,15 +64,13 @@ static void read_forward(ffi_reader *reader, job *base)
     moe_job *job = (moe_job *)base;
     read_moe(reader, job);
     job->forward.moe = &job->moe;
-    job->forward.moe_size = sizeof job->moe;
     job->forward.weights = &job->weights;
-    job->forward.weights_size = sizeof job->weights;
 }
 
 static epic_result run_forward(job *base)
 {
     moe_job *job = (moe_job *)base;
-    return epic_moe_forward(base->use.ctx, &job->forward, sizeof job->forward);
+    return epic_moe_forward(base->use.ctx, &job->forward);
 }
 
 static const job_array forward_arrays[] = {
@@ -113,17 +107,14 @@ static void read_backward(ffi_reader *reader, job *base)
     moe_job *job = (moe_job *)base;
     read_moe(reader, job);
     job->backward.moe = &job->moe;
-    job->backward.moe_size = sizeof job->moe;
     job->backward.weights = &job->weights;
-    job->backward.weights_size = sizeof job->weights;
     job->backward.gradients = &job->gradients;
-    job->backward.gradients_size = sizeof job->gradients;
 }
 
 static epic_result run_backward(job *base)
 {
     moe_job *job = (moe_job *)base;
-    return epic_moe_backward(base->use.ctx, &job->backward, sizeof job->backward);
+    return epic_moe_backward(base->use.ctx, &job->backward);
 }
 
 #define GRADIENT(name, member) OUT(name, JOB_GRADIENT_TYPE, gradients.member)

@@ -29,7 +29,7 @@ epic_router read_router(ffi_reader *reader)
                          .group_best = ffi_uint(reader, "group_best"),
                          .group_others = ffi_uint(reader, "group_others"),
                          .weight_rule = ffi_uint(reader, "weight_rule"),
-                         .normalise = ffi_uint(reader, "normalise"),
+                         .normalize = ffi_uint(reader, "normalize"),
                          .eps = ffi_float(reader, "eps"),
                          .norm_min = ffi_float(reader, "norm_min"),
                          .scale = ffi_float(reader, "scale")};

@@ -69,7 +69,6 @@ static ffi_error *router_forward(ffi_frame *frame, bool on_device)
     const ffi_array weights = ffi_result(&reader, "weights", FFI_OTHER);
     const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
     const epic_router_args args = {.router = &router,
-                                   .router_size = sizeof router,
                                    .logits = logits.data,
                                    .num_tokens = logits.rows,
                                    .bias = bias.data,
@@ -77,16 +76,15 @@ static ffi_error *router_forward(ffi_frame *frame, bool on_device)
                                    .table = table.data,
                                    .table_rows = table.rows,
                                    .workspace = workspace.data,
-                                   .workspace_bytes = (size_t)workspace.bytes,
+                                   .workspace_bytes = workspace.bytes,
                                    .topk_idx = chosen.data,
                                    .weights = weights.data,
                                    .type = logits.type,
                                    .weights_type = weights.type,
                                    .token_id_type = ids.type,
-                                   .ctx = place.use.ctx,
-                                   .stream = place.stream};
+                                   .call.stream = place.stream};
     return end(&reader, &place, "router",
-               reader.error ? EPIC_OK : epic_router_forward(&args, sizeof args));
+               reader.error ? EPIC_OK : epic_router_forward(place.use.ctx, &args));
 }
 
 HANDLERS(router, router_forward(frame, on_device))
@@ -103,27 +101,103 @@ static ffi_error *router_backward(ffi_frame *frame, bool on_device)
     const ffi_array d_logits = ffi_result(&reader, "d_logits", logits.type);
     const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
     const epic_router_backward_args args = {.router = &router,
-                                            .router_size = sizeof router,
                                             .logits = logits.data,
                                             .num_tokens = logits.rows,
                                             .topk_idx = chosen.data,
                                             .d_weights = d_weights.data,
                                             .workspace = workspace.data,
-                                            .workspace_bytes = (size_t)workspace.bytes,
+                                            .workspace_bytes = workspace.bytes,
                                             .d_logits = d_logits.data,
                                             .type = logits.type,
                                             .weights_type = d_weights.type,
-                                            .ctx = place.use.ctx,
-                                            .stream = place.stream};
+                                            .call.stream = place.stream};
     return end(&reader, &place, "router (backward)",
-               reader.error ? EPIC_OK : epic_router_backward(&args, sizeof args));
+               reader.error ? EPIC_OK : epic_router_backward(place.use.ctx, &args));
 }
 
 HANDLERS(router_backward, router_backward(frame, on_device))
 
 /* ---------------------------------------------------------------------------- losses ---- */
 
-typedef epic_result loss_call(const epic_loss_args *args, size_t size);
+/* What the four calls take; out is the loss, or the gradient of the logits. */
+typedef struct loss_job {
+    epic_context *ctx;
+    epic_call call;
+    epic_router router;
+    ffi_array logits, load, chosen, d_loss, out, workspace;
+    int64_t total_tokens, sequence_tokens;
+    double coeff;
+} loss_job;
+
+static epic_result balance_loss(const loss_job *job)
+{
+    const epic_balance_loss_args args = {.call = job->call,
+                                         .router = &job->router,
+                                         .logits = job->logits.data,
+                                         .num_tokens = job->logits.rows,
+                                         .total_tokens = job->total_tokens,
+                                         .sequence_tokens = job->sequence_tokens,
+                                         .load = job->load.data,
+                                         .topk_idx = job->chosen.data,
+                                         .coeff = job->coeff,
+                                         .workspace = job->workspace.data,
+                                         .workspace_bytes = job->workspace.bytes,
+                                         .loss = job->out.data,
+                                         .type = job->logits.type};
+    return epic_balance_loss_forward(job->ctx, &args);
+}
+
+static epic_result balance_loss_backward(const loss_job *job)
+{
+    const epic_balance_loss_backward_args args = {.call = job->call,
+                                                  .router = &job->router,
+                                                  .logits = job->logits.data,
+                                                  .num_tokens = job->logits.rows,
+                                                  .total_tokens = job->total_tokens,
+                                                  .sequence_tokens = job->sequence_tokens,
+                                                  .load = job->load.data,
+                                                  .topk_idx = job->chosen.data,
+                                                  .coeff = job->coeff,
+                                                  .workspace = job->workspace.data,
+                                                  .workspace_bytes = job->workspace.bytes,
+                                                  .d_loss = job->d_loss.data,
+                                                  .d_logits = job->out.data,
+                                                  .type = job->logits.type};
+    return epic_balance_loss_backward(job->ctx, &args);
+}
+
+static epic_result z_loss(const loss_job *job)
+{
+    const epic_z_loss_args args = {.call = job->call,
+                                   .router = &job->router,
+                                   .logits = job->logits.data,
+                                   .num_tokens = job->logits.rows,
+                                   .total_tokens = job->total_tokens,
+                                   .coeff = job->coeff,
+                                   .workspace = job->workspace.data,
+                                   .workspace_bytes = job->workspace.bytes,
+                                   .loss = job->out.data,
+                                   .type = job->logits.type};
+    return epic_z_loss_forward(job->ctx, &args);
+}
+
+static epic_result z_loss_backward(const loss_job *job)
+{
+    const epic_z_loss_backward_args args = {.call = job->call,
+                                            .router = &job->router,
+                                            .logits = job->logits.data,
+                                            .num_tokens = job->logits.rows,
+                                            .total_tokens = job->total_tokens,
+                                            .coeff = job->coeff,
+                                            .workspace = job->workspace.data,
+                                            .workspace_bytes = job->workspace.bytes,
+                                            .d_loss = job->d_loss.data,
+                                            .d_logits = job->out.data,
+                                            .type = job->logits.type};
+    return epic_z_loss_backward(job->ctx, &args);
+}
+
+typedef epic_result loss_call(const loss_job *job);
 
 /* Arguments: logits, load or none, topk_idx or none, d_loss or none.  Results: the loss, or
  * d_logits, and workspace. */
@@ -133,37 +207,24 @@ static ffi_error *loss(ffi_frame *frame, bool on_device, const char *what, bool 
     if (is_query(frame, on_device)) return NULL;
     place place = {0};
     ffi_reader reader = begin(frame, on_device, &place);
-    const epic_router router = read_router(&reader);
-    const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
-    const ffi_array load = ffi_arg_or_none(&reader, "load", EPIC_I32);
-    const ffi_array chosen = ffi_arg_or_none(&reader, "topk_idx", EPIC_I32);
-    const ffi_array d_loss = ffi_arg_or_none(&reader, "d_loss", EPIC_F32);
-    const ffi_array out = is_backward ? ffi_result(&reader, "d_logits", logits.type)
-                                      : ffi_result(&reader, "loss", EPIC_F32);
-    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
-    const epic_loss_args args = {.router = &router,
-                                 .router_size = sizeof router,
-                                 .logits = logits.data,
-                                 .num_tokens = logits.rows,
-                                 .total_tokens = ffi_int(&reader, "total_tokens"),
-                                 .load = load.data,
-                                 .topk_idx = chosen.data,
-                                 .sequence_tokens = ffi_int(&reader, "sequence_tokens"),
-                                 .coeff = ffi_float(&reader, "coeff"),
-                                 .d_loss = d_loss.data,
-                                 .workspace = workspace.data,
-                                 .workspace_bytes = (size_t)workspace.bytes,
-                                 .loss = is_backward ? NULL : out.data,
-                                 .d_logits = is_backward ? out.data : NULL,
-                                 .type = logits.type,
-                                 .ctx = place.use.ctx,
-                                 .stream = place.stream};
-    return end(&reader, &place, what, reader.error ? EPIC_OK : call(&args, sizeof args));
+    loss_job job = {.router = read_router(&reader)};
+    job.logits = ffi_arg(&reader, "logits", FFI_OTHER);
+    job.load = ffi_arg_or_none(&reader, "load", EPIC_I32);
+    job.chosen = ffi_arg_or_none(&reader, "topk_idx", EPIC_I32);
+    job.d_loss = ffi_arg_or_none(&reader, "d_loss", EPIC_F32);
+    job.out = is_backward ? ffi_result(&reader, "d_logits", job.logits.type)
+                          : ffi_result(&reader, "loss", EPIC_F32);
+    job.workspace = ffi_result(&reader, "workspace", FFI_U8);
+    job.total_tokens = ffi_int(&reader, "total_tokens");
+    job.sequence_tokens = ffi_int(&reader, "sequence_tokens");
+    job.coeff = ffi_float(&reader, "coeff");
+    job.ctx = place.use.ctx;
+    job.call.stream = place.stream;
+    return end(&reader, &place, what, reader.error ? EPIC_OK : call(&job));
 }
 
-HANDLERS(balance_loss, loss(frame, on_device, "balance_loss", false, epic_balance_loss_forward))
+HANDLERS(balance_loss, loss(frame, on_device, "balance_loss", false, balance_loss))
 HANDLERS(balance_loss_backward,
-         loss(frame, on_device, "balance_loss (backward)", true, epic_balance_loss_backward))
-HANDLERS(z_loss, loss(frame, on_device, "z_loss", false, epic_z_loss_forward))
-HANDLERS(z_loss_backward,
-         loss(frame, on_device, "z_loss (backward)", true, epic_z_loss_backward))
+         loss(frame, on_device, "balance_loss (backward)", true, balance_loss_backward))
+HANDLERS(z_loss, loss(frame, on_device, "z_loss", false, z_loss))
+HANDLERS(z_loss_backward, loss(frame, on_device, "z_loss (backward)", true, z_loss_backward))

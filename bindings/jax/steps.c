@@ -59,7 +59,6 @@ static void read_plan(ffi_reader *reader, job *base)
     step_job *job = (step_job *)base;
     job->layer = read_layer(reader);
     job->plan.layer = &job->layer;
-    job->plan.layer_size = sizeof job->layer;
     job->plan.capacity = ffi_int(reader, "capacity");
     job->dispatch.flags = EPIC_ZERO_TAIL;
     if (reader->error == NULL && job->from_count != job->plan.num_tokens * job->layer.top_k)
@@ -75,7 +74,7 @@ static epic_result run_plan(job *base)
 {
     step_job *job = (step_job *)base;
     job_put_channel(base, job->plan.plan, job->plan.plan_bytes);
-    return epic_plan(base->use.ctx, &job->plan, sizeof job->plan);
+    return epic_plan(base->use.ctx, &job->plan);
 }
 
 static const job_array plan_arrays[] = {PLAN_INPUTS, SITE, CHANNEL, PLAN_RESULTS};
@@ -89,7 +88,7 @@ OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan)
     DATA(JOB_OPTIONAL, "weights", EPIC_F32, dispatch.weights)
 #define DISPATCH_RESULTS \
     ROWS(JOB_RESULT, "recv", JOB_SAME_TYPE, dispatch.recv), \
-    DATA(JOB_RESULT | JOB_OPTIONAL, "recv_weight", EPIC_F32, dispatch.recv_weight)
+    DATA(JOB_RESULT | JOB_OPTIONAL, "slot_weights", EPIC_F32, dispatch.slot_weights)
 /* clang-format on */
 
 static void read_dispatch(ffi_reader *reader, job *base)
@@ -101,7 +100,7 @@ static void read_dispatch(ffi_reader *reader, job *base)
 static epic_result run_dispatch(job *base)
 {
     step_job *job = (step_job *)base;
-    return epic_dispatch(base->use.ctx, &job->dispatch, sizeof job->dispatch);
+    return epic_dispatch(base->use.ctx, &job->dispatch);
 }
 
 static const job_array dispatch_arrays[] = {PLAN(dispatch), DISPATCH_INPUTS, SITE,
@@ -115,31 +114,30 @@ static const job_array dispatch_flat_arrays[] = {
 #define run_dispatch_flat run_dispatch
 OPERATION(dispatch_flat, "dispatch_flat", ROLE_DISPATCH, dispatch, read_dispatch)
 
-static void read_dispatch_quantised(ffi_reader *reader, job *base)
+static void read_dispatch_quantized(ffi_reader *reader, job *base)
 {
     read_dispatch(reader, base);
-    ((step_job *)base)->dispatch.quantise = ffi_uint(reader, "quantise");
+    ((step_job *)base)->dispatch.quantize = ffi_uint(reader, "quantize");
 }
 
 /* Rows of a float type leave as e4m3 with scales; those of 1x32 are bytes. */
-static const job_array dispatch_quantised_arrays[] = {
+static const job_array dispatch_quantized_arrays[] = {
     PLAN(dispatch),
     TYPED_ROWS("tokens", dispatch.tokens, dispatch.type),
     DATA(JOB_OPTIONAL, "weights", EPIC_F32, dispatch.weights),
     SITE,
     ROWS(JOB_RESULT, "recv", EPIC_E4M3, dispatch.recv),
     ROWS(JOB_RESULT, "recv_scales", FFI_OTHER, dispatch.recv_scales),
-    DATA(JOB_RESULT | JOB_OPTIONAL, "recv_weight", EPIC_F32, dispatch.recv_weight)};
-#define run_dispatch_quantised run_dispatch
-OPERATION(dispatch_quantised, "dispatch_quantised", ROLE_DISPATCH, dispatch,
-          read_dispatch_quantised)
+    DATA(JOB_RESULT | JOB_OPTIONAL, "slot_weights", EPIC_F32, dispatch.slot_weights)};
+#define run_dispatch_quantized run_dispatch
+OPERATION(dispatch_quantized, "dispatch_quantized", ROLE_DISPATCH, dispatch,
+          read_dispatch_quantized)
 
 static epic_result run_plan_dispatch(job *base)
 {
     step_job *job = (step_job *)base;
     job_put_channel(base, job->plan.plan, job->plan.plan_bytes);
-    return epic_plan_dispatch(base->use.ctx, &job->plan, sizeof job->plan, &job->dispatch,
-                              sizeof job->dispatch);
+    return epic_plan_dispatch(base->use.ctx, &job->plan, &job->dispatch);
 }
 
 static const job_array plan_dispatch_arrays[] = {PLAN_INPUTS,  DISPATCH_INPUTS, SITE, CHANNEL,
@@ -149,14 +147,13 @@ OPERATION(plan_dispatch, "plan_dispatch", ROLE_PLAN, plan, read_plan)
 static epic_result run_dispatch_backward(job *base)
 {
     step_job *job = (step_job *)base;
-    return epic_dispatch_backward(base->use.ctx, &job->dispatch_backward,
-                                  sizeof job->dispatch_backward);
+    return epic_dispatch_backward(base->use.ctx, &job->dispatch_backward);
 }
 
 static const job_array dispatch_backward_arrays[] = {
     PLAN(dispatch_backward),
     TYPED_ROWS("d_recv", dispatch_backward.d_recv, dispatch_backward.type),
-    DATA(JOB_OPTIONAL, "d_recv_weight", EPIC_F32, dispatch_backward.d_recv_weight),
+    DATA(JOB_OPTIONAL, "d_slot_weights", EPIC_F32, dispatch_backward.d_slot_weights),
     SITE,
     ROWS(JOB_RESULT, "d_tokens", JOB_SAME_TYPE, dispatch_backward.d_tokens),
     DATA(JOB_RESULT | JOB_OPTIONAL, "d_weights", EPIC_F32, dispatch_backward.d_weights)};
@@ -168,7 +165,7 @@ OPERATION(dispatch_backward, "dispatch (backward)", ROLE_DISPATCH_BACKWARD, disp
 static epic_result run_combine(job *base)
 {
     step_job *job = (step_job *)base;
-    return epic_combine(base->use.ctx, &job->combine, sizeof job->combine);
+    return epic_combine(base->use.ctx, &job->combine);
 }
 
 static const job_array combine_arrays[] = {
@@ -186,8 +183,7 @@ static void read_combine_backward(ffi_reader *reader, job *base)
 static epic_result run_combine_backward(job *base)
 {
     step_job *job = (step_job *)base;
-    return epic_combine_backward(base->use.ctx, &job->combine_backward,
-                                 sizeof job->combine_backward);
+    return epic_combine_backward(base->use.ctx, &job->combine_backward);
 }
 
 static const job_array combine_backward_arrays[] = {
@@ -218,7 +214,7 @@ static void read_sum(ffi_reader *reader, job *base)
 static epic_result run_sum(job *base)
 {
     step_job *job = (step_job *)base;
-    return epic_sum(base->use.ctx, &job->sum, sizeof job->sum);
+    return epic_sum(base->use.ctx, &job->sum);
 }
 
 static const job_array sum_arrays[] = {

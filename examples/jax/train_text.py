@@ -183,7 +183,7 @@ def make_loss(sizes: Sizes, mesh: Any, group: Any) -> Any:
 
     options = epic.jax.Moe(
         epic.jax.Layer(sizes.experts, sizes.top_k, sum_order="tree", leaves=sizes.experts),
-        epic.jax.Router(sizes.experts, sizes.top_k, normalise="sum"),
+        epic.jax.Router(sizes.experts, sizes.top_k, normalize="sum"),
         epic.jax.Experts(sizes.experts // group.num_ranks, sizes.hidden, sizes.inner),
         balance_coeff=0.02,
     )
@@ -225,7 +225,7 @@ def place_params(mesh: Any, params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def make_optimiser(args: argparse.Namespace, mesh: Any, params: Params) -> tuple[Any, Any]:
+def make_optimizer(args: argparse.Namespace, mesh: Any, params: Params) -> tuple[Any, Any]:
     """AdamW with a cosine, and its state, each part where its parameter is."""
     import jax
     import optax
@@ -233,26 +233,26 @@ def make_optimiser(args: argparse.Namespace, mesh: Any, params: Params) -> tuple
     rates = optax.warmup_cosine_decay_schedule(
         0.0, args.rate, max(args.steps // 20, 1), args.steps, args.rate / 10
     )
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.98))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.98))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     places = optax.tree_map_params(
-        optimiser,
+        optimizer,
         lambda _, p: p.sharding,
-        jax.eval_shape(optimiser.init, params),
+        jax.eval_shape(optimizer.init, params),
         params,
         transform_non_params=lambda _: everywhere,
     )
-    return optimiser, jax.jit(optimiser.init, out_shardings=places)(params)
+    return optimizer, jax.jit(optimizer.init, out_shardings=places)(params)
 
 
-def make_steps(loss_of: Any, optimiser: Any) -> tuple[Any, Any]:
+def make_steps(loss_of: Any, optimizer: Any) -> tuple[Any, Any]:
     """A training step and an evaluation, compiled."""
     import jax
     import optax
 
     def step(params: Params, state: Any, text: Any) -> Any:
         (loss, aux), grads = jax.value_and_grad(loss_of, has_aux=True)(params, text)
-        updates, state = optimiser.update(grads, state, params)
+        updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss, aux[1]
 
     def entropy(params: Params, text: Any) -> Any:
@@ -280,8 +280,8 @@ def train(args: argparse.Namespace, mesh: Any, group: Any, sizes: Sizes) -> int:
     text = read_text(args.text)
     kind = np.float64 if args.float64 else np.float32
     params = place_params(mesh, jax.tree.map(lambda value: value.astype(kind), initial(sizes)))
-    optimiser, state = make_optimiser(args, mesh, params)
-    step, entropy = make_steps(make_loss(sizes, mesh, group), optimiser)
+    optimizer, state = make_optimizer(args, mesh, params)
+    step, entropy = make_steps(make_loss(sizes, mesh, group), optimizer)
 
     def rows(number: int, held_out: bool = False) -> Any:
         return place(mesh, batch_of(text, sizes, number, held_out), ("dp", "ep"))

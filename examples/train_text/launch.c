@@ -83,7 +83,7 @@ static int run_child(const options *o, const text *t, int rank, uint32_t port)
     epic_meet meet = {0};
     product_start();
     if (o->ranks == 1) return run_rank(o, t, NULL);
-    if (!works(&s, epic_meet_tcp(&meet, &tcp, sizeof tcp), "meeting")) return EXIT_FAILED;
+    if (!works(&s, epic_meet_tcp(&meet, &tcp), "meeting")) return EXIT_FAILED;
     const int status = run_rank(o, t, &meet);
     epic_meet_close(&meet);
     return status;

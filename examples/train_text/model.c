@@ -154,9 +154,7 @@ static bool mix(model *m, int layer, float *balance)
 {
     const epic_moe_weights weights = weights_of(m, layer);
     const epic_moe_args args = {.moe = &m->moe,
-                                .moe_size = sizeof m->moe,
                                 .weights = &weights,
-                                .weights_size = sizeof weights,
                                 .x = rows(m, m->h[layer]),
                                 .out = rows(m, m->x[layer + 1]),
                                 .saved = m->saved[layer],
@@ -165,8 +163,7 @@ static bool mix(model *m, int layer, float *balance)
                                 .workspace_bytes = m->work_bytes,
                                 .loss = balance,
                                 .load = m->load[layer]};
-    if (!works(&m->seat, epic_moe_forward(m->seat.ctx, &args, sizeof args), "layer forward"))
-        return false;
+    if (!works(&m->seat, epic_moe_forward(m->seat.ctx, &args), "layer forward")) return false;
     for (int64_t i = 0; i < m->tokens * m->hidden; i++) m->x[layer + 1][i] += m->x[layer][i];
     return true;
 }
@@ -177,20 +174,16 @@ static bool mix_backward(model *m, int layer)
     const epic_moe_weights weights = weights_of(m, layer);
     const epic_moe_gradients gradients = gradients_of(m, layer);
     const epic_moe_backward_args args = {.moe = &m->moe,
-                                         .moe_size = sizeof m->moe,
                                          .weights = &weights,
-                                         .weights_size = sizeof weights,
                                          .x = rows(m, m->h[layer]),
                                          .d_out = rows(m, m->d_x),
                                          .d_x = rows(m, m->d_h),
                                          .gradients = &gradients,
-                                         .gradients_size = sizeof gradients,
                                          .saved = m->saved[layer],
                                          .saved_bytes = m->moe_memory.saved_bytes,
                                          .workspace = m->work,
                                          .workspace_bytes = m->work_bytes};
-    return works(&m->seat, epic_moe_backward(m->seat.ctx, &args, sizeof args),
-                 "layer backward");
+    return works(&m->seat, epic_moe_backward(m->seat.ctx, &args), "layer backward");
 }
 
 /* ------------------------------------------------------------------------------ head ---- */

@@ -54,7 +54,7 @@ typedef struct model {
     seat seat;
     int64_t hidden, inner;
     parameter parameters[NUM_PARAMETERS];
-    float *value, *gradient, *first, *second; /* [count]: these, and the optimiser's moments */
+    float *value, *gradient, *first, *second; /* [count]: these, and the optimizer's moments */
     int64_t count, dense_count;
     float *sums; /* [NUM_SUMS], right after the dense gradients */
     epic_layer layer;

@@ -22,7 +22,7 @@ static const char help[] =
     "held out.  Under mpirun or torchrun (RANK and WORLD_SIZE) each process is one rank.\n"
     "\n"
     "  --ranks N        processes: 1, 2, 4 or 8 (default 4)\n"
-    "  --steps N        optimiser steps (default 500)\n"
+    "  --steps N        optimizer steps (default 500)\n"
     "  --stop N         stop after step N, the rates still those of --steps\n"
     "  --tokens N       bytes to predict in a step, over all ranks (default 2048)\n"
     "  --hidden N       width of the model (default 128)\n"

@@ -97,22 +97,17 @@ static bool describe_layer(model *m, int64_t tokens)
                               .top_k = TOP_K,
                               .score = EPIC_SCORE_SOFTMAX,
                               .weight_rule = EPIC_WEIGHT_SOFTMAX_CHOSEN};
-    m->experts = (epic_experts){.num_local_experts = local,
+    m->experts = (epic_experts){.row_type = EPIC_F32,
+                                .num_local_experts = local,
                                 .hidden = (uint32_t)m->hidden,
                                 .inner = (uint32_t)m->inner,
                                 .activation = EPIC_SILU};
-    m->moe = (epic_moe){
-        .layer = &m->layer,
-        .layer_size = sizeof m->layer,
-        .router = &m->router,
-        .router_size = sizeof m->router,
-        .experts = &m->experts,
-        .experts_size = sizeof m->experts,
-        .balance_coeff = balance,
-        .capacity = epic_capacity_bound(&config, sizeof config, &m->layer, sizeof m->layer)};
-    return works(&m->seat,
-                 epic_moe_memory(&config, sizeof config, &m->moe, sizeof m->moe, &m->moe_memory,
-                                 sizeof m->moe_memory),
+    m->moe = (epic_moe){.layer = &m->layer,
+                        .router = &m->router,
+                        .experts = &m->experts,
+                        .balance_coeff = balance,
+                        .capacity = epic_capacity_bound(&config, &m->layer)};
+    return works(&m->seat, epic_moe_memory(&config, &m->moe, &m->moe_memory),
                  "the layer's memory");
 }
 

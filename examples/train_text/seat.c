@@ -39,7 +39,7 @@ void *memory(int64_t bytes)
 bool sum_over_ranks(const seat *s, float *data, int64_t count)
 {
     const epic_sum_args sum = {.data = data, .count = count, .order = EPIC_TREE};
-    return works(s, epic_sum(s->ctx, &sum, sizeof sum), "sum");
+    return works(s, epic_sum(s->ctx, &sum), "sum");
 }
 
 bool all_equal(const seat *s, uint64_t number, const char *what)

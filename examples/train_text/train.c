@@ -12,7 +12,7 @@
 #include "checkpoint.h"
 #include "history.h"
 #include "ngram.h"
-#include "optimiser.h"
+#include "optimizer.h"
 #include "random.h"
 
 typedef struct run {
@@ -217,7 +217,7 @@ static bool take_step(run *r)
         return r->seat.rank == 0 && complain("the loss of step %lld is not a number: try a "
                                              "lower --rate than %g",
                                              (long long)r->step, r->o->rate);
-    optimiser_step(m, optimiser_rate(r->o->rate, r->step, r->o->steps), r->step);
+    optimizer_step(m, optimizer_rate(r->o->rate, r->step, r->o->steps), r->step);
     r->training_seconds += seconds() - begin;
     return true;
 }
@@ -390,8 +390,7 @@ int train(const options *o, const text *t, const epic_meet *meet, outcome *out)
     epic_config config = model_config(r.seat.num_ranks, o->hidden, o->tokens);
     config.backend = o->backend;
     int status = EXIT_FAILED;
-    if (works(&r.seat, epic_open(&r.seat.ctx, meet, &config, sizeof config), "open"))
-        status = run_all(&r);
+    if (works(&r.seat, epic_open(&r.seat.ctx, meet, &config), "open")) status = run_all(&r);
     free_all(&r);
     epic_close(r.seat.ctx);
     return status;

@@ -4,33 +4,41 @@
  *
  * The experts of a layer are spread over the ranks of a group.  Every step each token's row
  * travels to the ranks that own its chosen experts (dispatch), is transformed there, and comes
- * home to be summed (combine); the backward pass does the same in reverse.  A rank opens one
- * context, its seat in the group, and then repeats
+ * home to be summed (combine); the backward pass does the same in reverse.
  *
- *     epic_plan              where every choice goes: from topk_idx to the plan's bytes
- *     epic_dispatch          rows to experts
- *     ...                    the expert MLP over the received slots, whatever it is
- *     epic_combine           rows home, summed
- *     epic_combine_backward  gradients to the experts, with the same plan
- *     epic_dispatch_backward gradients home, with the same plan
+ * This page goes from the simple to the advanced:
+ *
+ *     the simple step       one handle that owns the plan and the buffers: start here
+ *     contexts              a rank's place in a group: open, close, errors, deadlines
+ *     the step, in parts    plan, dispatch, combine and gradients over memory of your own
+ *     router and losses     which experts, with which weights
+ *     experts and layer     the experts' MLP; the whole layer as one call
+ *     advanced              meetings, sizes before open, reading plans, what broke a group
+ *     the symbols           what the calls above are made of, for bindings
  *
  * Words.  A *token* is a row that the caller owns.  A *choice* is a pair (token, k): one of the
  * top-k experts of a token.  A *slot* is a row of the receive buffer: one choice that landed
  * here.  A *slab* is the slots of one local expert, contiguous, padded to the alignment.
  * *Capacity* is the number of slots that the receive buffer has.
  *
+ * Where a call runs.  Every call that computes takes the context first: a host context reads and
+ * writes host memory and returns when the work is done; a CUDA context reads and writes memory
+ * of its device, orders the work on call.stream and never waits on the host.  Calls that need no
+ * peer ("local") also take NULL for the context: host memory.
+ *
+ * A CUDA context.  Make the device current (cudaSetDevice) and open with config.backend "p2p":
+ * the context is bound to that device.  libepic_cuda.so is loaded then; nothing of CUDA is needed
+ * before.  All step calls may be captured in a CUDA graph and replayed with new data.
+ *
  * Unless a function says otherwise:
  *   - it is collective: every rank of the group makes the same call, and calls of one tag come
  *     in the same order on every rank.  Different tags are independent: on host contexts any
  *     order, from different threads of the caller, up to max_in_flight at once;
- *   - pointers are borrowed for the call, on the device of the context, aligned to the elements
- *     of their arrays; an array that is written shares memory with no other one of the call;
- *   - device work is ordered on call.stream and nothing waits on the host; host contexts block;
- *   - after epic_open no call allocates (the first use of a new tag may: 32 bytes).
- *
- * Structs travel with their size.  Shorter than ours: the rest is zero.  Longer: accepted while
- * the tail that we do not know is zero.  A size that no release ever had (sizeof of a pointer,
- * say) is EPIC_EINVAL.  Zero is the default of every field.
+ *   - pointers are borrowed for the call, aligned to the elements of their arrays; an array that
+ *     is written shares memory with no other one of the call;
+ *   - after epic_open no call allocates (the first use of a new tag may: 32 bytes);
+ *   - counts and sizes in bytes are int64_t; a negative one is refused;
+ *   - zero is the default of every field, NULL means "not wanted" or "none".
  *
  * Failure has three classes.
  *   (a) Arguments that the host can check (EPIC_EINVAL, EPIC_ENOTSUP): the call has done nothing
@@ -50,7 +58,12 @@
  * _SIZE, PMI_, MV2_COMM_WORLD_, MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and
  * FLUX_JOB_SIZE, SLURM_PROCID and SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK,
  * PALS_RANKID, ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT,
- * other SLURM_ variables; and EPIC_SECRET. */
+ * other SLURM_ variables; and EPIC_SECRET.
+ *
+ * Growing.  Structs are extended at their end, and the calls pass sizeof the struct to symbols
+ * that are versioned (the last section): a program built with an older header runs with a newer
+ * library, and the other way round as long as it asks for nothing that is new.  docs/abi.md has
+ * the rules. */
 #ifndef EPIC_H
 #define EPIC_H
 
@@ -74,7 +87,7 @@ extern "C" {
 
 /* ---------------------------------------------------------------- words of every call ---- */
 
-typedef struct epic_context epic_context; /* one rank's seat in one group */
+typedef struct epic_context epic_context; /* one rank's place in one group */
 typedef void *epic_stream;                /* a cudaStream_t; NULL for host contexts */
 
 /* Numbers are ABI: append, never renumber. */
@@ -91,26 +104,43 @@ typedef enum epic_result {
     EPIC_ECLOSED = 9    /* this context never opened, or is a forked child's */
 } epic_result;
 
+/* Of the elements of an array.  EPIC_BYTES says nothing of them: enough for rows that are only
+ * moved, refused where numbers are computed.  A field that says "0: ..." has that default. */
 typedef enum epic_type {
-    EPIC_BYTES = 0, /* opaque; enough where nothing is added */
+    EPIC_BYTES = 0,
     EPIC_F32 = 1,
     EPIC_BF16 = 2,
     EPIC_F16 = 3,
-    EPIC_F64 = 4, /* host contexts only, summed in float64 */
+    EPIC_F64 = 4, /* host contexts only, computed in float64 */
     EPIC_E4M3 = 5,
     EPIC_E8M0 = 6,
     EPIC_I32 = 7,
     EPIC_I64 = 8
 } epic_type;
 
-/* A matrix seen as rows of bytes, contiguous. */
+/* Each flag has a bit of its own, whatever call it is for; a call refuses those that it does not
+ * know. */
+typedef enum epic_flag {
+    EPIC_ZERO_TAIL = 1,  /* write zeros past the last slab too */
+    EPIC_ACCUMULATE = 2, /* gradients are added to what is there, not written */
+    EPIC_SUM_DENSE =
+        4,            /* of a layer: gate and shared-expert gradients and the losses are summed
+                            over the ranks; else they are this rank's part */
+    EPIC_DISTINCT = 8 /* of a layer's plan: the ids of a token are distinct.  Promised by the
+                            caller and checked: a duplicate is a class (b) error.  A token brings
+                            at most min(top_k, local experts) slots to a rank then, and capacity
+                            bounds and layers need as much less memory */
+} epic_flag;
+
+/* A matrix seen as rows of bytes, contiguous.  {NULL, 0, 0} is a matrix without rows, whatever
+ * they would be. */
 typedef struct epic_rows {
-    void *data; /* NULL with num_rows 0: not there */
+    void *data;
     int64_t num_rows;
     int64_t row_bytes;
 } epic_rows;
 
-/* What every step call has. */
+/* What every call that computes has.  Local calls use the stream only. */
 typedef struct epic_call {
     epic_stream stream;
     uint64_t tag;        /* which operations of different ranks belong together */
@@ -118,68 +148,84 @@ typedef struct epic_call {
     uint32_t max_sms;    /* CUDA: most SMs to use; 0: the context's */
 } epic_call;
 
-/* --------------------------------------------------------------------- how ranks meet ---- */
+/* -------------------------------------------------------------------- the simple step ----
+ *
+ *     epic_step_open(&step, &config);
+ *     epic_step_dispatch(step, tokens, topk_idx, weights, num_tokens, &slots);
+ *     ...                             the experts, from slots.rows to slots.results
+ *     epic_step_combine(step, out);
+ *     epic_step_close(step);
+ *
+ * A handle that owns everything a step needs: context, plan, receive buffer, weights.  One step
+ * at a time; examples/step.c and examples/step_cuda.c are whole programs. */
 
-/* How ranks find each other: one callback, used by epic_open alone.  gather blocks until every
- * rank has given `bytes` bytes and leaves all of them in `all`, in rank order.  All ranks pass
- * the same `bytes`.  It returns EPIC_OK, or the reason why the meeting failed. */
-typedef struct epic_meet {
-    int32_t rank;
-    int32_t num_ranks;
-    epic_result (*gather)(void *self, const void *mine, void *all, size_t bytes);
-    void (*close)(void *self); /* what epic_meet_close calls; NULL: nothing to do */
-    void *self;
-} epic_meet;
+typedef struct epic_step epic_step;
 
-/* A meeting over TCP; rank 0 listens. */
-typedef struct epic_tcp {
-    const char *address; /* rank 0's host; NULL: 127.0.0.1 */
-    const char *secret;  /* NULL: none.  Proved by HMAC-SHA-256 both ways, never sent; all
-                            that is said in the meeting is authenticated by it */
-    int32_t rank;
-    int32_t num_ranks;
-    uint32_t port;       /* 1 to 65535 */
-    uint32_t timeout_ms; /* for every gather; 0: 300000 */
-} epic_tcp;
+/* Equal on all ranks, but for ctx and stream. */
+typedef struct epic_step_config {
+    int64_t max_tokens;   /* most tokens that this rank sends at once; required */
+    uint32_t num_experts; /* of the layer; num_ranks divides it */
+    uint32_t top_k;
+    uint32_t hidden;     /* elements of a row */
+    uint32_t type;       /* of an element: F32, BF16, F16 or F64 */
+    uint32_t alignment;  /* slabs begin and end at multiples of it; 0: 1 */
+    uint32_t gradients;  /* 1: with the buffers of the two backward calls */
+    const char *backend; /* as epic_config.backend: "p2p" for GPUs */
+    epic_stream stream;  /* CUDA: the stream of every call */
+    uint64_t tag;        /* of every call: steps that share a context have different ones */
+    epic_context *ctx;   /* a context of the caller's, which outlives the step; NULL: one is
+                             opened as the environment says (epic_meet_env) and goes with it */
+} epic_step_config;
 
-/* Meets over TCP.  Collective.  `address` must be one of rank 0's host.  With a secret rank 0
- * listens there (on every address of its host if its own name has a loopback address there, as
- * Debian sets it), and who does not know the secret can neither take a seat nor make the meeting
- * fail, but by cutting connections or holding the port.  Without one it listens on loopback, as
- * nothing else keeps strangers out: the ranks are then processes of one host, and a rank of
- * another is told at once that it takes a secret.  Strangers and garbage on the port are refused
- * and the meeting goes on.  docs/security.md says what a secret protects and what it does not.
- * Errors: EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER,
- * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL). */
-EPIC_API epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp, size_t size);
+/* What has landed on this rank: the slots of local expert e are expert_rows[e] rows, behind those
+ * of the experts before it.  The arrays are the step's. */
+typedef struct epic_slots {
+    void *rows;           /* [capacity, hidden]: what arrived; padding rows are zero */
+    void *results;        /* [capacity, hidden]: where the experts' outputs go; the same memory
+                               as rows, unless the step has gradients */
+    float *weights;       /* [capacity]: the weight of each slot's choice, 0 on padding */
+    int32_t *expert_rows; /* [num_local_experts]: rows of each slab, padding included */
+    int32_t *expert_tokens; /* [num_local_experts]: of these, the ones that carry a token */
+    int64_t capacity;       /* never less than what can land here */
+    int32_t first_expert;   /* the id of local expert 0 */
+    int32_t num_local_experts;
+} epic_slots;
 
-/* Meets as the environment says (above), over TCP.  Without any of those variables: one rank.
- * Only rank 0's host and a port must be known: MASTER_ADDR and MASTER_PORT; without MASTER_ADDR
- * launchers of MPI ranks mean this host, and tasks of srun find both by themselves.  A variable
- * that says that there are several ranks never ends in a group of one: where the number is not
- * known, where two launchers contradict each other, or in a batch script or shell of Slurm with
- * several tasks but without srun, it is EPIC_EINVAL, and RANK=0 WORLD_SIZE=1 the way to one. */
-EPIC_API epic_result epic_meet_env(epic_meet *out);
+/* Opens a step.  Collective.  *out is NULL when it fails; epic_error(NULL) says why.  Errors: as
+ * epic_open, and EPIC_EINVAL, EPIC_ENOMEM. */
+static inline epic_result epic_step_open(epic_step **out, const epic_step_config *config);
 
-/* Meets over an MPI communicator: `comm` points to an MPI_Comm, NULL is MPI_COMM_WORLD (and
- * initialises MPI if nobody has).  Collective over it.  timeout_ms, for every gather: 0: 300000.
- * Messages travel on a duplicate; only when ranks are missing after half of the time, those that
- * came look for each other on `comm` itself, with tag 32767.  Loads libepic_mpi.so, which must be
- * of the caller's MPI.  MPI should be initialised with MPI_THREAD_MULTIPLE.  With less, no other
- * thread may be in MPI during the meeting; backend mpi needs MPI_THREAD_SERIALIZED, and then that
- * no thread of the caller's is in MPI while a context is open.  Errors: EPIC_EINVAL, EPIC_ENOTSUP
- * (no libepic_mpi.so), EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EMISMATCH,
- * EPIC_EDEVICE. */
-EPIC_API epic_result epic_meet_mpi(epic_meet *out, const void *comm, uint32_t timeout_ms);
+/* Sends each of num_tokens tokens [num_tokens, hidden] to the experts that topk_idx [num_tokens,
+ * top_k] names (negative: none); weights [num_tokens, top_k] are kept for combine, NULL: 1.
+ * Memory of `out` is the step's until the next dispatch.  Errors: as epic_plan. */
+static inline epic_result epic_step_dispatch(epic_step *step, const void *tokens,
+                                             const int32_t *topk_idx, const float *weights,
+                                             int64_t num_tokens, epic_slots *out);
 
-/* Fills out[0 .. num_ranks) with the meetings of num_ranks threads of this process.  Local.
- * timeout_ms 0: 300000.  Close each of them. */
-EPIC_API epic_result epic_meet_threads(epic_meet *out, int32_t num_ranks, uint32_t timeout_ms);
+/* out [num_tokens, hidden] = for each token the weighted sum of its slots' results.  Errors: as
+ * epic_combine. */
+EPIC_API epic_result epic_step_combine(epic_step *step, void *out);
 
-/* Ends a meeting; allowed right after epic_open.  Local.  NULL is allowed. */
-EPIC_API void epic_meet_close(epic_meet *meet);
+/* The gradients, of a step opened with `gradients`, after combine.  The first sends d_out
+ * [num_tokens, hidden] to the slots: out->rows is the gradient of `results`, out->weights that of
+ * the weights.  The experts leave the gradient of `rows` in out->results, which is the same
+ * memory; the second brings it home: d_tokens [num_tokens, hidden], and d_weights [num_tokens,
+ * top_k] (NULL: not wanted).  Errors: as the calls of those names below. */
+static inline epic_result epic_step_combine_backward(epic_step *step, const void *d_out,
+                                                     epic_slots *out);
+EPIC_API epic_result epic_step_dispatch_backward(epic_step *step, void *d_tokens,
+                                                 float *d_weights);
 
-/* --------------------------------------------------------------------- open and close ---- */
+/* The context of a step, for epic_rank, epic_error, epic_sum, epic_check.  Local. */
+EPIC_API epic_context *epic_step_context(const epic_step *step);
+
+/* Gives everything back.  Local; NULL is allowed. */
+EPIC_API void epic_step_close(epic_step *step);
+
+/* --------------------------------------------------------------------------- contexts ---- */
+
+/* How ranks find each other; the last section but one makes them. */
+typedef struct epic_meet epic_meet;
 
 /* Zero is the default of every field; equal on all ranks. */
 typedef struct epic_config {
@@ -192,22 +238,23 @@ typedef struct epic_config {
     uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement,
                                epic_max_sms tells.  All contexts that this process has on a
                                GPU together: at most its SMs */
-    const char *backend;    /* NULL: the first that can join: self, shm or threads, mpi */
-    const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
-    void *native;           /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
-                               backend mpi, and epic_open without a meeting; else NULL */
+    const char *backend; /* "p2p": GPUs.  NULL: the first that can join the ranks on the host:
+                               self, shm or threads, mpi */
+    const char *name;    /* of the group, for messages and epic-info; NULL: "epic" */
+    void *native;        /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
+                            backend mpi, and epic_open without a meeting; else NULL */
 } epic_config;
 
-/* Opens this rank's seat.  Collective over the meeting; meet NULL is a group of one, or, with
- * config.native, a meeting over that communicator as epic_meet_mpi's.  *out is set also when open
- * fails, to a context that epic_error, epic_failure and epic_close accept (NULL only on
- * EPIC_ENOMEM).  Ranks that bring different configurations or versions get EPIC_EMISMATCH, all
- * of them.  Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT,
- * EPIC_EDEVICE, EPIC_EMISMATCH, EPIC_EPEER. */
-EPIC_API epic_result epic_open(epic_context **out, const epic_meet *meet,
-                               const epic_config *config, size_t size);
+/* Opens this rank's place.  Collective over the meeting; meet NULL: over config.native if there is
+ * one (epic_meet_mpi), else as the environment says (epic_meet_env; a group of one if it says
+ * nothing).  *out is set also when open fails, to a context that epic_error, epic_failure and
+ * epic_close accept (NULL only on EPIC_ENOMEM).  Ranks that bring different configurations or
+ * versions get EPIC_EMISMATCH, all of them.  Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP,
+ * EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_EMISMATCH, EPIC_EPEER. */
+static inline epic_result epic_open(epic_context **out, const epic_meet *meet,
+                                    const epic_config *config);
 
-/* Gives the seat back.  Local; never fails; NULL is allowed.  Waits until no peer uses memory
+/* Gives the place back.  Local; never fails; NULL is allowed.  Waits until no peer uses memory
  * that goes with it, at most the context's deadline.  No call may be running on ctx.
  * A context does not outlive fork: in the child every call with it is EPIC_ECLOSED, and
  * epic_close gives back the child's memory without touching the group. */
@@ -216,37 +263,6 @@ EPIC_API void epic_close(epic_context *ctx);
 /* This thread's last failure, as a sentence; "" if none.  ctx may be NULL.  Local.  Valid until
  * this thread's next failing call. */
 EPIC_API const char *epic_error(const epic_context *ctx);
-
-EPIC_API const char *epic_result_name(epic_result result); /* "EPIC_ETIMEOUT"; local */
-EPIC_API uint32_t epic_version(void);                      /* EPIC_VERSION of the library */
-
-#define EPIC_MAX_CULPRITS 16
-
-/* What broke the group. */
-typedef struct epic_failure_info {
-    uint32_t result;    /* an epic_result; EPIC_OK: the group is whole */
-    uint32_t operation; /* an epic_operation */
-    uint64_t tag;
-    uint64_t step; /* place among the operations of that tag, from 0 */
-    int32_t rank;  /* the rank that noticed */
-    uint32_t num_culprits;
-    int32_t culprits[EPIC_MAX_CULPRITS]; /* ascending */
-    char sentence[512];
-} epic_failure_info;
-
-typedef enum epic_operation {
-    EPIC_OP_NONE = 0,
-    EPIC_OP_OPEN = 1,
-    EPIC_OP_PLAN = 2,
-    EPIC_OP_DISPATCH = 3,
-    EPIC_OP_COMBINE = 4,
-    EPIC_OP_DISPATCH_BACKWARD = 5,
-    EPIC_OP_COMBINE_BACKWARD = 6,
-    EPIC_OP_SUM = 7
-} epic_operation;
-
-/* What broke the group, once something has.  Local. */
-EPIC_API epic_result epic_failure(const epic_context *ctx, epic_failure_info *out, size_t size);
 
 /* Is the group whole?  EPIC_OK, or the class (c) failure that broke it, also one that a device
  * has reported since the last call.  On CUDA contexts, whose calls return before the data has
@@ -263,8 +279,18 @@ EPIC_API int32_t epic_rank(const epic_context *ctx);             /* local */
 EPIC_API int32_t epic_num_ranks(const epic_context *ctx);        /* local */
 EPIC_API const char *epic_backend_name(const epic_context *ctx); /* local; "shm" */
 EPIC_API uint32_t epic_max_sms(const epic_context *ctx);         /* local; 0: a host context */
+EPIC_API const char *epic_result_name(epic_result result);       /* "EPIC_ETIMEOUT"; local */
+EPIC_API uint32_t epic_version(void); /* EPIC_VERSION of the library */
 
-/* ------------------------------------------------------------------------------- plan ---- */
+/* ------------------------------------------------------------------ the step, in parts ----
+ *
+ *     epic_layer_sizes       how much memory the next calls need
+ *     epic_plan              where every choice goes: from topk_idx to the plan's bytes
+ *     epic_dispatch          rows to experts
+ *     ...                    the expert MLP over the received slots, whatever it is
+ *     epic_combine           rows home, summed
+ *     epic_combine_backward  gradients to the experts, with the same plan
+ *     epic_dispatch_backward gradients home, with the same plan */
 
 typedef enum epic_layout {
     EPIC_EXPERT_MAJOR = 0, /* one row per choice, slab by slab */
@@ -273,7 +299,7 @@ typedef enum epic_layout {
 
 typedef enum epic_overflow {
     EPIC_OVERFLOW_ERROR = 0, /* demand above capacity fails the plan on every rank */
-    EPIC_OVERFLOW_DROP = 1   /* what does not fit is dropped, by a rule that all ranks share*/
+    EPIC_OVERFLOW_DROP = 1   /* what does not fit is dropped, by a rule that all ranks share */
 } epic_overflow;
 
 typedef enum epic_sum_order {
@@ -293,40 +319,46 @@ typedef struct epic_layer {
     uint32_t leaves;          /* TREE: a power of two that divides num_experts and that
                                  num_ranks divides; 0: num_ranks */
     uint32_t partial_type;    /* what travels home: 0: the rows' type; or EPIC_F32 */
-    uint32_t flags;           /* 0 */
+    uint32_t flags;           /* EPIC_DISTINCT */
 } epic_layer;
+
+/* What a layer takes on a context. */
+typedef struct epic_layer_info {
+    int64_t plan_bytes;      /* of one plan */
+    int64_t capacity;        /* the fewest slots of a rank that can never overflow, for
+                                   contiguous blocks of experts; where num_ranks does not divide
+                                   num_experts, as the next */
+    int64_t placed_capacity; /* the same for any rank_of_expert */
+    int64_t host_bytes;      /* of the context, as epic_memory tells them before open */
+    int64_t shared_bytes;
+    int64_t device_bytes;
+    uint32_t num_local_experts; /* of contiguous blocks: ceil(num_experts / num_ranks) */
+    uint32_t first_expert;      /* the id of this rank's first one; num_experts: it has none */
+} epic_layer_info;
+
+/* Tells it.  Local.  Errors: EPIC_EINVAL. */
+static inline epic_result epic_layer_sizes(epic_context *ctx, const epic_layer *layer,
+                                           epic_layer_info *out);
 
 #define EPIC_CAPACITY_EXACT 0 /* no bound: read demand, then allocate */
 
 typedef struct epic_plan_args {
     epic_call call;
     const epic_layer *layer;
-    size_t layer_size;
-    void *plan; /* [plan_bytes], epic_plan_bytes or more; any alignment
-                                         of 16 */
-    size_t plan_bytes;
+    void *plan;                    /* [plan_bytes], at an address that 16 divides */
+    int64_t plan_bytes;            /* as epic_layer_sizes says, or more */
     const void *topk_idx;          /* [num_tokens, top_k]; negative: no expert */
     int64_t num_tokens;            /* 0 to max_tokens; may differ between ranks */
     const int32_t *rank_of_expert; /* [num_experts]; NULL: contiguous blocks of E / R */
     int64_t capacity;              /* slots of this rank, or EPIC_CAPACITY_EXACT */
-    uint32_t index_type;           /* of topk_idx: 0 or EPIC_I32, or EPIC_I64 */
+    uint32_t index_type;           /* of topk_idx: 0: EPIC_I32; or EPIC_I64 */
     uint32_t flags;                /* 0 */
-    int32_t *expert_rows;          /* out [num_local_experts]: padded counts; NULL: not
-                                         wanted, as for the three below */
+    int32_t *expert_rows;          /* out [num_local_experts]: padded counts */
     int32_t *expert_tokens;        /* out [num_local_experts]: true counts kept */
-    int32_t *load;                 /* out [num_experts]: choices over the group, before
-                                         any is dropped */
+    int32_t *load;                 /* out [num_experts]: choices over the group, before any is
+                                      dropped */
     int32_t *demand;               /* out [1]: slots that would have been needed here */
 } epic_plan_args;
-
-/* Bytes of a plan, and the fewest slots of a rank that can never overflow, from sizes alone:
- * config.num_ranks and max_tokens, and the layer.  The second is for contiguous blocks of experts;
- * where num_ranks does not divide num_experts, for any rank_of_expert.  Local; 0: the arguments
- * are wrong, epic_error(NULL) says how. */
-EPIC_API size_t epic_plan_bytes(const epic_config *config, size_t config_size,
-                                const epic_layer *layer, size_t layer_size);
-EPIC_API int64_t epic_capacity_bound(const epic_config *config, size_t config_size,
-                                     const epic_layer *layer, size_t layer_size);
 
 /* Makes the plan.  An id >= num_experts is a class (b) error that names rank, token, k and
  * value.  Slot order: local expert, source rank, token, k.  A slab's length is its count rounded
@@ -334,94 +366,54 @@ EPIC_API int64_t epic_capacity_bound(const epic_config *config, size_t config_si
  * number of experts that one rank owns.  The bytes hold no address: they may be copied and
  * moved.  Demand above capacity: EPIC_EOVERFLOW on every rank, unless the layer drops.
  * Errors: (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c). */
-EPIC_API epic_result epic_plan(epic_context *ctx, const epic_plan_args *args, size_t size);
+static inline epic_result epic_plan(epic_context *ctx, const epic_plan_args *args);
 
-#define EPIC_FATE_NONE (-1)        /* no expert was chosen */
-#define EPIC_FATE_EXPERT_FULL (-2) /* dropped: past expert_capacity */
-#define EPIC_FATE_RANK_FULL (-3)   /* dropped: past what the rank's capacity allows */
-
-/* Read from a plan's bytes. */
-typedef struct epic_plan_info {
-    uint64_t id;        /* the ranks agreed on it */
-    int64_t num_tokens; /* of this rank */
-    int64_t num_slots;  /* occupied on this rank, padding included */
-    int64_t capacity;   /* what the plan was given */
-    int64_t num_kept;   /* choices of this rank's tokens; these four add up to */
-    int64_t num_none;   /*   num_tokens * top_k */
-    int64_t num_expert_full;
-    int64_t num_rank_full;
-    uint32_t result; /* EPIC_OK; EPIC_EOVERFLOW or EPIC_EINVAL: moves nothing */
-    uint32_t num_local_experts;
-    uint32_t first_leaf; /* TREE: this rank's leaves */
-    uint32_t num_leaves;
-    int64_t total_tokens; /* of all ranks */
-    int64_t fate_offset;  /* bytes into the plan: int32 [num_tokens, top_k], the slot
-                                      on the rank that owns the expert, or an EPIC_FATE */
-    int64_t rank_offset;  /* bytes into the plan: int32 [num_tokens, top_k], the rank
-                                      that owns the expert, -1 if none; on CUDA contexts also
-                                      -1 where the choice was dropped */
-} epic_plan_info;
-
-/* Reads a plan of a host context; or of a CUDA context, from the device's memory or a copy of the
- * bytes on the host.  A query of the host: it copies from the device and waits for that, so the
- * plan must be finished (its stream synchronised).  Local.  Errors: EPIC_EINVAL (not a plan, or
- * damaged); EPIC_EDEVICE. */
-EPIC_API epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *out,
-                                    size_t size);
-
-/* ---------------------------------------------------------------- dispatch and combine ---- */
-
-typedef enum epic_quantise {
-    EPIC_QUANTISE_NONE = 0,
-    EPIC_QUANTISE_1X128 = 1, /* e4m3, a float32 scale for each 128 elements */
-    EPIC_QUANTISE_1X32 = 2   /* e4m3, an e8m0 scale for each 32 elements */
-} epic_quantise;
-
-/* Flags have a bit of their own each; a call takes those that its struct names. */
-#define EPIC_ZERO_TAIL 1u /* flag: write zeros past the last slab too */
+typedef enum epic_quantize {
+    EPIC_QUANTIZE_NONE = 0,
+    EPIC_QUANTIZE_1X128 = 1, /* e4m3, a float32 scale for each 128 elements */
+    EPIC_QUANTIZE_1X32 = 2   /* e4m3, an e8m0 scale for each 32 elements */
+} epic_quantize;
 
 typedef struct epic_dispatch_args {
     epic_call call;
     const void *plan;
-    size_t plan_bytes;
+    int64_t plan_bytes;
     epic_rows tokens;      /* [num_tokens, row_bytes] */
     epic_rows recv;        /* out [slots, row_bytes]; num_rows is what it really has */
     epic_rows scales;      /* [num_tokens, scale_bytes]: a second row array, or none */
     epic_rows recv_scales; /* out [slots, scale_bytes] */
     const float *weights;  /* [num_tokens, top_k], or NULL */
-    float *recv_weight;    /* out [slots], 0 on padding; FLAT: [rows, top_k], ascending k,
-                                  0 where there is no choice */
+    float *slot_weights;   /* out [slots], 0 on padding; FLAT: [rows, top_k], ascending k,
+                              0 where there is no choice */
     int32_t *recv_expert;  /* out, FLAT only: [rows, top_k] local experts, then -1 */
-    uint32_t type;         /* of tokens; EPIC_BYTES unless quantised on the way */
-    uint32_t quantise;     /* an epic_quantise: tokens F32, BF16 or F16; recv is e4m3,
-                                  recv_scales the scales; scales must be none */
+    uint32_t type;         /* of tokens; EPIC_BYTES unless quantized on the way */
+    uint32_t quantize;     /* an epic_quantize: tokens F32, BF16 or F16; recv is e4m3,
+                              recv_scales the scales; scales must be none */
     uint32_t flags;        /* EPIC_ZERO_TAIL */
     uint32_t pad;          /* 0 */
 } epic_dispatch_args;
 
 /* Sends row t of tokens to every expert the plan chose for it: recv[slot] = tokens[token_of
- * slot], recv_weight[slot] = weights[token, k].  Padding slots inside slabs are written as
- * zeros; the tail past the last slab is left as it was.  weights and recv_weight come together,
+ * slot], slot_weights[slot] = weights[token, k].  Padding slots inside slabs are written as
+ * zeros; the tail past the last slab is left as it was.  weights and slot_weights come together,
  * and on all ranks or none: a rank without tokens or slots gives an address too.  Fewer recv
  * rows than the plan occupies, anywhere: EPIC_EOVERFLOW everywhere.
  *
- * Quantised, for n elements of a row: 1x128: scale = max|x| / 448 (1 if that is 0),
+ * Quantized, for n elements of a row: 1x128: scale = max|x| / 448 (1 if that is 0),
  * q = e4m3(x / scale); recv_scales rows are ceil(n / 128) float32.  1x32: scale =
  * 2^ceil(log2(max|x| / 448)) as e8m0 (byte 127 if max|x| is 0); rows are ceil(n / 32) bytes.
  * Round to nearest even, saturating; non-finite input gives a NaN scale. */
-EPIC_API epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args,
-                                   size_t size);
+static inline epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args);
 
 /* epic_plan, then epic_dispatch with the plan it made, as one call.  dispatch->plan and
  * dispatch->call are not read.  A capacity is needed. */
-EPIC_API epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
-                                        size_t plan_size, const epic_dispatch_args *dispatch,
-                                        size_t dispatch_size);
+static inline epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
+                                             const epic_dispatch_args *dispatch);
 
 typedef struct epic_combine_args {
     epic_call call;
     const void *plan;
-    size_t plan_bytes;
+    int64_t plan_bytes;
     epic_rows rows;            /* [slots, row_bytes]; FLAT: one finished partial per row */
     epic_rows out;             /* out [num_tokens, row_bytes] */
     const float *slot_weights; /* [slots]; NULL: 1.  Not with FLAT */
@@ -437,40 +429,38 @@ typedef struct epic_combine_args {
  *     nothing.
  * Partials (and inner nodes) are rounded to the layer's partial_type, the result once to `type`.
  * A token with no live choice gives +0.  One row per (token, rank) travels. */
-EPIC_API epic_result epic_combine(epic_context *ctx, const epic_combine_args *args,
-                                  size_t size);
+static inline epic_result epic_combine(epic_context *ctx, const epic_combine_args *args);
 
 typedef struct epic_dispatch_backward_args {
     epic_call call;
     const void *plan;
-    size_t plan_bytes;
-    epic_rows d_recv;           /* [slots, row_bytes] */
-    epic_rows d_tokens;         /* out [num_tokens, row_bytes] */
-    const float *d_recv_weight; /* [slots]; FLAT: [rows, top_k] as recv_weight; or NULL */
-    float *d_weights;           /* out [num_tokens, top_k]; 0 where no choice is alive */
-    uint32_t type;              /* of d_recv and d_tokens */
-    uint32_t flags;             /* 0 */
+    int64_t plan_bytes;
+    epic_rows d_recv;            /* [slots, row_bytes] */
+    epic_rows d_tokens;          /* out [num_tokens, row_bytes] */
+    const float *d_slot_weights; /* [slots]; FLAT: [rows, top_k], as slot_weights; or NULL */
+    float *d_weights;            /* out [num_tokens, top_k]; 0 where no choice is alive */
+    uint32_t type;               /* of d_recv and d_tokens */
+    uint32_t flags;              /* 0 */
 } epic_dispatch_backward_args;
 
 /* The gradient of epic_dispatch: d_tokens = epic_combine(d_recv) without weights; d_weights[t,k]
- * = d_recv_weight[slot(t,k)], exactly. */
-EPIC_API epic_result epic_dispatch_backward(epic_context *ctx,
-                                            const epic_dispatch_backward_args *args,
-                                            size_t size);
+ * = d_slot_weights[slot(t,k)], exactly. */
+static inline epic_result epic_dispatch_backward(epic_context *ctx,
+                                                 const epic_dispatch_backward_args *args);
 
 typedef struct epic_combine_backward_args {
     epic_call call;
     const void *plan;
-    size_t plan_bytes;
+    int64_t plan_bytes;
     epic_rows d_out;           /* [num_tokens, row_bytes] */
     epic_rows rows;            /* [slots, row_bytes]: what combine was given; none without
-                                    d_slot_weights */
-    epic_rows d_rows;          /* out [slots, row_bytes]; quantised: e4m3 rows */
-    epic_rows d_rows_scales;   /* out, quantised only */
+                                  d_slot_weights */
+    epic_rows d_rows;          /* out [slots, row_bytes]; quantized: e4m3 rows */
+    epic_rows d_rows_scales;   /* out, quantized only */
     const float *slot_weights; /* [slots]; NULL: 1.  Not with FLAT */
-    float *d_slot_weights;     /* out [slots]; NULL: not wanted.  Not with FLAT */
+    float *d_slot_weights;     /* out [slots].  Not with FLAT */
     uint32_t type;             /* of d_out, rows and d_rows */
-    uint32_t quantise;         /* an epic_quantise, of d_rows */
+    uint32_t quantize;         /* an epic_quantize, of d_rows */
     uint32_t flags;            /* EPIC_ZERO_TAIL, of every out */
     uint32_t pad;              /* 0 */
 } epic_combine_backward_args;
@@ -481,47 +471,30 @@ typedef struct epic_combine_backward_args {
  * i+768 by fused multiply-add from the first product; distances 4, 2, 1 are added inside each
  * aligned group of 8 accumulators, then 16, 8, 4, 2, 1 among the 32 groups; block sums are added
  * in ascending order. */
-EPIC_API epic_result epic_combine_backward(epic_context *ctx,
-                                           const epic_combine_backward_args *args, size_t size);
+static inline epic_result epic_combine_backward(epic_context *ctx,
+                                                const epic_combine_backward_args *args);
 
 typedef struct epic_sum_args {
     epic_call call;
     float *data;    /* [count], replaced by the sum */
     int64_t count;  /* equal on all ranks; 0 is allowed */
     uint32_t order; /* EPIC_BY_RANK: ascending; EPIC_TREE: binary tree, num_ranks must be
-                          a power of two */
+                       a power of two */
     uint32_t flags; /* 0 */
 } epic_sum_args;
 
 /* Adds float32 arrays over the ranks, in place: the same bits on every rank. */
-EPIC_API epic_result epic_sum(epic_context *ctx, const epic_sum_args *args, size_t size);
+static inline epic_result epic_sum(epic_context *ctx, const epic_sum_args *args);
 
-/* ----------------------------------------------------------------------------- queries ---- */
-
-/* Bytes that a rank will hold, from sizes alone. */
-typedef struct epic_memory_info {
-    int64_t host_bytes;   /* private host memory of a context */
-    int64_t shared_bytes; /* host memory shared with peers, this rank's part */
-    int64_t device_bytes; /* CUDA memory of a context */
-    int64_t plan_bytes;   /* of one plan of the layer; 0 without a layer */
-} epic_memory_info;
-
-/* What a context and a plan will take.  Local, before any open.  config.num_ranks is needed;
- * layer may be NULL; config.backend NULL: "shm". */
-EPIC_API epic_result epic_memory(const epic_config *config, size_t config_size,
-                                 const epic_layer *layer, size_t layer_size,
-                                 epic_memory_info *out, size_t size);
-
-/* ------------------------------------------------------------- router, losses, experts ----
+/* ------------------------------------------------------------------- router and losses ----
  *
- * Everything here is local, works on plain host memory, allocates nothing (memory is the
- * caller's, by size queries) and may be called from any thread.  Errors are class (a), and for
- * ids found in arrays (b) without peers: nothing has been written then.
+ * All of these are local, allocate nothing (memory is the caller's, by size queries) and may be
+ * called from any thread.  Errors are class (a), and for ids found in arrays (b) without peers:
+ * nothing has been written then.
  *
- * Router and losses also run on a GPU: where ctx is a CUDA context, arrays, workspace, loss and
- * d_loss lie on its device and the work is ordered on stream, with the host's bits (losses: but
- * for a last one).  There ids found in arrays are not refused: one out of range is no expert.
- * At most 4096 experts, no F64 logits there.  ctx NULL or a host context: host memory. */
+ * On a CUDA context arrays, workspace, loss and d_loss lie on its device, and the results have the
+ * host's bits (losses: but for a last one).  There ids found in arrays are not refused: one out of
+ * range is no expert.  At most 4096 experts, no F64 logits there. */
 
 /* Of an expert, from the logits z of one token. */
 typedef enum epic_score {
@@ -550,11 +523,11 @@ typedef enum epic_weight_rule {
     EPIC_WEIGHT_SIGMOID_CHOSEN = 2  /* sigmoid of the chosen logits */
 } epic_weight_rule;
 
-typedef enum epic_normalise {
-    EPIC_NORMALISE_NONE = 0,
-    EPIC_NORMALISE_SUM = 1,    /* divide by sum + eps */
-    EPIC_NORMALISE_CLAMPED = 2 /* divide by max(sum, norm_min) */
-} epic_normalise;
+typedef enum epic_normalize {
+    EPIC_NORMALIZE_NONE = 0,
+    EPIC_NORMALIZE_SUM = 1,    /* divide by sum + eps */
+    EPIC_NORMALIZE_CLAMPED = 2 /* divide by max(sum, norm_min) */
+} epic_normalize;
 
 /* How experts are chosen and weighted, step by step.
  * The logits have num_experts + zero_experts columns, here E. */
@@ -569,38 +542,36 @@ typedef struct epic_router {
     uint32_t group_best;   /* EPIC_GROUP_SUM; 0: top_k / topk_groups */
     uint32_t group_others; /* an epic_group_others */
     uint32_t weight_rule;  /* an epic_weight_rule */
-    uint32_t normalise;    /* an epic_normalise */
+    uint32_t normalize;    /* an epic_normalize */
     uint32_t flags;        /* 0 */
-    double eps;            /* EPIC_NORMALISE_SUM */
-    double norm_min;       /* EPIC_NORMALISE_CLAMPED; above 0 */
+    double eps;            /* EPIC_NORMALIZE_SUM */
+    double norm_min;       /* EPIC_NORMALIZE_CLAMPED; above 0 */
     double scale;          /* of the weights; 0: 1 */
 } epic_router;
 
 /* Bytes of workspace that each function below needs, for any number of tokens; 0: the router is
  * wrong, epic_error(NULL) says how. */
-EPIC_API size_t epic_router_workspace(const epic_router *router, size_t size);
+static inline int64_t epic_router_workspace(const epic_router *router);
 
 typedef struct epic_router_args {
+    epic_call call;
     const epic_router *router;
-    size_t router_size;
     const void *logits; /* [num_tokens, E] */
     int64_t num_tokens;
-    const float *bias;     /* [E], added to the scores for the choice only; NULL: none */
+    const float *bias;     /* [E], added to the scores for the choice only */
     const void *token_ids; /* [num_tokens]: the token's row of table; NULL: no table */
     const int32_t *table;  /* [table_rows, top_k]: experts by token id, instead of a choice;
                               negative: no expert */
     int64_t table_rows;
-    void *workspace; /* any alignment of 16 */
-    size_t workspace_bytes;
+    void *workspace; /* at an address that 16 divides, as in the calls below */
+    int64_t workspace_bytes;
     int32_t *topk_idx;      /* out [num_tokens, top_k] */
     void *weights;          /* out [num_tokens, top_k] */
-    void *scores;           /* out [num_tokens, E] of weights_type; NULL: not wanted */
-    uint32_t type;          /* of logits: F32 (or 0), BF16, F16, F64 */
+    void *scores;           /* out [num_tokens, E] of weights_type */
+    uint32_t type;          /* of logits: F32, BF16, F16 or F64 */
     uint32_t weights_type;  /* 0: F32; or F64, with F64 logits only */
-    uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
+    uint32_t token_id_type; /* 0: I32; or I64 */
     uint32_t flags;         /* 0 */
-    epic_context *ctx;      /* whose device; NULL: host memory */
-    epic_stream stream;
 } epic_router_args;
 
 /* Chooses top_k experts for each token, best first, and weighs them.  Computed in float32 (F64
@@ -608,76 +579,134 @@ typedef struct epic_router_args {
  * is by the scores alone (no bias, no sum over a group), it is made on the logits, which rise
  * with the scores and do not underflow.  Chosen scores that add up to 0 give weights of 0, not
  * NaN.  Errors: EPIC_EINVAL. */
-EPIC_API epic_result epic_router_forward(const epic_router_args *args, size_t size);
-
-#define EPIC_ACCUMULATE 2u /* flag: gradients are added to what is there, not written */
+static inline epic_result epic_router_forward(epic_context *ctx, const epic_router_args *args);
 
 typedef struct epic_router_backward_args {
+    epic_call call;
     const epic_router *router;
-    size_t router_size;
     const void *logits; /* as forward */
     int64_t num_tokens;
     const int32_t *topk_idx; /* [num_tokens, top_k], as forward gave it */
     const void *d_weights;   /* [num_tokens, top_k] of weights_type */
     void *workspace;
-    size_t workspace_bytes;
+    int64_t workspace_bytes;
     void *d_logits;        /* out [num_tokens, E] */
     uint32_t type;         /* of logits */
     uint32_t weights_type; /* as forward */
     uint32_t grad_type;    /* of d_logits; 0: type; or F32 */
     uint32_t flags;        /* EPIC_ACCUMULATE */
-    epic_context *ctx;     /* as forward */
-    epic_stream stream;
 } epic_router_backward_args;
 
 /* The gradient of the weights; the choice, and so the bias, has none.  Errors: EPIC_EINVAL. */
-EPIC_API epic_result epic_router_backward(const epic_router_backward_args *args, size_t size);
+static inline epic_result epic_router_backward(epic_context *ctx,
+                                               const epic_router_backward_args *args);
 
 /* T is total_tokens: the tokens of all ranks over which the load was counted.  The losses that
  * the ranks get for their tokens add up to the loss. */
-typedef struct epic_loss_args {
+typedef struct epic_balance_loss_args {
+    epic_call call;
     const epic_router *router; /* num_experts, zero_experts, top_k and score are used */
-    size_t router_size;
-    const void *logits; /* [num_tokens, E], of this rank */
+    const void *logits;        /* [num_tokens, E], of this rank */
     int64_t num_tokens;
     int64_t total_tokens;
-    const int32_t *load;     /* balance: [num_experts], as epic_plan gives it; all ranks' */
-    const int32_t *topk_idx; /* sequence-wise balance: [num_tokens, top_k] */
-    int64_t sequence_tokens; /* above 0: sequence-wise balance, tokens of a sequence */
+    int64_t
+        sequence_tokens; /* 0: one loss over all; else tokens of a sequence: sequence-wise */
+    const int32_t *load; /* [num_experts], as epic_plan gives it: all ranks'; not read
+                                sequence-wise */
+    const int32_t *topk_idx; /* sequence-wise: [num_tokens, top_k] */
     double coeff;
-    const float *d_loss; /* backward: [1]; NULL: 1 */
     void *workspace;
-    size_t workspace_bytes;
-    void *loss;         /* forward: out [1] */
-    void *d_logits;     /* backward: out [num_tokens, E] */
+    int64_t workspace_bytes;
+    void *loss;         /* out [1] */
     uint32_t type;      /* of logits */
     uint32_t loss_type; /* 0: F32; or F64 */
-    uint32_t grad_type; /* of d_logits; 0: type; or F32 */
-    uint32_t flags;     /* backward: EPIC_ACCUMULATE */
-    epic_context *ctx;  /* whose device; NULL: host memory */
-    epic_stream stream;
-} epic_loss_args;
+} epic_balance_loss_args;
 
 /* num_experts * coeff / (top_k * T^2) * sum over experts of load * (sum over tokens of P): P is
  * the scores over their sum over all E (EPIC_SCORE_LOGITS: softmax).  Zero-experts have no load.
  * Sequence-wise: the same for each sequence, with its own choices counted and its length as T,
  * averaged over the T / sequence_tokens sequences; a sequence lies on one rank.
  * Errors: EPIC_EINVAL. */
-EPIC_API epic_result epic_balance_loss_forward(const epic_loss_args *args, size_t size);
-EPIC_API epic_result epic_balance_loss_backward(const epic_loss_args *args, size_t size);
+static inline epic_result epic_balance_loss_forward(epic_context *ctx,
+                                                    const epic_balance_loss_args *args);
+
+typedef struct epic_balance_loss_backward_args {
+    epic_call call;
+    const epic_router *router; /* these as forward had them */
+    const void *logits;
+    int64_t num_tokens;
+    int64_t total_tokens;
+    int64_t sequence_tokens;
+    const int32_t *load;
+    const int32_t *topk_idx;
+    double coeff;
+    void *workspace;
+    int64_t workspace_bytes;
+    const float *d_loss; /* [1]; NULL: 1 */
+    void *d_logits;      /* out [num_tokens, E] */
+    uint32_t type;       /* of logits */
+    uint32_t grad_type;  /* of d_logits; 0: type; or F32 */
+    uint32_t flags;      /* EPIC_ACCUMULATE */
+    uint32_t pad;        /* 0 */
+} epic_balance_loss_backward_args;
+
+static inline epic_result
+epic_balance_loss_backward(epic_context *ctx, const epic_balance_loss_backward_args *args);
+
+typedef struct epic_z_loss_args {
+    epic_call call;
+    const epic_router *router; /* num_experts and zero_experts are used */
+    const void *logits;        /* [num_tokens, E], of this rank */
+    int64_t num_tokens;
+    int64_t total_tokens;
+    double coeff;
+    void *workspace;
+    int64_t workspace_bytes;
+    void *loss;         /* out [1] */
+    uint32_t type;      /* of logits */
+    uint32_t loss_type; /* 0: F32; or F64 */
+} epic_z_loss_args;
 
 /* coeff / T * sum over tokens of logsumexp(z)^2.  Errors: EPIC_EINVAL. */
-EPIC_API epic_result epic_z_loss_forward(const epic_loss_args *args, size_t size);
-EPIC_API epic_result epic_z_loss_backward(const epic_loss_args *args, size_t size);
+static inline epic_result epic_z_loss_forward(epic_context *ctx, const epic_z_loss_args *args);
 
-/* bias += rate * sign(mean load - load), sign(0) = 0, for num_experts experts; compared exactly.
- * Errors: EPIC_EINVAL. */
-EPIC_API epic_result epic_bias_update(float *bias, const int32_t *load, int64_t num_experts,
-                                      float rate);
+typedef struct epic_z_loss_backward_args {
+    epic_call call;
+    const epic_router *router; /* these as forward had them */
+    const void *logits;
+    int64_t num_tokens;
+    int64_t total_tokens;
+    double coeff;
+    void *workspace;
+    int64_t workspace_bytes;
+    const float *d_loss; /* [1]; NULL: 1 */
+    void *d_logits;      /* out [num_tokens, E] */
+    uint32_t type;       /* of logits */
+    uint32_t grad_type;  /* of d_logits; 0: type; or F32 */
+    uint32_t flags;      /* EPIC_ACCUMULATE */
+    uint32_t pad;        /* 0 */
+} epic_z_loss_backward_args;
 
-/* The same on the device of ctx, ordered on stream. */
-EPIC_API epic_result epic_bias_update_on(epic_context *ctx, epic_stream stream, float *bias,
-                                         const int32_t *load, int64_t num_experts, float rate);
+static inline epic_result epic_z_loss_backward(epic_context *ctx,
+                                               const epic_z_loss_backward_args *args);
+
+typedef struct epic_bias_update_args {
+    epic_call call;
+    float *bias;         /* [num_experts], in place */
+    const int32_t *load; /* [num_experts], as epic_plan gives it */
+    int64_t num_experts;
+    float rate;
+    uint32_t flags; /* 0 */
+} epic_bias_update_args;
+
+/* bias += rate * sign(mean load - load), sign(0) = 0; compared exactly.  Errors: EPIC_EINVAL. */
+static inline epic_result epic_bias_update(epic_context *ctx,
+                                           const epic_bias_update_args *args);
+
+/* -------------------------------------------------------------------- experts and layer ----
+ *
+ * The experts are local, the layer is collective.  Host contexts only, or NULL for the experts:
+ * host memory. */
 
 typedef enum epic_activation {
     EPIC_SILU = 0,
@@ -705,7 +734,7 @@ typedef struct epic_experts {
     uint32_t ungated;     /* 1: no gate */
     uint32_t interleaved; /* 1: gate in the even columns, up in the odd ones */
     uint32_t weighting;   /* an epic_weighting */
-    uint32_t row_type;    /* of x and y: F32 (or 0), BF16, F16, or F64 */
+    uint32_t row_type;    /* of x and y: F32, BF16, F16, or F64 */
     uint32_t weight_type; /* of weights and biases: 0: row_type; F64 goes with F64 only */
     uint32_t flags;       /* 0 */
     float limit;          /* EPIC_CLAMPED_SWIGLU; 0: 7 */
@@ -719,13 +748,12 @@ typedef struct epic_experts_memory_info {
 } epic_experts_memory_info;
 
 /* What the experts need for a receive buffer of num_slots.  Errors: EPIC_EINVAL. */
-EPIC_API epic_result epic_experts_memory(const epic_experts *experts, size_t experts_size,
-                                         int64_t num_slots, epic_experts_memory_info *out,
-                                         size_t size);
+static inline epic_result epic_experts_memory(const epic_experts *experts, int64_t num_slots,
+                                              epic_experts_memory_info *out);
 
 typedef struct epic_experts_args {
+    epic_call call;
     const epic_experts *experts;
-    size_t experts_size;
     const void *x;                /* [num_slots, hidden]; padding slots are zero */
     int64_t num_slots;            /* what the buffers have */
     const int32_t *expert_rows;   /* [num_local_experts], padded counts, of epic_plan */
@@ -736,9 +764,9 @@ typedef struct epic_experts_args {
     const void *b_gate_up;        /* [num_local_experts, width]; NULL: none */
     const void *b_down;           /* [num_local_experts, hidden]; NULL: none */
     void *saved;                  /* out; any alignment of 16, as workspace */
-    size_t saved_bytes;
+    int64_t saved_bytes;
     void *workspace;
-    size_t workspace_bytes;
+    int64_t workspace_bytes;
     void *y;        /* out [num_slots, hidden]; 0 on padding; not x */
     uint32_t flags; /* 0 */
     uint32_t pad;   /* 0 */
@@ -750,11 +778,12 @@ typedef struct epic_experts_args {
  * scipy-openblas32; what the build was told (EPIC_OPENBLAS).  One thread each: OpenBLAS's number
  * of threads is set to 1 for the whole process while a call runs, and put back after the last.
  * The bits of a slab's rows depend on that slab alone.  Errors: EPIC_EINVAL. */
-EPIC_API epic_result epic_experts_forward(const epic_experts_args *args, size_t size);
+static inline epic_result epic_experts_forward(epic_context *ctx,
+                                               const epic_experts_args *args);
 
 typedef struct epic_experts_backward_args {
+    epic_call call;
     const epic_experts *experts; /* these as forward had them */
-    size_t experts_size;
     const void *x;
     int64_t num_slots;
     const int32_t *expert_rows;
@@ -765,9 +794,9 @@ typedef struct epic_experts_backward_args {
     const void *b_gate_up;
     const void *b_down;
     const void *saved; /* as forward left it */
-    size_t saved_bytes;
+    int64_t saved_bytes;
     void *workspace;
-    size_t workspace_bytes;
+    int64_t workspace_bytes;
     const void *d_y;   /* [num_slots, hidden]; 0 on padding */
     void *d_x;         /* out [num_slots, hidden]; 0 on padding; NULL: not wanted, as below */
     void *d_w_gate_up; /* out, as w_gate_up in float32 (F64: float64), as the three below */
@@ -781,35 +810,23 @@ typedef struct epic_experts_backward_args {
 
 /* The gradients of epic_experts_forward; d_x is not x.  Weights and biases of an expert with no
  * token get zeros (accumulating: nothing).  Errors: EPIC_EINVAL. */
-EPIC_API epic_result epic_experts_backward(const epic_experts_backward_args *args, size_t size);
-
-/* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops". */
-EPIC_API const char *epic_blas_name(void);
-
-/* --------------------------------------------------------------------- the whole layer ---- */
-
-#define EPIC_SUM_DENSE \
-    4u /* flag: gate and shared-expert gradients and the loss are summed over
-                             the ranks; else they are this rank's part */
+static inline epic_result epic_experts_backward(epic_context *ctx,
+                                                const epic_experts_backward_args *args);
 
 /* A Mixture-of-Experts layer: router, plan, dispatch, experts, combine.  hidden is the
  * experts'; E is the router's num_experts + zero_experts. */
 typedef struct epic_moe {
     const epic_layer *layer; /* num_experts and top_k as the router's; EPIC_EXPERT_MAJOR */
-    size_t layer_size;
     const epic_router *router;
-    size_t router_size;
     const epic_experts *experts; /* num_local_experts: what one rank owns, at most */
-    size_t experts_size;
-    const epic_experts *shared; /* an expert that sees every token, num_local_experts 1,
+    const epic_experts *shared;  /* an expert that sees every token, num_local_experts 1,
                                    EPIC_WEIGHT_LATE; NULL: none */
-    size_t shared_size;
-    double balance_coeff;    /* of epic_balance_loss; 0: none */
-    double z_coeff;          /* of epic_z_loss; 0: none */
-    int64_t sequence_tokens; /* of epic_balance_loss */
-    int64_t capacity;        /* slots of this rank */
-    uint32_t flags;          /* EPIC_SUM_DENSE, not with F64 rows */
-    uint32_t pad;            /* 0 */
+    double balance_coeff;        /* of epic_balance_loss; 0: none */
+    double z_coeff;              /* of epic_z_loss; 0: none */
+    int64_t sequence_tokens;     /* of epic_balance_loss */
+    int64_t capacity;            /* slots of this rank */
+    uint32_t flags;              /* EPIC_SUM_DENSE, not with F64 rows */
+    uint32_t pad;                /* 0 */
 } epic_moe;
 
 /* Bytes of memory that the caller brings; any alignment of 64. */
@@ -821,9 +838,8 @@ typedef struct epic_moe_memory_info {
 
 /* What a layer takes for config.max_tokens tokens a rank.  Local; config.num_ranks is needed.
  * Errors: EPIC_EINVAL. */
-EPIC_API epic_result epic_moe_memory(const epic_config *config, size_t config_size,
-                                     const epic_moe *moe, size_t moe_size,
-                                     epic_moe_memory_info *out, size_t size);
+static inline epic_result epic_moe_memory(const epic_config *config, const epic_moe *moe,
+                                          epic_moe_memory_info *out);
 
 /* The parameters of a layer.  Types: gate and its bias F32 (F64 rows: F64), the experts' and the
  * shared expert's weight_type. */
@@ -844,9 +860,7 @@ typedef struct epic_moe_weights {
 typedef struct epic_moe_args {
     epic_call call;
     const epic_moe *moe;
-    size_t moe_size;
     const epic_moe_weights *weights;
-    size_t weights_size;
     epic_rows x;           /* [num_tokens, hidden] of the experts' row_type */
     epic_rows out;         /* out, as x */
     const void *token_ids; /* of epic_router_args, as the three below */
@@ -871,8 +885,7 @@ typedef struct epic_moe_args {
  * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
  * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
  * a table entry that is none is class (b). */
-EPIC_API epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args,
-                                      size_t size);
+static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
 /* Gradients, float32 (F64 rows: float64); NULL: not wanted. */
 typedef struct epic_moe_gradients {
@@ -891,15 +904,12 @@ typedef struct epic_moe_gradients {
 typedef struct epic_moe_backward_args {
     epic_call call;
     const epic_moe *moe; /* these as forward had them */
-    size_t moe_size;
     const epic_moe_weights *weights;
-    size_t weights_size;
     epic_rows x;
     epic_rows d_out;                     /* [num_tokens, hidden] */
     epic_rows d_x;                       /* out */
     const epic_moe_gradients *gradients; /* NULL: none are wanted */
-    size_t gradients_size;
-    const void *saved; /* as forward left it */
+    const void *saved;                   /* as forward left it */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
@@ -910,8 +920,415 @@ typedef struct epic_moe_backward_args {
 
 /* The gradients of epic_moe_forward's out and loss.  Errors: as epic_combine_backward and
  * epic_dispatch_backward; damage seen in `saved` is class (b). */
-EPIC_API epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *args,
+static inline epic_result epic_moe_backward(epic_context *ctx,
+                                            const epic_moe_backward_args *args);
+
+/* --------------------------------------------------------------------------- advanced ----
+ *
+ * Meetings.  gather blocks until every rank has given `bytes` bytes and leaves all of them in
+ * `all`, in rank order; all ranks pass the same `bytes`.  It returns EPIC_OK, or the reason why
+ * the meeting failed.  epic_open alone uses it.  {.num_ranks = 1} is a group of one, whatever the
+ * environment says. */
+struct epic_meet {
+    int32_t rank;
+    int32_t num_ranks;
+    epic_result (*gather)(void *self, const void *mine, void *all, size_t bytes);
+    void (*close)(void *self); /* what epic_meet_close calls; NULL: nothing to do */
+    void *self;
+};
+
+/* A meeting over TCP; rank 0 listens. */
+typedef struct epic_tcp {
+    const char *address; /* rank 0's host; NULL: 127.0.0.1 */
+    const char *secret;  /* NULL: none.  Proved by HMAC-SHA-256 both ways, never sent; all
+                            that is said in the meeting is authenticated by it */
+    int32_t rank;
+    int32_t num_ranks;
+    uint32_t port;       /* 1 to 65535 */
+    uint32_t timeout_ms; /* for every gather; 0: 300000 */
+} epic_tcp;
+
+/* Meets over TCP.  Collective.  `address` must be one of rank 0's host.  With a secret rank 0
+ * listens there (on every address of its host if its own name has a loopback address there, as
+ * Debian sets it), and who does not know the secret can neither take a seat nor make the meeting
+ * fail, but by cutting connections or holding the port.  Without one it listens on loopback, as
+ * nothing else keeps strangers out: the ranks are then processes of one host, and a rank of
+ * another is told at once that it takes a secret.  Strangers and garbage on the port are refused
+ * and the meeting goes on.  docs/security.md says what a secret protects and what it does not.
+ * Errors: EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER,
+ * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL). */
+static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp);
+
+/* Meets as the environment says (above), over TCP.  Without any of those variables: one rank.
+ * Only rank 0's host and a port must be known: MASTER_ADDR and MASTER_PORT; without MASTER_ADDR
+ * launchers of MPI ranks mean this host, and tasks of srun find both by themselves.  A variable
+ * that says that there are several ranks never ends in a group of one: where the number is not
+ * known, where two launchers contradict each other, or in a batch script or shell of Slurm with
+ * several tasks but without srun, it is EPIC_EINVAL, and RANK=0 WORLD_SIZE=1 the way to one. */
+EPIC_API epic_result epic_meet_env(epic_meet *out);
+
+/* Meets over an MPI communicator: `comm` points to an MPI_Comm, NULL is MPI_COMM_WORLD (and
+ * initialises MPI if nobody has).  Collective over it.  timeout_ms, for every gather: 0: 300000.
+ * Messages travel on a duplicate; only when ranks are missing after half of the time, those that
+ * came look for each other on `comm` itself, with tag 32767.  Loads libepic_mpi.so, which must be
+ * of the caller's MPI.  MPI should be initialised with MPI_THREAD_MULTIPLE.  With less, no other
+ * thread may be in MPI during the meeting; backend mpi needs MPI_THREAD_SERIALIZED, and then that
+ * no thread of the caller's is in MPI while a context is open.  Errors: EPIC_EINVAL, EPIC_ENOTSUP
+ * (no libepic_mpi.so), EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EMISMATCH,
+ * EPIC_EDEVICE. */
+EPIC_API epic_result epic_meet_mpi(epic_meet *out, const void *comm, uint32_t timeout_ms);
+
+/* Fills out[0 .. num_ranks) with the meetings of num_ranks threads of this process.  Local.
+ * timeout_ms 0: 300000.  Close each of them. */
+EPIC_API epic_result epic_meet_threads(epic_meet *out, int32_t num_ranks, uint32_t timeout_ms);
+
+/* Ends a meeting; allowed right after epic_open.  Local.  NULL is allowed. */
+EPIC_API void epic_meet_close(epic_meet *meet);
+
+/* Bytes of a plan, and the fewest slots of a rank that can never overflow, from sizes alone, as
+ * epic_layer_sizes tells them of an open context: config.num_ranks and max_tokens, and the layer.
+ * The second is for contiguous blocks of experts; where num_ranks does not divide num_experts, for
+ * any rank_of_expert.  Local; 0: the arguments are wrong, epic_error(NULL) says how. */
+static inline int64_t epic_plan_bytes(const epic_config *config, const epic_layer *layer);
+static inline int64_t epic_capacity_bound(const epic_config *config, const epic_layer *layer);
+
+/* Bytes that a rank will hold, from sizes alone. */
+typedef struct epic_memory_info {
+    int64_t host_bytes;   /* private host memory of a context */
+    int64_t shared_bytes; /* host memory shared with peers, this rank's part */
+    int64_t device_bytes; /* CUDA memory of a context */
+    int64_t plan_bytes;   /* of one plan of the layer; 0 without a layer */
+} epic_memory_info;
+
+/* What a context and a plan will take.  Local, before any open.  config.num_ranks is needed;
+ * layer may be NULL; config.backend NULL: "shm". */
+static inline epic_result epic_memory(const epic_config *config, const epic_layer *layer,
+                                      epic_memory_info *out);
+
+#define EPIC_FATE_NONE (-1)        /* no expert was chosen */
+#define EPIC_FATE_EXPERT_FULL (-2) /* dropped: past expert_capacity */
+#define EPIC_FATE_RANK_FULL (-3)   /* dropped: past what the rank's capacity allows */
+
+/* Read from a plan's bytes. */
+typedef struct epic_plan_info {
+    uint64_t id;        /* the ranks agreed on it */
+    int64_t num_tokens; /* of this rank */
+    int64_t num_slots;  /* occupied on this rank, padding included */
+    int64_t capacity;   /* what the plan was given */
+    int64_t num_kept;   /* choices of this rank's tokens; these four add up to */
+    int64_t num_none;   /*   num_tokens * top_k */
+    int64_t num_expert_full;
+    int64_t num_rank_full;
+    uint32_t result; /* EPIC_OK; EPIC_EOVERFLOW or EPIC_EINVAL: moves nothing */
+    uint32_t num_local_experts;
+    uint32_t first_leaf; /* TREE: this rank's leaves */
+    uint32_t num_leaves;
+    int64_t total_tokens; /* of all ranks */
+    int64_t fate_offset; /* bytes into the plan: int32 [num_tokens, top_k], the slot on the rank
+                             that owns the expert, or an EPIC_FATE */
+    int64_t rank_offset; /* bytes into the plan: int32 [num_tokens, top_k], the rank that owns
+                             the expert, -1 if none; on CUDA contexts also -1 where the choice
+                             was dropped */
+} epic_plan_info;
+
+/* Reads a plan of a host context; or of a CUDA context, from the device's memory or a copy of the
+ * bytes on the host.  A query of the host: it copies from the device and waits for that, so the
+ * plan must be finished (its stream synchronised).  Local.  Errors: EPIC_EINVAL (not a plan, or
+ * damaged); EPIC_EDEVICE. */
+static inline epic_result epic_plan_read(const void *plan, int64_t plan_bytes,
+                                         epic_plan_info *out);
+
+#define EPIC_MAX_CULPRITS 16
+
+typedef enum epic_operation {
+    EPIC_OP_NONE = 0,
+    EPIC_OP_OPEN = 1,
+    EPIC_OP_PLAN = 2,
+    EPIC_OP_DISPATCH = 3,
+    EPIC_OP_COMBINE = 4,
+    EPIC_OP_DISPATCH_BACKWARD = 5,
+    EPIC_OP_COMBINE_BACKWARD = 6,
+    EPIC_OP_SUM = 7
+} epic_operation;
+
+/* What broke the group. */
+typedef struct epic_failure_info {
+    uint32_t result;    /* an epic_result; EPIC_OK: the group is whole */
+    uint32_t operation; /* an epic_operation */
+    uint64_t tag;
+    uint64_t step; /* place among the operations of that tag, from 0 */
+    int32_t rank;  /* the rank that noticed */
+    uint32_t num_culprits;
+    int32_t culprits[EPIC_MAX_CULPRITS]; /* ascending */
+    char sentence[512];
+} epic_failure_info;
+
+/* What broke the group, once something has.  Local. */
+static inline epic_result epic_failure(const epic_context *ctx, epic_failure_info *out);
+
+/* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops". */
+EPIC_API const char *epic_blas_name(void);
+
+/* ------------------------------------------------------------------------ the symbols ----
+ *
+ * What the typed calls above are made of, and what bindings call: the same arguments, each sized
+ * struct followed by its size in the caller's header.  Shorter than the library's: the rest is
+ * zero.  Longer: accepted while the tail that the library does not know is zero.  Shorter than the
+ * struct's first version: refused.  Structs inside others (layer, router, experts, moe, weights,
+ * gradients) never change under a number; when one grows, the symbols that take it get the next,
+ * and the old ones stay. */
+
+EPIC_API epic_result epic_step_open_v1(epic_step **out, const epic_step_config *config,
                                        size_t size);
+EPIC_API epic_result epic_step_dispatch_v1(epic_step *step, const void *tokens,
+                                           const int32_t *topk_idx, const float *weights,
+                                           int64_t num_tokens, epic_slots *out, size_t size);
+EPIC_API epic_result epic_step_combine_backward_v1(epic_step *step, const void *d_out,
+                                                   epic_slots *out, size_t size);
+EPIC_API epic_result epic_open_v1(epic_context **out, const epic_meet *meet,
+                                  const epic_config *config, size_t size);
+EPIC_API epic_result epic_layer_sizes_v1(epic_context *ctx, const epic_layer *layer,
+                                         size_t layer_size, epic_layer_info *out,
+                                         size_t out_size);
+EPIC_API epic_result epic_plan_v1(epic_context *ctx, const epic_plan_args *args, size_t size);
+EPIC_API epic_result epic_dispatch_v1(epic_context *ctx, const epic_dispatch_args *args,
+                                      size_t size);
+EPIC_API epic_result epic_plan_dispatch_v1(epic_context *ctx, const epic_plan_args *plan,
+                                           size_t plan_size, const epic_dispatch_args *dispatch,
+                                           size_t dispatch_size);
+EPIC_API epic_result epic_combine_v1(epic_context *ctx, const epic_combine_args *args,
+                                     size_t size);
+EPIC_API epic_result epic_dispatch_backward_v1(epic_context *ctx,
+                                               const epic_dispatch_backward_args *args,
+                                               size_t size);
+EPIC_API epic_result epic_combine_backward_v1(epic_context *ctx,
+                                              const epic_combine_backward_args *args,
+                                              size_t size);
+EPIC_API epic_result epic_sum_v1(epic_context *ctx, const epic_sum_args *args, size_t size);
+EPIC_API int64_t epic_router_workspace_v1(const epic_router *router, size_t size);
+EPIC_API epic_result epic_router_forward_v1(epic_context *ctx, const epic_router_args *args,
+                                            size_t size);
+EPIC_API epic_result epic_router_backward_v1(epic_context *ctx,
+                                             const epic_router_backward_args *args,
+                                             size_t size);
+EPIC_API epic_result epic_balance_loss_forward_v1(epic_context *ctx,
+                                                  const epic_balance_loss_args *args,
+                                                  size_t size);
+EPIC_API epic_result epic_balance_loss_backward_v1(epic_context *ctx,
+                                                   const epic_balance_loss_backward_args *args,
+                                                   size_t size);
+EPIC_API epic_result epic_z_loss_forward_v1(epic_context *ctx, const epic_z_loss_args *args,
+                                            size_t size);
+EPIC_API epic_result epic_z_loss_backward_v1(epic_context *ctx,
+                                             const epic_z_loss_backward_args *args,
+                                             size_t size);
+EPIC_API epic_result epic_bias_update_v1(epic_context *ctx, const epic_bias_update_args *args,
+                                         size_t size);
+EPIC_API epic_result epic_experts_memory_v1(const epic_experts *experts, size_t experts_size,
+                                            int64_t num_slots, epic_experts_memory_info *out,
+                                            size_t out_size);
+EPIC_API epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *args,
+                                             size_t size);
+EPIC_API epic_result epic_experts_backward_v1(epic_context *ctx,
+                                              const epic_experts_backward_args *args,
+                                              size_t size);
+EPIC_API epic_result epic_moe_memory_v1(const epic_config *config, size_t config_size,
+                                        const epic_moe *moe, size_t moe_size,
+                                        epic_moe_memory_info *out, size_t out_size);
+EPIC_API epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args *args,
+                                         size_t size);
+EPIC_API epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args *args,
+                                          size_t size);
+EPIC_API epic_result epic_meet_tcp_v1(epic_meet *out, const epic_tcp *tcp, size_t size);
+EPIC_API int64_t epic_plan_bytes_v1(const epic_config *config, size_t config_size,
+                                    const epic_layer *layer, size_t layer_size);
+EPIC_API int64_t epic_capacity_bound_v1(const epic_config *config, size_t config_size,
+                                        const epic_layer *layer, size_t layer_size);
+EPIC_API epic_result epic_memory_v1(const epic_config *config, size_t config_size,
+                                    const epic_layer *layer, size_t layer_size,
+                                    epic_memory_info *out, size_t out_size);
+EPIC_API epic_result epic_plan_read_v1(const void *plan, int64_t plan_bytes,
+                                       epic_plan_info *out, size_t size);
+EPIC_API epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out,
+                                     size_t size);
+
+static inline epic_result epic_step_open(epic_step **out, const epic_step_config *config)
+{
+    return epic_step_open_v1(out, config, sizeof *config);
+}
+
+static inline epic_result epic_step_dispatch(epic_step *step, const void *tokens,
+                                             const int32_t *topk_idx, const float *weights,
+                                             int64_t num_tokens, epic_slots *out)
+{
+    return epic_step_dispatch_v1(step, tokens, topk_idx, weights, num_tokens, out, sizeof *out);
+}
+
+static inline epic_result epic_step_combine_backward(epic_step *step, const void *d_out,
+                                                     epic_slots *out)
+{
+    return epic_step_combine_backward_v1(step, d_out, out, sizeof *out);
+}
+
+static inline epic_result epic_open(epic_context **out, const epic_meet *meet,
+                                    const epic_config *config)
+{
+    return epic_open_v1(out, meet, config, sizeof *config);
+}
+
+static inline epic_result epic_layer_sizes(epic_context *ctx, const epic_layer *layer,
+                                           epic_layer_info *out)
+{
+    return epic_layer_sizes_v1(ctx, layer, sizeof *layer, out, sizeof *out);
+}
+
+static inline epic_result epic_plan(epic_context *ctx, const epic_plan_args *args)
+{
+    return epic_plan_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args)
+{
+    return epic_dispatch_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
+                                             const epic_dispatch_args *dispatch)
+{
+    return epic_plan_dispatch_v1(ctx, plan, sizeof *plan, dispatch, sizeof *dispatch);
+}
+
+static inline epic_result epic_combine(epic_context *ctx, const epic_combine_args *args)
+{
+    return epic_combine_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_dispatch_backward(epic_context *ctx,
+                                                 const epic_dispatch_backward_args *args)
+{
+    return epic_dispatch_backward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_combine_backward(epic_context *ctx,
+                                                const epic_combine_backward_args *args)
+{
+    return epic_combine_backward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_sum(epic_context *ctx, const epic_sum_args *args)
+{
+    return epic_sum_v1(ctx, args, sizeof *args);
+}
+
+static inline int64_t epic_router_workspace(const epic_router *router)
+{
+    return epic_router_workspace_v1(router, sizeof *router);
+}
+
+static inline epic_result epic_router_forward(epic_context *ctx, const epic_router_args *args)
+{
+    return epic_router_forward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_router_backward(epic_context *ctx,
+                                               const epic_router_backward_args *args)
+{
+    return epic_router_backward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_balance_loss_forward(epic_context *ctx,
+                                                    const epic_balance_loss_args *args)
+{
+    return epic_balance_loss_forward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result
+epic_balance_loss_backward(epic_context *ctx, const epic_balance_loss_backward_args *args)
+{
+    return epic_balance_loss_backward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_z_loss_forward(epic_context *ctx, const epic_z_loss_args *args)
+{
+    return epic_z_loss_forward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_z_loss_backward(epic_context *ctx,
+                                               const epic_z_loss_backward_args *args)
+{
+    return epic_z_loss_backward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_bias_update(epic_context *ctx, const epic_bias_update_args *args)
+{
+    return epic_bias_update_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_experts_memory(const epic_experts *experts, int64_t num_slots,
+                                              epic_experts_memory_info *out)
+{
+    return epic_experts_memory_v1(experts, sizeof *experts, num_slots, out, sizeof *out);
+}
+
+static inline epic_result epic_experts_forward(epic_context *ctx, const epic_experts_args *args)
+{
+    return epic_experts_forward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_experts_backward(epic_context *ctx,
+                                                const epic_experts_backward_args *args)
+{
+    return epic_experts_backward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_moe_memory(const epic_config *config, const epic_moe *moe,
+                                          epic_moe_memory_info *out)
+{
+    return epic_moe_memory_v1(config, sizeof *config, moe, sizeof *moe, out, sizeof *out);
+}
+
+static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args)
+{
+    return epic_moe_forward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_moe_backward(epic_context *ctx,
+                                            const epic_moe_backward_args *args)
+{
+    return epic_moe_backward_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp)
+{
+    return epic_meet_tcp_v1(out, tcp, sizeof *tcp);
+}
+
+static inline int64_t epic_plan_bytes(const epic_config *config, const epic_layer *layer)
+{
+    return epic_plan_bytes_v1(config, sizeof *config, layer, sizeof *layer);
+}
+
+static inline int64_t epic_capacity_bound(const epic_config *config, const epic_layer *layer)
+{
+    return epic_capacity_bound_v1(config, sizeof *config, layer, sizeof *layer);
+}
+
+static inline epic_result epic_memory(const epic_config *config, const epic_layer *layer,
+                                      epic_memory_info *out)
+{
+    return epic_memory_v1(config, sizeof *config, layer, sizeof *layer, out, sizeof *out);
+}
+
+static inline epic_result epic_plan_read(const void *plan, int64_t plan_bytes,
+                                         epic_plan_info *out)
+{
+    return epic_plan_read_v1(plan, plan_bytes, out, sizeof *out);
+}
+
+static inline epic_result epic_failure(const epic_context *ctx, epic_failure_info *out)
+{
+    return epic_failure_v1(ctx, out, sizeof *out);
+}
 
 #ifdef __cplusplus
 }

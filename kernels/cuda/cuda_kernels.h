@@ -99,7 +99,7 @@ typedef struct p2p_dispatch_job {
     const uint8_t *tokens;
     uint8_t *recv;
     const float *weights;
-    float *recv_weight;
+    float *slot_weights;
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
     int32_t aligned; /* rows are vectors of 16 bytes */

@@ -181,7 +181,7 @@ __device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece
     if ((uint32_t)slot >= (uint32_t)m.job.recv_rows) return;
     zero_piece<V, EXACT>(m.job.recv + row_offset(slot, m.shape), piece * V * WARP, m.shape,
                          m.policy);
-    if (piece == 0 && lane_id() == 0 && m.job.recv_weight) m.job.recv_weight[slot] = 0.0f;
+    if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
 /* The CTAs that do not plan send the first tokens meanwhile; with registers of its own. */
@@ -294,7 +294,7 @@ __device__ __forceinline__ void clear(const Move &m)
         rows_suffice(m.job.plan.seat, m.now, header_of(m)))
         return;
     zero_rows(m.job.recv, m.shape.row_bytes, 0, m.job.recv_rows, threadIdx.x, BLOCK);
-    zero_floats(m.job.recv_weight, 0, m.job.recv_rows, threadIdx.x, BLOCK);
+    zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
 /* All CTAs: zeros past the last slab. */
@@ -304,7 +304,7 @@ __device__ __forceinline__ bool clear_tail(const Move &m)
     const int64_t first = header_of(m)->slots_of[m.job.plan.seat.rank], end = m.job.recv_rows;
     if (first >= end) return true;
     zero_rows(m.job.recv, m.shape.row_bytes, first, end, grid_thread(), grid_threads());
-    zero_floats(m.job.recv_weight, first, end, grid_thread(), grid_threads());
+    zero_floats(m.job.slot_weights, first, end, grid_thread(), grid_threads());
     return true;
 }
 

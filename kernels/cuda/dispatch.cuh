@@ -194,7 +194,7 @@ __device__ __forceinline__ bool receive_weight(const Move &m, int rank, int sour
         if (!ok) return false;
         if (slot >= 0) *from = POISON;
     }
-    if (slot >= 0 && slot < m.job.recv_rows) m.job.recv_weight[slot] = __uint_as_float(word);
+    if (slot >= 0 && slot < m.job.recv_rows) m.job.slot_weights[slot] = __uint_as_float(word);
     return true;
 }
 

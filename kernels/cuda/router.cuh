@@ -286,10 +286,10 @@ __device__ __forceinline__ Shares<J> share(const p2p_router_rows &rows, const Ch
         if (c.live(j))
             s.parts[j] = r.weight_rule == EPIC_WEIGHT_SIGMOID_CHOSEN ? sigmoid(x[j]) : x[j];
     if (r.weight_rule == EPIC_WEIGHT_SOFTMAX_CHOSEN) softmax_chosen(c, s.parts);
-    if (r.normalise == EPIC_NORMALISE_NONE) return s;
+    if (r.normalize == EPIC_NORMALIZE_NONE) return s;
 
     const float sum = add_in_order(c, s.parts);
-    if (r.normalise == EPIC_NORMALISE_SUM) {
+    if (r.normalize == EPIC_NORMALIZE_SUM) {
         s.divisor = sum + rows.eps;
         s.moves = true;
     } else {

@@ -156,7 +156,7 @@ static constexpr int whole_lines(int bytes)
 }
 
 /* A warp's ring of pieces in shared memory, copied there ahead of their use.  Each lane reads back
- * what it has copied itself, so there is nothing to synchronise.  Pieces are used in the order in
+ * what it has copied itself, so there is nothing to synchronize.  Pieces are used in the order in
  * which they are copied; AHEAD of them are on their way while one is in use: the ring is full then,
  * and the place that is used is the next to be filled. */
 template <int V, bool EXACT> struct Ring {

@@ -8,7 +8,7 @@
 
 #include "dot.h"
 #include "lanes.h"
-#include "quantise.h"
+#include "quantize.h"
 
 #ifndef VARIANT
 #define VARIANT generic
@@ -154,26 +154,26 @@ static void dot(double *sum, bool first, const void *a, const void *b, epic_type
         dot_of(sum, first, a, b, EPIC_F32, n);
 }
 
-static void quantise_1x128(void *q, void *scales, const void *row, float w, epic_type type,
+static void quantize_1x128(void *q, void *scales, const void *row, float w, epic_type type,
                            int64_t n)
 {
     if (type == EPIC_BF16)
-        quantise_of(q, scales, row, w, EPIC_BF16, n, 128);
+        quantize_of(q, scales, row, w, EPIC_BF16, n, 128);
     else if (type == EPIC_F16)
-        quantise_of(q, scales, row, w, EPIC_F16, n, 128);
+        quantize_of(q, scales, row, w, EPIC_F16, n, 128);
     else
-        quantise_of(q, scales, row, w, EPIC_F32, n, 128);
+        quantize_of(q, scales, row, w, EPIC_F32, n, 128);
 }
 
-static void quantise_1x32(void *q, void *scales, const void *row, float w, epic_type type,
+static void quantize_1x32(void *q, void *scales, const void *row, float w, epic_type type,
                           int64_t n)
 {
     if (type == EPIC_BF16)
-        quantise_of(q, scales, row, w, EPIC_BF16, n, 32);
+        quantize_of(q, scales, row, w, EPIC_BF16, n, 32);
     else if (type == EPIC_F16)
-        quantise_of(q, scales, row, w, EPIC_F16, n, 32);
+        quantize_of(q, scales, row, w, EPIC_F16, n, 32);
     else
-        quantise_of(q, scales, row, w, EPIC_F32, n, 32);
+        quantize_of(q, scales, row, w, EPIC_F32, n, 32);
 }
 
 INLINE double load_one(const void *from, epic_type type)
@@ -272,8 +272,8 @@ const host_kernels TABLE_OF(VARIANT) = {
     .add = add,
     .scale = scale,
     .dot = dot,
-    .quantise_1x128 = quantise_1x128,
-    .quantise_1x32 = quantise_1x32,
+    .quantize_1x128 = quantize_1x128,
+    .quantize_1x32 = quantize_1x32,
     .to_double = to_double,
     .from_float = from_float,
 };

@@ -142,6 +142,28 @@ typedef struct epic_transport {
 
 /* ---------------------------------------------------------------------------- backends ---- */
 
+/* The arguments of the four loss calls, in one. */
+typedef struct epic_loss {
+    const epic_router *router;
+    const void *logits;
+    int64_t num_tokens;
+    int64_t total_tokens;
+    int64_t sequence_tokens; /* z-loss: 0 */
+    const int32_t *load;
+    const int32_t *topk_idx;
+    double coeff;
+    void *workspace;
+    int64_t workspace_bytes;
+    void *loss;          /* forward */
+    const float *d_loss; /* backward */
+    void *d_logits;      /* backward */
+    uint32_t type;
+    uint32_t loss_type;
+    uint32_t grad_type;
+    uint32_t flags;
+    epic_stream stream;
+} epic_loss;
+
 /* The step calls of device backends: arguments arrive checked, as core's own functions of the
  * same names take them.  NULL: EPIC_ENOTSUP. */
 typedef struct epic_steps {
@@ -157,12 +179,11 @@ typedef struct epic_steps {
      * tokens (backward: also d_loss) is multiplied by. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
     epic_result (*router_backward)(epic_group *, const epic_router_backward_args *);
-    epic_result (*balance_loss_forward)(epic_group *, const epic_loss_args *, double factor);
-    epic_result (*balance_loss_backward)(epic_group *, const epic_loss_args *, double factor);
-    epic_result (*z_loss_forward)(epic_group *, const epic_loss_args *, double factor);
-    epic_result (*z_loss_backward)(epic_group *, const epic_loss_args *, double factor);
-    epic_result (*bias_update)(epic_group *, epic_stream, float *bias, const int32_t *load,
-                               int64_t num_experts, float rate);
+    epic_result (*balance_loss_forward)(epic_group *, const epic_loss *, double factor);
+    epic_result (*balance_loss_backward)(epic_group *, const epic_loss *, double factor);
+    epic_result (*z_loss_forward)(epic_group *, const epic_loss *, double factor);
+    epic_result (*z_loss_backward)(epic_group *, const epic_loss *, double factor);
+    epic_result (*bias_update)(epic_group *, const epic_bias_update_args *);
     epic_result (*check)(epic_group *, epic_failure_info *out); /* what broke the group */
     epic_result (*notice)(epic_group *); /* the oldest class (b) error not yet returned */
     uint32_t (*max_sms)(const epic_group *);
@@ -192,8 +213,13 @@ typedef struct epic_backend {
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
     /* Copies bytes to the host if `from` is memory of this backend's devices, else false; *good:
-     * they came.  Synchronises.  NULL: it has no memory of its own. */
+     * they came.  Synchronizes.  NULL: it has no memory of its own. */
     bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
+
+    /* Memory of the group's device, 64-byte aligned, and back; at open and close of a step only.
+     * allocate: NULL if there is none left.  Both NULL: host memory. */
+    void *(*allocate)(epic_group *group, size_t bytes);
+    void (*release)(epic_group *group, void *memory);
 
     /* What this machine has for it, in a line of at most `size` bytes.  NULL: nothing to say. */
     void (*describe)(char *to, size_t size);

@@ -33,13 +33,12 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
                                   const epic_plan_args *args, size_t size)
 {
     TRY(READ_SIZED(a, args, size, "args"));
-    TRY(layer_read(layer, a->layer, a->layer_size, ctx->num_ranks));
+    TRY(layer_read(layer, a->layer, sizeof *a->layer, ctx->num_ranks));
     a->layer = layer;
-    a->layer_size = sizeof *layer;
     return check_plan_args(ctx, a, layer);
 }
 
-epic_result epic_plan(epic_context *ctx, const epic_plan_args *args, size_t size)
+epic_result epic_plan_v1(epic_context *ctx, const epic_plan_args *args, size_t size)
 {
     epic_plan_args a;
     epic_layer layer;
@@ -48,7 +47,7 @@ epic_result epic_plan(epic_context *ctx, const epic_plan_args *args, size_t size
     return STEP(plan, &a);
 }
 
-epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args, size_t size)
+epic_result epic_dispatch_v1(epic_context *ctx, const epic_dispatch_args *args, size_t size)
 {
     epic_dispatch_args a;
     TRY(check_context(ctx));
@@ -96,8 +95,9 @@ static epic_result plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
     return DEVICE_STEP(plan_dispatch, &p, &d);
 }
 
-epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan, size_t plan_size,
-                               const epic_dispatch_args *dispatch, size_t dispatch_size)
+epic_result epic_plan_dispatch_v1(epic_context *ctx, const epic_plan_args *plan,
+                                  size_t plan_size, const epic_dispatch_args *dispatch,
+                                  size_t dispatch_size)
 {
     return plan_dispatch(ctx, plan, plan_size, dispatch, dispatch_size, NULL);
 }
@@ -108,7 +108,7 @@ epic_result api_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
     return plan_dispatch(ctx, plan, sizeof *plan, dispatch, sizeof *dispatch, fault);
 }
 
-epic_result epic_combine(epic_context *ctx, const epic_combine_args *args, size_t size)
+epic_result epic_combine_v1(epic_context *ctx, const epic_combine_args *args, size_t size)
 {
     epic_combine_args a;
     TRY(check_context(ctx));
@@ -117,8 +117,8 @@ epic_result epic_combine(epic_context *ctx, const epic_combine_args *args, size_
     return STEP(combine, &a);
 }
 
-epic_result epic_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args,
-                                   size_t size)
+epic_result epic_dispatch_backward_v1(epic_context *ctx,
+                                      const epic_dispatch_backward_args *args, size_t size)
 {
     epic_dispatch_backward_args a;
     TRY(check_context(ctx));
@@ -138,8 +138,8 @@ static epic_result combine_backward(epic_context *ctx, const epic_combine_backwa
     return DEVICE_STEP(combine_backward, &a);
 }
 
-epic_result epic_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
-                                  size_t size)
+epic_result epic_combine_backward_v1(epic_context *ctx, const epic_combine_backward_args *args,
+                                     size_t size)
 {
     return combine_backward(ctx, args, size, NULL);
 }
@@ -150,7 +150,7 @@ epic_result api_combine_backward(epic_context *ctx, const epic_combine_backward_
     return combine_backward(ctx, args, sizeof *args, fault);
 }
 
-epic_result epic_sum(epic_context *ctx, const epic_sum_args *args, size_t size)
+epic_result epic_sum_v1(epic_context *ctx, const epic_sum_args *args, size_t size)
 {
     epic_sum_args a;
     TRY(check_context(ctx));

@@ -19,8 +19,11 @@ static epic_result check_pad(uint32_t pad)
     return pad ? epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", pad) : EPIC_OK;
 }
 
-epic_result check_plan_bytes(const void *plan)
+epic_result check_plan_bytes(const void *plan, int64_t plan_bytes)
 {
+    if (plan_bytes < 0)
+        return epic_fail(EPIC_EINVAL, "plan_bytes is %lld: epic_plan_bytes tells how many",
+                         (long long)plan_bytes);
     if (!plan) return epic_fail(EPIC_EINVAL, "plan is NULL: the bytes of a plan are needed");
     const call_array arrays[] = {{"plan", plan, 1, 16, false}};
     return CHECK_ARRAYS(arrays);
@@ -90,22 +93,22 @@ static epic_result check_pair(const char *a, const void *given_a, const char *b,
                      given_a ? b : a, given_a ? a : b);
 }
 
-/* The shapes of quantised rows: n elements in, n bytes and their scales out. */
-static epic_result check_quantised(const epic_context *ctx, uint32_t quantise, uint32_t type,
+/* The shapes of quantized rows: n elements in, n bytes and their scales out. */
+static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, uint32_t type,
                                    const char *in_name, const epic_rows *in,
                                    const char *out_name, const epic_rows *out,
                                    const char *scales_name, const epic_rows *scales)
 {
-    if (quantise > EPIC_QUANTISE_1X32)
-        return epic_fail(EPIC_EINVAL, "quantise is %u: it is no epic_quantise", quantise);
+    if (quantize > EPIC_QUANTIZE_1X32)
+        return epic_fail(EPIC_EINVAL, "quantize is %u: it is no epic_quantize", quantize);
     if (type != EPIC_F32 && type != EPIC_BF16 && type != EPIC_F16)
         return epic_fail(EPIC_EINVAL,
-                         "type is %u with quantise %u: EPIC_F32, EPIC_BF16 and EPIC_F16 can be "
-                         "quantised",
-                         type, quantise);
+                         "type is %u with quantize %u: EPIC_F32, EPIC_BF16 and EPIC_F16 can be "
+                         "quantized",
+                         type, quantize);
     TRY(check_whole(in_name, in, type));
     const int64_t n = in->row_bytes / (int64_t)epic_type_bytes(type);
-    const int64_t wide = quantise == EPIC_QUANTISE_1X128 ? (n + 127) / 128 * 4 : (n + 31) / 32;
+    const int64_t wide = quantize == EPIC_QUANTIZE_1X128 ? (n + 127) / 128 * 4 : (n + 31) / 32;
     if (out->row_bytes != n)
         return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld: %lld elements make as many bytes",
                          out_name, (long long)out->row_bytes, (long long)n);
@@ -131,7 +134,7 @@ static call_array of_rows(const char *name, const epic_rows *rows, size_t unit, 
 
 /* ------------------------------------------------------------------------- each call ---- */
 
-epic_result check_plan_size(const epic_config *config, const epic_layer *layer, size_t *bytes)
+epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes)
 {
     *bytes = plan_bytes_bound(layer, (int32_t)config->num_ranks, config->max_tokens);
     if (*bytes) return EPIC_OK;
@@ -144,7 +147,7 @@ epic_result check_plan_size(const epic_config *config, const epic_layer *layer, 
 epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                             const epic_layer *layer)
 {
-    TRY(check_plan_bytes(a->plan));
+    TRY(check_plan_bytes(a->plan, a->plan_bytes));
     TRY(check_flags(a->flags, 0));
     if (a->num_tokens < 0 || a->num_tokens > ctx->config.max_tokens)
         return epic_fail(EPIC_EINVAL,
@@ -169,15 +172,15 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                          "layer.num_experts is %u: num_ranks %d does not divide it; give "
                          "rank_of_expert",
                          layer->num_experts, ctx->num_ranks);
-    size_t needed;
+    int64_t needed;
     TRY(check_plan_size(&ctx->config, layer, &needed));
     if (a->plan_bytes < needed)
-        return epic_fail(EPIC_EINVAL, "plan_bytes is %zu: epic_plan_bytes says %zu",
-                         a->plan_bytes, needed);
+        return epic_fail(EPIC_EINVAL, "plan_bytes is %lld: epic_plan_bytes says %lld",
+                         (long long)a->plan_bytes, (long long)needed);
     const int64_t experts = layer->num_experts, choices = a->num_tokens * layer->top_k;
     const int64_t local = (experts + ctx->num_ranks - 1) / ctx->num_ranks;
     const call_array arrays[] = {
-        {"plan", a->plan, (int64_t)needed, 16, true},
+        {"plan", a->plan, needed, 16, true},
         ARRAY_IN(a, topk_idx, choices, a->index_type == EPIC_I64 ? 8 : 4),
         ARRAY_IN(a, rank_of_expert, experts, 4),
         ARRAY_OUT(a, expert_rows, local, 4),
@@ -189,14 +192,14 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
 
 static epic_result check_dispatch_arrays(const epic_dispatch_args *a)
 {
-    const size_t unit = a->quantise ? epic_type_bytes(a->type) : 1;
-    const call_array arrays[] = {{"plan", a->plan, (int64_t)a->plan_bytes, 16, false},
+    const size_t unit = a->quantize ? epic_type_bytes(a->type) : 1;
+    const call_array arrays[] = {{"plan", a->plan, a->plan_bytes, 16, false},
                                  ROWS_IN(a, tokens, unit),
                                  ROWS_IN(a, scales, 1),
                                  ARRAY_IN(a, weights, a->tokens.num_rows, 4),
                                  ROWS_OUT(a, recv, 1),
                                  ROWS_OUT(a, recv_scales, 1),
-                                 ARRAY_OUT(a, recv_weight, a->recv.num_rows, 4),
+                                 ARRAY_OUT(a, slot_weights, a->recv.num_rows, 4),
                                  ARRAY_OUT(a, recv_expert, a->recv.num_rows, 4)};
     return CHECK_ARRAYS(arrays);
 }
@@ -222,18 +225,18 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
 
 epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *a)
 {
-    TRY(check_plan_bytes(a->plan));
+    TRY(check_plan_bytes(a->plan, a->plan_bytes));
     TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
     TRY(check_pad(a->pad));
     if (a->type > EPIC_I64)
         return epic_fail(EPIC_EINVAL, "type is %u: it is no epic_type", a->type);
     TRY(check_rows(ctx, "tokens", &a->tokens));
     TRY(check_rows(ctx, "recv", &a->recv));
-    TRY(check_pair("weights", a->weights, "recv_weight", a->recv_weight));
-    if (a->quantise) {
+    TRY(check_pair("weights", a->weights, "slot_weights", a->slot_weights));
+    if (a->quantize) {
         TRY(check_absent("scales", &a->scales,
-                         "rows that are quantised on the way bring none"));
-        TRY(check_quantised(ctx, a->quantise, a->type, "tokens", &a->tokens, "recv", &a->recv,
+                         "rows that are quantized on the way bring none"));
+        TRY(check_quantized(ctx, a->quantize, a->type, "tokens", &a->tokens, "recv", &a->recv,
                             "recv_scales", &a->recv_scales));
     } else {
         TRY(check_equal("tokens", &a->tokens, "recv", &a->recv));
@@ -244,7 +247,7 @@ epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_arg
 
 epic_result check_combine_args(const epic_context *ctx, const epic_combine_args *a)
 {
-    TRY(check_plan_bytes(a->plan));
+    TRY(check_plan_bytes(a->plan, a->plan_bytes));
     TRY(check_flags(a->flags, 0));
     TRY(check_summed(ctx, a->type));
     TRY(check_rows(ctx, "rows", &a->rows));
@@ -252,7 +255,7 @@ epic_result check_combine_args(const epic_context *ctx, const epic_combine_args 
     TRY(check_equal("rows", &a->rows, "out", &a->out));
     TRY(check_whole("rows", &a->rows, a->type));
     const size_t unit = epic_type_bytes(a->type);
-    const call_array arrays[] = {{"plan", a->plan, (int64_t)a->plan_bytes, 16, false},
+    const call_array arrays[] = {{"plan", a->plan, a->plan_bytes, 16, false},
                                  ROWS_IN(a, rows, unit),
                                  ARRAY_IN(a, slot_weights, a->rows.num_rows, 4),
                                  ROWS_OUT(a, out, unit)};
@@ -262,18 +265,18 @@ epic_result check_combine_args(const epic_context *ctx, const epic_combine_args 
 epic_result check_dispatch_backward_args(const epic_context *ctx,
                                          const epic_dispatch_backward_args *a)
 {
-    TRY(check_plan_bytes(a->plan));
+    TRY(check_plan_bytes(a->plan, a->plan_bytes));
     TRY(check_flags(a->flags, 0));
     TRY(check_summed(ctx, a->type));
     TRY(check_rows(ctx, "d_recv", &a->d_recv));
     TRY(check_rows(ctx, "d_tokens", &a->d_tokens));
     TRY(check_equal("d_recv", &a->d_recv, "d_tokens", &a->d_tokens));
-    TRY(check_pair("d_recv_weight", a->d_recv_weight, "d_weights", a->d_weights));
+    TRY(check_pair("d_slot_weights", a->d_slot_weights, "d_weights", a->d_weights));
     TRY(check_whole("d_recv", &a->d_recv, a->type));
     const size_t unit = epic_type_bytes(a->type);
-    const call_array arrays[] = {{"plan", a->plan, (int64_t)a->plan_bytes, 16, false},
+    const call_array arrays[] = {{"plan", a->plan, a->plan_bytes, 16, false},
                                  ROWS_IN(a, d_recv, unit),
-                                 ARRAY_IN(a, d_recv_weight, a->d_recv.num_rows, 4),
+                                 ARRAY_IN(a, d_slot_weights, a->d_recv.num_rows, 4),
                                  ROWS_OUT(a, d_tokens, unit),
                                  ARRAY_OUT(a, d_weights, a->d_tokens.num_rows, 4)};
     return CHECK_ARRAYS(arrays);
@@ -282,11 +285,11 @@ epic_result check_dispatch_backward_args(const epic_context *ctx,
 static epic_result check_combine_backward_arrays(const epic_combine_backward_args *a)
 {
     const size_t unit = epic_type_bytes(a->type);
-    const call_array arrays[] = {{"plan", a->plan, (int64_t)a->plan_bytes, 16, false},
+    const call_array arrays[] = {{"plan", a->plan, a->plan_bytes, 16, false},
                                  ROWS_IN(a, d_out, unit),
                                  ROWS_IN(a, rows, unit),
                                  ARRAY_IN(a, slot_weights, a->d_rows.num_rows, 4),
-                                 ROWS_OUT(a, d_rows, a->quantise ? 1 : unit),
+                                 ROWS_OUT(a, d_rows, a->quantize ? 1 : unit),
                                  ROWS_OUT(a, d_rows_scales, 1),
                                  ARRAY_OUT(a, d_slot_weights, a->d_rows.num_rows, 4)};
     return CHECK_ARRAYS(arrays);
@@ -295,7 +298,7 @@ static epic_result check_combine_backward_arrays(const epic_combine_backward_arg
 epic_result check_combine_backward_args(const epic_context *ctx,
                                         const epic_combine_backward_args *a)
 {
-    TRY(check_plan_bytes(a->plan));
+    TRY(check_plan_bytes(a->plan, a->plan_bytes));
     TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
     TRY(check_pad(a->pad));
     TRY(check_summed(ctx, a->type));
@@ -309,11 +312,11 @@ epic_result check_combine_backward_args(const epic_context *ctx,
     } else {
         TRY(check_absent("rows", &a->rows, "only d_slot_weights needs it"));
     }
-    if (a->quantise) {
-        TRY(check_quantised(ctx, a->quantise, a->type, "d_out", &a->d_out, "d_rows", &a->d_rows,
+    if (a->quantize) {
+        TRY(check_quantized(ctx, a->quantize, a->type, "d_out", &a->d_out, "d_rows", &a->d_rows,
                             "d_rows_scales", &a->d_rows_scales));
     } else {
-        TRY(check_absent("d_rows_scales", &a->d_rows_scales, "only quantise needs it"));
+        TRY(check_absent("d_rows_scales", &a->d_rows_scales, "only quantize needs it"));
         TRY(check_equal("d_rows", &a->d_rows, "d_out", &a->d_out));
     }
     return check_combine_backward_arrays(a);

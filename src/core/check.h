@@ -7,10 +7,10 @@
 #include "core/context.h"
 
 /* The bytes of a plan: there, and where a plan may lie. */
-epic_result check_plan_bytes(const void *plan);
+epic_result check_plan_bytes(const void *plan, int64_t plan_bytes);
 
 /* What a plan takes at most; EPIC_EINVAL: more slots than int32 counts. */
-epic_result check_plan_size(const epic_config *config, const epic_layer *layer, size_t *bytes);
+epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes);
 
 epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *args,
                             const epic_layer *layer);

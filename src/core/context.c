@@ -206,21 +206,31 @@ static epic_result open_meeting(epic_context *ctx, const epic_meet *meet)
     return result;
 }
 
+/* Without a meeting the communicator is one, or the environment says who meets: a job of several
+ * processes must not become as many groups of one. */
+static epic_result meet_somehow(epic_meet *out, const epic_config *config)
+{
+    return config->native ? epic_meet_mpi(out, config->native, config->timeout_ms)
+                          : epic_meet_env(out);
+}
+
 static epic_result open_context(epic_context *ctx, const epic_meet *meet,
                                 const epic_config *config, size_t size)
 {
-    static const epic_meet alone = {.num_ranks = 1, .gather = gather_alone};
+    epic_meet own = {0};
     TRY(config_read(&ctx->config, config, size));
-    if (meet || !ctx->config.native) return open_meeting(ctx, meet ? meet : &alone);
-    epic_meet native;
-    TRY(epic_meet_mpi(&native, ctx->config.native, ctx->config.timeout_ms));
-    const epic_result result = open_meeting(ctx, &native);
-    epic_meet_close(&native);
+    if (meet)
+        own = *meet;
+    else
+        TRY(meet_somehow(&own, &ctx->config));
+    if (own.num_ranks == 1 && !own.gather) own.gather = gather_alone;
+    const epic_result result = open_meeting(ctx, &own);
+    if (!meet) epic_meet_close(&own);
     return result;
 }
 
-epic_result epic_open(epic_context **out, const epic_meet *meet, const epic_config *config,
-                      size_t size)
+epic_result epic_open_v1(epic_context **out, const epic_meet *meet, const epic_config *config,
+                         size_t size)
 {
     if (!out) return epic_fail(EPIC_EINVAL, "out is NULL: a place for the context is needed");
     epic_context *ctx = *out = calloc(1, sizeof *ctx);
@@ -308,7 +318,7 @@ epic_result epic_check(epic_context *ctx)
     return backend_said(backend, backend->steps->notice(ctx->group));
 }
 
-epic_result epic_failure(const epic_context *ctx, epic_failure_info *out, size_t size)
+epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out, size_t size)
 {
     epic_failure_info info = {0};
     if (!ctx) return no_context();

@@ -22,9 +22,16 @@
     ROW(epic_sum_args, flags)                     \
     ROW(epic_memory_info, plan_bytes)             \
     ROW(epic_router, scale)                       \
-    ROW(epic_router_args, stream)                 \
-    ROW(epic_router_backward_args, stream)        \
-    ROW(epic_loss_args, stream)                   \
+    ROW(epic_router_args, flags)                  \
+    ROW(epic_router_backward_args, flags)         \
+    ROW(epic_balance_loss_args, loss_type)        \
+    ROW(epic_balance_loss_backward_args, pad)     \
+    ROW(epic_z_loss_args, loss_type)              \
+    ROW(epic_z_loss_backward_args, pad)           \
+    ROW(epic_bias_update_args, flags)             \
+    ROW(epic_layer_info, first_expert)            \
+    ROW(epic_step_config, ctx)                    \
+    ROW(epic_slots, num_local_experts)            \
     ROW(epic_experts, alpha)                      \
     ROW(epic_experts_memory_info, backward_bytes) \
     ROW(epic_experts_args, pad)                   \

@@ -15,14 +15,14 @@ static epic_result read_both(epic_config *c, epic_layer *l, const epic_config *c
     return layer_read(l, layer, layer_size, (int32_t)c->num_ranks);
 }
 
-static size_t plan_bytes(const epic_config *c, const epic_layer *l)
+static int64_t plan_bytes(const epic_config *c, const epic_layer *l)
 {
-    size_t bytes;
+    int64_t bytes;
     return check_plan_size(c, l, &bytes) == EPIC_OK ? bytes : 0;
 }
 
-size_t epic_plan_bytes(const epic_config *config, size_t config_size, const epic_layer *layer,
-                       size_t layer_size)
+int64_t epic_plan_bytes_v1(const epic_config *config, size_t config_size,
+                           const epic_layer *layer, size_t layer_size)
 {
     epic_config c;
     epic_layer l;
@@ -35,28 +35,75 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Duplicates of an expert are choices too, so a token may bring top_k of them here.  Every local
- * expert that has one pads its slab, and whole slabs are multiples of the alignment.  No slab is
- * longer than what expert_capacity leaves of it. */
-int64_t epic_capacity_bound(const epic_config *config, size_t config_size,
-                            const epic_layer *layer, size_t layer_size)
+/* Every local expert that has a choice pads its slab, and whole slabs are multiples of the
+ * alignment.  No slab is longer than what expert_capacity leaves of it.  A token brings top_k slots
+ * to a rank at most: duplicates of an expert are choices too, unless the layer is EPIC_DISTINCT. */
+static int64_t bound(const epic_config *c, const epic_layer *l, int64_t local)
+{
+    const int64_t tokens = c->max_tokens * c->num_ranks;
+    const bool distinct = (l->flags & EPIC_DISTINCT) != 0;
+    const int64_t choices = tokens * (distinct ? least(l->top_k, local) : l->top_k);
+    int64_t slab = distinct ? tokens : choices;
+    if (l->expert_capacity) slab = least(slab, l->expert_capacity);
+    if (l->layout == EPIC_FLAT) return least(tokens, local * slab);
+    const int64_t padding = least(choices, local) * (l->alignment - 1);
+    return least((choices + padding) / l->alignment * l->alignment,
+                 local * round_up(slab, l->alignment));
+}
+
+/* Experts that one rank may own: of contiguous blocks, or of any rank_of_expert. */
+static int64_t most_local(const epic_config *c, const epic_layer *l, bool placed)
+{
+    const bool blocks = !placed && l->num_experts % c->num_ranks == 0;
+    return blocks ? l->num_experts / c->num_ranks : l->num_experts;
+}
+
+int64_t epic_capacity_bound_v1(const epic_config *config, size_t config_size,
+                               const epic_layer *layer, size_t layer_size)
 {
     epic_config c;
     epic_layer l;
     if (read_both(&c, &l, config, config_size, layer, layer_size) != EPIC_OK) return 0;
     if (!plan_bytes(&c, &l)) return 0;
-    const int64_t tokens = c.max_tokens * c.num_ranks, choices = tokens * l.top_k;
-    const bool blocks = l.num_experts % c.num_ranks == 0;
-    const int64_t local = blocks ? l.num_experts / c.num_ranks : l.num_experts;
-    const int64_t slab = l.expert_capacity ? l.expert_capacity : choices;
-    if (l.layout == EPIC_FLAT) return least(tokens, local * slab);
-    const int64_t padding = least(choices, local) * (l.alignment - 1);
-    return least((choices + padding) / l.alignment * l.alignment,
-                 local * round_up(slab, l.alignment));
+    return bound(&c, &l, most_local(&c, &l, false));
 }
 
-epic_result epic_memory(const epic_config *config, size_t config_size, const epic_layer *layer,
-                        size_t layer_size, epic_memory_info *out, size_t size)
+static epic_memory_info context_memory(const epic_config *c, const epic_backend *backend)
+{
+    epic_memory_info info = {0};
+    if (backend->memory) backend->memory(c, &info);
+    info.host_bytes += context_bytes(c, backend->transport != NULL);
+    return info;
+}
+
+epic_result epic_layer_sizes_v1(epic_context *ctx, const epic_layer *layer, size_t layer_size,
+                                epic_layer_info *out, size_t size)
+{
+    epic_layer l;
+    epic_layer_info info = {0};
+    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
+    TRY(context_check(ctx));
+    TRY(CHECK_PLACE(out, size));
+    TRY(layer_read(&l, layer, layer_size, ctx->num_ranks));
+    TRY(check_plan_size(&ctx->config, &l, &info.plan_bytes));
+    const epic_memory_info memory = context_memory(&ctx->config, ctx->backend);
+    const uint32_t ranks = (uint32_t)ctx->num_ranks;
+    const uint32_t local = (l.num_experts + ranks - 1) / ranks;
+    const uint32_t first = local * (uint32_t)ctx->rank;
+    info.capacity = bound(&ctx->config, &l, most_local(&ctx->config, &l, false));
+    info.placed_capacity = bound(&ctx->config, &l, most_local(&ctx->config, &l, true));
+    info.host_bytes = memory.host_bytes;
+    info.shared_bytes = memory.shared_bytes;
+    info.device_bytes = memory.device_bytes;
+    info.num_local_experts = local;
+    info.first_expert = first < l.num_experts ? first : l.num_experts;
+    WRITE_SIZED(out, &info, size);
+    return EPIC_OK;
+}
+
+epic_result epic_memory_v1(const epic_config *config, size_t config_size,
+                           const epic_layer *layer, size_t layer_size, epic_memory_info *out,
+                           size_t size)
 {
     epic_config c;
     epic_memory_info info = {0};
@@ -64,17 +111,16 @@ epic_result epic_memory(const epic_config *config, size_t config_size, const epi
     TRY(config_read_sizes(&c, config, config_size));
     const epic_backend *backend;
     TRY(backend_find(&backend, c.backend ? c.backend : "shm"));
-    if (backend->memory) backend->memory(&c, &info);
-    info.host_bytes += context_bytes(&c, backend->transport != NULL);
+    info = context_memory(&c, backend);
     if (layer) {
-        info.plan_bytes = (int64_t)epic_plan_bytes(config, config_size, layer, layer_size);
+        info.plan_bytes = epic_plan_bytes_v1(config, config_size, layer, layer_size);
         if (!info.plan_bytes) return EPIC_EINVAL;
     }
     WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }
 
-static epic_result read_host_plan(const void *plan, size_t plan_bytes, epic_plan_info *out)
+static epic_result read_host_plan(const void *plan, int64_t plan_bytes, epic_plan_info *out)
 {
     plan_view view;
     const enum plan_damage damage = plan_check(&view, plan, plan_bytes, 0, 0, 0);
@@ -100,12 +146,12 @@ static epic_result read_host_plan(const void *plan, size_t plan_bytes, epic_plan
     return EPIC_OK;
 }
 
-epic_result epic_plan_read(const void *plan, size_t plan_bytes, epic_plan_info *out,
-                           size_t size)
+epic_result epic_plan_read_v1(const void *plan, int64_t plan_bytes, epic_plan_info *out,
+                              size_t size)
 {
     epic_plan_info info = {0};
     epic_result result;
-    TRY(check_plan_bytes(plan));
+    TRY(check_plan_bytes(plan, plan_bytes));
     TRY(CHECK_PLACE(out, size));
     if (!device_plan_read(plan, plan_bytes, backend_fetch, &info, &result))
         result = read_host_plan(plan, plan_bytes, &info);

@@ -45,7 +45,7 @@ typedef struct exchange {
     int64_t *item_from; /* the next item from each peer, likewise */
     const void **rows;
     double *sums;          /* [num_ranks, 64]: dot products that are not finished */
-    unsigned char *row;    /* [row_scratch]: one quantised row */
+    unsigned char *row;    /* [row_scratch]: one quantized row */
     unsigned char *pieces; /* [TREE_LEVELS + 1, PIECE_MAX]: partials */
 } exchange;
 

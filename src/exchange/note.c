@@ -18,7 +18,7 @@ static const char *const same_names[NUM_SAME] = {
     [SAME_TYPE] = "type",
     [SAME_ROW_BYTES] = "row_bytes",
     [SAME_SCALE_BYTES] = "scales' row_bytes",
-    [SAME_QUANTISE] = "quantise",
+    [SAME_QUANTIZE] = "quantize",
     [SAME_WEIGHTS] = "weights",
     [SAME_NUM_EXPERTS] = "num_experts",
     [SAME_TOP_K] = "top_k",
@@ -31,6 +31,7 @@ static const char *const same_names[NUM_SAME] = {
     [SAME_PARTIAL_TYPE] = "partial_type",
     [SAME_PLACEMENT] = "checksum of rank_of_expert",
     [SAME_COUNT] = "count",
+    [SAME_LAYER_FLAGS] = "layer.flags",
 };
 
 const char *operation_name(uint32_t operation)
@@ -57,8 +58,8 @@ static const char *value_name(int field, int64_t value)
     static const char *const types[] = {"EPIC_BYTES", "EPIC_F32", "EPIC_BF16",
                                         "EPIC_F16",   "EPIC_F64", "EPIC_E4M3",
                                         "EPIC_E8M0",  "EPIC_I32", "EPIC_I64"};
-    static const char *const quantised[] = {"EPIC_QUANTISE_NONE", "EPIC_QUANTISE_1X128",
-                                            "EPIC_QUANTISE_1X32"};
+    static const char *const quantized[] = {"EPIC_QUANTIZE_NONE", "EPIC_QUANTIZE_1X128",
+                                            "EPIC_QUANTIZE_1X32"};
     static const char *const layouts[] = {"EPIC_EXPERT_MAJOR", "EPIC_FLAT"};
     static const char *const policies[] = {"EPIC_OVERFLOW_ERROR", "EPIC_OVERFLOW_DROP"};
     static const char *const orders[] = {"EPIC_BY_RANK", "EPIC_TREE"};
@@ -68,8 +69,8 @@ static const char *value_name(int field, int64_t value)
         return NAME_OF(types, value);
     case SAME_PARTIAL_TYPE:
         return value ? NAME_OF(types, value) : "0 (the rows' type)";
-    case SAME_QUANTISE:
-        return NAME_OF(quantised, value);
+    case SAME_QUANTIZE:
+        return NAME_OF(quantized, value);
     case SAME_LAYOUT:
         return NAME_OF(layouts, value);
     case SAME_OVERFLOW:
@@ -154,6 +155,9 @@ epic_result note_data_error(const epic_note *const *notes, int num_ranks)
         case DATA_EXPERT:
             return epic_fail(EPIC_EINVAL, SAYS_EXPERT, r, (long long)about[0],
                              (long long)about[1], (long long)about[2], (long long)about[3]);
+        case DATA_DUPLICATE:
+            return epic_fail(EPIC_EINVAL, SAYS_DUPLICATE, r, (long long)about[0],
+                             (long long)about[1], (long long)about[2]);
         case DATA_PLACEMENT:
             if (about[1] >= 0 && about[1] < num_ranks)
                 return epic_fail(EPIC_EINVAL, SAYS_TREE_PLACEMENT, r, (long long)about[0],

@@ -12,7 +12,7 @@ enum { /* epic_note.same */
        SAME_TYPE,
        SAME_ROW_BYTES,
        SAME_SCALE_BYTES,
-       SAME_QUANTISE,
+       SAME_QUANTIZE,
        SAME_WEIGHTS,
        SAME_NUM_EXPERTS,
        SAME_TOP_K,
@@ -25,6 +25,7 @@ enum { /* epic_note.same */
        SAME_PARTIAL_TYPE,
        SAME_PLACEMENT,
        SAME_COUNT,
+       SAME_LAYER_FLAGS,
        NUM_SAME
 };
 
@@ -41,6 +42,7 @@ enum { /* epic_note.own */
 enum data_error {
     DATA_GOOD,
     DATA_EXPERT,    /* token, k, value */
+    DATA_DUPLICATE, /* token, k, value */
     DATA_PLACEMENT, /* expert, value */
     DATA_PLAN,      /* an enum plan_damage */
     DATA_TOKEN_ID,  /* token, value, table_rows */

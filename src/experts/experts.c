@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "core/arrays.h"
+#include "core/context.h"
 #include "core/sized.h"
 #include "experts/blas.h"
 #include "experts/job.h"
@@ -16,8 +17,9 @@ static epic_result check_slots(int64_t num_slots)
     return EPIC_OK;
 }
 
-epic_result epic_experts_memory(const epic_experts *experts, size_t experts_size,
-                                int64_t num_slots, epic_experts_memory_info *out, size_t size)
+epic_result epic_experts_memory_v1(const epic_experts *experts, size_t experts_size,
+                                   int64_t num_slots, epic_experts_memory_info *out,
+                                   size_t size)
 {
     experts_job job = {0};
     TRY(experts_take(&job, experts, experts_size));
@@ -79,12 +81,13 @@ static epic_result check_weighting(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-static epic_result check_memory(const char *name, const void *memory, size_t bytes,
+static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {
-    if (needed > 0 && (memory == NULL || bytes < (size_t)needed))
-        return epic_fail(EPIC_EINVAL, "%s has %zu bytes%s: epic_experts_memory asks for %lld",
-                         name, bytes, memory ? "" : " and is NULL", (long long)needed);
+    if (needed > 0 && (memory == NULL || bytes < needed))
+        return epic_fail(EPIC_EINVAL, "%s has %lld bytes%s: epic_experts_memory asks for %lld",
+                         name, (long long)bytes, memory ? "" : " and is NULL",
+                         (long long)needed);
     return EPIC_OK;
 }
 
@@ -167,6 +170,18 @@ static epic_result check_backward_places(const experts_job *job,
 
 /* ------------------------------------------------------------------------------- passes ---- */
 
+static epic_result check_context(epic_context *ctx)
+{
+    if (ctx == NULL) return EPIC_OK;
+    TRY(context_check(ctx));
+    if (ctx->backend->steps != NULL)
+        return epic_fail(EPIC_ENOTSUP,
+                         "the experts are not there yet on backend \"%s\"; use a host context, "
+                         "or NULL with host memory",
+                         ctx->backend_name);
+    return EPIC_OK;
+}
+
 static bool next_slab(const experts_job *job, slab *slab)
 {
     slab->expert++;
@@ -179,7 +194,7 @@ static bool next_slab(const experts_job *job, slab *slab)
 
 static epic_result take_forward(experts_job *job, const epic_experts_args *a)
 {
-    TRY(experts_take(job, a->experts, a->experts_size));
+    TRY(experts_take(job, a->experts, sizeof *a->experts));
     job->x = a->x;
     job->expert_rows = a->expert_rows;
     job->expert_tokens = a->expert_tokens;
@@ -207,11 +222,13 @@ static epic_result take_forward(experts_job *job, const epic_experts_args *a)
     return EPIC_OK;
 }
 
-epic_result epic_experts_forward(const epic_experts_args *args, size_t size)
+epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *args,
+                                    size_t size)
 {
     epic_experts_args a;
     experts_job job = {0};
     TRY(READ_SIZED(&a, args, size, "args"));
+    TRY(check_context(ctx));
     TRY(take_forward(&job, &a));
     experts_blas_enter();
     for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {
@@ -227,7 +244,7 @@ epic_result epic_experts_forward(const epic_experts_args *args, size_t size)
 
 static epic_result take_backward(experts_job *job, const epic_experts_backward_args *a)
 {
-    TRY(experts_take(job, a->experts, a->experts_size));
+    TRY(experts_take(job, a->experts, sizeof *a->experts));
     job->x = a->x;
     job->expert_rows = a->expert_rows;
     job->expert_tokens = a->expert_tokens;
@@ -281,11 +298,13 @@ static void clear_gradients(const experts_job *job, int64_t expert)
     }
 }
 
-epic_result epic_experts_backward(const epic_experts_backward_args *args, size_t size)
+epic_result epic_experts_backward_v1(epic_context *ctx, const epic_experts_backward_args *args,
+                                     size_t size)
 {
     epic_experts_backward_args a;
     experts_job job = {0};
     TRY(READ_SIZED(&a, args, size, "args"));
+    TRY(check_context(ctx));
     TRY(take_backward(&job, &a));
     experts_blas_enter();
     for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {

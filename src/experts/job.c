@@ -21,7 +21,7 @@ static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)
         return epic_fail(EPIC_EINVAL,
-                         "experts.row_type is %u: it must be EPIC_F32 (or 0), BF16, F16 or F64",
+                         "experts.row_type is %u: it must be EPIC_F32, BF16, F16 or F64",
                          ex->row_type);
     if (convert_bytes(ex->weight_type) == 0)
         return epic_fail(EPIC_EINVAL,
@@ -57,7 +57,6 @@ epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t si
 {
     epic_experts *ex = &job->experts;
     TRY(READ_SIZED(ex, theirs, size, "experts"));
-    if (ex->row_type == 0) ex->row_type = EPIC_F32;
     if (ex->weight_type == 0) ex->weight_type = ex->row_type;
     if (ex->limit == 0) ex->limit = 7;
     if (ex->alpha == 0) ex->alpha = 1.702f;

@@ -13,7 +13,7 @@ static void add_row(REAL *out, REAL x, const REAL *row, int64_t n)
 
 #define DOT_LANES 16
 
-/* In lanes, so that compilers vectorise it without being allowed to reorder sums. */
+/* In lanes, so that compilers vectorize it without being allowed to reorder sums. */
 static REAL dot(const REAL *a, const REAL *b, int64_t n)
 {
     REAL lanes[DOT_LANES] = {0};

@@ -243,7 +243,7 @@ epic_result epic_meet_env(epic_meet *out)
     for (size_t i = 0; i < NUM_LAUNCHERS; i++) TRY(read_claim(&claims[i], &launchers[i]));
     TRY(choose(&followed, claims));
     TRY(followed.by != NULL ? follow(&tcp, host, &followed) : check_alone());
-    if (tcp.num_ranks > 1) return epic_meet_tcp(out, &tcp, sizeof tcp);
+    if (tcp.num_ranks > 1) return epic_meet_tcp(out, &tcp);
     epic_meet_alone(out);
     return EPIC_OK;
 }

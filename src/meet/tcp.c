@@ -365,7 +365,7 @@ static epic_result open_meet(epic_meet *out, const epic_tcp *tcp)
     return result;
 }
 
-epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *theirs, size_t size)
+epic_result epic_meet_tcp_v1(epic_meet *out, const epic_tcp *theirs, size_t size)
 {
     epic_tcp tcp;
     if (out == NULL) return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_meet to fill in");

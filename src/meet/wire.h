@@ -14,7 +14,7 @@
  * In place of entry, begin or an answer rank 0 may send a failure: a frame whose result is not
  * EPIC_OK, and a sentence.  Nothing follows a failure.  With a secret every frame has a tag
  * (link.h); rank 0 proves itself by that of the entry.  Numbers travel in the sender's byte
- * order; a host of the other order does not recognise the magic. */
+ * order; a host of the other order does not recognize the magic. */
 #ifndef EPIC_WIRE_H
 #define EPIC_WIRE_H
 

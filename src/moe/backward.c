@@ -26,8 +26,8 @@ static epic_result combine_backward(moe_job *j, const backward_call *c)
                                       .type = j->experts.row_type};
     if (moe_is_late(j)) {
         how.rows = (epic_rows){j->saved.y, j->capacity, j->row_bytes};
-        how.slot_weights = j->saved.recv_weight;
-        how.d_slot_weights = j->work.d_recv_weight;
+        how.slot_weights = j->saved.slot_weights;
+        how.d_slot_weights = j->work.d_slot_weights;
     }
     return api_combine_backward(j->ctx, &how, &c->fault);
 }
@@ -37,29 +37,28 @@ static epic_result transform_backward(moe_job *j, const backward_call *c)
     const epic_moe_gradients *g = &c->gradients;
     const epic_experts_backward_args how = {
         .experts = &j->experts,
-        .experts_size = sizeof j->experts,
         .x = j->saved.recv,
         .num_slots = j->capacity,
         .expert_rows = j->saved.expert_rows,
         .expert_tokens = j->saved.expert_tokens,
-        .slot_weights = moe_is_late(j) ? NULL : j->saved.recv_weight,
+        .slot_weights = moe_is_late(j) ? NULL : j->saved.slot_weights,
         .w_gate_up = j->weights.w_gate_up,
         .w_down = j->weights.w_down,
         .b_gate_up = j->weights.b_gate_up,
         .b_down = j->weights.b_down,
         .saved = j->saved.experts,
-        .saved_bytes = (size_t)j->experts_memory.saved_bytes,
+        .saved_bytes = j->experts_memory.saved_bytes,
         .workspace = j->work.experts,
-        .workspace_bytes = (size_t)j->experts_memory.backward_bytes,
+        .workspace_bytes = j->experts_memory.backward_bytes,
         .d_y = j->work.d_y,
         .d_x = j->work.d_recv,
         .d_w_gate_up = g->w_gate_up,
         .d_w_down = g->w_down,
         .d_b_gate_up = g->b_gate_up,
         .d_b_down = g->b_down,
-        .d_slot_weights = moe_is_late(j) ? NULL : j->work.d_recv_weight,
+        .d_slot_weights = moe_is_late(j) ? NULL : j->work.d_slot_weights,
         .flags = c->args->flags};
-    return epic_experts_backward(&how, sizeof how);
+    return epic_experts_backward(NULL, &how);
 }
 
 static epic_result dispatch_backward(moe_job *j, const epic_rows *d_x)
@@ -70,10 +69,10 @@ static epic_result dispatch_backward(moe_job *j, const epic_rows *d_x)
         .plan_bytes = j->plan_bytes,
         .d_recv = {j->work.d_recv, j->capacity, j->row_bytes},
         .d_tokens = *d_x,
-        .d_recv_weight = j->work.d_recv_weight,
+        .d_slot_weights = j->work.d_slot_weights,
         .d_weights = j->work.d_weights,
         .type = j->experts.row_type};
-    return epic_dispatch_backward(j->ctx, &how, sizeof how);
+    return epic_dispatch_backward(j->ctx, &how);
 }
 
 /* d_logits of one block: through the weights and the losses. */
@@ -81,7 +80,6 @@ static epic_result route_backward(moe_job *j, const backward_call *c, const dens
                                   const float *d_weights)
 {
     const epic_router_backward_args how = {.router = &j->router,
-                                           .router_size = sizeof j->router,
                                            .logits = block->logits,
                                            .num_tokens = j->block,
                                            .topk_idx = block->topk_idx,
@@ -90,15 +88,8 @@ static epic_result route_backward(moe_job *j, const backward_call *c, const dens
                                            .workspace_bytes = j->router_bytes,
                                            .d_logits = j->work.d_logits,
                                            .type = j->real_type};
-    TRY(epic_router_backward(&how, sizeof how));
-    epic_loss_args loss = moe_loss_args(j, block);
-    loss.d_loss = c->args->d_loss;
-    loss.d_logits = j->work.d_logits;
-    loss.flags = EPIC_ACCUMULATE;
-    loss.coeff = j->moe.balance_coeff;
-    if (loss.coeff != 0) TRY(epic_balance_loss_backward(&loss, sizeof loss));
-    loss.coeff = j->moe.z_coeff;
-    return loss.coeff != 0 ? epic_z_loss_backward(&loss, sizeof loss) : EPIC_OK;
+    TRY(epic_router_backward(NULL, &how));
+    return moe_losses_backward(j, block, c->args->d_loss);
 }
 
 static void *real_at(const moe_job *j, void *base, int64_t index)
@@ -114,7 +105,6 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
     const int64_t saved = j->shared_memory.saved_bytes;
     const epic_moe_weights *w = &j->weights;
     const epic_experts_backward_args how = {.experts = &j->shared,
-                                            .experts_size = sizeof j->shared,
                                             .x = block->x.data,
                                             .num_slots = j->block,
                                             .expert_rows = &rows,
@@ -123,17 +113,16 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
                                             .b_gate_up = w->shared_b_gate_up,
                                             .b_down = w->shared_b_down,
                                             .saved = (const char *)j->saved.shared + b * saved,
-                                            .saved_bytes = (size_t)saved,
+                                            .saved_bytes = saved,
                                             .workspace = j->work.shared,
-                                            .workspace_bytes =
-                                                (size_t)j->shared_memory.backward_bytes,
+                                            .workspace_bytes = j->shared_memory.backward_bytes,
                                             .d_y = d_out->data,
                                             .d_x = j->work.shared_y,
                                             .d_w_gate_up = real_at(j, dense, parts.gate_up),
                                             .d_w_down = real_at(j, dense, parts.down),
                                             .d_b_gate_up = real_at(j, dense, parts.b_gate_up),
                                             .d_b_down = real_at(j, dense, parts.b_down)};
-    return epic_experts_backward(&how, sizeof how);
+    return epic_experts_backward(NULL, &how);
 }
 
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b, void *dense)
@@ -182,7 +171,7 @@ static epic_result sum_dense(moe_job *j)
                                .data = (float *)(void *)j->work.dense,
                                .count = j->dense_count,
                                .order = j->layer.sum_order};
-    return epic_sum(j->ctx, &sum, sizeof sum);
+    return epic_sum(j->ctx, &sum);
 }
 
 static void give_dense(const moe_job *j, const backward_call *c)
@@ -291,19 +280,17 @@ static epic_result check(const moe_job *j, const epic_moe_backward_args *a, data
     return check_saved(j, fault);
 }
 
-epic_result epic_moe_backward(epic_context *ctx, const epic_moe_backward_args *args,
-                              size_t size)
+epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args *args,
+                                 size_t size)
 {
     epic_moe_backward_args a;
     moe_job j;
     TRY(READ_SIZED(&a, args, size, "args"));
     backward_call call = {.args = &a};
     if (a.gradients)
-        TRY(READ_SIZED(&call.gradients, a.gradients, a.gradients_size, "gradients"));
+        TRY(READ_SIZED(&call.gradients, a.gradients, sizeof *a.gradients, "gradients"));
     const moe_call c = {.moe = a.moe,
-                        .moe_size = a.moe_size,
                         .weights = a.weights,
-                        .weights_size = a.weights_size,
                         .x = &a.x,
                         .y = &a.d_out,
                         .y_name = "d_out",

@@ -79,12 +79,12 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
                          "the layer is not there yet on backend \"%s\"; use a host context",
                          ctx->backend_name);
     *j = (moe_job){.ctx = ctx, .call = *call, .x = *c->x};
-    TRY(READ_SIZED(&j->weights, c->weights, c->weights_size, "weights"));
+    TRY(READ_SIZED(&j->weights, c->weights, sizeof *c->weights, "weights"));
     if (c->x->num_rows < 0 || c->x->num_rows > ctx->config.max_tokens)
         return epic_fail(EPIC_EINVAL,
                          "x.num_rows is %lld: 0 to config.max_tokens %lld are possible",
                          (long long)c->x->num_rows, (long long)ctx->config.max_tokens);
-    TRY(moe_read(j, &ctx->config, c->moe, c->moe_size, c->x->num_rows));
+    TRY(moe_read(j, &ctx->config, c->moe, sizeof *c->moe, c->x->num_rows));
     TRY(moe_check_rows(j, "x", c->x));
     TRY(moe_check_rows(j, c->y_name, c->y));
     TRY(check_tokens(j, c->x->num_rows));
@@ -103,21 +103,6 @@ dense_block moe_block(const moe_job *j, int64_t b)
                              (const char *)j->saved.logits + first * j->columns * j->real_bytes,
                          .topk_idx = j->saved.topk_idx + first * j->top_k,
                          .weights = j->saved.weights + first * j->top_k};
-}
-
-epic_loss_args moe_loss_args(const moe_job *j, const dense_block *block)
-{
-    return (epic_loss_args){.router = &j->router,
-                            .router_size = sizeof j->router,
-                            .logits = block->logits,
-                            .num_tokens = j->block,
-                            .total_tokens = *j->saved.total_tokens,
-                            .load = j->saved.load,
-                            .topk_idx = block->topk_idx,
-                            .sequence_tokens = j->moe.sequence_tokens,
-                            .workspace = j->work.router,
-                            .workspace_bytes = j->router_bytes,
-                            .type = j->real_type};
 }
 
 void moe_clear(const moe_job *j, const epic_rows *rows)

@@ -7,9 +7,7 @@
 
 typedef struct moe_call { /* what both calls bring */
     const epic_moe *moe;
-    size_t moe_size;
     const epic_moe_weights *weights;
-    size_t weights_size;
     const epic_rows *x, *y; /* y: out, or d_out */
     const char *y_name;
     const void *saved;
@@ -39,8 +37,10 @@ static inline bool moe_is_late(const moe_job *j)
     return j->experts.weighting == EPIC_WEIGHT_LATE;
 }
 
-/* The struct that the losses of a block take. */
-epic_loss_args moe_loss_args(const moe_job *j, const dense_block *block);
+/* The losses of a block, and their gradients, added to j->work.d_logits; losses.c. */
+epic_result moe_losses(const moe_job *j, const dense_block *block, float *balance, float *z);
+epic_result moe_losses_backward(const moe_job *j, const dense_block *block,
+                                const float *d_loss);
 
 /* Writes zeros over all rows of the caller's tokens. */
 void moe_clear(const moe_job *j, const epic_rows *rows);

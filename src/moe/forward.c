@@ -19,7 +19,6 @@ static epic_result route(moe_job *j, const epic_moe_args *a, data_fault *fault)
         moe_ops(j)->gate(&block, (void *)(uintptr_t)block.logits);
     }
     const epic_router_args how = {.router = &j->router,
-                                  .router_size = sizeof j->router,
                                   .logits = j->saved.logits,
                                   .num_tokens = j->tokens,
                                   .bias = j->weights.bias,
@@ -39,7 +38,7 @@ static epic_result route(moe_job *j, const epic_moe_args *a, data_fault *fault)
         memset(j->work.plan_idx, 0xff, (size_t)(j->tokens * j->top_k) * sizeof(int32_t));
         return EPIC_OK;
     }
-    TRY(epic_router_forward(&how, sizeof how));
+    TRY(epic_router_forward(NULL, &how));
     for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* zero-experts stay at home */
         j->work.plan_idx[i] =
             j->saved.topk_idx[i] < (int32_t)j->layer.num_experts ? j->saved.topk_idx[i] : -1;
@@ -64,7 +63,6 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fa
 {
     const epic_plan_args plan = {.call = j->call,
                                  .layer = &j->layer,
-                                 .layer_size = sizeof j->layer,
                                  .plan = j->saved.plan,
                                  .plan_bytes = j->plan_bytes,
                                  .topk_idx = j->work.plan_idx,
@@ -78,7 +76,7 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fa
     const epic_dispatch_args dispatch = {.tokens = j->x,
                                          .recv = {j->saved.recv, j->capacity, j->row_bytes},
                                          .weights = j->saved.weights,
-                                         .recv_weight = j->saved.recv_weight};
+                                         .slot_weights = j->saved.slot_weights};
     memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.expert_tokens, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.load, 0, j->layer.num_experts * sizeof(int32_t));
@@ -90,22 +88,22 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fa
 static epic_result transform(moe_job *j)
 {
     const epic_experts_args how = {.experts = &j->experts,
-                                   .experts_size = sizeof j->experts,
                                    .x = j->saved.recv,
                                    .num_slots = j->capacity,
                                    .expert_rows = j->saved.expert_rows,
                                    .expert_tokens = j->saved.expert_tokens,
-                                   .slot_weights = moe_is_late(j) ? NULL : j->saved.recv_weight,
+                                   .slot_weights =
+                                       moe_is_late(j) ? NULL : j->saved.slot_weights,
                                    .w_gate_up = j->weights.w_gate_up,
                                    .w_down = j->weights.w_down,
                                    .b_gate_up = j->weights.b_gate_up,
                                    .b_down = j->weights.b_down,
                                    .saved = j->saved.experts,
-                                   .saved_bytes = (size_t)j->experts_memory.saved_bytes,
+                                   .saved_bytes = j->experts_memory.saved_bytes,
                                    .workspace = j->work.experts,
-                                   .workspace_bytes = (size_t)j->experts_memory.forward_bytes,
+                                   .workspace_bytes = j->experts_memory.forward_bytes,
                                    .y = j->saved.y};
-    return epic_experts_forward(&how, sizeof how);
+    return epic_experts_forward(NULL, &how);
 }
 
 static epic_result bring_home(moe_job *j, const epic_rows *out)
@@ -115,9 +113,10 @@ static epic_result bring_home(moe_job *j, const epic_rows *out)
                                    .plan_bytes = j->plan_bytes,
                                    .rows = {j->saved.y, j->capacity, j->row_bytes},
                                    .out = *out,
-                                   .slot_weights = moe_is_late(j) ? j->saved.recv_weight : NULL,
+                                   .slot_weights =
+                                       moe_is_late(j) ? j->saved.slot_weights : NULL,
                                    .type = j->experts.row_type};
-    return epic_combine(j->ctx, &how, sizeof how);
+    return epic_combine(j->ctx, &how);
 }
 
 /* The shared expert of one block of tokens. */
@@ -127,7 +126,6 @@ static epic_result run_shared(moe_job *j, int64_t b)
     const int32_t rows = (int32_t)j->block;
     const int64_t saved = j->shared_memory.saved_bytes;
     const epic_experts_args how = {.experts = &j->shared,
-                                   .experts_size = sizeof j->shared,
                                    .x = block.x.data,
                                    .num_slots = j->block,
                                    .expert_rows = &rows,
@@ -136,11 +134,11 @@ static epic_result run_shared(moe_job *j, int64_t b)
                                    .b_gate_up = j->weights.shared_b_gate_up,
                                    .b_down = j->weights.shared_b_down,
                                    .saved = (char *)j->saved.shared + b * saved,
-                                   .saved_bytes = (size_t)saved,
+                                   .saved_bytes = saved,
                                    .workspace = j->work.shared,
-                                   .workspace_bytes = (size_t)j->shared_memory.forward_bytes,
+                                   .workspace_bytes = j->shared_memory.forward_bytes,
                                    .y = j->work.shared_y};
-    return epic_experts_forward(&how, sizeof how);
+    return epic_experts_forward(NULL, &how);
 }
 
 static epic_result finish(moe_job *j, const epic_rows *out)
@@ -167,19 +165,13 @@ static epic_result losses(moe_job *j, float *loss)
     memset(balance, 0, (size_t)(2 * j->blocks) * sizeof *balance);
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
         const dense_block block = moe_block(j, b);
-        epic_loss_args how = moe_loss_args(j, &block);
-        how.loss = balance + b;
-        how.coeff = j->moe.balance_coeff;
-        if (how.coeff != 0) TRY(epic_balance_loss_forward(&how, sizeof how));
-        how.loss = z + b;
-        how.coeff = j->moe.z_coeff;
-        if (how.coeff != 0) TRY(epic_z_loss_forward(&how, sizeof how));
+        TRY(moe_losses(j, &block, balance + b, z + b));
     }
     float both[2] = {tree(balance, j->blocks), tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
         const epic_sum_args sum = {
             .call = j->call, .data = both, .count = 2, .order = j->layer.sum_order};
-        TRY(epic_sum(j->ctx, &sum, sizeof sum));
+        TRY(epic_sum(j->ctx, &sum));
     }
     if (loss) *loss = both[0] + both[1];
     return EPIC_OK;
@@ -227,15 +219,13 @@ static epic_result run(moe_job *j, const epic_moe_args *a)
     return result == EPIC_OK ? EPIC_OK : moe_abandon(j, result);
 }
 
-epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args, size_t size)
+epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args *args, size_t size)
 {
     epic_moe_args a;
     moe_job j;
     TRY(READ_SIZED(&a, args, size, "args"));
     const moe_call c = {.moe = a.moe,
-                        .moe_size = a.moe_size,
                         .weights = a.weights,
-                        .weights_size = a.weights_size,
                         .x = &a.x,
                         .y = &a.out,
                         .y_name = "out",

@@ -16,11 +16,11 @@ static epic_result read_parts(moe_job *j, const epic_config *config, const epic_
 {
     TRY(READ_SIZED(&j->moe, moe, size, "moe"));
     const epic_moe *m = &j->moe;
-    TRY(layer_read(&j->layer, m->layer, m->layer_size, (int32_t)config->num_ranks));
-    TRY(READ_SIZED(&j->router, m->router, m->router_size, "moe.router"));
-    TRY(READ_SIZED(&j->experts, m->experts, m->experts_size, "moe.experts"));
+    TRY(layer_read(&j->layer, m->layer, sizeof *m->layer, (int32_t)config->num_ranks));
+    TRY(READ_SIZED(&j->router, m->router, sizeof *m->router, "moe.router"));
+    TRY(READ_SIZED(&j->experts, m->experts, sizeof *m->experts, "moe.experts"));
     j->has_shared = m->shared != NULL;
-    if (j->has_shared) TRY(READ_SIZED(&j->shared, m->shared, m->shared_size, "moe.shared"));
+    if (j->has_shared) TRY(READ_SIZED(&j->shared, m->shared, sizeof *m->shared, "moe.shared"));
     return EPIC_OK;
 }
 
@@ -102,8 +102,7 @@ static int64_t levels_of(int64_t blocks)
 static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
                                    epic_experts_memory_info *out)
 {
-    if (epic_experts_memory(experts, sizeof *experts, slots, out, sizeof *out) == EPIC_OK)
-        return EPIC_OK;
+    if (epic_experts_memory(experts, slots, out) == EPIC_OK) return EPIC_OK;
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     return epic_fail(EPIC_EINVAL, "moe.%s: %s", name, why);
@@ -114,9 +113,9 @@ static epic_result measure(moe_job *j, const epic_config *config)
     TRY(measure_experts("experts", &j->experts, j->capacity, &j->experts_memory));
     if (j->has_shared) TRY(measure_experts("shared", &j->shared, j->block, &j->shared_memory));
     j->shared_memory.saved_bytes = round_up(j->shared_memory.saved_bytes, 64);
-    j->router_bytes = epic_router_workspace(&j->router, sizeof j->router);
+    j->router_bytes = epic_router_workspace(&j->router);
     if (!j->router_bytes) return EPIC_EINVAL;
-    j->plan_bytes = epic_plan_bytes(config, sizeof *config, &j->layer, sizeof j->layer);
+    j->plan_bytes = epic_plan_bytes(config, &j->layer);
     if (!j->plan_bytes) return EPIC_EINVAL;
     j->dense_levels = levels_of(j->blocks);
     j->dense_count = moe_dense_parts(j).end;
@@ -127,8 +126,6 @@ epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe,
                      int64_t tokens)
 {
     TRY(read_parts(j, config, moe, size));
-    if (!j->experts.row_type) j->experts.row_type = EPIC_F32;
-    if (j->has_shared && !j->shared.row_type) j->shared.row_type = EPIC_F32;
     j->wide = j->experts.row_type == EPIC_F64;
     j->real_type = j->wide ? EPIC_F64 : EPIC_F32;
     j->real_bytes = convert_bytes(j->real_type);
@@ -175,12 +172,12 @@ static void cut_saved(moe_job *j, unsigned char *base)
     const int64_t choices = j->tokens * j->top_k, slots = j->capacity;
     const int64_t local = j->experts.num_local_experts;
     moe_saved *s = &j->saved;
-    s->plan = take(base, &used, (int64_t)j->plan_bytes);
+    s->plan = take(base, &used, j->plan_bytes);
     s->logits = take(base, &used, j->tokens * j->columns * j->real_bytes);
     s->topk_idx = take(base, &used, choices * 4);
     s->weights = take(base, &used, choices * 4);
     s->recv = take(base, &used, slots * j->row_bytes);
-    s->recv_weight = take(base, &used, slots * 4);
+    s->slot_weights = take(base, &used, slots * 4);
     s->y = take(base, &used, slots * j->row_bytes);
     s->expert_rows = take(base, &used, local * 4);
     s->expert_tokens = take(base, &used, local * 4);
@@ -201,7 +198,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     w->shared =
         take(base, &used,
              backward ? j->shared_memory.backward_bytes : j->shared_memory.forward_bytes);
-    w->router = take(base, &used, (int64_t)j->router_bytes);
+    w->router = take(base, &used, j->router_bytes);
     w->tile = take(base, &used, j->block * GATE_TILE * j->real_bytes);
     w->rows = take(base, &used, (backward ? j->block + 1 : 2) * j->hidden * j->real_bytes);
     w->shared_y = take(base, &used, j->has_shared ? j->block * j->row_bytes : 0);
@@ -210,7 +207,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     if (backward) {
         w->d_y = take(base, &used, j->capacity * j->row_bytes);
         w->d_recv = take(base, &used, j->capacity * j->row_bytes);
-        w->d_recv_weight = take(base, &used, j->capacity * 4);
+        w->d_slot_weights = take(base, &used, j->capacity * 4);
         w->d_weights = take(base, &used, j->tokens * j->top_k * 4);
         w->d_logits = take(base, &used, j->block * j->columns * j->real_bytes);
         w->dense = take(base, &used, j->dense_levels * j->dense_count * j->real_bytes);
@@ -224,8 +221,9 @@ void moe_cut(moe_job *j, const void *saved, void *workspace, bool backward)
     cut_work(j, workspace, backward);
 }
 
-epic_result epic_moe_memory(const epic_config *config, size_t config_size, const epic_moe *moe,
-                            size_t moe_size, epic_moe_memory_info *out, size_t size)
+epic_result epic_moe_memory_v1(const epic_config *config, size_t config_size,
+                               const epic_moe *moe, size_t moe_size, epic_moe_memory_info *out,
+                               size_t size)
 {
     epic_config c;
     TRY(CHECK_PLACE(out, size));

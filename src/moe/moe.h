@@ -20,7 +20,7 @@ typedef struct moe_saved { /* from forward to backward */
     int32_t *topk_idx; /* [tokens, top_k], zero-experts included */
     float *weights;    /* [tokens, top_k] */
     void *recv;        /* [capacity, hidden] */
-    float *recv_weight;
+    float *slot_weights;
     void *y; /* [capacity, hidden] */
     int32_t *expert_rows, *expert_tokens, *load;
     int64_t *total_tokens;  /* -1: forward failed */
@@ -35,7 +35,7 @@ typedef struct moe_work {
     void *shared_y;                  /* [block, hidden]; backward: its d_x */
     float *losses;                   /* [2, blocks] */
     void *d_y, *d_recv;              /* backward: [capacity, hidden] */
-    float *d_recv_weight;            /* [capacity] */
+    float *d_slot_weights;           /* [capacity] */
     float *d_weights;                /* [tokens, top_k] */
     void *d_logits;                  /* [block, columns] real */
     unsigned char *dense; /* [levels, dense_count] real: gradients of the dense part */
@@ -57,9 +57,9 @@ typedef struct moe_job {
     int64_t row_bytes;
     int64_t tokens, hidden, columns, top_k, capacity;
     int64_t blocks, block; /* how many, tokens of one */
-    size_t plan_bytes;
+    int64_t plan_bytes;
     epic_experts_memory_info experts_memory, shared_memory; /* shared: of one block */
-    size_t router_bytes;
+    int64_t router_bytes;
     int64_t dense_count, dense_levels;
     moe_saved saved;
     moe_work work;

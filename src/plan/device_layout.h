@@ -103,13 +103,13 @@ device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts
 }
 
 /* Bytes of a plan; 0: sizes that CUDA contexts do not take. */
-static inline size_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
-                                       int64_t num_experts, int64_t top_k)
+static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
+                                        int64_t num_experts, int64_t top_k)
 {
     if (num_ranks < 1 || num_ranks > DEVICE_MAX_RANKS || num_experts > DEVICE_MAX_EXPERTS ||
         top_k > DEVICE_MAX_TOP_K)
         return 0;
-    return (size_t)device_plan_layout_of(num_ranks, max_tokens, num_experts, top_k).bytes;
+    return device_plan_layout_of(num_ranks, max_tokens, num_experts, top_k).bytes;
 }
 
 #endif

@@ -64,19 +64,20 @@ static void describe(const device_plan_header *h, const device_plan_layout *at,
         if (h->rank_at[i] == h->rank) out->first_leaf = (uint32_t)i * out->num_leaves;
 }
 
-bool device_plan_read(const void *plan, size_t plan_bytes, device_fetch fetch,
+bool device_plan_read(const void *plan, int64_t plan_bytes, device_fetch fetch,
                       epic_plan_info *out, epic_result *result)
 {
     device_plan_header h;
-    if (plan_bytes < sizeof h || !fetch(&h, plan, sizeof h) || h.magic != DEVICE_PLAN_MAGIC)
+    if (plan_bytes < (int64_t)sizeof h || !fetch(&h, plan, sizeof h) ||
+        h.magic != DEVICE_PLAN_MAGIC)
         return false;
     if (!is_whole(&h)) {
         *result = epic_fail(EPIC_EINVAL, "plan: its header is damaged");
         return true;
     }
-    if ((uint64_t)h.bytes > plan_bytes) {
-        *result = epic_fail(EPIC_EINVAL, "plan: plan_bytes is %zu, the plan has %lld",
-                            plan_bytes, (long long)h.bytes);
+    if ((uint64_t)h.bytes > (uint64_t)plan_bytes) {
+        *result = epic_fail(EPIC_EINVAL, "plan: plan_bytes is %lld, the plan has %lld",
+                            (long long)plan_bytes, (long long)h.bytes);
         return true;
     }
     const device_plan_layout at =

@@ -11,7 +11,7 @@
 typedef bool (*device_fetch)(void *to, const void *from, size_t bytes);
 
 /* True: the first words are a CUDA context's plan; then *result is what epic_plan_read returns. */
-bool device_plan_read(const void *plan, size_t plan_bytes, device_fetch fetch,
+bool device_plan_read(const void *plan, int64_t plan_bytes, device_fetch fetch,
                       epic_plan_info *out, epic_result *result);
 
 #endif

@@ -48,7 +48,8 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, in
         return bad("leaves", out->leaves, "it needs sum_order EPIC_TREE, or must be 0");
     if (out->partial_type != EPIC_BYTES && out->partial_type != EPIC_F32)
         return bad("partial_type", out->partial_type, "0 (the rows' type) or EPIC_F32");
-    if (out->flags) return bad("flags", out->flags, "no flag is known, it must be 0");
+    if (out->flags & ~(uint32_t)EPIC_DISTINCT)
+        return bad("flags", out->flags, "only EPIC_DISTINCT is known");
     if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
     if (out->sum_order != EPIC_TREE) return EPIC_OK;
     if (!out->leaves) out->leaves = (uint32_t)num_ranks;

@@ -43,7 +43,7 @@ static int64_t work_bytes(int64_t num_experts, int64_t num_ranks)
     return end;
 }
 
-size_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens)
+int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens)
 {
     const int64_t choices = (int64_t)num_ranks * max_tokens * layer->top_k;
     const int64_t padding = (int64_t)layer->num_experts * layer->alignment;
@@ -54,8 +54,8 @@ size_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_
                           .num_local = (int32_t)layer->num_experts,
                           .layer = *layer};
     plan_layout(&header);
-    const size_t host = (size_t)(header.bytes + work_bytes(layer->num_experts, num_ranks));
-    const size_t device =
+    const int64_t host = header.bytes + work_bytes(layer->num_experts, num_ranks);
+    const int64_t device =
         device_plan_bytes(num_ranks, max_tokens, layer->num_experts, layer->top_k);
     return host > device ? host : device;
 }
@@ -274,14 +274,14 @@ static bool layout_right(const plan_header *h)
     return memcmp(&again, h, sizeof again) == 0;
 }
 
-enum plan_damage plan_check(plan_view *out, const void *plan, size_t plan_bytes,
+enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes,
                             uint64_t group_id, int32_t rank, int32_t num_ranks)
 {
     const plan_header *h = plan;
-    if (plan_bytes < sizeof *h) return PLAN_SHORT;
+    if (plan_bytes < (int64_t)sizeof *h) return PLAN_SHORT;
     if (h->magic != PLAN_MAGIC) return PLAN_NOT_ONE;
     if (h->header_sum != header_sum(h) || !layout_right(h)) return PLAN_HEADER;
-    if ((uint64_t)h->bytes > plan_bytes) return PLAN_SHORT;
+    if ((uint64_t)h->bytes > (uint64_t)plan_bytes) return PLAN_SHORT;
     if (group_id && (h->group_id != group_id || h->rank != rank || h->num_ranks != num_ranks))
         return PLAN_FOREIGN;
     if (h->body_sum != body_sum(h)) return PLAN_BODY;

@@ -63,7 +63,7 @@ const char *plan_damage_name(int damage);
 
 /* Checks a plan's bytes and points into them; *out is set only if they are good.  group_id 0: of
  * any group and rank. */
-enum plan_damage plan_check(plan_view *out, const void *plan, size_t plan_bytes,
+enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes,
                             uint64_t group_id, int32_t rank, int32_t num_ranks);
 
 /* Fills in the layer's defaults and checks it. */
@@ -78,7 +78,7 @@ plan_view plan_view_of(const void *plan);
 
 /* Bytes that hold a plan of a host context, with the memory that planning needs, or of a CUDA
  * context; 0: too large for int32 slots. */
-size_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens);
+int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens);
 
 static inline int64_t round_up(int64_t n, int64_t to)
 {

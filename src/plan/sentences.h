@@ -8,6 +8,10 @@
     "topk_idx: rank %d, token %lld, k %lld has expert %lld; ids are below num_experts %lld, " \
     "or negative for no expert"
 
+#define SAYS_DUPLICATE /* rank, token, k, id */                                               \
+    "topk_idx: rank %d, token %lld, k %lld has expert %lld a second time; the layer's flags " \
+    "promise EPIC_DISTINCT ids"
+
 #define SAYS_PLACEMENT /* rank, expert, rank, num_ranks - 1 */ \
     "rank_of_expert: rank %d says expert %lld lives on rank %lld; ranks are 0 to %d"
 

@@ -19,11 +19,11 @@ static epic_result check_places(const epic_router_backward_args *a, const router
     return CHECK_ARRAYS(arrays);
 }
 
-static epic_result prepare(router_job *job, const epic_router_backward_args *args)
+static epic_result prepare(router_job *job, const epic_context *ctx,
+                           const epic_router_backward_args *args)
 {
     TRY(router_job_make(job, &(router_common){
                                  .router = args->router,
-                                 .router_size = args->router_size,
                                  .logits = args->logits,
                                  .num_tokens = args->num_tokens,
                                  .workspace = args->workspace,
@@ -43,20 +43,21 @@ static epic_result prepare(router_job *job, const epic_router_backward_args *arg
                          : !args->d_weights ? "d_weights"
                                             : "d_logits");
     TRY(check_places(args, job));
-    if (router_on_device(args->ctx)) return EPIC_OK;
+    if (router_on_device(ctx)) return EPIC_OK;
     return router_check_ids(job, args->topk_idx, args->num_tokens);
 }
 
-epic_result epic_router_backward(const epic_router_backward_args *args, size_t size)
+epic_result epic_router_backward_v1(epic_context *ctx, const epic_router_backward_args *args,
+                                    size_t size)
 {
     epic_router_backward_args a;
     router_job job;
     TRY(READ_SIZED(&a, args, size, "args"));
-    if (a.ctx != NULL) TRY(context_check(a.ctx));
-    TRY(prepare(&job, &a));
-    if (router_on_device(a.ctx)) {
+    if (ctx != NULL) TRY(context_check(ctx));
+    TRY(prepare(&job, ctx, &a));
+    if (router_on_device(ctx)) {
         a.router = &job.router;
-        return ROUTER_STEP(a.ctx, router_backward, &a);
+        return ROUTER_STEP(ctx, router_backward, &a);
     }
 
     const router_row *row = router_row_of(&job);

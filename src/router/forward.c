@@ -86,7 +86,6 @@ epic_result router_prepare(router_job *job, const epic_router_args *args)
 {
     TRY(router_job_make(job, &(router_common){
                                  .router = args->router,
-                                 .router_size = args->router_size,
                                  .logits = args->logits,
                                  .num_tokens = args->num_tokens,
                                  .workspace = args->workspace,
@@ -105,16 +104,16 @@ epic_result router_prepare(router_job *job, const epic_router_args *args)
     return EPIC_OK;
 }
 
-epic_result epic_router_forward(const epic_router_args *args, size_t size)
+epic_result epic_router_forward_v1(epic_context *ctx, const epic_router_args *args, size_t size)
 {
     epic_router_args a;
     router_job job;
     TRY(READ_SIZED(&a, args, size, "args"));
-    if (a.ctx != NULL) TRY(context_check(a.ctx));
+    if (ctx != NULL) TRY(context_check(ctx));
     TRY(router_prepare(&job, &a));
-    if (router_on_device(a.ctx)) {
+    if (router_on_device(ctx)) {
         a.router = &job.router;
-        return ROUTER_STEP(a.ctx, router_forward, &a);
+        return ROUTER_STEP(ctx, router_forward, &a);
     }
     TRY(check_ids(&job, &a));
 

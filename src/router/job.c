@@ -42,13 +42,13 @@ static epic_result check_steps(const epic_router *r)
     TRY(check_enum("group_score", r->group_score, EPIC_GROUP_SUM));
     TRY(check_enum("group_others", r->group_others, EPIC_OTHERS_ZERO));
     TRY(check_enum("weight_rule", r->weight_rule, EPIC_WEIGHT_SIGMOID_CHOSEN));
-    TRY(check_enum("normalise", r->normalise, EPIC_NORMALISE_CLAMPED));
+    TRY(check_enum("normalize", r->normalize, EPIC_NORMALIZE_CLAMPED));
     if (!(r->eps >= 0 && r->eps < 1))
         return epic_fail(EPIC_EINVAL, "router.eps is %g: it must be 0 or more, below 1",
                          r->eps);
-    if (r->normalise == EPIC_NORMALISE_CLAMPED && !(r->norm_min > 0))
+    if (r->normalize == EPIC_NORMALIZE_CLAMPED && !(r->norm_min > 0))
         return epic_fail(EPIC_EINVAL,
-                         "router.norm_min is %g: EPIC_NORMALISE_CLAMPED needs it above 0",
+                         "router.norm_min is %g: EPIC_NORMALIZE_CLAMPED needs it above 0",
                          r->norm_min);
     if (r->scale - r->scale != 0)
         return epic_fail(EPIC_EINVAL, "router.scale is %g: it must be finite", r->scale);
@@ -97,14 +97,14 @@ static epic_result take_router(epic_router *out, const epic_router *theirs, size
 }
 
 /* Eight bytes for each number, whatever the type: a query needs no type then. */
-static size_t workspace_bytes(const epic_router *r)
+static int64_t workspace_bytes(const epic_router *r)
 {
     const size_t columns = (size_t)r->num_experts + r->zero_experts;
-    return LOSS_RUNS * sizeof(double) + columns * (4 * sizeof(double) + sizeof(int32_t)) +
-           r->num_groups;
+    return (int64_t)(LOSS_RUNS * sizeof(double) +
+                     columns * (4 * sizeof(double) + sizeof(int32_t)) + r->num_groups);
 }
 
-size_t epic_router_workspace(const epic_router *router, size_t size)
+int64_t epic_router_workspace_v1(const epic_router *router, size_t size)
 {
     epic_router ours;
     return take_router(&ours, router, size) == EPIC_OK ? workspace_bytes(&ours) : 0;
@@ -113,14 +113,14 @@ size_t epic_router_workspace(const epic_router *router, size_t size)
 static epic_result check_type(const char *name, uint32_t type)
 {
     if (convert_bytes(type) == 0)
-        return epic_fail(EPIC_EINVAL, "%s is %u: it must be EPIC_F32 (or 0), BF16, F16 or F64",
-                         name, type);
+        return epic_fail(EPIC_EINVAL, "%s is %u: it must be EPIC_F32, BF16, F16 or F64", name,
+                         type);
     return EPIC_OK;
 }
 
 static epic_result check_common(const router_job *job, const router_common *common)
 {
-    const size_t needed = workspace_bytes(&job->router);
+    const int64_t needed = workspace_bytes(&job->router);
     TRY(check_type("type", job->type));
     if (common->num_tokens < 0)
         return epic_fail(EPIC_EINVAL, "num_tokens is %lld: it must be 0 or more",
@@ -153,8 +153,8 @@ static void cut_workspace(router_job *job, void *workspace)
 
 epic_result router_job_make(router_job *job, const router_common *common)
 {
-    *job = (router_job){.type = common->type ? common->type : EPIC_F32};
-    TRY(take_router(&job->router, common->router, common->router_size));
+    *job = (router_job){.type = common->type};
+    TRY(take_router(&job->router, common->router, sizeof(epic_router)));
     job->num_columns = (int64_t)job->router.num_experts + job->router.zero_experts;
     TRY(check_common(job, common));
     job->accumulate = (common->flags & EPIC_ACCUMULATE) != 0;

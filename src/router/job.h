@@ -31,11 +31,10 @@ typedef struct router_job {
 /* What every call brings: the router, the logits, the workspace. */
 typedef struct router_common {
     const epic_router *router;
-    size_t router_size;
     const void *logits;
     int64_t num_tokens;
     void *workspace;
-    size_t workspace_bytes;
+    int64_t workspace_bytes;
     uint32_t type;
     uint32_t flags;
     uint32_t known_flags;

@@ -12,14 +12,15 @@
 typedef enum pass { FORWARD, BACKWARD } pass;
 
 typedef struct loss_job {
-    epic_loss_args args;
+    epic_context *ctx;
+    epic_loss args;
     router_job router;
     const router_row *row;
 } loss_job;
 
 static epic_result check_places(const loss_job *job, pass pass)
 {
-    const epic_loss_args *a = &job->args;
+    const epic_loss *a = &job->args;
     const router_job *r = &job->router;
     const bool forward = pass == FORWARD;
     const int64_t numbers = a->num_tokens * r->num_columns;
@@ -38,7 +39,7 @@ static epic_result check_places(const loss_job *job, pass pass)
 
 static epic_result check_pass(const loss_job *job, pass pass)
 {
-    const epic_loss_args *a = &job->args;
+    const epic_loss *a = &job->args;
     if (a->total_tokens < a->num_tokens)
         return epic_fail(
             EPIC_EINVAL,
@@ -55,14 +56,12 @@ static epic_result check_pass(const loss_job *job, pass pass)
     return check_places(job, pass);
 }
 
-static epic_result prepare(loss_job *job, const epic_loss_args *args, size_t size, pass pass)
+static epic_result prepare(loss_job *job, pass pass)
 {
-    epic_loss_args *a = &job->args;
-    TRY(READ_SIZED(a, args, size, "args"));
-    if (a->ctx != NULL) TRY(context_check(a->ctx));
+    epic_loss *a = &job->args;
+    if (job->ctx != NULL) TRY(context_check(job->ctx));
     TRY(router_job_make(&job->router, &(router_common){
                                           .router = a->router,
-                                          .router_size = a->router_size,
                                           .logits = a->logits,
                                           .num_tokens = a->num_tokens,
                                           .workspace = a->workspace,
@@ -79,7 +78,7 @@ static epic_result prepare(loss_job *job, const epic_loss_args *args, size_t siz
 
 static epic_result check_balance(const loss_job *job)
 {
-    const epic_loss_args *a = &job->args;
+    const epic_loss *a = &job->args;
     if (a->sequence_tokens < 0)
         return epic_fail(EPIC_EINVAL, "sequence_tokens is %lld: it must be 0 or more",
                          (long long)a->sequence_tokens);
@@ -95,16 +94,21 @@ static epic_result check_balance(const loss_job *job)
     if (a->topk_idx == NULL)
         return epic_fail(EPIC_EINVAL, "topk_idx is NULL: the sequence-wise balance loss counts "
                                       "each sequence's choices");
-    if (router_on_device(a->ctx)) return EPIC_OK;
+    if (router_on_device(job->ctx)) return EPIC_OK;
     return router_check_ids(&job->router, a->topk_idx, a->num_tokens);
 }
 
-static double incoming(const epic_loss_args *args)
+static epic_result check_pad(uint32_t pad)
+{
+    return pad ? epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", pad) : EPIC_OK;
+}
+
+static double incoming(const epic_loss *args)
 {
     return args->d_loss ? *args->d_loss : 1;
 }
 
-static void put_loss(const epic_loss_args *args, double loss)
+static void put_loss(const epic_loss *args, double loss)
 {
     const float narrow = (float)loss;
     if (args->loss_type == EPIC_F64)
@@ -116,7 +120,7 @@ static void put_loss(const epic_loss_args *args, double loss)
 /* What the sum over tokens and experts of P * load is multiplied by. */
 static double balance_factor(const loss_job *job)
 {
-    const epic_loss_args *a = &job->args;
+    const epic_loss *a = &job->args;
     const double T = (double)a->total_tokens;
     /* Sequence-wise: 1 / S^2 for each sequence, over T / S sequences. */
     const double counted = a->sequence_tokens > 0 ? (double)a->sequence_tokens : T;
@@ -161,108 +165,200 @@ static double end_runs(const loss_job *job)
     return runs[0];
 }
 
-epic_result epic_balance_loss_forward(const epic_loss_args *args, size_t size)
+/* ------------------------------------------------------------------------ balance loss ---- */
+
+static epic_result balance_forward(loss_job *job)
 {
-    loss_job job;
-    TRY(prepare(&job, args, size, FORWARD));
-    TRY(check_balance(&job));
-    if (router_on_device(job.args.ctx))
-        return ROUTER_STEP(job.args.ctx, balance_loss_forward, &job.args, balance_factor(&job));
-    begin_runs(&job);
-    for (int64_t t = 0; t < job.args.num_tokens;) {
+    TRY(prepare(job, FORWARD));
+    TRY(check_balance(job));
+    if (router_on_device(job->ctx))
+        return ROUTER_STEP(job->ctx, balance_loss_forward, &job->args, balance_factor(job));
+    begin_runs(job);
+    for (int64_t t = 0; t < job->args.num_tokens;) {
         const int32_t *load;
-        const int64_t end = t + next_load(&job, t, &load);
+        const int64_t end = t + next_load(job, t, &load);
         for (; t < end; t++)
-            *run_of(&job, t) += job.row->balance(
-                &job.router, router_job_row(&job.router, job.args.logits, t), load);
+            *run_of(job, t) += job->row->balance(
+                &job->router, router_job_row(&job->router, job->args.logits, t), load);
     }
-    put_loss(&job.args, balance_factor(&job) * end_runs(&job));
+    put_loss(&job->args, balance_factor(job) * end_runs(job));
     return EPIC_OK;
 }
 
-epic_result epic_balance_loss_backward(const epic_loss_args *args, size_t size)
+static epic_result balance_backward(loss_job *job)
 {
-    loss_job job;
-    TRY(prepare(&job, args, size, BACKWARD));
-    TRY(check_balance(&job));
-    if (router_on_device(job.args.ctx))
-        return ROUTER_STEP(job.args.ctx, balance_loss_backward, &job.args,
-                           balance_factor(&job));
-    const double factor = balance_factor(&job) * incoming(&job.args);
-    for (int64_t t = 0; t < job.args.num_tokens;) {
+    TRY(prepare(job, BACKWARD));
+    TRY(check_balance(job));
+    if (router_on_device(job->ctx))
+        return ROUTER_STEP(job->ctx, balance_loss_backward, &job->args, balance_factor(job));
+    const double factor = balance_factor(job) * incoming(&job->args);
+    for (int64_t t = 0; t < job->args.num_tokens;) {
         const int32_t *load;
-        const int64_t end = t + next_load(&job, t, &load);
+        const int64_t end = t + next_load(job, t, &load);
         for (; t < end; t++)
-            job.row->balance_backward(
-                &job.router, router_job_row(&job.router, job.args.logits, t), load, factor,
-                router_job_grad_row(&job.router, job.args.d_logits, t));
+            job->row->balance_backward(
+                &job->router, router_job_row(&job->router, job->args.logits, t), load, factor,
+                router_job_grad_row(&job->router, job->args.d_logits, t));
     }
     return EPIC_OK;
 }
+
+epic_result epic_balance_loss_forward_v1(epic_context *ctx, const epic_balance_loss_args *args,
+                                         size_t size)
+{
+    epic_balance_loss_args a;
+    TRY(READ_SIZED(&a, args, size, "args"));
+    return balance_forward(&(loss_job){.ctx = ctx,
+                                       .args = {.router = a.router,
+                                                .logits = a.logits,
+                                                .num_tokens = a.num_tokens,
+                                                .total_tokens = a.total_tokens,
+                                                .sequence_tokens = a.sequence_tokens,
+                                                .load = a.load,
+                                                .topk_idx = a.topk_idx,
+                                                .coeff = a.coeff,
+                                                .workspace = a.workspace,
+                                                .workspace_bytes = a.workspace_bytes,
+                                                .loss = a.loss,
+                                                .type = a.type,
+                                                .loss_type = a.loss_type,
+                                                .stream = a.call.stream}});
+}
+
+epic_result epic_balance_loss_backward_v1(epic_context *ctx,
+                                          const epic_balance_loss_backward_args *args,
+                                          size_t size)
+{
+    epic_balance_loss_backward_args a;
+    TRY(READ_SIZED(&a, args, size, "args"));
+    TRY(check_pad(a.pad));
+    return balance_backward(&(loss_job){.ctx = ctx,
+                                        .args = {.router = a.router,
+                                                 .logits = a.logits,
+                                                 .num_tokens = a.num_tokens,
+                                                 .total_tokens = a.total_tokens,
+                                                 .sequence_tokens = a.sequence_tokens,
+                                                 .load = a.load,
+                                                 .topk_idx = a.topk_idx,
+                                                 .coeff = a.coeff,
+                                                 .workspace = a.workspace,
+                                                 .workspace_bytes = a.workspace_bytes,
+                                                 .d_loss = a.d_loss,
+                                                 .d_logits = a.d_logits,
+                                                 .type = a.type,
+                                                 .grad_type = a.grad_type,
+                                                 .flags = a.flags,
+                                                 .stream = a.call.stream}});
+}
+
+/* ------------------------------------------------------------------------------ z-loss ---- */
 
 static double z_factor(const loss_job *job)
 {
     return job->args.total_tokens ? job->args.coeff / (double)job->args.total_tokens : 0;
 }
 
-epic_result epic_z_loss_forward(const epic_loss_args *args, size_t size)
+static epic_result z_forward(loss_job *job)
 {
-    loss_job job;
-    TRY(prepare(&job, args, size, FORWARD));
-    if (router_on_device(job.args.ctx))
-        return ROUTER_STEP(job.args.ctx, z_loss_forward, &job.args, z_factor(&job));
-    begin_runs(&job);
-    for (int64_t t = 0; t < job.args.num_tokens; t++)
-        *run_of(&job, t) +=
-            job.row->z(&job.router, router_job_row(&job.router, job.args.logits, t));
-    put_loss(&job.args, z_factor(&job) * end_runs(&job));
+    TRY(prepare(job, FORWARD));
+    if (router_on_device(job->ctx))
+        return ROUTER_STEP(job->ctx, z_loss_forward, &job->args, z_factor(job));
+    begin_runs(job);
+    for (int64_t t = 0; t < job->args.num_tokens; t++)
+        *run_of(job, t) +=
+            job->row->z(&job->router, router_job_row(&job->router, job->args.logits, t));
+    put_loss(&job->args, z_factor(job) * end_runs(job));
     return EPIC_OK;
 }
 
-epic_result epic_z_loss_backward(const epic_loss_args *args, size_t size)
+static epic_result z_backward(loss_job *job)
 {
-    loss_job job;
-    TRY(prepare(&job, args, size, BACKWARD));
-    if (router_on_device(job.args.ctx))
-        return ROUTER_STEP(job.args.ctx, z_loss_backward, &job.args, z_factor(&job));
-    const double factor = z_factor(&job) * incoming(&job.args);
-    for (int64_t t = 0; t < job.args.num_tokens; t++)
-        job.row->z_backward(&job.router, router_job_row(&job.router, job.args.logits, t),
-                            factor, router_job_grad_row(&job.router, job.args.d_logits, t));
+    TRY(prepare(job, BACKWARD));
+    if (router_on_device(job->ctx))
+        return ROUTER_STEP(job->ctx, z_loss_backward, &job->args, z_factor(job));
+    const double factor = z_factor(job) * incoming(&job->args);
+    for (int64_t t = 0; t < job->args.num_tokens; t++)
+        job->row->z_backward(&job->router, router_job_row(&job->router, job->args.logits, t),
+                             factor, router_job_grad_row(&job->router, job->args.d_logits, t));
     return EPIC_OK;
 }
 
-static epic_result check_bias(const float *bias, const int32_t *load, int64_t num_experts)
+epic_result epic_z_loss_forward_v1(epic_context *ctx, const epic_z_loss_args *args, size_t size)
 {
-    if (bias == NULL || load == NULL)
+    epic_z_loss_args a;
+    TRY(READ_SIZED(&a, args, size, "args"));
+    return z_forward(&(loss_job){.ctx = ctx,
+                                 .args = {.router = a.router,
+                                          .logits = a.logits,
+                                          .num_tokens = a.num_tokens,
+                                          .total_tokens = a.total_tokens,
+                                          .coeff = a.coeff,
+                                          .workspace = a.workspace,
+                                          .workspace_bytes = a.workspace_bytes,
+                                          .loss = a.loss,
+                                          .type = a.type,
+                                          .loss_type = a.loss_type,
+                                          .stream = a.call.stream}});
+}
+
+epic_result epic_z_loss_backward_v1(epic_context *ctx, const epic_z_loss_backward_args *args,
+                                    size_t size)
+{
+    epic_z_loss_backward_args a;
+    TRY(READ_SIZED(&a, args, size, "args"));
+    TRY(check_pad(a.pad));
+    return z_backward(&(loss_job){.ctx = ctx,
+                                  .args = {.router = a.router,
+                                           .logits = a.logits,
+                                           .num_tokens = a.num_tokens,
+                                           .total_tokens = a.total_tokens,
+                                           .coeff = a.coeff,
+                                           .workspace = a.workspace,
+                                           .workspace_bytes = a.workspace_bytes,
+                                           .d_loss = a.d_loss,
+                                           .d_logits = a.d_logits,
+                                           .type = a.type,
+                                           .grad_type = a.grad_type,
+                                           .flags = a.flags,
+                                           .stream = a.call.stream}});
+}
+
+/* ------------------------------------------------------------------------- bias update ---- */
+
+static epic_result check_bias(const epic_bias_update_args *a)
+{
+    if (a->bias == NULL || a->load == NULL)
         return epic_fail(EPIC_EINVAL, "%s is NULL: the update needs bias and load",
-                         bias ? "load" : "bias");
-    if (num_experts <= 0)
+                         a->bias ? "load" : "bias");
+    if (a->num_experts <= 0)
         return epic_fail(EPIC_EINVAL, "num_experts is %lld: it must be 1 or more",
-                         (long long)num_experts);
-    const call_array arrays[] = {{"bias", bias, num_experts * 4, 4, true},
-                                 {"load", load, num_experts * 4, 4, false}};
+                         (long long)a->num_experts);
+    if (a->flags != 0)
+        return epic_fail(EPIC_EINVAL, "flags is 0x%x: none is known here", a->flags);
+    const call_array arrays[] = {ARRAY_OUT(a, bias, a->num_experts, 4),
+                                 ARRAY_IN(a, load, a->num_experts, 4)};
     return CHECK_ARRAYS(arrays);
 }
 
-epic_result epic_bias_update(float *bias, const int32_t *load, int64_t num_experts, float rate)
+static void update_bias(const epic_bias_update_args *a)
 {
     int64_t total = 0;
-    TRY(check_bias(bias, load, num_experts));
-    for (int64_t e = 0; e < num_experts; e++) total += load[e];
+    for (int64_t e = 0; e < a->num_experts; e++) total += a->load[e];
     /* mean - load has the sign of total - num_experts * load, which is exact. */
-    for (int64_t e = 0; e < num_experts; e++) {
-        const int64_t below = total - num_experts * load[e];
-        bias[e] += rate * (float)((below > 0) - (below < 0));
+    for (int64_t e = 0; e < a->num_experts; e++) {
+        const int64_t below = total - a->num_experts * a->load[e];
+        a->bias[e] += a->rate * (float)((below > 0) - (below < 0));
     }
-    return EPIC_OK;
 }
 
-epic_result epic_bias_update_on(epic_context *ctx, epic_stream stream, float *bias,
-                                const int32_t *load, int64_t num_experts, float rate)
+epic_result epic_bias_update_v1(epic_context *ctx, const epic_bias_update_args *args,
+                                size_t size)
 {
+    epic_bias_update_args a;
+    TRY(READ_SIZED(&a, args, size, "args"));
     if (ctx != NULL) TRY(context_check(ctx));
-    if (!router_on_device(ctx)) return epic_bias_update(bias, load, num_experts, rate);
-    TRY(check_bias(bias, load, num_experts));
-    return ROUTER_STEP(ctx, bias_update, stream, bias, load, num_experts, rate);
+    TRY(check_bias(&a));
+    if (router_on_device(ctx)) return ROUTER_STEP(ctx, bias_update, &a);
+    update_bias(&a);
+    return EPIC_OK;
 }

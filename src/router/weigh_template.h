@@ -46,11 +46,11 @@ static shares share(const router_job *job, const int32_t *topk_idx)
     const epic_router *r = &job->router;
     shares shares = {.divisor = 1};
     make_parts(job, topk_idx, shares.parts);
-    if (r->normalise == EPIC_NORMALISE_NONE) return shares;
+    if (r->normalize == EPIC_NORMALIZE_NONE) return shares;
 
     REAL sum = 0;
     for (uint32_t i = 0; i < r->top_k; i++) sum += shares.parts[i];
-    if (r->normalise == EPIC_NORMALISE_SUM) {
+    if (r->normalize == EPIC_NORMALIZE_SUM) {
         shares.divisor = sum + (REAL)r->eps;
         shares.moves = true;
     } else {

@@ -14,7 +14,7 @@ typedef struct combining {
     const char *rows_name;
     epic_rows rows, out;
     const float *slot_weights;
-    const float *d_recv_weight;
+    const float *d_slot_weights;
     float *d_weights;
     cut cut; /* of a partial */
     int64_t trailer;
@@ -138,7 +138,7 @@ static void put_trailer(const combining *c, int home, int64_t token, void *trail
     int64_t place = is_flat(v) ? v->row_here[v->base_of[home] + token] * (int64_t)top_k : 0;
     float values[MAX_TOP_K] = {0};
     for (uint32_t k = 0; k < top_k; k++)
-        if (here[k] >= 0) values[k] = c->d_recv_weight[is_flat(v) ? place++ : here[k]];
+        if (here[k] >= 0) values[k] = c->d_slot_weights[is_flat(v) ? place++ : here[k]];
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
@@ -318,7 +318,7 @@ epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backwa
                    .rows_name = "d_recv",
                    .rows = args->d_recv,
                    .out = args->d_tokens,
-                   .d_recv_weight = args->d_recv_weight,
+                   .d_slot_weights = args->d_slot_weights,
                    .d_weights = args->d_weights};
     step s;
     step_begin(&s, ctx, EPIC_OP_DISPATCH_BACKWARD, args->plan, args->plan_bytes, NULL);

@@ -26,16 +26,16 @@ static void put_rows(const spreading *s, int64_t slot, float w, const void *piec
     const epic_combine_backward_args *a = s->args;
     const epic_type type = (epic_type)a->type;
     unsigned char *row = (unsigned char *)a->d_rows.data + slot * a->d_rows.row_bytes;
-    if (!a->quantise) {
+    if (!a->quantize) {
         s->kernels->scale(row + first * (int64_t)epic_type_bytes(type), piece, w, type, n);
         return;
     }
     unsigned char *scales =
         (unsigned char *)a->d_rows_scales.data + slot * a->d_rows_scales.row_bytes;
-    if (a->quantise == EPIC_QUANTISE_1X128)
-        s->kernels->quantise_1x128(row + first, scales + first / 128 * 4, piece, w, type, n);
+    if (a->quantize == EPIC_QUANTIZE_1X128)
+        s->kernels->quantize_1x128(row + first, scales + first / 128 * 4, piece, w, type, n);
     else
-        s->kernels->quantise_1x32(row + first, scales + first / 32, piece, w, type, n);
+        s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
 /* The dot product of one slot, piece by piece; `sum` holds it between the pieces. */
@@ -154,7 +154,7 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
     TRY(check(&s, args));
     s.note.same[SAME_TYPE] = args->type;
     s.note.same[SAME_ROW_BYTES] = args->d_out.row_bytes;
-    s.note.same[SAME_QUANTISE] = args->quantise;
+    s.note.same[SAME_QUANTIZE] = args->quantize;
     s.note.same[SAME_WEIGHTS] = args->slot_weights != NULL;
     s.note.own[OWN_ROWS] = args->d_slot_weights
                                ? least(args->d_rows.num_rows, args->rows.num_rows)

@@ -13,7 +13,7 @@ typedef struct dispatching {
     plan_view plan;
     cut cut;
     int64_t scales_at, weights_at; /* where they begin in the string */
-    int64_t held;                  /* the token whose quantised string x->row holds, or -1 */
+    int64_t held;                  /* the token whose quantized string x->row holds, or -1 */
 } dispatching;
 
 static unsigned char *row_of(const epic_rows *rows, int64_t i)
@@ -23,30 +23,30 @@ static unsigned char *row_of(const epic_rows *rows, int64_t i)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-static void quantise(dispatching *d, int64_t token)
+static void quantize(dispatching *d, int64_t token)
 {
     const epic_dispatch_args *a = d->args;
     const epic_type type = (epic_type)a->type;
     const int64_t n = a->tokens.row_bytes / (int64_t)epic_type_bytes(type);
     if (d->held == token) return;
     d->held = token;
-    (a->quantise == EPIC_QUANTISE_1X128 ? d->kernels->quantise_1x128
-                                        : d->kernels->quantise_1x32)(
+    (a->quantize == EPIC_QUANTIZE_1X128 ? d->kernels->quantize_1x128
+                                        : d->kernels->quantize_1x32)(
         d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
 }
 
 /* The parts of a token's string, as they lie with the sender. */
 static const unsigned char *row_part(dispatching *d, int64_t token)
 {
-    if (!d->args->quantise) return row_of(&d->args->tokens, token);
-    quantise(d, token);
+    if (!d->args->quantize) return row_of(&d->args->tokens, token);
+    quantize(d, token);
     return d->x->row;
 }
 
 static const unsigned char *scales_part(dispatching *d, int64_t token)
 {
-    if (!d->args->quantise) return row_of(&d->args->scales, token);
-    quantise(d, token);
+    if (!d->args->quantize) return row_of(&d->args->scales, token);
+    quantize(d, token);
     return d->x->row + d->scales_at;
 }
 
@@ -102,8 +102,8 @@ static void put_row(const dispatching *d, int64_t slot, const void *piece, int64
 static void put_weight(const dispatching *d, int64_t place, uint32_t k, const void *piece,
                        int64_t begin, int64_t end)
 {
-    if (d->args->recv_weight)
-        copy_shared(d->kernels->copy, d->args->recv_weight + place,
+    if (d->args->slot_weights)
+        copy_shared(d->kernels->copy, d->args->slot_weights + place,
                     d->weights_at + 4 * (int64_t)k, 4, piece, begin, end);
 }
 
@@ -170,7 +170,7 @@ static void list_arrays(const epic_dispatch_args *a, uint32_t weights, slot_arra
     out[0] = (slot_array){a->recv.data, a->recv.row_bytes, a->recv.num_rows};
     out[1] =
         (slot_array){a->recv_scales.data, a->recv_scales.row_bytes, a->recv_scales.num_rows};
-    out[2] = (slot_array){a->recv_weight, 4 * (int64_t)weights, a->recv.num_rows};
+    out[2] = (slot_array){a->slot_weights, 4 * (int64_t)weights, a->recv.num_rows};
 }
 
 /* FLAT: which experts each row is for, front first; -1 is the zero of its tail. */
@@ -203,8 +203,8 @@ static epic_result move(dispatching *d)
     TRY(step_check_slots(d->x, "recv"));
     list_arrays(a, flat ? (uint32_t)top_k : 1, arrays);
     for (int i = 0; i < 3; i++) clear_padding(&d->plan, &arrays[i], a->flags);
-    if (flat && a->recv_weight)
-        memset(a->recv_weight, 0, (size_t)(d->plan.header->num_slots * top_k) * sizeof(float));
+    if (flat && a->slot_weights)
+        memset(a->slot_weights, 0, (size_t)(d->plan.header->num_slots * top_k) * sizeof(float));
     if (a->recv_expert) write_experts(d);
     d->scales_at = a->recv.row_bytes;
     d->weights_at = d->scales_at + a->recv_scales.row_bytes; /* 0: no scales */
@@ -254,7 +254,7 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args)
     s.note.same[SAME_TYPE] = args->type;
     s.note.same[SAME_ROW_BYTES] = args->recv.row_bytes;
     s.note.same[SAME_SCALE_BYTES] = args->recv_scales.row_bytes;
-    s.note.same[SAME_QUANTISE] = args->quantise;
+    s.note.same[SAME_QUANTIZE] = args->quantize;
     s.note.same[SAME_WEIGHTS] = args->weights != NULL;
     s.note.own[OWN_ROWS] = args->recv.num_rows;
     s.note.own[OWN_NEEDED] = s.damaged ? 0 : s.plan.header->num_slots;

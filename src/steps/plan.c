@@ -36,13 +36,24 @@ static bool fit_in_note(int64_t num_tokens, const epic_layer *layer)
     return num_tokens * layer->top_k * (int64_t)sizeof(int32_t) <= NOTE_BYTES;
 }
 
+/* Has an earlier choice of the token of choice i the same expert? */
+static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
+{
+    const int64_t id = id_at(args, i);
+    for (int64_t j = i - i % top_k; j < i; j++)
+        if (id >= 0 && id_at(args, j) == id) return true;
+    return false;
+}
+
 static void note_bad_id(epic_note *note, const epic_plan_args *args, const epic_layer *layer)
 {
     const int64_t k = layer->top_k, choices = args->num_tokens * k;
+    const bool distinct = (layer->flags & EPIC_DISTINCT) != 0;
     for (int64_t i = 0; i < choices; i++) {
         const int64_t id = id_at(args, i);
-        if (id < (int64_t)layer->num_experts) continue;
-        note->own[OWN_ERROR] = DATA_EXPERT;
+        const bool beyond = id >= (int64_t)layer->num_experts;
+        if (!beyond && !(distinct && is_duplicate(args, i, k))) continue;
+        note->own[OWN_ERROR] = beyond ? DATA_EXPERT : DATA_DUPLICATE;
         note->own[OWN_ABOUT] = i / k;
         note->own[OWN_ABOUT + 1] = i % k;
         note->own[OWN_ABOUT + 2] = id;

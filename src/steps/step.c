@@ -17,10 +17,11 @@ void note_layer(epic_note *note, const epic_layer *layer)
     note->same[SAME_SUM_ORDER] = layer->sum_order;
     note->same[SAME_LEAVES] = layer->leaves;
     note->same[SAME_PARTIAL_TYPE] = layer->partial_type;
+    note->same[SAME_LAYER_FLAGS] = layer->flags;
 }
 
 void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
-                size_t plan_bytes, const data_fault *fault)
+                int64_t plan_bytes, const data_fault *fault)
 {
     memset(s, 0, sizeof *s);
     const data_fault damage = {

@@ -27,7 +27,7 @@ typedef struct step {
 } step;
 
 void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
-                size_t plan_bytes, const data_fault *fault);
+                int64_t plan_bytes, const data_fault *fault);
 
 /* What the ranks' layers must have in common. */
 void note_layer(epic_note *note, const epic_layer *layer);

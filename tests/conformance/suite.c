@@ -48,7 +48,7 @@ static epic_context *open_group(const member *m, uint32_t max_in_flight, bool li
                                 .backend = m->backend,
                                 .native = m->native};
     epic_context *ctx;
-    const epic_result result = epic_open(&ctx, m->meet, &config, sizeof config);
+    const epic_result result = epic_open(&ctx, m->meet, &config);
     if (!CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx))) {
         epic_close(ctx);
         return NULL;

@@ -112,7 +112,7 @@ static void check_info(seat *s)
     const oracle_plan *p = s->w->plan;
     const int64_t top_k = s->w->layer.top_k, first = s->first_token * top_k;
     epic_plan_info info;
-    if (!CHECK(epic_plan_read(s->plan, s->plan_bytes, &info, sizeof info) == EPIC_OK)) return;
+    if (!CHECK(epic_plan_read(s->plan, s->plan_bytes, &info) == EPIC_OK)) return;
     const int32_t *fate = (const int32_t *)(const void *)(s->plan + info.fate_offset);
     const int32_t *rank = (const int32_t *)(const void *)(s->plan + info.rank_offset);
     int64_t kept = 0, none = 0, expert_full = 0, rank_full = 0, wrong = 0;
@@ -167,7 +167,6 @@ static epic_plan_args plan_args(seat *s, run_random *common, plan_outputs *out)
                           .demand = some(common, 1)};
     return (epic_plan_args){.call.tag = s->tag,
                             .layer = &w->layer,
-                            .layer_size = sizeof w->layer,
                             .plan = s->plan,
                             .plan_bytes = s->plan_bytes,
                             .topk_idx = world_topk_idx(w, s->rank, wide),
@@ -201,7 +200,7 @@ void case_plan(seat *s, run_random *common)
     plan_outputs out;
     epic_plan_args args = plan_args(s, common, &out);
     case_nap(s);
-    plan_done(s, &args, &out, epic_plan(s->ctx, &args, sizeof args));
+    plan_done(s, &args, &out, epic_plan(s->ctx, &args));
 }
 
 /* The rows are whole only because a test knows the capacity; dispatch is checked elsewhere. */
@@ -220,7 +219,7 @@ void case_plan_dispatch(seat *s, run_random *common)
         world_row(s->w, STREAM_TOKENS, s->first_token + t, EPIC_BYTES, hidden,
                   (unsigned char *)d.tokens.data + t * hidden);
     case_nap(s);
-    const epic_result result = epic_plan_dispatch(s->ctx, &args, sizeof args, &d, sizeof d);
+    const epic_result result = epic_plan_dispatch(s->ctx, &args, &d);
     case_refused(s, result, s->w->plan->result);
     unsigned char *row = malloc((size_t)hidden);
     const unsigned char *recv = d.recv.data;
@@ -259,7 +258,7 @@ void case_begin(seat *s, epic_context *ctx, const world *w, uint64_t tag, bool d
     s->first_token = w->plan->first_token[s->rank];
     s->num_tokens = w->tokens_of[s->rank];
     s->num_slots = w->plan->num_slots[s->rank];
-    s->plan_bytes = epic_plan_bytes(&sizes, sizeof sizes, &w->layer, sizeof w->layer);
+    s->plan_bytes = epic_plan_bytes(&sizes, &w->layer);
     if (!CHECK_SAY(s->plan_bytes > 0, "epic_plan_bytes: %s", epic_error(NULL)))
         s->plan_bytes = 64;
     s->plan = s->plan_memory = aligned_alloc(64, (s->plan_bytes + 63) / 64 * 64);

@@ -30,14 +30,14 @@ static int choose_short(seat *s, run_random *common)
     return run_chance(common, 4) && s->w->plan->num_slots[rank] > 0 ? rank : -1;
 }
 
-/* A quantised row, or only its scales where a block holds what is not finite. */
-static bool same_quantised(uint32_t how, int64_t n, const uint8_t *q, const void *scales,
+/* A quantized row, or only its scales where a block holds what is not finite. */
+static bool same_quantized(uint32_t how, int64_t n, const uint8_t *q, const void *scales,
                            const uint8_t *right_q, const void *right_scales)
 {
-    const int64_t block = how == EPIC_QUANTISE_1X128 ? 128 : 32;
+    const int64_t block = how == EPIC_QUANTIZE_1X128 ? 128 : 32;
     for (int64_t first = 0; first < n; first += block) {
         const int64_t count = n - first < block ? n - first : block, b = first / block;
-        if (how == EPIC_QUANTISE_1X128) {
+        if (how == EPIC_QUANTIZE_1X128) {
             float a, right;
             memcpy(&a, (const char *)scales + 4 * b, 4);
             memcpy(&right, (const char *)right_scales + 4 * b, 4);
@@ -75,7 +75,7 @@ typedef struct dispatched {
     epic_dispatch_args args;
     uint32_t type; /* of tokens; EPIC_BYTES: any bytes */
     int64_t n;     /* elements, or bytes */
-    epic_rows weights, recv_weight, recv_expert;
+    epic_rows weights, slot_weights, recv_expert;
     int short_rank;
 } dispatched;
 
@@ -83,7 +83,7 @@ static void choose_shapes(seat *s, run_random *common, dispatched *d)
 {
     epic_dispatch_args *a = &d->args;
     if (run_chance(common, 30)) {
-        a->quantise = run_chance(common, 50) ? EPIC_QUANTISE_1X128 : EPIC_QUANTISE_1X32;
+        a->quantize = run_chance(common, 50) ? EPIC_QUANTIZE_1X128 : EPIC_QUANTIZE_1X32;
         d->type = a->type = case_type(common, false);
     } else if (run_chance(common, 50)) {
         d->type = case_type(common, true);
@@ -91,9 +91,9 @@ static void choose_shapes(seat *s, run_random *common, dispatched *d)
     }
     d->n = case_hidden(s, common, d->type);
     a->tokens.row_bytes = d->n * oracle_type_bytes(d->type);
-    a->recv.row_bytes = a->quantise ? d->n : a->tokens.row_bytes;
-    if (a->quantise)
-        a->recv_scales.row_bytes = oracle_scale_bytes(a->quantise, d->n);
+    a->recv.row_bytes = a->quantize ? d->n : a->tokens.row_bytes;
+    if (a->quantize)
+        a->recv_scales.row_bytes = oracle_scale_bytes(a->quantize, d->n);
     else if (run_chance(common, 30)) {
         static const int64_t bytes[] = {1, 4, 17, 56};
         a->scales.row_bytes = a->recv_scales.row_bytes = bytes[run_below(common, 4)];
@@ -114,9 +114,9 @@ static void make_arrays(seat *s, run_random *common, dispatched *d)
     if (run_chance(common, 60)) {
         /* Given even when there is nothing in it: "on all ranks or none". */
         d->weights = case_rows(s->num_tokens * top_k_of(s) + 1, 4);
-        d->recv_weight = case_rows(room * per_row + 1, 4);
+        d->slot_weights = case_rows(room * per_row + 1, 4);
         a->weights = d->weights.data;
-        a->recv_weight = d->recv_weight.data;
+        a->slot_weights = d->slot_weights.data;
     }
     if (flat && run_chance(common, 60)) {
         d->recv_expert = case_rows(room * per_row + 1, 4);
@@ -139,9 +139,9 @@ static bool right_row(const seat *s, const dispatched *d, int64_t slot, int64_t 
     const epic_dispatch_args *a = &d->args;
     unsigned char row[24576 + 64], q[4096], scales[256];
     world_row(s->w, STREAM_TOKENS, token, d->type, d->n, row);
-    if (a->quantise) {
-        oracle_quantise(a->quantise, row, 1, d->type, d->n, q, scales);
-        return same_quantised(a->quantise, d->n, at(a->recv, slot), at(a->recv_scales, slot), q,
+    if (a->quantize) {
+        oracle_quantize(a->quantize, row, 1, d->type, d->n, q, scales);
+        return same_quantized(a->quantize, d->n, at(a->recv, slot), at(a->recv_scales, slot), q,
                               scales);
     }
     if (memcmp(row, at(a->recv, slot), (size_t)a->recv.row_bytes)) return false;
@@ -156,7 +156,7 @@ static bool right_padding(const dispatched *d, int64_t slot)
     return case_zero(at(a->recv, slot), a->recv.row_bytes) &&
            (!a->recv_scales.data ||
             case_zero(at(a->recv_scales, slot), a->recv_scales.row_bytes)) &&
-           (!a->recv_weight || case_zero(a->recv_weight + slot, 4));
+           (!a->slot_weights || case_zero(a->slot_weights + slot, 4));
 }
 
 static bool same_float(float a, float b)
@@ -175,8 +175,8 @@ static void check_expert_major(const seat *s, const dispatched *d)
         }
         wrong_rows += !right_row(s, d, slot, c / top_k_of(s));
         wrong_weights +=
-            d->args.recv_weight &&
-            !same_float(d->args.recv_weight[slot], world_weight(s->w, STREAM_TOKENS, c));
+            d->args.slot_weights &&
+            !same_float(d->args.slot_weights[slot], world_weight(s->w, STREAM_TOKENS, c));
     }
     CHECK_EQ(wrong_rows, 0);
     CHECK_EQ(wrong_padding, 0);
@@ -196,13 +196,14 @@ static void check_flat(const seat *s, const dispatched *d)
             if (p->fate[c] < 0 || s->w->rank_of[s->w->ids[c]] != s->rank) continue;
             const float weight = world_weight(s->w, STREAM_TOKENS, c);
             wrong_weights +=
-                d->args.recv_weight && !same_float(d->args.recv_weight[place], weight);
+                d->args.slot_weights && !same_float(d->args.slot_weights[place], weight);
             wrong_experts +=
                 d->args.recv_expert && d->args.recv_expert[place] != p->local_of[s->w->ids[c]];
             place++;
         }
         for (; place < (row + 1) * top_k; place++) {
-            wrong_weights += d->args.recv_weight && !same_float(d->args.recv_weight[place], 0);
+            wrong_weights +=
+                d->args.slot_weights && !same_float(d->args.slot_weights[place], 0);
             wrong_experts += d->args.recv_expert && d->args.recv_expert[place] != -1;
         }
     }
@@ -221,10 +222,10 @@ static void check_dispatched(const seat *s, const dispatched *d, epic_result res
 {
     const epic_dispatch_args *a = &d->args;
     const int64_t per_row = oracle_is_flat(s->w->plan) ? top_k_of(s) : 1;
-    const epic_rows weights = by_slot(d, d->recv_weight, per_row);
+    const epic_rows weights = by_slot(d, d->slot_weights, per_row);
     const epic_rows experts = by_slot(d, d->recv_expert, per_row);
     for (int i = 0; i < 2; i++) { /* the element past the end */
-        const epic_rows list = i ? d->recv_expert : d->recv_weight;
+        const epic_rows list = i ? d->recv_expert : d->slot_weights;
         if (list.data) CHECK(case_poisoned(at(list, list.num_rows - 1), 4));
     }
     if (result != EPIC_OK || s->w->plan->result != EPIC_OK) {
@@ -256,7 +257,7 @@ void case_dispatch(seat *s, run_random *common)
     d.args.call.tag = s->tag;
     d.args.flags = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
     case_nap(s);
-    const epic_result result = epic_dispatch(s->ctx, &d.args, sizeof d.args);
+    const epic_result result = epic_dispatch(s->ctx, &d.args);
     const bool moves = s->w->plan->result == EPIC_OK;
     case_refused(s, result, d.short_rank >= 0 && moves ? EPIC_EOVERFLOW : EPIC_OK);
     check_dispatched(s, &d, result);
@@ -265,7 +266,7 @@ void case_dispatch(seat *s, run_random *common)
     free(d.args.scales.data);
     free(d.args.recv_scales.data);
     free(d.weights.data);
-    free(d.recv_weight.data);
+    free(d.slot_weights.data);
     free(d.recv_expert.data);
 }
 
@@ -283,15 +284,15 @@ static void make_spread(seat *s, run_random *common, spread *d)
     epic_combine_backward_args *a = &d->args;
     const bool flat = oracle_is_flat(s->w->plan);
     if (run_chance(common, 30))
-        a->quantise = run_chance(common, 50) ? EPIC_QUANTISE_1X128 : EPIC_QUANTISE_1X32;
-    a->type = case_type(common, !a->quantise);
+        a->quantize = run_chance(common, 50) ? EPIC_QUANTIZE_1X128 : EPIC_QUANTIZE_1X32;
+    a->type = case_type(common, !a->quantize);
     d->n = case_hidden(s, common, a->type);
     const int64_t row_bytes = d->n * oracle_type_bytes(a->type);
     int64_t room = s->num_slots + run_below(common, 4);
     if (s->rank == d->short_rank) room = s->num_slots - 1;
     a->d_out = case_rows(s->num_tokens, row_bytes);
-    a->d_rows = case_rows(room, a->quantise ? d->n : row_bytes);
-    if (a->quantise) a->d_rows_scales = case_rows(room, oracle_scale_bytes(a->quantise, d->n));
+    a->d_rows = case_rows(room, a->quantize ? d->n : row_bytes);
+    if (a->quantize) a->d_rows_scales = case_rows(room, oracle_scale_bytes(a->quantize, d->n));
     if (!flat && run_chance(common, 70)) {
         d->slot_weights = case_rows(room + 1, 4);
         memset(d->slot_weights.data, 0xff, (size_t)(room + 1) * 4); /* NaN on padding */
@@ -321,9 +322,9 @@ static bool right_gradient(const seat *s, const spread *d, int64_t slot)
     const float w = a->slot_weights ? world_weight(s->w, STREAM_ROWS, c) : 1;
     unsigned char d_out[24576 + 64], row[24576 + 64], scales[512];
     world_row(s->w, STREAM_D_OUT, token, a->type, d->n, d_out);
-    if (a->quantise) {
-        oracle_quantise(a->quantise, d_out, w, a->type, d->n, row, scales);
-        return same_quantised(a->quantise, d->n, at(a->d_rows, slot),
+    if (a->quantize) {
+        oracle_quantize(a->quantize, d_out, w, a->type, d->n, row, scales);
+        return same_quantized(a->quantize, d->n, at(a->d_rows, slot),
                               at(a->d_rows_scales, slot), row, scales);
     }
     oracle_scale(d_out, w, a->type, d->n, row);
@@ -361,7 +362,7 @@ static void check_spread(const seat *s, const spread *d, epic_result result)
             continue;
         }
         wrong_padding += !case_zero(at(a->d_rows, slot), a->d_rows.row_bytes);
-        if (a->quantise)
+        if (a->quantize)
             wrong_padding += !case_zero(at(a->d_rows_scales, slot), a->d_rows_scales.row_bytes);
         if (weights.data) wrong_padding += !case_zero(at(weights, slot), 4);
     }
@@ -382,7 +383,7 @@ void case_combine_backward(seat *s, run_random *common)
     d.args.call.tag = s->tag;
     d.args.flags = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
     case_nap(s);
-    const epic_result result = epic_combine_backward(s->ctx, &d.args, sizeof d.args);
+    const epic_result result = epic_combine_backward(s->ctx, &d.args);
     const bool moves = s->w->plan->result == EPIC_OK;
     case_refused(s, result, d.short_rank >= 0 && moves ? EPIC_EOVERFLOW : EPIC_OK);
     check_spread(s, &d, result);

@@ -110,7 +110,7 @@ void case_combine(seat *s, run_random *common)
                            .type = m.type};
     a.out = case_rows(s->num_tokens, a.rows.row_bytes);
     case_nap(s);
-    const epic_result result = epic_combine(s->ctx, &a, sizeof a);
+    const epic_result result = epic_combine(s->ctx, &a);
     case_refused(s, result, fails(s, short_rank) ? EPIC_EOVERFLOW : EPIC_OK);
     if (result || s->w->plan->result)
         CHECK(case_zero(a.out.data, s->num_tokens * a.out.row_bytes));
@@ -163,21 +163,21 @@ void case_dispatch_backward(seat *s, run_random *common)
     const int short_rank = choose_short(s, common);
     const int64_t more = run_below(common, 4);
     const int64_t room = s->num_slots + (s->rank == short_rank ? -1 : more);
-    epic_rows d_recv_weight = {0}, d_weights = {0};
+    epic_rows d_slot_weights = {0}, d_weights = {0};
     if (run_chance(common, 70)) {
-        d_recv_weight = make_slot_gradients(s, room);
+        d_slot_weights = make_slot_gradients(s, room);
         d_weights = case_rows(s->num_tokens * s->w->layer.top_k + 1, 4);
     }
     epic_dispatch_backward_args a = {.call.tag = s->tag,
                                      .plan = s->plan,
                                      .plan_bytes = s->plan_bytes,
                                      .d_recv = make_slots(&m, room),
-                                     .d_recv_weight = d_recv_weight.data,
+                                     .d_slot_weights = d_slot_weights.data,
                                      .d_weights = d_weights.data,
                                      .type = m.type};
     a.d_tokens = case_rows(s->num_tokens, a.d_recv.row_bytes);
     case_nap(s);
-    const epic_result result = epic_dispatch_backward(s->ctx, &a, sizeof a);
+    const epic_result result = epic_dispatch_backward(s->ctx, &a);
     case_refused(s, result, fails(s, short_rank) ? EPIC_EOVERFLOW : EPIC_OK);
     const bool cleared = result || s->w->plan->result;
     if (cleared)
@@ -190,7 +190,7 @@ void case_dispatch_backward(seat *s, run_random *common)
     }
     free(a.d_recv.data);
     free(a.d_tokens.data);
-    free(d_recv_weight.data);
+    free(d_slot_weights.data);
     free(d_weights.data);
 }
 
@@ -219,7 +219,7 @@ void case_sum(seat *s, run_random *common)
                              .count = count,
                              .order = tree ? EPIC_TREE : EPIC_BY_RANK};
     case_nap(s);
-    case_refused(s, epic_sum(s->ctx, &a, sizeof a), EPIC_OK);
+    case_refused(s, epic_sum(s->ctx, &a), EPIC_OK);
     int64_t wrong = 0;
     for (int64_t i = 0; i < count; i++) {
         float right = tree ? tree_sum(parts + i, count, 0, ranks) : parts[i];

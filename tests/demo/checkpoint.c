@@ -255,7 +255,7 @@ static void make_whole(void)
     seat s = {.num_ranks = 1};
     struct stat info;
     const epic_config config = model_config(1, HIDDEN, TOKENS);
-    if (!works(&s, epic_open(&s.ctx, NULL, &config, sizeof config), "open")) exit(1);
+    if (!works(&s, epic_open(&s.ctx, NULL, &config), "open")) exit(1);
     model *m = model_open(&s, HIDDEN, INNER, TOKENS, 1);
     const checkpoint_header h = {.hidden = HIDDEN,
                                  .inner = INNER,

@@ -60,7 +60,7 @@ int main(void)
     seat s = {.num_ranks = 1};
     const epic_config config = model_config(1, HIDDEN, TOKENS);
     int bad = 0;
-    if (!works(&s, epic_open(&s.ctx, NULL, &config, sizeof config), "open")) return 1;
+    if (!works(&s, epic_open(&s.ctx, NULL, &config), "open")) return 1;
     for (size_t i = 0; i < sizeof bytes; i++)
         bytes[i] = (unsigned char)(random_at(1, 1, i) % 7 + i % 3);
     for (int t = 0; t < TOKENS; t++) at[t] = bytes + CONTEXT * (t + 1);

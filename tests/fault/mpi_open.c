@@ -48,7 +48,7 @@ static void be_rank(int num_gathers)
     const epic_meet meet = {
         .rank = d.meet.rank, .num_ranks = d.meet.num_ranks, .gather = gather, .self = &d};
     const uint64_t begin = run_now_ns();
-    const epic_result result = epic_open(&ctx, &meet, &config, sizeof config);
+    const epic_result result = epic_open(&ctx, &meet, &config);
     const long ms = (long)((run_now_ns() - begin) / 1000000);
     const bool right = (result == EPIC_EPEER || result == EPIC_ETIMEOUT) &&
                        strstr(epic_error(ctx), "rank 1") && ms < LIMIT_MS;

@@ -157,7 +157,7 @@ static void check_told(rank_of_fault *r, epic_context *ctx, epic_result result)
     const bool opened = result == EPIC_OK && f->kind == AMID; /* it died later */
     float one = 1;
     const epic_sum_args args = {.data = &one, .count = 1};
-    if (opened) result = epic_sum(ctx, &args, sizeof args);
+    if (opened) result = epic_sum(ctx, &args);
     const long ms = (long)((run_now_ns() - atomic_load(&r->stage->begin_ns)) / 1000000);
     const long wait =
         right == EPIC_ETIMEOUT ? 2 * (long)kinds[f->kind].timeout_ms + GRACE_MS : SOON_MS;
@@ -170,7 +170,7 @@ static void check_told(rank_of_fault *r, epic_context *ctx, epic_result result)
         atomic_fetch_add(&told->late, 1);
     if (result == EPIC_OK) return;
     epic_failure_info info;
-    CHECK(epic_failure(ctx, &info, sizeof info) == EPIC_OK);
+    CHECK(epic_failure(ctx, &info) == EPIC_OK);
     CHECK(info.operation == (opened ? EPIC_OP_SUM : EPIC_OP_OPEN));
     CHECK(info.result == (uint32_t)result);
     const bool named = opened ? info.num_culprits == 1 && info.culprits[0] == f->victim
@@ -191,7 +191,7 @@ static void check_victim(const rank_of_fault *r, epic_context *ctx, epic_result 
         return;
     }
     const bool late = f->kind == STOPPED || f->kind == STALLED;
-    if (result == EPIC_OK && late) result = epic_sum(ctx, &args, sizeof args);
+    if (result == EPIC_OK && late) result = epic_sum(ctx, &args);
     CHECK_SAY(result != EPIC_OK, "%s: the victim knows nothing", f->name);
 }
 
@@ -203,7 +203,7 @@ static epic_result open_seat(epic_context **ctx, const epic_meet *meet, const fa
                                 .timeout_ms = timeout_ms,
                                 .max_in_flight = 2,
                                 .backend = f->processes ? "shm" : "threads"};
-    return epic_open(ctx, meet, &config, sizeof config);
+    return epic_open(ctx, meet, &config);
 }
 
 static void be_rank(rank_of_fault *r)
@@ -257,8 +257,8 @@ static void be_process(const fault *f, stage *stage, int rank, uint32_t port)
                           .timeout_ms = kinds[f->kind].timeout_ms};
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     run_alarm(HANG_S);
-    if (CHECK_SAY(epic_meet_tcp(&r.meet, &tcp, sizeof tcp) == EPIC_OK, "%s: meeting: %s",
-                  f->name, epic_error(NULL))) {
+    if (CHECK_SAY(epic_meet_tcp(&r.meet, &tcp) == EPIC_OK, "%s: meeting: %s", f->name,
+                  epic_error(NULL))) {
         if (!dies || rank != f->victim)
             r.again = run_meeting_seat(stage->again, rank - (dies && rank > f->victim));
         be_rank(&r);

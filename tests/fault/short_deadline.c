@@ -19,14 +19,14 @@ static void be_rank(const epic_meet *meet, void *self)
     epic_context *ctx;
     epic_failure_info info;
     step s;
-    const epic_result opened = epic_open(&ctx, meet, &config, sizeof config);
+    const epic_result opened = epic_open(&ctx, meet, &config);
     if (!CHECK_SAY(opened == EPIC_OK, "open: %s", epic_error(ctx))) return;
     if (meet->rank == 0) {
         while (!atomic_load(&closed)) run_nap_us(200);
         step_open(&s, ctx, 9, 64);
         const epic_result result = step_call(&s, EPIC_OP_SUM, &call, STEP_SAME);
         CHECK_SAY(result == EPIC_EPEER, "%s: %s", epic_result_name(result), epic_error(ctx));
-        CHECK(epic_failure(ctx, &info, sizeof info) == EPIC_OK);
+        CHECK(epic_failure(ctx, &info) == EPIC_OK);
         CHECK(info.num_culprits == 1 && info.culprits[0] == 1);
         step_close(&s);
     }

@@ -51,7 +51,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
                           .timeout_ms = SCRIPT_MS};
     fuzz_begin(6 * SCRIPT_MS); /* to meet, to gather three times, to close */
     fuzz_turn = come;
-    epic_result result = epic_meet_tcp(&meet, &tcp, sizeof tcp);
+    epic_result result = epic_meet_tcp(&meet, &tcp);
     for (int i = 0; i < 3 && result == EPIC_OK; i++) {
         result = meet.gather(meet.self, mine, all, sizeof mine);
         if (result == EPIC_OK && memcmp(all, mine, sizeof mine) != 0) __builtin_trap();

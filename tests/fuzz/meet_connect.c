@@ -40,7 +40,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
                           .timeout_ms = SCRIPT_MS};
     fuzz_begin(4 * SCRIPT_MS + 100); /* to meet, and to gather three times */
     fuzz_turn = answer;
-    epic_result result = epic_meet_tcp(&meet, &tcp, sizeof tcp);
+    epic_result result = epic_meet_tcp(&meet, &tcp);
     for (int i = 0; i < 3 && result == EPIC_OK; i++)
         result = meet.gather(meet.self, mine, all, sizeof mine);
     if (result < EPIC_OK || result > EPIC_ECLOSED) __builtin_trap();

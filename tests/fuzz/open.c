@@ -60,7 +60,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
                                 .backend = backends[flags >> 4 & 3]};
     epic_context *ctx = NULL;
     fuzz_begin(4 * TIMEOUT_MS);
-    const epic_result result = epic_open(&ctx, &meet, &config, sizeof config);
+    const epic_result result = epic_open(&ctx, &meet, &config);
     if (result < EPIC_OK || result > EPIC_ECLOSED) __builtin_trap();
     if (result == EPIC_OK && f.num_ranks > 1) __builtin_trap(); /* with nobody */
     if (result == EPIC_OK && epic_check(ctx) != EPIC_OK) __builtin_trap();

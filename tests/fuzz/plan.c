@@ -22,7 +22,7 @@ static void begin(void)
     const epic_config config = {
         .max_tokens = STEP_MAX_TOKENS, .max_row_bytes = STEP_MAX_ROW_BYTES, .max_in_flight = 2};
     check_begin();
-    if (epic_open(&ctx, NULL, &config, sizeof config) != EPIC_OK) abort();
+    if (epic_open(&ctx, NULL, &config) != EPIC_OK) abort();
     for (int kind = 0; kind < KINDS; kind++) {
         step *s = &steps[kind];
         const epic_call call = {.tag = 2};
@@ -71,7 +71,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     const size_t kept_bytes = s->plan_bytes;
     s->plan = plan;
     s->plan_bytes = bytes;
-    (void)epic_plan_read(plan, bytes, &info, sizeof info);
+    (void)epic_plan_read(plan, bytes, &info);
     const epic_result result = step_call(s, operations[head[1] % 4], &call, STEP_SAME);
     if (result != EPIC_OK && result != EPIC_EINVAL && result != EPIC_EOVERFLOW)
         __builtin_trap();

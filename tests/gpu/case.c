@@ -366,7 +366,7 @@ void make_inputs(bench *b, arrays *a)
     a->tokens = upload(b, rows, (size_t)(tokens * c->row_bytes), c->offset);
     a->weights = upload(b, weights, (size_t)choices * 4, 0);
     a->recv = take(b, (size_t)(c->recv_rows[me] * c->row_bytes), c->offset);
-    a->recv_weight = take(b, (size_t)c->recv_rows[me] * 4, 0);
+    a->slot_weights = take(b, (size_t)c->recv_rows[me] * 4, 0);
     free(narrow);
     free(weights);
     free(rows);
@@ -377,7 +377,6 @@ static epic_plan_args plan_args(bench *b, const arrays *a)
     const routing *r = &b->c.r;
     return (epic_plan_args){.call = b->call,
                             .layer = &r->layer,
-                            .layer_size = sizeof r->layer,
                             .plan = a->plan,
                             .plan_bytes = a->plan_bytes,
                             .topk_idx = a->ids,
@@ -401,7 +400,7 @@ static epic_dispatch_args dispatch_args(bench *b, const arrays *a)
                                 .tokens = {a->tokens, c->r.tokens_of[me], c->row_bytes},
                                 .recv = {a->recv, c->recv_rows[me], c->row_bytes},
                                 .weights = c->weighted ? a->weights : NULL,
-                                .recv_weight = c->weighted ? a->recv_weight : NULL,
+                                .slot_weights = c->weighted ? a->slot_weights : NULL,
                                 .flags = c->zero_tail ? EPIC_ZERO_TAIL : 0};
 }
 
@@ -478,7 +477,7 @@ void check_dispatch(bench *b, const arrays *a, const char *what)
     const size_t bytes = (size_t)(c->recv_rows[me] * c->row_bytes);
     uint8_t *want = malloc(bytes + 8), *got = download(b, a->recv, bytes);
     float *weights = malloc((size_t)c->recv_rows[me] * 4 + 4);
-    float *weights_got = download(b, a->recv_weight, (size_t)c->recv_rows[me] * 4);
+    float *weights_got = download(b, a->slot_weights, (size_t)c->recv_rows[me] * 4);
     expect_slots(b, want, weights, case_moves(c));
     if (memcmp(want, got, bytes)) {
         size_t i = 0;
@@ -690,7 +689,7 @@ bool call_dispatch_backward(bench *b, const arrays *a, const sums *s)
         .plan_bytes = a->plan_bytes,
         .d_recv = {s->rows, s->num_rows, c->row_bytes},
         .d_tokens = {s->d_tokens, c->r.tokens_of[b->me->rank], c->row_bytes},
-        .d_recv_weight = s->floats,
+        .d_slot_weights = s->floats,
         .d_weights = s->choice_floats,
         .type = c->type};
     return must(b, p2p_steps.dispatch_backward(b->me->group, &args), "dispatch_backward");
@@ -729,7 +728,7 @@ void dirty_received(bench *b, const arrays *a)
 {
     const int64_t rows = b->c.recv_rows[b->me->rank];
     dirty(b, a->recv, rows * b->c.row_bytes);
-    dirty(b, a->recv_weight, rows * 4);
+    dirty(b, a->slot_weights, rows * 4);
 }
 
 void dirty_sums(bench *b, const sums *s)

@@ -31,7 +31,7 @@ typedef struct arrays { /* what plan and dispatch are given and write */
     void *plan, *ids;
     int32_t *table, *expert_rows, *expert_tokens, *load, *demand;
     void *tokens, *recv;
-    float *weights, *recv_weight;
+    float *weights, *slot_weights;
     size_t plan_bytes;
 } arrays;
 

@@ -43,7 +43,6 @@ static epic_result step(team_rank *me, memory *m)
 {
     const epic_plan_args plan = {.call.stream = me->stream,
                                  .layer = &m->layer,
-                                 .layer_size = sizeof m->layer,
                                  .plan = m->plan,
                                  .plan_bytes = m->plan_bytes,
                                  .topk_idx = m->ids,

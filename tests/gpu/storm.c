@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Operations back to back: random cases from a pool, no synchronisation between them, random
+/* Operations back to back: random cases from a pool, no synchronization between them, random
  * delays of each host, and from time to time a look at what came out, bit for bit.
  *   gpu_storm RANKS GPUS threads|processes OPERATIONS SEED */
 #include <stdio.h>

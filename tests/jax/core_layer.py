@@ -26,9 +26,7 @@ Gradients = struct("Gradients", *((name, c_void_p) for name in WEIGHTS if name !
 HEAD = (
     ("call", Call),
     ("moe", c_void_p),
-    ("moe_size", c_size_t),
     ("weights", c_void_p),
-    ("weights_size", c_size_t),
 )
 MEMORY = (
     ("saved", c_void_p),
@@ -59,7 +57,6 @@ Backward = struct(
     ("d_out", Rows),
     ("d_x", Rows),
     ("gradients", c_void_p),
-    ("gradients_size", c_size_t),
     *MEMORY,
     ("d_loss", c_void_p),
     ("flags", c_uint32),
@@ -95,7 +92,6 @@ def describe(options: Moe) -> tuple[Any, list[Any]]:
     )
     for name, part in parts.items():
         setattr(moe, name, ctypes.addressof(part))
-        setattr(moe, name + "_size", ctypes.sizeof(part))
     return moe, list(parts.values())
 
 
@@ -111,30 +107,29 @@ def one_rank(
     """Opens, runs forward and backward, closes."""
     context = ctypes.c_void_p()
     meeting_at = ctypes.addressof(meet.struct)
-    check(core().epic_open(ctypes.byref(context), meeting_at, *sized(config)))
+    check(core().epic_open_v1(ctypes.byref(context), meeting_at, *sized(config)))
     moe, kept = describe(options)
     sizes = _native.ThreeSizes()
-    check(core().epic_moe_memory(*sized(config), *sized(moe), *sized(sizes)))
+    check(core().epic_moe_memory_v1(*sized(config), *sized(moe), *sized(sizes)))
     saved, work = aligned(sizes.saved_bytes), aligned(sizes.backward_bytes + sizes.forward_bytes)
     w = Weights(**{name: address(weights.get(name)) for name in WEIGHTS})
     d = {n: np.zeros(v.shape, np.float32) for n, v in weights.items() if n != "bias"}
     g = Gradients(**{name: address(v) for name, v in d.items()})
     out, d_x = np.zeros_like(x), np.zeros_like(x)
-    head = {"call": Call(tag=5), "moe": ctypes.addressof(moe), "moe_size": ctypes.sizeof(moe)}
-    head |= {"weights": ctypes.addressof(w), "weights_size": ctypes.sizeof(w), "x": rows(x)}
+    head = {"call": Call(tag=5), "moe": ctypes.addressof(moe)}
+    head |= {"weights": ctypes.addressof(w), "x": rows(x)}
     head |= {"saved": address(saved), "saved_bytes": saved.size}
     head |= {"workspace": address(work), "workspace_bytes": work.size}
     forward = Forward(out=rows(out), **head)
-    check(core().epic_moe_forward(context, *sized(forward)))
+    check(core().epic_moe_forward_v1(context, *sized(forward)))
     backward = Backward(
         d_out=rows(d_out),
         d_x=rows(d_x),
         gradients=ctypes.addressof(g),
-        gradients_size=ctypes.sizeof(g),
         d_loss=address(d_loss),
         **head,
     )
-    check(core().epic_moe_backward(context, *sized(backward)))
+    check(core().epic_moe_backward_v1(context, *sized(backward)))
     core().epic_close(context)
     del kept
     return out, d_x, d
@@ -144,7 +139,7 @@ def run(
     config: Any, options: Moe, per_rank: list[tuple[Any, Any, Any]], d_loss: float = 1.0
 ) -> list[Any]:
     """out, d_x and gradients of every rank, for its (x, weights, d_out)."""
-    for name in ("epic_moe_forward", "epic_moe_backward"):
+    for name in ("epic_moe_forward_v1", "epic_moe_backward_v1"):
         getattr(core(), name).argtypes = [c_void_p, c_void_p, c_size_t]
     meets = meeting.by_threads(len(per_rank), 60000)
     with ThreadPoolExecutor(len(per_rank)) as pool:

@@ -350,8 +350,8 @@ int main(void)
         .max_tokens = TOKENS, .max_row_bytes = sizeof x[0], .num_ranks = 1, .backend = "self"};
     const epic_layer layer = {.num_experts = EXPERTS, .top_k = 1};
     epic_context *ctx;
-    CHECK(epic_open(&ctx, NULL, &config, sizeof config) == EPIC_OK);
-    plan_bytes = (int64_t)epic_plan_bytes(&config, sizeof config, &layer, sizeof layer);
+    CHECK(epic_open(&ctx, NULL, &config) == EPIC_OK);
+    plan_bytes = (int64_t)epic_plan_bytes(&config, &layer);
     plan = aligned_alloc(64, ((size_t)plan_bytes + TAIL + 63) / 64 * 64);
     for (int t = 0; t < TOKENS; t++) {
         w[t] = 0.5f * (float)(t + 1);

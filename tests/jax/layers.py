@@ -13,15 +13,15 @@ import reference
 BATCH, LENGTH, EXPERTS, HIDDEN, INNER = 8, 3, 8, 16, 12
 CASES: dict[str, dict[str, Any]] = {
     "softmax": {},
-    "normalised": {"normalise": True, "balance_coeff": 0.5, "z_coeff": 0.1},
-    "sigmoid": {"score": "sigmoid", "normalise": True, "bias": True, "balance_coeff": 0.5},
+    "normalized": {"normalize": True, "balance_coeff": 0.5, "z_coeff": 0.1},
+    "sigmoid": {"score": "sigmoid", "normalize": True, "bias": True, "balance_coeff": 0.5},
     "biases": {"biases": True, "alignment": 8},
     "shared": {"shared": True, "z_coeff": 0.1},
     "early": {"weighting": "early", "biases": True},
-    "input": {"weighting": "input", "biases": True, "normalise": True},
+    "input": {"weighting": "input", "biases": True, "normalize": True},
     "top1": {"top_k": 1},
     "zero_experts": {"zero_experts": 3, "balance_coeff": 0.5, "z_coeff": 0.1},
-    "table": {"table": 5, "score": "sigmoid", "normalise": True},
+    "table": {"table": 5, "score": "sigmoid", "normalize": True},
     "drop": {"expert_capacity": 2, "alignment": 4},
 }
 
@@ -42,7 +42,7 @@ def options(case: dict[str, Any], ranks: int) -> epic.jax.Moe:
             top_k,
             zero_experts=case.get("zero_experts", 0),
             score=case.get("score", "softmax"),
-            normalise="sum" if case.get("normalise") else "none",
+            normalize="sum" if case.get("normalize") else "none",
         ),
         epic.jax.Experts(
             0 if EXPERTS % ranks else EXPERTS // ranks,
@@ -95,7 +95,7 @@ def true_step(case: dict[str, Any], groups: int) -> tuple[Any, ...]:
     o = reference.Options(
         case.get("top_k", 2),
         case.get("score", "softmax"),
-        case.get("normalise", False),
+        case.get("normalize", False),
         case.get("balance_coeff", 0.0),
         case.get("z_coeff", 0.0),
         case.get("weighting") == "input",

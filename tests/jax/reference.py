@@ -72,7 +72,7 @@ class Routing:
 
 def route(
     score: str,
-    normalise: bool,
+    normalize: bool,
     z: Array,
     bias: Array | None,
     top_k: int,
@@ -84,14 +84,14 @@ def route(
     if ids is None:
         ids = np.argsort(-by, axis=1, kind="stable")[:, :top_k]
     chosen = np.take_along_axis(s, ids, 1)
-    total = chosen.sum(axis=1, keepdims=True) if normalise else 1
+    total = chosen.sum(axis=1, keepdims=True) if normalize else 1
     return Routing(ids, chosen / total, s, chosen)
 
 
-def route_backward(score: str, normalise: bool, r: Routing, d_w: Array) -> Array:
+def route_backward(score: str, normalize: bool, r: Routing, d_w: Array) -> Array:
     """From weights to logits."""
     d_chosen = d_w
-    if normalise:
+    if normalize:
         total = r.chosen.sum(axis=1, keepdims=True)
         d_chosen = (d_w - (d_w * r.weights).sum(axis=1, keepdims=True)) / total
     d_s = np.zeros_like(r.scores)
@@ -167,7 +167,7 @@ class Options:
 
     top_k: int
     score: str = "softmax"
-    normalise: bool = False
+    normalize: bool = False
     balance_coeff: float = 0.0
     z_coeff: float = 0.0
     weigh_input: bool = False
@@ -208,13 +208,13 @@ def moe(
 ) -> tuple[Array, float, Array, dict[str, Array]]:
     """out, loss, d_x and d_w of a layer whose weights are dicts of float64 arrays."""
     z = x @ w["w_gate"]
-    r = route(o.score, o.normalise, z, w.get("bias"), o.top_k, ids)
+    r = route(o.score, o.normalize, z, w.get("bias"), o.top_k, ids)
     experts = w["w_down"].shape[0]
     load = load_of(np.where(r.ids < experts, r.ids, -1), experts)
     losses = [balance(o.score, z, load, o.top_k, o.balance_coeff), z_loss(z, o.z_coeff)]
     d = {name: np.zeros_like(value) for name, value in w.items()}
     out, d_x, d_w = weighted_experts(o, x, w, d, r, d_out)
-    d_z = route_backward(o.score, o.normalise, r, d_w)
+    d_z = route_backward(o.score, o.normalize, r, d_w)
     d_z += d_loss * (losses[0][1] + losses[1][1])
     d["w_gate"] = x.T @ d_z
     if "shared_gate_up" in w:

@@ -239,7 +239,7 @@ def test_where_gradients_come_from(which: str, opened: Any) -> None:
     """The losses alone reach the gate and the rows, and nothing else; the sum is the sum."""
     mesh = make_mesh(2)
     group = opened(mesh)
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     x, ct = layers.arrays()
     w = layers.weights(case)
     wish = layers.options(case, 2)
@@ -268,7 +268,7 @@ def test_where_gradients_come_from(which: str, opened: Any) -> None:
 def test_a_bias_that_decides(mesh: Any, opened: Any) -> None:
     """Sigmoid with a bias of 5 and -5: the choice follows it, the weights do not."""
     group = opened(mesh)
-    case = {"score": "sigmoid", "normalise": True, "bias": True, "big_bias": True}
+    case = {"score": "sigmoid", "normalize": True, "bias": True, "big_bias": True}
     x, weights, ct, got = one_run(group, mesh, case)
     o = reference.Options(2, "sigmoid", True)
     wide = {n: v.astype(np.float64) for n, v in weights.items()}
@@ -284,7 +284,7 @@ def test_repetition_changes_no_bit(opened: Any) -> None:
     """The same program again, five times; other alignments give the same within rounding."""
     mesh = make_mesh(4)
     group = opened(mesh)
-    case = {"alignment": 1, "normalise": True}
+    case = {"alignment": 1, "normalize": True}
     x, weights, ct, first = one_run(group, mesh, case)
     run = layers.step(mesh, group, case)
     for _ in range(5):
@@ -388,9 +388,9 @@ def true_route(o: epic.jax.Router, z: np.ndarray, bias: Any, d_w: np.ndarray) ->
         d_z[rows, ids] = weights * (d_w - (d_w * weights).sum(axis=1, keepdims=True))
         return ids, weights * scale, d_z, gap
     chosen = s[rows, ids]
-    total = chosen.sum(axis=1, keepdims=True) if o.normalise == "sum" else np.ones((len(z), 1))
+    total = chosen.sum(axis=1, keepdims=True) if o.normalize == "sum" else np.ones((len(z), 1))
     weights = chosen / total
-    if o.normalise == "sum":
+    if o.normalize == "sum":
         d_w = (d_w - (d_w * weights).sum(axis=1, keepdims=True)) / total
     d_s = np.zeros_like(z)
     d_s[rows, ids] = d_w
@@ -404,9 +404,9 @@ def true_route(o: epic.jax.Router, z: np.ndarray, bias: Any, d_w: np.ndarray) ->
 ROUTERS: dict[str, dict[str, Any]] = {
     "pre_softmax": {},
     "post_softmax": {"weight_rule": "softmax_chosen"},
-    "sigmoid": {"score": "sigmoid", "normalise": "sum"},
-    "sigmoid_bias": {"score": "sigmoid", "normalise": "sum", "with_bias": True},
-    "sqrtsoftplus": {"score": "sqrtsoftplus", "normalise": "sum", "with_bias": True},
+    "sigmoid": {"score": "sigmoid", "normalize": "sum"},
+    "sigmoid_bias": {"score": "sigmoid", "normalize": "sum", "with_bias": True},
+    "sqrtsoftplus": {"score": "sqrtsoftplus", "normalize": "sum", "with_bias": True},
 }
 
 
@@ -443,7 +443,7 @@ def test_router_in_small_types(dtype: str) -> None:
     """Scores are float32 whatever the logits are; their gradient has the logits' type."""
     rng = np.random.default_rng(3)
     z = jnp.asarray(rng.normal(size=(64, 16)), dtype)
-    options = epic.jax.Router(16, 4, normalise="sum")
+    options = epic.jax.Router(16, 4, normalize="sum")
     d_w = rng.normal(size=(64, 4)).astype(np.float32)
     (chosen, weights), pull = jax.vjp(lambda z: epic.jax.route(options, z), z)
     d_z = pull((np.zeros(chosen.shape, jax.dtypes.float0), d_w))[0]

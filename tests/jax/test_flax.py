@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Flax modules: sharded initialisation, right numbers, dtypes, the expert bias."""
+"""The Flax modules: sharded initialization, right numbers, dtypes, the expert bias."""
 
 import subprocess
 import sys
@@ -25,8 +25,8 @@ import epic.jax.linen
 import epic.jax.nnx
 from epic.jax.block import Biases
 
-FULL = {"normalise": True, "biases": True, "shared": True, "balance_coeff": 0.5, "z_coeff": 0.1}
-TABLE = {"table": 5, "score": "sigmoid", "normalise": True}
+FULL = {"normalize": True, "biases": True, "shared": True, "balance_coeff": 0.5, "z_coeff": 0.1}
+TABLE = {"table": 5, "score": "sigmoid", "normalize": True}
 MESHES = {"ep1": (2, 2, 1), "ep2": (2, 1, 2), "fsdp_ep2": (1, 2, 2), "ep4": (1, 1, 4)}
 SPECS = {
     "w_gate": P("fsdp", None),

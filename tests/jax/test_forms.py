@@ -96,7 +96,7 @@ def test_each_layout_has_its_dispatch(opened: Any) -> None:
     with pytest.raises(ValueError, match="'flat' is needed"):
         epic.jax.dispatch_flat(epic.jax.plan(group, LAYER, ids), x)
     with pytest.raises(ValueError, match="1x128, 1x32"):
-        epic.jax.dispatch_quantised(epic.jax.plan(group, LAYER, ids), x, block="2x2")
+        epic.jax.dispatch_quantized(epic.jax.plan(group, LAYER, ids), x, block="2x2")
 
 
 WIDTH = 200  # neither 128 nor 32 divide it
@@ -123,7 +123,7 @@ def true_e4m3(x: np.ndarray, block: str) -> tuple[np.ndarray, np.ndarray, np.nda
 
 @pytest.mark.parametrize("block", ["1x128", "1x32"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_quantised(block: str, dtype: str, mesh: Any, opened: Any) -> None:
+def test_quantized(block: str, dtype: str, mesh: Any, opened: Any) -> None:
     """Every byte and scale of every slot; zeros on padding and tail."""
     group = opened(mesh)
     ep = mesh.shape["ep"]
@@ -132,8 +132,8 @@ def test_quantised(block: str, dtype: str, mesh: Any, opened: Any) -> None:
 
     def step(x: Any, w: Any, ids: Any) -> Any:
         plan = epic.jax.plan(group, LAYER, ids)
-        rows, scales, slot = epic.jax.dispatch_quantised(plan, x, w, block)
-        return rows, scales, slot, epic.jax.dequantise(rows, scales, jnp.float32, block)
+        rows, scales, slot = epic.jax.dispatch_quantized(plan, x, w, block)
+        return rows, scales, slot, epic.jax.dequantize(rows, scales, jnp.float32, block)
 
     rows, scales, slot, values = (np.asarray(v) for v in mapped(mesh, step, 3)(x, w, ids))
     q, stored, wide = true_e4m3(np.asarray(x.astype(jnp.float32)), block)
@@ -165,8 +165,8 @@ def test_layer_with_rounded_rows(block: str, gemm: Any, mesh: Any, opened: Any) 
     x, ct = layers.arrays()
     weights = layers.weights(case)
 
-    def run(quantise: str | None) -> Any:
-        wish = replace(layers.options(case, group.num_ranks), quantise=quantise)
+    def run(quantize: str | None) -> Any:
+        wish = replace(layers.options(case, group.num_ranks), quantize=quantize)
 
         def loss_of(x: Any, w: Any) -> Any:
             moe = epic.jax.sharded.moe(
@@ -192,7 +192,7 @@ def test_gradient_of_rounded_rows(opened: Any) -> None:
 
     def step(x: Any, w: Any, ids: Any) -> Any:
         plan = epic.jax.plan(group, LAYER, ids)
-        recv, slot = epic.jax.dispatch(plan, x, w, quantise="1x128")
+        recv, slot = epic.jax.dispatch(plan, x, w, quantize="1x128")
         return epic.jax.combine(plan, jnp.sin(recv), slot)
 
     out, pull = jax.vjp(mapped(mesh, step, 3), x, w, ids)
@@ -209,6 +209,6 @@ def test_a_layer_says_what_it_cannot(opened: Any) -> None:
     wish = layers.options({}, 1)
     w = epic.jax.MoeWeights(**layers.weights({}))
     with pytest.raises(ValueError, match="1x128, 1x32"):
-        epic.jax.moe(group, replace(wish, quantise="1x16"), x, w)
+        epic.jax.moe(group, replace(wish, quantize="1x16"), x, w)
     with pytest.raises(epic.jax.EpicError, match="layout"):
         epic.jax.moe(group, replace(wish, layer=replace(wish.layer, layout="flat")), x, w)

@@ -113,7 +113,7 @@ def test_the_same_groups_in_another_mesh(mesh: Mesh, opened: Any) -> None:
     group = opened(SAME["itself"])
     for run in rounds(mesh, group).values():
         run()
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     x, ct = layers.arrays()
     run = layers.step(mesh, group, case, token_axes=("dp", "ep"))
     layers.compare(run(x, layers.weights(case), ct), layers.true_step(case, 2))

@@ -43,7 +43,7 @@ def test_no_other_collective(opened: Any) -> None:
     mesh = make_mesh(2)
     group = opened(mesh)
     x, ct = layers.arrays()
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     for more in ({}, {"grouped_gemm": jax.lax.ragged_dot}):
         run = layers.step(mesh, group, case, **more)
         place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("dp", "ep")))
@@ -57,7 +57,7 @@ def test_no_other_collective(opened: Any) -> None:
 
 def test_same_bits_as_the_core(opened: Any) -> None:
     """Out and all gradients of a group of four, bit for bit."""
-    case = {"normalise": True, "biases": True, "shared": True, "z_coeff": 0.1}
+    case = {"normalize": True, "biases": True, "shared": True, "z_coeff": 0.1}
     mesh = make_mesh(4)
     group = opened(mesh)
     x, ct = layers.arrays()
@@ -108,24 +108,24 @@ ROUTERS = [
 ]
 
 
-@pytest.mark.parametrize(("score", "normalise", "bias"), ROUTERS)
+@pytest.mark.parametrize(("score", "normalize", "bias"), ROUTERS)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(128, 32, 4), (64, 256, 8), (5, 7, 7)])
 def test_router(
-    score: str, normalise: bool, bias: bool, tokens: int, experts: int, top_k: int
+    score: str, normalize: bool, bias: bool, tokens: int, experts: int, top_k: int
 ) -> None:
     """The choice exactly, weights and gradient against float64."""
     rng = np.random.default_rng(1)
     z = rng.normal(size=(tokens, experts)).astype(np.float32)
     b = rng.normal(size=experts).astype(np.float32) if bias else None
     ct = rng.normal(size=(tokens, top_k)).astype(np.float32)
-    options = epic.jax.Router(experts, top_k, score=score, normalise="sum" if normalise else "none")
+    options = epic.jax.Router(experts, top_k, score=score, normalize="sum" if normalize else "none")
     run = jax.jit(lambda z: epic.jax.route(options, z, bias=b))
     (chosen, weights), pull = jax.vjp(run, z)
-    r = reference.route(score, normalise, z.astype(np.float64), b, top_k)
+    r = reference.route(score, normalize, z.astype(np.float64), b, top_k)
     assert np.array_equal(chosen, r.ids)
     assert relative(weights, r.weights) < 1e-6
     d_z = pull((np.zeros(chosen.shape, jax.dtypes.float0), ct))[0]
-    wanted = reference.route_backward(score, normalise, r, ct.astype(np.float64))
+    wanted = reference.route_backward(score, normalize, r, ct.astype(np.float64))
     assert np.abs(d_z - wanted).max() < 1e-6 * max(1, np.abs(wanted).max())
 
 
@@ -220,13 +220,13 @@ def test_recomputed_layers(policy: str, opened: Any) -> None:
 
 
 def test_exported(opened: Any) -> None:
-    """A serialised program, forward and backward, finds the group by its name."""
+    """A serialized program, forward and backward, finds the group by its name."""
     pytest.importorskip("flatbuffers")
     from jax import export
 
     mesh = make_mesh(2)
     group = opened(mesh)
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     x, ct = layers.arrays()
     run = layers.step(mesh, group, case)
     checks = [export.DisabledSafetyCheck.custom_call(f"epic_{n}") for n in ("moe", "moe_backward")]

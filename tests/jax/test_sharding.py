@@ -18,7 +18,7 @@ from epic.jax import call
 from reference import relative
 from steps import mapped, numbers
 
-CASES = ["normalised", "biases", "shared"]
+CASES = ["normalized", "biases", "shared"]
 MESHES = {"fsdp2_ep2": (1, 2, 2), "dp2_fsdp2": (2, 2, 1), "fsdp4": (1, 4, 1), "dp2_ep2": (2, 1, 2)}
 
 
@@ -78,7 +78,7 @@ def test_fsdp_gathers_over_its_axis_alone(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "ragged_dot"])
-@pytest.mark.parametrize("name", ["normalised", "sigmoid", "zero_experts"])
+@pytest.mark.parametrize("name", ["normalized", "sigmoid", "zero_experts"])
 def test_losses_over_data_axes(name: str, gemm: Any, mesh: Any, opened: Any) -> None:
     """Counted over all tokens together: as one group of all devices would."""
     case = layers.CASES[name]
@@ -120,7 +120,7 @@ def test_early_and_late_weighting_agree(opened: Any) -> None:
     """Output and every gradient, down bias included, within rounding."""
     mesh = make_mesh(2)
     group = opened(mesh)
-    case = {"biases": True, "normalise": True}
+    case = {"biases": True, "normalize": True}
     x, ct = layers.arrays()
     w = layers.weights(case)
     late, early = (
@@ -159,7 +159,7 @@ def test_without_numbers_of_call_sites(opened: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(call, "site_primitive", lambda: None)
     mesh = make_mesh(2)
     group = opened(mesh)
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     x, ct = layers.arrays()
     w = layers.weights(case)
     layers.compare(layers.step(mesh, group, case)(x, w, ct), layers.true_step(case, 2))
@@ -179,7 +179,7 @@ def test_devices_with_the_same_tokens(opened: Any) -> None:
     """An axis that shards neither tokens nor weights: every replica does the same."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
     group = opened(mesh)
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     x, ct = layers.arrays()
     for gemm in (None, jax.lax.ragged_dot):
         run = layers.step(mesh, group, case, token_axes=("ep",), grouped_gemm=gemm)
@@ -189,7 +189,7 @@ def test_devices_with_the_same_tokens(opened: Any) -> None:
 def test_experts_over_two_axes() -> None:
     """A group may be several axes of the mesh."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("expert", "tensor"))
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     x, ct = layers.arrays()
     wish: dict[str, Any] = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
     with epic.jax.open(mesh, ("expert", "tensor"), **wish) as group:

@@ -76,7 +76,7 @@ def test_vmap_of_layers(gemm: Any, opened: Any) -> None:
     """Layers side by side with weights of their own; and with some arguments shared."""
     mesh = make_mesh(2)
     group = opened(mesh)
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     one = layers.step(mesh, group, case, grouped_gemm=gemm)
     x, ct = layers.arrays()
     w = layers.weights(case)
@@ -94,7 +94,7 @@ def test_vmap_over_stages(opened: Any) -> None:
     """spmd_axis_name, as a pipeline has it: each stage's devices are groups of their own."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "ep"))
     group = opened(mesh)
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     x, ct = layers.arrays()
     w = layers.weights(case)
 
@@ -155,7 +155,7 @@ def test_second_derivatives_are_refused(what: str, opened: Any) -> None:
     """With a sentence, in both orders; first ones are as they were."""
     mesh = make_mesh(2)
     group = opened(mesh)
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     x, _ = layers.arrays()
     w, wish = epic.jax.MoeWeights(**layers.weights(case)), layers.options(case, 2)
     weights, ids, rows = numbers(2, 24, TOP_K), choices(3), numbers(1, 24, HIDDEN)
@@ -208,7 +208,7 @@ def test_export(opened: Any) -> None:
     """A layer with its gradient leaves JAX as bytes and comes back; the targets have names."""
     mesh = make_mesh(2)
     group = opened(mesh)
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     run = layers.step(mesh, group, case)
     sharding = jax.sharding.NamedSharding(mesh, ALL)
     whole = jax.sharding.NamedSharding(mesh, P())

@@ -18,7 +18,7 @@ from epic.jax import placement
 from steps import ALL, mapped, numbers
 
 COUNTS = [(6, 4), (7, 2), (3, 4), (9, 4)]
-CASES = ["normalised", "biases", "shared"]
+CASES = ["normalized", "biases", "shared"]
 counts = pytest.mark.parametrize(("experts", "ep"), COUNTS)
 
 
@@ -51,7 +51,7 @@ def test_in_a_shard_map(experts: int, ep: int, form: str, opened: Any) -> None:
     """epic.jax.moe takes the weights of all experts, or this rank's rows."""
     mesh = make_mesh(ep)
     group = opened(mesh)
-    case = layers.CASES["normalised"]
+    case = layers.CASES["normalized"]
     wish = layers.options(case, ep)
     x, ct = layers.arrays()
     weights = epic.jax.MoeWeights(**layers.weights(case))

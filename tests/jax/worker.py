@@ -30,7 +30,7 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def initialise(process: int, processes: int, port: int) -> None:
+def initialize(process: int, processes: int, port: int) -> None:
     """jax.distributed on this host."""
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
 
@@ -69,7 +69,7 @@ def check_steps(group: Any, mesh: Mesh) -> None:
 
 def run_layers(process: int, processes: int, port: int) -> None:
     """The steps, and every case of layers.py, on every mesh, against float64."""
-    initialise(process, processes, port)
+    initialize(process, processes, port)
     for ep in (1, 2, 4):
         mesh = Mesh(np.array(jax.devices()[:4]).reshape(4 // ep, ep), ("dp", "ep"))
         with epic.jax.open(mesh, "ep", **SIZES) as group:
@@ -84,7 +84,7 @@ def run_layers(process: int, processes: int, port: int) -> None:
 
 def run_independent(process: int, processes: int, port: int) -> None:
     """Sixteen layers that do not depend on each other, forward and backward, many times."""
-    initialise(process, processes, port)
+    initialize(process, processes, port)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "ep"))
     case = layers.CASES["softmax"]
     with epic.jax.open(mesh, "ep", **SIZES) as group:
@@ -146,7 +146,7 @@ def step_until_gone(run: Any, process: int, end: Any) -> None:
 
 def run_gone(process: int, processes: int, port: int, end: Any = kill) -> None:
     """With jax.distributed."""
-    initialise(process, processes, port)
+    initialize(process, processes, port)
     mesh = Mesh(np.array(jax.devices()), ("ep",))
     group = epic.jax.open(mesh, "ep", **SIZES)
     x = place(mesh, np.ones((4, 3), np.float32), P("ep"))
@@ -204,7 +204,7 @@ def run_interrupt_open(process: int, processes: int, port: int) -> None:
 
 def run_late(process: int, processes: int, port: int) -> None:
     """A process that does not come to the meeting is named."""
-    initialise(process, processes, port)
+    initialize(process, processes, port)
     mesh = Mesh(np.array(jax.devices()), ("ep",))
     multihost_utils.sync_global_devices("begin")  # else whoever starts slowly is late too
     if process != 2:

@@ -54,7 +54,6 @@ static int32_t somewhere[4096];
 /* The row arrays of the calls have ROW bytes a row, tokens TOKENS rows. */
 static const wrong wrongs[] = {
     {PLAN, BAD, "layer", "NULL", {SET(plan.layer, 0)}},
-    {PLAN, BAD, "layer", "0", {SET(plan.layer_size, 0)}},
     {PLAN, BAD, "num_experts", "0", {SET(layer.num_experts, 0)}},
     {PLAN, BAD, "num_experts", "65537", {SET(layer.num_experts, 65537)}},
     {PLAN, BAD, "num_experts", "23", {SET(layer.num_experts, 23)}},
@@ -101,33 +100,33 @@ static const wrong wrongs[] = {
     {DISPATCH, BAD, "recv.row_bytes", "64", {SET(dispatch.recv.row_bytes, 64)}},
     {DISPATCH, BAD, "recv.data", "NULL", {SET(dispatch.recv.data, 0)}},
     {DISPATCH, BAD, "weights", "NULL", {SET(dispatch.weights, 0)}},
-    {DISPATCH, BAD, "recv_weight", "NULL", {SET(dispatch.recv_weight, 0)}},
+    {DISPATCH, BAD, "slot_weights", "NULL", {SET(dispatch.slot_weights, 0)}},
     {DISPATCH, BAD, "recv_expert", "", {SET(dispatch.recv_expert, (intptr_t)somewhere)}},
-    {DISPATCH, BAD, "quantise", "3", {SET(dispatch.quantise, 3), SET(dispatch.type, EPIC_F32)}},
-    {DISPATCH, BAD, "type", "0", {SET(dispatch.quantise, 1)}},
-    {DISPATCH, BAD, "type", "4", {SET(dispatch.quantise, 1), SET(dispatch.type, EPIC_F64)}},
+    {DISPATCH, BAD, "quantize", "3", {SET(dispatch.quantize, 3), SET(dispatch.type, EPIC_F32)}},
+    {DISPATCH, BAD, "type", "0", {SET(dispatch.quantize, 1)}},
+    {DISPATCH, BAD, "type", "4", {SET(dispatch.quantize, 1), SET(dispatch.type, EPIC_F64)}},
     {DISPATCH,
      BAD,
      "recv.row_bytes",
      "128",
-     {SET(dispatch.quantise, 1), SET(dispatch.type, EPIC_F32)}},
+     {SET(dispatch.quantize, 1), SET(dispatch.type, EPIC_F32)}},
     {DISPATCH,
      BAD,
      "recv_scales.row_bytes",
      "0",
-     {SET(dispatch.quantise, 1), SET(dispatch.type, EPIC_F32),
+     {SET(dispatch.quantize, 1), SET(dispatch.type, EPIC_F32),
       SET(dispatch.recv.row_bytes, HIDDEN)}},
     {DISPATCH,
      BAD,
      "tokens.row_bytes",
      "126",
-     {SET(dispatch.quantise, 1), SET(dispatch.type, EPIC_F32),
+     {SET(dispatch.quantize, 1), SET(dispatch.type, EPIC_F32),
       SET(dispatch.tokens.row_bytes, 126)}},
     {DISPATCH,
      BAD,
      "scales",
      "",
-     {SET(dispatch.quantise, 1), SET(dispatch.type, EPIC_F32),
+     {SET(dispatch.quantize, 1), SET(dispatch.type, EPIC_F32),
       SET(dispatch.scales.row_bytes, 4)}},
     {DISPATCH, BAD, "scales", "", {SET(dispatch.scales.row_bytes, 4)}},
     {DISPATCH, BAD, "scales", "0", {SET(dispatch.recv_scales.row_bytes, 4)}},
@@ -145,7 +144,7 @@ static const wrong wrongs[] = {
     {DISPATCH, BAD, "pad", "1", {SET(dispatch.pad, 1)}},
     {DISPATCH, BAD, "type", "99", {SET(dispatch.type, 99)}},
     {DISPATCH, BAD, "weights", "0x1002", {SET(dispatch.weights, 0x1002)}},
-    {DISPATCH, BAD, "recv_weight", "0x1002", {SET(dispatch.recv_weight, 0x1002)}},
+    {DISPATCH, BAD, "slot_weights", "0x1002", {SET(dispatch.slot_weights, 0x1002)}},
 
     {BOTH, BAD, "capacity", "EXACT", {SET(plan.capacity, 0)}},
     {BOTH, BAD, "top_k", "65", {SET(layer.top_k, 65)}},
@@ -213,9 +212,9 @@ static const wrong wrongs[] = {
       SET(dispatch_backward.d_recv.row_bytes, 126)}},
     {DISPATCH_BACKWARD,
      BAD,
-     "d_recv_weight",
+     "d_slot_weights",
      "NULL",
-     {SET(dispatch_backward.d_recv_weight, 0)}},
+     {SET(dispatch_backward.d_slot_weights, 0)}},
     {DISPATCH_BACKWARD, BAD, "d_weights", "NULL", {SET(dispatch_backward.d_weights, 0)}},
     {DISPATCH_BACKWARD, BAD, "flags", "1", {SET(dispatch_backward.flags, 1)}},
 
@@ -242,13 +241,13 @@ static const wrong wrongs[] = {
      "d_rows.num_rows",
      "-1",
      {SET(combine_backward.d_rows.num_rows, -1)}},
-    {COMBINE_BACKWARD, BAD, "quantise", "3", {SET(combine_backward.quantise, 3)}},
-    {COMBINE_BACKWARD, BAD, "d_rows.row_bytes", "128", {SET(combine_backward.quantise, 1)}},
+    {COMBINE_BACKWARD, BAD, "quantize", "3", {SET(combine_backward.quantize, 3)}},
+    {COMBINE_BACKWARD, BAD, "d_rows.row_bytes", "128", {SET(combine_backward.quantize, 1)}},
     {COMBINE_BACKWARD,
      BAD,
      "d_rows_scales.row_bytes",
      "0",
-     {SET(combine_backward.quantise, 2), SET(combine_backward.d_rows.row_bytes, HIDDEN)}},
+     {SET(combine_backward.quantize, 2), SET(combine_backward.d_rows.row_bytes, HIDDEN)}},
     {COMBINE_BACKWARD,
      BAD,
      "d_rows_scales",
@@ -283,20 +282,19 @@ static epic_result make_call(epic_context *ctx, enum which which, calls *c)
     if (c->plan.layer) c->plan.layer = &c->layer;
     switch (which) {
     case PLAN:
-        return epic_plan(ctx, &c->plan, sizeof c->plan);
+        return epic_plan(ctx, &c->plan);
     case DISPATCH:
-        return epic_dispatch(ctx, &c->dispatch, sizeof c->dispatch);
+        return epic_dispatch(ctx, &c->dispatch);
     case BOTH:
-        return epic_plan_dispatch(ctx, &c->plan, sizeof c->plan, &c->dispatch,
-                                  sizeof c->dispatch);
+        return epic_plan_dispatch(ctx, &c->plan, &c->dispatch);
     case COMBINE:
-        return epic_combine(ctx, &c->combine, sizeof c->combine);
+        return epic_combine(ctx, &c->combine);
     case DISPATCH_BACKWARD:
-        return epic_dispatch_backward(ctx, &c->dispatch_backward, sizeof c->dispatch_backward);
+        return epic_dispatch_backward(ctx, &c->dispatch_backward);
     case COMBINE_BACKWARD:
-        return epic_combine_backward(ctx, &c->combine_backward, sizeof c->combine_backward);
+        return epic_combine_backward(ctx, &c->combine_backward);
     default:
-        return epic_sum(ctx, &c->sum, sizeof c->sum);
+        return epic_sum(ctx, &c->sum);
     }
 }
 
@@ -325,7 +323,7 @@ static uint64_t outputs_of(const step *s)
                   {s->load, STEP_EXPERTS * 4},
                   {s->demand, 4},
                   {s->recv, s->slots * ROW},
-                  {s->recv_weight, s->slots * 4},
+                  {s->slot_weights, s->slots * 4},
                   {s->out, TOKENS * ROW},
                   {s->d_rows, s->slots * ROW},
                   {s->d_slot_weights, s->slots * 4},
@@ -374,17 +372,17 @@ static void try_sizes(step *s)
         epic_sum_args args;
         unsigned char more[32];
     } longer = {.args = step_sum(s, 1)};
-    CHECK(epic_sum(s->ctx, &longer.args, sizeof longer) == EPIC_OK);
+    CHECK(epic_sum_v1(s->ctx, &longer.args, sizeof longer) == EPIC_OK);
     longer.more[7] = 1;
-    CHECK(epic_sum(s->ctx, &longer.args, sizeof longer) == EPIC_EINVAL);
-    CHECK(epic_sum(s->ctx, &longer.args, 0) == EPIC_EINVAL);
-    CHECK(epic_sum(s->ctx, NULL, sizeof longer.args) == EPIC_EINVAL);
-    CHECK(epic_plan(s->ctx, NULL, 8) == EPIC_EINVAL);
-    CHECK(epic_dispatch(s->ctx, NULL, 8) == EPIC_EINVAL);
-    CHECK(epic_combine(s->ctx, NULL, 8) == EPIC_EINVAL);
-    CHECK(epic_dispatch_backward(s->ctx, NULL, 8) == EPIC_EINVAL);
-    CHECK(epic_combine_backward(s->ctx, NULL, 8) == EPIC_EINVAL);
-    CHECK(epic_plan_dispatch(s->ctx, NULL, 8, NULL, 8) == EPIC_EINVAL);
+    CHECK(epic_sum_v1(s->ctx, &longer.args, sizeof longer) == EPIC_EINVAL);
+    CHECK(epic_sum_v1(s->ctx, &longer.args, 0) == EPIC_EINVAL);
+    CHECK(epic_sum(s->ctx, NULL) == EPIC_EINVAL);
+    CHECK(epic_plan_v1(s->ctx, NULL, 8) == EPIC_EINVAL);
+    CHECK(epic_dispatch_v1(s->ctx, NULL, 8) == EPIC_EINVAL);
+    CHECK(epic_combine_v1(s->ctx, NULL, 8) == EPIC_EINVAL);
+    CHECK(epic_dispatch_backward_v1(s->ctx, NULL, 8) == EPIC_EINVAL);
+    CHECK(epic_combine_backward_v1(s->ctx, NULL, 8) == EPIC_EINVAL);
+    CHECK(epic_plan_dispatch_v1(s->ctx, NULL, 8, NULL, 8) == EPIC_EINVAL);
 }
 
 static void try_flat(step *s)
@@ -414,7 +412,7 @@ static bool all_zero(const void *data, int64_t bytes)
 static void poison(step *s)
 {
     memset(s->recv, 0xab, (size_t)(s->slots * ROW));
-    memset(s->recv_weight, 0xab, (size_t)s->slots * 4);
+    memset(s->slot_weights, 0xab, (size_t)s->slots * 4);
     memset(s->out, 0xab, TOKENS * ROW);
     memset(s->expert_rows, 0xab, STEP_EXPERTS * 4);
     memset(s->expert_tokens, 0xab, STEP_EXPERTS * 4);
@@ -427,10 +425,10 @@ static void check_moves_nothing(step *s)
     epic_plan_info info;
     const int64_t local = STEP_EXPERTS / s->num_ranks;
     CHECK(all_zero(s->expert_rows, local * 4) && all_zero(s->expert_tokens, local * 4));
-    CHECK(epic_plan_read(s->plan, s->plan_bytes, &info, sizeof info) == EPIC_OK);
+    CHECK(epic_plan_read(s->plan, s->plan_bytes, &info) == EPIC_OK);
     CHECK(info.result != EPIC_OK && info.num_slots == 0);
     CHECK(make_call(s->ctx, DISPATCH, &c) == EPIC_OK);
-    CHECK(all_zero(s->recv, s->slots * ROW) && all_zero(s->recv_weight, s->slots * 4));
+    CHECK(all_zero(s->recv, s->slots * ROW) && all_zero(s->slot_weights, s->slots * 4));
     CHECK(make_call(s->ctx, COMBINE, &c) == EPIC_OK);
     CHECK(all_zero(s->out, TOKENS * ROW));
     CHECK(make_call(s->ctx, COMBINE_BACKWARD, &c) == EPIC_OK);
@@ -536,7 +534,7 @@ static void ranks(const epic_meet *meet, void *self)
                                 .max_row_bytes = STEP_MAX_ROW_BYTES,
                                 .timeout_ms = 20000};
     epic_context *ctx;
-    if (!CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
     step s;
     step_open(&s, ctx, TOKENS, HIDDEN);
     CHECK(step_all(&s, 1));
@@ -555,17 +553,17 @@ static void refuse_open(const epic_meet *meet, const epic_config *config, size_t
                         epic_result expected, const char *name, const char *value)
 {
     epic_context *ctx = NULL;
-    const epic_result result = epic_open(&ctx, meet, config, size);
+    const epic_result result = epic_open_v1(&ctx, meet, config, size);
     CHECK_SAY(result == expected, "open with %s %s: %s instead of %s", name, value,
               epic_result_name(result), epic_result_name(expected));
     CHECK(ctx != NULL);
     const char *said = epic_error(ctx);
     CHECK_SAY(strstr(said, name) && strstr(said, value), "no %s %s in: %s", name, value, said);
     epic_failure_info info;
-    CHECK(epic_failure(ctx, &info, sizeof info) == EPIC_OK);
+    CHECK(epic_failure(ctx, &info) == EPIC_OK);
     CHECK_EQ(info.result, expected);
     CHECK_EQ(info.operation, EPIC_OP_OPEN);
-    CHECK(epic_sum(ctx, &(epic_sum_args){0}, sizeof(epic_sum_args)) != EPIC_OK);
+    CHECK(epic_sum(ctx, &(epic_sum_args){0}) != EPIC_OK);
     CHECK(epic_check(ctx) != EPIC_OK);
     epic_abort(ctx, 0, "nothing to abort");
     epic_close(ctx);
@@ -608,19 +606,17 @@ static void try_open(void)
     refuse_open(&meet, &good, sizeof good, EPIC_EINVAL, "meet.gather", "NULL");
     meet = (epic_meet){.rank = 0, .num_ranks = 2, .gather = no_gather};
     refuse_open(&meet, &good, sizeof good, EPIC_EPEER, "", "");
-    CHECK(epic_open(NULL, NULL, &good, sizeof good) == EPIC_EINVAL);
+    CHECK(epic_open(NULL, NULL, &good) == EPIC_EINVAL);
 }
 
 static void refuse_sizes(const epic_config *config, const epic_layer *layer, const char *name)
 {
-    CHECK(epic_plan_bytes(config, sizeof *config, layer, sizeof *layer) == 0);
+    CHECK(epic_plan_bytes(config, layer) == 0);
     CHECK_SAY(strstr(epic_error(NULL), name) != NULL, "no %s in: %s", name, epic_error(NULL));
-    CHECK(epic_capacity_bound(config, sizeof *config, layer, sizeof *layer) == 0);
+    CHECK(epic_capacity_bound(config, layer) == 0);
     CHECK_SAY(strstr(epic_error(NULL), name) != NULL, "no %s in: %s", name, epic_error(NULL));
     epic_memory_info info;
-    CHECK(epic_memory(config, sizeof *config, layer, sizeof *layer, &info, sizeof info) ==
-              EPIC_EINVAL ||
-          layer == NULL);
+    CHECK(epic_memory(config, layer, &info) == EPIC_EINVAL || layer == NULL);
 }
 
 static void try_queries(void)
@@ -635,21 +631,21 @@ static void try_queries(void)
     refuse_sizes(&config, &nothing, "top_k");
     refuse_sizes(&config, NULL, "layer");
     refuse_sizes(NULL, &layer, "config");
-    CHECK(epic_plan_bytes(&huge, sizeof huge, &layer, sizeof layer) == 0);
-    CHECK(epic_memory(&config, sizeof config, NULL, 0, &memory, sizeof memory) == EPIC_OK);
+    CHECK(epic_plan_bytes(&huge, &layer) == 0);
+    CHECK(epic_memory(&config, NULL, &memory) == EPIC_OK);
     CHECK(memory.plan_bytes == 0 && memory.host_bytes > 0 && memory.shared_bytes > 0);
-    CHECK(epic_memory(&config, sizeof config, &layer, sizeof layer, NULL, 8) == EPIC_EINVAL);
+    CHECK(epic_memory_v1(&config, sizeof config, &layer, sizeof layer, NULL, 8) == EPIC_EINVAL);
     epic_plan_info info;
     _Alignas(16) unsigned char bytes[64] = {0};
-    CHECK(epic_plan_read(NULL, 64, &info, sizeof info) == EPIC_EINVAL);
-    CHECK(epic_plan_read(bytes + 1, 32, &info, sizeof info) == EPIC_EINVAL);
-    CHECK(epic_plan_read(bytes, 64, &info, sizeof info) == EPIC_EINVAL);
-    CHECK(epic_plan_read(bytes, 0, &info, sizeof info) == EPIC_EINVAL);
-    CHECK(epic_plan_read(bytes, 64, NULL, sizeof info) == EPIC_EINVAL);
-    CHECK(epic_failure(NULL, &(epic_failure_info){0}, 8) == EPIC_EINVAL);
+    CHECK(epic_plan_read(NULL, 64, &info) == EPIC_EINVAL);
+    CHECK(epic_plan_read(bytes + 1, 32, &info) == EPIC_EINVAL);
+    CHECK(epic_plan_read(bytes, 64, &info) == EPIC_EINVAL);
+    CHECK(epic_plan_read(bytes, 0, &info) == EPIC_EINVAL);
+    CHECK(epic_plan_read(bytes, 64, NULL) == EPIC_EINVAL);
+    CHECK(epic_failure_v1(NULL, &(epic_failure_info){0}, 8) == EPIC_EINVAL);
     CHECK(epic_check(NULL) == EPIC_EINVAL);
-    CHECK(epic_sum(NULL, &(epic_sum_args){0}, 8) == EPIC_EINVAL);
-    CHECK(epic_plan(NULL, &(epic_plan_args){0}, 8) == EPIC_EINVAL);
+    CHECK(epic_sum_v1(NULL, &(epic_sum_args){0}, 8) == EPIC_EINVAL);
+    CHECK(epic_plan_v1(NULL, &(epic_plan_args){0}, 8) == EPIC_EINVAL);
     epic_close(NULL);
     epic_abort(NULL, 0, NULL);
     epic_meet_close(NULL);
@@ -660,7 +656,7 @@ static void try_queries(void)
     epic_meet meet;
     CHECK(epic_meet_threads(NULL, 2, 0) == EPIC_EINVAL);
     CHECK(epic_meet_threads(&meet, 0, 0) == EPIC_EINVAL);
-    CHECK(epic_meet_tcp(&meet, NULL, 8) == EPIC_EINVAL);
+    CHECK(epic_meet_tcp_v1(&meet, NULL, 8) == EPIC_EINVAL);
     CHECK(epic_meet_env(NULL) == EPIC_EINVAL);
 }
 
@@ -671,9 +667,9 @@ static void three(const epic_meet *meet, void *self)
     const epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .timeout_ms = 20000};
     epic_context *ctx;
     float data[2] = {1, 2};
-    if (!CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
     const epic_sum_args a = {.data = data, .count = 2, .order = EPIC_TREE};
-    CHECK(epic_sum(ctx, &a, sizeof a) == EPIC_EINVAL);
+    CHECK(epic_sum(ctx, &a) == EPIC_EINVAL);
     CHECK(strstr(epic_error(ctx), "order") && strstr(epic_error(ctx), "3"));
     epic_close(ctx);
 }
@@ -684,7 +680,7 @@ static void unequal(const epic_meet *meet, void *self)
     (void)self;
     const epic_config config = {.max_tokens = 4 + meet->rank / 2, .max_row_bytes = 64};
     epic_context *ctx;
-    CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_EMISMATCH);
+    CHECK(epic_open(&ctx, meet, &config) == EPIC_EMISMATCH);
     CHECK(strstr(epic_error(ctx), "max_tokens") && strstr(epic_error(ctx), "rank 2"));
     epic_close(ctx);
 }

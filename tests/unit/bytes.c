@@ -70,34 +70,33 @@ static uint64_t sent_since(const counted *c, uint64_t before)
 static void count_plan(counted *c)
 {
     const epic_plan_args a = {.layer = &c->layer,
-                              .layer_size = sizeof c->layer,
                               .plan = c->plan,
                               .plan_bytes = c->plan_bytes,
                               .topk_idx = c->topk_idx[c->rank],
                               .num_tokens = TOKENS,
                               .capacity = c->slots};
     const uint64_t before = epic_context_bytes_sent(c->ctx);
-    CHECK(epic_plan(c->ctx, &a, sizeof a) == EPIC_OK);
+    CHECK(epic_plan(c->ctx, &a) == EPIC_OK);
     CHECK_EQ(sent_since(c, before), c->num_ranks > 1 ? TOKENS * TOP_K * 4 : 0);
 }
 
 static void count_dispatch(counted *c, bool weights)
 {
     char *x = calloc(TOKENS, ROW), *recv = calloc((size_t)c->slots, ROW);
-    float *w = calloc(TOKENS * TOP_K, 4), *recv_weight = calloc((size_t)c->slots, 4);
+    float *w = calloc(TOKENS * TOP_K, 4), *slot_weights = calloc((size_t)c->slots, 4);
     epic_dispatch_args a = {.plan = c->plan,
                             .plan_bytes = c->plan_bytes,
                             .tokens = {x, TOKENS, ROW},
                             .recv = {recv, c->slots, ROW}};
     if (weights) {
         a.weights = w;
-        a.recv_weight = recv_weight;
+        a.slot_weights = slot_weights;
     }
     const uint64_t before = epic_context_bytes_sent(c->ctx);
-    CHECK(epic_dispatch(c->ctx, &a, sizeof a) == EPIC_OK);
+    CHECK(epic_dispatch(c->ctx, &a) == EPIC_OK);
     const int64_t each = ROW + (weights ? TOP_K * 4 : 0);
     CHECK_EQ(sent_since(c, before), tokens_wanted(c) * each);
-    free(x), free(recv), free(w), free(recv_weight);
+    free(x), free(recv), free(w), free(slot_weights);
 }
 
 static void count_combine(counted *c)
@@ -109,7 +108,7 @@ static void count_combine(counted *c)
                                  .out = {out, TOKENS, ROW},
                                  .type = EPIC_BF16};
     const uint64_t before = epic_context_bytes_sent(c->ctx);
-    CHECK(epic_combine(c->ctx, &a, sizeof a) == EPIC_OK);
+    CHECK(epic_combine(c->ctx, &a) == EPIC_OK);
     const int64_t each = c->layer.partial_type == EPIC_F32 ? 2 * ROW : ROW;
     CHECK_EQ(sent_since(c, before), rows_owed(c) * each);
     free(rows), free(out);
@@ -124,7 +123,7 @@ static void count_gradients(counted *c)
                                                .d_rows = {rows, c->slots, ROW},
                                                .type = EPIC_BF16};
     uint64_t before = epic_context_bytes_sent(c->ctx);
-    CHECK(epic_combine_backward(c->ctx, &spread, sizeof spread) == EPIC_OK);
+    CHECK(epic_combine_backward(c->ctx, &spread) == EPIC_OK);
     CHECK_EQ(sent_since(c, before), tokens_wanted(c) * ROW);
     const epic_dispatch_backward_args home = {.plan = c->plan,
                                               .plan_bytes = c->plan_bytes,
@@ -132,7 +131,7 @@ static void count_gradients(counted *c)
                                               .d_tokens = {d_tokens, TOKENS, ROW},
                                               .type = EPIC_BF16};
     before = epic_context_bytes_sent(c->ctx);
-    CHECK(epic_dispatch_backward(c->ctx, &home, sizeof home) == EPIC_OK);
+    CHECK(epic_dispatch_backward(c->ctx, &home) == EPIC_OK);
     const int64_t each = c->layer.partial_type == EPIC_F32 ? 2 * ROW : ROW;
     CHECK_EQ(sent_since(c, before), rows_owed(c) * each);
     free(rows), free(d_tokens);
@@ -145,7 +144,7 @@ static void count_sums(counted *c)
     for (int64_t n = 64; n <= 65; n++) {
         const epic_sum_args a = {.data = data, .count = n};
         const uint64_t before = epic_context_bytes_sent(c->ctx);
-        CHECK(epic_sum(c->ctx, &a, sizeof a) == EPIC_OK);
+        CHECK(epic_sum(c->ctx, &a) == EPIC_OK);
         CHECK((sent_since(c, before) > 0) == (n == 65 && c->num_ranks > 1));
     }
 }
@@ -167,13 +166,13 @@ static void count_all(const epic_meet *meet, void *self)
                                 .num_ranks = (uint32_t)meet->num_ranks,
                                 .timeout_ms = 20000};
     counted *c = calloc(1, sizeof *c);
-    if (CHECK(epic_open(&c->ctx, meet, &config, sizeof config) == EPIC_OK)) {
+    if (CHECK(epic_open(&c->ctx, meet, &config) == EPIC_OK)) {
         c->rank = meet->rank;
         c->num_ranks = meet->num_ranks;
         c->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
         c->layer.partial_type = *(const uint32_t *)self;
-        c->slots = epic_capacity_bound(&config, sizeof config, &c->layer, sizeof c->layer);
-        c->plan_bytes = epic_plan_bytes(&config, sizeof config, &c->layer, sizeof c->layer);
+        c->slots = epic_capacity_bound(&config, &c->layer);
+        c->plan_bytes = epic_plan_bytes(&config, &c->layer);
         c->plan = aligned_alloc(64, (c->plan_bytes + 63) / 64 * 64);
         choose_experts(c, run_seed());
         count_plan(c);

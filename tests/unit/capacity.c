@@ -9,6 +9,7 @@
 typedef struct search {
     epic_layer layer;
     int num_experts, num_choices;
+    int most_each; /* choices of one expert: a distinct token brings one at most */
     int counts[8];
     int64_t most;
 } search;
@@ -33,7 +34,7 @@ static void spread(search *s, int first, int left)
         if (slots > s->most) s->most = slots;
         return;
     }
-    for (int n = 0; n <= left; n++) {
+    for (int n = 0; n <= left && n <= s->most_each; n++) {
         s->counts[first] = n;
         spread(s, first + 1, left - n);
     }
@@ -46,14 +47,20 @@ static void check_major(int ranks, int tokens, epic_layer layer)
     search s = {.layer = layer,
                 .num_experts = (int)layer.num_experts / ranks,
                 .num_choices = ranks * tokens * (int)layer.top_k};
+    s.most_each = s.num_choices;
+    if (layer.flags & EPIC_DISTINCT) {
+        s.most_each = ranks * tokens;
+        if ((int)layer.top_k > s.num_experts) s.num_choices = ranks * tokens * s.num_experts;
+    }
     if (s.num_choices > MOST_CHOICES) return;
     spread(&s, 0, s.num_choices);
-    const int64_t bound = epic_capacity_bound(&config, sizeof config, &layer, sizeof layer);
-    CHECK_SAY(bound == s.most,
-              "%d ranks, %d tokens, top_k %u, %u experts, alignment %u, expert_capacity %u: "
-              "bound %lld, most %lld",
-              ranks, tokens, layer.top_k, layer.num_experts, layer.alignment,
-              layer.expert_capacity, (long long)bound, (long long)s.most);
+    const int64_t bound = epic_capacity_bound(&config, &layer);
+    CHECK_SAY(
+        bound == s.most,
+        "%d ranks, %d tokens, top_k %u, %u experts, alignment %u, expert_capacity %u, flags "
+        "%u: bound %lld, most %lld",
+        ranks, tokens, layer.top_k, layer.num_experts, layer.alignment, layer.expert_capacity,
+        layer.flags, (long long)bound, (long long)s.most);
 }
 
 static void check_flat(int ranks, int tokens, epic_layer layer)
@@ -65,15 +72,15 @@ static void check_flat(int ranks, int tokens, epic_layer layer)
     if (layer.expert_capacity && local * layer.expert_capacity < most)
         most = local * layer.expert_capacity;
     layer.layout = EPIC_FLAT;
-    CHECK_EQ(epic_capacity_bound(&config, sizeof config, &layer, sizeof layer), most);
+    CHECK_EQ(epic_capacity_bound(&config, &layer), most);
 }
 
 static void check_too_large(void)
 {
     const epic_config config = {.max_tokens = 1 << 30, .max_row_bytes = 1, .num_ranks = 4};
     const epic_layer layer = {.num_experts = 4, .top_k = 1};
-    CHECK_EQ(epic_capacity_bound(&config, sizeof config, &layer, sizeof layer), 0);
-    CHECK_EQ(epic_plan_bytes(&config, sizeof config, &layer, sizeof layer), 0);
+    CHECK_EQ(epic_capacity_bound(&config, &layer), 0);
+    CHECK_EQ(epic_plan_bytes(&config, &layer), 0);
 }
 
 int main(void)
@@ -86,14 +93,16 @@ int main(void)
                 for (int local = 1; local <= 4; local++)
                     for (int a = 0; a < 5; a++)
                         for (uint32_t limit = 0; limit <= 6; limit++) {
-                            const epic_layer layer = {.num_experts = (uint32_t)(local * ranks),
-                                                      .top_k = top_k,
-                                                      .alignment = alignments[a],
-                                                      .overflow = limit ? EPIC_OVERFLOW_DROP
-                                                                        : EPIC_OVERFLOW_ERROR,
-                                                      .expert_capacity = limit};
+                            epic_layer layer = {.num_experts = (uint32_t)(local * ranks),
+                                                .top_k = top_k,
+                                                .alignment = alignments[a],
+                                                .overflow = limit ? EPIC_OVERFLOW_DROP
+                                                                  : EPIC_OVERFLOW_ERROR,
+                                                .expert_capacity = limit};
                             check_major(ranks, tokens, layer);
                             check_flat(ranks, tokens, layer);
+                            layer.flags = EPIC_DISTINCT;
+                            check_major(ranks, tokens, layer);
                         }
     check_too_large();
     return check_end();

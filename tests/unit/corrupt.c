@@ -119,7 +119,7 @@ static epic_result use(damaged *d, uint32_t operation, const unsigned char *plan
     epic_plan_info info;
     d->s.plan = copy;
     d->s.plan_bytes = bytes;
-    if (epic_plan_read(copy, bytes, &info, sizeof info) == EPIC_OK) {
+    if (epic_plan_read(copy, bytes, &info) == EPIC_OK) {
         const int32_t *fate = (const int32_t *)(const void *)(copy + info.fate_offset);
         volatile int32_t seen = 0;
         for (int64_t i = 0; i < info.num_tokens * STEP_TOP_K; i++) seen += fate[i] & 1;
@@ -137,7 +137,7 @@ static epic_result use(damaged *d, uint32_t operation, const unsigned char *plan
 static bool is_good_plan(const unsigned char *plan, size_t bytes)
 {
     epic_plan_info info;
-    return epic_plan_read(plan, bytes, &info, sizeof info) == EPIC_OK;
+    return epic_plan_read(plan, bytes, &info) == EPIC_OK;
 }
 
 static void damaged_open(damaged *d, epic_context *ctx, epic_context *other, uint64_t seed)
@@ -210,8 +210,8 @@ static void run_damages(const epic_meet *meet, void *self)
                                 .timeout_ms = 10000,
                                 .max_in_flight = 2};
     epic_context *ctx, *other;
-    if (!CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_OK)) return;
-    if (!CHECK(epic_open(&other, meet, &config, sizeof config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&other, meet, &config) == EPIC_OK)) return;
     damaged d;
     damaged_open(&d, ctx, other, run_mix(run_seed(), (uint64_t)meet->rank));
     run_random common = {run_mix(run_seed(), 50)};
@@ -282,7 +282,7 @@ static void run_resealed(const epic_meet *meet, void *self)
                                 .timeout_ms = 10000,
                                 .max_in_flight = 2};
     epic_context *ctx;
-    if (!CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
     damaged d;
     damaged_open(&d, ctx, ctx, run_mix(run_seed(), 60));
     int good = 0;
@@ -308,7 +308,7 @@ static void run_resealed_group(const epic_meet *meet, void *self)
                                 .timeout_ms = 10000,
                                 .max_in_flight = 2};
     epic_context *ctx;
-    if (!CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
     damaged d;
     damaged_open(&d, ctx, ctx, run_mix(run_seed(), (uint64_t)(70 + 2 * number + meet->rank)));
     d.common.state = run_mix(run_seed(), (uint64_t)(1000 + number));

@@ -32,7 +32,7 @@ static epic_context *open_context(const epic_meet *meet, uint32_t in_flight)
                                 .max_in_flight = in_flight,
                                 .backend = backend};
     epic_context *ctx;
-    const epic_result result = epic_open(&ctx, meet, &config, sizeof config);
+    const epic_result result = epic_open(&ctx, meet, &config);
     CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx));
     return ctx;
 }
@@ -52,7 +52,7 @@ static bool names(const epic_failure_info *info, int rank)
 static epic_failure_info failure_of(const epic_context *ctx)
 {
     epic_failure_info info;
-    CHECK(epic_failure(ctx, &info, sizeof info) == EPIC_OK);
+    CHECK(epic_failure(ctx, &info) == EPIC_OK);
     return info;
 }
 
@@ -206,7 +206,7 @@ static epic_result sum(epic_context *ctx, uint64_t tag)
 {
     float one = 1;
     const epic_sum_args args = {.call.tag = tag, .data = &one, .count = 1};
-    return epic_sum(ctx, &args, sizeof args);
+    return epic_sum(ctx, &args);
 }
 
 /* A note that comes just before the deadline of an operation leaves it where it is. */

@@ -65,8 +65,8 @@ static epic_result open_and_close(const trial *t, int rank)
                                 .backend = "shm"};
     epic_meet meet;
     epic_context *ctx = NULL;
-    epic_result result = epic_meet_tcp(&meet, &tcp, sizeof tcp);
-    if (result == EPIC_OK) result = epic_open(&ctx, &meet, &config, sizeof config);
+    epic_result result = epic_meet_tcp(&meet, &tcp);
+    if (result == EPIC_OK) result = epic_open(&ctx, &meet, &config);
     report *out = &t->reports[rank];
     out->result = result;
     snprintf(out->sentence, sizeof out->sentence, "%s", result ? epic_error(NULL) : "");

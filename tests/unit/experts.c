@@ -137,9 +137,8 @@ static void lay_out(problem *p, array *a, int64_t each)
 
 static void make_memory(problem *p)
 {
-    CHECK(epic_experts_memory(&p->experts, sizeof p->experts, p->num_slots, &p->memory,
-                              sizeof p->memory) == EPIC_OK,
-          "%s", epic_error(NULL));
+    CHECK(epic_experts_memory(&p->experts, p->num_slots, &p->memory) == EPIC_OK, "%s",
+          epic_error(NULL));
     p->saved = malloc((size_t)p->memory.saved_bytes + 1);
     p->workspace = malloc((size_t)p->memory.backward_bytes + 1);
     memset(p->saved, 0xff, (size_t)p->memory.saved_bytes);
@@ -199,7 +198,6 @@ static epic_experts_args forward_args(const problem *p)
     const bool late = p->experts.weighting == EPIC_WEIGHT_LATE;
     return (epic_experts_args){
         .experts = &p->experts,
-        .experts_size = sizeof p->experts,
         .x = p->x.data,
         .num_slots = p->num_slots,
         .expert_rows = p->rows,
@@ -222,7 +220,6 @@ static epic_experts_backward_args backward_args(const problem *p)
     const epic_experts_args f = forward_args(p);
     return (epic_experts_backward_args){
         .experts = f.experts,
-        .experts_size = f.experts_size,
         .x = f.x,
         .num_slots = f.num_slots,
         .expert_rows = f.expert_rows,
@@ -255,8 +252,8 @@ static void run(problem *p)
                         &p->d_w_down, &p->d_b_gate_up, &p->d_b_down};
     for (int i = 0; i < 6; i++) fill(results[i], 0, results[i]->n, 77);
     fill(&p->d_slot_weights, 0, p->num_slots, 77);
-    CHECK(epic_experts_forward(&f, sizeof f) == EPIC_OK, "%s", epic_error(NULL));
-    CHECK(epic_experts_backward(&b, sizeof b) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_experts_forward(NULL, &f) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_experts_backward(NULL, &b) == EPIC_OK, "%s", epic_error(NULL));
 }
 
 /* ------------------------------------------------------------------------------- oracle ---- */
@@ -632,13 +629,13 @@ static void test_accumulate(void)
     epic_experts_backward_args b = backward_args(&p);
     b.flags = EPIC_ACCUMULATE;
     b.d_x = NULL;
-    CHECK(epic_experts_backward(&b, sizeof b) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_experts_backward(NULL, &b) == EPIC_OK, "%s", epic_error(NULL));
     for (int g = 0; g < 4; g++)
         for (int64_t i = 0; i < gradients[g]->n; i++) gradients[g]->truth[i] *= 2;
     for (int g = 0; g < 4; g++)
         CHECK(distance(gradients[g], gradients[g]->truth) < 1e-14, "gradient %d", g);
     b.d_w_gate_up = b.d_w_down = b.d_b_gate_up = b.d_b_down = NULL;
-    CHECK(epic_experts_backward(&b, sizeof b) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_experts_backward(NULL, &b) == EPIC_OK, "%s", epic_error(NULL));
     free_problem(&p);
 }
 
@@ -646,18 +643,17 @@ static void test_accumulate(void)
 static void test_nothing(void)
 {
     static const int32_t none[2] = {0, 0};
-    const epic_experts ex = {.num_local_experts = 2, .hidden = 4, .inner = 3};
+    const epic_experts ex = {
+        .row_type = EPIC_F32, .num_local_experts = 2, .hidden = 4, .inner = 3};
     float d_w_down[24] = {1, [23] = 1};
-    const epic_experts_args f = {
-        .experts = &ex, .experts_size = sizeof ex, .expert_rows = none};
+    const epic_experts_args f = {.experts = &ex, .expert_rows = none};
     const epic_experts_backward_args b = {
-        .experts = &ex, .experts_size = sizeof ex, .expert_rows = none, .d_w_down = d_w_down};
+        .experts = &ex, .expert_rows = none, .d_w_down = d_w_down};
     epic_experts_memory_info memory;
-    CHECK(epic_experts_memory(&ex, sizeof ex, 0, &memory, sizeof memory) == EPIC_OK, "%s",
-          epic_error(NULL));
+    CHECK(epic_experts_memory(&ex, 0, &memory) == EPIC_OK, "%s", epic_error(NULL));
     CHECK(memory.saved_bytes == 0 && memory.backward_bytes == 0, "memory for nothing");
-    CHECK(epic_experts_forward(&f, sizeof f) == EPIC_OK, "%s", epic_error(NULL));
-    CHECK(epic_experts_backward(&b, sizeof b) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_experts_forward(NULL, &f) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_experts_backward(NULL, &b) == EPIC_OK, "%s", epic_error(NULL));
     CHECK(d_w_down[0] == 0 && d_w_down[23] == 0, "not cleared");
 }
 
@@ -749,15 +745,15 @@ static void test_threads(void)
 static void refuse_experts(epic_experts ex, const char *word)
 {
     epic_experts_memory_info memory;
-    CHECK(epic_experts_memory(&ex, sizeof ex, 4, &memory, sizeof memory) == EPIC_EINVAL,
-          "accepted: %s", word);
+    CHECK(epic_experts_memory(&ex, 4, &memory) == EPIC_EINVAL, "accepted: %s", word);
     CHECK(strstr(epic_error(NULL), word) != NULL, "\"%s\" does not name %s", epic_error(NULL),
           word);
 }
 
 static void test_wrong_experts(void)
 {
-    const epic_experts good = {.num_local_experts = 2, .hidden = 4, .inner = 3};
+    const epic_experts good = {
+        .row_type = EPIC_F32, .num_local_experts = 2, .hidden = 4, .inner = 3};
     epic_experts ex;
 #define REFUSE(field, value, word) \
     do {                           \
@@ -787,7 +783,7 @@ static void test_wrong_experts(void)
 
 static void refuse_forward(epic_experts_args args, const char *word)
 {
-    CHECK(epic_experts_forward(&args, sizeof args) == EPIC_EINVAL, "accepted: %s", word);
+    CHECK(epic_experts_forward(NULL, &args) == EPIC_EINVAL, "accepted: %s", word);
     CHECK(strstr(epic_error(NULL), word) != NULL, "\"%s\" does not name %s", epic_error(NULL),
           word);
 }
@@ -831,11 +827,11 @@ static void test_wrong_arguments(void)
 
     epic_experts_backward_args b = backward_args(&p);
     b.workspace_bytes = good.workspace_bytes;
-    CHECK(epic_experts_backward(&b, sizeof b) == EPIC_EINVAL &&
+    CHECK(epic_experts_backward(NULL, &b) == EPIC_EINVAL &&
               strstr(epic_error(NULL), "workspace"),
           "%s", epic_error(NULL));
     b.d_y = NULL;
-    CHECK(epic_experts_backward(&b, sizeof b) == EPIC_EINVAL && strstr(epic_error(NULL), "d_y"),
+    CHECK(epic_experts_backward(NULL, &b) == EPIC_EINVAL && strstr(epic_error(NULL), "d_y"),
           "%s", epic_error(NULL));
     free_problem(&p);
 }

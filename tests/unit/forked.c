@@ -25,15 +25,15 @@ static void be_a_child(epic_context *ctx, step *s)
     const epic_plan_args plan = step_plan(s, 1);
     const epic_dispatch_args dispatch = step_dispatch(s, 1);
     const epic_sum_args sum = step_sum(s, 1);
-    const epic_router_args router = {.ctx = ctx};
+    const epic_router_args router = {.num_tokens = 0};
     const epic_moe_args moe = {.weights = NULL};
-    refused(ctx, epic_plan(ctx, &plan, sizeof plan), "plan");
-    refused(ctx, epic_dispatch(ctx, &dispatch, sizeof dispatch), "dispatch");
-    refused(ctx, epic_sum(ctx, &sum, sizeof sum), "sum");
-    refused(ctx, epic_router_forward(&router, sizeof router), "router_forward");
-    refused(ctx, epic_moe_forward(ctx, &moe, sizeof moe), "moe_forward");
+    refused(ctx, epic_plan(ctx, &plan), "plan");
+    refused(ctx, epic_dispatch(ctx, &dispatch), "dispatch");
+    refused(ctx, epic_sum(ctx, &sum), "sum");
+    refused(ctx, epic_router_forward(ctx, &router), "router_forward");
+    refused(ctx, epic_moe_forward(ctx, &moe), "moe_forward");
     refused(ctx, epic_check(ctx), "check");
-    refused(ctx, epic_failure(ctx, &info, sizeof info), "failure");
+    refused(ctx, epic_failure(ctx, &info), "failure");
     epic_abort(ctx, 1, "the child has nothing to say");
     CHECK_EQ(epic_max_sms(ctx), 0);
     CHECK_EQ(epic_rank(ctx), s->rank);
@@ -41,7 +41,7 @@ static void be_a_child(epic_context *ctx, step *s)
 
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
                                 .max_row_bytes = STEP_MAX_ROW_BYTES};
-    CHECK_SAY(epic_open(&ctx, NULL, &config, sizeof config) == EPIC_OK, "%s", epic_error(ctx));
+    CHECK_SAY(epic_open(&ctx, NULL, &config) == EPIC_OK, "%s", epic_error(ctx));
     CHECK(step_works(ctx, 1));
     epic_close(ctx);
 }
@@ -54,7 +54,7 @@ static void ranks(const epic_meet *meet, void *self)
                                 .backend = self,
                                 .timeout_ms = 20000};
     epic_context *ctx;
-    if (!CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
     step s;
     step_open(&s, ctx, 6, 32);
     CHECK(step_all(&s, 1));

@@ -458,7 +458,7 @@ static void check_dot(const host_kernels *k, epic_type type, kind kind)
     if (!(fabs(sum - near) <= 20 * sizes * 0x1p-24)) fail("dot (float64)", type, n, 0);
 }
 
-/* --------------------------------------------------------------------------- quantise ---- */
+/* --------------------------------------------------------------------------- quantize ---- */
 
 static float true_scale_1x128(float max)
 {
@@ -475,7 +475,7 @@ static int true_scale_1x32(float max)
     return byte;
 }
 
-static void check_quantised_block(const char *what, const float *x, int64_t count,
+static void check_quantized_block(const char *what, const float *x, int64_t count,
                                   const char *q, double scale, bool finite, int64_t n)
 {
     const format *f = format_of(EPIC_E4M3);
@@ -485,9 +485,9 @@ static void check_quantised_block(const char *what, const float *x, int64_t coun
     }
 }
 
-static void check_quantise(const host_kernels *k, epic_type type, kind kind, int block)
+static void check_quantize(const host_kernels *k, epic_type type, kind kind, int block)
 {
-    const char *what = block == 128 ? "quantise 1x128" : "quantise 1x32";
+    const char *what = block == 128 ? "quantize 1x128" : "quantize 1x32";
     const int64_t n = random_n();
     const int64_t num_blocks = (n + block - 1) / block;
     const float w = next_random() % 2 ? 1.0f : (float)random_value(PLAIN, EPIC_F32);
@@ -495,9 +495,9 @@ static void check_quantise(const host_kernels *k, epic_type type, kind kind, int
     buffer_clear(&out);
     buffer_clear(&out2);
     if (block == 128)
-        k->quantise_1x128(out.row, out2.row, sources[0].row, w, type, n);
+        k->quantize_1x128(out.row, out2.row, sources[0].row, w, type, n);
     else
-        k->quantise_1x32(out.row, out2.row, sources[0].row, w, type, n);
+        k->quantize_1x32(out.row, out2.row, sources[0].row, w, type, n);
     for (int64_t b = 0; b < num_blocks; b++) {
         const int64_t count = n - b * block < block ? n - b * block : block;
         float x[128], max = 0.0f, got = 0.0f;
@@ -517,7 +517,7 @@ static void check_quantise(const host_kernels *k, epic_type type, kind kind, int
             if ((uint8_t)out2.row[b] != byte) fail(what, EPIC_E8M0, n, b);
             scale = ldexp(1.0, byte - 127);
         }
-        check_quantised_block(what, x, count, out.row + b * block, scale, finite, n);
+        check_quantized_block(what, x, count, out.row + b * block, scale, finite, n);
     }
     if (!buffer_kept(&out, n) || !buffer_kept(&out2, num_blocks * (block == 128 ? 4 : 1)))
         fail(what, type, n, -1);
@@ -533,14 +533,14 @@ static void check_scale_edges(const host_kernels *k)
             uint8_t q[32], byte;
             x[7] = -max;
             x[8] = max / 3;
-            k->quantise_1x32(q, &byte, x, 1.0f, EPIC_F32, 32);
+            k->quantize_1x32(q, &byte, x, 1.0f, EPIC_F32, 32);
             const int truth = true_scale_1x32(max);
             if (byte != truth) fail("scale 1x32", EPIC_E8M0, exponent, step);
-            check_quantised_block("edge 1x32", x, 32, (char *)q, ldexp(1, truth - 127), true,
+            check_quantized_block("edge 1x32", x, 32, (char *)q, ldexp(1, truth - 127), true,
                                   0);
-            k->quantise_1x128(q, &scale, x, 1.0f, EPIC_F32, 32);
+            k->quantize_1x128(q, &scale, x, 1.0f, EPIC_F32, 32);
             if (scale != true_scale_1x128(max)) fail("scale 1x128", EPIC_F32, exponent, step);
-            check_quantised_block("edge 1x128", x, 32, (char *)q, (double)scale, true, 0);
+            check_quantized_block("edge 1x128", x, 32, (char *)q, (double)scale, true, 0);
         }
 }
 
@@ -622,8 +622,8 @@ static void check_round(const host_kernels *k, kind kind)
         check_scale(k, type, kind);
         check_dot(k, type, kind);
         if (type == EPIC_F64) continue;
-        check_quantise(k, type, kind, 128);
-        check_quantise(k, type, kind, 32);
+        check_quantize(k, type, kind, 128);
+        check_quantize(k, type, kind, 32);
     }
 }
 

@@ -196,7 +196,7 @@ static epic_result gather(epic_meet *meet, int number, size_t bytes, report *out
 static void meet_and_gather(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_meet meet;
-    out->result = epic_meet_tcp(&meet, tcp, sizeof *tcp);
+    out->result = epic_meet_tcp(&meet, tcp);
     for (int i = 0; i < t->num_gathers && out->result == EPIC_OK; i++)
         out->result = gather(&meet, i, t->bytes, out);
     epic_meet_close(&meet);
@@ -210,7 +210,7 @@ static void rank_of_sizes(const trial *t, epic_tcp *tcp, report *out)
     static const size_t sizes[] = {8, 0, 1, 7, 4096, 1000003, 0, 64};
     epic_meet meet;
     (void)t;
-    out->result = epic_meet_tcp(&meet, tcp, sizeof *tcp);
+    out->result = epic_meet_tcp(&meet, tcp);
     if (out->result == EPIC_OK && (meet.rank != tcp->rank || meet.num_ranks != tcp->num_ranks))
         out->wrong_bytes = true;
     for (int i = 0; i < 8 && out->result == EPIC_OK; i++)
@@ -602,7 +602,7 @@ static void test_proofs(void)
 static void killed(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_meet meet;
-    out->result = epic_meet_tcp(&meet, tcp, sizeof *tcp);
+    out->result = epic_meet_tcp(&meet, tcp);
     if (out->result == EPIC_OK) out->result = gather(&meet, 0, t->bytes, out);
     if (out->result == EPIC_OK && tcp->rank == t->odd) kill(getpid(), SIGKILL);
     if (out->result == EPIC_OK) out->result = gather(&meet, 1, t->bytes, out);
@@ -637,7 +637,7 @@ static void absent(const trial *t, epic_tcp *tcp, report *out)
 static void late(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_meet meet;
-    out->result = epic_meet_tcp(&meet, tcp, sizeof *tcp);
+    out->result = epic_meet_tcp(&meet, tcp);
     if (tcp->rank == t->odd) nap((int)t->timeout_ms + 400);
     if (out->result == EPIC_OK) out->result = gather(&meet, 0, t->bytes, out);
     /* the others stay, as ranks do that have more to tidy up */
@@ -649,7 +649,7 @@ static void late(const trial *t, epic_tcp *tcp, report *out)
 static void leaves(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_meet meet;
-    out->result = epic_meet_tcp(&meet, tcp, sizeof *tcp);
+    out->result = epic_meet_tcp(&meet, tcp);
     if (out->result == EPIC_OK && tcp->rank != t->odd)
         out->result = gather(&meet, 0, t->bytes, out);
     epic_meet_close(&meet);
@@ -658,7 +658,7 @@ static void leaves(const trial *t, epic_tcp *tcp, report *out)
 static void other_bytes(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_meet meet;
-    out->result = epic_meet_tcp(&meet, tcp, sizeof *tcp);
+    out->result = epic_meet_tcp(&meet, tcp);
     if (out->result == EPIC_OK)
         out->result = gather(&meet, 0, t->bytes + 8 * (tcp->rank == t->odd), out);
     epic_meet_close(&meet);
@@ -745,7 +745,7 @@ static void test_lengths(void)
 static void refuse(const epic_tcp *tcp, size_t size, const char *word)
 {
     epic_meet meet;
-    const epic_result result = epic_meet_tcp(&meet, tcp, size);
+    const epic_result result = epic_meet_tcp_v1(&meet, tcp, size);
     CHECK(result == EPIC_EINVAL, "%s, not EPIC_EINVAL (%s)", epic_result_name(result), word);
     CHECK(strstr(epic_error(NULL), word), "no \"%s\" in: %s", word, epic_error(NULL));
     epic_meet_close(&meet);
@@ -784,9 +784,9 @@ static void test_arguments(void)
     epic_meet meet;
     longer.more = 0;
     longer.tcp.num_ranks = 1;
-    CHECK(epic_meet_tcp(&meet, &longer.tcp, sizeof longer) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_meet_tcp(&meet, &longer.tcp) == EPIC_OK, "%s", epic_error(NULL));
     epic_meet_close(&meet);
-    CHECK(epic_meet_tcp(NULL, &good, sizeof good) == EPIC_EINVAL, "out NULL");
+    CHECK(epic_meet_tcp(NULL, &good) == EPIC_EINVAL, "out NULL");
     epic_meet_close(NULL);
 }
 
@@ -795,7 +795,7 @@ static void test_gather_arguments(void)
     const epic_tcp alone = {.num_ranks = 1, .port = 29999};
     epic_meet meet;
     int mine = 7, all = 0;
-    CHECK(epic_meet_tcp(&meet, &alone, sizeof alone) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_meet_tcp(&meet, &alone) == EPIC_OK, "%s", epic_error(NULL));
     CHECK(meet.gather(meet.self, &mine, &all, sizeof all) == EPIC_OK && all == 7, "%d", all);
     CHECK(meet.gather(meet.self, NULL, NULL, 0) == EPIC_OK, "%s", epic_error(NULL));
     CHECK(meet.gather(meet.self, NULL, &all, 4) == EPIC_EINVAL, "mine NULL");
@@ -813,7 +813,7 @@ static void test_taken_port(void)
     listen(s, 1);
     getsockname(s, (struct sockaddr *)&at, &bytes);
     const epic_tcp tcp = {.num_ranks = 2, .port = ntohs(at.sin_port), .timeout_ms = 200};
-    CHECK(epic_meet_tcp(&meet, &tcp, sizeof tcp) == EPIC_EDEVICE, "%s", epic_error(NULL));
+    CHECK(epic_meet_tcp(&meet, &tcp) == EPIC_EDEVICE, "%s", epic_error(NULL));
     CHECK(strstr(epic_error(NULL), "another program does"), "%s", epic_error(NULL));
     close(s);
 }
@@ -833,7 +833,7 @@ static void meet_often(const trial *t, epic_tcp *tcp, report *out)
     const int before = num_descriptors();
     for (int i = 0; i < t->num_gathers && out->result == EPIC_OK; i++) {
         epic_meet meet;
-        out->result = epic_meet_tcp(&meet, tcp, sizeof *tcp);
+        out->result = epic_meet_tcp(&meet, tcp);
         if (out->result == EPIC_OK) out->result = gather(&meet, i, t->bytes, out);
         epic_meet_close(&meet);
     }
@@ -847,7 +847,7 @@ static void meet_again(const trial *t, epic_tcp *tcp, report *out)
     epic_tcp wrong = *tcp;
     const int before = num_descriptors();
     if (tcp->rank == t->odd) wrong.num_ranks++;
-    if (epic_meet_tcp(&meet, &wrong, sizeof wrong) != EPIC_EMISMATCH) out->wrong_bytes = true;
+    if (epic_meet_tcp(&meet, &wrong) != EPIC_EMISMATCH) out->wrong_bytes = true;
     epic_meet_close(&meet);
     if (num_descriptors() != before) out->wrong_bytes = true;
     nap(300);

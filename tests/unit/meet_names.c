@@ -89,7 +89,7 @@ static void *run_zero(void *self)
     zero *z = self;
     epic_meet meet;
     own_name = z->own_name;
-    z->result = epic_meet_tcp(&meet, &z->tcp, sizeof z->tcp);
+    z->result = epic_meet_tcp(&meet, &z->tcp);
     snprintf(z->sentence, sizeof z->sentence, "%s", epic_error(NULL));
     epic_meet_close(&meet);
     return NULL;
@@ -164,7 +164,7 @@ static void expect(const epic_tcp *tcp, epic_result result, const char *words, i
 {
     epic_meet meet;
     const int64_t begin = epic_meet_now();
-    const epic_result got = epic_meet_tcp(&meet, tcp, sizeof *tcp);
+    const epic_result got = epic_meet_tcp(&meet, tcp);
     const int64_t ms = epic_meet_now() - begin;
     CHECK_SAY(got == result && strstr(epic_error(NULL), words), "%s: %s", epic_result_name(got),
               epic_error(NULL));

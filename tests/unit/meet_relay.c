@@ -35,7 +35,7 @@ static void *run_rank(void *self)
     seat *s = self;
     epic_meet meet;
     unsigned char mine[BYTES], all[4 * BYTES];
-    s->result = epic_meet_tcp(&meet, &s->tcp, sizeof s->tcp);
+    s->result = epic_meet_tcp(&meet, &s->tcp);
     for (int g = 0; g < GATHERS && s->result == EPIC_OK; g++) {
         memset(mine, 16 * s->tcp.rank + g, sizeof mine);
         s->result = meet.gather(meet.self, mine, all, sizeof mine);

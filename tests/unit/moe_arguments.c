@@ -38,10 +38,8 @@ static const wrong table[] = {
     {MEMORY, FIELD(config.max_tokens), (uint64_t)-1, "config.max_tokens", "-1"},
     {MEMORY, FIELD(config.max_row_bytes), 8, "moe.experts.hidden is 6", "8"},
     {ALL, FIELD(moe.layer), 0, "layer", "NULL"},
-    {ALL, FIELD(moe.layer_size), 0, "layer", "0"},
     {ALL, FIELD(moe.router), 0, "moe.router", "NULL"},
     {ALL, FIELD(moe.experts), 0, "moe.experts", "NULL"},
-    {ALL, FIELD(moe.shared_size), 0, "moe.shared", "0"},
     {ALL, FIELD(moe.capacity), 0, "moe.capacity", "0"},
     {ALL, FIELD(moe.capacity), (uint64_t)-5, "moe.capacity", "-5"},
     {ALL, FIELD(moe.capacity), 1ull << 31, "moe.capacity", "2147483648"},
@@ -71,7 +69,6 @@ static const wrong table[] = {
     {ALL, FIELD(shared.weighting), EPIC_WEIGHT_EARLY, "moe.shared.weighting", "1"},
     {ALL, FIELD(shared.inner), 0, "moe.shared: experts.inner", "0"},
     {FORWARD, FIELD(forward.moe), 0, "moe", "NULL"},
-    {FORWARD, FIELD(forward.moe_size), 0, "moe", "0"},
     {FORWARD, FIELD(forward.weights), 0, "weights", "NULL"},
     {FORWARD, FIELD(forward.x.num_rows), (uint64_t)-1, "x.num_rows", "-1"},
     {FORWARD, FIELD(forward.x.num_rows), 1000, "x.num_rows", "1000"},
@@ -104,8 +101,6 @@ static const wrong table[] = {
     {CALLS, FIELD(moe.sequence_tokens), 3, "moe.sequence_tokens", "3"},
     {FORWARD, FIELD(experts.num_local_experts), 1, "moe.experts.num_local_experts", "1"},
     {BACKWARD, FIELD(backward.moe), 0, "moe", "NULL"},
-    {BACKWARD, FIELD(backward.weights_size), 0, "weights", "0"},
-    {BACKWARD, FIELD(backward.gradients_size), 0, "gradients", "0"},
     {BACKWARD, FIELD(backward.x.data), 0, "x.data", "NULL"},
     {BACKWARD, FIELD(backward.d_out.num_rows), 5, "d_out.num_rows", "5"},
     {BACKWARD, FIELD(backward.d_out.row_bytes), 4, "d_out.row_bytes", "4"},
@@ -146,11 +141,9 @@ static void copy_call(call *c, const part *t, const epic_config *config)
 static epic_result make_call(const call *c, int which, epic_context *ctx)
 {
     epic_moe_memory_info info;
-    if (which == MEMORY)
-        return epic_moe_memory(&c->config, sizeof c->config, &c->moe, sizeof c->moe, &info,
-                               sizeof info);
-    if (which == FORWARD) return epic_moe_forward(ctx, &c->forward, sizeof c->forward);
-    return epic_moe_backward(ctx, &c->backward, sizeof c->backward);
+    if (which == MEMORY) return epic_moe_memory(&c->config, &c->moe, &info);
+    if (which == FORWARD) return epic_moe_forward(ctx, &c->forward);
+    return epic_moe_backward(ctx, &c->backward);
 }
 
 static void refuse(epic_result result, int which, const char *word, const char *other)
@@ -177,14 +170,14 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
 {
     call c;
     copy_call(&c, t, config);
-    refuse(epic_moe_forward(NULL, &c.forward, sizeof c.forward), FORWARD, "ctx", "NULL");
-    refuse(epic_moe_forward(ctx, NULL, sizeof c.forward), FORWARD, "args", "NULL");
-    refuse(epic_moe_forward(ctx, &c.forward, 0), FORWARD, "args", "0");
-    refuse(epic_moe_memory(NULL, 0, &c.moe, sizeof c.moe, &t->memory, sizeof t->memory), MEMORY,
-           "config", "");
-    refuse(epic_moe_memory(config, sizeof *config, NULL, 0, &t->memory, sizeof t->memory),
+    refuse(epic_moe_forward(NULL, &c.forward), FORWARD, "ctx", "NULL");
+    refuse(epic_moe_forward(ctx, NULL), FORWARD, "args", "NULL");
+    refuse(epic_moe_forward_v1(ctx, &c.forward, 0), FORWARD, "args", "0");
+    refuse(epic_moe_memory_v1(NULL, 0, &c.moe, sizeof c.moe, &t->memory, sizeof t->memory),
+           MEMORY, "config", "");
+    refuse(epic_moe_memory_v1(config, sizeof *config, NULL, 0, &t->memory, sizeof t->memory),
            MEMORY, "moe", "");
-    refuse(epic_moe_memory(config, sizeof *config, &c.moe, sizeof c.moe, NULL, 0), MEMORY,
+    refuse(epic_moe_memory_v1(config, sizeof *config, &c.moe, sizeof c.moe, NULL, 0), MEMORY,
            "out", "NULL");
     c.forward.out.data = c.forward.x.data;
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "out.data", "x.data");
@@ -276,7 +269,8 @@ int main(void)
     problem p = {.name = "arguments", .num_ranks = 2, .tokens_of = {TOKENS, TOKENS}};
     p.layer = (epic_layer){.num_experts = 4, .top_k = 2};
     p.router = (epic_router){.num_experts = 4, .top_k = 2};
-    p.experts = (epic_experts){.num_local_experts = 1, .hidden = HIDDEN, .inner = 5};
+    p.experts = (epic_experts){
+        .row_type = EPIC_F32, .num_local_experts = 1, .hidden = HIDDEN, .inner = 5};
     p.shared = p.experts;
     p.has_shared = true;
     p.moe = (epic_moe){.balance_coeff = 1, .flags = EPIC_SUM_DENSE, .capacity = 16};

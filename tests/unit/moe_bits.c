@@ -19,8 +19,8 @@ static bool as_processes;
 static void draw_router(problem *p, source *s)
 {
     static const epic_router kinds[] = {
-        {.normalise = EPIC_NORMALISE_SUM},
-        {.score = EPIC_SCORE_SIGMOID, .normalise = EPIC_NORMALISE_SUM, .scale = 2.5},
+        {.normalize = EPIC_NORMALIZE_SUM},
+        {.score = EPIC_SCORE_SIGMOID, .normalize = EPIC_NORMALIZE_SUM, .scale = 2.5},
         {.score = EPIC_SCORE_LOGITS, .weight_rule = EPIC_WEIGHT_SOFTMAX_CHOSEN},
         {.score = EPIC_SCORE_SQRTSOFTPLUS, .num_groups = 4, .topk_groups = 2},
     };

@@ -221,8 +221,9 @@ static problem draw(int num_ranks, uint32_t sum_order)
     for (int r = 0; r < num_ranks; r++) p.tokens_of[r] = TOKENS;
     p.layer =
         (epic_layer){.num_experts = 6, .top_k = 2, .alignment = 2, .sum_order = sum_order};
-    p.router = (epic_router){.num_experts = 6, .top_k = 2, .normalise = EPIC_NORMALISE_SUM};
-    p.experts = (epic_experts){.num_local_experts = 1, .hidden = 5, .inner = 4};
+    p.router = (epic_router){.num_experts = 6, .top_k = 2, .normalize = EPIC_NORMALIZE_SUM};
+    p.experts =
+        (epic_experts){.row_type = EPIC_F32, .num_local_experts = 1, .hidden = 5, .inner = 4};
     p.shared = p.experts;
     p.moe =
         (epic_moe){.balance_coeff = 1, .z_coeff = 1, .flags = EPIC_SUM_DENSE, .capacity = 60};

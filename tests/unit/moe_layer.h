@@ -463,9 +463,7 @@ static inline void make_calls(part *t, uint64_t tag)
         d[B_DOWN], d[SHARED_GATE_UP], d[SHARED_DOWN], d[SHARED_B_GATE_UP], d[SHARED_B_DOWN]};
     t->forward = (epic_moe_args){.call.tag = tag,
                                  .moe = &t->moe,
-                                 .moe_size = sizeof t->moe,
                                  .weights = &t->weights,
-                                 .weights_size = sizeof t->weights,
                                  .x = {g[X], t->tokens, row},
                                  .out = {t->out, t->tokens, row},
                                  .token_ids = t->token_ids,
@@ -482,14 +480,11 @@ static inline void make_calls(part *t, uint64_t tag)
                                  .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32};
     t->backward = (epic_moe_backward_args){.call.tag = tag,
                                            .moe = &t->moe,
-                                           .moe_size = sizeof t->moe,
                                            .weights = &t->weights,
-                                           .weights_size = sizeof t->weights,
                                            .x = t->forward.x,
                                            .d_out = {t->d_out, t->tokens, row},
                                            .d_x = {d[X], t->tokens, row},
                                            .gradients = &t->gradients,
-                                           .gradients_size = sizeof t->gradients,
                                            .saved = t->saved,
                                            .saved_bytes = t->memory.saved_bytes,
                                            .workspace = t->workspace,
@@ -514,16 +509,11 @@ static inline part *part_make(const problem *p, int rank, const epic_config *con
         if (owner_of(p, e) == rank) t->mine[t->num_mine++] = e;
     t->experts.num_local_experts = most_local(p);
     t->moe.layer = &p->layer;
-    t->moe.layer_size = sizeof p->layer;
     t->moe.router = &p->router;
-    t->moe.router_size = sizeof p->router;
     t->moe.experts = &t->experts;
-    t->moe.experts_size = sizeof t->experts;
     t->moe.shared = p->has_shared ? &p->shared : NULL;
-    t->moe.shared_size = p->has_shared ? sizeof p->shared : 0;
-    CHECK(epic_moe_memory(config, sizeof *config, &t->moe, sizeof t->moe, &t->memory,
-                          sizeof t->memory) == EPIC_OK,
-          "%s: %s", p->name, epic_error(NULL));
+    CHECK(epic_moe_memory(config, &t->moe, &t->memory) == EPIC_OK, "%s: %s", p->name,
+          epic_error(NULL));
     make_buffers(t);
     t->saved = poisoned_lines(t->memory.saved_bytes);
     t->workspace = poisoned_lines(t->memory.forward_bytes > t->memory.backward_bytes
@@ -544,13 +534,13 @@ static inline void part_forget(part *t, int64_t bytes)
 static inline epic_result part_forward(part *t, epic_context *ctx)
 {
     part_forget(t, t->memory.forward_bytes);
-    return epic_moe_forward(ctx, &t->forward, sizeof t->forward);
+    return epic_moe_forward(ctx, &t->forward);
 }
 
 static inline epic_result part_backward(part *t, epic_context *ctx)
 {
     part_forget(t, t->memory.backward_bytes);
-    return epic_moe_backward(ctx, &t->backward, sizeof t->backward);
+    return epic_moe_backward(ctx, &t->backward);
 }
 
 /* The rank's results go to where all ranks' are. */
@@ -603,7 +593,7 @@ static inline void *sit(void *self)
 {
     seat *s = self;
     epic_context *ctx = NULL;
-    const epic_result result = epic_open(&ctx, &s->meet, &s->config, sizeof s->config);
+    const epic_result result = epic_open(&ctx, &s->meet, &s->config);
     CHECK(result == EPIC_OK, "open: %s", epic_error(ctx));
     if (result == EPIC_OK) s->work(s->what, s->meet.rank, ctx, &s->config);
     epic_close(ctx);
@@ -650,7 +640,7 @@ static inline void team_processes(rank_work *work, void *what, const epic_config
                               .port = port,
                               .timeout_ms = 60000};
         s.config.backend = "shm";
-        CHECK(epic_meet_tcp(&s.meet, &tcp, sizeof tcp) == EPIC_OK, "%s", epic_error(NULL));
+        CHECK(epic_meet_tcp(&s.meet, &tcp) == EPIC_OK, "%s", epic_error(NULL));
         if (s.meet.gather) sit(&s);
         epic_meet_close(&s.meet);
         fflush(stdout);

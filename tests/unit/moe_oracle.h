@@ -119,8 +119,8 @@ static void oracle_weigh(const oracle *o, int64_t t, double *w)
                                                               : 1 / (1 + exp(-z[e]));
         sum += w[i];
     }
-    const double divisor = r->normalise == EPIC_NORMALISE_SUM       ? sum + r->eps
-                           : r->normalise == EPIC_NORMALISE_CLAMPED ? fmax(sum, r->norm_min)
+    const double divisor = r->normalize == EPIC_NORMALIZE_SUM       ? sum + r->eps
+                           : r->normalize == EPIC_NORMALIZE_CLAMPED ? fmax(sum, r->norm_min)
                                                                     : 1;
     for (uint32_t i = 0; i < r->top_k; i++) {
         w[i] = divisor != 0 ? w[i] / divisor * (r->scale != 0 ? r->scale : 1) : 0;

@@ -118,9 +118,11 @@ static void run(training *t, uint32_t order, bool moves)
     problem *p = &t->p;
     *p = (problem){.name = "training", .num_ranks = RANKS, .placed = true, .biased = true};
     p->layer = (epic_layer){.num_experts = 8, .top_k = 2, .alignment = 4, .sum_order = order};
-    p->router = (epic_router){.num_experts = 8, .top_k = 2, .normalise = EPIC_NORMALISE_SUM};
-    p->experts = (epic_experts){.num_local_experts = 1, .hidden = 12, .inner = 20};
-    p->shared = (epic_experts){.num_local_experts = 1, .hidden = 12, .inner = 6};
+    p->router = (epic_router){.num_experts = 8, .top_k = 2, .normalize = EPIC_NORMALIZE_SUM};
+    p->experts =
+        (epic_experts){.row_type = EPIC_F32, .num_local_experts = 1, .hidden = 12, .inner = 20};
+    p->shared =
+        (epic_experts){.row_type = EPIC_F32, .num_local_experts = 1, .hidden = 12, .inner = 6};
     p->has_shared = true;
     p->moe = (epic_moe){.balance_coeff = 0.01, .flags = EPIC_SUM_DENSE};
     for (int r = 0; r < RANKS; r++) p->tokens_of[r] = order == EPIC_TREE ? 12 : 9 + 2 * r;

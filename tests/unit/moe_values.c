@@ -4,7 +4,7 @@
  *
  * Tolerances, of the largest error to the largest number of an array:
  *   F64 rows    1e-6: weights and their gradients travel as float32 (6e-8), and gradients of
- *               normalised weights are differences of those
+ *               normalized weights are differences of those
  *   F32         1e-4
  *   BF16, F16   rows are rounded, to 2^-9 and 2^-12, in up to five places one after the other
  *               (expert, partial, sum over ranks, layer, and the same on the way back), and
@@ -38,7 +38,7 @@ typedef struct kind { /* a row of the table of routers */
 } kind;
 
 static const kind kinds[] = {
-    {"mixtral", {.normalise = EPIC_NORMALISE_SUM}, false, false},
+    {"mixtral", {.normalize = EPIC_NORMALIZE_SUM}, false, false},
     {"olmoe", {.score = EPIC_SCORE_SOFTMAX}, false, false},
     {"gpt-oss", {.score = EPIC_SCORE_LOGITS, .weight_rule = EPIC_WEIGHT_SOFTMAX_CHOSEN}, 0, 0},
     {"deepseek-v2", {.num_groups = 2, .topk_groups = 1, .scale = 1.5}, false, false},
@@ -48,7 +48,7 @@ static const kind kinds[] = {
       .topk_groups = 1,
       .group_score = EPIC_GROUP_SUM,
       .group_best = 2,
-      .normalise = EPIC_NORMALISE_SUM,
+      .normalize = EPIC_NORMALIZE_SUM,
       .scale = 2.5},
      true,
      false},
@@ -59,21 +59,21 @@ static const kind kinds[] = {
       .group_score = EPIC_GROUP_SUM,
       .group_best = 2,
       .group_others = EPIC_OTHERS_ZERO,
-      .normalise = EPIC_NORMALISE_SUM,
+      .normalize = EPIC_NORMALIZE_SUM,
       .eps = 1e-20,
       .scale = 2.5},
      true,
      false},
     {"megatron",
-     {.score = EPIC_SCORE_SQRTSOFTPLUS, .normalise = EPIC_NORMALISE_SUM, .eps = 1e-20},
+     {.score = EPIC_SCORE_SQRTSOFTPLUS, .normalize = EPIC_NORMALIZE_SUM, .eps = 1e-20},
      true,
      false},
     {"deepseek-v4 table",
-     {.score = EPIC_SCORE_SQRTSOFTPLUS, .normalise = EPIC_NORMALISE_SUM, .eps = 1e-20},
+     {.score = EPIC_SCORE_SQRTSOFTPLUS, .normalize = EPIC_NORMALIZE_SUM, .eps = 1e-20},
      false,
      true},
     {"llama-4", {.score = EPIC_SCORE_LOGITS, .weight_rule = EPIC_WEIGHT_SIGMOID_CHOSEN}, 0, 0},
-    {"ernie", {.normalise = EPIC_NORMALISE_CLAMPED, .norm_min = 0.3}, true, false},
+    {"ernie", {.normalize = EPIC_NORMALIZE_CLAMPED, .norm_min = 0.3}, true, false},
 };
 
 #define NUM_KINDS (sizeof kinds / sizeof *kinds)
@@ -109,7 +109,7 @@ static void draw_experts(problem *p, source *s, uint32_t seed, uint32_t type)
                                 .inner = 1 + below(s, 7),
                                 .activation = seed % 5,
                                 .weighting = seed / 5 % 3,
-                                .row_type = type == EPIC_F32 && below(s, 2) ? 0 : type,
+                                .row_type = type,
                                 .limit = 0.6f};
     if (p->experts.activation != EPIC_CLAMPED_SWIGLU) p->experts.ungated = below(s, 3) == 0;
     if (!p->experts.ungated) p->experts.interleaved = below(s, 2);

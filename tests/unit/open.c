@@ -51,17 +51,17 @@ static void another_backend(const epic_meet *meet, void *self)
     config.backend = backend;
     epic_context *ctx = NULL;
     const uint64_t start = run_now_ns();
-    const epic_result result = epic_open(&ctx, &spoiled_meet, &config, sizeof config);
+    const epic_result result = epic_open(&ctx, &spoiled_meet, &config);
     CHECK_SAY(result == EPIC_ENOTSUP || (!backend && result == EPIC_EMISMATCH), "%s: %s",
               epic_result_name(result), epic_error(ctx));
     CHECK(run_now_ns() - start < 5000000000ull);
     epic_failure_info info;
-    check_result(epic_failure(ctx, &info, sizeof info), EPIC_OK);
+    check_result(epic_failure(ctx, &info), EPIC_OK);
     CHECK_EQ(info.result, result);
     CHECK_EQ(info.operation, EPIC_OP_OPEN);
     check_result(epic_check(ctx), EPIC_ECLOSED);
     CHECK(strstr(epic_error(ctx), info.sentence) != NULL);
-    check_result(epic_plan(ctx, &(epic_plan_args){0}, sizeof(epic_plan_args)), EPIC_ECLOSED);
+    check_result(epic_plan(ctx, &(epic_plan_args){0}), EPIC_ECLOSED);
     epic_abort(ctx, 0, "nothing to abort");
     epic_close(ctx);
 }
@@ -77,8 +77,8 @@ static void failing_meeting(void)
 {
     const epic_meet meet = {.rank = 1, .num_ranks = 2, .gather = refuse};
     epic_context *ctx;
-    check_result(epic_open(NULL, NULL, NULL, 0), EPIC_EINVAL);
-    check_result(epic_open(&ctx, &meet, &good, sizeof good), EPIC_EPEER);
+    check_result(epic_open(NULL, NULL, NULL), EPIC_EINVAL);
+    check_result(epic_open(&ctx, &meet, &good), EPIC_EPEER);
     CHECK_SAY(strstr(epic_error(ctx), "meet.gather failed on rank 1 with EPIC_EPEER"), "%s",
               epic_error(ctx));
     epic_close(ctx);

@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "epic/epic.h"
+#include "losses.h"
 #include "run.h"
 #include "step.h"
 
@@ -15,20 +16,18 @@ static void refused(epic_result result, const char *call, const char *name, cons
               "%s, %s and %s: %s: %s", call, name, other, epic_result_name(result), said);
 }
 
-#define REFUSED(call, name, other) refused(call, #call, name, other)
-
 /* ---------------------------------------------------------------------------- the steps ---- */
 
 /* `call` of a copy of `args` in which `change` was made is refused. */
-#define WITH(call, args, change, name, other)                    \
-    do {                                                         \
-        call##_args a = args;                                    \
-        change;                                                  \
-        refused(call(s->ctx, &a, sizeof a), #call, name, other); \
+#define WITH(call, args, change, name, other)          \
+    do {                                               \
+        call##_args a = args;                          \
+        change;                                        \
+        refused(call(s->ctx, &a), #call, name, other); \
     } while (0)
 
-static const uint32_t all_flags[] = {EPIC_ZERO_TAIL, EPIC_ACCUMULATE, EPIC_SUM_DENSE, 8,
-                                     1u << 31};
+static const uint32_t all_flags[] = {EPIC_ZERO_TAIL, EPIC_ACCUMULATE, EPIC_SUM_DENSE,
+                                     EPIC_DISTINCT, 1u << 31};
 
 static void try_flags(step *s)
 {
@@ -56,25 +55,25 @@ static void try_steps(step *s)
     WITH(epic_dispatch, step_dispatch(s, 1), a.recv.data = s->x, "recv.data", "tokens.data");
     WITH(epic_dispatch, step_dispatch(s, 1), a.tokens.data = s->recv + row, "recv.data",
          "tokens.data");
-    WITH(epic_dispatch, step_dispatch(s, 1), a.recv_weight = s->weights + 1, "recv_weight",
+    WITH(epic_dispatch, step_dispatch(s, 1), a.slot_weights = s->weights + 1, "slot_weights",
          "weights");
-    WITH(epic_dispatch, step_dispatch(s, 1), a.recv_weight = s->recv, "recv_weight",
+    WITH(epic_dispatch, step_dispatch(s, 1), a.slot_weights = s->recv, "slot_weights",
          "recv.data");
     WITH(epic_dispatch, step_dispatch(s, 1), a.recv.data = s->plan, "recv.data", "plan");
 
     WITH(epic_combine, step_combine(s, 1), a.out.data = s->recv, "out.data", "rows.data");
     WITH(epic_combine, step_combine(s, 1), a.out.data = s->recv + row, "out.data", "rows.data");
-    WITH(epic_combine, step_combine(s, 1), a.out.data = s->recv_weight, "out.data",
+    WITH(epic_combine, step_combine(s, 1), a.out.data = s->slot_weights, "out.data",
          "slot_weights");
     WITH(epic_dispatch_backward, step_dispatch_backward(s, 1),
          a.d_tokens.data = s->d_rows + row, "d_tokens.data", "d_recv.data");
     WITH(epic_dispatch_backward, step_dispatch_backward(s, 1), a.d_weights = s->d_slot_weights,
-         "d_weights", "d_recv_weight");
+         "d_weights", "d_slot_weights");
     WITH(epic_combine_backward, step_combine_backward(s, 1), a.d_rows.data = s->recv,
          "d_rows.data", "rows.data");
     WITH(epic_combine_backward, step_combine_backward(s, 1), a.d_out.data = s->d_rows + 3 * row,
          "d_rows.data", "d_out.data");
-    WITH(epic_combine_backward, step_combine_backward(s, 1), a.d_slot_weights = s->recv_weight,
+    WITH(epic_combine_backward, step_combine_backward(s, 1), a.d_slot_weights = s->slot_weights,
          "d_slot_weights", "slot_weights");
 }
 
@@ -84,11 +83,11 @@ static void try_empty(step *s)
     step none;
     step_open(&none, s->ctx, 0, s->hidden);
     epic_plan_args p = step_plan(&none, 1);
-    CHECK_SAY(epic_plan(s->ctx, &p, sizeof p) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK_SAY(epic_plan(s->ctx, &p) == EPIC_OK, "%s", epic_error(NULL));
     epic_dispatch_args d = step_dispatch(&none, 1);
     d.tokens.data = d.recv.data;
-    d.weights = d.recv_weight;
-    CHECK_SAY(epic_dispatch(s->ctx, &d, sizeof d) == EPIC_OK, "%s", epic_error(NULL));
+    d.weights = d.slot_weights;
+    CHECK_SAY(epic_dispatch(s->ctx, &d) == EPIC_OK, "%s", epic_error(NULL));
     step_close(&none);
 }
 
@@ -100,7 +99,7 @@ static void ranks(const epic_meet *meet, void *self)
                                 .max_row_bytes = STEP_MAX_ROW_BYTES,
                                 .timeout_ms = 20000};
     epic_context *ctx;
-    if (!CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
     step s;
     step_open(&s, ctx, 6, 32);
     CHECK(step_all(&s, 1));
@@ -120,18 +119,18 @@ static void ranks(const epic_meet *meet, void *self)
 static _Alignas(64) unsigned char memory[16][65536];
 
 /* `field` set to an address, then set back: refused, naming both words. */
-#define FIELD(call, args, field, address, name, other)         \
-    do {                                                       \
-        const void *right = args.field;                        \
-        args.field = (void *)(address);                        \
-        refused(call(&args, sizeof args), #call, name, other); \
-        args.field = (void *)(uintptr_t)right;                 \
+#define FIELD(call, args, field, address, name, other)  \
+    do {                                                \
+        const void *right = args.field;                 \
+        args.field = (void *)(address);                 \
+        refused(call(NULL, &args), #call, name, other); \
+        args.field = (void *)(uintptr_t)right;          \
     } while (0)
 #define FLAG(call, args, allowed)                                       \
     for (size_t i = 0; i < sizeof all_flags / sizeof *all_flags; i++) { \
         if (all_flags[i] == (allowed)) continue;                        \
         args.flags = all_flags[i];                                      \
-        refused(call(&args, sizeof args), #call, "flags", "");          \
+        refused(call(NULL, &args), #call, "flags", "");                 \
         args.flags = 0;                                                 \
     }
 
@@ -140,8 +139,8 @@ static const epic_router router = {.num_experts = E, .top_k = 2};
 static void try_router(void)
 {
     int32_t *table = (int32_t *)memory[5];
-    epic_router_args a = {.router = &router,
-                          .router_size = sizeof router,
+    epic_router_args a = {.type = EPIC_F32,
+                          .router = &router,
                           .logits = memory[0],
                           .num_tokens = T,
                           .bias = (float *)memory[1],
@@ -153,7 +152,7 @@ static void try_router(void)
                           .topk_idx = (int32_t *)memory[3],
                           .weights = memory[6],
                           .scores = memory[7]};
-    CHECK(epic_router_forward(&a, sizeof a) == EPIC_OK);
+    CHECK(epic_router_forward(NULL, &a) == EPIC_OK);
     FIELD(epic_router_forward, a, logits, memory[0] + 2, "logits", "4 divides");
     FIELD(epic_router_forward, a, bias, memory[1] + 1, "bias", "4 divides");
     FIELD(epic_router_forward, a, token_ids, memory[4] + 2, "token_ids", "4 divides");
@@ -167,8 +166,8 @@ static void try_router(void)
     FIELD(epic_router_forward, a, topk_idx, memory[4], "topk_idx", "token_ids");
     FLAG(epic_router_forward, a, 0)
 
-    epic_router_backward_args b = {.router = &router,
-                                   .router_size = sizeof router,
+    epic_router_backward_args b = {.type = EPIC_F32,
+                                   .router = &router,
                                    .logits = memory[0],
                                    .num_tokens = T,
                                    .topk_idx = (int32_t *)memory[3],
@@ -176,7 +175,7 @@ static void try_router(void)
                                    .workspace = memory[2],
                                    .workspace_bytes = sizeof memory[2],
                                    .d_logits = memory[7]};
-    CHECK(epic_router_backward(&b, sizeof b) == EPIC_OK);
+    CHECK(epic_router_backward(NULL, &b) == EPIC_OK);
     FIELD(epic_router_backward, b, d_weights, memory[6] + 2, "d_weights", "4 divides");
     FIELD(epic_router_backward, b, d_logits, memory[7] + 2, "d_logits", "4 divides");
     FIELD(epic_router_backward, b, d_logits, memory[0], "d_logits", "logits");
@@ -186,44 +185,45 @@ static void try_router(void)
 
 static void try_losses(void)
 {
-    epic_loss_args a = {.router = &router,
-                        .router_size = sizeof router,
-                        .logits = memory[0],
-                        .num_tokens = T,
-                        .total_tokens = T,
-                        .load = (int32_t *)memory[1],
-                        .d_loss = (float *)memory[5],
-                        .workspace = memory[2],
-                        .workspace_bytes = sizeof memory[2],
-                        .loss = memory[3],
-                        .d_logits = memory[4]};
-    CHECK(epic_balance_loss_forward(&a, sizeof a) == EPIC_OK);
-    CHECK(epic_z_loss_backward(&a, sizeof a) == EPIC_OK);
-    FIELD(epic_balance_loss_forward, a, logits, memory[0] + 2, "logits", "4 divides");
-    FIELD(epic_balance_loss_forward, a, load, memory[1] + 2, "load", "4 divides");
-    FIELD(epic_z_loss_forward, a, loss, memory[3] + 2, "loss", "4 divides");
-    FIELD(epic_z_loss_backward, a, d_loss, memory[5] + 2, "d_loss", "4 divides");
-    FIELD(epic_z_loss_forward, a, loss, memory[0] + 4, "loss", "logits");
-    FIELD(epic_balance_loss_backward, a, d_logits, memory[1], "d_logits", "load");
-    FIELD(epic_z_loss_backward, a, d_logits, memory[0] + 64, "d_logits", "logits");
-    FLAG(epic_balance_loss_forward, a, 0)
-    FLAG(epic_z_loss_forward, a, 0)
-    FLAG(epic_balance_loss_backward, a, EPIC_ACCUMULATE)
-    FLAG(epic_z_loss_backward, a, EPIC_ACCUMULATE)
-    float *bias = (float *)memory[0];
-    int32_t *load = (int32_t *)memory[1];
-    REFUSED(epic_bias_update((float *)(memory[0] + 2), load, E, 1), "bias", "4 divides");
-    REFUSED(epic_bias_update(bias, (int32_t *)(memory[1] + 1), E, 1), "load", "4 divides");
-    REFUSED(epic_bias_update(bias, (int32_t *)bias + 2, E, 1), "bias", "load");
+    loss_args a = {.type = EPIC_F32,
+                   .router = &router,
+                   .logits = memory[0],
+                   .num_tokens = T,
+                   .total_tokens = T,
+                   .load = (int32_t *)memory[1],
+                   .d_loss = (float *)memory[5],
+                   .workspace = memory[2],
+                   .workspace_bytes = sizeof memory[2],
+                   .loss = memory[3],
+                   .d_logits = memory[4]};
+    CHECK(balance_loss_forward(NULL, &a) == EPIC_OK);
+    CHECK(z_loss_backward(NULL, &a) == EPIC_OK);
+    FIELD(balance_loss_forward, a, logits, memory[0] + 2, "logits", "4 divides");
+    FIELD(balance_loss_forward, a, load, memory[1] + 2, "load", "4 divides");
+    FIELD(z_loss_forward, a, loss, memory[3] + 2, "loss", "4 divides");
+    FIELD(z_loss_backward, a, d_loss, memory[5] + 2, "d_loss", "4 divides");
+    FIELD(z_loss_forward, a, loss, memory[0] + 4, "loss", "logits");
+    FIELD(balance_loss_backward, a, d_logits, memory[1], "d_logits", "load");
+    FIELD(z_loss_backward, a, d_logits, memory[0] + 64, "d_logits", "logits");
+    FLAG(balance_loss_backward, a, EPIC_ACCUMULATE)
+    FLAG(z_loss_backward, a, EPIC_ACCUMULATE)
+    epic_bias_update_args u = {
+        .bias = (float *)memory[0], .load = (int32_t *)memory[1], .num_experts = E};
+    FIELD(epic_bias_update, u, bias, memory[0] + 2, "bias", "4 divides");
+    FIELD(epic_bias_update, u, load, memory[1] + 1, "load", "4 divides");
+    FIELD(epic_bias_update, u, load, memory[0] + 8, "bias", "load");
+    FLAG(epic_bias_update, u, 0)
 }
 
 static void try_experts(void)
 {
-    static const epic_experts ex = {
-        .num_local_experts = 2, .hidden = 4, .inner = 3, .weighting = EPIC_WEIGHT_EARLY};
+    static const epic_experts ex = {.row_type = EPIC_F32,
+                                    .num_local_experts = 2,
+                                    .hidden = 4,
+                                    .inner = 3,
+                                    .weighting = EPIC_WEIGHT_EARLY};
     static const int32_t counts[2] = {2, 2};
     epic_experts_args a = {.experts = &ex,
-                           .experts_size = sizeof ex,
                            .x = memory[0],
                            .num_slots = T,
                            .expert_rows = counts,
@@ -236,7 +236,7 @@ static void try_experts(void)
                            .workspace = memory[6],
                            .workspace_bytes = sizeof memory[6],
                            .y = memory[7]};
-    CHECK_SAY(epic_experts_forward(&a, sizeof a) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK_SAY(epic_experts_forward(NULL, &a) == EPIC_OK, "%s", epic_error(NULL));
     FIELD(epic_experts_forward, a, x, memory[0] + 2, "x is", "4 divides");
     FIELD(epic_experts_forward, a, expert_rows, memory[8] + 2, "expert_rows", "4 divides");
     FIELD(epic_experts_forward, a, expert_tokens, memory[8] + 2, "expert_tokens", "4 divides");
@@ -250,7 +250,6 @@ static void try_experts(void)
     FLAG(epic_experts_forward, a, 0)
 
     epic_experts_backward_args b = {.experts = &ex,
-                                    .experts_size = sizeof ex,
                                     .x = a.x,
                                     .num_slots = T,
                                     .expert_rows = counts,
@@ -268,7 +267,7 @@ static void try_experts(void)
                                     .d_w_down = memory[11],
                                     .d_b_down = memory[12],
                                     .d_slot_weights = (float *)memory[13]};
-    CHECK_SAY(epic_experts_backward(&b, sizeof b) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK_SAY(epic_experts_backward(NULL, &b) == EPIC_OK, "%s", epic_error(NULL));
     FIELD(epic_experts_backward, b, d_y, memory[8] + 2, "d_y", "4 divides");
     FIELD(epic_experts_backward, b, d_w_down, memory[11] + 2, "d_w_down", "4 divides");
     FIELD(epic_experts_backward, b, d_x, memory[0], "d_x", "x at");

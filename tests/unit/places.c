@@ -21,7 +21,7 @@ static epic_context *open_context(const epic_meet *meet)
                                 .max_in_flight = 2,
                                 .backend = backend};
     epic_context *ctx;
-    const epic_result result = epic_open(&ctx, meet, &config, sizeof config);
+    const epic_result result = epic_open(&ctx, meet, &config);
     CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx));
     return ctx;
 }
@@ -54,7 +54,7 @@ static epic_result sum(epic_context *ctx, uint32_t timeout_ms)
     float one = 1;
     const epic_sum_args args = {
         .call = {.tag = TAG, .timeout_ms = timeout_ms}, .data = &one, .count = 1};
-    const epic_result result = epic_sum(ctx, &args, sizeof args);
+    const epic_result result = epic_sum(ctx, &args);
     CHECK(result != EPIC_OK || (int)one == epic_num_ranks(ctx));
     return result;
 }
@@ -73,10 +73,10 @@ static void over_the_edge(const epic_meet *meet, void *self)
     epic_failure_info info = {0};
     if (meet->rank == 0) CHECK_EQ(sum(ctx, 300), EPIC_ETIMEOUT);
     while (meet->rank != 0 && info.result == EPIC_OK) {
-        CHECK(epic_failure(ctx, &info, sizeof info) == EPIC_OK);
+        CHECK(epic_failure(ctx, &info) == EPIC_OK);
         run_nap_us(1000);
     }
-    CHECK(epic_failure(ctx, &info, sizeof info) == EPIC_OK);
+    CHECK(epic_failure(ctx, &info) == EPIC_OK);
     CHECK_SAY(info.step > EDGE && info.step < EDGE + 100, "step %llu",
               (unsigned long long)info.step);
     CHECK_SAY(strstr(info.sentence, "after sum (tag 11, step 42949673") != NULL, "%s",

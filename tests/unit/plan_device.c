@@ -52,7 +52,7 @@ static void check_good(void)
 {
     const made m = make();
     epic_plan_info info;
-    CHECK_EQ(epic_plan_read(m.bytes, m.size, &info, sizeof info), EPIC_OK);
+    CHECK_EQ(epic_plan_read(m.bytes, m.size, &info), EPIC_OK);
     CHECK_EQ(info.id, 77);
     CHECK_EQ(info.num_tokens, TOKENS);
     CHECK_EQ(info.total_tokens, 16);
@@ -68,7 +68,7 @@ static void check_good(void)
     CHECK(!memcmp(m.bytes + info.fate_offset, m.fate, sizeof *m.fate));
     m.header->result = EPIC_EOVERFLOW;
     seal(&m);
-    CHECK_EQ(epic_plan_read(m.bytes, m.size, &info, sizeof info), EPIC_OK);
+    CHECK_EQ(epic_plan_read(m.bytes, m.size, &info), EPIC_OK);
     CHECK_EQ(info.result, EPIC_EOVERFLOW);
     CHECK_EQ(info.num_slots, 0);
     free(m.bytes);
@@ -77,7 +77,7 @@ static void check_good(void)
 static void check_refused(const made *m, size_t size, const char *word)
 {
     epic_plan_info info;
-    CHECK_EQ(epic_plan_read(m->bytes, size, &info, sizeof info), EPIC_EINVAL);
+    CHECK_EQ(epic_plan_read(m->bytes, size, &info), EPIC_EINVAL);
     CHECK_SAY(strstr(epic_error(NULL), word), "\"%s\" does not say \"%s\"", epic_error(NULL),
               word);
 }

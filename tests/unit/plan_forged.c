@@ -47,15 +47,14 @@ static void make_plan(forged *f, run_random *random)
     int32_t ids[TOKENS * MAX_TOP_K];
     for (uint32_t i = 0; i < TOKENS * f->layer.top_k; i++)
         ids[i] = (int32_t)run_between(random, -1, (int64_t)f->layer.num_experts - 1);
-    const size_t room = epic_plan_bytes(&config, sizeof config, &f->layer, sizeof f->layer);
+    const size_t room = epic_plan_bytes(&config, &f->layer);
     unsigned char *plan = malloc(room);
     const epic_plan_args args = {.layer = &f->layer,
-                                 .layer_size = sizeof f->layer,
                                  .plan = plan,
                                  .plan_bytes = room,
                                  .topk_idx = ids,
                                  .num_tokens = TOKENS};
-    check_result(epic_plan(f->ctx, &args, sizeof args), EPIC_OK);
+    check_result(epic_plan(f->ctx, &args), EPIC_OK);
     const plan_header *h = (const plan_header *)plan;
     f->bytes = (size_t)h->bytes;
     f->num_slots = h->num_slots;
@@ -81,7 +80,7 @@ static void use_plan(const forged *f)
                                          .tokens = home,
                                          .recv = away,
                                          .weights = by_choice,
-                                         .recv_weight = by_slot,
+                                         .slot_weights = by_slot,
                                          .flags = EPIC_ZERO_TAIL};
     const epic_combine_args combine = {.plan = f->plan,
                                        .plan_bytes = f->bytes,
@@ -93,7 +92,7 @@ static void use_plan(const forged *f)
                                               .plan_bytes = f->bytes,
                                               .d_recv = away,
                                               .d_tokens = home,
-                                              .d_recv_weight = by_slot,
+                                              .d_slot_weights = by_slot,
                                               .d_weights = by_choice,
                                               .type = EPIC_F32};
     epic_combine_backward_args apart = {.plan = f->plan,
@@ -107,10 +106,10 @@ static void use_plan(const forged *f)
         apart.slot_weights = by_slot;
         apart.d_slot_weights = by_slot_too;
     }
-    epic_dispatch(f->ctx, &dispatch, sizeof dispatch);
-    epic_combine(f->ctx, &combine, sizeof combine);
-    epic_dispatch_backward(f->ctx, &back, sizeof back);
-    epic_combine_backward(f->ctx, &apart, sizeof apart);
+    epic_dispatch(f->ctx, &dispatch);
+    epic_combine(f->ctx, &combine);
+    epic_dispatch_backward(f->ctx, &back);
+    epic_combine_backward(f->ctx, &apart);
     check_result(epic_check(f->ctx), EPIC_OK);
     free(home.data), free(away.data), free(more.data);
     free(by_choice), free(by_slot), free(by_slot_too);
@@ -193,7 +192,7 @@ int main(void)
     check_begin();
     epic_context *ctx;
     const epic_config config = {.max_tokens = TOKENS, .max_row_bytes = 512};
-    check_result(epic_open(&ctx, NULL, &config, sizeof config), EPIC_OK);
+    check_result(epic_open(&ctx, NULL, &config), EPIC_OK);
     slabs_that_wrap(ctx);
     random_damage(ctx);
     epic_close(ctx);

@@ -125,8 +125,7 @@ static void use(epic_context *ctx, bool honest)
     float one[4] = {1, 1, 1, 1};
     CHECK(epic_backend_name(ctx)[0] != '\0');
     CHECK_EQ(epic_check(ctx) == EPIC_ECLOSED, 0);
-    const epic_result result =
-        epic_sum(ctx, &(epic_sum_args){.data = one, .count = 4}, sizeof(epic_sum_args));
+    const epic_result result = epic_sum(ctx, &(epic_sum_args){.data = one, .count = 4});
     const bool right = result == EPIC_OK ? one[0] == (float)epic_num_ranks(ctx)
                                          : result == EPIC_EPEER || result == EPIC_ETIMEOUT;
     CHECK_SAY(right && (result == EPIC_OK || !honest), "epic_sum: %s: %s",
@@ -144,7 +143,7 @@ static void open_deceived(epic_meet *meet, const trial *t)
     epic_context *ctx = NULL;
     const uint64_t start = run_now_ns();
     check_seed = t->seed;
-    const epic_result result = epic_open(&ctx, deceived ? &lies : meet, &config, sizeof config);
+    const epic_result result = epic_open(&ctx, deceived ? &lies : meet, &config);
     CHECK_SAY(run_now_ns() - start < MOST_NS, "open took %lld ms",
               (long long)(run_now_ns() - start) / 1000000);
     CHECK_SAY(result >= EPIC_OK && result <= EPIC_ECLOSED, "result %d", (int)result);
@@ -232,7 +231,7 @@ static void expect(const char *backend, void (*spoil)(void *, size_t, int), cons
     epic_config config = good;
     config.backend = backend;
     epic_context *ctx = NULL;
-    const epic_result result = epic_open(&ctx, &meet, &config, sizeof config);
+    const epic_result result = epic_open(&ctx, &meet, &config);
     CHECK_SAY(result == EPIC_EPEER, "%s, not EPIC_EPEER: %s", epic_result_name(result),
               epic_error(ctx));
     CHECK_SAY(strstr(epic_error(ctx), words) != NULL, "no \"%s\" in: %s", words,

@@ -18,7 +18,6 @@ static int combine(epic_context *ctx, const float *rows, float *out)
     const epic_layer layer = {.num_experts = 2, .top_k = 2};
     const int32_t chosen[2] = {0, 1};
     const epic_plan_args where = {.layer = &layer,
-                                  .layer_size = sizeof layer,
                                   .plan = plan,
                                   .plan_bytes = sizeof plan,
                                   .topk_idx = chosen,
@@ -29,7 +28,7 @@ static int combine(epic_context *ctx, const float *rows, float *out)
                                     .rows = {(void *)(uintptr_t)rows, 2, 16},
                                     .out = {out, 1, 16},
                                     .type = EPIC_F32};
-    if (epic_plan(ctx, &where, sizeof where) || epic_combine(ctx, &home, sizeof home)) {
+    if (epic_plan(ctx, &where) || epic_combine(ctx, &home)) {
         printf("%s\n", epic_error(ctx));
         return 1;
     }
@@ -44,7 +43,7 @@ int main(void)
     epic_context *ctx;
     const epic_config config = {.max_tokens = 1, .max_row_bytes = 16};
     memcpy(rows, bits, sizeof rows);
-    if (epic_open(&ctx, NULL, &config, sizeof config)) {
+    if (epic_open(&ctx, NULL, &config)) {
         printf("%s\n", epic_error(ctx));
         return 1;
     }

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "epic/epic.h"
+#include "losses.h"
 #include "router/convert.h"
 
 #define MOST_K 64
@@ -136,8 +137,8 @@ static void plain_weights(const epic_router *r, const double *z, int n, const in
         sum += w[i];
     }
     for (int i = 0; i < k; i++) {
-        if (r->normalise == EPIC_NORMALISE_SUM) w[i] /= sum + r->eps;
-        if (r->normalise == EPIC_NORMALISE_CLAMPED) w[i] /= fmax(sum, r->norm_min);
+        if (r->normalize == EPIC_NORMALIZE_SUM) w[i] /= sum + r->eps;
+        if (r->normalize == EPIC_NORMALIZE_CLAMPED) w[i] /= fmax(sum, r->norm_min);
         w[i] *= r->scale == 0 ? 1 : r->scale;
     }
     free(s);
@@ -156,13 +157,13 @@ typedef struct model {
 #define SIGMOID .score = EPIC_SCORE_SIGMOID
 #define SQRTSOFTPLUS .score = EPIC_SCORE_SQRTSOFTPLUS
 #define LOGITS .score = EPIC_SCORE_LOGITS
-#define BY_SUM .normalise = EPIC_NORMALISE_SUM
+#define BY_SUM .normalize = EPIC_NORMALIZE_SUM
 #define DEEPSEEK .num_groups = 8, .topk_groups = 4, .group_score = EPIC_GROUP_SUM
 
 static const model models[] = {
     {"Mixtral", {.num_experts = 8, .top_k = 2, SOFTMAX, BY_SUM}, 0, false},
     {"Qwen3-MoE", {.num_experts = 128, .top_k = 8, SOFTMAX, BY_SUM}, 0, false},
-    {"Qwen3-MoE, not normalised", {.num_experts = 128, .top_k = 8, SOFTMAX}, 0, false},
+    {"Qwen3-MoE, not normalized", {.num_experts = 128, .top_k = 8, SOFTMAX}, 0, false},
     {"OLMoE", {.num_experts = 64, .top_k = 8, SOFTMAX}, 0, false},
     {"gpt-oss",
      {.num_experts = 32, .top_k = 4, LOGITS, .weight_rule = EPIC_WEIGHT_SOFTMAX_CHOSEN},
@@ -217,7 +218,7 @@ static const model models[] = {
      {.num_experts = 64,
       .top_k = 6,
       SOFTMAX,
-      .normalise = EPIC_NORMALISE_CLAMPED,
+      .normalize = EPIC_NORMALIZE_CLAMPED,
       .norm_min = 0.45},
      0.02,
      false},
@@ -296,7 +297,7 @@ static void make_problem(problem *p, const model *m, int tokens, uint32_t type, 
     p->scores = malloc(all * 8);
     p->table = malloc(50 * (size_t)p->k * sizeof *p->table);
     p->ids = malloc((size_t)tokens * sizeof *p->ids);
-    p->workspace_bytes = epic_router_workspace(&m->router, sizeof m->router);
+    p->workspace_bytes = epic_router_workspace(&m->router);
     CHECK(p->workspace_bytes > 0, "%s: %s", m->name, epic_error(NULL));
     p->workspace = malloc(p->workspace_bytes);
     for (size_t i = 0; i < all; i++) {
@@ -327,7 +328,6 @@ static void run_forward(problem *p)
     const model *m = p->model;
     const epic_router_args args = {
         .router = &m->router,
-        .router_size = sizeof m->router,
         .logits = p->logits,
         .num_tokens = p->tokens,
         .bias = m->bias > 0 ? p->bias : NULL,
@@ -343,8 +343,7 @@ static void run_forward(problem *p)
         .weights_type = weights_type(p),
         .token_id_type = EPIC_I64,
     };
-    CHECK(epic_router_forward(&args, sizeof args) == EPIC_OK, "%s: %s", m->name,
-          epic_error(NULL));
+    CHECK(epic_router_forward(NULL, &args) == EPIC_OK, "%s: %s", m->name, epic_error(NULL));
 }
 
 /* Float32 has no numbers below 1e-45, and few digits below 1e-38. */
@@ -477,7 +476,6 @@ static void check_backward(problem *p, uint32_t grad_type, double tolerance)
     differences(p, c, want);
     epic_router_backward_args args = {
         .router = &m->router,
-        .router_size = sizeof m->router,
         .logits = p->logits,
         .num_tokens = p->tokens,
         .topk_idx = p->idx,
@@ -489,13 +487,13 @@ static void check_backward(problem *p, uint32_t grad_type, double tolerance)
         .weights_type = weights_type(p),
         .grad_type = grad_type,
     };
-    CHECK(epic_router_backward(&args, sizeof args) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_router_backward(NULL, &args) == EPIC_OK, "%s", epic_error(NULL));
     const uint32_t type = grad_type ? grad_type : p->type;
     const double d = distance(d_logits, type, want, all);
     CHECK(d <= tolerance, "%s, type %u: gradient off by %g", m->name, p->type, d);
 
     args.flags = EPIC_ACCUMULATE;
-    CHECK(epic_router_backward(&args, sizeof args) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_router_backward(NULL, &args) == EPIC_OK, "%s", epic_error(NULL));
     for (int64_t i = 0; i < all; i++) want[i] *= 2;
     const double twice = distance(d_logits, type, want, all);
     CHECK(twice <= tolerance, "%s, type %u: accumulated gradient off by %g", m->name, p->type,
@@ -537,8 +535,8 @@ static void test_far_gradients(void)
         float *d_weights = malloc((size_t)(p.tokens * p.k) * sizeof *d_weights);
         float *d_logits = malloc((size_t)all * sizeof *d_logits);
         for (int i = 0; i < p.tokens * p.k; i++) d_weights[i] = (float)between(-1, 1);
-        const epic_router_backward_args args = {.router = &models[m].router,
-                                                .router_size = sizeof models[m].router,
+        const epic_router_backward_args args = {.type = EPIC_F32,
+                                                .router = &models[m].router,
                                                 .logits = p.logits,
                                                 .num_tokens = p.tokens,
                                                 .topk_idx = p.idx,
@@ -546,7 +544,7 @@ static void test_far_gradients(void)
                                                 .workspace = p.workspace,
                                                 .workspace_bytes = p.workspace_bytes,
                                                 .d_logits = d_logits};
-        CHECK(epic_router_backward(&args, sizeof args) == EPIC_OK, "%s", epic_error(NULL));
+        CHECK(epic_router_backward(NULL, &args) == EPIC_OK, "%s", epic_error(NULL));
         for (int64_t i = 0; i < all; i++)
             CHECK(isfinite(d_logits[i]), "%s: gradient %lld is %g", models[m].name,
                   (long long)i, d_logits[i]);
@@ -620,11 +618,10 @@ static double plain_loss(const problem *p, const double *z, const loss_case *l)
     return l->coeff / l->total_tokens * sum;
 }
 
-static epic_loss_args loss_args(const problem *p, const loss_case *l)
+static loss_args args_of(const problem *p, const loss_case *l)
 {
-    return (epic_loss_args){
+    return (loss_args){
         .router = &p->model->router,
-        .router_size = sizeof p->model->router,
         .logits = p->logits,
         .num_tokens = p->tokens,
         .total_tokens = l->total_tokens,
@@ -646,11 +643,10 @@ static void check_loss(problem *p, const loss_case *l)
     const float d_loss = 0.75f;
     double loss = 0, *want = malloc((size_t)all * sizeof *want);
     void *d_logits = malloc((size_t)all * 8);
-    epic_loss_args args = loss_args(p, l);
+    loss_args args = args_of(p, l);
     args.loss = &loss;
-    CHECK((l->z ? epic_z_loss_forward : epic_balance_loss_forward)(&args, sizeof args) ==
-              EPIC_OK,
-          "%s", epic_error(NULL));
+    CHECK((l->z ? z_loss_forward : balance_loss_forward)(NULL, &args) == EPIC_OK, "%s",
+          epic_error(NULL));
     CHECK(same(loss, plain_loss(p, p->z, l), exact ? 1e-12 : 1e-6), "%s: loss %.9g is not %.9g",
           p->model->name, loss, plain_loss(p, p->z, l));
 
@@ -665,9 +661,8 @@ static void check_loss(problem *p, const loss_case *l)
     }
     args.d_logits = d_logits;
     args.d_loss = &d_loss;
-    CHECK((l->z ? epic_z_loss_backward : epic_balance_loss_backward)(&args, sizeof args) ==
-              EPIC_OK,
-          "%s", epic_error(NULL));
+    CHECK((l->z ? z_loss_backward : balance_loss_backward)(NULL, &args) == EPIC_OK, "%s",
+          epic_error(NULL));
     const double d = distance(d_logits, p->type, want, all);
     CHECK(d <= (exact ? 1e-6 : 1e-4), "%s, %s loss, sequence %d, type %u: gradient off by %g",
           p->model->name, l->z ? "z" : "balance", l->sequence, p->type, d);
@@ -705,11 +700,10 @@ static void test_losses_add_up(void)
                                {.sequence = 4, .coeff = 1, .total_tokens = 12},
                                {.z = true, .coeff = 1, .total_tokens = 12}};
     for (int c = 0; c < 3; c++) {
-        epic_result (*loss)(const epic_loss_args *, size_t) =
-            cases[c].z ? epic_z_loss_forward : epic_balance_loss_forward;
-        epic_loss_args args = loss_args(&p, &cases[c]);
+        loss_call *loss = cases[c].z ? z_loss_forward : balance_loss_forward;
+        loss_args args = args_of(&p, &cases[c]);
         args.loss = &whole;
-        CHECK(loss(&args, sizeof args) == EPIC_OK, "%s", epic_error(NULL));
+        CHECK(loss(NULL, &args) == EPIC_OK, "%s", epic_error(NULL));
         sum = 0;
         for (int rank = 0; rank < 3; rank++) {
             static const int first[] = {0, 4, 12, 12};
@@ -718,17 +712,16 @@ static void test_losses_add_up(void)
             args.num_tokens = first[rank + 1] - first[rank];
             args.logits = (float *)p.logits + first[rank] * p.n;
             args.topk_idx = p.idx + first[rank] * p.k;
-            CHECK(loss(&args, sizeof args) == EPIC_OK, "%s", epic_error(NULL));
+            CHECK(loss(NULL, &args) == EPIC_OK, "%s", epic_error(NULL));
             sum += part;
         }
         CHECK(same(sum, whole, 1e-12), "case %d: %.15g is not %.15g", c, sum, whole);
     }
     float narrow = 0;
-    epic_loss_args args = loss_args(&p, &cases[2]);
+    loss_args args = args_of(&p, &cases[2]);
     args.loss_type = 0;
     args.loss = &narrow;
-    CHECK(epic_z_loss_forward(&args, sizeof args) == EPIC_OK && narrow == (float)whole, "%g",
-          narrow);
+    CHECK(z_loss_forward(NULL, &args) == EPIC_OK && narrow == (float)whole, "%g", narrow);
     free_problem(&p);
 }
 
@@ -737,17 +730,20 @@ static void test_bias_update(void)
     float bias[5] = {0, 1, -1, 0.5f, 2};
     const int32_t load[5] = {4, 6, 5, 0, 10};
     const float want[5] = {0.25f, 0.75f, -1, 0.75f, 1.75f};
-    CHECK(epic_bias_update(bias, load, 5, 0.25f) == EPIC_OK, "%s", epic_error(NULL));
+    epic_bias_update_args args = {.bias = bias, .load = load, .num_experts = 5, .rate = 0.25f};
+    CHECK(epic_bias_update(NULL, &args) == EPIC_OK, "%s", epic_error(NULL));
     for (int e = 0; e < 5; e++) CHECK(bias[e] == want[e], "bias %d is %g", e, bias[e]);
-    CHECK(epic_bias_update(NULL, load, 5, 1) == EPIC_EINVAL, "bias NULL");
-    CHECK(epic_bias_update(bias, load, 0, 1) == EPIC_EINVAL, "no experts");
+    args.num_experts = 0;
+    CHECK(epic_bias_update(NULL, &args) == EPIC_EINVAL, "no experts");
+    args = (epic_bias_update_args){.load = load, .num_experts = 5};
+    CHECK(epic_bias_update(NULL, &args) == EPIC_EINVAL, "bias NULL");
 }
 
 /* ------------------------------------------------------------------------------ refusals ---- */
 
 static void refuse_router(epic_router r, const char *word)
 {
-    CHECK(epic_router_workspace(&r, sizeof r) == 0, "accepted: %s", word);
+    CHECK(epic_router_workspace(&r) == 0, "accepted: %s", word);
     CHECK(strstr(epic_error(NULL), word) != NULL, "\"%s\" does not name %s", epic_error(NULL),
           word);
 }
@@ -769,8 +765,8 @@ static void test_wrong_routers(void)
     REFUSE(top_k, 17, "top_k");
     REFUSE(score, 4, "score");
     REFUSE(weight_rule, 3, "weight_rule");
-    REFUSE(normalise, 3, "normalise");
-    REFUSE(normalise, EPIC_NORMALISE_CLAMPED, "norm_min");
+    REFUSE(normalize, 3, "normalize");
+    REFUSE(normalize, EPIC_NORMALIZE_CLAMPED, "norm_min");
     REFUSE(eps, -1, "eps");
     REFUSE(scale, NAN, "scale");
     REFUSE(flags, 1, "flags");
@@ -781,12 +777,12 @@ static void test_wrong_routers(void)
     r.topk_groups = 8;
     r.group_score = EPIC_GROUP_SUM;
     refuse_router(r, "group_best");
-    CHECK(epic_router_workspace(NULL, sizeof r) == 0, "NULL accepted");
+    CHECK(epic_router_workspace(NULL) == 0, "NULL accepted");
 }
 
 static void refuse_forward(epic_router_args args, const char *word)
 {
-    CHECK(epic_router_forward(&args, sizeof args) == EPIC_EINVAL, "accepted: %s", word);
+    CHECK(epic_router_forward(NULL, &args) == EPIC_EINVAL, "accepted: %s", word);
     CHECK(strstr(epic_error(NULL), word) != NULL, "\"%s\" does not name %s", epic_error(NULL),
           word);
 }
@@ -797,8 +793,8 @@ static void test_wrong_arguments(void)
     _Alignas(16) static char workspace[32768];
     float logits[8] = {0}, gradient[8], weights[4];
     int32_t idx[4], ids[2] = {0, 7}, table[4] = {0, 1, 2, 9};
-    const epic_router_args good = {.router = &router,
-                                   .router_size = sizeof router,
+    const epic_router_args good = {.type = EPIC_F32,
+                                   .router = &router,
                                    .logits = logits,
                                    .num_tokens = 2,
                                    .workspace = workspace,
@@ -812,7 +808,7 @@ static void test_wrong_arguments(void)
         a.field = value;                \
         refuse_forward(a, word);        \
     } while (0)
-    CHECK(epic_router_forward(&good, sizeof good) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_router_forward(NULL, &good) == EPIC_OK, "%s", epic_error(NULL));
     REFUSE_CALL(router, NULL, "epic_router");
     REFUSE_CALL(logits, NULL, "logits");
     REFUSE_CALL(num_tokens, -1, "num_tokens");
@@ -834,8 +830,8 @@ static void test_wrong_arguments(void)
     a.token_id_type = EPIC_F32;
     refuse_forward(a, "token_id_type");
 
-    epic_router_backward_args b = {.router = &router,
-                                   .router_size = sizeof router,
+    epic_router_backward_args b = {.type = EPIC_F32,
+                                   .router = &router,
                                    .logits = logits,
                                    .num_tokens = 2,
                                    .topk_idx = table,
@@ -843,38 +839,35 @@ static void test_wrong_arguments(void)
                                    .workspace = workspace,
                                    .workspace_bytes = sizeof workspace,
                                    .d_logits = gradient};
-    CHECK(epic_router_backward(&b, sizeof b) == EPIC_EINVAL &&
+    CHECK(epic_router_backward(NULL, &b) == EPIC_EINVAL &&
               strstr(epic_error(NULL), "token 1, k 1, is 9"),
           "%s", epic_error(NULL));
     b.grad_type = EPIC_BF16;
-    CHECK(epic_router_backward(&b, sizeof b) == EPIC_EINVAL &&
+    CHECK(epic_router_backward(NULL, &b) == EPIC_EINVAL &&
               strstr(epic_error(NULL), "grad_type"),
           "%s", epic_error(NULL));
 
     float loss;
-    epic_loss_args l = {.router = &router,
-                        .router_size = sizeof router,
-                        .logits = logits,
-                        .num_tokens = 2,
-                        .total_tokens = 1,
-                        .workspace = workspace,
-                        .workspace_bytes = sizeof workspace,
-                        .loss = &loss};
-    CHECK(epic_z_loss_forward(&l, sizeof l) == EPIC_EINVAL &&
-              strstr(epic_error(NULL), "total_tokens"),
+    loss_args l = {.type = EPIC_F32,
+                   .router = &router,
+                   .logits = logits,
+                   .num_tokens = 2,
+                   .total_tokens = 1,
+                   .workspace = workspace,
+                   .workspace_bytes = sizeof workspace,
+                   .loss = &loss};
+    CHECK(z_loss_forward(NULL, &l) == EPIC_EINVAL && strstr(epic_error(NULL), "total_tokens"),
           "%s", epic_error(NULL));
     l.total_tokens = 2;
-    CHECK(epic_balance_loss_forward(&l, sizeof l) == EPIC_EINVAL &&
-              strstr(epic_error(NULL), "load"),
+    CHECK(balance_loss_forward(NULL, &l) == EPIC_EINVAL && strstr(epic_error(NULL), "load"),
           "%s", epic_error(NULL));
     l.sequence_tokens = 3;
-    CHECK(epic_balance_loss_forward(&l, sizeof l) == EPIC_EINVAL &&
+    CHECK(balance_loss_forward(NULL, &l) == EPIC_EINVAL &&
               strstr(epic_error(NULL), "sequence_tokens"),
           "%s", epic_error(NULL));
     l.loss = NULL;
-    CHECK(epic_z_loss_forward(&l, sizeof l) == EPIC_EINVAL, "loss NULL accepted");
-    CHECK(epic_z_loss_backward(&l, sizeof l) == EPIC_EINVAL &&
-              strstr(epic_error(NULL), "d_logits"),
+    CHECK(z_loss_forward(NULL, &l) == EPIC_EINVAL, "loss NULL accepted");
+    CHECK(z_loss_backward(NULL, &l) == EPIC_EINVAL && strstr(epic_error(NULL), "d_logits"),
           "%s", epic_error(NULL));
 }
 
@@ -887,15 +880,15 @@ static void test_not_a_number(void)
     const int32_t want[6] = {3, 2, 1, 3, 0, 1};
     float weights[6];
     int32_t idx[6];
-    const epic_router_args args = {.router = &router,
-                                   .router_size = sizeof router,
+    const epic_router_args args = {.type = EPIC_F32,
+                                   .router = &router,
                                    .logits = logits,
                                    .num_tokens = 2,
                                    .workspace = workspace,
                                    .workspace_bytes = sizeof workspace,
                                    .topk_idx = idx,
                                    .weights = weights};
-    CHECK(epic_router_forward(&args, sizeof args) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_router_forward(NULL, &args) == EPIC_OK, "%s", epic_error(NULL));
     CHECK(memcmp(idx, want, sizeof want) == 0, "%d %d %d, %d %d %d", idx[0], idx[1], idx[2],
           idx[3], idx[4], idx[5]);
     CHECK(weights[3] == 0, "sigmoid(-inf) is %g", weights[3]);

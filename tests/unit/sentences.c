@@ -53,7 +53,7 @@ static void check_fit(void)
 static void refused_open(const epic_config *config, const char *begin, const char *end)
 {
     epic_context *ctx;
-    CHECK(epic_open(&ctx, NULL, config, sizeof *config) != EPIC_OK);
+    CHECK(epic_open(&ctx, NULL, config) != EPIC_OK);
     CHECK_SAY(strstr(epic_error(ctx), begin) != NULL, "%s", epic_error(ctx));
     ends(epic_error(ctx), end);
     epic_close(ctx);
@@ -122,7 +122,7 @@ static void check_mismatches(void)
     mismatch(SAME_TYPE, EPIC_BYTES, EPIC_I64, "type EPIC_BYTES", "EPIC_I64");
     mismatch(SAME_TYPE, EPIC_F16, 99, "type EPIC_F16", "99");
     mismatch(SAME_PARTIAL_TYPE, 0, EPIC_F32, "partial_type 0 (the rows' type)", "EPIC_F32");
-    mismatch(SAME_QUANTISE, 0, 2, "quantise EPIC_QUANTISE_NONE", "EPIC_QUANTISE_1X32");
+    mismatch(SAME_QUANTIZE, 0, 2, "quantize EPIC_QUANTIZE_NONE", "EPIC_QUANTIZE_1X32");
     mismatch(SAME_LAYOUT, 0, 1, "layout EPIC_EXPERT_MAJOR", "EPIC_FLAT");
     mismatch(SAME_OVERFLOW, 1, 0, "overflow EPIC_OVERFLOW_DROP", "EPIC_OVERFLOW_ERROR");
     mismatch(SAME_SUM_ORDER, 0, 1, "sum_order EPIC_BY_RANK", "EPIC_TREE");

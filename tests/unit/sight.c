@@ -20,7 +20,7 @@ static void look(const epic_meet *meet, void *self)
     epic_context *ctx;
     float one = 1;
     const epic_sum_args sum = {.data = &one, .count = 1};
-    if (!CHECK(epic_open(&ctx, meet, &config, sizeof config) == EPIC_OK)) return;
+    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
     if (meet->rank == 0) {
         epic_sight sight;
         shared_look(ctx->group, 1, 7, 0, &sight);
@@ -31,7 +31,7 @@ static void look(const epic_meet *meet, void *self)
         ctx->group->is_dead = NULL;
         atomic_store(&seat_of(ctx->group, 1)->closed, 0);
     }
-    CHECK(epic_sum(ctx, &sum, sizeof sum) == EPIC_OK);
+    CHECK(epic_sum(ctx, &sum) == EPIC_OK);
     epic_close(ctx);
 }
 

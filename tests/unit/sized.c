@@ -70,7 +70,8 @@ static void check_table(void)
 static epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .num_ranks = 1};
 static epic_layer layer = {.num_experts = 4, .top_k = 1};
 static epic_router router = {.num_experts = 4, .top_k = 1};
-static epic_experts experts = {.num_local_experts = 4, .hidden = 8, .inner = 8};
+static epic_experts experts = {
+    .num_local_experts = 4, .hidden = 8, .inner = 8, .row_type = EPIC_F32};
 static epic_moe_weights weights;
 static epic_moe_gradients gradients;
 _Alignas(64) static unsigned char untouched[8192];
@@ -107,51 +108,52 @@ static void check_open(void)
     epic_context *ctx;
     epic_meet meet;
     const epic_tcp tcp = {.num_ranks = 1};
-    REFUSES(epic_tcp, "epic_tcp", epic_meet_tcp(&meet, &tcp, size) BAD);
+    REFUSES(epic_tcp, "epic_tcp", epic_meet_tcp_v1(&meet, &tcp, size) BAD);
     const size_t wrong[] = {sizeof(void *), sizeof config - 1, SIZE_MAX};
     for (int i = 0; i < 3; i++) {
-        check_refused(epic_open(&ctx, NULL, &config, wrong[i]) BAD, "epic_open", "config",
+        check_refused(epic_open_v1(&ctx, NULL, &config, wrong[i]) BAD, "epic_open", "config",
                       "epic_config", wrong[i]);
         epic_close(ctx);
     }
 }
 
-static void check_queries(const epic_context *ctx)
+static void check_queries(epic_context *ctx)
 {
     const size_t c = sizeof config, l = sizeof layer;
     void *out = untouched;
     epic_memory_info memory;
-    REFUSES(epic_config, "config", epic_plan_bytes(&config, size, &layer, l) == 0);
-    REFUSES(epic_layer, "layer", epic_plan_bytes(&config, c, &layer, size) == 0);
-    REFUSES(epic_config, "config", epic_capacity_bound(&config, size, &layer, l) == 0);
-    REFUSES(epic_layer, "layer", epic_capacity_bound(&config, c, &layer, size) == 0);
-    REFUSES(epic_config, "config", epic_memory(&config, size, &layer, l, out, 32) BAD);
+    REFUSES(epic_config, "config", epic_plan_bytes_v1(&config, size, &layer, l) == 0);
+    REFUSES(epic_layer, "layer", epic_plan_bytes_v1(&config, c, &layer, size) == 0);
+    REFUSES(epic_config, "config", epic_capacity_bound_v1(&config, size, &layer, l) == 0);
+    REFUSES(epic_layer, "layer", epic_capacity_bound_v1(&config, c, &layer, size) == 0);
+    REFUSES(epic_config, "config", epic_memory_v1(&config, size, &layer, l, out, 32) BAD);
     REFUSES(epic_layer, "layer",
-            epic_memory(&config, c, &layer, size, &memory, sizeof memory) BAD);
-    REFUSES(epic_memory_info, "out", epic_memory(&config, c, &layer, l, out, size) BAD);
-    REFUSES(epic_failure_info, "out", epic_failure(ctx, out, size) BAD);
-    REFUSES(epic_plan_info, "out", epic_plan_read(untouched, 4096, out, size) BAD);
-    REFUSES(epic_router, "router", epic_router_workspace(&router, size) == 0);
-    REFUSES(epic_experts, "experts", epic_experts_memory(&experts, size, 4, out, 24) BAD);
+            epic_memory_v1(&config, c, &layer, size, &memory, sizeof memory) BAD);
+    REFUSES(epic_memory_info, "out", epic_memory_v1(&config, c, &layer, l, out, size) BAD);
+    REFUSES(epic_failure_info, "out", epic_failure_v1(ctx, out, size) BAD);
+    REFUSES(epic_layer, "layer", epic_layer_sizes_v1(ctx, &layer, size, out, 64) BAD);
+    REFUSES(epic_layer_info, "out", epic_layer_sizes_v1(ctx, &layer, l, out, size) BAD);
+    REFUSES(epic_plan_info, "out", epic_plan_read_v1(untouched, 4096, out, size) BAD);
+    REFUSES(epic_router, "router", epic_router_workspace_v1(&router, size) == 0);
+    REFUSES(epic_experts, "experts", epic_experts_memory_v1(&experts, size, 4, out, 24) BAD);
     REFUSES(epic_experts_memory_info, "out",
-            epic_experts_memory(&experts, sizeof experts, 4, out, size) BAD);
+            epic_experts_memory_v1(&experts, sizeof experts, 4, out, size) BAD);
 }
 
 static void check_steps(epic_context *ctx)
 {
-    epic_plan_args p = {.layer = &layer, .layer_size = sizeof layer};
+    epic_plan_args p = {.layer = &layer};
     const epic_dispatch_args d = {0};
     const epic_combine_args c = {0};
     const epic_dispatch_backward_args db = {0};
     const epic_combine_backward_args cb = {0};
     const epic_sum_args s = {0};
-    REFUSES(epic_plan_args, "args", epic_plan(ctx, &p, size) BAD);
-    REFUSES(epic_layer, "layer", (p.layer_size = size, epic_plan(ctx, &p, sizeof p)) BAD);
-    REFUSES(epic_dispatch_args, "args", epic_dispatch(ctx, &d, size) BAD);
-    REFUSES(epic_combine_args, "args", epic_combine(ctx, &c, size) BAD);
-    REFUSES(epic_dispatch_backward_args, "args", epic_dispatch_backward(ctx, &db, size) BAD);
-    REFUSES(epic_combine_backward_args, "args", epic_combine_backward(ctx, &cb, size) BAD);
-    REFUSES(epic_sum_args, "args", epic_sum(ctx, &s, size) BAD);
+    REFUSES(epic_plan_args, "args", epic_plan_v1(ctx, &p, size) BAD);
+    REFUSES(epic_dispatch_args, "args", epic_dispatch_v1(ctx, &d, size) BAD);
+    REFUSES(epic_combine_args, "args", epic_combine_v1(ctx, &c, size) BAD);
+    REFUSES(epic_dispatch_backward_args, "args", epic_dispatch_backward_v1(ctx, &db, size) BAD);
+    REFUSES(epic_combine_backward_args, "args", epic_combine_backward_v1(ctx, &cb, size) BAD);
+    REFUSES(epic_sum_args, "args", epic_sum_v1(ctx, &s, size) BAD);
 }
 
 /* The second struct of a call is looked at when the first is right. */
@@ -160,87 +162,77 @@ static void check_pair(epic_context *ctx)
     _Alignas(64) static unsigned char plan[65536];
     const int32_t ids[1] = {0};
     const epic_plan_args p = {.layer = &layer,
-                              .layer_size = sizeof layer,
                               .plan = plan,
                               .plan_bytes = sizeof plan,
                               .topk_idx = ids,
                               .num_tokens = 1,
                               .capacity = 4};
     const epic_dispatch_args d = {0};
-    REFUSES(epic_plan_args, "args", epic_plan_dispatch(ctx, &p, size, &d, sizeof d) BAD);
+    REFUSES(epic_plan_args, "args", epic_plan_dispatch_v1(ctx, &p, size, &d, sizeof d) BAD);
     REFUSES(epic_dispatch_args, "dispatch",
-            epic_plan_dispatch(ctx, &p, sizeof p, &d, size) BAD);
+            epic_plan_dispatch_v1(ctx, &p, sizeof p, &d, size) BAD);
+}
+
+static void check_simple(epic_context *ctx)
+{
+    epic_step *step;
+    void *out = untouched;
+    const epic_step_config how = {.max_tokens = 1,
+                                  .num_experts = layer.num_experts,
+                                  .top_k = layer.top_k,
+                                  .hidden = 1,
+                                  .type = EPIC_F32,
+                                  .ctx = ctx};
+    REFUSES(epic_step_config, "config", epic_step_open_v1(&step, &how, size) BAD);
+    if (!CHECK(epic_step_open(&step, &how) == EPIC_OK)) return;
+    REFUSES(epic_slots, "out", epic_step_dispatch_v1(step, NULL, NULL, NULL, 0, out, size) BAD);
+    epic_step_close(step);
 }
 
 static void check_local(void)
 {
     epic_router_args r = {.router = &router};
     epic_router_backward_args rb = {.router = &router};
-    epic_loss_args loss = {.router = &router};
+    const epic_balance_loss_args balance = {.router = &router};
+    const epic_balance_loss_backward_args balance_backward = {.router = &router};
+    const epic_z_loss_args z = {.router = &router};
+    const epic_z_loss_backward_args z_backward = {.router = &router};
+    const epic_bias_update_args bias = {.num_experts = 1};
     epic_experts_args e = {.experts = &experts};
     epic_experts_backward_args eb = {.experts = &experts};
-    REFUSES(epic_router_args, "args", epic_router_forward(&r, size) BAD);
-    REFUSES(epic_router, "router",
-            (r.router_size = size, epic_router_forward(&r, sizeof r)) BAD);
-    REFUSES(epic_router_backward_args, "args", epic_router_backward(&rb, size) BAD);
-    REFUSES(epic_router, "router",
-            (rb.router_size = size, epic_router_backward(&rb, sizeof rb)) BAD);
-    REFUSES(epic_loss_args, "args", epic_balance_loss_forward(&loss, size) BAD);
-    REFUSES(epic_loss_args, "args", epic_balance_loss_backward(&loss, size) BAD);
-    REFUSES(epic_loss_args, "args", epic_z_loss_forward(&loss, size) BAD);
-    REFUSES(epic_loss_args, "args", epic_z_loss_backward(&loss, size) BAD);
-    REFUSES(epic_router, "router",
-            (loss.router_size = size, epic_z_loss_forward(&loss, sizeof loss)) BAD);
-    REFUSES(epic_experts_args, "args", epic_experts_forward(&e, size) BAD);
-    REFUSES(epic_experts, "experts",
-            (e.experts_size = size, epic_experts_forward(&e, sizeof e)) BAD);
-    REFUSES(epic_experts_backward_args, "args", epic_experts_backward(&eb, size) BAD);
-    REFUSES(epic_experts, "experts",
-            (eb.experts_size = size, epic_experts_backward(&eb, sizeof eb)) BAD);
-}
-
-static epic_result ask_moe(const epic_moe *moe)
-{
-    epic_moe_memory_info out;
-    return epic_moe_memory(&config, sizeof config, moe, sizeof *moe, &out, sizeof out);
+    REFUSES(epic_router_args, "args", epic_router_forward_v1(NULL, &r, size) BAD);
+    REFUSES(epic_router_backward_args, "args", epic_router_backward_v1(NULL, &rb, size) BAD);
+    REFUSES(epic_balance_loss_args, "args",
+            epic_balance_loss_forward_v1(NULL, &balance, size) BAD);
+    REFUSES(epic_balance_loss_backward_args, "args",
+            epic_balance_loss_backward_v1(NULL, &balance_backward, size) BAD);
+    REFUSES(epic_z_loss_args, "args", epic_z_loss_forward_v1(NULL, &z, size) BAD);
+    REFUSES(epic_z_loss_backward_args, "args",
+            epic_z_loss_backward_v1(NULL, &z_backward, size) BAD);
+    REFUSES(epic_bias_update_args, "args", epic_bias_update_v1(NULL, &bias, size) BAD);
+    REFUSES(epic_experts_args, "args", epic_experts_forward_v1(NULL, &e, size) BAD);
+    REFUSES(epic_experts_backward_args, "args", epic_experts_backward_v1(NULL, &eb, size) BAD);
 }
 
 static void check_moe(epic_context *ctx)
 {
     const epic_moe right = {.layer = &layer,
-                            .layer_size = sizeof layer,
                             .router = &router,
-                            .router_size = sizeof router,
                             .experts = &experts,
-                            .experts_size = sizeof experts,
                             .shared = &experts,
-                            .shared_size = sizeof experts,
                             .capacity = 4};
     epic_moe moe = right;
     const size_t c = sizeof config, m = sizeof moe;
     void *out = untouched;
-    REFUSES(epic_moe, "moe", epic_moe_memory(&config, c, &moe, size, out, 24) BAD);
-    REFUSES(epic_moe_memory_info, "out", epic_moe_memory(&config, c, &moe, m, out, size) BAD);
-    REFUSES(epic_layer, "layer", (moe.layer_size = size, ask_moe(&moe)) BAD);
-    moe = right;
-    REFUSES(epic_router, "moe.router", (moe.router_size = size, ask_moe(&moe)) BAD);
-    moe = right;
-    REFUSES(epic_experts, "moe.experts", (moe.experts_size = size, ask_moe(&moe)) BAD);
-    moe = right;
-    REFUSES(epic_experts, "moe.shared", (moe.shared_size = size, ask_moe(&moe)) BAD);
-    moe = right;
+    REFUSES(epic_moe, "moe", epic_moe_memory_v1(&config, c, &moe, size, out, 24) BAD);
+    REFUSES(epic_moe_memory_info, "out",
+            epic_moe_memory_v1(&config, c, &moe, m, out, size) BAD);
 
     epic_moe_args a = {.moe = &moe, .weights = &weights};
     epic_moe_backward_args b = {.moe = &moe, .weights = &weights};
-    REFUSES(epic_moe_args, "args", epic_moe_forward(ctx, &a, size) BAD);
-    REFUSES(epic_moe_backward_args, "args", epic_moe_backward(ctx, &b, size) BAD);
-    REFUSES(epic_moe_weights, "weights",
-            (a.weights_size = size, epic_moe_forward(ctx, &a, sizeof a)) BAD);
-    a.weights_size = sizeof weights;
-    REFUSES(epic_moe, "moe", (a.moe_size = size, epic_moe_forward(ctx, &a, sizeof a)) BAD);
+    REFUSES(epic_moe_args, "args", epic_moe_forward_v1(ctx, &a, size) BAD);
+    REFUSES(epic_moe_backward_args, "args", epic_moe_backward_v1(ctx, &b, size) BAD);
     b.gradients = &gradients;
-    REFUSES(epic_moe_gradients, "gradients",
-            (b.gradients_size = size, epic_moe_backward(ctx, &b, sizeof b)) BAD);
 }
 
 int main(void)
@@ -252,10 +244,11 @@ int main(void)
     check_table();
     check_open();
     epic_context *ctx = NULL;
-    CHECK(epic_open(&ctx, NULL, &config, sizeof config) == EPIC_OK);
+    CHECK(epic_open(&ctx, NULL, &config) == EPIC_OK);
     check_queries(ctx);
     check_steps(ctx);
     check_pair(ctx);
+    check_simple(ctx);
     check_local();
     check_moe(ctx);
     epic_close(ctx);

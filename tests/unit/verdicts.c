@@ -36,9 +36,8 @@ static seat open_seat(const epic_meet *meet, uint32_t num_experts, int64_t max_t
                          .max_in_flight = 1,
                          .staging_bytes = 100000},
               .layer = {.num_experts = num_experts, .top_k = 1}};
-    CHECK_SAY(epic_open(&s.ctx, meet, &s.config, sizeof s.config) == EPIC_OK, "open: %s",
-              epic_error(NULL));
-    s.plan_bytes = epic_plan_bytes(&s.config, sizeof s.config, &s.layer, sizeof s.layer);
+    CHECK_SAY(epic_open(&s.ctx, meet, &s.config) == EPIC_OK, "open: %s", epic_error(NULL));
+    s.plan_bytes = epic_plan_bytes(&s.config, &s.layer);
     s.plan = aligned_alloc(64, (s.plan_bytes + 63) / 64 * 64);
     return s;
 }
@@ -52,7 +51,6 @@ static void close_seat(seat *s)
 static epic_plan_args plan_args(const seat *s, const int32_t *ids, int64_t num_tokens)
 {
     return (epic_plan_args){.layer = &s->layer,
-                            .layer_size = sizeof s->layer,
                             .plan = s->plan,
                             .plan_bytes = s->plan_bytes,
                             .topk_idx = ids,
@@ -68,7 +66,7 @@ static void error_beside_mismatch(const epic_meet *meet, void *self)
     const int32_t ids[TOKENS] = {0, meet->rank == 0 ? 99 : 1, 2, 3};
     s.layer.alignment = meet->rank == 2 ? 4 : 1;
     const epic_plan_args args = plan_args(&s, ids, TOKENS);
-    check_result(epic_plan(s.ctx, &args, sizeof args), EPIC_EMISMATCH);
+    check_result(epic_plan(s.ctx, &args), EPIC_EMISMATCH);
     check_result(epic_check(s.ctx), EPIC_EMISMATCH);
     close_seat(&s);
 }
@@ -87,7 +85,7 @@ static void counts_after_error(const epic_meet *meet, void *self)
     args.rank_of_expert = table;
     args.expert_rows = rows;
     args.expert_tokens = tokens;
-    check_result(epic_plan(s.ctx, &args, sizeof args), EPIC_EINVAL);
+    check_result(epic_plan(s.ctx, &args), EPIC_EINVAL);
     for (int e = 0; e < 5; e++) CHECK(rows[e] == 0 && tokens[e] == 0);
     check_result(epic_check(s.ctx), EPIC_OK);
     close_seat(&s);
@@ -106,7 +104,7 @@ static void scales_from_an_empty_buffer(const epic_meet *meet, void *self)
         for (int i = 0; i < 2; i++) scales[t][i] = -(float)(100 * rank + 10 * t + i);
     }
     const epic_plan_args args = plan_args(&s, ids, TOKENS);
-    check_result(epic_plan(s.ctx, &args, sizeof args), EPIC_OK);
+    check_result(epic_plan(s.ctx, &args), EPIC_OK);
     epic_dispatch_args how = {.plan = s.plan,
                               .plan_bytes = s.plan_bytes,
                               .tokens = {rows, TOKENS, sizeof rows[0]},
@@ -117,7 +115,7 @@ static void scales_from_an_empty_buffer(const epic_meet *meet, void *self)
         how.recv = (epic_rows){recv, 2 * TOKENS, sizeof recv[0]};
         how.recv_scales = (epic_rows){recv_scales, 2 * TOKENS, sizeof recv_scales[0]};
     }
-    CHECK_SAY(epic_dispatch(s.ctx, &how, sizeof how) == EPIC_OK, "%s", epic_error(s.ctx));
+    CHECK_SAY(epic_dispatch(s.ctx, &how) == EPIC_OK, "%s", epic_error(s.ctx));
     for (int t = 0; rank == 1 && t < 2 * TOKENS; t++) {
         const int first = 100 * (t / TOKENS) + 10 * (t % TOKENS);
         CHECK_EQ(recv[t][2], first + 2);
@@ -136,7 +134,7 @@ static void abort_is_told(const epic_meet *meet, void *self)
     if (meet->rank == 0) epic_abort(s.ctx, 7, "no more rows");
     const uint64_t end = run_now_ns() + 5000000000ull;
     while (info.result == EPIC_OK && run_now_ns() < end) {
-        check_result(epic_failure(s.ctx, &info, sizeof info), EPIC_OK);
+        check_result(epic_failure(s.ctx, &info), EPIC_OK);
         run_nap_us(1000);
     }
     CHECK_EQ(info.result, EPIC_EPEER);
@@ -177,10 +175,10 @@ static void early_close(const epic_meet *meet, void *self)
         atomic_store(&slow_is_known, 1);
     }
     const epic_plan_args args = plan_args(&s, ids, sends);
-    check_result(epic_plan(s.ctx, &args, sizeof args), EPIC_OK);
+    check_result(epic_plan(s.ctx, &args), EPIC_OK);
     const epic_dispatch_args how = {
         .plan = s.plan, .plan_bytes = s.plan_bytes, .tokens = tokens, .recv = recv};
-    CHECK_SAY(epic_dispatch(s.ctx, &how, sizeof how) == EPIC_OK, "rank %d: %s", meet->rank,
+    CHECK_SAY(epic_dispatch(s.ctx, &how) == EPIC_OK, "rank %d: %s", meet->rank,
               epic_error(s.ctx));
     if (meet->rank == 1 && atomic_load(&slow_is_known)) pthread_kill(slow_thread, SIGUSR1);
     close_seat(&s);

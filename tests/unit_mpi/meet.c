@@ -63,7 +63,7 @@ static void check_open(const char *backend, MPI_Comm *comm)
                                 .backend = backend,
                                 .native = comm};
     epic_context *ctx;
-    const epic_result result = epic_open(&ctx, NULL, &config, sizeof config);
+    const epic_result result = epic_open(&ctx, NULL, &config);
     if (CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx))) {
         CHECK_EQ(epic_num_ranks(ctx), world_size);
         CHECK_EQ(epic_rank(ctx), world_rank);
@@ -84,8 +84,8 @@ static void check_missing(bool opens)
             .max_tokens = 1, .max_row_bytes = 1, .timeout_ms = TIMEOUT_MS, .native = &comm};
         epic_meet meet;
         epic_context *ctx = NULL;
-        const epic_result result = opens ? epic_open(&ctx, NULL, &config, sizeof config)
-                                         : epic_meet_mpi(&meet, &comm, TIMEOUT_MS);
+        const epic_result result =
+            opens ? epic_open(&ctx, NULL, &config) : epic_meet_mpi(&meet, &comm, TIMEOUT_MS);
         const long ms = (long)((run_now_ns() - begin) / 1000000);
         snprintf(name, sizeof name, " rank %d,", world_size - 1);
         CHECK_SAY(result == EPIC_ETIMEOUT && strstr(epic_error(ctx), name),

@@ -77,7 +77,7 @@ Layer = struct(
 Router = struct(
     "Router",
     *uints("num_experts zero_experts top_k score num_groups topk_groups group_score group_best"),
-    *uints("group_others weight_rule normalise flags"),
+    *uints("group_others weight_rule normalize flags"),
     *((name, c_double) for name in ("eps", "norm_min", "scale")),
 )
 Experts = struct(
@@ -96,13 +96,9 @@ ThreeSizes = struct(
 Moe = struct(
     "Moe",
     ("layer", c_void_p),
-    ("layer_size", c_size_t),
     ("router", c_void_p),
-    ("router_size", c_size_t),
     ("experts", c_void_p),
-    ("experts_size", c_size_t),
     ("shared", c_void_p),
-    ("shared_size", c_size_t),
     ("balance_coeff", c_double),
     ("z_coeff", c_double),
     ("sequence_tokens", c_int64),
@@ -113,22 +109,22 @@ Moe = struct(
 KINDS = {"Layer": Layer, "Router": Router, "Experts": Experts}
 
 PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "epic_meet_tcp": (c_int32, [c_void_p, c_void_p, c_size_t]),
+    "epic_meet_tcp_v1": (c_int32, [c_void_p, c_void_p, c_size_t]),
     "epic_meet_env": (c_int32, [c_void_p]),
     "epic_meet_threads": (c_int32, [c_void_p, c_int32, c_uint32]),
     "epic_meet_close": (None, [c_void_p]),
-    "epic_open": (c_int32, [POINTER(c_void_p), c_void_p, c_void_p, c_size_t]),
+    "epic_open_v1": (c_int32, [POINTER(c_void_p), c_void_p, c_void_p, c_size_t]),
     "epic_close": (None, [c_void_p]),
     "epic_check": (c_int32, [c_void_p]),
     "epic_abort": (None, [c_void_p, c_uint64, c_char_p]),
     "epic_error": (c_char_p, [c_void_p]),
     "epic_backend_name": (c_char_p, [c_void_p]),
     "epic_blas_name": (c_char_p, []),
-    "epic_plan_bytes": (c_size_t, [c_void_p, c_size_t, c_void_p, c_size_t]),
-    "epic_capacity_bound": (c_int64, [c_void_p, c_size_t, c_void_p, c_size_t]),
-    "epic_router_workspace": (c_size_t, [c_void_p, c_size_t]),
-    "epic_experts_memory": (c_int32, [c_void_p, c_size_t, c_int64, c_void_p, c_size_t]),
-    "epic_moe_memory": (
+    "epic_plan_bytes_v1": (c_int64, [c_void_p, c_size_t, c_void_p, c_size_t]),
+    "epic_capacity_bound_v1": (c_int64, [c_void_p, c_size_t, c_void_p, c_size_t]),
+    "epic_router_workspace_v1": (c_int64, [c_void_p, c_size_t]),
+    "epic_experts_memory_v1": (c_int32, [c_void_p, c_size_t, c_int64, c_void_p, c_size_t]),
+    "epic_moe_memory_v1": (
         c_int32,
         [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_size_t],
     ),
@@ -192,7 +188,7 @@ def experts_memory(options: Options, slots: int) -> Any:
     """ThreeSizes of the experts' MLP."""
     sizes = ThreeSizes()
     wish = sized(filled(Experts, options))
-    check(core().epic_experts_memory(*wish, slots, *sized(sizes)))
+    check(core().epic_experts_memory_v1(*wish, slots, *sized(sizes)))
     return sizes
 
 

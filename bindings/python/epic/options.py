@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "group_score": ("max", "sum"),
     "group_others": ("out", "zero"),
     "weight_rule": ("of_score", "softmax_chosen", "sigmoid_chosen"),
-    "normalise": ("none", "sum", "clamped"),
+    "normalize": ("none", "sum", "clamped"),
     "activation": ACTIVATIONS,
     "weighting": WEIGHTINGS,
 }
@@ -121,7 +121,7 @@ class Router(Options):
     group_best: int = 0
     group_others: str = "out"
     weight_rule: str = "of_score"
-    normalise: str = "none"
+    normalize: str = "none"
     eps: float = 0.0
     norm_min: float = 0.0
     scale: float = 1.0

@@ -71,7 +71,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
     if (initialized) return fits_started(config, num_ranks, why);
     if (config->native) {
         snprintf(why, SENTENCE,
-                 "config.native is set but MPI is not initialised; call "
+                 "config.native is set but MPI is not initialized; call "
                  "MPI_Init_thread first");
         return false;
     }
@@ -80,10 +80,10 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
     if (launched)
         snprintf(why, SENTENCE,
                  "mpirun started %d ranks, the meeting has %d, and MPI is not "
-                 "initialised",
+                 "initialized",
                  launched, num_ranks);
     else
-        snprintf(why, SENTENCE, "not started by mpirun, and MPI is not initialised");
+        snprintf(why, SENTENCE, "not started by mpirun, and MPI is not initialized");
     return false;
 }
 

@@ -277,7 +277,7 @@ static epic_result check(const void *native)
     if (!native) return runtime_is_up() ? EPIC_OK : runtime_start();
     if (!runtime_is_up())
         return epic_fail(EPIC_EINVAL, "meeting over MPI: comm is given and MPI is not "
-                                      "initialised: call MPI_Init_thread first");
+                                      "initialized: call MPI_Init_thread first");
     if (meet_can_use(*(const MPI_Comm *)native, "comm", why, sizeof why)) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "meeting over MPI: %s", why);
 }

@@ -174,7 +174,7 @@ static epic_result start(void)
     MPI_Query_thread(&level);
     if (level < MPI_THREAD_SERIALIZED)
         return epic_fail(EPIC_ENOTSUP,
-                         "backend mpi: MPI was initialised with %s; it needs "
+                         "backend mpi: MPI was initialized with %s; it needs "
                          "MPI_THREAD_MULTIPLE (or MPI_THREAD_SERIALIZED): call "
                          "MPI_Init_thread with that level",
                          level == MPI_THREAD_SINGLE ? "MPI_THREAD_SINGLE"

@@ -356,6 +356,26 @@ static bool fetch(void *to, const void *from, size_t bytes, bool *good)
     return known;
 }
 
+/* The context's device need not be the current one. */
+static void *allocate(epic_group *g, size_t bytes)
+{
+    int before;
+    void *memory = NULL;
+    if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(g->device) != cudaSuccess)
+        return NULL;
+    if (cudaMalloc(&memory, bytes) != cudaSuccess) memory = NULL;
+    (void)cudaGetLastError();
+    (void)cudaSetDevice(before);
+    return memory;
+}
+
+/* Work that still reads the memory is waited for: cudaFree does. */
+static void release_memory(epic_group *g, void *memory)
+{
+    (void)g;
+    (void)cudaFree(memory);
+}
+
 static void describe(char *to, size_t size)
 {
     struct cudaDeviceProp properties;
@@ -381,6 +401,8 @@ const epic_backend epic_backend_p2p = {
     .leave = leave,
     .memory = memory,
     .fetch = fetch,
+    .allocate = allocate,
+    .release = release_memory,
     .describe = describe,
     .steps = &p2p_steps,
     .sentence = epic_sentence,

@@ -62,14 +62,11 @@ void p2p_abort(epic_group *group, uint64_t tag, const char *why);
 /* Router and losses; router.c. */
 epic_result p2p_router_forward(epic_group *group, const epic_router_args *args);
 epic_result p2p_router_backward(epic_group *group, const epic_router_backward_args *args);
-epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss_args *args,
-                                     double factor);
-epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss_args *args,
-                                      double factor);
-epic_result p2p_z_loss_forward(epic_group *group, const epic_loss_args *args, double factor);
-epic_result p2p_z_loss_backward(epic_group *group, const epic_loss_args *args, double factor);
-epic_result p2p_bias_update(epic_group *group, epic_stream stream, float *bias,
-                            const int32_t *load, int64_t num_experts, float rate);
+epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss *args, double factor);
+epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss *args, double factor);
+epic_result p2p_z_loss_forward(epic_group *group, const epic_loss *args, double factor);
+epic_result p2p_z_loss_backward(epic_group *group, const epic_loss *args, double factor);
+epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args);
 
 extern const epic_steps p2p_steps;
 extern EPIC_API const epic_backend epic_backend_p2p;

@@ -29,7 +29,7 @@ static epic_result take_rows(epic_group *g, p2p_router_rows *out, const epic_rou
                              .logits = logits,
                              .num_tokens = num_tokens,
                              .columns = (int32_t)columns,
-                             .type = type ? type : EPIC_F32,
+                             .type = type,
                              .eps = (float)router->eps,
                              .norm_min = (float)router->norm_min,
                              .scale = (float)router->scale};
@@ -53,7 +53,8 @@ epic_result p2p_router_forward(epic_group *group, const epic_router_args *args)
                           .wide = args->token_id_type == EPIC_I64,
                           .on_logits = router_on_logits(args->router, args->bias != NULL)};
     TRY(take_rows(group, &job.rows, args->router, args->logits, args->num_tokens, args->type));
-    return p2p_cuda(p2p_launch_router(&job, stream_of(args->stream)), "launching the router");
+    return p2p_cuda(p2p_launch_router(&job, stream_of(args->call.stream)),
+                    "launching the router");
 }
 
 epic_result p2p_router_backward(epic_group *group, const epic_router_backward_args *args)
@@ -64,11 +65,11 @@ epic_result p2p_router_backward(epic_group *group, const epic_router_backward_ar
                                    .accumulate = (args->flags & EPIC_ACCUMULATE) != 0};
     TRY(take_rows(group, &job.rows, args->router, args->logits, args->num_tokens, args->type));
     job.grad_type = grad_type_of(&job.rows, args->grad_type);
-    return p2p_cuda(p2p_launch_router_backward(&job, stream_of(args->stream)),
+    return p2p_cuda(p2p_launch_router_backward(&job, stream_of(args->call.stream)),
                     "launching the router's backward");
 }
 
-static epic_result take_loss(epic_group *g, p2p_loss_job *job, const epic_loss_args *args,
+static epic_result take_loss(epic_group *g, p2p_loss_job *job, const epic_loss *args,
                              double factor, bool z)
 {
     *job = (p2p_loss_job){.load = args->load,
@@ -87,15 +88,14 @@ static epic_result take_loss(epic_group *g, p2p_loss_job *job, const epic_loss_a
     return EPIC_OK;
 }
 
-static epic_result loss_forward(epic_group *group, const epic_loss_args *args, double factor,
-                                bool z)
+static epic_result loss_forward(epic_group *group, const epic_loss *args, double factor, bool z)
 {
     p2p_loss_job job;
     TRY(take_loss(group, &job, args, factor, z));
     return p2p_cuda(p2p_launch_loss(&job, stream_of(args->stream)), "launching a loss");
 }
 
-static epic_result loss_backward(epic_group *group, const epic_loss_args *args, double factor,
+static epic_result loss_backward(epic_group *group, const epic_loss *args, double factor,
                                  bool z)
 {
     p2p_loss_job job;
@@ -104,32 +104,30 @@ static epic_result loss_backward(epic_group *group, const epic_loss_args *args, 
                     "launching a loss's backward");
 }
 
-epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss_args *args,
-                                     double factor)
+epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss *args, double factor)
 {
     return loss_forward(group, args, factor, false);
 }
 
-epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss_args *args,
-                                      double factor)
+epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss *args, double factor)
 {
     return loss_backward(group, args, factor, false);
 }
 
-epic_result p2p_z_loss_forward(epic_group *group, const epic_loss_args *args, double factor)
+epic_result p2p_z_loss_forward(epic_group *group, const epic_loss *args, double factor)
 {
     return loss_forward(group, args, factor, true);
 }
 
-epic_result p2p_z_loss_backward(epic_group *group, const epic_loss_args *args, double factor)
+epic_result p2p_z_loss_backward(epic_group *group, const epic_loss *args, double factor)
 {
     return loss_backward(group, args, factor, true);
 }
 
-epic_result p2p_bias_update(epic_group *group, epic_stream stream, float *bias,
-                            const int32_t *load, int64_t num_experts, float rate)
+epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args)
 {
     TRY(p2p_whole(group));
-    return p2p_cuda(p2p_launch_bias_update(bias, load, num_experts, rate, stream_of(stream)),
+    return p2p_cuda(p2p_launch_bias_update(args->bias, args->load, args->num_experts,
+                                           args->rate, stream_of(args->call.stream)),
                     "launching the bias update");
 }

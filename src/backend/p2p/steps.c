@@ -89,9 +89,9 @@ static epic_result check_row(const epic_group *g, const char *name, const epic_r
 
 static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_plan_args *args)
 {
-    memset(out, 0, sizeof *out);
-    memcpy(out, args->layer, args->layer_size < sizeof *out ? args->layer_size : sizeof *out);
+    *out = *args->layer;
     if (out->layout != EPIC_EXPERT_MAJOR) return not_yet("layer.layout EPIC_FLAT");
+    if (out->flags & EPIC_DISTINCT) return not_yet("layer.flags EPIC_DISTINCT");
     if (out->num_experts > DEVICE_MAX_EXPERTS)
         return epic_fail(EPIC_ENOTSUP, "layer.num_experts is %u: CUDA contexts take at most %d",
                          out->num_experts, DEVICE_MAX_EXPERTS);
@@ -116,12 +116,12 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
                              alike *a)
 {
     TRY(read_layer(g, &job->layer, args));
-    const size_t bytes = device_plan_bytes(g->num_ranks, g->config.max_tokens,
-                                           job->layer.num_experts, job->layer.top_k);
+    const int64_t bytes = device_plan_bytes(g->num_ranks, g->config.max_tokens,
+                                            job->layer.num_experts, job->layer.top_k);
     if (args->plan_bytes < bytes)
         return epic_fail(EPIC_EINVAL,
-                         "plan_bytes is %zu: this layer needs %zu (epic_plan_bytes)",
-                         args->plan_bytes, bytes);
+                         "plan_bytes is %lld: this layer needs %lld (epic_plan_bytes)",
+                         (long long)args->plan_bytes, (long long)bytes);
     job->plan = args->plan;
     job->topk_idx = args->topk_idx;
     job->rank_of_expert = args->rank_of_expert;
@@ -155,21 +155,21 @@ static epic_result plan(epic_group *g, const epic_plan_args *args)
 static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, alike *a)
 {
-    if (args->quantise) return not_yet("quantising on the way");
+    if (args->quantize) return not_yet("quantizing on the way");
     if (args->scales.data || args->recv_scales.data || args->scales.row_bytes)
         return not_yet("a second row array (scales)");
     TRY(check_row(g, "tokens", &args->tokens));
     job->tokens = args->tokens.data;
     job->recv = args->recv.data;
     job->weights = args->weights;
-    job->recv_weight = args->recv_weight;
+    job->slot_weights = args->slot_weights;
     job->row_bytes = args->tokens.row_bytes ? args->tokens.row_bytes : args->recv.row_bytes;
     job->num_tokens = rows_of(&args->tokens);
     job->recv_rows = rows_of(&args->recv);
     job->aligned = is_aligned(&args->tokens) && is_aligned(&args->recv);
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
     mix(a, (uint64_t)job->row_bytes);
-    mix(a, args->recv_weight != NULL);
+    mix(a, args->slot_weights != NULL);
     return EPIC_OK;
 }
 
@@ -181,7 +181,7 @@ static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
     TRY(fill_dispatch(g, &job, args, &a));
     job.plan.seat = seat_of(g, &args->call, EPIC_OP_DISPATCH, a);
     job.plan.plan = (uint8_t *)(uintptr_t)args->plan;
-    job.plan_bytes = (int64_t)args->plan_bytes;
+    job.plan_bytes = args->plan_bytes;
     return p2p_cuda(p2p_launch_dispatch(&job, sms_of(g, &args->call), stream_of(&args->call)),
                     "launching dispatch");
 }
@@ -220,7 +220,7 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
     }
     job.head = head_of(g, &job);
     job.plan.seat = seat_of(g, &plan_args->call, EPIC_OP_DISPATCH, a);
-    job.plan_bytes = (int64_t)plan_args->plan_bytes;
+    job.plan_bytes = plan_args->plan_bytes;
     return p2p_cuda(
         p2p_launch_dispatch(&job, sms_of(g, &plan_args->call), stream_of(&plan_args->call)),
         "launching plan and dispatch");
@@ -265,7 +265,7 @@ static epic_result combine(epic_group *g, const epic_combine_args *args)
     alike a = {EPIC_OP_COMBINE};
     TRY(p2p_whole(g));
     job.plan = args->plan;
-    job.plan_bytes = (int64_t)args->plan_bytes;
+    job.plan_bytes = args->plan_bytes;
     job.slot_weights = args->slot_weights;
     job.type = args->type;
     mix(&a, args->slot_weights != NULL);
@@ -278,8 +278,8 @@ static epic_result dispatch_backward(epic_group *g, const epic_dispatch_backward
     alike a = {EPIC_OP_DISPATCH_BACKWARD};
     TRY(p2p_whole(g));
     job.plan = args->plan;
-    job.plan_bytes = (int64_t)args->plan_bytes;
-    job.slot_floats = args->d_recv_weight;
+    job.plan_bytes = args->plan_bytes;
+    job.slot_floats = args->d_slot_weights;
     job.choice_floats = args->d_weights;
     job.type = args->type;
     mix(&a, args->d_weights != NULL);
@@ -293,10 +293,10 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     alike a = {EPIC_OP_COMBINE_BACKWARD};
     TRY(p2p_whole(g));
     TRY(check_type(args->type));
-    if (args->quantise) return not_yet("quantising on the way");
+    if (args->quantize) return not_yet("quantizing on the way");
     TRY(check_row(g, "d_out", &args->d_out));
     job.plan = args->plan;
-    job.plan_bytes = (int64_t)args->plan_bytes;
+    job.plan_bytes = args->plan_bytes;
     job.d_out = args->d_out.data;
     job.rows = args->rows.data;
     job.d_rows = args->d_rows.data;

@@ -67,7 +67,6 @@ static void plan(team_rank *me, memory *m)
 {
     const epic_plan_args args = {.call = {.stream = me->stream, .timeout_ms = 30000},
                                  .layer = &m->layer,
-                                 .layer_size = sizeof m->layer,
                                  .plan = m->plan,
                                  .plan_bytes = m->plan_bytes,
                                  .topk_idx = m->ids,

@@ -20,7 +20,7 @@ static epic_result open_with(epic_context **ctx, uint32_t max_sms)
 {
     const epic_config config = {
         .max_tokens = 16, .max_row_bytes = 64, .max_sms = max_sms, .backend = "p2p"};
-    return epic_open(ctx, NULL, &config, sizeof config);
+    return epic_open(ctx, NULL, &config);
 }
 
 /* A sum that is one rank's own. */
@@ -31,7 +31,7 @@ static void use(epic_context *ctx, uint32_t max_sms)
     CHECK(cudaMalloc((void **)&data, sizeof *data) == cudaSuccess);
     CHECK(cudaMemcpy(data, &three, sizeof three, cudaMemcpyDefault) == cudaSuccess);
     const epic_sum_args args = {.call.max_sms = max_sms, .data = data, .count = 1};
-    CHECK(epic_sum(ctx, &args, sizeof args) == EPIC_OK);
+    CHECK(epic_sum(ctx, &args) == EPIC_OK);
     CHECK(cudaDeviceSynchronize() == cudaSuccess);
     CHECK(epic_check(ctx) == EPIC_OK);
     CHECK(cudaMemcpy(&back, data, sizeof back, cudaMemcpyDefault) == cudaSuccess &&

@@ -129,7 +129,7 @@ static void observe(seat *s, epic_result result, observed *o)
 {
     if (s->on_device) {
         need(result == EPIC_OK, "a call", s->ctx);
-        need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronise", NULL);
+        need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
         result = epic_check(s->ctx);
     }
     if (o) {
@@ -144,9 +144,9 @@ static void read_back(const seat *s, observed *o)
 {
     static _Thread_local _Alignas(64) unsigned char bytes[PLAN];
     epic_plan_info again;
-    need(!epic_plan_read(s->plan, PLAN, &o->info, sizeof o->info), "plan_read", s->ctx);
+    need(!epic_plan_read(s->plan, PLAN, &o->info), "plan_read", s->ctx);
     copy(s, bytes, s->plan, PLAN);
-    need(!epic_plan_read(bytes, PLAN, &again, sizeof again), "plan_read of a copy", s->ctx);
+    need(!epic_plan_read(bytes, PLAN, &again), "plan_read of a copy", s->ctx);
     need(!memcmp(&again, &o->info, sizeof again), "plan_read: a copy says the same", NULL);
     memcpy(o->fate, bytes + o->info.fate_offset, sizeof o->fate);
     memcpy(o->rank, bytes + o->info.rank_offset, sizeof o->rank);
@@ -162,7 +162,7 @@ static epic_result dispatch(seat *s, int64_t rows)
                                      .plan_bytes = PLAN,
                                      .tokens = {s->tokens, TOKENS, ROW},
                                      .recv = {s->recv, rows, ROW}};
-    return epic_dispatch(s->ctx, &args, sizeof args);
+    return epic_dispatch(s->ctx, &args);
 }
 
 /* Too few on the last rank. */
@@ -199,10 +199,9 @@ static epic_result call_short(seat *s, int which)
                                                   .slot_weights = (float *)(void *)s->recv,
                                                   .d_slot_weights = s->floats,
                                                   .type = EPIC_BF16};
-    if (which == COMBINE_ROWS) return epic_combine(s->ctx, &combine, sizeof combine);
-    if (which == D_RECV_ROWS)
-        return epic_dispatch_backward(s->ctx, &d_dispatch, sizeof d_dispatch);
-    return epic_combine_backward(s->ctx, &d_combine, sizeof d_combine);
+    if (which == COMBINE_ROWS) return epic_combine(s->ctx, &combine);
+    if (which == D_RECV_ROWS) return epic_dispatch_backward(s->ctx, &d_dispatch);
+    return epic_combine_backward(s->ctx, &d_combine);
 }
 
 static void run_short(seat *s, int which, observed *o)
@@ -231,7 +230,6 @@ static void run_case(seat *s, int which, observed *o)
     const int last = s->rank == num_ranks - 1;
     const epic_plan_args args = {.call.stream = s->stream,
                                  .layer = &layer,
-                                 .layer_size = sizeof layer,
                                  .plan = s->plan,
                                  .plan_bytes = PLAN,
                                  .topk_idx = s->ids,
@@ -242,7 +240,7 @@ static void run_case(seat *s, int which, observed *o)
                                                                        : SLOTS,
                                  .index_type = which == WIDE_EXPERT ? EPIC_I64 : EPIC_I32};
     fill_ids(s, which);
-    const epic_result planned = epic_plan(s->ctx, &args, sizeof args);
+    const epic_result planned = epic_plan(s->ctx, &args);
     observe(s, planned, which == DAMAGED ? NULL : o);
     if (which == DAMAGED) {
         copy(s, s->plan + 40, "damage", 6);
@@ -262,7 +260,7 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
     seat s = {.rank = rank, .on_device = !strcmp(backend, "p2p")};
     const epic_config config = {
         .max_tokens = TOKENS, .max_row_bytes = ROW, .timeout_ms = 8000, .backend = backend};
-    need(!epic_open(&s.ctx, &meets[rank], &config, sizeof config), "open", s.ctx);
+    need(!epic_open(&s.ctx, &meets[rank], &config), "open", s.ctx);
     need((epic_max_sms(s.ctx) > 0) == s.on_device, "max_sms", s.ctx);
     if (s.on_device) cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking);
     s.plan = memory(&s, PLAN);

@@ -85,13 +85,13 @@ static void take_seat(seat *s, int rank, int ranks, unsigned at)
                                     fault == STOPPED ? (uint32_t)deadline_ms : PATIENCE_MS,
                                 .backend = "p2p"};
     epic_meet meet;
-    need(!epic_meet_tcp(&meet, &tcp, sizeof tcp), "meet", NULL);
-    need(!epic_open(&s->ctx, &meet, &config, sizeof config), "open", s->ctx);
+    need(!epic_meet_tcp(&meet, &tcp), "meet", NULL);
+    need(!epic_open(&s->ctx, &meet, &config), "open", s->ctx);
     epic_meet_close(&meet);
     s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
     if (EXPERTS % ranks) s->layer.num_experts = (uint32_t)(EXPERTS / ranks * ranks);
-    s->slots = epic_capacity_bound(&config, sizeof config, &s->layer, sizeof s->layer);
-    s->plan_bytes = epic_plan_bytes(&config, sizeof config, &s->layer, sizeof s->layer);
+    s->slots = epic_capacity_bound(&config, &s->layer);
+    s->plan_bytes = epic_plan_bytes(&config, &s->layer);
     int32_t ids[TOKENS * TOP_K];
     for (int i = 0; i < TOKENS * TOP_K; i++)
         ids[i] = (i * 7 + rank) % (int)s->layer.num_experts;
@@ -103,14 +103,13 @@ static void take_seat(seat *s, int rank, int ranks, unsigned at)
     need(cudaMemcpy(s->ids, ids, sizeof ids, cudaMemcpyDefault) == cudaSuccess, "copy", NULL);
     need(cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking) == cudaSuccess, "stream",
          NULL);
-    need(cudaDeviceSynchronize() == cudaSuccess, "synchronise", NULL);
+    need(cudaDeviceSynchronize() == cudaSuccess, "synchronize", NULL);
 }
 
 static epic_result step(seat *s)
 {
     const epic_plan_args plan = {.call.stream = s->stream,
                                  .layer = &s->layer,
-                                 .layer_size = sizeof s->layer,
                                  .plan = s->plan,
                                  .plan_bytes = s->plan_bytes,
                                  .topk_idx = s->ids,
@@ -124,10 +123,9 @@ static epic_result step(seat *s)
                                        .rows = {s->recv, s->slots, ROW},
                                        .out = {s->out, TOKENS, ROW},
                                        .type = EPIC_BF16};
-    epic_result result =
-        epic_plan_dispatch(s->ctx, &plan, sizeof plan, &dispatch, sizeof dispatch);
-    if (result == EPIC_OK) result = epic_combine(s->ctx, &combine, sizeof combine);
-    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronise", NULL);
+    epic_result result = epic_plan_dispatch(s->ctx, &plan, &dispatch);
+    if (result == EPIC_OK) result = epic_combine(s->ctx, &combine);
+    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
     return result == EPIC_OK ? epic_check(s->ctx) : result;
 }
 
@@ -153,7 +151,7 @@ static double work_until_error(seat *s)
     }
     const double end_ms = now_ms();
     epic_failure_info f;
-    need(!epic_failure(s->ctx, &f, sizeof f), "failure", s->ctx);
+    need(!epic_failure(s->ctx, &f), "failure", s->ctx);
     need(f.result == (fault == STOPPED ? EPIC_ETIMEOUT : EPIC_EPEER), "another error", s->ctx);
     need(f.num_culprits == 1 && f.culprits[0] == victim, "another culprit", s->ctx);
     need(epic_check(s->ctx) == (epic_result)f.result, "a later call", s->ctx);

@@ -66,14 +66,13 @@ static void make_plan(seat *s, int which)
          "copy", NULL);
     const epic_plan_args args = {.call.stream = s->stream,
                                  .layer = &layer,
-                                 .layer_size = sizeof layer,
                                  .plan = s->plan,
                                  .plan_bytes = PLAN,
                                  .topk_idx = s->ids,
                                  .num_tokens = TOKENS,
                                  .rank_of_expert = s->owner,
                                  .capacity = SLOTS};
-    need(!epic_plan(s->ctx, &args, sizeof args), "plan", s->ctx);
+    need(!epic_plan(s->ctx, &args), "plan", s->ctx);
 }
 
 static void provoke(seat *s, int which)
@@ -81,7 +80,7 @@ static void provoke(seat *s, int which)
     const int64_t tokens = TOKENS - (which == TOKENS_OF_PLAN && s->rank == 1);
     make_plan(s, which);
     if (which == TABLE) return;
-    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronise", NULL);
+    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
     if (which == DAMAGED && s->rank == 1)
         need(cudaMemset(s->plan + 40, 0x77, 6) == cudaSuccess, "damage", NULL);
     const epic_combine_args args = {.call.stream = s->stream,
@@ -90,7 +89,7 @@ static void provoke(seat *s, int which)
                                     .rows = {s->recv, SLOTS, ROW},
                                     .out = {s->out, tokens, ROW},
                                     .type = EPIC_BF16};
-    need(!epic_combine(s->ctx, &args, sizeof args), "combine", s->ctx);
+    need(!epic_combine(s->ctx, &args), "combine", s->ctx);
 }
 
 static double now_ms(void)
@@ -118,11 +117,11 @@ static void run_case(seat *s, int which)
                                 .max_row_bytes = ROW,
                                 .timeout_ms = DEADLINE_MS,
                                 .backend = "p2p"};
-    need(!epic_open(&s->ctx, &meets[s->rank], &config, sizeof config), "open", s->ctx);
+    need(!epic_open(&s->ctx, &meets[s->rank], &config), "open", s->ctx);
     pthread_barrier_wait(&all);
     const double begin = now_ms();
     provoke(s, which);
-    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronise", NULL);
+    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
     judge(s, which, now_ms() - begin);
     pthread_barrier_wait(&all);
     epic_close(s->ctx);

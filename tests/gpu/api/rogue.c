@@ -61,7 +61,7 @@ static void *run_rank(void *self)
         .max_tokens = 8, .max_row_bytes = 64, .backend = "p2p", .timeout_ms = 2000};
     const epic_meet meet = {s->inner.rank, RANKS, gather, NULL, s};
     epic_context *ctx = NULL;
-    s->result = epic_open(&ctx, &meet, &config, sizeof config);
+    s->result = epic_open(&ctx, &meet, &config);
     snprintf(s->sentence, sizeof s->sentence, "%s", s->result ? epic_error(ctx) : "");
     epic_meet_close(&s->inner);
     epic_close(ctx);

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "epic/epic.h"
+#include "losses.h"
 
 enum { MOST_TOKENS = 70, MOST_K = 64, GUARD = 64, POISON = 0xab };
 
@@ -132,7 +133,7 @@ static epic_router pick_router(uint32_t most)
                      .top_k = below(6) ? 1 + below(less(8, n)) : less(n, 1 + below(MOST_K)),
                      .score = below(4),
                      .weight_rule = below(3),
-                     .normalise = below(3),
+                     .normalize = below(3),
                      .eps = below(2) ? 1e-20 : 0,
                      .norm_min = below(2) ? 1e-6 : 0.7,
                      .scale = below(2) ? 2.5 : 0};
@@ -154,7 +155,7 @@ static problem pick_problem(uint32_t most)
                                  .topk_groups = 4,
                                  .group_score = EPIC_GROUP_SUM,
                                  .group_best = 2,
-                                 .normalise = EPIC_NORMALISE_SUM,
+                                 .normalize = EPIC_NORMALIZE_SUM,
                                  .eps = 1e-20,
                                  .scale = 2.5};
     p.n = (int64_t)p.router.num_experts + p.router.zero_experts;
@@ -235,7 +236,7 @@ static void fill(const problem *p)
         if (p->id_type == EPIC_I64) ((int64_t *)token_ids.host)[t] = id;
         if (p->id_type == EPIC_I32) ((int32_t *)token_ids.host)[t] = (int32_t)id;
     }
-    use(&workspace, epic_router_workspace(&p->router, sizeof p->router));
+    use(&workspace, epic_router_workspace(&p->router));
     need(workspace.bytes > 0, "a router is wrong");
     use(&topk_idx, (size_t)(p->tokens * k * 4));
     use(&weights, (size_t)(p->tokens * k * 4));
@@ -265,7 +266,6 @@ static epic_result forward(const side *s)
 {
     const problem *p = s->p;
     const epic_router_args args = {.router = &p->router,
-                                   .router_size = sizeof p->router,
                                    .logits = of(s, &logits),
                                    .num_tokens = p->tokens,
                                    .bias = p->has_bias ? of(s, &bias) : NULL,
@@ -279,16 +279,14 @@ static epic_result forward(const side *s)
                                    .scores = p->has_scores ? of(s, &scores) : NULL,
                                    .type = p->type,
                                    .token_id_type = p->id_type,
-                                   .ctx = s->device ? ctx : NULL,
-                                   .stream = s->device ? stream : NULL};
-    return epic_router_forward(&args, sizeof args);
+                                   .call.stream = s->device ? stream : NULL};
+    return epic_router_forward(s->device ? ctx : NULL, &args);
 }
 
 static epic_result backward(const side *s)
 {
     const problem *p = s->p;
     const epic_router_backward_args args = {.router = &p->router,
-                                            .router_size = sizeof p->router,
                                             .logits = of(s, &logits),
                                             .num_tokens = p->tokens,
                                             .topk_idx = of(s, &topk_idx),
@@ -299,64 +297,65 @@ static epic_result backward(const side *s)
                                             .type = p->type,
                                             .grad_type = p->grad_type,
                                             .flags = p->flags,
-                                            .ctx = s->device ? ctx : NULL,
-                                            .stream = s->device ? stream : NULL};
-    return epic_router_backward(&args, sizeof args);
+                                            .call.stream = s->device ? stream : NULL};
+    return epic_router_backward(s->device ? ctx : NULL, &args);
 }
 
-static epic_loss_args loss_args(const side *s, int back)
+static loss_args args_of(const side *s, int back)
 {
     const problem *p = s->p;
-    return (epic_loss_args){.router = &p->router,
-                            .router_size = sizeof p->router,
-                            .logits = of(s, &logits),
-                            .num_tokens = p->tokens,
-                            .total_tokens = p->total,
-                            .load = of(s, &load),
-                            .topk_idx = of(s, &topk_idx),
-                            .sequence_tokens = p->sequence,
-                            .coeff = p->coeff,
-                            .d_loss = back && p->has_d_loss ? of(s, &d_loss) : NULL,
-                            .workspace = of(s, &workspace),
-                            .workspace_bytes = workspace.bytes,
-                            .loss = back ? NULL : of(s, &loss),
-                            .d_logits = back ? of(s, &d_logits) : NULL,
-                            .type = p->type,
-                            .loss_type = p->loss_type,
-                            .grad_type = p->grad_type,
-                            .flags = back ? p->flags : 0,
-                            .ctx = s->device ? ctx : NULL,
-                            .stream = s->device ? stream : NULL};
+    return (loss_args){.router = &p->router,
+                       .logits = of(s, &logits),
+                       .num_tokens = p->tokens,
+                       .total_tokens = p->total,
+                       .load = of(s, &load),
+                       .topk_idx = of(s, &topk_idx),
+                       .sequence_tokens = p->sequence,
+                       .coeff = p->coeff,
+                       .d_loss = back && p->has_d_loss ? of(s, &d_loss) : NULL,
+                       .workspace = of(s, &workspace),
+                       .workspace_bytes = workspace.bytes,
+                       .loss = back ? NULL : of(s, &loss),
+                       .d_logits = back ? of(s, &d_logits) : NULL,
+                       .type = p->type,
+                       .loss_type = p->loss_type,
+                       .grad_type = p->grad_type,
+                       .flags = back ? p->flags : 0,
+                       .call.stream = s->device ? stream : NULL};
 }
 
 static epic_result balance(const side *s)
 {
-    const epic_loss_args args = loss_args(s, 0);
-    return epic_balance_loss_forward(&args, sizeof args);
+    const loss_args args = args_of(s, 0);
+    return balance_loss_forward(s->device ? ctx : NULL, &args);
 }
 
 static epic_result balance_backward(const side *s)
 {
-    const epic_loss_args args = loss_args(s, 1);
-    return epic_balance_loss_backward(&args, sizeof args);
+    const loss_args args = args_of(s, 1);
+    return balance_loss_backward(s->device ? ctx : NULL, &args);
 }
 
 static epic_result z(const side *s)
 {
-    const epic_loss_args args = loss_args(s, 0);
-    return epic_z_loss_forward(&args, sizeof args);
+    const loss_args args = args_of(s, 0);
+    return z_loss_forward(s->device ? ctx : NULL, &args);
 }
 
 static epic_result z_backward(const side *s)
 {
-    const epic_loss_args args = loss_args(s, 1);
-    return epic_z_loss_backward(&args, sizeof args);
+    const loss_args args = args_of(s, 1);
+    return z_loss_backward(s->device ? ctx : NULL, &args);
 }
 
 static epic_result update(const side *s)
 {
-    return epic_bias_update_on(s->device ? ctx : NULL, s->device ? stream : NULL, of(s, &bias),
-                               of(s, &load), s->p->n, 0.001f);
+    const epic_bias_update_args args = {.call.stream = s->device ? stream : NULL,
+                                        .bias = of(s, &bias),
+                                        .load = of(s, &load),
+                                        .num_experts = s->p->n,
+                                        .rate = 0.001f};
+    return epic_bias_update(s->device ? ctx : NULL, &args);
 }
 
 /* ------------------------------------------------------------------------ comparison ---- */
@@ -421,7 +420,7 @@ static const step steps[] = {
     {"balance_loss_backward", balance_backward, {&d_logits}, 0},
     {"z_loss_forward", z, {&loss}, 1e-12},
     {"z_loss_backward", z_backward, {&d_logits}, 1e-6},
-    {"bias_update_on", update, {&bias}, 0},
+    {"bias_update", update, {&bias}, 0},
 };
 enum { STEPS = sizeof steps / sizeof *steps };
 
@@ -486,10 +485,10 @@ static void print_problem(int i, const problem *p)
     fprintf(
         stderr,
         "case %d: %u + %u experts, k %u, score %u, groups %u keep %u (score %u best %u "
-        "others %u), rule %u, normalise %u, %lld tokens of type %u, sequence %lld, bias %d, "
+        "others %u), rule %u, normalize %u, %lld tokens of type %u, sequence %lld, bias %d, "
         "table %d\n",
         i, r->num_experts, r->zero_experts, r->top_k, r->score, r->num_groups, r->topk_groups,
-        r->group_score, r->group_best, r->group_others, r->weight_rule, r->normalise,
+        r->group_score, r->group_best, r->group_others, r->weight_rule, r->normalize,
         (long long)p->tokens, p->type, (long long)p->sequence, p->has_bias, p->has_table);
 }
 
@@ -545,17 +544,19 @@ static void test_refusals(void)
     refused(z(&there), EPIC_ENOTSUP, "float64");
     p.type = EPIC_F32;
     p.router.num_experts = 5000;
-    use(&workspace, epic_router_workspace(&p.router, sizeof p.router));
+    use(&workspace, epic_router_workspace(&p.router));
     refused(forward(&there), EPIC_ENOTSUP, "5000");
     p.router.num_experts = 0;
     refused(forward(&there), EPIC_EINVAL, "num_experts");
-    refused(epic_bias_update_on(ctx, stream, NULL, load.device, 8, 1), EPIC_EINVAL, "bias");
+    const epic_bias_update_args no_bias = {
+        .call.stream = stream, .load = load.device, .num_experts = 8, .rate = 1};
+    refused(epic_bias_update(ctx, &no_bias), EPIC_EINVAL, "bias");
 }
 
 /* Ids out of range in arrays are no expert on a device. */
 static void test_wild_ids(void)
 {
-    problem p = {.router = {.num_experts = 8, .top_k = 2, .normalise = EPIC_NORMALISE_SUM},
+    problem p = {.router = {.num_experts = 8, .top_k = 2, .normalize = EPIC_NORMALIZE_SUM},
                  .n = 8,
                  .tokens = 4,
                  .total = 4,
@@ -598,7 +599,7 @@ int main(int argc, char **argv)
     const uint32_t most = argc > 3 ? (uint32_t)atoi(argv[3]) : 4096;
     const uint64_t seed = argc > 2 ? (uint64_t)atoll(argv[2]) : 1;
     const epic_config config = {.max_tokens = 16, .max_row_bytes = 64, .backend = "p2p"};
-    need(epic_open(&ctx, NULL, &config, sizeof config) == EPIC_OK, "open");
+    need(epic_open(&ctx, NULL, &config) == EPIC_OK, "open");
     need(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
     for (int i = 0; i < BUFFERS; i++)
         make_buffer(all[i], (size_t)MOST_TOKENS * 1024 * 4 + (256 << 10));

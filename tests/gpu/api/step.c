@@ -89,7 +89,7 @@ static void step(epic_context *ctx, int rank, int on_device, results *out)
     void *plan = memory(on_device, NULL, plan_bytes);
     void *recv = memory(on_device, NULL, (size_t)slots * ROW);
     void *d_rows = memory(on_device, NULL, (size_t)slots * ROW);
-    void *recv_weight = memory(on_device, NULL, (size_t)slots * 4);
+    void *slot_weights = memory(on_device, NULL, (size_t)slots * 4);
     void *d_slot = memory(on_device, NULL, (size_t)slots * 4);
     void *chosen = memory(on_device, mine->chosen, sizeof mine->chosen);
     void *weights = memory(on_device, mine->weights, sizeof mine->weights);
@@ -102,7 +102,6 @@ static void step(epic_context *ctx, int rank, int on_device, results *out)
 
     const epic_plan_args where = {.call = call,
                                   .layer = &layer,
-                                  .layer_size = sizeof layer,
                                   .plan = plan,
                                   .plan_bytes = plan_bytes,
                                   .topk_idx = chosen,
@@ -111,13 +110,13 @@ static void step(epic_context *ctx, int rank, int on_device, results *out)
     const epic_dispatch_args there = {.tokens = {tokens, TOKENS, ROW},
                                       .recv = slot_rows,
                                       .weights = weights,
-                                      .recv_weight = recv_weight};
+                                      .slot_weights = slot_weights};
     const epic_combine_args home = {.call = call,
                                     .plan = plan,
                                     .plan_bytes = plan_bytes,
                                     .rows = slot_rows,
                                     .out = {got->out, TOKENS, ROW},
-                                    .slot_weights = recv_weight,
+                                    .slot_weights = slot_weights,
                                     .type = EPIC_BF16};
     const epic_combine_backward_args back = {.call = call,
                                              .plan = plan,
@@ -125,7 +124,7 @@ static void step(epic_context *ctx, int rank, int on_device, results *out)
                                              .d_out = {d_out, TOKENS, ROW},
                                              .rows = slot_rows,
                                              .d_rows = d_slot_rows,
-                                             .slot_weights = recv_weight,
+                                             .slot_weights = slot_weights,
                                              .d_slot_weights = d_slot,
                                              .type = EPIC_BF16};
     const epic_dispatch_backward_args d_home = {.call = call,
@@ -133,14 +132,14 @@ static void step(epic_context *ctx, int rank, int on_device, results *out)
                                                 .plan_bytes = plan_bytes,
                                                 .d_recv = d_slot_rows,
                                                 .d_tokens = {got->d_tokens, TOKENS, ROW},
-                                                .d_recv_weight = d_slot,
+                                                .d_slot_weights = d_slot,
                                                 .d_weights = (float *)got->d_weights,
                                                 .type = EPIC_BF16};
-    need(!epic_plan_dispatch(ctx, &where, sizeof where, &there, sizeof there), "dispatch", ctx);
-    need(!epic_combine(ctx, &home, sizeof home), "combine", ctx);
-    need(!epic_combine_backward(ctx, &back, sizeof back), "combine_backward", ctx);
-    need(!epic_dispatch_backward(ctx, &d_home, sizeof d_home), "dispatch_backward", ctx);
-    if (on_device) need(cudaStreamSynchronize(stream) == cudaSuccess, "synchronise", NULL);
+    need(!epic_plan_dispatch(ctx, &where, &there), "dispatch", ctx);
+    need(!epic_combine(ctx, &home), "combine", ctx);
+    need(!epic_combine_backward(ctx, &back), "combine_backward", ctx);
+    need(!epic_dispatch_backward(ctx, &d_home), "dispatch_backward", ctx);
+    if (on_device) need(cudaStreamSynchronize(stream) == cudaSuccess, "synchronize", NULL);
     pthread_barrier_wait(&all);
     need(epic_check(ctx) == EPIC_OK, "check", ctx);
     if (on_device)
@@ -149,8 +148,8 @@ static void step(epic_context *ctx, int rank, int on_device, results *out)
     else
         memcpy(out, got, sizeof *out);
     pthread_barrier_wait(&all);
-    void *const parts[] = {plan,   recv,    d_rows, recv_weight, d_slot,
-                           chosen, weights, tokens, d_out,       got};
+    void *const parts[] = {plan,   recv,    d_rows, slot_weights, d_slot,
+                           chosen, weights, tokens, d_out,        got};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) drop(on_device, parts[i]);
     if (stream) cudaStreamDestroy(stream);
 }
@@ -160,7 +159,7 @@ static void seat(int rank, const char *backend, results *out)
     epic_context *ctx;
     const epic_config config = {
         .max_tokens = TOKENS, .max_row_bytes = ROW, .timeout_ms = 20000, .backend = backend};
-    need(!epic_open(&ctx, &meets[rank], &config, sizeof config), "open", ctx);
+    need(!epic_open(&ctx, &meets[rank], &config), "open", ctx);
     step(ctx, rank, strcmp(backend, "p2p") == 0, out);
     epic_close(ctx);
 }
@@ -196,8 +195,8 @@ int main(int argc, char **argv)
     if (num_ranks < 1 || num_ranks > MAX_RANKS || EXPERTS % num_ranks) return 2;
     const epic_config config = {
         .max_tokens = TOKENS, .max_row_bytes = ROW, .num_ranks = (uint32_t)num_ranks};
-    slots = epic_capacity_bound(&config, sizeof config, &layer, sizeof layer);
-    plan_bytes = epic_plan_bytes(&config, sizeof config, &layer, sizeof layer);
+    slots = epic_capacity_bound(&config, &layer);
+    plan_bytes = epic_plan_bytes(&config, &layer);
     fill(7);
     need(!epic_meet_threads(meets, num_ranks, 20000), "meet", NULL);
     pthread_barrier_init(&all, NULL, (unsigned)num_ranks);

@@ -395,7 +395,7 @@ def case_router() -> None:
     load = rng.integers(0, 30, size=32).astype(np.int32)
     wishes = (
         epic.jax.Router(32, 4),
-        epic.jax.Router(32, 4, score="sigmoid", normalise="sum", scale=2.5),
+        epic.jax.Router(32, 4, score="sigmoid", normalize="sum", scale=2.5),
         epic.jax.Router(32, 4, num_groups=8, topk_groups=2),
     )
     with epic.jax.open(gpu_mesh(len(gpus())), "ep", **SIZES):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Flax modules share: the layer's parameters by name, with shapes, logical axes and
-initialisers."""
+initializers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

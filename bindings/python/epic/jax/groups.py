@@ -138,7 +138,7 @@ def choose_meeting(
     client = meeting.store()
     if client is None:
         raise EpicArgumentError(
-            "the ranks are in several processes and jax.distributed is not initialised: call "
+            "the ranks are in several processes and jax.distributed is not initialized: call "
             "jax.distributed.initialize, or pass meet=epic.jax.Tcp(...) or an exchange"
         )
     prefix = f"epic/{group}/{generations[group]}"
@@ -155,7 +155,7 @@ def open_seat(meeting_of: Callable[[Seat], Meeting], config: Any, seat: Seat) ->
     context = ctypes.c_void_p()
     try:
         with cuda.current(seat.ordinal) if seat.is_gpu else contextlib.nullcontext():
-            code = _native.core().epic_open(
+            code = _native.core().epic_open_v1(
                 ctypes.byref(context), ctypes.addressof(meet.struct), *_native.sized(config)
             )
         if code == 0 and isinstance(context.value, int):

@@ -40,7 +40,7 @@ class MoEBlock(nn.Module):
     kernel_init: Initialiser | None = None
 
     def weights(self) -> dict[str, Any]:
-        """Parameters, made at initialisation."""
+        """Parameters, made at initialization."""
         found = {}
         for name, wish in block.parameters(self.group, self.options, self.biases).items():
             kernel = self.kernel_init if wish.init is block.KERNEL else None

@@ -56,7 +56,7 @@ def by_tcp(tcp: Tcp, group: int, rank: int, num_ranks: int, timeout_ms: int) -> 
     struct = _native.Meet()
     secret = tcp.secret.encode() if tcp.secret else None
     wish = _native.Tcp(tcp.address.encode(), secret, rank, num_ranks, tcp.port + group, timeout_ms)
-    _native.check(_native.core().epic_meet_tcp(ctypes.addressof(struct), *_native.sized(wish)))
+    _native.check(_native.core().epic_meet_tcp_v1(ctypes.addressof(struct), *_native.sized(wish)))
     return Meeting(struct)
 
 

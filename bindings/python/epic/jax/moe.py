@@ -41,7 +41,7 @@ class Moe:
     z_coeff: float = 0.0
     sequence_tokens: int = 0
     capacity: int | None = None
-    quantise: str | None = None  # "1x128" or "1x32": rows travel to the experts in e4m3
+    quantize: str | None = None  # "1x128" or "1x32": rows travel to the experts in e4m3
 
     def __post_init__(self) -> None:
         for name, kind in (("layer", Layer), ("router", Router), ("experts", Experts)):
@@ -52,8 +52,8 @@ class Moe:
         whole("sequence_tokens", self.sequence_tokens)
         if self.capacity is not None:
             whole("capacity", self.capacity, 1)
-        if self.quantise is not None:
-            word("quantise", self.quantise, steps.BLOCKS)
+        if self.quantize is not None:
+            word("quantize", self.quantize, steps.BLOCKS)
         self.check_parts()
 
     def check_parts(self) -> None:
@@ -208,10 +208,9 @@ def memory(static: Static) -> tuple[Spec, Spec, Spec]:
         parts.append(_native.filled(_native.Experts, options.shared))
     for name, part in zip(("layer", "router", "experts", "shared"), parts, strict=False):
         setattr(wish, name, ctypes.addressof(part))
-        setattr(wish, name + "_size", ctypes.sizeof(part))
     sizes = _native.ThreeSizes()
     config = static.group.config()
-    _native.check(_native.core().epic_moe_memory(*_native.sized(config, wish, sizes)))
+    _native.check(_native.core().epic_moe_memory_v1(*_native.sized(config, wish, sizes)))
     numbers = (sizes.saved_bytes, sizes.forward_bytes, sizes.backward_bytes)
     saved, forward, backward = (Spec((n,), jnp.uint8) for n in numbers)
     return saved, forward, backward
@@ -333,10 +332,10 @@ def sent(
         "num_local_experts": options.experts.num_local_experts,
         **after,
     }
-    if options.quantise is None:
+    if options.quantize is None:
         return steps.plan_dispatch(group, options.layer, chosen, x, w, **more)
     plan = steps.plan(group, options.layer, chosen, **more)
-    return plan, *steps.dispatch(plan, x, w, quantise=options.quantise)
+    return plan, *steps.dispatch(plan, x, w, quantize=options.quantize)
 
 
 def composed(
@@ -475,7 +474,7 @@ def moe(
         weights = weights._replace(bias=jax.lax.stop_gradient(weights.bias))
     if grouped_gemm is None and group.platform == "gpu":
         grouped_gemm = products.best(options.layer.alignment)
-    if grouped_gemm is not None or options.quantise is not None:
+    if grouped_gemm is not None or options.quantize is not None:
         extras = {"token_ids": token_ids, "table": table, "rank_of_expert": owners}
         order = {"channel": channel, "after": after}
         out, plan, logits, chosen = composed(

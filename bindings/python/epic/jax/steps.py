@@ -194,8 +194,8 @@ def recv_results(way: Way, tokens: Any, weights: Any) -> list[Spec | None]:
 def dispatch_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
     """dispatch on checked arrays."""
     operands = [data, tokens, weights, *marks(way.group, data, tokens)]
-    recv, recv_weight = call("dispatch", recv_results(way, tokens, weights), operands, way.group)
-    return recv, recv_weight
+    recv, slot_weights = call("dispatch", recv_results(way, tokens, weights), operands, way.group)
+    return recv, slot_weights
 
 
 def dispatch_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
@@ -205,11 +205,11 @@ def dispatch_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[An
 
 def rows_home(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
     """Gradients of the received rows and weights, brought to their tokens."""
-    d_recv, d_recv_weight = gradients
+    d_recv, d_slot_weights = gradients
     d_tokens = Spec((way.num_tokens, d_recv.shape[1]), d_recv.dtype)
     d_weights = Spec((way.num_tokens, way.layer.top_k), jnp.float32)
-    operands = [data, d_recv, d_recv_weight, *marks(way.group, data, d_recv)]
-    results = [d_tokens, None if d_recv_weight is None else d_weights]
+    operands = [data, d_recv, d_slot_weights, *marks(way.group, data, d_recv)]
+    results = [d_tokens, None if d_slot_weights is None else d_weights]
     out = call("dispatch_backward", results, operands, way.group)
     return out[0], out[1]
 
@@ -223,20 +223,20 @@ dispatch_rows.defvjp(dispatch_forward, dispatch_backward)
 
 
 def dispatch(
-    plan: Plan, tokens: Any, weights: Any = None, *, quantise: str | None = None
+    plan: Plan, tokens: Any, weights: Any = None, *, quantize: str | None = None
 ) -> tuple[Any, Any]:
     """Sends each token to its experts: [..., hidden] -> [capacity, hidden].
 
     With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
-    the plan does not fill are zeros.  quantise "1x128" or "1x32": rows travel in e4m3 and arrive
+    the plan does not fill are zeros.  quantize "1x128" or "1x32": rows travel in e4m3 and arrive
     rounded; the gradient goes straight through.
     """
     check_layout(plan.way.layer, "expert_major", "dispatch_flat")
     inputs = dispatch_inputs(plan, tokens, weights)
-    if quantise is None:
+    if quantize is None:
         return dispatch_rows(plan.way, *inputs)
-    check_block(quantise)
-    return dispatch_rounded(plan.way, quantise, *inputs)
+    check_block(quantize)
+    return dispatch_rounded(plan.way, quantize, *inputs)
 
 
 def check_layout(layer: Layer, layout: str, other: str) -> None:
@@ -254,7 +254,7 @@ def dispatch_inputs(plan: Plan, tokens: Any, weights: Any) -> list[Any]:
     return spread_all(way.group, plan.bytes, rows, weights)
 
 
-# -------------------------------------------------------------------- flat, quantised ----
+# -------------------------------------------------------------------- flat, quantized ----
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -299,7 +299,7 @@ def check_block(block: str) -> None:
     word("block", block, BLOCKS)
 
 
-def dispatch_quantised(
+def dispatch_quantized(
     plan: Plan, tokens: Any, weights: Any = None, block: str = "1x128"
 ) -> tuple[Any, Any, Any]:
     """dispatch in e4m3: rows, scales [capacity, blocks], weights; without a gradient.
@@ -310,23 +310,23 @@ def dispatch_quantised(
     check_block(block)
     data, rows, weights = dispatch_inputs(plan, tokens, weights)
     rows, weights = (None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights))
-    return quantised(plan.way, block, data, rows, weights)
+    return quantized(plan.way, block, data, rows, weights)
 
 
-def quantised(way: Way, block: str, data: Any, rows: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """dispatch_quantised on checked arrays."""
+def quantized(way: Way, block: str, data: Any, rows: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """dispatch_quantized on checked arrays."""
     kind, size, scale_type = BLOCKS[block]
     slots, hidden = way.capacity, rows.shape[1]
     results: list[Spec | None] = [Spec((slots, hidden), jnp.float8_e4m3fn)]
     results += [Spec((slots, -(-hidden // size)), scale_type)]
     results += [None if weights is None else Spec((slots,), jnp.float32)]
     operands = [data, rows, weights, *marks(way.group, data, rows)]
-    out = call("dispatch_quantised", results, operands, way.group, quantise=kind)
+    out = call("dispatch_quantized", results, operands, way.group, quantize=kind)
     return out[0], out[1], out[2]
 
 
-def dequantise(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
-    """What dispatch_quantised's rows stand for."""
+def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
+    """What dispatch_quantized's rows stand for."""
     size = BLOCKS[block][1]
     if block == "1x32":
         powers = jnp.exp2(scales.astype(jnp.float32) - 127)
@@ -338,8 +338,8 @@ def dequantise(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def dispatch_rounded(way: Way, block: str, data: Any, tokens: Any, weights: Any) -> Any:
     """dispatch whose rows travelled in e4m3; its gradient is that of dispatch."""
-    rows, scales, slot = quantised(way, block, data, tokens, weights)
-    return dequantise(rows, scales, tokens.dtype, block), slot
+    rows, scales, slot = quantized(way, block, data, tokens, weights)
+    return dequantize(rows, scales, tokens.dtype, block), slot
 
 
 def dispatch_rounded_forward(
@@ -403,7 +403,7 @@ def plan_dispatch(
     channel: Any = None,
     after: Any = None,
 ) -> tuple[Plan, Any, Any]:
-    """plan, then dispatch with it, as one call: (plan, recv, recv_weight or None)."""
+    """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None)."""
     check_layout(layer, "expert_major", "plan and dispatch_flat")
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
     local = num_local(way, rank_of_expert, num_local_experts)

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The optimiser: element by element, so that it matters not who does it. */
-#include "optimiser.h"
+/* The optimizer: element by element, so that it matters not who does it. */
+#include "optimizer.h"
 
 #include <math.h>
 
 static const double least_share = 0.1, warm_up_share = 0.05, decay = 0.01;
 static const float beta1 = 0.9f, beta2 = 0.98f, epsilon = 1e-8f;
 
-double optimiser_rate(double most, int64_t step, int64_t steps)
+double optimizer_rate(double most, int64_t step, int64_t steps)
 {
     const double warm_up = ceil(warm_up_share * (double)steps), pi = acos(-1);
     if ((double)step <= warm_up) return most * (double)step / warm_up;
@@ -27,7 +27,7 @@ static void move(float *restrict value, float *restrict first, float *restrict s
     }
 }
 
-void optimiser_step(model *m, double rate, int64_t step)
+void optimizer_step(model *m, double rate, int64_t step)
 {
     const double unbias1 = 1 / (1 - pow(beta1, (double)step));
     const double unbias2 = 1 / (1 - pow(beta2, (double)step));

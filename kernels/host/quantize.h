@@ -7,8 +7,8 @@
  *   - 1x32: the scale is the smallest 2^s with max|x| <= 448 * 2^s exactly, s no less than -127;
  *     no rounded quotient decides it.
  *   - a block with a NaN or an infinity has the scale 0x7fc00000 or 255, and all its q are 0x7f. */
-#ifndef EPIC_HOST_QUANTISE_H
-#define EPIC_HOST_QUANTISE_H
+#ifndef EPIC_HOST_QUANTIZE_H
+#define EPIC_HOST_QUANTIZE_H
 
 #include "lanes.h"
 
@@ -48,7 +48,7 @@ INLINE float inverse_of_e8m0(int scale)
     return scale == E8M0_NAN ? float_of(NAN_BITS) : float_of((uint32_t)(254 - scale) << 23);
 }
 
-INLINE void quantise_block_1x128(uint8_t *q, void *scales, int64_t at, const float *x)
+INLINE void quantize_block_1x128(uint8_t *q, void *scales, int64_t at, const float *x)
 {
     const float scale = scale_1x128(max_bits(x, 128));
     memcpy((char *)scales + at / 128 * (int64_t)sizeof scale, &scale, sizeof scale);
@@ -56,7 +56,7 @@ INLINE void quantise_block_1x128(uint8_t *q, void *scales, int64_t at, const flo
         store_e4m3(q + i, lanes_div(load_f32(x + i), lanes_of(scale)));
 }
 
-INLINE void quantise_block_1x32(uint8_t *q, void *scales, int64_t at, const float *x)
+INLINE void quantize_block_1x32(uint8_t *q, void *scales, int64_t at, const float *x)
 {
     const int scale = scale_1x32(max_bits(x, 32));
     const float inverse = inverse_of_e8m0(scale);
@@ -65,17 +65,17 @@ INLINE void quantise_block_1x32(uint8_t *q, void *scales, int64_t at, const floa
         store_e4m3(q + i, lanes_mul(load_f32(x + i), lanes_of(inverse)));
 }
 
-INLINE void quantise_block(uint8_t *q, void *scales, int64_t at, const float *x, int block)
+INLINE void quantize_block(uint8_t *q, void *scales, int64_t at, const float *x, int block)
 {
     if (block == 128)
-        quantise_block_1x128(q, scales, at, x);
+        quantize_block_1x128(q, scales, at, x);
     else
-        quantise_block_1x32(q, scales, at, x);
+        quantize_block_1x32(q, scales, at, x);
 }
 
 /* The last block of a row; what it lacks counts as 0, which decides nothing: an infinite w makes
  * a NaN of it, but then the elements that are there are not finite either. */
-INLINE void quantise_short_block(uint8_t *q, void *scales, const void *row, float w,
+INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, float w,
                                  epic_type type, int64_t at, int64_t count, int block)
 {
     float x[MAX_BLOCK] = {0.0f};
@@ -84,12 +84,12 @@ INLINE void quantise_short_block(uint8_t *q, void *scales, const void *row, floa
         const int64_t left = count - i < LANES ? count - i : LANES;
         store_f32(x + i, lanes_mul(lanes_of(w), load_some(row, type, at + i, left)));
     }
-    quantise_block(whole, scales, at, x, block);
+    quantize_block(whole, scales, at, x, block);
     memcpy(q, whole, (size_t)count);
 }
 
 /* x = w * row, block by block. */
-INLINE void quantise_of(uint8_t *q, void *scales, const void *row, float w, epic_type type,
+INLINE void quantize_of(uint8_t *q, void *scales, const void *row, float w, epic_type type,
                         int64_t n, int block)
 {
     float x[MAX_BLOCK];
@@ -97,9 +97,9 @@ INLINE void quantise_of(uint8_t *q, void *scales, const void *row, float w, epic
     for (; at + block <= n; at += block) {
         for (int i = 0; i < block; i += LANES)
             store_f32(x + i, lanes_mul(lanes_of(w), load(row, type, at + i)));
-        quantise_block(q + at, scales, at, x, block);
+        quantize_block(q + at, scales, at, x, block);
     }
-    if (at < n) quantise_short_block(q + at, scales, row, w, type, at, n - at, block);
+    if (at < n) quantize_short_block(q + at, scales, row, w, type, at, n - at, block);
 }
 
 #endif

@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The losses of one block of tokens. */
+#include "core/error.h"
+#include "moe/call.h"
+
+epic_result moe_losses(const moe_job *j, const dense_block *block, float *balance, float *z)
+{
+    const epic_balance_loss_args balance_args = {.router = &j->router,
+                                                 .logits = block->logits,
+                                                 .num_tokens = j->block,
+                                                 .total_tokens = *j->saved.total_tokens,
+                                                 .sequence_tokens = j->moe.sequence_tokens,
+                                                 .load = j->saved.load,
+                                                 .topk_idx = block->topk_idx,
+                                                 .coeff = j->moe.balance_coeff,
+                                                 .workspace = j->work.router,
+                                                 .workspace_bytes = j->router_bytes,
+                                                 .loss = balance,
+                                                 .type = j->real_type};
+    const epic_z_loss_args z_args = {.router = &j->router,
+                                     .logits = block->logits,
+                                     .num_tokens = j->block,
+                                     .total_tokens = *j->saved.total_tokens,
+                                     .coeff = j->moe.z_coeff,
+                                     .workspace = j->work.router,
+                                     .workspace_bytes = j->router_bytes,
+                                     .loss = z,
+                                     .type = j->real_type};
+    if (balance_args.coeff != 0) TRY(epic_balance_loss_forward(NULL, &balance_args));
+    return z_args.coeff != 0 ? epic_z_loss_forward(NULL, &z_args) : EPIC_OK;
+}
+
+epic_result moe_losses_backward(const moe_job *j, const dense_block *block, const float *d_loss)
+{
+    const epic_balance_loss_backward_args balance = {.router = &j->router,
+                                                     .logits = block->logits,
+                                                     .num_tokens = j->block,
+                                                     .total_tokens = *j->saved.total_tokens,
+                                                     .sequence_tokens = j->moe.sequence_tokens,
+                                                     .load = j->saved.load,
+                                                     .topk_idx = block->topk_idx,
+                                                     .coeff = j->moe.balance_coeff,
+                                                     .workspace = j->work.router,
+                                                     .workspace_bytes = j->router_bytes,
+                                                     .d_loss = d_loss,
+                                                     .d_logits = j->work.d_logits,
+                                                     .type = j->real_type,
+                                                     .flags = EPIC_ACCUMULATE};
+    const epic_z_loss_backward_args z = {.router = &j->router,
+                                         .logits = block->logits,
+                                         .num_tokens = j->block,
+                                         .total_tokens = *j->saved.total_tokens,
+                                         .coeff = j->moe.z_coeff,
+                                         .workspace = j->work.router,
+                                         .workspace_bytes = j->router_bytes,
+                                         .d_loss = d_loss,
+                                         .d_logits = j->work.d_logits,
+                                         .type = j->real_type,
+                                         .flags = EPIC_ACCUMULATE};
+    if (balance.coeff != 0) TRY(epic_balance_loss_backward(NULL, &balance));
+    return z.coeff != 0 ? epic_z_loss_backward(NULL, &z) : EPIC_OK;
+}

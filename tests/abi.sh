@@ -1,0 +1,54 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# The ABI: size of every public struct, offset and size of every field, number of every enum
+# constant, as the compiler lays them out, against the committed list; docs/abi.md says when that
+# may change.
+# usage: abi.sh CC INCLUDE LIST [--write]
+set -eu
+export LC_ALL=C
+here=$(mktemp -d)
+trap 'rm -rf "$here"' EXIT
+
+{
+    printf '#include <stddef.h>\n#include <stdio.h>\n#include "epic/epic.h"\n'
+    printf '#define STRUCT(s) printf("%%s %%zu\\n", #s, sizeof(s));\n'
+    printf '#define FIELD(s, f) printf("%%s.%%s %%zu %%zu\\n", #s, #f, offsetof(s, f), sizeof(((s *)0)->f));\n'
+    printf '#define NUMBER(n) printf("%%s %%lld\\n", #n, (long long)(n));\nint main(void)\n{\n'
+    "$1" -E -P -I"$2" "$2/epic/epic.h" | tr '\n' ' ' | sed 's/[;{}]/&\n/g' | awk '
+        /struct epic_[a-z_]+ \{$/ {
+            name = $0; sub(/.*struct /, "", name); sub(/ .*/, "", name)
+            kind = "struct"; print "STRUCT(" name ")"; next
+        }
+        /enum epic_[a-z_]+ \{$/ { kind = "enum"; next }
+        kind == "enum" {
+            count = split($0, constants, ",")
+            for (i = 1; i <= count; i++)
+                if (match(constants[i], /EPIC_[A-Z0-9_]+/))
+                    print "NUMBER(" substr(constants[i], RSTART, RLENGTH) ")"
+            kind = ""; next
+        }
+        /\}$/ { kind = ""; next }
+        kind == "struct" {
+            field = $0; sub(/;$/, "", field)
+            if (match(field, /\(\*[a-z_]+\)/)) field = substr(field, RSTART + 2, RLENGTH - 3)
+            else { sub(/\[[^]]*\]$/, "", field); sub(/.*[ *]/, "", field) }
+            print "FIELD(" name ", " field ")"
+        }'
+    printf '    return 0;\n}\n'
+} >"$here/abi.c"
+"$1" -std=c11 -I"$2" "$here/abi.c" -o "$here/abi"
+"$here/abi" >"$here/list"
+[ "$(wc -l <"$here/list")" -gt 300 ] || { echo "only $(wc -l <"$here/list") lines were found"; exit 1; }
+if [ "${4:-}" = --write ]; then
+    cp "$here/list" "$3"
+    exit 0
+fi
+# The list as static asserts, and nothing of the header that it does not have.
+{
+    printf '#include <stddef.h>\n#include "epic/epic.h"\n'
+    sed -E -e 's/^(epic_[a-z_0-9]+)\.([a-z_0-9]+) ([0-9]+) ([0-9]+)$/_Static_assert(offsetof(\1, \2) == \3 \&\& sizeof(((\1 *)0)->\2) == \4, "\1.\2");/' \
+        -e 's/^(epic_[a-z_0-9]+) ([0-9]+)$/_Static_assert(sizeof(\1) == \2, "\1");/' \
+        -e 's/^(EPIC_[A-Z_0-9]+) (-?[0-9]+)$/_Static_assert(\1 == \2, "\1");/' "$3"
+} >"$here/asserts.c"
+"$1" -std=c11 -I"$2" -fsyntax-only "$here/asserts.c" || { echo "the ABI is not what $3 lists"; exit 1; }
+diff -u "$3" "$here/list" || { echo "the ABI is not what $3 lists"; exit 1; }
