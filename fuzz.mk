@@ -10,8 +10,8 @@ FUZZ_OUT = build/fuzz
 FUZZ_TARGETS = meet_accept meet_connect open plan
 FUZZ_CFLAGS = -std=c11 -O1 -g -Wall -Wextra -Wpedantic -Werror -D_GNU_SOURCE -Iinclude -Isrc -I. \
 	-Itests -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
-FUZZ_SOURCES = $(wildcard src/core/*.c src/meet/*.c src/plan/*.c src/exchange/*.c src/steps/*.c \
-	src/backend/*.c src/backend/shared/*.c src/backend/self/*.c src/backend/threads/*.c \
+FUZZ_SOURCES = $(wildcard src/base/*.c src/rules/*.c src/context/*.c src/api/*.c src/meet/*.c src/plan/*.c src/exchange/*.c src/steps/*.c \
+	src/backend/shared/*.c src/backend/self/*.c src/backend/threads/*.c \
 	src/backend/shm/*.c kernels/host/select.c kernels/host/rows.c)
 FUZZ_OBJECTS = $(FUZZ_SOURCES:%.c=$(FUZZ_OUT)/%.o)
 FUZZ_HELPERS = $(patsubst %.c,$(FUZZ_OUT)/%.o,tests/fuzz/world.c tests/run.c \

@@ -20,7 +20,7 @@ GPU_PROGRAMS = $(patsubst tests/gpu/%.c,$(GPU_OUT)/gpu_%, \
 	$(filter-out $(GPU_HELPERS:%=tests/gpu/%.c),$(wildcard tests/gpu/*.c))) \
 	$(patsubst bench/gpu/%.cu,$(GPU_OUT)/gpu_%,$(wildcard bench/gpu/*.cu))
 GPU_HEADERS = $(wildcard kernels/cuda/*.h kernels/cuda/*.cuh src/backend/*.h src/backend/p2p/*.h \
-	src/core/*.h src/plan/*.h src/router/*.h tests/gpu/*.h include/epic/epic.h)
+	src/base/*.h src/rules/*.h src/plan/*.h src/router/*.h tests/gpu/*.h include/epic/epic.h)
 
 gpu-build: $(GPU_PROGRAMS)
 
@@ -31,7 +31,7 @@ $(GPU_OUT)/router_%.o: GPU_NVFLAGS += -fmad=false -DEPIC_NO_FMAD # the host's bi
 $(GPU_OUT)/%.o: src/backend/p2p/%.c $(GPU_HEADERS)
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
-$(GPU_OUT)/error.o $(GPU_OUT)/process.o: $(GPU_OUT)/%.o: src/core/%.c $(GPU_HEADERS)
+$(GPU_OUT)/error.o $(GPU_OUT)/process.o: $(GPU_OUT)/%.o: src/base/%.c $(GPU_HEADERS)
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
 $(GPU_OUT)/%.o: tests/gpu/%.c $(GPU_HEADERS)

@@ -5,7 +5,7 @@
 
 #include <sys/types.h>
 
-#include "core/recorder.h"
+#include "base/recorder.h"
 
 #define MAX_SEATS 1024
 

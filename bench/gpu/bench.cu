@@ -17,7 +17,7 @@
 #include <vector>
 
 extern "C" {
-#include "core/error.h"
+#include "base/error.h"
 #include "team.h"
 }
 #include "cuda/ptx.cuh"

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#include "plan/device_layout.h"
+#include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
 

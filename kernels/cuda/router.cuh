@@ -16,12 +16,12 @@
 
 #include "cuda/ptx.cuh"
 #include "cuda/router.h"
-#include "router/rule.h"
-#include "router/scalar.h"
+#include "rules/rule.h"
+#include "rules/scalar.h"
 
 #define REAL float
 #define OF(name) name##_f32
-#include "router/scalar_template.h"
+#include "rules/scalar_template.h"
 #undef REAL
 #undef OF
 

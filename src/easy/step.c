@@ -4,9 +4,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "core/context.h"
-#include "core/error.h"
-#include "core/sized.h"
+#include "base/error.h"
+#include "base/sized.h"
+#include "context/context.h"
 #include "kernels/kernels.h"
 
 struct epic_step {

@@ -7,7 +7,7 @@
  * size make progress. */
 #include <string.h>
 
-#include "core/error.h"
+#include "base/error.h"
 #include "exchange/exchange.h"
 
 #define BATCH_BYTES (256 * 1024)

@@ -10,7 +10,7 @@
 #ifndef EPIC_EXCHANGE_H
 #define EPIC_EXCHANGE_H
 
-#include "core/context.h"
+#include "context/context.h"
 #include "exchange/note.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)

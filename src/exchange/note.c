@@ -5,9 +5,9 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/error.h"
+#include "base/error.h"
 #include "plan/plan.h"
-#include "plan/sentences.h"
+#include "rules/sentences.h"
 
 _Static_assert(NUM_SAME <= sizeof(((epic_note *)0)->same) / sizeof(int64_t), "note.same");
 _Static_assert(NUM_OWN <= sizeof(((epic_note *)0)->own) / sizeof(int64_t), "note.own");

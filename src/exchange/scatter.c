@@ -2,7 +2,7 @@
 /* Items from every source to all ranks that want them, each source at its own pace. */
 #include <string.h>
 
-#include "core/error.h"
+#include "base/error.h"
 #include "exchange/exchange.h"
 
 #define BATCH_BYTES (256 * 1024) /* moved in one go before looking at the other lanes */

@@ -2,12 +2,12 @@
 /* epic_experts_forward and epic_experts_backward: the MLP of the local experts, slab by slab. */
 #include <string.h>
 
-#include "core/arrays.h"
-#include "core/context.h"
-#include "core/sized.h"
+#include "base/arrays.h"
+#include "base/sized.h"
+#include "context/context.h"
 #include "experts/blas.h"
 #include "experts/job.h"
-#include "router/convert.h"
+#include "rules/convert.h"
 
 static epic_result check_slots(int64_t num_slots)
 {

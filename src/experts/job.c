@@ -2,8 +2,8 @@
 /* The experts' struct, checked, and their workspace, cut up. */
 #include "experts/job.h"
 
-#include "core/sized.h"
-#include "router/convert.h"
+#include "base/sized.h"
+#include "rules/convert.h"
 
 #define MOST_EXPERTS 65536
 #define MOST_NUMBERS (1 << 24) /* of a row */

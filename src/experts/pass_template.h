@@ -10,8 +10,8 @@
 
 #include "experts/blas.h"
 #include "experts/job.h"
-#include "router/convert.h"
-#include "router/scalar.h"
+#include "rules/convert.h"
+#include "rules/scalar.h"
 
 /* Each uses the ones before it. */
 #include "experts/activation_template.h"

@@ -5,7 +5,7 @@
 
 #include <stdbool.h>
 
-#include "core/error.h"
+#include "base/error.h"
 
 #define MEET_MAX_RANKS 65536
 #define MEET_MAX_BYTES (16u << 20) /* what a rank may bring to one gather */

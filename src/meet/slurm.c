@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/hash.h"
+#include "base/hash.h"
 #include "meet/env.h"
 
 #define FIRST_PORT 10000 /* up to 29999: below the ports that systems hand out */

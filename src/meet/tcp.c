@@ -10,7 +10,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "core/sized.h"
+#include "base/sized.h"
 #include "meet/tcp.h"
 
 #define TELL_MS 1000 /* for rank 0 to tell all why it failed */

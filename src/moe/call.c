@@ -5,8 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/error.h"
-#include "core/sized.h"
+#include "base/error.h"
+#include "base/sized.h"
 
 epic_result moe_check_rows(const moe_job *j, const char *name, const epic_rows *rows)
 {

@@ -4,7 +4,7 @@
 
 #include "experts/blas.h"
 #include "moe/moe.h"
-#include "router/convert.h"
+#include "rules/convert.h"
 
 static void load(REAL *out, const void *in, uint32_t type, int64_t n)
 {

@@ -2,9 +2,9 @@
 /* epic_moe_forward: router, plan, dispatch, experts, combine. */
 #include <string.h>
 
-#include "core/api.h"
-#include "core/error.h"
-#include "core/sized.h"
+#include "api/api.h"
+#include "base/error.h"
+#include "base/sized.h"
 #include "experts/blas.h"
 #include "moe/call.h"
 #include "plan/plan.h"

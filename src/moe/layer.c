@@ -4,12 +4,12 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/config.h"
-#include "core/error.h"
-#include "core/sized.h"
+#include "api/config.h"
+#include "base/error.h"
+#include "base/sized.h"
 #include "moe/moe.h"
 #include "plan/plan.h"
-#include "router/convert.h"
+#include "rules/convert.h"
 
 static epic_result read_parts(moe_job *j, const epic_config *config, const epic_moe *moe,
                               size_t size)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The losses of one block of tokens. */
-#include "core/error.h"
+#include "base/error.h"
 #include "moe/call.h"
 
 epic_result moe_losses(const moe_job *j, const dense_block *block, float *balance, float *z)

@@ -10,7 +10,7 @@
 
 #include <stdbool.h>
 
-#include "core/context.h"
+#include "context/context.h"
 
 #define GATE_TILE 512 /* columns of x that are converted at once */
 

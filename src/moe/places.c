@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Where the arrays of a layer's call lie.  The steps inside look at their own again; what only
  * they looked at would be refused when the peers are called on already. */
-#include "core/arrays.h"
+#include "base/arrays.h"
 #include "moe/call.h"
-#include "router/convert.h"
+#include "rules/convert.h"
 
 #define MOST_ARRAYS 32
 

@@ -2,8 +2,8 @@
 /* What the bytes of a CUDA context's plan say. */
 #include "plan/device_read.h"
 
-#include "core/error.h"
-#include "plan/device_layout.h"
+#include "base/error.h"
+#include "rules/device_layout.h"
 
 #define CHUNK 1024 /* choices that are looked at together */
 

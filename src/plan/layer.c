@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checking a layer and where its experts live. */
-#include "core/error.h"
-#include "core/sized.h"
+#include "base/error.h"
+#include "base/sized.h"
 #include "plan/plan.h"
 
 static epic_result bad(const char *field, uint32_t value, const char *rule)

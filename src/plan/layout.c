@@ -2,9 +2,9 @@
 /* Where the arrays of a plan lie. */
 #include <string.h>
 
-#include "core/hash.h"
-#include "plan/device_layout.h"
+#include "base/hash.h"
 #include "plan/plan.h"
+#include "rules/device_layout.h"
 
 #define PLAN_MAGIC 0x314e414c50435045ull /* "EPCPLAN1" */
 #define SECTION 64

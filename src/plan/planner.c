@@ -3,9 +3,9 @@
  * same from the same ids: nothing is sent back and no order depends on time. */
 #include <string.h>
 
-#include "core/error.h"
+#include "base/error.h"
 #include "plan/plan.h"
-#include "plan/sentences.h"
+#include "rules/sentences.h"
 
 static void count_choices(planner *p)
 {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_router_backward: the gradient of the weights, given to the logits. */
-#include "core/arrays.h"
-#include "core/sized.h"
-#include "router/convert.h"
+#include "base/arrays.h"
+#include "base/sized.h"
 #include "router/device.h"
 #include "router/row.h"
+#include "rules/convert.h"
 
 static epic_result check_places(const epic_router_backward_args *a, const router_job *job)
 {

@@ -3,8 +3,8 @@
 #ifndef EPIC_ROUTER_DEVICE_H
 #define EPIC_ROUTER_DEVICE_H
 
-#include "core/context.h"
-#include "core/error.h"
+#include "base/error.h"
+#include "context/context.h"
 
 /* Is this a context of a device backend? */
 static inline bool router_on_device(const epic_context *ctx)

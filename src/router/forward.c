@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_router_forward: which experts each token chooses, and with what weights. */
-#include "core/arrays.h"
-#include "core/sized.h"
-#include "router/convert.h"
+#include "base/arrays.h"
+#include "base/sized.h"
 #include "router/device.h"
 #include "router/row.h"
-#include "router/rule.h"
+#include "rules/convert.h"
+#include "rules/rule.h"
 
 static int64_t token_id(const epic_router_args *args, int64_t token)
 {

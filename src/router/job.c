@@ -2,9 +2,9 @@
 /* A call's router, checked, and its workspace, cut up. */
 #include "router/job.h"
 
-#include "core/sized.h"
-#include "router/convert.h"
-#include "router/rule.h"
+#include "base/sized.h"
+#include "rules/convert.h"
+#include "rules/rule.h"
 
 #define MAX_COLUMNS 65536
 #define MAX_GROUPS 1024

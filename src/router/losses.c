@@ -2,12 +2,12 @@
 /* The losses that keep a router healthy, and the update of its bias. */
 #include <string.h>
 
-#include "core/arrays.h"
-#include "core/sized.h"
-#include "router/convert.h"
+#include "base/arrays.h"
+#include "base/sized.h"
 #include "router/device.h"
 #include "router/row.h"
-#include "router/rule.h"
+#include "rules/convert.h"
+#include "rules/rule.h"
 
 typedef enum pass { FORWARD, BACKWARD } pass;
 

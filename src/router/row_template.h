@@ -4,10 +4,10 @@
  * see add_block(). */
 #include <string.h>
 
-#include "router/convert.h"
 #include "router/row.h"
-#include "router/rule.h"
-#include "router/scalar.h"
+#include "rules/convert.h"
+#include "rules/rule.h"
+#include "rules/scalar.h"
 
 #include "router/score_template.h"
 

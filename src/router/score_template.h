@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Scores of one token and their gradients.  Included by row_template.h. */
 
-#include "router/scalar_template.h"
+#include "rules/scalar_template.h"
 
 #define SUM_BLOCK 1024
 #define SUM_LANES 32

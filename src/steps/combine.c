@@ -3,7 +3,7 @@
  * the gradient also brings one float for each choice home, unsummed. */
 #include <string.h>
 
-#include "core/error.h"
+#include "base/error.h"
 #include "steps/steps.h"
 
 typedef struct combining {

@@ -3,7 +3,7 @@
  * there, and meets the row that was combined. */
 #include <string.h>
 
-#include "core/error.h"
+#include "base/error.h"
 #include "steps/steps.h"
 
 typedef struct spreading {

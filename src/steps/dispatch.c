@@ -3,7 +3,7 @@
  * its row, its scales, and one weight for each k. */
 #include <string.h>
 
-#include "core/error.h"
+#include "base/error.h"
 #include "steps/steps.h"
 
 typedef struct dispatching {

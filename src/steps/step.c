@@ -2,8 +2,8 @@
 /* What the operations that use a plan have in common. */
 #include <string.h>
 
-#include "core/error.h"
-#include "plan/sentences.h"
+#include "base/error.h"
+#include "rules/sentences.h"
 #include "steps/steps.h"
 
 void note_layer(epic_note *note, const epic_layer *layer)

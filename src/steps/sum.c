@@ -5,7 +5,7 @@
  * three, and the same bits, because all add the same rows in the same order. */
 #include <string.h>
 
-#include "core/error.h"
+#include "base/error.h"
 #include "steps/steps.h"
 
 #define BLOCK 2048 /* floats */

@@ -3,7 +3,7 @@
  * the input changes them.  The backends self, threads and shm. */
 #include <string.h>
 
-#include "core/hello.h"
+#include "api/hello.h"
 #include "fuzz/world.h"
 
 #define TIMEOUT_MS 100

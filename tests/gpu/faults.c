@@ -7,7 +7,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "core/error.h"
+#include "base/error.h"
 #include "oracle.h"
 #include "product.h"
 #include "slack.h"

@@ -11,7 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "core/error.h"
+#include "base/error.h"
 
 #define SEAT_BYTES 4096
 

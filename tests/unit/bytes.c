@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "core/context.h"
+#include "context/context.h"
 #include "epic/epic.h"
 #include "run.h"
 

@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/hash.h"
 #include "check.h"
-#include "core/hash.h"
 #include "epic/epic.h"
 #include "plan/plan.h"
 #include "run.h"

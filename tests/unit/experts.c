@@ -11,7 +11,7 @@
 
 #include "epic/epic.h"
 #include "experts/blas.h"
-#include "router/convert.h"
+#include "rules/convert.h"
 
 #define MOST_LOCAL 8
 #define TAIL 5    /* slots past the last slab, poisoned */

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "core/context.h"
+#include "context/context.h"
 #include "epic/epic.h"
 #include "run.h"
 #include "step.h"

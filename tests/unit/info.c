@@ -7,7 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "core/recorder.h"
+#include "base/recorder.h"
 
 #define CHECK(condition)                                                            \
     do {                                                                            \

@@ -3,7 +3,7 @@
  * zeros, and a group that goes on. */
 #include <pthread.h>
 
-#include "core/config.h"
+#include "api/config.h"
 #include "moe/moe.h"
 #include "unit/moe_layer.h"
 

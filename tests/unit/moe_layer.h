@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 #include "epic/epic.h"
-#include "router/convert.h"
+#include "rules/convert.h"
 
 #define MOST_RANKS 8
 #define BEFORE 1.0 /* what gradients hold before EPIC_ACCUMULATE adds to them */

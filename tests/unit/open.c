@@ -3,8 +3,8 @@
  * next group opens. */
 #include <string.h>
 
+#include "api/hello.h"
 #include "check.h"
-#include "core/hello.h"
 #include "run.h"
 
 static void check_result(epic_result result, epic_result right)

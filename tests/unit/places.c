@@ -4,7 +4,7 @@
 
 #include "backend/shared/shared.h"
 #include "check.h"
-#include "core/context.h"
+#include "context/context.h"
 #include "run.h"
 #include "step.h"
 

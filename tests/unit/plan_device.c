@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "plan/device_layout.h"
+#include "rules/device_layout.h"
 
 enum { RANKS = 4, TOKENS = 9, MAX_TOKENS = 16, EXPERTS = 8, TOP_K = 3, SLOTS = 20 };
 

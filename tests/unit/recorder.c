@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The flight recorder: what is written is what another process reads, never half of it; a stuck
  * operation stays however many pass it; a closed recorder is gone. */
-#include "core/recorder.h"
+#include "base/recorder.h"
 
 #include <dirent.h>
 #include <fcntl.h>

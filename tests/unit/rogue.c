@@ -7,8 +7,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "api/hello.h"
 #include "check.h"
-#include "core/hello.h"
 #include "run.h"
 
 #define RANKS 3

@@ -9,7 +9,7 @@
 
 #include "epic/epic.h"
 #include "losses.h"
-#include "router/convert.h"
+#include "rules/convert.h"
 
 #define MOST_K 64
 #define STEP 1e-5 /* of central differences: their error is about STEP^2 */

@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "api/hello.h"
+#include "base/error.h"
 #include "check.h"
-#include "core/error.h"
-#include "core/hello.h"
 #include "exchange/note.h"
 #include "plan/plan.h"
 #include "run.h"

@@ -3,7 +3,7 @@
  * did not die. */
 #include "backend/shared/shared.h"
 #include "check.h"
-#include "core/context.h"
+#include "context/context.h"
 #include "run.h"
 
 /* The process has ended by the time it is asked for; it closed before. */

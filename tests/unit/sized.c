@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Structs that travel with their size: shorter, equal, longer with a zero tail and without; and
  * of every call every size that no release ever had, sizeof of a pointer first of all. */
-#include "core/sized.h"
+#include "base/sized.h"
 
 #include <stdio.h>
 #include <string.h>

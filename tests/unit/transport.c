@@ -18,7 +18,7 @@
 
 #include "backend/backend.h"
 #include "backend/shared/shared.h"
-#include "core/error.h"
+#include "base/error.h"
 
 extern const epic_backend epic_backend_self, epic_backend_threads, epic_backend_shm;
 

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "backend/backend.h"
-#include "core/error.h"
+#include "base/error.h"
 
 extern const epic_backend epic_backend_mpi;
 

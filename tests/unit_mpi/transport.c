@@ -12,7 +12,7 @@
 #include <time.h>
 
 #include "backend/backend.h"
-#include "core/error.h"
+#include "base/error.h"
 
 #define NUM_THREADS 8
 #define MAX_FLOWS 3

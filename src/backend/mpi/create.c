@@ -8,7 +8,7 @@
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"
-#include "core/error.h"
+#include "base/error.h"
 
 #define NAP_NS 50000
 

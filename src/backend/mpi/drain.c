@@ -5,7 +5,7 @@
 #include <signal.h>
 
 #include "backend/mpi/group.h"
-#include "core/error.h"
+#include "base/error.h"
 
 #define PACE_NS 1000000
 

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "backend/mpi/group.h"
-#include "core/error.h"
+#include "base/error.h"
 
 #define SENTENCE 256
 #define CREATE_TAGS 32768 /* MPI promises at least 32767 as the largest tag */

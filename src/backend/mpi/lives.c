@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include "backend/mpi/group.h"
-#include "core/process.h"
+#include "base/process.h"
 
 #define PACE_NS 5000000 /* between two looks */
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Backend mpi: ranks are processes of one MPI job and share nothing; everything is a message. */
 #include "backend/mpi/group.h"
-#include "core/error.h"
+#include "base/error.h"
 
 static const epic_transport transport = {
     .shares = false,

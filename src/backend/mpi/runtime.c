@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "backend/mpi/group.h"
-#include "core/error.h"
+#include "base/error.h"
 
 #define LAST_CALL_NS 1000000000 /* how long MPI_Finalize waits for peers that are leaving */
 

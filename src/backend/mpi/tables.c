@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 
 #include "backend/mpi/group.h"
-#include "core/error.h"
+#include "base/error.h"
 
 #define PAGE 4096
 #define UNIT 128 /* halves of lanes are multiples of 64 */

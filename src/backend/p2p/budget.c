@@ -4,7 +4,7 @@
 #include <pthread.h>
 
 #include "backend/p2p/p2p.h"
-#include "core/error.h"
+#include "base/error.h"
 
 #define MAX_DEVICES 64
 

@@ -4,8 +4,8 @@
 #include <string.h>
 
 #include "backend/p2p/p2p.h"
-#include "core/error.h"
-#include "plan/sentences.h"
+#include "base/error.h"
+#include "rules/sentences.h"
 
 static const char *operation_name(uint32_t operation)
 {

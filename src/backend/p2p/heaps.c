@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 #include "backend/p2p/p2p.h"
-#include "core/error.h"
+#include "base/error.h"
 
 typedef struct shown {
     struct shown *next;

@@ -6,7 +6,7 @@
 #include <time.h>
 
 #include "backend/p2p/p2p.h"
-#include "core/error.h"
+#include "base/error.h"
 
 #define LEAST_HEAP (4 << 20) /* an allocation of its own */
 #define MOST_SMS 65536       /* more than any device has */

@@ -3,7 +3,7 @@
  * at once: what CUDA does at a first launch (loading code, giving the device more local memory)
  * may wait until the device is idle, and it never is while a peer's kernel waits for ours. */
 #include "backend/p2p/p2p.h"
-#include "core/error.h"
+#include "base/error.h"
 #include "cuda/router.h"
 
 static epic_result load_code(void)

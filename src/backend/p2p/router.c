@@ -2,8 +2,8 @@
 /* Router and losses: from checked arguments to launches.  They are local: no epoch, no peer. */
 #include "cuda/router.h"
 #include "backend/p2p/p2p.h"
-#include "core/error.h"
-#include "router/rule.h"
+#include "base/error.h"
+#include "rules/rule.h"
 
 static cudaStream_t stream_of(epic_stream stream)
 {

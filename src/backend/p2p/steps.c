@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "backend/p2p/p2p.h"
-#include "core/error.h"
+#include "base/error.h"
 
 #define MOST_ROWS 0x7ffffff0 /* slots are int32 */
 

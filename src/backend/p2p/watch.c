@@ -11,8 +11,8 @@
 #include <unistd.h>
 
 #include "backend/p2p/p2p.h"
-#include "core/error.h"
-#include "core/process.h"
+#include "base/error.h"
+#include "base/process.h"
 
 #define LOOK_MS 200 /* between looks at processes that have no descriptor */
 

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "backend/backend.h"
-#include "core/error.h"
+#include "base/error.h"
 
 struct epic_group {
     pthread_mutex_t mutex; /* guards all below */

@@ -6,7 +6,7 @@
 #include <time.h>
 
 #include "backend/shared/shared.h"
-#include "core/error.h"
+#include "base/error.h"
 
 #define SLICE_NS 100000000ull
 #define SPINS 1000 /* about a microsecond */

@@ -2,7 +2,7 @@
 /* Sizes of the shared segment. */
 #include "backend/shared/segment.h"
 
-#include "core/error.h"
+#include "base/error.h"
 
 #define PAGE 4096
 #define FULL_LANE (1024 * 1024) /* the lane to everyone; the others together as much */

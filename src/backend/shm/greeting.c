@@ -7,7 +7,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "core/error.h"
+#include "base/error.h"
 
 /* Room for the descriptor that travels with a message. */
 typedef union descriptor {

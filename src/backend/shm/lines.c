@@ -20,8 +20,8 @@
 #include <unistd.h>
 
 #include "backend/shm/greeting.h"
-#include "core/error.h"
-#include "core/process.h"
+#include "base/error.h"
+#include "base/process.h"
 
 #define NAME "epic."
 #define NAME_LENGTH 31 /* of NAME and hexadecimal digits */

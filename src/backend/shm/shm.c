@@ -17,8 +17,8 @@
 #include "backend/shared/shared.h"
 #include "backend/shm/greeting.h"
 #include "backend/shm/lines.h"
-#include "core/error.h"
-#include "core/process.h"
+#include "base/error.h"
+#include "base/process.h"
 
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 

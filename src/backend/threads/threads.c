@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 
 #include "backend/shared/shared.h"
-#include "core/error.h"
+#include "base/error.h"
 
 /* A group of this process, from its first rank's join to its last rank's leave. */
 typedef struct hall {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Structs that travel with their size. */
-#include "core/sized.h"
+#include "base/sized.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The first words between ranks: who and where each is, and that all brought the same. */
-#include "core/hello.h"
+#include "api/hello.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -12,8 +12,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/error.h"
-#include "core/hash.h"
+#include "base/error.h"
+#include "base/hash.h"
 
 #define HELLO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
 

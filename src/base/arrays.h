@@ -5,7 +5,7 @@
 
 #include <stdbool.h>
 
-#include "core/error.h"
+#include "base/error.h"
 
 /* An array of a call, on the host or on a device: it is not read here. */
 typedef struct call_array {

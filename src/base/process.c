@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Watching processes by pidfd; limits and forks of this one. */
-#include "core/process.h"
+#include "base/process.h"
 
 #include <errno.h>
 #include <poll.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The sentence of a thread's last failure. */
-#include "core/error.h"
+#include "base/error.h"
 
 #include <errno.h>
 #include <stdarg.h>

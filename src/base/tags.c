@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tags: one operation at a time each, counted from 0. */
-#include "core/tags.h"
+#include "base/tags.h"
 
 #include <stdlib.h>
 
-#include "core/error.h"
-#include "core/hash.h"
+#include "base/error.h"
+#include "base/hash.h"
 
 epic_result tags_open(tag_table *table, uint32_t max_in_flight)
 {

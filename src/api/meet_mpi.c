@@ -3,8 +3,8 @@
  * to where epic_error looks. */
 #include <stdlib.h>
 
-#include "core/config.h"
-#include "core/context.h"
+#include "api/config.h"
+#include "context/context.h"
 #include "meet/meet.h"
 
 typedef struct meeting {

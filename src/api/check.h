@@ -4,7 +4,7 @@
 #ifndef EPIC_CHECK_H
 #define EPIC_CHECK_H
 
-#include "core/context.h"
+#include "context/context.h"
 
 /* The bytes of a plan: there, and where a plan may lie. */
 epic_result check_plan_bytes(const void *plan, int64_t plan_bytes);

@@ -3,7 +3,7 @@
 #ifndef EPIC_API_H
 #define EPIC_API_H
 
-#include "core/context.h"
+#include "context/context.h"
 #include "exchange/note.h"
 
 /* As the public calls, on host contexts, but with a fault (NULL: none) every rank gets it as its

@@ -8,8 +8,8 @@
 #include <stdbool.h>
 
 #include "backend/backend.h"
-#include "core/recorder.h"
-#include "core/tags.h"
+#include "base/recorder.h"
+#include "base/tags.h"
 
 struct exchange; /* exchange/exchange.h */
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Where the arrays of a call lie. */
-#include "core/arrays.h"
+#include "base/arrays.h"
 
 static epic_result check_aligned(const call_array *a)
 {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The public step calls: the struct, its arguments, then the backend's own step or the host's. */
-#include "core/api.h"
+#include "api/api.h"
 
-#include "core/check.h"
-#include "core/error.h"
-#include "core/sized.h"
+#include "api/check.h"
+#include "base/error.h"
+#include "base/sized.h"
 #include "plan/plan.h"
 #include "steps/steps.h"
 

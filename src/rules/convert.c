@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs of elements of any type to float32 and back. */
-#include "router/convert.h"
+#include "rules/convert.h"
 
 #include <string.h>
 

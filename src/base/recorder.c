@@ -5,7 +5,7 @@
  * stores the words with release, and makes the sequence even with release.  A reader loads the
  * sequence, the words with acquire, and the sequence again: a word of a newer writing brings the
  * odd sequence before it along, so the second load differs and the copy is thrown away. */
-#include "core/recorder.h"
+#include "base/recorder.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -18,8 +18,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/error.h"
-#include "core/process.h"
+#include "base/error.h"
+#include "base/process.h"
 
 #define NO_RECORD UINT64_MAX
 #define SENTENCE_WORDS (RECORDER_SENTENCE / sizeof(uint64_t))

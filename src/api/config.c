@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Configurations: the only file of the core that reads the environment. */
-#include "core/config.h"
+#include "api/config.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/error.h"
-#include "core/sized.h"
+#include "base/error.h"
+#include "base/sized.h"
 
 #define DEFAULT_TIMEOUT_MS 300000u
 #define MOST_ROW_BYTES (1ll << 30)

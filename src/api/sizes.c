@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What things take, from sizes alone, and what a plan's bytes say. */
-#include "core/check.h"
-#include "core/config.h"
-#include "core/error.h"
-#include "core/sized.h"
+#include "api/check.h"
+#include "api/config.h"
+#include "base/error.h"
+#include "base/sized.h"
 #include "exchange/exchange.h"
 #include "plan/device_read.h"
 #include "plan/plan.h"

@@ -3,7 +3,7 @@
 #ifndef EPIC_SIZED_H
 #define EPIC_SIZED_H
 
-#include "core/error.h"
+#include "base/error.h"
 
 /* Every struct that has a size, with the last field that it had in release 0.1: no caller has a
  * smaller one, so a smaller size is a mistake, mostly sizeof of a pointer.  Rows never change;

@@ -6,8 +6,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "core/config.h"
-#include "core/error.h"
+#include "api/config.h"
+#include "base/error.h"
 
 typedef struct plugin {
     const char *name; /* of the backend */

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The rules for arguments, one sentence each. */
-#include "core/check.h"
+#include "api/check.h"
 
-#include "core/arrays.h"
-#include "core/error.h"
+#include "base/arrays.h"
+#include "base/error.h"
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 

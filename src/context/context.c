@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What breaks a rank's place, how that is asked, and what a context tells of itself. */
+#include "context/context.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/error.h"
+#include "base/process.h"
+#include "base/sized.h"
+
+uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static bool is_ours(const epic_context *ctx)
+{
+    return ctx->generation == process_generation();
+}
+
+/* --------------------------------------------------------------------------- breaking ---- */
+
+epic_result backend_said(const epic_backend *backend, epic_result result)
+{
+    if (result == EPIC_OK || !backend->sentence) return result;
+    return epic_fail(result, "%s", backend->sentence());
+}
+
+epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
+{
+    pthread_mutex_lock(&ctx->mutex);
+    if (!atomic_load_explicit(&ctx->broken, memory_order_relaxed)) {
+        ctx->failure = *failure;
+        atomic_store_explicit(&ctx->broken, true, memory_order_release);
+    }
+    pthread_mutex_unlock(&ctx->mutex);
+    return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
+}
+
+/* Has the group a failure that this context has not heard of yet? */
+static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
+{
+    const epic_backend *backend = ctx->backend;
+    if (backend->transport) return backend->transport->failure(ctx->group, failure);
+    return backend->steps->check && backend->steps->check(ctx->group, failure) != EPIC_OK;
+}
+
+static epic_result check_ours(const epic_context *ctx)
+{
+    if (is_ours(ctx)) return EPIC_OK;
+    return epic_fail(EPIC_ECLOSED,
+                     "ctx was opened by process %lld, of which this one, %lld, is a fork: a "
+                     "context does not outlive fork; open a new one here",
+                     (long long)ctx->pid, (long long)getpid());
+}
+
+epic_result context_check(epic_context *ctx)
+{
+    epic_failure_info failure = {0};
+    TRY(check_ours(ctx));
+    if (!ctx->backend)
+        return epic_fail(EPIC_ECLOSED, "ctx never opened, open a new one: %s",
+                         ctx->failure.sentence);
+    if (atomic_load_explicit(&ctx->broken, memory_order_acquire))
+        return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
+    return new_failure(ctx, &failure) ? context_break(ctx, &failure) : EPIC_OK;
+}
+
+static epic_result no_context(void)
+{
+    return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
+}
+
+epic_result epic_check(epic_context *ctx)
+{
+    if (!ctx) return no_context();
+    TRY(context_check(ctx));
+    const epic_backend *backend = ctx->backend;
+    if (!backend->steps || !backend->steps->notice) return EPIC_OK;
+    return backend_said(backend, backend->steps->notice(ctx->group));
+}
+
+epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out, size_t size)
+{
+    epic_failure_info info = {0};
+    if (!ctx) return no_context();
+    TRY(CHECK_PLACE(out, size));
+    TRY(check_ours(ctx));
+    if (atomic_load_explicit(&ctx->broken, memory_order_acquire))
+        info = ctx->failure;
+    else
+        new_failure(ctx, &info);
+    WRITE_SIZED(out, &info, size);
+    return EPIC_OK;
+}
+
+void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
+{
+    if (!ctx || context_check(ctx) != EPIC_OK) return;
+    if (ctx->backend->steps) {
+        if (ctx->backend->steps->abort) ctx->backend->steps->abort(ctx->group, tag, why);
+        return;
+    }
+    epic_failure_info failure = {.result = EPIC_EPEER,
+                                 .tag = tag,
+                                 .rank = ctx->rank,
+                                 .num_culprits = 1,
+                                 .culprits = {ctx->rank}};
+    snprintf(failure.sentence, sizeof failure.sentence, "rank %d aborted tag %llu: %.400s",
+             ctx->rank, (unsigned long long)tag, why ? why : "it did not say why");
+    ctx->backend->transport->break_group(ctx->group, &failure);
+    context_check(ctx);
+}
+
+/* ---------------------------------------------------------------------------- queries ---- */
+
+int32_t epic_rank(const epic_context *ctx)
+{
+    return ctx ? ctx->rank : -1;
+}
+
+int32_t epic_num_ranks(const epic_context *ctx)
+{
+    return ctx ? ctx->num_ranks : 0;
+}
+
+const char *epic_backend_name(const epic_context *ctx)
+{
+    return ctx ? ctx->backend_name : "";
+}
+
+uint32_t epic_max_sms(const epic_context *ctx)
+{
+    if (!ctx || !is_ours(ctx) || !ctx->backend || !ctx->backend->steps ||
+        !ctx->backend->steps->max_sms)
+        return 0;
+    return ctx->backend->steps->max_sms(ctx->group);
+}
+
+uint64_t epic_context_bytes_sent(const epic_context *ctx)
+{
+    return atomic_load_explicit(&ctx->bytes_sent, memory_order_relaxed);
+}
