@@ -516,6 +516,16 @@ static float one(const void *self, int rank, int64_t slot)
     return 1.0f;
 }
 
+/* A caller's NaN is all ones: what staging holds while nobody has written there. */
+static void put_input(uint8_t *row, int64_t i, uint32_t type, float x)
+{
+    const size_t bytes = (size_t)type_bytes(type);
+    if (isnan(x))
+        memset(row + (size_t)i * bytes, 0xff, bytes);
+    else
+        put_element(row, i, type, x);
+}
+
 void make_sums(bench *b, sums *s)
 {
     const test_case *c = &b->c;
@@ -526,7 +536,7 @@ void make_sums(bench *b, sums *s)
 #pragma omp parallel for
     for (int64_t i = 0; i < slots; i++) {
         for (int64_t j = 0; j < c->hidden; j++)
-            put_element(rows + i * c->row_bytes, j, c->type, slot_element(c, me, i, j));
+            put_input(rows + i * c->row_bytes, j, c->type, slot_element(c, me, i, j));
         weights[i] = slot_weight(c, me, i);
         floats[i] = choice_weight(c, me, i + 1000000);
     }
@@ -546,7 +556,7 @@ void make_sums(bench *b, sums *s)
 #pragma omp parallel for
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t i = 0; i < c->hidden; i++)
-            put_element(rows + t * c->row_bytes, i, c->type, token_element(c, me, t, i));
+            put_input(rows + t * c->row_bytes, i, c->type, token_element(c, me, t, i));
     s->d_out = upload(b, rows, (size_t)(tokens * c->row_bytes), c->offset);
     free(rows);
 }
@@ -749,8 +759,9 @@ void test_sum(bench *b)
     const bool tree = (n & (n - 1)) == 0 && between(&s, 0, 1);
     float *x = calloc((size_t)count + 1, 4);
     for (int64_t i = 0; i < count; i++)
-        x[i] =
-            number(hash(b->c.seed, 90 + (uint64_t)me, (uint64_t)i, 0), true, EPIC_F32) * 1.37f;
+        put_input((uint8_t *)x, i, EPIC_F32,
+                  number(hash(b->c.seed, 90 + (uint64_t)me, (uint64_t)i, 0), true, EPIC_F32) *
+                      1.37f);
     float *data = upload(b, x, (size_t)count * 4, 4);
     const epic_sum_args args = {.call = b->call,
                                 .data = data,
