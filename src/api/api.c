@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public step calls: the struct, its arguments, then the backend's own step or the host's. */
+/* The public step calls: the struct, its arguments, then the step of the context's table. */
 #include "api/api.h"
 
 #include "api/check.h"
 #include "base/error.h"
 #include "base/sized.h"
+#include "kernels/kernels.h"
 #include "plan/plan.h"
-#include "steps/steps.h"
 
 static epic_result check_context(epic_context *ctx)
 {
@@ -14,20 +14,11 @@ static epic_result check_context(epic_context *ctx)
     return context_check(ctx);
 }
 
-static epic_result not_yet(const epic_context *ctx, const char *what)
+/* {NULL, 0, 0} is a matrix without rows: it is as wide as the one that it goes with. */
+static void widen(epic_rows *rows, const epic_rows *other)
 {
-    return epic_fail(EPIC_ENOTSUP, "%s is not there yet on backend \"%s\"; use a host context",
-                     what, ctx->backend_name);
+    if (!rows->data && !rows->num_rows && !rows->row_bytes) rows->row_bytes = other->row_bytes;
 }
-
-#define DEVICE_STEP(name, ...)                                                            \
-    (ctx->backend->steps->name                                                            \
-         ? backend_said(ctx->backend, ctx->backend->steps->name(ctx->group, __VA_ARGS__)) \
-         : not_yet(ctx, "epic_" #name))
-
-/* The backend's own step, or the host's. */
-#define STEP(name, ...) \
-    (!ctx->backend->steps ? host_##name(ctx, __VA_ARGS__) : DEVICE_STEP(name, __VA_ARGS__))
 
 static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, epic_layer *layer,
                                   const epic_plan_args *args, size_t size)
@@ -44,7 +35,20 @@ epic_result epic_plan_v1(epic_context *ctx, const epic_plan_args *args, size_t s
     epic_layer layer;
     TRY(check_context(ctx));
     TRY(read_plan_args(ctx, &a, &layer, args, size));
-    return STEP(plan, &a);
+    return ctx->steps->plan(ctx, &a);
+}
+
+/* Quantized rows are as many bytes as elements. */
+static void widen_dispatch(epic_dispatch_args *a)
+{
+    const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
+    epic_rows wide = {.row_bytes = a->recv.row_bytes * size};
+    widen(&a->tokens, &wide);
+    wide.row_bytes = size ? a->tokens.row_bytes / size : 0;
+    widen(&a->recv, &wide);
+    if (a->quantize) return;
+    widen(&a->scales, &a->recv_scales);
+    widen(&a->recv_scales, &a->scales);
 }
 
 epic_result epic_dispatch_v1(epic_context *ctx, const epic_dispatch_args *args, size_t size)
@@ -52,8 +56,9 @@ epic_result epic_dispatch_v1(epic_context *ctx, const epic_dispatch_args *args, 
     epic_dispatch_args a;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
+    widen_dispatch(&a);
     TRY(check_dispatch_args(ctx, &a));
-    return STEP(dispatch, &a);
+    return ctx->steps->dispatch(ctx, &a);
 }
 
 /* What dispatch would refuse once the plan is there is refused before the plan is made. */
@@ -89,10 +94,10 @@ static epic_result plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
     d.call = p.call;
     d.plan = p.plan;
     d.plan_bytes = p.plan_bytes;
+    widen_dispatch(&d);
     TRY(check_dispatch_args(ctx, &d));
     TRY(check_together(&p, &layer, &d));
-    if (!ctx->backend->steps) return host_plan_dispatch(ctx, &p, &d, fault);
-    return DEVICE_STEP(plan_dispatch, &p, &d);
+    return ctx->steps->plan_dispatch(ctx, &p, &d, fault);
 }
 
 epic_result epic_plan_dispatch_v1(epic_context *ctx, const epic_plan_args *plan,
@@ -113,8 +118,10 @@ epic_result epic_combine_v1(epic_context *ctx, const epic_combine_args *args, si
     epic_combine_args a;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
+    widen(&a.rows, &a.out);
+    widen(&a.out, &a.rows);
     TRY(check_combine_args(ctx, &a));
-    return STEP(combine, &a);
+    return ctx->steps->combine(ctx, &a);
 }
 
 epic_result epic_dispatch_backward_v1(epic_context *ctx,
@@ -123,8 +130,18 @@ epic_result epic_dispatch_backward_v1(epic_context *ctx,
     epic_dispatch_backward_args a;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
+    widen(&a.d_recv, &a.d_tokens);
+    widen(&a.d_tokens, &a.d_recv);
     TRY(check_dispatch_backward_args(ctx, &a));
-    return STEP(dispatch_backward, &a);
+    return ctx->steps->dispatch_backward(ctx, &a);
+}
+
+static void widen_combine_backward(epic_combine_backward_args *a)
+{
+    if (!a->quantize) widen(&a->d_out, &a->d_rows);
+    if (a->d_slot_weights) widen(&a->d_out, &a->rows);
+    if (a->d_slot_weights) widen(&a->rows, &a->d_out);
+    if (!a->quantize) widen(&a->d_rows, &a->d_out);
 }
 
 static epic_result combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
@@ -133,9 +150,9 @@ static epic_result combine_backward(epic_context *ctx, const epic_combine_backwa
     epic_combine_backward_args a;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
+    widen_combine_backward(&a);
     TRY(check_combine_backward_args(ctx, &a));
-    if (!ctx->backend->steps) return host_combine_backward(ctx, &a, fault);
-    return DEVICE_STEP(combine_backward, &a);
+    return ctx->steps->combine_backward(ctx, &a, fault);
 }
 
 epic_result epic_combine_backward_v1(epic_context *ctx, const epic_combine_backward_args *args,
@@ -156,5 +173,5 @@ epic_result epic_sum_v1(epic_context *ctx, const epic_sum_args *args, size_t siz
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(check_sum_args(ctx, &a));
-    return STEP(sum, &a);
+    return ctx->steps->sum(ctx, &a);
 }

@@ -8,12 +8,14 @@
 #include <unistd.h>
 
 #include "api/config.h"
+#include "api/device.h"
 #include "api/hello.h"
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/process.h"
 #include "base/sized.h"
 #include "exchange/exchange.h"
+#include "steps/steps.h"
 
 int64_t context_bytes(const epic_config *config, bool host)
 {
@@ -137,6 +139,7 @@ static epic_result prepare(epic_context *ctx)
 {
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
     ctx->config.backend = ctx->backend_name;
+    ctx->steps = ctx->backend->steps ? &device_steps : &host_steps;
     recorder_open(&ctx->recorder, ctx->name, ctx->group_id, ctx->rank, ctx->num_ranks,
                   ctx->backend_name);
     TRY(tags_open(&ctx->tags, ctx->config.max_in_flight));

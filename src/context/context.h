@@ -11,11 +11,29 @@
 #include "base/recorder.h"
 #include "base/tags.h"
 
-struct exchange; /* exchange/exchange.h */
+struct exchange;   /* exchange/exchange.h */
+struct data_fault; /* exchange/note.h */
+
+/* The step calls of a context, arguments checked: one table for host contexts (steps/steps.h), one
+ * for those of device backends (api/device.c), which refuses what its backend does not have. */
+typedef struct context_steps {
+    epic_result (*plan)(epic_context *ctx, const epic_plan_args *args);
+    epic_result (*dispatch)(epic_context *ctx, const epic_dispatch_args *args);
+    epic_result (*plan_dispatch)(epic_context *ctx, const epic_plan_args *plan,
+                                 const epic_dispatch_args *dispatch,
+                                 const struct data_fault *fault);
+    epic_result (*combine)(epic_context *ctx, const epic_combine_args *args);
+    epic_result (*dispatch_backward)(epic_context *ctx,
+                                     const epic_dispatch_backward_args *args);
+    epic_result (*combine_backward)(epic_context *ctx, const epic_combine_backward_args *args,
+                                    const struct data_fault *fault);
+    epic_result (*sum)(epic_context *ctx, const epic_sum_args *args);
+} context_steps;
 
 struct epic_context {
     const epic_backend *backend; /* NULL: never opened */
     epic_group *group;
+    const context_steps *steps;
     int32_t rank;
     int32_t num_ranks;
     uint64_t group_id;

@@ -18,6 +18,8 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
                                   const data_fault *fault);
 epic_result host_sum(epic_context *ctx, const epic_sum_args *args);
 
+extern const context_steps host_steps; /* all of these */
+
 /* Is the plan one of this context?  Damage, or the caller's own fault (NULL: none), is kept for
  * the note (class (b)). */
 typedef struct step {

@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The steps of contexts of device backends: the backend's own, or a refusal. */
+#include "api/device.h"
+
+#include "base/error.h"
+
+static epic_result not_yet(const epic_context *ctx, const char *what)
+{
+    return epic_fail(EPIC_ENOTSUP, "%s is not there yet on backend \"%s\"; use a host context",
+                     what, ctx->backend_name);
+}
+
+static epic_result device_plan(epic_context *ctx, const epic_plan_args *args)
+{
+    if (!ctx->backend->steps->plan) return not_yet(ctx, "epic_plan");
+    return backend_said(ctx->backend, ctx->backend->steps->plan(ctx->group, args));
+}
+
+static epic_result device_dispatch(epic_context *ctx, const epic_dispatch_args *args)
+{
+    if (!ctx->backend->steps->dispatch) return not_yet(ctx, "epic_dispatch");
+    return backend_said(ctx->backend, ctx->backend->steps->dispatch(ctx->group, args));
+}
+
+/* The layer, whose faults these are, does not run on device contexts yet. */
+static epic_result device_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
+                                        const epic_dispatch_args *dispatch,
+                                        const struct data_fault *fault)
+{
+    (void)fault;
+    if (!ctx->backend->steps->plan_dispatch) return not_yet(ctx, "epic_plan_dispatch");
+    return backend_said(ctx->backend,
+                        ctx->backend->steps->plan_dispatch(ctx->group, plan, dispatch));
+}
+
+static epic_result device_combine(epic_context *ctx, const epic_combine_args *args)
+{
+    if (!ctx->backend->steps->combine) return not_yet(ctx, "epic_combine");
+    return backend_said(ctx->backend, ctx->backend->steps->combine(ctx->group, args));
+}
+
+static epic_result device_dispatch_backward(epic_context *ctx,
+                                            const epic_dispatch_backward_args *args)
+{
+    if (!ctx->backend->steps->dispatch_backward) return not_yet(ctx, "epic_dispatch_backward");
+    return backend_said(ctx->backend, ctx->backend->steps->dispatch_backward(ctx->group, args));
+}
+
+static epic_result device_combine_backward(epic_context *ctx,
+                                           const epic_combine_backward_args *args,
+                                           const struct data_fault *fault)
+{
+    (void)fault;
+    if (!ctx->backend->steps->combine_backward) return not_yet(ctx, "epic_combine_backward");
+    return backend_said(ctx->backend, ctx->backend->steps->combine_backward(ctx->group, args));
+}
+
+static epic_result device_sum(epic_context *ctx, const epic_sum_args *args)
+{
+    if (!ctx->backend->steps->sum) return not_yet(ctx, "epic_sum");
+    return backend_said(ctx->backend, ctx->backend->steps->sum(ctx->group, args));
+}
+
+const context_steps device_steps = {.plan = device_plan,
+                                    .dispatch = device_dispatch,
+                                    .plan_dispatch = device_plan_dispatch,
+                                    .combine = device_combine,
+                                    .dispatch_backward = device_dispatch_backward,
+                                    .combine_backward = device_combine_backward,
+                                    .sum = device_sum};
