@@ -145,6 +145,7 @@ static void check_mismatches(void)
 static void check_data_errors(void)
 {
     static const char *const way_out[] = {[DATA_EXPERT] = "or negative for no expert",
+                                          [DATA_DUPLICATE] = "promise EPIC_DISTINCT ids",
                                           [DATA_PLACEMENT] = "ranks are 0 to 2",
                                           [DATA_PLAN] = "for this rank and group",
                                           [DATA_TOKEN_ID] = "and not negative",
