@@ -133,6 +133,19 @@ static const job_array dispatch_quantized_arrays[] = {
 OPERATION(dispatch_quantized, "dispatch_quantized", ROLE_DISPATCH, dispatch,
           read_dispatch_quantized)
 
+/* Rows of bytes that come with scales of their own, which are bytes here too. */
+static const job_array dispatch_scaled_arrays[] = {
+    PLAN(dispatch),
+    ROWS(JOB_ARG, "tokens", FFI_U8, dispatch.tokens),
+    ROWS(JOB_ARG, "scales", FFI_U8, dispatch.scales),
+    DATA(JOB_OPTIONAL, "weights", EPIC_F32, dispatch.weights),
+    SITE,
+    ROWS(JOB_RESULT, "recv", FFI_U8, dispatch.recv),
+    ROWS(JOB_RESULT, "recv_scales", FFI_U8, dispatch.recv_scales),
+    DATA(JOB_RESULT | JOB_OPTIONAL, "slot_weights", EPIC_F32, dispatch.slot_weights)};
+#define run_dispatch_scaled run_dispatch
+OPERATION(dispatch_scaled, "dispatch_scaled", ROLE_DISPATCH, dispatch, read_dispatch)
+
 static epic_result run_plan_dispatch(job *base)
 {
     step_job *job = (step_job *)base;

@@ -212,3 +212,68 @@ def test_a_layer_says_what_it_cannot(opened: Any) -> None:
         epic.jax.moe(group, replace(wish, quantize="1x16"), x, w)
     with pytest.raises(epic.jax.EpicError, match="layout"):
         epic.jax.moe(group, replace(wish, layer=replace(wish.layer, layout="flat")), x, w)
+
+
+def slots_by_hand(ids: Any, rows: Any, capacity: int, ep: int) -> np.ndarray:
+    """What each device's slots must hold of the rows, device by device."""
+    found = np.zeros((4, capacity, *rows.shape[1:]), rows.dtype)
+    for device in range(4):
+        first = device // ep * ep * TOKENS
+        mine = slice(first, first + ep * TOKENS)
+        slots = slots_of(np.asarray(ids)[mine], device % ep, ep, EXPERTS, ALIGN)
+        for i, (token, _) in enumerate(slots.choices):
+            if token >= 0:
+                found[device, i] = rows[mine][token]
+    return found.reshape(-1, *rows.shape[1:])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "uint8"])
+def test_rows_of_eight_bits(dtype: str, mesh: Any, opened: Any) -> None:
+    """They arrive bit for bit, with weights or without."""
+    group = opened(mesh)
+    ids, w = choices(3), numbers(2, 4 * TOKENS, TOP_K)
+    bits = np.random.default_rng(5).integers(0, 256, (4 * TOKENS, HIDDEN), np.uint8)
+    bits[(bits & 127) > 124] = 0  # not numbers in float8_e5m2, which XLA itself does not keep
+    x = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.dtype(dtype))
+
+    def step(x: Any, w: Any, ids: Any) -> Any:
+        plan = epic.jax.plan(group, LAYER, ids)
+        alone, none = epic.jax.dispatch(plan, x)
+        assert none is None
+        return (alone, *epic.jax.dispatch(plan, x, w))
+
+    alone, recv, slot = mapped(mesh, step, 3)(x, w, ids)
+    assert recv.dtype == jnp.dtype(dtype)
+    wanted = slots_by_hand(ids, bits, group.capacity_bound(LAYER), mesh.shape["ep"])
+    for got in (alone, recv):
+        assert np.array_equal(jax.lax.bitcast_convert_type(got, jnp.uint8), wanted)
+    assert np.count_nonzero(slot) == np.count_nonzero(np.asarray(ids) >= 0)
+
+
+@pytest.mark.parametrize("scale_type", ["float32", "uint8"])
+def test_rows_with_their_scales(scale_type: str, mesh: Any, opened: Any) -> None:
+    """As DeepSeek's recipe has them: e4m3 rows and scales go in, and come out together."""
+    group = opened(mesh)
+    ids, w = choices(3), numbers(2, 4 * TOKENS, TOP_K)
+    x = numbers(1, 4 * TOKENS, HIDDEN).astype(jnp.float8_e4m3fn)
+    scales = (100 * jnp.abs(numbers(6, 4 * TOKENS, 3))).astype(scale_type)
+
+    def step(x: Any, s: Any, w: Any, ids: Any) -> Any:
+        plan = epic.jax.plan(group, LAYER, ids)
+        return epic.jax.dispatch_quantized(plan, x, w, scales=s)
+
+    recv, got, _ = mapped(mesh, step, 4)(x, scales, w, ids)
+    assert (recv.dtype, got.dtype) == (x.dtype, scales.dtype)
+    capacity = group.capacity_bound(LAYER)
+    for a, b in ((recv, x), (got, scales)):
+        wanted = slots_by_hand(ids, np.asarray(b), capacity, mesh.shape["ep"])
+        assert np.asarray(a).tobytes() == wanted.tobytes()
+
+
+def test_scales_come_with_narrow_rows(opened: Any) -> None:
+    """Rows that are not quantized have none."""
+    group = opened(None)
+    plan = epic.jax.plan(group, LAYER, choices(3))
+    x, s = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, 1)
+    with pytest.raises(epic.jax.EpicArgumentError, match="8-bit type"):
+        epic.jax.dispatch_quantized(plan, x, scales=s)

@@ -4,6 +4,7 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,6 +75,67 @@ def test_a_layer_of_parts_that_do_not_fit(wrong: dict[str, Any], sentence: str) 
     """What its parts say twice must agree."""
     with pytest.raises(epic.EpicArgumentError, match=sentence):
         replace(MOE, **wrong)
+
+
+def test_all_at_once() -> None:
+    """Moe.of: every number once, each wish where it belongs."""
+    got = Moe.of(
+        num_experts=8, top_k=2, hidden=16, inner=12, score="sigmoid", alignment=4,
+        activation="gelu", balance_coeff=0.5, shared=Experts(hidden=16, inner=4),
+    )  # fmt: skip
+    assert got == Moe(
+        Layer(8, 2, alignment=4),
+        Router(8, 2, score="sigmoid"),
+        Experts(hidden=16, inner=12, activation="gelu"),
+        shared=Experts(hidden=16, inner=4),
+        balance_coeff=0.5,
+    )
+    with pytest.raises(epic.EpicArgumentError, match=r"Moe.of: 'hiden'.*did you mean 'hidden'"):
+        Moe.of(num_experts=8, top_k=2, hiden=16, inner=12)
+    with pytest.raises(epic.EpicArgumentError, match=r"Moe.of: 'router'"):
+        Moe.of(num_experts=8, top_k=2, hidden=16, inner=12, router=ROUTER)
+
+
+MESH = ("data", "context", "ep")
+
+
+@pytest.mark.parametrize(
+    ("token_axes", "tokens"),
+    [
+        (None, 2 * 6),
+        (("ep",), 4 * 6),
+        (("data", "ep"), 2 * 6),
+        (jax.sharding.PartitionSpec("data", "ep"), 4 * 3),
+        (jax.sharding.PartitionSpec(None, ("context", "ep")), 8 * 3),
+    ],
+    ids=str,
+)
+def test_sizes_of_a_group(token_axes: Any, tokens: int) -> None:
+    """like= tells what a device sends at most; the layer that it describes fits exactly."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), MESH)
+    x = np.ones((8, 6, 16), np.float32)
+    with epic.jax.open(mesh, "ep", like=x, token_axes=token_axes) as group:
+        assert (group.max_tokens, group.max_row_bytes) == (tokens, 64)
+        weights = epic.jax.MoeWeights(
+            np.ones((16, 8), np.float32),
+            np.ones((8, 16, 24), np.float32),
+            np.ones((8, 12, 16), np.float32),
+        )
+        out = epic.jax.sharded.moe(mesh, group, MOE, x, weights, token_axes=token_axes).out
+        assert out.shape == x.shape
+    half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    with epic.jax.open(mesh, "ep", like=half, token_axes=token_axes, max_tokens=99) as group:
+        assert (group.max_tokens, group.max_row_bytes) == (99, 32)
+
+
+def test_sizes_are_needed() -> None:
+    """By one way or the other."""
+    with pytest.raises(epic.EpicArgumentError, match="max_row_bytes is needed, or like="):
+        epic.jax.open(max_tokens=4)
+    with pytest.raises(epic.EpicArgumentError, match=r"\[..., hidden\] is needed"):
+        epic.jax.open(like=np.ones(3))
+    with pytest.raises(epic.EpicArgumentError, match="max_tokens -1"):
+        epic.jax.open(max_tokens=-1, max_row_bytes=4)
 
 
 def test_a_port() -> None:

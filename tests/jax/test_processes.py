@@ -87,7 +87,11 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("what", "wanted"), ENDS.items(), ids=ENDS.keys())
+QUICK = ("kill", "raise")
+RUNS = [pytest.param(*e, marks=() if e[0] in QUICK else pytest.mark.thorough) for e in ENDS.items()]
+
+
+@pytest.mark.parametrize(("what", "wanted"), RUNS, ids=ENDS.keys())
 def test_the_end_of_a_process(what: str, wanted: str) -> None:
     """However it ends, every other one gets an exception that names it, within a second; JAX's
     own end, which waits for the others, comes after."""

@@ -50,8 +50,9 @@ def round_with_gradients(run: Any) -> Any:
 
 @pytest.mark.parametrize("where", ["inside", "outside", "over_gradients"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "single"])
-def test_vmap_of_the_steps(where: str, fused: bool, mesh: Any, vma: bool, opened: Any) -> None:
+def test_vmap_of_the_steps(where: str, fused: bool, vma: bool, opened: Any) -> None:
     """Within the shard_map, around it, and around the gradient: as one by one, in float64."""
+    mesh = make_mesh(2)
     group = opened(mesh)
     one = through(group, fused)
     args = inputs()

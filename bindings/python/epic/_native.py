@@ -93,6 +93,14 @@ ThreeSizes = struct(
     ("forward_bytes", c_int64),
     ("backward_bytes", c_int64),
 )
+PlanInfo = struct(
+    "PlanInfo",
+    ("id", c_uint64),
+    *((name, c_int64) for name in "num_tokens num_slots capacity num_kept num_none".split()),
+    *((name, c_int64) for name in "num_expert_full num_rank_full".split()),
+    *uints("result num_local_experts first_leaf num_leaves"),
+    *((name, c_int64) for name in "total_tokens fate_offset rank_offset".split()),
+)
 Moe = struct(
     "Moe",
     ("layer", c_void_p),
@@ -121,6 +129,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_backend_name": (c_char_p, [c_void_p]),
     "epic_blas_name": (c_char_p, []),
     "epic_plan_bytes_v1": (c_int64, [c_void_p, c_size_t, c_void_p, c_size_t]),
+    "epic_plan_read_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t]),
     "epic_capacity_bound_v1": (c_int64, [c_void_p, c_size_t, c_void_p, c_size_t]),
     "epic_router_workspace_v1": (c_int64, [c_void_p, c_size_t]),
     "epic_experts_memory_v1": (c_int32, [c_void_p, c_size_t, c_int64, c_void_p, c_size_t]),

@@ -537,8 +537,31 @@ def case_arguments() -> None:
         with epic.jax.open(host_mesh(1), "ep", name="host", **SIZES) as host:
             run = mapped(mesh, lambda x: epic.jax.sum(host, x), 1)
             text = failure(run, put(mesh, np.ones(len(gpus()), np.float32)))
-            assert "not open on CUDA device" in text, text
+            assert "'host'" in text and "mesh that the group was opened with" in text, text
         good_step(mesh, group)
+
+
+def case_meshes() -> None:
+    """A mesh that is not the group's, and a group opened again with other devices under a compiled
+    program: refused by what the host knows, without a wait for the GPU."""
+    count = len(gpus())
+    if count < 2:
+        raise LeftOutError("one GPU")
+    mesh = gpu_mesh(count)
+    turned = Mesh(mesh.devices[:, ::-1], mesh.axis_names)
+    x = np.ones(count, np.float32)
+    with epic.jax.open(mesh, "ep", **SIZES) as group:
+        run = mapped(mesh, lambda x: epic.jax.sum(group, x), 1)
+        assert whole(run(put(mesh, x))).tolist() == [count] * count
+        text = failure(mapped(turned, lambda x: epic.jax.sum(group, x), 1), put(turned, x))
+        assert "the mesh has devices" in text, text
+        good_step(mesh, group)
+    with epic.jax.open(turned, "ep", **SIZES) as group:
+        text = failure(run, put(mesh, x))
+        assert text.startswith("FAILED_PRECONDITION") and "was made for group" in text, text
+        good_step(turned, group)
+    with epic.jax.open(mesh, "ep", **SIZES):
+        assert whole(run(put(mesh, x))).tolist() == [count] * count
 
 
 def case_data_errors() -> None:

@@ -9,6 +9,7 @@ from epic.jax import sharded
 from epic.jax.call import TARGETS
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.groups import Group, check, close, open
+from epic.jax.ledger import Ledger, read_plan
 from epic.jax.meeting import Tcp
 from epic.jax.moe import Moe, MoeOut, MoeWeights, moe
 from epic.jax.router import balance_loss, bias_update, route, z_loss
@@ -34,6 +35,7 @@ __all__ = [
     "Experts",
     "Group",
     "Layer",
+    "Ledger",
     "Moe",
     "MoeOut",
     "MoeWeights",
@@ -54,6 +56,7 @@ __all__ = [
     "open",
     "plan",
     "plan_dispatch",
+    "read_plan",
     "route",
     "sharded",
     "sum",

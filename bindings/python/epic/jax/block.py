@@ -2,7 +2,7 @@
 """What the Flax modules share: the layer's parameters by name, with shapes, logical axes and
 initializers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from epic.errors import EpicArgumentError
 from epic.jax import placement, sharded
 from epic.jax.groups import Group
 from epic.jax.moe import GroupedGemm, Moe, MoeOut, MoeWeights
+from epic.options import word
 
 Initialiser = Callable[..., Any]
 Names = tuple[str | None, ...]
+AxisNames = Mapping[str, Names]
 
 # Variance 1 / fan-in, for each expert by itself.
 KERNEL: Initialiser = jax.nn.initializers.variance_scaling(
@@ -43,39 +46,77 @@ class Biases:
     shared: bool = False
 
 
+# Logical axes of each parameter: MaxText's names.
+AXIS_NAMES: dict[str, Names] = {
+    "w_gate": ("embed_moe", None),
+    "b_gate": (None,),
+    "w_gate_up": ("exp", "embed_moe", "mlp_moe"),
+    "w_down": ("exp", "mlp_moe", "embed_moe"),
+    "b_gate_up": ("exp", "mlp_moe"),
+    "b_down": ("exp", None),
+    "shared_gate_up": (None, "embed_moe", "mlp_moe"),
+    "shared_down": (None, "mlp_moe", "embed_moe"),
+    "shared_b_gate_up": (None, "mlp_moe"),
+    "shared_b_down": (None, None),
+}
+
+
 def logical_rules(
-    group: Group, fsdp_axes: tuple[str, ...] = ()
+    group: Group, fsdp_axes: tuple[str, ...] = (), tensor_axis: str | None = None
 ) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
-    """Logical axis -> mesh axes, as the layer wants them: "exp" over the group, "embed" (hidden)
-    over the FSDP axes, "mlp" (inner) nowhere."""
-    return (("exp", group.axes), ("embed", tuple(fsdp_axes) or None), ("mlp", None))
+    """Logical axis -> mesh axes, as the layer computes: "exp" over the group, "embed_moe" (hidden)
+    over the FSDP axes, "mlp_moe" (inner) over the tensor axis."""
+    inner = (tensor_axis,) if tensor_axis else None
+    return (("exp", group.axes), ("embed_moe", tuple(fsdp_axes) or None), ("mlp_moe", inner))
 
 
-def parameters(group: Group, options: Moe, biases: Biases) -> dict[str, Parameter]:
+def names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
+    """A parameter's logical axes: the caller's, or MaxText's."""
+    names = tuple((given or {}).get(parameter, AXIS_NAMES[parameter]))
+    if len(names) != rank:
+        raise EpicArgumentError(f"axis_names[{parameter!r}] {names}: {rank} names are needed")
+    return names
+
+
+def check_names(given: AxisNames | None) -> None:
+    """Each must be a parameter's."""
+    for name in given or {}:
+        word("axis_names", name, AXIS_NAMES)
+
+
+def parameters(
+    group: Group, options: Moe, biases: Biases, axis_names: AxisNames | None = None
+) -> dict[str, Parameter]:
     """Those that the options ask for, by their names in MoeWeights.  Experts that the ranks do not
     divide are on every rank."""
-    exp = "exp" if placement.is_even(group, options.layer) else None
+    check_names(axis_names)
+    even = placement.is_even(group, options.layer)
     experts, hidden = options.layer.num_experts, options.experts.hidden
     inner, width = options.experts.inner, options.experts.width
     columns = options.router.num_experts + options.router.zero_experts
-    found = {
-        "w_gate": Parameter((hidden, columns), ("embed", None), GATE),
-        "w_gate_up": Parameter((experts, hidden, width), (exp, "embed", "mlp"), KERNEL),
-        "w_down": Parameter((experts, inner, hidden), (exp, "mlp", "embed"), KERNEL),
+    shapes: dict[str, tuple[int, ...]] = {
+        "w_gate": (hidden, columns),
+        "w_gate_up": (experts, hidden, width),
+        "w_down": (experts, inner, hidden),
     }
     if biases.gate:
-        found["b_gate"] = Parameter((columns,), (None,), ZEROS)
+        shapes["b_gate"] = (columns,)
     if biases.experts:
-        found["b_gate_up"] = Parameter((experts, width), (exp, "mlp"), ZEROS)
-        found["b_down"] = Parameter((experts, hidden), (exp, None), ZEROS)
+        shapes |= {"b_gate_up": (experts, width), "b_down": (experts, hidden)}
     if options.shared:
         inner, width = options.shared.inner, options.shared.width
-        found["shared_gate_up"] = Parameter((1, hidden, width), (None, "embed", "mlp"), KERNEL)
-        found["shared_down"] = Parameter((1, inner, hidden), (None, "mlp", "embed"), KERNEL)
+        shapes |= {"shared_gate_up": (1, hidden, width), "shared_down": (1, inner, hidden)}
         if biases.shared:
-            found["shared_b_gate_up"] = Parameter((1, width), (None, "mlp"), ZEROS)
-            found["shared_b_down"] = Parameter((1, hidden), (None, None), ZEROS)
-    return found
+            shapes |= {"shared_b_gate_up": (1, width), "shared_b_down": (1, hidden)}
+
+    def parameter(name: str, shape: tuple[int, ...]) -> Parameter:
+        names = names_of(name, len(shape), axis_names)
+        if name in placement.OF_EXPERTS and not even:
+            names = (None, *names[1:])
+        init = ZEROS if "b_" in name else GATE if name == "w_gate" else KERNEL
+        return Parameter(shape, names, init)
+
+    return {name: parameter(name, shape) for name, shape in shapes.items()}
 
 
 class Block(Protocol):
@@ -85,16 +126,16 @@ class Block(Protocol):
     group: Group
     options: Moe
     dtype: Any
-    token_axes: tuple[str, ...] | None
+    token_axes: sharded.TokenAxes
     fsdp_axes: tuple[str, ...]
+    tensor_axis: str | None
     loss_axes: tuple[str, ...]
     grouped_gemm: GroupedGemm | None
 
 
-def apply(
-    module: Block, x: Any, weights: dict[str, Any], bias: Any, token_ids: Any, table: Any
-) -> MoeOut:
-    """sharded.moe in the module's dtype; the gate is in float32 (float64 rows: float64).
+def apply(module: Block, x: Any, weights: dict[str, Any], bias: Any, **tokens: Any) -> MoeOut:
+    """sharded.moe in the module's dtype; the gate is in float32 (float64 rows: float64).  tokens:
+    token_ids, table, token_mask.
 
     bias [num_experts], or None: for the choice of experts; zero-experts have none.
     """
@@ -110,9 +151,9 @@ def apply(
         x,
         MoeWeights(**weights),
         token_axes=module.token_axes,
-        token_ids=token_ids,
-        table=table,
+        **tokens,
         fsdp_axes=module.fsdp_axes,
+        tensor_axis=module.tensor_axis,
         loss_axes=module.loss_axes,
         grouped_gemm=module.grouped_gemm,
     )

@@ -15,7 +15,7 @@ from epic import _native
 from epic.errors import EpicArgumentError, EpicError
 from epic.jax import cuda, endings, meeting, places
 from epic.jax.meeting import Exchange, Meeting, StoreExchange, Tcp
-from epic.options import Layer
+from epic.options import Layer, whole
 
 DEFAULT_TIMEOUT_MS = 300_000
 
@@ -183,12 +183,27 @@ def choose_backend(platform: str, wish: str | None) -> str | None:
     return "p2p" if platform == "gpu" else wish
 
 
+def choose_sizes(
+    mesh: Any, like: Any, token_axes: Any, max_tokens: int | None, max_row_bytes: int | None
+) -> tuple[int, int]:
+    """Those that are given, else what the activations tell."""
+    if like is None:
+        for name, value in (("max_tokens", max_tokens), ("max_row_bytes", max_row_bytes)):
+            if value is None:
+                raise EpicArgumentError(f"{name} is needed, or like=, the activations")
+        return whole("max_tokens", max_tokens), whole("max_row_bytes", max_row_bytes)
+    tokens, row_bytes = places.sizes(mesh, like, token_axes)
+    return max_tokens or tokens, max_row_bytes or row_bytes
+
+
 def open(
     mesh: jax.sharding.Mesh | None = None,
     axis: str | tuple[str, ...] = "ep",
     *,
-    max_tokens: int,
-    max_row_bytes: int,
+    max_tokens: int | None = None,
+    max_row_bytes: int | None = None,
+    like: Any = None,
+    token_axes: Any = None,
     name: str = "epic",
     ranks: Sequence[int] | None = None,
     num_ranks: int | None = None,
@@ -204,8 +219,10 @@ def open(
 
     Without a mesh: `ranks` are those of this process's local devices, of `num_ranks`; for
     processes that do not know each other by jax.distributed.  max_tokens and max_row_bytes are
-    the most that one device sends at once.  meet: by default threads where all ranks are here,
-    else JAX's key-value store; or Tcp(...); or a function (rank, bytes) -> every rank's bytes.
+    the most that one device sends at once; like=, the activations [B, ..., hidden] of all devices
+    or their ShapeDtypeStruct, with token_axes= as of sharded.moe, tells both.  meet: by default
+    threads where all ranks are here, else JAX's key-value store; or Tcp(...); or a function
+    (rank, bytes) -> every rank's bytes.
     On GPUs the backend is p2p; max_sms: most SMs that a call takes, 0: the core's default;
     command_buffers=False keeps XLA from putting the calls into its CUDA graphs.
     """
@@ -226,6 +243,7 @@ def open(
             )
         seats = [seat_of(d, 0, r) for d, r in zip(devices, taken, strict=False)]
         platform = devices[0].platform
+    max_tokens, max_row_bytes = choose_sizes(mesh, like, token_axes, max_tokens, max_row_bytes)
     backend = choose_backend(platform, backend)
     command_buffers |= platform == "cpu"
     group = Group(

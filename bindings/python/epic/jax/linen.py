@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from epic.jax import block, places
-from epic.jax.block import Biases, Initialiser, logical_rules
+from epic.jax.block import AxisNames, Biases, Initialiser, logical_rules
 from epic.jax.groups import Group
 from epic.jax.moe import GroupedGemm, Moe
 from epic.jax.router import bias_update
+from epic.jax.sharded import TokenAxes
 
 __all__ = ["Biases", "MoEBlock", "logical_rules"]
 
@@ -19,10 +20,11 @@ __all__ = ["Biases", "MoEBlock", "logical_rules"]
 class MoEBlock(nn.Module):
     """A Mixture-of-Experts layer of global arrays: x [B, ..., hidden] -> (out, loss).
 
-    Parameters have the logical axes "exp", "embed" and "mlp"; logical_rules(group, fsdp_axes)
-    says where the layer wants them.  Rows are computed in dtype (None: as they come); parameters
-    are param_dtype.  bias_rate above 0: a bias for the choice of experts, "expert_bias" in the
-    collection "moe", follows the load whenever that collection is mutable.  The loss is sown as
+    Parameters have MaxText's logical axes, "exp", "embed_moe" and "mlp_moe", or those that
+    axis_names gives for a parameter's name; logical_rules(group, fsdp_axes) says where the layer
+    wants them.  token_axes: as sharded.moe's.  Rows are computed in dtype (None: as they come);
+    parameters are param_dtype.  bias_rate above 0: a bias for the choice of experts, "expert_bias"
+    in the collection "moe", follows the load whenever that is mutable.  The loss is sown as
     "moe_loss" in "losses", the load as "load" in "intermediates".
     """
 
@@ -33,24 +35,31 @@ class MoEBlock(nn.Module):
     bias_rate: float = 0.0
     dtype: Any = None
     param_dtype: Any = jnp.float32
-    token_axes: tuple[str, ...] | None = None
+    token_axes: TokenAxes = None
     fsdp_axes: tuple[str, ...] = ()
+    tensor_axis: str | None = None
     loss_axes: tuple[str, ...] = ()
     grouped_gemm: GroupedGemm | None = None
     kernel_init: Initialiser | None = None
+    axis_names: AxisNames | None = None
 
     def weights(self) -> dict[str, Any]:
         """Parameters, made at initialization."""
         found = {}
-        for name, wish in block.parameters(self.group, self.options, self.biases).items():
+        wishes = block.parameters(self.group, self.options, self.biases, self.axis_names)
+        for name, wish in wishes.items():
             kernel = self.kernel_init if wish.init is block.KERNEL else None
             init = nn.with_logical_partitioning(kernel or wish.init, wish.names)
             found[name] = self.param(name, init, wish.shape, self.param_dtype)
         return found
 
     @nn.compact
-    def __call__(self, x: Any, token_ids: Any = None, table: Any = None) -> tuple[Any, Any]:
-        """The layer; token_ids [B, ...] and table [rows, top_k]: experts by token id."""
+    def __call__(
+        self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
+    ) -> tuple[Any, Any]:
+        """The layer; token_ids [B, ...] and table [rows, top_k]: experts by token id; token_mask
+        [B, ...] bool: tokens that count."""
+        tokens = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
         places.check_mesh(self.group, self.mesh)
         weights, bias = self.weights(), None
         if self.bias_rate:
@@ -59,7 +68,7 @@ class MoEBlock(nn.Module):
         if self.is_initializing():  # shapes are known: no call, and any batch will do
             return x if self.dtype is None else x.astype(self.dtype), jnp.zeros((), jnp.float32)
         value = None if bias is None else bias.value
-        out = block.apply(self, x, weights, value, token_ids, table)
+        out = block.apply(self, x, weights, value, **tokens)
         if bias is not None and self.is_mutable_collection("moe"):
             bias.value = bias_update(bias.value, out.load, self.bias_rate)
         self.sow("losses", "moe_loss", out.loss)

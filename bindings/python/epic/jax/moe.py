@@ -9,7 +9,7 @@ always is, with a product of epic.jax.gemm if the caller has none.
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from epic import _native
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.jax import gemm as products
-from epic.jax import placement, steps
+from epic.jax import placement, steps, tensor
 from epic.jax import router as routing
 from epic.jax.call import Spec, call, like, marks, spread_all, zero_gradient
 from epic.jax.experts import ExpertWeights, check_weights, counted, experts
@@ -27,6 +27,9 @@ from epic.jax.groups import Group
 from epic.options import Experts, Layer, Router, real, whole, word
 
 GroupedGemm = products.GroupedGemm
+
+
+PARTS: dict[str, Any] = {"layer": Layer, "router": Router, "experts": Experts}
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,23 @@ class Moe:
     capacity: int | None = None
     quantize: str | None = None  # "1x128" or "1x32": rows travel to the experts in e4m3
 
+    @classmethod
+    def of(cls, **wishes: Any) -> "Moe":
+        """All of it at once, each number said once: every field of Layer, Router, Experts and Moe
+        by its name.  of(num_experts=8, top_k=2, hidden=256, inner=512, score="sigmoid")."""
+        names = {part: {field.name for field in fields(kind)} for part, kind in PARTS.items()}
+        own = {field.name for field in fields(cls)} - set(PARTS)
+        for name in wishes:
+            word("Moe.of:", name, sorted(own.union(*names.values())))
+
+        def chosen(known: set[str]) -> dict[str, Any]:
+            return {name: value for name, value in wishes.items() if name in known}
+
+        parts = {part: kind(**chosen(names[part])) for part, kind in PARTS.items()}
+        return cls(**parts, **chosen(own))
+
     def __post_init__(self) -> None:
-        for name, kind in (("layer", Layer), ("router", Router), ("experts", Experts)):
+        for name, kind in PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise EpicArgumentError(f"{name}: an epic.jax.{kind.__name__} is needed")
         for name in ("balance_coeff", "z_coeff"):
@@ -349,8 +367,10 @@ def composed(
 ) -> tuple[Any, steps.Plan, Any, Any]:
     """The layer from the single functions: out, plan, logits, choices."""
     logits = logits_of(x, weights)
-    table = extras.pop("rank_of_expert")
+    table, mask = extras.pop("rank_of_expert"), extras.pop("token_mask")
     chosen, w = routing.route(options.router, logits, bias=weights.bias, **extras)
+    if mask is not None:
+        chosen = jnp.where(mask[:, None], chosen, -1)
     zero = chosen >= options.layer.num_experts  # identity experts stay at home
     plan, recv, slot = sent(group, options, jnp.where(zero, -1, chosen), x, w, table, after)
     late = options.experts.weighting == "late"
@@ -403,6 +423,23 @@ def losses(
     return loss
 
 
+def losses_of_kept(
+    group: Group,
+    options: Moe,
+    logits: Any,
+    load: Any,
+    mask: Any,
+    axes: tuple[str, ...],
+    channel: Any,
+) -> Any:
+    """losses of the tokens that the mask keeps; how many there are is known at run time."""
+    total = steps.sum(group, mask.sum(dtype=jnp.float32)[None], channel=channel)[0]
+    if axes:
+        total, load = jax.lax.psum((total, load), axes)
+    coeffs = (options.balance_coeff, options.z_coeff)
+    return routing.masked_losses(options.router, logits, load, mask, total, coeffs)
+
+
 # ------------------------------------------------------------------------------- moe ----
 
 # The dimension that FSDP axes shard: always hidden.
@@ -428,6 +465,19 @@ def gathered(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, ...]) -
     return MoeWeights(**{name: whole(name, part) for name, part in parts._asdict().items()})
 
 
+def masked(options: Moe, mask: Any, x: Any) -> Any:
+    """The mask as [num_tokens], checked; None stays None."""
+    if mask is None:
+        return None
+    if mask.shape != x.shape[:-1] or mask.dtype != jnp.bool_:
+        raise EpicArgumentError(
+            f"token_mask: {mask.dtype}{list(mask.shape)}: bool{list(x.shape[:-1])} is needed"
+        )
+    if options.sequence_tokens:
+        raise EpicUnsupportedError("token_mask: with sequence_tokens all tokens are counted")
+    return jnp.asarray(mask).reshape(-1)
+
+
 def from_core(
     group: Group, options: Moe, x: Any, weights: MoeWeights, ints: list[Any]
 ) -> tuple[Any, ...]:
@@ -446,9 +496,11 @@ def moe(
     *,
     token_ids: Any = None,
     table: Any = None,
+    token_mask: Any = None,
     rank_of_expert: Any = None,
     grouped_gemm: GroupedGemm | None = None,
     fsdp_axes: Sequence[str] = (),
+    tensor_axis: str | None = None,
     loss_axes: Sequence[str] = (),
     channel: Any = None,
     after: Any = None,
@@ -458,11 +510,21 @@ def moe(
     Sum MoeOut.loss over the group's axis (jax.lax.psum) before it joins the loss.  Where the ranks
     do not divide the experts, ranks have one more or less, and weights may be those of all.
 
-    token_ids [...] with table [rows, top_k]: experts by token id.  grouped_gemm: a function as
+    token_ids [...] with table [rows, top_k]: experts by token id.  token_mask [...] bool: tokens
+    that count; the others go nowhere, come out as zeros, and load and losses are without them (the
+    layer is composed then).  grouped_gemm: a function as
     jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes [experts]) -> [slots, n].
-    fsdp_axes: mesh axes over which the weights come sharded, in hidden.  loss_axes: further axes
+    fsdp_axes: mesh axes over which the weights come sharded, in hidden.  tensor_axis: a mesh axis
+    over which they come sharded in inner (options.experts.inner is the whole), whose devices have
+    the same tokens; their parts are added up.  loss_axes: further axes
     over whose tokens the losses are counted; sum MoeOut.loss over them too.
     """
+    if tensor_axis is not None:
+        options, weights = tensor.cut(options, weights, tensor_axis)
+        more = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
+        more |= {"rank_of_expert": rank_of_expert, "grouped_gemm": grouped_gemm}
+        more |= {"fsdp_axes": fsdp_axes, "loss_axes": loss_axes, "channel": channel, "after": after}
+        return tensor.whole(moe(group, options, x, weights, **more), tensor_axis)
     x, fsdp, over = jnp.asarray(x), tuple(fsdp_axes), tuple(loss_axes)
     options, weights, owners = placed(group, options, weights, rank_of_expert)
     if fsdp:
@@ -470,17 +532,24 @@ def moe(
     check_moe(options, x, weights)
     options = completed(group, options, x, weights)
     rows = steps.as_rows("x", x)
+    mask = masked(options, token_mask, x)
+    rows = rows if mask is None else jnp.where(mask[:, None], rows, 0)
     if weights.bias is not None:
         weights = weights._replace(bias=jax.lax.stop_gradient(weights.bias))
     if grouped_gemm is None and group.platform == "gpu":
         grouped_gemm = products.best(options.layer.alignment)
-    if grouped_gemm is not None or options.quantize is not None:
+    if grouped_gemm is not None or options.quantize is not None or mask is not None:
         extras = {"token_ids": token_ids, "table": table, "rank_of_expert": owners}
+        extras["token_mask"] = mask
         order = {"channel": channel, "after": after}
         out, plan, logits, chosen = composed(
             group, options, grouped_gemm, rows, weights, extras, order
         )
-        loss = losses(group, options, logits, plan.load, chosen, over)
+        if mask is None:
+            loss = losses(group, options, logits, plan.load, chosen, over)
+        else:
+            out = jnp.where(mask[:, None], out, 0)
+            loss = losses_of_kept(group, options, logits, plan.load, mask, over, channel)
         return MoeOut(out.reshape(x.shape), loss, plan.load, plan.demand)
     ids = None if token_ids is None else jnp.asarray(token_ids).reshape(rows.shape[0])
     ints = [ids, table, owners, steps.channel_of(channel), *steps.calm(after)]

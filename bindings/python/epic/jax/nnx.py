@@ -9,10 +9,11 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import Mesh
 
 from epic.jax import block, places
-from epic.jax.block import Biases, Initialiser, logical_rules
+from epic.jax.block import AxisNames, Biases, Initialiser, logical_rules
 from epic.jax.groups import Group
-from epic.jax.moe import GroupedGemm, Moe
+from epic.jax.moe import GroupedGemm, Moe, MoeOut
 from epic.jax.router import bias_update
+from epic.jax.sharded import TokenAxes
 
 __all__ = ["Biases", "ExpertBias", "MoEBlock", "logical_rules"]
 
@@ -24,10 +25,12 @@ class ExpertBias(nnx.Variable):
 class MoEBlock(nnx.Module):
     """A Mixture-of-Experts layer of global arrays: x [B, ..., hidden] -> (out, loss).
 
-    Parameters have the logical axes "exp", "embed" and "mlp" and lie where logical_rules(group,
-    fsdp_axes) says, unless nnx.logical_axis_rules does.  Rows are computed in dtype (None: as
-    they come); parameters are param_dtype.  bias_rate above 0: an ExpertBias follows the load
-    at every call while update_bias is true.
+    Parameters have MaxText's logical axes, "exp", "embed_moe" and "mlp_moe", or those that
+    axis_names gives for a parameter's name, and lie where logical_rules(group, fsdp_axes) says,
+    unless nnx.logical_axis_rules does.  token_axes: as sharded.moe's.  Rows are computed in dtype
+    (None: as they come); parameters are param_dtype.  bias_rate above 0: an ExpertBias follows
+    the load at every call while update_bias is true and the module trains: model.eval() sets
+    deterministic, model.train() clears it.
     """
 
     def __init__(
@@ -41,23 +44,26 @@ class MoEBlock(nnx.Module):
         bias_rate: float = 0.0,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        token_axes: tuple[str, ...] | None = None,
+        token_axes: TokenAxes = None,
         fsdp_axes: tuple[str, ...] = (),
+        tensor_axis: str | None = None,
         loss_axes: tuple[str, ...] = (),
         grouped_gemm: GroupedGemm | None = None,
         kernel_init: Initialiser | None = None,
+        axis_names: AxisNames | None = None,
     ) -> None:
         places.check_mesh(group, mesh)
         self.mesh, self.group, self.options = mesh, group, options
-        self.bias_rate, self.update_bias = bias_rate, True
+        self.bias_rate, self.update_bias, self.deterministic = bias_rate, True, False
         self.dtype, self.token_axes = dtype, token_axes
-        self.fsdp_axes, self.loss_axes = fsdp_axes, loss_axes
+        self.fsdp_axes, self.tensor_axis = fsdp_axes, tensor_axis
+        self.loss_axes = loss_axes
         self.grouped_gemm = grouped_gemm
-        wishes = block.parameters(group, options, biases)
+        wishes = block.parameters(group, options, biases, axis_names)
         self.names = tuple(wishes)
         place: dict[str, Any] = {"mesh": mesh}
         if not get_logical_axis_rules():
-            place["sharding_rules"] = logical_rules(group, fsdp_axes)
+            place["sharding_rules"] = logical_rules(group, fsdp_axes, tensor_axis)
         for name, wish in wishes.items():
             init = (kernel_init if wish.init is block.KERNEL else None) or wish.init
             value = init(rngs.params(), wish.shape, param_dtype)
@@ -66,11 +72,22 @@ class MoEBlock(nnx.Module):
             zeros = jnp.zeros(options.layer.num_experts, jnp.float32)
             self.expert_bias = ExpertBias(zeros, out_sharding=(None,), **place)
 
-    def __call__(self, x: Any, token_ids: Any = None, table: Any = None) -> tuple[Any, Any]:
-        """The layer; token_ids [B, ...] and table [rows, top_k]: experts by token id."""
+    def __call__(
+        self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
+    ) -> tuple[Any, Any]:
+        """The layer; token_ids [B, ...] and table [rows, top_k]: experts by token id; token_mask
+        [B, ...] bool: tokens that count."""
+        out = self.moe(x, token_ids, table, token_mask)
+        return out.out, out.loss
+
+    def moe(
+        self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
+    ) -> MoeOut:
+        """The same with load [num_experts] and demand [devices]: as sharded.moe gives them."""
+        tokens = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
         weights = {name: getattr(self, name)[...] for name in self.names}
         bias = self.expert_bias[...] if self.bias_rate else None
-        out = block.apply(self, x, weights, bias, token_ids, table)
-        if bias is not None and self.update_bias:
+        out = block.apply(self, x, weights, bias, **tokens)
+        if bias is not None and self.update_bias and not self.deterministic:
             self.expert_bias[...] = bias_update(bias, out.load, self.bias_rate)
-        return out.out, out.loss
+        return out

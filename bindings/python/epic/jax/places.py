@@ -39,6 +39,20 @@ def by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[A
     return last.reshape(-1, num_ranks).tolist(), num_ranks
 
 
+def sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> tuple[int, int]:
+    """Tokens of a device and bytes of a row, of activations [B, ..., hidden] of all devices that
+    token_axes cut as sharded.moe says; without a mesh of this one."""
+    shape = list(like.shape)
+    if len(shape) < 2:
+        raise EpicArgumentError(f"like: shape {like.shape}: [..., hidden] is needed")
+    if mesh is not None:
+        whole = isinstance(token_axes, jax.sharding.PartitionSpec)
+        for i, part in enumerate(token_axes if whole else [token_axes or mesh.axis_names]):
+            axes = (part,) if isinstance(part, str) else part or ()
+            shape[i] = -(-shape[i] // math.prod(mesh.shape[axis] for axis in axes))
+    return math.prod(shape[:-1]), shape[-1] * np.dtype(like.dtype).itemsize
+
+
 def ids(groups: list[list[Any]]) -> Rows:
     """The devices' numbers, which are the same in every process."""
     return tuple(tuple(device.id for device in group) for group in groups)
@@ -73,6 +87,12 @@ def check_mesh(group: "Group", mesh: Any) -> None:
     """Refuses a mesh that is not made of groups that this one was opened for, rank by rank."""
     if not group.devices or not isinstance(mesh, jax.sharding.Mesh):
         return
+    platform = mesh.devices.flat[0].platform
+    if platform != group.platform:
+        raise EpicArgumentError(
+            f"the mesh has devices of {platform}, and group {group.name!r} was opened with devices "
+            f"of {group.platform}: use the mesh that the group was opened with"
+        )
     opened = {row[0]: row for row in group.devices}
     axes = group.axes[0] if len(group.axes) == 1 else group.axes
     for row in ids(by_rank(mesh, group.axes)[0]):

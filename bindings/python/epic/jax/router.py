@@ -156,6 +156,33 @@ def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> A
     return make_loss("z_loss", router, logits, (None, None), **numbers)
 
 
+def probabilities(router: Router, logits: Any) -> Any:
+    """P of the balance loss: the scores of all columns, divided by their sum."""
+    if router.score in ("softmax", "logits"):
+        return jax.nn.softmax(logits)
+    scores = jax.nn.sigmoid(logits)
+    if router.score == "sqrtsoftplus":
+        scores = jnp.sqrt(jax.nn.softplus(logits))
+    return scores / scores.sum(axis=-1, keepdims=True)
+
+
+def masked_losses(
+    router: Router, logits: Any, load: Any, mask: Any, total: Any, coeffs: tuple[float, float]
+) -> Any:
+    """balance_loss and z_loss over the tokens that the mask [num_tokens] keeps, `total` [] of
+    them on all devices; the core counts all tokens that it sees."""
+    total = jnp.maximum(total, 1).astype(logits.dtype)
+    loss = jnp.zeros((), logits.dtype)
+    if coeffs[0]:
+        p = probabilities(router, logits)[:, : router.num_experts]
+        factor = router.num_experts * coeffs[0] / (router.top_k * total * total)
+        loss += factor * jnp.where(mask[:, None], p * load, 0).sum()
+    if coeffs[1]:
+        z = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+        loss += coeffs[1] / total * jnp.where(mask, z, 0).sum()
+    return loss.astype(jnp.float32)
+
+
 # ------------------------------------------------------------------------------ bias ----
 
 

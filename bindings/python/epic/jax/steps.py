@@ -228,10 +228,14 @@ def dispatch(
     """Sends each token to its experts: [..., hidden] -> [capacity, hidden].
 
     With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
-    the plan does not fill are zeros.  quantize "1x128" or "1x32": rows travel in e4m3 and arrive
+    the plan does not fill are zeros.  Rows of an 8-bit type (fp8, int8, uint8) go as they are,
+    without a gradient.  quantize "1x128" or "1x32": rows travel in e4m3 and arrive
     rounded; the gradient goes straight through.
     """
     check_layout(plan.way.layer, "expert_major", "dispatch_flat")
+    if is_narrow(tokens) and quantize is None:
+        recv, _, slot = carried(plan, tokens, weights, None)
+        return recv, slot
     inputs = dispatch_inputs(plan, tokens, weights)
     if quantize is None:
         return dispatch_rows(plan.way, *inputs)
@@ -299,14 +303,62 @@ def check_block(block: str) -> None:
     word("block", block, BLOCKS)
 
 
+def is_narrow(x: Any) -> bool:
+    """Of a type that the core carries and never adds."""
+    return jnp.asarray(x).dtype.itemsize == 1 and x.dtype != jnp.bool_
+
+
+def as_bytes(x: Any) -> Any:
+    """[rows, n] of any type as bytes [rows, n * size]."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
+
+
+def from_bytes(data: Any, dtype: Any) -> Any:
+    """The reverse."""
+    size = jnp.dtype(dtype).itemsize
+    shape = (data.shape[0], data.shape[1] // size, size) if size > 1 else data.shape
+    return jax.lax.bitcast_convert_type(data.reshape(shape), dtype)
+
+
+def carried(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple[Any, Any, Any]:
+    """Rows of an 8-bit type, their scales or None, and weights, in their slots: as they are."""
+    way = plan.way
+    rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
+    weights = as_weights("weights", weights, (way.num_tokens, way.layer.top_k))
+    given = [None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights)]
+    packed, name = [as_bytes(given[0])], "dispatch"
+    if scales is not None:
+        extra = as_rows("scales", jnp.asarray(scales), way.num_tokens)
+        packed, name = [*packed, as_bytes(jax.lax.stop_gradient(extra))], "dispatch_scaled"
+    data, slot_weights, *packed = spread_all(way.group, plan.bytes, given[1], *packed)
+    results: list[Spec | None] = [Spec((way.capacity, x.shape[1]), jnp.uint8) for x in packed]
+    results += [None if slot_weights is None else Spec((way.capacity,), jnp.float32)]
+    operands = [data, *packed, slot_weights, *marks(way.group, data, *packed)]
+    out = call(name, results, operands, way.group)
+    back = None if scales is None else from_bytes(out[1], scales.dtype)
+    return from_bytes(out[0], rows.dtype), back, out[-1]
+
+
 def dispatch_quantized(
-    plan: Plan, tokens: Any, weights: Any = None, block: str = "1x128"
+    plan: Plan,
+    tokens: Any,
+    weights: Any = None,
+    block: str = "1x128",
+    *,
+    scales: Any = None,
 ) -> tuple[Any, Any, Any]:
     """dispatch in e4m3: rows, scales [capacity, blocks], weights; without a gradient.
 
-    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.
+    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.  scales [..., n]: tokens
+    are quantized already, in an 8-bit type, and go as they are with these, whatever the block.
     """
     check_layout(plan.way.layer, "expert_major", "dispatch_flat")
+    if scales is not None:
+        if not is_narrow(tokens):
+            raise EpicArgumentError(
+                f"tokens: dtype {tokens.dtype}: rows with scales have an 8-bit type"
+            )
+        return carried(plan, tokens, weights, scales)
     check_block(block)
     data, rows, weights = dispatch_inputs(plan, tokens, weights)
     rows, weights = (None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights))

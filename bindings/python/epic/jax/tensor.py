@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts whose inner dimension is sharded over a mesh axis: every device of it has the same tokens
+and a part of each expert, and one sum makes the output whole."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.options import Experts
+
+# The dimension of each weight that is sharded: always inner.
+DIMENSION = {
+    "w_gate_up": 2,
+    "w_down": 1,
+    "b_gate_up": 1,
+    "shared_gate_up": 2,
+    "shared_down": 1,
+    "shared_b_gate_up": 1,
+}
+
+
+def part_of(name: str, experts: Experts, axis: str, parts: int) -> Experts:
+    """One device's, checked."""
+    if experts.inner % parts:
+        raise EpicArgumentError(
+            f"{name}.inner {experts.inner}: tensor_axis {axis!r} has {parts} devices, which must "
+            "divide it"
+        )
+    if not experts.ungated and not experts.interleaved:
+        raise EpicArgumentError(
+            f"{name}.interleaved False: with tensor_axis gate and up columns must alternate, so "
+            "that a part of the weight has both"
+        )
+    return replace(experts, inner=experts.inner // parts)
+
+
+def cut(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
+    """Moe and MoeWeights of one device of the axis: its part of inner, and on the first alone what
+    the sum over the axis may have once."""
+    parts, first = jax.lax.axis_size(axis), jax.lax.axis_index(axis) == 0
+    if options.router.zero_experts:
+        raise EpicUnsupportedError("tensor_axis: identity experts would be added on each device")
+    once = {name: getattr(weights, name) for name in ("b_down", "shared_b_down")}
+    once = {name: None if b is None else jnp.where(first, b, 0) for name, b in once.items()}
+    experts = part_of("experts", options.experts, axis, parts)
+    shared = options.shared and part_of("shared", options.shared, axis, parts)
+    return replace(options, experts=experts, shared=shared), weights._replace(**once)
+
+
+def whole(out: Any, axis: str) -> Any:
+    """MoeOut after one sum; all but `out` is alike on the devices of the axis."""
+    return out._replace(
+        out=jax.lax.psum(out.out, axis),
+        loss=jax.lax.pmean(out.loss, axis),
+        load=jax.lax.pmax(jax.lax.stop_gradient(out.load), axis),
+        demand=jax.lax.pmax(jax.lax.stop_gradient(out.demand), axis),
+    )

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens that are sharded in several dimensions, and the blocks' names of axes: MaxText's."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import epic.jax
+import layers
+from conftest import make_mesh
+
+SPECS = {
+    "sequence": P(None, ("dp", "ep")),
+    "batch_and_sequence": P("dp", "ep"),
+    "sequence_over_dp": P("ep", "dp"),
+    "all_of_the_batch": P(("dp", "ep"), None),
+}
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences of twelve, fewer than devices, in place of eight of three."""
+    monkeypatch.setattr(layers, "BATCH", 2)
+    monkeypatch.setattr(layers, "LENGTH", 12)
+
+
+def one_group(ep: int) -> Any:
+    """The true step counts a loss by group of whole batches: one group has them all."""
+    return make_mesh(ep)
+
+
+@pytest.mark.usefixtures("long")
+@pytest.mark.parametrize("name", ["normalized", "table", "shared"])
+@pytest.mark.parametrize("key", ["sequence", "sequence_over_dp", "batch_and_sequence"])
+def test_tokens_over_several_dimensions(key: str, name: str, opened: Any) -> None:
+    """B = 2 on four devices, S sharded: right, and no collective moves a token but ours."""
+    mesh = make_mesh(2)
+    group = opened(mesh)
+    case = layers.CASES[name]
+    spec = SPECS[key]
+    x, ct = (jax.device_put(v, NamedSharding(mesh, spec)) for v in layers.arrays())
+    w = layers.weights(case)
+    run = layers.step(mesh, group, case, token_axes=spec, loss_axes=("dp",))
+    got = run(x, w, ct)
+    layers.compare(got, layers.true_step(case, 1))  # losses over all tokens: whoever has them
+    assert got[2].sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    text = run.lower(x, w, ct).compile().as_text() or ""
+    assert not re.search(r"all-to-all|collective-permute|all-gather", text)
+
+
+def test_specs_that_cannot_be(opened: Any) -> None:
+    """With the rule."""
+    mesh = make_mesh(2)
+    group = opened(mesh)
+    case = layers.CASES["softmax"]
+    x, ct = layers.arrays()
+    w = layers.weights(case)
+    for spec, sentence in (
+        (P("dp"), r"the group's \('ep',\) must be among them"),
+        (P(), r"the group's \('ep',\) must be among them"),
+        (P("dp", None, "ep"), "the last, hidden, stays whole"),
+    ):
+        with pytest.raises(epic.jax.EpicArgumentError, match=sentence):
+            jax.eval_shape(layers.step(mesh, group, case, token_axes=spec), x, w, ct)
+    wish = layers.options(case, 2)
+    sequences = epic.jax.Moe(
+        wish.layer, wish.router, wish.experts, balance_coeff=0.1, sequence_tokens=3
+    )
+    with pytest.raises(epic.jax.EpicArgumentError, match="whole sequences"):
+        epic.jax.sharded.moe(
+            mesh,
+            group,
+            sequences,
+            jnp.asarray(x),
+            epic.jax.MoeWeights(**w),
+            token_axes=P("dp", "ep"),
+        )
+
+
+# --------------------------------------------------------------------- MaxText's names ----
+
+MESH = ("data", "fsdp", "fsdp_transpose", "context", "tensor", "expert")
+RULES = {
+    "exp": ("expert",),
+    "embed_moe": ("fsdp", "fsdp_transpose", "context"),
+    "mlp_moe": ("fsdp_transpose", "tensor"),
+}
+SHAPES = {"fsdp_expert": (1, 2, 1, 1, 1, 2), "tensor_expert": (1, 1, 1, 1, 2, 2)}
+BATCH_AXES = P(("data", "fsdp", "fsdp_transpose", "expert"), "context")
+
+
+def maxtext_mesh(shape: tuple[int, ...]) -> Any:
+    """Four devices under MaxText's names."""
+    return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), MESH)
+
+
+def spec_of(names: Any) -> P:
+    """As MaxText does: an axis that an earlier dimension has falls out."""
+    taken: set[str] = set()
+    parts: list[tuple[str, ...]] = []
+    for name in names:
+        parts.append(tuple(a for a in RULES.get(name, ()) if a not in taken))
+        taken |= set(parts[-1])
+    return P(*parts)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_maxtexts_rules(shape: tuple[int, ...]) -> None:
+    """Under its own rules experts lie over expert, fsdp and tensor; numbers are right."""
+    nn = pytest.importorskip("flax.linen")
+    import epic.jax.linen
+
+    mesh = maxtext_mesh(shape)
+    case = layers.CASES["normalized"]
+    with epic.jax.open(mesh, "expert", max_tokens=64, max_row_bytes=4096) as group:
+        module = epic.jax.linen.MoEBlock(
+            mesh, group, layers.options(case, 2), token_axes=BATCH_AXES,
+            fsdp_axes=("fsdp",), loss_axes=("data", "fsdp"),
+        )  # fmt: skip
+        x, ct = layers.arrays()
+        abstract = jax.eval_shape(module.init, jax.random.key(0), x)
+        logical = nn.get_partition_spec(abstract)["params"]
+        places = {n: NamedSharding(mesh, spec_of(names)) for n, names in logical.items()}
+        params = {n: jax.device_put(v, places[n]) for n, v in layers.weights(case).items()}
+        shard = params["w_gate_up"].addressable_shards[0].data
+        assert shard.size * 4 == params["w_gate_up"].size
+
+        def loss_of(x: Any, params: Any) -> tuple[Any, Any]:
+            out, loss = module.apply({"params": params}, x)
+            return (out * ct).sum() + loss, (out, loss)
+
+        run = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
+        (_, (out, loss)), (d_x, d_w) = run(x, params)
+        layers.compare((out, loss, d_x, d_w), layers.true_step(case, 1))
+
+
+def test_names_of_ones_own(opened: Any) -> None:
+    """axis_names= for any parameter, in both kinds of block; a wrong one is refused."""
+    nn = pytest.importorskip("flax.linen")
+    from flax import nnx
+
+    import epic.jax.linen
+    import epic.jax.nnx
+
+    mesh = make_mesh(2)
+    group = opened(mesh)
+    wish = layers.options(layers.CASES["softmax"], 2)
+    names = {"w_gate": ("embed", None), "w_down": ("exp", "mlp", "embed")}
+    module = epic.jax.linen.MoEBlock(mesh, group, wish, axis_names=names)
+    x = jnp.asarray(layers.arrays()[0])
+    logical = nn.get_partition_spec(jax.eval_shape(module.init, jax.random.key(0), x))["params"]
+    assert logical["w_gate"] == P("embed", None) and logical["w_down"] == P("exp", "mlp", "embed")
+    assert logical["w_gate_up"] == P("exp", "embed_moe", "mlp_moe")
+    rules = (("embed", "dp"), ("mlp", None), ("exp", "ep"), ("embed_moe", None), ("mlp_moe", None))
+    with nnx.logical_axis_rules(rules):
+        other = epic.jax.nnx.MoEBlock(mesh, group, wish, rngs=nnx.Rngs(0), axis_names=names)
+    down: Any = other.w_down  # type: ignore[attr-defined]
+    assert down[...].sharding.spec == P("ep", None, "dp")
+    for wrong, sentence in (
+        ({"w_up": ("exp",)}, "axis_names 'w_up': one of w_gate"),
+        ({"w_gate": ("embed",)}, r"axis_names\['w_gate'\] \('embed',\): 2 names"),
+    ):
+        with pytest.raises(epic.jax.EpicArgumentError, match=sentence):
+            epic.jax.nnx.MoEBlock(mesh, group, wish, rngs=nnx.Rngs(0), axis_names=wrong)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan says of each choice, and what an nnx block says of a step."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import epic.jax
+import layers
+from conftest import make_mesh
+from epic.jax import ledger
+from steps import EXPERTS, TOKENS, TOP_K, choices, mapped
+
+
+@pytest.mark.parametrize("expert_capacity", [0, 5])
+@pytest.mark.parametrize("capacity", [None, 7])
+def test_the_fate_of_each_choice(
+    capacity: int | None, expert_capacity: int, mesh: Any, opened: Any
+) -> None:
+    """Against a count by hand: in the order rank, token, k, each expert keeps its first ones."""
+    group = opened(mesh)
+    ep = group.num_ranks
+    layer = epic.jax.Layer(EXPERTS, TOP_K, overflow="drop", expert_capacity=expert_capacity)
+    ids = choices(3)
+    run = mapped(mesh, lambda i: epic.jax.plan(group, layer, i, capacity=capacity), 1)
+    plan = run(ids)
+    books = epic.jax.read_plan(plan)
+    assert len(books) == 4 and len({b.id for b in books}) == 4 // ep
+    all_ids = np.asarray(ids).reshape(4, TOKENS, TOP_K)
+    for g in range(4 // ep):
+        mine = books[g * ep : (g + 1) * ep]
+        seen = np.zeros(EXPERTS, int)
+        limit = common_limit(all_ids[g * ep : (g + 1) * ep], layer, capacity, ep)
+        for book, row in zip(mine, all_ids[g * ep : (g + 1) * ep], strict=True):
+            assert (book.num_tokens, book.total_tokens) == (TOKENS, ep * TOKENS)
+            assert book.result == "EPIC_OK"
+            for fate, rank, expert in zip(
+                book.fate.ravel(), book.rank.ravel(), row.ravel(), strict=True
+            ):
+                if expert < 0:
+                    assert (fate, rank) == (ledger.NO_EXPERT, -1)
+                    continue
+                place, seen[expert] = seen[expert], seen[expert] + 1
+                if expert_capacity and place >= expert_capacity:
+                    assert fate == ledger.EXPERT_FULL
+                elif place >= limit:
+                    assert fate == ledger.RANK_FULL
+                else:
+                    assert fate >= 0 and rank == expert * ep // EXPERTS
+            counts = [np.sum(book.fate >= 0)] + [np.sum(book.fate == f) for f in (-1, -2, -3)]
+            assert counts == [book.kept, book.none, book.expert_full, book.rank_full]
+            assert sum(counts) == TOKENS * TOP_K
+
+
+def common_limit(ids: Any, layer: Any, capacity: int | None, ep: int) -> int:
+    """The largest number of rows of each expert that fits on every rank."""
+    load = np.bincount(ids[ids >= 0], minlength=EXPERTS)
+    if layer.expert_capacity:
+        load = np.minimum(load, layer.expert_capacity)
+    if capacity is None or load.reshape(ep, -1).sum(axis=1).max() <= capacity:
+        return 1 << 30
+    fits = [
+        c for c in range(99) if np.minimum(load, c).reshape(ep, -1).sum(axis=1).max() <= capacity
+    ]
+    return max(fits)
+
+
+def test_plans_that_cannot_be_read(opened: Any) -> None:
+    """One that is being traced, and damaged bytes."""
+    group = opened(make_mesh(1))
+    layer = epic.jax.Layer(EXPERTS, TOP_K)
+    with pytest.raises(epic.jax.EpicArgumentError, match="traced"):
+        jax.jit(lambda i: epic.jax.read_plan(epic.jax.plan(group, layer, i)))(choices(3)[:6])
+    with pytest.raises(epic.jax.EpicArgumentError):
+        ledger.read(np.zeros(4096, np.uint8), TOP_K)
+
+
+def test_nnx_says_load_and_demand(opened: Any) -> None:
+    """moe() gives them; eval() stops the bias, train() lets it go on."""
+    pytest.importorskip("flax")
+    from flax import nnx
+
+    import epic.jax.nnx
+
+    mesh = make_mesh(2)
+    group = opened(mesh)
+    wish = layers.options({"score": "sigmoid"}, 2)
+
+    class Model(nnx.Module):
+        """With a block inside."""
+
+        def __init__(self) -> None:
+            self.block = epic.jax.nnx.MoEBlock(mesh, group, wish, rngs=nnx.Rngs(0), bias_rate=0.125)
+
+    model = Model()
+    x, _ = layers.arrays()
+    run = nnx.jit(lambda m, x: m.block.moe(x))
+    out = run(model, x)
+    assert int(out.load.sum()) == 2 * layers.BATCH * layers.LENGTH
+    assert int(out.demand.sum()) == int(out.load.sum())
+    moved = model.block.expert_bias[...].tolist()
+    assert any(moved)
+    model.eval()
+    run(model, x)
+    assert model.block.expert_bias[...].tolist() == moved
+    model.train()
+    run(model, x)
+    assert model.block.expert_bias[...].tolist() != moved

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts whose inner dimension is sharded over a mesh axis."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import epic.jax
+import layers
+
+pytestmark = pytest.mark.thorough
+
+FULL = {"normalize": True, "biases": True, "shared": True, "balance_coeff": 0.5, "z_coeff": 0.1}
+CASES = {"full": FULL, "early": layers.CASES["early"], "input": layers.CASES["input"]}
+MESHES = {"ep2_tp2": (1, 1, 2, 2), "tp4": (1, 1, 1, 4), "fsdp2_tp2": (1, 2, 1, 2)}
+# Gate and up columns alternate, so that each part of the weight has both.
+MIXED = np.arange(2 * layers.INNER).reshape(2, layers.INNER).T.reshape(-1)
+
+
+def mixed(name: str, value: Any) -> Any:
+    """A weight of layers.py with its columns interleaved."""
+    return value[..., MIXED] if name.endswith("gate_up") else value
+
+
+def options(case: dict[str, Any], ranks: int) -> epic.jax.Moe:
+    """As layers.py's, interleaved."""
+    wish = layers.options(case, ranks)
+    shared = wish.shared and replace(wish.shared, interleaved=True)
+    return replace(wish, experts=replace(wish.experts, interleaved=True), shared=shared)
+
+
+RAGGED = jax.lax.ragged_dot
+RUNS = [("full", None, "ep2_tp2"), ("full", RAGGED, "ep2_tp2"), ("full", None, "fsdp2_tp2")]
+RUNS += [("early", None, "tp4"), ("early", RAGGED, "ep2_tp2"), ("input", None, "ep2_tp2")]
+
+
+@pytest.mark.parametrize(("name", "gemm", "shape"), RUNS)
+def test_inner_over_an_axis(shape: str, name: str, gemm: Any, opened: Any) -> None:
+    """Forward and all gradients, in float64; weights stay where they are, one sum is made."""
+    grid = np.array(jax.devices()[:4]).reshape(MESHES[shape])
+    mesh = jax.sharding.Mesh(grid, ("dp", "fsdp", "ep", "tp"))
+    group = opened(mesh)
+    case = CASES[name]
+    wish = options(case, group.num_ranks)
+    x, ct = layers.arrays()
+    true = {n: mixed(n, v) for n, v in layers.weights(case).items()}
+    how: dict[str, Any] = {"fsdp_axes": ("fsdp",), "tensor_axis": "tp"}
+    specs = epic.jax.sharded.weight_specs(group, epic.jax.MoeWeights(**true), **how)._asdict()
+    w = {n: jax.device_put(v, NamedSharding(mesh, specs[n])) for n, v in true.items()}
+    assert w["w_gate_up"].addressable_shards[0].data.size * 4 == true["w_gate_up"].size
+
+    def loss_of(x: Any, w: Any) -> tuple[Any, Any]:
+        weights = epic.jax.MoeWeights(**w)
+        moe = epic.jax.sharded.moe(
+            mesh, group, wish, x, weights, grouped_gemm=gemm, loss_axes=("fsdp",), **how
+        )
+        return (moe.out * ct).sum() + moe.loss, moe
+
+    run = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
+    (_, moe), (d_x, d_w) = run(x, w)
+    out, loss, true_x, true_w = layers.true_step(case, 1)
+    layers.compare(
+        (moe.out, moe.loss, d_x, d_w),
+        (out, loss, true_x, {n: mixed(n, v) for n, v in true_w.items()}),
+    )
+    assert int(moe.load.sum()) == 2 * layers.BATCH * layers.LENGTH
+    for key, weight in w.items():
+        assert d_w[key].sharding.is_equivalent_to(weight.sharding, weight.ndim), key
+    text = run.lower(x, w).compile().as_text() or ""
+    assert not re.search("all-to-all|collective-permute", text)
+
+
+def test_blocks_over_a_tensor_axis(opened: Any) -> None:
+    """Both kinds; nnx lays its parameters there."""
+    nn = pytest.importorskip("flax.linen")
+    from flax import nnx
+
+    import epic.jax.linen
+    import epic.jax.nnx
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
+    group = opened(mesh)
+    wish = options({}, 2)
+    x, _ = layers.arrays()
+    true = {n: jnp.asarray(mixed(n, v)) for n, v in layers.weights({}).items()}
+    wanted = layers.true_step({}, 1)[0]
+    linen = epic.jax.linen.MoEBlock(mesh, group, wish, tensor_axis="tp")
+    logical = nn.get_partition_spec(jax.eval_shape(linen.init, jax.random.key(0), x))
+    rules = epic.jax.linen.logical_rules(group, (), "tp")
+    places = nn.logical_to_mesh_sharding(logical, mesh, rules)["params"]
+    assert places["w_down"].spec == P("ep", "tp", None)
+    params = {n: jax.device_put(v, places[n]) for n, v in true.items()}
+    out, _ = jax.jit(linen.apply)({"params": params}, x)
+    assert np.abs(np.asarray(out) - wanted).max() < 1e-5
+    block = epic.jax.nnx.MoEBlock(mesh, group, wish, rngs=nnx.Rngs(0), tensor_axis="tp")
+    down: Any = block.w_down  # type: ignore[attr-defined]
+    assert down[...].sharding.spec == P("ep", "tp", None)
+    for name, value in params.items():
+        getattr(block, name)[...] = value
+    assert np.abs(np.asarray(nnx.jit(lambda m, x: m(x)[0])(block, x)) - wanted).max() < 1e-5
+
+
+def test_what_cannot_be(opened: Any) -> None:
+    """With the way out, while tracing."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("ep", "tp"))
+    group = opened(mesh)
+    x = jnp.asarray(layers.arrays()[0])
+    good = options({}, 1)
+    odd = replace(good, experts=replace(good.experts, inner=10))
+    columns = options({"zero_experts": 3}, 1)
+    plain = layers.options({}, 1)
+    for wish, more, kind, sentence in (
+        (plain, {}, epic.jax.EpicArgumentError, "gate and up columns must alternate"),
+        (odd, {}, epic.jax.EpicArgumentError, "experts.inner 10: tensor_axis 'tp' has 4 devices"),
+        (columns, {}, epic.jax.EpicUnsupportedError, "identity experts"),
+        (good, {"token_axes": ("ep", "tp")}, epic.jax.EpicArgumentError, "none of token_axes"),
+    ):
+        case = {"zero_experts": 3} if wish is columns else {}
+        inner = wish.experts.inner
+        w = layers.weights(case)
+        # Whatever inner is, the axis must divide the arrays for JAX to come so far.
+        w |= {"w_gate_up": np.zeros((8, 16, 24)), "w_down": np.zeros((8, 12, 16))}
+        assert inner in (10, 12)
+        with pytest.raises(kind, match=sentence):
+            epic.jax.sharded.moe(
+                mesh, group, wish, x, epic.jax.MoeWeights(**w), tensor_axis="tp", **more
+            )
