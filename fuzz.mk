@@ -45,7 +45,7 @@ FUZZ_FOUND = echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_CC) 
 	-fsanitize=fuzzer,address - -o /dev/null 2>/dev/null
 # Each target from its own folder of inputs, for so many seconds; stops at the first finding.
 FUZZ_RUN = for target in $(FUZZ_TARGETS); do mkdir -p $(1)/$$target; \
-	    timeout -k 5 $$(( $(2) + 120 )) $(FUZZ_OUT)/$$target -max_total_time=$(2) -timeout=20 \
+	    timeout -k 5 $$(( $(2) + 120 )) $(FUZZ_OUT)/$$target -max_total_time=$(2) -timeout=120 \
 	        -rss_limit_mb=2000 -max_len=1024 -print_final_stats=1 $(3) \
 	        -artifact_prefix=$(FUZZ_OUT)/$$target- $(1)/$$target tests/fuzz/seeds/$$target >$(FUZZ_OUT)/$$target.log 2>&1 \
 	        || { tail -n 60 $(FUZZ_OUT)/$$target.log; exit 1; }; \

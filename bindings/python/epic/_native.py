@@ -30,6 +30,7 @@ RESULTS = (
     "EPIC_EMISMATCH EPIC_EPEER EPIC_ECLOSED"
 ).split()
 EINVAL = RESULTS.index("EPIC_EINVAL")
+EPIC_F32 = 1
 
 
 def struct(name: str, *parts: tuple[str, Any]) -> type[ctypes.Structure]:
@@ -194,10 +195,11 @@ def size(name: str, *parts: ctypes.Structure | Options) -> int:
 
 
 def experts_memory(options: Options, slots: int) -> Any:
-    """ThreeSizes of the experts' MLP."""
+    """ThreeSizes of the experts' MLP; of float32 rows where the options leave the type open."""
     sizes = ThreeSizes()
-    wish = sized(filled(Experts, options))
-    check(core().epic_experts_memory_v1(*wish, slots, *sized(sizes)))
+    wish = filled(Experts, options)
+    wish.row_type = wish.row_type or EPIC_F32
+    check(core().epic_experts_memory_v1(*sized(wish), slots, *sized(sizes)))
     return sizes
 
 

@@ -104,7 +104,7 @@ class Layer(Options):
         """As a group of one rank would be asked."""
         from epic import _native  # it needs this module
 
-        _native.size("epic_plan_bytes", _native.Config(num_ranks=1, **SMALLEST), self)
+        _native.size("epic_plan_bytes_v1", _native.Config(num_ranks=1, **SMALLEST), self)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Router(Options):
         """By the query of its workspace."""
         from epic import _native
 
-        _native.size("epic_router_workspace", self)
+        _native.size("epic_router_workspace_v1", self)
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,11 @@ class Group:
 
     def plan_bytes(self, layer: Layer) -> int:
         """Bytes of a plan as the core counts them."""
-        return self.query("epic_plan_bytes", layer)
+        return self.query("epic_plan_bytes_v1", layer)
 
     def capacity_bound(self, layer: Layer) -> int:
         """The fewest slots of a rank that can never overflow."""
-        return self.query("epic_capacity_bound", layer)
+        return self.query("epic_capacity_bound_v1", layer)
 
     def query(self, name: str, layer: Layer) -> int:
         """A size query over this group's sizes and the layer; local."""

@@ -15,7 +15,7 @@ from epic.options import Router
 
 def workspace(router: Router) -> Spec:
     """What the core's loops need beside the arrays."""
-    return Spec((_native.size("epic_router_workspace", router),), jnp.uint8)
+    return Spec((_native.size("epic_router_workspace_v1", router),), jnp.uint8)
 
 
 def as_logits(router: Router, logits: Any) -> Any:
