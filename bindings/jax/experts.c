@@ -99,7 +99,7 @@ FFI_EXPORT ffi_error *epic_jax_experts_backward(ffi_frame *frame)
     return ffi_error_of(frame, "experts (backward)", epic_experts_backward(NULL, &args));
 }
 
-/* For CUDA, of all that the core has on the CPU only. */
+/* The CUDA handler of what the core has on the CPU only: returns UNIMPLEMENTED. */
 FFI_EXPORT ffi_error *epic_jax_cuda_none(ffi_frame *frame)
 {
     if (ffi_is_query(frame, 0)) return NULL;

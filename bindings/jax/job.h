@@ -44,7 +44,7 @@ typedef enum job_kind {
     JOB_ARRAY,
     JOB_PLAN,     /* a finished plan: the bytes before its tail, and its channel */
     JOB_NEW_PLAN, /* the plan that will be made */
-    JOB_SITE,     /* two numbers that every operation is given: its call site's, and the rank */
+    JOB_SITE,     /* the id of the call site, and the rank */
     JOB_CHANNEL   /* the caller's, for an operation with a channel of its own */
 } job_kind;
 

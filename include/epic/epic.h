@@ -9,7 +9,7 @@
  * This page goes from the simple to the advanced:
  *
  *     the simple step       one handle that owns the plan and the buffers: start here
- *     contexts              a rank's place in a group: open, close, errors, deadlines
+ *     contexts              a rank of a group: open, close, errors, deadlines
  *     the step, in parts    plan, dispatch, combine and gradients over memory of your own
  *     router and losses     which experts, with which weights
  *     experts and layer     the experts' MLP; the whole layer as one call
@@ -87,7 +87,7 @@ extern "C" {
 
 /* ---------------------------------------------------------------- words of every call ---- */
 
-typedef struct epic_context epic_context; /* one rank's place in one group */
+typedef struct epic_context epic_context; /* one rank of one group */
 typedef void *epic_stream;                /* a cudaStream_t; NULL for host contexts */
 
 /* Numbers are ABI: append, never renumber. */
@@ -245,7 +245,7 @@ typedef struct epic_config {
                             backend mpi, and epic_open without a meeting; else NULL */
 } epic_config;
 
-/* Opens this rank's place.  Collective over the meeting; meet NULL: over config.native if there is
+/* Opens this rank's context.  Collective over the meeting; meet NULL: over config.native if there is
  * one (epic_meet_mpi), else as the environment says (epic_meet_env; a group of one if it says
  * nothing).  *out is set also when open fails, to a context that epic_error, epic_failure and
  * epic_close accept (NULL only on EPIC_ENOMEM).  Ranks that bring different configurations or
@@ -254,7 +254,7 @@ typedef struct epic_config {
 static inline epic_result epic_open(epic_context **out, const epic_meet *meet,
                                     const epic_config *config);
 
-/* Gives the place back.  Local; never fails; NULL is allowed.  Waits until no peer uses memory
+/* Gives the context back.  Local; never fails; NULL is allowed.  Waits until no peer uses memory
  * that goes with it, at most the context's deadline.  No call may be running on ctx.
  * A context does not outlive fork: in the child every call with it is EPIC_ECLOSED, and
  * epic_close gives back the child's memory without touching the group. */

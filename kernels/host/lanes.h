@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Lanes of float32, as many as the variant has, and how elements of a row become lanes and go
  * back.  `type` must be known where these are inlined: F32, BF16 or F16. */
-#ifndef EPIC_HOST_ELEMENTS_H
-#define EPIC_HOST_ELEMENTS_H
+#ifndef EPIC_HOST_LANES_ANY_H
+#define EPIC_HOST_LANES_ANY_H
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include "lanes_avx512.h"

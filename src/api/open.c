@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opening and closing a rank's place. */
+/* Opening and closing a context. */
 #include "context/context.h"
 
 #include <stdio.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What breaks a rank's place, how that is asked, and what a context tells of itself. */
+/* What breaks a context, how that is asked, and what it tells of itself. */
 #include "context/context.h"
 
 #include <stdio.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One rank's seat in one group. */
+/* One rank of one group. */
 #ifndef EPIC_CONTEXT_H
 #define EPIC_CONTEXT_H
 

@@ -101,8 +101,8 @@ typedef struct planner { /* a plan that is being made */
     int32_t *next;     /* [num_experts] place of the next choice */
     int32_t *rows;     /* [num_ranks] FLAT: rows so far; then slots of each rank */
     int32_t *most;     /* [num_ranks] choices that each of its experts may keep */
-    int32_t *low;      /* [num_ranks] while the right one is sought: fits */
-    int32_t *high;     /* [num_ranks] does not */
+    int32_t *low;      /* [num_ranks] binary search: the largest limit known to fit */
+    int32_t *high;     /* [num_ranks] and the smallest known not to */
     int64_t *needed;   /* [num_ranks] slots, FLAT: rows */
     int64_t *capacity; /* [num_ranks]; 0: no bound */
 } planner;

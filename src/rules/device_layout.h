@@ -4,7 +4,7 @@
  * A header and arrays at offsets that follow from the group's and the layer's sizes alone:
  *
  *   slab_begin [num_experts]                    first slot of each local expert's slab
- *   slab_count [num_experts]                    choices kept of each local expert
+ *   padding    [1 << slab_bits]                 first padding slot of each slab, and how many
  *   rank_of    [max_tokens, top_k]              rank that owns the choice's expert, -1: not alive
  *   fate       [max_tokens, top_k]              slot on that rank, or an EPIC_FATE
  *   records    [num_ranks, max_tokens, top_k]   slots here of each rank's tokens, ascending k,

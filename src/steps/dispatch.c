@@ -173,7 +173,7 @@ static void list_arrays(const epic_dispatch_args *a, uint32_t weights, slot_arra
     out[2] = (slot_array){a->slot_weights, 4 * (int64_t)weights, a->recv.num_rows};
 }
 
-/* FLAT: which experts each row is for, front first; -1 is the zero of its tail. */
+/* FLAT: the local experts of each row in ascending k; unused entries are -1. */
 static void write_experts(const dispatching *d)
 {
     const plan_header *h = d->plan.header;

@@ -37,11 +37,8 @@ static void run(epic_context *ctx, part *p, void *plan, int64_t plan_bytes)
                                          .recv = slots,
                                          .weights = p->weights,
                                          .slot_weights = p->slot_weights};
-    const epic_combine_args combine = {.plan = plan,
-                                       .plan_bytes = plan_bytes,
-                                       .rows = slots,
-                                       .out = out,
-                                       .type = EPIC_F32};
+    const epic_combine_args combine = {
+        .plan = plan, .plan_bytes = plan_bytes, .rows = slots, .out = out, .type = EPIC_F32};
     const epic_combine_backward_args back = {.plan = plan,
                                              .plan_bytes = plan_bytes,
                                              .d_out = out,
