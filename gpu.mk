@@ -39,7 +39,8 @@ $(GPU_OUT)/%.o: tests/gpu/%.c $(GPU_HEADERS)
 	$(GPU_CC) $(GPU_CFLAGS) -c $< -o $@
 $(GPU_OUT)/gpu_%: $(GPU_OUT)/%.o $(GPU_KERNELS) $(GPU_HOST)
 	$(NVCC) $(GPU_ARCH) $^ -o $@ -lcublas -lgomp
-$(GPU_OUT)/gpu_bench: bench/gpu/bench.cu $(GPU_KERNELS) $(GPU_HOST) $(GPU_HEADERS)
+$(GPU_OUT)/gpu_bench: bench/gpu/bench.cu bench/gpu/floors.cuh bench/gpu/models.h $(GPU_KERNELS) \
+		$(GPU_HOST) $(GPU_HEADERS)
 	$(NVCC) $(GPU_NVFLAGS) $< $(GPU_KERNELS) $(GPU_HOST) -o $@ -lcublas -lgomp
 $(GPU_OUT)/gpu_router: bench/gpu/router.cu $(GPU_KERNELS) $(GPU_HEADERS)
 	$(NVCC) $(GPU_NVFLAGS) $< $(filter $(GPU_OUT)/router_%,$(GPU_KERNELS)) -o $@

@@ -1,10 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times the p2p backend: whole operations, slowest rank, median over repetitions.
- *   gpu_bench [ranks=4] [gpus=4] [hidden=7168] [tokens=4096,8192] [sms=48] [reps=50]
- *             [routing=uniform|zipf|hot] [ops=PDCUGBp] [json=FILE]
- * ops: P plan+dispatch, D cached dispatch, C combine weighted, U combine unweighted, T combine in
- * tree order, G combine_backward, g the same without dot products, B dispatch_backward, L plan
- * alone, p plain push.
+/* Times the p2p backend: whole operations, slowest rank, median over repetitions; beside each the
+ * floor of its bytes, measured in the same run (floors.cuh), and how far it is from that.
+ *   gpu_bench [model=deepseek-v3] [hidden=] [top_k=] [experts=] [alignment=128] [type=bf16]
+ *             [routing=uniform|zipf|hot] [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB]
+ *             [ranks=4] [gpus=4] [reps=50] [json=FILE]
+ * model: a name of models.h; hidden, top_k and experts change it.  type: bf16, f16, f32, or bytes
+ * (one for each element, which only P, D and L move).  max_tokens: of the context, the most tokens
+ * if not said.  ops: P plan+dispatch, D cached dispatch, C combine weighted, U combine unweighted,
+ * T combine in tree order, G combine_backward, g the same without dot products, B
+ * dispatch_backward, L plan alone.
+ *
+ * Routing: each token's experts are distinct.  uniform: all alike.  zipf: the i-th of a fixed
+ * order with chance 1 / i, drawn again if it is taken.  hot: eight in ten draws are for the first
+ * four experts, up to eight times; what is taken is drawn again.  Distinct choices cannot all fall
+ * on few experts, so what came of it is printed.
  *
  * One repetition: an epic_sum of four floats as a barrier of all GPUs, an event, the operation, an
  * event; few tokens: the L2 is overwritten before.  All of them wait in the stream behind a gate
@@ -20,24 +29,26 @@ extern "C" {
 #include "base/error.h"
 #include "team.h"
 }
-#include "cuda/ptx.cuh"
+#include "floors.cuh"
+#include "models.h"
 
 #define MAX_REPS 100
-#define EXPERTS 256
-#define TOP_K 8
-#define ALIGNMENT 128
 #define FLUSH_BYTES ((size_t)256 << 20)
+#define FEW_TOKENS 1024 /* fewer may find each other in the L2, which is overwritten then */
 
 struct Options {
-    int ranks = 4, gpus = 4, hidden = 7168, reps = 50;
+    int ranks = 4, gpus = 4, reps = 50, max_tokens = 0, alignment = 128;
+    Model model = models[0];
+    uint32_t type = EPIC_BF16; /* EPIC_BYTES: one for each element */
     std::vector<int> tokens = {4096, 8192}, sms = {48};
-    const char *routing = "uniform", *ops = "PDCUGBp", *json = NULL;
+    const char *routing = "uniform", *ops = "PDCUGB", *json = NULL;
     bool processes = true;
 } options;
 
 struct Shared { /* by all ranks */
     float us[DEVICE_MAX_RANKS][MAX_REPS];
     double out_rows[DEVICE_MAX_RANKS], in_rows[DEVICE_MAX_RANKS][DEVICE_MAX_RANKS];
+    double choices[DEVICE_MAX_RANKS][DEVICE_MAX_EXPERTS];
 };
 
 struct Rank {
@@ -47,17 +58,20 @@ struct Rank {
     int64_t row_bytes, slots;
     size_t plan_bytes;
     int32_t *ids;
-    uint8_t *plan, *x, *recv, *y, *dx, *out, *flush;
+    uint8_t *plan, *x, *recv, *y, *out, *flush;
     float *weights, *recv_weights, *slot_weights, *d_slot_weights, *d_weights, *tick;
     int32_t *expert_rows;
     epic_layer layer;
     int *gate, *gate_device;
     int opened;
+    uint32_t hops;
     cudaEvent_t begin[MAX_REPS], end[MAX_REPS];
     std::vector<uint8_t> touched; /* [tokens] a bit for each rank */
     uint8_t *touched_device;
     FILE *json;
 };
+
+/* ------------------------------------------------------------------------------- routing ---- */
 
 static uint64_t next_random(uint64_t *s)
 {
@@ -68,23 +82,26 @@ static uint64_t next_random(uint64_t *s)
     return x ^ x >> 31;
 }
 
+static int draw_zipf(uint64_t *s)
+{
+    static std::vector<double> upto;
+    const int experts = options.model.experts;
+    if (upto.empty())
+        for (int e = 0; e < experts; e++) upto.push_back((e ? upto[e - 1] : 0) + 1.0 / (e + 1));
+    const double u = (double)(next_random(s) >> 11) / 9007199254740992.0;
+    const auto at = std::lower_bound(upto.begin(), upto.end(), u * upto.back());
+    return (int)((at - upto.begin()) * 37 % experts);
+}
+
 /* One token's experts, all different. */
 static void choose(uint64_t *s, int32_t *to)
 {
-    static double zipf[EXPERTS];
-    if (zipf[0] == 0)
-        for (int e = 0; e < EXPERTS; e++) zipf[e] = (e ? zipf[e - 1] : 0) + 1.0 / (e + 1);
-    for (int k = 0; k < TOP_K; k++) {
+    const int experts = options.model.experts;
+    for (int k = 0; k < options.model.top_k; k++) {
         bool again = true;
         for (int tries = 0; again; tries++) {
-            to[k] = (int32_t)(next_random(s) % EXPERTS);
-            if (!strcmp(options.routing, "zipf")) {
-                const double u = (double)(next_random(s) >> 11) / 9007199254740992.0;
-                to[k] =
-                    (int32_t)(std::lower_bound(zipf, zipf + EXPERTS, u * zipf[EXPERTS - 1]) -
-                              zipf);
-                to[k] = to[k] * 37 % EXPERTS;
-            }
+            to[k] = (int32_t)(next_random(s) % (uint64_t)experts);
+            if (!strcmp(options.routing, "zipf")) to[k] = draw_zipf(s);
             if (!strcmp(options.routing, "hot") && next_random(s) % 10 < 8 && tries < 8)
                 to[k] %= 4;
             again = false;
@@ -92,6 +109,58 @@ static void choose(uint64_t *s, int32_t *to)
         }
     }
 }
+
+static void make_routing(Rank *r)
+{
+    const int ranks = r->me->num_ranks, rank = r->me->rank, k = options.model.top_k;
+    const int block = options.model.experts / ranks;
+    uint64_t s = 17 + (uint64_t)rank;
+    std::vector<int32_t> ids((size_t)(r->tokens * k));
+    r->touched.assign((size_t)r->tokens, 0);
+    r->all->out_rows[rank] = 0;
+    memset(r->all->in_rows[rank], 0, sizeof r->all->in_rows[0]);
+    memset(r->all->choices[rank], 0, sizeof r->all->choices[0]);
+    for (size_t t = 0; t < (size_t)r->tokens; t++) {
+        int32_t *token = &ids[t * (size_t)k];
+        choose(&s, token);
+        for (int i = 0; i < k; i++) {
+            r->touched[t] |= (uint8_t)(1 << token[i] / block);
+            r->all->choices[rank][token[i]]++;
+        }
+        for (int q = 0; q < ranks; q++)
+            if (q != rank && (r->touched[t] >> q & 1)) {
+                r->all->out_rows[rank]++;
+                r->all->in_rows[rank][q]++;
+            }
+    }
+    CHECK_CUDA(cudaMemcpy(r->ids, ids.data(), ids.size() * 4, cudaMemcpyHostToDevice));
+    CHECK_CUDA(cudaMemcpy(r->touched_device, r->touched.data(), r->touched.size(),
+                          cudaMemcpyHostToDevice));
+}
+
+/* What the routing is: the busiest experts' share of the choices, and the busiest rank's. */
+static void print_routing(const Rank *r)
+{
+    const int ranks = r->me->num_ranks, experts = options.model.experts;
+    std::vector<double> of((size_t)experts, 0), on((size_t)ranks, 0);
+    double all = 0, rows = 0, top = 0;
+    for (int q = 0; q < ranks; q++) {
+        rows += r->all->out_rows[q];
+        for (int e = 0; e < experts; e++) {
+            of[(size_t)e] += r->all->choices[q][e];
+            on[(size_t)(e / (experts / ranks))] += r->all->choices[q][e];
+            all += r->all->choices[q][e];
+        }
+    }
+    std::sort(of.rbegin(), of.rend());
+    for (int e = 0; e < 4 && e < experts; e++) top += of[(size_t)e];
+    printf("%s routing of %d tokens: %.1f %% of the choices on the busiest four experts, "
+           "%.1f %% on the busiest rank, %.3f peers a token\n",
+           options.routing, r->tokens, 100 * top / all,
+           100 * *std::max_element(on.begin(), on.end()) / all, rows / ranks / r->tokens);
+}
+
+/* ---------------------------------------------------------------------------- operations ---- */
 
 __global__ void fill_kernel(uint32_t *p, int64_t words, uint32_t seed)
 {
@@ -111,33 +180,6 @@ __global__ void gate_kernel(volatile int *gate, int value)
     while (*gate < value) __nanosleep(200);
 }
 
-/* Every row once to each peer that needs it, and nothing else. */
-__global__ void push_kernel(p2p_seat seat, const uint8_t *x, const uint8_t *touched, int tokens,
-                            int vectors)
-{
-    const int lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32;
-    const int pieces = (vectors + 223) / 224, peers = seat.num_ranks - 1;
-    for (int u = (blockIdx.x * blockDim.x + threadIdx.x) / 32; u < tokens * pieces * peers;
-         u += warps) {
-        const int token = u / (pieces * peers), distance = u / pieces % peers + 1;
-        const int rank = (seat.rank + distance) % seat.num_ranks;
-        if (!(touched[token] >> rank & 1)) continue;
-        uint8_t *to = seat.heap[rank] + seat.at.staging +
-                      (int64_t)(peers - distance) * seat.at.source_bytes + 65536;
-        const int first = u % pieces * 224 + lane;
-        const int64_t row = min((int64_t)token, seat.at.source_bytes / (vectors * 16) - 8);
-        uint4 q[7];
-#pragma unroll
-        for (int v = 0; v < 7; v++)
-            if (first + v * 32 < vectors)
-                q[v] = load_again((const uint4 *)x + (int64_t)token * vectors + first + v * 32);
-#pragma unroll
-        for (int v = 0; v < 7; v++)
-            if (first + v * 32 < vectors)
-                store_relaxed((uint4 *)to + row * vectors + first + v * 32, q[v]);
-    }
-}
-
 static void must(epic_result result)
 {
     if (result == EPIC_OK) return;
@@ -152,30 +194,6 @@ template <class T> static T *room(size_t bytes, uint32_t seed)
     fill_kernel<<<512, 256>>>((uint32_t *)p, (int64_t)bytes / 4, seed);
     CHECK_CUDA(cudaDeviceSynchronize());
     return (T *)p;
-}
-
-static void make_routing(Rank *r)
-{
-    const int ranks = r->me->num_ranks, block = EXPERTS / ranks;
-    uint64_t s = 17 + (uint64_t)r->me->rank;
-    std::vector<int32_t> ids((size_t)r->tokens * TOP_K);
-    r->touched.assign((size_t)r->tokens, 0);
-    double out = 0;
-    memset(r->all->in_rows[r->me->rank], 0, sizeof r->all->in_rows[0]);
-    for (int t = 0; t < r->tokens; t++) {
-        choose(&s, &ids[(size_t)t * TOP_K]);
-        for (int k = 0; k < TOP_K; k++)
-            r->touched[(size_t)t] |= (uint8_t)(1 << ids[(size_t)t * TOP_K + k] / block);
-        for (int q = 0; q < ranks; q++)
-            if (q != r->me->rank && (r->touched[(size_t)t] >> q & 1)) {
-                out++;
-                r->all->in_rows[r->me->rank][q]++;
-            }
-    }
-    r->all->out_rows[r->me->rank] = out;
-    CHECK_CUDA(cudaMemcpy(r->ids, ids.data(), ids.size() * 4, cudaMemcpyHostToDevice));
-    CHECK_CUDA(cudaMemcpy(r->touched_device, r->touched.data(), r->touched.size(),
-                          cudaMemcpyHostToDevice));
 }
 
 static epic_plan_args plan_args(Rank *r, int sms)
@@ -217,7 +235,7 @@ static void run_combine(Rank *r, int sms, bool weighted)
     a.rows = {r->y, r->slots, r->row_bytes};
     a.out = {r->out, r->tokens, r->row_bytes};
     a.slot_weights = weighted ? r->slot_weights : NULL;
-    a.type = EPIC_BF16;
+    a.type = options.type;
     must(p2p_steps.combine(r->me->group, &a));
 }
 
@@ -232,7 +250,7 @@ static void run_dispatch_backward(Rank *r, int sms)
     a.d_tokens = {r->out, r->tokens, r->row_bytes};
     a.d_slot_weights = r->slot_weights;
     a.d_weights = r->d_weights;
-    a.type = EPIC_BF16;
+    a.type = options.type;
     must(p2p_steps.dispatch_backward(r->me->group, &a));
 }
 
@@ -248,8 +266,42 @@ static void run_combine_backward(Rank *r, int sms, bool dots)
     a.d_rows = {r->recv, r->slots, r->row_bytes};
     a.slot_weights = r->slot_weights;
     a.d_slot_weights = dots ? r->d_slot_weights : NULL;
-    a.type = EPIC_BF16;
+    a.type = options.type;
     must(p2p_steps.combine_backward(r->me->group, &a));
+}
+
+/* 'p' push, 'x' expand, 'X' expand with dot products, 'r' reduce, 'h' hop. */
+static void run_floor(Rank *r, char op, int sms)
+{
+    const p2p_seat &seat = r->me->group->seat;
+    const Model &model = options.model;
+    const Floor f = {
+        seat,
+        r->plan,
+        device_plan_layout_of(seat.num_ranks, seat.max_tokens, model.experts, model.top_k),
+        r->x,
+        r->y,
+        op == 'r' ? r->y : r->recv,
+        r->y,
+        r->out,
+        r->row_bytes,
+        r->slots,
+        r->tokens,
+        model.top_k,
+        model.experts / seat.num_ranks};
+    cudaStream_t stream = r->me->stream;
+    if (op == 'p')
+        push_kernel<<<sms, 512, 0, stream>>>(seat, r->x, r->touched_device, r->tokens,
+                                             (int)(r->row_bytes / 16));
+    else if (op == 'x')
+        expand_kernel<false><<<sms, FLOOR_BLOCK, 0, stream>>>(f);
+    else if (op == 'X')
+        expand_kernel<true><<<sms, FLOOR_BLOCK, 0, stream>>>(f);
+    else if (op == 'r')
+        reduce_kernel<<<sms, FLOOR_BLOCK, 0, stream>>>(f);
+    else
+        hop_kernel<<<1, WARP, 0, stream>>>(seat, ++r->hops);
+    CHECK_CUDA(cudaGetLastError());
 }
 
 static void run_op(Rank *r, char op, int sms)
@@ -258,32 +310,23 @@ static void run_op(Rank *r, char op, int sms)
     epic_dispatch_args dispatch = dispatch_args(r, sms);
     switch (op) {
     case 'L':
-        must(p2p_steps.plan(r->me->group, &plan));
-        break;
+        return must(p2p_steps.plan(r->me->group, &plan));
     case 'P':
-        must(p2p_steps.plan_dispatch(r->me->group, &plan, &dispatch));
-        break;
+        return must(p2p_steps.plan_dispatch(r->me->group, &plan, &dispatch));
     case 'D':
-        must(p2p_steps.dispatch(r->me->group, &dispatch));
-        break;
+        return must(p2p_steps.dispatch(r->me->group, &dispatch));
     case 'C':
     case 'T':
-        run_combine(r, sms, true);
-        break;
+        return run_combine(r, sms, true);
     case 'U':
-        run_combine(r, sms, false);
-        break;
+        return run_combine(r, sms, false);
     case 'G':
     case 'g':
-        run_combine_backward(r, sms, op == 'G');
-        break;
+        return run_combine_backward(r, sms, op == 'G');
     case 'B':
-        run_dispatch_backward(r, sms);
-        break;
+        return run_dispatch_backward(r, sms);
     default:
-        push_kernel<<<sms, 512, 0, r->me->stream>>>(r->me->group->seat, r->x, r->touched_device,
-                                                    r->tokens, (int)(r->row_bytes / 16));
-        CHECK_CUDA(cudaGetLastError());
+        return run_floor(r, op, sms);
     }
 }
 
@@ -306,12 +349,12 @@ static const char *op_name(char op)
         return "combine_backward";
     case 'g':
         return "scaled rows alone";
-    case 'B':
-        return "dispatch_backward";
     default:
-        return "push";
+        return "dispatch_backward";
     }
 }
+
+/* -------------------------------------------------------------------------------- timing ---- */
 
 /* Fills r->all->us; the host only enqueues. */
 static void repeat(Rank *r, char op, int sms)
@@ -324,7 +367,7 @@ static void repeat(Rank *r, char op, int sms)
         barrier.call.max_sms = 1;
         barrier.data = r->tick;
         barrier.count = 4;
-        if (r->tokens < 1024)
+        if (r->tokens < FEW_TOKENS)
             CHECK_CUDA(cudaMemsetAsync(r->flush, i, FLUSH_BYTES, r->me->stream));
         must(p2p_steps.sum(r->me->group, &barrier));
         CHECK_CUDA(cudaEventRecord(r->begin[slot], r->me->stream));
@@ -347,6 +390,67 @@ static void repeat(Rank *r, char op, int sms)
     team_meet(r->me);
 }
 
+/* Of each repetition the slowest rank, ascending. */
+static std::vector<float> measure(Rank *r, char op, int sms)
+{
+    std::vector<float> slowest;
+    repeat(r, op, sms);
+    for (int i = 0; i < options.reps; i++) {
+        float us = 0;
+        for (int q = 0; q < r->me->num_ranks; q++) us = std::max(us, r->all->us[q][i]);
+        slowest.push_back(us);
+    }
+    team_meet(r->me);
+    std::sort(slowest.begin(), slowest.end());
+    return slowest;
+}
+
+static double median_us(Rank *r, char op, int sms)
+{
+    const std::vector<float> us = measure(r, op, sms);
+    return us[us.size() / 2];
+}
+
+struct Floors { /* us; 0: not measured */
+    double push, expand, expand_dots, reduce, hop;
+};
+
+/* The staging is poison again afterwards. */
+static double best_push(Rank *r)
+{
+    const p2p_seat &seat = r->me->group->seat;
+    double best = 0;
+    for (int sms : {8, 16, 24, 64}) {
+        const double us = median_us(r, 'p', sms);
+        if (best == 0 || us < best) best = us;
+    }
+    CHECK_CUDA(cudaMemset(seat.heap[seat.rank] + seat.at.staging, 0xff,
+                          (size_t)(seat.at.bytes - seat.at.staging)));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    team_meet(r->me);
+    return best;
+}
+
+static bool any_op(const char *of)
+{
+    return strpbrk(options.ops, of) != NULL;
+}
+
+/* With `sms` SMs; push and hop, which do not depend on that, as they are. */
+static void measure_floors(Rank *r, int sms, Floors *f)
+{
+    if (any_op("PDg")) f->expand = median_us(r, 'x', sms);
+    if (any_op("G")) f->expand_dots = median_us(r, 'X', sms);
+    if (any_op("CUTB")) f->reduce = median_us(r, 'r', sms);
+}
+
+static double local_floor(const Floors &f, char op)
+{
+    if (strchr("PDg", op)) return f.expand;
+    if (op == 'G') return f.expand_dots;
+    return op == 'L' ? 0 : f.reduce;
+}
+
 static double busiest_bytes(const Rank *r)
 {
     double most = 0;
@@ -358,65 +462,70 @@ static double busiest_bytes(const Rank *r)
     return most * (double)r->row_bytes;
 }
 
-static void print_result(Rank *r, char op, int sms, double push)
+static const char *type_name()
 {
-    std::vector<float> slowest;
-    for (int i = 0; i < options.reps; i++) {
-        float us = 0;
-        for (int q = 0; q < r->me->num_ranks; q++) us = std::max(us, r->all->us[q][i]);
-        slowest.push_back(us);
-    }
-    std::sort(slowest.begin(), slowest.end());
-    const double median = slowest[slowest.size() / 2], bytes = busiest_bytes(r);
-    printf("%-18s %6d tokens %4d SMs %8.1f us (min %.1f, 90%% %.1f) %6.1f GB/s", op_name(op),
-           r->tokens, sms, median, slowest[0], slowest[slowest.size() * 9 / 10],
-           bytes / median / 1e3);
-    if (push > 0) printf("  push %.0f%%", 100 * push / median);
+    return options.type == EPIC_BF16  ? "bf16"
+           : options.type == EPIC_F16 ? "f16"
+           : options.type == EPIC_F32 ? "f32"
+                                      : "bytes";
+}
+
+static void print_result(Rank *r, char op, int sms, const std::vector<float> &us,
+                         const Floors &f)
+{
+    const Model &model = options.model;
+    const double median = us[us.size() / 2], push = op == 'L' ? 0 : f.push;
+    const double local = local_floor(f, op), floor = std::max(std::max(push, local), f.hop);
+    const double bytes = op == 'L' ? 0 : busiest_bytes(r);
+    printf("%-18s %6d tokens %4d SMs %8.1f us (min %.1f, 90%% %.1f)", op_name(op), r->tokens,
+           sms, median, us[0], us[us.size() * 9 / 10]);
+    if (floor > 0)
+        printf("  floor %6.1f (push %.1f, local %.1f, hop %.1f)  %.2fx", floor, push, local,
+               f.hop, median / floor);
     printf("\n");
     fflush(stdout);
     if (r->json)
         fprintf(r->json,
-                "{\"op\":\"%s\",\"tokens\":%d,\"hidden\":%d,\"sms\":%d,\"ranks\":%d,"
-                "\"routing\":\"%s\",\"us\":%.1f,\"min_us\":%.1f,\"busiest_bytes\":%.0f,"
-                "\"push_us\":%.1f,\"gb_per_s\":%.1f,\"of_push\":%.3f}\n",
-                op_name(op), r->tokens, options.hidden, sms, r->me->num_ranks, options.routing,
-                median, slowest[0], bytes, push, bytes / median / 1e3, push / median);
+                "{\"op\":\"%s\",\"model\":\"%s\",\"hidden\":%d,\"top_k\":%d,\"experts\":%d,"
+                "\"alignment\":%d,\"type\":\"%s\",\"routing\":\"%s\",\"tokens\":%d,\"sms\":%d,"
+                "\"ranks\":%d,\"us\":%.2f,\"min_us\":%.2f,\"push_us\":%.2f,\"local_us\":%.2f,"
+                "\"hop_us\":%.2f,\"floor_us\":%.2f,\"of_floor\":%.3f,\"busiest_bytes\":%.0f,"
+                "\"gb_per_s\":%.1f}\n",
+                op_name(op), model.name, model.hidden, model.top_k, model.experts,
+                options.alignment, type_name(), options.routing, r->tokens, sms,
+                r->me->num_ranks, median, us[0], push, local, f.hop, floor,
+                floor > 0 ? median / floor : 0, bytes, bytes / median / 1e3);
 }
 
-static double median_of(Rank *r)
-{
-    std::vector<float> slowest;
-    for (int i = 0; i < options.reps; i++) {
-        float us = 0;
-        for (int q = 0; q < r->me->num_ranks; q++) us = std::max(us, r->all->us[q][i]);
-        slowest.push_back(us);
-    }
-    std::sort(slowest.begin(), slowest.end());
-    return slowest[slowest.size() / 2];
-}
+/* ---------------------------------------------------------------------------------- ranks ---- */
 
 static void allocate(Rank *r, int most)
 {
     const uint32_t seed = 1000 * (uint32_t)r->me->rank;
-    r->row_bytes = options.hidden * 2;
-    r->slots = (int64_t)most * TOP_K * (strcmp(options.routing, "uniform") ? options.ranks : 1);
-    r->slots = r->slots * 3 / 2 + EXPERTS * ALIGNMENT;
+    const Model &model = options.model;
+    const size_t choices = (size_t)most * (size_t)model.top_k * 4;
+    r->row_bytes = (int64_t)model.hidden * (options.type == EPIC_BYTES ? 1
+                                            : options.type == EPIC_F32 ? 4
+                                                                       : 2);
+    r->slots =
+        (int64_t)most * model.top_k * (strcmp(options.routing, "uniform") ? options.ranks : 1);
+    r->slots = r->slots * 3 / 2 + (int64_t)model.experts * options.alignment + 64;
     const size_t rows = (size_t)most * (size_t)r->row_bytes;
     const size_t slots = (size_t)(r->slots * r->row_bytes);
-    r->ids = room<int32_t>((size_t)most * TOP_K * 4, 0);
-    r->plan_bytes =
-        device_plan_bytes(r->me->num_ranks, r->me->group->config.max_tokens, EXPERTS, TOP_K);
+    r->ids = room<int32_t>(choices, 0);
+    r->plan_bytes = device_plan_bytes(r->me->num_ranks, r->me->group->config.max_tokens,
+                                      model.experts, model.top_k);
     r->plan = room<uint8_t>(r->plan_bytes, 0);
     r->x = room<uint8_t>(rows, seed + 1);
     r->out = room<uint8_t>(rows, 0);
     r->recv = room<uint8_t>(slots, 0);
     r->y = room<uint8_t>(slots, seed + 2);
-    r->weights = room<float>((size_t)most * TOP_K * 4, seed + 3);
-    r->d_weights = room<float>((size_t)most * TOP_K * 4, 0);
+    r->weights = room<float>(choices, seed + 3);
+    r->d_weights = room<float>(choices, 0);
     r->recv_weights = room<float>((size_t)r->slots * 4, 0);
     r->slot_weights = room<float>((size_t)r->slots * 4, seed + 4);
     r->d_slot_weights = room<float>((size_t)r->slots * 4, 0);
-    r->expert_rows = room<int32_t>(EXPERTS * 4, 0);
+    r->expert_rows = room<int32_t>((size_t)model.experts * 4, 0);
     r->tick = room<float>(64, 0);
     r->flush = room<uint8_t>(FLUSH_BYTES, 0);
     r->touched_device = room<uint8_t>((size_t)most, 0);
@@ -428,9 +537,37 @@ static void allocate(Rank *r, int most)
         CHECK_CUDA(cudaEventCreate(&r->end[i]));
     }
     r->layer = {};
-    r->layer.num_experts = EXPERTS;
-    r->layer.top_k = TOP_K;
-    r->layer.alignment = ALIGNMENT;
+    r->layer.num_experts = (uint32_t)model.experts;
+    r->layer.top_k = (uint32_t)model.top_k;
+    r->layer.alignment = (uint32_t)options.alignment;
+}
+
+/* The plan that floors and operations read. */
+static void make_plan(Rank *r, char op, int sms)
+{
+    r->layer.sum_order = op == 'T' ? EPIC_TREE : EPIC_BY_RANK;
+    run_op(r, 'L', sms);
+}
+
+static void run_tokens(Rank *r, int tokens)
+{
+    Floors f = {};
+    r->tokens = tokens;
+    make_routing(r);
+    team_meet(r->me);
+    if (r->me->rank == 0) print_routing(r);
+    const bool floors = r->row_bytes % 16 == 0;
+    if (floors && strcmp(options.ops, "L")) f.push = best_push(r);
+    if (tokens < FEW_TOKENS && r->row_bytes >= 128) f.hop = median_us(r, 'h', 1);
+    for (int sms : options.sms) {
+        make_plan(r, 'P', sms);
+        if (floors) measure_floors(r, sms, &f);
+        for (const char *op = options.ops; *op; op++) {
+            make_plan(r, *op, sms);
+            const std::vector<float> us = measure(r, *op, sms);
+            if (r->me->rank == 0) print_result(r, *op, sms, us, f);
+        }
+    }
 }
 
 static int work(team_rank *me)
@@ -438,40 +575,14 @@ static int work(team_rank *me)
     Rank *r = new Rank();
     r->me = me;
     r->all = (Shared *)me->shared;
-    int most = 0;
-    for (int t : options.tokens) most = std::max(most, t);
-    allocate(r, most);
+    allocate(r, *std::max_element(options.tokens.begin(), options.tokens.end()));
     r->json = me->rank == 0 && options.json ? fopen(options.json, "a") : NULL;
-    for (int tokens : options.tokens) {
-        r->tokens = tokens;
-        make_routing(r);
-        team_meet(me);
-        double push = 0;
-        if (strchr(options.ops, 'p'))
-            for (int sms : {24, 16, 8}) {
-                repeat(r, 'p', sms);
-                const double us = median_of(r);
-                if (push == 0 || us < push) push = us;
-                if (me->rank == 0) print_result(r, 'p', sms, us);
-                team_meet(me);
-            }
-        CHECK_CUDA(cudaMemset(me->group->seat.heap[me->rank] + me->group->seat.at.staging, 0xff,
-                              (size_t)(me->group->seat.at.bytes - me->group->seat.at.staging)));
-        CHECK_CUDA(cudaDeviceSynchronize());
-        team_meet(me);
-        for (int sms : options.sms)
-            for (const char *op = options.ops; *op; op++) {
-                if (*op == 'p') continue;
-                r->layer.sum_order = *op == 'T' ? EPIC_TREE : EPIC_BY_RANK;
-                run_op(r, 'L', sms);
-                repeat(r, *op, sms);
-                if (me->rank == 0) print_result(r, *op, sms, push);
-                team_meet(me);
-            }
-    }
+    for (int tokens : options.tokens) run_tokens(r, tokens);
     if (r->json) fclose(r->json);
     return 0;
 }
+
+/* -------------------------------------------------------------------------------- options ---- */
 
 static std::vector<int> numbers(const char *text)
 {
@@ -481,46 +592,96 @@ static std::vector<int> numbers(const char *text)
     return list;
 }
 
-static void read_options(int argc, char **argv)
+static bool read_model(const char *name)
 {
+    for (const Model &m : models)
+        if (!strcmp(m.name, name)) {
+            options.model = m;
+            return true;
+        }
+    fprintf(stderr, "model=%s: the models are", name);
+    for (const Model &m : models) fprintf(stderr, " %s", m.name);
+    fprintf(stderr, "\n");
+    return false;
+}
+
+static bool read_type(const char *name)
+{
+    options.type = !strcmp(name, "bf16")  ? EPIC_BF16
+                   : !strcmp(name, "f16") ? EPIC_F16
+                   : !strcmp(name, "f32") ? EPIC_F32
+                                          : EPIC_BYTES;
+    if (options.type != EPIC_BYTES || !strcmp(name, "bytes")) return true;
+    fprintf(stderr, "type=%s: the types are bf16, f16, f32 and bytes\n", name);
+    return false;
+}
+
+static bool read_option(const char *name, const char *value)
+{
+    const auto is = [&](const char *other) { return !strcmp(name, other); };
+    if (is("model")) return read_model(value);
+    if (is("type")) return read_type(value);
+    if (is("ranks")) return (options.ranks = atoi(value)) > 0;
+    if (is("gpus")) return (options.gpus = atoi(value)) > 0;
+    if (is("hidden")) return (options.model.hidden = atoi(value)) > 0;
+    if (is("top_k")) return (options.model.top_k = atoi(value)) > 0;
+    if (is("experts")) return (options.model.experts = atoi(value)) > 0;
+    if (is("alignment")) return (options.alignment = atoi(value)) > 0;
+    if (is("max_tokens")) return (options.max_tokens = atoi(value)) > 0;
+    if (is("reps")) return (options.reps = std::min(atoi(value), MAX_REPS)) > 0;
+    if (is("tokens")) return !(options.tokens = numbers(value)).empty();
+    if (is("sms")) return !(options.sms = numbers(value)).empty();
+    if (is("routing")) return (options.routing = value) != NULL;
+    if (is("ops")) return (options.ops = value) != NULL;
+    return is("json") && (options.json = value) != NULL;
+}
+
+static bool read_options(int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++) { /* the model first, whatever its place */
+        char *value = strchr(argv[i], '=');
+        if (value && !strncmp(argv[i], "model=", 6) && !read_model(value + 1)) return false;
+    }
     for (int i = 1; i < argc; i++) {
-        const char *value = strchr(argv[i], '=');
-        if (!value) continue;
-        value++;
-        if (!strncmp(argv[i], "ranks", 5)) options.ranks = atoi(value);
-        if (!strncmp(argv[i], "gpus", 4)) options.gpus = atoi(value);
-        if (!strncmp(argv[i], "hidden", 6)) options.hidden = atoi(value);
-        if (!strncmp(argv[i], "reps", 4)) options.reps = std::min(atoi(value), MAX_REPS);
-        if (!strncmp(argv[i], "tokens", 6)) options.tokens = numbers(value);
-        if (!strncmp(argv[i], "sms", 3)) options.sms = numbers(value);
-        if (!strncmp(argv[i], "routing", 7)) options.routing = value;
-        if (!strncmp(argv[i], "ops", 3)) options.ops = value;
-        if (!strncmp(argv[i], "json", 4)) options.json = value;
+        char *value = strchr(argv[i], '=');
+        if (value && !strncmp(argv[i], "model=", 6)) continue;
+        if (value) *value = 0;
+        if (value && read_option(argv[i], value + 1)) continue;
+        fprintf(stderr, "%s: there is no such option, or not with this value\n", argv[i]);
+        return false;
     }
     options.processes = options.ranks <= options.gpus;
+    const Model &m = options.model;
+    if (m.experts % options.ranks == 0 && m.top_k <= m.experts && m.top_k <= WARP &&
+        m.experts <= DEVICE_MAX_EXPERTS && options.ranks <= DEVICE_MAX_RANKS)
+        return true;
+    fprintf(stderr,
+            "ranks=%d top_k=%d experts=%d: the ranks, at most %d, share the experts, at "
+            "most %d, equally, and a token chooses at most %d of them\n",
+            options.ranks, m.top_k, m.experts, DEVICE_MAX_RANKS, DEVICE_MAX_EXPERTS, WARP);
+    return false;
 }
 
 int main(int argc, char **argv)
 {
     /* no loading while ranks that share a GPU spin */
     setenv("CUDA_MODULE_LOADING", "EAGER", 1);
-    read_options(argc, argv);
-    int most_tokens = 0, most_sms = 0;
-    for (int t : options.tokens) most_tokens = std::max(most_tokens, t);
-    for (int s : options.sms) most_sms = std::max(most_sms, s);
+    if (!read_options(argc, argv)) return 2;
+    const Model &m = options.model;
+    const int most = *std::max_element(options.tokens.begin(), options.tokens.end());
     team t = {};
     t.num_ranks = options.ranks;
     t.num_gpus = options.gpus;
     t.processes = options.processes;
-    t.max_tokens = most_tokens;
-    t.max_row_bytes = options.hidden * 2;
+    t.max_tokens = std::max(most, options.max_tokens);
+    t.max_row_bytes = m.hidden * (options.type == EPIC_F32 ? 4 : 2);
     t.timeout_ms = 5000;
-    t.max_sms = (uint32_t)most_sms;
+    t.max_sms = (uint32_t)*std::max_element(options.sms.begin(), options.sms.end());
     t.work = work;
     t.shared_bytes = sizeof(Shared);
-    printf(
-        "%d ranks on %d GPUs, %s, hidden %d bf16, top-%d of %d, %s routing; %d repetitions\n",
-        options.ranks, options.gpus, options.processes ? "processes" : "threads",
-        options.hidden, TOP_K, EXPERTS, options.routing, options.reps);
+    printf("%s: %d ranks on %d GPUs, %s, hidden %d %s, top-%d of %d, alignment %d; "
+           "%d repetitions\n",
+           m.name, options.ranks, options.gpus, options.processes ? "processes" : "threads",
+           m.hidden, type_name(), m.top_k, m.experts, options.alignment, options.reps);
     return team_run(&t) != 0;
 }

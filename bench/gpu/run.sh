@@ -1,11 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Every benchmark of the p2p backend on the GPUs that are there: each number of tokens with uniform
-# routing, then skewed routing.  Lines of JSON go to JSON, SMS are the numbers of SMs.
+# Every benchmark of the p2p backend on the GPUs that are there: the shapes of several models, few
+# tokens, skewed routing; beside each figure its floor.  Lines of JSON go to JSON, SMS are the
+# numbers of SMs.
 set -e
 OUT=${GPU_OUT:-build/gpu}
 JSON=${JSON:-$OUT/bench.json}
 SMS=${SMS:-48,64,132}
+MODELS=${MODELS:-deepseek-v3 qwen3-235b gpt-oss-120b llama4-maverick qwen3-30b dbrx}
 timeout 60 "$OUT/gpu_router"
 GPUS=$(nvidia-smi -L | wc -l)
 if [ "$GPUS" -lt 2 ]; then
@@ -16,7 +18,9 @@ RANKS=$((GPUS < 8 ? GPUS : 8))
 : >"$JSON"
 bench() { timeout 300 "$OUT/gpu_bench" ranks=$RANKS gpus=$RANKS sms="$SMS" json="$JSON" "$@"; }
 
-bench ops=PDCTUGBp tokens=4096,8192
-bench tokens=1,8,64,512,1024
-for routing in zipf hot; do bench routing=$routing tokens=4096; done
+for model in $MODELS; do bench model="$model" ops=PDCGBL tokens=4096; done
+bench ops=PDCTUGB tokens=8192
+bench alignment=1 ops=PDCGBL tokens=1,8,32,64,128
+bench alignment=1 ops=PDCGBL tokens=1,8,128,512,1024
+for routing in zipf hot; do bench routing=$routing ops=PDCUGB tokens=4096; done
 echo "results as JSON: $JSON"

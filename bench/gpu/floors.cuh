@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What an operation cannot go below: kernels that do a part of its work and nothing else.
+ *   push    every row once to each peer that needs it
+ *   expand  dispatch's local part: every row that comes here read once, written to its slots, and
+ *           the padding; with DOTS, the rows of the slots are read too, as combine_backward does
+ *   reduce  combine's local part: the rows of the slots read, one row written for each token of
+ *           each rank
+ *   hop     one word to each peer and back
+ * They take what goes where from a finished plan, wait for nothing, and use all threads. */
+#ifndef EPIC_BENCH_FLOORS_CUH
+#define EPIC_BENCH_FLOORS_CUH
+
+#include "cuda/rows.cuh"
+
+#define FLOOR_BLOCK 1024
+#define FLOOR_V 4 /* vectors a lane and unit */
+
+struct Floor { /* a rank's part of an operation */
+    p2p_seat seat;
+    const uint8_t *plan;
+    device_plan_layout at;
+    const uint8_t *own, *staged; /* rows of this rank's tokens; rows that stand in for peers' */
+    uint8_t *slots;              /* written by expand, read by reduce */
+    const uint8_t *others;       /* rows of slots that dot products read */
+    uint8_t *out;
+    int64_t row_bytes, num_slots;
+    int32_t tokens, top_k, owned;
+};
+
+struct FloorUnit { /* a piece of a row of one source, one warp's */
+    int32_t token, source, vector, vectors;
+    int32_t slot; /* lane n: the n-th here */
+    uint32_t slots;
+};
+
+/* Calls body(unit) for this warp's units of every (token, source) that has slots here. */
+template <class Body> __device__ __forceinline__ void each_floor_unit(const Floor &f, Body body)
+{
+    const int warps = (int)(gridDim.x * blockDim.x / WARP), ranks = f.seat.num_ranks;
+    const int warp = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP);
+    const int32_t vectors = (int32_t)(f.row_bytes / 16);
+    const int pieces = (vectors + FLOOR_V * WARP - 1) / (FLOOR_V * WARP);
+    const int32_t *records = (const int32_t *)(f.plan + f.at.records);
+    for (int u = warp; u < f.tokens * ranks * pieces; u += warps) {
+        const int32_t token = u / (ranks * pieces), source = u / pieces % ranks;
+        const int64_t at = ((int64_t)source * f.seat.max_tokens + token) * f.top_k;
+        FloorUnit unit = {token, source, u % pieces * FLOOR_V * WARP + lane_id(), vectors, -1};
+        if (lane_id() < f.top_k) unit.slot = __ldg(records + at + lane_id());
+        unit.slots = __ballot_sync(ALL_LANES, unit.slot >= 0);
+        if (unit.slots) body(unit);
+    }
+}
+
+__device__ __forceinline__ void floor_load(const uint8_t *row, const FloorUnit &u,
+                                           uint4 (&q)[FLOOR_V])
+{
+#pragma unroll
+    for (int v = 0; v < FLOOR_V; v++)
+        if (u.vector + v * WARP < u.vectors)
+            q[v] = load_again((const uint4 *)row + u.vector + v * WARP);
+}
+
+__device__ __forceinline__ void floor_store(uint8_t *row, const FloorUnit &u,
+                                            const uint4 (&q)[FLOOR_V], uint64_t policy)
+{
+#pragma unroll
+    for (int v = 0; v < FLOOR_V; v++)
+        if (u.vector + v * WARP < u.vectors)
+            store_once((uint4 *)row + u.vector + v * WARP, q[v], policy);
+}
+
+__device__ __forceinline__ int32_t next_slot(const FloorUnit &u, uint32_t &slots)
+{
+    const int32_t slot = __shfl_sync(ALL_LANES, u.slot, __ffs((int)slots) - 1);
+    slots &= slots - 1;
+    return slot;
+}
+
+/* Zeros in the padding, a row a warp. */
+__device__ __forceinline__ void floor_pad(const Floor &f, uint64_t policy)
+{
+    const int warps = (int)(gridDim.x * blockDim.x / WARP);
+    const int warp = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP);
+    const device_padding *padding = (const device_padding *)(f.plan + f.at.padding);
+    const int sharers = max(warps / f.owned, 1);
+    for (int w = warp; w < f.owned * sharers; w += warps) {
+        const device_padding pad = padding[w % f.owned];
+        for (int32_t i = w / f.owned; i < pad.count; i += sharers)
+            for (int32_t v = lane_id(); v < f.row_bytes / 16; v += WARP)
+                store_once((uint4 *)(f.slots + (pad.first + i) * f.row_bytes) + v,
+                           make_uint4(0, 0, 0, 0), policy);
+    }
+}
+
+template <bool DOTS>
+__global__ void __launch_bounds__(FLOOR_BLOCK, 1) expand_kernel(const __grid_constant__ Floor f)
+{
+    const uint64_t policy = policy_once();
+    uint32_t sum = 0;
+    each_floor_unit(f, [&](const FloorUnit &u) {
+        const int64_t row = u.source == f.seat.rank
+                                ? u.token
+                                : ((int64_t)u.source * f.tokens + u.token) % f.num_slots;
+        uint4 q[FLOOR_V], other[FLOOR_V] = {};
+        floor_load((u.source == f.seat.rank ? f.own : f.staged) + row * f.row_bytes, u, q);
+        for (uint32_t slots = u.slots; slots;) {
+            const int64_t slot = next_slot(u, slots);
+            if (DOTS) floor_load(f.others + slot * f.row_bytes, u, other);
+            floor_store(f.slots + slot * f.row_bytes, u, q, policy);
+#pragma unroll
+            for (int v = 0; v < FLOOR_V && DOTS; v++)
+                sum ^= other[v].x ^ other[v].y ^ other[v].z ^ other[v].w;
+        }
+    });
+    floor_pad(f, policy);
+    if (DOTS && sum == 0x12345678) f.out[0] = 1; /* so that the rows are read */
+}
+
+__global__ void __launch_bounds__(FLOOR_BLOCK, 1) reduce_kernel(const __grid_constant__ Floor f)
+{
+    const uint64_t policy = policy_once();
+    each_floor_unit(f, [&](const FloorUnit &u) {
+        uint4 q[FLOOR_V], next[FLOOR_V] = {}, sum[FLOOR_V] = {};
+        uint32_t slots = u.slots;
+        floor_load(f.slots + (int64_t)next_slot(u, slots) * f.row_bytes, u, next);
+        for (bool more = true; more;) {
+#pragma unroll
+            for (int v = 0; v < FLOOR_V; v++) q[v] = next[v];
+            more = slots != 0;
+            if (more) floor_load(f.slots + (int64_t)next_slot(u, slots) * f.row_bytes, u, next);
+#pragma unroll
+            for (int v = 0; v < FLOOR_V; v++)
+                sum[v] = make_uint4(sum[v].x + q[v].x, sum[v].y + q[v].y, sum[v].z + q[v].z,
+                                    sum[v].w + q[v].w);
+        }
+        floor_store(f.out + u.token * f.row_bytes, u, sum, policy);
+    });
+}
+
+/* Every row once to each peer that needs it, and nothing else. */
+__global__ void push_kernel(p2p_seat seat, const uint8_t *x, const uint8_t *touched, int tokens,
+                            int vectors)
+{
+    const int lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32;
+    const int pieces = (vectors + 223) / 224, peers = seat.num_ranks - 1;
+    const int64_t room = seat.at.source_bytes / (vectors * 16);
+    for (int u = (blockIdx.x * blockDim.x + threadIdx.x) / 32; u < tokens * pieces * peers;
+         u += warps) {
+        const int token = u / (pieces * peers), distance = u / pieces % peers + 1;
+        const int rank = (seat.rank + distance) % seat.num_ranks;
+        if (!(touched[token] >> rank & 1)) continue;
+        uint8_t *to = seat.heap[rank] + seat.at.staging +
+                      (int64_t)(peers - distance) * seat.at.source_bytes;
+        const int first = u % pieces * 224 + lane;
+        const int64_t row = min((int64_t)token, room - 1);
+        uint4 q[7];
+#pragma unroll
+        for (int v = 0; v < 7; v++)
+            if (first + v * 32 < vectors)
+                q[v] = load_again((const uint4 *)x + (int64_t)token * vectors + first + v * 32);
+#pragma unroll
+        for (int v = 0; v < 7; v++)
+            if (first + v * 32 < vectors)
+                store_relaxed((uint4 *)to + row * vectors + first + v * 32, q[v]);
+    }
+}
+
+/* Lane q tells rank q the number n and waits for the same from it, in the row without meaning. */
+__global__ void hop_kernel(p2p_seat seat, uint32_t n)
+{
+    const int q = threadIdx.x;
+    if (q >= seat.num_ranks) return;
+    store_relaxed((uint32_t *)(seat.heap[q] + seat.at.scratch) + seat.rank, n);
+    const uint32_t *from = (const uint32_t *)(seat.heap[seat.rank] + seat.at.scratch) + q;
+    for (int spins = 0; (int32_t)(load_relaxed(from) - n) < 0 && spins < 1 << 22; spins++) {
+    }
+}
+
+#endif
