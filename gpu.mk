@@ -45,15 +45,28 @@ $(GPU_OUT)/gpu_bench: bench/gpu/bench.cu bench/gpu/floors.cuh bench/gpu/models.h
 $(GPU_OUT)/gpu_router: bench/gpu/router.cu $(GPU_KERNELS) $(GPU_HEADERS)
 	$(NVCC) $(GPU_NVFLAGS) $< $(filter $(GPU_OUT)/router_%,$(GPU_KERNELS)) -o $@
 
+# With more tokens than the kernels for few take.
+GPU_MANY = $(GPU_OUT)/gpu_graph_many $(GPU_OUT)/gpu_faults_many $(GPU_OUT)/api_data_errors_many \
+	$(GPU_OUT)/api_mismatch_many
+$(GPU_OUT)/gpu_%_many: tests/gpu/%.c $(GPU_KERNELS) $(GPU_HOST)
+	$(GPU_CC) $(GPU_CFLAGS) -DTOKENS=160 -c $< -o $@.o
+	$(NVCC) $(GPU_ARCH) $@.o $(GPU_KERNELS) $(GPU_HOST) -o $@ -lcublas -lgomp
+
 # The public calls, through the libraries that `make` builds.
 GPU_API = $(patsubst tests/gpu/api/%.c,$(GPU_OUT)/api_%,$(wildcard tests/gpu/api/*.c))
+$(GPU_OUT)/api_%_many: GPU_CFLAGS += -DTOKENS=160
+$(GPU_OUT)/api_%_many: tests/gpu/api/%.c $(GPU_OUT)/product.o all
+	@mkdir -p $(GPU_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) $< $(GPU_OUT)/product.o -o $@ -Lbuild/lib -lepic \
+		-Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart -lcublas \
+		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
 $(GPU_OUT)/api_%: tests/gpu/api/%.c $(GPU_OUT)/product.o all
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) $< $(GPU_OUT)/product.o -o $@ -Lbuild/lib -lepic \
 		-Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart -lcublas \
 		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
 
-gpu-test: gpu-build $(GPU_API)
+gpu-test: gpu-build $(GPU_API) $(GPU_MANY)
 	GPU_OUT=$(GPU_OUT) tests/gpu/run.sh
 
 gpu-bench: $(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_router

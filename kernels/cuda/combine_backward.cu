@@ -101,6 +101,7 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     /* Dot products are added two lags behind.  If all warps together do more tokens than that at a
      * time, each turn of theirs waits for the slowest unit of the one before. */
     const int at_a_time = copy.units / kinds_of(copy, roles, vectors);
-    copy.lag = copy.lag * 2 > at_a_time * 3 / 4 ? copy.lag * 2 : at_a_time * 3 / 4;
+    const int lag = 32 + 16 * copy.span;
+    copy.lag = lag > at_a_time * 3 / 4 ? lag : at_a_time * 3 / 4;
     return enqueue(kernel_of(job->type, exact), num_sms, block, bytes, stream, copy);
 }

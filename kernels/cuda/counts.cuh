@@ -214,12 +214,27 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_seat &seat, const Now
            (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
+/* One thread: tells all ranks which of this rank's choices or experts is wrong. */
+static __device__ __noinline__ void tell_wrong(const p2p_plan_job &job, const Now &now,
+                                               bool placed, uint32_t index)
+{
+    const p2p_seat &seat = job.seat;
+    const int64_t value = placed ? choice_id(job, index) : job.rank_of_expert[index];
+    for (int q = 0; q < seat.num_ranks; q++) {
+        uint64_t *to = fault_words(seat, now, seat.heap[q], seat.rank);
+        store_relaxed(to + P2P_FAULT_KIND,
+                      stamp(now, placed ? P2P_FAULT_EXPERT : P2P_FAULT_PLACEMENT));
+        store_relaxed(to + P2P_FAULT_INDEX, stamp(now, index));
+        store_relaxed(to + P2P_FAULT_LOW, stamp(now, (uint32_t)value));
+        store_relaxed(to + P2P_FAULT_HIGH, stamp(now, (uint32_t)((uint64_t)value >> 32)));
+    }
+}
+
 /* One thread of CTA 0: tells all ranks what is wrong with this rank's data. */
 static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_job &job,
                                                const Now &now)
 {
-    const p2p_seat &seat = job.seat;
-    const uint64_t *first = (const uint64_t *)(now.heap + seat.at.first);
+    const uint64_t *first = (const uint64_t *)(now.heap + job.seat.at.first);
     const bool placed = p.bad_owner == NOTHING;
     uint32_t index = p.bad_owner;
     for (int c = 0; c < job.planners && placed; c++) {
@@ -231,15 +246,7 @@ static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_
             return false;
         index = min(index, (uint32_t)word);
     }
-    const int64_t value = placed ? choice_id(job, index) : job.rank_of_expert[index];
-    for (int q = 0; q < seat.num_ranks; q++) {
-        uint64_t *to = fault_words(seat, now, seat.heap[q], seat.rank);
-        store_relaxed(to + P2P_FAULT_KIND,
-                      stamp(now, placed ? P2P_FAULT_EXPERT : P2P_FAULT_PLACEMENT));
-        store_relaxed(to + P2P_FAULT_INDEX, stamp(now, index));
-        store_relaxed(to + P2P_FAULT_LOW, stamp(now, (uint32_t)value));
-        store_relaxed(to + P2P_FAULT_HIGH, stamp(now, (uint32_t)((uint64_t)value >> 32)));
-    }
+    tell_wrong(job, now, placed, index);
     return true;
 }
 

@@ -91,7 +91,19 @@ typedef struct p2p_plan_job {
     int32_t block;    /* experts of a rank, without rank_of_expert */
     int32_t wide;     /* topk_idx is int64 */
     int32_t planners; /* CTAs that plan */
+    int32_t few;      /* few_plan.cuh; the same on all ranks */
 } p2p_plan_job;
+
+/* Are these sizes, the same on all ranks, such that few_plan.cuh makes the plan? */
+static inline int p2p_few_plan(int64_t ranks, int64_t max_tokens, const epic_layer *layer)
+{
+    const int64_t groups = ranks * ((max_tokens + 31) / 32);
+    return max_tokens <= P2P_FEW_TOKENS && layer->top_k <= 32 &&
+           ranks * max_tokens * layer->top_k <= P2P_FEW_CHOICES &&
+           groups * layer->num_experts <= P2P_FEW_MASKS &&
+           layer->num_experts <= P2P_FEW_EXPERTS && layer->alignment <= 1 << 16 &&
+           layer->overflow == EPIC_OVERFLOW_ERROR && layer->sum_order == EPIC_BY_RANK;
+}
 
 typedef struct p2p_dispatch_job {
     p2p_plan_job plan; /* its plan is read, and made first if planners > 0 */
@@ -104,7 +116,10 @@ typedef struct p2p_dispatch_job {
     int32_t num_tokens, recv_rows;
     int32_t aligned; /* rows are vectors of 16 bytes */
     int32_t zero_tail;
-    int32_t head; /* tokens that are sent while the plan is made */
+    int32_t top_k;          /* perhaps; 0: not known */
+    int32_t head;           /* tokens that are sent while the plan is made */
+    int32_t likely_experts; /* of the plan that is read, as top_k; and then */
+    int64_t likely_rank_of; /* where its ranks are */
     /* The launch fills in: */
     int32_t lag;   /* tokens that receiving stays behind sending, */
     int32_t span;  /* pieces of a row that a warp moves one after the other, */
@@ -141,7 +156,7 @@ typedef struct p2p_combine_backward_job {
     uint32_t type;
     int32_t aligned;
     int32_t zero_tail;
-    int32_t lag, span, units; /* as in dispatch */
+    int32_t top_k, lag, span, units; /* as in dispatch */
 } p2p_combine_backward_job;
 
 typedef struct p2p_sum_job {
@@ -157,6 +172,11 @@ cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaSt
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
+cudaError_t p2p_launch_few_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
+cudaError_t p2p_launch_few_dispatch(const p2p_dispatch_job *job, int num_sms,
+                                    cudaStream_t stream);
+cudaError_t p2p_launch_few_combine(const p2p_combine_job *job, int num_sms,
+                                   cudaStream_t stream);
 cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream);
 
 /* Loads every kernel on the current device, so that no launch has to wait for a free device. */
@@ -164,6 +184,9 @@ cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_combine(void);
 cudaError_t p2p_load_combine_backward(void);
+cudaError_t p2p_load_few_plan(void);
+cudaError_t p2p_load_few_dispatch(void);
+cudaError_t p2p_load_few_combine(void);
 cudaError_t p2p_load_sum(void);
 
 #ifdef __cplusplus

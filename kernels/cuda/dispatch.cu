@@ -121,28 +121,6 @@ __device__ __forceinline__ bool fill_more(const Move &m, int rank, int source, i
     return true;
 }
 
-/* The piece of a row that is there or comes; `copied`: q is what the ring had. */
-template <bool EXACT>
-__device__ __forceinline__ bool take(const Move &m, int rank, int source, int32_t token,
-                                     int piece, bool copied, uint4 (&q)[V])
-{
-    const int32_t vector = piece * V * WARP;
-    if (rank == m.job.plan.seat.rank) {
-        if (!copied)
-            load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), vector,
-                                       m.shape, q);
-        return true;
-    }
-    uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
-    if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, copied, q))
-        return false;
-    uint32_t *escape = escapes_of(m.job.plan.seat, m.now, m.now.heap, source) +
-                       ((int64_t)token * m.shape.pieces + piece) * WARP;
-    if (!unhide_poison<V>(m.now, rank, q, escape)) return false;
-    restore_piece<V, EXACT>(staged, vector, m.shape.vectors);
-    return true;
-}
-
 /* One token of a receiving unit; `copied`: its pieces come through the ring. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk &walk,
@@ -173,15 +151,6 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk
         if (more && !fill_more<EXACT>(m, rank, source, token, piece, q)) return false;
     }
     return !weighs || receive_weight(m, rank, source, token, 0, slot, weight);
-}
-
-template <bool EXACT>
-__device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece)
-{
-    if ((uint32_t)slot >= (uint32_t)m.job.recv_rows) return;
-    zero_piece<V, EXACT>(m.job.recv + row_offset(slot, m.shape), piece * V * WARP, m.shape,
-                         m.policy);
-    if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
 /* The CTAs that do not plan send the first tokens meanwhile; with registers of its own. */
@@ -234,6 +203,7 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, ui
 __device__ __forceinline__ bool find_slabs(const Move &m, int &slab_bits)
 {
     slab_bits = NOT_BESIDE;
+    if (m.plan.header.alignment == 1) return true;
     if (!pads_beside(m.plan, m.stride, m.most_tokens)) return true;
     if (m.made && !wait_for_plan(m)) return false;
     if (header_of(m)->result == EPIC_OK) slab_bits = device_slab_bits(header_of(m)->owned);
@@ -277,6 +247,7 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
 /* All CTAs: the padding of the slabs, when there are few tokens. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(Move &m)
 {
+    if (m.plan.header.alignment == 1) return true;
     if (m.made && !hear_tokens(m)) return false;
     if (pads_beside(m.plan, m.stride, m.most_tokens)) return true;
     if (m.made && !wait_for_plan(m)) return false;
@@ -325,7 +296,10 @@ __device__ __forceinline__ bool move_rounds(Move &m, Now &now, const uint8_t *me
     }
 }
 
-template <bool EXACT>
+enum { ANY, ALIGNED, WHOLE }; /* rows: anywhere; vectors; whole pieces of them */
+
+/* One kernel for each, and with or without the plan: registers are short. */
+template <int ROWS, bool MADE>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
 {
@@ -335,8 +309,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ Planner planner;
     __shared__ Stride stride;
     const p2p_seat &seat = job.plan.seat;
-    const bool made = job.plan.planners > 0;
-    const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
+    constexpr bool made = MADE, EXACT = ROWS == WHOLE;
+    const RowShape shape = row_shape<V>(job.row_bytes, ROWS != ANY);
     if (threadIdx.x == 0)
         stride.set(job.units, num_roles(seat), (shape.pieces + job.span - 1) / job.span);
     if (made) {
@@ -354,7 +328,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
                job.plan.capacity, job.recv_rows))
         return;
     bool ok = true;
-    if ((int)blockIdx.x < job.plan.planners) {
+    if (MADE && (int)blockIdx.x < job.plan.planners) {
         ok = make_plan(planner, job.plan, now, memory);
         ok = __syncthreads_and(ok); /* the memory becomes the rings' */
     }
@@ -373,7 +347,10 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-static const Kernel kernels[] = {dispatch_kernel<false>, dispatch_kernel<true>};
+static const Kernel kernels[] = {
+    dispatch_kernel<ANY, false>,     dispatch_kernel<ANY, true>,
+    dispatch_kernel<ALIGNED, false>, dispatch_kernel<ALIGNED, true>,
+    dispatch_kernel<WHOLE, false>,   dispatch_kernel<WHOLE, true>};
 
 static int memory_bytes(int planning)
 {
@@ -395,10 +372,14 @@ extern "C" cudaError_t p2p_load_dispatch(void)
 extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms,
                                            cudaStream_t stream)
 {
-    const bool exact = job->aligned && job->row_bytes % (V * 512) == 0;
+    const int rows = !job->aligned ? ANY : job->row_bytes % (V * 512) ? ALIGNED : WHOLE;
     p2p_dispatch_job copy = *job;
     deal(copy, num_sms, BLOCK, num_roles(job->plan.seat), V);
+    if (!job->plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
+        copy.lag /= 2; /* records are there; what is left at the end counts more */
+    if (copy.head && copy.head < copy.lag) copy.head = copy.lag; /* nothing to catch up on */
     if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
     const int planning = copy.plan.planners ? planner_bytes(job->plan.layer.num_experts) : 0;
-    return enqueue(kernels[exact], num_sms, BLOCK, memory_bytes(planning), stream, copy);
+    const Kernel kernel = kernels[rows * 2 + (copy.plan.planners > 0)];
+    return enqueue(kernel, num_sms, BLOCK, memory_bytes(planning), stream, copy);
 }

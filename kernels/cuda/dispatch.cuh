@@ -214,6 +214,37 @@ __device__ __forceinline__ void fill_slots(const Move &m, int32_t vector, int32_
     }
 }
 
+/* The piece of a row that is there or comes; `copied`: q is what the ring had. */
+template <bool EXACT>
+__device__ __forceinline__ bool take(const Move &m, int rank, int source, int32_t token,
+                                     int piece, bool copied, uint4 (&q)[V])
+{
+    const int32_t vector = piece * V * WARP;
+    if (rank == m.job.plan.seat.rank) {
+        if (!copied)
+            load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), vector,
+                                       m.shape, q);
+        return true;
+    }
+    uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
+    if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, copied, q))
+        return false;
+    uint32_t *escape = escapes_of(m.job.plan.seat, m.now, m.now.heap, source) +
+                       ((int64_t)token * m.shape.pieces + piece) * WARP;
+    if (!unhide_poison<V>(m.now, rank, q, escape)) return false;
+    restore_piece<V, EXACT>(staged, vector, m.shape.vectors);
+    return true;
+}
+
+template <bool EXACT>
+__device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece)
+{
+    if ((uint32_t)slot >= (uint32_t)m.job.recv_rows) return;
+    zero_piece<V, EXACT>(m.job.recv + row_offset(slot, m.shape), piece * V * WARP, m.shape,
+                         m.policy);
+    if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
+}
+
 /* The plan that is made beside the rows is complete, its tables can be read. */
 __device__ __forceinline__ bool wait_for_plan(const Move &m)
 {
@@ -240,7 +271,7 @@ __device__ __forceinline__ bool hear_tokens(Move &m)
 __device__ __forceinline__ int32_t received_before(const Move &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.head, m.job.lag), 0);
-    return min(behind + behind / 16, max(step - m.job.lag, 0));
+    return min(behind + behind / 4, max(step - m.job.lag, 0));
 }
 
 /* The token of a unit, the first one if it receives several. */

@@ -13,6 +13,10 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
+#define P2P_FEW_TOKENS 128   /* of a rank, at most, where latency is all: few.cuh */
+#define P2P_FEW_CHOICES 8192 /* of all ranks, */
+#define P2P_FEW_MASKS 8192   /* experts times groups of 32 tokens, */
+#define P2P_FEW_EXPERTS 512  /* and experts that a CTA plans */
 
 typedef struct p2p_heap {
     int64_t announce; /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
@@ -62,9 +66,9 @@ typedef struct p2p_control {
     uint32_t round;   /* the epoch that CTAs may work in */
     uint32_t planned; /* epoch whose plan is complete */
     uint32_t claim;   /* 1: the status is written or being written */
-    uint32_t pad;
-    uint64_t moved; /* when a wait of this rank last began, ns of its device's clock */
-    uint64_t pad2[4];
+    uint32_t ended;   /* CTAs that have finished, where that is counted apart */
+    uint64_t moved;   /* when a wait of this rank last began, ns of its device's clock */
+    uint64_t pad[4];
 } p2p_control;
 
 /* What travels fits one source's staging for at least one token of twice the widest row. */

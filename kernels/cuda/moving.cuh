@@ -69,23 +69,36 @@ __device__ __forceinline__ void each_pad(const Plan &plan, int slab_bits, int pa
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Calls write(slot, piece) for what falls to warp `warp` of `warps` of all the padding. */
-template <class Write>
-__device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int pieces,
-                                               int warp, int warps, Write write)
+/* Calls write(slot, piece) for what falls to warp `warp` of `warps` of all the padding, of which
+ * padding_in(slab) tells. */
+template <class PaddingIn, class Write>
+__device__ __forceinline__ void each_pad_of(PaddingIn padding_in, int owned, int pieces,
+                                            int warp, int warps, Write write)
 {
     int next = warp; /* pieces of padding that come before this warp's next one */
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
         device_padding padding = {0, 0};
-        if (slab < owned) padding = padding_of(plan, slab);
-        for (int i = 0; i < min(WARP, owned - base); i++) {
+        if (slab < owned) padding = padding_in(slab);
+        uint32_t some = __ballot_sync(ALL_LANES, padding.count > 0);
+        for (; some; some &= some - 1) {
+            const int i = __ffs(some) - 1;
             const int32_t slot = __shfl_sync(ALL_LANES, padding.first, i);
             const int32_t many = __shfl_sync(ALL_LANES, padding.count, i) * pieces;
             for (; next < many; next += warps) write(slot + next / pieces, next % pieces);
             next -= many;
         }
     }
+}
+
+/* The same with a plan that is read. */
+template <class Write>
+__device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int pieces,
+                                               int warp, int warps, Write write)
+{
+    if (plan.header.alignment == 1) return;
+    each_pad_of([&](int slab) { return padding_of(plan, slab); }, owned, pieces, warp, warps,
+                write);
 }
 
 #endif

@@ -17,6 +17,8 @@ __device__ __forceinline__ uint32_t lanes_below()
 
 /* ------------------------------------------------------------------------- reading ---- */
 
+#define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
+
 struct Plan { /* a plan that is read, in shared memory */
     device_plan_header header;
     const int32_t *slab_begin, *rank_of, *records;
@@ -33,32 +35,34 @@ __device__ __forceinline__ int64_t record_at(const p2p_seat &seat, int rank, int
     return ((int64_t)rank * seat.max_tokens + token) * top_k;
 }
 
-static __device__ uint32_t header_sum(const device_plan_header &header)
+/* One warp: the sum of a header's words, of which lane l has words l, l + 32, ... */
+static __device__ uint32_t header_sum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
-    const uint32_t *words = (const uint32_t *)&header;
-    const int n = offsetof(device_plan_header, sum) / 4;
     uint32_t sum = 0;
-    for (int i = lane_id(); i < n; i += WARP) sum += device_header_share(words[i], (uint32_t)i);
-    for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, d);
-    return sum;
+#pragma unroll
+    for (int n = 0; n < HEADER_LANE_WORDS; n++) {
+        const int i = n * WARP + lane_id();
+        if (i < (int)offsetof(device_plan_header, sum) / 4)
+            sum += device_header_share(words[n], (uint32_t)i);
+    }
+    return __reduce_add_sync(ALL_LANES, sum);
 }
 
+/* One warp. */
 static __device__ bool header_fits(const device_plan_header &h, const p2p_seat &seat,
                                    int64_t plan_bytes)
 {
-    if (h.magic != DEVICE_PLAN_MAGIC || h.group_id != seat.group_id || h.bytes > plan_bytes)
-        return false;
-    if (h.rank != seat.rank || h.num_ranks != seat.num_ranks) return false;
-    if (h.max_tokens != seat.max_tokens || h.top_k < 1 || h.top_k > DEVICE_MAX_TOP_K)
-        return false;
-    if (h.num_experts < 1 || h.num_experts > DEVICE_MAX_EXPERTS || h.alignment < 1)
-        return false;
-    if (h.owned < 0 || h.owned > (int32_t)h.num_experts || h.leaves < 1) return false;
-    for (int q = 0; q < seat.num_ranks; q++)
-        if (h.tokens_of[q] < 0 || h.tokens_of[q] > seat.max_tokens || h.rank_at[q] < 0 ||
-            h.rank_at[q] >= seat.num_ranks)
-            return false;
-    return true;
+    const int q = lane_id();
+    bool fits = h.magic == DEVICE_PLAN_MAGIC && h.group_id == seat.group_id &&
+                h.bytes <= plan_bytes && h.rank == seat.rank && h.num_ranks == seat.num_ranks &&
+                h.max_tokens == seat.max_tokens && h.top_k >= 1 &&
+                h.top_k <= DEVICE_MAX_TOP_K && h.num_experts >= 1 &&
+                h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
+                h.owned <= (int32_t)h.num_experts && h.leaves >= 1;
+    if (q < seat.num_ranks)
+        fits = fits && h.tokens_of[q] >= 0 && h.tokens_of[q] <= seat.max_tokens &&
+               h.rank_at[q] >= 0 && h.rank_at[q] < seat.num_ranks;
+    return __all_sync(ALL_LANES, fits) != 0;
 }
 
 static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_seat &seat)
@@ -70,9 +74,6 @@ static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_sea
     view.padding = (const device_padding *)(plan + at.padding);
     view.rank_of = (const int32_t *)(plan + at.rank_of);
     view.records = (const int32_t *)(plan + at.records);
-    view.most_tokens = 0;
-    for (int q = 0; q < seat.num_ranks; q++)
-        view.most_tokens = max(view.most_tokens, h.tokens_of[q]);
 }
 
 /* One thread: what is wrong with the plan, which is `whole` if its bytes are a plan's. */
@@ -93,24 +94,36 @@ notify_plan(const p2p_seat &seat, const device_plan_header &h, bool whole, int32
 static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_seat &seat, int32_t num_tokens)
 {
-    const int words = sizeof(device_plan_header) / 4;
     if (threadIdx.x < WARP) {
-        const bool room = plan_bytes >= (int64_t)sizeof(device_plan_header);
-        for (int i = threadIdx.x; i < words; i += WARP)
-            ((uint32_t *)&view.header)[i] = room ? ((const uint32_t *)plan)[i] : 0;
+        const int count = plan_bytes < (int64_t)sizeof(device_plan_header)
+                              ? 0
+                              : (int)(sizeof(device_plan_header) / 4);
+        uint32_t words[HEADER_LANE_WORDS];
+#pragma unroll
+        for (int n = 0; n < HEADER_LANE_WORDS; n++) {
+            const int i = n * WARP + lane_id();
+            words[n] = i < count ? __ldcg((const uint32_t *)plan + i) : 0;
+        }
+#pragma unroll
+        for (int n = 0; n < HEADER_LANE_WORDS; n++)
+            if (n * WARP + lane_id() < (int)(sizeof(device_plan_header) / 4))
+                ((uint32_t *)&view.header)[n * WARP + lane_id()] = words[n];
+        const uint32_t sum = header_sum(words);
         __syncwarp();
-        const uint32_t sum = header_sum(view.header);
+        const device_plan_header &h = view.header;
+        const bool fits = header_fits(h, seat, plan_bytes), whole = sum == h.sum && fits;
+        const int32_t tokens = lane_id() < seat.num_ranks ? h.tokens_of[lane_id()] : 0;
+        const int32_t most = __reduce_max_sync(ALL_LANES, tokens);
         if (threadIdx.x == 0) {
-            const bool whole =
-                sum == view.header.sum && header_fits(view.header, seat, plan_bytes);
-            view.good = whole && view.header.tokens_of[seat.rank] == num_tokens;
+            view.most_tokens = most;
+            view.good = whole && h.tokens_of[seat.rank] == num_tokens;
             if (!view.good) {
-                if (blockIdx.x == 0) notify_plan(seat, view.header, whole, num_tokens);
+                if (blockIdx.x == 0) notify_plan(seat, h, whole, num_tokens);
                 view.header.id = 0;
                 view.header.result = EPIC_EINVAL;
             }
             point_into(view, plan, seat);
-            view.slab_bits = device_slab_bits(view.header.owned);
+            view.slab_bits = device_slab_bits(h.owned);
         }
     }
     __syncthreads();

@@ -25,23 +25,33 @@ __device__ __forceinline__ Span span_of(const p2p_plan_job &job, int rank)
                               : Span{rank * job.block, job.block};
 }
 
+/* What `count` rows of an expert take. */
+__device__ __forceinline__ uint64_t aligned_rows(int32_t count, uint32_t alignment)
+{
+    const uint32_t past = alignment == 1 ? 0 : (uint32_t)count % alignment;
+    return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
+}
+
 /* One warp: slots of a rank when each of its experts keeps at most `most` (and, with `capped`,
  * what expert_capacity allows). */
 static __device__ int64_t slots_of(Planner &p, const p2p_plan_job &job, int rank, int32_t most,
                                    bool capped)
 {
     const Span span = span_of(job, rank);
-    const int64_t alignment = job.layer.alignment;
     const uint32_t limit = job.layer.expert_capacity;
     if (capped && limit && job.layer.overflow == EPIC_OVERFLOW_DROP && limit < (uint32_t)most)
         most = (int32_t)limit;
-    int64_t sum = 0;
+    uint64_t sum = 0;
     for (int i = lane_id(); i < span.count; i += WARP) {
         const int e = span.begin + i;
-        if (p.owner[e] == rank) sum += device_round_up(min(p.load[e], most), alignment);
+        if (p.owner[e] == rank) sum += aligned_rows(min(p.load[e], most), job.layer.alignment);
     }
-    for (int d = WARP / 2; d; d /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, d);
-    return sum;
+    /* 20 bits at a time: 32 lanes' sums of those fit a word */
+    const uint32_t part = (1u << 20) - 1;
+    uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & part);
+    total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & part) << 20;
+    total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 40) & part) << 40;
+    return (int64_t)total;
 }
 
 /* One warp: the largest common limit for which the rank's capacity suffices. */
@@ -75,7 +85,7 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
         const int e = span.begin + i + lane;
         const bool mine = i + lane < span.count && p.owner[e] == rank;
         const int32_t count = mine ? kept(p, job, e) : 0;
-        const int32_t rows = (int32_t)device_round_up(count, job.layer.alignment);
+        const int32_t rows = (int32_t)aligned_rows(count, job.layer.alignment);
         int32_t rows_upto = rows;
         for (int d = 1; d < WARP; d *= 2) {
             const int32_t r = __shfl_up_sync(ALL_LANES, rows_upto, d);
@@ -124,8 +134,9 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
     }
     ok = __syncthreads_and(ok);
     for (int d = warp; d < ranks; d += warps) {
+        const bool caps = job.layer.overflow == EPIC_OVERFLOW_DROP && job.layer.expert_capacity;
         const int64_t demand = slots_of(p, job, d, 0x7fffffff, false);
-        const int64_t need = slots_of(p, job, d, 0x7fffffff, true);
+        const int64_t need = caps ? slots_of(p, job, d, 0x7fffffff, true) : demand;
         const int32_t capacity = h.capacity_of[d];
         if (lane_id() == 0) {
             p.demand[d] = (int32_t)min(demand, (int64_t)0x7fffffff);
@@ -191,52 +202,64 @@ static __device__ __noinline__ void notify_overflow(const Planner &p, const p2p_
     }
 }
 
-/* CTA 0: header and outputs. */
-static __device__ void write_header(Planner &p, const p2p_plan_job &job, const Now &now)
+/* One thread: what the header says beside what has been decided. */
+static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Now &now)
 {
     device_plan_header &h = p.header;
     const p2p_seat &seat = job.seat;
     const epic_layer &layer = job.layer;
-    if (threadIdx.x == 0) {
-        h.magic = DEVICE_PLAN_MAGIC;
-        h.id = (seat.group_id ^ now.epoch) * 0x9e3779b97f4a7c15ull | 1;
-        h.group_id = seat.group_id;
-        h.bytes = device_plan_layout_of(seat.num_ranks, seat.max_tokens, layer.num_experts,
-                                        layer.top_k)
-                      .bytes;
-        h.max_tokens = seat.max_tokens;
-        h.rank = seat.rank;
-        h.num_ranks = seat.num_ranks;
-        h.num_experts = layer.num_experts;
-        h.top_k = layer.top_k;
-        h.alignment = layer.alignment;
-        h.overflow = layer.overflow;
-        h.expert_capacity = layer.expert_capacity;
-        h.sum_order = layer.sum_order;
-        h.leaves = layer.leaves ? layer.leaves : 1;
-        h.partial_type = layer.partial_type;
-        h.pad = h.pad2 = 0;
-        h.first_expert = 0;
-        for (int q = 0; q < DEVICE_MAX_RANKS; q++) h.rank_at[q] = q < seat.num_ranks ? q : 0;
-        if (layer.sum_order == EPIC_TREE)
-            for (int q = 0; q < seat.num_ranks; q++) {
-                const int first = job.block * q;
-                h.rank_at[q] = p.owner[first];
-                if (p.owner[first] == seat.rank) h.first_expert = first;
-            }
+    h.magic = DEVICE_PLAN_MAGIC;
+    h.id = (seat.group_id ^ now.epoch) * 0x9e3779b97f4a7c15ull | 1;
+    h.group_id = seat.group_id;
+    h.bytes =
+        device_plan_layout_of(seat.num_ranks, seat.max_tokens, layer.num_experts, layer.top_k)
+            .bytes;
+    h.max_tokens = seat.max_tokens;
+    h.rank = seat.rank;
+    h.num_ranks = seat.num_ranks;
+    h.num_experts = layer.num_experts;
+    h.top_k = layer.top_k;
+    h.alignment = layer.alignment;
+    h.overflow = layer.overflow;
+    h.expert_capacity = layer.expert_capacity;
+    h.sum_order = layer.sum_order;
+    h.leaves = layer.leaves ? layer.leaves : 1;
+    h.partial_type = layer.partial_type;
+    h.pad = h.pad2 = 0;
+    h.first_expert = 0;
+    for (int q = 0; q < DEVICE_MAX_RANKS; q++) h.rank_at[q] = q < seat.num_ranks ? q : 0;
+    if (layer.sum_order == EPIC_TREE)
+        for (int q = 0; q < seat.num_ranks; q++) {
+            const int first = job.block * q;
+            h.rank_at[q] = p.owner[first];
+            if (p.owner[first] == seat.rank) h.first_expert = first;
+        }
+}
+
+/* The first warp or more, `threads`: header and outputs. */
+static __device__ void tell_plan(const Planner &p, const p2p_plan_job &job, int thread,
+                                 int threads)
+{
+    const device_plan_header &h = p.header;
+    if (thread < WARP) {
+        uint32_t words[HEADER_LANE_WORDS];
+#pragma unroll
+        for (int n = 0; n < HEADER_LANE_WORDS; n++)
+            words[n] = n * WARP + lane_id() < (int)(sizeof h / 4)
+                           ? ((const uint32_t *)&h)[n * WARP + lane_id()]
+                           : 0;
+        const uint32_t sum = header_sum(words);
+#pragma unroll
+        for (int n = 0; n < HEADER_LANE_WORDS; n++) {
+            const int i = n * WARP + lane_id();
+            if (i == (int)offsetof(device_plan_header, sum) / 4) words[n] = sum;
+            if (i < (int)(sizeof h / 4)) ((uint32_t *)job.plan)[i] = words[n];
+        }
     }
-    __syncthreads();
-    if (threadIdx.x < WARP) {
-        const uint32_t sum = header_sum(h);
-        if (threadIdx.x == 0) h.sum = sum;
-        __syncwarp();
-        for (int i = threadIdx.x; i < (int)sizeof h / 4; i += WARP)
-            ((uint32_t *)job.plan)[i] = ((const uint32_t *)&h)[i];
-    }
-    if (threadIdx.x == 0 && job.demand) *job.demand = p.demand[seat.rank];
-    for (int e = threadIdx.x; e < (int)layer.num_experts && job.load; e += blockDim.x)
+    if (thread == 0 && job.demand) *job.demand = p.demand[job.seat.rank];
+    for (int e = thread; e < (int)job.layer.num_experts && job.load; e += threads)
         job.load[e] = p.load[e];
-    for (int l = threadIdx.x; l < h.num_local; l += blockDim.x) {
+    for (int l = thread; l < h.num_local; l += threads) {
         const bool none = h.result != EPIC_OK || l >= h.owned;
         if (none && job.expert_rows) job.expert_rows[l] = 0;
         if (none && job.expert_tokens) job.expert_tokens[l] = 0;
@@ -359,8 +382,12 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now 
     ok = __syncthreads_and(ok);
     ok = ok && decide(p, job, now);
     if (!ok) return false;
+    place_choices(p, job, now);
     if (blockIdx.x == 0) {
-        write_header(p, job, now);
+        __syncthreads(); /* nobody reads the header any more that is being completed */
+        if (threadIdx.x == 0) fill_header(p, job, now);
+        __syncthreads();
+        tell_plan(p, job, (int)threadIdx.x, (int)blockDim.x);
         __syncthreads();
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) notify_fault(p, job, now);
@@ -369,7 +396,6 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now 
             store_release(&control_of(now)->planned, now.epoch);
         }
     }
-    place_choices(p, job, now);
     return true;
 }
 

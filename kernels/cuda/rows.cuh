@@ -353,8 +353,9 @@ template <class Job> static inline int kinds_of(const Job &job, int roles, int v
 }
 
 /* Fills in how a launch deals its units; measured, docs/cuda.md.
- *   job.span   more for few SMs, whose time goes into what each unit costs, than for many, where it
- *              counts how evenly units are shared; job.lag accordingly
+ *   job.span   a unit costs 0.7 us beside its pieces: as few spans as warps can share evenly, of work
+ *              (copies of the row: one for each rank, one for each choice) and of few tokens
+ *   job.lag    what all warps do at a time, so that pieces are there when they are copied
  *   job.units  at most all warps.  Each comes to every role and span, as their number has no divisor
  *              in common with that of the units; and its next one is at least 0.3 of them away if
  *              that can be: a warp that does one kind of work for some time runs ahead of the others
@@ -362,9 +363,17 @@ template <class Job> static inline int kinds_of(const Job &job, int roles, int v
 template <class Job>
 static inline void deal(Job &job, int num_sms, int block, int roles, int vectors)
 {
-    job.span = num_sms >= 60 ? 1 : num_sms >= 44 ? 2 : 3;
-    job.lag = 16 + 8 * job.span;
-    const int warps = num_sms * (block / WARP), kinds = kinds_of(job, roles, vectors);
+    const int warps = num_sms * (block / WARP),
+              tokens = job.num_tokens > 1 ? job.num_tokens : 1;
+    const int64_t lines = (job.row_bytes + 2047) / 2048;
+    const int copies = roles - 1 + (job.top_k ? job.top_k : 8);
+    const int64_t pieces = (job.row_bytes + vectors * 512 - 1) / (vectors * 512);
+    int64_t spans = (lines * copies * num_sms + 1279) / 1280;
+    const int64_t least = (10 * (int64_t)warps - 1) / ((int64_t)tokens * roles) + 1;
+    if (spans < least) spans = least;
+    if (spans > pieces) spans = pieces;
+    job.span = (int32_t)((pieces + spans - 1) / spans);
+    const int kinds = kinds_of(job, roles, vectors);
     int best = 0;
     job.units = warps;
     for (int units = warps; units > 0 && units > warps - kinds; units--) {
@@ -375,6 +384,9 @@ static inline void deal(Job &job, int num_sms, int block, int roles, int vectors
         best = turn;
         job.units = units;
     }
+    const int at_a_time = job.units / kinds, most = tokens / 8, lag = 16 + 8 * job.span;
+    job.lag = at_a_time < most ? at_a_time : most;
+    if (job.lag < 2 * lag) job.lag = lag;
 }
 
 #endif

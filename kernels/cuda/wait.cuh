@@ -281,10 +281,10 @@ static __device__ void announce(const Now &now)
     const p2p_seat &seat = *now.seat;
     if (lane_id() >= seat.num_ranks) return;
     uint64_t *to = announcement(now, seat.heap[lane_id()], seat.rank);
-    __threadfence_system(); /* what the operations before restored must be seen first */
     store_relaxed(to + P2P_SAYS_TOKENS, stamp(now, (uint32_t)now.tokens));
     store_relaxed(to + P2P_SAYS_CAPACITY, stamp(now, (uint32_t)now.capacity));
     store_relaxed(to + P2P_SAYS_ROWS, stamp(now, (uint32_t)now.rows));
+    __threadfence_system(); /* what the operations before restored must be seen first */
     store_relaxed(to + P2P_SAYS_SIGNATURE, stamp(now, now.signature));
 }
 
@@ -306,6 +306,8 @@ static __device__ bool begin(Now &now, const p2p_seat &seat, uint32_t mark, int3
                              int32_t capacity, int32_t rows)
 {
     if (seat.operation == EPIC_OP_NONE) return false;
+    const uint64_t broken =
+        load_relaxed((const uint64_t *)(seat.heap[seat.rank] + seat.at.broken));
     if (threadIdx.x == 0) {
         now.tokens = tokens;
         now.capacity = capacity;
@@ -317,13 +319,15 @@ static __device__ bool begin(Now &now, const p2p_seat &seat, uint32_t mark, int3
         now.deadline = timer_ns() + seat.timeout_ns;
         now.last = now.lost = 0;
     }
-    __syncthreads();
-    const bool whole = load_relaxed((const uint64_t *)(now.heap + seat.at.broken)) == 0;
-    if (whole && blockIdx.x == 0 && threadIdx.x < WARP) announce(now);
+    if (!__syncthreads_and(broken == 0)) {
+        if (threadIdx.x == 0) tell_end(now);
+        return false;
+    }
     if (threadIdx.x < seat.num_ranks) find_boxes(now, threadIdx.x);
-    if (__syncthreads_and(whole)) return true;
-    if (threadIdx.x == 0) tell_end(now);
-    return false;
+    __syncthreads();
+    /* nobody here waits for the warp that announces, and the last CTA does not plan */
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x < WARP) announce(now);
+    return true;
 }
 
 /* One warp: waits until every rank has announced, and called the same; who called another is found
@@ -357,9 +361,8 @@ static __device__ bool heard(const Now &now, int which, int32_t &value)
 /* Every thread of every CTA, at the end.  true in the CTA that was the last to come. */
 static __device__ bool finish(Now &now)
 {
-    __syncthreads();
     if (blockIdx.x == 0 && threadIdx.x < WARP) hear(now);
-    __syncwarp();
+    __syncthreads();
     if (threadIdx.x == 0) {
         p2p_control *control = control_of(now);
         if (now.lost) tell_end(now);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Random cases on the p2p backend against plain loops, bit for bit.
- *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small]
+ *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small|few]
  * Every rank makes the same case from the same seed, does its part, and checks its results. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -101,11 +101,12 @@ int main(int argc, char **argv)
 {
     if (argc < 6) {
         fprintf(stderr,
-                "gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small]\n");
+                "gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small|few]\n");
         return 2;
     }
     const bool big = argc > 6 && !strcmp(argv[6], "big");
     const bool tight = argc > 6 && !strcmp(argv[6], "tight"); /* little staging: many rounds */
+    const bool few = argc > 6 && !strcmp(argv[6], "few");     /* a context for few tokens */
     const bool small = argc > 6 && !strcmp(argv[6], "small"); /* under a slow tool */
     options.cases = atoi(argv[4]);
     options.seed = strtoull(argv[5], NULL, 10);
@@ -116,6 +117,7 @@ int main(int argc, char **argv)
               .processes = !strcmp(argv[3], "processes"),
               .max_tokens = big     ? 4096
                             : small ? SMALL_CASE_TOKENS
+                            : few   ? P2P_FEW_TOKENS
                                     : MAX_CASE_TOKENS,
               .max_row_bytes = big     ? 14336
                                : small ? 2048
@@ -129,6 +131,7 @@ int main(int argc, char **argv)
            big     ? ", full size"
            : tight ? ", little staging"
            : small ? ", small"
+           : few   ? ", few tokens"
                    : "",
            failed ? "WRONG" : "good");
     return failed != 0;

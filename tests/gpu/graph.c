@@ -12,7 +12,10 @@
 #include "slack.h"
 #include "team.h"
 
+/* So few that the kernels for few tokens are taken; another program has more. */
+#ifndef TOKENS
 #define TOKENS 96
+#endif
 #define HIDDEN 256
 #define TOP_K 3
 #define SLOTS (TOKENS * TOP_K * 8)

@@ -29,15 +29,20 @@ run api_budget
 for ranks in 1 2 4 8; do run api_step $ranks; done
 run api_rogue 60
 for ranks in 1 2 3 8; do run api_data_errors $ranks; done
+run api_data_errors_many 3
 for ranks in 2 4; do run api_mismatch $ranks; done
+run api_mismatch_many 4
 run api_deaths 3 1 "$DEATHS"
 run api_router 3000 "$SEED"
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000)); done
+for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 300)) few; done
 run gpu_check 4 1 threads "$CASES" $((SEED + 9000)) tight
 run gpu_check 2 1 processes 10 $((SEED + 9500))
 run gpu_storm 4 1 threads "$STORM" "$SEED"
 run gpu_graph 4 1 threads 200
+run gpu_graph_many 4 1 threads 200
 run gpu_faults 4 1 threads "$FAULTS"
+run gpu_faults_many 4 1 threads "$FAULTS"
 if command -v compute-sanitizer >/dev/null; then
     # processes: the tools may keep two kernels of one process from running side by side
     for tool in memcheck initcheck synccheck racecheck; do
@@ -49,6 +54,7 @@ fi
 if [ "$GPUS" -gt 1 ]; then
     for ranks in $(seq 2 "$((GPUS < 8 ? GPUS : 8))"); do
         run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 500))
+        run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 800)) few
     done
     run gpu_check "$GPUS" "$GPUS" threads "$CASES" $((SEED + 10000))
     run gpu_storm "$GPUS" "$GPUS" processes "$STORM" $((SEED + 20))

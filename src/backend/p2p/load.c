@@ -12,6 +12,9 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_dispatch(), "loading the dispatch kernels"));
     TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
+    TRY(p2p_cuda(p2p_load_few_plan(), "loading the plan kernel for few tokens"));
+    TRY(p2p_cuda(p2p_load_few_dispatch(), "loading the dispatch kernels for few tokens"));
+    TRY(p2p_cuda(p2p_load_few_combine(), "loading the combine kernels for few tokens"));
     TRY(p2p_cuda(p2p_load_router(), "loading the router kernels"));
     TRY(p2p_cuda(p2p_load_router_backward(), "loading the router's backward kernels"));
     TRY(p2p_cuda(p2p_load_loss(), "loading the loss kernels"));
@@ -26,7 +29,13 @@ static cudaError_t launch_rows(const p2p_seat *seat, int64_t bytes, int aligned,
 {
     const p2p_dispatch_job dispatch = {
         .plan.seat = *seat, .row_bytes = bytes, .aligned = aligned};
+    p2p_dispatch_job planning = dispatch;
+    planning.plan.layer.num_experts = planning.plan.planners = 1;
     cudaError_t error = p2p_launch_dispatch(&dispatch, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_dispatch(&planning, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_few_dispatch(&dispatch, 1, stream);
+    planning.plan.few = 1;
+    if (error == cudaSuccess) error = p2p_launch_few_dispatch(&planning, 1, stream);
     for (uint32_t type = EPIC_F32; type <= EPIC_F16 && error == cudaSuccess; type++) {
         const p2p_combine_backward_job backward = {
             .seat = *seat, .row_bytes = bytes, .aligned = aligned, .type = type};
@@ -34,6 +43,7 @@ static cudaError_t launch_rows(const p2p_seat *seat, int64_t bytes, int aligned,
             .seat = *seat, .row_bytes = bytes, .aligned = aligned, .type = type};
         error = p2p_launch_combine_backward(&backward, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_combine(&combine, 1, stream);
+        if (error == cudaSuccess) error = p2p_launch_few_combine(&combine, 1, stream);
     }
     return error;
 }
@@ -43,6 +53,7 @@ static cudaError_t launch_all(const p2p_seat *seat, cudaStream_t stream)
     const p2p_plan_job plan = {.seat = *seat, .layer.num_experts = 1, .layer.top_k = 1};
     const p2p_sum_job sum = {.seat = *seat};
     cudaError_t error = p2p_launch_plan(&plan, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_few_plan(&plan, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_sum(&sum, 1, stream);
     for (size_t i = 0; i < sizeof row_bytes / sizeof *row_bytes; i++)
         for (int aligned = 0; aligned < 2 && error == cudaSuccess; aligned++)

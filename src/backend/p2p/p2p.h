@@ -23,8 +23,12 @@ struct epic_group {
     int ranks_here;                /* that share this GPU */
     bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
     p2p_watch *watch;
-    cudaStream_t side; /* for words to peers while a kernel runs */
-    uint64_t *word;    /* pinned host memory */
+    cudaStream_t side;  /* for words to peers while a kernel runs */
+    uint64_t *word;     /* pinned host memory */
+    int32_t top_k;      /* of the last plan: a hint of how much work a row is, */
+    int32_t experts;    /* and with this one of where its arrays are */
+    int32_t most_top_k; /* of all plans of this group; */
+    bool rare_sums;     /* some of them have leaves, or partials of another type */
 };
 
 /* The sentence of a CUDA error, as EPIC_EDEVICE. */

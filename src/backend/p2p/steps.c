@@ -8,7 +8,7 @@
 
 #define MOST_ROWS 0x7ffffff0 /* slots are int32 */
 
-#define HEAD_BYTES (4 << 20) /* sent to all peers while the plan is made */
+#define HEAD_BYTES (5 << 20) /* sent to all peers while the plan is made */
 #define COMBINE_LAG 48       /* tokens; measured, docs/cuda.md */
 
 /* --------------------------------------------------------------------------- common ---- */
@@ -105,6 +105,30 @@ static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_p
     return EPIC_OK;
 }
 
+/* Plans come from this group's calls alone: what none of them has, no plan has. */
+static void remember(epic_group *g, const epic_layer *layer)
+{
+    g->top_k = (int32_t)layer->top_k;
+    g->experts = (int32_t)layer->num_experts;
+    if (g->most_top_k < g->top_k) g->most_top_k = g->top_k;
+    if (layer->leaves > (uint32_t)g->num_ranks || layer->partial_type) g->rare_sums = true;
+}
+
+/* Does an operation of so many tokens here take the kernels for few?  Rows travel alike with them
+ * and with the others, so each rank chooses for itself. */
+static bool is_few(const epic_group *g, int32_t num_tokens, int64_t row_bytes)
+{
+    return num_tokens <= P2P_FEW_TOKENS && g->most_top_k > 0 && g->most_top_k <= 32 &&
+           g->config.max_tokens * device_round_up(row_bytes, 16) <= g->seat.at.source_bytes;
+}
+
+/* Where the arrays of a plan like the last one are, if that has `plan_bytes`. */
+static bool likely_layout(const epic_group *g, int64_t plan_bytes, device_plan_layout *at)
+{
+    *at = device_plan_layout_of(g->num_ranks, g->config.max_tokens, g->experts, g->top_k);
+    return g->top_k && at->bytes <= plan_bytes;
+}
+
 static int planners_of(int64_t num_tokens, int num_sms)
 {
     const int64_t wanted = (num_tokens + 63) / 64;
@@ -134,6 +158,9 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     job->capacity = args->capacity > MOST_ROWS ? MOST_ROWS : (int32_t)args->capacity;
     job->wide = args->index_type == EPIC_I64;
     job->planners = planners_of(args->num_tokens, sms_of(g, &args->call));
+    remember(g, &job->layer);
+    job->few =
+        !args->rank_of_expert && p2p_few_plan(g->num_ranks, g->config.max_tokens, &job->layer);
     mix_layer(a, &job->layer);
     mix(a, args->rank_of_expert != NULL);
     return EPIC_OK;
@@ -146,7 +173,9 @@ static epic_result plan(epic_group *g, const epic_plan_args *args)
     TRY(p2p_whole(g));
     TRY(fill_plan(g, &job, args, &a));
     job.seat = seat_of(g, &args->call, EPIC_OP_PLAN, a);
-    return p2p_cuda(p2p_launch_plan(&job, sms_of(g, &args->call), stream_of(&args->call)),
+    const int sms = sms_of(g, &args->call);
+    return p2p_cuda(job.few ? p2p_launch_few_plan(&job, sms, stream_of(&args->call))
+                            : p2p_launch_plan(&job, sms, stream_of(&args->call)),
                     "launching plan");
 }
 
@@ -163,6 +192,7 @@ static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
     job->recv = args->recv.data;
     job->weights = args->weights;
     job->slot_weights = args->slot_weights;
+    job->top_k = g->top_k;
     job->row_bytes = args->tokens.row_bytes ? args->tokens.row_bytes : args->recv.row_bytes;
     job->num_tokens = rows_of(&args->tokens);
     job->recv_rows = rows_of(&args->recv);
@@ -171,6 +201,21 @@ static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
     mix(a, (uint64_t)job->row_bytes);
     mix(a, args->slot_weights != NULL);
     return EPIC_OK;
+}
+
+static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
+                                   const epic_call *call, const char *what)
+{
+    device_plan_layout at;
+    if (job->plan.planners == 0 && likely_layout(g, job->plan_bytes, &at)) {
+        job->likely_experts = g->experts;
+        job->likely_rank_of = at.rank_of;
+    }
+    const bool few =
+        job->plan.planners ? job->plan.few : is_few(g, job->num_tokens, job->row_bytes);
+    return p2p_cuda(few ? p2p_launch_few_dispatch(job, sms_of(g, call), stream_of(call))
+                        : p2p_launch_dispatch(job, sms_of(g, call), stream_of(call)),
+                    what);
 }
 
 static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
@@ -182,8 +227,7 @@ static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
     job.plan.seat = seat_of(g, &args->call, EPIC_OP_DISPATCH, a);
     job.plan.plan = (uint8_t *)(uintptr_t)args->plan;
     job.plan_bytes = args->plan_bytes;
-    return p2p_cuda(p2p_launch_dispatch(&job, sms_of(g, &args->call), stream_of(&args->call)),
-                    "launching dispatch");
+    return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
 /* Rows can leave before the plan is known if nothing is dropped and all fit the staging. */
@@ -194,11 +238,14 @@ static bool overlaps(const epic_group *g, const p2p_dispatch_job *job)
            g->config.max_tokens * row <= g->seat.at.source_bytes;
 }
 
-/* Few enough that receiving has caught up before the end. */
+/* What the wire carries while the plan is made, of tokens that go to as many peers as they do with
+ * uniform routing, about; and few enough that receiving has caught up before the end. */
 static int32_t head_of(const epic_group *g, const p2p_dispatch_job *job)
 {
-    const int64_t token_bytes = job->row_bytes * (g->num_ranks - 1) + 1;
-    const int64_t head = HEAD_BYTES / token_bytes, most = job->num_tokens / 20;
+    const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
+    const int64_t quarters = top_k < ranks ? 4 * top_k * (ranks - 1) / ranks : 4 * (ranks - 1);
+    const int64_t token_bytes = job->row_bytes * quarters / 4 + 1;
+    const int64_t head = HEAD_BYTES / token_bytes, most = job->num_tokens / 5;
     return (int32_t)(head < most ? head : most);
 }
 
@@ -219,11 +266,10 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
         return dispatch(g, &second);
     }
     job.head = head_of(g, &job);
+    job.top_k = g->top_k;
     job.plan.seat = seat_of(g, &plan_args->call, EPIC_OP_DISPATCH, a);
     job.plan_bytes = plan_args->plan_bytes;
-    return p2p_cuda(
-        p2p_launch_dispatch(&job, sms_of(g, &plan_args->call), stream_of(&plan_args->call)),
-        "launching plan and dispatch");
+    return launch_dispatch(g, &job, &plan_args->call, "launching plan and dispatch");
 }
 
 /* ------------------------------------------------------------- combine and gradients ---- */
@@ -255,7 +301,9 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
     mix(&a, (uint64_t)job->row_bytes);
     mix(&a, job->type);
     job->seat = seat_of(g, call, operation, a);
-    return p2p_cuda(p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
+    const bool few = !g->rare_sums && is_few(g, job->num_tokens, job->row_bytes);
+    return p2p_cuda(few ? p2p_launch_few_combine(job, sms_of(g, call), stream_of(call))
+                        : p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
                     "launching combine");
 }
 
@@ -304,6 +352,7 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     job.d_slot_weights = args->d_slot_weights;
     job.row_bytes = args->d_out.row_bytes ? args->d_out.row_bytes : args->d_rows.row_bytes;
     job.num_tokens = rows_of(&args->d_out);
+    job.top_k = g->top_k;
     job.num_rows = rows_of(&args->d_rows);
     if (args->d_slot_weights && args->rows.num_rows < job.num_rows)
         job.num_rows = rows_of(&args->rows);

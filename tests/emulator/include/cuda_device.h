@@ -143,6 +143,15 @@ inline unsigned __reduce_or_sync(unsigned lanes, unsigned value)
     return emulated_reduce(lanes, value, [](unsigned a, unsigned b) { return a | b; });
 }
 
+inline unsigned __reduce_add_sync(unsigned lanes, unsigned value)
+{
+    unsigned sum = 0;
+    emulated_mask(lanes);
+    const uint64_t *all = emulator_meet(EMULATOR_REDUCE, emulated_bits(value));
+    for (unsigned i = 0; i < EMULATOR_WARP; i++) sum += (unsigned)all[i];
+    return sum;
+}
+
 template <class T> inline T __reduce_max_sync(unsigned lanes, T value)
 {
     return emulated_reduce(lanes, value, [](T a, T b) { return std::max(a, b); });
@@ -213,6 +222,11 @@ template <class T, class F> inline T emulated_update(T *p, F change)
 template <class T> inline T atomicAdd(T *p, std::common_type_t<T> value)
 {
     return emulated_update(p, [=](T old) { return (T)(old + value); });
+}
+
+template <class T> inline T atomicOr(T *p, std::common_type_t<T> value)
+{
+    return emulated_update(p, [=](T old) { return (T)(old | value); });
 }
 
 template <class T> inline T atomicMin(T *p, std::common_type_t<T> value)

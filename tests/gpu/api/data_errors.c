@@ -11,15 +11,11 @@
 
 #include "epic/epic.h"
 
-enum {
-    MAX_RANKS = 8,
-    TOKENS = 40,
-    TOP_K = 3,
-    EXPERTS = 24,
-    ROW = 64,
-    SLOTS = 4000,
-    PLAN = 65536
-};
+/* So few that the kernels for few tokens are taken; another program has more. */
+#ifndef TOKENS
+#define TOKENS 40
+#endif
+enum { MAX_RANKS = 8, TOP_K = 3, EXPERTS = 24, ROW = 64, SLOTS = 4000, PLAN = 65536 };
 enum {
     GOOD,
     EXPERT,

@@ -1,0 +1,373 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* dispatch of few tokens, and plan with dispatch of few tokens (few.cuh).
+ *   tokens  [num_tokens, row_bytes]   aligned vectors; one warp moves a piece, V * 16 bytes a lane
+ *   recv    [recv_rows, row_bytes]    every slot of the plan, padding as zeros
+ *
+ * Every warp sends its pieces of this rank's tokens to the peers that need them, then takes its
+ * pieces of all tokens, this rank's own first, to their slots.  With MADE the plan is made too:
+ * few_plan.cuh. */
+#include "cuda/few_plan.cuh"
+#include "cuda/launch.cuh"
+
+struct Few : Move {
+    const FewPlan *tables; /* of the plan that is made */
+    bool discards;         /* rows are taken, and stored nowhere */
+
+    __device__ __forceinline__ int32_t tokens_in(int rank) const
+    {
+        return made ? tables->tokens[rank] : plan.header.tokens_of[rank];
+    }
+};
+
+/* A piece on its way: what its unit needs first. */
+struct Piece {
+    int32_t token, piece;
+    int rank;
+    uint64_t word; /* this lane's choice, or with a plan that is read its slot */
+    uint4 q[V];
+};
+
+/* ------------------------------------------------------------------------------- sending ---- */
+
+template <bool EXACT> struct Sender {
+    const Few &m;
+    int unit, end;
+    uint64_t word;
+    uint4 q[V];
+
+    __device__ __forceinline__ explicit Sender(const Few &few)
+        : m(few), unit(few_worker()), end(m.job.num_tokens * m.shape.pieces)
+    {
+        if (is_speaker()) unit = end;
+        load_row();
+    }
+    __device__ __forceinline__ int32_t token() const
+    {
+        return unit / m.shape.pieces;
+    }
+    __device__ __forceinline__ void load_row()
+    {
+        if (unit < end)
+            load_piece_again<V, EXACT>(m.job.tokens + row_offset(token(), m.shape),
+                                       unit % m.shape.pieces * V * WARP, m.shape, q);
+    }
+    /* The choices of the first token, before the plan is known to have that layout; of no use
+     * if it has not. */
+    __device__ __forceinline__ void guess_choice()
+    {
+        const p2p_dispatch_job &job = m.job;
+        word = ~0ull;
+        if (unit >= end) return;
+        if (m.made)
+            word = read_choice(m, token(), lane_id());
+        else if (lane_id() < job.top_k)
+            word = (uint32_t)__ldg((const int32_t *)(job.plan.plan + job.likely_rank_of) +
+                                   (int64_t)token() * job.top_k + lane_id());
+    }
+    __device__ __forceinline__ void send_all(bool guessed)
+    {
+        while (unit < end) {
+            const int32_t piece = unit % m.shape.pieces;
+            if (!guessed) word = read_choice(m, token(), lane_id());
+            guessed = false;
+            const uint32_t peers = choose_peers(m, token(), piece == 0 && m.job.weights, word);
+            if (peers) send<EXACT>(m, token(), piece, peers, q);
+            unit += few_workers();
+            load_row();
+        }
+    }
+};
+
+/* ----------------------------------------------------------------------------- receiving ---- */
+
+/* Unit number u of those that receive: this rank's own tokens, then the peers' side by side. */
+__device__ __forceinline__ void place_unit(const Few &m, int u, Piece &p)
+{
+    const p2p_seat &seat = m.job.plan.seat;
+    const int own = m.job.num_tokens * m.shape.pieces, peers = seat.num_ranks - 1;
+    p.rank = seat.rank;
+    p.piece = u % m.shape.pieces;
+    p.token = u / m.shape.pieces;
+    if (u < own) return;
+    const int row = (u - own) / m.shape.pieces;
+    p.token = row / peers;
+    p.rank = wrap(seat.rank + 1 + row % peers, seat.num_ranks);
+}
+
+__device__ __forceinline__ int num_units(const Few &m)
+{
+    return (m.job.num_tokens + m.most_tokens * (m.job.plan.seat.num_ranks - 1)) *
+           m.shape.pieces;
+}
+
+/* Asks for what a unit needs; a staged piece may not have come yet. */
+template <bool EXACT> __device__ __forceinline__ void ask(const Few &m, int u, Piece &p)
+{
+    if (u >= num_units(m)) return;
+    place_unit(m, u, p);
+    const int32_t vector = p.piece * V * WARP;
+    if (!m.made) p.word = peek_record(m, p.rank, p.token, 0);
+    if (p.rank == m.job.plan.seat.rank) {
+        load_piece_again<V, EXACT>(m.job.tokens + row_offset(p.token, m.shape), vector, m.shape,
+                                   p.q);
+        return;
+    }
+    const int32_t begin = vector + lane_id();
+    const uint4 *staged = staged_in(m.now.inbox[p.rank], p.token, m.shape.vectors) + begin;
+#pragma unroll
+    for (int v = 0; v < V; v++)
+        p.q[v] = EXACT || begin + v * WARP < m.shape.vectors ? load_relaxed(staged + v * WARP)
+                                                             : make_uint4(0, 0, 0, 0);
+}
+
+/* The weight of this lane's slot, the n-th of the token here, of choice k; own tokens have that at
+ * hand. */
+__device__ __forceinline__ bool take_weight(const Few &m, const Piece &p, int32_t slot, int n,
+                                            int k)
+{
+    const p2p_seat &seat = m.job.plan.seat;
+    const bool stores = slot >= 0 && slot < m.job.recv_rows && !m.discards;
+    if (p.rank == seat.rank) {
+        if (stores)
+            m.job.slot_weights[slot] = __ldg(m.job.weights + (int64_t)p.token * m.top_k + k);
+        return true;
+    }
+    const int source = wrap(p.rank + seat.num_ranks - seat.rank - 1, seat.num_ranks);
+    uint32_t *from = weight_from(m, source, p.token, n), word = 0;
+    const bool ok = wait_until(m.now, p.rank, P2P_PHASE_FLOAT, [&] {
+        if (slot >= 0) word = load_relaxed(from);
+        return __any_sync(ALL_LANES, slot >= 0 && word == POISON) == 0;
+    });
+    if (!ok) return false;
+    if (slot >= 0) *from = POISON;
+    if (stores) m.job.slot_weights[slot] = __uint_as_float(word);
+    return true;
+}
+
+/* This lane's slot of the token, or -1; n: which one of the token's it is here; k: of which
+ * choice. */
+__device__ __forceinline__ int32_t find_slot(const Few &m, const Piece &p, int &n, int &k)
+{
+    n = k = lane_id();
+    if (m.made) {
+        const int32_t slot = m.tables->slot_here(m.job.plan, p.rank, p.token, k);
+        const uint32_t here = __ballot_sync(ALL_LANES, slot >= 0);
+        n = __popc(here & lanes_below());
+        if (p.piece == 0) m.tables->keep_token(m.job.plan, p.rank, p.token, slot, here);
+        return slot;
+    }
+    const int32_t slot = (int32_t)p.word;
+    if (p.rank == m.job.plan.seat.rank && p.piece == 0 && m.job.weights) {
+        const uint64_t choice = read_choice(m, p.token, lane_id());
+        k = nth_bit(choices_to(m, p.token, p.rank, choice), n);
+    }
+    return slot;
+}
+
+template <bool EXACT> __device__ __forceinline__ bool receive(const Few &m, Piece &p)
+{
+    const p2p_seat &seat = m.job.plan.seat;
+    int n, k;
+    if (p.token >= m.tokens_in(p.rank)) return true;
+    const int32_t slot = find_slot(m, p, n, k);
+    if (!__any_sync(ALL_LANES, slot >= 0)) return true;
+    const int source = wrap(p.rank + seat.num_ranks - seat.rank - 1, seat.num_ranks);
+    if (p.rank != seat.rank && !take<EXACT>(m, p.rank, source, p.token, p.piece, true, p.q))
+        return false;
+    if (!m.discards) fill_slots<EXACT>(m, p.piece * V * WARP, slot, p.q);
+    return p.piece || !m.job.weights || take_weight(m, p, slot, n, k);
+}
+
+template <bool EXACT> __device__ __forceinline__ bool receive_all(const Few &m, Piece &first)
+{
+    Piece now = first, next;
+    for (int u = few_worker(); u < num_units(m); u += few_workers()) {
+        ask<EXACT>(m, u + few_workers(), next);
+        if (!receive<EXACT>(m, now)) return false;
+        now = next;
+    }
+    return true;
+}
+
+/* ------------------------------------------------------------------------------- the rest ---- */
+
+/* The workers: zeros in the padding, as the plan or its tables say. */
+template <bool EXACT> __device__ __forceinline__ void pad_few(const Few &m)
+{
+    const p2p_plan_job &plan = m.job.plan;
+    const auto write = [&](int32_t slot, int piece) { pad_piece<EXACT>(m, slot, piece); };
+    if (!m.made) {
+        each_pad_piece(m.plan, m.plan.header.owned, m.shape.pieces, few_worker(), few_workers(),
+                       write);
+    } else if (plan.layer.alignment > 1) {
+        const auto padding_in = [&](int slab) {
+            const int e = plan.seat.rank * plan.block + slab;
+            const int32_t count = m.tables->p.load[e];
+            const int32_t rows = (int32_t)aligned_rows(count, plan.layer.alignment);
+            return device_padding{m.tables->p.start[e] + count, rows - count};
+        };
+        each_pad_of(padding_in, plan.block, m.shape.pieces, few_worker(), few_workers(), write);
+    }
+}
+
+/* Zeros in rows [first, ...) by all threads. */
+__device__ __forceinline__ void clear_from(const Few &m, int64_t first)
+{
+    const int64_t end = m.job.recv_rows;
+    if (first >= end) return;
+    zero_rows(m.job.recv, m.shape.row_bytes, first, end, grid_thread(), grid_threads());
+    zero_floats(m.job.slot_weights, first, end, grid_thread(), grid_threads());
+}
+
+/* One warp: has every rank rows for its slots? */
+__device__ __forceinline__ bool rows_enough(const device_plan_header &h, int32_t rows,
+                                            int num_ranks)
+{
+    return __all_sync(ALL_LANES, lane_id() >= num_ranks || h.slots_of[lane_id()] <= rows) != 0;
+}
+
+template <bool EXACT, bool MADE>
+__global__ void __launch_bounds__(FEW_BLOCK, 1)
+    few_dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
+{
+    __shared__ Now now;
+    __shared__ Plan plan;
+    __shared__ FewPlan tables;
+    __shared__ Stride unused;
+    __shared__ bool enough; /* rows everywhere, as far as is known */
+    const p2p_seat &seat = job.plan.seat;
+    const device_plan_header &h = MADE ? tables.p.header : plan.header;
+    if (seat.operation == EPIC_OP_NONE) return;
+    const bool whole = is_whole(seat), last = blockIdx.x == gridDim.x - 1;
+    const RowShape shape = row_shape<V>(job.row_bytes, EXACT || job.aligned);
+    Few m = {{{job, now, plan, unused, shape, policy_once(), 0, (int)job.plan.layer.top_k}}};
+    m.made = MADE;
+    m.tables = &tables;
+    Sender<EXACT> sender(m);
+    sender.guess_choice();
+    if (threadIdx.x == 0) enough = true;
+    if (is_speaker()) open_few(now, seat, job.num_tokens, job.plan.capacity, job.recv_rows);
+    if (MADE)
+        open_tables(tables, job.plan, (uint8_t *)dynamic_shared());
+    else
+        read_plan(plan, job.plan.plan, job.plan_bytes, seat, job.num_tokens);
+    if (!MADE && is_speaker() && lane_id() == 0)
+        now.signature ^= (uint32_t)plan.header.id & 0x0fffffffu;
+    if (!__syncthreads_and(whole)) {
+        if (threadIdx.x == 0) tell_end(now);
+        return;
+    }
+    count_begun(now);
+
+    const bool moves = MADE || (plan.good && plan.header.result == EPIC_OK);
+    if (!MADE) m.top_k = (int)plan.header.top_k;
+    m.most_tokens = MADE ? (int32_t)seat.max_tokens : plan.most_tokens;
+    if (is_speaker()) {
+        if (MADE) tell_ids(job.plan, now);
+        if (last) announce(now);
+    } else if (moves) {
+        sender.send_all(MADE || (job.likely_experts == (int32_t)plan.header.num_experts &&
+                                 job.top_k == m.top_k));
+    }
+    Piece first;
+    bool ok = true;
+    if (moves && !is_speaker()) ask<EXACT>(m, few_worker(), first);
+    if (MADE) ok = make_few(tables, job.plan, now);
+    if (MADE && ok) {
+        const int32_t rows = lane_id() < seat.num_ranks ? tables.rows[lane_id()] : 0;
+        const bool short_of_rows =
+            tables.result == EPIC_OK && !rows_enough(h, rows, seat.num_ranks);
+        m.discards = tables.result != EPIC_OK || short_of_rows;
+        if (is_speaker() && blockIdx.x == 0) write_few(tables, job.plan, now);
+        if (blockIdx.x == 0 && short_of_rows) (void)rows_suffice(seat, now, &h);
+    }
+    if (ok && moves && !is_speaker()) {
+        ok = receive_all<EXACT>(m, first);
+        if (ok && !m.discards) pad_few<EXACT>(m);
+    }
+    if (is_speaker() && !MADE && moves) {
+        const bool good = hear_rows(now, h);
+        if (lane_id() == 0) enough = good;
+    }
+    if (is_speaker() && last) finish_few(now);
+    if (ok && (m.discards || !moves))
+        clear_from(m, 0);
+    else if (ok && job.zero_tail)
+        clear_from(m, h.slots_of[seat.rank]);
+    end_few(now);
+    if (MADE || enough || !is_last_of_short(now, h)) return;
+    zero_rows(job.recv, job.row_bytes, 0, job.recv_rows, threadIdx.x, FEW_BLOCK);
+    zero_floats(job.slot_weights, 0, job.recv_rows, threadIdx.x, FEW_BLOCK);
+}
+
+typedef void (*Kernel)(p2p_dispatch_job);
+
+static const Kernel kernels[] = {
+    few_dispatch_kernel<false, false>, few_dispatch_kernel<false, true>,
+    few_dispatch_kernel<true, false>, few_dispatch_kernel<true, true>};
+
+extern "C" cudaError_t p2p_load_few_dispatch(void)
+{
+    for (Kernel kernel : kernels) {
+        const cudaError_t error = cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_PLAN_MOST_BYTES);
+        if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+}
+
+extern "C" cudaError_t p2p_launch_few_dispatch(const p2p_dispatch_job *job, int num_sms,
+                                               cudaStream_t stream)
+{
+    const bool exact = job->aligned && job->row_bytes % (V * 512) == 0, made = job->plan.few;
+    const int bytes = made ? few_plan_bytes(job->plan.seat.num_ranks, job->plan.seat.max_tokens,
+                                            &job->plan.layer)
+                           : 0;
+    return enqueue(kernels[exact * 2 + made], num_sms, FEW_BLOCK, bytes, stream, *job);
+}
+
+/* plan alone: as above, and nothing moves. */
+__global__ void __launch_bounds__(FEW_BLOCK, 1)
+    few_plan_kernel(const __grid_constant__ p2p_plan_job job)
+{
+    __shared__ Now now;
+    __shared__ FewPlan tables;
+    const p2p_seat &seat = job.seat;
+    if (seat.operation == EPIC_OP_NONE) return;
+    const bool whole = is_whole(seat), last = blockIdx.x == gridDim.x - 1;
+    if (is_speaker()) open_few(now, seat, job.num_tokens, job.capacity, 0);
+    open_tables(tables, job, (uint8_t *)dynamic_shared());
+    if (!__syncthreads_and(whole)) {
+        if (threadIdx.x == 0) tell_end(now);
+        return;
+    }
+    count_begun(now);
+    if (is_speaker()) tell_ids(job, now);
+    if (is_speaker() && last) announce(now);
+    if (make_few(tables, job, now)) {
+        if (is_speaker() && blockIdx.x == 0) write_few(tables, job, now);
+        const int ranks = seat.num_ranks;
+        for (int u = few_worker(); u < ranks * tables.max_tokens && !is_speaker();
+             u += few_workers()) {
+            const int rank = u % ranks, token = u / ranks;
+            if (token >= tables.p.header.tokens_of[rank]) continue;
+            const int32_t slot = tables.slot_here(job, rank, token, lane_id());
+            tables.keep_token(job, rank, token, slot, __ballot_sync(ALL_LANES, slot >= 0));
+        }
+    }
+    if (is_speaker() && last) finish_few(now);
+    end_few(now);
+}
+
+extern "C" cudaError_t p2p_load_few_plan(void)
+{
+    return cudaFuncSetAttribute(few_plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                FEW_PLAN_MOST_BYTES);
+}
+
+extern "C" cudaError_t p2p_launch_few_plan(const p2p_plan_job *job, int num_sms,
+                                           cudaStream_t stream)
+{
+    const int bytes = few_plan_bytes(job->seat.num_ranks, job->seat.max_tokens, &job->layer);
+    return enqueue(few_plan_kernel, num_sms, FEW_BLOCK, bytes, stream, *job);
+}
