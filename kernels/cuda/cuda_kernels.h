@@ -120,6 +120,8 @@ typedef struct p2p_dispatch_job {
     int32_t head;           /* tokens that are sent while the plan is made */
     int32_t likely_experts; /* of the plan that is read, as top_k; and then */
     int64_t likely_rank_of; /* where its ranks are */
+    int32_t apart;    /* of a small operation: CTAs that only send; the launch fills it in */
+    int32_t catch_up; /* of a large one: see dispatch.cuh; likewise */
     /* The launch fills in: */
     int32_t lag;   /* tokens that receiving stays behind sending, */
     int32_t span;  /* pieces of a row that a warp moves one after the other, */
@@ -139,7 +141,9 @@ typedef struct p2p_combine_job {
     int32_t num_tokens, num_rows;
     uint32_t type;
     int32_t aligned;
-    int32_t lag; /* tokens that adding stays behind sending */
+    int32_t lag;                   /* tokens that adding stays behind sending */
+    int32_t top_k, likely_experts; /* as in dispatch */
+    int64_t likely_rank_of, likely_records;
 } p2p_combine_job;
 
 typedef struct p2p_combine_backward_job {

@@ -377,7 +377,12 @@ extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_
     deal(copy, num_sms, BLOCK, num_roles(job->plan.seat), V);
     if (!job->plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
         copy.lag /= 2; /* records are there; what is left at the end counts more */
-    if (copy.head && copy.head < copy.lag) copy.head = copy.lag; /* nothing to catch up on */
+    /* Whole rows are quick: more of them leave while the plan is made.  And what receiving stays
+     * behind anyway is nothing to catch up on. */
+    copy.catch_up = kinds_of(copy, 1, V) == 1 ? 2 : 4;
+    if (copy.catch_up == 4 && copy.head > job->num_tokens / 20)
+        copy.head = job->num_tokens / 20;
+    if (copy.head && copy.head < copy.lag) copy.head = copy.lag;
     if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
     const int planning = copy.plan.planners ? planner_bytes(job->plan.layer.num_experts) : 0;
     const Kernel kernel = kernels[rows * 2 + (copy.plan.planners > 0)];

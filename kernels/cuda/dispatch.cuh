@@ -267,11 +267,12 @@ __device__ __forceinline__ bool hear_tokens(Move &m)
     return true;
 }
 
-/* Tokens that are received before step i: `head` behind at first, `lag` in the end. */
+/* Tokens that are received before step i: `head` behind at first, `lag` in the end; of 2^catch_up
+ * steps one receives two. */
 __device__ __forceinline__ int32_t received_before(const Move &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.head, m.job.lag), 0);
-    return min(behind + behind / 4, max(step - m.job.lag, 0));
+    return min(behind + (behind >> m.job.catch_up), max(step - m.job.lag, 0));
 }
 
 /* The token of a unit, the first one if it receives several. */

@@ -21,16 +21,32 @@ __device__ __forceinline__ bool is_speaker()
     return threadIdx.x >= FEW_WORKERS * WARP;
 }
 
-/* Units of work go to the CTAs in turn, then to their warps. */
-__device__ __forceinline__ int few_worker()
-{
-    return (int)(threadIdx.x / WARP * gridDim.x + blockIdx.x);
-}
+/* The CTAs [first, first + ctas), which share some work: units of it go to them in turn, then to
+ * their warps. */
+struct Crew {
+    int first, ctas;
 
-__device__ __forceinline__ int few_workers()
-{
-    return FEW_WORKERS * (int)gridDim.x;
-}
+    __device__ __forceinline__ bool has_me() const
+    {
+        return (uint32_t)((int)blockIdx.x - first) < (uint32_t)ctas;
+    }
+    __device__ __forceinline__ int worker() const
+    {
+        return (int)(threadIdx.x / WARP) * ctas + (int)blockIdx.x - first;
+    }
+    __device__ __forceinline__ int workers() const
+    {
+        return FEW_WORKERS * ctas;
+    }
+    __device__ __forceinline__ int64_t thread() const
+    {
+        return ((int64_t)blockIdx.x - first) * FEW_BLOCK + threadIdx.x;
+    }
+    __device__ __forceinline__ int64_t threads() const
+    {
+        return (int64_t)ctas * FEW_BLOCK;
+    }
+};
 
 /* The speaker: the running operation, but for what its plan adds to the signature. */
 __device__ __forceinline__ void open_few(Now &now, const p2p_seat &seat, int32_t tokens,

@@ -8,52 +8,84 @@
 
 static constexpr int FEW_V = 2; /* vectors a lane and piece */
 
-struct Units { /* of a warp: the peers' tokens, then this rank's */
+/* What a warp does: units of the peers' tokens, then of this rank's.  The first warps begin with
+ * those, the last ones with these. */
+struct Units {
     const Combine &c;
-    int peers, ours, end;
+    const Crew crew;
 
     __device__ __forceinline__ explicit Units(const Combine &combine)
-        : c(combine), peers(c.plan.most_tokens * (c.job.seat.num_ranks - 1) * c.shape.pieces)
+        : c(combine), crew{0, (int)gridDim.x}
     {
-        end = peers + c.job.num_tokens * c.shape.pieces;
     }
-    __device__ __forceinline__ bool sends(int u) const
+    __device__ __forceinline__ Unit place(int u, bool own) const
     {
-        return u < peers;
+        const int senders = c.job.seat.num_ranks - 1, row = u / c.shape.pieces;
+        if (own) return {row, 0, u % c.shape.pieces, -1, -1};
+        return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
-    __device__ __forceinline__ Unit place(int u) const
+    __device__ __forceinline__ int first(bool own) const
     {
-        const int senders = c.job.seat.num_ranks - 1, n = sends(u) ? u : u - peers;
-        const int row = n / c.shape.pieces;
-        return {sends(u) ? row / senders : row, sends(u) ? row % senders : 0,
-                n % c.shape.pieces, -1, -1};
+        return own ? crew.workers() - 1 - crew.worker() : crew.worker();
     }
-    __device__ __forceinline__ Unit read(int u) const
+    __device__ __forceinline__ Unit read(int u, bool own, int end) const
     {
         if (u >= end) return {};
-        Unit unit = place(u);
-        unit.slot =
-            read_slot(c, sends(u) ? peer_of(c, unit.role) : c.job.seat.rank, unit.token, 0);
-        if (!sends(u)) unit.ranks = rank_of(c, unit.token, 0);
+        Unit unit = place(u, own);
+        unit.slot = read_slot(c, own ? c.job.seat.rank : peer_of(c, unit.role), unit.token, 0);
+        if (own) unit.ranks = rank_of(c, unit.token, 0);
         return unit;
+    }
+    /* The first unit, from where its plan's arrays are if they are like the last plan's. */
+    __device__ __forceinline__ Unit guess(bool own) const
+    {
+        const p2p_combine_job &job = c.job;
+        if (!job.likely_experts || (!own && job.seat.num_ranks == 1)) return {};
+        Unit unit = place(first(own), own);
+        const int rank = own ? job.seat.rank : peer_of(c, unit.role);
+        if (unit.token >= job.seat.max_tokens || lane_id() >= job.top_k) return unit;
+        unit.slot = __ldg((const int32_t *)(job.plan + job.likely_records) +
+                          record_at(job.seat, rank, unit.token, job.top_k) + lane_id());
+        if (own)
+            unit.ranks = __ldg((const int32_t *)(job.plan + job.likely_rank_of) +
+                               (int64_t)unit.token * job.top_k + lane_id());
+        return unit;
+    }
+    __device__ __forceinline__ bool guessed() const
+    {
+        const device_plan_header &h = c.plan.header;
+        return c.job.likely_experts == (int32_t)h.num_experts && c.job.top_k == (int)h.top_k;
+    }
+    /* All of a kind. */
+    template <class Do>
+    __device__ __forceinline__ bool each(bool own, Unit guess, Do work) const
+    {
+        const int end = own ? c.job.num_tokens * c.shape.pieces
+                            : c.plan.most_tokens * (c.job.seat.num_ranks - 1) * c.shape.pieces;
+        int u = first(own);
+        Unit next = guessed() ? guess : read(u, own, end);
+        for (; u < end; u += crew.workers()) {
+            Unit now = next;
+            next = read(u + crew.workers(), own, end);
+            const int rank = own ? c.job.seat.rank : peer_of(c, now.role);
+            if (now.token >= c.plan.header.tokens_of[rank]) continue;
+            now.slot = within(c, now.slot);
+            if (!work(now)) return false;
+        }
+        return true;
     }
 };
 
-template <class ROW> __device__ __forceinline__ bool combine_few(const Combine &c)
+template <class ROW>
+__device__ __forceinline__ bool combine_few(const Units &units, Unit sent, Unit own)
 {
-    const Units units(c);
-    int u = few_worker();
-    Unit next = units.read(u);
-    for (; u < units.end; u += few_workers()) {
-        Unit now = next;
-        next = units.read(u + few_workers());
-        now.slot = within(c, now.slot);
-        if (units.sends(u))
-            expert_unit<ROW, ROW, FEW_V, false>(c, now);
-        else if (!source_unit<ROW, ROW, FEW_V, false>(c, now))
-            return false;
-    }
-    return true;
+    const Combine &c = units.c;
+    return units.each(false, sent, [&](const Unit &u) {
+        expert_unit<ROW, ROW, FEW_V, false>(c, u);
+        return true;
+    }) && units.each(true, own, [&](const Unit &u) {
+        return source_unit<ROW, ROW, FEW_V, false>(c, u);
+    });
 }
 
 /* All threads: zeros, when nothing was moved. */
@@ -76,7 +108,24 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     const p2p_seat &seat = job.seat;
     if (seat.operation == EPIC_OP_NONE) return;
     const bool whole = is_whole(seat), last = blockIdx.x == gridDim.x - 1;
-    if (is_speaker()) open_few(now, seat, job.num_tokens, 0, job.num_rows);
+    Combine c = {job,
+                 now,
+                 plan,
+                 unused,
+                 unused,
+                 NULL,
+                 row_shape<FEW_V>(job.row_bytes, job.aligned),
+                 policy_once(),
+                 0,
+                 0};
+    const Units units(c);
+    Unit sent = {}, own = {};
+    if (is_speaker()) {
+        open_few(now, seat, job.num_tokens, 0, job.num_rows);
+    } else {
+        sent = units.guess(false);
+        own = units.guess(true);
+    }
     read_plan(plan, job.plan, job.plan_bytes, seat, job.num_tokens);
     const device_plan_header &h = plan.header;
     if (is_speaker() && lane_id() == 0) now.signature ^= (uint32_t)h.id & 0x0fffffffu;
@@ -87,16 +136,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     count_begun(now);
 
     const bool moves = plan.good && h.result == EPIC_OK;
-    const Combine c = {job,
-                       now,
-                       plan,
-                       unused,
-                       unused,
-                       NULL,
-                       row_shape<FEW_V>(job.row_bytes, job.aligned),
-                       policy_once(),
-                       0,
-                       (int)h.top_k};
+    c.top_k = (int)h.top_k;
     bool ok = true;
     if (is_speaker()) {
         if (last) announce(now);
@@ -104,7 +144,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         if (lane_id() == 0) enough = good;
         if (last) finish_few(now);
     } else if (moves) {
-        ok = combine_few<ROW>(c);
+        ok = combine_few<ROW>(units, sent, own);
     }
     if (!moves) clear(c, grid_thread(), grid_threads());
     end_few(now);

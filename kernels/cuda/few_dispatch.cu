@@ -11,7 +11,9 @@
 
 struct Few : Move {
     const FewPlan *tables; /* of the plan that is made */
+    const int32_t *fates;  /* of the plan that is read: slots of this rank's choices */
     bool discards;         /* rows are taken, and stored nowhere */
+    Crew senders, takers;  /* the same CTAs, or some of them send and the others take */
 
     __device__ __forceinline__ int32_t tokens_in(int rank) const
     {
@@ -23,7 +25,9 @@ struct Few : Move {
 struct Piece {
     int32_t token, piece;
     int rank;
-    uint64_t word; /* this lane's choice, or with a plan that is read its slot */
+    uint64_t word;   /* this lane's slot, if the plan is read */
+    int32_t choice;  /* the slot of this lane's choice of an own token, or -1; */
+    uint32_t weight; /* its weight, or that of the lane's slot, perhaps poison; piece 0 */
     uint4 q[V];
 };
 
@@ -36,10 +40,11 @@ template <bool EXACT> struct Sender {
     uint4 q[V];
 
     __device__ __forceinline__ explicit Sender(const Few &few)
-        : m(few), unit(few_worker()), end(m.job.num_tokens * m.shape.pieces)
+        : m(few), unit(few.senders.worker()), end(m.job.num_tokens * m.shape.pieces)
     {
-        if (is_speaker()) unit = end;
+        if (is_speaker() || !few.senders.has_me()) unit = end;
         load_row();
+        guess_choice();
     }
     __device__ __forceinline__ int32_t token() const
     {
@@ -66,14 +71,18 @@ template <bool EXACT> struct Sender {
     }
     __device__ __forceinline__ void send_all(bool guessed)
     {
+        if (!guessed && unit < end) word = read_choice(m, token(), lane_id());
         while (unit < end) {
-            const int32_t piece = unit % m.shape.pieces;
-            if (!guessed) word = read_choice(m, token(), lane_id());
-            guessed = false;
-            const uint32_t peers = choose_peers(m, token(), piece == 0 && m.job.weights, word);
-            if (peers) send<EXACT>(m, token(), piece, peers, q);
-            unit += few_workers();
+            const int32_t now = token(), piece = unit % m.shape.pieces;
+            const uint64_t its_word = word;
+            uint4 its[V];
+#pragma unroll
+            for (int v = 0; v < V; v++) its[v] = q[v];
+            unit += m.senders.workers();
             load_row();
+            if (unit < end) word = read_choice(m, token(), lane_id());
+            const uint32_t peers = choose_peers(m, now, piece == 0 && m.job.weights, its_word);
+            if (peers) send<EXACT>(m, now, piece, peers, its);
         }
     }
 };
@@ -100,19 +109,41 @@ __device__ __forceinline__ int num_units(const Few &m)
            m.shape.pieces;
 }
 
-/* Asks for what a unit needs; a staged piece may not have come yet. */
-template <bool EXACT> __device__ __forceinline__ void ask(const Few &m, int u, Piece &p)
+__device__ __forceinline__ int source_of(const Few &m, int rank)
 {
-    if (u >= num_units(m)) return;
+    const p2p_seat &seat = m.job.plan.seat;
+    return wrap(rank + seat.num_ranks - seat.rank - 1, seat.num_ranks);
+}
+
+/* What goes with the first piece of a token. */
+__device__ __forceinline__ void ask_weights(const Few &m, Piece &p)
+{
+    const int k = lane_id();
+    p.choice = -1;
+    p.weight = POISON;
+    if (k >= m.top_k || !m.job.weights) return;
+    if (p.rank != m.job.plan.seat.rank) {
+        p.weight = load_relaxed(weight_from(m, source_of(m, p.rank), p.token, k));
+        return;
+    }
+    const int64_t at = (int64_t)p.token * m.top_k + k;
+    p.weight = __float_as_uint(__ldg(m.job.weights + at));
+    if (!m.made && __ldg(m.plan.rank_of + at) == p.rank) p.choice = __ldg(m.fates + at);
+}
+
+/* Asks for the row of a unit of `own` tokens, or else of a peer's, which may not have come yet. */
+template <bool EXACT>
+__device__ __forceinline__ void ask_row(const Few &m, int u, Piece &p, bool own)
+{
+    const bool is_own = u < m.job.num_tokens * m.shape.pieces;
+    if (own != is_own || (!own && u >= num_units(m))) return;
     place_unit(m, u, p);
-    const int32_t vector = p.piece * V * WARP;
-    if (!m.made) p.word = peek_record(m, p.rank, p.token, 0);
-    if (p.rank == m.job.plan.seat.rank) {
+    const int32_t vector = p.piece * V * WARP, begin = vector + lane_id();
+    if (own) {
         load_piece_again<V, EXACT>(m.job.tokens + row_offset(p.token, m.shape), vector, m.shape,
                                    p.q);
         return;
     }
-    const int32_t begin = vector + lane_id();
     const uint4 *staged = staged_in(m.now.inbox[p.rank], p.token, m.shape.vectors) + begin;
 #pragma unroll
     for (int v = 0; v < V; v++)
@@ -120,69 +151,74 @@ template <bool EXACT> __device__ __forceinline__ void ask(const Few &m, int u, P
                                                              : make_uint4(0, 0, 0, 0);
 }
 
-/* The weight of this lane's slot, the n-th of the token here, of choice k; own tokens have that at
- * hand. */
-__device__ __forceinline__ bool take_weight(const Few &m, const Piece &p, int32_t slot, int n,
-                                            int k)
+/* And for what says where it goes. */
+__device__ __forceinline__ void ask_words(const Few &m, int u, Piece &p)
 {
-    const p2p_seat &seat = m.job.plan.seat;
-    const bool stores = slot >= 0 && slot < m.job.recv_rows && !m.discards;
-    if (p.rank == seat.rank) {
-        if (stores)
-            m.job.slot_weights[slot] = __ldg(m.job.weights + (int64_t)p.token * m.top_k + k);
+    if (u >= num_units(m)) return;
+    if (!m.made) p.word = peek_record(m, p.rank, p.token, 0);
+    if (p.piece == 0) ask_weights(m, p);
+}
+
+__device__ __forceinline__ void store_weight(const Few &m, int32_t slot, uint32_t word)
+{
+    if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
+        m.job.slot_weights[slot] = __uint_as_float(word);
+}
+
+/* The weights of a token's slots here; this lane's is the n-th of them. */
+__device__ __forceinline__ bool take_weights(const Few &m, const Piece &p, int32_t slot, int n)
+{
+    if (p.rank == m.job.plan.seat.rank) {
+        store_weight(m, m.made ? slot : p.choice, p.weight);
         return true;
     }
-    const int source = wrap(p.rank + seat.num_ranks - seat.rank - 1, seat.num_ranks);
-    uint32_t *from = weight_from(m, source, p.token, n), word = 0;
+    uint32_t *from = weight_from(m, source_of(m, p.rank), p.token, n);
+    uint32_t word = __shfl_sync(ALL_LANES, p.weight, n);
+    bool again = false;
     const bool ok = wait_until(m.now, p.rank, P2P_PHASE_FLOAT, [&] {
-        if (slot >= 0) word = load_relaxed(from);
+        if (again && slot >= 0) word = load_relaxed(from);
+        again = true;
         return __any_sync(ALL_LANES, slot >= 0 && word == POISON) == 0;
     });
     if (!ok) return false;
     if (slot >= 0) *from = POISON;
-    if (stores) m.job.slot_weights[slot] = __uint_as_float(word);
+    store_weight(m, slot, word);
     return true;
 }
 
-/* This lane's slot of the token, or -1; n: which one of the token's it is here; k: of which
- * choice. */
-__device__ __forceinline__ int32_t find_slot(const Few &m, const Piece &p, int &n, int &k)
+/* This lane's slot of the token, or -1; n: which one of the token's it is here. */
+__device__ __forceinline__ int32_t find_slot(const Few &m, const Piece &p, int &n)
 {
-    n = k = lane_id();
-    if (m.made) {
-        const int32_t slot = m.tables->slot_here(m.job.plan, p.rank, p.token, k);
-        const uint32_t here = __ballot_sync(ALL_LANES, slot >= 0);
-        n = __popc(here & lanes_below());
-        if (p.piece == 0) m.tables->keep_token(m.job.plan, p.rank, p.token, slot, here);
-        return slot;
-    }
-    const int32_t slot = (int32_t)p.word;
-    if (p.rank == m.job.plan.seat.rank && p.piece == 0 && m.job.weights) {
-        const uint64_t choice = read_choice(m, p.token, lane_id());
-        k = nth_bit(choices_to(m, p.token, p.rank, choice), n);
-    }
+    n = lane_id();
+    if (!m.made) return (int32_t)p.word;
+    const int32_t slot = m.tables->slot_here(m.job.plan, p.rank, p.token, lane_id());
+    const uint32_t here = __ballot_sync(ALL_LANES, slot >= 0);
+    n = __popc(here & lanes_below());
+    if (p.piece == 0) m.tables->keep_token(m.job.plan, p.rank, p.token, slot, here);
     return slot;
 }
 
 template <bool EXACT> __device__ __forceinline__ bool receive(const Few &m, Piece &p)
 {
     const p2p_seat &seat = m.job.plan.seat;
-    int n, k;
+    int n;
     if (p.token >= m.tokens_in(p.rank)) return true;
-    const int32_t slot = find_slot(m, p, n, k);
+    const int32_t slot = find_slot(m, p, n);
     if (!__any_sync(ALL_LANES, slot >= 0)) return true;
-    const int source = wrap(p.rank + seat.num_ranks - seat.rank - 1, seat.num_ranks);
-    if (p.rank != seat.rank && !take<EXACT>(m, p.rank, source, p.token, p.piece, true, p.q))
+    if (p.rank != seat.rank &&
+        !take<EXACT>(m, p.rank, source_of(m, p.rank), p.token, p.piece, true, p.q))
         return false;
     if (!m.discards) fill_slots<EXACT>(m, p.piece * V * WARP, slot, p.q);
-    return p.piece || !m.job.weights || take_weight(m, p, slot, n, k);
+    return p.piece || !m.job.weights || take_weights(m, p, slot, n);
 }
 
 template <bool EXACT> __device__ __forceinline__ bool receive_all(const Few &m, Piece &first)
 {
     Piece now = first, next;
-    for (int u = few_worker(); u < num_units(m); u += few_workers()) {
-        ask<EXACT>(m, u + few_workers(), next);
+    for (int u = m.takers.worker(); u < num_units(m); u += m.takers.workers()) {
+        ask_row<EXACT>(m, u + m.takers.workers(), next, true);
+        ask_row<EXACT>(m, u + m.takers.workers(), next, false);
+        ask_words(m, u + m.takers.workers(), next);
         if (!receive<EXACT>(m, now)) return false;
         now = next;
     }
@@ -197,8 +233,8 @@ template <bool EXACT> __device__ __forceinline__ void pad_few(const Few &m)
     const p2p_plan_job &plan = m.job.plan;
     const auto write = [&](int32_t slot, int piece) { pad_piece<EXACT>(m, slot, piece); };
     if (!m.made) {
-        each_pad_piece(m.plan, m.plan.header.owned, m.shape.pieces, few_worker(), few_workers(),
-                       write);
+        each_pad_piece(m.plan, m.plan.header.owned, m.shape.pieces, m.takers.worker(),
+                       m.takers.workers(), write);
     } else if (plan.layer.alignment > 1) {
         const auto padding_in = [&](int slab) {
             const int e = plan.seat.rank * plan.block + slab;
@@ -206,17 +242,26 @@ template <bool EXACT> __device__ __forceinline__ void pad_few(const Few &m)
             const int32_t rows = (int32_t)aligned_rows(count, plan.layer.alignment);
             return device_padding{m.tables->p.start[e] + count, rows - count};
         };
-        each_pad_of(padding_in, plan.block, m.shape.pieces, few_worker(), few_workers(), write);
+        each_pad_of(padding_in, plan.block, m.shape.pieces, m.takers.worker(),
+                    m.takers.workers(), write);
     }
 }
 
-/* Zeros in rows [first, ...) by all threads. */
+/* Zeros in rows [first, ...) by all who take. */
 __device__ __forceinline__ void clear_from(const Few &m, int64_t first)
 {
     const int64_t end = m.job.recv_rows;
     if (first >= end) return;
-    zero_rows(m.job.recv, m.shape.row_bytes, first, end, grid_thread(), grid_threads());
-    zero_floats(m.job.slot_weights, first, end, grid_thread(), grid_threads());
+    zero_rows(m.job.recv, m.shape.row_bytes, first, end, m.takers.thread(), m.takers.threads());
+    zero_floats(m.job.slot_weights, first, end, m.takers.thread(), m.takers.threads());
+}
+
+__device__ __forceinline__ const int32_t *fates_of(const Plan &plan, const p2p_seat &seat)
+{
+    const device_plan_header &h = plan.header;
+    const device_plan_layout at =
+        device_plan_layout_of(seat.num_ranks, seat.max_tokens, h.num_experts, h.top_k);
+    return plan.rank_of + (at.fate - at.rank_of) / 4;
 }
 
 /* One warp: has every rank rows for its slots? */
@@ -243,8 +288,14 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     Few m = {{{job, now, plan, unused, shape, policy_once(), 0, (int)job.plan.layer.top_k}}};
     m.made = MADE;
     m.tables = &tables;
+    const int ctas = (int)gridDim.x;
+    const int apart = job.apart;
+    m.senders = {0, apart ? apart : ctas};
+    m.takers = {apart, ctas - apart};
+    const bool takes = m.takers.has_me();
     Sender<EXACT> sender(m);
-    sender.guess_choice();
+    Piece first;
+    if (takes && !is_speaker()) ask_row<EXACT>(m, m.takers.worker(), first, true);
     if (threadIdx.x == 0) enough = true;
     if (is_speaker()) open_few(now, seat, job.num_tokens, job.plan.capacity, job.recv_rows);
     if (MADE)
@@ -269,19 +320,22 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         sender.send_all(MADE || (job.likely_experts == (int32_t)plan.header.num_experts &&
                                  job.top_k == m.top_k));
     }
-    Piece first;
     bool ok = true;
-    if (moves && !is_speaker()) ask<EXACT>(m, few_worker(), first);
-    if (MADE) ok = make_few(tables, job.plan, now);
-    if (MADE && ok) {
+    if (!MADE) m.fates = fates_of(plan, seat);
+    if (moves && takes && !is_speaker()) {
+        ask_row<EXACT>(m, m.takers.worker(), first, false);
+        ask_words(m, m.takers.worker(), first);
+    }
+    if (MADE && takes) ok = make_few(tables, job.plan, now);
+    if (MADE && takes && ok) {
         const int32_t rows = lane_id() < seat.num_ranks ? tables.rows[lane_id()] : 0;
         const bool short_of_rows =
             tables.result == EPIC_OK && !rows_enough(h, rows, seat.num_ranks);
         m.discards = tables.result != EPIC_OK || short_of_rows;
-        if (is_speaker() && blockIdx.x == 0) write_few(tables, job.plan, now);
-        if (blockIdx.x == 0 && short_of_rows) (void)rows_suffice(seat, now, &h);
+        if (is_speaker() && (int)blockIdx.x == apart) write_few(tables, job.plan, now);
+        if ((int)blockIdx.x == apart && short_of_rows) (void)rows_suffice(seat, now, &h);
     }
-    if (ok && moves && !is_speaker()) {
+    if (ok && moves && takes && !is_speaker()) {
         ok = receive_all<EXACT>(m, first);
         if (ok && !m.discards) pad_few<EXACT>(m);
     }
@@ -290,15 +344,18 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         if (lane_id() == 0) enough = good;
     }
     if (is_speaker() && last) finish_few(now);
-    if (ok && (m.discards || !moves))
+    if (ok && takes && (m.discards || !moves))
         clear_from(m, 0);
-    else if (ok && job.zero_tail)
+    else if (ok && takes && job.zero_tail)
         clear_from(m, h.slots_of[seat.rank]);
     end_few(now);
     if (MADE || enough || !is_last_of_short(now, h)) return;
     zero_rows(job.recv, job.row_bytes, 0, job.recv_rows, threadIdx.x, FEW_BLOCK);
     zero_floats(job.slot_weights, 0, job.recv_rows, threadIdx.x, FEW_BLOCK);
 }
+
+#define FEW_APART \
+    32 /* tokens from which on some CTAs only send: stores to peers hold up others */
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
@@ -323,7 +380,9 @@ extern "C" cudaError_t p2p_launch_few_dispatch(const p2p_dispatch_job *job, int 
     const int bytes = made ? few_plan_bytes(job->plan.seat.num_ranks, job->plan.seat.max_tokens,
                                             &job->plan.layer)
                            : 0;
-    return enqueue(kernels[exact * 2 + made], num_sms, FEW_BLOCK, bytes, stream, *job);
+    p2p_dispatch_job copy = *job;
+    copy.apart = job->num_tokens >= FEW_APART && num_sms >= 8 ? num_sms / 8 : 0;
+    return enqueue(kernels[exact * 2 + made], num_sms, FEW_BLOCK, bytes, stream, copy);
 }
 
 /* plan alone: as above, and nothing moves. */
@@ -347,8 +406,9 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (make_few(tables, job, now)) {
         if (is_speaker() && blockIdx.x == 0) write_few(tables, job, now);
         const int ranks = seat.num_ranks;
-        for (int u = few_worker(); u < ranks * tables.max_tokens && !is_speaker();
-             u += few_workers()) {
+        const Crew all = {0, (int)gridDim.x};
+        for (int u = all.worker(); u < ranks * tables.max_tokens && !is_speaker();
+             u += all.workers()) {
             const int rank = u % ranks, token = u / ranks;
             if (token >= tables.p.header.tokens_of[rank]) continue;
             const int32_t slot = tables.slot_here(job, rank, token, lane_id());

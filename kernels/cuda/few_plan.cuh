@@ -42,12 +42,16 @@ struct FewPlan {      /* in shared memory; the arrays in dynamic shared memory *
         const int at = (rank * groups + token / WARP) * experts + e;
         if (!twice)
             return p.start[e] + before[at] + __popc(mask[at] & ((1u << token % WARP) - 1));
-        return p.start[e] + count_before(index(rank, token) + k, (uint16_t)e);
+        return p.start[e] + count_before(rank, token * top_k + k, (uint16_t)e);
     }
-    __device__ __noinline__ int count_before(int end, uint16_t expert) const
+    /* Choices of the expert by ranks below, and by the first `choices` of that rank. */
+    __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
-        for (int i = 0; i < end; i++) count += id[i] == expert;
+        for (int q = 0; q <= rank; q++) {
+            const int first = index(q, 0), many = q < rank ? tokens[q] * top_k : choices;
+            for (int i = 0; i < many; i++) count += id[first + i] == expert;
+        }
         return count;
     }
     __device__ __forceinline__ uint32_t choice(int rank, int32_t token, int k) const
@@ -200,6 +204,14 @@ __device__ __forceinline__ bool note_choice(FewPlan &f, int rank, int32_t token,
             bit) != 0;
 }
 
+/* One warp: is it known that no rank has more tokens than that? */
+__device__ __forceinline__ bool all_told(const FewPlan &f, int ranks, int32_t token)
+{
+    const int q = lane_id();
+    const int32_t tokens = q < ranks ? *(volatile const int32_t *)&f.tokens[q] : 0;
+    return __all_sync(ALL_LANES, tokens >= 0 && tokens <= token) != 0;
+}
+
 /* The workers: all ids of all ranks.  The last warps begin, as the first ones have rows to send. */
 static __device__ bool gather_ids(FewPlan &f, const p2p_plan_job &job, const Now &now,
                                   bool &twice)
@@ -212,9 +224,9 @@ static __device__ bool gather_ids(FewPlan &f, const p2p_plan_job &job, const Now
         const int rank = i / words % ranks, token = i / (words * ranks);
         uint32_t ids;
         if (!take_ids(f, job, now, i < all, rank, token, word, ids)) return false;
-        if (i >= all) continue;
-        twice |= note_choice(f, rank, token, 2 * word, ids & 0xffff);
-        twice |= note_choice(f, rank, token, 2 * word + 1, ids >> 16);
+        if (i < all) twice |= note_choice(f, rank, token, 2 * word, ids & 0xffff);
+        if (i < all) twice |= note_choice(f, rank, token, 2 * word + 1, ids >> 16);
+        if (all_told(f, ranks, (first + FEW_WORKERS * WARP) / (words * ranks))) break;
     }
     return true;
 }
@@ -244,13 +256,15 @@ static __device__ void sum_up(FewPlan &f, const p2p_plan_job &job)
     int32_t rows = 0, upto = 0;
     if (e < experts) {
         int32_t run = 0;
+        for (int q = 0; q < ranks; q++) {
+            const int at = q * f.groups * experts + e, groups = (f.tokens[q] + WARP - 1) / WARP;
 #pragma unroll 4
-        for (int g = 0; g < ranks * f.groups; g++) {
-            f.before[g * experts + e] = (uint16_t)run;
-            run += __popc(f.mask[g * experts + e]);
+            for (int g = 0; g < groups; g++) {
+                f.before[at + g * experts] = (uint16_t)run;
+                run += __popc(f.mask[at + g * experts]);
+            }
         }
-        if (f.twice)
-            run = f.count_before(ranks * f.max_tokens * (int)job.layer.top_k, (uint16_t)e);
+        if (f.twice) run = f.count_before(ranks, 0, (uint16_t)e);
         f.p.load[e] = run;
         rows = upto = (int32_t)aligned_rows(run, job.layer.alignment);
     }

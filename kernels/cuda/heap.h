@@ -14,6 +14,7 @@
 
 #define P2P_MAX_PLANNERS 16
 #define P2P_FEW_TOKENS 128   /* of a rank, at most, where latency is all: few.cuh */
+#define P2P_FEW_SUMS 64      /* the same for combine */
 #define P2P_FEW_CHOICES 8192 /* of all ranks, */
 #define P2P_FEW_MASKS 8192   /* experts times groups of 32 tokens, */
 #define P2P_FEW_EXPERTS 512  /* and experts that a CTA plans */

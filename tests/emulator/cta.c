@@ -308,7 +308,8 @@ static void reset(sm *s, const launch *work, int cta)
     s->good = 1;
     s->first = s->waiting = s->napping = s->idle = 0;
     memset(s->warps, 0, sizeof s->warps);
-    memset(s->shared, JUNK, (size_t)work->shared_bytes);
+    /* or what the last CTA has left there */
+    if (emulator_random() & 1) memset(s->shared, JUNK, (size_t)work->shared_bytes);
     for (int i = 0; i < work->threads; i++) {
         fiber *f = &s->fibers[i];
         f->place = (emulator_thread){

@@ -116,9 +116,9 @@ static void remember(epic_group *g, const epic_layer *layer)
 
 /* Does an operation of so many tokens here take the kernels for few?  Rows travel alike with them
  * and with the others, so each rank chooses for itself. */
-static bool is_few(const epic_group *g, int32_t num_tokens, int64_t row_bytes)
+static bool is_few(const epic_group *g, int32_t num_tokens, int32_t most, int64_t row_bytes)
 {
-    return num_tokens <= P2P_FEW_TOKENS && g->most_top_k > 0 && g->most_top_k <= 32 &&
+    return num_tokens <= most && g->most_top_k > 0 && g->most_top_k <= 32 &&
            g->config.max_tokens * device_round_up(row_bytes, 16) <= g->seat.at.source_bytes;
 }
 
@@ -211,8 +211,9 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
         job->likely_experts = g->experts;
         job->likely_rank_of = at.rank_of;
     }
-    const bool few =
-        job->plan.planners ? job->plan.few : is_few(g, job->num_tokens, job->row_bytes);
+    const bool few = job->plan.planners
+                         ? job->plan.few
+                         : is_few(g, job->num_tokens, P2P_FEW_TOKENS, job->row_bytes);
     return p2p_cuda(few ? p2p_launch_few_dispatch(job, sms_of(g, call), stream_of(call))
                         : p2p_launch_dispatch(job, sms_of(g, call), stream_of(call)),
                     what);
@@ -284,6 +285,7 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
                                   const epic_rows *rows, const epic_rows *out, alike a,
                                   epic_operation operation)
 {
+    device_plan_layout at;
     TRY(check_type(job->type));
     TRY(check_row(g, "rows", rows));
     job->rows = rows->data;
@@ -301,7 +303,13 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
     mix(&a, (uint64_t)job->row_bytes);
     mix(&a, job->type);
     job->seat = seat_of(g, call, operation, a);
-    const bool few = !g->rare_sums && is_few(g, job->num_tokens, job->row_bytes);
+    const bool few = !g->rare_sums && is_few(g, job->num_tokens, P2P_FEW_SUMS, job->row_bytes);
+    if (few && likely_layout(g, job->plan_bytes, &at)) {
+        job->likely_experts = g->experts;
+        job->top_k = g->top_k;
+        job->likely_rank_of = at.rank_of;
+        job->likely_records = at.records;
+    }
     return p2p_cuda(few ? p2p_launch_few_combine(job, sms_of(g, call), stream_of(call))
                         : p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
                     "launching combine");
