@@ -354,8 +354,14 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     zero_floats(job.slot_weights, 0, job.recv_rows, threadIdx.x, FEW_BLOCK);
 }
 
-#define FEW_APART \
-    32 /* tokens from which on some CTAs only send: stores to peers hold up others */
+/* CTAs that only send: with more tokens, stores to peers hold up what else an SM does, first of all
+ * the ids behind them; measured, docs/cuda.md. */
+static int32_t apart_of(const p2p_dispatch_job *job, int num_sms)
+{
+    const int many = num_sms * 3 / 16 < 16 ? num_sms * 3 / 16 : 16;
+    if (job->num_tokens > 96) return many;
+    return job->plan.few && job->num_tokens >= 32 ? num_sms / 8 : 0;
+}
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
@@ -381,7 +387,7 @@ extern "C" cudaError_t p2p_launch_few_dispatch(const p2p_dispatch_job *job, int 
                                             &job->plan.layer)
                            : 0;
     p2p_dispatch_job copy = *job;
-    copy.apart = job->num_tokens >= FEW_APART && num_sms >= 8 ? num_sms / 8 : 0;
+    copy.apart = apart_of(job, num_sms);
     return enqueue(kernels[exact * 2 + made], num_sms, FEW_BLOCK, bytes, stream, copy);
 }
 

@@ -23,14 +23,16 @@ struct FewPlan {      /* in shared memory; the arrays in dynamic shared memory *
     uint32_t *mask;   /* [groups][num_experts] tokens of the group that chose the expert */
     uint16_t *before; /* [groups][num_experts] choices of it in the groups before */
     uint16_t *id;     /* [num_ranks][max_tokens][top_k] */
-    int32_t tokens[DEVICE_MAX_RANKS]; /* -1: not heard yet */
-    int32_t rows[DEVICE_MAX_RANKS];   /* that the ranks have room for */
-    uint32_t bad[DEVICE_MAX_RANKS];   /* the first choice that is no expert, or NOTHING */
-    int32_t upto[FEW_WORKERS];        /* rows of a warp's experts */
-    int32_t max_tokens, groups;       /* of a rank */
-    int32_t experts, top_k;           /* of the layer */
-    uint32_t result;                  /* of the plan */
-    bool twice;                       /* some token chose an expert twice */
+    int32_t tokens[DEVICE_MAX_RANKS];
+    int32_t heard[FEW_WORKERS]
+                 [DEVICE_MAX_RANKS]; /* the same, as a warp knows it; -1: not yet */
+    int32_t rows[DEVICE_MAX_RANKS];  /* that the ranks have room for */
+    uint32_t bad[DEVICE_MAX_RANKS];  /* the first choice that is no expert, or NOTHING */
+    int32_t upto[FEW_WORKERS];       /* rows of a warp's experts */
+    int32_t max_tokens, groups;      /* of a rank */
+    int32_t experts, top_k;          /* of the layer */
+    uint32_t result;                 /* of the plan */
+    bool twice;                      /* some token chose an expert twice */
 
     __device__ __forceinline__ int index(int rank, int32_t token) const
     {
@@ -105,10 +107,7 @@ static __device__ void open_tables(FewPlan &f, const p2p_plan_job &job, uint8_t 
     const int groups = ((int)job.seat.max_tokens + WARP - 1) / WARP;
     uint32_t *mask = (uint32_t *)memory;
     for (int i = (int)threadIdx.x; i < ranks * groups * experts; i += FEW_BLOCK) mask[i] = 0;
-    if (threadIdx.x < DEVICE_MAX_RANKS) {
-        f.tokens[threadIdx.x] = -1;
-        f.bad[threadIdx.x] = NOTHING;
-    }
+    if (threadIdx.x < DEVICE_MAX_RANKS) f.bad[threadIdx.x] = NOTHING;
     if (threadIdx.x) return;
     f.mask = mask;
     f.p.load = (int32_t *)(mask + ranks * groups * experts);
@@ -157,9 +156,9 @@ static __device__ void tell_ids(const p2p_plan_job &job, const Now &now)
 
 /* One warp, lanes side by side: two ids of a token of `rank`, as they come; nobody's past its
  * tokens. */
-__device__ __forceinline__ bool take_ids(FewPlan &f, const p2p_plan_job &job, const Now &now,
-                                         bool in, int rank, int32_t token, int word,
-                                         uint32_t &ids)
+__device__ __forceinline__ bool take_ids(int32_t *heard, const p2p_plan_job &job,
+                                         const Now &now, bool in, int rank, int32_t token,
+                                         int word, uint32_t &ids)
 {
     const p2p_seat &seat = job.seat;
     const int top_k = (int)job.layer.top_k;
@@ -169,26 +168,30 @@ __device__ __forceinline__ bool take_ids(FewPlan &f, const p2p_plan_job &job, co
             ids = few_id(job, token, 2 * word) | few_id(job, token, 2 * word + 1) << 16;
         in = false;
     }
-    const int32_t known = in ? *(volatile int32_t *)&f.tokens[rank] : 0;
-    bool waits = in && (known < 0 || token < known);
+    int32_t known = in ? heard[rank] : 0;
+    const bool news = known < 0;
+    bool waits = in && (news || token < known);
     const uint64_t *from =
         id_words(seat, now, now.heap, in ? rank : seat.rank, in ? token : 0, top_k) + word;
     const uint64_t *said = announcement(now, now.heap, in ? rank : seat.rank);
     int missing = -1;
-    return wait_until(now, missing, P2P_PHASE_COUNTS, [&] {
+    const bool ok = wait_until(now, missing, P2P_PHASE_COUNTS, [&] {
         if (waits) {
             const uint64_t it = load_relaxed(from);
             const uint64_t tokens = load_relaxed(said + P2P_SAYS_TOKENS);
-            if (stamped(now, tokens)) *(volatile int32_t *)&f.tokens[rank] = (int32_t)tokens;
-            if (stamped(now, tokens) && token >= (int32_t)(uint32_t)tokens) waits = false;
-            if (stamped(now, tokens) && stamped(now, it)) {
-                if (waits) ids = (uint32_t)it;
-                waits = false;
+            if (stamped(now, tokens)) {
+                known = (int32_t)(uint32_t)tokens;
+                if (token < known && stamped(now, it)) ids = (uint32_t)it;
+                waits = token < known && !stamped(now, it);
             }
         }
         missing = waits ? rank : -1;
         return __any_sync(ALL_LANES, waits) == 0;
     });
+    __syncwarp();
+    if (news && known >= 0) heard[rank] = known;
+    __syncwarp();
+    return ok;
 }
 
 /* One choice of the tables; true: the token has chosen that expert before. */
@@ -204,11 +207,11 @@ __device__ __forceinline__ bool note_choice(FewPlan &f, int rank, int32_t token,
             bit) != 0;
 }
 
-/* One warp: is it known that no rank has more tokens than that? */
-__device__ __forceinline__ bool all_told(const FewPlan &f, int ranks, int32_t token)
+/* One warp: does it know that no rank has more tokens than that? */
+__device__ __forceinline__ bool all_told(const int32_t *heard, int ranks, int32_t token)
 {
     const int q = lane_id();
-    const int32_t tokens = q < ranks ? *(volatile const int32_t *)&f.tokens[q] : 0;
+    const int32_t tokens = q < ranks ? heard[q] : 0;
     return __all_sync(ALL_LANES, tokens >= 0 && tokens <= token) != 0;
 }
 
@@ -219,14 +222,17 @@ static __device__ bool gather_ids(FewPlan &f, const p2p_plan_job &job, const Now
     const int ranks = job.seat.num_ranks, words = ((int)job.layer.top_k + 1) / 2;
     const int all = f.max_tokens * ranks * words;
     const int warp = FEW_WORKERS - 1 - (int)threadIdx.x / WARP;
+    int32_t *heard = f.heard[warp];
+    if (lane_id() < ranks) heard[lane_id()] = lane_id() == job.seat.rank ? job.num_tokens : -1;
+    __syncwarp();
     for (int first = warp * WARP; first < all; first += FEW_WORKERS * WARP) {
         const int i = first + lane_id(), word = i % words;
         const int rank = i / words % ranks, token = i / (words * ranks);
         uint32_t ids;
-        if (!take_ids(f, job, now, i < all, rank, token, word, ids)) return false;
+        if (!take_ids(heard, job, now, i < all, rank, token, word, ids)) return false;
         if (i < all) twice |= note_choice(f, rank, token, 2 * word, ids & 0xffff);
         if (i < all) twice |= note_choice(f, rank, token, 2 * word + 1, ids >> 16);
-        if (all_told(f, ranks, (first + FEW_WORKERS * WARP) / (words * ranks))) break;
+        if (all_told(heard, ranks, (first + FEW_WORKERS * WARP) / (words * ranks))) break;
     }
     return true;
 }
@@ -244,7 +250,7 @@ static __device__ bool hear_sizes(FewPlan &f, const Now &now, int num_ranks)
         f.p.header.slots_of[lane_id()] = 0;
         f.rows[lane_id()] = rows;
     }
-    if (lane_id() < num_ranks) *(volatile int32_t *)&f.tokens[lane_id()] = tokens;
+    if (lane_id() < num_ranks) f.tokens[lane_id()] = tokens;
     return true;
 }
 
