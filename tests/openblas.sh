@@ -45,6 +45,6 @@ make_stub "$here/loaded/libopenblas64.so.0" x int64_t 'USE64BITINT DYNAMIC_ARCH'
 experts 'OpenBLAS 9.9.9 Stub' LD_PRELOAD="$here/loaded/libopenblas64.so.0"
 
 for library; do
-    experts 'OpenBLAS [0-9.]* [A-Za-z]' LD_PRELOAD="$library"
+    experts 'OpenBLAS [0-9][0-9.a-z]* [A-Za-z]' LD_PRELOAD="$library"
     echo "$(basename "$library"): $(grep '^with' "$here/out")"
 done
