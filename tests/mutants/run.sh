@@ -7,7 +7,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${MUTANTS_OUT:-$root/build/mutants}
 tree=$out/tree build=$out/build log=$out/log
 jobs=${JOBS:-$(nproc)}
-limit=${LIMIT:-300} # seconds for a test; the slowest takes 30 on two idle cores
+limit=${LIMIT:-300} # seconds for a test, long enough where others work too
 passed=0 failed=0
 
 patch_of() { echo "$root/tests/mutants/$1.patch"; }
