@@ -83,7 +83,7 @@ notify_plan(const p2p_seat &seat, const device_plan_header &h, bool whole, int32
     if (seat.operation == EPIC_OP_NONE) return;
     const p2p_control *control = (const p2p_control *)(seat.heap[seat.rank] + seat.at.control);
     notify(seat, {EPIC_EINVAL,
-                  load_relaxed(&control->epoch) + 1,
+                  epoch_after(load_relaxed(&control->epoch)),
                   (uint32_t)(whole ? P2P_FAULT_TOKENS : P2P_FAULT_PLAN),
                   seat.rank,
                   {num_tokens, h.tokens_of[seat.rank], seat.operation, 0}});

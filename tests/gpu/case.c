@@ -35,10 +35,10 @@ int64_t between(uint64_t *state, int64_t low, int64_t high)
     return low + (int64_t)(draw(state) % (uint64_t)(high - low + 1));
 }
 
-/* A number with few bits, sometimes one that hurts. */
+/* A number of so many bits that sums round, sometimes one that hurts. */
 static float number(uint64_t h, bool hard, uint32_t type)
 {
-    const float x = (float)((int64_t)(h % 513) - 256) / 64.0f;
+    const float x = (float)((int64_t)(h % (2 << 24)) - (1 << 24)) / (float)(1 << 22);
     if (!hard) return x;
     switch (h >> 40 & 31) {
     case 0:

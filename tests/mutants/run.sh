@@ -7,7 +7,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${MUTANTS_OUT:-$root/build/mutants}
 tree=$out/tree build=$out/build log=$out/log
 jobs=${JOBS:-$(nproc)}
-limit=${LIMIT:-120} # seconds for a test
+limit=${LIMIT:-300} # seconds for a test, long enough where others work too
 passed=0 failed=0
 
 patch_of() { echo "$root/tests/mutants/$1.patch"; }
@@ -83,12 +83,14 @@ begun=$(date +%s)
 copy_tree
 all_tests=$(for name in $names; do tests_of "$name" | tr ' ' '\n'; done | sort -u)
 make_targets $(targets_of $all_tests) >"$log/build" 2>&1 || { tail -n 30 "$log/build"; exit 1; }
+sound=true
 for test in $all_tests; do
     run_test "$test" && continue
     echo "$test fails without damage:"
     tail -n 20 "$log/test"
-    exit 1
+    sound=false
 done
+$sound || exit 1
 echo "$(echo "$all_tests" | wc -l) tests pass without damage, after $(($(date +%s) - begun)) s"
 for name in $names; do
     began=$(date +%s)

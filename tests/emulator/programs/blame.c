@@ -163,12 +163,28 @@ static void play_long(team_rank *me, memory *m)
     expect(me, EPIC_OK, NOBODY);
 }
 
+/* Rank 1 brings bytes that are no plan: the ranks differ, and rank 1 says why. */
+static void play_damaged(team_rank *me, memory *m)
+{
+    epic_failure_info f;
+    if (me->rank == 1) CHECK_CUDA(cudaMemset(m->plan + 40, 0x77, 6));
+    dispatch(me, m);
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    const epic_result result = p2p_steps.check(me->group, &f);
+    if (result == EPIC_EMISMATCH &&
+        (me->rank == 0 || strstr(f.sentence, "here plan: these are not the bytes")))
+        return;
+    fprintf(stderr, "damaged: rank %d: %d: %s\n", me->rank, result, f.sentence);
+    bad = true;
+}
+
 static const scenario scenarios[] = {
     {"closed", 3, {-1, -1, 1}, {20000, 20000, 20000}, 2, 300, play_closed},
     {"left", 3, {1, 2, 0}, {20000, 20000, 20000}, 2, 300, play_left},
     {"waiting", 3, {-1, 0, 1}, {7200, 8000, 8000}, 2, 20000, play_waiting},
     {"circle", 2, {1, 0, 0}, {2000, 2000, 0}, 2, 20000, play_circle},
     {"long", 2, {1, 0, 0}, {2000, 2000, 0}, 6, 20000, play_long},
+    {"damaged", 2, {1, 0, 0}, {20000, 20000, 0}, 2, 20000, play_damaged},
 };
 
 static int work(team_rank *me)

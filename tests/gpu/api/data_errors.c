@@ -69,7 +69,7 @@ typedef struct seat { /* a rank's context and memory, on a host or a device */
     epic_context *ctx;
     int rank, on_device;
     cudaStream_t stream;
-    unsigned char *plan, *recv, *tokens;
+    unsigned char *plan, *recv, *tokens, *d_rows;
     int64_t *ids;
     int32_t *owner;
     float *floats; /* [SLOTS] */
@@ -191,7 +191,7 @@ static epic_result call_short(seat *s, int which)
                                                   .plan_bytes = PLAN,
                                                   .d_out = out,
                                                   .rows = slots,
-                                                  .d_rows = slots,
+                                                  .d_rows = {s->d_rows, slots.num_rows, ROW},
                                                   .slot_weights = (float *)(void *)s->recv,
                                                   .d_slot_weights = s->floats,
                                                   .type = EPIC_BF16};
@@ -208,9 +208,10 @@ static void run_short(seat *s, int which, observed *o)
     const size_t written = backward ? (size_t)rows_of(s, which) * ROW : tokens;
     memset(bytes, 0x11, sizeof bytes);
     copy(s, s->recv, bytes, sizeof bytes);
+    copy(s, s->d_rows, bytes, sizeof bytes);
     copy(s, s->tokens, bytes, tokens);
     observe(s, call_short(s, which), o);
-    copy(s, bytes, backward ? s->recv : s->tokens, written);
+    copy(s, bytes, backward ? s->d_rows : s->tokens, written);
     for (size_t i = 0; i < written; i++) need(bytes[i] == 0, "zeros", NULL);
 }
 
@@ -261,6 +262,7 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
     if (s.on_device) cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking);
     s.plan = memory(&s, PLAN);
     s.recv = memory(&s, SLOTS * ROW);
+    s.d_rows = memory(&s, SLOTS * ROW);
     s.tokens = memory(&s, TOKENS * ROW);
     s.ids = memory(&s, TOKENS * TOP_K * sizeof *s.ids);
     s.owner = memory(&s, EXPERTS * sizeof *s.owner);
@@ -271,7 +273,7 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
         if (i != TREE || tree) run_case(&s, i, &out[i][rank]);
     }
     pthread_barrier_wait(&all);
-    void *const parts[] = {s.plan, s.recv, s.tokens, s.ids, s.owner, s.floats};
+    void *const parts[] = {s.plan, s.recv, s.d_rows, s.tokens, s.ids, s.owner, s.floats};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) drop(&s, parts[i]);
     if (s.stream) cudaStreamDestroy(s.stream);
     epic_close(s.ctx);

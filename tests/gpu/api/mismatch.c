@@ -23,14 +23,14 @@
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 enum { MAX_RANKS = 8, TOP_K = 2, EXPERTS = 24, ROW = 64, SLOTS = 2048, PLAN = 65536 };
-enum { TABLE, TOKENS_OF_PLAN, DAMAGED, NUM_CASES };
+enum { TABLE, TOKENS_OF_PLAN, DAMAGED, CHANGED, NUM_CASES };
 #define DEADLINE_MS 20000
 
-static const char *const names[] = {"tables", "tokens", "damage"};
+static const char *const names[] = {"tables", "tokens", "damage", "another capacity"};
 static const char *const reasons[] = {
     "rank_of_expert",
     "here out.num_rows is " TEXT(LESS) ": the plan has " TEXT(TOKENS) " tokens",
-    "here plan: these are not the bytes"};
+    "here plan: these are not the bytes", "here plan: these are not the bytes"};
 static int num_ranks = 3, failed;
 static epic_meet meets[MAX_RANKS];
 static pthread_barrier_t all;
@@ -83,8 +83,10 @@ static void provoke(seat *s, int which)
     make_plan(s, which);
     if (which == TABLE) return;
     need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
-    if (which == DAMAGED && s->rank == 1)
-        need(cudaMemset(s->plan + 40, 0x77, 6) == cudaSuccess, "damage", NULL);
+    if (which >= DAMAGED && s->rank == 1) { /* the rank; or what any value would fit */
+        unsigned char *const at = s->plan + (which == DAMAGED ? 40 : 64);
+        need(cudaMemset(at, 0x77, 4) == cudaSuccess, "damage", NULL);
+    }
     const epic_combine_args args = {.call.stream = s->stream,
                                     .plan = s->plan,
                                     .plan_bytes = PLAN,

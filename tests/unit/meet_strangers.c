@@ -1,0 +1,229 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Meetings over TCP and who does not belong there: garbage and silence on the port, a rank that
+ * comes twice, a secret that another has not or that nobody can check. */
+#include <dlfcn.h>
+
+#include "meeting.h"
+
+/* -------------------------------------------------------------------------- strangers ---- */
+
+static void say(uint32_t port, const void *bytes, size_t length, bool hold)
+{
+    const int s = knock(port);
+    if (s < 0) return;
+    (void)!send(s, bytes, length, MSG_NOSIGNAL);
+    if (!hold) close(s);
+}
+
+/* All kinds of garbage, again and again; every other connection is kept open. */
+static void babble(const trial *t, uint32_t port)
+{
+    static const char http[] = "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    unsigned char noise[200];
+    epic_hello hello;
+    srand(7);
+    for (int i = 0;; i++) {
+        const bool hold = i % 2 == 0 && i < 600;
+        for (size_t b = 0; b < sizeof noise; b++) noise[b] = (unsigned char)rand();
+        say(port, noise, (size_t)(rand() % 200), hold);
+        say(port, NULL, 0, hold);
+        say(port, http, sizeof http - 1, hold);
+        epic_wire_hello(&hello, 2, t->num_ranks, t->secret != NULL, epic_meet_now() + 60000);
+        say(port, &hello, (size_t)(rand() % 63), hold); /* half of a hello */
+        hello.rank = t->num_ranks;                      /* a rank that is not */
+        say(port, &hello, sizeof hello, hold);
+        hello.rank = 0;
+        say(port, &hello, sizeof hello, hold);
+        hello.rank = -5;
+        say(port, &hello, sizeof hello, hold);
+        hello.rank = 1;
+        hello.num_ranks = -1;
+        say(port, &hello, sizeof hello, hold);
+        if (i % 10 == 0) nap(1);
+    }
+}
+
+/* More silent connections than rank 0 keeps. */
+static void be_silent(const trial *t, uint32_t port)
+{
+    (void)t;
+    (void)knock_until_open(port);
+    for (int i = 0; i < 300; i++) (void)knock(port);
+    nap(20000);
+}
+
+static void odd_rank_late(const trial *t, epic_tcp *tcp, report *out)
+{
+    if (tcp->rank == t->odd) nap(200);
+    meet_and_gather(t, tcp, out);
+}
+
+static void test_strangers(void)
+{
+    const trial trials[] = {
+        {"garbage", 3, odd_rank_late, babble, NULL, NULL, NULL, 10000, 2, 40, 20},
+        {"garbage, a secret", 3, odd_rank_late, babble, NULL, "hush", NULL, 10000, 2, 40, 20},
+        {"silence", 3, odd_rank_late, be_silent, NULL, NULL, NULL, 10000, 2, 40, 20},
+    };
+    for (size_t i = 0; i < sizeof trials / sizeof *trials; i++) {
+        run(&trials[i]);
+        for (int r = 0; r < 3; r++) {
+            expect(&trials[i], r, EPIC_OK, NULL, NULL);
+            CHECK(reports[r].ms < 5000, "%s: rank %d needed %lld ms", trials[i].name, r,
+                  (long long)reports[r].ms);
+        }
+    }
+}
+
+/* Rank 0 comes after another program, which listened on its port and talked nonsense. */
+static void zero_after_stranger(const trial *t, epic_tcp *tcp, report *out)
+{
+    if (tcp->rank == 0) {
+        char nonsense[100];
+        memset(nonsense, 'x', sizeof nonsense);
+        const int listener = listen_at(tcp->port);
+        const int s = accept(listener, NULL, NULL);
+        (void)!send(s, nonsense, sizeof nonsense, MSG_NOSIGNAL);
+        nap(50);
+        close(s);
+        close(listener);
+    }
+    meet_and_gather(t, tcp, out);
+}
+
+static void test_stranger_before(void)
+{
+    const trial t = {
+        "nonsense first", 3, zero_after_stranger, NULL, NULL, NULL, NULL, 10000, -1, 40, 5};
+    run(&t);
+    for (int r = 0; r < 3; r++) expect(&t, r, EPIC_OK, NULL, NULL);
+}
+
+/* The odd rank is a process too many, which says that it is rank 1. */
+static void rank_twice(const trial *t, epic_tcp *tcp, report *out)
+{
+    if (tcp->rank == t->odd) {
+        nap(100);
+        tcp->rank = 1;
+    }
+    if (tcp->rank == 2) nap(300);
+    tcp->num_ranks--;
+    meet_and_gather(t, tcp, out);
+}
+
+static void test_duplicate(void)
+{
+    const trial t = {"rank 1 twice", 4, rank_twice, NULL, NULL, NULL, NULL, 10000, 3, 40, 5};
+    run(&t);
+    for (int r = 0; r < 3; r++) expect(&t, r, EPIC_OK, NULL, NULL);
+    expect(&t, 3, EPIC_EINVAL, "rank 1 is already in the meeting", NULL);
+}
+
+/* --------------------------------------------------------------------- the secret ---- */
+
+/* libcrypto is looked for through this, so that a test can hide it. */
+static bool hide_libcrypto;
+
+void *dlopen(const char *name, int flags)
+{
+    void *(*real)(const char *, int);
+    void *const found = dlsym(RTLD_NEXT, "dlopen");
+    memcpy(&real, &found, sizeof real);
+    return hide_libcrypto ? NULL : real(name, flags);
+}
+
+static void without_secret(const trial *t, epic_tcp *tcp, report *out)
+{
+    if (tcp->rank == t->odd) tcp->secret = NULL;
+    meet_and_gather(t, tcp, out);
+}
+
+static void only_secret(const trial *t, epic_tcp *tcp, report *out)
+{
+    if (tcp->rank == t->odd) tcp->secret = "hush";
+    meet_and_gather(t, tcp, out);
+}
+
+static void without_libcrypto(const trial *t, epic_tcp *tcp, report *out)
+{
+    hide_libcrypto = true;
+    meet_and_gather(t, tcp, out);
+}
+
+static void zero_without_secret(const trial *t, epic_tcp *tcp, report *out)
+{
+    if (tcp->rank == 0)
+        play_zero(tcp, WIRE_VERSION, true);
+    else
+        meet_and_gather(t, tcp, out);
+}
+
+static void test_secret(void)
+{
+    const trial wrong = {
+        "wrong secret", 3, meet_and_gather, NULL, NULL, "hush", "husk", 400, 2, 8, 1};
+    run(&wrong);
+    expect(&wrong, 0, EPIC_ETIMEOUT, "rank 2 did not come", "rank 2 is not that of rank 0");
+    expect(&wrong, 1, EPIC_ETIMEOUT, "rank 2 did not come", NULL);
+    expect(&wrong, 2, EPIC_ETIMEOUT, "of rank 2 is not that of rank 0", "EPIC_SECRET");
+
+    const trial none = {"no secret", 3, without_secret, NULL, NULL, "hush", NULL, 400, 2, 8, 1};
+    run(&none);
+    expect(&none, 0, EPIC_ETIMEOUT, "rank 2 did not come", "rank 2 has none");
+    expect(&none, 1, EPIC_ETIMEOUT, "rank 2 did not come", NULL);
+    expect(&none, 2, EPIC_EINVAL, "rank 0 has a secret and rank 2 has none", NULL);
+
+    const trial only = {"one secret", 3, only_secret, NULL, NULL, NULL, NULL, 400, 2, 8, 1};
+    run(&only);
+    expect(&only, 1, EPIC_ETIMEOUT, "rank 2 did not come", NULL);
+    expect(&only, 2, EPIC_ETIMEOUT, "rank 0 has no secret and rank 2 has one", NULL);
+
+    const trial fake = {
+        "false rank 0", 2, zero_without_secret, NULL, NULL, "hush", NULL, 600, 0, 8, 1};
+    run(&fake);
+    expect(&fake, 1, EPIC_ETIMEOUT, "rank 0 did not come", NULL);
+
+    const trial bare = {
+        "no libcrypto", 2, without_libcrypto, NULL, NULL, "hush", NULL, 3000, 0, 8, 1};
+    run(&bare);
+    for (int r = 0; r < 2; r++) expect(&bare, r, EPIC_ENOTSUP, "libcrypto.so.3", NULL);
+}
+
+/* A proof holds for its role, its secret and its hellos alone; one is checked against the value
+ * that Python's hmac gives. */
+static void test_proofs(void)
+{
+    static const uint8_t known[] = {0xb3, 0xfb, 0x55, 0x77, 0x01, 0xba, 0x8e, 0xc3,
+                                    0x96, 0x04, 0x2d, 0xa2, 0x64, 0x56, 0xdd, 0x55,
+                                    0x2d, 0x84, 0x72, 0x32, 0x15, 0x2b, 0xab, 0xba,
+                                    0xa2, 0x66, 0x57, 0xbb, 0x04, 0x5c, 0x91, 0xff};
+    epic_secret secret, other;
+    uint8_t proof[SECRET_PROOF];
+    epic_hello zero = {.magic = WIRE_HELLO, .version = 2, .num_ranks = 4, .has_secret = 1};
+    epic_hello one = zero;
+    one.rank = 1;
+    memset(zero.nonce, 0xa5, sizeof zero.nonce);
+    memset(one.nonce, 0x5a, sizeof one.nonce);
+    CHECK(epic_secret_open(&secret, "hush") == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_secret_open(&other, "husk") == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(epic_secret_prove(&secret, ROLE_SESSION, &zero, &one, proof), "no proof");
+    CHECK(memcmp(proof, known, sizeof known) == 0, "not the HMAC of Python");
+    CHECK(epic_secret_check(&secret, ROLE_SESSION, &zero, &one, proof), "refused");
+    CHECK(!epic_secret_check(&secret, ROLE_CONNECTOR, &zero, &one, proof), "the other role");
+    CHECK(!epic_secret_check(&other, ROLE_SESSION, &zero, &one, proof), "another secret");
+    one.rank = 2;
+    CHECK(!epic_secret_check(&secret, ROLE_SESSION, &zero, &one, proof), "another rank");
+    one.rank = 1;
+    zero.nonce[31] ^= 1;
+    CHECK(!epic_secret_check(&secret, ROLE_SESSION, &zero, &one, proof), "another nonce");
+    epic_secret_close(&secret);
+    epic_secret_close(&other);
+}
+
+int main(void)
+{
+    static void (*const tests[])(void) = {
+        test_proofs, test_strangers, test_stranger_before, test_duplicate, test_secret,
+    };
+    return run_tests(tests, sizeof tests / sizeof *tests);
+}
