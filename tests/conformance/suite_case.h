@@ -52,6 +52,12 @@ void case_run(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t
 void case_bad_expert(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
                      int victim);
 
+/* Rounds of the simple step (epic_step_open), on a context of the caller's. */
+void case_easy(epic_context *ctx, const epic_meet *meet, int rounds, bool gradients);
+
+/* Do all ranks say so?  They meet here, outside of EPIC. */
+bool case_agree(const epic_meet *meet, bool mine);
+
 /* Calls that were refused as what the backend lacks, by all ranks. */
 long case_num_lacked(void);
 

@@ -104,23 +104,31 @@ long case_num_lacked(void)
     return atomic_load(&lacked);
 }
 
-/* Every rank says so, or those that do not would wait. */
-static void check_refused_by_all(seat *s, epic_result result)
+bool case_agree(const epic_meet *meet, bool mine)
 {
-    const uint32_t mine = (uint32_t)result;
-    uint32_t all[RUN_MAX_RANKS] = {mine};
-    if (s->meet->num_ranks > 1)
-        CHECK(s->meet->gather(s->meet->self, &mine, all, sizeof mine) == EPIC_OK);
-    for (int r = 0; r < s->meet->num_ranks; r++)
-        CHECK_SAY(all[r] == EPIC_ENOTSUP, "rank %d said %s to what the backend lacks", r,
-                  epic_result_name((epic_result)all[r]));
+    const uint32_t said = mine;
+    uint32_t all[RUN_MAX_RANKS] = {said};
+    if (meet->num_ranks > 1 &&
+        !CHECK(meet->gather(meet->self, &said, all, sizeof said) == EPIC_OK))
+        return false;
+    for (int r = 0; r < meet->num_ranks; r++)
+        if (!all[r]) return false;
+    return true;
+}
+
+/* By every rank, or those that were not would wait for the others. */
+static void check_refused(seat *s, epic_result result)
+{
+    CHECK_SAY(case_agree(s->meet, result == EPIC_ENOTSUP),
+              "rank %d: %s to what the backend lacks, or another rank did not say EPIC_ENOTSUP",
+              s->rank, epic_result_name(result));
     atomic_fetch_add(&lacked, s->rank == 0);
 }
 
 /* On a device, what is wrong with the data is told once the work is done. */
 epic_result case_return(seat *s, epic_result result, uint32_t needs)
 {
-    if (case_lacks(needs)) check_refused_by_all(s, result);
+    if (case_lacks(needs)) check_refused(s, result);
     if (suite_there->synchronise) {
         suite_there->synchronise();
         if (result == EPIC_OK) result = epic_check(s->ctx);
