@@ -52,7 +52,16 @@ $(GPU_OUT)/api_%: tests/gpu/api/%.c $(GPU_OUT)/product.o all
 		-Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart -lcublas \
 		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
 
-gpu-test: gpu-build $(GPU_API)
+# The conformance suite on the backend p2p.
+GPU_SUITE = tests/conformance/p2p.c $(wildcard tests/conformance/suite*.c) \
+	tests/run.c tests/world.c tests/oracle.c
+$(GPU_OUT)/conformance_p2p: $(GPU_SUITE) $(wildcard tests/*.h tests/conformance/*.h) all
+	@mkdir -p $(GPU_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) $(GPU_SUITE) -o $@ -Lbuild/lib -lepic \
+		-Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart \
+		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
+
+gpu-test: gpu-build $(GPU_API) $(GPU_OUT)/conformance_p2p
 	GPU_OUT=$(GPU_OUT) tests/gpu/run.sh
 
 gpu-bench: $(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_router
