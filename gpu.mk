@@ -12,7 +12,7 @@ GPU_CFLAGS = -std=c11 -O2 -Wall -Wextra -Wpedantic -Werror -ffp-contract=off -D_
 GPU_NVFLAGS = -std=c++17 -O3 $(GPU_INCLUDES) -Werror all-warnings -Xcompiler -Wall,-Wextra \
 	$(GPU_ARCH)
 
-GPU_HELPERS = team oracle case product
+GPU_HELPERS = team oracle case case_check case_draw product
 GPU_KERNELS = $(patsubst kernels/cuda/%.cu,$(GPU_OUT)/%.o,$(wildcard kernels/cuda/*.cu))
 GPU_HOST = $(patsubst src/backend/p2p/%.c,$(GPU_OUT)/%.o,$(wildcard src/backend/p2p/*.c)) \
 	$(GPU_OUT)/error.o $(GPU_OUT)/process.o $(GPU_HELPERS:%=$(GPU_OUT)/%.o)
