@@ -12,7 +12,7 @@ GPU_CFLAGS = -std=c11 -O2 -Wall -Wextra -Wpedantic -Werror -ffp-contract=off -D_
 GPU_NVFLAGS = -std=c++17 -O3 $(GPU_INCLUDES) -Werror all-warnings -Xcompiler -Wall,-Wextra \
 	$(GPU_ARCH)
 
-GPU_HELPERS = team oracle case case_check case_draw product
+GPU_HELPERS = team oracle case case_check case_draw product router_draw
 GPU_KERNELS = $(patsubst kernels/cuda/%.cu,$(GPU_OUT)/%.o,$(wildcard kernels/cuda/*.cu))
 GPU_HOST = $(patsubst src/backend/p2p/%.c,$(GPU_OUT)/%.o,$(wildcard src/backend/p2p/*.c)) \
 	$(GPU_OUT)/error.o $(GPU_OUT)/process.o $(GPU_HELPERS:%=$(GPU_OUT)/%.o)
@@ -46,9 +46,10 @@ $(GPU_OUT)/gpu_router: bench/gpu/router.cu $(GPU_KERNELS) $(GPU_HEADERS)
 
 # The public calls, through the libraries that `make` builds.
 GPU_API = $(patsubst tests/gpu/api/%.c,$(GPU_OUT)/api_%,$(wildcard tests/gpu/api/*.c))
-$(GPU_OUT)/api_%: tests/gpu/api/%.c $(GPU_OUT)/product.o all
+GPU_API_HELPERS = $(GPU_OUT)/product.o $(GPU_OUT)/router_draw.o
+$(GPU_OUT)/api_%: tests/gpu/api/%.c $(GPU_API_HELPERS) all
 	@mkdir -p $(GPU_OUT)
-	$(GPU_CC) $(GPU_CFLAGS) $< $(GPU_OUT)/product.o -o $@ -Lbuild/lib -lepic \
+	$(GPU_CC) $(GPU_CFLAGS) $< $(GPU_API_HELPERS) -o $@ -Lbuild/lib -lepic \
 		-Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart -lcublas \
 		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
 
