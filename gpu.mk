@@ -12,7 +12,7 @@ GPU_CFLAGS = -std=c11 -O2 -Wall -Wextra -Wpedantic -Werror -ffp-contract=off -D_
 GPU_NVFLAGS = -std=c++17 -O3 $(GPU_INCLUDES) -Werror all-warnings -Xcompiler -Wall,-Wextra \
 	$(GPU_ARCH)
 
-GPU_HELPERS = team oracle case product
+GPU_HELPERS = team oracle case case_check case_draw product router_draw
 GPU_KERNELS = $(patsubst kernels/cuda/%.cu,$(GPU_OUT)/%.o,$(wildcard kernels/cuda/*.cu))
 GPU_HOST = $(patsubst src/backend/p2p/%.c,$(GPU_OUT)/%.o,$(wildcard src/backend/p2p/*.c)) \
 	$(GPU_OUT)/error.o $(GPU_OUT)/process.o $(GPU_HELPERS:%=$(GPU_OUT)/%.o)
@@ -54,19 +54,29 @@ $(GPU_OUT)/gpu_%_many: tests/gpu/%.c $(GPU_KERNELS) $(GPU_HOST)
 
 # The public calls, through the libraries that `make` builds.
 GPU_API = $(patsubst tests/gpu/api/%.c,$(GPU_OUT)/api_%,$(wildcard tests/gpu/api/*.c))
+GPU_API_HELPERS = $(GPU_OUT)/product.o $(GPU_OUT)/router_draw.o
 $(GPU_OUT)/api_%_many: GPU_CFLAGS += -DTOKENS=160
-$(GPU_OUT)/api_%_many: tests/gpu/api/%.c $(GPU_OUT)/product.o all
+$(GPU_OUT)/api_%_many: tests/gpu/api/%.c $(GPU_API_HELPERS) all
 	@mkdir -p $(GPU_OUT)
-	$(GPU_CC) $(GPU_CFLAGS) $< $(GPU_OUT)/product.o -o $@ -Lbuild/lib -lepic \
+	$(GPU_CC) $(GPU_CFLAGS) $< $(GPU_API_HELPERS) -o $@ -Lbuild/lib -lepic \
 		-Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart -lcublas \
 		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
-$(GPU_OUT)/api_%: tests/gpu/api/%.c $(GPU_OUT)/product.o all
+$(GPU_OUT)/api_%: tests/gpu/api/%.c $(GPU_API_HELPERS) all
 	@mkdir -p $(GPU_OUT)
-	$(GPU_CC) $(GPU_CFLAGS) $< $(GPU_OUT)/product.o -o $@ -Lbuild/lib -lepic \
+	$(GPU_CC) $(GPU_CFLAGS) $< $(GPU_API_HELPERS) -o $@ -Lbuild/lib -lepic \
 		-Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart -lcublas \
 		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
 
-gpu-test: gpu-build $(GPU_API) $(GPU_MANY)
+# The conformance suite on the backend p2p.
+GPU_SUITE = tests/conformance/p2p.c $(wildcard tests/conformance/suite*.c) \
+	tests/run.c tests/world.c tests/oracle.c
+$(GPU_OUT)/conformance_p2p: $(GPU_SUITE) $(wildcard tests/*.h tests/conformance/*.h) all
+	@mkdir -p $(GPU_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) $(GPU_SUITE) -o $@ -Lbuild/lib -lepic \
+		-Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart \
+		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
+
+gpu-test: gpu-build $(GPU_API) $(GPU_MANY) $(GPU_OUT)/conformance_p2p
 	GPU_OUT=$(GPU_OUT) tests/gpu/run.sh
 
 gpu-bench: $(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_router

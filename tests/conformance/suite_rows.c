@@ -107,19 +107,19 @@ static void make_arrays(seat *s, run_random *common, dispatched *d)
     const int64_t per_row = flat ? top_k_of(s) : 1;
     int64_t room = s->num_slots + run_below(common, 4);
     if (s->rank == d->short_rank) room = s->num_slots - 1;
-    a->tokens = case_rows(s->num_tokens, a->tokens.row_bytes);
-    a->recv = case_rows(room, a->recv.row_bytes);
-    if (a->scales.row_bytes) a->scales = case_rows(s->num_tokens, a->scales.row_bytes);
-    if (a->recv_scales.row_bytes) a->recv_scales = case_rows(room, a->recv_scales.row_bytes);
+    a->tokens = case_rows(s, s->num_tokens, a->tokens.row_bytes);
+    a->recv = case_rows(s, room, a->recv.row_bytes);
+    if (a->scales.row_bytes) a->scales = case_rows(s, s->num_tokens, a->scales.row_bytes);
+    if (a->recv_scales.row_bytes) a->recv_scales = case_rows(s, room, a->recv_scales.row_bytes);
     if (run_chance(common, 60)) {
         /* Given even when there is nothing in it: "on all ranks or none". */
-        d->weights = case_rows(s->num_tokens * top_k_of(s) + 1, 4);
-        d->slot_weights = case_rows(room * per_row + 1, 4);
+        d->weights = case_rows(s, s->num_tokens * top_k_of(s) + 1, 4);
+        d->slot_weights = case_rows(s, room * per_row + 1, 4);
         a->weights = d->weights.data;
         a->slot_weights = d->slot_weights.data;
     }
     if (flat && run_chance(common, 60)) {
-        d->recv_expert = case_rows(room * per_row + 1, 4);
+        d->recv_expert = case_rows(s, room * per_row + 1, 4);
         a->recv_expert = d->recv_expert.data;
     }
     for (int64_t t = 0; t < s->num_tokens; t++) {
@@ -247,6 +247,25 @@ static void check_dispatched(const seat *s, const dispatched *d, epic_result res
         CHECK_EQ(a->recv_expert[i], -1); /* no expert */
 }
 
+static uint32_t dispatch_needs(const epic_dispatch_args *a)
+{
+    return a->quantize ? SUITE_QUANTIZE : a->scales.row_bytes ? SUITE_SCALES : 0;
+}
+
+static epic_result call_dispatch(seat *s, const epic_dispatch_args *args)
+{
+    epic_dispatch_args a = *args;
+    a.plan = case_lend(s, a.plan);
+    a.tokens = case_lend_rows(s, a.tokens);
+    a.recv = case_lend_rows(s, a.recv);
+    a.scales = case_lend_rows(s, a.scales);
+    a.recv_scales = case_lend_rows(s, a.recv_scales);
+    a.weights = case_lend(s, a.weights);
+    a.slot_weights = case_lend(s, a.slot_weights);
+    a.recv_expert = case_lend(s, a.recv_expert);
+    return case_return(s, epic_dispatch(s->ctx, &a), dispatch_needs(&a));
+}
+
 void case_dispatch(seat *s, run_random *common)
 {
     dispatched d = {.type = EPIC_BYTES, .short_rank = choose_short(s, common)};
@@ -254,20 +273,16 @@ void case_dispatch(seat *s, run_random *common)
     make_arrays(s, common, &d);
     d.args.plan = s->plan;
     d.args.plan_bytes = s->plan_bytes;
-    d.args.call.tag = s->tag;
+    d.args.call = case_call(s);
     d.args.flags = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
     case_nap(s);
-    const epic_result result = epic_dispatch(s->ctx, &d.args);
+    const epic_result result = call_dispatch(s, &d.args);
     const bool moves = s->w->plan->result == EPIC_OK;
-    case_refused(s, result, d.short_rank >= 0 && moves ? EPIC_EOVERFLOW : EPIC_OK);
-    check_dispatched(s, &d, result);
-    free(d.args.tokens.data);
-    free(d.args.recv.data);
-    free(d.args.scales.data);
-    free(d.args.recv_scales.data);
-    free(d.weights.data);
-    free(d.slot_weights.data);
-    free(d.recv_expert.data);
+    if (!case_lacks(dispatch_needs(&d.args))) {
+        case_refused(s, result, d.short_rank >= 0 && moves ? EPIC_EOVERFLOW : EPIC_OK);
+        check_dispatched(s, &d, result);
+    }
+    case_drop(s);
 }
 
 /* ------------------------------------------------------------------ combine_backward ---- */
@@ -290,17 +305,18 @@ static void make_spread(seat *s, run_random *common, spread *d)
     const int64_t row_bytes = d->n * oracle_type_bytes(a->type);
     int64_t room = s->num_slots + run_below(common, 4);
     if (s->rank == d->short_rank) room = s->num_slots - 1;
-    a->d_out = case_rows(s->num_tokens, row_bytes);
-    a->d_rows = case_rows(room, a->quantize ? d->n : row_bytes);
-    if (a->quantize) a->d_rows_scales = case_rows(room, oracle_scale_bytes(a->quantize, d->n));
+    a->d_out = case_rows(s, s->num_tokens, row_bytes);
+    a->d_rows = case_rows(s, room, a->quantize ? d->n : row_bytes);
+    if (a->quantize)
+        a->d_rows_scales = case_rows(s, room, oracle_scale_bytes(a->quantize, d->n));
     if (!flat && run_chance(common, 70)) {
-        d->slot_weights = case_rows(room + 1, 4);
+        d->slot_weights = case_rows(s, room + 1, 4);
         memset(d->slot_weights.data, 0xff, (size_t)(room + 1) * 4); /* NaN on padding */
         a->slot_weights = d->slot_weights.data;
     }
     if (!flat && run_chance(common, 70)) {
-        a->rows = case_rows(room, row_bytes);
-        d->d_slot_weights = case_rows(room + 1, 4);
+        a->rows = case_rows(s, room, row_bytes);
+        d->d_slot_weights = case_rows(s, room + 1, 4);
         a->d_slot_weights = d->d_slot_weights.data;
     }
     for (int64_t t = 0; t < s->num_tokens; t++)
@@ -374,23 +390,38 @@ static void check_spread(const seat *s, const spread *d, epic_result result)
     check_tail(s, weights, a->flags);
 }
 
+static uint32_t backward_needs(const epic_combine_backward_args *a)
+{
+    return (a->quantize ? SUITE_QUANTIZE : 0) | (a->type == EPIC_F64 ? SUITE_F64 : 0);
+}
+
+static epic_result call_combine_backward(seat *s, const epic_combine_backward_args *args)
+{
+    epic_combine_backward_args a = *args;
+    a.plan = case_lend(s, a.plan);
+    a.d_out = case_lend_rows(s, a.d_out);
+    a.rows = case_lend_rows(s, a.rows);
+    a.d_rows = case_lend_rows(s, a.d_rows);
+    a.d_rows_scales = case_lend_rows(s, a.d_rows_scales);
+    a.slot_weights = case_lend(s, a.slot_weights);
+    a.d_slot_weights = case_lend(s, a.d_slot_weights);
+    return case_return(s, epic_combine_backward(s->ctx, &a), backward_needs(&a));
+}
+
 void case_combine_backward(seat *s, run_random *common)
 {
     spread d = {.short_rank = choose_short(s, common)};
     make_spread(s, common, &d);
     d.args.plan = s->plan;
     d.args.plan_bytes = s->plan_bytes;
-    d.args.call.tag = s->tag;
+    d.args.call = case_call(s);
     d.args.flags = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
     case_nap(s);
-    const epic_result result = epic_combine_backward(s->ctx, &d.args);
+    const epic_result result = call_combine_backward(s, &d.args);
     const bool moves = s->w->plan->result == EPIC_OK;
-    case_refused(s, result, d.short_rank >= 0 && moves ? EPIC_EOVERFLOW : EPIC_OK);
-    check_spread(s, &d, result);
-    free(d.args.d_out.data);
-    free(d.args.d_rows.data);
-    free(d.args.d_rows_scales.data);
-    free(d.args.rows.data);
-    free(d.slot_weights.data);
-    free(d.d_slot_weights.data);
+    if (!case_lacks(backward_needs(&d.args))) {
+        case_refused(s, result, d.short_rank >= 0 && moves ? EPIC_EOVERFLOW : EPIC_OK);
+        check_spread(s, &d, result);
+    }
+    case_drop(s);
 }

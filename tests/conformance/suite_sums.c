@@ -36,10 +36,9 @@ static void fetch(void *self, int rank, int64_t by, void *row, float *weight)
 }
 
 /* Padding and the tail hold NaN: they must not be read. */
-static epic_rows make_slots(const summed *m, int64_t room)
+static epic_rows make_slots(const summed *m, seat *s, int64_t room)
 {
-    const seat *s = m->s;
-    epic_rows rows = case_rows(room, m->n * oracle_type_bytes(m->type));
+    epic_rows rows = case_rows(s, room, m->n * oracle_type_bytes(m->type));
     if (rows.data) memset(rows.data, 0xff, (size_t)(room * rows.row_bytes));
     for (int64_t slot = 0; slot < s->num_slots && slot < room; slot++) {
         const int64_t by = s->w->plan->filled_by[s->rank][slot];
@@ -84,6 +83,21 @@ static bool fails(const seat *s, int short_rank)
     return short_rank >= 0 && s->w->plan->result == EPIC_OK;
 }
 
+static uint32_t type_needs(uint32_t type)
+{
+    return type == EPIC_F64 ? SUITE_F64 : 0;
+}
+
+static epic_result call_combine(seat *s, const epic_combine_args *args)
+{
+    epic_combine_args a = *args;
+    a.plan = case_lend(s, a.plan);
+    a.rows = case_lend_rows(s, a.rows);
+    a.out = case_lend_rows(s, a.out);
+    a.slot_weights = case_lend(s, a.slot_weights);
+    return case_return(s, epic_combine(s->ctx, &a), type_needs(a.type));
+}
+
 void case_combine(seat *s, run_random *common)
 {
     const bool flat = oracle_is_flat(s->w->plan);
@@ -95,38 +109,38 @@ void case_combine(seat *s, run_random *common)
     const int64_t room = s->num_slots + (s->rank == short_rank ? -1 : more);
     epic_rows weights = {0};
     if (m.weighted) {
-        weights = case_rows(room + 1, 4);
+        weights = case_rows(s, room + 1, 4);
         memset(weights.data, 0xff, (size_t)(room + 1) * 4);
     }
     for (int64_t slot = 0; m.weighted && slot < s->num_slots && slot < room; slot++) {
         const int64_t c = s->w->plan->filled_by[s->rank][slot];
         if (c >= 0) ((float *)weights.data)[slot] = world_weight(s->w, STREAM_ROWS, c);
     }
-    epic_combine_args a = {.call.tag = s->tag,
+    epic_combine_args a = {.call = case_call(s),
                            .plan = s->plan,
                            .plan_bytes = s->plan_bytes,
-                           .rows = make_slots(&m, room),
+                           .rows = make_slots(&m, s, room),
                            .slot_weights = weights.data,
                            .type = m.type};
-    a.out = case_rows(s->num_tokens, a.rows.row_bytes);
+    a.out = case_rows(s, s->num_tokens, a.rows.row_bytes);
     case_nap(s);
-    const epic_result result = epic_combine(s->ctx, &a);
-    case_refused(s, result, fails(s, short_rank) ? EPIC_EOVERFLOW : EPIC_OK);
-    if (result || s->w->plan->result)
-        CHECK(case_zero(a.out.data, s->num_tokens * a.out.row_bytes));
-    else
-        check_sums(&m, a.out);
-    free(a.rows.data);
-    free(a.out.data);
-    free(weights.data);
+    const epic_result result = call_combine(s, &a);
+    if (!case_lacks(type_needs(a.type))) {
+        case_refused(s, result, fails(s, short_rank) ? EPIC_EOVERFLOW : EPIC_OK);
+        if (result || s->w->plan->result)
+            CHECK(case_zero(a.out.data, s->num_tokens * a.out.row_bytes));
+        else
+            check_sums(&m, a.out);
+    }
+    case_drop(s);
 }
 
 /* One float for each slot, FLAT: for each live choice of a row; NaN elsewhere. */
-static epic_rows make_slot_gradients(const seat *s, int64_t room)
+static epic_rows make_slot_gradients(seat *s, int64_t room)
 {
     const oracle_plan *p = s->w->plan;
     const int64_t top_k = s->w->layer.top_k, per_row = oracle_is_flat(p) ? top_k : 1;
-    epic_rows rows = case_rows(room * per_row + 1, 4);
+    epic_rows rows = case_rows(s, room * per_row + 1, 4);
     float *values = rows.data;
     memset(values, 0xff, (size_t)(room * per_row + 1) * 4);
     for (int64_t slot = 0; slot < s->num_slots && slot < room; slot++) {
@@ -156,6 +170,17 @@ static void check_weight_gradients(const seat *s, const float *d_weights, bool c
     CHECK_EQ(wrong, 0);
 }
 
+static epic_result call_dispatch_backward(seat *s, const epic_dispatch_backward_args *args)
+{
+    epic_dispatch_backward_args a = *args;
+    a.plan = case_lend(s, a.plan);
+    a.d_recv = case_lend_rows(s, a.d_recv);
+    a.d_tokens = case_lend_rows(s, a.d_tokens);
+    a.d_slot_weights = case_lend(s, a.d_slot_weights);
+    a.d_weights = case_lend(s, a.d_weights);
+    return case_return(s, epic_dispatch_backward(s->ctx, &a), type_needs(a.type));
+}
+
 void case_dispatch_backward(seat *s, run_random *common)
 {
     summed m = {.s = s, .stream = STREAM_D_RECV, .type = case_type(common, true)};
@@ -166,32 +191,31 @@ void case_dispatch_backward(seat *s, run_random *common)
     epic_rows d_slot_weights = {0}, d_weights = {0};
     if (run_chance(common, 70)) {
         d_slot_weights = make_slot_gradients(s, room);
-        d_weights = case_rows(s->num_tokens * s->w->layer.top_k + 1, 4);
+        d_weights = case_rows(s, s->num_tokens * s->w->layer.top_k + 1, 4);
     }
-    epic_dispatch_backward_args a = {.call.tag = s->tag,
+    epic_dispatch_backward_args a = {.call = case_call(s),
                                      .plan = s->plan,
                                      .plan_bytes = s->plan_bytes,
-                                     .d_recv = make_slots(&m, room),
+                                     .d_recv = make_slots(&m, s, room),
                                      .d_slot_weights = d_slot_weights.data,
                                      .d_weights = d_weights.data,
                                      .type = m.type};
-    a.d_tokens = case_rows(s->num_tokens, a.d_recv.row_bytes);
+    a.d_tokens = case_rows(s, s->num_tokens, a.d_recv.row_bytes);
     case_nap(s);
-    const epic_result result = epic_dispatch_backward(s->ctx, &a);
-    case_refused(s, result, fails(s, short_rank) ? EPIC_EOVERFLOW : EPIC_OK);
+    const epic_result result = call_dispatch_backward(s, &a);
     const bool cleared = result || s->w->plan->result;
-    if (cleared)
-        CHECK(case_zero(a.d_tokens.data, s->num_tokens * a.d_tokens.row_bytes));
-    else
-        check_sums(&m, a.d_tokens);
-    if (a.d_weights) {
-        check_weight_gradients(s, a.d_weights, cleared);
-        CHECK(case_poisoned(at(d_weights, d_weights.num_rows - 1), 4));
+    if (!case_lacks(type_needs(a.type))) {
+        case_refused(s, result, fails(s, short_rank) ? EPIC_EOVERFLOW : EPIC_OK);
+        if (cleared)
+            CHECK(case_zero(a.d_tokens.data, s->num_tokens * a.d_tokens.row_bytes));
+        else
+            check_sums(&m, a.d_tokens);
+        if (a.d_weights) {
+            check_weight_gradients(s, a.d_weights, cleared);
+            CHECK(case_poisoned(at(d_weights, d_weights.num_rows - 1), 4));
+        }
     }
-    free(a.d_recv.data);
-    free(a.d_tokens.data);
-    free(d_slot_weights.data);
-    free(d_weights.data);
+    case_drop(s);
 }
 
 /* ------------------------------------------------------------------------------- sum ---- */
@@ -210,16 +234,15 @@ void case_sum(seat *s, run_random *common)
     const int ranks = s->w->num_ranks;
     const bool tree = (ranks & (ranks - 1)) == 0 && run_chance(common, 50);
     float *parts = malloc((size_t)(ranks * count) * sizeof *parts + 4);
-    float *data = malloc((size_t)count * sizeof *data + 4);
     for (int r = 0; r < ranks; r++)
         world_row(s->w, STREAM_SUM, r, EPIC_F32, count, parts + r * count);
-    memcpy(data, parts + s->rank * count, (size_t)count * sizeof *data);
-    const epic_sum_args a = {.call.tag = s->tag,
-                             .data = data,
+    const float *data = case_copy(s, parts + s->rank * count, count * (int64_t)sizeof *data);
+    const epic_sum_args a = {.call = case_call(s),
+                             .data = case_lend(s, data),
                              .count = count,
                              .order = tree ? EPIC_TREE : EPIC_BY_RANK};
     case_nap(s);
-    case_refused(s, epic_sum(s->ctx, &a), EPIC_OK);
+    case_refused(s, case_return(s, epic_sum(s->ctx, &a), 0), EPIC_OK);
     int64_t wrong = 0;
     for (int64_t i = 0; i < count; i++) {
         float right = tree ? tree_sum(parts + i, count, 0, ranks) : parts[i];
@@ -228,5 +251,5 @@ void case_sum(seat *s, run_random *common)
     }
     CHECK_EQ(wrong, 0);
     free(parts);
-    free(data);
+    case_drop(s);
 }

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs the GPU tests on the GPUs that are there: virtual ranks on one GPU, processes that share it,
 # then processes and threads on several.  CASES random cases for each, SEED the first seed, BIG
-# cases of full size, FAULTS in one process, DEATHS of processes, STORM operations back to back.
+# cases of full size, FAULTS in one process, DEATHS of processes, STORM operations back to back;
+# EPIC_TEST_SCALE times the cases of the conformance suite.
 OUT=${GPU_OUT:-build/gpu}
 CASES=${CASES:-60}
 SEED=${SEED:-1}
@@ -26,7 +27,8 @@ sanitize() {
 }
 
 run api_budget
-for ranks in 1 2 4 8; do run api_step $ranks; done
+LIMIT=300 run conformance_p2p
+"$(dirname "$0")"/step_cuda.sh build/examples/step_cuda || failed=1
 run api_rogue 60
 for ranks in 1 2 3 8; do run api_data_errors $ranks; done
 run api_data_errors_many 3

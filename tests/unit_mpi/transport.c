@@ -1,18 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The transport of backend mpi, under mpirun with any number of ranks:
  *     mpirun -n 4 transport           checks; 0 pass, 1 fail
- *     mpirun -n 4 transport bench     measures instead
  *     mpirun -n 4 transport serialized   checks, with MPI_THREAD_SERIALIZED */
 #include <mpi.h>
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "backend/backend.h"
 #include "base/error.h"
+#include "check.h"
+#include "run.h"
 
 #define NUM_THREADS 8
 #define MAX_FLOWS 3
@@ -21,26 +20,15 @@
 extern const epic_backend epic_backend_mpi;
 static const epic_transport *t;
 static int world_rank, world_size;
-static atomic_int num_failures;
-
-#define CHECK(what)                                                                       \
-    do {                                                                                  \
-        if (what) break;                                                                  \
-        atomic_fetch_add(&num_failures, 1);                                               \
-        fprintf(stderr, "rank %d: %s:%d: not true: %s\n", world_rank, __FILE__, __LINE__, \
-                #what);                                                                   \
-    } while (0)
 
 static double seconds(void)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    return 1e-9 * (double)run_now_ns();
 }
 
 static void sleep_ms(long ms)
 {
-    nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000}, NULL);
+    run_nap_us(ms * 1000);
 }
 
 static uint64_t mix(uint64_t x)
@@ -548,45 +536,6 @@ static void check_refusals(MPI_Comm *comm)
     CHECK(memory.shared_bytes == 0 && memory.device_bytes == 0);
 }
 
-/* ------------------------------------------------------------------------------- measures */
-
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static void bench(MPI_Comm *comm)
-{
-    enum { TIMES = 2000, ROUNDS = 9 };
-    static double us[TIMES], rate[ROUNDS];
-    epic_group *group = open_group(comm, 64, 0);
-    for (int i = 0; i < TIMES; i++) {
-        script s = script_on(group, *comm, 0, (uint64_t)i);
-        const double start = seconds();
-        CHECK(run(&s));
-        us[i] = 1e6 * (seconds() - start);
-    }
-    qsort(us, TIMES, sizeof *us, by_value);
-    for (int i = 0; i < ROUNDS; i++) {
-        script s = script_on(group, *comm, 1, (uint64_t)i);
-        s.num_flows = 1;
-        s.entry_bytes[0] = 14336;
-        s.most[0] = 4096;
-        s.check = false;
-        const double start = seconds();
-        CHECK(run(&s));
-        rate[i] = 1e-9 * 14336 * 4096 * (s.num_ranks - 1) / (seconds() - start);
-    }
-    qsort(rate, ROUNDS, sizeof *rate, by_value);
-    if (world_rank == 0)
-        printf("%d ranks: empty exchange %.1f us (p10 %.1f, p90 %.1f); lanes of %lld bytes, "
-               "entries of 14336: %.2f GB/s out of each rank (most %.2f)\n",
-               world_size, us[TIMES / 2], us[TIMES / 10], us[TIMES * 9 / 10],
-               (long long)t->lane_bytes(group, false), rate[ROUNDS / 2], rate[ROUNDS - 1]);
-    epic_backend_mpi.leave(group);
-}
-
 static void run_check(const char *name, void (*check)(MPI_Comm *), MPI_Comm *comm)
 {
     const double start = seconds();
@@ -598,6 +547,7 @@ static void run_check(const char *name, void (*check)(MPI_Comm *), MPI_Comm *com
 int main(int argc, char **argv)
 {
     int level;
+    check_begin();
     const bool serialized = argc > 1 && strcmp(argv[1], "serialized") == 0;
     MPI_Init_thread(&argc, &argv, serialized ? MPI_THREAD_SERIALIZED : MPI_THREAD_MULTIPLE,
                     &level);
@@ -606,23 +556,19 @@ int main(int argc, char **argv)
     MPI_Comm comm;
     MPI_Comm_dup(MPI_COMM_WORLD, &comm);
     t = epic_backend_mpi.transport;
-    if (argc > 1 && strcmp(argv[1], "bench") == 0) {
-        bench(&comm);
-    } else {
-        run_check("refusals", check_refusals, &comm);
-        run_check("claims", check_claims, &comm);
-        run_check("lanes", check_lanes, &comm);
-        run_check("recycling", check_recycling, &comm);
-        run_check("threads", check_threads, &comm);
-        run_check("parts", check_parts, &comm);
-        run_check("sights", check_sights, &comm);
-        if (world_size > 1) run_check("draining", check_draining, &comm);
-        if (world_size > 1) run_check("closed", check_closed, &comm);
-        if (world_size > 1) run_check("break", check_break, &comm);
-        run_check("lanes", check_lanes, &comm);
-    }
-    int failures = atomic_load(&num_failures), all = 0;
-    MPI_Allreduce(&failures, &all, 1, MPI_INT, MPI_SUM, comm);
+    run_check("refusals", check_refusals, &comm);
+    run_check("claims", check_claims, &comm);
+    run_check("lanes", check_lanes, &comm);
+    run_check("recycling", check_recycling, &comm);
+    run_check("threads", check_threads, &comm);
+    run_check("parts", check_parts, &comm);
+    run_check("sights", check_sights, &comm);
+    if (world_size > 1) run_check("draining", check_draining, &comm);
+    if (world_size > 1) run_check("closed", check_closed, &comm);
+    if (world_size > 1) run_check("break", check_break, &comm);
+    run_check("lanes", check_lanes, &comm);
+    long failed = check_num_failed(), all = 0;
+    MPI_Allreduce(&failed, &all, 1, MPI_LONG, MPI_SUM, comm);
     MPI_Comm_free(&comm);
     MPI_Finalize();
     return all != 0;

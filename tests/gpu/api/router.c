@@ -12,8 +12,9 @@
 
 #include "epic/epic.h"
 #include "losses.h"
+#include "router_draw.h"
 
-enum { MOST_TOKENS = 70, MOST_K = 64, GUARD = 64, POISON = 0xab };
+enum { GUARD = 64, POISON = 0xab };
 
 typedef struct buffer { /* the same bytes on both sides, a guard behind them */
     void *host, *device, *back;
@@ -29,7 +30,6 @@ enum { BUFFERS = sizeof all / sizeof *all };
 
 static epic_context *ctx;
 static cudaStream_t stream;
-static uint64_t state;
 static int failures;
 static long one_bit; /* results that differ by rounding, where they may */
 
@@ -39,22 +39,6 @@ static void need(int good, const char *what)
     fprintf(stderr, "router: %s: %s, %s\n", what, epic_error(ctx),
             cudaGetErrorString(cudaGetLastError()));
     exit(1);
-}
-
-static uint32_t below(uint32_t n)
-{
-    state += 0x9e3779b97f4a7c15ull;
-    uint64_t x = state;
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebull;
-    return (uint32_t)((x ^ x >> 31) >> 32) % n;
-}
-
-static float normal(void)
-{
-    float sum = 0;
-    for (int i = 0; i < 12; i++) sum += (float)below(1 << 20) / (1 << 20);
-    return sum - 6;
 }
 
 static void make_buffer(buffer *b, size_t room)
@@ -90,149 +74,27 @@ static void pull(const buffer *b)
 
 /* ---------------------------------------------------------------------------- a case ---- */
 
-typedef struct problem {
-    epic_router router;
-    int64_t n, tokens, sequence, total;
-    uint32_t type, grad_type, loss_type, flags, id_type;
-    int has_bias, has_table, has_scores, has_d_loss;
-    double coeff;
-} problem;
-
-static uint32_t pick(const uint32_t *from, uint32_t count)
-{
-    return from[below(count)];
-}
-
-static uint32_t less(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
-static void pick_groups(epic_router *r, uint32_t n)
-{
-    uint32_t groups = 1 + below(n < 64 ? n : below(4) ? 16 : 1024);
-    while (n % groups || groups > 1024) groups--;
-    r->num_groups = groups;
-    const uint32_t each = n / groups;
-    const uint32_t least = (r->top_k + each - 1) / each;
-    r->topk_groups = least + below(groups - least + 1);
-    r->group_score = below(2);
-    r->group_others = below(2);
-    r->group_best = 1 + below(less(each, below(2) ? 2 : 64));
-}
-
-static epic_router pick_router(uint32_t most)
-{
-    static const uint32_t sizes[] = {1,   2,   8,   31,  32,  33,  60,   64,   127,  128,
-                                     160, 256, 257, 384, 512, 513, 1000, 1024, 2048, 4096};
-    uint32_t n = below(3) ? pick(sizes, below(4) ? 15 : 20) : 1 + below(700);
-    n = less(n, most);
-    const uint32_t zero = n > 4 && below(5) == 0 ? 1 + below(n / 4) : 0;
-    epic_router r = {.num_experts = n - zero,
-                     .zero_experts = zero,
-                     .top_k = below(6) ? 1 + below(less(8, n)) : less(n, 1 + below(MOST_K)),
-                     .score = below(4),
-                     .weight_rule = below(3),
-                     .normalize = below(3),
-                     .eps = below(2) ? 1e-20 : 0,
-                     .norm_min = below(2) ? 1e-6 : 0.7,
-                     .scale = below(2) ? 2.5 : 0};
-    if (below(8) == 0) r.top_k = less(n, MOST_K);
-    if (below(2)) pick_groups(&r, n);
-    return r;
-}
-
-/* Every tenth a DeepSeek-V3. */
-static problem pick_problem(uint32_t most)
-{
-    static const uint32_t types[] = {EPIC_F32, EPIC_BF16, EPIC_F16};
-    problem p = {.router = pick_router(most), .type = pick(types, 3)};
-    if (most >= 256 && below(10) == 0)
-        p.router = (epic_router){.num_experts = 256,
-                                 .top_k = 8,
-                                 .score = EPIC_SCORE_SIGMOID,
-                                 .num_groups = 8,
-                                 .topk_groups = 4,
-                                 .group_score = EPIC_GROUP_SUM,
-                                 .group_best = 2,
-                                 .normalize = EPIC_NORMALIZE_SUM,
-                                 .eps = 1e-20,
-                                 .scale = 2.5};
-    p.n = (int64_t)p.router.num_experts + p.router.zero_experts;
-    p.tokens = below(12) ? 1 + below(p.n > 1000 ? 8 : MOST_TOKENS) : 0;
-    p.sequence = below(2) && p.tokens ? 1 + below((uint32_t)p.tokens) : 0;
-    while (p.sequence && p.tokens % p.sequence) p.sequence--;
-    p.total = p.tokens + below(20);
-    p.grad_type = below(2) ? EPIC_F32 : 0;
-    p.loss_type = below(2) ? EPIC_F64 : EPIC_F32;
-    p.flags = below(2) ? EPIC_ACCUMULATE : 0;
-    p.id_type = below(2) ? EPIC_I64 : EPIC_I32;
-    p.has_bias = below(3) != 0;
-    p.has_table = below(8) == 0;
-    p.has_scores = below(2);
-    p.has_d_loss = below(2);
-    p.coeff = below(2) ? 1 : 0.001;
-    return p;
-}
-
-static float pick_logit(int kind)
-{
-    static const float odd[] = {0.0f,  -0.0f,  INFINITY, -INFINITY, NAN,
-                                1e30f, -1e30f, 1e-40f,   88.5f,     -103.5f};
-    switch (kind) {
-    case 0:
-        return (float)below(5) - 2; /* ties */
-    case 1:
-        return 30 * normal();
-    case 2:
-        return below(4) ? normal() : odd[below(10)];
-    case 3:
-        return odd[below(4)];
-    default:
-        return normal();
-    }
-}
-
-static int64_t bytes_of(uint32_t type)
-{
-    return type == EPIC_F64 ? 8 : type == EPIC_F32 ? 4 : 2;
-}
-
-/* Truncated: any value will do. */
-static void put_number(void *to, uint32_t type, int64_t i, float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if (type == EPIC_F32) memcpy((char *)to + 4 * i, &bits, 4);
-    if (type == EPIC_BF16) ((uint16_t *)to)[i] = (uint16_t)(bits >> 16);
-    if (type != EPIC_F16) return;
-    const uint32_t e = bits >> 23 & 255, sign = bits >> 16 & 0x8000;
-    const uint32_t size = e < 113   ? below(2)
-                          : e > 142 ? 0x7c00 | (x != x)
-                                    : (bits >> 13 & 0x3ffff) - (112 << 10);
-    ((uint16_t *)to)[i] = (uint16_t)(sign | (size & 0x7fff));
-}
-
 static void fill_logits(const problem *p)
 {
-    const int kind = (int)below(8);
+    const int kind = (int)router_below(8);
     for (int64_t i = 0; i < p->tokens * p->n; i++)
-        put_number(logits.host, p->type, i, pick_logit(kind));
+        router_put(logits.host, p->type, i, router_logit(kind));
 }
 
 static void fill(const problem *p)
 {
     const int64_t k = p->router.top_k, ids = 50;
-    const int64_t grad = bytes_of(p->grad_type ? p->grad_type : p->type);
-    use(&logits, (size_t)(p->tokens * p->n * bytes_of(p->type)));
+    const int64_t grad = router_type_bytes(p->grad_type ? p->grad_type : p->type);
+    use(&logits, (size_t)(p->tokens * p->n * router_type_bytes(p->type)));
     fill_logits(p);
     float *b = use(&bias, (size_t)p->n * 4);
-    for (int64_t i = 0; i < p->n; i++) b[i] = below(3) ? 0.1f * normal() : 0;
+    for (int64_t i = 0; i < p->n; i++) b[i] = router_below(3) ? 0.1f * router_normal() : 0;
     int32_t *rows = use(&table, (size_t)(ids * k * 4));
-    for (int64_t i = 0; i < ids * k; i++) rows[i] = (int32_t)below((uint32_t)p->n + 1) - 1;
+    for (int64_t i = 0; i < ids * k; i++)
+        rows[i] = (int32_t)router_below((uint32_t)p->n + 1) - 1;
     use(&token_ids, (size_t)p->tokens * 8);
     for (int64_t t = 0; t < p->tokens; t++) {
-        const int64_t id = below((uint32_t)ids);
+        const int64_t id = router_below((uint32_t)ids);
         if (p->id_type == EPIC_I64) ((int64_t *)token_ids.host)[t] = id;
         if (p->id_type == EPIC_I32) ((int32_t *)token_ids.host)[t] = (int32_t)id;
     }
@@ -242,11 +104,11 @@ static void fill(const problem *p)
     use(&weights, (size_t)(p->tokens * k * 4));
     use(&scores, (size_t)(p->tokens * p->n * 4));
     float *d = use(&d_weights, (size_t)(p->tokens * k * 4));
-    for (int64_t i = 0; i < p->tokens * k; i++) d[i] = normal();
+    for (int64_t i = 0; i < p->tokens * k; i++) d[i] = router_normal();
     use(&d_logits, (size_t)(p->tokens * p->n * grad));
     int32_t *counts = use(&load, (size_t)p->n * 4);
-    for (int64_t i = 0; i < p->n; i++) counts[i] = (int32_t)below(100);
-    *(float *)use(&d_loss, 4) = normal();
+    for (int64_t i = 0; i < p->n; i++) counts[i] = (int32_t)router_below(100);
+    *(float *)use(&d_loss, 4) = router_normal();
     use(&loss, 8);
 }
 
@@ -360,31 +222,12 @@ static epic_result update(const side *s)
 
 /* ------------------------------------------------------------------------ comparison ---- */
 
-static double number(const void *from, uint32_t type, int64_t i)
-{
-    float x;
-    double wide;
-    uint32_t bits;
-    if (type == EPIC_F64) return memcpy(&wide, (const char *)from + 8 * i, 8), wide;
-    if (type == EPIC_F16) { /* as an order-preserving integer, enough to compare */
-        const uint16_t h = ((const uint16_t *)from)[i];
-        if ((h & 0x7fff) > 0x7c00) return NAN;
-        return h & 0x8000 ? -(double)(h & 0x7fff) : (double)h;
-    }
-    if (type == EPIC_BF16)
-        bits = (uint32_t)((const uint16_t *)from)[i] << 16;
-    else
-        memcpy(&bits, (const char *)from + 4 * i, 4);
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
 /* slack 0: the same bits, any NaN like any other. */
 static int agree(const buffer *b, uint32_t type, int64_t i, double slack)
 {
-    const int64_t size = bytes_of(type);
+    const int64_t size = router_type_bytes(type);
     if (!memcmp((char *)b->host + i * size, (char *)b->back + i * size, (size_t)size)) return 1;
-    const double want = number(b->host, type, i), got = number(b->back, type, i);
+    const double want = router_get(b->host, type, i), got = router_get(b->back, type, i);
     if (want != want && got != got) return 1;
     one_bit++;
     return slack > 0 && fabs(want - got) <= slack * fabs(want) + (type == EPIC_F16 ? 1.01 : 0);
@@ -392,11 +235,11 @@ static int agree(const buffer *b, uint32_t type, int64_t i, double slack)
 
 static void compare(const char *what, const buffer *b, uint32_t type, double slack)
 {
-    const int64_t size = bytes_of(type), count = (int64_t)b->bytes / size;
+    const int64_t size = router_type_bytes(type), count = (int64_t)b->bytes / size;
     for (int64_t i = 0; i < count; i++) {
         if (agree(b, type, i, slack)) continue;
         fprintf(stderr, "%s: number %lld is %.17g, on the host %.17g\n", what, (long long)i,
-                number(b->back, type, i), number(b->host, type, i));
+                router_get(b->back, type, i), router_get(b->host, type, i));
         failures++;
         return;
     }
@@ -495,7 +338,7 @@ static void print_problem(int i, const problem *p)
 /* A graph captured once gives the host's results for whatever its arrays hold later. */
 static void test_replay(void)
 {
-    problem p = pick_problem(256);
+    problem p = router_draw(256);
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     const side here = {&p, 0}, there = {&p, 1};
@@ -565,7 +408,7 @@ static void test_wild_ids(void)
                  .has_table = 1};
     const side there = {&p, 1};
     fill(&p);
-    for (int i = 0; i < 32; i++) put_number(logits.host, EPIC_F32, i, normal());
+    for (int i = 0; i < 32; i++) router_put(logits.host, EPIC_F32, i, router_normal());
     ((int64_t *)token_ids.host)[0] = 50;
     ((int64_t *)token_ids.host)[1] = -1;
     ((int64_t *)token_ids.host)[2] = INT64_MAX;
@@ -602,11 +445,11 @@ int main(int argc, char **argv)
     need(epic_open(&ctx, NULL, &config) == EPIC_OK, "open");
     need(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
     for (int i = 0; i < BUFFERS; i++)
-        make_buffer(all[i], (size_t)MOST_TOKENS * 1024 * 4 + (256 << 10));
+        make_buffer(all[i], (size_t)ROUTER_MOST_TOKENS * 1024 * 4 + (256 << 10));
     int good = 0;
     for (int i = 0; i < cases; i++) {
-        state = seed * 1000003 + (uint64_t)i;
-        const problem p = pick_problem(most);
+        router_seed(seed * 1000003 + (uint64_t)i);
+        const problem p = router_draw(most);
         if (run_case(&p, i % 2))
             good++;
         else

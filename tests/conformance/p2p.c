@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The suite on backend p2p, with ranks as threads that are dealt to the GPUs in turn.
+ *   p2p [RANKS ...] */
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "check.h"
+#include "suite.h"
+#include "suite_memory.h"
+
+#define ARENA_BYTES (96 << 20) /* for all arrays of a rank's call */
+
+/* A rank's memory is allocated once: allocating waits for kernels, and kernels wait for ranks. */
+static _Thread_local struct {
+    unsigned char *bytes;
+    int64_t used, count;
+    cudaStream_t stream;
+} arena;
+
+static void need(cudaError_t error, const char *what)
+{
+    if (error == cudaSuccess) return;
+    fprintf(stderr, "p2p: %s: %s\n", what, cudaGetErrorString(error));
+    _Exit(1); /* peers would wait for this rank */
+}
+
+static int num_gpus(void)
+{
+    int count = 0;
+    need(cudaGetDeviceCount(&count), "no GPU");
+    return count;
+}
+
+/* A stream that has carried work: docs/cuda.md says why ranks that share a GPU need such. */
+static void open_arena(const epic_meet *meet)
+{
+    need(cudaSetDevice(meet->rank % num_gpus()), "the GPU");
+    need(cudaMalloc((void **)&arena.bytes, ARENA_BYTES), "memory");
+    need(cudaStreamCreateWithFlags(&arena.stream, cudaStreamNonBlocking), "a stream");
+    need(cudaMemsetAsync(arena.bytes, 0, 64, arena.stream), "the stream");
+    need(cudaStreamSynchronize(arena.stream), "the stream");
+    arena.used = arena.count = 0;
+}
+
+static void close_arena(void)
+{
+    need(cudaStreamDestroy(arena.stream), "the stream");
+    need(cudaFree(arena.bytes), "memory");
+}
+
+/* From the arena, which is empty again when all has been released.  Every third array is not at
+ * an address that 64 divides. */
+static void *allocate(int64_t bytes)
+{
+    unsigned char *at = arena.bytes + arena.used + 16 * (arena.count % 3);
+    arena.used += (bytes + 32 + 255) / 256 * 256;
+    arena.count++;
+    if (arena.used > ARENA_BYTES) need(cudaErrorMemoryAllocation, "the arena");
+    return at;
+}
+
+static void release(void *memory)
+{
+    (void)memory;
+    if (--arena.count == 0) arena.used = 0;
+}
+
+static void synchronise(void)
+{
+    need(cudaStreamSynchronize(arena.stream), "a call");
+}
+
+/* A copy that waited for a kernel would keep other ranks from launching theirs: the stream is
+ * idle here. */
+static void copy(void *to, const void *from, int64_t bytes)
+{
+    need(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, arena.stream), "a copy");
+    synchronise();
+}
+
+static epic_stream stream(void)
+{
+    return arena.stream;
+}
+
+/* Three quarters of a GPU for two contexts of each of its ranks. */
+static uint32_t max_sms(int num_ranks)
+{
+    int sms = 0;
+    const int sharers = (num_ranks + num_gpus() - 1) / num_gpus();
+    need(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "the GPU");
+    const int share = sms * 3 / 4 / sharers / 2;
+    return share > 1 ? (uint32_t)share : 1;
+}
+
+static const suite_memory gpu = {.open = open_arena,
+                                 .close = close_arena,
+                                 .allocate = allocate,
+                                 .release = release,
+                                 .copy = copy,
+                                 .synchronise = synchronise,
+                                 .stream = stream,
+                                 .max_sms = max_sms,
+                                 .device = true,
+                                 .lacks = SUITE_FLAT | SUITE_QUANTIZE | SUITE_SCALES |
+                                          SUITE_F64 | SUITE_EXPERTS,
+                                 .most_experts = 4096};
+
+int main(int argc, char **argv)
+{
+    int count = 0;
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0)
+        return check_skip("no GPU can be used here");
+    suite_there = &gpu;
+    return suite_main("p2p", (const int[]){1, 2, 3, 4, 8, 0}, argc, argv);
+}

@@ -1,0 +1,138 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Arrays of a call: made here, lent there, and what the backend lacks. */
+#include "suite_memory.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "suite_case.h"
+
+/* ----------------------------------------------------------------------- host memory ---- */
+
+static void *allocate(int64_t bytes)
+{
+    return malloc((size_t)bytes);
+}
+
+static void copy(void *to, const void *from, int64_t bytes)
+{
+    memcpy(to, from, (size_t)bytes);
+}
+
+static const suite_memory host = {
+    .allocate = allocate, .release = free, .copy = copy, .most_experts = UINT32_MAX};
+
+const suite_memory *suite_there = &host;
+
+/* ---------------------------------------------------------------------------- arrays ---- */
+
+epic_rows case_rows(seat *s, int64_t num_rows, int64_t row_bytes)
+{
+    epic_rows rows = {NULL, num_rows, row_bytes};
+    const int64_t bytes = num_rows * row_bytes;
+    if (bytes == 0) return rows;
+    if (s->num_arrays == CASE_MOST_ARRAYS) abort(); /* the test's own mistake */
+    rows.data = malloc((size_t)bytes);
+    memset(rows.data, CASE_POISON, (size_t)bytes);
+    s->arrays[s->num_arrays++] = (case_array){.here = rows.data, .bytes = bytes};
+    return rows;
+}
+
+/* An address even of nothing, as an array has. */
+void *case_copy(seat *s, const void *from, int64_t bytes)
+{
+    void *here = case_rows(s, 1, bytes > 0 ? bytes : 1).data;
+    if (bytes > 0) memcpy(here, from, (size_t)bytes);
+    return here;
+}
+
+/* All but the plan. */
+void case_drop(seat *s)
+{
+    while (s->num_arrays > 1) free(s->arrays[--s->num_arrays].here);
+}
+
+/* ----------------------------------------------------------------------------- calls ---- */
+
+void *case_lend(seat *s, const void *here)
+{
+    for (int i = 0; here && i < s->num_arrays; i++) {
+        case_array *a = &s->arrays[i];
+        if (a->here != here) continue;
+        a->there = suite_there->allocate(a->bytes);
+        suite_there->copy(a->there, a->here, a->bytes);
+        return a->there;
+    }
+    if (here) abort(); /* a phase's array that is not known here */
+    return NULL;
+}
+
+epic_rows case_lend_rows(seat *s, epic_rows here)
+{
+    here.data = case_lend(s, here.data);
+    return here;
+}
+
+static void take_back(seat *s)
+{
+    for (int i = 0; i < s->num_arrays; i++) {
+        case_array *a = &s->arrays[i];
+        if (!a->there) continue;
+        suite_there->copy(a->here, a->there, a->bytes);
+        suite_there->release(a->there);
+        a->there = NULL;
+    }
+}
+
+epic_call case_call(const seat *s)
+{
+    return (epic_call){.tag = s->tag,
+                       .stream = suite_there->stream ? suite_there->stream() : NULL};
+}
+
+bool case_lacks(uint32_t needs)
+{
+    return (needs & suite_there->lacks) != 0;
+}
+
+static _Atomic long lacked;
+
+long case_num_lacked(void)
+{
+    return atomic_load(&lacked);
+}
+
+bool case_agree(const epic_meet *meet, bool mine)
+{
+    const uint32_t said = mine;
+    uint32_t all[RUN_MAX_RANKS] = {said};
+    if (meet->num_ranks > 1 &&
+        !CHECK(meet->gather(meet->self, &said, all, sizeof said) == EPIC_OK))
+        return false;
+    for (int r = 0; r < meet->num_ranks; r++)
+        if (!all[r]) return false;
+    return true;
+}
+
+/* By every rank, or those that were not would wait for the others. */
+static void check_refused(seat *s, epic_result result)
+{
+    CHECK_SAY(case_agree(s->meet, result == EPIC_ENOTSUP),
+              "rank %d: %s to what the backend lacks, or another rank did not say EPIC_ENOTSUP",
+              s->rank, epic_result_name(result));
+    atomic_fetch_add(&lacked, s->rank == 0);
+}
+
+/* On a device, what is wrong with the data is told once the work is done. */
+epic_result case_return(seat *s, epic_result result, uint32_t needs)
+{
+    if (case_lacks(needs)) check_refused(s, result);
+    if (suite_there->synchronise) {
+        suite_there->synchronise();
+        if (result == EPIC_OK) result = epic_check(s->ctx);
+    }
+    take_back(s);
+    return result;
+}

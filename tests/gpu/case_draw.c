@@ -1,0 +1,195 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Drawing random cases. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "case_inner.h"
+
+uint64_t case_hash(uint64_t a, uint64_t b, uint64_t c, uint64_t d)
+{
+    uint64_t x = a * 0x9e3779b97f4a7c15ull ^ b * 0xbf58476d1ce4e5b9ull ^
+                 c * 0x94d049bb133111ebull ^ d * 0xd6e8feb86659fd93ull;
+    x ^= x >> 32;
+    x *= 0xd6e8feb86659fd93ull;
+    x ^= x >> 29;
+    x *= 0xbf58476d1ce4e5b9ull;
+    return x ^ x >> 32;
+}
+
+uint64_t draw(uint64_t *state)
+{
+    return case_hash(++*state, 1, 2, 3);
+}
+
+int64_t between(uint64_t *state, int64_t low, int64_t high)
+{
+    return low + (int64_t)(draw(state) % (uint64_t)(high - low + 1));
+}
+
+static void draw_ids(test_case *c, uint64_t *s)
+{
+    routing *r = &c->r;
+    const int64_t experts = r->layer.num_experts, k = r->layer.top_k;
+    const int skew = (int)between(s, 0, 3);
+    for (int q = 0; q < r->num_ranks; q++) {
+        r->ids[q] = malloc((size_t)(r->tokens_of[q] * k + 1) * sizeof **r->ids);
+        for (int64_t i = 0; i < r->tokens_of[q] * k; i++) {
+            int64_t e = between(s, 0, experts - 1);
+            if (skew == 1 && between(s, 0, 9) < 8) e %= experts < 4 ? experts : 4;
+            if (skew == 2) e = e * e / experts;
+            if (between(s, 0, 9) == 0) e = -1 - between(s, 0, 5);
+            r->ids[q][i] = e;
+        }
+        /* most tokens choose distinct experts, as routers do */
+        for (int64_t t = 0; t < r->tokens_of[q] && skew == 3; t++)
+            for (int64_t j = 0; j < k; j++)
+                r->ids[q][t * k + j] = (r->ids[q][t * k] + experts + j * 7 % experts) % experts;
+    }
+}
+
+static void draw_layer(test_case *c, uint64_t *s)
+{
+    routing *r = &c->r;
+    epic_layer *l = &r->layer;
+    static const uint32_t ks[] = {1, 2, 3, 4, 6, 8, 8, 8, 8, 13, 16, 31, 32, 33, 40, 64};
+    static const uint32_t blocks[] = {1, 2, 3, 4, 8, 8, 16, 64, 5, 128};
+    const int n = r->num_ranks;
+    l->num_experts = (uint32_t)n * blocks[between(s, 0, 9)];
+    if (between(s, 0, 29) == 0) l->num_experts = (uint32_t)n * (4096u / (uint32_t)n);
+    l->top_k = ks[between(s, 0, 15)];
+    l->alignment = between(s, 0, 2) ? 1u << between(s, 0, 7) : (uint32_t)between(s, 1, 20);
+    if (between(s, 0, 3) == 0) l->partial_type = EPIC_F32;
+    const bool power = (n & (n - 1)) == 0 && (l->num_experts & (l->num_experts - 1)) == 0;
+    l->leaves = (uint32_t)n;
+    if (power && between(s, 0, 1)) {
+        l->sum_order = EPIC_TREE;
+        while (l->leaves < l->num_experts && l->leaves < 128u * (unsigned)n && between(s, 0, 1))
+            l->leaves *= 2;
+    }
+    r->owner = malloc(l->num_experts * sizeof *r->owner);
+    const uint32_t block = l->num_experts / (uint32_t)n;
+    const int turn = (int)between(s, 0, n - 1);
+    r->table = between(s, 0, 3) == 0;
+    for (uint32_t e = 0; e < l->num_experts; e++) {
+        r->owner[e] = (int32_t)(e / block);
+        if (r->table && l->sum_order == EPIC_TREE)
+            r->owner[e] = (r->owner[e] + turn) % n;
+        else if (r->table)
+            r->owner[e] = (int32_t)between(s, 0, n - 1);
+    }
+}
+
+static void draw_capacity(test_case *c, uint64_t *s)
+{
+    routing *r = &c->r;
+    const int kind = (int)between(s, 0, 9);
+    solve_routing(r);
+    for (int q = 0; q < r->num_ranks; q++) {
+        const int64_t need = r->slots_of[q];
+        r->capacity_of[q] = kind == 0 ? 0 : need + between(s, 1, 40);
+        c->recv_rows[q] = need + between(s, 0, 1) * between(s, 0, 50);
+        free(r->slot[q]);
+        free(r->rank[q]);
+    }
+    free(r->load);
+    free(r->kept);
+    free(r->begin);
+    if (kind == 1 || kind == 2 || kind == 3) {
+        r->layer.overflow = EPIC_OVERFLOW_DROP;
+        if (between(s, 0, 1)) r->layer.expert_capacity = (uint32_t)between(s, 1, 30);
+        for (int q = 0; q < r->num_ranks; q++)
+            if (between(s, 0, 1)) r->capacity_of[q] = 1 + r->capacity_of[q] / 2;
+    } else if (kind == 4 && between(s, 0, 2) == 0) { /* one rank has too little */
+        r->capacity_of[between(s, 0, r->num_ranks - 1)] = 1;
+    } else if (kind == 5 && between(s, 0, 2) == 0) { /* an id that is none */
+        const int q = (int)between(s, 0, r->num_ranks - 1);
+        if (r->tokens_of[q]) r->ids[q][0] = r->layer.num_experts + between(s, 0, 3);
+    }
+    solve_routing(r);
+}
+
+/* Narrower rows where there are many, so that cases stay short. */
+static void shrink(test_case *c)
+{
+    int64_t slots = 1;
+    for (int q = 0; q < c->r.num_ranks; q++)
+        if (c->recv_rows[q] > slots) slots = c->recv_rows[q];
+    while (c->hidden > 8 && slots * c->hidden > 1500000) c->hidden = c->hidden / 3 + 1;
+    c->row_bytes = c->hidden * type_bytes(c->type);
+}
+
+void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
+               int64_t max_row_bytes)
+{
+    uint64_t state = seed * 1000003, *s = &state;
+    static const uint32_t types[] = {EPIC_BF16, EPIC_F16, EPIC_F32};
+    memset(c, 0, sizeof *c);
+    c->seed = seed;
+    c->r.num_ranks = num_ranks;
+    c->type = types[between(s, 0, 2)];
+    c->hard = between(s, 0, 1);
+    c->weighted = between(s, 0, 2) > 0;
+    c->fused = between(s, 0, 1);
+    c->wide = between(s, 0, 3) == 0;
+    c->zero_tail = between(s, 0, 4) == 0;
+    c->sample = 1;
+    draw_layer(c, s);
+    const int64_t limit =
+        4096 / c->r.layer.top_k < max_tokens ? 4096 / c->r.layer.top_k : max_tokens;
+    const int64_t most = between(s, 0, 3) ? between(s, 0, limit / 6) : between(s, 0, limit);
+    for (int q = 0; q < num_ranks; q++) {
+        c->r.tokens_of[q] = (int32_t)between(s, 0, most);
+        if (between(s, 0, 5) == 0) c->r.tokens_of[q] = 0;
+    }
+    static const int64_t hiddens[] = {1, 7, 8, 64, 100, 128, 256, 520, 512, 1024, 1032, 1792};
+    c->hidden = hiddens[between(s, 0, 11)];
+    if (c->hidden * type_bytes(c->type) > max_row_bytes)
+        c->hidden = max_row_bytes / type_bytes(c->type);
+    c->row_bytes = c->hidden * type_bytes(c->type);
+    if (between(s, 0, 4) == 0) c->offset = type_bytes(c->type);
+    draw_ids(c, s);
+    draw_capacity(c, s);
+    shrink(c);
+}
+
+/* Full size: what the benchmark runs. */
+void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens)
+{
+    uint64_t state = seed * 1000003, *s = &state;
+    memset(c, 0, sizeof *c);
+    c->seed = seed;
+    c->r.num_ranks = num_ranks;
+    c->type = EPIC_BF16;
+    c->hidden = 7168;
+    c->row_bytes = c->hidden * 2;
+    c->weighted = c->fused = true;
+    c->sample = 97;
+    c->hard = seed % 2;
+    epic_layer *l = &c->r.layer;
+    l->num_experts = 256;
+    l->top_k = 8;
+    l->alignment = 128;
+    l->leaves = (uint32_t)num_ranks;
+    l->sum_order =
+        seed / 2 % 2 && (num_ranks & (num_ranks - 1)) == 0 ? EPIC_TREE : EPIC_BY_RANK;
+    c->r.owner = malloc(256 * sizeof *c->r.owner);
+    for (int e = 0; e < 256; e++) c->r.owner[e] = e / (256 / num_ranks);
+    for (int q = 0; q < num_ranks; q++) c->r.tokens_of[q] = (int32_t)max_tokens;
+    for (int q = 0; q < num_ranks; q++) {
+        c->r.ids[q] = malloc((size_t)max_tokens * 8 * sizeof **c->r.ids);
+        for (int64_t t = 0; t < max_tokens; t++)
+            for (int k = 0; k < 8; k++) {
+                int64_t e;
+                bool again;
+                do {
+                    e = between(s, 0, 255);
+                    again = false;
+                    for (int j = 0; j < k; j++) again |= c->r.ids[q][t * 8 + j] == e;
+                } while (again);
+                c->r.ids[q][t * 8 + k] = e;
+            }
+    }
+    solve_routing(&c->r);
+    for (int q = 0; q < num_ranks; q++)
+        c->recv_rows[q] = c->r.capacity_of[q] = c->r.slots_of[q] + 3;
+}

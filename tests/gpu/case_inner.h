@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the parts of a case share: case_draw.c draws it, case.c has its data and its calls,
+ * case_check.c looks at what they wrote. */
+#ifndef EPIC_TEST_CASE_INNER_H
+#define EPIC_TEST_CASE_INNER_H
+
+#include "case.h"
+
+#define CASE_GARBAGE 0xa5 /* in every byte that a call may write */
+
+uint64_t case_hash(uint64_t a, uint64_t b, uint64_t c, uint64_t d);
+
+/* A number with few bits, sometimes one that hurts. */
+float case_number(uint64_t h, bool hard, uint32_t type);
+
+/* Data that every rank can compute of every other. */
+void token_row(const test_case *c, int rank, int64_t token, uint8_t *row);
+float choice_weight(const test_case *c, int rank, int64_t choice);
+float slot_weight(const test_case *c, int rank, int64_t slot);
+float slot_element(const test_case *c, int rank, int64_t slot, int64_t i);
+float token_element(const test_case *c, int rank, int64_t token, int64_t i);
+
+/* A caller's NaN is all ones: what staging holds while nobody has written there. */
+void case_put(uint8_t *row, int64_t i, uint32_t type, float x);
+
+/* To the arena, from it; the latter to memory of its own. */
+void *case_upload(bench *b, const void *from, size_t bytes, int offset);
+void *case_download(bench *b, const void *from, size_t bytes);
+
+bool case_must(bench *b, epic_result result, const char *what);
+bool same_float(float a, float b);
+
+#endif

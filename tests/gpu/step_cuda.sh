@@ -1,0 +1,16 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# examples/step_cuda says what it has to, and is as short as it is meant to be: at most 45 lines
+# of code with at most 10 names of ours.   usage: step_cuda.sh PROGRAM
+set -eu
+source=$(dirname "$0")/../../examples/step_cuda.c
+"$1" | diff - /dev/fd/3 3<<END
+token 0: 1 went out, 1.25 came home
+token 1: 2 went out, 2.5 came home
+token 2: 3 went out, 3.75 came home
+token 3: 4 went out, 5 came home
+END
+lines=$(${CC:-cc} -fpreprocessed -dD -E -P "$source" | grep -c '[^ ]')
+names=$(grep -oE '\b(epic|EPIC)_[A-Za-z0-9_]+' "$source" | sort -u | wc -l)
+echo "examples/step_cuda.c: $lines lines of code, $names names"
+[ "$lines" -le 45 ] && [ "$names" -le 10 ]
