@@ -871,9 +871,11 @@ typedef struct epic_moe_args {
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    float *loss;            /* out [1]: balance loss + z-loss; NULL: not wanted */
-    int32_t *load;          /* out [num_experts]; NULL: not wanted */
-    int32_t *demand;        /* out [1]; NULL: not wanted */
+    float *loss;            /* out [1]: balance loss + z-loss; NULL: not wanted, as below */
+    float *balance_loss;    /* out [1] */
+    float *z_loss;          /* out [1] */
+    int32_t *load;          /* out [num_experts] */
+    int32_t *demand;        /* out [1] */
     uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
     uint32_t flags;         /* 0 */
 } epic_moe_args;
@@ -907,18 +909,20 @@ typedef struct epic_moe_backward_args {
     const epic_moe_weights *weights;
     epic_rows x;
     epic_rows d_out;                     /* [num_tokens, hidden] */
-    epic_rows d_x;                       /* out */
+    epic_rows d_x;                       /* out; data NULL: not wanted, on this rank */
     const epic_moe_gradients *gradients; /* NULL: none are wanted */
     const void *saved;                   /* as forward left it */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    const float *d_loss; /* [1], equal on all ranks; NULL: 1 */
-    uint32_t flags;      /* EPIC_ACCUMULATE, of gradients */
-    uint32_t pad;        /* 0 */
+    const float *d_loss;         /* [1], equal on all ranks, as the two below; NULL: 1 */
+    const float *d_balance_loss; /* [1]; NULL: 0 */
+    const float *d_z_loss;       /* [1]; NULL: 0 */
+    uint32_t flags;              /* EPIC_ACCUMULATE, of gradients */
+    uint32_t pad;                /* 0 */
 } epic_moe_backward_args;
 
-/* The gradients of epic_moe_forward's out and loss.  Errors: as epic_combine_backward and
+/* The gradients of epic_moe_forward's out and of its three losses, added.  Errors: as epic_combine_backward and
  * epic_dispatch_backward; damage seen in `saved` is class (b). */
 static inline epic_result epic_moe_backward(epic_context *ctx,
                                             const epic_moe_backward_args *args);

@@ -61,14 +61,16 @@ static epic_result transform_backward(moe_job *j, const backward_call *c)
     return epic_experts_backward(NULL, &how);
 }
 
+/* The rank's peers wait for its part of this step also if it does not want d_x. */
 static epic_result dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
+    const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
     const epic_dispatch_backward_args how = {
         .call = j->call,
         .plan = j->saved.plan,
         .plan_bytes = j->plan_bytes,
         .d_recv = {j->work.d_recv, j->capacity, j->row_bytes},
-        .d_tokens = *d_x,
+        .d_tokens = d_x->data ? *d_x : spare,
         .d_slot_weights = j->work.d_slot_weights,
         .d_weights = j->work.d_weights,
         .type = j->experts.row_type};
@@ -76,8 +78,7 @@ static epic_result dispatch_backward(moe_job *j, const epic_rows *d_x)
 }
 
 /* d_logits of one block: through the weights and the losses. */
-static epic_result route_backward(moe_job *j, const backward_call *c, const dense_block *block,
-                                  const float *d_weights)
+static epic_result route_backward(moe_job *j, const dense_block *block, const float *d_weights)
 {
     const epic_router_backward_args how = {.router = &j->router,
                                            .logits = block->logits,
@@ -89,7 +90,7 @@ static epic_result route_backward(moe_job *j, const backward_call *c, const dens
                                            .d_logits = j->work.d_logits,
                                            .type = j->real_type};
     TRY(epic_router_backward(NULL, &how));
-    return moe_losses_backward(j, block, c->args->d_loss);
+    return moe_losses_backward(j, block);
 }
 
 static void *real_at(const moe_job *j, void *base, int64_t index)
@@ -98,7 +99,7 @@ static void *real_at(const moe_job *j, void *base, int64_t index)
 }
 
 static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *block,
-                                   const epic_rows *d_out, void *dense)
+                                   const epic_rows *d_out, void *d_x, void *dense)
 {
     const dense_parts parts = moe_dense_parts(j);
     const int32_t rows = (int32_t)j->block;
@@ -117,7 +118,7 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
                                             .workspace = j->work.shared,
                                             .workspace_bytes = j->shared_memory.backward_bytes,
                                             .d_y = d_out->data,
-                                            .d_x = j->work.shared_y,
+                                            .d_x = d_x,
                                             .d_w_gate_up = real_at(j, dense, parts.gate_up),
                                             .d_w_down = real_at(j, dense, parts.down),
                                             .d_b_gate_up = real_at(j, dense, parts.b_gate_up),
@@ -131,13 +132,15 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     if (!j->block) return EPIC_OK;
     const dense_block block = moe_block(j, b);
     const epic_rows d_out = moe_rows(j, &c->args->d_out, b);
-    const epic_rows d_x = moe_rows(j, &c->args->d_x, b);
+    const bool wanted = c->args->d_x.data != NULL;
+    const epic_rows d_x = wanted ? moe_rows(j, &c->args->d_x, b) : (epic_rows){0};
+    void *d_shared = wanted && j->has_shared ? j->work.shared_y : NULL;
     float *d_weights = j->work.d_weights + b * j->block * j->top_k;
     moe_ops(j)->zero_weights(&block, &d_out, d_weights);
-    TRY(route_backward(j, c, &block, d_weights));
-    if (j->has_shared) TRY(shared_backward(j, b, &block, &d_out, dense));
-    moe_ops(j)->gate_backward(&block, j->work.d_logits, &d_out,
-                              j->has_shared ? j->work.shared_y : NULL, &d_x, dense);
+    TRY(route_backward(j, &block, d_weights));
+    if (j->has_shared) TRY(shared_backward(j, b, &block, &d_out, d_shared, dense));
+    moe_ops(j)->gate_backward(&block, j->work.d_logits, &d_out, d_shared, wanted ? &d_x : NULL,
+                              dense);
     return EPIC_OK;
 }
 
@@ -199,7 +202,7 @@ static void clear(const moe_job *j, const backward_call *c)
                       {g->w_down, local * inner * j->hidden},
                       {g->b_gate_up, local * width},
                       {g->b_down, local * j->hidden}};
-    moe_clear(j, &c->args->d_x);
+    if (c->args->d_x.data) moe_clear(j, &c->args->d_x);
     if (c->args->flags & EPIC_ACCUMULATE) return;
     for (size_t i = 0; i < sizeof of_experts / sizeof *of_experts; i++)
         if (of_experts[i].gradient)
@@ -271,12 +274,20 @@ static epic_result check_saved(const moe_job *j, data_fault *fault)
     return EPIC_OK;
 }
 
-static epic_result check(const moe_job *j, const epic_moe_backward_args *a, data_fault *fault)
+static double number_or(const float *number, double none)
 {
-    TRY(moe_check_rows(j, "d_x", &a->d_x));
+    return number ? *number : none;
+}
+
+static epic_result check(moe_job *j, epic_moe_backward_args *a, data_fault *fault)
+{
+    if (a->d_x.data || !j->tokens) TRY(moe_take_rows(j, "d_x", &a->d_x));
     if (a->flags & ~EPIC_ACCUMULATE)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
     if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
+    const double d_loss = number_or(a->d_loss, 1);
+    j->d_balance = d_loss + number_or(a->d_balance_loss, 0);
+    j->d_z = d_loss + number_or(a->d_z_loss, 0);
     return check_saved(j, fault);
 }
 
@@ -300,8 +311,8 @@ epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args
                         .workspace_bytes = a.workspace_bytes,
                         .backward = true};
     TRY(moe_begin(&j, ctx, &a.call, &c));
-    TRY(check(&j, &a, &call.fault));
     TRY(moe_backward_places(&j, &a, &call.gradients));
+    TRY(check(&j, &a, &call.fault));
     experts_blas_enter();
     const epic_result result = run(&j, &call);
     experts_blas_leave();

@@ -8,8 +8,9 @@
 #include "base/error.h"
 #include "base/sized.h"
 
-epic_result moe_check_rows(const moe_job *j, const char *name, const epic_rows *rows)
+epic_result moe_take_rows(const moe_job *j, const char *name, epic_rows *rows)
 {
+    if (!rows->data && !rows->num_rows && !rows->row_bytes) rows->row_bytes = j->row_bytes;
     if (rows->num_rows != j->x.num_rows)
         return epic_fail(EPIC_EINVAL,
                          "%s.num_rows is %lld, x.num_rows is %lld: make them equal", name,
@@ -85,8 +86,9 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
                          "x.num_rows is %lld: 0 to config.max_tokens %lld are possible",
                          (long long)c->x->num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read(j, &ctx->config, c->moe, sizeof *c->moe, c->x->num_rows));
-    TRY(moe_check_rows(j, "x", c->x));
-    TRY(moe_check_rows(j, c->y_name, c->y));
+    TRY(moe_take_rows(j, "x", c->x));
+    TRY(moe_take_rows(j, c->y_name, c->y));
+    j->x = *c->x;
     TRY(check_tokens(j, c->x->num_rows));
     TRY(check_weights(j));
     moe_cut(j, c->saved, c->workspace, c->backward);

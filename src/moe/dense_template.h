@@ -151,6 +151,7 @@ static void gate_backward(const dense_block *b, const void *d_logits, const epic
     const moe_job *j = b->job;
     REAL *acc = j->work.rows, *row = acc + j->block * j->hidden;
     gate_gradient(b, d_logits, dense);
+    if (!d_x) return;
     const gemm back = {.m = j->block,
                        .n = j->hidden,
                        .k = j->columns,

@@ -159,7 +159,14 @@ static float tree(const float *values, int64_t count)
     return tree(values, count / 2) + tree(values + count / 2, count - count / 2);
 }
 
-static epic_result losses(moe_job *j, float *loss)
+static void put_losses(const epic_moe_args *a, float balance, float z)
+{
+    if (a->loss) *a->loss = balance + z;
+    if (a->balance_loss) *a->balance_loss = balance;
+    if (a->z_loss) *a->z_loss = z;
+}
+
+static epic_result losses(moe_job *j, const epic_moe_args *a)
 {
     float *balance = j->work.losses, *z = balance + j->blocks;
     memset(balance, 0, (size_t)(2 * j->blocks) * sizeof *balance);
@@ -173,7 +180,7 @@ static epic_result losses(moe_job *j, float *loss)
             .call = j->call, .data = both, .count = 2, .order = j->layer.sum_order};
         TRY(epic_sum(j->ctx, &sum));
     }
-    if (loss) *loss = both[0] + both[1];
+    put_losses(a, both[0], both[1]);
     return EPIC_OK;
 }
 
@@ -207,7 +214,7 @@ static epic_result run(moe_job *j, const epic_moe_args *a)
     epic_result result = send(j, a, &fault);
     if (result != EPIC_OK) { /* the same on every rank */
         moe_clear(j, &a->out);
-        if (a->loss) *a->loss = 0;
+        put_losses(a, 0, 0);
         return result;
     }
     *j->saved.total_tokens = plan_view_of(j->saved.plan).header->total_tokens;
@@ -215,7 +222,7 @@ static epic_result run(moe_job *j, const epic_moe_args *a)
     if (result != EPIC_OK) return moe_abandon(j, result);
     TRY(bring_home(j, &a->out));
     TRY(finish(j, &a->out));
-    result = losses(j, a->loss);
+    result = losses(j, a);
     return result == EPIC_OK ? EPIC_OK : moe_abandon(j, result);
 }
 

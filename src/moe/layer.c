@@ -188,6 +188,11 @@ static void cut_saved(moe_job *j, unsigned char *base)
     j->saved_bytes = used;
 }
 
+static int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
 static void cut_work(moe_job *j, unsigned char *base, bool backward)
 {
     int64_t used = 0;
@@ -205,7 +210,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     w->losses = take(base, &used, 2 * j->blocks * 4);
     w->plan_idx = take(base, &used, backward ? 0 : j->tokens * j->top_k * 4);
     if (backward) {
-        w->d_y = take(base, &used, j->capacity * j->row_bytes);
+        w->d_y = take(base, &used, larger(j->capacity, j->tokens) * j->row_bytes);
         w->d_recv = take(base, &used, j->capacity * j->row_bytes);
         w->d_slot_weights = take(base, &used, j->capacity * 4);
         w->d_weights = take(base, &used, j->tokens * j->top_k * 4);

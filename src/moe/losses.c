@@ -30,7 +30,8 @@ epic_result moe_losses(const moe_job *j, const dense_block *block, float *balanc
     return z_args.coeff != 0 ? epic_z_loss_forward(NULL, &z_args) : EPIC_OK;
 }
 
-epic_result moe_losses_backward(const moe_job *j, const dense_block *block, const float *d_loss)
+/* What comes in multiplies the coefficient, which is float64. */
+epic_result moe_losses_backward(const moe_job *j, const dense_block *block)
 {
     const epic_balance_loss_backward_args balance = {.router = &j->router,
                                                      .logits = block->logits,
@@ -39,10 +40,10 @@ epic_result moe_losses_backward(const moe_job *j, const dense_block *block, cons
                                                      .sequence_tokens = j->moe.sequence_tokens,
                                                      .load = j->saved.load,
                                                      .topk_idx = block->topk_idx,
-                                                     .coeff = j->moe.balance_coeff,
+                                                     .coeff =
+                                                         j->moe.balance_coeff * j->d_balance,
                                                      .workspace = j->work.router,
                                                      .workspace_bytes = j->router_bytes,
-                                                     .d_loss = d_loss,
                                                      .d_logits = j->work.d_logits,
                                                      .type = j->real_type,
                                                      .flags = EPIC_ACCUMULATE};
@@ -50,10 +51,9 @@ epic_result moe_losses_backward(const moe_job *j, const dense_block *block, cons
                                          .logits = block->logits,
                                          .num_tokens = j->block,
                                          .total_tokens = *j->saved.total_tokens,
-                                         .coeff = j->moe.z_coeff,
+                                         .coeff = j->moe.z_coeff * j->d_z,
                                          .workspace = j->work.router,
                                          .workspace_bytes = j->router_bytes,
-                                         .d_loss = d_loss,
                                          .d_logits = j->work.d_logits,
                                          .type = j->real_type,
                                          .flags = EPIC_ACCUMULATE};

@@ -34,7 +34,8 @@ typedef struct moe_work {
     void *rows;                      /* [block, hidden] real */
     void *shared_y;                  /* [block, hidden]; backward: its d_x */
     float *losses;                   /* [2, blocks] */
-    void *d_y, *d_recv;              /* backward: [capacity, hidden] */
+    void *d_y;                       /* backward: [capacity, hidden], later d_x if unwanted */
+    void *d_recv;                    /* [capacity, hidden] */
     float *d_slot_weights;           /* [capacity] */
     float *d_weights;                /* [tokens, top_k] */
     void *d_logits;                  /* [block, columns] real */
@@ -61,6 +62,7 @@ typedef struct moe_job {
     epic_experts_memory_info experts_memory, shared_memory; /* shared: of one block */
     int64_t router_bytes;
     int64_t dense_count, dense_levels;
+    double d_balance, d_z; /* backward: what comes in for each loss */
     moe_saved saved;
     moe_work work;
     int64_t saved_bytes, work_bytes;
@@ -106,8 +108,8 @@ typedef struct dense_ops {
     void (*finish)(const dense_block *b, const epic_rows *out, const void *shared_y);
     /* d_weights of zero-experts = <d_out, x> */
     void (*zero_weights)(const dense_block *b, const epic_rows *d_out, float *d_weights);
-    /* gradients of gate and bias at `dense`, and d_x += d_logits W_gate^T + w * d_out for
-     * zero-experts + d_shared */
+    /* gradients of gate and bias at `dense`, and d_x (NULL: not wanted) += d_logits W_gate^T +
+     * w * d_out for zero-experts + d_shared */
     void (*gate_backward)(const dense_block *b, const void *d_logits, const epic_rows *d_out,
                           const void *d_shared, const epic_rows *d_x, void *dense);
     /* to += from */

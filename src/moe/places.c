@@ -5,7 +5,7 @@
 #include "moe/call.h"
 #include "rules/convert.h"
 
-#define MOST_ARRAYS 32
+#define MOST_ARRAYS 40
 
 typedef struct places {
     call_array list[MOST_ARRAYS];
@@ -73,6 +73,8 @@ epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a)
     add(&p, "rank_of_expert", a->rank_of_expert, experts, 4, false);
     add_rows(&p, j, "out.data", &a->out, true);
     add(&p, "loss", a->loss, 1, 4, true);
+    add(&p, "balance_loss", a->balance_loss, 1, 4, true);
+    add(&p, "z_loss", a->z_loss, 1, 4, true);
     add(&p, "load", a->load, experts, 4, true);
     add(&p, "demand", a->demand, 1, 4, true);
     add_memory(&p, j, a->saved, a->workspace, true);
@@ -90,6 +92,8 @@ epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *
     add_rows(&p, j, "x.data", &a->x, false);
     add_rows(&p, j, "d_out.data", &a->d_out, false);
     add(&p, "d_loss", a->d_loss, 1, 4, false);
+    add(&p, "d_balance_loss", a->d_balance_loss, 1, 4, false);
+    add(&p, "d_z_loss", a->d_z_loss, 1, 4, false);
     add_rows(&p, j, "d_x.data", &a->d_x, true);
     add(&p, "gradients.w_gate", g->w_gate, d.b_gate, real, true);
     add(&p, "gradients.b_gate", g->b_gate, d.gate_up - d.b_gate, real, true);

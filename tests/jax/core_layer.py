@@ -45,6 +45,8 @@ Forward = struct(
     ("rank_of_expert", c_void_p),
     *MEMORY,
     ("loss", c_void_p),
+    ("balance_loss", c_void_p),
+    ("z_loss", c_void_p),
     ("load", c_void_p),
     ("demand", c_void_p),
     ("token_id_type", c_uint32),
@@ -59,6 +61,8 @@ Backward = struct(
     ("gradients", c_void_p),
     *MEMORY,
     ("d_loss", c_void_p),
+    ("d_balance_loss", c_void_p),
+    ("d_z_loss", c_void_p),
     ("flags", c_uint32),
     ("pad", c_uint32),
 )

@@ -175,7 +175,7 @@ typedef struct problem {
     epic_layer layer;
     epic_router router;
     epic_experts experts, shared; /* num_local_experts: of all ranks */
-    bool has_shared, biased, gate_biased, wants_no_gradient;
+    bool has_shared, biased, gate_biased, wants_no_gradient, wants_no_d_x;
     epic_moe moe; /* without its pointers */
     int32_t rank_of_expert[64];
     bool placed;    /* by that table */
@@ -184,15 +184,15 @@ typedef struct problem {
     int32_t *table, *token_ids; /* NULL: none */
     int64_t table_rows;
     bool wide_ids;
-    float d_loss;
-    bool d_loss_given;
+    float d_loss, d_balance_loss, d_z_loss;
+    bool d_loss_given, d_parts_given;
     uint32_t backward_flags;
 
     array given[NUM_GIVEN];
     array d_out;
     array out;
     array gradient[NUM_GIVEN]; /* dense: one after the other for every rank */
-    float *loss;               /* [num_ranks] */
+    float *loss;               /* [3 * num_ranks]: the sum, balance, z */
     int32_t *load, *demand;    /* [num_ranks, num_experts], [num_ranks] */
 } problem;
 
@@ -279,7 +279,7 @@ static inline void make_results(problem *p)
     for (int i = 0; i < NUM_GIVEN; i++)
         p->gradient[i] = make_array(i == X ? row_type(p) : real_type(p),
                                     numbers_in_all(p, i) * (is_dense(i) ? p->num_ranks : 1));
-    p->loss = share((size_t)p->num_ranks * sizeof(float));
+    p->loss = share(3 * (size_t)p->num_ranks * sizeof(float));
     p->load = share((size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t));
     p->demand = share((size_t)p->num_ranks * sizeof(int32_t));
 }
@@ -288,7 +288,7 @@ static inline void free_results(problem *p)
 {
     free_array(&p->out);
     for (int i = 0; i < NUM_GIVEN; i++) free_array(&p->gradient[i]);
-    munmap(p->loss, (size_t)p->num_ranks * sizeof(float) + 1);
+    munmap(p->loss, 3 * (size_t)p->num_ranks * sizeof(float) + 1);
     munmap(p->load, (size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t) + 1);
     munmap(p->demand, (size_t)p->num_ranks * sizeof(int32_t) + 1);
 }
@@ -312,11 +312,14 @@ static inline double gradient_of(const problem *p, int which, int64_t i)
     return sum;
 }
 
-static inline double loss_of(const problem *p)
+enum { LOSS, BALANCE_LOSS, Z_LOSS, NUM_LOSSES };
+
+static inline double loss_of(const problem *p, int which)
 {
     double sum = 0;
-    if (p->moe.flags & EPIC_SUM_DENSE) return p->loss[0];
-    for (int r = 0; r < p->num_ranks; r++) sum += p->loss[r];
+    const float *loss = p->loss + which * p->num_ranks;
+    if (p->moe.flags & EPIC_SUM_DENSE) return loss[0];
+    for (int r = 0; r < p->num_ranks; r++) sum += loss[r];
     return sum;
 }
 
@@ -453,6 +456,7 @@ static inline void make_calls(part *t, uint64_t tag)
     const problem *p = t->p;
     void **g = t->given, **d = t->gradient;
     const int64_t row = p->experts.hidden * convert_bytes(row_type(p));
+    const bool none = t->tokens == 0; /* then the calls get {NULL, 0, 0} */
     t->weights = (epic_moe_weights){
         g[W_GATE],           g[B_GATE],         p->bias_given ? p->bias : NULL,
         g[W_GATE_UP],        g[W_DOWN],         g[B_GATE_UP],
@@ -464,8 +468,8 @@ static inline void make_calls(part *t, uint64_t tag)
     t->forward = (epic_moe_args){.call.tag = tag,
                                  .moe = &t->moe,
                                  .weights = &t->weights,
-                                 .x = {g[X], t->tokens, row},
-                                 .out = {t->out, t->tokens, row},
+                                 .x = {none ? NULL : g[X], t->tokens, none ? 0 : row},
+                                 .out = {none ? NULL : t->out, t->tokens, none ? 0 : row},
                                  .token_ids = t->token_ids,
                                  .table = p->table,
                                  .table_rows = p->table_rows,
@@ -475,23 +479,30 @@ static inline void make_calls(part *t, uint64_t tag)
                                  .workspace = t->workspace,
                                  .workspace_bytes = t->memory.forward_bytes,
                                  .loss = &p->loss[t->rank],
+                                 .balance_loss = &p->loss[p->num_ranks + t->rank],
+                                 .z_loss = &p->loss[2 * p->num_ranks + t->rank],
                                  .load = p->load + t->rank * (int64_t)p->layer.num_experts,
                                  .demand = &p->demand[t->rank],
                                  .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32};
-    t->backward = (epic_moe_backward_args){.call.tag = tag,
-                                           .moe = &t->moe,
-                                           .weights = &t->weights,
-                                           .x = t->forward.x,
-                                           .d_out = {t->d_out, t->tokens, row},
-                                           .d_x = {d[X], t->tokens, row},
-                                           .gradients = &t->gradients,
-                                           .saved = t->saved,
-                                           .saved_bytes = t->memory.saved_bytes,
-                                           .workspace = t->workspace,
-                                           .workspace_bytes = t->memory.backward_bytes,
-                                           .d_loss = p->d_loss_given ? &p->d_loss : NULL,
-                                           .flags = p->backward_flags};
+    t->backward =
+        (epic_moe_backward_args){.call.tag = tag,
+                                 .moe = &t->moe,
+                                 .weights = &t->weights,
+                                 .x = t->forward.x,
+                                 .d_out = {t->d_out, t->tokens, row},
+                                 .d_x = {d[X], t->tokens, row},
+                                 .d_balance_loss = p->d_parts_given ? &p->d_balance_loss : NULL,
+                                 .d_z_loss = p->d_parts_given ? &p->d_z_loss : NULL,
+                                 .gradients = &t->gradients,
+                                 .saved = t->saved,
+                                 .saved_bytes = t->memory.saved_bytes,
+                                 .workspace = t->workspace,
+                                 .workspace_bytes = t->memory.backward_bytes,
+                                 .d_loss = p->d_loss_given ? &p->d_loss : NULL,
+                                 .flags = p->backward_flags};
+    if (none) t->backward.d_out = t->backward.d_x = (epic_rows){0};
     if (p->wants_no_gradient) t->backward.gradients = NULL;
+    if (p->wants_no_d_x) t->backward.d_x = (epic_rows){0};
 }
 
 /* Everything of one rank; `config` is the context's, as the size query wants it. */

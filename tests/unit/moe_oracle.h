@@ -263,7 +263,11 @@ static void probabilities(const oracle *o, int64_t t, double *P)
     for (int64_t e = 0; e < n; e++) P[e] /= sum;
 }
 
-static double oracle_loss(const oracle *o)
+typedef struct oracle_losses {
+    double balance, z;
+} oracle_losses;
+
+static oracle_losses oracle_loss(const oracle *o)
 {
     const problem *p = o->p;
     const double T = (double)p->total, E = p->layer.num_experts;
@@ -277,9 +281,10 @@ static double oracle_loss(const oracle *o)
         oracle_logits(o, t, z);
         z_sum += pow(logsumexp(z, columns_of(p)), 2);
     }
-    if (p->total == 0) return 0;
-    return p->moe.balance_coeff * E / (p->layer.top_k * T * (double)length) * balance +
-           p->moe.z_coeff / T * z_sum;
+    if (p->total == 0) return (oracle_losses){0};
+    return (oracle_losses){p->moe.balance_coeff * E / (p->layer.top_k * T * (double)length) *
+                               balance,
+                           p->moe.z_coeff / T * z_sum};
 }
 
 /* ------------------------------------------------------------------------------- whole ---- */
@@ -291,8 +296,11 @@ static void oracle_run(const oracle *o)
 
 static double objective(const oracle *o)
 {
-    const int64_t n = o->p->total * o->p->experts.hidden;
-    double sum = oracle_loss(o) * (o->p->d_loss_given ? o->p->d_loss : 1);
+    const problem *p = o->p;
+    const int64_t n = p->total * p->experts.hidden;
+    const oracle_losses loss = oracle_loss(o);
+    double sum = (loss.balance + loss.z) * (p->d_loss_given ? p->d_loss : 1);
+    if (p->d_parts_given) sum += loss.balance * p->d_balance_loss + loss.z * p->d_z_loss;
     oracle_run(o);
     for (int64_t i = 0; i < n; i++) sum += o->out[i] * o->d_out[i];
     return sum;
