@@ -758,7 +758,7 @@ typedef struct epic_experts_args {
     int64_t num_slots;            /* what the buffers have */
     const int32_t *expert_rows;   /* [num_local_experts], padded counts, of epic_plan */
     const int32_t *expert_tokens; /* [num_local_experts], true counts; NULL: expert_rows */
-    const float *slot_weights;    /* [num_slots], with EARLY and INPUT only */
+    const void *slot_weights;     /* [num_slots], with EARLY and INPUT only */
     const void *w_gate_up;        /* [num_local_experts, hidden, width] */
     const void *w_down;           /* [num_local_experts, inner, hidden] */
     const void *b_gate_up;        /* [num_local_experts, width]; NULL: none */
@@ -767,9 +767,9 @@ typedef struct epic_experts_args {
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    void *y;        /* out [num_slots, hidden]; 0 on padding; not x */
-    uint32_t flags; /* 0 */
-    uint32_t pad;   /* 0 */
+    void *y;               /* out [num_slots, hidden]; 0 on padding; not x */
+    uint32_t flags;        /* 0 */
+    uint32_t weights_type; /* of slot_weights: 0: F32; or F64, with F64 rows only */
 } epic_experts_args;
 
 /* The experts' MLP over the slabs.  Slots past the last slab are neither read nor written.  The
@@ -788,7 +788,7 @@ typedef struct epic_experts_backward_args {
     int64_t num_slots;
     const int32_t *expert_rows;
     const int32_t *expert_tokens;
-    const float *slot_weights;
+    const void *slot_weights;
     const void *w_gate_up;
     const void *w_down;
     const void *b_gate_up;
@@ -803,9 +803,9 @@ typedef struct epic_experts_backward_args {
     void *d_w_down;    /* out */
     void *d_b_gate_up; /* out */
     void *d_b_down;    /* out */
-    float *d_slot_weights; /* out [num_slots], with EARLY and INPUT only; 0 on padding */
+    void *d_slot_weights;  /* out [num_slots], with EARLY and INPUT only; 0 on padding */
     uint32_t flags;        /* EPIC_ACCUMULATE, of weights and biases */
-    uint32_t pad;          /* 0 */
+    uint32_t weights_type; /* of slot_weights and d_slot_weights */
 } epic_experts_backward_args;
 
 /* The gradients of epic_experts_forward; d_x is not x.  Weights and biases of an expert with no
@@ -871,18 +871,23 @@ typedef struct epic_moe_args {
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    float *loss;            /* out [1]: balance loss + z-loss; NULL: not wanted, as below */
-    float *balance_loss;    /* out [1] */
-    float *z_loss;          /* out [1] */
+    void *loss;             /* out [1]: balance loss + z-loss; NULL: not wanted, as below */
+    void *balance_loss;     /* out [1] */
+    void *z_loss;           /* out [1] */
     int32_t *load;          /* out [num_experts] */
     int32_t *demand;        /* out [1] */
     uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
+    uint32_t loss_type;     /* of the losses: 0: F32; or F64, with F64 rows only */
     uint32_t flags;         /* 0 */
+    uint32_t pad;           /* 0 */
 } epic_moe_args;
 
 /* out, which is not x, = the layer of x: for each token the weighted sum of its experts'
  * outputs, plus w * x for zero-experts, plus the shared expert.  Weights are multiplied where
  * experts->weighting says.
+ * F64 rows: everything is float64, the weights of choices and their gradients too.  They travel
+ * beside the rows, so config.max_row_bytes is at least 8 * top_k, and EPIC_WEIGHT_LATE is done as
+ * EPIC_WEIGHT_EARLY, which is the same number.
  * With EPIC_TREE num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
  * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
  * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
@@ -915,11 +920,11 @@ typedef struct epic_moe_backward_args {
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    const float *d_loss;         /* [1], equal on all ranks, as the two below; NULL: 1 */
-    const float *d_balance_loss; /* [1]; NULL: 0 */
-    const float *d_z_loss;       /* [1]; NULL: 0 */
-    uint32_t flags;              /* EPIC_ACCUMULATE, of gradients */
-    uint32_t pad;                /* 0 */
+    const void *d_loss;         /* [1], equal on all ranks, as the two below; NULL: 1 */
+    const void *d_balance_loss; /* [1]; NULL: 0 */
+    const void *d_z_loss;       /* [1]; NULL: 0 */
+    uint32_t flags;             /* EPIC_ACCUMULATE, of gradients */
+    uint32_t loss_type;         /* of d_loss and the two after it, as forward */
 } epic_moe_backward_args;
 
 /* The gradients of epic_moe_forward's out and of its three losses, added.  Errors: as epic_combine_backward and

@@ -57,7 +57,8 @@ static epic_result transform_backward(moe_job *j, const backward_call *c)
         .d_b_gate_up = g->b_gate_up,
         .d_b_down = g->b_down,
         .d_slot_weights = moe_is_late(j) ? NULL : j->work.d_slot_weights,
-        .flags = c->args->flags};
+        .flags = c->args->flags,
+        .weights_type = j->real_type};
     return epic_experts_backward(NULL, &how);
 }
 
@@ -71,14 +72,15 @@ static epic_result dispatch_backward(moe_job *j, const epic_rows *d_x)
         .plan_bytes = j->plan_bytes,
         .d_recv = {j->work.d_recv, j->capacity, j->row_bytes},
         .d_tokens = d_x->data ? *d_x : spare,
-        .d_slot_weights = j->work.d_slot_weights,
-        .d_weights = j->work.d_weights,
+        .d_slot_weights = j->wide ? NULL : j->work.d_slot_weights,
+        .d_weights = j->wide ? NULL : j->work.d_weights,
         .type = j->experts.row_type};
+    if (j->wide) TRY(moe_weights_home(j)); /* before d_x that nobody wants takes the place */
     return epic_dispatch_backward(j->ctx, &how);
 }
 
 /* d_logits of one block: through the weights and the losses. */
-static epic_result route_backward(moe_job *j, const dense_block *block, const float *d_weights)
+static epic_result route_backward(moe_job *j, const dense_block *block, const void *d_weights)
 {
     const epic_router_backward_args how = {.router = &j->router,
                                            .logits = block->logits,
@@ -88,14 +90,10 @@ static epic_result route_backward(moe_job *j, const dense_block *block, const fl
                                            .workspace = j->work.router,
                                            .workspace_bytes = j->router_bytes,
                                            .d_logits = j->work.d_logits,
-                                           .type = j->real_type};
+                                           .type = j->real_type,
+                                           .weights_type = j->real_type};
     TRY(epic_router_backward(NULL, &how));
     return moe_losses_backward(j, block);
-}
-
-static void *real_at(const moe_job *j, void *base, int64_t index)
-{
-    return (char *)base + index * j->real_bytes;
 }
 
 static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *block,
@@ -119,10 +117,10 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
                                             .workspace_bytes = j->shared_memory.backward_bytes,
                                             .d_y = d_out->data,
                                             .d_x = d_x,
-                                            .d_w_gate_up = real_at(j, dense, parts.gate_up),
-                                            .d_w_down = real_at(j, dense, parts.down),
-                                            .d_b_gate_up = real_at(j, dense, parts.b_gate_up),
-                                            .d_b_down = real_at(j, dense, parts.b_down)};
+                                            .d_w_gate_up = moe_real(j, dense, parts.gate_up),
+                                            .d_w_down = moe_real(j, dense, parts.down),
+                                            .d_b_gate_up = moe_real(j, dense, parts.b_gate_up),
+                                            .d_b_down = moe_real(j, dense, parts.b_down)};
     return epic_experts_backward(NULL, &how);
 }
 
@@ -135,7 +133,7 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     const bool wanted = c->args->d_x.data != NULL;
     const epic_rows d_x = wanted ? moe_rows(j, &c->args->d_x, b) : (epic_rows){0};
     void *d_shared = wanted && j->has_shared ? j->work.shared_y : NULL;
-    float *d_weights = j->work.d_weights + b * j->block * j->top_k;
+    void *d_weights = moe_real(j, j->work.d_weights, b * j->block * j->top_k);
     moe_ops(j)->zero_weights(&block, &d_out, d_weights);
     TRY(route_backward(j, &block, d_weights));
     if (j->has_shared) TRY(shared_backward(j, b, &block, &d_out, d_shared, dense));
@@ -148,18 +146,18 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
-    void *here = real_at(j, j->work.dense, level * j->dense_count);
+    void *here = moe_real(j, j->work.dense, level * j->dense_count);
     if (count == 1) return block_backward(j, c, first, here);
     TRY(blocks_backward(j, c, first, count / 2, level));
     TRY(blocks_backward(j, c, first + count / 2, count - count / 2, level + 1));
-    moe_ops(j)->add(here, real_at(j, j->work.dense, (level + 1) * j->dense_count),
+    moe_ops(j)->add(here, moe_real(j, j->work.dense, (level + 1) * j->dense_count),
                     j->dense_count);
     return EPIC_OK;
 }
 
 static void give(const moe_job *j, const backward_call *c, void *to, int64_t begin, int64_t end)
 {
-    const void *from = real_at(j, j->work.dense, begin);
+    const void *from = moe_real(j, j->work.dense, begin);
     if (!to) return;
     if (c->args->flags & EPIC_ACCUMULATE)
         moe_ops(j)->add(to, from, end - begin);
@@ -274,9 +272,10 @@ static epic_result check_saved(const moe_job *j, data_fault *fault)
     return EPIC_OK;
 }
 
-static double number_or(const float *number, double none)
+static double number_or(const void *number, uint32_t type, double none)
 {
-    return number ? *number : none;
+    if (!number) return none;
+    return type == EPIC_F64 ? *(const double *)number : (double)*(const float *)number;
 }
 
 static epic_result check(moe_job *j, epic_moe_backward_args *a, data_fault *fault)
@@ -284,10 +283,10 @@ static epic_result check(moe_job *j, epic_moe_backward_args *a, data_fault *faul
     if (a->d_x.data || !j->tokens) TRY(moe_take_rows(j, "d_x", &a->d_x));
     if (a->flags & ~EPIC_ACCUMULATE)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
-    if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
-    const double d_loss = number_or(a->d_loss, 1);
-    j->d_balance = d_loss + number_or(a->d_balance_loss, 0);
-    j->d_z = d_loss + number_or(a->d_z_loss, 0);
+    TRY(moe_check_loss_type(j, a->loss_type));
+    const double d_loss = number_or(a->d_loss, a->loss_type, 1);
+    j->d_balance = d_loss + number_or(a->d_balance_loss, a->loss_type, 0);
+    j->d_z = d_loss + number_or(a->d_z_loss, a->loss_type, 0);
     return check_saved(j, fault);
 }
 

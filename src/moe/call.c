@@ -104,7 +104,7 @@ dense_block moe_block(const moe_job *j, int64_t b)
                          .logits =
                              (const char *)j->saved.logits + first * j->columns * j->real_bytes,
                          .topk_idx = j->saved.topk_idx + first * j->top_k,
-                         .weights = j->saved.weights + first * j->top_k};
+                         .weights = moe_real(j, j->saved.weights, first * j->top_k)};
 }
 
 void moe_clear(const moe_job *j, const epic_rows *rows)

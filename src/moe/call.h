@@ -37,8 +37,19 @@ static inline bool moe_is_late(const moe_job *j)
     return j->experts.weighting == EPIC_WEIGHT_LATE;
 }
 
+/* Wide layers carry their weights themselves: all that dispatch carries with a choice is a
+ * float32.  That is then the choice's k, the weights of all of a token's choices travel beside its
+ * row, and each slot takes the k-th.  The other way a slot's gradient is number k in a row of
+ * zeros, and combine adds these rows.  weights.c. */
+void moe_weights_send(moe_job *j, epic_dispatch_args *how);
+void moe_weights_take(moe_job *j);
+epic_result moe_weights_home(moe_job *j);
+
+/* The type of losses that a call brings; EPIC_EINVAL. */
+epic_result moe_check_loss_type(const moe_job *j, uint32_t type);
+
 /* The losses of a block, and their gradients, added to j->work.d_logits; losses.c. */
-epic_result moe_losses(const moe_job *j, const dense_block *block, float *balance, float *z);
+epic_result moe_losses(const moe_job *j, const dense_block *block, void *balance, void *z);
 epic_result moe_losses_backward(const moe_job *j, const dense_block *block);
 
 /* Writes zeros over all rows of the caller's tokens. */

@@ -87,7 +87,7 @@ static void add_zero_experts(const dense_block *b, int64_t token, const REAL *ro
     const moe_job *j = b->job;
     for (int64_t i = token * j->top_k; i < (token + 1) * j->top_k; i++) {
         if (!is_zero_expert(b, i)) continue;
-        const REAL w = (REAL)b->weights[i];
+        const REAL w = ((const REAL *)b->weights)[i];
         for (int64_t h = 0; h < j->hidden; h++) acc[h] += w * row[h];
     }
 }
@@ -109,7 +109,7 @@ static void finish(const dense_block *b, const epic_rows *out, const void *share
     }
 }
 
-static void zero_weights(const dense_block *b, const epic_rows *d_out, float *d_weights)
+static void zero_weights(const dense_block *b, const epic_rows *d_out, void *d_weights)
 {
     const moe_job *j = b->job;
     if (!j->router.zero_experts) return;
@@ -120,7 +120,7 @@ static void zero_weights(const dense_block *b, const epic_rows *d_out, float *d_
         REAL dot = 0;
         for (int64_t h = 0; h < j->hidden; h++) dot += row[h] * grad[h];
         for (int64_t i = t * j->top_k; i < (t + 1) * j->top_k; i++)
-            if (is_zero_expert(b, i)) d_weights[i] = (float)dot;
+            if (is_zero_expert(b, i)) ((REAL *)d_weights)[i] = dot;
     }
 }
 
@@ -186,4 +186,15 @@ static void add(void *to, const void *from, int64_t n)
     for (int64_t i = 0; i < n; i++) a[i] += b[i];
 }
 
-const dense_ops OPS = {gate, finish, zero_weights, gate_backward, add};
+static REAL sum_tree(const REAL *values, int64_t n)
+{
+    if (n == 1) return values[0];
+    return sum_tree(values, n / 2) + sum_tree(values + n / 2, n - n / 2);
+}
+
+static double tree(const void *values, int64_t n)
+{
+    return sum_tree(values, n);
+}
+
+const dense_ops OPS = {gate, finish, zero_weights, gate_backward, add, tree};

@@ -16,12 +16,13 @@
 
 typedef struct moe_saved { /* from forward to backward */
     void *plan;
-    void *logits;      /* [tokens, columns] real */
-    int32_t *topk_idx; /* [tokens, top_k], zero-experts included */
-    float *weights;    /* [tokens, top_k] */
-    void *recv;        /* [capacity, hidden] */
-    float *slot_weights;
-    void *y; /* [capacity, hidden] */
+    void *logits;       /* [tokens, columns] real */
+    int32_t *topk_idx;  /* [tokens, top_k], zero-experts included */
+    void *weights;      /* [tokens, top_k] real */
+    void *recv;         /* [capacity, hidden] */
+    void *slot_weights; /* [capacity] real */
+    float *slot_k;      /* [capacity], wide: which choice of its token a slot is */
+    void *y;            /* [capacity, hidden] */
     int32_t *expert_rows, *expert_tokens, *load;
     int64_t *total_tokens;  /* -1: forward failed */
     void *experts, *shared; /* what epic_experts saves; shared: block after block */
@@ -33,12 +34,15 @@ typedef struct moe_work {
     void *tile;                      /* [block, GATE_TILE] real */
     void *rows;                      /* [block, hidden] real */
     void *shared_y;                  /* [block, hidden]; backward: its d_x */
-    float *losses;                   /* [2, blocks] */
-    void *d_y;                       /* backward: [capacity, hidden], later d_x if unwanted */
-    void *d_recv;                    /* [capacity, hidden] */
-    float *d_slot_weights;           /* [capacity] */
-    float *d_weights;                /* [tokens, top_k] */
-    void *d_logits;                  /* [block, columns] real */
+    void *losses;                    /* [2, blocks] real */
+    float *choice_k;                 /* forward, wide: [tokens, top_k], 0 to top_k - 1 */
+    double *recv_weights;            /* forward, wide: [capacity, top_k] of a slot's token */
+    void *d_y;    /* backward: [capacity, hidden]; then what comes home of weights, and d_x that
+                  nobody wants */
+    void *d_recv; /* [capacity, hidden] */
+    void *d_slot_weights; /* [capacity] real */
+    void *d_weights;      /* [tokens, top_k] real */
+    void *d_logits;       /* [block, columns] real */
     unsigned char *dense; /* [levels, dense_count] real: gradients of the dense part */
 } moe_work;
 
@@ -77,6 +81,12 @@ epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe,
 /* Lays out saved memory and workspace at these addresses, or only counts them (NULL). */
 void moe_cut(moe_job *j, const void *saved, void *workspace, bool backward);
 
+/* Number `index` of an array of reals. */
+static inline void *moe_real(const moe_job *j, const void *base, int64_t index)
+{
+    return (char *)(uintptr_t)base + index * j->real_bytes;
+}
+
 /* The rows of a block. */
 static inline epic_rows moe_rows(const moe_job *j, const epic_rows *rows, int64_t block)
 {
@@ -98,7 +108,7 @@ typedef struct dense_block {
     epic_rows x;        /* of the block */
     const void *logits; /* of the block, out in forward */
     const int32_t *topk_idx;
-    const float *weights;
+    const void *weights; /* real */
 } dense_block;
 
 typedef struct dense_ops {
@@ -107,13 +117,15 @@ typedef struct dense_ops {
     /* out += w * x for zero-experts, and the rows of the shared expert (NULL: none) */
     void (*finish)(const dense_block *b, const epic_rows *out, const void *shared_y);
     /* d_weights of zero-experts = <d_out, x> */
-    void (*zero_weights)(const dense_block *b, const epic_rows *d_out, float *d_weights);
+    void (*zero_weights)(const dense_block *b, const epic_rows *d_out, void *d_weights);
     /* gradients of gate and bias at `dense`, and d_x (NULL: not wanted) += d_logits W_gate^T +
      * w * d_out for zero-experts + d_shared */
     void (*gate_backward)(const dense_block *b, const void *d_logits, const epic_rows *d_out,
                           const void *d_shared, const epic_rows *d_x, void *dense);
     /* to += from */
     void (*add)(void *to, const void *from, int64_t n);
+    /* values[0 .. n) in a binary tree */
+    double (*tree)(const void *values, int64_t n);
 } dense_ops;
 
 extern const dense_ops dense_f32, dense_f64;

@@ -66,15 +66,16 @@ epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a)
 {
     places p = {.num = 0};
     const int64_t experts = j->layer.num_experts;
+    const int64_t number = a->loss_type == EPIC_F64 ? 8 : 4;
     add_weights(&p, j);
     add_rows(&p, j, "x.data", &a->x, false);
     add(&p, "token_ids", a->token_ids, j->tokens, a->token_id_type == EPIC_I64 ? 8 : 4, false);
     add(&p, "table", a->table, a->table_rows > 0 ? j->top_k : 0, 4, false);
     add(&p, "rank_of_expert", a->rank_of_expert, experts, 4, false);
     add_rows(&p, j, "out.data", &a->out, true);
-    add(&p, "loss", a->loss, 1, 4, true);
-    add(&p, "balance_loss", a->balance_loss, 1, 4, true);
-    add(&p, "z_loss", a->z_loss, 1, 4, true);
+    add(&p, "loss", a->loss, 1, number, true);
+    add(&p, "balance_loss", a->balance_loss, 1, number, true);
+    add(&p, "z_loss", a->z_loss, 1, number, true);
     add(&p, "load", a->load, experts, 4, true);
     add(&p, "demand", a->demand, 1, 4, true);
     add_memory(&p, j, a->saved, a->workspace, true);
@@ -87,13 +88,13 @@ epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *
     places p = {.num = 0};
     const dense_parts d = moe_dense_parts(j);
     const int64_t local = j->experts.num_local_experts, width = width_of(&j->experts);
-    const int64_t real = j->real_bytes;
+    const int64_t real = j->real_bytes, number = a->loss_type == EPIC_F64 ? 8 : 4;
     add_weights(&p, j);
     add_rows(&p, j, "x.data", &a->x, false);
     add_rows(&p, j, "d_out.data", &a->d_out, false);
-    add(&p, "d_loss", a->d_loss, 1, 4, false);
-    add(&p, "d_balance_loss", a->d_balance_loss, 1, 4, false);
-    add(&p, "d_z_loss", a->d_z_loss, 1, 4, false);
+    add(&p, "d_loss", a->d_loss, 1, number, false);
+    add(&p, "d_balance_loss", a->d_balance_loss, 1, number, false);
+    add(&p, "d_z_loss", a->d_z_loss, 1, number, false);
     add_rows(&p, j, "d_x.data", &a->d_x, true);
     add(&p, "gradients.w_gate", g->w_gate, d.b_gate, real, true);
     add(&p, "gradients.b_gate", g->b_gate, d.gate_up - d.b_gate, real, true);

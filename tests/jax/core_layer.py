@@ -50,7 +50,9 @@ Forward = struct(
     ("load", c_void_p),
     ("demand", c_void_p),
     ("token_id_type", c_uint32),
+    ("loss_type", c_uint32),
     ("flags", c_uint32),
+    ("pad", c_uint32),
 )
 Backward = struct(
     "Backward",
@@ -64,7 +66,7 @@ Backward = struct(
     ("d_balance_loss", c_void_p),
     ("d_z_loss", c_void_p),
     ("flags", c_uint32),
-    ("pad", c_uint32),
+    ("loss_type", c_uint32),
 )
 
 

@@ -148,7 +148,7 @@ static void compare(const problem *one, const problem *many)
 {
     same(many, "out", one->out.data, many->out.data, array_bytes(&one->out));
     for (int r = 0; r < many->num_ranks; r++)
-        same(many, "the loss", one->loss, many->loss + r, sizeof(float));
+        same(many, "the loss", one->loss.data, number_at(&many->loss, r), sizeof(float));
     for (int i = 0; i < NUM_GIVEN; i++) {
         const size_t bytes = array_bytes(&one->gradient[i]);
         for (int r = 0; r < (is_dense(i) ? many->num_ranks : 1); r++)

@@ -7,8 +7,6 @@
 
 #include "unit/moe_layer.h"
 
-#define STEP 1e-4 /* of central differences: their error is about STEP^2 */
-
 typedef struct oracle {
     const problem *p;
     double *given[NUM_GIVEN]; /* NULL: not there */
