@@ -710,11 +710,12 @@ static inline epic_result epic_bias_update(epic_context *ctx,
 
 typedef enum epic_activation {
     EPIC_SILU = 0,
-    EPIC_GELU = 1,          /* exact, with erf */
-    EPIC_GELU_TANH = 2,     /* the tanh approximation */
-    EPIC_RELU2 = 3,         /* max(x, 0)^2 */
-    EPIC_CLAMPED_SWIGLU = 4 /* gated only: g = min(gate, limit), u = up in [-limit, limit],
+    EPIC_GELU = 1,           /* exact, with erf */
+    EPIC_GELU_TANH = 2,      /* the tanh approximation */
+    EPIC_RELU2 = 3,          /* max(x, 0)^2 */
+    EPIC_CLAMPED_SWIGLU = 4, /* gated only: g = min(gate, limit), u = up in [-limit, limit],
                                 g * sigmoid(alpha * g) * (u + 1) */
+    EPIC_CLAMPED_SILU = 5 /* gated only: g and u as above, g * sigmoid(g) * u: DeepSeek-V4's */
 } epic_activation;
 
 /* Where a choice's weight is multiplied in. */
@@ -737,8 +738,9 @@ typedef struct epic_experts {
     uint32_t row_type;    /* of x and y: F32, BF16, F16, or F64 */
     uint32_t weight_type; /* of weights and biases: 0: row_type; F64 goes with F64 only */
     uint32_t flags;       /* 0 */
-    float limit;          /* EPIC_CLAMPED_SWIGLU; 0: 7 */
-    float alpha;          /* EPIC_CLAMPED_SWIGLU; 0: 1.702 */
+    float limit; /* EPIC_CLAMPED_SWIGLU; 0: 7.  EPIC_CLAMPED_SILU; 0: 10.  What is clamped
+                             has no gradient; at the limit itself it has */
+    float alpha; /* EPIC_CLAMPED_SWIGLU; 0: 1.702 */
 } epic_experts;
 
 typedef struct epic_experts_memory_info {
@@ -855,6 +857,9 @@ typedef struct epic_moe_weights {
     const void *shared_down;
     const void *shared_b_gate_up;
     const void *shared_b_down;
+    const void
+        *w_shared_gate; /* [hidden], type as w_gate: the shared expert's output is multiplied
+                                  by sigmoid(x w_shared_gate); NULL: added as it is */
 } epic_moe_weights;
 
 typedef struct epic_moe_args {
@@ -883,7 +888,7 @@ typedef struct epic_moe_args {
 } epic_moe_args;
 
 /* out, which is not x, = the layer of x: for each token the weighted sum of its experts'
- * outputs, plus w * x for zero-experts, plus the shared expert.  Weights are multiplied where
+ * outputs, plus w * x for zero-experts, plus the shared expert, gated if it has one.  Weights are multiplied where
  * experts->weighting says.
  * F64 rows: everything is float64, the weights of choices and their gradients too.  They travel
  * beside the rows, so config.max_row_bytes is at least 8 * top_k, and EPIC_WEIGHT_LATE is done as
@@ -906,6 +911,7 @@ typedef struct epic_moe_gradients {
     void *shared_down;
     void *shared_b_gate_up;
     void *shared_b_down;
+    void *w_shared_gate;
 } epic_moe_gradients;
 
 typedef struct epic_moe_backward_args {

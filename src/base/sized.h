@@ -38,9 +38,9 @@
     ROW(epic_experts_backward_args, weights_type) \
     ROW(epic_moe, pad)                            \
     ROW(epic_moe_memory_info, backward_bytes)     \
-    ROW(epic_moe_weights, shared_b_down)          \
+    ROW(epic_moe_weights, w_shared_gate)          \
     ROW(epic_moe_args, pad)                       \
-    ROW(epic_moe_gradients, shared_b_down)        \
+    ROW(epic_moe_gradients, w_shared_gate)        \
     ROW(epic_moe_backward_args, loss_type)
 
 typedef struct sized_type {

@@ -54,6 +54,11 @@ typedef struct slab {
 /* Takes the caller's struct; EPIC_EINVAL. */
 epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t size);
 
+static inline bool experts_clamped(const epic_experts *ex)
+{
+    return ex->activation == EPIC_CLAMPED_SWIGLU || ex->activation == EPIC_CLAMPED_SILU;
+}
+
 /* Can the caller's rows (weights) be multiplied as they lie? */
 bool experts_rows_ready(const experts_job *job);
 bool experts_weights_ready(const experts_job *job);

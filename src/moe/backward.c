@@ -103,24 +103,30 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
     const int32_t rows = (int32_t)j->block;
     const int64_t saved = j->shared_memory.saved_bytes;
     const epic_moe_weights *w = &j->weights;
-    const epic_experts_backward_args how = {.experts = &j->shared,
-                                            .x = block->x.data,
-                                            .num_slots = j->block,
-                                            .expert_rows = &rows,
-                                            .w_gate_up = w->shared_gate_up,
-                                            .w_down = w->shared_down,
-                                            .b_gate_up = w->shared_b_gate_up,
-                                            .b_down = w->shared_b_down,
-                                            .saved = (const char *)j->saved.shared + b * saved,
-                                            .saved_bytes = saved,
-                                            .workspace = j->work.shared,
-                                            .workspace_bytes = j->shared_memory.backward_bytes,
-                                            .d_y = d_out->data,
-                                            .d_x = d_x,
-                                            .d_w_gate_up = moe_real(j, dense, parts.gate_up),
-                                            .d_w_down = moe_real(j, dense, parts.down),
-                                            .d_b_gate_up = moe_real(j, dense, parts.b_gate_up),
-                                            .d_b_down = moe_real(j, dense, parts.b_down)};
+    const bool gated = w->w_shared_gate != NULL;
+    if (gated) moe_ops(j)->shared_gate(block, j->work.shared_weights);
+    const epic_experts_backward_args how = {
+        .experts = &j->shared,
+        .x = block->x.data,
+        .num_slots = j->block,
+        .expert_rows = &rows,
+        .w_gate_up = w->shared_gate_up,
+        .w_down = w->shared_down,
+        .b_gate_up = w->shared_b_gate_up,
+        .b_down = w->shared_b_down,
+        .saved = (const char *)j->saved.shared + b * saved,
+        .saved_bytes = saved,
+        .workspace = j->work.shared,
+        .workspace_bytes = j->shared_memory.backward_bytes,
+        .d_y = d_out->data,
+        .d_x = d_x,
+        .d_w_gate_up = moe_real(j, dense, parts.gate_up),
+        .d_w_down = moe_real(j, dense, parts.down),
+        .d_b_gate_up = moe_real(j, dense, parts.b_gate_up),
+        .d_b_down = moe_real(j, dense, parts.b_down),
+        .slot_weights = gated ? j->work.shared_weights : NULL,
+        .d_slot_weights = gated ? j->work.d_shared_weights : NULL,
+        .weights_type = j->real_type};
     return epic_experts_backward(NULL, &how);
 }
 
@@ -184,7 +190,8 @@ static void give_dense(const moe_job *j, const backward_call *c)
     give(j, c, g->shared_gate_up, p.gate_up, p.down);
     give(j, c, g->shared_down, p.down, p.b_gate_up);
     give(j, c, g->shared_b_gate_up, p.b_gate_up, p.b_down);
-    give(j, c, g->shared_b_down, p.b_down, p.end);
+    give(j, c, g->shared_b_down, p.b_down, p.w_shared_gate);
+    give(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
 /* What a failure that every rank sees leaves behind: zeros, or, accumulating, what was there. */

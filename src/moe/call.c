@@ -50,7 +50,11 @@ static epic_result check_weights(const moe_job *j)
     TRY(check_weight("w_gate_up", w->w_gate_up, true));
     TRY(check_weight("w_down", w->w_down, true));
     TRY(check_weight("shared_gate_up", w->shared_gate_up, j->has_shared));
-    return check_weight("shared_down", w->shared_down, j->has_shared);
+    TRY(check_weight("shared_down", w->shared_down, j->has_shared));
+    if (w->w_shared_gate && !j->has_shared)
+        return epic_fail(EPIC_EINVAL, "weights.w_shared_gate is given: it belongs to a shared "
+                                      "expert, and moe.shared is NULL");
+    return EPIC_OK;
 }
 
 /* How the rank's tokens are cut. */
@@ -91,6 +95,7 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
     j->x = *c->x;
     TRY(check_tokens(j, c->x->num_rows));
     TRY(check_weights(j));
+    if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;
     moe_cut(j, c->saved, c->workspace, c->backward);
     TRY(check_memory("saved", c->saved, c->saved_bytes, j->saved_bytes));
     return check_memory("workspace", c->workspace, c->workspace_bytes, j->work_bytes);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The dense arithmetic of the layer in REAL; OPS names the struct, GEMM the product. */
+#include <math.h>
 #include <string.h>
 
 #include "experts/blas.h"
@@ -109,6 +110,38 @@ static void finish(const dense_block *b, const epic_rows *out, const void *share
     }
 }
 
+static void shared_gate(const dense_block *b, void *weights)
+{
+    const moe_job *j = b->job;
+    const REAL *gate = j->weights.w_shared_gate;
+    REAL *row = j->work.rows;
+    for (int64_t t = 0; t < j->block; t++) {
+        double z = 0;
+        load(row, row_at(b, &b->x, t), row_type(b), j->hidden);
+        for (int64_t h = 0; h < j->hidden; h++) z += (double)row[h] * gate[h];
+        const double e = exp(-fabs(z));
+        ((REAL *)weights)[t] = (REAL)((z > 0 ? 1 : e) / (1 + e));
+    }
+}
+
+/* The gradient of what the sigmoid of a token is taken of. */
+static REAL shared_gate_slope(const moe_job *j, int64_t token)
+{
+    const REAL s = ((const REAL *)j->work.shared_weights)[token];
+    return ((const REAL *)j->work.d_shared_weights)[token] * s * (1 - s);
+}
+
+static void shared_gate_gradient(const dense_block *b, REAL *gradient)
+{
+    const moe_job *j = b->job;
+    REAL *row = j->work.rows;
+    for (int64_t t = 0; t < j->block; t++) {
+        const REAL d = shared_gate_slope(j, t);
+        load(row, row_at(b, &b->x, t), row_type(b), j->hidden);
+        for (int64_t h = 0; h < j->hidden; h++) gradient[h] += d * row[h];
+    }
+}
+
 static void zero_weights(const dense_block *b, const epic_rows *d_out, void *d_weights)
 {
     const moe_job *j = b->job;
@@ -150,7 +183,9 @@ static void gate_backward(const dense_block *b, const void *d_logits, const epic
 {
     const moe_job *j = b->job;
     REAL *acc = j->work.rows, *row = acc + j->block * j->hidden;
+    const REAL *shared_gate = j->weights.w_shared_gate;
     gate_gradient(b, d_logits, dense);
+    if (shared_gate) shared_gate_gradient(b, (REAL *)dense + moe_dense_parts(j).w_shared_gate);
     if (!d_x) return;
     const gemm back = {.m = j->block,
                        .n = j->hidden,
@@ -175,6 +210,8 @@ static void gate_backward(const dense_block *b, const void *d_logits, const epic
             load(row, (const char *)d_shared + t * j->row_bytes, row_type(b), j->hidden);
             for (int64_t h = 0; h < j->hidden; h++) sum[h] += row[h];
         }
+        const REAL d = shared_gate ? shared_gate_slope(j, t) : 0;
+        for (int64_t h = 0; shared_gate && h < j->hidden; h++) sum[h] += d * shared_gate[h];
         store(row_at(b, d_x, t), row_type(b), sum, j->hidden);
     }
 }
@@ -197,4 +234,4 @@ static double tree(const void *values, int64_t n)
     return sum_tree(values, n);
 }
 
-const dense_ops OPS = {gate, finish, zero_weights, gate_backward, add, tree};
+const dense_ops OPS = {gate, finish, shared_gate, zero_weights, gate_backward, add, tree};

@@ -130,6 +130,8 @@ static epic_result run_shared(moe_job *j, int64_t b)
     const dense_block block = moe_block(j, b);
     const int32_t rows = (int32_t)j->block;
     const int64_t saved = j->shared_memory.saved_bytes;
+    const bool gated = j->weights.w_shared_gate != NULL;
+    if (gated) moe_ops(j)->shared_gate(&block, j->work.shared_weights);
     const epic_experts_args how = {.experts = &j->shared,
                                    .x = block.x.data,
                                    .num_slots = j->block,
@@ -142,7 +144,9 @@ static epic_result run_shared(moe_job *j, int64_t b)
                                    .saved_bytes = saved,
                                    .workspace = j->work.shared,
                                    .workspace_bytes = j->shared_memory.forward_bytes,
-                                   .y = j->work.shared_y};
+                                   .y = j->work.shared_y,
+                                   .slot_weights = gated ? j->work.shared_weights : NULL,
+                                   .weights_type = j->real_type};
     return epic_experts_forward(NULL, &how);
 }
 

@@ -155,13 +155,14 @@ dense_parts moe_dense_parts(const moe_job *j)
     dense_parts p = {0};
     p.b_gate = j->hidden * j->columns;
     p.gate_up = p.b_gate + j->columns;
-    p.down = p.b_gate_up = p.b_down = p.end = p.gate_up;
+    p.down = p.b_gate_up = p.b_down = p.w_shared_gate = p.end = p.gate_up;
     if (!j->has_shared) return p;
     const int64_t inner = j->shared.inner, width = inner * (j->shared.ungated ? 1 : 2);
     p.down = p.gate_up + j->hidden * width;
     p.b_gate_up = p.down + inner * j->hidden;
     p.b_down = p.b_gate_up + width;
-    p.end = p.b_down + j->hidden;
+    p.w_shared_gate = p.b_down + j->hidden;
+    p.end = p.w_shared_gate + j->hidden;
     return p;
 }
 
@@ -217,6 +218,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     w->tile = take(base, &used, j->block * GATE_TILE * j->real_bytes);
     w->rows = take(base, &used, (backward ? j->block + 1 : 2) * j->hidden * j->real_bytes);
     w->shared_y = take(base, &used, j->has_shared ? j->block * j->row_bytes : 0);
+    w->shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
     w->losses = take(base, &used, 2 * j->blocks * j->real_bytes);
     w->plan_idx = take(base, &used, backward ? 0 : j->tokens * j->top_k * 4);
     if (j->wide && !backward) {
@@ -229,6 +231,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
         w->d_recv = take(base, &used, j->capacity * j->row_bytes);
         w->d_slot_weights = take(base, &used, j->capacity * j->real_bytes);
         w->d_weights = take(base, &used, j->tokens * j->top_k * j->real_bytes);
+        w->d_shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
         w->d_logits = take(base, &used, j->block * j->columns * j->real_bytes);
         w->dense = take(base, &used, j->dense_levels * j->dense_count * j->real_bytes);
     }

@@ -34,6 +34,8 @@ typedef struct moe_work {
     void *tile;                      /* [block, GATE_TILE] real */
     void *rows;                      /* [block, hidden] real */
     void *shared_y;                  /* [block, hidden]; backward: its d_x */
+    void *shared_weights;            /* gated: [block] real, of the shared expert */
+    void *d_shared_weights;          /* backward, gated: [block] real */
     void *losses;                    /* [2, blocks] real */
     float *choice_k;                 /* forward, wide: [tokens, top_k], 0 to top_k - 1 */
     double *recv_weights;            /* forward, wide: [capacity, top_k] of a slot's token */
@@ -97,7 +99,7 @@ static inline epic_rows moe_rows(const moe_job *j, const epic_rows *rows, int64_
 /* Where the parts of the dense gradients begin, in reals.  Biases have a place also where the
  * caller has none: on every rank the same count is summed. */
 typedef struct dense_parts {
-    int64_t w_gate, b_gate, gate_up, down, b_gate_up, b_down, end;
+    int64_t w_gate, b_gate, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
 } dense_parts;
 
 dense_parts moe_dense_parts(const moe_job *j);
@@ -116,9 +118,11 @@ typedef struct dense_ops {
     void (*gate)(const dense_block *b, void *logits);
     /* out += w * x for zero-experts, and the rows of the shared expert (NULL: none) */
     void (*finish)(const dense_block *b, const epic_rows *out, const void *shared_y);
+    /* weights = sigmoid(x w_shared_gate), what the shared expert is multiplied by */
+    void (*shared_gate)(const dense_block *b, void *weights);
     /* d_weights of zero-experts = <d_out, x> */
     void (*zero_weights)(const dense_block *b, const epic_rows *d_out, void *d_weights);
-    /* gradients of gate and bias at `dense`, and d_x (NULL: not wanted) += d_logits W_gate^T +
+    /* gradients of the gates and the bias at `dense`, and d_x (NULL: not wanted) += d_logits W_gate^T +
      * w * d_out for zero-experts + d_shared */
     void (*gate_backward)(const dense_block *b, const void *d_logits, const epic_rows *d_out,
                           const void *d_shared, const epic_rows *d_x, void *dense);

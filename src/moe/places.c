@@ -46,6 +46,7 @@ static void add_weights(places *p, const moe_job *j)
     add(p, "weights.shared_down", w->shared_down, j->shared.inner * j->hidden, element, false);
     add(p, "weights.shared_b_gate_up", w->shared_b_gate_up, shared, element, false);
     add(p, "weights.shared_b_down", w->shared_b_down, j->hidden, element, false);
+    add(p, "weights.w_shared_gate", w->w_shared_gate, j->hidden, j->real_bytes, false);
 }
 
 static void add_rows(places *p, const moe_job *j, const char *name, const epic_rows *rows,
@@ -106,7 +107,9 @@ epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *
     add(&p, "gradients.shared_down", g->shared_down, d.b_gate_up - d.down, real, true);
     add(&p, "gradients.shared_b_gate_up", g->shared_b_gate_up, d.b_down - d.b_gate_up, real,
         true);
-    add(&p, "gradients.shared_b_down", g->shared_b_down, d.end - d.b_down, real, true);
+    add(&p, "gradients.shared_b_down", g->shared_b_down, d.w_shared_gate - d.b_down, real,
+        true);
+    add(&p, "gradients.w_shared_gate", g->w_shared_gate, d.end - d.w_shared_gate, real, true);
     add_memory(&p, j, a->saved, a->workspace, false);
     return check_arrays(p.list, p.num);
 }

@@ -210,6 +210,16 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "token_ids is given", "table is NULL");
 }
 
+/* A gate of a shared expert that there is not. */
+static void try_shared_gate(part *t, epic_context *ctx, const epic_config *config)
+{
+    call c;
+    copy_call(&c, t, config);
+    c.moe.shared = NULL;
+    c.weights.w_shared_gate = c.weights.w_gate;
+    refuse(make_call(&c, FORWARD, ctx), FORWARD, "weights.w_shared_gate", "NULL");
+}
+
 static void try_backward(part *t, epic_context *ctx, const epic_config *config)
 {
     call c;
@@ -238,6 +248,7 @@ static void work(void *what, int rank, epic_context *ctx, const epic_config *con
         try_table(t, MEMORY, ctx, config);
         try_table(t, FORWARD, ctx, config);
         try_others(t, ctx, config);
+        try_shared_gate(t, ctx, config);
         CHECK(untouched(t->out, bytes), "a refused call has written rows");
     }
     CHECK(part_forward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));

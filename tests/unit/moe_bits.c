@@ -42,11 +42,12 @@ static void draw_experts(problem *p, source *s)
     p->experts = (epic_experts){.num_local_experts = 1,
                                 .hidden = hidden,
                                 .inner = 1 + below(s, room < 150 ? room : 150),
-                                .activation = below(s, 5),
+                                .activation = below(s, 6),
                                 .weighting = below(s, 3),
                                 .row_type = types[below(s, 4)],
                                 .weight_type = below(s, 4)};
     p->has_shared = below(s, 2);
+    p->shared_gated = below(s, 2);
     p->biased = below(s, 2);
     p->shared = p->experts;
     p->shared.inner = 1 + below(s, room < 100 ? room : 100);

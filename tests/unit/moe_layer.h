@@ -155,13 +155,15 @@ enum { /* what has a gradient; X: the rows of all tokens */
        SHARED_DOWN,
        SHARED_B_GATE_UP,
        SHARED_B_DOWN,
+       W_SHARED_GATE,
        X,
        NUM_GIVEN
 };
 
 static const char *const given_names[NUM_GIVEN] = {
-    "w_gate",         "b_gate",      "w_gate_up",        "w_down",        "b_gate_up", "b_down",
-    "shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down", "x"};
+    "w_gate",           "b_gate",        "w_gate_up",      "w_down",
+    "b_gate_up",        "b_down",        "shared_gate_up", "shared_down",
+    "shared_b_gate_up", "shared_b_down", "w_shared_gate",  "x"};
 
 static inline bool of_experts(int which)
 {
@@ -180,7 +182,7 @@ typedef struct problem {
     epic_layer layer;
     epic_router router;
     epic_experts experts, shared; /* num_local_experts: of all ranks */
-    bool has_shared, biased, gate_biased, wants_no_gradient, wants_no_d_x;
+    bool has_shared, shared_gated, biased, gate_biased, wants_no_gradient, wants_no_d_x;
     epic_moe moe; /* without its pointers */
     int32_t rank_of_expert[64];
     bool placed;    /* by that table */
@@ -230,7 +232,7 @@ static inline uint32_t loss_type(const problem *p)
 static inline uint32_t type_given(const problem *p, int which)
 {
     if (which == X) return row_type(p);
-    if (which == W_GATE || which == B_GATE) return real_type(p);
+    if (which == W_GATE || which == B_GATE || which == W_SHARED_GATE) return real_type(p);
     const epic_experts *e = of_experts(which) ? &p->experts : &p->shared;
     return e->weight_type ? e->weight_type : row_type(p);
 }
@@ -260,6 +262,8 @@ static inline int64_t numbers_of(const problem *p, int which)
         return p->has_shared && p->biased ? width_of(&p->shared) : 0;
     case SHARED_B_DOWN:
         return p->has_shared && p->biased ? hidden : 0;
+    case W_SHARED_GATE:
+        return p->has_shared && p->shared_gated ? hidden : 0;
     default:
         return p->total * hidden;
     }
@@ -476,10 +480,11 @@ static inline void make_calls(part *t, uint64_t tag)
         g[W_GATE],           g[B_GATE],         p->bias_given ? p->bias : NULL,
         g[W_GATE_UP],        g[W_DOWN],         g[B_GATE_UP],
         g[B_DOWN],           g[SHARED_GATE_UP], g[SHARED_DOWN],
-        g[SHARED_B_GATE_UP], g[SHARED_B_DOWN]};
-    t->gradients = (epic_moe_gradients){
-        d[W_GATE], d[B_GATE],         d[W_GATE_UP],   d[W_DOWN],           d[B_GATE_UP],
-        d[B_DOWN], d[SHARED_GATE_UP], d[SHARED_DOWN], d[SHARED_B_GATE_UP], d[SHARED_B_DOWN]};
+        g[SHARED_B_GATE_UP], g[SHARED_B_DOWN],  g[W_SHARED_GATE]};
+    t->gradients = (epic_moe_gradients){d[W_GATE],         d[B_GATE],       d[W_GATE_UP],
+                                        d[W_DOWN],         d[B_GATE_UP],    d[B_DOWN],
+                                        d[SHARED_GATE_UP], d[SHARED_DOWN],  d[SHARED_B_GATE_UP],
+                                        d[SHARED_B_DOWN],  d[W_SHARED_GATE]};
     t->forward = (epic_moe_args){.call.tag = tag,
                                  .moe = &t->moe,
                                  .weights = &t->weights,

@@ -167,8 +167,9 @@ static void oracle_plan(oracle *o)
 
 static double activate(const epic_experts *ex, double x)
 {
-    const double limit = ex->limit != 0 ? ex->limit : 7,
-                 alpha = ex->alpha != 0 ? ex->alpha : 1.702f;
+    const bool silu = ex->activation == EPIC_CLAMPED_SILU;
+    const double limit = ex->limit != 0 ? ex->limit : silu ? 10 : 7;
+    const double alpha = silu ? 1 : ex->alpha != 0 ? ex->alpha : 1.702f;
     switch (ex->activation) {
     case EPIC_SILU:
         return x / (1 + exp(-x));
@@ -186,8 +187,10 @@ static double activate(const epic_experts *ex, double x)
 
 static double up_of(const epic_experts *ex, double u)
 {
-    const double limit = ex->limit != 0 ? ex->limit : 7;
-    return ex->activation == EPIC_CLAMPED_SWIGLU ? fmax(fmin(u, limit), -limit) + 1 : u;
+    const bool silu = ex->activation == EPIC_CLAMPED_SILU;
+    const double limit = ex->limit != 0 ? ex->limit : silu ? 10 : 7;
+    if (ex->activation != EPIC_CLAMPED_SWIGLU && !silu) return u;
+    return fmax(fmin(u, limit), -limit) + (silu ? 0 : 1);
 }
 
 /* y += w * MLP(v * x) */
@@ -214,6 +217,17 @@ static const double *at(const oracle *o, int which, int64_t expert)
     return o->given[which] ? o->given[which] + expert * numbers_of(o->p, which) : NULL;
 }
 
+/* What a token's shared expert is multiplied by. */
+static double oracle_shared(const oracle *o, int64_t t)
+{
+    const int64_t hidden = o->p->experts.hidden;
+    double z = 0;
+    if (!o->given[W_SHARED_GATE]) return 1;
+    for (int64_t h = 0; h < hidden; h++)
+        z += o->given[X][t * hidden + h] * o->given[W_SHARED_GATE][h];
+    return 1 / (1 + exp(-z));
+}
+
 static void oracle_token(const oracle *o, int64_t t)
 {
     const problem *p = o->p;
@@ -235,8 +249,8 @@ static void oracle_token(const oracle *o, int64_t t)
     }
     if (p->has_shared)
         oracle_expert(&p->shared, o->given[SHARED_GATE_UP], o->given[SHARED_DOWN],
-                      o->given[SHARED_B_GATE_UP], o->given[SHARED_B_DOWN], x, 1, 1, y,
-                      o->scratch);
+                      o->given[SHARED_B_GATE_UP], o->given[SHARED_B_DOWN], x, 1,
+                      oracle_shared(o, t), y, o->scratch);
 }
 
 /* ------------------------------------------------------------------------------ losses ---- */
