@@ -710,11 +710,12 @@ static inline epic_result epic_bias_update(epic_context *ctx,
 
 typedef enum epic_activation {
     EPIC_SILU = 0,
-    EPIC_GELU = 1,          /* exact, with erf */
-    EPIC_GELU_TANH = 2,     /* the tanh approximation */
-    EPIC_RELU2 = 3,         /* max(x, 0)^2 */
-    EPIC_CLAMPED_SWIGLU = 4 /* gated only: g = min(gate, limit), u = up in [-limit, limit],
+    EPIC_GELU = 1,           /* exact, with erf */
+    EPIC_GELU_TANH = 2,      /* the tanh approximation */
+    EPIC_RELU2 = 3,          /* max(x, 0)^2 */
+    EPIC_CLAMPED_SWIGLU = 4, /* gated only: g = min(gate, limit), u = up in [-limit, limit],
                                 g * sigmoid(alpha * g) * (u + 1) */
+    EPIC_CLAMPED_SILU = 5 /* gated only: g and u as above, g * sigmoid(g) * u: DeepSeek-V4's */
 } epic_activation;
 
 /* Where a choice's weight is multiplied in. */
@@ -737,8 +738,9 @@ typedef struct epic_experts {
     uint32_t row_type;    /* of x and y: F32, BF16, F16, or F64 */
     uint32_t weight_type; /* of weights and biases: 0: row_type; F64 goes with F64 only */
     uint32_t flags;       /* 0 */
-    float limit;          /* EPIC_CLAMPED_SWIGLU; 0: 7 */
-    float alpha;          /* EPIC_CLAMPED_SWIGLU; 0: 1.702 */
+    float limit; /* EPIC_CLAMPED_SWIGLU; 0: 7.  EPIC_CLAMPED_SILU; 0: 10.  What is clamped
+                             has no gradient; at the limit itself it has */
+    float alpha; /* EPIC_CLAMPED_SWIGLU; 0: 1.702 */
 } epic_experts;
 
 typedef struct epic_experts_memory_info {
@@ -758,7 +760,7 @@ typedef struct epic_experts_args {
     int64_t num_slots;            /* what the buffers have */
     const int32_t *expert_rows;   /* [num_local_experts], padded counts, of epic_plan */
     const int32_t *expert_tokens; /* [num_local_experts], true counts; NULL: expert_rows */
-    const float *slot_weights;    /* [num_slots], with EARLY and INPUT only */
+    const void *slot_weights;     /* [num_slots], with EARLY and INPUT only */
     const void *w_gate_up;        /* [num_local_experts, hidden, width] */
     const void *w_down;           /* [num_local_experts, inner, hidden] */
     const void *b_gate_up;        /* [num_local_experts, width]; NULL: none */
@@ -767,9 +769,9 @@ typedef struct epic_experts_args {
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    void *y;        /* out [num_slots, hidden]; 0 on padding; not x */
-    uint32_t flags; /* 0 */
-    uint32_t pad;   /* 0 */
+    void *y;               /* out [num_slots, hidden]; 0 on padding; not x */
+    uint32_t flags;        /* 0 */
+    uint32_t weights_type; /* of slot_weights: 0: F32; or F64, with F64 rows only */
 } epic_experts_args;
 
 /* The experts' MLP over the slabs.  Slots past the last slab are neither read nor written.  The
@@ -788,7 +790,7 @@ typedef struct epic_experts_backward_args {
     int64_t num_slots;
     const int32_t *expert_rows;
     const int32_t *expert_tokens;
-    const float *slot_weights;
+    const void *slot_weights;
     const void *w_gate_up;
     const void *w_down;
     const void *b_gate_up;
@@ -803,9 +805,9 @@ typedef struct epic_experts_backward_args {
     void *d_w_down;    /* out */
     void *d_b_gate_up; /* out */
     void *d_b_down;    /* out */
-    float *d_slot_weights; /* out [num_slots], with EARLY and INPUT only; 0 on padding */
+    void *d_slot_weights;  /* out [num_slots], with EARLY and INPUT only; 0 on padding */
     uint32_t flags;        /* EPIC_ACCUMULATE, of weights and biases */
-    uint32_t pad;          /* 0 */
+    uint32_t weights_type; /* of slot_weights and d_slot_weights */
 } epic_experts_backward_args;
 
 /* The gradients of epic_experts_forward; d_x is not x.  Weights and biases of an expert with no
@@ -855,6 +857,9 @@ typedef struct epic_moe_weights {
     const void *shared_down;
     const void *shared_b_gate_up;
     const void *shared_b_down;
+    const void
+        *w_shared_gate; /* [hidden], type as w_gate: the shared expert's output is multiplied
+                                  by sigmoid(x w_shared_gate); NULL: added as it is */
 } epic_moe_weights;
 
 typedef struct epic_moe_args {
@@ -871,16 +876,23 @@ typedef struct epic_moe_args {
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    float *loss;            /* out [1]: balance loss + z-loss; NULL: not wanted */
-    int32_t *load;          /* out [num_experts]; NULL: not wanted */
-    int32_t *demand;        /* out [1]; NULL: not wanted */
+    void *loss;             /* out [1]: balance loss + z-loss; NULL: not wanted, as below */
+    void *balance_loss;     /* out [1] */
+    void *z_loss;           /* out [1] */
+    int32_t *load;          /* out [num_experts] */
+    int32_t *demand;        /* out [1] */
     uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
+    uint32_t loss_type;     /* of the losses: 0: F32; or F64, with F64 rows only */
     uint32_t flags;         /* 0 */
+    uint32_t pad;           /* 0 */
 } epic_moe_args;
 
 /* out, which is not x, = the layer of x: for each token the weighted sum of its experts'
- * outputs, plus w * x for zero-experts, plus the shared expert.  Weights are multiplied where
+ * outputs, plus w * x for zero-experts, plus the shared expert, gated if it has one.  Weights are multiplied where
  * experts->weighting says.
+ * F64 rows: everything is float64, the weights of choices and their gradients too.  They travel
+ * beside the rows, so config.max_row_bytes is at least 8 * top_k, and EPIC_WEIGHT_LATE is done as
+ * EPIC_WEIGHT_EARLY, which is the same number.
  * With EPIC_TREE num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
  * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
  * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
@@ -899,6 +911,7 @@ typedef struct epic_moe_gradients {
     void *shared_down;
     void *shared_b_gate_up;
     void *shared_b_down;
+    void *w_shared_gate;
 } epic_moe_gradients;
 
 typedef struct epic_moe_backward_args {
@@ -907,18 +920,20 @@ typedef struct epic_moe_backward_args {
     const epic_moe_weights *weights;
     epic_rows x;
     epic_rows d_out;                     /* [num_tokens, hidden] */
-    epic_rows d_x;                       /* out */
+    epic_rows d_x;                       /* out; data NULL: not wanted, on this rank */
     const epic_moe_gradients *gradients; /* NULL: none are wanted */
     const void *saved;                   /* as forward left it */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    const float *d_loss; /* [1], equal on all ranks; NULL: 1 */
-    uint32_t flags;      /* EPIC_ACCUMULATE, of gradients */
-    uint32_t pad;        /* 0 */
+    const void *d_loss;         /* [1], equal on all ranks, as the two below; NULL: 1 */
+    const void *d_balance_loss; /* [1]; NULL: 0 */
+    const void *d_z_loss;       /* [1]; NULL: 0 */
+    uint32_t flags;             /* EPIC_ACCUMULATE, of gradients */
+    uint32_t loss_type;         /* of d_loss and the two after it, as forward */
 } epic_moe_backward_args;
 
-/* The gradients of epic_moe_forward's out and loss.  Errors: as epic_combine_backward and
+/* The gradients of epic_moe_forward's out and of its three losses, added.  Errors: as epic_combine_backward and
  * epic_dispatch_backward; damage seen in `saved` is class (b). */
 static inline epic_result epic_moe_backward(epic_context *ctx,
                                             const epic_moe_backward_args *args);

@@ -34,14 +34,14 @@
     ROW(epic_slots, num_local_experts)            \
     ROW(epic_experts, alpha)                      \
     ROW(epic_experts_memory_info, backward_bytes) \
-    ROW(epic_experts_args, pad)                   \
-    ROW(epic_experts_backward_args, pad)          \
+    ROW(epic_experts_args, weights_type)          \
+    ROW(epic_experts_backward_args, weights_type) \
     ROW(epic_moe, pad)                            \
     ROW(epic_moe_memory_info, backward_bytes)     \
-    ROW(epic_moe_weights, shared_b_down)          \
-    ROW(epic_moe_args, flags)                     \
-    ROW(epic_moe_gradients, shared_b_down)        \
-    ROW(epic_moe_backward_args, pad)
+    ROW(epic_moe_weights, w_shared_gate)          \
+    ROW(epic_moe_args, pad)                       \
+    ROW(epic_moe_gradients, w_shared_gate)        \
+    ROW(epic_moe_backward_args, loss_type)
 
 typedef struct sized_type {
     const char *name;

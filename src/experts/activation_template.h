@@ -46,7 +46,7 @@ static void activate(REAL *out, const REAL *in, int64_t n, int step, const epic_
             out[i] = x * x;
         }
         break;
-    default: /* EPIC_CLAMPED_SWIGLU */
+    default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU */
         for (int64_t i = 0; i < n; i++) {
             const REAL x = in[i * step] > limit ? limit : in[i * step];
             out[i] = x * sigmoid(alpha * x);
@@ -87,7 +87,7 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     case EPIC_RELU2:
         for (int64_t i = 0; i < n; i++) out[i] = in[i * step] < 0 ? 0 : 2 * in[i * step];
         break;
-    default: /* EPIC_CLAMPED_SWIGLU: flat above the limit */
+    default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU: flat above the limit */
         for (int64_t i = 0; i < n; i++)
             out[i] = in[i * step] > limit ? 0 : swish_slope(alpha * in[i * step]);
     }
@@ -97,12 +97,13 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
-    if (ex->activation != EPIC_CLAMPED_SWIGLU) return u;
-    return (u > limit ? limit : u < -limit ? -limit : u) + 1;
+    if (!experts_clamped(ex)) return u;
+    const REAL clamped = u > limit ? limit : u < -limit ? -limit : u;
+    return ex->activation == EPIC_CLAMPED_SWIGLU ? clamped + 1 : clamped;
 }
 
 static inline REAL up_slope(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
-    return ex->activation == EPIC_CLAMPED_SWIGLU && (u > limit || u < -limit) ? 0 : 1;
+    return experts_clamped(ex) && (u > limit || u < -limit) ? 0 : 1;
 }

@@ -53,10 +53,11 @@ static void activations_backward(const experts_job *job, const slab *slab, REAL 
         REAL *d_row = d + r * job->inner;
         const int64_t slot = slab->first + r;
         if (early && job->d_slot_weights != NULL)
-            job->d_slot_weights[slot] =
-                (float)early_gradient(job, row, d_row, d_y + r * job->hidden, b_down);
-        if (early)
-            for (int64_t i = 0; i < job->inner; i++) d_row[i] *= (REAL)job->slot_weights[slot];
+            put_weight_gradient(job, slot,
+                                early_gradient(job, row, d_row, d_y + r * job->hidden, b_down));
+        const REAL w = slot_weight(job, EPIC_WEIGHT_EARLY, slot);
+        if (w != 1)
+            for (int64_t i = 0; i < job->inner; i++) d_row[i] *= w;
         activate_row_backward(job, d_gate_up + r * job->width, row, d_row);
     }
     memset(d_gate_up + slab->tokens * job->width, 0,
@@ -72,8 +73,9 @@ static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
         REAL *d_row = d + r * job->hidden;
         load(x, row_at(job, job->x, slot), job->experts.row_type, job->hidden);
         if (job->d_slot_weights != NULL)
-            job->d_slot_weights[slot] = (float)dot(d_row, x, job->hidden);
-        for (int64_t i = 0; i < job->hidden; i++) d_row[i] *= (REAL)job->slot_weights[slot];
+            put_weight_gradient(job, slot, dot(d_row, x, job->hidden));
+        const REAL w = slot_weight_at(job, slot);
+        for (int64_t i = 0; i < job->hidden; i++) d_row[i] *= w;
     }
 }
 
@@ -98,8 +100,8 @@ void OF(experts_backward)(const experts_job *job, const slab *slab)
     const REAL *d_y = slab_rows(job, slab, job->d_y);
     REAL *d = job->activations;
 
-    if (job->d_slot_weights != NULL)
-        memset(job->d_slot_weights + slab->first, 0, (size_t)slab->rows * sizeof(float));
+    for (int64_t r = 0; job->d_slot_weights != NULL && r < slab->rows; r++)
+        put_weight_gradient(job, slab->first + r, 0);
     bias_gradient(job, slab, job->d_b_down, d_y, hidden, true);
     if (job->d_w_down != NULL)
         weight_gradient(job, slab, job->d_w_down, make_activations(job, slab, gate_up), inner,

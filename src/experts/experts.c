@@ -104,18 +104,27 @@ static epic_result check_required(const required *arrays, int count, int64_t num
     return EPIC_OK;
 }
 
-static epic_result check_flags(uint32_t flags, uint32_t known, uint32_t pad)
+static epic_result check_flags(uint32_t flags, uint32_t known)
 {
-    if ((flags & ~known) != 0 || pad != 0)
-        return epic_fail(EPIC_EINVAL, "flags is %u and pad %u: only flags %u is known here",
-                         flags, pad, known);
+    if ((flags & ~known) != 0)
+        return epic_fail(EPIC_EINVAL, "flags is %u: only flags %u is known here", flags, known);
     return EPIC_OK;
+}
+
+static epic_result take_weights_type(experts_job *job, uint32_t type)
+{
+    job->wide_weights = type == EPIC_F64;
+    if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && job->wide)) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "weights_type is %u: it must be EPIC_F32 (or 0), or EPIC_F64 with "
+                     "experts.row_type EPIC_F64",
+                     type);
 }
 
 /* Elements of the arrays of both passes, and the bytes of one. */
 typedef struct shapes {
     int64_t local, slots, rows, gate_up, down, wide, narrow;
-    size_t row, weight, gradient;
+    size_t row, weight, gradient, slot_weight;
 } shapes;
 
 static shapes shapes_of(const experts_job *job, int64_t num_slots)
@@ -130,12 +139,14 @@ static shapes shapes_of(const experts_job *job, int64_t num_slots)
                     .narrow = local * job->hidden,
                     .row = (size_t)convert_bytes(job->experts.row_type),
                     .weight = (size_t)convert_bytes(job->experts.weight_type),
-                    .gradient = job->wide ? 8 : 4};
+                    .gradient = job->wide ? 8 : 4,
+                    .slot_weight = job->wide_weights ? 8 : 4};
 }
 
 #define INPUTS(a, s)                                                                        \
     ARRAY_IN(a, x, s.rows, s.row), ARRAY_IN(a, expert_rows, s.local, 4),                    \
-        ARRAY_IN(a, expert_tokens, s.local, 4), ARRAY_IN(a, slot_weights, s.slots, 4),      \
+        ARRAY_IN(a, expert_tokens, s.local, 4),                                             \
+        ARRAY_IN(a, slot_weights, s.slots, s.slot_weight),                                  \
         ARRAY_IN(a, w_gate_up, s.gate_up, s.weight), ARRAY_IN(a, w_down, s.down, s.weight), \
         ARRAY_IN(a, b_gate_up, s.wide, s.weight), ARRAY_IN(a, b_down, s.narrow, s.weight)
 
@@ -164,7 +175,7 @@ static epic_result check_backward_places(const experts_job *job,
         ARRAY_OUT(a, d_w_down, s.down, s.gradient),
         ARRAY_OUT(a, d_b_gate_up, s.wide, s.gradient),
         ARRAY_OUT(a, d_b_down, s.narrow, s.gradient),
-        ARRAY_OUT(a, d_slot_weights, s.slots, 4)};
+        ARRAY_OUT(a, d_slot_weights, s.slots, s.slot_weight)};
     return CHECK_ARRAYS(arrays);
 }
 
@@ -209,7 +220,8 @@ static epic_result take_forward(experts_job *job, const epic_experts_args *a)
     const required arrays[] = {
         {"x", a->x}, {"w_gate_up", a->w_gate_up}, {"w_down", a->w_down}, {"y", a->y}};
     TRY(check_slots(a->num_slots));
-    TRY(check_flags(a->flags, 0, a->pad));
+    TRY(check_flags(a->flags, 0));
+    TRY(take_weights_type(job, a->weights_type));
     TRY(check_required(arrays, 4, a->num_slots));
     TRY(check_forward_places(job, a));
     TRY(check_counts(job, a->num_slots));
@@ -266,7 +278,8 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
     const required arrays[] = {
         {"x", a->x}, {"w_gate_up", a->w_gate_up}, {"w_down", a->w_down}, {"d_y", a->d_y}};
     TRY(check_slots(a->num_slots));
-    TRY(check_flags(a->flags, EPIC_ACCUMULATE, a->pad));
+    TRY(check_flags(a->flags, EPIC_ACCUMULATE));
+    TRY(take_weights_type(job, a->weights_type));
     TRY(check_required(arrays, 4, a->num_slots));
     TRY(check_backward_places(job, a));
     TRY(check_counts(job, a->num_slots));

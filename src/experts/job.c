@@ -37,13 +37,16 @@ static epic_result check_types(const epic_experts *ex)
 
 static epic_result check_activation(const epic_experts *ex)
 {
-    TRY(check_range("activation", ex->activation, 0, EPIC_CLAMPED_SWIGLU));
+    TRY(check_range("activation", ex->activation, 0, EPIC_CLAMPED_SILU));
     TRY(check_range("ungated", ex->ungated, 0, 1));
     TRY(check_range("interleaved", ex->interleaved, 0, 1));
     TRY(check_range("weighting", ex->weighting, 0, EPIC_WEIGHT_INPUT));
-    if (ex->ungated && (ex->activation == EPIC_CLAMPED_SWIGLU || ex->interleaved))
+    const bool swiglu = ex->activation == EPIC_CLAMPED_SWIGLU;
+    if (ex->ungated && (experts_clamped(ex) || ex->interleaved))
         return epic_fail(EPIC_EINVAL, "experts.ungated is 1: %s needs a gate",
-                         ex->interleaved ? "interleaved" : "EPIC_CLAMPED_SWIGLU");
+                         ex->interleaved ? "interleaved"
+                         : swiglu        ? "EPIC_CLAMPED_SWIGLU"
+                                         : "EPIC_CLAMPED_SILU");
     if (!(ex->limit > 0) || ex->alpha - ex->alpha != 0)
         return epic_fail(
             EPIC_EINVAL,
@@ -58,8 +61,10 @@ epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t si
     epic_experts *ex = &job->experts;
     TRY(READ_SIZED(ex, theirs, size, "experts"));
     if (ex->weight_type == 0) ex->weight_type = ex->row_type;
-    if (ex->limit == 0) ex->limit = 7;
+    const bool silu = ex->activation == EPIC_CLAMPED_SILU;
+    if (ex->limit == 0) ex->limit = silu ? 10 : 7;
     if (ex->alpha == 0) ex->alpha = 1.702f;
+    if (silu) ex->alpha = 1; /* with which the other formula is this one */
     TRY(check_range("num_local_experts", ex->num_local_experts, 1, MOST_EXPERTS));
     TRY(check_range("hidden", ex->hidden, 1, MOST_NUMBERS));
     TRY(check_range("inner", ex->inner, 1, MOST_NUMBERS));

@@ -13,14 +13,15 @@ typedef struct experts_job {
     epic_experts experts; /* defaults filled in */
     int64_t hidden;
     int64_t inner;
-    int64_t width; /* of the first product: 2 * inner, or inner */
-    bool wide;     /* float64 */
+    int64_t width;     /* of the first product: 2 * inner, or inner */
+    bool wide;         /* float64 */
+    bool wide_weights; /* of slots: float64 */
     bool accumulate;
 
     const void *x;
     const int32_t *expert_rows;
     const int32_t *expert_tokens;
-    const float *slot_weights;
+    const void *slot_weights;
     const void *w_gate_up;
     const void *w_down;
     const void *b_gate_up;
@@ -31,7 +32,7 @@ typedef struct experts_job {
     const void *read; /* backward: saved */
     const void *d_y;  /* backward */
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
-    float *d_slot_weights;
+    void *d_slot_weights;
 
     /* Workspace, of one slab at a time. */
     void *rows;         /* [slots, hidden], unless the caller's rows can be used as they are */
@@ -52,6 +53,11 @@ typedef struct slab {
 
 /* Takes the caller's struct; EPIC_EINVAL. */
 epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t size);
+
+static inline bool experts_clamped(const epic_experts *ex)
+{
+    return ex->activation == EPIC_CLAMPED_SWIGLU || ex->activation == EPIC_CLAMPED_SILU;
+}
 
 /* Can the caller's rows (weights) be multiplied as they lie? */
 bool experts_rows_ready(const experts_job *job);

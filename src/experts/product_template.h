@@ -29,10 +29,24 @@ static void *row_at(const experts_job *job, const void *rows, int64_t slot)
     return (char *)rows + slot * job->hidden * convert_bytes(job->experts.row_type);
 }
 
+static REAL slot_weight_at(const experts_job *job, int64_t slot)
+{
+    return job->wide_weights ? (REAL)((const double *)job->slot_weights)[slot]
+                             : (REAL)((const float *)job->slot_weights)[slot];
+}
+
+static void put_weight_gradient(const experts_job *job, int64_t slot, double gradient)
+{
+    if (job->wide_weights)
+        ((double *)job->d_slot_weights)[slot] = gradient;
+    else
+        ((float *)job->d_slot_weights)[slot] = (float)gradient;
+}
+
 /* The weight that multiplies what a slot's expert does, 1 without weights. */
 static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot)
 {
-    return job->experts.weighting == weighting ? (REAL)job->slot_weights[slot] : 1;
+    return job->experts.weighting == weighting ? slot_weight_at(job, slot) : 1;
 }
 
 /* The slab's rows of x or d_y, as they lie or converted into the workspace. */
@@ -52,7 +66,7 @@ static const REAL *inputs(const experts_job *job, const slab *slab)
     load(rows, row_at(job, job->x, slab->first), job->experts.row_type,
          slab->rows * job->hidden);
     for (int64_t r = 0; r < slab->rows; r++) {
-        const REAL w = r < slab->tokens ? (REAL)job->slot_weights[slab->first + r] : 0;
+        const REAL w = r < slab->tokens ? slot_weight_at(job, slab->first + r) : 0;
         for (int64_t i = 0; i < job->hidden; i++) rows[r * job->hidden + i] *= w;
     }
     return rows;

@@ -57,27 +57,30 @@ static epic_result transform_backward(moe_job *j, const backward_call *c)
         .d_b_gate_up = g->b_gate_up,
         .d_b_down = g->b_down,
         .d_slot_weights = moe_is_late(j) ? NULL : j->work.d_slot_weights,
-        .flags = c->args->flags};
+        .flags = c->args->flags,
+        .weights_type = j->real_type};
     return epic_experts_backward(NULL, &how);
 }
 
+/* The rank's peers wait for its part of this step also if it does not want d_x. */
 static epic_result dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
+    const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
     const epic_dispatch_backward_args how = {
         .call = j->call,
         .plan = j->saved.plan,
         .plan_bytes = j->plan_bytes,
         .d_recv = {j->work.d_recv, j->capacity, j->row_bytes},
-        .d_tokens = *d_x,
-        .d_slot_weights = j->work.d_slot_weights,
-        .d_weights = j->work.d_weights,
+        .d_tokens = d_x->data ? *d_x : spare,
+        .d_slot_weights = j->wide ? NULL : j->work.d_slot_weights,
+        .d_weights = j->wide ? NULL : j->work.d_weights,
         .type = j->experts.row_type};
+    if (j->wide) TRY(moe_weights_home(j)); /* before d_x that nobody wants takes the place */
     return epic_dispatch_backward(j->ctx, &how);
 }
 
 /* d_logits of one block: through the weights and the losses. */
-static epic_result route_backward(moe_job *j, const backward_call *c, const dense_block *block,
-                                  const float *d_weights)
+static epic_result route_backward(moe_job *j, const dense_block *block, const void *d_weights)
 {
     const epic_router_backward_args how = {.router = &j->router,
                                            .logits = block->logits,
@@ -87,41 +90,43 @@ static epic_result route_backward(moe_job *j, const backward_call *c, const dens
                                            .workspace = j->work.router,
                                            .workspace_bytes = j->router_bytes,
                                            .d_logits = j->work.d_logits,
-                                           .type = j->real_type};
+                                           .type = j->real_type,
+                                           .weights_type = j->real_type};
     TRY(epic_router_backward(NULL, &how));
-    return moe_losses_backward(j, block, c->args->d_loss);
-}
-
-static void *real_at(const moe_job *j, void *base, int64_t index)
-{
-    return (char *)base + index * j->real_bytes;
+    return moe_losses_backward(j, block);
 }
 
 static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *block,
-                                   const epic_rows *d_out, void *dense)
+                                   const epic_rows *d_out, void *d_x, void *dense)
 {
     const dense_parts parts = moe_dense_parts(j);
     const int32_t rows = (int32_t)j->block;
     const int64_t saved = j->shared_memory.saved_bytes;
     const epic_moe_weights *w = &j->weights;
-    const epic_experts_backward_args how = {.experts = &j->shared,
-                                            .x = block->x.data,
-                                            .num_slots = j->block,
-                                            .expert_rows = &rows,
-                                            .w_gate_up = w->shared_gate_up,
-                                            .w_down = w->shared_down,
-                                            .b_gate_up = w->shared_b_gate_up,
-                                            .b_down = w->shared_b_down,
-                                            .saved = (const char *)j->saved.shared + b * saved,
-                                            .saved_bytes = saved,
-                                            .workspace = j->work.shared,
-                                            .workspace_bytes = j->shared_memory.backward_bytes,
-                                            .d_y = d_out->data,
-                                            .d_x = j->work.shared_y,
-                                            .d_w_gate_up = real_at(j, dense, parts.gate_up),
-                                            .d_w_down = real_at(j, dense, parts.down),
-                                            .d_b_gate_up = real_at(j, dense, parts.b_gate_up),
-                                            .d_b_down = real_at(j, dense, parts.b_down)};
+    const bool gated = w->w_shared_gate != NULL;
+    if (gated) moe_ops(j)->shared_gate(block, j->work.shared_weights);
+    const epic_experts_backward_args how = {
+        .experts = &j->shared,
+        .x = block->x.data,
+        .num_slots = j->block,
+        .expert_rows = &rows,
+        .w_gate_up = w->shared_gate_up,
+        .w_down = w->shared_down,
+        .b_gate_up = w->shared_b_gate_up,
+        .b_down = w->shared_b_down,
+        .saved = (const char *)j->saved.shared + b * saved,
+        .saved_bytes = saved,
+        .workspace = j->work.shared,
+        .workspace_bytes = j->shared_memory.backward_bytes,
+        .d_y = d_out->data,
+        .d_x = d_x,
+        .d_w_gate_up = moe_real(j, dense, parts.gate_up),
+        .d_w_down = moe_real(j, dense, parts.down),
+        .d_b_gate_up = moe_real(j, dense, parts.b_gate_up),
+        .d_b_down = moe_real(j, dense, parts.b_down),
+        .slot_weights = gated ? j->work.shared_weights : NULL,
+        .d_slot_weights = gated ? j->work.d_shared_weights : NULL,
+        .weights_type = j->real_type};
     return epic_experts_backward(NULL, &how);
 }
 
@@ -131,13 +136,15 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     if (!j->block) return EPIC_OK;
     const dense_block block = moe_block(j, b);
     const epic_rows d_out = moe_rows(j, &c->args->d_out, b);
-    const epic_rows d_x = moe_rows(j, &c->args->d_x, b);
-    float *d_weights = j->work.d_weights + b * j->block * j->top_k;
+    const bool wanted = c->args->d_x.data != NULL;
+    const epic_rows d_x = wanted ? moe_rows(j, &c->args->d_x, b) : (epic_rows){0};
+    void *d_shared = wanted && j->has_shared ? j->work.shared_y : NULL;
+    void *d_weights = moe_real(j, j->work.d_weights, b * j->block * j->top_k);
     moe_ops(j)->zero_weights(&block, &d_out, d_weights);
-    TRY(route_backward(j, c, &block, d_weights));
-    if (j->has_shared) TRY(shared_backward(j, b, &block, &d_out, dense));
-    moe_ops(j)->gate_backward(&block, j->work.d_logits, &d_out,
-                              j->has_shared ? j->work.shared_y : NULL, &d_x, dense);
+    TRY(route_backward(j, &block, d_weights));
+    if (j->has_shared) TRY(shared_backward(j, b, &block, &d_out, d_shared, dense));
+    moe_ops(j)->gate_backward(&block, j->work.d_logits, &d_out, d_shared, wanted ? &d_x : NULL,
+                              dense);
     return EPIC_OK;
 }
 
@@ -145,18 +152,18 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
-    void *here = real_at(j, j->work.dense, level * j->dense_count);
+    void *here = moe_real(j, j->work.dense, level * j->dense_count);
     if (count == 1) return block_backward(j, c, first, here);
     TRY(blocks_backward(j, c, first, count / 2, level));
     TRY(blocks_backward(j, c, first + count / 2, count - count / 2, level + 1));
-    moe_ops(j)->add(here, real_at(j, j->work.dense, (level + 1) * j->dense_count),
+    moe_ops(j)->add(here, moe_real(j, j->work.dense, (level + 1) * j->dense_count),
                     j->dense_count);
     return EPIC_OK;
 }
 
 static void give(const moe_job *j, const backward_call *c, void *to, int64_t begin, int64_t end)
 {
-    const void *from = real_at(j, j->work.dense, begin);
+    const void *from = moe_real(j, j->work.dense, begin);
     if (!to) return;
     if (c->args->flags & EPIC_ACCUMULATE)
         moe_ops(j)->add(to, from, end - begin);
@@ -183,7 +190,8 @@ static void give_dense(const moe_job *j, const backward_call *c)
     give(j, c, g->shared_gate_up, p.gate_up, p.down);
     give(j, c, g->shared_down, p.down, p.b_gate_up);
     give(j, c, g->shared_b_gate_up, p.b_gate_up, p.b_down);
-    give(j, c, g->shared_b_down, p.b_down, p.end);
+    give(j, c, g->shared_b_down, p.b_down, p.w_shared_gate);
+    give(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
 /* What a failure that every rank sees leaves behind: zeros, or, accumulating, what was there. */
@@ -199,7 +207,7 @@ static void clear(const moe_job *j, const backward_call *c)
                       {g->w_down, local * inner * j->hidden},
                       {g->b_gate_up, local * width},
                       {g->b_down, local * j->hidden}};
-    moe_clear(j, &c->args->d_x);
+    if (c->args->d_x.data) moe_clear(j, &c->args->d_x);
     if (c->args->flags & EPIC_ACCUMULATE) return;
     for (size_t i = 0; i < sizeof of_experts / sizeof *of_experts; i++)
         if (of_experts[i].gradient)
@@ -271,12 +279,21 @@ static epic_result check_saved(const moe_job *j, data_fault *fault)
     return EPIC_OK;
 }
 
-static epic_result check(const moe_job *j, const epic_moe_backward_args *a, data_fault *fault)
+static double number_or(const void *number, uint32_t type, double none)
 {
-    TRY(moe_check_rows(j, "d_x", &a->d_x));
+    if (!number) return none;
+    return type == EPIC_F64 ? *(const double *)number : (double)*(const float *)number;
+}
+
+static epic_result check(moe_job *j, epic_moe_backward_args *a, data_fault *fault)
+{
+    if (a->d_x.data || !j->tokens) TRY(moe_take_rows(j, "d_x", &a->d_x));
     if (a->flags & ~EPIC_ACCUMULATE)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
-    if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
+    TRY(moe_check_loss_type(j, a->loss_type));
+    const double d_loss = number_or(a->d_loss, a->loss_type, 1);
+    j->d_balance = d_loss + number_or(a->d_balance_loss, a->loss_type, 0);
+    j->d_z = d_loss + number_or(a->d_z_loss, a->loss_type, 0);
     return check_saved(j, fault);
 }
 
@@ -300,8 +317,8 @@ epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args
                         .workspace_bytes = a.workspace_bytes,
                         .backward = true};
     TRY(moe_begin(&j, ctx, &a.call, &c));
-    TRY(check(&j, &a, &call.fault));
     TRY(moe_backward_places(&j, &a, &call.gradients));
+    TRY(check(&j, &a, &call.fault));
     experts_blas_enter();
     const epic_result result = run(&j, &call);
     experts_blas_leave();

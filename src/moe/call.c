@@ -8,8 +8,9 @@
 #include "base/error.h"
 #include "base/sized.h"
 
-epic_result moe_check_rows(const moe_job *j, const char *name, const epic_rows *rows)
+epic_result moe_take_rows(const moe_job *j, const char *name, epic_rows *rows)
 {
+    if (!rows->data && !rows->num_rows && !rows->row_bytes) rows->row_bytes = j->row_bytes;
     if (rows->num_rows != j->x.num_rows)
         return epic_fail(EPIC_EINVAL,
                          "%s.num_rows is %lld, x.num_rows is %lld: make them equal", name,
@@ -49,7 +50,11 @@ static epic_result check_weights(const moe_job *j)
     TRY(check_weight("w_gate_up", w->w_gate_up, true));
     TRY(check_weight("w_down", w->w_down, true));
     TRY(check_weight("shared_gate_up", w->shared_gate_up, j->has_shared));
-    return check_weight("shared_down", w->shared_down, j->has_shared);
+    TRY(check_weight("shared_down", w->shared_down, j->has_shared));
+    if (w->w_shared_gate && !j->has_shared)
+        return epic_fail(EPIC_EINVAL, "weights.w_shared_gate is given: it belongs to a shared "
+                                      "expert, and moe.shared is NULL");
+    return EPIC_OK;
 }
 
 /* How the rank's tokens are cut. */
@@ -85,10 +90,12 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
                          "x.num_rows is %lld: 0 to config.max_tokens %lld are possible",
                          (long long)c->x->num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read(j, &ctx->config, c->moe, sizeof *c->moe, c->x->num_rows));
-    TRY(moe_check_rows(j, "x", c->x));
-    TRY(moe_check_rows(j, c->y_name, c->y));
+    TRY(moe_take_rows(j, "x", c->x));
+    TRY(moe_take_rows(j, c->y_name, c->y));
+    j->x = *c->x;
     TRY(check_tokens(j, c->x->num_rows));
     TRY(check_weights(j));
+    if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;
     moe_cut(j, c->saved, c->workspace, c->backward);
     TRY(check_memory("saved", c->saved, c->saved_bytes, j->saved_bytes));
     return check_memory("workspace", c->workspace, c->workspace_bytes, j->work_bytes);
@@ -102,7 +109,7 @@ dense_block moe_block(const moe_job *j, int64_t b)
                          .logits =
                              (const char *)j->saved.logits + first * j->columns * j->real_bytes,
                          .topk_idx = j->saved.topk_idx + first * j->top_k,
-                         .weights = j->saved.weights + first * j->top_k};
+                         .weights = moe_real(j, j->saved.weights, first * j->top_k)};
 }
 
 void moe_clear(const moe_job *j, const epic_rows *rows)

@@ -8,7 +8,7 @@
 typedef struct moe_call { /* what both calls bring */
     const epic_moe *moe;
     const epic_moe_weights *weights;
-    const epic_rows *x, *y; /* y: out, or d_out */
+    epic_rows *x, *y; /* y: out, or d_out */
     const char *y_name;
     const void *saved;
     int64_t saved_bytes;
@@ -20,8 +20,8 @@ typedef struct moe_call { /* what both calls bring */
 /* Reads weights, rows and memory of a call; EPIC_EINVAL. */
 epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, const moe_call *c);
 
-/* Are the rows as many and as wide as x? */
-epic_result moe_check_rows(const moe_job *j, const char *name, const epic_rows *rows);
+/* Are the rows as many and as wide as x?  {NULL, 0, 0} gets the width. */
+epic_result moe_take_rows(const moe_job *j, const char *name, epic_rows *rows);
 
 /* Does every array of the call lie where it may?  EPIC_EINVAL. */
 epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a);
@@ -37,10 +37,20 @@ static inline bool moe_is_late(const moe_job *j)
     return j->experts.weighting == EPIC_WEIGHT_LATE;
 }
 
+/* Wide layers carry their weights themselves: all that dispatch carries with a choice is a
+ * float32.  That is then the choice's k, the weights of all of a token's choices travel beside its
+ * row, and each slot takes the k-th.  The other way a slot's gradient is number k in a row of
+ * zeros, and combine adds these rows.  weights.c. */
+void moe_weights_send(moe_job *j, epic_dispatch_args *how);
+void moe_weights_take(moe_job *j);
+epic_result moe_weights_home(moe_job *j);
+
+/* The type of losses that a call brings; EPIC_EINVAL. */
+epic_result moe_check_loss_type(const moe_job *j, uint32_t type);
+
 /* The losses of a block, and their gradients, added to j->work.d_logits; losses.c. */
-epic_result moe_losses(const moe_job *j, const dense_block *block, float *balance, float *z);
-epic_result moe_losses_backward(const moe_job *j, const dense_block *block,
-                                const float *d_loss);
+epic_result moe_losses(const moe_job *j, const dense_block *block, void *balance, void *z);
+epic_result moe_losses_backward(const moe_job *j, const dense_block *block);
 
 /* Writes zeros over all rows of the caller's tokens. */
 void moe_clear(const moe_job *j, const epic_rows *rows);

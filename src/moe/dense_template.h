@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The dense arithmetic of the layer in REAL; OPS names the struct, GEMM the product. */
+#include <math.h>
 #include <string.h>
 
 #include "experts/blas.h"
@@ -87,7 +88,7 @@ static void add_zero_experts(const dense_block *b, int64_t token, const REAL *ro
     const moe_job *j = b->job;
     for (int64_t i = token * j->top_k; i < (token + 1) * j->top_k; i++) {
         if (!is_zero_expert(b, i)) continue;
-        const REAL w = (REAL)b->weights[i];
+        const REAL w = ((const REAL *)b->weights)[i];
         for (int64_t h = 0; h < j->hidden; h++) acc[h] += w * row[h];
     }
 }
@@ -109,7 +110,39 @@ static void finish(const dense_block *b, const epic_rows *out, const void *share
     }
 }
 
-static void zero_weights(const dense_block *b, const epic_rows *d_out, float *d_weights)
+static void shared_gate(const dense_block *b, void *weights)
+{
+    const moe_job *j = b->job;
+    const REAL *gate = j->weights.w_shared_gate;
+    REAL *row = j->work.rows;
+    for (int64_t t = 0; t < j->block; t++) {
+        double z = 0;
+        load(row, row_at(b, &b->x, t), row_type(b), j->hidden);
+        for (int64_t h = 0; h < j->hidden; h++) z += (double)row[h] * gate[h];
+        const double e = exp(-fabs(z));
+        ((REAL *)weights)[t] = (REAL)((z > 0 ? 1 : e) / (1 + e));
+    }
+}
+
+/* The gradient of what the sigmoid of a token is taken of. */
+static REAL shared_gate_slope(const moe_job *j, int64_t token)
+{
+    const REAL s = ((const REAL *)j->work.shared_weights)[token];
+    return ((const REAL *)j->work.d_shared_weights)[token] * s * (1 - s);
+}
+
+static void shared_gate_gradient(const dense_block *b, REAL *gradient)
+{
+    const moe_job *j = b->job;
+    REAL *row = j->work.rows;
+    for (int64_t t = 0; t < j->block; t++) {
+        const REAL d = shared_gate_slope(j, t);
+        load(row, row_at(b, &b->x, t), row_type(b), j->hidden);
+        for (int64_t h = 0; h < j->hidden; h++) gradient[h] += d * row[h];
+    }
+}
+
+static void zero_weights(const dense_block *b, const epic_rows *d_out, void *d_weights)
 {
     const moe_job *j = b->job;
     if (!j->router.zero_experts) return;
@@ -120,7 +153,7 @@ static void zero_weights(const dense_block *b, const epic_rows *d_out, float *d_
         REAL dot = 0;
         for (int64_t h = 0; h < j->hidden; h++) dot += row[h] * grad[h];
         for (int64_t i = t * j->top_k; i < (t + 1) * j->top_k; i++)
-            if (is_zero_expert(b, i)) d_weights[i] = (float)dot;
+            if (is_zero_expert(b, i)) ((REAL *)d_weights)[i] = dot;
     }
 }
 
@@ -150,7 +183,10 @@ static void gate_backward(const dense_block *b, const void *d_logits, const epic
 {
     const moe_job *j = b->job;
     REAL *acc = j->work.rows, *row = acc + j->block * j->hidden;
+    const REAL *shared_gate = j->weights.w_shared_gate;
     gate_gradient(b, d_logits, dense);
+    if (shared_gate) shared_gate_gradient(b, (REAL *)dense + moe_dense_parts(j).w_shared_gate);
+    if (!d_x) return;
     const gemm back = {.m = j->block,
                        .n = j->hidden,
                        .k = j->columns,
@@ -174,6 +210,8 @@ static void gate_backward(const dense_block *b, const void *d_logits, const epic
             load(row, (const char *)d_shared + t * j->row_bytes, row_type(b), j->hidden);
             for (int64_t h = 0; h < j->hidden; h++) sum[h] += row[h];
         }
+        const REAL d = shared_gate ? shared_gate_slope(j, t) : 0;
+        for (int64_t h = 0; shared_gate && h < j->hidden; h++) sum[h] += d * shared_gate[h];
         store(row_at(b, d_x, t), row_type(b), sum, j->hidden);
     }
 }
@@ -185,4 +223,15 @@ static void add(void *to, const void *from, int64_t n)
     for (int64_t i = 0; i < n; i++) a[i] += b[i];
 }
 
-const dense_ops OPS = {gate, finish, zero_weights, gate_backward, add};
+static REAL sum_tree(const REAL *values, int64_t n)
+{
+    if (n == 1) return values[0];
+    return sum_tree(values, n / 2) + sum_tree(values + n / 2, n - n / 2);
+}
+
+static double tree(const void *values, int64_t n)
+{
+    return sum_tree(values, n);
+}
+
+const dense_ops OPS = {gate, finish, shared_gate, zero_weights, gate_backward, add, tree};

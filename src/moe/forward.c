@@ -30,6 +30,7 @@ static epic_result route(moe_job *j, const epic_moe_args *a, data_fault *fault)
                                   .topk_idx = j->saved.topk_idx,
                                   .weights = j->saved.weights,
                                   .type = j->real_type,
+                                  .weights_type = j->real_type,
                                   .token_id_type = a->token_id_type};
     router_job router;
     TRY(router_prepare(&router, &how));
@@ -73,16 +74,19 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fa
                                  .expert_tokens = j->saved.expert_tokens,
                                  .load = j->saved.load,
                                  .demand = a->demand};
-    const epic_dispatch_args dispatch = {.tokens = j->x,
-                                         .recv = {j->saved.recv, j->capacity, j->row_bytes},
-                                         .weights = j->saved.weights,
-                                         .slot_weights = j->saved.slot_weights};
+    epic_dispatch_args dispatch = {.tokens = j->x,
+                                   .recv = {j->saved.recv, j->capacity, j->row_bytes},
+                                   .weights = j->saved.weights,
+                                   .slot_weights = j->saved.slot_weights};
+    if (j->wide) moe_weights_send(j, &dispatch);
     memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.expert_tokens, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.load, 0, j->layer.num_experts * sizeof(int32_t));
     const epic_result result = api_plan_dispatch(j->ctx, &plan, &dispatch, fault);
     if (a->load) memcpy(a->load, j->saved.load, j->layer.num_experts * sizeof *a->load);
-    return result == EPIC_OK ? check_tokens(j) : result;
+    TRY(result);
+    if (j->wide) moe_weights_take(j);
+    return check_tokens(j);
 }
 
 static epic_result transform(moe_job *j)
@@ -102,7 +106,8 @@ static epic_result transform(moe_job *j)
                                    .saved_bytes = j->experts_memory.saved_bytes,
                                    .workspace = j->work.experts,
                                    .workspace_bytes = j->experts_memory.forward_bytes,
-                                   .y = j->saved.y};
+                                   .y = j->saved.y,
+                                   .weights_type = j->real_type};
     return epic_experts_forward(NULL, &how);
 }
 
@@ -125,6 +130,8 @@ static epic_result run_shared(moe_job *j, int64_t b)
     const dense_block block = moe_block(j, b);
     const int32_t rows = (int32_t)j->block;
     const int64_t saved = j->shared_memory.saved_bytes;
+    const bool gated = j->weights.w_shared_gate != NULL;
+    if (gated) moe_ops(j)->shared_gate(&block, j->work.shared_weights);
     const epic_experts_args how = {.experts = &j->shared,
                                    .x = block.x.data,
                                    .num_slots = j->block,
@@ -137,7 +144,9 @@ static epic_result run_shared(moe_job *j, int64_t b)
                                    .saved_bytes = saved,
                                    .workspace = j->work.shared,
                                    .workspace_bytes = j->shared_memory.forward_bytes,
-                                   .y = j->work.shared_y};
+                                   .y = j->work.shared_y,
+                                   .slot_weights = gated ? j->work.shared_weights : NULL,
+                                   .weights_type = j->real_type};
     return epic_experts_forward(NULL, &how);
 }
 
@@ -152,28 +161,39 @@ static epic_result finish(moe_job *j, const epic_rows *out)
     return EPIC_OK;
 }
 
-/* values[0 .. count) in a binary tree. */
-static float tree(const float *values, int64_t count)
+static void put_loss(void *out, uint32_t type, double loss)
 {
-    if (count == 1) return values[0];
-    return tree(values, count / 2) + tree(values + count / 2, count - count / 2);
+    if (out && type == EPIC_F64)
+        *(double *)out = loss;
+    else if (out)
+        *(float *)out = (float)loss;
 }
 
-static epic_result losses(moe_job *j, float *loss)
+static void put_losses(const epic_moe_args *a, double balance, double z)
 {
-    float *balance = j->work.losses, *z = balance + j->blocks;
-    memset(balance, 0, (size_t)(2 * j->blocks) * sizeof *balance);
+    put_loss(a->loss, a->loss_type, balance + z);
+    put_loss(a->balance_loss, a->loss_type, balance);
+    put_loss(a->z_loss, a->loss_type, z);
+}
+
+static epic_result losses(moe_job *j, const epic_moe_args *a)
+{
+    void *balance = j->work.losses, *z = moe_real(j, balance, j->blocks);
+    memset(balance, 0, (size_t)(2 * j->blocks * j->real_bytes));
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
         const dense_block block = moe_block(j, b);
-        TRY(moe_losses(j, &block, balance + b, z + b));
+        TRY(moe_losses(j, &block, moe_real(j, balance, b), moe_real(j, z, b)));
     }
-    float both[2] = {tree(balance, j->blocks), tree(z, j->blocks)};
+    double both[2] = {moe_ops(j)->tree(balance, j->blocks), moe_ops(j)->tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
+        float sums[2] = {(float)both[0], (float)both[1]}; /* they are: F64 is not summed */
         const epic_sum_args sum = {
-            .call = j->call, .data = both, .count = 2, .order = j->layer.sum_order};
+            .call = j->call, .data = sums, .count = 2, .order = j->layer.sum_order};
         TRY(epic_sum(j->ctx, &sum));
+        both[0] = sums[0];
+        both[1] = sums[1];
     }
-    if (loss) *loss = both[0] + both[1];
+    put_losses(a, both[0], both[1]);
     return EPIC_OK;
 }
 
@@ -207,7 +227,7 @@ static epic_result run(moe_job *j, const epic_moe_args *a)
     epic_result result = send(j, a, &fault);
     if (result != EPIC_OK) { /* the same on every rank */
         moe_clear(j, &a->out);
-        if (a->loss) *a->loss = 0;
+        put_losses(a, 0, 0);
         return result;
     }
     *j->saved.total_tokens = plan_view_of(j->saved.plan).header->total_tokens;
@@ -215,7 +235,7 @@ static epic_result run(moe_job *j, const epic_moe_args *a)
     if (result != EPIC_OK) return moe_abandon(j, result);
     TRY(bring_home(j, &a->out));
     TRY(finish(j, &a->out));
-    result = losses(j, a->loss);
+    result = losses(j, a);
     return result == EPIC_OK ? EPIC_OK : moe_abandon(j, result);
 }
 
@@ -237,6 +257,8 @@ epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args *args, si
     TRY(moe_forward_places(&j, &a));
     if (a.flags)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: no flag is known, it must be 0", a.flags);
+    if (a.pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a.pad);
+    TRY(moe_check_loss_type(&j, a.loss_type));
     TRY(check_placement(&j, a.rank_of_expert));
     experts_blas_enter();
     const epic_result result = run(&j, &a);

@@ -59,6 +59,12 @@ static epic_result check_parts(const moe_job *j, const epic_config *config)
                          "config.max_row_bytes is %lld",
                          (long long)j->hidden, (long long)j->row_bytes,
                          (long long)config->max_row_bytes);
+    if (j->wide && j->top_k * 8 > config->max_row_bytes)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.layer.top_k is %u: beside a row of F64 as many float64 weights "
+                         "travel, %lld bytes, and config.max_row_bytes is %lld",
+                         layer->top_k, (long long)j->top_k * 8,
+                         (long long)config->max_row_bytes);
     return EPIC_OK;
 }
 
@@ -127,6 +133,8 @@ epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe,
 {
     TRY(read_parts(j, config, moe, size));
     j->wide = j->experts.row_type == EPIC_F64;
+    if (j->wide && j->experts.weighting == EPIC_WEIGHT_LATE)
+        j->experts.weighting = EPIC_WEIGHT_EARLY; /* combine's weights are float32 */
     j->real_type = j->wide ? EPIC_F64 : EPIC_F32;
     j->real_bytes = convert_bytes(j->real_type);
     j->hidden = j->experts.hidden;
@@ -147,13 +155,14 @@ dense_parts moe_dense_parts(const moe_job *j)
     dense_parts p = {0};
     p.b_gate = j->hidden * j->columns;
     p.gate_up = p.b_gate + j->columns;
-    p.down = p.b_gate_up = p.b_down = p.end = p.gate_up;
+    p.down = p.b_gate_up = p.b_down = p.w_shared_gate = p.end = p.gate_up;
     if (!j->has_shared) return p;
     const int64_t inner = j->shared.inner, width = inner * (j->shared.ungated ? 1 : 2);
     p.down = p.gate_up + j->hidden * width;
     p.b_gate_up = p.down + inner * j->hidden;
     p.b_down = p.b_gate_up + width;
-    p.end = p.b_down + j->hidden;
+    p.w_shared_gate = p.b_down + j->hidden;
+    p.end = p.w_shared_gate + j->hidden;
     return p;
 }
 
@@ -175,9 +184,10 @@ static void cut_saved(moe_job *j, unsigned char *base)
     s->plan = take(base, &used, j->plan_bytes);
     s->logits = take(base, &used, j->tokens * j->columns * j->real_bytes);
     s->topk_idx = take(base, &used, choices * 4);
-    s->weights = take(base, &used, choices * 4);
+    s->weights = take(base, &used, choices * j->real_bytes);
     s->recv = take(base, &used, slots * j->row_bytes);
-    s->slot_weights = take(base, &used, slots * 4);
+    s->slot_weights = take(base, &used, slots * j->real_bytes);
+    s->slot_k = take(base, &used, j->wide ? slots * 4 : 0);
     s->y = take(base, &used, slots * j->row_bytes);
     s->expert_rows = take(base, &used, local * 4);
     s->expert_tokens = take(base, &used, local * 4);
@@ -188,9 +198,15 @@ static void cut_saved(moe_job *j, unsigned char *base)
     j->saved_bytes = used;
 }
 
+static int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
 static void cut_work(moe_job *j, unsigned char *base, bool backward)
 {
     int64_t used = 0;
+    const int64_t weights_bytes = j->wide ? j->capacity * j->top_k * 8 : 0;
     moe_work *w = &j->work;
     w->experts =
         take(base, &used,
@@ -202,13 +218,20 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     w->tile = take(base, &used, j->block * GATE_TILE * j->real_bytes);
     w->rows = take(base, &used, (backward ? j->block + 1 : 2) * j->hidden * j->real_bytes);
     w->shared_y = take(base, &used, j->has_shared ? j->block * j->row_bytes : 0);
-    w->losses = take(base, &used, 2 * j->blocks * 4);
+    w->shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
+    w->losses = take(base, &used, 2 * j->blocks * j->real_bytes);
     w->plan_idx = take(base, &used, backward ? 0 : j->tokens * j->top_k * 4);
+    if (j->wide && !backward) {
+        w->choice_k = take(base, &used, j->tokens * j->top_k * 4);
+        w->recv_weights = take(base, &used, weights_bytes);
+    }
     if (backward) {
-        w->d_y = take(base, &used, j->capacity * j->row_bytes);
+        const int64_t rows_bytes = larger(j->capacity, j->tokens) * j->row_bytes;
+        w->d_y = take(base, &used, larger(rows_bytes, weights_bytes));
         w->d_recv = take(base, &used, j->capacity * j->row_bytes);
-        w->d_slot_weights = take(base, &used, j->capacity * 4);
-        w->d_weights = take(base, &used, j->tokens * j->top_k * 4);
+        w->d_slot_weights = take(base, &used, j->capacity * j->real_bytes);
+        w->d_weights = take(base, &used, j->tokens * j->top_k * j->real_bytes);
+        w->d_shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
         w->d_logits = take(base, &used, j->block * j->columns * j->real_bytes);
         w->dense = take(base, &used, j->dense_levels * j->dense_count * j->real_bytes);
     }

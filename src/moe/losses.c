@@ -3,7 +3,15 @@
 #include "base/error.h"
 #include "moe/call.h"
 
-epic_result moe_losses(const moe_job *j, const dense_block *block, float *balance, float *z)
+epic_result moe_check_loss_type(const moe_job *j, uint32_t type)
+{
+    if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && j->wide)) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "loss_type is %u: it must be EPIC_F32 (or 0), or EPIC_F64 with F64 rows",
+                     type);
+}
+
+epic_result moe_losses(const moe_job *j, const dense_block *block, void *balance, void *z)
 {
     const epic_balance_loss_args balance_args = {.router = &j->router,
                                                  .logits = block->logits,
@@ -16,7 +24,8 @@ epic_result moe_losses(const moe_job *j, const dense_block *block, float *balanc
                                                  .workspace = j->work.router,
                                                  .workspace_bytes = j->router_bytes,
                                                  .loss = balance,
-                                                 .type = j->real_type};
+                                                 .type = j->real_type,
+                                                 .loss_type = j->real_type};
     const epic_z_loss_args z_args = {.router = &j->router,
                                      .logits = block->logits,
                                      .num_tokens = j->block,
@@ -25,12 +34,14 @@ epic_result moe_losses(const moe_job *j, const dense_block *block, float *balanc
                                      .workspace = j->work.router,
                                      .workspace_bytes = j->router_bytes,
                                      .loss = z,
-                                     .type = j->real_type};
+                                     .type = j->real_type,
+                                     .loss_type = j->real_type};
     if (balance_args.coeff != 0) TRY(epic_balance_loss_forward(NULL, &balance_args));
     return z_args.coeff != 0 ? epic_z_loss_forward(NULL, &z_args) : EPIC_OK;
 }
 
-epic_result moe_losses_backward(const moe_job *j, const dense_block *block, const float *d_loss)
+/* What comes in multiplies the coefficient, which is float64. */
+epic_result moe_losses_backward(const moe_job *j, const dense_block *block)
 {
     const epic_balance_loss_backward_args balance = {.router = &j->router,
                                                      .logits = block->logits,
@@ -39,10 +50,10 @@ epic_result moe_losses_backward(const moe_job *j, const dense_block *block, cons
                                                      .sequence_tokens = j->moe.sequence_tokens,
                                                      .load = j->saved.load,
                                                      .topk_idx = block->topk_idx,
-                                                     .coeff = j->moe.balance_coeff,
+                                                     .coeff =
+                                                         j->moe.balance_coeff * j->d_balance,
                                                      .workspace = j->work.router,
                                                      .workspace_bytes = j->router_bytes,
-                                                     .d_loss = d_loss,
                                                      .d_logits = j->work.d_logits,
                                                      .type = j->real_type,
                                                      .flags = EPIC_ACCUMULATE};
@@ -50,10 +61,9 @@ epic_result moe_losses_backward(const moe_job *j, const dense_block *block, cons
                                          .logits = block->logits,
                                          .num_tokens = j->block,
                                          .total_tokens = *j->saved.total_tokens,
-                                         .coeff = j->moe.z_coeff,
+                                         .coeff = j->moe.z_coeff * j->d_z,
                                          .workspace = j->work.router,
                                          .workspace_bytes = j->router_bytes,
-                                         .d_loss = d_loss,
                                          .d_logits = j->work.d_logits,
                                          .type = j->real_type,
                                          .flags = EPIC_ACCUMULATE};

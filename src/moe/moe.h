@@ -16,12 +16,13 @@
 
 typedef struct moe_saved { /* from forward to backward */
     void *plan;
-    void *logits;      /* [tokens, columns] real */
-    int32_t *topk_idx; /* [tokens, top_k], zero-experts included */
-    float *weights;    /* [tokens, top_k] */
-    void *recv;        /* [capacity, hidden] */
-    float *slot_weights;
-    void *y; /* [capacity, hidden] */
+    void *logits;       /* [tokens, columns] real */
+    int32_t *topk_idx;  /* [tokens, top_k], zero-experts included */
+    void *weights;      /* [tokens, top_k] real */
+    void *recv;         /* [capacity, hidden] */
+    void *slot_weights; /* [capacity] real */
+    float *slot_k;      /* [capacity], wide: which choice of its token a slot is */
+    void *y;            /* [capacity, hidden] */
     int32_t *expert_rows, *expert_tokens, *load;
     int64_t *total_tokens;  /* -1: forward failed */
     void *experts, *shared; /* what epic_experts saves; shared: block after block */
@@ -33,11 +34,17 @@ typedef struct moe_work {
     void *tile;                      /* [block, GATE_TILE] real */
     void *rows;                      /* [block, hidden] real */
     void *shared_y;                  /* [block, hidden]; backward: its d_x */
-    float *losses;                   /* [2, blocks] */
-    void *d_y, *d_recv;              /* backward: [capacity, hidden] */
-    float *d_slot_weights;           /* [capacity] */
-    float *d_weights;                /* [tokens, top_k] */
-    void *d_logits;                  /* [block, columns] real */
+    void *shared_weights;            /* gated: [block] real, of the shared expert */
+    void *d_shared_weights;          /* backward, gated: [block] real */
+    void *losses;                    /* [2, blocks] real */
+    float *choice_k;                 /* forward, wide: [tokens, top_k], 0 to top_k - 1 */
+    double *recv_weights;            /* forward, wide: [capacity, top_k] of a slot's token */
+    void *d_y;    /* backward: [capacity, hidden]; then what comes home of weights, and d_x that
+                  nobody wants */
+    void *d_recv; /* [capacity, hidden] */
+    void *d_slot_weights; /* [capacity] real */
+    void *d_weights;      /* [tokens, top_k] real */
+    void *d_logits;       /* [block, columns] real */
     unsigned char *dense; /* [levels, dense_count] real: gradients of the dense part */
 } moe_work;
 
@@ -61,6 +68,7 @@ typedef struct moe_job {
     epic_experts_memory_info experts_memory, shared_memory; /* shared: of one block */
     int64_t router_bytes;
     int64_t dense_count, dense_levels;
+    double d_balance, d_z; /* backward: what comes in for each loss */
     moe_saved saved;
     moe_work work;
     int64_t saved_bytes, work_bytes;
@@ -75,6 +83,12 @@ epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe,
 /* Lays out saved memory and workspace at these addresses, or only counts them (NULL). */
 void moe_cut(moe_job *j, const void *saved, void *workspace, bool backward);
 
+/* Number `index` of an array of reals. */
+static inline void *moe_real(const moe_job *j, const void *base, int64_t index)
+{
+    return (char *)(uintptr_t)base + index * j->real_bytes;
+}
+
 /* The rows of a block. */
 static inline epic_rows moe_rows(const moe_job *j, const epic_rows *rows, int64_t block)
 {
@@ -85,7 +99,7 @@ static inline epic_rows moe_rows(const moe_job *j, const epic_rows *rows, int64_
 /* Where the parts of the dense gradients begin, in reals.  Biases have a place also where the
  * caller has none: on every rank the same count is summed. */
 typedef struct dense_parts {
-    int64_t w_gate, b_gate, gate_up, down, b_gate_up, b_down, end;
+    int64_t w_gate, b_gate, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
 } dense_parts;
 
 dense_parts moe_dense_parts(const moe_job *j);
@@ -96,7 +110,7 @@ typedef struct dense_block {
     epic_rows x;        /* of the block */
     const void *logits; /* of the block, out in forward */
     const int32_t *topk_idx;
-    const float *weights;
+    const void *weights; /* real */
 } dense_block;
 
 typedef struct dense_ops {
@@ -104,14 +118,18 @@ typedef struct dense_ops {
     void (*gate)(const dense_block *b, void *logits);
     /* out += w * x for zero-experts, and the rows of the shared expert (NULL: none) */
     void (*finish)(const dense_block *b, const epic_rows *out, const void *shared_y);
+    /* weights = sigmoid(x w_shared_gate), what the shared expert is multiplied by */
+    void (*shared_gate)(const dense_block *b, void *weights);
     /* d_weights of zero-experts = <d_out, x> */
-    void (*zero_weights)(const dense_block *b, const epic_rows *d_out, float *d_weights);
-    /* gradients of gate and bias at `dense`, and d_x += d_logits W_gate^T + w * d_out for
-     * zero-experts + d_shared */
+    void (*zero_weights)(const dense_block *b, const epic_rows *d_out, void *d_weights);
+    /* gradients of the gates and the bias at `dense`, and d_x (NULL: not wanted) += d_logits W_gate^T +
+     * w * d_out for zero-experts + d_shared */
     void (*gate_backward)(const dense_block *b, const void *d_logits, const epic_rows *d_out,
                           const void *d_shared, const epic_rows *d_x, void *dense);
     /* to += from */
     void (*add)(void *to, const void *from, int64_t n);
+    /* values[0 .. n) in a binary tree */
+    double (*tree)(const void *values, int64_t n);
 } dense_ops;
 
 extern const dense_ops dense_f32, dense_f64;

@@ -5,7 +5,7 @@
 #include "moe/call.h"
 #include "rules/convert.h"
 
-#define MOST_ARRAYS 32
+#define MOST_ARRAYS 40
 
 typedef struct places {
     call_array list[MOST_ARRAYS];
@@ -46,6 +46,7 @@ static void add_weights(places *p, const moe_job *j)
     add(p, "weights.shared_down", w->shared_down, j->shared.inner * j->hidden, element, false);
     add(p, "weights.shared_b_gate_up", w->shared_b_gate_up, shared, element, false);
     add(p, "weights.shared_b_down", w->shared_b_down, j->hidden, element, false);
+    add(p, "weights.w_shared_gate", w->w_shared_gate, j->hidden, j->real_bytes, false);
 }
 
 static void add_rows(places *p, const moe_job *j, const char *name, const epic_rows *rows,
@@ -66,13 +67,16 @@ epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a)
 {
     places p = {.num = 0};
     const int64_t experts = j->layer.num_experts;
+    const int64_t number = a->loss_type == EPIC_F64 ? 8 : 4;
     add_weights(&p, j);
     add_rows(&p, j, "x.data", &a->x, false);
     add(&p, "token_ids", a->token_ids, j->tokens, a->token_id_type == EPIC_I64 ? 8 : 4, false);
     add(&p, "table", a->table, a->table_rows > 0 ? j->top_k : 0, 4, false);
     add(&p, "rank_of_expert", a->rank_of_expert, experts, 4, false);
     add_rows(&p, j, "out.data", &a->out, true);
-    add(&p, "loss", a->loss, 1, 4, true);
+    add(&p, "loss", a->loss, 1, number, true);
+    add(&p, "balance_loss", a->balance_loss, 1, number, true);
+    add(&p, "z_loss", a->z_loss, 1, number, true);
     add(&p, "load", a->load, experts, 4, true);
     add(&p, "demand", a->demand, 1, 4, true);
     add_memory(&p, j, a->saved, a->workspace, true);
@@ -85,11 +89,13 @@ epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *
     places p = {.num = 0};
     const dense_parts d = moe_dense_parts(j);
     const int64_t local = j->experts.num_local_experts, width = width_of(&j->experts);
-    const int64_t real = j->real_bytes;
+    const int64_t real = j->real_bytes, number = a->loss_type == EPIC_F64 ? 8 : 4;
     add_weights(&p, j);
     add_rows(&p, j, "x.data", &a->x, false);
     add_rows(&p, j, "d_out.data", &a->d_out, false);
-    add(&p, "d_loss", a->d_loss, 1, 4, false);
+    add(&p, "d_loss", a->d_loss, 1, number, false);
+    add(&p, "d_balance_loss", a->d_balance_loss, 1, number, false);
+    add(&p, "d_z_loss", a->d_z_loss, 1, number, false);
     add_rows(&p, j, "d_x.data", &a->d_x, true);
     add(&p, "gradients.w_gate", g->w_gate, d.b_gate, real, true);
     add(&p, "gradients.b_gate", g->b_gate, d.gate_up - d.b_gate, real, true);
@@ -101,7 +107,9 @@ epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *
     add(&p, "gradients.shared_down", g->shared_down, d.b_gate_up - d.down, real, true);
     add(&p, "gradients.shared_b_gate_up", g->shared_b_gate_up, d.b_down - d.b_gate_up, real,
         true);
-    add(&p, "gradients.shared_b_down", g->shared_b_down, d.end - d.b_down, real, true);
+    add(&p, "gradients.shared_b_down", g->shared_b_down, d.w_shared_gate - d.b_down, real,
+        true);
+    add(&p, "gradients.w_shared_gate", g->w_shared_gate, d.end - d.w_shared_gate, real, true);
     add_memory(&p, j, a->saved, a->workspace, false);
     return check_arrays(p.list, p.num);
 }

@@ -15,7 +15,7 @@ from epic.jax.moe import Moe
 
 WEIGHTS = (
     "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
-    "shared_b_gate_up shared_b_down"
+    "shared_b_gate_up shared_b_down w_shared_gate"
 ).split()
 Call = struct(
     "Call", ("stream", c_void_p), ("tag", c_uint64), ("timeout_ms", c_uint32), ("sms", c_uint32)
@@ -45,10 +45,14 @@ Forward = struct(
     ("rank_of_expert", c_void_p),
     *MEMORY,
     ("loss", c_void_p),
+    ("balance_loss", c_void_p),
+    ("z_loss", c_void_p),
     ("load", c_void_p),
     ("demand", c_void_p),
     ("token_id_type", c_uint32),
+    ("loss_type", c_uint32),
     ("flags", c_uint32),
+    ("pad", c_uint32),
 )
 Backward = struct(
     "Backward",
@@ -59,8 +63,10 @@ Backward = struct(
     ("gradients", c_void_p),
     *MEMORY,
     ("d_loss", c_void_p),
+    ("d_balance_loss", c_void_p),
+    ("d_z_loss", c_void_p),
     ("flags", c_uint32),
-    ("pad", c_uint32),
+    ("loss_type", c_uint32),
 )
 
 

@@ -258,6 +258,11 @@ static void run(problem *p)
 
 /* ------------------------------------------------------------------------------- oracle ---- */
 
+static double limit_of(const epic_experts *ex)
+{
+    return ex->limit != 0 ? ex->limit : ex->activation == EPIC_CLAMPED_SILU ? 10 : 7;
+}
+
 static double act(const epic_experts *ex, double x)
 {
     switch (ex->activation) {
@@ -270,15 +275,19 @@ static double act(const epic_experts *ex, double x)
     case EPIC_RELU2:
         return x > 0 ? x * x : 0;
     default:
-        x = fmin(x, ex->limit ? ex->limit : 7);
-        return x / (1 + exp(-(double)(ex->alpha ? ex->alpha : 1.702f) * x));
+        x = fmin(x, limit_of(ex));
+        return x / (1 + exp(-(ex->activation == EPIC_CLAMPED_SILU ? 1
+                              : ex->alpha                         ? (double)ex->alpha
+                                                                  : 1.702f) *
+                            x));
     }
 }
 
 static double factor(const epic_experts *ex, double up)
 {
-    const double limit = ex->limit ? ex->limit : 7;
-    return ex->activation == EPIC_CLAMPED_SWIGLU ? fmax(-limit, fmin(up, limit)) + 1 : up;
+    const double limit = limit_of(ex), clamped = fmax(-limit, fmin(up, limit));
+    if (ex->activation == EPIC_CLAMPED_SWIGLU) return clamped + 1;
+    return ex->activation == EPIC_CLAMPED_SILU ? clamped : up;
 }
 
 static double first_product(const problem *p, int e, int64_t slot, int64_t column)
@@ -416,7 +425,7 @@ static void test_combinations(void)
     static const int alignments[] = {1, 16, 128};
     const tolerances exact = {1e-12, 1e-6, 1e-6};
     int turn = 0;
-    for (uint32_t activation = 0; activation <= EPIC_CLAMPED_SWIGLU; activation++)
+    for (uint32_t activation = 0; activation <= EPIC_CLAMPED_SILU; activation++)
         for (uint32_t shape = 0; shape < 3; shape++) /* gated, ungated, interleaved */
             for (uint32_t weighting = 0; weighting < 3; weighting++)
                 for (int biased = 0; biased < 2; biased++) {
@@ -430,7 +439,7 @@ static void test_combinations(void)
                                              .weighting = weighting,
                                              .row_type = EPIC_F64,
                                              .limit = 0.75f};
-                    if (shape == 1 && activation == EPIC_CLAMPED_SWIGLU) continue;
+                    if (shape == 1 && activation >= EPIC_CLAMPED_SWIGLU) continue;
                     make_problem(&p, &ex, few, alignments[turn++ % 3], biased);
                     check_all(&p, exact);
                     free_problem(&p);
@@ -449,7 +458,7 @@ static void test_types(void)
         {EPIC_F16, EPIC_F16, {1e-3, 1e-3, 1e-4}},   {EPIC_F16, EPIC_BF16, {1e-3, 1e-3, 1e-4}},
     };
     for (int c = 0; c < 6; c++)
-        for (uint32_t activation = 0; activation <= EPIC_CLAMPED_SWIGLU; activation++) {
+        for (uint32_t activation = 0; activation <= EPIC_CLAMPED_SILU; activation++) {
             problem p;
             const epic_experts ex = {.num_local_experts = 4,
                                      .hidden = 7,
@@ -460,6 +469,47 @@ static void test_types(void)
                                      .weight_type = cases[c].weights};
             make_problem(&p, &ex, few, 4, activation % 2 == 0);
             check_all(&p, cases[c].tolerances);
+            free_problem(&p);
+        }
+}
+
+/* What is clamped has no gradient at all; what lies on the limit has all of it.  One number of
+ * each kind, hidden and inner 1, so that the products are exact. */
+static void test_limit(uint32_t activation, uint32_t type)
+{
+    static const double numbers[] = {-3, -2.5, -2, -1, 2, 2.5, 3}; /* the limit is 2.5 */
+    const epic_experts ex = {.num_local_experts = 1,
+                             .hidden = 1,
+                             .inner = 1,
+                             .activation = activation,
+                             .row_type = type,
+                             .limit = 2.5f,
+                             .alpha = 1};
+    const double slack = type == EPIC_F64 ? 1e-15 : 1e-6, plus = factor(&ex, 0);
+    for (int g = 0; g < 7; g++)
+        for (int u = 0; u < 7; u++) {
+            problem p;
+            const int32_t one = 1;
+            make_problem(&p, &ex, &one, 1, false);
+            put(&p.x, 0, 1);
+            put(&p.w_gate_up, 0, numbers[g]);
+            put(&p.w_gate_up, 1, numbers[u]);
+            put(&p.w_down, 0, 1);
+            put(&p.d_y, 0, 1);
+            run(&p);
+            const double gate = fmin(numbers[g], 2.5), up = fmax(-2.5, fmin(numbers[u], 2.5));
+            const double s = 1 / (1 + exp(-gate));
+            const double d_gate = numbers[g] > 2.5 ? 0 : s * (1 + gate * (1 - s)) * (up + plus);
+            const double d_up = fabs(numbers[u]) > 2.5 ? 0 : gate * s;
+            const double got[] = {number(p.d_w_gate_up.data, p.d_w_gate_up.type, 0),
+                                  number(p.d_w_gate_up.data, p.d_w_gate_up.type, 1)};
+            CHECK(fabs(got[0] - d_gate) <= slack * fabs(d_gate) * 4 &&
+                      fabs(got[1] - d_up) <= slack * fabs(d_up) * 4,
+                  "activation %u, gate %g, up %g: gradients %g and %g, not %g and %g",
+                  activation, numbers[g], numbers[u], got[0], got[1], d_gate, d_up);
+            CHECK(fabs(number(p.y.data, type, 0) - gate * s * (up + plus)) <= slack * 40,
+                  "activation %u, gate %g, up %g: %g", activation, numbers[g], numbers[u],
+                  number(p.y.data, type, 0));
             free_problem(&p);
         }
 }
@@ -778,7 +828,9 @@ static void test_wrong_experts(void)
     refuse_experts(ex, "interleaved needs a gate");
     ex.interleaved = 0;
     ex.activation = EPIC_CLAMPED_SWIGLU;
-    refuse_experts(ex, "needs a gate");
+    refuse_experts(ex, "EPIC_CLAMPED_SWIGLU needs a gate");
+    ex.activation = EPIC_CLAMPED_SILU;
+    refuse_experts(ex, "EPIC_CLAMPED_SILU needs a gate");
 }
 
 static void refuse_forward(epic_experts_args args, const char *word)
@@ -842,6 +894,10 @@ int main(void)
     test_num_threads();
     test_combinations();
     test_types();
+    for (uint32_t kind = EPIC_CLAMPED_SWIGLU; kind <= EPIC_CLAMPED_SILU; kind++) {
+        test_limit(kind, EPIC_F64);
+        test_limit(kind, EPIC_F32);
+    }
     test_skewed();
     test_tiles();
     test_late_is_early();

@@ -86,12 +86,16 @@ static const wrong table[] = {
     {FORWARD, FIELD(forward.flags), 4, "flags", "0x4"},
     {FORWARD, FIELD(forward.flags), EPIC_SUM_DENSE, "flags", "0x4"},
     {FORWARD, FIELD(forward.loss), 0x1002, "loss", "0x1002"},
+    {FORWARD, FIELD(forward.balance_loss), 0x1002, "balance_loss", "0x1002"},
+    {FORWARD, FIELD(forward.z_loss), 0x1002, "z_loss", "0x1002"},
     {FORWARD, FIELD(forward.load), 0x1002, "load", "0x1002"},
     {FORWARD, FIELD(forward.rank_of_expert), 0x1002, "rank_of_expert", "0x1002"},
     {CALLS, FIELD(weights.w_gate), 0x1002, "weights.w_gate", "0x1002"},
     {CALLS, FIELD(weights.bias), 0x1001, "weights.bias", "0x1001"},
     {CALLS, FIELD(weights.shared_down), 0x1002, "weights.shared_down", "0x1002"},
     {BACKWARD, FIELD(backward.d_loss), 0x1001, "d_loss", "0x1001"},
+    {BACKWARD, FIELD(backward.d_balance_loss), 0x1001, "d_balance_loss", "0x1001"},
+    {BACKWARD, FIELD(backward.d_z_loss), 0x1001, "d_z_loss", "0x1001"},
     {BACKWARD, FIELD(backward.flags), EPIC_ZERO_TAIL, "flags", "0x1"},
     {CALLS, FIELD(weights.w_gate), 0, "weights.w_gate", "NULL"},
     {CALLS, FIELD(weights.w_gate_up), 0, "weights.w_gate_up", "NULL"},
@@ -107,13 +111,15 @@ static const wrong table[] = {
     {BACKWARD, FIELD(backward.d_out.data), 0, "d_out.data", "NULL"},
     {BACKWARD, FIELD(backward.d_x.num_rows), 0, "d_x.num_rows", "0"},
     {BACKWARD, FIELD(backward.d_x.row_bytes), 4, "d_x.row_bytes", "4"},
-    {BACKWARD, FIELD(backward.d_x.data), 0, "d_x.data", "NULL"},
     {BACKWARD, FIELD(backward.saved), 0x1010, "saved", "0x1010"},
     {BACKWARD, FIELD(backward.saved_bytes), 63, "saved_bytes", "63"},
     {BACKWARD, FIELD(backward.workspace), 0x1010, "workspace", "0x1010"},
     {BACKWARD, FIELD(backward.workspace_bytes), 64, "workspace_bytes", "64"},
     {BACKWARD, FIELD(backward.flags), 5, "flags", "0x5"},
-    {BACKWARD, FIELD(backward.pad), 3, "pad", "3"},
+    {BACKWARD, FIELD(backward.loss_type), EPIC_F64, "loss_type", "4"},
+    {FORWARD, FIELD(forward.loss_type), EPIC_F64, "loss_type", "4"},
+    {FORWARD, FIELD(forward.loss_type), EPIC_BF16, "loss_type", "2"},
+    {FORWARD, FIELD(forward.pad), 3, "pad", "3"},
 };
 
 #define NUM_WRONG (sizeof table / sizeof *table)
@@ -204,6 +210,16 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "token_ids is given", "table is NULL");
 }
 
+/* A gate of a shared expert that there is not. */
+static void try_shared_gate(part *t, epic_context *ctx, const epic_config *config)
+{
+    call c;
+    copy_call(&c, t, config);
+    c.moe.shared = NULL;
+    c.weights.w_shared_gate = c.weights.w_gate;
+    refuse(make_call(&c, FORWARD, ctx), FORWARD, "weights.w_shared_gate", "NULL");
+}
+
 static void try_backward(part *t, epic_context *ctx, const epic_config *config)
 {
     call c;
@@ -232,6 +248,7 @@ static void work(void *what, int rank, epic_context *ctx, const epic_config *con
         try_table(t, MEMORY, ctx, config);
         try_table(t, FORWARD, ctx, config);
         try_others(t, ctx, config);
+        try_shared_gate(t, ctx, config);
         CHECK(untouched(t->out, bytes), "a refused call has written rows");
     }
     CHECK(part_forward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));

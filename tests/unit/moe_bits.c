@@ -42,11 +42,12 @@ static void draw_experts(problem *p, source *s)
     p->experts = (epic_experts){.num_local_experts = 1,
                                 .hidden = hidden,
                                 .inner = 1 + below(s, room < 150 ? room : 150),
-                                .activation = below(s, 5),
+                                .activation = below(s, 6),
                                 .weighting = below(s, 3),
                                 .row_type = types[below(s, 4)],
                                 .weight_type = below(s, 4)};
     p->has_shared = below(s, 2);
+    p->shared_gated = below(s, 2);
     p->biased = below(s, 2);
     p->shared = p->experts;
     p->shared.inner = 1 + below(s, room < 100 ? room : 100);
@@ -148,7 +149,7 @@ static void compare(const problem *one, const problem *many)
 {
     same(many, "out", one->out.data, many->out.data, array_bytes(&one->out));
     for (int r = 0; r < many->num_ranks; r++)
-        same(many, "the loss", one->loss, many->loss + r, sizeof(float));
+        same(many, "the loss", one->loss.data, number_at(&many->loss, r), sizeof(float));
     for (int i = 0; i < NUM_GIVEN; i++) {
         const size_t bytes = array_bytes(&one->gradient[i]);
         for (int r = 0; r < (is_dense(i) ? many->num_ranks : 1); r++)

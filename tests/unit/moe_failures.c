@@ -34,7 +34,8 @@ static void check_forward(failing *f, part *t, epic_context *ctx)
     note(f, t->rank, part_forward(t, ctx));
     CHECK(zeros(t->out, t->forward.out.num_rows * t->forward.out.row_bytes), "out of rank %d",
           t->rank);
-    CHECK(f->p.loss[t->rank] == 0, "the loss of rank %d is %g", t->rank, f->p.loss[t->rank]);
+    CHECK(get(&f->p.loss, t->rank) == 0, "the loss of rank %d is %g", t->rank,
+          get(&f->p.loss, t->rank));
     CHECK(part_backward(t, ctx) == EPIC_EINVAL && strstr(epic_error(ctx), "saved"), "%s",
           epic_error(ctx));
 }

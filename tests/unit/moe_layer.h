@@ -132,6 +132,11 @@ static inline void put(array *a, int64_t i, double x)
         convert_from_float((char *)a->data + i * convert_bytes(a->type), a->type, &narrow, 1);
 }
 
+static inline void *number_at(const array *a, int64_t i)
+{
+    return (char *)a->data + i * convert_bytes(a->type);
+}
+
 static inline void fill_random(array *a, source *s, double size)
 {
     for (int64_t i = 0; i < a->n; i++) put(a, i, between(s, -size, size));
@@ -150,13 +155,15 @@ enum { /* what has a gradient; X: the rows of all tokens */
        SHARED_DOWN,
        SHARED_B_GATE_UP,
        SHARED_B_DOWN,
+       W_SHARED_GATE,
        X,
        NUM_GIVEN
 };
 
 static const char *const given_names[NUM_GIVEN] = {
-    "w_gate",         "b_gate",      "w_gate_up",        "w_down",        "b_gate_up", "b_down",
-    "shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down", "x"};
+    "w_gate",           "b_gate",        "w_gate_up",      "w_down",
+    "b_gate_up",        "b_down",        "shared_gate_up", "shared_down",
+    "shared_b_gate_up", "shared_b_down", "w_shared_gate",  "x"};
 
 static inline bool of_experts(int which)
 {
@@ -175,7 +182,7 @@ typedef struct problem {
     epic_layer layer;
     epic_router router;
     epic_experts experts, shared; /* num_local_experts: of all ranks */
-    bool has_shared, biased, gate_biased, wants_no_gradient;
+    bool has_shared, shared_gated, biased, gate_biased, wants_no_gradient, wants_no_d_x;
     epic_moe moe; /* without its pointers */
     int32_t rank_of_expert[64];
     bool placed;    /* by that table */
@@ -184,15 +191,16 @@ typedef struct problem {
     int32_t *table, *token_ids; /* NULL: none */
     int64_t table_rows;
     bool wide_ids;
-    float d_loss;
-    bool d_loss_given;
+    double d_loss, d_balance_loss, d_z_loss; /* float32 has them */
+    bool narrow_losses;                      /* float32 though the rows are F64 */
+    bool d_loss_given, d_parts_given;
     uint32_t backward_flags;
 
     array given[NUM_GIVEN];
     array d_out;
     array out;
     array gradient[NUM_GIVEN]; /* dense: one after the other for every rank */
-    float *loss;               /* [num_ranks] */
+    array loss;                /* [3 * num_ranks]: the sum, balance, z */
     int32_t *load, *demand;    /* [num_ranks, num_experts], [num_ranks] */
 } problem;
 
@@ -216,10 +224,15 @@ static inline uint32_t real_type(const problem *p)
     return row_type(p) == EPIC_F64 ? EPIC_F64 : EPIC_F32;
 }
 
+static inline uint32_t loss_type(const problem *p)
+{
+    return p->narrow_losses ? EPIC_F32 : real_type(p);
+}
+
 static inline uint32_t type_given(const problem *p, int which)
 {
     if (which == X) return row_type(p);
-    if (which == W_GATE || which == B_GATE) return real_type(p);
+    if (which == W_GATE || which == B_GATE || which == W_SHARED_GATE) return real_type(p);
     const epic_experts *e = of_experts(which) ? &p->experts : &p->shared;
     return e->weight_type ? e->weight_type : row_type(p);
 }
@@ -249,6 +262,8 @@ static inline int64_t numbers_of(const problem *p, int which)
         return p->has_shared && p->biased ? width_of(&p->shared) : 0;
     case SHARED_B_DOWN:
         return p->has_shared && p->biased ? hidden : 0;
+    case W_SHARED_GATE:
+        return p->has_shared && p->shared_gated ? hidden : 0;
     default:
         return p->total * hidden;
     }
@@ -279,7 +294,7 @@ static inline void make_results(problem *p)
     for (int i = 0; i < NUM_GIVEN; i++)
         p->gradient[i] = make_array(i == X ? row_type(p) : real_type(p),
                                     numbers_in_all(p, i) * (is_dense(i) ? p->num_ranks : 1));
-    p->loss = share((size_t)p->num_ranks * sizeof(float));
+    p->loss = make_array(loss_type(p), 3 * p->num_ranks);
     p->load = share((size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t));
     p->demand = share((size_t)p->num_ranks * sizeof(int32_t));
 }
@@ -288,7 +303,7 @@ static inline void free_results(problem *p)
 {
     free_array(&p->out);
     for (int i = 0; i < NUM_GIVEN; i++) free_array(&p->gradient[i]);
-    munmap(p->loss, (size_t)p->num_ranks * sizeof(float) + 1);
+    free_array(&p->loss);
     munmap(p->load, (size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t) + 1);
     munmap(p->demand, (size_t)p->num_ranks * sizeof(int32_t) + 1);
 }
@@ -312,11 +327,13 @@ static inline double gradient_of(const problem *p, int which, int64_t i)
     return sum;
 }
 
-static inline double loss_of(const problem *p)
+enum { LOSS, BALANCE_LOSS, Z_LOSS, NUM_LOSSES };
+
+static inline double loss_of(const problem *p, int which)
 {
     double sum = 0;
-    if (p->moe.flags & EPIC_SUM_DENSE) return p->loss[0];
-    for (int r = 0; r < p->num_ranks; r++) sum += p->loss[r];
+    if (p->moe.flags & EPIC_SUM_DENSE) return get(&p->loss, which * p->num_ranks);
+    for (int r = 0; r < p->num_ranks; r++) sum += get(&p->loss, which * p->num_ranks + r);
     return sum;
 }
 
@@ -346,6 +363,7 @@ typedef struct part {
     uint32_t mine[64], num_mine; /* its experts */
     void *given[NUM_GIVEN], *gradient[NUM_GIVEN], *d_out, *out, *token_ids;
     void *saved, *workspace;
+    array d_losses;
     epic_moe_weights weights;
     epic_moe_gradients gradients;
     epic_moe_args forward;
@@ -370,10 +388,12 @@ static inline void *poisoned_lines(int64_t bytes)
 static inline epic_config config_of(const problem *p)
 {
     int64_t most = 1;
+    const int64_t row = p->experts.hidden * convert_bytes(row_type(p));
+    const int64_t weights = real_type(p) == EPIC_F64 ? p->layer.top_k * 8 : 0;
     for (int r = 0; r < p->num_ranks; r++)
         if (p->tokens_of[r] > most) most = p->tokens_of[r];
     return (epic_config){.max_tokens = most,
-                         .max_row_bytes = p->experts.hidden * convert_bytes(row_type(p)),
+                         .max_row_bytes = row > weights ? row : weights,
                          .num_ranks = (uint32_t)p->num_ranks,
                          .timeout_ms = 60000,
                          .max_in_flight = 4};
@@ -453,19 +473,23 @@ static inline void make_calls(part *t, uint64_t tag)
     const problem *p = t->p;
     void **g = t->given, **d = t->gradient;
     const int64_t row = p->experts.hidden * convert_bytes(row_type(p));
+    const bool none = t->tokens == 0; /* then the calls get {NULL, 0, 0} */
+    const bool parts = p->d_parts_given;
+    const array *d_losses = &t->d_losses;
     t->weights = (epic_moe_weights){
         g[W_GATE],           g[B_GATE],         p->bias_given ? p->bias : NULL,
         g[W_GATE_UP],        g[W_DOWN],         g[B_GATE_UP],
         g[B_DOWN],           g[SHARED_GATE_UP], g[SHARED_DOWN],
-        g[SHARED_B_GATE_UP], g[SHARED_B_DOWN]};
-    t->gradients = (epic_moe_gradients){
-        d[W_GATE], d[B_GATE],         d[W_GATE_UP],   d[W_DOWN],           d[B_GATE_UP],
-        d[B_DOWN], d[SHARED_GATE_UP], d[SHARED_DOWN], d[SHARED_B_GATE_UP], d[SHARED_B_DOWN]};
+        g[SHARED_B_GATE_UP], g[SHARED_B_DOWN],  g[W_SHARED_GATE]};
+    t->gradients = (epic_moe_gradients){d[W_GATE],         d[B_GATE],       d[W_GATE_UP],
+                                        d[W_DOWN],         d[B_GATE_UP],    d[B_DOWN],
+                                        d[SHARED_GATE_UP], d[SHARED_DOWN],  d[SHARED_B_GATE_UP],
+                                        d[SHARED_B_DOWN],  d[W_SHARED_GATE]};
     t->forward = (epic_moe_args){.call.tag = tag,
                                  .moe = &t->moe,
                                  .weights = &t->weights,
-                                 .x = {g[X], t->tokens, row},
-                                 .out = {t->out, t->tokens, row},
+                                 .x = {none ? NULL : g[X], t->tokens, none ? 0 : row},
+                                 .out = {none ? NULL : t->out, t->tokens, none ? 0 : row},
                                  .token_ids = t->token_ids,
                                  .table = p->table,
                                  .table_rows = p->table_rows,
@@ -474,24 +498,33 @@ static inline void make_calls(part *t, uint64_t tag)
                                  .saved_bytes = t->memory.saved_bytes,
                                  .workspace = t->workspace,
                                  .workspace_bytes = t->memory.forward_bytes,
-                                 .loss = &p->loss[t->rank],
+                                 .loss = number_at(&p->loss, t->rank),
+                                 .balance_loss = number_at(&p->loss, p->num_ranks + t->rank),
+                                 .z_loss = number_at(&p->loss, 2 * p->num_ranks + t->rank),
+                                 .loss_type = loss_type(p),
                                  .load = p->load + t->rank * (int64_t)p->layer.num_experts,
                                  .demand = &p->demand[t->rank],
                                  .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32};
-    t->backward = (epic_moe_backward_args){.call.tag = tag,
-                                           .moe = &t->moe,
-                                           .weights = &t->weights,
-                                           .x = t->forward.x,
-                                           .d_out = {t->d_out, t->tokens, row},
-                                           .d_x = {d[X], t->tokens, row},
-                                           .gradients = &t->gradients,
-                                           .saved = t->saved,
-                                           .saved_bytes = t->memory.saved_bytes,
-                                           .workspace = t->workspace,
-                                           .workspace_bytes = t->memory.backward_bytes,
-                                           .d_loss = p->d_loss_given ? &p->d_loss : NULL,
-                                           .flags = p->backward_flags};
+    t->backward =
+        (epic_moe_backward_args){.call.tag = tag,
+                                 .moe = &t->moe,
+                                 .weights = &t->weights,
+                                 .x = t->forward.x,
+                                 .d_out = {t->d_out, t->tokens, row},
+                                 .d_x = {d[X], t->tokens, row},
+                                 .d_balance_loss = parts ? number_at(d_losses, 1) : NULL,
+                                 .d_z_loss = parts ? number_at(d_losses, 2) : NULL,
+                                 .loss_type = loss_type(p),
+                                 .gradients = &t->gradients,
+                                 .saved = t->saved,
+                                 .saved_bytes = t->memory.saved_bytes,
+                                 .workspace = t->workspace,
+                                 .workspace_bytes = t->memory.backward_bytes,
+                                 .d_loss = p->d_loss_given ? number_at(d_losses, 0) : NULL,
+                                 .flags = p->backward_flags};
+    if (none) t->backward.d_out = t->backward.d_x = (epic_rows){0};
     if (p->wants_no_gradient) t->backward.gradients = NULL;
+    if (p->wants_no_d_x) t->backward.d_x = (epic_rows){0};
 }
 
 /* Everything of one rank; `config` is the context's, as the size query wants it. */
@@ -515,6 +548,10 @@ static inline part *part_make(const problem *p, int rank, const epic_config *con
     CHECK(epic_moe_memory(config, &t->moe, &t->memory) == EPIC_OK, "%s: %s", p->name,
           epic_error(NULL));
     make_buffers(t);
+    t->d_losses = make_array(loss_type(p), 3);
+    put(&t->d_losses, 0, p->d_loss);
+    put(&t->d_losses, 1, p->d_balance_loss);
+    put(&t->d_losses, 2, p->d_z_loss);
     t->saved = poisoned_lines(t->memory.saved_bytes);
     t->workspace = poisoned_lines(t->memory.forward_bytes > t->memory.backward_bytes
                                       ? t->memory.forward_bytes
@@ -570,6 +607,7 @@ static inline void part_free(part *t)
         free(t->given[i]);
         free(t->gradient[i]);
     }
+    free_array(&t->d_losses);
     free(t->d_out);
     free(t->out);
     free(t->token_ids);

@@ -7,8 +7,6 @@
 
 #include "unit/moe_layer.h"
 
-#define STEP 1e-4 /* of central differences: their error is about STEP^2 */
-
 typedef struct oracle {
     const problem *p;
     double *given[NUM_GIVEN]; /* NULL: not there */
@@ -169,8 +167,9 @@ static void oracle_plan(oracle *o)
 
 static double activate(const epic_experts *ex, double x)
 {
-    const double limit = ex->limit != 0 ? ex->limit : 7,
-                 alpha = ex->alpha != 0 ? ex->alpha : 1.702f;
+    const bool silu = ex->activation == EPIC_CLAMPED_SILU;
+    const double limit = ex->limit != 0 ? ex->limit : silu ? 10 : 7;
+    const double alpha = silu ? 1 : ex->alpha != 0 ? ex->alpha : 1.702f;
     switch (ex->activation) {
     case EPIC_SILU:
         return x / (1 + exp(-x));
@@ -188,8 +187,10 @@ static double activate(const epic_experts *ex, double x)
 
 static double up_of(const epic_experts *ex, double u)
 {
-    const double limit = ex->limit != 0 ? ex->limit : 7;
-    return ex->activation == EPIC_CLAMPED_SWIGLU ? fmax(fmin(u, limit), -limit) + 1 : u;
+    const bool silu = ex->activation == EPIC_CLAMPED_SILU;
+    const double limit = ex->limit != 0 ? ex->limit : silu ? 10 : 7;
+    if (ex->activation != EPIC_CLAMPED_SWIGLU && !silu) return u;
+    return fmax(fmin(u, limit), -limit) + (silu ? 0 : 1);
 }
 
 /* y += w * MLP(v * x) */
@@ -216,6 +217,17 @@ static const double *at(const oracle *o, int which, int64_t expert)
     return o->given[which] ? o->given[which] + expert * numbers_of(o->p, which) : NULL;
 }
 
+/* What a token's shared expert is multiplied by. */
+static double oracle_shared(const oracle *o, int64_t t)
+{
+    const int64_t hidden = o->p->experts.hidden;
+    double z = 0;
+    if (!o->given[W_SHARED_GATE]) return 1;
+    for (int64_t h = 0; h < hidden; h++)
+        z += o->given[X][t * hidden + h] * o->given[W_SHARED_GATE][h];
+    return 1 / (1 + exp(-z));
+}
+
 static void oracle_token(const oracle *o, int64_t t)
 {
     const problem *p = o->p;
@@ -237,8 +249,8 @@ static void oracle_token(const oracle *o, int64_t t)
     }
     if (p->has_shared)
         oracle_expert(&p->shared, o->given[SHARED_GATE_UP], o->given[SHARED_DOWN],
-                      o->given[SHARED_B_GATE_UP], o->given[SHARED_B_DOWN], x, 1, 1, y,
-                      o->scratch);
+                      o->given[SHARED_B_GATE_UP], o->given[SHARED_B_DOWN], x, 1,
+                      oracle_shared(o, t), y, o->scratch);
 }
 
 /* ------------------------------------------------------------------------------ losses ---- */
@@ -263,7 +275,11 @@ static void probabilities(const oracle *o, int64_t t, double *P)
     for (int64_t e = 0; e < n; e++) P[e] /= sum;
 }
 
-static double oracle_loss(const oracle *o)
+typedef struct oracle_losses {
+    double balance, z;
+} oracle_losses;
+
+static oracle_losses oracle_loss(const oracle *o)
 {
     const problem *p = o->p;
     const double T = (double)p->total, E = p->layer.num_experts;
@@ -277,9 +293,10 @@ static double oracle_loss(const oracle *o)
         oracle_logits(o, t, z);
         z_sum += pow(logsumexp(z, columns_of(p)), 2);
     }
-    if (p->total == 0) return 0;
-    return p->moe.balance_coeff * E / (p->layer.top_k * T * (double)length) * balance +
-           p->moe.z_coeff / T * z_sum;
+    if (p->total == 0) return (oracle_losses){0};
+    return (oracle_losses){p->moe.balance_coeff * E / (p->layer.top_k * T * (double)length) *
+                               balance,
+                           p->moe.z_coeff / T * z_sum};
 }
 
 /* ------------------------------------------------------------------------------- whole ---- */
@@ -291,8 +308,11 @@ static void oracle_run(const oracle *o)
 
 static double objective(const oracle *o)
 {
-    const int64_t n = o->p->total * o->p->experts.hidden;
-    double sum = oracle_loss(o) * (o->p->d_loss_given ? o->p->d_loss : 1);
+    const problem *p = o->p;
+    const int64_t n = p->total * p->experts.hidden;
+    const oracle_losses loss = oracle_loss(o);
+    double sum = (loss.balance + loss.z) * (p->d_loss_given ? p->d_loss : 1);
+    if (p->d_parts_given) sum += loss.balance * p->d_balance_loss + loss.z * p->d_z_loss;
     oracle_run(o);
     for (int64_t i = 0; i < n; i++) sum += o->out[i] * o->d_out[i];
     return sum;
