@@ -154,12 +154,25 @@ static void step(epic_context *ctx, int rank, int on_device, results *out)
     if (stream) cudaStreamDestroy(stream);
 }
 
+/* What CUDA contexts cannot do is said, and leaves the group whole. */
+static void check_refused(epic_context *ctx)
+{
+    epic_layer by_k = layer;
+    by_k.overflow = EPIC_OVERFLOW_DROP;
+    by_k.priority = EPIC_BY_K;
+    const epic_plan_args args = {
+        .layer = &by_k, .plan = in, .plan_bytes = sizeof in, .topk_idx = in};
+    need(epic_plan(ctx, &args) == EPIC_ENOTSUP && strstr(epic_error(ctx), "EPIC_BY_K"),
+         "EPIC_BY_K was not refused", ctx);
+}
+
 static void seat(int rank, const char *backend, results *out)
 {
     epic_context *ctx;
     const epic_config config = {
         .max_tokens = TOKENS, .max_row_bytes = ROW, .timeout_ms = 20000, .backend = backend};
     need(!epic_open(&ctx, &meets[rank], &config), "open", ctx);
+    if (strcmp(backend, "p2p") == 0) check_refused(ctx);
     step(ctx, rank, strcmp(backend, "p2p") == 0, out);
     epic_close(ctx);
 }
