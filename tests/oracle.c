@@ -21,8 +21,21 @@ static void *zeroed(int64_t count, size_t size)
 typedef struct lists {
     int64_t *begin;  /* [num_experts + 1] */
     int64_t *choice; /* [all choices] */
-    int64_t *place;  /* [all tokens, top_k]: place of a choice in its expert's list */
+    int64_t *place;  /* [all tokens, top_k]: how many of its expert's choices come before it */
 } lists;
+
+/* Which choices are kept: by ascending k first, if the layer says so. */
+static void find_places(const oracle_plan *p, lists *l)
+{
+    const int64_t top_k = p->in.layer.top_k;
+    const bool by_k = p->in.layer.priority == EPIC_BY_K;
+    for (uint32_t e = 0; e < p->in.layer.num_experts; e++) {
+        int64_t before = 0;
+        for (int64_t k = 0; k < (by_k ? top_k : 1); k++)
+            for (int64_t i = l->begin[e]; i < l->begin[e + 1]; i++)
+                if (!by_k || l->choice[i] % top_k == k) l->place[l->choice[i]] = before++;
+    }
+}
 
 static void make_lists(const oracle_plan *p, lists *l)
 {
@@ -36,9 +49,9 @@ static void make_lists(const oracle_plan *p, lists *l)
     for (int64_t c = 0; c < choices; c++) {
         const int64_t e = p->in.ids[c];
         if (e < 0) continue;
-        l->place[c] = count[e];
         l->choice[l->begin[e] + count[e]++] = c;
     }
+    find_places(p, l);
     free(count);
 }
 

@@ -61,6 +61,7 @@ static void choose_layer(world *w, run_random *random)
     if (run_chance(random, 40)) {
         l->overflow = EPIC_OVERFLOW_DROP;
         if (run_chance(random, 50)) l->expert_capacity = (uint32_t)run_between(random, 1, 12);
+        if (run_chance(random, 40)) l->priority = EPIC_BY_K;
     }
 }
 
@@ -227,6 +228,7 @@ world *world_new_tree(uint64_t seed, int num_ranks)
     if (run_chance(&random, 50)) {
         w->layer.overflow = EPIC_OVERFLOW_DROP;
         w->layer.expert_capacity = (uint32_t)run_between(&random, 3, 20);
+        if (run_chance(&random, 40)) w->layer.priority = EPIC_BY_K;
     }
     const int64_t total = 8 * run_between(&random, 1, 5);
     choose_ids(w, &random, total);
@@ -259,10 +261,11 @@ void world_tell(const world *w, const char *what)
     const epic_layer *l = &w->layer;
     fprintf(stderr,
             "%s: seed %llx: %d ranks, %u experts%s, top_k %u, alignment %u, layout %u, "
-            "overflow %u, expert_capacity %u, sum_order %u, leaves %u, partial_type %u%s\n",
+            "overflow %u, expert_capacity %u, priority %u, sum_order %u, leaves %u, "
+            "partial_type %u%s\n",
             what, (unsigned long long)w->seed, w->num_ranks, l->num_experts,
             w->table ? " by a table" : "", l->top_k, l->alignment, l->layout, l->overflow,
-            l->expert_capacity, l->sum_order, l->leaves, l->partial_type,
+            l->expert_capacity, l->priority, l->sum_order, l->leaves, l->partial_type,
             w->wild ? ", wild rows" : "");
     for (int r = 0; r < w->num_ranks; r++)
         fprintf(stderr, "%s: rank %d: %lld tokens, capacity %lld, %lld slots\n", what, r,

@@ -307,6 +307,13 @@ typedef enum epic_sum_order {
     EPIC_TREE = 1     /* leaves of experts in a binary tree: same bits for every R */
 } epic_sum_order;
 
+/* Which choices of an expert come first where not all are kept. */
+typedef enum epic_priority {
+    EPIC_BY_TOKEN = 0, /* source rank, token, k */
+    EPIC_BY_K = 1 /* k, source rank, token: all first choices of the group before the second
+                            ones, as GShard and NLLB have it */
+} epic_priority;
+
 /* What is fixed for a layer; equal on all ranks. */
 typedef struct epic_layer {
     uint32_t num_experts;     /* 1 to 65536 */
@@ -315,6 +322,7 @@ typedef struct epic_layer {
     uint32_t layout;          /* an epic_layout */
     uint32_t overflow;        /* an epic_overflow */
     uint32_t expert_capacity; /* DROP: most choices of an expert over the group; 0: no limit */
+    uint32_t priority;        /* DROP: an epic_priority.  Slots keep their order in any case */
     uint32_t sum_order;       /* an epic_sum_order */
     uint32_t leaves;          /* TREE: a power of two that divides num_experts and that
                                  num_ranks divides; 0: num_ranks */
@@ -361,10 +369,11 @@ typedef struct epic_plan_args {
 } epic_plan_args;
 
 /* Makes the plan.  An id >= num_experts is a class (b) error that names rank, token, k and
- * value.  Slot order: local expert, source rank, token, k.  A slab's length is its count rounded
- * up to the alignment; an expert with no token takes no slot.  num_local_experts is the largest
- * number of experts that one rank owns.  The bytes hold no address: they may be copied and
- * moved.  Demand above capacity: EPIC_EOVERFLOW on every rank, unless the layer drops.
+ * value.  Slot order: local expert, source rank, token, k.  An expert that drops keeps its first
+ * choices by the layer's priority; with expert_capacity alone these are the same on any number of
+ * ranks.  A slab's length is its count rounded up to the alignment; an expert with no token takes
+ * no slot.  num_local_experts is the largest number of experts that one rank owns.  The bytes hold
+ * no address: they may be copied and moved.  Demand above capacity: EPIC_EOVERFLOW on every rank, unless the layer drops.
  * Errors: (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c). */
 static inline epic_result epic_plan(epic_context *ctx, const epic_plan_args *args);
 

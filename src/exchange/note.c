@@ -26,6 +26,7 @@ static const char *const same_names[NUM_SAME] = {
     [SAME_LAYOUT] = "layout",
     [SAME_OVERFLOW] = "overflow",
     [SAME_EXPERT_CAPACITY] = "expert_capacity",
+    [SAME_PRIORITY] = "priority",
     [SAME_SUM_ORDER] = "sum_order",
     [SAME_LEAVES] = "leaves",
     [SAME_PARTIAL_TYPE] = "partial_type",
@@ -62,6 +63,7 @@ static const char *value_name(int field, int64_t value)
                                             "EPIC_QUANTIZE_1X32"};
     static const char *const layouts[] = {"EPIC_EXPERT_MAJOR", "EPIC_FLAT"};
     static const char *const policies[] = {"EPIC_OVERFLOW_ERROR", "EPIC_OVERFLOW_DROP"};
+    static const char *const priorities[] = {"EPIC_BY_TOKEN", "EPIC_BY_K"};
     static const char *const orders[] = {"EPIC_BY_RANK", "EPIC_TREE"};
     static const char *const given[] = {"none", "some"};
     switch (field) {
@@ -75,6 +77,8 @@ static const char *value_name(int field, int64_t value)
         return NAME_OF(layouts, value);
     case SAME_OVERFLOW:
         return NAME_OF(policies, value);
+    case SAME_PRIORITY:
+        return NAME_OF(priorities, value);
     case SAME_SUM_ORDER:
         return NAME_OF(orders, value);
     case SAME_WEIGHTS:

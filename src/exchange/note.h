@@ -20,6 +20,7 @@ enum { /* epic_note.same */
        SAME_LAYOUT,
        SAME_OVERFLOW,
        SAME_EXPERT_CAPACITY,
+       SAME_PRIORITY,
        SAME_SUM_ORDER,
        SAME_LEAVES,
        SAME_PARTIAL_TYPE,

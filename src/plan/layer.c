@@ -42,6 +42,12 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, in
     if (out->expert_capacity && out->overflow != EPIC_OVERFLOW_DROP)
         return bad("expert_capacity", out->expert_capacity,
                    "it needs overflow EPIC_OVERFLOW_DROP, or must be 0");
+    if (out->priority > EPIC_BY_K)
+        return bad("priority", out->priority, "it is no epic_priority");
+    if (out->priority && out->overflow != EPIC_OVERFLOW_DROP)
+        return bad(
+            "priority", out->priority,
+            "EPIC_BY_K needs overflow EPIC_OVERFLOW_DROP: without it nothing is dropped");
     if (out->sum_order > EPIC_TREE)
         return bad("sum_order", out->sum_order, "it is no epic_sum_order");
     if (out->leaves && out->sum_order != EPIC_TREE)

@@ -37,20 +37,62 @@ static int32_t least(int32_t a, int32_t b)
     return a < b ? a : b;
 }
 
+/* EPIC_BY_K: who is kept is decided in another order than that of the slots, so it is written
+ * into `here`, above the ids, which are below MAX_EXPERTS. */
+enum {
+    ID_BITS = MAX_EXPERTS - 1,
+    EXPERT_IS_FULL = MAX_EXPERTS,
+    RANK_IS_FULL = 2 * MAX_EXPERTS
+};
+
+static bool goes_by_k(const planner *p)
+{
+    return p->header->layer.priority == EPIC_BY_K;
+}
+
+/* The verdict on the choice of expert e that has `place` in the order of priority, when each
+ * expert keeps its first min(limit, most[its rank]). */
+static int32_t judge(const planner *p, int32_t e, int32_t place)
+{
+    const uint32_t capacity = p->header->layer.expert_capacity;
+    if (place < least(p->limit[e], p->most[p->owner[e]])) return 0;
+    return capacity && (uint32_t)place >= capacity ? EXPERT_IS_FULL : RANK_IS_FULL;
+}
+
+/* Writes the verdict on every choice of the group: all with k 0 first, then those with k 1 ... */
+static void judge_by_k(planner *p)
+{
+    const plan_header *h = p->header;
+    const int64_t top_k = h->layer.top_k, choices = h->total_tokens * top_k;
+    memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
+    for (int64_t k = 0; k < top_k; k++)
+        for (int64_t i = k; i < choices; i += top_k) {
+            if (p->here[i] < 0) continue;
+            const int32_t e = p->here[i] & ID_BITS;
+            p->here[i] = e | judge(p, e, p->next[e]++);
+        }
+}
+
+/* Would this choice be kept?  Asked once for every one, in the order of the tokens. */
+static bool is_kept(planner *p, int32_t here)
+{
+    const int32_t e = here & ID_BITS;
+    return goes_by_k(p) ? here == e : judge(p, e, p->next[e]++) == 0;
+}
+
 /* FLAT: a token has one row on each rank that keeps a choice of it. */
 static void count_rows(planner *p)
 {
     const plan_header *h = p->header;
     const int64_t k = h->layer.top_k;
+    if (goes_by_k(p)) judge_by_k(p);
     memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
     for (int64_t t = 0; t < h->total_tokens; t++) {
         int32_t seen[MAX_TOP_K];
         int num_seen = 0;
         for (int64_t i = t * k; i < (t + 1) * k; i++) {
-            const int32_t e = p->here[i];
-            if (e < 0) continue;
-            const int32_t place = p->next[e]++, owner = p->owner[e];
-            if (place >= least(p->limit[e], p->most[owner])) continue;
+            if (p->here[i] < 0 || !is_kept(p, p->here[i])) continue;
+            const int32_t owner = p->owner[p->here[i] & ID_BITS];
             int s = 0;
             while (s < num_seen && seen[s] != owner) s++;
             if (s < num_seen) continue;
@@ -156,23 +198,21 @@ typedef struct choices {
     int32_t rank[MAX_TOP_K];
 } choices;
 
-static void place_token(planner *p, const int32_t *ids, choices *c)
+/* next[] counts an expert's choices; EPIC_BY_K: those that are kept, which are not its first. */
+static void place_token(planner *p, const int32_t *here, choices *c)
 {
-    const plan_header *h = p->header;
-    const uint32_t capacity = h->layer.expert_capacity;
-    for (uint32_t k = 0; k < h->layer.top_k; k++) {
-        const int32_t e = ids[k];
+    const bool by_k = goes_by_k(p);
+    for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
         c->rank[k] = -1;
         c->slot[k] = EPIC_FATE_NONE;
-        if (e < 0) continue;
-        const int32_t place = p->next[e]++;
+        if (here[k] < 0) continue;
+        const int32_t e = here[k] & ID_BITS, place = p->next[e];
+        const int32_t verdict = by_k ? here[k] - e : judge(p, e, place);
         c->rank[k] = p->owner[e];
-        if (capacity && (uint32_t)place >= capacity)
-            c->slot[k] = EPIC_FATE_EXPERT_FULL;
-        else if (place >= p->limit[e])
-            c->slot[k] = EPIC_FATE_RANK_FULL;
-        else
-            c->slot[k] = p->begin[e] + place;
+        c->slot[k] = verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL
+                     : verdict == RANK_IS_FULL ? EPIC_FATE_RANK_FULL
+                                               : p->begin[e] + place;
+        p->next[e] += !by_k || !verdict;
     }
 }
 
@@ -207,6 +247,7 @@ static void place_choices(planner *p)
     plan_header *h = p->header;
     const bool flat = h->layer.layout == EPIC_FLAT;
     const uint32_t top_k = h->layer.top_k;
+    if (goes_by_k(p)) judge_by_k(p);
     memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
     if (flat) memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);
     for (int64_t t = 0; t < h->total_tokens; t++) {

@@ -14,6 +14,7 @@ void note_layer(epic_note *note, const epic_layer *layer)
     note->same[SAME_LAYOUT] = layer->layout;
     note->same[SAME_OVERFLOW] = layer->overflow;
     note->same[SAME_EXPERT_CAPACITY] = layer->expert_capacity;
+    note->same[SAME_PRIORITY] = layer->priority;
     note->same[SAME_SUM_ORDER] = layer->sum_order;
     note->same[SAME_LEAVES] = layer->leaves;
     note->same[SAME_PARTIAL_TYPE] = layer->partial_type;

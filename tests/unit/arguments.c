@@ -63,6 +63,8 @@ static const wrong wrongs[] = {
     {PLAN, BAD, "layout", "2", {SET(layer.layout, 2)}},
     {PLAN, BAD, "overflow", "2", {SET(layer.overflow, 2)}},
     {PLAN, BAD, "expert_capacity", "5", {SET(layer.expert_capacity, 5)}},
+    {PLAN, BAD, "priority", "2", {SET(layer.overflow, 1), SET(layer.priority, 2)}},
+    {PLAN, BAD, "priority", "1", {SET(layer.priority, 1)}},
     {PLAN, BAD, "sum_order", "2", {SET(layer.sum_order, 2)}},
     {PLAN, BAD, "leaves", "8", {SET(layer.leaves, 8)}},
     {PLAN, BAD, "leaves", "3", {SET(layer.sum_order, 1), SET(layer.leaves, 3)}},

@@ -91,6 +91,7 @@ static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_p
 {
     *out = *args->layer;
     if (out->layout != EPIC_EXPERT_MAJOR) return not_yet("layer.layout EPIC_FLAT");
+    if (out->priority != EPIC_BY_TOKEN) return not_yet("layer.priority EPIC_BY_K");
     if (out->flags & EPIC_DISTINCT) return not_yet("layer.flags EPIC_DISTINCT");
     if (out->num_experts > DEVICE_MAX_EXPERTS)
         return epic_fail(EPIC_ENOTSUP, "layer.num_experts is %u: CUDA contexts take at most %d",
