@@ -519,7 +519,8 @@ typedef enum epic_group_score {
     EPIC_GROUP_SUM = 1 /* of its group_best largest */
 } epic_group_score;
 
-/* What becomes of the experts of groups not kept. */
+/* What becomes of the experts of groups not kept.  DeepSeek-V3's are out; the transformers package
+ * had 0 before its release 5. */
 typedef enum epic_group_others {
     EPIC_OTHERS_OUT = 0, /* never chosen */
     EPIC_OTHERS_ZERO = 1 /* their selection value is 0: wins over a kept one below 0 */
@@ -529,7 +530,10 @@ typedef enum epic_group_others {
 typedef enum epic_weight_rule {
     EPIC_WEIGHT_OF_SCORE = 0,       /* their scores, without the bias */
     EPIC_WEIGHT_SOFTMAX_CHOSEN = 1, /* softmax over the top_k chosen logits */
-    EPIC_WEIGHT_SIGMOID_CHOSEN = 2  /* sigmoid of the chosen logits */
+    EPIC_WEIGHT_SIGMOID_CHOSEN = 2, /* sigmoid of the chosen logits */
+    EPIC_WEIGHT_SPARSEMIXER = 3 /* of choice k: softmax over the logits that are left, those of
+                                     choices before k being gone, and near their largest m:
+                                     (m - z) / max(|z|, m) <= 2 * jitter */
 } epic_weight_rule;
 
 typedef enum epic_normalize {
@@ -555,6 +559,7 @@ typedef struct epic_router {
     uint32_t flags;        /* 0 */
     double eps;            /* EPIC_NORMALIZE_SUM */
     double norm_min;       /* EPIC_NORMALIZE_CLAMPED; above 0 */
+    double jitter;         /* EPIC_WEIGHT_SPARSEMIXER; 0 to below 1 */
     double scale;          /* of the weights; 0: 1 */
 } epic_router;
 
@@ -567,9 +572,11 @@ typedef struct epic_router_args {
     const epic_router *router;
     const void *logits; /* [num_tokens, E] */
     int64_t num_tokens;
-    const float *bias;     /* [E], added to the scores for the choice only */
-    const void *token_ids; /* [num_tokens]: the token's row of table; NULL: no table */
-    const int32_t *table;  /* [table_rows, top_k]: experts by token id, instead of a choice;
+    const float *bias;           /* [E], added to the scores for the choice only */
+    const void *scale_of_expert; /* [E] of weights_type: the last factor of each chosen one's
+                                      weight; NULL: 1 */
+    const void *token_ids;       /* [num_tokens]: the token's row of table; NULL: no table */
+    const int32_t *table; /* [table_rows, top_k]: experts by token id, instead of a choice;
                               negative: no expert */
     int64_t table_rows;
     void *workspace; /* at an address that 16 divides, as in the calls below */
@@ -587,7 +594,8 @@ typedef struct epic_router_args {
  * logits: in float64).  Every tie goes to the lower id, a NaN is chosen last.  Where the choice
  * is by the scores alone (no bias, no sum over a group), it is made on the logits, which rise
  * with the scores and do not underflow.  Chosen scores that add up to 0 give weights of 0, not
- * NaN.  Errors: EPIC_EINVAL. */
+ * NaN.  EPIC_WEIGHT_SPARSEMIXER is the inference rule of Phi-3.5-MoE: it draws nothing at random.
+ * Errors: EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts for it and for scale_of_expert. */
 static inline epic_result epic_router_forward(epic_context *ctx, const epic_router_args *args);
 
 typedef struct epic_router_backward_args {
@@ -595,18 +603,21 @@ typedef struct epic_router_backward_args {
     const epic_router *router;
     const void *logits; /* as forward */
     int64_t num_tokens;
-    const int32_t *topk_idx; /* [num_tokens, top_k], as forward gave it */
-    const void *d_weights;   /* [num_tokens, top_k] of weights_type */
+    const int32_t *topk_idx;     /* [num_tokens, top_k], as forward gave it */
+    const void *scale_of_expert; /* as forward */
+    const void *d_weights;       /* [num_tokens, top_k] of weights_type */
     void *workspace;
     int64_t workspace_bytes;
-    void *d_logits;        /* out [num_tokens, E] */
-    uint32_t type;         /* of logits */
-    uint32_t weights_type; /* as forward */
-    uint32_t grad_type;    /* of d_logits; 0: type; or F32 */
-    uint32_t flags;        /* EPIC_ACCUMULATE */
+    void *d_logits;          /* out [num_tokens, E] */
+    void *d_scale_of_expert; /* out [E] of weights_type, of these tokens; NULL: not wanted */
+    uint32_t type;           /* of logits */
+    uint32_t weights_type;   /* as forward */
+    uint32_t grad_type;      /* of d_logits; 0: type; or F32 */
+    uint32_t flags;          /* EPIC_ACCUMULATE */
 } epic_router_backward_args;
 
-/* The gradient of the weights; the choice, and so the bias, has none.  Errors: EPIC_EINVAL. */
+/* The gradient of the weights; the choice, and so the bias, has none.  d_scale_of_expert is added
+ * up in float64 by ascending token and rounded once.  Errors: as forward. */
 static inline epic_result epic_router_backward(epic_context *ctx,
                                                const epic_router_backward_args *args);
 

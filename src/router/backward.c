@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_router_backward: the gradient of the weights, given to the logits. */
+/* epic_router_backward: the gradient of the weights, given to the logits and to the scale by
+ * expert. */
+#include <string.h>
+
 #include "base/arrays.h"
 #include "base/sized.h"
 #include "router/device.h"
@@ -10,10 +13,13 @@ static epic_result check_places(const epic_router_backward_args *a, const router
 {
     const int64_t tokens = a->num_tokens, columns = job->num_columns;
     const int64_t top_k = job->router.top_k;
+    const size_t number = (size_t)convert_bytes(job->weights_type);
     const call_array arrays[] = {
         ARRAY_IN(a, logits, tokens * columns, (size_t)convert_bytes(job->type)),
         ARRAY_IN(a, topk_idx, tokens * top_k, 4),
-        ARRAY_IN(a, d_weights, tokens * top_k, (size_t)convert_bytes(job->weights_type)),
+        ARRAY_IN(a, scale_of_expert, columns, number),
+        ARRAY_IN(a, d_weights, tokens * top_k, number),
+        ARRAY_OUT(a, d_scale_of_expert, columns, number),
         ARRAY_OUT(a, d_logits, tokens * columns, (size_t)convert_bytes(job->grad_type)),
         {"workspace", a->workspace, router_job_bytes(job), 16, true}};
     return CHECK_ARRAYS(arrays);
@@ -34,8 +40,11 @@ static epic_result prepare(router_job *job, const epic_context *ctx,
                              }));
     TRY(router_job_weights_type(job, args->weights_type));
     TRY(router_job_grad_type(job, args->grad_type));
-    if (args->num_tokens == 0) return EPIC_OK;
-    if (args->topk_idx == NULL || args->d_weights == NULL || args->d_logits == NULL)
+    if (args->d_scale_of_expert != NULL && args->scale_of_expert == NULL)
+        return epic_fail(EPIC_EINVAL, "scale_of_expert is NULL: d_scale_of_expert needs it");
+    job->scale_of_expert = args->scale_of_expert;
+    if (args->num_tokens > 0 &&
+        (args->topk_idx == NULL || args->d_weights == NULL || args->d_logits == NULL))
         return epic_fail(EPIC_EINVAL,
                          "%s is NULL: the router's backward needs topk_idx, d_weights and "
                          "d_logits",
@@ -45,6 +54,19 @@ static epic_result prepare(router_job *job, const epic_context *ctx,
     TRY(check_places(args, job));
     if (router_on_device(ctx)) return EPIC_OK;
     return router_check_ids(job, args->topk_idx, args->num_tokens);
+}
+
+static void give_scale(const router_job *job, void *d_scale_of_expert)
+{
+    float *narrow = d_scale_of_expert;
+    double *wide = d_scale_of_expert;
+    for (int64_t e = 0; e < job->num_columns; e++) {
+        const double sum = job->scale_sums[e];
+        if (job->weights_type == EPIC_F64)
+            wide[e] = (job->accumulate ? wide[e] : 0) + sum;
+        else
+            narrow[e] = (float)((job->accumulate ? (double)narrow[e] : 0) + sum);
+    }
 }
 
 epic_result epic_router_backward_v1(epic_context *ctx, const epic_router_backward_args *args,
@@ -62,10 +84,12 @@ epic_result epic_router_backward_v1(epic_context *ctx, const epic_router_backwar
 
     const router_row *row = router_row_of(&job);
     const int64_t number = convert_bytes(job.weights_type);
+    memset(job.scale_sums, 0, (size_t)job.num_columns * sizeof *job.scale_sums);
     for (int64_t t = 0; t < a.num_tokens; t++)
         row->choose_backward(&job, router_job_row(&job, a.logits, t),
                              a.topk_idx + t * job.router.top_k,
                              (const char *)a.d_weights + t * job.router.top_k * number,
                              router_job_grad_row(&job, a.d_logits, t));
+    if (a.d_scale_of_expert) give_scale(&job, a.d_scale_of_expert);
     return EPIC_OK;
 }

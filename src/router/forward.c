@@ -73,6 +73,7 @@ static epic_result check_places(const epic_router_args *a, const router_job *job
     const call_array arrays[] = {
         ARRAY_IN(a, logits, tokens * columns, (size_t)convert_bytes(job->type)),
         ARRAY_IN(a, bias, columns, 4),
+        ARRAY_IN(a, scale_of_expert, columns, number),
         ARRAY_IN(a, token_ids, tokens, a->token_id_type == EPIC_I64 ? 8 : 4),
         ARRAY_IN(a, table, a->table_rows > 0 ? top_k : 0, 4),
         ARRAY_OUT(a, topk_idx, tokens * top_k, 4),
@@ -100,6 +101,7 @@ epic_result router_prepare(router_job *job, const epic_router_args *args)
     TRY(check_table(args));
     TRY(check_places(args, job));
     job->bias = args->bias;
+    job->scale_of_expert = args->scale_of_expert;
     job->on_logits = router_on_logits(&job->router, job->bias != NULL);
     return EPIC_OK;
 }

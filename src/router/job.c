@@ -41,7 +41,7 @@ static epic_result check_steps(const epic_router *r)
     TRY(check_enum("score", r->score, EPIC_SCORE_LOGITS));
     TRY(check_enum("group_score", r->group_score, EPIC_GROUP_SUM));
     TRY(check_enum("group_others", r->group_others, EPIC_OTHERS_ZERO));
-    TRY(check_enum("weight_rule", r->weight_rule, EPIC_WEIGHT_SIGMOID_CHOSEN));
+    TRY(check_enum("weight_rule", r->weight_rule, EPIC_WEIGHT_SPARSEMIXER));
     TRY(check_enum("normalize", r->normalize, EPIC_NORMALIZE_CLAMPED));
     if (!(r->eps >= 0 && r->eps < 1))
         return epic_fail(EPIC_EINVAL, "router.eps is %g: it must be 0 or more, below 1",
@@ -50,6 +50,9 @@ static epic_result check_steps(const epic_router *r)
         return epic_fail(EPIC_EINVAL,
                          "router.norm_min is %g: EPIC_NORMALIZE_CLAMPED needs it above 0",
                          r->norm_min);
+    if (!(r->jitter >= 0 && r->jitter < 1))
+        return epic_fail(EPIC_EINVAL, "router.jitter is %g: it must be 0 or more, below 1",
+                         r->jitter);
     if (r->scale - r->scale != 0)
         return epic_fail(EPIC_EINVAL, "router.scale is %g: it must be finite", r->scale);
     return EPIC_OK;
@@ -101,7 +104,7 @@ static int64_t workspace_bytes(const epic_router *r)
 {
     const size_t columns = (size_t)r->num_experts + r->zero_experts;
     return (int64_t)(LOSS_RUNS * sizeof(double) +
-                     columns * (4 * sizeof(double) + sizeof(int32_t)) + r->num_groups);
+                     columns * (5 * sizeof(double) + sizeof(int32_t)) + r->num_groups);
 }
 
 int64_t epic_router_workspace_v1(const epic_router *router, size_t size)
@@ -147,7 +150,8 @@ static void cut_workspace(router_job *job, void *workspace)
     job->scores = numbers + n;
     job->values = numbers + 2 * n;
     job->spare = numbers + 3 * n;
-    job->order = (int32_t *)(numbers + 4 * n);
+    job->scale_sums = numbers + 4 * n;
+    job->order = (int32_t *)(numbers + 5 * n);
     job->kept = (uint8_t *)(job->order + n);
 }
 

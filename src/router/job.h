@@ -13,12 +13,14 @@ typedef struct router_job {
     epic_router router;  /* defaults filled in */
     int64_t num_columns; /* num_experts + zero_experts */
     const float *bias;
+    const void *scale_of_expert; /* [num_columns] of weights_type, or NULL */
     uint32_t type;
     uint32_t weights_type;
     uint32_t grad_type;
     bool accumulate;
-    bool on_logits; /* choose on the logits: they rise with the selection values */
-    double *runs;   /* [LOSS_RUNS] */
+    bool on_logits;     /* choose on the logits: they rise with the selection values */
+    double *runs;       /* [LOSS_RUNS] */
+    double *scale_sums; /* [num_columns] the gradient of scale_of_expert so far */
     /* Of one token at a time, float32 or float64 as it is computed. */
     void *logits;   /* [num_columns] */
     void *scores;   /* [num_columns] */

@@ -25,8 +25,59 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
     for (int i = 0; i < k; i++) p[i] /= sum;
 }
 
+/* EPIC_WEIGHT_SPARSEMIXER: p [num_columns] is what choice i is made of.  Compared as Phi-3.5-MoE
+ * does it: also where the largest is below 0. */
+static void softmax_near(const router_job *job, const int32_t *topk_idx, int i, REAL *p)
+{
+    const REAL *z = job->logits;
+    const REAL far = (REAL)(2 * job->router.jitter);
+    const int64_t n = job->num_columns;
+    memcpy(p, z, (size_t)n * sizeof *p);
+    for (int c = 0; c < i; c++)
+        if (topk_idx[c] >= 0) p[topk_idx[c]] = -(REAL)INFINITY;
+    const REAL largest = largest_of(p, n);
+    for (int64_t j = 0; j < n; j++) {
+        const REAL size = z[j] < 0 ? -z[j] : z[j];
+        const bool left = p[j] > -(REAL)INFINITY;
+        const bool out = (largest - z[j]) / (size > largest ? size : largest) > far;
+        p[j] = left && !out ? exp_of_difference(z[j], largest) : 0;
+    }
+    const REAL sum = add_up(p, n);
+    for (int64_t j = 0; j < n && sum != 0; j++) p[j] /= sum;
+}
+
+static void mix_chosen(const router_job *job, const int32_t *topk_idx, REAL *parts)
+{
+    REAL *p = job->values;
+    for (int i = 0; i < (int)job->router.top_k; i++) {
+        parts[i] = 0;
+        if (topk_idx[i] < 0) continue;
+        softmax_near(job, topk_idx, i, p);
+        parts[i] = p[topk_idx[i]];
+    }
+}
+
+/* Adds the gradient of the logits: that of each choice's own softmax. */
+static void mix_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
+                         const REAL *g)
+{
+    REAL *p = job->values;
+    REAL *d = job->spare;
+    for (int i = 0; i < (int)job->router.top_k; i++) {
+        if (topk_idx[i] < 0) continue;
+        softmax_near(job, topk_idx, i, p);
+        const REAL size = parts[i] * g[i];
+        for (int64_t j = 0; j < job->num_columns; j++)
+            d[j] += size * ((j == topk_idx[i]) - p[j]);
+    }
+}
+
 static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
+    if (job->router.weight_rule == EPIC_WEIGHT_SPARSEMIXER) {
+        mix_chosen(job, topk_idx, parts);
+        return;
+    }
     const REAL *z = job->logits;
     const REAL *s = job->scores;
     const int k = (int)job->router.top_k;
@@ -60,14 +111,37 @@ static shares share(const router_job *job, const int32_t *topk_idx)
     return shares;
 }
 
+/* What is multiplied to the weight of expert e; e < 0: none, whose weight is 0. */
+static REAL scale_of(const router_job *job, int32_t e)
+{
+    const float *narrow = job->scale_of_expert;
+    const double *wide = job->scale_of_expert;
+    if (job->scale_of_expert == NULL || e < 0) return 1;
+    return job->weights_type == EPIC_F64 ? (REAL)wide[e] : (REAL)narrow[e];
+}
+
 static void weigh(const router_job *job, const int32_t *topk_idx, void *weights)
 {
     shares shares = share(job, topk_idx);
     for (uint32_t i = 0; i < job->router.top_k; i++)
         shares.parts[i] = shares.divisor != 0
-                              ? shares.parts[i] / shares.divisor * (REAL)job->router.scale
+                              ? shares.parts[i] / shares.divisor * (REAL)job->router.scale *
+                                    scale_of(job, topk_idx[i])
                               : 0;
     store(weights, job->weights_type, shares.parts, job->router.top_k);
+}
+
+/* Adds to the gradient of the scale by expert, and takes its factor out of g. */
+static void scale_backward(const router_job *job, const shares *shares, const int32_t *topk_idx,
+                           REAL *g)
+{
+    for (uint32_t i = 0; i < job->router.top_k; i++) {
+        const int32_t e = topk_idx[i];
+        if (e < 0 || shares->divisor == 0) continue;
+        const REAL weight = shares->parts[i] / shares->divisor * (REAL)job->router.scale;
+        job->scale_sums[e] += (double)g[i] * (double)weight;
+        g[i] *= scale_of(job, e);
+    }
 }
 
 /* From the gradient of the weights to that of the parts, in place. */
@@ -91,6 +165,10 @@ static void parts_backward(const router_job *job, const REAL *parts, const int32
     REAL *d = job->spare;
     const int k = (int)job->router.top_k;
     REAL mean = 0;
+    if (job->router.weight_rule == EPIC_WEIGHT_SPARSEMIXER) {
+        mix_backward(job, parts, topk_idx, g);
+        return;
+    }
     for (int i = 0; i < k; i++) mean += parts[i] * g[i];
     for (int i = 0; i < k; i++) {
         const int32_t e = topk_idx[i];
@@ -116,6 +194,7 @@ static void weigh_backward(const router_job *job, const int32_t *topk_idx,
         g[i] = job->weights_type == EPIC_F64 ? (REAL)wide[i] : (REAL)narrow[i];
 
     const shares shares = share(job, topk_idx);
+    if (job->scale_of_expert != NULL) scale_backward(job, &shares, topk_idx, g);
     share_backward(&shares, g, k, (REAL)job->router.scale);
     memset(job->spare, 0, (size_t)job->num_columns * sizeof(REAL));
     parts_backward(job, shares.parts, topk_idx, g);

@@ -386,6 +386,9 @@ static void test_refusals(void)
     refused(forward(&there), EPIC_ENOTSUP, "float64");
     refused(z(&there), EPIC_ENOTSUP, "float64");
     p.type = EPIC_F32;
+    p.router.weight_rule = EPIC_WEIGHT_SPARSEMIXER;
+    refused(forward(&there), EPIC_ENOTSUP, "SPARSEMIXER");
+    p.router.weight_rule = 0;
     p.router.num_experts = 5000;
     use(&workspace, epic_router_workspace(&p.router));
     refused(forward(&there), EPIC_ENOTSUP, "5000");
