@@ -124,12 +124,13 @@ typedef enum epic_flag {
     EPIC_ZERO_TAIL = 1,  /* write zeros past the last slab too */
     EPIC_ACCUMULATE = 2, /* gradients are added to what is there, not written */
     EPIC_SUM_DENSE =
-        4,            /* of a layer: gate and shared-expert gradients and the losses are summed
+        4,             /* of a layer: gate and shared-expert gradients and the losses are summed
                             over the ranks; else they are this rank's part */
-    EPIC_DISTINCT = 8 /* of a layer's plan: the ids of a token are distinct.  Promised by the
+    EPIC_DISTINCT = 8, /* of a layer's plan: the ids of a token are distinct.  Promised by the
                             caller and checked: a duplicate is a class (b) error.  A token brings
                             at most min(top_k, local experts) slots to a rank then, and capacity
                             bounds and layers need as much less memory */
+    EPIC_PLANNED = 16  /* of epic_moe_forward: epic_moe_plan has made the plan */
 } epic_flag;
 
 /* A matrix seen as rows of bytes, contiguous.  {NULL, 0, 0} is a matrix without rows, whatever
@@ -846,9 +847,9 @@ typedef struct epic_moe {
     double balance_coeff;        /* of epic_balance_loss; 0: none */
     double z_coeff;              /* of epic_z_loss; 0: none */
     int64_t sequence_tokens;     /* of epic_balance_loss */
-    int64_t capacity;            /* slots of this rank */
-    uint32_t flags;              /* EPIC_SUM_DENSE, not with F64 rows */
-    uint32_t pad;                /* 0 */
+    int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
+    uint32_t flags;   /* EPIC_SUM_DENSE, not with F64 rows */
+    uint32_t pad;     /* 0 */
 } epic_moe;
 
 /* Bytes of memory that the caller brings; any alignment of 64. */
@@ -903,7 +904,7 @@ typedef struct epic_moe_args {
     int32_t *demand;        /* out [1] */
     uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
     uint32_t loss_type;     /* of the losses: 0: F32; or F64, with F64 rows only */
-    uint32_t flags;         /* 0 */
+    uint32_t flags;         /* EPIC_PLANNED */
     uint32_t pad;           /* 0 */
 } epic_moe_args;
 
@@ -918,6 +919,20 @@ typedef struct epic_moe_args {
  * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
  * a table entry that is none is class (b). */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
+
+/* The first part of epic_moe_forward, up to the plan, for a caller who brings memory for what
+ * really lands instead of for the worst case:
+ *
+ *     moe.capacity = EPIC_CAPACITY_EXACT      epic_moe_memory tells what the plan takes
+ *     epic_moe_plan(ctx, &args, &slots)
+ *     moe.capacity = slots                    epic_moe_memory tells what the rest takes
+ *     args.flags = EPIC_PLANNED               args.saved: that, beginning with what was saved
+ *     epic_moe_forward(ctx, &args)            and backward as ever, with this capacity
+ *
+ * All ranks do it or none.  *slots are those that this rank's experts have got, padding included;
+ * 0 is a capacity too then.  `out` and the losses are not written.  Errors: as epic_plan. */
+static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *args,
+                                        int64_t *slots);
 
 /* Gradients, float32 (F64 rows: float64); NULL: not wanted. */
 typedef struct epic_moe_gradients {
@@ -1170,6 +1185,8 @@ EPIC_API epic_result epic_experts_backward_v1(epic_context *ctx,
 EPIC_API epic_result epic_moe_memory_v1(const epic_config *config, size_t config_size,
                                         const epic_moe *moe, size_t moe_size,
                                         epic_moe_memory_info *out, size_t out_size);
+EPIC_API epic_result epic_moe_plan_v1(epic_context *ctx, const epic_moe_args *args, size_t size,
+                                      int64_t *slots);
 EPIC_API epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args *args,
                                          size_t size);
 EPIC_API epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args *args,
@@ -1320,6 +1337,12 @@ static inline epic_result epic_moe_memory(const epic_config *config, const epic_
                                           epic_moe_memory_info *out)
 {
     return epic_moe_memory_v1(config, sizeof *config, moe, sizeof *moe, out, sizeof *out);
+}
+
+static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *args,
+                                        int64_t *slots)
+{
+    return epic_moe_plan_v1(ctx, args, sizeof *args, slots);
 }
 
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args)

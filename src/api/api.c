@@ -29,13 +29,24 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
     return check_plan_args(ctx, a, layer);
 }
 
-epic_result epic_plan_v1(epic_context *ctx, const epic_plan_args *args, size_t size)
+static epic_result plan(epic_context *ctx, const epic_plan_args *args, size_t size,
+                        const data_fault *fault)
 {
     epic_plan_args a;
     epic_layer layer;
     TRY(check_context(ctx));
     TRY(read_plan_args(ctx, &a, &layer, args, size));
-    return ctx->steps->plan(ctx, &a);
+    return ctx->steps->plan(ctx, &a, fault);
+}
+
+epic_result epic_plan_v1(epic_context *ctx, const epic_plan_args *args, size_t size)
+{
+    return plan(ctx, args, size, NULL);
+}
+
+epic_result api_plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault)
+{
+    return plan(ctx, args, sizeof *args, fault);
 }
 
 /* Quantized rows are as many bytes as elements. */

@@ -10,8 +10,11 @@ static epic_result not_yet(const epic_context *ctx, const char *what)
                      what, ctx->backend_name);
 }
 
-static epic_result device_plan(epic_context *ctx, const epic_plan_args *args)
+/* The layer, whose faults these are, does not run on device contexts yet. */
+static epic_result device_plan(epic_context *ctx, const epic_plan_args *args,
+                               const struct data_fault *fault)
 {
+    (void)fault;
     if (!ctx->backend->steps->plan) return not_yet(ctx, "epic_plan");
     return backend_said(ctx->backend, ctx->backend->steps->plan(ctx->group, args));
 }
@@ -22,7 +25,6 @@ static epic_result device_dispatch(epic_context *ctx, const epic_dispatch_args *
     return backend_said(ctx->backend, ctx->backend->steps->dispatch(ctx->group, args));
 }
 
-/* The layer, whose faults these are, does not run on device contexts yet. */
 static epic_result device_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                         const epic_dispatch_args *dispatch,
                                         const struct data_fault *fault)

@@ -17,7 +17,8 @@ struct data_fault; /* exchange/note.h */
 /* The step calls of a context, arguments checked: one table for host contexts (steps/steps.h), one
  * for those of device backends (api/device.c), which refuses what its backend does not have. */
 typedef struct context_steps {
-    epic_result (*plan)(epic_context *ctx, const epic_plan_args *args);
+    epic_result (*plan)(epic_context *ctx, const epic_plan_args *args,
+                        const struct data_fault *fault);
     epic_result (*dispatch)(epic_context *ctx, const epic_dispatch_args *args);
     epic_result (*plan_dispatch)(epic_context *ctx, const epic_plan_args *plan,
                                  const epic_dispatch_args *dispatch,

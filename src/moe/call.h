@@ -3,6 +3,7 @@
 #ifndef EPIC_MOE_CALL_H
 #define EPIC_MOE_CALL_H
 
+#include "exchange/note.h"
 #include "moe/moe.h"
 
 typedef struct moe_call { /* what both calls bring */
@@ -27,6 +28,10 @@ epic_result moe_take_rows(const moe_job *j, const char *name, epic_rows *rows);
 epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a);
 epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *a,
                                 const epic_moe_gradients *g);
+
+/* Damage of `saved`, for the first step to tell every rank (that of the plan in it the step finds
+ * itself).  EPIC_EINVAL for another number of tokens. */
+epic_result moe_check_saved(const moe_job *j, data_fault *fault);
 
 /* Block b of the tokens, with what was saved of it. */
 dense_block moe_block(const moe_job *j, int64_t b);

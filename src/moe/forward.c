@@ -60,30 +60,48 @@ static epic_result check_tokens(const moe_job *j)
     return EPIC_OK;
 }
 
-static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fault)
+static epic_plan_args plan_args(const moe_job *j, const epic_moe_args *a)
 {
-    const epic_plan_args plan = {.call = j->call,
-                                 .layer = &j->layer,
-                                 .plan = j->saved.plan,
-                                 .plan_bytes = j->plan_bytes,
-                                 .topk_idx = j->work.plan_idx,
-                                 .num_tokens = j->tokens,
-                                 .rank_of_expert = a->rank_of_expert,
-                                 .capacity = j->capacity,
-                                 .expert_rows = j->saved.expert_rows,
-                                 .expert_tokens = j->saved.expert_tokens,
-                                 .load = j->saved.load,
-                                 .demand = a->demand};
-    epic_dispatch_args dispatch = {.tokens = j->x,
-                                   .recv = {j->saved.recv, j->capacity, j->row_bytes},
-                                   .weights = j->saved.weights,
-                                   .slot_weights = j->saved.slot_weights};
-    if (j->wide) moe_weights_send(j, &dispatch);
     memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.expert_tokens, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.load, 0, j->layer.num_experts * sizeof(int32_t));
-    const epic_result result = api_plan_dispatch(j->ctx, &plan, &dispatch, fault);
+    return (epic_plan_args){.call = j->call,
+                            .layer = &j->layer,
+                            .plan = j->saved.plan,
+                            .plan_bytes = j->plan_bytes,
+                            .topk_idx = j->work.plan_idx,
+                            .num_tokens = j->tokens,
+                            .rank_of_expert = a->rank_of_expert,
+                            .capacity = j->capacity,
+                            .expert_rows = j->saved.expert_rows,
+                            .expert_tokens = j->saved.expert_tokens,
+                            .load = j->saved.load,
+                            .demand = a->demand};
+}
+
+static void tell_load(const moe_job *j, const epic_moe_args *a)
+{
     if (a->load) memcpy(a->load, j->saved.load, j->layer.num_experts * sizeof *a->load);
+}
+
+static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fault)
+{
+    epic_dispatch_args dispatch = {.call = j->call,
+                                   .plan = j->saved.plan,
+                                   .plan_bytes = j->plan_bytes,
+                                   .tokens = j->x,
+                                   .recv = {j->saved.recv, j->capacity, j->row_bytes},
+                                   .weights = j->saved.weights,
+                                   .slot_weights = j->saved.slot_weights};
+    epic_result result;
+    if (j->wide) moe_weights_send(j, &dispatch);
+    if (a->flags & EPIC_PLANNED) {
+        result = epic_dispatch(j->ctx, &dispatch);
+    } else {
+        const epic_plan_args plan = plan_args(j, a);
+        result = api_plan_dispatch(j->ctx, &plan, &dispatch, fault);
+    }
+    tell_load(j, a);
     TRY(result);
     if (j->wide) moe_weights_take(j);
     return check_tokens(j);
@@ -219,10 +237,21 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      j->experts.num_local_experts, most);
 }
 
+/* A planned call finds the routes in `saved`.  What is wrong there is this rank's own mistake. */
+static epic_result begin(moe_job *j, const epic_moe_args *a, data_fault *fault)
+{
+    if (!(a->flags & EPIC_PLANNED)) return route(j, a, fault);
+    TRY(moe_check_saved(j, fault));
+    if (fault->error == DATA_GOOD) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "flags has EPIC_PLANNED, but saved does not begin with what a "
+                     "successful epic_moe_plan left there");
+}
+
 static epic_result run(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
-    TRY(route(j, a, &fault)); /* local: nobody waits yet */
+    TRY(begin(j, a, &fault)); /* local: nobody waits yet */
     *j->saved.total_tokens = -1;
     epic_result result = send(j, a, &fault);
     if (result != EPIC_OK) { /* the same on every rank */
@@ -239,29 +268,76 @@ static epic_result run(moe_job *j, const epic_moe_args *a)
     return result == EPIC_OK ? EPIC_OK : moe_abandon(j, result);
 }
 
+/* What both entries check; `planning`: of epic_moe_plan. */
+static epic_result take(moe_job *j, epic_context *ctx, epic_moe_args *a, bool planning)
+{
+    const uint32_t known = planning ? 0 : EPIC_PLANNED;
+    const moe_call c = {.moe = a->moe,
+                        .weights = a->weights,
+                        .x = &a->x,
+                        .y = planning ? &a->x : &a->out,
+                        .y_name = "out",
+                        .saved = a->saved,
+                        .saved_bytes = a->saved_bytes,
+                        .workspace = a->workspace,
+                        .workspace_bytes = a->workspace_bytes};
+    TRY(moe_begin(j, ctx, &a->call, &c));
+    TRY(moe_forward_places(j, a));
+    if (a->flags & ~known)
+        return epic_fail(EPIC_EINVAL, "flags is 0x%x: only 0x%x is known here", a->flags,
+                         known);
+    if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
+    if (planning && j->capacity != EPIC_CAPACITY_EXACT)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.capacity is %lld: epic_moe_plan counts the slots itself, with "
+                         "EPIC_CAPACITY_EXACT",
+                         (long long)j->capacity);
+    if (!planning && !(a->flags & EPIC_PLANNED) && j->capacity == EPIC_CAPACITY_EXACT)
+        return epic_fail(EPIC_EINVAL, "moe.capacity is 0, EPIC_CAPACITY_EXACT: call "
+                                      "epic_moe_plan first, then with EPIC_PLANNED");
+    TRY(moe_check_loss_type(j, a->loss_type));
+    return check_placement(j, a->rank_of_expert);
+}
+
 epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args *args, size_t size)
 {
     epic_moe_args a;
     moe_job j;
     TRY(READ_SIZED(&a, args, size, "args"));
-    const moe_call c = {.moe = a.moe,
-                        .weights = a.weights,
-                        .x = &a.x,
-                        .y = &a.out,
-                        .y_name = "out",
-                        .saved = a.saved,
-                        .saved_bytes = a.saved_bytes,
-                        .workspace = a.workspace,
-                        .workspace_bytes = a.workspace_bytes};
-    TRY(moe_begin(&j, ctx, &a.call, &c));
-    TRY(moe_forward_places(&j, &a));
-    if (a.flags)
-        return epic_fail(EPIC_EINVAL, "flags is 0x%x: no flag is known, it must be 0", a.flags);
-    if (a.pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a.pad);
-    TRY(moe_check_loss_type(&j, a.loss_type));
-    TRY(check_placement(&j, a.rank_of_expert));
+    TRY(take(&j, ctx, &a, false));
     experts_blas_enter();
     const epic_result result = run(&j, &a);
+    experts_blas_leave();
+    return result;
+}
+
+static epic_result run_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
+{
+    data_fault fault;
+    TRY(route(j, a, &fault));
+    const epic_plan_args plan = plan_args(j, a);
+    *j->saved.total_tokens = -1;
+    const epic_result result = api_plan(j->ctx, &plan, &fault);
+    tell_load(j, a);
+    TRY(result);
+    TRY(check_tokens(j));
+    *j->saved.total_tokens = plan_view_of(j->saved.plan).header->total_tokens;
+    for (uint32_t l = 0; l < j->experts.num_local_experts; l++)
+        *slots += j->saved.expert_rows[l];
+    return EPIC_OK;
+}
+
+epic_result epic_moe_plan_v1(epic_context *ctx, const epic_moe_args *args, size_t size,
+                             int64_t *slots)
+{
+    epic_moe_args a;
+    moe_job j;
+    TRY(READ_SIZED(&a, args, size, "args"));
+    if (!slots) return epic_fail(EPIC_EINVAL, "slots is NULL: the number of slots goes there");
+    TRY(take(&j, ctx, &a, true));
+    *slots = 0;
+    experts_blas_enter();
+    const epic_result result = run_plan(&j, &a, slots);
     experts_blas_leave();
     return result;
 }

@@ -84,10 +84,10 @@ static epic_result check_moe(const moe_job *j)
         return epic_fail(EPIC_EINVAL, "moe.flags is 0x%x: only EPIC_SUM_DENSE is known",
                          m->flags);
     if (m->pad) return epic_fail(EPIC_EINVAL, "moe.pad is %u: it must be 0", m->pad);
-    if (m->capacity < 1 || m->capacity > INT32_MAX)
+    if (m->capacity < 0 || m->capacity > INT32_MAX)
         return epic_fail(EPIC_EINVAL,
                          "moe.capacity is %lld: 1 to 2147483647 slots are possible "
-                         "(epic_capacity_bound never overflows)",
+                         "(epic_capacity_bound never overflows), or EPIC_CAPACITY_EXACT",
                          (long long)m->capacity);
     if (j->wide && m->flags & EPIC_SUM_DENSE)
         return epic_fail(EPIC_EINVAL, "moe.flags has EPIC_SUM_DENSE: gradients of F64 rows are "
@@ -181,20 +181,20 @@ static void cut_saved(moe_job *j, unsigned char *base)
     const int64_t choices = j->tokens * j->top_k, slots = j->capacity;
     const int64_t local = j->experts.num_local_experts;
     moe_saved *s = &j->saved;
-    s->plan = take(base, &used, j->plan_bytes);
+    s->plan = take(base, &used, j->plan_bytes); /* from here: what epic_moe_plan leaves */
     s->logits = take(base, &used, j->tokens * j->columns * j->real_bytes);
     s->topk_idx = take(base, &used, choices * 4);
     s->weights = take(base, &used, choices * j->real_bytes);
+    s->expert_rows = take(base, &used, local * 4);
+    s->expert_tokens = take(base, &used, local * 4);
+    s->load = take(base, &used, (int64_t)j->layer.num_experts * 4);
+    s->total_tokens = take(base, &used, 8); /* to here: whatever the capacity is */
+    s->shared = take(base, &used, j->blocks * j->shared_memory.saved_bytes);
     s->recv = take(base, &used, slots * j->row_bytes);
     s->slot_weights = take(base, &used, slots * j->real_bytes);
     s->slot_k = take(base, &used, j->wide ? slots * 4 : 0);
     s->y = take(base, &used, slots * j->row_bytes);
-    s->expert_rows = take(base, &used, local * 4);
-    s->expert_tokens = take(base, &used, local * 4);
-    s->load = take(base, &used, (int64_t)j->layer.num_experts * 4);
-    s->total_tokens = take(base, &used, 8);
     s->experts = take(base, &used, j->experts_memory.saved_bytes);
-    s->shared = take(base, &used, j->blocks * j->shared_memory.saved_bytes);
     j->saved_bytes = used;
 }
 

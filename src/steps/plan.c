@@ -219,10 +219,10 @@ static epic_result plan(epic_context *ctx, const epic_plan_args *args, const dat
     return exchange_close(p.x, result);
 }
 
-epic_result host_plan(epic_context *ctx, const epic_plan_args *args)
+epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault)
 {
     bool made = false;
-    return plan(ctx, args, NULL, &made);
+    return plan(ctx, args, fault, &made);
 }
 
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,

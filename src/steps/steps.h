@@ -8,7 +8,7 @@
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 
-epic_result host_plan(epic_context *ctx, const epic_plan_args *args);
+epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault);
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                const epic_dispatch_args *dispatch, const data_fault *fault);
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args);

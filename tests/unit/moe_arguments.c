@@ -40,7 +40,7 @@ static const wrong table[] = {
     {ALL, FIELD(moe.layer), 0, "layer", "NULL"},
     {ALL, FIELD(moe.router), 0, "moe.router", "NULL"},
     {ALL, FIELD(moe.experts), 0, "moe.experts", "NULL"},
-    {ALL, FIELD(moe.capacity), 0, "moe.capacity", "0"},
+    {FORWARD, FIELD(moe.capacity), 0, "moe.capacity is 0", "epic_moe_plan"},
     {ALL, FIELD(moe.capacity), (uint64_t)-5, "moe.capacity", "-5"},
     {ALL, FIELD(moe.capacity), 1ull << 31, "moe.capacity", "2147483648"},
     {ALL, FIELD(moe.balance_coeff), NAN_BITS, "moe.balance_coeff", "nan"},

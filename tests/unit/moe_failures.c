@@ -92,6 +92,16 @@ static void unequal(void *what, int rank, epic_context *ctx, const epic_config *
     go_on(&f->p, rank, ctx, config);
 }
 
+/* Where saved memory has the number of all ranks' tokens; -1: forward failed. */
+static int64_t *moe_total(const part *t, const epic_config *config)
+{
+    moe_job j = {0};
+    CHECK(moe_read(&j, config, &t->moe, sizeof t->moe, t->tokens) == EPIC_OK, "%s",
+          epic_error(NULL));
+    moe_cut(&j, t->saved, NULL, false);
+    return j.saved.total_tokens;
+}
+
 /* A byte of one rank's plan is lost between forward and backward. */
 static void damaged(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
@@ -107,6 +117,35 @@ static void damaged(void *what, int rank, epic_context *ctx, const epic_config *
         CHECK(!t->gradient[i] || zeros(t->gradient[i], numbers_here(t, i) * 4),
               "the gradient of %s on rank %d", given_names[i], rank);
     if (rank == 1) plan[40] ^= 1;
+    CHECK(part_backward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    part_free(t);
+    go_on(&f->p, rank, ctx, config);
+}
+
+/* What EPIC_PLANNED begins with must be what epic_moe_plan left. */
+static void not_planned(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    failing *f = what;
+    part *t = part_make(&f->p, rank, config, 1);
+    int64_t slots = 0;
+    CHECK(epic_moe_plan(ctx, &t->forward, &slots) == EPIC_EINVAL, "planned with a capacity");
+    CHECK(part_plan(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    CHECK(epic_moe_plan(ctx, &t->forward, NULL) == EPIC_EINVAL, "planned without slots");
+
+    int64_t *total = moe_total(t, config);
+    const int64_t right = *total;
+    *total = -1;
+    CHECK(epic_moe_forward(ctx, &t->forward) == EPIC_EINVAL &&
+              strstr(epic_error(ctx), "EPIC_PLANNED"),
+          "%s", epic_error(ctx));
+    *total = right;
+    ((unsigned char *)t->saved)[40] ^= rank == 1; /* told to all by dispatch */
+    note(f, rank, epic_moe_forward(ctx, &t->forward));
+    CHECK(zeros(t->out, t->forward.out.num_rows * t->forward.out.row_bytes), "out of rank %d",
+          rank);
+    ((unsigned char *)t->saved)[40] ^= rank == 1;
+    *total = right;
+    CHECK(epic_moe_forward(ctx, &t->forward) == EPIC_OK, "%s", epic_error(ctx));
     CHECK(part_backward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
     part_free(t);
     go_on(&f->p, rank, ctx, config);
@@ -269,6 +308,8 @@ int main(void)
          "rank 1 brought is damaged (choice 3: 77)");
     test("saved total", damaged_total, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
          "rank 1 brought is damaged (total tokens 0: 5)");
+    test("not planned", not_planned, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
+         "plan: the one that rank 1");
     test("no forward", no_forward, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
          "saved: what rank 1 brought is of a forward that failed");
     test("differ", differ, RANKS, EPIC_BY_RANK, EPIC_EMISMATCH, "rank 1");

@@ -182,6 +182,7 @@ typedef struct problem {
     epic_layer layer;
     epic_router router;
     epic_experts experts, shared; /* num_local_experts: of all ranks */
+    bool planned;                 /* by epic_moe_plan, in as much memory as that takes */
     bool has_shared, shared_gated, biased, gate_biased, wants_no_gradient, wants_no_d_x;
     epic_moe moe; /* without its pointers */
     int32_t rank_of_expert[64];
@@ -359,6 +360,7 @@ typedef struct part {
     int64_t tokens, first; /* its tokens, and the first of them among all */
     epic_experts experts;
     epic_moe moe;
+    epic_config config;
     epic_moe_memory_info memory;
     uint32_t mine[64], num_mine; /* its experts */
     void *given[NUM_GIVEN], *gradient[NUM_GIVEN], *d_out, *out, *token_ids;
@@ -536,7 +538,8 @@ static inline part *part_make(const problem *p, int rank, const epic_config *con
                 .rank = rank,
                 .tokens = p->tokens_of[rank],
                 .experts = p->experts,
-                .moe = p->moe};
+                .moe = p->moe,
+                .config = *config};
     for (int r = 0; r < rank; r++) t->first += p->tokens_of[r];
     for (uint32_t e = 0; e < p->layer.num_experts; e++)
         if (owner_of(p, e) == rank) t->mine[t->num_mine++] = e;
@@ -568,8 +571,46 @@ static inline void part_forget(part *t, int64_t bytes)
     t->forward.workspace = t->backward.workspace = t->workspace;
 }
 
+/* Saved memory and workspace for what moe.capacity says now, with what was saved. */
+static inline void part_resize(part *t, int64_t kept)
+{
+    CHECK(epic_moe_memory(&t->config, &t->moe, &t->memory) == EPIC_OK, "%s", epic_error(NULL));
+    void *saved = poisoned_lines(t->memory.saved_bytes);
+    memcpy(saved, t->saved, (size_t)kept);
+    free(t->saved);
+    t->saved = saved;
+    t->forward.saved = saved;
+    t->backward.saved = saved;
+    t->forward.saved_bytes = t->backward.saved_bytes = t->memory.saved_bytes;
+    t->forward.workspace_bytes = t->memory.forward_bytes;
+    t->backward.workspace_bytes = t->memory.backward_bytes;
+    part_forget(t, t->memory.forward_bytes);
+}
+
+static inline epic_result part_plan(part *t, epic_context *ctx)
+{
+    int64_t slots = -1;
+    t->moe.capacity = EPIC_CAPACITY_EXACT;
+    t->forward.flags = 0;
+    part_resize(t, 0);
+    const epic_result result = epic_moe_plan(ctx, &t->forward, &slots);
+    if (result != EPIC_OK) return result;
+    const int64_t demand = *t->forward.demand;
+    CHECK(t->p->layer.overflow == EPIC_OVERFLOW_DROP ? slots <= demand : slots == demand,
+          "%s: %lld slots for a demand of %lld", t->p->name, (long long)slots,
+          (long long)demand);
+    t->moe.capacity = slots;
+    t->forward.flags = EPIC_PLANNED;
+    part_resize(t, t->memory.saved_bytes);
+    return EPIC_OK;
+}
+
 static inline epic_result part_forward(part *t, epic_context *ctx)
 {
+    if (t->p->planned) {
+        const epic_result result = part_plan(t, ctx);
+        if (result != EPIC_OK) return result;
+    }
     part_forget(t, t->memory.forward_bytes);
     return epic_moe_forward(ctx, &t->forward);
 }

@@ -153,10 +153,11 @@ static void draw_capacity(problem *p, source *s)
 {
     const int64_t choices = p->total * p->layer.top_k, align = p->layer.alignment;
     p->moe.capacity = choices + p->layer.num_experts * (align ? align - 1 : 0) + 1;
+    p->planned = !below(s, 4);
     if (!below(s, 3)) {
         p->layer.overflow = EPIC_OVERFLOW_DROP;
         p->layer.expert_capacity = below(s, 2) ? 1 + below(s, 6) : 0;
-        if (below(s, 2))
+        if (below(s, 2) && !p->planned)
             p->moe.capacity = 1 + below(s, (uint32_t)(choices / p->num_ranks + align));
     }
 }

@@ -228,9 +228,11 @@ static void check_moe(epic_context *ctx)
     REFUSES(epic_moe_memory_info, "out",
             epic_moe_memory_v1(&config, c, &moe, m, out, size) BAD);
 
+    int64_t slots = 0;
     epic_moe_args a = {.moe = &moe, .weights = &weights};
     epic_moe_backward_args b = {.moe = &moe, .weights = &weights};
     REFUSES(epic_moe_args, "args", epic_moe_forward_v1(ctx, &a, size) BAD);
+    REFUSES(epic_moe_args, "args", epic_moe_plan_v1(ctx, &a, size, &slots) BAD);
     REFUSES(epic_moe_backward_args, "args", epic_moe_backward_v1(ctx, &b, size) BAD);
     b.gradients = &gradients;
 }

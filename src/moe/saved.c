@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Is what an earlier call saved still what it was? */
+#include "base/error.h"
+#include "moe/call.h"
+#include "plan/plan.h"
+
+/* Forward left the plan's own counts; what is beyond the plan's experts is zero. */
+static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *fault)
+{
+    const int64_t planned = plan->header->num_local;
+    for (int64_t l = 0; l < j->experts.num_local_experts; l++) {
+        const bool there = l < planned;
+        const int32_t rows = there ? plan->slab_begin[l + 1] - plan->slab_begin[l] : 0;
+        const int32_t tokens = there ? plan->slab_count[l] : 0;
+        const bool good_rows = j->saved.expert_rows[l] == rows;
+        if (good_rows && j->saved.expert_tokens[l] == tokens) continue;
+        const int32_t value = good_rows ? j->saved.expert_tokens[l] : j->saved.expert_rows[l];
+        *fault =
+            (data_fault){DATA_SAVED_PART, {good_rows ? SAVED_COUNT : SAVED_ROWS, l, value}};
+        return true;
+    }
+    return false;
+}
+
+static bool find_bad_choice(const moe_job *j, data_fault *fault)
+{
+    for (int64_t i = 0; i < j->tokens * j->top_k; i++) {
+        if (j->saved.topk_idx[i] < j->columns) continue;
+        *fault = (data_fault){DATA_SAVED_PART, {SAVED_CHOICE, i, j->saved.topk_idx[i]}};
+        return true;
+    }
+    return false;
+}
+
+epic_result moe_check_saved(const moe_job *j, data_fault *fault)
+{
+    plan_view plan;
+    const int64_t total = *j->saved.total_tokens;
+    *fault = (data_fault){DATA_GOOD, {0}};
+    if (total == -1) fault->error = DATA_SAVED;
+    if (total == -1 || plan_check(&plan, j->saved.plan, j->plan_bytes, 0, 0, 0) != PLAN_GOOD)
+        return EPIC_OK;
+    if (plan.header->num_tokens != j->tokens)
+        return epic_fail(EPIC_EINVAL, "x.num_rows is %lld: forward had %lld tokens",
+                         (long long)j->tokens, (long long)plan.header->num_tokens);
+    if (plan.header->total_tokens != total)
+        *fault = (data_fault){DATA_SAVED_PART, {SAVED_TOKENS, 0, total}};
+    else if (!find_bad_count(j, &plan, fault))
+        find_bad_choice(j, fault);
+    return EPIC_OK;
+}
