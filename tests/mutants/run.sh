@@ -15,13 +15,16 @@ tests_of() { sed -n 's/^Tests: //p' "$(patch_of "$1")"; }
 files_of() { sed -n 's,^+++ b/,,p' "$(patch_of "$1")"; }
 names=${MUTANTS:-$(cd "$root/tests/mutants" && ls -- *.patch | sed 's/\.patch$//')}
 
-# The tree as it is, with the times of its files, so that little is built again.
+# The tree as it is, with the times of its files, so that little is built again; but what mutants
+# damage is built anew, as what a run before this one has built may be damaged.
 copy_tree() {
     rm -rf "$tree" && mkdir -p "$tree" "$log"
     (cd "$root" && git ls-files -z --cached --others --exclude-standard | tar -c --null -T - \
         --ignore-failed-read 2>/dev/null) | tar -x -C "$tree"
+    (cd "$tree" && touch $(sed -n 's,^+++ b/,,p' "$root"/tests/mutants/*.patch | sort -u))
     launcher=$(command -v ccache)
     cmake -S "$tree" -B "$build" -DCMAKE_BUILD_TYPE=Release -DEPIC_CUDA=OFF -DEPIC_MPI=OFF \
+        -DEPIC_PATIENCE=4 \
         -DCMAKE_C_COMPILER_LAUNCHER="$launcher" -DCMAKE_CXX_COMPILER_LAUNCHER="$launcher" \
         >"$log/configure" 2>&1 || { cat "$log/configure"; exit 1; }
 }
