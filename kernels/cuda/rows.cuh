@@ -373,6 +373,8 @@ static inline void deal(Job &job, int num_sms, int block, int roles, int vectors
     if (spans < least) spans = least;
     if (spans > pieces) spans = pieces;
     job.span = (int32_t)((pieces + spans - 1) / spans);
+    const bool parts = spans > 1 && pieces > 5; /* of a long row: two pieces, never three */
+    if (parts && job.span > 2) job.span = 2;
     const int kinds = kinds_of(job, roles, vectors);
     int best = 0;
     job.units = warps;
@@ -387,6 +389,7 @@ static inline void deal(Job &job, int num_sms, int block, int roles, int vectors
     const int at_a_time = job.units / kinds, most = tokens / 8, lag = 16 + 8 * job.span;
     job.lag = at_a_time < most ? at_a_time : most;
     if (job.lag < 2 * lag) job.lag = lag;
+    if (parts && job.span == 2 && job.lag > 2 * lag) job.lag = 2 * lag;
 }
 
 #endif
