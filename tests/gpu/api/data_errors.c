@@ -73,7 +73,7 @@ typedef struct seat { /* a rank's context and memory, on a host or a device */
     epic_context *ctx;
     int rank, on_device;
     cudaStream_t stream;
-    unsigned char *plan, *recv, *tokens;
+    unsigned char *plan, *recv, *rows, *tokens;
     int64_t *ids;
     int32_t *owner;
     float *floats; /* [SLOTS] */
@@ -194,9 +194,9 @@ static epic_result call_short(seat *s, int which)
                                                   .plan = s->plan,
                                                   .plan_bytes = PLAN,
                                                   .d_out = out,
-                                                  .rows = slots,
+                                                  .rows = {s->rows, rows_of(s, which), ROW},
                                                   .d_rows = slots,
-                                                  .slot_weights = (float *)(void *)s->recv,
+                                                  .slot_weights = (float *)(void *)s->rows,
                                                   .d_slot_weights = s->floats,
                                                   .type = EPIC_BF16};
     if (which == COMBINE_ROWS) return epic_combine(s->ctx, &combine);
@@ -265,6 +265,7 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
     if (s.on_device) cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking);
     s.plan = memory(&s, PLAN);
     s.recv = memory(&s, SLOTS * ROW);
+    s.rows = memory(&s, SLOTS * ROW);
     s.tokens = memory(&s, TOKENS * ROW);
     s.ids = memory(&s, TOKENS * TOP_K * sizeof *s.ids);
     s.owner = memory(&s, EXPERTS * sizeof *s.owner);
@@ -275,7 +276,7 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
         if (i != TREE || tree) run_case(&s, i, &out[i][rank]);
     }
     pthread_barrier_wait(&all);
-    void *const parts[] = {s.plan, s.recv, s.tokens, s.ids, s.owner, s.floats};
+    void *const parts[] = {s.plan, s.recv, s.rows, s.tokens, s.ids, s.owner, s.floats};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) drop(&s, parts[i]);
     if (s.stream) cudaStreamDestroy(s.stream);
     epic_close(s.ctx);
