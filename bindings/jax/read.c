@@ -12,6 +12,7 @@ epic_layer read_layer(ffi_reader *reader)
                         .layout = ffi_uint(reader, "layout"),
                         .overflow = ffi_uint(reader, "overflow"),
                         .expert_capacity = ffi_uint(reader, "expert_capacity"),
+                        .priority = ffi_uint(reader, "priority"),
                         .sum_order = ffi_uint(reader, "sum_order"),
                         .leaves = ffi_uint(reader, "leaves"),
                         .partial_type = ffi_uint(reader, "partial_type")};
@@ -32,6 +33,7 @@ epic_router read_router(ffi_reader *reader)
                          .normalize = ffi_uint(reader, "normalize"),
                          .eps = ffi_float(reader, "eps"),
                          .norm_min = ffi_float(reader, "norm_min"),
+                         .jitter = ffi_float(reader, "jitter"),
                          .scale = ffi_float(reader, "scale")};
 }
 

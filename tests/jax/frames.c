@@ -175,7 +175,7 @@ static int64_t plan_bytes;
 
 static void add_layer(call *c, int64_t top_k)
 {
-    static const char *const zero[] = {"layout",    "overflow", "expert_capacity",
+    static const char *const zero[] = {"layout",    "overflow", "expert_capacity", "priority",
                                        "sum_order", "leaves",   "partial_type"};
     add_int(c, "num_experts", EXPERTS);
     add_int(c, "top_k", top_k);

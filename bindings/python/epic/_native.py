@@ -72,14 +72,14 @@ Config = struct(
 )
 Layer = struct(
     "Layer",
-    *uints("num_experts top_k alignment layout overflow expert_capacity sum_order leaves"),
+    *uints("num_experts top_k alignment layout overflow expert_capacity priority sum_order leaves"),
     *uints("partial_type flags"),
 )
 Router = struct(
     "Router",
     *uints("num_experts zero_experts top_k score num_groups topk_groups group_score group_best"),
     *uints("group_others weight_rule normalize flags"),
-    *((name, c_double) for name in ("eps", "norm_min", "scale")),
+    *((name, c_double) for name in ("eps", "norm_min", "jitter", "scale")),
 )
 Experts = struct(
     "Experts",

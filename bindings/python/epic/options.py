@@ -15,19 +15,20 @@ from typing import Any, SupportsFloat, SupportsIndex
 from epic.errors import EpicArgumentError
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logits")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu")
 WEIGHTINGS = ("late", "early", "input")
 TYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "float64": 4}
-REALS = ("eps", "norm_min", "scale", "limit", "alpha")
+REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("expert_major", "flat"),
     "overflow": ("error", "drop"),
+    "priority": ("by_token", "by_k"),
     "sum_order": ("by_rank", "tree"),
     "score": SCORES,
     "group_score": ("max", "sum"),
     "group_others": ("out", "zero"),
-    "weight_rule": ("of_score", "softmax_chosen", "sigmoid_chosen"),
+    "weight_rule": ("of_score", "softmax_chosen", "sigmoid_chosen", "sparsemixer"),
     "normalize": ("none", "sum", "clamped"),
     "activation": ACTIVATIONS,
     "weighting": WEIGHTINGS,
@@ -95,6 +96,7 @@ class Layer(Options):
     alignment: int = 1
     overflow: str = "error"
     expert_capacity: int = 0
+    priority: str = "by_token"
     sum_order: str = "by_rank"
     leaves: int = 0
     partial_type: str | None = None
@@ -124,6 +126,7 @@ class Router(Options):
     normalize: str = "none"
     eps: float = 0.0
     norm_min: float = 0.0
+    jitter: float = 0.0
     scale: float = 1.0
 
     def ask_core(self) -> None:

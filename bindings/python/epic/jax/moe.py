@@ -293,11 +293,14 @@ def activate(options: Experts, z: Any) -> Any:
     if options.ungated:
         return plain[options.activation](z)
     gate, up = (z[:, 0::2], z[:, 1::2]) if options.interleaved else jnp.split(z, 2, axis=1)
-    if options.activation != "clamped_swiglu":
+    if options.activation in plain:
         return plain[options.activation](gate) * up
-    limit, alpha = options.limit or 7.0, options.alpha or 1.702
+    of_deepseek = options.activation == "clamped_silu"
+    limit = options.limit or (10.0 if of_deepseek else 7.0)
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+    if of_deepseek:
+        return jax.nn.silu(gate) * up
+    return gate * jax.nn.sigmoid((options.alpha or 1.702) * gate) * (up + 1)
 
 
 def mlp(
