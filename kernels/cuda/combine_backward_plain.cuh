@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward of what is rarer: rows that are no aligned vectors, more than 32 choices. */
+/* combine_backward, the fallback: rows that are no aligned vectors, or top_k above 32. */
 #ifndef EPIC_COMBINE_BACKWARD_PLAIN_CUH
 #define EPIC_COMBINE_BACKWARD_PLAIN_CUH
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
     }
 }
 
-/* What is rarer has registers of its own. */
+/* noinline: keeps its registers out of the hot loop, which would spill. */
 template <class ROW> static __device__ __noinline__ bool move_rarely(Move m, Now &now)
 {
     return each_round(m, now, (int64_t)m.shape.vectors * 16,

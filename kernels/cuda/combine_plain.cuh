@@ -294,7 +294,7 @@ __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
         send_floats(c, rank, u.token, floats_of(c.job.seat, c.now, heap, source));
 }
 
-/* Waits for the partials of up to four ranks; those of this rank are in `own`. */
+/* Waits for the partials of up to four ranks. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, int place,
                                               bool (&there)[4],
@@ -497,7 +497,7 @@ __device__ __forceinline__ bool combine_tokens(const Combine &c, int32_t end)
     return true;
 }
 
-/* What is rarer has registers of its own. */
+/* noinline: keeps its registers out of the hot loop, which would spill. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_rarely(Combine c, Now &now)
 {

@@ -26,7 +26,7 @@ struct Planner { /* in shared memory; the arrays in dynamic shared memory */
     int32_t demand[DEVICE_MAX_RANKS];
     int64_t needed[DEVICE_MAX_RANKS]; /* slots, once expert_capacity has dropped */
     uint32_t bad_choice;              /* the first of this CTA whose id is none, or NOTHING */
-    uint32_t bad_owner;               /* the first expert that lives nowhere, or NOTHING */
+    uint32_t bad_owner;               /* lowest expert whose owner is out of range; NOTHING */
     uint32_t bad_ranks;               /* a bit for each rank whose data is wrong */
     int32_t warps;
 };

@@ -24,9 +24,11 @@ template <bool EXACT> struct Feed {
     typedef Ring<V, EXACT> Pieces;
     const Move &m;
     Pieces ring;
-    Walk walk;                 /* the unit whose pieces are being copied, */
-    const uint8_t *from;       /* this lane's part of the next one, NULL: there is none, */
-    int32_t vector, left, end; /* its first vector; pieces left of the unit; of the round */
+    Walk walk;           /* the unit whose pieces are being copied, */
+    const uint8_t *from; /* this lane's part of the next one, NULL: there is none, */
+    int32_t vector;      /* its first vector */
+    int32_t left;        /* pieces of the unit that are not copied yet */
+    int32_t end;         /* the token that the round ends before */
 
     __device__ __forceinline__ Feed(const Move &move, const Walk &first, int32_t round_end,
                                     const uint8_t *memory)
@@ -153,7 +155,8 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk
     return !weighs || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* The CTAs that do not plan send the first tokens meanwhile; with registers of its own. */
+/* The CTAs that do not plan send the first tokens meanwhile.  noinline: keeps its registers out of
+ * the hot loop, which would spill. */
 template <bool EXACT> static __device__ __noinline__ void send_head(const Move m)
 {
     const int planners = m.job.plan.planners;

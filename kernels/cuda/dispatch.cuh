@@ -7,11 +7,11 @@
 #include "cuda/moving.cuh"
 #include "cuda/planner.cuh"
 
-static constexpr int V = 4; /* the same on all ranks, which cut rows alike */
+static constexpr int V = 4; /* the layout of staging depends on it: ABI between ranks */
 
 struct Move : Moving<p2p_dispatch_job> {
     int32_t head;      /* tokens that are sent while the plan is made */
-    int32_t tokens_of; /* of the rank that this lane's number says */
+    int32_t tokens_of; /* lane q holds rank q's token count */
     int32_t most_tokens;
     bool made; /* the plan is made beside the rows */
 };

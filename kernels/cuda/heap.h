@@ -23,19 +23,20 @@ typedef struct p2p_heap {
     int64_t announce; /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
     int64_t broken;   /* one word: why the group is broken, 0: whole */
     int64_t gone;     /* [MAX_RANKS]: P2P_GONE of a rank that has closed, 0: here */
-    int64_t waits;    /* stamped [MAX_RANKS]: a bit for each rank that a rank waits for, late */
-    int64_t why;      /* char [512]: the sentence of the peer that aborted */
-    int64_t control;  /* p2p_control: this rank alone */
-    int64_t faults;   /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: the first of each rank */
-    int64_t first;    /* stamped [MAX_PLANNERS]: first bad choice of a CTA; this rank alone */
-    int64_t counts;   /* stamped [2][num_ranks][MAX_EXPERTS]: choices of each rank */
-    int64_t tallies;  /* stamped [MAX_PLANNERS][MAX_EXPERTS]: this rank alone */
-    int64_t scratch;  /* [max_row_bytes]: a row without meaning, this rank alone */
-    int64_t records;  /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here */
-    int64_t floats;   /* poison [2][num_ranks - 1][max_tokens * MAX_TOP_K] */
-    int64_t escapes;  /* zero [2][num_ranks - 1][escape_words] */
-    int64_t parts;    /* poison [num_ranks][max_tokens * MAX_TOP_K * blocks]: this rank alone */
-    int64_t staging;  /* poison [2][num_ranks - 1][source_bytes] */
+    int64_t
+        waits; /* stamped [MAX_RANKS]: bit mask of awaited ranks, written late in the deadline */
+    int64_t why;     /* char [512]: the sentence of the peer that aborted */
+    int64_t control; /* p2p_control: this rank alone */
+    int64_t faults;  /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: the first of each rank */
+    int64_t first;   /* stamped [MAX_PLANNERS]: first bad choice of a CTA; this rank alone */
+    int64_t counts;  /* stamped [2][num_ranks][MAX_EXPERTS]: choices of each rank */
+    int64_t tallies; /* stamped [MAX_PLANNERS][MAX_EXPERTS]: this rank alone */
+    int64_t scratch; /* [max_row_bytes]: a row without meaning, this rank alone */
+    int64_t records; /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here */
+    int64_t floats;  /* poison [2][num_ranks - 1][max_tokens * MAX_TOP_K] */
+    int64_t escapes; /* zero [2][num_ranks - 1][escape_words] */
+    int64_t parts;   /* poison [num_ranks][max_tokens * MAX_TOP_K * blocks]: this rank alone */
+    int64_t staging; /* poison [2][num_ranks - 1][source_bytes] */
     int64_t bytes;
     int64_t source_bytes; /* staging of one source rank and parity */
     int64_t escape_words; /* of one source rank and parity */

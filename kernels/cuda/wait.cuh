@@ -211,9 +211,9 @@ static __device__ __noinline__ bool too_late(const Now &now, int peer)
     return false;
 }
 
-/* A spin asks from time to time: is there no more hope?  `fresh`: for the first time, so the wait
- * before it has ended, something has moved.  Who spins keeps all its registers, so this does with
- * few; why there is none, the end of the CTA finds out. */
+/* Polled by a spin from time to time: has the group failed, or the deadline passed?  `fresh`: the
+ * first poll of a wait, so the wait before it has ended and something has moved.  The diagnosis is
+ * left to the end of the CTA, so that spinning warps need few registers. */
 static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase, bool fresh)
 {
     const p2p_seat &seat = *now.seat;
