@@ -15,7 +15,8 @@ enum suite_need {
     SUITE_QUANTIZE = 2, /* quantizing on the way */
     SUITE_SCALES = 4,   /* a second row array */
     SUITE_F64 = 8,      /* sums of float64 */
-    SUITE_EXPERTS = 16  /* more experts than most_experts */
+    SUITE_EXPERTS = 16, /* more experts than most_experts */
+    SUITE_BY_K = 32     /* layer.priority EPIC_BY_K */
 };
 
 /* The hooks are called by a rank's thread. */

@@ -12,6 +12,7 @@
 typedef struct running { /* a kernel, until its last CTA has begun */
     const launch *work;
     int begun, ended;
+    bool backward; /* CTAs begin from the last */
     pthread_cond_t done;
     struct running *next;
 } running;
@@ -82,7 +83,9 @@ static void *be_sm(void *self)
             pthread_cond_wait(&g->work, &mutex);
             continue;
         }
-        const int cta = r->begun++;
+        if (!r->begun) r->backward = held[g - gpus] != 0; /* who announces is the last */
+        const int cta = r->backward ? r->work->ctas - 1 - r->begun : r->begun;
+        r->begun++;
         pthread_mutex_unlock(&mutex);
         run_cta(r->work, cta);
         pthread_mutex_lock(&mutex);
@@ -116,6 +119,7 @@ void run_kernel(int device, const launch *work)
     *link = r.next;
     pthread_mutex_unlock(&mutex);
     pthread_cond_destroy(&r.done);
+    see_stores(device);
 }
 
 cudaError_t emulator_set_shared(const void *kernel, int bytes)

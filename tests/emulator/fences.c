@@ -4,7 +4,8 @@
  * but a peer's store there before a fence has ordered the two ends the program.
  *
  * A store is first its CTA's own.  A fence of that CTA, or its end, makes it the device's; a fence
- * for the system, by a thread of the device, makes the device's stores seen.  A fence of a thread
+ * for the system, by a thread of the device, or the end of a kernel makes the device's stores seen: a
+ * kernel that has given up ends without a fence, and its group is broken.  A fence of a thread
  * counts for all of its CTA, as a barrier comes before it in all that is to be seen. */
 #include <pthread.h>
 #include <stdlib.h>
@@ -84,6 +85,15 @@ void emulator_fence(int system)
     if (system) device->count = 0;
     pthread_mutex_unlock(&mutex);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+void see_stores(int device)
+{
+    list *stores = &of_device[device];
+    pthread_mutex_lock(&mutex);
+    for (size_t i = 0; i < stores->count; i++) forget(stores->at[i]);
+    stores->count = 0;
+    pthread_mutex_unlock(&mutex);
 }
 
 void forget_stores(const void *begin, size_t bytes)
