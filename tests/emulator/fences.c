@@ -63,9 +63,21 @@ void emulator_note_store(const void *p)
     }
 }
 
+/* Where groups are broken on purpose (EMULATED_FENCES=0): who gives up an operation restores its
+ * staging without a fence, while peers that do not know yet still store there.  Nobody reads it. */
+static bool is_watching(void)
+{
+    static int watch; /* 0: not asked yet, 1: yes, 2: no */
+    if (!watch) {
+        const char *text = getenv("EMULATED_FENCES");
+        watch = text && *text == '0' ? 2 : 1;
+    }
+    return watch == 1;
+}
+
 void emulator_check_store(const void *p)
 {
-    if (find((uintptr_t)p))
+    if (is_watching() && find((uintptr_t)p))
         emulator_die("a store to %p, where one of the rank itself has no fence after it", p);
 }
 
