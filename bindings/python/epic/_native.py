@@ -181,8 +181,11 @@ def check(code: int, context: int | None = None) -> None:
 
 
 def filled(kind: type[ctypes.Structure], options: Options) -> ctypes.Structure:
-    """The core's struct of the options."""
-    return kind(**options.numbers())
+    """The core's struct of the options; float32 rows where they leave the type open."""
+    numbers = options.numbers()
+    if kind is Experts:
+        numbers["row_type"] = numbers["row_type"] or EPIC_F32
+    return kind(**numbers)
 
 
 def size(name: str, *parts: ctypes.Structure | Options) -> int:
@@ -195,10 +198,9 @@ def size(name: str, *parts: ctypes.Structure | Options) -> int:
 
 
 def experts_memory(options: Options, slots: int) -> Any:
-    """ThreeSizes of the experts' MLP; of float32 rows where the options leave the type open."""
+    """ThreeSizes of the experts' MLP."""
     sizes = ThreeSizes()
     wish = filled(Experts, options)
-    wish.row_type = wish.row_type or EPIC_F32
     check(core().epic_experts_memory_v1(*sized(wish), slots, *sized(sizes)))
     return sizes
 
