@@ -129,12 +129,17 @@ def leave() -> None:
 
 def step_until_gone(run: Any, process: int, end: Any) -> None:
     """The last process ends; the others say what they see, and when."""
-    for i in range(5):
-        say("step", i, np.asarray(run().addressable_shards[0].data).ravel()[0])
+
+    def steps(count: int) -> None:
+        for i in range(count):
+            say("step", i, np.asarray(run().addressable_shards[0].data).ravel()[0])
+
     if process == 3:
+        steps(5)
         say("gone", time.time())
         end()
     try:
+        steps(5)  # who is slow may be told in the middle of the last of them
         jax.block_until_ready(run())
         say("no error")
     except Exception as error:
