@@ -20,7 +20,7 @@ GPU_PROGRAMS = $(patsubst tests/gpu/%.c,$(GPU_OUT)/gpu_%, \
 	$(filter-out $(GPU_HELPERS:%=tests/gpu/%.c),$(wildcard tests/gpu/*.c))) \
 	$(patsubst bench/gpu/%.cu,$(GPU_OUT)/gpu_%,$(wildcard bench/gpu/*.cu))
 GPU_HEADERS = $(wildcard kernels/cuda/*.h kernels/cuda/*.cuh src/backend/*.h src/backend/p2p/*.h \
-	src/base/*.h src/rules/*.h src/plan/*.h src/router/*.h tests/gpu/*.h include/epic/epic.h)
+	src/base/*.h src/rules/*.h kernels/host/*.h src/plan/*.h src/router/*.h tests/gpu/*.h include/epic/epic.h)
 
 gpu-build: $(GPU_PROGRAMS)
 
@@ -44,6 +44,14 @@ $(GPU_OUT)/gpu_bench: bench/gpu/bench.cu bench/gpu/floors.cuh bench/gpu/models.h
 	$(NVCC) $(GPU_NVFLAGS) $< $(GPU_KERNELS) $(GPU_HOST) -o $@ -lcublas -lgomp
 $(GPU_OUT)/gpu_router: bench/gpu/router.cu $(GPU_KERNELS) $(GPU_HEADERS)
 	$(NVCC) $(GPU_NVFLAGS) $< $(filter $(GPU_OUT)/router_%,$(GPU_KERNELS)) -o $@
+
+$(GPU_OUT)/gpu_layer: bench/gpu/layer.cu $(GPU_KERNELS) $(GPU_HOST) $(GPU_HEADERS)
+	$(NVCC) $(GPU_NVFLAGS) $< $(GPU_KERNELS) $(GPU_HOST) -o $@ -lcublas -lgomp
+# ptxas may run wgmma one after the other, and only says so: C75xx.
+$(GPU_OUT)/grouped_hopper.o: kernels/cuda/grouped_hopper.cu $(GPU_HEADERS)
+	@mkdir -p $(GPU_OUT)
+	$(NVCC) $(GPU_NVFLAGS) -c $< -o $@ >$@.log 2>&1 || { cat $@.log; exit 1; }
+	@cat $@.log; ! grep -q C75 $@.log || { rm $@; exit 1; }
 
 # With more tokens than the kernels for few take.
 GPU_MANY = $(GPU_OUT)/gpu_graph_many $(GPU_OUT)/gpu_faults_many $(GPU_OUT)/api_data_errors_many \
@@ -82,5 +90,9 @@ gpu-test: gpu-build $(GPU_API) $(GPU_MANY) $(GPU_OUT)/conformance_p2p
 gpu-bench: $(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_router
 	GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
-.PHONY: gpu-build gpu-test gpu-bench
+gpu-bench-layer: $(GPU_OUT)/gpu_layer
+	$(GPU_OUT)/gpu_layer
+	python3 bench/gpu/layer_torch.py
+
+.PHONY: gpu-build gpu-test gpu-bench gpu-bench-layer
 .PRECIOUS: $(GPU_OUT)/%.o

@@ -726,8 +726,9 @@ static inline epic_result epic_bias_update(epic_context *ctx,
 
 /* -------------------------------------------------------------------- experts and layer ----
  *
- * The experts are local, the layer is collective.  Host contexts only, or NULL for the experts:
- * host memory. */
+ * The experts are local, the layer is collective.  NULL for the experts: host memory.  On a CUDA
+ * context all arrays of the experts lie on its device, counts included: nothing waits on the host,
+ * and a captured graph may be replayed with other counts.  The layer is for host contexts only. */
 
 typedef enum epic_activation {
     EPIC_SILU = 0,
@@ -746,6 +747,41 @@ typedef enum epic_weighting {
     EPIC_WEIGHT_INPUT = 2  /* on the expert's input */
 } epic_weighting;
 
+/* A product over the slabs of local experts, W[e] the matrix of expert e.  A row that carries a
+ * token is one of the first expert_tokens[e] of a slab.  On devices only. */
+typedef enum epic_gemm_pass {
+    EPIC_GEMM_FORWARD = 0, /* out [num_slots, n] = a [num_slots, k] W[e]; W is b */
+    EPIC_GEMM_INPUT = 1,   /* out [num_slots, k] = a [num_slots, n] W[e]^T; W is b */
+    EPIC_GEMM_WEIGHT = 2   /* out[e] [k, n] = the sum over slab e of a^T b, for a [num_slots, k]
+                              and b [num_slots, n]; zeros for an expert with no token */
+} epic_gemm_pass;
+
+typedef struct epic_gemm_args {
+    epic_call call;
+    const void *a;
+    const void *b;
+    void *out;
+    const int32_t *expert_rows;   /* [num_experts], on the device */
+    const int32_t *expert_tokens; /* [num_experts], on the device */
+    int64_t num_slots;
+    int64_t k; /* W is [num_experts, k, n] */
+    int64_t n;
+    uint32_t num_experts;
+    uint32_t pass;        /* an epic_gemm_pass */
+    uint32_t row_type;    /* of arrays with a row for each slot */
+    uint32_t weight_type; /* of W */
+    uint32_t out_type;    /* EPIC_GEMM_WEIGHT: of out */
+    uint32_t flags;       /* EPIC_ACCUMULATE, of EPIC_GEMM_WEIGHT */
+} epic_gemm_args;
+
+/* A caller's own product, in place of ours.  It enqueues on call.stream and does not wait.  Rows of
+ * a slab that carry no token must have no part in a sum; of `out` they are zeros in rows that it
+ * writes at all.  What it returns but EPIC_OK the call of the experts returns. */
+typedef struct epic_gemm {
+    epic_result (*multiply)(void *self, const epic_gemm_args *args);
+    void *self;
+} epic_gemm;
+
 /* y = (act(x W_gate) * (x W_up)) W_down for each local expert, biases where given; ungated:
  * y = act(x W) W_down.  Below, width is 2 * inner, ungated inner: gate first, then up. */
 typedef struct epic_experts {
@@ -762,15 +798,20 @@ typedef struct epic_experts {
     float limit; /* EPIC_CLAMPED_SWIGLU; 0: 7.  EPIC_CLAMPED_SILU; 0: 10.  What is clamped
                              has no gradient; at the limit itself it has */
     float alpha; /* EPIC_CLAMPED_SWIGLU; 0: 1.702 */
+    const epic_gemm *gemm; /* CUDA contexts: what multiplies; NULL: ours */
 } epic_experts;
 
 typedef struct epic_experts_memory_info {
     int64_t saved_bytes;    /* from forward to backward: [num_slots, width] float32 (F64: 64) */
     int64_t forward_bytes;  /* workspace, enough even if one expert has all slots */
     int64_t backward_bytes; /* the same for backward; never less than forward */
+    int64_t
+        cuda_saved_bytes; /* these three on a CUDA context: [num_slots, width] of row_type */
+    int64_t cuda_forward_bytes;
+    int64_t cuda_backward_bytes;
 } epic_experts_memory_info;
 
-/* What the experts need for a receive buffer of num_slots.  Errors: EPIC_EINVAL. */
+/* What the experts need for a receive buffer of num_slots; cuda_ is 0 for F64 rows.  Errors: EPIC_EINVAL. */
 static inline epic_result epic_experts_memory(const epic_experts *experts, int64_t num_slots,
                                               epic_experts_memory_info *out);
 
@@ -800,7 +841,13 @@ typedef struct epic_experts_args {
  * one that the process has loaded, as Python's numpy and scipy do; libscipy_openblas.so, of pip's
  * scipy-openblas32; what the build was told (EPIC_OPENBLAS).  One thread each: OpenBLAS's number
  * of threads is set to 1 for the whole process while a call runs, and put back after the last.
- * The bits of a slab's rows depend on that slab alone.  Errors: EPIC_EINVAL. */
+ * The bits of a slab's rows depend on that slab alone.
+ *
+ * On a CUDA context, on call.stream: F32, BF16 or F16, sums in float32, and what lies between the
+ * two products has row_type.  Counts are not looked at: what they say past num_slots is cut off.  On Hopper
+ * 16-bit rows and weights of one type go through the tensor cores where 8 divides hidden and inner
+ * and arrays begin at multiples of 16; everything else, and every other GPU, takes plain loops.
+ * call.max_sms 0: all SMs, whatever the context's share of them is.  Errors: EPIC_EINVAL; EPIC_ENOTSUP (F64 rows). */
 static inline epic_result epic_experts_forward(epic_context *ctx,
                                                const epic_experts_args *args);
 
@@ -822,13 +869,17 @@ typedef struct epic_experts_backward_args {
     int64_t workspace_bytes;
     const void *d_y;   /* [num_slots, hidden]; 0 on padding */
     void *d_x;         /* out [num_slots, hidden]; 0 on padding; NULL: not wanted, as below */
-    void *d_w_gate_up; /* out, as w_gate_up in float32 (F64: float64), as the three below */
+    void *d_w_gate_up; /* out, as w_gate_up in float32 (F64: float64) or grad_type, as the three
+                          below */
     void *d_w_down;    /* out */
     void *d_b_gate_up; /* out */
     void *d_b_down;    /* out */
     void *d_slot_weights;  /* out [num_slots], with EARLY and INPUT only; 0 on padding */
     uint32_t flags;        /* EPIC_ACCUMULATE, of weights and biases */
     uint32_t weights_type; /* of slot_weights and d_slot_weights */
+    uint32_t grad_type;    /* of the gradients of weights and biases: 0: as above; on a CUDA
+                              context also row_type */
+    uint32_t pad;          /* 0 */
 } epic_experts_backward_args;
 
 /* The gradients of epic_experts_forward; d_x is not x.  Weights and biases of an expert with no

@@ -184,6 +184,9 @@ typedef struct epic_steps {
     epic_result (*z_loss_forward)(epic_group *, const epic_loss *, double factor);
     epic_result (*z_loss_backward)(epic_group *, const epic_loss *, double factor);
     epic_result (*bias_update)(epic_group *, const epic_bias_update_args *);
+    /* args->experts has its defaults filled in, grad_type too. */
+    epic_result (*experts_forward)(epic_group *, const epic_experts_args *);
+    epic_result (*experts_backward)(epic_group *, const epic_experts_backward_args *);
     epic_result (*check)(epic_group *, epic_failure_info *out); /* what broke the group */
     epic_result (*notice)(epic_group *); /* the oldest class (b) error not yet returned */
     uint32_t (*max_sms)(const epic_group *);

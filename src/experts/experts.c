@@ -25,11 +25,17 @@ epic_result epic_experts_memory_v1(const epic_experts *experts, size_t experts_s
     TRY(experts_take(&job, experts, experts_size));
     TRY(check_slots(num_slots));
     TRY(CHECK_PLACE(out, size));
-    const epic_experts_memory_info info = {
+    epic_experts_memory_info info = {
         .saved_bytes = experts_saved_bytes(&job, num_slots),
         .forward_bytes = experts_workspace_bytes(&job, num_slots, false),
         .backward_bytes = experts_workspace_bytes(&job, num_slots, true),
     };
+    job.device = !job.wide;
+    if (job.device) {
+        info.cuda_saved_bytes = experts_saved_bytes(&job, num_slots);
+        info.cuda_forward_bytes = experts_workspace_bytes(&job, num_slots, false);
+        info.cuda_backward_bytes = experts_workspace_bytes(&job, num_slots, true);
+    }
     WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }
@@ -46,6 +52,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     int64_t sum = 0;
     if (job->expert_rows == NULL)
         return epic_fail(EPIC_EINVAL, "expert_rows is NULL: epic_plan gives them");
+    if (job->device) return EPIC_OK; /* its kernels cut off what does not fit */
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
         const int64_t tokens = tokens_of(job, e);
@@ -121,6 +128,16 @@ static epic_result take_weights_type(experts_job *job, uint32_t type)
                      type);
 }
 
+static epic_result take_grad_type(experts_job *job, uint32_t type)
+{
+    const uint32_t plain = job->wide ? EPIC_F64 : EPIC_F32, row_type = job->experts.row_type;
+    job->grad_type = type ? type : plain;
+    if (job->grad_type == plain || (job->device && type == row_type)) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "grad_type is %u: it must be 0 or %s%s%s", type,
+                     convert_name(plain), job->device ? ", or experts.row_type " : "",
+                     job->device ? convert_name(row_type) : " on host contexts");
+}
+
 /* Elements of the arrays of both passes, and the bytes of one. */
 typedef struct shapes {
     int64_t local, slots, rows, gate_up, down, wide, narrow;
@@ -139,7 +156,7 @@ static shapes shapes_of(const experts_job *job, int64_t num_slots)
                     .narrow = local * job->hidden,
                     .row = (size_t)convert_bytes(job->experts.row_type),
                     .weight = (size_t)convert_bytes(job->experts.weight_type),
-                    .gradient = job->wide ? 8 : 4,
+                    .gradient = (size_t)(job->grad_type ? convert_bytes(job->grad_type) : 4),
                     .slot_weight = job->wide_weights ? 8 : 4};
 }
 
@@ -181,15 +198,11 @@ static epic_result check_backward_places(const experts_job *job,
 
 /* ------------------------------------------------------------------------------- passes ---- */
 
-static epic_result check_context(epic_context *ctx)
+static epic_result take_context(experts_job *job, epic_context *ctx)
 {
     if (ctx == NULL) return EPIC_OK;
     TRY(context_check(ctx));
-    if (ctx->backend->steps != NULL)
-        return epic_fail(EPIC_ENOTSUP,
-                         "the experts are not there yet on backend \"%s\"; use a host context, "
-                         "or NULL with host memory",
-                         ctx->backend_name);
+    job->device = ctx->backend->steps != NULL;
     return EPIC_OK;
 }
 
@@ -230,7 +243,7 @@ static epic_result take_forward(experts_job *job, const epic_experts_args *a)
                      experts_saved_bytes(job, a->num_slots)));
     TRY(check_memory("workspace", a->workspace, a->workspace_bytes,
                      experts_workspace_bytes(job, a->num_slots, false)));
-    experts_cut(job, a->num_slots, false, a->workspace);
+    if (!job->device) experts_cut(job, a->num_slots, false, a->workspace);
     return EPIC_OK;
 }
 
@@ -240,8 +253,12 @@ epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *
     epic_experts_args a;
     experts_job job = {0};
     TRY(READ_SIZED(&a, args, size, "args"));
-    TRY(check_context(ctx));
+    TRY(take_context(&job, ctx));
     TRY(take_forward(&job, &a));
+    if (job.device) {
+        a.experts = &job.experts;
+        return backend_said(ctx->backend, ctx->backend->steps->experts_forward(ctx->group, &a));
+    }
     experts_blas_enter();
     for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {
         if (slab.rows == 0) continue;
@@ -280,6 +297,8 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
     TRY(check_slots(a->num_slots));
     TRY(check_flags(a->flags, EPIC_ACCUMULATE));
     TRY(take_weights_type(job, a->weights_type));
+    TRY(take_grad_type(job, a->grad_type));
+    if (a->pad != 0) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
     TRY(check_required(arrays, 4, a->num_slots));
     TRY(check_backward_places(job, a));
     TRY(check_counts(job, a->num_slots));
@@ -288,7 +307,7 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
                      experts_saved_bytes(job, a->num_slots)));
     TRY(check_memory("workspace", a->workspace, a->workspace_bytes,
                      experts_workspace_bytes(job, a->num_slots, true)));
-    experts_cut(job, a->num_slots, true, a->workspace);
+    if (!job->device) experts_cut(job, a->num_slots, true, a->workspace);
     return EPIC_OK;
 }
 
@@ -317,8 +336,14 @@ epic_result epic_experts_backward_v1(epic_context *ctx, const epic_experts_backw
     epic_experts_backward_args a;
     experts_job job = {0};
     TRY(READ_SIZED(&a, args, size, "args"));
-    TRY(check_context(ctx));
+    TRY(take_context(&job, ctx));
     TRY(take_backward(&job, &a));
+    if (job.device) {
+        a.experts = &job.experts;
+        a.grad_type = job.grad_type;
+        return backend_said(ctx->backend,
+                            ctx->backend->steps->experts_backward(ctx->group, &a));
+    }
     experts_blas_enter();
     for (slab slab = {.expert = -1}; next_slab(&job, &slab);) {
         if (slab.rows == 0 && !job.accumulate)

@@ -4,6 +4,7 @@
 
 #include "base/sized.h"
 #include "rules/convert.h"
+#include "rules/experts_layout.h"
 
 #define MOST_EXPERTS 65536
 #define MOST_NUMBERS (1 << 24) /* of a row */
@@ -122,6 +123,7 @@ static int64_t number_bytes(const experts_job *job)
 
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
 {
+    if (job->device) return experts_layout_of(&job->experts, num_slots, false).saved_bytes;
     return num_slots * job->width * number_bytes(job);
 }
 
@@ -151,6 +153,7 @@ static int64_t cut(experts_job *job, int64_t num_slots, bool backward, char *at)
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward)
 {
     experts_job scratch = *job;
+    if (job->device) return experts_layout_of(&job->experts, num_slots, backward).bytes;
     if (num_slots == 0) return 0;
     return cut(&scratch, num_slots, backward, NULL) * number_bytes(job);
 }

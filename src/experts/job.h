@@ -17,6 +17,8 @@ typedef struct experts_job {
     bool wide;         /* float64 */
     bool wide_weights; /* of slots: float64 */
     bool accumulate;
+    bool device;        /* of a CUDA context: nothing but arguments can be looked at here */
+    uint32_t grad_type; /* of the gradients of weights and biases */
 
     const void *x;
     const int32_t *expert_rows;
@@ -67,7 +69,7 @@ bool experts_weights_ready(const experts_job *job);
  * each.  A matter of shapes alone, so that bits do not depend on anything else. */
 int64_t experts_tile(int64_t k, int64_t n);
 
-/* Bytes of saved and workspace; experts_cut cuts what it asked for. */
+/* Bytes of saved and workspace; experts_cut cuts what it asked for, on the host. */
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots);
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward);
 void experts_cut(experts_job *job, int64_t num_slots, bool backward, void *workspace);

@@ -36,6 +36,9 @@ for ranks in 2 4; do run api_mismatch $ranks; done
 run api_mismatch_many 4
 run api_deaths 3 1 "$DEATHS"
 run api_router 3000 "$SEED"
+run api_experts
+run gpu_grouped "$CASES" "$SEED"
+run gpu_experts_check "$CASES" "$SEED" 200
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000)); done
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 300)) few; done
 run gpu_check 4 1 threads "$CASES" $((SEED + 9000)) tight

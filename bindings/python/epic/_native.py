@@ -87,6 +87,7 @@ Experts = struct(
     *uints("weight_type flags"),
     ("limit", c_float),
     ("alpha", c_float),
+    ("gemm", c_void_p),
 )
 ThreeSizes = struct(
     "ThreeSizes",

@@ -108,7 +108,7 @@ static epic_result own_part(epic_group *g, card *mine)
     TRY(make_heap(g));
     TRY(p2p_load(g));
     memcpy(mine->device, properties.uuid.bytes, sizeof mine->device);
-    mine->device_sms = properties.multiProcessorCount;
+    mine->device_sms = g->device_sms = properties.multiProcessorCount;
     mine->taken_sms = p2p_budget_taken(g->device);
     TRY(p2p_heap_show(g));
     bool others = false;

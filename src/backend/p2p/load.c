@@ -4,6 +4,7 @@
  * may wait until the device is idle, and it never is while a peer's kernel waits for ours. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
+#include "cuda/grouped.h"
 #include "cuda/router.h"
 
 static epic_result load_code(void)
@@ -18,6 +19,10 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_router(), "loading the router kernels"));
     TRY(p2p_cuda(p2p_load_router_backward(), "loading the router's backward kernels"));
     TRY(p2p_cuda(p2p_load_loss(), "loading the loss kernels"));
+    TRY(p2p_cuda(p2p_load_slabs(), "loading the slabs kernel"));
+    TRY(p2p_cuda(p2p_load_activation(), "loading the activation kernels"));
+    TRY(p2p_cuda(p2p_load_plain_gemm(), "loading the plain products"));
+    TRY(p2p_cuda(p2p_load_hopper_gemm(), "loading the products of sm_90a"));
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 

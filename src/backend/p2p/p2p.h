@@ -19,6 +19,7 @@ struct epic_group {
     epic_peer peers[DEVICE_MAX_RANKS];
     int32_t rank, num_ranks;
     int device;
+    int device_sms;                /* of the whole GPU */
     int num_sms;                   /* of one operation, at most; taken from the GPU's */
     int ranks_here;                /* that share this GPU */
     bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
@@ -71,6 +72,10 @@ epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss *args, 
 epic_result p2p_z_loss_forward(epic_group *group, const epic_loss *args, double factor);
 epic_result p2p_z_loss_backward(epic_group *group, const epic_loss *args, double factor);
 epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args);
+
+/* The experts; experts.c. */
+epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
+epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
 extern const epic_steps p2p_steps;
 extern EPIC_API const epic_backend epic_backend_p2p;

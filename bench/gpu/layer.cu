@@ -1,0 +1,394 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Times the experts on one GPU, in bursts: 15 ms of rest, one call to warm up, three timed, what is
+ * compared by turns, median of ROUNDS x 3.  Products in TFLOP/s of all slab rows; then the whole
+ * MLP, forward and with its backward; then decode, few rows an expert, as a share of the rate at
+ * which the weights alone can be read.
+ *   gpu_layer [rounds=4] [only=products|experts|decode] */
+#include <algorithm>
+#include <functional>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+#include <cuda_bf16.h>
+
+extern "C" {
+#include "team.h"
+}
+#include "cuda/grouped.h"
+
+static int rounds = 4;
+static std::string only;
+
+struct Candidate {
+    std::string name;
+    std::function<void()> run;
+    std::vector<float> us;
+};
+
+static float median(std::vector<float> v)
+{
+    std::sort(v.begin(), v.end());
+    return v[v.size() / 2];
+}
+
+static void time_all(std::vector<Candidate> &all, cudaStream_t stream)
+{
+    cudaEvent_t at[4];
+    for (cudaEvent_t &e : at) CHECK_CUDA(cudaEventCreate(&e));
+    for (int r = 0; r < rounds; r++)
+        for (size_t i = 0; i < all.size(); i++) {
+            Candidate &c = all[r % 2 ? all.size() - 1 - i : i];
+            CHECK_CUDA(cudaStreamSynchronize(stream));
+            usleep(15000);
+            c.run();
+            CHECK_CUDA(cudaEventRecord(at[0], stream));
+            for (int k = 1; k < 4; k++) {
+                c.run();
+                CHECK_CUDA(cudaEventRecord(at[k], stream));
+            }
+            CHECK_CUDA(cudaStreamSynchronize(stream));
+            for (int k = 1; k < 4; k++) {
+                float ms;
+                CHECK_CUDA(cudaEventElapsedTime(&ms, at[k - 1], at[k]));
+                c.us.push_back(ms * 1000);
+            }
+        }
+    for (cudaEvent_t &e : at) CHECK_CUDA(cudaEventDestroy(e));
+}
+
+/* ------------------------------------------------------------------------------- arrays ---- */
+
+static __global__ void fill_kernel(__nv_bfloat16 *to, int64_t count, float size)
+{
+    const int64_t step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
+        uint64_t h = (uint64_t)i * 0x9e3779b97f4a7c15ull;
+        h = (h ^ h >> 29) * 0xbf58476d1ce4e5b9ull;
+        const float sum = (float)(h >> 44) + (float)(h >> 24 & 0xfffff) - 0x1p20f;
+        to[i] = __float2bfloat16(sum * 0x1p-20f * size);
+    }
+}
+
+/* What one read of the weights costs. */
+static __global__ void read_kernel(const uint4 *from, int64_t count, uint32_t *to)
+{
+    const int64_t step = (int64_t)gridDim.x * blockDim.x;
+    uint32_t sum = 0;
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    for (; i + 3 * step < count; i += 4 * step) {
+        uint4 q[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) q[k] = __ldcs(from + i + k * step);
+#pragma unroll
+        for (int k = 0; k < 4; k++) sum += q[k].x ^ q[k].y ^ q[k].z ^ q[k].w;
+    }
+    if (sum == 0x12345678u) *to = sum;
+}
+
+struct Arrays {
+    std::vector<void *> all;
+
+    void *bytes(size_t n)
+    {
+        void *p;
+        CHECK_CUDA(cudaMalloc(&p, n));
+        all.push_back(p);
+        return p;
+    }
+    __nv_bfloat16 *rows(int64_t count, float size)
+    {
+        __nv_bfloat16 *p = (__nv_bfloat16 *)bytes((size_t)count * 2);
+        fill_kernel<<<1024, 256>>>(p, count, size);
+        CHECK_CUDA(cudaDeviceSynchronize());
+        return p;
+    }
+    int32_t *counts(const std::vector<int32_t> &from)
+    {
+        int32_t *p = (int32_t *)bytes(from.size() * 4);
+        CHECK_CUDA(cudaMemcpy(p, from.data(), from.size() * 4, cudaMemcpyHostToDevice));
+        return p;
+    }
+    ~Arrays()
+    {
+        for (void *p : all) CHECK_CUDA(cudaFree(p));
+    }
+};
+
+struct Slabs { /* of a case */
+    std::string name;
+    std::vector<int32_t> rows, tokens;
+    int64_t slots;
+};
+
+static Slabs even(int experts, int each)
+{
+    Slabs s = {std::to_string(experts) + " x " + std::to_string(each), {}, {}, 0};
+    s.rows.assign((size_t)experts, each);
+    s.tokens = s.rows;
+    s.slots = (int64_t)experts * each;
+    return s;
+}
+
+/* zipf 0.7 over 60 of 64 experts, four of them empty; slabs of 128 that are not full. */
+static Slabs skewed()
+{
+    Slabs s = {"64 skewed", std::vector<int32_t>(64), std::vector<int32_t>(64), 32768};
+    double sum = 0;
+    for (int i = 1; i <= 60; i++) sum += pow(i, -0.7);
+    int left = 256;
+    for (int i = 60; i >= 1; i--) {
+        const int e = (i * 37) % 64;
+        int tiles = std::max(1, (int)(256 * pow(i, -0.7) / sum));
+        if (i == 1) tiles = left;
+        left -= tiles;
+        s.rows[(size_t)e] = tiles * 128;
+        s.tokens[(size_t)e] = tiles * 128 - 1 - (i * 53) % 120;
+    }
+    return s;
+}
+
+static p2p_slabs device_slabs(Arrays &a, const Slabs &s, cudaStream_t stream)
+{
+    epic_experts ex = {};
+    ex.num_local_experts = (uint32_t)s.rows.size();
+    ex.row_type = EPIC_BF16;
+    const experts_layout at = experts_layout_of(&ex, s.slots, false);
+    uint8_t *work = (uint8_t *)a.bytes((size_t)at.bytes);
+    p2p_slabs d = {};
+    d.expert_rows = a.counts(s.rows);
+    d.expert_tokens = a.counts(s.tokens);
+    d.num_tiles = (int32_t *)work;
+    d.tiles = (slab_tile *)(work + at.tiles);
+    d.slabs = (slab_place *)(work + at.slabs);
+    d.num_slots = s.slots;
+    d.num_experts = (int32_t)s.rows.size();
+    d.most_tiles = at.most_tiles;
+    CHECK_CUDA(p2p_launch_slabs(&d, stream));
+    return d;
+}
+
+static int num_sms()
+{
+    int sms;
+    CHECK_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+    return sms;
+}
+
+/* ----------------------------------------------------------------------------- products ---- */
+
+static void time_products(const Slabs &s, int64_t k, int64_t n, cudaStream_t stream)
+{
+    Arrays a;
+    const int64_t experts = (int64_t)s.rows.size();
+    p2p_gemm base = {};
+    base.slabs = device_slabs(a, s, stream);
+    base.k = k;
+    base.n = n;
+    base.row_type = base.weight_type = EPIC_BF16;
+    base.sms = num_sms();
+    const void *x = a.rows(s.slots * k, 1), *d = a.rows(s.slots * n, 1);
+    const void *w = a.rows(experts * k * n, 0.02f);
+    void *rows = a.bytes((size_t)(s.slots * std::max(k, n) * 2));
+    void *weights = a.bytes((size_t)(experts * k * n * 4));
+    std::vector<Candidate> all;
+    const struct {
+        const char *name;
+        uint32_t pass, out_type;
+        int accumulate;
+    } passes[] = {{"forward", EPIC_GEMM_FORWARD, EPIC_BF16, 0},
+                  {"input", EPIC_GEMM_INPUT, EPIC_BF16, 0},
+                  {"weight, bf16", EPIC_GEMM_WEIGHT, EPIC_BF16, 0},
+                  {"weight, float32", EPIC_GEMM_WEIGHT, EPIC_F32, 0},
+                  {"weight, float32 added", EPIC_GEMM_WEIGHT, EPIC_F32, 1}};
+    for (const auto &pass : passes)
+        for (int group : {2, 4, 8, -4}) { /* below 0: CTAs alone */
+            p2p_gemm g = base;
+            g.pass = pass.pass;
+            g.out_type = pass.out_type;
+            g.accumulate = pass.accumulate;
+            g.group = abs(group);
+            g.alone = group < 0;
+            g.a = pass.pass == EPIC_GEMM_INPUT ? d : x;
+            g.b = pass.pass == EPIC_GEMM_WEIGHT ? d : w;
+            g.out = pass.pass == EPIC_GEMM_WEIGHT ? weights : rows;
+            if (p2p_gemm_is_slow(&g)) continue;
+            all.push_back({pass.name, [=] { CHECK_CUDA(p2p_launch_gemm(&g, stream)); }, {}});
+        }
+    time_all(all, stream);
+    const double flop = 2.0 * (double)s.slots * (double)k * (double)n;
+    double best[3] = {1e30, 1e30, 1e30};
+    printf("\nproducts, %s rows, k %lld, n %lld, TFLOP/s, groups of 2, 4, 8; alone\n",
+           s.name.c_str(), (long long)k, (long long)n);
+    for (size_t i = 0; i < all.size(); i++) {
+        const double us = median(all[i].us);
+        if (i % 4 == 0) printf("  %-22s", all[i].name.c_str());
+        printf(" %6.0f", flop / us / 1e6);
+        if (i % 4 == 3) printf("\n");
+        if (i / 4 < 3) best[i / 4] = std::min(best[i / 4], us);
+    }
+    printf("  forward %.0f, three passes (bf16 gradients) %.0f: best group of each\n",
+           flop / best[0] / 1e6, 3 * flop / (best[0] + best[1] + best[2]) / 1e6);
+}
+
+/* ------------------------------------------------------------------------------ experts ---- */
+
+struct Model {
+    const char *name;
+    uint32_t experts, hidden, inner, activation;
+    int each; /* rows of an expert */
+    bool biased;
+};
+
+static void time_experts(team_rank *me, const Model &m)
+{
+    Arrays a;
+    const Slabs s = even((int)m.experts, m.each);
+    epic_experts ex = {};
+    ex.num_local_experts = m.experts;
+    ex.hidden = m.hidden;
+    ex.inner = m.inner;
+    ex.activation = m.activation;
+    ex.row_type = ex.weight_type = EPIC_BF16;
+    ex.limit = 7;
+    ex.alpha = 1.702f;
+    const int64_t first = (int64_t)m.experts * m.hidden * 2 * m.inner;
+    const experts_layout at = experts_layout_of(&ex, s.slots, true);
+    epic_experts_args f = {};
+    f.call.stream = me->stream;
+    f.experts = &ex;
+    f.x = a.rows(s.slots * m.hidden, 1);
+    f.num_slots = s.slots;
+    f.expert_rows = f.expert_tokens = a.counts(s.rows);
+    f.w_gate_up = a.rows(first, 0.02f);
+    f.w_down = a.rows(first / 2, 0.02f);
+    if (m.biased) {
+        f.b_gate_up = a.rows((int64_t)m.experts * 2 * m.inner, 0.1f);
+        f.b_down = a.rows((int64_t)m.experts * m.hidden, 0.1f);
+    }
+    f.saved = a.bytes((size_t)at.saved_bytes);
+    f.saved_bytes = at.saved_bytes;
+    f.workspace = a.bytes((size_t)at.bytes);
+    f.workspace_bytes = at.bytes;
+    f.y = a.bytes((size_t)(s.slots * m.hidden * 2));
+    epic_experts_backward_args b = {};
+    b.call = f.call;
+    b.experts = &ex;
+    b.x = f.x;
+    b.num_slots = f.num_slots;
+    b.expert_rows = b.expert_tokens = f.expert_rows;
+    b.w_gate_up = f.w_gate_up;
+    b.w_down = f.w_down;
+    b.b_gate_up = f.b_gate_up;
+    b.b_down = f.b_down;
+    b.saved = f.saved;
+    b.saved_bytes = f.saved_bytes;
+    b.workspace = f.workspace;
+    b.workspace_bytes = f.workspace_bytes;
+    b.d_y = a.rows(s.slots * m.hidden, 1);
+    b.d_x = a.bytes((size_t)(s.slots * m.hidden * 2));
+    b.d_w_gate_up = a.bytes((size_t)first * 4);
+    b.d_w_down = a.bytes((size_t)first * 2);
+    if (m.biased) {
+        b.d_b_gate_up = a.bytes((size_t)m.experts * 2 * m.inner * 4);
+        b.d_b_down = a.bytes((size_t)m.experts * m.hidden * 4);
+    }
+    b.grad_type = EPIC_BF16;
+    epic_experts_backward_args wide = b;
+    wide.grad_type = EPIC_F32;
+    const auto run = [=](const epic_experts_args *f_args,
+                         const epic_experts_backward_args *b_args) {
+        const bool good =
+            (!f_args || p2p_steps.experts_forward(me->group, f_args) == EPIC_OK) &&
+            (!b_args || p2p_steps.experts_backward(me->group, b_args) == EPIC_OK);
+        if (!good) {
+            fprintf(stderr, "gpu_layer: %s\n", epic_error(NULL));
+            exit(1);
+        }
+    };
+    std::vector<Candidate> all = {{"forward", [&] { run(&f, NULL); }, {}},
+                                  {"both", [&] { run(&f, &b); }, {}},
+                                  {"wide", [&] { run(&f, &wide); }, {}}};
+    time_all(all, me->stream);
+    printf("experts, %-28s forward %7.3f ms, with backward %7.3f, float32 gradients %7.3f\n",
+           m.name, median(all[0].us) / 1000, median(all[1].us) / 1000,
+           median(all[2].us) / 1000);
+}
+
+/* ------------------------------------------------------------------------------- decode ---- */
+
+static void time_decode(int each, int64_t k, int64_t n, cudaStream_t stream)
+{
+    Arrays a;
+    Slabs s = even(64, each);
+    p2p_gemm g = {};
+    g.slabs = device_slabs(a, s, stream);
+    g.k = k;
+    g.n = n;
+    g.row_type = g.weight_type = EPIC_BF16;
+    g.sms = num_sms();
+    g.pass = EPIC_GEMM_FORWARD;
+    g.a = a.rows(s.slots * k, 1);
+    g.b = a.rows(64 * k * n, 0.02f);
+    g.out = a.bytes((size_t)(s.slots * n * 2));
+    uint32_t *sum = (uint32_t *)a.bytes(4);
+    p2p_gemm alone = g;
+    alone.alone = 1;
+    const int64_t vectors = 64 * k * n / 8;
+    const uint4 *w = (const uint4 *)g.b;
+    std::vector<Candidate> all = {
+        {"pairs", [&] { CHECK_CUDA(p2p_launch_gemm(&g, stream)); }, {}},
+        {"alone", [&] { CHECK_CUDA(p2p_launch_gemm(&alone, stream)); }, {}},
+        {"read", [&] { read_kernel<<<num_sms() * 8, 256, 0, stream>>>(w, vectors, sum); }, {}}};
+    time_all(all, stream);
+    const double read = median(all[2].us);
+    printf("decode, 64 x %d rows, k %lld, n %lld: one read of the weights %.0f us (%.2f TB/s), "
+           "pairs %.0f us (%.0f %%), alone %.0f us (%.0f %%)\n",
+           each, (long long)k, (long long)n, read, (double)vectors * 16 / read / 1e6,
+           median(all[0].us), 100 * read / median(all[0].us), median(all[1].us),
+           100 * read / median(all[1].us));
+}
+
+static int work(team_rank *me)
+{
+    const Model models[] = {
+        {"64 x 512, 7168, inner 2048", 64, 7168, 2048, EPIC_SILU, 512, false},
+        {"gpt-oss, 128 x 128, biased", 128, 2880, 2880, EPIC_CLAMPED_SWIGLU, 128, true},
+        {"Qwen3-30B, 128 x 256", 128, 2048, 768, EPIC_SILU, 256, false}};
+    p2p_gemm probe = {};
+    probe.row_type = probe.weight_type = EPIC_BF16;
+    probe.slabs.num_slots = 128;
+    printf("tensor cores: %s\n", p2p_gemm_is_slow(&probe) ? p2p_gemm_is_slow(&probe) : "used");
+    if (only.empty() || only == "products") {
+        time_products(even(64, 512), 7168, 4096, me->stream);
+        time_products(even(64, 512), 2048, 7168, me->stream);
+        time_products(skewed(), 7168, 4096, me->stream);
+        time_products(even(4, 8192), 7168, 4096, me->stream);
+    }
+    if (only.empty() || only == "experts")
+        for (const Model &m : models) time_experts(me, m);
+    if (only.empty() || only == "decode")
+        for (int each : {1, 4, 16}) {
+            time_decode(each, 7168, 4096, me->stream);
+            time_decode(each, 2048, 7168, me->stream);
+        }
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++) {
+        if (!strncmp(argv[i], "rounds=", 7)) rounds = atoi(argv[i] + 7);
+        if (!strncmp(argv[i], "only=", 5)) only = argv[i] + 5;
+    }
+    team t = {};
+    t.num_ranks = t.num_gpus = 1;
+    t.max_tokens = 16;
+    t.max_row_bytes = 64;
+    t.timeout_ms = 20000;
+    t.work = work;
+    return team_run(&t) != 0;
+}

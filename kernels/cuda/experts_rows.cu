@@ -1,0 +1,349 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* activation: the rows between the experts' two products, and their gradients.
+ *   gate_up      [slots, width]  x W as the product left it: weight and bias are applied here
+ *   activations  [slots, inner]  backward: their gradient comes in, they themselves go out, as
+ *                                the weight gradient of the second product needs both
+ *   d_gate_up    [slots, width]
+ * A warp takes a row, 16 bytes a lane where rows are whole vectors.  Rows without a token are
+ * neither read nor written: the products do not read them either. */
+#include "cuda/activation.cuh"
+#include "cuda/grouped.h"
+#include "cuda/launch.cuh"
+#include "cuda/numbers.cuh"
+
+#define THREADS 256
+#define WARPS (THREADS / 32)
+#define CTAS_OF_SM 8
+
+static __device__ float add_lanes(float x)
+{
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+        x += __shfl_xor_sync(0xffffffffu, x, distance);
+    return x;
+}
+
+struct Slot { /* a row that a warp works on */
+    int64_t slot, expert;
+    float input, early; /* what x W and the activation are multiplied by */
+};
+
+/* f(slot) for the slots with a token and padding(slot) for the others inside slabs. */
+template <class F, class P>
+static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
+{
+    const int64_t rows = (int64_t)*s.num_tiles * EXPERTS_TILE_ROWS;
+    const int64_t warps = (int64_t)gridDim.x * WARPS;
+    int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    for (; i < rows; i += warps) {
+        const slab_tile tile = s.tiles[i / EXPERTS_TILE_ROWS];
+        const int r = (int)(i % EXPERTS_TILE_ROWS);
+        if (r < tile.tokens)
+            f((int64_t)tile.row + r, (int64_t)tile.expert);
+        else if (r < tile.rows)
+            padding((int64_t)tile.row + r);
+    }
+}
+
+static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
+                                               int64_t expert)
+{
+    const float w = job.slot_weights ? job.slot_weights[slot] : 1;
+    const bool input = job.experts.weighting == EPIC_WEIGHT_INPUT;
+    return {slot, expert, input ? w : 1, input ? 1 : w};
+}
+
+template <int V> struct Pair { /* of the first product: of gate and up */
+    float gate[V], up[V];
+};
+
+template <class T, int V>
+static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job, int64_t slot,
+                                                    int64_t i)
+{
+    Pair<V> p;
+    const int64_t inner = job.experts.inner;
+    if (job.experts.ungated) {
+        load_numbers<T, V>(p.gate, job.gate_up, slot * inner + i);
+        return p;
+    }
+    const int64_t row = slot * 2 * inner;
+    if (!job.experts.interleaved) {
+        load_numbers<T, V>(p.gate, job.gate_up, row + i);
+        load_numbers<T, V>(p.up, job.gate_up, row + inner + i);
+        return p;
+    }
+    float low[V], high[V];
+    load_numbers<T, V>(low, job.gate_up, row + 2 * i);
+    load_numbers<T, V>(high, job.gate_up, row + 2 * i + V);
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        p.gate[v] = 2 * v < V ? low[2 * v % V] : high[2 * v % V];
+        p.up[v] = 2 * v + 1 < V ? low[(2 * v + 1) % V] : high[(2 * v + 1) % V];
+    }
+    return p;
+}
+
+template <class T, int V>
+static __device__ __forceinline__ void put_pair(const p2p_activation_job &job, int64_t slot,
+                                                int64_t i, const Pair<V> &p)
+{
+    const int64_t inner = job.experts.inner, row = slot * 2 * inner;
+    if (job.experts.ungated) {
+        put_numbers<T, V>(job.d_gate_up, slot * inner + i, p.gate);
+    } else if (!job.experts.interleaved) {
+        put_numbers<T, V>(job.d_gate_up, row + i, p.gate);
+        put_numbers<T, V>(job.d_gate_up, row + inner + i, p.up);
+    } else {
+        float both[2 * V], half[V];
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            both[2 * v] = p.gate[v];
+            both[2 * v + 1] = p.up[v];
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+#pragma unroll
+            for (int v = 0; v < V; v++) half[v] = both[h * V + v];
+            put_numbers<T, V>(job.d_gate_up, row + 2 * i + h * V, half);
+        }
+    }
+}
+
+/* With its weight and bias: what the activation is taken of. */
+template <int V>
+static __device__ __forceinline__ Pair<V>
+finish_pair(const p2p_activation_job &job, const Slot &s, int64_t i, const Pair<V> &raw)
+{
+    Pair<V> p;
+    const epic_experts &ex = job.experts;
+    const int64_t step = ex.interleaved ? 2 : 1, second = ex.interleaved ? 1 : ex.inner;
+    const int64_t bias = s.expert * (ex.ungated ? 1 : 2) * ex.inner;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        p.gate[v] = raw.gate[v] * s.input;
+        p.up[v] = ex.ungated ? 0 : raw.up[v] * s.input;
+        if (job.bias == NULL) continue;
+        p.gate[v] += number_at(job.bias, ex.weight_type, bias + (i + v) * step);
+        if (!ex.ungated)
+            p.up[v] += number_at(job.bias, ex.weight_type, bias + second + (i + v) * step);
+    }
+    return p;
+}
+
+template <class T, int V>
+static __global__ void __launch_bounds__(THREADS)
+    activation_kernel(const __grid_constant__ p2p_activation_job job)
+{
+    const int64_t inner = job.experts.inner;
+    const int lane = threadIdx.x % 32;
+    each_slot(
+        job.slabs,
+        [&](int64_t slot, int64_t expert) {
+            const Slot s = slot_of(job, slot, expert);
+            for (int64_t i = lane * V; i < inner; i += 32 * V) {
+                const Pair<V> p = finish_pair<V>(job, s, i, load_pair<T, V>(job, slot, i));
+                float out[V];
+#pragma unroll
+                for (int v = 0; v < V; v++)
+                    out[v] = activate(p.gate[v], job.experts).value *
+                             up_factor(p.up[v], job.experts).value * s.early;
+                put_numbers<T, V>(job.activations, slot * inner + i, out);
+            }
+        },
+        [](int64_t) {});
+}
+
+/* The rows of a slot; returns this lane's part of the gradient of its weight. */
+template <class T, int V>
+static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
+                                                     const Slot &s)
+{
+    const epic_experts &ex = job.experts;
+    const int64_t inner = ex.inner;
+    const bool input = ex.weighting == EPIC_WEIGHT_INPUT;
+    const float scale = job.weigh_d ? s.input : 1;
+    float dot = 0;
+    for (int64_t i = threadIdx.x % 32 * V; i < inner; i += 32 * V) {
+        const Pair<V> raw = load_pair<T, V>(job, s.slot, i);
+        const Pair<V> p = finish_pair<V>(job, s, i, raw);
+        float d[V], out[V];
+        Pair<V> d_pair;
+        load_numbers<T, V>(d, job.activations, s.slot * inner + i);
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            const Activated gate = activate(p.gate[v], ex), up = up_factor(p.up[v], ex);
+            const float d_gate = d[v] * s.early * up.value * gate.slope;
+            const float d_up = d[v] * s.early * gate.value * up.slope;
+            out[v] = gate.value * up.value * s.early;
+            dot += input ? d_gate * raw.gate[v] + (ex.ungated ? 0 : d_up * raw.up[v])
+                         : d[v] * gate.value * up.value;
+            d_pair.gate[v] = d_gate * scale;
+            d_pair.up[v] = d_up * scale;
+        }
+        put_numbers<T, V>(job.activations, s.slot * inner + i, out);
+        put_pair<T, V>(job, s.slot, i, d_pair);
+    }
+    return dot;
+}
+
+/* This lane's part of what an early weight of the down bias adds to its gradient. */
+static __device__ float bias_part(const p2p_activation_job &job, const Slot &s)
+{
+    const int64_t hidden = job.experts.hidden;
+    float dot = 0;
+    for (int64_t i = threadIdx.x % 32; i < hidden; i += 32)
+        dot += number_at(job.d_y, job.experts.row_type, s.slot * hidden + i) *
+               number_at(job.b_down, job.experts.weight_type, s.expert * hidden + i);
+    return dot;
+}
+
+template <class T, int V>
+static __global__ void __launch_bounds__(THREADS)
+    activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
+{
+    const int lane = threadIdx.x % 32;
+    each_slot(
+        job.slabs,
+        [&](int64_t slot, int64_t expert) {
+            const Slot s = slot_of(job, slot, expert);
+            float dot = backward_row<T, V>(job, s);
+            if (!job.d_slot_weights) return;
+            if (job.b_down) dot += bias_part(job, s);
+            dot = add_lanes(dot);
+            if (lane == 0) job.d_slot_weights[slot] = dot;
+        },
+        [&](int64_t slot) {
+            if (job.d_slot_weights && lane == 0) job.d_slot_weights[slot] = 0;
+        });
+}
+
+/* --------------------------------------------------------------------- bias and scale ---- */
+
+/* A CTA takes 64 columns of an expert, each of its warps every WARPS-th row. */
+static __global__ void __launch_bounds__(THREADS)
+    bias_kernel(const __grid_constant__ p2p_bias_job job)
+{
+    __shared__ float parts[WARPS][64];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int64_t across = (job.n + 63) / 64, expert = blockIdx.x / across;
+    const int64_t first = blockIdx.x % across * 64;
+    const slab_place slab = job.slabs.slabs[expert];
+    float sum[2] = {0, 0};
+    for (int64_t r = warp; r < slab.tokens; r += WARPS) {
+        const int64_t slot = slab.row + r;
+        const float w = job.weights ? job.weights[slot] : 1;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int64_t column = first + h * 32 + lane;
+            if (column < job.n)
+                sum[h] += w * number_at(job.rows, job.row_type, slot * job.n + column);
+        }
+    }
+    parts[warp][lane] = sum[0];
+    parts[warp][32 + lane] = sum[1];
+    __syncthreads();
+    const int64_t column = first + threadIdx.x;
+    if (threadIdx.x >= 64 || column >= job.n) return;
+    const int64_t at = expert * job.n + column;
+    float total = job.accumulate ? number_at(job.out, job.out_type, at) : 0;
+    for (int i = 0; i < WARPS; i++) total += parts[i][threadIdx.x];
+    put_number(job.out, job.out_type, at, total);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    scale_kernel(const __grid_constant__ p2p_scale_job job)
+{
+    const int lane = threadIdx.x % 32;
+    each_slot(
+        job.slabs,
+        [&](int64_t slot, int64_t expert) {
+            const float w = job.weights ? job.weights[slot] : 1;
+            for (int64_t i = lane; i < job.n; i += 32) {
+                const float x = number_at(job.rows, job.row_type, slot * job.n + i);
+                const float y =
+                    job.bias ? x + w * number_at(job.bias, job.weight_type, expert * job.n + i)
+                             : x * w;
+                put_number(job.rows, job.row_type, slot * job.n + i, y);
+            }
+        },
+        [](int64_t) {});
+}
+
+/* -------------------------------------------------------------------------- launching ---- */
+
+static int ctas_of(const p2p_slabs *slabs, int sms)
+{
+    const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
+    const int64_t wanted = (rows + WARPS - 1) / WARPS, most = (int64_t)sms * CTAS_OF_SM;
+    return (int)(wanted < most ? wanted : most);
+}
+
+template <class T, int V>
+static cudaError_t launch(const p2p_activation_job *job, bool backward, cudaStream_t stream)
+{
+    const int ctas = ctas_of(&job->slabs, job->sms);
+    return backward ? enqueue(activation_backward_kernel<T, V>, ctas, THREADS, 0, stream, *job)
+                    : enqueue(activation_kernel<T, V>, ctas, THREADS, 0, stream, *job);
+}
+
+template <class T>
+static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
+                                cudaStream_t stream)
+{
+    return job->aligned ? launch<T, T::N>(job, backward, stream)
+                        : launch<T, 1>(job, backward, stream);
+}
+
+static cudaError_t launch_any(const p2p_activation_job *job, bool backward, cudaStream_t stream)
+{
+    const uint32_t type = job->experts.row_type;
+    if (type == EPIC_BF16) return launch_typed<Bf16>(job, backward, stream);
+    if (type == EPIC_F16) return launch_typed<F16>(job, backward, stream);
+    return launch_typed<F32>(job, backward, stream);
+}
+
+extern "C" cudaError_t p2p_launch_activation(const p2p_activation_job *job, cudaStream_t stream)
+{
+    return launch_any(job, false, stream);
+}
+
+extern "C" cudaError_t p2p_launch_activation_backward(const p2p_activation_job *job,
+                                                      cudaStream_t stream)
+{
+    return launch_any(job, true, stream);
+}
+
+extern "C" cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream)
+{
+    const int64_t ctas = (job->n + 63) / 64 * job->slabs.num_experts;
+    return enqueue(bias_kernel, (int)ctas, THREADS, 0, stream, *job);
+}
+
+extern "C" cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream)
+{
+    return enqueue(scale_kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
+}
+
+template <class T, int V> static cudaError_t load()
+{
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, activation_kernel<T, V>);
+    return error == cudaSuccess
+               ? cudaFuncGetAttributes(&attributes, activation_backward_kernel<T, V>)
+               : error;
+}
+
+extern "C" cudaError_t p2p_load_activation(void)
+{
+    cudaFuncAttributes attributes;
+    cudaError_t error = load<Bf16, 8>();
+    if (error == cudaSuccess) error = load<Bf16, 1>();
+    if (error == cudaSuccess) error = load<F16, 8>();
+    if (error == cudaSuccess) error = load<F16, 1>();
+    if (error == cudaSuccess) error = load<F32, 4>();
+    if (error == cudaSuccess) error = load<F32, 1>();
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, bias_kernel);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, scale_kernel);
+    return error;
+}

@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The kernels of the experts: what they are given, and how they are launched.  Plain C.  They talk
+ * to no peer.  All counts are on the device: a launch knows capacities only. */
+#ifndef EPIC_CUDA_GROUPED_H
+#define EPIC_CUDA_GROUPED_H
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+#include "epic/epic.h"
+#include "rules/experts_layout.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Where the slabs lie, worked out once for a call by p2p_launch_slabs. */
+typedef struct p2p_slabs {
+    const int32_t *expert_rows;   /* [num_experts], the caller's */
+    const int32_t *expert_tokens; /* NULL: expert_rows */
+    int32_t *num_tiles;           /* [1] */
+    slab_tile *tiles;             /* [most_tiles] */
+    slab_place *slabs;            /* [num_experts] */
+    int64_t num_slots;
+    int32_t num_experts;
+    int32_t most_tiles;
+} p2p_slabs;
+
+/* A product over slabs. */
+typedef struct p2p_gemm {
+    p2p_slabs slabs;
+    const void *a;    /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
+    const void *b;    /* FORWARD, INPUT: weights [experts, k, n]; WEIGHT: d_y [slots, n] */
+    void *out;        /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
+    const void *bias; /* FORWARD: [experts, n], added to rows that carry a token; NULL: none */
+    const float *bias_weights; /* [slots], of the bias; NULL: 1 */
+    int64_t k, n;
+    uint32_t pass;        /* an epic_gemm_pass */
+    uint32_t row_type;    /* of a, of b in WEIGHT, of out but in WEIGHT */
+    uint32_t weight_type; /* of b but in WEIGHT, and of bias */
+    uint32_t out_type;    /* WEIGHT: of out */
+    int32_t accumulate;   /* WEIGHT: out is added to */
+    int32_t sms;          /* most CTAs */
+    int32_t group;        /* rows of tiles that take turns over all columns; 0: chosen */
+    int32_t alone;        /* 1: CTAs do not work in pairs.  For tests */
+} p2p_gemm;
+
+/* The rows between two products: activations and their gradients. */
+typedef struct p2p_activation_job {
+    p2p_slabs slabs;
+    epic_experts experts;      /* defaults filled in */
+    const void *gate_up;       /* [slots, width]: x W, before weight and bias */
+    const void *bias;          /* [experts, width]; NULL: none */
+    const float *slot_weights; /* NULL: EPIC_WEIGHT_LATE */
+    void *activations;         /* [slots, inner]; backward: their gradient comes in */
+    void *d_gate_up;           /* backward: [slots, width] */
+    const void *d_y;    /* backward, for b_down's part in EPIC_WEIGHT_EARLY: [slots, hidden] */
+    const void *b_down; /* backward: [experts, hidden]; NULL: none */
+    float *d_slot_weights; /* backward; NULL: not wanted */
+    int32_t aligned;       /* 1: rows are whole vectors of 16 bytes */
+    int32_t weigh_d;       /* backward, EPIC_WEIGHT_INPUT: d_gate_up comes out weighted */
+    int32_t sms;
+    int32_t pad;
+} p2p_activation_job;
+
+/* out[e] = the sum of the rows of expert e that carry a token, each times its weight. */
+typedef struct p2p_bias_job {
+    p2p_slabs slabs;
+    const void *rows;     /* [slots, n] of row_type */
+    const float *weights; /* [slots]; NULL: 1 */
+    void *out;            /* [experts, n] of out_type */
+    int64_t n;
+    uint32_t row_type, out_type;
+    int32_t accumulate;
+    int32_t pad;
+} p2p_bias_job;
+
+/* Rows times a weight, or plus one, in place: what a product of the caller's own leaves to do. */
+typedef struct p2p_scale_job {
+    p2p_slabs slabs;
+    void *rows;           /* [slots, n] of row_type; those without a token become 0 */
+    const float *weights; /* [slots]; NULL: 1 */
+    const void
+        *bias; /* [experts, n] of weight_type: rows + weight * bias; NULL: weight * rows */
+    int64_t n;
+    uint32_t row_type, weight_type;
+    int32_t sms;
+    int32_t pad;
+} p2p_scale_job;
+
+cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
+
+/* On tensor cores where the GPU and the shapes let it (p2p_gemm_is_fast), else the plain one. */
+cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
+cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
+cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
+
+/* Can this GPU's tensor cores do it, and if not, why: NULL, or a few words. */
+const char *p2p_gemm_is_slow(const p2p_gemm *job);
+
+cudaError_t p2p_launch_activation(const p2p_activation_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_activation_backward(const p2p_activation_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream);
+
+cudaError_t p2p_load_slabs(void);
+cudaError_t p2p_load_activation(void);
+cudaError_t p2p_load_plain_gemm(void);
+cudaError_t p2p_load_hopper_gemm(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,677 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* hopper gemm: products over slabs on the tensor cores of sm_90a, as grouped.h and
+ * grouped_plain.cu have them: 16-bit factors, float32 sums, k and n multiples of 8.
+ *
+ * A tile of out is 128 x 256.  A CTA has one warpgroup that copies (a single thread of it does)
+ * and two that multiply, 64 rows each:
+ *
+ *     producer   wait empty[s]; copy a 128 x 64 and b 64 x 256 into stage s -> full[s]
+ *     consumers  wait full[s];  4 wgmma of 64 x 256 x 16; arrive at empty[s] one stage later
+ *     consumers  bias, zeros on padding, round; through shared memory to out, 64 x 128 bytes a box
+ *
+ * Both run over the same list of tiles, STAGES stages apart.  The grid is persistent: CTA i takes
+ * tiles i, i + grid, ...  Two CTAs are a cluster and take neighbouring tiles in turn; where both
+ * are of one expert each copies half of b and the copy goes to both (decided tile by tile: skewed
+ * slabs waste nothing).
+ *
+ * Factors lie in memory as they are: a "turned" factor is read by wgmma across its rows.
+ *     pass     a                     b                      steps of the sum
+ *     FORWARD  x   [slot, k]         w [k, n] turned        k
+ *     INPUT    d_y [slot, n]         w [k, n]               n
+ *     WEIGHT   x   [slot, k] turned  d_y [slot, n] turned   slots of the slab
+ * WEIGHT begins with the ragged last block of slots, the rows of which that are past the slab's
+ * tokens are zeroed in shared memory: padding and neighbours have no part in any sum.  FORWARD and
+ * INPUT compute whole tiles and keep what belongs to a token. */
+#include "cuda/grouped.h"
+
+/* The emulator's GPU has no tensor cores, and this file is empty of kernels there. */
+#if defined(__NVCC__)
+
+#include "cuda/tensor.cuh"
+
+#define BM EXPERTS_TILE_ROWS
+#define BN 256
+#define BK 64
+#define STAGES 4
+#define GROUP_BYTES (64 * 128) /* 64 lines of 128 bytes: what the swizzle is made for */
+#define A_BYTES (2 * GROUP_BYTES)
+#define B_BYTES (4 * GROUP_BYTES)
+#define STAGE_BYTES (A_BYTES + B_BYTES)
+#define STORE_BYTES (2 * GROUP_BYTES) /* of a consumer: two boxes, in turn */
+#define SHARED_BYTES (STAGES * STAGE_BYTES + 2 * STORE_BYTES + 1024)
+#define THREADS 384
+#define CONSUMERS 256
+
+/* Barriers of the CTA by number; 0 is __syncthreads. */
+#define MEET_OWN 1 /* and 2: of one consumer warpgroup */
+#define MEET_BOTH 3
+
+struct Maps { /* what tensor copies know of the three matrices */
+    CUtensorMap a, b, out;
+};
+
+struct Job {
+    slab_place *slabs;
+    slab_tile *tiles;
+    const int32_t *num_tiles;
+    const void *bias;
+    const float *bias_weights;
+    void *out;
+    int64_t columns; /* of out */
+    int num_experts;
+    int tiles_down; /* WEIGHT: tiles of one expert, down */
+    int tiles_across;
+    int steps; /* but WEIGHT: blocks of the sum */
+    int group; /* pairs of tiles that take turns over all columns */
+    int accumulate;
+};
+
+struct Work { /* a tile */
+    int row;  /* of a, and of out; WEIGHT: of out alone */
+    int column, expert, steps;
+    int first;  /* WEIGHT: first slot of the slab */
+    int tokens; /* but WEIGHT: rows to compute; WEIGHT: tokens of the slab */
+    int rows;   /* but WEIGHT: rows to store */
+    bool store, share;
+};
+
+/* Tile number `t` of this CTA's; false: past the last. */
+template <int PASS, int CTAS>
+static __device__ __forceinline__ bool find_work(Work &w, const Job &job, int num_tiles, int t,
+                                                 int rank)
+{
+    int down = num_tiles, rest = t;
+    if (PASS == EPIC_GEMM_WEIGHT) {
+        down = job.tiles_down;
+        const int each = (down + CTAS - 1) / CTAS * job.tiles_across;
+        w.expert = t / each;
+        if (w.expert >= job.num_experts) return false;
+        rest = t - w.expert * each;
+    }
+    const int pairs = (down + CTAS - 1) / CTAS;
+    if (rest >= pairs * job.tiles_across) return false;
+    const int turn = rest / (job.group * job.tiles_across);
+    rest -= turn * job.group * job.tiles_across;
+    const int in_turn = min(job.group, pairs - turn * job.group);
+    const int pair = turn * job.group + rest % in_turn;
+    w.column = rest / in_turn * BN;
+    int line = pair * CTAS + rank;
+    w.store = line < down; /* the last of an odd number is computed twice */
+    if (!w.store) line = down - 1;
+    w.share = CTAS == 2;
+    if (PASS == EPIC_GEMM_WEIGHT) {
+        const slab_place slab = job.slabs[w.expert];
+        w.row = line * BM;
+        w.first = slab.row;
+        w.tokens = slab.tokens;
+        w.rows = BM;
+        w.steps = (slab.tokens + BK - 1) / BK;
+        w.store = w.store && !(job.accumulate && w.steps == 0);
+    } else {
+        const slab_tile tile = job.tiles[line];
+        w.row = tile.row;
+        w.expert = tile.expert;
+        w.first = 0;
+        w.tokens = tile.tokens;
+        w.rows = tile.rows;
+        w.steps = job.steps;
+        if (CTAS == 2)
+            w.share = job.tiles[min(pair * 2 + 1 - rank, down - 1)].expert == w.expert;
+    }
+    return true;
+}
+
+struct Stage { /* the place in the ring of stages that a thread has come to */
+    int index, parity;
+
+    __device__ __forceinline__ void next()
+    {
+        if (++index == STAGES) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+    __device__ __forceinline__ int last() const
+    {
+        return (index + STAGES - 1) % STAGES;
+    }
+};
+
+struct Places { /* in shared memory */
+    uint32_t stages, stores, full, empty;
+};
+
+/* ---------------------------------------------------------------------------- producer ---- */
+
+template <int PASS>
+static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
+                                              const Work &w, int step)
+{
+    if (PASS == EPIC_GEMM_WEIGHT) {
+        load_box(to, &maps.a, full, w.row, step);
+        load_box(to + GROUP_BYTES, &maps.a, full, w.row + 64, step);
+    } else {
+        load_box(to, &maps.a, full, step, w.row);
+    }
+}
+
+template <int PASS>
+static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
+                                              const Work &w, int step, bool share, int rank)
+{
+    constexpr int BOXES = PASS == EPIC_GEMM_INPUT ? 2 : 4;
+#pragma unroll
+    for (int i = 0; i < BOXES; i++) {
+        const uint32_t at = to + i * (B_BYTES / BOXES);
+        const int column = w.column + i * (BN / BOXES);
+        const int x = PASS == EPIC_GEMM_INPUT ? step : column;
+        const int y = PASS == EPIC_GEMM_INPUT ? column : step;
+        const int z = PASS == EPIC_GEMM_WEIGHT ? 0 : w.expert;
+        if (!share)
+            load_box(at, &maps.b, full, x, y, z);
+        else if (i / (BOXES / 2) == rank)
+            load_box_for_both(at, &maps.b, full, x, y, z);
+    }
+}
+
+template <int PASS, int CTAS>
+static __device__ __forceinline__ void produce(const Maps &maps, const Job &job,
+                                               const Places &at, int rank)
+{
+    const int num_tiles = PASS == EPIC_GEMM_WEIGHT ? 0 : *job.num_tiles;
+    const int grid = gridDim.x / CTAS;
+    Stage s = {0, 0};
+    Work w;
+    for (int t = blockIdx.x / CTAS; find_work<PASS, CTAS>(w, job, num_tiles, t, rank);
+         t += grid) {
+        for (int k = 0; k < w.steps; k++) {
+            const int block = PASS != EPIC_GEMM_WEIGHT ? k : k == 0 ? w.steps - 1 : k - 1;
+            const int step = w.first + block * BK;
+            const uint32_t a = at.stages + s.index * STAGE_BYTES, full = at.full + 8 * s.index;
+            barrier_wait(at.empty + 8 * s.index, s.parity ^ 1);
+            barrier_expect(full, STAGE_BYTES);
+            load_a<PASS>(a, maps, full, w, step);
+            load_b<PASS>(a + A_BYTES, maps, full, w, step, w.share, rank);
+            s.next();
+        }
+    }
+}
+
+/* --------------------------------------------------------------------------- consumers ---- */
+
+/* This warpgroup has read a stage: both CTAs' producers may fill it again. */
+template <int CTAS>
+static __device__ __forceinline__ void release(const Places &at, int stage, int thread)
+{
+    const uint32_t empty = at.empty + 8 * stage;
+    if (CTAS == 2) {
+        if (thread < 2) barrier_arrive_at(empty, thread);
+    } else if (thread == 0) {
+        barrier_arrive(empty);
+    }
+}
+
+/* Zeros the lines from `first` on of a stage of WEIGHT: half of it each warpgroup. */
+static __device__ __forceinline__ void clear_lines(uint32_t stage, int first, int half,
+                                                   int thread)
+{
+    const uint32_t a = stage + half * GROUP_BYTES, b = stage + A_BYTES + 2 * half * GROUP_BYTES;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    for (int i = thread; i < (64 - first) * 8; i += 128) {
+        const uint32_t line = first * 128 + i * 16;
+        put_shared(a + line, zero);
+        put_shared(b + line, zero);
+        put_shared(b + GROUP_BYTES + line, zero);
+    }
+    show_to_async();
+    meet(MEET_BOTH, CONSUMERS);
+}
+
+template <class T, int PASS, int CTAS>
+static __device__ __forceinline__ void
+multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int half, int thread)
+{
+    constexpr int TURN_A = PASS == EPIC_GEMM_WEIGHT, TURN_B = PASS != EPIC_GEMM_INPUT;
+    constexpr int STEP_A = TURN_A ? 128 : 2,
+                  STEP_B = TURN_B ? 128 : 2; /* 16 steps of the sum */
+    if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
+        barrier_wait(at.full + 8 * s.index, s.parity);
+        clear_lines(at.stages + s.index * STAGE_BYTES, w.tokens % BK, half, thread);
+    }
+    if (w.steps == 0) {
+#pragma unroll
+        for (int i = 0; i < 128; i++) d[i] = 0;
+    }
+    for (int k = 0; k < w.steps; k++) {
+        const uint32_t stage = at.stages + s.index * STAGE_BYTES;
+        barrier_wait(at.full + 8 * s.index, s.parity);
+        const uint64_t a = factor_at(stage + half * GROUP_BYTES, TURN_A ? 512 : 1, 64);
+        const uint64_t b = factor_at(stage + A_BYTES, TURN_B ? 512 : 1, 64);
+        begin_products();
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            multiply<TURN_A, TURN_B>(d, a + i * STEP_A, b + i * STEP_B, (k | i) != 0, T());
+        end_products();
+        if (k > 0) {
+            wait_products<1>();
+            release<CTAS>(at, s.last(), thread);
+        }
+        s.next();
+    }
+    wait_products<
+        0>(); /* straight on everybody's way: else ptxas runs wgmma one by one (C7518) */
+    if (w.steps > 0) release<CTAS>(at, s.last(), thread);
+}
+
+/* Number d[4 * j + i] of a thread is row `row` (i < 2) or row + 8 of its warpgroup's 64, column
+ * 8 * j + column + i % 2. */
+struct Lane {
+    int row, column;
+
+    __device__ __forceinline__ explicit Lane(int thread)
+    {
+        row = thread / 32 * 16 + thread % 32 / 4;
+        column = thread % 4 * 2;
+    }
+};
+
+static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __nv_bfloat16)
+{
+    return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)p + i));
+}
+
+static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __half)
+{
+    return __half22float2(*(const __half2 *)((const __half *)p + i));
+}
+
+static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __nv_bfloat16)
+{
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    return *(const uint32_t *)&pair;
+}
+
+static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half)
+{
+    const __half2 pair = __floats2half2_rn(x, y);
+    return *(const uint32_t *)&pair;
+}
+
+template <class T>
+static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job, const Work &w,
+                                                int half, const Lane &lane)
+{
+    const int row = half * 64 + lane.row;
+    float low = 1, high = 1;
+    if (job.bias_weights) {
+        low = row < w.tokens ? job.bias_weights[w.row + row] : 0;
+        high = row + 8 < w.tokens ? job.bias_weights[w.row + row + 8] : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < 32; j++) {
+        const int column = w.column + 8 * j + lane.column;
+        if (column >= job.columns) continue;
+        const float2 b = pair_at(job.bias, w.expert * job.columns + column, T());
+        d[4 * j] += low * b.x;
+        d[4 * j + 1] += low * b.y;
+        d[4 * j + 2] += high * b.x;
+        d[4 * j + 3] += high * b.y;
+    }
+}
+
+static __device__ __forceinline__ void clear_padding(float (&d)[128], int tokens,
+                                                     const Lane &lane)
+{
+    const bool low = lane.row >= tokens, high = lane.row + 8 >= tokens;
+#pragma unroll
+    for (int j = 0; j < 32; j++) {
+        if (low) d[4 * j] = d[4 * j + 1] = 0;
+        if (high) d[4 * j + 2] = d[4 * j + 3] = 0;
+    }
+}
+
+/* Box q of the warpgroup's 64 rows, into shared memory as a tensor copy wants it: lines of 128
+ * bytes, of which vector v of line r lies at v ^ r % 8. */
+template <class T>
+static __device__ __forceinline__ void put_box(uint32_t box, const float (&d)[128], int q,
+                                               int thread, T)
+{
+    const int lane = thread % 32;
+    const int row = thread / 32 * 16 + lane % 8 + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float *x = d + q * 32 + j * 8;
+        const int vector = (2 * j + lane / 16) ^ row % 8;
+        put_matrices(box + row * 128 + vector * 16, pack_pair(x[0], x[1], T()),
+                     pack_pair(x[2], x[3], T()), pack_pair(x[4], x[5], T()),
+                     pack_pair(x[6], x[7], T()));
+    }
+}
+
+static __device__ __forceinline__ void put_box(uint32_t box, const float (&d)[128], int q,
+                                               int thread, float)
+{
+    const Lane lane(thread);
+    const int high = lane.row + 8;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float *x = d + q * 16 + j * 4;
+        const int vector = (2 * j + lane.column / 4) ^ lane.row % 8; /* of high, too */
+        const uint32_t at = box + vector * 16 + lane.column % 4 * 4;
+        put_shared(at + lane.row * 128, x[0], x[1]);
+        put_shared(at + high * 128, x[2], x[3]);
+    }
+}
+
+/* The first `rows` lines of a box that is not all this slab's. */
+static __device__ __forceinline__ void
+store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vectors, int thread)
+{
+    for (int i = thread; i < rows * 8; i += 128) {
+        const int row = i / 8, vector = i % 8;
+        uint4 v;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(box + row * 128 + ((vector ^ row % 8) << 4))
+                     : "memory");
+        if (vector < vectors) *(uint4 *)(out + row * line_bytes + vector * 16) = v;
+    }
+}
+
+template <class Out, int PASS>
+static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
+                                                  const Job &job, const Work &w, uint32_t boxes,
+                                                  int half, int thread)
+{
+    constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE; /* columns of a box, boxes */
+    const int rows = w.rows - half * 64; /* of this warpgroup's, that are the slab's */
+#pragma unroll
+    for (int q = 0; q < COUNT; q++) {
+        const uint32_t box = boxes + q % 2 * GROUP_BYTES;
+        const int column = w.column + q * WIDE;
+        if (thread == 0) wait_boxes_read<1>();
+        meet(MEET_OWN + half, 128);
+        put_box(box, d, q, thread, Out());
+        show_to_async();
+        meet(MEET_OWN + half, 128);
+        if (PASS == EPIC_GEMM_WEIGHT || rows >= 64) {
+            const int z = PASS == EPIC_GEMM_WEIGHT ? w.expert : 0;
+            if (thread == 0 && w.store && job.accumulate)
+                add_box(&maps.out, box, column, w.row + half * 64, z);
+            else if (thread == 0 && w.store)
+                store_box(&maps.out, box, column, w.row + half * 64, z);
+        } else if (w.store && rows > 0 && column < job.columns) {
+            const int64_t at = (int64_t)(w.row + half * 64) * job.columns + column;
+            store_lines((uint8_t *)job.out + at * (int)sizeof(Out),
+                        job.columns * (int)sizeof(Out), box, rows,
+                        (int)(job.columns - column) / (16 / (int)sizeof(Out)), thread);
+        }
+        if (thread == 0) end_boxes();
+    }
+}
+
+template <class T, class Out, int PASS, int CTAS>
+static __device__ __forceinline__ void consume(const Maps &maps, const Job &job,
+                                               const Places &at, int half, int rank)
+{
+    const int num_tiles = PASS == EPIC_GEMM_WEIGHT ? 0 : *job.num_tiles;
+    const int grid = gridDim.x / CTAS, thread = threadIdx.x % 128;
+    const uint32_t boxes = at.stores + half * STORE_BYTES;
+    const Lane lane(thread);
+    Stage s = {0, 0};
+    Work w;
+    float d[128];
+    for (int t = blockIdx.x / CTAS; find_work<PASS, CTAS>(w, job, num_tiles, t, rank);
+         t += grid) {
+        multiply_tile<T, PASS, CTAS>(d, w, at, s, half, thread);
+        if (PASS == EPIC_GEMM_FORWARD && job.bias) add_bias<T>(d, job, w, half, lane);
+        if (PASS != EPIC_GEMM_WEIGHT && w.tokens < BM)
+            clear_padding(d, w.tokens - half * 64, lane);
+        store_tile<Out, PASS>(d, maps, job, w, boxes, half, thread);
+    }
+    if (thread == 0) wait_boxes();
+}
+
+/* ------------------------------------------------------------------------------ kernel ---- */
+
+/* T: of the factors, Out: of the result. */
+template <class T, class Out, int PASS, int CTAS>
+static __global__ void __launch_bounds__(THREADS, 1)
+    hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ uint8_t memory[];
+    __shared__ uint64_t barriers[2 * STAGES]; /* its size tells the host that there is a body */
+    const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
+    Places at;
+    at.stages = ((uint32_t)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
+    at.stores = at.stages + STAGES * STAGE_BYTES;
+    at.full = (uint32_t)__cvta_generic_to_shared(barriers);
+    at.empty = at.full + 8 * STAGES;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(at.full + 8 * i, 1);
+            barrier_init(at.empty + 8 * i, 2 * CTAS); /* consumers, of both CTAs */
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    if (CTAS == 2) cluster_meet();
+    if (group == 0) {
+        give_registers<40>();
+        if (threadIdx.x == 0) produce<PASS, CTAS>(maps, job, at, rank);
+    } else {
+        take_registers<232>();
+        consume<T, Out, PASS, CTAS>(maps, job, at, group - 1, rank);
+    }
+    __syncwarp();
+    if (CTAS == 2) cluster_meet(); /* a peer may still copy into this CTA's memory */
+#endif
+}
+
+/* --------------------------------------------------------------------------- launching ---- */
+
+typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                                    const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                                    const cuuint32_t *, CUtensorMapInterleave,
+                                    CUtensorMapSwizzle, CUtensorMapL2promotion,
+                                    CUtensorMapFloatOOBfill);
+
+static encode_function encode; /* of the driver; NULL: Hopper's kernels cannot be used */
+
+/* A matrix of numbers, or one for each expert, seen by boxes of 128 bytes x `lines`. */
+struct Matrix {
+    const void *data;
+    int64_t columns, rows, count; /* count 0: two dimensions */
+    uint32_t type;
+    int lines;
+};
+
+static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
+{
+    const cuuint64_t element = m.type == EPIC_F32 ? 4 : 2;
+    const CUtensorMapDataType type = m.type == EPIC_F32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : m.type == EPIC_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const cuuint64_t sizes[3] = {(cuuint64_t)m.columns, (cuuint64_t)m.rows,
+                                 (cuuint64_t)(m.count ? m.count : 1)};
+    const cuuint64_t strides[2] = {sizes[0] * element, sizes[0] * sizes[1] * element};
+    const cuuint32_t box[3] = {(cuuint32_t)(128 / element), (cuuint32_t)m.lines, 1};
+    const cuuint32_t each[3] = {1, 1, 1};
+    const CUresult result =
+        encode(map, type, m.count ? 3 : 2, (void *)m.data, sizes, strides, box, each,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
+{
+    const bool weight = g->pass == EPIC_GEMM_WEIGHT, input = g->pass == EPIC_GEMM_INPUT;
+    const int64_t slots = g->slabs.num_slots, experts = g->slabs.num_experts;
+    const uint32_t type = g->row_type;
+    const Matrix a = {g->a, input ? g->n : g->k, slots, 0, type, weight ? 64 : BM};
+    const Matrix b = {
+        g->b, g->n, weight ? slots : g->k, weight ? 1 : experts, type, input ? 128 : 64};
+    const Matrix out = {g->out,
+                        input ? g->k : g->n,
+                        weight ? g->k : slots,
+                        weight ? experts : 1,
+                        weight ? g->out_type : type,
+                        64};
+    cudaError_t error = make_map(&maps->a, a);
+    if (error == cudaSuccess) error = make_map(&maps->b, b);
+    return error == cudaSuccess ? make_map(&maps->out, out) : error;
+}
+
+static Job job_of(const p2p_gemm *g)
+{
+    Job job = {};
+    job.slabs = g->slabs.slabs;
+    job.tiles = g->slabs.tiles;
+    job.num_tiles = g->slabs.num_tiles;
+    job.bias = g->bias;
+    job.bias_weights = g->bias_weights;
+    job.out = g->out;
+    job.columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
+    job.num_experts = g->slabs.num_experts;
+    job.tiles_down = (int)((g->k + BM - 1) / BM);
+    job.tiles_across = (int)((job.columns + BN - 1) / BN);
+    job.steps = (int)(((g->pass == EPIC_GEMM_INPUT ? g->n : g->k) + BK - 1) / BK);
+    job.group = g->group ? g->group : job.num_experts >= 16 ? 4 : 8;
+    job.accumulate = g->pass == EPIC_GEMM_WEIGHT && g->accumulate;
+    return job;
+}
+
+/* CTAs, no more than there can be tiles. */
+static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
+{
+    const int64_t down = g->pass == EPIC_GEMM_WEIGHT
+                             ? (int64_t)(job.tiles_down + pair - 1) / pair * job.num_experts
+                             : ((int64_t)g->slabs.most_tiles + pair - 1) / pair;
+    const int64_t work = down * job.tiles_across, most = g->sms > pair ? g->sms / pair : 1;
+    return (int)(work < most ? work : most) * pair;
+}
+
+template <class T, class Out, int PASS, int CTAS>
+static cudaError_t launch(const p2p_gemm *g, cudaStream_t stream)
+{
+    const Job job = job_of(g);
+    Maps maps;
+    cudaError_t error = make_maps(&maps, g);
+    if (error != cudaSuccess) return error;
+    cudaLaunchConfig_t how = {};
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = CTAS;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    how.gridDim = dim3((unsigned)ctas_of(g, job, CTAS));
+    how.blockDim = dim3(THREADS);
+    how.dynamicSmemBytes = SHARED_BYTES;
+    how.stream = stream;
+    how.attrs = &cluster;
+    how.numAttrs = 1;
+    return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
+}
+
+template <class T, int CTAS>
+static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
+{
+    if (g->pass == EPIC_GEMM_FORWARD) return launch<T, T, EPIC_GEMM_FORWARD, CTAS>(g, stream);
+    if (g->pass == EPIC_GEMM_INPUT) return launch<T, T, EPIC_GEMM_INPUT, CTAS>(g, stream);
+    if (g->out_type == EPIC_F32) return launch<T, float, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
+    return launch<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
+}
+
+extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
+{
+    if (g->row_type == EPIC_F16) return launch_typed<__half, 2>(g, stream);
+    return g->alone ? launch_typed<__nv_bfloat16, 1>(g, stream)
+                    : launch_typed<__nv_bfloat16, 2>(g, stream);
+}
+
+static bool is_whole(const void *p)
+{
+    return (uintptr_t)p % 16 == 0;
+}
+
+extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
+{
+    const bool weight = g->pass == EPIC_GEMM_WEIGHT;
+    if (!encode) return "no tensor cores of sm_90a";
+    if (g->row_type != EPIC_BF16 && g->row_type != EPIC_F16) return "rows are not 16 bits";
+    if (!weight && g->weight_type != g->row_type) return "weights are not of the rows' type";
+    if (weight && g->out_type != g->row_type && g->out_type != EPIC_F32)
+        return "gradients are of another type";
+    if (g->k % 8 || g->n % 8) return "8 does not divide k and n";
+    if (!is_whole(g->a) || !is_whole(g->b) || !is_whole(g->out) || (uintptr_t)g->bias % 4)
+        return "an address that 16 does not divide";
+    return g->slabs.num_slots ? NULL : "no slots";
+}
+
+/* A build for other GPUs has kernels without a body. */
+template <class T, class Out, int PASS, int CTAS> static cudaError_t load(bool *good)
+{
+    cudaFuncAttributes attributes;
+    auto kernel = hopper_kernel<T, Out, PASS, CTAS>;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    *good = *good && error == cudaSuccess && attributes.sharedSizeBytes > 0;
+    if (*good)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     SHARED_BYTES);
+    return error;
+}
+
+template <class T, int CTAS> static cudaError_t load_typed(bool *good)
+{
+    cudaError_t error = load<T, T, EPIC_GEMM_FORWARD, CTAS>(good);
+    if (error == cudaSuccess) error = load<T, T, EPIC_GEMM_INPUT, CTAS>(good);
+    if (error == cudaSuccess) error = load<T, T, EPIC_GEMM_WEIGHT, CTAS>(good);
+    return error == cudaSuccess ? load<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;
+}
+
+static encode_function find_encode()
+{
+    void *function = NULL;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(
+        "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+    (void)cudaGetLastError();
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess
+               ? (encode_function)function
+               : NULL;
+}
+
+extern "C" cudaError_t p2p_load_hopper_gemm(void)
+{
+    bool good = true;
+    cudaError_t error = load_typed<__nv_bfloat16, 2>(&good);
+    if (error == cudaSuccess) error = load_typed<__nv_bfloat16, 1>(&good);
+    if (error == cudaSuccess) error = load_typed<__half, 2>(&good);
+    if (error == cudaSuccess && good) encode = find_encode();
+    return error;
+}
+
+#else
+
+extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *, cudaStream_t)
+{
+    return cudaErrorNotSupported;
+}
+
+extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *)
+{
+    return "no tensor cores of sm_90a";
+}
+
+extern "C" cudaError_t p2p_load_hopper_gemm(void)
+{
+    return cudaSuccess;
+}
+
+#endif

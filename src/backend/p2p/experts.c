@@ -1,0 +1,253 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The experts: from checked arguments to launches.  They are local: no epoch, no peer.
+ *
+ *     forward    saved = x W_gate_up;  activations;  y = activations W_down
+ *     backward   d = d_y W_down^T;  activations and d_gate_up from d and saved, in place;
+ *                d_w_down = activations^T d_y;  d_w_gate_up = x^T d_gate_up;
+ *                d_x = d_gate_up W_gate_up^T */
+#include "backend/p2p/p2p.h"
+#include "base/error.h"
+#include "cuda/grouped.h"
+
+typedef struct experts_call { /* what both directions have */
+    epic_experts experts;
+    epic_call how;
+    p2p_slabs slabs;
+    experts_layout at;
+    uint8_t *work;
+    const void *saved; /* x W_gate_up */
+    const float *slot_weights;
+    const void *b_gate_up;
+    int64_t hidden, inner, width;
+    int sms;
+    cudaStream_t stream;
+} experts_call;
+
+static epic_result begin(epic_group *g, experts_call *c, const epic_experts *experts,
+                         const epic_call *how, int64_t num_slots, bool backward)
+{
+    TRY(p2p_whole(g));
+    if (experts->row_type == EPIC_F64)
+        return epic_fail(EPIC_ENOTSUP,
+                         "experts.row_type is F64: float64 rows are for host memory");
+    c->experts = *experts;
+    c->how = *how;
+    c->at = experts_layout_of(experts, num_slots, backward);
+    c->hidden = experts->hidden;
+    c->inner = experts->inner;
+    c->width = c->inner * (experts->ungated ? 1 : 2);
+    c->stream = (cudaStream_t)how->stream;
+    c->sms = how->max_sms && how->max_sms < (uint32_t)g->device_sms ? (int)how->max_sms
+                                                                    : g->device_sms;
+    return EPIC_OK;
+}
+
+static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
+                          const int32_t *expert_tokens, int64_t num_slots)
+{
+    return (p2p_slabs){.expert_rows = expert_rows,
+                       .expert_tokens = expert_tokens,
+                       .num_tiles = (int32_t *)(void *)c->work,
+                       .tiles = (slab_tile *)(void *)(c->work + c->at.tiles),
+                       .slabs = (slab_place *)(void *)(c->work + c->at.slabs),
+                       .num_slots = num_slots,
+                       .num_experts = (int32_t)c->experts.num_local_experts,
+                       .most_tiles = c->at.most_tiles};
+}
+
+static void *activations_of(const experts_call *c)
+{
+    return c->work + c->at.activations;
+}
+
+static void *d_gate_up_of(const experts_call *c)
+{
+    return c->work + c->at.d_gate_up;
+}
+
+/* The caller's own product does no more than multiply: the bias is added behind it. */
+static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
+{
+    const p2p_scale_job job = {.slabs = c->slabs,
+                               .rows = g->out,
+                               .weights = g->bias_weights,
+                               .bias = g->bias,
+                               .n = g->n,
+                               .row_type = g->row_type,
+                               .weight_type = g->weight_type,
+                               .sms = c->sms};
+    return p2p_cuda(p2p_launch_scale(&job, c->stream), "launching the experts' bias");
+}
+
+static epic_result multiply_theirs(const experts_call *c, const p2p_gemm *g)
+{
+    const epic_gemm *theirs = c->experts.gemm;
+    const epic_gemm_args args = {
+        .call = c->how,
+        .a = g->a,
+        .b = g->b,
+        .out = g->out,
+        .expert_rows = c->slabs.expert_rows,
+        .expert_tokens = c->slabs.expert_tokens ? c->slabs.expert_tokens : c->slabs.expert_rows,
+        .num_slots = c->slabs.num_slots,
+        .k = g->k,
+        .n = g->n,
+        .num_experts = c->experts.num_local_experts,
+        .pass = g->pass,
+        .row_type = g->row_type,
+        .weight_type = g->weight_type,
+        .out_type = g->out_type,
+        .flags = g->accumulate ? EPIC_ACCUMULATE : 0};
+    const epic_result result = theirs->multiply(theirs->self, &args);
+    if (result != EPIC_OK)
+        return epic_fail(result, "experts.gemm: multiply has returned %d in pass %u",
+                         (int)result, g->pass);
+    return g->bias ? add_bias(c, g) : EPIC_OK;
+}
+
+static epic_result multiply(const experts_call *c, p2p_gemm g)
+{
+    g.slabs = c->slabs;
+    g.row_type = c->experts.row_type;
+    g.weight_type = c->experts.weight_type;
+    g.sms = c->sms;
+    if (c->experts.gemm) return multiply_theirs(c, &g);
+    return p2p_cuda(p2p_launch_gemm(&g, c->stream), "launching a product of the experts");
+}
+
+static bool is_whole(const void *p)
+{
+    return (uintptr_t)p % 16 == 0;
+}
+
+static p2p_activation_job activation_of(const experts_call *c)
+{
+    const int64_t vector = c->experts.row_type == EPIC_F32 ? 4 : 8;
+    return (p2p_activation_job){.slabs = c->slabs,
+                                .experts = c->experts,
+                                .gate_up = c->saved,
+                                .bias = c->b_gate_up,
+                                .slot_weights = c->slot_weights,
+                                .activations = activations_of(c),
+                                .aligned = c->inner % vector == 0 && is_whole(c->saved),
+                                .sms = c->sms};
+}
+
+epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
+{
+    experts_call c = {.work = a->workspace,
+                      .saved = a->saved,
+                      .slot_weights = a->slot_weights,
+                      .b_gate_up = a->b_gate_up};
+    TRY(begin(group, &c, a->experts, &a->call, a->num_slots, false));
+    if (a->num_slots == 0) return EPIC_OK;
+    c.slabs = slabs_of(&c, a->expert_rows, a->expert_tokens, a->num_slots);
+    const bool early = c.experts.weighting == EPIC_WEIGHT_EARLY;
+    const p2p_gemm first = {.pass = EPIC_GEMM_FORWARD,
+                            .a = a->x,
+                            .b = a->w_gate_up,
+                            .out = a->saved,
+                            .k = c.hidden,
+                            .n = c.width};
+    const p2p_gemm second = {.pass = EPIC_GEMM_FORWARD,
+                             .a = activations_of(&c),
+                             .b = a->w_down,
+                             .out = a->y,
+                             .bias = a->b_down,
+                             .bias_weights = early ? a->slot_weights : NULL,
+                             .k = c.inner,
+                             .n = c.hidden};
+    const p2p_activation_job between = activation_of(&c);
+    TRY(p2p_cuda(p2p_launch_slabs(&c.slabs, c.stream), "launching the experts' slabs"));
+    TRY(multiply(&c, first));
+    TRY(p2p_cuda(p2p_launch_activation(&between, c.stream), "launching the activation"));
+    return multiply(&c, second);
+}
+
+/* ---------------------------------------------------------------------------- backward ---- */
+
+static epic_result bias_gradient(const experts_call *c, const epic_experts_backward_args *a,
+                                 const void *rows, const float *weights, void *out, int64_t n)
+{
+    const p2p_bias_job job = {.slabs = c->slabs,
+                              .rows = rows,
+                              .weights = weights,
+                              .out = out,
+                              .n = n,
+                              .row_type = c->experts.row_type,
+                              .out_type = a->grad_type,
+                              .accumulate = (a->flags & EPIC_ACCUMULATE) != 0};
+    if (out == NULL) return EPIC_OK;
+    return p2p_cuda(p2p_launch_bias(&job, c->stream), "launching a bias's gradient");
+}
+
+static epic_result weight_gradient(const experts_call *c, const epic_experts_backward_args *a,
+                                   const void *rows, const void *d, void *out, int64_t k,
+                                   int64_t n)
+{
+    const p2p_gemm job = {.pass = EPIC_GEMM_WEIGHT,
+                          .a = rows,
+                          .b = d,
+                          .out = out,
+                          .k = k,
+                          .n = n,
+                          .out_type = a->grad_type,
+                          .accumulate = (a->flags & EPIC_ACCUMULATE) != 0};
+    return out == NULL ? EPIC_OK : multiply(c, job);
+}
+
+/* From the gradient of the activations, in their place, to that of the first product.  Weights on
+ * the input multiply it there, but for the biases, which they do not multiply. */
+static epic_result activation_backward(const experts_call *c,
+                                       const epic_experts_backward_args *a)
+{
+    const bool early = c->experts.weighting == EPIC_WEIGHT_EARLY;
+    const bool input = c->experts.weighting == EPIC_WEIGHT_INPUT;
+    p2p_activation_job job = activation_of(c);
+    job.d_gate_up = d_gate_up_of(c);
+    job.d_y = a->d_y;
+    job.b_down = early ? a->b_down : NULL;
+    job.d_slot_weights = a->d_slot_weights;
+    job.weigh_d = input && a->d_b_gate_up == NULL;
+    TRY(p2p_cuda(p2p_launch_activation_backward(&job, c->stream),
+                 "launching the activation's backward"));
+    TRY(bias_gradient(c, a, job.d_gate_up, NULL, a->d_b_gate_up, c->width));
+    if (!input || job.weigh_d) return EPIC_OK;
+    const p2p_scale_job scale = {.slabs = c->slabs,
+                                 .rows = job.d_gate_up,
+                                 .weights = c->slot_weights,
+                                 .n = c->width,
+                                 .row_type = c->experts.row_type,
+                                 .sms = c->sms};
+    return p2p_cuda(p2p_launch_scale(&scale, c->stream), "launching the weights of the input");
+}
+
+epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *a)
+{
+    experts_call c = {.work = a->workspace,
+                      .saved = a->saved,
+                      .slot_weights = a->slot_weights,
+                      .b_gate_up = a->b_gate_up};
+    TRY(begin(group, &c, a->experts, &a->call, a->num_slots, true));
+    c.slabs = slabs_of(&c, a->expert_rows, a->expert_tokens, a->num_slots);
+    const bool early = c.experts.weighting == EPIC_WEIGHT_EARLY;
+    const p2p_gemm to_activations = {.pass = EPIC_GEMM_INPUT,
+                                     .a = a->d_y,
+                                     .b = a->w_down,
+                                     .out = activations_of(&c),
+                                     .k = c.inner,
+                                     .n = c.hidden};
+    const p2p_gemm to_rows = {.pass = EPIC_GEMM_INPUT,
+                              .a = d_gate_up_of(&c),
+                              .b = a->w_gate_up,
+                              .out = a->d_x,
+                              .k = c.hidden,
+                              .n = c.width};
+    TRY(p2p_cuda(p2p_launch_slabs(&c.slabs, c.stream), "launching the experts' slabs"));
+    TRY(bias_gradient(&c, a, a->d_y, early ? c.slot_weights : NULL, a->d_b_down, c.hidden));
+    TRY(multiply(&c, to_activations));
+    TRY(activation_backward(&c, a));
+    TRY(weight_gradient(&c, a, activations_of(&c), a->d_y, a->d_w_down, c.inner, c.hidden));
+    TRY(weight_gradient(&c, a, a->x, d_gate_up_of(&c), a->d_w_gate_up, c.hidden, c.width));
+    return a->d_x ? multiply(&c, to_rows) : EPIC_OK;
+}

@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The experts on a device: where their workspace lies, the same for the core, which tells its
+ * size, the backend, which cuts it up, and the kernels. */
+#ifndef EPIC_EXPERTS_LAYOUT_H
+#define EPIC_EXPERTS_LAYOUT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "epic/epic.h"
+
+#define EXPERTS_TILE_ROWS 128
+
+/* Up to EXPERTS_TILE_ROWS rows of one slab.  The first `tokens` carry a token, the rest of `rows`
+ * is padding. */
+typedef struct slab_tile {
+    int32_t row, expert, tokens, rows;
+} slab_tile;
+
+typedef struct slab_place {
+    int32_t row, tokens;
+} slab_place;
+
+/* In bytes from the beginning of the workspace. */
+typedef struct experts_layout {
+    int64_t num_tiles;   /* int32 [1] */
+    int64_t tiles;       /* slab_tile [most_tiles] */
+    int64_t slabs;       /* slab_place [num_local_experts] */
+    int64_t activations; /* [num_slots, inner] of row_type */
+    int64_t d_gate_up;   /* backward: [num_slots, width] of row_type */
+    int64_t bytes;
+    int64_t saved_bytes; /* of `saved`: [num_slots, width] of row_type */
+    int32_t most_tiles;
+} experts_layout;
+
+static inline int64_t experts_round_up(int64_t bytes)
+{
+    return (bytes + 127) / 128 * 128;
+}
+
+/* Every slab has at most one tile that is not full. */
+static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t num_slots,
+                                               bool backward)
+{
+    experts_layout l;
+    const int64_t element = ex->row_type == EPIC_F32 ? 4 : 2;
+    const int64_t width = (int64_t)ex->inner * (ex->ungated ? 1 : 2);
+    const int64_t tiles = num_slots / EXPERTS_TILE_ROWS + ex->num_local_experts;
+    l.most_tiles = (int32_t)tiles;
+    l.num_tiles = 0;
+    l.tiles = 128;
+    l.slabs = experts_round_up(l.tiles + tiles * (int64_t)sizeof(slab_tile));
+    l.activations = experts_round_up(l.slabs + (int64_t)ex->num_local_experts *
+                                                   (int64_t)sizeof(slab_place));
+    l.d_gate_up = experts_round_up(l.activations + num_slots * ex->inner * element);
+    l.bytes =
+        backward ? experts_round_up(l.d_gate_up + num_slots * width * element) : l.d_gate_up;
+    l.saved_bytes = experts_round_up(num_slots * width * element);
+    return l;
+}
+
+#endif

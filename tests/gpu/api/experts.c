@@ -1,0 +1,336 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The public calls of the experts on a CUDA context: the host's results for the same float32
+ * arguments, with our product and with one of the caller's own; and what they refuse.
+ *   api_experts */
+#include <math.h>
+
+#include "numbers.h"
+
+enum { LOCAL = 3, HIDDEN = 24, INNER = 16, WIDTH = 2 * INNER, SLOTS = 60, OUTS = 8 };
+
+static const int32_t rows[LOCAL] = {24, 0, 32}, tokens[LOCAL] = {23, 0, 27};
+static epic_context *ctx;
+static cudaStream_t stream;
+static int failures;
+
+#define CHECK(condition)                                                               \
+    do {                                                                               \
+        if (!(condition)) {                                                            \
+            fprintf(stderr, "%s:%d: not so: %s: %s\n", __FILE__, __LINE__, #condition, \
+                    epic_error(ctx));                                                  \
+            failures++;                                                                \
+        }                                                                              \
+    } while (0)
+
+typedef struct arrays {
+    both x, weights, w_gate_up, w_down, b_gate_up, b_down, d_y, counts;
+    both out[OUTS]; /* y d_x d_w_gate_up d_w_down d_b_gate_up d_b_down d_slot_weights saved */
+    both workspace;
+} arrays;
+
+static int multiplied; /* calls of the caller's own product */
+
+/* --------------------------------------------------------------------- a product of ours ---- */
+
+static both fetch(const void *device, int64_t count)
+{
+    both b = make_both(EPIC_F32, count);
+    must(!cudaMemcpy(b.host, device, (size_t)count * 4, cudaMemcpyDeviceToHost), "a copy");
+    for (int64_t i = 0; i < count; i++) b.truth[i] = get(b.host, EPIC_F32, i);
+    return b;
+}
+
+static double sum_at(const epic_gemm_args *a, const both *left, const both *right, int e,
+                     int64_t first, int64_t line, int64_t column)
+{
+    double sum = 0;
+    if (a->pass == EPIC_GEMM_WEIGHT)
+        for (int64_t r = first; r < first + tokens[e]; r++)
+            sum += left->truth[r * a->k + line] * right->truth[r * a->n + column];
+    else if (a->pass == EPIC_GEMM_FORWARD)
+        for (int64_t i = 0; i < a->k; i++)
+            sum += left->truth[(first + line) * a->k + i] *
+                   right->truth[(e * a->k + i) * a->n + column];
+    else
+        for (int64_t i = 0; i < a->n; i++)
+            sum += left->truth[(first + line) * a->n + i] *
+                   right->truth[(e * a->k + column) * a->n + i];
+    return sum;
+}
+
+/* Waits, which a product should not, and multiplies on the host. */
+static epic_result multiply(void *self, const epic_gemm_args *a)
+{
+    const bool weight = a->pass == EPIC_GEMM_WEIGHT;
+    const int64_t columns = a->pass == EPIC_GEMM_INPUT ? a->k : a->n;
+    int64_t first = 0;
+    must(!cudaStreamSynchronize(a->call.stream), "a stream");
+    both left = fetch(a->a, SLOTS * (a->pass == EPIC_GEMM_INPUT ? a->n : a->k));
+    both right = fetch(a->b, weight ? SLOTS * a->n : LOCAL * a->k * a->n);
+    both out = fetch(a->out, weight ? LOCAL * a->k * a->n : SLOTS * columns);
+    for (int e = 0; e < LOCAL; e++) {
+        for (int64_t line = 0; line < (weight ? a->k : rows[e]); line++)
+            for (int64_t c = 0; c < columns; c++) {
+                const int64_t at = (weight ? e * a->k + line : first + line) * columns + c;
+                const bool there = weight || line < tokens[e];
+                double sum = there ? sum_at(a, &left, &right, e, first, line, c) : 0;
+                if (weight && a->flags & EPIC_ACCUMULATE) sum += out.truth[at];
+                put(out.host, EPIC_F32, at, sum);
+            }
+        first += rows[e];
+    }
+    must(!cudaMemcpy(a->out, out.host, (size_t)out.count * 4, cudaMemcpyHostToDevice),
+         "a copy");
+    free_both(&left);
+    free_both(&right);
+    free_both(&out);
+    ++*(int *)self;
+    return EPIC_OK;
+}
+
+static epic_result refuse(void *self, const epic_gemm_args *a)
+{
+    (void)self;
+    (void)a;
+    return EPIC_ENOTSUP;
+}
+
+/* -------------------------------------------------------------------------------- calls ---- */
+
+static void *of(const both *b, bool device)
+{
+    return device ? b->device : b->host;
+}
+
+static void call(const epic_experts *ex, const arrays *a, bool device, uint32_t flags)
+{
+    epic_context *where = device ? ctx : NULL;
+    const int32_t *counts = of(&a->counts, device);
+    const bool late = ex->weighting == EPIC_WEIGHT_LATE;
+    const epic_experts_args f = {.call.stream = device ? stream : NULL,
+                                 .experts = ex,
+                                 .x = of(&a->x, device),
+                                 .num_slots = SLOTS,
+                                 .expert_rows = counts,
+                                 .expert_tokens = counts + LOCAL,
+                                 .slot_weights = late ? NULL : of(&a->weights, device),
+                                 .w_gate_up = of(&a->w_gate_up, device),
+                                 .w_down = of(&a->w_down, device),
+                                 .b_gate_up = of(&a->b_gate_up, device),
+                                 .b_down = of(&a->b_down, device),
+                                 .saved = of(&a->out[7], device),
+                                 .saved_bytes = (int64_t)a->out[7].bytes,
+                                 .workspace = of(&a->workspace, device),
+                                 .workspace_bytes = (int64_t)a->workspace.bytes,
+                                 .y = of(&a->out[0], device)};
+    const epic_experts_backward_args b = {.call.stream = f.call.stream,
+                                          .experts = ex,
+                                          .x = f.x,
+                                          .num_slots = SLOTS,
+                                          .expert_rows = counts,
+                                          .expert_tokens = counts + LOCAL,
+                                          .slot_weights = f.slot_weights,
+                                          .w_gate_up = f.w_gate_up,
+                                          .w_down = f.w_down,
+                                          .b_gate_up = f.b_gate_up,
+                                          .b_down = f.b_down,
+                                          .saved = f.saved,
+                                          .saved_bytes = f.saved_bytes,
+                                          .workspace = f.workspace,
+                                          .workspace_bytes = f.workspace_bytes,
+                                          .d_y = of(&a->d_y, device),
+                                          .d_x = of(&a->out[1], device),
+                                          .d_w_gate_up = of(&a->out[2], device),
+                                          .d_w_down = of(&a->out[3], device),
+                                          .d_b_gate_up = of(&a->out[4], device),
+                                          .d_b_down = of(&a->out[5], device),
+                                          .d_slot_weights =
+                                              late ? NULL : of(&a->out[6], device),
+                                          .flags = flags};
+    CHECK(epic_experts_forward(where, &f) == EPIC_OK);
+    CHECK(epic_experts_backward(where, &b) == EPIC_OK);
+    if (device) must(!cudaStreamSynchronize(stream), "the experts");
+}
+
+/* Zeros where a slot carries no token, as dispatch leaves them. */
+static both make_rows(int64_t columns)
+{
+    both b = random_both(EPIC_F32, SLOTS * columns, 1);
+    int64_t first = 0;
+    for (int e = 0; e < LOCAL; e++) {
+        for (int64_t i = (first + tokens[e]) * columns; i < (first + rows[e]) * columns; i++)
+            set(&b, i, 0);
+        first += rows[e];
+    }
+    return b;
+}
+
+static arrays make_arrays(const epic_experts *ex)
+{
+    epic_experts_memory_info need;
+    const int64_t counts[OUTS] = {SLOTS * HIDDEN,
+                                  SLOTS * HIDDEN,
+                                  LOCAL * HIDDEN * WIDTH,
+                                  LOCAL * INNER * HIDDEN,
+                                  LOCAL * WIDTH,
+                                  LOCAL * HIDDEN,
+                                  SLOTS,
+                                  0};
+    arrays a = {.x = make_rows(HIDDEN),
+                .d_y = make_rows(HIDDEN),
+                .weights = random_both(EPIC_F32, SLOTS, 1),
+                .w_gate_up = random_both(EPIC_F32, LOCAL * HIDDEN * WIDTH, 0.4),
+                .w_down = random_both(EPIC_F32, LOCAL * INNER * HIDDEN, 0.5),
+                .b_gate_up = random_both(EPIC_F32, LOCAL * WIDTH, 0.5),
+                .b_down = random_both(EPIC_F32, LOCAL * HIDDEN, 0.5),
+                .counts = make_both(EPIC_F32, 2 * LOCAL)};
+    memcpy(a.counts.host, rows, sizeof rows);
+    memcpy((int32_t *)a.counts.host + LOCAL, tokens, sizeof tokens);
+    CHECK(epic_experts_memory(ex, SLOTS, &need) == EPIC_OK);
+    CHECK(need.cuda_saved_bytes >= SLOTS * WIDTH * 4 && need.cuda_forward_bytes > 0 &&
+          need.cuda_backward_bytes >= need.cuda_forward_bytes);
+    const int64_t saved =
+        need.saved_bytes > need.cuda_saved_bytes ? need.saved_bytes : need.cuda_saved_bytes;
+    const int64_t work = need.backward_bytes > need.cuda_backward_bytes
+                             ? need.backward_bytes
+                             : need.cuda_backward_bytes;
+    for (int i = 0; i < OUTS; i++)
+        a.out[i] = make_both(EPIC_F32, i == 7 ? saved / 4 : counts[i]);
+    a.workspace = make_both(EPIC_F32, work / 4);
+    return a;
+}
+
+static void push_all(const arrays *a)
+{
+    const both *all[] = {&a->x,         &a->weights, &a->w_gate_up, &a->w_down,
+                         &a->b_gate_up, &a->b_down,  &a->d_y,       &a->counts};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) push(all[i]);
+    for (int i = 0; i < OUTS; i++) push(&a->out[i]);
+}
+
+static void free_arrays(arrays *a)
+{
+    both *all[] = {&a->x,      &a->weights, &a->w_gate_up, &a->w_down,   &a->b_gate_up,
+                   &a->b_down, &a->d_y,     &a->counts,    &a->workspace};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free_both(all[i]);
+    for (int i = 0; i < OUTS; i++) free_both(&a->out[i]);
+}
+
+/* The host's results against the device's, which come into `there`. */
+static void compare(const arrays *a, const char *what, bool late)
+{
+    for (int i = 0; i < 7; i++) {
+        const both *out = &a->out[i];
+        both there = fetch(out->device, out->count);
+        const int64_t count = i == 0 || i == 1 ? (rows[0] + rows[2]) * HIDDEN
+                              : i == 6         ? (late ? 0 : rows[0] + rows[2])
+                                               : out->count;
+        for (int64_t j = 0; j < count; j++) {
+            const double want = get(out->host, EPIC_F32, j), got = there.truth[j];
+            if (fabs(got - want) <= 2e-5 * (1 + fabs(want))) continue;
+            fprintf(stderr, "%s: result %d, number %lld is %.9g, on the host %.9g\n", what, i,
+                    (long long)j, got, want);
+            failures++;
+            break;
+        }
+        free_both(&there);
+    }
+}
+
+static void test_values(uint32_t weighting, const epic_gemm *gemm, uint32_t flags)
+{
+    epic_experts ex = {.num_local_experts = LOCAL,
+                       .hidden = HIDDEN,
+                       .inner = INNER,
+                       .weighting = weighting,
+                       .row_type = EPIC_F32};
+    arrays a = make_arrays(&ex);
+    for (int i = 2; i < 6 && flags; i++)
+        for (int64_t j = 0; j < a.out[i].count; j++) put(a.out[i].host, EPIC_F32, j, 0.5);
+    push_all(&a);
+    call(&ex, &a, false, flags);
+    ex.gemm = gemm;
+    call(&ex, &a, true, flags);
+    compare(&a, gemm ? "with the caller's product" : "with ours", !weighting);
+    free_arrays(&a);
+}
+
+static void refused(epic_result result, epic_result want, const char *word)
+{
+    CHECK(result == want);
+    if (strstr(epic_error(ctx), word)) return;
+    fprintf(stderr, "\"%s\" does not speak of \"%s\"\n", epic_error(ctx), word);
+    failures++;
+}
+
+static void test_refusals(void)
+{
+    epic_experts ex = {
+        .num_local_experts = LOCAL, .hidden = HIDDEN, .inner = INNER, .row_type = EPIC_F32};
+    arrays a = make_arrays(&ex);
+    epic_experts_args f = {.call.stream = stream,
+                           .experts = &ex,
+                           .x = a.x.device,
+                           .num_slots = SLOTS,
+                           .expert_rows = a.counts.device,
+                           .w_gate_up = a.w_gate_up.device,
+                           .w_down = a.w_down.device,
+                           .saved = a.out[7].device,
+                           .saved_bytes = 64,
+                           .workspace = a.workspace.device,
+                           .workspace_bytes = (int64_t)a.workspace.bytes,
+                           .y = a.out[0].device};
+    refused(epic_experts_forward(ctx, &f), EPIC_EINVAL, "saved has 64 bytes");
+    f.saved_bytes = (int64_t)a.out[7].bytes;
+    f.workspace_bytes = 128;
+    refused(epic_experts_forward(ctx, &f), EPIC_EINVAL, "workspace has 128 bytes");
+    f.workspace_bytes = (int64_t)a.workspace.bytes;
+    f.workspace = (char *)a.workspace.device + 4;
+    refused(epic_experts_forward(ctx, &f), EPIC_EINVAL, "workspace");
+    f.workspace = a.workspace.device;
+    const epic_gemm broken = {refuse, NULL};
+    ex.gemm = &broken;
+    refused(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "experts.gemm");
+    ex.gemm = NULL;
+    epic_experts_backward_args b = {.call.stream = stream,
+                                    .experts = &ex,
+                                    .x = f.x,
+                                    .num_slots = SLOTS,
+                                    .expert_rows = f.expert_rows,
+                                    .w_gate_up = f.w_gate_up,
+                                    .w_down = f.w_down,
+                                    .saved = f.saved,
+                                    .saved_bytes = f.saved_bytes,
+                                    .workspace = f.workspace,
+                                    .workspace_bytes = f.workspace_bytes,
+                                    .d_y = a.d_y.device,
+                                    .grad_type = EPIC_BF16};
+    refused(epic_experts_backward(ctx, &b), EPIC_EINVAL, "grad_type is 2");
+    refused(epic_experts_backward(NULL, &b), EPIC_EINVAL, "grad_type is 2");
+    b.grad_type = 0;
+    b.pad = 1;
+    refused(epic_experts_backward(ctx, &b), EPIC_EINVAL, "pad is 1");
+    ex.row_type = EPIC_F64;
+    refused(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "float64");
+    free_arrays(&a);
+}
+
+int main(void)
+{
+    const epic_config config = {.max_tokens = 16, .max_row_bytes = 64, .backend = "p2p"};
+    const epic_gemm own = {multiply, &multiplied};
+    must(epic_open(&ctx, NULL, &config) == EPIC_OK, "open");
+    must(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+    for (uint32_t weighting = 0; weighting < 3; weighting++)
+        for (uint32_t flags = 0; flags <= EPIC_ACCUMULATE; flags += EPIC_ACCUMULATE) {
+            test_values(weighting, NULL, flags);
+            test_values(weighting, &own, flags);
+        }
+    CHECK(multiplied == 6 * 6);
+    test_refusals();
+    CHECK(epic_check(ctx) == EPIC_OK);
+    cudaStreamDestroy(stream);
+    epic_close(ctx);
+    printf("experts: %s\n", failures ? "WRONG" : "good");
+    return failures != 0;
+}

@@ -1,0 +1,382 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The experts on a CUDA context, forward and backward, against float64 loops, with random
+ * cotangents: exact ones, and ones that round where the kernels do.  Half of the cases run from a
+ * captured graph that was recorded with other counts.
+ *   gpu_experts_check [CASES] [SEED] [MOST]      MOST: of hidden and inner */
+#include "base/error.h"
+#include "cuda/grouped.h"
+#include "experts_oracle.h"
+#include "team.h"
+
+enum { MOST_LOCAL = 12, TAIL = 40, RESULTS = 7 };
+
+typedef struct problem {
+    epic_experts ex;
+    int alignment;
+    uint32_t grad_type;
+    bool biased, accumulate, captured;
+    int32_t tokens[MOST_LOCAL], rows[MOST_LOCAL];
+    int64_t slots, width;
+    both x, weights, w_gate_up, w_down, b_gate_up, b_down, d_y,
+        counts;        /* counts: rows, tokens */
+    both out[RESULTS]; /* y d_x d_w_gate_up d_w_down d_b_gate_up d_b_down d_weights */
+    double *exact[RESULTS], *near[RESULTS];
+    void *saved, *workspace;
+    int64_t saved_bytes, workspace_bytes;
+} problem;
+
+static const char *const names[RESULTS] = {
+    "y", "d_x", "d_w_gate_up", "d_w_down", "d_b_gate_up", "d_b_down", "d_slot_weights"};
+static double worst[2][3][RESULTS]; /* exact and near, by type */
+static int failures;
+static int cases = 40;
+static uint64_t seed = 1;
+static uint32_t most = 160;
+
+/* ------------------------------------------------------------------------------ problems ---- */
+
+static void draw(problem *p)
+{
+    static const uint32_t types[] = {EPIC_BF16, EPIC_BF16, EPIC_F16, EPIC_F32};
+    static const int alignments[] = {1, 8, 16, 64, 128, 128, 3};
+    epic_experts *ex = &p->ex;
+    const uint32_t step = random_below(5) ? 8 : 1;
+    ex->num_local_experts = 1 + random_below(MOST_LOCAL);
+    ex->hidden = (1 + random_below(most / step)) * step;
+    ex->inner = (1 + random_below(most / step)) * step;
+    ex->activation = random_below(6);
+    const bool clamped = ex->activation >= EPIC_CLAMPED_SWIGLU;
+    ex->ungated = !clamped && random_below(4) == 0;
+    ex->interleaved = !ex->ungated && random_below(3) == 0;
+    ex->weighting = random_below(3);
+    ex->row_type = types[random_below(4)];
+    ex->weight_type = random_below(8) ? ex->row_type : types[random_below(4)];
+    ex->limit = clamped ? 0.75f : 7;
+    ex->alpha = ex->activation == EPIC_CLAMPED_SILU ? 1 : 1.702f;
+    p->alignment = alignments[random_below(7)];
+    p->grad_type = random_below(2) ? EPIC_F32 : ex->row_type;
+    p->biased = random_below(2);
+    p->accumulate = random_below(3) == 0;
+    p->captured = random_below(2);
+    p->width = (int64_t)ex->inner * (ex->ungated ? 1 : 2);
+    for (uint32_t e = 0; e < ex->num_local_experts; e++) {
+        p->tokens[e] = random_below(4) ? (int32_t)random_below(random_below(3) ? 40 : 160) : 0;
+        p->rows[e] = (p->tokens[e] + p->alignment - 1) / p->alignment * p->alignment;
+        p->slots += p->rows[e];
+    }
+    p->slots += TAIL;
+}
+
+/* Rows that carry a token are random, the others NaN, which nobody may read. */
+static both make_rows(const problem *p, int64_t columns)
+{
+    both b = make_both(p->ex.row_type, p->slots * columns);
+    int64_t first = 0;
+    for (uint32_t e = 0; e < p->ex.num_local_experts; e++) {
+        for (int64_t i = first * columns; i < (first + p->tokens[e]) * columns; i++)
+            set(&b, i, random_number(1));
+        first += p->rows[e];
+    }
+    push(&b);
+    return b;
+}
+
+static both make_pushed(uint32_t type, int64_t count, double size)
+{
+    both b = random_both(type, count, size);
+    push(&b);
+    return b;
+}
+
+static void make_inputs(problem *p)
+{
+    const epic_experts *ex = &p->ex;
+    const int64_t local = ex->num_local_experts, hidden = ex->hidden, inner = ex->inner;
+    p->x = make_rows(p, hidden);
+    p->d_y = make_rows(p, hidden);
+    p->weights = make_pushed(EPIC_F32, p->slots, 1);
+    p->w_gate_up =
+        make_pushed(ex->weight_type, local * hidden * p->width, 2 / sqrt((double)hidden));
+    p->w_down = make_pushed(ex->weight_type, local * inner * hidden, 2 / sqrt((double)inner));
+    p->b_gate_up = make_pushed(ex->weight_type, local * p->width, 0.5);
+    p->b_down = make_pushed(ex->weight_type, local * hidden, 0.5);
+    p->counts = make_both(EPIC_F32, 2 * MOST_LOCAL);
+    memcpy(p->counts.host, p->rows, sizeof p->rows);
+    memcpy((int32_t *)p->counts.host + MOST_LOCAL, p->tokens, sizeof p->tokens);
+    push(&p->counts);
+}
+
+static int64_t count_of(const problem *p, int result)
+{
+    const int64_t local = p->ex.num_local_experts, hidden = p->ex.hidden, inner = p->ex.inner;
+    const int64_t counts[RESULTS] = {p->slots * hidden,
+                                     p->slots * hidden,
+                                     local * hidden * p->width,
+                                     local * inner * hidden,
+                                     local * p->width,
+                                     local * hidden,
+                                     p->slots};
+    return counts[result];
+}
+
+static void make_results(problem *p)
+{
+    const experts_layout at = experts_layout_of(&p->ex, p->slots, true);
+    for (int i = 0; i < RESULTS; i++) {
+        const uint32_t type = i < 2 ? p->ex.row_type : i < 6 ? p->grad_type : EPIC_F32;
+        p->out[i] = make_both(type, count_of(p, i));
+        for (int64_t j = 0; i >= 2 && i < 6 && p->accumulate && j < p->out[i].count; j++)
+            put(p->out[i].host, type, j, 0.25);
+        push(&p->out[i]);
+        p->exact[i] = calloc((size_t)p->out[i].count, sizeof(double));
+        p->near[i] = calloc((size_t)p->out[i].count, sizeof(double));
+    }
+    p->saved_bytes = at.saved_bytes;
+    p->workspace_bytes = at.bytes;
+    must(!cudaMalloc(&p->saved, (size_t)at.saved_bytes) &&
+             !cudaMalloc(&p->workspace, (size_t)at.bytes) &&
+             !cudaMemset(p->saved, 0xff, (size_t)at.saved_bytes) &&
+             !cudaMemset(p->workspace, 0xff, (size_t)at.bytes),
+         "memory");
+}
+
+static void free_problem(problem *p)
+{
+    both *inputs[] = {&p->x,      &p->weights,   &p->w_gate_up, &p->w_down,
+                      &p->b_down, &p->b_gate_up, &p->d_y,       &p->counts};
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) free_both(inputs[i]);
+    for (int i = 0; i < RESULTS; i++) {
+        free_both(&p->out[i]);
+        free(p->exact[i]);
+        free(p->near[i]);
+    }
+    cudaFree(p->saved);
+    cudaFree(p->workspace);
+}
+
+/* --------------------------------------------------------------------------------- calls ---- */
+
+static bool is_late(const problem *p)
+{
+    return p->ex.weighting == EPIC_WEIGHT_LATE;
+}
+
+#define INPUTS(p)                                                           \
+    .experts = &(p)->ex, .x = (p)->x.device, .num_slots = (p)->slots,       \
+    .expert_rows = (p)->counts.device,                                      \
+    .expert_tokens = (const int32_t *)(p)->counts.device + MOST_LOCAL,      \
+    .slot_weights = is_late(p) ? NULL : (p)->weights.device,                \
+    .w_gate_up = (p)->w_gate_up.device, .w_down = (p)->w_down.device,       \
+    .b_gate_up = (p)->biased ? (p)->b_gate_up.device : NULL,                \
+    .b_down = (p)->biased ? (p)->b_down.device : NULL, .saved = (p)->saved, \
+    .saved_bytes = (p)->saved_bytes, .workspace = (p)->workspace,           \
+    .workspace_bytes = (p)->workspace_bytes
+
+static void call(team_rank *me, const problem *p)
+{
+    const epic_experts_args forward = {INPUTS(p), .call.stream = me->stream,
+                                       .y = p->out[0].device};
+    const epic_experts_backward_args backward = {
+        INPUTS(p),
+        .call.stream = me->stream,
+        .d_y = p->d_y.device,
+        .d_x = p->out[1].device,
+        .d_w_gate_up = p->out[2].device,
+        .d_w_down = p->out[3].device,
+        .d_b_gate_up = p->biased ? p->out[4].device : NULL,
+        .d_b_down = p->biased ? p->out[5].device : NULL,
+        .d_slot_weights = is_late(p) ? NULL : p->out[6].device,
+        .flags = p->accumulate ? EPIC_ACCUMULATE : 0,
+        .grad_type = p->grad_type};
+    must(p2p_steps.experts_forward(me->group, &forward) == EPIC_OK, "forward");
+    must(p2p_steps.experts_backward(me->group, &backward) == EPIC_OK, "backward");
+}
+
+/* Recorded while the device has no counts that make sense. */
+static void call_captured(team_rank *me, const problem *p)
+{
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CHECK_CUDA(cudaMemset(p->counts.device, 0x7f, p->counts.bytes));
+    CHECK_CUDA(cudaStreamBeginCapture(me->stream, cudaStreamCaptureModeThreadLocal));
+    call(me, p);
+    CHECK_CUDA(cudaStreamEndCapture(me->stream, &graph));
+    CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    push(&p->counts);
+    CHECK_CUDA(cudaGraphLaunch(exec, me->stream));
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    CHECK_CUDA(cudaGraphExecDestroy(exec));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+}
+
+static void ask_oracle(const problem *p, double *const *to, uint32_t held)
+{
+    const oracle o = {.ex = p->ex,
+                      .held = held,
+                      .biased_gradient = p->biased,
+                      .slots = p->slots,
+                      .rows = p->rows,
+                      .tokens = p->tokens,
+                      .x = p->x.truth,
+                      .weights = is_late(p) ? NULL : p->weights.truth,
+                      .w_gate_up = p->w_gate_up.truth,
+                      .w_down = p->w_down.truth,
+                      .b_gate_up = p->biased ? p->b_gate_up.truth : NULL,
+                      .b_down = p->biased ? p->b_down.truth : NULL,
+                      .d_y = p->d_y.truth,
+                      .y = to[0],
+                      .d_x = to[1],
+                      .d_w_gate_up = to[2],
+                      .d_w_down = to[3],
+                      .d_b_gate_up = to[4],
+                      .d_b_down = to[5],
+                      .d_weights = to[6]};
+    oracle_run(&o);
+}
+
+/* ---------------------------------------------------------------------------- comparison ---- */
+
+static bool is_wanted(const problem *p, int result)
+{
+    if (result == 4 || result == 5) return p->biased;
+    return result < 6 || !is_late(p);
+}
+
+static void print_problem(const problem *p, int number)
+{
+    const epic_experts *ex = &p->ex;
+    fprintf(stderr,
+            "case %d: hidden %u, inner %u, activation %u, ungated %u, interleaved %u, "
+            "weighting %u, rows %u, weights %u, gradients %u, alignment %d, biased %d, "
+            "accumulate %d, captured %d, tokens",
+            number, ex->hidden, ex->inner, ex->activation, ex->ungated, ex->interleaved,
+            ex->weighting, ex->row_type, ex->weight_type, p->grad_type, p->alignment, p->biased,
+            p->accumulate, p->captured);
+    for (uint32_t e = 0; e < ex->num_local_experts; e++) fprintf(stderr, " %d", p->tokens[e]);
+    fprintf(stderr, "\n");
+}
+
+/* |got - want| / |want| over a result, as vectors; the result's own rounding is `want`'s too. */
+static double distance(const problem *p, int result, const double *want, bool round)
+{
+    const both *out = &p->out[result];
+    const double before = p->accumulate && result >= 2 && result < 6 ? 0.25 : 0;
+    double difference = 0, size = 0;
+    for (int64_t i = 0; i < out->count; i++) {
+        if ((result < 2 || result == 6) && want[i] == 0)
+            continue; /* no token: looked at apart */
+        const double w = round ? rounded(want[i] + before, out->type) : want[i] + before;
+        const double d = get(out->host, out->type, i) - w;
+        difference += d * d;
+        size += w * w;
+    }
+    return size > 0 ? sqrt(difference / size) : sqrt(difference);
+}
+
+/* Slots without a token: zeros inside slabs, poison past the last. */
+static bool are_rows_clean(const problem *p, int result)
+{
+    const both *out = &p->out[result];
+    const int64_t columns = result < 2 ? p->ex.hidden : 1;
+    int64_t first = 0;
+    for (uint32_t e = 0; e < p->ex.num_local_experts; e++) {
+        for (int64_t i = (first + p->tokens[e]) * columns; i < (first + p->rows[e]) * columns;
+             i++)
+            if (get(out->host, out->type, i) != 0) return false;
+        first += p->rows[e];
+    }
+    for (int64_t i = first * columns; i < out->count; i++)
+        if (!is_poison(out, i)) return false;
+    return true;
+}
+
+/* An expert with no token: zeros to the bit, or what was there. */
+static bool are_empty_clean(const problem *p, int result)
+{
+    const both *out = &p->out[result];
+    const int64_t each = out->count / p->ex.num_local_experts;
+    const double want = p->accumulate ? 0.25 : 0;
+    for (int64_t i = 0; i < out->count; i++)
+        if (p->tokens[i / each] == 0 && get(out->host, out->type, i) != want) return false;
+    return true;
+}
+
+static void compare(const problem *p, int number)
+{
+    const uint32_t type = p->ex.row_type;
+    const bool clamped = p->ex.activation >= EPIC_CLAMPED_SWIGLU && type != EPIC_F32;
+    const double exact_plain = type == EPIC_BF16 ? 1e-2 : type == EPIC_F16 ? 2e-3 : 1e-5;
+    const double most_near = type == EPIC_F32 ? 1e-5 : type == EPIC_F16 ? 5e-4 : 2e-3;
+    const int before = failures;
+    for (int i = 0; i < RESULTS; i++) {
+        if (!is_wanted(p, i)) continue;
+        pull(&p->out[i]);
+        const double exact = distance(p, i, p->exact[i], false);
+        const double near = distance(p, i, p->near[i], true);
+        const int row = type == EPIC_BF16 ? 0 : type == EPIC_F16 ? 1 : 2;
+        if (exact > worst[0][row][i]) worst[0][row][i] = exact;
+        if (near > worst[1][row][i]) worst[1][row][i] = near;
+        /* gradients jump at the limit, and what is held in 16 bits may come to its other side */
+        const double most_exact = clamped && i > 0 ? 0.2 : exact_plain;
+        if (!(exact <= most_exact) || !(near <= most_near)) {
+            fprintf(stderr, "%s is %.2e from float64, %.2e from what rounds alike\n", names[i],
+                    exact, near);
+            failures++;
+        }
+        const bool clean = i < 2 || i == 6 ? are_rows_clean(p, i) : are_empty_clean(p, i);
+        if (!clean) {
+            fprintf(stderr, "%s: %s\n", names[i],
+                    i < 2 || i == 6 ? "slots without a token are not as they should be"
+                                    : "an expert with no token has a gradient");
+            failures++;
+        }
+    }
+    if (failures != before) print_problem(p, number);
+}
+
+static void run_case(team_rank *me, int number)
+{
+    problem p = {.slots = 0};
+    random_state = (seed + (uint64_t)number) * 0x9e3779b97f4a7c15u | 1;
+    draw(&p);
+    make_inputs(&p);
+    make_results(&p);
+    if (p.captured)
+        call_captured(me, &p);
+    else
+        call(me, &p);
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    ask_oracle(&p, p.exact, EPIC_F64);
+    ask_oracle(&p, p.near, p.ex.row_type);
+    compare(&p, number);
+    free_problem(&p);
+}
+
+static int work(team_rank *me)
+{
+    for (int i = 0; i < cases && failures < 20; i++) run_case(me, i);
+    static const char *const types[] = {"bf16", "fp16", "float32"};
+    for (int t = 0; t < 3; t++)
+        for (int i = 0; i < 2; i++) {
+            printf("experts: %-7s farthest from %-16s", types[t],
+                   i ? "what rounds alike" : "float64");
+            for (int r = 0; r < RESULTS; r++) printf(" %.1e", worst[i][t][r]);
+            printf("\n");
+        }
+    printf("experts: %d cases: %s\n", cases, failures ? "WRONG" : "good");
+    return failures;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 1) cases = atoi(argv[1]);
+    if (argc > 2) seed = (uint64_t)atoll(argv[2]);
+    if (argc > 3) most = (uint32_t)atoi(argv[3]);
+    const team t = {.num_ranks = 1,
+                    .num_gpus = 1,
+                    .max_tokens = 16,
+                    .max_row_bytes = 64,
+                    .timeout_ms = 20000,
+                    .work = work};
+    return team_run(&t) != 0;
+}

@@ -1,0 +1,408 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The products over slabs, every pass with every kernel that can do it, against float64 loops:
+ * first shapes of growing difficulty, each with a name, so that what fails first says what is
+ * wrong; then random ones.  What is past the slabs stays as it was, rows of padding are NaN on
+ * their way in, and zeros come out.
+ *   gpu_grouped [RANDOM_CASES] [SEED] [MOST] [KERNEL]
+ *                          MOST: of k and n in random cases; KERNEL: one of plain, pairs, alone */
+#include <math.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include "cuda/grouped.h"
+#include "numbers.h"
+
+enum { MOST_EXPERTS = 40, TAIL = 70 };
+
+typedef struct shape {
+    const char *name;
+    int64_t k, n;
+    int experts, alignment;
+    int tokens[MOST_EXPERTS];
+    uint32_t type, out_type; /* out_type: of weights' gradients */
+    bool bias, weighted, accumulate;
+} shape;
+
+typedef struct problem {
+    const shape *s;
+    int32_t rows[MOST_EXPERTS], first[MOST_EXPERTS];
+    int64_t slots;
+    both x, w, d, bias, weights, counts, tokens;
+    p2p_slabs slabs;
+    void *workspace;
+} problem;
+
+typedef enum kernel { PLAIN, PAIRS, ALONE, KERNELS } kernel;
+
+static const char *const kernels[] = {"plain", "pairs", "alone"};
+static const char *const passes[] = {"forward", "input", "weight"};
+static int good[3][KERNELS], bad[3][KERNELS], left_out[3][KERNELS];
+static cudaStream_t stream;
+static const char *only; /* of the kernels */
+static char running[160];
+
+/* ------------------------------------------------------------------------------ problems ---- */
+
+static void lay_out(problem *p)
+{
+    const shape *s = p->s;
+    for (int e = 0; e < s->experts; e++) {
+        p->first[e] = (int32_t)p->slots;
+        p->rows[e] = (s->tokens[e] + s->alignment - 1) / s->alignment * s->alignment;
+        p->slots += p->rows[e];
+    }
+    p->slots += TAIL;
+}
+
+/* Rows that carry a token are random, the others NaN. */
+static both make_rows(const problem *p, int64_t columns)
+{
+    both b = make_both(p->s->type, p->slots * columns);
+    for (int e = 0; e < p->s->experts; e++)
+        for (int64_t i = 0; i < p->s->tokens[e] * columns; i++)
+            set(&b, p->first[e] * columns + i, random_number(1));
+    push(&b);
+    return b;
+}
+
+static both make_pushed(uint32_t type, int64_t count, double size)
+{
+    both b = random_both(type, count, size);
+    push(&b);
+    return b;
+}
+
+static both make_counts(const int32_t *counts, int n)
+{
+    both b = make_both(EPIC_F32, n);
+    memcpy(b.host, counts, (size_t)n * sizeof *counts);
+    push(&b);
+    return b;
+}
+
+static void make_slabs(problem *p)
+{
+    const epic_experts as = {.num_local_experts = (uint32_t)p->s->experts,
+                             .hidden = 8,
+                             .inner = 8,
+                             .row_type = EPIC_BF16};
+    const experts_layout at = experts_layout_of(&as, p->slots, false);
+    must(cudaMalloc(&p->workspace, (size_t)at.activations) == cudaSuccess, "memory");
+    uint8_t *work = p->workspace;
+    p->slabs = (p2p_slabs){.expert_rows = p->counts.device,
+                           .expert_tokens = p->tokens.device,
+                           .num_tiles = (int32_t *)(void *)work,
+                           .tiles = (slab_tile *)(void *)(work + at.tiles),
+                           .slabs = (slab_place *)(void *)(work + at.slabs),
+                           .num_slots = p->slots,
+                           .num_experts = p->s->experts,
+                           .most_tiles = at.most_tiles};
+    must(p2p_launch_slabs(&p->slabs, stream) == cudaSuccess, "launching slabs");
+    must(cudaStreamSynchronize(stream) == cudaSuccess, "slabs");
+}
+
+static problem make_problem(const shape *s)
+{
+    problem p = {.s = s};
+    int32_t tokens[MOST_EXPERTS];
+    for (int e = 0; e < s->experts; e++) tokens[e] = s->tokens[e];
+    lay_out(&p);
+    p.x = make_rows(&p, s->k);
+    p.d = make_rows(&p, s->n);
+    p.w = make_pushed(s->type, s->experts * s->k * s->n, 0.3);
+    p.bias = make_pushed(s->type, s->experts * s->n, 1);
+    p.weights = make_pushed(EPIC_F32, p.slots, 1);
+    p.counts = make_counts(p.rows, s->experts);
+    p.tokens = make_counts(tokens, s->experts);
+    make_slabs(&p);
+    return p;
+}
+
+static void free_problem(problem *p)
+{
+    both *all[] = {&p->x, &p->w, &p->d, &p->bias, &p->weights, &p->counts, &p->tokens};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free_both(all[i]);
+    cudaFree(p->workspace);
+}
+
+/* ------------------------------------------------------------------------------- truth ---- */
+
+/* Number (line, column) of the result, line being a slot, or expert * k + a row of its weights.
+ * *size gets what is added, without its signs. */
+static double truth_at(const problem *p, uint32_t pass, int expert, int64_t line,
+                       int64_t column, double *size)
+{
+    const int64_t k = p->s->k, n = p->s->n, first = p->first[expert];
+    double sum = 0, all = 0;
+    if (pass == EPIC_GEMM_WEIGHT)
+        for (int64_t r = first; r < first + p->s->tokens[expert]; r++) {
+            const double term = p->x.truth[r * k + line % k] * p->d.truth[r * n + column];
+            sum += term;
+            all += fabs(term);
+        }
+    else
+        for (int64_t i = 0; i < (pass == EPIC_GEMM_FORWARD ? k : n); i++) {
+            const double term =
+                pass == EPIC_GEMM_FORWARD
+                    ? p->x.truth[line * k + i] * p->w.truth[(expert * k + i) * n + column]
+                    : p->d.truth[line * n + i] * p->w.truth[(expert * k + column) * n + i];
+            sum += term;
+            all += fabs(term);
+        }
+    if (pass == EPIC_GEMM_FORWARD && p->s->bias) {
+        const double w = p->s->weighted ? p->weights.truth[line] : 1;
+        sum += w * p->bias.truth[expert * n + column];
+        all += fabs(w * p->bias.truth[expert * n + column]);
+    }
+    *size += all;
+    return sum;
+}
+
+typedef struct verdict {
+    int64_t wrong, checked, line, column; /* of the first wrong one */
+    int expert;
+    double got, want;
+    int64_t boxes[2][4]; /* wrong ones of that tile, 64 x 64 each */
+} verdict;
+
+static void judge(verdict *v, int expert, int64_t line, int64_t column, double got, double want,
+                  double slack)
+{
+    v->checked++;
+    if (fabs(got - want) <= slack) return;
+    if (v->wrong++ == 0) {
+        v->expert = expert;
+        v->line = line;
+        v->column = column;
+        v->got = got;
+        v->want = want;
+    }
+}
+
+static void count_box(const problem *p, const verdict *v, verdict *to, uint32_t pass,
+                      int64_t line, int64_t column)
+{
+    const int64_t first = pass == EPIC_GEMM_WEIGHT ? v->expert * p->s->k : p->first[v->expert];
+    const int64_t row = line - first, tile = (v->line - first) / 128;
+    if (row / 128 != tile || column / 256 != v->column / 256) return;
+    to->boxes[row % 128 / 64][column % 256 / 64]++;
+}
+
+static double slack_of(uint32_t type, double want, double size)
+{
+    const double round = type == EPIC_BF16 ? 0x1.02p-8 : type == EPIC_F16 ? 0x1.02p-11 : 0;
+    return round * fabs(want) + 2e-6 * size + (type == EPIC_F16 ? 1e-7 : 1e-30);
+}
+
+/* All of the result; `before` is what accumulating began with. */
+static verdict check(const problem *p, uint32_t pass, const both *out, double before)
+{
+    const shape *s = p->s;
+    const bool weight = pass == EPIC_GEMM_WEIGHT;
+    const int64_t columns = pass == EPIC_GEMM_INPUT ? s->k : s->n;
+    verdict v = {0};
+    for (int round = 0; round < 2; round++) { /* the second time only to count boxes */
+        verdict again = v;
+        for (int e = 0; e < s->experts; e++) {
+            const int64_t first = weight ? e * s->k : p->first[e];
+            const int64_t lines = weight ? s->k : p->rows[e];
+            for (int64_t i = 0; i < lines * columns; i++) {
+                const int64_t line = first + i / columns, column = i % columns;
+                double size = before, want = before;
+                if (weight || i / columns < s->tokens[e])
+                    want += truth_at(p, pass, e, line, column, &size);
+                const double got = get(out->host, out->type, line * columns + column);
+                const double slack = slack_of(out->type, want, size);
+                if (round == 0)
+                    judge(&v, e, line, column, got, want, slack);
+                else if (!(fabs(got - want) <= slack))
+                    count_box(p, &v, &again, pass, line, column);
+            }
+        }
+        if (round == 1) v = again;
+        if (v.wrong == 0) break;
+    }
+    for (int64_t i = (p->slots - TAIL) * columns; !weight && i < p->slots * columns; i++)
+        if (!is_poison(out, i)) judge(&v, 0, i / columns, i % columns, 1, 0, 0);
+    return v;
+}
+
+static void tell(const problem *p, uint32_t pass, kernel how, const verdict *v)
+{
+    const shape *s = p->s;
+    const int64_t first = pass == EPIC_GEMM_WEIGHT ? v->expert * s->k : p->first[v->expert];
+    const int64_t row = v->line - first;
+    printf("WRONG  %s, %s, \"%s\": %lld of %lld\n", passes[pass], kernels[how], s->name,
+           (long long)v->wrong, (long long)v->checked);
+    printf("       k %lld n %lld, alignment %d, type %u, out %u, bias %d%d, add %d, tokens",
+           (long long)s->k, (long long)s->n, s->alignment, s->type, s->out_type, s->bias,
+           s->weighted, s->accumulate);
+    for (int e = 0; e < s->experts; e++) printf(" %d", s->tokens[e]);
+    printf("\n       first: expert %d, its row %lld (tile %lld, row %lld of it), column %lld "
+           "(tile %lld, box %lld, column %lld of it): %.9g, expected %.9g\n",
+           v->expert, (long long)row, (long long)row / 128, (long long)row % 128,
+           (long long)v->column, (long long)v->column / 256, (long long)v->column % 256 / 64,
+           (long long)v->column % 64, v->got, v->want);
+    printf("       wrong in the 64 x 64 boxes of that tile:");
+    for (int half = 0; half < 2; half++)
+        printf("  %lld %lld %lld %lld", (long long)v->boxes[half][0],
+               (long long)v->boxes[half][1], (long long)v->boxes[half][2],
+               (long long)v->boxes[half][3]);
+    printf("\n");
+}
+
+/* -------------------------------------------------------------------------------- cases ---- */
+
+static p2p_gemm job_of(const problem *p, uint32_t pass, const both *out, kernel how)
+{
+    const shape *s = p->s;
+    return (p2p_gemm){.slabs = p->slabs,
+                      .a = pass == EPIC_GEMM_INPUT ? p->d.device : p->x.device,
+                      .b = pass == EPIC_GEMM_WEIGHT ? p->d.device : p->w.device,
+                      .out = out->device,
+                      .bias = pass == EPIC_GEMM_FORWARD && s->bias ? p->bias.device : NULL,
+                      .bias_weights = s->weighted ? p->weights.device : NULL,
+                      .k = s->k,
+                      .n = s->n,
+                      .pass = pass,
+                      .row_type = s->type,
+                      .weight_type = s->type,
+                      .out_type = s->out_type,
+                      .accumulate = s->accumulate,
+                      .sms = how == PLAIN ? 8 : 132,
+                      .alone = how == ALONE};
+}
+
+/* A kernel whose barriers are wrong never ends. */
+static void give_up(int number)
+{
+    (void)number;
+    if (write(STDOUT_FILENO, running, strlen(running)) < 0) _exit(2);
+    _exit(1);
+}
+
+static void run(const problem *p, uint32_t pass, kernel how)
+{
+    const shape *s = p->s;
+    if (only && strcmp(only, kernels[how]) != 0) return;
+    snprintf(running, sizeof running, "WRONG  %s, %s, \"%s\": never ends\n", passes[pass],
+             kernels[how], s->name);
+    alarm(60);
+    const bool weight = pass == EPIC_GEMM_WEIGHT;
+    const int64_t columns = pass == EPIC_GEMM_INPUT ? s->k : s->n;
+    both out = make_both(weight ? s->out_type : s->type,
+                         (weight ? s->experts * s->k : p->slots) * columns);
+    const double before = weight && s->accumulate ? 0.5 : 0;
+    const p2p_gemm job = job_of(p, pass, &out, how);
+    const bool ready =
+        how == PLAIN || (!p2p_gemm_is_slow(&job) && (how == PAIRS || s->type == EPIC_BF16));
+    for (int64_t i = 0; before != 0 && i < out.count; i++) put(out.host, out.type, i, before);
+    push(&out);
+    if (!ready) {
+        left_out[pass][how]++;
+    } else {
+        const cudaError_t error = how == PLAIN ? p2p_launch_plain_gemm(&job, stream)
+                                               : p2p_launch_hopper_gemm(&job, stream);
+        must(error == cudaSuccess, "launching");
+        if (cudaStreamSynchronize(stream) != cudaSuccess) {
+            printf("WRONG  %s, %s, \"%s\": the kernel has failed\n", passes[pass], kernels[how],
+                   s->name);
+            must(false, "a kernel"); /* nothing works after it */
+        }
+        pull(&out);
+        const verdict v = check(p, pass, &out, before);
+        if (v.wrong && bad[pass][how] < 4) tell(p, pass, how, &v);
+        *(v.wrong ? &bad[pass][how] : &good[pass][how]) += 1;
+    }
+    free_both(&out);
+}
+
+static void run_shape(const shape *s)
+{
+    problem p = make_problem(s);
+    for (uint32_t pass = 0; pass < 3; pass++)
+        for (kernel how = PLAIN; how < KERNELS; how++) run(&p, pass, how);
+    free_problem(&p);
+    fflush(stdout);
+}
+
+#define BASE .type = EPIC_BF16, .out_type = EPIC_F32, .alignment = 128
+
+static const shape shapes[] = {
+    {"one tile, one step", 64, 256, 1, BASE, .tokens = {128}},
+    {"two steps", 128, 256, 1, BASE, .tokens = {128}},
+    {"stages begin again", 320, 320, 1, BASE, .tokens = {128}},
+    {"two tiles across", 64, 512, 1, BASE, .tokens = {128}},
+    {"two tiles down", 128, 256, 1, BASE, .tokens = {256}},
+    {"three tiles down", 384, 256, 1, BASE, .tokens = {384}},
+    {"half a tile", 128, 256, 1, BASE, .tokens = {64}},
+    {"a ragged tile", 128, 256, 1, BASE, .tokens = {100}},
+    {"one token", 128, 256, 1, BASE, .tokens = {1}},
+    {"two experts", 128, 256, 2, BASE, .tokens = {128, 128}},
+    {"an empty expert between", 128, 256, 3, BASE, .tokens = {130, 0, 70}},
+    {"nobody", 128, 256, 2, BASE, .tokens = {0, 0}},
+    {"slabs anywhere", 128, 256, 4, .type = EPIC_BF16, .out_type = EPIC_F32, .alignment = 1,
+     .tokens = {77, 3, 0, 150}},
+    {"edges of 8", 72, 264, 2, BASE, .tokens = {128, 40}},
+    {"bias", 128, 256, 2, BASE, .tokens = {128, 40}, .bias = true},
+    {"weighted bias", 128, 264, 2, BASE, .tokens = {128, 40}, .bias = true, .weighted = true},
+    {"16-bit gradients", 128, 256, 2, .type = EPIC_BF16, .out_type = EPIC_BF16, .alignment = 8,
+     .tokens = {128, 40}},
+    {"gradients added", 128, 256, 3, BASE, .tokens = {128, 0, 40}, .accumulate = true},
+    {"16-bit gradients added", 128, 256, 3, .type = EPIC_BF16, .out_type = EPIC_BF16,
+     .alignment = 8, .tokens = {128, 0, 40}, .accumulate = true},
+    {"float16", 128, 256, 2, .type = EPIC_F16, .out_type = EPIC_F32, .alignment = 16,
+     .tokens = {128, 40}},
+    {"float16 gradients", 128, 256, 2, .type = EPIC_F16, .out_type = EPIC_F16, .alignment = 16,
+     .tokens = {128, 40}},
+    {"float32", 72, 264, 2, .type = EPIC_F32, .out_type = EPIC_F32, .alignment = 4,
+     .tokens = {128, 40}},
+    {"odd numbers", 37, 101, 2, .type = EPIC_BF16, .out_type = EPIC_F32, .alignment = 4,
+     .tokens = {130, 5}},
+};
+
+static shape random_shape(uint32_t most)
+{
+    static const uint32_t types[] = {EPIC_BF16, EPIC_BF16, EPIC_F16, EPIC_F32};
+    static const int alignments[] = {1, 1, 8, 16, 64, 128, 128, 7};
+    shape s = {"random", .experts = 1 + (int)random_below(random_below(4) ? 8 : MOST_EXPERTS)};
+    const uint32_t step = random_below(5) ? 8 : 1;
+    s.k = (1 + random_below(most / step)) * step;
+    s.n = (1 + random_below(most / step)) * step;
+    s.type = types[random_below(4)];
+    s.out_type = random_below(2) ? EPIC_F32 : s.type;
+    s.alignment = alignments[random_below(8)];
+    s.bias = random_below(2);
+    s.weighted = random_below(2);
+    s.accumulate = random_below(3) == 0;
+    const uint32_t tokens = s.experts > 8 ? 20 : 300;
+    for (int e = 0; e < s.experts; e++)
+        s.tokens[e] = random_below(4) ? (int)random_below(random_below(2) ? tokens : 9) : 0;
+    return s;
+}
+
+int main(int argc, char **argv)
+{
+    const int cases = argc > 1 ? atoi(argv[1]) : 40;
+    const uint64_t seed = argc > 2 ? (uint64_t)atoll(argv[2]) : 1;
+    const uint32_t most = argc > 3 ? (uint32_t)atoi(argv[3]) : 400;
+    only = argc > 4 ? argv[4] : NULL;
+    signal(SIGALRM, give_up);
+    int wrong = 0;
+    must(!p2p_load_slabs() && !p2p_load_plain_gemm() && !p2p_load_hopper_gemm(), "loading");
+    must(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) run_shape(&shapes[i]);
+    for (int i = 0; i < cases; i++) {
+        random_state = (seed + (uint64_t)i) * 0x9e3779b97f4a7c15u | 1;
+        const shape s = random_shape(most);
+        run_shape(&s);
+    }
+    for (int pass = 0; pass < 3; pass++)
+        for (int how = 0; how < KERNELS; how++) {
+            printf("grouped: %-8s %-6s %3d good, %3d wrong, %3d not for it\n", passes[pass],
+                   kernels[how], good[pass][how], bad[pass][how], left_out[pass][how]);
+            wrong += bad[pass][how];
+        }
+    cudaStreamDestroy(stream);
+    return wrong != 0;
+}
