@@ -58,6 +58,7 @@ struct Job {
     const float *bias_weights;
     void *out;
     int64_t columns; /* of out */
+    int64_t lines;   /* WEIGHT: of out of one expert */
     int num_experts;
     int tiles_down; /* WEIGHT: tiles of one expert, down */
     int tiles_across;
@@ -319,6 +320,28 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
+/* What the result is added to.  Only float32 sums may be added where they lie (add_box): in 16 bits
+ * that would round the product first, and the sum again. */
+template <class Out>
+static __device__ __forceinline__ void add_before(float (&d)[128], const Job &job,
+                                                  const Work &w, int half, const Lane &lane)
+{
+    const int64_t low = w.row + half * 64 + lane.row, high = low + 8;
+    const int64_t at = (w.expert * job.lines + low) * job.columns;
+#pragma unroll
+    for (int j = 0; j < 32; j++) {
+        const int column = w.column + 8 * j + lane.column;
+        if (column >= job.columns) continue;
+        float2 before = {0, 0}, below = {0, 0};
+        if (low < job.lines) before = pair_at(job.out, at + column, Out());
+        if (high < job.lines) below = pair_at(job.out, at + 8 * job.columns + column, Out());
+        d[4 * j] += before.x;
+        d[4 * j + 1] += before.y;
+        d[4 * j + 2] += below.x;
+        d[4 * j + 3] += below.y;
+    }
+}
+
 static __device__ __forceinline__ void clear_padding(float (&d)[128], int tokens,
                                                      const Lane &lane)
 {
@@ -396,7 +419,7 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
         meet(MEET_OWN + half, 128);
         if (PASS == EPIC_GEMM_WEIGHT || rows >= 64) {
             const int z = PASS == EPIC_GEMM_WEIGHT ? w.expert : 0;
-            if (thread == 0 && w.store && job.accumulate)
+            if (thread == 0 && w.store && sizeof(Out) == 4 && job.accumulate)
                 add_box(&maps.out, box, column, w.row + half * 64, z);
             else if (thread == 0 && w.store)
                 store_box(&maps.out, box, column, w.row + half * 64, z);
@@ -425,6 +448,8 @@ static __device__ __forceinline__ void consume(const Maps &maps, const Job &job,
          t += grid) {
         multiply_tile<T, PASS, CTAS>(d, w, at, s, half, thread);
         if (PASS == EPIC_GEMM_FORWARD && job.bias) add_bias<T>(d, job, w, half, lane);
+        if constexpr (PASS == EPIC_GEMM_WEIGHT && sizeof(Out) == 2)
+            if (job.accumulate && w.store) add_before<Out>(d, job, w, half, lane);
         if (PASS != EPIC_GEMM_WEIGHT && w.tokens < BM)
             clear_padding(d, w.tokens - half * 64, lane);
         store_tile<Out, PASS>(d, maps, job, w, boxes, half, thread);
@@ -534,6 +559,7 @@ static Job job_of(const p2p_gemm *g)
     job.bias_weights = g->bias_weights;
     job.out = g->out;
     job.columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
+    job.lines = g->k;
     job.num_experts = g->slabs.num_experts;
     job.tiles_down = (int)((g->k + BM - 1) / BM);
     job.tiles_across = (int)((job.columns + BN - 1) / BN);
