@@ -31,8 +31,8 @@ copy_tree() {
 
 # Programs are built by the names of the folders where they lie.
 target_of() {
-    program=$(find "$build/tests" -name CTestTestfile.cmake -exec grep -hF "([=[$1]=] " {} + |
-        sed -n 's/^add_test(.*\]=\] "\([^"]*\)".*/\1/p')
+    program=$(ctest --test-dir "$build" -N -V -R "^$1\$" |
+        sed -n 's/.*Test command: "\{0,1\}\([^" ]*\).*/\1/p')
     case $program in
     */emulated/*) basename "$program" ;;
     *) echo "$(basename "$(dirname "$program")")_$(basename "$program")" ;;
