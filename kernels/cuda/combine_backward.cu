@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
     if (threadIdx.x == 0)
         stride.set(job.units, num_roles(job.self), (shape.pieces + job.span - 1) / job.span);
     read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
+    choose_padding(plan, job);
     const device_plan_header &h = plan.header;
     if (!begin(now, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     const bool moves = plan.good && h.result == EPIC_OK;

@@ -115,7 +115,7 @@ typedef struct p2p_dispatch_job {
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
     int32_t aligned; /* rows are vectors of 16 bytes */
-    int32_t zero_tail;
+    int32_t zero_tail, leave_padding;
     int32_t top_k;          /* perhaps; 0: not known */
     int32_t head;           /* tokens that are sent while the plan is made */
     int32_t likely_experts; /* of the plan that is read, as top_k; and then */
@@ -159,7 +159,7 @@ typedef struct p2p_combine_backward_job {
     int32_t num_tokens, num_rows; /* of d_rows, and of rows */
     uint32_t type;
     int32_t aligned;
-    int32_t zero_tail;
+    int32_t zero_tail, leave_padding;
     int32_t top_k, lag, span, units; /* as in dispatch */
 } p2p_combine_backward_job;
 

@@ -237,6 +237,7 @@ template <bool EXACT> __device__ __forceinline__ bool receive_all(const Few &m, 
 template <bool EXACT> __device__ __forceinline__ void pad_few(const Few &m)
 {
     const p2p_plan_job &plan = m.job.plan;
+    if (m.job.leave_padding) return;
     const auto write = [&](int32_t slot, int piece) { pad_piece<EXACT>(m, slot, piece); };
     if (!m.made) {
         each_pad_piece(m.plan, m.plan.header.owned, m.shape.pieces, m.takers.worker(),

@@ -64,6 +64,18 @@ static void check_tail(const seat *s, epic_rows rows, uint32_t flags)
         CHECK(case_poisoned(at(rows, s->num_slots), count * rows.row_bytes));
 }
 
+/* In a slot inside a slab that no token has. */
+static bool as_padding(const void *bytes, int64_t count, uint32_t flags)
+{
+    return flags & EPIC_LEAVE_PADDING ? case_poisoned(bytes, count) : case_zero(bytes, count);
+}
+
+static uint32_t choose_flags(run_random *common)
+{
+    const uint32_t tail = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
+    return tail | (run_chance(common, 30) ? EPIC_LEAVE_PADDING : 0);
+}
+
 static void check_cleared(epic_rows rows)
 {
     if (rows.data) CHECK(case_zero(rows.data, rows.num_rows * rows.row_bytes));
@@ -153,10 +165,10 @@ static bool right_row(const seat *s, const dispatched *d, int64_t slot, int64_t 
 static bool right_padding(const dispatched *d, int64_t slot)
 {
     const epic_dispatch_args *a = &d->args;
-    return case_zero(at(a->recv, slot), a->recv.row_bytes) &&
+    return as_padding(at(a->recv, slot), a->recv.row_bytes, a->flags) &&
            (!a->recv_scales.data ||
-            case_zero(at(a->recv_scales, slot), a->recv_scales.row_bytes)) &&
-           (!a->slot_weights || case_zero(a->slot_weights + slot, 4));
+            as_padding(at(a->recv_scales, slot), a->recv_scales.row_bytes, a->flags)) &&
+           (!a->slot_weights || as_padding(a->slot_weights + slot, 4, a->flags));
 }
 
 static bool same_float(float a, float b)
@@ -274,7 +286,7 @@ void case_dispatch(seat *s, run_random *common)
     d.args.plan = s->plan;
     d.args.plan_bytes = s->plan_bytes;
     d.args.call = case_call(s);
-    d.args.flags = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
+    d.args.flags = choose_flags(common);
     case_nap(s);
     const epic_result result = call_dispatch(s, &d.args);
     const bool moves = s->w->plan->result == EPIC_OK;
@@ -377,10 +389,11 @@ static void check_spread(const seat *s, const spread *d, epic_result result)
             wrong_dots += !right_dot(s, d, slot);
             continue;
         }
-        wrong_padding += !case_zero(at(a->d_rows, slot), a->d_rows.row_bytes);
+        wrong_padding += !as_padding(at(a->d_rows, slot), a->d_rows.row_bytes, a->flags);
         if (a->quantize)
-            wrong_padding += !case_zero(at(a->d_rows_scales, slot), a->d_rows_scales.row_bytes);
-        if (weights.data) wrong_padding += !case_zero(at(weights, slot), 4);
+            wrong_padding +=
+                !as_padding(at(a->d_rows_scales, slot), a->d_rows_scales.row_bytes, a->flags);
+        if (weights.data) wrong_padding += !as_padding(at(weights, slot), 4, a->flags);
     }
     CHECK_EQ(wrong_rows, 0);
     CHECK_EQ(wrong_dots, 0);
@@ -415,7 +428,7 @@ void case_combine_backward(seat *s, run_random *common)
     d.args.plan = s->plan;
     d.args.plan_bytes = s->plan_bytes;
     d.args.call = case_call(s);
-    d.args.flags = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
+    d.args.flags = choose_flags(common);
     case_nap(s);
     const epic_result result = call_combine_backward(s, &d.args);
     const bool moves = s->w->plan->result == EPIC_OK;

@@ -199,6 +199,7 @@ static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
     job->recv_rows = rows_of(&args->recv);
     job->aligned = is_aligned(&args->tokens) && is_aligned(&args->recv);
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
+    job->leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
     mix(a, (uint64_t)job->row_bytes);
     mix(a, args->slot_weights != NULL);
     return EPIC_OK;
@@ -375,6 +376,7 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     job.aligned = is_aligned(&args->d_out) && is_aligned(&args->d_rows) &&
                   (!args->d_slot_weights || is_aligned(&args->rows));
     job.zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
+    job.leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
     mix(&a, (uint64_t)job.row_bytes);
     mix(&a, args->type);
     mix(&a, (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
