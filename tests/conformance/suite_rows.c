@@ -7,6 +7,8 @@
 #include "check.h"
 #include "suite_case.h"
 
+#define MOST_BYTES (8 << 20)
+
 static unsigned char *at(epic_rows rows, int64_t i)
 {
     return (unsigned char *)rows.data + i * rows.row_bytes;
@@ -89,6 +91,7 @@ typedef struct dispatched {
     int64_t n;     /* elements, or bytes */
     epic_rows weights, slot_weights, recv_expert;
     int short_rank;
+    int64_t room; /* slots of this rank, which are known before; 0: a few more than needed */
 } dispatched;
 
 static void choose_shapes(seat *s, run_random *common, dispatched *d)
@@ -102,6 +105,8 @@ static void choose_shapes(seat *s, run_random *common, dispatched *d)
         a->type = run_chance(common, 50) ? d->type : EPIC_BYTES;
     }
     d->n = case_hidden(s, common, d->type);
+    for (int r = 0; r < s->w->num_ranks && d->room; r++)
+        if (s->w->capacity[r] * d->n > MOST_BYTES / 8) d->n = 3;
     a->tokens.row_bytes = d->n * oracle_type_bytes(d->type);
     a->recv.row_bytes = a->quantize ? d->n : a->tokens.row_bytes;
     if (a->quantize)
@@ -119,6 +124,7 @@ static void make_arrays(seat *s, run_random *common, dispatched *d)
     const int64_t per_row = flat ? top_k_of(s) : 1;
     int64_t room = s->num_slots + run_below(common, 4);
     if (s->rank == d->short_rank) room = s->num_slots - 1;
+    if (d->room) room = d->room;
     a->tokens = case_rows(s, s->num_tokens, a->tokens.row_bytes);
     a->recv = case_rows(s, room, a->recv.row_bytes);
     if (a->scales.row_bytes) a->scales = case_rows(s, s->num_tokens, a->scales.row_bytes);
@@ -264,7 +270,7 @@ static uint32_t dispatch_needs(const epic_dispatch_args *a)
     return a->quantize ? SUITE_QUANTIZE : a->scales.row_bytes ? SUITE_SCALES : 0;
 }
 
-static epic_result call_dispatch(seat *s, const epic_dispatch_args *args)
+static epic_dispatch_args lend_dispatch(seat *s, const epic_dispatch_args *args)
 {
     epic_dispatch_args a = *args;
     a.plan = case_lend(s, a.plan);
@@ -275,6 +281,12 @@ static epic_result call_dispatch(seat *s, const epic_dispatch_args *args)
     a.weights = case_lend(s, a.weights);
     a.slot_weights = case_lend(s, a.slot_weights);
     a.recv_expert = case_lend(s, a.recv_expert);
+    return a;
+}
+
+static epic_result call_dispatch(seat *s, const epic_dispatch_args *args)
+{
+    const epic_dispatch_args a = lend_dispatch(s, args);
     return case_return(s, epic_dispatch(s->ctx, &a), dispatch_needs(&a));
 }
 
@@ -295,6 +307,23 @@ void case_dispatch(seat *s, run_random *common)
         check_dispatched(s, &d, result);
     }
     case_drop(s);
+}
+
+/* Together with its plan, in a room that only a test can know to be enough. */
+void case_dispatch_planned(seat *s, run_random *common, const epic_plan_args *plan)
+{
+    dispatched d = {.type = EPIC_BYTES, .short_rank = -1, .room = plan->capacity};
+    choose_shapes(s, common, &d);
+    make_arrays(s, common, &d);
+    d.args.flags = choose_flags(common);
+    case_nap(s);
+    const epic_plan_args lent_plan = case_lend_plan(s, plan);
+    const epic_dispatch_args lent = lend_dispatch(s, &d.args);
+    const epic_result result =
+        case_return(s, epic_plan_dispatch(s->ctx, &lent_plan, &lent), dispatch_needs(&d.args));
+    if (case_lacks(dispatch_needs(&d.args))) return;
+    case_refused(s, result, s->w->plan->result);
+    check_dispatched(s, &d, result);
 }
 
 /* ------------------------------------------------------------------ combine_backward ---- */
