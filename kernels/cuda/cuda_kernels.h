@@ -200,6 +200,8 @@ cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int
 cudaError_t p2p_launch_few_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_few_dispatch(const p2p_dispatch_job *job, int num_sms,
                                     cudaStream_t stream);
+cudaError_t p2p_launch_few_strings(const p2p_dispatch_job *job, int num_sms,
+                                   cudaStream_t stream);
 cudaError_t p2p_launch_few_combine(const p2p_combine_job *job, int num_sms,
                                    cudaStream_t stream);
 cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream);
@@ -212,6 +214,7 @@ cudaError_t p2p_load_combine(void);
 cudaError_t p2p_load_combine_backward(void);
 cudaError_t p2p_load_few_plan(void);
 cudaError_t p2p_load_few_dispatch(void);
+cudaError_t p2p_load_few_strings(void);
 cudaError_t p2p_load_few_combine(void);
 cudaError_t p2p_load_sum(void);
 

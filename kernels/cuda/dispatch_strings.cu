@@ -362,7 +362,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     move.head = MADE && job.plan.planners < (int)gridDim.x ? job.head : 0;
     move.tokens_of = !MADE && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     move.most_tokens = MADE ? (int32_t)self.max_tokens : plan.most_tokens;
-    Strings m = strings_of(move, spans);
+    Strings m = {move};
+    describe_strings(m, spans);
     if (ok && (MADE || plan.header.result == EPIC_OK))
         ok = move_rounds<Given, FAST>(
                  m, now, memory + threadIdx.x / WARP * Feed<Given>::RowRing::BYTES) &&

@@ -27,10 +27,10 @@ struct Strings : Move { /* m.shape is a string's; its row_bytes, aligned are of 
     int32_t given_span; /* pieces of those for one of a string's */
 };
 
-__device__ __forceinline__ Strings strings_of(const Move &move, int32_t spans)
+/* What m.job and m.shape do not say; `spans` of a token. */
+__device__ __forceinline__ void describe_strings(Strings &m, int32_t spans)
 {
-    const p2p_dispatch_job &job = move.job;
-    Strings m = {move};
+    const p2p_dispatch_job &job = m.job;
     m.row_vectors = (int32_t)((job.row_bytes + 15) / 16);
     m.given = m.shape;
     if (job.quantize) {
@@ -39,7 +39,6 @@ __device__ __forceinline__ Strings strings_of(const Move &move, int32_t spans)
         m.given.pieces = (int32_t)((job.row_bytes + Eights::BYTES - 1) / Eights::BYTES);
     }
     m.given_span = (m.given.pieces + spans - 1) / spans;
-    return m;
 }
 
 /* Of strings. */
@@ -210,10 +209,20 @@ struct Joined { /* a piece that this rank's token gives */
     static constexpr bool QUANTIZED = false;
 
     /* From the caller's arrays, anywhere. */
-    __device__ __forceinline__ void load(const Strings &m, int32_t token, int piece)
+    static __device__ __forceinline__ void load_raw(const Strings &m, int32_t token, int piece,
+                                                    uint4 (&raw)[V])
     {
 #pragma unroll
-        for (int v = 0; v < V; v++) q[v] = vector_of(m, token, first(piece) + v * WARP);
+        for (int v = 0; v < V; v++) raw[v] = vector_of(m, token, first(piece) + v * WARP);
+    }
+    __device__ __forceinline__ void load(const Strings &m, int32_t token, int piece)
+    {
+        load_raw(m, token, piece, q);
+    }
+    __device__ __forceinline__ void make(const Strings &, int32_t, int, const uint4 (&raw)[V])
+    {
+#pragma unroll
+        for (int v = 0; v < V; v++) q[v] = raw[v];
     }
     static __device__ __forceinline__ int32_t first(int piece)
     {
@@ -289,6 +298,22 @@ struct Made {
     Eights e;
     static constexpr bool QUANTIZED = true;
 
+    /* What make() needs, if that is vectors of 16-bit elements. */
+    static __device__ __forceinline__ void load_raw(const Strings &m, int32_t token, int piece,
+                                                    uint4 (&raw)[V])
+    {
+        if (m.shape.aligned)
+            load_piece_again<V, false>(m.job.tokens + row_offset(token, m.given),
+                                       piece * V * WARP, m.given, raw);
+    }
+    __device__ __forceinline__ void make(const Strings &m, int32_t token, int piece,
+                                         const uint4 (&raw)[V])
+    {
+        if (m.shape.aligned)
+            make(m, raw);
+        else
+            load(m, token, piece);
+    }
     /* From 16-bit elements. */
     __device__ __forceinline__ void make(const Strings &m, const uint4 (&raw)[V])
     {

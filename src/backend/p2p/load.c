@@ -15,6 +15,7 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
     TRY(p2p_cuda(p2p_load_few_plan(), "loading the plan kernel for few tokens"));
     TRY(p2p_cuda(p2p_load_few_dispatch(), "loading the dispatch kernels for few tokens"));
+    TRY(p2p_cuda(p2p_load_few_strings(), "loading those of second rows for few tokens"));
     TRY(p2p_cuda(p2p_load_few_combine(), "loading the combine kernels for few tokens"));
     TRY(p2p_cuda(p2p_load_router(), "loading the router kernels"));
     TRY(p2p_cuda(p2p_load_router_backward(), "loading the router's backward kernels"));
@@ -65,8 +66,10 @@ static cudaError_t launch_strings(const p2p_self *self, int aligned, cudaStream_
                                 .type = EPIC_BF16,
                                 .quantize = quantize};
         error = p2p_launch_dispatch_strings(&job, 1, stream);
-        job.plan.layer.num_experts = job.plan.planners = 1;
+        if (error == cudaSuccess) error = p2p_launch_few_strings(&job, 1, stream);
+        job.plan.layer.num_experts = job.plan.planners = job.plan.few = 1;
         if (error == cudaSuccess) error = p2p_launch_dispatch_strings(&job, 1, stream);
+        if (error == cudaSuccess) error = p2p_launch_few_strings(&job, 1, stream);
     }
     return error;
 }

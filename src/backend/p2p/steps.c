@@ -224,6 +224,14 @@ static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
     return fill_scales(g, job, args, a);
 }
 
+typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
+
+static launcher *launcher_of(bool few, bool strings)
+{
+    if (strings) return few ? p2p_launch_few_strings : p2p_launch_dispatch_strings;
+    return few ? p2p_launch_few_dispatch : p2p_launch_dispatch;
+}
+
 static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                    const epic_call *call, const char *what)
 {
@@ -232,14 +240,10 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
         job->likely_experts = g->experts;
         job->likely_rank_of = at.rank_of;
     }
-    if (job->scale_bytes)
-        return p2p_cuda(p2p_launch_dispatch_strings(job, sms_of(g, call), stream_of(call)),
-                        what);
-    const bool few = job->plan.planners
-                         ? job->plan.few
-                         : is_few(g, job->num_tokens, P2P_FEW_TOKENS, job->row_bytes);
-    return p2p_cuda(few ? p2p_launch_few_dispatch(job, sms_of(g, call), stream_of(call))
-                        : p2p_launch_dispatch(job, sms_of(g, call), stream_of(call)),
+    const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
+    const bool few =
+        job->plan.planners ? job->plan.few : is_few(g, job->num_tokens, P2P_FEW_TOKENS, bytes);
+    return p2p_cuda(launcher_of(few, job->scale_bytes)(job, sms_of(g, call), stream_of(call)),
                     what);
 }
 
