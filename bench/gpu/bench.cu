@@ -2,10 +2,13 @@
 /* Times the p2p backend: whole operations, slowest rank, median over repetitions; beside each the
  * floor of its bytes, measured in the same run (floors.cuh), and how far it is from that.
  *   gpu_bench [model=deepseek-v3] [hidden=] [top_k=] [experts=] [alignment=128] [type=bf16]
- *             [routing=uniform|zipf|hot] [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB]
- *             [ranks=4] [gpus=4] [reps=50] [json=FILE]
+ *             [scales=0|32|128] [quantize=0|1] [padding=0|1] [routing=uniform|zipf|hot]
+ *             [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB] [ranks=4] [gpus=4] [reps=50]
+ *             [json=FILE]
  * model: a name of models.h; hidden, top_k and experts change it.  type: bf16, f16, f32, or bytes
- * (one for each element, which only P, D and L move).  max_tokens: of the context, the most tokens
+ * (one for each element, which only P, D and L move), or e4m3: of P and D, the others take bf16.
+ * scales: of e4m3, the elements that share one, a float32 (128) or an e8m0 (32).  quantize: P and D
+ * make e4m3 of bf16 tokens, G of its gradients.  padding=0: it is left unwritten.  max_tokens: of the context, the most tokens
  * if not said.  ops: P plan+dispatch, D cached dispatch, C combine weighted, U combine unweighted,
  * T combine in tree order, G combine_backward, g the same without dot products, B
  * dispatch_backward, L plan alone.
@@ -39,7 +42,9 @@ extern "C" {
 struct Options {
     int ranks = 4, gpus = 4, reps = 50, max_tokens = 0, alignment = 128;
     Model model = models[0];
-    uint32_t type = EPIC_BF16; /* EPIC_BYTES: one for each element */
+    uint32_t type = EPIC_BF16; /* EPIC_BYTES, EPIC_E4M3: one for each element */
+    int scales = 0;            /* elements that share one */
+    bool quantize = false, padding = true;
     std::vector<int> tokens = {4096, 8192}, sms = {48};
     const char *routing = "uniform", *ops = "PDCUGB", *json = NULL;
     bool processes = true;
@@ -55,10 +60,12 @@ struct Rank {
     team_rank *me;
     Shared *all;
     int tokens;
-    int64_t row_bytes, slots;
+    int64_t row_bytes, token_bytes, scale_bytes; /* of P and D: received, given, second rows */
+    int64_t string_bytes, sum_bytes; /* of P and D on the wire; of the other operations */
+    int64_t slots;
     size_t plan_bytes;
     int32_t *ids;
-    uint8_t *plan, *x, *recv, *y, *out, *flush;
+    uint8_t *plan, *x, *recv, *y, *out, *flush, *scales, *recv_scales;
     float *weights, *recv_weights, *slot_weights, *d_slot_weights, *d_weights, *tick;
     int32_t *expert_rows;
     epic_layer layer;
@@ -211,6 +218,22 @@ static epic_plan_args plan_args(Rank *r, int sms)
     return a;
 }
 
+static uint32_t how_quantized()
+{
+    if (!options.quantize) return EPIC_QUANTIZE_NONE;
+    return options.scales == 128 ? EPIC_QUANTIZE_1X128 : EPIC_QUANTIZE_1X32;
+}
+
+static uint32_t sum_type()
+{
+    return options.type == EPIC_E4M3 ? (uint32_t)EPIC_BF16 : options.type;
+}
+
+static uint32_t slot_flags()
+{
+    return options.padding ? 0 : EPIC_LEAVE_PADDING;
+}
+
 static epic_dispatch_args dispatch_args(Rank *r, int sms)
 {
     epic_dispatch_args a = {};
@@ -218,8 +241,13 @@ static epic_dispatch_args dispatch_args(Rank *r, int sms)
     a.call.max_sms = (uint32_t)sms;
     a.plan = r->plan;
     a.plan_bytes = r->plan_bytes;
-    a.tokens = {r->x, r->tokens, r->row_bytes};
+    a.tokens = {r->x, r->tokens, r->token_bytes};
     a.recv = {r->recv, r->slots, r->row_bytes};
+    if (r->scale_bytes) a.recv_scales = {r->recv_scales, r->slots, r->scale_bytes};
+    if (r->scale_bytes && !options.quantize) a.scales = {r->scales, r->tokens, r->scale_bytes};
+    if (options.quantize) a.type = EPIC_BF16;
+    a.quantize = how_quantized();
+    a.flags = slot_flags();
     a.weights = r->weights;
     a.slot_weights = r->recv_weights;
     return a;
@@ -232,10 +260,10 @@ static void run_combine(Rank *r, int sms, bool weighted)
     a.call.max_sms = (uint32_t)sms;
     a.plan = r->plan;
     a.plan_bytes = r->plan_bytes;
-    a.rows = {r->y, r->slots, r->row_bytes};
-    a.out = {r->out, r->tokens, r->row_bytes};
+    a.rows = {r->y, r->slots, r->sum_bytes};
+    a.out = {r->out, r->tokens, r->sum_bytes};
     a.slot_weights = weighted ? r->slot_weights : NULL;
-    a.type = options.type;
+    a.type = sum_type();
     must(p2p_steps.combine(r->me->group, &a));
 }
 
@@ -246,11 +274,11 @@ static void run_dispatch_backward(Rank *r, int sms)
     a.call.max_sms = (uint32_t)sms;
     a.plan = r->plan;
     a.plan_bytes = r->plan_bytes;
-    a.d_recv = {r->y, r->slots, r->row_bytes};
-    a.d_tokens = {r->out, r->tokens, r->row_bytes};
+    a.d_recv = {r->y, r->slots, r->sum_bytes};
+    a.d_tokens = {r->out, r->tokens, r->sum_bytes};
     a.d_slot_weights = r->slot_weights;
     a.d_weights = r->d_weights;
-    a.type = options.type;
+    a.type = sum_type();
     must(p2p_steps.dispatch_backward(r->me->group, &a));
 }
 
@@ -261,12 +289,15 @@ static void run_combine_backward(Rank *r, int sms, bool dots)
     a.call.max_sms = (uint32_t)sms;
     a.plan = r->plan;
     a.plan_bytes = r->plan_bytes;
-    a.d_out = {r->x, r->tokens, r->row_bytes};
-    a.rows = {r->y, r->slots, r->row_bytes};
-    a.d_rows = {r->recv, r->slots, r->row_bytes};
+    a.d_out = {r->x, r->tokens, r->sum_bytes};
+    if (dots) a.rows = {r->y, r->slots, r->sum_bytes};
+    a.d_rows = {r->recv, r->slots, options.quantize ? r->row_bytes : r->sum_bytes};
+    if (options.quantize) a.d_rows_scales = {r->recv_scales, r->slots, r->scale_bytes};
+    a.quantize = how_quantized();
+    a.flags = slot_flags();
     a.slot_weights = r->slot_weights;
     a.d_slot_weights = dots ? r->d_slot_weights : NULL;
-    a.type = options.type;
+    a.type = sum_type();
     must(p2p_steps.combine_backward(r->me->group, &a));
 }
 
@@ -275,6 +306,7 @@ static void run_floor(Rank *r, char op, int sms)
 {
     const p2p_self &self = r->me->group->self;
     const Model &model = options.model;
+    const bool moves = op == 'p' || op == 'x';
     const Floor f = {
         self,
         r->plan,
@@ -284,7 +316,7 @@ static void run_floor(Rank *r, char op, int sms)
         op == 'r' ? r->y : r->recv,
         r->y,
         r->out,
-        r->row_bytes,
+        moves ? r->string_bytes : r->sum_bytes,
         r->slots,
         r->tokens,
         model.top_k,
@@ -292,7 +324,7 @@ static void run_floor(Rank *r, char op, int sms)
     cudaStream_t stream = r->me->stream;
     if (op == 'p')
         push_kernel<<<sms, 512, 0, stream>>>(self, r->x, r->touched_device, r->tokens,
-                                             (int)(r->row_bytes / 16));
+                                             (int)(r->string_bytes / 16));
     else if (op == 'x')
         expand_kernel<false><<<sms, FLOOR_BLOCK, 0, stream>>>(f);
     else if (op == 'X')
@@ -447,11 +479,12 @@ static void measure_floors(Rank *r, int sms, Floors *f)
 static double local_floor(const Floors &f, char op)
 {
     if (strchr("PDg", op)) return f.expand;
-    if (op == 'G') return f.expand_dots;
+    if (op == 'G')
+        return options.quantize ? 0 : f.expand_dots; /* which writes rows of d_out's type */
     return op == 'L' ? 0 : f.reduce;
 }
 
-static double busiest_bytes(const Rank *r)
+static double busiest_bytes(const Rank *r, char op)
 {
     double most = 0;
     for (int q = 0; q < r->me->num_ranks; q++) {
@@ -459,15 +492,16 @@ static double busiest_bytes(const Rank *r)
         for (int p = 0; p < r->me->num_ranks; p++) in += r->all->in_rows[p][q];
         most = std::max(most, std::max(in, r->all->out_rows[q]));
     }
-    return most * (double)r->row_bytes;
+    return most * (double)(strchr("PD", op) ? r->string_bytes : r->sum_bytes);
 }
 
 static const char *type_name()
 {
-    return options.type == EPIC_BF16  ? "bf16"
-           : options.type == EPIC_F16 ? "f16"
-           : options.type == EPIC_F32 ? "f32"
-                                      : "bytes";
+    return options.type == EPIC_BF16   ? "bf16"
+           : options.type == EPIC_F16  ? "f16"
+           : options.type == EPIC_F32  ? "f32"
+           : options.type == EPIC_E4M3 ? "e4m3"
+                                       : "bytes";
 }
 
 static void print_result(Rank *r, char op, int sms, const std::vector<float> &us,
@@ -476,7 +510,7 @@ static void print_result(Rank *r, char op, int sms, const std::vector<float> &us
     const Model &model = options.model;
     const double median = us[us.size() / 2], push = op == 'L' ? 0 : f.push;
     const double local = local_floor(f, op), floor = std::max(std::max(push, local), f.hop);
-    const double bytes = op == 'L' ? 0 : busiest_bytes(r);
+    const double bytes = op == 'L' ? 0 : busiest_bytes(r, op);
     printf("%-18s %6d tokens %4d SMs %8.1f us (min %.1f, 90%% %.1f)", op_name(op), r->tokens,
            sms, median, us[0], us[us.size() * 9 / 10]);
     if (floor > 0)
@@ -487,31 +521,43 @@ static void print_result(Rank *r, char op, int sms, const std::vector<float> &us
     if (r->json)
         fprintf(r->json,
                 "{\"op\":\"%s\",\"model\":\"%s\",\"hidden\":%d,\"top_k\":%d,\"experts\":%d,"
-                "\"alignment\":%d,\"type\":\"%s\",\"routing\":\"%s\",\"tokens\":%d,\"sms\":%d,"
+                "\"alignment\":%d,\"padding\":%d,\"type\":\"%s\",\"scales\":%d,\"quantize\":%d,"
+                "\"routing\":\"%s\",\"tokens\":%d,\"sms\":%d,"
                 "\"ranks\":%d,\"us\":%.2f,\"min_us\":%.2f,\"push_us\":%.2f,\"local_us\":%.2f,"
                 "\"hop_us\":%.2f,\"floor_us\":%.2f,\"of_floor\":%.3f,\"busiest_bytes\":%.0f,"
                 "\"gb_per_s\":%.1f}\n",
                 op_name(op), model.name, model.hidden, model.top_k, model.experts,
-                options.alignment, type_name(), options.routing, r->tokens, sms,
-                r->me->num_ranks, median, us[0], push, local, f.hop, floor,
-                floor > 0 ? median / floor : 0, bytes, bytes / median / 1e3);
+                options.alignment, options.padding, type_name(), options.scales,
+                options.quantize, options.routing, r->tokens, sms, r->me->num_ranks, median,
+                us[0], push, local, f.hop, floor, floor > 0 ? median / floor : 0, bytes,
+                bytes / median / 1e3);
 }
 
 /* ---------------------------------------------------------------------------------- ranks ---- */
+
+static void find_bytes(Rank *r)
+{
+    const int64_t n = options.model.hidden;
+    r->sum_bytes = n * (options.type == EPIC_BYTES ? 1 : options.type == EPIC_F32 ? 4 : 2);
+    r->row_bytes = options.type == EPIC_E4M3 ? n : r->sum_bytes;
+    r->token_bytes = options.quantize ? r->sum_bytes : r->row_bytes;
+    r->scale_bytes = options.scales == 128  ? (n + 127) / 128 * 4
+                     : options.scales == 32 ? (n + 31) / 32
+                                            : 0;
+    r->string_bytes = p2p_string_bytes(r->row_bytes, r->scale_bytes);
+}
 
 static void allocate(Rank *r, int most)
 {
     const uint32_t seed = 1000 * (uint32_t)r->me->rank;
     const Model &model = options.model;
     const size_t choices = (size_t)most * (size_t)model.top_k * 4;
-    r->row_bytes = (int64_t)model.hidden * (options.type == EPIC_BYTES ? 1
-                                            : options.type == EPIC_F32 ? 4
-                                                                       : 2);
+    find_bytes(r);
     r->slots =
         (int64_t)most * model.top_k * (strcmp(options.routing, "uniform") ? options.ranks : 1);
     r->slots = r->slots * 3 / 2 + (int64_t)model.experts * options.alignment + 64;
-    const size_t rows = (size_t)most * (size_t)r->row_bytes;
-    const size_t slots = (size_t)(r->slots * r->row_bytes);
+    const int64_t widest = std::max(r->string_bytes, std::max(r->token_bytes, r->sum_bytes));
+    const size_t rows = (size_t)most * (size_t)widest, slots = (size_t)(r->slots * widest);
     r->ids = room<int32_t>(choices, 0);
     r->plan_bytes = device_plan_bytes(r->me->num_ranks, r->me->group->config.max_tokens,
                                       model.experts, model.top_k);
@@ -520,6 +566,8 @@ static void allocate(Rank *r, int most)
     r->out = room<uint8_t>(rows, 0);
     r->recv = room<uint8_t>(slots, 0);
     r->y = room<uint8_t>(slots, seed + 2);
+    r->scales = room<uint8_t>((size_t)(most * r->scale_bytes), seed + 5);
+    r->recv_scales = room<uint8_t>((size_t)(r->slots * r->scale_bytes), 0);
     r->weights = room<float>(choices, seed + 3);
     r->d_weights = room<float>(choices, 0);
     r->recv_weights = room<float>((size_t)r->slots * 4, 0);
@@ -556,7 +604,7 @@ static void run_tokens(Rank *r, int tokens)
     make_routing(r);
     team_meet(r->me);
     if (r->me->rank == 0) print_routing(r);
-    const bool floors = r->row_bytes % 16 == 0;
+    const bool floors = r->row_bytes % 16 == 0 && r->sum_bytes % 16 == 0;
     if (floors && strcmp(options.ops, "L")) f.push = best_push(r);
     if (tokens < FEW_TOKENS && r->row_bytes >= 128) f.hop = median_us(r, 'h', 1);
     for (int sms : options.sms) {
@@ -607,13 +655,20 @@ static bool read_model(const char *name)
 
 static bool read_type(const char *name)
 {
-    options.type = !strcmp(name, "bf16")  ? EPIC_BF16
-                   : !strcmp(name, "f16") ? EPIC_F16
-                   : !strcmp(name, "f32") ? EPIC_F32
-                                          : EPIC_BYTES;
+    options.type = !strcmp(name, "bf16")   ? EPIC_BF16
+                   : !strcmp(name, "f16")  ? EPIC_F16
+                   : !strcmp(name, "f32")  ? EPIC_F32
+                   : !strcmp(name, "e4m3") ? EPIC_E4M3
+                                           : EPIC_BYTES;
     if (options.type != EPIC_BYTES || !strcmp(name, "bytes")) return true;
-    fprintf(stderr, "type=%s: the types are bf16, f16, f32 and bytes\n", name);
+    fprintf(stderr, "type=%s: the types are bf16, f16, f32, bytes and e4m3\n", name);
     return false;
+}
+
+static bool read_scales(int elements)
+{
+    options.scales = elements;
+    return elements == 0 || elements == 32 || elements == 128;
 }
 
 static bool read_option(const char *name, const char *value)
@@ -628,6 +683,9 @@ static bool read_option(const char *name, const char *value)
     if (is("experts")) return (options.model.experts = atoi(value)) > 0;
     if (is("alignment")) return (options.alignment = atoi(value)) > 0;
     if (is("max_tokens")) return (options.max_tokens = atoi(value)) > 0;
+    if (is("scales")) return read_scales(atoi(value));
+    if (is("quantize")) return (options.quantize = atoi(value) != 0) || !strcmp(value, "0");
+    if (is("padding")) return (options.padding = atoi(value) != 0) || !strcmp(value, "0");
     if (is("reps")) return (options.reps = std::min(atoi(value), MAX_REPS)) > 0;
     if (is("tokens")) return !(options.tokens = numbers(value)).empty();
     if (is("sms")) return !(options.sms = numbers(value)).empty();
@@ -651,6 +709,11 @@ static bool read_options(int argc, char **argv)
         return false;
     }
     options.processes = options.ranks <= options.gpus;
+    if ((options.scales || options.quantize) &&
+        (options.type != EPIC_E4M3 || !options.scales)) {
+        fprintf(stderr, "scales and quantize need type=e4m3, quantize needs scales\n");
+        return false;
+    }
     const Model &m = options.model;
     if (m.experts % options.ranks == 0 && m.top_k <= m.experts && m.top_k <= WARP &&
         m.experts <= DEVICE_MAX_EXPERTS && options.ranks <= DEVICE_MAX_RANKS)
@@ -679,9 +742,14 @@ int main(int argc, char **argv)
     t.max_sms = (uint32_t)*std::max_element(options.sms.begin(), options.sms.end());
     t.work = work;
     t.shared_bytes = sizeof(Shared);
-    printf("%s: %d ranks on %d GPUs, %s, hidden %d %s, top-%d of %d, alignment %d; "
+    printf("%s: %d ranks on %d GPUs, %s, hidden %d %s%s%s, top-%d of %d, alignment %d%s; "
            "%d repetitions\n",
            m.name, options.ranks, options.gpus, options.processes ? "processes" : "threads",
-           m.hidden, type_name(), m.top_k, m.experts, options.alignment, options.reps);
+           m.hidden, type_name(),
+           options.scales == 128  ? " 1x128"
+           : options.scales == 32 ? " 1x32"
+                                  : "",
+           options.quantize ? " quantized on the way" : "", m.top_k, m.experts,
+           options.alignment, options.padding ? "" : " without padding", options.reps);
     return team_run(&t) != 0;
 }

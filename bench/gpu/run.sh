@@ -22,5 +22,14 @@ for model in $MODELS; do bench model="$model" ops=PDCGBL tokens=4096; done
 bench ops=PDCTUGB tokens=8192
 bench alignment=1 ops=PDCGBL tokens=1,8,32,64,128
 bench alignment=1 ops=PDCGBL tokens=1,8,128,512,1024
+for quantize in 0 1; do
+    for scales in 128 32; do
+        bench type=e4m3 scales=$scales quantize=$quantize ops=PD tokens=4096
+        bench type=e4m3 scales=$scales quantize=$quantize alignment=1 ops=PD tokens=1,8,32,64,128
+    done
+done
+for scales in 128 32; do bench type=e4m3 scales=$scales quantize=1 ops=G tokens=4096; done
+bench padding=0 ops=PDG tokens=4096
+bench padding=0 ops=PDG tokens=8,64,128
 for routing in zipf hot; do bench routing=$routing ops=PDCUGB tokens=4096; done
 echo "results as JSON: $JSON"

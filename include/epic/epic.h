@@ -129,7 +129,9 @@ typedef enum epic_flag {
                             caller and checked: a duplicate is a class (b) error.  A token brings
                             at most min(top_k, local experts) slots to a rank then, and capacity
                             bounds and layers need as much less memory */
-    EPIC_PLANNED = 16    /* of epic_moe_forward: epic_moe_plan has made the plan */
+    EPIC_PLANNED = 16,   /* of epic_moe_forward: epic_moe_plan has made the plan */
+    /* Padding slots are not written, for experts that go by expert_tokens; of each rank alone. */
+    EPIC_LEAVE_PADDING = 32
 } epic_flag;
 
 /* A matrix seen as rows of bytes, contiguous.  {NULL, 0, 0} is a matrix without rows, whatever
@@ -398,15 +400,16 @@ typedef struct epic_dispatch_args {
     uint32_t type;         /* of tokens; EPIC_BYTES unless quantized on the way */
     uint32_t quantize;     /* an epic_quantize: tokens F32, BF16 or F16; recv is e4m3,
                               recv_scales the scales; scales must be none */
-    uint32_t flags;        /* EPIC_ZERO_TAIL */
+    uint32_t flags;        /* EPIC_ZERO_TAIL, EPIC_LEAVE_PADDING */
     uint32_t pad;          /* 0 */
 } epic_dispatch_args;
 
 /* Sends row t of tokens to every expert the plan chose for it: recv[slot] = tokens[token_of
  * slot], slot_weights[slot] = weights[token, k].  Padding slots inside slabs are written as
- * zeros; the tail past the last slab is left as it was.  weights and slot_weights come together,
- * and on all ranks or none: a rank without tokens or slots gives an address too.  Fewer recv
- * rows than the plan occupies, anywhere: EPIC_EOVERFLOW everywhere.
+ * zeros in every out, or left as they were with EPIC_LEAVE_PADDING; the tail past the last slab is
+ * left as it was, or written as zeros with EPIC_ZERO_TAIL.  weights and slot_weights come
+ * together, and on all ranks or none: a rank without tokens or slots gives an address too.  Fewer
+ * recv rows than the plan occupies, anywhere: EPIC_EOVERFLOW everywhere.
  *
  * Quantized, for n elements of a row: 1x128: scale = max|x| / 448 (1 if that is 0),
  * q = e4m3(x / scale); recv_scales rows are ceil(n / 128) float32.  1x32: scale =
@@ -470,14 +473,14 @@ typedef struct epic_combine_backward_args {
     float *d_slot_weights;     /* out [slots].  Not with FLAT */
     uint32_t type;             /* of d_out, rows and d_rows */
     uint32_t quantize;         /* an epic_quantize, of d_rows */
-    uint32_t flags;            /* EPIC_ZERO_TAIL, of every out */
+    uint32_t flags;            /* EPIC_ZERO_TAIL, EPIC_LEAVE_PADDING, of every out */
     uint32_t pad;              /* 0 */
 } epic_combine_backward_args;
 
 /* The gradient of epic_combine: d_rows[slot] = w * d_out[token], d_slot_weights[slot] =
- * <d_out[token], rows[slot]>; padding slots get zeros.  The dot product is in float32 (F64: in
- * float64), in blocks of 1024 elements: accumulator i of 256 takes elements i, i+256, i+512,
- * i+768 by fused multiply-add from the first product; distances 4, 2, 1 are added inside each
+ * <d_out[token], rows[slot]>; padding slots get zeros, or are left.  The dot product is in
+ * float32 (F64: in float64), in blocks of 1024 elements: accumulator i of 256 takes elements i,
+ * i+256, i+512, i+768 by fused multiply-add from the first product; distances 4, 2, 1 are added inside each
  * aligned group of 8 accumulators, then 16, 8, 4, 2, 1 among the 32 groups; block sums are added
  * in ascending order. */
 static inline epic_result epic_combine_backward(epic_context *ctx,

@@ -14,20 +14,12 @@
 #include "cuda/combine_backward_stream.cuh"
 #include "cuda/launch.cuh"
 
-/* Rows past the last slab, or all of them. */
-static __device__ void clear(const Move &m, int64_t first, int64_t thread, int64_t threads)
-{
-    if (first >= m.job.num_rows) return;
-    zero_rows(m.job.d_rows, m.shape.row_bytes, first, m.job.num_rows, thread, threads);
-    zero_floats(m.job.d_slot_weights, first, m.job.num_rows, thread, threads);
-}
-
-template <class ROW, bool EXACT>
+template <class ROW, bool EXACT, bool QUANTIZE>
 __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
     combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
 {
     constexpr int V = Dot<ROW>::V;
-    typedef Stream<ROW, EXACT> Units;
+    typedef GradientStream<ROW, EXACT, QUANTIZE> Units;
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ Now now;
     __shared__ Plan plan;
@@ -36,6 +28,7 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
     if (threadIdx.x == 0)
         stride.set(job.units, num_roles(job.self), (shape.pieces + job.span - 1) / job.span);
     read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
+    choose_padding(plan, job);
     const device_plan_header &h = plan.header;
     if (!begin(now, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     const bool moves = plan.good && h.result == EPIC_OK;
@@ -46,24 +39,29 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
         ok = each_round(m, now, (int64_t)m.shape.vectors * 16,
                         [&](int32_t end) { return run_units(Units(m, ring, end)); });
     else if (moves)
-        ok = move_rarely<ROW>(m, now);
-    if (moves && ok) pad_all<V>(m);
+        ok = move_rarely<ROW, QUANTIZE>(m, now);
+    if (moves && ok) pad_all<V, QUANTIZE>(m);
     if (moves && ok && job.zero_tail)
-        clear(m, h.slots_of[job.self.rank], grid_thread(), grid_threads());
+        zero_slots<QUANTIZE>(m, h.slots_of[job.self.rank], grid_thread(), grid_threads());
     if (finish(now) && ok && !(moves && rows_suffice(job.self, now, &h)))
-        clear(m, 0, threadIdx.x, blockDim.x);
+        zero_slots<QUANTIZE>(m, 0, threadIdx.x, blockDim.x);
 }
 
 typedef void (*Kernel)(p2p_combine_backward_job);
 
-static Kernel kernel_of(uint32_t type, bool exact)
+/* Quantized rows need no form of their own for whole pieces. */
+template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
 {
-    if (type == EPIC_BF16)
-        return exact ? combine_backward_kernel<Bf16, true>
-                     : combine_backward_kernel<Bf16, false>;
-    if (type == EPIC_F16)
-        return exact ? combine_backward_kernel<F16, true> : combine_backward_kernel<F16, false>;
-    return exact ? combine_backward_kernel<F32, true> : combine_backward_kernel<F32, false>;
+    if (quantize) return combine_backward_kernel<ROW, false, true>;
+    return exact ? combine_backward_kernel<ROW, true, false>
+                 : combine_backward_kernel<ROW, false, false>;
+}
+
+static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
+{
+    return type == EPIC_BF16  ? kernel_for<Bf16>(exact, quantize)
+           : type == EPIC_F16 ? kernel_for<F16>(exact, quantize)
+                              : kernel_for<F32>(exact, quantize);
 }
 
 static int block_of(uint32_t type)
@@ -74,16 +72,17 @@ static int block_of(uint32_t type)
 static int memory_bytes(uint32_t type)
 {
     return block_of(type) / WARP *
-           (type == EPIC_F32 ? Stream<F32, true>::WARP_BYTES : Stream<Bf16, true>::WARP_BYTES);
+           (type == EPIC_F32 ? GradientStream<F32, true, false>::WARP_BYTES
+                             : GradientStream<Bf16, true, false>::WARP_BYTES);
 }
 
 extern "C" cudaError_t p2p_load_combine_backward(void)
 {
     for (uint32_t type = EPIC_F32; type <= EPIC_F16; type++)
-        for (int exact = 0; exact < 2; exact++) {
+        for (int kind = 0; kind < 3; kind++) {
             const cudaError_t error = cudaFuncSetAttribute(
-                kernel_of(type, exact), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                memory_bytes(type));
+                kernel_of(type, kind == 1, kind == 2),
+                cudaFuncAttributeMaxDynamicSharedMemorySize, memory_bytes(type));
             if (error != cudaSuccess) return error;
         }
     return cudaSuccess;
@@ -107,5 +106,6 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     if (job->row_bytes <= 4096 && copy.lag > 128)
         copy.lag = 128; /* short rows: what is enough */
     if (copy.lag < lag) copy.lag = lag;
-    return enqueue(kernel_of(job->type, exact), num_sms, block, bytes, stream, copy);
+    return enqueue(kernel_of(job->type, exact, job->quantize != 0), num_sms, block, bytes,
+                   stream, copy);
 }

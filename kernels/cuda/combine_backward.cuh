@@ -6,6 +6,7 @@
 
 #include "cuda/dot.cuh"
 #include "cuda/moving.cuh"
+#include "cuda/quantize.cuh"
 #include "cuda/slots.cuh"
 
 typedef Moving<p2p_combine_backward_job> Move;
@@ -141,27 +142,68 @@ __device__ __forceinline__ bool add_parts(const Move &m, int32_t token)
     return true;
 }
 
-template <int V, bool EXACT>
+__device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backward_job &job)
+{
+    return {job.d_rows,      job.d_rows_scales,        job.quantized_bytes,
+            job.scale_bytes, job.quantized_whole != 0, job.scales_in_words != 0};
+}
+
+/* A piece of a slot's row, weight * x. */
+template <class ROW, int V>
+__device__ __forceinline__ void store_quantized_scaled(const Move &m, int32_t slot, int number,
+                                                       float weight,
+                                                       const float (&x)[V][ROW::N])
+{
+    Quantized<V, ROW::N> piece;
+    piece.scales = 0;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        float y[ROW::N];
+#pragma unroll
+        for (int i = 0; i < ROW::N; i++) y[i] = __fmul_rn(weight, x[v][i]);
+        quantize_vector<V, ROW::N>(piece, v, y, m.job.quantize);
+    }
+    store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
+}
+
+/* Zeros in all rows [first, ...). */
+template <bool QUANTIZE>
+static __device__ void zero_slots(const Move &m, int64_t first, int64_t thread, int64_t threads)
+{
+    const p2p_combine_backward_job &job = m.job;
+    const int64_t row_bytes = QUANTIZE ? job.quantized_bytes : m.shape.row_bytes;
+    if (first >= job.num_rows) return;
+    zero_rows(job.d_rows, row_bytes, first, job.num_rows, thread, threads);
+    if (QUANTIZE)
+        zero_rows(job.d_rows_scales, job.scale_bytes, first, job.num_rows, thread, threads);
+    zero_floats(job.d_slot_weights, first, job.num_rows, thread, threads);
+}
+
+template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ void pad_piece(const Move &m, int32_t slot, int piece)
 {
     if ((uint32_t)slot >= (uint32_t)m.job.num_rows) return;
-    zero_piece<V, EXACT>(m.job.d_rows + row_offset(slot, m.shape), piece * V * WARP, m.shape,
-                         m.policy);
+    if (QUANTIZE)
+        store_quantized<V, 32 / V>(quantized_rows(m.job), slot, piece, {}, m.policy);
+    else
+        zero_piece<V, EXACT>(m.job.d_rows + row_offset(slot, m.shape), piece * V * WARP,
+                             m.shape, m.policy);
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
 /* All CTAs: the padding of the slabs, when there are few tokens. */
-template <int V> __device__ __forceinline__ void pad_all(const Move &m)
+template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Move &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
     if (!pads_beside(m.plan, m.stride, m.plan.most_tokens))
-        each_pad_piece(m.plan, m.plan.header.owned, m.shape.pieces, warp, warps,
-                       [&](int32_t slot, int piece) { pad_piece<V, false>(m, slot, piece); });
+        each_pad_piece(
+            m.plan, m.plan.header.owned, m.shape.pieces, warp, warps,
+            [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
 /* What goes along with the receiving of a span of this rank's own token: some padding, and for one
  * of the spans the adding of the dot products of an earlier token. */
-template <int V, bool EXACT>
+template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_beside(const Move &m, int span, int32_t token, int32_t end)
 {
     const int32_t added = token - m.job.lag;
@@ -171,7 +213,8 @@ __device__ __forceinline__ bool do_beside(const Move &m, int span, int32_t token
     if (token >= m.first && token < end && pads_beside(m.plan, m.stride, m.plan.most_tokens))
         each_pad(m.plan, m.plan.slab_bits, token * spans + span, m.plan.most_tokens * spans,
                  [&](int32_t slot) {
-                     for (int i = 0; i < m.shape.pieces; i++) pad_piece<V, EXACT>(m, slot, i);
+                     for (int i = 0; i < m.shape.pieces; i++)
+                         pad_piece<V, EXACT, QUANTIZE>(m, slot, i);
                  });
     return added < m.first || !m.job.d_slot_weights || span != adds || add_parts(m, added);
 }

@@ -5,7 +5,7 @@
 
 #include "cuda/combine_backward.cuh"
 
-template <class ROW, int V>
+template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece, int source,
                                         int32_t slot)
 {
@@ -33,10 +33,14 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
             const int32_t s = __shfl_sync(ALL_LANES, slot, from);
             const float w = __shfl_sync(ALL_LANES, weight, from);
             uint4 y[V];
+            if (QUANTIZE) {
+                store_quantized_scaled<ROW, V>(m, s, piece, w, x);
+            } else {
 #pragma unroll
-            for (int v = 0; v < V; v++) y[v] = scale<ROW>(w, x[v]);
-            store_piece<V, false>(m.job.d_rows + row_offset(s, m.shape), vector, m.shape, y,
-                                  m.policy);
+                for (int v = 0; v < V; v++) y[v] = scale<ROW>(w, x[v]);
+                store_piece<V, false>(m.job.d_rows + row_offset(s, m.shape), vector, m.shape, y,
+                                      m.policy);
+            }
             if (!m.job.d_slot_weights) continue;
 #pragma unroll
             for (int v = 0; v < V; v++)
@@ -53,7 +57,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
 }
 
 /* One round: tokens [m.first, end) of every rank. */
-template <class ROW, int V>
+template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
 {
     const int peers = m.job.self.num_ranks - 1;
@@ -75,16 +79,20 @@ __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
         const int source = walk.role - 1;
         for (int piece = first; piece < first + count && token >= m.first && token < end;
              piece++)
-            if (!receive<ROW, V>(m, token, piece, source, within(m, word))) return false;
-        if (source == peers && !do_beside<V, false>(m, walk.span, token, end)) return false;
+            if (!receive<ROW, V, QUANTIZE>(m, token, piece, source, within(m, word)))
+                return false;
+        if (source == peers && !do_beside<V, false, QUANTIZE>(m, walk.span, token, end))
+            return false;
     }
 }
 
 /* noinline: keeps its registers out of the hot loop, which would spill. */
-template <class ROW> static __device__ __noinline__ bool move_rarely(Move m, Now &now)
+template <class ROW, bool QUANTIZE>
+static __device__ __noinline__ bool move_rarely(Move m, Now &now)
 {
-    return each_round(m, now, (int64_t)m.shape.vectors * 16,
-                      [&](int32_t end) { return move_tokens<ROW, Dot<ROW>::V>(m, end); });
+    return each_round(m, now, (int64_t)m.shape.vectors * 16, [&](int32_t end) {
+        return move_tokens<ROW, Dot<ROW>::V, QUANTIZE>(m, end);
+    });
 }
 
 #endif

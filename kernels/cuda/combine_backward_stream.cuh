@@ -30,7 +30,7 @@ struct Entry {     /* a unit under way */
     Slot slots[WARP];     /* lane n: the n-th here */
 };
 
-template <class ROW, bool EXACT> struct Stream {
+template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef Ring<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
@@ -53,7 +53,8 @@ template <class ROW, bool EXACT> struct Stream {
     int pieces = 0, slots = 0;                /* and what is left of them */
     uint32_t begun = 0, copied = 0, used = 0; /* units */
 
-    __device__ __forceinline__ Stream(const Move &move, uint8_t *memory, int32_t round_end)
+    __device__ __forceinline__ GradientStream(const Move &move, uint8_t *memory,
+                                              int32_t round_end)
         : m(move), entries((Entry *)(memory + Pieces::BYTES)), sums((float *)(memory + SUMS)),
           ring(memory), walk(m.stride), end(round_end)
     {
@@ -196,7 +197,11 @@ template <class ROW, bool EXACT> struct Stream {
             if (dots) use(its_vector, y, 0);
             next =
                 u.slots[min(i + 1, WARP - 1)]; /* before the stores, which it would wait for */
-            store_scaled(d_rows + row_offset(now.number, m.shape), its_vector, now.weight, x);
+            if (QUANTIZE)
+                store_quantized_scaled<ROW, V>(m, now.number, piece, now.weight, x);
+            else
+                store_scaled(d_rows + row_offset(now.number, m.shape), its_vector, now.weight,
+                             x);
             if (!dots) continue;
             const int n = i % DOTS;
             sums[n * PITCH + lane_id()] = dot_of<ROW, V>(x, y);
@@ -222,7 +227,8 @@ template <class ROW, bool EXACT> struct Stream {
             if (is_staged(u) && !wait_for(u, piece * V * WARP, q)) return false;
             fill_slots(u, piece, q);
         }
-        return u.role == 0 || is_staged(u) || do_beside<V, EXACT>(m, u.span, u.token, end);
+        return u.role == 0 || is_staged(u) ||
+               do_beside<V, EXACT, QUANTIZE>(m, u.span, u.token, end);
     }
 };
 

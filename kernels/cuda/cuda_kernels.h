@@ -115,7 +115,7 @@ typedef struct p2p_dispatch_job {
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
     int32_t aligned; /* rows are vectors of 16 bytes */
-    int32_t zero_tail;
+    int32_t zero_tail, leave_padding;
     int32_t top_k;          /* perhaps; 0: not known */
     int32_t head;           /* tokens that are sent while the plan is made */
     int32_t likely_experts; /* of the plan that is read, as top_k; and then */
@@ -126,7 +126,20 @@ typedef struct p2p_dispatch_job {
     int32_t lag;   /* tokens that receiving stays behind sending, */
     int32_t span;  /* pieces of a row that a warp moves one after the other, */
     int32_t units; /* warps that move rows */
+    /* Of strings (strings.cuh) alone; scale_bytes is 0 without second rows: */
+    const uint8_t *scales; /* NULL if they are made on the way */
+    uint8_t *recv_scales;
+    int64_t scale_bytes;
+    int64_t token_bytes; /* a row of tokens, of `type` if that is quantized */
+    uint32_t type, quantize;
+    int32_t scales_aligned, scales_in_words; /* vectors of 16 bytes; words */
 } p2p_dispatch_job;
+
+/* What travels for a token: whole vectors of its row, then of its second row. */
+static inline int64_t p2p_string_bytes(int64_t row_bytes, int64_t scale_bytes)
+{
+    return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
+}
 
 typedef struct p2p_combine_job {
     p2p_self self;
@@ -159,8 +172,14 @@ typedef struct p2p_combine_backward_job {
     int32_t num_tokens, num_rows; /* of d_rows, and of rows */
     uint32_t type;
     int32_t aligned;
-    int32_t zero_tail;
+    int32_t zero_tail, leave_padding;
     int32_t top_k, lag, span, units; /* as in dispatch */
+    /* Quantized: */
+    uint8_t *d_rows_scales;
+    int64_t scale_bytes, quantized_bytes; /* of rows of them, and of d_rows */
+    uint32_t quantize;
+    int32_t quantized_whole,
+        scales_in_words; /* are stored as what a lane has of a vector; as words */
 } p2p_combine_backward_job;
 
 typedef struct p2p_sum_job {
@@ -173,12 +192,16 @@ typedef struct p2p_sum_job {
 
 cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
+cudaError_t p2p_launch_dispatch_strings(const p2p_dispatch_job *job, int num_sms,
+                                        cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
 cudaError_t p2p_launch_few_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_few_dispatch(const p2p_dispatch_job *job, int num_sms,
                                     cudaStream_t stream);
+cudaError_t p2p_launch_few_strings(const p2p_dispatch_job *job, int num_sms,
+                                   cudaStream_t stream);
 cudaError_t p2p_launch_few_combine(const p2p_combine_job *job, int num_sms,
                                    cudaStream_t stream);
 cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream);
@@ -186,10 +209,12 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 /* Loads every kernel on the current device, so that no launch has to wait for a free device. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
+cudaError_t p2p_load_dispatch_strings(void);
 cudaError_t p2p_load_combine(void);
 cudaError_t p2p_load_combine_backward(void);
 cudaError_t p2p_load_few_plan(void);
 cudaError_t p2p_load_few_dispatch(void);
+cudaError_t p2p_load_few_strings(void);
 cudaError_t p2p_load_few_combine(void);
 cudaError_t p2p_load_sum(void);
 

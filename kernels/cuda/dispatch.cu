@@ -184,9 +184,6 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Move m
     }
 }
 
-#define NOT_KNOWN (-1)
-#define NOT_BESIDE (-2)
-
 /* One receiving unit: the tokens of a step, one or two, of one source; beside this rank's own ones
  * slabs are padded, 1 << slab_bits of them, unless that is negative. */
 template <bool EXACT>
@@ -208,17 +205,6 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, ui
                          for (int i = 0; i < m.shape.pieces; i++) pad_piece<EXACT>(m, slot, i);
                      });
     }
-    return true;
-}
-
-/* Of the slabs that are padded beside the tokens, once the plan is there. */
-__device__ __forceinline__ bool find_slabs(const Move &m, int &slab_bits)
-{
-    slab_bits = NOT_BESIDE;
-    if (m.plan.header.alignment == 1) return true;
-    if (!pads_beside(m.plan, m.stride, m.most_tokens)) return true;
-    if (m.made && !wait_for_plan(m)) return false;
-    if (header_of(m)->result == EPIC_OK) slab_bits = device_slab_bits(header_of(m)->owned);
     return true;
 }
 
@@ -259,7 +245,7 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
 /* All CTAs: the padding of the slabs, when there are few tokens. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(Move &m)
 {
-    if (m.plan.header.alignment == 1) return true;
+    if (m.plan.header.alignment <= 1) return true;
     if (m.made && !hear_tokens(m)) return false;
     if (pads_beside(m.plan, m.stride, m.most_tokens)) return true;
     if (m.made && !wait_for_plan(m)) return false;
@@ -336,6 +322,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     } else {
         read_plan(plan, job.plan.plan, job.plan_bytes, self, job.num_tokens);
     }
+    choose_padding(plan, job);
     if (!begin(now, self, made ? 0 : (uint32_t)plan.header.id, job.num_tokens,
                job.plan.capacity, job.recv_rows))
         return;

@@ -259,6 +259,20 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Mo
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
+#define NOT_KNOWN (-1)
+#define NOT_BESIDE (-2)
+
+/* Of the slabs that are padded beside the tokens, once the plan is there. */
+__device__ __forceinline__ bool find_slabs(const Move &m, int &slab_bits)
+{
+    slab_bits = NOT_BESIDE;
+    if (m.plan.header.alignment <= 1) return true;
+    if (!pads_beside(m.plan, m.stride, m.most_tokens)) return true;
+    if (m.made && !wait_for_plan(m)) return false;
+    if (header_of(m)->result == EPIC_OK) slab_bits = device_slab_bits(header_of(m)->owned);
+    return true;
+}
+
 /* How many tokens each rank has. */
 __device__ __forceinline__ bool hear_tokens(Move &m)
 {

@@ -92,7 +92,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     const int64_t peers = num_ranks - 1;
     const int64_t choices = max_tokens * DEVICE_MAX_TOP_K;
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
-    h.escape_words = max_tokens * ((max_row_bytes + 2047) / 2048) * 32;
+    /* one piece more than of a row: a string has its second row, and counts from its round */
+    h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     h.part_words = choices * ((max_row_bytes + 2047) / 2048);
     h.announce = 0;
     h.broken = h.announce + 2 * DEVICE_MAX_RANKS * P2P_ANNOUNCE_WORDS * 8;

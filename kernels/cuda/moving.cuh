@@ -17,6 +17,8 @@ template <class Job> struct Moving { /* what every unit of the running round nee
     int32_t top_k;
 };
 
+#define NO_PADDING 0 /* in place of an alignment: nothing is padded */
+
 /* Role 0 sends, role 1 + n receives from source n. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
@@ -44,6 +46,12 @@ __device__ __forceinline__ bool pads_beside(const Plan &plan, const Stride &stri
                                             int most_tokens)
 {
     return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
+}
+
+/* Every thread, before begin(): a caller who has no use for zeros in the padding gets none. */
+template <class Job> __device__ __forceinline__ void choose_padding(Plan &plan, const Job &job)
+{
+    if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
 /* A slab has less padding than rows in a step of the alignment, whatever the plan's bytes say. */
@@ -96,7 +104,7 @@ template <class Write>
 __device__ __forceinline__ void each_pad_piece(const Plan &plan, int owned, int pieces,
                                                int warp, int warps, Write write)
 {
-    if (plan.header.alignment == 1) return;
+    if (plan.header.alignment <= 1) return;
     each_pad_of([&](int slab) { return padding_of(plan, slab); }, owned, pieces, warp, warps,
                 write);
 }

@@ -117,6 +117,18 @@ __device__ __forceinline__ void store_once(void *p, uint4 v, uint64_t policy)
                  : "memory");
 }
 
+__device__ __forceinline__ void store_once(void *p, uint64_t v, uint64_t policy)
+{
+    asm volatile("st.global.L2::cache_hint.u64 [%0], %1, %2;" ::"l"(p), "l"(v), "l"(policy)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_once(void *p, uint32_t v, uint64_t policy)
+{
+    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(p), "r"(v), "l"(policy)
+                 : "memory");
+}
+
 /* Copies into shared memory that go on in the background; `to` is a shared address. */
 __device__ __forceinline__ void copy_once(uint32_t to, const void *from, uint64_t policy)
 {
@@ -167,6 +179,40 @@ template <int N> __device__ __forceinline__ void keep(float (&x)[N])
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i]));
 }
+
+/* The larger of the sizes; a NaN if one of them is. */
+__device__ __forceinline__ float max_size(float x, float y)
+{
+    float size;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(size) : "f"(fabsf(x)), "f"(fabsf(y)));
+    return size;
+}
+
+#if __CUDA_ARCH__ >= 890
+/* Four numbers as e4m3, to nearest even, 448 for what is larger; a first. */
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d)
+{
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return (uint32_t)high << 16 | low;
+}
+#else
+/* Of a number; kernels/host/convert.h tells why. */
+__device__ __forceinline__ uint32_t e4m3_of(float x)
+{
+    const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;
+    const uint32_t kept = min(size, 0x43e00000u);
+    const uint32_t normal = ((kept + 0x7ffff + (kept >> 20 & 1)) >> 20) - (120u << 3);
+    const uint32_t small = __float_as_uint(__uint_as_float(kept) + 0x1p14f) - 0x46800000u;
+    return (bits >> 24 & 0x80) | (kept < 0x3c800000u ? small : normal);
+}
+
+__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d)
+{
+    return e4m3_of(a) | e4m3_of(b) << 8 | e4m3_of(c) << 16 | e4m3_of(d) << 24;
+}
+#endif
 
 /* 1 / x, but for the last bit or two. */
 __device__ __forceinline__ float reciprocal_approx(float x)

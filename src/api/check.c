@@ -226,7 +226,7 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
 epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *a)
 {
     TRY(check_plan_bytes(a->plan, a->plan_bytes));
-    TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
+    TRY(check_flags(a->flags, EPIC_ZERO_TAIL | EPIC_LEAVE_PADDING));
     TRY(check_pad(a->pad));
     if (a->type > EPIC_I64)
         return epic_fail(EPIC_EINVAL, "type is %u: it is no epic_type", a->type);
@@ -299,7 +299,7 @@ epic_result check_combine_backward_args(const epic_context *ctx,
                                         const epic_combine_backward_args *a)
 {
     TRY(check_plan_bytes(a->plan, a->plan_bytes));
-    TRY(check_flags(a->flags, EPIC_ZERO_TAIL));
+    TRY(check_flags(a->flags, EPIC_ZERO_TAIL | EPIC_LEAVE_PADDING));
     TRY(check_pad(a->pad));
     TRY(check_summed(ctx, a->type));
     TRY(check_rows(ctx, "d_out", &a->d_out));

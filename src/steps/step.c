@@ -75,7 +75,8 @@ void clear_padding(const plan_view *v, const slot_array *a, uint32_t flags)
 {
     if (!a->data) return;
     const plan_header *h = v->header;
-    for (int32_t l = 0; l < h->num_local && !is_flat(v); l++)
+    const bool pads = !is_flat(v) && !(flags & EPIC_LEAVE_PADDING);
+    for (int32_t l = 0; l < h->num_local && pads; l++)
         clear_rows(a, v->slab_begin[l] + v->slab_count[l], v->slab_begin[l + 1]);
     if (flags & EPIC_ZERO_TAIL) clear_rows(a, h->num_slots, a->num_rows);
 }

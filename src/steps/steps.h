@@ -80,7 +80,8 @@ typedef struct slot_array {
     int64_t num_rows;
 } slot_array;
 
-/* Zeroes the padding of every slab, and with EPIC_ZERO_TAIL what lies past the last one. */
+/* Zeroes the padding of every slab, but for EPIC_LEAVE_PADDING, and with EPIC_ZERO_TAIL what lies
+ * past the last one. */
 void clear_padding(const plan_view *v, const slot_array *a, uint32_t flags);
 void clear_all(const slot_array *a);
 

@@ -8,7 +8,6 @@
 
 #include "check.h"
 
-#define MOST_BYTES (8 << 20)
 #define MOST_ELEMENTS 200000 /* of all rows that a rank makes or checks in one operation */
 
 /* ----------------------------------------------------------------------------- tools ---- */
@@ -158,7 +157,7 @@ static epic_plan_args plan_args(seat *s, run_random *common, plan_outputs *out)
         .demand = out->demand};
 }
 
-static epic_plan_args lend_plan(seat *s, const epic_plan_args *args)
+epic_plan_args case_lend_plan(seat *s, const epic_plan_args *args)
 {
     epic_plan_args a = *args;
     a.plan = case_lend(s, a.plan);
@@ -180,7 +179,7 @@ static uint32_t layer_needs(const epic_layer *layer)
 
 static epic_result call_plan(seat *s, const epic_plan_args *args)
 {
-    const epic_plan_args a = lend_plan(s, args);
+    const epic_plan_args a = case_lend_plan(s, args);
     return case_return(s, epic_plan(s->ctx, &a), layer_needs(a.layer));
 }
 
@@ -200,43 +199,12 @@ void case_plan(seat *s, run_random *common)
     case_drop(s);
 }
 
-/* The rows are whole only because a test knows the capacity; dispatch is checked elsewhere. */
 void case_plan_dispatch(seat *s, run_random *common)
 {
     plan_outputs out;
     epic_plan_args args = plan_args(s, common, &out);
-    int64_t hidden = case_hidden(s, common, EPIC_BYTES);
-    for (int r = 0; r < s->w->num_ranks; r++)
-        if (s->w->capacity[r] * hidden > MOST_BYTES) hidden = 3;
     if (args.capacity == EPIC_CAPACITY_EXACT) args.capacity = s->num_slots + 2;
-    const int64_t room = args.capacity;
-    epic_dispatch_args d = {.tokens = case_rows(s, s->num_tokens, hidden),
-                            .recv = case_rows(s, room, hidden)};
-    for (int64_t t = 0; t < s->num_tokens; t++)
-        world_row(s->w, STREAM_TOKENS, s->first_token + t, EPIC_BYTES, hidden,
-                  (unsigned char *)d.tokens.data + t * hidden);
-    case_nap(s);
-    const epic_plan_args lent_args = lend_plan(s, &args);
-    const epic_dispatch_args lent = {.tokens = case_lend_rows(s, d.tokens),
-                                     .recv = case_lend_rows(s, d.recv)};
-    const epic_result result = case_return(s, epic_plan_dispatch(s->ctx, &lent_args, &lent), 0);
-    case_refused(s, result, s->w->plan->result);
-    unsigned char *row = malloc((size_t)hidden);
-    const unsigned char *recv = d.recv.data;
-    int64_t wrong = 0;
-    for (int64_t slot = 0; slot < s->num_slots; slot++) {
-        const int64_t by = s->w->plan->filled_by[s->rank][slot];
-        const int64_t top_k = oracle_is_flat(s->w->plan) ? 1 : s->w->layer.top_k;
-        memset(row, 0, (size_t)hidden);
-        if (by >= 0) world_row(s->w, STREAM_TOKENS, by / top_k, EPIC_BYTES, hidden, row);
-        wrong += memcmp(row, recv + slot * hidden, (size_t)hidden) != 0;
-    }
-    CHECK_EQ(wrong, 0);
-    if (result)
-        CHECK(case_zero(recv, room * hidden));
-    else
-        CHECK(case_poisoned(recv + s->num_slots * hidden, (room - s->num_slots) * hidden));
-    free(row);
+    case_dispatch_planned(s, common, &args);
     case_drop(s);
 }
 

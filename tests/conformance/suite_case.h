@@ -70,6 +70,7 @@ void case_drop(seat *s);
  * what it wrote, when it has returned.  `needs`: of suite_need. */
 void *case_lend(seat *s, const void *here);
 epic_rows case_lend_rows(seat *s, epic_rows here);
+epic_plan_args case_lend_plan(seat *s, const epic_plan_args *args);
 epic_call case_call(const seat *s);
 epic_result case_return(seat *s, epic_result result, uint32_t needs);
 
@@ -87,6 +88,7 @@ uint32_t case_type(run_random *common, bool wide);
 void case_plan(seat *s, run_random *common);
 void case_plan_dispatch(seat *s, run_random *common);
 void case_dispatch(seat *s, run_random *common);
+void case_dispatch_planned(seat *s, run_random *common, const epic_plan_args *plan);
 void case_combine(seat *s, run_random *common);
 void case_combine_backward(seat *s, run_random *common);
 void case_dispatch_backward(seat *s, run_random *common);

@@ -7,6 +7,8 @@
 #include "check.h"
 #include "suite_case.h"
 
+#define MOST_BYTES (8 << 20)
+
 static unsigned char *at(epic_rows rows, int64_t i)
 {
     return (unsigned char *)rows.data + i * rows.row_bytes;
@@ -64,6 +66,18 @@ static void check_tail(const seat *s, epic_rows rows, uint32_t flags)
         CHECK(case_poisoned(at(rows, s->num_slots), count * rows.row_bytes));
 }
 
+/* In a slot inside a slab that no token has. */
+static bool as_padding(const void *bytes, int64_t count, uint32_t flags)
+{
+    return flags & EPIC_LEAVE_PADDING ? case_poisoned(bytes, count) : case_zero(bytes, count);
+}
+
+static uint32_t choose_flags(run_random *common)
+{
+    const uint32_t tail = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
+    return tail | (run_chance(common, 30) ? EPIC_LEAVE_PADDING : 0);
+}
+
 static void check_cleared(epic_rows rows)
 {
     if (rows.data) CHECK(case_zero(rows.data, rows.num_rows * rows.row_bytes));
@@ -77,6 +91,7 @@ typedef struct dispatched {
     int64_t n;     /* elements, or bytes */
     epic_rows weights, slot_weights, recv_expert;
     int short_rank;
+    int64_t room; /* slots of this rank, which are known before; 0: a few more than needed */
 } dispatched;
 
 static void choose_shapes(seat *s, run_random *common, dispatched *d)
@@ -90,6 +105,8 @@ static void choose_shapes(seat *s, run_random *common, dispatched *d)
         a->type = run_chance(common, 50) ? d->type : EPIC_BYTES;
     }
     d->n = case_hidden(s, common, d->type);
+    for (int r = 0; r < s->w->num_ranks && d->room; r++)
+        if (s->w->capacity[r] * d->n > MOST_BYTES / 8) d->n = 3;
     a->tokens.row_bytes = d->n * oracle_type_bytes(d->type);
     a->recv.row_bytes = a->quantize ? d->n : a->tokens.row_bytes;
     if (a->quantize)
@@ -107,6 +124,7 @@ static void make_arrays(seat *s, run_random *common, dispatched *d)
     const int64_t per_row = flat ? top_k_of(s) : 1;
     int64_t room = s->num_slots + run_below(common, 4);
     if (s->rank == d->short_rank) room = s->num_slots - 1;
+    if (d->room) room = d->room;
     a->tokens = case_rows(s, s->num_tokens, a->tokens.row_bytes);
     a->recv = case_rows(s, room, a->recv.row_bytes);
     if (a->scales.row_bytes) a->scales = case_rows(s, s->num_tokens, a->scales.row_bytes);
@@ -153,10 +171,10 @@ static bool right_row(const seat *s, const dispatched *d, int64_t slot, int64_t 
 static bool right_padding(const dispatched *d, int64_t slot)
 {
     const epic_dispatch_args *a = &d->args;
-    return case_zero(at(a->recv, slot), a->recv.row_bytes) &&
+    return as_padding(at(a->recv, slot), a->recv.row_bytes, a->flags) &&
            (!a->recv_scales.data ||
-            case_zero(at(a->recv_scales, slot), a->recv_scales.row_bytes)) &&
-           (!a->slot_weights || case_zero(a->slot_weights + slot, 4));
+            as_padding(at(a->recv_scales, slot), a->recv_scales.row_bytes, a->flags)) &&
+           (!a->slot_weights || as_padding(a->slot_weights + slot, 4, a->flags));
 }
 
 static bool same_float(float a, float b)
@@ -252,7 +270,7 @@ static uint32_t dispatch_needs(const epic_dispatch_args *a)
     return a->quantize ? SUITE_QUANTIZE : a->scales.row_bytes ? SUITE_SCALES : 0;
 }
 
-static epic_result call_dispatch(seat *s, const epic_dispatch_args *args)
+static epic_dispatch_args lend_dispatch(seat *s, const epic_dispatch_args *args)
 {
     epic_dispatch_args a = *args;
     a.plan = case_lend(s, a.plan);
@@ -263,6 +281,12 @@ static epic_result call_dispatch(seat *s, const epic_dispatch_args *args)
     a.weights = case_lend(s, a.weights);
     a.slot_weights = case_lend(s, a.slot_weights);
     a.recv_expert = case_lend(s, a.recv_expert);
+    return a;
+}
+
+static epic_result call_dispatch(seat *s, const epic_dispatch_args *args)
+{
+    const epic_dispatch_args a = lend_dispatch(s, args);
     return case_return(s, epic_dispatch(s->ctx, &a), dispatch_needs(&a));
 }
 
@@ -274,7 +298,7 @@ void case_dispatch(seat *s, run_random *common)
     d.args.plan = s->plan;
     d.args.plan_bytes = s->plan_bytes;
     d.args.call = case_call(s);
-    d.args.flags = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
+    d.args.flags = choose_flags(common);
     case_nap(s);
     const epic_result result = call_dispatch(s, &d.args);
     const bool moves = s->w->plan->result == EPIC_OK;
@@ -283,6 +307,23 @@ void case_dispatch(seat *s, run_random *common)
         check_dispatched(s, &d, result);
     }
     case_drop(s);
+}
+
+/* Together with its plan, in a room that only a test can know to be enough. */
+void case_dispatch_planned(seat *s, run_random *common, const epic_plan_args *plan)
+{
+    dispatched d = {.type = EPIC_BYTES, .short_rank = -1, .room = plan->capacity};
+    choose_shapes(s, common, &d);
+    make_arrays(s, common, &d);
+    d.args.flags = choose_flags(common);
+    case_nap(s);
+    const epic_plan_args lent_plan = case_lend_plan(s, plan);
+    const epic_dispatch_args lent = lend_dispatch(s, &d.args);
+    const epic_result result =
+        case_return(s, epic_plan_dispatch(s->ctx, &lent_plan, &lent), dispatch_needs(&d.args));
+    if (case_lacks(dispatch_needs(&d.args))) return;
+    case_refused(s, result, s->w->plan->result);
+    check_dispatched(s, &d, result);
 }
 
 /* ------------------------------------------------------------------ combine_backward ---- */
@@ -377,10 +418,11 @@ static void check_spread(const seat *s, const spread *d, epic_result result)
             wrong_dots += !right_dot(s, d, slot);
             continue;
         }
-        wrong_padding += !case_zero(at(a->d_rows, slot), a->d_rows.row_bytes);
+        wrong_padding += !as_padding(at(a->d_rows, slot), a->d_rows.row_bytes, a->flags);
         if (a->quantize)
-            wrong_padding += !case_zero(at(a->d_rows_scales, slot), a->d_rows_scales.row_bytes);
-        if (weights.data) wrong_padding += !case_zero(at(weights, slot), 4);
+            wrong_padding +=
+                !as_padding(at(a->d_rows_scales, slot), a->d_rows_scales.row_bytes, a->flags);
+        if (weights.data) wrong_padding += !as_padding(at(weights, slot), 4, a->flags);
     }
     CHECK_EQ(wrong_rows, 0);
     CHECK_EQ(wrong_dots, 0);
@@ -415,7 +457,7 @@ void case_combine_backward(seat *s, run_random *common)
     d.args.plan = s->plan;
     d.args.plan_bytes = s->plan_bytes;
     d.args.call = case_call(s);
-    d.args.flags = run_chance(common, 30) ? EPIC_ZERO_TAIL : 0;
+    d.args.flags = choose_flags(common);
     case_nap(s);
     const epic_result result = call_combine_backward(s, &d.args);
     const bool moves = s->w->plan->result == EPIC_OK;

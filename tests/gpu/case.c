@@ -207,7 +207,8 @@ static epic_dispatch_args dispatch_args(bench *b, const arrays *a)
                                 .recv = {a->recv, c->recv_rows[me], c->row_bytes},
                                 .weights = c->weighted ? a->weights : NULL,
                                 .slot_weights = c->weighted ? a->slot_weights : NULL,
-                                .flags = c->zero_tail ? EPIC_ZERO_TAIL : 0};
+                                .flags = (c->zero_tail ? EPIC_ZERO_TAIL : 0) |
+                                         (c->leave_padding ? EPIC_LEAVE_PADDING : 0)};
 }
 
 void case_put(uint8_t *row, int64_t i, uint32_t type, float x)
@@ -314,7 +315,8 @@ bool call_combine_backward(bench *b, const arrays *a, const sums *s)
         .d_rows = {s->d_rows, s->num_rows, c->row_bytes},
         .slot_weights = c->weighted ? s->weights : NULL,
         .d_slot_weights = s->d_weights,
-        .type = c->type};
+        .type = c->type,
+        .flags = c->leave_padding ? EPIC_LEAVE_PADDING : 0};
     return case_must(b, p2p_steps.combine_backward(b->me->group, &args), "combine_backward");
 }
 

@@ -14,7 +14,7 @@ typedef struct test_case {
     int64_t hidden, row_bytes;
     int64_t recv_rows[ORACLE_RANKS];
     int offset; /* bytes by which rows are not aligned */
-    bool hard, weighted, fused, wide, zero_tail;
+    bool hard, weighted, fused, wide, zero_tail, leave_padding;
     int sample; /* every how many tokens sums are checked */
 } test_case;
 

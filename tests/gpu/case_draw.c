@@ -132,6 +132,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     c->fused = between(s, 0, 1);
     c->wide = between(s, 0, 3) == 0;
     c->zero_tail = between(s, 0, 4) == 0;
+    c->leave_padding = case_hash(seed, 40, 0, 0) % 4 == 0;
     c->sample = 1;
     draw_layer(c, s);
     const int64_t limit =

@@ -26,19 +26,19 @@ static void refused(epic_result result, const char *call, const char *name, cons
         refused(call(s->ctx, &a), #call, name, other); \
     } while (0)
 
-static const uint32_t all_flags[] = {EPIC_ZERO_TAIL, EPIC_ACCUMULATE, EPIC_SUM_DENSE,
-                                     EPIC_DISTINCT, 1u << 31};
+static const uint32_t all_flags[] = {EPIC_ZERO_TAIL, EPIC_ACCUMULATE,    EPIC_SUM_DENSE,
+                                     EPIC_DISTINCT,  EPIC_LEAVE_PADDING, 1u << 31};
 
 static void try_flags(step *s)
 {
     for (size_t i = 0; i < sizeof all_flags / sizeof *all_flags; i++) {
         const uint32_t f = all_flags[i];
-        const bool tail = f == EPIC_ZERO_TAIL;
+        const bool slots = f == EPIC_ZERO_TAIL || f == EPIC_LEAVE_PADDING; /* of slots */
         WITH(epic_plan, step_plan(s, 1), a.flags = f, "flags", "");
         WITH(epic_combine, step_combine(s, 1), a.flags = f, "flags", "");
         WITH(epic_dispatch_backward, step_dispatch_backward(s, 1), a.flags = f, "flags", "");
         WITH(epic_sum, step_sum(s, 1), a.flags = f, "flags", "");
-        if (tail) continue;
+        if (slots) continue;
         WITH(epic_dispatch, step_dispatch(s, 1), a.flags = f, "flags", "");
         WITH(epic_combine_backward, step_combine_backward(s, 1), a.flags = f, "flags", "");
     }

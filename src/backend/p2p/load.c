@@ -11,10 +11,12 @@ static epic_result load_code(void)
 {
     TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
     TRY(p2p_cuda(p2p_load_dispatch(), "loading the dispatch kernels"));
+    TRY(p2p_cuda(p2p_load_dispatch_strings(), "loading the dispatch kernels of second rows"));
     TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
     TRY(p2p_cuda(p2p_load_few_plan(), "loading the plan kernel for few tokens"));
     TRY(p2p_cuda(p2p_load_few_dispatch(), "loading the dispatch kernels for few tokens"));
+    TRY(p2p_cuda(p2p_load_few_strings(), "loading those of second rows for few tokens"));
     TRY(p2p_cuda(p2p_load_few_combine(), "loading the combine kernels for few tokens"));
     TRY(p2p_cuda(p2p_load_router(), "loading the router kernels"));
     TRY(p2p_cuda(p2p_load_router_backward(), "loading the router's backward kernels"));
@@ -46,9 +48,33 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
             .self = *self, .row_bytes = bytes, .aligned = aligned, .type = type};
         const p2p_combine_job combine = {
             .self = *self, .row_bytes = bytes, .aligned = aligned, .type = type};
+        p2p_combine_backward_job quantized = backward;
+        quantized.quantize = EPIC_QUANTIZE_1X128;
         error = p2p_launch_combine_backward(&backward, 1, stream);
+        if (error == cudaSuccess) error = p2p_launch_combine_backward(&quantized, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_combine(&combine, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_few_combine(&combine, 1, stream);
+    }
+    return error;
+}
+
+/* Rows with a second row each, joined or quantized, with a plan that is read or made. */
+static cudaError_t launch_strings(const p2p_self *self, int aligned, cudaStream_t stream)
+{
+    cudaError_t error = cudaSuccess;
+    for (uint32_t quantize = 0; quantize < 2 && error == cudaSuccess; quantize++) {
+        p2p_dispatch_job job = {.plan.self = *self,
+                                .row_bytes = 128,
+                                .token_bytes = 256,
+                                .scale_bytes = 4,
+                                .aligned = aligned,
+                                .type = EPIC_BF16,
+                                .quantize = quantize};
+        error = p2p_launch_dispatch_strings(&job, 1, stream);
+        if (error == cudaSuccess) error = p2p_launch_few_strings(&job, 1, stream);
+        job.plan.layer.num_experts = job.plan.planners = job.plan.few = 1;
+        if (error == cudaSuccess) error = p2p_launch_dispatch_strings(&job, 1, stream);
+        if (error == cudaSuccess) error = p2p_launch_few_strings(&job, 1, stream);
     }
     return error;
 }
@@ -60,6 +86,8 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
     cudaError_t error = p2p_launch_plan(&plan, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_few_plan(&plan, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_sum(&sum, 1, stream);
+    for (int aligned = 0; aligned < 2 && error == cudaSuccess; aligned++)
+        error = launch_strings(self, aligned, stream);
     for (size_t i = 0; i < sizeof row_bytes / sizeof *row_bytes; i++)
         for (int aligned = 0; aligned < 2 && error == cudaSuccess; aligned++)
             error = launch_rows(self, row_bytes[i], aligned, stream);

@@ -182,26 +182,54 @@ static epic_result plan(epic_group *g, const epic_plan_args *args)
 
 /* ------------------------------------------------------------------------- dispatch ---- */
 
+/* Second rows, the caller's or made on the way. */
+static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
+                               const epic_dispatch_args *args, alike *a)
+{
+    const epic_rows *in = &args->scales, *out = &args->recv_scales;
+    const int64_t bytes = out->row_bytes ? out->row_bytes : in->row_bytes;
+    if (!bytes) return EPIC_OK;
+    TRY(check_row(g, args->quantize ? "recv_scales" : "scales", args->quantize ? out : in));
+    job->scales = in->data;
+    job->recv_scales = out->data;
+    job->scale_bytes = bytes;
+    job->type = args->type;
+    job->quantize = args->quantize;
+    job->scales_aligned = is_aligned(out) && (args->quantize || is_aligned(in));
+    job->scales_in_words = (uintptr_t)out->data % 4 == 0 && bytes % 4 == 0;
+    mix(a, (uint64_t)bytes);
+    mix(a, args->quantize);
+    if (args->quantize) mix(a, args->type);
+    return EPIC_OK;
+}
+
 static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, alike *a)
 {
-    if (args->quantize) return not_yet("quantizing on the way");
-    if (args->scales.data || args->recv_scales.data || args->scales.row_bytes)
-        return not_yet("a second row array (scales)");
     TRY(check_row(g, "tokens", &args->tokens));
     job->tokens = args->tokens.data;
     job->recv = args->recv.data;
     job->weights = args->weights;
     job->slot_weights = args->slot_weights;
     job->top_k = g->top_k;
-    job->row_bytes = args->tokens.row_bytes ? args->tokens.row_bytes : args->recv.row_bytes;
+    job->token_bytes = args->tokens.row_bytes ? args->tokens.row_bytes : args->recv.row_bytes;
+    job->row_bytes = args->quantize ? args->recv.row_bytes : job->token_bytes;
     job->num_tokens = rows_of(&args->tokens);
     job->recv_rows = rows_of(&args->recv);
     job->aligned = is_aligned(&args->tokens) && is_aligned(&args->recv);
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
+    job->leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
     mix(a, (uint64_t)job->row_bytes);
     mix(a, args->slot_weights != NULL);
-    return EPIC_OK;
+    return fill_scales(g, job, args, a);
+}
+
+typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
+
+static launcher *launcher_of(bool few, bool strings)
+{
+    if (strings) return few ? p2p_launch_few_strings : p2p_launch_dispatch_strings;
+    return few ? p2p_launch_few_dispatch : p2p_launch_dispatch;
 }
 
 static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
@@ -212,11 +240,10 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
         job->likely_experts = g->experts;
         job->likely_rank_of = at.rank_of;
     }
-    const bool few = job->plan.planners
-                         ? job->plan.few
-                         : is_few(g, job->num_tokens, P2P_FEW_TOKENS, job->row_bytes);
-    return p2p_cuda(few ? p2p_launch_few_dispatch(job, sms_of(g, call), stream_of(call))
-                        : p2p_launch_dispatch(job, sms_of(g, call), stream_of(call)),
+    const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
+    const bool few =
+        job->plan.planners ? job->plan.few : is_few(g, job->num_tokens, P2P_FEW_TOKENS, bytes);
+    return p2p_cuda(launcher_of(few, job->scale_bytes)(job, sms_of(g, call), stream_of(call)),
                     what);
 }
 
@@ -235,7 +262,7 @@ static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
 /* Rows can leave before the plan is known if nothing is dropped and all fit the staging. */
 static bool overlaps(const epic_group *g, const p2p_dispatch_job *job)
 {
-    const int64_t row = device_round_up(job->row_bytes, 16);
+    const int64_t row = p2p_string_bytes(job->row_bytes, job->scale_bytes);
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
@@ -344,13 +371,29 @@ static epic_result dispatch_backward(epic_group *g, const epic_dispatch_backward
                           EPIC_OP_DISPATCH_BACKWARD);
 }
 
+static void fill_quantized(p2p_combine_backward_job *job,
+                           const epic_combine_backward_args *args)
+{
+    const epic_rows *rows = &args->d_rows, *scales = &args->d_rows_scales;
+    const int lane_bytes = args->type == EPIC_F32 ? 4 : 8; /* of e4m3, of a vector */
+    if (!args->quantize) return;
+    if (!args->d_out.row_bytes)
+        job->row_bytes = rows->row_bytes * (args->type == EPIC_F32 ? 4 : 2);
+    job->quantize = args->quantize;
+    job->d_rows_scales = scales->data;
+    job->scale_bytes = scales->row_bytes;
+    job->quantized_bytes = rows->row_bytes;
+    job->quantized_whole =
+        ((uintptr_t)rows->data | (uint64_t)rows->row_bytes) % (uint64_t)lane_bytes == 0;
+    job->scales_in_words = ((uintptr_t)scales->data | (uint64_t)scales->row_bytes) % 4 == 0;
+}
+
 static epic_result combine_backward(epic_group *g, const epic_combine_backward_args *args)
 {
     p2p_combine_backward_job job = {0};
     alike a = {EPIC_OP_COMBINE_BACKWARD};
     TRY(p2p_whole(g));
     TRY(check_type(args->type));
-    if (args->quantize) return not_yet("quantizing on the way");
     TRY(check_row(g, "d_out", &args->d_out));
     job.plan = args->plan;
     job.plan_bytes = args->plan_bytes;
@@ -360,23 +403,26 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     job.slot_weights = args->slot_weights;
     job.d_slot_weights = args->d_slot_weights;
     job.row_bytes = args->d_out.row_bytes ? args->d_out.row_bytes : args->d_rows.row_bytes;
+    fill_quantized(&job, args);
     job.num_tokens = rows_of(&args->d_out);
     job.top_k = g->top_k;
     job.num_rows = rows_of(&args->d_rows);
     if (args->d_slot_weights && args->rows.num_rows < job.num_rows)
         job.num_rows = rows_of(&args->rows);
     if (!job.num_rows) {
-        job.d_rows = scratch_of(g);
+        job.d_rows = job.d_rows_scales = scratch_of(g);
         if (job.rows) job.rows = scratch_of(g);
         if (job.slot_weights) job.slot_weights = scratch_of(g);
         if (job.d_slot_weights) job.d_slot_weights = scratch_of(g);
     }
     job.type = args->type;
-    job.aligned = is_aligned(&args->d_out) && is_aligned(&args->d_rows) &&
+    job.aligned = is_aligned(&args->d_out) && (args->quantize || is_aligned(&args->d_rows)) &&
                   (!args->d_slot_weights || is_aligned(&args->rows));
     job.zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
+    job.leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
     mix(&a, (uint64_t)job.row_bytes);
     mix(&a, args->type);
+    mix(&a, args->quantize);
     mix(&a, (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
     job.self = self_of(g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
     return p2p_cuda(

@@ -304,4 +304,14 @@ inline float __fmul_rn(float a, float b)
     return emulated_nan(a * b);
 }
 
+inline float __fdiv_rn(float a, float b)
+{
+    return emulated_nan(a / b);
+}
+
+inline float __frcp_rn(float x)
+{
+    return emulated_nan(1 / x);
+}
+
 #endif

@@ -5,6 +5,8 @@
 
 #include <cuda_device.h>
 
+#include "host/convert.h"
+
 #define POISON 0xffffffffu
 
 inline uint64_t timer_ns()
@@ -91,6 +93,11 @@ inline void store_once(void *p, uint4 v, uint64_t)
     emulated_store((uint4 *)p, v);
 }
 
+template <class T> inline void store_once(void *p, T v, uint64_t)
+{
+    emulated_store((T *)p, v);
+}
+
 inline void copy_once(uint32_t to, const void *from, uint64_t)
 {
     emulator_copy(to, from, 16);
@@ -124,6 +131,18 @@ inline uint32_t shared_address(const void *p)
 inline uint4 load_shared(uint32_t p)
 {
     return *(const uint4 *)emulator_shared(p, 16);
+}
+
+inline float max_size(float x, float y)
+{
+    const float size = std::fabs(x) > std::fabs(y) ? std::fabs(x) : std::fabs(y);
+    return x != x || y != y ? emulated_nan(NAN) : size;
+}
+
+inline uint32_t pack_e4m3(float a, float b, float c, float d)
+{
+    const uint32_t low = (uint32_t)e4m3_of_float(b) << 8 | e4m3_of_float(a);
+    return (uint32_t)e4m3_of_float(d) << 24 | (uint32_t)e4m3_of_float(c) << 16 | low;
 }
 
 template <int N> inline void keep(float (&)[N])
