@@ -83,6 +83,9 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
     case P2P_FAULT_EXPERT:
         snprintf(to, size, SAYS_EXPERT, n->rank, a, b, c, d);
         return;
+    case P2P_FAULT_DUPLICATE:
+        snprintf(to, size, SAYS_DUPLICATE, n->rank, a, b, c);
+        return;
     case P2P_FAULT_PLACEMENT:
         if (b >= 0 && b < g->num_ranks)
             snprintf(to, size, SAYS_TREE_PLACEMENT, n->rank, a, b, g->num_ranks);
