@@ -867,10 +867,11 @@ static inline epic_result epic_moe_memory(const epic_config *config, const epic_
 /* The parameters of a layer.  Types: gate and its bias F32 (F64 rows: F64), the experts' and the
  * shared expert's weight_type. */
 typedef struct epic_moe_weights {
-    const void *w_gate;    /* [hidden, E] */
-    const void *b_gate;    /* [E], inside the logits; NULL: none */
-    const float *bias;     /* [E], for the choice only; NULL: none */
-    const void *w_gate_up; /* of the local experts, as epic_experts_args */
+    const void *w_gate;          /* [hidden, E] */
+    const void *b_gate;          /* [E], inside the logits; NULL: none */
+    const float *bias;           /* [E], for the choice only; NULL: none */
+    const void *scale_of_expert; /* [E], type as w_gate: of epic_router_args; NULL: 1 */
+    const void *w_gate_up;       /* of the local experts, as epic_experts_args */
     const void *w_down;
     const void *b_gate_up;
     const void *b_down;
@@ -938,7 +939,8 @@ static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *
 typedef struct epic_moe_gradients {
     void *w_gate;
     void *b_gate;
-    void *w_gate_up; /* of the local experts: complete */
+    void *scale_of_expert; /* needs weights.scale_of_expert */
+    void *w_gate_up;       /* of the local experts: complete */
     void *w_down;
     void *b_gate_up;
     void *b_down;

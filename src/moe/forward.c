@@ -22,6 +22,7 @@ static epic_result route(moe_job *j, const epic_moe_args *a, data_fault *fault)
                                   .logits = j->saved.logits,
                                   .num_tokens = j->tokens,
                                   .bias = j->weights.bias,
+                                  .scale_of_expert = j->weights.scale_of_expert,
                                   .token_ids = a->token_ids,
                                   .table = a->table,
                                   .table_rows = a->table_rows,

@@ -154,7 +154,8 @@ dense_parts moe_dense_parts(const moe_job *j)
 {
     dense_parts p = {0};
     p.b_gate = j->hidden * j->columns;
-    p.gate_up = p.b_gate + j->columns;
+    p.scale = p.b_gate + j->columns;
+    p.gate_up = p.scale + j->columns;
     p.down = p.b_gate_up = p.b_down = p.w_shared_gate = p.end = p.gate_up;
     if (!j->has_shared) return p;
     const int64_t inner = j->shared.inner, width = inner * (j->shared.ungated ? 1 : 2);

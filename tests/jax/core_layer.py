@@ -14,7 +14,7 @@ from epic.jax import meeting
 from epic.jax.moe import Moe
 
 WEIGHTS = (
-    "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
+    "w_gate b_gate bias scale_of_expert w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
     "shared_b_gate_up shared_b_down w_shared_gate"
 ).split()
 Call = struct(

@@ -73,6 +73,7 @@ static problem draw(uint32_t seed)
                            .leaves = LEAVES,
                            .partial_type = below(&s, 2) ? EPIC_F32 : 0};
     draw_router(&p, &s);
+    p.scaled = seed % 3 == 0;
     draw_experts(&p, &s);
     draw_losses(&p, &s);
     const int64_t block = 1 + below(&s, p.experts.hidden > 200 ? 5 : 24);

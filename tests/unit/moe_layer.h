@@ -147,6 +147,7 @@ static inline void fill_random(array *a, source *s, double size)
 enum { /* what has a gradient; X: the rows of all tokens */
        W_GATE,
        B_GATE,
+       SCALE_OF_EXPERT,
        W_GATE_UP,
        W_DOWN,
        B_GATE_UP,
@@ -160,10 +161,19 @@ enum { /* what has a gradient; X: the rows of all tokens */
        NUM_GIVEN
 };
 
-static const char *const given_names[NUM_GIVEN] = {
-    "w_gate",           "b_gate",        "w_gate_up",      "w_down",
-    "b_gate_up",        "b_down",        "shared_gate_up", "shared_down",
-    "shared_b_gate_up", "shared_b_down", "w_shared_gate",  "x"};
+static const char *const given_names[NUM_GIVEN] = {"w_gate",
+                                                   "b_gate",
+                                                   "scale_of_expert",
+                                                   "w_gate_up",
+                                                   "w_down",
+                                                   "b_gate_up",
+                                                   "b_down",
+                                                   "shared_gate_up",
+                                                   "shared_down",
+                                                   "shared_b_gate_up",
+                                                   "shared_b_down",
+                                                   "w_shared_gate",
+                                                   "x"};
 
 static inline bool of_experts(int which)
 {
@@ -183,7 +193,7 @@ typedef struct problem {
     epic_router router;
     epic_experts experts, shared; /* num_local_experts: of all ranks */
     bool planned;                 /* by epic_moe_plan, in as much memory as that takes */
-    bool has_shared, shared_gated, biased, gate_biased, wants_no_gradient, wants_no_d_x;
+    bool has_shared, shared_gated, biased, gate_biased, scaled, wants_no_gradient, wants_no_d_x;
     epic_moe moe; /* without its pointers */
     int32_t rank_of_expert[64];
     bool placed;    /* by that table */
@@ -233,7 +243,7 @@ static inline uint32_t loss_type(const problem *p)
 static inline uint32_t type_given(const problem *p, int which)
 {
     if (which == X) return row_type(p);
-    if (which == W_GATE || which == B_GATE || which == W_SHARED_GATE) return real_type(p);
+    if (which <= SCALE_OF_EXPERT || which == W_SHARED_GATE) return real_type(p);
     const epic_experts *e = of_experts(which) ? &p->experts : &p->shared;
     return e->weight_type ? e->weight_type : row_type(p);
 }
@@ -249,6 +259,8 @@ static inline int64_t numbers_of(const problem *p, int which)
         return p->gate_biased ? columns_of(p) : 0;
     case W_GATE_UP:
         return hidden * width_of(&p->experts);
+    case SCALE_OF_EXPERT:
+        return p->scaled ? columns_of(p) : 0;
     case W_DOWN:
         return p->experts.inner * hidden;
     case B_GATE_UP:
@@ -278,7 +290,7 @@ static inline int64_t numbers_in_all(const problem *p, int which)
 /* Random parameters and rows; sizes are set. */
 static inline void make_given(problem *p, source *s)
 {
-    static const double size[NUM_GIVEN] = {[W_GATE] = 1, [B_GATE] = 0.5, [X] = 1};
+    static const double size[NUM_GIVEN] = {[W_GATE] = 1, [SCALE_OF_EXPERT] = 2, [X] = 1};
     p->total = 0;
     for (int r = 0; r < p->num_ranks; r++) p->total += p->tokens_of[r];
     for (int i = 0; i < NUM_GIVEN; i++) {
@@ -479,34 +491,36 @@ static inline void make_calls(part *t, uint64_t tag)
     const bool parts = p->d_parts_given;
     const array *d_losses = &t->d_losses;
     t->weights = (epic_moe_weights){
-        g[W_GATE],           g[B_GATE],         p->bias_given ? p->bias : NULL,
-        g[W_GATE_UP],        g[W_DOWN],         g[B_GATE_UP],
-        g[B_DOWN],           g[SHARED_GATE_UP], g[SHARED_DOWN],
-        g[SHARED_B_GATE_UP], g[SHARED_B_DOWN],  g[W_SHARED_GATE]};
-    t->gradients = (epic_moe_gradients){d[W_GATE],         d[B_GATE],       d[W_GATE_UP],
-                                        d[W_DOWN],         d[B_GATE_UP],    d[B_DOWN],
-                                        d[SHARED_GATE_UP], d[SHARED_DOWN],  d[SHARED_B_GATE_UP],
-                                        d[SHARED_B_DOWN],  d[W_SHARED_GATE]};
-    t->forward = (epic_moe_args){.call.tag = tag,
-                                 .moe = &t->moe,
-                                 .weights = &t->weights,
-                                 .x = {none ? NULL : g[X], t->tokens, none ? 0 : row},
-                                 .out = {none ? NULL : t->out, t->tokens, none ? 0 : row},
-                                 .token_ids = t->token_ids,
-                                 .table = p->table,
-                                 .table_rows = p->table_rows,
-                                 .rank_of_expert = p->placed ? p->rank_of_expert : NULL,
-                                 .saved = t->saved,
-                                 .saved_bytes = t->memory.saved_bytes,
-                                 .workspace = t->workspace,
-                                 .workspace_bytes = t->memory.forward_bytes,
-                                 .loss = number_at(&p->loss, t->rank),
-                                 .balance_loss = number_at(&p->loss, p->num_ranks + t->rank),
-                                 .z_loss = number_at(&p->loss, 2 * p->num_ranks + t->rank),
-                                 .loss_type = loss_type(p),
-                                 .load = p->load + t->rank * (int64_t)p->layer.num_experts,
-                                 .demand = &p->demand[t->rank],
-                                 .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32};
+        g[W_GATE],          g[B_GATE],           p->bias_given ? p->bias : NULL,
+        g[SCALE_OF_EXPERT], g[W_GATE_UP],        g[W_DOWN],
+        g[B_GATE_UP],       g[B_DOWN],           g[SHARED_GATE_UP],
+        g[SHARED_DOWN],     g[SHARED_B_GATE_UP], g[SHARED_B_DOWN],
+        g[W_SHARED_GATE]};
+    t->gradients = (epic_moe_gradients){
+        d[W_GATE],      d[B_GATE],           d[SCALE_OF_EXPERT], d[W_GATE_UP],
+        d[W_DOWN],      d[B_GATE_UP],        d[B_DOWN],          d[SHARED_GATE_UP],
+        d[SHARED_DOWN], d[SHARED_B_GATE_UP], d[SHARED_B_DOWN],   d[W_SHARED_GATE]};
+    t->forward = (epic_moe_args){
+        .call.tag = tag,
+        .moe = &t->moe,
+        .weights = &t->weights,
+        .x = {none ? NULL : g[X], t->tokens, none ? 0 : row},
+        .out = {none ? NULL : t->out, t->tokens, none ? 0 : row},
+        .token_ids = t->token_ids,
+        .table = p->table,
+        .table_rows = p->table_rows,
+        .rank_of_expert = p->placed ? p->rank_of_expert : NULL,
+        .saved = t->saved,
+        .saved_bytes = t->memory.saved_bytes,
+        .workspace = t->workspace,
+        .workspace_bytes = t->memory.forward_bytes,
+        .loss = number_at(&p->loss, t->rank),
+        .balance_loss = number_at(&p->loss, p->num_ranks + t->rank),
+        .z_loss = number_at(&p->loss, 2 * p->num_ranks + t->rank),
+        .loss_type = loss_type(p),
+        .load = p->load + t->rank * (int64_t)p->layer.num_experts,
+        .demand = &p->demand[t->rank],
+        .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32};
     t->backward =
         (epic_moe_backward_args){.call.tag = tag,
                                  .moe = &t->moe,

@@ -122,6 +122,8 @@ static void oracle_weigh(const oracle *o, int64_t t, double *w)
                                                                     : 1;
     for (uint32_t i = 0; i < r->top_k; i++) {
         w[i] = divisor != 0 ? w[i] / divisor * (r->scale != 0 ? r->scale : 1) : 0;
+        const int32_t e = chosen[i];
+        if (o->given[SCALE_OF_EXPERT] && e >= 0) w[i] *= o->given[SCALE_OF_EXPERT][e];
         if (o->rounds_weights) w[i] = (float)w[i];
     }
 }

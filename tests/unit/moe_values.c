@@ -185,6 +185,7 @@ static problem draw(uint32_t seed, int num_ranks, uint32_t type)
                            .partial_type = below(&s, 2) ? EPIC_F32 : 0};
     if (type == EPIC_F64) p.layer.partial_type = 0;
     draw_router(&p, &s, k);
+    p.scaled = seed / 2 % 3 == 0;
     draw_experts(&p, &s, seed, type);
     draw_placement(&p, &s);
     if (below(&s, 2)) p.moe.balance_coeff = between(&s, 0.1, 2);
