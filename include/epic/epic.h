@@ -318,11 +318,14 @@ typedef enum epic_priority {
 /* What is fixed for a layer; equal on all ranks. */
 typedef struct epic_layer {
     uint32_t num_experts;     /* 1 to 65536 */
+    uint32_t num_logical;     /* replicas, as below: ids are below it; 0: no replicas, ids
+                                 are below num_experts */
     uint32_t top_k;           /* 1 to 64 */
     uint32_t alignment;       /* slab lengths are multiples of it; 0: 1 */
     uint32_t layout;          /* an epic_layout */
     uint32_t overflow;        /* an epic_overflow */
-    uint32_t expert_capacity; /* DROP: most choices of an expert over the group; 0: no limit */
+    uint32_t expert_capacity; /* DROP: most choices of an expert over the group, with replicas
+                                 of a logical one; 0: no limit */
     uint32_t priority;        /* DROP: an epic_priority.  Slots keep their order in any case */
     uint32_t sum_order;       /* an epic_sum_order */
     uint32_t leaves;          /* TREE: a power of two that divides num_experts and that
@@ -330,6 +333,15 @@ typedef struct epic_layer {
     uint32_t partial_type;    /* what travels home: 0: the rows' type; or EPIC_F32 */
     uint32_t flags;           /* EPIC_DISTINCT */
 } epic_layer;
+
+/* Replicas.  An expert has weights, a slab and a rank.  Where some are copies of each other, so
+ * that busy ones share their work, ids name *logical experts*, of which there are num_logical, and
+ * logical_of_expert says which one each expert is a replica of; each has at least one.  The choices
+ * of a logical expert, in the order source rank, token, k, go to its replicas by turns, by
+ * ascending id: choice n of it to replica n modulo their number.  So the loads of its replicas
+ * differ by at most one, no rank has to be asked, and the same choices meet in a slab whatever the
+ * number of ranks is.  Of expert_capacity C replica i of r has (C + r - 1 - i) / r: by token, what
+ * is dropped for it does not depend on the replicas. */
 
 /* What a layer takes on a context. */
 typedef struct epic_layer_info {
@@ -354,23 +366,26 @@ static inline epic_result epic_layer_sizes(epic_context *ctx, const epic_layer *
 typedef struct epic_plan_args {
     epic_call call;
     const epic_layer *layer;
-    void *plan;                    /* [plan_bytes], at an address that 16 divides */
-    int64_t plan_bytes;            /* as epic_layer_sizes says, or more */
-    const void *topk_idx;          /* [num_tokens, top_k]; negative: no expert */
-    int64_t num_tokens;            /* 0 to max_tokens; may differ between ranks */
-    const int32_t *rank_of_expert; /* [num_experts]; NULL: contiguous blocks of E / R */
-    int64_t capacity;              /* slots of this rank, or EPIC_CAPACITY_EXACT */
-    uint32_t index_type;           /* of topk_idx: 0: EPIC_I32; or EPIC_I64 */
-    uint32_t flags;                /* 0 */
-    int32_t *expert_rows;          /* out [num_local_experts]: padded counts */
-    int32_t *expert_tokens;        /* out [num_local_experts]: true counts kept */
-    int32_t *load;                 /* out [num_experts]: choices over the group, before any is
+    void *plan;                       /* [plan_bytes], at an address that 16 divides */
+    int64_t plan_bytes;               /* as epic_layer_sizes says, or more */
+    const void *topk_idx;             /* [num_tokens, top_k]; negative: no expert */
+    int64_t num_tokens;               /* 0 to max_tokens; may differ between ranks */
+    const int32_t *rank_of_expert;    /* [num_experts]; NULL: contiguous blocks of E / R */
+    const int32_t *logical_of_expert; /* [num_experts], with num_logical; else NULL */
+    int64_t capacity;                 /* slots of this rank, or EPIC_CAPACITY_EXACT */
+    uint32_t index_type;              /* of topk_idx: 0: EPIC_I32; or EPIC_I64 */
+    uint32_t flags;                   /* 0 */
+    int32_t *expert_rows;             /* out [num_local_experts]: padded counts */
+    int32_t *expert_tokens;           /* out [num_local_experts]: true counts kept */
+    int32_t *load;         /* out [num_experts]: choices over the group, before any is
                                       dropped */
-    int32_t *demand;               /* out [1]: slots that would have been needed here */
+    int32_t *logical_load; /* out [num_logical]: the same of logical experts */
+    int32_t *demand;       /* out [1]: slots that would have been needed here */
 } epic_plan_args;
 
-/* Makes the plan.  An id >= num_experts is a class (b) error that names rank, token, k and
- * value.  Slot order: local expert, source rank, token, k.  An expert that drops keeps its first
+/* Makes the plan.  An id >= num_experts (with replicas: num_logical) is a class (b) error that
+ * names rank, token, k and value, and so is a table that cannot be used; ranks with different
+ * tables get EPIC_EMISMATCH.  Slot order: local expert, source rank, token, k.  An expert that drops keeps its first
  * choices by the layer's priority; with expert_capacity alone these are the same on any number of
  * ranks.  A slab's length is its count rounded up to the alignment; an expert with no token takes
  * no slot.  num_local_experts is the largest number of experts that one rank owns.  The bytes hold
@@ -495,6 +510,27 @@ typedef struct epic_sum_args {
 
 /* Adds float32 arrays over the ranks, in place: the same bits on every rank. */
 static inline epic_result epic_sum(epic_context *ctx, const epic_sum_args *args);
+
+typedef struct epic_sum_replicas_args {
+    epic_call call;
+    const void *plan; /* which experts are replicas of each other */
+    int64_t plan_bytes;
+    epic_rows data;   /* [num_local_experts, row_bytes]: a row of float32 for each expert of
+                         this rank, in place; row_bytes is equal on all ranks */
+    float *workspace; /* [row_bytes] */
+    uint32_t flags;   /* 0 */
+    uint32_t pad;     /* 0 */
+} epic_sum_replicas_args;
+
+/* Adds what the replicas of a logical expert have, such as gradients of its weights, and gives each
+ * the sum; experts that are alone keep theirs.  Weights that were equal stay equal under any
+ * optimizer then.  Gradients may be accumulated over many steps before.  The layer's order:
+ *   BY_RANK: each rank its own replicas, ascending; then epic_sum by rank.
+ *   TREE: each leaf its own replicas, ascending, 0 if it has none; then all leaves in a binary
+ *     tree, with contiguous blocks of experts: the same bits for every number of ranks.
+ * Host contexts only.  Errors: as epic_combine, and EPIC_ENOTSUP. */
+static inline epic_result epic_sum_replicas(epic_context *ctx,
+                                            const epic_sum_replicas_args *args);
 
 /* ------------------------------------------------------------------- router and losses ----
  *
@@ -632,8 +668,8 @@ typedef struct epic_balance_loss_args {
     int64_t total_tokens;
     int64_t
         sequence_tokens; /* 0: one loss over all; else tokens of a sequence: sequence-wise */
-    const int32_t *load; /* [num_experts], as epic_plan gives it: all ranks'; not read
-                                sequence-wise */
+    const int32_t *load; /* [num_experts], as epic_plan gives it (with replicas: its
+                                logical_load): all ranks'; not read sequence-wise */
     const int32_t *topk_idx; /* sequence-wise: [num_tokens, top_k] */
     double coeff;
     void *workspace;
@@ -714,7 +750,7 @@ static inline epic_result epic_z_loss_backward(epic_context *ctx,
 typedef struct epic_bias_update_args {
     epic_call call;
     float *bias;         /* [num_experts], in place */
-    const int32_t *load; /* [num_experts], as epic_plan gives it */
+    const int32_t *load; /* [num_experts], as epic_plan gives it, or its logical_load */
     int64_t num_experts;
     float rate;
     uint32_t flags; /* 0 */
@@ -839,7 +875,8 @@ static inline epic_result epic_experts_backward(epic_context *ctx,
 /* A Mixture-of-Experts layer: router, plan, dispatch, experts, combine.  hidden is the
  * experts'; E is the router's num_experts + zero_experts. */
 typedef struct epic_moe {
-    const epic_layer *layer; /* num_experts and top_k as the router's; EPIC_EXPERT_MAJOR */
+    const epic_layer *layer; /* num_experts (with replicas: num_logical) and top_k as the
+                                   router's; EPIC_EXPERT_MAJOR */
     const epic_router *router;
     const epic_experts *experts; /* num_local_experts: what one rank owns, at most */
     const epic_experts *shared;  /* an expert that sees every token, num_local_experts 1,
@@ -893,8 +930,9 @@ typedef struct epic_moe_args {
     const void *token_ids; /* of epic_router_args, as the three below */
     const int32_t *table;
     int64_t table_rows;
-    const int32_t *rank_of_expert; /* [num_experts]; NULL: contiguous blocks */
-    void *saved;
+    const int32_t *rank_of_expert;    /* [num_experts]; NULL: contiguous blocks */
+    const int32_t *logical_of_expert; /* as epic_plan_args */
+    void *saved;                      /* begins with the plan, for epic_sum_replicas */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
@@ -902,6 +940,7 @@ typedef struct epic_moe_args {
     void *balance_loss;     /* out [1] */
     void *z_loss;           /* out [1] */
     int32_t *load;          /* out [num_experts] */
+    int32_t *logical_load;  /* out [num_logical] */
     int32_t *demand;        /* out [1] */
     uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
     uint32_t loss_type;     /* of the losses: 0: F32; or F64, with F64 rows only */
@@ -940,7 +979,8 @@ typedef struct epic_moe_gradients {
     void *w_gate;
     void *b_gate;
     void *scale_of_expert; /* needs weights.scale_of_expert */
-    void *w_gate_up;       /* of the local experts: complete */
+    void *w_gate_up;       /* of the local experts: complete; of replicas: of what each has been
+                          given, epic_sum_replicas adds them */
     void *w_down;
     void *b_gate_up;
     void *b_down;
@@ -1157,6 +1197,8 @@ EPIC_API epic_result epic_combine_backward_v1(epic_context *ctx,
                                               const epic_combine_backward_args *args,
                                               size_t size);
 EPIC_API epic_result epic_sum_v1(epic_context *ctx, const epic_sum_args *args, size_t size);
+EPIC_API epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args *args,
+                                          size_t size);
 EPIC_API int64_t epic_router_workspace_v1(const epic_router *router, size_t size);
 EPIC_API epic_result epic_router_forward_v1(epic_context *ctx, const epic_router_args *args,
                                             size_t size);
@@ -1272,6 +1314,12 @@ static inline epic_result epic_combine_backward(epic_context *ctx,
 static inline epic_result epic_sum(epic_context *ctx, const epic_sum_args *args)
 {
     return epic_sum_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_sum_replicas(epic_context *ctx,
+                                            const epic_sum_replicas_args *args)
+{
+    return epic_sum_replicas_v1(ctx, args, sizeof *args);
 }
 
 static inline int64_t epic_router_workspace(const epic_router *router)

@@ -23,7 +23,7 @@ typedef struct moe_saved { /* from forward to backward */
     void *slot_weights; /* [capacity] real */
     float *slot_k;      /* [capacity], wide: which choice of its token a slot is */
     void *y;            /* [capacity, hidden] */
-    int32_t *expert_rows, *expert_tokens, *load;
+    int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens;  /* -1: forward failed */
     void *experts, *shared; /* what epic_experts saves; shared: block after block */
 } moe_saved;

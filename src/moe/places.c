@@ -74,11 +74,13 @@ epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a)
     add(&p, "token_ids", a->token_ids, j->tokens, a->token_id_type == EPIC_I64 ? 8 : 4, false);
     add(&p, "table", a->table, a->table_rows > 0 ? j->top_k : 0, 4, false);
     add(&p, "rank_of_expert", a->rank_of_expert, experts, 4, false);
+    add(&p, "logical_of_expert", a->logical_of_expert, experts, 4, false);
     add_rows(&p, j, "out.data", &a->out, true);
     add(&p, "loss", a->loss, 1, number, true);
     add(&p, "balance_loss", a->balance_loss, 1, number, true);
     add(&p, "z_loss", a->z_loss, 1, number, true);
     add(&p, "load", a->load, experts, 4, true);
+    add(&p, "logical_load", a->logical_load, j->layer.num_logical, 4, true);
     add(&p, "demand", a->demand, 1, 4, true);
     add_memory(&p, j, a->saved, a->workspace, true);
     return check_arrays(p.list, p.num);

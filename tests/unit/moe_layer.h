@@ -196,8 +196,9 @@ typedef struct problem {
     bool has_shared, shared_gated, biased, gate_biased, scaled, wants_no_gradient, wants_no_d_x;
     epic_moe moe; /* without its pointers */
     int32_t rank_of_expert[64];
-    bool placed;    /* by that table */
-    float bias[96]; /* for the choice */
+    bool placed;            /* by that table */
+    int32_t logical_of[64]; /* with layer.num_logical */
+    float bias[96];         /* for the choice */
     bool bias_given;
     int32_t *table, *token_ids; /* NULL: none */
     int64_t table_rows;
@@ -213,6 +214,7 @@ typedef struct problem {
     array gradient[NUM_GIVEN]; /* dense: one after the other for every rank */
     array loss;                /* [3 * num_ranks]: the sum, balance, z */
     int32_t *load, *demand;    /* [num_ranks, num_experts], [num_ranks] */
+    int32_t *logical_load;     /* [num_ranks, num_logical] */
 } problem;
 
 static inline int64_t width_of(const epic_experts *e)
@@ -257,10 +259,10 @@ static inline int64_t numbers_of(const problem *p, int which)
         return hidden * columns_of(p);
     case B_GATE:
         return p->gate_biased ? columns_of(p) : 0;
-    case W_GATE_UP:
-        return hidden * width_of(&p->experts);
     case SCALE_OF_EXPERT:
         return p->scaled ? columns_of(p) : 0;
+    case W_GATE_UP:
+        return hidden * width_of(&p->experts);
     case W_DOWN:
         return p->experts.inner * hidden;
     case B_GATE_UP:
@@ -309,6 +311,7 @@ static inline void make_results(problem *p)
                                     numbers_in_all(p, i) * (is_dense(i) ? p->num_ranks : 1));
     p->loss = make_array(loss_type(p), 3 * p->num_ranks);
     p->load = share((size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t));
+    p->logical_load = share((size_t)p->num_ranks * p->layer.num_logical * sizeof(int32_t));
     p->demand = share((size_t)p->num_ranks * sizeof(int32_t));
 }
 
@@ -318,6 +321,7 @@ static inline void free_results(problem *p)
     for (int i = 0; i < NUM_GIVEN; i++) free_array(&p->gradient[i]);
     free_array(&p->loss);
     munmap(p->load, (size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t) + 1);
+    munmap(p->logical_load, (size_t)p->num_ranks * p->layer.num_logical * sizeof(int32_t) + 1);
     munmap(p->demand, (size_t)p->num_ranks * sizeof(int32_t) + 1);
 }
 
@@ -510,6 +514,7 @@ static inline void make_calls(part *t, uint64_t tag)
         .table = p->table,
         .table_rows = p->table_rows,
         .rank_of_expert = p->placed ? p->rank_of_expert : NULL,
+        .logical_of_expert = p->layer.num_logical ? p->logical_of : NULL,
         .saved = t->saved,
         .saved_bytes = t->memory.saved_bytes,
         .workspace = t->workspace,
@@ -519,6 +524,7 @@ static inline void make_calls(part *t, uint64_t tag)
         .z_loss = number_at(&p->loss, 2 * p->num_ranks + t->rank),
         .loss_type = loss_type(p),
         .load = p->load + t->rank * (int64_t)p->layer.num_experts,
+        .logical_load = p->logical_load + t->rank * (int64_t)p->layer.num_logical,
         .demand = &p->demand[t->rank],
         .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32};
     t->backward =
@@ -633,6 +639,25 @@ static inline epic_result part_backward(part *t, epic_context *ctx)
 {
     part_forget(t, t->memory.backward_bytes);
     return epic_moe_backward(ctx, &t->backward);
+}
+
+/* Gives every replica the sum of what all replicas of its logical expert have. */
+static inline epic_result part_sum_replicas(part *t, epic_context *ctx)
+{
+    for (int i = W_GATE_UP; i <= B_DOWN; i++) {
+        const int64_t bytes = numbers_of(t->p, i) * (int64_t)sizeof(float);
+        if (!bytes) continue;
+        float *workspace = poisoned((size_t)bytes);
+        const epic_sum_replicas_args args = {
+            .plan = t->saved,
+            .plan_bytes = t->memory.saved_bytes,
+            .data = {t->gradient[i], t->experts.num_local_experts, bytes},
+            .workspace = workspace};
+        const epic_result result = epic_sum_replicas(ctx, &args);
+        free(workspace);
+        if (result != EPIC_OK) return result;
+    }
+    return EPIC_OK;
 }
 
 /* The rank's results go to where all ranks' are. */
