@@ -15,8 +15,11 @@ static problem draw(uint32_t seed, int num_ranks, uint32_t type)
     p.router = (epic_router){
         .num_experts = experts, .top_k = p.layer.top_k, .normalize = EPIC_NORMALIZE_SUM};
     p.router.zero_experts = below(&s, 2);
-    p.experts = (epic_experts){
-        .num_local_experts = 1, .hidden = 5, .inner = 7, .row_type = type, .weighting = seed % 3};
+    p.experts = (epic_experts){.num_local_experts = 1,
+                               .hidden = 5,
+                               .inner = 7,
+                               .row_type = type,
+                               .weighting = seed % 3};
     p.moe = (epic_moe){.balance_coeff = 0.5, .z_coeff = 0.1};
     if (seed % 3 == 0) p.layer.overflow = EPIC_OVERFLOW_DROP;
     if (seed % 3 == 0) p.layer.expert_capacity = 3 + below(&s, 5);
@@ -77,7 +80,8 @@ static double summed(const problem *p, int which, uint32_t expert, int64_t i)
     double sum = 0;
     if (real_type(p) == EPIC_F32) return gradient_of(p, which, expert * each + i);
     for (uint32_t e = 0; e < p->layer.num_experts; e++)
-        if (p->logical_of[e] == p->logical_of[expert]) sum += gradient_of(p, which, e * each + i);
+        if (p->logical_of[e] == p->logical_of[expert])
+            sum += gradient_of(p, which, e * each + i);
     return sum;
 }
 
