@@ -62,13 +62,47 @@ static void free_lists(lists *l)
     free(l->place);
 }
 
+void oracle_choose_replicas(const epic_layer *layer, const int32_t *logical_of,
+                            const int64_t *logical_ids, int64_t choices, int64_t *ids)
+{
+    for (int64_t c = 0; c < choices; c++) {
+        int64_t before = 0, replicas = 0, nth = 0;
+        ids[c] = logical_ids[c];
+        if (!layer->num_logical || ids[c] < 0) continue;
+        for (int64_t b = 0; b < c; b++) before += logical_ids[b] == logical_ids[c];
+        for (uint32_t e = 0; e < layer->num_experts; e++)
+            replicas += logical_of[e] == logical_ids[c];
+        for (uint32_t e = 0; e < layer->num_experts; e++)
+            if (logical_of[e] == logical_ids[c] && nth++ == before % replicas) ids[c] = e;
+    }
+}
+
+/* Choices that an expert keeps at most: expert_capacity, dealt to replicas one by one. */
+static int64_t most_of(const oracle_plan *p, int64_t expert)
+{
+    const epic_layer *layer = &p->in.layer;
+    const int32_t *logical_of = p->in.logical_of;
+    int64_t before = 0, replicas = 0;
+    if (layer->overflow != EPIC_OVERFLOW_DROP || !layer->expert_capacity) return INT64_MAX;
+    if (!layer->num_logical) return layer->expert_capacity;
+    for (uint32_t e = 0; e < layer->num_experts; e++) {
+        if (logical_of[e] != logical_of[expert]) continue;
+        replicas++;
+        before += e < expert;
+    }
+    int64_t most = 0;
+    for (int64_t n = 0; n < layer->expert_capacity; n++) most += n % replicas == before;
+    return most;
+}
+
 static int64_t padded(int64_t count, int64_t alignment)
 {
     return count % alignment ? count - count % alignment + alignment : count;
 }
 
-/* Slots of `rank` when expert e keeps its first min(load, most, limit) choices. */
-static int64_t slots_needed(const oracle_plan *p, const lists *l, int rank, int64_t most,
+/* Slots of `rank` when expert e keeps its first min(load, limit) choices, or, `capped`, fewer where
+ * it has not as much capacity. */
+static int64_t slots_needed(const oracle_plan *p, const lists *l, int rank, bool capped,
                             int64_t limit)
 {
     const int64_t top_k = p->in.layer.top_k;
@@ -77,7 +111,7 @@ static int64_t slots_needed(const oracle_plan *p, const lists *l, int rank, int6
         for (uint32_t e = 0; e < p->in.layer.num_experts; e++) {
             if (p->in.rank_of[e] != rank) continue;
             int64_t kept = p->load[e];
-            if (kept > most) kept = most;
+            if (capped && kept > p->most[e]) kept = p->most[e];
             if (kept > limit) kept = limit;
             slots += padded(kept, p->alignment);
         }
@@ -87,7 +121,7 @@ static int64_t slots_needed(const oracle_plan *p, const lists *l, int rank, int6
         bool comes = false;
         for (int64_t c = t * top_k; c < (t + 1) * top_k; c++)
             if (p->in.ids[c] >= 0 && p->in.rank_of[p->in.ids[c]] == rank &&
-                l->place[c] < most && l->place[c] < limit)
+                (!capped || l->place[c] < p->most[p->in.ids[c]]) && l->place[c] < limit)
                 comes = true;
         slots += comes;
     }
@@ -95,10 +129,10 @@ static int64_t slots_needed(const oracle_plan *p, const lists *l, int rank, int6
 }
 
 /* The largest common limit that fits, found by trying all. */
-static int64_t common_limit(const oracle_plan *p, const lists *l, int rank, int64_t most)
+static int64_t common_limit(const oracle_plan *p, const lists *l, int rank)
 {
     int64_t c = 0;
-    while (slots_needed(p, l, rank, most, c + 1) <= p->in.capacity[rank]) c++;
+    while (slots_needed(p, l, rank, true, c + 1) <= p->in.capacity[rank]) c++;
     return c;
 }
 
@@ -143,12 +177,12 @@ static void place_flat(oracle_plan *p, const lists *l, int rank, int64_t limit)
     p->num_slots[rank] = row;
 }
 
-static void mark_expert_full(oracle_plan *p, const lists *l, int64_t most)
+static void mark_expert_full(oracle_plan *p, const lists *l)
 {
     for (int64_t c = 0; c < p->total_tokens * p->in.layer.top_k; c++)
-        p->fate[c] = p->in.ids[c] < 0      ? EPIC_FATE_NONE
-                     : l->place[c] >= most ? EPIC_FATE_EXPERT_FULL
-                                           : EPIC_FATE_RANK_FULL;
+        p->fate[c] = p->in.ids[c] < 0                       ? EPIC_FATE_NONE
+                     : l->place[c] >= p->most[p->in.ids[c]] ? EPIC_FATE_EXPERT_FULL
+                                                            : EPIC_FATE_RANK_FULL;
 }
 
 static void fill_slots(oracle_plan *p)
@@ -168,17 +202,16 @@ static void decide(oracle_plan *p, const lists *l)
 {
     const epic_layer *layer = &p->in.layer;
     const bool drops = layer->overflow == EPIC_OVERFLOW_DROP;
-    const int64_t most = drops && layer->expert_capacity ? layer->expert_capacity : INT64_MAX;
-    mark_expert_full(p, l, most);
+    mark_expert_full(p, l);
     for (int r = 0; r < p->in.num_ranks; r++) {
-        p->demand[r] = slots_needed(p, l, r, INT64_MAX, INT64_MAX);
+        p->demand[r] = slots_needed(p, l, r, false, INT64_MAX);
         if (!drops && p->in.capacity[r] && p->demand[r] > p->in.capacity[r])
             p->result = EPIC_EOVERFLOW;
     }
     for (int r = 0; r < p->in.num_ranks && p->result == EPIC_OK; r++) {
         int64_t limit = INT64_MAX;
-        if (p->in.capacity[r] && slots_needed(p, l, r, most, INT64_MAX) > p->in.capacity[r])
-            limit = common_limit(p, l, r, most);
+        if (p->in.capacity[r] && slots_needed(p, l, r, true, INT64_MAX) > p->in.capacity[r])
+            limit = common_limit(p, l, r);
         if (oracle_is_flat(p))
             place_flat(p, l, r, limit);
         else
@@ -214,6 +247,8 @@ oracle_plan *oracle_plan_new(const oracle_input *in)
     p->load = zeroed(layer->num_experts, sizeof *p->load);
     for (int64_t c = 0; c < p->total_tokens * layer->top_k; c++)
         if (in->ids[c] >= 0) p->load[in->ids[c]]++;
+    p->most = zeroed(layer->num_experts, sizeof *p->most);
+    for (uint32_t e = 0; e < layer->num_experts; e++) p->most[e] = most_of(p, e);
     p->fate = zeroed(p->total_tokens * layer->top_k, sizeof *p->fate);
     p->num_slots = zeroed(ranks, sizeof *p->num_slots);
     p->demand = zeroed(ranks, sizeof *p->demand);
@@ -232,9 +267,9 @@ void oracle_plan_free(oracle_plan *p)
 {
     if (!p) return;
     for (int r = 0; r < p->in.num_ranks; r++) free(p->filled_by[r]);
-    void *const parts[] = {p->first_token, p->local_of,      p->load,
-                           p->fate,        p->num_slots,     p->demand,
-                           p->expert_rows, p->expert_tokens, (void *)p->filled_by};
+    void *const parts[] = {p->first_token,   p->local_of,         p->load,   p->most,
+                           p->fate,          p->num_slots,        p->demand, p->expert_rows,
+                           p->expert_tokens, (void *)p->filled_by};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) free(parts[i]);
     free(p);
 }

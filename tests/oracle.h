@@ -14,10 +14,12 @@
 typedef struct oracle_input {
     int num_ranks;
     epic_layer layer;
-    const int64_t *tokens_of; /* [num_ranks] */
-    const int64_t *capacity;  /* [num_ranks]; 0: no bound */
-    const int64_t *ids;       /* [all tokens, top_k] */
-    const int32_t *rank_of;   /* [num_experts] */
+    const int64_t *tokens_of;  /* [num_ranks] */
+    const int64_t *capacity;   /* [num_ranks]; 0: no bound */
+    const int64_t *ids;        /* [all tokens, top_k]: experts, with replicas those that have
+                                 the choices */
+    const int32_t *rank_of;    /* [num_experts] */
+    const int32_t *logical_of; /* [num_experts]; NULL: no replicas */
 } oracle_input;
 
 typedef struct oracle_plan {
@@ -28,6 +30,7 @@ typedef struct oracle_plan {
     int64_t *first_token;   /* [num_ranks + 1] */
     int32_t *local_of;      /* [num_experts] */
     int64_t *load;          /* [num_experts] */
+    int64_t *most;          /* [num_experts]: kept at most, for expert_capacity */
     int32_t *fate;          /* [all tokens, top_k]: slot or row on the rank, or an EPIC_FATE */
     int64_t *num_slots;     /* [num_ranks] */
     int64_t *demand;        /* [num_ranks] */
@@ -35,6 +38,10 @@ typedef struct oracle_plan {
     int32_t *expert_tokens; /* [num_ranks, num_local] */
     int64_t **filled_by; /* [num_ranks][num_slots]: the choice, FLAT: the token; -1: padding */
 } oracle_plan;
+
+/* ids [all choices]: the replicas that take the choices of logical experts (-1: none). */
+void oracle_choose_replicas(const epic_layer *layer, const int32_t *logical_of,
+                            const int64_t *logical_ids, int64_t choices, int64_t *ids);
 
 oracle_plan *oracle_plan_new(const oracle_input *in);
 void oracle_plan_free(oracle_plan *plan);

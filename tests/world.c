@@ -25,6 +25,16 @@ static bool power_of_two(int64_t n)
     return (n & (n - 1)) == 0;
 }
 
+static void shuffle(run_random *random, int32_t *list, int64_t count)
+{
+    for (int64_t i = count - 1; i > 0; i--) {
+        const int64_t j = run_below(random, i + 1);
+        const int32_t held = list[i];
+        list[i] = list[j];
+        list[j] = held;
+    }
+}
+
 /* ----------------------------------------------------------------------------- layer ---- */
 
 static void choose_experts(world *w, run_random *random)
@@ -51,6 +61,24 @@ static void choose_order(world *w, run_random *random)
     if (leaves != ranks || run_chance(random, 50)) l->leaves = leaves;
 }
 
+int64_t world_num_ids(const world *w)
+{
+    return w->layer.num_logical ? w->layer.num_logical : w->layer.num_experts;
+}
+
+/* As many replicas as there are experts, each logical one has at least one, some have many. */
+static void choose_replicas(world *w, run_random *random)
+{
+    epic_layer *l = &w->layer;
+    if (l->num_experts > 64 || !run_chance(random, 25)) return;
+    l->num_logical = (uint32_t)run_between(random, 1, l->num_experts);
+    w->logical_of = malloc(l->num_experts * sizeof *w->logical_of);
+    const int64_t busy = run_between(random, 1, l->num_logical);
+    for (uint32_t e = 0; e < l->num_experts; e++)
+        w->logical_of[e] = e < l->num_logical ? (int32_t)e : (int32_t)run_below(random, busy);
+    shuffle(random, w->logical_of, l->num_experts);
+}
+
 static void choose_layer(world *w, run_random *random)
 {
     epic_layer *l = &w->layer;
@@ -63,19 +91,10 @@ static void choose_layer(world *w, run_random *random)
         if (run_chance(random, 50)) l->expert_capacity = (uint32_t)run_between(random, 1, 12);
         if (run_chance(random, 40)) l->priority = EPIC_BY_K;
     }
+    choose_replicas(w, random);
 }
 
 /* ------------------------------------------------------------------------- placement ---- */
-
-static void shuffle(run_random *random, int32_t *list, int64_t count)
-{
-    for (int64_t i = count - 1; i > 0; i--) {
-        const int64_t j = run_below(random, i + 1);
-        const int32_t held = list[i];
-        list[i] = list[j];
-        list[j] = held;
-    }
-}
 
 /* Tree order: whole blocks, in any order of the ranks.  Else: anywhere, also all on one rank. */
 static void choose_placement(world *w, run_random *random)
@@ -130,16 +149,26 @@ static int64_t choose_id(run_random *random, int style, int64_t favourite, int64
     }
 }
 
+int64_t world_twin(const world *w, int64_t first, int64_t end)
+{
+    const int64_t top_k = w->layer.top_k;
+    for (int64_t c = first; c < end; c++)
+        for (int64_t b = c - c % top_k; b < c; b++)
+            if (w->named[b] >= 0 && w->named[b] == w->named[c]) return c;
+    return -1;
+}
+
 static void choose_ids(world *w, run_random *random, int64_t total_tokens)
 {
-    const int64_t top_k = w->layer.top_k, num_experts = w->layer.num_experts;
+    const int64_t top_k = w->layer.top_k, num_experts = world_num_ids(w);
     const int style = (int)run_below(random, 14);
     const int64_t favourite = run_below(random, num_experts);
     const bool different = style > 8 && top_k <= num_experts;
+    w->named = malloc(((size_t)(total_tokens * top_k) + 1) * sizeof *w->named);
     w->ids = malloc(((size_t)(total_tokens * top_k) + 1) * sizeof *w->ids);
     for (int64_t t = 0; t < total_tokens; t++)
         for (int64_t k = 0; k < top_k; k++) {
-            int64_t *id = &w->ids[t * top_k + k];
+            int64_t *id = &w->named[t * top_k + k];
             bool again = true;
             for (int tries = 0; again && tries < 50; tries++) {
                 *id = choose_id(random, style, favourite, num_experts);
@@ -148,6 +177,9 @@ static void choose_ids(world *w, run_random *random, int64_t total_tokens)
                     again |= id[-j] == *id;
             }
         }
+    if (run_chance(random, 70) && world_twin(w, 0, total_tokens * top_k) < 0)
+        w->layer.flags = EPIC_DISTINCT;
+    oracle_choose_replicas(&w->layer, w->logical_of, w->named, total_tokens * top_k, w->ids);
 }
 
 /* ------------------------------------------------------------------------- capacity ---- */
@@ -159,7 +191,8 @@ static oracle_plan *ask_oracle(const world *w)
                              .tokens_of = w->tokens_of,
                              .capacity = w->capacity,
                              .ids = w->ids,
-                             .rank_of = w->rank_of};
+                             .rank_of = w->rank_of,
+                             .logical_of = w->logical_of};
     return oracle_plan_new(&in);
 }
 
@@ -230,6 +263,7 @@ world *world_new_tree(uint64_t seed, int num_ranks)
         w->layer.expert_capacity = (uint32_t)run_between(&random, 3, 20);
         if (run_chance(&random, 40)) w->layer.priority = EPIC_BY_K;
     }
+    choose_replicas(w, &random);
     const int64_t total = 8 * run_between(&random, 1, 5);
     choose_ids(w, &random, total);
     w->num_ranks = 1;
@@ -251,8 +285,10 @@ void world_free(world *w)
     if (w->alone) free((void *)w->alone->in.rank_of);
     oracle_plan_free(w->alone);
     oracle_plan_free(w->plan);
+    free(w->named);
     free(w->ids);
     free(w->rank_of);
+    free(w->logical_of);
     free(w);
 }
 
@@ -260,13 +296,14 @@ void world_tell(const world *w, const char *what)
 {
     const epic_layer *l = &w->layer;
     fprintf(stderr,
-            "%s: seed %llx: %d ranks, %u experts%s, top_k %u, alignment %u, layout %u, "
+            "%s: seed %llx: %d ranks, %u experts%s, replicas of %u, top_k %u, alignment %u, "
+            "layout %u, "
             "overflow %u, expert_capacity %u, priority %u, sum_order %u, leaves %u, "
-            "partial_type %u%s\n",
+            "partial_type %u, flags %u%s\n",
             what, (unsigned long long)w->seed, w->num_ranks, l->num_experts,
-            w->table ? " by a table" : "", l->top_k, l->alignment, l->layout, l->overflow,
-            l->expert_capacity, l->priority, l->sum_order, l->leaves, l->partial_type,
-            w->wild ? ", wild rows" : "");
+            w->table ? " by a table" : "", l->num_logical, l->top_k, l->alignment, l->layout,
+            l->overflow, l->expert_capacity, l->priority, l->sum_order, l->leaves,
+            l->partial_type, l->flags, w->wild ? ", wild rows" : "");
     for (int r = 0; r < w->num_ranks; r++)
         fprintf(stderr, "%s: rank %d: %lld tokens, capacity %lld, %lld slots\n", what, r,
                 (long long)w->tokens_of[r], (long long)w->capacity[r],
@@ -278,7 +315,7 @@ void world_tell(const world *w, const char *what)
 void *world_topk_idx(const world *w, int rank, uint32_t index_type)
 {
     const int64_t top_k = w->layer.top_k, count = w->tokens_of[rank] * top_k;
-    const int64_t *ids = w->ids + w->plan->first_token[rank] * top_k;
+    const int64_t *ids = w->named + w->plan->first_token[rank] * top_k;
     const bool wide = index_type == EPIC_I64;
     run_random random = {run_mix(w->seed, 3)};
     void *list = malloc((size_t)count * (wide ? 8 : 4) + 1);

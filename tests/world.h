@@ -15,10 +15,12 @@ typedef struct world {
     epic_layer layer; /* as EPIC is given it */
     int64_t tokens_of[RUN_MAX_RANKS];
     int64_t capacity[RUN_MAX_RANKS];
-    int64_t *ids;     /* [all tokens, top_k]; -1: none */
-    int32_t *rank_of; /* [num_experts] */
-    bool table;       /* rank_of is given to EPIC */
-    bool wild;        /* rows hold NaN, infinities, subnormals, -0 */
+    int64_t *named;      /* [all tokens, top_k]: the ids that EPIC is given; -1: none */
+    int64_t *ids;        /* the same, with replicas: the experts that get the choices */
+    int32_t *rank_of;    /* [num_experts] */
+    int32_t *logical_of; /* [num_experts]; NULL: no replicas */
+    bool table;          /* rank_of is given to EPIC */
+    bool wild;           /* rows hold NaN, infinities, subnormals, -0 */
     oracle_plan *plan;
     oracle_plan *alone; /* the same tokens on one rank, or NULL: what sums must equal */
 } world;
@@ -33,6 +35,12 @@ void world_free(world *w);
 
 /* What kind of case it is, in a line on stderr. */
 void world_tell(const world *w, const char *what);
+
+/* What ids are below. */
+int64_t world_num_ids(const world *w);
+
+/* The first choice of [first, end) whose token has its id already, or -1. */
+int64_t world_twin(const world *w, int64_t first, int64_t end);
 
 /* topk_idx of a rank, as EPIC is given it; any negative number may stand for -1. */
 void *world_topk_idx(const world *w, int rank, uint32_t index_type);

@@ -318,11 +318,14 @@ typedef enum epic_priority {
 /* What is fixed for a layer; equal on all ranks. */
 typedef struct epic_layer {
     uint32_t num_experts;     /* 1 to 65536 */
+    uint32_t num_logical;     /* replicas, as below: ids are below it; 0: no replicas, ids
+                                 are below num_experts */
     uint32_t top_k;           /* 1 to 64 */
     uint32_t alignment;       /* slab lengths are multiples of it; 0: 1 */
     uint32_t layout;          /* an epic_layout */
     uint32_t overflow;        /* an epic_overflow */
-    uint32_t expert_capacity; /* DROP: most choices of an expert over the group; 0: no limit */
+    uint32_t expert_capacity; /* DROP: most choices of an expert over the group, with replicas
+                                 of a logical one; 0: no limit */
     uint32_t priority;        /* DROP: an epic_priority.  Slots keep their order in any case */
     uint32_t sum_order;       /* an epic_sum_order */
     uint32_t leaves;          /* TREE: a power of two that divides num_experts and that
@@ -330,6 +333,15 @@ typedef struct epic_layer {
     uint32_t partial_type;    /* what travels home: 0: the rows' type; or EPIC_F32 */
     uint32_t flags;           /* EPIC_DISTINCT */
 } epic_layer;
+
+/* Replicas.  An expert has weights, a slab and a rank.  Where some are copies of each other, so
+ * that busy ones share their work, ids name *logical experts*, of which there are num_logical,
+ * and logical_of_expert says which one each expert is a replica of; each has at least one.  The
+ * choices of a logical expert, in the order source rank, token, k, go to its replicas by turns,
+ * by ascending id: choice n of it to replica n modulo their number.  So the loads of its replicas
+ * differ by at most one, no rank has to be asked, and the same choices meet in a slab whatever
+ * the number of ranks is.  Of expert_capacity C replica i of r has (C + r - 1 - i) / r: by token,
+ * what is dropped for it does not depend on the replicas. */
 
 /* What a layer takes on a context. */
 typedef struct epic_layer_info {
@@ -354,29 +366,32 @@ static inline epic_result epic_layer_sizes(epic_context *ctx, const epic_layer *
 typedef struct epic_plan_args {
     epic_call call;
     const epic_layer *layer;
-    void *plan;                    /* [plan_bytes], at an address that 16 divides */
-    int64_t plan_bytes;            /* as epic_layer_sizes says, or more */
-    const void *topk_idx;          /* [num_tokens, top_k]; negative: no expert */
-    int64_t num_tokens;            /* 0 to max_tokens; may differ between ranks */
-    const int32_t *rank_of_expert; /* [num_experts]; NULL: contiguous blocks of E / R */
-    int64_t capacity;              /* slots of this rank, or EPIC_CAPACITY_EXACT */
-    uint32_t index_type;           /* of topk_idx: 0: EPIC_I32; or EPIC_I64 */
-    uint32_t flags;                /* 0 */
-    int32_t *expert_rows;          /* out [num_local_experts]: padded counts */
-    int32_t *expert_tokens;        /* out [num_local_experts]: true counts kept */
-    int32_t *load;                 /* out [num_experts]: choices over the group, before any is
+    void *plan;                       /* [plan_bytes], at an address that 16 divides */
+    int64_t plan_bytes;               /* as epic_layer_sizes says, or more */
+    const void *topk_idx;             /* [num_tokens, top_k]; negative: no expert */
+    int64_t num_tokens;               /* 0 to max_tokens; may differ between ranks */
+    const int32_t *rank_of_expert;    /* [num_experts]; NULL: contiguous blocks of E / R */
+    const int32_t *logical_of_expert; /* [num_experts], with num_logical; else NULL */
+    int64_t capacity;                 /* slots of this rank, or EPIC_CAPACITY_EXACT */
+    uint32_t index_type;              /* of topk_idx: 0: EPIC_I32; or EPIC_I64 */
+    uint32_t flags;                   /* 0 */
+    int32_t *expert_rows;             /* out [num_local_experts]: padded counts */
+    int32_t *expert_tokens;           /* out [num_local_experts]: true counts kept */
+    int32_t *load;         /* out [num_experts]: choices over the group, before any is
                                       dropped */
-    int32_t *demand;               /* out [1]: slots that would have been needed here */
+    int32_t *logical_load; /* out [num_logical]: the same of logical experts */
+    int32_t *demand;       /* out [1]: slots that would have been needed here */
 } epic_plan_args;
 
-/* Makes the plan.  An id >= num_experts is a class (b) error that names rank, token, k and value.
- * Slot order: local expert, source rank, token, k.  An expert that drops keeps its first choices
- * by the layer's priority; with expert_capacity alone these are the same on any number of ranks.
- * A slab's length is its count rounded up to the alignment; an expert with no token takes no
- * slot.  num_local_experts is the largest number of experts that one rank owns.  The bytes hold
- * no address: they may be copied and moved.  Demand above capacity: EPIC_EOVERFLOW on every rank,
- * unless the layer drops.  Errors: (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL,
- * EPIC_EOVERFLOW; (c). */
+/* Makes the plan.  An id >= num_experts (with replicas: num_logical) is a class (b) error that
+ * names rank, token, k and value, and so is a table that cannot be used; ranks with different
+ * tables get EPIC_EMISMATCH.  Slot order: local expert, source rank, token, k.  An expert that
+ * drops keeps its first choices by the layer's priority; with expert_capacity alone these are the
+ * same on any number of ranks.  A slab's length is its count rounded up to the alignment; an
+ * expert with no token takes no slot.  num_local_experts is the largest number of experts that
+ * one rank owns.  The bytes hold no address: they may be copied and moved.  Demand above
+ * capacity: EPIC_EOVERFLOW on every rank, unless the layer drops.  Errors: (a) EPIC_EINVAL,
+ * EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c). */
 static inline epic_result epic_plan(epic_context *ctx, const epic_plan_args *args);
 
 typedef enum epic_quantize {
@@ -405,11 +420,11 @@ typedef struct epic_dispatch_args {
 } epic_dispatch_args;
 
 /* Sends row t of tokens to every expert the plan chose for it: recv[slot] = tokens[token_of
- * slot], slot_weights[slot] = weights[token, k].  Padding slots inside slabs are written as
- * zeros in every out, or left as they were with EPIC_LEAVE_PADDING; the tail past the last slab is
- * left as it was, or written as zeros with EPIC_ZERO_TAIL.  weights and slot_weights come
- * together, and on all ranks or none: a rank without tokens or slots gives an address too.  Fewer
- * recv rows than the plan occupies, anywhere: EPIC_EOVERFLOW everywhere.
+ * slot], slot_weights[slot] = weights[token, k].  Padding slots inside slabs are written as zeros
+ * in every out, or left as they were with EPIC_LEAVE_PADDING; the tail past the last slab is left
+ * as it was, or written as zeros with EPIC_ZERO_TAIL.  weights and slot_weights come together,
+ * and on all ranks or none: a rank without tokens or slots gives an address too.  Fewer recv rows
+ * than the plan occupies, anywhere: EPIC_EOVERFLOW everywhere.
  *
  * Quantized, for n elements of a row: 1x128: scale = max|x| / 448 (1 if that is 0),
  * q = e4m3(x / scale); recv_scales rows are ceil(n / 128) float32.  1x32: scale =
@@ -480,9 +495,9 @@ typedef struct epic_combine_backward_args {
 /* The gradient of epic_combine: d_rows[slot] = w * d_out[token], d_slot_weights[slot] =
  * <d_out[token], rows[slot]>; padding slots get zeros, or are left.  The dot product is in
  * float32 (F64: in float64), in blocks of 1024 elements: accumulator i of 256 takes elements i,
- * i+256, i+512, i+768 by fused multiply-add from the first product; distances 4, 2, 1 are added inside each
- * aligned group of 8 accumulators, then 16, 8, 4, 2, 1 among the 32 groups; block sums are added
- * in ascending order. */
+ * i+256, i+512, i+768 by fused multiply-add from the first product; distances 4, 2, 1 are added
+ * inside each aligned group of 8 accumulators, then 16, 8, 4, 2, 1 among the 32 groups; block
+ * sums are added in ascending order. */
 static inline epic_result epic_combine_backward(epic_context *ctx,
                                                 const epic_combine_backward_args *args);
 
@@ -497,6 +512,27 @@ typedef struct epic_sum_args {
 
 /* Adds float32 arrays over the ranks, in place: the same bits on every rank. */
 static inline epic_result epic_sum(epic_context *ctx, const epic_sum_args *args);
+
+typedef struct epic_sum_replicas_args {
+    epic_call call;
+    const void *plan; /* which experts are replicas of each other */
+    int64_t plan_bytes;
+    epic_rows data;   /* [num_local_experts, row_bytes]: a row of float32 for each expert of
+                         this rank, in place; row_bytes is equal on all ranks */
+    float *workspace; /* [row_bytes] */
+    uint32_t flags;   /* 0 */
+    uint32_t pad;     /* 0 */
+} epic_sum_replicas_args;
+
+/* Adds what the replicas of a logical expert have, such as gradients of its weights, and gives
+ * each the sum; experts that are alone keep theirs.  Weights that were equal stay equal under any
+ * optimizer then.  Gradients may be accumulated over many steps before.  The layer's order:
+ *   BY_RANK: each rank its own replicas, ascending; then epic_sum by rank.
+ *   TREE: each leaf its own replicas, ascending, 0 if it has none; then all leaves in a binary
+ *     tree, with contiguous blocks of experts: the same bits for every number of ranks.
+ * Host contexts only.  Errors: as epic_combine, and EPIC_ENOTSUP. */
+static inline epic_result epic_sum_replicas(epic_context *ctx,
+                                            const epic_sum_replicas_args *args);
 
 /* ------------------------------------------------------------------- router and losses ----
  *
@@ -633,7 +669,8 @@ typedef struct epic_balance_loss_args {
     int64_t num_tokens;
     int64_t total_tokens;
     int64_t sequence_tokens; /* 0: one loss over all; else one for each so many tokens */
-    const int32_t *load;     /* [num_experts], of all ranks (epic_plan); not sequence-wise */
+    const int32_t *load;     /* [num_experts], of all ranks (epic_plan's load; with replicas its
+                                logical_load); not read sequence-wise */
     const int32_t *topk_idx; /* sequence-wise: [num_tokens, top_k] */
     double coeff;
     void *workspace;
@@ -714,7 +751,7 @@ static inline epic_result epic_z_loss_backward(epic_context *ctx,
 typedef struct epic_bias_update_args {
     epic_call call;
     float *bias;         /* [num_experts], in place */
-    const int32_t *load; /* [num_experts], as epic_plan gives it */
+    const int32_t *load; /* [num_experts], as epic_plan gives it, or its logical_load */
     int64_t num_experts;
     float rate;
     uint32_t flags; /* 0 */
@@ -727,8 +764,9 @@ static inline epic_result epic_bias_update(epic_context *ctx,
 /* -------------------------------------------------------------------- experts and layer ----
  *
  * The experts are local, the layer is collective.  NULL for the experts: host memory.  On a CUDA
- * context all arrays of the experts lie on its device, counts included: nothing waits on the host,
- * and a captured graph may be replayed with other counts.  The layer is for host contexts only. */
+ * context all arrays of the experts lie on its device, counts included: nothing waits on the
+ * host, and a captured graph may be replayed with other counts.  The layer is for host contexts
+ * only. */
 
 typedef enum epic_activation {
     EPIC_SILU = 0,
@@ -774,9 +812,9 @@ typedef struct epic_gemm_args {
     uint32_t flags;       /* EPIC_ACCUMULATE, of EPIC_GEMM_WEIGHT */
 } epic_gemm_args;
 
-/* A caller's own product, in place of ours.  It enqueues on call.stream and does not wait.  Rows of
- * a slab that carry no token must have no part in a sum; of `out` they are zeros in rows that it
- * writes at all.  What it returns but EPIC_OK the call of the experts returns. */
+/* A caller's own product, in place of ours.  It enqueues on call.stream and does not wait.  Rows
+ * of a slab that carry no token must have no part in a sum; of `out` they are zeros in rows that
+ * it writes at all.  What it returns but EPIC_OK the call of the experts returns. */
 typedef struct epic_gemm {
     epic_result (*multiply)(void *self, const epic_gemm_args *args);
     void *self;
@@ -788,16 +826,16 @@ typedef struct epic_experts {
     uint32_t num_local_experts;
     uint32_t hidden;
     uint32_t inner;
-    uint32_t activation;  /* an epic_activation */
-    uint32_t ungated;     /* 1: no gate */
-    uint32_t interleaved; /* 1: gate in the even columns, up in the odd ones */
-    uint32_t weighting;   /* an epic_weighting */
-    uint32_t row_type;    /* of x and y: F32, BF16, F16, or F64 */
-    uint32_t weight_type; /* of weights and biases: 0: row_type; F64 goes with F64 only */
-    uint32_t flags;       /* 0 */
-    float limit;          /* EPIC_CLAMPED_SWIGLU; 0: 7.  EPIC_CLAMPED_SILU; 0: 10.  What is
+    uint32_t activation;   /* an epic_activation */
+    uint32_t ungated;      /* 1: no gate */
+    uint32_t interleaved;  /* 1: gate in the even columns, up in the odd ones */
+    uint32_t weighting;    /* an epic_weighting */
+    uint32_t row_type;     /* of x and y: F32, BF16, F16, or F64 */
+    uint32_t weight_type;  /* of weights and biases: 0: row_type; F64 goes with F64 only */
+    uint32_t flags;        /* 0 */
+    float limit;           /* EPIC_CLAMPED_SWIGLU; 0: 7.  EPIC_CLAMPED_SILU; 0: 10.  What is
                              clamped has no gradient; at the limit itself it has */
-    float alpha;          /* EPIC_CLAMPED_SWIGLU; 0: 1.702 */
+    float alpha;           /* EPIC_CLAMPED_SWIGLU; 0: 1.702 */
     const epic_gemm *gemm; /* CUDA contexts: what multiplies; NULL: ours */
 } epic_experts;
 
@@ -811,7 +849,8 @@ typedef struct epic_experts_memory_info {
     int64_t cuda_backward_bytes;
 } epic_experts_memory_info;
 
-/* What the experts need for a receive buffer of num_slots; cuda_ is 0 for F64 rows.  Errors: EPIC_EINVAL. */
+/* What the experts need for a receive buffer of num_slots; cuda_ is 0 for F64 rows.  Errors:
+ * EPIC_EINVAL. */
 static inline epic_result epic_experts_memory(const epic_experts *experts, int64_t num_slots,
                                               epic_experts_memory_info *out);
 
@@ -844,10 +883,11 @@ typedef struct epic_experts_args {
  * The bits of a slab's rows depend on that slab alone.
  *
  * On a CUDA context, on call.stream: F32, BF16 or F16, sums in float32, and what lies between the
- * two products has row_type.  Counts are not looked at: what they say past num_slots is cut off.  On Hopper
- * 16-bit rows and weights of one type go through the tensor cores where 8 divides hidden and inner
- * and arrays begin at multiples of 16; everything else, and every other GPU, takes plain loops.
- * call.max_sms 0: all SMs, whatever the context's share of them is.  Errors: EPIC_EINVAL; EPIC_ENOTSUP (F64 rows). */
+ * two products has row_type.  Counts are not looked at: what they say past num_slots is cut off.
+ * On Hopper 16-bit rows and weights of one type go through the tensor cores where 8 divides
+ * hidden and inner and arrays begin at multiples of 16; everything else, and every other GPU,
+ * takes plain loops. call.max_sms 0: all SMs, whatever the context's share of them is.  Errors:
+ * EPIC_EINVAL; EPIC_ENOTSUP (F64 rows). */
 static inline epic_result epic_experts_forward(epic_context *ctx,
                                                const epic_experts_args *args);
 
@@ -890,7 +930,8 @@ static inline epic_result epic_experts_backward(epic_context *ctx,
 /* A Mixture-of-Experts layer: router, plan, dispatch, experts, combine.  hidden is the
  * experts'; E is the router's num_experts + zero_experts. */
 typedef struct epic_moe {
-    const epic_layer *layer; /* num_experts and top_k as the router's; EPIC_EXPERT_MAJOR */
+    const epic_layer *layer; /* num_experts (with replicas: num_logical) and top_k as the
+                                   router's; EPIC_EXPERT_MAJOR */
     const epic_router *router;
     const epic_experts *experts; /* num_local_experts: what one rank owns, at most */
     const epic_experts *shared;  /* an expert that sees every token, num_local_experts 1,
@@ -918,10 +959,11 @@ static inline epic_result epic_moe_memory(const epic_config *config, const epic_
 /* The parameters of a layer.  Types: gate and its bias F32 (F64 rows: F64), the experts' and the
  * shared expert's weight_type. */
 typedef struct epic_moe_weights {
-    const void *w_gate;    /* [hidden, E] */
-    const void *b_gate;    /* [E], inside the logits; NULL: none */
-    const float *bias;     /* [E], for the choice only; NULL: none */
-    const void *w_gate_up; /* of the local experts, as epic_experts_args */
+    const void *w_gate;          /* [hidden, E] */
+    const void *b_gate;          /* [E], inside the logits; NULL: none */
+    const float *bias;           /* [E], for the choice only; NULL: none */
+    const void *scale_of_expert; /* [E], type as w_gate: of epic_router_args; NULL: 1 */
+    const void *w_gate_up;       /* of the local experts, as epic_experts_args */
     const void *w_down;
     const void *b_gate_up;
     const void *b_down;
@@ -942,8 +984,9 @@ typedef struct epic_moe_args {
     const void *token_ids; /* of epic_router_args, as the three below */
     const int32_t *table;
     int64_t table_rows;
-    const int32_t *rank_of_expert; /* [num_experts]; NULL: contiguous blocks */
-    void *saved;
+    const int32_t *rank_of_expert;    /* [num_experts]; NULL: contiguous blocks */
+    const int32_t *logical_of_expert; /* as epic_plan_args */
+    void *saved;                      /* begins with the plan, for epic_sum_replicas */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
@@ -951,6 +994,7 @@ typedef struct epic_moe_args {
     void *balance_loss;     /* out [1] */
     void *z_loss;           /* out [1] */
     int32_t *load;          /* out [num_experts] */
+    int32_t *logical_load;  /* out [num_logical] */
     int32_t *demand;        /* out [1] */
     uint32_t token_id_type; /* 0 or EPIC_I32, or EPIC_I64 */
     uint32_t loss_type;     /* of the losses: 0: F32; or F64, with F64 rows only */
@@ -987,7 +1031,9 @@ static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *
 typedef struct epic_moe_gradients {
     void *w_gate;
     void *b_gate;
-    void *w_gate_up; /* of the local experts: complete */
+    void *scale_of_expert; /* needs weights.scale_of_expert */
+    void *w_gate_up;       /* of the local experts: complete; of replicas: of what each has been
+                          given, epic_sum_replicas adds them */
     void *w_down;
     void *b_gate_up;
     void *b_down;
@@ -1055,7 +1101,8 @@ typedef struct epic_tcp {
  * rank of another is told at once that it takes a secret.  Strangers and garbage on the port are
  * refused and the meeting goes on.  docs/security.md says what a secret protects and what it does
  * not.  Errors: EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER,
- * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL). */
+ * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL).
+ * */
 static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp);
 
 /* Meets as the environment says (above), over TCP.  Without any of those variables: one rank.
@@ -1205,6 +1252,8 @@ EPIC_API epic_result epic_combine_backward_v1(epic_context *ctx,
                                               const epic_combine_backward_args *args,
                                               size_t size);
 EPIC_API epic_result epic_sum_v1(epic_context *ctx, const epic_sum_args *args, size_t size);
+EPIC_API epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args *args,
+                                          size_t size);
 EPIC_API int64_t epic_router_workspace_v1(const epic_router *router, size_t size);
 EPIC_API epic_result epic_router_forward_v1(epic_context *ctx, const epic_router_args *args,
                                             size_t size);
@@ -1320,6 +1369,12 @@ static inline epic_result epic_combine_backward(epic_context *ctx,
 static inline epic_result epic_sum(epic_context *ctx, const epic_sum_args *args)
 {
     return epic_sum_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_sum_replicas(epic_context *ctx,
+                                            const epic_sum_replicas_args *args)
+{
+    return epic_sum_replicas_v1(ctx, args, sizeof *args);
 }
 
 static inline int64_t epic_router_workspace(const epic_router *router)

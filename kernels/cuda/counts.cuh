@@ -25,9 +25,10 @@ struct Planner { /* in shared memory; the arrays in dynamic shared memory */
     int32_t common[DEVICE_MAX_RANKS]; /* choices that each expert of a rank may keep */
     int32_t demand[DEVICE_MAX_RANKS];
     int64_t needed[DEVICE_MAX_RANKS]; /* slots, once expert_capacity has dropped */
-    uint32_t bad_choice;              /* the first of this CTA whose id is none, or NOTHING */
-    uint32_t bad_owner;               /* lowest expert whose owner is out of range; NOTHING */
-    uint32_t bad_ranks;               /* a bit for each rank whose data is wrong */
+    uint32_t bad_choice; /* the first of this CTA whose id is none, or a token's second time
+                            where ids are distinct; NOTHING */
+    uint32_t bad_owner;  /* lowest expert whose owner is out of range; NOTHING */
+    uint32_t bad_ranks;  /* a bit for each rank whose data is wrong */
     int32_t warps;
 };
 
@@ -127,6 +128,16 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
     return base + before;
 }
 
+/* One group of lanes' choices: has an earlier one of the token the same expert?  `first`: in the
+ * second half of a token, the expert of this lane's choice in its first half; else -1. */
+static __device__ __noinline__ bool repeats(const Lanes &lanes, int32_t expert, int32_t first)
+{
+    bool found = (__match_any_sync(ALL_LANES, expert) & lanes.mates & lanes_below()) != 0;
+    for (int lane = 0; lanes.halves == 2 && lane < WARP; lane++)
+        found |= __shfl_sync(ALL_LANES, first, lane) == expert;
+    return expert >= 0 && found;
+}
+
 /* Counts the choices of this warp; a choice's place in it waits in `fate`. */
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_t *fate)
 {
@@ -134,6 +145,7 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_
     const Part part = part_of_warp(p, job);
     const int top_k = job.layer.top_k, experts = job.layer.num_experts;
     int32_t *tally = p.tally + threadIdx.x / WARP * experts;
+    const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0;
     const int groups =
         max(0, part.end - part.begin + lanes.tokens - 1) / lanes.tokens * lanes.halves;
     auto place_of = [&](int group)
@@ -148,6 +160,7 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_
     };
     for (int g = 0; g < groups; g += 4) {
         int64_t at[4], id[4];
+        int32_t first = -1;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             at[i] = place_of(g + i);
@@ -157,6 +170,9 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_
         for (int i = 0; i < 4; i++) {
             if (id[i] >= experts) atomicMin(&p.bad_choice, (uint32_t)at[i]);
             const int32_t expert = id[i] < 0 || id[i] >= experts ? -1 : (int32_t)id[i];
+            if (distinct && repeats(lanes, expert, first))
+                atomicMin(&p.bad_choice, (uint32_t)at[i]);
+            first = lanes.halves == 2 && i % 2 == 0 ? expert : -1;
             const int32_t place = count_group(tally, expert);
             if (at[i] >= 0) fate[at[i]] = place;
         }
@@ -220,10 +236,12 @@ static __device__ __noinline__ void tell_wrong(const p2p_plan_job &job, const No
 {
     const p2p_self &self = job.self;
     const int64_t value = placed ? choice_id(job, index) : job.rank_of_expert[index];
+    const uint32_t kind = !placed                                   ? P2P_FAULT_PLACEMENT
+                          : value >= (int64_t)job.layer.num_experts ? P2P_FAULT_EXPERT
+                                                                    : P2P_FAULT_DUPLICATE;
     for (int q = 0; q < self.num_ranks; q++) {
         uint64_t *to = fault_words(self, now, self.heap[q], self.rank);
-        store_relaxed(to + P2P_FAULT_KIND,
-                      stamp(now, placed ? P2P_FAULT_EXPERT : P2P_FAULT_PLACEMENT));
+        store_relaxed(to + P2P_FAULT_KIND, stamp(now, kind));
         store_relaxed(to + P2P_FAULT_INDEX, stamp(now, index));
         store_relaxed(to + P2P_FAULT_LOW, stamp(now, (uint32_t)value));
         store_relaxed(to + P2P_FAULT_HIGH, stamp(now, (uint32_t)((uint64_t)value >> 32)));

@@ -23,7 +23,8 @@ typedef enum p2p_fault { /* of the data of an operation: class (b) of epic.h */
                          P2P_FAULT_CAPACITY = 2,  /* slots, needed */
                          P2P_FAULT_ROWS = 3,      /* rows, needed, operation */
                          P2P_FAULT_PLAN = 4,      /* this rank's bytes are no plan of it */
-                         P2P_FAULT_TOKENS = 5     /* tokens, the plan's, operation */
+                         P2P_FAULT_TOKENS = 5,    /* tokens, the plan's, operation */
+                         P2P_FAULT_DUPLICATE = 6  /* token, k, id */
 } p2p_fault;
 
 /* A data error, in host memory; result is written last, and 0 again by who has read it. */

@@ -4,7 +4,7 @@
  * those that chose it, how many there are before, and where the expert's slab begins.  So there is
  * one hop, no count travels, and whatever all ranks must decide alike they decide on the same
  * numbers.  A token that chooses an expert twice does not fit the masks: then choices are counted
- * one by one, slowly.
+ * one by one, slowly; or, where ids are promised to be distinct, it is wrong data.
  *
  * Ids travel as stamped words of two, where records do otherwise (heap.h). */
 #ifndef EPIC_FEW_PLAN_CUH
@@ -330,6 +330,18 @@ static __device__ void settle(FewPlan &f, const p2p_plan_job &job)
     __syncthreads();
 }
 
+/* Every thread, of a layer whose ids are distinct: finds the first choice of each rank that is not,
+ * which no order of the threads may decide. */
+static __device__ __noinline__ void find_duplicates(FewPlan &f, int ranks)
+{
+    for (int rank = 0; rank < ranks; rank++)
+        for (int i = (int)threadIdx.x; i < f.tokens[rank] * f.top_k; i += FEW_BLOCK) {
+            const uint16_t *id = f.id + f.index(rank, 0);
+            for (int j = i - i % f.top_k; j < i; j++)
+                if (id[j] == id[i] && id[i] < f.experts) atomicMin(&f.bad[rank], (uint32_t)i);
+        }
+}
+
 /* Every thread.  false: the group is broken. */
 static __device__ bool make_few(FewPlan &f, const p2p_plan_job &job, const Now &now)
 {
@@ -343,6 +355,7 @@ static __device__ bool make_few(FewPlan &f, const p2p_plan_job &job, const Now &
     if (threadIdx.x == 0) f.twice = !once;
     if (!ok) return false;
     __syncthreads();
+    if (!once && job.layer.flags & EPIC_DISTINCT) find_duplicates(f, job.self.num_ranks);
     sum_up(f, job);
     settle(f, job);
     return true;

@@ -183,7 +183,7 @@ static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_pla
     const int64_t value =
         (int64_t)(words[P2P_FAULT_HIGH] << 32 | (uint32_t)words[P2P_FAULT_LOW]);
     p2p_notice said = {EPIC_EINVAL, now.epoch, kind, rank, {index, value, 0, 0}};
-    if (kind == P2P_FAULT_EXPERT)
+    if (kind == P2P_FAULT_EXPERT || kind == P2P_FAULT_DUPLICATE)
         said = {EPIC_EINVAL,
                 now.epoch,
                 kind,

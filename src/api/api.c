@@ -186,3 +186,13 @@ epic_result epic_sum_v1(epic_context *ctx, const epic_sum_args *args, size_t siz
     TRY(check_sum_args(ctx, &a));
     return ctx->steps->sum(ctx, &a);
 }
+
+epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args *args,
+                                 size_t size)
+{
+    epic_sum_replicas_args a;
+    TRY(check_context(ctx));
+    TRY(READ_SIZED(&a, args, size, "args"));
+    TRY(check_sum_replicas_args(&a));
+    return ctx->steps->sum_replicas(ctx, &a);
+}

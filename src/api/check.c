@@ -144,6 +144,21 @@ epic_result check_plan_size(const epic_config *config, const epic_layer *layer, 
                      (long long)config->max_tokens, config->num_ranks, layer->top_k);
 }
 
+static epic_result check_replicas(const epic_plan_args *a, const epic_layer *layer)
+{
+    if (layer->num_logical && !a->logical_of_expert)
+        return epic_fail(EPIC_EINVAL,
+                         "logical_of_expert is NULL: layer.num_logical is %u, so it must say "
+                         "whose replica each expert is",
+                         layer->num_logical);
+    if (!layer->num_logical && (a->logical_of_expert || a->logical_load))
+        return epic_fail(EPIC_EINVAL,
+                         "%s is given: layer.num_logical is 0, the layer has no replicas; "
+                         "leave it NULL",
+                         a->logical_of_expert ? "logical_of_expert" : "logical_load");
+    return EPIC_OK;
+}
+
 epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                             const epic_layer *layer)
 {
@@ -172,6 +187,7 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                          "layer.num_experts is %u: num_ranks %d does not divide it; give "
                          "rank_of_expert",
                          layer->num_experts, ctx->num_ranks);
+    TRY(check_replicas(a, layer));
     int64_t needed;
     TRY(check_plan_size(&ctx->config, layer, &needed));
     if (a->plan_bytes < needed)
@@ -183,9 +199,11 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
         {"plan", a->plan, needed, 16, true},
         ARRAY_IN(a, topk_idx, choices, a->index_type == EPIC_I64 ? 8 : 4),
         ARRAY_IN(a, rank_of_expert, experts, 4),
+        ARRAY_IN(a, logical_of_expert, experts, 4),
         ARRAY_OUT(a, expert_rows, local, 4),
         ARRAY_OUT(a, expert_tokens, local, 4),
         ARRAY_OUT(a, load, experts, 4),
+        ARRAY_OUT(a, logical_load, layer->num_logical, 4),
         ARRAY_OUT(a, demand, 1, 4)};
     return CHECK_ARRAYS(arrays);
 }
@@ -322,6 +340,35 @@ epic_result check_combine_backward_args(const epic_context *ctx,
     return check_combine_backward_arrays(a);
 }
 
+static epic_result check_numbers(const char *name, const float *data, int64_t count)
+{
+    if (data || !count) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s is NULL with count %lld: memory is needed", name,
+                     (long long)count);
+}
+
+/* Rows of weights may be wider than the context's. */
+epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
+{
+    const epic_rows *data = &a->data;
+    TRY(check_plan_bytes(a->plan, a->plan_bytes));
+    TRY(check_flags(a->flags, 0));
+    TRY(check_pad(a->pad));
+    if (data->num_rows < 0 || data->num_rows > MAX_EXPERTS)
+        return epic_fail(EPIC_EINVAL, "data.num_rows is %lld: 0 to %d experts are possible",
+                         (long long)data->num_rows, MAX_EXPERTS);
+    if (data->row_bytes < 0 || data->row_bytes > INT64_MAX / MAX_EXPERTS)
+        return epic_fail(EPIC_EINVAL, "data.row_bytes is %lld: 0 to %lld are possible",
+                         (long long)data->row_bytes, (long long)(INT64_MAX / MAX_EXPERTS));
+    TRY(check_whole("data", data, EPIC_F32));
+    const call_array arrays[] = {{"plan", a->plan, a->plan_bytes, 16, false},
+                                 ROWS_OUT(a, data, 4),
+                                 ARRAY_OUT(a, workspace, data->row_bytes / 4, 4)};
+    TRY(CHECK_ARRAYS(arrays));
+    TRY(check_numbers("data.data", data->data, data->num_rows * data->row_bytes / 4));
+    return check_numbers("workspace", a->workspace, data->row_bytes / 4);
+}
+
 epic_result check_sum_args(const epic_context *ctx, const epic_sum_args *a)
 {
     TRY(check_flags(a->flags, 0));
@@ -330,9 +377,7 @@ epic_result check_sum_args(const epic_context *ctx, const epic_sum_args *a)
                          (long long)a->count, (long long)(INT64_MAX / 8));
     const call_array arrays[] = {ARRAY_OUT(a, data, a->count, 4)};
     TRY(CHECK_ARRAYS(arrays));
-    if (!a->data && a->count)
-        return epic_fail(EPIC_EINVAL, "data is NULL with count %lld: memory is needed",
-                         (long long)a->count);
+    TRY(check_numbers("data", a->data, a->count));
     if (a->order > EPIC_TREE)
         return epic_fail(EPIC_EINVAL, "order is %u: it is no epic_sum_order", a->order);
     if (a->order == EPIC_TREE && ctx->num_ranks & (ctx->num_ranks - 1))

@@ -63,10 +63,17 @@ static epic_result device_sum(epic_context *ctx, const epic_sum_args *args)
     return backend_said(ctx->backend, ctx->backend->steps->sum(ctx->group, args));
 }
 
+static epic_result device_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
+{
+    (void)args;
+    return not_yet(ctx, "epic_sum_replicas");
+}
+
 const context_steps device_steps = {.plan = device_plan,
                                     .dispatch = device_dispatch,
                                     .plan_dispatch = device_plan_dispatch,
                                     .combine = device_combine,
                                     .dispatch_backward = device_dispatch_backward,
                                     .combine_backward = device_combine_backward,
-                                    .sum = device_sum};
+                                    .sum = device_sum,
+                                    .sum_replicas = device_sum_replicas};

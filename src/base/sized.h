@@ -20,6 +20,7 @@
     ROW(epic_dispatch_backward_args, flags)       \
     ROW(epic_combine_backward_args, pad)          \
     ROW(epic_sum_args, flags)                     \
+    ROW(epic_sum_replicas_args, pad)              \
     ROW(epic_memory_info, plan_bytes)             \
     ROW(epic_router, scale)                       \
     ROW(epic_router_args, flags)                  \

@@ -29,6 +29,7 @@ typedef struct context_steps {
     epic_result (*combine_backward)(epic_context *ctx, const epic_combine_backward_args *args,
                                     const struct data_fault *fault);
     epic_result (*sum)(epic_context *ctx, const epic_sum_args *args);
+    epic_result (*sum_replicas)(epic_context *ctx, const epic_sum_replicas_args *args);
 } context_steps;
 
 struct epic_context {

@@ -21,6 +21,7 @@ static const char *const same_names[NUM_SAME] = {
     [SAME_QUANTIZE] = "quantize",
     [SAME_WEIGHTS] = "weights",
     [SAME_NUM_EXPERTS] = "num_experts",
+    [SAME_NUM_LOGICAL] = "num_logical",
     [SAME_TOP_K] = "top_k",
     [SAME_ALIGNMENT] = "alignment",
     [SAME_LAYOUT] = "layout",
@@ -31,6 +32,7 @@ static const char *const same_names[NUM_SAME] = {
     [SAME_LEAVES] = "leaves",
     [SAME_PARTIAL_TYPE] = "partial_type",
     [SAME_PLACEMENT] = "checksum of rank_of_expert",
+    [SAME_REPLICAS] = "checksum of logical_of_expert",
     [SAME_COUNT] = "count",
     [SAME_LAYER_FLAGS] = "layer.flags",
 };
@@ -84,6 +86,7 @@ static const char *value_name(int field, int64_t value)
     case SAME_WEIGHTS:
         return NAME_OF(given, value);
     case SAME_PLACEMENT:
+    case SAME_REPLICAS:
         return value ? NULL : "none";
     default:
         return NULL;
@@ -93,7 +96,7 @@ static const char *value_name(int field, int64_t value)
 static const char *value_text(int field, int64_t value, char text[32])
 {
     const char *name = value_name(field, value);
-    const bool number = field != SAME_PLAN && field != SAME_PLACEMENT;
+    const bool number = field != SAME_PLAN && field != SAME_PLACEMENT && field != SAME_REPLICAS;
     if (name) return name;
     snprintf(text, 32, number ? "%lld" : "%llx", (long long)value);
     return text;
@@ -158,7 +161,9 @@ epic_result note_data_error(const epic_note *const *notes, int num_ranks)
             break;
         case DATA_EXPERT:
             return epic_fail(EPIC_EINVAL, SAYS_EXPERT, r, (long long)about[0],
-                             (long long)about[1], (long long)about[2], (long long)about[3]);
+                             (long long)about[1], (long long)about[2],
+                             notes[r]->same[SAME_NUM_LOGICAL] ? "num_logical" : "num_experts",
+                             (long long)about[3]);
         case DATA_DUPLICATE:
             return epic_fail(EPIC_EINVAL, SAYS_DUPLICATE, r, (long long)about[0],
                              (long long)about[1], (long long)about[2]);
@@ -168,6 +173,11 @@ epic_result note_data_error(const epic_note *const *notes, int num_ranks)
                                  (long long)about[1], num_ranks);
             return epic_fail(EPIC_EINVAL, SAYS_PLACEMENT, r, (long long)about[0],
                              (long long)about[1], num_ranks - 1);
+        case DATA_REPLICAS:
+            if (about[0] < 0)
+                return epic_fail(EPIC_EINVAL, SAYS_NO_REPLICA, r, (long long)about[1]);
+            return epic_fail(EPIC_EINVAL, SAYS_REPLICA, r, (long long)about[0],
+                             (long long)about[1], (long long)about[2]);
         case DATA_TOKEN_ID:
             return epic_fail(EPIC_EINVAL, SAYS_TOKEN_ID, r, (long long)about[0],
                              (long long)about[1], (long long)about[2]);

@@ -15,6 +15,7 @@ enum { /* epic_note.same */
        SAME_QUANTIZE,
        SAME_WEIGHTS,
        SAME_NUM_EXPERTS,
+       SAME_NUM_LOGICAL,
        SAME_TOP_K,
        SAME_ALIGNMENT,
        SAME_LAYOUT,
@@ -25,6 +26,7 @@ enum { /* epic_note.same */
        SAME_LEAVES,
        SAME_PARTIAL_TYPE,
        SAME_PLACEMENT,
+       SAME_REPLICAS,
        SAME_COUNT,
        SAME_LAYER_FLAGS,
        NUM_SAME
@@ -45,6 +47,7 @@ enum data_error {
     DATA_EXPERT,    /* token, k, value */
     DATA_DUPLICATE, /* token, k, value */
     DATA_PLACEMENT, /* expert, value */
+    DATA_REPLICAS,  /* expert (-1: none has it), logical expert, num_logical */
     DATA_PLAN,      /* an enum plan_damage */
     DATA_TOKEN_ID,  /* token, value, table_rows */
     DATA_TABLE,     /* row, k, value, experts */

@@ -78,17 +78,22 @@ static epic_result dispatch_backward(moe_job *j, const epic_rows *d_x)
     return epic_dispatch_backward(j->ctx, &how);
 }
 
-/* d_logits of one block: through the weights and the losses. */
-static epic_result route_backward(moe_job *j, const dense_block *block, const void *d_weights)
+/* d_logits of one block, through the weights and the losses, and what scales experts. */
+static epic_result route_backward(moe_job *j, const dense_block *block, const void *d_weights,
+                                  void *dense)
 {
+    const void *scale = j->weights.scale_of_expert;
+    void *d_scale = moe_real(j, dense, moe_dense_parts(j).scale);
     const epic_router_backward_args how = {.router = &j->router,
                                            .logits = block->logits,
                                            .num_tokens = j->block,
                                            .topk_idx = block->topk_idx,
+                                           .scale_of_expert = scale,
                                            .d_weights = d_weights,
                                            .workspace = j->work.router,
                                            .workspace_bytes = j->router_bytes,
                                            .d_logits = j->work.d_logits,
+                                           .d_scale_of_expert = scale ? d_scale : NULL,
                                            .type = j->real_type,
                                            .weights_type = j->real_type};
     TRY(epic_router_backward(NULL, &how));
@@ -140,7 +145,7 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     void *d_shared = wanted && j->has_shared ? j->work.shared_y : NULL;
     void *d_weights = moe_real(j, j->work.d_weights, b * j->block * j->top_k);
     moe_ops(j)->zero_weights(&block, &d_out, d_weights);
-    TRY(route_backward(j, &block, d_weights));
+    TRY(route_backward(j, &block, d_weights, dense));
     if (j->has_shared) TRY(shared_backward(j, b, &block, &d_out, d_shared, dense));
     moe_ops(j)->gate_backward(&block, j->work.d_logits, &d_out, d_shared, wanted ? &d_x : NULL,
                               dense);
@@ -185,7 +190,8 @@ static void give_dense(const moe_job *j, const backward_call *c)
     const dense_parts p = moe_dense_parts(j);
     const epic_moe_gradients *g = &c->gradients;
     give(j, c, g->w_gate, p.w_gate, p.b_gate);
-    give(j, c, g->b_gate, p.b_gate, p.gate_up);
+    give(j, c, g->b_gate, p.b_gate, p.scale);
+    give(j, c, g->scale_of_expert, p.scale, p.gate_up);
     give(j, c, g->shared_gate_up, p.gate_up, p.down);
     give(j, c, g->shared_down, p.down, p.b_gate_up);
     give(j, c, g->shared_b_gate_up, p.b_gate_up, p.b_down);
@@ -236,16 +242,19 @@ static double number_or(const void *number, uint32_t type, double none)
     return type == EPIC_F64 ? *(const double *)number : (double)*(const float *)number;
 }
 
-static epic_result check(moe_job *j, epic_moe_backward_args *a, data_fault *fault)
+static epic_result check(moe_job *j, epic_moe_backward_args *a, backward_call *c)
 {
     if (a->d_x.data || !j->tokens) TRY(moe_take_rows(j, "d_x", &a->d_x));
+    if (c->gradients.scale_of_expert && !j->weights.scale_of_expert)
+        return epic_fail(EPIC_EINVAL, "gradients.scale_of_expert is given: "
+                                      "weights.scale_of_expert is NULL, so it has none");
     if (a->flags & ~EPIC_ACCUMULATE)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
     TRY(moe_check_loss_type(j, a->loss_type));
     const double d_loss = number_or(a->d_loss, a->loss_type, 1);
     j->d_balance = d_loss + number_or(a->d_balance_loss, a->loss_type, 0);
     j->d_z = d_loss + number_or(a->d_z_loss, a->loss_type, 0);
-    return moe_check_saved(j, fault);
+    return moe_check_saved(j, &c->fault);
 }
 
 epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args *args,
@@ -269,7 +278,7 @@ epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args
                         .backward = true};
     TRY(moe_begin(&j, ctx, &a.call, &c));
     TRY(moe_backward_places(&j, &a, &call.gradients));
-    TRY(check(&j, &a, &call.fault));
+    TRY(check(&j, &a, &call));
     experts_blas_enter();
     const epic_result result = run(&j, &call);
     experts_blas_leave();

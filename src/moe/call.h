@@ -42,6 +42,12 @@ static inline bool moe_is_late(const moe_job *j)
     return j->experts.weighting == EPIC_WEIGHT_LATE;
 }
 
+/* The load of what the router chooses among. */
+static inline const int32_t *moe_load(const moe_job *j)
+{
+    return j->layer.num_logical ? j->saved.logical_load : j->saved.load;
+}
+
 /* Wide layers carry their weights themselves: all that dispatch carries with a choice is a
  * float32.  That is then the choice's k, the weights of all of a token's choices travel beside its
  * row, and each slot takes the k-th.  The other way a slot's gradient is number k in a row of

@@ -79,7 +79,7 @@ static void gate(const dense_block *b, void *logits)
 
 static bool is_zero_expert(const dense_block *b, int64_t choice)
 {
-    return b->topk_idx[choice] >= (int32_t)b->job->layer.num_experts;
+    return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
 }
 
 /* acc += w * row for every zero-expert of the token. */

@@ -22,6 +22,7 @@ static epic_result route(moe_job *j, const epic_moe_args *a, data_fault *fault)
                                   .logits = j->saved.logits,
                                   .num_tokens = j->tokens,
                                   .bias = j->weights.bias,
+                                  .scale_of_expert = j->weights.scale_of_expert,
                                   .token_ids = a->token_ids,
                                   .table = a->table,
                                   .table_rows = a->table_rows,
@@ -42,7 +43,7 @@ static epic_result route(moe_job *j, const epic_moe_args *a, data_fault *fault)
     TRY(epic_router_forward(NULL, &how));
     for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* zero-experts stay at home */
         j->work.plan_idx[i] =
-            j->saved.topk_idx[i] < (int32_t)j->layer.num_experts ? j->saved.topk_idx[i] : -1;
+            j->saved.topk_idx[i] < (int32_t)j->router.num_experts ? j->saved.topk_idx[i] : -1;
     return EPIC_OK;
 }
 
@@ -65,6 +66,7 @@ static epic_plan_args plan_args(const moe_job *j, const epic_moe_args *a)
     memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.expert_tokens, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.load, 0, j->layer.num_experts * sizeof(int32_t));
+    memset(j->saved.logical_load, 0, j->layer.num_logical * sizeof(int32_t));
     return (epic_plan_args){.call = j->call,
                             .layer = &j->layer,
                             .plan = j->saved.plan,
@@ -72,16 +74,22 @@ static epic_plan_args plan_args(const moe_job *j, const epic_moe_args *a)
                             .topk_idx = j->work.plan_idx,
                             .num_tokens = j->tokens,
                             .rank_of_expert = a->rank_of_expert,
+                            .logical_of_expert = a->logical_of_expert,
                             .capacity = j->capacity,
                             .expert_rows = j->saved.expert_rows,
                             .expert_tokens = j->saved.expert_tokens,
                             .load = j->saved.load,
+                            .logical_load = j->layer.num_logical ? j->saved.logical_load : NULL,
                             .demand = a->demand};
 }
 
 static void tell_load(const moe_job *j, const epic_moe_args *a)
 {
-    if (a->load) memcpy(a->load, j->saved.load, j->layer.num_experts * sizeof *a->load);
+    const epic_layer *layer = &j->layer;
+    if (a->load) memcpy(a->load, j->saved.load, layer->num_experts * sizeof *a->load);
+    if (a->logical_load)
+        memcpy(a->logical_load, j->saved.logical_load,
+               layer->num_logical * sizeof *a->logical_load);
 }
 
 static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fault)

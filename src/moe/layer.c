@@ -37,9 +37,10 @@ static epic_result check_parts(const moe_job *j, const epic_config *config)
     if (layer->layout != EPIC_EXPERT_MAJOR)
         return epic_fail(EPIC_EINVAL, "moe.layer.layout is %u: EPIC_EXPERT_MAJOR is needed",
                          layer->layout);
-    if (router->num_experts != layer->num_experts)
-        return differ("router.num_experts", router->num_experts, "layer.num_experts",
-                      layer->num_experts);
+    if (router->num_experts != layer_num_ids(layer))
+        return differ("router.num_experts", router->num_experts,
+                      layer->num_logical ? "layer.num_logical" : "layer.num_experts",
+                      layer_num_ids(layer));
     if (router->top_k != layer->top_k)
         return differ("router.top_k", router->top_k, "layer.top_k", layer->top_k);
     if (j->has_shared && j->shared.num_local_experts != 1)
@@ -154,7 +155,8 @@ dense_parts moe_dense_parts(const moe_job *j)
 {
     dense_parts p = {0};
     p.b_gate = j->hidden * j->columns;
-    p.gate_up = p.b_gate + j->columns;
+    p.scale = p.b_gate + j->columns;
+    p.gate_up = p.scale + j->columns;
     p.down = p.b_gate_up = p.b_down = p.w_shared_gate = p.end = p.gate_up;
     if (!j->has_shared) return p;
     const int64_t inner = j->shared.inner, width = inner * (j->shared.ungated ? 1 : 2);
@@ -188,6 +190,7 @@ static void cut_saved(moe_job *j, unsigned char *base)
     s->expert_rows = take(base, &used, local * 4);
     s->expert_tokens = take(base, &used, local * 4);
     s->load = take(base, &used, (int64_t)j->layer.num_experts * 4);
+    s->logical_load = take(base, &used, (int64_t)j->layer.num_logical * 4);
     s->total_tokens = take(base, &used, 8); /* to here: whatever the capacity is */
     s->shared = take(base, &used, j->blocks * j->shared_memory.saved_bytes);
     s->recv = take(base, &used, slots * j->row_bytes);

@@ -18,7 +18,7 @@ epic_result moe_losses(const moe_job *j, const dense_block *block, void *balance
                                                  .num_tokens = j->block,
                                                  .total_tokens = *j->saved.total_tokens,
                                                  .sequence_tokens = j->moe.sequence_tokens,
-                                                 .load = j->saved.load,
+                                                 .load = moe_load(j),
                                                  .topk_idx = block->topk_idx,
                                                  .coeff = j->moe.balance_coeff,
                                                  .workspace = j->work.router,
@@ -48,7 +48,7 @@ epic_result moe_losses_backward(const moe_job *j, const dense_block *block)
                                                      .num_tokens = j->block,
                                                      .total_tokens = *j->saved.total_tokens,
                                                      .sequence_tokens = j->moe.sequence_tokens,
-                                                     .load = j->saved.load,
+                                                     .load = moe_load(j),
                                                      .topk_idx = block->topk_idx,
                                                      .coeff =
                                                          j->moe.balance_coeff * j->d_balance,

@@ -23,7 +23,7 @@ typedef struct moe_saved { /* from forward to backward */
     void *slot_weights; /* [capacity] real */
     float *slot_k;      /* [capacity], wide: which choice of its token a slot is */
     void *y;            /* [capacity, hidden] */
-    int32_t *expert_rows, *expert_tokens, *load;
+    int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens;  /* -1: forward failed */
     void *experts, *shared; /* what epic_experts saves; shared: block after block */
 } moe_saved;
@@ -99,7 +99,7 @@ static inline epic_rows moe_rows(const moe_job *j, const epic_rows *rows, int64_
 /* Where the parts of the dense gradients begin, in reals.  Biases have a place also where the
  * caller has none: on every rank the same count is summed. */
 typedef struct dense_parts {
-    int64_t w_gate, b_gate, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
+    int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
 } dense_parts;
 
 dense_parts moe_dense_parts(const moe_job *j);

@@ -36,6 +36,7 @@ static void add_weights(places *p, const moe_job *j)
     add(p, "weights.w_gate", w->w_gate, j->hidden * j->columns, j->real_bytes, false);
     add(p, "weights.b_gate", w->b_gate, j->columns, j->real_bytes, false);
     add(p, "weights.bias", w->bias, j->columns, 4, false);
+    add(p, "weights.scale_of_expert", w->scale_of_expert, j->columns, j->real_bytes, false);
     add(p, "weights.w_gate_up", w->w_gate_up, local * j->hidden * width, number, false);
     add(p, "weights.w_down", w->w_down, local * j->experts.inner * j->hidden, number, false);
     add(p, "weights.b_gate_up", w->b_gate_up, local * width, number, false);
@@ -73,11 +74,13 @@ epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a)
     add(&p, "token_ids", a->token_ids, j->tokens, a->token_id_type == EPIC_I64 ? 8 : 4, false);
     add(&p, "table", a->table, a->table_rows > 0 ? j->top_k : 0, 4, false);
     add(&p, "rank_of_expert", a->rank_of_expert, experts, 4, false);
+    add(&p, "logical_of_expert", a->logical_of_expert, experts, 4, false);
     add_rows(&p, j, "out.data", &a->out, true);
     add(&p, "loss", a->loss, 1, number, true);
     add(&p, "balance_loss", a->balance_loss, 1, number, true);
     add(&p, "z_loss", a->z_loss, 1, number, true);
     add(&p, "load", a->load, experts, 4, true);
+    add(&p, "logical_load", a->logical_load, j->layer.num_logical, 4, true);
     add(&p, "demand", a->demand, 1, 4, true);
     add_memory(&p, j, a->saved, a->workspace, true);
     return check_arrays(p.list, p.num);
@@ -98,7 +101,8 @@ epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *
     add(&p, "d_z_loss", a->d_z_loss, 1, number, false);
     add_rows(&p, j, "d_x.data", &a->d_x, true);
     add(&p, "gradients.w_gate", g->w_gate, d.b_gate, real, true);
-    add(&p, "gradients.b_gate", g->b_gate, d.gate_up - d.b_gate, real, true);
+    add(&p, "gradients.b_gate", g->b_gate, d.scale - d.b_gate, real, true);
+    add(&p, "gradients.scale_of_expert", g->scale_of_expert, d.gate_up - d.scale, real, true);
     add(&p, "gradients.w_gate_up", g->w_gate_up, local * j->hidden * width, real, true);
     add(&p, "gradients.w_down", g->w_down, local * j->experts.inner * j->hidden, real, true);
     add(&p, "gradients.b_gate_up", g->b_gate_up, local * width, real, true);

@@ -32,6 +32,9 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, in
     TRY(READ_SIZED(out, layer, size, "layer"));
     if (out->num_experts < 1 || out->num_experts > MAX_EXPERTS)
         return bad("num_experts", out->num_experts, "1 to 65536 are possible");
+    if (out->num_logical > out->num_experts)
+        return bad("num_logical", out->num_logical,
+                   "at most num_experts is possible, each has a replica; or 0, no replicas");
     if (out->top_k < 1 || out->top_k > MAX_TOP_K)
         return bad("top_k", out->top_k, "1 to 64 are possible");
     if (out->alignment > 1u << 20)

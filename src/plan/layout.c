@@ -24,6 +24,7 @@ void plan_layout(plan_header *h)
     h->tokens_of = section(&end, h->num_ranks);
     h->base_of = section(&end, h->num_ranks + 1);
     h->expert_of = section(&end, h->num_local);
+    h->logical_of = section(&end, h->layer.num_logical ? h->layer.num_experts : 0);
     h->slab_begin = section(&end, h->num_local + 1);
     h->slab_count = section(&end, h->num_local);
     h->place_of = section(&end, h->num_ranks);
@@ -37,7 +38,7 @@ void plan_layout(plan_header *h)
 static int64_t work_bytes(int64_t num_experts, int64_t num_ranks)
 {
     int64_t end = 0;
-    for (int i = 0; i < 6; i++) section(&end, num_experts);
+    for (int i = 0; i < 7; i++) section(&end, num_experts);
     for (int i = 0; i < 4; i++) section(&end, num_ranks);
     section(&end, 2 * num_ranks);
     section(&end, 2 * num_ranks);
@@ -70,6 +71,7 @@ plan_view plan_view_of(const void *plan)
         .tokens_of = (const int32_t *)(bytes + h->tokens_of),
         .base_of = (const int32_t *)(bytes + h->base_of),
         .expert_of = (const int32_t *)(bytes + h->expert_of),
+        .logical_of = (const int32_t *)(bytes + h->logical_of),
         .slab_begin = (const int32_t *)(bytes + h->slab_begin),
         .slab_count = (const int32_t *)(bytes + h->slab_count),
         .place_of = (const int32_t *)(bytes + h->place_of),
@@ -98,10 +100,10 @@ static void find_work(planner *p, const plan_header *h)
     plan_layout(&largest);
     const int64_t experts = h->layer.num_experts;
     int64_t end = largest.bytes;
-    int32_t **const by_expert[] = {&p->count, &p->owner, &p->local,
-                                   &p->begin, &p->limit, &p->next};
+    int32_t **const by_expert[] = {&p->count, &p->owner, &p->local, &p->begin,
+                                   &p->quota, &p->limit, &p->next};
     int32_t **const by_rank[] = {&p->rows, &p->most, &p->low, &p->high};
-    for (int i = 0; i < 6; i++) *by_expert[i] = (int32_t *)(p->bytes + section(&end, experts));
+    for (int i = 0; i < 7; i++) *by_expert[i] = (int32_t *)(p->bytes + section(&end, experts));
     for (int i = 0; i < 4; i++)
         *by_rank[i] = (int32_t *)(p->bytes + section(&end, h->num_ranks));
     p->needed = (int64_t *)(p->bytes + section(&end, 2 * h->num_ranks));
@@ -115,6 +117,7 @@ static void find_arrays(planner *p)
     p->tokens_of = (int32_t *)(bytes + h->tokens_of);
     p->base_of = (int32_t *)(bytes + h->base_of);
     p->expert_of = (int32_t *)(bytes + h->expert_of);
+    p->logical_of = (int32_t *)(bytes + h->logical_of);
     p->slab_begin = (int32_t *)(bytes + h->slab_begin);
     p->slab_count = (int32_t *)(bytes + h->slab_count);
     p->place_of = (int32_t *)(bytes + h->place_of);
@@ -125,7 +128,7 @@ static void find_arrays(planner *p)
 }
 
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
-                   int32_t num_ranks, const int64_t *tokens_of, const int32_t *rank_of_expert)
+                   int32_t num_ranks, const int64_t *tokens_of, const plan_tables *tables)
 {
     plan_header h = {.magic = PLAN_MAGIC,
                      .num_tokens = tokens_of[rank],
@@ -137,7 +140,7 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
     find_work(p, &h);
     const uint32_t block = (layer->num_experts + (uint32_t)num_ranks - 1) / (uint32_t)num_ranks;
     for (uint32_t e = 0; e < layer->num_experts; e++)
-        p->owner[e] = rank_of_expert ? rank_of_expert[e] : (int32_t)(e / block);
+        p->owner[e] = tables->rank_of_expert ? tables->rank_of_expert[e] : (int32_t)(e / block);
     h.num_local = most_experts(p->rows, layer, num_ranks, p->owner);
     plan_layout(&h);
     memset(plan, 0, (size_t)h.fate); /* the padding between the arrays too */
@@ -147,6 +150,9 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
         p->tokens_of[r] = (int32_t)tokens_of[r];
         p->base_of[r + 1] = p->base_of[r] + p->tokens_of[r];
     }
+    if (tables->logical_of_expert)
+        memcpy(p->logical_of, tables->logical_of_expert,
+               layer->num_experts * sizeof *p->logical_of);
 }
 
 static uint64_t body_sum(const plan_header *h)
@@ -252,6 +258,8 @@ static bool ranges_right(const plan_view *v)
     const bool flat = h->layer.layout == EPIC_FLAT;
     return tokens_right(v) && slabs_right(v) &&
            all_within(v->expert_of, h->num_local, -1, (int64_t)h->layer.num_experts - 1) &&
+           all_within(v->logical_of, h->layer.num_logical ? h->layer.num_experts : 0, 0,
+                      (int64_t)h->layer.num_logical - 1) &&
            all_within(v->place_of, h->num_ranks, 0, h->num_ranks - 1) &&
            all_within(v->fate, h->num_tokens * k, EPIC_FATE_RANK_FULL, INT32_MAX) &&
            all_within(v->rank_to, h->num_tokens * k, -1, h->num_ranks - 1) &&

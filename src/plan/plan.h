@@ -7,6 +7,7 @@
  *   tokens_of  [num_ranks]              tokens of each rank
  *   base_of    [num_ranks + 1]          where each rank's tokens begin in `here`
  *   expert_of  [num_local]              global id of a local expert, -1: missing
+ *   logical_of [num_experts]            with num_logical: whose replica each expert is
  *   slab_begin [num_local + 1]          first slot of each slab (FLAT: all 0)
  *   slab_count [num_local]              true counts kept
  *   place_of   [num_ranks]              TREE: the place of each rank's subtree among the ranks'
@@ -36,7 +37,8 @@ typedef struct plan_header {
     int64_t num_tokens, total_tokens;
     int64_t num_slots, capacity, demand;
     int64_t num_kept, num_none, num_expert_full, num_rank_full;
-    int64_t tokens_of, base_of, expert_of, slab_begin, slab_count, place_of; /* offsets */
+    int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count; /* offsets */
+    int64_t place_of;
     int64_t fate, rank_to, here, row_here;
     int32_t rank, num_ranks, num_local;
     uint32_t result;
@@ -45,7 +47,8 @@ typedef struct plan_header {
 
 typedef struct plan_view { /* a plan in memory; host code's way to it */
     const plan_header *header;
-    const int32_t *tokens_of, *base_of, *expert_of, *slab_begin, *slab_count, *place_of;
+    const int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count;
+    const int32_t *place_of;
     const int32_t *fate, *rank_to, *here, *row_here;
 } plan_view;
 
@@ -80,6 +83,12 @@ plan_view plan_view_of(const void *plan);
  * context; 0: too large for int32 slots. */
 int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens);
 
+/* What ids are below. */
+static inline uint32_t layer_num_ids(const epic_layer *layer)
+{
+    return layer->num_logical ? layer->num_logical : layer->num_experts;
+}
+
 static inline int64_t round_up(int64_t n, int64_t to)
 {
     return (n + to - 1) / to * to;
@@ -90,13 +99,14 @@ static inline int64_t round_up(int64_t n, int64_t to)
 typedef struct planner { /* a plan that is being made */
     unsigned char *bytes;
     plan_header *header;
-    int32_t *tokens_of, *base_of, *expert_of, *slab_begin, *slab_count, *place_of;
+    int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count, *place_of;
     int32_t *fate, *rank_to, *here, *row_here;
     /* working memory */
     int32_t *count;    /* [num_experts] choices over the group */
     int32_t *owner;    /* [num_experts] rank */
     int32_t *local;    /* [num_experts] local number on its rank */
     int32_t *begin;    /* [num_experts] first slot on its rank */
+    int32_t *quota;    /* [num_experts] the expert's part of expert_capacity */
     int32_t *limit;    /* [num_experts] choices kept */
     int32_t *next;     /* [num_experts] place of the next choice */
     int32_t *rows;     /* [num_ranks] FLAT: rows so far; then slots of each rank */
@@ -112,13 +122,33 @@ typedef struct planner { /* a plan that is being made */
 int64_t placement_error(const epic_layer *layer, int32_t num_ranks,
                         const int32_t *rank_of_expert);
 
+/* What is wrong with a table of replicas.  There may be none (NULL). */
+typedef struct replicas_error {
+    int64_t expert;  /* its entry is out of range; -1: none is */
+    int64_t logical; /* that entry; or a logical expert that has no replica, -1: none */
+} replicas_error;
+
+replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of_expert);
+
+/* The tables of a plan's args. */
+typedef struct plan_tables {
+    const int32_t *rank_of_expert;    /* NULL: contiguous blocks */
+    const int32_t *logical_of_expert; /* NULL: none, or not to be used */
+} plan_tables;
+
 /* Lays out a plan for ranks of tokens_of[] tokens in `plan`, which is large enough. */
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
-                   int32_t num_ranks, const int64_t *tokens_of, const int32_t *rank_of_expert);
+                   int32_t num_ranks, const int64_t *tokens_of, const plan_tables *tables);
 
-/* `here` holds the expert ids of all ranks' choices (negative: none), owner the ranks of the
- * experts, capacity those of the ranks: decides everything else.  EPIC_EOVERFLOW names the
- * lowest rank; the plan is complete but moves nothing then. */
+/* Replaces logical experts in `here` by those of their replicas that take the choices. */
+void planner_choose_replicas(planner *p);
+
+/* Fills in quota. */
+void planner_deal_capacity(planner *p);
+
+/* `here` holds the ids of all ranks' choices (negative: none), owner the ranks of the experts,
+ * logical_of whose replicas they are, capacity the slots of the ranks: decides everything else.
+ * EPIC_EOVERFLOW names the lowest rank; the plan is complete but moves nothing then. */
 epic_result planner_finish(planner *p);
 
 /* Writes id and checksums: the plan is valid from here on. */

@@ -54,9 +54,8 @@ static bool goes_by_k(const planner *p)
  * expert keeps its first min(limit, most[its rank]). */
 static int32_t judge(const planner *p, int32_t e, int32_t place)
 {
-    const uint32_t capacity = p->header->layer.expert_capacity;
     if (place < least(p->limit[e], p->most[p->owner[e]])) return 0;
-    return capacity && (uint32_t)place >= capacity ? EXPERT_IS_FULL : RANK_IS_FULL;
+    return place >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
 }
 
 /* Writes the verdict on every choice of the group: all with k 0 first, then those with k 1 ... */
@@ -159,9 +158,8 @@ static epic_result set_limits(planner *p)
     h->demand = p->needed[h->rank];
     h->capacity = p->capacity[h->rank];
     if (layer->overflow == EPIC_OVERFLOW_DROP) {
-        for (uint32_t e = 0; layer->expert_capacity && e < layer->num_experts; e++)
-            if ((uint32_t)p->limit[e] > layer->expert_capacity)
-                p->limit[e] = (int32_t)layer->expert_capacity;
+        for (uint32_t e = 0; e < layer->num_experts; e++)
+            p->limit[e] = least(p->limit[e], p->quota[e]);
         if (layer->expert_capacity) count_needed(p);
         drop_choices(p);
         return EPIC_OK;
@@ -271,6 +269,8 @@ static void place_choices(planner *p)
 
 epic_result planner_finish(planner *p)
 {
+    planner_choose_replicas(p);
+    planner_deal_capacity(p);
     count_choices(p);
     number_experts(p);
     const epic_result result = set_limits(p);

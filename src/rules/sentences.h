@@ -4,8 +4,8 @@
 #ifndef EPIC_SENTENCES_H
 #define EPIC_SENTENCES_H
 
-#define SAYS_EXPERT /* rank, token, k, id, num_experts */                                     \
-    "topk_idx: rank %d, token %lld, k %lld has expert %lld; ids are below num_experts %lld, " \
+#define SAYS_EXPERT /* rank, token, k, id, name of the bound, bound */               \
+    "topk_idx: rank %d, token %lld, k %lld has expert %lld; ids are below %s %lld, " \
     "or negative for no expert"
 
 #define SAYS_DUPLICATE /* rank, token, k, id */                                               \
@@ -18,6 +18,13 @@
 #define SAYS_TREE_PLACEMENT /* rank, expert, rank, num_ranks */                              \
     "rank_of_expert: rank %d says expert %lld lives on rank %lld; with EPIC_TREE each rank " \
     "owns one of the %d equal blocks of experts"
+
+#define SAYS_REPLICA /* rank, expert, logical expert, num_logical */                         \
+    "logical_of_expert: rank %d says expert %lld is a replica of %lld; logical experts are " \
+    "below num_logical %lld and not negative"
+
+#define SAYS_NO_REPLICA /* rank, logical expert */ \
+    "logical_of_expert: rank %d has no replica of logical expert %lld; each has at least one"
 
 #define SAYS_TOKEN_ID /* rank, token, id, table_rows */                                   \
     "token_ids: rank %d, token %lld has id %lld; the table has %lld rows, ids are below " \

@@ -48,18 +48,39 @@ static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
 static void note_bad_id(epic_note *note, const epic_plan_args *args, const epic_layer *layer)
 {
     const int64_t k = layer->top_k, choices = args->num_tokens * k;
+    const int64_t num_ids = layer_num_ids(layer);
     const bool distinct = (layer->flags & EPIC_DISTINCT) != 0;
     for (int64_t i = 0; i < choices; i++) {
         const int64_t id = id_at(args, i);
-        const bool beyond = id >= (int64_t)layer->num_experts;
+        const bool beyond = id >= num_ids;
         if (!beyond && !(distinct && is_duplicate(args, i, k))) continue;
         note->own[OWN_ERROR] = beyond ? DATA_EXPERT : DATA_DUPLICATE;
         note->own[OWN_ABOUT] = i / k;
         note->own[OWN_ABOUT + 1] = i % k;
         note->own[OWN_ABOUT + 2] = id;
-        note->own[OWN_ABOUT + 3] = layer->num_experts;
+        note->own[OWN_ABOUT + 3] = num_ids;
         return;
     }
+}
+
+/* Also a table that cannot be used; false then. */
+static bool note_tables(epic_note *note, const epic_context *ctx, const epic_plan_args *args,
+                        const epic_layer *layer)
+{
+    const int32_t *ranks = args->rank_of_expert, *logical = args->logical_of_expert;
+    const size_t bytes = layer->num_experts * sizeof *ranks;
+    if (ranks) note->same[SAME_PLACEMENT] = (int64_t)hash_bytes(ranks, bytes);
+    if (logical) note->same[SAME_REPLICAS] = (int64_t)hash_bytes(logical, bytes);
+    const int64_t wrong = placement_error(layer, ctx->num_ranks, ranks);
+    const replicas_error error = replicas_check(layer, logical);
+    const data_fault placement = {DATA_PLACEMENT, {wrong, wrong < 0 ? 0 : ranks[wrong]}};
+    const data_fault replicas = {DATA_REPLICAS,
+                                 {error.expert, error.logical, layer->num_logical}};
+    if (wrong >= 0)
+        note_fault(note, &placement);
+    else if (error.expert >= 0 || error.logical >= 0)
+        note_fault(note, &replicas);
+    return note->own[OWN_ERROR] == DATA_GOOD;
 }
 
 static void fill_note(epic_note *note, const epic_context *ctx, const epic_plan_args *args,
@@ -70,17 +91,7 @@ static void fill_note(epic_note *note, const epic_context *ctx, const epic_plan_
     note_layer(note, layer);
     note->own[OWN_TOKENS] = args->num_tokens;
     note->own[OWN_CAPACITY] = args->capacity;
-    const int32_t *table = args->rank_of_expert;
-    if (table)
-        note->same[SAME_PLACEMENT] =
-            (int64_t)hash_bytes(table, layer->num_experts * sizeof *table);
-    const int64_t wrong = placement_error(layer, ctx->num_ranks, table);
-    if (wrong >= 0) {
-        note->own[OWN_ERROR] = DATA_PLACEMENT;
-        note->own[OWN_ABOUT] = wrong;
-        note->own[OWN_ABOUT + 1] = table[wrong];
-        return;
-    }
+    if (!note_tables(note, ctx, args, layer)) return;
     note_bad_id(note, args, layer);
     note_fault(note, fault);
     int32_t ids[NOTE_BYTES / sizeof(int32_t)] = {0};
@@ -163,19 +174,24 @@ static void write_counts(planning *p, epic_result result)
         if (args->expert_tokens) args->expert_tokens[l] = result ? 0 : q->slab_count[l];
     }
     if (args->load) memcpy(args->load, q->count, p->layer.num_experts * sizeof *args->load);
+    if (args->logical_load) {
+        memset(args->logical_load, 0, p->layer.num_logical * sizeof *args->logical_load);
+        for (uint32_t e = 0; e < p->layer.num_experts; e++)
+            args->logical_load[q->logical_of[e]] += q->count[e];
+    }
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* A plan that moves nothing, after a class (b) error that the notes told.  Our own table is
+/* A plan that moves nothing, after a class (b) error that the notes told.  Our own placement is
  * used unless it is what is wrong: the caller's arrays are as long as it says. */
 static void clear_plan(planning *p)
 {
     const exchange *x = p->x;
-    const int32_t *table = p->args->rank_of_expert;
-    if (note_own(x, x->rank, OWN_ERROR) == DATA_PLACEMENT) table = NULL;
+    plan_tables tables = {.rank_of_expert = p->args->rank_of_expert};
+    if (note_own(x, x->rank, OWN_ERROR) == DATA_PLACEMENT) tables.rank_of_expert = NULL;
     for (int r = 0; r < x->num_ranks; r++) x->items[r] = note_own(x, r, OWN_TOKENS);
     planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items,
-                  table);
+                  &tables);
     const int64_t choices = p->planner.header->total_tokens * p->layer.top_k;
     for (int64_t i = 0; i < choices; i++) p->planner.here[i] = -1;
     memset(p->planner.capacity, 0, (size_t)x->num_ranks * sizeof *p->planner.capacity);
@@ -188,8 +204,9 @@ static epic_result make(planning *p)
 {
     exchange *x = p->x;
     for (int r = 0; r < x->num_ranks; r++) x->items[r] = note_own(x, r, OWN_TOKENS);
+    const plan_tables tables = {p->args->rank_of_expert, p->args->logical_of_expert};
     planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items,
-                  p->args->rank_of_expert);
+                  &tables);
     for (int r = 0; r < x->num_ranks; r++)
         p->planner.capacity[r] = note_own(x, r, OWN_CAPACITY);
     TRY(exchange_ids(p));

@@ -9,6 +9,7 @@
 void note_layer(epic_note *note, const epic_layer *layer)
 {
     note->same[SAME_NUM_EXPERTS] = layer->num_experts;
+    note->same[SAME_NUM_LOGICAL] = layer->num_logical;
     note->same[SAME_TOP_K] = layer->top_k;
     note->same[SAME_ALIGNMENT] = layer->alignment;
     note->same[SAME_LAYOUT] = layer->layout;
@@ -92,4 +93,5 @@ const context_steps host_steps = {.plan = host_plan,
                                   .combine = host_combine,
                                   .dispatch_backward = host_dispatch_backward,
                                   .combine_backward = host_combine_backward,
-                                  .sum = host_sum};
+                                  .sum = host_sum,
+                                  .sum_replicas = host_sum_replicas};

@@ -17,6 +17,10 @@ epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backwa
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
                                   const data_fault *fault);
 epic_result host_sum(epic_context *ctx, const epic_sum_args *args);
+epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
+
+/* host_sum with a note that tells more than the sum. */
+epic_result sum_arrays(epic_context *ctx, const epic_sum_args *args, const epic_note *about);
 
 extern const context_steps host_steps; /* all of these */
 

@@ -141,13 +141,14 @@ static void add_notes(summing *s)
     add_rows(s, s->args->data, x->rows, s->args->count);
 }
 
-epic_result host_sum(epic_context *ctx, const epic_sum_args *args)
+epic_result sum_arrays(epic_context *ctx, const epic_sum_args *args, const epic_note *about)
 {
     summing s = {.args = args, .kernels = host_kernels_get()};
     const size_t bytes = (size_t)args->count * sizeof(float);
-    epic_note note = {.same = {[SAME_OPERATION] = EPIC_OP_SUM,
-                               [SAME_COUNT] = args->count,
-                               [SAME_SUM_ORDER] = args->order}};
+    epic_note note = *about;
+    note.same[SAME_OPERATION] = EPIC_OP_SUM;
+    note.same[SAME_COUNT] = args->count;
+    note.same[SAME_SUM_ORDER] = args->order;
     if (args->count && is_short(args)) memcpy(note.bytes, args->data, bytes);
     epic_result result = exchange_open(&s.x, ctx, EPIC_OP_SUM, &args->call, &note, bytes);
     if (!s.x) return result;
@@ -156,4 +157,9 @@ epic_result host_sum(epic_context *ctx, const epic_sum_args *args)
     else if (result == EPIC_OK && args->count)
         add_notes(&s);
     return exchange_close(s.x, result);
+}
+
+epic_result host_sum(epic_context *ctx, const epic_sum_args *args)
+{
+    return sum_arrays(ctx, args, &(epic_note){0});
 }

@@ -203,15 +203,17 @@ static bool many_tags(const member *m)
 }
 
 /* A world whose plan is good, with tokens on `victim`; few experts, as sizes are not the point. */
-static world *good_world(const member *m, uint64_t seed, int victim)
+static world *good_world(const member *m, uint64_t seed, int victim, bool distinct)
 {
     for (;; seed++) {
         world *w = world_new(seed, m->meet->num_ranks);
         const bool flat = w->layer.layout == EPIC_FLAT, by_k = w->layer.priority == EPIC_BY_K;
         const bool there = !(flat && suite_there->lacks & SUITE_FLAT) &&
-                           !(by_k && suite_there->lacks & SUITE_BY_K);
+                           !(by_k && suite_there->lacks & SUITE_BY_K) &&
+                           !(w->logical_of && suite_there->lacks & SUITE_REPLICAS);
         const bool good = w->plan->result == EPIC_OK && w->layer.num_experts <= 64;
-        if (there && good && w->tokens_of[victim] > 0) return w;
+        const bool kind = distinct == ((w->layer.flags & EPIC_DISTINCT) != 0);
+        if (there && good && kind && w->tokens_of[victim] > 0) return w;
         world_free(w);
     }
 }
@@ -223,8 +225,8 @@ static bool bad_data(const member *m)
     epic_context *ctx = open_group(m, 2, false);
     for (int i = 0; whole(m, ctx) && i < m->cases; i++) {
         const int victim = (int)run_below(&common, m->meet->num_ranks);
-        world *w = good_world(m, run_mix(m->seed, (uint64_t)i), victim);
-        case_bad_expert(ctx, m->meet, w, 0, victim);
+        world *w = good_world(m, run_mix(m->seed, (uint64_t)i), victim, i % 2 == 0);
+        case_bad_choice(ctx, m->meet, w, 0, victim);
         if (whole(m, ctx)) case_run(ctx, m->meet, w, 0, false);
         world_free(w);
     }
@@ -247,7 +249,7 @@ static const struct {
     {"random cases", many_cases, 60},     {"lanes shorter than rows", small_lanes, 40},
     {"random delays", delayed_cases, 10}, {"one case repeated", repeated_case, 100},
     {"tree order", tree_cases, 100},      {"side by side", side_by_side, 7},
-    {"many tags", many_tags, 2},          {"bad data", bad_data, 5},
+    {"many tags", many_tags, 2},          {"bad data", bad_data, 10},
     {"simple step", simple_step, 12},
 };
 

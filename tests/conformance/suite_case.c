@@ -66,7 +66,7 @@ uint32_t case_type(run_random *common, bool wide)
 /* ------------------------------------------------------------------------------ plan ---- */
 
 typedef struct plan_outputs { /* any may be missing */
-    int32_t *expert_rows, *expert_tokens, *load, *demand;
+    int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
 } plan_outputs;
 
 static int32_t *some(seat *s, run_random *common, int64_t count)
@@ -86,6 +86,22 @@ static void check_counts(seat *s, const plan_outputs *out)
     for (uint32_t e = 0; out->load && e < s->w->layer.num_experts; e++)
         if (out->load[e] != p->load[e]) CHECK_EQ(out->load[e], p->load[e]);
     if (out->demand) CHECK_EQ(*out->demand, p->demand[s->rank]);
+    for (int64_t l = 0; out->logical_load && l < s->w->layer.num_logical; l++) {
+        int64_t load = 0;
+        for (int64_t c = 0; c < p->total_tokens * s->w->layer.top_k; c++)
+            load += s->w->named[c] == l;
+        if (out->logical_load[l] != load) CHECK_EQ(out->logical_load[l], load);
+    }
+}
+
+/* Loads of a logical expert's replicas differ by at most one. */
+static void check_balance(const seat *s, const int32_t *load)
+{
+    const int32_t *logical_of = s->w->logical_of;
+    for (uint32_t e = 0; logical_of && load && e < s->w->layer.num_experts; e++)
+        for (uint32_t f = 0; f < e; f++)
+            if (logical_of[e] == logical_of[f] && abs(load[e] - load[f]) > 1)
+                CHECK_EQ(load[e], load[f]);
 }
 
 /* The ledger: every choice has one fate. */
@@ -134,6 +150,9 @@ static epic_plan_args plan_args(seat *s, run_random *common, plan_outputs *out)
     *out = (plan_outputs){.expert_rows = some(s, common, w->plan->num_local),
                           .expert_tokens = some(s, common, w->plan->num_local),
                           .load = some(s, common, w->layer.num_experts),
+                          .logical_load = w->logical_of && run_chance(common, 85)
+                                              ? case_rows(s, w->layer.num_logical, 4).data
+                                              : NULL,
                           .demand = some(s, common, 1)};
     void *ids = world_topk_idx(w, s->rank, wide);
     const int64_t id_bytes = s->num_tokens * w->layer.top_k * (wide == EPIC_I64 ? 8 : 4);
@@ -147,6 +166,8 @@ static epic_plan_args plan_args(seat *s, run_random *common, plan_outputs *out)
         .topk_idx = ids_here,
         .num_tokens = s->num_tokens,
         .rank_of_expert = w->table ? case_copy(s, w->rank_of, w->layer.num_experts * 4) : NULL,
+        .logical_of_expert =
+            w->logical_of ? case_copy(s, w->logical_of, w->layer.num_experts * 4) : NULL,
         .capacity = w->capacity[s->rank],
         .index_type = wide == EPIC_I64 ? EPIC_I64
                       : wide           ? EPIC_I32
@@ -154,6 +175,7 @@ static epic_plan_args plan_args(seat *s, run_random *common, plan_outputs *out)
         .expert_rows = out->expert_rows,
         .expert_tokens = out->expert_tokens,
         .load = out->load,
+        .logical_load = out->logical_load,
         .demand = out->demand};
 }
 
@@ -163,9 +185,11 @@ epic_plan_args case_lend_plan(seat *s, const epic_plan_args *args)
     a.plan = case_lend(s, a.plan);
     a.topk_idx = case_lend(s, a.topk_idx);
     a.rank_of_expert = case_lend(s, a.rank_of_expert);
+    a.logical_of_expert = case_lend(s, a.logical_of_expert);
     a.expert_rows = case_lend(s, a.expert_rows);
     a.expert_tokens = case_lend(s, a.expert_tokens);
     a.load = case_lend(s, a.load);
+    a.logical_load = case_lend(s, a.logical_load);
     a.demand = case_lend(s, a.demand);
     return a;
 }
@@ -174,6 +198,7 @@ static uint32_t layer_needs(const epic_layer *layer)
 {
     return (layer->layout == EPIC_FLAT ? SUITE_FLAT : 0) |
            (layer->priority == EPIC_BY_K ? SUITE_BY_K : 0) |
+           (layer->num_logical ? SUITE_REPLICAS : 0) |
            (layer->num_experts > suite_there->most_experts ? SUITE_EXPERTS : 0);
 }
 
@@ -194,6 +219,7 @@ void case_plan(seat *s, run_random *common)
     if (!s->absent) {
         case_refused(s, result, s->w->plan->result);
         check_counts(s, &out);
+        check_balance(s, out.load);
         check_info(s);
     }
     case_drop(s);
@@ -221,7 +247,21 @@ static void check_named(const seat *s, int victim, int64_t choice, int64_t value
               "no %s, %s, %s in: %s", rank, place, number, said);
 }
 
-void case_bad_expert(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
+/* A choice after the first of its token, and an id that the token has before; -1: none. */
+static int64_t choose_twin(const world *w, run_random *common, int victim, int64_t *value)
+{
+    const int64_t top_k = w->layer.top_k, count = w->tokens_of[victim] * top_k;
+    const int64_t *named = w->named + w->plan->first_token[victim] * top_k;
+    const int64_t start = run_below(common, count);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t at = (start + i) % count;
+        *value = named[at - at % top_k];
+        if (at % top_k && *value >= 0) return at;
+    }
+    return -1;
+}
+
+void case_bad_choice(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
                      int victim)
 {
     seat s;
@@ -229,10 +269,12 @@ void case_bad_expert(epic_context *ctx, const epic_meet *meet, const world *w, u
     run_random common = {run_mix(w->seed, 900)};
     case_begin(&s, ctx, meet, w, tag, false);
     const epic_plan_args args = plan_args(&s, &common, &out);
-    const bool wide = args.index_type == EPIC_I64;
-    const int64_t at = run_below(&common, w->tokens_of[victim] * w->layer.top_k);
-    const int64_t value =
-        run_between(&common, w->layer.num_experts, wide ? INT64_MAX / 2 : INT32_MAX);
+    const bool wide = args.index_type == EPIC_I64, distinct = w->layer.flags & EPIC_DISTINCT;
+    int64_t value, at = distinct ? choose_twin(w, &common, victim, &value) : -1;
+    if (at < 0) {
+        at = run_below(&common, w->tokens_of[victim] * w->layer.top_k);
+        value = run_between(&common, world_num_ids(w), wide ? INT64_MAX / 2 : INT32_MAX);
+    }
     unsigned char *ids = (unsigned char *)(uintptr_t)args.topk_idx;
     if (s.rank == victim) memcpy(ids + at * (wide ? 8 : 4), &value, wide ? 8 : 4);
     case_refused(&s, call_plan(&s, &args), EPIC_EINVAL);
@@ -275,7 +317,12 @@ void case_end(seat *s)
 bool case_phase(seat *s, int phase)
 {
     static void (*const phases[])(seat *, run_random *) = {
-        case_plan, case_dispatch, case_combine, case_combine_backward, case_dispatch_backward,
+        case_plan,
+        case_dispatch,
+        case_combine,
+        case_combine_backward,
+        case_dispatch_backward,
+        case_sum_replicas,
         case_sum,
     };
     const int count = sizeof phases / sizeof *phases;

@@ -47,9 +47,10 @@ void case_end(seat *s);
 void case_run(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
               bool delays);
 
-/* A plan with an id that is no expert, on rank `victim`: every rank is told whose, nothing is
- * moved with it, and the group is whole.  It has tokens; the case goes well otherwise. */
-void case_bad_expert(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
+/* A plan with an id that is no expert, or where ids are distinct one that its token has already, on
+ * rank `victim`: every rank is told whose, nothing is moved with it, and the group is whole.  It
+ * has tokens; the case goes well otherwise. */
+void case_bad_choice(epic_context *ctx, const epic_meet *meet, const world *w, uint64_t tag,
                      int victim);
 
 /* Rounds of the simple step (epic_step_open), on a context of the caller's. */
@@ -92,6 +93,7 @@ void case_dispatch_planned(seat *s, run_random *common, const epic_plan_args *pl
 void case_combine(seat *s, run_random *common);
 void case_combine_backward(seat *s, run_random *common);
 void case_dispatch_backward(seat *s, run_random *common);
+void case_sum_replicas(seat *s, run_random *common);
 void case_sum(seat *s, run_random *common);
 
 #endif

@@ -14,7 +14,7 @@ from epic.jax import meeting
 from epic.jax.moe import Moe
 
 WEIGHTS = (
-    "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
+    "w_gate b_gate bias scale_of_expert w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
     "shared_b_gate_up shared_b_down w_shared_gate"
 ).split()
 Call = struct(
@@ -43,11 +43,13 @@ Forward = struct(
     ("table", c_void_p),
     ("table_rows", c_int64),
     ("rank_of_expert", c_void_p),
+    ("logical_of_expert", c_void_p),
     *MEMORY,
     ("loss", c_void_p),
     ("balance_loss", c_void_p),
     ("z_loss", c_void_p),
     ("load", c_void_p),
+    ("logical_load", c_void_p),
     ("demand", c_void_p),
     ("token_id_type", c_uint32),
     ("loss_type", c_uint32),

@@ -8,7 +8,7 @@ Exits with 77 where they are missing: `make test` installs neither.
 
 import ctypes
 import sys
-from ctypes import c_double, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import c_int64, c_uint32, c_void_p
 
 try:
     import torch
@@ -20,27 +20,23 @@ except ImportError as missing:
     print(f"skipped: {missing}; pip install torch transformers")
     sys.exit(77)
 
-TOKENS = 500
-F32 = 1
-SOFTMAX, SIGMOID, LOGITS = 0, 1, 3
-GROUP_SUM, NORMALIZE_SUM, SPARSEMIXER = 1, 1, 3
-
-
-def struct(*parts):
-    """A mirror of one of epic.h's structs; a wrong one is refused by its size."""
-    return type("Struct", (ctypes.Structure,), {"_fields_": list(parts)})
-
-
-def fields(kind, names):
-    return [(name, kind) for name in names.split()]
-
-
-CALL = [("stream", c_void_p), ("tag", c_uint64), *fields(c_uint32, "timeout_ms max_sms")]
-Router = struct(
-    *fields(c_uint32, "num_experts zero_experts top_k score num_groups topk_groups group_score"),
-    *fields(c_uint32, "group_best group_others weight_rule normalize flags"),
-    *fields(c_double, "eps norm_min jitter scale"),
+from mirror import (
+    CALL,
+    F32,
+    GROUP_SUM,
+    LOGITS,
+    NORMALIZE_SUM,
+    SIGMOID,
+    SOFTMAX,
+    SPARSEMIXER,
+    Router,
+    at,
+    fields,
+    same,
+    struct,
 )
+
+TOKENS = 500
 Forward = struct(
     *CALL,
     *fields(c_void_p, "router logits"),
@@ -77,7 +73,6 @@ class Epic:
     def run(self, router, logits, bias=None, scale=None, topk_idx=None, d_weights=None):
         """Ids and weights; with d_weights also the gradients of logits and scale.  topk_idx: for
         the gradients, instead of what is chosen."""
-        at = lambda x: None if x is None else x.data_ptr()  # noqa: E731
         size = self.lib.epic_router_workspace_v1(
             ctypes.byref(router), ctypes.c_size_t(ctypes.sizeof(router))
         )
@@ -110,14 +105,6 @@ class Epic:
         )
         self.call("epic_router_backward_v1", args)
         return ids.long(), weights, d_logits, d_scale
-
-
-def same(what, ours, theirs, tolerance=1e-5):
-    size = theirs.abs().max().item() if theirs.is_floating_point() else 1
-    off = (ours - theirs.detach()).abs().max().item() / max(size, 1e-30)
-    print(f"{what}: off by {off:.1e}")
-    if not off <= tolerance:
-        raise SystemExit(f"{what}: not the same")
 
 
 def compare(epic, name, router, logits, module, bias=None, scale=None):

@@ -223,6 +223,11 @@ static void try_shared_gate(part *t, epic_context *ctx, const epic_config *confi
 static void try_backward(part *t, epic_context *ctx, const epic_config *config)
 {
     call c;
+    double room[16];
+    epic_moe_gradients gradients = {.scale_of_expert = room};
+    copy_call(&c, t, config);
+    c.backward.gradients = &gradients;
+    refuse(make_call(&c, BACKWARD, ctx), BACKWARD, "gradients.scale_of_expert", "is NULL");
     copy_call(&c, t, config);
     c.backward.d_x.data = c.backward.d_out.data;
     refuse(make_call(&c, BACKWARD, ctx), BACKWARD, "d_x.data", "d_out.data");

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* With EPIC_TREE and EPIC_SUM_DENSE the layer's outputs and gradients have the same bits for 1, 2,
- * 4 and 8 ranks: random layers, ranks that come late, threads and processes, with the kernels that
+ * 4 and 8 ranks, and so have the sums of replicas: random layers, ranks that come late, threads and processes, with the kernels that
  * OpenBLAS chooses and with those for Haswell, as many BLAS threads as there are cores.
  *
  * The program starts itself once for each of these: OpenBLAS reads its variables when it is
@@ -32,6 +32,20 @@ static void draw_router(problem *p, source *s)
     p->gate_biased = below(s, 2);
     p->bias_given = below(s, 2);
     for (int i = 0; i < 96; i++) p->bias[i] = (float)between(s, -0.2, 0.2);
+}
+
+/* They are drawn from a source of their own.  Where blocks of experts change places, gradients of
+ * replicas are compared one by one. */
+static void draw_replicas(problem *p, uint32_t seed)
+{
+    source s = source_of(seed + 2000000);
+    epic_layer *l = &p->layer;
+    if (l->num_experts == LEAVES || below(&s, 3)) return;
+    l->num_logical = p->router.num_experts = l->num_experts / 2;
+    for (uint32_t e = 0; e < l->num_experts; e++)
+        p->logical_of[e] =
+            (int32_t)(e * 5 % l->num_experts < l->num_logical ? e * 5 % l->num_experts
+                                                              : below(&s, 2));
 }
 
 static void draw_experts(problem *p, source *s)
@@ -73,6 +87,8 @@ static problem draw(uint32_t seed)
                            .leaves = LEAVES,
                            .partial_type = below(&s, 2) ? EPIC_F32 : 0};
     draw_router(&p, &s);
+    draw_replicas(&p, seed);
+    p.scaled = seed % 3 == 0;
     draw_experts(&p, &s);
     draw_losses(&p, &s);
     const int64_t block = 1 + below(&s, p.experts.hidden > 200 ? 5 : 24);
@@ -126,6 +142,8 @@ static void run_once(void *what, int rank, epic_context *ctx, const epic_config 
     CHECK(part_forward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     delay(&s);
     CHECK(part_backward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
+    if (!p->placed)
+        CHECK(part_sum_replicas(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     part_tell(t);
     part_free(t);
 }

@@ -1,356 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A layer as its tests see it: the parameters, rows and results of all ranks in one place, the
- * part of it that one rank brings to the library, and teams of ranks.
- *
- * What ranks write lies in memory that forked ranks share.  A rank's own buffers are malloc's, as
- * long as they must be and not a byte longer, and poisoned with NaNs. */
+/* The part of a layer that one rank brings to the library, and teams of ranks.  A rank's own buffers
+ * are malloc's, as long as they must be and not a byte longer, and poisoned with NaNs. */
 #ifndef MOE_LAYER_H
 #define MOE_LAYER_H
 
 #include <arpa/inet.h>
-#include <math.h>
 #include <pthread.h>
-#include <stdatomic.h>
-#include <stdbool.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "epic/epic.h"
-#include "rules/convert.h"
-
-#define MOST_RANKS 8
-#define BEFORE 1.0 /* what gradients hold before EPIC_ACCUMULATE adds to them */
-
-static _Atomic int *failures; /* of all ranks */
-
-#define CHECK(condition, ...)                                      \
-    do {                                                           \
-        if (!(condition) && atomic_fetch_add(failures, 1) < 20) {  \
-            printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-            printf(__VA_ARGS__);                                   \
-            printf("\n");                                          \
-        }                                                          \
-    } while (0)
-
-static inline void *share(size_t bytes)
-{
-    void *memory =
-        mmap(NULL, bytes + 1, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) abort();
-    return memory;
-}
-
-#if defined(__has_feature)
-#define HAS_FEATURE(name) __has_feature(name)
-#else
-#define HAS_FEATURE(name) 0
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || \
-    HAS_FEATURE(address_sanitizer) || HAS_FEATURE(thread_sanitizer)
-#define PATIENCE 10
-#else
-#define PATIENCE 1
-#endif
-
-/* How many random cases to run, of `count`: fewer under a sanitizer, more if asked to. */
-static inline uint32_t cases(uint32_t count)
-{
-    const char *text = getenv("EPIC_TEST_SCALE");
-    return count / PATIENCE * (text && atoi(text) > 1 ? (uint32_t)atoi(text) : 1);
-}
-
-/* ------------------------------------------------------------------------------ random ---- */
-
-typedef struct source {
-    uint64_t state;
-} source;
-
-static inline source source_of(uint64_t seed)
-{
-    return (source){(seed + 1) * 0x9e3779b97f4a7c15u};
-}
-
-static inline double between(source *s, double low, double high)
-{
-    s->state ^= s->state << 13;
-    s->state ^= s->state >> 7;
-    s->state ^= s->state << 17;
-    return low + (high - low) * ((double)(s->state >> 11) * 0x1p-53);
-}
-
-/* 0 to n - 1 */
-static inline uint32_t below(source *s, uint32_t n)
-{
-    return (uint32_t)between(s, 0, n);
-}
-
-/* ------------------------------------------------------------------------------ arrays ---- */
-
-typedef struct array {
-    void *data;
-    uint32_t type;
-    int64_t n;
-} array;
-
-static inline size_t array_bytes(const array *a)
-{
-    return (size_t)(a->n * convert_bytes(a->type));
-}
-
-static inline array make_array(uint32_t type, int64_t n)
-{
-    array a = {.type = type, .n = n};
-    a.data = share(array_bytes(&a));
-    return a;
-}
-
-static inline void free_array(array *a)
-{
-    if (a->data) munmap(a->data, array_bytes(a) + 1);
-    *a = (array){0};
-}
-
-static inline double get(const array *a, int64_t i)
-{
-    float x;
-    if (a->type == EPIC_F64) return ((const double *)a->data)[i];
-    convert_to_float(&x, (const char *)a->data + i * convert_bytes(a->type), a->type, 1);
-    return x;
-}
-
-static inline void put(array *a, int64_t i, double x)
-{
-    const float narrow = (float)x;
-    if (a->type == EPIC_F64)
-        ((double *)a->data)[i] = x;
-    else
-        convert_from_float((char *)a->data + i * convert_bytes(a->type), a->type, &narrow, 1);
-}
-
-static inline void *number_at(const array *a, int64_t i)
-{
-    return (char *)a->data + i * convert_bytes(a->type);
-}
-
-static inline void fill_random(array *a, source *s, double size)
-{
-    for (int64_t i = 0; i < a->n; i++) put(a, i, between(s, -size, size));
-}
-
-/* ------------------------------------------------------------------------------- layer ---- */
-
-enum { /* what has a gradient; X: the rows of all tokens */
-       W_GATE,
-       B_GATE,
-       W_GATE_UP,
-       W_DOWN,
-       B_GATE_UP,
-       B_DOWN,
-       SHARED_GATE_UP,
-       SHARED_DOWN,
-       SHARED_B_GATE_UP,
-       SHARED_B_DOWN,
-       W_SHARED_GATE,
-       X,
-       NUM_GIVEN
-};
-
-static const char *const given_names[NUM_GIVEN] = {
-    "w_gate",           "b_gate",        "w_gate_up",      "w_down",
-    "b_gate_up",        "b_down",        "shared_gate_up", "shared_down",
-    "shared_b_gate_up", "shared_b_down", "w_shared_gate",  "x"};
-
-static inline bool of_experts(int which)
-{
-    return which >= W_GATE_UP && which <= B_DOWN;
-}
-
-static inline bool is_dense(int which)
-{
-    return which != X && !of_experts(which);
-}
-
-typedef struct problem {
-    char name[160];
-    int num_ranks;
-    int64_t tokens_of[MOST_RANKS], total;
-    epic_layer layer;
-    epic_router router;
-    epic_experts experts, shared; /* num_local_experts: of all ranks */
-    bool planned;                 /* by epic_moe_plan, in as much memory as that takes */
-    bool has_shared, shared_gated, biased, gate_biased, wants_no_gradient, wants_no_d_x;
-    epic_moe moe; /* without its pointers */
-    int32_t rank_of_expert[64];
-    bool placed;    /* by that table */
-    float bias[96]; /* for the choice */
-    bool bias_given;
-    int32_t *table, *token_ids; /* NULL: none */
-    int64_t table_rows;
-    bool wide_ids;
-    double d_loss, d_balance_loss, d_z_loss; /* float32 has them */
-    bool narrow_losses;                      /* float32 though the rows are F64 */
-    bool d_loss_given, d_parts_given;
-    uint32_t backward_flags;
-
-    array given[NUM_GIVEN];
-    array d_out;
-    array out;
-    array gradient[NUM_GIVEN]; /* dense: one after the other for every rank */
-    array loss;                /* [3 * num_ranks]: the sum, balance, z */
-    int32_t *load, *demand;    /* [num_ranks, num_experts], [num_ranks] */
-} problem;
-
-static inline int64_t width_of(const epic_experts *e)
-{
-    return (int64_t)e->inner * (e->ungated ? 1 : 2);
-}
-
-static inline int64_t columns_of(const problem *p)
-{
-    return (int64_t)p->router.num_experts + p->router.zero_experts;
-}
-
-static inline uint32_t row_type(const problem *p)
-{
-    return p->experts.row_type ? p->experts.row_type : EPIC_F32;
-}
-
-static inline uint32_t real_type(const problem *p)
-{
-    return row_type(p) == EPIC_F64 ? EPIC_F64 : EPIC_F32;
-}
-
-static inline uint32_t loss_type(const problem *p)
-{
-    return p->narrow_losses ? EPIC_F32 : real_type(p);
-}
-
-static inline uint32_t type_given(const problem *p, int which)
-{
-    if (which == X) return row_type(p);
-    if (which == W_GATE || which == B_GATE || which == W_SHARED_GATE) return real_type(p);
-    const epic_experts *e = of_experts(which) ? &p->experts : &p->shared;
-    return e->weight_type ? e->weight_type : row_type(p);
-}
-
-/* Numbers of one expert, or of the whole. */
-static inline int64_t numbers_of(const problem *p, int which)
-{
-    const int64_t hidden = p->experts.hidden;
-    switch (which) {
-    case W_GATE:
-        return hidden * columns_of(p);
-    case B_GATE:
-        return p->gate_biased ? columns_of(p) : 0;
-    case W_GATE_UP:
-        return hidden * width_of(&p->experts);
-    case W_DOWN:
-        return p->experts.inner * hidden;
-    case B_GATE_UP:
-        return p->biased ? width_of(&p->experts) : 0;
-    case B_DOWN:
-        return p->biased ? hidden : 0;
-    case SHARED_GATE_UP:
-        return p->has_shared ? hidden * width_of(&p->shared) : 0;
-    case SHARED_DOWN:
-        return p->has_shared ? p->shared.inner * hidden : 0;
-    case SHARED_B_GATE_UP:
-        return p->has_shared && p->biased ? width_of(&p->shared) : 0;
-    case SHARED_B_DOWN:
-        return p->has_shared && p->biased ? hidden : 0;
-    case W_SHARED_GATE:
-        return p->has_shared && p->shared_gated ? hidden : 0;
-    default:
-        return p->total * hidden;
-    }
-}
-
-static inline int64_t numbers_in_all(const problem *p, int which)
-{
-    return numbers_of(p, which) * (of_experts(which) ? p->layer.num_experts : 1);
-}
-
-/* Random parameters and rows; sizes are set. */
-static inline void make_given(problem *p, source *s)
-{
-    static const double size[NUM_GIVEN] = {[W_GATE] = 1, [B_GATE] = 0.5, [X] = 1};
-    p->total = 0;
-    for (int r = 0; r < p->num_ranks; r++) p->total += p->tokens_of[r];
-    for (int i = 0; i < NUM_GIVEN; i++) {
-        p->given[i] = make_array(type_given(p, i), numbers_in_all(p, i));
-        fill_random(&p->given[i], s, size[i] != 0 ? size[i] : 0.5);
-    }
-    p->d_out = make_array(row_type(p), p->total * p->experts.hidden);
-    fill_random(&p->d_out, s, 1);
-}
-
-static inline void make_results(problem *p)
-{
-    p->out = make_array(row_type(p), p->total * p->experts.hidden);
-    for (int i = 0; i < NUM_GIVEN; i++)
-        p->gradient[i] = make_array(i == X ? row_type(p) : real_type(p),
-                                    numbers_in_all(p, i) * (is_dense(i) ? p->num_ranks : 1));
-    p->loss = make_array(loss_type(p), 3 * p->num_ranks);
-    p->load = share((size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t));
-    p->demand = share((size_t)p->num_ranks * sizeof(int32_t));
-}
-
-static inline void free_results(problem *p)
-{
-    free_array(&p->out);
-    for (int i = 0; i < NUM_GIVEN; i++) free_array(&p->gradient[i]);
-    free_array(&p->loss);
-    munmap(p->load, (size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t) + 1);
-    munmap(p->demand, (size_t)p->num_ranks * sizeof(int32_t) + 1);
-}
-
-static inline void free_given(problem *p)
-{
-    for (int i = 0; i < NUM_GIVEN; i++) free_array(&p->given[i]);
-    free_array(&p->d_out);
-    free(p->table);
-    free(p->token_ids);
-}
-
-/* A gradient; dense ones of all ranks added, or with EPIC_SUM_DENSE that of the first. */
-static inline double gradient_of(const problem *p, int which, int64_t i)
-{
-    const array *g = &p->gradient[which];
-    const double before = which != X && p->backward_flags & EPIC_ACCUMULATE ? BEFORE : 0;
-    if (!is_dense(which) || p->moe.flags & EPIC_SUM_DENSE) return get(g, i) - before;
-    double sum = 0;
-    for (int r = 0; r < p->num_ranks; r++) sum += get(g, r * numbers_of(p, which) + i) - before;
-    return sum;
-}
-
-enum { LOSS, BALANCE_LOSS, Z_LOSS, NUM_LOSSES };
-
-static inline double loss_of(const problem *p, int which)
-{
-    double sum = 0;
-    if (p->moe.flags & EPIC_SUM_DENSE) return get(&p->loss, which * p->num_ranks);
-    for (int r = 0; r < p->num_ranks; r++) sum += get(&p->loss, which * p->num_ranks + r);
-    return sum;
-}
-
-static inline int owner_of(const problem *p, uint32_t expert)
-{
-    return p->placed ? p->rank_of_expert[expert]
-                     : (int)(expert / (p->layer.num_experts / (uint32_t)p->num_ranks));
-}
-
-static inline uint32_t most_local(const problem *p)
-{
-    uint32_t most = 0, count[MOST_RANKS] = {0};
-    for (uint32_t e = 0; e < p->layer.num_experts; e++)
-        if (++count[owner_of(p, e)] > most) most = count[owner_of(p, e)];
-    return most;
-}
+#include "unit/moe_problem.h"
 
 /* ---------------------------------------------------------------------- one rank's part ---- */
 
@@ -479,34 +139,38 @@ static inline void make_calls(part *t, uint64_t tag)
     const bool parts = p->d_parts_given;
     const array *d_losses = &t->d_losses;
     t->weights = (epic_moe_weights){
-        g[W_GATE],           g[B_GATE],         p->bias_given ? p->bias : NULL,
-        g[W_GATE_UP],        g[W_DOWN],         g[B_GATE_UP],
-        g[B_DOWN],           g[SHARED_GATE_UP], g[SHARED_DOWN],
-        g[SHARED_B_GATE_UP], g[SHARED_B_DOWN],  g[W_SHARED_GATE]};
-    t->gradients = (epic_moe_gradients){d[W_GATE],         d[B_GATE],       d[W_GATE_UP],
-                                        d[W_DOWN],         d[B_GATE_UP],    d[B_DOWN],
-                                        d[SHARED_GATE_UP], d[SHARED_DOWN],  d[SHARED_B_GATE_UP],
-                                        d[SHARED_B_DOWN],  d[W_SHARED_GATE]};
-    t->forward = (epic_moe_args){.call.tag = tag,
-                                 .moe = &t->moe,
-                                 .weights = &t->weights,
-                                 .x = {none ? NULL : g[X], t->tokens, none ? 0 : row},
-                                 .out = {none ? NULL : t->out, t->tokens, none ? 0 : row},
-                                 .token_ids = t->token_ids,
-                                 .table = p->table,
-                                 .table_rows = p->table_rows,
-                                 .rank_of_expert = p->placed ? p->rank_of_expert : NULL,
-                                 .saved = t->saved,
-                                 .saved_bytes = t->memory.saved_bytes,
-                                 .workspace = t->workspace,
-                                 .workspace_bytes = t->memory.forward_bytes,
-                                 .loss = number_at(&p->loss, t->rank),
-                                 .balance_loss = number_at(&p->loss, p->num_ranks + t->rank),
-                                 .z_loss = number_at(&p->loss, 2 * p->num_ranks + t->rank),
-                                 .loss_type = loss_type(p),
-                                 .load = p->load + t->rank * (int64_t)p->layer.num_experts,
-                                 .demand = &p->demand[t->rank],
-                                 .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32};
+        g[W_GATE],          g[B_GATE],           p->bias_given ? p->bias : NULL,
+        g[SCALE_OF_EXPERT], g[W_GATE_UP],        g[W_DOWN],
+        g[B_GATE_UP],       g[B_DOWN],           g[SHARED_GATE_UP],
+        g[SHARED_DOWN],     g[SHARED_B_GATE_UP], g[SHARED_B_DOWN],
+        g[W_SHARED_GATE]};
+    t->gradients = (epic_moe_gradients){
+        d[W_GATE],      d[B_GATE],           d[SCALE_OF_EXPERT], d[W_GATE_UP],
+        d[W_DOWN],      d[B_GATE_UP],        d[B_DOWN],          d[SHARED_GATE_UP],
+        d[SHARED_DOWN], d[SHARED_B_GATE_UP], d[SHARED_B_DOWN],   d[W_SHARED_GATE]};
+    t->forward = (epic_moe_args){
+        .call.tag = tag,
+        .moe = &t->moe,
+        .weights = &t->weights,
+        .x = {none ? NULL : g[X], t->tokens, none ? 0 : row},
+        .out = {none ? NULL : t->out, t->tokens, none ? 0 : row},
+        .token_ids = t->token_ids,
+        .table = p->table,
+        .table_rows = p->table_rows,
+        .rank_of_expert = p->placed ? p->rank_of_expert : NULL,
+        .logical_of_expert = p->layer.num_logical ? p->logical_of : NULL,
+        .saved = t->saved,
+        .saved_bytes = t->memory.saved_bytes,
+        .workspace = t->workspace,
+        .workspace_bytes = t->memory.forward_bytes,
+        .loss = number_at(&p->loss, t->rank),
+        .balance_loss = number_at(&p->loss, p->num_ranks + t->rank),
+        .z_loss = number_at(&p->loss, 2 * p->num_ranks + t->rank),
+        .loss_type = loss_type(p),
+        .load = p->load + t->rank * (int64_t)p->layer.num_experts,
+        .logical_load = p->logical_load + t->rank * (int64_t)p->layer.num_logical,
+        .demand = &p->demand[t->rank],
+        .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32};
     t->backward =
         (epic_moe_backward_args){.call.tag = tag,
                                  .moe = &t->moe,
@@ -619,6 +283,25 @@ static inline epic_result part_backward(part *t, epic_context *ctx)
 {
     part_forget(t, t->memory.backward_bytes);
     return epic_moe_backward(ctx, &t->backward);
+}
+
+/* Gives every replica the sum of what all replicas of its logical expert have. */
+static inline epic_result part_sum_replicas(part *t, epic_context *ctx)
+{
+    for (int i = W_GATE_UP; i <= B_DOWN; i++) {
+        const int64_t bytes = numbers_of(t->p, i) * (int64_t)sizeof(float);
+        if (!bytes) continue;
+        float *workspace = poisoned((size_t)bytes);
+        const epic_sum_replicas_args args = {
+            .plan = t->saved,
+            .plan_bytes = t->memory.saved_bytes,
+            .data = {t->gradient[i], t->experts.num_local_experts, bytes},
+            .workspace = workspace};
+        const epic_result result = epic_sum_replicas(ctx, &args);
+        free(workspace);
+        if (result != EPIC_OK) return result;
+    }
+    return EPIC_OK;
 }
 
 /* The rank's results go to where all ranks' are. */

@@ -12,11 +12,13 @@ typedef struct oracle {
     double *given[NUM_GIVEN]; /* NULL: not there */
     double *d_out, *out;
     int32_t *chosen; /* [total, top_k] */
+    int32_t *expert; /* [total, top_k]: which has the choice; -1: none, or a zero-expert has */
     bool *alive;
-    int32_t *load;       /* [num_experts] */
-    int64_t *demand;     /* [num_ranks] */
-    bool rounds_weights; /* to float32, as they travel */
-    double *scratch;     /* rows in between */
+    int32_t *load;         /* [num_experts] */
+    int32_t *logical_load; /* [num_logical] */
+    int64_t *demand;       /* [num_ranks] */
+    bool rounds_weights;   /* to float32, as they travel */
+    double *scratch;       /* rows in between */
 } oracle;
 
 /* ------------------------------------------------------------------------------ router ---- */
@@ -122,6 +124,8 @@ static void oracle_weigh(const oracle *o, int64_t t, double *w)
                                                                     : 1;
     for (uint32_t i = 0; i < r->top_k; i++) {
         w[i] = divisor != 0 ? w[i] / divisor * (r->scale != 0 ? r->scale : 1) : 0;
+        const int32_t e = chosen[i];
+        if (o->given[SCALE_OF_EXPERT] && e >= 0) w[i] *= o->given[SCALE_OF_EXPERT][e];
         if (o->rounds_weights) w[i] = (float)w[i];
     }
 }
@@ -138,19 +142,59 @@ static int64_t slots_of(const oracle *o, int rank, int64_t most, const int64_t *
     return slots;
 }
 
+static uint32_t logical_of(const problem *p, uint32_t expert)
+{
+    return p->layer.num_logical ? (uint32_t)p->logical_of[expert] : expert;
+}
+
+/* Of the experts that are `logical`: how many there are, or, below `upto`, come before. */
+static int64_t replicas(const problem *p, uint32_t logical, uint32_t upto)
+{
+    int64_t count = 0;
+    for (uint32_t e = 0; e < upto; e++) count += logical_of(p, e) == logical;
+    return count;
+}
+
+/* Who gets the choices: the replicas of a logical expert in turn. */
+static void oracle_replicas(oracle *o)
+{
+    const problem *p = o->p;
+    int64_t before[64] = {0};
+    for (int64_t i = 0; i < p->total * p->layer.top_k; i++) {
+        const int32_t c = o->chosen[i];
+        o->expert[i] = -1;
+        if (c < 0 || c >= (int32_t)p->router.num_experts) continue;
+        const int64_t n = before[c]++ % replicas(p, (uint32_t)c, p->layer.num_experts);
+        for (uint32_t e = 0; e < p->layer.num_experts; e++)
+            if (logical_of(p, e) == (uint32_t)c && replicas(p, (uint32_t)c, e) == n)
+                o->expert[i] = (int32_t)e;
+        if (p->layer.num_logical) o->logical_load[c]++;
+    }
+}
+
+/* What expert_capacity leaves an expert: of its logical one's first choices those in its turn. */
+static int64_t expert_limit(const problem *p, uint32_t e)
+{
+    const int64_t all = replicas(p, logical_of(p, e), p->layer.num_experts);
+    int64_t limit = 0;
+    for (int64_t n = 0; n < p->layer.expert_capacity; n++)
+        limit += n % all == replicas(p, logical_of(p, e), e);
+    return limit;
+}
+
 /* Which choices are kept: an expert's first ones, as many as it and its rank have room for. */
 static void oracle_plan(oracle *o)
 {
     const problem *p = o->p;
     const int64_t choices = p->total * p->layer.top_k;
     int64_t limit[64] = {0}, used[64] = {0};
+    oracle_replicas(o);
     for (int64_t i = 0; i < choices; i++)
-        if (o->chosen[i] >= 0 && o->chosen[i] < (int32_t)p->layer.num_experts)
-            limit[o->chosen[i]]++;
+        if (o->expert[i] >= 0) limit[o->expert[i]]++;
     for (uint32_t e = 0; e < p->layer.num_experts; e++) o->load[e] = (int32_t)limit[e];
     for (int r = 0; r < p->num_ranks; r++) o->demand[r] = slots_of(o, r, INT32_MAX, limit);
     for (uint32_t e = 0; e < p->layer.num_experts && p->layer.expert_capacity; e++)
-        if (limit[e] > p->layer.expert_capacity) limit[e] = p->layer.expert_capacity;
+        if (limit[e] > expert_limit(p, e)) limit[e] = expert_limit(p, e);
     for (int r = 0; r < p->num_ranks && p->layer.overflow == EPIC_OVERFLOW_DROP; r++) {
         int64_t most = p->total * p->layer.top_k;
         while (slots_of(o, r, most, limit) > p->moe.capacity) most--;
@@ -158,8 +202,9 @@ static void oracle_plan(oracle *o)
             if (owner_of(p, e) == r && limit[e] > most) limit[e] = most;
     }
     for (int64_t i = 0; i < choices; i++) {
-        const int32_t e = o->chosen[i];
-        o->alive[i] = e >= (int32_t)p->layer.num_experts || (e >= 0 && used[e]++ < limit[e]);
+        const int32_t e = o->expert[i];
+        o->alive[i] =
+            o->chosen[i] >= (int32_t)p->router.num_experts || (e >= 0 && used[e]++ < limit[e]);
     }
 }
 
@@ -237,10 +282,10 @@ static void oracle_token(const oracle *o, int64_t t)
     memset(y, 0, (size_t)hidden * sizeof *y);
     oracle_weigh(o, t, w);
     for (uint32_t k = 0; k < p->layer.top_k; k++) {
-        const int32_t e = o->chosen[t * p->layer.top_k + k];
+        const int32_t e = o->expert[t * p->layer.top_k + k];
         if (!o->alive[t * p->layer.top_k + k]) continue;
         const bool early = p->experts.weighting == EPIC_WEIGHT_INPUT;
-        if (e < (int32_t)p->layer.num_experts)
+        if (e >= 0)
             oracle_expert(&p->experts, at(o, W_GATE_UP, e), at(o, W_DOWN, e),
                           at(o, B_GATE_UP, e), at(o, B_DOWN, e), x, early ? w[k] : 1,
                           early ? 1 : w[k], y, o->scratch);
@@ -282,7 +327,7 @@ typedef struct oracle_losses {
 static oracle_losses oracle_loss(const oracle *o)
 {
     const problem *p = o->p;
-    const double T = (double)p->total, E = p->layer.num_experts;
+    const double T = (double)p->total, E = p->router.num_experts;
     const int64_t length = p->moe.sequence_tokens ? p->moe.sequence_tokens : p->total;
     double balance = 0, z_sum = 0, load[64], P[96], z[96];
     for (int64_t t = 0; t < p->total; t++) {
@@ -346,6 +391,8 @@ static oracle oracle_make(const problem *p)
         if (p->given[i].n || i == X) o.given[i] = wide_copy(&p->given[i]);
     o.out = calloc((size_t)p->total * p->experts.hidden + 1, sizeof *o.out);
     o.chosen = calloc(choices + 1, sizeof *o.chosen);
+    o.expert = calloc(choices + 1, sizeof *o.expert);
+    o.logical_load = calloc(p->layer.num_logical + 1, sizeof *o.logical_load);
     o.alive = calloc(choices + 1, sizeof *o.alive);
     o.load = calloc(p->layer.num_experts, sizeof *o.load);
     o.demand = calloc((size_t)p->num_ranks, sizeof *o.demand);
@@ -361,6 +408,8 @@ static void oracle_free(oracle *o)
     free(o->d_out);
     free(o->out);
     free(o->chosen);
+    free(o->expert);
+    free(o->logical_load);
     free(o->alive);
     free(o->load);
     free(o->demand);

@@ -123,6 +123,26 @@ static void draw_experts(problem *p, source *s, uint32_t seed, uint32_t type)
     p->biased = below(s, 2);
 }
 
+/* Every fourth layer has replicas, of weights of their own: their gradients are then told apart.
+ * They are drawn from a source of their own. */
+static void draw_replicas(problem *p, uint32_t seed)
+{
+    source s = source_of(seed + 1000000);
+    epic_layer *l = &p->layer;
+    if (below(&s, 4)) return;
+    l->num_logical = l->num_experts;
+    l->num_experts += l->sum_order == EPIC_TREE ? 4 * (1 + below(&s, 2)) : 1 + below(&s, 9);
+    for (uint32_t e = 0; e < l->num_experts; e++)
+        p->logical_of[e] =
+            (int32_t)(e < l->num_logical ? e : below(&s, 1 + below(&s, l->num_logical)));
+    for (uint32_t e = l->num_experts - 1; e > 0; e--) {
+        const uint32_t other = below(&s, e + 1);
+        const int32_t held = p->logical_of[e];
+        p->logical_of[e] = p->logical_of[other];
+        p->logical_of[other] = held;
+    }
+}
+
 /* Blocks of experts anywhere with EPIC_TREE, else every expert anywhere. */
 static void draw_placement(problem *p, source *s)
 {
@@ -185,6 +205,8 @@ static problem draw(uint32_t seed, int num_ranks, uint32_t type)
                            .partial_type = below(&s, 2) ? EPIC_F32 : 0};
     if (type == EPIC_F64) p.layer.partial_type = 0;
     draw_router(&p, &s, k);
+    draw_replicas(&p, seed);
+    p.scaled = seed / 2 % 3 == 0;
     draw_experts(&p, &s, seed, type);
     draw_placement(&p, &s);
     if (below(&s, 2)) p.moe.balance_coeff = between(&s, 0.1, 2);
@@ -203,9 +225,11 @@ static problem draw(uint32_t seed, int num_ranks, uint32_t type)
     draw_capacity(&p, &s);
     if (!below(&s, 3)) skew(&p);
     if (k->table) draw_table(&p, &s);
-    snprintf(p.name, sizeof p.name, "seed %u, %s, %d ranks, %lld tokens, %s rows, weighting %u",
-             seed, k->name, num_ranks, (long long)p.total, convert_name(type),
-             p.experts.weighting);
+    snprintf(
+        p.name, sizeof p.name,
+        "seed %u, %s, %d ranks, %u experts, %u logical, %lld tokens, %s rows, weighting %u",
+        seed, k->name, num_ranks, p.layer.num_experts, p.layer.num_logical, (long long)p.total,
+        convert_name(type), p.experts.weighting);
     return p;
 }
 
@@ -259,6 +283,9 @@ static void compare_forward(const problem *p, const oracle *o)
         CHECK(!memcmp(p->load + r * (int64_t)p->layer.num_experts, o->load,
                       p->layer.num_experts * sizeof *o->load),
               "%s: load of rank %d", p->name, r);
+        CHECK(!memcmp(p->logical_load + r * (int64_t)p->layer.num_logical, o->logical_load,
+                      p->layer.num_logical * sizeof *o->logical_load),
+              "%s: logical load of rank %d", p->name, r);
         CHECK(p->demand[r] == o->demand[r], "%s: demand of rank %d is %d, not %lld", p->name, r,
               p->demand[r], (long long)o->demand[r]);
     }

@@ -128,6 +128,7 @@ static void check_mismatches(void)
     mismatch(SAME_SUM_ORDER, 0, 1, "sum_order EPIC_BY_RANK", "EPIC_TREE");
     mismatch(SAME_WEIGHTS, 1, 0, "weights some", "none");
     mismatch(SAME_PLACEMENT, 0, 255, "rank_of_expert none", "ff");
+    mismatch(SAME_REPLICAS, 0, 255, "logical_of_expert none", "ff");
     mismatch(SAME_COUNT, 3, 4, "count 3", "4");
     for (int field = SAME_OPERATION; field < NUM_SAME; field++) {
         epic_note a = {0}, b = {0};
@@ -147,6 +148,7 @@ static void check_data_errors(void)
     static const char *const way_out[] = {[DATA_EXPERT] = "or negative for no expert",
                                           [DATA_DUPLICATE] = "promise EPIC_DISTINCT ids",
                                           [DATA_PLACEMENT] = "ranks are 0 to 2",
+                                          [DATA_REPLICAS] = "each has at least one",
                                           [DATA_PLAN] = "for this rank and group",
                                           [DATA_TOKEN_ID] = "and not negative",
                                           [DATA_TABLE] = "or negative for no expert",

@@ -148,12 +148,14 @@ static void check_steps(epic_context *ctx)
     const epic_dispatch_backward_args db = {0};
     const epic_combine_backward_args cb = {0};
     const epic_sum_args s = {0};
+    const epic_sum_replicas_args sr = {0};
     REFUSES(epic_plan_args, "args", epic_plan_v1(ctx, &p, size) BAD);
     REFUSES(epic_dispatch_args, "args", epic_dispatch_v1(ctx, &d, size) BAD);
     REFUSES(epic_combine_args, "args", epic_combine_v1(ctx, &c, size) BAD);
     REFUSES(epic_dispatch_backward_args, "args", epic_dispatch_backward_v1(ctx, &db, size) BAD);
     REFUSES(epic_combine_backward_args, "args", epic_combine_backward_v1(ctx, &cb, size) BAD);
     REFUSES(epic_sum_args, "args", epic_sum_v1(ctx, &s, size) BAD);
+    REFUSES(epic_sum_replicas_args, "args", epic_sum_replicas_v1(ctx, &sr, size) BAD);
 }
 
 /* The second struct of a call is looked at when the first is right. */

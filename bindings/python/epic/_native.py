@@ -72,8 +72,8 @@ Config = struct(
 )
 Layer = struct(
     "Layer",
-    *uints("num_experts top_k alignment layout overflow expert_capacity priority sum_order leaves"),
-    *uints("partial_type flags"),
+    *uints("num_experts num_logical top_k alignment layout overflow expert_capacity priority"),
+    *uints("sum_order leaves partial_type flags"),
 )
 Router = struct(
     "Router",

@@ -81,7 +81,10 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
     const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];
     switch (n->fault) {
     case P2P_FAULT_EXPERT:
-        snprintf(to, size, SAYS_EXPERT, n->rank, a, b, c, d);
+        snprintf(to, size, SAYS_EXPERT, n->rank, a, b, c, "num_experts", d);
+        return;
+    case P2P_FAULT_DUPLICATE:
+        snprintf(to, size, SAYS_DUPLICATE, n->rank, a, b, c);
         return;
     case P2P_FAULT_PLACEMENT:
         if (b >= 0 && b < g->num_ranks)

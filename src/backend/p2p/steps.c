@@ -30,6 +30,7 @@ static void mix_layer(alike *a, const epic_layer *layer)
     mix(a, (uint64_t)layer->alignment << 32 | layer->overflow);
     mix(a, (uint64_t)layer->expert_capacity << 32 | layer->sum_order);
     mix(a, (uint64_t)layer->leaves << 32 | layer->partial_type);
+    mix(a, (uint64_t)layer->num_logical << 32 | layer->flags);
 }
 
 static p2p_self self_of(const epic_group *g, const epic_call *call, epic_operation operation,
@@ -92,7 +93,7 @@ static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_p
     *out = *args->layer;
     if (out->layout != EPIC_EXPERT_MAJOR) return not_yet("layer.layout EPIC_FLAT");
     if (out->priority != EPIC_BY_TOKEN) return not_yet("layer.priority EPIC_BY_K");
-    if (out->flags & EPIC_DISTINCT) return not_yet("layer.flags EPIC_DISTINCT");
+    if (out->num_logical) return not_yet("layer.num_logical");
     if (out->num_experts > DEVICE_MAX_EXPERTS)
         return epic_fail(EPIC_ENOTSUP, "layer.num_experts is %u: CUDA contexts take at most %d",
                          out->num_experts, DEVICE_MAX_EXPERTS);

@@ -15,7 +15,11 @@
 #ifndef TOKENS
 #define TOKENS 40
 #endif
-enum { MAX_RANKS = 8, TOP_K = 3, EXPERTS = 24, ROW = 64, SLOTS = 4000, PLAN = 65536 };
+enum { MAX_RANKS = 8, TOP_K = 3, EXPERTS = 24, ROW = 64, SLOTS = 4000, PLAN = 1 << 20 };
+enum {
+    LONG_K = 40,
+    LONG_TOKENS = TOKENS * TOP_K / LONG_K
+}; /* more choices than a warp has lanes */
 enum {
     GOOD,
     EXPERT,
@@ -29,6 +33,11 @@ enum {
     NO_ROWS, /* of combine_backward, at all */
     DROP,
     TREE,
+    DISTINCT,
+    TWIN,
+    LONG_DISTINCT,
+    LONG_TWIN,   /* one in each half of the choices */
+    SECOND_TWIN, /* both in the second half */
     DAMAGED,
     NUM_CASES
 };
@@ -44,6 +53,11 @@ static const char *const names[] = {"good",
                                     "no rows",
                                     "dropping",
                                     "tree",
+                                    "distinct ids",
+                                    "an id twice",
+                                    "distinct ids, many of a token",
+                                    "an id twice, in different halves",
+                                    "an id twice, in the second half",
                                     "damaged plan"};
 
 typedef struct observed { /* of one case, on one rank */
@@ -102,6 +116,20 @@ static void drop(const seat *s, void *p)
         free(p);
 }
 
+static int is_long(int which)
+{
+    return which >= LONG_DISTINCT && which <= SECOND_TWIN;
+}
+
+/* Of tokens with many choices, most of nobody. */
+static void fill_long(int which, int64_t *ids)
+{
+    for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = i % 5 ? -1 : i % LONG_K / 5 * 3;
+    if (which == LONG_TWIN) ids[LONG_K + 36] = ids[LONG_K + 5];
+    if (which == LONG_TWIN) ids[LONG_K + 38] = ids[LONG_K + 35];
+    if (which == SECOND_TWIN) ids[LONG_K + 37] = ids[LONG_K + 35];
+}
+
 /* Ids that are good, but for the case's own. */
 static void fill_ids(const seat *s, int which)
 {
@@ -111,6 +139,9 @@ static void fill_ids(const seat *s, int which)
     ids[4] = -1;
     if (which == EXPERT && s->rank >= num_ranks / 2) ids[31] = EXPERTS + 7 + s->rank;
     if (which == EXPERT && s->rank >= num_ranks / 2) ids[90] = 1000;
+    if (which == TWIN && s->rank >= num_ranks / 2) ids[31] = ids[30];
+    if (which == TWIN && s->rank >= num_ranks / 2) ids[33] = 1000;
+    if (is_long(which)) fill_long(which, ids);
     if (which == WIDE_EXPERT && s->rank == 0) ids[TOKENS * TOP_K - 1] = (int64_t)5 << 40 | 3;
     for (int i = 0; i < TOKENS * TOP_K; i++) narrow[i] = (int32_t)ids[i];
     for (int e = 0; e < EXPERTS; e++) owner[e] = e % num_ranks;
@@ -218,7 +249,9 @@ static void run_short(seat *s, int which, observed *o)
 static void run_case(seat *s, int which, observed *o)
 {
     const epic_layer layer = {.num_experts = EXPERTS,
-                              .top_k = TOP_K,
+                              .top_k = is_long(which) ? LONG_K : TOP_K,
+                              .flags =
+                                  which >= DISTINCT && which <= SECOND_TWIN ? EPIC_DISTINCT : 0,
                               .alignment = which == DROP ? 8 : 1,
                               .overflow = which == DROP ? EPIC_OVERFLOW_DROP : 0,
                               .expert_capacity = which == DROP ? 4 * (uint32_t)num_ranks : 0,
@@ -230,7 +263,7 @@ static void run_case(seat *s, int which, observed *o)
                                  .plan = s->plan,
                                  .plan_bytes = PLAN,
                                  .topk_idx = s->ids,
-                                 .num_tokens = TOKENS,
+                                 .num_tokens = is_long(which) ? LONG_TOKENS : TOKENS,
                                  .rank_of_expert = which == PLACEMENT ? s->owner : NULL,
                                  .capacity = which == CAPACITY && last ? 17
                                              : which == DROP && last   ? 64
@@ -245,6 +278,7 @@ static void run_case(seat *s, int which, observed *o)
         return;
     }
     read_back(s, o);
+    if (is_long(which)) return;
     if (which >= COMBINE_ROWS && which <= NO_ROWS) {
         run_short(s, which, o);
         return;
@@ -303,7 +337,9 @@ static int judge(int which, int rank)
         [PLACEMENT] = EPIC_EINVAL,      [CAPACITY] = EPIC_EOVERFLOW,
         [ROWS] = EPIC_EOVERFLOW,        [COMBINE_ROWS] = EPIC_EOVERFLOW,
         [D_RECV_ROWS] = EPIC_EOVERFLOW, [D_ROWS] = EPIC_EOVERFLOW,
-        [NO_ROWS] = EPIC_EOVERFLOW,     [DAMAGED] = EPIC_EINVAL};
+        [NO_ROWS] = EPIC_EOVERFLOW,     [DAMAGED] = EPIC_EINVAL,
+        [TWIN] = EPIC_EINVAL,           [LONG_TWIN] = EPIC_EINVAL,
+        [SECOND_TWIN] = EPIC_EINVAL};
     const observed *h = &host[which][rank], *d = &device[which][rank];
     const int right = d->result == expected[which] && h->result == d->result;
     const int words = which == DAMAGED || !strcmp(h->sentence, d->sentence);

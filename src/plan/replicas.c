@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Replicas: which of them takes a choice, and what each may take. */
+#include <string.h>
+
+#include "plan/plan.h"
+
+replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of_expert)
+{
+    uint64_t has[MAX_EXPERTS / 64] = {0};
+    const uint32_t num_logical = layer->num_logical;
+    if (!logical_of_expert) return (replicas_error){-1, -1};
+    for (uint32_t e = 0; e < layer->num_experts; e++) {
+        const int32_t logical = logical_of_expert[e];
+        if (logical < 0 || (uint32_t)logical >= num_logical)
+            return (replicas_error){e, logical};
+        has[logical / 64] |= (uint64_t)1 << logical % 64;
+    }
+    for (uint32_t l = 0; l < num_logical; l++)
+        if (!(has[l / 64] >> l % 64 & 1)) return (replicas_error){-1, l};
+    return (replicas_error){-1, -1};
+}
+
+/* turn[logical]: the replica that takes the next choice; after[expert]: who is next then, which
+ * after the last one is the first.  They lie where other tables are made later. */
+static void form_rings(const planner *p, int32_t *turn, int32_t *after)
+{
+    const epic_layer *layer = &p->header->layer;
+    int32_t *last = p->limit;
+    memset(turn, 0xff, layer->num_logical * sizeof *turn);
+    for (int32_t e = (int32_t)layer->num_experts - 1; e >= 0; e--) {
+        const int32_t logical = p->logical_of[e];
+        if (turn[logical] < 0) last[logical] = e;
+        after[e] = turn[logical];
+        turn[logical] = e;
+    }
+    for (uint32_t l = 0; l < layer->num_logical; l++)
+        if (turn[l] >= 0) after[last[l]] = turn[l];
+}
+
+void planner_choose_replicas(planner *p)
+{
+    const plan_header *h = p->header;
+    int32_t *turn = p->next, *after = p->begin;
+    if (!h->layer.num_logical) return;
+    form_rings(p, turn, after);
+    const int64_t choices = h->total_tokens * h->layer.top_k;
+    for (int64_t i = 0; i < choices; i++) {
+        if (p->here[i] < 0) continue;
+        int32_t *next = &turn[p->here[i]];
+        p->here[i] = *next;
+        *next = after[*next];
+    }
+}
+
+/* Choice n of a logical expert goes to replica n % r: of the first `capacity` choices replica i
+ * has (capacity + r - 1 - i) / r. */
+void planner_deal_capacity(planner *p)
+{
+    const epic_layer *layer = &p->header->layer;
+    const uint32_t capacity = layer->expert_capacity;
+    const int32_t whole = capacity && capacity < INT32_MAX ? (int32_t)capacity : INT32_MAX;
+    int32_t *replicas = p->next, *seen = p->begin;
+    for (uint32_t e = 0; e < layer->num_experts; e++) p->quota[e] = whole;
+    if (!layer->num_logical || !capacity) return;
+    memset(replicas, 0, layer->num_logical * sizeof *replicas);
+    memset(seen, 0, layer->num_logical * sizeof *seen);
+    for (uint32_t e = 0; e < layer->num_experts; e++) replicas[p->logical_of[e]]++;
+    for (uint32_t e = 0; e < layer->num_experts; e++) {
+        const int32_t logical = p->logical_of[e], r = replicas[logical];
+        p->quota[e] = (int32_t)(((int64_t)capacity + r - 1 - seen[logical]++) / r);
+    }
+}

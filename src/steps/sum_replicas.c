@@ -1,0 +1,130 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_sum_replicas on the host: for each logical expert with several replicas, what this rank's
+ * have is added here, and that over the ranks.
+ *
+ *     expert      0   1 | 2   3 | 4   5 | 6   7      leaves of two experts, two ranks
+ *     logical     a   b | a   a | b   c | a   c
+ *     a           x0    | x2+x3 |   0   | x6
+ *                  \___ + ___/     \__ + _/          on each rank, in its workspace
+ *                        \______ + ______/           epic_sum
+ */
+#include <string.h>
+
+#include "base/error.h"
+#include "steps/steps.h"
+
+#define CHUNK 256      /* floats that are added at a time */
+#define MOST_LEVELS 18 /* of a tree over MAX_EXPERTS leaves */
+
+typedef struct adding {
+    const epic_sum_replicas_args *args;
+    const plan_view *plan;
+    const host_kernels *kernels;
+    int32_t logical;
+    int64_t count;        /* numbers of an expert */
+    int64_t leaf_experts; /* experts of a leaf */
+    int64_t at, n;        /* the chunk */
+    float levels[MOST_LEVELS][CHUNK];
+} adding;
+
+/* Is the local expert a replica, and one of leaf `leaf` (-1: of any)? */
+static bool is_part(const adding *a, int32_t local, int64_t leaf)
+{
+    const int32_t expert = a->plan->expert_of[local];
+    if (expert < 0 || a->plan->logical_of[expert] != a->logical) return false;
+    return leaf < 0 || expert / a->leaf_experts == leaf;
+}
+
+static float *numbers_of(const adding *a, int32_t local)
+{
+    return (float *)a->args->data.data + local * a->count;
+}
+
+/* out = the replicas of a leaf, ascending, added to 0. */
+static void add_leaf(const adding *a, int64_t leaf, float *out)
+{
+    memset(out, 0, (size_t)a->n * sizeof *out);
+    for (int32_t l = 0; l < a->plan->header->num_local; l++) {
+        if (!is_part(a, l, leaf)) continue;
+        const void *const both[] = {out, numbers_of(a, l) + a->at};
+        a->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, a->n);
+    }
+}
+
+/* levels[level] = leaves [first, first + count) in a binary tree. */
+static void add_leaves(adding *a, int64_t first, int64_t count, int level)
+{
+    float *out = a->levels[level];
+    if (count == 1) {
+        add_leaf(a, first, out);
+        return;
+    }
+    add_leaves(a, first, count / 2, level);
+    add_leaves(a, first + count / 2, count / 2, level + 1);
+    const void *const both[] = {out, a->levels[level + 1]};
+    a->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, a->n);
+}
+
+/* workspace = what this rank's replicas have. */
+static void add_local(adding *a)
+{
+    const plan_header *h = a->plan->header;
+    const bool tree = h->layer.sum_order == EPIC_TREE;
+    const int64_t leaves = tree ? h->layer.leaves / (uint32_t)h->num_ranks : 1;
+    const int64_t first = tree ? a->plan->place_of[h->rank] * leaves : -1;
+    for (a->at = 0; a->at < a->count; a->at += CHUNK) {
+        const int64_t left = a->count - a->at;
+        a->n = left < CHUNK ? left : CHUNK;
+        add_leaves(a, first, leaves, 0);
+        memcpy(a->args->workspace + a->at, a->levels[0], (size_t)a->n * sizeof(float));
+    }
+}
+
+static void give_all(const adding *a)
+{
+    const size_t bytes = (size_t)a->args->data.row_bytes;
+    for (int32_t l = 0; l < a->plan->header->num_local; l++)
+        if (is_part(a, l, -1)) memcpy(numbers_of(a, l), a->args->workspace, bytes);
+}
+
+/* A bit for each logical expert that has several replicas. */
+static void find_several(const plan_view *v, uint64_t *several)
+{
+    const epic_layer *layer = &v->header->layer;
+    uint64_t one[MAX_EXPERTS / 64] = {0};
+    for (uint32_t e = 0; layer->num_logical && e < layer->num_experts; e++) {
+        const int32_t logical = v->logical_of[e];
+        const uint64_t bit = (uint64_t)1 << logical % 64;
+        several[logical / 64] |= one[logical / 64] & bit;
+        one[logical / 64] |= bit;
+    }
+}
+
+/* The ranks meet once before anything is added: then all have the same plan. */
+epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
+{
+    step s;
+    epic_sum_args sum = {.call = args->call};
+    step_begin(&s, ctx, EPIC_OP_SUM, args->plan, args->plan_bytes, NULL);
+    if (!s.damaged && args->data.num_rows < s.plan.header->num_local)
+        return epic_fail(EPIC_EINVAL, "data.num_rows is %lld: the plan has %d local experts",
+                         (long long)args->data.num_rows, s.plan.header->num_local);
+    TRY(sum_arrays(ctx, &sum, &s.note));
+    const plan_header *h = s.plan.header;
+    uint64_t several[MAX_EXPERTS / 64] = {0};
+    find_several(&s.plan, several);
+    adding a = {.args = args, .plan = &s.plan, .kernels = host_kernels_get()};
+    a.count = args->data.row_bytes / (int64_t)sizeof(float);
+    a.leaf_experts = h->layer.num_experts / (h->layer.leaves ? h->layer.leaves : 1);
+    sum.data = args->workspace;
+    sum.count = a.count;
+    sum.order = h->layer.sum_order;
+    for (uint32_t l = 0; h->result == EPIC_OK && l < h->layer.num_logical; l++) {
+        if (!(several[l / 64] >> l % 64 & 1)) continue;
+        a.logical = (int32_t)l;
+        add_local(&a);
+        TRY(sum_arrays(ctx, &sum, &s.note));
+        give_all(&a);
+    }
+    return EPIC_OK;
+}

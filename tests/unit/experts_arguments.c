@@ -1,0 +1,107 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Experts and calls of them that are refused, each with a sentence that names what is wrong. */
+#include "unit/experts_problem.h"
+
+static void refuse_experts(epic_experts ex, const char *word)
+{
+    epic_experts_memory_info memory;
+    CHECK(epic_experts_memory(&ex, 4, &memory) == EPIC_EINVAL, "accepted: %s", word);
+    CHECK(strstr(epic_error(NULL), word) != NULL, "\"%s\" does not name %s", epic_error(NULL),
+          word);
+}
+
+static void test_wrong_experts(void)
+{
+    const epic_experts good = {
+        .row_type = EPIC_F32, .num_local_experts = 2, .hidden = 4, .inner = 3};
+    epic_experts ex;
+#define REFUSE(field, value, word) \
+    do {                           \
+        ex = good;                 \
+        ex.field = value;          \
+        refuse_experts(ex, word);  \
+    } while (0)
+    REFUSE(num_local_experts, 0, "num_local_experts");
+    REFUSE(hidden, 0, "hidden");
+    REFUSE(inner, 1u << 25, "inner");
+    REFUSE(activation, 9, "activation");
+    REFUSE(ungated, 2, "ungated");
+    REFUSE(interleaved, 2, "interleaved");
+    REFUSE(weighting, 3, "weighting");
+    REFUSE(row_type, EPIC_I32, "row_type");
+    REFUSE(weight_type, EPIC_E4M3, "weight_type");
+    REFUSE(weight_type, EPIC_F64, "F64");
+    REFUSE(limit, -1, "limit");
+    REFUSE(flags, 1, "flags");
+    ex = good;
+    ex.ungated = ex.interleaved = 1;
+    refuse_experts(ex, "interleaved needs a gate");
+    ex.interleaved = 0;
+    ex.activation = EPIC_CLAMPED_SWIGLU;
+    refuse_experts(ex, "EPIC_CLAMPED_SWIGLU needs a gate");
+    ex.activation = EPIC_CLAMPED_SILU;
+    refuse_experts(ex, "EPIC_CLAMPED_SILU needs a gate");
+}
+
+static void refuse_forward(epic_experts_args args, const char *word)
+{
+    CHECK(epic_experts_forward(NULL, &args) == EPIC_EINVAL, "accepted: %s", word);
+    CHECK(strstr(epic_error(NULL), word) != NULL, "\"%s\" does not name %s", epic_error(NULL),
+          word);
+}
+
+static void test_wrong_arguments(void)
+{
+    static const int32_t negative[4] = {4, -1, 4, 4}, many[4] = {100, 0, 0, 0};
+    const epic_experts ex = {.num_local_experts = 4,
+                             .hidden = 4,
+                             .inner = 3,
+                             .weighting = EPIC_WEIGHT_EARLY,
+                             .row_type = EPIC_F32};
+    epic_experts late = ex;
+    late.weighting = EPIC_WEIGHT_LATE;
+    problem p;
+    make_problem(&p, &ex, few, 4, true);
+    const epic_experts_args good = forward_args(&p);
+    epic_experts_args a;
+#define REFUSE_CALL(field, value, word) \
+    do {                                \
+        a = good;                       \
+        a.field = value;                \
+        refuse_forward(a, word);        \
+    } while (0)
+    REFUSE_CALL(experts, NULL, "epic_experts");
+    REFUSE_CALL(x, NULL, "x is NULL");
+    REFUSE_CALL(y, NULL, "y is NULL");
+    REFUSE_CALL(w_gate_up, NULL, "w_gate_up");
+    REFUSE_CALL(w_down, NULL, "w_down");
+    REFUSE_CALL(num_slots, -1, "num_slots");
+    REFUSE_CALL(expert_rows, NULL, "expert_rows");
+    REFUSE_CALL(expert_rows, negative, "expert_rows of local expert 1 is -1");
+    REFUSE_CALL(expert_tokens, many, "expert_tokens 100");
+    REFUSE_CALL(num_slots, 7, "add up to 12");
+    REFUSE_CALL(slot_weights, NULL, "slot_weights");
+    REFUSE_CALL(experts, &late, "EPIC_WEIGHT_LATE");
+    REFUSE_CALL(saved_bytes, 8, "saved");
+    REFUSE_CALL(workspace, NULL, "workspace");
+    REFUSE_CALL(workspace, (char *)p.workspace + 4, "16 divides");
+    REFUSE_CALL(flags, 1, "flags");
+
+    epic_experts_backward_args b = backward_args(&p);
+    b.workspace_bytes = good.workspace_bytes;
+    CHECK(epic_experts_backward(NULL, &b) == EPIC_EINVAL &&
+              strstr(epic_error(NULL), "workspace"),
+          "%s", epic_error(NULL));
+    b.d_y = NULL;
+    CHECK(epic_experts_backward(NULL, &b) == EPIC_EINVAL && strstr(epic_error(NULL), "d_y"),
+          "%s", epic_error(NULL));
+    free_problem(&p);
+}
+
+int main(void)
+{
+    test_wrong_experts();
+    test_wrong_arguments();
+    if (failures) printf("%d checks failed\n", failures);
+    return failures ? 1 : 0;
+}

@@ -1,0 +1,346 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Replicas by hand: who gets which choice, on any number of ranks; what is dropped; the sums of
+ * replicas; tables that cannot be used, and ranks that differ. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "epic/epic.h"
+#include "run.h"
+
+enum { TOKENS = 12, TOP_K = 2, EXPERTS = 7, LOGICAL = 3, COUNT = 70 };
+
+/* Logical expert 0 has four replicas, 1 has one, 2 has two. */
+static const int32_t table[EXPERTS] = {0, 2, 0, 1, 0, 2, 0};
+
+static const int32_t ids[TOKENS][TOP_K] = {{0, 1}, {0, 2}, {0, 0}, {1, 2}, {-1, 0}, {2, 1},
+                                           {0, 2}, {0, 2}, {1, 0}, {0, 1}, {2, 0},  {0, 0}};
+
+/* By turns: 0, 2, 4, 6 for logical 0; 1, 5 for 2. */
+static const int32_t takers[TOKENS][TOP_K] = {{0, 3}, {2, 1}, {4, 6}, {3, 5}, {-1, 0}, {1, 3},
+                                              {2, 5}, {4, 1}, {3, 6}, {0, 3}, {5, 2},  {4, 6}};
+
+/* E is not divisible by ranks; on two ranks both choices of token 2 land on one. */
+static const int32_t places[EXPERTS] = {0, 2, 0, 1, 1, 2, 1};
+
+typedef struct seat {
+    epic_context *ctx;
+    epic_layer layer;
+    void *plan;
+    int64_t plan_bytes, capacity;
+    int first, num_tokens;
+    int32_t ranks[EXPERTS];
+    const int32_t *table;
+    int32_t load[EXPERTS], logical_load[LOGICAL], expert_tokens[EXPERTS], expert_rows[EXPERTS];
+} seat;
+
+static seat open_seat(const epic_meet *meet)
+{
+    const epic_config config = {.max_tokens = TOKENS, .max_row_bytes = 4};
+    seat s = {.layer = {.num_experts = EXPERTS, .num_logical = LOGICAL, .top_k = TOP_K},
+              .table = table};
+    epic_layer_info info;
+    CHECK_SAY(epic_open(&s.ctx, meet, &config) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK_SAY(epic_layer_sizes(s.ctx, &s.layer, &info) == EPIC_OK, "%s", epic_error(s.ctx));
+    s.plan_bytes = info.plan_bytes;
+    s.plan = aligned_alloc(64, ((size_t)s.plan_bytes + 63) / 64 * 64);
+    s.num_tokens = TOKENS / meet->num_ranks;
+    s.first = meet->rank * s.num_tokens;
+    for (int e = 0; e < EXPERTS; e++) s.ranks[e] = places[e] % meet->num_ranks;
+    return s;
+}
+
+static void close_seat(seat *s)
+{
+    free(s->plan);
+    epic_close(s->ctx);
+}
+
+static epic_result plan_of(seat *s, const int32_t *topk_idx)
+{
+    const epic_plan_args args = {.layer = &s->layer,
+                                 .plan = s->plan,
+                                 .plan_bytes = s->plan_bytes,
+                                 .topk_idx = topk_idx,
+                                 .num_tokens = s->num_tokens,
+                                 .rank_of_expert = s->ranks,
+                                 .logical_of_expert = s->table,
+                                 .capacity = s->capacity,
+                                 .expert_rows = s->expert_rows,
+                                 .expert_tokens = s->expert_tokens,
+                                 .load = s->load,
+                                 .logical_load = s->layer.num_logical ? s->logical_load : NULL};
+    return epic_plan(s->ctx, &args);
+}
+
+static epic_result plan(seat *s)
+{
+    return plan_of(s, ids[s->first]);
+}
+
+/* Choices of expert e that come before choice (token, k), and all of them. */
+static int count_of(int32_t e, int token, int k)
+{
+    int count = 0;
+    for (int i = 0; i < token * TOP_K + k; i++) count += takers[i / TOP_K][i % TOP_K] == e;
+    return count;
+}
+
+static int all_of(int32_t e)
+{
+    return count_of(e, TOKENS, 0);
+}
+
+/* Where expert e's slab begins when each keeps at most quota[e]. */
+static int slab_of(const seat *s, int32_t e, const int *quota)
+{
+    int begin = 0;
+    for (int f = 0; f < e; f++)
+        if (s->ranks[f] == s->ranks[e]) begin += all_of(f) < quota[f] ? all_of(f) : quota[f];
+    return begin;
+}
+
+static void check_fates(const seat *s, const int *quota)
+{
+    epic_plan_info info;
+    CHECK(epic_plan_read(s->plan, s->plan_bytes, &info) == EPIC_OK);
+    const int32_t *fate =
+        (const int32_t *)(const void *)((const char *)s->plan + info.fate_offset);
+    const int32_t *rank =
+        (const int32_t *)(const void *)((const char *)s->plan + info.rank_offset);
+    for (int i = 0; i < s->num_tokens * TOP_K; i++) {
+        const int token = s->first + i / TOP_K, k = i % TOP_K;
+        const int32_t e = takers[token][k];
+        const int nth = e < 0 ? 0 : count_of(e, token, k);
+        const int want = e < 0             ? EPIC_FATE_NONE
+                         : nth >= quota[e] ? EPIC_FATE_EXPERT_FULL
+                                           : slab_of(s, e, quota) + nth;
+        CHECK_SAY(fate[i] == want, "token %d, k %d: fate %d, not %d", token, k, fate[i], want);
+        CHECK_SAY(rank[i] == (e < 0 ? -1 : s->ranks[e]), "token %d, k %d: rank %d", token, k,
+                  rank[i]);
+    }
+}
+
+static void by_turns(const epic_meet *meet, void *self)
+{
+    static const int no_quota[EXPERTS] = {99, 99, 99, 99, 99, 99, 99};
+    static const int32_t logical_load[LOGICAL] = {12, 5, 6};
+    seat s = open_seat(meet);
+    (void)self;
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    check_fates(&s, no_quota);
+    for (int e = 0; e < EXPERTS; e++) CHECK_EQ(s.load[e], all_of(e));
+    for (int l = 0; l < LOGICAL; l++) CHECK_EQ(s.logical_load[l], logical_load[l]);
+    close_seat(&s);
+}
+
+/* Of 6 choices of logical expert 0 its replicas keep 2, 2, 1, 1: the first 6 of the group. */
+static void drops(const epic_meet *meet, void *self)
+{
+    static const int quota[EXPERTS] = {2, 3, 2, 6, 1, 3, 1};
+    static const int32_t logical_load[LOGICAL] = {12, 5, 6};
+    seat s = open_seat(meet);
+    (void)self;
+    s.layer.overflow = EPIC_OVERFLOW_DROP;
+    s.layer.expert_capacity = 6;
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    check_fates(&s, quota);
+    for (int l = 0; l < LOGICAL; l++) CHECK_EQ(s.logical_load[l], logical_load[l]);
+    int before = 0;
+    for (int i = 0; i < TOKENS * TOP_K; i++) {
+        const int32_t e = takers[i / TOP_K][i % TOP_K];
+        if (e < 0 || table[e]) continue;
+        CHECK((count_of(e, i / TOP_K, i % TOP_K) < quota[e]) == (before++ < 6));
+    }
+    close_seat(&s);
+}
+
+/* A rank that is full drops by replica, and every rank knows it. */
+static void rank_is_full(const epic_meet *meet, void *self)
+{
+    seat s = open_seat(meet);
+    epic_plan_info info;
+    (void)self;
+    s.layer.overflow = EPIC_OVERFLOW_DROP;
+    s.capacity = 2;
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    CHECK(epic_plan_read(s.plan, s.plan_bytes, &info) == EPIC_OK);
+    CHECK(info.num_slots <= 2);
+    CHECK_EQ(info.num_kept + info.num_none + info.num_rank_full, s.num_tokens * TOP_K);
+    close_seat(&s);
+}
+
+/* ----------------------------------------------------------------------------- errors ---- */
+
+static void check_says(const seat *s, epic_result result, epic_result right, const char *what)
+{
+    CHECK_SAY(result == right && strstr(epic_error(s->ctx), what), "%s: %s",
+              epic_result_name(result), epic_error(s->ctx));
+}
+
+static void wrong_tables(const epic_meet *meet, void *self)
+{
+    seat s = open_seat(meet);
+    int32_t other[EXPERTS], wild[TOKENS * TOP_K];
+    (void)self;
+    memcpy(other, table, sizeof other);
+    if (meet->rank == 1) other[4] = LOGICAL;
+    s.table = other;
+    check_says(&s, plan(&s), EPIC_EINVAL, "rank 1 says expert 4 is a replica of 3;");
+    other[4] = meet->rank == 1 ? -1 : 0;
+    check_says(&s, plan(&s), EPIC_EINVAL, "rank 1 says expert 4 is a replica of -1;");
+    for (int e = 0; e < EXPERTS; e++) other[e] = table[e] == 1 ? 2 : table[e];
+    check_says(&s, plan(&s), EPIC_EINVAL, "rank 0 has no replica of logical expert 1;");
+    CHECK_EQ(s.logical_load[0] + s.load[0] + s.expert_tokens[0], 0);
+    s.table = table;
+    memcpy(wild, ids[s.first], (size_t)s.num_tokens * sizeof *ids);
+    if (meet->rank == 0) wild[3] = LOGICAL;
+    check_says(&s, plan_of(&s, wild), EPIC_EINVAL,
+               "rank 0, token 1, k 1 has expert 3; ids are below num_logical 3");
+    CHECK_SAY(plan(&s) == EPIC_OK, "the group is whole: %s", epic_error(s.ctx));
+    close_seat(&s);
+}
+
+static void wrong_arguments(const epic_meet *meet, void *self)
+{
+    seat s = open_seat(meet);
+    (void)self;
+    s.table = NULL;
+    check_says(&s, plan(&s), EPIC_EINVAL, "logical_of_expert is NULL");
+    s.table = table;
+    s.layer.num_logical = EXPERTS + 1;
+    check_says(&s, plan(&s), EPIC_EINVAL, "layer.num_logical is 8");
+    s.layer.num_logical = 0;
+    check_says(&s, plan(&s), EPIC_EINVAL, "logical_of_expert is given");
+    s.layer.num_logical = LOGICAL;
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    close_seat(&s);
+}
+
+static void tables_differ(const epic_meet *meet, void *self)
+{
+    static const int32_t other[EXPERTS] = {0, 2, 1, 1, 0, 2, 0};
+    seat s = open_seat(meet);
+    (void)self;
+    if (meet->rank == 1) s.table = other;
+    check_says(&s, plan(&s), EPIC_EMISMATCH, "checksum of logical_of_expert");
+    close_seat(&s);
+}
+
+static void numbers_differ(const epic_meet *meet, void *self)
+{
+    static const int32_t other[EXPERTS] = {0, 2, 0, 1, 0, 2, 3};
+    seat s = open_seat(meet);
+    (void)self;
+    if (meet->rank == 1) s.table = other;
+    if (meet->rank == 1) s.layer.num_logical = LOGICAL + 1;
+    int32_t room[LOGICAL + 1];
+    const epic_plan_args args = {.layer = &s.layer,
+                                 .plan = s.plan,
+                                 .plan_bytes = s.plan_bytes,
+                                 .topk_idx = ids[s.first],
+                                 .num_tokens = s.num_tokens,
+                                 .rank_of_expert = s.ranks,
+                                 .logical_of_expert = s.table,
+                                 .logical_load = room};
+    check_says(&s, epic_plan(s.ctx, &args), EPIC_EMISMATCH, "num_logical");
+    close_seat(&s);
+}
+
+/* ------------------------------------------------------------------------------- sums ---- */
+
+static epic_result sum(const seat *s, float (*data)[COUNT], int64_t num_rows, int64_t count)
+{
+    float workspace[COUNT];
+    const epic_sum_replicas_args args = {.plan = s->plan,
+                                         .plan_bytes = s->plan_bytes,
+                                         .data = {data, num_rows, count * 4},
+                                         .workspace = workspace};
+    return epic_sum_replicas(s->ctx, &args);
+}
+
+/* Expert e has 2^e in every number: the sums tell who took part. */
+static void fill(const seat *s, float (*data)[COUNT])
+{
+    int local = 0;
+    for (int e = 0; e < EXPERTS; e++)
+        if (s->ranks[e] == epic_rank(s->ctx)) {
+            for (int i = 0; i < COUNT; i++) data[local][i] = (float)(1 << e);
+            local++;
+        }
+}
+
+static void sums(const epic_meet *meet, void *self)
+{
+    static const float right[LOGICAL] = {1 + 4 + 16 + 64, 8, 2 + 32};
+    float data[EXPERTS][COUNT];
+    seat s = open_seat(meet);
+    (void)self;
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    fill(&s, data);
+    check_says(&s, sum(&s, data, 1, COUNT), EPIC_EINVAL, "data.num_rows is 1: the plan has");
+    CHECK_SAY(sum(&s, data, EXPERTS, COUNT) == EPIC_OK, "%s", epic_error(s.ctx));
+    for (int e = 0, local = 0; e < EXPERTS; e++) {
+        if (s.ranks[e] != meet->rank) continue;
+        for (int i = 0; i < COUNT; i++)
+            CHECK_SAY(data[local][i] == right[table[e]], "expert %d has %g", e,
+                      (double)data[local][i]);
+        local++;
+    }
+    close_seat(&s);
+}
+
+static void damaged_plan(const epic_meet *meet, void *self)
+{
+    float data[EXPERTS][COUNT];
+    seat s = open_seat(meet);
+    (void)self;
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    fill(&s, data);
+    if (meet->rank == 1) ((unsigned char *)s.plan)[40] ^= 1;
+    check_says(&s, sum(&s, data, EXPERTS, COUNT), EPIC_EINVAL, "rank 1 brought cannot be used");
+    if (meet->rank == 1) ((unsigned char *)s.plan)[40] ^= 1;
+    CHECK_SAY(sum(&s, data, EXPERTS, COUNT) == EPIC_OK, "%s", epic_error(s.ctx));
+    close_seat(&s);
+}
+
+/* Rank 1 brings the plan of the step before, or other rows. */
+static void sums_differ(const epic_meet *meet, void *self)
+{
+    const bool rows = self != NULL;
+    float data[EXPERTS][COUNT];
+    seat s = open_seat(meet);
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    void *kept = malloc((size_t)s.plan_bytes);
+    memcpy(kept, s.plan, (size_t)s.plan_bytes);
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    if (meet->rank == 1 && !rows) memcpy(s.plan, kept, (size_t)s.plan_bytes);
+    fill(&s, data);
+    const int64_t count = meet->rank == 1 && rows ? COUNT - 1 : COUNT;
+    check_says(&s, sum(&s, data, EXPERTS, count), EPIC_EMISMATCH, rows ? "count" : "plan id");
+    free(kept);
+    close_seat(&s);
+}
+
+int main(void)
+{
+    static int rows = 1;
+    check_begin();
+    run_alarm(100);
+    for (int ranks = 1; ranks <= 4; ranks++) {
+        run_threads(ranks, by_turns, NULL);
+        run_threads(ranks, drops, NULL);
+        run_threads(ranks, rank_is_full, NULL);
+        run_threads(ranks, sums, NULL);
+    }
+    run_processes(3, by_turns, NULL, 40);
+    run_processes(3, sums, NULL, 40);
+    run_threads(2, wrong_tables, NULL);
+    run_threads(2, wrong_arguments, NULL);
+    run_threads(2, tables_differ, NULL);
+    run_threads(2, numbers_differ, NULL);
+    run_threads(2, damaged_plan, NULL);
+    run_threads(2, sums_differ, NULL);
+    run_threads(2, sums_differ, &rows);
+    return check_end();
+}
