@@ -23,7 +23,7 @@ src/router src/experts
 src/moe
 src/easy'
 # kernels/kernels.h is the door of kernels/host.
-git ls-files include src kernels 2>/dev/null | grep -E '\.(c|h|cu|cuh)$' | xargs grep -nE '^#include "' |
+find include src kernels -type f | grep -E '\.(c|h|cu|cuh)$' | sort | xargs grep -nE '^#include "' |
     awk -v rooms="$rooms" '
     BEGIN {
         count = split(rooms, lines, "\n")

@@ -196,21 +196,30 @@ typedef struct choices {
     int32_t rank[MAX_TOP_K];
 } choices;
 
-/* next[] counts an expert's choices; EPIC_BY_K: those that are kept, which are not its first. */
-static void place_token(planner *p, const int32_t *here, choices *c)
+/* Why a choice of expert e is not kept; next[] goes on, but by EPIC_BY_K, where it counts those
+ * that are. */
+static int32_t fate_of(planner *p, int32_t e, int32_t here)
 {
     const bool by_k = goes_by_k(p);
+    const int32_t verdict = by_k ? here - e : judge(p, e, p->next[e]);
+    p->next[e] += !by_k;
+    return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
+}
+
+static void place_token(planner *p, const int32_t *here, choices *c)
+{
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
         c->rank[k] = -1;
         c->slot[k] = EPIC_FATE_NONE;
         if (here[k] < 0) continue;
         const int32_t e = here[k] & ID_BITS, place = p->next[e];
-        const int32_t verdict = by_k ? here[k] - e : judge(p, e, place);
         c->rank[k] = p->owner[e];
-        c->slot[k] = verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL
-                     : verdict == RANK_IS_FULL ? EPIC_FATE_RANK_FULL
-                                               : p->begin[e] + place;
-        p->next[e] += !by_k || !verdict;
+        if (here[k] == e && place < p->limit[e]) {
+            c->slot[k] = p->begin[e] + place;
+            p->next[e]++;
+        } else {
+            c->slot[k] = fate_of(p, e, here[k]);
+        }
     }
 }
 

@@ -94,7 +94,7 @@ done
 # A suite keeps one core busy: the quick run does them side by side.
 once "build/venv-py$first/bin"
 others=
-trap 'for other in $others; do kill "${other#*:}" 2>/dev/null; done' EXIT
+trap 'for other in $others; do kill "${other#*:}" 2>/dev/null || :; done' EXIT
 for version in $pythons; do
     [ "$version" != "$first" ] || continue
     bin=build/venv-py$version/bin
