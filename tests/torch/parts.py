@@ -60,10 +60,10 @@ class Data:
         first = rank // ep * ep
         return slice(sum(self.tokens[:first]), sum(self.tokens[: first + ep]))
 
-    def mine(self, rank: int) -> list[torch.Tensor]:
+    def mine(self, rank: int, device: str = "cpu") -> list[torch.Tensor]:
         """x and w with gradients, ids, ct."""
-        part = self.where(rank)
-        x, w, ids, ct = (v[part].clone() for v in (self.x, self.w, self.ids, self.ct))
+        part, every = self.where(rank), (self.x, self.w, self.ids, self.ct)
+        x, w, ids, ct = (v[part].clone().to(device) for v in every)
         return [x.requires_grad_(), w.requires_grad_(), ids, ct]
 
 
@@ -83,8 +83,8 @@ def through(group: epic.torch.Group, fused: bool, **more: Any) -> Callable[..., 
 
 def true_round(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
     """out, d_x and d_w of `through` in float64."""
-    x, w, ct = (v.detach().to(torch.float64).numpy() for v in (*tensors[:2], tensors[3]))
-    live = tensors[2].numpy() >= 0
+    x, w, ct = (v.detach().cpu().double().numpy() for v in (*tensors[:2], tensors[3]))
+    live = tensors[2].cpu().numpy() >= 0
     total = (w * live).sum(axis=1, keepdims=True)
     dot = (ct * np.sin(x)).sum(axis=1, keepdims=True)
     return np.sin(x) * total, np.cos(x) * total * ct, dot * live
@@ -98,7 +98,7 @@ def check_round(step: Callable[..., Any], mine: list[torch.Tensor], most: float)
     out = step(x, w, ids)
     got = [out.detach(), *torch.autograd.grad(out, (x, w), ct)]
     for a, b in zip(got, true_round(x, w, ids, ct), strict=True):
-        assert relative(a.to(torch.float64).numpy(), b) < most
+        assert relative(a.cpu().double().numpy(), b) < most
     return got
 
 

@@ -4,7 +4,7 @@
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.meeting import Tcp
 from epic.options import Experts, Layer, Moe, Router
-from epic.torch.experts import ExpertWeights, experts
+from epic.torch.experts import ExpertWeights, experts, slab_mm
 from epic.torch.groups import Group, threads
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
@@ -53,6 +53,7 @@ __all__ = [
     "route",
     "save_plans",
     "sharded_state",
+    "slab_mm",
     "sum",
     "threads",
     "z_loss",
