@@ -23,7 +23,7 @@ all: setup-build
 	@$(call CMAKE,Release,build,$(if $(STATIC),-DEPIC_STATIC=$(STATIC)))
 	@$(call BUILD,build)
 
-PARTS = format gcc clang asan tsan valgrind fuzz jax-quick
+PARTS = format gcc clang asan tsan valgrind fuzz jax-quick torch
 test: setup-test
 	@tests/parts.sh "$(MAKE)" $(PARTS)
 
@@ -99,4 +99,4 @@ clean:
 
 , := ,
 
--include gpu.mk jax.mk fuzz.mk mutants.mk
+-include gpu.mk jax.mk torch.mk fuzz.mk mutants.mk

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from epic import _native
+from epic import _native, meeting
 from epic._native import check, core, sized, struct
-from epic.jax import meeting
-from epic.jax.moe import Moe
+from epic.options import Moe
 
 WEIGHTS = (
     "w_gate b_gate bias scale_of_expert w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
@@ -89,20 +88,6 @@ def aligned(size: int) -> np.ndarray:
     return raw[start : start + size]
 
 
-def describe(options: Moe) -> tuple[Any, list[Any]]:
-    """epic_moe, and what it points to."""
-    kinds = {"layer": _native.Layer, "router": _native.Router, "experts": _native.Experts}
-    parts = {name: _native.filled(kind, getattr(options, name)) for name, kind in kinds.items()}
-    if options.shared:
-        parts["shared"] = _native.filled(_native.Experts, options.shared)
-    moe = _native.Moe(
-        balance_coeff=options.balance_coeff, z_coeff=options.z_coeff, capacity=options.capacity
-    )
-    for name, part in parts.items():
-        setattr(moe, name, ctypes.addressof(part))
-    return moe, list(parts.values())
-
-
 def one_rank(
     config: Any,
     meet: Any,
@@ -116,7 +101,7 @@ def one_rank(
     context = ctypes.c_void_p()
     meeting_at = ctypes.addressof(meet.struct)
     check(core().epic_open_v1(ctypes.byref(context), meeting_at, *sized(config)))
-    moe, kept = describe(options)
+    moe, kept = _native.moe_struct(options)
     sizes = _native.ThreeSizes()
     check(core().epic_moe_memory_v1(*sized(config), *sized(moe), *sized(sizes)))
     saved, work = aligned(sizes.saved_bytes), aligned(sizes.backward_bytes + sizes.forward_bytes)

@@ -45,9 +45,11 @@ handlers() { # python of an environment: libepic_jax.so, one for every JAX
 once() { # with the first environment
     handlers "$1/python"
     "$build/jax/epic_jax_frames"
-    "$1/ruff" check -q bindings/python tests/jax examples/jax bench
-    "$1/ruff" format --check -q bindings/python tests/jax examples/jax bench
+    # Also what there is for PyTorch: mypy takes it as unknown here.
+    "$1/ruff" check -q bindings/python tests/jax tests/torch examples bench
+    "$1/ruff" format --check -q bindings/python tests/jax tests/torch examples bench
     "$1/mypy" --config-file pyproject.toml bindings/python/epic tests/jax examples/jax bench/*jax*.py
+    "$1/mypy" --config-file pyproject.toml tests/torch examples/torch bench/torch_bench.py
     tests/jax/wheel.sh "$1"
     if [ -x "$build/tests/unit/experts" ]; then # numpy's OpenBLAS and scipy's
         tests/openblas.sh "$build/tests/unit/experts" \

@@ -67,7 +67,7 @@ MOE = Moe(LAYER, ROUTER, EXPERTS)
         ({"balance_coeff": float("inf")}, "balance_coeff inf"),
         ({"sequence_tokens": -1}, "sequence_tokens -1"),
         ({"quantize": "1x64"}, "quantize '1x64': one of 1x128, 1x32"),
-        ({"layer": ROUTER}, "layer: an epic.jax.Layer is needed"),
+        ({"layer": ROUTER}, "layer: an epic.Layer is needed"),
     ],
     ids=lambda x: str(x)[:40],
 )

@@ -354,9 +354,7 @@ def check_deepseek_v4(epic):
         block = Block(
             f"DeepSeek-V4, {kind}", module.gate.weight, module.experts, module.shared_experts
         )
-        block.compare(
-            epic, theirs, router, CLAMPED_SILU, tokens(), limit=1.5, shared=INNER, **more
-        )
+        block.compare(epic, theirs, router, CLAMPED_SILU, tokens(), limit=1.5, shared=INNER, **more)
 
 
 def check_gemma(epic):
@@ -391,9 +389,7 @@ def check_phimoe(epic):
         router_jitter_noise=0.1,
     )
     module = filled(phimoe.PhimoeSparseMoeBlock(config))
-    router = Router(
-        num_experts=EXPERTS, top_k=2, score=LOGITS, weight_rule=SPARSEMIXER, jitter=0.1
-    )
+    router = Router(num_experts=EXPERTS, top_k=2, score=LOGITS, weight_rule=SPARSEMIXER, jitter=0.1)
     block = Block("Phi-3.5-MoE", module.router.weight, module.experts)
     block.compare(epic, flat(module), router, SILU, tokens())
 

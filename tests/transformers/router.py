@@ -178,9 +178,7 @@ def check_gemma(epic):
 
 
 def phimoe_router(jitter):
-    return Router(
-        num_experts=16, top_k=2, score=LOGITS, weight_rule=SPARSEMIXER, jitter=jitter
-    )
+    return Router(num_experts=16, top_k=2, score=LOGITS, weight_rule=SPARSEMIXER, jitter=jitter)
 
 
 def check_phimoe(epic):

@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPIC: Expert Parallelism In C.  Frameworks are submodules: epic.jax."""
+"""EPIC: Expert Parallelism In C.  Frameworks are submodules: epic.jax, epic.torch."""
 
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
-from epic.options import Experts, Layer, Router
+from epic.options import Experts, Layer, Moe, Router
 
 __version__ = "0.1.0"
-__all__ = ["EpicArgumentError", "EpicError", "EpicUnsupportedError", "Experts", "Layer", "Router"]
+__all__ = [
+    "EpicArgumentError",
+    "EpicError",
+    "EpicUnsupportedError",
+    "Experts",
+    "Layer",
+    "Moe",
+    "Router",
+]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from epic.errors import EpicArgumentError, EpicError
-from epic.options import Options
+from epic.options import Moe, Options
 
 GATHER = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_int64)
 CLOSE = ctypes.CFUNCTYPE(None, c_void_p)
@@ -103,8 +103,8 @@ PlanInfo = struct(
     *uints("result num_local_experts first_leaf num_leaves"),
     *((name, c_int64) for name in "total_tokens fate_offset rank_offset".split()),
 )
-Moe = struct(
-    "Moe",
+MoeStruct = struct(
+    "MoeStruct",
     ("layer", c_void_p),
     ("router", c_void_p),
     ("experts", c_void_p),
@@ -203,6 +203,29 @@ def experts_memory(options: Options, slots: int) -> Any:
     sizes = ThreeSizes()
     wish = filled(Experts, options)
     check(core().epic_experts_memory_v1(*sized(wish), slots, *sized(sizes)))
+    return sizes
+
+
+def moe_struct(options: Moe) -> tuple[Any, list[Any]]:
+    """epic_moe, whose capacity must be a number, and what it points to."""
+    kinds = {"layer": Layer, "router": Router, "experts": Experts, "shared": Experts}
+    parts = {
+        name: filled(kind, getattr(options, name))
+        for name, kind in kinds.items()
+        if getattr(options, name) is not None
+    }
+    names = ("balance_coeff", "z_coeff", "sequence_tokens", "capacity")
+    numbers = {name: getattr(options, name) for name in names}
+    addresses = {name: ctypes.addressof(part) for name, part in parts.items()}
+    return MoeStruct(**numbers, **addresses), list(parts.values())
+
+
+def moe_memory(config: ctypes.Structure, options: Moe) -> Any:
+    """ThreeSizes of the whole layer, for a group's config."""
+    wish, kept = moe_struct(options)
+    sizes = ThreeSizes()
+    check(core().epic_moe_memory_v1(*sized(config, wish, sizes)))
+    del kept
     return sizes
 
 

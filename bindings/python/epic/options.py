@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, SupportsFloat, SupportsIndex
 
 from epic.errors import EpicArgumentError
@@ -19,6 +19,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_
 WEIGHTINGS = ("late", "early", "input")
 TYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "float64": 4}
 REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
+BLOCKS = ("1x128", "1x32")
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("expert_major", "flat"),
@@ -68,11 +69,41 @@ def number(field: str, value: Any) -> int | float:
     return real(field, value) if field in REALS else whole(field, value)
 
 
-class Options:
+known: dict[str, Any] = {}
+
+
+def key() -> Any:
+    """A field: the name of a value, by which `known` has it.  Tracers take words for constants,
+    and not numbers."""
+    return field(init=False, repr=False, compare=False, default="")
+
+
+class Named:
+    """A dataclass with a key."""
+
+    key: str
+
+    def get_known(self) -> None:
+        """When it is made, complete."""
+        object.__setattr__(self, "key", repr(self))
+        known[self.key] = self
+
+    def __reduce__(self) -> Any:
+        """Copies are made, and so known, in the process that has them."""
+        return type(self), tuple(getattr(self, name) for name in names(type(self)))
+
+
+def names(kind: Any) -> list[str]:
+    """What a dataclass is made of."""
+    return [field.name for field in fields(kind) if field.init]
+
+
+class Options(Named):
     """Fields as numbers, by the names that the core gives them; checked when they are made."""
 
     def __post_init__(self) -> None:
         self.numbers()
+        self.get_known()
         with contextlib.suppress(ImportError):  # without the libraries: when they are used
             self.ask_core()
 
@@ -81,10 +112,7 @@ class Options:
 
     def numbers(self, prefix: str = "") -> dict[str, Any]:
         """For example {"num_experts": 8, "overflow": 0, ...}; `prefix` before each name."""
-        return {
-            prefix + field.name: number(field.name, getattr(self, field.name))
-            for field in fields(self)  # type: ignore[arg-type]
-        }
+        return {prefix + name: number(name, getattr(self, name)) for name in names(type(self))}
 
 
 @dataclass(frozen=True)
@@ -101,6 +129,7 @@ class Layer(Options):
     leaves: int = 0
     partial_type: str | None = None
     layout: str = "expert_major"
+    key: str = key()
 
     def ask_core(self) -> None:
         """As a group of one rank would be asked."""
@@ -128,6 +157,7 @@ class Router(Options):
     norm_min: float = 0.0
     jitter: float = 0.0
     scale: float = 1.0
+    key: str = key()
 
     def ask_core(self) -> None:
         """By the query of its workspace."""
@@ -154,6 +184,7 @@ class Experts(Options):
     weight_type: str | None = None
     limit: float = 0.0
     alpha: float = 0.0
+    key: str = key()
 
     @property
     def width(self) -> int:
@@ -168,3 +199,70 @@ class Experts(Options):
             whole(name, getattr(self, name), 1)
         if self.num_local_experts:
             _native.experts_memory(self, 0)
+
+
+PARTS: dict[str, Any] = {"layer": Layer, "router": Router, "experts": Experts}
+
+
+@dataclass(frozen=True)
+class Moe(Named):
+    """What is fixed for a layer."""
+
+    layer: Layer
+    router: Router
+    experts: Experts
+    shared: Experts | None = None
+    balance_coeff: float = 0.0
+    z_coeff: float = 0.0
+    sequence_tokens: int = 0
+    capacity: int | None = None
+    quantize: str | None = None  # "1x128" or "1x32": rows travel to the experts in e4m3
+    key: str = key()
+
+    @classmethod
+    def of(cls, **wishes: Any) -> "Moe":
+        """All of it at once, each number said once: every field of Layer, Router, Experts and Moe
+        by its name.  of(num_experts=8, top_k=2, hidden=256, inner=512, score="sigmoid")."""
+        fields_of = {part: set(names(kind)) for part, kind in PARTS.items()}
+        own = set(names(cls)) - set(PARTS)
+        for name in wishes:
+            word("Moe.of:", name, sorted(own.union(*fields_of.values())))
+
+        def chosen(known: set[str]) -> dict[str, Any]:
+            return {name: value for name, value in wishes.items() if name in known}
+
+        parts = {part: kind(**chosen(fields_of[part])) for part, kind in PARTS.items()}
+        return cls(**parts, **chosen(own))
+
+    def __post_init__(self) -> None:
+        for name, kind in PARTS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise EpicArgumentError(f"{name}: an epic.{kind.__name__} is needed")
+        for name in ("balance_coeff", "z_coeff"):
+            real(name, getattr(self, name))
+        whole("sequence_tokens", self.sequence_tokens)
+        if self.capacity is not None:
+            whole("capacity", self.capacity, 1)
+        if self.quantize is not None:
+            word("quantize", self.quantize, BLOCKS)
+        self.check_parts()
+        self.get_known()
+
+    def check_parts(self) -> None:
+        """What layer, router and experts say twice."""
+        for name in ("num_experts", "top_k"):
+            a, b = getattr(self.layer, name), getattr(self.router, name)
+            if a != b:
+                raise EpicArgumentError(f"layer.{name} {a}, router.{name} {b}: make them equal")
+        if self.layer.layout != "expert_major":
+            raise EpicArgumentError(f"layer.layout {self.layer.layout!r}: 'expert_major' is needed")
+        if self.shared and self.shared.hidden != self.experts.hidden:
+            raise EpicArgumentError(
+                f"shared.hidden {self.shared.hidden}, experts.hidden {self.experts.hidden}: make "
+                "them equal"
+            )
+        if self.shared and self.shared.num_local_experts > 1:
+            raise EpicArgumentError(
+                f"shared.num_local_experts {self.shared.num_local_experts}: the shared expert is "
+                "one; give it a larger inner"
+            )

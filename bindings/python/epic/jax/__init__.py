@@ -10,7 +10,6 @@ from epic.jax.call import TARGETS
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.groups import Group, check, close, open
 from epic.jax.ledger import Ledger, read_plan
-from epic.jax.meeting import Tcp
 from epic.jax.moe import Moe, MoeOut, MoeWeights, moe
 from epic.jax.router import balance_loss, bias_update, route, z_loss
 from epic.jax.steps import (
@@ -24,6 +23,7 @@ from epic.jax.steps import (
     plan_dispatch,
     sum,
 )
+from epic.meeting import Tcp
 from epic.options import Experts, Layer, Router
 
 __all__ = [

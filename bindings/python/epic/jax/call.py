@@ -50,7 +50,7 @@ def handlers() -> ctypes.CDLL:
     library.epic_jax_member_add.restype = ctypes.c_int
     library.epic_jax_member_remove.argtypes = member
     library.epic_jax_member_remove.restype = ctypes.c_void_p
-    library.epic_jax_watch_interrupts.argtypes = [ctypes.c_int]
+    library.epic_watch_interrupts.argtypes = [ctypes.c_int]
 
     def register(target: str, symbol: str, platform: str) -> None:
         handler = jax.ffi.pycapsule(getattr(library, symbol))

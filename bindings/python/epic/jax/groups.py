@@ -7,14 +7,16 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 
-from epic import _native
+from epic import _native, endings, meeting
 from epic.errors import EpicArgumentError, EpicError
-from epic.jax import cuda, endings, meeting, places
-from epic.jax.meeting import Exchange, Meeting, StoreExchange, Tcp
+from epic.jax import cuda, places
+from epic.jax.meeting import StoreExchange, store
+from epic.meeting import Exchange, Meeting, Tcp
 from epic.options import Layer, whole
 
 DEFAULT_TIMEOUT_MS = 300_000
@@ -135,7 +137,7 @@ def choose_meeting(
     if local:
         threads = {i: meeting.by_threads(num_ranks, timeout_ms) for i in indices}
         return lambda s: threads[s.index][s.rank], []
-    client = meeting.store()
+    client = store()
     if client is None:
         raise EpicArgumentError(
             "the ranks are in several processes and jax.distributed is not initialized: call "
@@ -152,19 +154,8 @@ def choose_meeting(
 def open_member(meeting_of: Callable[[Member], Meeting], config: Any, member: Member) -> int:
     """Opens the context of one member; blocks until its peers open theirs."""
     meet = meeting_of(member)
-    context = ctypes.c_void_p()
-    try:
-        with cuda.current(member.ordinal) if member.is_gpu else contextlib.nullcontext():
-            code = _native.core().epic_open_v1(
-                ctypes.byref(context), ctypes.addressof(meet.struct), *_native.sized(config)
-            )
-        if code == 0 and isinstance(context.value, int):
-            return context.value
-        error = meet.error or _native.failure(code, context.value)
-        _native.core().epic_close(context)
-        raise error
-    finally:
-        meet.close()
+    with cuda.current(member.ordinal) if member.is_gpu else contextlib.nullcontext():
+        return meeting.open_context(meet, config)
 
 
 # ------------------------------------------------------------------- open and close ----
@@ -275,13 +266,16 @@ def fill(group: Group, members: list[Member], meet: Tcp | Exchange | None, confi
         return
     timeout_ms = config.timeout_ms or DEFAULT_TIMEOUT_MS
     meeting_of, exchanges = choose_meeting(meet, group.name, members, group.num_ranks, timeout_ms)
-    endings.begin(handlers(), abort, close_all)
-    openers = [Opener(meeting_of, config, member) for member in members]
-    wait_for(openers)
-    contexts = {opener.member: opener.context for opener in openers if opener.context}
-    errors = [opener.error for opener in openers if opener.error]
+    endings.begin("epic.jax", handlers(), abort, close_all)
+    openers = {
+        member: meeting.Opener(partial(open_member, meeting_of, config, member))
+        for member in members
+    }
+    meeting.wait_for(openers.values())
+    contexts = {member: opener.context for member, opener in openers.items() if opener.context}
+    errors = [opener.error for opener in openers.values() if opener.error]
     if errors:
-        end(contexts.values())
+        meeting.end(contexts.values())
         raise errors[0]
     opened[group.name] = Opened(group, contexts, exchanges)
     devices = places.text(group).encode()
@@ -290,50 +284,6 @@ def fill(group: Group, members: list[Member], meet: Tcp | Exchange | None, confi
         if handlers().epic_jax_member_add(group.name.encode(), *where, context):
             close(group)
             raise EpicArgumentError(f"name {group.name!r}: at most 63 bytes are allowed")
-
-
-class Opener:
-    """A thread that opens the context of a member.  Whoever waits for it may be interrupted; then
-    it closes what it opened.  A daemon, so that nothing waits for it at exit."""
-
-    def __init__(
-        self, meeting_of: Callable[[Member], Meeting], config: Any, member: Member
-    ) -> None:
-        self.member = member
-        self.context = 0
-        self.error: BaseException | None = None
-        self.left = threading.Event()
-        self.thread = threading.Thread(target=self.run, args=(meeting_of, config), daemon=True)
-        self.thread.start()
-
-    def run(self, meeting_of: Callable[[Member], Meeting], config: Any) -> None:
-        """In its thread."""
-        try:
-            self.context = open_member(meeting_of, config, self.member)
-        except BaseException as error:
-            self.error = error
-        if self.left.is_set() and self.context:
-            end([self.context])
-
-
-def wait_for(openers: list[Opener]) -> None:
-    """Until all have ended, or an interrupt."""
-    try:
-        for opener in openers:
-            opener.thread.join()
-    except BaseException:
-        for opener in openers:
-            opener.left.set()
-        raise
-
-
-def end(contexts: Any) -> None:
-    """Closes contexts, all at once: they may wait for one another."""
-    threads = [threading.Thread(target=_native.core().epic_close, args=(c,)) for c in contexts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def close(group: Group) -> None:
@@ -355,7 +305,7 @@ def close(group: Group) -> None:
         handlers().epic_jax_member_remove(group.name.encode(), member.is_gpu, member.ordinal)
     if group.platform == "gpu" and group.command_buffers:
         jax.clear_caches()  # a graph would use this context's memory, and asks nobody
-    end(state.contexts.values())
+    meeting.end(state.contexts.values())
     for exchange in state.exchanges:
         for rank in range(exchange.num_ranks):
             with contextlib.suppress(Exception):  # the store may be gone by now

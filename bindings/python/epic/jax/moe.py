@@ -6,10 +6,9 @@ it is composed of the single functions, and the experts' products are the caller
 always is, with a product of epic.jax.gemm if the caller has none.
 """
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,74 +23,9 @@ from epic.jax import router as routing
 from epic.jax.call import Spec, call, like, marks, spread_all, zero_gradient
 from epic.jax.experts import ExpertWeights, check_weights, counted, experts
 from epic.jax.groups import Group
-from epic.options import Experts, Layer, Router, real, whole, word
+from epic.options import Experts, Moe
 
 GroupedGemm = products.GroupedGemm
-
-
-PARTS: dict[str, Any] = {"layer": Layer, "router": Router, "experts": Experts}
-
-
-@dataclass(frozen=True)
-class Moe:
-    """What is fixed for a layer."""
-
-    layer: Layer
-    router: Router
-    experts: Experts
-    shared: Experts | None = None
-    balance_coeff: float = 0.0
-    z_coeff: float = 0.0
-    sequence_tokens: int = 0
-    capacity: int | None = None
-    quantize: str | None = None  # "1x128" or "1x32": rows travel to the experts in e4m3
-
-    @classmethod
-    def of(cls, **wishes: Any) -> "Moe":
-        """All of it at once, each number said once: every field of Layer, Router, Experts and Moe
-        by its name.  of(num_experts=8, top_k=2, hidden=256, inner=512, score="sigmoid")."""
-        names = {part: {field.name for field in fields(kind)} for part, kind in PARTS.items()}
-        own = {field.name for field in fields(cls)} - set(PARTS)
-        for name in wishes:
-            word("Moe.of:", name, sorted(own.union(*names.values())))
-
-        def chosen(known: set[str]) -> dict[str, Any]:
-            return {name: value for name, value in wishes.items() if name in known}
-
-        parts = {part: kind(**chosen(names[part])) for part, kind in PARTS.items()}
-        return cls(**parts, **chosen(own))
-
-    def __post_init__(self) -> None:
-        for name, kind in PARTS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise EpicArgumentError(f"{name}: an epic.jax.{kind.__name__} is needed")
-        for name in ("balance_coeff", "z_coeff"):
-            real(name, getattr(self, name))
-        whole("sequence_tokens", self.sequence_tokens)
-        if self.capacity is not None:
-            whole("capacity", self.capacity, 1)
-        if self.quantize is not None:
-            word("quantize", self.quantize, steps.BLOCKS)
-        self.check_parts()
-
-    def check_parts(self) -> None:
-        """What layer, router and experts say twice."""
-        for name in ("num_experts", "top_k"):
-            a, b = getattr(self.layer, name), getattr(self.router, name)
-            if a != b:
-                raise EpicArgumentError(f"layer.{name} {a}, router.{name} {b}: make them equal")
-        if self.layer.layout != "expert_major":
-            raise EpicArgumentError(f"layer.layout {self.layer.layout!r}: 'expert_major' is needed")
-        if self.shared and self.shared.hidden != self.experts.hidden:
-            raise EpicArgumentError(
-                f"shared.hidden {self.shared.hidden}, experts.hidden {self.experts.hidden}: make "
-                "them equal"
-            )
-        if self.shared and self.shared.num_local_experts > 1:
-            raise EpicArgumentError(
-                f"shared.num_local_experts {self.shared.num_local_experts}: the shared expert is "
-                "one; give it a larger inner"
-            )
 
 
 class MoeWeights(NamedTuple):
@@ -210,25 +144,7 @@ def attributes(options: Moe) -> dict[str, Any]:
 
 def memory(static: Static) -> tuple[Spec, Spec, Spec]:
     """What is saved, and workspace forward and backward."""
-    options = static.options
-    parts = [
-        _native.filled(_native.Layer, options.layer),
-        _native.filled(_native.Router, options.router),
-        _native.filled(_native.Experts, options.experts),
-    ]
-    wish = _native.Moe(
-        balance_coeff=options.balance_coeff,
-        z_coeff=options.z_coeff,
-        sequence_tokens=options.sequence_tokens,
-        capacity=options.capacity,
-    )
-    if options.shared:
-        parts.append(_native.filled(_native.Experts, options.shared))
-    for name, part in zip(("layer", "router", "experts", "shared"), parts, strict=False):
-        setattr(wish, name, ctypes.addressof(part))
-    sizes = _native.ThreeSizes()
-    config = static.group.config()
-    _native.check(_native.core().epic_moe_memory_v1(*_native.sized(config, wish, sizes)))
+    sizes = _native.moe_memory(static.group.config(), static.options)
     numbers = (sizes.saved_bytes, sizes.forward_bytes, sizes.backward_bytes)
     saved, forward, backward = (Spec((n,), jnp.uint8) for n in numbers)
     return saved, forward, backward

@@ -2,8 +2,8 @@
 """When this process ends, or is told to: the other ranks know at once.
 
 At exit JAX waits for the other processes, which would wait for this one until their deadline; so
-the groups are ended first.  And a main thread that waits inside of XLA gets no KeyboardInterrupt,
-so a thread of ours ends what it waits for.
+the groups are ended first.  And a main thread that waits inside of XLA or of an operator gets no
+KeyboardInterrupt, so a thread of ours ends what it waits for.
 """
 
 import atexit
@@ -32,7 +32,7 @@ def why(error: BaseException) -> str:
 def main_is_alive(library: ctypes.CDLL) -> bool:
     """Does the main thread run Python, or soon?"""
     flag = ctypes.c_int()
-    call = ctypes.cast(library.epic_jax_main_is_alive, ctypes.c_void_p)
+    call = ctypes.cast(library.epic_main_is_alive, ctypes.c_void_p)
     kept.append(flag)  # the call may come after the grace
     if ctypes.pythonapi.Py_AddPendingCall(call, ctypes.byref(flag)):
         return True
@@ -59,7 +59,7 @@ def start_watch(library: ctypes.CDLL, abort: Abort) -> None:
     """The thread, where Python handles SIGINT."""
     heard, told = os.pipe()
     os.set_blocking(told, False)
-    if library.epic_jax_watch_interrupts(told):
+    if library.epic_watch_interrupts(told):
         os.close(heard)
         os.close(told)
         return
@@ -78,11 +78,16 @@ def at_exit(owner: int, abort: Abort, close: Callable[[], None]) -> None:
         close()
 
 
-begun = threading.Lock()  # taken for good
+begun: set[str] = set()
+lock = threading.Lock()
 
 
-def begin(library: ctypes.CDLL, abort: Abort, close: Callable[[], None]) -> None:
-    """Once, when the first group is opened: what is registered last runs first at exit."""
-    if begun.acquire(blocking=False):
-        atexit.register(at_exit, os.getpid(), abort, close)
-        start_watch(library, abort)
+def begin(framework: str, library: ctypes.CDLL, abort: Abort, close: Callable[[], None]) -> None:
+    """Once for each framework, when its first group is opened: what is registered last runs first
+    at exit."""
+    with lock:
+        if framework in begun:
+            return
+        begun.add(framework)
+    atexit.register(at_exit, os.getpid(), abort, close)
+    start_watch(library, abort)

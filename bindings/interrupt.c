@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SIGINT while the main thread waits inside of XLA, where Python cannot raise KeyboardInterrupt.
+/* SIGINT while the main thread waits inside of XLA or of an operator, where Python cannot raise KeyboardInterrupt.
  *
- * The handler tells a thread of epic.jax through a pipe, then does what was done before.  It is
+ * The handler tells a thread of epic.endings through a pipe, then does what was done before.  It is
  * put before Python's own once; what the program installs later replaces both. */
 #include <errno.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <unistd.h>
 
-#include "ffi.h"
+#include "epic/epic.h"
 
 static struct sigaction former;
 static int told = -1;
@@ -32,7 +32,7 @@ static bool is_handled(const struct sigaction *action)
 }
 
 /* A byte goes to the pipe at each SIGINT.  0: so it is; 1: nobody handles SIGINT here. */
-FFI_EXPORT int epic_jax_watch_interrupts(int fd)
+EPIC_API int epic_watch_interrupts(int fd)
 {
     struct sigaction ours = {0};
     if (sigaction(SIGINT, NULL, &former) || !is_handled(&former)) return 1;
@@ -45,7 +45,7 @@ FFI_EXPORT int epic_jax_watch_interrupts(int fd)
 }
 
 /* A pending call for Python's main thread: it runs when that thread is not stuck. */
-FFI_EXPORT int epic_jax_main_is_alive(void *flag)
+EPIC_API int epic_main_is_alive(void *flag)
 {
     *(int *)flag = 1;
     return 0;

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EPIC against all_to_all_single in the same run: the exchange of a layer, forward and backward.
+
+python bench/torch_bench.py                         a process for each GPU; else 4 on the CPU
+python bench/torch_bench.py --tokens 128 --cuda-graph
+python bench/torch_bench.py --profile DIR           a Chrome trace and a CSV of the kernels
+
+plain: rows are sorted by expert and sent once for each choice.  deduplicated: once for each rank
+that has an expert for the token; weighted sums travel home.  All give the same sums."""
+
+import argparse
+import csv
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
+
+import epic.torch
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; sizes fit what is there."""
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, default=gpus or 4)
+    parser.add_argument("--tokens", type=int, default=4096 if gpus else 256)
+    parser.add_argument("--hidden", type=int, default=7168 if gpus else 512)
+    parser.add_argument("--experts", type=int, default=64 if gpus else 16)
+    parser.add_argument("--top-k", type=int, default=8 if gpus else 4)
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--cuda-graph", action="store_true", help="EPIC captured and replayed")
+    parser.add_argument("--profile", type=Path, help="write a trace and a CSV there")
+    parser.add_argument("--port", type=int, default=29531)
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------------------- pipelines ----
+
+
+def exchange(rows: Tensor, send: list[int], recv: list[int]) -> Tensor:
+    """Rows to ranks, with a gradient."""
+    out = rows.new_empty((sum(recv), rows.shape[1]))
+    return all_to_all_single(out, rows, recv, send)
+
+
+def splits(counts: Tensor) -> tuple[list[int], list[int]]:
+    """What goes to each rank, and what comes: the host waits."""
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts)
+    return counts.tolist(), theirs.tolist()
+
+
+def plain(args: argparse.Namespace, ids: Tensor, ranks: int) -> Step:
+    """A row for each choice."""
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        flat = ids.reshape(-1)
+        order = flat.argsort(stable=True)
+        token = order // args.top_k
+        load = torch.bincount(flat, minlength=args.experts)
+        send, recv = splits(load.reshape(ranks, -1).sum(1))
+        landed = exchange(x[token], send, recv)
+        local = torch.empty(sum(recv), dtype=flat.dtype, device=flat.device)
+        dist.all_to_all_single(local, flat[order], recv, send)
+        by_expert = local.argsort(stable=True)
+        slabs = landed[by_expert]  # here the experts would be
+        home = exchange(torch.empty_like(slabs).index_copy(0, by_expert, slabs), recv, send)
+        weighted = home * w.reshape(-1)[order][:, None].to(home.dtype)
+        return torch.zeros_like(x).index_add(0, token, weighted)
+
+    return step
+
+
+def deduplicated(args: argparse.Namespace, ids: Tensor, ranks: int) -> Step:
+    """A row for each (token, rank), and the weights of its experts there beside it."""
+    each = args.experts // ranks
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        rank_of = ids // each
+        wanted = torch.zeros((ranks, x.shape[0]), dtype=torch.bool, device=x.device)
+        wanted[rank_of.T, torch.arange(x.shape[0], device=x.device)] = True
+        rank, token = wanted.nonzero(as_tuple=True)
+        send, recv = splits(wanted.sum(1))
+        here = rank_of[token] == rank[:, None]
+        weights = torch.where(here, w[token], 0)
+        local = torch.where(here, ids[token] - rank[:, None] * each, -1)
+        landed = exchange(x[token], send, recv)
+        landed_w = exchange(weights, send, recv)
+        landed_e = torch.empty((sum(recv), args.top_k), dtype=local.dtype, device=x.device)
+        dist.all_to_all_single(landed_e, local, recv, send)
+        row, k = (landed_e >= 0).nonzero(as_tuple=True)
+        by_expert = landed_e[row, k].argsort(stable=True)
+        row, k = row[by_expert], k[by_expert]
+        slabs = landed[row]  # here the experts would be
+        weighted = slabs * landed_w[row, k][:, None].to(slabs.dtype)
+        partial = torch.zeros_like(landed).index_add(0, row, weighted)
+        home = exchange(partial, recv, send)
+        return torch.zeros_like(x).index_add(0, token, home)
+
+    return step
+
+
+def of_epic(group: epic.torch.Group, args: argparse.Namespace, ids: Tensor) -> Step:
+    """plan_dispatch and combine."""
+    layer = epic.torch.Layer(args.experts, args.top_k)
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        plan, recv, slot = epic.torch.plan_dispatch(group, layer, ids, x, w, zero_tail=False)
+        return epic.torch.combine(plan, recv, slot)
+
+    return step
+
+
+# ----------------------------------------------------------------------------- measuring ----
+
+
+def settle(device: torch.device) -> None:
+    """Everyone begins at once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def median_ms(run: Callable[[], Any], device: torch.device, repeat: int) -> float:
+    """Of one call, the slowest rank's."""
+    for _ in range(5):
+        run()
+    seconds = []
+    for _ in range(repeat):
+        settle(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(seconds, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return statistics.median(slowest.tolist()) * 1e3
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """As a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def profiled(run: Callable[[], Any], folder: Path, rank: int) -> None:
+    """trace-RANK.json and kernels-RANK.csv."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile() as profile:
+        for _ in range(5):
+            run()
+    profile.export_chrome_trace(str(folder / f"trace-{rank}.json"))
+    with (folder / f"kernels-{rank}.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["name", "calls", "host_us", "device_us"])
+        for event in profile.key_averages():
+            device_us = getattr(event, "self_device_time_total", 0)
+            table.writerow([event.key, event.count, event.self_cpu_time_total, device_us])
+
+
+def worst(a: Tensor, b: Tensor) -> float:
+    """Relative difference."""
+    return float((a.float() - b.float()).abs().max() / b.float().abs().max())
+
+
+def measure(rank: int, args: argparse.Namespace) -> None:
+    """One process."""
+    on_gpu = torch.cuda.is_available()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(args.port)}
+    torch.set_num_threads(1)
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=args.ranks)
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    torch.manual_seed(rank)
+    x = torch.randn(args.tokens, args.hidden, dtype=dtype, device=device).requires_grad_()
+    ct = torch.randn(args.tokens, args.hidden, dtype=dtype, device=device)
+    chosen = torch.rand(args.tokens, args.experts, device=device).topk(args.top_k)
+    w = chosen.values.softmax(-1).requires_grad_()
+    ids = chosen.indices.to(torch.int32)
+    row_bytes = args.hidden * x.element_size()
+    sizes = {"max_tokens": args.tokens, "max_row_bytes": row_bytes}
+    with epic.torch.Group(**sizes) as group:
+        steps = {
+            "EPIC": of_epic(group, args, ids),
+            "plain": plain(args, ids.long(), args.ranks),
+            "deduplicated": deduplicated(args, ids.long(), args.ranks),
+        }
+        report(rank, args, steps, x, w, ct, device)
+        settle(device)
+    dist.destroy_process_group()
+
+
+def report(
+    rank: int,
+    args: argparse.Namespace,
+    steps: dict[str, Step],
+    x: Tensor,
+    w: Tensor,
+    ct: Tensor,
+    device: torch.device,
+) -> None:
+    """Times every pipeline, after a look whether they agree."""
+
+    def forward(step: Step) -> Callable[[], Any]:
+        def run() -> Tensor:
+            with torch.no_grad():
+                return step(x, w)
+
+        return run
+
+    def both(step: Step) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(step(x, w), (x, w), ct)
+
+    wanted = [forward(steps["plain"])(), *both(steps["plain"])()]
+    most = 3e-2 if x.dtype == torch.bfloat16 else 1e-5
+    for name, step in steps.items():
+        got = [forward(step)(), *both(step)()]
+        differences = [worst(a, b) for a, b in zip(got, wanted, strict=True)]
+        assert max(differences) < most, (name, differences)
+    if rank == 0:
+        where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        shape = f"{args.tokens} tokens of {args.hidden} {str(x.dtype)[6:]}, {args.experts} experts"
+        print(f"{args.ranks} ranks ({where}), {shape}, top {args.top_k}; ms, slowest rank, median")
+        print(f"{'':24}{'forward':>10}{'and backward':>14}")
+    for name, step in steps.items():
+        runs = {name: [forward(step), both(step)]}
+        if name == "EPIC" and args.cuda_graph:
+            runs["EPIC, CUDA graph"] = [captured(run) for run in runs[name]]
+        for what, (one, two) in runs.items():
+            times = [median_ms(run, device, args.repeat) for run in (one, two)]
+            if rank == 0:
+                print(f"{what:24}{times[0]:10.3f}{times[1]:14.3f}", flush=True)
+    if args.profile:
+        profiled(both(steps["EPIC"]), args.profile, rank)
+
+
+def main() -> int:
+    """Starts the processes."""
+    args = arguments()
+    torch.multiprocessing.spawn(measure, (args,), nprocs=args.ranks)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

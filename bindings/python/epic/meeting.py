@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a group find each other: epic.h's meeting, brought by Python; and the call of
+epic_open, which it leads to.
+
+An exchange is a function (rank, mine: bytes) -> list of every rank's bytes, in rank order.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from epic import _native
+from epic.errors import EpicArgumentError, EpicError
+from epic.options import whole
+
+Exchange = Callable[[int, bytes], list[bytes]]
+ETIMEOUT, EPEER = 4, 8
+
+
+@dataclass(frozen=True)
+class Tcp:
+    """A meeting over TCP; rank 0 listens on `address`.  Several groups take ports in a row."""
+
+    address: str = "127.0.0.1"
+    port: int = 29507
+    secret: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= whole("port", self.port) <= 65535:
+            raise EpicArgumentError(f"port {self.port}: 1 to 65535 is needed")
+
+
+class Meeting:
+    """An epic_meet of one rank, and what must live as long as it."""
+
+    def __init__(self, struct: ctypes.Structure, *kept: Any) -> None:
+        self.struct = struct
+        self.kept = kept
+        self.error: Exception | None = None
+
+    def close(self) -> None:
+        """Gives the meeting's resources back."""
+        _native.core().epic_meet_close(ctypes.addressof(self.struct))
+
+
+def by_threads(num_ranks: int, timeout_ms: int) -> list[Meeting]:
+    """Of ranks that are all in this process."""
+    array = (_native.Meet * num_ranks)()
+    _native.check(_native.core().epic_meet_threads(array, num_ranks, timeout_ms))
+    return [Meeting(array[rank], array) for rank in range(num_ranks)]
+
+
+def by_tcp(tcp: Tcp, group: int, rank: int, num_ranks: int, timeout_ms: int) -> Meeting:
+    """Over TCP: blocks until the ranks are there."""
+    struct = _native.Meet()
+    secret = tcp.secret.encode() if tcp.secret else None
+    wish = _native.Tcp(tcp.address.encode(), secret, rank, num_ranks, tcp.port + group, timeout_ms)
+    _native.check(_native.core().epic_meet_tcp_v1(ctypes.addressof(struct), *_native.sized(wish)))
+    return Meeting(struct)
+
+
+def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Meeting:
+    """Through a function of the caller; what it raises is raised by open."""
+    struct = _native.Meet(rank=rank, num_ranks=num_ranks)
+    meeting = Meeting(struct)
+
+    def gather(_: int, mine: int, everyone: int, size: int) -> int:
+        try:
+            parts = exchange(rank, ctypes.string_at(mine, size))
+            check_parts(parts, num_ranks, size)
+        except Exception as error:
+            meeting.error = error
+            return EPEER
+        ctypes.memmove(everyone, b"".join(parts), size * num_ranks)
+        return 0
+
+    struct.gather = _native.GATHER(gather)
+    meeting.kept = (struct.gather,)
+    return meeting
+
+
+def check_parts(parts: list[bytes], num_ranks: int, size: int) -> None:
+    """All ranks must have brought as much as this one."""
+    lengths = [len(part) for part in parts]
+    if lengths != [size] * num_ranks:
+        raise EpicError(
+            "EPIC_EMISMATCH",
+            f"the meeting gave parts of {lengths} bytes: {num_ranks} of {size} are needed",
+        )
+
+
+# ----------------------------------------------------------------------------- opening ----
+
+
+def open_context(meet: Meeting, config: ctypes.Structure) -> int:
+    """The context of this rank; blocks until its peers open theirs.  The meeting ends here."""
+    context = ctypes.c_void_p()
+    try:
+        code = _native.core().epic_open_v1(
+            ctypes.byref(context), ctypes.addressof(meet.struct), *_native.sized(config)
+        )
+        if code == 0 and isinstance(context.value, int):
+            return context.value
+        error = meet.error or _native.failure(code, context.value)
+        _native.core().epic_close(context)
+        raise error
+    finally:
+        meet.close()
+
+
+class Opener:
+    """A thread that opens a context.  Whoever waits for it may be interrupted; then it closes what
+    it opened.  A daemon, so that nothing waits for it at exit."""
+
+    def __init__(self, open_one: Callable[[], int]) -> None:
+        self.context = 0
+        self.error: BaseException | None = None
+        self.left = threading.Event()
+        self.thread = threading.Thread(target=self.run, args=(open_one,), daemon=True)
+        self.thread.start()
+
+    def run(self, open_one: Callable[[], int]) -> None:
+        """In its thread."""
+        try:
+            self.context = open_one()
+        except BaseException as error:
+            self.error = error
+        if self.left.is_set() and self.context:
+            end([self.context])
+
+
+def wait_for(openers: Iterable[Opener]) -> None:
+    """Until all have ended, or an interrupt."""
+    openers = list(openers)
+    try:
+        for opener in openers:
+            opener.thread.join()
+    except BaseException:
+        for opener in openers:
+            opener.left.set()
+        raise
+
+
+def end(contexts: Iterable[int]) -> None:
+    """Closes contexts, all at once: they may wait for one another."""
+    threads = [threading.Thread(target=_native.core().epic_close, args=(c,)) for c in contexts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism as PyTorch functions, on EPIC's C core.  docs/torch.md is the guide."""
+
+from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
+from epic.meeting import Tcp
+from epic.options import Experts, Layer, Moe, Router
+from epic.torch.experts import ExpertWeights, experts, slab_mm
+from epic.torch.groups import Group, threads
+from epic.torch.module import MoE, sharded_state
+from epic.torch.moe import MoeOut, MoeWeights, moe
+from epic.torch.ops import as_epic_error
+from epic.torch.router import balance_loss, bias_update, route, z_loss
+from epic.torch.steps import (
+    EXACT,
+    Plan,
+    combine,
+    dequantize,
+    dispatch,
+    dispatch_quantized,
+    plan,
+    plan_dispatch,
+    save_plans,
+    sum,
+)
+
+__all__ = [
+    "EXACT",
+    "EpicArgumentError",
+    "EpicError",
+    "EpicUnsupportedError",
+    "ExpertWeights",
+    "Experts",
+    "Group",
+    "Layer",
+    "MoE",
+    "Moe",
+    "MoeOut",
+    "MoeWeights",
+    "Plan",
+    "Router",
+    "Tcp",
+    "as_epic_error",
+    "balance_loss",
+    "bias_update",
+    "combine",
+    "dequantize",
+    "dispatch",
+    "dispatch_quantized",
+    "experts",
+    "moe",
+    "plan",
+    "plan_dispatch",
+    "route",
+    "save_plans",
+    "sharded_state",
+    "slab_mm",
+    "sum",
+    "threads",
+    "z_loss",
+]

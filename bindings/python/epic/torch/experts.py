@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped expert MLP: local to each rank, differentiable in rows and parameters."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from epic import _native
+from epic.errors import EpicArgumentError
+from epic.options import Experts, known
+from epic.torch.ops import numbers, raising
+from epic.torch.steps import check_floats
+
+ops = torch.ops.epic
+
+GroupedMm = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class ExpertWeights(NamedTuple):
+    """Parameters of the local experts: gate and up in one tensor, as options.interleaved says."""
+
+    w_gate_up: Tensor  # [local experts, hidden, width]
+    w_down: Tensor  # [local experts, inner, hidden]
+    b_gate_up: Tensor | None = None  # [local experts, width]
+    b_down: Tensor | None = None  # [local experts, hidden]
+
+
+TYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
+
+
+def dtype_name(x: Tensor) -> str:
+    """As the options write it."""
+    return TYPE_NAMES[x.dtype]
+
+
+def completed(options: Experts, local: int, row_type: str, weight_type: str) -> Experts:
+    """The options with what the tensors tell."""
+    if options.num_local_experts not in (0, local):
+        raise EpicArgumentError(
+            f"num_local_experts {options.num_local_experts}: the weights have {local}"
+        )
+    return replace(options, num_local_experts=local, row_type=row_type, weight_type=weight_type)
+
+
+@torch._dynamo.assume_constant_result
+@functools.cache
+def facts(options: str, local: int, row_type: str, weight_type: str) -> tuple[Any, ...]:
+    """What the operators are passed for the options of that key, and bytes that forward saves for
+    backward: of none, and of each slot."""
+    whole = completed(known[options], local, row_type, weight_type)
+    none, one = (int(_native.experts_memory(whole, n).saved_bytes) for n in (0, 1 << 20))
+    return numbers("experts", whole.numbers("experts_")), none, -(-(one - none) >> 20)
+
+
+def check_weights(options: Experts, weights: ExpertWeights) -> None:
+    """The shapes that the options ask for, and one dtype."""
+    local, hidden, inner, width = (
+        weights.w_gate_up.shape[0],
+        options.hidden,
+        options.inner,
+        options.width,
+    )
+    shapes = ((local, hidden, width), (local, inner, hidden), (local, width), (local, hidden))
+    for name, x, shape in zip(ExpertWeights._fields, weights, shapes, strict=True):
+        if x is None:
+            continue
+        if tuple(x.shape) != shape:
+            raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
+        if x.dtype != weights.w_gate_up.dtype:
+            raise EpicArgumentError(f"{name}: dtype {x.dtype}: all weights have one dtype")
+
+
+class RunExperts(torch.autograd.Function):
+    """epic::experts with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        size: int,
+        numbers: tuple[Any, ...],
+        x: Tensor,
+        expert_rows: Tensor,
+        expert_tokens: Tensor,
+        slots: Tensor | None,
+        *weights: Tensor | None,
+    ) -> Tensor:
+        """The core saves what gate and up gave."""
+        inputs = (x, expert_rows, expert_tokens, slots, *weights)
+        y, saved = ops.experts.default(*inputs, size, 0, *numbers)
+        ctx.numbers = numbers
+        ctx.save_for_backward(*inputs, saved)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+        """Weight gradients come in float32 and leave in the weights' dtype."""
+        inputs = ctx.saved_tensors
+        d_x, *rest = ops.experts_backward.default(*inputs, d_y.contiguous(), 0, *ctx.numbers)
+        pairs = zip(inputs[3:8], rest, strict=True)
+        given = [None if x is None else d.to(x.dtype) for x, d in pairs]
+        return None, None, d_x, None, None, *given
+
+
+@raising
+def experts(
+    options: Experts,
+    rows: Tensor,
+    expert_rows: Tensor,
+    expert_tokens: Tensor,
+    weights: ExpertWeights,
+    slot_weights: Tensor | None = None,
+) -> Tensor:
+    """The MLP of each slab by the core, on the CPU: rows [slots, hidden] -> [slots, hidden].
+
+    expert_rows and expert_tokens: as a plan gives them.  slot_weights [slots] with weighting
+    "early" and "input".  Only occupied slots are computed; the others come out as zeros.
+    """
+    weights = ExpertWeights(*weights)
+    check_floats("rows", rows)
+    check_weights(options, weights)
+    if rows.dim() != 2 or rows.shape[1] != options.hidden:
+        raise EpicArgumentError(
+            f"rows: shape {list(rows.shape)}: [slots, {options.hidden}] is needed"
+        )
+    if (slot_weights is not None) != (options.weighting != "late"):
+        raise EpicArgumentError(
+            'slot_weights come with weighting "early" or "input", and only then'
+        )
+    up = weights.w_gate_up
+    passed, base, each = facts(options.key, up.shape[0], dtype_name(rows), dtype_name(up))
+    arrays = [None if w is None else w.contiguous() for w in weights]
+    size = base + each * rows.shape[0]
+    return RunExperts.apply(
+        size, passed, rows.contiguous(), expert_rows, expert_tokens, slot_weights, *arrays
+    )
+
+
+# --------------------------------------------------------------- with any product ----
+
+
+def activate(options: Experts, z: Tensor) -> Tensor:
+    """The experts' nonlinearity over [rows, width]."""
+    plain: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+        "relu2": lambda v: F.relu(v).square(),
+    }
+    if options.ungated:
+        return plain[options.activation](z)
+    gate, up = (z[:, 0::2], z[:, 1::2]) if options.interleaved else z.chunk(2, dim=1)
+    if options.activation in plain:
+        return plain[options.activation](gate) * up
+    of_deepseek = options.activation == "clamped_silu"
+    limit = options.limit or (10.0 if of_deepseek else 7.0)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if of_deepseek:
+        return F.silu(gate) * up
+    return gate * torch.sigmoid((options.alpha or 1.702) * gate) * (up + 1)
+
+
+def mlp(
+    options: Experts,
+    grouped_mm: GroupedMm,
+    x: Tensor,
+    expert_rows: Tensor,
+    w: ExpertWeights,
+    slot_weights: Tensor | None = None,
+) -> Tensor:
+    """The experts over slabs of expert_rows rows, with the caller's product:
+    grouped_mm(x [slots, n], w [local experts, n, m], ends of the slabs [local experts] int32).
+    Rows behind the last slab may hold anything afterwards: combine does not read them."""
+    ends = expert_rows.cumsum(0, dtype=torch.int32)
+    expert = None
+    if w.b_gate_up is not None or w.b_down is not None:
+        slots = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
+        expert = torch.searchsorted(ends, slots, right=True).clamp(max=ends.shape[0] - 1)
+    column = None if slot_weights is None else slot_weights[:, None].to(x.dtype)
+    if options.weighting == "input" and column is not None:
+        x = x * column
+    z = grouped_mm(x, w.w_gate_up.to(x.dtype), ends)
+    if w.b_gate_up is not None:
+        z = z + w.b_gate_up.to(z.dtype)[expert]
+    a = activate(options, z)
+    early = column if options.weighting == "early" else None
+    a = a if early is None else a * early
+    y = grouped_mm(a.to(x.dtype), w.w_down.to(x.dtype), ends)
+    if w.b_down is not None:
+        b = w.b_down.to(y.dtype)[expert]
+        y = y + (b if early is None else b * early)
+    return y.to(x.dtype)
+
+
+def slab_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """A grouped product by one matmul for each expert: plain, anywhere; the host waits for ends."""
+    out = x.new_zeros((x.shape[0], w.shape[2]))
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        out[begin:end] = x[begin:end] @ w[expert]
+        begin = end
+    return out

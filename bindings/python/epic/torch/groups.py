@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups: the processes (or threads) that share the experts of a layer, and a context of the core
+for each."""
+
+import collections
+import contextlib
+import ctypes
+import os
+import threading
+import weakref
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from epic import _native, endings, meeting
+from epic.errors import EpicArgumentError, EpicError
+from epic.meeting import Exchange, Meeting, Tcp
+from epic.options import Layer, known, whole
+from epic.torch.ops import LIBRARY
+
+DEFAULT_TIMEOUT_MS = 300_000
+CPU, CUDA = 0, 1  # torch's numbers of device types
+
+opened: "weakref.WeakSet[Group]" = weakref.WeakSet()
+meetings: collections.Counter[Any] = collections.Counter()
+lock = threading.Lock()
+
+
+# -------------------------------------------------------------------------- meeting ----
+
+
+class StoreExchange:
+    """An exchange over a store of torch.distributed."""
+
+    def __init__(self, store: Any, prefix: str, num_ranks: int, timeout_ms: int) -> None:
+        self.store = dist.PrefixStore(prefix, store)
+        self.num_ranks = num_ranks
+        self.timeout_ms = timeout_ms
+        self.round = 0
+
+    def __call__(self, rank: int, mine: bytes) -> list[bytes]:
+        """One round.  When all have come to it, nobody reads the round before."""
+        keys = [f"{self.round}/{peer}" for peer in range(self.num_ranks)]
+        self.store.set(keys[rank], mine)
+        try:
+            self.store.wait(keys, timedelta(milliseconds=self.timeout_ms))
+        except RuntimeError as error:
+            raise self.late(keys) or error from None
+        parts = [self.store.get(key) for key in keys]
+        if self.round > 0:
+            with contextlib.suppress(RuntimeError):  # a store without delete_key keeps them
+                self.store.delete_key(f"{self.round - 1}/{rank}")
+        self.round += 1
+        return parts
+
+    def late(self, keys: list[str]) -> EpicError | None:
+        """Who did not come; None if the store failed otherwise."""
+        missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        if not missing:
+            return None
+        ranks = ", ".join(map(str, missing))
+        return EpicError(
+            "EPIC_ETIMEOUT", f"rank {ranks} did not come to the meeting in {self.timeout_ms} ms"
+        )
+
+
+def threads(num_ranks: int, timeout_ms: int = 0) -> list[Meeting]:
+    """The meetings of ranks that are threads of this process: one for each Group(meet=)."""
+    return meeting.by_threads(num_ranks, timeout_ms or DEFAULT_TIMEOUT_MS)
+
+
+def serial(key: Any) -> int:
+    """How many meetings of these ranks there were.  Stores remember their keys."""
+    with lock:
+        meetings[key] += 1
+        return meetings[key]
+
+
+def of_processes(process_group: Any, timeout_ms: int) -> tuple[Meeting, int, int]:
+    """Over the process group's own store."""
+    rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    number = serial((process_group.group_name, ranks))
+    name = "-".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]}-{len(ranks)}"
+    store = process_group.get_group_store()
+    exchange = StoreExchange(store, f"epic/{name}/{number}", num_ranks, timeout_ms)
+    return meeting.by_exchange(exchange, rank, num_ranks), rank, num_ranks
+
+
+def of_environment(timeout_ms: int) -> tuple[Meeting, int, int]:
+    """As torchrun's variables say, over the store that torchrun serves."""
+    number = serial("environment")
+    wait = timedelta(milliseconds=timeout_ms)
+    store, rank, num_ranks = next(dist.rendezvous("env://", timeout=wait))
+    exchange = StoreExchange(store, f"epic/{number}", num_ranks, timeout_ms)
+    return meeting.by_exchange(exchange, rank, num_ranks), rank, num_ranks
+
+
+def choose_meeting(
+    process_group: Any, meet: Any, rank: int, num_ranks: int | None, timeout_ms: int
+) -> tuple[Meeting, int, int]:
+    """The meeting of this process, its rank, and how many there are."""
+    if isinstance(meet, Meeting):
+        return meet, meet.struct.rank, meet.struct.num_ranks
+    if meet is not None:
+        if num_ranks is None:
+            raise EpicArgumentError("meet= needs rank= and num_ranks=")
+        if isinstance(meet, Tcp):
+            return meeting.by_tcp(meet, 0, rank, num_ranks, timeout_ms), rank, num_ranks
+        return meeting.by_exchange(meet, rank, num_ranks), rank, num_ranks
+    if num_ranks is not None:
+        if num_ranks != 1 or rank != 0:
+            raise EpicArgumentError(
+                f"num_ranks {num_ranks} needs meet=: epic.torch.Tcp(...) or an exchange"
+            )
+        return Meeting(_native.Meet(num_ranks=1)), 0, 1
+    if process_group is not None:
+        return of_processes(process_group, timeout_ms)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return of_environment(timeout_ms)
+    return Meeting(_native.Meet(num_ranks=1)), 0, 1
+
+
+# ----------------------------------------------------------------------------- where ----
+
+
+def of_mesh(mesh: Any, dim: Any) -> Any:
+    """The process group of a DeviceMesh's dimension; any process group as it is."""
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise EpicArgumentError("process_group: this process is not one of its ranks")
+    if hasattr(mesh, "get_group"):
+        return mesh.get_group(dim) if dim is not None else mesh.get_group()
+    if dim is not None:
+        raise EpicArgumentError(f"dim {dim!r}: it goes with a DeviceMesh")
+    return mesh
+
+
+def choose_device(wish: Any, mesh: Any, process_group: Any) -> torch.device:
+    """The device asked for; else that of the mesh, or of the process group's backend."""
+    kind = getattr(mesh, "device_type", None)
+    if wish is None and kind is None and process_group is not None:
+        kind = "cuda" if "nccl" in str(dist.get_backend(process_group)) else "cpu"
+    device = torch.device(wish if wish is not None else kind or "cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise EpicArgumentError(f"device {str(device)!r}: cpu or cuda is needed")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def choose_backend(device: torch.device, wish: str | None) -> str | None:
+    """Tensors lie where the device is: on GPUs only p2p can reach them."""
+    if device.type == "cuda" and (wish or "p2p") != "p2p":
+        raise EpicArgumentError(f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p'")
+    if device.type == "cpu" and wish == "p2p":
+        raise EpicArgumentError("backend 'p2p' joins GPUs: the device is a CPU")
+    return "p2p" if device.type == "cuda" else wish
+
+
+def open_on(device: torch.device, meet: Meeting, config: Any) -> int:
+    """The context of this rank."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return meeting.open_context(meet, config)
+
+
+# ------------------------------------------------------------------------------ group ----
+
+
+class Facts(NamedTuple):
+    """Of a layer on a group: sizes, and what the operators are passed."""
+
+    plan_bytes: int
+    capacity: int
+    num_local_experts: int
+    numbers: tuple[int, ...]
+
+
+class Group:
+    """An open group; closed by close(), or as a context manager.
+
+    ranks: a ProcessGroup, or a DeviceMesh and `dim`, one of its dimensions; None: all processes of
+    torch.distributed, else those that torchrun's variables tell, else this process alone.
+    max_tokens, max_row_bytes: the most tokens that a rank sends at once, and its widest row.
+    device: None: a mesh's, or the current GPU for a process group of nccl, or the CPU.
+    meet: with rank= and num_ranks=, for ranks that torch.distributed does not join: Tcp(...), or a
+    function (rank, bytes) -> every rank's bytes; or one of threads(n).
+    max_sms: most SMs that a call takes; timeout_ms: of every wait, 0: 300 s.
+    """
+
+    def __init__(
+        self,
+        ranks: Any = None,
+        dim: Any = None,
+        *,
+        max_tokens: int,
+        max_row_bytes: int,
+        device: Any = None,
+        meet: Tcp | Exchange | Meeting | None = None,
+        rank: int = 0,
+        num_ranks: int | None = None,
+        name: str = "epic",
+        backend: str | None = None,
+        timeout_ms: int = 0,
+        staging_bytes: int = 0,
+        max_in_flight: int = 0,
+        max_sms: int = 0,
+    ) -> None:
+        self.number = 0
+        self.name = name
+        self.max_tokens = whole("max_tokens", max_tokens)
+        self.max_row_bytes = whole("max_row_bytes", max_row_bytes)
+        process_group = of_mesh(ranks, dim)
+        if ranks is None and meet is None and num_ranks is None and dist.is_initialized():
+            process_group = dist.group.WORLD
+        self.device = choose_device(device, ranks, process_group)
+        backend = choose_backend(self.device, backend)
+        wait = timeout_ms or DEFAULT_TIMEOUT_MS
+        meet, self.rank, self.num_ranks = choose_meeting(process_group, meet, rank, num_ranks, wait)
+        config = self.config()
+        config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
+        config.max_in_flight, config.max_sms = max_in_flight, max_sms
+        config.name, config.backend = name.encode(), backend.encode() if backend else None
+        self.context = self.opened(meet, config)
+        self.turn = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.kept: dict[Any, Any] = {}
+        index = self.device.index or 0
+        kind = CUDA if self.device.type == "cuda" else CPU
+        self.number = LIBRARY.epic_torch_group_add(self.context, kind, index)
+        with lock:
+            opened.add(self)
+
+    def opened(self, meet: Meeting, config: Any) -> int:
+        """The context; opened in a thread, so that Ctrl-C lands while it waits."""
+        endings.begin("epic.torch", LIBRARY, abort_all, close_all)
+        opener = meeting.Opener(partial(open_on, self.device, meet, config))
+        meeting.wait_for([opener])
+        if opener.error is not None:
+            raise opener.error
+        return opener.context
+
+    def config(self) -> ctypes.Structure:
+        """For the core's size queries."""
+        return _native.Config(
+            max_tokens=self.max_tokens,
+            max_row_bytes=self.max_row_bytes,
+            num_ranks=self.num_ranks,
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Until close()."""
+        return self.number != 0
+
+    @property
+    def backend(self) -> str:
+        """Of the core: "self", "threads", "shm", "mpi" or "p2p"."""
+        self.must_be_open()
+        return _native.core().epic_backend_name(self.context).decode()
+
+    def must_be_open(self) -> None:
+        """Raises after close()."""
+        if self.number == 0:
+            raise EpicError("EPIC_ECLOSED", f"group {self.name!r} was closed: open a new one")
+
+    @torch._dynamo.assume_constant_result
+    def facts(self, layer: str) -> tuple[Any, ...]:
+        """Facts of the layer of that key; kept."""
+        found = self.kept.get(layer)
+        if found is None:
+            config, options = self.config(), known[layer]
+            found = self.kept[layer] = (
+                _native.size("epic_plan_bytes_v1", config, options),
+                _native.size("epic_capacity_bound_v1", config, options),
+                -(-options.num_experts // self.num_ranks),
+                tuple(options.numbers().values()),
+            )
+        return found
+
+    @torch._dynamo.assume_constant_result
+    def moe_facts(self, options: str, local: int, row_type: str, weight_type: str) -> Any:
+        """As facts, of a whole layer; a method, as tracers take no group for a constant."""
+        from epic.torch.moe import facts_of  # it needs this module
+
+        return facts_of(self, options, local, row_type, weight_type)
+
+    def plan_bytes(self, layer: Layer) -> int:
+        """Bytes of a plan."""
+        return Facts(*self.facts(layer.key)).plan_bytes
+
+    def capacity_bound(self, layer: Layer) -> int:
+        """The fewest slots of a rank that can never overflow."""
+        return Facts(*self.facts(layer.key)).capacity
+
+    def check(self) -> None:
+        """Raises what broke the group, if something has; and on GPUs an error in the data of an
+        operation that has ended since the last check: once, on every rank."""
+        self.must_be_open()
+        _native.check(_native.core().epic_check(self.context), self.context)
+
+    def abort(self, why: str, tag: int = 0) -> None:
+        """Tells the peers that this rank will make no more calls: they get EPIC_EPEER."""
+        self.must_be_open()
+        _native.core().epic_abort(self.context, tag, why.encode())
+
+    def close(self) -> None:
+        """Gives the context back, after the calls in flight."""
+        with lock:
+            number, self.number = self.number, 0
+            opened.discard(self)
+        if number == 0:
+            return
+        if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a device that failed has nothing in flight
+                torch.cuda.synchronize(self.device)
+        LIBRARY.epic_torch_group_remove(number)
+        _native.core().epic_close(self.context)
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and self.is_open:
+            self.abort(endings.why(error))
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "" if self.is_open else ", closed"
+        return f"Group({self.name!r}, rank {self.rank} of {self.num_ranks}, {self.device}{state})"
+
+
+def abort_all(why: str) -> None:
+    """Tells the peers of all groups."""
+    for group in list(opened):
+        if group.is_open:
+            group.abort(why)
+
+
+def close_all() -> None:
+    """What this process left open."""
+    for group in list(opened):
+        group.close()

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer as a torch.nn.Module."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epic.errors import EpicArgumentError
+from epic.options import Moe
+from epic.torch import steps
+from epic.torch.experts import GroupedMm
+from epic.torch.groups import Group
+from epic.torch.moe import MoeWeights, moe
+from epic.torch.router import bias_update
+
+OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts layer whose experts are spread over the ranks of a group.
+
+    Parameters have the names and shapes of MoeWeights; those of OF_EXPERTS are this rank's own
+    experts, the others are equal on all ranks.  dtype: of the experts; the router is float32 (with
+    float64 experts float64).  gate_bias, expert_biases, shared_gate: the optional parameters.
+    bias_rate: DeepSeek's bias for the choice, a buffer that update_bias moves.  grouped_mm, tag: as
+    of moe.
+
+    layer(x) gives (out, loss): x [..., hidden], loss this rank's part of the losses, [].
+    """
+
+    bias: Tensor | None
+    load: Tensor | None
+
+    def __init__(
+        self,
+        group: Group,
+        options: Moe,
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        gate_bias: bool = False,
+        expert_biases: bool = False,
+        shared_gate: bool = False,
+        bias_rate: float = 0.0,
+        grouped_mm: GroupedMm | None = None,
+        tag: int = 0,
+    ) -> None:
+        super().__init__()
+        if options.layer.num_experts % group.num_ranks:
+            raise EpicArgumentError(
+                f"num_experts {options.layer.num_experts}: {group.num_ranks} ranks must divide it"
+            )
+        if shared_gate and options.shared is None:
+            raise EpicArgumentError("shared_gate: the options have no shared expert")
+        self.group, self.options, self.tag = group, options, tag
+        self.grouped_mm, self.bias_rate = grouped_mm, bias_rate
+        self.num_local_experts = options.layer.num_experts // group.num_ranks
+        dtype = dtype or torch.get_default_dtype()
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        device = group.device if device is None else device
+        for name, shape in self.shapes(gate_bias, expert_biases, shared_gate).items():
+            kind = wide if name in ("w_gate", "b_gate", "w_shared_gate") else dtype
+            value = None if shape is None else torch.empty(shape, dtype=kind, device=device)
+            self.register_parameter(name, None if value is None else nn.Parameter(value))
+        columns = options.router.num_experts + options.router.zero_experts
+        bias = torch.zeros(columns, device=device) if bias_rate else None
+        self.register_buffer("bias", bias)
+        count = options.layer.num_experts
+        load = torch.zeros(count, dtype=torch.int32, device=device) if bias_rate else None
+        self.register_buffer("load", load, persistent=False)
+        if torch.device(device).type != "meta":
+            self.reset_parameters()
+
+    def shapes(
+        self, gate_bias: bool, expert_biases: bool, shared_gate: bool
+    ) -> dict[str, tuple[int, ...] | None]:
+        """Of the parameters; None: there is none."""
+        options, local = self.options, self.num_local_experts
+        hidden, inner, width = options.experts.hidden, options.experts.inner, options.experts.width
+        columns = options.router.num_experts + options.router.zero_experts
+        shared = options.shared
+        return {
+            "w_gate": (hidden, columns),
+            "b_gate": (columns,) if gate_bias else None,
+            "w_gate_up": (local, hidden, width),
+            "w_down": (local, inner, hidden),
+            "b_gate_up": (local, width) if expert_biases else None,
+            "b_down": (local, hidden) if expert_biases else None,
+            "shared_gate_up": (1, hidden, shared.width) if shared else None,
+            "shared_down": (1, shared.inner, hidden) if shared else None,
+            "w_shared_gate": (hidden,) if shared_gate else None,
+        }
+
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Normal numbers of standard deviation 1 / sqrt(inputs), biases 0: for each expert the same
+        whatever the number of ranks.  After device="meta": call to_empty, then this."""
+        first = self.group.rank * self.num_local_experts
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                if name.startswith("b_"):
+                    parameter.zero_()
+                elif name in OF_EXPERTS:
+                    for i, expert in enumerate(parameter):
+                        fill(expert, name, seed, 1 + first + i)
+                else:
+                    fill(parameter, name, seed, 0)
+            for buffer in (self.bias, self.load):
+                if buffer is not None:
+                    buffer.zero_()
+
+    def weights(self) -> MoeWeights:
+        """As moe takes them."""
+        given = dict(self._parameters)
+        return MoeWeights(bias=self.bias, **given)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(out, loss)."""
+        found = moe(
+            self.group,
+            self.options,
+            x,
+            self.weights(),
+            grouped_mm=self.grouped_mm,
+            token_mask=token_mask,
+            tag=self.tag,
+        )
+        if self.training and self.load is not None:
+            self.load.add_(found.load)
+        return found.out, found.loss
+
+    def update_bias(self, process_group: Any = None) -> None:
+        """Moves the bias by bias_rate towards an even load of the forwards since the last call:
+        once for each step of the optimizer.  process_group: of the ranks that hold the same
+        experts, whose loads are added."""
+        if self.bias is None or self.load is None:
+            return
+        if process_group is not None:
+            torch.distributed.all_reduce(self.load, group=process_group)
+        count = self.options.layer.num_experts
+        bias_update(self.bias[:count], self.load, self.bias_rate, self.group)
+        self.load.zero_()
+
+    def sum_gradients(self) -> None:
+        """Adds the gradients of what all ranks share over the ranks of the group; those of the
+        experts are complete as they are.  After backward, on every rank."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name not in OF_EXPERTS and parameter.grad is not None:
+                whole = steps.sum(self.group, parameter.grad.float(), tag=self.tag)
+                parameter.grad.copy_(whole)
+
+    def extra_repr(self) -> str:
+        """Of print(module)."""
+        layer, experts = self.options.layer, self.options.experts
+        return (
+            f"num_experts={layer.num_experts}, top_k={layer.top_k}, hidden={experts.hidden}, "
+            f"inner={experts.inner}, group={self.group!r}"
+        )
+
+
+def fill(out: Tensor, name: str, seed: int, part: int) -> None:
+    """Random numbers that depend on the name, the seed and the part alone; drawn on the CPU."""
+    number = sum((i + 1) * ord(letter) for i, letter in enumerate(name))
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * 65_537 + part)
+    drawn = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    inputs = out.shape[-2] if out.dim() > 1 else out.shape[0]
+    out.copy_(drawn * inputs**-0.5)
+
+
+def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
+    """The state of a layer for torch.distributed.checkpoint, as DTensors that share its memory: the
+    experts over the mesh of the group, the rest on each of its ranks.  What was saved with one
+    number of ranks is loaded with another."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def place(name: str, value: Tensor) -> Any:
+        where = Shard(0) if name in OF_EXPERTS else Replicate()
+        return DTensor.from_local(value.detach(), mesh, [where], run_check=False)
+
+    return {name: place(name, value) for name, value in layer.state_dict().items()}

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole layer: router, plan, dispatch, experts, combine, as one function with gradients.
+
+On the CPU it is the core's own layer, forward and backward one operator each.  With `grouped_mm=`,
+on GPUs, and with a token mask it is composed of the single functions.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from epic import _native
+from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.options import Experts, Moe, Router, known
+from epic.torch import steps
+from epic.torch.experts import (
+    ExpertWeights,
+    GroupedMm,
+    activate,
+    completed,
+    dtype_name,
+    experts,
+    mlp,
+)
+from epic.torch.groups import Group
+from epic.torch.ops import numbers, raising
+from epic.torch.router import balance_loss, route
+
+ops = torch.ops.epic
+
+NO_EXPERTS = Experts(hidden=1, inner=1)  # stands for the shared expert that is not there
+
+
+class MoeWeights(NamedTuple):
+    """Parameters, as one rank has them: of its own experts; the others whole."""
+
+    w_gate: Tensor  # [hidden, E] float32, with float64 rows float64
+    w_gate_up: Tensor  # [local experts, hidden, width]
+    w_down: Tensor  # [local experts, inner, hidden]
+    b_gate: Tensor | None = None  # [E]
+    bias: Tensor | None = None  # [E] float32, for the choice only; no gradient
+    b_gate_up: Tensor | None = None
+    b_down: Tensor | None = None
+    shared_gate_up: Tensor | None = None  # [1, hidden, width]
+    shared_down: Tensor | None = None
+    shared_b_gate_up: Tensor | None = None
+    shared_b_down: Tensor | None = None
+    w_shared_gate: Tensor | None = None  # [hidden]: sigmoid(x w) times the shared expert's output
+
+
+class MoeOut(NamedTuple):
+    """out as x; loss []: this rank's part of balance loss + z-loss; load, demand: of the plan."""
+
+    out: Tensor
+    loss: Tensor
+    load: Tensor
+    demand: Tensor
+
+
+# The order of the operators' tensors.
+ORDER = (
+    "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
+    "shared_b_gate_up shared_b_down w_shared_gate"
+).split()
+OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+
+
+class Facts(NamedTuple):
+    """Of a layer on a group, for tensors of given dtypes: sizes, and what the operators are
+    passed."""
+
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    numbers: tuple[Any, ...]
+
+
+def numbers_of(options: Moe) -> tuple[Any, ...]:
+    """Of completed options."""
+    values = {
+        "balance_coeff": float(options.balance_coeff),
+        "z_coeff": float(options.z_coeff),
+        "sequence_tokens": options.sequence_tokens,
+        "capacity": options.capacity,
+        **options.layer.numbers("layer_"),
+        **options.router.numbers("router_"),
+        **options.experts.numbers("experts_"),
+        **(options.shared or NO_EXPERTS).numbers("shared_"),
+    }
+    if not options.shared:
+        values["shared_inner"] = 0
+    return numbers("moe", values)
+
+
+def facts_of(
+    group: Group, options: str, local: int, row_type: str, weight_type: str
+) -> tuple[Any, ...]:
+    """Facts of the options of that key; the group keeps them."""
+    key = (options, local, row_type, weight_type)
+    found = group.kept.get(key)
+    if found is None:
+        wish = known[options]
+        bound = group.capacity_bound(wish.layer)
+        whole = replace(
+            wish,
+            experts=completed(wish.experts, local, row_type, weight_type),
+            shared=wish.shared and completed(wish.shared, 1, row_type, weight_type),
+            capacity=bound if wish.capacity is None else wish.capacity,
+        )
+        sizes = _native.moe_memory(group.config(), whole)
+        bytes_ = (sizes.saved_bytes, sizes.forward_bytes, sizes.backward_bytes)
+        found = group.kept[key] = (*map(int, bytes_), numbers_of(whole))
+    return found
+
+
+def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
+    """What the operators cannot tell from the lengths of the tensors."""
+    steps.check_floats("x", x)
+    hidden = options.experts.hidden
+    if x.shape[-1] != hidden:
+        raise EpicArgumentError(f"x: shape {list(x.shape)}: [..., {hidden}] is needed")
+    columns = options.router.num_experts + options.router.zero_experts
+    if tuple(weights.w_gate.shape) != (hidden, columns):
+        raise EpicArgumentError(
+            f"w_gate: shape {list(weights.w_gate.shape)}: {[hidden, columns]} is needed"
+        )
+    if (options.shared is None) != (weights.shared_gate_up is None):
+        raise EpicArgumentError("shared options and shared weights come together")
+
+
+# ------------------------------------------------------------- the core's own layer ----
+
+
+class Layer(torch.autograd.Function):
+    """epic::moe with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: Group,
+        tag: int,
+        facts: Facts,
+        token_ids: Tensor | None,
+        table: Tensor | None,
+        ranks: Tensor | None,
+        x: Tensor,
+        *weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """The core saves what it needs; x and weights are kept as they are."""
+        numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.numbers)
+        out, loss, load, demand, saved = ops.moe.default(
+            group.turn, x, *weights, token_ids, table, ranks, *numbers
+        )
+        ctx.group, ctx.tag, ctx.facts = group, tag, facts
+        ctx.save_for_backward(x, *weights, saved)
+        ctx.mark_non_differentiable(load, demand)
+        return out, loss, load, demand
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, d_out: Tensor, d_loss: Tensor, *_: Any) -> tuple[Any, ...]:
+        """Weight gradients come in float32 and leave in the weights' dtype."""
+        x, *weights, saved = ctx.saved_tensors
+        group, facts = ctx.group, ctx.facts
+        numbers = (facts.backward_bytes, group.number, ctx.tag, *facts.numbers)
+        gradients = (d_out.contiguous(), d_loss.contiguous())
+        results = ops.moe_backward.default(group.turn, x, *weights, saved, *gradients, *numbers)
+        d_x = results[0]
+        pairs = zip(weights, (*results[1:3], None, *results[3:]), strict=True)  # not of the bias
+        given = [None if w is None or d is None else d.to(w.dtype) for w, d in pairs]
+        return None, None, None, None, None, None, d_x, *given
+
+
+# ------------------------------------------------------------------------- composed ----
+
+
+def logits_of(x: Tensor, weights: MoeWeights) -> Tensor:
+    """What the router sees, in float32 whatever autocast says."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with torch.autocast(x.device.type, enabled=False):
+        logits = x.to(wide) @ weights.w_gate.to(wide)
+        return logits if weights.b_gate is None else logits + weights.b_gate.to(wide)
+
+
+def by_experts(
+    options: Any,
+    grouped_mm: GroupedMm | None,
+    x: Tensor,
+    plan: steps.Plan,
+    weights: ExpertWeights,
+    slots: Tensor | None,
+) -> Tensor:
+    """With the caller's product, else by the core."""
+    if grouped_mm is not None:
+        return mlp(options, grouped_mm, x, plan.expert_rows, weights, slots)
+    return experts(options, x, plan.expert_rows, plan.expert_tokens, weights, slots)
+
+
+def by_shared(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
+    """The shared expert, which sees every token, gated if it has a gate."""
+    assert options.shared is not None and weights.shared_gate_up is not None
+    assert weights.shared_down is not None
+    z = x @ weights.shared_gate_up[0].to(x.dtype)
+    if weights.shared_b_gate_up is not None:
+        z = z + weights.shared_b_gate_up[0].to(z.dtype)
+    y = activate(options.shared, z).to(x.dtype) @ weights.shared_down[0].to(x.dtype)
+    if weights.shared_b_down is not None:
+        y = y + weights.shared_b_down[0].to(y.dtype)
+    if weights.w_shared_gate is not None:
+        gate = x.to(weights.w_shared_gate.dtype) @ weights.w_shared_gate
+        y = y * torch.sigmoid(gate)[:, None].to(y.dtype)
+    return y
+
+
+def probabilities(router: Router, logits: Tensor) -> Tensor:
+    """P of the balance loss: the scores of all columns, divided by their sum."""
+    if router.score in ("softmax", "logits"):
+        return logits.softmax(-1)
+    scores = torch.sigmoid(logits)
+    if router.score == "sqrtsoftplus":
+        scores = torch.sqrt(torch.nn.functional.softplus(logits))
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def losses(
+    group: Group,
+    options: Moe,
+    logits: Tensor,
+    plan: steps.Plan,
+    chosen: Tensor,
+    mask: Any,
+    tag: int,
+) -> Tensor:
+    """This rank's part, over the tokens that the mask keeps on all ranks."""
+    loss = logits.new_zeros(())
+    if not options.balance_coeff and not options.z_coeff:
+        return loss
+    router = options.router
+    live = logits.new_ones(logits.shape[0]) if mask is None else mask.to(logits.dtype)
+    total = steps.sum(group, live.sum().reshape(1).float(), tag=tag)[0].to(logits.dtype)
+    total = total.clamp(min=1)
+    if options.balance_coeff and options.sequence_tokens:
+        loss = loss + balance_loss(
+            router,
+            logits,
+            coeff=options.balance_coeff,
+            total_tokens=logits.shape[0] * group.num_ranks,
+            topk_idx=chosen,
+            sequence_tokens=options.sequence_tokens,
+            group=group,
+        )
+    elif options.balance_coeff:
+        p = probabilities(router, logits)[:, : router.num_experts] * live[:, None]
+        factor = router.num_experts * options.balance_coeff / (router.top_k * total * total)
+        loss = loss + factor * (p * plan.load).sum()
+    if options.z_coeff:
+        z = logits.logsumexp(-1).square() * live
+        loss = loss + options.z_coeff / total * z.sum()
+    return loss
+
+
+def composed(
+    group: Group,
+    options: Moe,
+    grouped_mm: GroupedMm | None,
+    x: Tensor,
+    weights: MoeWeights,
+    token_ids: Tensor | None,
+    table: Tensor | None,
+    ranks: Tensor | None,
+    mask: Tensor | None,
+    tag: int,
+) -> MoeOut:
+    """The layer from the single functions."""
+    logits = logits_of(x, weights)
+    chosen, w = route(
+        options.router, logits, bias=weights.bias, token_ids=token_ids, table=table, group=group
+    )
+    if mask is not None:
+        chosen = torch.where(mask[:, None], chosen, -1)
+    zero = chosen >= options.layer.num_experts  # identity experts stay at home
+    sent = torch.where(zero, -1, chosen) if options.router.zero_experts else chosen
+    local = weights.w_gate_up.shape[0]
+    late = options.experts.weighting == "late"
+    more: dict[str, Any] = {"capacity": options.capacity, "rank_of_expert": ranks, "tag": tag}
+    more["num_local_experts"] = local if ranks is not None else None
+    if options.quantize is None:
+        plan, recv, slots = steps.plan_dispatch(group, options.layer, sent, x, w, **more)
+    else:
+        plan = steps.plan(group, options.layer, sent, **more)
+        recv, slots = steps.dispatch(plan, x, w, quantize=options.quantize)
+    own = ExpertWeights(*(getattr(weights, name) for name in OF_EXPERTS))
+    y = by_experts(options.experts, grouped_mm, recv, plan, own, None if late else slots)
+    out = steps.combine(plan, y, slots if late else None)
+    if options.router.zero_experts:
+        kept = torch.where(zero, w, 0).sum(dim=1, keepdim=True)
+        out = (out + x * kept).to(x.dtype)
+    if options.shared is not None:
+        out = out + by_shared(options, x, weights)
+    loss = losses(group, options, logits, plan, chosen, mask, tag)
+    return MoeOut(out, loss, plan.load, plan.demand)
+
+
+# ------------------------------------------------------------------------ the layer ----
+
+
+@raising
+def moe(
+    group: Group,
+    options: Moe,
+    x: Tensor,
+    weights: MoeWeights,
+    *,
+    grouped_mm: GroupedMm | None = None,
+    token_ids: Tensor | None = None,
+    table: Tensor | None = None,
+    rank_of_expert: Any = None,
+    token_mask: Tensor | None = None,
+    tag: int = 0,
+) -> MoeOut:
+    """The layer of x [..., hidden].
+
+    grouped_mm: composes the layer around a product of the caller's, as torch._grouped_mm is one:
+    grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32); on GPUs it is
+    needed.  token_ids, table: as of route; rank_of_expert: as of plan.  token_mask [...] bool:
+    tokens that are False have no routed expert and no part in the losses.
+    """
+    weights = MoeWeights(*weights)
+    check_moe(options, x, weights)
+    rows = steps.as_rows("x", x)
+    ranks = steps.table_of(options.layer, rank_of_expert, rows)
+    if token_ids is not None:
+        token_ids = token_ids.reshape(-1).contiguous()
+    if table is not None:
+        table = table.to(torch.int32).contiguous()
+    mask = None if token_mask is None else token_mask.reshape(-1)
+    if x.device.type != "cpu" and grouped_mm is None:
+        raise EpicUnsupportedError(
+            f"x on {x.device}: the core's experts run on the CPU: pass grouped_mm=, for example "
+            "torch._grouped_mm"
+        )
+    if grouped_mm is not None or mask is not None or options.quantize is not None:
+        found = composed(
+            group, options, grouped_mm, rows, weights, token_ids, table, ranks, mask, tag
+        )
+        return found._replace(out=found.out.reshape(x.shape))
+    up = weights.w_gate_up
+    local, kinds = up.shape[0], (dtype_name(rows), dtype_name(up))
+    facts = Facts(*group.moe_facts(options.key, local, *kinds))
+    arrays = [getattr(weights, name) for name in ORDER]
+    arrays = [None if w is None else w.contiguous() for w in arrays]
+    out, loss, load, demand = Layer.apply(group, tag, facts, token_ids, table, ranks, rows, *arrays)
+    return MoeOut(out.reshape(x.shape), loss[0], load, demand)

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.ops.epic: the operators of libepic_torch.so, their shapes for tracing, their errors.
+
+The raw operators have no gradients and check little: epic.torch's functions are what is called.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from epic import _native
+from epic.errors import EpicArgumentError, EpicError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def load() -> ctypes.CDLL:
+    """The library, registered with torch."""
+    _native.core()
+    library = ctypes.CDLL(str(_native.find("libepic_torch.so")))
+    library.epic_torch_register.restype = ctypes.c_char_p
+    library.epic_torch_group_add.restype = ctypes.c_int64
+    library.epic_torch_group_add.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
+    library.epic_torch_group_remove.restype = ctypes.c_void_p
+    library.epic_torch_group_remove.argtypes = [ctypes.c_int64]
+    missing = library.epic_torch_register()
+    if missing is not None:
+        raise ImportError(
+            f"torch {torch.__version__} has not what libepic_torch.so needs: {missing.decode()}"
+        )
+    return library
+
+
+LIBRARY = load()
+FAKES = torch.library.Library("epic", "FRAGMENT")  # kept: what it registered goes with it
+
+
+def fake(function: Function) -> Function:
+    """Registers shapes: NAME_fake for epic::NAME."""
+    name = function.__name__.removesuffix("_fake")
+    torch.library.register_fake(f"epic::{name}", function, lib=FAKES)
+    return function
+
+
+# ---------------------------------------------------------------------------- errors ----
+
+
+def as_epic_error(error: RuntimeError) -> RuntimeError:
+    """What a kernel threw, as EpicError; any other error as it is."""
+    text = str(error).split("\n")[0]
+    code, _, sentence = text.partition(": ")
+    if isinstance(error, EpicError) or code not in _native.RESULTS:
+        return error
+    if code == "EPIC_EINVAL":
+        return EpicArgumentError(sentence)
+    return EpicError(code, sentence)
+
+
+def raising(function: Function) -> Function:
+    """Raises kernels' errors as EpicError.  A compiled program raises RuntimeError with the same
+    text: as_epic_error makes one of the other."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except RuntimeError as error:
+            if torch.compiler.is_compiling():
+                raise
+            raise as_epic_error(error) from None
+
+    return run  # type: ignore[return-value]
+
+
+# ---------------------------------------------------------------------------- shapes ----
+
+
+def ints(like: Tensor, *shape: Any) -> Tensor:
+    """An int32 result."""
+    return like.new_empty(shape, dtype=torch.int32)
+
+
+def floats(like: Tensor, *shape: Any) -> Tensor:
+    """A float32 result."""
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def octets(like: Tensor, size: Any) -> Tensor:
+    """A result of bytes."""
+    return like.new_empty((size,), dtype=torch.uint8)
+
+
+def wide(like: Tensor) -> torch.dtype:
+    """What is computed beside rows of a dtype."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
+def like_or_none(x: Tensor | None, dtype: torch.dtype, of: Tensor) -> Tensor:
+    """A gradient, or the empty result that stands for none."""
+    return floats(of, 0) if x is None else x.new_empty(x.shape, dtype=dtype)
+
+
+@fake
+def plan_fake(
+    turn: Tensor,
+    topk_idx: Tensor,
+    rank_of_expert: Tensor | None,
+    capacity: Any,
+    plan_bytes: Any,
+    num_local_experts: Any,
+    group: int,
+    tag: int,
+    *layer: int,
+) -> tuple[Tensor, ...]:
+    """The plan, expert_rows, expert_tokens, load, demand."""
+    local = num_local_experts
+    of = topk_idx
+    return octets(of, plan_bytes), ints(of, local), ints(of, local), ints(of, layer[0]), ints(of, 1)
+
+
+@fake
+def dispatch_fake(
+    turn: Tensor, plan: Tensor, tokens: Tensor, weights: Tensor | None, capacity: Any, *_: int
+) -> tuple[Tensor, Tensor]:
+    """The received rows and their weights."""
+    slots = 0 if weights is None else capacity
+    return tokens.new_empty((capacity, tokens.shape[1])), floats(tokens, slots)
+
+
+@fake
+def dispatch_out_fake(turn: Tensor, *_: Any) -> None:
+    """Nothing."""
+
+
+@fake
+def plan_dispatch_fake(
+    turn: Tensor,
+    topk_idx: Tensor,
+    rank_of_expert: Tensor | None,
+    tokens: Tensor,
+    weights: Tensor | None,
+    capacity: Any,
+    plan_bytes: Any,
+    num_local_experts: Any,
+    flags: int,
+    group: int,
+    tag: int,
+    *layer: int,
+) -> tuple[Tensor, ...]:
+    """Those of plan, then those of dispatch."""
+    sizes = (capacity, plan_bytes, num_local_experts)
+    planned = plan_fake(turn, topk_idx, rank_of_expert, *sizes, group, tag, *layer)
+    return (*planned, *dispatch_fake(turn, planned[0], tokens, weights, capacity))
+
+
+@fake
+def dispatch_quantized_fake(
+    turn: Tensor,
+    plan: Tensor,
+    tokens: Tensor,
+    weights: Tensor | None,
+    capacity: Any,
+    quantize: int,
+    *_: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, scales and weights."""
+    block, kind = (128, torch.float32) if quantize == 1 else (32, torch.uint8)
+    hidden = tokens.shape[1]
+    rows = tokens.new_empty((capacity, hidden), dtype=torch.float8_e4m3fn)
+    scales = tokens.new_empty((capacity, (hidden + block - 1) // block), dtype=kind)
+    return rows, scales, floats(tokens, 0 if weights is None else capacity)
+
+
+@fake
+def dispatch_backward_fake(
+    turn: Tensor,
+    plan: Tensor,
+    d_recv: Tensor,
+    d_slot_weights: Tensor | None,
+    num_tokens: Any,
+    top_k: Any,
+    *_: int,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of tokens and weights."""
+    d_tokens = d_recv.new_empty((num_tokens, d_recv.shape[1]))
+    none = d_slot_weights is None
+    return d_tokens, floats(d_recv, 0) if none else floats(d_recv, num_tokens, top_k)
+
+
+@fake
+def combine_fake(
+    turn: Tensor,
+    plan: Tensor,
+    rows: Tensor,
+    slot_weights: Tensor | None,
+    num_tokens: Any,
+    *_: int,
+) -> Tensor:
+    """The tokens."""
+    return rows.new_empty((num_tokens, rows.shape[1]))
+
+
+@fake
+def combine_out_fake(turn: Tensor, *_: Any) -> None:
+    """Nothing."""
+
+
+@fake
+def combine_backward_fake(
+    turn: Tensor,
+    plan: Tensor,
+    d_out: Tensor,
+    rows: Tensor | None,
+    slot_weights: Tensor | None,
+    capacity: Any,
+    *_: int,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and of their weights."""
+    d_rows = d_out.new_empty((capacity, d_out.shape[1]))
+    return d_rows, floats(d_out, 0 if rows is None else capacity)
+
+
+@fake
+def sum__fake(turn: Tensor, *_: Any) -> None:
+    """Nothing."""
+
+
+# ------------------------------------------------------------------- router and losses ----
+
+
+@fake
+def route_fake(
+    logits: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor | None,
+    table: Tensor | None,
+    group: int,
+    num_experts: int,
+    top_k: int,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The choice and its weights."""
+    shape = (logits.shape[0], top_k)
+    return ints(logits, *shape), logits.new_empty(shape, dtype=wide(logits))
+
+
+@fake
+def route_backward_fake(logits: Tensor, *_: Any) -> Tensor:
+    """The logits' gradient."""
+    return torch.empty_like(logits)
+
+
+@fake
+def balance_loss_fake(logits: Tensor, *_: Any) -> Tensor:
+    """A number."""
+    return logits.new_empty((1,), dtype=wide(logits))
+
+
+@fake
+def balance_loss_backward_fake(logits: Tensor, *_: Any) -> Tensor:
+    """The logits' gradient."""
+    return torch.empty_like(logits)
+
+
+@fake
+def z_loss_fake(logits: Tensor, *_: Any) -> Tensor:
+    """A number."""
+    return logits.new_empty((1,), dtype=wide(logits))
+
+
+@fake
+def z_loss_backward_fake(logits: Tensor, *_: Any) -> Tensor:
+    """The logits' gradient."""
+    return torch.empty_like(logits)
+
+
+@fake
+def bias_update__fake(bias: Tensor, *_: Any) -> None:
+    """Nothing."""
+
+
+# ------------------------------------------------------------------- experts and layer ----
+
+
+@fake
+def experts_fake(
+    x: Tensor,
+    expert_rows: Tensor,
+    expert_tokens: Tensor,
+    slot_weights: Tensor | None,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    b_gate_up: Tensor | None,
+    b_down: Tensor | None,
+    saved_bytes: Any,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The rows, and what is saved for backward."""
+    return torch.empty_like(x), octets(x, saved_bytes)
+
+
+@fake
+def experts_backward_fake(
+    x: Tensor,
+    expert_rows: Tensor,
+    expert_tokens: Tensor,
+    slot_weights: Tensor | None,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    b_gate_up: Tensor | None,
+    b_down: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    """Gradients of x, slot_weights and the weights."""
+    weights = (w_gate_up, w_down, b_gate_up, b_down)
+    slots = like_or_none(slot_weights, torch.float32, x)
+    return torch.empty_like(x), slots, *(like_or_none(w, wide(x), x) for w in weights)
+
+
+def argument_names(name: str) -> list[str]:
+    """Of an operator."""
+    schema = getattr(torch.ops.epic, name).default._schema
+    return [argument.name for argument in schema.arguments]
+
+
+def numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
+    """Those values that an operator has arguments for, in their order."""
+    return tuple(values[argument] for argument in argument_names(name) if argument in values)
+
+
+NUM_EXPERTS = argument_names("moe").index("router_num_experts")
+MOE_WEIGHTS = 12  # of moe: w_gate to w_shared_gate; the third is the bias, without a gradient
+
+
+@fake
+def moe_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """The tokens, the loss, load, demand, and what is saved for backward."""
+    saved_bytes, num_experts = rest[MOE_WEIGHTS + 3], rest[NUM_EXPERTS - 2]
+    loss = x.new_empty((1,), dtype=wide(x))
+    return torch.empty_like(x), loss, ints(x, num_experts), ints(x, 1), octets(x, saved_bytes)
+
+
+@fake
+def moe_backward_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Gradients of x and of the weights but the bias."""
+    weights = [w for i, w in enumerate(rest[:MOE_WEIGHTS]) if i != 2]
+    return torch.empty_like(x), *(like_or_none(w, wide(x), x) for w in weights)

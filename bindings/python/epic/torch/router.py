@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Router and losses: local to each rank, differentiable in the logits."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from epic.errors import EpicArgumentError
+from epic.options import Router, known
+from epic.torch.groups import Group
+from epic.torch.ops import raising
+from epic.torch.steps import check_floats, needs_gradient
+
+ops = torch.ops.epic
+
+
+@torch._dynamo.assume_constant_result
+@functools.cache
+def numbers_of(router: str) -> tuple[Any, ...]:
+    """What the operators are passed for the router of that key."""
+    return tuple(known[router].numbers().values())
+
+
+def number_of(group: Group | None, logits: Tensor) -> int:
+    """The group, which is needed on GPUs alone."""
+    if logits.device.type == "cpu":
+        return 0
+    if group is None:
+        raise EpicArgumentError(f"logits on {logits.device}: group= is needed there")
+    return group.number
+
+
+def as_logits(router: Router, logits: Tensor) -> Tensor:
+    """[num_tokens, E], checked."""
+    columns = router.num_experts + router.zero_experts
+    if logits.dim() < 2 or logits.shape[-1] != columns:
+        raise EpicArgumentError(f"logits: shape {list(logits.shape)}: [..., {columns}] is needed")
+    check_floats("logits", logits)
+    return logits.reshape(-1, columns).contiguous()
+
+
+# ---------------------------------------------------------------------------- router ----
+
+
+def route_op(
+    logits: Tensor, extras: tuple[Tensor | None, ...], group: int, numbers: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """The operator; extras: bias, token_ids, table."""
+    return ops.route.default(logits, *extras, group, *numbers)
+
+
+class Route(torch.autograd.Function):
+    """epic::route with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, extras: tuple[Any, ...], group: int, numbers: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """The choice is saved, not made again."""
+        chosen, weights = route_op(logits, extras, group, numbers)
+        ctx.group, ctx.numbers = group, numbers
+        ctx.save_for_backward(logits, chosen)
+        ctx.mark_non_differentiable(chosen)
+        return chosen, weights
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, _: Any, d_weights: Tensor) -> tuple[Any, ...]:
+        """The weights' gradient; the choice has none."""
+        logits, chosen = ctx.saved_tensors
+        d_logits = ops.route_backward.default(
+            logits, chosen, d_weights.contiguous(), ctx.group, *ctx.numbers
+        )
+        return d_logits, None, None, None
+
+
+@raising
+def route(
+    router: Router,
+    logits: Tensor,
+    *,
+    bias: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    table: Tensor | None = None,
+    group: Group | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Chooses experts: logits [..., E] -> topk_idx [num_tokens, top_k] int32 and weights.
+
+    bias [E] float32 counts for the choice only and has no gradient.  table [rows, top_k] with
+    token_ids [num_tokens]: experts by token id instead of a choice.  group: on GPUs, one there.
+    """
+    rows = as_logits(router, logits)
+    if (token_ids is None) != (table is None):
+        raise EpicArgumentError("token_ids and table come together")
+    if bias is not None:
+        bias = bias.detach().to(torch.float32).contiguous()
+    if table is not None and token_ids is not None:
+        token_ids = token_ids.reshape(-1).contiguous()
+        table = table.to(torch.int32).contiguous()
+    call = Route.apply if needs_gradient(rows) else route_op
+    extras = (bias, token_ids, table)
+    return call(rows, extras, number_of(group, rows), numbers_of(router.key))
+
+
+# ---------------------------------------------------------------------------- losses ----
+
+
+class BalanceLoss(torch.autograd.Function):
+    """epic::balance_loss with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        load: Tensor | None,
+        chosen: Tensor | None,
+        total_tokens: int,
+        sequence_tokens: int,
+        rest: tuple[Any, ...],
+    ) -> Tensor:
+        """All inputs are needed again; rest: coeff, group, the router's numbers."""
+        ctx.total_tokens, ctx.sequence_tokens, ctx.rest = total_tokens, sequence_tokens, rest
+        ctx.save_for_backward(logits, load, chosen)
+        return ops.balance_loss.default(logits, load, chosen, total_tokens, sequence_tokens, *rest)
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
+        """In the logits; the load has none."""
+        sizes = (ctx.total_tokens, ctx.sequence_tokens)
+        d_logits = scaled(ops.balance_loss_backward.default, ctx, d_loss, *sizes)
+        return d_logits, None, None, None, None, None
+
+
+class ZLoss(torch.autograd.Function):
+    """epic::z_loss with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, total_tokens: int, rest: tuple[Any, ...]) -> Tensor:
+        """As BalanceLoss."""
+        ctx.total_tokens, ctx.rest = total_tokens, rest
+        ctx.save_for_backward(logits)
+        return ops.z_loss.default(logits, total_tokens, *rest)
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
+        """In the logits."""
+        return scaled(ops.z_loss_backward.default, ctx, d_loss, ctx.total_tokens), None, None
+
+
+def scaled(operator: Any, ctx: Any, d_loss: Tensor, *sizes: int) -> Tensor:
+    """The core takes d_loss in float32; in float64 it is multiplied here."""
+    saved = ctx.saved_tensors
+    if d_loss.dtype == torch.float64:
+        return operator(*saved, None, *sizes, *ctx.rest) * d_loss
+    return operator(*saved, d_loss.contiguous(), *sizes, *ctx.rest)
+
+
+@raising
+def balance_loss(
+    router: Router,
+    logits: Tensor,
+    *,
+    coeff: float,
+    total_tokens: int,
+    load: Tensor | None = None,
+    topk_idx: Tensor | None = None,
+    sequence_tokens: int = 0,
+    group: Group | None = None,
+) -> Tensor:
+    """num_experts * coeff / (top_k * T^2) * sum over experts of load * sum over tokens of P.
+
+    load: as a plan gives it; or, for each sequence by itself, topk_idx and sequence_tokens.  T is
+    total_tokens, of all ranks; the ranks' losses add up to the loss.
+    """
+    rows = as_logits(router, logits)
+    load, topk_idx = (None, topk_idx) if sequence_tokens else (load, None)
+    if load is None and topk_idx is None:
+        raise EpicArgumentError("load is needed, or topk_idx with sequence_tokens")
+    rest = (float(coeff), number_of(group, rows), *numbers_of(router.key))
+    return BalanceLoss.apply(rows, load, topk_idx, total_tokens, sequence_tokens, rest)[0]
+
+
+@raising
+def z_loss(
+    router: Router,
+    logits: Tensor,
+    *,
+    coeff: float,
+    total_tokens: int,
+    group: Group | None = None,
+) -> Tensor:
+    """coeff / T * sum over tokens of logsumexp(logits)^2; the ranks' parts add up."""
+    rows = as_logits(router, logits)
+    rest = (float(coeff), number_of(group, rows), *numbers_of(router.key))
+    return ZLoss.apply(rows, total_tokens, rest)[0]
+
+
+@raising
+def bias_update(bias: Tensor, load: Tensor, rate: float, group: Group | None = None) -> None:
+    """bias += rate * sign(mean load - load), in place; without a gradient."""
+    with torch.no_grad():
+        ops.bias_update_.default(bias, load, float(rate), number_of(group, bias))
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(bias)

@@ -1,0 +1,561 @@
+# SPDX-License-Identifier: Apache-2.0
+"""plan, dispatch, combine, plan_dispatch and sum: tensors in, tensors out, with gradients."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from epic.errors import EpicArgumentError
+from epic.options import BLOCKS, Layer, word
+from epic.torch.groups import Facts, Group
+from epic.torch.ops import raising
+
+ops = torch.ops.epic
+
+ROW_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ZERO_TAIL = 1
+EXACT = 0  # as capacity: as many slots as land
+
+
+class Way(NamedTuple):
+    """Where the calls of a plan go."""
+
+    group: Group
+    tag: int
+    top_k: int
+
+
+class Plan(NamedTuple):
+    """Where every choice goes.
+
+    bytes [n] uint8: what dispatch, combine and their gradients read; expert_rows and
+    expert_tokens [local experts] int32: padded and true rows of each slab; load [num_experts]
+    int32: choices of each expert over the group; demand [1] int32: slots that were needed.
+    """
+
+    bytes: Tensor
+    expert_rows: Tensor
+    expert_tokens: Tensor
+    load: Tensor
+    demand: Tensor
+    num_tokens: int
+    capacity: int
+    way: Way
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Is there a gradient to be kept for?"""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def as_rows(name: str, x: Tensor, count: int | None = None) -> Tensor:
+    """[..., hidden] as [rows, hidden], contiguous."""
+    if x.dim() < 2:
+        raise EpicArgumentError(f"{name}: shape {list(x.shape)}: [..., hidden] is needed")
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
+    if count is not None and rows.shape[0] != count:
+        raise EpicArgumentError(
+            f"{name}: {rows.shape[0]} rows (shape {list(x.shape)}): the plan has {count}"
+        )
+    return rows.contiguous()
+
+
+def check_floats(name: str, x: Tensor) -> None:
+    """What is added must be a type that the core adds."""
+    if x.dtype not in ROW_TYPES:
+        raise EpicArgumentError(
+            f"{name}: dtype {x.dtype}: float32, bfloat16, float16 or float64 is needed"
+        )
+
+
+def as_weights(name: str, x: Tensor | None, *shape: int) -> Tensor | None:
+    """Float32 of that shape; None stays None."""
+    if x is None:
+        return None
+    size = shape[0] * shape[1] if len(shape) == 2 else shape[0]
+    if x.numel() != size:
+        raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
+    return x.reshape(shape).to(torch.float32).contiguous()
+
+
+def as_choices(layer: Layer, topk_idx: Tensor) -> Tensor:
+    """[num_tokens, top_k]."""
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        raise EpicArgumentError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
+    if topk_idx.dim() < 2 or topk_idx.shape[-1] != layer.top_k:
+        raise EpicArgumentError(
+            f"topk_idx: shape {list(topk_idx.shape)}: [..., top_k {layer.top_k}] is needed"
+        )
+    return as_rows("topk_idx", topk_idx)
+
+
+def table_of(layer: Layer, table: Any, like: Tensor) -> Tensor | None:
+    """rank_of_expert as a tensor."""
+    if table is None:
+        return None
+    ranks = torch.as_tensor(table, dtype=torch.int32, device=like.device).contiguous()
+    if ranks.shape != (layer.num_experts,):
+        raise EpicArgumentError(
+            f"rank_of_expert: shape {list(ranks.shape)}: [{layer.num_experts}] is needed"
+        )
+    return ranks
+
+
+# ------------------------------------------------------------------------------ plan ----
+
+
+def sizes_of(facts: Facts, table: Any, capacity: int | None, local: int | None) -> Any:
+    """Slots, bytes of the plan, and room for the counts.  With a table the core may write counts
+    of more experts than the caller reckons with."""
+    slots = facts.capacity if capacity is None else capacity
+    if slots < 0:
+        raise EpicArgumentError(f"capacity {slots}: 0 (EXACT) or more is needed")
+    if table is None:
+        return slots, facts.plan_bytes, facts.num_local_experts
+    if capacity is None or local is None:
+        raise EpicArgumentError(
+            "rank_of_expert needs capacity=, as any placement may need more than the bound, and "
+            "num_local_experts="
+        )
+    return slots, facts.plan_bytes, table.shape[0]
+
+
+def plan_of(way: Way, parts: Any, num_tokens: int, capacity: int, local: int | None) -> Plan:
+    """The operator's results."""
+    data, rows, tokens, load, demand = parts
+    if local is not None and rows.shape[0] != local:
+        rows, tokens = rows[:local], tokens[:local]
+    return Plan(data, rows, tokens, load, demand, num_tokens, capacity, way)
+
+
+@raising
+def plan(
+    group: Group,
+    layer: Layer,
+    topk_idx: Tensor,
+    *,
+    capacity: int | None = None,
+    rank_of_expert: Any = None,
+    num_local_experts: int | None = None,
+    tag: int = 0,
+) -> Plan:
+    """Makes the plan of topk_idx [..., top_k]; negative: no expert.
+
+    capacity: slots of this rank; None: as many as can ever be needed; EXACT: as many as land, for
+    which the host waits once.  rank_of_expert [num_experts]: which rank owns each expert, with
+    num_local_experts, the most of one rank; None: contiguous blocks.  tag: calls of one tag come
+    in the same order on every rank; threads of a process use different ones.
+    """
+    facts, way = Facts(*group.facts(layer.key)), Way(group, tag, layer.top_k)
+    chosen = as_choices(layer, topk_idx)
+    table = table_of(layer, rank_of_expert, chosen)
+    sizes = sizes_of(facts, table, capacity, num_local_experts)
+    parts = ops.plan.default(group.turn, chosen, table, *sizes, group.number, tag, *facts.numbers)
+    slots = sizes[0]
+    if slots == EXACT:
+        slots = int(parts[4].item())
+    return plan_of(way, parts, chosen.shape[0], slots, num_local_experts)
+
+
+# -------------------------------------------------------------------------- dispatch ----
+
+
+def rows_home(ctx: Any, plan: Tensor, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
+    """Gradients of the received rows and weights, brought to their tokens."""
+    way, group = ctx.way, ctx.way.group
+    d_tokens, d_weights = ops.dispatch_backward.default(
+        group.turn,
+        plan,
+        d_recv.contiguous(),
+        d_slots.contiguous() if ctx.has_weights else None,
+        ctx.num_tokens,
+        way.top_k,
+        group.number,
+        way.tag,
+    )
+    return d_tokens, d_weights if ctx.has_weights else None
+
+
+class Dispatch(torch.autograd.Function):
+    """epic::dispatch with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        way: Way,
+        data: Tensor,
+        tokens: Tensor,
+        weights: Tensor | None,
+        capacity: int,
+        flags: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Nothing is saved but the plan."""
+        ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
+        ctx.save_for_backward(data)
+        return dispatch_op(way, data, tokens, weights, capacity, flags)
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, ...]:
+        """The plan has no gradient."""
+        (data,) = ctx.saved_tensors
+        return None, None, *rows_home(ctx, data, d_recv, d_slots), None, None
+
+
+def dispatch_op(
+    way: Way, data: Tensor, tokens: Tensor, weights: Tensor | None, capacity: int, flags: int
+) -> tuple[Tensor, Tensor]:
+    """The operator."""
+    group = way.group
+    return ops.dispatch.default(
+        group.turn, data, tokens, weights, capacity, flags, group.number, way.tag
+    )
+
+
+@raising
+def dispatch(
+    plan: Plan,
+    tokens: Tensor,
+    weights: Tensor | None = None,
+    *,
+    quantize: str | None = None,
+    zero_tail: bool = True,
+    out: tuple[Tensor, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Sends each token to its experts: [..., hidden] -> [capacity, hidden].
+
+    With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
+    the plan does not fill are zeros; with zero_tail=False those past the last slab hold anything.
+    quantize "1x128" or "1x32": rows travel in e4m3 and arrive rounded; the gradient goes straight
+    through.  out: tensors that are written and returned, without a gradient.
+    """
+    way = plan.way
+    check_floats("tokens", tokens)
+    rows = as_rows("tokens", tokens, plan.num_tokens)
+    weights = as_weights("weights", weights, plan.num_tokens, way.top_k)
+    flags = ZERO_TAIL if zero_tail else 0
+    if out is not None:
+        return dispatch_into(plan, rows, weights, flags, *out)
+    if quantize is not None:
+        return rounded(plan, rows, weights, word("quantize", quantize, BLOCKS))
+    call = Dispatch.apply if needs_gradient(rows, weights) else dispatch_op
+    recv, slots = call(way, plan.bytes, rows, weights, plan.capacity, flags)
+    return recv, None if weights is None else slots
+
+
+def refuse_gradient(*tensors: Tensor | None) -> None:
+    """Of calls that write into tensors of the caller."""
+    if needs_gradient(*tensors):
+        raise EpicArgumentError("out= has no gradient: use torch.no_grad(), or do without out=")
+
+
+def note_write(*tensors: Tensor | None) -> None:
+    """Autograd finds a saved tensor that was written since: operators of libraries have to say
+    so."""
+    if not torch.compiler.is_compiling():
+        for x in tensors:
+            if x is not None:
+                torch.autograd.graph.increment_version(x)
+
+
+def dispatch_into(
+    plan: Plan,
+    rows: Tensor,
+    weights: Tensor | None,
+    flags: int,
+    recv: Tensor,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """dispatch with out=."""
+    refuse_gradient(rows, weights)
+    if (weights is None) != (slots is None):
+        raise EpicArgumentError("weights and the second tensor of out= come together")
+    way, group = plan.way, plan.way.group
+    data, turn = plan.bytes, group.turn
+    ops.dispatch_out.default(turn, data, rows, weights, recv, slots, flags, group.number, way.tag)
+    note_write(recv, slots)
+    return recv, slots
+
+
+# ------------------------------------------------------------------------- quantized ----
+
+
+def dispatch_quantized(
+    plan: Plan, tokens: Tensor, weights: Tensor | None = None, block: str = "1x128"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dispatch in e4m3: rows, scales [capacity, blocks], weights; without a gradient.
+
+    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.
+    """
+    check_floats("tokens", tokens)
+    rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
+    weights = as_weights("weights", weights, plan.num_tokens, plan.way.top_k)
+    if weights is not None:
+        weights = weights.detach()
+    recv, scales, slots = quantized(
+        plan.way, plan.bytes, rows, weights, plan.capacity, word("block", block, BLOCKS)
+    )
+    return recv, scales, None if weights is None else slots
+
+
+@raising
+def quantized(
+    way: Way, data: Tensor, rows: Tensor, weights: Tensor | None, capacity: int, block: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator."""
+    group, kind = way.group, 1 + BLOCKS.index(block)
+    return ops.dispatch_quantized.default(
+        group.turn, data, rows, weights, capacity, kind, ZERO_TAIL, group.number, way.tag
+    )
+
+
+def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1x128") -> Tensor:
+    """What dispatch_quantized's rows stand for."""
+    if block == "1x32":
+        powers = torch.exp2(scales.to(torch.float32) - 127)
+        scales = torch.where(scales == 255, torch.nan, powers)
+    size = 32 if block == "1x32" else 128
+    wide = scales.repeat_interleave(size, dim=1)[:, : rows.shape[1]]
+    return (rows.to(torch.float32) * wide).to(dtype)
+
+
+class DispatchRounded(torch.autograd.Function):
+    """dispatch whose rows travelled in e4m3; its gradient is that of dispatch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        way: Way,
+        data: Tensor,
+        tokens: Tensor,
+        weights: Tensor | None,
+        capacity: int,
+        block: str,
+    ) -> tuple[Tensor, Tensor]:
+        """Nothing is saved but the plan."""
+        ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
+        ctx.save_for_backward(data)
+        rows, scales, slots = quantized(way, data, tokens, weights, capacity, block)
+        return dequantize(rows, scales, tokens.dtype, block), slots
+
+    backward = Dispatch.backward
+
+
+def rounded(
+    plan: Plan, rows: Tensor, weights: Tensor | None, block: str
+) -> tuple[Tensor, Tensor | None]:
+    """dispatch with quantize=."""
+    recv, slots = DispatchRounded.apply(plan.way, plan.bytes, rows, weights, plan.capacity, block)
+    return recv, None if weights is None else slots
+
+
+# --------------------------------------------------------------------- plan_dispatch ----
+
+
+def plan_dispatch_op(
+    way: Way,
+    chosen: Tensor,
+    table: Tensor | None,
+    tokens: Tensor,
+    weights: Tensor | None,
+    sizes: tuple[int, ...],
+    flags: int,
+    layer: tuple[int, ...],
+) -> tuple[Tensor, ...]:
+    """The operator."""
+    group = way.group
+    numbers = (*sizes, flags, group.number, way.tag, *layer)
+    return ops.plan_dispatch.default(group.turn, chosen, table, tokens, weights, *numbers)
+
+
+class PlanDispatch(torch.autograd.Function):
+    """epic::plan_dispatch with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        way: Way,
+        chosen: Tensor,
+        table: Tensor | None,
+        tokens: Tensor,
+        weights: Tensor | None,
+        sizes: tuple[int, ...],
+        flags: int,
+        layer: tuple[int, ...],
+    ) -> tuple[Tensor, ...]:
+        """The plan is saved."""
+        ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
+        out = plan_dispatch_op(way, chosen, table, tokens, weights, sizes, flags, layer)
+        ctx.save_for_backward(out[0])
+        ctx.mark_non_differentiable(*out[:5])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """As dispatch's."""
+        (data,) = ctx.saved_tensors
+        return None, None, None, *rows_home(ctx, data, *gradients[5:]), None, None, None
+
+
+@raising
+def plan_dispatch(
+    group: Group,
+    layer: Layer,
+    topk_idx: Tensor,
+    tokens: Tensor,
+    weights: Tensor | None = None,
+    *,
+    capacity: int | None = None,
+    rank_of_expert: Any = None,
+    num_local_experts: int | None = None,
+    zero_tail: bool = True,
+    tag: int = 0,
+) -> tuple[Plan, Tensor, Tensor | None]:
+    """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None)."""
+    facts, way = Facts(*group.facts(layer.key)), Way(group, tag, layer.top_k)
+    chosen = as_choices(layer, topk_idx)
+    table = table_of(layer, rank_of_expert, chosen)
+    sizes = sizes_of(facts, table, capacity, num_local_experts)
+    if sizes[0] == EXACT:
+        raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
+    check_floats("tokens", tokens)
+    rows = as_rows("tokens", tokens, chosen.shape[0])
+    weights = as_weights("weights", weights, chosen.shape[0], layer.top_k)
+    call = PlanDispatch.apply if needs_gradient(rows, weights) else plan_dispatch_op
+    flags = ZERO_TAIL if zero_tail else 0
+    out = call(way, chosen, table, rows, weights, sizes, flags, facts.numbers)
+    made = plan_of(way, out[:5], chosen.shape[0], sizes[0], num_local_experts)
+    return made, out[5], None if weights is None else out[6]
+
+
+# --------------------------------------------------------------------------- combine ----
+
+
+def combine_op(
+    way: Way,
+    data: Tensor,
+    rows: Tensor,
+    slots: Tensor | None,
+    num_tokens: int,
+    _: bool = False,
+) -> Tensor:
+    """The operator."""
+    group = way.group
+    return ops.combine.default(group.turn, data, rows, slots, num_tokens, group.number, way.tag)
+
+
+class Combine(torch.autograd.Function):
+    """epic::combine with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        way: Way,
+        data: Tensor,
+        rows: Tensor,
+        slots: Tensor | None,
+        num_tokens: int,
+        weighs: bool,
+    ) -> Tensor:
+        """Rows are needed again only for the weights' gradient."""
+        ctx.way, ctx.capacity, ctx.weighs = way, rows.shape[0], weighs
+        ctx.save_for_backward(data, rows if weighs else None, slots)
+        return combine_op(way, data, rows, slots, num_tokens)
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+        """To the slots, scaled by their weights."""
+        data, rows, slots = ctx.saved_tensors
+        way, group = ctx.way, ctx.way.group
+        d_rows, d_slots = ops.combine_backward.default(
+            group.turn,
+            data,
+            d_out.contiguous(),
+            rows,
+            slots,
+            ctx.capacity,
+            ZERO_TAIL,
+            group.number,
+            way.tag,
+        )
+        return None, None, d_rows, d_slots if ctx.weighs else None, None, None
+
+
+@raising
+def combine(
+    plan: Plan, rows: Tensor, slot_weights: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Brings rows home, summed: [capacity, hidden] -> [num_tokens, hidden].
+
+    out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the layer's order.
+    out=: a tensor that is written and returned, without a gradient.
+    """
+    check_floats("rows", rows)
+    rows = as_rows("rows", rows, plan.capacity)
+    slots = as_weights("slot_weights", slot_weights, plan.capacity)
+    way, group = plan.way, plan.way.group
+    if out is not None:
+        refuse_gradient(rows, slots)
+        data, turn = plan.bytes, group.turn
+        ops.combine_out.default(turn, data, rows, slots, out, group.number, way.tag)
+        note_write(out)
+        return out
+    weighs = slots is not None and slots.requires_grad
+    call = Combine.apply if needs_gradient(rows, slots) else combine_op
+    return call(way, plan.bytes, rows, slots, plan.num_tokens, weighs)
+
+
+# ------------------------------------------------------------------------------- sum ----
+
+
+def sum_op(group: Group, x: Tensor, order: int, tag: int) -> Tensor:
+    """The operator works in place."""
+    out = x.clone()
+    ops.sum_.default(group.turn, out, order, group.number, tag)
+    return out
+
+
+class Sum(torch.autograd.Function):
+    """epic::sum_ with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, x: Tensor, order: int, tag: int) -> Tensor:
+        """Nothing is saved."""
+        ctx.group, ctx.order, ctx.tag = group, order, tag
+        return sum_op(group, x, order, tag)
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Each rank's x is in every rank's sum."""
+        return None, sum_op(ctx.group, gradient.contiguous(), ctx.order, ctx.tag), None, None
+
+
+@raising
+def sum(group: Group, x: Tensor, *, tree: bool = False, tag: int = 0) -> Tensor:
+    """Adds float32 tensors over the ranks: the same bits on every rank, in rank order or in a
+    binary tree."""
+    if x.dtype != torch.float32:
+        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
+    call = Sum.apply if needs_gradient(x) else sum_op
+    return call(group, x.reshape(-1).contiguous(), int(tree), tag).reshape(x.shape)
+
+
+# --------------------------------------------------------------------- checkpointing ----
+
+
+def save_plans(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
+    """A policy for torch.utils.checkpoint.create_selective_checkpoint_contexts: plans are kept and
+    all else is computed again, which saves the exchange that a plan takes."""
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    is_plan = op in (ops.plan.default, ops.plan_dispatch.default)
+    return policy.MUST_SAVE if is_plan else policy.PREFER_RECOMPUTE

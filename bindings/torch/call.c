@@ -1,0 +1,412 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "call.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+static char no_elements[64]; /* where an array without elements lies when torch says NULL */
+
+/* ---------------------------------------------------------------------------- errors ---- */
+
+torch_call call_begin(const char *op, torch_value *stack)
+{
+    return (torch_call){.op = op, .stack = stack, .place = {-1, 0}};
+}
+
+void call_fail(torch_call *call, epic_result result, const char *format, ...)
+{
+    if (call->failed) return;
+    call->failed = true;
+    const int length = snprintf(call->error, sizeof call->error,
+                                "%s: epic.torch.%s: ", epic_result_name(result), call->op);
+    va_list list;
+    va_start(list, format);
+    vsnprintf(call->error + length, sizeof call->error - (size_t)length, format, list);
+    va_end(list);
+}
+
+void call_told(torch_call *call, epic_result result)
+{
+    if (result != EPIC_OK) call_fail(call, result, "%s", epic_error(NULL));
+}
+
+/* Nothing of a call outlives it but its text. */
+static _Noreturn void throw_copy(const torch_call *call)
+{
+    char text[sizeof call->error];
+    memcpy(text, call->error, sizeof text);
+    torch_throw(text);
+}
+
+static void delete_all(torch_tensor *tensors, int count)
+{
+    while (count > 0) torch.delete_tensor_object(tensors[--count]);
+}
+
+void call_end(torch_call *call)
+{
+    if (call->guard != NULL) torch.delete_cuda_guard(call->guard);
+    group_leave(&call->use);
+    delete_all(call->owned, call->num_owned);
+    if (call->failed) {
+        delete_all(call->made, call->num_made);
+        throw_copy(call);
+    }
+    for (int i = 0; i < call->num_made; i++)
+        call->stack[i] = (torch_value)(uintptr_t)call->made[i];
+}
+
+/* ------------------------------------------------------------------------- arguments ---- */
+
+static uint32_t type_of(int32_t dtype)
+{
+    if (dtype == torch.dtype_float32()) return EPIC_F32;
+    if (dtype == torch.dtype_bfloat16()) return EPIC_BF16;
+    if (dtype == torch.dtype_float16()) return EPIC_F16;
+    if (dtype == torch.dtype_float64()) return EPIC_F64;
+    if (dtype == torch.dtype_int32()) return EPIC_I32;
+    if (dtype == torch.dtype_int64()) return EPIC_I64;
+    if (dtype == torch.dtype_uint8()) return CALL_U8;
+    if (dtype == torch.dtype_float8_e4m3fn()) return EPIC_E4M3;
+    return CALL_OTHER;
+}
+
+static int32_t dtype_of(uint32_t type)
+{
+    switch (type) {
+    case EPIC_F32:
+        return torch.dtype_float32();
+    case EPIC_BF16:
+        return torch.dtype_bfloat16();
+    case EPIC_F16:
+        return torch.dtype_float16();
+    case EPIC_F64:
+        return torch.dtype_float64();
+    case EPIC_I32:
+        return torch.dtype_int32();
+    case EPIC_I64:
+        return torch.dtype_int64();
+    case EPIC_E4M3:
+        return torch.dtype_float8_e4m3fn();
+    default:
+        return torch.dtype_uint8();
+    }
+}
+
+static int64_t type_bytes(uint32_t type)
+{
+    switch (type) {
+    case EPIC_F64:
+    case EPIC_I64:
+        return 8;
+    case EPIC_F32:
+    case EPIC_I32:
+        return 4;
+    case EPIC_BF16:
+    case EPIC_F16:
+        return 2;
+    default:
+        return 1;
+    }
+}
+
+static const char *type_name(uint32_t type)
+{
+    switch (type) {
+    case EPIC_F32:
+        return "float32";
+    case EPIC_BF16:
+        return "bfloat16";
+    case EPIC_F16:
+        return "float16";
+    case EPIC_F64:
+        return "float64";
+    case EPIC_I32:
+        return "int32";
+    case EPIC_I64:
+        return "int64";
+    case EPIC_E4M3:
+        return "float8_e4m3fn";
+    case CALL_U8:
+        return "uint8";
+    case CALL_ROWS:
+        return "float32, bfloat16, float16 or float64";
+    case CALL_FLOAT:
+        return "float32 or float64";
+    case CALL_INDEX:
+        return "int32 or int64";
+    default:
+        return "another dtype";
+    }
+}
+
+static bool is_one_of(uint32_t type, uint32_t wanted)
+{
+    switch (wanted) {
+    case CALL_ROWS:
+        return type == EPIC_F32 || type == EPIC_BF16 || type == EPIC_F16 || type == EPIC_F64;
+    case CALL_FLOAT:
+        return type == EPIC_F32 || type == EPIC_F64;
+    case CALL_INDEX:
+        return type == EPIC_I32 || type == EPIC_I64;
+    default:
+        return type == wanted;
+    }
+}
+
+static torch_tensor own(torch_call *call, torch_value value)
+{
+    return call->owned[call->num_owned++] = (torch_tensor)(uintptr_t)value;
+}
+
+static torch_tensor next_tensor(torch_call *call)
+{
+    return own(call, call->stack[call->next++]);
+}
+
+static torch_tensor next_tensor_or_none(torch_call *call)
+{
+    torch_value *cell = (torch_value *)(uintptr_t)call->stack[call->next++];
+    if (cell == NULL) return NULL;
+    const torch_value value = *cell;
+    torch_cell_delete(cell);
+    return own(call, value);
+}
+
+static const char *place_name(group_place place, char *out, size_t size)
+{
+    if (place.device_type == TORCH_CPU)
+        snprintf(out, size, "cpu");
+    else
+        snprintf(out, size, "%s:%d",
+                 place.device_type == TORCH_CUDA ? "cuda" : "another device",
+                 (int)place.device_index);
+    return out;
+}
+
+static bool is_same_place(group_place a, group_place b)
+{
+    return a.device_type == b.device_type &&
+           (a.device_type == TORCH_CPU || a.device_index == b.device_index);
+}
+
+static void check_place(torch_call *call, const char *name, torch_tensor tensor)
+{
+    group_place place;
+    if (torch.get_device_type(tensor, &place.device_type) ||
+        torch.get_device_index(tensor, &place.device_index))
+        call_fail(call, EPIC_EINVAL, "%s: torch does not tell its device", name);
+    if (call->place.device_type < 0) call->place = place;
+    char here[32], there[32];
+    if (!is_same_place(call->place, place))
+        call_fail(call, EPIC_EINVAL, "%s is on %s, other tensors are on %s: use one device",
+                  name, place_name(place, here, sizeof here),
+                  place_name(call->place, there, sizeof there));
+}
+
+static void measure(call_array *array, int64_t dim, const int64_t *sizes)
+{
+    array->dim = dim;
+    array->sizes = sizes;
+    array->rows = array->columns = 1;
+    for (int64_t d = 0; d < dim - (dim > 1); d++) array->rows *= sizes[d];
+    if (dim > 1) array->columns = sizes[dim - 1];
+    array->count = array->rows * array->columns;
+    array->bytes = array->count * type_bytes(array->type);
+}
+
+static call_array look(torch_call *call, const char *name, torch_tensor tensor, uint32_t type,
+                       int64_t dim)
+{
+    call_array array = {.data = no_elements};
+    int64_t found_dim, *sizes; /* sizes are borrowed from the tensor */
+    int32_t dtype;
+    bool contiguous;
+    check_place(call, name, tensor);
+    if (torch.get_dim(tensor, &found_dim) || torch.get_sizes(tensor, &sizes) ||
+        torch.get_dtype(tensor, &dtype) || torch.get_data_ptr(tensor, &array.data) ||
+        torch.is_contiguous(tensor, &contiguous)) {
+        call_fail(call, EPIC_EINVAL, "%s: torch does not tell its properties", name);
+        return array;
+    }
+    array.type = type_of(dtype);
+    if (!is_one_of(array.type, type))
+        call_fail(call, EPIC_EINVAL, "%s is %s: %s is needed", name, type_name(array.type),
+                  type_name(type));
+    if (found_dim != dim)
+        call_fail(call, EPIC_EINVAL, "%s has %" PRId64 " dimensions: %" PRId64 " are needed",
+                  name, found_dim, dim);
+    if (!contiguous)
+        call_fail(call, EPIC_EINVAL, "%s is not contiguous: call .contiguous() on it", name);
+    if (call->failed) return array;
+    measure(&array, dim, sizes);
+    if (array.data == NULL) array.data = no_elements;
+    return array;
+}
+
+call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim)
+{
+    return look(call, name, next_tensor(call), type, dim);
+}
+
+call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim)
+{
+    torch_tensor tensor = next_tensor_or_none(call);
+    if (tensor == NULL) return (call_array){0};
+    return look(call, name, tensor, type, dim);
+}
+
+void call_check_count(torch_call *call, const char *name, call_array array, int64_t count)
+{
+    if (array.data != NULL && array.count != count)
+        call_fail(call, EPIC_EINVAL, "%s has %" PRId64 " elements: %" PRId64 " are needed",
+                  name, array.count, count);
+}
+
+void call_turn(torch_call *call)
+{
+    check_place(call, "turn", next_tensor(call));
+}
+
+int64_t call_int(torch_call *call)
+{
+    return (int64_t)call->stack[call->next++];
+}
+
+uint32_t call_uint(torch_call *call, const char *name)
+{
+    const int64_t value = call_int(call);
+    if (value < 0 || value > UINT32_MAX)
+        call_fail(call, EPIC_EINVAL, "%s %" PRId64 ": 0 to %u is needed", name, value,
+                  UINT32_MAX);
+    return (uint32_t)value;
+}
+
+double call_float(torch_call *call)
+{
+    double value;
+    memcpy(&value, &call->stack[call->next++], sizeof value);
+    return value;
+}
+
+/* ----------------------------------------------------------------------------- where ---- */
+
+/* A kernel is launched on the current device's stream of that device. */
+static void guard_device(torch_call *call, epic_call *out)
+{
+    if (call->place.device_type != TORCH_CUDA || call->failed) return;
+    if (torch.get_current_cuda_stream == NULL ||
+        torch.create_cuda_guard(call->place.device_index, &call->guard) ||
+        torch.get_current_cuda_stream(call->place.device_index, &out->stream))
+        call_fail(call, EPIC_EDEVICE, "torch does not tell its stream");
+}
+
+static void enter(torch_call *call, int64_t number)
+{
+    if (call->failed) return;
+    if (!group_enter(&call->use, number)) {
+        call_fail(call, EPIC_ECLOSED, "the group was closed: open a new one");
+        return;
+    }
+    char here[32], there[32];
+    if (!is_same_place(call->place, call->use.place))
+        call_fail(call, EPIC_EINVAL, "the tensors are on %s, the group is on %s",
+                  place_name(call->place, here, sizeof here),
+                  place_name(call->use.place, there, sizeof there));
+}
+
+epic_call call_enter(torch_call *call)
+{
+    enter(call, call_int(call));
+    epic_call out = {.tag = (uint64_t)call_int(call)};
+    guard_device(call, &out);
+    return out;
+}
+
+epic_call call_enter_local(torch_call *call)
+{
+    epic_call out = {0};
+    const int64_t number = call_int(call);
+    if (number != 0)
+        enter(call, number);
+    else if (call->place.device_type != TORCH_CPU)
+        call_fail(call, EPIC_EINVAL, "tensors on a GPU need a group of that GPU: pass group=");
+    guard_device(call, &out);
+    return out;
+}
+
+/* --------------------------------------------------------------------------- results ---- */
+
+static call_array empty(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes,
+                        torch_tensor *out)
+{
+    call_array array = {.data = no_elements, .type = type};
+    int64_t strides[CALL_DIMS];
+    int64_t count = 1;
+    for (int64_t d = dim - 1; d >= 0; d--) {
+        strides[d] = count;
+        count *= sizes[d];
+        if (sizes[d] < 0)
+            call_fail(call, EPIC_EINVAL, "an array of %" PRId64 " rows cannot be made",
+                      sizes[d]);
+    }
+    if (call->failed) return array;
+    if (torch.empty_strided(dim, sizes, strides, dtype_of(type), call->place.device_type,
+                            call->place.device_index, out)) {
+        *out = NULL;
+        call_fail(call, EPIC_ENOMEM, "no memory for %" PRId64 " elements", count);
+        return array;
+    }
+    measure(&array, dim, sizes);
+    torch.get_data_ptr(*out, &array.data);
+    if (array.data == NULL) array.data = no_elements;
+    return array;
+}
+
+static call_array result(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
+{
+    torch_tensor made = NULL;
+    const call_array array = empty(call, type, dim, sizes, &made);
+    if (made != NULL) call->made[call->num_made++] = made;
+    return array;
+}
+
+call_array call_result(torch_call *call, uint32_t type, int64_t rows, int64_t columns)
+{
+    const int64_t sizes[2] = {rows, columns};
+    return result(call, type, columns < 0 ? 1 : 2, sizes);
+}
+
+call_array call_result_like(torch_call *call, uint32_t type, call_array like)
+{
+    if (like.data != NULL && like.sizes != NULL)
+        return result(call, type, like.dim, like.sizes);
+    call_no_result(call);
+    return (call_array){0};
+}
+
+call_array call_memory(torch_call *call, int64_t bytes)
+{
+    return call_result(call, CALL_U8, bytes, -1);
+}
+
+void call_no_result(torch_call *call)
+{
+    (void)call_result(call, EPIC_F32, 0, -1);
+}
+
+call_array call_workspace(torch_call *call, int64_t bytes)
+{
+    torch_tensor made = NULL;
+    const call_array array = empty(call, CALL_U8, 1, &bytes, &made);
+    if (made != NULL) call->owned[call->num_owned++] = made;
+    return array;
+}
+
+epic_rows call_rows(call_array array)
+{
+    if (array.data == NULL) return (epic_rows){0};
+    return (epic_rows){array.data, array.rows, array.columns * type_bytes(array.type)};
+}

@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A call of an operator, read in order: arguments, results, errors.
+ *
+ * A kernel gets a stack of 64-bit values, the arguments in the order of the schema:
+ *     Tensor         a handle that is the kernel's to delete
+ *     Tensor?        0, or a heap cell, the kernel's to delete, that holds such a handle
+ *     int, SymInt    an int64_t
+ *     float          the bits of a double
+ * Results overwrite the stack from its start; a returned handle is torch's.
+ *
+ * A call keeps its first error and gives harmless values from then on.  So a kernel reads all of
+ * its arguments, runs the core unless call.failed, and ends with call_end, which deletes what the
+ * call owns and throws the error. */
+#ifndef EPIC_TORCH_CALL_H
+#define EPIC_TORCH_CALL_H
+
+#include "epic/epic.h"
+#include "groups.h"
+#include "shim.h"
+
+enum { CALL_TENSORS = 32, CALL_DIMS = 3 }; /* most of an operator, and of a tensor */
+
+#define CALL_U8 100u    /* beside epic_type: bytes of plans and memory */
+#define CALL_ROWS 101u  /* any type that is added: F32, BF16, F16, F64 */
+#define CALL_FLOAT 102u /* F32 or F64 */
+#define CALL_INDEX 103u /* I32 or I64 */
+#define CALL_OTHER 255u
+
+typedef struct torch_call {
+    const char *op;
+    torch_value *stack;
+    int next; /* argument to be read */
+    int num_owned, num_made;
+    torch_tensor owned[CALL_TENSORS], made[CALL_TENSORS];
+    group_place place; /* of the first tensor, which the others share */
+    group_use use;     /* after call_enter */
+    void *guard;       /* CUDA: makes the device the thread's */
+    bool failed;
+    char error[1024];
+} torch_call;
+
+typedef struct call_array {
+    void *data;   /* NULL: the array is absent; never NULL for one that is there */
+    int64_t rows; /* all dimensions but the last; of one dimension: its length */
+    int64_t columns;
+    int64_t count;
+    int64_t bytes;
+    uint32_t type; /* an epic_type, or CALL_U8 */
+    int64_t dim;
+    const int64_t *sizes; /* [dim]: an argument's, valid until call_end */
+} call_array;
+
+torch_call call_begin(const char *op, torch_value *stack);
+void call_fail(torch_call *call, epic_result result, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+/* The next argument.  `type`: an epic_type, or one of CALL_; dim: the dimensions needed. */
+call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim);
+call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim);
+/* Of an array that is there: the core is told no lengths. */
+void call_check_count(torch_call *call, const char *name, call_array array, int64_t count);
+void call_turn(
+    torch_call *call); /* the tensor that orders the calls of a context: never read */
+int64_t call_int(torch_call *call);
+uint32_t call_uint(torch_call *call, const char *name);
+double call_float(torch_call *call);
+
+/* The next two arguments, `int group, int tag`; the core's call, and the context in call->use. */
+epic_call call_enter(torch_call *call);
+/* Of a local operator, whose group is 0 where no context is needed: host memory. */
+epic_call call_enter_local(torch_call *call);
+
+/* The next result; columns -1: of one dimension. */
+call_array call_result(torch_call *call, uint32_t type, int64_t rows, int64_t columns);
+/* Of the shape of an argument; absent as that. */
+call_array call_result_like(torch_call *call, uint32_t type, call_array like);
+call_array call_memory(torch_call *call, int64_t bytes); /* a result of bytes */
+void call_no_result(torch_call *call);                   /* an absent one: no elements */
+/* Memory that goes with the call. */
+call_array call_workspace(torch_call *call, int64_t bytes);
+
+/* What the core said. */
+void call_told(torch_call *call, epic_result result);
+/* The end: results on the stack, or the error thrown. */
+void call_end(torch_call *call);
+
+epic_rows call_rows(call_array array);
+
+#endif

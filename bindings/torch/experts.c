@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The experts' MLP by the core.  It is local: no turn. */
+#include <string.h>
+
+#include "ops.h"
+#include "options.h"
+
+/* Zeros past the last slab, which the core leaves alone: a new tensor has no memory to be left.
+ * expert_rows lies on the host, as the experts run there only. */
+static void zero_tail(const torch_call *call, call_array slots, call_array expert_rows)
+{
+    if (call->failed || slots.data == NULL || slots.rows == 0) return;
+    int64_t occupied = 0;
+    for (int64_t e = 0; e < expert_rows.count; e++)
+        occupied += ((const int32_t *)expert_rows.data)[e];
+    if (occupied < 0 || occupied >= slots.rows) return;
+    const int64_t row_bytes = slots.bytes / slots.rows;
+    memset((char *)slots.data + occupied * row_bytes, 0,
+           (size_t)((slots.rows - occupied) * row_bytes));
+}
+
+/* What both directions read first, in this order. */
+typedef struct inputs {
+    call_array x, rows, tokens, slot_weights;
+    call_array w_gate_up, w_down, b_gate_up, b_down;
+} inputs;
+
+static inputs read_inputs(torch_call *call)
+{
+    inputs in = {.x = call_arg(call, "x", CALL_ROWS, 2)};
+    in.rows = call_arg(call, "expert_rows", EPIC_I32, 1);
+    in.tokens = call_arg(call, "expert_tokens", EPIC_I32, 1);
+    in.slot_weights = call_arg_or_none(call, "slot_weights", EPIC_F32, 1);
+    in.w_gate_up = call_arg(call, "w_gate_up", CALL_ROWS, 3);
+    in.w_down = call_arg(call, "w_down", CALL_ROWS, 3);
+    in.b_gate_up = call_arg_or_none(call, "b_gate_up", CALL_ROWS, 2);
+    in.b_down = call_arg_or_none(call, "b_down", CALL_ROWS, 2);
+    return in;
+}
+
+static void check_inputs(torch_call *call, const inputs *in, const epic_experts *experts)
+{
+    const int64_t local = experts->num_local_experts, hidden = experts->hidden;
+    const int64_t inner = experts->inner, width = experts->ungated ? inner : 2 * inner;
+    call_check_count(call, "x", in->x, in->x.rows * hidden);
+    call_check_count(call, "expert_rows", in->rows, local);
+    call_check_count(call, "expert_tokens", in->tokens, local);
+    call_check_count(call, "slot_weights", in->slot_weights, in->x.rows);
+    call_check_count(call, "w_gate_up", in->w_gate_up, local * hidden * width);
+    call_check_count(call, "w_down", in->w_down, local * inner * hidden);
+    call_check_count(call, "b_gate_up", in->b_gate_up, local * width);
+    call_check_count(call, "b_down", in->b_down, local * hidden);
+}
+
+/* The fields of the core's arguments, alike in both directions. */
+#define INPUTS(in)                                                             \
+    .x = (in).x.data, .num_slots = (in).x.rows, .expert_rows = (in).rows.data, \
+    .expert_tokens = (in).tokens.data, .slot_weights = (in).slot_weights.data, \
+    .w_gate_up = (in).w_gate_up.data, .w_down = (in).w_down.data,              \
+    .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data
+
+static epic_experts_memory_info sizes_of(torch_call *call, const epic_experts *experts,
+                                         int64_t num_slots)
+{
+    epic_experts_memory_info sizes = {0};
+    if (!call->failed) call_told(call, epic_experts_memory(experts, num_slots, &sizes));
+    return sizes;
+}
+
+static void experts(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("experts", stack);
+    const inputs in = read_inputs(&call);
+    const int64_t saved_bytes = call_int(&call);
+    const epic_call where = call_enter_local(&call);
+    const epic_experts options = read_experts(&call, in.x.type, in.w_gate_up.type);
+    check_inputs(&call, &in, &options);
+    const epic_experts_memory_info sizes = sizes_of(&call, &options, in.x.rows);
+    const call_array y = call_result_like(&call, in.x.type, in.x);
+    const call_array saved = call_memory(&call, saved_bytes);
+    const call_array workspace = call_workspace(&call, sizes.forward_bytes);
+    const epic_experts_args args = {INPUTS(in),
+                                    .call = where,
+                                    .experts = &options,
+                                    .y = y.data,
+                                    .saved = saved.data,
+                                    .saved_bytes = saved.bytes,
+                                    .workspace = workspace.data,
+                                    .workspace_bytes = workspace.bytes};
+    zero_tail(&call, y, in.rows);
+    if (!call.failed) call_told(&call, epic_experts_forward(call.use.ctx, &args));
+    call_end(&call);
+}
+
+static void gradients(torch_call *call, const inputs *in, epic_experts_backward_args *args)
+{
+    const uint32_t type = in->x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    const call_array d_x = call_result_like(call, in->x.type, in->x);
+    const call_array d_slots = call_result_like(call, EPIC_F32, in->slot_weights);
+    args->d_x = d_x.data;
+    args->d_slot_weights = d_slots.data;
+    args->d_w_gate_up = call_result_like(call, type, in->w_gate_up).data;
+    args->d_w_down = call_result_like(call, type, in->w_down).data;
+    args->d_b_gate_up = call_result_like(call, type, in->b_gate_up).data;
+    args->d_b_down = call_result_like(call, type, in->b_down).data;
+    zero_tail(call, d_x, in->rows);
+    zero_tail(call, d_slots, in->rows);
+}
+
+static void experts_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("experts_backward", stack);
+    const inputs in = read_inputs(&call);
+    const call_array saved = call_arg(&call, "saved", CALL_U8, 1);
+    const call_array d_y = call_arg(&call, "d_y", in.x.type, 2);
+    const epic_call where = call_enter_local(&call);
+    const epic_experts options = read_experts(&call, in.x.type, in.w_gate_up.type);
+    check_inputs(&call, &in, &options);
+    call_check_count(&call, "d_y", d_y, in.x.count);
+    const epic_experts_memory_info sizes = sizes_of(&call, &options, in.x.rows);
+    epic_experts_backward_args args = {INPUTS(in),
+                                       .call = where,
+                                       .experts = &options,
+                                       .saved = saved.data,
+                                       .saved_bytes = saved.bytes,
+                                       .d_y = d_y.data};
+    gradients(&call, &in, &args);
+    const call_array workspace = call_workspace(&call, sizes.backward_bytes);
+    args.workspace = workspace.data;
+    args.workspace_bytes = workspace.bytes;
+    if (!call.failed) call_told(&call, epic_experts_backward(call.use.ctx, &args));
+    call_end(&call);
+}
+
+#define INPUT_SCHEMA                                                              \
+    "(Tensor x, Tensor expert_rows, Tensor expert_tokens, Tensor? slot_weights, " \
+    "Tensor w_gate_up, Tensor w_down, Tensor? b_gate_up, Tensor? b_down"
+
+static const torch_op ops[] = {
+    OP(experts, INPUT_SCHEMA ", SymInt saved_bytes, int group" EXPERTS_SCHEMA
+                             ") -> (Tensor y, Tensor saved)"),
+    OP(experts_backward, INPUT_SCHEMA
+       ", Tensor saved, Tensor d_y, int group" EXPERTS_SCHEMA
+       ") -> (Tensor d_x, Tensor d_slot_weights, Tensor d_w_gate_up, Tensor d_w_down, "
+       "Tensor d_b_gate_up, Tensor d_b_down)"),
+};
+
+torch_ops experts_ops(void)
+{
+    return OPS_OF(ops);
+}

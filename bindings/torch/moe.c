@@ -1,0 +1,208 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The whole layer, forward and backward, over the core's own. */
+#include "ops.h"
+#include "options.h"
+
+/* What both directions read alike: WEIGHTS first, then the numbers of NUMBERS. */
+typedef struct moe_job {
+    epic_layer layer;
+    epic_router router;
+    epic_experts experts, shared;
+    epic_moe moe;
+    epic_moe_weights weights;
+    call_array x, w_gate, b_gate, bias, w_gate_up, w_down, b_gate_up, b_down;
+    call_array shared_gate_up, shared_down, shared_b_gate_up, shared_b_down, w_shared_gate;
+} moe_job;
+
+static void read_weights(torch_call *call, moe_job *job)
+{
+    job->x = call_arg(call, "x", CALL_ROWS, 2);
+    const uint32_t gate = job->x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    job->w_gate = call_arg(call, "w_gate", gate, 2);
+    job->b_gate = call_arg_or_none(call, "b_gate", gate, 1);
+    job->bias = call_arg_or_none(call, "bias", EPIC_F32, 1);
+    job->w_gate_up = call_arg(call, "w_gate_up", CALL_ROWS, 3);
+    job->w_down = call_arg(call, "w_down", CALL_ROWS, 3);
+    job->b_gate_up = call_arg_or_none(call, "b_gate_up", CALL_ROWS, 2);
+    job->b_down = call_arg_or_none(call, "b_down", CALL_ROWS, 2);
+    job->shared_gate_up = call_arg_or_none(call, "shared_gate_up", CALL_ROWS, 3);
+    job->shared_down = call_arg_or_none(call, "shared_down", CALL_ROWS, 3);
+    job->shared_b_gate_up = call_arg_or_none(call, "shared_b_gate_up", CALL_ROWS, 2);
+    job->shared_b_down = call_arg_or_none(call, "shared_b_down", CALL_ROWS, 2);
+    job->w_shared_gate = call_arg_or_none(call, "w_shared_gate", gate, 1);
+    job->weights = (epic_moe_weights){.w_gate = job->w_gate.data,
+                                      .b_gate = job->b_gate.data,
+                                      .bias = job->bias.data,
+                                      .w_gate_up = job->w_gate_up.data,
+                                      .w_down = job->w_down.data,
+                                      .b_gate_up = job->b_gate_up.data,
+                                      .b_down = job->b_down.data,
+                                      .shared_gate_up = job->shared_gate_up.data,
+                                      .shared_down = job->shared_down.data,
+                                      .shared_b_gate_up = job->shared_b_gate_up.data,
+                                      .shared_b_down = job->shared_b_down.data,
+                                      .w_shared_gate = job->w_shared_gate.data};
+}
+
+static void check_mlp(torch_call *call, const epic_experts *experts, const call_array arrays[4],
+                      const char *const names[4])
+{
+    const int64_t local = experts->num_local_experts, hidden = experts->hidden;
+    const int64_t inner = experts->inner, width = experts->ungated ? inner : 2 * inner;
+    call_check_count(call, names[0], arrays[0], local * hidden * width);
+    call_check_count(call, names[1], arrays[1], local * inner * hidden);
+    call_check_count(call, names[2], arrays[2], local * width);
+    call_check_count(call, names[3], arrays[3], local * hidden);
+}
+
+/* The core is told no lengths. */
+static void check_weights(torch_call *call, const moe_job *job)
+{
+    static const char *const names[] = {"w_gate_up", "w_down", "b_gate_up", "b_down"};
+    static const char *const shared_names[] = {"shared_gate_up", "shared_down",
+                                               "shared_b_gate_up", "shared_b_down"};
+    const call_array arrays[] = {job->w_gate_up, job->w_down, job->b_gate_up, job->b_down};
+    const call_array shared[] = {job->shared_gate_up, job->shared_down, job->shared_b_gate_up,
+                                 job->shared_b_down};
+    const int64_t columns = (int64_t)job->router.num_experts + job->router.zero_experts;
+    const int64_t hidden = job->experts.hidden;
+    call_check_count(call, "x", job->x, job->x.rows * hidden);
+    call_check_count(call, "w_gate", job->w_gate, hidden * columns);
+    call_check_count(call, "b_gate", job->b_gate, columns);
+    call_check_count(call, "bias", job->bias, columns);
+    call_check_count(call, "w_shared_gate", job->w_shared_gate, hidden);
+    check_mlp(call, &job->experts, arrays, names);
+    if (job->moe.shared != NULL) check_mlp(call, &job->shared, shared, shared_names);
+}
+
+static void read_numbers(torch_call *call, moe_job *job)
+{
+    job->moe.balance_coeff = call_float(call);
+    job->moe.z_coeff = call_float(call);
+    job->moe.sequence_tokens = call_int(call);
+    job->moe.capacity = call_int(call);
+    job->layer = read_placing(call);
+    job->router = read_router(call);
+    job->layer.num_experts = job->router.num_experts;
+    job->layer.top_k = job->router.top_k;
+    job->experts = read_experts(call, job->x.type, job->w_gate_up.type);
+    job->shared = read_shared(call, job->experts);
+    job->moe.layer = &job->layer;
+    job->moe.router = &job->router;
+    job->moe.experts = &job->experts;
+    job->moe.shared = job->shared.inner != 0 ? &job->shared : NULL;
+    check_weights(call, job);
+}
+
+static void moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("moe", stack);
+    moe_job job = {0};
+    call_turn(&call);
+    read_weights(&call, &job);
+    const call_array ids = call_arg_or_none(&call, "token_ids", CALL_INDEX, 1);
+    const call_array table = call_arg_or_none(&call, "table", EPIC_I32, 2);
+    const call_array ranks = call_arg_or_none(&call, "rank_of_expert", EPIC_I32, 1);
+    const int64_t saved_bytes = call_int(&call), workspace_bytes = call_int(&call);
+    const epic_call where = call_enter(&call);
+    read_numbers(&call, &job);
+    call_check_count(&call, "token_ids", ids, job.x.rows);
+    call_check_count(&call, "table", table, table.rows * job.router.top_k);
+    call_check_count(&call, "rank_of_expert", ranks, job.layer.num_experts);
+    const uint32_t type = job.x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    epic_moe_args args = {.call = where,
+                          .moe = &job.moe,
+                          .weights = &job.weights,
+                          .x = call_rows(job.x),
+                          .token_ids = ids.data,
+                          .token_id_type = ids.type,
+                          .table = table.data,
+                          .table_rows = table.rows,
+                          .rank_of_expert = ranks.data,
+                          .loss_type = type};
+    args.out = call_rows(call_result_like(&call, job.x.type, job.x));
+    args.loss = call_result(&call, type, 1, -1).data;
+    args.load = call_result(&call, EPIC_I32, job.layer.num_experts, -1).data;
+    args.demand = call_result(&call, EPIC_I32, 1, -1).data;
+    const call_array saved = call_memory(&call, saved_bytes);
+    const call_array workspace = call_workspace(&call, workspace_bytes);
+    args.saved = saved.data;
+    args.saved_bytes = saved.bytes;
+    args.workspace = workspace.data;
+    args.workspace_bytes = workspace.bytes;
+    if (!call.failed) call_told(&call, epic_moe_forward(call.use.ctx, &args));
+    call_end(&call);
+}
+
+static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("moe_backward", stack);
+    moe_job job = {0};
+    call_turn(&call);
+    read_weights(&call, &job);
+    const uint32_t type = job.x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    const call_array saved = call_arg(&call, "saved", CALL_U8, 1);
+    const call_array d_out = call_arg(&call, "d_out", job.x.type, 2);
+    const call_array d_loss = call_arg(&call, "d_loss", type, 1);
+    const int64_t workspace_bytes = call_int(&call);
+    const epic_call where = call_enter(&call);
+    read_numbers(&call, &job);
+    call_check_count(&call, "d_loss", d_loss, 1);
+    epic_moe_gradients gradients;
+    epic_moe_backward_args args = {.call = where,
+                                   .moe = &job.moe,
+                                   .weights = &job.weights,
+                                   .x = call_rows(job.x),
+                                   .d_out = call_rows(d_out),
+                                   .gradients = &gradients,
+                                   .saved = saved.data,
+                                   .saved_bytes = saved.bytes,
+                                   .d_loss = d_loss.data,
+                                   .loss_type = type};
+    args.d_x = call_rows(call_result_like(&call, job.x.type, job.x));
+    gradients.w_gate = call_result_like(&call, type, job.w_gate).data;
+    gradients.b_gate = call_result_like(&call, type, job.b_gate).data;
+    gradients.w_gate_up = call_result_like(&call, type, job.w_gate_up).data;
+    gradients.w_down = call_result_like(&call, type, job.w_down).data;
+    gradients.b_gate_up = call_result_like(&call, type, job.b_gate_up).data;
+    gradients.b_down = call_result_like(&call, type, job.b_down).data;
+    gradients.shared_gate_up = call_result_like(&call, type, job.shared_gate_up).data;
+    gradients.shared_down = call_result_like(&call, type, job.shared_down).data;
+    gradients.shared_b_gate_up = call_result_like(&call, type, job.shared_b_gate_up).data;
+    gradients.shared_b_down = call_result_like(&call, type, job.shared_b_down).data;
+    gradients.w_shared_gate = call_result_like(&call, type, job.w_shared_gate).data;
+    const call_array workspace = call_workspace(&call, workspace_bytes);
+    args.workspace = workspace.data;
+    args.workspace_bytes = workspace.bytes;
+    if (!call.failed) call_told(&call, epic_moe_backward(call.use.ctx, &args));
+    call_end(&call);
+}
+
+#define WEIGHTS                                                                 \
+    "(Tensor(a!) turn, Tensor x, Tensor w_gate, Tensor? b_gate, Tensor? bias, " \
+    "Tensor w_gate_up, Tensor w_down, Tensor? b_gate_up, Tensor? b_down, "      \
+    "Tensor? shared_gate_up, Tensor? shared_down, Tensor? shared_b_gate_up, "   \
+    "Tensor? shared_b_down, Tensor? w_shared_gate"
+#define NUMBERS                                                                          \
+    ", int group, int tag, float balance_coeff, float z_coeff, SymInt sequence_tokens, " \
+    "SymInt capacity" PLACING_SCHEMA ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
+
+static const torch_op ops[] = {
+    OP(moe, WEIGHTS ", Tensor? token_ids, Tensor? table, Tensor? rank_of_expert, "
+                    "SymInt saved_bytes, SymInt workspace_bytes" NUMBERS
+                    ") -> (Tensor out, Tensor loss, Tensor load, Tensor demand, Tensor saved)"),
+    OP(moe_backward,
+       WEIGHTS ", Tensor saved, Tensor d_out, Tensor d_loss, "
+               "SymInt workspace_bytes" NUMBERS
+               ") -> (Tensor d_x, Tensor d_w_gate, Tensor d_b_gate, Tensor d_w_gate_up, "
+               "Tensor d_w_down, Tensor d_b_gate_up, Tensor d_b_down, Tensor d_shared_gate_up, "
+               "Tensor d_shared_down, Tensor d_shared_b_gate_up, Tensor d_shared_b_down, "
+               "Tensor d_w_shared_gate)"),
+};
+
+torch_ops moe_ops(void)
+{
+    return OPS_OF(ops);
+}

@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The operators of each file, for the one that registers them. */
+#ifndef EPIC_TORCH_OPS_H
+#define EPIC_TORCH_OPS_H
+
+#include "shim.h"
+
+typedef struct torch_op {
+    const char *name; /* of epic:: */
+    const char *schema;
+    torch_kernel *kernel; /* for tensors on CPUs and on GPUs */
+} torch_op;
+
+typedef struct torch_ops {
+    const torch_op *ops;
+    int count;
+} torch_ops;
+
+torch_ops steps_ops(void);
+torch_ops router_ops(void);
+torch_ops experts_ops(void);
+torch_ops moe_ops(void);
+
+#define OPS_OF(array) ((torch_ops){array, (int)(sizeof(array) / sizeof *(array))})
+#define OP(name, schema)          \
+    {                             \
+#name, #name schema, name \
+    }
+
+#endif

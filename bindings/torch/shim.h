@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What is used of PyTorch: C functions that each version from 2.9 on exports, found at run time
+ * in the libraries that the process has loaded.  So one libepic_torch.so serves them all, and
+ * nothing of PyTorch is needed to build it. */
+#ifndef EPIC_TORCH_SHIM_H
+#define EPIC_TORCH_SHIM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define TORCH_EXPORT __attribute__((visibility("default")))
+
+typedef uint64_t torch_value;              /* torch: StableIValue */
+typedef struct torch_handle *torch_tensor; /* torch: AtenTensorHandle */
+typedef void torch_kernel(torch_value *stack, uint64_t num_arguments, uint64_t num_results);
+
+enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */
+
+/* Each returns 0 when it succeeded, the dtypes their number. */
+#define TORCH_FUNCTIONS(F)                                                                     \
+    F(int32_t, library_init_fragment, const char *, const char *, uint32_t, void **)           \
+    F(int32_t, library_init_impl, const char *, const char *, const char *, uint32_t, void **) \
+    F(int32_t, library_def, void *, const char *)                                              \
+    F(int32_t, library_impl, void *, const char *, torch_kernel *)                             \
+    F(int32_t, get_data_ptr, torch_tensor, void **)                                            \
+    F(int32_t, get_dim, torch_tensor, int64_t *)                                               \
+    F(int32_t, get_sizes, torch_tensor, int64_t **)                                            \
+    F(int32_t, get_dtype, torch_tensor, int32_t *)                                             \
+    F(int32_t, get_device_type, torch_tensor, int32_t *)                                       \
+    F(int32_t, get_device_index, torch_tensor, int32_t *)                                      \
+    F(int32_t, is_contiguous, torch_tensor, bool *)                                            \
+    F(int32_t, delete_tensor_object, torch_tensor)                                             \
+    F(int32_t, empty_strided, int64_t, const int64_t *, const int64_t *, int32_t, int32_t,     \
+      int32_t, torch_tensor *)                                                                 \
+    F(int32_t, dtype_float32, void)                                                            \
+    F(int32_t, dtype_bfloat16, void)                                                           \
+    F(int32_t, dtype_float16, void)                                                            \
+    F(int32_t, dtype_float64, void)                                                            \
+    F(int32_t, dtype_float8_e4m3fn, void)                                                      \
+    F(int32_t, dtype_int32, void)                                                              \
+    F(int32_t, dtype_int64, void)                                                              \
+    F(int32_t, dtype_uint8, void)
+
+/* Of libtorch_cuda.so, NULL where there is none. */
+#define TORCH_CUDA_FUNCTIONS(F)                           \
+    F(int32_t, get_current_cuda_stream, int32_t, void **) \
+    F(int32_t, create_cuda_guard, int32_t, void **)       \
+    F(int32_t, delete_cuda_guard, void *)
+
+#define TORCH_DECLARE(type, name, ...) type (*name)(__VA_ARGS__);
+typedef struct torch_functions {
+    TORCH_FUNCTIONS(TORCH_DECLARE)
+    TORCH_CUDA_FUNCTIONS(TORCH_DECLARE)
+} torch_functions;
+#undef TORCH_DECLARE
+
+extern torch_functions torch;
+
+/* NULL, or the name of what is missing. */
+const char *torch_find(void);
+
+/* Python sees RuntimeError(text). */
+_Noreturn void torch_throw(const char *text);
+
+/* Frees the cell of an optional argument. */
+void torch_cell_delete(void *cell);
+
+#endif

@@ -1,0 +1,352 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* plan, dispatch, combine, their gradients and sum.  The arguments' order is that of the schemas at
+ * the end; what an operator may write has a `!` there. */
+#include <string.h>
+
+#include "ops.h"
+#include "options.h"
+
+static bool go(const torch_call *call)
+{
+    return !call->failed;
+}
+
+/* ------------------------------------------------------------------------------ plan ---- */
+
+/* What plan and plan_dispatch read alike. */
+typedef struct plan_job {
+    epic_layer layer;
+    epic_plan_args args;
+    int64_t top_k, table_length; /* of the arrays */
+    int64_t num_local, plan_bytes;
+} plan_job;
+
+static void read_choices(torch_call *call, plan_job *job)
+{
+    const call_array chosen = call_arg(call, "topk_idx", CALL_INDEX, 2);
+    const call_array table = call_arg_or_none(call, "rank_of_expert", EPIC_I32, 1);
+    job->args.topk_idx = chosen.data;
+    job->args.num_tokens = chosen.rows;
+    job->args.index_type = chosen.type;
+    job->args.rank_of_expert = table.data;
+    job->top_k = chosen.columns;
+    job->table_length = table.count;
+}
+
+static void read_sizes(torch_call *call, plan_job *job)
+{
+    job->args.capacity = call_int(call);
+    job->plan_bytes = call_int(call);
+    job->num_local = call_int(call);
+}
+
+/* What the core cannot know of the arrays: it is told no lengths. */
+static void check_lengths(torch_call *call, const plan_job *job)
+{
+    if (call->failed) return;
+    const int64_t experts = job->layer.num_experts, ranks = epic_num_ranks(call->use.ctx);
+    const bool has_table = job->args.rank_of_expert != NULL;
+    const int64_t most = has_table ? experts : (experts + ranks - 1) / ranks;
+    if (job->top_k != job->layer.top_k)
+        call_fail(call, EPIC_EINVAL, "topk_idx has %lld columns: top_k %u are needed",
+                  (long long)job->top_k, job->layer.top_k);
+    if (has_table && job->table_length != experts)
+        call_fail(call, EPIC_EINVAL,
+                  "rank_of_expert has %lld elements: num_experts %lld are needed",
+                  (long long)job->table_length, (long long)experts);
+    if (job->num_local < most)
+        call_fail(call, EPIC_EINVAL, "num_local_experts %lld: room for %lld is needed",
+                  (long long)job->num_local, (long long)most);
+}
+
+static void plan_results(torch_call *call, plan_job *job)
+{
+    check_lengths(call, job);
+    const call_array plan = call_memory(call, job->plan_bytes);
+    job->args.layer = &job->layer;
+    job->args.plan = plan.data;
+    job->args.plan_bytes = plan.bytes;
+    job->args.expert_rows = call_result(call, EPIC_I32, job->num_local, -1).data;
+    job->args.expert_tokens = call_result(call, EPIC_I32, job->num_local, -1).data;
+    job->args.load = call_result(call, EPIC_I32, job->layer.num_experts, -1).data;
+    job->args.demand = call_result(call, EPIC_I32, 1, -1).data;
+}
+
+static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("plan", stack);
+    plan_job job = {0};
+    call_turn(&call);
+    read_choices(&call, &job);
+    read_sizes(&call, &job);
+    job.args.call = call_enter(&call);
+    job.layer = read_layer(&call);
+    plan_results(&call, &job);
+    if (go(&call)) call_told(&call, epic_plan(call.use.ctx, &job.args));
+    call_end(&call);
+}
+
+/* -------------------------------------------------------------------------- dispatch ---- */
+
+static void read_plan(torch_call *call, const void **plan, int64_t *bytes)
+{
+    const call_array array = call_arg(call, "plan", CALL_U8, 1);
+    *plan = array.data;
+    *bytes = array.bytes;
+}
+
+/* What all dispatches read alike. */
+static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
+{
+    const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
+    args->tokens = call_rows(tokens);
+    const call_array weights = call_arg_or_none(call, "weights", EPIC_F32, 2);
+    args->weights = weights.data;
+    if (weights.data != NULL && weights.rows != tokens.rows)
+        call_fail(call, EPIC_EINVAL, "weights has %lld rows, tokens %lld: make them equal",
+                  (long long)weights.rows, (long long)tokens.rows);
+    return tokens;
+}
+
+static void slot_weights_result(torch_call *call, epic_dispatch_args *args)
+{
+    if (args->weights != NULL)
+        args->slot_weights = call_result(call, EPIC_F32, args->recv.num_rows, -1).data;
+    else
+        call_no_result(call);
+}
+
+static void dispatch_results(torch_call *call, call_array tokens, int64_t capacity,
+                             epic_dispatch_args *args)
+{
+    args->recv = call_rows(call_result(call, tokens.type, capacity, tokens.columns));
+    slot_weights_result(call, args);
+}
+
+static void dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("dispatch", stack);
+    epic_dispatch_args args = {0};
+    call_turn(&call);
+    read_plan(&call, &args.plan, &args.plan_bytes);
+    const call_array tokens = read_tokens(&call, &args);
+    const int64_t capacity = call_int(&call);
+    args.flags = call_uint(&call, "flags");
+    args.call = call_enter(&call);
+    dispatch_results(&call, tokens, capacity, &args);
+    if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
+    call_end(&call);
+}
+
+static void dispatch_out(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("dispatch_out", stack);
+    epic_dispatch_args args = {0};
+    call_turn(&call);
+    read_plan(&call, &args.plan, &args.plan_bytes);
+    const call_array tokens = read_tokens(&call, &args);
+    const call_array recv = call_arg(&call, "recv", tokens.type, 2);
+    const call_array slots = call_arg_or_none(&call, "slot_weights", EPIC_F32, 1);
+    args.recv = call_rows(recv);
+    args.slot_weights = slots.data;
+    args.flags = call_uint(&call, "flags");
+    args.call = call_enter(&call);
+    if (slots.data != NULL && slots.count != recv.rows)
+        call_fail(&call, EPIC_EINVAL, "slot_weights has %lld slots, recv %lld: make them equal",
+                  (long long)slots.count, (long long)recv.rows);
+    if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
+    call_end(&call);
+}
+
+static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("plan_dispatch", stack);
+    plan_job job = {0};
+    epic_dispatch_args args = {0};
+    call_turn(&call);
+    read_choices(&call, &job);
+    const call_array tokens = read_tokens(&call, &args);
+    read_sizes(&call, &job);
+    args.flags = call_uint(&call, "flags");
+    job.args.call = call_enter(&call);
+    job.layer = read_layer(&call);
+    plan_results(&call, &job);
+    dispatch_results(&call, tokens, job.args.capacity, &args);
+    if (go(&call)) call_told(&call, epic_plan_dispatch(call.use.ctx, &job.args, &args));
+    call_end(&call);
+}
+
+/* Rows in e4m3 and their scales, for blocks of 128 elements or of 32. */
+static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("dispatch_quantized", stack);
+    epic_dispatch_args args = {0};
+    call_turn(&call);
+    read_plan(&call, &args.plan, &args.plan_bytes);
+    const call_array tokens = read_tokens(&call, &args);
+    const int64_t capacity = call_int(&call);
+    args.type = tokens.type;
+    args.quantize = call_uint(&call, "quantize");
+    args.flags = call_uint(&call, "flags");
+    args.call = call_enter(&call);
+    const bool wide = args.quantize == EPIC_QUANTIZE_1X128;
+    const int64_t block = wide ? 128 : 32, blocks = (tokens.columns + block - 1) / block;
+    args.recv = call_rows(call_result(&call, EPIC_E4M3, capacity, tokens.columns));
+    args.recv_scales =
+        call_rows(call_result(&call, wide ? EPIC_F32 : CALL_U8, capacity, blocks));
+    slot_weights_result(&call, &args);
+    if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
+    call_end(&call);
+}
+
+static void dispatch_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("dispatch_backward", stack);
+    epic_dispatch_backward_args args = {0};
+    call_turn(&call);
+    read_plan(&call, &args.plan, &args.plan_bytes);
+    const call_array d_recv = call_arg(&call, "d_recv", CALL_ROWS, 2);
+    const call_array slots = call_arg_or_none(&call, "d_slot_weights", EPIC_F32, 1);
+    const int64_t num_tokens = call_int(&call), top_k = call_int(&call);
+    args.call = call_enter(&call);
+    args.type = d_recv.type;
+    args.d_recv = call_rows(d_recv);
+    args.d_slot_weights = slots.data;
+    args.d_tokens = call_rows(call_result(&call, d_recv.type, num_tokens, d_recv.columns));
+    if (slots.data != NULL)
+        args.d_weights = call_result(&call, EPIC_F32, num_tokens, top_k).data;
+    else
+        call_no_result(&call);
+    if (go(&call)) call_told(&call, epic_dispatch_backward(call.use.ctx, &args));
+    call_end(&call);
+}
+
+/* --------------------------------------------------------------------------- combine ---- */
+
+static call_array read_rows(torch_call *call, epic_combine_args *args)
+{
+    const call_array rows = call_arg(call, "rows", CALL_ROWS, 2);
+    const call_array slots = call_arg_or_none(call, "slot_weights", EPIC_F32, 1);
+    args->rows = call_rows(rows);
+    args->type = rows.type;
+    args->slot_weights = slots.data;
+    if (slots.data != NULL && slots.count != rows.rows)
+        call_fail(call, EPIC_EINVAL, "slot_weights has %lld slots, rows %lld: make them equal",
+                  (long long)slots.count, (long long)rows.rows);
+    return rows;
+}
+
+static void combine(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("combine", stack);
+    epic_combine_args args = {0};
+    call_turn(&call);
+    read_plan(&call, &args.plan, &args.plan_bytes);
+    const call_array rows = read_rows(&call, &args);
+    const int64_t num_tokens = call_int(&call);
+    args.call = call_enter(&call);
+    args.out = call_rows(call_result(&call, rows.type, num_tokens, rows.columns));
+    if (go(&call)) call_told(&call, epic_combine(call.use.ctx, &args));
+    call_end(&call);
+}
+
+static void combine_out(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("combine_out", stack);
+    epic_combine_args args = {0};
+    call_turn(&call);
+    read_plan(&call, &args.plan, &args.plan_bytes);
+    const call_array rows = read_rows(&call, &args);
+    args.out = call_rows(call_arg(&call, "out", rows.type, 2));
+    args.call = call_enter(&call);
+    if (go(&call)) call_told(&call, epic_combine(call.use.ctx, &args));
+    call_end(&call);
+}
+
+static void combine_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("combine_backward", stack);
+    epic_combine_backward_args args = {0};
+    call_turn(&call);
+    read_plan(&call, &args.plan, &args.plan_bytes);
+    const call_array d_out = call_arg(&call, "d_out", CALL_ROWS, 2);
+    const call_array rows = call_arg_or_none(&call, "rows", d_out.type, 2);
+    const call_array slots = call_arg_or_none(&call, "slot_weights", EPIC_F32, 1);
+    const int64_t capacity = call_int(&call);
+    args.flags = call_uint(&call, "flags");
+    args.call = call_enter(&call);
+    args.type = d_out.type;
+    args.d_out = call_rows(d_out);
+    args.rows = call_rows(rows);
+    args.slot_weights = slots.data;
+    args.d_rows = call_rows(call_result(&call, d_out.type, capacity, d_out.columns));
+    if (rows.data != NULL)
+        args.d_slot_weights = call_result(&call, EPIC_F32, capacity, -1).data;
+    else
+        call_no_result(&call);
+    if (go(&call)) call_told(&call, epic_combine_backward(call.use.ctx, &args));
+    call_end(&call);
+}
+
+/* ------------------------------------------------------------------------------- sum ---- */
+
+static void sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("sum", stack);
+    call_turn(&call);
+    const call_array x = call_arg(&call, "x", EPIC_F32, 1);
+    const uint32_t order = call_uint(&call, "order");
+    epic_sum_args args = {.data = x.data, .count = x.count, .order = order};
+    args.call = call_enter(&call);
+    if (go(&call)) call_told(&call, epic_sum(call.use.ctx, &args));
+    call_end(&call);
+}
+
+/* --------------------------------------------------------------------------- schemas ---- */
+
+#define PLACE ", int group, int tag"
+#define SIZES ", SymInt capacity, SymInt plan_bytes, SymInt num_local_experts"
+#define PLANNED \
+    "Tensor plan, Tensor expert_rows, Tensor expert_tokens, Tensor load, Tensor demand"
+
+static const torch_op ops[] = {
+    OP(plan,
+       "(Tensor(a!) turn, Tensor topk_idx, Tensor? rank_of_expert" SIZES PLACE LAYER_SCHEMA
+       ") -> (" PLANNED ")"),
+    OP(dispatch, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
+                 "SymInt capacity, int flags" PLACE ") -> (Tensor recv, Tensor slot_weights)"),
+    OP(dispatch_out, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
+                     "Tensor(b!) recv, Tensor(c!)? slot_weights, int flags" PLACE ") -> ()"),
+    OP(plan_dispatch, "(Tensor(a!) turn, Tensor topk_idx, Tensor? rank_of_expert, "
+                      "Tensor tokens, Tensor? weights" SIZES ", int flags" PLACE LAYER_SCHEMA
+                      ") -> (" PLANNED ", Tensor recv, Tensor slot_weights)"),
+    OP(dispatch_quantized, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
+                           "SymInt capacity, int quantize, int flags" PLACE
+                           ") -> (Tensor recv, Tensor scales, Tensor slot_weights)"),
+    OP(dispatch_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_recv, "
+                          "Tensor? d_slot_weights, SymInt num_tokens, SymInt top_k" PLACE
+                          ") -> (Tensor d_tokens, Tensor d_weights)"),
+    OP(combine, "(Tensor(a!) turn, Tensor plan, Tensor rows, Tensor? slot_weights, "
+                "SymInt num_tokens" PLACE ") -> Tensor"),
+    OP(combine_out, "(Tensor(a!) turn, Tensor plan, Tensor rows, Tensor? slot_weights, "
+                    "Tensor(b!) out" PLACE ") -> ()"),
+    OP(combine_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_out, Tensor? rows, "
+                         "Tensor? slot_weights, SymInt capacity, int flags" PLACE
+                         ") -> (Tensor d_rows, Tensor d_slot_weights)"),
+    OP(sum_, "(Tensor(a!) turn, Tensor(b!) x, int order" PLACE ") -> ()"),
+};
+
+torch_ops steps_ops(void)
+{
+    return OPS_OF(ops);
+}

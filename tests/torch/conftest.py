@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four processes that the tests share: importing torch once in each is most of a test's time."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "jax")]  # reference.py, cases.py, core_layer.py
+
+import pytest
+
+from world import World
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """Four processes with torch.distributed."""
+    with World(4) as four:
+        yield four

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests' functions need in each process: groups, numbers, a step and its truth."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import epic.torch
+
+TOKENS, TOP_K, EXPERTS, HIDDEN, ALIGN = 6, 3, 8, 20, 4
+LAYER = epic.torch.Layer(EXPERTS, TOP_K, alignment=ALIGN)
+SIZES: dict[str, Any] = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
+EVEN = (TOKENS,) * 4
+UNEVEN = (5, 0, 11, 1)
+RANKS = 4
+
+meshes: dict[int, Any] = {}
+
+
+def group_of(ep: int, **more: Any) -> epic.torch.Group:
+    """One of the 4 / ep groups of ep ranks, over a dimension of a mesh."""
+    if ep not in meshes:
+        meshes[ep] = init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
+    return epic.torch.Group(meshes[ep], "ep", **{**SIZES, **more})
+
+
+def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random normal numbers."""
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).to(dtype)
+
+
+def choices(seed: int, rows: int, none: float = 0.1, experts: int = EXPERTS) -> torch.Tensor:
+    """Different experts for each token; some are none."""
+    rng = np.random.default_rng(seed)
+    ids = np.zeros((rows, TOP_K), np.int32)
+    for row in ids:
+        row[:] = rng.permutation(experts)[:TOP_K]
+    ids[rng.random(ids.shape) < none] = -1
+    return torch.from_numpy(ids)
+
+
+class Data:
+    """Tokens, weights, choices and a cotangent of all ranks, and one rank's part of them."""
+
+    def __init__(
+        self, tokens: tuple[int, ...] = EVEN, dtype: torch.dtype = torch.float32, experts: int = 8
+    ) -> None:
+        self.tokens = tokens
+        rows = sum(tokens)
+        self.x = numbers(1, rows, HIDDEN, dtype=dtype)
+        self.w = numbers(2, rows, TOP_K)
+        self.ids = choices(3, rows, experts=experts)
+        self.ct = numbers(4, rows, HIDDEN, dtype=dtype)
+
+    def where(self, rank: int, ep: int = 1) -> slice:
+        """The rows of a rank; with ep those of its group."""
+        first = rank // ep * ep
+        return slice(sum(self.tokens[:first]), sum(self.tokens[: first + ep]))
+
+    def mine(self, rank: int, device: str = "cpu") -> list[torch.Tensor]:
+        """x and w with gradients, ids, ct."""
+        part, every = self.where(rank), (self.x, self.w, self.ids, self.ct)
+        x, w, ids, ct = (v[part].clone().to(device) for v in every)
+        return [x.requires_grad_(), w.requires_grad_(), ids, ct]
+
+
+def through(group: epic.torch.Group, fused: bool, **more: Any) -> Callable[..., torch.Tensor]:
+    """tokens -> experts that take the sine -> home."""
+
+    def step(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if fused:
+            plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w, **more)
+        else:
+            plan = epic.torch.plan(group, LAYER, ids, **more)
+            recv, slot = epic.torch.dispatch(plan, x, w)
+        return epic.torch.combine(plan, torch.sin(recv), slot)
+
+    return step
+
+
+def true_round(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """out, d_x and d_w of `through` in float64."""
+    x, w, ct = (v.detach().cpu().double().numpy() for v in (*tensors[:2], tensors[3]))
+    live = tensors[2].cpu().numpy() >= 0
+    total = (w * live).sum(axis=1, keepdims=True)
+    dot = (ct * np.sin(x)).sum(axis=1, keepdims=True)
+    return np.sin(x) * total, np.cos(x) * total * ct, dot * live
+
+
+def check_round(step: Callable[..., Any], mine: list[torch.Tensor], most: float) -> list[Any]:
+    """Runs it with gradients and compares; gives out, d_x, d_w."""
+    from reference import relative
+
+    x, w, ids, ct = mine
+    out = step(x, w, ids)
+    got = [out.detach(), *torch.autograd.grad(out, (x, w), ct)]
+    for a, b in zip(got, true_round(x, w, ids, ct), strict=True):
+        assert relative(a.cpu().double().numpy(), b) < most
+    return got
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

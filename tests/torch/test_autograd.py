@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients, torch.compile, checkpointing, autocast, and what torch itself checks of operators."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import epic.torch
+from epic.torch.groups import Facts
+from parts import (
+    EXPERTS,
+    HIDDEN,
+    LAYER,
+    SIZES,
+    TOP_K,
+    UNEVEN,
+    Data,
+    check_round,
+    group_of,
+    numbers,
+    same,
+    through,
+)
+
+ops = torch.ops.epic
+
+
+def gradients(rank: int) -> None:
+    """torch's gradcheck, in float64, in lockstep on all ranks: every rank perturbs its own tokens,
+    as often as the others."""
+    with group_of(4) as group:
+        data = Data(dtype=torch.float64)
+        x, w, ids, _ = data.mine(rank)
+        x = x.detach()[:, :3].clone().requires_grad_()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w.detach())
+            return epic.torch.combine(plan, torch.sin(recv) * 2, slot)
+
+        with group_of(1) as alone:
+            plan = epic.torch.plan(alone, LAYER, ids)
+            rows = numbers(5, plan.capacity, 3, dtype=torch.float64).requires_grad_()
+            slot = numbers(6, plan.capacity)
+            assert torch.autograd.gradcheck(lambda v: epic.torch.combine(plan, v, slot), rows)
+            assert torch.autograd.gradcheck(lambda v: epic.torch.dispatch(plan, v)[0], x)
+            again = through(alone, True)
+            assert torch.autograd.gradcheck(lambda v: again(v, w.detach(), ids), x)
+        out = step(x)
+        assert out.dtype == torch.float64
+
+
+def test_gradcheck(world: Any) -> None:
+    """In groups of one: a perturbation of one rank only is no collective's business."""
+    world.run(gradients)
+
+
+def opcheck(rank: int) -> None:
+    """Schemas, fakes, tracing: each operator with tensors that fit."""
+    with group_of(4) as group:
+        way = Facts(*group.facts(LAYER.key))
+        x, w, ids, ct = (v.detach() for v in Data(UNEVEN).mine(rank))
+        sizes = (way.capacity, way.plan_bytes, way.num_local_experts)
+        place = (group.number, 0)
+        plan = epic.torch.plan(group, LAYER, ids)
+        data, turn = plan.bytes, group.turn
+        recv, slot = epic.torch.dispatch(plan, x, w)
+        count = x.shape[0]
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
+            (ops.plan, (turn, ids, None, *sizes, *place, *way.numbers)),
+            (ops.dispatch, (turn, data, x, w, way.capacity, 1, *place)),
+            (ops.dispatch, (turn, data, x, None, way.capacity, 1, *place)),
+            (ops.dispatch_out, (turn, data, x, w, recv.clone(), slot.clone(), 1, *place)),
+            (ops.plan_dispatch, (turn, ids, None, x, w, *sizes, 1, *place, *way.numbers)),
+            (ops.dispatch_quantized, (turn, data, x, w, way.capacity, 1, 1, *place)),
+            (ops.dispatch_backward, (turn, data, recv, slot, count, TOP_K, *place)),
+            (ops.combine, (turn, data, recv, slot, count, *place)),
+            (ops.combine_out, (turn, data, recv, slot, ct.clone(), *place)),
+            (ops.combine_backward, (turn, data, ct, recv, slot, way.capacity, 1, *place)),
+            (ops.sum_, (turn, torch.ones(5), 0, *place)),
+        ]
+        whole = ("test_schema", "test_autograd_registration", "test_faketensor")
+        for op, args in calls:
+            # Two plans differ: each has a number of its own.
+            again = op not in (ops.plan, ops.plan_dispatch)
+            more = ("test_aot_dispatch_dynamic",) if again else ()
+            torch.library.opcheck(op.default, args, test_utils=(*whole, *more))
+
+
+def test_opcheck(world: Any) -> None:
+    """On every rank."""
+    world.run(opcheck)
+
+
+def schemas() -> set[str]:
+    """The operators that are registered."""
+    return {
+        s.name.removeprefix("epic::")
+        for s in torch._C._jit_get_all_schemas()
+        if s.name.startswith("epic::")
+    }
+
+
+def test_every_operator_is_checked_somewhere() -> None:
+    """So that a new one is not forgotten."""
+    steps = {
+        "plan", "dispatch", "dispatch_out", "plan_dispatch", "dispatch_quantized",
+        "dispatch_backward", "combine", "combine_out", "combine_backward", "sum_",
+    }  # fmt: skip
+    local = {
+        "route", "route_backward", "balance_loss", "balance_loss_backward", "z_loss",
+        "z_loss_backward", "bias_update_", "experts", "experts_backward", "moe", "moe_backward",
+    }  # fmt: skip
+    assert schemas() == steps | local
+
+
+def test_schemas_follow_the_options() -> None:
+    """An operator's option arguments are the dataclass's fields, in their order."""
+
+    def names(op: Any, prefix: str) -> list[str]:
+        found = [argument.name for argument in op.default._schema.arguments]
+        return [n.removeprefix(prefix) for n in found if n.startswith(prefix)]
+
+    layer, router = LAYER.numbers(), epic.torch.Router(8, 2).numbers()
+    experts = epic.torch.Experts(1, 4, 4).numbers()
+    assert names(ops.plan, "layer_") == list(layer)
+    assert names(ops.route, "router_") == names(ops.moe, "router_") == list(router)
+    types = {"row_type", "weight_type"}  # the tensors tell them
+    assert set(names(ops.experts, "experts_")) == set(experts) - types
+    assert names(ops.moe, "experts_") == names(ops.experts, "experts_")
+    assert set(names(ops.moe, "layer_")) == set(layer) - {"num_experts", "top_k", "layout"}
+    of_experts = {"num_local_experts", "hidden", "weighting", *types}
+    weights = {"gate_up", "down", "b_gate_up", "b_down"}
+    assert set(names(ops.moe, "shared_")) - weights == set(experts) - of_experts
+
+
+# --------------------------------------------------------------------------- compile ----
+
+
+def two_steps(group: Any, fused: bool) -> Callable[..., torch.Tensor]:
+    """Two independent round trips behind products of ragged sizes, and a sum beside them: what
+    Inductor would like to reorder."""
+    step = through(group, fused)
+
+    def run(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        a = step(torch.tanh(x), w, ids)
+        total = epic.torch.sum(group, x.new_ones(1))
+        b = step(torch.tanh(x) @ torch.eye(HIDDEN), w * 2, ids)
+        return a * b / total
+
+    return run
+
+
+def compiled(rank: int, ep: int, fused: bool, backend: str) -> None:
+    """The same numbers as eager, forward and backward, without a graph break."""
+    with group_of(ep) as group:
+        eager = two_steps(group, fused)
+        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        run = torch.compile(eager, fullgraph=True, backend=counter, dynamic=True)
+        for tokens in (UNEVEN, (9, 2, 0, 30)):
+            x, w, ids, ct = Data(tokens).mine(rank)
+            wanted = eager(x, w, ids)
+            out = run(x, w, ids)
+            torch.testing.assert_close(out, wanted)
+            got = torch.autograd.grad(out, (x, w), ct)
+            torch.testing.assert_close(got, torch.autograd.grad(wanted, (x, w), ct))
+        assert counter.frame_count <= 3
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("ep", [1, 4])
+def test_compile(world: Any, ep: int, fused: bool) -> None:
+    """Traced forward and backward, with fakes, in full."""
+    world.run(compiled, ep, fused, "aot_eager")
+
+
+def test_inductor(world: Any) -> None:
+    """Ranks of different numbers of tokens, so of different programs: the calls keep their
+    order."""
+    world.run(compiled, 4, False, "inductor")
+
+
+def compiled_module_reopened(rank: int) -> None:
+    """A group that is opened again under a compiled function; errors keep their text."""
+    x, w, ids, _ = Data().mine(rank)
+
+    def run(group: Any, x: torch.Tensor) -> torch.Tensor:
+        return through(group, True)(x, w.detach(), ids)
+
+    fast = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        with group_of(4) as group:
+            torch.testing.assert_close(fast(group, x), run(group, x))
+    closed = group
+    try:
+        fast(closed, x)
+    except RuntimeError as error:
+        told = epic.torch.as_epic_error(error)
+        assert isinstance(told, epic.torch.EpicError) and told.code == "EPIC_ECLOSED", told
+    else:
+        raise AssertionError("a closed group computed")
+    torch._dynamo.reset()
+
+
+def test_compile_and_reopen(world: Any) -> None:
+    """The number of a group is not baked in."""
+    world.run(compiled_module_reopened)
+
+
+# ---------------------------------------------------------------------- checkpointing ----
+
+
+class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the plans that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.plans += func in (ops.plan.default, ops.plan_dispatch.default)
+        return func(*args, **(kwargs or {}))
+
+
+def checkpointed(rank: int, selective: bool, fused: bool) -> None:
+    """The same bits; with the policy a plan is made once."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(epic.torch.save_plans)
+
+    more: dict[str, Any] = {"context_fn": contexts} if selective else {}
+    with group_of(4) as group:
+        step, mine = through(group, fused), Data(UNEVEN).mine(rank)
+        wanted = check_round(step, mine, 2e-6)
+        with Counting() as count:
+            got = check_round(
+                lambda *args: checkpoint(step, *args, use_reentrant=False, **more), mine, 2e-6
+            )
+        assert same(got, wanted)
+        assert count.plans == (1 if selective else 2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("selective", [False, True])
+def test_checkpoint(world: Any, selective: bool, fused: bool) -> None:
+    """Activation checkpointing."""
+    world.run(checkpointed, selective, fused)
+
+
+def offloaded(rank: int) -> None:
+    """Saved tensors that were copied away and back."""
+    with group_of(4) as group:
+        step, mine = through(group, True), Data(UNEVEN).mine(rank)
+        wanted = check_round(step, mine, 2e-6)
+        with torch.autograd.graph.saved_tensors_hooks(lambda v: v.clone(), lambda v: v.clone()):
+            assert same(wanted, check_round(step, mine, 2e-6))
+        with torch.autograd.graph.save_on_cpu():
+            assert same(wanted, check_round(step, mine, 2e-6))
+
+
+def test_offloading(world: Any) -> None:
+    """The plan is a tensor like any other."""
+    world.run(offloaded)
+
+
+# ------------------------------------------------------------------- reuse, and the rest ----
+
+
+def reused(rank: int) -> None:
+    """A plan, or rows, that were written before their backward: told, not computed with."""
+    with group_of(4) as group:
+        x, w, ids, ct = Data().mine(rank)
+        plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+        rows = torch.sin(recv)
+        out = epic.torch.combine(plan, rows, slot)
+        with torch.no_grad():
+            epic.torch.dispatch(plan, x, out=(rows, None))
+        fails(lambda: out.backward(ct), "modified by an inplace operation")
+        plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+        plan.bytes.zero_()
+        fails(lambda: recv.sum().backward(), "modified by an inplace operation")
+        out = torch.empty_like(ct)
+        fails(lambda: epic.torch.combine(plan, recv, out=out), "out= has no gradient")
+
+
+def fails(call: Callable[[], Any], text: str) -> None:
+    """With that text."""
+    try:
+        call()
+    except RuntimeError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no error that says {text!r}")
+
+
+def test_reuse_is_detected(world: Any) -> None:
+    """By torch's version counters."""
+    world.run(reused)
+
+
+def twice(rank: int) -> None:
+    """There is no second derivative."""
+    with group_of(1) as group:
+        x, w, ids, ct = Data().mine(rank)
+        out = through(group, True)(x, w, ids)
+        (d_x,) = torch.autograd.grad(out, x, ct.requires_grad_(), create_graph=True)
+        fails(lambda: d_x.sum().backward(), "once_differentiable")
+
+
+def test_no_second_derivative(world: Any) -> None:
+    """An error, and not a wrong number."""
+    world.run(twice)
+
+
+def unused(rank: int) -> None:
+    """Outputs that nobody needs, and inputs without a gradient."""
+    with group_of(4) as group:
+        x, w, ids, ct = Data(UNEVEN).mine(rank)
+        plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+        d_x, d_w = torch.autograd.grad(slot.sum(), (x, w))
+        assert not d_x.any() and torch.equal(d_w, (ids >= 0).float())
+        out = epic.torch.combine(plan, recv.detach(), slot.detach().requires_grad_())
+        out.backward(ct)
+        assert not needs(epic.torch.combine(plan, recv.detach(), slot.detach()))
+        rows = recv.detach().requires_grad_()
+        (d_rows,) = torch.autograd.grad(epic.torch.combine(plan, rows, slot.detach()), rows, ct)
+        used = int(plan.expert_rows.sum())
+        assert d_rows[:used].any() or not used
+        assert not d_rows[used:].any()
+
+
+def needs(x: torch.Tensor) -> bool:
+    """A gradient."""
+    return x.requires_grad
+
+
+def test_parts_of_gradients(world: Any) -> None:
+    """None cotangents, and partial ones."""
+    world.run(unused)
+
+
+def autocast(rank: int) -> None:
+    """Neither rows nor weights change their type."""
+    with group_of(4) as group:
+        mine = Data(UNEVEN).mine(rank)
+        wanted = check_round(through(group, True), mine, 2e-6)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert same(wanted, check_round(through(group, True), mine, 2e-6))
+
+
+def test_autocast(world: Any) -> None:
+    """It is for products; the steps move and add."""
+    world.run(autocast)
+
+
+def test_profiler_shows_names() -> None:
+    """Each operator by its name; a group of one process needs no torch.distributed."""
+    sizes = {**SIZES, "num_ranks": 1}
+    with epic.torch.Group(**sizes) as group:
+        ids = torch.zeros((4, TOP_K), dtype=torch.int32)
+        x = torch.ones((4, 2), requires_grad=True)
+        layer = epic.torch.Layer(EXPERTS, TOP_K)
+        with torch.profiler.profile() as profile:
+            plan, recv, _ = epic.torch.plan_dispatch(group, layer, ids, x)
+            epic.torch.combine(plan, recv).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    wanted = {"plan_dispatch", "combine", "combine_backward", "dispatch_backward"}
+    assert {f"epic::{name}" for name in wanted} <= names

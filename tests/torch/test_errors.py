@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong is told, with the core's sentence, to everyone, in time."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epic.torch
+from epic.torch import EpicArgumentError, EpicError
+from parts import EXPERTS, HIDDEN, LAYER, SIZES, TOKENS, TOP_K, Data, check_round, group_of, through
+from world import World
+
+SLACK = int(os.environ.get("EPIC_TEST_SLACK_MS", "0")) / 1000
+NOTICED = 1 + SLACK  # as the fault tests
+
+
+def told(call: Callable[[], Any], code: str, *words: str) -> str:
+    """The sentence of the EpicError that the call raises."""
+    try:
+        call()
+    except EpicError as error:
+        assert error.code == code, error
+        assert all(word in str(error) for word in words), error
+        return str(error)
+    raise AssertionError(f"no {code}")
+
+
+def alone(**more: Any) -> epic.torch.Group:
+    """A group of one."""
+    return epic.torch.Group(**{**SIZES, "num_ranks": 1, **more})
+
+
+IDS = torch.zeros((4, TOP_K), dtype=torch.int32)
+X = torch.ones((4, HIDDEN))
+ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "float ids": (lambda g, p: epic.torch.plan(g, LAYER, IDS.float()), "topk_idx: dtype"),
+    "top_k": (lambda g, p: epic.torch.plan(g, LAYER, IDS[:, :2]), "topk_idx: shape [4, 2]"),
+    "max_tokens": (
+        lambda g, p: epic.torch.plan(g, LAYER, IDS.repeat(20, 1)),
+        "num_tokens is 80",
+    ),
+    "capacity": (lambda g, p: epic.torch.plan(g, LAYER, IDS, capacity=-1), "capacity -1"),
+    "tokens": (lambda g, p: epic.torch.dispatch(p, X[:3]), "tokens: 3 rows"),
+    "row bytes": (lambda g, p: epic.torch.dispatch(p, torch.ones(4, 5000)), "max_row_bytes 4096"),
+    "integers": (lambda g, p: epic.torch.dispatch(p, X.int()), "tokens: dtype torch.int32"),
+    "weights": (lambda g, p: epic.torch.dispatch(p, X, X), "weights: shape [4, 20]"),
+    "rows": (lambda g, p: epic.torch.combine(p, X), "rows: 4 rows"),
+    "slot_weights": (
+        lambda g, p: epic.torch.combine(p, torch.ones(p.capacity, 2), torch.ones(3)),
+        "slot_weights: shape [3]",
+    ),
+    "out": (
+        lambda g, p: epic.torch.combine(p, torch.ones(p.capacity, 2), out=torch.ones(4, 3)),
+        "row",
+    ),
+    "bytes": (
+        lambda g, p: epic.torch.dispatch(p._replace(bytes=p.bytes.float()), X),
+        "plan is float32: uint8 is needed",
+    ),
+    "damaged plan": (
+        lambda g, p: epic.torch.dispatch(p._replace(bytes=torch.zeros_like(p.bytes)), X),
+        "plan",
+    ),
+    "quantize": (lambda g, p: epic.torch.dispatch(p, X, quantize="1x64"), "1x128, 1x32"),
+    "table": (
+        lambda g, p: epic.torch.plan(
+            g, LAYER, IDS, rank_of_expert=[0], num_local_experts=8, capacity=9
+        ),
+        "rank_of_expert: shape [1]",
+    ),
+    "expert id": (lambda g, p: epic.torch.plan(g, LAYER, IDS + 8), "expert"),
+    "meta": (lambda g, p: epic.torch.sum(g, X.double()), "float32 is needed"),
+}
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_arguments(what: str) -> None:
+    """The argument, its value, the rule; the group goes on."""
+    call, text = ARGUMENTS[what]
+    with alone() as group:
+        plan = epic.torch.plan(group, LAYER, IDS)
+        with pytest.raises(EpicArgumentError) as caught:
+            call(group, plan)
+        assert text in str(caught.value), caught.value
+        assert isinstance(caught.value, ValueError)
+        recv, _ = epic.torch.dispatch(plan, X)
+        assert epic.torch.combine(plan, recv).shape == X.shape
+
+
+def test_overflow() -> None:
+    """More than the capacity: EPIC_EOVERFLOW, and the group goes on."""
+    with alone() as group:
+        told(lambda: epic.torch.plan(group, LAYER, IDS, capacity=3), "EPIC_EOVERFLOW", "3")
+        epic.torch.plan(group, LAYER, IDS)
+
+
+def test_closed() -> None:
+    """A group that was closed, and a plan that outlived it."""
+    with alone(name="gone") as group:
+        plan = epic.torch.plan(group, LAYER, IDS)
+    group.close()
+    assert not group.is_open and "closed" in repr(group)
+    told(lambda: epic.torch.dispatch(plan, X), "EPIC_ECLOSED")
+    told(group.check, "EPIC_ECLOSED", "gone")
+
+
+def test_options() -> None:
+    """Of Group."""
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"device": "meta"}, "'meta'"),
+        ({"backend": "p2p"}, "p2p"),
+        ({"num_ranks": 2}, "meet="),
+        ({"num_ranks": None, "meet": lambda r, b: [b]}, "num_ranks="),
+        ({"dim": "ep"}, "DeviceMesh"),
+    ]
+    for options, text in wrong:
+        with pytest.raises(EpicArgumentError) as caught:
+            alone(**options)
+        assert text in str(caught.value), caught.value
+
+
+# -------------------------------------------------------------------- among processes ----
+
+
+def planned(group: epic.torch.Group, ids: torch.Tensor) -> epic.torch.Plan:
+    """A plan that every rank has: what breaks the group ends the calls that others are in."""
+    plan = epic.torch.plan(group, LAYER, ids)
+    dist.barrier()
+    return plan
+
+
+def different_tokens(rank: int) -> None:
+    """A rank brings another width of rows: EPIC_EMISMATCH on all."""
+    with group_of(4) as group:
+        _, _, ids, _ = Data().mine(rank)
+        plan = planned(group, ids)
+        x = torch.ones(TOKENS, HIDDEN + (rank == 2))
+        told(lambda: epic.torch.dispatch(plan, x), "EPIC_EMISMATCH", "rank")
+        told(lambda: epic.torch.dispatch(plan, x), "EPIC_EMISMATCH")
+        told(group.check, "EPIC_EMISMATCH")
+
+
+def different_dtype(rank: int) -> None:
+    """And another dtype of the same width."""
+    with group_of(4) as group:
+        x, _, ids, _ = Data(dtype=torch.bfloat16 if rank else torch.float16).mine(rank)
+        plan = planned(group, ids)
+        rows = torch.ones(plan.capacity, HIDDEN, dtype=x.dtype)
+        told(lambda: epic.torch.combine(plan, rows), "EPIC_EMISMATCH")
+
+
+def different_plans(rank: int) -> None:
+    """One rank brings the plan before."""
+    with group_of(4) as group:
+        x, _, ids, _ = Data().mine(rank)
+        old, new = planned(group, ids), planned(group, ids)
+        told(lambda: epic.torch.dispatch(old if rank == 1 else new, x), "EPIC_EMISMATCH", "plan")
+
+
+def different_calls(rank: int) -> None:
+    """One rank sums where the others plan."""
+    with group_of(4) as group:
+        ids = Data().mine(rank)[2]
+        if rank == 3:
+            told(lambda: epic.torch.sum(group, torch.ones(3)), "EPIC_EMISMATCH")
+        else:
+            told(lambda: epic.torch.plan(group, LAYER, ids), "EPIC_EMISMATCH")
+
+
+def wrong_expert(rank: int) -> None:
+    """An id that is none, on one rank: all are told where, and go on."""
+    with group_of(4) as group:
+        mine = Data().mine(rank)
+        wrong = mine[2].clone()
+        if rank == 2:
+            wrong[1, 2] = EXPERTS + 5
+        told(lambda: epic.torch.plan(group, LAYER, wrong), "EPIC_EINVAL", "rank 2", "13")
+        check_round(through(group, True), mine, 2e-6)
+
+
+def in_backward(rank: int) -> None:
+    """A rank that leaves between forward and backward: its sentence arrives from backward."""
+    with group_of(4) as group:
+        x, w, ids, ct = Data().mine(rank)
+        out = through(group, True)(x, w, ids)
+        dist.barrier()
+        if rank == 3:
+            group.abort("no more data")
+        else:
+            told(lambda: out.backward(ct), "EPIC_EPEER", "no more data")
+
+
+def leaves_with(rank: int) -> None:
+    """An exception that leaves a group's with statement tells the others."""
+    try:
+        with group_of(4) as group:
+            if rank == 3:
+                raise ValueError("the loader is empty")
+            told(lambda: epic.torch.sum(group, torch.ones(3)), "EPIC_EPEER", "the loader is empty")
+    except ValueError:
+        assert rank == 3
+
+
+AMONG = [
+    different_tokens, different_dtype, different_plans, different_calls, wrong_expert, in_backward,
+    leaves_with,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", AMONG)
+def test_among_processes(world: Any, what: Callable[[int], None]) -> None:
+    """Everyone is told, at once; a new group opens afterwards."""
+    begin = time.monotonic()
+    world.run(what)
+    assert time.monotonic() - begin < 30 + 10 * SLACK  # the deadline is a minute
+
+
+def killed(rank: int, sizes: dict[str, Any]) -> tuple[float, str]:
+    """Rank 3 ends without a word in the middle of a layer's backward."""
+    with epic.torch.Group(**sizes) as group:
+        x, w, ids, ct = Data().mine(rank)
+        out = through(group, True)(x, w, ids)
+        dist.barrier()
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        sentence = told(lambda: out.backward(ct), "EPIC_EPEER", "rank 3")
+        return time.monotonic() - begin, sentence
+
+
+def test_a_killed_rank() -> None:
+    """Every other one gets an exception that names it, within a second."""
+    with World(4) as four:
+        four.start(killed, SIZES)
+        answers = [four.answer(rank) for rank in range(4)]
+    assert answers[3] == (False, "rank 3 is gone")
+    for good, said in answers[:3]:
+        assert good, said
+        assert said[0] < NOTICED + 1, said

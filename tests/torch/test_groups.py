@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How groups meet, open, close and open again."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import epic.torch
+from parts import SIZES, UNEVEN, Data, check_round, through
+from test_errors import told
+from world import World, free_port
+
+SHORT = {**SIZES, "timeout_ms": 1500}
+
+
+def right(group: epic.torch.Group, rank: int, tokens: tuple[int, ...] = UNEVEN) -> None:
+    """It computes."""
+    check_round(through(group, True), Data(tokens).mine(rank), 2e-6)
+
+
+def ways(rank: int) -> None:
+    """The default group, one of all, a mesh, a dimension of one, a subgroup; several at a time, in
+    any order of closing; each rank of its own group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    groups = [
+        epic.torch.Group(**SIZES),
+        epic.torch.Group(dist.group.WORLD, **SIZES),
+        epic.torch.Group(init_device_mesh("cpu", (4,)), **SIZES),
+        epic.torch.Group(mesh, "ep", **SIZES),
+        epic.torch.Group(mesh["dp"], **SIZES),
+        epic.torch.Group(half, name="half", **SIZES),
+        epic.torch.Group(num_ranks=1, **SIZES),
+    ]
+    assert [g.num_ranks for g in groups] == [4, 4, 4, 2, 2, 2, 1]
+    assert [g.rank for g in groups] == [rank, rank, rank, rank % 2, rank // 2, rank % 2, 0]
+    assert [g.backend for g in groups] == ["shm"] * 6 + ["self"]
+    for group in (*groups, *groups[::-1]):
+        right(group, rank)
+    for i in (3, 0, 6, 1, 5, 4, 2):
+        groups[i].close()
+        groups[i].close()
+        for other in groups:
+            if other.is_open:
+                right(other, rank)
+
+
+def reopened(rank: int) -> None:
+    """Twenty times over the same process group."""
+    for _ in range(20):
+        with epic.torch.Group(**SIZES) as group:
+            right(group, rank)
+
+
+def not_one_of_them(rank: int) -> None:
+    """A process group of others is refused at once."""
+    group = dist.new_group([0, 1])
+    if rank > 1:
+        told(lambda: epic.torch.Group(group, **SIZES), "EPIC_EINVAL", "process_group")
+    else:
+        epic.torch.Group(group, **SIZES).close()
+
+
+def late(rank: int) -> None:
+    """A process that does not come to the meeting is named; the next one works."""
+    if rank != 2:
+        told(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2")
+    else:
+        epic.torch.groups.serial((dist.group.WORLD.group_name, (0, 1, 2, 3)))
+    dist.barrier()
+    with epic.torch.Group(**SIZES) as group:
+        right(group, rank)
+
+
+def different_sizes(rank: int) -> None:
+    """Ranks that bring different options: all are told."""
+    wish = {**SIZES, "max_tokens": 64 + rank // 3}
+    told(lambda: epic.torch.Group(**wish), "EPIC_EMISMATCH", "max_tokens")
+
+
+@pytest.mark.parametrize("what", [ways, reopened, not_one_of_them, late, different_sizes])
+def test_process_groups(world: Any, what: Callable[[int], None]) -> None:
+    """Over torch.distributed."""
+    world.run(what)
+
+
+def destroyed(rank: int) -> None:
+    """destroy_process_group before close, and the other way round."""
+    first = epic.torch.Group(**SIZES)
+    dist.destroy_process_group()
+    right(first, rank)
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("gloo", rank=rank, world_size=4)
+    second = epic.torch.Group(**SIZES)
+    right(second, rank)
+    right(first, rank)
+    first.close()
+    right(second, rank)
+    second.close()
+    dist.destroy_process_group()
+
+
+def test_no_order_with_destroy_process_group() -> None:
+    """A store is used at open alone."""
+    with World(4) as four:
+        four.run(destroyed)
+
+
+def test_threads_of_one_process() -> None:
+    """Each thread is a rank."""
+    meets = epic.torch.threads(4)
+
+    def run(rank: int) -> None:
+        with epic.torch.Group(meet=meets[rank], **SIZES) as group:
+            assert (group.rank, group.num_ranks, group.backend) == (rank, 4, "threads")
+            for _ in range(3):
+                right(group, rank)
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(run, rank) for rank in range(4)]:
+            done.result(60)
+
+
+def test_alone() -> None:
+    """Without torch.distributed, without variables: one rank."""
+    with epic.torch.Group(**SIZES) as group:
+        assert (group.rank, group.num_ranks, group.backend) == (0, 1, "self")
+        right(group, 0, (11, 0, 0, 0))
+        assert "rank 0 of 1" in repr(group)
+
+
+SCRIPT = """
+import os, sys
+sys.path[:0] = {paths!r}
+import epic.torch
+from parts import SIZES
+from test_groups import right
+meet = {{}}
+if {tcp}:
+    rank, port = int(os.environ["RANK"]), int(os.environ["PORT"])
+    meet = dict(meet=epic.torch.Tcp(port=port, secret="s"), rank=rank, num_ranks=2)
+for _ in range(2):
+    with epic.torch.Group(**meet, **SIZES) as group:
+        assert group.num_ranks == 2 and group.backend == "shm"
+        right(group, group.rank)
+"""
+PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "jax")]
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    """Without torch.distributed's process groups: torchrun's variables, over the agent's store."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(paths=PATHS, tcp=False))
+    words = ["--nproc-per-node", "2", "--master-port", str(free_port()), str(script)]
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
+
+
+def test_tcp(tmp_path: Path) -> None:
+    """The core's own meeting."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(paths=PATHS, tcp=True))
+    env = os.environ | {"PORT": str(free_port())}
+    running = [
+        subprocess.Popen([sys.executable, str(script)], env=env | {"RANK": str(rank)})
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(200) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.kill()
+
+
+def test_an_exchange_of_the_callers() -> None:
+    """Any function that gathers; what it raises is raised."""
+    store = dist.HashStore()
+    exchange = epic.torch.groups.StoreExchange
+
+    def run(rank: int) -> None:
+        meet = exchange(store, "mine", 2, 60000)
+        with epic.torch.Group(meet=meet, rank=rank, num_ranks=2, **SIZES) as group:
+            right(group, rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run, rank) for rank in range(2)]:
+            done.result(60)
+
+    def broken(rank: int, mine: bytes) -> list[bytes]:
+        raise OSError("no network")
+
+    with pytest.raises(OSError, match="no network"):
+        epic.torch.Group(meet=broken, rank=0, num_ranks=2, **SIZES)
+
+
+def test_no_torch_state_is_left() -> None:
+    """A closed group is garbage, and its tensors with it."""
+    import gc
+    import weakref
+
+    group = epic.torch.Group(**SIZES)
+    right(group, 0, (3, 0, 0, 0))
+    seen = weakref.ref(group)
+    group.close()
+    del group
+    gc.collect()
+    assert seen() is None
+    assert torch.is_grad_enabled()

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole layer: float64, the bits of the core, composed, compiled, as a module."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+
+import cases
+import core_layer
+import epic.torch
+from epic import _native
+from epic.torch.experts import mlp, slab_mm
+from parts import RANKS, SIZES, group_of, numbers, same
+from reference import relative
+
+OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+ROWS = cases.BATCH * cases.LENGTH // RANKS
+
+
+def mine(case: dict[str, Any], rank: int, ep: int) -> tuple[Any, ...]:
+    """x, weights, cotangent and tables of a rank."""
+    x, ct = (torch.from_numpy(v.reshape(RANKS, ROWS, -1)[rank].copy()) for v in cases.arrays())
+    local = cases.EXPERTS // ep
+    w = {}
+    for name, value in cases.weights(case).items():
+        part = (
+            value.reshape(ep, local, *value.shape[1:])[rank % ep] if name in OF_EXPERTS else value
+        )
+        w[name] = torch.from_numpy(part.copy()).requires_grad_(name != "bias")
+    more = {n: torch.from_numpy(v) for n, v in cases.tables(case).items()}
+    if "token_ids" in more:
+        more["token_ids"] = more["token_ids"].reshape(RANKS, ROWS)[rank]
+    return x.requires_grad_(), w, ct, more
+
+
+def layer_step(rank: int, name: str, ep: int, options: dict[str, Any]) -> Any:
+    """out, loss, d_x and d_weights of a rank."""
+    case = cases.CASES[name]
+    with group_of(ep) as group:
+        x, w, ct, more = mine(case, rank, ep)
+        wish = cases.options(case, ep)
+        if options.pop("compiled", False):
+            run = torch.compile(epic.torch.moe, fullgraph=True, backend="aot_eager")
+        else:
+            run = epic.torch.moe
+        if options.pop("composed", False):
+            more["grouped_mm"] = slab_mm
+        got = run(group, wish, x, epic.torch.MoeWeights(**w), **more)
+        ((got.out * ct).sum() + got.loss * (ep / RANKS)).backward()
+    torch._dynamo.reset()
+    gradients = {n: v.grad.numpy() for n, v in w.items() if v.grad is not None}
+    return got.out.detach().numpy(), float(got.loss), x.grad.numpy(), gradients
+
+
+def whole(answers: list[Any], ep: int) -> tuple[Any, ...]:
+    """What the ranks' parts make together, as cases.true_step has it."""
+    shape = (cases.BATCH, cases.LENGTH, cases.HIDDEN)
+    out, d_x = (np.stack([a[i] for a in answers]).reshape(shape) for i in (0, 2))
+    loss = sum(a[1] for a in answers) * ep / RANKS
+    d_w = {}
+    for name in answers[0][3]:
+        parts = [a[3][name] for a in answers]
+        if name in OF_EXPERTS:
+            d_w[name] = np.concatenate([sum(parts[r::ep]) for r in range(ep)])
+        else:
+            d_w[name] = sum(parts)
+    return out, loss, d_x, d_w
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("name", cases.CASES)
+def test_float64(world: Any, name: str, ep: int) -> None:
+    """Every case on every number of ranks, with random cotangents."""
+    answers = world.run(layer_step, name, ep, {})
+    cases.compare(whole(answers, ep), cases.true_step(cases.CASES[name], RANKS // ep))
+
+
+@pytest.mark.parametrize("name", [n for n in cases.CASES if n != "table"])
+def test_the_cores_bits(world: Any, name: str) -> None:
+    """Those of the C layer, called by threads of this process, without torch."""
+    case = cases.CASES[name]
+    answers = world.run(layer_step, name, 4, {})
+    config = _native.Config(num_ranks=4, **{n: SIZES[n] for n in ("max_tokens", "max_row_bytes")})
+    per_rank = []
+    for rank in range(4):
+        x, w, ct, _ = mine(case, rank, 4)
+        arrays = {n: v.detach().numpy() for n, v in w.items()}
+        per_rank.append((x.detach().numpy(), arrays, ct.numpy()))
+    options = cases.options(case, 4)
+    layer = options.layer
+    bound = _native.size("epic_capacity_bound_v1", config, layer)
+    filled = epic.Moe(
+        layer,
+        options.router,
+        options.experts,
+        options.shared,
+        options.balance_coeff,
+        options.z_coeff,
+        capacity=bound,
+    )
+    for got, wanted in zip(answers, core_layer.run(config, filled, per_rank), strict=True):
+        assert np.array_equal(got[0], wanted[0]) and np.array_equal(got[2], wanted[1])
+        for key, value in got[3].items():
+            assert np.array_equal(value, wanted[2][key]), key
+
+
+@pytest.mark.parametrize("name", [n for n in cases.CASES if n != "table"])
+def test_composed(world: Any, name: str) -> None:
+    """Around a product of the caller's."""
+    answers = world.run(layer_step, name, 4, {"composed": True})
+    cases.compare(whole(answers, 4), cases.true_step(cases.CASES[name], 1))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "shared"])
+def test_compiled(world: Any, name: str) -> None:
+    """Forward and backward in one graph each: the same bits."""
+    eager = world.run(layer_step, name, 4, {})
+    for a, b in zip(world.run(layer_step, name, 4, {"compiled": True}), eager, strict=True):
+        assert np.array_equal(a[0], b[0]) and np.array_equal(a[2], b[2]) and a[1] == b[1]
+        assert all(np.array_equal(a[3][key], b[3][key]) for key in b[3])
+
+
+def test_gradcheck() -> None:
+    """All parameters and both outputs, in float64."""
+    options = epic.torch.Moe.of(
+        num_experts=3, top_k=2, hidden=4, inner=3, score="sigmoid", normalize="sum",
+        balance_coeff=0.3, z_coeff=0.2, shared=epic.Experts(1, 4, 2),
+    )  # fmt: skip
+    shapes = [(4, 3), (3, 4, 6), (3, 3, 4), (3,), (3, 6), (3, 4), (1, 4, 4), (1, 2, 4), (4,)]
+    names = (
+        "w_gate w_gate_up w_down b_gate b_gate_up b_down shared_gate_up shared_down w_shared_gate"
+    ).split()
+    leaves = [numbers(i, *s, dtype=torch.float64).requires_grad_() for i, s in enumerate(shapes)]
+    x = numbers(20, 5, 4, dtype=torch.float64).requires_grad_()
+    with epic.torch.Group(max_tokens=8, max_row_bytes=64) as group:
+
+        def run(x: torch.Tensor, *w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weights = epic.torch.MoeWeights(**dict(zip(names, w, strict=True)))
+            return epic.torch.moe(group, options, x, weights)[:2]
+
+        assert torch.autograd.gradcheck(run, (x, *leaves))
+
+
+# --------------------------------------------------------------------- router, experts ----
+
+
+def test_router_and_losses() -> None:
+    """gradcheck in float64; opcheck; the choice is the reference's."""
+    router = epic.torch.Router(8, 3, score="sigmoid", normalize="sum", scale=2.5)
+    z = numbers(1, 6, 8, dtype=torch.float64).requires_grad_()
+    bias = numbers(2, 8)
+    chosen, weights = epic.torch.route(router, z, bias=bias)
+    best = (torch.sigmoid(z) + bias).argsort(dim=1, descending=True)[:, :3]
+    assert torch.equal(chosen.long(), best) and weights.dtype == torch.float64
+    assert not chosen.requires_grad
+    check = torch.autograd.gradcheck
+    assert check(lambda v: epic.torch.route(router, v, bias=bias)[1], z)
+    load = torch.bincount(chosen.reshape(-1).long(), minlength=8).int()
+    known: dict[str, Any] = {"coeff": 0.7, "total_tokens": 6}
+    assert check(lambda v: epic.torch.balance_loss(router, v, load=load, **known), z)
+    by_sequence = {"topk_idx": chosen, "sequence_tokens": 3}
+    assert check(lambda v: epic.torch.balance_loss(router, v, **by_sequence, **known), z)
+    assert check(lambda v: epic.torch.z_loss(router, v, **known), z)
+    numbers_of = tuple(router.numbers().values())
+    ops, opcheck, f = torch.ops.epic, torch.library.opcheck, z.detach().float()
+    one = torch.ones(1)
+    opcheck(ops.route.default, (f, bias, None, None, 0, *numbers_of))
+    opcheck(ops.route_backward.default, (f, chosen, weights.detach().float(), 0, *numbers_of))
+    opcheck(ops.balance_loss.default, (f, load, None, 6, 0, 0.5, 0, *numbers_of))
+    opcheck(ops.balance_loss_backward.default, (f, load, None, one, 6, 0, 0.5, 0, *numbers_of))
+    opcheck(ops.z_loss.default, (f, 6, 0.5, 0, *numbers_of))
+    opcheck(ops.z_loss_backward.default, (f, one, 6, 0.5, 0, *numbers_of))
+    opcheck(ops.bias_update_.default, (bias.clone(), load, 0.1, 0))
+    moved = bias.clone()
+    epic.torch.bias_update(moved, load, 0.25)
+    step = torch.sign(load.float().mean() - load) * 0.25
+    assert torch.equal(moved, bias + step)
+
+
+@pytest.mark.parametrize("weighting", ["late", "early", "input"])
+def test_experts(weighting: str) -> None:
+    """gradcheck; the same function as with a product of the caller's."""
+    options = epic.torch.Experts(hidden=4, inner=3, weighting=weighting, activation="gelu")
+    rows, tokens = (torch.tensor(v, dtype=torch.int32) for v in ([2, 0, 3], [2, 0, 3]))
+    x = numbers(1, 5, 4, dtype=torch.float64).requires_grad_()
+    shapes = [(3, 4, 6), (3, 3, 4), (3, 6), (3, 4)]
+    w = [numbers(i, *s, dtype=torch.float64).requires_grad_() for i, s in enumerate(shapes)]
+    scale = None if weighting == "late" else numbers(9, 5)
+
+    def run(x: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
+        return epic.torch.experts(options, x, rows, tokens, epic.torch.ExpertWeights(*w), scale)
+
+    assert torch.autograd.gradcheck(run, (x, *w))
+    other = mlp(options, slab_mm, x, rows, epic.torch.ExpertWeights(*w), scale)
+    assert relative(run(x, *w).detach(), other.detach()) < 1e-14
+
+
+# --------------------------------------------------------------------------- module ----
+
+WISH = epic.torch.Moe.of(
+    num_experts=8, top_k=2, hidden=16, inner=12, normalize="sum", balance_coeff=0.01,
+    shared=epic.Experts(1, 16, 8),
+)  # fmt: skip
+
+
+def module_step(rank: int, ep: int) -> Any:
+    """out and gradients of a module, of the same layer on any number of ranks."""
+    with group_of(ep) as group:
+        layer = epic.torch.MoE(
+            group, WISH, gate_bias=True, expert_biases=True, shared_gate=True, bias_rate=0.1
+        )
+        x = numbers(30 + rank, 2, 3, 16).requires_grad_()
+        out, loss = layer(x)
+        assert out.shape == x.shape and loss.shape == ()
+        (out.square().sum() + loss * (ep / RANKS)).backward()
+        layer.sum_gradients()
+        for name, p in layer.named_parameters():  # over the groups side by side
+            if name not in OF_EXPERTS and ep < RANKS:
+                dist.all_reduce(p.grad)
+                p.grad /= ep
+        dist.all_reduce(layer.load)
+        layer.load //= ep
+        layer.update_bias()
+        named = {n: v.grad.numpy() for n, v in layer.named_parameters()}
+        return out.detach().numpy(), 0.0, x.grad.numpy(), named, layer.bias.numpy().copy()
+
+
+def test_module(world: Any) -> None:
+    """The same layer on 1, 2 and 4 ranks: parameters are drawn for each expert by itself."""
+    answers = {ep: world.run(module_step, ep) for ep in (1, 2, 4)}
+    for ep in (2, 4):
+        for a, b in zip(answers[ep], answers[1], strict=True):
+            assert relative(a[0], b[0]) < 1e-6
+            assert np.array_equal(a[4], b[4]) and a[4].any()
+        one, other = (whole([a[:4] for a in answers[n]], n)[3] for n in (1, ep))
+        for name in OF_EXPERTS:
+            assert relative(other[name], one[name]) < 1e-5, name
+
+
+def checkpoint_roundtrip(rank: int, folder: str) -> None:
+    """Saved by 4 ranks, loaded by groups of 2, whose layers were made on "meta"."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    x = numbers(40 + rank, 6, 16)
+    with epic.torch.Group(mesh, **SIZES) as group:
+        layer = epic.torch.MoE(group, WISH, bias_rate=0.1)
+        layer.reset_parameters(seed=5)
+        layer.bias.fill_(0.25)
+        dcp.save(epic.torch.sharded_state(layer, mesh), checkpoint_id=folder)
+        wanted = layer(x)[0]
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    with epic.torch.Group(pairs, "ep", **SIZES) as group:
+        other = epic.torch.MoE(group, WISH, bias_rate=0.1, device="meta")
+        assert other.w_gate.is_meta
+        other.to_empty(device="cpu")
+        other.reset_parameters()
+        dcp.load(epic.torch.sharded_state(other, pairs["ep"]), checkpoint_id=folder)
+        assert other.bias.eq(0.25).all()
+        assert relative(other(x)[0].detach(), wanted.detach()) < 1e-6
+
+
+def test_checkpoint_with_another_number_of_ranks(world: Any, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint."""
+    world.run(checkpoint_roundtrip, str(tmp_path))
+
+
+def data_parallel(rank: int) -> None:
+    """FSDP2 and DDP over the other axis of the mesh: the same gradients."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    x = numbers(50 + rank, 6, 16)
+
+    def gradients(wrap: Any) -> dict[str, torch.Tensor]:
+        with epic.torch.Group(mesh, "ep", **SIZES) as group:
+            layer = wrap(epic.torch.MoE(group, WISH))
+            out, loss = layer(x)
+            (out.square().sum() + loss).backward()
+        found = {n.removeprefix("module."): p.grad for n, p in layer.named_parameters()}
+        return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
+
+    plain = gradients(lambda layer: layer)
+    for value in plain.values():
+        dist.all_reduce(value, group=mesh.get_group("dp"))
+        value /= 2
+
+    def ddp(layer: Any) -> Any:
+        return DistributedDataParallel(layer, process_group=mesh.get_group("dp"))
+
+    for wrap in (lambda layer: fully_shard(layer, mesh=mesh["dp"]), ddp):
+        got = gradients(wrap)
+        assert got.keys() == plain.keys()
+        for name, value in plain.items():
+            torch.testing.assert_close(got[name], value)
+
+
+def test_data_parallel(world: Any) -> None:
+    """Two groups of two ranks."""
+    world.run(data_parallel)
+
+
+def masked(rank: int) -> None:
+    """Tokens that the mask leaves out have no routed expert, and no part in the loss."""
+    options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=12, balance_coeff=0.1)
+    with group_of(4) as group:
+        layer = epic.torch.MoE(group, options)
+        x = numbers(60 + rank, 6, 16)
+        mask = torch.tensor([True, False, True, True, False, True])
+        out, loss = layer(x, token_mask=mask)
+        assert not out[~mask].any()
+        kept, alone = layer(x[mask])
+        assert relative(out[mask].detach(), kept.detach()) < 1e-6
+        assert relative(loss.detach(), alone.detach()) < 1e-5
+
+
+def test_token_mask(world: Any) -> None:
+    """As if the others were not there."""
+    world.run(masked)
+
+
+def test_wrong_weights() -> None:
+    """Shapes and dtypes, before anything is read."""
+    good = {n: torch.from_numpy(v) for n, v in cases.weights({}).items()}
+    x = torch.ones(3, cases.HIDDEN)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"w_gate": torch.ones(2, 2)}, "w_gate: shape [2, 2]"),
+        ({"w_gate": good["w_gate"].half()}, "w_gate is float16"),
+        ({"w_down": good["w_down"][:, :3]}, "w_down has"),
+        ({"w_gate_up": good["w_gate_up"][:4]}, "num_local_experts 8"),
+        ({"shared_gate_up": good["w_down"]}, "shared options and shared weights"),
+    ]
+    with epic.torch.Group(**SIZES) as group:
+        for change, text in wrong:
+            weights = epic.torch.MoeWeights(**{**good, **change})
+            with pytest.raises(epic.torch.EpicArgumentError) as caught:
+                epic.torch.moe(group, cases.options({}, 1), x, weights)
+            assert text in str(caught.value), caught.value
+        first = epic.torch.moe(group, cases.options({}, 1), x, epic.torch.MoeWeights(**good))
+        again = epic.torch.moe(group, cases.options({}, 1), x, epic.torch.MoeWeights(**good))
+        assert same(first, again)

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""plan, dispatch, combine, plan_dispatch and sum on 4 processes: exact, or against float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import epic.torch
+from parts import (
+    ALIGN,
+    EVEN,
+    EXPERTS,
+    HIDDEN,
+    LAYER,
+    TOKENS,
+    TOP_K,
+    UNEVEN,
+    Data,
+    check_round,
+    group_of,
+    numbers,
+    same,
+    through,
+)
+from reference import load_of, relative, slots_of
+
+NAN = float("nan")
+
+
+def round_trip(rank: int, ep: int, fused: bool, tokens: tuple[int, ...]) -> None:
+    """With gradients of random cotangents; twice the same bits."""
+    with group_of(ep) as group:
+        mine = Data(tokens).mine(rank)
+        first = check_round(through(group, fused), mine, 2e-6)
+        for _ in range(4):
+            assert same(first, check_round(through(group, fused), mine, 2e-6))
+
+
+@pytest.mark.parametrize("tokens", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_round_trip(world: Any, ep: int, fused: bool, tokens: tuple[int, ...]) -> None:
+    """There, through the sine, and back."""
+    world.run(round_trip, ep, fused, tokens)
+
+
+def every_slot(rank: int, ep: int, tokens: tuple[int, ...], experts: int) -> None:
+    """Rows, weights and counts, exactly, padding and tail included."""
+    data = Data(tokens, experts=experts)
+    with group_of(ep) as group:
+        x, w, ids, _ = data.mine(rank)
+        plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+        all_x, all_w, all_ids = (
+            v[data.where(rank, ep)].numpy() for v in (data.x, data.w, data.ids)
+        )
+        slots = slots_of(all_ids, rank % ep, ep, EXPERTS, ALIGN)
+        rows = np.zeros((plan.capacity, HIDDEN), np.float32)
+        weights = np.zeros(plan.capacity, np.float32)
+        for i, (t, k) in enumerate(slots.choices):
+            if t >= 0:
+                rows[i], weights[i] = all_x[t], all_w[t, k]
+        assert plan.capacity == group.capacity_bound(LAYER)
+        assert np.array_equal(recv.detach(), rows) and np.array_equal(slot.detach(), weights)
+        assert plan.expert_rows.tolist() == slots.rows
+        assert plan.expert_tokens.tolist() == slots.tokens
+        assert plan.load.tolist() == load_of(all_ids, EXPERTS).tolist()
+        assert int(plan.demand) == len(slots.choices)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_every_slot(world: Any, ep: int, tokens: tuple[int, ...]) -> None:
+    """As numpy counts them."""
+    world.run(every_slot, ep, tokens, EXPERTS)
+
+
+def test_ranks_that_receive_nothing(world: Any) -> None:
+    """All tokens go to the experts of the first ranks."""
+    world.run(every_slot, 4, UNEVEN, 3)
+
+
+def weight_gradients(rank: int) -> None:
+    """Each (token, k) gets its own slot's number back, unsummed."""
+    with group_of(4) as group:
+        x, w, ids, _ = Data().mine(rank)
+        _, _, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+        (d_w,) = torch.autograd.grad(slot, w, slot.detach())
+        assert torch.equal(d_w, torch.where(ids >= 0, w.detach(), 0))
+
+
+def test_weight_gradients_are_exact(world: Any) -> None:
+    """Bit for bit."""
+    world.run(weight_gradients)
+
+
+def small_type(rank: int, dtype: torch.dtype, most: float) -> None:
+    """Sums are rounded once for each rank and once at the end."""
+    with group_of(4) as group:
+        got = check_round(through(group, True), Data(dtype=dtype).mine(rank), most)
+        assert [v.dtype for v in got] == [dtype, dtype, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=["bf16", "f16"]
+)
+def test_small_types(world: Any, dtype: torch.dtype, most: float) -> None:
+    """Against float64 of the rounded inputs."""
+    world.run(small_type, dtype, most)
+
+
+def float64(rank: int) -> None:
+    """Summed in float64; int64 choices."""
+    with group_of(4) as group:
+        x, w, ids, ct = Data(dtype=torch.float64).mine(rank)
+        out = through(group, False)(x, w, ids.long())
+        (d_x,) = torch.autograd.grad(out, x, ct)
+        total = (w.detach().double() * (ids >= 0)).sum(1, keepdim=True)
+        assert relative(out.detach(), x.detach().sin() * total) < 1e-14
+        assert relative(d_x, x.detach().cos() * total * ct) < 1e-14
+
+
+def test_float64(world: Any) -> None:
+    """To the last bits."""
+    world.run(float64)
+
+
+def no_tokens(rank: int) -> None:
+    """Zero rows are no special case."""
+    with group_of(4) as group:
+        x, w, ids, ct = Data((0,) * 4).mine(rank)
+        out = through(group, True)(x, w, ids)
+        d_x, d_w = torch.autograd.grad(out, (x, w), ct)
+        assert out.shape == d_x.shape == (0, HIDDEN) and d_w.shape == (0, TOP_K)
+
+
+def test_no_tokens(world: Any) -> None:
+    """On every rank."""
+    world.run(no_tokens)
+
+
+def exact_sizing(rank: int, experts: int) -> None:
+    """As many slots as land, none on some ranks."""
+    data = Data(UNEVEN, experts=experts)
+    with group_of(4) as group:
+        x, w, ids, ct = data.mine(rank)
+        plan = epic.torch.plan(group, LAYER, ids, capacity=epic.torch.EXACT)
+        slots = slots_of(data.ids.numpy(), rank, 4, EXPERTS, ALIGN)
+        assert plan.capacity == len(slots.choices)
+        recv, slot = epic.torch.dispatch(plan, x, w)
+        assert recv.shape == (len(slots.choices), HIDDEN)
+        out = epic.torch.combine(plan, torch.sin(recv), slot)
+        got = [out, *torch.autograd.grad(out, (x, w), ct)]
+        wanted = check_round(through(group, False), [x, w, ids, ct], 2e-6)
+        assert same(got, wanted)
+
+
+@pytest.mark.parametrize("experts", [3, EXPERTS])
+def test_exact_sizing(world: Any, experts: int) -> None:
+    """The same bits as with the bound."""
+    world.run(exact_sizing, experts)
+
+
+def moved_plan(rank: int) -> None:
+    """A copy of the plan is the plan; three dimensions are as good as two."""
+    with group_of(2) as group:
+        x, w, ids, ct = Data().mine(rank)
+        plan = epic.torch.plan(group, LAYER, ids.reshape(2, 3, TOP_K))
+        moved = plan._replace(bytes=plan.bytes.clone())
+        plan.bytes.fill_(255)
+        recv, slot = epic.torch.dispatch(moved, x.reshape(2, 3, HIDDEN), w.reshape(2, 3, TOP_K))
+        out = epic.torch.combine(moved, torch.sin(recv), slot)
+        got = [out, *torch.autograd.grad(out, (x, w), ct)]
+        assert same(got, check_round(through(group, False), [x, w, ids, ct], 2e-6))
+
+
+def test_a_plan_that_moved(world: Any) -> None:
+    """It holds no address."""
+    world.run(moved_plan)
+
+
+def placed(rank: int) -> None:
+    """Any placement gives the same sums."""
+    table = [3, 3, 3, 0, 1, 2, 0, 1]
+    with group_of(4) as group:
+        for fused in (False, True):
+            step = through(
+                group, fused, rank_of_expert=table, num_local_experts=3, capacity=4 * TOKENS * TOP_K
+            )
+            check_round(step, Data().mine(rank), 2e-6)
+        plan = epic.torch.plan(
+            group,
+            LAYER,
+            Data().mine(rank)[2],
+            rank_of_expert=table,
+            num_local_experts=3,
+            capacity=99,
+        )
+        assert plan.expert_rows.shape == plan.expert_tokens.shape == (3,)
+
+
+def test_rank_of_expert(world: Any) -> None:
+    """As a list, or a tensor."""
+    world.run(placed)
+
+
+def drop(rank: int) -> None:
+    """What does not fit gives zeros, forward and backward; load and demand tell the truth."""
+    layer = epic.torch.Layer(EXPERTS, 1, overflow="drop", expert_capacity=2)
+    with group_of(4) as group:
+        x, ct = numbers(rank, TOKENS, HIDDEN).requires_grad_(), numbers(9, TOKENS, HIDDEN)
+        ids = torch.zeros((TOKENS, 1), dtype=torch.int32)
+        plan, recv, none = epic.torch.plan_dispatch(group, layer, ids, x, capacity=8)
+        assert none is None and recv.shape == (8, HIDDEN)
+        out = epic.torch.combine(plan, recv)
+        kept = torch.zeros((TOKENS, 1))
+        if rank == 0:
+            kept[:2] = 1
+        assert torch.equal(out, x * kept)
+        assert torch.equal(torch.autograd.grad(out, x, ct)[0], ct * kept)
+        assert plan.load.tolist() == [4 * TOKENS] + [0] * 7
+        assert int(plan.demand) == (4 * TOKENS if rank == 0 else 0)
+
+
+def test_drop(world: Any) -> None:
+    """By expert_capacity."""
+    world.run(drop)
+
+
+def poisoned(rank: int) -> None:
+    """Buffers of the caller that hold NaN: what is read has been written."""
+    with group_of(4) as group, torch.no_grad():
+        x, w, ids, _ = Data(UNEVEN).mine(rank)
+        plan = epic.torch.plan(group, LAYER, ids)
+        recv, slot = torch.full((plan.capacity, HIDDEN), NAN), torch.full((plan.capacity,), NAN)
+        given = epic.torch.dispatch(plan, x, w, zero_tail=False, out=(recv, slot))
+        assert given[0] is recv and given[1] is slot
+        wanted = epic.torch.dispatch(plan, x, w)
+        used = int(plan.expert_rows.sum())
+        assert same((recv[:used], slot[:used]), (wanted[0][:used], wanted[1][:used]))
+        assert recv[used:].isnan().all() and slot[used:].isnan().all()
+        out = torch.full((x.shape[0], HIDDEN), NAN)
+        assert epic.torch.combine(plan, recv, slot, out=out) is out
+        assert torch.equal(out, epic.torch.combine(plan, *wanted))
+
+
+def test_out_and_poison(world: Any) -> None:
+    """The tail is neither written nor read."""
+    world.run(poisoned)
+
+
+def summed(rank: int, ep: int, tree: bool) -> None:
+    """The same bits on every rank; its gradient is the sum of the gradients."""
+    every = [numbers(10 + r, 7, 3) for r in range(4)]
+    with group_of(ep) as group:
+        x = every[rank].clone().requires_grad_()
+        out = epic.torch.sum(group, x, tree=tree)
+        (d_x,) = torch.autograd.grad(out, x, out.detach())
+        first = rank // ep * ep
+        mine = every[first : first + ep]
+        wanted = torch.stack([v.double() for v in mine]).sum(0)
+        assert relative(out.detach(), wanted) < 1e-6
+        assert relative(d_x, ep * wanted) < 1e-6
+        if not tree:
+            total = mine[0].clone()
+            for v in mine[1:]:
+                total += v
+            assert torch.equal(out, total)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_sum(world: Any, ep: int, tree: bool) -> None:
+    """In rank order, or in a tree."""
+    world.run(summed, ep, tree)
+
+
+def in_flight(rank: int) -> None:
+    """Three micro-batches, forward and backward interleaved as a pipeline does."""
+    with group_of(4) as group:
+        step, batches = through(group, False), []
+        for i in range(3):
+            x, w, ids, ct = Data(UNEVEN).mine(rank)
+            x = (x.detach() * (i + 1)).requires_grad_()
+            batches.append([x, w, ids, ct])
+        wanted = [check_round(step, batch, 2e-6) for batch in batches]
+        outs: dict[int, torch.Tensor] = {}
+        got = {}
+        for forward, i in ((1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (0, 2)):
+            x, w, ids, ct = batches[i]
+            if forward:
+                outs[i] = step(x, w, ids)
+            else:
+                out = outs.pop(i)
+                got[i] = [out, *torch.autograd.grad(out, (x, w), ct)]
+        assert all(same(got[i], wanted[i]) for i in range(3))
+
+
+def test_plans_in_flight(world: Any) -> None:
+    """The same bits as one after the other."""
+    world.run(in_flight)
+
+
+def quantized(rank: int, block: str, most: float) -> None:
+    """Rows that travel in e4m3, with a gradient that goes straight through."""
+    with group_of(4) as group:
+        x, w, ids, _ = Data(UNEVEN).mine(rank)
+        plan = epic.torch.plan(group, LAYER, ids)
+        rows, scales, slot = epic.torch.dispatch_quantized(plan, x, w, block)
+        plain, wanted = epic.torch.dispatch(plan, x, w)
+        back = epic.torch.dequantize(rows, scales, torch.float32, block)
+        assert torch.equal(slot, wanted)
+        assert relative(back, plain.detach()) < most
+        recv, slot = epic.torch.dispatch(plan, x, w, quantize=block)
+        assert torch.equal(recv, back)
+        got = torch.autograd.grad(recv, x, plain.detach())
+        assert same(got, torch.autograd.grad(plain, x, plain.detach()))
+
+
+@pytest.mark.parametrize(("block", "most"), [("1x128", 16 / 448), ("1x32", 16 / 224)])
+def test_quantized(world: Any, block: str, most: float) -> None:
+    """Both kinds of blocks: half a step of e4m3 at the largest value, which a scale that is a power
+    of two brings to 224 at least."""
+    world.run(quantized, block, 1.001 * most)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes with torch.distributed that run functions of the tests, each a part of it."""
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LIMIT = 240  # seconds for one function
+
+
+def free_port() -> int:
+    """One that nobody has just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve(rank: int, size: int, port: int, pipe: Any) -> None:
+    """A process: runs what comes until nothing comes any more."""
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "jax")]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of processes in each
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(rank, *args)))
+        except BaseException as error:
+            said = "".join(traceback.format_exception(error))
+            pipe.send((False, f"rank {rank}: {said}"))
+
+
+def begin(rank: int) -> None:
+    """Imports what takes long."""
+    importlib.import_module("epic.torch")
+
+
+class World:
+    """As many processes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.processes: list[Any] = []
+        self.pipes: list[Any] = []
+
+    def __enter__(self) -> "World":
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        for rank in range(self.size):
+            mine, other = context.Pipe()
+            process = context.Process(
+                target=serve, args=(rank, self.size, port, other), daemon=True
+            )
+            process.start()
+            other.close()
+            self.processes.append(process)
+            self.pipes.append(mine)
+        self.run(begin)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+            process.join()
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """function(rank, *args) in each process; of a module that they can import."""
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__name__, args))
+
+    def answer(self, rank: int, limit: float = LIMIT) -> tuple[bool, Any]:
+        """What one gave, or raised."""
+        if not self.pipes[rank].poll(limit):
+            return False, f"rank {rank} has not answered in {limit} s"
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            return False, f"rank {rank} is gone"
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each process gave; fails with what any raised."""
+        self.start(function, *args)
+        end = time.monotonic() + LIMIT
+        answers = [self.answer(r, max(0.0, end - time.monotonic())) for r in range(self.size)]
+        failures = [what for good, what in answers if not good]
+        assert not failures, "\n".join(map(str, failures))
+        return [what for _, what in answers]

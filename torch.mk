@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+# PyTorch: `make test-torch` builds the operators and tests them with the torch of each line of
+# tests/torch/requirements.txt, in a virtual environment of its own under build/.  It is a part of
+# `make test`.
+
+.PHONY: test-torch
+test-torch:
+	@echo "== PyTorch"
+	@$(call CMAKE,Release,build)
+	@$(call BUILD,build) --target epic epic_torch
+	@tests/torch/run.sh build
+
+# On a machine with GPUs, with the torch of GPU_PYTHON (python3).
+.PHONY: gpu-build-torch gpu-test-torch gpu-bench-torch
+GPU_TORCH_OUT = build/gpu-torch
+GPU_TORCH = EPIC_LIBRARY_PATH=$(abspath $(GPU_TORCH_OUT)/lib) PYTHONPATH=bindings/python
+
+gpu-build-torch:
+	@$(call CMAKE,Release,$(GPU_TORCH_OUT),-DEPIC_MPI=OFF -DEPIC_TESTS=OFF \
+	    -DEPIC_CUDA_ARCHITECTURES=90a-real)
+	@$(call BUILD,$(GPU_TORCH_OUT)) --target epic epic_cuda epic_torch
+
+gpu-test-torch: gpu-build-torch
+	@EPIC_LIBRARY_PATH=$(abspath $(GPU_TORCH_OUT)/lib) GPU_PYTHON=$(GPU_PYTHON) \
+	    tests/torch/gpu/run.sh
+
+gpu-bench-torch: gpu-build-torch
+	@for tokens in 128 1024 4096; do $(GPU_TORCH) timeout -k 5 300 \
+	    $(GPU_PYTHON) bench/torch_bench.py --tokens $$tokens --cuda-graph || exit 1; done
