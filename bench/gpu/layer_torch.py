@@ -8,12 +8,12 @@ import time
 
 try:
     import torch
-    import torch.nn.functional as F
+    from torch.nn import functional
 except ImportError:
     print("left out: torch is not installed")
     sys.exit(0)
 
-grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm
 ROUNDS = 4
 ROWS = 32768
 
@@ -66,7 +66,7 @@ def experts(count, hidden, inner):
     @torch.compile
     def activation(h):
         gate, value = h.chunk(2, dim=-1)
-        return F.silu(gate) * value
+        return functional.silu(gate) * value
 
     def forward():
         return grouped_mm(activation(grouped_mm(x, up, offs=ends)), down, offs=ends)
