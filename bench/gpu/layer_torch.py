@@ -2,9 +2,12 @@
 """torch's grouped_mm on the shapes of layer.cu, timed as there: 15 ms of rest, one call to warm
 up, three timed, median of ROUNDS x 3."""
 
+import itertools
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 try:
     import torch
@@ -18,8 +21,9 @@ ROUNDS = 4
 ROWS = 32768
 
 
-def burst(run):
-    times = []
+def burst(run: Callable[[], object]) -> float:
+    """Milliseconds of a call."""
+    times: list[float] = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         time.sleep(0.015)
@@ -30,11 +34,12 @@ def burst(run):
             run()
             mark.record()
         torch.cuda.synchronize()
-        times += [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+        times += [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
     return statistics.median(times)
 
 
-def products(experts, k, n):
+def products(experts: int, k: int, n: int) -> None:
+    """The three passes of a grouped product."""
     x = torch.randn(ROWS, k, device="cuda", dtype=torch.bfloat16)
     d = torch.randn(ROWS, n, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(experts, k, n, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -54,7 +59,8 @@ def products(experts, k, n):
     )
 
 
-def experts(count, hidden, inner):
+def experts(count: int, hidden: int, inner: int) -> None:
+    """A gated MLP of experts, forward and with backward."""
     x = torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     up = torch.randn(count, hidden, 2 * inner, device="cuda", dtype=torch.bfloat16) * 0.02
     down = torch.randn(count, inner, hidden, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -64,14 +70,14 @@ def experts(count, hidden, inner):
     ends = torch.arange(ROWS // count, ROWS + 1, ROWS // count, device="cuda", dtype=torch.int32)
 
     @torch.compile
-    def activation(h):
+    def activation(h: Any) -> Any:
         gate, value = h.chunk(2, dim=-1)
         return functional.silu(gate) * value
 
-    def forward():
+    def forward() -> Any:
         return grouped_mm(activation(grouped_mm(x, up, offs=ends)), down, offs=ends)
 
-    def both():
+    def both() -> None:
         for t in (x, up, down):
             t.grad = None
         forward().backward(d_y)

@@ -13,8 +13,8 @@ from epic._native import check, core, sized, struct
 from epic.options import Moe
 
 WEIGHTS = (
-    "w_gate b_gate bias scale_of_expert w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
-    "shared_b_gate_up shared_b_down w_shared_gate"
+    "w_gate b_gate bias scale_of_expert w_gate_up w_down b_gate_up b_down shared_gate_up "
+    "shared_down shared_b_gate_up shared_b_down w_shared_gate"
 ).split()
 Call = struct(
     "Call", ("stream", c_void_p), ("tag", c_uint64), ("timeout_ms", c_uint32), ("sms", c_uint32)
