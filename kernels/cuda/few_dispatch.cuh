@@ -103,8 +103,7 @@ template <class Rows> struct Sender {
 /* ----------------------------------------------------------------------------- receiving ---- */
 
 /* Unit number u of those that receive: this rank's own tokens, then the peers' side by side. */
-template <class Rows>
-__device__ __forceinline__ void place_unit(const Few &m, int u, Piece &p)
+template <class Rows> __device__ __forceinline__ void place_unit(const Few &m, int u, Piece &p)
 {
     const p2p_self &self = m.job.plan.self;
     const int own = m.job.num_tokens * Rows::own_pieces(m), peers = self.num_ranks - 1;
@@ -161,13 +160,13 @@ __device__ __forceinline__ void ask_row(const Few &m, int u, Piece &p, bool own)
     const uint4 *staged = staged_in(m.now.inbox[p.rank], p.token, m.shape.vectors) + begin;
 #pragma unroll
     for (int v = 0; v < V; v++)
-        p.q[v] = Rows::EXACT || begin + v * WARP < m.shape.vectors ? load_relaxed(staged + v * WARP)
-                                                             : make_uint4(0, 0, 0, 0);
+        p.q[v] = Rows::EXACT || begin + v * WARP < m.shape.vectors
+                     ? load_relaxed(staged + v * WARP)
+                     : make_uint4(0, 0, 0, 0);
 }
 
 /* And for what says where it goes. */
-template <class Rows>
-__device__ __forceinline__ void ask_words(const Few &m, int u, Piece &p)
+template <class Rows> __device__ __forceinline__ void ask_words(const Few &m, int u, Piece &p)
 {
     if (u >= num_units<Rows>(m)) return;
     if (!m.made) p.word = peek_record(m, p.rank, p.token, 0);

@@ -35,8 +35,8 @@ template <class Given> struct StringRows {
     {
         return take_string<Given::QUANTIZED>(m, rank, source, token, piece, true, q);
     }
-    static __device__ __forceinline__ void fill(const Few &m, bool own, int32_t token, int piece,
-                                                int32_t slot, const uint4 (&q)[V])
+    static __device__ __forceinline__ void fill(const Few &m, bool own, int32_t token,
+                                                int piece, int32_t slot, const uint4 (&q)[V])
     {
         if (!own) {
             each_slot(m, slot, [&](int32_t to) { store_string(m, to, piece, q); });

@@ -38,6 +38,11 @@ float case_number(uint64_t h, bool hard, uint32_t type)
 void token_row(const test_case *c, int rank, int64_t token, uint8_t *row)
 {
     const uint64_t kind = case_hash(c->seed, 50, (uint64_t)rank, (uint64_t)token) % 6;
+    if (c->quantize) {
+        for (int64_t i = 0; i < c->hidden; i++)
+            case_put(row, i, c->type, token_element(c, rank, token, i));
+        return;
+    }
     if (c->hard && kind == 0) {
         memset(row, 0xff, (size_t)c->row_bytes);
         return;
@@ -48,6 +53,28 @@ void token_row(const test_case *c, int rank, int64_t token, uint8_t *row)
             word = word & 256 ? 0x7fff7fffffffffffull : 0xffffffff7fffffffull;
         memcpy(row + i, &word, (size_t)(c->row_bytes - i < 8 ? c->row_bytes - i : 8));
     }
+}
+
+void token_scales(const test_case *c, int rank, int64_t token, uint8_t *scales)
+{
+    for (int64_t i = 0; i < c->scale_bytes; i++) {
+        const uint64_t h =
+            case_hash(c->seed, 52, (uint64_t)(rank * 100000 + token), (uint64_t)i);
+        scales[i] = c->hard && token % 3 == 0 ? 0xff : (uint8_t)h;
+    }
+}
+
+void received_row(const test_case *c, int rank, int64_t token, uint8_t *row, uint8_t *scales)
+{
+    if (!c->quantize) {
+        token_row(c, rank, token, row);
+        token_scales(c, rank, token, scales);
+        return;
+    }
+    float *x = malloc((size_t)c->hidden * sizeof *x);
+    for (int64_t i = 0; i < c->hidden; i++) x[i] = token_element(c, rank, token, i);
+    quantize_blocks(c->quantize, x, c->hidden, row, scales);
+    free(x);
 }
 
 float choice_weight(const test_case *c, int rank, int64_t choice)
@@ -152,12 +179,16 @@ void make_inputs(bench *b, arrays *a)
     int32_t *narrow = malloc((size_t)choices * 4 + 4);
     float *weights = malloc((size_t)choices * 4 + 4);
     uint8_t *rows = malloc((size_t)(tokens * c->row_bytes) + 8);
+    uint8_t *scales = malloc((size_t)(tokens * c->scale_bytes) + 8);
     for (int64_t i = 0; i < choices; i++) {
         narrow[i] = (int32_t)r->ids[me][i];
         weights[i] = choice_weight(c, me, i);
     }
 #pragma omp parallel for
-    for (int64_t t = 0; t < tokens; t++) token_row(c, me, t, rows + t * c->row_bytes);
+    for (int64_t t = 0; t < tokens; t++) {
+        token_row(c, me, t, rows + t * c->row_bytes);
+        token_scales(c, me, t, scales + t * c->scale_bytes);
+    }
     const size_t experts = r->layer.num_experts * sizeof(int32_t);
     a->plan_bytes = device_plan_bytes(r->num_ranks, b->me->group->config.max_tokens,
                                       r->layer.num_experts, r->layer.top_k);
@@ -171,11 +202,14 @@ void make_inputs(bench *b, arrays *a)
     a->demand = take(b, 4, 0);
     a->tokens = case_upload(b, rows, (size_t)(tokens * c->row_bytes), c->offset);
     a->weights = case_upload(b, weights, (size_t)choices * 4, 0);
-    a->recv = take(b, (size_t)(c->recv_rows[me] * c->row_bytes), c->offset);
+    a->recv = take(b, (size_t)(c->recv_rows[me] * c->recv_bytes), c->offset);
+    a->scales = case_upload(b, scales, (size_t)(tokens * c->scale_bytes), c->offset);
+    a->recv_scales = take(b, (size_t)(c->recv_rows[me] * c->scale_bytes), c->offset);
     a->slot_weights = take(b, (size_t)c->recv_rows[me] * 4, 0);
     free(narrow);
     free(weights);
     free(rows);
+    free(scales);
 }
 
 static epic_plan_args plan_args(bench *b, const arrays *a)
@@ -200,11 +234,17 @@ static epic_dispatch_args dispatch_args(bench *b, const arrays *a)
 {
     const test_case *c = &b->c;
     const int me = b->me->rank;
+    const epic_rows none = {0}, scales = {a->scales, c->r.tokens_of[me], c->scale_bytes};
+    const epic_rows recv_scales = {a->recv_scales, c->recv_rows[me], c->scale_bytes};
     return (epic_dispatch_args){.call = b->call,
+                                .scales = c->quantize || !c->scale_bytes ? none : scales,
+                                .recv_scales = c->scale_bytes ? recv_scales : none,
+                                .type = c->quantize ? c->type : EPIC_BYTES,
+                                .quantize = c->quantize,
                                 .plan = a->plan,
                                 .plan_bytes = a->plan_bytes,
                                 .tokens = {a->tokens, c->r.tokens_of[me], c->row_bytes},
-                                .recv = {a->recv, c->recv_rows[me], c->row_bytes},
+                                .recv = {a->recv, c->recv_rows[me], c->recv_bytes},
                                 .weights = c->weighted ? a->weights : NULL,
                                 .slot_weights = c->weighted ? a->slot_weights : NULL,
                                 .flags = (c->zero_tail ? EPIC_ZERO_TAIL : 0) |
@@ -241,6 +281,7 @@ void make_sums(bench *b, sums *s)
     s->out = take(b, (size_t)(tokens * c->row_bytes), c->offset);
     s->d_tokens = take(b, (size_t)(tokens * c->row_bytes), c->offset);
     s->d_rows = take(b, (size_t)(slots * c->row_bytes), c->offset);
+    s->d_rows_scales = take(b, (size_t)(slots * c->scale_bytes), c->offset);
     s->d_weights = take(b, (size_t)slots * 4, 0);
     s->choice_floats = take(b, (size_t)tokens * c->r.layer.top_k * 4, 0);
     free(rows);
@@ -306,13 +347,16 @@ bool call_dispatch_backward(bench *b, const arrays *a, const sums *s)
 bool call_combine_backward(bench *b, const arrays *a, const sums *s)
 {
     const test_case *c = &b->c;
+    const epic_rows none = {0}, scales = {s->d_rows_scales, s->num_rows, c->scale_bytes};
     const epic_combine_backward_args args = {
         .call = b->call,
         .plan = a->plan,
         .plan_bytes = a->plan_bytes,
         .d_out = {s->d_out, c->r.tokens_of[b->me->rank], c->row_bytes},
         .rows = {s->rows, s->num_rows, c->row_bytes},
-        .d_rows = {s->d_rows, s->num_rows, c->row_bytes},
+        .d_rows = {s->d_rows, s->num_rows, c->quantize ? c->recv_bytes : c->row_bytes},
+        .d_rows_scales = c->quantize ? scales : none,
+        .quantize = c->quantize,
         .slot_weights = c->weighted ? s->weights : NULL,
         .d_slot_weights = s->d_weights,
         .type = c->type,
@@ -328,7 +372,8 @@ static void dirty(bench *b, void *to, int64_t bytes)
 void dirty_received(bench *b, const arrays *a)
 {
     const int64_t rows = b->c.recv_rows[b->me->rank];
-    dirty(b, a->recv, rows * b->c.row_bytes);
+    dirty(b, a->recv, rows * b->c.recv_bytes);
+    dirty(b, a->recv_scales, rows * b->c.scale_bytes);
     dirty(b, a->slot_weights, rows * 4);
 }
 
@@ -339,5 +384,6 @@ void dirty_sums(bench *b, const sums *s)
     dirty(b, s->d_tokens, tokens * b->c.row_bytes);
     dirty(b, s->choice_floats, tokens * b->c.r.layer.top_k * 4);
     dirty(b, s->d_rows, s->num_rows * b->c.row_bytes);
+    dirty(b, s->d_rows_scales, s->num_rows * b->c.scale_bytes);
     dirty(b, s->d_weights, s->num_rows * 4);
 }

@@ -12,6 +12,8 @@ typedef struct test_case {
     uint64_t seed;
     uint32_t type;
     int64_t hidden, row_bytes;
+    uint32_t quantize;               /* of dispatch and combine_backward, an epic_quantize */
+    int64_t recv_bytes, scale_bytes; /* of received rows, and of their second rows; 0: none */
     int64_t recv_rows[ORACLE_RANKS];
     int offset; /* bytes by which rows are not aligned */
     bool hard, weighted, fused, wide, zero_tail, leave_padding;
@@ -30,13 +32,13 @@ typedef struct bench { /* a rank's memory and the running case */
 typedef struct arrays { /* what plan and dispatch are given and write */
     void *plan, *ids;
     int32_t *table, *expert_rows, *expert_tokens, *load, *demand;
-    void *tokens, *recv;
+    void *tokens, *recv, *scales, *recv_scales;
     float *weights, *slot_weights;
     size_t plan_bytes;
 } arrays;
 
 typedef struct sums { /* what the sums are given and write */
-    void *rows, *out, *d_tokens, *d_out, *d_rows;
+    void *rows, *out, *d_tokens, *d_out, *d_rows, *d_rows_scales;
     float *weights, *floats, *choice_floats, *d_weights;
     int64_t num_rows;
 } sums;

@@ -45,28 +45,36 @@ void check_plan(bench *b, const arrays *a)
     free(plan);
 }
 
-/* Rows and weights that this rank's slots should hold; pads and tails as they should be. */
-static void expect_slots(bench *b, uint8_t *rows, float *weights, bool moves)
+typedef struct slots { /* what a rank's slots hold */
+    uint8_t *rows, *scales;
+    float *weights;
+} slots;
+
+static void fill(const test_case *c, const slots *s, int value, int64_t count)
+{
+    memset(s->rows, value, (size_t)(count * c->recv_bytes));
+    memset(s->scales, value, (size_t)(count * c->scale_bytes));
+    memset(s->weights, value, (size_t)count * 4);
+}
+
+/* What they should hold; pads and tails as they should be. */
+static void expect_slots(bench *b, const slots *s, bool moves)
 {
     const test_case *c = &b->c;
     const routing *r = &c->r;
     const int me = b->me->rank;
-    const int64_t have = c->recv_rows[me], slots = moves ? r->slots_of[me] : have;
-    memset(rows, CASE_GARBAGE, (size_t)(have * c->row_bytes));
-    memset(weights, CASE_GARBAGE, (size_t)have * 4);
-    const int64_t zeros = c->zero_tail ? have : slots;
-    memset(rows, 0, (size_t)(zeros * c->row_bytes));
-    memset(weights, 0, (size_t)zeros * 4);
-    if (moves && c->leave_padding) {
-        memset(rows, CASE_GARBAGE, (size_t)(slots * c->row_bytes));
-        memset(weights, CASE_GARBAGE, (size_t)slots * 4);
-    }
+    const int64_t have = c->recv_rows[me], used = moves ? r->slots_of[me] : have;
+    fill(c, s, CASE_GARBAGE, have);
+    fill(c, s, 0, c->zero_tail ? have : used);
+    if (moves && c->leave_padding) fill(c, s, CASE_GARBAGE, used);
     for (int q = 0; q < r->num_ranks && moves; q++)
 #pragma omp parallel for
         for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
+            const int64_t slot = r->slot[q][i];
             if (r->rank[q][i] != me) continue;
-            token_row(c, q, i / r->layer.top_k, rows + r->slot[q][i] * c->row_bytes);
-            weights[r->slot[q][i]] = choice_weight(c, q, i);
+            received_row(c, q, i / r->layer.top_k, s->rows + slot * c->recv_bytes,
+                         s->scales + slot * c->scale_bytes);
+            s->weights[slot] = choice_weight(c, q, i);
         }
 }
 
@@ -77,32 +85,44 @@ bool case_moves(const test_case *c)
     return fits;
 }
 
+static void check_bytes(bench *b, const char *what, const char *which, const uint8_t *want,
+                        const uint8_t *got, int64_t row_bytes)
+{
+    const size_t bytes = (size_t)(b->c.recv_rows[b->me->rank] * row_bytes);
+    size_t i = 0;
+    if (!memcmp(want, got, bytes)) return;
+    while (want[i] == got[i]) i++;
+    wrong(b, "%s: %s of slot %zu, byte %zu is %02x, not %02x (%lld slots)", what, which,
+          i / (size_t)row_bytes, i % (size_t)row_bytes, got[i], want[i],
+          (long long)b->c.r.slots_of[b->me->rank]);
+}
+
 void check_dispatch(bench *b, const arrays *a, const char *what)
 {
     const test_case *c = &b->c;
-    const int me = b->me->rank;
-    const size_t bytes = (size_t)(c->recv_rows[me] * c->row_bytes);
-    uint8_t *want = malloc(bytes + 8), *got = case_download(b, a->recv, bytes);
-    float *weights = malloc((size_t)c->recv_rows[me] * 4 + 4);
-    float *weights_got = case_download(b, a->slot_weights, (size_t)c->recv_rows[me] * 4);
-    expect_slots(b, want, weights, case_moves(c));
-    if (memcmp(want, got, bytes)) {
-        size_t i = 0;
-        while (want[i] == got[i]) i++;
-        wrong(b, "%s: slot %zu byte %zu is %02x, not %02x (%lld slots)", what,
-              i / (size_t)c->row_bytes, i % (size_t)c->row_bytes, got[i], want[i],
-              (long long)c->r.slots_of[me]);
-    }
-    for (int64_t i = 0; i < c->recv_rows[me] && c->weighted; i++)
-        if (!same_float(weights[i], weights_got[i])) {
+    const int64_t have = c->recv_rows[b->me->rank];
+    const size_t bytes = (size_t)(have * c->recv_bytes);
+    const size_t scale_bytes = (size_t)(have * c->scale_bytes);
+    const slots want = {malloc(bytes + 8), malloc(scale_bytes + 8),
+                        malloc((size_t)have * 4 + 4)};
+    const slots got = {case_download(b, a->recv, bytes),
+                       case_download(b, a->recv_scales, scale_bytes),
+                       case_download(b, a->slot_weights, (size_t)have * 4)};
+    expect_slots(b, &want, case_moves(c));
+    check_bytes(b, what, "row", want.rows, got.rows, c->recv_bytes);
+    check_bytes(b, what, "second row", want.scales, got.scales, c->scale_bytes);
+    for (int64_t i = 0; i < have && c->weighted; i++)
+        if (!same_float(want.weights[i], got.weights[i])) {
             wrong(b, "%s: weight of slot %lld is %g, not %g", what, (long long)i,
-                  weights_got[i], weights[i]);
+                  got.weights[i], want.weights[i]);
             break;
         }
-    free(want);
-    free(got);
-    free(weights);
-    free(weights_got);
+    for (int i = 0; i < 2; i++) {
+        const slots *s = i ? &got : &want;
+        free(s->rows);
+        free(s->scales);
+        free(s->weights);
+    }
 }
 
 static float element_of(const void *self, int rank, int64_t slot, int64_t i)
@@ -164,31 +184,59 @@ static void check_choice_floats(bench *b, const sums *s)
     free(got);
 }
 
-/* The gradient of one slot. */
-static void check_gradient(bench *b, const uint8_t *rows, const float *dots, int q,
-                           int64_t choice)
+static void check_quantized(bench *b, const slots *s, int64_t slot, const float *x)
 {
     const test_case *c = &b->c;
-    const int me = b->me->rank;
-    const int64_t slot = c->r.slot[q][choice], t = choice / c->r.layer.top_k;
-    const float w = c->weighted ? slot_weight(c, me, slot) : 1.0f;
-    float *x = malloc((size_t)c->hidden * 4), *y = malloc((size_t)c->hidden * 4);
+    uint8_t *q = malloc((size_t)c->hidden), *scales = malloc((size_t)c->scale_bytes);
+    quantize_blocks(c->quantize, x, c->hidden, q, scales);
+    if (memcmp(q, s->rows + slot * c->recv_bytes, (size_t)c->hidden) ||
+        memcmp(scales, s->scales + slot * c->scale_bytes, (size_t)c->scale_bytes))
+        wrong(b, "combine_backward: quantized row of slot %lld", (long long)slot);
+    free(q);
+    free(scales);
+}
+
+/* A slot's row of the gradient, which is x. */
+static void check_scaled(bench *b, const slots *s, int64_t slot, const float *x)
+{
+    const test_case *c = &b->c;
+    if (c->quantize) {
+        check_quantized(b, s, slot, x);
+        return;
+    }
     for (int64_t i = 0; i < c->hidden; i++) {
-        x[i] = token_element(c, q, t, i);
-        y[i] = slot_element(c, me, slot, i);
-        const float want = round_to(w * x[i], c->type);
-        const float got = get_element(rows + slot * c->row_bytes, i, c->type);
+        const float want = round_to(x[i], c->type);
+        const float got = get_element(s->rows + slot * c->row_bytes, i, c->type);
         if (same_float(got, want)) continue;
         wrong(b, "combine_backward: slot %lld element %lld is %.9g, not %.9g", (long long)slot,
               (long long)i, got, want);
         break;
     }
+}
+
+/* The gradient of one slot. */
+static void check_gradient(bench *b, const slots *s, int q, int64_t choice)
+{
+    const float *dots = s->weights;
+    const test_case *c = &b->c;
+    const int me = b->me->rank;
+    const int64_t slot = c->r.slot[q][choice], t = choice / c->r.layer.top_k;
+    const float w = c->weighted ? slot_weight(c, me, slot) : 1.0f;
+    float *x = malloc((size_t)c->hidden * 4), *y = malloc((size_t)c->hidden * 4);
+    float *scaled = malloc((size_t)c->hidden * 4);
+    for (int64_t i = 0; i < c->hidden; i++) {
+        x[i] = token_element(c, q, t, i);
+        y[i] = slot_element(c, me, slot, i);
+        scaled[i] = w * x[i];
+    }
+    check_scaled(b, s, slot, scaled);
     const float want = dot_in_order(x, y, c->hidden);
     if (!same_float(want, dots[slot]))
         wrong(b, "combine_backward: dot of slot %lld is %.9g, not %.9g", (long long)slot,
               dots[slot], want);
     free(x);
     free(y);
+    free(scaled);
 }
 
 static bool filled_with(const uint8_t *bytes, int64_t count, int value)
@@ -204,27 +252,32 @@ static void check_gradients(bench *b, const sums *s)
     const routing *r = &c->r;
     const int me = b->me->rank;
     const int64_t have = c->recv_rows[me];
-    uint8_t *rows = case_download(b, s->d_rows, (size_t)(have * c->row_bytes));
-    float *dots = case_download(b, s->d_weights, (size_t)have * 4);
+    const int64_t row_bytes = c->quantize ? c->recv_bytes : c->row_bytes;
+    const int64_t scale_bytes = c->quantize ? c->scale_bytes : 0;
+    const slots got = {case_download(b, s->d_rows, (size_t)(have * row_bytes)),
+                       case_download(b, s->d_rows_scales, (size_t)(have * scale_bytes)),
+                       case_download(b, s->d_weights, (size_t)have * 4)};
     char *used = calloc((size_t)have + 1, 1);
     const int before = b->wrong;
     for (int q = 0; q < r->num_ranks && !r->result; q++)
         for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
             if (r->rank[q][i] != me || b->wrong != before) continue;
             used[r->slot[q][i]] = 1;
-            if (i / r->layer.top_k % c->sample == 0) check_gradient(b, rows, dots, q, i);
+            if (i / r->layer.top_k % c->sample == 0) check_gradient(b, &got, q, i);
         }
     const int64_t slots = r->result ? have : r->slots_of[me];
     const int padding = c->leave_padding && !r->result ? CASE_GARBAGE : 0;
     for (int64_t i = 0; i < slots; i++) {
-        if (used[i] || (filled_with(rows + i * c->row_bytes, c->row_bytes, padding) &&
-                        filled_with((uint8_t *)&dots[i], 4, padding)))
+        if (used[i] || (filled_with(got.rows + i * row_bytes, row_bytes, padding) &&
+                        filled_with(got.scales + i * scale_bytes, scale_bytes, padding) &&
+                        filled_with((uint8_t *)&got.weights[i], 4, padding)))
             continue;
         wrong(b, "combine_backward: padding slot %lld is not %02x", (long long)i, padding);
         break;
     }
-    free(rows);
-    free(dots);
+    free(got.rows);
+    free(got.scales);
+    free(got.weights);
     free(used);
 }
 

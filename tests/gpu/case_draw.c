@@ -108,6 +108,19 @@ static void draw_capacity(test_case *c, uint64_t *s)
     solve_routing(r);
 }
 
+/* Second rows, the caller's or those of quantized ones; by the seed alone. */
+static void choose_scales(test_case *c, uint64_t kind)
+{
+    static const int64_t bytes[] = {1, 4, 17, 56, 224, 1040};
+    const int64_t n = c->hidden;
+    c->quantize = kind % 4 == 0 ? EPIC_QUANTIZE_1X128 : kind % 4 == 1 ? EPIC_QUANTIZE_1X32 : 0;
+    c->recv_bytes = c->quantize ? n : c->row_bytes;
+    c->scale_bytes = c->quantize == EPIC_QUANTIZE_1X128  ? (n + 127) / 128 * 4
+                     : c->quantize == EPIC_QUANTIZE_1X32 ? (n + 31) / 32
+                     : kind % 4 == 2                     ? bytes[kind / 4 % 6]
+                                                         : 0;
+}
+
 /* Narrower rows where there are many, so that cases stay short. */
 static void shrink(test_case *c)
 {
@@ -151,6 +164,8 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     draw_ids(c, s);
     draw_capacity(c, s);
     shrink(c);
+    choose_scales(c, case_hash(seed, 41, 0, 0));
+    if (c->scale_bytes > max_row_bytes) c->scale_bytes = max_row_bytes;
 }
 
 /* Full size: what the benchmark runs. */
@@ -193,4 +208,5 @@ void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens)
     solve_routing(&c->r);
     for (int q = 0; q < num_ranks; q++)
         c->recv_rows[q] = c->r.capacity_of[q] = c->r.slots_of[q] + 3;
+    choose_scales(c, seed % 3 == 0 ? 3 : seed % 3 == 1 ? 18 : 0); /* none; 224 bytes; 1x128 */
 }

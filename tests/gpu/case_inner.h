@@ -15,6 +15,9 @@ float case_number(uint64_t h, bool hard, uint32_t type);
 
 /* Data that every rank can compute of every other. */
 void token_row(const test_case *c, int rank, int64_t token, uint8_t *row);
+void token_scales(const test_case *c, int rank, int64_t token, uint8_t *scales);
+/* What arrives of it: its row and second row. */
+void received_row(const test_case *c, int rank, int64_t token, uint8_t *row, uint8_t *scales);
 float choice_weight(const test_case *c, int rank, int64_t choice);
 float slot_weight(const test_case *c, int rank, int64_t slot);
 float slot_element(const test_case *c, int rank, int64_t slot, int64_t i);
