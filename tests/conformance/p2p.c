@@ -105,7 +105,7 @@ static const suite_memory gpu = {.open = open_arena,
                                  .device = true,
                                  .lacks = SUITE_FLAT | SUITE_QUANTIZE | SUITE_SCALES |
                                           SUITE_F64 | SUITE_EXPERTS | SUITE_BY_K |
-                                          SUITE_REPLICAS | SUITE_SUM_REPLICAS,
+                                          SUITE_SUM_REPLICAS,
                                  .most_experts = 4096};
 
 int main(int argc, char **argv)

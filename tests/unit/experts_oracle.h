@@ -87,7 +87,7 @@ static inline double plain(const problem *p, double *y)
 /* The gradient of the loss for in[i], by differences; `each` numbers a slot for arrays of slots,
  * else 0. */
 static inline void check_gradient(const problem *p, const char *name, const array *in,
-                           const array *got, int64_t each, double step, double tolerance)
+                                  const array *got, int64_t each, double step, double tolerance)
 {
     double *want = malloc((size_t)in->n * sizeof *want);
     for (int64_t i = 0; i < in->n; i++) {
@@ -117,7 +117,8 @@ static inline void check_gradient(const problem *p, const char *name, const arra
     free(want);
 }
 
-static inline void check_padding(const problem *p, const char *name, const array *a, int64_t each)
+static inline void check_padding(const problem *p, const char *name, const array *a,
+                                 int64_t each)
 {
     int64_t slot = 0;
     for (uint32_t e = 0; e < p->experts.num_local_experts; e++, slot += p->rows[e - 1])

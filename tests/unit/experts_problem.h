@@ -146,7 +146,7 @@ static inline void make_memory(problem *p)
 }
 
 static inline void make_problem(problem *p, const epic_experts *experts, const int32_t *tokens,
-                         int alignment, bool biased)
+                                int alignment, bool biased)
 {
     *p = (problem){.experts = *experts, .biased = biased};
     p->hidden = experts->hidden;
@@ -258,8 +258,8 @@ static inline void run(problem *p)
 
 static const int32_t few[4] = {3, 0, 2, 1};
 
-static inline void copy_numbers(array *to, const array *from, int64_t to_first, int64_t from_first,
-                         int64_t n)
+static inline void copy_numbers(array *to, const array *from, int64_t to_first,
+                                int64_t from_first, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) put(to, to_first + i, from->truth[from_first + i]);
 }
@@ -289,7 +289,7 @@ static inline double apart(const array *a, const array *b, int64_t n)
 }
 
 static inline bool same_bits(const array *a, int64_t a_first, const array *b, int64_t b_first,
-                      int64_t n)
+                             int64_t n)
 {
     const int64_t bytes = convert_bytes(a->type);
     return memcmp((char *)a->data + a_first * bytes, (char *)b->data + b_first * bytes,
