@@ -218,7 +218,7 @@ static __device__ __noinline__ void report_table(const Now &now, int q)
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const Now &now)
 {
     const int experts = job.layer.num_experts;
-    uint64_t *tallies = (uint64_t *)(now.heap + job.seat.at.tallies);
+    uint64_t *tallies = (uint64_t *)(now.heap + job.self.at.tallies);
     const bool bad =
         p.bad_choice != NOTHING || p.bad_owner != NOTHING || p.bad_replica != NOTHING;
     if (threadIdx.x == 0)
@@ -266,10 +266,10 @@ __device__ __forceinline__ int64_t wrong_value(const p2p_plan_job &job, uint32_t
 static __device__ __noinline__ void tell_wrong(const p2p_plan_job &job, const Now &now,
                                                uint32_t kind, uint32_t index)
 {
-    const p2p_seat &seat = job.seat;
+    const p2p_self &self = job.self;
     const int64_t value = wrong_value(job, kind, index);
-    for (int q = 0; q < seat.num_ranks; q++) {
-        uint64_t *to = fault_words(seat, now, seat.heap[q], seat.rank);
+    for (int q = 0; q < self.num_ranks; q++) {
+        uint64_t *to = fault_words(self, now, self.heap[q], self.rank);
         store_relaxed(to + P2P_FAULT_KIND, stamp(now, kind));
         store_relaxed(to + P2P_FAULT_INDEX, stamp(now, index));
         store_relaxed(to + P2P_FAULT_LOW, stamp(now, (uint32_t)value));
@@ -281,7 +281,7 @@ static __device__ __noinline__ void tell_wrong(const p2p_plan_job &job, const No
 static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_job &job,
                                                const Now &now)
 {
-    const uint64_t *first = (const uint64_t *)(now.heap + job.seat.at.first);
+    const uint64_t *first = (const uint64_t *)(now.heap + job.self.at.first);
     const bool placed = p.bad_owner == NOTHING, known = placed && p.bad_replica == NOTHING;
     uint32_t index = placed ? p.bad_replica : p.bad_owner;
     for (int c = 0; c < job.planners && known; c++) {

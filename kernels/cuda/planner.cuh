@@ -177,7 +177,7 @@ static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_pla
     if (kind == P2P_FAULT_EXPERT || kind == P2P_FAULT_DUPLICATE || kind == P2P_FAULT_LOGICAL)
         said = {
             EPIC_EINVAL, now.epoch, kind, rank, {index / k, index % k, value, num_ids(job)}};
-    notify(job.seat, said);
+    notify(job.self, said);
 }
 
 /* One thread of CTA 0: the same for the lowest rank that has too few slots. */

@@ -90,15 +90,15 @@ __device__ __forceinline__ uint32_t table_said(const Planner &p)
 /* One thread of each CTA: have all ranks the same table? */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job, const Now &now)
 {
-    const p2p_seat &seat = job.seat;
+    const p2p_self &self = job.self;
     const uint32_t own = table_said(p);
-    const int64_t counts = seat.at.counts / 8 +
-                           (int64_t)parity(now) * seat.num_ranks * DEVICE_MAX_EXPERTS +
+    const int64_t counts = self.at.counts / 8 +
+                           (int64_t)parity(now) * self.num_ranks * DEVICE_MAX_EXPERTS +
                            job.layer.num_experts;
-    for (int q = 0; q < seat.num_ranks && blockIdx.x == 0; q++)
-        store_relaxed((uint64_t *)seat.heap[q] + counts + seat.rank * DEVICE_MAX_EXPERTS,
+    for (int q = 0; q < self.num_ranks && blockIdx.x == 0; q++)
+        store_relaxed((uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_EXPERTS,
                       stamp(now, own));
-    for (int q = 0; q < seat.num_ranks; q++) {
+    for (int q = 0; q < self.num_ranks; q++) {
         const uint64_t *from = (const uint64_t *)now.heap + counts + q * DEVICE_MAX_EXPERTS;
         uint64_t word = 0;
         if (!wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
