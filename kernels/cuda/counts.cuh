@@ -28,7 +28,12 @@ struct Planner { /* in shared memory; the arrays in dynamic shared memory */
     uint32_t bad_choice; /* the first of this CTA whose id is none, or a token's second time
                             where ids are distinct; NOTHING */
     uint32_t bad_owner;  /* lowest expert whose owner is out of range; NOTHING */
-    uint32_t bad_ranks;  /* a bit for each rank whose data is wrong */
+    int32_t *chosen;     /* these with replicas; replicas.cuh */
+    uint16_t *logical, *nth, *first, *replica;
+    uint32_t table;       /* a hash of the table */
+    uint32_t bad_replica; /* lowest expert whose entry is out of range; or num_experts + the
+                             lowest logical expert that has none; NOTHING */
+    uint32_t bad_ranks;   /* a bit for each rank whose data is wrong */
     int32_t warps;
 };
 
@@ -63,6 +68,12 @@ struct Lanes {
     }
 };
 
+/* What ids are below. */
+__device__ __forceinline__ int num_ids(const p2p_plan_job &job)
+{
+    return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
+}
+
 __device__ __forceinline__ int64_t choice_id(const p2p_plan_job &job, int64_t i)
 {
     return job.wide ? __ldg((const long long *)job.topk_idx + i)
@@ -96,7 +107,8 @@ static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_
         p.start = p.load + experts;
         p.tally = p.start + experts;
         p.owner = (uint8_t *)(p.tally + p.warps * experts);
-        p.bad_choice = p.bad_owner = NOTHING;
+        p.bad_choice = p.bad_owner = p.bad_replica = NOTHING;
+        p.table = 0;
         p.bad_ranks = 0;
     }
     __syncthreads();
@@ -145,6 +157,7 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_
     const Part part = part_of_warp(p, job);
     const int top_k = job.layer.top_k, experts = job.layer.num_experts;
     int32_t *tally = p.tally + threadIdx.x / WARP * experts;
+    const int ids = num_ids(job);
     const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0;
     const int groups =
         max(0, part.end - part.begin + lanes.tokens - 1) / lanes.tokens * lanes.halves;
@@ -168,8 +181,8 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if (id[i] >= experts) atomicMin(&p.bad_choice, (uint32_t)at[i]);
-            const int32_t expert = id[i] < 0 || id[i] >= experts ? -1 : (int32_t)id[i];
+            if (id[i] >= ids) atomicMin(&p.bad_choice, (uint32_t)at[i]);
+            const int32_t expert = id[i] < 0 || id[i] >= ids ? -1 : (int32_t)id[i];
             if (distinct && repeats(lanes, expert, first))
                 atomicMin(&p.bad_choice, (uint32_t)at[i]);
             first = lanes.halves == 2 && i % 2 == 0 ? expert : -1;
@@ -206,7 +219,8 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
 {
     const int experts = job.layer.num_experts;
     uint64_t *tallies = (uint64_t *)(now.heap + job.self.at.tallies);
-    const bool bad = p.bad_choice != NOTHING || p.bad_owner != NOTHING;
+    const bool bad =
+        p.bad_choice != NOTHING || p.bad_owner != NOTHING || p.bad_replica != NOTHING;
     if (threadIdx.x == 0)
         store_relaxed((uint64_t *)(now.heap + job.self.at.first) + blockIdx.x,
                       stamp(now, p.bad_choice));
@@ -230,15 +244,30 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const Now
            (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
+/* One thread: what is wrong with entry `index` of the ids or of a table; a p2p_fault as `kind`. */
+__device__ __forceinline__ int64_t wrong_value(const p2p_plan_job &job, uint32_t &kind,
+                                               uint32_t &index)
+{
+    const uint32_t experts = job.layer.num_experts;
+    if (kind == P2P_FAULT_PLACEMENT) return job.rank_of_expert[index];
+    if (kind == P2P_FAULT_REPLICA && index < experts) return job.logical_of_expert[index];
+    if (kind == P2P_FAULT_REPLICA) {
+        kind = P2P_FAULT_NO_REPLICA;
+        index -= experts;
+        return 0;
+    }
+    const int64_t id = choice_id(job, index);
+    if (id < num_ids(job)) kind = P2P_FAULT_DUPLICATE;
+    if (kind == P2P_FAULT_EXPERT && job.layer.num_logical) kind = P2P_FAULT_LOGICAL;
+    return id;
+}
+
 /* One thread: tells all ranks which of this rank's choices or experts is wrong. */
 static __device__ __noinline__ void tell_wrong(const p2p_plan_job &job, const Now &now,
-                                               bool placed, uint32_t index)
+                                               uint32_t kind, uint32_t index)
 {
     const p2p_self &self = job.self;
-    const int64_t value = placed ? choice_id(job, index) : job.rank_of_expert[index];
-    const uint32_t kind = !placed                                   ? P2P_FAULT_PLACEMENT
-                          : value >= (int64_t)job.layer.num_experts ? P2P_FAULT_EXPERT
-                                                                    : P2P_FAULT_DUPLICATE;
+    const int64_t value = wrong_value(job, kind, index);
     for (int q = 0; q < self.num_ranks; q++) {
         uint64_t *to = fault_words(self, now, self.heap[q], self.rank);
         store_relaxed(to + P2P_FAULT_KIND, stamp(now, kind));
@@ -253,9 +282,9 @@ static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_
                                                const Now &now)
 {
     const uint64_t *first = (const uint64_t *)(now.heap + job.self.at.first);
-    const bool placed = p.bad_owner == NOTHING;
-    uint32_t index = p.bad_owner;
-    for (int c = 0; c < job.planners && placed; c++) {
+    const bool placed = p.bad_owner == NOTHING, known = placed && p.bad_replica == NOTHING;
+    uint32_t index = placed ? p.bad_replica : p.bad_owner;
+    for (int c = 0; c < job.planners && known; c++) {
         uint64_t word = 0;
         if (!wait_alone(now, -1, P2P_PHASE_GRID, [&] {
                 word = load_relaxed(first + c);
@@ -264,7 +293,11 @@ static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_
             return false;
         index = min(index, (uint32_t)word);
     }
-    tell_wrong(job, now, placed, index);
+    tell_wrong(job, now,
+               known    ? P2P_FAULT_EXPERT
+               : placed ? P2P_FAULT_REPLICA
+                        : P2P_FAULT_PLACEMENT,
+               index);
     return true;
 }
 

@@ -24,7 +24,10 @@ typedef enum p2p_fault { /* of the data of an operation: class (b) of epic.h */
                          P2P_FAULT_ROWS = 3,      /* rows, needed, operation */
                          P2P_FAULT_PLAN = 4,      /* this rank's bytes are no plan of it */
                          P2P_FAULT_TOKENS = 5,    /* tokens, the plan's, operation */
-                         P2P_FAULT_DUPLICATE = 6  /* token, k, id */
+                         P2P_FAULT_DUPLICATE = 6, /* token, k, id */
+                         P2P_FAULT_LOGICAL = 7,   /* token, k, id, num_logical */
+                         P2P_FAULT_REPLICA = 8,   /* expert, logical expert, num_logical */
+                         P2P_FAULT_NO_REPLICA = 9 /* logical expert */
 } p2p_fault;
 
 /* A data error, in host memory; result is written last, and 0 again by who has read it. */
@@ -85,8 +88,9 @@ typedef struct p2p_plan_job {
     epic_layer layer; /* defaults filled in */
     uint8_t *plan;
     const void *topk_idx;
-    const int32_t *rank_of_expert; /* NULL: contiguous blocks */
-    int32_t *expert_rows, *expert_tokens, *load, *demand;
+    const int32_t *rank_of_expert;    /* NULL: contiguous blocks */
+    const int32_t *logical_of_expert; /* with layer.num_logical */
+    int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
     int32_t num_tokens;
     int32_t capacity; /* 0: no bound */
     int32_t block;    /* experts of a rank, without rank_of_expert */
@@ -94,6 +98,9 @@ typedef struct p2p_plan_job {
     int32_t planners; /* CTAs that plan */
     int32_t few;      /* few_plan.cuh; the same on all ranks */
 } p2p_plan_job;
+
+/* More would not fit the shared memory of a CTA that plans. */
+#define P2P_REPLICATED_EXPERTS 2048
 
 /* Are these sizes, the same on all ranks, such that few_plan.cuh makes the plan? */
 static inline int p2p_few_plan(int64_t ranks, int64_t max_tokens, const epic_layer *layer)
@@ -103,7 +110,8 @@ static inline int p2p_few_plan(int64_t ranks, int64_t max_tokens, const epic_lay
            ranks * max_tokens * layer->top_k <= P2P_FEW_CHOICES &&
            groups * layer->num_experts <= P2P_FEW_MASKS &&
            layer->num_experts <= P2P_FEW_EXPERTS && layer->alignment <= 1 << 16 &&
-           layer->overflow == EPIC_OVERFLOW_ERROR && layer->sum_order == EPIC_BY_RANK;
+           layer->num_logical == 0 && layer->overflow == EPIC_OVERFLOW_ERROR &&
+           layer->sum_order == EPIC_BY_RANK;
 }
 
 typedef struct p2p_dispatch_job {

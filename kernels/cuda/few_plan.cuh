@@ -385,7 +385,8 @@ static __device__ void write_few(FewPlan &f, const p2p_plan_job &job, const Now 
     __syncwarp();
     tell_plan(f.p, job, lane_id(), WARP);
     if (lane_id()) return;
-    if (f.bad[job.self.rank] != NOTHING) tell_wrong(job, now, true, f.bad[job.self.rank]);
+    if (f.bad[job.self.rank] != NOTHING)
+        tell_wrong(job, now, P2P_FAULT_EXPERT, f.bad[job.self.rank]);
     if (f.result == EPIC_EINVAL) notify_fault(f.p, job, now);
     if (f.result == EPIC_EOVERFLOW) notify_overflow(f.p, job, now);
 }

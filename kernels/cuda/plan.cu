@@ -81,6 +81,6 @@ extern "C" cudaError_t p2p_load_plan(void)
 extern "C" cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms,
                                        cudaStream_t stream)
 {
-    return enqueue(plan_kernel, num_sms, BLOCK, planner_bytes(job->layer.num_experts), stream,
-                   *job);
+    const int bytes = planner_bytes((int)job->layer.num_experts) + replica_bytes(&job->layer);
+    return enqueue(plan_kernel, num_sms, BLOCK, bytes, stream, *job);
 }

@@ -9,15 +9,11 @@
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 
-#include "cuda/counts.cuh"
+#include "cuda/replicas.cuh"
 
 __device__ __forceinline__ int32_t kept(const Planner &p, const p2p_plan_job &job, int expert)
 {
-    int32_t most = p.common[p.owner[expert]];
-    const uint32_t limit = job.layer.expert_capacity;
-    if (job.layer.overflow == EPIC_OVERFLOW_DROP && limit && limit < (uint32_t)most)
-        most = (int32_t)limit;
-    return min(p.load[expert], most);
+    return min(p.load[expert], min(p.common[p.owner[expert]], quota(p, job, expert)));
 }
 
 struct Span { /* experts among which those of a rank are found */
@@ -43,13 +39,12 @@ static __device__ int64_t slots_of(Planner &p, const p2p_plan_job &job, int rank
                                    bool capped)
 {
     const Span span = span_of(job, rank);
-    const uint32_t limit = job.layer.expert_capacity;
-    if (capped && limit && job.layer.overflow == EPIC_OVERFLOW_DROP && limit < (uint32_t)most)
-        most = (int32_t)limit;
     uint64_t sum = 0;
     for (int i = lane_id(); i < span.count; i += WARP) {
         const int e = span.begin + i;
-        if (p.owner[e] == rank) sum += aligned_rows(min(p.load[e], most), job.layer.alignment);
+        if (p.owner[e] != rank) continue;
+        const int32_t limit = capped ? min(most, quota(p, job, e)) : most;
+        sum += aligned_rows(min(p.load[e], limit), job.layer.alignment);
     }
     /* 20 bits at a time: 32 lanes' sums of those fit a word */
     const uint32_t part = (1u << 20) - 1;
@@ -183,12 +178,10 @@ static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_pla
     const int64_t value =
         (int64_t)(words[P2P_FAULT_HIGH] << 32 | (uint32_t)words[P2P_FAULT_LOW]);
     p2p_notice said = {EPIC_EINVAL, now.epoch, kind, rank, {index, value, 0, 0}};
-    if (kind == P2P_FAULT_EXPERT || kind == P2P_FAULT_DUPLICATE)
-        said = {EPIC_EINVAL,
-                now.epoch,
-                kind,
-                rank,
-                {index / k, index % k, value, job.layer.num_experts}};
+    if (kind == P2P_FAULT_REPLICA) said.about[2] = num_ids(job);
+    if (kind == P2P_FAULT_EXPERT || kind == P2P_FAULT_DUPLICATE || kind == P2P_FAULT_LOGICAL)
+        said = {
+            EPIC_EINVAL, now.epoch, kind, rank, {index / k, index % k, value, num_ids(job)}};
     notify(job.self, said);
 }
 
@@ -264,6 +257,8 @@ static __device__ void tell_plan(const Planner &p, const p2p_plan_job &job, int 
     if (thread == 0 && job.demand) *job.demand = p.demand[job.self.rank];
     for (int e = thread; e < (int)job.layer.num_experts && job.load; e += threads)
         job.load[e] = p.load[e];
+    for (int l = thread; l < (int)job.layer.num_logical && job.logical_load; l += threads)
+        job.logical_load[l] = p.chosen[l];
     for (int l = thread; l < h.num_local; l += threads) {
         const bool none = h.result != EPIC_OK || l >= h.owned;
         if (none && job.expert_rows) job.expert_rows[l] = 0;
@@ -281,16 +276,15 @@ __device__ __forceinline__ Placed place_choice(const Planner &p, const p2p_plan_
                                                int32_t *fate, int32_t *rank_of)
 {
     const int experts = job.layer.num_experts;
-    const bool valid = id >= 0 && id < experts;
+    const bool valid = id >= 0 && id < num_ids(job);
     const bool bad = p.header.result != EPIC_OK;
     int32_t where = EPIC_FATE_NONE, owner = -1;
     if (valid && p.header.result == EPIC_EOVERFLOW) where = EPIC_FATE_RANK_FULL;
     if (valid && !bad) {
-        const int e = (int)id;
-        const int32_t nth = p.low[e] + p.tally[threadIdx.x / WARP * experts + e] + place;
-        const uint32_t limit = job.layer.expert_capacity;
-        const bool full =
-            job.layer.overflow == EPIC_OVERFLOW_DROP && limit && (uint32_t)nth >= limit;
+        int e = (int)id;
+        int32_t nth = p.low[e] + p.tally[threadIdx.x / WARP * experts + e] + place;
+        if (job.layer.num_logical) e = replica_at(p, e, nth);
+        const bool full = nth >= quota(p, job, e);
         owner = nth < kept(p, job, e) ? p.owner[e] : -1;
         where = owner >= 0 ? p.start[e] + nth
                 : full     ? EPIC_FATE_EXPERT_FULL
@@ -380,11 +374,14 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now 
                                                         job.layer.num_experts, job.layer.top_k);
     planner_begin(p, job, memory);
     __syncthreads();
+    if (job.layer.num_logical) read_replicas(p, job);
     count_choices(p, job, (int32_t *)(job.plan + at.fate));
     __syncthreads();
     publish_tallies(p, job, now);
     bool ok = exchange_counts(p, job, now);
+    if (ok && job.layer.num_logical && threadIdx.x == 0) ok = compare_tables(p, job, now);
     ok = __syncthreads_and(ok);
+    if (ok && job.layer.num_logical) spread_choices(p, job);
     ok = ok && decide(p, job, now);
     if (!ok) return false;
     place_choices(p, job, now);

@@ -104,7 +104,7 @@ static const suite_memory gpu = {.open = open_arena,
                                  .max_sms = max_sms,
                                  .device = true,
                                  .lacks = SUITE_FLAT | SUITE_F64 | SUITE_EXPERTS | SUITE_BY_K |
-                                          SUITE_REPLICAS | SUITE_SUM_REPLICAS,
+                                          SUITE_SUM_REPLICAS,
                                  .most_experts = 4096};
 
 int main(int argc, char **argv)

@@ -83,6 +83,15 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
     case P2P_FAULT_EXPERT:
         snprintf(to, size, SAYS_EXPERT, n->rank, a, b, c, "num_experts", d);
         return;
+    case P2P_FAULT_LOGICAL:
+        snprintf(to, size, SAYS_EXPERT, n->rank, a, b, c, "num_logical", d);
+        return;
+    case P2P_FAULT_REPLICA:
+        snprintf(to, size, SAYS_REPLICA, n->rank, a, b, c);
+        return;
+    case P2P_FAULT_NO_REPLICA:
+        snprintf(to, size, SAYS_NO_REPLICA, n->rank, a);
+        return;
     case P2P_FAULT_DUPLICATE:
         snprintf(to, size, SAYS_DUPLICATE, n->rank, a, b, c);
         return;
@@ -151,8 +160,8 @@ static void mismatch_sentence(const epic_group *g, char *to, size_t size)
                  s->epoch, s->reporter, operation_name(mine), culprits, operation_name(theirs));
     else if (s->phase == P2P_PHASE_TABLE)
         snprintf(to, size,
-                 "%s, operation %u of this group: rank %u and %s differ in rank_of_expert; it "
-                 "must be the same on all ranks",
+                 "%s, operation %u of this group: rank %u and %s differ in rank_of_expert or "
+                 "logical_of_expert; these must be the same on all ranks",
                  operation_name(s->operation), s->epoch, s->reporter, culprits);
     else
         snprintf(to, size,

@@ -93,7 +93,10 @@ static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_p
     *out = *args->layer;
     if (out->layout != EPIC_EXPERT_MAJOR) return not_yet("layer.layout EPIC_FLAT");
     if (out->priority != EPIC_BY_TOKEN) return not_yet("layer.priority EPIC_BY_K");
-    if (out->num_logical) return not_yet("layer.num_logical");
+    if (out->num_logical && out->num_experts > P2P_REPLICATED_EXPERTS)
+        return epic_fail(EPIC_ENOTSUP,
+                         "layer.num_experts is %u: CUDA contexts take at most %d with replicas",
+                         out->num_experts, P2P_REPLICATED_EXPERTS);
     if (out->num_experts > DEVICE_MAX_EXPERTS)
         return epic_fail(EPIC_ENOTSUP, "layer.num_experts is %u: CUDA contexts take at most %d",
                          out->num_experts, DEVICE_MAX_EXPERTS);
@@ -151,9 +154,11 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     job->plan = args->plan;
     job->topk_idx = args->topk_idx;
     job->rank_of_expert = args->rank_of_expert;
+    job->logical_of_expert = args->logical_of_expert;
     job->expert_rows = args->expert_rows;
     job->expert_tokens = args->expert_tokens;
     job->load = args->load;
+    job->logical_load = args->logical_load;
     job->demand = args->demand;
     job->num_tokens = (int32_t)args->num_tokens;
     job->block = (int32_t)(job->layer.num_experts / (uint32_t)g->num_ranks);
@@ -279,12 +284,17 @@ static int32_t head_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
+/* Where an id does not say the rank, no row can leave before the plan is known. */
 static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                  const epic_dispatch_args *args)
 {
     p2p_dispatch_job job = {0};
     alike a = {EPIC_OP_PLAN * 16 + EPIC_OP_DISPATCH};
     TRY(p2p_whole(g));
+    if (plan_args->layer->num_logical) {
+        TRY(plan(g, plan_args));
+        return dispatch(g, args);
+    }
     TRY(fill_dispatch(g, &job, args, &a));
     TRY(fill_plan(g, &job.plan, plan_args, &a));
     if (!overlaps(g, &job)) {

@@ -18,6 +18,7 @@
 enum { MAX_RANKS = 8, TOP_K = 3, EXPERTS = 24, ROW = 64, SLOTS = 4000, PLAN = 1 << 20 };
 enum {
     LONG_K = 40,
+    NUM_LOGICAL = 10,
     LONG_TOKENS = TOKENS * TOP_K / LONG_K
 }; /* more choices than a warp has lanes */
 enum {
@@ -38,6 +39,10 @@ enum {
     LONG_DISTINCT,
     LONG_TWIN,   /* one in each half of the choices */
     SECOND_TWIN, /* both in the second half */
+    REPLICAS,
+    REPLICA,    /* a wrong entry of the table */
+    NO_REPLICA, /* a logical expert without any */
+    LOGICAL,    /* an id beyond them */
     DAMAGED,
     NUM_CASES
 };
@@ -58,6 +63,10 @@ static const char *const names[] = {"good",
                                     "distinct ids, many of a token",
                                     "an id twice, in different halves",
                                     "an id twice, in the second half",
+                                    "replicas",
+                                    "an entry of replicas",
+                                    "no replica",
+                                    "logical expert",
                                     "damaged plan"};
 
 typedef struct observed { /* of one case, on one rank */
@@ -85,7 +94,7 @@ typedef struct seat { /* a rank's context and memory, on a host or a device */
     cudaStream_t stream;
     unsigned char *plan, *recv, *tokens, *d_rows;
     int64_t *ids;
-    int32_t *owner;
+    int32_t *owner, *logical;
     float *floats; /* [SLOTS] */
 } seat;
 
@@ -121,6 +130,20 @@ static int is_long(int which)
     return which >= LONG_DISTINCT && which <= SECOND_TWIN;
 }
 
+static int has_replicas(int which)
+{
+    return which >= REPLICAS && which <= LOGICAL;
+}
+
+static void fill_replicas(const seat *s, int which)
+{
+    int32_t logical[EXPERTS];
+    for (int e = 0; e < EXPERTS; e++) logical[e] = e * 7 % NUM_LOGICAL;
+    if (which == REPLICA && s->rank == num_ranks - 1) logical[17] = NUM_LOGICAL + 3;
+    for (int e = 0; e < EXPERTS && which == NO_REPLICA; e++) logical[e] |= 1;
+    copy(s, s->logical, logical, sizeof logical);
+}
+
 /* Of tokens with many choices, most of nobody. */
 static void fill_long(int which, int64_t *ids)
 {
@@ -142,6 +165,10 @@ static void fill_ids(const seat *s, int which)
     if (which == TWIN && s->rank >= num_ranks / 2) ids[31] = ids[30];
     if (which == TWIN && s->rank >= num_ranks / 2) ids[33] = 1000;
     if (is_long(which)) fill_long(which, ids);
+    for (int i = 0; has_replicas(which) && i < TOKENS * TOP_K; i++)
+        if (ids[i] >= 0) ids[i] %= NUM_LOGICAL;
+    if (which == LOGICAL && s->rank >= num_ranks / 2) ids[31] = NUM_LOGICAL;
+    if (has_replicas(which)) fill_replicas(s, which);
     if (which == WIDE_EXPERT && s->rank == 0) ids[TOKENS * TOP_K - 1] = (int64_t)5 << 40 | 3;
     for (int i = 0; i < TOKENS * TOP_K; i++) narrow[i] = (int32_t)ids[i];
     for (int e = 0; e < EXPERTS; e++) owner[e] = e % num_ranks;
@@ -248,13 +275,15 @@ static void run_short(seat *s, int which, observed *o)
 
 static void run_case(seat *s, int which, observed *o)
 {
+    const int drops = which == DROP || which == REPLICAS;
     const epic_layer layer = {.num_experts = EXPERTS,
+                              .num_logical = has_replicas(which) ? NUM_LOGICAL : 0,
                               .top_k = is_long(which) ? LONG_K : TOP_K,
                               .flags =
                                   which >= DISTINCT && which <= SECOND_TWIN ? EPIC_DISTINCT : 0,
-                              .alignment = which == DROP ? 8 : 1,
-                              .overflow = which == DROP ? EPIC_OVERFLOW_DROP : 0,
-                              .expert_capacity = which == DROP ? 4 * (uint32_t)num_ranks : 0,
+                              .alignment = drops ? 8 : 1,
+                              .overflow = drops ? EPIC_OVERFLOW_DROP : 0,
+                              .expert_capacity = drops ? 9 * (uint32_t)num_ranks - 5 : 0,
                               .sum_order = which == TREE ? EPIC_TREE : EPIC_BY_RANK,
                               .leaves = which == TREE ? 8 : 0};
     const int last = s->rank == num_ranks - 1;
@@ -265,8 +294,9 @@ static void run_case(seat *s, int which, observed *o)
                                  .topk_idx = s->ids,
                                  .num_tokens = is_long(which) ? LONG_TOKENS : TOKENS,
                                  .rank_of_expert = which == PLACEMENT ? s->owner : NULL,
+                                 .logical_of_expert = has_replicas(which) ? s->logical : NULL,
                                  .capacity = which == CAPACITY && last ? 17
-                                             : which == DROP && last   ? 64
+                                             : drops && last           ? 64
                                                                        : SLOTS,
                                  .index_type = which == WIDE_EXPERT ? EPIC_I64 : EPIC_I32};
     fill_ids(s, which);
@@ -300,6 +330,7 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
     s.tokens = memory(&s, TOKENS * ROW);
     s.ids = memory(&s, TOKENS * TOP_K * sizeof *s.ids);
     s.owner = memory(&s, EXPERTS * sizeof *s.owner);
+    s.logical = memory(&s, EXPERTS * sizeof *s.logical);
     s.floats = memory(&s, SLOTS * sizeof *s.floats);
     const int tree = !(num_ranks & (num_ranks - 1));
     for (int i = 0; i < NUM_CASES; i++) {
@@ -307,7 +338,8 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
         if (i != TREE || tree) run_case(&s, i, &out[i][rank]);
     }
     pthread_barrier_wait(&all);
-    void *const parts[] = {s.plan, s.recv, s.d_rows, s.tokens, s.ids, s.owner, s.floats};
+    void *const parts[] = {s.plan, s.recv,  s.d_rows,  s.tokens,
+                           s.ids,  s.owner, s.logical, s.floats};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) drop(&s, parts[i]);
     if (s.stream) cudaStreamDestroy(s.stream);
     epic_close(s.ctx);
@@ -339,7 +371,8 @@ static int judge(int which, int rank)
         [D_RECV_ROWS] = EPIC_EOVERFLOW, [D_ROWS] = EPIC_EOVERFLOW,
         [NO_ROWS] = EPIC_EOVERFLOW,     [DAMAGED] = EPIC_EINVAL,
         [TWIN] = EPIC_EINVAL,           [LONG_TWIN] = EPIC_EINVAL,
-        [SECOND_TWIN] = EPIC_EINVAL};
+        [SECOND_TWIN] = EPIC_EINVAL,    [REPLICA] = EPIC_EINVAL,
+        [NO_REPLICA] = EPIC_EINVAL,     [LOGICAL] = EPIC_EINVAL};
     const observed *h = &host[which][rank], *d = &device[which][rank];
     const int right = d->result == expected[which] && h->result == d->result;
     const int words = which == DAMAGED || !strcmp(h->sentence, d->sentence);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that differ in what a kernel alone can see: the table of experts, the tokens of a plan, a
+/* Ranks that differ in what a kernel alone can see: the tables of experts, the tokens of a plan, a
  * plan's bytes.  All get EPIC_EMISMATCH long before the deadline, the one that is wrong with the
  * reason; then a new group opens.
  * usage: mismatch [RANKS] */
@@ -23,12 +23,13 @@
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 enum { MAX_RANKS = 8, TOP_K = 2, EXPERTS = 24, ROW = 64, SLOTS = 2048, PLAN = 65536 };
-enum { TABLE, TOKENS_OF_PLAN, DAMAGED, CHANGED, NUM_CASES };
+enum { TABLE, REPLICAS, TOKENS_OF_PLAN, DAMAGED, CHANGED, NUM_CASES };
 #define DEADLINE_MS 20000
 
-static const char *const names[] = {"tables", "tokens", "damage", "another capacity"};
+static const char *const names[] = {"tables", "replicas", "tokens", "damage",
+                                    "another capacity"};
 static const char *const reasons[] = {
-    "rank_of_expert",
+    "rank_of_expert", "logical_of_expert",
     "here out.num_rows is " TEXT(LESS) ": the plan has " TEXT(TOKENS) " tokens",
     "here plan: these are not the bytes", "here plan: these are not the bytes"};
 static int num_ranks = 3, failed;
@@ -47,7 +48,7 @@ typedef struct seat {
     int rank;
     cudaStream_t stream;
     unsigned char *plan, *recv, *out;
-    int32_t *ids, *owner;
+    int32_t *ids, *owner, *logical;
 } seat;
 
 static void *memory(size_t bytes)
@@ -60,11 +61,17 @@ static void *memory(size_t bytes)
 
 static void make_plan(seat *s, int which)
 {
-    const epic_layer layer = {.num_experts = EXPERTS, .top_k = TOP_K};
-    int32_t owner[EXPERTS];
+    const epic_layer layer = {.num_experts = EXPERTS,
+                              .num_logical = which == REPLICAS ? EXPERTS / 2 : 0,
+                              .top_k = TOP_K};
+    int32_t owner[EXPERTS], logical[EXPERTS];
+    for (int e = 0; e < EXPERTS; e++) logical[e] = e % (EXPERTS / 2);
+    if (which == REPLICAS && s->rank == 1) logical[EXPERTS - 1] = 0;
     for (int e = 0; e < EXPERTS; e++) owner[e] = e % num_ranks;
     if (which == TABLE && s->rank == 1) owner[7] = (owner[7] + 1) % num_ranks;
     need(cudaMemcpy(s->owner, owner, sizeof owner, cudaMemcpyHostToDevice) == cudaSuccess,
+         "copy", NULL);
+    need(cudaMemcpy(s->logical, logical, sizeof logical, cudaMemcpyHostToDevice) == cudaSuccess,
          "copy", NULL);
     const epic_plan_args args = {.call.stream = s->stream,
                                  .layer = &layer,
@@ -73,6 +80,7 @@ static void make_plan(seat *s, int which)
                                  .topk_idx = s->ids,
                                  .num_tokens = TOKENS,
                                  .rank_of_expert = s->owner,
+                                 .logical_of_expert = which == REPLICAS ? s->logical : NULL,
                                  .capacity = SLOTS};
     need(!epic_plan(s->ctx, &args), "plan", s->ctx);
 }
@@ -81,7 +89,7 @@ static void provoke(seat *s, int which)
 {
     const int64_t tokens = TOKENS - (which == TOKENS_OF_PLAN && s->rank == 1);
     make_plan(s, which);
-    if (which == TABLE) return;
+    if (which <= REPLICAS) return;
     need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
     if (which >= DAMAGED && s->rank == 1) { /* the rank; or what any value would fit */
         unsigned char *const at = s->plan + (which == DAMAGED ? 40 : 64);
@@ -106,7 +114,7 @@ static double now_ms(void)
 static void judge(seat *s, int which, double took)
 {
     const epic_result result = epic_check(s->ctx);
-    const int reason = which == TABLE || s->rank == 1;
+    const int reason = which <= REPLICAS || s->rank == 1;
     if (result == EPIC_EMISMATCH && took < DEADLINE_MS / 2 &&
         (!reason || strstr(epic_error(s->ctx), reasons[which])))
         return;
@@ -135,7 +143,7 @@ static void *run(void *self)
 {
     seat s = {.rank = (int)((epic_meet *)self - meets)};
     int32_t ids[TOKENS * TOP_K];
-    for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = i % EXPERTS;
+    for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = i % (EXPERTS / 2);
     need(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking) == cudaSuccess, "stream",
          NULL);
     s.plan = memory(PLAN);
@@ -143,10 +151,11 @@ static void *run(void *self)
     s.out = memory(TOKENS * ROW);
     s.ids = memory(sizeof ids);
     s.owner = memory(EXPERTS * sizeof *s.owner);
+    s.logical = memory(EXPERTS * sizeof *s.logical);
     need(cudaMemcpy(s.ids, ids, sizeof ids, cudaMemcpyHostToDevice) == cudaSuccess, "copy",
          NULL);
     for (int i = 0; i < NUM_CASES; i++) run_case(&s, i);
-    void *const parts[] = {s.plan, s.recv, s.out, s.ids, s.owner};
+    void *const parts[] = {s.plan, s.recv, s.out, s.ids, s.owner, s.logical};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) cudaFree(parts[i]);
     cudaStreamDestroy(s.stream);
     return NULL;
