@@ -7,7 +7,7 @@
 #include <time.h>
 
 #include "info.h"
-#include "seats.h"
+#include "recordings.h"
 
 #define NUM_FINISHED 5 /* shown of each rank */
 
@@ -101,7 +101,7 @@ static void print_operation(const operation *o, int64_t now)
     }
 }
 
-static void print_rank(const seat *s, const operation *list, int num)
+static void print_rank(const recording *s, const operation *list, int num)
 {
     char age[32];
     const int64_t now = wall_ns();
@@ -115,12 +115,12 @@ static void print_rank(const seat *s, const operation *list, int num)
     if (num == 0) printf("  no operation yet\n");
 }
 
-/* Ranks of a group with no recorder here: its seats are num of the list. */
-static void print_missing(const seat *list, int num)
+/* Ranks of a group with no recorder here: the others are the num of the list. */
+static void print_missing(const recording *list, int num)
 {
     const int num_ranks = list[0].page->num_ranks;
     const char *separator = "not found on this host, for this user: rank ";
-    for (int rank = 0, i = 0; rank < num_ranks && rank < MAX_SEATS; rank++) {
+    for (int rank = 0, i = 0; rank < num_ranks && rank < MAX_RECORDINGS; rank++) {
         while (i < num && list[i].page->rank < rank) i++;
         if (i < num && list[i].page->rank == rank) continue;
         printf("%s%d", separator, rank);
@@ -167,7 +167,7 @@ static void json_operations(const char *key, const operation *list, int num, int
     putchar(']');
 }
 
-static void json_rank(const seat *s, const operation *list, int num, int num_in_flight)
+static void json_rank(const recording *s, const operation *list, int num, int num_in_flight)
 {
     const int64_t now = wall_ns();
     printf("    {\"group_id\": \"%016" PRIx64 "\", \"rank\": %d, \"num_ranks\": %d, "
@@ -183,14 +183,14 @@ static void json_rank(const seat *s, const operation *list, int num, int num_in_
 
 /* ---------------------------------------------------------------------------- all ---- */
 
-static int read_rank(const seat *s, const operation **list, int *num_in_flight)
+static int read_rank(const recording *s, const operation **list, int *num_in_flight)
 {
     static operation all[RECORDER_RECORDS];
     *list = all;
     return read_operations(s->page, all, num_in_flight);
 }
 
-static void json_found(const seats *found, const char *group)
+static void json_found(const recordings *found, const char *group)
 {
     printf("{\n  ");
     json_string("group", group);
@@ -204,8 +204,8 @@ static void json_found(const seats *found, const char *group)
     }
 }
 
-/* The end of the group that begins at `first`: seats lie by group. */
-static int end_of_group(const seats *found, int first)
+/* The end of the group that begins at `first`: they lie by group. */
+static int end_of_group(const recordings *found, int first)
 {
     int end = first;
     while (end < found->num &&
@@ -215,7 +215,7 @@ static int end_of_group(const seats *found, int first)
 }
 
 /* Jobs may have groups of one name: each for itself. */
-static void print_found(const seats *found, const char *group)
+static void print_found(const recordings *found, const char *group)
 {
     for (int first = 0, end; first < found->num; first = end) {
         end = end_of_group(found, first);
@@ -236,18 +236,18 @@ static void print_found(const seats *found, const char *group)
     }
 }
 
-static bool in_group(const seat *s, const char *group)
+static bool in_group(const recording *s, const char *group)
 {
     return !strncmp(s->page->group, group, sizeof s->page->group - 1);
 }
 
-static void keep_group(seats *out, const seats *all, const char *group)
+static void keep_group(recordings *out, const recordings *all, const char *group)
 {
     for (int i = 0; i < all->num; i++)
         if (in_group(&all->list[i], group)) out->list[out->num++] = all->list[i];
 }
 
-static void name_groups(const seats *all)
+static void name_groups(const recordings *all)
 {
     for (int i = 0; i < all->num; i++) {
         bool said = false;
@@ -261,8 +261,8 @@ static void name_groups(const seats *all)
 
 int info_group(const char *group, bool json)
 {
-    static seats all, found;
-    seats_find(&all);
+    static recordings all, found;
+    recordings_find(&all);
     keep_group(&found, &all, group);
     if (found.num > 0) {
         (json ? json_found : print_found)(&found, group);

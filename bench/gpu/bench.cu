@@ -273,12 +273,12 @@ static void run_combine_backward(Rank *r, int sms, bool dots)
 /* 'p' push, 'x' expand, 'X' expand with dot products, 'r' reduce, 'h' hop. */
 static void run_floor(Rank *r, char op, int sms)
 {
-    const p2p_seat &seat = r->me->group->seat;
+    const p2p_self &self = r->me->group->self;
     const Model &model = options.model;
     const Floor f = {
-        seat,
+        self,
         r->plan,
-        device_plan_layout_of(seat.num_ranks, seat.max_tokens, model.experts, model.top_k),
+        device_plan_layout_of(self.num_ranks, self.max_tokens, model.experts, model.top_k),
         r->x,
         r->y,
         op == 'r' ? r->y : r->recv,
@@ -288,10 +288,10 @@ static void run_floor(Rank *r, char op, int sms)
         r->slots,
         r->tokens,
         model.top_k,
-        model.experts / seat.num_ranks};
+        model.experts / self.num_ranks};
     cudaStream_t stream = r->me->stream;
     if (op == 'p')
-        push_kernel<<<sms, 512, 0, stream>>>(seat, r->x, r->touched_device, r->tokens,
+        push_kernel<<<sms, 512, 0, stream>>>(self, r->x, r->touched_device, r->tokens,
                                              (int)(r->row_bytes / 16));
     else if (op == 'x')
         expand_kernel<false><<<sms, FLOOR_BLOCK, 0, stream>>>(f);
@@ -300,7 +300,7 @@ static void run_floor(Rank *r, char op, int sms)
     else if (op == 'r')
         reduce_kernel<<<sms, FLOOR_BLOCK, 0, stream>>>(f);
     else
-        hop_kernel<<<1, WARP, 0, stream>>>(seat, ++r->hops);
+        hop_kernel<<<1, WARP, 0, stream>>>(self, ++r->hops);
     CHECK_CUDA(cudaGetLastError());
 }
 
@@ -418,14 +418,14 @@ struct Floors { /* us; 0: not measured */
 /* The staging is poison again afterwards. */
 static double best_push(Rank *r)
 {
-    const p2p_seat &seat = r->me->group->seat;
+    const p2p_self &self = r->me->group->self;
     double best = 0;
     for (int sms : {8, 16, 24, 64}) {
         const double us = median_us(r, 'p', sms);
         if (best == 0 || us < best) best = us;
     }
-    CHECK_CUDA(cudaMemset(seat.heap[seat.rank] + seat.at.staging, 0xff,
-                          (size_t)(seat.at.bytes - seat.at.staging)));
+    CHECK_CUDA(cudaMemset(self.heap[self.rank] + self.at.staging, 0xff,
+                          (size_t)(self.at.bytes - self.at.staging)));
     CHECK_CUDA(cudaDeviceSynchronize());
     team_meet(r->me);
     return best;

@@ -16,7 +16,7 @@
 #define FLOOR_V 4 /* vectors a lane and unit */
 
 struct Floor { /* a rank's part of an operation */
-    p2p_seat seat;
+    p2p_self self;
     const uint8_t *plan;
     device_plan_layout at;
     const uint8_t *own, *staged; /* rows of this rank's tokens; rows that stand in for peers' */
@@ -36,14 +36,14 @@ struct FloorUnit { /* a piece of a row of one source, one warp's */
 /* Calls body(unit) for this warp's units of every (token, source) that has slots here. */
 template <class Body> __device__ __forceinline__ void each_floor_unit(const Floor &f, Body body)
 {
-    const int warps = (int)(gridDim.x * blockDim.x / WARP), ranks = f.seat.num_ranks;
+    const int warps = (int)(gridDim.x * blockDim.x / WARP), ranks = f.self.num_ranks;
     const int warp = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP);
     const int32_t vectors = (int32_t)(f.row_bytes / 16);
     const int pieces = (vectors + FLOOR_V * WARP - 1) / (FLOOR_V * WARP);
     const int32_t *records = (const int32_t *)(f.plan + f.at.records);
     for (int u = warp; u < f.tokens * ranks * pieces; u += warps) {
         const int32_t token = u / (ranks * pieces), source = u / pieces % ranks;
-        const int64_t at = ((int64_t)source * f.seat.max_tokens + token) * f.top_k;
+        const int64_t at = ((int64_t)source * f.self.max_tokens + token) * f.top_k;
         FloorUnit unit = {token, source, u % pieces * FLOOR_V * WARP + lane_id(), vectors, -1};
         if (lane_id() < f.top_k) unit.slot = __ldg(records + at + lane_id());
         unit.slots = __ballot_sync(ALL_LANES, unit.slot >= 0);
@@ -98,11 +98,11 @@ __global__ void __launch_bounds__(FLOOR_BLOCK, 1) expand_kernel(const __grid_con
     const uint64_t policy = policy_once();
     uint32_t sum = 0;
     each_floor_unit(f, [&](const FloorUnit &u) {
-        const int64_t row = u.source == f.seat.rank
+        const int64_t row = u.source == f.self.rank
                                 ? u.token
                                 : ((int64_t)u.source * f.tokens + u.token) % f.num_slots;
         uint4 q[FLOOR_V], other[FLOOR_V] = {};
-        floor_load((u.source == f.seat.rank ? f.own : f.staged) + row * f.row_bytes, u, q);
+        floor_load((u.source == f.self.rank ? f.own : f.staged) + row * f.row_bytes, u, q);
         for (uint32_t slots = u.slots; slots;) {
             const int64_t slot = next_slot(u, slots);
             if (DOTS) floor_load(f.others + slot * f.row_bytes, u, other);
@@ -138,19 +138,19 @@ __global__ void __launch_bounds__(FLOOR_BLOCK, 1) reduce_kernel(const __grid_con
 }
 
 /* Every row once to each peer that needs it, and nothing else. */
-__global__ void push_kernel(p2p_seat seat, const uint8_t *x, const uint8_t *touched, int tokens,
+__global__ void push_kernel(p2p_self self, const uint8_t *x, const uint8_t *touched, int tokens,
                             int vectors)
 {
     const int lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32;
-    const int pieces = (vectors + 223) / 224, peers = seat.num_ranks - 1;
-    const int64_t room = seat.at.source_bytes / (vectors * 16);
+    const int pieces = (vectors + 223) / 224, peers = self.num_ranks - 1;
+    const int64_t room = self.at.source_bytes / (vectors * 16);
     for (int u = (blockIdx.x * blockDim.x + threadIdx.x) / 32; u < tokens * pieces * peers;
          u += warps) {
         const int token = u / (pieces * peers), distance = u / pieces % peers + 1;
-        const int rank = (seat.rank + distance) % seat.num_ranks;
+        const int rank = (self.rank + distance) % self.num_ranks;
         if (!(touched[token] >> rank & 1)) continue;
-        uint8_t *to = seat.heap[rank] + seat.at.staging +
-                      (int64_t)(peers - distance) * seat.at.source_bytes;
+        uint8_t *to = self.heap[rank] + self.at.staging +
+                      (int64_t)(peers - distance) * self.at.source_bytes;
         const int first = u % pieces * 224 + lane;
         const int64_t row = min((int64_t)token, room - 1);
         uint4 q[7];
@@ -166,12 +166,12 @@ __global__ void push_kernel(p2p_seat seat, const uint8_t *x, const uint8_t *touc
 }
 
 /* Lane q tells rank q the number n and waits for the same from it, in the row without meaning. */
-__global__ void hop_kernel(p2p_seat seat, uint32_t n)
+__global__ void hop_kernel(p2p_self self, uint32_t n)
 {
     const int q = threadIdx.x;
-    if (q >= seat.num_ranks) return;
-    store_relaxed((uint32_t *)(seat.heap[q] + seat.at.scratch) + seat.rank, n);
-    const uint32_t *from = (const uint32_t *)(seat.heap[seat.rank] + seat.at.scratch) + q;
+    if (q >= self.num_ranks) return;
+    store_relaxed((uint32_t *)(self.heap[q] + self.at.scratch) + self.rank, n);
+    const uint32_t *from = (const uint32_t *)(self.heap[self.rank] + self.at.scratch) + q;
     for (int spins = 0; (int32_t)(load_relaxed(from) - n) < 0 && spins < 1 << 22; spins++) {
     }
 }

@@ -134,12 +134,12 @@ static job *read_job(ffi_reader *reader, const job_operation *operation)
     return NULL;
 }
 
-/* ----------------------------------------------------------------------------- seats ---- */
+/* ----------------------------------------------------------------------------- members ---- */
 
 typedef struct claim {
-    char name[SEATS_NAME];
-    seat_device device;
-    seat_place wanted, has;
+    char name[MEMBERS_NAME];
+    member_device device;
+    member_place wanted, has;
 } claim;
 
 static ffi_error *other_devices(const ffi_frame *frame, const char *what, const claim *claim)
@@ -164,13 +164,13 @@ static ffi_error *other_rank(const ffi_frame *frame, const char *what, const cla
         claim->wanted.rank);
 }
 
-static ffi_error *refusal(const ffi_frame *frame, const job *job, seat_answer answer,
+static ffi_error *refusal(const ffi_frame *frame, const job *job, member_answer answer,
                           const claim *claim)
 {
     const char *what = job->operation->what;
-    if (answer == SEAT_OTHER_DEVICES) return other_devices(frame, what, claim);
-    if (answer == SEAT_OTHER_RANK) return other_rank(frame, what, claim);
-    if (answer == SEAT_NONE)
+    if (answer == MEMBER_OTHER_DEVICES) return other_devices(frame, what, claim);
+    if (answer == MEMBER_OTHER_RANK) return other_rank(frame, what, claim);
+    if (answer == MEMBER_NONE)
         return ffi_fail(
             frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
             "epic.jax.%s: group \"%s\" is not open on %s device %d of this process: "
@@ -184,7 +184,7 @@ static ffi_error *refusal(const ffi_frame *frame, const job *job, seat_answer an
                     what, (unsigned long long)job->use.tag, claim->device.ordinal);
 }
 
-/* Takes the seat that the attribute `group` and the call's device say, if it is where the program
+/* Enters the member that the attribute `group` and the call's device say, if it is where the program
  * takes it to be. */
 static void enter(ffi_reader *reader, job *job)
 {
@@ -194,8 +194,8 @@ static void enter(ffi_reader *reader, job *job)
     ffi_text(reader, "devices", claim.wanted.devices, sizeof claim.wanted.devices);
     if (reader->error != NULL) return;
     claim.has = claim.wanted;
-    const seat_answer answer = seat_enter(&job->use, claim.name, claim.device, &claim.has);
-    if (answer != SEAT_OK) reader->error = refusal(reader->frame, job, answer, &claim);
+    const member_answer answer = member_enter(&job->use, claim.name, claim.device, &claim.has);
+    if (answer != MEMBER_OK) reader->error = refusal(reader->frame, job, answer, &claim);
 }
 
 static ffi_error *run(job *job)
@@ -223,12 +223,12 @@ static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error
     }
 }
 
-/* The seat is left before the future is set: what runs next may use the same tag. */
+/* The member is left before the future is set: what runs next may use the same tag. */
 static void run_task(pool_task *task)
 {
     job *mine = (job *)task;
     ffi_error *error = run(mine);
-    seat_leave(&mine->use);
+    member_leave(&mine->use);
     const XLA_FFI_Api *api = mine->api;
     XLA_FFI_Future *future = mine->future;
     free(mine);
@@ -246,7 +246,7 @@ static ffi_error *start(ffi_frame *frame, job *job)
         if (pool_run(&job->task)) return NULL; /* the job may be gone by now */
     }
     const char *what = job->operation->what;
-    seat_leave(&job->use);
+    member_leave(&job->use);
     free(job);
     if (error == NULL)
         set_future(api, create.future,
@@ -282,7 +282,7 @@ ffi_error *job_on_gpu(ffi_frame *frame, const job_operation *operation, bool in_
     enter(&reader, job);
     if (reader.error == NULL) {
         reader.error = run(job);
-        seat_leave(&job->use);
+        member_leave(&job->use);
     }
     free(job);
     return reader.error;

@@ -8,8 +8,8 @@
 #define EPIC_JAX_JOB_H
 
 #include "ffi.h"
+#include "members.h"
 #include "pool.h"
-#include "seats.h"
 
 /* What an operation does: the last bits of its tag. */
 typedef enum job_role {
@@ -30,7 +30,7 @@ typedef uint32_t job_channel;
  * future is set, but not the frame, so all that is used is copied. */
 typedef struct job {
     pool_task task;
-    seat_use use;
+    member_use use;
     const struct job_operation *operation;
     const XLA_FFI_Api *api;
     XLA_FFI_Future *future;

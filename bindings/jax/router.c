@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Router and losses as custom calls.  They wait for nobody, so they run on XLA's thread. */
+#include "members.h"
 #include "read.h"
-#include "seats.h"
 
 /* The handlers of both platforms: an expression of `frame` and `on_device`. */
 #define HANDLERS(name, handler)                                  \
@@ -18,16 +18,16 @@
 
 /* Where the arrays are: on a GPU any of its contexts, and XLA's stream; else all zero. */
 typedef struct place {
-    seat_use use;
+    member_use use;
     epic_stream stream;
 } place;
 
 static void find_place(ffi_reader *reader, place *out)
 {
     if (!reader->on_device) return;
-    const seat_device device = {true, ffi_ordinal(reader)};
+    const member_device device = {true, ffi_ordinal(reader)};
     out->stream = ffi_stream(reader);
-    if (reader->error == NULL && seat_borrow(&out->use, device) != SEAT_OK)
+    if (reader->error == NULL && member_borrow(&out->use, device) != MEMBER_OK)
         reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
                                  "no group is open on CUDA device %d of this process, and the "
                                  "router works with one: call epic.jax.open before the program "
@@ -45,7 +45,7 @@ static ffi_reader begin(const ffi_frame *frame, bool on_device, place *out)
 static ffi_error *end(ffi_reader *reader, place *place, const char *what, epic_result result)
 {
     if (reader->error == NULL) reader->error = ffi_error_of(reader->frame, what, result);
-    if (place->use.ctx != NULL) seat_leave(&place->use);
+    if (place->use.ctx != NULL) member_leave(&place->use);
     return reader->error;
 }
 

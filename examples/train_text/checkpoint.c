@@ -171,7 +171,7 @@ bool checkpoint_look(const char *path, checkpoint_header *out)
 bool checkpoint_load(const char *path, model *m)
 {
     checkpoint_header h;
-    return all_good(&m->seat, read_all(path, &h, m));
+    return all_good(&m->group, read_all(path, &h, m));
 }
 
 /* ----------------------------------------------------------------------------- writing ---- */
@@ -181,12 +181,12 @@ static void temporary(char out[PATH_MAX], const char *path)
     snprintf(out, PATH_MAX, "%.*s.new", PATH_MAX - 8, path);
 }
 
-bool checkpoint_test(const char *path, const seat *s)
+bool checkpoint_test(const char *path, const group *g)
 {
     char name[PATH_MAX];
     bool good = true;
     temporary(name, path);
-    if (s->rank == 0) {
+    if (g->rank == 0) {
         const int fd = open(name, O_WRONLY | O_CREAT, 0666);
         good = fd >= 0 || complain("--save: %s: %s", name, strerror(errno));
         if (fd >= 0) {
@@ -194,7 +194,7 @@ bool checkpoint_test(const char *path, const seat *s)
             unlink(name);
         }
     }
-    return all_good(s, good);
+    return all_good(g, good);
 }
 
 /* Value and moments of a parameter, on every rank: the owner's, and -0 of the others, which adds
@@ -206,7 +206,7 @@ static bool gather(model *m, int number, float *out)
     for (int i = 0; i < MOMENTS; i++)
         for (int64_t j = 0; j < p->count; j++)
             out[i * p->count + j] = p->offset >= 0 ? arrays[i][p->offset + j] : -0.0f;
-    return model_owner(m, number) < 0 || sum_over_ranks(&m->seat, out, p->count * MOMENTS);
+    return model_owner(m, number) < 0 || sum_over_ranks(&m->group, out, p->count * MOMENTS);
 }
 
 static void write_record(FILE *file, const parameter *p, const float *data)
@@ -263,7 +263,7 @@ bool checkpoint_save(const char *path, model *m, checkpoint_header header)
     FILE *file = NULL;
     bool good = true;
     temporary(name, path);
-    if (m->seat.rank == 0) {
+    if (m->group.rank == 0) {
         file = fopen(name, "wb");
         good = file || complain("%s: %s: no checkpoint was written", name, strerror(errno));
     }
@@ -283,5 +283,5 @@ bool checkpoint_save(const char *path, model *m, checkpoint_header header)
         return false;
     }
     if (file) good = finish(file, name, path);
-    return all_good(&m->seat, good);
+    return all_good(&m->group, good);
 }

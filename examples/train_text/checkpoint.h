@@ -27,7 +27,7 @@ bool checkpoint_look(const char *path, checkpoint_header *out);
 bool checkpoint_load(const char *path, model *m);
 
 /* Complains on rank 0 if the file could not be written.  Collective. */
-bool checkpoint_test(const char *path, const seat *s);
+bool checkpoint_test(const char *path, const group *g);
 
 /* Writes to a temporary name, then renames: there is always a whole file.  Fills in what the
  * caller cannot know of the header.  Collective. */

@@ -8,7 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "seat.h"
+#include "group.h"
 
 static const char *kind_of(mode_t mode)
 {

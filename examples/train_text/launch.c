@@ -79,7 +79,7 @@ static int run_child(const options *o, const text *t, int rank, uint32_t port)
 {
     const epic_tcp tcp = {
         .rank = rank, .num_ranks = (int32_t)o->ranks, .port = port, .timeout_ms = 60000};
-    const seat s = {.rank = rank, .num_ranks = (int)o->ranks};
+    const group s = {.rank = rank, .num_ranks = (int)o->ranks};
     epic_meet meet = {0};
     product_start();
     if (o->ranks == 1) return run_rank(o, t, NULL);
@@ -195,7 +195,7 @@ static void *run_thread(void *self)
 
 static int launch_threads(const options *o, const text *t)
 {
-    const seat nobody = {0};
+    const group nobody = {0};
     thread threads[LEAVES];
     epic_meet meets[LEAVES];
     int status = EXIT_GOOD;
@@ -253,7 +253,7 @@ static void choose_port(void)
 static int launch_one(const options *o, const text *t)
 {
     epic_meet meet;
-    const seat nobody = {0};
+    const group nobody = {0};
     choose_port();
     product_start();
     if (!works(&nobody, epic_meet_env(&meet), "meeting")) return EXIT_FAILED;

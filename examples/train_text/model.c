@@ -23,8 +23,8 @@ static void begin_pass(model *m, const unsigned char *const *at, int64_t tokens)
 {
     m->at = at;
     m->tokens = tokens;
-    m->block = tokens * m->seat.num_ranks / LEAVES;
-    m->all_tokens = tokens * m->seat.num_ranks;
+    m->block = tokens * m->group.num_ranks / LEAVES;
+    m->all_tokens = tokens * m->group.num_ranks;
 }
 
 /* --------------------------------------------------------------- the sums of blocks ---- */
@@ -135,7 +135,7 @@ static epic_rows rows(const model *m, float *data)
 /* Of this rank's experts. */
 static epic_moe_weights weights_of(const model *m, int layer)
 {
-    const int mine = layer * EXPERTS + m->seat.rank * (EXPERTS / m->seat.num_ranks);
+    const int mine = layer * EXPERTS + m->group.rank * (EXPERTS / m->group.num_ranks);
     return (epic_moe_weights){.w_gate = value(m, GATE + layer),
                               .w_gate_up = value(m, UP + mine),
                               .w_down = value(m, DOWN + mine)};
@@ -143,7 +143,7 @@ static epic_moe_weights weights_of(const model *m, int layer)
 
 static epic_moe_gradients gradients_of(const model *m, int layer)
 {
-    const int mine = layer * EXPERTS + m->seat.rank * (EXPERTS / m->seat.num_ranks);
+    const int mine = layer * EXPERTS + m->group.rank * (EXPERTS / m->group.num_ranks);
     return (epic_moe_gradients){.w_gate = gradient(m, GATE + layer),
                                 .w_gate_up = gradient(m, UP + mine),
                                 .w_down = gradient(m, DOWN + mine)};
@@ -163,7 +163,7 @@ static bool mix(model *m, int layer, float *balance)
                                 .workspace_bytes = m->work_bytes,
                                 .loss = balance,
                                 .load = m->load[layer]};
-    if (!works(&m->seat, epic_moe_forward(m->seat.ctx, &args), "layer forward")) return false;
+    if (!works(&m->group, epic_moe_forward(m->group.ctx, &args), "layer forward")) return false;
     for (int64_t i = 0; i < m->tokens * m->hidden; i++) m->x[layer + 1][i] += m->x[layer][i];
     return true;
 }
@@ -183,7 +183,7 @@ static bool mix_backward(model *m, int layer)
                                          .saved_bytes = m->moe_memory.saved_bytes,
                                          .workspace = m->work,
                                          .workspace_bytes = m->work_bytes};
-    return works(&m->seat, epic_moe_backward(m->seat.ctx, &args), "layer backward");
+    return works(&m->group, epic_moe_backward(m->group.ctx, &args), "layer backward");
 }
 
 /* ------------------------------------------------------------------------------ head ---- */

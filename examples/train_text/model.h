@@ -13,7 +13,7 @@
 #ifndef TRAIN_MODEL_H
 #define TRAIN_MODEL_H
 
-#include "seat.h"
+#include "group.h"
 #include "text.h"
 
 enum { BYTES = 256, LAYERS = 2, EXPERTS = 8, TOP_K = 2, LEAVES = 8 };
@@ -51,7 +51,7 @@ typedef struct parameter {
 enum { SUM_LOSS = 0, SUM_STOP = 1, SUM_BALANCE = 2, NUM_SUMS = 16 };
 
 typedef struct model {
-    seat seat;
+    group group;
     int64_t hidden, inner;
     parameter parameters[NUM_PARAMETERS];
     float *value, *gradient, *first, *second; /* [count]: these, and the optimizer's moments */
@@ -78,7 +78,7 @@ typedef struct model {
 } model;
 
 /* tokens: most of one pass, over all ranks; LEAVES divides it. */
-model *model_open(const seat *s, int64_t hidden, int64_t inner, int64_t tokens, uint64_t seed);
+model *model_open(const group *g, int64_t hidden, int64_t inner, int64_t tokens, uint64_t seed);
 void model_close(model *m);
 
 /* The configuration that the context of such a model is opened with. */
@@ -88,7 +88,7 @@ epic_config model_config(int num_ranks, int64_t hidden, int64_t tokens);
 bool model_loss(model *m, const unsigned char *const *at, int64_t tokens, float *loss);
 
 /* The same, and all gradients: the experts' complete, the dense ones and the sums this rank's
- * part, ready for sum_over_ranks(&m->seat, m->gradient, m->dense_count + NUM_SUMS). */
+ * part, ready for sum_over_ranks(&m->group, m->gradient, m->dense_count + NUM_SUMS). */
 bool model_gradients(model *m, const unsigned char *const *at, int64_t tokens);
 
 /* The logits after each context, into out [tokens, BYTES]. */

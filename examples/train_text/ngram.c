@@ -5,8 +5,8 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "group.h"
 #include "random.h"
-#include "seat.h"
 
 /* A context, or a context with the byte after it, where kinds stays 0. */
 struct ngram_entry {

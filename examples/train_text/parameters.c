@@ -12,7 +12,7 @@ static const double balance = 0.05; /* of the balance loss */
 int model_owner(const model *m, int number)
 {
     if (number < UP) return -1;
-    return (number - UP) % EXPERTS / (EXPERTS / m->seat.num_ranks);
+    return (number - UP) % EXPERTS / (EXPERTS / m->group.num_ranks);
 }
 
 static void describe_expert(parameter *out, int number, int64_t hidden, int64_t inner)
@@ -58,7 +58,7 @@ static void list_parameters(model *m)
             m->count += NUM_SUMS;
         }
         parameter_describe(p, n, m->hidden, m->inner);
-        p->offset = owner < 0 || owner == m->seat.rank ? m->count : -1;
+        p->offset = owner < 0 || owner == m->group.rank ? m->count : -1;
         if (p->offset >= 0) m->count += p->count;
     }
 }
@@ -86,8 +86,8 @@ epic_config model_config(int num_ranks, int64_t hidden, int64_t tokens)
 
 static bool describe_layer(model *m, int64_t tokens)
 {
-    const uint32_t local = EXPERTS / (uint32_t)m->seat.num_ranks;
-    const epic_config config = model_config(m->seat.num_ranks, m->hidden, tokens);
+    const uint32_t local = EXPERTS / (uint32_t)m->group.num_ranks;
+    const epic_config config = model_config(m->group.num_ranks, m->hidden, tokens);
     m->layer = (epic_layer){.num_experts = EXPERTS,
                             .top_k = TOP_K,
                             .alignment = 16,
@@ -107,13 +107,13 @@ static bool describe_layer(model *m, int64_t tokens)
                         .experts = &m->experts,
                         .balance_coeff = balance,
                         .capacity = epic_capacity_bound(&config, &m->layer)};
-    return works(&m->seat, epic_moe_memory(&config, &m->moe, &m->moe_memory),
+    return works(&m->group, epic_moe_memory(&config, &m->moe, &m->moe_memory),
                  "the layer's memory");
 }
 
 static void allocate(model *m, int64_t tokens)
 {
-    const int64_t here = tokens / m->seat.num_ranks, row = m->hidden * 4;
+    const int64_t here = tokens / m->group.num_ranks, row = m->hidden * 4;
     const epic_moe_memory_info *need = &m->moe_memory;
     for (int i = 0; i <= LAYERS; i++) {
         m->x[i] = memory(here * row);
@@ -129,10 +129,10 @@ static void allocate(model *m, int64_t tokens)
     m->scratch = memory(m->parameters[EMBED].count * 4 * 3); /* log2(LEAVES) levels */
 }
 
-model *model_open(const seat *s, int64_t hidden, int64_t inner, int64_t tokens, uint64_t seed)
+model *model_open(const group *g, int64_t hidden, int64_t inner, int64_t tokens, uint64_t seed)
 {
     model *m = memory(sizeof *m);
-    m->seat = *s;
+    m->group = *g;
     m->hidden = hidden;
     m->inner = inner;
     list_parameters(m);

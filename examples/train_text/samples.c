@@ -69,8 +69,8 @@ static bool write_all(model *m, uint64_t seed, int64_t first, int64_t here,
 
 bool write_samples(model *m, const text *t, int64_t seed, int64_t num_bytes)
 {
-    const int64_t length = CONTEXT + num_bytes, here = LEAVES / m->seat.num_ranks;
-    const int64_t first = m->seat.rank * here;
+    const int64_t length = CONTEXT + num_bytes, here = LEAVES / m->group.num_ranks;
+    const int64_t first = m->group.rank * here;
     unsigned char *bytes = memory(here * length);
     float *all = memory(LEAVES * length * 4);
     for (int64_t s = 0; s < here; s++) {
@@ -79,8 +79,8 @@ bool write_samples(model *m, const text *t, int64_t seed, int64_t num_bytes)
     }
     bool good = write_all(m, (uint64_t)seed, first, here, bytes, length);
     for (int64_t i = 0; i < here * length; i++) all[first * length + i] = bytes[i];
-    good = good && sum_over_ranks(&m->seat, all, LEAVES * length);
-    if (good && m->seat.rank == 0) print_samples(all, length);
+    good = good && sum_over_ranks(&m->group, all, LEAVES * length);
+    if (good && m->group.rank == 0) print_samples(all, length);
     free(bytes);
     free(all);
     return good;

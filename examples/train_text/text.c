@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 
 #include "file.h"
-#include "seat.h"
+#include "group.h"
 
 enum { IN_CHUNK = CHUNK - CONTEXT, EVERY = 10 };
 

@@ -19,7 +19,7 @@ typedef struct run {
     const options *o;
     const text *t;
     outcome *out; /* NULL: tell about it */
-    seat seat;
+    group group;
     model *m;
     history history;
     const unsigned char **at; /* [tokens of this rank] */
@@ -43,7 +43,7 @@ static double seconds(void)
 
 static bool tells(const run *r)
 {
-    return !r->out && r->seat.rank == 0;
+    return !r->out && r->group.rank == 0;
 }
 
 static float bits(float nats)
@@ -70,11 +70,11 @@ static bool evaluate(run *r, int64_t passes, float *out)
     for (int64_t p = 0; p < passes; p++) {
         float loss;
         for (int64_t i = 0; i < r->here; i++) {
-            const int64_t n = p * tokens + r->seat.rank * r->here + i;
+            const int64_t n = p * tokens + r->group.rank * r->here + i;
             r->at[i] = held_out_at(r, n, passes * tokens);
         }
         if (!model_loss(r->m, r->at, r->here, &loss)) return false;
-        if (!sum_over_ranks(&r->seat, &loss, 1)) return false;
+        if (!sum_over_ranks(&r->group, &loss, 1)) return false;
         *out += bits(loss) / (float)passes;
     }
     return true;
@@ -108,12 +108,12 @@ static void print_ngram(const run *r)
 static void print_heading(const run *r)
 {
     char ranks[32];
-    snprintf(ranks, sizeof ranks, "%d ranks", r->seat.num_ranks);
+    snprintf(ranks, sizeof ranks, "%d ranks", r->group.num_ranks);
     printf("%lld bytes of text from %d file%s, a tenth of it held out\n"
            "%s (backend %s), %d experts, top-%d, hidden %lld, inner %lld; products by %s\n"
            "untrained: %.3f bits per byte on held-out text\n",
            (long long)r->t->num_bytes, r->t->num_files, r->t->num_files == 1 ? "" : "s",
-           r->seat.num_ranks == 1 ? "1 rank" : ranks, epic_backend_name(r->seat.ctx), EXPERTS,
+           r->group.num_ranks == 1 ? "1 rank" : ranks, epic_backend_name(r->group.ctx), EXPERTS,
            TOP_K, (long long)r->o->hidden, (long long)r->o->inner, epic_blas_name(),
            r->held_out_before);
     print_ngram(r);
@@ -178,7 +178,7 @@ static bool progress(run *r)
 static void draw(run *r)
 {
     for (int64_t i = 0; i < r->here; i++) {
-        const uint64_t n = (uint64_t)(r->drawn + r->seat.rank * r->here + i);
+        const uint64_t n = (uint64_t)(r->drawn + r->group.rank * r->here + i);
         r->at[i] =
             text_training(r->t, (int64_t)(random_at((uint64_t)r->o->seed, STREAM_TEXT, n) %
                                           (uint64_t)r->t->num_training));
@@ -209,14 +209,14 @@ static bool take_step(run *r)
     draw(r);
     if (!model_gradients(m, r->at, r->here)) return false;
     m->sums[SUM_STOP] = num_interrupts() > 0;
-    if (!sum_over_ranks(&r->seat, m->gradient, m->dense_count + NUM_SUMS)) return false;
+    if (!sum_over_ranks(&r->group, m->gradient, m->dense_count + NUM_SUMS)) return false;
     r->step++;
     record(r, m->load);
     r->interrupted = m->sums[SUM_STOP] > 0;
     if (!isfinite(m->sums[SUM_LOSS]))
-        return r->seat.rank == 0 && complain("the loss of step %lld is not a number: try a "
-                                             "lower --rate than %g",
-                                             (long long)r->step, r->o->rate);
+        return r->group.rank == 0 && complain("the loss of step %lld is not a number: try a "
+                                              "lower --rate than %g",
+                                              (long long)r->step, r->o->rate);
     optimizer_step(m, optimizer_rate(r->o->rate, r->step, r->o->steps), r->step);
     r->training_seconds += seconds() - begin;
     return true;
@@ -277,7 +277,7 @@ static bool resume(run *r)
     checkpoint_header h;
     const char *path = r->o->resume;
     if (!path) return true;
-    if (!all_good(&r->seat, checkpoint_look(path, &h))) return false;
+    if (!all_good(&r->group, checkpoint_look(path, &h))) return false;
     r->step = h.step;
     r->drawn = h.drawn;
     if (!checkpoint_load(path, r->m)) return false;
@@ -305,13 +305,14 @@ static void prepare_outcome(run *r)
 static bool begin(run *r)
 {
     const options *o = r->o;
-    r->here = o->tokens / r->seat.num_ranks;
+    r->here = o->tokens / r->group.num_ranks;
     r->at = memory(r->here * (int64_t)sizeof *r->at);
-    r->m = model_open(&r->seat, o->hidden, o->inner, o->tokens, (uint64_t)o->seed);
+    r->m = model_open(&r->group, o->hidden, o->inner, o->tokens, (uint64_t)o->seed);
     if (!r->m || !resume(r)) return false;
-    if (!all_equal(&r->seat, fingerprint(r), "other options, text or checkpoint")) return false;
-    if (o->save && !checkpoint_test(o->save, &r->seat)) return false;
-    if (!all_good(&r->seat, open_log(r))) return false;
+    if (!all_equal(&r->group, fingerprint(r), "other options, text or checkpoint"))
+        return false;
+    if (o->save && !checkpoint_test(o->save, &r->group)) return false;
+    if (!all_good(&r->group, open_log(r))) return false;
     history_open(&r->history, r->step, o->stop - r->step);
     prepare_outcome(r);
     if (r->out) return true;
@@ -385,13 +386,13 @@ static void free_all(run *r)
 int train(const options *o, const text *t, const epic_meet *meet, outcome *out)
 {
     run r = {.o = o, .t = t, .out = out};
-    r.seat.rank = meet ? meet->rank : 0;
-    r.seat.num_ranks = meet ? meet->num_ranks : 1;
-    epic_config config = model_config(r.seat.num_ranks, o->hidden, o->tokens);
+    r.group.rank = meet ? meet->rank : 0;
+    r.group.num_ranks = meet ? meet->num_ranks : 1;
+    epic_config config = model_config(r.group.num_ranks, o->hidden, o->tokens);
     config.backend = o->backend;
     int status = EXIT_FAILED;
-    if (works(&r.seat, epic_open(&r.seat.ctx, meet, &config), "open")) status = run_all(&r);
+    if (works(&r.group, epic_open(&r.group.ctx, meet, &config), "open")) status = run_all(&r);
     free_all(&r);
-    epic_close(r.seat.ctx);
+    epic_close(r.group.ctx);
     return status;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A run of one rank, from opening its seat to giving it back. */
+/* A run of one rank, from opening its context to closing it. */
 #ifndef TRAIN_TRAIN_H
 #define TRAIN_TRAIN_H
 

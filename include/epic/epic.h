@@ -1000,8 +1000,8 @@ typedef struct epic_tcp {
 
 /* Meets over TCP.  Collective.  `address` must be one of rank 0's host.  With a secret rank 0
  * listens there (on every address of its host if its own name has a loopback address there, as
- * Debian sets it), and who does not know the secret can neither take a seat nor make the meeting
- * fail, but by cutting connections or holding the port.  Without one it listens on loopback, as
+ * Debian sets it), and who does not know the secret can neither take a rank's place nor make the
+ * meeting fail, but by cutting connections or holding the port.  Without one it listens on loopback, as
  * nothing else keeps strangers out: the ranks are then processes of one host, and a rank of
  * another is told at once that it takes a secret.  Strangers and garbage on the port are refused
  * and the meeting goes on.  docs/security.md says what a secret protects and what it does not.

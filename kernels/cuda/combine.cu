@@ -36,20 +36,20 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ Now now;
     __shared__ Plan plan;
     __shared__ Stride expert, source;
-    read_plan(plan, job.plan, job.plan_bytes, job.seat, job.num_tokens);
+    read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
     const device_plan_header &h = plan.header;
     const bool moves = plan.good && h.result == EPIC_OK;
     const bool tree = h.sum_order == EPIC_TREE;
-    const bool leaves = tree && (int)h.leaves > job.seat.num_ranks;
+    const bool leaves = tree && (int)h.leaves > job.self.num_ranks;
     const bool wide = ROW::N == 8 && h.partial_type == EPIC_F32;
     const bool streams = !leaves && !wide && job.aligned && h.top_k <= WARP;
     const RowShape shape = streams ? row_shape<STREAM_V>(job.row_bytes, job.aligned)
                                    : row_shape<1>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0) {
-        expert.set(gridDim.x * WARPS, max(job.seat.num_ranks - 1, 1), shape.pieces);
+        expert.set(gridDim.x * WARPS, max(job.self.num_ranks - 1, 1), shape.pieces);
         source.set(gridDim.x * WARPS, 1, shape.pieces);
     }
-    if (!begin(now, job.seat, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
+    if (!begin(now, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     uint4 *stack = (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (wide ? 2 : 1) * WARP;
     Combine c = {job, now, plan, expert, source, stack, shape, policy_once(), 0, (int)h.top_k};
     bool ok = true;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         ok = combine_rarely<ROW, ROW, true>(c, now);
     else if (moves)
         ok = combine_rarely<ROW, ROW, false>(c, now);
-    if (finish(now) && ok && !(moves && rows_suffice(job.seat, now, &h))) clear(c);
+    if (finish(now) && ok && !(moves && rows_suffice(job.self, now, &h))) clear(c);
 }
 
 typedef void (*Kernel)(p2p_combine_job);

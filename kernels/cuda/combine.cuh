@@ -51,7 +51,7 @@ __device__ __forceinline__ int32_t read_slot(const Combine &c, int rank, int32_t
     const int n = half * WARP + lane_id();
     int32_t slot = -1;
     if (token < c.plan.header.tokens_of[rank] && n < c.top_k)
-        slot = __ldg(c.plan.records + record_at(c.job.seat, rank, token, c.top_k) + n);
+        slot = __ldg(c.plan.records + record_at(c.job.self, rank, token, c.top_k) + n);
     return slot;
 }
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ int32_t rank_of(const Combine &c, int32_t token, int 
 
 __device__ __forceinline__ int peer_of(const Combine &c, int role)
 {
-    return wrap(c.job.seat.rank + 1 + role, c.job.seat.num_ranks);
+    return wrap(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }
 
 /* Adding to -0 keeps the first product as it is. */

@@ -34,10 +34,10 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
     __shared__ Stride stride;
     const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0)
-        stride.set(job.units, num_roles(job.seat), (shape.pieces + job.span - 1) / job.span);
-    read_plan(plan, job.plan, job.plan_bytes, job.seat, job.num_tokens);
+        stride.set(job.units, num_roles(job.self), (shape.pieces + job.span - 1) / job.span);
+    read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
     const device_plan_header &h = plan.header;
-    if (!begin(now, job.seat, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
+    if (!begin(now, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     const bool moves = plan.good && h.result == EPIC_OK;
     Move m = {job, now, plan, stride, shape, policy_once(), 0, (int)h.top_k};
     bool ok = true;
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
         ok = move_rarely<ROW>(m, now);
     if (moves && ok) pad_all<V>(m);
     if (moves && ok && job.zero_tail)
-        clear(m, h.slots_of[job.seat.rank], grid_thread(), grid_threads());
-    if (finish(now) && ok && !(moves && rows_suffice(job.seat, now, &h)))
+        clear(m, h.slots_of[job.self.rank], grid_thread(), grid_threads());
+    if (finish(now) && ok && !(moves && rows_suffice(job.self, now, &h)))
         clear(m, 0, threadIdx.x, blockDim.x);
 }
 
@@ -96,7 +96,7 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     const bool exact = job->aligned && job->row_bytes % (vectors * 512) == 0;
     const int block = block_of(job->type), bytes = memory_bytes(job->type);
     p2p_combine_backward_job copy = *job;
-    const int roles = num_roles(job->seat);
+    const int roles = num_roles(job->self);
     deal(copy, num_sms, block, roles, vectors);
     /* Dot products are added two lags behind.  If all warps together do more tokens than that at a
      * time, each turn of theirs waits for the slowest unit of the one before. */

@@ -13,8 +13,8 @@ typedef Moving<p2p_combine_backward_job> Move;
 /* Where the blocks of entry n of a token of `rank` wait. */
 __device__ __forceinline__ uint32_t *part_of(const Move &m, int rank, int32_t token, int n)
 {
-    const p2p_seat &seat = m.job.seat;
-    return (uint32_t *)(m.now.heap + seat.at.parts) + rank * seat.at.part_words +
+    const p2p_self &self = m.job.self;
+    return (uint32_t *)(m.now.heap + self.at.parts) + rank * self.at.part_words +
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ int32_t read_slot(const Move &m, int rank, int32_t to
 {
     int32_t slot = -1;
     if (token >= m.first && token < m.plan.header.tokens_of[rank] && n < m.top_k)
-        slot = __ldg(m.plan.records + record_at(m.job.seat, rank, token, m.top_k) + n);
+        slot = __ldg(m.plan.records + record_at(m.job.self, rank, token, m.top_k) + n);
     return slot;
 }
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_own(const Move &m, int32_t token, int32_t v
 __device__ __forceinline__ uint32_t peers_of(const Move &m, int32_t choice)
 {
     const uint32_t touched = __reduce_or_sync(ALL_LANES, choice >= 0 ? 1u << choice : 0);
-    return touched & ~(1u << m.job.seat.rank);
+    return touched & ~(1u << m.job.self.rank);
 }
 
 /* Sends a piece to the peers whose bits are set. */
@@ -56,12 +56,12 @@ template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send(const Move &m, int32_t token, int32_t vector,
                                      uint32_t peers, uint4 (&x)[V])
 {
-    const p2p_seat &seat = m.job.seat;
+    const p2p_self &self = m.job.self;
 #pragma unroll
     for (int v = 0; v < V; v++) x[v] = other_nans(x[v], ROW::NAN_WORD);
 #pragma unroll 1
-    for (int distance = 1; distance < seat.num_ranks; distance++) {
-        const int rank = wrap(seat.rank + distance, seat.num_ranks);
+    for (int distance = 1; distance < self.num_ranks; distance++) {
+        const int rank = wrap(self.rank + distance, self.num_ranks);
         if (!(peers >> rank & 1)) continue;
         send_piece<V, EXACT>(staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors),
                              vector, m.shape.vectors, x);
@@ -84,7 +84,7 @@ template <class ROW, int V>
 __device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vector, int rank,
                                      uint4 (&x)[V])
 {
-    if (rank == m.job.seat.rank) {
+    if (rank == m.job.self.rank) {
         load_own<ROW, V>(m, token, vector, x);
         return true;
     }
@@ -99,7 +99,7 @@ __device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vecto
 /* Adds the blocks of a token's dot products, all sources side by side. */
 __device__ __forceinline__ bool add_parts(const Move &m, int32_t token)
 {
-    const int entries = m.job.seat.num_ranks * m.top_k;
+    const int entries = m.job.self.num_ranks * m.top_k;
     for (int begin = 0; begin < entries; begin += WARP) {
         const int i = begin + lane_id();
         int rank = 0, n = i;
@@ -182,7 +182,7 @@ __device__ __forceinline__ int32_t read_ahead(const Move &m, const Walk &walk)
     const int32_t sent = m.first + walk.step;
     return walk.role == 0
                ? read_rank(m, sent, lane_id())
-               : read_slot(m, rank_of_role(m.job.seat, walk.role), sent - m.job.lag, lane_id());
+               : read_slot(m, rank_of_role(m.job.self, walk.role), sent - m.job.lag, lane_id());
 }
 
 #endif

@@ -9,8 +9,8 @@ template <class ROW, int V>
 __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece, int source,
                                         int32_t slot)
 {
-    const p2p_seat &seat = m.job.seat;
-    const int rank = wrap(seat.rank + 1 + source, seat.num_ranks);
+    const p2p_self &self = m.job.self;
+    const int rank = wrap(self.rank + 1 + source, self.num_ranks);
     const int32_t vector = piece * V * WARP;
     float x[V][ROW::N];
     bool have_x = false;
@@ -56,7 +56,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
 template <class ROW, int V>
 __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
 {
-    const int peers = m.job.seat.num_ranks - 1;
+    const int peers = m.job.self.num_ranks - 1;
     for (Walk walk(m.stride);; walk.next(m.stride)) {
         const int32_t sent = m.first + walk.step, token = sent - m.job.lag;
         if (token - m.job.lag >= end) return true;

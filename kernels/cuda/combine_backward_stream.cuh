@@ -90,11 +90,11 @@ template <class ROW, bool EXACT> struct Stream {
     }
     __device__ __forceinline__ bool is_staged(const Entry &u) const
     {
-        return u.role > 0 && u.role < m.job.seat.num_ranks;
+        return u.role > 0 && u.role < m.job.self.num_ranks;
     }
     __device__ __forceinline__ uint4 *staged(const Entry &u) const
     {
-        return staged_in(m.now.inbox[rank_of_role(m.job.seat, u.role)], u.token - m.first,
+        return staged_in(m.now.inbox[rank_of_role(m.job.self, u.role)], u.token - m.first,
                          m.shape.vectors);
     }
     __device__ __forceinline__ void open_unit()
@@ -140,7 +140,7 @@ template <class ROW, bool EXACT> struct Stream {
     __device__ __forceinline__ bool wait_for(const Entry &u, int32_t its_vector, uint4 (&q)[V])
     {
         uint4 *staging = staged(u);
-        const int rank = rank_of_role(m.job.seat, u.role);
+        const int rank = rank_of_role(m.job.self, u.role);
         if (!take_piece<V, EXACT>(m.now, rank, staging, its_vector, m.shape.vectors, true, q))
             return false;
         restore_piece<V, EXACT>(staging, its_vector, m.shape.vectors);
@@ -161,7 +161,7 @@ template <class ROW, bool EXACT> struct Stream {
         __syncwarp();
         if (lane_id() < count) {
             const float dot = add_lanes<ROW>((const float4 *)(sums + lane_id() * PITCH));
-            const int rank = rank_of_role(m.job.seat, u.role);
+            const int rank = rank_of_role(m.job.self, u.role);
             store_relaxed(part_of(m, rank, u.token, first + lane_id()) + piece,
                           other_nan(__float_as_uint(dot), F32::NAN_WORD));
         }

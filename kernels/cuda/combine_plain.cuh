@@ -216,8 +216,8 @@ __device__ __forceinline__ void send_floats(const Combine &c, int rank, int32_t 
 /* Source side: lane k waits for its choice's float. */
 __device__ __forceinline__ bool take_floats(const Combine &c, int32_t token)
 {
-    const p2p_seat &seat = c.job.seat;
-    const device_plan_layout at = device_plan_layout_of(seat.num_ranks, seat.max_tokens,
+    const p2p_self &self = c.job.self;
+    const device_plan_layout at = device_plan_layout_of(self.num_ranks, self.max_tokens,
                                                         c.plan.header.num_experts, c.top_k);
     const int32_t *fate = (const int32_t *)(c.job.plan + at.fate);
     int before[DEVICE_MAX_RANKS] = {0}; /* choices of a rank in the halves before */
@@ -228,14 +228,14 @@ __device__ __forceinline__ bool take_floats(const Combine &c, int32_t token)
 #pragma unroll
         for (int q = 0; q < DEVICE_MAX_RANKS; q++) {
             const uint32_t mates = __ballot_sync(ALL_LANES, rank == q);
-            if (rank == q && q != seat.rank)
-                from = floats_of(c.job.seat, c.now, c.now.heap,
-                                 (q - seat.rank - 1 + seat.num_ranks) % seat.num_ranks) +
+            if (rank == q && q != self.rank)
+                from = floats_of(c.job.self, c.now, c.now.heap,
+                                 (q - self.rank - 1 + self.num_ranks) % self.num_ranks) +
                        (int64_t)token * c.top_k + before[q] + __popc(mates & lanes_below());
             before[q] += __popc(mates);
         }
         uint32_t word = 0;
-        if (rank == seat.rank && fate[choice] < c.job.num_rows)
+        if (rank == self.rank && fate[choice] < c.job.num_rows)
             word = __float_as_uint(c.job.slot_floats[fate[choice]]);
         int missing = -1;
         const bool ok = wait_until(c.now, missing, P2P_PHASE_FLOAT, [&] {
@@ -280,8 +280,8 @@ __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
     const int32_t vector = u.piece * V * WARP;
     uint4 node[V][P];
     if (!sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node)) return;
-    const int source = c.job.seat.num_ranks - 2 - u.role; /* this rank, as the peer counts */
-    uint8_t *heap = c.job.seat.heap[rank];
+    const int source = c.job.self.num_ranks - 2 - u.role; /* this rank, as the peer counts */
+    uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
         staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors * P) + vector * P;
 #pragma unroll
@@ -291,7 +291,7 @@ __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
             if (vector + v * WARP + lane_id() < c.shape.vectors)
                 store_relaxed(staged + v * WARP * P + lane_id() * P + p, node[v][p]);
     if (u.piece == 0 && c.job.slot_floats)
-        send_floats(c, rank, u.token, floats_of(c.job.seat, c.now, heap, source));
+        send_floats(c, rank, u.token, floats_of(c.job.self, c.now, heap, source));
 }
 
 /* Waits for the partials of up to four ranks. */
@@ -301,14 +301,14 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
                                               uint4 (&q)[4][V][Node<ROW, PART>::VECTORS])
 {
     constexpr int P = Node<ROW, PART>::VECTORS;
-    const p2p_seat &seat = c.job.seat;
+    const p2p_self &self = c.job.self;
     const int32_t vector = u.piece * V * WARP;
     int peer[4], late = -1;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int rank = place + i < seat.num_ranks ? c.plan.header.rank_at[place + i] : -1;
+        const int rank = place + i < self.num_ranks ? c.plan.header.rank_at[place + i] : -1;
         peer[i] = -1;
-        if (!there[i] || rank == seat.rank) continue;
+        if (!there[i] || rank == self.rank) continue;
         peer[i] = rank;
     }
     auto staged = [&](int i, int v, int p) {
@@ -374,19 +374,19 @@ __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint3
                                           float (&total)[V][ROW::N])
 {
     constexpr int P = Node<ROW, PART>::VECTORS;
-    const p2p_seat &seat = c.job.seat;
+    const p2p_self &self = c.job.self;
     const bool tree = c.plan.header.sum_order == EPIC_TREE;
     bool some = false;
     clear_sum(total);
 #pragma unroll 1
-    for (int place = 0; place < seat.num_ranks; place += 4) {
+    for (int place = 0; place < self.num_ranks; place += 4) {
         uint4 q[4][V][P];
         bool there[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int rank = place + i < seat.num_ranks ? c.plan.header.rank_at[place + i] : -1;
+            const int rank = place + i < self.num_ranks ? c.plan.header.rank_at[place + i] : -1;
             there[i] = rank >= 0 && (touched >> rank & 1);
-            if (rank == seat.rank)
+            if (rank == self.rank)
 #pragma unroll
                 for (int v = 0; v < V; v++)
 #pragma unroll
@@ -429,16 +429,16 @@ __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint3
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool source_unit(const Combine &c, const Unit &u)
 {
-    const p2p_seat &seat = c.job.seat;
+    const p2p_self &self = c.job.self;
     const int32_t vector = u.piece * V * WARP;
     uint4 own[V][Node<ROW, PART>::VECTORS];
-    const bool some = sum_unit<ROW, PART, V, LEAVES>(c, u, seat.rank, own);
+    const bool some = sum_unit<ROW, PART, V, LEAVES>(c, u, self.rank, own);
     uint32_t touched = __reduce_or_sync(ALL_LANES, u.ranks >= 0 ? 1u << u.ranks : 0);
     for (int half = 1; half * WARP < c.top_k; half++) {
         const int32_t rank = rank_of(c, u.token, half);
         touched |= __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0);
     }
-    if (!some) touched &= ~(1u << seat.rank);
+    if (!some) touched &= ~(1u << self.rank);
     float total[V][ROW::N];
     if (!add_ranks<ROW, PART, V>(c, u, touched, own, total)) return false;
     uint8_t *row = c.job.out + u.token * c.shape.row_bytes;
@@ -453,8 +453,8 @@ __device__ __forceinline__ bool source_unit(const Combine &c, const Unit &u)
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool combine_tokens(const Combine &c, int32_t end)
 {
-    const p2p_seat &seat = c.job.seat;
-    const int peers = seat.num_ranks - 1;
+    const p2p_self &self = c.job.self;
+    const int peers = self.num_ranks - 1;
     Walk ahead_e(c.expert), ahead_s(c.source); /* of the units after e and s */
     const int32_t expert_end = peers ? end : c.first;
     const int32_t source_end = min(end, c.job.num_tokens);
@@ -464,7 +464,7 @@ __device__ __forceinline__ bool combine_tokens(const Combine &c, int32_t end)
     };
     auto source_slot = [&] {
         const int32_t token = c.first + ahead_s.step;
-        return token < source_end ? read_slot(c, seat.rank, token, 0) : -1;
+        return token < source_end ? read_slot(c, self.rank, token, 0) : -1;
     };
     int32_t slot_e = expert_slot(), slot_s = source_slot();
     int32_t ranks_s = rank_of(c, c.first + ahead_s.step, 0);

@@ -49,11 +49,11 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory), e(c.expert),
           s(c.source)
     {
-        const p2p_seat &seat = c.job.seat;
-        end_e = seat.num_ranks > 1 ? end : c.first;
+        const p2p_self &self = c.job.self;
+        end_e = self.num_ranks > 1 ? end : c.first;
         end_s = min(end, c.job.num_tokens);
-        place_rank = lane_id() < seat.num_ranks ? c.plan.header.rank_at[lane_id()] : -1;
-        if (place_rank == seat.rank) place_rank = -1;
+        place_rank = lane_id() < self.num_ranks ? c.plan.header.rank_at[lane_id()] : -1;
+        if (place_rank == self.rank) place_rank = -1;
         read_expert();
         read_source();
     }
@@ -68,7 +68,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     __device__ __forceinline__ void read_source()
     {
         const int32_t t = c.first + s.step;
-        slot_s = t < end_s ? read_slot(c, c.job.seat.rank, t, 0) : -1;
+        slot_s = t < end_s ? read_slot(c, c.job.self.rank, t, 0) : -1;
         ranks_s = rank_of(c, t, 0);
     }
     __device__ __forceinline__ void put(Entry &entry, int32_t of_token, int role, int piece,
@@ -179,7 +179,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     }
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
-        const p2p_seat &seat = c.job.seat;
+        const p2p_self &self = c.job.self;
         const int rank = peer_of(c, u.role);
         uint4 *to = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors) +
                     u.vector + lane_id();
@@ -188,7 +188,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
             for (int v = 0; v < V; v++)
                 if (in_row(u, v)) store_relaxed(to + v * WARP, node[v]);
         if (u.vector == 0 && c.job.slot_floats && lane_id() < u.num_slots)
-            store_relaxed(floats_of(seat, c.now, seat.heap[rank], seat.num_ranks - 2 - u.role) +
+            store_relaxed(floats_of(self, c.now, self.heap[rank], self.num_ranks - 2 - u.role) +
                               (int64_t)u.token * c.top_k + lane_id(),
                           other_nan(u.slots[lane_id()].word, F32::NAN_WORD));
     }
@@ -207,7 +207,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
                                                 uint4 (&out)[V])
     {
         float total[V][ROW::N];
-        const uint32_t rank_bit = 1u << c.job.seat.rank;
+        const uint32_t rank_bit = 1u << c.job.self.rank;
         uint32_t left = u.places | (u.num_slots ? rank_bit : 0);
         const float zero = left ? -0.0f : 0.0f;
 #pragma unroll
@@ -253,8 +253,8 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {
-        const p2p_seat &seat = c.job.seat;
-        const int last = seat.num_ranks - 1;
+        const p2p_self &self = c.job.self;
+        const int last = self.num_ranks - 1;
         uint4 *row = (uint4 *)(c.job.out + u.token * c.shape.row_bytes) + u.vector + lane_id();
         uint4 q[V], pair[V];
         bool in_q, in_pair = false, in_out = false, waits = false;
@@ -262,7 +262,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         for (int place = 0; place <= last; place++) {
             in_q = u.places >> place & 1;
             if (in_q && !take_partial(u, place, q)) return false;
-            if (u.num_slots && c.plan.header.rank_at[place] == seat.rank) {
+            if (u.num_slots && c.plan.header.rank_at[place] == self.rank) {
                 in_q = true;
 #pragma unroll
                 for (int v = 0; v < V; v++) q[v] = own[v];
@@ -292,14 +292,14 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
     /* Lane k waits for its choice's float. */
     __device__ __forceinline__ bool take_floats(const Entry &u)
     {
-        const p2p_seat &seat = c.job.seat;
+        const p2p_self &self = c.job.self;
         const int32_t rank = u.ranks[lane_id()];
         const int n = __popc(__match_any_sync(ALL_LANES, rank) & lanes_below());
         const uint32_t own = __shfl_sync(ALL_LANES, u.slots[lane_id()].word, n);
-        uint32_t word = rank == seat.rank ? own : 0, *from = NULL;
-        if (rank >= 0 && rank != seat.rank)
-            from = floats_of(seat, c.now, c.now.heap,
-                             rank - seat.rank - 1 + (rank < seat.rank ? seat.num_ranks : 0)) +
+        uint32_t word = rank == self.rank ? own : 0, *from = NULL;
+        if (rank >= 0 && rank != self.rank)
+            from = floats_of(self, c.now, c.now.heap,
+                             rank - self.rank - 1 + (rank < self.rank ? self.num_ranks : 0)) +
                    (int64_t)u.token * c.top_k + n;
         int missing = -1;
         const bool ok = wait_until(c.now, missing, P2P_PHASE_FLOAT, [&] {

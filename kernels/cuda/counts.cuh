@@ -87,7 +87,7 @@ __device__ __forceinline__ Part part_of_warp(const Planner &p, const p2p_plan_jo
 
 static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_t *memory)
 {
-    const int experts = job.layer.num_experts, ranks = job.seat.num_ranks;
+    const int experts = job.layer.num_experts, ranks = job.self.num_ranks;
     if (threadIdx.x == 0) {
         p.warps = min((int)blockDim.x / WARP, planner_warps(experts));
         p.low = (int32_t *)memory;
@@ -178,9 +178,9 @@ __device__ __forceinline__ uint32_t owner_said(const Planner &p, int expert)
 /* The table of rank q is not this rank's: the group is broken. */
 static __device__ __noinline__ void report_table(const Now &now, int q)
 {
-    const p2p_seat &seat = *now.seat;
+    const p2p_self &self = *now.self;
     report(now,
-           P2P_BROKEN(EPIC_EMISMATCH, seat.operation, seat.rank, P2P_PHASE_TABLE, 1u << q,
+           P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, P2P_PHASE_TABLE, 1u << q,
                       now.epoch),
            now.signature);
 }
@@ -189,10 +189,10 @@ static __device__ __noinline__ void report_table(const Now &now, int q)
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const Now &now)
 {
     const int experts = job.layer.num_experts;
-    uint64_t *tallies = (uint64_t *)(now.heap + job.seat.at.tallies);
+    uint64_t *tallies = (uint64_t *)(now.heap + job.self.at.tallies);
     const bool bad = p.bad_choice != NOTHING || p.bad_owner != NOTHING;
     if (threadIdx.x == 0)
-        store_relaxed((uint64_t *)(now.heap + job.seat.at.first) + blockIdx.x,
+        store_relaxed((uint64_t *)(now.heap + job.self.at.first) + blockIdx.x,
                       stamp(now, p.bad_choice));
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int32_t sum = 0;
@@ -207,10 +207,10 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     }
 }
 
-__device__ __forceinline__ uint64_t *fault_words(const p2p_seat &seat, const Now &now,
+__device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const Now &now,
                                                  uint8_t *heap, int rank)
 {
-    return (uint64_t *)(heap + seat.at.faults) +
+    return (uint64_t *)(heap + self.at.faults) +
            (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
@@ -218,10 +218,10 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_seat &seat, const Now
 static __device__ __noinline__ void tell_wrong(const p2p_plan_job &job, const Now &now,
                                                bool placed, uint32_t index)
 {
-    const p2p_seat &seat = job.seat;
+    const p2p_self &self = job.self;
     const int64_t value = placed ? choice_id(job, index) : job.rank_of_expert[index];
-    for (int q = 0; q < seat.num_ranks; q++) {
-        uint64_t *to = fault_words(seat, now, seat.heap[q], seat.rank);
+    for (int q = 0; q < self.num_ranks; q++) {
+        uint64_t *to = fault_words(self, now, self.heap[q], self.rank);
         store_relaxed(to + P2P_FAULT_KIND,
                       stamp(now, placed ? P2P_FAULT_EXPERT : P2P_FAULT_PLACEMENT));
         store_relaxed(to + P2P_FAULT_INDEX, stamp(now, index));
@@ -234,7 +234,7 @@ static __device__ __noinline__ void tell_wrong(const p2p_plan_job &job, const No
 static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_job &job,
                                                const Now &now)
 {
-    const uint64_t *first = (const uint64_t *)(now.heap + job.seat.at.first);
+    const uint64_t *first = (const uint64_t *)(now.heap + job.self.at.first);
     const bool placed = p.bad_owner == NOTHING;
     uint32_t index = p.bad_owner;
     for (int c = 0; c < job.planners && placed; c++) {
@@ -253,11 +253,11 @@ static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_
 /* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts. */
 static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, const Now &now)
 {
-    const p2p_seat &seat = job.seat;
-    const int experts = job.layer.num_experts, ranks = seat.num_ranks;
-    const uint64_t *tallies = (const uint64_t *)(now.heap + seat.at.tallies);
+    const p2p_self &self = job.self;
+    const int experts = job.layer.num_experts, ranks = self.num_ranks;
+    const uint64_t *tallies = (const uint64_t *)(now.heap + self.at.tallies);
     const int64_t counts =
-        seat.at.counts / 8 + (int64_t)parity(now) * ranks * DEVICE_MAX_EXPERTS;
+        self.at.counts / 8 + (int64_t)parity(now) * ranks * DEVICE_MAX_EXPERTS;
     bool ok = true;
     for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
         uint64_t words[P2P_MAX_PLANNERS];
@@ -282,9 +282,9 @@ static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, cons
         if (blockIdx.x == 0 && ok && bad) ok = tell_fault(p, job, now);
         if (blockIdx.x == 0 && ok)
             for (int i = 1; i <= ranks; i++) {
-                const int q = (seat.rank + i) % ranks;
-                store_relaxed((uint64_t *)seat.heap[q] + counts +
-                                  seat.rank * DEVICE_MAX_EXPERTS + e,
+                const int q = (self.rank + i) % ranks;
+                store_relaxed((uint64_t *)self.heap[q] + counts +
+                                  self.rank * DEVICE_MAX_EXPERTS + e,
                               stamp(now, sum | owner_said(p, e) << COUNT_BITS | bad));
             }
         p.low[e] = (int32_t)low;
@@ -311,7 +311,7 @@ static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, cons
             const uint32_t count = COUNT_OF(words[q]), owner = OWNER_OF(words[q]);
             bad |= ((uint32_t)words[q] & RECORD_LAST) ? 1u << q : 0;
             if (q < ranks && owner != own && owner != NO_OWNER) others |= 1u << q;
-            if (q < seat.rank) low += count;
+            if (q < self.rank) low += count;
             load += count;
         }
         if (ok && others && own != NO_OWNER) {

@@ -67,7 +67,7 @@ typedef enum p2p_phase { /* what a rank was waiting for */
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(reporter) << 8 | \
      (uint64_t)(phase) << 12 | (uint64_t)(culprits) << 16 | (uint64_t)(epoch) << 32)
 
-typedef struct p2p_seat { /* what every kernel knows about its rank */
+typedef struct p2p_self { /* what every kernel knows about its rank */
     uint8_t *heap[DEVICE_MAX_RANKS];
     p2p_heap at;
     p2p_status *status; /* the device's address of host memory */
@@ -77,10 +77,10 @@ typedef struct p2p_seat { /* what every kernel knows about its rank */
     int32_t rank, num_ranks;
     uint32_t operation; /* an epic_operation */
     uint32_t signature; /* of what the ranks must call alike */
-} p2p_seat;
+} p2p_self;
 
 typedef struct p2p_plan_job {
-    p2p_seat seat;
+    p2p_self self;
     epic_layer layer; /* defaults filled in */
     uint8_t *plan;
     const void *topk_idx;
@@ -129,7 +129,7 @@ typedef struct p2p_dispatch_job {
 } p2p_dispatch_job;
 
 typedef struct p2p_combine_job {
-    p2p_seat seat;
+    p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
     const uint8_t *rows;
@@ -147,7 +147,7 @@ typedef struct p2p_combine_job {
 } p2p_combine_job;
 
 typedef struct p2p_combine_backward_job {
-    p2p_seat seat;
+    p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
     const uint8_t *d_out;
@@ -164,9 +164,9 @@ typedef struct p2p_combine_backward_job {
 } p2p_combine_backward_job;
 
 typedef struct p2p_sum_job {
-    p2p_seat seat;
+    p2p_self self;
     float *data;
-    int64_t count; /* at most seat.at.source_bytes / 4 */
+    int64_t count; /* at most self.at.source_bytes / 4 */
     uint32_t order;
     uint32_t pad;
 } p2p_sum_job;

@@ -38,12 +38,12 @@ template <bool EXACT> struct Feed {
     }
     __device__ __forceinline__ void open()
     {
-        const p2p_seat &seat = m.job.plan.seat;
+        const p2p_self &self = m.job.plan.self;
         const int32_t token = token_of(m, walk);
-        const bool staged = walk.role > 0 && walk.role < seat.num_ranks;
+        const bool staged = walk.role > 0 && walk.role < self.num_ranks;
         const uint8_t *row = m.job.tokens + row_offset(token, m.shape);
         if (staged)
-            row = (const uint8_t *)staged_in(m.now.inbox[rank_of_role(seat, walk.role)],
+            row = (const uint8_t *)staged_in(m.now.inbox[rank_of_role(self, walk.role)],
                                              token - m.first, m.shape.vectors);
         vector = first_piece(m, walk) * V * WARP;
         left = pieces_of(m, walk);
@@ -128,8 +128,8 @@ template <bool EXACT>
 __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk &walk,
                                         uint64_t word, bool copied, Feed<EXACT> &feed)
 {
-    const p2p_seat &seat = m.job.plan.seat;
-    const int source = walk.role - 1, rank = rank_of_role(seat, walk.role);
+    const p2p_self &self = m.job.plan.self;
+    const int source = walk.role - 1, rank = rank_of_role(self, walk.role);
     const int first = first_piece(m, walk), count = pieces_of(m, walk);
     int32_t slot = -1;
     bool more = false;
@@ -184,8 +184,8 @@ template <bool EXACT>
 __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, uint64_t word,
                                              int slab_bits, Feed<EXACT> &feed)
 {
-    const p2p_seat &seat = m.job.plan.seat;
-    const int rank = rank_of_role(seat, walk.role);
+    const p2p_self &self = m.job.plan.self;
+    const int rank = rank_of_role(self, walk.role);
     const int32_t begin = m.first + received_before(m, walk.step);
     const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
     const bool copied = m.shape.aligned;
@@ -193,7 +193,7 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, ui
     for (int32_t token = begin; token < stop; token++) {
         if (token > begin) word = peek_record(m, rank, token, 0);
         if (!receive<EXACT>(m, token, walk, word, copied && token == begin, feed)) return false;
-        if (walk.role == seat.num_ranks && slab_bits >= 0)
+        if (walk.role == self.num_ranks && slab_bits >= 0)
             each_pad(m.plan, slab_bits, token * m.stride.spans + walk.span,
                      m.most_tokens * m.stride.spans, [&](int32_t slot) {
                          for (int i = 0; i < m.shape.pieces; i++) pad_piece<EXACT>(m, slot, i);
@@ -240,7 +240,7 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
             feed.end = min(feed.end, m.most_tokens);
             heard_tokens = true;
         }
-        if (slab_bits == NOT_KNOWN && walk.role == m.job.plan.seat.num_ranks &&
+        if (slab_bits == NOT_KNOWN && walk.role == m.job.plan.self.num_ranks &&
             !find_slabs(m, slab_bits))
             return false;
         if (!receive_unit<EXACT>(m, walk, word, slab_bits, feed)) return false;
@@ -265,7 +265,7 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(Move &m)
 __device__ __forceinline__ void clear(const Move &m)
 {
     if (m.plan.good && header_of(m)->result == EPIC_OK &&
-        rows_suffice(m.job.plan.seat, m.now, header_of(m)))
+        rows_suffice(m.job.plan.self, m.now, header_of(m)))
         return;
     zero_rows(m.job.recv, m.shape.row_bytes, 0, m.job.recv_rows, threadIdx.x, BLOCK);
     zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
@@ -275,7 +275,7 @@ __device__ __forceinline__ void clear(const Move &m)
 __device__ __forceinline__ bool clear_tail(const Move &m)
 {
     if (m.made && !wait_for_plan(m)) return false;
-    const int64_t first = header_of(m)->slots_of[m.job.plan.seat.rank], end = m.job.recv_rows;
+    const int64_t first = header_of(m)->slots_of[m.job.plan.self.rank], end = m.job.recv_rows;
     if (first >= end) return true;
     zero_rows(m.job.recv, m.shape.row_bytes, first, end, grid_thread(), grid_threads());
     zero_floats(m.job.slot_weights, first, end, grid_thread(), grid_threads());
@@ -286,7 +286,7 @@ template <bool EXACT>
 __device__ __forceinline__ bool move_rounds(Move &m, Now &now, const uint8_t *memory)
 {
     const int64_t round_tokens =
-        m.job.plan.seat.at.source_bytes / ((int64_t)m.shape.vectors * 16);
+        m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
         const bool last = m.made || m.first + round_tokens >= most;
@@ -311,23 +311,23 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ Plan plan;
     __shared__ Planner planner;
     __shared__ Stride stride;
-    const p2p_seat &seat = job.plan.seat;
+    const p2p_self &self = job.plan.self;
     constexpr bool made = MADE, EXACT = ROWS == WHOLE;
     const RowShape shape = row_shape<V>(job.row_bytes, ROWS != ANY);
     if (threadIdx.x == 0)
-        stride.set(job.units, num_roles(seat), (shape.pieces + job.span - 1) / job.span);
+        stride.set(job.units, num_roles(self), (shape.pieces + job.span - 1) / job.span);
     if (made) {
         if (threadIdx.x == 0) {
             plan.header.num_experts = job.plan.layer.num_experts;
             plan.header.top_k = job.plan.layer.top_k;
             plan.header.alignment = job.plan.layer.alignment;
             plan.good = 1;
-            point_into(plan, job.plan.plan, seat);
+            point_into(plan, job.plan.plan, self);
         }
     } else {
-        read_plan(plan, job.plan.plan, job.plan_bytes, seat, job.num_tokens);
+        read_plan(plan, job.plan.plan, job.plan_bytes, self, job.num_tokens);
     }
-    if (!begin(now, seat, made ? 0 : (uint32_t)plan.header.id, job.num_tokens,
+    if (!begin(now, self, made ? 0 : (uint32_t)plan.header.id, job.num_tokens,
                job.plan.capacity, job.recv_rows))
         return;
     bool ok = true;
@@ -339,8 +339,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     Move m = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     m.made = made;
     m.head = made && job.plan.planners < (int)gridDim.x ? job.head : 0;
-    m.tokens_of = !made && lane_id() < seat.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
-    m.most_tokens = made ? (int32_t)seat.max_tokens : plan.most_tokens;
+    m.tokens_of = !made && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
+    m.most_tokens = made ? (int32_t)self.max_tokens : plan.most_tokens;
     if (ok && (made || plan.header.result == EPIC_OK))
         ok = move_rounds<EXACT>(m, now, memory + threadIdx.x / WARP * Ring<V, EXACT>::BYTES) &&
              pad_all<EXACT>(m);
@@ -377,7 +377,7 @@ extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_
 {
     const int rows = !job->aligned ? ANY : job->row_bytes % (V * 512) ? ALIGNED : WHOLE;
     p2p_dispatch_job copy = *job;
-    deal(copy, num_sms, BLOCK, num_roles(job->plan.seat), V);
+    deal(copy, num_sms, BLOCK, num_roles(job->plan.self), V);
     if (!job->plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
         copy.lag /= 2; /* records are there; what is left at the end counts more */
     /* Whole rows are quick: more of them leave while the plan is made.  And what receiving stays

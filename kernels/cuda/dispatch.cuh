@@ -69,24 +69,24 @@ __device__ __forceinline__ uint32_t read_weight(const Move &m, int32_t token, in
 __device__ __forceinline__ uint32_t choose_peers(const Move &m, int32_t token, bool weighs,
                                                  uint64_t word)
 {
-    const p2p_seat &seat = m.job.plan.seat;
+    const p2p_self &self = m.job.plan.self;
     const bool both = m.top_k > WARP;
     const uint64_t word2 = both ? read_choice(m, token, WARP + lane_id()) : ~0ull;
     const uint32_t weight = weighs ? read_weight(m, token, lane_id()) : 0;
     const uint32_t weight2 = weighs && both ? read_weight(m, token, WARP + lane_id()) : 0;
     uint32_t peers = 0;
 #pragma unroll 1
-    for (int distance = 1; distance < seat.num_ranks; distance++) {
-        const int rank = wrap(seat.rank + distance, seat.num_ranks);
+    for (int distance = 1; distance < self.num_ranks; distance++) {
+        const int rank = wrap(self.rank + distance, self.num_ranks);
         const bool goes = goes_to(m, word, rank), goes2 = both && goes_to(m, word2, rank);
         const uint32_t first = __ballot_sync(ALL_LANES, goes);
         const uint32_t second = __ballot_sync(ALL_LANES, goes2);
         if (!(first | second)) continue;
         peers |= 1u << rank;
         if (!weighs) continue;
-        const int source = seat.num_ranks - 1 - distance; /* this rank, as the peer counts */
+        const int source = self.num_ranks - 1 - distance; /* this rank, as the peer counts */
         uint32_t *to =
-            floats_of(seat, m.now, seat.heap[rank], source) + (int64_t)token * m.top_k;
+            floats_of(self, m.now, self.heap[rank], source) + (int64_t)token * m.top_k;
         if (goes) store_relaxed(to + __popc(first & lanes_below()), weight);
         if (goes2) store_relaxed(to + __popc(first) + __popc(second & lanes_below()), weight2);
     }
@@ -98,17 +98,17 @@ template <bool EXACT>
 __device__ __forceinline__ void send(const Move &m, int32_t token, int piece, uint32_t peers,
                                      uint4 (&q)[V])
 {
-    const p2p_seat &seat = m.job.plan.seat;
+    const p2p_self &self = m.job.plan.self;
     const uint32_t mask = hide_poison<V>(q);
 #pragma unroll 1
-    for (int distance = 1; distance < seat.num_ranks; distance++) {
-        const int rank = wrap(seat.rank + distance, seat.num_ranks);
+    for (int distance = 1; distance < self.num_ranks; distance++) {
+        const int rank = wrap(self.rank + distance, self.num_ranks);
         if (!(peers >> rank & 1)) continue;
         uint4 *staged = staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors);
         send_piece<V, EXACT>(staged, piece * V * WARP, m.shape.vectors, q);
         if (!mask) continue;
-        const int source = seat.num_ranks - 1 - distance;
-        store_relaxed(escapes_of(seat, m.now, seat.heap[rank], source) +
+        const int source = self.num_ranks - 1 - distance;
+        store_relaxed(escapes_of(self, m.now, self.heap[rank], source) +
                           ((int64_t)token * m.shape.pieces + piece) * WARP + lane_id(),
                       mask);
     }
@@ -123,10 +123,10 @@ __device__ __forceinline__ uint64_t peek_record(const Move &m, int rank, int32_t
     if (k >= m.top_k)
         word = m.made ? 0 : ~0ull;
     else if (m.made)
-        word = load_relaxed(record_words(m.job.plan.seat, m.now, rank, token, m.top_k) + k);
+        word = load_relaxed(record_words(m.job.plan.self, m.now, rank, token, m.top_k) + k);
     else
         word = (uint32_t)__ldg(m.plan.records +
-                               record_at(m.job.plan.seat, rank, token, m.top_k) + k);
+                               record_at(m.job.plan.self, rank, token, m.top_k) + k);
     return word;
 }
 
@@ -140,9 +140,9 @@ __device__ __forceinline__ bool read_record(const Move &m, int rank, int32_t tok
         more = (half + 1) * WARP < m.top_k && __all_sync(ALL_LANES, slot >= 0);
         return true;
     }
-    const uint64_t *words = record_words(m.job.plan.seat, m.now, rank, token, m.top_k);
+    const uint64_t *words = record_words(m.job.plan.self, m.now, rank, token, m.top_k);
     if (!take_record(m.now, words, m.top_k, half, rank, word, slot, more)) return false;
-    const int64_t at = record_at(m.job.plan.seat, rank, token, m.top_k) + k;
+    const int64_t at = record_at(m.job.plan.self, rank, token, m.top_k) + k;
     if (keep && k < m.top_k)
         ((int32_t *)m.plan.records)[at] = slot == (int32_t)RECORD_DISCARD ? -1 : slot;
     return true;
@@ -151,7 +151,7 @@ __device__ __forceinline__ bool read_record(const Move &m, int rank, int32_t tok
 /* After the last half that has words, the rest of a long record is -1 in the plan. */
 __device__ __forceinline__ void end_record(const Move &m, int rank, int32_t token, int half)
 {
-    const int64_t at = record_at(m.job.plan.seat, rank, token, m.top_k);
+    const int64_t at = record_at(m.job.plan.self, rank, token, m.top_k);
     for (int k = (half + 1) * WARP + lane_id(); k < m.top_k; k += WARP)
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
@@ -159,7 +159,7 @@ __device__ __forceinline__ void end_record(const Move &m, int rank, int32_t toke
 __device__ __forceinline__ uint32_t *weight_from(const Move &m, int source, int32_t token,
                                                  int n)
 {
-    return floats_of(m.job.plan.seat, m.now, m.now.heap, source) + (int64_t)token * m.top_k + n;
+    return floats_of(m.job.plan.self, m.now, m.now.heap, source) + (int64_t)token * m.top_k + n;
 }
 
 /* The weight of this lane's slot, read before the row is there; perhaps still poison. */
@@ -168,7 +168,7 @@ __device__ __forceinline__ uint32_t peek_weight(const Move &m, int rank, int sou
 {
     const int n = half * WARP + lane_id();
     uint32_t word = 0;
-    if (rank == m.job.plan.seat.rank) {
+    if (rank == m.job.plan.self.rank) {
         const uint64_t choice = read_choice(m, token, lane_id());
         const int k = nth_bit(choices_to(m, token, rank, choice), n);
         if (slot >= 0)
@@ -183,7 +183,7 @@ __device__ __forceinline__ bool receive_weight(const Move &m, int rank, int sour
                                                int32_t token, int half, int32_t slot,
                                                uint32_t word)
 {
-    if (rank != m.job.plan.seat.rank) {
+    if (rank != m.job.plan.self.rank) {
         uint32_t *from = weight_from(m, source, token, half * WARP + lane_id());
         bool again = false;
         const bool ok = wait_until(m.now, rank, P2P_PHASE_FLOAT, [&] {
@@ -220,7 +220,7 @@ __device__ __forceinline__ bool take(const Move &m, int rank, int source, int32_
                                      int piece, bool copied, uint4 (&q)[V])
 {
     const int32_t vector = piece * V * WARP;
-    if (rank == m.job.plan.seat.rank) {
+    if (rank == m.job.plan.self.rank) {
         if (!copied)
             load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), vector,
                                        m.shape, q);
@@ -229,7 +229,7 @@ __device__ __forceinline__ bool take(const Move &m, int rank, int source, int32_
     uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
     if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, copied, q))
         return false;
-    uint32_t *escape = escapes_of(m.job.plan.seat, m.now, m.now.heap, source) +
+    uint32_t *escape = escapes_of(m.job.plan.self, m.now, m.now.heap, source) +
                        ((int64_t)token * m.shape.pieces + piece) * WARP;
     if (!unhide_poison<V>(m.now, rank, q, escape)) return false;
     restore_piece<V, EXACT>(staged, vector, m.shape.vectors);
@@ -284,12 +284,12 @@ __device__ __forceinline__ int32_t token_of(const Move &m, const Walk &walk)
 /* What a unit needs first, read while the one before it is at work. */
 __device__ __forceinline__ uint64_t read_ahead(const Move &m, const Walk &walk)
 {
-    const p2p_seat &seat = m.job.plan.seat;
+    const p2p_self &self = m.job.plan.self;
     const int32_t token = token_of(m, walk);
     if (walk.role == 0)
         return token < m.job.num_tokens ? read_choice(m, token, lane_id()) : ~0ull;
-    const int rank = rank_of_role(seat, walk.role);
-    return token < seat.max_tokens ? peek_record(m, rank, token, 0) : ~0ull;
+    const int rank = rank_of_role(self, walk.role);
+    return token < self.max_tokens ? peek_record(m, rank, token, 0) : ~0ull;
 }
 
 #endif

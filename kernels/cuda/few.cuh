@@ -49,30 +49,30 @@ struct Crew {
 };
 
 /* The speaker: the running operation, but for what its plan adds to the signature. */
-__device__ __forceinline__ void open_few(Now &now, const p2p_seat &seat, int32_t tokens,
+__device__ __forceinline__ void open_few(Now &now, const p2p_self &self, int32_t tokens,
                                          int32_t capacity, int32_t rows)
 {
     const uint32_t epoch =
-        load_relaxed(&((const p2p_control *)(seat.heap[seat.rank] + seat.at.control))->epoch);
+        load_relaxed(&((const p2p_control *)(self.heap[self.rank] + self.at.control))->epoch);
     if (lane_id() == 0) {
-        now.seat = &seat;
-        now.heap = seat.heap[seat.rank];
-        now.signature = seat.signature;
+        now.self = &self;
+        now.heap = self.heap[self.rank];
+        now.signature = self.signature;
         now.tokens = tokens;
         now.capacity = capacity;
         now.rows = rows;
-        now.deadline = timer_ns() + seat.timeout_ns;
+        now.deadline = timer_ns() + self.timeout_ns;
         now.last = now.lost = 0;
         now.epoch = epoch + 1;
     }
     __syncwarp();
-    if (lane_id() < seat.num_ranks) find_boxes(now, lane_id());
+    if (lane_id() < self.num_ranks) find_boxes(now, lane_id());
 }
 
 /* Has nothing broken the group so far? */
-__device__ __forceinline__ bool is_whole(const p2p_seat &seat)
+__device__ __forceinline__ bool is_whole(const p2p_self &self)
 {
-    return load_relaxed((const uint64_t *)(seat.heap[seat.rank] + seat.at.broken)) == 0;
+    return load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken)) == 0;
 }
 
 /* Every thread, when the CTA has met: this CTA has begun. */
@@ -102,7 +102,7 @@ static __device__ void finish_few(Now &now)
 static __device__ bool hear_rows(const Now &now, const device_plan_header &h)
 {
     int32_t rows = 0;
-    const int q = lane_id(), num_ranks = now.seat->num_ranks;
+    const int q = lane_id(), num_ranks = now.self->num_ranks;
     return !heard(now, P2P_SAYS_ROWS, rows) ||
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
@@ -117,7 +117,7 @@ static __device__ bool is_last_of_short(Now &now, const device_plan_header &h)
         if (now.last) control_of(now)->ended = 0;
     }
     __syncthreads();
-    if (now.last) (void)rows_suffice(*now.seat, now, &h);
+    if (now.last) (void)rows_suffice(*now.self, now, &h);
     return now.last != 0;
 }
 

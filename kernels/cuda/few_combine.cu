@@ -20,7 +20,7 @@ struct Units {
     }
     __device__ __forceinline__ Unit place(int u, bool own) const
     {
-        const int senders = c.job.seat.num_ranks - 1, row = u / c.shape.pieces;
+        const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
@@ -32,7 +32,7 @@ struct Units {
     {
         if (u >= end) return {};
         Unit unit = place(u, own);
-        unit.slot = read_slot(c, own ? c.job.seat.rank : peer_of(c, unit.role), unit.token, 0);
+        unit.slot = read_slot(c, own ? c.job.self.rank : peer_of(c, unit.role), unit.token, 0);
         if (own) unit.ranks = rank_of(c, unit.token, 0);
         return unit;
     }
@@ -40,12 +40,12 @@ struct Units {
     __device__ __forceinline__ Unit guess(bool own) const
     {
         const p2p_combine_job &job = c.job;
-        if (!job.likely_experts || (!own && job.seat.num_ranks == 1)) return {};
+        if (!job.likely_experts || (!own && job.self.num_ranks == 1)) return {};
         Unit unit = place(first(own), own);
-        const int rank = own ? job.seat.rank : peer_of(c, unit.role);
-        if (unit.token >= job.seat.max_tokens || lane_id() >= job.top_k) return unit;
+        const int rank = own ? job.self.rank : peer_of(c, unit.role);
+        if (unit.token >= job.self.max_tokens || lane_id() >= job.top_k) return unit;
         unit.slot = __ldg((const int32_t *)(job.plan + job.likely_records) +
-                          record_at(job.seat, rank, unit.token, job.top_k) + lane_id());
+                          record_at(job.self, rank, unit.token, job.top_k) + lane_id());
         if (own)
             unit.ranks = __ldg((const int32_t *)(job.plan + job.likely_rank_of) +
                                (int64_t)unit.token * job.top_k + lane_id());
@@ -61,13 +61,13 @@ struct Units {
     __device__ __forceinline__ bool each(bool own, Unit guess, Do work) const
     {
         const int end = own ? c.job.num_tokens * c.shape.pieces
-                            : c.plan.most_tokens * (c.job.seat.num_ranks - 1) * c.shape.pieces;
+                            : c.plan.most_tokens * (c.job.self.num_ranks - 1) * c.shape.pieces;
         int u = first(own);
         Unit next = guessed() ? guess : read(u, own, end);
         for (; u < end; u += crew.workers()) {
             Unit now = next;
             next = read(u + crew.workers(), own, end);
-            const int rank = own ? c.job.seat.rank : peer_of(c, now.role);
+            const int rank = own ? c.job.self.rank : peer_of(c, now.role);
             if (now.token >= c.plan.header.tokens_of[rank]) continue;
             now.slot = within(c, now.slot);
             if (!work(now)) return false;
@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     __shared__ Plan plan;
     __shared__ Stride unused;
     __shared__ bool enough; /* rows everywhere, as far as is known */
-    const p2p_seat &seat = job.seat;
-    if (seat.operation == EPIC_OP_NONE) return;
-    const bool whole = is_whole(seat), last = blockIdx.x == gridDim.x - 1;
+    const p2p_self &self = job.self;
+    if (self.operation == EPIC_OP_NONE) return;
+    const bool whole = is_whole(self), last = blockIdx.x == gridDim.x - 1;
     Combine c = {job,
                  now,
                  plan,
@@ -121,12 +121,12 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     const Units units(c);
     Unit sent = {}, own = {};
     if (is_speaker()) {
-        open_few(now, seat, job.num_tokens, 0, job.num_rows);
+        open_few(now, self, job.num_tokens, 0, job.num_rows);
     } else {
         sent = units.guess(false);
         own = units.guess(true);
     }
-    read_plan(plan, job.plan, job.plan_bytes, seat, job.num_tokens);
+    read_plan(plan, job.plan, job.plan_bytes, self, job.num_tokens);
     const device_plan_header &h = plan.header;
     if (is_speaker() && lane_id() == 0) now.signature ^= (uint32_t)h.id & 0x0fffffffu;
     if (!__syncthreads_and(whole)) {

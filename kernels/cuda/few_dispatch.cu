@@ -92,27 +92,27 @@ template <bool EXACT> struct Sender {
 /* Unit number u of those that receive: this rank's own tokens, then the peers' side by side. */
 __device__ __forceinline__ void place_unit(const Few &m, int u, Piece &p)
 {
-    const p2p_seat &seat = m.job.plan.seat;
-    const int own = m.job.num_tokens * m.shape.pieces, peers = seat.num_ranks - 1;
-    p.rank = seat.rank;
+    const p2p_self &self = m.job.plan.self;
+    const int own = m.job.num_tokens * m.shape.pieces, peers = self.num_ranks - 1;
+    p.rank = self.rank;
     p.piece = u % m.shape.pieces;
     p.token = u / m.shape.pieces;
     if (u < own) return;
     const int row = (u - own) / m.shape.pieces;
     p.token = row / peers;
-    p.rank = wrap(seat.rank + 1 + row % peers, seat.num_ranks);
+    p.rank = wrap(self.rank + 1 + row % peers, self.num_ranks);
 }
 
 __device__ __forceinline__ int num_units(const Few &m)
 {
-    return (m.job.num_tokens + m.most_tokens * (m.job.plan.seat.num_ranks - 1)) *
+    return (m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1)) *
            m.shape.pieces;
 }
 
 __device__ __forceinline__ int source_of(const Few &m, int rank)
 {
-    const p2p_seat &seat = m.job.plan.seat;
-    return wrap(rank + seat.num_ranks - seat.rank - 1, seat.num_ranks);
+    const p2p_self &self = m.job.plan.self;
+    return wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
 /* What goes with the first piece of a token. */
@@ -122,7 +122,7 @@ __device__ __forceinline__ void ask_weights(const Few &m, Piece &p)
     p.choice = -1;
     p.weight = POISON;
     if (k >= m.top_k || !m.job.weights) return;
-    if (p.rank != m.job.plan.seat.rank) {
+    if (p.rank != m.job.plan.self.rank) {
         p.weight = load_relaxed(weight_from(m, source_of(m, p.rank), p.token, k));
         return;
     }
@@ -168,7 +168,7 @@ __device__ __forceinline__ void store_weight(const Few &m, int32_t slot, uint32_
 /* The weights of a token's slots here; this lane's is the n-th of them. */
 __device__ __forceinline__ bool take_weights(const Few &m, const Piece &p, int32_t slot, int n)
 {
-    if (p.rank == m.job.plan.seat.rank) {
+    if (p.rank == m.job.plan.self.rank) {
         store_weight(m, m.made ? slot : p.choice, p.weight);
         return true;
     }
@@ -200,12 +200,12 @@ __device__ __forceinline__ int32_t find_slot(const Few &m, const Piece &p, int &
 
 template <bool EXACT> __device__ __forceinline__ bool receive(const Few &m, Piece &p)
 {
-    const p2p_seat &seat = m.job.plan.seat;
+    const p2p_self &self = m.job.plan.self;
     int n;
     if (p.token >= m.tokens_in(p.rank)) return true;
     const int32_t slot = find_slot(m, p, n);
     if (!__any_sync(ALL_LANES, slot >= 0)) return true;
-    if (p.rank != seat.rank &&
+    if (p.rank != self.rank &&
         !take<EXACT>(m, p.rank, source_of(m, p.rank), p.token, p.piece, true, p.q))
         return false;
     if (!m.discards) fill_slots<EXACT>(m, p.piece * V * WARP, slot, p.q);
@@ -237,7 +237,7 @@ template <bool EXACT> __device__ __forceinline__ void pad_few(const Few &m)
                        m.takers.workers(), write);
     } else if (plan.layer.alignment > 1) {
         const auto padding_in = [&](int slab) {
-            const int e = plan.seat.rank * plan.block + slab;
+            const int e = plan.self.rank * plan.block + slab;
             const int32_t count = m.tables->p.load[e];
             const int32_t rows = (int32_t)aligned_rows(count, plan.layer.alignment);
             return device_padding{m.tables->p.start[e] + count, rows - count};
@@ -256,11 +256,11 @@ __device__ __forceinline__ void clear_from(const Few &m, int64_t first)
     zero_floats(m.job.slot_weights, first, end, m.takers.thread(), m.takers.threads());
 }
 
-__device__ __forceinline__ const int32_t *fates_of(const Plan &plan, const p2p_seat &seat)
+__device__ __forceinline__ const int32_t *fates_of(const Plan &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
     const device_plan_layout at =
-        device_plan_layout_of(seat.num_ranks, seat.max_tokens, h.num_experts, h.top_k);
+        device_plan_layout_of(self.num_ranks, self.max_tokens, h.num_experts, h.top_k);
     return plan.rank_of + (at.fate - at.rank_of) / 4;
 }
 
@@ -280,10 +280,10 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     __shared__ FewPlan tables;
     __shared__ Stride unused;
     __shared__ bool enough; /* rows everywhere, as far as is known */
-    const p2p_seat &seat = job.plan.seat;
+    const p2p_self &self = job.plan.self;
     const device_plan_header &h = MADE ? tables.p.header : plan.header;
-    if (seat.operation == EPIC_OP_NONE) return;
-    const bool whole = is_whole(seat), last = blockIdx.x == gridDim.x - 1;
+    if (self.operation == EPIC_OP_NONE) return;
+    const bool whole = is_whole(self), last = blockIdx.x == gridDim.x - 1;
     const RowShape shape = row_shape<V>(job.row_bytes, EXACT || job.aligned);
     Few m = {{{job, now, plan, unused, shape, policy_once(), 0, (int)job.plan.layer.top_k}}};
     m.made = MADE;
@@ -297,11 +297,11 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     Piece first;
     if (takes && !is_speaker()) ask_row<EXACT>(m, m.takers.worker(), first, true);
     if (threadIdx.x == 0) enough = true;
-    if (is_speaker()) open_few(now, seat, job.num_tokens, job.plan.capacity, job.recv_rows);
+    if (is_speaker()) open_few(now, self, job.num_tokens, job.plan.capacity, job.recv_rows);
     if (MADE)
         open_tables(tables, job.plan, (uint8_t *)dynamic_shared());
     else
-        read_plan(plan, job.plan.plan, job.plan_bytes, seat, job.num_tokens);
+        read_plan(plan, job.plan.plan, job.plan_bytes, self, job.num_tokens);
     if (!MADE && is_speaker() && lane_id() == 0)
         now.signature ^= (uint32_t)plan.header.id & 0x0fffffffu;
     if (!__syncthreads_and(whole)) {
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
 
     const bool moves = MADE || (plan.good && plan.header.result == EPIC_OK);
     if (!MADE) m.top_k = (int)plan.header.top_k;
-    m.most_tokens = MADE ? (int32_t)seat.max_tokens : plan.most_tokens;
+    m.most_tokens = MADE ? (int32_t)self.max_tokens : plan.most_tokens;
     if (is_speaker()) {
         if (MADE) tell_ids(job.plan, now);
         if (last) announce(now);
@@ -321,19 +321,19 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
                                  job.top_k == m.top_k));
     }
     bool ok = true;
-    if (!MADE) m.fates = fates_of(plan, seat);
+    if (!MADE) m.fates = fates_of(plan, self);
     if (moves && takes && !is_speaker()) {
         ask_row<EXACT>(m, m.takers.worker(), first, false);
         ask_words(m, m.takers.worker(), first);
     }
     if (MADE && takes) ok = make_few(tables, job.plan, now);
     if (MADE && takes && ok) {
-        const int32_t rows = lane_id() < seat.num_ranks ? tables.rows[lane_id()] : 0;
+        const int32_t rows = lane_id() < self.num_ranks ? tables.rows[lane_id()] : 0;
         const bool short_of_rows =
-            tables.result == EPIC_OK && !rows_enough(h, rows, seat.num_ranks);
+            tables.result == EPIC_OK && !rows_enough(h, rows, self.num_ranks);
         m.discards = tables.result != EPIC_OK || short_of_rows;
         if (is_speaker() && (int)blockIdx.x == apart) write_few(tables, job.plan, now);
-        if ((int)blockIdx.x == apart && short_of_rows) (void)rows_suffice(seat, now, &h);
+        if ((int)blockIdx.x == apart && short_of_rows) (void)rows_suffice(self, now, &h);
     }
     if (ok && moves && takes && !is_speaker()) {
         ok = receive_all<EXACT>(m, first);
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (ok && takes && (m.discards || !moves))
         clear_from(m, 0);
     else if (ok && takes && job.zero_tail)
-        clear_from(m, h.slots_of[seat.rank]);
+        clear_from(m, h.slots_of[self.rank]);
     end_few(now);
     if (MADE || enough || !is_last_of_short(now, h)) return;
     zero_rows(job.recv, job.row_bytes, 0, job.recv_rows, threadIdx.x, FEW_BLOCK);
@@ -383,7 +383,7 @@ extern "C" cudaError_t p2p_launch_few_dispatch(const p2p_dispatch_job *job, int 
                                                cudaStream_t stream)
 {
     const bool exact = job->aligned && job->row_bytes % (V * 512) == 0, made = job->plan.few;
-    const int bytes = made ? few_plan_bytes(job->plan.seat.num_ranks, job->plan.seat.max_tokens,
+    const int bytes = made ? few_plan_bytes(job->plan.self.num_ranks, job->plan.self.max_tokens,
                                             &job->plan.layer)
                            : 0;
     p2p_dispatch_job copy = *job;
@@ -397,10 +397,10 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
 {
     __shared__ Now now;
     __shared__ FewPlan tables;
-    const p2p_seat &seat = job.seat;
-    if (seat.operation == EPIC_OP_NONE) return;
-    const bool whole = is_whole(seat), last = blockIdx.x == gridDim.x - 1;
-    if (is_speaker()) open_few(now, seat, job.num_tokens, job.capacity, 0);
+    const p2p_self &self = job.self;
+    if (self.operation == EPIC_OP_NONE) return;
+    const bool whole = is_whole(self), last = blockIdx.x == gridDim.x - 1;
+    if (is_speaker()) open_few(now, self, job.num_tokens, job.capacity, 0);
     open_tables(tables, job, (uint8_t *)dynamic_shared());
     if (!__syncthreads_and(whole)) {
         if (threadIdx.x == 0) tell_end(now);
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (is_speaker() && last) announce(now);
     if (make_few(tables, job, now)) {
         if (is_speaker() && blockIdx.x == 0) write_few(tables, job, now);
-        const int ranks = seat.num_ranks;
+        const int ranks = self.num_ranks;
         const Crew all = {0, (int)gridDim.x};
         for (int u = all.worker(); u < ranks * tables.max_tokens && !is_speaker();
              u += all.workers()) {
@@ -434,6 +434,6 @@ extern "C" cudaError_t p2p_load_few_plan(void)
 extern "C" cudaError_t p2p_launch_few_plan(const p2p_plan_job *job, int num_sms,
                                            cudaStream_t stream)
 {
-    const int bytes = few_plan_bytes(job->seat.num_ranks, job->seat.max_tokens, &job->layer);
+    const int bytes = few_plan_bytes(job->self.num_ranks, job->self.max_tokens, &job->layer);
     return enqueue(few_plan_kernel, num_sms, FEW_BLOCK, bytes, stream, *job);
 }

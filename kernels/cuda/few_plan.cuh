@@ -65,7 +65,7 @@ struct FewPlan {      /* in shared memory; the arrays in dynamic shared memory *
                                                  int32_t token, int k) const
     {
         const uint32_t e = choice(rank, token, k);
-        const bool here = e - (uint32_t)(job.seat.rank * job.block) < (uint32_t)job.block;
+        const bool here = e - (uint32_t)(job.self.rank * job.block) < (uint32_t)job.block;
         return here ? slot_of(rank, token, k, (int)e) : -1;
     }
     /* One warp writes what the plan says of a token; lane k: the slot of choice k here. */
@@ -75,12 +75,12 @@ struct FewPlan {      /* in shared memory; the arrays in dynamic shared memory *
         const int k = lane_id(), n = __popc(here & lanes_below());
         const bool good = result == EPIC_OK;
         const device_plan_layout at =
-            device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens, experts, top_k);
+            device_plan_layout_of(job.self.num_ranks, job.self.max_tokens, experts, top_k);
         int32_t *record =
-            (int32_t *)(job.plan + at.records) + record_at(job.seat, rank, token, top_k);
+            (int32_t *)(job.plan + at.records) + record_at(job.self, rank, token, top_k);
         if (k < top_k)
             record[slot >= 0 ? n : __popc(here) + k - n] = slot >= 0 && good ? slot : -1;
-        if (rank != job.seat.rank || k >= top_k) return;
+        if (rank != job.self.rank || k >= top_k) return;
         const uint32_t e = choice(rank, token, k);
         const bool valid = e < (uint32_t)experts;
         int32_t fate = EPIC_FATE_NONE;
@@ -103,8 +103,8 @@ static inline int few_plan_bytes(int64_t ranks, int64_t max_tokens, const epic_l
 /* Every thread, before the CTA meets: room for the tables, empty. */
 static __device__ void open_tables(FewPlan &f, const p2p_plan_job &job, uint8_t *memory)
 {
-    const int experts = (int)job.layer.num_experts, ranks = job.seat.num_ranks;
-    const int groups = ((int)job.seat.max_tokens + WARP - 1) / WARP;
+    const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
+    const int groups = ((int)job.self.max_tokens + WARP - 1) / WARP;
     uint32_t *mask = (uint32_t *)memory;
     for (int i = (int)threadIdx.x; i < ranks * groups * experts; i += FEW_BLOCK) mask[i] = 0;
     if (threadIdx.x < DEVICE_MAX_RANKS) f.bad[threadIdx.x] = NOTHING;
@@ -114,7 +114,7 @@ static __device__ void open_tables(FewPlan &f, const p2p_plan_job &job, uint8_t 
     f.p.start = f.p.load + experts;
     f.before = (uint16_t *)(f.p.start + experts);
     f.id = f.before + ranks * groups * experts;
-    f.max_tokens = (int32_t)job.seat.max_tokens;
+    f.max_tokens = (int32_t)job.self.max_tokens;
     f.groups = groups;
     f.p.bad_ranks = 0;
     f.experts = experts;
@@ -129,26 +129,26 @@ __device__ __forceinline__ uint32_t few_id(const p2p_plan_job &job, int32_t toke
 }
 
 /* Where a rank's words about a token are in the heap. */
-__device__ __forceinline__ uint64_t *id_words(const p2p_seat &seat, const Now &now,
+__device__ __forceinline__ uint64_t *id_words(const p2p_self &self, const Now &now,
                                               uint8_t *heap, int rank, int32_t token, int top_k)
 {
-    return (uint64_t *)(heap + seat.at.records) +
-           ((int64_t)parity(now) * seat.num_ranks + rank) * seat.max_tokens * DEVICE_MAX_TOP_K +
+    return (uint64_t *)(heap + self.at.records) +
+           ((int64_t)parity(now) * self.num_ranks + rank) * self.max_tokens * DEVICE_MAX_TOP_K +
            (int64_t)token * top_k;
 }
 
 /* The speakers tell all peers the ids of this rank's tokens, each those of some. */
 static __device__ void tell_ids(const p2p_plan_job &job, const Now &now)
 {
-    const p2p_seat &seat = job.seat;
+    const p2p_self &self = job.self;
     const int top_k = (int)job.layer.top_k, words = (top_k + 1) / 2;
     for (int32_t t = (int32_t)blockIdx.x; t < job.num_tokens; t += (int32_t)gridDim.x) {
         if (lane_id() >= words) continue;
         const uint32_t low = few_id(job, t, 2 * lane_id());
         const uint32_t high = few_id(job, t, 2 * lane_id() + 1);
-        for (int distance = 1; distance < seat.num_ranks; distance++) {
-            const int q = wrap(seat.rank + distance, seat.num_ranks);
-            store_relaxed(id_words(seat, now, seat.heap[q], seat.rank, t, top_k) + lane_id(),
+        for (int distance = 1; distance < self.num_ranks; distance++) {
+            const int q = wrap(self.rank + distance, self.num_ranks);
+            store_relaxed(id_words(self, now, self.heap[q], self.rank, t, top_k) + lane_id(),
                           stamp(now, low | high << 16));
         }
     }
@@ -160,10 +160,10 @@ __device__ __forceinline__ bool take_ids(int32_t *heard, const p2p_plan_job &job
                                          const Now &now, bool in, int rank, int32_t token,
                                          int word, uint32_t &ids)
 {
-    const p2p_seat &seat = job.seat;
+    const p2p_self &self = job.self;
     const int top_k = (int)job.layer.top_k;
     ids = FEW_NONE | FEW_NONE << 16;
-    if (in && rank == seat.rank) {
+    if (in && rank == self.rank) {
         if (token < job.num_tokens)
             ids = few_id(job, token, 2 * word) | few_id(job, token, 2 * word + 1) << 16;
         in = false;
@@ -172,8 +172,8 @@ __device__ __forceinline__ bool take_ids(int32_t *heard, const p2p_plan_job &job
     const bool news = known < 0;
     bool waits = in && (news || token < known);
     const uint64_t *from =
-        id_words(seat, now, now.heap, in ? rank : seat.rank, in ? token : 0, top_k) + word;
-    const uint64_t *said = announcement(now, now.heap, in ? rank : seat.rank);
+        id_words(self, now, now.heap, in ? rank : self.rank, in ? token : 0, top_k) + word;
+    const uint64_t *said = announcement(now, now.heap, in ? rank : self.rank);
     int missing = -1;
     const bool ok = wait_until(now, missing, P2P_PHASE_COUNTS, [&] {
         if (waits) {
@@ -219,11 +219,11 @@ __device__ __forceinline__ bool all_told(const int32_t *heard, int ranks, int32_
 static __device__ bool gather_ids(FewPlan &f, const p2p_plan_job &job, const Now &now,
                                   bool &twice)
 {
-    const int ranks = job.seat.num_ranks, words = ((int)job.layer.top_k + 1) / 2;
+    const int ranks = job.self.num_ranks, words = ((int)job.layer.top_k + 1) / 2;
     const int all = f.max_tokens * ranks * words;
     const int warp = FEW_WORKERS - 1 - (int)threadIdx.x / WARP;
     int32_t *heard = f.heard[warp];
-    if (lane_id() < ranks) heard[lane_id()] = lane_id() == job.seat.rank ? job.num_tokens : -1;
+    if (lane_id() < ranks) heard[lane_id()] = lane_id() == job.self.rank ? job.num_tokens : -1;
     __syncwarp();
     for (int first = warp * WARP; first < all; first += FEW_WORKERS * WARP) {
         const int i = first + lane_id(), word = i % words;
@@ -257,7 +257,7 @@ static __device__ bool hear_sizes(FewPlan &f, const Now &now, int num_ranks)
 /* Every thread: choices of each expert, then where the slabs begin.  Two meetings. */
 static __device__ void sum_up(FewPlan &f, const p2p_plan_job &job)
 {
-    const int experts = (int)job.layer.num_experts, ranks = job.seat.num_ranks;
+    const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
     int32_t rows = 0, upto = 0;
     if (e < experts) {
@@ -301,7 +301,7 @@ __device__ __forceinline__ int32_t slots_before(const FewPlan &f, const p2p_plan
 /* Every thread: slabs begin at 0 on every rank, and the plan's result.  Two meetings. */
 static __device__ void settle(FewPlan &f, const p2p_plan_job &job)
 {
-    const int experts = (int)job.layer.num_experts, ranks = job.seat.num_ranks;
+    const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x;
     device_plan_header &h = f.p.header;
     const int32_t base = e < experts ? slots_before(f, job, e / job.block) : 0;
@@ -335,7 +335,7 @@ static __device__ bool make_few(FewPlan &f, const p2p_plan_job &job, const Now &
 {
     bool ok, twice = false;
     if (is_speaker())
-        ok = hear_sizes(f, now, job.seat.num_ranks);
+        ok = hear_sizes(f, now, job.self.num_ranks);
     else
         ok = gather_ids(f, job, now, twice);
     ok = __syncthreads_and(ok) != 0;
@@ -352,14 +352,14 @@ static __device__ bool make_few(FewPlan &f, const p2p_plan_job &job, const Now &
  * data. */
 static __device__ void write_few(FewPlan &f, const p2p_plan_job &job, const Now &now)
 {
-    const device_plan_layout at = device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens,
+    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     const bool good = f.result == EPIC_OK;
     int32_t *slab_begin = (int32_t *)(job.plan + at.slab_begin);
     device_padding *padding = (device_padding *)(job.plan + at.padding);
     const int slabs = 1 << device_slab_bits(job.block);
     for (int l = lane_id(); l < slabs; l += WARP) {
-        const int e = job.seat.rank * job.block + min(l, job.block - 1);
+        const int e = job.self.rank * job.block + min(l, job.block - 1);
         const int32_t count = l < job.block ? f.p.load[e] : 0;
         const int32_t rows = (int32_t)aligned_rows(count, job.layer.alignment);
         padding[l] = {rows == count ? 0 : f.p.start[e] + count, rows - count};
@@ -372,7 +372,7 @@ static __device__ void write_few(FewPlan &f, const p2p_plan_job &job, const Now 
     __syncwarp();
     tell_plan(f.p, job, lane_id(), WARP);
     if (lane_id()) return;
-    if (f.bad[job.seat.rank] != NOTHING) tell_wrong(job, now, true, f.bad[job.seat.rank]);
+    if (f.bad[job.self.rank] != NOTHING) tell_wrong(job, now, true, f.bad[job.self.rank]);
     if (f.result == EPIC_EINVAL) notify_fault(f.p, job, now);
     if (f.result == EPIC_EOVERFLOW) notify_overflow(f.p, job, now);
 }

@@ -18,14 +18,14 @@ template <class Job> struct Moving { /* what every unit of the running round nee
 };
 
 /* Role 0 sends, role 1 + n receives from source n. */
-__host__ __device__ __forceinline__ int num_roles(const p2p_seat &seat)
+__host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
-    return seat.num_ranks + 1;
+    return self.num_ranks + 1;
 }
 
-__device__ __forceinline__ int rank_of_role(const p2p_seat &seat, int role)
+__device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
-    return wrap(seat.rank + role, seat.num_ranks);
+    return wrap(self.rank + role, self.num_ranks);
 }
 
 template <class M> __device__ __forceinline__ int first_piece(const M &m, const Walk &walk)

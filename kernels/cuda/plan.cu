@@ -17,7 +17,7 @@ static __device__ bool keep_records(const Now &now, const p2p_plan_job &job, int
     const Lanes lanes(top_k);
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.on && token < num_tokens;
-    const uint64_t *words = record_words(job.seat, now, source, in ? token : 0, top_k);
+    const uint64_t *words = record_words(job.self, now, source, in ? token : 0, top_k);
     bool over = false; /* the record has ended */
     for (int half = 0; half < lanes.halves; half++) {
         const int k = lanes.k + half * WARP;
@@ -39,7 +39,7 @@ static __device__ bool keep_records(const Now &now, const p2p_plan_job &job, int
         const uint32_t value = (uint32_t)word & ~RECORD_LAST;
         const bool none = beyond || value == RECORD_ABSENT || value == RECORD_DISCARD;
         if (in && k < top_k)
-            records[((int64_t)source * job.seat.max_tokens + token) * top_k + k] =
+            records[((int64_t)source * job.self.max_tokens + token) * top_k + k] =
                 none ? -1 : (int32_t)value;
         over = over || lasts;
     }
@@ -52,17 +52,17 @@ __global__ void __launch_bounds__(BLOCK, 1)
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ Now now;
     __shared__ Planner planner;
-    if (!begin(now, job.seat, 0, job.num_tokens, job.capacity, 0)) return;
+    if (!begin(now, job.self, 0, job.num_tokens, job.capacity, 0)) return;
     bool ok = true;
     if ((int)blockIdx.x < job.planners) ok = make_plan(planner, job, now, memory);
-    const device_plan_layout at = device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens,
+    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t tokens_of = 0;
     ok = ok && heard(now, P2P_SAYS_TOKENS, tokens_of);
     const int per_group = job.layer.top_k <= WARP ? WARP / job.layer.top_k : 1;
     const int warps = gridDim.x * (BLOCK / WARP);
-    for (int q = 0; q < job.seat.num_ranks && ok; q++) {
-        const int source = (job.seat.rank + q) % job.seat.num_ranks;
+    for (int q = 0; q < job.self.num_ranks && ok; q++) {
+        const int source = (job.self.rank + q) % job.self.num_ranks;
         const int32_t tokens = __shfl_sync(ALL_LANES, tokens_of, source);
         int32_t group = blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP;
         for (; ok && (int64_t)group * per_group < tokens; group += warps)

@@ -25,14 +25,14 @@ struct Plan { /* a plan that is read, in shared memory */
     const device_padding *padding; /* [1 << slab_bits], zeros past the slabs owned */
     int32_t slab_bits;
     int32_t most_tokens; /* of any rank */
-    uint32_t good;       /* the bytes are a plan of this seat */
+    uint32_t good;       /* the bytes are a plan of this rank's */
 };
 
 /* Where the record of a rank's token begins among the plan's. */
-__device__ __forceinline__ int64_t record_at(const p2p_seat &seat, int rank, int32_t token,
+__device__ __forceinline__ int64_t record_at(const p2p_self &self, int rank, int32_t token,
                                              int top_k)
 {
-    return ((int64_t)rank * seat.max_tokens + token) * top_k;
+    return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
 /* One warp: the sum of a header's words, of which lane l has words l, l + 32, ... */
@@ -49,27 +49,27 @@ static __device__ uint32_t header_sum(const uint32_t (&words)[HEADER_LANE_WORDS]
 }
 
 /* One warp. */
-static __device__ bool header_fits(const device_plan_header &h, const p2p_seat &seat,
+static __device__ bool header_fits(const device_plan_header &h, const p2p_self &self,
                                    int64_t plan_bytes)
 {
     const int q = lane_id();
-    bool fits = h.magic == DEVICE_PLAN_MAGIC && h.group_id == seat.group_id &&
-                h.bytes <= plan_bytes && h.rank == seat.rank && h.num_ranks == seat.num_ranks &&
-                h.max_tokens == seat.max_tokens && h.top_k >= 1 &&
+    bool fits = h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id &&
+                h.bytes <= plan_bytes && h.rank == self.rank && h.num_ranks == self.num_ranks &&
+                h.max_tokens == self.max_tokens && h.top_k >= 1 &&
                 h.top_k <= DEVICE_MAX_TOP_K && h.num_experts >= 1 &&
                 h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
                 h.owned <= (int32_t)h.num_experts && h.leaves >= 1;
-    if (q < seat.num_ranks)
-        fits = fits && h.tokens_of[q] >= 0 && h.tokens_of[q] <= seat.max_tokens &&
-               h.rank_at[q] >= 0 && h.rank_at[q] < seat.num_ranks;
+    if (q < self.num_ranks)
+        fits = fits && h.tokens_of[q] >= 0 && h.tokens_of[q] <= self.max_tokens &&
+               h.rank_at[q] >= 0 && h.rank_at[q] < self.num_ranks;
     return __all_sync(ALL_LANES, fits) != 0;
 }
 
-static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_seat &seat)
+static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_self &self)
 {
     const device_plan_header &h = view.header;
     const device_plan_layout at =
-        device_plan_layout_of(seat.num_ranks, seat.max_tokens, h.num_experts, h.top_k);
+        device_plan_layout_of(self.num_ranks, self.max_tokens, h.num_experts, h.top_k);
     view.slab_begin = (const int32_t *)(plan + at.slab_begin);
     view.padding = (const device_padding *)(plan + at.padding);
     view.rank_of = (const int32_t *)(plan + at.rank_of);
@@ -78,21 +78,21 @@ static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_sea
 
 /* One thread: what is wrong with the plan, which is `whole` if its bytes are a plan's. */
 static __device__ __noinline__ void
-notify_plan(const p2p_seat &seat, const device_plan_header &h, bool whole, int32_t num_tokens)
+notify_plan(const p2p_self &self, const device_plan_header &h, bool whole, int32_t num_tokens)
 {
-    if (seat.operation == EPIC_OP_NONE) return;
-    const p2p_control *control = (const p2p_control *)(seat.heap[seat.rank] + seat.at.control);
-    notify(seat, {EPIC_EINVAL,
+    if (self.operation == EPIC_OP_NONE) return;
+    const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
+    notify(self, {EPIC_EINVAL,
                   epoch_after(load_relaxed(&control->epoch)),
                   (uint32_t)(whole ? P2P_FAULT_TOKENS : P2P_FAULT_PLAN),
-                  seat.rank,
-                  {num_tokens, h.tokens_of[seat.rank], seat.operation, 0}});
+                  self.rank,
+                  {num_tokens, h.tokens_of[self.rank], self.operation, 0}});
 }
 
 /* Every thread of a CTA.  A plan that is none, or of another number of tokens, is not good, and
  * has the id 0. */
 static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_bytes,
-                                 const p2p_seat &seat, int32_t num_tokens)
+                                 const p2p_self &self, int32_t num_tokens)
 {
     if (threadIdx.x < WARP) {
         const int count = plan_bytes < (int64_t)sizeof(device_plan_header)
@@ -111,18 +111,18 @@ static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_b
         const uint32_t sum = header_sum(words);
         __syncwarp();
         const device_plan_header &h = view.header;
-        const bool fits = header_fits(h, seat, plan_bytes), whole = sum == h.sum && fits;
-        const int32_t tokens = lane_id() < seat.num_ranks ? h.tokens_of[lane_id()] : 0;
+        const bool fits = header_fits(h, self, plan_bytes), whole = sum == h.sum && fits;
+        const int32_t tokens = lane_id() < self.num_ranks ? h.tokens_of[lane_id()] : 0;
         const int32_t most = __reduce_max_sync(ALL_LANES, tokens);
         if (threadIdx.x == 0) {
             view.most_tokens = most;
-            view.good = whole && h.tokens_of[seat.rank] == num_tokens;
+            view.good = whole && h.tokens_of[self.rank] == num_tokens;
             if (!view.good) {
-                if (blockIdx.x == 0) notify_plan(seat, h, whole, num_tokens);
+                if (blockIdx.x == 0) notify_plan(self, h, whole, num_tokens);
                 view.header.id = 0;
                 view.header.result = EPIC_EINVAL;
             }
-            point_into(view, plan, seat);
+            point_into(view, plan, self);
             view.slab_bits = device_slab_bits(h.owned);
         }
     }
@@ -131,20 +131,20 @@ static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_b
 
 /* A whole CTA, when all have announced: has every rank rows for all slots that the plan, a good
  * one, gives it?  Tells of the first that has not. */
-static __device__ __noinline__ bool rows_suffice(const p2p_seat &seat, const Now &now,
+static __device__ __noinline__ bool rows_suffice(const p2p_self &self, const Now &now,
                                                  const volatile device_plan_header *h)
 {
-    for (int q = 0; q < seat.num_ranks; q++) {
+    for (int q = 0; q < self.num_ranks; q++) {
         const int32_t needed = h->slots_of[q];
         const int32_t rows =
             (int32_t)(uint32_t)load_relaxed(announcement(now, now.heap, q) + P2P_SAYS_ROWS);
         if (needed <= rows) continue;
         if (threadIdx.x == 0)
-            notify(seat, {EPIC_EOVERFLOW,
+            notify(self, {EPIC_EOVERFLOW,
                           now.epoch,
                           P2P_FAULT_ROWS,
                           q,
-                          {rows, needed, seat.operation, 0}});
+                          {rows, needed, self.operation, 0}});
         return false;
     }
     return true;
@@ -153,12 +153,12 @@ static __device__ __noinline__ bool rows_suffice(const p2p_seat &seat, const Now
 /* ------------------------------------------------------------------- taking records ---- */
 
 /* The record that `source` sent about its token, from the heap; strided by top_k.  (Hot paths
- * read the seat from the launch's parameters, never through now.seat.) */
-__device__ __forceinline__ const uint64_t *record_words(const p2p_seat &seat, const Now &now,
+ * read the self from the launch's parameters, never through now.self.) */
+__device__ __forceinline__ const uint64_t *record_words(const p2p_self &self, const Now &now,
                                                         int source, int64_t token, int top_k)
 {
-    return (const uint64_t *)(now.heap + seat.at.records) +
-           ((int64_t)parity(now) * seat.num_ranks + source) * seat.max_tokens *
+    return (const uint64_t *)(now.heap + self.at.records) +
+           ((int64_t)parity(now) * self.num_ranks + source) * self.max_tokens *
                DEVICE_MAX_TOP_K +
            token * top_k;
 }

@@ -74,8 +74,8 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
 {
     const Span span = span_of(job, rank);
     const int lane = lane_id();
-    const bool write = rank == job.seat.rank && blockIdx.x == 0;
-    const device_plan_layout at = device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens,
+    const bool write = rank == job.self.rank && blockIdx.x == 0;
+    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t *slab_begin = (int32_t *)(job.plan + at.slab_begin);
     device_padding *padding = (device_padding *)(job.plan + at.padding);
@@ -107,7 +107,7 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
     for (int i = owned + lane; i < end; i += WARP) padding[i] = {0, 0};
     if (lane == 0) {
         p.header.slots_of[rank] = (int32_t)min(slots, (int64_t)0x7fffffff);
-        if (rank == job.seat.rank) p.header.owned = owned;
+        if (rank == job.self.rank) p.header.owned = owned;
         atomicMax(&p.header.num_local, owned);
     }
 }
@@ -115,7 +115,7 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
 /* Whole CTA: limits, slabs, and whether the plan is good; the same on all CTAs and ranks. */
 static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &now)
 {
-    const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.seat.num_ranks;
+    const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
     if (warp == 0) {
@@ -162,7 +162,7 @@ static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_pla
                                                  const Now &now)
 {
     const int rank = __ffs(p.bad_ranks) - 1;
-    const uint64_t *from = fault_words(job.seat, now, now.heap, rank);
+    const uint64_t *from = fault_words(job.self, now, now.heap, rank);
     uint64_t words[P2P_FAULT_WORDS];
     const bool ok = wait_alone(now, rank, P2P_PHASE_COUNTS, [&] {
         bool all = true;
@@ -184,7 +184,7 @@ static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_pla
                 kind,
                 rank,
                 {index / k, index % k, value, job.layer.num_experts}};
-    notify(job.seat, said);
+    notify(job.self, said);
 }
 
 /* One thread of CTA 0: the same for the lowest rank that has too few slots. */
@@ -192,11 +192,11 @@ static __device__ __noinline__ void notify_overflow(const Planner &p, const p2p_
                                                     const Now &now)
 {
     const device_plan_header &h = p.header;
-    for (int q = 0; q < job.seat.num_ranks; q++) {
+    for (int q = 0; q < job.self.num_ranks; q++) {
         const int32_t capacity = h.capacity_of[q] ? h.capacity_of[q] : 0x7fffffff;
         if (p.needed[q] <= capacity) continue;
         notify(
-            job.seat,
+            job.self,
             {EPIC_EOVERFLOW, now.epoch, P2P_FAULT_CAPACITY, q, {capacity, p.needed[q], 0, 0}});
         return;
     }
@@ -206,17 +206,17 @@ static __device__ __noinline__ void notify_overflow(const Planner &p, const p2p_
 static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Now &now)
 {
     device_plan_header &h = p.header;
-    const p2p_seat &seat = job.seat;
+    const p2p_self &self = job.self;
     const epic_layer &layer = job.layer;
     h.magic = DEVICE_PLAN_MAGIC;
-    h.id = (seat.group_id ^ now.epoch) * 0x9e3779b97f4a7c15ull | 1;
-    h.group_id = seat.group_id;
+    h.id = (self.group_id ^ now.epoch) * 0x9e3779b97f4a7c15ull | 1;
+    h.group_id = self.group_id;
     h.bytes =
-        device_plan_layout_of(seat.num_ranks, seat.max_tokens, layer.num_experts, layer.top_k)
+        device_plan_layout_of(self.num_ranks, self.max_tokens, layer.num_experts, layer.top_k)
             .bytes;
-    h.max_tokens = seat.max_tokens;
-    h.rank = seat.rank;
-    h.num_ranks = seat.num_ranks;
+    h.max_tokens = self.max_tokens;
+    h.rank = self.rank;
+    h.num_ranks = self.num_ranks;
     h.num_experts = layer.num_experts;
     h.top_k = layer.top_k;
     h.alignment = layer.alignment;
@@ -227,12 +227,12 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const No
     h.partial_type = layer.partial_type;
     h.pad = h.pad2 = 0;
     h.first_expert = 0;
-    for (int q = 0; q < DEVICE_MAX_RANKS; q++) h.rank_at[q] = q < seat.num_ranks ? q : 0;
+    for (int q = 0; q < DEVICE_MAX_RANKS; q++) h.rank_at[q] = q < self.num_ranks ? q : 0;
     if (layer.sum_order == EPIC_TREE)
-        for (int q = 0; q < seat.num_ranks; q++) {
+        for (int q = 0; q < self.num_ranks; q++) {
             const int first = job.block * q;
             h.rank_at[q] = p.owner[first];
-            if (p.owner[first] == seat.rank) h.first_expert = first;
+            if (p.owner[first] == self.rank) h.first_expert = first;
         }
 }
 
@@ -256,7 +256,7 @@ static __device__ void tell_plan(const Planner &p, const p2p_plan_job &job, int 
             if (i < (int)(sizeof h / 4)) ((uint32_t *)job.plan)[i] = words[n];
         }
     }
-    if (thread == 0 && job.demand) *job.demand = p.demand[job.seat.rank];
+    if (thread == 0 && job.demand) *job.demand = p.demand[job.self.rank];
     for (int e = thread; e < (int)job.layer.num_experts && job.load; e += threads)
         job.load[e] = p.load[e];
     for (int l = thread; l < h.num_local; l += threads) {
@@ -302,15 +302,15 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
                                              const Lanes &lanes, int32_t token, bool in,
                                              const Placed (&c)[2])
 {
-    const p2p_seat &seat = job.seat;
+    const p2p_self &self = job.self;
     const int top_k = job.layer.top_k;
-    const int64_t base = seat.at.records / 8 +
-                         ((int64_t)parity(now) * seat.num_ranks + seat.rank) * seat.max_tokens *
+    const int64_t base = self.at.records / 8 +
+                         ((int64_t)parity(now) * self.num_ranks + self.rank) * self.max_tokens *
                              DEVICE_MAX_TOP_K +
                          (int64_t)token * top_k;
-    for (int i = 1; i <= seat.num_ranks; i++) {
-        const int q = (seat.rank + i) % seat.num_ranks;
-        uint64_t *to = (uint64_t *)seat.heap[q] + base;
+    for (int i = 1; i <= self.num_ranks; i++) {
+        const int q = (self.rank + i) % self.num_ranks;
+        uint64_t *to = (uint64_t *)self.heap[q] + base;
         const uint32_t first = __ballot_sync(ALL_LANES, c[0].rank == q) & lanes.mates;
         const uint32_t second =
             lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].rank == q) : 0;
@@ -332,7 +332,7 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
 
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const Now &now)
 {
-    const device_plan_layout at = device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens,
+    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t *fate = (int32_t *)(job.plan + at.fate);
     int32_t *rank_of = (int32_t *)(job.plan + at.rank_of);
@@ -371,7 +371,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
 static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now &now,
                                  uint8_t *memory)
 {
-    const device_plan_layout at = device_plan_layout_of(job.seat.num_ranks, job.seat.max_tokens,
+    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     planner_begin(p, job, memory);
     __syncthreads();

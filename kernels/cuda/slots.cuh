@@ -24,7 +24,7 @@ template <class M> __device__ __forceinline__ float read_weight(const M &m, int3
 template <class M, class Round>
 __device__ __forceinline__ bool each_round(M &m, Now &now, int64_t row_bytes, Round round)
 {
-    const int64_t round_tokens = m.job.seat.at.source_bytes / row_bytes;
+    const int64_t round_tokens = m.job.self.at.source_bytes / row_bytes;
     const int32_t most = m.plan.most_tokens;
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
         const bool last = m.first + round_tokens >= most;

@@ -24,18 +24,18 @@ __device__ __forceinline__ uint4 *staged_in(uint8_t *box, int32_t token, int32_t
 }
 
 /* What `source` (0: the next rank upwards) sends to the rank that owns the heap. */
-__device__ __forceinline__ uint32_t *escapes_of(const p2p_seat &seat, const Now &now,
+__device__ __forceinline__ uint32_t *escapes_of(const p2p_self &self, const Now &now,
                                                 uint8_t *heap, int source)
 {
-    return (uint32_t *)(heap + seat.at.escapes) +
-           ((int64_t)parity(now) * (seat.num_ranks - 1) + source) * seat.at.escape_words;
+    return (uint32_t *)(heap + self.at.escapes) +
+           ((int64_t)parity(now) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-__device__ __forceinline__ uint32_t *floats_of(const p2p_seat &seat, const Now &now,
+__device__ __forceinline__ uint32_t *floats_of(const p2p_self &self, const Now &now,
                                                uint8_t *heap, int source)
 {
-    return (uint32_t *)(heap + seat.at.floats) +
-           ((int64_t)parity(now) * (seat.num_ranks - 1) + source) * seat.max_tokens *
+    return (uint32_t *)(heap + self.at.floats) +
+           ((int64_t)parity(now) * (self.num_ranks - 1) + source) * self.max_tokens *
                DEVICE_MAX_TOP_K;
 }
 

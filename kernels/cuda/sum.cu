@@ -29,10 +29,10 @@ __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t cou
 __device__ __forceinline__ void send_floats(const Now &now, const p2p_sum_job &job, int64_t i,
                                             uint4 q)
 {
-    const p2p_seat &seat = job.seat;
+    const p2p_self &self = job.self;
     q = other_nans(q, F32::NAN_WORD);
-    for (int distance = 1; distance < seat.num_ranks; distance++) {
-        const int rank = wrap(seat.rank + distance, seat.num_ranks);
+    for (int distance = 1; distance < self.num_ranks; distance++) {
+        const int rank = wrap(self.rank + distance, self.num_ranks);
         store_relaxed((uint4 *)(now.outbox[rank] + i * 4), q);
     }
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void send_floats(const Now &now, const p2p_sum_job &j
 __device__ __forceinline__ bool take_floats(const Now &now, const p2p_sum_job &job, int64_t i,
                                             bool in, uint4 (&q)[DEVICE_MAX_RANKS])
 {
-    const p2p_seat &seat = job.seat;
+    const p2p_self &self = job.self;
     auto staged = [&](int rank) { return (uint4 *)(now.inbox[rank] + i * 4); };
     int missing = -1;
     const bool ok = wait_until(now, missing, P2P_PHASE_ROW, [&] {
@@ -49,25 +49,25 @@ __device__ __forceinline__ bool take_floats(const Now &now, const p2p_sum_job &j
 #pragma unroll
         for (int r = 0; r < DEVICE_MAX_RANKS; r++) {
             q[r] = make_uint4(0, 0, 0, 0);
-            if (in && r < seat.num_ranks)
-                q[r] = r == seat.rank ? load_floats(job.data, i, job.count)
+            if (in && r < self.num_ranks)
+                q[r] = r == self.rank ? load_floats(job.data, i, job.count)
                                       : load_relaxed(staged(r));
         }
 #pragma unroll
         for (int r = 0; r < DEVICE_MAX_RANKS; r++)
-            if (r != seat.rank && has_poison(q[r])) missing = r;
+            if (r != self.rank && has_poison(q[r])) missing = r;
         return __all_sync(ALL_LANES, missing < 0) != 0;
     });
-    for (int r = 0; r < seat.num_ranks && ok && in; r++)
-        if (r != seat.rank) store_here(staged(r), poisoned());
+    for (int r = 0; r < self.num_ranks && ok && in; r++)
+        if (r != self.rank) store_here(staged(r), poisoned());
     return ok;
 }
 
 __global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p2p_sum_job job)
 {
     __shared__ Now now;
-    const p2p_seat &seat = job.seat;
-    if (!begin(now, seat, 0, 0, 0, 0)) return;
+    const p2p_self &self = job.self;
+    if (!begin(now, self, 0, 0, 0, 0)) return;
     const int64_t vectors = (job.count + 3) / 4, stride = grid_threads();
     for (int64_t v = grid_thread(); v < vectors; v += stride)
         send_floats(now, job, v * 4, load_floats(job.data, v * 4, job.count));
@@ -89,13 +89,13 @@ __global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p
                 for (int r = 0; r < DEVICE_MAX_RANKS; r += 2 * d)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        if (r + d < seat.num_ranks) x[r][e] += x[r + d][e];
+                        if (r + d < self.num_ranks) x[r][e] += x[r + d][e];
         } else {
 #pragma unroll
             for (int r = 1; r < DEVICE_MAX_RANKS; r++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    if (r < seat.num_ranks) x[0][e] += x[r][e];
+                    if (r < self.num_ranks) x[0][e] += x[r][e];
         }
         if (in) store_floats(job.data, i, job.count, x[0]);
     }

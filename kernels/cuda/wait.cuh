@@ -25,7 +25,7 @@
 #define LOST(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
 
 struct Now { /* the running operation, in shared memory */
-    const p2p_seat *seat;
+    const p2p_self *self;
     uint8_t *heap;             /* this rank's */
     mutable uint64_t deadline; /* of this CTA's waits, unless something moves on this rank */
     uint32_t epoch, signature;
@@ -61,7 +61,7 @@ __device__ __forceinline__ uint32_t parity(const Now &now)
 
 __device__ __forceinline__ p2p_control *control_of(const Now &now)
 {
-    return (p2p_control *)(now.heap + now.seat->at.control);
+    return (p2p_control *)(now.heap + now.self->at.control);
 }
 
 __device__ __forceinline__ uint64_t stamp(const Now &now, uint32_t value)
@@ -77,7 +77,7 @@ __device__ __forceinline__ bool stamped(const Now &now, uint64_t word)
 /* What `rank` said to the rank that owns the heap. */
 __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap, int rank)
 {
-    return (uint64_t *)(heap + now.seat->at.announce) +
+    return (uint64_t *)(heap + now.self->at.announce) +
            (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_ANNOUNCE_WORDS;
 }
 
@@ -86,31 +86,31 @@ __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap,
 /* Writes the status, once, and tells the peers if it was this rank that found out. */
 static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32_t theirs)
 {
-    const p2p_seat &seat = *now.seat;
+    const p2p_self &self = *now.self;
     if (atomicCAS(&control_of(now)->claim, 0u, 1u) != 0) return;
-    p2p_status *status = seat.status;
-    status->operation = seat.operation;
+    p2p_status *status = self.status;
+    status->operation = self.operation;
     status->epoch = now.epoch;
     status->phase = word >> 12 & 15;
     status->reporter = word >> 8 & 15;
     status->culprits = word >> 16 & 0xffff;
     status->own_signature = now.signature;
     status->peer_signature = theirs;
-    status->deadline_ms = (uint32_t)(seat.timeout_ns / 1000000);
+    status->deadline_ms = (uint32_t)(self.timeout_ns / 1000000);
     __threadfence_system();
     *(volatile uint32_t *)&status->result = word & 15;
 #pragma unroll 1
-    for (int q = 0; q < seat.num_ranks; q++)
-        if (q == seat.rank || (int)(word >> 8 & 15) == seat.rank)
-            store_relaxed((uint64_t *)(seat.heap[q] + seat.at.broken), word);
+    for (int q = 0; q < self.num_ranks; q++)
+        if (q == self.rank || (int)(word >> 8 & 15) == self.rank)
+            store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
 /* Tells the host of an error in the data, which ends nothing. */
-static __device__ __noinline__ void notify(const p2p_seat &seat, const p2p_notice &said)
+static __device__ __noinline__ void notify(const p2p_self &self, const p2p_notice &said)
 {
 #pragma unroll 1
     for (int i = 0; i < P2P_NOTICES; i++) {
-        volatile p2p_notice *to = &seat.status->notices[i];
+        volatile p2p_notice *to = &self.status->notices[i];
         if (to->result) continue;
         to->epoch = said.epoch;
         to->fault = said.fault;
@@ -125,7 +125,7 @@ static __device__ __noinline__ void notify(const p2p_seat &seat, const p2p_notic
 /* For whom a rank says that it waits, as the rank that owns the heap has heard. */
 __device__ __forceinline__ uint64_t *waits_of(const Now &now, uint8_t *heap, int rank)
 {
-    return (uint64_t *)(heap + now.seat->at.waits) + rank;
+    return (uint64_t *)(heap + now.self->at.waits) + rank;
 }
 
 /* The same as bits; 0: it has not said so in this epoch. */
@@ -139,17 +139,17 @@ __device__ __forceinline__ uint32_t told_waits(const Now &now, int rank)
  * 0: for nobody any more. */
 static __device__ void tell_waits(const Now &now, uint32_t peers)
 {
-    const p2p_seat &seat = *now.seat;
+    const p2p_self &self = *now.self;
 #pragma unroll 1
-    for (int q = 0; q < seat.num_ranks; q++)
-        store_relaxed(waits_of(now, seat.heap[q], seat.rank), stamp(now, peers));
+    for (int q = 0; q < self.num_ranks; q++)
+        store_relaxed(waits_of(now, self.heap[q], self.rank), stamp(now, peers));
 }
 
 /* Who keeps the group waiting: every rank that has not announced this epoch; or of those that were
  * waited for, those they wait for, and so on, the ones that wait for nobody. */
 static __device__ uint32_t culprits(const Now &now, uint32_t awaited)
 {
-    const int num_ranks = now.seat->num_ranks, own = now.seat->rank;
+    const int num_ranks = now.self->num_ranks, own = now.self->rank;
     uint32_t missing = 0, waiting = 0, late = awaited;
 #pragma unroll 1
     for (int q = 0; q < num_ranks; q++)
@@ -170,21 +170,21 @@ static __device__ uint32_t culprits(const Now &now, uint32_t awaited)
 /* What has ended the operation but its deadline, as a word of `broken`; 0: nothing. */
 __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t &theirs)
 {
-    const p2p_seat &seat = *now.seat;
-    uint64_t word = load_relaxed((const uint64_t *)(now.heap + seat.at.broken));
+    const p2p_self &self = *now.self;
+    uint64_t word = load_relaxed((const uint64_t *)(now.heap + self.at.broken));
 #pragma unroll 1
-    for (int q = 0; q < seat.num_ranks && !word; q++) {
+    for (int q = 0; q < self.num_ranks && !word; q++) {
         const uint64_t said = load_relaxed(announcement(now, now.heap, q));
         if (!stamped(now, said) || (uint32_t)said == now.signature) continue;
         theirs = (uint32_t)said;
-        word = P2P_BROKEN(EPIC_EMISMATCH, seat.operation, seat.rank, phase, 1u << q, now.epoch);
+        word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase, 1u << q, now.epoch);
     }
-    const uint32_t dead = load_relaxed(&seat.status->dead);
+    const uint32_t dead = load_relaxed(&self.status->dead);
 #pragma unroll 1
-    for (int q = 0; q < seat.num_ranks && !word; q++) {
-        const uint64_t gone = load_relaxed((const uint64_t *)(now.heap + seat.at.gone) + q);
+    for (int q = 0; q < self.num_ranks && !word; q++) {
+        const uint64_t gone = load_relaxed((const uint64_t *)(now.heap + self.at.gone) + q);
         if (gone ? (int32_t)(now.epoch - (uint32_t)gone) > 0 : dead >> q & 1)
-            word = P2P_BROKEN(EPIC_EPEER, seat.operation, seat.rank, phase, 1u << q, now.epoch);
+            word = P2P_BROKEN(EPIC_EPEER, self.operation, self.rank, phase, 1u << q, now.epoch);
     }
     return word;
 }
@@ -197,15 +197,15 @@ __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t
  * off. */
 static __device__ __noinline__ bool too_late(const Now &now, int peer)
 {
-    const p2p_seat &seat = *now.seat;
+    const p2p_self &self = *now.self;
     const uint64_t time = timer_ns(), moved = load_relaxed(&control_of(now)->moved);
-    const uint64_t deadline = max(now.deadline, moved + seat.timeout_ns);
-    const uint32_t told = told_waits(now, seat.rank);
+    const uint64_t deadline = max(now.deadline, moved + self.timeout_ns);
+    const uint32_t told = told_waits(now, self.rank);
     now.deadline = deadline;
     if (time > deadline) return true;
-    if (time <= deadline - seat.timeout_ns / 4) {
+    if (time <= deadline - self.timeout_ns / 4) {
         if (told) tell_waits(now, 0);
-    } else if (peer >= 0 && peer != seat.rank && !(told >> peer & 1)) {
+    } else if (peer >= 0 && peer != self.rank && !(told >> peer & 1)) {
         tell_waits(now, told | 1u << peer);
     }
     return false;
@@ -216,11 +216,11 @@ static __device__ __noinline__ bool too_late(const Now &now, int peer)
  * left to the end of the CTA, so that spinning warps need few registers. */
 static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase, bool fresh)
 {
-    const p2p_seat &seat = *now.seat;
+    const p2p_self &self = *now.self;
     const uint64_t time = timer_ns();
     uint32_t theirs;
     if (fresh) store_relaxed(&control_of(now)->moved, time);
-    const bool late = time > now.deadline - seat.timeout_ns / 4;
+    const bool late = time > now.deadline - self.timeout_ns / 4;
     const bool over = (late && too_late(now, peer)) || find_end(now, phase, theirs);
     if (over) atomicMax(&now.lost, LOST(peer, phase));
     return over;
@@ -230,17 +230,17 @@ static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase
  * knows the culprit may say so first; then those count that others here have waited for. */
 static __device__ __noinline__ void tell_end(const Now &now)
 {
-    const p2p_seat &seat = *now.seat;
+    const p2p_self &self = *now.self;
     const int peer = (int)(now.lost >> 8) - 1, phase = now.lost & 255;
     for (;;) {
         const bool late = timer_ns() > now.deadline + GRACE_NS;
-        uint32_t theirs = 0, awaited = late ? told_waits(now, seat.rank) : 0;
-        if (peer >= 0 && peer != seat.rank) awaited = 1u << peer;
+        uint32_t theirs = 0, awaited = late ? told_waits(now, self.rank) : 0;
+        if (peer >= 0 && peer != self.rank) awaited = 1u << peer;
         uint64_t word = find_end(now, phase, theirs);
         const uint32_t guilty = word ? 0 : culprits(now, awaited);
         if (guilty || (late && !word))
             word =
-                P2P_BROKEN(EPIC_ETIMEOUT, seat.operation, seat.rank, phase, guilty, now.epoch);
+                P2P_BROKEN(EPIC_ETIMEOUT, self.operation, self.rank, phase, guilty, now.epoch);
         if (word) return report(now, word, theirs);
     }
 }
@@ -278,9 +278,9 @@ __device__ __forceinline__ bool wait_alone(const Now &now, const int &peer, int 
 /* One warp: tells every rank, this one too, that the operation has begun here. */
 static __device__ void announce(const Now &now)
 {
-    const p2p_seat &seat = *now.seat;
-    if (lane_id() >= seat.num_ranks) return;
-    uint64_t *to = announcement(now, seat.heap[lane_id()], seat.rank);
+    const p2p_self &self = *now.self;
+    if (lane_id() >= self.num_ranks) return;
+    uint64_t *to = announcement(now, self.heap[lane_id()], self.rank);
     store_relaxed(to + P2P_SAYS_TOKENS, stamp(now, (uint32_t)now.tokens));
     store_relaxed(to + P2P_SAYS_CAPACITY, stamp(now, (uint32_t)now.capacity));
     store_relaxed(to + P2P_SAYS_ROWS, stamp(now, (uint32_t)now.rows));
@@ -291,39 +291,39 @@ static __device__ void announce(const Now &now)
 /* What this rank and rank q stage for each other in the running epoch. */
 static __device__ void find_boxes(Now &now, int q)
 {
-    const p2p_seat &seat = *now.seat;
-    const int peers = seat.num_ranks - 1, first = parity(now) * peers;
-    const int its = wrap(q + seat.num_ranks - seat.rank - 1, seat.num_ranks);
-    const int mine = wrap(seat.rank + seat.num_ranks - q - 1, seat.num_ranks);
-    now.inbox[q] = now.heap + seat.at.staging + (first + its) * seat.at.source_bytes;
-    now.outbox[q] = seat.heap[q] + seat.at.staging + (first + mine) * seat.at.source_bytes;
+    const p2p_self &self = *now.self;
+    const int peers = self.num_ranks - 1, first = parity(now) * peers;
+    const int its = wrap(q + self.num_ranks - self.rank - 1, self.num_ranks);
+    const int mine = wrap(self.rank + self.num_ranks - q - 1, self.num_ranks);
+    now.inbox[q] = now.heap + self.at.staging + (first + its) * self.at.source_bytes;
+    now.outbox[q] = self.heap[q] + self.at.staging + (first + mine) * self.at.source_bytes;
 }
 
 /* Every thread of every CTA.  `mark` is what the ranks must agree on beyond the signature (a
  * plan's id).  false: the group is broken, nothing is to be done; or the launch only loads the
  * kernel (operation EPIC_OP_NONE). */
-static __device__ bool begin(Now &now, const p2p_seat &seat, uint32_t mark, int32_t tokens,
+static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int32_t tokens,
                              int32_t capacity, int32_t rows)
 {
-    if (seat.operation == EPIC_OP_NONE) return false;
+    if (self.operation == EPIC_OP_NONE) return false;
     const uint64_t broken =
-        load_relaxed((const uint64_t *)(seat.heap[seat.rank] + seat.at.broken));
+        load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
     if (threadIdx.x == 0) {
         now.tokens = tokens;
         now.capacity = capacity;
         now.rows = rows;
-        now.seat = &seat;
-        now.heap = seat.heap[seat.rank];
+        now.self = &self;
+        now.heap = self.heap[self.rank];
         now.epoch = epoch_after(load_relaxed(&control_of(now)->epoch));
-        now.signature = seat.signature ^ (mark & 0x0fffffffu);
-        now.deadline = timer_ns() + seat.timeout_ns;
+        now.signature = self.signature ^ (mark & 0x0fffffffu);
+        now.deadline = timer_ns() + self.timeout_ns;
         now.last = now.lost = 0;
     }
     if (!__syncthreads_and(broken == 0)) {
         if (threadIdx.x == 0) tell_end(now);
         return false;
     }
-    if (threadIdx.x < seat.num_ranks) find_boxes(now, threadIdx.x);
+    if (threadIdx.x < self.num_ranks) find_boxes(now, threadIdx.x);
     __syncthreads();
     /* nobody here waits for the warp that announces, and the last CTA does not plan */
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x < WARP) announce(now);
@@ -335,7 +335,7 @@ static __device__ bool begin(Now &now, const p2p_seat &seat, uint32_t mark, int3
 static __device__ bool hear(const Now &now)
 {
     const int q = lane_id();
-    const bool mine = q < now.seat->num_ranks;
+    const bool mine = q < now.self->num_ranks;
     const uint64_t *from = announcement(now, now.heap, mine ? q : 0);
     return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         const uint64_t said = load_acquire_sys(from + P2P_SAYS_SIGNATURE);
@@ -347,7 +347,7 @@ static __device__ bool hear(const Now &now)
 static __device__ bool heard(const Now &now, int which, int32_t &value)
 {
     const int q = lane_id();
-    const bool mine = q < now.seat->num_ranks;
+    const bool mine = q < now.self->num_ranks;
     const uint64_t *from = announcement(now, now.heap, mine ? q : 0) + which;
     uint64_t said = 0;
     const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
@@ -413,7 +413,7 @@ static __device__ bool next_round(Now &now)
         if (ok) now.epoch = next;
     }
     if (threadIdx.x == 0)
-        for (int q = 0; q < now.seat->num_ranks; q++) find_boxes(now, q);
+        for (int q = 0; q < now.self->num_ranks; q++) find_boxes(now, q);
     return __syncthreads_and(ok);
 }
 

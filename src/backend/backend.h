@@ -74,7 +74,7 @@ typedef struct epic_flow {
 /* Where a peer was last seen, as far as the transport knows. */
 typedef struct epic_sight {
     bool came;      /* announced a note for (tag, place), or went past it */
-    bool gone;      /* its process died, or it closed its seat */
+    bool gone;      /* its process died, or it closed its context */
     bool closed;    /* gone, by epic_close */
     bool waiting;   /* itself waiting, and awake: seen so within the last moments */
     uint32_t phase; /* in (tag, place), what it last passed to wait() */

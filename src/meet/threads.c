@@ -10,27 +10,27 @@
 
 typedef struct hub hub;
 
-typedef struct seat {
+typedef struct guest {
     hub *hub;
     int32_t rank;
     bool arrived; /* waits in the gather that is going on; the next three are its arguments */
     const void *mine;
     char *all;
     size_t bytes;
-} seat;
+} guest;
 
 struct hub {
     pthread_mutex_t mutex; /* guards everything below */
     pthread_cond_t changed;
     int32_t num_ranks;
-    int32_t num_open; /* seats not closed; the last one frees the hub */
+    int32_t num_open; /* guests that have not closed; the last one frees the hub */
     int32_t num_arrived;
     uint32_t timeout_ms;
     uint64_t finished;  /* gathers */
     epic_result broken; /* EPIC_OK, or what every later gather returns */
     char sentence[512];
     bool *gone; /* [num_ranks] */
-    seat seats[];
+    guest guests[];
 };
 
 /* Breaks the hub with the sentence that this thread just failed with. */
@@ -59,10 +59,10 @@ static void break_gone(hub *h)
     pthread_cond_broadcast(&h->changed);
 }
 
-static epic_result check_bytes(hub *h, const seat *s)
+static epic_result check_bytes(hub *h, const guest *s)
 {
     for (int32_t r = 0; r < h->num_ranks; r++) {
-        const seat *other = &h->seats[r];
+        const guest *other = &h->guests[r];
         if (!other->arrived || other->bytes == s->bytes) continue;
         return break_hub(h,
                          epic_fail(EPIC_EMISMATCH,
@@ -78,11 +78,11 @@ static epic_result check_bytes(hub *h, const seat *s)
 static void finish_gather(hub *h)
 {
     for (int32_t to = 0; to < h->num_ranks; to++) {
-        const size_t bytes = h->seats[to].bytes;
+        const size_t bytes = h->guests[to].bytes;
         for (int32_t from = 0; from < h->num_ranks && bytes > 0; from++)
-            memmove(h->seats[to].all + (size_t)from * bytes, h->seats[from].mine, bytes);
+            memmove(h->guests[to].all + (size_t)from * bytes, h->guests[from].mine, bytes);
     }
-    for (int32_t r = 0; r < h->num_ranks; r++) h->seats[r].arrived = false;
+    for (int32_t r = 0; r < h->num_ranks; r++) h->guests[r].arrived = false;
     h->num_arrived = 0;
     h->finished++;
     pthread_cond_broadcast(&h->changed);
@@ -93,7 +93,7 @@ static epic_result fail_late(hub *h)
     char names[256];
     bool *missing = calloc((size_t)h->num_ranks, sizeof *missing);
     if (missing == NULL) return break_hub(h, epic_fail(EPIC_ETIMEOUT, "ranks did not come"));
-    for (int32_t r = 0; r < h->num_ranks; r++) missing[r] = !h->seats[r].arrived;
+    for (int32_t r = 0; r < h->num_ranks; r++) missing[r] = !h->guests[r].arrived;
     epic_meet_names(names, sizeof names, missing, h->num_ranks);
     free(missing);
     return break_hub(h, epic_fail(EPIC_ETIMEOUT,
@@ -116,7 +116,7 @@ static struct timespec deadline_in(uint32_t ms)
 }
 
 /* The mutex is held, and is again on return. */
-static epic_result gather_locked(hub *h, seat *s)
+static epic_result gather_locked(hub *h, guest *s)
 {
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
     if (h->broken != EPIC_OK) return fail_again(h);
@@ -137,7 +137,7 @@ static epic_result gather_locked(hub *h, seat *s)
 
 static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
 {
-    seat *s = self;
+    guest *s = self;
     hub *h = s->hub;
     TRY(epic_meet_check(mine, all, bytes));
     pthread_mutex_lock(&h->mutex);
@@ -157,9 +157,9 @@ static void free_hub(hub *h)
     free(h);
 }
 
-static void close_seat(void *self)
+static void close_guest(void *self)
 {
-    seat *s = self;
+    guest *s = self;
     hub *h = s->hub;
     pthread_mutex_lock(&h->mutex);
     h->gone[s->rank] = true;
@@ -173,7 +173,7 @@ static epic_result open_hub(hub **out, int32_t num_ranks, uint32_t timeout_ms)
 {
     pthread_condattr_t attributes;
     const size_t ranks = (size_t)num_ranks;
-    hub *h = calloc(1, sizeof *h + ranks * sizeof h->seats[0]);
+    hub *h = calloc(1, sizeof *h + ranks * sizeof h->guests[0]);
     bool *gone = calloc(ranks, sizeof *gone);
     if (h == NULL || gone == NULL) {
         free(gone);
@@ -202,8 +202,8 @@ epic_result epic_meet_threads(epic_meet *out, int32_t num_ranks, uint32_t timeou
                          MEET_MAX_RANKS);
     TRY(open_hub(&h, num_ranks, timeout_ms));
     for (int32_t r = 0; r < num_ranks; r++) {
-        h->seats[r] = (seat){.hub = h, .rank = r};
-        out[r] = (epic_meet){r, num_ranks, gather, close_seat, &h->seats[r]};
+        h->guests[r] = (guest){.hub = h, .rank = r};
+        out[r] = (epic_meet){r, num_ranks, gather, close_guest, &h->guests[r]};
     }
     return EPIC_OK;
 }

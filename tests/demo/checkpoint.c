@@ -252,7 +252,7 @@ static void damage(unsigned char *data)
 
 static void make_whole(void)
 {
-    seat s = {.num_ranks = 1};
+    group s = {.num_ranks = 1};
     struct stat info;
     const epic_config config = model_config(1, HIDDEN, TOKENS);
     if (!works(&s, epic_open(&s.ctx, NULL, &config), "open")) exit(1);

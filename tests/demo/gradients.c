@@ -57,7 +57,7 @@ static int check_parameter(model *m, int number, const float *value, const float
 
 int main(void)
 {
-    seat s = {.num_ranks = 1};
+    group s = {.num_ranks = 1};
     const epic_config config = model_config(1, HIDDEN, TOKENS);
     int bad = 0;
     if (!works(&s, epic_open(&s.ctx, NULL, &config), "open")) return 1;

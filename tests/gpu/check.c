@@ -53,9 +53,9 @@ static void run_case(bench *b)
 /* Staging, floats and parts must hold poison again, the escapes zeros. */
 static void check_restored(bench *b)
 {
-    const p2p_heap *at = &b->me->group->seat.at;
+    const p2p_heap *at = &b->me->group->self.at;
     uint8_t *heap = malloc((size_t)at->bytes);
-    cudaMemcpy(heap, b->me->group->seat.heap[b->me->rank], (size_t)at->bytes,
+    cudaMemcpy(heap, b->me->group->self.heap[b->me->rank], (size_t)at->bytes,
                cudaMemcpyDeviceToHost);
     for (int64_t i = at->floats; i < at->bytes; i++)
         if (heap[i] != 0xff) {

@@ -77,7 +77,7 @@ static void set_epoch(const team_rank *me)
     const uint32_t epoch = text ? (uint32_t)strtoul(text, NULL, 10) : 0;
     const epic_group *g = me->group;
     CHECK_CUDA(
-        cudaMemcpy(g->seat.heap[me->rank] + g->seat.at.control + offsetof(p2p_control, epoch),
+        cudaMemcpy(g->self.heap[me->rank] + g->self.at.control + offsetof(p2p_control, epoch),
                    &epoch, sizeof epoch, cudaMemcpyHostToDevice));
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The handlers for GPUs, called as XLA calls them, on a machine without one: a host context sits
- * on a seat that says "GPU 3".  What lies in device memory only has an address nobody can read. */
+ * on a member that says "GPU 3".  What lies in device memory only has an address nobody can read. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,9 +13,9 @@ handler epic_jax_combine, epic_jax_cuda_combine, epic_jax_no_graph_combine;
 handler epic_jax_cuda_plan_dispatch, epic_jax_cuda_combine_backward, epic_jax_cuda_sum;
 handler epic_jax_cuda_dispatch_backward, epic_jax_cuda_plan, epic_jax_cuda_router;
 handler epic_jax_cuda_none;
-int epic_jax_seat_add(const char *name, int is_gpu, int32_t ordinal, const char *devices,
-                      int32_t rank, epic_context *ctx);
-epic_context *epic_jax_seat_remove(const char *name, int is_gpu, int32_t ordinal);
+int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal, const char *devices,
+                        int32_t rank, epic_context *ctx);
+epic_context *epic_jax_member_remove(const char *name, int is_gpu, int32_t ordinal);
 
 enum { TOKENS = 3, HIDDEN = 4, EXPERTS = 2, SLOTS = 4, MOST = 24, TAIL = 16 };
 static const int32_t unreadable = 1; /* the address of what only the GPU can read */
@@ -322,7 +322,7 @@ static void test_refusals(void)
           strstr(said, "has devices [3]"));
     devices = "devices [3]";
     CHECK(sum(x[0], x[0]) == 0);
-    ordinal = 2; /* there is a seat of the CPU */
+    ordinal = 2; /* there is a member of the CPU */
     CHECK(sum(x[0], x[0]) == XLA_FFI_Error_Code_FAILED_PRECONDITION);
     CHECK(strstr(said, "CUDA device 2"));
     call none = {0};
@@ -357,18 +357,18 @@ int main(void)
         w[t] = 0.5f * (float)(t + 1);
         for (int h = 0; h < HIDDEN; h++) x[t][h] = (float)(t + h);
     }
-    CHECK(epic_jax_seat_add("g", 1, 3, "devices [3]", 0, ctx) == 0);
-    CHECK(epic_jax_seat_add("g", 1, 3, "devices [3]", 0, ctx) == 1);
-    CHECK(epic_jax_seat_add("g", 0, 2, "devices [3]", 0, ctx) == 0);
+    CHECK(epic_jax_member_add("g", 1, 3, "devices [3]", 0, ctx) == 0);
+    CHECK(epic_jax_member_add("g", 1, 3, "devices [3]", 0, ctx) == 1);
+    CHECK(epic_jax_member_add("g", 0, 2, "devices [3]", 0, ctx) == 0);
     test_traits(epic_jax_combine, 0);
     test_traits(epic_jax_cuda_combine, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
     test_traits(epic_jax_no_graph_combine, 0);
     test_step();
     test_refusals();
     test_broken(ctx);
-    CHECK(epic_jax_seat_remove("g", 0, 2) == ctx);
-    CHECK(epic_jax_seat_remove("g", 1, 3) == ctx);
-    CHECK(epic_jax_seat_remove("g", 1, 3) == NULL);
+    CHECK(epic_jax_member_remove("g", 0, 2) == ctx);
+    CHECK(epic_jax_member_remove("g", 1, 3) == ctx);
+    CHECK(epic_jax_member_remove("g", 1, 3) == NULL);
     epic_close(ctx);
     free(plan);
     puts(failed ? "frames: FAILED" : "frames: the handlers for GPUs are right");

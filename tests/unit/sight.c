@@ -9,7 +9,7 @@
 /* The process has ended by the time it is asked for; it closed before. */
 static bool closed_and_ended(epic_group *g, int peer)
 {
-    atomic_store(&seat_of(g, peer)->closed, 1);
+    atomic_store(&head_of(g, peer)->closed, 1);
     return true;
 }
 
@@ -29,7 +29,7 @@ static void look(const epic_meet *meet, void *self)
         shared_look(ctx->group, 1, 7, 0, &sight);
         CHECK(sight.gone && sight.closed);
         ctx->group->is_dead = NULL;
-        atomic_store(&seat_of(ctx->group, 1)->closed, 0);
+        atomic_store(&head_of(ctx->group, 1)->closed, 0);
     }
     CHECK(epic_sum(ctx, &sum) == EPIC_OK);
     epic_close(ctx);

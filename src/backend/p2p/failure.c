@@ -49,7 +49,7 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
 static void read_why(const epic_group *group, char *why, size_t size)
 {
     why[0] = 0;
-    if (cudaMemcpyAsync(why, group->seat.heap[group->rank] + group->seat.at.why, size - 1,
+    if (cudaMemcpyAsync(why, group->self.heap[group->rank] + group->self.at.why, size - 1,
                         cudaMemcpyDeviceToHost, group->side) == cudaSuccess)
         (void)cudaStreamSynchronize(group->side);
     why[size - 1] = 0;
@@ -240,11 +240,11 @@ void p2p_abort(epic_group *group, uint64_t tag, const char *why)
     const uint32_t me = (uint32_t)group->rank;
     *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, 1u << me, 0);
     for (int q = 0; q < group->num_ranks; q++) {
-        uint8_t *heap = group->seat.heap[q];
-        (void)cudaMemcpyAsync(heap + group->seat.at.why, sentence, sizeof sentence,
+        uint8_t *heap = group->self.heap[q];
+        (void)cudaMemcpyAsync(heap + group->self.at.why, sentence, sizeof sentence,
                               cudaMemcpyDefault, group->side);
         (void)cudaStreamSynchronize(group->side);
-        (void)cudaMemcpyAsync(heap + group->seat.at.broken, group->word, sizeof *group->word,
+        (void)cudaMemcpyAsync(heap + group->self.at.broken, group->word, sizeof *group->word,
                               cudaMemcpyDefault, group->side);
     }
     (void)cudaStreamSynchronize(group->side);

@@ -18,7 +18,7 @@ static shown *list;
 static const epic_group *find(uint64_t group_id, int rank)
 {
     const shown *at = list;
-    while (at && (at->group->seat.group_id != group_id || at->group->rank != rank))
+    while (at && (at->group->self.group_id != group_id || at->group->rank != rank))
         at = at->next;
     return at ? at->group : NULL;
 }
@@ -28,7 +28,7 @@ epic_result p2p_heap_show(const epic_group *group)
     shown *mine = malloc(sizeof *mine);
     if (!mine) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     pthread_mutex_lock(&mutex);
-    const bool taken = find(group->seat.group_id, group->rank) != NULL;
+    const bool taken = find(group->self.group_id, group->rank) != NULL;
     if (!taken) {
         *mine = (shown){list, group};
         list = mine;
@@ -59,7 +59,7 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank)
 {
     pthread_mutex_lock(&mutex);
     const epic_group *peer = find(group_id, rank);
-    uint8_t *heap = peer ? peer->seat.heap[rank] : NULL;
+    uint8_t *heap = peer ? peer->self.heap[rank] : NULL;
     pthread_mutex_unlock(&mutex);
     return heap;
 }

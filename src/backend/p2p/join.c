@@ -65,13 +65,13 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 
 static epic_result make_heap(epic_group *g)
 {
-    const p2p_heap *at = &g->seat.at;
+    const p2p_heap *at = &g->self.at;
     const int64_t zeros = p2p_heap_poison(at);
     uint8_t *heap = NULL;
     char what[96];
     snprintf(what, sizeof what, "allocating a heap of %lld bytes", (long long)heap_bytes(at));
     TRY(p2p_cuda(cudaMalloc((void **)&heap, (size_t)heap_bytes(at)), what));
-    g->seat.heap[g->rank] = heap;
+    g->self.heap[g->rank] = heap;
     TRY(p2p_cuda(cudaMemsetAsync(heap, 0, (size_t)zeros, g->side), "clearing the heap"));
     TRY(p2p_cuda(cudaMemsetAsync(heap + zeros, 0xff, (size_t)(at->bytes - zeros), g->side),
                  "clearing the heap"));
@@ -86,7 +86,7 @@ static epic_result make_status(epic_group *g)
     _Static_assert(sizeof(p2p_status) <= 1024, "the status runs into the words");
     g->word = (uint64_t *)(void *)((char *)g->status + 1024);
     TRY(p2p_cuda(cudaHostGetDevicePointer(&device, g->status, 0), "host memory"));
-    g->seat.status = device;
+    g->self.status = device;
     return EPIC_OK;
 }
 
@@ -115,7 +115,7 @@ static epic_result own_part(epic_group *g, card *mine)
     for (int q = 0; q < g->num_ranks; q++)
         others |= !same(g->peers[q].process, g->peers[g->rank].process);
     if (!others) return EPIC_OK;
-    return p2p_cuda(cudaIpcGetMemHandle(&mine->handle, g->seat.heap[g->rank]),
+    return p2p_cuda(cudaIpcGetMemHandle(&mine->handle, g->self.heap[g->rank]),
                     "an IPC handle of the heap");
 }
 
@@ -125,13 +125,13 @@ static epic_result reach_device(epic_group *g, int peer)
 {
     struct cudaPointerAttributes attributes;
     int can = 0;
-    uint8_t *heap = p2p_heap_find(g->seat.group_id, peer);
+    uint8_t *heap = p2p_heap_find(g->self.group_id, peer);
     if (!heap)
         return epic_fail(EPIC_EPEER,
                          "rank %d says that it is in the process of rank %d, and is "
                          "not",
                          peer, g->rank);
-    g->seat.heap[peer] = heap;
+    g->self.heap[peer] = heap;
     TRY(p2p_cuda(cudaPointerGetAttributes(&attributes, heap), "a peer's heap"));
     if (attributes.device == g->device) return EPIC_OK;
     TRY(p2p_cuda(cudaDeviceCanAccessPeer(&can, g->device, attributes.device), "peer access"));
@@ -160,7 +160,7 @@ static epic_result map_heap(epic_group *g, int peer, const card *theirs)
             "says \"%s\"",
             g->rank, peer, cudaGetErrorString(error));
     }
-    g->seat.heap[peer] = heap;
+    g->self.heap[peer] = heap;
     g->mapped[peer] = true;
     return EPIC_OK;
 }
@@ -228,8 +228,8 @@ static void release(epic_group *g)
     p2p_watch_close(g);
     p2p_budget_give_back(g);
     for (int q = 0; q < g->num_ranks; q++)
-        if (g->mapped[q]) (void)cudaIpcCloseMemHandle(g->seat.heap[q]);
-    if (g->seat.heap[g->rank]) (void)cudaFree(g->seat.heap[g->rank]);
+        if (g->mapped[q]) (void)cudaIpcCloseMemHandle(g->self.heap[q]);
+    if (g->self.heap[g->rank]) (void)cudaFree(g->self.heap[g->rank]);
     if (g->status) (void)cudaFreeHost(g->status);
     if (g->side) (void)cudaStreamDestroy(g->side);
     (void)cudaGetLastError();
@@ -245,11 +245,11 @@ static epic_group *new_group(const epic_join *join)
     g->config = *join->config;
     g->config.num_ranks = (uint32_t)g->num_ranks;
     memcpy(g->peers, join->peers, (size_t)g->num_ranks * sizeof *g->peers);
-    g->seat.at = heap_of(&g->config);
-    g->seat.group_id = join->group_id;
-    g->seat.max_tokens = g->config.max_tokens;
-    g->seat.rank = g->rank;
-    g->seat.num_ranks = g->num_ranks;
+    g->self.at = heap_of(&g->config);
+    g->self.group_id = join->group_id;
+    g->self.max_tokens = g->config.max_tokens;
+    g->self.rank = g->rank;
+    g->self.num_ranks = g->num_ranks;
     return g;
 }
 
@@ -288,14 +288,14 @@ static uint64_t now_ms(void)
 static bool has_released(const epic_group *g, int peer)
 {
     return same(g->peers[peer].process, g->peers[g->rank].process) &&
-           p2p_heap_find(g->seat.group_id, peer) != g->seat.heap[peer];
+           p2p_heap_find(g->self.group_id, peer) != g->self.heap[peer];
 }
 
 /* Has every peer closed, or died? */
 static bool all_gone(epic_group *g)
 {
     uint64_t *gone = g->word + 16;
-    if (cudaMemcpyAsync(gone, g->seat.heap[g->rank] + g->seat.at.gone,
+    if (cudaMemcpyAsync(gone, g->self.heap[g->rank] + g->self.at.gone,
                         DEVICE_MAX_RANKS * sizeof *gone, cudaMemcpyDeviceToHost,
                         g->side) != cudaSuccess ||
         cudaStreamSynchronize(g->side) != cudaSuccess)
@@ -308,13 +308,13 @@ static bool all_gone(epic_group *g)
 static void say_goodbye(epic_group *g)
 {
     uint32_t *epoch = (uint32_t *)(void *)(g->word + 8);
-    (void)cudaMemcpyAsync(epoch, g->seat.heap[g->rank] + g->seat.at.control, sizeof *epoch,
+    (void)cudaMemcpyAsync(epoch, g->self.heap[g->rank] + g->self.at.control, sizeof *epoch,
                           cudaMemcpyDeviceToHost, g->side);
     (void)cudaStreamSynchronize(g->side);
     *g->word = P2P_GONE((uint64_t)*epoch);
     for (int q = 0; q < g->num_ranks; q++)
         if (!p2p_is_dead(g, q) && !has_released(g, q))
-            (void)cudaMemcpyAsync(g->seat.heap[q] + g->seat.at.gone + 8 * g->rank, g->word,
+            (void)cudaMemcpyAsync(g->self.heap[q] + g->self.at.gone + 8 * g->rank, g->word,
                                   sizeof *g->word, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
 }

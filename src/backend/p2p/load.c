@@ -24,11 +24,11 @@ static epic_result load_code(void)
 /* Row sizes that take different kernels. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
-static cudaError_t launch_rows(const p2p_seat *seat, int64_t bytes, int aligned,
+static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
                                cudaStream_t stream)
 {
     const p2p_dispatch_job dispatch = {
-        .plan.seat = *seat, .row_bytes = bytes, .aligned = aligned};
+        .plan.self = *self, .row_bytes = bytes, .aligned = aligned};
     p2p_dispatch_job planning = dispatch;
     planning.plan.layer.num_experts = planning.plan.planners = 1;
     cudaError_t error = p2p_launch_dispatch(&dispatch, 1, stream);
@@ -38,9 +38,9 @@ static cudaError_t launch_rows(const p2p_seat *seat, int64_t bytes, int aligned,
     if (error == cudaSuccess) error = p2p_launch_few_dispatch(&planning, 1, stream);
     for (uint32_t type = EPIC_F32; type <= EPIC_F16 && error == cudaSuccess; type++) {
         const p2p_combine_backward_job backward = {
-            .seat = *seat, .row_bytes = bytes, .aligned = aligned, .type = type};
+            .self = *self, .row_bytes = bytes, .aligned = aligned, .type = type};
         const p2p_combine_job combine = {
-            .seat = *seat, .row_bytes = bytes, .aligned = aligned, .type = type};
+            .self = *self, .row_bytes = bytes, .aligned = aligned, .type = type};
         error = p2p_launch_combine_backward(&backward, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_combine(&combine, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_few_combine(&combine, 1, stream);
@@ -48,21 +48,21 @@ static cudaError_t launch_rows(const p2p_seat *seat, int64_t bytes, int aligned,
     return error;
 }
 
-static cudaError_t launch_all(const p2p_seat *seat, cudaStream_t stream)
+static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 {
-    const p2p_plan_job plan = {.seat = *seat, .layer.num_experts = 1, .layer.top_k = 1};
-    const p2p_sum_job sum = {.seat = *seat};
+    const p2p_plan_job plan = {.self = *self, .layer.num_experts = 1, .layer.top_k = 1};
+    const p2p_sum_job sum = {.self = *self};
     cudaError_t error = p2p_launch_plan(&plan, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_few_plan(&plan, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_sum(&sum, 1, stream);
     for (size_t i = 0; i < sizeof row_bytes / sizeof *row_bytes; i++)
         for (int aligned = 0; aligned < 2 && error == cudaSuccess; aligned++)
-            error = launch_rows(seat, row_bytes[i], aligned, stream);
+            error = launch_rows(self, row_bytes[i], aligned, stream);
     return error == cudaSuccess ? cudaStreamSynchronize(stream) : error;
 }
 
 epic_result p2p_load(epic_group *g)
 {
     TRY(load_code());
-    return p2p_cuda(launch_all(&g->seat, g->side), "loading the kernels");
+    return p2p_cuda(launch_all(&g->self, g->side), "loading the kernels");
 }

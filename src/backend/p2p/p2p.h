@@ -13,7 +13,7 @@
 typedef struct p2p_watch p2p_watch; /* sees peers' processes end */
 
 struct epic_group {
-    p2p_seat seat;      /* what every job begins with; operation and signature still 0 */
+    p2p_self self;      /* what every job begins with; operation and signature still 0 */
     p2p_status *status; /* host memory that kernels write */
     epic_config config;
     epic_peer peers[DEVICE_MAX_RANKS];

@@ -32,16 +32,16 @@ static void mix_layer(alike *a, const epic_layer *layer)
     mix(a, (uint64_t)layer->leaves << 32 | layer->partial_type);
 }
 
-static p2p_seat seat_of(const epic_group *g, const epic_call *call, epic_operation operation,
+static p2p_self self_of(const epic_group *g, const epic_call *call, epic_operation operation,
                         alike a)
 {
-    p2p_seat seat = g->seat;
+    p2p_self self = g->self;
     mix(&a, call->tag);
-    seat.operation = operation;
-    seat.signature = (uint32_t)operation << 28 | (uint32_t)(a.hash >> 36);
-    seat.timeout_ns =
+    self.operation = operation;
+    self.signature = (uint32_t)operation << 28 | (uint32_t)(a.hash >> 36);
+    self.timeout_ns =
         (uint64_t)(call->timeout_ms ? call->timeout_ms : g->config.timeout_ms) * 1000000;
-    return seat;
+    return self;
 }
 
 static int sms_of(const epic_group *g, const epic_call *call)
@@ -120,7 +120,7 @@ static void remember(epic_group *g, const epic_layer *layer)
 static bool is_few(const epic_group *g, int32_t num_tokens, int32_t most, int64_t row_bytes)
 {
     return num_tokens <= most && g->most_top_k > 0 && g->most_top_k <= 32 &&
-           g->config.max_tokens * device_round_up(row_bytes, 16) <= g->seat.at.source_bytes;
+           g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
 }
 
 /* Where the arrays of a plan like the last one are, if that has `plan_bytes`. */
@@ -173,7 +173,7 @@ static epic_result plan(epic_group *g, const epic_plan_args *args)
     alike a = {EPIC_OP_PLAN};
     TRY(p2p_whole(g));
     TRY(fill_plan(g, &job, args, &a));
-    job.seat = seat_of(g, &args->call, EPIC_OP_PLAN, a);
+    job.self = self_of(g, &args->call, EPIC_OP_PLAN, a);
     const int sms = sms_of(g, &args->call);
     return p2p_cuda(job.few ? p2p_launch_few_plan(&job, sms, stream_of(&args->call))
                             : p2p_launch_plan(&job, sms, stream_of(&args->call)),
@@ -226,7 +226,7 @@ static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
     alike a = {EPIC_OP_DISPATCH};
     TRY(p2p_whole(g));
     TRY(fill_dispatch(g, &job, args, &a));
-    job.plan.seat = seat_of(g, &args->call, EPIC_OP_DISPATCH, a);
+    job.plan.self = self_of(g, &args->call, EPIC_OP_DISPATCH, a);
     job.plan.plan = (uint8_t *)(uintptr_t)args->plan;
     job.plan_bytes = args->plan_bytes;
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
@@ -237,7 +237,7 @@ static bool overlaps(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = device_round_up(job->row_bytes, 16);
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR &&
-           g->config.max_tokens * row <= g->seat.at.source_bytes;
+           g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
 /* What the wire carries while the plan is made, of tokens that go to as many peers as they do with
@@ -269,7 +269,7 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
     }
     job.head = head_of(g, &job);
     job.top_k = g->top_k;
-    job.plan.seat = seat_of(g, &plan_args->call, EPIC_OP_DISPATCH, a);
+    job.plan.self = self_of(g, &plan_args->call, EPIC_OP_DISPATCH, a);
     job.plan_bytes = plan_args->plan_bytes;
     return launch_dispatch(g, &job, &plan_args->call, "launching plan and dispatch");
 }
@@ -279,7 +279,7 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
 /* Stands in for arrays of slots without a row: kernels/cuda/slots.cuh. */
 static void *scratch_of(const epic_group *g)
 {
-    return g->seat.heap[g->rank] + g->seat.at.scratch;
+    return g->self.heap[g->rank] + g->self.at.scratch;
 }
 
 static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epic_call *call,
@@ -303,7 +303,7 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
     job->lag = COMBINE_LAG;
     mix(&a, (uint64_t)job->row_bytes);
     mix(&a, job->type);
-    job->seat = seat_of(g, call, operation, a);
+    job->self = self_of(g, call, operation, a);
     const bool few = !g->rare_sums && is_few(g, job->num_tokens, P2P_FEW_SUMS, job->row_bytes);
     if (few && likely_layout(g, job->plan_bytes, &at)) {
         job->likely_experts = g->experts;
@@ -378,7 +378,7 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     mix(&a, (uint64_t)job.row_bytes);
     mix(&a, args->type);
     mix(&a, (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
-    job.seat = seat_of(g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
+    job.self = self_of(g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
     return p2p_cuda(
         p2p_launch_combine_backward(&job, sms_of(g, &args->call), stream_of(&args->call)),
         "launching combine_backward");
@@ -388,7 +388,7 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
 
 static epic_result sum(epic_group *g, const epic_sum_args *args)
 {
-    const int64_t most = g->seat.at.source_bytes / 16 * 4; /* floats of one launch */
+    const int64_t most = g->self.at.source_bytes / 16 * 4; /* floats of one launch */
     alike a = {EPIC_OP_SUM};
     TRY(p2p_whole(g));
     mix(&a, (uint64_t)args->count);
@@ -396,7 +396,7 @@ static epic_result sum(epic_group *g, const epic_sum_args *args)
     int64_t done = 0;
     do {
         const int64_t left = args->count - done;
-        const p2p_sum_job job = {.seat = seat_of(g, &args->call, EPIC_OP_SUM, a),
+        const p2p_sum_job job = {.self = self_of(g, &args->call, EPIC_OP_SUM, a),
                                  .data = args->data + done,
                                  .count = left < most ? left : most,
                                  .order = args->order};

@@ -32,10 +32,10 @@ int shared_claim(epic_group *g)
     return -1;
 }
 
-static void raise_used_cells(shared_seat *seat, uint32_t count)
+static void raise_used_cells(shared_head *head, uint32_t count)
 {
-    uint32_t used = load_relaxed(&seat->used_cells);
-    while (used < count && !compare_swap(&seat->used_cells, &used, count)) continue;
+    uint32_t used = load_relaxed(&head->used_cells);
+    while (used < count && !compare_swap(&head->used_cells, &used, count)) continue;
 }
 
 /* The release order of tag and place shows the odd version to whoever reads the new ones. */
@@ -66,15 +66,15 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t place,
                      const epic_note *note)
 {
     shared_exchange *x = &g->exchanges[index];
-    shared_seat *seat = seat_of(g, g->rank);
+    shared_head *head = head_of(g, g->rank);
     x->tag = tag;
     x->place = place;
     x->out_everyone = (lane_end){0};
     x->slowest = g->rank;
     memset(x->links, 0, (size_t)g->num_ranks * sizeof *x->links);
-    raise_used_cells(seat, (uint32_t)index + 1);
+    raise_used_cells(head, (uint32_t)index + 1);
     write_cell(g, x, note);
-    store_release(&seat->last_cell, (uint32_t)index + 1);
+    store_release(&head->last_cell, (uint32_t)index + 1);
     for (int r = 0; r < g->num_ranks; r++)
         if (r != g->rank && shared_match(g, x, r)) shared_ring(g, x->links[r].cell);
 }
@@ -92,7 +92,7 @@ static bool holds(shared_cell *cell, uint64_t tag, uint64_t place)
 shared_cell *shared_find(const epic_group *g, int peer, uint64_t tag, uint64_t place, int first,
                          int *index)
 {
-    const int used = (int)load_ordered(&seat_of(g, peer)->used_cells);
+    const int used = (int)load_ordered(&head_of(g, peer)->used_cells);
     const int count = used < g->layout.num_cells ? used : g->layout.num_cells;
     for (int i = 0; i < count; i++) {
         *index = (first + i) % count;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank takes its seat on a shared segment, and leaves it. */
+/* A rank joins a shared segment, and leaves it. */
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -104,7 +104,7 @@ bool shared_is_ours(const char *segment, const shared_layout *layout, uint64_t g
 
 void shared_say_goodbye(epic_group *g)
 {
-    store_ordered(&seat_of(g, g->rank)->closed, 1);
+    store_ordered(&head_of(g, g->rank)->closed, 1);
     shared_ring_all(g);
 }
 

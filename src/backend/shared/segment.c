@@ -65,7 +65,7 @@ epic_result shared_layout_of(const epic_config *config, shared_layout *out)
     const int64_t n = l.num_ranks;
     l.cell_bytes = (int64_t)(sizeof(shared_cell) + (size_t)n * sizeof(shared_lane));
     l.staging_bytes = n > 1 ? l.everyone_bytes + (n - 1) * l.private_bytes : 0;
-    l.cells_at = sizeof(shared_seat);
+    l.cells_at = sizeof(shared_head);
     l.staging_at = round_up(l.cells_at + l.num_cells * l.cell_bytes, PAGE);
     l.block_bytes = round_up(l.staging_at + l.num_cells * l.staging_bytes, PAGE);
     l.segment_bytes = round_up(sizeof(shared_header), PAGE) + n * l.block_bytes;

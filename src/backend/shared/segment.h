@@ -2,7 +2,7 @@
 /* What lies in the memory that the ranks of a group share.
  *
  *   segment:  header, then one block for each rank, page-aligned
- *   block:    seat, cells [max_in_flight], staging [max_in_flight]
+ *   block:    head, cells [max_in_flight], staging [max_in_flight]
  *   staging:  of one cell: the lane to everyone, then the lanes to each peer in rank order
  *
  * No addresses are kept in it: every rank may see it somewhere else.  It starts as zeros, and
@@ -55,14 +55,14 @@ typedef struct shared_cell {
 } shared_cell;
 
 /* One rank. */
-typedef struct shared_seat {
+typedef struct shared_head {
     _Alignas(64) _Atomic uint32_t closed;
     _Atomic uint32_t used_cells;        /* cells from here on have never been used */
     _Atomic uint32_t last_cell;         /* cell of the last announcement, plus one */
     _Alignas(64) _Atomic uint32_t door; /* rung when a cell may have come free */
     _Atomic uint32_t sleepers;          /* threads at the door */
     shared_wait wait;                   /* of those threads */
-} shared_seat;
+} shared_head;
 
 typedef struct shared_header {
     uint64_t magic;

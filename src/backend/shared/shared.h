@@ -112,23 +112,23 @@ void shared_look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic
 void shared_break(epic_group *group, const epic_failure_info *failure);
 bool shared_failure(epic_group *group, epic_failure_info *out);
 
-static inline shared_seat *seat_of(const epic_group *group, int rank)
+static inline shared_head *head_of(const epic_group *group, int rank)
 {
     const shared_layout *l = &group->layout;
-    return (shared_seat *)(group->segment + l->segment_bytes -
+    return (shared_head *)(group->segment + l->segment_bytes -
                            (l->num_ranks - rank) * l->block_bytes);
 }
 
 static inline shared_cell *cell_of(const epic_group *group, int rank, int cell)
 {
     const shared_layout *l = &group->layout;
-    return (shared_cell *)((char *)seat_of(group, rank) + l->cells_at + cell * l->cell_bytes);
+    return (shared_cell *)((char *)head_of(group, rank) + l->cells_at + cell * l->cell_bytes);
 }
 
 static inline char *everyone_lane(const epic_group *group, int rank, int cell)
 {
     const shared_layout *l = &group->layout;
-    return (char *)seat_of(group, rank) + l->staging_at + cell * l->staging_bytes;
+    return (char *)head_of(group, rank) + l->staging_at + cell * l->staging_bytes;
 }
 
 static inline char *private_lane(const epic_group *group, int rank, int cell, int to)

@@ -8,7 +8,7 @@
 
 bool shared_is_gone(epic_group *g, int peer)
 {
-    return load_acquire(&seat_of(g, peer)->closed) || (g->is_dead && g->is_dead(g, peer));
+    return load_acquire(&head_of(g, peer)->closed) || (g->is_dead && g->is_dead(g, peer));
 }
 
 /* Waiting ranks show a sign of life every slice; the rest is for a busy machine. */
@@ -30,20 +30,20 @@ static void add_wait(const epic_group *g, const shared_wait *wait, epic_sight *o
 /* All that the peer waits for, in whatever operation. */
 static void add_all_waits(const epic_group *g, int peer, epic_sight *out)
 {
-    const shared_seat *seat = seat_of(g, peer);
-    const int used = (int)load_ordered(&seat->used_cells);
+    const shared_head *head = head_of(g, peer);
+    const int used = (int)load_ordered(&head->used_cells);
     for (int i = 0; i < used && i < g->layout.num_cells; i++) {
         const shared_cell *cell = cell_of(g, peer, i);
         if (!load_acquire(&cell->finished)) add_wait(g, &cell->wait, out);
     }
-    if (load_acquire(&seat->sleepers)) add_wait(g, &seat->wait, out);
+    if (load_acquire(&head->sleepers)) add_wait(g, &head->wait, out);
 }
 
 /* The last announcement.  Its cell may be rewritten meanwhile, by a newer one. */
 static void add_last(const epic_group *g, int peer, epic_sight *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {
-        const uint32_t last = load_acquire(&seat_of(g, peer)->last_cell);
+        const uint32_t last = load_acquire(&head_of(g, peer)->last_cell);
         if (last == 0 || last > (uint32_t)g->layout.num_cells) return;
         const shared_cell *cell = cell_of(g, peer, (int)last - 1);
         const uint64_t version = load_acquire(&cell->version);
@@ -58,10 +58,10 @@ static void add_last(const epic_group *g, int peer, epic_sight *out)
 void shared_look(epic_group *g, int peer, uint64_t tag, uint64_t place, epic_sight *out)
 {
     memset(out, 0, sizeof *out);
-    /* A peer closes its seat first and ends then.  Asked in the other order, one that does both
+    /* A peer says that it closes first and ends then.  Asked in the other order, one that does both
      * between the two questions would be gone without having closed: a process that died. */
     out->gone = shared_is_gone(g, peer);
-    out->closed = load_acquire(&seat_of(g, peer)->closed);
+    out->closed = load_acquire(&head_of(g, peer)->closed);
     out->gone |= out->closed;
     add_last(g, peer, out);
     int index;

@@ -41,17 +41,17 @@ void shared_ring(const epic_group *g, shared_cell *cell)
 
 void shared_ring_door(const epic_group *g, int rank)
 {
-    shared_seat *seat = seat_of(g, rank);
-    if (load_ordered(&seat->sleepers) == 0) return;
-    add_ordered(&seat->door, 1);
-    futex_wake(g, &seat->door);
+    shared_head *head = head_of(g, rank);
+    if (load_ordered(&head->sleepers) == 0) return;
+    add_ordered(&head->door, 1);
+    futex_wake(g, &head->door);
 }
 
 void shared_ring_all(const epic_group *g)
 {
     for (int r = 0; r < g->num_ranks; r++) {
         shared_ring_door(g, r);
-        const int used = (int)load_ordered(&seat_of(g, r)->used_cells);
+        const int used = (int)load_ordered(&head_of(g, r)->used_cells);
         for (int i = 0; i < used && i < g->layout.num_cells; i++)
             shared_ring(g, cell_of(g, r, i));
     }
@@ -130,14 +130,14 @@ static bool any_cell_free(epic_group *g)
 /* Several threads may stand at the door; each asks for itself after it has been counted. */
 static void sleep_at_door(epic_group *g, const uint64_t *waits_for, uint64_t deadline)
 {
-    shared_seat *seat = seat_of(g, g->rank);
-    add_ordered(&seat->sleepers, 1);
+    shared_head *head = head_of(g, g->rank);
+    add_ordered(&head->sleepers, 1);
     do {
-        const uint32_t seen = load_ordered(&seat->door);
+        const uint32_t seen = load_ordered(&head->door);
         if (any_cell_free(g)) break;
-        sleep_slice(g, &seat->door, seen, deadline);
-    } while (sleeps_on(g, &seat->wait, waits_for, deadline));
-    add_ordered(&seat->sleepers, (uint32_t)-1);
+        sleep_slice(g, &head->door, seen, deadline);
+    } while (sleeps_on(g, &head->wait, waits_for, deadline));
+    add_ordered(&head->sleepers, (uint32_t)-1);
 }
 
 void shared_sleep(epic_group *g, int index, uint32_t phase, const uint64_t *waits_for,
@@ -145,7 +145,7 @@ void shared_sleep(epic_group *g, int index, uint32_t phase, const uint64_t *wait
 {
     const uint64_t deadline = shared_now_ns() + ms * 1000000ull;
     if (index < 0) {
-        show_wait(g, &seat_of(g, g->rank)->wait, phase, waits_for);
+        show_wait(g, &head_of(g, g->rank)->wait, phase, waits_for);
         sleep_at_door(g, waits_for, deadline);
         return;
     }

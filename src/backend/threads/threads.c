@@ -19,7 +19,7 @@ typedef struct hall {
     char *segment;
     int num_inside;            /* ranks that hold it */
     int num_seen;              /* ranks that came, also those that have gone */
-    bool seen[EPIC_MAX_RANKS]; /* a seat is taken once */
+    bool seen[EPIC_MAX_RANKS]; /* a rank joins once */
 } hall;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the table and its halls */

@@ -40,11 +40,11 @@ def handlers() -> ctypes.CDLL:
     """libepic_jax.so, its handlers registered.  XLA holds bare pointers: it is never unloaded."""
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_jax.so")))
-    seat: list[Any] = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int32]
-    library.epic_jax_seat_add.argtypes = [*seat, ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p]
-    library.epic_jax_seat_add.restype = ctypes.c_int
-    library.epic_jax_seat_remove.argtypes = seat
-    library.epic_jax_seat_remove.restype = ctypes.c_void_p
+    member: list[Any] = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int32]
+    library.epic_jax_member_add.argtypes = [*member, ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p]
+    library.epic_jax_member_add.restype = ctypes.c_int
+    library.epic_jax_member_remove.argtypes = member
+    library.epic_jax_member_remove.restype = ctypes.c_void_p
     library.epic_watch_interrupts.argtypes = [ctypes.c_int]
 
     def register(target: str, symbol: str, platform: str) -> None:

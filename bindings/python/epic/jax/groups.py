@@ -76,7 +76,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Member:
     """A device of this process in one of the groups that share a name.  ordinal: as XLA's
     handlers count the devices of a platform."""
 
@@ -91,7 +91,7 @@ class Opened:
     """What a group holds in this process."""
 
     group: Group
-    contexts: dict[Seat, int]
+    contexts: dict[Member, int]
     exchanges: list[StoreExchange]
 
 
@@ -103,18 +103,18 @@ lock = threading.Lock()
 # ------------------------------------------------------------------ who sits where ----
 
 
-def seat_of(device: Any, index: int, rank: int) -> Seat:
+def member_of(device: Any, index: int, rank: int) -> Member:
     """On CPUs handlers see the global id of a device, on GPUs the number that CUDA knows."""
     if device.platform == "gpu":
-        return Seat(True, device.local_hardware_id, index, rank)
-    return Seat(False, device.id, index, rank)
+        return Member(True, device.local_hardware_id, index, rank)
+    return Member(False, device.id, index, rank)
 
 
-def local_seats(groups: list[list[Any]]) -> list[Seat]:
-    """The seats of this process."""
+def local_members(groups: list[list[Any]]) -> list[Member]:
+    """The members of this process."""
     here = groups[0][0].client.process_index()
     return [
-        seat_of(device, index, rank)
+        member_of(device, index, rank)
         for index, group in enumerate(groups)
         for rank, device in enumerate(group)
         if device.process_index == here
@@ -125,11 +125,11 @@ def local_seats(groups: list[list[Any]]) -> list[Seat]:
 
 
 def choose_meeting(
-    meet: Tcp | Exchange | None, group: str, seats: list[Seat], num_ranks: int, timeout_ms: int
-) -> tuple[Callable[[Seat], Meeting], list[StoreExchange]]:
-    """How each seat gets its meeting, and the exchanges that were made for it."""
-    indices = {seat.index for seat in seats}
-    local = all(sum(s.index == i for s in seats) == num_ranks for i in indices)
+    meet: Tcp | Exchange | None, group: str, members: list[Member], num_ranks: int, timeout_ms: int
+) -> tuple[Callable[[Member], Meeting], list[StoreExchange]]:
+    """How each member gets its meeting, and the exchanges that were made for it."""
+    indices = {member.index for member in members}
+    local = all(sum(s.index == i for s in members) == num_ranks for i in indices)
     if isinstance(meet, Tcp):
         return lambda s: meeting.by_tcp(meet, s.index, s.rank, num_ranks, timeout_ms), []
     if meet is not None:
@@ -151,10 +151,10 @@ def choose_meeting(
     )
 
 
-def open_seat(meeting_of: Callable[[Seat], Meeting], config: Any, seat: Seat) -> int:
-    """Opens the context of one seat; blocks until its peers open theirs."""
-    meet = meeting_of(seat)
-    with cuda.current(seat.ordinal) if seat.is_gpu else contextlib.nullcontext():
+def open_member(meeting_of: Callable[[Member], Meeting], config: Any, member: Member) -> int:
+    """Opens the context of one member; blocks until its peers open theirs."""
+    meet = meeting_of(member)
+    with cuda.current(member.ordinal) if member.is_gpu else contextlib.nullcontext():
         return meeting.open_context(meet, config)
 
 
@@ -221,7 +221,7 @@ def open(
     if mesh is not None:
         groups, count = places.by_rank(mesh, axes)
         devices_of = places.ids(groups)
-        seats = local_seats(groups)
+        members = local_members(groups)
         platform = groups[0][0].platform
     else:
         axes, devices_of = (), ()
@@ -232,7 +232,7 @@ def open(
             raise EpicArgumentError(
                 f"ranks {taken}: this process has {len(devices)} devices for them"
             )
-        seats = [seat_of(d, 0, r) for d, r in zip(devices, taken, strict=False)]
+        members = [member_of(d, 0, r) for d, r in zip(devices, taken, strict=False)]
         platform = devices[0].platform
     max_tokens, max_row_bytes = choose_sizes(mesh, like, token_axes, max_tokens, max_row_bytes)
     backend = choose_backend(platform, backend)
@@ -252,7 +252,7 @@ def open(
         opened[name] = Opened(group, {}, [])
         generations[name] += 1
     try:
-        fill(group, seats, meet, config)
+        fill(group, members, meet, config)
     except BaseException:
         with lock:
             opened.pop(name, None)
@@ -260,36 +260,36 @@ def open(
     return group
 
 
-def fill(group: Group, seats: list[Seat], meet: Tcp | Exchange | None, config: Any) -> None:
-    """Opens all seats of this process at once and tells the handlers."""
-    if not seats:
+def fill(group: Group, members: list[Member], meet: Tcp | Exchange | None, config: Any) -> None:
+    """Opens all members of this process at once and tells the handlers."""
+    if not members:
         return
     timeout_ms = config.timeout_ms or DEFAULT_TIMEOUT_MS
-    meeting_of, exchanges = choose_meeting(meet, group.name, seats, group.num_ranks, timeout_ms)
+    meeting_of, exchanges = choose_meeting(meet, group.name, members, group.num_ranks, timeout_ms)
     endings.begin("epic.jax", handlers(), abort, close_all)
-    openers = {seat: meeting.Opener(partial(open_seat, meeting_of, config, seat)) for seat in seats}
+    openers = {member: meeting.Opener(partial(open_member, meeting_of, config, member)) for member in members}
     meeting.wait_for(openers.values())
-    contexts = {seat: opener.context for seat, opener in openers.items() if opener.context}
+    contexts = {member: opener.context for member, opener in openers.items() if opener.context}
     errors = [opener.error for opener in openers.values() if opener.error]
     if errors:
         meeting.end(contexts.values())
         raise errors[0]
     opened[group.name] = Opened(group, contexts, exchanges)
     devices = places.text(group).encode()
-    for seat, context in contexts.items():
-        where = (seat.is_gpu, seat.ordinal, devices, seat.rank)
-        if handlers().epic_jax_seat_add(group.name.encode(), *where, context):
+    for member, context in contexts.items():
+        where = (member.is_gpu, member.ordinal, devices, member.rank)
+        if handlers().epic_jax_member_add(group.name.encode(), *where, context):
             close(group)
             raise EpicArgumentError(f"name {group.name!r}: at most 63 bytes are allowed")
 
 
 def close(group: Group) -> None:
-    """Gives this process's seats back, after the operations in flight.  A group may be opened
+    """Closes this process's members, after the operations in flight.  A group may be opened
     again under its name, also under programs compiled before.  On GPUs with command buffers
     all programs are compiled again, as XLA's graphs hold what the context had.
 
     Wait for the results of the last program first (jax.block_until_ready): where one device no
-    longer finds its seat and another waits in an XLA collective, XLA ends the process.  Arrays
+    longer finds its member and another waits in an XLA collective, XLA ends the process.  Arrays
     that are alive are waited for here."""
     with lock:
         state = opened.get(group.name)
@@ -298,8 +298,8 @@ def close(group: Group) -> None:
     settle()
     with lock:
         opened.pop(group.name, None)
-    for seat in state.contexts:
-        handlers().epic_jax_seat_remove(group.name.encode(), seat.is_gpu, seat.ordinal)
+    for member in state.contexts:
+        handlers().epic_jax_member_remove(group.name.encode(), member.is_gpu, member.ordinal)
     if group.platform == "gpu" and group.command_buffers:
         jax.clear_caches()  # a graph would use this context's memory, and asks nobody
     meeting.end(state.contexts.values())

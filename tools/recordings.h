@@ -1,28 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds flight recorders of this user's processes on this host, under /proc/PID/fd. */
-#ifndef EPIC_SEATS_H
-#define EPIC_SEATS_H
+#ifndef EPIC_RECORDINGS_H
+#define EPIC_RECORDINGS_H
 
 #include <sys/types.h>
 
 #include "base/recorder.h"
 
-#define MAX_SEATS 1024
+#define MAX_RECORDINGS 1024
 
 /* A recorder that was found.  A forked child holds its parent's too, so the file counts. */
-typedef struct seat {
+typedef struct recording {
     const recorder_page *page;
     dev_t device;
     ino_t file;
     int holder; /* the process that it was found in */
-} seat;
+} recording;
 
-typedef struct seats {
-    seat list[MAX_SEATS];
+typedef struct recordings {
+    recording list[MAX_RECORDINGS];
     int num;
-} seats;
+} recordings;
 
 /* Every recorder of any group, by group, then by rank.  Mapped until the program ends.  *out is zero before. */
-void seats_find(seats *out);
+void recordings_find(recordings *out);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What every part of the program does with its rank. */
-#include "seat.h"
+#include "group.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -18,11 +18,11 @@ bool complain(const char *format, ...)
     return false;
 }
 
-bool works(const seat *s, epic_result result, const char *what)
+bool works(const group *g, epic_result result, const char *what)
 {
     if (result == EPIC_OK) return true;
-    return complain("rank %d: %s: %s: %s", s->rank, what, epic_result_name(result),
-                    epic_error(s->ctx));
+    return complain("rank %d: %s: %s: %s", g->rank, what, epic_result_name(result),
+                    epic_error(g->ctx));
 }
 
 void *memory(int64_t bytes)
@@ -36,29 +36,29 @@ void *memory(int64_t bytes)
     return memset(at, 0, size);
 }
 
-bool sum_over_ranks(const seat *s, float *data, int64_t count)
+bool sum_over_ranks(const group *g, float *data, int64_t count)
 {
     const epic_sum_args sum = {.data = data, .count = count, .order = EPIC_TREE};
-    return works(s, epic_sum(s->ctx, &sum), "sum");
+    return works(g, epic_sum(g->ctx, &sum), "sum");
 }
 
-bool all_equal(const seat *s, uint64_t number, const char *what)
+bool all_equal(const group *g, uint64_t number, const char *what)
 {
     enum { PIECES = 4 }; /* of 16 bits: exact in float32 */
-    float *seen = memory((int64_t)s->num_ranks * PIECES * 4);
+    float *seen = memory((int64_t)g->num_ranks * PIECES * 4);
     for (int i = 0; i < PIECES; i++)
-        seen[s->rank * PIECES + i] = (float)(number >> (16 * i) & 0xffff);
-    bool equal = sum_over_ranks(s, seen, (int64_t)s->num_ranks * PIECES);
-    for (int r = 1; equal && r < s->num_ranks; r++) {
+        seen[g->rank * PIECES + i] = (float)(number >> (16 * i) & 0xffff);
+    bool equal = sum_over_ranks(g, seen, (int64_t)g->num_ranks * PIECES);
+    for (int r = 1; equal && r < g->num_ranks; r++) {
         equal = !memcmp(seen, seen + r * PIECES, PIECES * sizeof *seen);
-        if (!equal && s->rank == 0) complain("rank %d has %s than rank 0", r, what);
+        if (!equal && g->rank == 0) complain("rank %d has %s than rank 0", r, what);
     }
     free(seen);
     return equal;
 }
 
-bool all_good(const seat *s, bool good)
+bool all_good(const group *g, bool good)
 {
     float bad = !good;
-    return sum_over_ranks(s, &bad, 1) && bad == 0;
+    return sum_over_ranks(g, &bad, 1) && bad == 0;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds flight recorders of this user's processes on this host, under /proc/PID/fd. */
-#include "seats.h"
+#include "recordings.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -18,10 +18,10 @@ static bool is_number(const char *text)
 }
 
 /* Seen before, as another descriptor; the process that opened it is the better holder. */
-static bool known(seats *all, const struct stat *file, int holder)
+static bool known(recordings *all, const struct stat *file, int holder)
 {
     for (int i = 0; i < all->num; i++) {
-        seat *s = &all->list[i];
+        recording *s = &all->list[i];
         if (s->device != file->st_dev || s->file != file->st_ino) continue;
         if (s->page->pid == holder) s->holder = holder;
         return true;
@@ -29,23 +29,23 @@ static bool known(seats *all, const struct stat *file, int holder)
     return false;
 }
 
-static void add_file(seats *all, const char *path, int holder)
+static void add_file(recordings *all, const char *path, int holder)
 {
     struct stat file;
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return;
     if (fstat(fd, &file) == 0 && file.st_uid == geteuid() && !known(all, &file, holder) &&
-        all->num < MAX_SEATS) {
+        all->num < MAX_RECORDINGS) {
         const recorder_page *page = recorder_map(fd);
         if (page && !atomic_load(&page->closed))
-            all->list[all->num++] = (seat){page, file.st_dev, file.st_ino, holder};
+            all->list[all->num++] = (recording){page, file.st_dev, file.st_ino, holder};
         else
             recorder_unmap(page);
     }
     close(fd);
 }
 
-static void add_process(seats *all, const char *pid)
+static void add_process(recordings *all, const char *pid)
 {
     char folder[64], path[512], link[512];
     snprintf(folder, sizeof folder, "/proc/%.20s/fd", pid);
@@ -63,13 +63,13 @@ static void add_process(seats *all, const char *pid)
 
 static int by_rank(const void *a, const void *b)
 {
-    const recorder_page *p = ((const seat *)a)->page, *q = ((const seat *)b)->page;
+    const recorder_page *p = ((const recording *)a)->page, *q = ((const recording *)b)->page;
     if (p->group_id != q->group_id) return p->group_id < q->group_id ? -1 : 1;
     if (p->rank != q->rank) return p->rank < q->rank ? -1 : 1;
     return (p->opened_ns > q->opened_ns) - (p->opened_ns < q->opened_ns);
 }
 
-void seats_find(seats *out)
+void recordings_find(recordings *out)
 {
     DIR *processes = opendir("/proc");
     if (!processes) return;

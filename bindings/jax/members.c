@@ -1,0 +1,149 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The members of this process: a list under one mutex, which is never held across a wait. */
+#include "members.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ffi.h"
+
+struct member {
+    char name[MEMBERS_NAME];
+    member_device device;
+    member_place place;
+    epic_context *ctx;
+    member_use *uses; /* in flight */
+    struct member *next;
+};
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
+static member *members;
+
+/* name NULL: of any group. */
+static bool is_at(const member *member, const char *name, member_device device)
+{
+    return member->device.ordinal == device.ordinal && member->device.is_gpu == device.is_gpu &&
+           (name == NULL || strcmp(member->name, name) == 0);
+}
+
+static member **find(const char *name, member_device device)
+{
+    member **at = &members;
+    while (*at != NULL && !is_at(*at, name, device)) at = &(*at)->next;
+    return at;
+}
+
+static bool is_busy(const member *found, uint64_t tag)
+{
+    for (const member_use *use = found->uses; use != NULL; use = use->next)
+        if (use->tag == tag) return true;
+    return false;
+}
+
+/* Once one operation of a tag cannot be made, the order of the tag is lost for good, and peers
+ * would wait for it until their deadline. */
+static void tell_peers(epic_context *ctx, uint64_t tag, member_answer answer)
+{
+    if (answer == MEMBER_TAG_BUSY)
+        epic_abort(
+            ctx, tag,
+            "two calls of the program share a number (an inner jit that is called twice?) "
+            "and came at once: give their plans different channel=, or order them by after=");
+    if (answer == MEMBER_OTHER_RANK)
+        epic_abort(ctx, tag,
+                   "the mesh of the program has the group's devices in another order than the "
+                   "mesh that the group was opened with");
+}
+
+static member_answer answer_of(const member *found, const member_use *use,
+                               const member_place *place)
+{
+    if (found == NULL) return MEMBER_NONE;
+    if (strcmp(found->place.devices, place->devices) != 0) return MEMBER_OTHER_DEVICES;
+    if (place->rank >= 0 && place->rank != found->place.rank) return MEMBER_OTHER_RANK;
+    if (!found->device.is_gpu && is_busy(found, use->tag)) return MEMBER_TAG_BUSY;
+    return MEMBER_OK;
+}
+
+static void sit(member_use *use, member *member)
+{
+    use->member = member;
+    use->ctx = member->ctx;
+    use->next = member->uses;
+    member->uses = use;
+}
+
+member_answer member_enter(member_use *use, const char *name, member_device device,
+                           member_place *place)
+{
+    pthread_mutex_lock(&mutex);
+    member *found = *find(name, device);
+    const member_answer answer = answer_of(found, use, place);
+    if (answer == MEMBER_OK)
+        sit(use, found);
+    else if (found != NULL)
+        tell_peers(found->ctx, use->tag, answer);
+    if (found != NULL) *place = found->place;
+    pthread_mutex_unlock(&mutex);
+    return answer;
+}
+
+member_answer member_borrow(member_use *use, member_device device)
+{
+    pthread_mutex_lock(&mutex);
+    member *found = *find(NULL, device);
+    if (found != NULL) sit(use, found);
+    pthread_mutex_unlock(&mutex);
+    return found != NULL ? MEMBER_OK : MEMBER_NONE;
+}
+
+void member_leave(member_use *use)
+{
+    pthread_mutex_lock(&mutex);
+    member_use **at = &use->member->uses;
+    while (*at != use) at = &(*at)->next;
+    *at = use->next;
+    pthread_cond_broadcast(&left);
+    pthread_mutex_unlock(&mutex);
+}
+
+FFI_EXPORT int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal,
+                                   const char *devices, int32_t rank, epic_context *ctx)
+{
+    const member_device device = {is_gpu != 0, ordinal};
+    member *made = calloc(1, sizeof *made);
+    if (made == NULL) return 2;
+    pthread_mutex_lock(&mutex);
+    const bool refused = strlen(name) >= MEMBERS_NAME || strlen(devices) >= MEMBERS_DEVICES ||
+                         *find(name, device) != NULL;
+    if (!refused) {
+        strcpy(made->name, name);
+        strcpy(made->place.devices, devices);
+        made->place.rank = rank;
+        made->device = device;
+        made->ctx = ctx;
+        made->next = members;
+        members = made;
+    }
+    pthread_mutex_unlock(&mutex);
+    if (refused) free(made);
+    return refused;
+}
+
+FFI_EXPORT epic_context *epic_jax_member_remove(const char *name, int is_gpu, int32_t ordinal)
+{
+    const member_device device = {is_gpu != 0, ordinal};
+    pthread_mutex_lock(&mutex);
+    member **at = find(name, device), *found = *at;
+    epic_context *ctx = NULL;
+    if (found != NULL) {
+        *at = found->next;
+        while (found->uses != NULL) pthread_cond_wait(&left, &mutex);
+        ctx = found->ctx;
+    }
+    pthread_mutex_unlock(&mutex);
+    free(found);
+    return ctx;
+}
