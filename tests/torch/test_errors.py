@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,3 +246,33 @@ def test_a_killed_rank() -> None:
     for good, said in answers[:3]:
         assert good, said
         assert said[0] < NOTICED + 1, said
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_nothing_is_kept() -> None:
+    """By calls that succeed or fail: arguments and results are given back."""
+    rows = torch.ones(64, 1000)
+    ids = torch.zeros((64, TOP_K), dtype=torch.int32)
+    ops = torch.ops.epic
+    with alone() as group:
+        plan = epic.torch.plan(group, LAYER, ids)
+        weights = torch.ones(64, TOP_K)
+        damaged = torch.zeros_like(plan.bytes)
+
+        def run(count: int) -> None:
+            for _ in range(count):
+                recv, slot = epic.torch.dispatch(plan, rows.clone(), weights.clone())
+                epic.torch.combine(plan, recv, slot)
+                for data in (damaged, weights):
+                    args = (data, rows.clone(), weights.clone(), plan.capacity, 1, group.number, 0)
+                    with pytest.raises(RuntimeError, match="EPIC_EINVAL"):
+                        ops.dispatch.default(group.turn, *args)
+
+        run(20)
+        before = resident()
+        run(200)  # 256 kB and more each time
+        assert resident() - before < 20e6
