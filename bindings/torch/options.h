@@ -16,16 +16,17 @@
 #define LAYER_FIELDS(INT, prefix) \
     INT(prefix, num_experts) INT(prefix, top_k) PLACING_FIELDS(INT, prefix) INT(prefix, layout)
 
-#define ROUTER_FIELDS(INT, REAL, prefix)                                       \
-    INT(prefix, num_experts)                                                   \
-    INT(prefix, top_k)                                                         \
-    INT(prefix, score)                                                         \
-    INT(prefix, zero_experts)                                                  \
-    INT(prefix, num_groups)                                                    \
-    INT(prefix, topk_groups)                                                   \
-    INT(prefix, group_score) INT(prefix, group_best) INT(prefix, group_others) \
-        INT(prefix, weight_rule) INT(prefix, normalize) REAL(prefix, eps)      \
-            REAL(prefix, norm_min) REAL(prefix, jitter) REAL(prefix, scale)
+#define ROUTER_FIELDS(INT, REAL, prefix)                                                     \
+    INT(prefix, num_experts)                                                                 \
+    INT(prefix, top_k)                                                                       \
+    INT(prefix, score)                                                                       \
+    INT(prefix, zero_experts)                                                                \
+    INT(prefix, num_groups)                                                                  \
+    INT(prefix, topk_groups)                                                                 \
+    INT(prefix, group_score)                                                                 \
+    INT(prefix, group_best) INT(prefix, group_others) INT(prefix, weight_rule)               \
+        INT(prefix, normalize) REAL(prefix, eps) REAL(prefix, norm_min) REAL(prefix, jitter) \
+            REAL(prefix, scale)
 
 #define EXPERTS_FIELDS(INT, REAL, prefix) \
     INT(prefix, num_local_experts)        \
