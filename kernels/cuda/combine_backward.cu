@@ -14,8 +14,14 @@
 #include "cuda/combine_backward_stream.cuh"
 #include "cuda/launch.cuh"
 
+/* Quantizing takes more registers, of which fewer threads have more. */
+template <class ROW> static constexpr int block_for(bool quantize)
+{
+    return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
+}
+
 template <class ROW, bool EXACT, bool QUANTIZE>
-__global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
+__global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
 {
     constexpr int V = Dot<ROW>::V;
@@ -64,16 +70,16 @@ static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
                               : kernel_for<F32>(exact, quantize);
 }
 
-static int block_of(uint32_t type)
+static int block_of(uint32_t type, bool quantize)
 {
-    return type == EPIC_F32 ? Dot<F32>::BLOCK : Dot<Bf16>::BLOCK;
+    return type == EPIC_F32 ? block_for<F32>(quantize) : block_for<Bf16>(quantize);
 }
 
-static int memory_bytes(uint32_t type)
+static int memory_bytes(uint32_t type, bool quantize)
 {
-    return block_of(type) / WARP *
-           (type == EPIC_F32 ? GradientStream<F32, true, false>::WARP_BYTES
-                             : GradientStream<Bf16, true, false>::WARP_BYTES);
+    const int warp_bytes = type == EPIC_F32 ? GradientStream<F32, true, false>::WARP_BYTES
+                                            : GradientStream<Bf16, true, false>::WARP_BYTES;
+    return block_of(type, quantize) / WARP * warp_bytes;
 }
 
 extern "C" cudaError_t p2p_load_combine_backward(void)
@@ -82,7 +88,7 @@ extern "C" cudaError_t p2p_load_combine_backward(void)
         for (int kind = 0; kind < 3; kind++) {
             const cudaError_t error = cudaFuncSetAttribute(
                 kernel_of(type, kind == 1, kind == 2),
-                cudaFuncAttributeMaxDynamicSharedMemorySize, memory_bytes(type));
+                cudaFuncAttributeMaxDynamicSharedMemorySize, memory_bytes(type, kind == 2));
             if (error != cudaSuccess) return error;
         }
     return cudaSuccess;
@@ -93,7 +99,8 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
 {
     const int vectors = job->type == EPIC_F32 ? 8 : 4;
     const bool exact = job->aligned && job->row_bytes % (vectors * 512) == 0;
-    const int block = block_of(job->type), bytes = memory_bytes(job->type);
+    const bool quantize = job->quantize != 0;
+    const int block = block_of(job->type, quantize), bytes = memory_bytes(job->type, quantize);
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self);
     deal(copy, num_sms, block, roles, vectors);
@@ -106,6 +113,5 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     if (job->row_bytes <= 4096 && copy.lag > 128)
         copy.lag = 128; /* short rows: what is enough */
     if (copy.lag < lag) copy.lag = lag;
-    return enqueue(kernel_of(job->type, exact, job->quantize != 0), num_sms, block, bytes,
-                   stream, copy);
+    return enqueue(kernel_of(job->type, exact, quantize), num_sms, block, bytes, stream, copy);
 }

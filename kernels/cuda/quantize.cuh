@@ -16,6 +16,7 @@
 #define NAN_E4M3 0x7f7f7f7fu /* four of them */
 #define E4M3_LARGEST 448.0f
 #define SMALL_WORD 0x17800000u /* 2^-80: from here on no remainder of quotient() is subnormal */
+#define LARGER 0x1p64f
 
 template <int V, int N> struct Quantized {
     static constexpr int LANES = QUANTIZE_BLOCK / N; /* that share a word of scales */
@@ -55,18 +56,10 @@ __device__ __forceinline__ float quotient(float x, float s, float minus_r)
     return __fmaf_rn(__fmaf_rn(q, s, -x), minus_r, q);
 }
 
-/* Where a remainder may be subnormal; by itself, as it is rare and long. */
-static __device__ __noinline__ float divide(float x, float s)
+/* Of a block whose largest size has these bits. */
+__device__ __forceinline__ float scale_1x128(uint32_t bits)
 {
-    return __fdiv_rn(x, s);
-}
-
-/* Of a block whose largest size has these bits; `rare` if that is small. */
-__device__ __forceinline__ float scale_1x128(uint32_t bits, bool rare)
-{
-    const float size = __uint_as_float(bits);
-    const float s =
-        rare ? divide(size, E4M3_LARGEST) : quotient(size, E4M3_LARGEST, -1.0f / E4M3_LARGEST);
+    const float s = __fdiv_rn(__uint_as_float(bits), E4M3_LARGEST);
     if (bits >= INFINITY_WORD) return __uint_as_float(NAN_SCALE);
     return s == 0.0f ? 1.0f : s;
 }
@@ -80,16 +73,24 @@ __device__ __forceinline__ uint32_t scale_1x32(uint32_t largest_bits)
     return (uint32_t)max(scale, 0);
 }
 
-/* N elements of a block of 128; returns its word of scales. */
+/* N elements of a block of 128; returns its word of scales.  A block of small ones is made larger
+ * before it is divided, and its scale too. */
 template <int N> __device__ __forceinline__ uint32_t divide_1x128(float (&x)[N])
 {
     const uint32_t bits = largest<N>(x, QUANTIZE_BLOCK / N);
-    const bool rare = __any_sync(ALL_LANES, bits && bits < SMALL_WORD) != 0;
-    const float s = scale_1x128(bits, rare);
+    const bool small = bits && bits < SMALL_WORD;
+    const float scale = scale_1x128(bits);
+    float s = scale;
+    if (__any_sync(ALL_LANES, small)) {
+        const float factor = small ? LARGER : 1.0f;
+        s = __fmul_rn(s, factor);
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], factor);
+    }
     const float minus_r = -__frcp_rn(s);
 #pragma unroll
-    for (int i = 0; i < N; i++) x[i] = rare ? divide(x[i], s) : quotient(x[i], s, minus_r);
-    return __float_as_uint(s);
+    for (int i = 0; i < N; i++) x[i] = quotient(x[i], s, minus_r);
+    return __float_as_uint(scale);
 }
 
 /* The same of blocks of 32, whose scales lie side by side in a word. */
