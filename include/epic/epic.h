@@ -386,12 +386,12 @@ typedef struct epic_plan_args {
 /* Makes the plan.  An id >= num_experts (with replicas: num_logical) is a class (b) error that
  * names rank, token, k and value, and so is a table that cannot be used; ranks with different
  * tables get EPIC_EMISMATCH.  Slot order: local expert, source rank, token, k.  An expert that
- * drops keeps its first choices by the layer's priority; with expert_capacity alone these are the
- * same on any number of ranks.  A slab's length is its count rounded up to the alignment; an
- * expert with no token takes no slot.  num_local_experts is the largest number of experts that
- * one rank owns.  The bytes hold no address: they may be copied and moved.  Demand above
- * capacity: EPIC_EOVERFLOW on every rank, unless the layer drops.  Errors: (a) EPIC_EINVAL,
- * EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c). */
+ * drops keeps its first choices by the layer's priority; with expert_capacity alone these are
+ * the same on any number of ranks.  A slab's length is its count rounded up to the alignment;
+ * an expert with no token takes no slot.  num_local_experts is the largest number of experts
+ * that one rank owns.  The bytes hold no address: they may be copied and moved.  Demand above
+ * capacity: EPIC_EOVERFLOW on every rank, unless the layer drops.
+ * Errors: (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c). */
 static inline epic_result epic_plan(epic_context *ctx, const epic_plan_args *args);
 
 typedef enum epic_quantize {
@@ -530,7 +530,8 @@ typedef struct epic_sum_replicas_args {
  *   BY_RANK: each rank its own replicas, ascending; then epic_sum by rank.
  *   TREE: each leaf its own replicas, ascending, 0 if it has none; then all leaves in a binary
  *     tree, with contiguous blocks of experts: the same bits for every number of ranks.
- * Host contexts only.  Errors: as epic_combine, and EPIC_ENOTSUP. */
+ * Several operations of call.tag, one after the other.  Host contexts only.  Errors: as
+ * epic_combine, and EPIC_ENOTSUP. */
 static inline epic_result epic_sum_replicas(epic_context *ctx,
                                             const epic_sum_replicas_args *args);
 

@@ -249,7 +249,7 @@ static const struct {
     {"random cases", many_cases, 60},     {"lanes shorter than rows", small_lanes, 40},
     {"random delays", delayed_cases, 10}, {"one case repeated", repeated_case, 100},
     {"tree order", tree_cases, 100},      {"side by side", side_by_side, 7},
-    {"many tags", many_tags, 2},          {"bad data", bad_data, 10},
+    {"many tags", many_tags, 2},          {"bad data", bad_data, 6},
     {"simple step", simple_step, 12},
 };
 

@@ -49,6 +49,7 @@ static const wrong table[] = {
     {ALL, FIELD(moe.flags), 6, "moe.flags", "0x6"},
     {ALL, FIELD(moe.pad), 9, "moe.pad", "9"},
     {ALL, FIELD(layer.layout), EPIC_FLAT, "moe.layer.layout", "1"},
+    {ALL, FIELD(layer.num_logical), 3, "moe.router.num_experts is 4", "num_logical is 3"},
     {ALL, FIELD(layer.num_experts), 0, "layer.num_experts", "0"},
     {ALL, FIELD(layer.top_k), 65, "layer.top_k", "65"},
     {ALL, FIELD(layer.leaves), 4, "layer.leaves", "4"},

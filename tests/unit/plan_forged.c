@@ -44,16 +44,20 @@ static bool is_good(const forged *f)
 static void make_plan(forged *f, run_random *random)
 {
     const epic_config config = {.max_tokens = TOKENS, .max_row_bytes = 512, .num_ranks = 1};
-    int32_t ids[TOKENS * MAX_TOP_K];
+    const uint32_t logical = f->layer.num_logical;
+    int32_t ids[TOKENS * MAX_TOP_K], logical_of[16];
     for (uint32_t i = 0; i < TOKENS * f->layer.top_k; i++)
-        ids[i] = (int32_t)run_between(random, -1, (int64_t)f->layer.num_experts - 1);
+        ids[i] = (int32_t)run_between(random, -1, (int64_t)layer_num_ids(&f->layer) - 1);
+    for (uint32_t e = 0; logical && e < f->layer.num_experts; e++)
+        logical_of[e] = (int32_t)(e % logical);
     const size_t room = epic_plan_bytes(&config, &f->layer);
     unsigned char *plan = malloc(room);
     const epic_plan_args args = {.layer = &f->layer,
                                  .plan = plan,
                                  .plan_bytes = room,
                                  .topk_idx = ids,
-                                 .num_tokens = TOKENS};
+                                 .num_tokens = TOKENS,
+                                 .logical_of_expert = logical ? logical_of : NULL};
     check_result(epic_plan(f->ctx, &args), EPIC_OK);
     const plan_header *h = (const plan_header *)plan;
     f->bytes = (size_t)h->bytes;
@@ -106,6 +110,13 @@ static void use_plan(const forged *f)
         apart.slot_weights = by_slot;
         apart.d_slot_weights = by_slot_too;
     }
+    epic_rows by_expert = {calloc(f->layer.num_experts, (size_t)wide), f->layer.num_experts,
+                           wide};
+    const epic_sum_replicas_args sum = {.plan = f->plan,
+                                        .plan_bytes = f->bytes,
+                                        .data = by_expert,
+                                        .workspace = calloc(1, (size_t)wide)};
+    epic_sum_replicas(f->ctx, &sum);
     epic_dispatch(f->ctx, &dispatch);
     epic_combine(f->ctx, &combine);
     epic_dispatch_backward(f->ctx, &back);
@@ -113,6 +124,7 @@ static void use_plan(const forged *f)
     check_result(epic_check(f->ctx), EPIC_OK);
     free(home.data), free(away.data), free(more.data);
     free(by_choice), free(by_slot), free(by_slot_too);
+    free(by_expert.data), free(sum.workspace);
 }
 
 static int32_t forged_value(run_random *random)
@@ -127,16 +139,19 @@ static int32_t forged_value(run_random *random)
 static void forge(forged *f, run_random *random)
 {
     plan_header *h = (plan_header *)f->plan;
-    const int64_t arrays[][2] = {{h->tokens_of, h->num_ranks},
-                                 {h->base_of, h->num_ranks + 1},
-                                 {h->expert_of, h->num_local},
-                                 {h->slab_begin, h->num_local + 1},
-                                 {h->slab_count, h->num_local},
-                                 {h->place_of, h->num_ranks},
-                                 {h->fate, h->num_tokens * h->layer.top_k},
-                                 {h->here, h->total_tokens * h->layer.top_k}};
+    const int64_t arrays[][2] = {
+        {h->tokens_of, h->num_ranks},
+        {h->base_of, h->num_ranks + 1},
+        {h->expert_of, h->num_local},
+        {h->logical_of, h->layer.num_logical ? h->layer.num_experts : 0},
+        {h->slab_begin, h->num_local + 1},
+        {h->slab_count, h->num_local},
+        {h->place_of, h->num_ranks},
+        {h->fate, h->num_tokens * h->layer.top_k},
+        {h->here, h->total_tokens * h->layer.top_k}};
     for (int64_t n = run_between(random, 1, 3); n > 0; n--) {
-        const int64_t *array = arrays[run_below(random, 8)];
+        const int64_t *array = arrays[run_below(random, 9)];
+        if (!array[1]) continue;
         int32_t *at = (int32_t *)(f->plan + array[0]);
         at[run_below(random, array[1])] = forged_value(random);
     }
@@ -156,6 +171,7 @@ static void random_damage(epic_context *ctx)
         const uint32_t experts = 1u << run_below(&random, 5);
         forged f = {.ctx = ctx,
                     .layer = {.num_experts = experts,
+                              .num_logical = (uint32_t)run_below(&random, experts + 1),
                               .top_k = (uint32_t)run_between(&random, 1, 5),
                               .alignment = run_chance(&random, 50) ? 4 : 1,
                               .layout = (uint32_t)run_below(&random, 2),

@@ -217,6 +217,45 @@ static void wrong_arguments(const epic_meet *meet, void *self)
     close_seat(&s);
 }
 
+/* Arguments of the sum: they are looked at before anybody is waited for. */
+static void wrong_sums(const epic_meet *meet, void *self)
+{
+    float data[EXPERTS][COUNT], workspace[COUNT];
+    seat s = open_seat(meet);
+    (void)self;
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    const epic_sum_replicas_args good = {.plan = s.plan,
+                                         .plan_bytes = s.plan_bytes,
+                                         .data = {data, EXPERTS, sizeof *data},
+                                         .workspace = workspace};
+    epic_sum_replicas_args a = good;
+    a.plan = NULL;
+    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "plan is NULL");
+    a = good;
+    a.data.row_bytes = 6;
+    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "data.row_bytes is 6");
+    a.data.row_bytes = -4;
+    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "data.row_bytes is -4");
+    a = good;
+    a.data.num_rows = -1;
+    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "data.num_rows is -1");
+    a = good;
+    a.data.data = NULL;
+    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "data.data is NULL");
+    a = good;
+    a.workspace = NULL;
+    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "workspace is NULL");
+    a.workspace = data[1];
+    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "workspace");
+    a = good;
+    a.flags = 1;
+    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "flags is 0x1");
+    a = good;
+    a.pad = 2;
+    check_says(&s, epic_sum_replicas(s.ctx, &a), EPIC_EINVAL, "pad is 2");
+    close_seat(&s);
+}
+
 static void tables_differ(const epic_meet *meet, void *self)
 {
     static const int32_t other[EXPERTS] = {0, 2, 1, 1, 0, 2, 0};
@@ -337,6 +376,7 @@ int main(void)
     run_processes(3, sums, NULL, 40);
     run_threads(2, wrong_tables, NULL);
     run_threads(2, wrong_arguments, NULL);
+    run_threads(2, wrong_sums, NULL);
     run_threads(2, tables_differ, NULL);
     run_threads(2, numbers_differ, NULL);
     run_threads(2, damaged_plan, NULL);
