@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SIGINT while the main thread waits inside of XLA or of an operator, where Python cannot raise KeyboardInterrupt.
+/* SIGINT while the main thread waits inside of XLA or of an operator, where Python cannot raise
+ * KeyboardInterrupt.
  *
  * The handler tells a thread of epic.endings through a pipe, then does what was done before.  It is
  * put before Python's own once; what the program installs later replaces both. */

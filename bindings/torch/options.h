@@ -8,38 +8,29 @@
 
 /* INT or REAL of each field.  The whole layer has room for no more than 64 arguments (torch's
  * limit): there what another argument tells is left out. */
+/* clang-format off */
 #define PLACING_FIELDS(INT, prefix) \
-    INT(prefix, alignment)          \
-    INT(prefix, overflow)           \
-    INT(prefix, expert_capacity)    \
+    INT(prefix, alignment) INT(prefix, overflow) INT(prefix, expert_capacity) \
     INT(prefix, priority) INT(prefix, sum_order) INT(prefix, leaves) INT(prefix, partial_type)
 #define LAYER_FIELDS(INT, prefix) \
     INT(prefix, num_experts) INT(prefix, top_k) PLACING_FIELDS(INT, prefix) INT(prefix, layout)
 
-#define ROUTER_FIELDS(INT, REAL, prefix)                                                     \
-    INT(prefix, num_experts)                                                                 \
-    INT(prefix, top_k)                                                                       \
-    INT(prefix, score)                                                                       \
-    INT(prefix, zero_experts)                                                                \
-    INT(prefix, num_groups)                                                                  \
-    INT(prefix, topk_groups)                                                                 \
-    INT(prefix, group_score)                                                                 \
-    INT(prefix, group_best) INT(prefix, group_others) INT(prefix, weight_rule)               \
-        INT(prefix, normalize) REAL(prefix, eps) REAL(prefix, norm_min) REAL(prefix, jitter) \
-            REAL(prefix, scale)
+#define ROUTER_FIELDS(INT, REAL, prefix) \
+    INT(prefix, num_experts) INT(prefix, top_k) INT(prefix, score) INT(prefix, zero_experts) \
+    INT(prefix, num_groups) INT(prefix, topk_groups) INT(prefix, group_score) \
+    INT(prefix, group_best) INT(prefix, group_others) INT(prefix, weight_rule) \
+    INT(prefix, normalize) REAL(prefix, eps) REAL(prefix, norm_min) REAL(prefix, jitter) \
+    REAL(prefix, scale)
 
 #define EXPERTS_FIELDS(INT, REAL, prefix) \
-    INT(prefix, num_local_experts)        \
-    INT(prefix, hidden)                   \
-    INT(prefix, inner)                    \
-    INT(prefix, activation)               \
-    INT(prefix, ungated)                  \
-    INT(prefix, interleaved) INT(prefix, weighting) REAL(prefix, limit) REAL(prefix, alpha)
+    INT(prefix, num_local_experts) INT(prefix, hidden) INT(prefix, inner) \
+    INT(prefix, activation) INT(prefix, ungated) INT(prefix, interleaved) \
+    INT(prefix, weighting) REAL(prefix, limit) REAL(prefix, alpha)
 
 #define SHARED_FIELDS(INT, REAL, prefix) \
-    INT(prefix, inner)                   \
-    INT(prefix, activation)              \
-    INT(prefix, ungated) INT(prefix, interleaved) REAL(prefix, limit) REAL(prefix, alpha)
+    INT(prefix, inner) INT(prefix, activation) INT(prefix, ungated) INT(prefix, interleaved) \
+    REAL(prefix, limit) REAL(prefix, alpha)
+/* clang-format on */
 
 /* For schemas. */
 #define SCHEMA_INT(prefix, name) ", int " prefix #name

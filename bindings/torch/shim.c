@@ -38,6 +38,13 @@ static bool find(void *library, const char *name, void *out)
     return found != NULL;
 }
 
+/* What is loaded before all else, as an allocator or a sanitizer is, replaces C++'s functions, also
+ * for torch. */
+static bool find_as_torch(void *library, const char *name, void *out)
+{
+    return find(RTLD_DEFAULT, name, out) || find(library, name, out);
+}
+
 static const char *find_cxx(void)
 {
     void *cxx = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);
@@ -52,7 +59,7 @@ static const char *find_cxx(void)
                   {"_ZNSt13runtime_errorD1Ev", &error_destroy},
                   {"_ZTISt13runtime_error", &error_type}};
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
-        if (!find(cxx, wanted[i].name, wanted[i].out)) return wanted[i].name;
+        if (!find_as_torch(cxx, wanted[i].name, wanted[i].out)) return wanted[i].name;
     return NULL;
 }
 

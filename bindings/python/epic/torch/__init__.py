@@ -9,6 +9,7 @@ from epic.torch.groups import Group, threads
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
 from epic.torch.ops import as_epic_error
+from epic.torch.pretrained import from_block, replace_moe
 from epic.torch.router import balance_loss, bias_update, route, z_loss
 from epic.torch.steps import (
     EXACT,
@@ -47,9 +48,11 @@ __all__ = [
     "dispatch",
     "dispatch_quantized",
     "experts",
+    "from_block",
     "moe",
     "plan",
     "plan_dispatch",
+    "replace_moe",
     "route",
     "save_plans",
     "sharded_state",

@@ -23,7 +23,8 @@ class MoE(nn.Module):
     Parameters have the names and shapes of MoeWeights; those of OF_EXPERTS are this rank's own
     experts, the others are equal on all ranks.  dtype: of the experts; the router is float32 (with
     float64 experts float64).  gate_bias, expert_biases, shared_gate: the optional parameters.
-    bias_rate: DeepSeek's bias for the choice, a buffer that update_bias moves.  grouped_mm, tag: as
+    bias_rate: with DeepSeek's bias for the choice,
+    a buffer that update_bias moves by this; None: without.  grouped_mm, tag: as
     of moe.
 
     layer(x) gives (out, loss): x [..., hidden], loss this rank's part of the losses, [].
@@ -42,7 +43,7 @@ class MoE(nn.Module):
         gate_bias: bool = False,
         expert_biases: bool = False,
         shared_gate: bool = False,
-        bias_rate: float = 0.0,
+        bias_rate: float | None = None,
         grouped_mm: GroupedMm | None = None,
         tag: int = 0,
     ) -> None:
@@ -64,11 +65,11 @@ class MoE(nn.Module):
             value = None if shape is None else torch.empty(shape, dtype=kind, device=device)
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         columns = options.router.num_experts + options.router.zero_experts
-        bias = torch.zeros(columns, device=device) if bias_rate else None
+        bias = None if bias_rate is None else torch.zeros(columns, device=device)
         self.register_buffer("bias", bias)
         count = options.layer.num_experts
-        load = torch.zeros(count, dtype=torch.int32, device=device) if bias_rate else None
-        self.register_buffer("load", load, persistent=False)
+        load = torch.zeros(count, dtype=torch.int32, device=device)
+        self.register_buffer("load", None if bias_rate is None else load, persistent=False)
         if torch.device(device).type != "meta":
             self.reset_parameters()
 
@@ -133,7 +134,7 @@ class MoE(nn.Module):
         """Moves the bias by bias_rate towards an even load of the forwards since the last call:
         once for each step of the optimizer.  process_group: of the ranks that hold the same
         experts, whose loads are added."""
-        if self.bias is None or self.load is None:
+        if self.bias is None or self.load is None or not self.bias_rate:
             return
         if process_group is not None:
             torch.distributed.all_reduce(self.load, group=process_group)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture-of-Experts blocks of the transformers package (release 5) as epic.torch.MoE.
+
+Nothing of transformers is imported here: blocks are known by the names of their classes, and read
+by the names of their parameters.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epic.errors import EpicUnsupportedError
+from epic.options import Experts, Moe
+from epic.torch.experts import GroupedMm
+from epic.torch.groups import Group
+from epic.torch.module import OF_EXPERTS, MoE
+
+Found = tuple[Moe, dict[str, Tensor]]
+
+
+def must_be_silu(block: Any) -> None:
+    """Of experts whose activation the configuration tells."""
+    name = type(block.experts.act_fn).__name__
+    if "silu" not in name.lower():
+        raise EpicUnsupportedError(f"experts with {name}: SiLU is what these blocks may have here")
+
+
+def transposed(experts: Any) -> dict[str, Tensor]:
+    """[E, 2 I, H] and [E, H, I], gate first, as EPIC has them."""
+    return {
+        "w_gate_up": experts.gate_up_proj.transpose(1, 2),
+        "w_down": experts.down_proj.transpose(1, 2),
+    }
+
+
+def softmax_block(block: Any) -> Found:
+    """Mixtral, Qwen3-MoE: softmax over all, the chosen normalized or not."""
+    must_be_silu(block)
+    gate, experts = block.gate, block.experts
+    options = Moe.of(
+        num_experts=experts.num_experts,
+        top_k=gate.top_k,
+        hidden=experts.hidden_dim,
+        inner=experts.intermediate_dim,
+        normalize="sum" if getattr(gate, "norm_topk_prob", True) else "none",
+    )
+    return options, {"w_gate": gate.weight.T, **transposed(experts)}
+
+
+def sigmoid_block(block: Any) -> Found:
+    """DeepSeek-V3, GLM-4.5: sigmoid, groups, a bias for the choice, a shared expert."""
+    must_be_silu(block)
+    gate, experts, shared = block.gate, block.experts, block.shared_experts
+    hidden, inner = shared.gate_proj.in_features, shared.gate_proj.out_features
+    groups = gate.num_group if gate.num_group > 1 else 0
+    options = Moe.of(
+        num_experts=experts.num_experts,
+        top_k=gate.top_k,
+        hidden=experts.hidden_dim,
+        inner=experts.intermediate_dim,
+        score="sigmoid",
+        num_groups=groups,
+        topk_groups=gate.topk_group if groups else 0,
+        group_score="sum" if groups else "max",
+        group_best=2 if groups else 0,
+        normalize="sum" if gate.norm_topk_prob else "none",
+        eps=1e-20,
+        scale=float(gate.routed_scaling_factor),
+        shared=Experts(1, hidden, inner),
+    )
+    both = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
+    return options, {
+        "w_gate": gate.weight.T,
+        "bias": gate.e_score_correction_bias,
+        "shared_gate_up": both.T[None],
+        "shared_down": shared.down_proj.weight.T[None],
+        **transposed(experts),
+    }
+
+
+def gpt_oss_block(block: Any) -> Found:
+    """gpt-oss: softmax over the chosen, gate and up in turns, clamped, with biases."""
+    router, experts = block.router, block.experts
+    options = Moe.of(
+        num_experts=experts.num_experts,
+        top_k=router.top_k,
+        hidden=experts.hidden_size,
+        inner=experts.intermediate_size,
+        weight_rule="softmax_chosen",
+        activation="clamped_swiglu",
+        interleaved=True,
+        limit=float(experts.limit),
+        alpha=float(experts.alpha),
+    )
+    return options, {
+        "w_gate": router.weight.T,
+        "b_gate": router.bias,
+        "w_gate_up": experts.gate_up_proj,
+        "b_gate_up": experts.gate_up_proj_bias,
+        "w_down": experts.down_proj,
+        "b_down": experts.down_proj_bias,
+    }
+
+
+BLOCKS: dict[str, Callable[[Any], Found]] = {
+    "MixtralSparseMoeBlock": softmax_block,
+    "Qwen3MoeSparseMoeBlock": softmax_block,
+    "DeepseekV3MoE": sigmoid_block,
+    "Glm4MoeMoE": sigmoid_block,
+    "GptOssMLP": gpt_oss_block,
+}
+PAIRS = ("GptOssMLP",)  # blocks that give a second value, which their layers do not use
+
+
+class Block(nn.Module):
+    """What stands in a block's place."""
+
+    def __init__(self, moe: MoE, gives_pair: bool) -> None:
+        super().__init__()
+        self.moe, self.gives_pair = moe, gives_pair
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        """As the block's."""
+        out, _ = self.moe(hidden_states)
+        return (out, None) if self.gives_pair else out
+
+
+def from_block(
+    block: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None, tag: int = 0
+) -> MoE:
+    """The layer of a block of transformers, with this rank's experts of it."""
+    name = type(block).__name__
+    if name not in BLOCKS:
+        raise EpicUnsupportedError(f"{name}: one of {', '.join(BLOCKS)} is known")
+    with torch.no_grad():
+        options, found = BLOCKS[name](block)
+        up = found["w_gate_up"]
+        layer = MoE(
+            group,
+            options,
+            dtype=up.dtype,
+            device="meta",
+            gate_bias="b_gate" in found,
+            expert_biases="b_down" in found,
+            bias_rate=0.0 if "bias" in found else None,
+            grouped_mm=grouped_mm,
+            tag=tag,
+        ).to_empty(device=group.device)
+        own = slice(
+            group.rank * layer.num_local_experts, (group.rank + 1) * layer.num_local_experts
+        )
+        for key, value in found.items():
+            getattr(layer, key).copy_(value[own] if key in OF_EXPERTS else value)
+        if layer.load is not None:
+            layer.load.zero_()
+    return layer.train(block.training)
+
+
+def blocks_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Parent, name and block of each that is known."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child).__name__ in BLOCKS:
+                yield parent, name, child
+
+
+def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None) -> int:
+    """Puts the Mixture-of-Experts blocks of a loaded model on the ranks of a group, in place; gives
+    their number.  Every rank calls it with the same model, and keeps its own experts.
+
+    Router logits are not recorded any more: configure output_router_logits=False."""
+    found = list(blocks_of(model))
+    for parent, name, block in found:
+        layer = from_block(block, group, grouped_mm=grouped_mm)
+        setattr(parent, name, Block(layer, type(block).__name__ in PAIRS))
+    return len(found)

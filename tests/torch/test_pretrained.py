@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random models of the transformers package: the same logits and gradients with their experts
+spread over ranks."""
+
+import copy
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+import epic.torch
+from epic.torch.pretrained import Block
+from reference import relative
+
+transformers = pytest.importorskip("transformers", reason="there is no transformers package")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64,
+    "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 24, "n_group": 4,
+    "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}  # fmt: skip
+HEADS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+         "v_head_dim": 8}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "DeepseekV3": {**DEEPSEEK, **HEADS, "num_key_value_heads": 4},
+    "Glm4Moe": {**DEEPSEEK, "n_group": 1, "topk_group": 1, "head_dim": 8},
+    "GptOss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": 16},
+}
+
+
+def model_of(name: str) -> Any:
+    """With random weights, biases too."""
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **MODELS[name]})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().train()
+    with torch.no_grad():
+        for key, value in (*model.named_parameters(), *model.named_buffers()):
+            if "mlp" in key or "moe" in key:
+                value.normal_(std=0.3)
+    return model
+
+
+def gradients_of(model: Any, ids: torch.Tensor) -> Any:
+    """The logits; backward of a loss that every logit has part in."""
+    logits = model(ids, use_cache=False).logits
+    logits.square().mean(dim=-1).sum().backward()
+    return logits.detach()
+
+
+def experts_gradient(layer: Any) -> torch.Tensor:
+    """Of w_down, [experts, inner, hidden], of either kind of block."""
+    if isinstance(layer, Block):
+        return layer.moe.w_down.grad
+    grad = layer.experts.down_proj.grad
+    return grad if "GptOss" in type(layer).__name__ else grad.transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_model(name: str) -> None:
+    """On 2 ranks, threads of this process, each with half of the batch."""
+    model = model_of(name)
+    ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    wanted = gradients_of(model, ids)
+    meets = epic.torch.threads(2)
+
+    def run(rank: int) -> torch.Tensor:
+        with epic.torch.Group(meet=meets[rank], max_tokens=64, max_row_bytes=4096) as group:
+            assert epic.torch.replace_moe(copies[rank], group) == (
+                1 if "k_dense" in str(MODELS[name]) else 2
+            )
+            return gradients_of(copies[rank], ids[2 * rank : 2 * rank + 2])
+
+    with ThreadPoolExecutor(2) as pool:
+        logits = list(pool.map(run, range(2)))
+    assert relative(torch.cat(logits), wanted) < 1e-5
+    last = [m.model.layers[-1].mlp for m in (model, *copies)]
+    whole = torch.cat([experts_gradient(block) for block in last[1:]])
+    assert relative(whole, experts_gradient(last[0])) < 1e-5
+    embedded = [m.model.embed_tokens.weight.grad for m in (model, *copies)]
+    assert relative(embedded[1] + embedded[2], embedded[0]) < 1e-5
+    gates = [block.moe.w_gate.grad for block in last[1:]]
+    router = last[0].router if "GptOss" in name else last[0].gate
+    assert relative(gates[0] + gates[1], router.weight.grad.T) < 1e-5
+
+
+def test_generation() -> None:
+    """The same tokens, one after the other."""
+    model = model_of("Mixtral").eval()
+    ids = torch.tensor([[5, 6, 7], [9, 8, 7]])
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
+    with epic.torch.Group(max_tokens=64, max_row_bytes=4096) as group:
+        epic.torch.replace_moe(model, group)
+        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), wanted)
+
+
+def test_unknown_blocks() -> None:
+    """Are named."""
+    with epic.torch.Group(max_tokens=64, max_row_bytes=4096) as group:
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="Linear"):
+            epic.torch.from_block(torch.nn.Linear(2, 2), group)
+        assert epic.torch.replace_moe(torch.nn.Linear(2, 2), group) == 0
