@@ -158,7 +158,7 @@ static void run_threads(const options *o)
 }
 
 #ifdef EPIC_BENCH_MPI
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self;
     MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);

@@ -103,7 +103,7 @@ for target in $targets; do
     case $target in
     demo) said demo 'steps are equal to the last bit; .* are too$' ;;
     test | test-gcc)
-        said $target ' emulated\.step\.4 \.* *Passed'
+        said $target ' emulated\.conformance\.4 \.* *Passed'
         said $target ' conformance\.mpi\.4 \.* *Passed'
         if grep -E '^( |left out: ).*(C\+\+ compiler|no MPI|mpiexec|OpenBLAS)' "$here/$target.log"; then
             fail "make $target left out what the set-up installs"

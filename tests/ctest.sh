@@ -7,7 +7,7 @@ set -eu
 build=$(cd "$1" && pwd)
 shift
 status=0
-ctest --output-on-failure -j 2 --test-dir "$build" --output-junit "$build/tests.xml" "$@" ||
+ctest --output-on-failure -j $(($(nproc) + 1)) --test-dir "$build" --output-junit "$build/tests.xml" "$@" ||
     status=$?
 awk '/<testcase / { sub(/.*<testcase name="/, ""); sub(/".*/, ""); test = $0; reason = "" }
      /<skipped / { reason = "skipped without a reason" }

@@ -213,7 +213,7 @@ struct run_meeting {
 };
 
 /* The last to arrive ends the gather; the others look now and then, up to the deadline. */
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     struct seat *seat = self;
     run_meeting *m = seat->meeting;

@@ -123,14 +123,13 @@ typedef enum epic_type {
 typedef enum epic_flag {
     EPIC_ZERO_TAIL = 1,  /* write zeros past the last slab too */
     EPIC_ACCUMULATE = 2, /* gradients are added to what is there, not written */
-    EPIC_SUM_DENSE =
-        4,             /* of a layer: gate and shared-expert gradients and the losses are summed
-                            over the ranks; else they are this rank's part */
-    EPIC_DISTINCT = 8, /* of a layer's plan: the ids of a token are distinct.  Promised by the
+    EPIC_SUM_DENSE = 4,  /* of a layer: gate and shared-expert gradients and the losses are
+                            summed over the ranks; else they are this rank's part */
+    EPIC_DISTINCT = 8,   /* of a layer's plan: the ids of a token are distinct.  Promised by the
                             caller and checked: a duplicate is a class (b) error.  A token brings
                             at most min(top_k, local experts) slots to a rank then, and capacity
                             bounds and layers need as much less memory */
-    EPIC_PLANNED = 16  /* of epic_moe_forward: epic_moe_plan has made the plan */
+    EPIC_PLANNED = 16    /* of epic_moe_forward: epic_moe_plan has made the plan */
 } epic_flag;
 
 /* A matrix seen as rows of bytes, contiguous.  {NULL, 0, 0} is a matrix without rows, whatever
@@ -162,7 +161,7 @@ typedef struct epic_call {
 
 typedef struct epic_step epic_step;
 
-/* Equal on all ranks, but for ctx and stream. */
+/* Equal on all ranks, but for max_tokens of each, ctx and stream. */
 typedef struct epic_step_config {
     int64_t max_tokens;   /* most tokens that this rank sends at once; required */
     uint32_t num_experts; /* of the layer; num_ranks divides it */
@@ -225,7 +224,7 @@ EPIC_API void epic_step_close(epic_step *step);
 
 /* --------------------------------------------------------------------------- contexts ---- */
 
-/* How ranks find each other; the last section but one makes them. */
+/* How ranks find each other; epic_meet_env, epic_meet_tcp, ... make them (Advanced). */
 typedef struct epic_meet epic_meet;
 
 /* Zero is the default of every field; equal on all ranks. */
@@ -246,8 +245,8 @@ typedef struct epic_config {
                             backend mpi, and epic_open without a meeting; else NULL */
 } epic_config;
 
-/* Opens this rank's context.  Collective over the meeting; meet NULL: over config.native if there is
- * one (epic_meet_mpi), else as the environment says (epic_meet_env; a group of one if it says
+/* Opens this rank's context.  Collective over the meeting; meet NULL: over config.native if there
+ * is one (epic_meet_mpi), else as the environment says (epic_meet_env; a group of one if it says
  * nothing).  *out is set also when open fails, to a context that epic_error, epic_failure and
  * epic_close accept (NULL only on EPIC_ENOMEM).  Ranks that bring different configurations or
  * versions get EPIC_EMISMATCH, all of them.  Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP,
@@ -311,8 +310,7 @@ typedef enum epic_sum_order {
 /* Which choices of an expert come first where not all are kept. */
 typedef enum epic_priority {
     EPIC_BY_TOKEN = 0, /* source rank, token, k */
-    EPIC_BY_K = 1 /* k, source rank, token: all first choices of the group before the second
-                            ones, as GShard and NLLB have it */
+    EPIC_BY_K = 1      /* k, source rank, token: all first choices first (GShard, NLLB) */
 } epic_priority;
 
 /* What is fixed for a layer; equal on all ranks. */
@@ -369,13 +367,14 @@ typedef struct epic_plan_args {
     int32_t *demand;               /* out [1]: slots that would have been needed here */
 } epic_plan_args;
 
-/* Makes the plan.  An id >= num_experts is a class (b) error that names rank, token, k and
- * value.  Slot order: local expert, source rank, token, k.  An expert that drops keeps its first
- * choices by the layer's priority; with expert_capacity alone these are the same on any number of
- * ranks.  A slab's length is its count rounded up to the alignment; an expert with no token takes
- * no slot.  num_local_experts is the largest number of experts that one rank owns.  The bytes hold
- * no address: they may be copied and moved.  Demand above capacity: EPIC_EOVERFLOW on every rank, unless the layer drops.
- * Errors: (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c). */
+/* Makes the plan.  An id >= num_experts is a class (b) error that names rank, token, k and value.
+ * Slot order: local expert, source rank, token, k.  An expert that drops keeps its first choices
+ * by the layer's priority; with expert_capacity alone these are the same on any number of ranks.
+ * A slab's length is its count rounded up to the alignment; an expert with no token takes no
+ * slot.  num_local_experts is the largest number of experts that one rank owns.  The bytes hold
+ * no address: they may be copied and moved.  Demand above capacity: EPIC_EOVERFLOW on every rank,
+ * unless the layer drops.  Errors: (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL,
+ * EPIC_EOVERFLOW; (c). */
 static inline epic_result epic_plan(epic_context *ctx, const epic_plan_args *args);
 
 typedef enum epic_quantize {
@@ -502,9 +501,9 @@ static inline epic_result epic_sum(epic_context *ctx, const epic_sum_args *args)
  * called from any thread.  Errors are class (a), and for ids found in arrays (b) without peers:
  * nothing has been written then.
  *
- * On a CUDA context arrays, workspace, loss and d_loss lie on its device, and the results have the
- * host's bits (losses: but for a last one).  There ids found in arrays are not refused: one out of
- * range is no expert.  At most 4096 experts, no F64 logits there. */
+ * On a CUDA context arrays, workspace, loss and d_loss lie on its device, and the results have
+ * the host's bits (losses: but for a last one).  There ids found in arrays are not refused: one
+ * out of range is no expert.  At most 4096 experts, no F64 logits there. */
 
 /* Of an expert, from the logits z of one token. */
 typedef enum epic_score {
@@ -520,8 +519,8 @@ typedef enum epic_group_score {
     EPIC_GROUP_SUM = 1 /* of its group_best largest */
 } epic_group_score;
 
-/* What becomes of the experts of groups not kept.  DeepSeek-V3's are out; the transformers package
- * had 0 before its release 5. */
+/* What becomes of the experts of groups not kept.  DeepSeek-V3's are out; the transformers
+ * package had 0 before its release 5. */
 typedef enum epic_group_others {
     EPIC_OTHERS_OUT = 0, /* never chosen */
     EPIC_OTHERS_ZERO = 1 /* their selection value is 0: wins over a kept one below 0 */
@@ -630,10 +629,8 @@ typedef struct epic_balance_loss_args {
     const void *logits;        /* [num_tokens, E], of this rank */
     int64_t num_tokens;
     int64_t total_tokens;
-    int64_t
-        sequence_tokens; /* 0: one loss over all; else tokens of a sequence: sequence-wise */
-    const int32_t *load; /* [num_experts], as epic_plan gives it: all ranks'; not read
-                                sequence-wise */
+    int64_t sequence_tokens; /* 0: one loss over all; else one for each so many tokens */
+    const int32_t *load;     /* [num_experts], of all ranks (epic_plan); not sequence-wise */
     const int32_t *topk_idx; /* sequence-wise: [num_tokens, top_k] */
     double coeff;
     void *workspace;
@@ -788,16 +785,16 @@ typedef struct epic_experts {
     uint32_t num_local_experts;
     uint32_t hidden;
     uint32_t inner;
-    uint32_t activation;  /* an epic_activation */
-    uint32_t ungated;     /* 1: no gate */
-    uint32_t interleaved; /* 1: gate in the even columns, up in the odd ones */
-    uint32_t weighting;   /* an epic_weighting */
-    uint32_t row_type;    /* of x and y: F32, BF16, F16, or F64 */
-    uint32_t weight_type; /* of weights and biases: 0: row_type; F64 goes with F64 only */
-    uint32_t flags;       /* 0 */
-    float limit; /* EPIC_CLAMPED_SWIGLU; 0: 7.  EPIC_CLAMPED_SILU; 0: 10.  What is clamped
-                             has no gradient; at the limit itself it has */
-    float alpha; /* EPIC_CLAMPED_SWIGLU; 0: 1.702 */
+    uint32_t activation;   /* an epic_activation */
+    uint32_t ungated;      /* 1: no gate */
+    uint32_t interleaved;  /* 1: gate in the even columns, up in the odd ones */
+    uint32_t weighting;    /* an epic_weighting */
+    uint32_t row_type;     /* of x and y: F32, BF16, F16, or F64 */
+    uint32_t weight_type;  /* of weights and biases: 0: row_type; F64 goes with F64 only */
+    uint32_t flags;        /* 0 */
+    float limit;           /* EPIC_CLAMPED_SWIGLU; 0: 7.  EPIC_CLAMPED_SILU; 0: 10.  What is
+                             clamped has no gradient; at the limit itself it has */
+    float alpha;           /* EPIC_CLAMPED_SWIGLU; 0: 1.702 */
     const epic_gemm *gemm; /* CUDA contexts: what multiplies; NULL: ours */
 } epic_experts;
 
@@ -929,9 +926,8 @@ typedef struct epic_moe_weights {
     const void *shared_down;
     const void *shared_b_gate_up;
     const void *shared_b_down;
-    const void
-        *w_shared_gate; /* [hidden], type as w_gate: the shared expert's output is multiplied
-                                  by sigmoid(x w_shared_gate); NULL: added as it is */
+    const void *w_shared_gate; /* [hidden], type as w_gate: the shared expert's output is
+                                  times sigmoid(x w_shared_gate); NULL: added as it is */
 } epic_moe_weights;
 
 typedef struct epic_moe_args {
@@ -959,12 +955,11 @@ typedef struct epic_moe_args {
     uint32_t pad;           /* 0 */
 } epic_moe_args;
 
-/* out, which is not x, = the layer of x: for each token the weighted sum of its experts'
- * outputs, plus w * x for zero-experts, plus the shared expert, gated if it has one.  Weights are multiplied where
- * experts->weighting says.
- * F64 rows: everything is float64, the weights of choices and their gradients too.  They travel
- * beside the rows, so config.max_row_bytes is at least 8 * top_k, and EPIC_WEIGHT_LATE is done as
- * EPIC_WEIGHT_EARLY, which is the same number.
+/* out, which is not x, = the layer of x: for each token the weighted sum of its experts' outputs,
+ * plus w * x for zero-experts, plus the shared expert, gated if it has one.  Weights are
+ * multiplied where experts->weighting says.  F64 rows: everything is float64, the weights of
+ * choices and their gradients too.  They travel beside the rows, so config.max_row_bytes is at
+ * least 8 * top_k, and EPIC_WEIGHT_LATE is done as EPIC_WEIGHT_EARLY, which is the same number.
  * With EPIC_TREE num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
  * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
  * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
@@ -1019,8 +1014,8 @@ typedef struct epic_moe_backward_args {
     uint32_t loss_type;         /* of d_loss and the two after it, as forward */
 } epic_moe_backward_args;
 
-/* The gradients of epic_moe_forward's out and of its three losses, added.  Errors: as epic_combine_backward and
- * epic_dispatch_backward; damage seen in `saved` is class (b). */
+/* The gradients of epic_moe_forward's out and of its three losses, added.  Errors: as
+ * epic_combine_backward and epic_dispatch_backward; damage seen in `saved` is class (b). */
 static inline epic_result epic_moe_backward(epic_context *ctx,
                                             const epic_moe_backward_args *args);
 
@@ -1033,7 +1028,7 @@ static inline epic_result epic_moe_backward(epic_context *ctx,
 struct epic_meet {
     int32_t rank;
     int32_t num_ranks;
-    epic_result (*gather)(void *self, const void *mine, void *all, size_t bytes);
+    epic_result (*gather)(void *self, const void *mine, void *all, int64_t bytes);
     void (*close)(void *self); /* what epic_meet_close calls; NULL: nothing to do */
     void *self;
 };
@@ -1052,11 +1047,11 @@ typedef struct epic_tcp {
 /* Meets over TCP.  Collective.  `address` must be one of rank 0's host.  With a secret rank 0
  * listens there (on every address of its host if its own name has a loopback address there, as
  * Debian sets it), and who does not know the secret can neither take a rank's place nor make the
- * meeting fail, but by cutting connections or holding the port.  Without one it listens on loopback, as
- * nothing else keeps strangers out: the ranks are then processes of one host, and a rank of
- * another is told at once that it takes a secret.  Strangers and garbage on the port are refused
- * and the meeting goes on.  docs/security.md says what a secret protects and what it does not.
- * Errors: EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER,
+ * meeting fail, but by cutting connections or holding the port.  Without one it listens on
+ * loopback, as nothing else keeps strangers out: the ranks are then processes of one host, and a
+ * rank of another is told at once that it takes a secret.  Strangers and garbage on the port are
+ * refused and the meeting goes on.  docs/security.md says what a secret protects and what it does
+ * not.  Errors: EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER,
  * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL). */
 static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp);
 
@@ -1069,10 +1064,10 @@ static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp);
 EPIC_API epic_result epic_meet_env(epic_meet *out);
 
 /* Meets over an MPI communicator: `comm` points to an MPI_Comm, NULL is MPI_COMM_WORLD (and
- * initialises MPI if nobody has).  Collective over it.  timeout_ms, for every gather: 0: 300000.
+ * initializes MPI if nobody has).  Collective over it.  timeout_ms, for every gather: 0: 300000.
  * Messages travel on a duplicate; only when ranks are missing after half of the time, those that
  * came look for each other on `comm` itself, with tag 32767.  Loads libepic_mpi.so, which must be
- * of the caller's MPI.  MPI should be initialised with MPI_THREAD_MULTIPLE.  With less, no other
+ * of the caller's MPI.  MPI should be initialized with MPI_THREAD_MULTIPLE.  With less, no other
  * thread may be in MPI during the meeting; backend mpi needs MPI_THREAD_SERIALIZED, and then that
  * no thread of the caller's is in MPI while a context is open.  Errors: EPIC_EINVAL, EPIC_ENOTSUP
  * (no libepic_mpi.so), EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EMISMATCH,
@@ -1087,9 +1082,10 @@ EPIC_API epic_result epic_meet_threads(epic_meet *out, int32_t num_ranks, uint32
 EPIC_API void epic_meet_close(epic_meet *meet);
 
 /* Bytes of a plan, and the fewest slots of a rank that can never overflow, from sizes alone, as
- * epic_layer_sizes tells them of an open context: config.num_ranks and max_tokens, and the layer.
- * The second is for contiguous blocks of experts; where num_ranks does not divide num_experts, for
- * any rank_of_expert.  Local; 0: the arguments are wrong, epic_error(NULL) says how. */
+ * epic_layer_sizes tells them of an open context: config.num_ranks and max_tokens, and the
+ * layer.  The second is for contiguous blocks of experts; where num_ranks does not divide
+ * num_experts, for any rank_of_expert.  Local; 0: the arguments are wrong, epic_error(NULL) says
+ * how. */
 static inline int64_t epic_plan_bytes(const epic_config *config, const epic_layer *layer);
 static inline int64_t epic_capacity_bound(const epic_config *config, const epic_layer *layer);
 
@@ -1134,7 +1130,7 @@ typedef struct epic_plan_info {
 
 /* Reads a plan of a host context; or of a CUDA context, from the device's memory or a copy of the
  * bytes on the host.  A query of the host: it copies from the device and waits for that, so the
- * plan must be finished (its stream synchronised).  Local.  Errors: EPIC_EINVAL (not a plan, or
+ * plan must be finished (its stream synchronized).  Local.  Errors: EPIC_EINVAL (not a plan, or
  * damaged); EPIC_EDEVICE. */
 static inline epic_result epic_plan_read(const void *plan, int64_t plan_bytes,
                                          epic_plan_info *out);
@@ -1174,10 +1170,10 @@ EPIC_API const char *epic_blas_name(void);
  *
  * What the typed calls above are made of, and what bindings call: the same arguments, each sized
  * struct followed by its size in the caller's header.  Shorter than the library's: the rest is
- * zero.  Longer: accepted while the tail that the library does not know is zero.  Shorter than the
- * struct's first version: refused.  Structs inside others (layer, router, experts, moe, weights,
- * gradients) never change under a number; when one grows, the symbols that take it get the next,
- * and the old ones stay. */
+ * zero.  Longer: accepted while the tail that the library does not know is zero.  Shorter than
+ * the struct's first version: refused.  Structs inside others (layer, router, experts, moe,
+ * weights, gradients) never change under a number; when one grows, the symbols that take it get
+ * the next, and the old ones stay. */
 
 EPIC_API epic_result epic_step_open_v1(epic_step **out, const epic_step_config *config,
                                        size_t size);

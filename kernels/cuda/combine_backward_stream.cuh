@@ -2,7 +2,15 @@
 /* combine_backward's stream, for rows of aligned vectors: all units of a warp become one stream of
  * pieces, of d_out and of the rows, that are copied into a ring in shared memory ahead of their
  * use.  A staged piece may be copied before it has come: then poison is found, and it is polled in
- * place. */
+ * place.
+ *
+ *     a unit that sends token i       a unit that receives token t of source q
+ *
+ *     d_out[i] -> ring                staging[q] -> ring -> d, and for each slot of it here:
+ *                  |                    d_rows[slot] = weight * d
+ *     staging of peers                  rows[slot] -> ring -> dot(d, rows[slot]) -> its weight's
+ *                                                                            gradient
+ */
 #ifndef EPIC_COMBINE_BACKWARD_STREAM_CUH
 #define EPIC_COMBINE_BACKWARD_STREAM_CUH
 

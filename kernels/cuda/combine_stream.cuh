@@ -2,7 +2,17 @@
 /* combine's stream: rows of aligned vectors, one partial for each rank.  All units of a warp
  * become one stream of pieces, rows here and partials of peers, that are copied into a ring in
  * shared memory ahead of their use.  A partial may be copied before it has come: then poison is
- * found, and the piece is polled in place. */
+ * found, and the piece is polled in place.
+ *
+ *     an expert unit, token t of source q       a source unit, token t of this rank
+ *
+ *     rows[slot of k]  -> ring -+               rows[slots here]  -> ring -+
+ *     rows[slot of k'] -> ring -+               partial of peer a -> ring -+
+ *                               |               partial of peer b -> ring -+
+ *               sum of w * row  |                                          |  sum by rank, or
+ *                               v                                          v  in the tree
+ *                         staging of q                                   out[t]
+ */
 #ifndef EPIC_COMBINE_STREAM_CUH
 #define EPIC_COMBINE_STREAM_CUH
 

@@ -8,7 +8,16 @@
  *   send token i to every peer that needs it,
  *   receive token i - lag of each source; this rank's own tokens count as a source.
  * What a receive waits for was sent `lag` steps earlier in the list, and every rank has such a
- * list, if of another lag: no wait is circular.  Sending needs the token's own choices only: while
+ * list, if of another lag: no wait is circular.
+ *
+ *     a unit that sends token i             a unit that receives token t of source q
+ *
+ *     tokens[i] -> ring -> registers        staging[q] -> ring -> registers, then poison again
+ *                            |                                      |
+ *        staging of peer a <-+                    recv[slot of k] <-+
+ *        staging of peer b <-+                   recv[slot of k'] <-+
+ *
+ * For this rank's own tokens the second takes its rows from `tokens`.  Sending needs the token's own choices only: while
  * some CTAs make the plan, the others send the first `head` tokens, and receiving catches up on
  * that later.
  *

@@ -5,7 +5,13 @@
  *
  * Every warp sends its pieces of this rank's tokens to the peers that need them, then takes its
  * pieces of all tokens, this rank's own first, to their slots.  With MADE the plan is made too:
- * few_plan.cuh. */
+ * few_plan.cuh.
+ *
+ *     warp 0   send piece 0 | take piece 0 of own tokens | take piece 0 of peers' tokens
+ *     warp 1   send piece 1 | take piece 1 of own tokens | take piece 1 of peers' tokens
+ *     ...                   | (the plan is made in between, by every CTA for itself)
+ *
+ * Nothing that is sent waits for anything; one hop is all that a token takes. */
 #include "cuda/few_plan.cuh"
 #include "cuda/launch.cuh"
 

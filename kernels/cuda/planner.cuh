@@ -1,6 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Making a plan: every rank counts its own choices, the ranks exchange counts, each computes the
- * slots of its own choices and sends them as records to the ranks of the experts. */
+ * slots of its own choices and sends them as records to the ranks of the experts.
+ *
+ *     ids -> choices of each expert -> counts, to all ranks -> load, what is kept, slabs
+ *                                                                          |
+ *     the ranks of the experts <- records (slot of each choice) <- places of own choices
+ */
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 

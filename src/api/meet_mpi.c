@@ -12,7 +12,7 @@ typedef struct meeting {
     epic_meet inner;
 } meeting;
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     meeting *m = self;
     TRY(epic_meet_check(mine, all, bytes));

@@ -25,7 +25,7 @@ int64_t context_bytes(const epic_config *config, bool host)
 
 /* --------------------------------------------------------------------------- opening ---- */
 
-static epic_result gather_alone(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather_alone(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self;
     memcpy(all, mine, bytes);
@@ -78,7 +78,7 @@ static epic_result choose(const epic_backend **out, const epic_peer *peers,
 /* A meeting may be the caller's own.  What it returns is checked, for core and backends alike:
  * a result that is one, a sentence (a caller's own says nothing to epic_error), and our bytes in
  * our place.  A sentence from before stays, unless the meeting fails. */
-static epic_result gather_checked(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
     const epic_meet *meet = self;
     char before[512];

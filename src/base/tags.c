@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "rules/invariant.h"
 
 epic_result tags_open(tag_table *table, uint32_t max_in_flight)
 {
@@ -83,7 +84,9 @@ epic_result tags_enter(tag_table *table, uint64_t tag, uint64_t *place)
 void tags_leave(tag_table *table, uint64_t tag)
 {
     pthread_mutex_lock(&table->mutex);
-    find(table->entries, table->size, tag)->busy = false;
+    tag_entry *entry = find(table->entries, table->size, tag);
+    INVARIANT(entry->next && entry->busy && table->in_flight > 0);
+    entry->busy = false;
     table->in_flight--;
     pthread_mutex_unlock(&table->mutex);
 }

@@ -20,7 +20,7 @@ epic_result epic_meet_check(const void *mine, const void *all, size_t bytes)
     return EPIC_OK;
 }
 
-static epic_result gather_alone(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather_alone(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self;
     TRY(epic_meet_check(mine, all, bytes));

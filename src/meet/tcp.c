@@ -264,7 +264,7 @@ static epic_result gather_elsewhere(tcp_meet *m, const void *mine, char *all, si
 
 /* ------------------------------------------------------------------- open, use, close ---- */
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     tcp_meet *m = self;
     TRY(epic_meet_check(mine, all, bytes));

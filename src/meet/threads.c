@@ -135,7 +135,7 @@ static epic_result gather_locked(hub *h, guest *s)
     return EPIC_OK;
 }
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     guest *s = self;
     hub *h = s->hub;

@@ -5,6 +5,7 @@
 #include "base/hash.h"
 #include "plan/plan.h"
 #include "rules/device_layout.h"
+#include "rules/invariant.h"
 
 #define PLAN_MAGIC 0x314e414c50435045ull /* "EPCPLAN1" */
 #define SECTION 64
@@ -182,6 +183,8 @@ void planner_seal(planner *p, uint64_t id, uint64_t group_id, epic_result result
     h->result = (uint32_t)result;
     h->body_sum = body_sum(h);
     h->header_sum = header_sum(h);
+    INVARIANT(plan_check(&(plan_view){0}, h, h->bytes, group_id, h->rank, h->num_ranks) ==
+              PLAN_GOOD);
 }
 
 /* -------------------------------------------------------------------------- checking ---- */

@@ -10,7 +10,7 @@
 #include "suite.h"
 
 /* MPI counts in int, which is enough for what a meeting gathers. */
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     const int count = (int)bytes;
     if (MPI_Allgather(mine, count, MPI_BYTE, all, count, MPI_BYTE, *(MPI_Comm *)self))

@@ -25,7 +25,7 @@ typedef struct doomed {
     int left;
 } doomed;
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     doomed *d = self;
     const epic_result result = d->meet.gather(d->meet.self, mine, all, bytes);

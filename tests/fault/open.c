@@ -122,7 +122,7 @@ static void go_wrong(rank_of_fault *r)
     }
 }
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     rank_of_fault *r = self;
     const bool now = ++r->num_gathers == r->f->gather && r->rank == r->f->victim;

@@ -31,7 +31,7 @@ static void change(forger *f, uint8_t *all, size_t bytes)
     }
 }
 
-static epic_result forge(void *self, const void *mine, void *all, size_t bytes)
+static epic_result forge(void *self, const void *mine, void *all, int64_t bytes)
 {
     forger *f = self;
     for (int r = 0; r < f->num_ranks; r++) {

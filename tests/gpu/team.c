@@ -24,7 +24,7 @@ typedef struct meeting { /* shared by all ranks */
 static meeting *place;
 static char *shared;
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     const team_rank *me = self;
     if (bytes > SEAT_BYTES) return epic_fail(EPIC_EINVAL, "the test's meeting is too small");

@@ -55,10 +55,19 @@ once() { # with the first environment
     fi
 }
 
+steps=200
+[ -z "${EPIC_JAX_QUICK-}" ] || steps=50
 examples() { # python; the check's text is one that stays as it is
     "$1" examples/jax/ep_moe.py --check --devices 4
     "$1" examples/jax/ep_moe.py --check --processes 4
-    "$1" examples/jax/train_text.py --check LICENSE
+    "$1" examples/jax/train_text.py --check --steps "$steps" LICENSE
+}
+
+suite() { # folder of an environment, pytest arguments
+    bin=$1
+    shift
+    "$bin/python" -c 'import sys, jax; print("-- jax", jax.__version__, "Python", sys.version.split()[0])'
+    "$bin/python" -m pytest -q tests/jax "$@"
 }
 
 pythons=${EPIC_JAX_PYTHONS-}
@@ -73,23 +82,35 @@ if [ -z "$pythons" ]; then
 fi
 if [ -z "$pythons" ] && [ -n "$(interpreter 3.12)" ]; then pythons=3.12; fi
 
-tested=
+first=
 for version in $pythons; do
     python=$(interpreter "$version")
     [ -n "$python" ] || { echo "there is no Python $version (with venv)" >&2; exit 1; }
     environment "$python" "build/venv-py$version"
+    [ -n "$first" ] || first=$version
+done
+[ -n "$first" ] || { echo "left out: no Python of 3.11 to 3.13 (with venv) is here"; exit 0; }
+
+# A suite keeps one core busy: the quick run does them side by side.
+once "build/venv-py$first/bin"
+others=
+trap 'for other in $others; do kill "${other#*:}" 2>/dev/null; done' EXIT
+for version in $pythons; do
+    [ "$version" != "$first" ] || continue
     bin=build/venv-py$version/bin
-    "$bin/python" -c 'import sys, jax; print("-- jax", jax.__version__, "Python", sys.version.split()[0])'
-    if [ -z "$tested" ]; then
-        once "$bin"
-        "$bin/python" -m pytest -q tests/jax "$@"
-        examples "$bin/python"
-    elif [ -n "${EPIC_JAX_QUICK-}" ]; then
-        "$bin/python" -m pytest -q tests/jax -m "not thorough" "$@"
+    if [ -n "${EPIC_JAX_QUICK-}" ]; then
+        suite "$bin" -m "not thorough" "$@" >"$build/jax-$version.log" 2>&1 &
+        others="$others $version:$!"
     else
-        "$bin/python" -m pytest -q tests/jax "$@"
+        suite "$bin" "$@"
         examples "$bin/python"
     fi
-    tested="$tested $version"
 done
-[ -n "$tested" ] || echo "left out: no Python of 3.11 to 3.13 (with venv) is here"
+failed=
+suite "build/venv-py$first/bin" "$@" || failed=$first
+for other in $others; do
+    wait "${other#*:}" || failed="$failed ${other%%:*}"
+    cat "$build/jax-${other%%:*}.log"
+done
+[ -z "$failed" ] || { echo "the tests failed on Python $failed"; exit 1; }
+examples "build/venv-py$first/bin/python"

@@ -31,8 +31,9 @@ copy_tree() {
 
 # Programs are built by the names of the folders where they lie.
 target_of() {
-    program=$(find "$build/tests" -name CTestTestfile.cmake -exec grep -hF "([=[$1]=] " {} + |
-        sed -n 's/^add_test(.*\]=\] "\([^"]*\)".*/\1/p')
+    # add_test([=[NAME]=] "PROGRAM" or, since CMake 4, add_test("NAME" "PROGRAM"
+    program=$(find "$build/tests" -name CTestTestfile.cmake -exec \
+        sed -n "s/^add_test([^a-z]*$1[^a-z0-9._]* \"\([^\"]*\)\".*/\1/p" {} +)
     case $program in
     */emulated/*) basename "$program" ;;
     *) echo "$(basename "$(dirname "$program")")_$(basename "$program")" ;;

@@ -571,7 +571,7 @@ static void refuse_open(const epic_meet *meet, const epic_config *config, size_t
     epic_close(ctx);
 }
 
-static epic_result no_gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result no_gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self, (void)mine, (void)all, (void)bytes;
     return EPIC_EPEER;

@@ -23,7 +23,7 @@ typedef struct spoiled {
     epic_result result;
 } spoiled;
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     spoiled *s = self;
     const epic_result result = s->inner.gather(s->inner.self, mine, all, bytes);
@@ -66,7 +66,7 @@ static void another_backend(const epic_meet *meet, void *self)
     epic_close(ctx);
 }
 
-static epic_result refuse(void *self, const void *mine, void *all, size_t bytes)
+static epic_result refuse(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self, (void)mine, (void)all, (void)bytes;
     return EPIC_EPEER;

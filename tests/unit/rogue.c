@@ -98,7 +98,7 @@ static void lie_about(liar *l, unsigned char *all, int rank, size_t bytes)
     }
 }
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     liar *l = self;
     const int number = l->gathers++;
@@ -214,7 +214,7 @@ typedef struct mirror {
     int gathers;
 } mirror;
 
-static epic_result reflect(void *self, const void *mine, void *all, size_t bytes)
+static epic_result reflect(void *self, const void *mine, void *all, int64_t bytes)
 {
     mirror *m = self;
     memcpy((char *)all + bytes, mine, bytes);

@@ -89,7 +89,7 @@ static inline uint64_t mix4(uint64_t a, uint64_t b, uint64_t c, uint64_t d)
     return mix(mix(mix(mix(a) ^ b) ^ c) ^ d);
 }
 
-static inline epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static inline epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     seat *s = self;
     memcpy(s->arena->gathered[s->rank], mine, bytes);

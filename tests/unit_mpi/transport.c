@@ -41,7 +41,7 @@ static uint64_t mix(uint64_t x)
 
 /* ------------------------------------------------------------------- groups to test on ---- */
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, *(MPI_Comm *)self);
     return EPIC_OK;

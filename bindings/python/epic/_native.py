@@ -22,7 +22,7 @@ from typing import Any
 from epic.errors import EpicArgumentError, EpicError
 from epic.options import Options
 
-GATHER = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_size_t)
+GATHER = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_int64)
 CLOSE = ctypes.CFUNCTYPE(None, c_void_p)
 
 RESULTS = (

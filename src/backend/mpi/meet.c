@@ -238,7 +238,7 @@ static epic_result await_round(round *r, const meeting *m)
 }
 
 /* A meeting that has failed says the same ever after. */
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     meeting *m = self;
     round r;

@@ -5,6 +5,7 @@
  * reader stores `dropped` after its last look at an entry, the writer loads it before it writes
  * there again. */
 #include "backend/shared/shared.h"
+#include "rules/invariant.h"
 
 int64_t shared_lane_bytes(const epic_group *g, bool everyone)
 {
@@ -103,6 +104,8 @@ static void count_bytes(epic_group *g, const shared_exchange *x, int64_t *sent, 
 static void send_everyone(epic_group *g, shared_exchange *x, int64_t upto)
 {
     if (upto <= x->sent_everyone) return;
+    INVARIANT(x->out_everyone.base + upto <= x->out_everyone.known + x->depth);
+    INVARIANT(x->out_everyone.base + upto <= x->out_everyone.next);
     count_bytes(g, x, &x->sent_everyone, upto);
     store_ordered(&x->cell->sent_everyone, x->out_everyone.base + upto);
     for (int r = 0; r < g->num_ranks; r++)
@@ -118,6 +121,8 @@ void shared_send(epic_group *g, int index, int to, int64_t upto)
     }
     shared_link *link = &x->links[to];
     if (upto <= link->sent) return;
+    INVARIANT(link->out.base + upto <= link->out.known + x->depth);
+    INVARIANT(link->out.base + upto <= link->out.next);
     count_bytes(g, x, &link->sent, upto);
     store_ordered(&x->cell->lanes[to].sent, link->out.base + upto);
     shared_ring(g, link->cell);
@@ -141,9 +146,11 @@ void shared_drop(epic_group *g, int index, int from, int64_t upto)
     shared_exchange *x = &g->exchanges[index];
     shared_link *link = &x->links[from];
     shared_lane *lane = &link->cell->lanes[g->rank];
+    const lane_end *end = x->everyone ? &link->in_everyone : &link->in;
+    INVARIANT(end->base + upto <= end->known && end->base + upto <= end->next);
     if (x->everyone)
-        store_ordered(&lane->dropped_everyone, link->in_everyone.base + upto);
+        store_ordered(&lane->dropped_everyone, end->base + upto);
     else
-        store_ordered(&lane->dropped, link->in.base + upto);
+        store_ordered(&lane->dropped, end->base + upto);
     shared_ring(g, link->cell);
 }

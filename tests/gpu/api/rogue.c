@@ -44,7 +44,7 @@ static void lie(seat *s, unsigned char *record, size_t bytes)
     }
 }
 
-static epic_result gather(void *self, const void *mine, void *all, size_t bytes)
+static epic_result gather(void *self, const void *mine, void *all, int64_t bytes)
 {
     seat *s = self;
     const epic_result result = s->inner.gather(s->inner.self, mine, all, bytes);

@@ -41,7 +41,12 @@ def handlers() -> ctypes.CDLL:
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_jax.so")))
     member: list[Any] = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int32]
-    library.epic_jax_member_add.argtypes = [*member, ctypes.c_char_p, ctypes.c_int32, ctypes.c_void_p]
+    library.epic_jax_member_add.argtypes = [
+        *member,
+        ctypes.c_char_p,
+        ctypes.c_int32,
+        ctypes.c_void_p,
+    ]
     library.epic_jax_member_add.restype = ctypes.c_int
     library.epic_jax_member_remove.argtypes = member
     library.epic_jax_member_remove.restype = ctypes.c_void_p

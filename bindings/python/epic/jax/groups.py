@@ -293,10 +293,12 @@ def fill(group: Group, members: list[Member], meet: Tcp | Exchange | None, confi
 
 
 class Opener:
-    """A thread that opens the context of a member.  Whoever waits for it may be interrupted; then it closes what it
-    opened.  A daemon, so that nothing waits for it at exit."""
+    """A thread that opens the context of a member.  Whoever waits for it may be interrupted; then
+    it closes what it opened.  A daemon, so that nothing waits for it at exit."""
 
-    def __init__(self, meeting_of: Callable[[Member], Meeting], config: Any, member: Member) -> None:
+    def __init__(
+        self, meeting_of: Callable[[Member], Meeting], config: Any, member: Member
+    ) -> None:
         self.member = member
         self.context = 0
         self.error: BaseException | None = None
