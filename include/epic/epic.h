@@ -947,9 +947,12 @@ typedef struct epic_moe {
 
 /* Bytes of memory that the caller brings; any alignment of 64. */
 typedef struct epic_moe_memory_info {
-    int64_t saved_bytes;    /* from forward to backward */
-    int64_t forward_bytes;  /* workspace */
-    int64_t backward_bytes; /* workspace */
+    int64_t saved_bytes;      /* from forward to backward */
+    int64_t forward_bytes;    /* workspace */
+    int64_t backward_bytes;   /* workspace */
+    int64_t cuda_saved_bytes; /* these three on a CUDA context; 0 for F64 rows */
+    int64_t cuda_forward_bytes;
+    int64_t cuda_backward_bytes;
 } epic_moe_memory_info;
 
 /* What a layer takes for config.max_tokens tokens a rank.  Local; config.num_ranks is needed.
@@ -1011,7 +1014,13 @@ typedef struct epic_moe_args {
  * With EPIC_TREE num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
  * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
  * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
- * a table entry that is none is class (b). */
+ * a table entry that is none is class (b).
+ *
+ * On a CUDA context everything is on the device, the losses and what comes in for them too, and
+ * runs on call.stream; the host waits for nothing, and a graph can hold it.  epic_moe_memory's
+ * cuda_ bytes count there.  Not there yet (EPIC_ENOTSUP): F64 rows, EPIC_TREE, zero-experts,
+ * rank_of_expert, num_experts that num_ranks does not divide, w_shared_gate, shared->gemm,
+ * epic_moe_plan. */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
 /* The first part of epic_moe_forward, up to the plan, for a caller who brings memory for what
@@ -1102,8 +1111,7 @@ typedef struct epic_tcp {
  * rank of another is told at once that it takes a secret.  Strangers and garbage on the port are
  * refused and the meeting goes on.  docs/security.md says what a secret protects and what it does
  * not.  Errors: EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER,
- * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL).
- * */
+ * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL). */
 static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp);
 
 /* Meets as the environment says (above), over TCP.  Without any of those variables: one rank.

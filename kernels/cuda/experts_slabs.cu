@@ -43,7 +43,9 @@ static __global__ void __launch_bounds__(THREADS)
     for (int first = 0; first < s.num_experts; first += THREADS) {
         const int e = first + (int)threadIdx.x;
         const bool here = e < s.num_experts;
-        int64_t rows = here ? count_at(s.expert_rows, e, s.num_slots) : 0;
+        int64_t rows = !here           ? 0
+                       : s.expert_rows ? count_at(s.expert_rows, e, s.num_slots)
+                                       : s.num_slots;
         int64_t row = first_row + sum_before(rows, memory, &total);
         first_row += total;
         if (row > s.num_slots) row = s.num_slots;

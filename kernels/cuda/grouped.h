@@ -16,7 +16,8 @@ extern "C" {
 
 /* Where the slabs lie, worked out once for a call by p2p_launch_slabs. */
 typedef struct p2p_slabs {
-    const int32_t *expert_rows;   /* [num_experts], the caller's */
+    const int32_t
+        *expert_rows; /* [num_experts], the caller's; NULL: all slots are one expert's */
     const int32_t *expert_tokens; /* NULL: expert_rows */
     int32_t *num_tiles;           /* [1] */
     slab_tile *tiles;             /* [most_tiles] */
@@ -34,12 +35,14 @@ typedef struct p2p_gemm {
     void *out;        /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
     const void *bias; /* FORWARD: [experts, n], added to rows that carry a token; NULL: none */
     const float *bias_weights; /* [slots], of the bias; NULL: 1 */
+    const void *also;          /* INPUT: rows of out's type that are added, too; NULL: none */
     int64_t k, n;
     uint32_t pass;        /* an epic_gemm_pass */
-    uint32_t row_type;    /* of a, of b in WEIGHT, of out but in WEIGHT */
+    uint32_t row_type;    /* of x and d_x */
+    uint32_t y_type;      /* of y and d_y; 0: row_type */
     uint32_t weight_type; /* of b but in WEIGHT, and of bias */
     uint32_t out_type;    /* WEIGHT: of out */
-    int32_t accumulate;   /* WEIGHT: out is added to */
+    int32_t accumulate;   /* WEIGHT, INPUT: out is added to */
     int32_t sms;          /* most CTAs */
     int32_t group;        /* rows of tiles that take turns over all columns; 0: chosen */
     int32_t alone;        /* 1: CTAs do not work in pairs.  For tests */
@@ -87,6 +90,30 @@ typedef struct p2p_scale_job {
     int32_t sms;
     int32_t pad;
 } p2p_scale_job;
+
+/* The dense part of a layer, beside its products. */
+typedef struct p2p_rows_job { /* to += from, numbers of `type` */
+    void *to;
+    const void *from;
+    int64_t count;
+    uint32_t type;
+    int32_t replace; /* to = from */
+} p2p_rows_job;
+
+typedef struct p2p_losses_job { /* one float each; NULL: not wanted, or not there */
+    const float *first, *second;
+    float *sum, *to_first, *to_second;
+} p2p_losses_job;
+
+typedef struct p2p_incoming_job {   /* to = {all + balance, all + z} */
+    const float *all, *balance, *z; /* NULL: 1, 0, 0 */
+    float *to;
+} p2p_incoming_job;
+
+cudaError_t p2p_launch_rows(const p2p_rows_job *job, int sms, cudaStream_t stream);
+cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_incoming(const p2p_incoming_job *job, cudaStream_t stream);
+cudaError_t p2p_load_dense(void);
 
 cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 

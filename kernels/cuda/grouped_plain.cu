@@ -60,19 +60,25 @@ template <int PASS> static __device__ int64_t num_pieces(const p2p_gemm &g)
     return lines * ((columns + BN - 1) / BN);
 }
 
+static __device__ uint32_t y_type(const p2p_gemm &g)
+{
+    return g.y_type ? g.y_type : g.row_type;
+}
+
 /* Steps [step, step + BK) of both factors.  Threads walk along what is contiguous in memory. */
 template <int PASS>
 static __device__ void load_parts(float (*a)[BM + 1], float (*b)[BN + 1], const p2p_gemm &g,
                                   const Piece &p, int64_t step)
 {
-    const uint32_t b_type = PASS == EPIC_GEMM_WEIGHT ? g.row_type : g.weight_type;
+    const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
+    const uint32_t b_type = PASS == EPIC_GEMM_WEIGHT ? y_type(g) : g.weight_type;
     for (int i = threadIdx.x; i < BM * BK; i += THREADS) {
         const bool turned = PASS == EPIC_GEMM_WEIGHT;
         const int m = turned ? i % BM : i / BK, s = turned ? i / BM : i % BK;
         const int64_t at =
             turned ? (p.row + step + s) * g.k + p.first + m : (p.row + m) * p.depth + step + s;
         const bool there = m < p.tokens && step + s < p.depth;
-        a[s][m] = there ? number_at(g.a, g.row_type, at) : 0;
+        a[s][m] = there ? number_at(g.a, a_type, at) : 0;
     }
     for (int i = threadIdx.x; i < BN * BK; i += THREADS) {
         const bool turned = PASS == EPIC_GEMM_INPUT;
@@ -92,13 +98,16 @@ static __device__ void store_number(const p2p_gemm &g, const Piece &p, int m, in
 {
     const int64_t line = PASS == EPIC_GEMM_WEIGHT ? p.expert * g.k + p.first + m : p.row + m;
     const int64_t at = line * p.columns + column;
-    const uint32_t type = PASS == EPIC_GEMM_WEIGHT ? g.out_type : g.row_type;
+    const uint32_t type = PASS == EPIC_GEMM_WEIGHT    ? g.out_type
+                          : PASS == EPIC_GEMM_FORWARD ? y_type(g)
+                                                      : g.row_type;
     if (m >= p.rows || column >= p.columns) return;
     if (m >= p.tokens) x = 0;
     if (PASS == EPIC_GEMM_FORWARD && g.bias && m < p.tokens)
         x += number_at(g.bias, g.weight_type, p.expert * g.n + column) *
              (g.bias_weights ? g.bias_weights[line] : 1.0f);
-    if (PASS == EPIC_GEMM_WEIGHT && g.accumulate) x += number_at(g.out, type, at);
+    if (PASS == EPIC_GEMM_INPUT && g.also && m < p.tokens) x += number_at(g.also, type, at);
+    if (PASS != EPIC_GEMM_FORWARD && g.accumulate) x += number_at(g.out, type, at);
     put_number(g.out, type, at, x);
 }
 

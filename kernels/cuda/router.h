@@ -51,6 +51,9 @@ typedef struct p2p_loss_job {
     const int32_t *topk_idx; /* balance: else */
     int64_t sequence_tokens;
     double factor;
+    const void *plan; /* the factor is divided by the tokens that this plan counts, */
+    int32_t powers;   /* so many times; NULL: it is what it is */
+    int32_t pad;
     const float *d_loss; /* NULL: 1 */
     double *runs;        /* [LOSS_RUNS] */
     void *loss;

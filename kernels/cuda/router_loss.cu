@@ -5,6 +5,7 @@
  * the runs.  Sequence-wise, each CTA counts the choices of the sequences that its runs meet. */
 #include "cuda/launch.cuh"
 #include "cuda/router.cuh"
+#include "rules/device_layout.h"
 
 #define MOST_WARPS 16
 #define ADDERS 1024
@@ -91,6 +92,17 @@ __device__ __forceinline__ Span within(Span s, int64_t first, int64_t sequence_t
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
+static __device__ double factor_of(const p2p_loss_job &job)
+{
+    const device_plan_header *plan = (const device_plan_header *)job.plan;
+    if (plan == NULL) return job.factor;
+    int64_t tokens = 0;
+    for (int q = 0; q < DEVICE_MAX_RANKS; q++)
+        tokens += q < plan->num_ranks ? plan->tokens_of[q] : 0;
+    if (tokens <= 0) return 0;
+    return job.factor / (job.powers == 2 ? (double)tokens : 1.0) / (double)tokens;
+}
+
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
@@ -106,7 +118,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float *p = memory + threadIdx.x / WARP * words;
     int32_t *counts = (int32_t *)(memory + warps * words);
     const double factor =
-        PASS == BACKWARD && job.d_loss ? job.factor * *job.d_loss : job.factor;
+        PASS == BACKWARD && job.d_loss ? factor_of(job) * *job.d_loss : factor_of(job);
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
@@ -134,9 +146,9 @@ __global__ void __launch_bounds__(ADDERS)
     }
     if (threadIdx.x != 0) return;
     if (job.loss_type == EPIC_F64)
-        *(double *)job.loss = job.factor * runs[0];
+        *(double *)job.loss = factor_of(job) * runs[0];
     else
-        *(float *)job.loss = (float)(job.factor * runs[0]);
+        *(float *)job.loss = (float)(factor_of(job) * runs[0]);
 }
 
 template <Pass PASS, bool Z>

@@ -148,6 +148,8 @@ typedef struct epic_loss {
     const void *logits;
     int64_t num_tokens;
     int64_t total_tokens;
+    const void
+        *plan; /* on devices: it counts the tokens of all ranks; NULL: total_tokens does */
     int64_t sequence_tokens; /* z-loss: 0 */
     const int32_t *load;
     const int32_t *topk_idx;
@@ -163,6 +165,21 @@ typedef struct epic_loss {
     uint32_t flags;
     epic_stream stream;
 } epic_loss;
+
+/* The dense part of a layer on a device: logits = x w_gate + b_gate, and back. */
+typedef struct epic_gate {
+    epic_stream stream;
+    const void *x; /* [tokens, hidden] of row_type */
+    int64_t tokens, hidden, columns;
+    const float *w_gate, *b_gate; /* b_gate NULL: none */
+    float *logits;                /* forward: out; backward: the gradient that comes in */
+    void *workspace;              /* experts_tiles_bytes(tokens) */
+    void *d_x;                    /* backward: added to; NULL: not wanted, as the two below */
+    const void *also;             /* added to d_x, too; NULL: none */
+    float *d_w_gate, *d_b_gate;
+    uint32_t row_type;
+    uint32_t accumulate; /* 1: to d_w_gate and d_b_gate */
+} epic_gate;
 
 /* The step calls of device backends: arguments arrive checked, as core's own functions of the
  * same names take them.  NULL: EPIC_ENOTSUP. */
@@ -187,6 +204,17 @@ typedef struct epic_steps {
     /* args->experts has its defaults filled in, grad_type too. */
     epic_result (*experts_forward)(epic_group *, const epic_experts_args *);
     epic_result (*experts_backward)(epic_group *, const epic_experts_backward_args *);
+    /* What the layer does beside the calls above.  Experts without expert_rows there: all slots are
+     * one expert's. */
+    epic_result (*gate)(epic_group *, const epic_gate *);
+    epic_result (*gate_backward)(epic_group *, const epic_gate *);
+    /* to += from (replace: =), numbers of a type; the few numbers of losses, as grouped.h has them */
+    epic_result (*add)(epic_group *, epic_stream, void *to, const void *from, int64_t count,
+                       uint32_t type, bool replace);
+    epic_result (*give_losses)(epic_group *, epic_stream, const float *losses,
+                               const epic_moe_args *);
+    epic_result (*take_losses)(epic_group *, epic_stream, float *d_losses,
+                               const epic_moe_backward_args *);
     epic_result (*check)(epic_group *, epic_failure_info *out); /* what broke the group */
     epic_result (*notice)(epic_group *); /* the oldest class (b) error not yet returned */
     uint32_t (*max_sms)(const epic_group *);

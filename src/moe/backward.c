@@ -14,13 +14,13 @@ typedef struct backward_call {
     data_fault fault; /* of saved */
 } backward_call;
 
-static epic_result combine_backward(moe_job *j, const backward_call *c)
+epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
     epic_combine_backward_args how = {.call = j->call,
                                       .plan = j->saved.plan,
                                       .plan_bytes = j->plan_bytes,
-                                      .d_out = c->args->d_out,
+                                      .d_out = *d_out,
                                       .d_rows = slots,
                                       .type = j->experts.row_type};
     if (moe_is_late(j)) {
@@ -28,13 +28,13 @@ static epic_result combine_backward(moe_job *j, const backward_call *c)
         how.slot_weights = j->saved.slot_weights;
         how.d_slot_weights = j->work.d_slot_weights;
     }
-    return api_combine_backward(j->ctx, &how, &c->fault);
+    return api_combine_backward(j->ctx, &how, fault);
 }
 
-static epic_result transform_backward(moe_job *j, const backward_call *c)
+epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags)
 {
-    const epic_moe_gradients *g = &c->gradients;
     const epic_experts_backward_args how = {
+        .call = j->call,
         .experts = &j->experts,
         .x = j->saved.recv,
         .num_slots = j->capacity,
@@ -56,13 +56,13 @@ static epic_result transform_backward(moe_job *j, const backward_call *c)
         .d_b_gate_up = g->b_gate_up,
         .d_b_down = g->b_down,
         .d_slot_weights = moe_is_late(j) ? NULL : j->work.d_slot_weights,
-        .flags = c->args->flags,
+        .flags = flags,
         .weights_type = j->real_type};
-    return epic_experts_backward(NULL, &how);
+    return epic_experts_backward(moe_where(j), &how);
 }
 
 /* The rank's peers wait for its part of this step also if it does not want d_x. */
-static epic_result dispatch_backward(moe_job *j, const epic_rows *d_x)
+epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
     const epic_dispatch_backward_args how = {
@@ -175,7 +175,7 @@ static void give(const moe_job *j, const backward_call *c, void *to, int64_t beg
         memcpy(to, from, (size_t)((end - begin) * j->real_bytes));
 }
 
-static epic_result sum_dense(moe_job *j)
+epic_result moe_sum_dense(moe_job *j)
 {
     if (!(j->moe.flags & EPIC_SUM_DENSE)) return EPIC_OK;
     const epic_sum_args sum = {.call = j->call,
@@ -221,17 +221,17 @@ static void clear(const moe_job *j, const backward_call *c)
     give_dense(j, c);
 }
 
-static epic_result run(moe_job *j, const backward_call *c)
+static epic_result run(moe_job *j, backward_call *c)
 {
-    epic_result result = combine_backward(j, c);
+    epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);
     if (result != EPIC_OK) clear(j, c);
     TRY(result);
-    result = transform_backward(j, c);
+    result = moe_transform_backward(j, &c->gradients, c->args->flags);
     if (result != EPIC_OK) return moe_abandon(j, result);
-    TRY(dispatch_backward(j, &c->args->d_x));
+    TRY(moe_dispatch_backward(j, &c->args->d_x));
     result = blocks_backward(j, c, 0, j->blocks, 0);
     if (result != EPIC_OK) return moe_abandon(j, result);
-    TRY(sum_dense(j));
+    TRY(moe_sum_dense(j));
     give_dense(j, c);
     return EPIC_OK;
 }
@@ -251,6 +251,7 @@ static epic_result check(moe_job *j, epic_moe_backward_args *a, backward_call *c
     if (a->flags & ~EPIC_ACCUMULATE)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
     TRY(moe_check_loss_type(j, a->loss_type));
+    if (j->device) return EPIC_OK;
     const double d_loss = number_or(a->d_loss, a->loss_type, 1);
     j->d_balance = d_loss + number_or(a->d_balance_loss, a->loss_type, 0);
     j->d_z = d_loss + number_or(a->d_z_loss, a->loss_type, 0);
@@ -279,6 +280,7 @@ epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args
     TRY(moe_begin(&j, ctx, &a.call, &c));
     TRY(moe_backward_places(&j, &a, &call.gradients));
     TRY(check(&j, &a, &call));
+    if (j.device) return moe_device_backward(&j, &a, &call.gradients);
     experts_blas_enter();
     const epic_result result = run(&j, &call);
     experts_blas_leave();

@@ -79,11 +79,8 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
 {
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
     TRY(context_check(ctx));
-    if (!ctx->backend->transport)
-        return epic_fail(EPIC_ENOTSUP,
-                         "the layer is not there yet on backend \"%s\"; use a host context",
-                         ctx->backend_name);
-    *j = (moe_job){.ctx = ctx, .call = *call, .x = *c->x};
+    *j = (moe_job){
+        .ctx = ctx, .call = *call, .x = *c->x, .device = ctx->backend->transport == NULL};
     TRY(READ_SIZED(&j->weights, c->weights, sizeof *c->weights, "weights"));
     if (c->x->num_rows < 0 || c->x->num_rows > ctx->config.max_tokens)
         return epic_fail(EPIC_EINVAL,
@@ -96,6 +93,7 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
     TRY(check_tokens(j, c->x->num_rows));
     TRY(check_weights(j));
     if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;
+    if (j->device) TRY(moe_device_ready(j));
     moe_cut(j, c->saved, c->workspace, c->backward);
     TRY(check_memory("saved", c->saved, c->saved_bytes, j->saved_bytes));
     return check_memory("workspace", c->workspace, c->workspace_bytes, j->work_bytes);

@@ -66,6 +66,27 @@ epic_result moe_losses_backward(const moe_job *j, const dense_block *block);
 /* Writes zeros over all rows of the caller's tokens. */
 void moe_clear(const moe_job *j, const epic_rows *rows);
 
+/* The context of what needs no peer: NULL on the host. */
+static inline epic_context *moe_where(const moe_job *j)
+{
+    return j->device ? j->ctx : NULL;
+}
+
+/* Steps of both directions that hosts and devices have alike; forward.c, backward.c. */
+epic_result moe_transform(moe_job *j);
+epic_result moe_bring_home(moe_job *j, const epic_rows *out);
+epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault *fault);
+epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags);
+epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
+epic_result moe_sum_dense(moe_job *j);
+
+/* The layer on a device; device_forward.c, device_backward.c.  ready: EPIC_ENOTSUP for what it
+ * cannot do yet. */
+epic_result moe_device_ready(const moe_job *j);
+epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
+epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
+                                const epic_moe_gradients *g);
+
 /* Gives up after peers have been called on: they get `result`'s sentence. */
 epic_result moe_abandon(moe_job *j, epic_result result);
 

@@ -115,9 +115,10 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fa
     return check_tokens(j);
 }
 
-static epic_result transform(moe_job *j)
+epic_result moe_transform(moe_job *j)
 {
-    const epic_experts_args how = {.experts = &j->experts,
+    const epic_experts_args how = {.call = j->call,
+                                   .experts = &j->experts,
                                    .x = j->saved.recv,
                                    .num_slots = j->capacity,
                                    .expert_rows = j->saved.expert_rows,
@@ -134,10 +135,10 @@ static epic_result transform(moe_job *j)
                                    .workspace_bytes = j->experts_memory.forward_bytes,
                                    .y = j->saved.y,
                                    .weights_type = j->real_type};
-    return epic_experts_forward(NULL, &how);
+    return epic_experts_forward(moe_where(j), &how);
 }
 
-static epic_result bring_home(moe_job *j, const epic_rows *out)
+epic_result moe_bring_home(moe_job *j, const epic_rows *out)
 {
     const epic_combine_args how = {.call = j->call,
                                    .plan = j->saved.plan,
@@ -268,12 +269,26 @@ static epic_result run(moe_job *j, const epic_moe_args *a)
         return result;
     }
     *j->saved.total_tokens = plan_view_of(j->saved.plan).header->total_tokens;
-    result = transform(j);
+    result = moe_transform(j);
     if (result != EPIC_OK) return moe_abandon(j, result);
-    TRY(bring_home(j, &a->out));
+    TRY(moe_bring_home(j, &a->out));
     TRY(finish(j, &a->out));
     result = losses(j, a);
     return result == EPIC_OK ? EPIC_OK : moe_abandon(j, result);
+}
+
+static epic_result check_device(const epic_moe_args *a, bool planning)
+{
+    if (planning || a->flags & EPIC_PLANNED)
+        return epic_fail(EPIC_ENOTSUP,
+                         "epic_moe_plan is not there yet on CUDA contexts, where the host does "
+                         "not see how many slots there are: give moe.capacity "
+                         "(epic_capacity_bound)");
+    if (a->rank_of_expert)
+        return epic_fail(EPIC_ENOTSUP,
+                         "rank_of_expert is not there yet in the layer on CUDA contexts: "
+                         "leave it NULL, for contiguous blocks");
+    return EPIC_OK;
 }
 
 /* What both entries check; `planning`: of epic_moe_plan. */
@@ -304,6 +319,7 @@ static epic_result take(moe_job *j, epic_context *ctx, epic_moe_args *a, bool pl
         return epic_fail(EPIC_EINVAL, "moe.capacity is 0, EPIC_CAPACITY_EXACT: call "
                                       "epic_moe_plan first, then with EPIC_PLANNED");
     TRY(moe_check_loss_type(j, a->loss_type));
+    if (j->device) return check_device(a, planning);
     return check_placement(j, a->rank_of_expert);
 }
 
@@ -313,6 +329,7 @@ epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args *args, si
     moe_job j;
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(take(&j, ctx, &a, false));
+    if (j.device) return moe_device_forward(&j, &a);
     experts_blas_enter();
     const epic_result result = run(&j, &a);
     experts_blas_leave();

@@ -10,6 +10,7 @@
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/convert.h"
+#include "rules/experts_layout.h"
 
 static epic_result read_parts(moe_job *j, const epic_config *config, const epic_moe *moe,
                               size_t size)
@@ -115,16 +116,25 @@ static epic_result measure_experts(const char *name, const epic_experts *experts
     return epic_fail(EPIC_EINVAL, "moe.%s: %s", name, why);
 }
 
+static void take_device_sizes(epic_experts_memory_info *info)
+{
+    info->saved_bytes = info->cuda_saved_bytes;
+    info->forward_bytes = info->cuda_forward_bytes;
+    info->backward_bytes = info->cuda_backward_bytes;
+}
+
 static epic_result measure(moe_job *j, const epic_config *config)
 {
     TRY(measure_experts("experts", &j->experts, j->capacity, &j->experts_memory));
     if (j->has_shared) TRY(measure_experts("shared", &j->shared, j->block, &j->shared_memory));
+    if (j->device) take_device_sizes(&j->experts_memory);
+    if (j->device) take_device_sizes(&j->shared_memory);
     j->shared_memory.saved_bytes = round_up(j->shared_memory.saved_bytes, 64);
     j->router_bytes = epic_router_workspace(&j->router);
     if (!j->router_bytes) return EPIC_EINVAL;
     j->plan_bytes = epic_plan_bytes(config, &j->layer);
     if (!j->plan_bytes) return EPIC_EINVAL;
-    j->dense_levels = levels_of(j->blocks);
+    j->dense_levels = !j->device ? levels_of(j->blocks) : j->moe.flags & EPIC_SUM_DENSE ? 1 : 0;
     j->dense_count = moe_dense_parts(j).end;
     return EPIC_OK;
 }
@@ -218,12 +228,14 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
         take(base, &used,
              backward ? j->shared_memory.backward_bytes : j->shared_memory.forward_bytes);
     w->router = take(base, &used, j->router_bytes);
-    w->tile = take(base, &used, j->block * GATE_TILE * j->real_bytes);
-    w->rows = take(base, &used, (backward ? j->block + 1 : 2) * j->hidden * j->real_bytes);
+    const int64_t rows = j->device ? 0 : backward ? j->block + 1 : 2;
+    w->tile = take(base, &used, j->device ? 0 : j->block * GATE_TILE * j->real_bytes);
+    w->rows = take(base, &used, rows * j->hidden * j->real_bytes);
+    w->gate = take(base, &used, j->device ? experts_tiles_bytes(j->tokens) : 0);
     w->shared_y = take(base, &used, j->has_shared ? j->block * j->row_bytes : 0);
     w->shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
     w->losses = take(base, &used, 2 * j->blocks * j->real_bytes);
-    w->plan_idx = take(base, &used, backward ? 0 : j->tokens * j->top_k * 4);
+    w->plan_idx = take(base, &used, backward || j->device ? 0 : j->tokens * j->top_k * 4);
     if (j->wide && !backward) {
         w->choice_k = take(base, &used, j->tokens * j->top_k * 4);
         w->recv_weights = take(base, &used, weights_bytes);
@@ -247,6 +259,15 @@ void moe_cut(moe_job *j, const void *saved, void *workspace, bool backward)
     cut_work(j, workspace, backward);
 }
 
+static void count(moe_job *j, int64_t *saved, int64_t *forward, int64_t *backward)
+{
+    moe_cut(j, NULL, NULL, false);
+    *saved = j->saved_bytes;
+    *forward = j->work_bytes;
+    moe_cut(j, NULL, NULL, true);
+    *backward = j->work_bytes;
+}
+
 epic_result epic_moe_memory_v1(const epic_config *config, size_t config_size,
                                const epic_moe *moe, size_t moe_size, epic_moe_memory_info *out,
                                size_t size)
@@ -257,11 +278,12 @@ epic_result epic_moe_memory_v1(const epic_config *config, size_t config_size,
     moe_job j = {0};
     TRY(moe_read(&j, &c, moe, moe_size, c.max_tokens));
     epic_moe_memory_info info = {0};
-    moe_cut(&j, NULL, NULL, false);
-    info.saved_bytes = j.saved_bytes;
-    info.forward_bytes = j.work_bytes;
-    moe_cut(&j, NULL, NULL, true);
-    info.backward_bytes = j.work_bytes;
+    count(&j, &info.saved_bytes, &info.forward_bytes, &info.backward_bytes);
+    if (!j.wide) {
+        j = (moe_job){.device = true};
+        TRY(moe_read(&j, &c, moe, moe_size, c.max_tokens));
+        count(&j, &info.cuda_saved_bytes, &info.cuda_forward_bytes, &info.cuda_backward_bytes);
+    }
     WRITE_SIZED(out, &info, size);
     return EPIC_OK;
 }

@@ -45,7 +45,9 @@ typedef struct moe_work {
     void *d_slot_weights; /* [capacity] real */
     void *d_weights;      /* [tokens, top_k] real */
     void *d_logits;       /* [block, columns] real */
-    unsigned char *dense; /* [levels, dense_count] real: gradients of the dense part */
+    unsigned char *dense; /* [levels, dense_count] real: gradients of the dense part; on devices
+                             only what EPIC_SUM_DENSE sums */
+    void *gate;           /* devices: the gate's list of tiles */
 } moe_work;
 
 typedef struct moe_job {
@@ -58,7 +60,8 @@ typedef struct moe_job {
     bool has_shared;
     epic_moe_weights weights;
 
-    bool wide; /* reals are float64 */
+    bool device; /* arrays are a device's: nothing but arguments can be looked at here */
+    bool wide;   /* reals are float64 */
     int64_t real_bytes;
     uint32_t real_type;
     int64_t row_bytes;

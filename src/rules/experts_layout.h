@@ -59,4 +59,11 @@ static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t n
     return l;
 }
 
+/* What the list of tiles takes if all rows are one expert's. */
+static inline int64_t experts_tiles_bytes(int64_t num_rows)
+{
+    const epic_experts one = {.num_local_experts = 1};
+    return experts_layout_of(&one, num_rows, false).activations;
+}
+
 #endif

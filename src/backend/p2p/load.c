@@ -23,6 +23,7 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_loss(), "loading the loss kernels"));
     TRY(p2p_cuda(p2p_load_slabs(), "loading the slabs kernel"));
     TRY(p2p_cuda(p2p_load_activation(), "loading the activation kernels"));
+    TRY(p2p_cuda(p2p_load_dense(), "loading the kernels of a layer's dense part"));
     TRY(p2p_cuda(p2p_load_plain_gemm(), "loading the plain products"));
     TRY(p2p_cuda(p2p_load_hopper_gemm(), "loading the products of sm_90a"));
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");

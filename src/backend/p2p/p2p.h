@@ -77,6 +77,16 @@ epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
+/* The layer's dense part; dense.c. */
+epic_result p2p_gate(epic_group *group, const epic_gate *gate);
+epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate);
+epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
+                    int64_t count, uint32_t type, bool replace);
+epic_result p2p_give_losses(epic_group *group, epic_stream stream, const float *losses,
+                            const epic_moe_args *args);
+epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
+                            const epic_moe_backward_args *args);
+
 extern const epic_steps p2p_steps;
 extern EPIC_API const epic_backend epic_backend_p2p;
 

@@ -91,6 +91,8 @@ static epic_result take_loss(epic_group *g, p2p_loss_job *job, const epic_loss *
                           .topk_idx = args->topk_idx,
                           .sequence_tokens = args->sequence_tokens,
                           .factor = factor,
+                          .plan = args->plan,
+                          .powers = z || args->sequence_tokens ? 1 : 2,
                           .d_loss = args->d_loss,
                           .runs = args->workspace,
                           .loss = args->loss,

@@ -1,0 +1,24 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What both directions of the layer on a device have in common. */
+#ifndef EPIC_MOE_DEVICE_H
+#define EPIC_MOE_DEVICE_H
+
+#include "api/api.h"
+#include "moe/call.h"
+
+/* A step of the context's backend. */
+#define DEVICE_STEP(j, name, ...)   \
+    backend_said((j)->ctx->backend, \
+                 (j)->ctx->backend->steps->name((j)->ctx->group, __VA_ARGS__))
+
+/* The gate of all tokens; the gradients are not asked for. */
+epic_gate moe_device_gate(const moe_job *j, void *logits);
+
+/* A loss of all tokens, without what goes out. */
+epic_loss moe_device_loss(const moe_job *j, double coeff);
+
+/* As epic_balance_loss has it, but for the division by the tokens of all ranks, which the plan
+ * counts on the device. */
+double moe_device_balance_factor(const moe_job *j);
+
+#endif

@@ -1,0 +1,363 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Random layers of every kind, and their results against plain float64 loops and central
+ * differences of those.
+ *
+ * Tolerances, of the largest error to the largest number of an array:
+ *   F64 rows    1e-12; gradients 1e-6: central differences with a step of 1e-5 are off by 1e-10
+ *               of the second derivatives, and by 1e-11 of the values themselves
+ *   F32         1e-4
+ *   BF16, F16   rows are rounded, to 2^-9 and 2^-12, in up to five places one after the other
+ *               (expert, partial, sum over ranks, layer, and the same on the way back), and
+ *               differences of weights' gradients magnify that: 16 such roundings */
+#ifndef MOE_VALUES_H
+#define MOE_VALUES_H
+
+#include "unit/moe_oracle.h"
+
+/* Draw only what CUDA contexts can do. */
+static bool for_devices;
+
+#define SAMPLES 40 /* numbers of an array whose gradient is compared */
+
+static inline double tolerance(const problem *p)
+{
+    switch (row_type(p)) {
+    case EPIC_F64:
+        return 1e-12;
+    case EPIC_F32:
+        return 1e-4;
+    case EPIC_BF16:
+        return 16 * 0x1p-9;
+    default:
+        return 16 * 0x1p-12;
+    }
+}
+
+/* --------------------------------------------------------------------- random layers ---- */
+
+typedef struct kind { /* a row of the table of routers */
+    const char *name;
+    epic_router router;
+    bool bias, table;
+} kind;
+
+static const kind kinds[] = {
+    {"mixtral", {.normalize = EPIC_NORMALIZE_SUM}, false, false},
+    {"olmoe", {.score = EPIC_SCORE_SOFTMAX}, false, false},
+    {"gpt-oss", {.score = EPIC_SCORE_LOGITS, .weight_rule = EPIC_WEIGHT_SOFTMAX_CHOSEN}, 0, 0},
+    {"deepseek-v2", {.num_groups = 2, .topk_groups = 1, .scale = 1.5}, false, false},
+    {"deepseek-v3",
+     {.score = EPIC_SCORE_SIGMOID,
+      .num_groups = 2,
+      .topk_groups = 1,
+      .group_score = EPIC_GROUP_SUM,
+      .group_best = 2,
+      .normalize = EPIC_NORMALIZE_SUM,
+      .scale = 2.5},
+     true,
+     false},
+    {"deepseek-v3 of others 0",
+     {.score = EPIC_SCORE_SIGMOID,
+      .num_groups = 2,
+      .topk_groups = 1,
+      .group_score = EPIC_GROUP_SUM,
+      .group_best = 2,
+      .group_others = EPIC_OTHERS_ZERO,
+      .normalize = EPIC_NORMALIZE_SUM,
+      .eps = 1e-20,
+      .scale = 2.5},
+     true,
+     false},
+    {"megatron",
+     {.score = EPIC_SCORE_SQRTSOFTPLUS, .normalize = EPIC_NORMALIZE_SUM, .eps = 1e-20},
+     true,
+     false},
+    {"deepseek-v4 table",
+     {.score = EPIC_SCORE_SQRTSOFTPLUS, .normalize = EPIC_NORMALIZE_SUM, .eps = 1e-20},
+     false,
+     true},
+    {"llama-4", {.score = EPIC_SCORE_LOGITS, .weight_rule = EPIC_WEIGHT_SIGMOID_CHOSEN}, 0, 0},
+    {"ernie", {.normalize = EPIC_NORMALIZE_CLAMPED, .norm_min = 0.3}, true, false},
+};
+
+#define NUM_KINDS (sizeof kinds / sizeof *kinds)
+
+static inline void draw_table(problem *p, source *s)
+{
+    p->table_rows = 5;
+    p->wide_ids = below(s, 2);
+    p->table = malloc((size_t)p->table_rows * p->layer.top_k * sizeof(int32_t));
+    p->token_ids = malloc((size_t)p->total * sizeof(int32_t));
+    for (int64_t i = 0; i < p->table_rows * (int64_t)p->layer.top_k; i++)
+        p->table[i] = (int32_t)below(s, (uint32_t)columns_of(p) + 1) - 1; /* some choose none */
+    for (int64_t t = 0; t < p->total; t++)
+        p->token_ids[t] = (int32_t)below(s, (uint32_t)p->table_rows);
+}
+
+static inline void draw_router(problem *p, source *s, const kind *k)
+{
+    const uint32_t zero = below(s, 3) || for_devices ? 0 : 2;
+    p->router = k->router;
+    p->router.num_experts = p->layer.num_experts;
+    p->router.zero_experts = zero;
+    p->router.top_k = p->layer.top_k = 1 + below(s, 3);
+    p->gate_biased = below(s, 2);
+    p->bias_given = k->bias;
+    for (int i = 0; i < 96; i++) p->bias[i] = (float)between(s, -0.5, 0.5);
+}
+
+static inline void draw_experts(problem *p, source *s, uint32_t seed, uint32_t type)
+{
+    p->experts = (epic_experts){.num_local_experts = 1,
+                                .hidden = 2 + below(s, 9),
+                                .inner = 1 + below(s, 7),
+                                .activation = seed / 6 % 6,
+                                .weighting = seed / 36 % 3,
+                                .row_type = type,
+                                .limit = 0.6f};
+    if (p->experts.activation < EPIC_CLAMPED_SWIGLU) p->experts.ungated = below(s, 3) == 0;
+    if (!p->experts.ungated) p->experts.interleaved = below(s, 2);
+    if (type != EPIC_F64) p->experts.weight_type = below(s, 4);
+    p->has_shared = below(s, 2);
+    p->shared_gated = below(s, 2) && !for_devices;
+    p->shared = p->experts;
+    p->shared.inner = 1 + below(s, 6);
+    p->shared.weighting = EPIC_WEIGHT_LATE;
+    if (!p->has_shared) p->shared = (epic_experts){0};
+    p->biased = below(s, 2);
+}
+
+/* Every fourth layer has replicas, of weights of their own: their gradients are then told apart.
+ * They are drawn from a source of their own. */
+static void draw_replicas(problem *p, uint32_t seed)
+{
+    source s = source_of(seed + 1000000);
+    epic_layer *l = &p->layer;
+    if (below(&s, 4)) return;
+    l->num_logical = l->num_experts;
+    l->num_experts += l->sum_order == EPIC_TREE ? 4 * (1 + below(&s, 2)) : 1 + below(&s, 9);
+    for (uint32_t e = 0; e < l->num_experts; e++)
+        p->logical_of[e] =
+            (int32_t)(e < l->num_logical ? e : below(&s, 1 + below(&s, l->num_logical)));
+    for (uint32_t e = l->num_experts - 1; e > 0; e--) {
+        const uint32_t other = below(&s, e + 1);
+        const int32_t held = p->logical_of[e];
+        p->logical_of[e] = p->logical_of[other];
+        p->logical_of[other] = held;
+    }
+}
+
+/* Blocks of experts anywhere with EPIC_TREE, else every expert anywhere. */
+static inline void draw_placement(problem *p, source *s)
+{
+    const uint32_t ranks = (uint32_t)p->num_ranks, experts = p->layer.num_experts;
+    const uint32_t turn = below(s, ranks);
+    p->placed = (experts % ranks || below(s, 2)) && !for_devices;
+    for (uint32_t e = 0; e < experts; e++)
+        p->rank_of_expert[e] = p->layer.sum_order == EPIC_TREE
+                                   ? (int32_t)((e / (experts / ranks) + turn) % ranks)
+                                   : (int32_t)below(s, ranks);
+}
+
+static inline void draw_tokens(problem *p, source *s)
+{
+    const int64_t length = p->moe.sequence_tokens ? p->moe.sequence_tokens : 1;
+    const bool tree = p->layer.sum_order == EPIC_TREE;
+    const int64_t unit = length * (tree ? p->layer.leaves / (uint32_t)p->num_ranks : 1);
+    const bool none = below(s, 12) == 0;
+    const int64_t equal = 1 + below(s, 12 / (uint32_t)unit + 1);
+    for (int r = 0; r < p->num_ranks; r++)
+        p->tokens_of[r] = tree   ? equal * unit
+                          : none ? 0
+                                 : (int64_t)below(s, 14 / (uint32_t)length) * length;
+}
+
+/* Room for everything, or with EPIC_OVERFLOW_DROP sometimes for less. */
+static inline void draw_capacity(problem *p, source *s)
+{
+    const int64_t choices = p->total * p->layer.top_k, align = p->layer.alignment;
+    p->moe.capacity = choices + p->layer.num_experts * (align ? align - 1 : 0) + 1;
+    p->planned = !below(s, 4) && !for_devices;
+    if (!below(s, 3)) {
+        p->layer.overflow = EPIC_OVERFLOW_DROP;
+        p->layer.expert_capacity = below(s, 2) ? 1 + below(s, 6) : 0;
+        if (below(s, 2) && !p->planned)
+            p->moe.capacity = 1 + below(s, (uint32_t)(choices / p->num_ranks + align));
+    }
+}
+
+/* The first columns of W_gate pull tokens, the last ones push them off: full and empty slabs. */
+static inline void skew(problem *p)
+{
+    const int64_t columns = columns_of(p), hidden = p->experts.hidden;
+    for (int64_t t = 0; t < p->total; t++) put(&p->given[X], t * hidden, 1);
+    put(&p->given[W_GATE], 0, 4);
+    for (int64_t e = columns / 2; e < columns; e++) put(&p->given[W_GATE], e, -6);
+}
+
+static inline problem draw(uint32_t seed, int num_ranks, uint32_t type)
+{
+    static const uint32_t alignments[] = {1, 16, 128, 0, 3};
+    source s = source_of(seed);
+    problem p = {.num_ranks = num_ranks};
+    const kind *k = &kinds[seed % NUM_KINDS];
+    const bool tree = num_ranks != 3 && below(&s, 2) && !for_devices;
+    p.layer = (epic_layer){.num_experts = tree ? 8 : 6 + 2 * below(&s, 4),
+                           .alignment = alignments[below(&s, 5)],
+                           .sum_order = tree ? EPIC_TREE : EPIC_BY_RANK,
+                           .leaves = tree ? 4 : 0,
+                           .partial_type = below(&s, 2) ? EPIC_F32 : 0};
+    if (for_devices)
+        p.layer.num_experts =
+            (uint32_t)num_ranks * (num_ranks == 1 ? 4 : 2) * (1 + below(&s, 3));
+    if (type == EPIC_F64) p.layer.partial_type = 0;
+    draw_router(&p, &s, k);
+    if (!for_devices) draw_replicas(&p, seed);
+    p.scaled = seed / 2 % 3 == 0 && !for_devices;
+    draw_experts(&p, &s, seed, type);
+    draw_placement(&p, &s);
+    if (below(&s, 2)) p.moe.balance_coeff = between(&s, 0.1, 2);
+    if (below(&s, 2)) p.moe.z_coeff = between(&s, 0.1, 2);
+    p.moe.sequence_tokens = below(&s, 3) ? 0 : 2;
+    p.d_loss_given = below(&s, 2);
+    p.narrow_losses = type == EPIC_F64 && !below(&s, 4);
+    p.d_loss = (float)between(&s, 0.5, 2);
+    p.d_parts_given = below(&s, 2);
+    p.d_balance_loss = (float)between(&s, -2, 2);
+    p.d_z_loss = (float)between(&s, -2, 2);
+    if (type != EPIC_F64 && below(&s, 2)) p.moe.flags = EPIC_SUM_DENSE;
+    if (!below(&s, 3)) p.backward_flags = EPIC_ACCUMULATE;
+    draw_tokens(&p, &s);
+    make_given(&p, &s);
+    draw_capacity(&p, &s);
+    if (!below(&s, 3)) skew(&p);
+    if (k->table) draw_table(&p, &s);
+    snprintf(
+        p.name, sizeof p.name,
+        "seed %u, %s, %d ranks, %u experts, %u logical, %lld tokens, %s rows, weighting %u",
+        seed, k->name, num_ranks, p.layer.num_experts, p.layer.num_logical, (long long)p.total,
+        convert_name(type), p.experts.weighting);
+    return p;
+}
+
+/* -------------------------------------------------------------------------- comparing ---- */
+
+static double worst; /* error over tolerance so far */
+
+static inline void compare_within(const problem *p, const char *what, double error, double size,
+                                  double allowed)
+{
+    const double relative = error / (size > 1e-30 ? size : 1);
+    CHECK(relative <= allowed, "%s: %s is off by %g of %g", p->name, what, error, size);
+    worst = fmax(worst, relative / allowed);
+}
+
+static inline void compare(const problem *p, const char *what, double error, double size)
+{
+    compare_within(p, what, error, size, tolerance(p));
+}
+
+static inline void compare_loss(const problem *p, int which, const char *name, double want)
+{
+    const double allowed = p->narrow_losses ? 1e-6 : tolerance(p);
+    compare_within(p, name, fabs(loss_of(p, which) - want), fabs(want), allowed);
+}
+
+static inline void compare_forward(const problem *p, const oracle *o)
+{
+    double error = 0, size = 0;
+    for (int64_t i = 0; i < p->total * p->experts.hidden; i++) {
+        const double off = fabs(get(&p->out, i) - o->out[i]);
+        error = off <= error ? error : off; /* a NaN stays */
+        size = fmax(size, fabs(o->out[i]));
+    }
+    compare(p, "out", error, size);
+    const oracle_losses loss = oracle_loss(o);
+    compare_loss(p, LOSS, "loss", loss.balance + loss.z);
+    compare_loss(p, BALANCE_LOSS, "balance_loss", loss.balance);
+    compare_loss(p, Z_LOSS, "z_loss", loss.z);
+    for (int r = 0; r < p->num_ranks; r++) {
+        CHECK(!memcmp(p->load + r * (int64_t)p->layer.num_experts, o->load,
+                      p->layer.num_experts * sizeof *o->load),
+              "%s: load of rank %d", p->name, r);
+        CHECK(!memcmp(p->logical_load + r * (int64_t)p->layer.num_logical, o->logical_load,
+                      p->layer.num_logical * sizeof *o->logical_load),
+              "%s: logical load of rank %d", p->name, r);
+        CHECK(p->demand[r] == o->demand[r], "%s: demand of rank %d is %d, not %lld", p->name, r,
+              p->demand[r], (long long)o->demand[r]);
+    }
+}
+
+static inline void compare_gradient(const problem *p, const oracle *o, int which, source *s)
+{
+    const bool wide = row_type(p) == EPIC_F64;
+    const double nearest = wide ? 512 : 4096;
+    const double step = wide ? 1e-5 : 1e-4, allowed = wide ? 1e-6 : tolerance(p);
+    const int64_t n = numbers_in_all(p, which);
+    double error = 0, size = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double g = gradient_of(p, which, i);
+        CHECK(isfinite(g), "%s: gradient of %s[%lld] is %g", p->name, given_names[which],
+              (long long)i, g);
+        size = fmax(size, fabs(g));
+    }
+    for (int64_t k = 0; k < (n < SAMPLES ? n : SAMPLES); k++) {
+        const int64_t i = n < SAMPLES ? k : (int64_t)below(s, (uint32_t)n);
+        const double got = gradient_of(p, which, i), want = difference(o, which, i, step);
+        double off = fabs(got - want);
+        /* Was it a step over the kink of an activation? */
+        for (int k = 0; k < 2 && off > allowed * size; k++)
+            off = fmin(off, fabs(got - difference(o, which, i, step / (k ? nearest : 64))));
+        error = fmax(error, off);
+        size = fmax(size, fabs(want));
+    }
+    /* Differences are off by 1e-11, and what is added to BEFORE in float32 by 6e-8. */
+    const bool added = p->backward_flags & EPIC_ACCUMULATE && real_type(p) == EPIC_F32;
+    const double least = wide || added ? 1e-2 : 1e-4;
+    compare_within(p, given_names[which], error, fmax(size, least), allowed);
+}
+
+/* Ranks that sum the dense part must all have the same. */
+static inline void compare_ranks(const problem *p)
+{
+    for (int i = 0; i < X && p->moe.flags & EPIC_SUM_DENSE; i++)
+        for (int r = 1; is_dense(i) && r < p->num_ranks; r++) {
+            const size_t bytes = (size_t)(numbers_of(p, i) * convert_bytes(real_type(p)));
+            CHECK(!memcmp(p->gradient[i].data, (char *)p->gradient[i].data + (size_t)r * bytes,
+                          bytes),
+                  "%s: gradient of %s differs on rank %d", p->name, given_names[i], r);
+        }
+}
+
+static inline void check_values(const problem *p, uint32_t seed)
+{
+    source s = source_of(seed);
+    oracle o = oracle_make(p);
+    o.rounds_weights = row_type(p) != EPIC_F64;
+    oracle_run(&o);
+    compare_forward(p, &o);
+    o.rounds_weights = false;
+    for (int i = 0; i < NUM_GIVEN; i++) compare_gradient(p, &o, i, &s);
+    compare_ranks(p);
+    oracle_free(&o);
+}
+
+static inline void compare_results(const problem *a, const problem *b)
+{
+    double error = 0, size = 0;
+    for (int64_t i = 0; i < a->out.n; i++) {
+        error = fmax(error, fabs(get(&a->out, i) - get(&b->out, i)));
+        size = fmax(size, fabs(get(&a->out, i)));
+    }
+    compare(a, "out, late and early,", error, size);
+    for (int which = 0; which < NUM_GIVEN; which++) {
+        error = size = 0;
+        for (int64_t i = 0; i < numbers_in_all(a, which); i++) {
+            error = fmax(error, fabs(gradient_of(a, which, i) - gradient_of(b, which, i)));
+            size = fmax(size, fabs(gradient_of(a, which, i)));
+        }
+        compare(a, given_names[which], error, size);
+    }
+}
+
+#endif
