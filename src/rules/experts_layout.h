@@ -6,6 +6,7 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "epic/epic.h"
 
@@ -62,7 +63,9 @@ static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t n
 /* What the list of tiles takes if all rows are one expert's. */
 static inline int64_t experts_tiles_bytes(int64_t num_rows)
 {
-    const epic_experts one = {.num_local_experts = 1};
+    epic_experts one;
+    memset(&one, 0, sizeof one); /* C++ wants every field of an initializer */
+    one.num_local_experts = 1;
     return experts_layout_of(&one, num_rows, false).activations;
 }
 
