@@ -169,10 +169,11 @@ static void time_layer(bench *b, const model *m)
     }
     must(epic_check(b->ctx) == EPIC_OK, "the layer", b->ctx);
     if (b->rank != 0) return;
-    printf("layer, %s, %d ranks of %lld tokens: forward %.3f ms, with backward %.3f, sum of the "
-           "parts %.3f (%.2f x)\n",
-           m->name, num_ranks, (long long)tokens, ahead, there_and_back, sum,
-           there_and_back / sum);
+    printf(
+        "layer, %s, %d ranks of %lld tokens: forward %.3f ms, with backward %.3f, sum of the "
+        "parts %.3f (%.2f x)\n",
+        m->name, num_ranks, (long long)tokens, ahead, there_and_back, sum,
+        there_and_back / sum);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         printf("    %-30s %8.3f\n", parts[i].name, times[i]);
 }
@@ -213,7 +214,8 @@ static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
             ((uint16_t *)(void *)piece)[i] = (uint16_t)(bits >> 16);
     }
     for (int64_t done = 0; done < bytes; done += PIECE * element) {
-        const int64_t left = bytes - done, now = left < PIECE * element ? left : PIECE * element;
+        const int64_t left = bytes - done,
+                      now = left < PIECE * element ? left : PIECE * element;
         must(cudaMemcpy(p + done, piece, (size_t)now, cudaMemcpyHostToDevice) == cudaSuccess,
              "a copy", NULL);
     }
@@ -249,23 +251,23 @@ static void run_model(bench *b, const model *m)
         .w_gate = numbers_on(&a, (int64_t)m->hidden * experts, EPIC_F32, 0.02f),
         .w_gate_up = numbers_on(&a, m->experts * first, EPIC_BF16, 0.02f),
         .w_down = numbers_on(&a, m->experts * first / 2, EPIC_BF16, 0.02f)};
-    b->gradients = (epic_moe_gradients){
-        .w_gate = bytes_on(&a, (int64_t)m->hidden * experts * 4),
-        .w_gate_up = bytes_on(&a, m->experts * first * 4),
-        .w_down = bytes_on(&a, m->experts * first * 2)};
+    b->gradients =
+        (epic_moe_gradients){.w_gate = bytes_on(&a, (int64_t)m->hidden * experts * 4),
+                             .w_gate_up = bytes_on(&a, m->experts * first * 4),
+                             .w_down = bytes_on(&a, m->experts * first * 2)};
     const int64_t work = memory.cuda_backward_bytes > memory.cuda_forward_bytes
                              ? memory.cuda_backward_bytes
                              : memory.cuda_forward_bytes;
-    b->forward = (epic_moe_args){
-        .call.stream = b->stream,
-        .moe = &moe,
-        .weights = &weights,
-        .x = {numbers_on(&a, tokens * m->hidden, EPIC_BF16, 1), tokens, row},
-        .out = {bytes_on(&a, tokens * row), tokens, row},
-        .saved = bytes_on(&a, memory.cuda_saved_bytes),
-        .saved_bytes = memory.cuda_saved_bytes,
-        .workspace = bytes_on(&a, work),
-        .workspace_bytes = work};
+    b->forward =
+        (epic_moe_args){.call.stream = b->stream,
+                        .moe = &moe,
+                        .weights = &weights,
+                        .x = {numbers_on(&a, tokens * m->hidden, EPIC_BF16, 1), tokens, row},
+                        .out = {bytes_on(&a, tokens * row), tokens, row},
+                        .saved = bytes_on(&a, memory.cuda_saved_bytes),
+                        .saved_bytes = memory.cuda_saved_bytes,
+                        .workspace = bytes_on(&a, work),
+                        .workspace_bytes = work};
     b->backward = (epic_moe_backward_args){
         .call = b->forward.call,
         .moe = &moe,
