@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_moe_forward on a device: the same steps, launched one after the other on the caller's
- * stream.  The host sees no number of them; what is wrong with the data every rank's plan finds,
- * and epic_check tells it. */
+ * stream.  The host sees no number of them; what is wrong with the data every rank's plan
+ * finds, and epic_check tells it. */
 #include "base/error.h"
 #include "experts/job.h"
 #include "moe/device.h"
