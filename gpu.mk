@@ -75,6 +75,16 @@ $(GPU_OUT)/api_%: tests/gpu/api/%.c $(GPU_API_HELPERS) all
 		-Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart -lcublas \
 		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
 
+# These look inside: the core is linked in, and loads the same libepic_cuda.so.
+GPU_INNER = build/lib/libepic_inner.a -Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart \
+	-Wl,-rpath,$(GPU_CUDA)/lib64 -ldl -lpthread -lm
+$(GPU_OUT)/api_layer: tests/gpu/api/layer.c $(wildcard tests/unit/moe_*.h) all
+	@mkdir -p $(GPU_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) $< -o $@ $(GPU_INNER)
+$(GPU_OUT)/gpu_moe: bench/gpu/moe.c all
+	@mkdir -p $(GPU_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) $< -o $@ $(GPU_INNER)
+
 # The conformance suite on the backend p2p.
 GPU_SUITE = tests/conformance/p2p.c $(wildcard tests/conformance/suite*.c) \
 	tests/run.c tests/world.c tests/oracle.c
@@ -90,8 +100,9 @@ gpu-test: gpu-build $(GPU_API) $(GPU_MANY) $(GPU_OUT)/conformance_p2p
 gpu-bench: $(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_router
 	GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
-gpu-bench-layer: $(GPU_OUT)/gpu_layer
+gpu-bench-layer: $(GPU_OUT)/gpu_layer $(GPU_OUT)/gpu_moe
 	$(GPU_OUT)/gpu_layer
+	$(GPU_OUT)/gpu_moe
 	python3 bench/gpu/layer_torch.py
 
 .PHONY: gpu-build gpu-test gpu-bench gpu-bench-layer

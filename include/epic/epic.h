@@ -883,11 +883,11 @@ typedef struct epic_experts_args {
  * of threads is set to 1 for the whole process while a call runs, and put back after the last.
  * The bits of a slab's rows depend on that slab alone.
  *
- * On a CUDA context, on call.stream: F32, BF16 or F16, sums in float32, and what lies between the
- * two products has row_type.  Counts are not looked at: what they say past num_slots is cut off.
- * On Hopper 16-bit rows and weights of one type go through the tensor cores where 8 divides
+ * On a CUDA context, on call.stream: F32, BF16 or F16, sums in float32, and what lies between
+ * the two products has row_type.  Counts are not looked at: what they say past num_slots is cut
+ * off.  On Hopper 16-bit rows and weights of one type go through the tensor cores where 8 divides
  * hidden and inner and arrays begin at multiples of 16; everything else, and every other GPU,
- * takes plain loops. call.max_sms 0: all SMs, whatever the context's share of them is.  Errors:
+ * takes plain loops.  call.max_sms 0: all SMs, whatever the context's share of them is.  Errors:
  * EPIC_EINVAL; EPIC_ENOTSUP (F64 rows). */
 static inline epic_result epic_experts_forward(epic_context *ctx,
                                                const epic_experts_args *args);

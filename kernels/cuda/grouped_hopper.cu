@@ -627,7 +627,7 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     if (!encode) return "no tensor cores of sm_90a";
     if (g->row_type != EPIC_BF16 && g->row_type != EPIC_F16) return "rows are not 16 bits";
     if (g->y_type && g->y_type != g->row_type) return "results are of another type";
-    if (!weight && (g->accumulate || g->also)) return "results are added to";
+    if (g->pass == EPIC_GEMM_INPUT && (g->accumulate || g->also)) return "results are added to";
     if (!weight && g->weight_type != g->row_type) return "weights are not of the rows' type";
     if (weight && g->out_type != g->row_type && g->out_type != EPIC_F32)
         return "gradients are of another type";

@@ -10,7 +10,7 @@ static epic_result not_yet(const epic_context *ctx, const char *what)
                      what, ctx->backend_name);
 }
 
-/* The layer, whose faults these are, does not run on device contexts yet. */
+/* Faults are what a host layer has seen in its data; on a device the kernels look themselves. */
 static epic_result device_plan(epic_context *ctx, const epic_plan_args *args,
                                const struct data_fault *fault)
 {

@@ -14,6 +14,13 @@
 /* The gate of all tokens; the gradients are not asked for. */
 epic_gate moe_device_gate(const moe_job *j, void *logits);
 
+/* The parts of forward and backward beside those that hosts have, too (call.h): gate and
+ * router; plan and dispatch; what is left when the rows are home. */
+epic_result moe_device_route(moe_job *j, const epic_moe_args *a);
+epic_result moe_device_send(moe_job *j, const epic_moe_args *a);
+epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
+                                      const epic_moe_gradients *g);
+
 /* A loss of all tokens, without what goes out. */
 epic_loss moe_device_loss(const moe_job *j, double coeff);
 

@@ -120,14 +120,10 @@ static epic_result give_dense(moe_job *j, const epic_moe_gradients *g, uint32_t 
     return EPIC_OK;
 }
 
-epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
-                                const epic_moe_gradients *g)
+epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
+                                      const epic_moe_gradients *g)
 {
     const dense_places to = places_of(j, g, a->flags);
-    TRY(moe_combine_backward(j, &a->d_out, NULL));
-    const epic_result result = moe_transform_backward(j, g, a->flags);
-    if (result != EPIC_OK) return moe_abandon(j, result);
-    TRY(moe_dispatch_backward(j, &a->d_x));
     TRY(route_backward(j));
     TRY(losses_backward(j, a));
     if (j->has_shared) TRY(shared_backward(j, a, &to));
@@ -135,4 +131,14 @@ epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
     if (!(j->moe.flags & EPIC_SUM_DENSE)) return EPIC_OK;
     TRY(moe_sum_dense(j));
     return give_dense(j, g, a->flags);
+}
+
+epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
+                                const epic_moe_gradients *g)
+{
+    TRY(moe_combine_backward(j, &a->d_out, NULL));
+    const epic_result result = moe_transform_backward(j, g, a->flags);
+    if (result != EPIC_OK) return moe_abandon(j, result);
+    TRY(moe_dispatch_backward(j, &a->d_x));
+    return moe_device_dense_backward(j, a, g);
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_moe_forward on a device: the same steps, launched one after the other on the caller's
- * stream.  The host sees no number of them; what is wrong with the data every rank's plan finds,
- * and epic_check tells it. */
+ * stream.  The host sees no number of them; what is wrong with the data every rank's plan
+ * finds, and epic_check tells it. */
 #include "base/error.h"
 #include "experts/job.h"
 #include "moe/device.h"
@@ -76,7 +76,7 @@ double moe_device_balance_factor(const moe_job *j)
            (sequence ? (double)sequence : 1.0);
 }
 
-static epic_result route(moe_job *j, const epic_moe_args *a)
+epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     const epic_gate gate = moe_device_gate(j, j->saved.logits);
     const epic_router_args how = {.call = j->call,
@@ -98,7 +98,7 @@ static epic_result route(moe_job *j, const epic_moe_args *a)
     return epic_router_forward(j->ctx, &how);
 }
 
-static epic_result send(moe_job *j, const epic_moe_args *a)
+epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
 {
     const epic_dispatch_args dispatch = {.call = j->call,
                                          .plan = j->saved.plan,
@@ -168,8 +168,8 @@ static epic_result losses(moe_job *j, const epic_moe_args *a)
 
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
 {
-    TRY(route(j, a)); /* local: nobody waits yet */
-    TRY(send(j, a));
+    TRY(moe_device_route(j, a)); /* local: nobody waits yet */
+    TRY(moe_device_send(j, a));
     epic_result result = moe_transform(j);
     if (result != EPIC_OK) return moe_abandon(j, result);
     TRY(moe_bring_home(j, &a->out));

@@ -6,7 +6,6 @@
 
 #include <stdbool.h>
 #include <stdint.h>
-#include <string.h>
 
 #include "epic/epic.h"
 
@@ -39,20 +38,24 @@ static inline int64_t experts_round_up(int64_t bytes)
     return (bytes + 127) / 128 * 128;
 }
 
-/* Every slab has at most one tile that is not full. */
+/* The first part of it.  Every slab has at most one tile that is not full. */
+static inline void experts_lay_tiles(experts_layout *l, int64_t num_experts, int64_t num_slots)
+{
+    const int64_t tiles = num_slots / EXPERTS_TILE_ROWS + num_experts;
+    l->most_tiles = (int32_t)tiles;
+    l->num_tiles = 0;
+    l->tiles = 128;
+    l->slabs = experts_round_up(l->tiles + tiles * (int64_t)sizeof(slab_tile));
+    l->activations = experts_round_up(l->slabs + num_experts * (int64_t)sizeof(slab_place));
+}
+
 static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t num_slots,
                                                bool backward)
 {
     experts_layout l;
     const int64_t element = ex->row_type == EPIC_F32 ? 4 : 2;
     const int64_t width = (int64_t)ex->inner * (ex->ungated ? 1 : 2);
-    const int64_t tiles = num_slots / EXPERTS_TILE_ROWS + ex->num_local_experts;
-    l.most_tiles = (int32_t)tiles;
-    l.num_tiles = 0;
-    l.tiles = 128;
-    l.slabs = experts_round_up(l.tiles + tiles * (int64_t)sizeof(slab_tile));
-    l.activations = experts_round_up(l.slabs + (int64_t)ex->num_local_experts *
-                                                   (int64_t)sizeof(slab_place));
+    experts_lay_tiles(&l, ex->num_local_experts, num_slots);
     l.d_gate_up = experts_round_up(l.activations + num_slots * ex->inner * element);
     l.bytes =
         backward ? experts_round_up(l.d_gate_up + num_slots * width * element) : l.d_gate_up;
@@ -63,10 +66,9 @@ static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t n
 /* What the list of tiles takes if all rows are one expert's. */
 static inline int64_t experts_tiles_bytes(int64_t num_rows)
 {
-    epic_experts one;
-    memset(&one, 0, sizeof one); /* C++ wants every field of an initializer */
-    one.num_local_experts = 1;
-    return experts_layout_of(&one, num_rows, false).activations;
+    experts_layout l;
+    experts_lay_tiles(&l, 1, num_rows);
+    return l.activations;
 }
 
 #endif

@@ -268,7 +268,7 @@ static p2p_gemm job_of(const problem *p, uint32_t pass, const both *out, kernel 
                       .row_type = s->type,
                       .weight_type = s->type,
                       .out_type = s->out_type,
-                      .accumulate = s->accumulate,
+                      .accumulate = pass == EPIC_GEMM_WEIGHT && s->accumulate,
                       .sms = how == PLAIN ? 8 : 132,
                       .alone = how == ALONE};
 }

@@ -6,8 +6,8 @@
 
 static p2p_slabs slabs_of(const epic_gate *gate)
 {
-    const epic_experts one = {.num_local_experts = 1};
-    const experts_layout at = experts_layout_of(&one, gate->tokens, false);
+    experts_layout at;
+    experts_lay_tiles(&at, 1, gate->tokens);
     uint8_t *work = gate->workspace;
     return (p2p_slabs){.num_tiles = (int32_t *)(void *)work,
                        .tiles = (slab_tile *)(void *)(work + at.tiles),

@@ -1,0 +1,334 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Times the layer on CUDA contexts, forward and backward, beside the sum of its parts, each timed
+ * by itself in the same run: a thread for each GPU, bf16, uniform routing.  ms of the slowest
+ * rank, median of ROUNDS x 3 in bursts as in layer.cu.
+ *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [tiny]      tiny: a small layer, to see it run */
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/error.h"
+#include "moe/device.h"
+
+enum { MOST_RANKS = 8, MOST_TIMES = 300 };
+
+typedef struct model {
+    const char *name;
+    uint32_t experts, top_k, hidden, inner; /* experts: of a rank */
+} model;
+
+static const model models[] = {{"7168, inner 2048, 8 a rank, top-8", 8, 8, 7168, 2048},
+                               {"7168, inner 2048, 128 a rank, top-8", 128, 8, 7168, 2048},
+                               {"gpt-oss, 2880, inner 2880, top-4", 32, 4, 2880, 2880},
+                               {"Qwen3-30B, 2048, inner 768, top-8", 64, 8, 2048, 768}};
+static const model small = {"64, inner 32, 4 a rank, top-2", 4, 2, 64, 32};
+
+static int num_ranks, rounds = 4, tiny;
+static int64_t tokens = 4096;
+static epic_meet meets[MOST_RANKS];
+static pthread_barrier_t all;
+static float slowest[MOST_RANKS];
+
+typedef struct bench {
+    epic_context *ctx;
+    int rank;
+    cudaStream_t stream;
+    moe_job forward_job, backward_job;
+    epic_moe_args forward;
+    epic_moe_backward_args backward;
+    epic_moe_gradients gradients;
+} bench;
+
+static void must(bool good, const char *what, const epic_context *ctx)
+{
+    if (good) return;
+    fprintf(stderr, "gpu_moe: %s: %s\n", what, epic_error(ctx));
+    _exit(1);
+}
+
+/* ------------------------------------------------------------------------------- parts ---- */
+
+typedef epic_result part(bench *b);
+
+static epic_result forward(bench *b)
+{
+    return epic_moe_forward(b->ctx, &b->forward);
+}
+
+static epic_result backward(bench *b)
+{
+    return epic_moe_backward(b->ctx, &b->backward);
+}
+
+static epic_result both(bench *b)
+{
+    TRY(forward(b));
+    return backward(b);
+}
+
+static epic_result route(bench *b)
+{
+    return moe_device_route(&b->forward_job, &b->forward);
+}
+
+static epic_result send(bench *b)
+{
+    return moe_device_send(&b->forward_job, &b->forward);
+}
+
+static epic_result transform(bench *b)
+{
+    return moe_transform(&b->forward_job);
+}
+
+static epic_result bring_home(bench *b)
+{
+    return moe_bring_home(&b->forward_job, &b->forward.out);
+}
+
+static epic_result combine_backward(bench *b)
+{
+    return moe_combine_backward(&b->backward_job, &b->backward.d_out, NULL);
+}
+
+static epic_result transform_backward(bench *b)
+{
+    return moe_transform_backward(&b->backward_job, &b->gradients, 0);
+}
+
+static epic_result dispatch_backward(bench *b)
+{
+    return moe_dispatch_backward(&b->backward_job, &b->backward.d_x);
+}
+
+static epic_result dense_backward(bench *b)
+{
+    return moe_device_dense_backward(&b->backward_job, &b->backward, &b->gradients);
+}
+
+static const struct {
+    const char *name;
+    part *run;
+} parts[] = {{"gate and router", route},
+             {"plan + dispatch", send},
+             {"experts", transform},
+             {"combine", bring_home},
+             {"combine_backward", combine_backward},
+             {"experts' backward", transform_backward},
+             {"dispatch_backward", dispatch_backward},
+             {"router's and gate's backward", dense_backward}};
+
+/* -------------------------------------------------------------------------------- timing ---- */
+
+static int by_size(const void *a, const void *b)
+{
+    const float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
+/* ms, the same on all ranks. */
+static float time_of(bench *b, part *run)
+{
+    cudaEvent_t at[4];
+    float times[MOST_TIMES];
+    int num = 0;
+    for (int i = 0; i < 4; i++) cudaEventCreate(&at[i]);
+    for (int r = 0; r < rounds && num + 3 <= MOST_TIMES; r++) {
+        cudaStreamSynchronize(b->stream);
+        usleep(15000);
+        pthread_barrier_wait(&all);
+        must(run(b) == EPIC_OK, "a call", b->ctx);
+        cudaEventRecord(at[0], b->stream);
+        for (int i = 1; i < 4; i++) {
+            must(run(b) == EPIC_OK, "a call", b->ctx);
+            cudaEventRecord(at[i], b->stream);
+        }
+        must(cudaStreamSynchronize(b->stream) == cudaSuccess, "a burst", b->ctx);
+        for (int i = 1; i < 4; i++) cudaEventElapsedTime(&times[num++], at[i - 1], at[i]);
+    }
+    for (int i = 0; i < 4; i++) cudaEventDestroy(at[i]);
+    qsort(times, (size_t)num, sizeof *times, by_size);
+    slowest[b->rank] = times[num / 2];
+    pthread_barrier_wait(&all);
+    float most = 0;
+    for (int r = 0; r < num_ranks; r++) most = slowest[r] > most ? slowest[r] : most;
+    pthread_barrier_wait(&all);
+    return most;
+}
+
+static void time_layer(bench *b, const model *m)
+{
+    float sum = 0, times[sizeof parts / sizeof *parts];
+    const float ahead = time_of(b, forward), there_and_back = time_of(b, both);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        times[i] = time_of(b, parts[i].run);
+        sum += times[i];
+    }
+    must(epic_check(b->ctx) == EPIC_OK, "the layer", b->ctx);
+    if (b->rank != 0) return;
+    printf(
+        "layer, %s, %d ranks of %lld tokens: forward %.3f ms, with backward %.3f, sum of the "
+        "parts %.3f (%.2f x)\n",
+        m->name, num_ranks, (long long)tokens, ahead, there_and_back, sum,
+        there_and_back / sum);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        printf("    %-30s %8.3f\n", parts[i].name, times[i]);
+}
+
+/* -------------------------------------------------------------------------------- memory ---- */
+
+typedef struct arrays {
+    void *list[64];
+    int num;
+} arrays;
+
+static void *bytes_on(arrays *a, int64_t bytes)
+{
+    void *p = NULL;
+    must(cudaMalloc(&p, (size_t)bytes) == cudaSuccess, "memory of the GPU", NULL);
+    a->list[a->num++] = p;
+    return p;
+}
+
+/* Random numbers, a few of them over and over: the GPU's clock depends on them. */
+static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
+{
+    enum { PIECE = 1 << 20 };
+    const int64_t element = type == EPIC_F32 ? 4 : 2, bytes = count * element;
+    char *p = bytes_on(a, bytes), *piece = malloc(PIECE * 4);
+    static _Atomic uint32_t seed = 1;
+    uint32_t state = seed++ * 2654435761u | 1;
+    for (int i = 0; i < PIECE; i++) {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        const float x = ((float)(state >> 8) * 0x1p-23f - 1) * size;
+        uint32_t bits;
+        memcpy(&bits, &x, sizeof bits);
+        if (type == EPIC_F32)
+            ((float *)(void *)piece)[i] = x;
+        else
+            ((uint16_t *)(void *)piece)[i] = (uint16_t)(bits >> 16);
+    }
+    for (int64_t done = 0; done < bytes; done += PIECE * element) {
+        const int64_t left = bytes - done,
+                      now = left < PIECE * element ? left : PIECE * element;
+        must(cudaMemcpy(p + done, piece, (size_t)now, cudaMemcpyHostToDevice) == cudaSuccess,
+             "a copy", NULL);
+    }
+    free(piece);
+    return p;
+}
+
+static void run_model(bench *b, const model *m)
+{
+    arrays a = {.num = 0};
+    const uint32_t experts = m->experts * (uint32_t)num_ranks;
+    const int64_t row = (int64_t)m->hidden * 2, first = (int64_t)m->hidden * 2 * m->inner;
+    const epic_layer layer = {.num_experts = experts, .top_k = m->top_k, .alignment = 128};
+    const epic_router router = {.num_experts = experts, .top_k = m->top_k};
+    const epic_experts ex = {.num_local_experts = m->experts,
+                             .hidden = m->hidden,
+                             .inner = m->inner,
+                             .activation = EPIC_SILU,
+                             .row_type = EPIC_BF16};
+    /* Uniform routing brings a rank as many choices as it has; room for half as many more. */
+    const epic_moe moe = {.layer = &layer,
+                          .router = &router,
+                          .experts = &ex,
+                          .capacity = tokens * m->top_k * 3 / 2 + (int64_t)m->experts * 128};
+    const epic_config config = {.max_tokens = tokens,
+                                .max_row_bytes = row,
+                                .num_ranks = (uint32_t)num_ranks,
+                                .backend = "p2p"};
+    must(!epic_open(&b->ctx, &meets[b->rank], &config), "open", b->ctx);
+    epic_moe_memory_info memory;
+    must(!epic_moe_memory(&config, &moe, &memory), "memory", NULL);
+    const epic_moe_weights weights = {
+        .w_gate = numbers_on(&a, (int64_t)m->hidden * experts, EPIC_F32, 0.02f),
+        .w_gate_up = numbers_on(&a, m->experts * first, EPIC_BF16, 0.02f),
+        .w_down = numbers_on(&a, m->experts * first / 2, EPIC_BF16, 0.02f)};
+    b->gradients =
+        (epic_moe_gradients){.w_gate = bytes_on(&a, (int64_t)m->hidden * experts * 4),
+                             .w_gate_up = bytes_on(&a, m->experts * first * 4),
+                             .w_down = bytes_on(&a, m->experts * first * 2)};
+    const int64_t work = memory.cuda_backward_bytes > memory.cuda_forward_bytes
+                             ? memory.cuda_backward_bytes
+                             : memory.cuda_forward_bytes;
+    b->forward =
+        (epic_moe_args){.call.stream = b->stream,
+                        .moe = &moe,
+                        .weights = &weights,
+                        .x = {numbers_on(&a, tokens * m->hidden, EPIC_BF16, 1), tokens, row},
+                        .out = {bytes_on(&a, tokens * row), tokens, row},
+                        .saved = bytes_on(&a, memory.cuda_saved_bytes),
+                        .saved_bytes = memory.cuda_saved_bytes,
+                        .workspace = bytes_on(&a, work),
+                        .workspace_bytes = work};
+    b->backward = (epic_moe_backward_args){
+        .call = b->forward.call,
+        .moe = &moe,
+        .weights = &weights,
+        .x = b->forward.x,
+        .d_out = {numbers_on(&a, tokens * m->hidden, EPIC_BF16, 1), tokens, row},
+        .d_x = {bytes_on(&a, tokens * row), tokens, row},
+        .gradients = &b->gradients,
+        .saved = b->forward.saved,
+        .saved_bytes = b->forward.saved_bytes,
+        .workspace = b->forward.workspace,
+        .workspace_bytes = work};
+    moe_call call = {.moe = &moe,
+                     .weights = &weights,
+                     .x = &b->forward.x,
+                     .y = &b->forward.out,
+                     .y_name = "out",
+                     .saved = b->forward.saved,
+                     .saved_bytes = b->forward.saved_bytes,
+                     .workspace = b->forward.workspace,
+                     .workspace_bytes = work};
+    must(!moe_begin(&b->forward_job, b->ctx, &b->forward.call, &call), "parts", NULL);
+    call.backward = true;
+    must(!moe_begin(&b->backward_job, b->ctx, &b->forward.call, &call), "parts", NULL);
+    time_layer(b, m);
+    epic_close(b->ctx);
+    for (int i = 0; i < a.num; i++) cudaFree(a.list[i]);
+}
+
+static void *run(void *self)
+{
+    bench b = {.rank = (int)(intptr_t)self};
+    int gpus = 1;
+    cudaGetDeviceCount(&gpus);
+    cudaSetDevice(b.rank % gpus);
+    must(!cudaStreamCreateWithFlags(&b.stream, cudaStreamNonBlocking), "a stream", NULL);
+    for (size_t i = 0; i < (tiny ? 1 : sizeof models / sizeof *models); i++) {
+        pthread_barrier_wait(&all);
+        if (b.rank == 0) must(!epic_meet_threads(meets, num_ranks, 0), "meeting", NULL);
+        pthread_barrier_wait(&all);
+        run_model(&b, tiny ? &small : &models[i]);
+        epic_meet_close(&meets[b.rank]);
+    }
+    cudaStreamDestroy(b.stream);
+    return NULL;
+}
+
+int main(int argc, char **argv)
+{
+    pthread_t threads[MOST_RANKS];
+    cudaGetDeviceCount(&num_ranks);
+    for (int i = 1; i < argc; i++) {
+        if (!strncmp(argv[i], "ranks=", 6)) num_ranks = atoi(argv[i] + 6);
+        if (!strncmp(argv[i], "tokens=", 7)) tokens = atoll(argv[i] + 7);
+        if (!strncmp(argv[i], "rounds=", 7)) rounds = atoi(argv[i] + 7);
+        if (!strcmp(argv[i], "tiny")) tiny = 1;
+    }
+    if (num_ranks < 1 || num_ranks > MOST_RANKS) num_ranks = num_ranks < 1 ? 1 : MOST_RANKS;
+    pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
+    for (int r = 0; r < num_ranks; r++)
+        pthread_create(&threads[r], NULL, run, (void *)(intptr_t)r);
+    for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
+    return 0;
+}
