@@ -348,9 +348,11 @@ static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_
     return true;
 }
 
-/* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts. */
+/* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts.  noinline: keeps its
+ * registers out of dispatch's hot loop, which would spill. */
 template <bool FLAT>
-static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, const Now &now)
+static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
+                                                    const Now &now)
 {
     const p2p_self &self = job.self;
     const int experts = num_tallies(job, FLAT), ranks = self.num_ranks;
