@@ -78,7 +78,7 @@ epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
-/* The layer's dense part; dense.c. */
+/* The layer's dense part; gate.c. */
 epic_result p2p_gate(epic_group *group, const epic_gate *gate);
 epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate);
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
