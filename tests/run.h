@@ -9,7 +9,7 @@
 
 #include "epic/epic.h"
 
-#define RUN_MAX_RANKS 16
+#define RUN_MAX_RANKS 32
 
 /* One rank's part. */
 typedef void run_body(const epic_meet *meet, void *self);

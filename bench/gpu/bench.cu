@@ -2,13 +2,15 @@
 /* Times the p2p backend: whole operations, slowest rank, median over repetitions; beside each the
  * floor of its bytes, measured in the same run (floors.cuh), and how far it is from that.
  *   gpu_bench [model=deepseek-v3] [hidden=] [top_k=] [experts=] [alignment=128] [type=bf16]
- *             [scales=0|32|128] [quantize=0|1] [padding=0|1] [routing=uniform|zipf|hot]
- *             [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB] [ranks=4] [gpus=4] [reps=50]
- *             [json=FILE]
+ *             [scales=0|32|128] [quantize=0|1] [padding=0|1] [layout=expert|flat]
+ *             [routing=uniform|zipf|hot] [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB]
+ *             [ranks=4] [gpus=4] [reps=50] [json=FILE]
  * model: a name of models.h; hidden, top_k and experts change it.  type: bf16, f16, f32, or bytes
  * (one for each element, which only P, D and L move), or e4m3: of P and D, the others take bf16.
  * scales: of e4m3, the elements that share one, a float32 (128) or an e8m0 (32).  quantize: P and D
- * make e4m3 of bf16 tokens, G of its gradients.  padding=0: it is left unwritten.  max_tokens: of the context, the most tokens
+ * make e4m3 of bf16 tokens, G of its gradients.  padding=0: it is left unwritten.  layout=flat: a row
+ * for each token and rank; then combine has no weights, and combine_backward no dot products.
+ * max_tokens: of the context, the most tokens
  * if not said.  ops: P plan+dispatch, D cached dispatch, C combine weighted, U combine unweighted,
  * T combine in tree order, G combine_backward, g the same without dot products, B
  * dispatch_backward, L plan alone.
@@ -36,6 +38,7 @@ extern "C" {
 #include "models.h"
 
 #define MAX_REPS 100
+#define MOST_RANKS 8 /* a bit of a byte for each */
 #define FLUSH_BYTES ((size_t)256 << 20)
 #define FEW_TOKENS 1024 /* fewer may find each other in the L2, which is overwritten then */
 
@@ -47,7 +50,7 @@ struct Options {
     bool quantize = false, padding = true;
     std::vector<int> tokens = {4096, 8192}, sms = {48};
     const char *routing = "uniform", *ops = "PDCUGB", *json = NULL;
-    bool processes = true;
+    bool processes = true, flat = false;
 } options;
 
 struct Shared { /* by all ranks */
@@ -67,7 +70,7 @@ struct Rank {
     int32_t *ids;
     uint8_t *plan, *x, *recv, *y, *out, *flush, *scales, *recv_scales;
     float *weights, *recv_weights, *slot_weights, *d_slot_weights, *d_weights, *tick;
-    int32_t *expert_rows;
+    int32_t *expert_rows, *recv_expert;
     epic_layer layer;
     int *gate, *gate_device;
     int opened;
@@ -250,6 +253,7 @@ static epic_dispatch_args dispatch_args(Rank *r, int sms)
     a.flags = slot_flags();
     a.weights = r->weights;
     a.slot_weights = r->recv_weights;
+    a.recv_expert = options.flat ? r->recv_expert : NULL;
     return a;
 }
 
@@ -262,7 +266,7 @@ static void run_combine(Rank *r, int sms, bool weighted)
     a.plan_bytes = r->plan_bytes;
     a.rows = {r->y, r->slots, r->sum_bytes};
     a.out = {r->out, r->tokens, r->sum_bytes};
-    a.slot_weights = weighted ? r->slot_weights : NULL;
+    a.slot_weights = weighted && !options.flat ? r->slot_weights : NULL;
     a.type = sum_type();
     must(p2p_steps.combine(r->me->group, &a));
 }
@@ -289,13 +293,14 @@ static void run_combine_backward(Rank *r, int sms, bool dots)
     a.call.max_sms = (uint32_t)sms;
     a.plan = r->plan;
     a.plan_bytes = r->plan_bytes;
+    dots = dots && !options.flat;
     a.d_out = {r->x, r->tokens, r->sum_bytes};
     if (dots) a.rows = {r->y, r->slots, r->sum_bytes};
     a.d_rows = {r->recv, r->slots, options.quantize ? r->row_bytes : r->sum_bytes};
     if (options.quantize) a.d_rows_scales = {r->recv_scales, r->slots, r->scale_bytes};
     a.quantize = how_quantized();
     a.flags = slot_flags();
-    a.slot_weights = r->slot_weights;
+    a.slot_weights = options.flat ? NULL : r->slot_weights;
     a.d_slot_weights = dots ? r->d_slot_weights : NULL;
     a.type = sum_type();
     must(p2p_steps.combine_backward(r->me->group, &a));
@@ -471,16 +476,16 @@ static bool any_op(const char *of)
 /* With `sms` SMs; push and hop, which do not depend on that, as they are. */
 static void measure_floors(Rank *r, int sms, Floors *f)
 {
-    if (any_op("PDg")) f->expand = median_us(r, 'x', sms);
-    if (any_op("G")) f->expand_dots = median_us(r, 'X', sms);
+    if (any_op(options.flat ? "PDgG" : "PDg")) f->expand = median_us(r, 'x', sms);
+    if (any_op("G") && !options.flat) f->expand_dots = median_us(r, 'X', sms);
     if (any_op("CUTB")) f->reduce = median_us(r, 'r', sms);
 }
 
 static double local_floor(const Floors &f, char op)
 {
     if (strchr("PDg", op)) return f.expand;
-    if (op == 'G')
-        return options.quantize ? 0 : f.expand_dots; /* which writes rows of d_out's type */
+    if (op == 'G' && options.quantize) return 0; /* it writes rows of d_out's type */
+    if (op == 'G') return options.flat ? f.expand : f.expand_dots;
     return op == 'L' ? 0 : f.reduce;
 }
 
@@ -521,16 +526,16 @@ static void print_result(Rank *r, char op, int sms, const std::vector<float> &us
     if (r->json)
         fprintf(r->json,
                 "{\"op\":\"%s\",\"model\":\"%s\",\"hidden\":%d,\"top_k\":%d,\"experts\":%d,"
-                "\"alignment\":%d,\"padding\":%d,\"type\":\"%s\",\"scales\":%d,\"quantize\":%d,"
-                "\"routing\":\"%s\",\"tokens\":%d,\"sms\":%d,"
+                "\"alignment\":%d,\"padding\":%d,\"layout\":\"%s\",\"type\":\"%s\","
+                "\"scales\":%d,\"quantize\":%d,\"routing\":\"%s\",\"tokens\":%d,\"sms\":%d,"
                 "\"ranks\":%d,\"us\":%.2f,\"min_us\":%.2f,\"push_us\":%.2f,\"local_us\":%.2f,"
                 "\"hop_us\":%.2f,\"floor_us\":%.2f,\"of_floor\":%.3f,\"busiest_bytes\":%.0f,"
                 "\"gb_per_s\":%.1f}\n",
                 op_name(op), model.name, model.hidden, model.top_k, model.experts,
-                options.alignment, options.padding, type_name(), options.scales,
-                options.quantize, options.routing, r->tokens, sms, r->me->num_ranks, median,
-                us[0], push, local, f.hop, floor, floor > 0 ? median / floor : 0, bytes,
-                bytes / median / 1e3);
+                options.alignment, options.padding, options.flat ? "flat" : "expert",
+                type_name(), options.scales, options.quantize, options.routing, r->tokens, sms,
+                r->me->num_ranks, median, us[0], push, local, f.hop, floor,
+                floor > 0 ? median / floor : 0, bytes, bytes / median / 1e3);
 }
 
 /* ---------------------------------------------------------------------------------- ranks ---- */
@@ -556,11 +561,18 @@ static void allocate(Rank *r, int most)
     r->slots =
         (int64_t)most * model.top_k * (strcmp(options.routing, "uniform") ? options.ranks : 1);
     r->slots = r->slots * 3 / 2 + (int64_t)model.experts * options.alignment + 64;
+    if (options.flat) r->slots = (int64_t)most * options.ranks + 64;
     const int64_t widest = std::max(r->string_bytes, std::max(r->token_bytes, r->sum_bytes));
     const size_t rows = (size_t)most * (size_t)widest, slots = (size_t)(r->slots * widest);
+    const size_t floats = (size_t)(r->slots * (options.flat ? model.top_k : 1)) * 4;
     r->ids = room<int32_t>(choices, 0);
-    r->plan_bytes = device_plan_bytes(r->me->num_ranks, r->me->group->config.max_tokens,
-                                      model.experts, model.top_k);
+    r->layer = {};
+    r->layer.num_experts = (uint32_t)model.experts;
+    r->layer.top_k = (uint32_t)model.top_k;
+    r->layer.alignment = (uint32_t)options.alignment;
+    r->layer.layout = options.flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
+    r->plan_bytes = (size_t)device_layer_bytes(r->me->num_ranks,
+                                               r->me->group->config.max_tokens, &r->layer);
     r->plan = room<uint8_t>(r->plan_bytes, 0);
     r->x = room<uint8_t>(rows, seed + 1);
     r->out = room<uint8_t>(rows, 0);
@@ -570,9 +582,10 @@ static void allocate(Rank *r, int most)
     r->recv_scales = room<uint8_t>((size_t)(r->slots * r->scale_bytes), 0);
     r->weights = room<float>(choices, seed + 3);
     r->d_weights = room<float>(choices, 0);
-    r->recv_weights = room<float>((size_t)r->slots * 4, 0);
-    r->slot_weights = room<float>((size_t)r->slots * 4, seed + 4);
-    r->d_slot_weights = room<float>((size_t)r->slots * 4, 0);
+    r->recv_weights = room<float>(floats, 0);
+    r->recv_expert = room<int32_t>(floats, 0);
+    r->slot_weights = room<float>(floats, seed + 4);
+    r->d_slot_weights = room<float>(floats, 0);
     r->expert_rows = room<int32_t>((size_t)model.experts * 4, 0);
     r->tick = room<float>(64, 0);
     r->flush = room<uint8_t>(FLUSH_BYTES, 0);
@@ -584,10 +597,6 @@ static void allocate(Rank *r, int most)
         CHECK_CUDA(cudaEventCreate(&r->begin[i]));
         CHECK_CUDA(cudaEventCreate(&r->end[i]));
     }
-    r->layer = {};
-    r->layer.num_experts = (uint32_t)model.experts;
-    r->layer.top_k = (uint32_t)model.top_k;
-    r->layer.alignment = (uint32_t)options.alignment;
 }
 
 /* The plan that floors and operations read. */
@@ -676,6 +685,8 @@ static bool read_option(const char *name, const char *value)
     const auto is = [&](const char *other) { return !strcmp(name, other); };
     if (is("model")) return read_model(value);
     if (is("type")) return read_type(value);
+    if (is("layout"))
+        return (options.flat = !strcmp(value, "flat")) || !strcmp(value, "expert");
     if (is("ranks")) return (options.ranks = atoi(value)) > 0;
     if (is("gpus")) return (options.gpus = atoi(value)) > 0;
     if (is("hidden")) return (options.model.hidden = atoi(value)) > 0;
@@ -716,12 +727,12 @@ static bool read_options(int argc, char **argv)
     }
     const Model &m = options.model;
     if (m.experts % options.ranks == 0 && m.top_k <= m.experts && m.top_k <= WARP &&
-        m.experts <= DEVICE_MAX_EXPERTS && options.ranks <= DEVICE_MAX_RANKS)
+        m.experts <= DEVICE_MAX_EXPERTS && options.ranks <= MOST_RANKS)
         return true;
     fprintf(stderr,
             "ranks=%d top_k=%d experts=%d: the ranks, at most %d, share the experts, at "
             "most %d, equally, and a token chooses at most %d of them\n",
-            options.ranks, m.top_k, m.experts, DEVICE_MAX_RANKS, DEVICE_MAX_EXPERTS, WARP);
+            options.ranks, m.top_k, m.experts, MOST_RANKS, DEVICE_MAX_EXPERTS, WARP);
     return false;
 }
 
@@ -742,7 +753,7 @@ int main(int argc, char **argv)
     t.max_sms = (uint32_t)*std::max_element(options.sms.begin(), options.sms.end());
     t.work = work;
     t.shared_bytes = sizeof(Shared);
-    printf("%s: %d ranks on %d GPUs, %s, hidden %d %s%s%s, top-%d of %d, alignment %d%s; "
+    printf("%s: %d ranks on %d GPUs, %s, hidden %d %s%s%s, top-%d of %d, %s %d%s; "
            "%d repetitions\n",
            m.name, options.ranks, options.gpus, options.processes ? "processes" : "threads",
            m.hidden, type_name(),
@@ -750,6 +761,7 @@ int main(int argc, char **argv)
            : options.scales == 32 ? " 1x32"
                                   : "",
            options.quantize ? " quantized on the way" : "", m.top_k, m.experts,
-           options.alignment, options.padding ? "" : " without padding", options.reps);
+           options.flat ? "flat, alignment" : "alignment", options.flat ? 1 : options.alignment,
+           options.padding ? "" : " without padding", options.reps);
     return team_run(&t) != 0;
 }

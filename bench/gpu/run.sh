@@ -20,6 +20,7 @@ bench() { timeout 300 "$OUT/gpu_bench" ranks=$RANKS gpus=$RANKS sms="$SMS" json=
 
 for model in $MODELS; do bench model="$model" ops=PDCGBL tokens=4096; done
 bench ops=PDCTUGB tokens=8192
+bench layout=flat ops=PDUGBL tokens=4096 sms="32,$SMS"
 bench alignment=1 ops=PDCGBL tokens=1,8,32,64,128
 bench alignment=1 ops=PDCGBL tokens=1,8,128,512,1024
 for quantize in 0 1; do

@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const bool tree = h.sum_order == EPIC_TREE;
     const bool leaves = tree && (int)h.leaves > job.self.num_ranks;
     const bool wide = ROW::N == 8 && h.partial_type == EPIC_F32;
-    const bool streams = !leaves && !wide && job.aligned && h.top_k <= WARP;
+    const bool deep = tree && job.self.num_ranks > 8;
+    const bool streams = !leaves && !wide && !deep && job.aligned && h.top_k <= WARP;
     const RowShape shape = streams ? row_shape<STREAM_V>(job.row_bytes, job.aligned)
                                    : row_shape<1>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0) {

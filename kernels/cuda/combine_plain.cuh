@@ -220,21 +220,21 @@ __device__ __forceinline__ bool take_floats(const Combine &c, int32_t token)
     const device_plan_layout at = device_plan_layout_of(self.num_ranks, self.max_tokens,
                                                         c.plan.header.num_experts, c.top_k);
     const int32_t *fate = (const int32_t *)(c.job.plan + at.fate);
-    int before[DEVICE_MAX_RANKS] = {0}; /* choices of a rank in the halves before */
+    int32_t last = -1; /* the rank of the lane's choice in the half before */
     for (int half = 0; half * WARP < c.top_k; half++) {
         const int32_t rank = rank_of(c, token, half);
         const int64_t choice = (int64_t)token * c.top_k + half * WARP + lane_id();
-        uint32_t *from = NULL;
-#pragma unroll
-        for (int q = 0; q < DEVICE_MAX_RANKS; q++) {
-            const uint32_t mates = __ballot_sync(ALL_LANES, rank == q);
-            if (rank == q && q != self.rank)
-                from = floats_of(c.job.self, c.now, c.now.heap,
-                                 (q - self.rank - 1 + self.num_ranks) % self.num_ranks) +
-                       (int64_t)token * c.top_k + before[q] + __popc(mates & lanes_below());
-            before[q] += __popc(mates);
+        int n = __popc(__match_any_sync(ALL_LANES, rank) & lanes_below());
+        for (int q = 0; half && q < self.num_ranks; q++) {
+            const int before = __popc(__ballot_sync(ALL_LANES, last == q));
+            if (rank == q) n += before;
         }
-        uint32_t word = 0;
+        last = rank;
+        uint32_t word = 0, *from = NULL;
+        if (rank >= 0 && rank != self.rank)
+            from = floats_of(c.job.self, c.now, c.now.heap,
+                             wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
+                   (int64_t)token * c.top_k + n;
         if (rank == self.rank && fate[choice] < c.job.num_rows)
             word = __float_as_uint(c.job.slot_floats[fate[choice]]);
         int missing = -1;
@@ -376,6 +376,8 @@ __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint3
     constexpr int P = Node<ROW, PART>::VECTORS;
     const p2p_self &self = c.job.self;
     const bool tree = c.plan.header.sum_order == EPIC_TREE;
+    const bool deep = V == 1 && tree && self.num_ranks > 8;
+    LeafStack<ROW, PART> stack = {c.stack, 0, 0};
     bool some = false;
     clear_sum(total);
 #pragma unroll 1
@@ -393,6 +395,12 @@ __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint3
                     for (int p = 0; p < P; p++) q[i][v][p] = own[v][p];
         }
         if (!take_partials<ROW, PART, V>(c, u, place, there, q)) return false;
+        if (deep) {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (there[i]) stack.push(q[i][0], (uint32_t)(place + i));
+            continue;
+        }
         if (tree) {
             add_node<ROW, PART, V>(q[0], there[0], q[1], there[1]);
             add_node<ROW, PART, V>(q[2], there[2], q[3], there[3]);
@@ -423,6 +431,8 @@ __device__ __forceinline__ bool add_ranks(const Combine &c, const Unit &u, uint3
                     for (int e = 0; e < ROW::N; e++) total[v][e] += x[e];
                 }
     }
+    uint4 node[P];
+    if (deep && stack.result(node)) Node<ROW, PART>::unpack(node, total[0]);
     return true;
 }
 

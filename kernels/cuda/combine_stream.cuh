@@ -29,9 +29,9 @@ struct __align__(8) Slot
 struct Entry { /* a unit under way */
     int32_t token;
     int32_t vector;      /* first of the piece */
-    int32_t num_slots;   /* here */
+    int16_t num_slots;   /* here */
     int16_t role;        /* of an expert unit, -1: a source unit */
-    uint16_t places;     /* bit p: the rank at place p sends a partial */
+    uint32_t places;     /* bit p: the rank at place p sends a partial */
     Slot slots[WARP];    /* lane n: the n-th here */
     int32_t ranks[WARP]; /* source unit, lane k: of choice k */
 };
@@ -95,9 +95,9 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         if (lane_id() == 0) {
             entry.token = of_token;
             entry.vector = piece * V * WARP;
-            entry.num_slots = __popc(its_slots);
+            entry.num_slots = (int16_t)__popc(its_slots);
             entry.role = (int16_t)role;
-            entry.places = (uint16_t)its_places;
+            entry.places = its_places;
         }
         begun++;
     }
@@ -258,8 +258,8 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         there_a |= there_b;
         there_b = false;
     }
-    /* Adds them in a binary tree over the places.  Of eight, the node of the first four waits in
-     * the row itself. */
+    /* Adds them in a binary tree over at most eight places, of which the node of the first four
+     * waits in the row itself. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {

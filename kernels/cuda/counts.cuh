@@ -13,17 +13,21 @@
 #include "cuda/plan.cuh"
 
 #define NOTHING 0xffffffffu
+#define RANKS_AT_ONCE 8
 #define PLAN_TALLY_WORDS 16384 /* warps that count, times experts, at most */
 
 struct Planner { /* in shared memory; the arrays in dynamic shared memory */
     device_plan_header header;
-    int32_t *low;   /* [num_experts] choices that come before this CTA's */
-    int32_t *load;  /* [num_experts] choices over the group */
-    int32_t *start; /* [num_experts] first slot on its rank */
-    int32_t *tally; /* [warps][num_experts] choices that come before the warp's, in this CTA */
-    uint8_t *owner; /* [num_experts] rank */
+    int32_t *low;   /* [num_tallies] choices that come before this CTA's */
+    int32_t *load;  /* [num_tallies] choices over the group */
+    int32_t *start; /* [num_experts] first slot on its rank; FLAT: its number there */
+    int32_t *tally; /* [warps][num_tallies] choices that come before the warp's, in this CTA */
+    uint8_t *owner; /* [num_tallies] rank */
     int32_t common[DEVICE_MAX_RANKS]; /* choices that each expert of a rank may keep */
     int32_t demand[DEVICE_MAX_RANKS];
+    int32_t capacity[DEVICE_MAX_RANKS];
+    int32_t fits[DEVICE_MAX_RANKS],
+        fails[DEVICE_MAX_RANKS];      /* FLAT: limits, while one is sought */
     int64_t needed[DEVICE_MAX_RANKS]; /* slots, once expert_capacity has dropped */
     uint32_t bad_choice; /* the first of this CTA whose id is none, or a token's second time
                             where ids are distinct; NOTHING */
@@ -37,15 +41,36 @@ struct Planner { /* in shared memory; the arrays in dynamic shared memory */
     int32_t warps;
 };
 
-__host__ __device__ inline int planner_warps(int num_experts)
+/* What is counted: choices of each expert, and FLAT, behind those, rows of each rank, which are
+ * counted as if a rank were an expert that a token chooses once. */
+__host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
-    const int most = PLAN_TALLY_WORDS / num_experts;
-    return most < 1 ? 1 : most > 16 ? 16 : most;
+    return (int)job.layer.num_experts + (flat ? job.self.num_ranks : 0);
 }
 
-__host__ __device__ inline int planner_bytes(int num_experts)
+__host__ __device__ inline int planner_warps(int tallies)
 {
-    return num_experts * 4 * (3 + planner_warps(num_experts)) + (num_experts + 15) / 16 * 16;
+    const int most = PLAN_TALLY_WORDS / tallies;
+    return most < 3 ? 1 : most > 16 ? 16 : most; /* two would take too much memory */
+}
+
+__host__ __device__ inline int planner_bytes(int tallies)
+{
+    return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
+}
+
+/* As many as any number of tallies may take: fewer warps count more of them. */
+static inline int planner_most_bytes(void)
+{
+    int most = 0;
+    for (int tallies = 1; tallies <= DEVICE_MAX_TALLIES; tallies++)
+        if (planner_bytes(tallies) > most) most = planner_bytes(tallies);
+    return most;
+}
+
+static inline int planner_bytes_of(const p2p_plan_job &job)
+{
+    return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
 }
 
 /* Tokens side by side in a warp, one lane for each choice; a token with more than 32 choices
@@ -97,22 +122,26 @@ __device__ __forceinline__ Part part_of_warp(const Planner &p, const p2p_plan_jo
     return part;
 }
 
+template <bool FLAT>
 static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = job.layer.num_experts, ranks = job.self.num_ranks;
+    const int tallies = num_tallies(job, FLAT);
     if (threadIdx.x == 0) {
-        p.warps = min((int)blockDim.x / WARP, planner_warps(experts));
+        p.warps = min((int)blockDim.x / WARP, planner_warps(tallies));
         p.low = (int32_t *)memory;
-        p.load = p.low + experts;
-        p.start = p.load + experts;
-        p.tally = p.start + experts;
-        p.owner = (uint8_t *)(p.tally + p.warps * experts);
+        p.load = p.low + tallies;
+        p.start = p.load + tallies;
+        p.tally = p.start + tallies;
+        p.owner = (uint8_t *)(p.tally + p.warps * tallies);
         p.bad_choice = p.bad_owner = p.bad_replica = NOTHING;
         p.table = 0;
         p.bad_ranks = 0;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < p.warps * experts; i += blockDim.x) p.tally[i] = 0;
+    for (int i = threadIdx.x; i < p.warps * tallies; i += blockDim.x) p.tally[i] = 0;
+    for (int q = threadIdx.x; FLAT && q < ranks; q += blockDim.x)
+        p.owner[experts + q] = (uint8_t)q;
     const int block = experts / ranks;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int owner = job.rank_of_expert ? job.rank_of_expert[e] : e / block;
@@ -140,6 +169,19 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
     return base + before;
 }
 
+/* FLAT: the same for the rows of the choices' ranks.  -1: the token's row there has been counted
+ * with a choice before, of which `seen` remembers those of the half before. */
+__device__ __forceinline__ int32_t count_rows(int32_t *tally, const Lanes &lanes, int32_t owner,
+                                              int half, uint32_t &seen)
+{
+    const uint32_t mates = __match_any_sync(ALL_LANES, owner) & lanes.mates;
+    if (half == 0) seen = 0;
+    const bool counts = owner >= 0 && !(mates & lanes_below()) && !(seen >> owner & 1);
+    const int32_t place = count_group(tally, counts ? owner : -1);
+    if (lanes.halves == 2) seen |= __reduce_or_sync(ALL_LANES, owner >= 0 ? 1u << owner : 0);
+    return counts ? place : -1;
+}
+
 /* One group of lanes' choices: has an earlier one of the token the same expert?  `first`: in the
  * second half of a token, the expert of this lane's choice in its first half; else -1. */
 static __device__ __noinline__ bool repeats(const Lanes &lanes, int32_t expert, int32_t first)
@@ -150,15 +192,18 @@ static __device__ __noinline__ bool repeats(const Lanes &lanes, int32_t expert, 
     return expert >= 0 && found;
 }
 
-/* Counts the choices of this warp; a choice's place in it waits in `fate`. */
+/* Counts the choices of this warp; a choice's place in it waits in `fate`, FLAT that of its row unless
+ * the layer drops. */
+template <bool FLAT>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_t *fate)
 {
     const Lanes lanes(job.layer.top_k);
     const Part part = part_of_warp(p, job);
     const int top_k = job.layer.top_k, experts = job.layer.num_experts;
-    int32_t *tally = p.tally + threadIdx.x / WARP * experts;
+    int32_t *tally = p.tally + threadIdx.x / WARP * num_tallies(job, FLAT);
     const int ids = num_ids(job);
     const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0;
+    uint32_t seen = 0;
     const int groups =
         max(0, part.end - part.begin + lanes.tokens - 1) / lanes.tokens * lanes.halves;
     auto place_of = [&](int group)
@@ -186,38 +231,40 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_
             if (distinct && repeats(lanes, expert, first))
                 atomicMin(&p.bad_choice, (uint32_t)at[i]);
             first = lanes.halves == 2 && i % 2 == 0 ? expert : -1;
-            const int32_t place = count_group(tally, expert);
+            int32_t place = count_group(tally, expert), row = 0;
+            if (FLAT)
+                row = count_rows(tally + experts, lanes, expert < 0 ? -1 : p.owner[expert],
+                                 lanes.halves == 2 ? (g + i) & 1 : 0, seen);
+            if (FLAT && job.layer.overflow == EPIC_OVERFLOW_ERROR) place = row;
             if (at[i] >= 0) fate[at[i]] = place;
         }
     }
 }
 
-/* What a rank says about an expert: its choices, where it lives (if the table can be used), and
- * whether something is wrong with this rank's data. */
-#define COUNT_BITS 27 /* at most 2^20 tokens of 64 choices */
+/* What a rank says about an expert: its choices, where it lives, and RECORD_LAST: about the first
+ * one, if something is wrong with this rank's data; about all, if its table cannot be used. */
+#define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
-#define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 15)
-#define NO_OWNER 15u
+#define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
 __device__ __forceinline__ uint32_t owner_said(const Planner &p, int expert)
 {
-    return p.bad_owner == NOTHING ? p.owner[expert] : NO_OWNER;
+    return p.bad_owner == NOTHING ? (uint32_t)p.owner[expert] << COUNT_BITS : RECORD_LAST;
 }
 
 /* The table of rank q is not this rank's: the group is broken. */
 static __device__ __noinline__ void report_table(const Now &now, int q)
 {
     const p2p_self &self = *now.self;
-    report(now,
-           P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, P2P_PHASE_TABLE, 1u << q,
-                      now.epoch),
+    report(now, P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, P2P_PHASE_TABLE, 1u << q),
            now.signature);
 }
 
 /* Makes the warps' tallies exclusive sums and publishes the CTA's counts to the others. */
+template <bool FLAT>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const Now &now)
 {
-    const int experts = job.layer.num_experts;
+    const int experts = num_tallies(job, FLAT);
     uint64_t *tallies = (uint64_t *)(now.heap + job.self.at.tallies);
     const bool bad =
         p.bad_choice != NOTHING || p.bad_owner != NOTHING || p.bad_replica != NOTHING;
@@ -232,7 +279,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
             sum += count;
         }
         const uint32_t mark = e == 0 && bad ? RECORD_LAST : 0;
-        store_relaxed(tallies + blockIdx.x * DEVICE_MAX_EXPERTS + e,
+        store_relaxed(tallies + blockIdx.x * DEVICE_MAX_TALLIES + e,
                       stamp(now, (uint32_t)sum | mark));
     }
 }
@@ -301,14 +348,17 @@ static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_
     return true;
 }
 
-/* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts. */
-static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, const Now &now)
+/* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts.  noinline: keeps its
+ * registers out of dispatch's hot loop, which would spill. */
+template <bool FLAT>
+static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
+                                                    const Now &now)
 {
     const p2p_self &self = job.self;
-    const int experts = job.layer.num_experts, ranks = self.num_ranks;
+    const int experts = num_tallies(job, FLAT), ranks = self.num_ranks;
     const uint64_t *tallies = (const uint64_t *)(now.heap + self.at.tallies);
     const int64_t counts =
-        self.at.counts / 8 + (int64_t)parity(now) * ranks * DEVICE_MAX_EXPERTS;
+        self.at.counts / 8 + (int64_t)parity(now) * ranks * DEVICE_MAX_TALLIES;
     bool ok = true;
     for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
         uint64_t words[P2P_MAX_PLANNERS];
@@ -316,7 +366,7 @@ static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, cons
             bool all = true;
 #pragma unroll
             for (int c = 0; c < P2P_MAX_PLANNERS; c++)
-                words[c] = c < job.planners ? load_relaxed(tallies + c * DEVICE_MAX_EXPERTS + e)
+                words[c] = c < job.planners ? load_relaxed(tallies + c * DEVICE_MAX_TALLIES + e)
                                             : stamp(now, 0);
 #pragma unroll
             for (int c = 0; c < P2P_MAX_PLANNERS; c++) all &= stamped(now, words[c]);
@@ -335,41 +385,46 @@ static __device__ bool exchange_counts(Planner &p, const p2p_plan_job &job, cons
             for (int i = 1; i <= ranks; i++) {
                 const int q = (self.rank + i) % ranks;
                 store_relaxed((uint64_t *)self.heap[q] + counts +
-                                  self.rank * DEVICE_MAX_EXPERTS + e,
-                              stamp(now, sum | owner_said(p, e) << COUNT_BITS | bad));
+                                  self.rank * DEVICE_MAX_TALLIES + e,
+                              stamp(now, sum | owner_said(p, e) | bad));
             }
         p.low[e] = (int32_t)low;
     }
     for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
         const uint64_t *from = (const uint64_t *)now.heap + counts + e;
-        uint64_t words[DEVICE_MAX_RANKS];
-        int missing = -1;
-        ok = wait_alone(now, missing, P2P_PHASE_COUNTS, [&] {
-            missing = -1;
-#pragma unroll
-            for (int q = 0; q < DEVICE_MAX_RANKS; q++)
-                words[q] =
-                    q < ranks ? load_relaxed(from + q * DEVICE_MAX_EXPERTS) : stamp(now, 0);
-#pragma unroll
-            for (int q = 0; q < DEVICE_MAX_RANKS; q++)
-                if (!stamped(now, words[q])) missing = q;
-            return missing < 0;
-        });
         uint32_t load = 0, low = 0, bad = 0, others = 0;
-        const uint32_t own = owner_said(p, e);
+#pragma unroll 1
+        for (int first = 0; first < ranks && ok; first += RANKS_AT_ONCE) {
+            uint64_t words[RANKS_AT_ONCE];
+            int missing = -1;
+            ok = wait_alone(now, missing, P2P_PHASE_COUNTS, [&] {
+                missing = -1;
 #pragma unroll
-        for (int q = 0; q < DEVICE_MAX_RANKS; q++) {
-            const uint32_t count = COUNT_OF(words[q]), owner = OWNER_OF(words[q]);
-            bad |= ((uint32_t)words[q] & RECORD_LAST) ? 1u << q : 0;
-            if (q < ranks && owner != own && owner != NO_OWNER) others |= 1u << q;
-            if (q < self.rank) low += count;
-            load += count;
+                for (int i = 0; i < RANKS_AT_ONCE; i++)
+                    words[i] = first + i < ranks
+                                   ? load_relaxed(from + (first + i) * DEVICE_MAX_TALLIES)
+                                   : stamp(now, 0);
+#pragma unroll
+                for (int i = 0; i < RANKS_AT_ONCE; i++)
+                    if (!stamped(now, words[i])) missing = first + i;
+                return missing < 0;
+            });
+#pragma unroll
+            for (int i = 0; i < RANKS_AT_ONCE; i++) {
+                const int q = first + i;
+                const uint32_t count = COUNT_OF(words[i]), owner = OWNER_OF(words[i]);
+                const bool wrong = ((uint32_t)words[i] & RECORD_LAST) != 0;
+                bad |= wrong ? 1u << q : 0;
+                if (q < ranks && owner != p.owner[e] && !wrong) others |= 1u << q;
+                if (q < self.rank) low += count;
+                load += count;
+            }
         }
-        if (ok && others && own != NO_OWNER) {
+        if (ok && others && p.bad_owner == NOTHING) {
             report_table(now, __ffs(others) - 1);
             ok = false;
         }
-        if (bad) p.bad_ranks = bad; /* the first expert's thread alone sees it */
+        if (bad && e == 0) p.bad_ranks = bad;
         p.load[e] = (int32_t)load;
         p.low[e] += (int32_t)low;
     }

@@ -18,16 +18,17 @@ extern "C" {
 #endif
 
 typedef enum p2p_fault { /* of the data of an operation: class (b) of epic.h */
-                         P2P_FAULT_EXPERT = 0,    /* token, k, id, num_experts */
-                         P2P_FAULT_PLACEMENT = 1, /* expert, rank */
-                         P2P_FAULT_CAPACITY = 2,  /* slots, needed */
-                         P2P_FAULT_ROWS = 3,      /* rows, needed, operation */
-                         P2P_FAULT_PLAN = 4,      /* this rank's bytes are no plan of it */
-                         P2P_FAULT_TOKENS = 5,    /* tokens, the plan's, operation */
-                         P2P_FAULT_DUPLICATE = 6, /* token, k, id */
-                         P2P_FAULT_LOGICAL = 7,   /* token, k, id, num_logical */
-                         P2P_FAULT_REPLICA = 8,   /* expert, logical expert, num_logical */
-                         P2P_FAULT_NO_REPLICA = 9 /* logical expert */
+                         P2P_FAULT_EXPERT = 0,     /* token, k, id, num_experts */
+                         P2P_FAULT_PLACEMENT = 1,  /* expert, rank */
+                         P2P_FAULT_CAPACITY = 2,   /* slots, needed */
+                         P2P_FAULT_ROWS = 3,       /* rows, needed, operation */
+                         P2P_FAULT_PLAN = 4,       /* this rank's bytes are no plan of it */
+                         P2P_FAULT_TOKENS = 5,     /* tokens, the plan's, operation */
+                         P2P_FAULT_DUPLICATE = 6,  /* token, k, id */
+                         P2P_FAULT_LOGICAL = 7,    /* token, k, id, num_logical */
+                         P2P_FAULT_REPLICA = 8,    /* expert, logical expert, num_logical */
+                         P2P_FAULT_NO_REPLICA = 9, /* logical expert */
+                         P2P_FAULT_LAYOUT = 10     /* the plan's, operation */
 } p2p_fault;
 
 /* A data error, in host memory; result is written last, and 0 again by who has read it. */
@@ -67,9 +68,12 @@ typedef enum p2p_phase { /* what a rank was waiting for */
 } p2p_phase;
 
 /* The word that tells a rank that the group is broken. */
-#define P2P_BROKEN(result, operation, reporter, phase, culprits, epoch)            \
-    ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(reporter) << 8 | \
-     (uint64_t)(phase) << 12 | (uint64_t)(culprits) << 16 | (uint64_t)(epoch) << 32)
+#define P2P_BROKEN(result, operation, reporter, phase, culprits)                \
+    ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
+     (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
+
+/* Of the counts that travel; more choices of one expert on one rank do not fit. */
+#define P2P_COUNT_BITS 26
 
 typedef struct p2p_self { /* what every kernel knows about its rank */
     uint8_t *heap[DEVICE_MAX_RANKS];
@@ -81,7 +85,11 @@ typedef struct p2p_self { /* what every kernel knows about its rank */
     int32_t rank, num_ranks;
     uint32_t operation; /* an epic_operation */
     uint32_t signature; /* of what the ranks must call alike */
+    uint32_t layouts;   /* that the operation's plan may have: a bit for each epic_layout */
 } p2p_self;
+
+#define P2P_BY_EXPERT (1u << EPIC_EXPERT_MAJOR)
+#define P2P_FLAT (1u << EPIC_FLAT)
 
 typedef struct p2p_plan_job {
     p2p_self self;
@@ -111,7 +119,7 @@ static inline int p2p_few_plan(int64_t ranks, int64_t max_tokens, const epic_lay
            groups * layer->num_experts <= P2P_FEW_MASKS &&
            layer->num_experts <= P2P_FEW_EXPERTS && layer->alignment <= 1 << 16 &&
            layer->num_logical == 0 && layer->overflow == EPIC_OVERFLOW_ERROR &&
-           layer->sum_order == EPIC_BY_RANK;
+           layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
 typedef struct p2p_dispatch_job {
@@ -121,9 +129,11 @@ typedef struct p2p_dispatch_job {
     uint8_t *recv;
     const float *weights;
     float *slot_weights;
+    int32_t *recv_expert; /* FLAT */
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
     int32_t aligned; /* rows are vectors of 16 bytes */
+    int32_t flat;    /* the plan is FLAT, or read and of either layout */
     int32_t zero_tail, leave_padding;
     int32_t top_k;          /* perhaps; 0: not known */
     int32_t head;           /* tokens that are sent while the plan is made */
@@ -213,6 +223,7 @@ cudaError_t p2p_launch_few_strings(const p2p_dispatch_job *job, int num_sms,
                                    cudaStream_t stream);
 cudaError_t p2p_launch_few_combine(const p2p_combine_job *job, int num_sms,
                                    cudaStream_t stream);
+cudaError_t p2p_launch_floats(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream);
 
 /* Loads every kernel on the current device, so that no launch has to wait for a free device. */
@@ -225,6 +236,7 @@ cudaError_t p2p_load_few_plan(void);
 cudaError_t p2p_load_few_dispatch(void);
 cudaError_t p2p_load_few_strings(void);
 cudaError_t p2p_load_few_combine(void);
+cudaError_t p2p_load_floats(void);
 cudaError_t p2p_load_sum(void);
 
 #ifdef __cplusplus

@@ -23,7 +23,7 @@
  *
  * Pieces are copied into a ring in shared memory ahead of their use.  A staged one may be copied
  * before it has come: then poison is found, and it is polled in place. */
-#include "cuda/dispatch.cuh"
+#include "cuda/dispatch_flat.cuh"
 #include "cuda/launch.cuh"
 
 #define BLOCK 512
@@ -133,7 +133,7 @@ __device__ __forceinline__ bool fill_more(const Move &m, int rank, int source, i
 }
 
 /* One token of a receiving unit; `copied`: its pieces come through the ring. */
-template <bool EXACT>
+template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk &walk,
                                         uint64_t word, bool copied, Feed<EXACT> &feed)
 {
@@ -143,15 +143,20 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk
     int32_t slot = -1;
     bool more = false;
     if (token < __shfl_sync(ALL_LANES, m.tokens_of, rank)) {
-        if (!read_record(m, rank, token, 0, first == 0, word, slot, more)) return false;
-        if (m.made && first == 0 && !more) end_record(m, rank, token, 0);
+        if (FLAT ? !read_row(m, rank, token, first == 0, word, slot, more)
+                 : !read_record(m, rank, token, 0, first == 0, word, slot, more))
+            return false;
+        if (!FLAT && m.made && first == 0 && !more) end_record(m, rank, token, 0);
     }
     if (!__any_sync(ALL_LANES, slot >= 0)) {
         if (copied) feed.pass(count);
         return true;
     }
-    const bool weighs = first == 0 && m.job.weights;
+    const bool besides = FLAT && first == 0 && is_flat(m);
+    const bool weighs = first == 0 && m.job.weights && !besides;
     uint32_t weight = 0;
+    Beside beside;
+    if (besides) beside = peek_beside(m, rank, source, token, 0);
     if (weighs) weight = peek_weight(m, rank, source, token, 0, slot);
 #pragma unroll 1
     for (int piece = first; piece < first + count; piece++) {
@@ -161,6 +166,8 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk
         fill_slots<EXACT>(m, piece * V * WARP, slot, q);
         if (more && !fill_more<EXACT>(m, rank, source, token, piece, q)) return false;
     }
+    if (besides)
+        return take_beside(m, rank, source, token, __shfl_sync(ALL_LANES, slot, 0), beside);
     return !weighs || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
@@ -186,7 +193,7 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Move m
 
 /* One receiving unit: the tokens of a step, one or two, of one source; beside this rank's own ones
  * slabs are padded, 1 << slab_bits of them, unless that is negative. */
-template <bool EXACT>
+template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, uint64_t word,
                                              int slab_bits, Feed<EXACT> &feed)
 {
@@ -197,8 +204,10 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, ui
     const bool copied = m.shape.aligned;
     if (begin >= stop && copied) feed.pass(pieces_of(m, walk));
     for (int32_t token = begin; token < stop; token++) {
-        if (token > begin) word = peek_record(m, rank, token, 0);
-        if (!receive<EXACT>(m, token, walk, word, copied && token == begin, feed)) return false;
+        if (token > begin)
+            word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+        if (!receive<EXACT, FLAT>(m, token, walk, word, copied && token == begin, feed))
+            return false;
         if (walk.role == self.num_ranks && slab_bits >= 0)
             each_pad(m.plan, slab_bits, token * m.stride.spans + walk.span,
                      m.most_tokens * m.stride.spans, [&](int32_t slot) {
@@ -209,9 +218,12 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, ui
 }
 
 /* One round: tokens [m.first, end) of every rank. */
-template <bool EXACT>
+template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t *memory)
 {
+    const auto peek = [&](int rank, int32_t token) {
+        return FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+    };
     bool heard_tokens = !m.made;
     int slab_bits = NOT_KNOWN;
     if (m.head) send_head<EXACT>(m);
@@ -219,13 +231,13 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
     next.step += m.head;
     Feed<EXACT> feed(m, next, end, memory);
     for (int i = 0; i < Feed<EXACT>::Pieces::AHEAD && m.shape.aligned; i++) feed.copy_next();
-    uint64_t next_word = read_ahead(m, next);
+    uint64_t next_word = read_ahead(m, next, peek);
     for (;;) {
         const Walk walk = next;
         const uint64_t word = next_word;
         if (m.first + received_before(m, walk.step) >= feed.end) return true;
         next.next(m.stride);
-        next_word = read_ahead(m, next);
+        next_word = read_ahead(m, next, peek);
         if (walk.role == 0) {
             send_unit<EXACT>(m, walk, word, feed);
             continue;
@@ -238,7 +250,7 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
         if (slab_bits == NOT_KNOWN && walk.role == m.job.plan.self.num_ranks &&
             !find_slabs(m, slab_bits))
             return false;
-        if (!receive_unit<EXACT>(m, walk, word, slab_bits, feed)) return false;
+        if (!receive_unit<EXACT, FLAT>(m, walk, word, slab_bits, feed)) return false;
     }
 }
 
@@ -257,27 +269,33 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(Move &m)
 }
 
 /* The last CTA: zeros everywhere, when nothing was moved. */
-__device__ __forceinline__ void clear(const Move &m)
+template <bool FLAT> __device__ __forceinline__ void clear(const Move &m)
 {
     if (m.plan.good && header_of(m)->result == EPIC_OK &&
         rows_suffice(m.job.plan.self, m.now, header_of(m)))
         return;
     zero_rows(m.job.recv, m.shape.row_bytes, 0, m.job.recv_rows, threadIdx.x, BLOCK);
-    zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
+    if (FLAT)
+        clear_beside(m, 0, threadIdx.x, BLOCK);
+    else
+        zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
 /* All CTAs: zeros past the last slab. */
-__device__ __forceinline__ bool clear_tail(const Move &m)
+template <bool FLAT> __device__ __forceinline__ bool clear_tail(const Move &m)
 {
     if (m.made && !wait_for_plan(m)) return false;
     const int64_t first = header_of(m)->slots_of[m.job.plan.self.rank], end = m.job.recv_rows;
     if (first >= end) return true;
     zero_rows(m.job.recv, m.shape.row_bytes, first, end, grid_thread(), grid_threads());
-    zero_floats(m.job.slot_weights, first, end, grid_thread(), grid_threads());
+    if (FLAT)
+        clear_beside(m, first, grid_thread(), grid_threads());
+    else
+        zero_floats(m.job.slot_weights, first, end, grid_thread(), grid_threads());
     return true;
 }
 
-template <bool EXACT>
+template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_rounds(Move &m, Now &now, const uint8_t *memory)
 {
     const int64_t round_tokens =
@@ -286,7 +304,7 @@ __device__ __forceinline__ bool move_rounds(Move &m, Now &now, const uint8_t *me
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
         const bool last = m.made || m.first + round_tokens >= most;
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
-        const bool moved = move_tokens<EXACT>(m, end, memory);
+        const bool moved = move_tokens<EXACT, FLAT>(m, end, memory);
         wait_copies<0>();
         if (!moved) return false;
         if (last) return true;
@@ -296,8 +314,8 @@ __device__ __forceinline__ bool move_rounds(Move &m, Now &now, const uint8_t *me
 
 enum { ANY, ALIGNED, WHOLE }; /* rows: anywhere; vectors; whole pieces of them */
 
-/* One kernel for each, and with or without the plan: registers are short. */
-template <int ROWS, bool MADE>
+/* One kernel for each, with or without the plan, and by layout: registers are short. */
+template <int ROWS, bool MADE, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
 {
@@ -328,7 +346,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         return;
     bool ok = true;
     if (MADE && (int)blockIdx.x < job.plan.planners) {
-        ok = make_plan(planner, job.plan, now, memory);
+        ok = make_plan<FLAT>(planner, job.plan, now, memory);
         ok = __syncthreads_and(ok); /* the memory becomes the rings' */
     }
 
@@ -338,18 +356,22 @@ __global__ void __launch_bounds__(BLOCK, 1)
     m.tokens_of = !made && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     m.most_tokens = made ? (int32_t)self.max_tokens : plan.most_tokens;
     if (ok && (made || plan.header.result == EPIC_OK))
-        ok = move_rounds<EXACT>(m, now, memory + threadIdx.x / WARP * Ring<V, EXACT>::BYTES) &&
+        ok = move_rounds<EXACT, FLAT>(m, now,
+                                      memory + threadIdx.x / WARP * Ring<V, EXACT>::BYTES) &&
              pad_all<EXACT>(m);
-    if (ok && job.zero_tail && plan.good) ok = clear_tail(m);
-    if (finish(now) && ok) clear(m);
+    if (ok && job.zero_tail && plan.good) ok = clear_tail<FLAT>(m);
+    if (finish(now) && ok) clear<FLAT>(m);
 }
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
 static const Kernel kernels[] = {
-    dispatch_kernel<ANY, false>,     dispatch_kernel<ANY, true>,
-    dispatch_kernel<ALIGNED, false>, dispatch_kernel<ALIGNED, true>,
-    dispatch_kernel<WHOLE, false>,   dispatch_kernel<WHOLE, true>};
+    dispatch_kernel<ANY, false, false>,     dispatch_kernel<ANY, true, false>,
+    dispatch_kernel<ALIGNED, false, false>, dispatch_kernel<ALIGNED, true, false>,
+    dispatch_kernel<WHOLE, false, false>,   dispatch_kernel<WHOLE, true, false>,
+    dispatch_kernel<ANY, false, true>,      dispatch_kernel<ANY, true, true>,
+    dispatch_kernel<ALIGNED, false, true>,  dispatch_kernel<ALIGNED, true, true>,
+    dispatch_kernel<WHOLE, false, true>,    dispatch_kernel<WHOLE, true, true>};
 
 static int memory_bytes(int planning)
 {
@@ -362,7 +384,7 @@ extern "C" cudaError_t p2p_load_dispatch(void)
     for (Kernel kernel : kernels) {
         const cudaError_t error =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 memory_bytes(planner_bytes(DEVICE_MAX_EXPERTS)));
+                                 memory_bytes(planner_most_bytes()));
         if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
@@ -373,6 +395,8 @@ extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_
 {
     const int rows = !job->aligned ? ANY : job->row_bytes % (V * 512) ? ALIGNED : WHOLE;
     p2p_dispatch_job copy = *job;
+    if (job->flat && copy.top_k > job->plan.self.num_ranks)
+        copy.top_k = job->plan.self.num_ranks;
     deal(copy, num_sms, BLOCK, num_roles(job->plan.self), V);
     if (!job->plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
         copy.lag /= 2; /* records are there; what is left at the end counts more */
@@ -383,7 +407,7 @@ extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_
         copy.head = job->num_tokens / 20;
     if (copy.head && copy.head < copy.lag) copy.head = copy.lag;
     if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
-    const int planning = copy.plan.planners ? planner_bytes(job->plan.layer.num_experts) : 0;
-    const Kernel kernel = kernels[rows * 2 + (copy.plan.planners > 0)];
+    const int planning = copy.plan.planners ? planner_bytes_of(job->plan) : 0;
+    const Kernel kernel = kernels[(job->flat != 0) * 6 + rows * 2 + (copy.plan.planners > 0)];
     return enqueue(kernel, num_sms, BLOCK, memory_bytes(planning), stream, copy);
 }

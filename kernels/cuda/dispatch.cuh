@@ -295,15 +295,17 @@ __device__ __forceinline__ int32_t token_of(const Move &m, const Walk &walk)
     return m.first + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* What a unit needs first, read while the one before it is at work. */
-__device__ __forceinline__ uint64_t read_ahead(const Move &m, const Walk &walk)
+/* What a unit needs first, read while the one before it is at work; peek(rank, token) looks at what
+ * is said of a token. */
+template <class Peek>
+__device__ __forceinline__ uint64_t read_ahead(const Move &m, const Walk &walk, Peek peek)
 {
     const p2p_self &self = m.job.plan.self;
     const int32_t token = token_of(m, walk);
     if (walk.role == 0)
         return token < m.job.num_tokens ? read_choice(m, token, lane_id()) : ~0ull;
     const int rank = rank_of_role(self, walk.role);
-    return token < self.max_tokens ? peek_record(m, rank, token, 0) : ~0ull;
+    return token < self.max_tokens ? peek(rank, token) : ~0ull;
 }
 
 #endif

@@ -6,6 +6,7 @@
  *
  * Units, their order and their waits are those of dispatch.cu.  What is sent, and this rank's own
  * tokens, have pieces of the caller's rows, what comes from peers has pieces of strings. */
+#include "cuda/dispatch_flat.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/strings.cuh"
 
@@ -172,13 +173,15 @@ __device__ __forceinline__ bool move_pieces(const Strings &m, int32_t token, con
     return true;
 }
 
-/* Both halves of a token's record: this lane's slots. */
+/* Both halves of a token's record: this lane's slots; FLAT, the first lane's is the row. */
+template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const Strings &m, int rank, int32_t token, bool keep,
                                            uint64_t word, int32_t (&slot)[2])
 {
     bool more = false;
     slot[0] = slot[1] = -1;
     if (token >= __shfl_sync(ALL_LANES, m.tokens_of, rank)) return true;
+    if (FLAT && is_flat(m)) return read_row(m, rank, token, keep, word, slot[0], more);
     if (!read_record(m, rank, token, 0, keep, word, slot[0], more)) return false;
     if (more) {
         word = peek_record(m, rank, token, 1);
@@ -190,21 +193,26 @@ __device__ __forceinline__ bool find_slots(const Strings &m, int rank, int32_t t
 }
 
 /* One token of a receiving unit; `copied`: its pieces come through the ring. */
-template <class Given>
+template <class Given, bool FLAT>
 __device__ __forceinline__ bool receive(const Strings &m, int32_t token, const Walk &walk,
                                         uint64_t word, bool copied, Feed<Given> &feed)
 {
     const int source = walk.role - 1, rank = rank_of_role(m.job.plan.self, walk.role);
-    const bool weighs = walk.span == 0 && m.job.weights;
+    const bool besides = FLAT && walk.span == 0 && is_flat(m);
+    const bool weighs = walk.span == 0 && m.job.weights && !besides;
     int32_t slot[2];
-    if (!find_slots(m, rank, token, walk.span == 0, word, slot)) return false;
+    if (!find_slots<FLAT>(m, rank, token, walk.span == 0, word, slot)) return false;
     if (!__any_sync(ALL_LANES, slot[0] >= 0)) {
         if (copied) feed.pass(max(Pieces(m, walk).count, 1));
         return true;
     }
     uint32_t weight = 0;
+    Beside beside;
+    if (besides) beside = peek_beside(m, rank, source, token, 0);
     if (weighs) weight = peek_weight(m, rank, source, token, 0, slot[0]);
     if (!move_pieces<Given>(m, token, walk, slot, copied, feed)) return false;
+    if (besides)
+        return take_beside(m, rank, source, token, __shfl_sync(ALL_LANES, slot[0], 0), beside);
     if (!weighs) return true;
     if (!receive_weight(m, rank, source, token, 0, slot[0], weight)) return false;
     if (!__any_sync(ALL_LANES, slot[1] >= 0)) return true;
@@ -230,7 +238,7 @@ template <class Given> static __device__ __noinline__ void send_head(const Strin
     }
 }
 
-template <class Given, bool FAST>
+template <class Given, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const Strings &m, const Walk &walk, uint64_t word,
                                              int slab_bits, Feed<Given> &feed)
 {
@@ -240,8 +248,10 @@ __device__ __forceinline__ bool receive_unit(const Strings &m, const Walk &walk,
     const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
     if (begin >= stop && FAST) feed.pass(max(Pieces(m, walk).count, 1));
     for (int32_t token = begin; token < stop; token++) {
-        if (token > begin) word = peek_record(m, rank, token, 0);
-        if (!receive<Given>(m, token, walk, word, FAST && token == begin, feed)) return false;
+        if (token > begin)
+            word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+        if (!receive<Given, FLAT>(m, token, walk, word, FAST && token == begin, feed))
+            return false;
         if (walk.role == self.num_ranks && slab_bits >= 0)
             each_pad(m.plan, slab_bits, token * m.stride.spans + walk.span,
                      m.most_tokens * m.stride.spans, [&](int32_t slot) {
@@ -252,9 +262,12 @@ __device__ __forceinline__ bool receive_unit(const Strings &m, const Walk &walk,
 }
 
 /* One round: tokens [m.first, end) of every rank. */
-template <class Given, bool FAST>
+template <class Given, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_tokens(Strings &m, int32_t end, const uint8_t *memory)
 {
+    const auto peek = [&](int rank, int32_t token) {
+        return FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+    };
     bool heard_tokens = !m.made;
     int slab_bits = NOT_KNOWN;
     if (m.head) send_head<Given>(m);
@@ -262,13 +275,13 @@ __device__ __forceinline__ bool move_tokens(Strings &m, int32_t end, const uint8
     next.step += m.head;
     Feed<Given> feed(m, next, end, memory);
     for (int i = 0; i < Feed<Given>::RowRing::AHEAD && FAST; i++) feed.copy_next();
-    uint64_t next_word = read_ahead(m, next);
+    uint64_t next_word = read_ahead(m, next, peek);
     for (;;) {
         const Walk walk = next;
         const uint64_t word = next_word;
         if (m.first + received_before(m, walk.step) >= feed.end) return true;
         next.next(m.stride);
-        next_word = read_ahead(m, next);
+        next_word = read_ahead(m, next, peek);
         if (walk.role == 0) {
             send_unit<Given, FAST>(m, walk, word, feed);
             continue;
@@ -281,11 +294,11 @@ __device__ __forceinline__ bool move_tokens(Strings &m, int32_t end, const uint8
         if (slab_bits == NOT_KNOWN && walk.role == m.job.plan.self.num_ranks &&
             !find_slabs(m, slab_bits))
             return false;
-        if (!receive_unit<Given, FAST>(m, walk, word, slab_bits, feed)) return false;
+        if (!receive_unit<Given, FAST, FLAT>(m, walk, word, slab_bits, feed)) return false;
     }
 }
 
-template <class Given, bool FAST>
+template <class Given, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_rounds(Strings &m, Now &now, const uint8_t *memory)
 {
     const int64_t round_tokens =
@@ -293,8 +306,8 @@ __device__ __forceinline__ bool move_rounds(Strings &m, Now &now, const uint8_t 
     const int32_t most = m.most_tokens;
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
         const bool last = m.made || m.first + round_tokens >= most;
-        const bool moved =
-            move_tokens<Given, FAST>(m, last ? most : m.first + (int32_t)round_tokens, memory);
+        const int32_t end = last ? most : m.first + (int32_t)round_tokens;
+        const bool moved = move_tokens<Given, FAST, FLAT>(m, end, memory);
         wait_copies<0>();
         if (!moved) return false;
         if (last) return true;
@@ -316,17 +329,28 @@ __device__ __forceinline__ bool pad_all(Strings &m)
     return true;
 }
 
+/* Zeros in rows [first, ...) and what goes with them. */
+template <bool FLAT>
+__device__ __forceinline__ void clear(const Strings &m, int64_t first, int64_t thread,
+                                      int64_t threads)
+{
+    zero_strings(m.job, first, thread, threads);
+    if (FLAT)
+        clear_beside(m, first, thread, threads);
+    else
+        zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
+}
+
 /* All CTAs: zeros past the last slab. */
-__device__ __forceinline__ bool clear_tail(const Strings &m)
+template <bool FLAT> __device__ __forceinline__ bool clear_tail(const Strings &m)
 {
     if (m.made && !wait_for_plan(m)) return false;
-    zero_strings(m.job, header_of(m)->slots_of[m.job.plan.self.rank], grid_thread(),
-                 grid_threads());
+    clear<FLAT>(m, header_of(m)->slots_of[m.job.plan.self.rank], grid_thread(), grid_threads());
     return true;
 }
 
 /* FAST: rows are aligned vectors, to be quantized of 16-bit elements. */
-template <class Given, bool FAST, bool MADE>
+template <class Given, bool FAST, bool MADE, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_strings_kernel(const __grid_constant__ p2p_dispatch_job job)
 {
@@ -354,7 +378,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         return;
     bool ok = true;
     if (MADE && (int)blockIdx.x < job.plan.planners) {
-        ok = make_plan(planner, job.plan, now, memory);
+        ok = make_plan<FLAT>(planner, job.plan, now, memory);
         ok = __syncthreads_and(ok); /* the memory becomes the rings' */
     }
     Move move = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
@@ -365,23 +389,34 @@ __global__ void __launch_bounds__(BLOCK, 1)
     Strings m = {move};
     describe_strings(m, spans);
     if (ok && (MADE || plan.header.result == EPIC_OK))
-        ok = move_rounds<Given, FAST>(
+        ok = move_rounds<Given, FAST, FLAT>(
                  m, now, memory + threadIdx.x / WARP * Feed<Given>::RowRing::BYTES) &&
              pad_all(m);
-    if (ok && job.zero_tail && plan.good) ok = clear_tail(m);
+    if (ok && job.zero_tail && plan.good) ok = clear_tail<FLAT>(m);
     if (finish(now) && ok &&
         !(plan.good && header_of(m)->result == EPIC_OK &&
           rows_suffice(self, now, header_of(m))))
-        zero_strings(job, 0, threadIdx.x, BLOCK);
+        clear<FLAT>(m, 0, threadIdx.x, BLOCK);
 }
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-static const Kernel kernels[] = {
-    dispatch_strings_kernel<Joined, false, false>, dispatch_strings_kernel<Joined, false, true>,
-    dispatch_strings_kernel<Joined, true, false>,  dispatch_strings_kernel<Joined, true, true>,
-    dispatch_strings_kernel<Made, false, false>,   dispatch_strings_kernel<Made, false, true>,
-    dispatch_strings_kernel<Made, true, false>,    dispatch_strings_kernel<Made, true, true>};
+static const Kernel kernels[] = {dispatch_strings_kernel<Joined, false, false, false>,
+                                 dispatch_strings_kernel<Joined, false, true, false>,
+                                 dispatch_strings_kernel<Joined, true, false, false>,
+                                 dispatch_strings_kernel<Joined, true, true, false>,
+                                 dispatch_strings_kernel<Made, false, false, false>,
+                                 dispatch_strings_kernel<Made, false, true, false>,
+                                 dispatch_strings_kernel<Made, true, false, false>,
+                                 dispatch_strings_kernel<Made, true, true, false>,
+                                 dispatch_strings_kernel<Joined, false, false, true>,
+                                 dispatch_strings_kernel<Joined, false, true, true>,
+                                 dispatch_strings_kernel<Joined, true, false, true>,
+                                 dispatch_strings_kernel<Joined, true, true, true>,
+                                 dispatch_strings_kernel<Made, false, false, true>,
+                                 dispatch_strings_kernel<Made, false, true, true>,
+                                 dispatch_strings_kernel<Made, true, false, true>,
+                                 dispatch_strings_kernel<Made, true, true, true>};
 
 static int memory_bytes(int planning)
 {
@@ -394,7 +429,7 @@ extern "C" cudaError_t p2p_load_dispatch_strings(void)
     for (Kernel kernel : kernels) {
         const cudaError_t error =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 memory_bytes(planner_bytes(DEVICE_MAX_EXPERTS)));
+                                 memory_bytes(planner_most_bytes()));
         if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
@@ -406,6 +441,8 @@ extern "C" cudaError_t p2p_launch_dispatch_strings(const p2p_dispatch_job *job, 
     const bool fast = job->aligned && (!job->quantize || job->type != EPIC_F32);
     p2p_dispatch_job copy = *job, string = *job;
     string.row_bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
+    if (job->flat && string.top_k > job->plan.self.num_ranks)
+        string.top_k = job->plan.self.num_ranks;
     deal(string, num_sms, BLOCK, num_roles(job->plan.self), V);
     copy.lag = string.lag;
     copy.span = string.span;
@@ -417,8 +454,8 @@ extern "C" cudaError_t p2p_launch_dispatch_strings(const p2p_dispatch_job *job, 
         copy.head = job->num_tokens / 20;
     if (copy.head && copy.head < copy.lag) copy.head = copy.lag;
     if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
-    const int planning = copy.plan.planners ? planner_bytes(job->plan.layer.num_experts) : 0;
-    const Kernel kernel =
-        kernels[(job->quantize != 0) * 4 + fast * 2 + (copy.plan.planners > 0)];
+    const int planning = copy.plan.planners ? planner_bytes_of(job->plan) : 0;
+    const Kernel kernel = kernels[(job->flat != 0) * 8 + (job->quantize != 0) * 4 + fast * 2 +
+                                  (copy.plan.planners > 0)];
     return enqueue(kernel, num_sms, BLOCK, memory_bytes(planning), stream, copy);
 }

@@ -63,7 +63,7 @@ __device__ __forceinline__ void open_few(Now &now, const p2p_self &self, int32_t
         now.rows = rows;
         now.deadline = timer_ns() + self.timeout_ns;
         now.last = now.lost = 0;
-        now.epoch = epoch + 1;
+        now.epoch = epoch_after(epoch);
     }
     __syncwarp();
     if (lane_id() < self.num_ranks) find_boxes(now, lane_id());

@@ -246,7 +246,7 @@ static __device__ bool hear_sizes(FewPlan &f, const Now &now, int num_ranks)
         return false;
     if (lane_id() < DEVICE_MAX_RANKS) {
         f.p.header.tokens_of[lane_id()] = tokens;
-        f.p.header.capacity_of[lane_id()] = capacity;
+        f.p.capacity[lane_id()] = capacity;
         f.p.header.slots_of[lane_id()] = 0;
         f.rows[lane_id()] = rows;
     }
@@ -311,7 +311,7 @@ static __device__ void settle(FewPlan &f, const p2p_plan_job &job)
         bool over = false, bad = false;
         if (q < ranks) {
             needed = slots_before(f, job, q + 1) - slots_before(f, job, q);
-            over = needed > (h.capacity_of[q] ? h.capacity_of[q] : 0x7fffffff);
+            over = needed > (f.p.capacity[q] ? f.p.capacity[q] : 0x7fffffff);
             bad = f.bad[q] != NOTHING;
             h.slots_of[q] = f.p.demand[q] = needed;
             f.p.needed[q] = needed;

@@ -54,6 +54,7 @@ template <class Given> struct StringRows {
                                                  int64_t threads)
     {
         zero_strings(m.job, first, thread, threads);
+        zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
     }
 };
 

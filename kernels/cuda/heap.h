@@ -13,6 +13,7 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
+#define P2P_MAX_SEARCHES 40  /* counts of rows that decide what is dropped */
 #define P2P_FEW_TOKENS 128   /* of a rank, at most, where latency is all: few.cuh */
 #define P2P_FEW_SUMS 64      /* the same for combine */
 #define P2P_FEW_CHOICES 8192 /* of all ranks, */
@@ -29,10 +30,14 @@ typedef struct p2p_heap {
     int64_t control; /* p2p_control: this rank alone */
     int64_t faults;  /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: the first of each rank */
     int64_t first;   /* stamped [MAX_PLANNERS]: first bad choice of a CTA; this rank alone */
-    int64_t counts;  /* stamped [2][num_ranks][MAX_EXPERTS]: choices of each rank */
-    int64_t tallies; /* stamped [MAX_PLANNERS][MAX_EXPERTS]: this rank alone */
+    int64_t counts;  /* stamped [2][num_ranks][MAX_TALLIES]: choices of each rank */
+    int64_t
+        searches; /* stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]: FLAT: rows that are kept */
+    int64_t tallies; /* stamped [MAX_PLANNERS][MAX_TALLIES]: this rank alone */
     int64_t scratch; /* [max_row_bytes]: a row without meaning, this rank alone */
-    int64_t records; /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here */
+    int64_t records; /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here; FLAT: local
+                        experts */
+    int64_t rows;    /* stamped [2][num_ranks][max_tokens]: FLAT: the token's row here */
     int64_t floats;  /* poison [2][num_ranks - 1][max_tokens * MAX_TOP_K] */
     int64_t escapes; /* zero [2][num_ranks - 1][escape_words] */
     int64_t parts;   /* poison [num_ranks][max_tokens * MAX_TOP_K * blocks]: this rank alone */
@@ -98,16 +103,18 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.announce = 0;
     h.broken = h.announce + 2 * DEVICE_MAX_RANKS * P2P_ANNOUNCE_WORDS * 8;
     h.gone = h.broken + 128;
-    h.waits = h.gone + 128;
-    h.why = h.waits + 128;
+    h.waits = h.gone + DEVICE_MAX_RANKS * 8;
+    h.why = h.waits + DEVICE_MAX_RANKS * 8;
     h.control = h.why + 512;
     h.faults = h.control + 128;
     h.first = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;
     h.counts = h.first + P2P_MAX_PLANNERS * 8;
-    h.tallies = h.counts + 2 * num_ranks * DEVICE_MAX_EXPERTS * 8;
-    h.scratch = device_round_up(h.tallies + P2P_MAX_PLANNERS * DEVICE_MAX_EXPERTS * 8, 512);
+    h.searches = h.counts + 2 * num_ranks * DEVICE_MAX_TALLIES * 8;
+    h.tallies = h.searches + 2 * num_ranks * P2P_MAX_SEARCHES * DEVICE_MAX_RANKS * 8;
+    h.scratch = device_round_up(h.tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 512);
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
-    h.escapes = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
+    h.rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
+    h.escapes = h.rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
     h.staging = h.parts + device_round_up(num_ranks * h.part_words * 4, 512);

@@ -2,7 +2,8 @@
 /* plan: where every choice goes.
  *   topk_idx  [num_tokens, top_k]   the first CTAs count and place them (planner.cuh)
  *   plan      header and arrays     all warps then copy the records that the ranks sent about
- *                                   their tokens into it, several tokens a warp side by side
+ *                                   their tokens into it, several tokens a warp side by side;
+ *                                   FLAT: first the rows, then records that are local experts
  * Who else must see what: counts and records are stamped words, each its own flag. */
 #include "cuda/launch.cuh"
 #include "cuda/planner.cuh"
@@ -46,6 +47,27 @@ static __device__ bool keep_records(const Now &now, const p2p_plan_job &job, int
     return true;
 }
 
+/* FLAT: the same for their rows, each the only slot of its record. */
+static __device__ bool keep_rows(const Now &now, const p2p_plan_job &job, int32_t *records,
+                                 int source, int32_t first_token, int32_t num_tokens)
+{
+    const int top_k = job.layer.top_k;
+    const Lanes lanes(top_k);
+    const int32_t token = first_token + lanes.token;
+    const bool in = lanes.on && token < num_tokens;
+    const uint64_t *from = row_word(job.self, now, now.heap, source, in ? token : 0);
+    uint64_t word = 0;
+    const bool ok = wait_until(now, source, P2P_PHASE_RECORD, [&] {
+        word = load_relaxed(from);
+        return __all_sync(ALL_LANES, !in || stamped(now, word)) != 0;
+    });
+    const int32_t row = is_row((uint32_t)word) ? (int32_t)(uint32_t)word : -1;
+    for (int k = lanes.k; in && k < top_k; k += WARP)
+        records[((int64_t)source * job.self.max_tokens + token) * top_k + k] = k ? -1 : row;
+    return ok;
+}
+
+template <bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     plan_kernel(const __grid_constant__ p2p_plan_job job)
 {
@@ -54,7 +76,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ Planner planner;
     if (!begin(now, job.self, 0, job.num_tokens, job.capacity, 0)) return;
     bool ok = true;
-    if ((int)blockIdx.x < job.planners) ok = make_plan(planner, job, now, memory);
+    if ((int)blockIdx.x < job.planners) ok = make_plan<FLAT>(planner, job, now, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t tokens_of = 0;
@@ -65,22 +87,32 @@ __global__ void __launch_bounds__(BLOCK, 1)
         const int source = (job.self.rank + q) % job.self.num_ranks;
         const int32_t tokens = __shfl_sync(ALL_LANES, tokens_of, source);
         int32_t group = blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP;
-        for (; ok && (int64_t)group * per_group < tokens; group += warps)
-            ok = keep_records(now, job, (int32_t *)(job.plan + at.records), source,
-                              group * per_group, tokens);
+        for (; ok && (int64_t)group * per_group < tokens; group += warps) {
+            const int32_t first = group * per_group;
+            int32_t *records = (int32_t *)(job.plan + at.records);
+            if (FLAT) ok = keep_rows(now, job, records, source, first, tokens);
+            if (FLAT) records = (int32_t *)(job.plan + device_locals(&at));
+            ok = ok && keep_records(now, job, records, source, first, tokens);
+        }
     }
     finish(now);
 }
 
 extern "C" cudaError_t p2p_load_plan(void)
 {
-    return cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                planner_bytes(DEVICE_MAX_EXPERTS));
+    const int bytes = planner_most_bytes();
+    const cudaError_t error = cudaFuncSetAttribute(
+        plan_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    return cudaFuncSetAttribute(plan_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                bytes);
 }
 
 extern "C" cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms,
                                        cudaStream_t stream)
 {
-    const int bytes = planner_bytes((int)job->layer.num_experts) + replica_bytes(&job->layer);
-    return enqueue(plan_kernel, num_sms, BLOCK, bytes, stream, *job);
+    const bool flat = job->layer.layout == EPIC_FLAT;
+    const int bytes = planner_bytes_of(*job) + replica_bytes(&job->layer);
+    return enqueue(flat ? plan_kernel<true> : plan_kernel<false>, num_sms, BLOCK, bytes, stream,
+                   *job);
 }

@@ -54,6 +54,7 @@ static __device__ bool header_fits(const device_plan_header &h, const p2p_self &
 {
     const int q = lane_id();
     bool fits = h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id &&
+                h.layout <= EPIC_FLAT && (self.layouts >> h.layout & 1) &&
                 h.bytes <= plan_bytes && h.rank == self.rank && h.num_ranks == self.num_ranks &&
                 h.max_tokens == self.max_tokens && h.top_k >= 1 &&
                 h.top_k <= DEVICE_MAX_TOP_K && h.num_experts >= 1 &&
@@ -61,7 +62,7 @@ static __device__ bool header_fits(const device_plan_header &h, const p2p_self &
                 h.owned <= (int32_t)h.num_experts && h.leaves >= 1;
     if (q < self.num_ranks)
         fits = fits && h.tokens_of[q] >= 0 && h.tokens_of[q] <= self.max_tokens &&
-               h.rank_at[q] >= 0 && h.rank_at[q] < self.num_ranks;
+               h.rank_at[q] < self.num_ranks;
     return __all_sync(ALL_LANES, fits) != 0;
 }
 
@@ -82,11 +83,17 @@ notify_plan(const p2p_self &self, const device_plan_header &h, bool whole, int32
 {
     if (self.operation == EPIC_OP_NONE) return;
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
-    notify(self, {EPIC_EINVAL,
-                  epoch_after(load_relaxed(&control->epoch)),
-                  (uint32_t)(whole ? P2P_FAULT_TOKENS : P2P_FAULT_PLAN),
-                  self.rank,
-                  {num_tokens, h.tokens_of[self.rank], self.operation, 0}});
+    p2p_notice said = {EPIC_EINVAL,
+                       epoch_after(load_relaxed(&control->epoch)),
+                       (uint32_t)(whole ? P2P_FAULT_TOKENS : P2P_FAULT_PLAN),
+                       self.rank,
+                       {num_tokens, h.tokens_of[self.rank], self.operation, 0}};
+    if (!whole && h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id &&
+        h.layout <= EPIC_FLAT && !(self.layouts >> h.layout & 1)) {
+        said.fault = P2P_FAULT_LAYOUT;
+        said.about[0] = h.layout;
+    }
+    notify(self, said);
 }
 
 /* Every thread of a CTA.  A plan that is none, or of another number of tokens, is not good, and

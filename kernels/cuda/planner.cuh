@@ -9,12 +9,7 @@
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 
-#include "cuda/replicas.cuh"
-
-__device__ __forceinline__ int32_t kept(const Planner &p, const p2p_plan_job &job, int expert)
-{
-    return min(p.load[expert], min(p.common[p.owner[expert]], quota(p, job, expert)));
-}
+#include "cuda/flat_drop.cuh"
 
 struct Span { /* experts among which those of a rank are found */
     int begin, count;
@@ -69,7 +64,9 @@ static __device__ int32_t common_limit(Planner &p, const p2p_plan_job &job, int 
     return fits;
 }
 
-/* One warp: where each slab of a rank begins; for this rank, CTA 0 writes the plan's tables. */
+/* One warp: where each slab of a rank begins; FLAT: the numbers of its experts.  For this rank, CTA
+ * 0 writes the plan's tables. */
+template <bool FLAT>
 static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
     const Span span = span_of(job, rank);
@@ -92,10 +89,12 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
             if (lane >= d) rows_upto += r;
         }
         const uint32_t owners = __ballot_sync(ALL_LANES, mine);
-        if (mine) p.start[e] = (int32_t)slots + rows_upto - rows;
+        if (mine)
+            p.start[e] = FLAT ? owned + __popc(owners & lanes_below())
+                              : (int32_t)slots + rows_upto - rows;
         if (mine && write) {
             const int local = owned + __popc(owners & lanes_below());
-            slab_begin[local] = p.start[e];
+            slab_begin[local] = FLAT ? 0 : p.start[e];
             padding[local] = {p.start[e] + count, rows - count};
             if (job.expert_tokens) job.expert_tokens[local] = count;
             if (job.expert_rows) job.expert_rows[local] = rows;
@@ -105,6 +104,7 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
     }
     const int end = write ? 1 << device_slab_bits(owned) : 0;
     for (int i = owned + lane; i < end; i += WARP) padding[i] = {0, 0};
+    if (FLAT) slots = p.load[job.layer.num_experts + rank];
     if (lane == 0) {
         p.header.slots_of[rank] = (int32_t)min(slots, (int64_t)0x7fffffff);
         if (rank == job.self.rank) p.header.owned = owned;
@@ -113,6 +113,7 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
 }
 
 /* Whole CTA: limits, slabs, and whether the plan is good; the same on all CTAs and ranks. */
+template <bool FLAT>
 static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &now)
 {
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
@@ -123,7 +124,7 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
         ok = heard(now, P2P_SAYS_TOKENS, tokens) && heard(now, P2P_SAYS_CAPACITY, capacity);
         if (lane_id() < DEVICE_MAX_RANKS) {
             h.tokens_of[lane_id()] = tokens;
-            h.capacity_of[lane_id()] = capacity;
+            p.capacity[lane_id()] = capacity;
             h.slots_of[lane_id()] = 0;
             p.common[lane_id()] = 0x7fffffff;
         }
@@ -133,11 +134,20 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
         }
     }
     ok = __syncthreads_and(ok);
+    if (FLAT && drops(job)) {
+        for (int d = threadIdx.x; d < ranks; d += blockDim.x)
+            p.demand[d] = p.load[job.layer.num_experts + d];
+        __syncthreads();
+        ok = ok && drop_rows(p, job, now);
+        for (int d = warp; d < ranks && ok; d += warps) place_slabs<FLAT>(p, job, d);
+        return __syncthreads_and(ok) != 0;
+    }
     for (int d = warp; d < ranks; d += warps) {
         const bool caps = job.layer.overflow == EPIC_OVERFLOW_DROP && job.layer.expert_capacity;
-        const int64_t demand = slots_of(p, job, d, 0x7fffffff, false);
+        const int64_t demand =
+            FLAT ? p.load[job.layer.num_experts + d] : slots_of(p, job, d, 0x7fffffff, false);
         const int64_t need = caps ? slots_of(p, job, d, 0x7fffffff, true) : demand;
-        const int32_t capacity = h.capacity_of[d];
+        const int32_t capacity = p.capacity[d];
         if (lane_id() == 0) {
             p.demand[d] = (int32_t)min(demand, (int64_t)0x7fffffff);
             p.needed[d] = need;
@@ -151,7 +161,7 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
             }
         }
         __syncwarp();
-        place_slabs(p, job, d);
+        place_slabs<FLAT>(p, job, d);
     }
     __syncthreads();
     return ok;
@@ -189,9 +199,8 @@ static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_pla
 static __device__ __noinline__ void notify_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const Now &now)
 {
-    const device_plan_header &h = p.header;
     for (int q = 0; q < job.self.num_ranks; q++) {
-        const int32_t capacity = h.capacity_of[q] ? h.capacity_of[q] : 0x7fffffff;
+        const int32_t capacity = p.capacity[q] ? p.capacity[q] : 0x7fffffff;
         if (p.needed[q] <= capacity) continue;
         notify(
             job.self,
@@ -209,9 +218,10 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const No
     h.magic = DEVICE_PLAN_MAGIC;
     h.id = (self.group_id ^ now.epoch) * 0x9e3779b97f4a7c15ull | 1;
     h.group_id = self.group_id;
-    h.bytes =
-        device_plan_layout_of(self.num_ranks, self.max_tokens, layer.num_experts, layer.top_k)
-            .bytes;
+    const device_plan_layout at =
+        device_plan_layout_of(self.num_ranks, self.max_tokens, layer.num_experts, layer.top_k);
+    const bool flat = layer.layout == EPIC_FLAT;
+    h.bytes = device_plan_end(&at, layer.layout);
     h.max_tokens = self.max_tokens;
     h.rank = self.rank;
     h.num_ranks = self.num_ranks;
@@ -221,11 +231,14 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const No
     h.overflow = layer.overflow;
     h.expert_capacity = layer.expert_capacity;
     h.sum_order = layer.sum_order;
-    h.leaves = layer.leaves ? layer.leaves : 1;
+    h.layer_leaves = layer.leaves ? layer.leaves : 1;
+    h.leaves = flat ? (uint32_t)self.num_ranks : h.layer_leaves;
     h.partial_type = layer.partial_type;
-    h.pad = h.pad2 = 0;
+    h.layout = layer.layout;
+    h.capacity = p.capacity[self.rank];
     h.first_expert = 0;
-    for (int q = 0; q < DEVICE_MAX_RANKS; q++) h.rank_at[q] = q < self.num_ranks ? q : 0;
+    for (int q = 0; q < DEVICE_MAX_RANKS; q++)
+        h.rank_at[q] = (uint8_t)(q < self.num_ranks ? q : 0);
     if (layer.sum_order == EPIC_TREE)
         for (int q = 0; q < self.num_ranks; q++) {
             const int first = job.block * q;
@@ -366,25 +379,149 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
+struct Share {     /* FLAT: one choice */
+    int64_t at;    /* its number, -1: none */
+    int32_t owner; /* the rank of its expert, -1: it has none */
+    int32_t local; /* the expert's number there */
+    int32_t row;   /* there; known to the choice that it was counted with, else -1 */
+    int32_t fate;  /* if it has no rank */
+};
+
+/* `place`: of its row, or if the layer drops its own one, and `row_place` that of its row. */
+__device__ __forceinline__ Share share_of(const Planner &p, const p2p_plan_job &job, int64_t at,
+                                          int64_t id, int32_t place, int32_t row_place)
+{
+    const int experts = job.layer.num_experts;
+    const int32_t *tally = p.tally + threadIdx.x / WARP * num_tallies(job, true) + experts;
+    Share s = {at, -1, 0, -1, EPIC_FATE_NONE};
+    if (id < 0 || id >= experts) return s;
+    if (drops(job)) {
+        s.fate = fate_of(p, job, (int)id, place);
+        if (s.fate < 0) return s;
+        place = row_place;
+    }
+    s.owner = p.owner[id];
+    s.local = p.start[id];
+    if (place >= 0) s.row = p.low[experts + s.owner] + tally[s.owner] + place;
+    return s;
+}
+
+/* Tells every rank about the lanes' tokens: row and local experts, c[h] of the choice of half h,
+ * which learns its row. */
+__device__ __forceinline__ void send_rows(const Now &now, const p2p_plan_job &job,
+                                          const Lanes &lanes, int32_t token, bool in, bool bad,
+                                          Share (&c)[2])
+{
+    const p2p_self &self = job.self;
+    const uint32_t above = ~lanes_below() << 1;
+    const bool speaks = in && lanes.on && lanes.k == 0;
+    const int64_t record = self.at.records / 8 +
+                           ((int64_t)parity(now) * self.num_ranks + self.rank) *
+                               self.max_tokens * DEVICE_MAX_TOP_K +
+                           (int64_t)token * job.layer.top_k;
+    for (int i = 1; i <= self.num_ranks; i++) {
+        const int q = wrap(self.rank + i, self.num_ranks);
+        uint64_t *to = (uint64_t *)self.heap[q] + record;
+        const uint32_t first = __ballot_sync(ALL_LANES, c[0].owner == q) & lanes.mates;
+        const uint32_t second =
+            lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].owner == q) : 0;
+        const int32_t row = __shfl_sync(ALL_LANES, first ? c[0].row : c[1].row,
+                                        first    ? __ffs(first) - 1
+                                        : second ? __ffs(second) - 1
+                                                 : 0);
+        if (c[0].owner == q) {
+            const bool last = !(first & above) && !second;
+            c[0].row = row;
+            store_relaxed(to + __popc(first & lanes_below()),
+                          stamp(now, (uint32_t)c[0].local | (last ? RECORD_LAST : 0)));
+        }
+        if (c[1].owner == q) {
+            const bool last = !(second & above);
+            c[1].row = row;
+            store_relaxed(to + __popc(first) + __popc(second & lanes_below()),
+                          stamp(now, (uint32_t)c[1].local | (last ? RECORD_LAST : 0)));
+        }
+        const bool none = !first && !second;
+        if (speaks && none) store_relaxed(to, stamp(now, RECORD_ABSENT | RECORD_LAST));
+        if (speaks)
+            store_relaxed(row_word(self, now, self.heap[q], self.rank, token),
+                          stamp(now, none  ? RECORD_ABSENT
+                                     : bad ? RECORD_DISCARD
+                                           : (uint32_t)row));
+    }
+}
+
+/* FLAT: place_choices. */
+static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    const device_plan_layout layout = device_plan_layout_of(
+        job.self.num_ranks, job.self.max_tokens, job.layer.num_experts, job.layer.top_k);
+    int32_t *fate = (int32_t *)(job.plan + layout.fate);
+    int32_t *rank_of = (int32_t *)(job.plan + layout.rank_of);
+    const Lanes lanes(job.layer.top_k);
+    const Part part = part_of_warp(p, job);
+    const int top_k = job.layer.top_k;
+    const bool bad = p.header.result != EPIC_OK;
+    const int32_t lost =
+        p.header.result == EPIC_EOVERFLOW ? EPIC_FATE_RANK_FULL : EPIC_FATE_NONE;
+    for (int t = part.begin; t < part.end; t += 2 * lanes.tokens) {
+        int64_t at[4], id[4];
+        int32_t place[4], row[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) { /* two groups of tokens, two halves each */
+            const int token = t + i / 2 * lanes.tokens + lanes.token;
+            const int k = lanes.k + i % 2 * WARP;
+            const bool in = lanes.on && token < part.end && k < top_k && i % 2 < lanes.halves;
+            at[i] = in ? (int64_t)token * top_k + k : -1;
+            id[i] = in ? choice_id(job, at[i]) : -1;
+            place[i] = in ? fate[at[i]] : -1;
+            row[i] = in && drops(job) ? rank_of[at[i]] : -1;
+        }
+#pragma unroll
+        for (int g = 0; g < 2; g++) {
+            const int token = t + g * lanes.tokens + lanes.token;
+            Share c[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int i = g * 2 + h;
+                c[h] = share_of(p, job, at[i], id[i], place[i], row[i]);
+            }
+            send_rows(now, job, lanes, token, token < part.end, bad, c);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (c[h].at < 0) continue;
+                const bool none = c[h].owner < 0;
+                fate[c[h].at] = none ? c[h].fate : bad ? lost : c[h].row;
+                rank_of[c[h].at] = bad ? -1 : c[h].owner;
+            }
+        }
+    }
+}
+
 /* Every thread of the first `planners` CTAs.  false: the group is broken. */
+template <bool FLAT>
 static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now &now,
                                  uint8_t *memory)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    planner_begin(p, job, memory);
+    planner_begin<FLAT>(p, job, memory);
     __syncthreads();
-    if (job.layer.num_logical) read_replicas(p, job);
-    count_choices(p, job, (int32_t *)(job.plan + at.fate));
+    if (!FLAT && job.layer.num_logical) read_replicas(p, job);
+    count_choices<FLAT>(p, job, (int32_t *)(job.plan + at.fate));
     __syncthreads();
-    publish_tallies(p, job, now);
-    bool ok = exchange_counts(p, job, now);
-    if (ok && job.layer.num_logical && threadIdx.x == 0) ok = compare_tables(p, job, now);
+    publish_tallies<FLAT>(p, job, now);
+    bool ok = exchange_counts<FLAT>(p, job, now);
+    if (!FLAT && ok && job.layer.num_logical && threadIdx.x == 0)
+        ok = compare_tables(p, job, now);
     ok = __syncthreads_and(ok);
-    if (ok && job.layer.num_logical) spread_choices(p, job);
-    ok = ok && decide(p, job, now);
+    if (!FLAT && ok && job.layer.num_logical) spread_choices(p, job);
+    ok = ok && decide<FLAT>(p, job, now);
     if (!ok) return false;
-    place_choices(p, job, now);
+    if (FLAT)
+        place_rows(p, job, now);
+    else
+        place_choices(p, job, now);
     if (blockIdx.x == 0) {
         __syncthreads(); /* nobody reads the header any more that is being completed */
         if (threadIdx.x == 0) fill_header(p, job, now);

@@ -93,13 +93,13 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     const p2p_self &self = job.self;
     const uint32_t own = table_said(p);
     const int64_t counts = self.at.counts / 8 +
-                           (int64_t)parity(now) * self.num_ranks * DEVICE_MAX_EXPERTS +
+                           (int64_t)parity(now) * self.num_ranks * DEVICE_MAX_TALLIES +
                            job.layer.num_experts;
     for (int q = 0; q < self.num_ranks && blockIdx.x == 0; q++)
-        store_relaxed((uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_EXPERTS,
+        store_relaxed((uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES,
                       stamp(now, own));
     for (int q = 0; q < self.num_ranks; q++) {
-        const uint64_t *from = (const uint64_t *)now.heap + counts + q * DEVICE_MAX_EXPERTS;
+        const uint64_t *from = (const uint64_t *)now.heap + counts + q * DEVICE_MAX_TALLIES;
         uint64_t word = 0;
         if (!wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
                 word = load_relaxed(from);

@@ -9,6 +9,8 @@
 
 #include "epic/epic.h"
 
+#define P2P_MAX_COLUMNS 4096 /* of logits */
+
 #ifdef __cplusplus
 extern "C" {
 #endif

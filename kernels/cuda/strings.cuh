@@ -119,7 +119,7 @@ __device__ __forceinline__ void pad_string(const Strings &m, int32_t slot, int p
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Zeros in rows [first, ...). */
+/* Zeros in rows [first, ...) and their second rows. */
 static __device__ void zero_strings(const p2p_dispatch_job &job, int64_t first, int64_t thread,
                                     int64_t threads)
 {
@@ -127,7 +127,6 @@ static __device__ void zero_strings(const p2p_dispatch_job &job, int64_t first, 
     if (first >= end) return;
     zero_rows(job.recv, job.row_bytes, first, end, thread, threads);
     zero_rows(job.recv_scales, job.scale_bytes, first, end, thread, threads);
-    zero_floats(job.slot_weights, first, end, thread, threads);
 }
 
 /* This lane's slot, if it is one that has a row. */

@@ -92,9 +92,9 @@ static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32
     p2p_status *status = self.status;
     status->operation = self.operation;
     status->epoch = now.epoch;
-    status->phase = word >> 12 & 15;
-    status->reporter = word >> 8 & 15;
-    status->culprits = word >> 16 & 0xffff;
+    status->phase = word >> 8 & 15;
+    status->reporter = word >> 12 & 0xff;
+    status->culprits = (uint32_t)(word >> 32);
     status->own_signature = now.signature;
     status->peer_signature = theirs;
     status->deadline_ms = (uint32_t)(self.timeout_ns / 1000000);
@@ -102,7 +102,7 @@ static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32
     *(volatile uint32_t *)&status->result = word & 15;
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks; q++)
-        if (q == self.rank || (int)(word >> 8 & 15) == self.rank)
+        if (q == self.rank || (int)(word >> 12 & 0xff) == self.rank)
             store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
@@ -178,14 +178,14 @@ __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t
         const uint64_t said = load_relaxed(announcement(now, now.heap, q));
         if (!stamped(now, said) || (uint32_t)said == now.signature) continue;
         theirs = (uint32_t)said;
-        word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase, 1u << q, now.epoch);
+        word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase, 1u << q);
     }
     const uint32_t dead = load_relaxed(&self.status->dead);
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
         const uint64_t gone = load_relaxed((const uint64_t *)(now.heap + self.at.gone) + q);
         if (gone ? (int32_t)(now.epoch - (uint32_t)gone) > 0 : dead >> q & 1)
-            word = P2P_BROKEN(EPIC_EPEER, self.operation, self.rank, phase, 1u << q, now.epoch);
+            word = P2P_BROKEN(EPIC_EPEER, self.operation, self.rank, phase, 1u << q);
     }
     return word;
 }
@@ -240,8 +240,7 @@ static __device__ __noinline__ void tell_end(const Now &now)
         uint64_t word = find_end(now, phase, theirs);
         const uint32_t guilty = word ? 0 : culprits(now, awaited);
         if (guilty || (late && !word))
-            word =
-                P2P_BROKEN(EPIC_ETIMEOUT, self.operation, self.rank, phase, guilty, now.epoch);
+            word = P2P_BROKEN(EPIC_ETIMEOUT, self.operation, self.rank, phase, guilty);
         if (word) return report(now, word, theirs);
     }
 }

@@ -13,10 +13,11 @@ static bool is_whole(const device_plan_header *h)
         h->rank < 0 || h->rank >= h->num_ranks || h->num_experts > DEVICE_MAX_EXPERTS ||
         h->top_k < 1 || h->top_k > DEVICE_MAX_TOP_K || h->max_tokens < 0 ||
         h->max_tokens > INT32_MAX || h->tokens_of[h->rank] < 0 ||
-        h->tokens_of[h->rank] > h->max_tokens)
+        h->tokens_of[h->rank] > h->max_tokens || h->layout > EPIC_FLAT)
         return false;
-    return h->bytes ==
-           device_plan_layout_of(h->num_ranks, h->max_tokens, h->num_experts, h->top_k).bytes;
+    const device_plan_layout at =
+        device_plan_layout_of(h->num_ranks, h->max_tokens, h->num_experts, h->top_k);
+    return h->bytes == device_plan_end(&at, h->layout);
 }
 
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)
@@ -52,14 +53,14 @@ static void describe(const device_plan_header *h, const device_plan_layout *at,
     *out = (epic_plan_info){.id = h->id,
                             .num_tokens = h->tokens_of[h->rank],
                             .num_slots = h->result ? 0 : h->slots_of[h->rank],
-                            .capacity = h->capacity_of[h->rank],
+                            .capacity = h->capacity,
                             .result = h->result,
                             .num_local_experts = (uint32_t)h->num_local,
                             .fate_offset = at->fate,
                             .rank_offset = at->rank_of};
     for (int q = 0; q < h->num_ranks; q++) out->total_tokens += h->tokens_of[q];
     if (h->sum_order != EPIC_TREE) return;
-    out->num_leaves = h->leaves / (uint32_t)h->num_ranks;
+    out->num_leaves = h->layer_leaves / (uint32_t)h->num_ranks;
     for (int i = 0; i < h->num_ranks; i++)
         if (h->rank_at[i] == h->rank) out->first_leaf = (uint32_t)i * out->num_leaves;
 }

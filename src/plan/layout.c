@@ -57,8 +57,7 @@ int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max
                           .layer = *layer};
     plan_layout(&header);
     const int64_t host = header.bytes + work_bytes(layer->num_experts, num_ranks);
-    const int64_t device =
-        device_plan_bytes(num_ranks, max_tokens, layer->num_experts, layer->top_k);
+    const int64_t device = device_layer_bytes(num_ranks, max_tokens, layer);
     return host > device ? host : device;
 }
 

@@ -8,7 +8,10 @@
  *   rank_of    [max_tokens, top_k]              rank that owns the choice's expert, -1: not alive
  *   fate       [max_tokens, top_k]              slot on that rank, or an EPIC_FATE
  *   records    [num_ranks, max_tokens, top_k]   slots here of each rank's tokens, ascending k,
- *                                               packed to the front, then -1
+ *                                               packed to the front, then -1;
+ *                                               FLAT: the token's row, then -1
+ *   locals     [num_ranks, max_tokens, top_k]   FLAT alone: local experts of each rank's tokens,
+ *                                               ascending k, packed to the front, then -1
  */
 #ifndef EPIC_DEVICE_LAYOUT_H
 #define EPIC_DEVICE_LAYOUT_H
@@ -24,8 +27,9 @@
 #define DEVICE_LAYOUT_BOTH
 #endif
 
-#define DEVICE_MAX_RANKS 8
-#define DEVICE_MAX_EXPERTS 4096
+#define DEVICE_MAX_RANKS 32 /* a bit of a word, a lane of a warp, for each */
+#define DEVICE_MAX_EXPERTS 8192
+#define DEVICE_MAX_TALLIES (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS)
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
 
@@ -43,12 +47,12 @@ typedef struct device_plan_header {
     int32_t owned;     /* experts of this rank */
     int32_t tokens_of[DEVICE_MAX_RANKS];
     int32_t slots_of[DEVICE_MAX_RANKS];
-    int32_t capacity_of[DEVICE_MAX_RANKS];
-    int32_t rank_at[DEVICE_MAX_RANKS]; /* TREE: the rank whose subtree is the i-th */
+    uint8_t rank_at[DEVICE_MAX_RANKS]; /* TREE: the rank whose subtree is the i-th */
+    int32_t capacity;                  /* of this rank */
     int32_t first_expert;              /* TREE: this rank's first, its experts are contiguous */
-    uint32_t pad;
-    uint32_t sum; /* of the words before */
-    uint32_t pad2;
+    uint32_t layout;
+    uint32_t layer_leaves; /* as `leaves`, which is one for each rank where rows are partials */
+    uint32_t sum;          /* of the words before */
 } device_plan_header;
 
 /* One word's share of the header's sum. */
@@ -102,7 +106,19 @@ device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts
     return at;
 }
 
-/* Bytes of a plan; 0: sizes that CUDA contexts do not take. */
+/* Where the local experts of a FLAT plan begin, and where that plan ends. */
+DEVICE_LAYOUT_BOTH static inline int64_t device_locals(const device_plan_layout *at)
+{
+    return at->bytes;
+}
+
+DEVICE_LAYOUT_BOTH static inline int64_t device_plan_end(const device_plan_layout *at,
+                                                         uint32_t layout)
+{
+    return layout == EPIC_FLAT ? 2 * at->bytes - at->records : at->bytes;
+}
+
+/* Bytes of a plan by expert; 0: sizes that CUDA contexts do not take. */
 static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
                                         int64_t num_experts, int64_t top_k)
 {
@@ -110,6 +126,16 @@ static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
         top_k > DEVICE_MAX_TOP_K)
         return 0;
     return device_plan_layout_of(num_ranks, max_tokens, num_experts, top_k).bytes;
+}
+
+/* The same for a layer of either layout. */
+static inline int64_t device_layer_bytes(int64_t num_ranks, int64_t max_tokens,
+                                         const epic_layer *layer)
+{
+    if (!device_plan_bytes(num_ranks, max_tokens, layer->num_experts, layer->top_k)) return 0;
+    const device_plan_layout at =
+        device_plan_layout_of(num_ranks, max_tokens, layer->num_experts, layer->top_k);
+    return device_plan_end(&at, layer->layout);
 }
 
 #endif

@@ -44,4 +44,12 @@
 #define SAYS_ROWS /* name of the rows, rank, rows, needed */ \
     "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; bring as many rows"
 
+#define SAYS_RECV_EXPERT                                                                      \
+    "recv_expert is given, the plan's layout is EPIC_EXPERT_MAJOR: it belongs to EPIC_FLAT, " \
+    "leave it NULL"
+
+#define SAYS_BY_SLOT /* name of the weights */                                                \
+    "%s is given, the plan's layout is EPIC_FLAT: its rows were finished partials, leave it " \
+    "NULL"
+
 #endif

@@ -103,9 +103,9 @@ static const suite_memory gpu = {.open = open_arena,
                                  .stream = stream,
                                  .max_sms = max_sms,
                                  .device = true,
-                                 .lacks = SUITE_FLAT | SUITE_F64 | SUITE_EXPERTS | SUITE_BY_K |
-                                          SUITE_SUM_REPLICAS,
-                                 .most_experts = 4096};
+                                 .lacks = SUITE_F64 | SUITE_EXPERTS | SUITE_BY_K |
+                                          SUITE_FLAT_REPLICAS | SUITE_SUM_REPLICAS,
+                                 .most_experts = 8192};
 
 int main(int argc, char **argv)
 {

@@ -196,9 +196,10 @@ epic_plan_args case_lend_plan(seat *s, const epic_plan_args *args)
 
 static uint32_t layer_needs(const epic_layer *layer)
 {
-    return (layer->layout == EPIC_FLAT ? SUITE_FLAT : 0) |
-           (layer->priority == EPIC_BY_K ? SUITE_BY_K : 0) |
+    const bool flat = layer->layout == EPIC_FLAT;
+    return (layer->priority == EPIC_BY_K ? SUITE_BY_K : 0) |
            (layer->num_logical ? SUITE_REPLICAS : 0) |
+           (layer->num_logical && flat ? SUITE_FLAT_REPLICAS : 0) |
            (layer->num_experts > suite_there->most_experts ? SUITE_EXPERTS : 0);
 }
 

@@ -7,7 +7,7 @@
 #include "check.h"
 #include "suite_case.h"
 
-enum { TOKENS = 7, TOP_K = 3, EXPERTS = 24, HIDDEN = 9 };
+enum { TOKENS = 7, TOP_K = 3, EXPERTS = 48, HIDDEN = 9 };
 
 /* Whole numbers and eighths: every sum is exact. */
 typedef struct part {

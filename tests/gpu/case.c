@@ -106,6 +106,25 @@ float token_element(const test_case *c, int rank, int64_t token, int64_t i)
     return round_to(case_number(h, c->hard, c->type), c->type);
 }
 
+static bool is_flat(const test_case *c)
+{
+    return c->r.layer.layout == EPIC_FLAT;
+}
+
+int64_t case_each(const test_case *c)
+{
+    return is_flat(c) ? c->r.layer.top_k : 1;
+}
+
+int64_t place_of_choice(const test_case *c, int rank, int64_t i)
+{
+    const int64_t k = c->r.layer.top_k;
+    int64_t place = c->r.slot[rank][i] * case_each(c);
+    for (int64_t j = i / k * k; j < i && is_flat(c); j++)
+        place += c->r.rank[rank][j] == c->r.rank[rank][i];
+    return place;
+}
+
 /* --------------------------------------------------------------------------- one rank ---- */
 
 static void *take(bench *b, size_t bytes, int offset)
@@ -150,12 +169,14 @@ void wrong(bench *b, const char *format, ...)
         fprintf(
             stderr,
             "seed %llu rank %d of %d: %s (T %d E %u k %u align %u type %u hidden %lld off %d "
-            "hard %d weighted %d fused %d table %d drop %u tree %u leaves %u part %u result "
+            "hard %d weighted %d fused %d table %d flat %u drop %u tree %u leaves %u part %u "
+            "result "
             "%d)\n",
             (unsigned long long)b->c.seed, b->me->rank, b->me->num_ranks, text,
             b->c.r.tokens_of[b->me->rank], l->num_experts, l->top_k, l->alignment, b->c.type,
             (long long)b->c.hidden, b->c.offset, b->c.hard, b->c.weighted, b->c.fused,
-            b->c.r.table, l->overflow, l->sum_order, l->leaves, l->partial_type, b->c.r.result);
+            b->c.r.table, l->layout, l->overflow, l->sum_order, l->leaves, l->partial_type,
+            b->c.r.result);
 }
 
 bool case_must(bench *b, epic_result result, const char *what)
@@ -190,8 +211,8 @@ void make_inputs(bench *b, arrays *a)
         token_scales(c, me, t, scales + t * c->scale_bytes);
     }
     const size_t experts = r->layer.num_experts * sizeof(int32_t);
-    a->plan_bytes = device_plan_bytes(r->num_ranks, b->me->group->config.max_tokens,
-                                      r->layer.num_experts, r->layer.top_k);
+    a->plan_bytes =
+        device_layer_bytes(r->num_ranks, b->me->group->config.max_tokens, &r->layer);
     a->plan = take(b, a->plan_bytes, 0);
     a->ids = c->wide ? case_upload(b, r->ids[me], (size_t)choices * 8, 0)
                      : case_upload(b, narrow, (size_t)choices * 4, 0);
@@ -205,7 +226,8 @@ void make_inputs(bench *b, arrays *a)
     a->recv = take(b, (size_t)(c->recv_rows[me] * c->recv_bytes), c->offset);
     a->scales = case_upload(b, scales, (size_t)(tokens * c->scale_bytes), c->offset);
     a->recv_scales = take(b, (size_t)(c->recv_rows[me] * c->scale_bytes), c->offset);
-    a->slot_weights = take(b, (size_t)c->recv_rows[me] * 4, 0);
+    a->slot_weights = take(b, (size_t)(c->recv_rows[me] * case_each(c)) * 4, 0);
+    a->recv_expert = take(b, (size_t)(c->recv_rows[me] * case_each(c)) * 4, 0);
     free(narrow);
     free(weights);
     free(rows);
@@ -247,6 +269,8 @@ static epic_dispatch_args dispatch_args(bench *b, const arrays *a)
                                 .recv = {a->recv, c->recv_rows[me], c->recv_bytes},
                                 .weights = c->weighted ? a->weights : NULL,
                                 .slot_weights = c->weighted ? a->slot_weights : NULL,
+                                .recv_expert =
+                                    is_flat(c) && c->seed % 3 ? a->recv_expert : NULL,
                                 .flags = (c->zero_tail ? EPIC_ZERO_TAIL : 0) |
                                          (c->leave_padding ? EPIC_LEAVE_PADDING : 0)};
 }
@@ -266,18 +290,20 @@ void make_sums(bench *b, sums *s)
     const int me = b->me->rank;
     const int64_t slots = c->recv_rows[me], tokens = c->r.tokens_of[me];
     uint8_t *rows = malloc((size_t)(slots * c->row_bytes) + 8);
-    float *weights = malloc((size_t)slots * 4 + 4), *floats = malloc((size_t)slots * 4 + 4);
+    const int64_t num_floats = slots * case_each(c);
+    float *weights = malloc((size_t)slots * 4 + 4);
+    float *floats = malloc((size_t)num_floats * 4 + 4);
 #pragma omp parallel for
     for (int64_t i = 0; i < slots; i++) {
         for (int64_t j = 0; j < c->hidden; j++)
             case_put(rows + i * c->row_bytes, j, c->type, slot_element(c, me, i, j));
         weights[i] = slot_weight(c, me, i);
-        floats[i] = choice_weight(c, me, i + 1000000);
     }
+    for (int64_t i = 0; i < num_floats; i++) floats[i] = choice_weight(c, me, i + 1000000);
     s->num_rows = slots;
     s->rows = case_upload(b, rows, (size_t)(slots * c->row_bytes), c->offset);
     s->weights = case_upload(b, weights, (size_t)slots * 4, 0);
-    s->floats = case_upload(b, floats, (size_t)slots * 4, 0);
+    s->floats = case_upload(b, floats, (size_t)num_floats * 4, 0);
     s->out = take(b, (size_t)(tokens * c->row_bytes), c->offset);
     s->d_tokens = take(b, (size_t)(tokens * c->row_bytes), c->offset);
     s->d_rows = take(b, (size_t)(slots * c->row_bytes), c->offset);
@@ -324,7 +350,8 @@ bool call_combine(bench *b, const arrays *a, const sums *s)
                                     .plan_bytes = a->plan_bytes,
                                     .rows = {s->rows, s->num_rows, c->row_bytes},
                                     .out = {s->out, c->r.tokens_of[b->me->rank], c->row_bytes},
-                                    .slot_weights = c->weighted ? s->weights : NULL,
+                                    .slot_weights =
+                                        c->weighted && !is_flat(c) ? s->weights : NULL,
                                     .type = c->type};
     return case_must(b, p2p_steps.combine(b->me->group, &args), "combine");
 }
@@ -357,8 +384,8 @@ bool call_combine_backward(bench *b, const arrays *a, const sums *s)
         .d_rows = {s->d_rows, s->num_rows, c->quantize ? c->recv_bytes : c->row_bytes},
         .d_rows_scales = c->quantize ? scales : none,
         .quantize = c->quantize,
-        .slot_weights = c->weighted ? s->weights : NULL,
-        .d_slot_weights = s->d_weights,
+        .slot_weights = c->weighted && !is_flat(c) ? s->weights : NULL,
+        .d_slot_weights = is_flat(c) ? NULL : s->d_weights,
         .type = c->type,
         .flags = c->leave_padding ? EPIC_LEAVE_PADDING : 0};
     return case_must(b, p2p_steps.combine_backward(b->me->group, &args), "combine_backward");
@@ -374,7 +401,8 @@ void dirty_received(bench *b, const arrays *a)
     const int64_t rows = b->c.recv_rows[b->me->rank];
     dirty(b, a->recv, rows * b->c.recv_bytes);
     dirty(b, a->recv_scales, rows * b->c.scale_bytes);
-    dirty(b, a->slot_weights, rows * 4);
+    dirty(b, a->slot_weights, rows * case_each(&b->c) * 4);
+    dirty(b, a->recv_expert, rows * case_each(&b->c) * 4);
 }
 
 void dirty_sums(bench *b, const sums *s)

@@ -31,7 +31,7 @@ typedef struct bench { /* a rank's memory and the running case */
 
 typedef struct arrays { /* what plan and dispatch are given and write */
     void *plan, *ids;
-    int32_t *table, *expert_rows, *expert_tokens, *load, *demand;
+    int32_t *table, *expert_rows, *expert_tokens, *load, *demand, *recv_expert;
     void *tokens, *recv, *scales, *recv_scales;
     float *weights, *slot_weights;
     size_t plan_bytes;
@@ -55,6 +55,9 @@ void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens);
 
 /* Do its rows arrive: the plan is good and every rank's buffer is large enough? */
 bool case_moves(const test_case *c);
+
+/* FLAT: so many floats lie by row, else one by slot. */
+int64_t case_each(const test_case *c);
 
 /* Counts an error and tells of the first ones. */
 void wrong(bench *b, const char *format, ...);

@@ -48,13 +48,23 @@ void check_plan(bench *b, const arrays *a)
 typedef struct slots { /* what a rank's slots hold */
     uint8_t *rows, *scales;
     float *weights;
+    int32_t *experts; /* FLAT */
 } slots;
 
 static void fill(const test_case *c, const slots *s, int value, int64_t count)
 {
+    const size_t floats = (size_t)(count * case_each(c)) * 4;
     memset(s->rows, value, (size_t)(count * c->recv_bytes));
     memset(s->scales, value, (size_t)(count * c->scale_bytes));
-    memset(s->weights, value, (size_t)count * 4);
+    memset(s->weights, value, floats);
+    memset(s->experts, value ? value : 0xff, floats);
+}
+
+static int32_t local_of(const routing *r, int32_t expert)
+{
+    int32_t local = 0;
+    for (int32_t e = 0; e < expert; e++) local += r->owner[e] == r->owner[expert];
+    return local;
 }
 
 /* What they should hold; pads and tails as they should be. */
@@ -64,9 +74,10 @@ static void expect_slots(bench *b, const slots *s, bool moves)
     const routing *r = &c->r;
     const int me = b->me->rank;
     const int64_t have = c->recv_rows[me], used = moves ? r->slots_of[me] : have;
+    const bool flat = r->layer.layout == EPIC_FLAT;
     fill(c, s, CASE_GARBAGE, have);
     fill(c, s, 0, c->zero_tail ? have : used);
-    if (moves && c->leave_padding) fill(c, s, CASE_GARBAGE, used);
+    if (moves && c->leave_padding && !flat) fill(c, s, CASE_GARBAGE, used);
     for (int q = 0; q < r->num_ranks && moves; q++)
 #pragma omp parallel for
         for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
@@ -74,7 +85,8 @@ static void expect_slots(bench *b, const slots *s, bool moves)
             if (r->rank[q][i] != me) continue;
             received_row(c, q, i / r->layer.top_k, s->rows + slot * c->recv_bytes,
                          s->scales + slot * c->scale_bytes);
-            s->weights[slot] = choice_weight(c, q, i);
+            s->weights[place_of_choice(c, q, i)] = choice_weight(c, q, i);
+            s->experts[place_of_choice(c, q, i)] = local_of(r, (int32_t)r->ids[q][i]);
         }
 }
 
@@ -100,18 +112,25 @@ static void check_bytes(bench *b, const char *what, const char *which, const uin
 void check_dispatch(bench *b, const arrays *a, const char *what)
 {
     const test_case *c = &b->c;
-    const int64_t have = c->recv_rows[b->me->rank];
+    const int64_t have = c->recv_rows[b->me->rank], floats = have * case_each(c);
     const size_t bytes = (size_t)(have * c->recv_bytes);
     const size_t scale_bytes = (size_t)(have * c->scale_bytes);
     const slots want = {malloc(bytes + 8), malloc(scale_bytes + 8),
-                        malloc((size_t)have * 4 + 4)};
+                        malloc((size_t)floats * 4 + 4), malloc((size_t)floats * 4 + 4)};
     const slots got = {case_download(b, a->recv, bytes),
                        case_download(b, a->recv_scales, scale_bytes),
-                       case_download(b, a->slot_weights, (size_t)have * 4)};
+                       case_download(b, a->slot_weights, (size_t)floats * 4),
+                       case_download(b, a->recv_expert, (size_t)floats * 4)};
     expect_slots(b, &want, case_moves(c));
     check_bytes(b, what, "row", want.rows, got.rows, c->recv_bytes);
     check_bytes(b, what, "second row", want.scales, got.scales, c->scale_bytes);
-    for (int64_t i = 0; i < have && c->weighted; i++)
+    for (int64_t i = 0; i < floats && c->r.layer.layout == EPIC_FLAT && c->seed % 3; i++)
+        if (want.experts[i] != got.experts[i]) {
+            wrong(b, "%s: expert %lld is %d, not %d", what, (long long)i, got.experts[i],
+                  want.experts[i]);
+            break;
+        }
+    for (int64_t i = 0; i < floats && c->weighted; i++)
         if (!same_float(want.weights[i], got.weights[i])) {
             wrong(b, "%s: weight of slot %lld is %g, not %g", what, (long long)i,
                   got.weights[i], want.weights[i]);
@@ -122,6 +141,7 @@ void check_dispatch(bench *b, const arrays *a, const char *what)
         free(s->rows);
         free(s->scales);
         free(s->weights);
+        free(s->experts);
     }
 }
 
@@ -175,7 +195,7 @@ static void check_choice_floats(bench *b, const sums *s)
     for (int64_t i = 0; i < choices; i++) {
         const int owner = c->r.rank[me][i];
         const float want =
-            owner < 0 ? 0.0f : choice_weight(c, owner, c->r.slot[me][i] + 1000000);
+            owner < 0 ? 0.0f : choice_weight(c, owner, place_of_choice(c, me, i) + 1000000);
         if (same_float(got[i], want)) continue;
         wrong(b, "dispatch_backward: weight of choice %lld is %g, not %g", (long long)i, got[i],
               want);
@@ -221,7 +241,8 @@ static void check_gradient(bench *b, const slots *s, int q, int64_t choice)
     const test_case *c = &b->c;
     const int me = b->me->rank;
     const int64_t slot = c->r.slot[q][choice], t = choice / c->r.layer.top_k;
-    const float w = c->weighted ? slot_weight(c, me, slot) : 1.0f;
+    const bool flat = c->r.layer.layout == EPIC_FLAT;
+    const float w = c->weighted && !flat ? slot_weight(c, me, slot) : 1.0f;
     float *x = malloc((size_t)c->hidden * 4), *y = malloc((size_t)c->hidden * 4);
     float *scaled = malloc((size_t)c->hidden * 4);
     for (int64_t i = 0; i < c->hidden; i++) {
@@ -231,7 +252,7 @@ static void check_gradient(bench *b, const slots *s, int q, int64_t choice)
     }
     check_scaled(b, s, slot, scaled);
     const float want = dot_in_order(x, y, c->hidden);
-    if (!same_float(want, dots[slot]))
+    if (!flat && !same_float(want, dots[slot]))
         wrong(b, "combine_backward: dot of slot %lld is %.9g, not %.9g", (long long)slot,
               dots[slot], want);
     free(x);
@@ -256,7 +277,7 @@ static void check_gradients(bench *b, const sums *s)
     const int64_t scale_bytes = c->quantize ? c->scale_bytes : 0;
     const slots got = {case_download(b, s->d_rows, (size_t)(have * row_bytes)),
                        case_download(b, s->d_rows_scales, (size_t)(have * scale_bytes)),
-                       case_download(b, s->d_weights, (size_t)have * 4)};
+                       case_download(b, s->d_weights, (size_t)have * 4), NULL};
     char *used = calloc((size_t)have + 1, 1);
     const int before = b->wrong;
     for (int q = 0; q < r->num_ranks && !r->result; q++)
@@ -267,10 +288,11 @@ static void check_gradients(bench *b, const sums *s)
         }
     const int64_t slots = r->result ? have : r->slots_of[me];
     const int padding = c->leave_padding && !r->result ? CASE_GARBAGE : 0;
+    const int dot_bytes = r->layer.layout == EPIC_FLAT ? 0 : 4;
     for (int64_t i = 0; i < slots; i++) {
         if (used[i] || (filled_with(got.rows + i * row_bytes, row_bytes, padding) &&
                         filled_with(got.scales + i * scale_bytes, scale_bytes, padding) &&
-                        filled_with((uint8_t *)&got.weights[i], 4, padding)))
+                        filled_with((uint8_t *)&got.weights[i], dot_bytes, padding)))
             continue;
         wrong(b, "combine_backward: padding slot %lld is not %02x", (long long)i, padding);
         break;
@@ -283,7 +305,7 @@ static void check_gradients(bench *b, const sums *s)
 
 void check_sums(bench *b, const sums *s)
 {
-    check_rows(b, s->out, b->c.weighted, "combine");
+    check_rows(b, s->out, b->c.weighted && b->c.r.layer.layout != EPIC_FLAT, "combine");
     check_rows(b, s->d_tokens, false, "dispatch_backward");
     check_choice_floats(b, s);
     check_gradients(b, s);

@@ -59,6 +59,8 @@ static void draw_layer(test_case *c, uint64_t *s)
     l->top_k = ks[between(s, 0, 15)];
     l->alignment = between(s, 0, 2) ? 1u << between(s, 0, 7) : (uint32_t)between(s, 1, 20);
     if (between(s, 0, 3) == 0) l->partial_type = EPIC_F32;
+    if (between(s, 0, 3) == 0) l->layout = EPIC_FLAT;
+    if (l->layout == EPIC_FLAT) l->alignment = 1;
     const bool power = (n & (n - 1)) == 0 && (l->num_experts & (l->num_experts - 1)) == 0;
     l->leaves = (uint32_t)n;
     if (power && between(s, 0, 1)) {
@@ -94,7 +96,8 @@ static void draw_capacity(test_case *c, uint64_t *s)
     free(r->load);
     free(r->kept);
     free(r->begin);
-    if (kind == 1 || kind == 2 || kind == 3) {
+    const bool drops = kind >= 1 && kind <= 3 && r->layer.layout == EPIC_EXPERT_MAJOR;
+    if (drops) {
         r->layer.overflow = EPIC_OVERFLOW_DROP;
         if (between(s, 0, 1)) r->layer.expert_capacity = (uint32_t)between(s, 1, 30);
         for (int q = 0; q < r->num_ranks; q++)

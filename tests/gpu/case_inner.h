@@ -23,6 +23,9 @@ float slot_weight(const test_case *c, int rank, int64_t slot);
 float slot_element(const test_case *c, int rank, int64_t slot, int64_t i);
 float token_element(const test_case *c, int rank, int64_t token, int64_t i);
 
+/* Where what belongs to the i-th choice of `rank` lies on the rank of its expert. */
+int64_t place_of_choice(const test_case *c, int rank, int64_t i);
+
 /* A caller's NaN is all ones: what staging holds while nobody has written there. */
 void case_put(uint8_t *row, int64_t i, uint32_t type, float x);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A captured graph of plan+dispatch and combine, replayed with new routing and data; then the
  * same operations many times back to back with random delays of the host.
- *   gpu_graph RANKS GPUS threads|processes REPLAYS */
+ *   gpu_graph RANKS GPUS threads|processes REPLAYS [flat] */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,9 +18,11 @@
 #endif
 #define HIDDEN 256
 #define TOP_K 3
+#define EACH 6 /* experts of a rank */
 #define SLOTS (TOKENS * TOP_K * 8)
 
 static int replays;
+static bool flat;
 
 typedef struct memory {
     int32_t *ids;
@@ -32,8 +34,10 @@ typedef struct memory {
 
 static memory allocate(const team_rank *me)
 {
-    memory m = {.layer = {.num_experts = 6 * (uint32_t)me->num_ranks, .top_k = TOP_K}};
-    m.plan_bytes = device_plan_bytes(me->num_ranks, TOKENS, m.layer.num_experts, TOP_K);
+    memory m = {.layer = {.num_experts = EACH * (uint32_t)me->num_ranks,
+                          .top_k = TOP_K,
+                          .layout = flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR}};
+    m.plan_bytes = (size_t)device_layer_bytes(me->num_ranks, TOKENS, &m.layer);
     CHECK_CUDA(cudaMalloc((void **)&m.ids, TOKENS * TOP_K * 4));
     CHECK_CUDA(cudaMalloc((void **)&m.plan, m.plan_bytes));
     CHECK_CUDA(cudaMalloc((void **)&m.tokens, TOKENS * HIDDEN * 4));
@@ -63,7 +67,19 @@ static epic_result step(team_rank *me, memory *m)
     return p2p_steps.combine(me->group, &combine);
 }
 
-/* Small integers: out must be the token times its live choices, exactly. */
+/* How many rows a token has: one for each choice, or for each rank that it chooses. */
+static int rows_of(const int32_t *ids)
+{
+    int rows = 0;
+    for (int k = 0; k < TOP_K; k++) {
+        bool again = false;
+        for (int j = 0; j < k; j++) again |= ids[j] >= 0 && ids[j] / EACH == ids[k] / EACH;
+        rows += ids[k] >= 0 && !(flat && again);
+    }
+    return rows;
+}
+
+/* Small integers: out must be the token times its rows, exactly. */
 static int replay(team_rank *me, memory *m, cudaGraphExec_t graph, int round, unsigned *seed)
 {
     static _Thread_local int32_t ids[TOKENS * TOP_K];
@@ -83,8 +99,7 @@ static int replay(team_rank *me, memory *m, cudaGraphExec_t graph, int round, un
     CHECK_CUDA(cudaMemcpyAsync(y, m->out, sizeof y, cudaMemcpyDeviceToHost, me->stream));
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     for (int i = 0; i < TOKENS * HIDDEN; i++) {
-        int live = 0;
-        for (int k = 0; k < TOP_K; k++) live += ids[i / HIDDEN * TOP_K + k] >= 0;
+        const int live = rows_of(ids + i / HIDDEN * TOP_K);
         if (y[i] == x[i] * (float)live) continue;
         fprintf(stderr, "rank %d round %d: element %d is %g, not %g\n", me->rank, round, i,
                 y[i], x[i] * (float)live);
@@ -123,6 +138,7 @@ int main(int argc, char **argv)
 {
     if (argc < 5) return 2;
     replays = atoi(argv[4]);
+    flat = argc > 5 && !strcmp(argv[5], "flat");
     const team t = {.num_ranks = atoi(argv[1]),
                     .num_gpus = atoi(argv[2]),
                     .processes = !strcmp(argv[3], "processes"),
@@ -132,7 +148,7 @@ int main(int argc, char **argv)
                     .max_sms = 12,
                     .work = work};
     const int failed = team_run(&t);
-    printf("gpu_graph %s ranks, %s GPUs, %s, %d replays and calls: %s\n", argv[1], argv[2],
-           argv[3], replays, failed ? "WRONG" : "good");
+    printf("gpu_graph %s ranks, %s GPUs, %s, %d replays and calls%s: %s\n", argv[1], argv[2],
+           argv[3], replays, flat ? ", flat" : "", failed ? "WRONG" : "good");
     return failed != 0;
 }

@@ -16,10 +16,31 @@ static int64_t padded(int64_t n, int64_t to)
 static int64_t slots_with(const routing *r, int rank, int64_t most)
 {
     int64_t slots = 0;
+    if (r->layer.layout == EPIC_FLAT) return r->rows_of[rank];
     for (uint32_t e = 0; e < r->layer.num_experts; e++)
         if (r->owner[e] == rank)
             slots += padded(r->kept[e] < most ? r->kept[e] : most, r->layer.alignment);
     return slots;
+}
+
+/* FLAT: a token has one row on each rank where it chooses; which is the i-th choice's there, or -1:
+ * that of a choice before. */
+static int64_t next_row(const routing *r, int q, int64_t i, const int64_t *rows)
+{
+    const int64_t k = r->layer.top_k, e = r->ids[q][i];
+    for (int64_t j = i / k * k; j < i; j++)
+        if (r->ids[q][j] >= 0 && r->owner[r->ids[q][j]] == r->owner[e]) return -1;
+    return rows[r->owner[e]];
+}
+
+static void count_rows(const routing *r, int64_t *rows)
+{
+    for (int q = 0; q < r->num_ranks; q++)
+        for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
+            const int64_t e = r->ids[q][i];
+            if (e >= 0 && e < r->layer.num_experts && next_row(r, q, i, rows) >= 0)
+                rows[r->owner[e]]++;
+        }
 }
 
 static void count(routing *r)
@@ -53,6 +74,27 @@ static void limit(routing *r)
         for (uint32_t e = 0; e < r->layer.num_experts; e++)
             if (r->owner[e] == q && r->kept[e] > most) r->kept[e] = (int32_t)most;
     }
+}
+
+static void place_rows(routing *r)
+{
+    for (int q = 0; q < r->num_ranks; q++)
+        for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
+            const int64_t e = r->ids[q][i], k = r->layer.top_k;
+            r->slot[q][i] = EPIC_FATE_NONE;
+            r->rank[q][i] = -1;
+            if (e < 0 || r->result != EPIC_OK) continue;
+            r->rank[q][i] = r->owner[e];
+            if (next_row(r, q, i, r->slots_of) >= 0) {
+                r->slot[q][i] = (int32_t)r->slots_of[r->owner[e]]++;
+                continue;
+            }
+            int64_t j = i / k * k;
+            while (r->rank[q][j] != r->owner[e]) j++;
+            r->slot[q][i] = r->slot[q][j];
+        }
+    if (r->result == EPIC_OK) return;
+    memcpy(r->slots_of, r->rows_of, sizeof r->slots_of);
 }
 
 static void place(routing *r)
@@ -94,11 +136,15 @@ void solve_routing(routing *r)
         const size_t choices = (size_t)r->tokens_of[q] * r->layer.top_k + 1;
         r->slot[q] = malloc(choices * 4);
         r->rank[q] = malloc(choices * 4);
-        r->slots_of[q] = 0;
+        r->slots_of[q] = r->rows_of[q] = 0;
     }
     count(r);
+    count_rows(r, r->rows_of);
     limit(r);
-    place(r);
+    if (r->layer.layout == EPIC_FLAT)
+        place_rows(r);
+    else
+        place(r);
 }
 
 void free_routing(routing *r)
@@ -209,20 +255,21 @@ static node partial(const routing *r, int rank, int32_t token, int64_t i, uint32
         else
             n.sum = w * x;
         n.there = true;
+        if (r->layer.layout == EPIC_FLAT) break; /* one row for all of them */
     }
     n.sum = round_to(n.sum, type);
     return n;
 }
 
 static node tree(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
-                 const expert_rows *rows, int64_t leaf, int64_t leaves)
+                 const expert_rows *rows, int64_t leaf, int64_t leaves, int64_t all)
 {
-    const int64_t block = r->layer.num_experts / r->layer.leaves;
+    const int64_t block = r->layer.num_experts / all;
     if (leaves == 1)
         return partial(r, rank, token, i, type, rows, r->owner[leaf * block], leaf * block,
                        block);
-    return add(tree(r, rank, token, i, type, rows, leaf, leaves / 2),
-               tree(r, rank, token, i, type, rows, leaf + leaves / 2, leaves / 2), type);
+    return add(tree(r, rank, token, i, type, rows, leaf, leaves / 2, all),
+               tree(r, rank, token, i, type, rows, leaf + leaves / 2, leaves / 2, all), type);
 }
 
 float combined(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
@@ -230,7 +277,9 @@ float combined(const routing *r, int rank, int32_t token, int64_t i, uint32_t ty
 {
     const uint32_t part = r->layer.partial_type ? r->layer.partial_type : type;
     if (r->layer.sum_order == EPIC_TREE) {
-        const node n = tree(r, rank, token, i, part, rows, 0, r->layer.leaves);
+        const bool flat = r->layer.layout == EPIC_FLAT; /* a rank's leaves are in the row */
+        const int64_t leaves = flat ? r->num_ranks : (int64_t)r->layer.leaves;
+        const node n = tree(r, rank, token, i, part, rows, 0, leaves, leaves);
         return n.there ? n.sum : 0.0f;
     }
     node total = {false, 0};

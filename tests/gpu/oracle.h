@@ -8,7 +8,7 @@
 
 #include "epic/epic.h"
 
-#define ORACLE_RANKS 8
+#define ORACLE_RANKS 32
 
 typedef struct routing { /* one case: what every rank brings */
     int num_ranks;
@@ -22,7 +22,8 @@ typedef struct routing { /* one case: what every rank brings */
     int32_t *slot[ORACLE_RANKS]; /* [tokens, top_k]: slot on the owner, or an EPIC_FATE */
     int32_t *rank[ORACLE_RANKS]; /* [tokens, top_k]: the owner, -1 */
     int64_t slots_of[ORACLE_RANKS], demand_of[ORACLE_RANKS];
-    int32_t *load, *kept, *begin; /* [num_experts] */
+    int64_t rows_of[ORACLE_RANKS]; /* FLAT: slots of the ranks */
+    int32_t *load, *kept, *begin;  /* [num_experts] */
     int32_t result;
 } routing;
 

@@ -41,11 +41,16 @@ run gpu_grouped "$CASES" "$SEED"
 run gpu_experts_check "$CASES" "$SEED" 200
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000)); done
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 300)) few; done
+run gpu_check 16 1 threads 20 $((SEED + 16000))
+run gpu_check 16 1 threads 20 $((SEED + 16300)) few
+run gpu_check 32 1 threads 5 $((SEED + 32000))
+EPIC_TEST_SCALE=0.1 LIMIT=300 run conformance_p2p 16
 run gpu_check 4 1 threads "$CASES" $((SEED + 9000)) tight
 run gpu_check 2 1 processes 10 $((SEED + 9500))
 run gpu_storm 4 1 threads "$STORM" "$SEED"
 run gpu_graph 4 1 threads 200
 run gpu_graph_many 4 1 threads 200
+run gpu_graph_many 4 1 threads 200 flat
 run gpu_faults 4 1 threads "$FAULTS"
 run gpu_faults_many 4 1 threads "$FAULTS"
 if command -v compute-sanitizer >/dev/null; then

@@ -265,6 +265,10 @@ static void circle(const epic_meet *meet, void *self)
               info.num_culprits, info.sentence);
     CHECK_SAY(strstr(info.sentence, "was last seen in sum (tag 10") != NULL, "%s",
               info.sentence);
+    /* Of two both are named, each with its tag: who tells, and the one it waits for. */
+    static const char *const both[] = {"rank 0", "rank 1", "(tag 100,", "(tag 101,"};
+    for (size_t i = 0; meet->num_ranks == 2 && i < sizeof both / sizeof *both; i++)
+        CHECK_SAY(strstr(info.sentence, both[i]), "no %s in: %s", both[i], info.sentence);
     epic_close(ctx);
 }
 

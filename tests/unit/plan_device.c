@@ -38,11 +38,12 @@ static made make(void)
                                      .alignment = 1,
                                      .sum_order = EPIC_TREE,
                                      .leaves = 8,
+                                     .layer_leaves = 8,
                                      .num_local = 2,
                                      .tokens_of = {1, 2, TOKENS, 4},
                                      .slots_of = {0, 0, SLOTS, 0},
-                                     .capacity_of = {0, 0, 30, 0},
-                                     .rank_at = {0, 2, 1, 3}};
+                                     .rank_at = {0, 2, 1, 3},
+                                     .capacity = 30};
     for (int i = 0; i < TOKENS * TOP_K; i++) m.fate[i] = i % 4 ? i : -1 - i / 4 % 3;
     seal(&m);
     return m;

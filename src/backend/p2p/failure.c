@@ -35,6 +35,8 @@ epic_result p2p_cuda(cudaError_t error, const char *what)
                      "%s: CUDA says \"%s\"", what, cudaGetErrorString(error));
 }
 
+#define NAMES 160 /* bytes that all ranks' numbers take */
+
 static int name_ranks(char *to, size_t size, uint32_t ranks)
 {
     int n = 0;
@@ -110,6 +112,12 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
     case P2P_FAULT_TOKENS:
         snprintf(to, size, SAYS_TOKENS, names_of(c).tokens, a, b);
         return;
+    case P2P_FAULT_LAYOUT:
+        if (a == EPIC_FLAT)
+            snprintf(to, size, SAYS_BY_SLOT, "slot_weights or d_slot_weights");
+        else
+            snprintf(to, size, SAYS_RECV_EXPERT);
+        return;
     default:
         snprintf(to, size,
                  "plan: these are not the bytes that epic_plan wrote for this rank and group; "
@@ -121,7 +129,7 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
 
 static void timeout_sentence(const p2p_status *s, char *to, size_t size)
 {
-    char culprits[128];
+    char culprits[NAMES];
     name_ranks(culprits, sizeof culprits, s->culprits);
     snprintf(to, size,
              "%s, operation %u of this group: rank %u waited %u ms for %s %s; is it "
@@ -139,7 +147,8 @@ static void add_cause(const epic_group *g, char *to, size_t size)
     for (int i = 0; i < P2P_NOTICES; i++) {
         const p2p_notice *n = &s->notices[i];
         if (__atomic_load_n(&n->result, __ATOMIC_ACQUIRE) == EPIC_OK || n->epoch != s->epoch ||
-            (n->fault != P2P_FAULT_PLAN && n->fault != P2P_FAULT_TOKENS))
+            (n->fault != P2P_FAULT_PLAN && n->fault != P2P_FAULT_TOKENS &&
+             n->fault != P2P_FAULT_LAYOUT))
             continue;
         notice_sentence(g, n, cause, sizeof cause);
         snprintf(to + length, size - length, "; here %s", cause);
@@ -150,7 +159,7 @@ static void add_cause(const epic_group *g, char *to, size_t size)
 static void mismatch_sentence(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
-    char culprits[128];
+    char culprits[NAMES];
     const uint32_t mine = s->own_signature >> 28, theirs = s->peer_signature >> 28;
     name_ranks(culprits, sizeof culprits, s->culprits);
     if (s->peer_signature && mine != theirs)
@@ -173,7 +182,7 @@ static void mismatch_sentence(const epic_group *g, char *to, size_t size)
 
 static void peer_sentence(const epic_group *group, const p2p_status *s, char *to, size_t size)
 {
-    char why[256], culprits[128];
+    char why[256], culprits[NAMES];
     name_ranks(culprits, sizeof culprits, s->culprits);
     read_why(group, why, sizeof why);
     const uint32_t dead = __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE);
@@ -196,7 +205,8 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     out->step = s->epoch;
     out->rank = (int32_t)s->reporter;
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
-        if (s->culprits >> q & 1) out->culprits[out->num_culprits++] = q;
+        if (s->culprits >> q & 1 && out->num_culprits < EPIC_MAX_CULPRITS)
+            out->culprits[out->num_culprits++] = q;
     if (result == EPIC_ETIMEOUT)
         timeout_sentence(s, out->sentence, sizeof out->sentence);
     else if (result == EPIC_EMISMATCH)
@@ -250,7 +260,7 @@ void p2p_abort(epic_group *group, uint64_t tag, const char *why)
     char sentence[256] = {0};
     snprintf(sentence, sizeof sentence, "%s", why ? why : "no reason given");
     const uint32_t me = (uint32_t)group->rank;
-    *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, 1u << me, 0);
+    *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, 1u << me);
     for (int q = 0; q < group->num_ranks; q++) {
         uint8_t *heap = group->self.heap[q];
         (void)cudaMemcpyAsync(heap + group->self.at.why, sentence, sizeof sentence,

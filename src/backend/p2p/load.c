@@ -18,6 +18,7 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_few_dispatch(), "loading the dispatch kernels for few tokens"));
     TRY(p2p_cuda(p2p_load_few_strings(), "loading those of second rows for few tokens"));
     TRY(p2p_cuda(p2p_load_few_combine(), "loading the combine kernels for few tokens"));
+    TRY(p2p_cuda(p2p_load_floats(), "loading the kernel for floats"));
     TRY(p2p_cuda(p2p_load_router(), "loading the router kernels"));
     TRY(p2p_cuda(p2p_load_router_backward(), "loading the router's backward kernels"));
     TRY(p2p_cuda(p2p_load_loss(), "loading the loss kernels"));
@@ -36,10 +37,15 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
 {
     const p2p_dispatch_job dispatch = {
         .plan.self = *self, .row_bytes = bytes, .aligned = aligned};
-    p2p_dispatch_job planning = dispatch;
-    planning.plan.layer.num_experts = planning.plan.planners = 1;
+    p2p_dispatch_job planning = dispatch, flat = dispatch;
+    planning.plan.layer.num_experts = planning.plan.planners = flat.flat = 1;
+    p2p_dispatch_job planning_flat = planning;
+    planning_flat.flat = 1;
+    planning_flat.plan.layer.layout = EPIC_FLAT;
     cudaError_t error = p2p_launch_dispatch(&dispatch, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_dispatch(&planning, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_dispatch(&flat, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_dispatch(&planning_flat, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_few_dispatch(&dispatch, 1, stream);
     planning.plan.few = 1;
     if (error == cudaSuccess) error = p2p_launch_few_dispatch(&planning, 1, stream);
@@ -83,7 +89,12 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 {
     const p2p_plan_job plan = {.self = *self, .layer.num_experts = 1, .layer.top_k = 1};
     const p2p_sum_job sum = {.self = *self};
+    const p2p_combine_job floats = {.self = *self};
+    p2p_plan_job flat = plan;
+    flat.layer.layout = EPIC_FLAT;
     cudaError_t error = p2p_launch_plan(&plan, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_plan(&flat, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_floats(&floats, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_few_plan(&plan, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_sum(&sum, 1, stream);
     for (int aligned = 0; aligned < 2 && error == cudaSuccess; aligned++)
@@ -96,6 +107,8 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 
 epic_result p2p_load(epic_group *g)
 {
+    p2p_self self = g->self;
+    self.max_tokens = 1; /* few, for the kernels that make room for all in shared memory */
     TRY(load_code());
-    return p2p_cuda(launch_all(&g->self, g->side), "loading the kernels");
+    return p2p_cuda(launch_all(&self, g->side), "loading the kernels");
 }

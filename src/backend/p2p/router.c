@@ -15,11 +15,11 @@ static epic_result take_rows(epic_group *g, p2p_router_rows *out, const epic_rou
 {
     TRY(p2p_whole(g));
     const uint32_t columns = router->num_experts + router->zero_experts;
-    if (columns > DEVICE_MAX_EXPERTS)
+    if (columns > P2P_MAX_COLUMNS)
         return epic_fail(EPIC_ENOTSUP,
                          "router.num_experts and zero_experts are %u: CUDA contexts take at "
                          "most %d",
-                         columns, DEVICE_MAX_EXPERTS);
+                         columns, P2P_MAX_COLUMNS);
     if (type == EPIC_F64)
         return epic_fail(EPIC_ENOTSUP, "type is EPIC_F64: float64 logits are for host memory");
     if (num_tokens > INT32_MAX)

@@ -31,6 +31,7 @@ static void mix_layer(alike *a, const epic_layer *layer)
     mix(a, (uint64_t)layer->expert_capacity << 32 | layer->sum_order);
     mix(a, (uint64_t)layer->leaves << 32 | layer->partial_type);
     mix(a, (uint64_t)layer->num_logical << 32 | layer->flags);
+    if (layer->layout != EPIC_EXPERT_MAJOR) mix(a, layer->layout);
 }
 
 static p2p_self self_of(const epic_group *g, const epic_call *call, epic_operation operation,
@@ -39,6 +40,7 @@ static p2p_self self_of(const epic_group *g, const epic_call *call, epic_operati
     p2p_self self = g->self;
     mix(&a, call->tag);
     self.operation = operation;
+    self.layouts = P2P_BY_EXPERT | P2P_FLAT;
     self.signature = (uint32_t)operation << 28 | (uint32_t)(a.hash >> 36);
     self.timeout_ns =
         (uint64_t)(call->timeout_ms ? call->timeout_ms : g->config.timeout_ms) * 1000000;
@@ -91,8 +93,9 @@ static epic_result check_row(const epic_group *g, const char *name, const epic_r
 static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_plan_args *args)
 {
     *out = *args->layer;
-    if (out->layout != EPIC_EXPERT_MAJOR) return not_yet("layer.layout EPIC_FLAT");
     if (out->priority != EPIC_BY_TOKEN) return not_yet("layer.priority EPIC_BY_K");
+    if (out->num_logical && out->layout == EPIC_FLAT)
+        return not_yet("layer.num_logical with layer.layout EPIC_FLAT");
     if (out->num_logical && out->num_experts > P2P_REPLICATED_EXPERTS)
         return epic_fail(EPIC_ENOTSUP,
                          "layer.num_experts is %u: CUDA contexts take at most %d with replicas",
@@ -100,7 +103,12 @@ static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_p
     if (out->num_experts > DEVICE_MAX_EXPERTS)
         return epic_fail(EPIC_ENOTSUP, "layer.num_experts is %u: CUDA contexts take at most %d",
                          out->num_experts, DEVICE_MAX_EXPERTS);
-    if (!out->alignment) out->alignment = 1;
+    if (g->config.max_tokens * out->top_k >= 1ll << P2P_COUNT_BITS)
+        return epic_fail(EPIC_ENOTSUP,
+                         "layer.top_k is %u, config.max_tokens %lld: CUDA contexts take less "
+                         "than %lld choices of a rank",
+                         out->top_k, (long long)g->config.max_tokens, 1ll << P2P_COUNT_BITS);
+    if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
     if (!out->leaves) out->leaves = (uint32_t)g->num_ranks;
     if (out->sum_order == EPIC_BY_RANK) out->leaves = (uint32_t)g->num_ranks;
     if (out->leaves / (uint32_t)g->num_ranks > 128)
@@ -117,6 +125,8 @@ static void remember(epic_group *g, const epic_layer *layer)
     g->experts = (int32_t)layer->num_experts;
     if (g->most_top_k < g->top_k) g->most_top_k = g->top_k;
     if (layer->leaves > (uint32_t)g->num_ranks || layer->partial_type) g->rare_sums = true;
+    if (layer->sum_order == EPIC_TREE && g->num_ranks > 8) g->rare_sums = true;
+    if (layer->layout == EPIC_FLAT) g->flat = true;
 }
 
 /* Does an operation of so many tokens here take the kernels for few?  Rows travel alike with them
@@ -145,8 +155,7 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
                              alike *a)
 {
     TRY(read_layer(g, &job->layer, args));
-    const int64_t bytes = device_plan_bytes(g->num_ranks, g->config.max_tokens,
-                                            job->layer.num_experts, job->layer.top_k);
+    const int64_t bytes = device_layer_bytes(g->num_ranks, g->config.max_tokens, &job->layer);
     if (args->plan_bytes < bytes)
         return epic_fail(EPIC_EINVAL,
                          "plan_bytes is %lld: this layer needs %lld (epic_plan_bytes)",
@@ -165,6 +174,9 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     job->capacity = args->capacity > MOST_ROWS ? MOST_ROWS : (int32_t)args->capacity;
     job->wide = args->index_type == EPIC_I64;
     job->planners = planners_of(args->num_tokens, sms_of(g, &args->call));
+    const bool searches =
+        job->layer.layout == EPIC_FLAT && job->layer.overflow == EPIC_OVERFLOW_DROP;
+    if (searches) job->planners = 1; /* flat_drop.cuh */
     remember(g, &job->layer);
     job->few =
         !args->rank_of_expert && p2p_few_plan(g->num_ranks, g->config.max_tokens, &job->layer);
@@ -217,6 +229,7 @@ static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
     job->recv = args->recv.data;
     job->weights = args->weights;
     job->slot_weights = args->slot_weights;
+    job->recv_expert = args->recv_expert;
     job->top_k = g->top_k;
     job->token_bytes = args->tokens.row_bytes ? args->tokens.row_bytes : args->recv.row_bytes;
     job->row_bytes = args->quantize ? args->recv.row_bytes : job->token_bytes;
@@ -238,17 +251,29 @@ static launcher *launcher_of(bool few, bool strings)
     return few ? p2p_launch_few_dispatch : p2p_launch_dispatch;
 }
 
+/* Rows alone are for plans of either layout what they are by expert. */
+static void choose_layout(const epic_group *g, p2p_dispatch_job *job)
+{
+    uint32_t *layouts = &job->plan.self.layouts;
+    job->flat = job->plan.planners ? job->plan.layer.layout == EPIC_FLAT
+                                   : job->recv_expert || (g->flat && job->weights);
+    if (job->recv_expert) *layouts = P2P_FLAT;
+    if (!job->flat && job->weights) *layouts = P2P_BY_EXPERT;
+}
+
 static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                    const epic_call *call, const char *what)
 {
     device_plan_layout at;
+    choose_layout(g, job);
     if (job->plan.planners == 0 && likely_layout(g, job->plan_bytes, &at)) {
         job->likely_experts = g->experts;
         job->likely_rank_of = at.rank_of;
     }
     const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
-    const bool few =
-        job->plan.planners ? job->plan.few : is_few(g, job->num_tokens, P2P_FEW_TOKENS, bytes);
+    const bool few = job->plan.planners
+                         ? job->plan.few
+                         : !job->flat && is_few(g, job->num_tokens, P2P_FEW_TOKENS, bytes);
     return p2p_cuda(launcher_of(few, job->scale_bytes)(job, sms_of(g, call), stream_of(call)),
                     what);
 }
@@ -342,6 +367,7 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
     mix(&a, (uint64_t)job->row_bytes);
     mix(&a, job->type);
     job->self = self_of(g, call, operation, a);
+    if (job->slot_weights || job->slot_floats) job->self.layouts = P2P_BY_EXPERT;
     const bool few = !g->rare_sums && is_few(g, job->num_tokens, P2P_FEW_SUMS, job->row_bytes);
     if (few && likely_layout(g, job->plan_bytes, &at)) {
         job->likely_experts = g->experts;
@@ -367,19 +393,35 @@ static epic_result combine(epic_group *g, const epic_combine_args *args)
     return launch_combine(g, &job, &args->call, &args->rows, &args->out, a, EPIC_OP_COMBINE);
 }
 
+/* Of a plan that may be FLAT, floats go home in an operation of their own. */
+static epic_result launch_floats(epic_group *g, const epic_dispatch_backward_args *args,
+                                 const p2p_combine_job *rows, alike a)
+{
+    p2p_combine_job job = *rows;
+    job.slot_floats = args->d_slot_weights;
+    job.choice_floats = args->d_weights;
+    if (!job.num_rows) job.slot_floats = scratch_of(g);
+    mix(&a, 1);
+    job.self = self_of(g, &args->call, EPIC_OP_DISPATCH_BACKWARD, a);
+    return p2p_cuda(p2p_launch_floats(&job, sms_of(g, &args->call), stream_of(&args->call)),
+                    "launching dispatch_backward");
+}
+
 static epic_result dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     p2p_combine_job job = {0};
     alike a = {EPIC_OP_DISPATCH_BACKWARD};
+    const bool apart = g->flat && args->d_weights;
     TRY(p2p_whole(g));
     job.plan = args->plan;
     job.plan_bytes = args->plan_bytes;
-    job.slot_floats = args->d_slot_weights;
-    job.choice_floats = args->d_weights;
+    job.slot_floats = apart ? NULL : args->d_slot_weights;
+    job.choice_floats = apart ? NULL : args->d_weights;
     job.type = args->type;
     mix(&a, args->d_weights != NULL);
-    return launch_combine(g, &job, &args->call, &args->d_recv, &args->d_tokens, a,
-                          EPIC_OP_DISPATCH_BACKWARD);
+    TRY(launch_combine(g, &job, &args->call, &args->d_recv, &args->d_tokens, a,
+                       EPIC_OP_DISPATCH_BACKWARD));
+    return apart ? launch_floats(g, args, &job, a) : EPIC_OK;
 }
 
 static void fill_quantized(p2p_combine_backward_job *job,
@@ -436,6 +478,7 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     mix(&a, args->quantize);
     mix(&a, (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
     job.self = self_of(g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
+    if (args->slot_weights || args->d_slot_weights) job.self.layouts = P2P_BY_EXPERT;
     return p2p_cuda(
         p2p_launch_combine_backward(&job, sms_of(g, &args->call), stream_of(&args->call)),
         "launching combine_backward");
