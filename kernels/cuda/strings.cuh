@@ -160,6 +160,19 @@ __device__ __forceinline__ uint32_t *escapes_at(const Strings &m, uint8_t *heap,
            ((int64_t)(token - m.first) * m.shape.pieces + piece) * WARP;
 }
 
+/* Words of e8m0 as they were, in the piece that begins with this vector. */
+__device__ __forceinline__ void restore_nans(const Strings &m, int32_t vector, uint4 (&q)[V])
+{
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        if (vector + v * WARP + lane_id() < m.row_vectors) continue;
+        q[v].x = q[v].x == E8M0_STAND_IN ? E8M0_NANS : q[v].x;
+        q[v].y = q[v].y == E8M0_STAND_IN ? E8M0_NANS : q[v].y;
+        q[v].z = q[v].z == E8M0_STAND_IN ? E8M0_NANS : q[v].z;
+        q[v].w = q[v].w == E8M0_STAND_IN ? E8M0_NANS : q[v].w;
+    }
+}
+
 /* A staged piece as it comes; q is what was there a while ago. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool take_string(const Strings &m, int rank, int source,
@@ -174,15 +187,7 @@ __device__ __forceinline__ bool take_string(const Strings &m, int rank, int sour
         !unhide_poison<V>(m.now, rank, q, escapes_at(m, m.now.heap, source, token, piece)))
         return false;
     restore_piece<V, false>(staged, vector, m.shape.vectors);
-    if (!QUANTIZED || m.job.quantize != EPIC_QUANTIZE_1X32) return true;
-#pragma unroll
-    for (int v = 0; v < V; v++) {
-        if (vector + v * WARP + lane_id() < m.row_vectors) continue;
-        q[v].x = q[v].x == E8M0_STAND_IN ? E8M0_NANS : q[v].x;
-        q[v].y = q[v].y == E8M0_STAND_IN ? E8M0_NANS : q[v].y;
-        q[v].z = q[v].z == E8M0_STAND_IN ? E8M0_NANS : q[v].z;
-        q[v].w = q[v].w == E8M0_STAND_IN ? E8M0_NANS : q[v].w;
-    }
+    if (QUANTIZED && m.job.quantize == EPIC_QUANTIZE_1X32) restore_nans(m, vector, q);
     return true;
 }
 
