@@ -28,8 +28,11 @@ static int64_t slots_with(const routing *r, int rank, int64_t most)
 static int64_t next_row(const routing *r, int q, int64_t i, const int64_t *rows)
 {
     const int64_t k = r->layer.top_k, e = r->ids[q][i];
-    for (int64_t j = i / k * k; j < i; j++)
-        if (r->ids[q][j] >= 0 && r->owner[r->ids[q][j]] == r->owner[e]) return -1;
+    for (int64_t j = i / k * k; j < i; j++) {
+        const int64_t before = r->ids[q][j];
+        if (before >= 0 && before < r->layer.num_experts && r->owner[before] == r->owner[e])
+            return -1;
+    }
     return rows[r->owner[e]];
 }
 

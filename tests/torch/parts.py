@@ -35,9 +35,9 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch
 def choices(seed: int, rows: int, none: float = 0.1, experts: int = EXPERTS) -> torch.Tensor:
     """Different experts for each token; some are none."""
     rng = np.random.default_rng(seed)
-    ids = np.zeros((rows, TOP_K), np.int32)
+    ids = np.full((rows, TOP_K), -1, np.int32)
     for row in ids:
-        row[:] = rng.permutation(experts)[:TOP_K]
+        row[:experts] = rng.permutation(experts)[:TOP_K]
     ids[rng.random(ids.shape) < none] = -1
     return torch.from_numpy(ids)
 
