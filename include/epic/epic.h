@@ -766,8 +766,8 @@ static inline epic_result epic_bias_update(epic_context *ctx,
  *
  * The experts are local, the layer is collective.  NULL for the experts: host memory.  On a CUDA
  * context all arrays of the experts lie on its device, counts included: nothing waits on the
- * host, and a captured graph may be replayed with other counts.  The layer is for host contexts
- * only. */
+ * host, and a captured graph may be replayed with other counts.  What the layer can do there is
+ * said at epic_moe_forward. */
 
 typedef enum epic_activation {
     EPIC_SILU = 0,
@@ -844,8 +844,7 @@ typedef struct epic_experts_memory_info {
     int64_t saved_bytes;    /* from forward to backward: [num_slots, width] float32 (F64: 64) */
     int64_t forward_bytes;  /* workspace, enough even if one expert has all slots */
     int64_t backward_bytes; /* the same for backward; never less than forward */
-    int64_t
-        cuda_saved_bytes; /* these three on a CUDA context: [num_slots, width] of row_type */
+    int64_t cuda_saved_bytes; /* these three on a CUDA context */
     int64_t cuda_forward_bytes;
     int64_t cuda_backward_bytes;
 } epic_experts_memory_info;
@@ -1019,8 +1018,8 @@ typedef struct epic_moe_args {
  * On a CUDA context everything is on the device, the losses and what comes in for them too, and
  * runs on call.stream; the host waits for nothing, and a graph can hold it.  epic_moe_memory's
  * cuda_ bytes count there.  Not there yet (EPIC_ENOTSUP): F64 rows, EPIC_TREE, zero-experts,
- * rank_of_expert, num_experts that num_ranks does not divide, w_shared_gate, shared->gemm,
- * epic_moe_plan. */
+ * rank_of_expert, num_logical, scale_of_expert, num_experts that num_ranks does not divide,
+ * w_shared_gate, shared->gemm, epic_moe_plan. */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
 /* The first part of epic_moe_forward, up to the plan, for a caller who brings memory for what
