@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer of cases.py in JAX: for tests in one process and in several."""
 
+import sys
 from typing import Any
 
 import jax
+import pytest
 
+import cases
 import epic.jax
 from cases import (
     BATCH,
@@ -31,11 +34,19 @@ __all__ = [
     "arrays",
     "compare",
     "options",
+    "resize",
     "step",
     "tables",
     "true_step",
     "weights",
 ]
+
+
+def resize(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """Other sizes for one test: those of the cases, and the names of them here."""
+    for name, size in sizes.items():
+        monkeypatch.setattr(cases, name, size)
+        monkeypatch.setattr(sys.modules[__name__], name, size)
 
 
 def step(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any:

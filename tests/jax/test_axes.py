@@ -26,8 +26,7 @@ SPECS = {
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences of twelve, fewer than devices, in place of eight of three."""
-    monkeypatch.setattr(layers, "BATCH", 2)
-    monkeypatch.setattr(layers, "LENGTH", 12)
+    layers.resize(monkeypatch, BATCH=2, LENGTH=12)
 
 
 def one_group(ep: int) -> Any:

@@ -142,7 +142,7 @@ def test_experts_that_the_ranks_do_not_divide(
     test: Any, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters are those of all experts, on every rank, sharded over fsdp as before."""
-    monkeypatch.setattr(layers, "EXPERTS", 7)
+    layers.resize(monkeypatch, EXPERTS=7)
     for name in ("w_gate_up", "w_down", "b_gate_up", "b_down"):
         monkeypatch.setitem(SPECS, name, P(None, *SPECS[name][1:]))
     test((1, 2, 2), FULL, opened)

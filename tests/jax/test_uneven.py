@@ -24,7 +24,7 @@ counts = pytest.mark.parametrize(("experts", "ep"), COUNTS)
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch, experts: int) -> int:
     """The layer of layers.py with another number of experts."""
-    monkeypatch.setattr(layers, "EXPERTS", experts)
+    layers.resize(monkeypatch, EXPERTS=experts)
     return experts
 
 
