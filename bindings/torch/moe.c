@@ -150,7 +150,7 @@ static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t nu
     const epic_call where = call_enter(&call);
     read_numbers(&call, &job);
     call_check_count(&call, "d_loss", d_loss, 1);
-    epic_moe_gradients gradients;
+    epic_moe_gradients gradients = {0};
     epic_moe_backward_args args = {.call = where,
                                    .moe = &job.moe,
                                    .weights = &job.weights,
