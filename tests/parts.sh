@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Runs parts of `make test` one after the other, up to the first that fails, and ends with all that
-# they left out, and why.
+# they left out, and why, and how long each of them took.
 # usage: parts.sh MAKE PART...    PART is what `make test-PART` runs
 set -eu
 make=$1
@@ -11,9 +11,12 @@ rm -rf $logs
 mkdir -p $logs
 
 failed=
+times=
 for part; do
+    begin=$(date +%s)
     { status=0; "$make" "test-$part" 2>&1 || status=$?; echo $status >$logs/status; } |
         tee "$logs/$part.log"
+    times="$times, $part $(($(date +%s) - begin)) s"
     [ "$(cat $logs/status)" = 0 ] || { failed=$part; break; }
 done
 
@@ -31,6 +34,7 @@ if [ -n "$left" ]; then
 else
     echo "== nothing was left out"
 fi
+echo "== times: ${times#, }"
 if [ -n "$failed" ]; then
     echo "== make test: the part \"$failed\" failed"
     exit 1
