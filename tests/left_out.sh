@@ -1,6 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# `make test` ends with what its parts and tests left out, or says that nothing was.
+# `make test` ends with the times of its parts, and what they and their tests left out, or says that
+# nothing was.
 set -eu
 tests=$(cd "$(dirname "$0")" && pwd)
 here=$(mktemp -d)
@@ -30,6 +31,7 @@ cat >wanted <<'WANTED'
 == make test: all parts passed
 WANTED
 tail -n 5 out | diff wanted - || fail "another list"
+grep -Eq '^== times: one [0-9]+ s, good [0-9]+ s, two [0-9]+ s$' out || fail "no times: $(cat out)"
 "$tests/parts.sh" ./make good >out || fail "$(cat out)"
 grep -q '^== nothing was left out$' out || fail "$(cat out)"
 if "$tests/parts.sh" ./make bad one >out; then fail "the part failed: $(cat out)"; fi

@@ -601,16 +601,18 @@ static double decode_e4m3(int code)
     return exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
 }
 
-/* The nearest of all codes; of two as near the even one. */
+/* The nearest of all codes, whose values ascend; of two as near the even one. */
 static uint8_t encode_e4m3(double x)
 {
     const double size = fabs(x);
-    int best = 0;
-    for (int code = 1; code < 0x7f; code++) {
-        const double gain = fabs(size - decode_e4m3(best)) - fabs(size - decode_e4m3(code));
-        if (gain > 0 || (gain == 0 && code % 2 == 0)) best = code;
+    int low = 0, high = 0x7e;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        *(decode_e4m3(middle) <= size ? &low : &high) = middle;
     }
-    return (uint8_t)(best | (signbit(x) ? 0x80 : 0));
+    const double below = size - decode_e4m3(low), above = decode_e4m3(high) - size;
+    const bool up = above < below || (above == below && high % 2 == 0);
+    return (uint8_t)((up ? high : low) | (signbit(x) ? 0x80 : 0));
 }
 
 int64_t oracle_scale_bytes(uint32_t how, int64_t n)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Runs parts of `make test` one after the other, up to the first that fails, and ends with all that
-# they left out, and why, and how long each of them took.
+# Runs parts of `make test` one after the other, up to the first that fails, and ends with how
+# long each took and all that they left out, and why.
 # usage: parts.sh MAKE PART...    PART is what `make test-PART` runs
 set -eu
 make=$1
@@ -20,6 +20,8 @@ for part; do
     [ "$(cat $logs/status)" = 0 ] || { failed=$part; break; }
 done
 
+echo "== times: ${times#, }"
+
 # A line that several parts have is shown once, with their names.
 left=$(cd $logs && for part; do
     [ ! -e "$part.log" ] ||
@@ -34,7 +36,6 @@ if [ -n "$left" ]; then
 else
     echo "== nothing was left out"
 fi
-echo "== times: ${times#, }"
 if [ -n "$failed" ]; then
     echo "== make test: the part \"$failed\" failed"
     exit 1

@@ -31,7 +31,8 @@ typedef struct copy { /* cp.async */
 typedef struct fiber {
     emulator_thread place;
     jmp_buf jump;
-    bool started, napping;
+    bool started; /* it has a stack, and a place to go on */
+    bool napping;
     unsigned meetings;
     uint32_t group, num_copies;
     copy copies[MAX_COPIES];
@@ -115,18 +116,24 @@ static void end_barrier(sm *s)
     }
 }
 
-static void begin_fiber(void)
+static void end_thread(const fiber *me)
 {
-    here->work->body(here->work->arguments);
-    fiber *me = here->running;
     warp *w = &here->warps[me->place.thread / EMULATOR_WARP];
     if (*stack_of(me) != STACK_END) emulator_die("a thread needs more than its stack");
     if (me->num_copies) emulator_die("a thread has ended with copies under way");
     if (w->arrived) emulator_die("a lane has ended that its warp waits for");
     w->gone |= 1u << me->place.thread % EMULATOR_WARP;
-    if (--here->alive == 0) longjmp(here->home, 1);
-    if (here->at_barrier == here->alive) end_barrier(here);
-    longjmp(here->home, 2);
+    if (--here->alive && here->at_barrier == here->alive) end_barrier(here);
+}
+
+/* A fiber runs its thread of one CTA after the other: to make it anew costs a call of the system. */
+static void begin_fiber(void)
+{
+    for (;;) {
+        here->work->body(here->work->arguments);
+        end_thread(here->running);
+        if (!_setjmp(here->running->jump)) longjmp(here->home, here->alive ? 2 : 1);
+    }
 }
 
 static void switch_to(fiber *next)
@@ -315,7 +322,7 @@ static void reset(sm *s, const launch *work, int cta)
         f->place = (emulator_thread){
             (unsigned)i,          (unsigned)cta, (unsigned)work->threads,
             (unsigned)work->ctas, s->shared,     (uint32_t)work->shared_bytes};
-        f->started = f->napping = false;
+        f->napping = false;
         f->meetings = f->group = f->num_copies = 0;
     }
     queue_warps(s, work->threads / EMULATOR_WARP);
