@@ -113,7 +113,7 @@ void run_kernel(int device, const launch *work)
     if (!g->num_sms) start_sms(g);
     while (*link) link = &(*link)->next;
     *link = &r;
-    pthread_cond_broadcast(&g->work);
+    for (int i = 0; i < work->ctas && i < g->num_sms; i++) pthread_cond_signal(&g->work);
     while (r.ended < work->ctas) pthread_cond_wait(&r.done, &mutex);
     for (link = &g->first; *link != &r;) link = &(*link)->next;
     *link = r.next;

@@ -18,6 +18,7 @@ typedef struct task {
 
 typedef struct emulator_stream {
     pthread_t thread;
+    pthread_cond_t given, idle; /* its thread has something to do; or no more */
     task *first, **end;
     bool busy, closed;
     int device;
@@ -31,7 +32,7 @@ typedef struct emulator_graph {
 } graph;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of all streams */
-static pthread_cond_t changed = PTHREAD_COND_INITIALIZER; /* one of them has */
+static pthread_cond_t any_idle = PTHREAD_COND_INITIALIZER;
 static stream *streams;
 static stream *defaults[MAX_DEVICES];
 static __thread stream *own;
@@ -86,7 +87,7 @@ static void *be_stream(void *self)
     while (s->first || !s->closed) {
         task *t = s->first;
         if (!t) {
-            pthread_cond_wait(&changed, &mutex);
+            pthread_cond_wait(&s->given, &mutex);
             continue;
         }
         s->first = t->next;
@@ -98,7 +99,9 @@ static void *be_stream(void *self)
         free_tasks(t);
         pthread_mutex_lock(&mutex);
         s->busy = false;
-        pthread_cond_broadcast(&changed);
+        if (s->first) continue;
+        pthread_cond_broadcast(&s->idle);
+        pthread_cond_broadcast(&any_idle);
     }
     pthread_mutex_unlock(&mutex);
     return NULL;
@@ -110,6 +113,8 @@ static stream *open_stream(int device)
     if (!s) emulator_die("no memory for a stream");
     s->device = device;
     s->end = &s->first;
+    pthread_cond_init(&s->given, NULL);
+    pthread_cond_init(&s->idle, NULL);
     if (pthread_create(&s->thread, NULL, be_stream, s)) emulator_die("no thread for a stream");
     pthread_mutex_lock(&mutex);
     s->next = streams;
@@ -139,14 +144,14 @@ static void enqueue(stream *s, task *t)
     task ***end = s->captured ? &s->captured->end : &s->end;
     **end = t;
     *end = &t->next;
-    pthread_cond_broadcast(&changed);
+    pthread_cond_signal(&s->given);
     pthread_mutex_unlock(&mutex);
 }
 
 static void finish(stream *s)
 {
     pthread_mutex_lock(&mutex);
-    while (s->first || s->busy) pthread_cond_wait(&changed, &mutex);
+    while (s->first || s->busy) pthread_cond_wait(&s->idle, &mutex);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -161,7 +166,7 @@ static bool any_busy(int device)
 void finish_streams(int device)
 {
     pthread_mutex_lock(&mutex);
-    while (any_busy(device)) pthread_cond_wait(&changed, &mutex);
+    while (any_busy(device)) pthread_cond_wait(&any_idle, &mutex);
     pthread_mutex_unlock(&mutex);
 }
 
@@ -179,9 +184,11 @@ cudaError_t cudaStreamDestroy(cudaStream_t given)
     stream **link = &streams;
     while (*link != given) link = &(*link)->next;
     *link = given->next;
-    pthread_cond_broadcast(&changed);
+    pthread_cond_signal(&given->given);
     pthread_mutex_unlock(&mutex);
     pthread_join(given->thread, NULL);
+    pthread_cond_destroy(&given->given);
+    pthread_cond_destroy(&given->idle);
     free(given);
     return cudaSuccess;
 }
