@@ -11,6 +11,7 @@
 typedef struct suite_verdict { /* shared by all ranks */
     _Atomic long words, torn, wrong, missing, twice;
     _Atomic long refusals; /* puts that found no room */
+    _Atomic bool over;     /* a rank has seen enough: all stop */
 } suite_verdict;
 
 typedef struct suite_case {

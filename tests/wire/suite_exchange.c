@@ -22,12 +22,21 @@ typedef struct party {
         *outbox; /* [num_hosts][words], and at the inbox' end [num_hosts] control */
     uint64_t given[WIRE_MAX_HOSTS];
     atomic_int taken; /* rounds that the reader has taken */
-    atomic_bool failed;
 } party;
 
 static int me(const party *p)
 {
     return p->meet->rank;
+}
+
+static bool is_over(const party *p)
+{
+    return atomic_load(&p->c->verdict->over);
+}
+
+static void stop(const party *p)
+{
+    atomic_store(&p->c->verdict->over, true);
 }
 
 /* Never poison, and its halves are never equal to those of another place. */
@@ -56,7 +65,8 @@ static bool take_word(party *p, uint64_t *at, uint64_t wanted, uint64_t *last_ns
     for (bool told = false;; told = true) {
         while ((seen = __atomic_load_n(at, __ATOMIC_RELAXED)) == POISON ||
                (told && seen != wanted)) {
-            if (run_now_ns() > *last_ns + p->c->patience_ms * 1000000ull) return false;
+            if (is_over(p) || run_now_ns() > *last_ns + p->c->patience_ms * 1000000ull)
+                return false;
             sched_yield();
         }
         if (seen == wanted) break;
@@ -88,7 +98,7 @@ static void *read_all(void *self)
     for (int round = 0; round < p->c->rounds; round++) {
         if (!take_round(p, round)) {
             atomic_fetch_add(&p->c->verdict->missing, 1);
-            atomic_store(&p->failed, true);
+            stop(p);
             return NULL;
         }
         atomic_store(&p->taken, round + 1);
@@ -147,7 +157,7 @@ static uint64_t *control(party *p, int of)
 static void end_round(party *p, int round)
 {
     const wire_engine *e = p->c->engine;
-    while (atomic_load(&p->taken) <= round && !atomic_load(&p->failed))
+    while (atomic_load(&p->taken) <= round && !is_over(p))
         if (e->look(p->w) == 0) sched_yield();
     const int n = p->meet->num_ranks;
     const uint64_t at = ((uint64_t)n * p->words + (uint64_t)me(p)) * 8;
@@ -157,8 +167,8 @@ static void end_round(party *p, int round)
     for (int from = 0; from < n; from++)
         while (from != me(p) &&
                __atomic_load_n(control(p, from), __ATOMIC_RELAXED) != (uint64_t)round + 1) {
-            if (run_now_ns() > end) atomic_store(&p->failed, true);
-            if (atomic_load(&p->failed)) return;
+            if (run_now_ns() > end) stop(p);
+            if (is_over(p)) return;
             if (e->look(p->w) == 0) sched_yield();
         }
 }
@@ -167,7 +177,7 @@ static void write_all(party *p)
 {
     const int n = p->meet->num_ranks;
     run_random random = {run_mix(p->c->seed, (uint64_t)me(p))};
-    for (int round = 0; round < p->c->rounds && !atomic_load(&p->failed); round++) {
+    for (int round = 0; round < p->c->rounds && !is_over(p); round++) {
         fill_outbox(p, round);
         for (int i = 1; i < n; i++) send_all(p, (me(p) + i) % n, &random);
         await_done(p);
