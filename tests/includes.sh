@@ -13,7 +13,8 @@ src/rules
 kernels/cuda src/base
 src/backend
 src/backend/shared src/meet
-src/backend/self src/backend/threads src/backend/shm src/backend/mpi src/backend/p2p
+src/wire
+src/backend/self src/backend/threads src/backend/shm src/backend/mpi src/backend/p2p src/wire/ucx
 src/context
 src/plan
 src/exchange

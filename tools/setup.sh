@@ -29,6 +29,8 @@ look() {
     have valgrind || optional="$optional valgrind libc6-dbg"
     python3 -c 'import ensurepip, venv' 2>/dev/null || optional="$optional python3-venv"
     { have mpicc && have mpiexec; } || optional="$optional libopenmpi-dev openmpi-bin"
+    header ucp/api/ucp.h || optional="$optional libucx-dev"
+    have ip || [ -x /sbin/ip ] || optional="$optional iproute2"
 }
 
 apt() {

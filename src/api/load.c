@@ -4,10 +4,10 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "api/config.h"
 #include "base/error.h"
+#include "base/library.h"
 
 typedef struct plugin {
     const char *name; /* of the backend */
@@ -28,25 +28,9 @@ static const plugin plugins[NUM_PLUGINS] = {
 };
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* they stay loaded */
 
-/* Beside libepic.so if it lies there, else where the system looks. */
-static void *open_library(const char *library)
-{
-    Dl_info info;
-    char path[4096];
-    if (dladdr((const void *)(uintptr_t)&backend_find, &info) && info.dli_fname) {
-        const char *slash = strrchr(info.dli_fname, '/');
-        const int folder = slash ? (int)(slash - info.dli_fname) + 1 : 0;
-        const int length =
-            snprintf(path, sizeof path, "%.*s%s", folder, info.dli_fname, library);
-        if (length < (int)sizeof path && access(path, F_OK) == 0)
-            return dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    }
-    return dlopen(library, RTLD_NOW | RTLD_LOCAL);
-}
-
 static epic_result load(const epic_backend **out, const plugin *p)
 {
-    void *handle = open_library(p->library);
+    void *handle = library_open((const void *)(uintptr_t)&backend_find, p->library);
     *out = handle ? dlsym(handle, p->symbol) : NULL;
     if (*out) {
         atomic_store_explicit(&loaded[p - plugins], *out, memory_order_release);

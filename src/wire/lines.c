@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Beats, and what their acknowledgements tell. */
+#include <errno.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/error.h"
+#include "meet/meet.h"
+#include "wire/lines_inner.h"
+
+#define BEAT_MS 100
+#define BEAT 'b'
+#define END 'e' /* the last byte of a line that is closed: without it, its process has died */
+
+static void set_state(wire_lines *l, int host, wire_line state)
+{
+    __atomic_store_n(&l->state[host], (int)state, __ATOMIC_RELEASE);
+}
+
+wire_line wire_lines_look(const wire_lines *l, int host)
+{
+    return (wire_line)__atomic_load_n(&l->state[host], __ATOMIC_ACQUIRE);
+}
+
+static bool listens(const wire_lines *l, int host)
+{
+    return l->sockets[host] >= 0 && wire_lines_look(l, host) == LINE_ALIVE;
+}
+
+/* Takes the peer's beats.  What ends a line is told once, in the order in which it came. */
+static void take(wire_lines *l, int host)
+{
+    char bytes[256];
+    for (;;) {
+        const ssize_t count = recv(l->sockets[host], bytes, sizeof bytes, 0);
+        if (count > 0 && bytes[count - 1] != END) continue;
+        if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
+        set_state(l, host, count > 0 ? LINE_CLOSED : LINE_DEAD);
+        return;
+    }
+}
+
+/* Judges by earlier beats, then sends one.  A host is gone when nothing that was sent since
+ * `asked_ms` is acknowledged, and nothing else came from there: that this thread was late is no
+ * reason, for the system acknowledges without any thread. */
+static void beat(wire_lines *l, int host, int64_t now)
+{
+    struct tcp_info info;
+    socklen_t bytes = sizeof info;
+    if (getsockopt(l->sockets[host], IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0) {
+        if (info.tcpi_unacked == 0)
+            l->asked_ms[host] = now;
+        else if (now - l->asked_ms[host] > l->setup.silence_ms &&
+                 info.tcpi_last_ack_recv > l->setup.silence_ms) {
+            set_state(l, host, LINE_DEAD);
+            return;
+        }
+    }
+    const ssize_t sent = send(l->sockets[host], &(char){BEAT}, 1, MSG_NOSIGNAL);
+    if (sent < 0 && errno != EAGAIN && errno != EINTR) take(l, host); /* its last byte counts */
+}
+
+static void *listen_to_all(void *self)
+{
+    wire_lines *l = self;
+    int64_t next = 0;
+    for (;;) {
+        struct pollfd polls[WIRE_MAX_HOSTS + 1];
+        const int n = l->setup.num_hosts;
+        for (int h = 0; h < n; h++)
+            polls[h] =
+                (struct pollfd){.fd = listens(l, h) ? l->sockets[h] : -1, .events = POLLIN};
+        polls[n] = (struct pollfd){.fd = l->end, .events = POLLIN};
+        const int got = poll(polls, (nfds_t)n + 1, epic_meet_left(next));
+        if (got > 0 && polls[n].revents) return NULL;
+        for (int h = 0; h < n && got > 0; h++)
+            if (polls[h].revents) take(l, h);
+        const int64_t now = epic_meet_now();
+        if (now < next) continue;
+        for (int h = 0; h < n; h++)
+            if (listens(l, h)) beat(l, h, now);
+        next = now + BEAT_MS;
+    }
+}
+
+/* Signals of the program are not for this thread. */
+epic_result line_start(wire_lines *l)
+{
+    sigset_t all, before;
+    const int64_t now = epic_meet_now();
+    for (int h = 0; h < l->setup.num_hosts; h++) l->asked_ms[h] = now;
+    l->end = eventfd(0, EFD_CLOEXEC);
+    if (l->end < 0) return epic_fail(EPIC_EDEVICE, "lines: eventfd: %s", strerror(errno));
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&l->thread, NULL, listen_to_all, l);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error) {
+        line_hang_up(&l->end);
+        return epic_fail(EPIC_EDEVICE, "lines: no thread for them: %s", strerror(error));
+    }
+    return EPIC_OK;
+}
+
+static void stop(wire_lines *l)
+{
+    if (l->end < 0) return;
+    const ssize_t written = write(l->end, &(uint64_t){1}, sizeof(uint64_t));
+    if (written == sizeof(uint64_t)) pthread_join(l->thread, NULL);
+}
+
+void wire_lines_forget(wire_lines *l)
+{
+    if (!l) return;
+    for (int h = 0; h < WIRE_MAX_HOSTS; h++) line_hang_up(&l->sockets[h]);
+    line_hang_up(&l->listener);
+    line_hang_up(&l->end);
+    free(l);
+}
+
+/* What has not been read when a socket is closed makes the system send a reset, which may overtake
+ * the last byte: so nothing is left unread. */
+void wire_lines_close(wire_lines *l)
+{
+    if (!l) return;
+    stop(l);
+    for (int h = 0; h < l->setup.num_hosts; h++) {
+        if (!listens(l, h)) continue;
+        const ssize_t sent = send(l->sockets[h], &(char){END}, 1, MSG_NOSIGNAL);
+        if (sent == 1) shutdown(l->sockets[h], SHUT_WR);
+        take(l, h);
+    }
+    wire_lines_forget(l);
+}

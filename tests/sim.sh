@@ -1,0 +1,73 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# epic-sim: bytes are those that can be worked out, times follow from the constants, the model is
+# near what was measured, and what cannot be is refused.
+# usage: sim.sh PROGRAM
+set -eu
+sim=$1
+here=$(mktemp -d)
+trap 'rm -rf "$here"' EXIT
+
+# holds WHAT CONDITION    of the row of the table whose first field is $ranks; awk's words
+row() { awk -v ranks="$ranks" '$1 == ranks && NF >= 11' "$here/out"; }
+holds() {
+    row | awk -v OFS= "function near(a, b, part) { d = a - b; return d * d <= part * part * b * b }
+        { if ($2) right = 1 } END { exit !right }" && return 0
+    echo "$1 of $ranks ranks: $(row)"
+    exit 1
+}
+
+# A token touches a host of 8 ranks with probability 1 - C(256 - 256/H, 8) / C(256, 8).
+"$sim" --ranks 16,32,64,128 --svg "$here/picture.svg" >"$here/out"
+for line in "16 2 58.6" "32 4 159.2" "64 8 272.6" "128 16 359.9"; do
+    set -- $line
+    ranks=$1
+    holds "bytes by wire" "\$2 == $2 && near(\$3, $3, 0.02)"
+    holds "time at 50 GB/s" "near(\$6, \$3 / 50 * 1e3, 0.06)"
+done
+grep -q '</svg>' "$here/picture.svg"
+[ "$(grep -c polyline "$here/picture.svg")" = 4 ]
+
+# Another constant, another time; the same bytes.
+"$sim" --ranks 16 --nic 25 >"$here/out"
+ranks=16
+holds "time at 25 GB/s" 'near($3, 58.7, 0.01) && near($6, 2 * 58.7 / 50 * 1e3, 0.06)'
+# A thread that is slow is the limit.
+"$sim" --ranks 16 --put 100 >"$here/out"
+holds "limit" '$8 == "thread"'
+
+# All tokens choose the ranks of one host: half of the ranks send all, as much as a relay gets.
+printf '0 1 2\n' >"$here/trace"
+"$sim" --ranks 16 --hidden 1000 --tokens 100 --trace "$here/trace" >"$here/out"
+holds "bytes of a trace" 'near($3, 100 * (2000 + 12) / 1e6, 0.5) && $4 == 2'
+
+# Dispatch and combine of the model, at most 1.1 times as slow as what was measured, nor 8 times as
+# fast.
+"$sim" --ranks 8 --published >"$here/out"
+awk '/ us  / || / GB\/s  / {
+    n++
+    for (i = NF - 3; i < NF; i += 2) {
+        speed = $(NF - 4) == "us" ? $i / $(i + 1) : $(i + 1) / $i
+        if (speed < 0.9 || speed > 8) { print "far from what was measured: " $0; wrong = 1 }
+    }
+} END { exit wrong || n != 18 }' "$here/out"
+
+refuses() {
+    status=0
+    "$sim" "$@" >"$here/out" 2>&1 || status=$?
+    [ $status = 2 ] && grep -q -- '--help says' "$here/out" && return 0
+    echo "not refused: $*: $(cat "$here/out")"
+    exit 1
+}
+printf '1 2\n3\n' >"$here/ragged"
+refuses --ranks 0
+refuses --ranks 16,8
+refuses --ranks 4096
+refuses --nic fast
+refuses --nic
+refuses --top-k 9 --experts 8
+refuses --groups 8 --limit 9
+refuses --trace "$here/ragged"
+refuses --trace "$here/none"
+refuses --svg "$here/none/x.svg" --ranks 8 --tokens 8
+refuses --none 1

@@ -1,0 +1,256 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Words in any order. */
+#include "wire/chaos.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "run.h"
+
+#define DEPTH 128       /* puts to a host under way */
+#define MOST_LOOKS 60   /* that a put is held back for */
+#define MOST_RUNS 64    /* in one look; a run is some words of one put */
+#define MOST_WORDS 48   /* of a run */
+#define GHOST_LOOKS 200 /* until a word lands once more */
+
+typedef struct parcel {
+    uint64_t to, value;
+    const uint64_t *from; /* NULL: `value` */
+    uint64_t num_pieces, landed;
+    uint64_t first, step; /* piece i is number (first + i * step) % num_pieces */
+    uint64_t held_until;  /* that look */
+} parcel;
+
+/* What a host's peers see of it; freed by the last of them. */
+typedef struct shore {
+    char *inbox;
+    bool gone;
+    int users;
+} shore;
+
+typedef struct peer {
+    shore *shore;
+    uint64_t given, finished;
+    parcel parcels[DEPTH];
+} peer;
+
+struct wire {
+    wire_setup setup;
+    chaos_settings settings;
+    run_random random;
+    shore *own;
+    uint64_t looks, overtaken;
+    uint64_t *ghost_at, ghost; /* a word to land once more, NULL: none */
+    uint64_t ghost_look;
+    peer peers[WIRE_MAX_HOSTS];
+};
+
+chaos_settings chaos_settings_now = {.seed = 1};
+
+static bool can(char *why)
+{
+    (void)why;
+    return true;
+}
+
+static bool reaches_gpu(void)
+{
+    return true; /* the memory of an emulated one */
+}
+
+static epic_result open_wire(wire **out, const wire_setup *setup, void *card, char *why)
+{
+    wire *w = calloc(1, sizeof *w);
+    if (!w) {
+        snprintf(why, WIRE_WHY, "no host memory");
+        return EPIC_ENOMEM;
+    }
+    w->setup = *setup;
+    w->settings = chaos_settings_now;
+    w->random.state = run_mix(w->settings.seed, (uint64_t)setup->host);
+    w->own = calloc(1, sizeof *w->own);
+    if (!w->own) {
+        free(w);
+        snprintf(why, WIRE_WHY, "no host memory");
+        return EPIC_ENOMEM;
+    }
+    *w->own = (shore){.inbox = setup->inbox, .users = 1};
+    memcpy(card, &w->own, sizeof w->own); /* of this process */
+    *out = w;
+    return EPIC_OK;
+}
+
+static epic_result connect_all(wire *w, const void *cards, char *why)
+{
+    (void)why;
+    for (int h = 0; h < w->setup.num_hosts; h++) {
+        shore **theirs = &w->peers[h].shore;
+        memcpy(theirs, (const char *)cards + (size_t)h * WIRE_CARD_BYTES, sizeof *theirs);
+        __atomic_fetch_add(&(*theirs)->users, 1, __ATOMIC_RELAXED);
+    }
+    return EPIC_OK;
+}
+
+static bool gone(const wire *w, int host)
+{
+    return __atomic_load_n(&w->peers[host].shore->gone, __ATOMIC_ACQUIRE);
+}
+
+void chaos_kill(wire *w)
+{
+    __atomic_store_n(&w->own->gone, true, __ATOMIC_RELEASE);
+}
+
+uint64_t chaos_num_overtaken(const wire *w)
+{
+    return w->overtaken;
+}
+
+static uint64_t divisor(uint64_t a, uint64_t b)
+{
+    return b ? divisor(b, a % b) : a;
+}
+
+/* An order of the pieces: any first one, and any step that meets them all. */
+static void shuffle(wire *w, parcel *p)
+{
+    p->first = (uint64_t)run_below(&w->random, (int64_t)p->num_pieces);
+    do p->step = (uint64_t)run_between(&w->random, 1, (int64_t)p->num_pieces);
+    while (divisor(p->num_pieces, p->step) != 1);
+}
+
+static bool give(wire *w, int host, uint64_t to, const void *from, uint64_t value,
+                 uint64_t bytes)
+{
+    peer *q = &w->peers[host];
+    if (gone(w, host)) return true;
+    if (q->given - q->finished == DEPTH || run_chance(&w->random, 10)) return false;
+    parcel *p = &q->parcels[q->given++ % DEPTH];
+    const bool halves = w->settings.damage == CHAOS_HALVES;
+    *p = (parcel){
+        .to = to, .from = from, .value = value, .num_pieces = bytes / (halves ? 4 : 8)};
+    shuffle(w, p);
+    if (run_chance(&w->random, 20))
+        p->held_until = w->looks + (uint64_t)run_below(&w->random, MOST_LOOKS);
+    return true;
+}
+
+static bool put(wire *w, int host, uint64_t to, const void *from, uint32_t bytes)
+{
+    return give(w, host, to, from, 0, bytes);
+}
+
+static bool word(wire *w, int host, uint64_t to, uint64_t value)
+{
+    return give(w, host, to, NULL, value, 8);
+}
+
+static void land_half(const parcel *p, void *inbox, uint64_t index)
+{
+    const uint32_t *from = p->from ? (const uint32_t *)(const void *)p->from
+                                   : (const uint32_t *)(const void *)&p->value;
+    __atomic_store_n((uint32_t *)inbox + index, from[index], __ATOMIC_RELAXED);
+}
+
+static void land_piece(wire *w, const parcel *p, char *inbox, uint64_t index)
+{
+    if (w->settings.damage == CHAOS_HALVES) {
+        land_half(p, inbox + p->to, index);
+        return;
+    }
+    if (w->settings.damage == CHAOS_LOST && run_below(&w->random, 5000) == 0) return;
+    uint64_t *at = (uint64_t *)(void *)(inbox + p->to) + index;
+    const uint64_t value = p->from ? p->from[index] : p->value;
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+    if (w->settings.damage != CHAOS_TWICE || w->ghost_at || !p->from) return;
+    w->ghost_at = at;
+    w->ghost = value;
+    w->ghost_look = w->looks + GHOST_LOOKS;
+}
+
+/* Some words of some put. */
+static int land_run(wire *w, int host)
+{
+    peer *q = &w->peers[host];
+    const uint64_t under_way = q->given - q->finished;
+    const uint64_t index = q->finished + (uint64_t)run_below(&w->random, (int64_t)under_way);
+    parcel *p = &q->parcels[index % DEPTH];
+    int count = (int)run_between(&w->random, 1, MOST_WORDS), moved = 0;
+    if (under_way == 0 || p->held_until > w->looks) return 0;
+    for (; p->landed < p->num_pieces && moved < count; moved++, p->landed++)
+        land_piece(w, p, q->shore->inbox, (p->first + p->landed * p->step) % p->num_pieces);
+    if (moved > 0 && p->landed == p->num_pieces && index > q->finished) w->overtaken++;
+    return moved;
+}
+
+static void settle(wire *w, int host)
+{
+    peer *q = &w->peers[host];
+    if (gone(w, host)) q->finished = q->given;
+    while (q->finished < q->given) {
+        const parcel *p = &q->parcels[q->finished % DEPTH];
+        if (p->landed < p->num_pieces) return;
+        q->finished++;
+    }
+}
+
+static int look(wire *w)
+{
+    int moved = 0;
+    w->looks++;
+    for (int64_t runs = run_between(&w->random, 1, MOST_RUNS); runs > 0; runs--) {
+        const int host = (int)run_below(&w->random, w->setup.num_hosts);
+        if (host != w->setup.host && !gone(w, host)) moved += land_run(w, host);
+    }
+    for (int h = 0; h < w->setup.num_hosts; h++)
+        if (h != w->setup.host) settle(w, h);
+    if (w->ghost_at && w->looks >= w->ghost_look) {
+        __atomic_store_n(w->ghost_at, w->ghost, __ATOMIC_RELAXED);
+        w->ghost_at = NULL;
+    }
+    return moved;
+}
+
+static bool done(const wire *w, int host, uint64_t count)
+{
+    const peer *q = &w->peers[host];
+    if (w->settings.damage == CHAOS_EARLY) return true;
+    return q->finished >= count || (gone(w, host) && q->finished == q->given);
+}
+
+static void say(const wire *w, char *to, size_t size)
+{
+    snprintf(to, size, "chaos, seed %llu", (unsigned long long)w->settings.seed);
+}
+
+static void leave(shore *s)
+{
+    if (s && __atomic_fetch_sub(&s->users, 1, __ATOMIC_ACQ_REL) == 1) free(s);
+}
+
+static void close_wire(wire *w)
+{
+    if (!w) return;
+    for (int h = 0; h < w->setup.num_hosts; h++)
+        while (w->peers[h].finished < w->peers[h].given) look(w);
+    chaos_kill(w);
+    for (int h = 0; h < w->setup.num_hosts; h++) leave(w->peers[h].shore);
+    leave(w->own);
+    free(w);
+}
+
+const wire_engine wire_chaos = {
+    .name = "chaos",
+    .can = can,
+    .reaches_gpu = reaches_gpu,
+    .open = open_wire,
+    .connect = connect_all,
+    .put = put,
+    .word = word,
+    .look = look,
+    .done = done,
+    .gone = gone,
+    .say = say,
+    .close = close_wire,
+};

@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The engine chaos, for tests: hosts are threads of this process.  It keeps what a wire promises and
+ * nothing else: every put is cut into its words, which land one by one, in random order, among those
+ * of other puts, some of them late, and are read from their source only then.  On demand it breaks
+ * one promise, which a test must notice. */
+#ifndef WIRE_CHAOS_H
+#define WIRE_CHAOS_H
+
+#include "wire/wire.h"
+
+typedef enum chaos_damage {
+    CHAOS_NONE,
+    CHAOS_HALVES, /* words land in two halves */
+    CHAOS_TWICE,  /* words land once more, later */
+    CHAOS_LOST,   /* some words do not land */
+    CHAOS_EARLY,  /* done() is said before everything has been read */
+    CHAOS_NUM_DAMAGES
+} chaos_damage;
+
+typedef struct chaos_settings {
+    uint64_t seed;
+    chaos_damage damage;
+} chaos_settings;
+
+/* What wires that are opened from now on do. */
+extern chaos_settings chaos_settings_now;
+
+extern const wire_engine wire_chaos;
+
+/* As if this host had lost its power: its peers' puts are dropped, and it is said to be gone. */
+void chaos_kill(wire *w);
+
+/* Puts that landed before one that was given earlier, to whatever host. */
+uint64_t chaos_num_overtaken(const wire *w);
+
+#endif

@@ -1,0 +1,166 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Lines over loopback: who was killed is dead, who closed has closed, who is stopped is alive; who
+ * does not come is named; strangers are hung up on. */
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/error.h"
+#include "check.h"
+#include "wire/lines_inner.h"
+#include "wire/suite_lines.h"
+#include "wire/suite_net.h"
+
+#define STOPPED_MS 2500
+#define STRANGERS 40
+
+/* --------------------------------------------------------------- killed, closed, stopped ---- */
+
+enum { WATCHER, STOPPED, CLOSER, KILLED, NUM_FATES };
+
+typedef struct fates {
+    atomic_int stopped_pid;
+    atomic_bool over, seen;
+} fates;
+
+/* Stops itself for a while; another process wakes it. */
+static void stop_and_go_on(fates *f, const wire_lines *l)
+{
+    atomic_store(&f->stopped_pid, (int)getpid());
+    raise(SIGSTOP);
+    while (!atomic_load(&f->over)) run_nap_us(10000);
+    CHECK_EQ(wire_lines_look(l, WATCHER), LINE_ALIVE);
+    CHECK_EQ(wire_lines_look(l, CLOSER), LINE_CLOSED);
+    CHECK_EQ(wire_lines_look(l, KILLED), LINE_DEAD);
+    atomic_store(&f->seen, true);
+}
+
+static void watch(fates *f, const wire_lines *l)
+{
+    const uint64_t start = run_now_ns();
+    suite_line_becomes(l, KILLED, LINE_DEAD);
+    printf("killed: dead after %lld ms\n", (long long)(run_now_ns() - start) / 1000000);
+    suite_line_becomes(l, CLOSER, LINE_CLOSED);
+    while (atomic_load(&f->stopped_pid) == 0) run_nap_us(1000);
+    const uint64_t end = run_now_ns() + STOPPED_MS * 1000000ull;
+    while (run_now_ns() < end && CHECK(wire_lines_look(l, STOPPED) == LINE_ALIVE))
+        run_nap_us(50000);
+    kill(atomic_load(&f->stopped_pid), SIGCONT);
+    atomic_store(&f->over, true);
+    CHECK_EQ(wire_lines_look(l, STOPPED), LINE_ALIVE);
+    CHECK_EQ(wire_lines_look(l, CLOSER), LINE_CLOSED);
+    while (!atomic_load(&f->seen)) run_nap_us(10000);
+}
+
+static void meet_fate(const epic_meet *meet, void *self)
+{
+    fates *f = self;
+    wire_lines *l = suite_lines(meet, NULL);
+    if (!l) return;
+    suite_gather(meet);
+    if (meet->rank == KILLED) raise(SIGKILL);
+    if (meet->rank == WATCHER) watch(f, l);
+    if (meet->rank == STOPPED || meet->rank == CLOSER) suite_line_becomes(l, KILLED, LINE_DEAD);
+    if (meet->rank == STOPPED) {
+        suite_line_becomes(l, CLOSER, LINE_CLOSED);
+        stop_and_go_on(f, l);
+    }
+    wire_lines_close(l);
+}
+
+/* -------------------------------------------------------------------------- not coming ---- */
+
+/* Four ranks a host; the one of host 1 gives its card, listens, and does nothing more. */
+static void come_late(const epic_meet *meet, void *self)
+{
+    (void)self;
+    const wire_lines_setup setup = {.host = meet->rank,
+                                    .num_hosts = 3,
+                                    .rail = 2,
+                                    .ranks_per_host = 4,
+                                    .timeout_ms = 3000,
+                                    .group_id = 7};
+    unsigned char mine[WIRE_LINES_CARD_BYTES] = {0}, cards[3 * WIRE_LINES_CARD_BYTES];
+    wire_lines *l = NULL;
+    if (!CHECK(wire_lines_listen(&l, &setup, mine) == EPIC_OK)) return;
+    CHECK(meet->gather(meet->self, mine, cards, sizeof mine) == EPIC_OK);
+    if (meet->rank != 1) {
+        CHECK(wire_lines_connect(l, cards) == EPIC_ETIMEOUT);
+        CHECK_SAY(strstr(epic_sentence(), "with rank 6 within 3000 ms") != NULL, "%s",
+                  epic_sentence());
+    }
+    suite_gather(meet);
+    wire_lines_close(l);
+}
+
+/* ---------------------------------------------------------------------------- strangers ---- */
+
+/* More than may be heard at once: silent ones, and some that speak of other things. */
+static void bother(const line_card *card, int fds[STRANGERS])
+{
+    static const char words[200] = "epicline: I have no secret";
+    const line_address loopback = {{[10] = 0xff, [11] = 0xff, 127, 0, 0, 1}};
+    for (int i = 0; i < STRANGERS; i++) {
+        fds[i] = line_call(&loopback, card->port);
+        if (fds[i] < 0 || i % 2) continue;
+        run_nap_us(1000);
+        const ssize_t sent = write(fds[i], words, sizeof words);
+        (void)sent;
+    }
+}
+
+static void be_bothered(const epic_meet *meet, void *self)
+{
+    (void)self;
+    signal(SIGPIPE, SIG_IGN);
+    int fds[STRANGERS];
+    wire_lines_setup setup = suite_lines_setup(meet, NULL);
+    unsigned char mine[WIRE_LINES_CARD_BYTES] = {0}, cards[2 * WIRE_LINES_CARD_BYTES];
+    wire_lines *l = NULL;
+    if (!CHECK(wire_lines_listen(&l, &setup, mine) == EPIC_OK)) return;
+    CHECK(meet->gather(meet->self, mine, cards, sizeof mine) == EPIC_OK);
+    line_card host0;
+    memcpy(&host0, cards, sizeof host0);
+    for (int i = 0; i < STRANGERS; i++) fds[i] = -1;
+    if (meet->rank == 1) bother(&host0, fds);
+    if (meet->rank == 1) cards[0] ^= 1; /* another secret: not one that was at the meeting */
+    if (meet->rank == 1) {
+        wire_lines *other = NULL;
+        unsigned char card[WIRE_LINES_CARD_BYTES] = {0};
+        setup.timeout_ms = 500;
+        CHECK(wire_lines_listen(&other, &setup, card) == EPIC_OK);
+        CHECK(wire_lines_connect(other, cards) == EPIC_ETIMEOUT);
+        wire_lines_close(other);
+        cards[0] ^= 1;
+    }
+    CHECK_SAY(wire_lines_connect(l, cards) == EPIC_OK, "%s", epic_sentence());
+    run_nap_us(300000);
+    CHECK_EQ(wire_lines_look(l, 1 - meet->rank), LINE_ALIVE);
+    suite_gather(meet);
+    wire_lines_close(l);
+    for (int i = 0; i < STRANGERS; i++) line_hang_up(&fds[i]);
+}
+
+static void no_interface(void)
+{
+    const wire_lines_setup setup = {.num_hosts = 2, .ranks_per_host = 1, .interface = "none7"};
+    unsigned char card[WIRE_LINES_CARD_BYTES] = {0};
+    wire_lines *l = NULL;
+    CHECK(wire_lines_listen(&l, &setup, card) == EPIC_EDEVICE);
+    CHECK(strstr(epic_sentence(), "no interface none7") != NULL && l == NULL);
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(200);
+    fates *f = run_share(sizeof *f);
+    net_run(NUM_FATES, meet_fate, f, 1u << KILLED, 60);
+    net_run(3, come_late, NULL, 0, 60);
+    net_run(2, be_bothered, NULL, 0, 60);
+    no_interface();
+    return check_end();
+}

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What every wire must do, as the kernels use it: a reader polls each word of the inbox, which is
+ * poison until it has come, checks it and restores the poison; a writer uses its outbox again once
+ * done() lets it. */
+#ifndef WIRE_SUITE_H
+#define WIRE_SUITE_H
+
+#include "run.h"
+#include "wire/wire.h"
+
+typedef struct suite_verdict { /* shared by all ranks */
+    _Atomic long words, torn, wrong, missing, twice;
+    _Atomic long refusals; /* puts that found no room */
+    _Atomic bool over;     /* a rank has seen enough: all stop */
+} suite_verdict;
+
+typedef struct suite_case {
+    const wire_engine *engine;
+    wire_puts puts;
+    uint64_t seed;
+    uint64_t bytes;      /* from each rank to each, a round; a multiple of 8 */
+    uint32_t most_bytes; /* of one put */
+    int rounds;
+    bool tears;           /* words may come in parts: a wrong one is looked at again */
+    unsigned patience_ms; /* without a new word */
+    const char *wanted;   /* what say() must contain; NULL: anything */
+    suite_verdict *verdict;
+} suite_case;
+
+/* One rank's part: a run_body; `self` is a suite_case. */
+void suite_exchange(const epic_meet *meet, void *self);
+
+/* No violation of any kind, and something was there to look at. */
+bool suite_clean(const suite_verdict *v);
+
+/* A wire, opened and connected with the peers of the meeting; NULL: a check has failed. */
+wire *suite_open(const wire_engine *engine, const epic_meet *meet, const wire_setup *setup);
+
+/* Waits for all ranks of the meeting, and looks meanwhile if there is a wire. */
+void suite_meet(const wire_engine *engine, wire *w, const epic_meet *meet);
+
+#endif

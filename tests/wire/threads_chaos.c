@@ -1,0 +1,121 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The engine chaos keeps what a wire promises, and no more; and the suite notices each promise that
+ * it breaks. */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "wire/chaos.h"
+#include "wire/suite.h"
+
+static const char *const damages[CHAOS_NUM_DAMAGES] = {"none", "halves", "twice", "lost",
+                                                       "early"};
+
+static void run_case(suite_verdict *v, int hosts, uint64_t seed, chaos_damage damage)
+{
+    suite_case c = {.engine = &wire_chaos,
+                    .seed = seed,
+                    .bytes = 96 << 10,
+                    .most_bytes = 24 << 10,
+                    .rounds = 3,
+                    .patience_ms = damage == CHAOS_NONE ? 60000 : 1000,
+                    .wanted = "chaos",
+                    .verdict = v};
+    memset(v, 0, sizeof *v);
+    check_seed = seed;
+    chaos_settings_now = (chaos_settings){.seed = seed, .damage = damage};
+    run_threads(hosts, suite_exchange, &c);
+    printf(
+        "%d hosts, damage %s: %ld words, %ld torn, %ld wrong, %ld missing, %ld twice; %ld puts "
+        "found no room\n",
+        hosts, damages[damage], v->words, v->torn, v->wrong, v->missing, v->twice, v->refusals);
+}
+
+static void test_promises(suite_verdict *v)
+{
+    for (int hosts = 2; hosts <= 4; hosts++) {
+        run_case(v, hosts, run_seed() + (uint64_t)hosts, CHAOS_NONE);
+        CHECK(suite_clean(v) && v->refusals > 0);
+    }
+}
+
+static void test_damages(suite_verdict *v)
+{
+    for (int d = CHAOS_NONE + 1; d < CHAOS_NUM_DAMAGES; d++) {
+        run_case(v, 2, run_seed() + (uint64_t)(100 + d), (chaos_damage)d);
+        CHECK_SAY(!suite_clean(v), "damage \"%s\" goes unnoticed", damages[d]);
+    }
+}
+
+/* Two ranks; the second loses its power while puts are under way. */
+static void lose_power(const epic_meet *meet, void *self)
+{
+    static uint64_t boxes[2][2][1024];
+    (void)self;
+    const wire_setup setup = {.host = meet->rank,
+                              .num_hosts = 2,
+                              .inbox = boxes[meet->rank][0],
+                              .inbox_bytes = sizeof boxes[0][0],
+                              .outbox = boxes[meet->rank][1],
+                              .outbox_bytes = sizeof boxes[0][1]};
+    wire *w = suite_open(&wire_chaos, meet, &setup);
+    if (!w) return;
+    if (meet->rank == 0) {
+        uint64_t given = 0;
+        while (given < 20) given += wire_chaos.put(w, 1, 0, boxes[0][1], 8192);
+        CHECK(!wire_chaos.gone(w, 1) && !wire_chaos.done(w, 1, given));
+        suite_meet(&wire_chaos, w, meet);
+        suite_meet(&wire_chaos, w, meet);
+        wire_chaos.look(w);
+        CHECK(wire_chaos.gone(w, 1) && wire_chaos.done(w, 1, given));
+        CHECK(wire_chaos.put(w, 1, 0, boxes[0][1], 8) && wire_chaos.word(w, 1, 0, 1));
+        CHECK(wire_chaos.done(w, 1, given + 2));
+    } else {
+        suite_meet(&wire_chaos, w, meet);
+        chaos_kill(w);
+        suite_meet(&wire_chaos, w, meet);
+    }
+    suite_meet(&wire_chaos, w, meet);
+    wire_chaos.close(w);
+}
+
+/* Data that is put first, and a flag that is put last, land in any order: nobody may lean on it. */
+static void count_overtaken(const epic_meet *meet, void *self)
+{
+    static uint64_t boxes[2][2][4096];
+    uint64_t *overtaken = self;
+    const wire_setup setup = {.host = meet->rank,
+                              .num_hosts = 2,
+                              .inbox = boxes[meet->rank][0],
+                              .inbox_bytes = sizeof boxes[0][0],
+                              .outbox = boxes[meet->rank][1],
+                              .outbox_bytes = sizeof boxes[0][1]};
+    wire *w = suite_open(&wire_chaos, meet, &setup);
+    if (!w) return;
+    for (uint64_t given = 0; meet->rank == 0 && given < 400;) {
+        wire_chaos.look(w);
+        given += wire_chaos.put(w, 1, 0, boxes[0][1], 4096);
+        given += wire_chaos.word(w, 1, 8192, given);
+    }
+    suite_meet(&wire_chaos, w, meet);
+    if (meet->rank == 0) *overtaken = chaos_num_overtaken(w);
+    wire_chaos.close(w);
+    suite_meet(&wire_chaos, NULL, meet);
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(300);
+    suite_verdict *v = run_share(sizeof *v);
+    uint64_t overtaken = 0;
+    test_promises(v);
+    test_damages(v);
+    chaos_settings_now = (chaos_settings){.seed = run_seed()};
+    run_threads(2, lose_power, NULL);
+    run_threads(2, count_overtaken, &overtaken);
+    CHECK_SAY(overtaken > 20, "%llu puts overtook others", (unsigned long long)overtaken);
+    return check_end();
+}

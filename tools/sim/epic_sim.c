@@ -1,0 +1,243 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The arguments, and the table. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sim.h"
+
+#define MOST_SHAPES 16
+
+typedef struct options {
+    shape shapes[MOST_SHAPES];
+    int num_shapes;
+    routing r;
+    constants k;
+    double hidden, out_bytes, back_bytes, scale_bytes;
+    const char *picture;
+    bool published;
+} options;
+
+typedef struct number { /* an option that is one */
+    const char *name, *what;
+    double *to, least, most;
+} number;
+
+static int usage(const number *numbers, int count)
+{
+    printf(
+        "usage: epic-sim [--ranks N,N,...] [--trace FILE] [--svg FILE] [--published] [--OPTION "
+        "NUMBER]...\nBytes and times of plan, dispatch and combine, from 1 to %d ranks.\n",
+        MOST_RANKS);
+    for (int i = 0; i < count; i++)
+        printf("  --%-12s %s (%g)\n", numbers[i].name, numbers[i].what, *numbers[i].to);
+    printf("A trace has a token's expert ids on a line; tokens take the lines in turn.\n");
+    return 0;
+}
+
+static int refuse(const char *what, const char *why)
+{
+    fprintf(stderr, "epic-sim: %s: %s; epic-sim --help says what there is\n", what, why);
+    return 2;
+}
+
+static bool read_ranks(options *o, const char *text)
+{
+    o->num_shapes = 0;
+    for (;;) {
+        char *end;
+        const long ranks = strtol(text, &end, 10);
+        if (end == text || ranks < 1 || ranks > MOST_RANKS || o->num_shapes == MOST_SHAPES ||
+            (o->num_shapes && ranks <= o->shapes[o->num_shapes - 1].ranks))
+            return false;
+        o->shapes[o->num_shapes++].ranks = (int)ranks;
+        if (!*end) return true;
+        if (*end != ',') return false;
+        text = end + 1;
+    }
+}
+
+/* Every line of as many ids as the first one. */
+static int32_t *read_trace(routing *r, FILE *file)
+{
+    char *line = NULL;
+    size_t room = 0;
+    int32_t *ids = NULL;
+    int64_t count = 0, kept = 0;
+    bool good = true;
+    r->num_traced = 0;
+    while (good && getline(&line, &room, file) >= 0) {
+        int k = 0;
+        char *at = line, *end;
+        for (long id; (id = strtol(at, &end, 10), end != at); at = end, k++) {
+            if (count == kept) {
+                kept = kept ? 2 * kept : 4096;
+                int32_t *more = realloc(ids, (size_t)kept * sizeof *ids);
+                if (!more) break;
+                ids = more;
+            }
+            good = good && id >= 0 && id < r->experts;
+            ids[count++] = (int32_t)id;
+        }
+        if (r->num_traced == 0) r->top_k = k;
+        good = good && k > 0 && k <= MOST_TOP_K && k == r->top_k &&
+               strspn(at, " \t\r\n") == strlen(at);
+        r->num_traced++;
+    }
+    free(line);
+    if (good && r->num_traced > 0) return ids;
+    free(ids);
+    return NULL;
+}
+
+static void print_head(const options *o)
+{
+    printf("%lld tokens of %g a rank, top-%d of %lld experts or one a rank, skew %g%s, %d "
+           "ranks a host\n",
+           (long long)o->shapes[0].tokens, o->hidden, o->r.top_k, (long long)o->r.experts,
+           o->r.skew, o->r.trace ? ", a trace" : "", o->shapes[0].a_host);
+    printf(
+        "a rank's NIC %g GB/s, NVLink %g, memory %g; launch %g us, wire %g us, put %g us\n\n",
+        o->k.nic, o->k.nvlink, o->k.memory, o->k.launch_us, o->k.wire_us, o->k.put_us);
+    printf("%5s %5s  %8s %6s  %8s %8s %6s %-7s  %8s  %7s %7s\n", "ranks", "hosts", "wire MB",
+           "uneven", "plan", "dispatch", "GB/s", "limit", "combine", "by rank", "dense");
+}
+
+static void print_row(const shape *s, const traffic *t, const cost *out, const cost *back)
+{
+    const double mean = t->wire_in.mean > 0 ? t->wire_in.mean : 1;
+    const double most = t->wire_in.most > t->wire_out.most ? t->wire_in.most : t->wire_out.most;
+    const double us = out->plan_us + out->rows_us;
+    const int hosts = (s->ranks + s->a_host - 1) / s->a_host;
+    printf("%5d %5d  %8.1f %6.2f  %8.0f %8.0f %6.1f %-7s  %8.0f", s->ranks, hosts, out->wire_mb,
+           most / mean, out->plan_us, out->rows_us, out->wire_mb / us * 1e3, out->limit,
+           back->rows_us);
+    if (hosts > 1)
+        printf("  %6.2fx %6.2fx\n", out->by_rank_us / out->rows_us,
+               out->dense_us / out->rows_us);
+    else
+        printf("  %7s %7s\n", "-", "-");
+}
+
+static int simulate(options *o)
+{
+    cost out[MOST_SHAPES], back[MOST_SHAPES];
+    print_head(o);
+    for (int i = 0; i < o->num_shapes; i++) {
+        const shape *s = &o->shapes[i];
+        traffic t;
+        routing r = o->r;
+        if (r.experts < s->ranks) r.experts = s->ranks;
+        if (!traffic_count(&r, s, &t)) return refuse("counting", "no memory");
+        out[i] =
+            cost_of(&o->k, &t, s, &r, (bytes_of){o->hidden * o->out_bytes + o->scale_bytes, 4});
+        back[i] = cost_of(&o->k, &t, s, &r, (bytes_of){o->hidden * o->back_bytes, 0});
+        print_row(s, &t, &out[i], &back[i]);
+    }
+    if (o->published) print_published(&o->k);
+    if (o->picture && !draw(o->picture, o->shapes, out, back, o->num_shapes))
+        return refuse(o->picture, strerror(errno));
+    return 0;
+}
+
+static int read_number(const number *numbers, int count, const char *name, const char *value)
+{
+    for (int i = 0; i < count; i++) {
+        if (strcmp(name + 2, numbers[i].name) != 0) continue;
+        char *end;
+        const double got = strtod(value, &end);
+        if (*end || end == value || !(got >= numbers[i].least && got <= numbers[i].most))
+            return refuse(value, numbers[i].what);
+        *numbers[i].to = got;
+        return 0;
+    }
+    return refuse(name, "there is no such option");
+}
+
+/* What the options say together. */
+static int begin(options *o, const char *trace)
+{
+    const routing *r = &o->r;
+    int32_t *ids = NULL;
+    if (r->top_k > r->experts) return refuse("--top-k", "more than there are experts");
+    if (r->groups && (r->experts % r->groups || r->limit < 1 || r->limit > r->groups ||
+                      r->experts / r->groups * r->limit < r->top_k))
+        return refuse("--groups", "they divide the experts, and --limit of them hold --top-k");
+    if (trace) {
+        FILE *file = fopen(trace, "r");
+        if (!file) return refuse(trace, strerror(errno));
+        o->r.trace = ids = read_trace(&o->r, file);
+        fclose(file);
+        if (!ids)
+            return refuse(trace, "not lines of equally many ids below --experts, 64 at most");
+    }
+    const int status = simulate(o);
+    free(ids);
+    return status;
+}
+
+static bool ends_with_a_value(int argc, char **argv, int i)
+{
+    return !strcmp(argv[i], "--published") || i + 1 < argc;
+}
+
+int main(int argc, char **argv)
+{
+    options o = {.r = {.seed = 1},
+                 .k = {50, 341, 3300, 12, 5, 0.25},
+                 .hidden = 7168,
+                 .out_bytes = 2,
+                 .back_bytes = 2};
+    double a_host = 8, tokens = 4096, top_k = 8, experts = 256, groups = 0, limit = 0, seed = 1;
+    const number numbers[] = {
+        {"host", "ranks on one host, 1 to 64", &a_host, 1, 64},
+        {"tokens", "tokens of a rank, 1 to 65536", &tokens, 1, 65536},
+        {"hidden", "elements of a row, 1 to 65536", &o.hidden, 1, 65536},
+        {"out-bytes", "bytes of an element in dispatch, 0.5 to 8", &o.out_bytes, 0.5, 8},
+        {"scale-bytes", "bytes of a row's scales, 0 to 65536", &o.scale_bytes, 0, 65536},
+        {"back-bytes", "bytes of an element in combine, 0.5 to 8", &o.back_bytes, 0.5, 8},
+        {"top-k", "choices of a token, 1 to 64", &top_k, 1, MOST_TOP_K},
+        {"experts", "experts, 1 to 65536; one a rank if that is more", &experts, 1, 65536},
+        {"skew", "weights fall as 1 / place^skew, 0 to 3", &o.r.skew, 0, 3},
+        {"groups", "groups of experts, 0: none", &groups, 0, 64},
+        {"limit", "groups that a token may choose from", &limit, 0, 64},
+        {"seed", "of the choices", &seed, 0, 1e15},
+        {"nic", "GB/s out of a rank, and into it, between hosts", &o.k.nic, 0.01, 1e5},
+        {"nvlink", "GB/s of a rank inside a host", &o.k.nvlink, 0.01, 1e5},
+        {"memory", "GB/s of a rank's memory", &o.k.memory, 0.01, 1e5},
+        {"launch", "us of an operation that does nothing", &o.k.launch_us, 0, 1e6},
+        {"wire", "us of a word, kernel to kernel on the other host", &o.k.wire_us, 0, 1e6},
+        {"put", "us that the thread takes for a put", &o.k.put_us, 0, 1e6},
+    };
+    const int count = (int)(sizeof numbers / sizeof *numbers);
+    const char *trace = NULL;
+    read_ranks(&o, "8,16,32,64,128,256,512,1024,2048");
+    for (int i = 1; i < argc; i++) {
+        const char *name = argv[i];
+        int wrong = 0;
+        if (!strcmp(name, "--help")) return usage(numbers, count);
+        if (strncmp(name, "--", 2) != 0) return refuse(name, "not an option");
+        if (!ends_with_a_value(argc, argv, i)) return refuse(name, "its value is missing");
+        if (!strcmp(name, "--published"))
+            o.published = true;
+        else if (!strcmp(name, "--svg"))
+            o.picture = argv[++i];
+        else if (!strcmp(name, "--trace"))
+            trace = argv[++i];
+        else if (strcmp(name, "--ranks") != 0)
+            wrong = read_number(numbers, count, name, argv[++i]);
+        else if (!read_ranks(&o, argv[++i]))
+            wrong = refuse(argv[i], "not up to 16 rising numbers of ranks, 1 to 2048");
+        if (wrong) return wrong;
+    }
+    o.r.top_k = (int)top_k;
+    o.r.experts = (int64_t)experts;
+    o.r.groups = (int)groups;
+    o.r.limit = (int)limit;
+    o.r.seed = (uint64_t)seed;
+    for (int i = 0; i < o.num_shapes; i++) {
+        o.shapes[i].a_host = (int)a_host;
+        o.shapes[i].tokens = (int64_t)tokens;
+    }
+    return begin(&o, trace);
+}

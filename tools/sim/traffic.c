@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Counting rows: every token of every rank chooses, and each row goes once to each host. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sim.h"
+
+#define PARCEL 16 /* rows of one put, at most */
+
+typedef struct counts { /* of one rank */
+    int64_t wire_out, wire_in, by_rank_out, by_rank_in, inside_out, inside_in, slots, puts;
+} counts;
+
+typedef struct run { /* of rows to one host */
+    int64_t last, length;
+} run;
+
+typedef struct counting {
+    const routing *r;
+    const shape *s;
+    double *below;  /* [experts] weights of those up to this one, added */
+    int32_t *order; /* [experts] an expert of each place */
+    counts *of;     /* [ranks] */
+    run *runs;      /* [hosts], of the rank that is at work */
+    int64_t hosts;  /* that tokens touch */
+    uint64_t state;
+} counting;
+
+static uint64_t next(counting *c)
+{
+    uint64_t x = c->state += 0x9e3779b97f4a7c15ull;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+    return x ^ x >> 31;
+}
+
+static double chance(counting *c)
+{
+    return (double)(next(c) >> 11) * 0x1p-53;
+}
+
+/* Experts in any order, with weights by their place in it. */
+static void weigh(counting *c)
+{
+    const int64_t n = c->r->experts;
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) c->order[i] = (int32_t)i;
+    for (int64_t i = n - 1; i > 0; i--) {
+        const int64_t j = (int64_t)(next(c) % (uint64_t)(i + 1));
+        const int32_t kept = c->order[i];
+        c->order[i] = c->order[j];
+        c->order[j] = kept;
+    }
+    for (int64_t i = 0; i < n; i++) c->below[i] = sum += pow((double)(i + 1), -c->r->skew);
+    for (int64_t i = 0; i < n; i++) c->below[i] /= sum;
+}
+
+static int32_t draw_expert(counting *c)
+{
+    if (c->r->skew == 0) return (int32_t)(next(c) % (uint64_t)c->r->experts);
+    const double at = chance(c);
+    int64_t low = 0, high = c->r->experts - 1;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (c->below[middle] > at)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return c->order[low];
+}
+
+static bool has(const int32_t *list, int count, int32_t value)
+{
+    for (int i = 0; i < count; i++)
+        if (list[i] == value) return true;
+    return false;
+}
+
+/* The groups that a token may choose from, by chance. */
+static int draw_groups(counting *c, int32_t *out)
+{
+    int count = 0;
+    while (count < c->r->limit) {
+        const int32_t group = (int32_t)(next(c) % (uint64_t)c->r->groups);
+        if (!has(out, count, group)) out[count++] = group;
+    }
+    return count;
+}
+
+static void choose(counting *c, int64_t token, int32_t *ids)
+{
+    const routing *r = c->r;
+    if (r->trace) {
+        const int64_t row = token % r->num_traced;
+        memcpy(ids, r->trace + row * r->top_k, (size_t)r->top_k * sizeof *ids);
+        return;
+    }
+    int32_t groups[MOST_TOP_K];
+    const int num_groups = r->groups ? draw_groups(c, groups) : 0;
+    for (int k = 0; k < r->top_k;) {
+        const int32_t id = draw_expert(c);
+        if (has(ids, k, id)) continue;
+        const int32_t group = num_groups ? (int32_t)(id / (r->experts / r->groups)) : 0;
+        if (!num_groups || has(groups, num_groups, group)) ids[k++] = id;
+    }
+}
+
+static void extend_run(counting *c, int from, int host, int64_t token)
+{
+    run *a = &c->runs[host];
+    const bool goes_on = a->length > 0 && a->length < PARCEL && a->last == token - 1;
+    c->of[from].puts += !goes_on;
+    a->length = goes_on ? a->length + 1 : 1;
+    a->last = token;
+}
+
+/* The row of a token goes to host `to`, to rank `relay` there first. */
+static void reach_host(counting *c, int from, int host, const int32_t *ranks, int count,
+                       int64_t token)
+{
+    const int a_host = c->s->a_host, here = from / a_host;
+    const int relay = host == here ? from : host * a_host + from % a_host;
+    if (host != here) {
+        c->of[from].wire_out++;
+        c->of[relay].wire_in++;
+        extend_run(c, from, host, token);
+    }
+    for (int i = 0; i < count; i++) {
+        if (ranks[i] / a_host != host) continue;
+        c->of[from].by_rank_out += host != here;
+        c->of[ranks[i]].by_rank_in += host != here;
+        c->of[relay].inside_out += ranks[i] != relay;
+        c->of[ranks[i]].inside_in += ranks[i] != relay;
+    }
+}
+
+static void route(counting *c, int from, int64_t token, const int32_t *ids)
+{
+    int32_t ranks[MOST_TOP_K], hosts[MOST_TOP_K];
+    int num_ranks = 0, num_hosts = 0;
+    for (int k = 0; k < c->r->top_k; k++) {
+        const int32_t rank = (int32_t)((int64_t)ids[k] * c->s->ranks / c->r->experts);
+        c->of[rank].slots++;
+        if (has(ranks, num_ranks, rank)) continue;
+        ranks[num_ranks++] = rank;
+        const int32_t host = rank / c->s->a_host;
+        if (!has(hosts, num_hosts, host)) hosts[num_hosts++] = host;
+    }
+    c->hosts += num_hosts;
+    for (int i = 0; i < num_hosts; i++) reach_host(c, from, hosts[i], ranks, num_ranks, token);
+}
+
+static load load_of(const counting *c, size_t offset)
+{
+    load out = {0, 0};
+    for (int r = 0; r < c->s->ranks; r++) {
+        const double n =
+            (double)*(const int64_t *)(const void *)((const char *)&c->of[r] + offset);
+        if (n > out.most) out.most = n;
+        out.mean += n / c->s->ranks;
+    }
+    return out;
+}
+
+#define LOAD(name) load_of(&c, offsetof(counts, name))
+
+bool traffic_count(const routing *r, const shape *s, traffic *out)
+{
+    const int hosts = (s->ranks + s->a_host - 1) / s->a_host;
+    counting c = {.r = r, .s = s, .state = r->seed};
+    c.below = calloc((size_t)r->experts, sizeof *c.below);
+    c.order = calloc((size_t)r->experts, sizeof *c.order);
+    c.of = calloc((size_t)s->ranks, sizeof *c.of);
+    c.runs = calloc((size_t)hosts, sizeof *c.runs);
+    const bool good = c.below && c.order && c.of && c.runs;
+    if (good) weigh(&c);
+    for (int from = 0; good && from < s->ranks; from++) {
+        memset(c.runs, 0, (size_t)hosts * sizeof *c.runs);
+        for (int64_t t = 0; t < s->tokens; t++) {
+            int32_t ids[MOST_TOP_K];
+            choose(&c, from * s->tokens + t, ids);
+            route(&c, from, t, ids);
+        }
+    }
+    if (good)
+        *out = (traffic){LOAD(wire_out),   LOAD(wire_in),    LOAD(by_rank_out),
+                         LOAD(by_rank_in), LOAD(inside_out), LOAD(inside_in),
+                         LOAD(slots),      LOAD(puts),       (double)c.hosts / s->ranks};
+    free(c.below);
+    free(c.order);
+    free(c.of);
+    free(c.runs);
+    return good;
+}
