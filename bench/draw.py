@@ -41,7 +41,9 @@ def compared(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
         if known is None or row["median_us"] < known["median_us"]:
             ways[row["way"]] = row
     found = {case: ways for case, ways in cases.items() if "MPI strong" in ways}
-    return dict(sorted(found.items(), key=lambda item: (OPERATIONS.index(item[0][0]), *item[0][1:])))
+    return dict(
+        sorted(found.items(), key=lambda item: (OPERATIONS.index(item[0][0]), *item[0][1:]))
+    )
 
 
 def text(x: float, y: float, words: str, more: str = "") -> str:
@@ -72,7 +74,9 @@ def ratio_bars(cases: dict[tuple[Any, ...], dict[str, Row]], top: float) -> tupl
                 f'fill="{COLOURS[way]}"/><line x1="{at(low):.1f}" x2="{at(high):.1f}" '
                 f'y1="{middle:.1f}" y2="{middle:.1f}" stroke="#222"/>'
             )
-            lines.append(text(at(max(ratio, high)) + 5, y + BAR - 3, f"{ratio:.2f}", 'font-size="10"'))
+            lines.append(
+                text(at(max(ratio, high)) + 5, y + BAR - 3, f"{ratio:.2f}", 'font-size="10"')
+            )
             y += BAR
         y += GAP
     lines.insert(
@@ -83,7 +87,7 @@ def ratio_bars(cases: dict[tuple[Any, ...], dict[str, Row]], top: float) -> tupl
     return lines, y
 
 
-def growth(rows: list[Row], name: str, fixed: dict[str, int]) -> list[Row]:
+def growth(rows: list[Row], name: str, fixed: dict[str, Any]) -> list[Row]:
     """EPIC's rows in which only `name` differs, of one operation."""
     chosen = [
         row
@@ -110,7 +114,9 @@ def curve(rows: list[Row], name: str, title: str, x: float, y: float) -> list[st
     for power in range(low, top + 1):
         level = y + high * (1 - (power - low) / max(top - low, 1))
         lines.append(f'<line x1="{x}" x2="{x + wide}" y1="{level}" y2="{level}" stroke="#ddd"/>')
-        lines.append(text(x - 5, level + 4, f"{10.0**power:g} us", 'text-anchor="end" font-size="10"'))
+        lines.append(
+            text(x - 5, level + 4, f"{10.0**power:g} us", 'text-anchor="end" font-size="10"')
+        )
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
     lines.append(f'<polyline fill="none" stroke="#2f6fd0" stroke-width="2" points="{points}"/>')
     for (a, b), row in zip(places, rows, strict=True):
@@ -123,7 +129,7 @@ def draw(rows: list[Row]) -> str:
     """The whole picture."""
     cases = compared(rows)
     bars, y = ratio_bars(cases, 70)
-    alone = {"operation": "plan + dispatch", "hidden": 2048}
+    alone: Row = {"operation": "plan + dispatch", "hidden": 2048}
     tokens = growth(rows, "tokens", alone | {"ranks": 4, "experts": 64})
     ranks = growth(rows, "ranks", alone | {"tokens": 64, "experts": 64})
     experts = growth(rows, "experts", alone | {"tokens": 256, "ranks": 4})
@@ -133,10 +139,13 @@ def draw(rows: list[Row]) -> str:
     height = y + (240 if len(tokens) > 1 else 20)
     cores = rows[0]["cores"] if rows else 0
     key = "  ".join(f'<tspan fill="{colour}">{way}</tspan>' for way, colour in COLOURS.items())
-    head = text(LEFT, 24, f"times as fast as the strong form on MPI, {cores} cores", 'font-size="14"')
+    head = text(
+        LEFT, 24, f"times as fast as the strong form on MPI, {cores} cores", 'font-size="14"'
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="930" height="{height:.0f}" '
-        'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>\n'
+        'font-family="sans-serif" font-size="11">\n'
+        '<rect width="100%" height="100%" fill="white"/>\n'
         + "\n".join([head, text(LEFT, 44, key), *bars])
         + "\n</svg>\n"
     )

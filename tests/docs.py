@@ -28,7 +28,9 @@ AFTER = {"docs/launchers.md": "    return 0;\n}\n"}
 
 def pages() -> list[Path]:
     """Every Markdown file of the tree."""
-    found = [p for pattern in ("*.md", "docs/**/*.md", ".github/**/*.md") for p in ROOT.glob(pattern)]
+    found = [
+        p for pattern in ("*.md", "docs/**/*.md", ".github/**/*.md") for p in ROOT.glob(pattern)
+    ]
     return sorted(found)
 
 
@@ -74,14 +76,18 @@ def bad_code(compiler: list[str]) -> tuple[int, list[str]]:
         name = str(page.relative_to(ROOT))
         for block in re.findall(r"^```c\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
             num += 1
-            whole = block if "#include" in block else BEFORE.get(name, "") + block + AFTER.get(name, "")
+            whole = (
+                block if "#include" in block else BEFORE.get(name, "") + block + AFTER.get(name, "")
+            )
             if "mpi.h" in whole and not has_mpi(compiler):
                 continue
             with tempfile.NamedTemporaryFile("w", suffix=".c") as file:
                 file.write(whole)
                 file.flush()
                 command = [*compiler, "-fsyntax-only", file.name]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=60, check=False
+                )
             if done.returncode:
                 bad.append(f"{name}: a block of C does not compile:\n{done.stderr}")
     return num, bad
