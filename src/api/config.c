@@ -34,6 +34,12 @@ static epic_result timeout_from_environment(uint32_t *timeout_ms)
     return EPIC_OK;
 }
 
+const char *config_trace(void)
+{
+    const char *folder = getenv("EPIC_TRACE");
+    return folder && *folder ? folder : NULL;
+}
+
 epic_result config_read(epic_config *out, const epic_config *config, size_t size)
 {
     TRY(READ_SIZED(out, config, size, "config"));

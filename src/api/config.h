@@ -12,6 +12,9 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
 /* For the size queries: num_ranks is needed too. */
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 
+/* EPIC_TRACE: the folder for traces; NULL: none. */
+const char *config_trace(void);
+
 /* The backend of that name: built in, or loaded from its library.  Errors: EPIC_EINVAL (no
  * backend has that name), EPIC_ENOTSUP (its library cannot be loaded). */
 epic_result backend_find(const epic_backend **out, const char *name);

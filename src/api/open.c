@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "api/config.h"
@@ -20,7 +21,8 @@
 int64_t context_bytes(const epic_config *config, bool host)
 {
     const int64_t own = sizeof(epic_context) + TAGS_BYTES + sizeof(recorder_page);
-    return host ? own + config->max_in_flight * exchange_bytes(config) : own;
+    const int64_t trace = config_trace() ? TRACE_BYTES : 0;
+    return host ? own + trace + config->max_in_flight * exchange_bytes(config) : own;
 }
 
 /* --------------------------------------------------------------------------- opening ---- */
@@ -135,6 +137,26 @@ static epic_result join(epic_context *ctx, const epic_backend *backend, const ep
     return EPIC_OK;
 }
 
+/* On device contexts ids lie where the host does not see them. */
+static epic_result start_trace(epic_context *ctx)
+{
+    const char *folder = config_trace();
+    if (!folder || !ctx->backend->transport) return EPIC_OK;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    trace_header header = {.magic = {TRACE_MAGIC},
+                           .version = TRACE_VERSION,
+                           .header_bytes = sizeof header,
+                           .rank = ctx->rank,
+                           .num_ranks = ctx->num_ranks,
+                           .group_id = ctx->group_id,
+                           .opened_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec};
+    snprintf(header.name, sizeof header.name, "%s", ctx->name);
+    TRY(trace_open(&ctx->trace, folder, &header));
+    recorder_trace(ctx->recorder, ctx->trace);
+    return EPIC_OK;
+}
+
 static epic_result prepare(epic_context *ctx)
 {
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
@@ -142,6 +164,7 @@ static epic_result prepare(epic_context *ctx)
     ctx->steps = ctx->backend->steps ? &device_steps : &host_steps;
     recorder_open(&ctx->recorder, ctx->name, ctx->group_id, ctx->rank, ctx->num_ranks,
                   ctx->backend_name);
+    TRY(start_trace(ctx));
     TRY(tags_open(&ctx->tags, ctx->config.max_in_flight));
     return ctx->backend->transport ? exchanges_open(ctx) : EPIC_OK;
 }
@@ -158,6 +181,8 @@ static void give_back(epic_context *ctx)
     tags_close(&ctx->tags);
     (ours ? recorder_close : recorder_forget)(ctx->recorder);
     ctx->recorder = NULL;
+    trace_close(ctx->trace);
+    ctx->trace = NULL;
     if (ctx->backend && ours) ctx->backend->leave(ctx->group);
     if (ctx->backend && !ours && ctx->backend->forget) ctx->backend->forget(ctx->group);
     ctx->backend = NULL;

@@ -28,6 +28,7 @@
 struct epic_recorder {
     recorder_page *page;
     int fd; /* stays open: it is the name under /proc/PID/fd */
+    epic_trace *trace;
 };
 
 static int64_t wall_ns(void)
@@ -98,6 +99,11 @@ epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group
     write_header(recorder->page, group, group_id, rank, num_ranks, backend);
     *out = recorder;
     return EPIC_OK;
+}
+
+void recorder_trace(epic_recorder *recorder, epic_trace *trace)
+{
+    if (recorder) recorder->trace = trace;
 }
 
 void recorder_close(epic_recorder *recorder)
@@ -220,6 +226,12 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
     entry.end_ns = wall_ns();
     publish(recorder->page, at, &entry, result == EPIC_OK ? NULL : sentence ? sentence : "");
     atomic_store_explicit(&recorder->page->records[at].in_flight, 0, memory_order_release);
+    const trace_record ended = {
+        .tag = entry.tag,
+        .place = entry.place,
+        .time_ns = entry.start_ns,
+        .done = {entry.end_ns, entry.bytes, entry.operation, entry.result}};
+    trace_operation(recorder->trace, ended);
 }
 
 /* ---------------------------------------------------------------------------- reading ---- */

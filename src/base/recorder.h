@@ -13,6 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/trace.h"
 #include "epic/epic.h"
 
 /* ---------------------------------------------------------------------------- writing ---- */
@@ -30,6 +31,9 @@ typedef enum recorder_state {
 epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group_id, int rank,
                           int num_ranks, const char *backend);
 void recorder_close(epic_recorder *recorder);
+
+/* What ends is told to the trace too, which outlives the recorder. */
+void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 
 /* In a forked child: the parent's recorder goes on. */
 void recorder_forget(epic_recorder *recorder);

@@ -45,6 +45,7 @@ struct epic_context {
 
     tag_table tags;
     epic_recorder *recorder;
+    epic_trace *trace;          /* NULL: nobody asked for one; host contexts */
     struct exchange *exchanges; /* [max_in_flight], one for each cell; host contexts */
     _Atomic uint64_t bytes_sent;
 

@@ -215,6 +215,18 @@ static epic_result make(planning *p)
     return result;
 }
 
+/* For epic-trace, if somebody asked for a trace. */
+static void trace_ids(const planning *p)
+{
+    const trace_record record = {.tag = p->x->tag,
+                                 .place = p->x->place,
+                                 .plan = {.num_tokens = p->args->num_tokens,
+                                          .top_k = p->layer.top_k,
+                                          .num_experts = layer_num_ids(&p->layer),
+                                          .alignment = p->layer.alignment}};
+    trace_plan(p->x->ctx->trace, record, p->args->topk_idx, p->args->index_type);
+}
+
 /* made: the plan's bytes are a plan, also one that moves nothing. */
 static epic_result plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault,
                         bool *made)
@@ -233,6 +245,7 @@ static epic_result plan(epic_context *ctx, const epic_plan_args *args, const dat
         hash_join(hash_join(hash_join(ctx->group_id, p.x->tag), p.x->place), 1) | 1;
     *made = result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
     if (*made) planner_seal(&p.planner, id, ctx->group_id, result);
+    if (*made && result != EPIC_EINVAL) trace_ids(&p);
     return exchange_close(p.x, result);
 }
 

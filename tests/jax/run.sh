@@ -46,8 +46,8 @@ once() { # with the first environment
     handlers "$1/python"
     "$build/jax/epic_jax_frames"
     # Also what there is for PyTorch: mypy takes it as unknown here.
-    "$1/ruff" check -q bindings/python tests/jax tests/torch examples bench
-    "$1/ruff" format --check -q bindings/python tests/jax tests/torch examples bench
+    "$1/ruff" check -q bindings/python tests/jax tests/torch examples bench tools tests/docs.py
+    "$1/ruff" format --check -q bindings/python tests/jax tests/torch examples bench tools tests/docs.py
     "$1/mypy" --config-file pyproject.toml bindings/python/epic tests/jax examples/jax bench/*jax*.py
     "$1/mypy" --config-file pyproject.toml tests/torch examples/torch bench/torch_bench.py
     tests/jax/wheel.sh "$1"

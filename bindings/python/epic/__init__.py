@@ -3,6 +3,7 @@
 
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.options import Experts, Layer, Moe, Router
+from epic.traces import Placement, read_placement
 
 __version__ = "0.1.0"
 __all__ = [
@@ -12,5 +13,7 @@ __all__ = [
     "Experts",
     "Layer",
     "Moe",
+    "Placement",
     "Router",
+    "read_placement",
 ]

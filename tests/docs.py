@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What the documentation says about the tree is so: links lead somewhere, anchors are headings,
+the README's picture is what its script draws, and C in the documentation compiles.
+
+usage: docs.py CC [FLAG...]"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# What a block that is a part of a program stands in; a whole one includes its own headers.
+BEFORE = {
+    "docs/launchers.md": "#include <mpi.h>\n#include <epic/epic.h>\n"
+    "int main(int argc, char **argv)\n{\n    int level;\n    epic_context *ctx;\n",
+    "docs/backends.md": '#include "backend/backend.h"\n'
+    "bool can_join(const epic_peer *, int, const epic_config *, char *);\n"
+    "epic_result join(epic_group **, const epic_join *);\n"
+    "void leave(epic_group *), forget(epic_group *);\n"
+    "void memory(const epic_config *, epic_memory_info *);\n"
+    "extern const epic_transport transport;\n",
+}
+AFTER = {"docs/launchers.md": "    return 0;\n}\n"}
+
+
+def pages() -> list[Path]:
+    """Every Markdown file of the tree."""
+    found = [
+        p for pattern in ("*.md", "docs/**/*.md", ".github/**/*.md") for p in ROOT.glob(pattern)
+    ]
+    return sorted(found)
+
+
+def without_code(text: str) -> str:
+    """Blocks and spans of code taken out: what looks like a link there is none."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", text, flags=re.M):
+        kept = re.sub(r"[^\w\- ]", "", heading.lower())
+        found.add(kept.strip().replace(" ", "-"))
+    return found
+
+
+def bad_links() -> list[str]:
+    """Of each page; addresses of the web are not asked."""
+    bad = []
+    for page in pages():
+        text = without_code(page.read_text(encoding="utf-8"))
+        links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+        for link in links:
+            path, _, anchor = link.partition("#")
+            if re.match(r"[a-z]+:", link):
+                continue
+            target = (page.parent / path).resolve() if path else page
+            where = f"{page.relative_to(ROOT)}: {link}"
+            if not target.exists():
+                bad.append(f"{where}: there is no such file")
+            elif anchor and anchor not in anchors(target):
+                bad.append(f"{where}: there is no such heading")
+    return bad
+
+
+def bad_code(compiler: list[str]) -> tuple[int, list[str]]:
+    """How many blocks of C there are, and those that do not compile."""
+    num, bad = 0, []
+    for page in pages():
+        name = str(page.relative_to(ROOT))
+        for block in re.findall(r"^```c\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            num += 1
+            whole = (
+                block if "#include" in block else BEFORE.get(name, "") + block + AFTER.get(name, "")
+            )
+            if "mpi.h" in whole and not has_mpi(compiler):
+                continue
+            with tempfile.NamedTemporaryFile("w", suffix=".c") as file:
+                file.write(whole)
+                file.flush()
+                command = [*compiler, "-fsyntax-only", file.name]
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=60, check=False
+                )
+            if done.returncode:
+                bad.append(f"{name}: a block of C does not compile:\n{done.stderr}")
+    return num, bad
+
+
+def has_mpi(compiler: list[str]) -> bool:
+    """Is there an mpi.h?"""
+    command = [*compiler, "-fsyntax-only", "-include", "mpi.h", "-x", "c", "/dev/null"]
+    return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+
+
+def main() -> int:
+    """1: something is not so."""
+    bad = bad_links()
+    drawn = subprocess.run([sys.executable, str(ROOT / "tools/picture.py"), "--check"], check=False)
+    if drawn.returncode:
+        bad.append("docs/step-*.svg: run tools/picture.py")
+    flags = ["-std=c11", "-Wall", "-Werror", "-D_GNU_SOURCE", f"-I{ROOT}/include", f"-I{ROOT}/src"]
+    num, code = bad_code([*sys.argv[1:], *flags])
+    bad += code
+    print("\n".join(bad))
+    print(f"{len(pages())} pages, {num} blocks of C, {len(bad)} things wrong")
+    return 1 if bad or num < 4 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

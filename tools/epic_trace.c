@@ -1,0 +1,218 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic-trace: looks at what EPIC_TRACE has recorded, replays it, and hands it on. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "trace_draw.h"
+
+static const char help[] =
+    "usage: epic-trace show TRACE                    what is in it\n"
+    "       epic-trace draw TRACE OUT.svg|OUT.png    load of each expert over the steps\n"
+    "       epic-trace replay TRACE --ranks N [--hidden N] [--place FILE] [--balanced] "
+    "[--json]\n"
+    "                                                through plan, dispatch and combine\n"
+    "       epic-trace export TRACE OUT.npy          ids, int32 [steps, tokens, top_k]; -1: "
+    "none\n"
+    "       epic-trace import IN.npy FOLDER [--ranks N]\n"
+    "       epic-trace chrome TRACE OUT.json         operations of all ranks, for Perfetto\n"
+    "       epic-trace metrics TRACE [--prometheus]  lines of JSON, one for each step\n"
+    "       epic-trace --help\n"
+    "\n"
+    "TRACE is a folder that EPIC_TRACE named while a program ran, or an .npy file of "
+    "integers,\n"
+    "[tokens, top_k], [steps, tokens, top_k] or [steps, ranks, tokens, top_k].\n"
+    "  --group NAME|ID     of several groups in a folder\n"
+    "  --layer I/N         steps I, I + N, I + 2 N, ...: one of N layers\n"
+    "  --steps FIRST:NUM   of these\n"
+    "  --experts N         of an .npy file, whose largest id may be smaller\n"
+    "Exit status: 0; 1: it cannot be done, the sentence says why; 2: usage.\n";
+
+static int usage(const char *why, const char *what)
+{
+    fprintf(stderr, "epic-trace: %s%s\n%s", why, what, help);
+    return 2;
+}
+
+typedef struct options {
+    const char *words[3]; /* command, trace, file */
+    int num_words;
+    trace_choice choice;
+    replay replay;
+    const char *place;
+    bool prometheus;
+} options;
+
+/* 0, or what main returns. */
+static int read_options(options *o, int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++) {
+        const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
+        if (!strcmp(name, "--json") || !strcmp(name, "--balanced") ||
+            !strcmp(name, "--prometheus")) {
+            *(name[2] == 'j'   ? &o->replay.json
+              : name[2] == 'b' ? &o->replay.balanced
+                               : &o->prometheus) = true;
+            continue;
+        }
+        if (strncmp(name, "--", 2)) {
+            if (o->num_words == 3) return usage("one word too many: ", name);
+            o->words[o->num_words++] = name;
+            continue;
+        }
+        if (!value) return usage("a value is missing behind ", name);
+        i++;
+        if (!strcmp(name, "--place"))
+            o->place = value;
+        else if (!strcmp(name, "--ranks"))
+            o->replay.ranks = (int32_t)number_of(name, value, 1, 256);
+        else if (!strcmp(name, "--hidden"))
+            o->replay.hidden = number_of(name, value, 1, 1 << 20);
+        else if (!trace_option(&o->choice, name, value))
+            return usage("unknown option ", name);
+    }
+    return 0;
+}
+
+/* ------------------------------------------------------------------------------ show ---- */
+
+static void show(const trace *t)
+{
+    int64_t tokens = 0, choices = 0, none = 0;
+    int64_t *load = grab((t->num_experts + 1) * sizeof *load);
+    for (int64_t i = 0; i < t->num_steps; i++) {
+        const trace_step *s = &t->steps[i];
+        tokens += s->num_tokens;
+        choices += s->num_tokens * s->top_k;
+        for (int64_t c = 0; c < s->num_tokens * s->top_k; c++)
+            if (s->ids[c] < 0)
+                none++;
+            else
+                load[s->ids[c]]++;
+    }
+    printf("group \"%s\", %d ranks, %u experts\n", t->name, t->num_ranks, t->num_experts);
+    printf("steps       %" PRId64 "\n", t->num_steps);
+    if (t->num_incomplete)
+        printf("left out    %" PRId64 " plans that not every rank has recorded\n",
+               t->num_incomplete);
+    printf("operations  %" PRId64 "\n", t->num_events);
+    printf("tokens      %" PRId64 "\n", tokens);
+    printf("choices     %" PRId64 ", of these %" PRId64 " of no expert\n", choices, none);
+    uint32_t most = 0, least = 0;
+    for (uint32_t e = 0; e < t->num_experts; e++) {
+        if (load[e] > load[most]) most = e;
+        if (load[e] < load[least]) least = e;
+    }
+    const double even = t->num_experts ? (double)(choices - none) / t->num_experts : 0;
+    if (even > 0)
+        printf("load        expert %u has %.2f of an even share, expert %u %.2f\n", most,
+               (double)load[most] / even, least, (double)load[least] / even);
+    free(load);
+}
+
+/* ------------------------------------------------------------------ export and import ---- */
+
+static void export(const trace *t, const char *path)
+{
+    int64_t tokens = 0, k = 1;
+    for (int64_t i = 0; i < t->num_steps; i++) {
+        if (t->steps[i].num_tokens > tokens) tokens = t->steps[i].num_tokens;
+        if (t->steps[i].top_k > k) k = t->steps[i].top_k;
+    }
+    const int64_t shape[] = {t->num_steps, tokens, k};
+    const int64_t all = t->num_steps * tokens * k;
+    int32_t *values = grab((size_t)all * sizeof *values);
+    memset(values, 0xff, (size_t)all * sizeof *values);
+    for (int64_t i = 0; i < t->num_steps; i++) {
+        const trace_step *s = &t->steps[i];
+        for (int64_t row = 0; row < s->num_tokens; row++)
+            memcpy(values + (i * tokens + row) * k, s->ids + row * s->top_k,
+                   s->top_k * sizeof *values);
+    }
+    npy_write(path, values, shape, 3);
+    free(values);
+}
+
+/* As if so many ranks had planned: each with its part of the tokens. */
+static void import(const trace *t, const char *folder, int32_t ranks)
+{
+    for (int32_t r = 0; r < ranks; r++) {
+        trace_header header = {.magic = {TRACE_MAGIC},
+                               .version = TRACE_VERSION,
+                               .header_bytes = sizeof header,
+                               .rank = r,
+                               .num_ranks = ranks,
+                               .group_id = 1,
+                               .name = "npy"};
+        epic_trace *out;
+        if (trace_open(&out, folder, &header) != EPIC_OK) complain("%s", epic_error(NULL));
+        for (int64_t i = 0; i < t->num_steps; i++) {
+            const trace_step *s = &t->steps[i];
+            const int64_t first = s->num_tokens * r / ranks;
+            const trace_record record = {
+                .place = s->place,
+                .plan = {.num_tokens = s->num_tokens * (r + 1) / ranks - first,
+                         .top_k = s->top_k,
+                         .num_experts = t->num_experts,
+                         .alignment = 1}};
+            trace_plan(out, record, s->ids + first * s->top_k, EPIC_I32);
+        }
+        if (!trace_close(out)) complain("%s: cannot be written", folder);
+    }
+}
+
+/* ------------------------------------------------------------------------------- all ---- */
+
+static void run_replay(const trace *t, options *o)
+{
+    epic_placement place;
+    if (!o->replay.ranks) o->replay.ranks = t->num_ranks;
+    if (!o->replay.hidden) o->replay.hidden = 64;
+    if (o->place) {
+        const char *why = epic_placement_read(&place, o->place);
+        if (why) complain("%s: %s", o->place, why);
+        o->replay.place = &place;
+    }
+    trace_replay(t, &o->replay);
+    if (o->place) epic_placement_free(&place);
+}
+
+static int run(options *o)
+{
+    const char *command = o->words[0], *file = o->words[2];
+    static const char *const with_file[] = {"draw", "export", "import", "chrome"};
+    static const char *const without[] = {"show", "replay", "metrics"};
+    bool known = false, wants = false;
+    for (size_t i = 0; i < 4; i++) wants |= !strcmp(command, with_file[i]);
+    for (size_t i = 0; i < 3; i++) known |= !strcmp(command, without[i]);
+    if (!known && !wants) return usage("unknown command ", command);
+    if (o->num_words != (wants ? 3 : 2))
+        return usage("words are missing, or too many: ", command);
+
+    trace t;
+    trace_load(&t, o->words[1], &o->choice);
+    if (!strcmp(command, "show")) show(&t);
+    if (!strcmp(command, "draw")) trace_draw(&t, file);
+    if (!strcmp(command, "replay")) run_replay(&t, o);
+    if (!strcmp(command, "export")) export(&t, file);
+    if (!strcmp(command, "import"))
+        import(&t, file, o->replay.ranks ? o->replay.ranks : t.num_ranks);
+    if (!strcmp(command, "chrome")) trace_chrome(&t, file);
+    if (!strcmp(command, "metrics")) (o->prometheus ? trace_prometheus : trace_metrics)(&t);
+    trace_free(&t);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    options o = {0};
+    if (argc == 2 && !strcmp(argv[1], "--help")) {
+        fputs(help, stdout);
+        return 0;
+    }
+    const int bad = read_options(&o, argc, argv);
+    if (bad) return bad;
+    if (!o.num_words) return usage("what shall it do?", "");
+    return run(&o);
+}

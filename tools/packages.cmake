@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+# `cpack -G DEB` (and TGZ) in the build folder: what `make install` installs, as a package.
+set(CPACK_PACKAGE_NAME epic-moe)
+set(CPACK_PACKAGE_VERSION ${PROJECT_VERSION})
+set(CPACK_PACKAGE_VENDOR "EPIC")
+set(CPACK_PACKAGE_CONTACT "the EPIC maintainers <epic@localhost>")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "Expert Parallelism In C: Mixture-of-Experts across ranks")
+set(CPACK_RESOURCE_FILE_LICENSE ${PROJECT_SOURCE_DIR}/LICENSE)
+set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
+set(CPACK_PACKAGE_DIRECTORY ${PROJECT_BINARY_DIR}/packages)
+set(CPACK_GENERATOR TGZ)
+set(CPACK_STRIP_FILES ON)
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SECTION libs)
+# Plugins are loaded only when asked for: MPI and OpenBLAS need not be there.
+set(CPACK_DEBIAN_PACKAGE_DEPENDS "libc6 (>= 2.34)")
+set(CPACK_DEBIAN_PACKAGE_RECOMMENDS libopenblas0-pthread)
+set(CPACK_DEBIAN_PACKAGE_SUGGESTS "openmpi-bin, libssl3")
+file(WRITE ${PROJECT_BINARY_DIR}/packages/triggers "activate-noawait ldconfig\n")
+set(CPACK_DEBIAN_PACKAGE_CONTROL_EXTRA ${PROJECT_BINARY_DIR}/packages/triggers)
+include(CPack)

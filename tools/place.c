@@ -1,0 +1,406 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Placements: round robin, greedy, and a local search. */
+#include "place.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "trace_read.h"
+
+#define SAMPLE 48        /* steps that the search looks at */
+#define BEGINNINGS 6     /* of the search */
+#define PROPOSALS 24     /* without success in a row, for each place */
+#define POLISHED 48      /* most places where single changes are all tried */
+#define MOST_TOKENS 8192 /* that exchanges of ranks look at */
+
+static int32_t places(const place_problem *p)
+{
+    return p->ranks * p->slots;
+}
+
+/* -------------------------------------------------------------------------------- cost ---- */
+
+/* count [logical]: places of each expert. */
+static void count_places(const place_problem *p, const int32_t *at, int32_t *count)
+{
+    memset(count, 0, (size_t)p->logical * sizeof *count);
+    for (int32_t i = 0; i < places(p); i++) count[at[i]]++;
+}
+
+/* Replica n of r of an expert with so many choices has every r-th, beginning with choice n. */
+static int64_t part_of(int64_t choices, int32_t n, int32_t r)
+{
+    return (choices + r - 1 - n) / r;
+}
+
+static int64_t busiest(const place_problem *p, const int32_t *at, const int32_t *count,
+                       const int32_t *load, int32_t *turn)
+{
+    int64_t most = 0;
+    memset(turn, 0, (size_t)p->logical * sizeof *turn);
+    for (int32_t rank = 0; rank < p->ranks; rank++) {
+        int64_t sum = 0;
+        for (int32_t i = rank * p->slots; i < (rank + 1) * p->slots; i++) {
+            const int32_t e = at[i];
+            sum += count[e] == 1 ? load[e] : part_of(load[e], turn[e]++, count[e]);
+        }
+        if (sum > most) most = sum;
+    }
+    return most;
+}
+
+int64_t place_cost(const place_problem *p, const int32_t *at)
+{
+    int32_t *count = grab((size_t)p->logical * 2 * sizeof *count), *turn = count + p->logical;
+    int64_t cost = 0;
+    count_places(p, at, count);
+    for (int64_t s = 0; s < p->num_steps; s++)
+        cost += busiest(p, at, count, p->load + s * p->logical, turn);
+    free(count);
+    return cost;
+}
+
+int64_t place_total(const place_problem *p)
+{
+    int64_t total = 0;
+    for (int64_t i = 0; i < p->num_steps * p->logical; i++) total += p->load[i];
+    return total;
+}
+
+static int ascending(const void *a, const void *b)
+{
+    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return (x > y) - (x < y);
+}
+
+int64_t place_bound(const place_problem *p)
+{
+    const int32_t spare = places(p) - p->logical;
+    const int32_t most_replicas = spare + 1 < p->ranks ? spare + 1 : p->ranks;
+    int32_t *sorted = grab((size_t)p->logical * sizeof *sorted);
+    int64_t bound = 0;
+    for (int64_t s = 0; s < p->num_steps; s++) {
+        int64_t sum = 0;
+        memcpy(sorted, p->load + s * p->logical, (size_t)p->logical * sizeof *sorted);
+        qsort(sorted, (size_t)p->logical, sizeof *sorted, ascending);
+        for (int32_t e = 0; e < p->logical; e++) sum += sorted[e];
+        const int64_t mean = (sum + p->ranks - 1) / p->ranks, most = sorted[p->logical - 1];
+        int64_t share = (most + most_replicas - 1) / most_replicas;
+        for (int32_t e = 0; spare == 0 && e < p->slots - 1; e++) share += sorted[e];
+        bound += mean > share ? mean : share;
+    }
+    free(sorted);
+    return bound;
+}
+
+/* ---------------------------------------------------------------------- round robin, greedy ---- */
+
+void place_round_robin(const place_problem *p, int32_t *at)
+{
+    for (int32_t i = 0; i < places(p); i++)
+        at[i % p->ranks * p->slots + i / p->ranks] = i % p->logical;
+}
+
+typedef struct piece { /* a replica that is to be placed */
+    int32_t expert;
+    double load;
+} piece;
+
+static int busiest_first(const void *a, const void *b)
+{
+    const piece *x = a, *y = b;
+    if (x->load != y->load) return x->load > y->load ? -1 : 1;
+    return (x->expert > y->expert) - (x->expert < y->expert);
+}
+
+static void make_pieces(const place_problem *p, piece *out)
+{
+    double *load = grab((size_t)p->logical * sizeof *load);
+    int32_t *count = grab((size_t)p->logical * sizeof *count);
+    for (int64_t i = 0; i < p->num_steps * p->logical; i++) load[i % p->logical] += p->load[i];
+    for (int32_t e = 0; e < p->logical; e++) count[e] = 1;
+    for (int32_t more = places(p) - p->logical; more > 0; more--) {
+        int32_t best = 0;
+        for (int32_t e = 1; e < p->logical; e++)
+            if (load[e] / count[e] > load[best] / count[best]) best = e;
+        count[best]++;
+    }
+    for (int32_t e = 0, n = 0; e < p->logical; e++)
+        for (int32_t i = 0; i < count[e]; i++) out[n++] = (piece){e, load[e] / count[e]};
+    qsort(out, (size_t)places(p), sizeof *out, busiest_first);
+    free(load), free(count);
+}
+
+/* Two replicas on one rank share nothing: avoided while another rank has room. */
+static bool has(const place_problem *p, const int32_t *at, int32_t rank, int32_t filled,
+                int32_t expert)
+{
+    for (int32_t i = 0; i < filled; i++)
+        if (at[rank * p->slots + i] == expert) return true;
+    return false;
+}
+
+void place_greedy(const place_problem *p, int32_t *at)
+{
+    piece *pieces = grab((size_t)places(p) * sizeof *pieces);
+    double *sum = grab((size_t)p->ranks * sizeof *sum);
+    int32_t *filled = grab((size_t)p->ranks * sizeof *filled);
+    make_pieces(p, pieces);
+    for (int32_t n = 0; n < places(p); n++) {
+        int32_t best = -1, any = -1;
+        for (int32_t r = 0; r < p->ranks; r++) {
+            if (filled[r] == p->slots) continue;
+            if (any < 0 || sum[r] < sum[any]) any = r;
+            if (has(p, at, r, filled[r], pieces[n].expert)) continue;
+            if (best < 0 || sum[r] < sum[best]) best = r;
+        }
+        if (best < 0) best = any;
+        at[best * p->slots + filled[best]++] = pieces[n].expert;
+        sum[best] += pieces[n].load;
+    }
+    free(pieces), free(sum), free(filled);
+}
+
+/* ------------------------------------------------------------------------------- search ---- */
+
+static uint64_t draw(uint64_t *state)
+{
+    *state = *state * 6364136223846793005u + 1442695040888963407u;
+    return *state >> 33;
+}
+
+/* Steps far apart stand for all. */
+static place_problem sample(const place_problem *p, int32_t *load)
+{
+    place_problem out = *p;
+    if (p->num_steps > SAMPLE) out.num_steps = SAMPLE;
+    for (int64_t s = 0; s < out.num_steps; s++)
+        memcpy(load + s * p->logical, p->load + s * p->num_steps / out.num_steps * p->logical,
+               (size_t)p->logical * sizeof *load);
+    out.load = load;
+    return out;
+}
+
+/* Loads of the ranks while the search goes on; a replica counts as an equal part. */
+typedef struct sums {
+    const place_problem *p;
+    int32_t *at, *count;
+    double *load; /* [num_steps, ranks] */
+    double cost;
+} sums;
+
+static double part(const sums *s, int64_t step, int32_t expert)
+{
+    return (double)s->p->load[step * s->p->logical + expert] / s->count[expert];
+}
+
+static void add_up(sums *s)
+{
+    const place_problem *p = s->p;
+    count_places(p, s->at, s->count);
+    s->cost = 0;
+    for (int64_t step = 0; step < p->num_steps; step++) {
+        double *load = s->load + step * p->ranks, most = 0;
+        for (int32_t r = 0; r < p->ranks; r++) {
+            load[r] = 0;
+            for (int32_t i = r * p->slots; i < (r + 1) * p->slots; i++)
+                load[r] += part(s, step, s->at[i]);
+            if (load[r] > most) most = load[r];
+        }
+        s->cost += most;
+    }
+}
+
+/* The cost once places i and j, of ranks a and b, have changed their experts. */
+static double cost_exchanged(const sums *s, int32_t i, int32_t j)
+{
+    const int32_t ranks = s->p->ranks, a = i / s->p->slots, b = j / s->p->slots;
+    double cost = 0;
+    for (int64_t step = 0; step < s->p->num_steps && cost <= s->cost; step++) {
+        const double *load = s->load + step * ranks;
+        const double more = part(s, step, s->at[j]) - part(s, step, s->at[i]);
+        double most = load[a] + more > load[b] - more ? load[a] + more : load[b] - more;
+        for (int32_t r = 0; r < ranks; r++)
+            if (r != a && r != b && load[r] > most) most = load[r];
+        cost += most;
+    }
+    return cost;
+}
+
+static void exchange(sums *s, int32_t i, int32_t j)
+{
+    const int32_t ranks = s->p->ranks, a = i / s->p->slots, b = j / s->p->slots;
+    for (int64_t step = 0; step < s->p->num_steps; step++) {
+        const double more = part(s, step, s->at[j]) - part(s, step, s->at[i]);
+        s->load[step * ranks + a] += more;
+        s->load[step * ranks + b] -= more;
+    }
+    const int32_t keep = s->at[i];
+    s->at[i] = s->at[j];
+    s->at[j] = keep;
+}
+
+/* Place i becomes a replica of another expert, if that costs no more. */
+static bool try_replica(sums *s, int32_t i, int32_t expert)
+{
+    const int32_t before = s->at[i];
+    const double cost = s->cost;
+    s->at[i] = expert;
+    add_up(s);
+    if (s->cost <= cost) return s->cost < cost;
+    s->at[i] = before;
+    add_up(s);
+    return false;
+}
+
+/* Takes what costs no more: from what costs as much others are near.  True: it costs less. */
+static bool propose(sums *s, uint64_t *state)
+{
+    const place_problem *p = s->p;
+    const int32_t i = (int32_t)(draw(state) % (uint64_t)places(p));
+    const int32_t j = (int32_t)(draw(state) % (uint64_t)places(p));
+    if (places(p) > p->logical && draw(state) % 8 == 0 && s->count[s->at[i]] > 1 &&
+        s->at[i] != s->at[j])
+        return try_replica(s, i, s->at[j]);
+    if (i / p->slots == j / p->slots || s->at[i] == s->at[j]) return false;
+    const double cost = cost_exchanged(s, i, j);
+    if (cost > s->cost) return false;
+    exchange(s, i, j);
+    const bool better = cost < s->cost * (1 - 1e-9);
+    s->cost = cost;
+    return better;
+}
+
+static void climb(const place_problem *p, int32_t *at, uint64_t *state)
+{
+    sums s = {.p = p, .at = at};
+    s.count = grab((size_t)p->logical * sizeof *s.count);
+    s.load = grab((size_t)(p->num_steps * p->ranks) * sizeof *s.load);
+    add_up(&s);
+    for (int64_t tries = 0; tries < (int64_t)PROPOSALS * places(p); tries++)
+        if (propose(&s, state)) tries = 0;
+    free(s.count), free(s.load);
+}
+
+/* To a placement that no single change makes better, by true costs: replicas of one expert differ
+ * by a choice, which `sums` does not see. */
+static void polish(const place_problem *p, int32_t *at)
+{
+    int32_t *count = grab((size_t)p->logical * sizeof *count);
+    int64_t cost = place_cost(p, at);
+    for (int32_t i = 0; i < places(p); i++)
+        for (int32_t j = 0; j < places(p); j++) {
+            const int32_t at_i = at[i], at_j = at[j];
+            count_places(p, at, count);
+            for (int kind = 0; kind < 2 && at_i != at_j; kind++) {
+                if (kind && count[at_i] == 1) break;
+                at[i] = at_j;
+                if (!kind) at[j] = at_i;
+                const int64_t found = place_cost(p, at);
+                if (found < cost) {
+                    cost = found;
+                    i = j = 0;
+                    break;
+                }
+                at[i] = at_i;
+                at[j] = at_j;
+            }
+        }
+    free(count);
+}
+
+/* A beginning far from the others. */
+static void shuffle(const place_problem *p, int32_t *at, uint64_t *state)
+{
+    for (int32_t i = places(p) - 1; i > 0; i--) {
+        const int32_t j = (int32_t)(draw(state) % (uint64_t)(i + 1)), keep = at[i];
+        at[i] = at[j];
+        at[j] = keep;
+    }
+}
+
+void place_search(const place_problem *p, int32_t *at, uint64_t seed)
+{
+    const size_t bytes = (size_t)places(p) * sizeof *at;
+    int32_t *load = grab((size_t)(SAMPLE * (int64_t)p->logical) * sizeof *load);
+    int32_t *next = grab(bytes);
+    const place_problem some = sample(p, load);
+    int64_t best = INT64_MAX;
+    for (int beginning = 0; beginning < BEGINNINGS; beginning++) {
+        uint64_t state = seed + (uint64_t)beginning * 7919 + 1;
+        (beginning == 1 ? place_round_robin : place_greedy)(p, next);
+        if (beginning > 1) shuffle(p, next, &state);
+        climb(&some, next, &state);
+        if (places(p) <= POLISHED) polish(&some, next);
+        const int64_t cost = place_cost(p, next);
+        if (cost >= best) continue;
+        best = cost;
+        memcpy(at, next, bytes);
+    }
+    void (*const simple[])(const place_problem *, int32_t *) = {place_greedy,
+                                                                place_round_robin};
+    for (int i = 0; i < 2; i++) { /* the sample may have misled */
+        simple[i](p, next);
+        const int64_t cost = place_cost(p, next);
+        if (cost >= best) continue;
+        best = cost;
+        memcpy(at, next, bytes);
+    }
+    free(load), free(next);
+}
+
+/* -------------------------------------------------------------------------------- hosts ---- */
+
+int64_t place_crossings(int32_t ranks, int32_t hosts, const uint64_t *seen, int64_t num)
+{
+    const int32_t each = ranks / hosts;
+    const uint64_t host = each == 64 ? UINT64_MAX : (UINT64_C(1) << each) - 1;
+    int64_t crossings = 0;
+    for (int64_t i = 0; i < num; i++) {
+        int touched = 0;
+        for (int32_t h = 0; h < hosts; h++) touched += (seen[i] >> (h * each) & host) != 0;
+        crossings += touched > 1 ? touched - 1 : 0;
+    }
+    return crossings;
+}
+
+static void exchange_bits(uint64_t *seen, int64_t num, int32_t a, int32_t b)
+{
+    for (int64_t i = 0; i < num; i++) {
+        const uint64_t differ = (seen[i] >> a ^ seen[i] >> b) & 1;
+        seen[i] ^= differ << a | differ << b;
+    }
+}
+
+static void exchange_ranks(const place_problem *p, int32_t *at, int32_t a, int32_t b)
+{
+    for (int32_t i = 0; i < p->slots; i++) {
+        const int32_t keep = at[a * p->slots + i];
+        at[a * p->slots + i] = at[b * p->slots + i];
+        at[b * p->slots + i] = keep;
+    }
+}
+
+void place_hosts(const place_problem *p, int32_t *at, int32_t hosts, uint64_t *seen,
+                 int64_t num)
+{
+    const int64_t some = num < MOST_TOKENS ? num : MOST_TOKENS;
+    const int32_t each = p->ranks / hosts;
+    int64_t best = place_crossings(p->ranks, hosts, seen, some);
+    for (bool better = true; better;) {
+        better = false;
+        for (int32_t a = 0; a < p->ranks; a++)
+            for (int32_t b = (a / each + 1) * each; b < p->ranks; b++) {
+                exchange_bits(seen, some, a, b);
+                const int64_t found = place_crossings(p->ranks, hosts, seen, some);
+                if (found >= best) {
+                    exchange_bits(seen, some, a, b);
+                    continue;
+                }
+                best = found;
+                better = true;
+                exchange_bits(seen + some, num - some, a, b);
+                exchange_ranks(p, at, a, b);
+            }
+    }
+}

@@ -1,0 +1,107 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Arrays of integers in NumPy's .npy format, versions 1 to 3, rows first. */
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "trace_read.h"
+
+#define MAGIC "\x93NUMPY"
+#define MOST_HEADER 4096
+
+/* The text behind 'key': in the header's dictionary. */
+static const char *value_of(const char *path, const char *header, const char *key)
+{
+    const char *at = strstr(header, key);
+    if (!at) complain("%s: no %s in its header", path, key);
+    at = strchr(at, ':');
+    if (!at) complain("%s: %s has no value", path, key);
+    return at + 1 + strspn(at + 1, " ");
+}
+
+static void read_shape(npy *out, const char *path, const char *header)
+{
+    const char *at = value_of(path, header, "'shape'");
+    if (*at++ != '(') complain("%s: its shape is not a tuple", path);
+    out->num = 1;
+    for (char *end;; at = end) {
+        at += strspn(at, " ,");
+        if (*at == ')') break;
+        if (out->dims == 4) complain("%s: more than 4 dimensions", path);
+        const long long size = strtoll(at, &end, 10);
+        if (end == at || size < 0 || (size && out->num > (INT64_C(1) << 40) / size))
+            complain("%s: its shape cannot be read", path);
+        out->shape[out->dims++] = size;
+        out->num *= size;
+    }
+}
+
+static int64_t read_value(const unsigned char *bytes, size_t size, bool is_signed)
+{
+    uint64_t word = 0;
+    memcpy(&word, bytes, size);
+    if (is_signed && size < 8 && word >> (8 * size - 1)) word |= UINT64_MAX << (8 * size);
+    return (int64_t)word;
+}
+
+static void read_values(npy *out, const char *path, FILE *in, const char *type)
+{
+    const bool is_signed = type[2] == 'i';
+    const size_t size = (size_t)(type[3] - '0');
+    if ((type[1] != '<' && type[1] != '|') || (type[2] != 'i' && type[2] != 'u') ||
+        (size != 1 && size != 2 && size != 4 && size != 8) || type[4] != type[0])
+        complain("%s: type %.8s: little-endian integers are needed", path, type);
+    out->values = grab((size_t)out->num * sizeof *out->values);
+    unsigned char bytes[8];
+    for (int64_t i = 0; i < out->num; i++) {
+        if (fread(bytes, size, 1, in) != 1)
+            complain("%s: it ends after %" PRId64 " of %" PRId64 " values", path, i, out->num);
+        out->values[i] = read_value(bytes, size, is_signed);
+    }
+}
+
+void npy_read(npy *out, const char *path)
+{
+    unsigned char begin[12];
+    char header[MOST_HEADER + 1] = {0};
+    memset(out, 0, sizeof *out);
+    FILE *in = fopen(path, "rb");
+    if (!in) complain("%s: %s", path, strerror(errno));
+    if (fread(begin, 10, 1, in) != 1 || memcmp(begin, MAGIC, 6)) complain("%s: not .npy", path);
+    size_t length = begin[8] + 256u * begin[9];
+    if (begin[6] > 1) {
+        if (fread(begin + 10, 2, 1, in) != 1) complain("%s: it ends in its header", path);
+        length += 65536u * begin[10] + 16777216u * begin[11];
+    }
+    if (begin[6] < 1 || begin[6] > 3 || length > MOST_HEADER ||
+        fread(header, 1, length, in) != length)
+        complain("%s: version %d of .npy with a header of %zu bytes", path, begin[6], length);
+    if (strncmp(value_of(path, header, "'fortran_order'"), "False", 5))
+        complain("%s: columns first: save numpy.ascontiguousarray of it", path);
+    read_shape(out, path, header);
+    read_values(out, path, in, value_of(path, header, "'descr'"));
+    fclose(in);
+}
+
+void npy_write(const char *path, const int32_t *values, const int64_t *shape, int dims)
+{
+    char header[128], text[118];
+    int at = snprintf(text, sizeof text, "{'descr': '<i4', 'fortran_order': False, 'shape': (");
+    int64_t num = 1;
+    for (int d = 0; d < dims; d++) {
+        at += snprintf(text + at, sizeof text - (size_t)at, "%" PRId64 ", ", shape[d]);
+        num *= shape[d];
+    }
+    snprintf(text + at, sizeof text - (size_t)at, "), }");
+    memcpy(header, MAGIC "\x01\x00\x76\x00", 10);
+    snprintf(header + 10, sizeof header - 10, "%-117s", text);
+    header[127] = '\n';
+    FILE *out = fopen(path, "wb");
+    if (!out) complain("%s: %s", path, strerror(errno));
+    fwrite(header, 1, sizeof header, out);
+    fwrite(values, sizeof *values, (size_t)num, out);
+    const bool bad = ferror(out) != 0;
+    if (fclose(out) || bad) complain("%s: cannot be written", path);
+}

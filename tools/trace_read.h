@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A trace in memory, as epic-trace and epic-place look at it. */
+#ifndef EPIC_TRACE_READ_H
+#define EPIC_TRACE_READ_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/trace.h"
+
+/* The choices of all ranks in one plan, rank by rank. */
+typedef struct trace_step {
+    uint64_t tag, place;
+    int64_t time_ns; /* of the first rank that planned */
+    uint32_t top_k, num_experts, alignment;
+    int64_t num_tokens; /* of all ranks */
+    int64_t *tokens_of; /* [num_ranks] */
+    int32_t *ids;       /* [num_tokens, top_k]; -1: none */
+} trace_step;
+
+typedef struct trace_event { /* an operation of a rank */
+    int32_t rank;
+    trace_record record;
+} trace_event;
+
+typedef struct trace {
+    char name[64];
+    uint64_t group_id;
+    int32_t num_ranks;
+    uint32_t num_experts; /* the most of any step */
+    int64_t num_steps, num_events;
+    int64_t num_incomplete; /* plans that are not there for every rank; they are left out */
+    trace_step *steps;      /* by time */
+    trace_event *events;    /* by time */
+} trace;
+
+/* What of it is wanted; zero: all. */
+typedef struct trace_choice {
+    const char *group;    /* a group's name or the 16 digits of its id; NULL: there is one */
+    uint32_t num_experts; /* of an .npy file, where it says nothing; 0: the largest id + 1 */
+    int64_t turn, of;     /* every of-th step, beginning with turn: one layer of several */
+    int64_t first, num;   /* then steps first to first + num - 1; num 0: all */
+} trace_choice;
+
+/* --group, --layer, --steps and --experts; false: it is none of them. */
+bool trace_option(trace_choice *choice, const char *name, const char *value);
+
+/* A folder that EPIC_TRACE named, or an .npy file of ids.  Ends the program with a sentence where
+ * that cannot be. */
+void trace_load(trace *out, const char *path, const trace_choice *choice);
+void trace_free(trace *t);
+
+/* Ends the program: "epic-trace: ..." */
+_Noreturn void complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void *grab(size_t bytes); /* zeroed, or the program ends */
+int64_t number_of(const char *option, const char *text, int64_t least, int64_t most);
+
+/* An array of integers. */
+typedef struct npy {
+    int64_t shape[4];
+    int dims;
+    int64_t num;
+    int64_t *values;
+} npy;
+
+void npy_read(npy *out, const char *path);
+void npy_write(const char *path, const int32_t *values, const int64_t *shape, int dims);
+
+#endif

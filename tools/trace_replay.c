@@ -1,0 +1,319 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Replays a trace: its choices go through plan, dispatch and combine at any number of ranks, which
+ * are threads.  Tokens are dealt evenly, in their order.  Experts give back what they get, so
+ * what comes home is known: the token times the weights of its choices. */
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "trace_draw.h"
+
+#define WEIGHT 0.0625f /* of a choice; sums of up to 64 of them are exact */
+
+enum { PLAN, DISPATCH, COMBINE, NUM_TIMED };
+
+typedef struct stage { /* what all ranks share */
+    const trace *t;
+    const replay *how;
+    uint32_t num_experts, num_logical;
+    int64_t *slots;   /* [num_steps, ranks]: that landed */
+    int64_t *rows;    /* [ranks, ranks]: rows from home to a rank of experts, over all steps */
+    double *seconds;  /* [num_steps, NUM_TIMED], of rank 0 */
+    epic_meet *meets; /* [ranks] */
+} stage;
+
+typedef struct seat {
+    stage *s;
+    int32_t rank;
+    epic_context *ctx;
+    void *plan;
+    int64_t plan_bytes;
+} seat;
+
+static void must(const epic_context *ctx, epic_result result, const char *what)
+{
+    if (result != EPIC_OK) complain("%s: %s", what, epic_error(ctx));
+}
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+static int64_t begin_of(const stage *s, const trace_step *step, int32_t rank)
+{
+    return step->num_tokens * rank / s->how->ranks;
+}
+
+static float value_of(int64_t token, int64_t h)
+{
+    return (float)((token * 7 + h) % 29);
+}
+
+/* The ids of a rank's tokens; balanced: choice i of the step goes to expert i modulo E. */
+static int32_t *ids_of(const stage *s, const trace_step *step, int64_t first, int64_t num)
+{
+    const int64_t k = step->top_k;
+    int32_t *ids = grab((size_t)(num * k) * sizeof *ids);
+    memcpy(ids, step->ids + first * k, (size_t)(num * k) * sizeof *ids);
+    for (int64_t i = 0; s->how->balanced && i < num * k; i++)
+        if (ids[i] >= 0) ids[i] = (int32_t)((first * k + i) % step->num_experts);
+    return ids;
+}
+
+/* Rows that travel: one for each (token, rank). */
+static void count_rows(seat *self, int64_t num, int64_t top_k)
+{
+    stage *s = self->s;
+    epic_plan_info info;
+    must(self->ctx, epic_plan_read(self->plan, self->plan_bytes, &info), "plan_read");
+    const int32_t *rank_of = (const int32_t *)((const char *)self->plan + info.rank_offset);
+    for (int64_t t = 0; t < num; t++)
+        for (int64_t k = 0; k < top_k; k++) {
+            const int32_t rank = rank_of[t * top_k + k];
+            bool seen = rank < 0;
+            for (int64_t j = 0; j < k; j++) seen |= rank_of[t * top_k + j] == rank;
+            if (!seen) s->rows[(int64_t)self->rank * s->how->ranks + rank]++;
+        }
+}
+
+static void check_home(const seat *self, const trace_step *step, const int32_t *ids,
+                       const float *out, int64_t first, int64_t num)
+{
+    const int64_t hidden = self->s->how->hidden, k = step->top_k;
+    for (int64_t t = 0; t < num; t++) {
+        int live = 0;
+        for (int64_t c = 0; c < k; c++) live += ids[t * k + c] >= 0;
+        for (int64_t h = 0; h < hidden; h++)
+            if (out[t * hidden + h] != WEIGHT * (float)live * value_of(first + t, h))
+                complain("tag %" PRIu64 " place %" PRIu64 ": token %" PRId64
+                         " came home as %g, not %g",
+                         step->tag, step->place, first + t, out[t * hidden + h],
+                         WEIGHT * (float)live * value_of(first + t, h));
+    }
+}
+
+static int64_t make_plan(seat *self, const trace_step *step, const epic_layer *layer,
+                         const int32_t *ids, int64_t num)
+{
+    const epic_placement *place = self->s->how->place;
+    int32_t demand;
+    const epic_plan_args args = {.layer = layer,
+                                 .plan = self->plan,
+                                 .plan_bytes = self->plan_bytes,
+                                 .topk_idx = ids,
+                                 .num_tokens = num,
+                                 .rank_of_expert = place ? place->rank_of_expert : NULL,
+                                 .logical_of_expert = place ? place->logical_of_expert : NULL,
+                                 .capacity = EPIC_CAPACITY_EXACT,
+                                 .demand = &demand};
+    must(self->ctx, epic_plan(self->ctx, &args), "plan");
+    count_rows(self, num, step->top_k);
+    return demand;
+}
+
+static void run_step(seat *self, int64_t index)
+{
+    stage *s = self->s;
+    const trace_step *step = &s->t->steps[index];
+    const int64_t first = begin_of(s, step, self->rank), hidden = s->how->hidden;
+    const int64_t num = begin_of(s, step, self->rank + 1) - first;
+    const epic_layer layer = {
+        .num_experts = s->num_experts, .num_logical = s->num_logical, .top_k = step->top_k};
+    int32_t *ids = ids_of(s, step, first, num);
+    const double planning = now();
+    const int64_t slots = make_plan(self, step, &layer, ids, num);
+    const double planned = now();
+    s->slots[index * s->how->ranks + self->rank] = slots;
+
+    const int64_t choices = num * step->top_k, row = hidden * (int64_t)sizeof(float);
+    float *x = grab((size_t)(num * row)), *recv = grab((size_t)(slots * row));
+    float *weights = grab((size_t)choices * sizeof(float));
+    float *slot_weights = grab((size_t)slots * sizeof(float));
+    for (int64_t i = 0; i < choices; i++) weights[i] = WEIGHT;
+    for (int64_t i = 0; i < num * hidden; i++) x[i] = value_of(first + i / hidden, i % hidden);
+    const epic_dispatch_args dispatch = {.plan = self->plan,
+                                         .plan_bytes = self->plan_bytes,
+                                         .tokens = {x, num, row},
+                                         .recv = {recv, slots, row},
+                                         .weights = weights,
+                                         .slot_weights = slot_weights};
+    const epic_combine_args combine = {.plan = self->plan,
+                                       .plan_bytes = self->plan_bytes,
+                                       .rows = {recv, slots, row},
+                                       .out = {x, num, row},
+                                       .slot_weights = slot_weights,
+                                       .type = EPIC_F32};
+    const double sending = now();
+    must(self->ctx, epic_dispatch(self->ctx, &dispatch), "dispatch");
+    const double sent = now();
+    must(self->ctx, epic_combine(self->ctx, &combine), "combine");
+    const double home = now();
+    check_home(self, step, ids, x, first, num);
+    if (self->rank == 0) {
+        double *seconds = s->seconds + index * NUM_TIMED;
+        seconds[PLAN] = planned - planning;
+        seconds[DISPATCH] = sent - sending;
+        seconds[COMBINE] = home - sent;
+    }
+    void *all[] = {ids, x, recv, weights, slot_weights};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+}
+
+static void *run_rank(void *argument)
+{
+    seat *self = argument;
+    stage *s = self->s;
+    int64_t tokens = 1;
+    uint32_t top_k = 1;
+    for (int64_t i = 0; i < s->t->num_steps; i++) {
+        const int64_t most = s->t->steps[i].num_tokens / s->how->ranks + 1;
+        if (most > tokens) tokens = most;
+        if (s->t->steps[i].top_k > top_k) top_k = s->t->steps[i].top_k;
+    }
+    const epic_config config = {.max_tokens = tokens,
+                                .max_row_bytes = s->how->hidden * (int64_t)sizeof(float),
+                                .num_ranks = (uint32_t)s->how->ranks};
+    const epic_layer layer = {
+        .num_experts = s->num_experts, .num_logical = s->num_logical, .top_k = top_k};
+    must(NULL, epic_open(&self->ctx, &s->meets[self->rank], &config), "open");
+    self->plan_bytes = epic_plan_bytes(&config, &layer);
+    if (!self->plan_bytes) complain("plan: %s", epic_error(NULL));
+    self->plan = aligned_alloc(64, (size_t)(self->plan_bytes + 63) / 64 * 64);
+    if (!self->plan) complain("no memory for a plan of %" PRId64 " bytes", self->plan_bytes);
+    for (int64_t i = 0; i < s->t->num_steps; i++) run_step(self, i);
+    free(self->plan);
+    epic_close(self->ctx);
+    return NULL;
+}
+
+static void run_ranks(stage *s)
+{
+    const int32_t n = s->how->ranks;
+    pthread_t *threads = grab((size_t)n * sizeof *threads);
+    seat *seats = grab((size_t)n * sizeof *seats);
+    s->meets = grab((size_t)n * sizeof *s->meets);
+    must(NULL, epic_meet_threads(s->meets, n, 0), "meeting");
+    for (int32_t r = 0; r < n; r++) {
+        seats[r] = (seat){.s = s, .rank = r};
+        if (pthread_create(&threads[r], NULL, run_rank, &seats[r]))
+            complain("rank %d of %d: no thread", r, n);
+    }
+    for (int32_t r = 0; r < n; r++) pthread_join(threads[r], NULL);
+    for (int32_t r = 0; r < n; r++) epic_meet_close(&s->meets[r]);
+    free(s->meets), free(seats), free(threads);
+}
+
+/* ---------------------------------------------------------------------------- report ---- */
+
+static int ascending(const void *a, const void *b)
+{
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median_us(const stage *s, int what)
+{
+    const int64_t num = s->t->num_steps;
+    double *all = grab((size_t)num * sizeof *all);
+    for (int64_t i = 0; i < num; i++) all[i] = s->seconds[i * NUM_TIMED + what];
+    qsort(all, (size_t)num, sizeof *all, ascending);
+    const double median = all[num / 2] * 1e6;
+    free(all);
+    return median;
+}
+
+typedef struct summary {
+    int64_t total, busiest; /* slots; of the busiest rank of each step, added */
+    double worst;           /* the largest imbalance of a step */
+} summary;
+
+static summary summarize(const stage *s)
+{
+    summary out = {0};
+    for (int64_t i = 0; i < s->t->num_steps; i++) {
+        int64_t most = 0, all = 0;
+        for (int32_t r = 0; r < s->how->ranks; r++) {
+            const int64_t slots = s->slots[i * s->how->ranks + r];
+            all += slots;
+            if (slots > most) most = slots;
+        }
+        const double imbalance = all ? (double)(most * s->how->ranks) / (double)all : 1;
+        out.total += all;
+        out.busiest += most;
+        if (imbalance > out.worst) out.worst = imbalance;
+    }
+    return out;
+}
+
+static double imbalance_of(const stage *s, const summary *sum)
+{
+    return sum->total ? (double)(sum->busiest * s->how->ranks) / (double)sum->total : 1;
+}
+
+static void print_text(const stage *s, const summary *sum)
+{
+    const int32_t n = s->how->ranks;
+    const int64_t row = s->how->hidden * (int64_t)sizeof(float);
+    printf("%" PRId64 " steps at %d ranks, %u experts: all rows came home right\n",
+           s->t->num_steps, n, s->num_experts);
+    printf("slots           %" PRId64 "; of the busiest rank of each step %" PRId64 "\n",
+           sum->total, sum->busiest);
+    printf("imbalance       %.4f over all, %.4f in the worst step (1: even)\n",
+           imbalance_of(s, sum), sum->worst);
+    printf("us a step       plan %.1f, dispatch %.1f, combine %.1f (rank 0, median)\n",
+           median_us(s, PLAN), median_us(s, DISPATCH), median_us(s, COMBINE));
+    printf(
+        "bytes of rows from home (line) to experts (column), the way back being the same:\n");
+    for (int32_t from = 0; from < n; from++) {
+        printf("rank %3d", from);
+        for (int32_t to = 0; to < n; to++)
+            printf(" %12" PRId64, from == to ? 0 : s->rows[(int64_t)from * n + to] * row);
+        printf("\n");
+    }
+}
+
+static void print_json(const stage *s, const summary *sum)
+{
+    const int32_t n = s->how->ranks;
+    const int64_t row = s->how->hidden * (int64_t)sizeof(float);
+    printf("{\"steps\": %" PRId64 ", \"ranks\": %d, \"experts\": %u, \"slots\": %" PRId64
+           ", \"busiest\": %" PRId64 ", \"imbalance\": %.6f, \"worst_imbalance\": %.6f, "
+           "\"plan_us\": %.2f, \"dispatch_us\": %.2f, \"combine_us\": %.2f, \"link_bytes\": [",
+           s->t->num_steps, n, s->num_experts, sum->total, sum->busiest, imbalance_of(s, sum),
+           sum->worst, median_us(s, PLAN), median_us(s, DISPATCH), median_us(s, COMBINE));
+    for (int32_t from = 0; from < n; from++) {
+        printf(from ? ", [" : "[");
+        for (int32_t to = 0; to < n; to++)
+            printf("%s%" PRId64, to ? ", " : "",
+                   from == to ? 0 : s->rows[(int64_t)from * n + to] * row);
+        printf("]");
+    }
+    printf("]}\n");
+}
+
+void trace_replay(const trace *t, const replay *how)
+{
+    const uint32_t ranks = (uint32_t)how->ranks;
+    stage s = {.t = t, .how = how};
+    if (!t->num_steps) complain("there is no step to replay");
+    if (how->place && how->place->num_ranks != ranks)
+        complain("the placement is for %u ranks, not %u", how->place->num_ranks, ranks);
+    s.num_experts =
+        how->place ? how->place->num_experts : (t->num_experts + ranks - 1) / ranks * ranks;
+    s.num_logical = how->place ? how->place->num_logical : 0;
+    if ((s.num_logical ? s.num_logical : s.num_experts) < t->num_experts)
+        complain("the placement has fewer experts than the %u of the trace", t->num_experts);
+    s.slots = grab((size_t)t->num_steps * ranks * sizeof *s.slots);
+    s.rows = grab((size_t)ranks * ranks * sizeof *s.rows);
+    s.seconds = grab((size_t)t->num_steps * NUM_TIMED * sizeof *s.seconds);
+    run_ranks(&s);
+    const summary sum = summarize(&s);
+    (how->json ? print_json : print_text)(&s, &sum);
+    free(s.slots), free(s.rows), free(s.seconds);
+}
