@@ -378,7 +378,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
         return;
     bool ok = true;
     if (MADE && (int)blockIdx.x < job.plan.planners) {
-        ok = make_plan<FLAT>(planner, job.plan, now, memory);
+        ok = make_plan < FLAT ? PLAN_FLAT
+                              : 0 > (planner, job.plan, now, memory); /* nothing rare */
         ok = __syncthreads_and(ok); /* the memory becomes the rings' */
     }
     Move move = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
