@@ -7,10 +7,8 @@
  * Units, their order and their waits are those of dispatch.cu.  What is sent, and this rank's own
  * tokens, have pieces of the caller's rows, what comes from peers has pieces of strings. */
 #include "cuda/dispatch_flat.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/dispatch_launch.cuh"
 #include "cuda/strings.cuh"
-
-#define BLOCK 512
 
 /* A unit's pieces, none perhaps; given: of this rank's tokens. */
 struct Pieces {
@@ -400,8 +398,6 @@ __global__ void __launch_bounds__(BLOCK, 1)
         clear<FLAT>(m, 0, threadIdx.x, BLOCK);
 }
 
-typedef void (*Kernel)(p2p_dispatch_job);
-
 static const Kernel kernels[] = {dispatch_strings_kernel<Joined, false, false, false>,
                                  dispatch_strings_kernel<Joined, false, true, false>,
                                  dispatch_strings_kernel<Joined, true, false, false>,
@@ -419,44 +415,18 @@ static const Kernel kernels[] = {dispatch_strings_kernel<Joined, false, false, f
                                  dispatch_strings_kernel<Made, true, false, true>,
                                  dispatch_strings_kernel<Made, true, true, true>};
 
-static int memory_bytes(int planning)
-{
-    const int rings = BLOCK / WARP * Ring<V, false>::BYTES;
-    return planning > rings ? planning : rings;
-}
-
 extern "C" cudaError_t p2p_load_dispatch_strings(void)
 {
-    for (Kernel kernel : kernels) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 memory_bytes(planner_most_bytes()));
-        if (error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
+    return load_kernels(kernels);
 }
 
 extern "C" cudaError_t p2p_launch_dispatch_strings(const p2p_dispatch_job *job, int num_sms,
                                                    cudaStream_t stream)
 {
     const bool fast = job->aligned && (!job->quantize || job->type != EPIC_F32);
-    p2p_dispatch_job copy = *job, string = *job;
-    string.row_bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
-    if (job->flat && string.top_k > job->plan.self.num_ranks)
-        string.top_k = job->plan.self.num_ranks;
-    deal(string, num_sms, BLOCK, num_roles(job->plan.self), V);
-    copy.lag = string.lag;
-    copy.span = string.span;
-    copy.units = string.units;
-    if (!job->plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        copy.lag /= 2; /* as in dispatch.cu, and what follows */
-    copy.catch_up = kinds_of(string, 1, V) == 1 ? 2 : 4;
-    if (copy.catch_up == 4 && copy.head > job->num_tokens / 20)
-        copy.head = job->num_tokens / 20;
-    if (copy.head && copy.head < copy.lag) copy.head = copy.lag;
-    if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
-    const int planning = copy.plan.planners ? planner_bytes_of(job->plan) : 0;
+    const p2p_dispatch_job copy =
+        dealt(*job, p2p_string_bytes(job->row_bytes, job->scale_bytes), num_sms);
     const Kernel kernel = kernels[(job->flat != 0) * 8 + (job->quantize != 0) * 4 + fast * 2 +
                                   (copy.plan.planners > 0)];
-    return enqueue(kernel, num_sms, BLOCK, memory_bytes(planning), stream, copy);
+    return launch_dealt(kernel, copy, num_sms, stream);
 }
