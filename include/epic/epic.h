@@ -519,7 +519,7 @@ typedef struct epic_sum_replicas_args {
     int64_t plan_bytes;
     epic_rows data;   /* [num_local_experts, row_bytes]: a row of float32 for each expert of
                          this rank, in place; row_bytes is equal on all ranks */
-    float *workspace; /* [row_bytes] */
+    float *workspace; /* [row_bytes]; CUDA contexts leave it as it is */
     uint32_t flags;   /* 0 */
     uint32_t pad;     /* 0 */
 } epic_sum_replicas_args;
@@ -530,8 +530,8 @@ typedef struct epic_sum_replicas_args {
  *   BY_RANK: each rank its own replicas, ascending; then epic_sum by rank.
  *   TREE: each leaf its own replicas, ascending, 0 if it has none; then all leaves in a binary
  *     tree, with contiguous blocks of experts: the same bits for every number of ranks.
- * Several operations of call.tag, one after the other.  Host contexts only.  Errors: as
- * epic_combine, and EPIC_ENOTSUP. */
+ * Several operations of call.tag, one after the other; on CUDA contexts one.  Errors: as
+ * epic_combine. */
 static inline epic_result epic_sum_replicas(epic_context *ctx,
                                             const epic_sum_replicas_args *args);
 

@@ -148,20 +148,20 @@ __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backwa
             job.scale_bytes, job.quantized_whole != 0, job.scales_in_words != 0};
 }
 
-/* A piece of a slot's row, weight * x. */
+/* A piece of a slot's row, weight * x, whose blocks' largest sizes are known. */
 template <class ROW, int V>
-__device__ __forceinline__ void store_quantized_scaled(const Move &m, int32_t slot, int number,
-                                                       float weight,
-                                                       const float (&x)[V][ROW::N])
+__device__ __forceinline__ void
+store_quantized_scaled(const Move &m, int32_t slot, int number, float weight,
+                       const float (&x)[V][ROW::N], const Largest<V, ROW::N> &most)
 {
     Quantized<V, ROW::N> piece;
-    piece.scales = 0;
+    begin_piece<V, ROW::N>(piece, most, weight, m.job.quantize);
 #pragma unroll
     for (int v = 0; v < V; v++) {
         float y[ROW::N];
 #pragma unroll
         for (int i = 0; i < ROW::N; i++) y[i] = __fmul_rn(weight, x[v][i]);
-        quantize_vector<V, ROW::N>(piece, v, y, m.job.quantize);
+        quantize_vector<V, ROW::N>(piece, v, y, most, weight, m.job.quantize);
     }
     store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
 }

@@ -13,6 +13,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
     const int rank = wrap(self.rank + 1 + source, self.num_ranks);
     const int32_t vector = piece * V * WARP;
     float x[V][ROW::N];
+    Largest<V, ROW::N> largest;
     bool have_x = false;
     for (int half = 0; half * WARP < m.top_k; half++) {
         const int n = half * WARP + lane_id();
@@ -25,6 +26,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
             if (!take<ROW, V>(m, token, vector, rank, q)) return false;
 #pragma unroll
             for (int v = 0; v < V; v++) ROW::unpack(q[v], x[v]);
+            if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
         }
         have_x = true;
         float mine = 0.0f;
@@ -34,7 +36,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
             const float w = __shfl_sync(ALL_LANES, weight, from);
             uint4 y[V];
             if (QUANTIZE) {
-                store_quantized_scaled<ROW, V>(m, s, piece, w, x);
+                store_quantized_scaled<ROW, V>(m, s, piece, w, x, largest);
             } else {
 #pragma unroll
                 for (int v = 0; v < V; v++) y[v] = scale<ROW>(w, x[v]);

@@ -188,6 +188,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             ROW::unpack(q[v], x[v]);
             keep(x[v]);
         }
+        Largest<V, ROW::N> largest;
+        if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
         __syncwarp(); /* weights that other lanes have copied */
         Slot next = u.slots[0];
 #pragma unroll 1
@@ -198,7 +200,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             next =
                 u.slots[min(i + 1, WARP - 1)]; /* before the stores, which it would wait for */
             if (QUANTIZE)
-                store_quantized_scaled<ROW, V>(m, now.number, piece, now.weight, x);
+                store_quantized_scaled<ROW, V>(m, now.number, piece, now.weight, x, largest);
             else
                 store_scaled(d_rows + row_offset(now.number, m.shape), its_vector, now.weight,
                              x);

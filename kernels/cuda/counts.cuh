@@ -6,7 +6,9 @@
  *
  *   choices of lower ranks + of lower CTAs + of lower warps + of this warp before it,
  *
- * and nothing depends on the order in which anything happens. */
+ * and nothing depends on the order in which anything happens.
+ *
+ * Planning is compiled for each KIND of layer: what few of them have costs the others nothing. */
 #ifndef EPIC_COUNTS_CUH
 #define EPIC_COUNTS_CUH
 
@@ -16,23 +18,31 @@
 #define RANKS_AT_ONCE 8
 #define PLAN_TALLY_WORDS 16384 /* warps that count, times experts, at most */
 
+enum { /* a KIND */
+       PLAN_FLAT = 1,
+       PLAN_RARE = 2 /* there are replicas, or choices may be dropped */
+};
+
 struct Planner { /* in shared memory; the arrays in dynamic shared memory */
     device_plan_header header;
-    int32_t *low;   /* [num_tallies] choices that come before this CTA's */
-    int32_t *load;  /* [num_tallies] choices over the group */
+    int32_t *low;                /* [num_tallies] choices that come before this CTA's */
+    int32_t *load;               /* [num_tallies] choices over the group */
+    int32_t *row_low, *row_load; /* FLAT: the same of rows, [num_ranks], behind choices */
     int32_t *start; /* [num_experts] first slot on its rank; FLAT: its number there */
     int32_t *tally; /* [warps][num_tallies] choices that come before the warp's, in this CTA */
     uint8_t *owner; /* [num_tallies] rank */
+    uint8_t *rare;  /* what only rare layers need */
     int32_t common[DEVICE_MAX_RANKS]; /* choices that each expert of a rank may keep */
     int32_t demand[DEVICE_MAX_RANKS];
     int32_t capacity[DEVICE_MAX_RANKS];
     int32_t fits[DEVICE_MAX_RANKS],
         fails[DEVICE_MAX_RANKS];      /* FLAT: limits, while one is sought */
     int64_t needed[DEVICE_MAX_RANKS]; /* slots, once expert_capacity has dropped */
-    uint32_t bad_choice; /* the first of this CTA whose id is none, or a token's second time
+    uint32_t bad_choice;   /* the first of this CTA whose id is none, or a token's second time
                             where ids are distinct; NOTHING */
-    uint32_t bad_owner;  /* lowest expert whose owner is out of range; NOTHING */
-    int32_t *chosen;     /* these with replicas; replicas.cuh */
+    uint32_t bad_owner;    /* lowest expert whose owner is out of range; NOTHING */
+    int32_t *base, *taken; /* these where choices are kept by k; by_k.cuh */
+    int32_t *chosen;       /* these with replicas; replicas.cuh */
     uint16_t *logical, *nth, *first, *replica;
     uint32_t table;       /* a hash of the table */
     uint32_t bad_replica; /* lowest expert whose entry is out of range; or num_experts + the
@@ -41,11 +51,27 @@ struct Planner { /* in shared memory; the arrays in dynamic shared memory */
     int32_t warps;
 };
 
-/* What is counted: choices of each expert, and FLAT, behind those, rows of each rank, which are
- * counted as if a rank were an expert that a token chooses once. */
+/* What is counted: choices of each expert, by k those of each k apart; and FLAT, behind those, rows
+ * of each rank, which are counted as if a rank were an expert that a token chooses once. */
+__host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
+{
+    return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
+}
+
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
-    return (int)job.layer.num_experts + (flat ? job.self.num_ranks : 0);
+    return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
+}
+
+/* The same, with what the compiler knows. */
+template <int KIND> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
+{
+    return KIND & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
+}
+
+template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
+{
+    return choice_tallies<KIND>(job) + (KIND & PLAN_FLAT ? job.self.num_ranks : 0);
 }
 
 __host__ __device__ inline int planner_warps(int tallies)
@@ -93,7 +119,7 @@ struct Lanes {
     }
 };
 
-/* What ids are below. */
+/* What ids are below, as the caller brings them. */
 __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
@@ -122,26 +148,29 @@ __device__ __forceinline__ Part part_of_warp(const Planner &p, const p2p_plan_jo
     return part;
 }
 
-template <bool FLAT>
+template <int KIND>
 static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = job.layer.num_experts, ranks = job.self.num_ranks;
-    const int tallies = num_tallies(job, FLAT);
+    const int choices = choice_tallies<KIND>(job), tallies = tallies_of<KIND>(job);
     if (threadIdx.x == 0) {
         p.warps = min((int)blockDim.x / WARP, planner_warps(tallies));
         p.low = (int32_t *)memory;
         p.load = p.low + tallies;
+        p.row_low = p.low + choices;
+        p.row_load = p.load + choices;
         p.start = p.load + tallies;
         p.tally = p.start + tallies;
         p.owner = (uint8_t *)(p.tally + p.warps * tallies);
+        p.rare = p.owner + (tallies + 15) / 16 * 16;
         p.bad_choice = p.bad_owner = p.bad_replica = NOTHING;
         p.table = 0;
         p.bad_ranks = 0;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < p.warps * tallies; i += blockDim.x) p.tally[i] = 0;
-    for (int q = threadIdx.x; FLAT && q < ranks; q += blockDim.x)
-        p.owner[experts + q] = (uint8_t)q;
+    for (int q = threadIdx.x; KIND & PLAN_FLAT && q < ranks; q += blockDim.x)
+        p.owner[choices + q] = (uint8_t)q;
     const int block = experts / ranks;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int owner = job.rank_of_expert ? job.rank_of_expert[e] : e / block;
@@ -149,7 +178,7 @@ static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_
             owner = 0;
             atomicMin(&p.bad_owner, (uint32_t)e);
         }
-        p.owner[e] = (uint8_t)owner;
+        for (int i = e; i < choices; i += experts) p.owner[i] = (uint8_t)owner;
     }
     __syncthreads();
     if (job.layer.sum_order == EPIC_TREE)
@@ -157,16 +186,23 @@ static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_
             if (p.owner[e] != p.owner[e / block * block]) atomicMin(&p.bad_owner, (uint32_t)e);
 }
 
-/* One group of lanes' choices: returns how many of the same expert this warp had before. */
-__device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
+/* One group of lanes' choices: returns how many of the same expert this warp had before.  `same`:
+ * the lanes with that expert. */
+__device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert, uint32_t &same)
 {
-    const uint32_t same = __match_any_sync(ALL_LANES, expert);
+    same = __match_any_sync(ALL_LANES, expert);
     const int before = __popc(same & lanes_below());
     const int32_t base = expert >= 0 ? tally[expert] : 0;
     __syncwarp();
     if (expert >= 0 && before == 0) tally[expert] = base + __popc(same);
     __syncwarp();
     return base + before;
+}
+
+__device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
+{
+    uint32_t same;
+    return count_group(tally, expert, same);
 }
 
 /* FLAT: the same for the rows of the choices' ranks.  -1: the token's row there has been counted
@@ -182,39 +218,35 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const Lanes &lanes
     return counts ? place : -1;
 }
 
-/* One group of lanes' choices: has an earlier one of the token the same expert?  `first`: in the
- * second half of a token, the expert of this lane's choice in its first half; else -1. */
-static __device__ __noinline__ bool repeats(const Lanes &lanes, int32_t expert, int32_t first)
+/* One group of lanes' choices: has an earlier one of the token the same id?  `same`: the lanes with
+ * this id; `first`: in the second half of a token, the id of this lane's choice in its first half. */
+__device__ __forceinline__ bool repeats(const Lanes &lanes, int32_t id, uint32_t same,
+                                        int32_t first)
 {
-    bool found = (__match_any_sync(ALL_LANES, expert) & lanes.mates & lanes_below()) != 0;
+    bool found = (same & lanes.mates & lanes_below()) != 0;
+#pragma unroll 1
     for (int lane = 0; lanes.halves == 2 && lane < WARP; lane++)
-        found |= __shfl_sync(ALL_LANES, first, lane) == expert;
-    return expert >= 0 && found;
+        found |= __shfl_sync(ALL_LANES, first, lane) == id;
+    return id >= 0 && found;
 }
 
-/* Counts the choices of this warp; a choice's place in it waits in `fate`, FLAT that of its row unless
- * the layer drops. */
-template <bool FLAT>
-static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_t *fate)
+/* The choices of this warp in their order, a group of lanes at a time, the ids of four groups read
+ * ahead: read(at) gives the id of choice number `at`; use(at, id, k, first) is for all lanes, with
+ * -1 of those that have none, and returns the id as repeats() takes it for `first`. */
+template <class Read, class Use>
+__device__ __forceinline__ void each_choice(const Planner &p, const p2p_plan_job &job,
+                                            const Lanes &lanes, Read read, Use use)
 {
-    const Lanes lanes(job.layer.top_k);
     const Part part = part_of_warp(p, job);
-    const int top_k = job.layer.top_k, experts = job.layer.num_experts;
-    int32_t *tally = p.tally + threadIdx.x / WARP * num_tallies(job, FLAT);
-    const int ids = num_ids(job);
-    const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0;
-    uint32_t seen = 0;
+    const int top_k = job.layer.top_k;
     const int groups =
         max(0, part.end - part.begin + lanes.tokens - 1) / lanes.tokens * lanes.halves;
-    auto place_of = [&](int group)
-        -> int64_t { /* of this lane's choice, or -1 */
-                     const int half = lanes.halves == 2 ? group & 1 : 0;
-                     const int token =
-                         part.begin + group / lanes.halves * lanes.tokens + lanes.token;
-                     const int k = lanes.k + half * WARP;
-                     return group < groups && lanes.on && token < part.end && k < top_k
-                                ? (int64_t)token * top_k + k
-                                : -1;
+    auto k_of = [&](int group) { return lanes.k + (lanes.halves == 2 ? group & 1 : 0) * WARP; };
+    auto place_of = [&](int group) -> int64_t {
+        const int token = part.begin + group / lanes.halves * lanes.tokens + lanes.token;
+        const int k = k_of(group);
+        const bool in = group < groups && lanes.on && token < part.end && k < top_k;
+        return in ? (int64_t)token * top_k + k : -1;
     };
     for (int g = 0; g < groups; g += 4) {
         int64_t at[4], id[4];
@@ -222,23 +254,79 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             at[i] = place_of(g + i);
-            id[i] = at[i] >= 0 ? choice_id(job, at[i]) : -1;
+            id[i] = at[i] >= 0 ? read(at[i]) : -1;
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if (id[i] >= ids) atomicMin(&p.bad_choice, (uint32_t)at[i]);
-            const int32_t expert = id[i] < 0 || id[i] >= ids ? -1 : (int32_t)id[i];
-            if (distinct && repeats(lanes, expert, first))
-                atomicMin(&p.bad_choice, (uint32_t)at[i]);
-            first = lanes.halves == 2 && i % 2 == 0 ? expert : -1;
-            int32_t place = count_group(tally, expert), row = 0;
-            if (FLAT)
-                row = count_rows(tally + experts, lanes, expert < 0 ? -1 : p.owner[expert],
-                                 lanes.halves == 2 ? (g + i) & 1 : 0, seen);
-            if (FLAT && job.layer.overflow == EPIC_OVERFLOW_ERROR) place = row;
-            if (at[i] >= 0) fate[at[i]] = place;
+            const int32_t used = use(at[i], id[i], k_of(g + i), first);
+            first = lanes.halves == 2 && i % 2 == 0 ? used : -1;
         }
     }
+}
+
+/* The ids of the caller's choices, checked; -1: no expert. */
+__device__ __forceinline__ int32_t checked_id(Planner &p, int64_t at, int64_t id, int ids)
+{
+    if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)at);
+    return id < 0 || id >= ids ? -1 : (int32_t)id;
+}
+
+/* Where the experts of this rank's choices wait, of logical ones: where the plan has the records of
+ * its tokens in the end. */
+__device__ __forceinline__ int32_t *resolved(const p2p_plan_job &job)
+{
+    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
+                                                        job.layer.num_experts, job.layer.top_k);
+    return (int32_t *)(job.plan + at.records) +
+           record_at(job.self, job.self.rank, 0, (int)job.layer.top_k);
+}
+
+/* What choice `at` is of: an expert, or a logical one if those come first in each logical expert's
+ * turn. */
+template <int KIND>
+__device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t at)
+{
+    if (KIND & PLAN_RARE && job.resolves) return resolved(job)[at];
+    return choice_id(job, at);
+}
+
+/* What those are below. */
+template <int KIND> __device__ __forceinline__ int num_planned(const p2p_plan_job &job)
+{
+    return (int)(KIND & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
+                                                   : job.layer.num_experts);
+}
+
+/* Counts the choices of this warp; a choice's place in it waits in `fate`, FLAT that of its row unless
+ * the layer drops. */
+template <int KIND>
+static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_t *fate)
+{
+    constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
+    const Lanes lanes(job.layer.top_k);
+    const int experts = job.layer.num_experts, ids = num_planned<KIND>(job);
+    int32_t *tally = p.tally + threadIdx.x / WARP * tallies_of<KIND>(job);
+    const bool by_k = RARE && job.by_k;
+    const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0 && !(RARE && job.resolves);
+    uint32_t seen = 0;
+    const auto read = [&](int64_t at) { return planned_id<KIND>(job, at); };
+    each_choice(p, job, lanes, read, [&](int64_t at, int64_t id, int k, int32_t first) {
+        const int32_t expert = checked_id(p, at, id, ids);
+        uint32_t same;
+        int32_t place =
+            count_group(tally, by_k && expert >= 0 ? k * experts + expert : expert, same);
+        if (distinct) {
+            if (by_k) same = __match_any_sync(ALL_LANES, expert);
+            if (repeats(lanes, expert, same, first)) atomicMin(&p.bad_choice, (uint32_t)at);
+        }
+        if (FLAT) {
+            const int32_t row = count_rows(tally + choice_tallies<KIND>(job), lanes,
+                                           expert < 0 ? -1 : p.owner[expert], k >= WARP, seen);
+            if (!RARE || job.layer.overflow == EPIC_OVERFLOW_ERROR) place = row;
+        }
+        if (at >= 0) fate[at] = place;
+        return expert;
+    });
 }
 
 /* What a rank says about an expert: its choices, where it lives, and RECORD_LAST: about the first
@@ -261,13 +349,13 @@ static __device__ __noinline__ void report_table(const Now &now, int q)
 }
 
 /* Makes the warps' tallies exclusive sums and publishes the CTA's counts to the others. */
-template <bool FLAT>
+template <int KIND>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const Now &now)
 {
-    const int experts = num_tallies(job, FLAT);
+    const int experts = tallies_of<KIND>(job);
     uint64_t *tallies = (uint64_t *)(now.heap + job.self.at.tallies);
-    const bool bad =
-        p.bad_choice != NOTHING || p.bad_owner != NOTHING || p.bad_replica != NOTHING;
+    const bool bad = p.bad_choice != NOTHING || p.bad_owner != NOTHING ||
+                     (KIND & PLAN_RARE && p.bad_replica != NOTHING);
     if (threadIdx.x == 0)
         store_relaxed((uint64_t *)(now.heap + job.self.at.first) + blockIdx.x,
                       stamp(now, p.bad_choice));
@@ -350,12 +438,12 @@ static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_
 
 /* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts.  noinline: keeps its
  * registers out of dispatch's hot loop, which would spill. */
-template <bool FLAT>
+template <int KIND>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
                                                     const Now &now)
 {
     const p2p_self &self = job.self;
-    const int experts = num_tallies(job, FLAT), ranks = self.num_ranks;
+    const int experts = tallies_of<KIND>(job), ranks = self.num_ranks;
     const uint64_t *tallies = (const uint64_t *)(now.heap + self.at.tallies);
     const int64_t counts =
         self.at.counts / 8 + (int64_t)parity(now) * ranks * DEVICE_MAX_TALLIES;

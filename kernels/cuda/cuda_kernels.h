@@ -28,7 +28,8 @@ typedef enum p2p_fault { /* of the data of an operation: class (b) of epic.h */
                          P2P_FAULT_LOGICAL = 7,    /* token, k, id, num_logical */
                          P2P_FAULT_REPLICA = 8,    /* expert, logical expert, num_logical */
                          P2P_FAULT_NO_REPLICA = 9, /* logical expert */
-                         P2P_FAULT_LAYOUT = 10     /* the plan's, operation */
+                         P2P_FAULT_LAYOUT = 10,    /* the plan's, operation */
+                         P2P_FAULT_LOCAL = 11      /* rows, local experts */
 } p2p_fault;
 
 /* A data error, in host memory; result is written last, and 0 again by who has read it. */
@@ -105,10 +106,12 @@ typedef struct p2p_plan_job {
     int32_t wide;     /* topk_idx is int64 */
     int32_t planners; /* CTAs that plan */
     int32_t few;      /* few_plan.cuh; the same on all ranks */
+    int32_t by_k;     /* choices are kept by k: by_k.cuh */
+    int32_t resolves; /* logical experts first become experts: resolve.cuh */
 } p2p_plan_job;
 
-/* More would not fit the shared memory of a CTA that plans. */
-#define P2P_REPLICATED_EXPERTS 2048
+/* Of experts times top_k, where choices are kept by k. */
+#define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
 /* Are these sizes, the same on all ranks, such that few_plan.cuh makes the plan? */
 static inline int p2p_few_plan(int64_t ranks, int64_t max_tokens, const epic_layer *layer)
@@ -209,6 +212,16 @@ typedef struct p2p_sum_job {
     uint32_t pad;
 } p2p_sum_job;
 
+typedef struct p2p_sum_replicas_job {
+    p2p_self self;
+    const uint8_t *plan;
+    int64_t plan_bytes;
+    float *data;
+    int64_t count; /* floats of an expert */
+    int32_t num_rows;
+    uint32_t pad;
+} p2p_sum_replicas_job;
+
 cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch_strings(const p2p_dispatch_job *job, int num_sms,
@@ -225,6 +238,8 @@ cudaError_t p2p_launch_few_combine(const p2p_combine_job *job, int num_sms,
                                    cudaStream_t stream);
 cudaError_t p2p_launch_floats(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t stream);
+cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
+                                    cudaStream_t stream);
 
 /* Loads every kernel on the current device, so that no launch has to wait for a free device. */
 cudaError_t p2p_load_plan(void);
@@ -238,6 +253,7 @@ cudaError_t p2p_load_few_strings(void);
 cudaError_t p2p_load_few_combine(void);
 cudaError_t p2p_load_floats(void);
 cudaError_t p2p_load_sum(void);
+cudaError_t p2p_load_sum_replicas(void);
 
 #ifdef __cplusplus
 }

@@ -24,9 +24,7 @@
  * Pieces are copied into a ring in shared memory ahead of their use.  A staged one may be copied
  * before it has come: then poison is found, and it is polled in place. */
 #include "cuda/dispatch_flat.cuh"
-#include "cuda/launch.cuh"
-
-#define BLOCK 512
+#include "cuda/dispatch_launch.cuh"
 
 /* The pieces that a warp's units need, in their order, on their way through the ring. */
 template <bool EXACT> struct Feed {
@@ -346,7 +344,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
         return;
     bool ok = true;
     if (MADE && (int)blockIdx.x < job.plan.planners) {
-        ok = make_plan<FLAT>(planner, job.plan, now, memory);
+        ok = make_plan < FLAT ? PLAN_FLAT
+                              : 0 > (planner, job.plan, now, memory); /* nothing rare */
         ok = __syncthreads_and(ok); /* the memory becomes the rings' */
     }
 
@@ -363,8 +362,6 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (finish(now) && ok) clear<FLAT>(m);
 }
 
-typedef void (*Kernel)(p2p_dispatch_job);
-
 static const Kernel kernels[] = {
     dispatch_kernel<ANY, false, false>,     dispatch_kernel<ANY, true, false>,
     dispatch_kernel<ALIGNED, false, false>, dispatch_kernel<ALIGNED, true, false>,
@@ -373,41 +370,16 @@ static const Kernel kernels[] = {
     dispatch_kernel<ALIGNED, false, true>,  dispatch_kernel<ALIGNED, true, true>,
     dispatch_kernel<WHOLE, false, true>,    dispatch_kernel<WHOLE, true, true>};
 
-static int memory_bytes(int planning)
-{
-    const int rings = BLOCK / WARP * Ring<V, true>::BYTES;
-    return planning > rings ? planning : rings;
-}
-
 extern "C" cudaError_t p2p_load_dispatch(void)
 {
-    for (Kernel kernel : kernels) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 memory_bytes(planner_most_bytes()));
-        if (error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
+    return load_kernels(kernels);
 }
 
 extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms,
                                            cudaStream_t stream)
 {
     const int rows = !job->aligned ? ANY : job->row_bytes % (V * 512) ? ALIGNED : WHOLE;
-    p2p_dispatch_job copy = *job;
-    if (job->flat && copy.top_k > job->plan.self.num_ranks)
-        copy.top_k = job->plan.self.num_ranks;
-    deal(copy, num_sms, BLOCK, num_roles(job->plan.self), V);
-    if (!job->plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        copy.lag /= 2; /* records are there; what is left at the end counts more */
-    /* Whole rows are quick: more of them leave while the plan is made.  And what receiving stays
-     * behind anyway is nothing to catch up on. */
-    copy.catch_up = kinds_of(copy, 1, V) == 1 ? 2 : 4;
-    if (copy.catch_up == 4 && copy.head > job->num_tokens / 20)
-        copy.head = job->num_tokens / 20;
-    if (copy.head && copy.head < copy.lag) copy.head = copy.lag;
-    if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
-    const int planning = copy.plan.planners ? planner_bytes_of(job->plan) : 0;
+    const p2p_dispatch_job copy = dealt(*job, job->row_bytes, num_sms);
     const Kernel kernel = kernels[(job->flat != 0) * 6 + rows * 2 + (copy.plan.planners > 0)];
-    return enqueue(kernel, num_sms, BLOCK, memory_bytes(planning), stream, copy);
+    return launch_dealt(kernel, copy, num_sms, stream);
 }

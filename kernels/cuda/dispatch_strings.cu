@@ -7,10 +7,8 @@
  * Units, their order and their waits are those of dispatch.cu.  What is sent, and this rank's own
  * tokens, have pieces of the caller's rows, what comes from peers has pieces of strings. */
 #include "cuda/dispatch_flat.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/dispatch_launch.cuh"
 #include "cuda/strings.cuh"
-
-#define BLOCK 512
 
 /* A unit's pieces, none perhaps; given: of this rank's tokens. */
 struct Pieces {
@@ -106,20 +104,43 @@ template <class Given> struct Feed {
     __device__ __forceinline__ void give(Made &piece, int32_t, int i)
     {
         uint4 raw[V];
-        use(raw, i, m.given);
-        piece.make(m, raw);
+        copy_next();
+        ring.wait();
+        __syncwarp(); /* what other lanes have copied */
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            const int32_t at = Made::vector_of(v);
+            const bool in = i * V * WARP + at < m.given.vectors;
+            raw[v] = load_shared(ring.memory + ring.next + (at - lane_id()) * 16);
+            if (!in) raw[v] = make_uint4(0, 0, 0, 0);
+        }
+        __syncwarp(); /* before others copy there again */
+        piece.make_raw(m, raw);
     }
 };
 
-/* Of this rank's token; `copied`: through the ring. */
-template <class Given>
+/* Of this rank's token, from memory. */
+template <class Given, bool FAST>
+__device__ __forceinline__ void load_piece(const Strings &m, int32_t token, int i, Given &piece)
+{
+    uint4 raw[V];
+    if (!FAST) {
+        piece.load(m, token, i);
+        return;
+    }
+    Given::load_raw(m, token, i, raw);
+    piece.make_raw(m, raw);
+}
+
+/* The same; `copied`: through the ring. */
+template <class Given, bool FAST>
 __device__ __forceinline__ void get_piece(const Strings &m, int32_t token, int i, bool copied,
                                           Feed<Given> &feed, Given &piece)
 {
     if (copied)
         feed.give(piece, token, i);
     else
-        piece.load(m, token, i);
+        load_piece<Given, FAST>(m, token, i, piece);
 }
 
 template <class Given, bool FAST>
@@ -138,13 +159,13 @@ __device__ __forceinline__ void send_unit(const Strings &m, const Walk &walk, ui
 #pragma unroll 1
     for (int i = part.first; i < part.first + part.count; i++) {
         Given piece;
-        get_piece<Given>(m, token, i, FAST, feed, piece);
+        get_piece<Given, FAST>(m, token, i, FAST, feed, piece);
         piece.send(m, token, i, peers);
     }
 }
 
 /* The pieces of a token to its slots, of which a lane has two with more than 32 choices. */
-template <class Given>
+template <class Given, bool FAST>
 __device__ __forceinline__ bool move_pieces(const Strings &m, int32_t token, const Walk &walk,
                                             const int32_t (&slot)[2], bool copied,
                                             Feed<Given> &feed)
@@ -157,7 +178,7 @@ __device__ __forceinline__ bool move_pieces(const Strings &m, int32_t token, con
     for (int i = part.first; i < part.first + part.count; i++) {
         if (part.given) {
             Given piece;
-            get_piece<Given>(m, token, i, copied, feed, piece);
+            get_piece<Given, FAST>(m, token, i, copied, feed, piece);
             piece.fill(m, i, slot[0]);
             if (both) piece.fill(m, i, slot[1]);
             continue;
@@ -193,7 +214,7 @@ __device__ __forceinline__ bool find_slots(const Strings &m, int rank, int32_t t
 }
 
 /* One token of a receiving unit; `copied`: its pieces come through the ring. */
-template <class Given, bool FLAT>
+template <class Given, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive(const Strings &m, int32_t token, const Walk &walk,
                                         uint64_t word, bool copied, Feed<Given> &feed)
 {
@@ -210,7 +231,7 @@ __device__ __forceinline__ bool receive(const Strings &m, int32_t token, const W
     Beside beside;
     if (besides) beside = peek_beside(m, rank, source, token, 0);
     if (weighs) weight = peek_weight(m, rank, source, token, 0, slot[0]);
-    if (!move_pieces<Given>(m, token, walk, slot, copied, feed)) return false;
+    if (!move_pieces<Given, FAST>(m, token, walk, slot, copied, feed)) return false;
     if (besides)
         return take_beside(m, rank, source, token, __shfl_sync(ALL_LANES, slot[0], 0), beside);
     if (!weighs) return true;
@@ -221,7 +242,7 @@ __device__ __forceinline__ bool receive(const Strings &m, int32_t token, const W
 }
 
 /* The CTAs that do not plan send the first tokens meanwhile; noinline as in dispatch.cu. */
-template <class Given> static __device__ __noinline__ void send_head(const Strings m)
+template <class Given, bool FAST> static __device__ __noinline__ void send_head(const Strings m)
 {
     const int planners = m.job.plan.planners, pieces = m.given.pieces;
     const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
@@ -233,7 +254,7 @@ template <class Given> static __device__ __noinline__ void send_head(const Strin
         const uint32_t peers = choose_peers(m, token, i == 0 && m.job.weights, word);
         if (!peers) continue;
         Given piece;
-        piece.load(m, token, i);
+        load_piece<Given, FAST>(m, token, i, piece);
         piece.send(m, token, i, peers);
     }
 }
@@ -250,7 +271,7 @@ __device__ __forceinline__ bool receive_unit(const Strings &m, const Walk &walk,
     for (int32_t token = begin; token < stop; token++) {
         if (token > begin)
             word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
-        if (!receive<Given, FLAT>(m, token, walk, word, FAST && token == begin, feed))
+        if (!receive<Given, FAST, FLAT>(m, token, walk, word, FAST && token == begin, feed))
             return false;
         if (walk.role == self.num_ranks && slab_bits >= 0)
             each_pad(m.plan, slab_bits, token * m.stride.spans + walk.span,
@@ -270,7 +291,7 @@ __device__ __forceinline__ bool move_tokens(Strings &m, int32_t end, const uint8
     };
     bool heard_tokens = !m.made;
     int slab_bits = NOT_KNOWN;
-    if (m.head) send_head<Given>(m);
+    if (m.head) send_head<Given, FAST>(m);
     Walk next(m.stride);
     next.step += m.head;
     Feed<Given> feed(m, next, end, memory);
@@ -378,7 +399,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
         return;
     bool ok = true;
     if (MADE && (int)blockIdx.x < job.plan.planners) {
-        ok = make_plan<FLAT>(planner, job.plan, now, memory);
+        ok = make_plan < FLAT ? PLAN_FLAT
+                              : 0 > (planner, job.plan, now, memory); /* nothing rare */
         ok = __syncthreads_and(ok); /* the memory becomes the rings' */
     }
     Move move = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
@@ -399,8 +421,6 @@ __global__ void __launch_bounds__(BLOCK, 1)
         clear<FLAT>(m, 0, threadIdx.x, BLOCK);
 }
 
-typedef void (*Kernel)(p2p_dispatch_job);
-
 static const Kernel kernels[] = {dispatch_strings_kernel<Joined, false, false, false>,
                                  dispatch_strings_kernel<Joined, false, true, false>,
                                  dispatch_strings_kernel<Joined, true, false, false>,
@@ -418,44 +438,18 @@ static const Kernel kernels[] = {dispatch_strings_kernel<Joined, false, false, f
                                  dispatch_strings_kernel<Made, true, false, true>,
                                  dispatch_strings_kernel<Made, true, true, true>};
 
-static int memory_bytes(int planning)
-{
-    const int rings = BLOCK / WARP * Ring<V, false>::BYTES;
-    return planning > rings ? planning : rings;
-}
-
 extern "C" cudaError_t p2p_load_dispatch_strings(void)
 {
-    for (Kernel kernel : kernels) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 memory_bytes(planner_most_bytes()));
-        if (error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
+    return load_kernels(kernels);
 }
 
 extern "C" cudaError_t p2p_launch_dispatch_strings(const p2p_dispatch_job *job, int num_sms,
                                                    cudaStream_t stream)
 {
     const bool fast = job->aligned && (!job->quantize || job->type != EPIC_F32);
-    p2p_dispatch_job copy = *job, string = *job;
-    string.row_bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
-    if (job->flat && string.top_k > job->plan.self.num_ranks)
-        string.top_k = job->plan.self.num_ranks;
-    deal(string, num_sms, BLOCK, num_roles(job->plan.self), V);
-    copy.lag = string.lag;
-    copy.span = string.span;
-    copy.units = string.units;
-    if (!job->plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        copy.lag /= 2; /* as in dispatch.cu, and what follows */
-    copy.catch_up = kinds_of(string, 1, V) == 1 ? 2 : 4;
-    if (copy.catch_up == 4 && copy.head > job->num_tokens / 20)
-        copy.head = job->num_tokens / 20;
-    if (copy.head && copy.head < copy.lag) copy.head = copy.lag;
-    if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
-    const int planning = copy.plan.planners ? planner_bytes_of(job->plan) : 0;
+    const p2p_dispatch_job copy =
+        dealt(*job, p2p_string_bytes(job->row_bytes, job->scale_bytes), num_sms);
     const Kernel kernel = kernels[(job->flat != 0) * 8 + (job->quantize != 0) * 4 + fast * 2 +
                                   (copy.plan.planners > 0)];
-    return enqueue(kernel, num_sms, BLOCK, memory_bytes(planning), stream, copy);
+    return launch_dealt(kernel, copy, num_sms, stream);
 }

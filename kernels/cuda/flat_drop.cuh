@@ -8,8 +8,8 @@
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
+#include "cuda/by_k.cuh"
 #include "cuda/flat.cuh"
-#include "cuda/replicas.cuh"
 
 __device__ __forceinline__ bool drops(const p2p_plan_job &job)
 {
@@ -21,12 +21,11 @@ __device__ __forceinline__ int32_t kept(const Planner &p, const p2p_plan_job &jo
     return min(p.load[expert], min(p.common[p.owner[expert]], quota(p, job, expert)));
 }
 
-/* An EPIC_FATE, or 0: the choice, which has `place` in its warp, is kept. */
+/* An EPIC_FATE, or 0: choice k of a token, which has `place` in its warp, is kept. */
 __device__ __forceinline__ int32_t fate_of(const Planner &p, const p2p_plan_job &job,
-                                           int expert, int32_t place)
+                                           int expert, int k, int32_t place)
 {
-    const int32_t *tally = p.tally + threadIdx.x / WARP * num_tallies(job, true);
-    const int32_t nth = p.low[expert] + tally[expert] + place;
+    const int32_t nth = order_of(p, job, num_tallies(job, true), expert, k, place);
     if (nth < kept(p, job, expert)) return 0;
     return nth >= quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
@@ -39,7 +38,8 @@ static __device__ void count_kept(Planner &p, const p2p_plan_job &job, const int
     const Lanes lanes(job.layer.top_k);
     const Part part = part_of_warp(p, job);
     const int top_k = job.layer.top_k, experts = job.layer.num_experts;
-    int32_t *tally = p.tally + threadIdx.x / WARP * num_tallies(job, true) + experts;
+    int32_t *tally =
+        p.tally + threadIdx.x / WARP * num_tallies(job, true) + num_choice_tallies(job);
     uint32_t seen = 0;
     if ((int)threadIdx.x / WARP >= p.warps) return;
     if (lane_id() < job.self.num_ranks) tally[lane_id()] = 0;
@@ -49,9 +49,9 @@ static __device__ void count_kept(Planner &p, const p2p_plan_job &job, const int
             const int token = t + lanes.token, k = lanes.k + half * WARP;
             const bool in = lanes.on && token < part.end && k < top_k;
             const int64_t at = in ? (int64_t)token * top_k + k : 0;
-            const int64_t id = in ? choice_id(job, at) : -1;
+            const int64_t id = in ? planned_id<PLAN_RARE>(job, at) : -1;
             int32_t owner = -1;
-            if (id >= 0 && id < experts && fate_of(p, job, (int)id, places[at]) == 0)
+            if (id >= 0 && id < experts && fate_of(p, job, (int)id, k, places[at]) == 0)
                 owner = p.owner[id];
             const int32_t row = count_rows(tally, lanes, owner, half, seen);
             if (in) rows[at] = row;
@@ -72,7 +72,7 @@ static __device__ bool count_needed(Planner &p, const p2p_plan_job &job, const N
                                     int search)
 {
     const p2p_self &self = job.self;
-    const int experts = job.layer.num_experts, tallies = num_tallies(job, true);
+    const int choices = num_choice_tallies(job), tallies = num_tallies(job, true);
     const device_plan_layout layout = device_plan_layout_of(
         self.num_ranks, self.max_tokens, job.layer.num_experts, job.layer.top_k);
     const int d = threadIdx.x;
@@ -83,8 +83,8 @@ static __device__ bool count_needed(Planner &p, const p2p_plan_job &job, const N
     if (d < self.num_ranks) {
         int32_t sum = 0, low = 0, all = 0;
         for (int w = 0; w < p.warps; w++) {
-            const int32_t count = p.tally[w * tallies + experts + d];
-            p.tally[w * tallies + experts + d] = sum;
+            const int32_t count = p.tally[w * tallies + choices + d];
+            p.tally[w * tallies + choices + d] = sum;
             sum += count;
         }
         for (int i = 1; i <= self.num_ranks; i++) {
@@ -102,8 +102,8 @@ static __device__ bool count_needed(Planner &p, const p2p_plan_job &job, const N
             if (q < self.rank) low += (int32_t)(uint32_t)word;
             all += (int32_t)(uint32_t)word;
         }
-        p.low[experts + d] = low;
-        p.load[experts + d] = all;
+        p.row_low[d] = low;
+        p.row_load[d] = all;
     }
     return __syncthreads_and(ok) != 0;
 }
@@ -120,7 +120,7 @@ static __device__ __noinline__ bool drop_rows(Planner &p, const p2p_plan_job &jo
     if (mine) {
         int32_t most = 0; /* of all experts: nothing more is dropped */
         for (int e = 0; e < experts; e++) most = max(most, p.load[e]);
-        const bool over = p.capacity[d] && p.load[experts + d] > p.capacity[d];
+        const bool over = p.capacity[d] && p.row_load[d] > p.capacity[d];
         p.fits[d] = over ? 0 : 0x7fffffff;
         p.fails[d] = over ? max(most, 1) : 0x7fffffff;
     }
@@ -134,7 +134,7 @@ static __device__ __noinline__ bool drop_rows(Planner &p, const p2p_plan_job &jo
         if (!count_needed(p, job, now, search++)) return false;
         if (!open) return true;
         if (mine && p.common[d] != p.fits[d])
-            (p.load[experts + d] > p.capacity[d] ? p.fails : p.fits)[d] = p.common[d];
+            (p.row_load[d] > p.capacity[d] ? p.fails : p.fits)[d] = p.common[d];
         __syncthreads();
     }
 }

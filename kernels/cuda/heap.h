@@ -19,6 +19,8 @@
 #define P2P_FEW_CHOICES 8192 /* of all ranks, */
 #define P2P_FEW_MASKS 8192   /* experts times groups of 32 tokens, */
 #define P2P_FEW_EXPERTS 512  /* and experts that a CTA plans */
+#define P2P_REPLICATED_EXPERTS \
+    2048 /* more would not fit the shared memory of a CTA that plans */
 
 typedef struct p2p_heap {
     int64_t announce; /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
@@ -33,6 +35,8 @@ typedef struct p2p_heap {
     int64_t counts;  /* stamped [2][num_ranks][MAX_TALLIES]: choices of each rank */
     int64_t
         searches; /* stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]: FLAT: rows that are kept */
+    int64_t chosen;  /* stamped [2][num_ranks][REPLICATED_EXPERTS]: choices of logical experts,
+                        where experts are to be known before anything is counted */
     int64_t tallies; /* stamped [MAX_PLANNERS][MAX_TALLIES]: this rank alone */
     int64_t scratch; /* [max_row_bytes]: a row without meaning, this rank alone */
     int64_t records; /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here; FLAT: local
@@ -110,7 +114,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.first = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;
     h.counts = h.first + P2P_MAX_PLANNERS * 8;
     h.searches = h.counts + 2 * num_ranks * DEVICE_MAX_TALLIES * 8;
-    h.tallies = h.searches + 2 * num_ranks * P2P_MAX_SEARCHES * DEVICE_MAX_RANKS * 8;
+    h.chosen = h.searches + 2 * num_ranks * P2P_MAX_SEARCHES * DEVICE_MAX_RANKS * 8;
+    h.tallies = h.chosen + 2 * num_ranks * P2P_REPLICATED_EXPERTS * 8;
     h.scratch = device_round_up(h.tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 512);
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
     h.rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);

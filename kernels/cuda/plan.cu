@@ -67,16 +67,17 @@ static __device__ bool keep_rows(const Now &now, const p2p_plan_job &job, int32_
     return ok;
 }
 
-template <bool FLAT>
+template <int KIND>
 __global__ void __launch_bounds__(BLOCK, 1)
     plan_kernel(const __grid_constant__ p2p_plan_job job)
 {
+    constexpr bool FLAT = KIND & PLAN_FLAT;
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ Now now;
     __shared__ Planner planner;
     if (!begin(now, job.self, 0, job.num_tokens, job.capacity, 0)) return;
     bool ok = true;
-    if ((int)blockIdx.x < job.planners) ok = make_plan<FLAT>(planner, job, now, memory);
+    if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, now, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t tokens_of = 0;
@@ -98,21 +99,26 @@ __global__ void __launch_bounds__(BLOCK, 1)
     finish(now);
 }
 
+typedef void (*Kernel)(p2p_plan_job);
+
+static const Kernel kernels[] = {plan_kernel<0>, plan_kernel<PLAN_FLAT>, plan_kernel<PLAN_RARE>,
+                                 plan_kernel<PLAN_RARE | PLAN_FLAT>};
+
 extern "C" cudaError_t p2p_load_plan(void)
 {
-    const int bytes = planner_most_bytes();
-    const cudaError_t error = cudaFuncSetAttribute(
-        plan_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-    return cudaFuncSetAttribute(plan_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                bytes);
+    for (int kind = 0; kind < 4; kind++) {
+        const int bytes = planner_most_bytes() + (kind & PLAN_RARE ? PLAN_RARE_BYTES : 0);
+        const cudaError_t error = cudaFuncSetAttribute(
+            kernels[kind], cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
 }
 
 extern "C" cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms,
                                        cudaStream_t stream)
 {
-    const bool flat = job->layer.layout == EPIC_FLAT;
-    const int bytes = planner_bytes_of(*job) + replica_bytes(&job->layer);
-    return enqueue(flat ? plan_kernel<true> : plan_kernel<false>, num_sms, BLOCK, bytes, stream,
-                   *job);
+    const bool rare = job->layer.num_logical || job->layer.overflow == EPIC_OVERFLOW_DROP;
+    const int kind = (job->layer.layout == EPIC_FLAT ? PLAN_FLAT : 0) | (rare ? PLAN_RARE : 0);
+    return enqueue(kernels[kind], num_sms, BLOCK, planner_bytes_with(*job), stream, *job);
 }

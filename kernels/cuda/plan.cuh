@@ -53,13 +53,13 @@ static __device__ bool header_fits(const device_plan_header &h, const p2p_self &
                                    int64_t plan_bytes)
 {
     const int q = lane_id();
-    bool fits = h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id &&
-                h.layout <= EPIC_FLAT && (self.layouts >> h.layout & 1) &&
-                h.bytes <= plan_bytes && h.rank == self.rank && h.num_ranks == self.num_ranks &&
-                h.max_tokens == self.max_tokens && h.top_k >= 1 &&
-                h.top_k <= DEVICE_MAX_TOP_K && h.num_experts >= 1 &&
-                h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
-                h.owned <= (int32_t)h.num_experts && h.leaves >= 1;
+    bool fits =
+        h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id && h.layout <= EPIC_FLAT &&
+        (self.layouts >> h.layout & 1) && h.bytes <= plan_bytes && h.rank == self.rank &&
+        h.num_ranks == self.num_ranks && h.max_tokens == self.max_tokens && h.top_k >= 1 &&
+        h.top_k <= DEVICE_MAX_TOP_K && h.num_experts >= 1 &&
+        h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
+        h.owned <= (int32_t)h.num_experts && h.leaves >= 1 && h.num_logical <= h.num_experts;
     if (q < self.num_ranks)
         fits = fits && h.tokens_of[q] >= 0 && h.tokens_of[q] <= self.max_tokens &&
                h.rank_at[q] < self.num_ranks;
@@ -96,6 +96,8 @@ notify_plan(const p2p_self &self, const device_plan_header &h, bool whole, int32
     notify(self, said);
 }
 
+#define ANY_TOKENS (-1)
+
 /* Every thread of a CTA.  A plan that is none, or of another number of tokens, is not good, and
  * has the id 0. */
 static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_bytes,
@@ -123,7 +125,8 @@ static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_b
         const int32_t most = __reduce_max_sync(ALL_LANES, tokens);
         if (threadIdx.x == 0) {
             view.most_tokens = most;
-            view.good = whole && h.tokens_of[self.rank] == num_tokens;
+            view.good =
+                whole && (num_tokens == ANY_TOKENS || h.tokens_of[self.rank] == num_tokens);
             if (!view.good) {
                 if (blockIdx.x == 0) notify_plan(self, h, whole, num_tokens);
                 view.header.id = 0;

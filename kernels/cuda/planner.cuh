@@ -9,7 +9,8 @@
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 
-#include "cuda/flat_drop.cuh"
+#include "cuda/flat_place.cuh"
+#include "cuda/resolve.cuh"
 
 struct Span { /* experts among which those of a rank are found */
     int begin, count;
@@ -28,8 +29,25 @@ __device__ __forceinline__ uint64_t aligned_rows(int32_t count, uint32_t alignme
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
+/* Of the planner's dynamic shared memory, at most, behind what every plan needs. */
+#define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
+
+static inline int planner_bytes_with(const p2p_plan_job &job)
+{
+    return planner_bytes_of(job) + replica_bytes(&job.layer) + by_k_bytes(&job);
+}
+
+/* Choices that an expert keeps. */
+template <int KIND>
+__device__ __forceinline__ int32_t kept_of(const Planner &p, const p2p_plan_job &job,
+                                           int expert)
+{
+    return KIND & PLAN_RARE ? kept(p, job, expert) : p.load[expert];
+}
+
 /* One warp: slots of a rank when each of its experts keeps at most `most` (and, with `capped`,
  * what expert_capacity allows). */
+template <int KIND>
 static __device__ int64_t slots_of(Planner &p, const p2p_plan_job &job, int rank, int32_t most,
                                    bool capped)
 {
@@ -38,8 +56,9 @@ static __device__ int64_t slots_of(Planner &p, const p2p_plan_job &job, int rank
     for (int i = lane_id(); i < span.count; i += WARP) {
         const int e = span.begin + i;
         if (p.owner[e] != rank) continue;
-        const int32_t limit = capped ? min(most, quota(p, job, e)) : most;
-        sum += aligned_rows(min(p.load[e], limit), job.layer.alignment);
+        int32_t count = p.load[e];
+        if (KIND & PLAN_RARE) count = min(count, capped ? min(most, quota(p, job, e)) : most);
+        sum += aligned_rows(count, job.layer.alignment);
     }
     /* 20 bits at a time: 32 lanes' sums of those fit a word */
     const uint32_t part = (1u << 20) - 1;
@@ -56,7 +75,7 @@ static __device__ int32_t common_limit(Planner &p, const p2p_plan_job &job, int 
     int32_t fits = 0, fails = 0x7fffffff;
     while (fails - fits > 1) {
         const int32_t middle = fits + (fails - fits) / 2;
-        if (slots_of(p, job, rank, middle, true) <= capacity)
+        if (slots_of<PLAN_RARE>(p, job, rank, middle, true) <= capacity)
             fits = middle;
         else
             fails = middle;
@@ -64,11 +83,25 @@ static __device__ int32_t common_limit(Planner &p, const p2p_plan_job &job, int 
     return fits;
 }
 
+/* The plan's tables of replicas. */
+__device__ __forceinline__ int32_t *logicals_of(const p2p_plan_job &job)
+{
+    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
+                                                        job.layer.num_experts, job.layer.top_k);
+    return (int32_t *)(job.plan + device_logical(&at, job.layer.layout));
+}
+
+__device__ __forceinline__ int32_t *experts_of(const p2p_plan_job &job)
+{
+    return logicals_of(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
+}
+
 /* One warp: where each slab of a rank begins; FLAT: the numbers of its experts.  For this rank, CTA
  * 0 writes the plan's tables. */
-template <bool FLAT>
+template <int KIND>
 static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
+    constexpr bool FLAT = KIND & PLAN_FLAT;
     const Span span = span_of(job, rank);
     const int lane = lane_id();
     const bool write = rank == job.self.rank && blockIdx.x == 0;
@@ -81,7 +114,7 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
     for (int i = 0; i < span.count; i += WARP) {
         const int e = span.begin + i + lane;
         const bool mine = i + lane < span.count && p.owner[e] == rank;
-        const int32_t count = mine ? kept(p, job, e) : 0;
+        const int32_t count = mine ? kept_of<KIND>(p, job, e) : 0;
         const int32_t rows = (int32_t)aligned_rows(count, job.layer.alignment);
         int32_t rows_upto = rows;
         for (int d = 1; d < WARP; d *= 2) {
@@ -98,13 +131,14 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
             padding[local] = {p.start[e] + count, rows - count};
             if (job.expert_tokens) job.expert_tokens[local] = count;
             if (job.expert_rows) job.expert_rows[local] = rows;
+            if (KIND & PLAN_RARE && job.layer.num_logical) experts_of(job)[local] = e;
         }
         slots += __shfl_sync(ALL_LANES, rows_upto, WARP - 1);
         owned += __popc(owners);
     }
     const int end = write ? 1 << device_slab_bits(owned) : 0;
     for (int i = owned + lane; i < end; i += WARP) padding[i] = {0, 0};
-    if (FLAT) slots = p.load[job.layer.num_experts + rank];
+    if (FLAT) slots = p.row_load[rank];
     if (lane == 0) {
         p.header.slots_of[rank] = (int32_t)min(slots, (int64_t)0x7fffffff);
         if (rank == job.self.rank) p.header.owned = owned;
@@ -113,9 +147,10 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
 }
 
 /* Whole CTA: limits, slabs, and whether the plan is good; the same on all CTAs and ranks. */
-template <bool FLAT>
+template <int KIND>
 static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &now)
 {
+    constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
@@ -134,26 +169,25 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
         }
     }
     ok = __syncthreads_and(ok);
-    if (FLAT && drops(job)) {
-        for (int d = threadIdx.x; d < ranks; d += blockDim.x)
-            p.demand[d] = p.load[job.layer.num_experts + d];
+    if (FLAT && RARE && drops(job)) {
+        for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.row_load[d];
         __syncthreads();
         ok = ok && drop_rows(p, job, now);
-        for (int d = warp; d < ranks && ok; d += warps) place_slabs<FLAT>(p, job, d);
+        for (int d = warp; d < ranks && ok; d += warps) place_slabs<KIND>(p, job, d);
         return __syncthreads_and(ok) != 0;
     }
     for (int d = warp; d < ranks; d += warps) {
-        const bool caps = job.layer.overflow == EPIC_OVERFLOW_DROP && job.layer.expert_capacity;
+        const bool caps = RARE && drops(job) && job.layer.expert_capacity;
         const int64_t demand =
-            FLAT ? p.load[job.layer.num_experts + d] : slots_of(p, job, d, 0x7fffffff, false);
-        const int64_t need = caps ? slots_of(p, job, d, 0x7fffffff, true) : demand;
+            FLAT ? p.row_load[d] : slots_of<KIND>(p, job, d, 0x7fffffff, false);
+        const int64_t need = caps ? slots_of<KIND>(p, job, d, 0x7fffffff, true) : demand;
         const int32_t capacity = p.capacity[d];
         if (lane_id() == 0) {
             p.demand[d] = (int32_t)min(demand, (int64_t)0x7fffffff);
             p.needed[d] = need;
         }
         if (need > (capacity ? capacity : 0x7fffffff)) {
-            if (job.layer.overflow == EPIC_OVERFLOW_DROP && capacity) {
+            if (RARE && drops(job) && capacity) {
                 const int32_t limit = common_limit(p, job, d, capacity);
                 if (lane_id() == 0) p.common[d] = limit;
             } else if (lane_id() == 0) {
@@ -161,7 +195,7 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
             }
         }
         __syncwarp();
-        place_slabs<FLAT>(p, job, d);
+        place_slabs<KIND>(p, job, d);
     }
     __syncthreads();
     return ok;
@@ -221,7 +255,8 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const No
     const device_plan_layout at =
         device_plan_layout_of(self.num_ranks, self.max_tokens, layer.num_experts, layer.top_k);
     const bool flat = layer.layout == EPIC_FLAT;
-    h.bytes = device_plan_end(&at, layer.layout);
+    h.bytes = device_plan_end(&at, layer.layout, layer.num_logical);
+    h.num_logical = layer.num_logical;
     h.max_tokens = self.max_tokens;
     h.rank = self.rank;
     h.num_ranks = self.num_ranks;
@@ -272,6 +307,8 @@ static __device__ void tell_plan(const Planner &p, const p2p_plan_job &job, int 
         job.load[e] = p.load[e];
     for (int l = thread; l < (int)job.layer.num_logical && job.logical_load; l += threads)
         job.logical_load[l] = p.chosen[l];
+    for (int e = thread; e < (int)job.layer.num_experts && job.layer.num_logical; e += threads)
+        logicals_of(job)[e] = p.logical[e];
     for (int l = thread; l < h.num_local; l += threads) {
         const bool none = h.result != EPIC_OK || l >= h.owned;
         if (none && job.expert_rows) job.expert_rows[l] = 0;
@@ -284,25 +321,48 @@ struct Placed {   /* one choice */
     uint32_t slot;
 };
 
+/* The slot of a choice, or an EPIC_FATE, when the plan is good; all lanes, those without a choice
+ * with id -1. */
+template <int KIND>
+__device__ __forceinline__ int32_t slot_of(const Planner &p, const p2p_plan_job &job,
+                                           int64_t id, int k, int32_t place, int &e)
+{
+    const int tallies = tallies_of<KIND>(job);
+    e = (int)id;
+    if (!(KIND & PLAN_RARE)) {
+        if (e < 0) return EPIC_FATE_NONE;
+        return p.start[e] + p.low[e] + p.tally[threadIdx.x / WARP * tallies + e] + place;
+    }
+    int32_t nth = e < 0 ? 0 : order_of(p, job, tallies, e, k, place);
+    if (e >= 0 && job.layer.num_logical && !job.resolves) e = replica_at(p, e, nth);
+    const bool keeps = e >= 0 && nth < kept(p, job, e),
+               full = e >= 0 && nth >= quota(p, job, e);
+    if (job.by_k) /* in the order of slots others come before */
+        nth = count_group(p.taken + threadIdx.x / WARP * (int)job.layer.num_experts,
+                          keeps ? e : -1);
+    return keeps   ? p.start[e] + nth
+           : e < 0 ? EPIC_FATE_NONE
+           : full  ? EPIC_FATE_EXPERT_FULL
+                   : EPIC_FATE_RANK_FULL;
+}
+
+/* All lanes; `at` -1: this one has no choice. */
+template <int KIND>
 __device__ __forceinline__ Placed place_choice(const Planner &p, const p2p_plan_job &job,
-                                               int64_t at, int64_t id, int32_t place,
+                                               int64_t at, int64_t id, int k, int32_t place,
                                                int32_t *fate, int32_t *rank_of)
 {
-    const int experts = job.layer.num_experts;
-    const bool valid = id >= 0 && id < num_ids(job);
+    const bool valid = at >= 0 && id >= 0 && id < num_planned<KIND>(job);
     const bool bad = p.header.result != EPIC_OK;
     int32_t where = EPIC_FATE_NONE, owner = -1;
-    if (valid && p.header.result == EPIC_EOVERFLOW) where = EPIC_FATE_RANK_FULL;
-    if (valid && !bad) {
-        int e = (int)id;
-        int32_t nth = p.low[e] + p.tally[threadIdx.x / WARP * experts + e] + place;
-        if (job.layer.num_logical) e = replica_at(p, e, nth);
-        const bool full = nth >= quota(p, job, e);
-        owner = nth < kept(p, job, e) ? p.owner[e] : -1;
-        where = owner >= 0 ? p.start[e] + nth
-                : full     ? EPIC_FATE_EXPERT_FULL
-                           : EPIC_FATE_RANK_FULL;
+    if (!bad) {
+        int e;
+        where = slot_of<KIND>(p, job, valid ? id : -1, k, place, e);
+        if (where >= 0) owner = p.owner[e];
+    } else if (valid && p.header.result == EPIC_EOVERFLOW) {
+        where = EPIC_FATE_RANK_FULL;
     }
+    if (at < 0) return {-1, 0};
     fate[at] = where;
     rank_of[at] = owner;
     if (bad && valid) return {p.owner[(int)id], RECORD_DISCARD};
@@ -342,6 +402,7 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
     }
 }
 
+template <int KIND>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const Now &now)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -360,7 +421,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
             const int k = lanes.k + i % 2 * WARP;
             const bool in = lanes.on && token < part.end && k < top_k && i % 2 < lanes.halves;
             where[i] = in ? (int64_t)token * top_k + k : -1;
-            id[i] = in ? choice_id(job, where[i]) : -1;
+            id[i] = in ? planned_id<KIND>(job, where[i]) : -1;
             place[i] = in ? fate[where[i]] : 0;
         }
 #pragma unroll
@@ -370,8 +431,9 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
             for (int h = 0; h < 2; h++) {
                 const int i = g * 2 + h;
                 c[h] = {-1, 0};
-                if (where[i] >= 0)
-                    c[h] = place_choice(p, job, where[i], id[i], place[i], fate, rank_of);
+                if (h < lanes.halves)
+                    c[h] = place_choice<KIND>(p, job, where[i], id[i], lanes.k + h * WARP,
+                                              place[i], fate, rank_of);
             }
             const int token = t + g * lanes.tokens + lanes.token;
             send_records(now, job, lanes, token, token < part.end, c);
@@ -379,149 +441,35 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-struct Share {     /* FLAT: one choice */
-    int64_t at;    /* its number, -1: none */
-    int32_t owner; /* the rank of its expert, -1: it has none */
-    int32_t local; /* the expert's number there */
-    int32_t row;   /* there; known to the choice that it was counted with, else -1 */
-    int32_t fate;  /* if it has no rank */
-};
-
-/* `place`: of its row, or if the layer drops its own one, and `row_place` that of its row. */
-__device__ __forceinline__ Share share_of(const Planner &p, const p2p_plan_job &job, int64_t at,
-                                          int64_t id, int32_t place, int32_t row_place)
-{
-    const int experts = job.layer.num_experts;
-    const int32_t *tally = p.tally + threadIdx.x / WARP * num_tallies(job, true) + experts;
-    Share s = {at, -1, 0, -1, EPIC_FATE_NONE};
-    if (id < 0 || id >= experts) return s;
-    if (drops(job)) {
-        s.fate = fate_of(p, job, (int)id, place);
-        if (s.fate < 0) return s;
-        place = row_place;
-    }
-    s.owner = p.owner[id];
-    s.local = p.start[id];
-    if (place >= 0) s.row = p.low[experts + s.owner] + tally[s.owner] + place;
-    return s;
-}
-
-/* Tells every rank about the lanes' tokens: row and local experts, c[h] of the choice of half h,
- * which learns its row. */
-__device__ __forceinline__ void send_rows(const Now &now, const p2p_plan_job &job,
-                                          const Lanes &lanes, int32_t token, bool in, bool bad,
-                                          Share (&c)[2])
-{
-    const p2p_self &self = job.self;
-    const uint32_t above = ~lanes_below() << 1;
-    const bool speaks = in && lanes.on && lanes.k == 0;
-    const int64_t record = self.at.records / 8 +
-                           ((int64_t)parity(now) * self.num_ranks + self.rank) *
-                               self.max_tokens * DEVICE_MAX_TOP_K +
-                           (int64_t)token * job.layer.top_k;
-    for (int i = 1; i <= self.num_ranks; i++) {
-        const int q = wrap(self.rank + i, self.num_ranks);
-        uint64_t *to = (uint64_t *)self.heap[q] + record;
-        const uint32_t first = __ballot_sync(ALL_LANES, c[0].owner == q) & lanes.mates;
-        const uint32_t second =
-            lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].owner == q) : 0;
-        const int32_t row = __shfl_sync(ALL_LANES, first ? c[0].row : c[1].row,
-                                        first    ? __ffs(first) - 1
-                                        : second ? __ffs(second) - 1
-                                                 : 0);
-        if (c[0].owner == q) {
-            const bool last = !(first & above) && !second;
-            c[0].row = row;
-            store_relaxed(to + __popc(first & lanes_below()),
-                          stamp(now, (uint32_t)c[0].local | (last ? RECORD_LAST : 0)));
-        }
-        if (c[1].owner == q) {
-            const bool last = !(second & above);
-            c[1].row = row;
-            store_relaxed(to + __popc(first) + __popc(second & lanes_below()),
-                          stamp(now, (uint32_t)c[1].local | (last ? RECORD_LAST : 0)));
-        }
-        const bool none = !first && !second;
-        if (speaks && none) store_relaxed(to, stamp(now, RECORD_ABSENT | RECORD_LAST));
-        if (speaks)
-            store_relaxed(row_word(self, now, self.heap[q], self.rank, token),
-                          stamp(now, none  ? RECORD_ABSENT
-                                     : bad ? RECORD_DISCARD
-                                           : (uint32_t)row));
-    }
-}
-
-/* FLAT: place_choices. */
-static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const Now &now)
-{
-    const device_plan_layout layout = device_plan_layout_of(
-        job.self.num_ranks, job.self.max_tokens, job.layer.num_experts, job.layer.top_k);
-    int32_t *fate = (int32_t *)(job.plan + layout.fate);
-    int32_t *rank_of = (int32_t *)(job.plan + layout.rank_of);
-    const Lanes lanes(job.layer.top_k);
-    const Part part = part_of_warp(p, job);
-    const int top_k = job.layer.top_k;
-    const bool bad = p.header.result != EPIC_OK;
-    const int32_t lost =
-        p.header.result == EPIC_EOVERFLOW ? EPIC_FATE_RANK_FULL : EPIC_FATE_NONE;
-    for (int t = part.begin; t < part.end; t += 2 * lanes.tokens) {
-        int64_t at[4], id[4];
-        int32_t place[4], row[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) { /* two groups of tokens, two halves each */
-            const int token = t + i / 2 * lanes.tokens + lanes.token;
-            const int k = lanes.k + i % 2 * WARP;
-            const bool in = lanes.on && token < part.end && k < top_k && i % 2 < lanes.halves;
-            at[i] = in ? (int64_t)token * top_k + k : -1;
-            id[i] = in ? choice_id(job, at[i]) : -1;
-            place[i] = in ? fate[at[i]] : -1;
-            row[i] = in && drops(job) ? rank_of[at[i]] : -1;
-        }
-#pragma unroll
-        for (int g = 0; g < 2; g++) {
-            const int token = t + g * lanes.tokens + lanes.token;
-            Share c[2];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int i = g * 2 + h;
-                c[h] = share_of(p, job, at[i], id[i], place[i], row[i]);
-            }
-            send_rows(now, job, lanes, token, token < part.end, bad, c);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                if (c[h].at < 0) continue;
-                const bool none = c[h].owner < 0;
-                fate[c[h].at] = none ? c[h].fate : bad ? lost : c[h].row;
-                rank_of[c[h].at] = bad ? -1 : c[h].owner;
-            }
-        }
-    }
-}
-
 /* Every thread of the first `planners` CTAs.  false: the group is broken. */
-template <bool FLAT>
+template <int KIND>
 static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now &now,
                                  uint8_t *memory)
 {
+    constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    planner_begin<FLAT>(p, job, memory);
+    const bool replicated = RARE && job.layer.num_logical;
+    planner_begin<KIND>(p, job, memory);
     __syncthreads();
-    if (!FLAT && job.layer.num_logical) read_replicas(p, job);
-    count_choices<FLAT>(p, job, (int32_t *)(job.plan + at.fate));
+    if (replicated) read_replicas(p, job);
+    if (replicated && job.resolves && !resolve(p, job, now)) return false;
+    count_choices<KIND>(p, job, (int32_t *)(job.plan + at.fate));
     __syncthreads();
-    publish_tallies<FLAT>(p, job, now);
-    bool ok = exchange_counts<FLAT>(p, job, now);
-    if (!FLAT && ok && job.layer.num_logical && threadIdx.x == 0)
-        ok = compare_tables(p, job, now);
+    publish_tallies<KIND>(p, job, now);
+    bool ok = exchange_counts<KIND>(p, job, now);
+    if (replicated && ok && threadIdx.x == 0) ok = compare_tables(p, job, now);
     ok = __syncthreads_and(ok);
-    if (!FLAT && ok && job.layer.num_logical) spread_choices(p, job);
-    ok = ok && decide<FLAT>(p, job, now);
+    if (replicated && ok && !job.resolves) spread_choices(p, job);
+    if (RARE && ok && job.by_k) order_by_k(p, job);
+    ok = ok && decide<KIND>(p, job, now);
     if (!ok) return false;
+    if (RARE && !FLAT && job.by_k)
+        count_taken(p, job, [&](int expert) { return kept(p, job, expert); });
     if (FLAT)
-        place_rows(p, job, now);
+        place_rows<KIND>(p, job, now);
     else
-        place_choices(p, job, now);
+        place_choices<KIND>(p, job, now);
     if (blockIdx.x == 0) {
         __syncthreads(); /* nobody reads the header any more that is being completed */
         if (threadIdx.x == 0) fill_header(p, job, now);

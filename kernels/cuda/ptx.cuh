@@ -180,6 +180,13 @@ template <int N> __device__ __forceinline__ void keep(float (&x)[N])
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i]));
 }
 
+/* The same vector, of which the compiler does not know that what it made of it would be the same. */
+__device__ __forceinline__ uint4 anew(uint4 q)
+{
+    asm volatile("" : "+r"(q.x), "+r"(q.y), "+r"(q.z), "+r"(q.w));
+    return q;
+}
+
 /* The larger of the sizes; a NaN if one of them is. */
 __device__ __forceinline__ float max_size(float x, float y)
 {

@@ -35,16 +35,74 @@ template <int V, int N> struct Quantized {
     }
 };
 
-/* The largest size of N elements and of the `lanes` lanes side by side, as bits: those of floats
- * without sign are ordered as the floats are, NaNs last. */
-template <int N> __device__ __forceinline__ uint32_t largest(const float *x, int lanes)
+/* The largest sizes of a piece's blocks, as bits: those of floats without sign are ordered as the floats
+ * are, NaNs last.  All that lanes ask of each other is asked here, once for a piece. */
+template <int V, int N> struct Largest {
+    static constexpr int KEPT = V > 4 ? 1 : V; /* more would not fit registers */
+    uint32_t
+        own[KEPT]; /* of the block that this lane's vector v lies in; if only one is kept, that
+                            of vector lane % V */
+    uint32_t of_word[4]; /* 1x32: of the blocks whose scales this lane stores as a word */
+
+    __device__ __forceinline__ uint32_t of(int v) const
+    {
+        if constexpr (KEPT == V) return own[v];
+        return __shfl_sync(ALL_LANES, own[0], lane_id() / V * V + v);
+    }
+};
+
+/* Of N elements. */
+template <int N> __device__ __forceinline__ uint32_t size_of(const float (&x)[N])
 {
     float size = 0.0f;
 #pragma unroll
     for (int i = 0; i < N; i++) size = max_size(size, x[i]);
-    uint32_t bits = __float_as_uint(size);
-    for (int d = lanes / 2; d; d /= 2) bits = max(bits, __shfl_xor_sync(ALL_LANES, bits, d));
-    return bits;
+    return __float_as_uint(size);
+}
+
+/* From the lanes' own sizes. */
+template <int V, int N>
+__device__ __forceinline__ Largest<V, N> join_lanes(uint32_t (&own)[V], uint32_t how)
+{
+    static_assert(V * N == 32, "V lanes have a block of 32");
+    Largest<V, N> most = {};
+    const auto widen = [&](int distance) {
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            own[v] = max(own[v], __shfl_xor_sync(ALL_LANES, own[v], distance));
+    };
+#pragma unroll
+    for (int distance = 1; distance < V; distance *= 2) widen(distance);
+    if (how == EPIC_QUANTIZE_1X128) {
+        widen(V);
+        widen(2 * V);
+    }
+    const int place = lane_id() % V; /* of its vectors, the one whose word it may store */
+    uint32_t mine = own[0];
+#pragma unroll
+    for (int v = 1; v < V; v++) mine = place == v ? own[v] : mine;
+#pragma unroll
+    for (int v = 0; v < most.KEPT; v++) most.own[v] = most.KEPT == V ? own[v] : mine;
+#pragma unroll
+    for (int b = 0; b < 4 && how == EPIC_QUANTIZE_1X32; b++)
+        most.of_word[b] =
+            __shfl_sync(ALL_LANES, mine, lane_id() / (4 * V) * (4 * V) + b * V + place);
+    return most;
+}
+
+template <int V, int N>
+__device__ __forceinline__ Largest<V, N> find_largest(const float (&x)[V][N], uint32_t how)
+{
+    uint32_t own[V];
+#pragma unroll
+    for (int v = 0; v < V; v++) own[v] = size_of<N>(x[v]);
+    return join_lanes<V, N>(own, how);
+}
+
+/* The size of weight * x: rounding keeps the order of sizes. */
+__device__ __forceinline__ uint32_t weighted(uint32_t bits, float weight)
+{
+    return __float_as_uint(__fmul_rn(weight, __uint_as_float(bits))) & 0x7fffffffu;
 }
 
 /* x / s, rounded as a division, where nothing is small; minus_r = -1 / s.  The remainder's sign
@@ -73,19 +131,16 @@ __device__ __forceinline__ uint32_t scale_1x32(uint32_t largest_bits)
     return (uint32_t)max(scale, 0);
 }
 
-/* N elements of a block of 128; returns its word of scales.  A block of small ones is made larger
- * before it is divided, and its scale too. */
-template <int N> __device__ __forceinline__ uint32_t divide_1x128(float (&x)[N])
+/* N elements of a block of 128 whose largest size has these bits; returns its word of scales.  A block
+ * of small ones is made larger before it is divided, and its scale too. */
+template <int N> __device__ __forceinline__ uint32_t divide_1x128(float (&x)[N], uint32_t bits)
 {
-    const uint32_t bits = largest<N>(x, QUANTIZE_BLOCK / N);
-    const bool small = bits && bits < SMALL_WORD;
     const float scale = scale_1x128(bits);
     float s = scale;
-    if (__any_sync(ALL_LANES, small)) {
-        const float factor = small ? LARGER : 1.0f;
-        s = __fmul_rn(s, factor);
+    if (bits && bits < SMALL_WORD) {
+        s = __fmul_rn(s, LARGER);
 #pragma unroll
-        for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], factor);
+        for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], LARGER);
     }
     const float minus_r = -__frcp_rn(s);
 #pragma unroll
@@ -93,51 +148,55 @@ template <int N> __device__ __forceinline__ uint32_t divide_1x128(float (&x)[N])
     return __float_as_uint(scale);
 }
 
-/* The same of blocks of 32, whose scales lie side by side in a word. */
-template <int N> __device__ __forceinline__ uint32_t divide_1x32(float (&x)[N])
+/* The same of a block of 32, whose scale is a byte. */
+template <int N> __device__ __forceinline__ void divide_1x32(float (&x)[N], uint32_t bits)
 {
-    constexpr int LANES = 32 / N;
-    const uint32_t scale = scale_1x32(largest<N>(x, LANES));
-    const float inverse = __uint_as_float((254 - scale) << 23);
-    uint32_t word = scale << lane_id() / LANES % 4 * 8;
-    for (int d = LANES; d < 4 * LANES; d *= 2) word |= __shfl_xor_sync(ALL_LANES, word, d);
+    const float inverse = __uint_as_float((254 - scale_1x32(bits)) << 23);
 #pragma unroll
     for (int i = 0; i < N; i++)
-        x[i] = __fmul_rn(x[i], scale == 255 ? __uint_as_float(NAN_SCALE) : inverse);
-    return word;
+        x[i] = __fmul_rn(x[i], bits >= INFINITY_WORD ? __uint_as_float(NAN_SCALE) : inverse);
 }
 
-/* Is this lane's block, of which this is the word of scales, without a number? */
-__device__ __forceinline__ bool is_nan_scale(uint32_t word, bool wide, int lanes)
-{
-    return wide ? (word & 0x7fffffff) > INFINITY_WORD
-                : (word >> lane_id() / (lanes / 4) % 4 * 8 & 255) == 255;
-}
-
-/* Vector v of a piece; x is lost. */
+/* Vector v of a piece, multiplied by the weight already; x is lost. */
 template <int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
+                                                const Largest<V, N> &most, float weight,
                                                 uint32_t how)
 {
-    constexpr int LANES = Quantized<V, N>::LANES;
-    const bool wide = how == EPIC_QUANTIZE_1X128;
-    const uint32_t word = wide ? divide_1x128<N>(x) : divide_1x32<N>(x);
-    const bool none = is_nan_scale(word, wide, LANES);
+    const uint32_t bits = weighted(most.of(v), weight);
+    if (how == EPIC_QUANTIZE_1X128) {
+        const uint32_t word = divide_1x128<N>(x, bits);
+        if (lane_id() % Quantized<V, N>::LANES == v) piece.scales = word;
+    } else {
+        divide_1x32<N>(x, bits);
+    }
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
         const uint32_t q = pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
-        piece.q[v][i / 4] = none ? NAN_E4M3 : q;
+        piece.q[v][i / 4] = bits >= INFINITY_WORD ? NAN_E4M3 : q;
     }
-    if (lane_id() % LANES == v) piece.scales = word;
+}
+
+/* Before the vectors of a piece: its scales, of blocks of 32. */
+template <int V, int N>
+__device__ __forceinline__ void begin_piece(Quantized<V, N> &piece, const Largest<V, N> &most,
+                                            float weight, uint32_t how)
+{
+    piece.scales = 0;
+    if (how == EPIC_QUANTIZE_1X128) return;
+#pragma unroll
+    for (int b = 0; b < 4; b++)
+        piece.scales |= scale_1x32(weighted(most.of_word[b], weight)) << b * 8;
 }
 
 template <int V, int N>
 __device__ __forceinline__ Quantized<V, N> quantize(float (&x)[V][N], uint32_t how)
 {
     Quantized<V, N> piece;
-    piece.scales = 0;
+    const Largest<V, N> most = find_largest<V, N>(x, how);
+    begin_piece<V, N>(piece, most, 1.0f, how);
 #pragma unroll
-    for (int v = 0; v < V; v++) quantize_vector<V, N>(piece, v, x[v], how);
+    for (int v = 0; v < V; v++) quantize_vector<V, N>(piece, v, x[v], most, 1.0f, how);
     return piece;
 }
 
@@ -164,8 +223,10 @@ __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t sl
 #pragma unroll
         for (int i = 0; i < N / 4; i++)
             store_some(row + i * 4, q[i], to.row_bytes - at - i * 4);
-    else if (N == 8)
-        store_once(row, (uint64_t)q[N / 4 - 1] << 32 | q[0], policy);
+    else if constexpr (N == 16)
+        store_once(row, make_uint4(q[0], q[1], q[2], q[3]), policy);
+    else if constexpr (N == 8)
+        store_once(row, (uint64_t)q[1] << 32 | q[0], policy);
     else
         store_once(row, q[0], policy);
 }

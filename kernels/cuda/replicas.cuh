@@ -15,7 +15,7 @@
 #include "cuda/counts.cuh"
 
 /* Of the planner's dynamic shared memory, behind what every plan needs. */
-static inline int replica_bytes(const epic_layer *layer)
+__host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
 }
@@ -47,7 +47,7 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
     if (threadIdx.x == 0) {
-        p.chosen = (int32_t *)(p.owner + (experts + 15) / 16 * 16);
+        p.chosen = (int32_t *)p.rare;
         p.logical = (uint16_t *)(p.chosen + experts);
         p.nth = p.logical + experts;
         p.replica = p.nth + experts;
@@ -81,7 +81,7 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* A word of the counts, past those of the experts: the table's hash, 0 if it cannot be used. */
+/* A word of the counts, past all others: the table's hash, 0 if it cannot be used. */
 __device__ __forceinline__ uint32_t table_said(const Planner &p)
 {
     return p.bad_replica == NOTHING ? p.table | 1 : 0;
@@ -94,7 +94,7 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     const uint32_t own = table_said(p);
     const int64_t counts = self.at.counts / 8 +
                            (int64_t)parity(now) * self.num_ranks * DEVICE_MAX_TALLIES +
-                           job.layer.num_experts;
+                           num_tallies(job, true);
     for (int q = 0; q < self.num_ranks && blockIdx.x == 0; q++)
         store_relaxed((uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES,
                       stamp(now, own));

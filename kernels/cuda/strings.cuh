@@ -19,7 +19,7 @@
 #define E8M0_NANS POISON
 #define E8M0_STAND_IN 0xfefefefeu
 
-typedef Quantized<V, 8> Eights;
+typedef Quantized<2, 16> Sixteens; /* a lane has two runs of 16 elements of a piece */
 
 struct Strings : Move { /* m.shape is a string's; its row_bytes, aligned are of received rows */
     RowShape given;     /* the caller's tokens: pieces that are sent */
@@ -36,7 +36,7 @@ __device__ __forceinline__ void describe_strings(Strings &m, int32_t spans)
     if (job.quantize) {
         m.given.row_bytes = job.token_bytes;
         m.given.vectors = (int32_t)((job.token_bytes + 15) / 16);
-        m.given.pieces = (int32_t)((job.row_bytes + Eights::BYTES - 1) / Eights::BYTES);
+        m.given.pieces = (int32_t)((job.row_bytes + Sixteens::BYTES - 1) / Sixteens::BYTES);
     }
     m.given_span = (m.given.pieces + spans - 1) / spans;
 }
@@ -223,7 +223,11 @@ struct Joined { /* a piece that this rank's token gives */
     {
         load_raw(m, token, piece, q);
     }
-    __device__ __forceinline__ void make(const Strings &, int32_t, int, const uint4 (&raw)[V])
+    __device__ __forceinline__ void make(const Strings &m, int32_t, int, const uint4 (&raw)[V])
+    {
+        make_raw(m, raw);
+    }
+    __device__ __forceinline__ void make_raw(const Strings &, const uint4 (&raw)[V])
     {
 #pragma unroll
         for (int v = 0; v < V; v++) q[v] = raw[v];
@@ -276,12 +280,12 @@ struct Joined { /* a piece that this rank's token gives */
 
 /* --------------------------------------------------------------------- quantized strings ---- */
 
-/* Eight elements of a row from number `first` on, zeros past its end. */
+/* Sixteen elements of a row from number `first` on, zeros past its end. */
 static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t first,
                                                   int64_t count, uint32_t type, float *x)
 {
 #pragma unroll 1
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 16; i++) {
         float of = 0.0f;
         if (first + i < count && type == EPIC_F32)
             of = __ldg((const float *)row + first + i);
@@ -299,58 +303,83 @@ static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t fi
 }
 
 struct Made {
-    Eights e;
+    Sixteens e;
     static constexpr bool QUANTIZED = true;
 
+    /* The vectors of a piece that a lane needs: two side by side, and again. */
+    static __device__ __forceinline__ int32_t vector_of(int v)
+    {
+        return (v / 2 * WARP + lane_id()) * 2 + v % 2;
+    }
     /* What make() needs, if that is vectors of 16-bit elements. */
     static __device__ __forceinline__ void load_raw(const Strings &m, int32_t token, int piece,
                                                     uint4 (&raw)[V])
     {
-        if (m.shape.aligned)
-            load_piece_again<V, false>(m.job.tokens + row_offset(token, m.given),
-                                       piece * V * WARP, m.given, raw);
+        const uint8_t *const row = m.job.tokens + row_offset(token, m.given);
+        if (!m.shape.aligned) return;
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            raw[v] = load_row_again(row, piece * V * WARP + vector_of(v), m.given, 0);
     }
     __device__ __forceinline__ void make(const Strings &m, int32_t token, int piece,
                                          const uint4 (&raw)[V])
     {
         if (m.shape.aligned)
-            make(m, raw);
+            make_raw(m, raw);
         else
             load(m, token, piece);
     }
-    /* From 16-bit elements. */
-    __device__ __forceinline__ void make(const Strings &m, const uint4 (&raw)[V])
+    static __device__ __forceinline__ void unpack(const Strings &m, uint4 low, uint4 high,
+                                                  float (&x)[16])
     {
-        float x[V][8];
+        if (m.job.type == EPIC_BF16) {
+            Bf16::unpack(low, x);
+            Bf16::unpack(high, x + 8);
+        } else {
+            F16::unpack(low, x);
+            F16::unpack(high, x + 8);
+        }
+    }
+    /* From 16-bit elements, unpacked twice: 32 of them beside all else would not fit registers. */
+    __device__ __forceinline__ void make_raw(const Strings &m, const uint4 (&raw)[V])
+    {
+        const uint32_t how = m.job.quantize;
+        uint32_t own[2];
 #pragma unroll
-        for (int v = 0; v < V; v++)
-            if (m.job.type == EPIC_BF16)
-                Bf16::unpack(raw[v], x[v]);
-            else
-                F16::unpack(raw[v], x[v]);
-        e = quantize<V, 8>(x, m.job.quantize);
+        for (int v = 0; v < 2; v++) {
+            float x[16];
+            unpack(m, raw[2 * v], raw[2 * v + 1], x);
+            own[v] = size_of<16>(x);
+        }
+        const Largest<2, 16> most = join_lanes<2, 16>(own, how);
+        begin_piece<2, 16>(e, most, 1.0f, how);
+#pragma unroll
+        for (int v = 0; v < 2; v++) {
+            float x[16];
+            unpack(m, anew(raw[2 * v]), anew(raw[2 * v + 1]), x);
+            quantize_vector<2, 16>(e, v, x, most, 1.0f, how);
+        }
     }
     /* From the caller's array, anywhere. */
     __device__ __forceinline__ void load(const Strings &m, int32_t token, int piece)
     {
         const uint8_t *row = m.job.tokens + row_offset(token, m.given);
-        float x[V][8];
-        for (int v = 0; v < V; v++)
-            load_elements(row, piece * Eights::BYTES + (v * WARP + lane_id()) * 8,
-                          m.job.row_bytes, m.job.type, x[v]);
-        e = quantize<V, 8>(x, m.job.quantize);
+        float x[2][16];
+        for (int v = 0; v < 2; v++)
+            load_elements(row, row_at(piece, v), m.job.row_bytes, m.job.type, x[v]);
+        e = quantize<2, 16>(x, m.job.quantize);
     }
     static __device__ __forceinline__ int64_t row_at(int piece, int v)
     {
-        return (int64_t)piece * Eights::BYTES + (v * WARP + lane_id()) * 8;
+        return (int64_t)piece * Sixteens::BYTES + (v * WARP + lane_id()) * 16;
     }
     static __device__ __forceinline__ int64_t scales_at(int piece)
     {
-        return ((int64_t)piece * Eights::WORDS + Eights::word()) * 4;
+        return ((int64_t)piece * Sixteens::WORDS + Sixteens::word()) * 4;
     }
-    __device__ __forceinline__ uint64_t eight(int v) const
+    __device__ __forceinline__ uint4 sixteen(int v) const
     {
-        return (uint64_t)e.q[v][1] << 32 | e.q[v][0];
+        return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);
     }
     __device__ __forceinline__ void send(const Strings &m, int32_t token, int piece,
                                          uint32_t peers) const
@@ -362,10 +391,10 @@ struct Made {
         each_peer(m, token, peers, [&](int, int, uint4 *staged) {
             uint8_t *const to = (uint8_t *)staged;
 #pragma unroll
-            for (int v = 0; v < V; v++)
+            for (int v = 0; v < 2; v++)
                 if (row_at(piece, v) < row_end)
-                    store_relaxed((uint64_t *)(to + row_at(piece, v)), eight(v));
-            if (Eights::has_word() && row_end + scales_at(piece) < end)
+                    store_relaxed((uint4 *)(to + row_at(piece, v)), sixteen(v));
+            if (Sixteens::has_word() && row_end + scales_at(piece) < end)
                 store_relaxed((uint32_t *)(to + row_end + scales_at(piece)), scales);
         });
     }
@@ -375,7 +404,7 @@ struct Made {
         const QuantizedRows rows = {job.recv,        job.recv_scales, job.row_bytes,
                                     job.scale_bytes, m.shape.aligned, job.scales_in_words != 0};
         each_slot(m, slot,
-                  [&](int32_t to) { store_quantized<V, 8>(rows, to, piece, e, m.policy); });
+                  [&](int32_t to) { store_quantized<2, 16>(rows, to, piece, e, m.policy); });
     }
 };
 

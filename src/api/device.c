@@ -65,8 +65,8 @@ static epic_result device_sum(epic_context *ctx, const epic_sum_args *args)
 
 static epic_result device_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
-    (void)args;
-    return not_yet(ctx, "epic_sum_replicas");
+    if (!ctx->backend->steps->sum_replicas) return not_yet(ctx, "epic_sum_replicas");
+    return backend_said(ctx->backend, ctx->backend->steps->sum_replicas(ctx->group, args));
 }
 
 const context_steps device_steps = {.plan = device_plan,

@@ -192,6 +192,7 @@ typedef struct epic_steps {
     epic_result (*dispatch_backward)(epic_group *, const epic_dispatch_backward_args *);
     epic_result (*combine_backward)(epic_group *, const epic_combine_backward_args *);
     epic_result (*sum)(epic_group *, const epic_sum_args *);
+    epic_result (*sum_replicas)(epic_group *, const epic_sum_replicas_args *);
     /* Router and losses: args->router has its defaults filled in; factor is what the sum over
      * tokens (backward: also d_loss) is multiplied by. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);

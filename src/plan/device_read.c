@@ -17,7 +17,7 @@ static bool is_whole(const device_plan_header *h)
         return false;
     const device_plan_layout at =
         device_plan_layout_of(h->num_ranks, h->max_tokens, h->num_experts, h->top_k);
-    return h->bytes == device_plan_end(&at, h->layout);
+    return h->bytes == device_plan_end(&at, h->layout, h->num_logical);
 }
 
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)

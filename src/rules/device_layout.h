@@ -12,6 +12,8 @@
  *                                               FLAT: the token's row, then -1
  *   locals     [num_ranks, max_tokens, top_k]   FLAT alone: local experts of each rank's tokens,
  *                                               ascending k, packed to the front, then -1
+ *   logical    [num_experts]                    with replicas alone: what each expert is one of
+ *   expert_of  [num_experts]                    likewise: the id of each local expert
  */
 #ifndef EPIC_DEVICE_LAYOUT_H
 #define EPIC_DEVICE_LAYOUT_H
@@ -29,7 +31,7 @@
 
 #define DEVICE_MAX_RANKS 32 /* a bit of a word, a lane of a warp, for each */
 #define DEVICE_MAX_EXPERTS 8192
-#define DEVICE_MAX_TALLIES (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS)
+#define DEVICE_MAX_TALLIES (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS + 16) /* and some words */
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
 
@@ -52,6 +54,7 @@ typedef struct device_plan_header {
     int32_t first_expert;              /* TREE: this rank's first, its experts are contiguous */
     uint32_t layout;
     uint32_t layer_leaves; /* as `leaves`, which is one for each rank where rows are partials */
+    uint32_t num_logical;  /* 0: no replicas */
     uint32_t sum;          /* of the words before */
 } device_plan_header;
 
@@ -106,16 +109,29 @@ device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts
     return at;
 }
 
-/* Where the local experts of a FLAT plan begin, and where that plan ends. */
+/* Where the local experts of a FLAT plan begin, the tables of one with replicas, and where plans
+ * end. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_locals(const device_plan_layout *at)
 {
     return at->bytes;
 }
 
-DEVICE_LAYOUT_BOTH static inline int64_t device_plan_end(const device_plan_layout *at,
-                                                         uint32_t layout)
+DEVICE_LAYOUT_BOTH static inline int64_t device_logical(const device_plan_layout *at,
+                                                        uint32_t layout)
 {
     return layout == EPIC_FLAT ? 2 * at->bytes - at->records : at->bytes;
+}
+
+/* Of one table of experts. */
+DEVICE_LAYOUT_BOTH static inline int64_t device_table_bytes(const device_plan_layout *at)
+{
+    return at->padding - at->slab_begin;
+}
+
+DEVICE_LAYOUT_BOTH static inline int64_t device_plan_end(const device_plan_layout *at,
+                                                         uint32_t layout, uint32_t num_logical)
+{
+    return device_logical(at, layout) + (num_logical ? 2 * device_table_bytes(at) : 0);
 }
 
 /* Bytes of a plan by expert; 0: sizes that CUDA contexts do not take. */
@@ -135,7 +151,7 @@ static inline int64_t device_layer_bytes(int64_t num_ranks, int64_t max_tokens,
     if (!device_plan_bytes(num_ranks, max_tokens, layer->num_experts, layer->top_k)) return 0;
     const device_plan_layout at =
         device_plan_layout_of(num_ranks, max_tokens, layer->num_experts, layer->top_k);
-    return device_plan_end(&at, layer->layout);
+    return device_plan_end(&at, layer->layout, layer->num_logical);
 }
 
 #endif

@@ -44,6 +44,10 @@
 #define SAYS_ROWS /* name of the rows, rank, rows, needed */ \
     "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; bring as many rows"
 
+#define SAYS_LOCAL /* rank, rows, local experts */                                        \
+    "data.num_rows: rank %d has %lld rows, the plan has %lld local experts; bring a row " \
+    "for each"
+
 #define SAYS_RECV_EXPERT                                                                      \
     "recv_expert is given, the plan's layout is EPIC_EXPERT_MAJOR: it belongs to EPIC_FLAT, " \
     "leave it NULL"

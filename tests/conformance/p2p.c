@@ -103,8 +103,7 @@ static const suite_memory gpu = {.open = open_arena,
                                  .stream = stream,
                                  .max_sms = max_sms,
                                  .device = true,
-                                 .lacks = SUITE_F64 | SUITE_EXPERTS | SUITE_BY_K |
-                                          SUITE_FLAT_REPLICAS | SUITE_SUM_REPLICAS,
+                                 .lacks = SUITE_F64 | SUITE_EXPERTS | SUITE_BY_K,
                                  .most_experts = 8192};
 
 int main(int argc, char **argv)

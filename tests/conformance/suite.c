@@ -207,10 +207,7 @@ static world *good_world(const member *m, uint64_t seed, int victim, bool distin
 {
     for (;; seed++) {
         world *w = world_new(seed, m->meet->num_ranks);
-        const bool flat = w->layer.layout == EPIC_FLAT, by_k = w->layer.priority == EPIC_BY_K;
-        const bool there = !(by_k && suite_there->lacks & SUITE_BY_K) &&
-                           !(w->logical_of && suite_there->lacks & SUITE_REPLICAS) &&
-                           !(flat && w->logical_of && suite_there->lacks & SUITE_FLAT_REPLICAS);
+        const bool there = !(w->logical_of && suite_there->lacks & SUITE_REPLICAS);
         const bool good = w->plan->result == EPIC_OK && w->layer.num_experts <= 64;
         const bool kind = distinct == ((w->layer.flags & EPIC_DISTINCT) != 0);
         if (there && good && kind && w->tokens_of[victim] > 0) return w;

@@ -196,10 +196,10 @@ epic_plan_args case_lend_plan(seat *s, const epic_plan_args *args)
 
 static uint32_t layer_needs(const epic_layer *layer)
 {
-    const bool flat = layer->layout == EPIC_FLAT;
-    return (layer->priority == EPIC_BY_K ? SUITE_BY_K : 0) |
+    const bool by_k = layer->priority == EPIC_BY_K && layer->overflow == EPIC_OVERFLOW_DROP;
+    const bool many = layer->num_experts * layer->top_k > suite_there->most_experts;
+    return (by_k && many && layer->top_k > 1 ? SUITE_BY_K : 0) |
            (layer->num_logical ? SUITE_REPLICAS : 0) |
-           (layer->num_logical && flat ? SUITE_FLAT_REPLICAS : 0) |
            (layer->num_experts > suite_there->most_experts ? SUITE_EXPERTS : 0);
 }
 

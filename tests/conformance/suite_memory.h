@@ -11,14 +11,12 @@
 
 /* What a backend may lack; a call that needs it must be refused with EPIC_ENOTSUP. */
 enum suite_need {
-    SUITE_QUANTIZE = 1,       /* quantizing on the way */
-    SUITE_SCALES = 2,         /* a second row array */
-    SUITE_F64 = 4,            /* sums of float64 */
-    SUITE_EXPERTS = 8,        /* more experts than most_experts */
-    SUITE_BY_K = 16,          /* layer.priority EPIC_BY_K */
-    SUITE_REPLICAS = 32,      /* layer.num_logical */
-    SUITE_FLAT_REPLICAS = 64, /* that, with layer.layout EPIC_FLAT */
-    SUITE_SUM_REPLICAS = 128  /* epic_sum_replicas */
+    SUITE_QUANTIZE = 1, /* quantizing on the way */
+    SUITE_SCALES = 2,   /* a second row array */
+    SUITE_F64 = 4,      /* sums of float64 */
+    SUITE_EXPERTS = 8,  /* more experts than most_experts */
+    SUITE_BY_K = 16, /* dropping by EPIC_BY_K with more num_experts * top_k than most_experts */
+    SUITE_REPLICAS = 32 /* layer.num_logical */
 };
 
 /* The hooks are called by a rank's thread. */

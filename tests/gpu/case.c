@@ -170,13 +170,12 @@ void wrong(bench *b, const char *format, ...)
             stderr,
             "seed %llu rank %d of %d: %s (T %d E %u k %u align %u type %u hidden %lld off %d "
             "hard %d weighted %d fused %d table %d flat %u drop %u tree %u leaves %u part %u "
-            "result "
-            "%d)\n",
+            "by k %u logical %u result %d)\n",
             (unsigned long long)b->c.seed, b->me->rank, b->me->num_ranks, text,
             b->c.r.tokens_of[b->me->rank], l->num_experts, l->top_k, l->alignment, b->c.type,
             (long long)b->c.hidden, b->c.offset, b->c.hard, b->c.weighted, b->c.fused,
             b->c.r.table, l->layout, l->overflow, l->sum_order, l->leaves, l->partial_type,
-            b->c.r.result);
+            l->priority, l->num_logical, b->c.r.result);
 }
 
 bool case_must(bench *b, epic_result result, const char *what)
@@ -201,8 +200,9 @@ void make_inputs(bench *b, arrays *a)
     float *weights = malloc((size_t)choices * 4 + 4);
     uint8_t *rows = malloc((size_t)(tokens * c->row_bytes) + 8);
     uint8_t *scales = malloc((size_t)(tokens * c->scale_bytes) + 8);
+    const int64_t *ids = r->logical ? r->named[me] : r->ids[me];
     for (int64_t i = 0; i < choices; i++) {
-        narrow[i] = (int32_t)r->ids[me][i];
+        narrow[i] = (int32_t)ids[i];
         weights[i] = choice_weight(c, me, i);
     }
 #pragma omp parallel for
@@ -214,9 +214,10 @@ void make_inputs(bench *b, arrays *a)
     a->plan_bytes =
         device_layer_bytes(r->num_ranks, b->me->group->config.max_tokens, &r->layer);
     a->plan = take(b, a->plan_bytes, 0);
-    a->ids = c->wide ? case_upload(b, r->ids[me], (size_t)choices * 8, 0)
+    a->ids = c->wide ? case_upload(b, ids, (size_t)choices * 8, 0)
                      : case_upload(b, narrow, (size_t)choices * 4, 0);
     a->table = r->table ? case_upload(b, r->owner, experts, 0) : NULL;
+    a->logical = r->logical ? case_upload(b, r->logical, experts, 0) : NULL;
     a->expert_rows = take(b, experts, 0);
     a->expert_tokens = take(b, experts, 0);
     a->load = take(b, experts, 0);
@@ -244,6 +245,7 @@ static epic_plan_args plan_args(bench *b, const arrays *a)
                             .topk_idx = a->ids,
                             .num_tokens = r->tokens_of[b->me->rank],
                             .rank_of_expert = a->table,
+                            .logical_of_expert = a->logical,
                             .capacity = r->capacity_of[b->me->rank],
                             .index_type = b->c.wide ? EPIC_I64 : EPIC_I32,
                             .expert_rows = a->expert_rows,

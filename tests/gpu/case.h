@@ -31,7 +31,7 @@ typedef struct bench { /* a rank's memory and the running case */
 
 typedef struct arrays { /* what plan and dispatch are given and write */
     void *plan, *ids;
-    int32_t *table, *expert_rows, *expert_tokens, *load, *demand, *recv_expert;
+    int32_t *table, *logical, *expert_rows, *expert_tokens, *load, *demand, *recv_expert;
     void *tokens, *recv, *scales, *recv_scales;
     float *weights, *slot_weights;
     size_t plan_bytes;
@@ -79,7 +79,8 @@ void check_plan(bench *b, const arrays *a);
 void check_dispatch(bench *b, const arrays *a, const char *what);
 void check_sums(bench *b, const sums *s);
 
-/* epic_sum of random floats, called and checked. */
+/* epic_sum of random floats, called and checked; epic_sum_replicas likewise. */
 void test_sum(bench *b);
+void test_sum_replicas(bench *b, const arrays *a);
 
 #endif

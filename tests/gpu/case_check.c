@@ -346,3 +346,60 @@ void test_sum(bench *b)
     free(x);
     free(got);
 }
+
+/* A number of an expert: small and whole, so that sums in any order are the same. */
+static float expert_number(const test_case *c, uint32_t expert, int64_t i)
+{
+    return (float)(case_hash(c->seed, 91, expert, (uint64_t)i) % 1000);
+}
+
+static float replicas_sum(const test_case *c, uint32_t expert, int64_t i)
+{
+    const routing *r = &c->r;
+    float sum = 0;
+    if (!r->logical || r->result) return expert_number(c, expert, i);
+    for (uint32_t e = 0; e < r->layer.num_experts; e++)
+        if (r->logical[e] == r->logical[expert]) sum += expert_number(c, e, i);
+    return sum;
+}
+
+/* Rows of some hundred floats: where staging is small they take several rounds. */
+void test_sum_replicas(bench *b, const arrays *a)
+{
+    const test_case *c = &b->c;
+    const routing *r = &c->r;
+    const int64_t count = 300 + (int64_t)(c->seed % 3), experts = r->layer.num_experts;
+    if (experts > 64) return;
+    float *x = malloc((size_t)(experts * count) * 4), workspace;
+    int64_t rows = 0, most = 0;
+    for (int q = 0; q < r->num_ranks; q++) {
+        int64_t owned = 0;
+        for (uint32_t e = 0; e < experts; e++) owned += r->owner[e] == q;
+        if (owned > most) most = owned;
+    }
+    for (uint32_t e = 0; e < experts; e++) {
+        if (r->owner[e] != b->me->rank) continue;
+        for (int64_t i = 0; i < count; i++) x[rows * count + i] = expert_number(c, e, i);
+        rows++;
+    }
+    float *data = case_upload(b, x, (size_t)(most * count) * 4, 0);
+    const epic_sum_replicas_args args = {.call = b->call,
+                                         .plan = a->plan,
+                                         .plan_bytes = (int64_t)a->plan_bytes,
+                                         .data = {data, most, count * 4},
+                                         .workspace = &workspace};
+    if (!case_must(b, p2p_steps.sum_replicas(b->me->group, &args), "sum_replicas")) return;
+    float *got = case_download(b, data, (size_t)(rows * count) * 4);
+    rows = 0;
+    for (uint32_t e = 0; e < experts; e++)
+        for (int64_t i = 0; r->owner[e] == b->me->rank && i < count; i++) {
+            if (i == 0) rows++;
+            const float is = got[(rows - 1) * count + i], must = replicas_sum(c, e, i);
+            if (is == must) continue;
+            wrong(b, "sum_replicas: expert %u, element %lld is %g, not %g", e, (long long)i, is,
+                  must);
+            e = (uint32_t)experts - 1, i = count;
+        }
+    free(x);
+    free(got);
+}

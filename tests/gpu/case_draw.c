@@ -81,6 +81,27 @@ static void draw_layer(test_case *c, uint64_t *s)
     }
 }
 
+/* Some logical experts have more replicas than others, each at least one. */
+static void draw_replicas(test_case *c)
+{
+    routing *r = &c->r;
+    uint64_t state = case_hash(c->seed, 42, 0, 0), *s = &state;
+    epic_layer *l = &r->layer;
+    if (l->num_experts > P2P_REPLICATED_EXPERTS || between(s, 0, 3)) return;
+    l->num_logical = (uint32_t)between(s, 1, l->num_experts);
+    const int64_t busy = between(s, 1, l->num_logical);
+    r->logical = malloc(l->num_experts * sizeof *r->logical);
+    for (uint32_t e = 0; e < l->num_experts; e++)
+        r->logical[l->num_experts - 1 - e] =
+            e < l->num_logical ? (int32_t)e : (int32_t)between(s, 0, busy - 1);
+    for (int q = 0; q < r->num_ranks; q++) {
+        const int64_t choices = (int64_t)r->tokens_of[q] * l->top_k;
+        r->named[q] = malloc((size_t)(choices + 1) * sizeof **r->named);
+        for (int64_t i = 0; i < choices; i++) r->named[q][i] = r->ids[q][i] % l->num_logical;
+    }
+    choose_experts(r);
+}
+
 static void draw_capacity(test_case *c, uint64_t *s)
 {
     routing *r = &c->r;
@@ -100,6 +121,9 @@ static void draw_capacity(test_case *c, uint64_t *s)
     if (drops) {
         r->layer.overflow = EPIC_OVERFLOW_DROP;
         if (between(s, 0, 1)) r->layer.expert_capacity = (uint32_t)between(s, 1, 30);
+        if (case_hash(c->seed, 43, 0, 0) % 2 &&
+            r->layer.num_experts * r->layer.top_k <= P2P_BY_K_TALLIES)
+            r->layer.priority = EPIC_BY_K;
         for (int q = 0; q < r->num_ranks; q++)
             if (between(s, 0, 1)) r->capacity_of[q] = 1 + r->capacity_of[q] / 2;
     } else if (kind == 4 && between(s, 0, 2) == 0) { /* one rank has too little */
@@ -107,6 +131,8 @@ static void draw_capacity(test_case *c, uint64_t *s)
     } else if (kind == 5 && between(s, 0, 2) == 0) { /* an id that is none */
         const int q = (int)between(s, 0, r->num_ranks - 1);
         if (r->tokens_of[q]) r->ids[q][0] = r->layer.num_experts + between(s, 0, 3);
+        if (r->tokens_of[q] && r->logical) r->named[q][0] = r->layer.num_logical;
+        choose_experts(r);
     }
     solve_routing(r);
 }
@@ -165,6 +191,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     c->row_bytes = c->hidden * type_bytes(c->type);
     if (between(s, 0, 4) == 0) c->offset = type_bytes(c->type);
     draw_ids(c, s);
+    draw_replicas(c);
     draw_capacity(c, s);
     shrink(c);
     choose_scales(c, case_hash(seed, 41, 0, 0));

@@ -46,6 +46,7 @@ static void run_case(bench *b)
         check_sums(b, &s);
     }
     test_sum(b);
+    test_sum_replicas(b, &a);
     epic_failure_info failure;
     if (p2p_steps.check(b->me->group, &failure) != EPIC_OK) wrong(b, "%s", failure.sentence);
 }

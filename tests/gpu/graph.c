@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A captured graph of plan+dispatch and combine, replayed with new routing and data; then the
  * same operations many times back to back with random delays of the host.
- *   gpu_graph RANKS GPUS threads|processes REPLAYS [flat] */
+ *   gpu_graph RANKS GPUS threads|processes REPLAYS [flat|rare]
+ * rare: with replicas, of which the sum is captured too, and kept by k. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,14 +21,17 @@
 #define TOP_K 3
 #define EACH 6 /* experts of a rank */
 #define SLOTS (TOKENS * TOP_K * 8)
+#define NUMBERS 7
 
 static int replays;
-static bool flat;
+static bool flat, rare;
 
 typedef struct memory {
     int32_t *ids;
     uint8_t *plan;
     float *tokens, *recv, *out;
+    int32_t *logical;
+    float *numbers; /* [EACH][NUMBERS], of experts */
     size_t plan_bytes;
     epic_layer layer;
 } memory;
@@ -37,6 +41,20 @@ static memory allocate(const team_rank *me)
     memory m = {.layer = {.num_experts = EACH * (uint32_t)me->num_ranks,
                           .top_k = TOP_K,
                           .layout = flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR}};
+    if (rare) {
+        m.layer.num_logical = m.layer.num_experts / 2; /* two replicas, on different ranks */
+        m.layer.overflow = EPIC_OVERFLOW_DROP;
+        m.layer.priority = EPIC_BY_K;
+        m.layer.expert_capacity = SLOTS;
+    }
+    int32_t *logical = malloc(m.layer.num_experts * sizeof *logical);
+    for (uint32_t e = 0; e < m.layer.num_experts; e++)
+        logical[e] = (int32_t)(e % (m.layer.num_experts / 2));
+    CHECK_CUDA(cudaMalloc((void **)&m.logical, m.layer.num_experts * sizeof *logical));
+    CHECK_CUDA(cudaMemcpy(m.logical, logical, m.layer.num_experts * sizeof *logical,
+                          cudaMemcpyHostToDevice));
+    free(logical);
+    CHECK_CUDA(cudaMalloc((void **)&m.numbers, EACH * NUMBERS * sizeof *m.numbers));
     m.plan_bytes = (size_t)device_layer_bytes(me->num_ranks, TOKENS, &m.layer);
     CHECK_CUDA(cudaMalloc((void **)&m.ids, TOKENS * TOP_K * 4));
     CHECK_CUDA(cudaMalloc((void **)&m.plan, m.plan_bytes));
@@ -53,8 +71,15 @@ static epic_result step(team_rank *me, memory *m)
                                  .plan = m->plan,
                                  .plan_bytes = m->plan_bytes,
                                  .topk_idx = m->ids,
+                                 .logical_of_expert = rare ? m->logical : NULL,
                                  .num_tokens = TOKENS,
                                  .capacity = SLOTS};
+    float unused;
+    const epic_sum_replicas_args sum = {.call.stream = me->stream,
+                                        .plan = m->plan,
+                                        .plan_bytes = (int64_t)m->plan_bytes,
+                                        .data = {m->numbers, EACH, NUMBERS * sizeof(float)},
+                                        .workspace = &unused};
     const epic_dispatch_args dispatch = {.tokens = {m->tokens, TOKENS, HIDDEN * 4},
                                          .recv = {m->recv, SLOTS, HIDDEN * 4}};
     const epic_combine_args combine = {.call.stream = me->stream,
@@ -64,6 +89,7 @@ static epic_result step(team_rank *me, memory *m)
                                        .out = {m->out, TOKENS, HIDDEN * 4},
                                        .type = EPIC_F32};
     TRY(p2p_steps.plan_dispatch(me->group, &plan, &dispatch));
+    if (rare) TRY(p2p_steps.sum_replicas(me->group, &sum));
     return p2p_steps.combine(me->group, &combine);
 }
 
@@ -79,16 +105,27 @@ static int rows_of(const int32_t *ids)
     return rows;
 }
 
+/* Of an expert, in a round. */
+static int number(int expert, int i, int round)
+{
+    return expert * 100 + i * 7 + round;
+}
+
 /* Small integers: out must be the token times its rows, exactly. */
 static int replay(team_rank *me, memory *m, cudaGraphExec_t graph, int round, unsigned *seed)
 {
     static _Thread_local int32_t ids[TOKENS * TOP_K];
     static _Thread_local float x[TOKENS * HIDDEN], y[TOKENS * HIDDEN];
     for (int i = 0; i < TOKENS * TOP_K; i++)
-        ids[i] = rand_r(seed) % ((int)m->layer.num_experts + 2) - 2;
+        ids[i] = rand_r(seed) % ((int)m->layer.num_experts / (rare ? 2 : 1) + 2) - 2;
     for (int i = 0; i < TOKENS * HIDDEN; i++) x[i] = (float)(rand_r(seed) % 1000);
     CHECK_CUDA(cudaMemcpyAsync(m->ids, ids, sizeof ids, cudaMemcpyHostToDevice, me->stream));
     CHECK_CUDA(cudaMemcpyAsync(m->tokens, x, sizeof x, cudaMemcpyHostToDevice, me->stream));
+    float numbers[EACH * NUMBERS];
+    for (int i = 0; i < EACH * NUMBERS; i++)
+        numbers[i] = (float)number(me->rank * EACH + i / NUMBERS, i % NUMBERS, round);
+    CHECK_CUDA(cudaMemcpyAsync(m->numbers, numbers, sizeof numbers, cudaMemcpyHostToDevice,
+                               me->stream));
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     if (round % 3 == 0) usleep((unsigned)rand_r(seed) % 300);
     if (graph)
@@ -97,12 +134,22 @@ static int replay(team_rank *me, memory *m, cudaGraphExec_t graph, int round, un
         return 1;
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     CHECK_CUDA(cudaMemcpyAsync(y, m->out, sizeof y, cudaMemcpyDeviceToHost, me->stream));
+    CHECK_CUDA(cudaMemcpyAsync(numbers, m->numbers, sizeof numbers, cudaMemcpyDeviceToHost,
+                               me->stream));
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     for (int i = 0; i < TOKENS * HIDDEN; i++) {
         const int live = rows_of(ids + i / HIDDEN * TOP_K);
         if (y[i] == x[i] * (float)live) continue;
         fprintf(stderr, "rank %d round %d: element %d is %g, not %g\n", me->rank, round, i,
                 y[i], x[i] * (float)live);
+        return 1;
+    }
+    for (int i = 0; i < EACH * NUMBERS && rare; i++) {
+        const int half = (int)m->layer.num_logical, l = (me->rank * EACH + i / NUMBERS) % half;
+        const int must = number(l, i % NUMBERS, round) + number(l + half, i % NUMBERS, round);
+        if (numbers[i] == (float)must) continue;
+        fprintf(stderr, "rank %d round %d: number %d is %g, not %d\n", me->rank, round, i,
+                numbers[i], must);
         return 1;
     }
     return 0;
@@ -139,6 +186,7 @@ int main(int argc, char **argv)
     if (argc < 5) return 2;
     replays = atoi(argv[4]);
     flat = argc > 5 && !strcmp(argv[5], "flat");
+    rare = argc > 5 && !strcmp(argv[5], "rare");
     const team t = {.num_ranks = atoi(argv[1]),
                     .num_gpus = atoi(argv[2]),
                     .processes = !strcmp(argv[3], "processes"),
@@ -149,6 +197,10 @@ int main(int argc, char **argv)
                     .work = work};
     const int failed = team_run(&t);
     printf("gpu_graph %s ranks, %s GPUs, %s, %d replays and calls%s: %s\n", argv[1], argv[2],
-           argv[3], replays, flat ? ", flat" : "", failed ? "WRONG" : "good");
+           argv[3], replays,
+           flat   ? ", flat"
+           : rare ? ", rare"
+                  : "",
+           failed ? "WRONG" : "good");
     return failed != 0;
 }

@@ -57,14 +57,26 @@ static void count(routing *r)
         }
 }
 
+/* What expert_capacity leaves an expert: its part, with replicas. */
+static int64_t quota_of(const routing *r, int64_t expert)
+{
+    int64_t replicas = 0, before = 0;
+    for (uint32_t e = 0; r->logical && e < r->layer.num_experts; e++) {
+        replicas += r->logical[e] == r->logical[expert];
+        before += r->logical[e] == r->logical[expert] && e < expert;
+    }
+    if (!replicas) return r->layer.expert_capacity;
+    return (r->layer.expert_capacity + replicas - 1 - before) / replicas;
+}
+
 static void limit(routing *r)
 {
     const bool drop = r->layer.overflow == EPIC_OVERFLOW_DROP;
     for (uint32_t e = 0; e < r->layer.num_experts; e++) r->kept[e] = r->load[e];
     for (int q = 0; q < r->num_ranks; q++) r->demand_of[q] = slots_with(r, q, INT32_MAX);
     for (uint32_t e = 0; e < r->layer.num_experts && drop; e++)
-        if (r->layer.expert_capacity && r->kept[e] > (int32_t)r->layer.expert_capacity)
-            r->kept[e] = (int32_t)r->layer.expert_capacity;
+        if (r->layer.expert_capacity && r->kept[e] > quota_of(r, e))
+            r->kept[e] = (int32_t)quota_of(r, e);
     for (int q = 0; q < r->num_ranks; q++) {
         const int64_t capacity = r->capacity_of[q];
         if (!capacity || slots_with(r, q, INT32_MAX) <= capacity) continue;
@@ -100,10 +112,26 @@ static void place_rows(routing *r)
     memcpy(r->slots_of, r->rows_of, sizeof r->slots_of);
 }
 
+/* The place of each choice in the order in which its expert keeps them, into `slot`. */
+static void number_choices(routing *r)
+{
+    const int64_t top_k = r->layer.top_k;
+    const bool by_k = r->layer.priority == EPIC_BY_K;
+    int32_t *next = calloc(r->layer.num_experts, sizeof *next);
+    for (int64_t k = 0; k < (by_k ? top_k : 1); k++)
+        for (int q = 0; q < r->num_ranks; q++)
+            for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * top_k; i++)
+                if (r->ids[q][i] >= 0 && r->ids[q][i] < r->layer.num_experts &&
+                    (!by_k || i % top_k == k))
+                    r->slot[q][i] = next[r->ids[q][i]]++;
+    free(next);
+}
+
 static void place(routing *r)
 {
     const int k = (int)r->layer.top_k;
     int32_t *next = calloc(r->layer.num_experts, sizeof *next);
+    number_choices(r);
     for (uint32_t e = 0; e < r->layer.num_experts; e++) {
         r->begin[e] = (int32_t)r->slots_of[r->owner[e]];
         r->slots_of[r->owner[e]] += padded(r->kept[e], r->layer.alignment);
@@ -111,21 +139,41 @@ static void place(routing *r)
     for (int q = 0; q < r->num_ranks; q++)
         for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * k; i++) {
             const int64_t e = r->ids[q][i];
+            const int32_t nth = r->slot[q][i];
             r->slot[q][i] = EPIC_FATE_NONE;
             r->rank[q][i] = -1;
             if (e < 0 || r->result != EPIC_OK) continue;
-            const int32_t nth = next[e]++;
             const bool full = r->layer.overflow == EPIC_OVERFLOW_DROP &&
-                              r->layer.expert_capacity &&
-                              (uint32_t)nth >= r->layer.expert_capacity;
+                              r->layer.expert_capacity && nth >= quota_of(r, e);
             if (nth < r->kept[e]) {
-                r->slot[q][i] = r->begin[e] + nth;
+                r->slot[q][i] = r->begin[e] + next[e]++;
                 r->rank[q][i] = r->owner[e];
             } else {
                 r->slot[q][i] = full ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
             }
         }
     free(next);
+}
+
+void choose_experts(routing *r)
+{
+    const int64_t experts = r->layer.num_experts;
+    int32_t *turn = malloc((size_t)experts * sizeof *turn); /* of the next choice */
+    if (!r->logical) {
+        free(turn);
+        return;
+    }
+    for (int64_t l = 0; l < r->layer.num_logical; l++) turn[l] = -1;
+    for (int q = 0; q < r->num_ranks; q++)
+        for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
+            const int64_t l = r->named[q][i];
+            r->ids[q][i] = l < 0 ? l : l + experts; /* none; or too large */
+            if (l < 0 || l >= r->layer.num_logical) continue;
+            do turn[l] = (int32_t)((turn[l] + 1) % experts);
+            while (r->logical[turn[l]] != l);
+            r->ids[q][i] = turn[l];
+        }
+    free(turn);
 }
 
 void solve_routing(routing *r)
@@ -154,10 +202,12 @@ void free_routing(routing *r)
 {
     for (int q = 0; q < r->num_ranks; q++) {
         free(r->ids[q]);
+        free(r->named[q]);
         free(r->slot[q]);
         free(r->rank[q]);
     }
     free(r->owner);
+    free(r->logical);
     free(r->load);
     free(r->kept);
     free(r->begin);

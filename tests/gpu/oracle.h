@@ -15,8 +15,10 @@ typedef struct routing { /* one case: what every rank brings */
     epic_layer layer; /* defaults filled in */
     int32_t tokens_of[ORACLE_RANKS];
     int64_t capacity_of[ORACLE_RANKS];
-    int64_t *ids[ORACLE_RANKS]; /* [tokens, top_k] */
-    int32_t *owner;             /* [num_experts] */
+    int64_t *ids[ORACLE_RANKS];   /* [tokens, top_k] */
+    int64_t *named[ORACLE_RANKS]; /* with replicas the same, as EPIC is given them */
+    int32_t *owner;               /* [num_experts] */
+    int32_t *logical;             /* [num_experts]; NULL: no replicas */
     bool table;
     /* what follows from it */
     int32_t *slot[ORACLE_RANKS]; /* [tokens, top_k]: slot on the owner, or an EPIC_FATE */
@@ -26,6 +28,9 @@ typedef struct routing { /* one case: what every rank brings */
     int32_t *load, *kept, *begin;  /* [num_experts] */
     int32_t result;
 } routing;
+
+/* With replicas: the experts of the choices that are named. */
+void choose_experts(routing *r);
 
 /* Fills in what follows; free_routing gives all of it back, the inputs too. */
 void solve_routing(routing *r);

@@ -52,6 +52,7 @@ run gpu_storm 4 1 threads "$STORM" "$SEED"
 run gpu_graph 4 1 threads 200
 run gpu_graph_many 4 1 threads 200
 run gpu_graph_many 4 1 threads 200 flat
+run gpu_graph_many 4 1 threads 200 rare
 run gpu_faults 4 1 threads "$FAULTS"
 run gpu_faults_many 4 1 threads "$FAULTS"
 if command -v compute-sanitizer >/dev/null; then

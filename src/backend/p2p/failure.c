@@ -109,6 +109,9 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
     case P2P_FAULT_ROWS:
         snprintf(to, size, SAYS_ROWS, names_of(c).slots, n->rank, a, b);
         return;
+    case P2P_FAULT_LOCAL:
+        snprintf(to, size, SAYS_LOCAL, n->rank, a, b);
+        return;
     case P2P_FAULT_TOKENS:
         snprintf(to, size, SAYS_TOKENS, names_of(c).tokens, a, b);
         return;

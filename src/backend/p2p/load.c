@@ -27,6 +27,7 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_dense(), "loading the kernels of a layer's dense part"));
     TRY(p2p_cuda(p2p_load_plain_gemm(), "loading the plain products"));
     TRY(p2p_cuda(p2p_load_hopper_gemm(), "loading the products of sm_90a"));
+    TRY(p2p_cuda(p2p_load_sum_replicas(), "loading the kernel that sums replicas"));
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
@@ -91,10 +92,14 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
     const p2p_plan_job plan = {.self = *self, .layer.num_experts = 1, .layer.top_k = 1};
     const p2p_sum_job sum = {.self = *self};
     const p2p_combine_job floats = {.self = *self};
-    p2p_plan_job flat = plan;
-    flat.layer.layout = EPIC_FLAT;
-    cudaError_t error = p2p_launch_plan(&plan, 1, stream);
-    if (error == cudaSuccess) error = p2p_launch_plan(&flat, 1, stream);
+    const p2p_sum_replicas_job replicas = {.self = *self};
+    cudaError_t error = p2p_launch_sum_replicas(&replicas, 1, stream);
+    for (int kind = 0; kind < 4 && error == cudaSuccess; kind++) {
+        p2p_plan_job one = plan;
+        one.layer.layout = kind & 1 ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
+        one.layer.overflow = kind & 2 ? EPIC_OVERFLOW_DROP : EPIC_OVERFLOW_ERROR;
+        error = p2p_launch_plan(&one, 1, stream);
+    }
     if (error == cudaSuccess) error = p2p_launch_floats(&floats, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_few_plan(&plan, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_sum(&sum, 1, stream);

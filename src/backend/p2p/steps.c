@@ -32,6 +32,7 @@ static void mix_layer(alike *a, const epic_layer *layer)
     mix(a, (uint64_t)layer->leaves << 32 | layer->partial_type);
     mix(a, (uint64_t)layer->num_logical << 32 | layer->flags);
     if (layer->layout != EPIC_EXPERT_MAJOR) mix(a, layer->layout);
+    if (layer->priority != EPIC_BY_TOKEN) mix(a, ~(uint64_t)layer->priority);
 }
 
 static p2p_self self_of(const epic_group *g, const epic_call *call, epic_operation operation,
@@ -67,12 +68,6 @@ static bool is_aligned(const epic_rows *rows)
     return (uintptr_t)rows->data % 16 == 0 && rows->row_bytes % 16 == 0;
 }
 
-static epic_result not_yet(const char *what)
-{
-    return epic_fail(EPIC_ENOTSUP, "%s is not there on CUDA contexts yet; use a host context",
-                     what);
-}
-
 static epic_result check_type(uint32_t type)
 {
     if (type == EPIC_F32 || type == EPIC_BF16 || type == EPIC_F16) return EPIC_OK;
@@ -90,12 +85,16 @@ static epic_result check_row(const epic_group *g, const char *name, const epic_r
 
 /* ----------------------------------------------------------------------------- plan ---- */
 
+/* Does it matter whether choices are kept by k? */
+static bool is_by_k(const epic_layer *layer)
+{
+    return layer->priority == EPIC_BY_K && layer->overflow == EPIC_OVERFLOW_DROP &&
+           layer->top_k > 1;
+}
+
 static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_plan_args *args)
 {
     *out = *args->layer;
-    if (out->priority != EPIC_BY_TOKEN) return not_yet("layer.priority EPIC_BY_K");
-    if (out->num_logical && out->layout == EPIC_FLAT)
-        return not_yet("layer.num_logical with layer.layout EPIC_FLAT");
     if (out->num_logical && out->num_experts > P2P_REPLICATED_EXPERTS)
         return epic_fail(EPIC_ENOTSUP,
                          "layer.num_experts is %u: CUDA contexts take at most %d with replicas",
@@ -103,6 +102,11 @@ static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_p
     if (out->num_experts > DEVICE_MAX_EXPERTS)
         return epic_fail(EPIC_ENOTSUP, "layer.num_experts is %u: CUDA contexts take at most %d",
                          out->num_experts, DEVICE_MAX_EXPERTS);
+    if (is_by_k(out) && (uint64_t)out->num_experts * out->top_k > P2P_BY_K_TALLIES)
+        return epic_fail(EPIC_ENOTSUP,
+                         "layer.priority is EPIC_BY_K, layer.num_experts %u, layer.top_k %u: "
+                         "CUDA contexts take at most %d for their product then",
+                         out->num_experts, out->top_k, P2P_BY_K_TALLIES);
     if (g->config.max_tokens * out->top_k >= 1ll << P2P_COUNT_BITS)
         return epic_fail(EPIC_ENOTSUP,
                          "layer.top_k is %u, config.max_tokens %lld: CUDA contexts take less "
@@ -174,9 +178,11 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     job->capacity = args->capacity > MOST_ROWS ? MOST_ROWS : (int32_t)args->capacity;
     job->wide = args->index_type == EPIC_I64;
     job->planners = planners_of(args->num_tokens, sms_of(g, &args->call));
-    const bool searches =
-        job->layer.layout == EPIC_FLAT && job->layer.overflow == EPIC_OVERFLOW_DROP;
-    if (searches) job->planners = 1; /* flat_drop.cuh */
+    const bool flat = job->layer.layout == EPIC_FLAT;
+    job->by_k = is_by_k(&job->layer);
+    job->resolves = job->layer.num_logical && (flat || job->by_k);
+    const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
+    if (searches || job->resolves) job->planners = 1; /* flat_drop.cuh, resolve.cuh */
     remember(g, &job->layer);
     job->few =
         !args->rank_of_expert && p2p_few_plan(g->num_ranks, g->config.max_tokens, &job->layer);
@@ -290,11 +296,12 @@ static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
-/* Rows can leave before the plan is known if nothing is dropped and all fit the staging. */
+/* Rows can leave before the plan is known if nothing is dropped, the id says the rank, and all fit
+ * the staging. */
 static bool overlaps(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_string_bytes(job->row_bytes, job->scale_bytes);
-    return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR &&
+    return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
@@ -309,17 +316,12 @@ static int32_t head_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
-/* Where an id does not say the rank, no row can leave before the plan is known. */
 static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                  const epic_dispatch_args *args)
 {
     p2p_dispatch_job job = {0};
     alike a = {EPIC_OP_PLAN * 16 + EPIC_OP_DISPATCH};
     TRY(p2p_whole(g));
-    if (plan_args->layer->num_logical) {
-        TRY(plan(g, plan_args));
-        return dispatch(g, args);
-    }
     TRY(fill_dispatch(g, &job, args, &a));
     TRY(fill_plan(g, &job.plan, plan_args, &a));
     if (!overlaps(g, &job)) {
@@ -507,6 +509,23 @@ static epic_result sum(epic_group *g, const epic_sum_args *args)
     return EPIC_OK;
 }
 
+/* How many sums that are, the plan says: one launch does them all. */
+static epic_result sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
+{
+    alike a = {EPIC_OP_SUM * 16 + 1};
+    TRY(p2p_whole(g));
+    mix(&a, (uint64_t)args->data.row_bytes);
+    const p2p_sum_replicas_job job = {.self = self_of(g, &args->call, EPIC_OP_SUM, a),
+                                      .plan = args->plan,
+                                      .plan_bytes = args->plan_bytes,
+                                      .data = args->data.data,
+                                      .count = args->data.row_bytes / (int64_t)sizeof(float),
+                                      .num_rows = rows_of(&args->data)};
+    return p2p_cuda(
+        p2p_launch_sum_replicas(&job, sms_of(g, &args->call), stream_of(&args->call)),
+        "launching sum_replicas");
+}
+
 static uint32_t max_sms(const epic_group *g)
 {
     return (uint32_t)g->num_sms;
@@ -520,6 +539,7 @@ const epic_steps p2p_steps = {
     .dispatch_backward = dispatch_backward,
     .combine_backward = combine_backward,
     .sum = sum,
+    .sum_replicas = sum_replicas,
     .router_forward = p2p_router_forward,
     .router_backward = p2p_router_backward,
     .balance_loss_forward = p2p_balance_loss_forward,

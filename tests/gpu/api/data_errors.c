@@ -41,10 +41,16 @@ enum {
     LONG_TWIN,   /* one in each half of the choices */
     SECOND_TWIN, /* both in the second half */
     REPLICAS,
-    REPLICA,    /* a wrong entry of the table */
-    NO_REPLICA, /* a logical expert without any */
-    LOGICAL,    /* an id beyond them */
+    REPLICA,      /* a wrong entry of the table */
+    NO_REPLICA,   /* a logical expert without any */
+    LOGICAL,      /* an id beyond them */
+    REPLICA_ROWS, /* fewer than experts, on the last rank */
+    BY_K,
+    REPLICAS_BY_K,
     FLAT_DROP,
+    FLAT_BY_K,
+    FLAT_REPLICAS,
+    FLAT_LOGICAL,
     FLAT_DISTINCT,
     FLAT_TWIN,
     FLAT_WEIGHTS, /* by slot */
@@ -72,7 +78,13 @@ static const char *const names[] = {"good",
                                     "an entry of replicas",
                                     "no replica",
                                     "logical expert",
+                                    "rows of replicas",
+                                    "dropping by k",
+                                    "replicas, dropping by k",
                                     "flat, dropping",
+                                    "flat, dropping by k",
+                                    "flat, replicas",
+                                    "flat, logical expert",
                                     "flat, distinct ids",
                                     "flat, an id twice",
                                     "flat, weights by slot",
@@ -147,7 +159,13 @@ static int are_distinct(int which)
 
 static int has_replicas(int which)
 {
-    return which >= REPLICAS && which <= LOGICAL;
+    return (which >= REPLICAS && which <= REPLICA_ROWS) || which == REPLICAS_BY_K ||
+           which == FLAT_REPLICAS || which == FLAT_LOGICAL;
+}
+
+static int is_by_k(int which)
+{
+    return which == BY_K || which == REPLICAS_BY_K || which == FLAT_BY_K;
 }
 
 static void fill_replicas(const seat *s, int which)
@@ -183,7 +201,8 @@ static void fill_ids(const seat *s, int which)
     if (is_long(which)) fill_long(which, ids);
     for (int i = 0; has_replicas(which) && i < TOKENS * TOP_K; i++)
         if (ids[i] >= 0) ids[i] %= NUM_LOGICAL;
-    if (which == LOGICAL && s->rank >= num_ranks / 2) ids[31] = NUM_LOGICAL;
+    const int beyond = which == LOGICAL || which == FLAT_LOGICAL;
+    if (beyond && s->rank >= num_ranks / 2) ids[31] = NUM_LOGICAL;
     if (has_replicas(which)) fill_replicas(s, which);
     if (which == WIDE_EXPERT && s->rank == 0) ids[TOKENS * TOP_K - 1] = (int64_t)5 << 40 | 3;
     for (int i = 0; i < TOKENS * TOP_K; i++) narrow[i] = (int32_t)ids[i];
@@ -289,20 +308,47 @@ static void run_short(seat *s, int which, observed *o)
     for (size_t i = 0; i < written; i++) need(bytes[i] == 0, "zeros", NULL);
 }
 
+/* Of a host context only the rank that has too few is told, at once: nobody would meet it. */
+static void run_replicas(seat *s, observed *o)
+{
+    static _Thread_local float rows[EXPERTS * 5], after[EXPERTS * 5], workspace[5];
+    const int last = s->rank == num_ranks - 1, local = EXPERTS / num_ranks;
+    for (int i = 0; i < EXPERTS * 5; i++) rows[i] = (float)i;
+    if (!s->on_device) {
+        o->result = EPIC_EINVAL;
+        snprintf(o->sentence, sizeof o->sentence,
+                 "data.num_rows: rank %d has %d rows, the plan has %d local experts; bring a "
+                 "row for each",
+                 num_ranks - 1, local - 1, local);
+        return;
+    }
+    copy(s, s->floats, rows, sizeof rows);
+    const epic_sum_replicas_args args = {.call.stream = s->stream,
+                                         .plan = s->plan,
+                                         .plan_bytes = PLAN,
+                                         .data = {s->floats, local - last, 5 * sizeof *rows},
+                                         .workspace = workspace};
+    observe(s, epic_sum_replicas(s->ctx, &args), o);
+    copy(s, after, s->floats, sizeof after);
+    need(!memcmp(rows, after, sizeof rows), "rows of replicas as they were", NULL);
+}
+
 static void run_case(seat *s, int which, observed *o)
 {
     const bool flat = which >= FLAT_DROP && which <= FLAT_WEIGHTS;
-    const bool drops = which == DROP || which == REPLICAS;
+    const bool flat_drops = which == FLAT_DROP || which == FLAT_BY_K || which == FLAT_REPLICAS;
+    const bool drops = which == DROP || which == REPLICAS || (is_by_k(which) && !flat);
     const epic_layer layer = {.num_experts = EXPERTS,
                               .num_logical = has_replicas(which) ? NUM_LOGICAL : 0,
                               .top_k = is_long(which) ? LONG_K : TOP_K,
                               .flags = are_distinct(which) ? EPIC_DISTINCT : 0,
                               .alignment = drops ? 8 : 1,
                               .layout = flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR,
-                              .overflow = drops || which == FLAT_DROP ? EPIC_OVERFLOW_DROP : 0,
-                              .expert_capacity = drops ? 9 * (uint32_t)num_ranks - 5
-                                                 : which == FLAT_DROP ? 4 * (uint32_t)num_ranks
-                                                                      : 0,
+                              .overflow = drops || flat_drops ? EPIC_OVERFLOW_DROP : 0,
+                              .priority = is_by_k(which) ? EPIC_BY_K : EPIC_BY_TOKEN,
+                              .expert_capacity = drops        ? 9 * (uint32_t)num_ranks - 5
+                                                 : flat_drops ? 4 * (uint32_t)num_ranks
+                                                              : 0,
                               .sum_order = which == TREE ? EPIC_TREE : EPIC_BY_RANK,
                               .leaves = which == TREE ? 8 : 0};
     const int last = s->rank == num_ranks - 1;
@@ -314,10 +360,10 @@ static void run_case(seat *s, int which, observed *o)
                                  .num_tokens = is_long(which) ? LONG_TOKENS : TOKENS,
                                  .rank_of_expert = which == PLACEMENT ? s->owner : NULL,
                                  .logical_of_expert = has_replicas(which) ? s->logical : NULL,
-                                 .capacity = which == CAPACITY && last    ? 17
-                                             : drops && last              ? 64
-                                             : which == FLAT_DROP && last ? 20
-                                                                          : SLOTS,
+                                 .capacity = which == CAPACITY && last ? 17
+                                             : drops && last           ? 64
+                                             : flat_drops && last      ? 20
+                                                                       : SLOTS,
                                  .index_type = which == WIDE_EXPERT ? EPIC_I64 : EPIC_I32};
     fill_ids(s, which);
     const epic_result planned = epic_plan(s->ctx, &args);
@@ -329,6 +375,10 @@ static void run_case(seat *s, int which, observed *o)
     }
     read_back(s, o);
     if (is_long(which)) return;
+    if (which == REPLICA_ROWS) {
+        run_replicas(s, o);
+        return;
+    }
     if (which == FLAT_WEIGHTS) {
         observe(s, call_short(s, which), o);
         return;
@@ -397,7 +447,8 @@ static int judge(int which, int rank)
         [TWIN] = EPIC_EINVAL,           [LONG_TWIN] = EPIC_EINVAL,
         [SECOND_TWIN] = EPIC_EINVAL,    [REPLICA] = EPIC_EINVAL,
         [NO_REPLICA] = EPIC_EINVAL,     [LOGICAL] = EPIC_EINVAL,
-        [FLAT_TWIN] = EPIC_EINVAL,      [FLAT_WEIGHTS] = EPIC_EINVAL};
+        [FLAT_TWIN] = EPIC_EINVAL,      [FLAT_WEIGHTS] = EPIC_EINVAL,
+        [FLAT_LOGICAL] = EPIC_EINVAL,   [REPLICA_ROWS] = EPIC_EINVAL};
     const observed *h = &host[which][rank], *d = &device[which][rank];
     const int right = d->result == expected[which] && h->result == d->result;
     const char *tells = strstr(d->sentence, "the plan's layout is EPIC_FLAT");

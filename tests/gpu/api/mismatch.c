@@ -23,15 +23,18 @@
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 enum { MAX_RANKS = 8, TOP_K = 2, EXPERTS = 24, ROW = 64, SLOTS = 2048, PLAN = 65536 };
-enum { TABLE, REPLICAS, TOKENS_OF_PLAN, DAMAGED, CHANGED, NUM_CASES };
+enum { TABLE, REPLICAS, FLAT_REPLICAS, TOKENS_OF_PLAN, DAMAGED, CHANGED, NUM_CASES };
 #define DEADLINE_MS 20000
 
-static const char *const names[] = {"tables", "replicas", "tokens", "damage",
-                                    "another capacity"};
+static const char *const names[] = {"tables", "replicas", "flat, replicas",
+                                    "tokens", "damage",   "another capacity"};
 static const char *const reasons[] = {
-    "rank_of_expert", "logical_of_expert",
+    "rank_of_expert",
+    "logical_of_expert",
+    "logical_of_expert",
     "here out.num_rows is " TEXT(LESS) ": the plan has " TEXT(TOKENS) " tokens",
-    "here plan: these are not the bytes", "here plan: these are not the bytes"};
+    "here plan: these are not the bytes",
+    "here plan: these are not the bytes"};
 static int num_ranks = 3, failed;
 static epic_meet meets[MAX_RANKS];
 static pthread_barrier_t all;
@@ -61,12 +64,14 @@ static void *memory(size_t bytes)
 
 static void make_plan(seat *s, int which)
 {
+    const int flat = which == FLAT_REPLICAS, replicas = which == REPLICAS || flat;
     const epic_layer layer = {.num_experts = EXPERTS,
-                              .num_logical = which == REPLICAS ? EXPERTS / 2 : 0,
-                              .top_k = TOP_K};
+                              .num_logical = replicas ? EXPERTS / 2 : 0,
+                              .top_k = TOP_K,
+                              .layout = flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR};
     int32_t owner[EXPERTS], logical[EXPERTS];
     for (int e = 0; e < EXPERTS; e++) logical[e] = e % (EXPERTS / 2);
-    if (which == REPLICAS && s->rank == 1) logical[EXPERTS - 1] = 0;
+    if (replicas && s->rank == 1) logical[EXPERTS - 1] = 0;
     for (int e = 0; e < EXPERTS; e++) owner[e] = e % num_ranks;
     if (which == TABLE && s->rank == 1) owner[7] = (owner[7] + 1) % num_ranks;
     need(cudaMemcpy(s->owner, owner, sizeof owner, cudaMemcpyHostToDevice) == cudaSuccess,
@@ -80,7 +85,7 @@ static void make_plan(seat *s, int which)
                                  .topk_idx = s->ids,
                                  .num_tokens = TOKENS,
                                  .rank_of_expert = s->owner,
-                                 .logical_of_expert = which == REPLICAS ? s->logical : NULL,
+                                 .logical_of_expert = replicas ? s->logical : NULL,
                                  .capacity = SLOTS};
     need(!epic_plan(s->ctx, &args), "plan", s->ctx);
 }
@@ -89,7 +94,7 @@ static void provoke(seat *s, int which)
 {
     const int64_t tokens = TOKENS - (which == TOKENS_OF_PLAN && s->rank == 1);
     make_plan(s, which);
-    if (which <= REPLICAS) return;
+    if (which <= FLAT_REPLICAS) return;
     need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
     if (which >= DAMAGED && s->rank == 1) { /* the rank; or what any value would fit */
         unsigned char *const at = s->plan + (which == DAMAGED ? 40 : 64);
@@ -114,7 +119,7 @@ static double now_ms(void)
 static void judge(seat *s, int which, double took)
 {
     const epic_result result = epic_check(s->ctx);
-    const int reason = which <= REPLICAS || s->rank == 1;
+    const int reason = which <= FLAT_REPLICAS || s->rank == 1;
     if (result == EPIC_EMISMATCH && took < DEADLINE_MS / 2 &&
         (!reason || strstr(epic_error(s->ctx), reasons[which])))
         return;

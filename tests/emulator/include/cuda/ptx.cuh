@@ -149,6 +149,11 @@ template <int N> inline void keep(float (&)[N])
 {
 }
 
+inline uint4 anew(uint4 q)
+{
+    return q;
+}
+
 inline float reciprocal_approx(float x)
 {
     const float y = 1 / x, towards[] = {y, 0, 2 * y};

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How the kernels of dispatch are loaded and launched, those of rows and those of strings. */
+#ifndef EPIC_DISPATCH_LAUNCH_CUH
+#define EPIC_DISPATCH_LAUNCH_CUH
+
+#include "cuda/dispatch.cuh"
+#include "cuda/launch.cuh"
+
+#define BLOCK 512
+
+typedef void (*Kernel)(p2p_dispatch_job);
+
+/* Of the rings, or before them of the planner. */
+static int memory_bytes(int planning)
+{
+    const int rings = BLOCK / WARP * Ring<V, true>::BYTES;
+    return planning > rings ? planning : rings;
+}
+
+template <int COUNT> static cudaError_t load_kernels(const Kernel (&kernels)[COUNT])
+{
+    for (Kernel kernel : kernels) {
+        const cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 memory_bytes(planner_most_bytes()));
+        if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+}
+
+/* The job as the kernel needs it; `bytes` travel for a token. */
+static p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes, int num_sms)
+{
+    p2p_dispatch_job copy = job, string = job;
+    string.row_bytes = bytes;
+    if (job.flat && string.top_k > job.plan.self.num_ranks)
+        string.top_k = job.plan.self.num_ranks;
+    deal(string, num_sms, BLOCK, num_roles(job.plan.self), V);
+    copy.lag = string.lag;
+    copy.span = string.span;
+    copy.units = string.units;
+    if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
+        copy.lag /= 2; /* records are there; what is left at the end counts more */
+    /* Whole rows are quick: more of them leave while the plan is made.  And what receiving stays
+     * behind anyway is nothing to catch up on. */
+    copy.catch_up = kinds_of(string, 1, V) == 1 ? 2 : 4;
+    if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;
+    if (copy.head && copy.head < copy.lag) copy.head = copy.lag;
+    if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
+    return copy;
+}
+
+static cudaError_t launch_dealt(Kernel kernel, const p2p_dispatch_job &job, int num_sms,
+                                cudaStream_t stream)
+{
+    const int planning = job.plan.planners ? planner_bytes_of(job.plan) : 0;
+    return enqueue(kernel, num_sms, BLOCK, memory_bytes(planning), stream, job);
+}
+
+#endif

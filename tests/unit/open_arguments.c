@@ -1,0 +1,155 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Wrong arguments of epic_open and of the queries, and what only some numbers of ranks refuse. */
+#include <stdio.h>
+#include <string.h>
+
+#include "check.h"
+#include "epic/epic.h"
+#include "run.h"
+
+static void refuse_open(const epic_meet *meet, const epic_config *config, size_t size,
+                        epic_result expected, const char *name, const char *value)
+{
+    epic_context *ctx = NULL;
+    const epic_result result = epic_open_v1(&ctx, meet, config, size);
+    CHECK_SAY(result == expected, "open with %s %s: %s instead of %s", name, value,
+              epic_result_name(result), epic_result_name(expected));
+    CHECK(ctx != NULL);
+    const char *said = epic_error(ctx);
+    CHECK_SAY(strstr(said, name) && strstr(said, value), "no %s %s in: %s", name, value, said);
+    epic_failure_info info;
+    CHECK(epic_failure(ctx, &info) == EPIC_OK);
+    CHECK_EQ(info.result, expected);
+    CHECK_EQ(info.operation, EPIC_OP_OPEN);
+    CHECK(epic_sum(ctx, &(epic_sum_args){0}) != EPIC_OK);
+    CHECK(epic_check(ctx) != EPIC_OK);
+    epic_abort(ctx, 0, "nothing to abort");
+    epic_close(ctx);
+}
+
+static epic_result no_gather(void *self, const void *mine, void *all, int64_t bytes)
+{
+    (void)self, (void)mine, (void)all, (void)bytes;
+    return EPIC_EPEER;
+}
+
+#define REFUSE(expected, name, value, ...)                                               \
+    refuse_open(NULL, &(epic_config){.max_tokens = 4, .max_row_bytes = 64, __VA_ARGS__}, \
+                sizeof(epic_config), expected, name, value)
+
+static void try_open(void)
+{
+    const epic_config good = {.max_tokens = 4, .max_row_bytes = 64};
+    const epic_config no_tokens = {.max_row_bytes = 64}, no_rows = {.max_tokens = 4};
+    struct {
+        epic_config config;
+        char more[8];
+    } longer = {good, {0, 1}};
+    refuse_open(NULL, NULL, sizeof good, EPIC_EINVAL, "config", "NULL");
+    refuse_open(NULL, &good, 0, EPIC_EINVAL, "config", "0");
+    refuse_open(NULL, &longer.config, sizeof longer, EPIC_EINVAL, "config", "newer");
+    refuse_open(NULL, &no_tokens, sizeof good, EPIC_EINVAL, "max_tokens", "0");
+    refuse_open(NULL, &no_rows, sizeof good, EPIC_EINVAL, "max_row_bytes", "0");
+    REFUSE(EPIC_EINVAL, "staging_bytes", "-5", .staging_bytes = -5);
+    REFUSE(EPIC_EINVAL, "max_in_flight", "65", .max_in_flight = 65);
+    REFUSE(EPIC_EINVAL, "num_ranks", "3", .num_ranks = 3);
+    REFUSE(EPIC_EINVAL, "backend", "nonsense", .backend = "nonsense");
+    REFUSE(EPIC_EINVAL, "name", "0123456789",
+           .name = "0123456789012345678901234567890123456789012345678901234567890123456789");
+    epic_meet meet = {.rank = 2, .num_ranks = 2, .gather = no_gather};
+    refuse_open(&meet, &good, sizeof good, EPIC_EINVAL, "meet.rank", "2");
+    meet = (epic_meet){.rank = 0, .num_ranks = 0, .gather = no_gather};
+    refuse_open(&meet, &good, sizeof good, EPIC_EINVAL, "meet.num_ranks", "0");
+    meet = (epic_meet){.rank = 0, .num_ranks = 2};
+    refuse_open(&meet, &good, sizeof good, EPIC_EINVAL, "meet.gather", "NULL");
+    meet = (epic_meet){.rank = 0, .num_ranks = 2, .gather = no_gather};
+    refuse_open(&meet, &good, sizeof good, EPIC_EPEER, "", "");
+    CHECK(epic_open(NULL, NULL, &good) == EPIC_EINVAL);
+}
+
+static void refuse_sizes(const epic_config *config, const epic_layer *layer, const char *name)
+{
+    CHECK(epic_plan_bytes(config, layer) == 0);
+    CHECK_SAY(strstr(epic_error(NULL), name) != NULL, "no %s in: %s", name, epic_error(NULL));
+    CHECK(epic_capacity_bound(config, layer) == 0);
+    CHECK_SAY(strstr(epic_error(NULL), name) != NULL, "no %s in: %s", name, epic_error(NULL));
+    epic_memory_info info;
+    CHECK(epic_memory(config, layer, &info) == EPIC_EINVAL || layer == NULL);
+}
+
+static void try_queries(void)
+{
+    const epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .num_ranks = 2};
+    const epic_config nobody = {.max_tokens = 4, .max_row_bytes = 64};
+    const epic_config huge = {.max_tokens = 1 << 30, .max_row_bytes = 64, .num_ranks = 4};
+    const epic_layer layer = {.num_experts = 8, .top_k = 2};
+    const epic_layer nothing = {.num_experts = 8};
+    epic_memory_info memory;
+    refuse_sizes(&nobody, &layer, "num_ranks");
+    refuse_sizes(&config, &nothing, "top_k");
+    refuse_sizes(&config, NULL, "layer");
+    refuse_sizes(NULL, &layer, "config");
+    CHECK(epic_plan_bytes(&huge, &layer) == 0);
+    CHECK(epic_memory(&config, NULL, &memory) == EPIC_OK);
+    CHECK(memory.plan_bytes == 0 && memory.host_bytes > 0 && memory.shared_bytes > 0);
+    CHECK(epic_memory_v1(&config, sizeof config, &layer, sizeof layer, NULL, 8) == EPIC_EINVAL);
+    epic_plan_info info;
+    _Alignas(16) unsigned char bytes[64] = {0};
+    CHECK(epic_plan_read(NULL, 64, &info) == EPIC_EINVAL);
+    CHECK(epic_plan_read(bytes + 1, 32, &info) == EPIC_EINVAL);
+    CHECK(epic_plan_read(bytes, 64, &info) == EPIC_EINVAL);
+    CHECK(epic_plan_read(bytes, 0, &info) == EPIC_EINVAL);
+    CHECK(epic_plan_read(bytes, 64, NULL) == EPIC_EINVAL);
+    CHECK(epic_failure_v1(NULL, &(epic_failure_info){0}, 8) == EPIC_EINVAL);
+    CHECK(epic_check(NULL) == EPIC_EINVAL);
+    CHECK(epic_sum_v1(NULL, &(epic_sum_args){0}, 8) == EPIC_EINVAL);
+    CHECK(epic_plan_v1(NULL, &(epic_plan_args){0}, 8) == EPIC_EINVAL);
+    epic_close(NULL);
+    epic_abort(NULL, 0, NULL);
+    epic_meet_close(NULL);
+    CHECK(epic_rank(NULL) == -1 && epic_num_ranks(NULL) == 0);
+    CHECK(strcmp(epic_result_name(EPIC_EPEER), "EPIC_EPEER") == 0);
+    CHECK(epic_result_name((epic_result)77) != NULL);
+    CHECK(epic_version() == EPIC_VERSION);
+    epic_meet meet;
+    CHECK(epic_meet_threads(NULL, 2, 0) == EPIC_EINVAL);
+    CHECK(epic_meet_threads(&meet, 0, 0) == EPIC_EINVAL);
+    CHECK(epic_meet_tcp_v1(&meet, NULL, 8) == EPIC_EINVAL);
+    CHECK(epic_meet_env(NULL) == EPIC_EINVAL);
+}
+
+/* A binary tree of three ranks there is not. */
+static void three(const epic_meet *meet, void *self)
+{
+    (void)self;
+    const epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .timeout_ms = 20000};
+    epic_context *ctx;
+    float data[2] = {1, 2};
+    if (!CHECK(epic_open(&ctx, meet, &config) == EPIC_OK)) return;
+    const epic_sum_args a = {.data = data, .count = 2, .order = EPIC_TREE};
+    CHECK(epic_sum(ctx, &a) == EPIC_EINVAL);
+    CHECK(strstr(epic_error(ctx), "order") && strstr(epic_error(ctx), "3"));
+    epic_close(ctx);
+}
+
+/* A config of another kind on one rank: everybody is told, nobody opens. */
+static void unequal(const epic_meet *meet, void *self)
+{
+    (void)self;
+    const epic_config config = {.max_tokens = 4 + meet->rank / 2, .max_row_bytes = 64};
+    epic_context *ctx;
+    CHECK(epic_open(&ctx, meet, &config) == EPIC_EMISMATCH);
+    CHECK(strstr(epic_error(ctx), "max_tokens") && strstr(epic_error(ctx), "rank 2"));
+    epic_close(ctx);
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(200);
+    try_open();
+    try_queries();
+    run_threads(3, three, NULL);
+    run_threads(3, unequal, NULL);
+    return check_end();
+}
