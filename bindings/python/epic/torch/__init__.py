@@ -9,7 +9,7 @@ from epic.torch.groups import Group, threads
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
 from epic.torch.ops import as_epic_error
-from epic.torch.pretrained import from_block, replace_moe
+from epic.torch.pretrained import from_block, replace_moe, sum_gradients
 from epic.torch.router import balance_loss, bias_update, route, z_loss
 from epic.torch.steps import (
     EXACT,
@@ -58,6 +58,7 @@ __all__ = [
     "sharded_state",
     "slab_mm",
     "sum",
+    "sum_gradients",
     "threads",
     "z_loss",
 ]
