@@ -5,6 +5,7 @@ from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.meeting import Tcp
 from epic.options import Experts, Layer, Moe, Router
 from epic.torch.experts import ExpertWeights, experts, slab_mm
+from epic.torch.flat import dispatch_flat
 from epic.torch.groups import Group, threads
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
@@ -46,6 +47,7 @@ __all__ = [
     "combine",
     "dequantize",
     "dispatch",
+    "dispatch_flat",
     "dispatch_quantized",
     "experts",
     "from_block",
