@@ -3,12 +3,19 @@
 # tests/torch/requirements.txt, in a virtual environment of its own under build/.  It is a part of
 # `make test`.
 
-.PHONY: test-torch
+.PHONY: test-torch test-torch-adapters
 test-torch:
 	@echo "== PyTorch"
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target epic epic_torch
 	@tests/torch/run.sh build
+
+# Not a part of `make test`: Megatron-Core and torchtitan bring many packages.
+test-torch-adapters:
+	@echo "== PyTorch: Megatron-Core, torchtitan"
+	@$(call CMAKE,Release,build)
+	@$(call BUILD,build) --target epic epic_torch
+	@tests/torch/adapters.sh build
 
 # On a machine with GPUs, with the torch of GPU_PYTHON (python3).
 .PHONY: gpu-build-torch gpu-test-torch gpu-bench-torch

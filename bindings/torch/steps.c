@@ -180,7 +180,38 @@ static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t n
     call_end(&call);
 }
 
+/* Each token once for each rank that has experts for it, and which those are. */
+static void dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("dispatch_flat", stack);
+    epic_dispatch_args args = {0};
+    call_turn(&call);
+    read_plan(&call, &args.plan, &args.plan_bytes);
+    const call_array tokens = read_tokens(&call, &args);
+    const int64_t capacity = call_int(&call), top_k = call_int(&call);
+    args.flags = call_uint(&call, "flags");
+    args.call = call_enter(&call);
+    args.recv = call_rows(call_result(&call, tokens.type, capacity, tokens.columns));
+    if (args.weights != NULL)
+        args.slot_weights = call_result(&call, EPIC_F32, capacity, top_k).data;
+    else
+        call_no_result(&call);
+    args.recv_expert = call_result(&call, EPIC_I32, capacity, top_k).data;
+    if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
+    call_end(&call);
+}
+
 /* Rows in e4m3 and their scales, for blocks of 128 elements or of 32. */
+static void quantized_results(torch_call *call, uint32_t quantize, int64_t slots,
+                              int64_t columns, epic_rows *rows, epic_rows *scales)
+{
+    const bool wide = quantize == EPIC_QUANTIZE_1X128;
+    const int64_t block = wide ? 128 : 32, blocks = (columns + block - 1) / block;
+    *rows = call_rows(call_result(call, EPIC_E4M3, slots, columns));
+    *scales = call_rows(call_result(call, wide ? EPIC_F32 : CALL_U8, slots, blocks));
+}
+
 static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments, (void)num_results;
@@ -194,11 +225,8 @@ static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint6
     args.quantize = call_uint(&call, "quantize");
     args.flags = call_uint(&call, "flags");
     args.call = call_enter(&call);
-    const bool wide = args.quantize == EPIC_QUANTIZE_1X128;
-    const int64_t block = wide ? 128 : 32, blocks = (tokens.columns + block - 1) / block;
-    args.recv = call_rows(call_result(&call, EPIC_E4M3, capacity, tokens.columns));
-    args.recv_scales =
-        call_rows(call_result(&call, wide ? EPIC_F32 : CALL_U8, capacity, blocks));
+    quantized_results(&call, args.quantize, capacity, tokens.columns, &args.recv,
+                      &args.recv_scales);
     slot_weights_result(&call, &args);
     if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
     call_end(&call);
@@ -271,29 +299,64 @@ static void combine_out(torch_value *stack, uint64_t num_arguments, uint64_t num
     call_end(&call);
 }
 
+/* What both gradients of combine read alike. */
+typedef struct gradient_job {
+    epic_combine_backward_args args;
+    int64_t slots, columns; /* of d_rows */
+} gradient_job;
+
+static void read_gradient(torch_call *call, gradient_job *job)
+{
+    epic_combine_backward_args *args = &job->args;
+    call_turn(call);
+    read_plan(call, &args->plan, &args->plan_bytes);
+    const call_array d_out = call_arg(call, "d_out", CALL_ROWS, 2);
+    const call_array rows = call_arg_or_none(call, "rows", d_out.type, 2);
+    const call_array slots = call_arg_or_none(call, "slot_weights", EPIC_F32, 1);
+    args->type = d_out.type;
+    args->d_out = call_rows(d_out);
+    args->rows = call_rows(rows);
+    args->slot_weights = slots.data;
+    job->slots = call_int(call);
+    job->columns = d_out.columns;
+}
+
+static void d_slot_weights_result(torch_call *call, gradient_job *job)
+{
+    if (job->args.rows.data != NULL)
+        job->args.d_slot_weights = call_result(call, EPIC_F32, job->slots, -1).data;
+    else
+        call_no_result(call);
+}
+
 static void combine_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments, (void)num_results;
     torch_call call = call_begin("combine_backward", stack);
-    epic_combine_backward_args args = {0};
-    call_turn(&call);
-    read_plan(&call, &args.plan, &args.plan_bytes);
-    const call_array d_out = call_arg(&call, "d_out", CALL_ROWS, 2);
-    const call_array rows = call_arg_or_none(&call, "rows", d_out.type, 2);
-    const call_array slots = call_arg_or_none(&call, "slot_weights", EPIC_F32, 1);
-    const int64_t capacity = call_int(&call);
-    args.flags = call_uint(&call, "flags");
-    args.call = call_enter(&call);
-    args.type = d_out.type;
-    args.d_out = call_rows(d_out);
-    args.rows = call_rows(rows);
-    args.slot_weights = slots.data;
-    args.d_rows = call_rows(call_result(&call, d_out.type, capacity, d_out.columns));
-    if (rows.data != NULL)
-        args.d_slot_weights = call_result(&call, EPIC_F32, capacity, -1).data;
-    else
-        call_no_result(&call);
-    if (go(&call)) call_told(&call, epic_combine_backward(call.use.ctx, &args));
+    gradient_job job = {0};
+    read_gradient(&call, &job);
+    job.args.flags = call_uint(&call, "flags");
+    job.args.call = call_enter(&call);
+    job.args.d_rows = call_rows(call_result(&call, job.args.type, job.slots, job.columns));
+    d_slot_weights_result(&call, &job);
+    if (go(&call)) call_told(&call, epic_combine_backward(call.use.ctx, &job.args));
+    call_end(&call);
+}
+
+static void combine_backward_quantized(torch_value *stack, uint64_t num_arguments,
+                                       uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("combine_backward_quantized", stack);
+    gradient_job job = {0};
+    read_gradient(&call, &job);
+    job.args.quantize = call_uint(&call, "quantize");
+    job.args.flags = call_uint(&call, "flags");
+    job.args.call = call_enter(&call);
+    quantized_results(&call, job.args.quantize, job.slots, job.columns, &job.args.d_rows,
+                      &job.args.d_rows_scales);
+    d_slot_weights_result(&call, &job);
+    if (go(&call)) call_told(&call, epic_combine_backward(call.use.ctx, &job.args));
     call_end(&call);
 }
 
@@ -333,6 +396,9 @@ static const torch_op ops[] = {
     OP(dispatch_quantized, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                            "SymInt capacity, int quantize, int flags" PLACE
                            ") -> (Tensor recv, Tensor scales, Tensor slot_weights)"),
+    OP(dispatch_flat, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
+                      "SymInt capacity, SymInt top_k, int flags" PLACE
+                      ") -> (Tensor recv, Tensor slot_weights, Tensor recv_expert)"),
     OP(dispatch_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_recv, "
                           "Tensor? d_slot_weights, SymInt num_tokens, SymInt top_k" PLACE
                           ") -> (Tensor d_tokens, Tensor d_weights)"),
@@ -343,6 +409,10 @@ static const torch_op ops[] = {
     OP(combine_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_out, Tensor? rows, "
                          "Tensor? slot_weights, SymInt capacity, int flags" PLACE
                          ") -> (Tensor d_rows, Tensor d_slot_weights)"),
+    OP(combine_backward_quantized,
+       "(Tensor(a!) turn, Tensor plan, Tensor d_out, Tensor? rows, Tensor? slot_weights, "
+       "SymInt capacity, int quantize, int flags" PLACE
+       ") -> (Tensor d_rows, Tensor scales, Tensor d_slot_weights)"),
     OP(sum_, "(Tensor(a!) turn, Tensor(b!) x, int order" PLACE ") -> ()"),
 };
 

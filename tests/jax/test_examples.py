@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples/jax"))
-import train_text
+sys.path.insert(0, str(ROOT / "examples/common"))
+import training
 
 pytest.importorskip("optax")
 LIMIT = 240  # seconds, for the first step
@@ -25,27 +25,27 @@ PROGRAM = ROOT / "examples/jax/train_text.py"
 def test_a_wrong_curve_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One loss of a hundred that is off by two tolerances; and a process that fails."""
     (tmp_path / "build").mkdir()
-    monkeypatch.setattr(train_text, "ROOT", tmp_path)
-    wrong, code = 1 + 2 * train_text.TOLERANCE, 0
+    monkeypatch.setattr(training, "ROOT", tmp_path)
+    wrong, code = 1 + 2 * training.TOLERANCE, 0
 
-    def launch(words: list[str], count: int) -> int:
+    def launch(_: str, words: list[str], count: int) -> int:
         values = [3.0] * 99 + [3.0 * (wrong if count > 1 else 1)]
         Path(words[-1]).write_text("".join(f"{v}\n" for v in values))
         return code
 
-    monkeypatch.setattr(train_text, "launch", launch)
-    assert train_text.check([], 4) == 1
+    monkeypatch.setattr(training, "launch", launch)
+    assert training.check(str(PROGRAM), [], 4) == 1
     wrong = 1.0
-    assert train_text.check([], 4) == 0
+    assert training.check(str(PROGRAM), [], 4) == 0
     code = 3
-    assert train_text.check([], 4) == 3
+    assert training.check(str(PROGRAM), [], 4) == 3
 
 
 def test_picture(tmp_path: Path) -> None:
     """A PNG that says its size and whose pixels are all there."""
     import numpy as np
 
-    train_text.write_picture(tmp_path / "x.png", np.ones((10, 2, 8), np.int32))
+    training.write_picture(tmp_path / "x.png", np.ones((10, 2, 8), np.int32))
     data = (tmp_path / "x.png").read_bytes()
     width, height = struct.unpack(">II", data[16:24])
     size = struct.unpack(">I", data[33:37])[0]

@@ -68,6 +68,7 @@ def opcheck(rank: int) -> None:
         plan = epic.torch.plan(group, LAYER, ids)
         data, turn = plan.bytes, group.turn
         recv, slot = epic.torch.dispatch(plan, x, w)
+        flat = epic.torch.plan(group, epic.torch.Layer(EXPERTS, TOP_K, layout="flat"), ids).bytes
         count = x.shape[0]
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (ops.plan, (turn, ids, None, *sizes, *place, *way.numbers)),
@@ -76,10 +77,15 @@ def opcheck(rank: int) -> None:
             (ops.dispatch_out, (turn, data, x, w, recv.clone(), slot.clone(), 1, *place)),
             (ops.plan_dispatch, (turn, ids, None, x, w, *sizes, 1, *place, *way.numbers)),
             (ops.dispatch_quantized, (turn, data, x, w, way.capacity, 1, 1, *place)),
+            (ops.dispatch_flat, (turn, flat, x, w, way.capacity, TOP_K, 1, *place)),
             (ops.dispatch_backward, (turn, data, recv, slot, count, TOP_K, *place)),
             (ops.combine, (turn, data, recv, slot, count, *place)),
             (ops.combine_out, (turn, data, recv, slot, ct.clone(), *place)),
             (ops.combine_backward, (turn, data, ct, recv, slot, way.capacity, 1, *place)),
+            (
+                ops.combine_backward_quantized,
+                (turn, data, ct, recv, slot, way.capacity, 2, 1, *place),
+            ),
             (ops.sum_, (turn, torch.ones(5), 0, *place)),
         ]
         whole = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -108,7 +114,8 @@ def test_every_operator_is_checked_somewhere() -> None:
     """So that a new one is not forgotten."""
     steps = {
         "plan", "dispatch", "dispatch_out", "plan_dispatch", "dispatch_quantized",
-        "dispatch_backward", "combine", "combine_out", "combine_backward", "sum_",
+        "dispatch_flat", "dispatch_backward", "combine", "combine_out", "combine_backward",
+        "combine_backward_quantized", "sum_",
     }  # fmt: skip
     local = {
         "route", "route_backward", "balance_loss", "balance_loss_backward", "z_loss",

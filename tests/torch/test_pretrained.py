@@ -5,6 +5,7 @@ spread over ranks."""
 import copy
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,18 +37,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepseekV3": {**DEEPSEEK, **HEADS, "num_key_value_heads": 4},
     "Glm4Moe": {**DEEPSEEK, "n_group": 1, "topk_group": 1, "head_dim": 8},
     "GptOss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": 16},
+    "Llama4": {"num_local_experts": 8, "head_dim": 8, "intermediate_size_mlp": 24},
 }
+TRANSPOSED = ("GptOss", "Llama4")  # not [experts, outputs, inputs]
 
 
 def model_of(name: str) -> Any:
     """With random weights, biases too."""
     torch.manual_seed(3)
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **MODELS[name]})
+    kind = "Llama4Text" if name == "Llama4" else name
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **MODELS[name]})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().train()
     with torch.no_grad():
         for key, value in (*model.named_parameters(), *model.named_buffers()):
-            if "mlp" in key or "moe" in key:
+            if any(word in key for word in ("mlp", "moe", "feed_forward")):
                 value.normal_(std=0.3)
     return model
 
@@ -64,7 +68,26 @@ def experts_gradient(layer: Any) -> torch.Tensor:
     if isinstance(layer, Block):
         return layer.moe.w_down.grad
     grad = layer.experts.down_proj.grad
-    return grad if "GptOss" in type(layer).__name__ else grad.transpose(1, 2)
+    return grad if type(layer).__name__.startswith(TRANSPOSED) else grad.transpose(1, 2)
+
+
+def last_block(model: Any) -> Any:
+    """Of the last layer."""
+    layer = model.model.layers[-1]
+    return layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
+
+
+def on_two(copies: list[Any], function: Any) -> list[Any]:
+    """function(rank, model, group) in two threads, each with half of the experts."""
+    meets = epic.torch.threads(2)
+
+    def run(rank: int) -> Any:
+        with epic.torch.Group(meet=meets[rank], max_tokens=64, max_row_bytes=4096) as group:
+            epic.torch.replace_moe(copies[rank], group)
+            return function(rank, copies[rank], group)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -74,36 +97,68 @@ def test_the_same_model(name: str) -> None:
     ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
     copies = [copy.deepcopy(model) for _ in range(2)]
     wanted = gradients_of(model, ids)
-    meets = epic.torch.threads(2)
 
-    def run(rank: int) -> torch.Tensor:
-        with epic.torch.Group(meet=meets[rank], max_tokens=64, max_row_bytes=4096) as group:
-            assert epic.torch.replace_moe(copies[rank], group) == (
-                1 if "k_dense" in str(MODELS[name]) else 2
-            )
-            return gradients_of(copies[rank], ids[2 * rank : 2 * rank + 2])
+    def run(rank: int, mine: Any, _: Any) -> torch.Tensor:
+        return gradients_of(mine, ids[2 * rank : 2 * rank + 2])
 
-    with ThreadPoolExecutor(2) as pool:
-        logits = list(pool.map(run, range(2)))
-    assert relative(torch.cat(logits), wanted) < 1e-5
-    last = [m.model.layers[-1].mlp for m in (model, *copies)]
+    assert relative(torch.cat(on_two(copies, run)), wanted) < 1e-5
+    blocks = [sum(isinstance(m, Block) for m in mine.modules()) for mine in copies]
+    assert blocks == [1 if "k_dense" in str(MODELS[name]) else 2] * 2
+    last = [last_block(m) for m in (model, *copies)]
     whole = torch.cat([experts_gradient(block) for block in last[1:]])
     assert relative(whole, experts_gradient(last[0])) < 1e-5
     embedded = [m.model.embed_tokens.weight.grad for m in (model, *copies)]
     assert relative(embedded[1] + embedded[2], embedded[0]) < 1e-5
     gates = [block.moe.w_gate.grad for block in last[1:]]
-    router = last[0].router if "GptOss" in name else last[0].gate
+    router = last[0].router if name in TRANSPOSED else last[0].gate
     assert relative(gates[0] + gates[1], router.weight.grad.T) < 1e-5
 
 
-def test_generation() -> None:
-    """The same tokens, one after the other."""
-    model = model_of("Mixtral").eval()
+def train(model: Any, ids: torch.Tensor, group: epic.torch.Group | None) -> list[float]:
+    """The losses of a few steps: this rank's part of the mean over 4 sequences."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids, use_cache=False).loss * (len(ids) / 4)
+        loss.backward()
+        if group is not None:
+            epic.torch.sum_gradients(model, group)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Llama4"])
+def test_training(name: str) -> None:
+    """The same losses, step by step, whatever the number of ranks; they fall."""
+    model = model_of(name)
+    ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(5))
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    wanted = train(model, ids, None)
+    parts = on_two(copies, lambda rank, mine, group: train(mine, ids[rank::2], group))
+    for whole, *halves in zip(wanted, *parts, strict=True):
+        assert abs(sum(halves) - whole) < 1e-4 * whole
+    assert wanted[-1] < 0.98 * wanted[0]
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Llama4"])
+def test_generation(name: str, tmp_path: Path) -> None:
+    """The same tokens, one after the other, by a model that came from a folder; alone and by two
+    ranks."""
+    model_of(name).eval().save_pretrained(tmp_path)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(4)]
     ids = torch.tensor([[5, 6, 7], [9, 8, 7]])
-    wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
+
+    def generate(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        return model.generate(ids, max_new_tokens=8, do_sample=False)
+
+    wanted = generate(models[0], ids)
     with epic.torch.Group(max_tokens=64, max_row_bytes=4096) as group:
-        epic.torch.replace_moe(model, group)
-        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), wanted)
+        epic.torch.replace_moe(models[1], group)
+        assert torch.equal(generate(models[1], ids), wanted)
+    halves = on_two(models[2:], lambda rank, mine, _: generate(mine, ids[rank : rank + 1]))
+    assert torch.equal(torch.cat(halves), wanted)
 
 
 def test_unknown_blocks() -> None:

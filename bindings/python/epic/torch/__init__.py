@@ -5,11 +5,12 @@ from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.meeting import Tcp
 from epic.options import Experts, Layer, Moe, Router
 from epic.torch.experts import ExpertWeights, experts, slab_mm
+from epic.torch.flat import dispatch_flat
 from epic.torch.groups import Group, threads
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
 from epic.torch.ops import as_epic_error
-from epic.torch.pretrained import from_block, replace_moe
+from epic.torch.pretrained import from_block, replace_moe, sum_gradients
 from epic.torch.router import balance_loss, bias_update, route, z_loss
 from epic.torch.steps import (
     EXACT,
@@ -46,6 +47,7 @@ __all__ = [
     "combine",
     "dequantize",
     "dispatch",
+    "dispatch_flat",
     "dispatch_quantized",
     "experts",
     "from_block",
@@ -58,6 +60,7 @@ __all__ = [
     "sharded_state",
     "slab_mm",
     "sum",
+    "sum_gradients",
     "threads",
     "z_loss",
 ]

@@ -331,6 +331,25 @@ class Group:
         return f"Group({self.name!r}, rank {self.rank} of {self.num_ranks}, {self.device}{state})"
 
 
+shared: dict[str, Group] = {}
+
+
+def shared_group(
+    process_group: Any, *, max_tokens: int, max_row_bytes: int, **options: Any
+) -> Group:
+    """The group that the layers of a model share: opened at the first call for the ranks of a
+    process group, and anew where it was closed or is too small.  Collective, as opening is."""
+    name = process_group.group_name
+    found = shared.get(name)
+    good = found is not None and found.is_open and found.max_tokens >= max_tokens
+    if found is not None and good and found.max_row_bytes >= max_row_bytes:
+        return found
+    shared[name] = Group(
+        process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options
+    )
+    return shared[name]
+
+
 def abort_all(why: str) -> None:
     """Tells the peers of all groups."""
     for group in list(opened):

@@ -158,6 +158,29 @@ def plan_dispatch_fake(
 
 
 @fake
+def dispatch_flat_fake(
+    turn: Tensor,
+    plan: Tensor,
+    tokens: Tensor,
+    weights: Tensor | None,
+    capacity: Any,
+    top_k: Any,
+    *_: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, their weights and their experts."""
+    slots = floats(tokens, 0) if weights is None else floats(tokens, capacity, top_k)
+    return tokens.new_empty((capacity, tokens.shape[1])), slots, ints(tokens, capacity, top_k)
+
+
+def quantized(like: Tensor, slots: Any, quantize: int) -> tuple[Tensor, Tensor]:
+    """Rows and scales."""
+    block, kind = (128, torch.float32) if quantize == 1 else (32, torch.uint8)
+    hidden = like.shape[1]
+    rows = like.new_empty((slots, hidden), dtype=torch.float8_e4m3fn)
+    return rows, like.new_empty((slots, (hidden + block - 1) // block), dtype=kind)
+
+
+@fake
 def dispatch_quantized_fake(
     turn: Tensor,
     plan: Tensor,
@@ -168,11 +191,8 @@ def dispatch_quantized_fake(
     *_: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, scales and weights."""
-    block, kind = (128, torch.float32) if quantize == 1 else (32, torch.uint8)
-    hidden = tokens.shape[1]
-    rows = tokens.new_empty((capacity, hidden), dtype=torch.float8_e4m3fn)
-    scales = tokens.new_empty((capacity, (hidden + block - 1) // block), dtype=kind)
-    return rows, scales, floats(tokens, 0 if weights is None else capacity)
+    slots = floats(tokens, 0 if weights is None else capacity)
+    return *quantized(tokens, capacity, quantize), slots
 
 
 @fake
@@ -222,6 +242,22 @@ def combine_backward_fake(
     """Gradients of rows and of their weights."""
     d_rows = d_out.new_empty((capacity, d_out.shape[1]))
     return d_rows, floats(d_out, 0 if rows is None else capacity)
+
+
+@fake
+def combine_backward_quantized_fake(
+    turn: Tensor,
+    plan: Tensor,
+    d_out: Tensor,
+    rows: Tensor | None,
+    slot_weights: Tensor | None,
+    capacity: Any,
+    quantize: int,
+    *_: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of rows, with their scales, and of their weights."""
+    slots = floats(d_out, 0 if rows is None else capacity)
+    return *quantized(d_out, capacity, quantize), slots
 
 
 @fake

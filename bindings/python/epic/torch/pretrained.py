@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from epic.errors import EpicUnsupportedError
 from epic.options import Experts, Moe
+from epic.torch import steps
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
 from epic.torch.module import OF_EXPERTS, MoE
 
-Found = tuple[Moe, dict[str, Tensor]]
+Weights = dict[str, Tensor]
+Found = tuple[Moe, Weights]
 
 
 def must_be_silu(block: Any) -> None:
@@ -27,11 +29,21 @@ def must_be_silu(block: Any) -> None:
         raise EpicUnsupportedError(f"experts with {name}: SiLU is what these blocks may have here")
 
 
-def transposed(experts: Any) -> dict[str, Tensor]:
+def transposed(experts: Any) -> Weights:
     """[E, 2 I, H] and [E, H, I], gate first, as EPIC has them."""
     return {
         "w_gate_up": experts.gate_up_proj.transpose(1, 2),
         "w_down": experts.down_proj.transpose(1, 2),
+    }
+
+
+def shared_expert(mlp: Any) -> tuple[Experts, Weights]:
+    """The options and weights of a gated MLP that sees every token."""
+    options = Experts(1, mlp.gate_proj.in_features, mlp.gate_proj.out_features)
+    both = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+    return options, {
+        "shared_gate_up": both.T[None],
+        "shared_down": mlp.down_proj.weight.T[None],
     }
 
 
@@ -52,8 +64,8 @@ def softmax_block(block: Any) -> Found:
 def sigmoid_block(block: Any) -> Found:
     """DeepSeek-V3, GLM-4.5: sigmoid, groups, a bias for the choice, a shared expert."""
     must_be_silu(block)
-    gate, experts, shared = block.gate, block.experts, block.shared_experts
-    hidden, inner = shared.gate_proj.in_features, shared.gate_proj.out_features
+    gate, experts = block.gate, block.experts
+    shared, shared_weights = shared_expert(block.shared_experts)
     groups = gate.num_group if gate.num_group > 1 else 0
     options = Moe.of(
         num_experts=experts.num_experts,
@@ -68,15 +80,36 @@ def sigmoid_block(block: Any) -> Found:
         normalize="sum" if gate.norm_topk_prob else "none",
         eps=1e-20,
         scale=float(gate.routed_scaling_factor),
-        shared=Experts(1, hidden, inner),
+        shared=shared,
     )
-    both = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
     return options, {
         "w_gate": gate.weight.T,
         "bias": gate.e_score_correction_bias,
-        "shared_gate_up": both.T[None],
-        "shared_down": shared.down_proj.weight.T[None],
+        **shared_weights,
         **transposed(experts),
+    }
+
+
+def llama4_block(block: Any) -> Found:
+    """Llama 4: the chosen logits' sigmoid weighs what the experts are given; a shared expert."""
+    must_be_silu(block)
+    router, experts = block.router, block.experts
+    shared, shared_weights = shared_expert(block.shared_expert)
+    options = Moe.of(
+        num_experts=experts.num_experts,
+        top_k=router.top_k,
+        hidden=experts.hidden_size,
+        inner=experts.expert_dim,
+        score="logits",
+        weight_rule="sigmoid_chosen",
+        weighting="input",
+        shared=shared,
+    )
+    return options, {
+        "w_gate": router.weight.T,
+        "w_gate_up": experts.gate_up_proj,
+        "w_down": experts.down_proj,
+        **shared_weights,
     }
 
 
@@ -110,8 +143,9 @@ BLOCKS: dict[str, Callable[[Any], Found]] = {
     "DeepseekV3MoE": sigmoid_block,
     "Glm4MoeMoE": sigmoid_block,
     "GptOssMLP": gpt_oss_block,
+    "Llama4TextMoe": llama4_block,
 }
-PAIRS = ("GptOssMLP",)  # blocks that give a second value, which their layers do not use
+PAIRS = ("GptOssMLP", "Llama4TextMoe")  # give a second value, which their layers do not use
 
 
 class Block(nn.Module):
@@ -176,3 +210,19 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
         layer = from_block(block, group, grouped_mm=grouped_mm)
         setattr(parent, name, Block(layer, type(block).__name__ in PAIRS))
     return len(found)
+
+
+def sum_gradients(model: nn.Module, group: Group) -> None:
+    """Adds the gradients of a model with replaced blocks over the ranks of the group: of all that
+    every rank has.  Those of a rank's own experts are complete.  After backward, on every rank;
+    float32 is what is added."""
+    own = {
+        id(parameter)
+        for layer in model.modules()
+        if isinstance(layer, MoE)
+        for name, parameter in layer.named_parameters(recurse=False)
+        if name in OF_EXPERTS
+    }
+    for parameter in model.parameters():
+        if id(parameter) not in own and parameter.grad is not None:
+            parameter.grad.copy_(steps.sum(group, parameter.grad.float()))

@@ -26,6 +26,19 @@ class Way(NamedTuple):
     group: Group
     tag: int
     top_k: int
+    flat: bool
+
+
+def way_of(group: Group, layer: Layer, tag: int) -> Way:
+    """Of a layer's calls."""
+    return Way(group, tag, layer.top_k, layer.layout == "flat")
+
+
+def check_layout(way: Way, flat: bool, other: str) -> None:
+    """Each layout has a dispatch of its own, as their results differ in shape."""
+    if way.flat != flat:
+        is_, needed = ("flat", "expert_major") if way.flat else ("expert_major", "flat")
+        raise EpicArgumentError(f"layout {is_!r}: {needed!r} is needed here, else {other}")
 
 
 class Plan(NamedTuple):
@@ -149,7 +162,7 @@ def plan(
     num_local_experts, the most of one rank; None: contiguous blocks.  tag: calls of one tag come
     in the same order on every rank; threads of a process use different ones.
     """
-    facts, way = Facts(*group.facts(layer.key)), Way(group, tag, layer.top_k)
+    facts, way = Facts(*group.facts(layer.key)), way_of(group, layer, tag)
     chosen = as_choices(layer, topk_idx)
     table = table_of(layer, rank_of_expert, chosen)
     sizes = sizes_of(facts, table, capacity, num_local_experts)
@@ -234,6 +247,7 @@ def dispatch(
     through.  out: tensors that are written and returned, without a gradient.
     """
     way = plan.way
+    check_layout(way, False, "dispatch_flat")
     check_floats("tokens", tokens)
     rows = as_rows("tokens", tokens, plan.num_tokens)
     weights = as_weights("weights", weights, plan.num_tokens, way.top_k)
@@ -291,6 +305,7 @@ def dispatch_quantized(
 
     block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.
     """
+    check_layout(plan.way, False, "dispatch_flat")
     check_floats("tokens", tokens)
     rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
     weights = as_weights("weights", weights, plan.num_tokens, plan.way.top_k)
@@ -418,10 +433,11 @@ def plan_dispatch(
     tag: int = 0,
 ) -> tuple[Plan, Tensor, Tensor | None]:
     """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None)."""
-    facts, way = Facts(*group.facts(layer.key)), Way(group, tag, layer.top_k)
+    facts, way = Facts(*group.facts(layer.key)), way_of(group, layer, tag)
     chosen = as_choices(layer, topk_idx)
     table = table_of(layer, rank_of_expert, chosen)
     sizes = sizes_of(facts, table, capacity, num_local_experts)
+    check_layout(way, False, "plan, then dispatch_flat")
     if sizes[0] == EXACT:
         raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
     check_floats("tokens", tokens)
@@ -443,7 +459,7 @@ def combine_op(
     rows: Tensor,
     slots: Tensor | None,
     num_tokens: int,
-    _: bool = False,
+    *_: Any,
 ) -> Tensor:
     """The operator."""
     group = way.group
@@ -462,9 +478,10 @@ class Combine(torch.autograd.Function):
         slots: Tensor | None,
         num_tokens: int,
         weighs: bool,
+        block: str | None,
     ) -> Tensor:
         """Rows are needed again only for the weights' gradient."""
-        ctx.way, ctx.capacity, ctx.weighs = way, rows.shape[0], weighs
+        ctx.way, ctx.capacity, ctx.weighs, ctx.block = way, rows.shape[0], weighs, block
         ctx.save_for_backward(data, rows if weighs else None, slots)
         return combine_op(way, data, rows, slots, num_tokens)
 
@@ -474,28 +491,32 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         """To the slots, scaled by their weights."""
         data, rows, slots = ctx.saved_tensors
-        way, group = ctx.way, ctx.way.group
-        d_rows, d_slots = ops.combine_backward.default(
-            group.turn,
-            data,
-            d_out.contiguous(),
-            rows,
-            slots,
-            ctx.capacity,
-            ZERO_TAIL,
-            group.number,
-            way.tag,
-        )
-        return None, None, d_rows, d_slots if ctx.weighs else None, None, None
+        group, block = ctx.way.group, ctx.block
+        inputs = (group.turn, data, d_out.contiguous(), rows, slots, ctx.capacity)
+        place = (ZERO_TAIL, group.number, ctx.way.tag)
+        if block is None:
+            d_rows, d_slots = ops.combine_backward.default(*inputs, *place)
+        else:
+            kind = 1 + BLOCKS.index(block)
+            back = ops.combine_backward_quantized.default(*inputs, kind, *place)
+            d_rows, d_slots = dequantize(back[0], back[1], d_out.dtype, block), back[2]
+        return None, None, d_rows, d_slots if ctx.weighs else None, None, None, None
 
 
 @raising
 def combine(
-    plan: Plan, rows: Tensor, slot_weights: Tensor | None = None, *, out: Tensor | None = None
+    plan: Plan,
+    rows: Tensor,
+    slot_weights: Tensor | None = None,
+    *,
+    quantize_gradient: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Brings rows home, summed: [capacity, hidden] -> [num_tokens, hidden].
 
-    out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the layer's order.
+    out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the layer's order.  With
+    the layout "flat" each row is one finished partial, and there are no slot_weights.
+    quantize_gradient "1x128" or "1x32": the rows' gradients travel in e4m3 and arrive rounded.
     out=: a tensor that is written and returned, without a gradient.
     """
     check_floats("rows", rows)
@@ -509,8 +530,9 @@ def combine(
         note_write(out)
         return out
     weighs = slots is not None and slots.requires_grad
+    block = quantize_gradient and word("quantize_gradient", quantize_gradient, BLOCKS)
     call = Combine.apply if needs_gradient(rows, slots) else combine_op
-    return call(way, plan.bytes, rows, slots, plan.num_tokens, weighs)
+    return call(way, plan.bytes, rows, slots, plan.num_tokens, weighs, block)
 
 
 # ------------------------------------------------------------------------------- sum ----

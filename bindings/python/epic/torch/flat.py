@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dispatch of the layout "flat": each token once for each rank that has experts for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from epic.torch import steps
+from epic.torch.ops import raising
+
+ops = torch.ops.epic
+
+
+def dispatch_flat_op(
+    way: steps.Way, data: Tensor, tokens: Tensor, weights: Tensor | None, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator."""
+    group = way.group
+    place = (steps.ZERO_TAIL, group.number, way.tag)
+    return ops.dispatch_flat.default(group.turn, data, tokens, weights, capacity, way.top_k, *place)
+
+
+class DispatchFlat(torch.autograd.Function):
+    """epic::dispatch_flat with its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        way: steps.Way,
+        data: Tensor,
+        tokens: Tensor,
+        weights: Tensor | None,
+        capacity: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Nothing is saved but the plan."""
+        ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
+        ctx.save_for_backward(data)
+        out = dispatch_flat_op(way, data, tokens, weights, capacity)
+        ctx.mark_non_differentiable(out[2])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor, _: Tensor) -> tuple[Any, ...]:
+        """As dispatch's."""
+        (data,) = ctx.saved_tensors
+        return None, None, *steps.rows_home(ctx, data, d_recv, d_slots.reshape(-1)), None
+
+
+@raising
+def dispatch_flat(
+    plan: steps.Plan, tokens: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Sends each token once to each rank that has experts for it; the layer's layout is "flat".
+
+    Gives rows [capacity, hidden], their weights [capacity, top_k] or None, and the local experts
+    that each row is for [capacity, top_k] int32, -1 behind them.  combine(plan, rows) wants one
+    finished partial for each row: the weighted sum over these experts.
+    """
+    way = plan.way
+    steps.check_layout(way, True, "dispatch")
+    steps.check_floats("tokens", tokens)
+    rows = steps.as_rows("tokens", tokens, plan.num_tokens)
+    weights = steps.as_weights("weights", weights, plan.num_tokens, way.top_k)
+    call = DispatchFlat.apply if steps.needs_gradient(rows, weights) else dispatch_flat_op
+    recv, slots, experts = call(way, plan.bytes, rows, weights, plan.capacity)
+    return recv, None if weights is None else slots, experts

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism of Megatron-Core by EPIC: a manager under MoEFlexTokenDispatcher.
+
+use_epic(model, max_tokens=...) puts it in the place of the dispatchers of a model that was built.
+Written against megatron-core 0.16.1.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEFlexTokenDispatcher,
+    MoETokenDispatcher,
+    _DispatchManager,
+)
+from torch import Tensor, nn
+
+from epic.errors import EpicUnsupportedError
+from epic.options import Layer
+from epic.torch import steps
+from epic.torch.groups import Group, shared_group
+
+
+def chosen_experts(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Experts and weights [tokens, top_k] of a map and probabilities [tokens, experts]: those of
+    the map, largest first; -1 and 0 where a token has fewer."""
+    live = torch.where(routing_map, probs.detach(), -1)
+    best, experts = live.topk(top_k, dim=-1)
+    none = best < 0
+    weights = probs.gather(1, experts).masked_fill(none, 0)
+    return experts.masked_fill(none, -1), weights
+
+
+class EpicManager(_DispatchManager):
+    """Dispatches a step of one layer.  Experts are numbered as the flexible dispatcher does it:
+    those of each rank of the group in turn, whatever of it is tensor parallelism."""
+
+    def __init__(self, group: Group, layer: Layer, config: Any) -> None:
+        self.group, self.layer = group, layer
+        self.wide_probs = config.moe_router_dtype == "fp64"
+        self.token_indices: Tensor | None = None
+        self.token_probs: Tensor | None = None
+        self.dispatched_probs: Tensor | None = None
+        self.plan: steps.Plan | None = None
+
+    def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
+        """Both are [tokens, ranks, experts of a rank]."""
+        shape = (routing_map.shape[0], self.layer.num_experts)
+        self.token_indices, self.token_probs = chosen_experts(
+            routing_map.reshape(shape), probs.reshape(shape), self.layer.top_k
+        )
+
+    def dispatch(self, hidden_states: Tensor, *_: bool, **__: bool) -> Tensor:
+        """The rows of this rank's experts, slab by slab, as many as land.  The flags about streams
+        have nothing to say: all is ordered on the current one."""
+        assert self.token_indices is not None and self.token_probs is not None
+        self.plan = steps.plan(self.group, self.layer, self.token_indices, capacity=steps.EXACT)
+        rows, probs = steps.dispatch(self.plan, hidden_states, self.token_probs)
+        assert probs is not None
+        self.dispatched_probs = probs.double() if self.wide_probs else probs
+        return rows
+
+    def combine(self, hidden_states: Tensor, *_: bool, **__: bool) -> Tensor:
+        """The tokens.  The experts have weighted their rows."""
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        return steps.combine(plan, hidden_states)
+
+    def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> Any:
+        """They came so."""
+        return hidden_states, self.dispatched_probs
+
+    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
+        """combine takes them so."""
+        return hidden_states
+
+    def get_number_of_tokens_per_expert(self) -> Tensor:
+        """Rows of each slab with its padding, int64 on the CPU."""
+        assert self.plan is not None
+        return self.plan.expert_rows.to("cpu", torch.int64)
+
+
+class EpicTokenDispatcher(MoEFlexTokenDispatcher):
+    """The flexible dispatcher with EPIC under it."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any,
+        group: Group,
+    ) -> None:
+        # The flexible dispatcher's own constructor wants DeepEP.
+        MoETokenDispatcher.__init__(self, config=config, pg_collection=pg_collection)
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        layer = Layer(
+            self.tp_size * config.num_moe_experts,
+            self.tp_size * config.moe_router_topk,
+            alignment=get_align_size_for_quantization(config) if config.fp8 or config.fp4 else 1,
+        )
+        self._comm_manager = EpicManager(group, layer, config)
+        self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.token_indices"]
+
+
+def check_config(config: Any) -> None:
+    """What Megatron-Core can be told and EPIC's dispatcher does not do."""
+    for name in ("moe_pad_expert_input_to_capacity", "moe_shared_expert_overlap"):
+        if getattr(config, name):
+            raise EpicUnsupportedError(f"{name}: set it to False")
+
+
+def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[Any]:
+    """The Mixture-of-Experts layers of a model, or of its chunks."""
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    found = [module for chunk in chunks for module in chunk.modules()]
+    return [module for module in found if isinstance(module, BaseMoELayer)]
+
+
+def use_epic(
+    model: nn.Module | Iterable[nn.Module], *, max_tokens: int, **options: Any
+) -> Group | None:
+    """Gives every Mixture-of-Experts layer of a model, or of its chunks, EPIC's dispatcher; gives
+    the group that they share, None if there is no layer.
+
+    max_tokens: the most that a rank sends at once: sequence length / (tensor * context parallel
+    size) * micro-batch size.  options: of Group.  Collective over the ranks of tensor and expert
+    parallelism.  Build the model with the dispatcher "alltoall" or "allgather": "flex" needs
+    DeepEP."""
+    group = None
+    for layer in layers_of(model):
+        config, old = layer.config, layer.token_dispatcher
+        check_config(config)
+        width = config.moe_latent_size or config.hidden_size
+        sizes = {"max_tokens": max_tokens, "max_row_bytes": width * config.params_dtype.itemsize}
+        group = shared_group(old.tp_ep_group, **{**sizes, **options})
+        groups = ProcessGroupCollection()
+        groups.ep, groups.expt_tp, groups.tp_ep = old.ep_group, old.tp_group, old.tp_ep_group
+        layer.token_dispatcher = EpicTokenDispatcher(
+            layer.num_local_experts, layer.local_expert_indices, config, groups, group
+        )
+    return group
