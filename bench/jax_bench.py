@@ -3,12 +3,16 @@
 
 JAX's own way, in the same run: sort by expert, exchange (ragged_all_to_all; on CPUs, where XLA has
 none, all_to_all of padded blocks), sort again, ragged_dot.  Both must give the same layer first.
+And what many do instead: each rank has capacity_factor * tokens * top_k / experts places for each
+expert and drops the rest, all_to_all of these blocks, one batched matmul for all experts.  With
+places for all it must give the same layer too.
 
 python bench/jax_bench.py                                   4 virtual CPU devices
 python bench/jax_bench.py --platform cuda --tokens 4096 --hidden 7168 --experts 256 --top-k 8
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -56,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--factors", type=float, nargs="*", default=[1.25, 1.5])
     parser.add_argument("--exchange", choices=("ragged", "padded"), help="of JAX's own way")
     return parser.parse_args()
 
@@ -172,6 +177,57 @@ def own_steps(s: Sizes, ragged: bool) -> dict[str, Step]:
         "layer": layer,
         "prepare": lambda x, ids, weights: (*dispatch(x, ids)[::-1], weights),
     }
+
+
+# ------------------------------------------------------------- a capacity for each expert ----
+
+
+def places_of(s: Sizes, most: int, ids: Any) -> tuple[Any, Any]:
+    """Of each choice: its place among this rank's for its expert, and whether there is one."""
+    import jax
+    import jax.numpy as jnp
+
+    chosen = jax.nn.one_hot(ids.reshape(-1), s.experts, dtype=jnp.int32)
+    place = ((jnp.cumsum(chosen, axis=0) - 1) * chosen).sum(axis=1)
+    return place, place < most
+
+
+def capacity_layer(s: Sizes, most: int) -> Step:
+    """The layer with at most so many rows for an expert from each rank; the others are dropped."""
+    import jax
+    import jax.numpy as jnp
+
+    def exchanged(blocks: Any) -> Any:
+        """[ranks, local experts, places, n], of destinations or sources."""
+        return jax.lax.all_to_all(blocks, "ep", 0, 0)
+
+    def layer(x: Any, w: Any) -> Any:
+        scores = jax.nn.softmax(x.astype(jnp.float32) @ w["w_gate"])
+        weights, ids = jax.lax.top_k(scores, s.top_k)
+        place, kept = places_of(s, most, ids)
+        at = jnp.where(kept, ids.reshape(-1) * most + place, s.experts * most)
+        rows = jnp.repeat(x, s.top_k, axis=0)
+        blocks = jnp.zeros((s.experts * most, s.hidden), x.dtype).at[at].set(rows, mode="drop")
+        recv = exchanged(blocks.reshape(s.ranks, s.local, most, s.hidden))
+        recv = recv.transpose(1, 0, 2, 3).reshape(s.local, s.ranks * most, s.hidden)
+        gate, up = jnp.split(jnp.einsum("enh,ehw->enw", recv, w["w_gate_up"]), 2, axis=2)
+        y = jnp.einsum("eni,eih->enh", jax.nn.silu(gate) * up, w["w_down"])
+        y = y.reshape(s.local, s.ranks, most, s.hidden).transpose(1, 0, 2, 3)
+        home = exchanged(y).reshape(s.experts * most, s.hidden)
+        rows = jnp.where(kept[:, None], home[jnp.where(kept, at, 0)], 0)
+        rows = rows.reshape(s.tokens, s.top_k, s.hidden).astype(jnp.float32)
+        return (rows * weights[..., None]).sum(axis=1).astype(x.dtype)
+
+    return layer
+
+
+def capacity_ways(s: Sizes, factors: list[float]) -> dict[str, dict[str, Step]]:
+    """By name; what fits no factor of these has all places, to be compared."""
+    found = {}
+    for factor in factors:
+        most = math.ceil(factor * s.tokens * s.top_k / s.experts)
+        found[f"capacity {factor:g}"] = {"layer": capacity_layer(s, most)}
+    return found
 
 
 # ----------------------------------------------------------------------------- EPIC ----
@@ -334,6 +390,16 @@ def main() -> int:
             if not error < limit:
                 print(f"{' '.join(key)}: the two ways differ by {error:.1e}")
                 return 1
+    every = programs(mesh, {"layer": capacity_layer(s, s.tokens)})
+    for key, program in every.items():
+        error = miss(ways["EPIC"][key](*data["layer"]), program(*data["layer"]))
+        if not error < limit:
+            print(f"{' '.join(key)}: blocks with all places differ by {error:.1e}")
+            return 1
+    blocks = capacity_ways(s, args.factors)
+    for way, steps in blocks.items():
+        for key, program in programs(mesh, steps).items():
+            runs[way, *key] = partial(program, *data["layer"])
     times = medians(runs, args.rounds)
     epic.jax.close(group)
     own = "ragged_all_to_all" if ragged else "all_to_all"
@@ -345,6 +411,11 @@ def main() -> int:
         if key[0] != "both":
             a, b = (times[way, *key] for way in ways)
             print(f"{', '.join(key):36}{a:10.2f}{b:32.2f}{b / a:8.2f}")
+    for way in blocks:
+        for pass_ in ("forward", "forward and backward"):
+            a, b = (times[w, "layer", pass_] for w in ("EPIC", way))
+            text = f"all_to_all, {way}"
+            print(f"{'layer, ' + pass_:36}{a:10.2f}{text:>22}{b:10.2f}{b / a:8.2f}")
     return 0
 
 

@@ -20,7 +20,8 @@ typedef enum job_role {
     ROLE_COMBINE_BACKWARD = 4,
     ROLE_SUM = 5,
     ROLE_MOE = 6,
-    ROLE_MOE_BACKWARD = 7
+    ROLE_MOE_BACKWARD = 7,
+    ROLE_SUM_REPLICAS = 8
 } job_role;
 
 /* The number of a plan: the caller's channel if there is one, else of its call site. */

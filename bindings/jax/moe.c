@@ -44,6 +44,7 @@ static void read_moe(ffi_reader *reader, moe_job *job)
 {
     job->layer = read_layer(reader);
     job->router = read_router(reader);
+    if (job->layer.num_logical > 0) job->router.num_experts = job->layer.num_logical;
     job->experts = read_experts(reader, "experts_");
     const bool has_shared = ffi_uint(reader, "has_shared") != 0;
     if (has_shared) job->shared = read_experts(reader, "shared_");
@@ -81,12 +82,14 @@ static const job_array forward_arrays[] = {
     {JOB_ARRAY, JOB_OPTIONAL, "table", EPIC_I32, .data = AT(forward.table),
      .num_rows = AT(forward.table_rows)},
     IN_OR_NONE("rank_of_expert", EPIC_I32, forward.rank_of_expert),
+    IN_OR_NONE("logical_of_expert", EPIC_I32, forward.logical_of_expert),
     {.kind = JOB_SITE},
     {.kind = JOB_CHANNEL},
     JOB_ROWS(JOB_RESULT, "out", JOB_SAME_TYPE, AT(forward.out)),
     OUT("loss", EPIC_F32, forward.loss),
     OUT("load", EPIC_I32, forward.load),
     OUT("demand", EPIC_I32, forward.demand),
+    OUT_OR_NONE("logical_load", EPIC_I32, forward.logical_load),
     MEMORY(JOB_RESULT, "saved", forward.saved, forward.saved_bytes),
     MEMORY(JOB_RESULT, "workspace", forward.workspace, forward.workspace_bytes)};
 

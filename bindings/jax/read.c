@@ -7,6 +7,7 @@
 epic_layer read_layer(ffi_reader *reader)
 {
     return (epic_layer){.num_experts = ffi_uint(reader, "num_experts"),
+                        .num_logical = ffi_uint(reader, "num_logical"),
                         .top_k = ffi_uint(reader, "top_k"),
                         .alignment = ffi_uint(reader, "alignment"),
                         .layout = ffi_uint(reader, "layout"),
@@ -15,7 +16,8 @@ epic_layer read_layer(ffi_reader *reader)
                         .priority = ffi_uint(reader, "priority"),
                         .sum_order = ffi_uint(reader, "sum_order"),
                         .leaves = ffi_uint(reader, "leaves"),
-                        .partial_type = ffi_uint(reader, "partial_type")};
+                        .partial_type = ffi_uint(reader, "partial_type"),
+                        .flags = ffi_uint(reader, "flags")};
 }
 
 epic_router read_router(ffi_reader *reader)

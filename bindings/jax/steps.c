@@ -17,6 +17,7 @@ typedef struct step_job {
     epic_dispatch_backward_args dispatch_backward;
     epic_combine_backward_args combine_backward;
     epic_sum_args sum;
+    epic_sum_replicas_args sum_replicas;
     int64_t from_count;
     const float *from;
 } step_job;
@@ -44,14 +45,16 @@ typedef struct step_job {
 #define PLAN_INPUTS \
     {.name = "topk_idx", .type = FFI_OTHER, .data = AT(plan.topk_idx), \
      .element = AT(plan.index_type), .num_rows = AT(plan.num_tokens), .count = AT(from_count)}, \
-    DATA(JOB_OPTIONAL, "rank_of_expert", EPIC_I32, plan.rank_of_expert)
+    DATA(JOB_OPTIONAL, "rank_of_expert", EPIC_I32, plan.rank_of_expert), \
+    DATA(JOB_OPTIONAL, "logical_of_expert", EPIC_I32, plan.logical_of_expert)
 #define PLAN_RESULTS \
     {.kind = JOB_NEW_PLAN, .flags = JOB_RESULT, .name = "plan", .type = FFI_U8, \
      .data = AT(plan.plan), .count = AT(plan.plan_bytes)}, \
     DATA(JOB_RESULT, "expert_rows", EPIC_I32, plan.expert_rows), \
     DATA(JOB_RESULT, "expert_tokens", EPIC_I32, plan.expert_tokens), \
     DATA(JOB_RESULT, "load", EPIC_I32, plan.load), \
-    DATA(JOB_RESULT, "demand", EPIC_I32, plan.demand)
+    DATA(JOB_RESULT, "demand", EPIC_I32, plan.demand), \
+    DATA(JOB_RESULT | JOB_OPTIONAL, "logical_load", EPIC_I32, plan.logical_load)
 /* clang-format on */
 
 static void read_plan(ffi_reader *reader, job *base)
@@ -214,14 +217,19 @@ OPERATION(combine_backward, "combine (backward)", ROLE_COMBINE_BACKWARD, combine
 /* ------------------------------------------------------------------------------- sum ---- */
 
 /* The core adds in place: XLA has been told that x and the sum are one array. */
+static void check_in_place(ffi_reader *reader, const step_job *job, const void *to,
+                           int64_t count)
+{
+    if (reader->error == NULL && (job->from != to || job->from_count != count))
+        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                                 "sum: x and the result are not one array");
+}
+
 static void read_sum(ffi_reader *reader, job *base)
 {
     step_job *job = (step_job *)base;
     job->sum.order = ffi_uint(reader, "order");
-    if (reader->error == NULL &&
-        (job->from != job->sum.data || job->from_count != job->sum.count))
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                                 "sum: x and the result are not one array");
+    check_in_place(reader, job, job->sum.data, job->sum.count);
 }
 
 static epic_result run_sum(job *base)
@@ -240,3 +248,25 @@ static const job_array sum_arrays[] = {
      .data = AT(sum.data),
      .count = AT(sum.count)}};
 OPERATION(sum, "sum", ROLE_SUM, sum, read_sum)
+
+static void read_sum_replicas(ffi_reader *reader, job *base)
+{
+    step_job *job = (step_job *)base;
+    const epic_rows rows = job->sum_replicas.data;
+    check_in_place(reader, job, rows.data,
+                   rows.num_rows * rows.row_bytes / (int64_t)sizeof(float));
+}
+
+static epic_result run_sum_replicas(job *base)
+{
+    step_job *job = (step_job *)base;
+    return epic_sum_replicas(base->use.ctx, &job->sum_replicas);
+}
+
+static const job_array sum_replicas_arrays[] = {
+    PLAN(sum_replicas),
+    {.name = "x", .type = EPIC_F32, .data = AT(from), .count = AT(from_count)},
+    SITE,
+    ROWS(JOB_RESULT, "sum", EPIC_F32, sum_replicas.data),
+    DATA(JOB_RESULT, "workspace", EPIC_F32, sum_replicas.workspace)};
+OPERATION(sum_replicas, "sum_replicas", ROLE_SUM_REPLICAS, sum_replicas, read_sum_replicas)

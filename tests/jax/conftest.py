@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four CPU devices in this process, and the meshes that the tests run on."""
+"""Eight CPU devices in this process, and the meshes that the tests run on: mostly of four."""
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from collections.abc import Callable, Iterator

@@ -175,8 +175,9 @@ static int64_t plan_bytes;
 
 static void add_layer(call *c, int64_t top_k)
 {
-    static const char *const zero[] = {"layout",    "overflow", "expert_capacity", "priority",
-                                       "sum_order", "leaves",   "partial_type"};
+    static const char *const zero[] = {"layout",       "overflow",    "expert_capacity",
+                                       "priority",     "sum_order",   "leaves",
+                                       "partial_type", "num_logical", "flags"};
     add_int(c, "num_experts", EXPERTS);
     add_int(c, "top_k", top_k);
     add_int(c, "alignment", 1);
@@ -189,6 +190,7 @@ static int plan_dispatch(const char *group, int64_t top_k, XLA_FFI_DataType row_
     call *c = calloc(1, sizeof *c);
     add(c, ARG, XLA_FFI_DataType_S32, chosen, TOKENS, 1);
     add_none(c, ARG);
+    add_none(c, ARG);
     add(c, ARG, XLA_FFI_DataType_F32, x, TOKENS, HIDDEN);
     add(c, ARG, XLA_FFI_DataType_F32, w, TOKENS, 1);
     add_site(c);
@@ -198,6 +200,7 @@ static int plan_dispatch(const char *group, int64_t top_k, XLA_FFI_DataType row_
     add(c, RESULT, XLA_FFI_DataType_S32, tokens, EXPERTS, 0);
     add(c, RESULT, XLA_FFI_DataType_S32, load, EXPERTS, 0);
     add(c, RESULT, XLA_FFI_DataType_S32, demand, 1, 0);
+    add_none(c, RESULT);
     add(c, RESULT, row_type, recv, SLOTS, HIDDEN);
     add(c, RESULT, XLA_FFI_DataType_F32, slot, SLOTS, 0);
     add_layer(c, top_k);

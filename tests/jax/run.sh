@@ -34,6 +34,12 @@ environment() { # python folder
     cp $pins "$2/pins"
 }
 
+plugin() { # libepic_mpi.so, where the build has an MPI
+    case $(cmake --build "$build" --target help) in
+    *" epic_mpi"*) cmake --build "$build" --target epic_mpi ;;
+    esac >"$build/jax.log" || { cat "$build/jax.log"; return 1; }
+}
+
 handlers() { # python of an environment: libepic_jax.so, one for every JAX
     include=$("$1" -c 'import jax; print(jax.ffi.include_dir())')
     cmake -S bindings/jax -B "$build/jax" -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$build/lib" \
@@ -43,6 +49,7 @@ handlers() { # python of an environment: libepic_jax.so, one for every JAX
 }
 
 once() { # with the first environment
+    plugin
     handlers "$1/python"
     "$build/jax/epic_jax_frames"
     # Also what there is for PyTorch: mypy takes it as unknown here.

@@ -13,7 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import epic.jax
 import layers
+import steps
 from conftest import make_mesh
+from reference import relative
+from steps import choices, numbers
 
 SPECS = {
     "sequence": P(None, ("dp", "ep")),
@@ -53,6 +56,59 @@ def test_tokens_over_several_dimensions(key: str, name: str, opened: Any) -> Non
     assert not re.search(r"all-to-all|collective-permute|all-gather", text)
 
 
+STEPS = {
+    "sequence": ((2, 2, 1), P(None, ("dp", "ep")), None),
+    "sequence_turned": ((2, 2, 1), P(None, ("ep", "dp")), None),
+    "batch_and_sequence": ((2, 2, 1), P("dp", "ep"), None),
+    "sequence_over_dp": ((2, 2, 1), P("ep", "dp"), None),
+    "batch": ((2, 1, 2), ("dp", "ep"), "tp"),
+    "with_hidden": ((1, 2, 2), P("dp", "ep"), "tp"),
+}
+
+
+@pytest.mark.parametrize(("shape", "axes", "hidden"), STEPS.values(), ids=STEPS.keys())
+def test_steps_over_several_dimensions(
+    shape: tuple[int, ...], axes: Any, hidden: str | None, opened: Any
+) -> None:
+    """plan_dispatch and combine of [B, S, hidden]: home as it lay, with all gradients."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), ("dp", "ep", "tp"))
+    group = opened(mesh)
+    dims = (2, 2 * steps.TOKENS)
+    place = P(*(axes if isinstance(axes, P) else (axes, None)), hidden)
+    x, ct = (numbers(i, *dims, steps.HIDDEN) for i in (1, 4))
+    w, ids = numbers(2, *dims, steps.TOP_K), choices(3).reshape(*dims, steps.TOP_K)
+    where = {"token_axes": axes, "hidden_axis": hidden}
+
+    def step(x: Any, w: Any) -> Any:
+        args = (mesh, group, steps.LAYER, ids, x, w)
+        plan, recv, slot = epic.jax.sharded.plan_dispatch(*args, **where)
+        return epic.jax.sharded.combine(mesh, plan, jnp.sin(recv), slot, **where)
+
+    x, ct = (jax.device_put(v, NamedSharding(mesh, place)) for v in (x, ct))
+    run = jax.jit(lambda x, w, ct: [(v := jax.vjp(step, x, w))[0], *v[1](ct)])
+    out, *gradients = run(x, w, ct)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, place), 3)
+    flat = [np.asarray(v).reshape(4 * steps.TOKENS, -1) for v in (x, w, ids, ct)]
+    for got, wanted in zip((out, *gradients), steps.true_round(*flat), strict=True):
+        assert relative(np.asarray(got).reshape(wanted.shape), wanted) < 2e-6
+    text = run.lower(x, w, ct).compile().as_text() or ""
+    assert not re.search(r"all-to-all|collective-permute|all-gather", text)
+
+
+def test_steps_on_a_placement(opened: Any) -> None:
+    """sharded.plan_dispatch counts the experts of rank_of_expert outside of the shard_map."""
+    mesh = make_mesh(4)
+    group = opened(mesh)
+    owners = np.array([3, 3, 3, 0, 1, 2, 0, 1], np.int32)
+    x, w, ids = numbers(1, 24, 5), numbers(2, 24, steps.TOP_K), choices(3)
+    plan, recv, slot = epic.jax.sharded.plan_dispatch(
+        mesh, group, steps.LAYER, ids, x, w, rank_of_expert=owners, capacity=90
+    )
+    assert plan.expert_rows.shape == (4 * 3,) and recv.shape == (4 * 90, 5)
+    out = epic.jax.sharded.combine(mesh, plan, jnp.sin(recv), slot)
+    assert relative(out, steps.true_round(x, w, ids, x)[0]) < 2e-6
+
+
 def test_specs_that_cannot_be(opened: Any) -> None:
     """With the rule."""
     mesh = make_mesh(2)
@@ -67,6 +123,9 @@ def test_specs_that_cannot_be(opened: Any) -> None:
     ):
         with pytest.raises(epic.jax.EpicArgumentError, match=sentence):
             jax.eval_shape(layers.step(mesh, group, case, token_axes=spec), x, w, ct)
+        ids = np.zeros((*x.shape[:2], steps.TOP_K), np.int32)
+        with pytest.raises(epic.jax.EpicArgumentError, match=sentence):
+            epic.jax.sharded.plan_dispatch(mesh, group, steps.LAYER, ids, x, token_axes=spec)
     wish = layers.options(case, 2)
     sequences = epic.jax.Moe(
         wish.layer, wish.router, wish.experts, balance_coeff=0.1, sequence_tokens=3

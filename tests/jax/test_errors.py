@@ -87,8 +87,8 @@ def test_misuse_is_explained(opened: Any) -> None:
     mesh = make_mesh(4)
     with pytest.raises(ValueError, match="'nope' is not an axis"):
         epic.jax.open(mesh, "nope", max_tokens=1, max_row_bytes=1)
-    with pytest.raises(ValueError, match="has 4 devices"):
-        epic.jax.open(ranks=range(5), num_ranks=5, max_tokens=1, max_row_bytes=1)
+    with pytest.raises(ValueError, match="has 8 devices"):
+        epic.jax.open(ranks=range(9), num_ranks=9, max_tokens=1, max_row_bytes=1)
     group = opened(mesh)
     with pytest.raises(ValueError, match="is open"):
         opened(mesh)

@@ -77,6 +77,30 @@ def test_plans_that_cannot_be_read(opened: Any) -> None:
         ledger.read(np.zeros(4096, np.uint8), TOP_K)
 
 
+@pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "composed"])
+def test_the_fate_of_a_layers_choices(gemm: Any, mesh: Any, opened: Any) -> None:
+    """MoeOut.record: the same as the plan of the router's choices, under jit and with gradients."""
+    group = opened(mesh)
+    case = layers.CASES["drop"]
+    options = layers.options(case, group.num_ranks)
+    x, _ = layers.arrays()
+    w = layers.weights(case)
+
+    def loss_of(x: Any) -> Any:
+        weights = epic.jax.MoeWeights(**w)
+        out = epic.jax.sharded.moe(mesh, group, options, x, weights, grouped_gemm=gemm)
+        return out.out.sum(), out
+
+    _, out = jax.jit(jax.grad(loss_of, has_aux=True))(x)
+    rows = x.reshape(-1, layers.HIDDEN)
+    ids, _ = epic.jax.route(options.router, rows @ w["w_gate"])
+    plan = mapped(mesh, lambda i: epic.jax.plan(group, options.layer, i), 1)(ids)
+    for book, other in zip(*map(epic.jax.read_plan, (out.record, plan)), strict=True):
+        assert np.array_equal(book.fate, other.fate) and np.array_equal(book.rank, other.rank)
+        assert book.expert_full == other.expert_full
+    assert sum(b.expert_full for b in epic.jax.read_plan(plan)) > 0
+
+
 def test_nnx_says_load_and_demand(opened: Any) -> None:
     """moe() gives them; eval() stops the bias, train() lets it go on."""
     pytest.importorskip("flax")
@@ -100,6 +124,9 @@ def test_nnx_says_load_and_demand(opened: Any) -> None:
     out = run(model, x)
     assert int(out.load.sum()) == 2 * layers.BATCH * layers.LENGTH
     assert int(out.demand.sum()) == int(out.load.sum())
+    books = epic.jax.read_plan(out.record)
+    assert [b.num_slots for b in books] == out.demand.tolist()
+    assert sum(b.kept for b in books) == int(out.load.sum())
     moved = model.block.expert_bias[...].tolist()
     assert any(moved)
     model.eval()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small decoder as MaxText builds it (its mesh axes, its logical names and rules, scan over
-layers, remat, Flax linen) trains with the block dropped in: the losses of a dense layer."""
+layers, remat; linen, and nnx) trains with the block dropped in: the losses of a dense layer."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ from epic.jax import Moe
 
 pytest.importorskip("flax")
 import flax.linen as nn
+from flax import nnx
 
 import epic.jax.linen
-from epic.jax.block import Biases, parameters
+import epic.jax.nnx
+from epic.jax.block import Biases, laid, parameters, place
 
 pytestmark = pytest.mark.thorough
 
@@ -29,21 +32,64 @@ OPTIONS = Moe.of(
 )  # fmt: skip
 AXES = ("data", "stage", "fsdp", "fsdp_transpose", "context", "tensor", "expert")
 MESHES = {
-    "fsdp2_expert2": (1, 1, 2, 1, 1, 1, 2),
+    "data2_fsdp2_expert2": (2, 1, 2, 1, 1, 1, 2),
     "context2_expert2": (1, 1, 1, 1, 2, 1, 2),
 }
-RULES = {
-    "exp": ("expert",),
-    "embed_moe": ("fsdp", "fsdp_transpose", "context"),
-    "mlp_moe": ("fsdp_transpose", "tensor"),
-    "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
-    "vocab": ("tensor",),
-}
+RULES = [
+    ("exp", ("expert",)),
+    ("embed_moe", ("fsdp", "fsdp_transpose", "context")),
+    ("mlp_moe", ("fsdp_transpose", "tensor")),
+    ("embed", ("fsdp", "fsdp_transpose", "context", "expert")),
+    ("vocab", ("tensor",)),
+    ("layers", None),
+]
 TOKENS = P(("data", "fsdp", "fsdp_transpose", "expert"), "context")
 
 
+def dense(w: dict[str, Any], x: Any) -> tuple[Any, Any]:
+    """Every expert on every token, weighted by the choice: (out, loss)."""
+    rows = x.reshape(-1, HIDDEN)
+    logits = jnp.matmul(rows, w["w_gate"], precision="highest")
+    scores = jax.nn.softmax(logits)
+    best, ids = jax.lax.top_k(scores, 2)
+    chosen = jax.nn.one_hot(ids, 8)
+    weights = (chosen * (best / best.sum(-1, keepdims=True))[..., None]).sum(1)
+    gate, up = jnp.split(jnp.einsum("th,ehw->tew", rows, w["w_gate_up"]), 2, axis=-1)
+    each = jnp.einsum("tei,eih->teh", jax.nn.silu(gate) * up, w["w_down"])
+    total = rows.shape[0]
+    balance = 8 * OPTIONS.balance_coeff / (2 * total**2)
+    loss = balance * (chosen.sum((0, 1)) * scores.sum(0)).sum()
+    loss += OPTIONS.z_coeff / total * jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum()
+    return jnp.einsum("te,teh->th", weights, each).reshape(x.shape), loss
+
+
+def attend(x: Any, y: Any, w: tuple[Any, Any, Any]) -> Any:
+    """x, and what each token takes from those before it; y: x, normalized."""
+    q, k, v = (y @ kernel for kernel in w)
+    scores = jnp.einsum("bsh,bth->bst", q, k) / HIDDEN**0.5
+    scores = jnp.where(np.tril(np.ones((LENGTH, LENGTH), bool)), scores, -1e9)
+    return x + jnp.einsum("bst,bth->bsh", jax.nn.softmax(scores), v)
+
+
+def whole_loss(of_model: Any, text: Any) -> Any:
+    """Of the next tokens, and of the layers."""
+    logits, loss = of_model
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), text[:, 1:, None], axis=-1)
+    return loss - picked.mean()
+
+
+WHERE: dict[str, Any] = {
+    "token_axes": TOKENS,
+    "fsdp_axes": ("fsdp",),
+    "loss_axes": ("data", "fsdp", "fsdp_transpose", "context"),
+}
+
+
+# ----------------------------------------------------------------------------- linen ----
+
+
 class DenseBlock(nn.Module):
-    """Every expert on every token, weighted by the choice."""
+    """Of the same parameters."""
 
     group: Any
 
@@ -55,19 +101,7 @@ class DenseBlock(nn.Module):
             n: self.param(n, nn.with_logical_partitioning(p.init, p.names), p.shape)
             for n, p in wishes.items()
         }
-        rows = x.reshape(-1, HIDDEN)
-        logits = jnp.matmul(rows, w["w_gate"], precision="highest")
-        scores = jax.nn.softmax(logits)
-        best, ids = jax.lax.top_k(scores, 2)
-        chosen = jax.nn.one_hot(ids, 8)
-        weights = (chosen * (best / best.sum(-1, keepdims=True))[..., None]).sum(1)
-        gate, up = jnp.split(jnp.einsum("th,ehw->tew", rows, w["w_gate_up"]), 2, axis=-1)
-        each = jnp.einsum("tei,eih->teh", jax.nn.silu(gate) * up, w["w_down"])
-        total = rows.shape[0]
-        balance = 8 * OPTIONS.balance_coeff / (2 * total**2)
-        loss = balance * (chosen.sum((0, 1)) * scores.sum(0)).sum()
-        loss += OPTIONS.z_coeff / total * jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum()
-        return jnp.einsum("te,teh->th", weights, each).reshape(x.shape), loss
+        return dense(w, x)
 
 
 class DecoderLayer(nn.Module):
@@ -84,11 +118,8 @@ class DecoderLayer(nn.Module):
             init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", None))
             return self.param(name, init, (HIDDEN, HIDDEN))
 
-        y = nn.RMSNorm()(x)
-        q, k, v = (y @ kernel(name) for name in ("query", "key", "value"))
-        scores = jnp.einsum("bsh,bth->bst", q, k) / HIDDEN**0.5
-        scores = jnp.where(np.tril(np.ones((LENGTH, LENGTH), bool)), scores, -1e9)
-        x = x + jnp.einsum("bst,bth->bsh", jax.nn.softmax(scores), v)
+        kernels = kernel("query"), kernel("key"), kernel("value")
+        x = attend(x, nn.RMSNorm()(x), kernels)
         y, more = self.make_block(name="moe")(nn.RMSNorm()(x))
         return (x + y, loss + more), None
 
@@ -114,23 +145,11 @@ class Decoder(nn.Module):
         return x @ table.T, loss
 
 
-def place(mesh: Any, names: Any) -> NamedSharding:
-    """By the rules; an axis that an earlier dimension has falls out."""
-    taken: set[str] = set()
-    parts: list[tuple[str, ...]] = []
-    for name in names:
-        parts.append(tuple(a for a in RULES.get(name, ()) if a not in taken))
-        taken |= set(parts[-1])
-    return NamedSharding(mesh, P(*parts))
-
-
 def train(model: Any, params: Any, text: Any) -> list[float]:
     """The loss at each step of gradient descent."""
 
     def loss_of(params: Any) -> Any:
-        logits, loss = model.apply({"params": params}, text[:, :-1])
-        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), text[:, 1:, None], axis=-1)
-        return loss - picked.mean()
+        return whole_loss(model.apply({"params": params}, text[:, :-1]), text)
 
     @jax.jit
     def step(params: Any) -> Any:
@@ -144,33 +163,151 @@ def train(model: Any, params: Any, text: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
+def check(got: list[float], wanted: list[float]) -> None:
+    """It learns, and as the dense one does."""
+    assert wanted[-1] < 0.9 * wanted[0], wanted
+    assert np.abs(np.array(got) - wanted).max() < 1e-4, (got, wanted)
+
+
+def check_places(experts: Any, mesh: Any) -> None:
+    """Each device has its part of the experts of a layer, and no more."""
+    assert experts.shape[0] == LAYERS
+    cut = mesh.shape["expert"] * mesh.shape["fsdp"] * mesh.shape["context"]
+    assert experts.addressable_shards[0].data.size * cut == experts.size
+
+
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    """MaxText's axes over as many devices as it takes."""
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.sharding.Mesh(np.array(devices).reshape(shape), AXES)
+
+
+LIKE = jax.ShapeDtypeStruct((BATCH, LENGTH, HIDDEN), jnp.float32)
+TEXT = np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, LENGTH + 1))
+meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
+
+
+@meshes
 def test_a_decoder_trains(shape: tuple[int, ...]) -> None:
     """From the same parameters, the same losses to 1e-4; experts lie over expert and fsdp."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(shape), AXES)
-    like = jax.ShapeDtypeStruct((BATCH, LENGTH, HIDDEN), jnp.float32)
-    with epic.jax.open(mesh, "expert", like=like, token_axes=TOKENS, timeout_ms=60000) as group:
+    mesh = mesh_of(shape)
+    with epic.jax.open(mesh, "expert", like=LIKE, token_axes=TOKENS, timeout_ms=60000) as group:
 
         def sparse(name: str) -> Any:
-            return epic.jax.linen.MoEBlock(
-                mesh, group, OPTIONS, token_axes=TOKENS, fsdp_axes=("fsdp",),
-                loss_axes=("data", "fsdp", "fsdp_transpose", "context"), name=name,
-            )  # fmt: skip
+            return epic.jax.linen.MoEBlock(mesh, group, OPTIONS, **WHERE, name=name)
 
-        text = np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, LENGTH + 1))
-        model, dense = Decoder(sparse), Decoder(lambda name: DenseBlock(group, name=name))
+        model, other = Decoder(sparse), Decoder(lambda name: DenseBlock(group, name=name))
         key = jax.random.key(0)
-        logical = nn.get_partition_spec(jax.eval_shape(model.init, key, text[:, :-1]))
+        logical = nn.get_partition_spec(jax.eval_shape(model.init, key, TEXT[:, :-1]))
         places = jax.tree.map(
-            lambda names: place(mesh, names), logical, is_leaf=lambda x: isinstance(x, P)
+            lambda names: place(mesh, names, RULES),
+            logical,
+            is_leaf=lambda x: isinstance(x, P),
         )
-        variables = nn.meta.unbox(jax.jit(model.init, out_shardings=places)(key, text[:, :-1]))
-        experts = variables["params"]["layers"]["moe"]["w_gate_up"]
-        assert experts.shape[0] == LAYERS
-        cut = shape[AXES.index("expert")] * shape[AXES.index("fsdp")] * shape[AXES.index("context")]
-        assert experts.addressable_shards[0].data.size * cut == experts.size
-        batch = jax.device_put(text, NamedSharding(mesh, P(TOKENS[0])))
+        variables = nn.meta.unbox(jax.jit(model.init, out_shardings=places)(key, TEXT[:, :-1]))
+        check_places(variables["params"]["layers"]["moe"]["w_gate_up"], mesh)
+        batch = jax.device_put(TEXT, NamedSharding(mesh, P(TOKENS[0])))
         got = train(model, variables["params"], batch)
-        wanted = train(dense, jax.tree.map(np.asarray, variables["params"]), jnp.asarray(text))
-    assert wanted[-1] < 0.9 * wanted[0], wanted  # it learns
-    assert np.abs(np.array(got) - wanted).max() < 1e-4, (got, wanted)
+        wanted = train(other, jax.tree.map(np.asarray, variables["params"]), jnp.asarray(TEXT))
+    check(got, wanted)
+
+
+# ------------------------------------------------------------------------------- nnx ----
+
+
+class DenseNnx(nnx.Module):
+    """Of the same parameters."""
+
+    def __init__(self, group: Any, rngs: nnx.Rngs) -> None:
+        for name, wish in parameters(group, OPTIONS, Biases()).items():
+            setattr(self, name, nnx.Param(wish.init(rngs.params(), wish.shape)))
+
+    def __call__(self, x: Any) -> tuple[Any, Any]:
+        """As MoEBlock."""
+        return dense({n: getattr(self, n)[...] for n in ("w_gate", "w_gate_up", "w_down")}, x)
+
+
+class NnxLayer(nnx.Module):
+    """DecoderLayer."""
+
+    def __init__(self, make_block: Any, kernel: Any, rngs: nnx.Rngs) -> None:
+        self.query, self.key, self.value = (kernel(rngs) for _ in range(3))
+        self.before, self.between = (nnx.RMSNorm(HIDDEN, rngs=rngs) for _ in range(2))
+        self.moe = make_block(rngs)
+
+    def __call__(self, carry: Any) -> Any:
+        """As DecoderLayer's."""
+        x, loss = carry
+        x = attend(x, self.before(x), (self.query[...], self.key[...], self.value[...]))
+        y, more = self.moe(self.between(x))
+        return x + y, loss + more
+
+
+class NnxDecoder(nnx.Module):
+    """Decoder: layers stacked by vmap, run by scan under remat."""
+
+    def __init__(self, make_block: Any, param: Any, rngs: nnx.Rngs) -> None:
+        square, normal = nnx.initializers.lecun_normal(), nnx.initializers.normal(1.0)
+
+        def kernel(rngs: nnx.Rngs) -> Any:
+            return param(square(rngs.params(), (HIDDEN, HIDDEN)), ("embed", None))
+
+        @nnx.split_rngs(splits=LAYERS)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def stack(rngs: nnx.Rngs) -> Any:
+            return NnxLayer(make_block, kernel, rngs)
+
+        self.table = param(normal(rngs.params(), (VOCABULARY, HIDDEN)), ("vocab", "embed"))
+        self.layers = stack(rngs)
+
+    def __call__(self, text: Any) -> tuple[Any, Any]:
+        """Logits and the layers' losses."""
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat(prevent_cse=False)
+        def run(carry: Any, layer: Any) -> Any:
+            return layer(carry)
+
+        table = self.table[...]
+        x, loss = run((table[text], jnp.zeros((), jnp.float32)), self.layers)
+        return x @ table.T, loss
+
+
+def train_nnx(model: Any, text: Any) -> list[float]:
+    """As train."""
+
+    @nnx.jit
+    def step(model: Any) -> Any:
+        def loss_of(model: Any) -> Any:
+            return whole_loss(model(text[:, :-1]), text)
+
+        loss, grads = nnx.value_and_grad(loss_of)(model)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda p, g: p - RATE * g, params, grads))
+        return loss
+
+    return [float(step(model)) for _ in range(STEPS)]
+
+
+@meshes
+def test_an_nnx_decoder_trains(shape: tuple[int, ...]) -> None:
+    """The same with nnx: made sharded, in a jit."""
+    mesh = mesh_of(shape)
+    with epic.jax.open(mesh, "expert", like=LIKE, token_axes=TOKENS, timeout_ms=60000) as group:
+
+        def sparse(rngs: nnx.Rngs) -> Any:
+            return epic.jax.nnx.MoEBlock(mesh, group, OPTIONS, rngs=rngs, **WHERE)
+
+        def param(value: Any, names: Any) -> Any:
+            return nnx.Param(laid(value, place(mesh, names, RULES)))
+
+        with nnx.logical_axis_rules(RULES):
+            model = nnx.jit(lambda: NnxDecoder(sparse, param, nnx.Rngs(0)))()
+        other = NnxDecoder(partial(DenseNnx, group), lambda value, _: nnx.Param(value), nnx.Rngs(1))
+        state = nnx.state(model, nnx.Param)
+        nnx.update(other, jax.tree.map(np.asarray, state))
+        check_places(state["layers"]["moe"]["w_gate_up"][...], mesh)
+        batch = jax.device_put(TEXT, NamedSharding(mesh, P(TOKENS[0])))
+        got = train_nnx(model, batch)
+        wanted = train_nnx(other, jnp.asarray(TEXT))
+    check(got, wanted)

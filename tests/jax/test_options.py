@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options are checked when they are made, and all exceptions are of one family."""
 
+import inspect
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,6 +14,7 @@ import pytest
 
 import epic
 import epic.jax
+from epic import _native
 from epic.jax import Experts, Layer, Moe, Router, Tcp
 
 LAYER, ROUTER = Layer(8, 2), Router(8, 2)
@@ -25,6 +29,8 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (LAYER, {"num_experts": "8"}, "num_experts '8'"),
     (LAYER, {"num_experts": 1 << 32}, "num_experts 4294967296"),
     (LAYER, {"top_k": 65}, "top_k is 65: 1 to 64"),
+    (LAYER, {"distinct": "yes"}, "distinct 'yes': True or False"),
+    (LAYER, {"num_logical": 9}, "num_logical is 9"),
     (LAYER, {"alignment": 1 << 21}, "alignment is 2097152"),
     (LAYER, {"expert_capacity": 4}, "expert_capacity is 4"),
     (LAYER, {"leaves": 2}, "leaves is 2"),
@@ -171,6 +177,59 @@ def test_dtypes_are_values_too() -> None:
         weights = epic.jax.ExpertWeights(jnp.zeros((1, 16, 24)), jnp.zeros((1, 12, 16), "bfloat16"))
         counts = jnp.zeros(1, jnp.int32)
         epic.jax.experts(EXPERTS, jnp.zeros((2, 16)), counts, counts, weights)
+
+
+def test_a_build_without_openblas_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with the way out; this one has it."""
+    assert _native.core().epic_blas_name() != _native.PLAIN
+    core = SimpleNamespace(epic_blas_name=lambda: _native.PLAIN)
+    monkeypatch.setattr(_native, "core", lambda: core)
+    _native.warn_without_blas.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=r"plain loops.*libopenblas0-pthread") as said:
+            _native.warn_without_blas()
+            _native.warn_without_blas()
+        assert len(said) == 1
+    finally:
+        _native.warn_without_blas.cache_clear()
+
+
+@pytest.mark.parametrize("options", [LAYER, ROUTER, EXPERTS])
+def test_numbers_are_the_cores(options: Any) -> None:
+    """Each is a field of the struct; what a binding without replicas takes has none of them."""
+    fields = [name for name, *_ in getattr(_native, type(options).__name__)._fields_]
+    assert set(options.numbers()) <= set(fields)
+    assert replace(LAYER, distinct=True).numbers()["flags"] == 8
+    assert set(LAYER.numbers("x_")) == {"x_" + name for name in LAYER.numbers()}
+    assert not {"num_logical", "flags", "distinct"} & set(LAYER.placing())
+    with pytest.raises(epic.EpicUnsupportedError, match="num_logical 4"):
+        Layer(8, 2, num_logical=4).placing()
+
+
+@pytest.mark.parametrize("kind", [Layer, Router, Experts, Moe])
+def test_every_field_is_documented(kind: Any) -> None:
+    """Each has a line of its own in help(), or shares one."""
+    lines = re.findall(r"^(\w+(?:, \w+)*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
+    said = {name for line in lines for name in line.split(", ")}
+    assert said == set(epic.options.names(kind))
+
+
+def test_every_argument_is_documented() -> None:
+    """Of every public function, what a caller may pass is in its text, or in that of the function
+    that it says it is like."""
+    like = {"moe": epic.jax.moe, "plan_dispatch": epic.jax.plan, "combine": epic.jax.combine}
+    of_sharded = ("plan_dispatch", "combine", "moe", "weight_specs")
+    for place, names in ((epic.jax, epic.jax.__all__), (epic.jax.sharded, of_sharded)):
+        for name in names:
+            function = getattr(place, name)
+            if not inspect.isfunction(function):
+                continue
+            text = (function.__doc__ or "") + (like[name].__doc__ or "" if name in like else "")
+            for argument in inspect.signature(function).parameters:
+                assert re.search(rf"\b{argument}\b", text) or argument in OBVIOUS, (name, argument)
+
+
+OBVIOUS = ("group", "mesh", "options", "more", "layer", "router", "plan")
 
 
 def test_options_are_values() -> None:

@@ -131,7 +131,7 @@ def test_schemas_follow_the_options() -> None:
         found = [argument.name for argument in op.default._schema.arguments]
         return [n.removeprefix(prefix) for n in found if n.startswith(prefix)]
 
-    layer, router = LAYER.numbers(), epic.torch.Router(8, 2).numbers()
+    layer, router = LAYER.placing(), epic.torch.Router(8, 2).numbers()
     experts = epic.torch.Experts(1, 4, 4).numbers()
     assert names(ops.plan, "layer_") == list(layer)
     assert names(ops.route, "router_") == names(ops.moe, "router_") == list(router)

@@ -4,6 +4,7 @@
 import ctypes
 import functools
 import os
+import warnings
 from ctypes import (
     POINTER,
     c_char_p,
@@ -121,6 +122,7 @@ KINDS = {"Layer": Layer, "Router": Router, "Experts": Experts}
 PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_meet_tcp_v1": (c_int32, [c_void_p, c_void_p, c_size_t]),
     "epic_meet_env": (c_int32, [c_void_p]),
+    "epic_meet_mpi": (c_int32, [c_void_p, c_void_p, c_uint32]),
     "epic_meet_threads": (c_int32, [c_void_p, c_int32, c_uint32]),
     "epic_meet_close": (None, [c_void_p]),
     "epic_open_v1": (c_int32, [POINTER(c_void_p), c_void_p, c_void_p, c_size_t]),
@@ -142,13 +144,15 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def find(file: str) -> Path:
-    """A library: in EPIC_LIBRARY_PATH, beside this package, or in the build of its checkout."""
+def find(file: str, kind: str = "lib") -> Path:
+    """A library, or with kind "bin" a program: in EPIC_LIBRARY_PATH, or beside its folder; beside
+    this package; or in the build of its checkout."""
     here = Path(__file__).resolve().parent
-    folders = [Path(f) for f in os.environ.get("EPIC_LIBRARY_PATH", "").split(":") if f]
-    folders += [here / "lib"]
+    given = [Path(f) for f in os.environ.get("EPIC_LIBRARY_PATH", "").split(":") if f]
+    folders = given if kind == "lib" else [folder.parent / kind for folder in given]
+    folders += [here / kind]
     if len(here.parents) > 2:
-        folders += [here.parents[2] / "build" / "lib"]
+        folders += [here.parents[2] / "build" / kind]
     for folder in folders:
         if (folder / file).exists():
             return folder / file
@@ -164,6 +168,22 @@ def core() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+PLAIN = b"plain loops"  # epic_blas_name without an OpenBLAS
+
+
+@functools.cache
+def warn_without_blas() -> None:
+    """Once: the experts' products on CPUs are several times slower without."""
+    if core().epic_blas_name() == PLAIN:
+        warnings.warn(
+            "EPIC finds no OpenBLAS, so on CPUs experts take plain loops, about 4 times as long: "
+            "install libopenblas0-pthread (Debian, Ubuntu) or pip's scipy-openblas32; a build with "
+            "EPIC_BLAS=OFF has none",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def failure(code: int, context: int | None = None) -> EpicError:

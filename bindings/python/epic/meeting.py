@@ -5,7 +5,9 @@ epic_open, which it leads to.
 An exchange is a function (rank, mine: bytes) -> list of every rank's bytes, in rank order.
 """
 
+import contextlib
 import ctypes
+import importlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from epic.options import whole
 
 Exchange = Callable[[int, bytes], list[bytes]]
 ETIMEOUT, EPEER = 4, 8
+WORLD = "world"  # native= of MPI_COMM_WORLD
+LEAST_ADDRESS = 4096  # no memory lies below
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,29 @@ def by_tcp(tcp: Tcp, group: int, rank: int, num_ranks: int, timeout_ms: int) -> 
     secret = tcp.secret.encode() if tcp.secret else None
     wish = _native.Tcp(tcp.address.encode(), secret, rank, num_ranks, tcp.port + group, timeout_ms)
     _native.check(_native.core().epic_meet_tcp_v1(ctypes.addressof(struct), *_native.sized(wish)))
+    return Meeting(struct)
+
+
+def address_of(native: Any) -> int | None:
+    """Of the MPI_Comm that the caller means, for as long as that lives; None: MPI_COMM_WORLD."""
+    if native == WORLD:
+        return None
+    if isinstance(native, int) and native >= LEAST_ADDRESS:
+        return native
+    with contextlib.suppress(ImportError, TypeError):
+        mpi = importlib.import_module("mpi4py.MPI")
+        return int(mpi._addressof(native))
+    raise EpicArgumentError(
+        f"native {native!r}: {WORLD!r}, a communicator of mpi4py or the address of an MPI_Comm is "
+        "needed"
+    )
+
+
+def by_mpi(comm: int | None, timeout_ms: int) -> Meeting:
+    """Over an MPI communicator, given by its address; None: MPI_COMM_WORLD, and MPI is started
+    where nobody has.  Blocks until its ranks are there."""
+    struct = _native.Meet()
+    _native.check(_native.core().epic_meet_mpi(ctypes.addressof(struct), comm, timeout_ms))
     return Meeting(struct)
 
 
@@ -111,24 +138,36 @@ def open_context(meet: Meeting, config: ctypes.Structure) -> int:
 
 
 class Opener:
-    """A thread that opens a context.  Whoever waits for it may be interrupted; then it closes what
-    it opened.  A daemon, so that nothing waits for it at exit."""
+    """A thread that opens a context, or what `close_one` closes.  Whoever waits for it may be
+    interrupted; then it closes what it opened.  A daemon, so that nothing waits for it at exit."""
 
-    def __init__(self, open_one: Callable[[], int]) -> None:
-        self.context = 0
+    def __init__(
+        self, open_one: Callable[[], Any], close_one: Callable[[Any], None] | None = None
+    ) -> None:
+        self.context: Any = 0
+        self.close_one = close_one or (lambda context: end([context]))
         self.error: BaseException | None = None
         self.left = threading.Event()
         self.thread = threading.Thread(target=self.run, args=(open_one,), daemon=True)
         self.thread.start()
 
-    def run(self, open_one: Callable[[], int]) -> None:
+    def run(self, open_one: Callable[[], Any]) -> None:
         """In its thread."""
         try:
             self.context = open_one()
         except BaseException as error:
             self.error = error
         if self.left.is_set() and self.context:
-            end([self.context])
+            self.close_one(self.context)
+
+
+def made(make: Callable[[], Meeting]) -> Meeting:
+    """The meeting that it makes, while an interrupt can land."""
+    opener = Opener(make, Meeting.close)
+    wait_for([opener])
+    if opener.error:
+        raise opener.error
+    return opener.context
 
 
 def wait_for(openers: Iterable[Opener]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, SupportsFloat, SupportsIndex
 
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicUnsupportedError
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logits")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu")
@@ -115,9 +115,36 @@ class Options(Named):
         return {prefix + name: number(name, getattr(self, name)) for name in names(type(self))}
 
 
+DISTINCT = 8  # EPIC_DISTINCT
+
+
 @dataclass(frozen=True)
 class Layer(Options):
-    """Where choices may go and how rows are added: epic_layer."""
+    """Where choices may go and how rows are added: epic_layer.  Equal on all ranks.
+
+    num_experts: of the whole group, 1 to 65536; with replicas all of them count.
+    top_k: choices of a token, 1 to 64.
+    alignment: the length of each expert's slab is a multiple of it, in rows; 128 for the grouped
+        products of GPUs.
+    overflow: what becomes of choices that find no slot: "error" on every rank, or "drop", by a rule
+        that all ranks share.
+    expert_capacity: most choices of an expert over the group, the others are dropped (overflow
+        "drop"); 0: no limit.  A capacity factor f is ceil(f * tokens * top_k / num_experts).
+    priority: with "drop", whose choices stay: "by_token" (rank, token, k) or "by_k" (all first
+        choices first: GShard, NLLB).
+    sum_order: how the rows of a token are added: "by_rank", ascending, or "tree", a binary tree
+        over `leaves`: then the bits are those of any number of ranks that divides leaves.
+    leaves: a power of two that divides num_experts and that the number of ranks divides; 0: that
+        number.
+    partial_type: what travels home: None: the rows' type; "float32": sums of 16-bit rows are
+        rounded once, at the end.
+    layout: of received rows: "expert_major", a row for each choice, slab by slab; or "flat", a row
+        for each token and rank.
+    num_logical: replicas (EPLB): ids are below it, and logical_of_expert says which logical expert
+        each of num_experts is a copy of; 0: no replicas.
+    distinct: the caller's promise, which is checked: the ids of a token differ.  Then a token has
+        at most min(top_k, local experts) slots on a rank, and less memory does.  epic.jax.moe
+        promises it for the router's choices by itself."""
 
     num_experts: int
     top_k: int
@@ -129,7 +156,31 @@ class Layer(Options):
     leaves: int = 0
     partial_type: str | None = None
     layout: str = "expert_major"
+    num_logical: int = 0
+    distinct: bool = False
     key: str = key()
+
+    @property
+    def num_ids(self) -> int:
+        """Experts that ids name: the logical ones, if there are replicas."""
+        return self.num_logical or self.num_experts
+
+    def numbers(self, prefix: str = "") -> dict[str, Any]:
+        """As Options; `distinct` is one of the core's flags."""
+        if self.distinct not in (False, True):
+            raise EpicArgumentError(f"distinct {self.distinct!r}: True or False is needed")
+        found = super().numbers(prefix)
+        found[prefix + "flags"] = DISTINCT * found.pop(prefix + "distinct")
+        return found
+
+    def placing(self, prefix: str = "") -> dict[str, Any]:
+        """As numbers, for who has neither replicas nor the check of `distinct`: epic.torch."""
+        if self.num_logical:
+            raise EpicUnsupportedError(
+                f"num_logical {self.num_logical}: replicas of experts are in epic.jax only"
+            )
+        left_out = (prefix + "num_logical", prefix + "flags")
+        return {n: value for n, value in self.numbers(prefix).items() if n not in left_out}
 
     def ask_core(self) -> None:
         """As a group of one rank would be asked."""
@@ -140,7 +191,27 @@ class Layer(Options):
 
 @dataclass(frozen=True)
 class Router(Options):
-    """How experts are chosen and weighted: epic_router."""
+    """How experts are chosen and weighted: epic_router.  Logits have E = num_experts + zero_experts
+    columns; all is computed in float32 (float64 logits: float64), ties go to the lower id.
+
+    num_experts: that may be chosen, 1 to 65536; with replicas the logical ones.
+    top_k: choices of a token, 1 to 64, best first.
+    score: of the logits z: "softmax", "sigmoid", "sqrtsoftplus" (sqrt(log(1 + e^z))), "logits".
+    zero_experts: identity experts, with ids from num_experts up: they give the token back, times
+        its weight.
+    num_groups: experts in equal blocks of which only some are open to a token (DeepSeek's node
+        limit); it divides E; 0: none.
+    topk_groups: groups that stay open.
+    group_score: a group's value: "max" of its experts', or the "sum" of its group_best largest.
+    group_best: for "sum"; 0: top_k / topk_groups (DeepSeek-V3: 2).
+    group_others: experts of closed groups: "out", or "zero": their value is 0.
+    weight_rule: of the chosen ones: "of_score" (their scores, without the bias),
+        "softmax_chosen" or "sigmoid_chosen" (of their logits), "sparsemixer" (Phi-3.5-MoE).
+    normalize: the weights of a token by nothing ("none"), their "sum" + eps, or "clamped": the
+        larger of their sum and norm_min.
+    eps, norm_min: of normalize.
+    jitter: of "sparsemixer", 0 to below 1.
+    scale: last factor of the weights (DeepSeek-V3: 2.5); 0: 1."""
 
     num_experts: int
     top_k: int
@@ -168,10 +239,22 @@ class Router(Options):
 
 @dataclass(frozen=True)
 class Experts(Options):
-    """The experts' MLP: epic_experts.
+    """The experts' MLP: epic_experts.  y = (act(x W_gate) * (x W_up)) W_down, plus biases.
 
     num_local_experts: experts of one rank, at most; 0: derived where the group or the weights
-    tell it."""
+        tell it.
+    hidden: columns of a row, as the model's; 1 or more.
+    inner: columns between the two products, of the whole expert; 1 or more.
+    activation: act: "silu", "gelu" (with erf), "gelu_tanh", "relu2" (max(x, 0)^2); gated only:
+        "clamped_swiglu" (gpt-oss), "clamped_silu" (DeepSeek-V4).
+    ungated: y = act(x W) W_down, and W has inner columns.
+    interleaved: gate in the even columns of w_gate_up and up in the odd ones; else all of gate come
+        first.
+    weighting: where a choice's weight is multiplied in: "late", on the way home; "early", on the
+        activation and the down bias; "input", on the expert's input.
+    row_type, weight_type: "float32", "bfloat16", "float16", "float64"; None: the arrays' own.
+    limit: of "clamped_swiglu" (0: 7) and "clamped_silu" (0: 10).
+    alpha: of "clamped_swiglu"; 0: 1.702."""
 
     num_local_experts: int = 0
     hidden: int = 0
@@ -206,7 +289,20 @@ PARTS: dict[str, Any] = {"layer": Layer, "router": Router, "experts": Experts}
 
 @dataclass(frozen=True)
 class Moe(Named):
-    """What is fixed for a layer."""
+    """What is fixed for a layer: router, plan, dispatch, experts, combine.  Moe.of(...) makes one
+    of plain words.
+
+    layer, router, experts: its parts; they agree in top_k, and router.num_experts is
+        layer.num_experts, or with replicas layer.num_logical.
+    shared: an MLP that every token takes, added to the others; its hidden is experts.hidden.
+    balance_coeff: factor of the balance loss num_experts / (top_k T^2) * sum over experts of load
+        times the sum over tokens of P (the scores over their sum), T tokens; 0: none.
+    z_coeff: factor of the z-loss, the mean over tokens of logsumexp(logits)^2; 0: none.
+    sequence_tokens: the balance loss of each sequence of so many tokens, averaged; 0: of all
+        tokens together.
+    capacity: slots of a device for the rows that it receives; None: as many as can ever be needed.
+    quantize: "1x128" (a float32 scale for 128 columns) or "1x32" (e8m0): rows travel to the experts
+        in e4m3; None: as they are."""
 
     layer: Layer
     router: Router
@@ -216,7 +312,7 @@ class Moe(Named):
     z_coeff: float = 0.0
     sequence_tokens: int = 0
     capacity: int | None = None
-    quantize: str | None = None  # "1x128" or "1x32": rows travel to the experts in e4m3
+    quantize: str | None = None
     key: str = key()
 
     @classmethod
@@ -231,7 +327,10 @@ class Moe(Named):
         def chosen(known: set[str]) -> dict[str, Any]:
             return {name: value for name, value in wishes.items() if name in known}
 
-        parts = {part: kind(**chosen(fields_of[part])) for part, kind in PARTS.items()}
+        own_words = {part: chosen(fields_of[part]) for part in PARTS}
+        if wishes.get("num_logical"):
+            own_words["router"]["num_experts"] = wishes["num_logical"]
+        parts = {part: kind(**own_words[part]) for part, kind in PARTS.items()}
         return cls(**parts, **chosen(own))
 
     def __post_init__(self) -> None:
@@ -250,10 +349,11 @@ class Moe(Named):
 
     def check_parts(self) -> None:
         """What layer, router and experts say twice."""
-        for name in ("num_experts", "top_k"):
-            a, b = getattr(self.layer, name), getattr(self.router, name)
+        ids = "num_logical" if self.layer.num_logical else "num_experts"
+        for name, other in ((ids, "num_experts"), ("top_k", "top_k")):
+            a, b = getattr(self.layer, name), getattr(self.router, other)
             if a != b:
-                raise EpicArgumentError(f"layer.{name} {a}, router.{name} {b}: make them equal")
+                raise EpicArgumentError(f"layer.{name} {a}, router.{other} {b}: make them equal")
         if self.layer.layout != "expert_major":
             raise EpicArgumentError(f"layer.layout {self.layer.layout!r}: 'expert_major' is needed")
         if self.shared and self.shared.hidden != self.experts.hidden:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert parallelism as JAX functions, on EPIC's C core.  docs/jax.md is the guide."""
 
+import contextlib
 import importlib
 from types import ModuleType
 
+from epic import _native
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.jax import sharded
 from epic.jax.call import TARGETS
@@ -11,6 +13,7 @@ from epic.jax.experts import ExpertWeights, experts
 from epic.jax.groups import Group, check, close, open
 from epic.jax.ledger import Ledger, read_plan
 from epic.jax.moe import Moe, MoeOut, MoeWeights, moe
+from epic.jax.replicas import sum_replicas, tied
 from epic.jax.router import balance_loss, bias_update, route, z_loss
 from epic.jax.steps import (
     Plan,
@@ -60,8 +63,14 @@ __all__ = [
     "route",
     "sharded",
     "sum",
+    "sum_replicas",
+    "tied",
     "z_loss",
 ]
+
+
+with contextlib.suppress(ImportError):  # without the libraries: said when they are used
+    _native.warn_without_blas()
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -2,13 +2,15 @@
 """What the Flax modules share: the layer's parameters by name, with shapes, logical axes and
 initializers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from epic.errors import EpicArgumentError
 from epic.jax import placement, sharded
@@ -19,6 +21,7 @@ from epic.options import word
 Initialiser = Callable[..., Any]
 Names = tuple[str | None, ...]
 AxisNames = Mapping[str, Names]
+Rules = Sequence[tuple[str, Any]]
 
 # Variance 1 / fan-in, for each expert by itself.
 KERNEL: Initialiser = jax.nn.initializers.variance_scaling(
@@ -26,6 +29,18 @@ KERNEL: Initialiser = jax.nn.initializers.variance_scaling(
 )
 GATE: Initialiser = jax.nn.initializers.lecun_normal()
 ZEROS: Initialiser = jax.nn.initializers.zeros
+
+
+def of_replicas(init: Initialiser, logical_of_expert: tuple[int, ...] | None) -> Initialiser:
+    """Experts that are copies of each other begin alike."""
+    if logical_of_expert is None:
+        return init
+
+    def made(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        logical = init(key, (max(logical_of_expert) + 1, *shape[1:]), dtype)
+        return jnp.take(logical, np.array(logical_of_expert), axis=0)
+
+    return made
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,29 @@ def logical_rules(
     return (("exp", group.axes), ("embed_moe", tuple(fsdp_axes) or None), ("mlp_moe", inner))
 
 
+def place(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
+    """Of a parameter, by the first rule for each name, as MaxText reads its rules: an axis that an
+    earlier dimension has falls out, and so does one that the mesh has not."""
+    known: dict[str, Any] = {axis: axis for axis in mesh.axis_names} | dict(reversed(rules))
+    taken: set[str] = set()
+    parts: list[tuple[str, ...] | None] = []
+    for name in names:
+        if name is not None and name not in known:
+            raise EpicArgumentError(f"axis {name!r} of a parameter: no rule has it, nor the mesh")
+        axes = known.get(name) if name else None
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        parts.append(tuple(a for a in axes if a in mesh.axis_names and a not in taken) or None)
+        taken |= set(parts[-1] or ())
+    return NamedSharding(mesh, P(*parts))
+
+
+def laid(value: Any, where: NamedSharding) -> Any:
+    """The value there, in and outside of jit, on axes of either kind."""
+    if getattr(where.mesh, "are_all_axes_explicit", False):
+        return jax.sharding.reshard(value, where)
+    return jax.lax.with_sharding_constraint(value, where)
+
+
 def names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
     """A parameter's logical axes: the caller's, or MaxText's."""
     names = tuple((given or {}).get(parameter, AXIS_NAMES[parameter]))
@@ -85,7 +123,12 @@ def check_names(given: AxisNames | None) -> None:
 
 
 def parameters(
-    group: Group, options: Moe, biases: Biases, axis_names: AxisNames | None = None
+    group: Group,
+    options: Moe,
+    biases: Biases,
+    axis_names: AxisNames | None = None,
+    kernel_init: Initialiser | None = None,
+    logical_of_expert: tuple[int, ...] | None = None,
 ) -> dict[str, Parameter]:
     """Those that the options ask for, by their names in MoeWeights.  Experts that the ranks do not
     divide are on every rank."""
@@ -113,7 +156,10 @@ def parameters(
         names = names_of(name, len(shape), axis_names)
         if name in placement.OF_EXPERTS and not even:
             names = (None, *names[1:])
-        init = ZEROS if "b_" in name else GATE if name == "w_gate" else KERNEL
+        kernel = kernel_init or KERNEL
+        init = ZEROS if "b_" in name else GATE if name == "w_gate" else kernel
+        if name in placement.OF_EXPERTS:
+            init = of_replicas(init, logical_of_expert)
         return Parameter(shape, names, init)
 
     return {name: parameter(name, shape) for name, shape in shapes.items()}
@@ -131,6 +177,13 @@ class Block(Protocol):
     tensor_axis: str | None
     loss_axes: tuple[str, ...]
     grouped_gemm: GroupedGemm | None
+    logical_of_expert: tuple[int, ...] | None
+
+
+def table_of(module: Block) -> Any:
+    """logical_of_expert as an array."""
+    table = module.logical_of_expert
+    return None if table is None else np.array(table, np.int32)
 
 
 def apply(module: Block, x: Any, weights: dict[str, Any], bias: Any, **tokens: Any) -> MoeOut:
@@ -156,4 +209,5 @@ def apply(module: Block, x: Any, weights: dict[str, Any], bias: Any, **tokens: A
         tensor_axis=module.tensor_axis,
         loss_axes=module.loss_axes,
         grouped_gemm=module.grouped_gemm,
+        logical_of_expert=table_of(module),
     )

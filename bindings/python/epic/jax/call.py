@@ -22,7 +22,7 @@ from epic.jax.groups import Group
 
 COLLECTIVES = (
     "plan plan_dispatch dispatch dispatch_flat dispatch_quantized dispatch_scaled "
-    "dispatch_backward combine combine_backward sum"
+    "dispatch_backward combine combine_backward sum sum_replicas"
 ).split()
 LOCAL = "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward".split()
 CPU_ONLY = "experts experts_backward moe moe_backward".split()

@@ -111,7 +111,8 @@ def experts(
 ) -> Any:
     """The MLP of each slab: rows [slots, hidden] -> [slots, hidden].
 
-    expert_rows and expert_tokens: as a plan gives them.  slot_weights [slots] with weighting
+    expert_rows and expert_tokens: as a plan gives them.  weights: of this device's experts, all of
+    one dtype.  slot_weights [slots] with weighting
     "early" and "input".  Only occupied slots are computed; the others come out as zeros.
     """
     weights = ExpertWeights(*weights)

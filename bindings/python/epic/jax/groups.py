@@ -125,11 +125,18 @@ def local_members(groups: list[list[Any]]) -> list[Member]:
 
 
 def choose_meeting(
-    meet: Tcp | Exchange | None, group: str, members: list[Member], num_ranks: int, timeout_ms: int
+    meet: Tcp | Exchange | Meeting | None,
+    group: str,
+    members: list[Member],
+    num_ranks: int,
+    timeout_ms: int,
 ) -> tuple[Callable[[Member], Meeting], list[StoreExchange]]:
     """How each member gets its meeting, and the exchanges that were made for it."""
     indices = {member.index for member in members}
     local = all(sum(s.index == i for s in members) == num_ranks for i in indices)
+    if isinstance(meet, Meeting):
+        only = meet
+        return lambda _: only, []
     if isinstance(meet, Tcp):
         return lambda s: meeting.by_tcp(meet, s.index, s.rank, num_ranks, timeout_ms), []
     if meet is not None:
@@ -149,6 +156,37 @@ def choose_meeting(
         lambda s: meeting.by_exchange(stores[s.index], s.rank, num_ranks),
         list(stores.values()),
     )
+
+
+def met_over_mpi(native: Any, has_mesh: bool, meet: Any, timeout_ms: int) -> Meeting | None:
+    """The ranks of a communicator, where nothing else tells who they are.  Else MPI is only
+    started, if nobody has: backend mpi makes communicators of its own for the groups."""
+    alone = not has_mesh and meet is None
+    if native is None or (not alone and meeting.address_of(native) is not None):
+        return None
+    world = meeting.made(partial(meeting.by_mpi, meeting.address_of(native), timeout_ms))
+    if alone:
+        return world
+    world.close()
+    return None
+
+
+def seats(
+    devices: list[Any], ranks: Sequence[int] | None, num_ranks: int | None, world: Meeting | None
+) -> tuple[list[Member], int]:
+    """Without a mesh: the members of this process, and how many ranks there are."""
+    mine, count = [0], num_ranks or 1
+    if world is not None:
+        mine, count = [world.struct.rank], world.struct.num_ranks
+        if list(ranks or mine) != mine or (num_ranks or count) != count:
+            raise EpicArgumentError(
+                f"ranks {ranks}, num_ranks {num_ranks}: native is a communicator of {count}, where "
+                f"this process is rank {mine[0]}: leave both out, or split the communicator"
+            )
+    taken = list(ranks if ranks is not None else mine)
+    if len(taken) > len(devices):
+        raise EpicArgumentError(f"ranks {taken}: this process has {len(devices)} devices for them")
+    return [member_of(d, 0, r) for d, r in zip(devices, taken, strict=False)], count
 
 
 def open_member(meeting_of: Callable[[Member], Meeting], config: Any, member: Member) -> int:
@@ -199,6 +237,7 @@ def open(
     ranks: Sequence[int] | None = None,
     num_ranks: int | None = None,
     meet: Tcp | Exchange | None = None,
+    native: Any = None,
     timeout_ms: int = 0,
     staging_bytes: int = 0,
     backend: str | None = None,
@@ -214,28 +253,26 @@ def open(
     or their ShapeDtypeStruct, with token_axes= as of sharded.moe, tells both.  meet: by default
     threads where all ranks are here, else JAX's key-value store; or Tcp(...); or a function
     (rank, bytes) -> every rank's bytes.
+    name: by which compiled programs find the group, at most 63 bytes; several that are open at a
+    time need different ones.  timeout_ms: of every wait, 0: 300 000.  staging_bytes: most staging
+    memory of a rank; 0: as full speed takes.
+    native: in processes that mpirun started, "world", a communicator of mpi4py or the address of an
+    MPI_Comm.  Backend mpi, which joins several hosts, then sends over it; without a mesh and meet
+    its ranks are the group's, one for each process.
     On GPUs the backend is p2p; max_sms: most SMs that a call takes, 0: the core's default;
     command_buffers=False keeps XLA from putting the calls into its CUDA graphs.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if mesh is not None:
-        groups, count = places.by_rank(mesh, axes)
-        devices_of = places.ids(groups)
-        members = local_members(groups)
-        platform = groups[0][0].platform
-    else:
-        axes, devices_of = (), ()
-        count = num_ranks or 1
-        taken = list(ranks if ranks is not None else [0])
-        devices = jax.local_devices()
-        if len(taken) > len(devices):
-            raise EpicArgumentError(
-                f"ranks {taken}: this process has {len(devices)} devices for them"
-            )
-        members = [member_of(d, 0, r) for d, r in zip(devices, taken, strict=False)]
-        platform = devices[0].platform
+    groups, count = places.by_rank(mesh, axes) if mesh is not None else ([jax.local_devices()], 0)
+    platform = groups[0][0].platform
     max_tokens, max_row_bytes = choose_sizes(mesh, like, token_axes, max_tokens, max_row_bytes)
     backend = choose_backend(platform, backend)
+    world = met_over_mpi(native, mesh is not None, meet, timeout_ms or DEFAULT_TIMEOUT_MS)
+    if mesh is not None:
+        devices_of, members = places.ids(groups), local_members(groups)
+    else:
+        axes, devices_of = (), ()
+        members, count = seats(groups[0], ranks, num_ranks, world)
     command_buffers |= platform == "cpu"
     group = Group(
         name, axes, count, max_tokens, max_row_bytes, platform, command_buffers, devices_of
@@ -244,6 +281,7 @@ def open(
     config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
     config.max_sms = max_sms
     config.name, config.backend = name.encode(), backend.encode() if backend else None
+    config.native = None if native is None else meeting.address_of(native)
     with lock:
         if name in opened:
             raise EpicArgumentError(
@@ -252,7 +290,7 @@ def open(
         opened[name] = Opened(group, {}, [])
         generations[name] += 1
     try:
-        fill(group, members, meet, config)
+        fill(group, members, world or meet, config)
     except BaseException:
         with lock:
             opened.pop(name, None)
@@ -260,7 +298,9 @@ def open(
     return group
 
 
-def fill(group: Group, members: list[Member], meet: Tcp | Exchange | None, config: Any) -> None:
+def fill(
+    group: Group, members: list[Member], meet: Tcp | Exchange | Meeting | None, config: Any
+) -> None:
     """Opens all members of this process at once and tells the handlers."""
     if not members:
         return

@@ -9,7 +9,7 @@ import numpy as np
 
 from epic import _native
 from epic.errors import EpicArgumentError
-from epic.jax.steps import PLAN_TAIL, Plan
+from epic.jax.steps import PLAN_TAIL, Plan, Record
 
 NO_EXPERT, EXPERT_FULL, RANK_FULL = -1, -2, -3
 
@@ -64,14 +64,16 @@ def read(data: np.ndarray, top_k: int) -> Ledger:
     )
 
 
-def read_plan(plan: Plan) -> list[Ledger]:
+def read_plan(plan: Plan | Record) -> list[Ledger]:
     """The plan of each device, in the order in which a shard_map stacked them; waits for them.
-    Outside of compiled programs, of arrays that this process has."""
+    plan: of the steps, or MoeOut.record.  Outside of compiled programs, of arrays that this process
+    has."""
     whole: Any = plan.bytes
     if isinstance(whole, jax.core.Tracer) or not whole.is_fully_addressable:
         raise EpicArgumentError(
             "plan: its bytes are traced, or of other processes too: return the plan from the "
-            "program, and give Plan(plan.bytes.addressable_shards[i].data, ...) of a shard"
+            "program, and of one shard give dataclasses.replace(plan, "
+            "bytes=plan.bytes.addressable_shards[i].data)"
         )
     size = plan.way.group.plan_bytes(plan.way.layer)
     every = np.asarray(whole).reshape(-1, size + PLAN_TAIL)

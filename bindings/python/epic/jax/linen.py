@@ -25,7 +25,8 @@ class MoEBlock(nn.Module):
     wants them.  token_axes: as sharded.moe's.  Rows are computed in dtype (None: as they come);
     parameters are param_dtype.  bias_rate above 0: a bias for the choice of experts, "expert_bias"
     in the collection "moe", follows the load whenever that is mutable.  The loss is sown as
-    "moe_loss" in "losses", the load as "load" in "intermediates".
+    "moe_loss" in "losses", the load as "load" in "intermediates".  logical_of_expert: with
+    layer.num_logical, whose replica each expert is; replicas begin alike and stay so.
     """
 
     mesh: Mesh
@@ -42,14 +43,15 @@ class MoEBlock(nn.Module):
     grouped_gemm: GroupedGemm | None = None
     kernel_init: Initialiser | None = None
     axis_names: AxisNames | None = None
+    logical_of_expert: tuple[int, ...] | None = None
 
     def weights(self) -> dict[str, Any]:
         """Parameters, made at initialization."""
         found = {}
-        wishes = block.parameters(self.group, self.options, self.biases, self.axis_names)
+        more = (self.axis_names, self.kernel_init, self.logical_of_expert)
+        wishes = block.parameters(self.group, self.options, self.biases, *more)
         for name, wish in wishes.items():
-            kernel = self.kernel_init if wish.init is block.KERNEL else None
-            init = nn.with_logical_partitioning(kernel or wish.init, wish.names)
+            init = nn.with_logical_partitioning(wish.init, wish.names)
             found[name] = self.param(name, init, wish.shape, self.param_dtype)
         return found
 
@@ -63,14 +65,14 @@ class MoEBlock(nn.Module):
         places.check_mesh(self.group, self.mesh)
         weights, bias = self.weights(), None
         if self.bias_rate:
-            shape = (self.options.layer.num_experts,)
+            shape = (self.options.layer.num_ids,)
             bias = self.variable("moe", "expert_bias", jnp.zeros, shape, jnp.float32)
         if self.is_initializing():  # shapes are known: no call, and any batch will do
             return x if self.dtype is None else x.astype(self.dtype), jnp.zeros((), jnp.float32)
         value = None if bias is None else bias.value
         out = block.apply(self, x, weights, value, **tokens)
         if bias is not None and self.is_mutable_collection("moe"):
-            bias.value = bias_update(bias.value, out.load, self.bias_rate)
+            bias.value = bias_update(bias.value, out.load_of_ids, self.bias_rate)
         self.sow("losses", "moe_loss", out.loss)
         self.sow("intermediates", "load", out.load)
         return out.out, out.loss

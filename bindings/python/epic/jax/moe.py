@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.jax import gemm as products
-from epic.jax import placement, steps, tensor
+from epic.jax import placement, replicas, steps, tensor
 from epic.jax import router as routing
 from epic.jax.call import Spec, call, like, marks, spread_all, zero_gradient
 from epic.jax.experts import ExpertWeights, check_weights, counted, experts
@@ -45,13 +45,23 @@ class MoeWeights(NamedTuple):
 
 
 class MoeOut(NamedTuple):
-    """out as x; loss: this device's part of balance loss + z-loss; load, demand: of the plan."""
+    """out as x; loss: this device's part of balance loss + z-loss; the others: of the plan, whose
+    record read_plan reads outside of the program: the fate of each choice."""
 
     out: Any
     loss: Any
     load: Any
     demand: Any
+    logical_load: Any = None
+    record: Any = None
 
+    @property
+    def load_of_ids(self) -> Any:
+        """Of what the router chooses: experts, or with replicas the logical ones."""
+        return self.load if self.logical_load is None else self.logical_load
+
+
+TABLES = 4  # of the layer's integers: token_ids, table, rank_of_expert, logical_of_expert
 
 # The order of the handlers' arrays.
 ORDER = (
@@ -66,6 +76,13 @@ def of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
         return ExpertWeights(*(getattr(weights, name) for name in ExpertWeights._fields))
     names = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
     return ExpertWeights(*(getattr(weights, name) for name in names))
+
+
+def promised(options: Moe, table: Any) -> Moe:
+    """A router chooses no expert twice; a caller's table may."""
+    if table is not None or options.layer.distinct:
+        return options
+    return replace(options, layer=replace(options.layer, distinct=True))
 
 
 def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
@@ -127,11 +144,12 @@ class Static:
 
 
 def attributes(options: Moe) -> dict[str, Any]:
-    """All numbers of the layer; layer and router agree where they share names."""
+    """All numbers of the layer; num_experts is the layer's, and the router's where there are no
+    replicas."""
     shared = options.shared.numbers("shared_") if options.shared else {}
     return {
-        **options.layer.numbers(),
         **options.router.numbers(),
+        **options.layer.numbers(),
         **options.experts.numbers("experts_"),
         **shared,
         "has_shared": int(options.shared is not None),
@@ -152,7 +170,8 @@ def memory(static: Static) -> tuple[Spec, Spec, Spec]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def layer(static: Static, x: Any, weights: MoeWeights, ints: tuple[Any, ...]) -> tuple[Any, ...]:
-    """moe on checked arrays; ints: token_ids, table, rank_of_expert, channel, what to wait for."""
+    """moe on checked arrays; ints: token_ids, table, rank_of_expert, logical_of_expert, channel,
+    what to wait for."""
     return layer_forward(static, x, weights, ints)[0]
 
 
@@ -161,13 +180,32 @@ def layer_forward(
 ) -> tuple[Any, Any]:
     """The core saves what it needs; x and weights are kept as they are."""
     saved, workspace, _ = memory(static)
-    num_experts = static.options.layer.num_experts
-    results = [like(x), Spec((1,), jnp.float32), Spec((num_experts,), jnp.int32)]
-    results += [Spec((1,), jnp.int32), saved, workspace]
+    num_experts, num_logical = static.options.layer.num_experts, static.options.layer.num_logical
+    results: list[Spec | None] = [like(x), Spec((1,), jnp.float32)]
+    results += [Spec((num_experts,), jnp.int32), Spec((1,), jnp.int32)]
+    results += [Spec((num_logical,), jnp.int32) if num_logical else None, saved, workspace]
     arrays = [getattr(weights, name) for name in ORDER]
-    operands = [x, *arrays, *ints[:3], *marks(static.group, x, *ints[3:]), *ints[3:]]
+    operands = [x, *arrays, *ints[:TABLES]]
+    operands += [*marks(static.group, x, *ints[TABLES:]), *ints[TABLES:]]
     out = call("moe", results, operands, static.group, **attributes(static.options))
-    return tuple(out[:4]), (x, weights, ints, out[4])
+    record = record_of(static, x, out[5], ints[TABLES])
+    return (*out[:5], record), (x, weights, ints, out[5])
+
+
+def record_of(static: Static, x: Any, saved: Any, channel: Any) -> steps.Record:
+    """The plan, with which the core begins what it saves, as the steps have theirs."""
+    way = steps.Way(static.group, static.options.layer, x.shape[:-1], static.options.capacity or 0)
+    number = jnp.where(channel < 0, 0, channel | steps.CALLERS_CHANNEL)
+    tail = jax.lax.bitcast_convert_type(number, jnp.uint8).reshape(-1)
+    zeros = jnp.zeros(steps.PLAN_TAIL - tail.shape[0], jnp.uint8)
+    size = static.group.plan_bytes(way.layer)
+    return steps.Record(jnp.concatenate([saved[:size], tail, zeros]), way)
+
+
+def of_logical(record: steps.Record, found: dict[str, Any]) -> dict[str, Any]:
+    """The gradients of experts, added over replicas."""
+    mine = {name: found[name] for name in placement.OF_EXPERTS if found[name] is not None}
+    return {name: replicas.added(record.way, record.bytes, d) for name, d in mine.items()}
 
 
 def layer_backward(static: Static, kept: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -180,9 +218,12 @@ def layer_backward(static: Static, kept: Any, gradients: tuple[Any, ...]) -> tup
     results += [None if arrays[n] is None else Spec(arrays[n].shape, kind) for n in named]
     results += [memory(static)[2]]
     operands = [x, *arrays.values(), saved, gradients[0], gradients[1]]
-    operands += [*marks(static.group, x), ints[3]]
+    operands += [*marks(static.group, x), ints[TABLES]]
     out = call("moe_backward", results, operands, static.group, **attributes(static.options))
-    pairs = zip(named, out[1:-1], strict=True)
+    found = dict(zip(named, out[1:-1], strict=True))
+    if static.options.layer.num_logical:
+        found |= of_logical(record_of(static, x, saved, ints[TABLES]), found)
+    pairs = found.items()
     d_weights = {n: None if d is None else d.astype(arrays[n].dtype) for n, d in pairs}
     bias = None if weights.bias is None else jnp.zeros_like(weights.bias)
     return (
@@ -259,13 +300,13 @@ def sent(
     chosen: Any,
     x: Any,
     w: Any,
-    table: Any,
+    placed: dict[str, Any],
     after: dict[str, Any],
 ) -> tuple[steps.Plan, Any, Any]:
     """plan and dispatch, rounded on the way if the options say so."""
     more = {
         "capacity": options.capacity,
-        "rank_of_expert": table,
+        **placed,
         "num_local_experts": options.experts.num_local_experts,
         **after,
     }
@@ -286,15 +327,17 @@ def composed(
 ) -> tuple[Any, steps.Plan, Any, Any]:
     """The layer from the single functions: out, plan, logits, choices."""
     logits = logits_of(x, weights)
-    table, mask = extras.pop("rank_of_expert"), extras.pop("token_mask")
+    placed = {name: extras.pop(name) for name in ("rank_of_expert", "logical_of_expert")}
+    mask = extras.pop("token_mask")
     chosen, w = routing.route(options.router, logits, bias=weights.bias, **extras)
     if mask is not None:
         chosen = jnp.where(mask[:, None], chosen, -1)
-    zero = chosen >= options.layer.num_experts  # identity experts stay at home
-    plan, recv, slot = sent(group, options, jnp.where(zero, -1, chosen), x, w, table, after)
+    zero = chosen >= options.router.num_experts  # identity experts stay at home
+    plan, recv, slot = sent(group, options, jnp.where(zero, -1, chosen), x, w, placed, after)
     late = options.experts.weighting == "late"
     rows = (plan.expert_rows, plan.expert_tokens)
-    y = mlp(options.experts, gemm, recv, rows, of(weights), None if late else slot)
+    mine = ExpertWeights(*(replicas.tied(plan, weight) for weight in of(weights)))
+    y = mlp(options.experts, gemm, recv, rows, mine, None if late else slot)
     out = steps.combine(plan, y, slot if late else None)
     if options.router.zero_experts:
         kept = jnp.where(zero, w, 0).sum(axis=1, keepdims=True)
@@ -400,7 +443,7 @@ def masked(options: Moe, mask: Any, x: Any) -> Any:
 def from_core(
     group: Group, options: Moe, x: Any, weights: MoeWeights, ints: list[Any]
 ) -> tuple[Any, ...]:
-    """out, loss, load, demand of the core's own layer."""
+    """What MoeOut has, of the core's own layer."""
     arrays = spread_all(group, x, *weights, *ints)
     count = 1 + len(weights)
     spread = MoeWeights(*arrays[1:count])
@@ -417,6 +460,7 @@ def moe(
     table: Any = None,
     token_mask: Any = None,
     rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
     grouped_gemm: GroupedGemm | None = None,
     fsdp_axes: Sequence[str] = (),
     tensor_axis: str | None = None,
@@ -431,21 +475,27 @@ def moe(
 
     token_ids [...] with table [rows, top_k]: experts by token id.  token_mask [...] bool: tokens
     that count; the others go nowhere, come out as zeros, and load and losses are without them (the
-    layer is composed then).  grouped_gemm: a function as
-    jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes [experts]) -> [slots, n].
-    fsdp_axes: mesh axes over which the weights come sharded, in hidden.  tensor_axis: a mesh axis
-    over which they come sharded in inner (options.experts.inner is the whole), whose devices have
-    the same tokens; their parts are added up.  loss_axes: further axes
-    over whose tokens the losses are counted; sum MoeOut.loss over them too.
+    layer is composed then).  rank_of_expert [num_experts]: which rank owns each expert.
+    logical_of_expert [num_experts]: with layer.num_logical, whose replica each expert is; replicas'
+    gradients are added, so that equal weights stay equal.
+
+    grouped_gemm: a function as jax.lax.ragged_dot, (rows [slots, k], weights [experts, k, n], sizes
+    [experts]) -> [slots, n].  fsdp_axes: mesh axes over which the weights come sharded, in hidden.
+    tensor_axis: a mesh axis over which they come sharded in inner (options.experts.inner is the
+    whole), whose devices have the same tokens; their parts are added up.  loss_axes: further axes
+    over whose tokens the losses are counted; sum MoeOut.loss over them too.  channel, after: as
+    plan's.
     """
     if tensor_axis is not None:
         options, weights = tensor.cut(options, weights, tensor_axis)
         more = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
-        more |= {"rank_of_expert": rank_of_expert, "grouped_gemm": grouped_gemm}
+        more |= {"rank_of_expert": rank_of_expert, "logical_of_expert": logical_of_expert}
+        more |= {"grouped_gemm": grouped_gemm}
         more |= {"fsdp_axes": fsdp_axes, "loss_axes": loss_axes, "channel": channel, "after": after}
         return tensor.whole(moe(group, options, x, weights, **more), tensor_axis)
     x, fsdp, over = jnp.asarray(x), tuple(fsdp_axes), tuple(loss_axes)
-    options, weights, owners = placed(group, options, weights, rank_of_expert)
+    options, weights, owners = placed(group, promised(options, table), weights, rank_of_expert)
+    owners, logical = steps.tables(group, options.layer, owners, logical_of_expert)
     if fsdp:
         weights = gathered(group, x, weights, fsdp)
     check_moe(options, x, weights)
@@ -458,24 +508,26 @@ def moe(
     if grouped_gemm is None and group.platform == "gpu":
         grouped_gemm = products.best(options.layer.alignment)
     if grouped_gemm is not None or options.quantize is not None or mask is not None:
-        extras = {"token_ids": token_ids, "table": table, "rank_of_expert": owners}
-        extras["token_mask"] = mask
+        extras = {"token_ids": token_ids, "table": table, "token_mask": mask}
+        extras |= {"rank_of_expert": owners, "logical_of_expert": logical}
         order = {"channel": channel, "after": after}
         out, plan, logits, chosen = composed(
             group, options, grouped_gemm, rows, weights, extras, order
         )
         if mask is None:
-            loss = losses(group, options, logits, plan.load, chosen, over)
+            loss = losses(group, options, logits, plan.load_of_ids, chosen, over)
         else:
             out = jnp.where(mask[:, None], out, 0)
-            loss = losses_of_kept(group, options, logits, plan.load, mask, over, channel)
-        return MoeOut(out.reshape(x.shape), loss, plan.load, plan.demand)
+            loss = losses_of_kept(group, options, logits, plan.load_of_ids, mask, over, channel)
+        record = steps.Record(plan.bytes, plan.way)
+        return MoeOut(out.reshape(x.shape), loss, plan.load, plan.demand, plan.logical_load, record)
     ids = None if token_ids is None else jnp.asarray(token_ids).reshape(rows.shape[0])
-    ints = [ids, table, owners, steps.channel_of(channel), *steps.calm(after)]
+    ints = [ids, table, owners, logical, steps.channel_of(channel), *steps.calm(after)]
     # The core counts over the group alone; losses over more are made from logits of our own.
     inner = replace(options, balance_coeff=0.0, z_coeff=0.0) if over else options
-    out, loss, load, demand = from_core(group, inner, rows, weights, ints)
-    loss = loss[0]
+    out, loss, *rest = from_core(group, inner, rows, weights, ints)
+    found = MoeOut(out.reshape(x.shape), loss[0], *rest)
     if over and (options.balance_coeff or options.z_coeff):
-        loss = losses(group, options, logits_of(rows, weights), load, None, over)
-    return MoeOut(out.reshape(x.shape), loss, load, demand)
+        loss = losses(group, options, logits_of(rows, weights), found.load_of_ids, None, over)
+        found = found._replace(loss=loss)
+    return found

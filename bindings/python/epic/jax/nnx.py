@@ -30,7 +30,8 @@ class MoEBlock(nnx.Module):
     unless nnx.logical_axis_rules does.  token_axes: as sharded.moe's.  Rows are computed in dtype
     (None: as they come); parameters are param_dtype.  bias_rate above 0: an ExpertBias follows
     the load at every call while update_bias is true and the module trains: model.eval() sets
-    deterministic, model.train() clears it.
+    deterministic, model.train() clears it.  logical_of_expert: with layer.num_logical, whose
+    replica each expert is; replicas begin alike and stay so.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class MoEBlock(nnx.Module):
         grouped_gemm: GroupedGemm | None = None,
         kernel_init: Initialiser | None = None,
         axis_names: AxisNames | None = None,
+        logical_of_expert: tuple[int, ...] | None = None,
     ) -> None:
         places.check_mesh(group, mesh)
         self.mesh, self.group, self.options = mesh, group, options
@@ -59,18 +61,24 @@ class MoEBlock(nnx.Module):
         self.fsdp_axes, self.tensor_axis = fsdp_axes, tensor_axis
         self.loss_axes = loss_axes
         self.grouped_gemm = grouped_gemm
-        wishes = block.parameters(group, options, biases, axis_names)
+        self.logical_of_expert = logical_of_expert
+        more = (axis_names, kernel_init, logical_of_expert)
+        wishes = block.parameters(group, options, biases, *more)
         self.names = tuple(wishes)
-        place: dict[str, Any] = {"mesh": mesh}
-        if not get_logical_axis_rules():
-            place["sharding_rules"] = logical_rules(group, fsdp_axes, tensor_axis)
+        rules = get_logical_axis_rules() or logical_rules(group, fsdp_axes, tensor_axis)
+
+        def made(kind: Any, value: Any, names: block.Names) -> Any:
+            """Where it belongs; nnx itself would refuse rules that name an axis twice."""
+            value = block.laid(value, block.place(mesh, names, rules))
+            with nnx.use_eager_sharding(False):
+                return kind(value, out_sharding=names, mesh=mesh)
+
         for name, wish in wishes.items():
-            init = (kernel_init if wish.init is block.KERNEL else None) or wish.init
-            value = init(rngs.params(), wish.shape, param_dtype)
-            setattr(self, name, nnx.Param(value, out_sharding=wish.names, **place))
+            value = wish.init(rngs.params(), wish.shape, param_dtype)
+            setattr(self, name, made(nnx.Param, value, wish.names))
         if bias_rate:
-            zeros = jnp.zeros(options.layer.num_experts, jnp.float32)
-            self.expert_bias = ExpertBias(zeros, out_sharding=(None,), **place)
+            zeros = jnp.zeros(options.layer.num_ids, jnp.float32)
+            self.expert_bias = made(ExpertBias, zeros, (None,))
 
     def __call__(
         self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
@@ -89,5 +97,5 @@ class MoEBlock(nnx.Module):
         bias = self.expert_bias[...] if self.bias_rate else None
         out = block.apply(self, x, weights, bias, **tokens)
         if bias is not None and self.update_bias and not self.deterministic:
-            self.expert_bias[...] = bias_update(bias, out.load, self.bias_rate)
+            self.expert_bias[...] = bias_update(bias, out.load_of_ids, self.bias_rate)
         return out

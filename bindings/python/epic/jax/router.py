@@ -131,7 +131,8 @@ def balance_loss(
     topk_idx: Any = None,
     sequence_tokens: int = 0,
 ) -> Any:
-    """num_experts * coeff / (top_k * T^2) * sum over experts of load * sum over tokens of P.
+    """num_experts * coeff / (top_k * T^2) * sum over experts of load * sum over tokens of P, which
+    are the scores of logits [..., E] over their sum.
 
     load: as a plan gives it; or, for each sequence by itself, topk_idx and sequence_tokens.  T is
     total_tokens, of all devices; the devices' losses add up to the loss.
@@ -151,7 +152,8 @@ def balance_loss(
 
 
 def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> Any:
-    """coeff / T * sum over tokens of logsumexp(logits)^2; the devices' parts add up."""
+    """coeff / T * sum over tokens of logsumexp(logits)^2, T total_tokens of all devices; what they
+    get adds up."""
     numbers = {"coeff": float(coeff), "total_tokens": int(total_tokens), "sequence_tokens": 0}
     return make_loss("z_loss", router, logits, (None, None), **numbers)
 

@@ -30,37 +30,43 @@ def mapped(mesh: Mesh, function: Callable[..., Any], ins: Any, outs: Any) -> Cal
     return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs)
 
 
-def rows_spec(axes: Axes, rank: int, hidden_axis: str | None) -> P:
-    """First dimension over the axes, last over the hidden one."""
-    return P(axes, *[None] * (rank - 2), hidden_axis)
-
-
-def default_axes(mesh: Mesh, group: Group, given: Axes | None, hidden_axis: str | None) -> Axes:
-    """All axes of the mesh but the hidden one, in the mesh's order; the mesh is the group's."""
-    places.check_mesh(group, mesh)
-    axes = given or tuple(a for a in mesh.axis_names if a != hidden_axis)
-    if not set(group.axes) <= set(axes):
-        raise EpicArgumentError(f"token_axes {axes}: the group's {group.axes} must be among them")
-    return axes
-
-
 def flat(spec: P) -> Axes:
     """The axes of all dimensions, one after the other."""
     parts = [part for part in spec if part is not None]
     return tuple(a for part in parts for a in ((part,) if isinstance(part, str) else part))
 
 
-def token_spec(mesh: Mesh, group: Group, given: TokenAxes, rank: int) -> tuple[P, Axes]:
-    """How the dimensions of x but the last are cut, and the axes that cut them."""
-    spec = given if isinstance(given, P) else P(default_axes(mesh, group, given, None))
+def token_spec(
+    mesh: Mesh, group: Group, given: TokenAxes, rank: int, hidden_axis: str | None = None
+) -> tuple[P, Axes]:
+    """How the dimensions of x but the last are cut, and the axes that cut them: by default the
+    first by all axes of the mesh but the hidden one, in the mesh's order."""
+    places.check_mesh(group, mesh)
+    axes = given or tuple(a for a in mesh.axis_names if a != hidden_axis)
+    spec = given if isinstance(given, P) else P(axes)
     if len(spec) >= rank:
         raise EpicArgumentError(
             f"token_axes {spec}: x has {rank} dimensions, and the last, hidden, stays whole"
         )
-    places.check_mesh(group, mesh)
     if not set(group.axes) <= set(flat(spec)):
         raise EpicArgumentError(f"token_axes {spec}: the group's {group.axes} must be among them")
     return spec, flat(spec)
+
+
+def rows_specs(
+    mesh: Mesh, group: Group, given: TokenAxes, rank: int, hidden_axis: str | None
+) -> tuple[P, P, P, P]:
+    """Of arrays [B, ..., hidden], [B, ..., top_k], [slots, hidden], and of what each device has by
+    itself: a plan, [slots]."""
+    spec, axes = token_spec(mesh, group, given, rank, hidden_axis)
+    if hidden_axis in axes:
+        raise EpicArgumentError(
+            f"hidden_axis {hidden_axis!r}: its devices have the same tokens, so it is none of "
+            f"token_axes {spec}"
+        )
+    rows = P(*spec, *[None] * (rank - 1 - len(spec)), hidden_axis)
+    own = P((*axes, hidden_axis) if hidden_axis else axes)
+    return rows, spec, P(axes, hidden_axis), own
 
 
 def plan_dispatch(
@@ -69,39 +75,53 @@ def plan_dispatch(
     options: Layer,
     topk_idx: Any,
     tokens: Any,
-    weights: Any,
+    weights: Any = None,
     *,
-    token_axes: Axes | None = None,
+    rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
+    num_local_experts: int | None = None,
+    token_axes: TokenAxes = None,
     hidden_axis: str | None = None,
-    capacity: int | None = None,
+    **more: Any,
 ) -> tuple[steps.Plan, Any, Any]:
-    """As epic.jax.plan_dispatch; every part of the results is stacked over the devices."""
-    axes = default_axes(mesh, group, token_axes, hidden_axis)
+    """As epic.jax.plan_dispatch of tokens [B, ..., hidden], topk_idx and weights [B, ..., top_k];
+    every part of the results is stacked over the devices.
 
-    def local(chosen: Any, x: Any, w: Any) -> Any:
-        return steps.plan_dispatch(group, options, chosen, x, w, capacity=capacity)
+    token_axes: as moe's.  hidden_axis: a mesh axis over which hidden is sharded; its devices have
+    the same tokens.
+    """
+    rows, choices, slots, own = rows_specs(mesh, group, token_axes, tokens.ndim, hidden_axis)
+    count = steps.num_local(group, options, rank_of_expert, num_local_experts)
 
-    rows = rows_spec(axes, tokens.ndim, hidden_axis)
-    ins = (P(axes), rows, P(axes))
-    whole = (*axes, hidden_axis) if hidden_axis else axes
-    outs = (P(whole), P(axes, hidden_axis), P(whole))
-    return mapped(mesh, local, ins, outs)(topk_idx, tokens, weights)
+    def local(chosen: Any, x: Any, w: Any, owners: Any, logical: Any) -> Any:
+        placing = {"rank_of_expert": owners, "logical_of_expert": logical}
+        placing |= {"num_local_experts": count}
+        return steps.plan_dispatch(group, options, chosen, x, w, **placing, **more)
+
+    ins, outs = (choices, rows, choices, P(), P()), (own, slots, own)
+    tables = (rank_of_expert, logical_of_expert)
+    return mapped(mesh, local, ins, outs)(topk_idx, tokens, weights, *tables)
 
 
 def combine(
     mesh: Mesh,
     plan: steps.Plan,
     rows: Any,
-    slot_weights: Any,
+    slot_weights: Any = None,
     *,
-    token_axes: Axes | None = None,
+    token_axes: TokenAxes = None,
     hidden_axis: str | None = None,
 ) -> Any:
-    """As epic.jax.combine, on what plan_dispatch above gave."""
-    axes = default_axes(mesh, plan.way.group, token_axes, hidden_axis)
-    whole = (*axes, hidden_axis) if hidden_axis else axes
-    row = P(axes, hidden_axis)
-    return mapped(mesh, steps.combine, (P(whole), row, P(whole)), row)(plan, rows, slot_weights)
+    """As epic.jax.combine, on what plan_dispatch above gave, with its token_axes and hidden_axis:
+    [B, ..., hidden], as the tokens were."""
+    dims, group = plan.way.token_dims, plan.way.group
+    whole, _, slots, own = rows_specs(mesh, group, token_axes, len(dims) + 1, hidden_axis)
+
+    def local(plan: steps.Plan, rows: Any, weights: Any) -> Any:
+        out = steps.combine(plan, rows, weights)
+        return out.reshape(*dims, out.shape[-1])
+
+    return mapped(mesh, local, (own, slots, own), whole)(plan, rows, slot_weights)
 
 
 def weight_specs(
@@ -110,8 +130,8 @@ def weight_specs(
     fsdp_axes: Axes = (),
     tensor_axis: str | None = None,
 ) -> layer.MoeWeights:
-    """Experts over the group's axes, where they divide; hidden over the FSDP axes; inner over the
-    tensor axis; vectors that all experts share on every device."""
+    """Where moe wants its weights: experts over the group's axes, where they divide; hidden over
+    fsdp_axes; inner over tensor_axis; vectors that all experts share on every device."""
 
     def spec(name: str, shape: tuple[int, ...]) -> P:
         parts: list[Any] = [None] * len(shape)
@@ -127,12 +147,12 @@ def weight_specs(
     return layer.MoeWeights(**{n: None if x is None else spec(n, x.shape) for n, x in named})
 
 
-def load_everywhere(group: Group, load: Any, axes: Axes) -> Any:
+def load_everywhere(group: Group, loads: Any, axes: Axes) -> Any:
     """Choices of each expert over all groups; of each group one rank counts."""
     first = jnp.ones((), bool)
     for axis in group.axes:
         first &= jax.lax.axis_index(axis) == 0
-    return jax.lax.psum(jnp.where(first, load, 0), axes)
+    return jax.tree.map(lambda load: jax.lax.psum(jnp.where(first, load, 0), axes), loads)
 
 
 def moe(
@@ -147,6 +167,7 @@ def moe(
     table: Any = None,
     token_mask: Any = None,
     rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
     fsdp_axes: Axes = (),
     tensor_axis: str | None = None,
     loss_axes: Axes = (),
@@ -182,7 +203,7 @@ def moe(
     replicas = tuple(a for a in axes if a not in summed)
 
     def local(
-        x: Any, weights: layer.MoeWeights, ids: Any, table: Any, mask: Any, ranks: Any
+        x: Any, weights: layer.MoeWeights, ids: Any, table: Any, mask: Any, ranks: Any, logical: Any
     ) -> layer.MoeOut:
         out = layer.moe(
             group,
@@ -193,6 +214,7 @@ def moe(
             table=table,
             token_mask=mask,
             rank_of_expert=ranks,
+            logical_of_expert=logical,
             fsdp_axes=fsdp_axes,
             tensor_axis=tensor_axis,
             loss_axes=loss_axes,
@@ -200,9 +222,11 @@ def moe(
         )
         loss = jax.lax.psum(out.loss, summed)
         loss = jax.lax.pmean(loss, replicas) if replicas else loss
-        return out._replace(loss=loss, load=load_everywhere(group, out.load, axes))
+        loads = load_everywhere(group, (out.load, out.logical_load), axes)
+        return out._replace(loss=loss, load=loads[0], logical_load=loads[1])
 
     places_of = weight_specs(group, weights, tuple(fsdp_axes), tensor_axis)
-    ins = (spec, places_of, spec, P(), spec, P())
-    outs = layer.MoeOut(spec, P(), P(), P(axes))
-    return mapped(mesh, local, ins, outs)(x, weights, token_ids, table, token_mask, rank_of_expert)
+    ins = (spec, places_of, spec, P(), spec, P(), P())
+    outs = layer.MoeOut(spec, P(), P(), P(axes), P(), P(axes))
+    tables = (token_ids, table, token_mask, rank_of_expert, logical_of_expert)
+    return mapped(mesh, local, ins, outs)(x, weights, *tables)

@@ -22,6 +22,8 @@ from epic.jax.groups import Group
 from epic.options import Layer, word
 
 PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
+CALLERS_CHANNEL = 1 << 23  # a bit of it, where the number is the caller's: as job.c
+PLAN_PARTS = 6  # results of a plan, before those of dispatch
 ROW_TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -31,13 +33,18 @@ class Way:
 
     group: Group
     layer: Layer
-    num_tokens: int
+    token_dims: tuple[int, ...]  # those of topk_idx but the last
     capacity: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of this device."""
+        return math.prod(self.token_dims)
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("bytes", "expert_rows", "expert_tokens", "load", "demand"),
+    data_fields=("bytes", "expert_rows", "expert_tokens", "load", "demand", "logical_load"),
     meta_fields=("way",),
 )
 @dataclass(frozen=True)
@@ -46,7 +53,8 @@ class Plan:
 
     bytes [n] uint8: what dispatch, combine and their gradients read; expert_rows and
     expert_tokens [local experts] int32: padded and true rows of each slab; load [num_experts]
-    int32: choices of each expert over the group; demand [1] int32: slots that were needed.
+    int32: choices of each expert over the group; demand [1] int32: slots that were needed;
+    logical_load [num_logical]: the load of logical experts, None without replicas.
     """
 
     bytes: Array
@@ -54,6 +62,21 @@ class Plan:
     expert_tokens: Array
     load: Array
     demand: Array
+    logical_load: Array | None
+    way: Way
+
+    @property
+    def load_of_ids(self) -> Array:
+        """Of what ids name: experts, or the logical ones."""
+        return self.load if self.logical_load is None else self.logical_load
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("bytes",), meta_fields=("way",))
+@dataclass(frozen=True)
+class Record:
+    """The bytes of a plan that a layer has made inside, for read_plan."""
+
+    bytes: Array
     way: Way
 
 
@@ -107,19 +130,35 @@ def plan_way(group: Group, layer: Layer, topk_idx: Any, capacity: int | None) ->
     slots = group.capacity_bound(layer) if capacity is None else capacity
     if slots < 1:
         raise EpicArgumentError(f"capacity {slots}: 1 or more is needed, or None for the bound")
-    return Way(group, layer, rows.shape[0], slots), rows
+    return Way(group, layer, topk_idx.shape[:-1], slots), rows
 
 
-def num_local(way: Way, rank_of_expert: Any, given: int | None) -> int:
+def num_local(group: Group, layer: Layer, rank_of_expert: Any, given: int | None) -> int:
     """Experts of a rank, at most."""
     if given or rank_of_expert is None:
-        return given or way.group.local_experts(way.layer)
+        return given or group.local_experts(layer)
     if isinstance(rank_of_expert, jax.core.Tracer):
         raise EpicArgumentError("rank_of_expert is traced: num_local_experts is needed then")
     return int(np.bincount(np.asarray(rank_of_expert)).max())
 
 
-def plan_results(way: Way, has_table: bool, local: int) -> list[Spec]:
+def tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
+    """rank_of_expert and logical_of_expert for the core, checked; None where it needs none."""
+    if bool(layer.num_logical) != (logical is not None):
+        raise EpicArgumentError(
+            f"num_logical {layer.num_logical}: logical_of_expert [num_experts] comes with "
+            "replicas, and only then"
+        )
+    owners = placement.table(group, layer, owners)
+    for name, table in (("rank_of_expert", owners), ("logical_of_expert", logical)):
+        if table is not None and np.shape(table) != (layer.num_experts,):
+            raise EpicArgumentError(
+                f"{name}: shape {np.shape(table)}: [num_experts {layer.num_experts}] is needed"
+            )
+    return [None if t is None else jnp.asarray(t, jnp.int32) for t in (owners, logical)]
+
+
+def plan_results(way: Way, has_table: bool, local: int) -> list[Spec | None]:
     """With a table the core may write counts of more experts than the caller reckons with."""
     counts = Spec((way.layer.num_experts if has_table else local,), jnp.int32)
     size = way.group.plan_bytes(way.layer) + PLAN_TAIL
@@ -129,6 +168,7 @@ def plan_results(way: Way, has_table: bool, local: int) -> list[Spec]:
         counts,
         Spec((way.layer.num_experts,), jnp.int32),
         Spec((1,), jnp.int32),
+        Spec((way.layer.num_logical,), jnp.int32) if way.layer.num_logical else None,
     ]
 
 
@@ -139,8 +179,8 @@ def plan_attributes(way: Way) -> dict[str, Any]:
 
 def plan_of(way: Way, local: int, parts: Sequence[Any]) -> Plan:
     """Results of the handler as a Plan."""
-    data, rows, tokens, load, demand = parts
-    return Plan(data, rows[:local], tokens[:local], load, demand, way)
+    data, rows, tokens, load, demand, logical = parts
+    return Plan(data, rows[:local], tokens[:local], load, demand, logical, way)
 
 
 def channel_of(channel: Any) -> Any:
@@ -155,6 +195,7 @@ def plan(
     *,
     capacity: int | None = None,
     rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
     num_local_experts: int | None = None,
     channel: Any = None,
     after: Any = None,
@@ -163,18 +204,19 @@ def plan(
 
     capacity: slots of this device; None: as many as can ever be needed.  rank_of_expert
     [num_experts]: which rank owns each expert; None: contiguous blocks, as even as the numbers
-    allow.  channel: a number that
-    no independent plan of the program shares; after: results that must be there first; see
-    docs/jax.md for the one case that needs them.
+    allow.  logical_of_expert [num_experts]: with layer.num_logical, which logical expert each is a
+    replica of.  num_local_experts: experts of one rank at most, where rank_of_expert is traced.
+    channel: a number that no independent plan of the program shares; after: results
+    that must be there first; see docs/jax.md for the one case that needs them.
     """
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
-    local = num_local(way, rank_of_expert, num_local_experts)
-    rank_of_expert = placement.table(group, layer, rank_of_expert)
-    chosen, table, number = spread_all(group, chosen, rank_of_expert, channel_of(channel))
+    local = num_local(group, layer, rank_of_expert, num_local_experts)
+    placed = tables(group, layer, rank_of_expert, logical_of_expert)
+    chosen, *placed, number = spread_all(group, chosen, *placed, channel_of(channel))
     parts = call(
         "plan",
-        plan_results(way, table is not None, local),
-        [chosen, table, *marks(group, chosen), number, *calm(after)],
+        plan_results(way, placed[0] is not None, local),
+        [chosen, *placed, *marks(group, chosen), number, *calm(after)],
         group,
         **plan_attributes(way),
     )
@@ -225,7 +267,7 @@ dispatch_rows.defvjp(dispatch_forward, dispatch_backward)
 def dispatch(
     plan: Plan, tokens: Any, weights: Any = None, *, quantize: str | None = None
 ) -> tuple[Any, Any]:
-    """Sends each token to its experts: [..., hidden] -> [capacity, hidden].
+    """Sends each token to its experts: tokens [..., hidden] -> [capacity, hidden].
 
     With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
     the plan does not fill are zeros.  Rows of an 8-bit type (fp8, int8, uint8) go as they are,
@@ -287,9 +329,10 @@ dispatch_flat_rows.defvjp(dispatch_flat_forward, dispatch_flat_backward)
 def dispatch_flat(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, Any, Any]:
     """Sends each token once to each rank that has experts for it; the layer's layout is "flat".
 
-    Gives rows [capacity, hidden], their weights [capacity, top_k] or None, and the local experts
-    that each row is for [capacity, top_k], -1 behind them.  combine(plan, rows) wants one finished
-    partial for each row: the weighted sum over these experts.
+    tokens [..., hidden], weights [..., top_k] or None.  Gives rows [capacity, hidden], their
+    weights [capacity, top_k] or None, and the local experts that each row is for [capacity, top_k],
+    -1 behind them.  combine(plan, rows) wants one finished partial for each row: the weighted sum
+    over these experts.
     """
     check_layout(plan.way.layer, "flat", "dispatch")
     return dispatch_flat_rows(plan.way, *dispatch_inputs(plan, tokens, weights))
@@ -378,7 +421,8 @@ def quantized(way: Way, block: str, data: Any, rows: Any, weights: Any) -> tuple
 
 
 def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
-    """What dispatch_quantized's rows stand for."""
+    """What dispatch_quantized's rows [slots, n] stand for, with their scales and the block that
+    they were made with, in a dtype."""
     size = BLOCKS[block][1]
     if block == "1x32":
         powers = jnp.exp2(scales.astype(jnp.float32) - 127)
@@ -416,10 +460,12 @@ dispatch_rounded.defvjp(dispatch_rounded_forward, dispatch_rounded_backward)
 def plan_dispatch_rows(
     way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
 ) -> tuple[Any, ...]:
-    """plan_dispatch on checked arrays; ints: choices, table, channel, and what to wait for."""
-    chosen, table, number, *after = ints
-    results = plan_results(way, table is not None, local) + recv_results(way, tokens, weights)
-    operands = [chosen, table, tokens, weights, *marks(way.group, chosen, tokens), number, *after]
+    """plan_dispatch on checked arrays; ints: choices, the two tables, channel, and what to wait
+    for."""
+    chosen, owners, logical, number, *after = ints
+    results = plan_results(way, owners is not None, local) + recv_results(way, tokens, weights)
+    operands = [chosen, owners, logical, tokens, weights, *marks(way.group, chosen, tokens)]
+    operands += [number, *after]
     return tuple(call("plan_dispatch", results, operands, way.group, **plan_attributes(way)))
 
 
@@ -436,7 +482,7 @@ def plan_dispatch_backward(
 ) -> tuple[Any, ...]:
     """As dispatch's."""
     data, ints = saved
-    return (jax.tree.map(zero_gradient, ints), *rows_home(way, data, gradients[5:]))
+    return (jax.tree.map(zero_gradient, ints), *rows_home(way, data, gradients[PLAN_PARTS:]))
 
 
 plan_dispatch_rows.defvjp(plan_dispatch_forward, plan_dispatch_backward)
@@ -451,24 +497,24 @@ def plan_dispatch(
     *,
     capacity: int | None = None,
     rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
     num_local_experts: int | None = None,
     channel: Any = None,
     after: Any = None,
 ) -> tuple[Plan, Any, Any]:
-    """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None)."""
+    """plan, then dispatch of tokens [..., hidden] and weights [..., top_k] with it, as one call:
+    (plan, recv, slot_weights or None)."""
     check_layout(layer, "expert_major", "plan and dispatch_flat")
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
-    local = num_local(way, rank_of_expert, num_local_experts)
-    rank_of_expert = placement.table(group, layer, rank_of_expert)
+    local = num_local(group, layer, rank_of_expert, num_local_experts)
+    placed = tables(group, layer, rank_of_expert, logical_of_expert)
     rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
     check_floats("tokens", rows)
     weights = as_weights("weights", weights, (way.num_tokens, layer.top_k))
-    number = channel_of(channel)
-    arrays = [chosen, rank_of_expert, number, rows, weights, *calm(after)]
-    chosen, table, number, rows, weights, *waits = spread_all(group, *arrays)
-    ints = (chosen, table, number, *waits)
-    out = plan_dispatch_rows(way, local, ints, rows, weights)
-    return plan_of(way, local, out[:5]), out[5], out[6]
+    arrays = [rows, weights, chosen, *placed, channel_of(channel), *calm(after)]
+    rows, weights, *ints = spread_all(group, *arrays)
+    out = plan_dispatch_rows(way, local, tuple(ints), rows, weights)
+    return plan_of(way, local, out[:PLAN_PARTS]), *out[PLAN_PARTS:]
 
 
 # --------------------------------------------------------------------------- combine ----
@@ -538,8 +584,8 @@ sum_array.defvjp(sum_forward, sum_backward)
 
 
 def sum(group: Group, x: Any, *, tree: bool = False, channel: Any = None, after: Any = None) -> Any:
-    """Adds float32 arrays over the ranks: the same bits on every rank, in rank order or in a
-    binary tree."""
+    """Adds a float32 array x over the ranks: the same bits on every rank, in rank order or in a
+    binary tree.  channel, after: as plan's."""
     x = jnp.asarray(x)
     if x.dtype != jnp.float32:
         raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")

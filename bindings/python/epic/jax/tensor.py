@@ -52,9 +52,19 @@ def cut(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
 
 def whole(out: Any, axis: str) -> Any:
     """MoeOut after one sum; all but `out` is alike on the devices of the axis."""
+
+    def alike(x: Any) -> Any:
+        return None if x is None else jax.lax.pmax(jax.lax.stop_gradient(x), axis)
+
+    def of_the_first(x: Any) -> Any:  # each device is of another group, whose plan has its own id
+        first = jax.lax.axis_index(axis) == 0
+        return jax.lax.psum(jnp.where(first, x.astype(jnp.int32), 0), axis).astype(x.dtype)
+
     return out._replace(
         out=jax.lax.psum(out.out, axis),
         loss=jax.lax.pmean(out.loss, axis),
-        load=jax.lax.pmax(jax.lax.stop_gradient(out.load), axis),
-        demand=jax.lax.pmax(jax.lax.stop_gradient(out.demand), axis),
+        load=alike(out.load),
+        demand=alike(out.demand),
+        logical_load=alike(out.logical_load),
+        record=jax.tree.map(of_the_first, out.record),
     )

@@ -275,7 +275,7 @@ class Group:
                 _native.size("epic_plan_bytes_v1", config, options),
                 _native.size("epic_capacity_bound_v1", config, options),
                 -(-options.num_experts // self.num_ranks),
-                tuple(options.numbers().values()),
+                tuple(options.placing().values()),
             )
         return found
 

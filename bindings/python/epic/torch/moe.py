@@ -85,7 +85,7 @@ def numbers_of(options: Moe) -> tuple[Any, ...]:
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
-        **options.layer.numbers("layer_"),
+        **options.layer.placing("layer_"),
         **options.router.numbers("router_"),
         **options.experts.numbers("experts_"),
         **(options.shared or NO_EXPERTS).numbers("shared_"),
