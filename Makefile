@@ -99,4 +99,4 @@ clean:
 
 , := ,
 
--include gpu.mk jax.mk torch.mk fuzz.mk mutants.mk bench.mk release.mk
+-include gpu.mk jax.mk torch.mk fuzz.mk mutants.mk bench.mk release.mk docs.mk

@@ -3,8 +3,11 @@
 """What the documentation says about the tree is so: links lead somewhere, anchors are headings,
 the README's picture is what its script draws, and C in the documentation compiles.
 
-usage: docs.py CC [FLAG...]"""
+Whole programs run too, as one rank, where a library is given.
 
+usage: docs.py [--library LIBEPIC] CC [FLAG...]"""
+
+import os
 import re
 import subprocess
 import sys
@@ -93,6 +96,30 @@ def bad_code(compiler: list[str]) -> tuple[int, list[str]]:
     return num, bad
 
 
+def bad_programs(compiler: list[str], library: Path) -> tuple[int, list[str]]:
+    """Those that have a main and do not end well; how many there are."""
+    num, bad = 0, []
+    strangers = ("RANK", "WORLD_SIZE", "EPIC_", "OMPI_", "PMI", "SLURM")
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(strangers)}
+    for page in pages():
+        for block in re.findall(r"^```c\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            if "int main(" not in block:
+                continue
+            num += 1
+            with tempfile.TemporaryDirectory() as folder:
+                source, program = Path(folder, "program.c"), Path(folder, "program")
+                source.write_text(block, encoding="utf-8")
+                link = [str(library), f"-Wl,-rpath,{library.parent}", "-o", str(program)]
+                for command in ([*compiler, str(source), *link], [str(program)]):
+                    done = subprocess.run(
+                        command, capture_output=True, text=True, timeout=60, check=False, env=alone
+                    )
+                    if done.returncode:
+                        bad.append(f"{page.name}: {command[0]}: {done.stdout}{done.stderr}")
+                        break
+    return num, bad
+
+
 def has_mpi(compiler: list[str]) -> bool:
     """Is there an mpi.h?"""
     command = [*compiler, "-fsyntax-only", "-include", "mpi.h", "-x", "c", "/dev/null"]
@@ -106,11 +133,19 @@ def main() -> int:
     if drawn.returncode:
         bad.append("docs/step-*.svg: run tools/picture.py")
     flags = ["-std=c11", "-Wall", "-Werror", "-D_GNU_SOURCE", f"-I{ROOT}/include", f"-I{ROOT}/src"]
-    num, code = bad_code([*sys.argv[1:], *flags])
+    arguments = sys.argv[1:]
+    library = None
+    if arguments[0] == "--library":
+        library, arguments = Path(arguments[1]), arguments[2:]
+    num, code = bad_code([*arguments, *flags])
     bad += code
+    ran = 0
+    if library:
+        ran, programs = bad_programs([*arguments, *flags], library)
+        bad += programs
     print("\n".join(bad))
-    print(f"{len(pages())} pages, {num} blocks of C, {len(bad)} things wrong")
-    return 1 if bad or num < 4 else 0
+    print(f"{len(pages())} pages, {num} blocks of C, {ran} programs run, {len(bad)} things wrong")
+    return 1 if bad or num < 7 or (library and ran < 4) else 0
 
 
 if __name__ == "__main__":

@@ -238,8 +238,9 @@ static bool join(trace_step *out, const plan *parts, int32_t num_ranks)
 
 static void make_steps(trace *out, heap *found)
 {
-    qsort(found->plans, (size_t)found->num_plans, sizeof(plan), by_place);
-    qsort(found->events, (size_t)found->num_events, sizeof(trace_event), by_start);
+    if (found->num_plans) qsort(found->plans, (size_t)found->num_plans, sizeof(plan), by_place);
+    if (found->num_events)
+        qsort(found->events, (size_t)found->num_events, sizeof(trace_event), by_start);
     out->steps = grab((size_t)(found->num_plans + 1) * sizeof *out->steps);
     for (int64_t i = 0, end; i < found->num_plans; i = end) {
         const trace_record *first = &found->plans[i].record;

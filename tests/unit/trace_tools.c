@@ -162,7 +162,7 @@ static void pictures(void)
     CHECK_EQ(tool("epic-trace", "draw recorded load.png"), 0);
     const size_t png = bytes_of("load.png", bytes, sizeof bytes);
     CHECK(png > 100 && !memcmp(bytes, "\x89PNG\r\n\x1a\n\0\0\0\rIHDR", 16));
-    CHECK(!memcmp(bytes + png - 8, "IEND\xae\x42\x60\x82", 8));
+    CHECK(png > 100 && !memcmp(bytes + png - 8, "IEND\xae\x42\x60\x82", 8));
     CHECK_EQ(tool("epic-trace", "draw recorded load.jpg"), 1);
     CHECK(says(".svg or .png"));
 }

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make docs`: the documentation as a site, build/docs/site, the reference made from the header; a
+# link that leads nowhere is an error.  docs/requirements.txt has what makes it.
+.PHONY: docs
+DOCS_PYTHON ?= python3
+docs:
+	@tests/docs.sh $(or $(CC),cc)
+	@mkdir -p build/docs
+	@cmp -s docs/requirements.txt build/docs/requirements.txt || \
+	    { $(DOCS_PYTHON) -m venv --clear build/docs/venv && \
+	    build/docs/venv/bin/pip install -q --disable-pip-version-check -r docs/requirements.txt && \
+	    cp docs/requirements.txt build/docs/requirements.txt; }
+	@build/docs/venv/bin/python tools/site.py build/docs
+	@cd build/docs && venv/bin/mkdocs build --strict >log 2>&1 || { grep -v '^INFO' log; exit 1; }
+	@echo "the site: build/docs/site/index.html"

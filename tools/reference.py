@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The API reference as Markdown, from include/epic/epic.h: its chapters, each declaration below
+the comment that belongs to it, an index in front.
+
+usage: reference.py HEADER OUT"""
+
+import re
+import sys
+from pathlib import Path
+
+CHAPTER = re.compile(r"^/\* -{5,} (.+?) -{3,}")
+NAMES = (
+    re.compile(r"^typedef (?:struct|enum) (epic_\w+) \{", re.M),
+    re.compile(r"^(?:struct|enum) (epic_\w+) \{", re.M),
+    re.compile(r"\b(epic_\w+)\((?!\*)[^;{]*\);", re.S),
+    re.compile(r"^typedef [\w ]+?\*?\s?\*?(epic_\w+);", re.M),
+    re.compile(r"^#define (EPIC_\w+)", re.M),
+)
+
+
+def chunks(header: str) -> list[str]:
+    """What blank lines separate, comments and braces kept whole."""
+    found: list[str] = []
+    lines: list[str] = []
+    comment = depth = 0
+    for line in header.splitlines():
+        if not line.strip() and not comment and not depth:
+            if lines:
+                found.append("\n".join(lines))
+            lines = []
+            continue
+        lines.append(line)
+        text = re.sub(r"/\*.*?\*/", "", line)
+        comment = (comment or "/*" in text) and "*/" not in text
+        depth += text.count("{") - text.count("}")
+    return found + ["\n".join(lines)] if lines else found
+
+
+def prose(comment: str) -> str:
+    """A comment's text; what is indented in it is code."""
+    text = re.sub(r"^/\*+ ?|\s*\*/$", "", comment.strip())
+    lines = [re.sub(r"^ ?\* ?", "", line) for line in text.splitlines()]
+    out, code = [], False
+    for line in lines:
+        indented = bool(re.match(r"^ {3,}\S", line))
+        if indented != code:
+            out.append("```text" if indented else "```")
+        code = indented
+        out.append(line if indented else escape(line))
+    return "\n".join([*out, "```"] if code else out)
+
+
+def escape(line: str) -> str:
+    """Words that Markdown would read otherwise."""
+    line = re.sub(r"[<>_*|\[\]]", lambda m: "\\" + m[0], line)
+    return re.sub(r"^(\s*)([-+#])", r"\1\\\2", line) if not line.startswith("  -") else line
+
+
+def name_of(code: str) -> str | None:
+    """Of the first thing that is declared."""
+    places = [(m.start(), m[1]) for pattern in NAMES if (m := pattern.search(code))]
+    return min(places)[1] if places else None
+
+
+def split(chunk: str) -> tuple[str, str]:
+    """The comment that a chunk begins with, and the rest."""
+    match = re.match(r"/\*.*?\*/\s*", chunk, re.S)
+    if not match or not chunk[match.end() :].strip():
+        return (chunk, "") if match else ("", chunk)
+    return match[0], chunk[match.end() :]
+
+
+def page(header: str) -> tuple[str, int]:
+    """The whole page, and how many things it has."""
+    body: list[str] = []
+    index: dict[str, list[str]] = {}
+    chapter = "All of it"
+    header = header[: header.index("static inline epic_result epic_step_open(epic_step **out,"
+                                   " const epic_step_config *config)\n{")]  # fmt: skip
+    header = header[header.index("/* EPIC:") :].replace('extern "C" {\n', "")
+    for chunk in chunks(header):
+        head = CHAPTER.match(chunk)
+        if head:
+            chapter = head[1].strip().capitalize()
+            body.append(f"## {chapter}\n")
+            rest = re.sub(r"^/\* -+ .+? -+[ \t]*", "/* ", chunk)
+            chunk = rest if len(rest.strip("/* \n")) else ""
+        comment, code = split(chunk)
+        code = re.sub(r"^EPIC_API ", "", code, flags=re.M)
+        if re.match(r"#(if|endif|include|define EPIC_H|define EPIC_API)", code) or not chunk:
+            if comment:
+                body.append(prose(comment) + "\n")
+            continue
+        name = name_of(code)
+        if name:
+            body.append(f"### {name}\n")
+            if not any(name in things for things in index.values()):
+                index.setdefault(chapter, []).append(name)
+        if comment:
+            body.append(prose(comment) + "\n")
+        if code.strip():
+            body.append(f"```c\n{code.rstrip()}\n```\n")
+    front = [
+        "# Reference",
+        "",
+        "Made from `include/epic/epic.h`, which is the reference itself.",
+        "",
+    ]
+    for name, things in index.items():
+        links = ", ".join(f"[{thing}](#{thing.lower()})" for thing in things)
+        front += [f"**{name}**: {links}", ""]
+    return "\n".join(front + body), sum(map(len, index.values()))
+
+
+def main() -> int:
+    """1: it found too little to be right."""
+    text, num = page(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    Path(sys.argv[2]).write_text(text, encoding="utf-8")
+    print(f"reference: {num} types, calls and numbers")
+    return 0 if num > 100 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
