@@ -135,10 +135,14 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
 
 /* ---------------------------------------------------------------------------- all ranks ---- */
 
-/* The victim is named, and nobody beside it, the hub of the meeting and who tells. */
+/* The victim is named, and nobody beside it, the hub of the meeting and who tells, by whose name a
+ * sentence from elsewhere begins. */
 static bool names_victim(const rank_of_fault *r, const char *sentence)
 {
-    bool named = false;
+    int teller = -1, after = 0;
+    const bool told_by_another = sscanf(sentence, "open: rank %d: %n", &teller, &after) == 1;
+    if (told_by_another) sentence += after;
+    bool named = teller == r->f->victim;
     for (const char *at = strstr(sentence, "rank"); at; at = strstr(at + 4, "rank")) {
         const char *digits = at + 4 + (at[4] == 's') + 1;
         if (!isdigit((unsigned char)*digits)) continue;
