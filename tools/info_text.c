@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Printing what others have written.  Names and sentences come out of the memory of any process
  * of this user: a terminal must not obey them. */
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "info.h"
