@@ -191,9 +191,9 @@ static void chrome_operation(const recording *s, const recorder_entry *e, int64_
     printf(",\n{\"ph\": \"X\", \"name\": \"%s%s\", \"cat\": \"epic\", \"pid\": %d, \"tid\": "
            "%" PRIu64 ", \"ts\": %.3f, \"dur\": %.3f, \"args\": {\"tag\": %" PRIu64
            ", \"step\": %" PRIu64 ", \"bytes\": %" PRIu64 ", ",
-           operation_name(e->operation), e->end_ns ? "" : ", in flight", s->page->rank, e->tag,
-           (double)(e->start_ns - zero) / 1e3, (double)(end - e->start_ns) / 1e3, e->tag,
-           e->place, e->bytes);
+           operation_name(e->operation), e->end_ns ? "" : ", in flight", s->page->rank,
+           info_thread(e->tag), (double)(e->start_ns - zero) / 1e3,
+           (double)(end - e->start_ns) / 1e3, e->tag, e->place, e->bytes);
     if (e->end_ns)
         printf("\"result\": \"%s\"}}", epic_result_name((epic_result)e->result));
     else

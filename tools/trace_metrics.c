@@ -37,7 +37,7 @@ void trace_chrome(const trace *t, const char *path)
                 "{\"ph\": \"X\", \"name\": \"%s\", \"cat\": \"epic\", \"pid\": %d, \"tid\": "
                 "%" PRIu64 ", \"ts\": %.3f, \"dur\": %.3f, \"args\": {\"tag\": %" PRIu64
                 ", \"step\": %" PRIu64 ", \"bytes\": %" PRIu64 ", \"result\": \"%s\"}}%s\n",
-                operation_name(e->done.operation), t->events[i].rank, e->tag,
+                operation_name(e->done.operation), t->events[i].rank, info_thread(e->tag),
                 (double)(e->time_ns - zero) / 1e3, (double)(e->done.end_ns - e->time_ns) / 1e3,
                 e->tag, e->place, e->done.bytes, epic_result_name((epic_result)e->done.result),
                 i + 1 < t->num_events ? "," : "");
