@@ -20,6 +20,9 @@ static inline uint64_t info_thread(uint64_t tag)
     return tag % 1000003;
 }
 
+/* "dispatch", of an epic_operation. */
+const char *info_operation(uint32_t number);
+
 /* Prints what others have written: what is not printable becomes \xNN. */
 void info_text(FILE *to, const char *text);
 

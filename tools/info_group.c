@@ -20,14 +20,6 @@ typedef struct operation {
 
 /* -------------------------------------------------------------------------- words ---- */
 
-static const char *operation_name(uint32_t number)
-{
-    static const char *const names[] = {
-        "none", "open", "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
-        "sum"};
-    return number < sizeof names / sizeof *names ? names[number] : "unknown";
-}
-
 static const char *state_name(uint32_t state)
 {
     static const char *const names[] = {"announced", "moving rows", "done"};
@@ -86,7 +78,7 @@ static void print_operation(const operation *o, int64_t now)
     const recorder_entry *e = &o->entry;
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf("  %s  %-17s tag %" PRIu64 " step %" PRIu64 "  %" PRIu64 " bytes  %s  ",
-           e->end_ns ? "finished " : "in flight", operation_name(e->operation), e->tag,
+           e->end_ns ? "finished " : "in flight", info_operation(e->operation), e->tag,
            e->place, e->bytes, duration(end - e->start_ns, took));
     if (e->end_ns) {
         printf("%s, %s ago\n", epic_result_name((epic_result)e->result),
@@ -144,7 +136,7 @@ static void json_operation(const operation *o, int64_t now)
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf("        {\"operation\": \"%s\", \"tag\": %" PRIu64 ", \"step\": %" PRIu64
            ", \"bytes\": %" PRIu64 ", \"start_ns\": %" PRId64 ", \"elapsed_ns\": %" PRId64 ", ",
-           operation_name(e->operation), e->tag, e->place, e->bytes, e->start_ns,
+           info_operation(e->operation), e->tag, e->place, e->bytes, e->start_ns,
            end - e->start_ns);
     json_string("state", state_name(e->state));
     if (e->end_ns) {
@@ -191,7 +183,7 @@ static void chrome_operation(const recording *s, const recorder_entry *e, int64_
     printf(",\n{\"ph\": \"X\", \"name\": \"%s%s\", \"cat\": \"epic\", \"pid\": %d, \"tid\": "
            "%" PRIu64 ", \"ts\": %.3f, \"dur\": %.3f, \"args\": {\"tag\": %" PRIu64
            ", \"step\": %" PRIu64 ", \"bytes\": %" PRIu64 ", ",
-           operation_name(e->operation), e->end_ns ? "" : ", in flight", s->page->rank,
+           info_operation(e->operation), e->end_ns ? "" : ", in flight", s->page->rank,
            info_thread(e->tag), (double)(e->start_ns - zero) / 1e3,
            (double)(end - e->start_ns) / 1e3, e->tag, e->place, e->bytes);
     if (e->end_ns)

@@ -54,3 +54,11 @@ void info_json(FILE *to, const char *text)
     }
     fputc('"', to);
 }
+
+const char *info_operation(uint32_t number)
+{
+    static const char *const names[] = {
+        "none", "open", "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
+        "sum"};
+    return number < sizeof names / sizeof *names ? names[number] : "unknown";
+}
