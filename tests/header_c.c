@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public header stands alone in C11, twice, and agrees with the library on the version. */
+/* The public headers stand alone in C11 and agree with the library on the version. */
 #include "epic/epic.h"
+#include "epic/placement.h"
 
 int main(void)
 {
@@ -8,5 +9,7 @@ int main(void)
     const epic_layer layer = {.num_experts = 1, .top_k = 1};
     const epic_call call = {0};
     const int well = config.num_ranks == 0 && layer.leaves == 0 && call.tag == 0;
+    epic_placement place;
+    if (!epic_placement_read(&place, "/no/such")) return 1;
     return well && epic_version() == EPIC_VERSION ? 0 : 1;
 }

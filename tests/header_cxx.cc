@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public header stands alone in C++17, twice, and its functions have C names. */
+/* The public headers stand alone in C++17, twice, and its functions have C names. */
 #include "epic/epic.h"
+#include "epic/placement.h"
 
 int main()
 {
@@ -8,5 +9,7 @@ int main()
     epic_plan_args plan{};
     plan.call.tag = 1;
     const bool well = config.backend == nullptr && plan.capacity == EPIC_CAPACITY_EXACT;
+    epic_placement place;
+    if (epic_placement_read(&place, "/no/such") == nullptr) return 1;
     return well && epic_version() == EPIC_VERSION ? 0 : 1;
 }

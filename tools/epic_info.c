@@ -9,6 +9,8 @@ static const char help[] =
     "usage: epic-info                        what this build and this machine can do\n"
     "       epic-info --group NAME [--json]  what the ranks of a running group are doing:\n"
     "                                        operations in flight, and the last finished\n"
+    "       epic-info --group NAME --chrome  the last 256 operations of each rank, for "
+    "Perfetto\n"
     "       epic-info --help\n"
     "\n"
     "NAME is epic_config.name, \"epic\" by default.  Ranks are found on this host, among the\n"
@@ -24,13 +26,15 @@ static int usage(const char *why, const char *what)
 int main(int argc, char **argv)
 {
     const char *group = NULL;
-    bool json = false;
+    info_form form = INFO_TEXT;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--help")) {
             fputs(help, stdout);
             return 0;
         } else if (!strcmp(argv[i], "--json")) {
-            json = true;
+            form = INFO_JSON;
+        } else if (!strcmp(argv[i], "--chrome")) {
+            form = INFO_CHROME;
         } else if (!strcmp(argv[i], "--group")) {
             if (++i == argc) return usage("--group needs the name of a group", "");
             group = argv[i];
@@ -38,6 +42,7 @@ int main(int argc, char **argv)
             return usage("unknown argument: ", argv[i]);
         }
     }
-    if (group) return info_group(group, json);
-    return json ? usage("--json goes with --group", "") : info_machine();
+    if (group) return info_group(group, form);
+    if (form != INFO_TEXT) return usage("--json and --chrome go with --group", "");
+    return info_machine();
 }

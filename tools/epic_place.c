@@ -200,8 +200,8 @@ int main(int argc, char **argv)
     place_greedy(&p, at);
     print_cost(&p, "greedy", place_cost(&p, at));
     place_search(&p, at, o.seed);
+    if (o.hosts > 1) arrange_hosts(&t, &p, &o, at); /* replicas then take turns otherwise */
     print_cost(&p, "proposed", place_cost(&p, at));
-    if (o.hosts > 1) arrange_hosts(&t, &p, &o, at);
     if (o.out) write_file(&p, at, o.out);
     free(at), free(load);
     trace_free(&t);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the ranks of a running group are doing: reads their flight recorders. */
 #include <inttypes.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,14 +19,6 @@ typedef struct operation {
 } operation;
 
 /* -------------------------------------------------------------------------- words ---- */
-
-static const char *operation_name(uint32_t number)
-{
-    static const char *const names[] = {
-        "none", "open", "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
-        "sum"};
-    return number < sizeof names / sizeof *names ? names[number] : "unknown";
-}
 
 static const char *state_name(uint32_t state)
 {
@@ -85,7 +78,7 @@ static void print_operation(const operation *o, int64_t now)
     const recorder_entry *e = &o->entry;
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf("  %s  %-17s tag %" PRIu64 " step %" PRIu64 "  %" PRIu64 " bytes  %s  ",
-           e->end_ns ? "finished " : "in flight", operation_name(e->operation), e->tag,
+           e->end_ns ? "finished " : "in flight", info_operation(e->operation), e->tag,
            e->place, e->bytes, duration(end - e->start_ns, took));
     if (e->end_ns) {
         printf("%s, %s ago\n", epic_result_name((epic_result)e->result),
@@ -143,7 +136,7 @@ static void json_operation(const operation *o, int64_t now)
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf("        {\"operation\": \"%s\", \"tag\": %" PRIu64 ", \"step\": %" PRIu64
            ", \"bytes\": %" PRIu64 ", \"start_ns\": %" PRId64 ", \"elapsed_ns\": %" PRId64 ", ",
-           operation_name(e->operation), e->tag, e->place, e->bytes, e->start_ns,
+           info_operation(e->operation), e->tag, e->place, e->bytes, e->start_ns,
            end - e->start_ns);
     json_string("state", state_name(e->state));
     if (e->end_ns) {
@@ -179,6 +172,45 @@ static void json_rank(const recording *s, const operation *list, int num, int nu
     json_operations("in_flight", list, num_in_flight, now);
     json_operations("finished", list + num_in_flight, num - num_in_flight, now);
     putchar('}');
+}
+
+/* -------------------------------------------------------------------------- Chrome ---- */
+
+static void chrome_operation(const recording *s, const recorder_entry *e, int64_t zero,
+                             int64_t now)
+{
+    const int64_t end = e->end_ns ? e->end_ns : now;
+    printf(",\n{\"ph\": \"X\", \"name\": \"%s%s\", \"cat\": \"epic\", \"pid\": %d, \"tid\": "
+           "%" PRIu64 ", \"ts\": %.3f, \"dur\": %.3f, \"args\": {\"tag\": %" PRIu64
+           ", \"step\": %" PRIu64 ", \"bytes\": %" PRIu64 ", ",
+           info_operation(e->operation), e->end_ns ? "" : ", in flight", s->page->rank,
+           info_thread(e->tag), (double)(e->start_ns - zero) / 1e3,
+           (double)(end - e->start_ns) / 1e3, e->tag, e->place, e->bytes);
+    if (e->end_ns)
+        printf("\"result\": \"%s\"}}", epic_result_name((epic_result)e->result));
+    else
+        printf("\"waits_for\": %d}}", e->waits_for);
+}
+
+/* All ranks of a host have one clock; zero is when the first of them opened. */
+static void chrome_found(const recordings *found, const char *group)
+{
+    const int64_t now = wall_ns();
+    int64_t zero = now;
+    (void)group;
+    for (int i = 0; i < found->num; i++)
+        if (found->list[i].page->opened_ns < zero) zero = found->list[i].page->opened_ns;
+    printf("{\"displayTimeUnit\": \"ns\", \"traceEvents\": [");
+    for (int i = 0; i < found->num; i++) {
+        const recording *s = &found->list[i];
+        recorder_entry entry;
+        printf("%s\n{\"ph\": \"M\", \"name\": \"process_name\", \"pid\": %d, \"args\": "
+               "{\"name\": \"rank %d, process %lld\"}}",
+               i ? "," : "", s->page->rank, s->page->rank, (long long)s->page->pid);
+        for (int r = 0; r < RECORDER_RECORDS; r++)
+            if (recorder_read(s->page, r, &entry, NULL)) chrome_operation(s, &entry, zero, now);
+    }
+    printf("\n]}\n");
 }
 
 /* ---------------------------------------------------------------------------- all ---- */
@@ -259,13 +291,15 @@ static void name_groups(const recordings *all)
     }
 }
 
-int info_group(const char *group, bool json)
+int info_group(const char *group, info_form form)
 {
+    static void (*const prints[])(const recordings *, const char *) = {print_found, json_found,
+                                                                       chrome_found};
     static recordings all, found;
     recordings_find(&all);
     keep_group(&found, &all, group);
     if (found.num > 0) {
-        (json ? json_found : print_found)(&found, group);
+        prints[form](&found, group);
         return 0;
     }
     fprintf(stderr, "epic-info: no rank of group \"");

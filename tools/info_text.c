@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Printing what others have written.  Names and sentences come out of the memory of any process
  * of this user: a terminal must not obey them. */
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "info.h"
@@ -52,4 +53,12 @@ void info_json(FILE *to, const char *text)
         c += bytes ? bytes : 1;
     }
     fputc('"', to);
+}
+
+const char *info_operation(uint32_t number)
+{
+    static const char *const names[] = {
+        "none", "open", "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
+        "sum"};
+    return number < sizeof names / sizeof *names ? names[number] : "unknown";
 }

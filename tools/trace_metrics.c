@@ -9,14 +9,6 @@
 #include "info.h"
 #include "trace_draw.h"
 
-static const char *operation_name(uint32_t number)
-{
-    static const char *const names[] = {
-        "none", "open", "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
-        "sum"};
-    return number < sizeof names / sizeof *names ? names[number] : "unknown";
-}
-
 /* ---------------------------------------------------------------------------- Chrome ---- */
 
 /* Times are microseconds since the first operation of any rank: one clock for all of a host. */
@@ -37,7 +29,7 @@ void trace_chrome(const trace *t, const char *path)
                 "{\"ph\": \"X\", \"name\": \"%s\", \"cat\": \"epic\", \"pid\": %d, \"tid\": "
                 "%" PRIu64 ", \"ts\": %.3f, \"dur\": %.3f, \"args\": {\"tag\": %" PRIu64
                 ", \"step\": %" PRIu64 ", \"bytes\": %" PRIu64 ", \"result\": \"%s\"}}%s\n",
-                operation_name(e->done.operation), t->events[i].rank, e->tag,
+                info_operation(e->done.operation), t->events[i].rank, info_thread(e->tag),
                 (double)(e->time_ns - zero) / 1e3, (double)(e->done.end_ns - e->time_ns) / 1e3,
                 e->tag, e->place, e->done.bytes, epic_result_name((epic_result)e->done.result),
                 i + 1 < t->num_events ? "," : "");
@@ -134,7 +126,7 @@ static void print_operations(const trace *t)
             if (!count[at]) continue;
             sample(t, names[what]);
             printf(",rank=\"%" PRId64 "\",operation=\"%s\"} ", at / NUM,
-                   operation_name((uint32_t)(at % NUM)));
+                   info_operation((uint32_t)(at % NUM)));
             if (what == 2)
                 printf("%.9f\n", seconds[at]);
             else

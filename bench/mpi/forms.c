@@ -76,6 +76,13 @@ void form_return(const form *f, const void *from, void *to, MPI_Datatype type)
     MPI_Alltoallv(from, w->in, w->in_at, type, to, w->out, w->out_at, type, MPI_COMM_WORLD);
 }
 
+void form_pack(const form *f, const job *j, const bf16 *rows)
+{
+    for (int i = 0; i < f->flow.sent; i++)
+        memcpy(j->pack + (int64_t)i * j->hidden, rows + (int64_t)f->token_of[i] * j->hidden,
+               (size_t)j->hidden * sizeof(bf16));
+}
+
 void form_unpack(form *f, const job *j)
 {
     const int64_t all = (int64_t)f->flow.came * f->width;

@@ -94,6 +94,9 @@ void form_count(form *f, const job *j);
 void form_send(const form *f, const void *from, void *to, MPI_Datatype type);
 void form_return(const form *f, const void *from, void *to, MPI_Datatype type);
 
+/* The tokens' rows into pack. */
+void form_pack(const form *f, const job *j, const bf16 *rows);
+
 /* Slots of what came, by expert, in order of arrival; rows and weights to them. */
 void form_unpack(form *f, const job *j);
 

@@ -46,18 +46,11 @@ static void place(form *f, const job *j)
     }
 }
 
-static void pack(const form *f, const job *j, const bf16 *rows)
-{
-    for (int i = 0; i < f->flow.sent; i++)
-        memcpy(j->pack + (int64_t)i * j->hidden, rows + (int64_t)f->token_of[i] * j->hidden,
-               (size_t)j->hidden * sizeof(bf16));
-}
-
 void strong_dispatch(form *f, const job *j)
 {
     count(f, j);
     place(f, j);
-    pack(f, j, j->x);
+    form_pack(f, j, j->x);
     form_send(f, f->my_ids, f->ids, f->words);
     form_send(f, f->my_weights, f->with, f->words);
     form_send(f, j->pack, j->landed, j->row);
@@ -117,7 +110,7 @@ static void return_weights(form *f, const job *j)
 
 void strong_gradients(form *f, const job *j)
 {
-    pack(f, j, j->d_out);
+    form_pack(f, j, j->d_out);
     form_send(f, j->pack, j->landed, j->row);
     form_unpack_gradients(f, j);
     home(f, j, j->d_slabs, NULL);

@@ -100,6 +100,12 @@ static void a_stuck_group(void)
     CHECK(says("\"operation\": \"dispatch\", \"tag\": 7, \"step\": 1, \"bytes\": 4096"));
     CHECK(says("\"sentence\": \"say \\\"when\\\"\""));
 
+    CHECK(info_of_group("--chrome") == 0);
+    CHECK(says("{\"displayTimeUnit\": \"ns\", \"traceEvents\": [\n{\"ph\": \"M\""));
+    CHECK(says("\"name\": \"plan\", \"cat\": \"epic\", \"pid\": 0, \"tid\": 7, \"ts\": "));
+    CHECK(says("\"name\": \"dispatch, in flight\", \"cat\": \"epic\", \"pid\": 2, "));
+    CHECK(says("\"step\": 1, \"bytes\": 4096, \"waits_for\": 3}}\n]}\n"));
+
     stop(first);
     CHECK(info_of_group("") == 0 && says("rank 0, 1, 3") && says("rank 2 of 4"));
     stop(second);
@@ -137,7 +143,8 @@ static void usage(void)
 {
     CHECK(info("--help") == 0 && says("usage:"));
     CHECK(info("--group") == 2 && says("usage:"));
-    CHECK(info("--json") == 2 && info("--nonsense") == 2 && says("--nonsense"));
+    CHECK(info("--chrome") == 2 && info("--json") == 2 && info("--nonsense") == 2 &&
+          says("--nonsense"));
     CHECK(info("") == 0 && says("epic ") && says("(chosen)") && says("cores"));
 }
 

@@ -321,6 +321,7 @@ int main(void)
     a_placement("");
     a_placement("--slots 4");
     a_placement("--hosts 2");
+    a_placement("--slots 5 --hosts 2");
     broken_placements();
     a_run();
     damage();
