@@ -5,7 +5,8 @@
  *                                the weight gradient of the second product needs both
  *   d_gate_up    [slots, width]
  * A warp takes a row, 16 bytes a lane where rows are whole vectors.  Rows without a token are
- * neither read nor written: the products do not read them either. */
+ * neither read nor written: the products do not read them either.  Memory is what these kernels should
+ * wait for, so what most models have is compiled apart, without a branch for an element. */
 #include "cuda/activation.cuh"
 #include "cuda/grouped.h"
 #include "cuda/launch.cuh"
@@ -57,25 +58,28 @@ template <int V> struct Pair { /* of the first product: of gate and up */
     float gate[V], up[V];
 };
 
-template <class T, int V>
-static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job, int64_t slot,
-                                                    int64_t i)
+/* Of line `slot` of an array like gate_up. */
+template <class T, int V, int KIND>
+static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
+                                                    const void *from, int64_t slot, int64_t i)
 {
     Pair<V> p;
     const int64_t inner = job.experts.inner;
-    if (job.experts.ungated) {
-        load_numbers<T, V>(p.gate, job.gate_up, slot * inner + i);
+    if (KIND == ANY_ACTIVATION && job.experts.ungated) {
+        load_numbers<T, V>(p.gate, from, slot * inner + i);
+#pragma unroll
+        for (int v = 0; v < V; v++) p.up[v] = 0;
         return p;
     }
     const int64_t row = slot * 2 * inner;
     if (!job.experts.interleaved) {
-        load_numbers<T, V>(p.gate, job.gate_up, row + i);
-        load_numbers<T, V>(p.up, job.gate_up, row + inner + i);
+        load_numbers<T, V>(p.gate, from, row + i);
+        load_numbers<T, V>(p.up, from, row + inner + i);
         return p;
     }
     float low[V], high[V];
-    load_numbers<T, V>(low, job.gate_up, row + 2 * i);
-    load_numbers<T, V>(high, job.gate_up, row + 2 * i + V);
+    load_numbers<T, V>(low, from, row + 2 * i);
+    load_numbers<T, V>(high, from, row + 2 * i + V);
 #pragma unroll
     for (int v = 0; v < V; v++) {
         p.gate[v] = 2 * v < V ? low[2 * v % V] : high[2 * v % V];
@@ -110,29 +114,50 @@ static __device__ __forceinline__ void put_pair(const p2p_activation_job &job, i
     }
 }
 
+template <class T, int V, int KIND>
+static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
+                                                int64_t i, Pair<V> &p)
+{
+    const epic_experts &ex = job.experts;
+    const bool ungated = KIND == ANY_ACTIVATION && ex.ungated;
+    const int64_t step = ex.interleaved ? 2 : 1, second = ex.interleaved ? 1 : ex.inner;
+    const int64_t bias = s.expert * (ungated ? 1 : 2) * ex.inner;
+    if (V > 1 && ex.weight_type == NUMBER_TYPE<T> && (uintptr_t)job.bias % 16 == 0) {
+        const Pair<V> more = load_pair<T, V, KIND>(job, job.bias, s.expert, i);
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            p.gate[v] += more.gate[v];
+            p.up[v] += more.up[v];
+        }
+        return;
+    }
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        p.gate[v] += number_at(job.bias, ex.weight_type, bias + (i + v) * step);
+        if (!ungated)
+            p.up[v] += number_at(job.bias, ex.weight_type, bias + second + (i + v) * step);
+    }
+}
+
 /* With its weight and bias: what the activation is taken of. */
-template <int V>
+template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V>
 finish_pair(const p2p_activation_job &job, const Slot &s, int64_t i, const Pair<V> &raw)
 {
     Pair<V> p;
-    const epic_experts &ex = job.experts;
-    const int64_t step = ex.interleaved ? 2 : 1, second = ex.interleaved ? 1 : ex.inner;
-    const int64_t bias = s.expert * (ex.ungated ? 1 : 2) * ex.inner;
 #pragma unroll
     for (int v = 0; v < V; v++) {
         p.gate[v] = raw.gate[v] * s.input;
-        p.up[v] = ex.ungated ? 0 : raw.up[v] * s.input;
-        if (job.bias == NULL) continue;
-        p.gate[v] += number_at(job.bias, ex.weight_type, bias + (i + v) * step);
-        if (!ex.ungated)
-            p.up[v] += number_at(job.bias, ex.weight_type, bias + second + (i + v) * step);
+        p.up[v] = raw.up[v] * s.input;
     }
+    if (job.bias) add_bias<T, V, KIND>(job, s, i, p);
     return p;
 }
 
-template <class T, int V>
-static __global__ void __launch_bounds__(THREADS)
+/* Warps enough to wait for memory: a warp has few loads under way, as its stores may be where its next
+ * loads are. */
+template <class T, int V, int KIND>
+static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
 {
     const int64_t inner = job.experts.inner;
@@ -141,13 +166,15 @@ static __global__ void __launch_bounds__(THREADS)
         job.slabs,
         [&](int64_t slot, int64_t expert) {
             const Slot s = slot_of(job, slot, expert);
+#pragma unroll 1
             for (int64_t i = lane * V; i < inner; i += 32 * V) {
-                const Pair<V> p = finish_pair<V>(job, s, i, load_pair<T, V>(job, slot, i));
+                const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, slot, i);
+                const Pair<V> p = finish_pair<T, V, KIND>(job, s, i, raw);
                 float out[V];
 #pragma unroll
                 for (int v = 0; v < V; v++)
-                    out[v] = activate(p.gate[v], job.experts).value *
-                             up_factor(p.up[v], job.experts).value * s.early;
+                    out[v] = activate<KIND>(p.gate[v], job.experts).value *
+                             up_factor<KIND>(p.up[v], job.experts).value * s.early;
                 put_numbers<T, V>(job.activations, slot * inner + i, out);
             }
         },
@@ -155,7 +182,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* The rows of a slot; returns this lane's part of the gradient of its weight. */
-template <class T, int V>
+template <class T, int V, int KIND>
 static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
                                                      const Slot &s)
 {
@@ -164,20 +191,22 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     const bool input = ex.weighting == EPIC_WEIGHT_INPUT;
     const float scale = job.weigh_d ? s.input : 1;
     float dot = 0;
+#pragma unroll 1
     for (int64_t i = threadIdx.x % 32 * V; i < inner; i += 32 * V) {
-        const Pair<V> raw = load_pair<T, V>(job, s.slot, i);
-        const Pair<V> p = finish_pair<V>(job, s, i, raw);
+        const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, s.slot, i);
+        const Pair<V> p = finish_pair<T, V, KIND>(job, s, i, raw);
         float d[V], out[V];
         Pair<V> d_pair;
         load_numbers<T, V>(d, job.activations, s.slot * inner + i);
 #pragma unroll
         for (int v = 0; v < V; v++) {
-            const Activated gate = activate(p.gate[v], ex), up = up_factor(p.up[v], ex);
+            const Activated gate = activate<KIND>(p.gate[v], ex);
+            const Activated up = up_factor<KIND>(p.up[v], ex);
             const float d_gate = d[v] * s.early * up.value * gate.slope;
             const float d_up = d[v] * s.early * gate.value * up.slope;
             out[v] = gate.value * up.value * s.early;
-            dot += input ? d_gate * raw.gate[v] + (ex.ungated ? 0 : d_up * raw.up[v])
-                         : d[v] * gate.value * up.value;
+            dot +=
+                input ? d_gate * raw.gate[v] + d_up * raw.up[v] : d[v] * gate.value * up.value;
             d_pair.gate[v] = d_gate * scale;
             d_pair.up[v] = d_up * scale;
         }
@@ -198,8 +227,8 @@ static __device__ float bias_part(const p2p_activation_job &job, const Slot &s)
     return dot;
 }
 
-template <class T, int V>
-static __global__ void __launch_bounds__(THREADS)
+template <class T, int V, int KIND>
+static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
 {
     const int lane = threadIdx.x % 32;
@@ -207,7 +236,7 @@ static __global__ void __launch_bounds__(THREADS)
         job.slabs,
         [&](int64_t slot, int64_t expert) {
             const Slot s = slot_of(job, slot, expert);
-            float dot = backward_row<T, V>(job, s);
+            float dot = backward_row<T, V, KIND>(job, s);
             if (!job.d_slot_weights) return;
             if (job.b_down) dot += bias_part(job, s);
             dot = add_lanes(dot);
@@ -279,20 +308,29 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
     return (int)(wanted < most ? wanted : most);
 }
 
-template <class T, int V>
+template <class T, int V, int KIND>
 static cudaError_t launch(const p2p_activation_job *job, bool backward, cudaStream_t stream)
 {
-    const int ctas = ctas_of(&job->slabs, job->sms);
-    return backward ? enqueue(activation_backward_kernel<T, V>, ctas, THREADS, 0, stream, *job)
-                    : enqueue(activation_kernel<T, V>, ctas, THREADS, 0, stream, *job);
+    const auto kernel =
+        backward ? activation_backward_kernel<T, V, KIND> : activation_kernel<T, V, KIND>;
+    return enqueue(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
+/* Rows of float32 have functions as exact as they. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)
 {
-    return job->aligned ? launch<T, T::N>(job, backward, stream)
-                        : launch<T, 1>(job, backward, stream);
+    const epic_experts &ex = job->experts;
+    const bool clamped =
+        ex.activation == EPIC_CLAMPED_SWIGLU || ex.activation == EPIC_CLAMPED_SILU;
+    if (!job->aligned) return launch<T, 1, ANY_ACTIVATION>(job, backward, stream);
+    if constexpr (T::N == 8) {
+        if (!ex.ungated && ex.activation == EPIC_SILU)
+            return launch<T, 8, GATED_SILU>(job, backward, stream);
+        if (!ex.ungated && clamped) return launch<T, 8, GATED_CLAMPED>(job, backward, stream);
+    }
+    return launch<T, T::N, ANY_ACTIVATION>(job, backward, stream);
 }
 
 static cudaError_t launch_any(const p2p_activation_job *job, bool backward, cudaStream_t stream)
@@ -325,24 +363,32 @@ extern "C" cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t s
     return enqueue(scale_kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-template <class T, int V> static cudaError_t load()
+template <class T, int V, int KIND> static cudaError_t load()
 {
     cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, activation_kernel<T, V>);
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, activation_kernel<T, V, KIND>);
     return error == cudaSuccess
-               ? cudaFuncGetAttributes(&attributes, activation_backward_kernel<T, V>)
+               ? cudaFuncGetAttributes(&attributes, activation_backward_kernel<T, V, KIND>)
                : error;
+}
+
+template <class T> static cudaError_t load_typed()
+{
+    cudaError_t error = load<T, T::N, ANY_ACTIVATION>();
+    if (error == cudaSuccess) error = load<T, 1, ANY_ACTIVATION>();
+    if constexpr (T::N == 8) {
+        if (error == cudaSuccess) error = load<T, 8, GATED_SILU>();
+        if (error == cudaSuccess) error = load<T, 8, GATED_CLAMPED>();
+    }
+    return error;
 }
 
 extern "C" cudaError_t p2p_load_activation(void)
 {
     cudaFuncAttributes attributes;
-    cudaError_t error = load<Bf16, 8>();
-    if (error == cudaSuccess) error = load<Bf16, 1>();
-    if (error == cudaSuccess) error = load<F16, 8>();
-    if (error == cudaSuccess) error = load<F16, 1>();
-    if (error == cudaSuccess) error = load<F32, 4>();
-    if (error == cudaSuccess) error = load<F32, 1>();
+    cudaError_t error = load_typed<Bf16>();
+    if (error == cudaSuccess) error = load_typed<F16>();
+    if (error == cudaSuccess) error = load_typed<F32>();
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, bias_kernel);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, scale_kernel);
     return error;

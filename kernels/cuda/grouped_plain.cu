@@ -3,9 +3,10 @@
  *   FORWARD  out [slots, n] = a [slots, k] b[e]             + bias
  *   INPUT    out [slots, k] = a [slots, n] b[e]^T
  *   WEIGHT   out[e] [k, n]  = a [slots, k]^T b [slots, n]   over the tokens of slab e
- * A CTA takes tiles of BM x BN numbers of out, each of whose threads keeps 8 x 4.  Both factors go
- * through shared memory as float32, BK steps of the sum at a time.  Rows without a token are not
- * read; those inside slabs are written as zeros. */
+ * A CTA takes tiles of BM x BN numbers of out, each of whose threads keeps 8 x 8: four times four
+ * that lie side by side.  Both factors go through shared memory as float32, BK steps of the sum at a
+ * time, while those of the next BK are on their way to registers, in fours that lie side by side in
+ * memory.  Rows without a token are not read; those inside slabs are written as zeros. */
 #include "cuda/grouped.h"
 #include "cuda/launch.cuh"
 #include "cuda/numbers.cuh"
@@ -13,9 +14,11 @@
 #define BM EXPERTS_TILE_ROWS
 #define BN 64
 #define BK 16
-#define THREADS 256
-#define ROWS_EACH 8
-#define COLUMNS_EACH 4
+#define THREADS 128
+#define EACH 8                          /* rows, and columns, of a thread */
+#define PAST 4                          /* floats between rows of shared memory */
+#define A_FOURS (BM * BK / 4 / THREADS) /* that a thread brings */
+#define B_FOURS (BN * BK / 4 / THREADS)
 
 struct Piece {      /* a tile of out, and the sum that makes it */
     int64_t row;    /* of a's slab in WEIGHT, else of out */
@@ -65,81 +68,203 @@ static __device__ uint32_t y_type(const p2p_gemm &g)
     return g.y_type ? g.y_type : g.row_type;
 }
 
-/* Steps [step, step + BK) of both factors.  Threads walk along what is contiguous in memory. */
-template <int PASS>
-static __device__ void load_parts(float (*a)[BM + 1], float (*b)[BN + 1], const p2p_gemm &g,
-                                  const Piece &p, int64_t step)
+/* Four numbers of an array, from number `at` on, of which the first `there` are there, else 0. */
+static __device__ __forceinline__ float4 four_at(const void *p, uint32_t type, int64_t at,
+                                                 int there)
 {
-    const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
-    const uint32_t b_type = PASS == EPIC_GEMM_WEIGHT ? y_type(g) : g.weight_type;
-    for (int i = threadIdx.x; i < BM * BK; i += THREADS) {
-        const bool turned = PASS == EPIC_GEMM_WEIGHT;
-        const int m = turned ? i % BM : i / BK, s = turned ? i / BM : i % BK;
-        const int64_t at =
-            turned ? (p.row + step + s) * g.k + p.first + m : (p.row + m) * p.depth + step + s;
-        const bool there = m < p.tokens && step + s < p.depth;
-        a[s][m] = there ? number_at(g.a, a_type, at) : 0;
+    float x[4] = {0, 0, 0, 0};
+    const int size = type == EPIC_F32 ? 4 : 2;
+    const uint8_t *const from = (const uint8_t *)p + at * size;
+    if (there >= 4 && (uintptr_t)from % (4 * size) == 0) {
+        if (type == EPIC_F32) return *(const float4 *)from;
+        const uint2 q = *(const uint2 *)from;
+        float eight[8];
+        if (type == EPIC_BF16)
+            Bf16::unpack(make_uint4(q.x, q.y, 0, 0), eight);
+        else
+            F16::unpack(make_uint4(q.x, q.y, 0, 0), eight);
+        return make_float4(eight[0], eight[1], eight[2], eight[3]);
     }
-    for (int i = threadIdx.x; i < BN * BK; i += THREADS) {
-        const bool turned = PASS == EPIC_GEMM_INPUT;
-        const int c = turned ? i / BK : i % BN, s = turned ? i % BK : i / BN;
-        const int64_t column = p.column + c, line = step + s;
-        const int64_t at = PASS == EPIC_GEMM_WEIGHT ? (p.row + line) * g.n + column
-                           : turned                 ? (p.expert * g.k + column) * g.n + line
-                                                    : (p.expert * g.k + line) * g.n + column;
-        const bool there = column < p.columns && line < p.depth;
-        b[s][c] = there ? number_at(g.b, b_type, at) : 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (i < there) x[i] = number_at(p, type, at + i);
+    return make_float4(x[0], x[1], x[2], x[3]);
+}
+
+static __device__ __forceinline__ void put_four_at(void *p, uint32_t type, int64_t at,
+                                                   int there, const float *x)
+{
+    const int size = type == EPIC_F32 ? 4 : 2;
+    uint8_t *const to = (uint8_t *)p + at * size;
+    if (there < 4 || (uintptr_t)to % (4 * size)) {
+        for (int i = 0; i < there; i++) put_number(p, type, at + i, x[i]);
+        return;
+    }
+    if (type == EPIC_F32)
+        *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
+    else if (type == EPIC_BF16)
+        *(uint2 *)to = make_uint2(Bf16::pack2(x[0], x[1]), Bf16::pack2(x[2], x[3]));
+    else
+        *(uint2 *)to = make_uint2(F16::pack2(x[0], x[1]), F16::pack2(x[2], x[3]));
+}
+
+/* Four numbers [s0][line], [s0 + 1][line], ... or [s0][line], [s0][line + 1], ... of shared memory. */
+template <bool TURNED, int PITCH>
+static __device__ __forceinline__ void put_four(float *to, int s, int line, float4 x)
+{
+    if (TURNED) {
+        to[s * PITCH + line] = x.x;
+        to[(s + 1) * PITCH + line] = x.y;
+        to[(s + 2) * PITCH + line] = x.z;
+        to[(s + 3) * PITCH + line] = x.w;
+    } else {
+        *(float4 *)(to + s * PITCH + line) = x;
     }
 }
 
+static __device__ __forceinline__ int left(int64_t end, int64_t at)
+{
+    return (int)max((int64_t)0, min((int64_t)4, end - at));
+}
+
+/* What a thread brings of BK steps of both factors. */
+template <int PASS> struct Parts {
+    static constexpr bool A_TURNED = PASS != EPIC_GEMM_WEIGHT; /* steps lie side by side */
+    static constexpr bool B_TURNED = PASS == EPIC_GEMM_INPUT;
+    static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
+    float4 a[A_FOURS], b[B_FOURS];
+
+    /* Of the n-th four: its step, and its row of a or column of b. */
+    static __device__ __forceinline__ int step_of(bool turned, int lines, int n)
+    {
+        const int i = n * THREADS + (int)threadIdx.x;
+        return turned ? i % (BK / 4) * 4 : i / (lines / 4);
+    }
+    static __device__ __forceinline__ int line_of(bool turned, int lines, int n)
+    {
+        const int i = n * THREADS + (int)threadIdx.x;
+        return turned ? i / (BK / 4) : i % (lines / 4) * 4;
+    }
+    __device__ __forceinline__ void load(const p2p_gemm &g, const Piece &p, int64_t step)
+    {
+        const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
+        const uint32_t b_type = PASS == EPIC_GEMM_WEIGHT ? y_type(g) : g.weight_type;
+#pragma unroll
+        for (int n = 0; n < A_FOURS; n++) {
+            const int m = line_of(A_TURNED, BM, n);
+            const int64_t s = step + step_of(A_TURNED, BM, n);
+            const int64_t at =
+                A_TURNED ? (p.row + m) * p.depth + s : (p.row + s) * g.k + p.first + m;
+            const int there = A_TURNED ? (m < p.tokens ? left(p.depth, s) : 0)
+                                       : (s < p.depth ? left(p.tokens, m) : 0);
+            a[n] = four_at(g.a, a_type, at, there);
+        }
+#pragma unroll
+        for (int n = 0; n < B_FOURS; n++) {
+            const int64_t c = p.column + line_of(B_TURNED, BN, n);
+            const int64_t s = step + step_of(B_TURNED, BN, n);
+            const int64_t at = PASS == EPIC_GEMM_WEIGHT ? (p.row + s) * g.n + c
+                               : B_TURNED               ? (p.expert * g.k + c) * g.n + s
+                                                        : (p.expert * g.k + s) * g.n + c;
+            const int there = B_TURNED ? (c < p.columns ? left(p.depth, s) : 0)
+                                       : (s < p.depth ? left(p.columns, c) : 0);
+            b[n] = four_at(g.b, b_type, at, there);
+        }
+    }
+    /* The steps of b lie behind those of a. */
+    __device__ __forceinline__ void put(float *to) const
+    {
+        float *const to_a = to, *const to_b = to + BK * A_PITCH;
+#pragma unroll
+        for (int n = 0; n < A_FOURS; n++)
+            put_four<A_TURNED, A_PITCH>(to_a, step_of(A_TURNED, BM, n),
+                                        line_of(A_TURNED, BM, n), a[n]);
+#pragma unroll
+        for (int n = 0; n < B_FOURS; n++)
+            put_four<B_TURNED, B_PITCH>(to_b, step_of(B_TURNED, BN, n),
+                                        line_of(B_TURNED, BN, n), b[n]);
+    }
+};
+
+/* Row or column i of a thread whose first is `first`: four, and four half a tile further. */
+static __device__ __forceinline__ int spread(int first, int i, int half)
+{
+    return first * 4 + i % 4 + (i < 4 ? 0 : half);
+}
+
+static __device__ __forceinline__ void load_eight(const float *from, int half, float (&x)[EACH])
+{
+    const float4 low = *(const float4 *)from, high = *(const float4 *)(from + half);
+    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+
+/* Four numbers of a row of out. */
 template <int PASS>
-static __device__ void store_number(const p2p_gemm &g, const Piece &p, int m, int64_t column,
-                                    float x)
+static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece &p, int m,
+                                                  int64_t column, float *x)
 {
     const int64_t line = PASS == EPIC_GEMM_WEIGHT ? p.expert * g.k + p.first + m : p.row + m;
     const int64_t at = line * p.columns + column;
     const uint32_t type = PASS == EPIC_GEMM_WEIGHT    ? g.out_type
                           : PASS == EPIC_GEMM_FORWARD ? y_type(g)
                                                       : g.row_type;
-    if (m >= p.rows || column >= p.columns) return;
-    if (m >= p.tokens) x = 0;
-    if (PASS == EPIC_GEMM_FORWARD && g.bias && m < p.tokens)
-        x += number_at(g.bias, g.weight_type, p.expert * g.n + column) *
-             (g.bias_weights ? g.bias_weights[line] : 1.0f);
-    if (PASS == EPIC_GEMM_INPUT && g.also && m < p.tokens) x += number_at(g.also, type, at);
-    if (PASS != EPIC_GEMM_FORWARD && g.accumulate) x += number_at(g.out, type, at);
-    put_number(g.out, type, at, x);
+    const int there = left(p.columns, column);
+    const bool works = m < p.tokens;
+    if (m >= p.rows || !there) return;
+    const auto add = [&](float4 more, float factor) {
+        x[0] += more.x * factor, x[1] += more.y * factor;
+        x[2] += more.z * factor, x[3] += more.w * factor;
+    };
+    if (!works) x[0] = x[1] = x[2] = x[3] = 0;
+    if (PASS == EPIC_GEMM_FORWARD && g.bias && works)
+        add(four_at(g.bias, g.weight_type, p.expert * g.n + column, there),
+            g.bias_weights ? g.bias_weights[line] : 1.0f);
+    if (PASS == EPIC_GEMM_INPUT && g.also && works) add(four_at(g.also, type, at, there), 1);
+    if (PASS != EPIC_GEMM_FORWARD && g.accumulate) add(four_at(g.out, type, at, there), 1);
+    put_four_at(g.out, type, at, there, x);
 }
 
 template <int PASS>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
 {
-    __shared__ float a[BK][BM + 1], b[BK][BN + 1];
-    const int down = threadIdx.x / (BN / COLUMNS_EACH),
-              across = threadIdx.x % (BN / COLUMNS_EACH);
+    typedef Parts<PASS> Both;
+    __shared__ float4 fours[2][BK * (Both::A_PITCH + Both::B_PITCH) / 4];
+    const int down = threadIdx.x / (BN / EACH), across = threadIdx.x % (BN / EACH);
     const int64_t pieces = num_pieces<PASS>(g);
+    Both parts;
     for (int64_t index = blockIdx.x; index < pieces; index += gridDim.x) {
         const Piece p = piece_of<PASS>(g, index);
-        float sum[ROWS_EACH][COLUMNS_EACH] = {};
+        float sum[EACH][EACH] = {};
+        int now = 0;
+        parts.load(g, p, 0);
+        parts.put((float *)fours[0]);
+        __syncthreads();
         for (int64_t step = 0; step < p.depth; step += BK) {
-            load_parts<PASS>(a, b, g, p, step);
-            __syncthreads();
-            for (int s = 0; s < BK; s++)
+            const bool more = step + BK < p.depth;
+            const float *const a = (const float *)fours[now], *const b = a + BK * Both::A_PITCH;
+            if (more) parts.load(g, p, step + BK);
 #pragma unroll
-                for (int i = 0; i < ROWS_EACH; i++)
+            for (int s = 0; s < BK; s++) {
+                float x[EACH], y[EACH];
+                load_eight(a + s * Both::A_PITCH + down * 4, BM / 2, x);
+                load_eight(b + s * Both::B_PITCH + across * 4, BN / 2, y);
 #pragma unroll
-                    for (int j = 0; j < COLUMNS_EACH; j++)
-                        sum[i][j] +=
-                            a[s][down * ROWS_EACH + i] * b[s][across * COLUMNS_EACH + j];
+                for (int i = 0; i < EACH; i++)
+#pragma unroll
+                    for (int j = 0; j < EACH; j++) sum[i][j] += x[i] * y[j];
+            }
+            now = 1 - now;
+            if (more) parts.put((float *)fours[now]);
             __syncthreads();
         }
 #pragma unroll
-        for (int i = 0; i < ROWS_EACH; i++)
+        for (int i = 0; i < EACH; i++)
 #pragma unroll
-            for (int j = 0; j < COLUMNS_EACH; j++)
-                store_number<PASS>(g, p, down * ROWS_EACH + i,
-                                   p.column + across * COLUMNS_EACH + j, sum[i][j]);
+            for (int j = 0; j < EACH; j += 4)
+                store_four<PASS>(g, p, spread(down, i, BM / 2),
+                                 p.column + spread(across, j, BN / 2), sum[i] + j);
     }
 }
 

@@ -221,6 +221,14 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
 }
 #endif
 
+/* 2^x, but for the last bit or two. */
+__device__ __forceinline__ float exp2_approx(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* 1 / x, but for the last bit or two. */
 __device__ __forceinline__ float reciprocal_approx(float x)
 {

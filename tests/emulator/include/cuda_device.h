@@ -41,6 +41,15 @@ struct uint4 {
 struct float2 {
     float x, y;
 };
+struct uint2 {
+    uint32_t x, y;
+};
+
+static inline uint2 make_uint2(uint32_t x, uint32_t y)
+{
+    return (uint2){x, y};
+}
+
 struct float4 {
     float x, y, z, w;
 };

@@ -161,4 +161,11 @@ inline float reciprocal_approx(float x)
     return std::isnormal(y) ? std::nextafter(y, towards[emulator_random() % 3]) : y;
 }
 
+inline float exp2_approx(float x)
+{
+    const float y = exp2f(x), towards[] = {y, 0, 2 * y};
+    if (std::fpclassify(y) == FP_SUBNORMAL) return 0.0f;
+    return std::isnormal(y) ? std::nextafter(y, towards[emulator_random() % 3]) : y;
+}
+
 #endif
