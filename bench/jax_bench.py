@@ -414,8 +414,7 @@ def main() -> int:
     for way in blocks:
         for pass_ in ("forward", "forward and backward"):
             a, b = (times[w, "layer", pass_] for w in ("EPIC", way))
-            text = f"all_to_all, {way}"
-            print(f"{'layer, ' + pass_:36}{a:10.2f}{text:>22}{b:10.2f}{b / a:8.2f}")
+            print(f"{'layer, ' + pass_:36}{a:10.2f}{way:>22}{b:10.2f}{b / a:8.2f}")
     return 0
 
 

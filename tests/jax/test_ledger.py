@@ -101,6 +101,23 @@ def test_the_fate_of_a_layers_choices(gemm: Any, mesh: Any, opened: Any) -> None
     assert sum(b.expert_full for b in epic.jax.read_plan(plan)) > 0
 
 
+def test_a_layer_has_memory_for_distinct_choices(opened: Any) -> None:
+    """A router chooses no expert twice, NaN or not, so four ranks of one expert each take a quarter
+    of the slots; a table may."""
+    mesh = make_mesh(4)
+    group = opened(mesh)
+    options = epic.jax.Moe.of(num_experts=4, top_k=4, hidden=16, inner=12)
+    w = {n: v[..., :4] if n == "w_gate" else v[:4] for n, v in layers.weights({}).items()}
+    x = layers.arrays()[0].copy()
+    x[0, 0], x[1, 1, 3] = np.nan, np.inf
+    table = {"token_ids": np.zeros(x.shape[:2], np.int32), "table": np.zeros((1, 4), np.int32)}
+    whole = group.capacity_bound(options.layer)
+    for more, slots in (({}, whole // 4), (table, whole)):
+        out = epic.jax.sharded.moe(mesh, group, options, x, epic.jax.MoeWeights(**w), **more)
+        assert out.record.way.capacity == slots
+        assert int(out.load.sum()) == 4 * layers.BATCH * layers.LENGTH
+
+
 def test_nnx_says_load_and_demand(opened: Any) -> None:
     """moe() gives them; eval() stops the bias, train() lets it go on."""
     pytest.importorskip("flax")

@@ -289,10 +289,9 @@ def train_nnx(model: Any, text: Any) -> list[float]:
     return [float(step(model)) for _ in range(STEPS)]
 
 
-@meshes
-def test_an_nnx_decoder_trains(shape: tuple[int, ...]) -> None:
-    """The same with nnx: made sharded, in a jit."""
-    mesh = mesh_of(shape)
+def test_an_nnx_decoder_trains() -> None:
+    """The same with nnx on data x fsdp x expert: made sharded, in a jit."""
+    mesh = mesh_of(MESHES["data2_fsdp2_expert2"])
     with epic.jax.open(mesh, "expert", like=LIKE, token_axes=TOKENS, timeout_ms=60000) as group:
 
         def sparse(rngs: nnx.Rngs) -> Any:

@@ -26,5 +26,8 @@ cp "$checkout"/tests/jax/conftest.py "$checkout"/tests/jax/reference.py \
     "$checkout"/examples/jax/ep_moe.py "$away"
 cd "$away"
 "$away/venv/bin/python" -c 'import epic, sys; assert epic.__file__.startswith(sys.prefix), epic'
+"$away/venv/bin/epic-info" >info # the wheel's own libraries, and of MPI what the build found
+grep -q "^backend mpi *$away/.*/epic/bin/../lib/libepic_mpi.so loads" info ||
+    grep -q '^backend mpi *not built' info || { cat info; exit 1; }
 "$away/venv/bin/python" ep_moe.py --check
 "$away/venv/bin/python" -m pytest -q -p no:cacheprovider test_steps.py -k "every_slot or sum"
