@@ -109,7 +109,8 @@ static double time_puts(end *a, uint32_t bytes, uint64_t base)
     const double start = now_us();
     for (uint64_t i = 0; a->me == 0 && i < count; given++, i++)
         while (!a->e->put(a->w, 1, 8 + i % slots * bytes, a->outbox, bytes)) look(a);
-    if (a->me == 0) { /* TCP and shared memory keep the order of messages, so the last is last */
+    if (a->me ==
+        0) { /* TCP and shared memory keep the order of messages, so the last is last */
         insist(a, 0, base);
         await(a, base);
     } else {

@@ -54,7 +54,7 @@ static void killed_peer(seat *s)
         s->t->look(s->group, 2, 1, 0, &sight);
     }
     CHECK(sight.gone && !sight.closed);
-    CHECK(now() - atomic_load(&s->arena->stamp) < 1000000000u);
+    CHECK(now() - atomic_load(&s->arena->stamp) < 3000000000u); /* the child lives for 4 s */
     CHECK(sight.operation == 4 && sight.tag == 1 && sight.place == 0 && sight.inside);
     const epic_failure_info mine = failure_of(s);
     epic_failure_info failure;
@@ -118,7 +118,7 @@ static void broken_group(seat *s)
     epic_failure_info failure;
     while (!s->t->failure(s->group, &failure))
         s->t->wait(s->group, s->rank == 0 ? -1 : cell, 1, mask, 20000);
-    CHECK(now() - atomic_load(&s->arena->stamp) < 500000000u);
+    CHECK(now() - atomic_load(&s->arena->stamp) < 10000000000u); /* not the 20 s of the wait */
     CHECK(failure.rank == s->num_ranks - 1);
     for (int i = 0; i < num_cells; i++) s->t->finish(s->group, i);
 }
@@ -168,21 +168,24 @@ static void sights(seat *s)
     pthread_barrier_wait(&s->arena->barrier);
     const int cell = claim_and_announce(s, 6, 0);
     pthread_barrier_wait(&s->arena->barrier);
-    const uint64_t stop = now() + 400000000u, cpu = cpu_time();
+    const uint64_t cpu = cpu_time();
     uint64_t mask[RANK_WORDS] = {4};
-    while (s->rank == 1 && now() < stop) s->t->wait(s->group, cell, 3, mask, 100);
+    while (s->rank == 1 && !atomic_load(&s->arena->ready))
+        s->t->wait(s->group, cell, 3, mask, 1000);
     CHECK(cpu_time() - cpu < 40000000u); /* who waits takes no time from the others */
     if (s->rank == 2) s->t->wait(s->group, cell, 1, mask, 1);
     if (s->rank != 1) nap_us(350000);
     if (s->rank == 0) {
-        epic_sight sight;
-        s->t->look(s->group, 1, 6, 0, &sight);
+        epic_sight sight = {0};
+        const uint64_t stop = now() + 10000000000u;
+        while (!sight.waiting && now() < stop) s->t->look(s->group, 1, 6, 0, &sight);
         CHECK(sight.came && sight.waiting && sight.phase == 3 && sight.waits_for[0] == 4);
         CHECK(sight.operation == 4 && sight.tag == 6 && sight.place == 0 && sight.inside);
         s->t->look(s->group, 1, 7, 0, &sight); /* it waits, though not here */
         CHECK(!sight.came && sight.waiting && sight.waits_for[0] == 4 && !sight.gone);
         s->t->look(s->group, 2, 6, 0, &sight);
         CHECK(sight.came && !sight.waiting && sight.phase == 1);
+        atomic_store(&s->arena->ready, 1);
     }
     pthread_barrier_wait(&s->arena->barrier);
     for (int r = 0; r < 3; r++) CHECK(r == s->rank || s->t->note(s->group, cell, r));
