@@ -4,7 +4,9 @@
 # a virtual environment of its own under build/.  What a machine lacks is left out and said.
 # usage: run.sh BUILD [pytest arguments]
 #   EPIC_JAX_PYTHONS  versions; default "3.13 3.11", or what python3 is where it has neither
-#   EPIC_JAX_QUICK=1  the full suite on the first alone, on the others what depends on the JAX
+#   EPIC_JAX_QUICK=1  the full suite on the first alone, where XLA compiles its own loops without
+#                     optimizing them, which takes most of the time; on the others, where it
+#                     optimizes, what depends on the JAX
 set -eu
 cd "$(dirname "$0")/../.."
 build=$(cd "$1" && pwd)
@@ -116,7 +118,9 @@ for version in $pythons; do
     fi
 done
 failed=
+if [ -n "${EPIC_JAX_QUICK-}" ]; then export JAX_DISABLE_MOST_OPTIMIZATIONS=1; fi
 suite "build/venv-py$first/bin" "$@" || failed=$first
+unset JAX_DISABLE_MOST_OPTIMIZATIONS
 for other in $others; do
     wait "${other#*:}" || failed="$failed ${other%%:*}"
     cat "$build/jax-${other%%:*}.log"

@@ -162,7 +162,7 @@ def test_steps_have_no_other_collective(backward: bool, opened: Any) -> None:
     text = run.lower(*args).compile().as_text()
     assert text is not None and text.count("epic_") > 1
     assert not re.search(r"all-gather|all-to-all|collective-permute|all-reduce", text)
-    for out in jax.tree.leaves(run(*args)):
+    for out in jax.tree.leaves(jax.block_until_ready(run(*args))):  # the group is closed after it
         assert out.sharding.is_equivalent_to(place, out.ndim)
 
 

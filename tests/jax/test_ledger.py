@@ -110,9 +110,11 @@ def test_a_layer_has_memory_for_distinct_choices(opened: Any) -> None:
     w = {n: v[..., :4] if n == "w_gate" else v[:4] for n, v in layers.weights({}).items()}
     x = layers.arrays()[0].copy()
     x[0, 0], x[1, 1, 3] = np.nan, np.inf
-    table = {"token_ids": np.zeros(x.shape[:2], np.int32), "table": np.zeros((1, 4), np.int32)}
+    ids, rows = np.zeros(x.shape[:2], np.int32), np.zeros((1, 4), np.int32)
+    table: dict[str, Any] = {"token_ids": ids, "table": rows}
     whole = group.capacity_bound(options.layer)
-    for more, slots in (({}, whole // 4), (table, whole)):
+    none: dict[str, Any] = {}
+    for more, slots in ((none, whole // 4), (table, whole)):
         out = epic.jax.sharded.moe(mesh, group, options, x, epic.jax.MoeWeights(**w), **more)
         assert out.record.way.capacity == slots
         assert int(out.load.sum()) == 4 * layers.BATCH * layers.LENGTH
