@@ -46,7 +46,7 @@ def test_in_one_mpirun() -> None:
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     for word in ("mesh", "refused", "communicators"):
-        assert done.stdout.split().count(word) == 4, done.stdout
+        assert done.stdout.count(word) == 4, done.stdout  # lines of processes may mix
 
 
 def test_what_native_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
