@@ -110,31 +110,32 @@ static epic_result break_group(exchange *x, epic_result result, const uint64_t *
 }
 
 /* A peer that is gone and owes us something is EPIC_EPEER; what it sent before it went may have
- * arrived just now, so it is judged only when seen gone twice with no movement between. */
+ * arrived just now, so it is judged only when seen gone twice with no movement between.  Where a
+ * process has ended, those that closed have left because of it. */
 static epic_result check_peers(exchange *x, uint64_t now, bool late)
 {
     if (!late && !x->peer_gone && now - x->looked_ns < LOOK_NS) return EPIC_OK;
     x->looked_ns = now;
-    uint64_t gone[RANK_WORDS] = {0};
-    bool any = false, closed = false;
+    uint64_t closed[RANK_WORDS] = {0}, ended[RANK_WORDS] = {0};
+    bool any = false, any_ended = false;
     for (int r = 0; r < x->num_ranks; r++) {
         if (!(x->waits_for[r / 64] >> (r % 64) & 1)) continue;
         epic_sight sight;
         x->transport->look(x->group, r, x->tag, x->place, &sight);
         if (!sight.gone || peer_finished(x, &sight)) continue;
-        gone[r / 64] |= 1ull << (r % 64);
+        (sight.closed ? closed : ended)[r / 64] |= 1ull << (r % 64);
         any = true;
-        closed |= sight.closed;
+        any_ended |= !sight.closed;
     }
     if (!any || !x->peer_gone) {
         x->peer_gone = any;
         return EPIC_OK;
     }
     char list[128], sentence[256];
-    list_ranks(list, sizeof list, gone);
+    list_ranks(list, sizeof list, any_ended ? ended : closed);
     snprintf(sentence, sizeof sentence, "rank %d waited for %s, %s; open a new group", x->rank,
-             list, closed ? "who closed the context" : "whose process ended");
-    return break_group(x, EPIC_EPEER, gone, sentence);
+             list, any_ended ? "whose process ended" : "who closed the context");
+    return break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
 static epic_result timed_out(exchange *x)

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What all ranks must say alike, in corners: an error of one rank beside a mismatch of two
- * others, a failed plan's outputs, a buffer of no rows, a rank that closes early. */
+ * others, a failed plan's outputs, a buffer of no rows, a rank that closes early, and one that closes
+ * because another has died. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "check.h"
 #include "epic/epic.h"
@@ -187,8 +189,30 @@ static void early_close(const epic_meet *meet, void *self)
     free(recv.data);
 }
 
+/* Rank 0 dies and rank 2 closes: rank 1 is told of the one that died. */
+static void close_after_a_death(const epic_meet *meet, void *closed)
+{
+    seat s = open_seat(meet, 3, TOKENS);
+    if (meet->rank == 0) _exit(0);
+    if (meet->rank == 1) {
+        float one = 1;
+        const epic_sum_args args = {.data = &one, .count = 1};
+        epic_failure_info info;
+        while (!atomic_load((_Atomic int *)closed)) run_nap_us(1000);
+        run_nap_us(2000000); /* the death takes a moment */
+        check_result(epic_sum(s.ctx, &args), EPIC_EPEER);
+        check_result(epic_failure(s.ctx, &info), EPIC_OK);
+        CHECK_SAY(info.num_culprits == 1 && info.culprits[0] == 0 &&
+                      strstr(info.sentence, "whose process ended"),
+                  "%s", info.sentence);
+    }
+    close_seat(&s);
+    if (meet->rank == 2) atomic_store((_Atomic int *)closed, 1);
+}
+
 int main(void)
 {
+    _Atomic int *closed = run_share(sizeof *closed);
     check_begin();
     run_alarm(60);
     signal(SIGUSR1, stand_still);
@@ -197,5 +221,7 @@ int main(void)
     run_threads(2, abort_is_told, NULL);
     run_threads(2, scales_from_an_empty_buffer, NULL);
     for (int i = 0; i < 3; i++) run_threads(3, early_close, NULL);
+    run_processes(3, close_after_a_death, closed, 30);
+    run_unshare(closed, sizeof *closed);
     return check_end();
 }
