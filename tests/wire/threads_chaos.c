@@ -10,6 +10,8 @@
 #include "wire/chaos.h"
 #include "wire/suite.h"
 
+#define MOST_TRIES 100
+
 static const char *const damages[CHAOS_NUM_DAMAGES] = {"none", "halves", "twice", "lost",
                                                        "early"};
 
@@ -41,10 +43,13 @@ static void test_promises(suite_verdict *v)
     }
 }
 
+/* A word that comes twice is seen if the second comes when the first has been read, which no single
+ * run can promise. */
 static void test_damages(suite_verdict *v)
 {
     for (int d = CHAOS_NONE + 1; d < CHAOS_NUM_DAMAGES; d++) {
-        run_case(v, 2, run_seed() + (uint64_t)(100 + d), (chaos_damage)d);
+        for (uint64_t i = 0; i < MOST_TRIES && (i == 0 || suite_clean(v)); i++)
+            run_case(v, 2, run_seed() + 1000 * i + (uint64_t)(100 + d), (chaos_damage)d);
         CHECK_SAY(!suite_clean(v), "damage \"%s\" goes unnoticed", damages[d]);
     }
 }
