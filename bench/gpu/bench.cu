@@ -32,6 +32,7 @@
 
 extern "C" {
 #include "base/error.h"
+#include "copies.h"
 #include "team.h"
 }
 #include "floors.cuh"
@@ -143,9 +144,8 @@ static void make_routing(Rank *r)
                 r->all->in_rows[rank][q]++;
             }
     }
-    CHECK_CUDA(cudaMemcpy(r->ids, ids.data(), ids.size() * 4, cudaMemcpyHostToDevice));
-    CHECK_CUDA(cudaMemcpy(r->touched_device, r->touched.data(), r->touched.size(),
-                          cudaMemcpyHostToDevice));
+    CHECK_CUDA(copy_in(r->ids, ids.data(), ids.size() * 4));
+    CHECK_CUDA(copy_in(r->touched_device, r->touched.data(), r->touched.size()));
 }
 
 /* What the routing is: the busiest experts' share of the choices, and the busiest rank's. */
@@ -461,8 +461,8 @@ static double best_push(Rank *r)
         const double us = median_us(r, 'p', sms);
         if (best == 0 || us < best) best = us;
     }
-    CHECK_CUDA(cudaMemset(self.heap[self.rank] + self.at.staging, 0xff,
-                          (size_t)(self.at.bytes - self.at.staging)));
+    CHECK_CUDA(fill_in(self.heap[self.rank] + self.at.staging, 0xff,
+                       (size_t)(self.at.bytes - self.at.staging)));
     CHECK_CUDA(cudaDeviceSynchronize());
     team_meet(r->me);
     return best;

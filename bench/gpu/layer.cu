@@ -16,6 +16,7 @@
 #include <cuda_bf16.h>
 
 extern "C" {
+#include "copies.h"
 #include "team.h"
 }
 #include "cuda/grouped.h"
@@ -109,7 +110,7 @@ struct Arrays {
     int32_t *counts(const std::vector<int32_t> &from)
     {
         int32_t *p = (int32_t *)bytes(from.size() * 4);
-        CHECK_CUDA(cudaMemcpy(p, from.data(), from.size() * 4, cudaMemcpyHostToDevice));
+        CHECK_CUDA(copy_in(p, from.data(), from.size() * 4));
         return p;
     }
     ~Arrays()

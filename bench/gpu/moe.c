@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "copies.h"
 #include "moe/device.h"
 
 enum { MOST_RANKS = 8, MOST_TIMES = 300 };
@@ -216,8 +217,7 @@ static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
     for (int64_t done = 0; done < bytes; done += PIECE * element) {
         const int64_t left = bytes - done,
                       now = left < PIECE * element ? left : PIECE * element;
-        must(cudaMemcpy(p + done, piece, (size_t)now, cudaMemcpyHostToDevice) == cudaSuccess,
-             "a copy", NULL);
+        must(copy_in(p + done, piece, (size_t)now) == cudaSuccess, "a copy", NULL);
     }
     free(piece);
     return p;

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <vector>
 
+#include "copies.h"
 #include "cuda/router.h"
 
 #define FLUSH_BYTES ((size_t)256 << 20)
@@ -89,7 +90,7 @@ static void fill(float *to, size_t count, float size)
         }
         v = size * (sum - 2) * 1.7f;
     }
-    must(cudaMemcpy(to, x.data(), count * 4, cudaMemcpyHostToDevice));
+    must(copy_in(to, x.data(), count * 4));
 }
 
 struct Model {
@@ -209,7 +210,7 @@ int main(int argc, char **argv)
     fill(a.logits, tokens * MOST_COLUMNS, 1);
     fill(a.d_weights, tokens * MOST_CHOSEN, 1);
     fill(a.bias, MOST_COLUMNS, 0.05f);
-    must(cudaMemset(a.load, 0, MOST_COLUMNS * sizeof *a.load));
+    must(fill_in(a.load, 0, MOST_COLUMNS * sizeof *a.load));
     printf("%lld tokens, float32 logits, cold L2, median of %d, us       call  graph\n",
            (long long)tokens, reps);
     report(a, reps, "an empty memset of 4 bytes, for scale",

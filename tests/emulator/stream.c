@@ -226,10 +226,10 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     return cudaSuccess;
 }
 
+/* As on a GPU, it returns when the host's memory may be used again, not when the device has it. */
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind)
 {
-    (void)cudaMemcpyAsync(to, from, bytes, kind, NULL);
-    return cudaStreamSynchronize(NULL);
+    return cudaMemcpyAsync(to, from, bytes, kind, NULL);
 }
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t given)
@@ -241,8 +241,7 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t give
 
 cudaError_t cudaMemset(void *to, int value, size_t bytes)
 {
-    (void)cudaMemsetAsync(to, value, bytes, NULL);
-    return cudaStreamSynchronize(NULL);
+    return cudaMemsetAsync(to, value, bytes, NULL);
 }
 
 /* ------------------------------------------------------------------------------ graphs ---- */

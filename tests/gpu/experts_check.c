@@ -135,8 +135,8 @@ static void make_results(problem *p)
     p->workspace_bytes = at.bytes;
     must(!cudaMalloc(&p->saved, (size_t)at.saved_bytes) &&
              !cudaMalloc(&p->workspace, (size_t)at.bytes) &&
-             !cudaMemset(p->saved, 0xff, (size_t)at.saved_bytes) &&
-             !cudaMemset(p->workspace, 0xff, (size_t)at.bytes),
+             !fill_in(p->saved, 0xff, (size_t)at.saved_bytes) &&
+             !fill_in(p->workspace, 0xff, (size_t)at.bytes),
          "memory");
 }
 
@@ -197,7 +197,7 @@ static void call_captured(team_rank *me, const problem *p)
 {
     cudaGraph_t graph;
     cudaGraphExec_t exec;
-    CHECK_CUDA(cudaMemset(p->counts.device, 0x7f, p->counts.bytes));
+    CHECK_CUDA(fill_in(p->counts.device, 0x7f, p->counts.bytes));
     CHECK_CUDA(cudaStreamBeginCapture(me->stream, cudaStreamCaptureModeThreadLocal));
     call(me, p);
     CHECK_CUDA(cudaStreamEndCapture(me->stream, &graph));

@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "base/error.h"
+#include "copies.h"
 #include "oracle.h"
 #include "product.h"
 #include "slack.h"
@@ -59,9 +60,9 @@ static memory allocate(team_rank *me)
     CHECK_CUDA(cudaMalloc((void **)&m.tokens, TOKENS * HIDDEN * 2));
     CHECK_CUDA(cudaMalloc((void **)&m.recv, TOKENS * 4 * 8 * HIDDEN * 2));
     CHECK_CUDA(cudaMalloc((void **)&m.data, 4096));
-    CHECK_CUDA(cudaMemcpy(m.ids, ids, sizeof ids, cudaMemcpyHostToDevice));
-    CHECK_CUDA(cudaMemset(m.tokens, 1, TOKENS * HIDDEN * 2));
-    CHECK_CUDA(cudaMemset(m.data, 0, 4096));
+    CHECK_CUDA(copy_in(m.ids, ids, sizeof ids));
+    CHECK_CUDA(fill_in(m.tokens, 1, TOKENS * HIDDEN * 2));
+    CHECK_CUDA(fill_in(m.data, 0, 4096));
     return m;
 }
 

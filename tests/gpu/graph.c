@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "copies.h"
 #include "oracle.h"
 #include "slack.h"
 #include "team.h"
@@ -51,8 +52,7 @@ static memory allocate(const team_rank *me)
     for (uint32_t e = 0; e < m.layer.num_experts; e++)
         logical[e] = (int32_t)(e % (m.layer.num_experts / 2));
     CHECK_CUDA(cudaMalloc((void **)&m.logical, m.layer.num_experts * sizeof *logical));
-    CHECK_CUDA(cudaMemcpy(m.logical, logical, m.layer.num_experts * sizeof *logical,
-                          cudaMemcpyHostToDevice));
+    CHECK_CUDA(copy_in(m.logical, logical, m.layer.num_experts * sizeof *logical));
     free(logical);
     CHECK_CUDA(cudaMalloc((void **)&m.numbers, EACH * NUMBERS * sizeof *m.numbers));
     m.plan_bytes = (size_t)device_layer_bytes(me->num_ranks, TOKENS, &m.layer);

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "copies.h"
 #include "epic/epic.h"
 #include "host/convert.h"
 
@@ -103,8 +104,7 @@ static inline both random_both(uint32_t type, int64_t count, double size)
 
 static inline void push(const both *b)
 {
-    must(cudaMemcpy(b->device, b->host, b->bytes, cudaMemcpyHostToDevice) == cudaSuccess,
-         "a copy to the device");
+    must(copy_in(b->device, b->host, b->bytes) == cudaSuccess, "a copy to the device");
 }
 
 static inline void pull(const both *b)

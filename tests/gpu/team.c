@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "copies.h"
 
 #define SEAT_BYTES 4096
 
@@ -77,8 +78,8 @@ static void set_epoch(const team_rank *me)
     const uint32_t epoch = text ? (uint32_t)strtoul(text, NULL, 10) : 0;
     const epic_group *g = me->group;
     CHECK_CUDA(
-        cudaMemcpy(g->self.heap[me->rank] + g->self.at.control + offsetof(p2p_control, epoch),
-                   &epoch, sizeof epoch, cudaMemcpyHostToDevice));
+        copy_in(g->self.heap[me->rank] + g->self.at.control + offsetof(p2p_control, epoch),
+                &epoch, sizeof epoch));
 }
 
 static int run_rank(const team *t, int rank)

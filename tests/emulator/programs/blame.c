@@ -7,6 +7,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "copies.h"
 #include "emulator.h"
 #include "slack.h"
 #include "team.h"
@@ -58,8 +59,8 @@ static memory allocate(const team_rank *me)
     CHECK_CUDA(cudaMalloc((void **)&m.plan, m.plan_bytes));
     CHECK_CUDA(cudaMalloc((void **)&m.tokens, TOKENS * ROW));
     CHECK_CUDA(cudaMalloc((void **)&m.recv, SLOTS * ROW));
-    CHECK_CUDA(cudaMemcpy(m.ids, ids, sizeof ids, cudaMemcpyHostToDevice));
-    CHECK_CUDA(cudaMemset(m.tokens, 1, TOKENS * ROW));
+    CHECK_CUDA(copy_in(m.ids, ids, sizeof ids));
+    CHECK_CUDA(fill_in(m.tokens, 1, TOKENS * ROW));
     return m;
 }
 
@@ -168,7 +169,7 @@ static void play_long(team_rank *me, memory *m)
 static void play_damaged(team_rank *me, memory *m)
 {
     epic_failure_info f;
-    if (me->rank == 1) CHECK_CUDA(cudaMemset(m->plan + 40, 0x77, 6));
+    if (me->rank == 1) CHECK_CUDA(fill_in(m->plan + 40, 0x77, 6));
     dispatch(me, m);
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     const epic_result result = p2p_steps.check(me->group, &f);

@@ -14,6 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "copies.h"
 #include "epic/epic.h"
 #include "product.h"
 #include "slack.h"
@@ -70,7 +71,7 @@ static void *memory(size_t bytes)
 {
     void *p = NULL;
     need(cudaMalloc(&p, bytes) == cudaSuccess, "cudaMalloc", NULL);
-    need(cudaMemset(p, 0, bytes) == cudaSuccess, "cudaMemset", NULL);
+    need(fill_in(p, 0, bytes) == cudaSuccess, "cudaMemset", NULL);
     return p;
 }
 
@@ -100,7 +101,7 @@ static void take_seat(seat *s, int rank, int ranks, unsigned at)
     s->tokens = memory(TOKENS * ROW);
     s->recv = memory((size_t)s->slots * ROW);
     s->out = memory(TOKENS * ROW);
-    need(cudaMemcpy(s->ids, ids, sizeof ids, cudaMemcpyDefault) == cudaSuccess, "copy", NULL);
+    need(copy_in(s->ids, ids, sizeof ids) == cudaSuccess, "copy", NULL);
     need(cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking) == cudaSuccess, "stream",
          NULL);
     need(cudaDeviceSynchronize() == cudaSuccess, "synchronize", NULL);

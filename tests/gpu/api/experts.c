@@ -79,8 +79,7 @@ static epic_result multiply(void *self, const epic_gemm_args *a)
             }
         first += rows[e];
     }
-    must(!cudaMemcpy(a->out, out.host, (size_t)out.count * 4, cudaMemcpyHostToDevice),
-         "a copy");
+    must(!copy_in(a->out, out.host, (size_t)out.count * 4), "a copy");
     free_both(&left);
     free_both(&right);
     free_both(&out);

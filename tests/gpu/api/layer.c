@@ -5,6 +5,7 @@
  *   api_layer [CASES] [MOST_RANKS] [SEED] */
 #include <cuda_runtime_api.h>
 
+#include "copies.h"
 #include "unit/moe_values.h"
 
 enum { MOST_MIRRORS = 64 };
@@ -37,7 +38,7 @@ static void *to_device(device_part *d, void *host, int64_t bytes, bool out)
     mirror *m = &d->arrays[d->num++];
     *m = (mirror){host, NULL, (size_t)bytes, out};
     must(cudaMalloc(&m->device, m->bytes + 1), "memory"); /* an address also for no bytes */
-    must(cudaMemcpy(m->device, host, m->bytes, cudaMemcpyHostToDevice), "a copy");
+    must(copy_in(m->device, host, m->bytes), "a copy");
     return m->device;
 }
 
@@ -46,7 +47,7 @@ static void *poisoned_device(device_part *d, int64_t bytes)
     mirror *m = &d->arrays[d->num++];
     *m = (mirror){NULL, NULL, (size_t)bytes, false};
     must(cudaMalloc(&m->device, m->bytes + 1), "memory");
-    must(cudaMemset(m->device, 0xff, m->bytes), "poison");
+    must(fill_in(m->device, 0xff, m->bytes), "poison");
     return m->device;
 }
 

@@ -11,6 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "copies.h"
 #include "epic/epic.h"
 
 /* So few that the kernels for few tokens are taken; another program has more. */
@@ -57,8 +58,8 @@ typedef struct seat {
 static void *memory(size_t bytes)
 {
     void *p = NULL;
-    need(cudaMalloc(&p, bytes) == cudaSuccess && cudaMemset(p, 0, bytes) == cudaSuccess,
-         "memory", NULL);
+    need(cudaMalloc(&p, bytes) == cudaSuccess && fill_in(p, 0, bytes) == cudaSuccess, "memory",
+         NULL);
     return p;
 }
 
@@ -74,10 +75,8 @@ static void make_plan(seat *s, int which)
     if (replicas && s->rank == 1) logical[EXPERTS - 1] = 0;
     for (int e = 0; e < EXPERTS; e++) owner[e] = e % num_ranks;
     if (which == TABLE && s->rank == 1) owner[7] = (owner[7] + 1) % num_ranks;
-    need(cudaMemcpy(s->owner, owner, sizeof owner, cudaMemcpyHostToDevice) == cudaSuccess,
-         "copy", NULL);
-    need(cudaMemcpy(s->logical, logical, sizeof logical, cudaMemcpyHostToDevice) == cudaSuccess,
-         "copy", NULL);
+    need(copy_in(s->owner, owner, sizeof owner) == cudaSuccess, "copy", NULL);
+    need(copy_in(s->logical, logical, sizeof logical) == cudaSuccess, "copy", NULL);
     const epic_plan_args args = {.call.stream = s->stream,
                                  .layer = &layer,
                                  .plan = s->plan,
@@ -98,7 +97,7 @@ static void provoke(seat *s, int which)
     need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
     if (which >= DAMAGED && s->rank == 1) { /* the rank; or what any value would fit */
         unsigned char *const at = s->plan + (which == DAMAGED ? 40 : 64);
-        need(cudaMemset(at, 0x77, 4) == cudaSuccess, "damage", NULL);
+        need(fill_in(at, 0x77, 4) == cudaSuccess, "damage", NULL);
     }
     const epic_combine_args args = {.call.stream = s->stream,
                                     .plan = s->plan,
@@ -159,8 +158,7 @@ static void *run(void *self)
     s.ids = memory(sizeof ids);
     s.owner = memory(EXPERTS * sizeof *s.owner);
     s.logical = memory(EXPERTS * sizeof *s.logical);
-    need(cudaMemcpy(s.ids, ids, sizeof ids, cudaMemcpyHostToDevice) == cudaSuccess, "copy",
-         NULL);
+    need(copy_in(s.ids, ids, sizeof ids) == cudaSuccess, "copy", NULL);
     for (int i = 0; i < NUM_CASES; i++) run_case(&s, i);
     void *const parts[] = {s.plan, s.recv, s.out, s.ids, s.owner, s.logical};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) cudaFree(parts[i]);
