@@ -2,8 +2,9 @@
 """EPIC against all_to_all_single in the same run: the exchange of a layer, forward and backward.
 
 python bench/torch_bench.py                         a process for each GPU; else 4 on the CPU
-python bench/torch_bench.py --tokens 128 --cuda-graph
+python bench/torch_bench.py --tokens 128 4096 --cuda-graph
 python bench/torch_bench.py --profile DIR           a Chrome trace and a CSV of the kernels
+python bench/torch_bench.py --ranks 2               on one GPU: EPIC alone, NCCL takes no two there
 
 plain: rows are sorted by expert and sent once for each choice.  deduplicated: once for each rank
 that has an expert for the token; weighted sums travel home.  All give the same sums."""
@@ -11,9 +12,11 @@ that has an expert for the token; weighted sums travel home.  All give the same 
 import argparse
 import csv
 import os
+import socket
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from torch.distributed.nn.functional import all_to_all_single
 import epic.torch
 
 Step = Callable[[Tensor, Tensor], Tensor]
+BURST = 10  # calls that are timed together
 
 
 def arguments() -> argparse.Namespace:
@@ -34,15 +38,19 @@ def arguments() -> argparse.Namespace:
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=gpus or 4)
-    parser.add_argument("--tokens", type=int, default=4096 if gpus else 256)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096 if gpus else 256])
     parser.add_argument("--hidden", type=int, default=7168 if gpus else 512)
     parser.add_argument("--experts", type=int, default=64 if gpus else 16)
     parser.add_argument("--top-k", type=int, default=8 if gpus else 4)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--cuda-graph", action="store_true", help="EPIC captured and replayed")
     parser.add_argument("--profile", type=Path, help="write a trace and a CSV there")
-    parser.add_argument("--port", type=int, default=29531)
-    return parser.parse_args()
+    args = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        args.port = probe.getsockname()[1]
+    args.shared = 0 < gpus < args.ranks
+    return args
 
 
 # ---------------------------------------------------------------------------- pipelines ----
@@ -144,9 +152,35 @@ def median_ms(run: Callable[[], Any], device: torch.device, repeat: int) -> floa
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor(seconds, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist()) * 1e3
+    return slowest(seconds, device) * 1e3
+
+
+def slowest(values: list[float], device: torch.device) -> float:
+    """The median of what the slowest rank had each time."""
+    on = "cpu" if dist.get_backend() == "gloo" else device
+    worst = torch.tensor(values, dtype=torch.float64, device=on)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return statistics.median(worst.tolist())
+
+
+def burst_us(run: Callable[[], Any], device: torch.device, repeat: int) -> tuple[float, float]:
+    """Of one call among BURST, the slowest rank's: on the device, and of the host that makes it."""
+    for _ in range(5):
+        run()
+    on_device, on_host = [], []
+    for _ in range(repeat):
+        settle(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run()  # ranks begin at once
+        begin.record()
+        start = time.perf_counter()
+        for _ in range(BURST):
+            run()
+        on_host.append((time.perf_counter() - start) / BURST * 1e6)
+        end.record()
+        torch.cuda.synchronize()
+        on_device.append(begin.elapsed_time(end) / BURST * 1e3)
+    return slowest(on_device, device), slowest(on_host, device)
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -158,9 +192,14 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        kept = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return kept
+
+    return replay
 
 
 def profiled(run: Callable[[], Any], folder: Path, rank: int) -> None:
@@ -188,28 +227,109 @@ def measure(rank: int, args: argparse.Namespace) -> None:
     on_gpu = torch.cuda.is_available()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(args.port)}
     torch.set_num_threads(1)
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else "cpu"
+    device = torch.device(device)
+    more: dict[str, Any] = {}
     if on_gpu:
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=args.ranks)
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    torch.manual_seed(rank)
-    x = torch.randn(args.tokens, args.hidden, dtype=dtype, device=device).requires_grad_()
-    ct = torch.randn(args.tokens, args.hidden, dtype=dtype, device=device)
-    chosen = torch.rand(args.tokens, args.experts, device=device).topk(args.top_k)
-    w = chosen.values.softmax(-1).requires_grad_()
-    ids = chosen.indices.to(torch.int32)
-    row_bytes = args.hidden * x.element_size()
-    sizes = {"max_tokens": args.tokens, "max_row_bytes": row_bytes}
+        torch.cuda.set_device(device)
+        more = {} if args.shared else {"device_id": device}
+    backend = "nccl" if on_gpu and not args.shared else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=args.ranks, **more)
+    wide = args.hidden * (2 if on_gpu else 4)
+    sizes = {"max_tokens": max(args.tokens), "max_row_bytes": wide, "device": device}
     with epic.torch.Group(**sizes) as group:
-        steps = {
-            "EPIC": of_epic(group, args, ids),
-            "plain": plain(args, ids.long(), args.ranks),
-            "deduplicated": deduplicated(args, ids.long(), args.ranks),
-        }
-        report(rank, args, steps, x, w, ct, device)
+        for tokens in args.tokens:
+            compare(rank, args, group, tokens)
         settle(device)
     dist.destroy_process_group()
+
+
+def compare(rank: int, args: argparse.Namespace, group: epic.torch.Group, tokens: int) -> None:
+    """All that is timed for one number of tokens."""
+    device = group.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(rank)
+    x = torch.randn(tokens, args.hidden, dtype=dtype, device=device).requires_grad_()
+    ct = torch.randn(tokens, args.hidden, dtype=dtype, device=device)
+    chosen = torch.rand(tokens, args.experts, device=device).topk(args.top_k)
+    w = chosen.values.softmax(-1).requires_grad_()
+    ids = chosen.indices.to(torch.int32)
+    if rank == 0:
+        where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        shape = f"{tokens} tokens of {args.hidden} {str(dtype)[6:]}, {args.experts} experts"
+        print(f"\n{args.ranks} ranks ({where}), {shape}, top {args.top_k}")
+    steps = {"EPIC": of_epic(group, args, ids)}
+    if not args.shared:
+        steps["plain"] = plain(args, ids.long(), args.ranks)
+        steps["deduplicated"] = deduplicated(args, ids.long(), args.ranks)
+    attempt(rank, lambda: agree(steps, x, w, ct))
+    if device.type == "cuda":
+        attempt(rank, lambda: raw(rank, args, group, ids, x, w))
+    report(rank, args, steps, x, w, ct, device)
+
+
+def attempt(rank: int, run: Callable[[], Any]) -> Any:
+    """What it gives; where it fails its text, and the next goes on."""
+    try:
+        return run()
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:600]
+        print(f"rank {rank}: FAILED: {type(error).__name__}: {text} [{where.line}]", flush=True)
+        return None
+
+
+def forward(step: Step, x: Tensor, w: Tensor) -> Callable[[], Any]:
+    """Without gradients."""
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return step(x, w)
+
+    return run
+
+
+def both(step: Step, x: Tensor, w: Tensor, ct: Tensor) -> Callable[[], Any]:
+    """Forward and backward."""
+    return lambda: torch.autograd.grad(step(x, w), (x, w), ct)
+
+
+def agree(steps: dict[str, Step], x: Tensor, w: Tensor, ct: Tensor) -> None:
+    """The pipelines give the same."""
+    results = {n: [forward(s, x, w)(), *both(s, x, w, ct)()] for n, s in steps.items()}
+    most = 3e-2 if x.dtype == torch.bfloat16 else 1e-5
+    for name, got in results.items():
+        differences = [worst(a, b) for a, b in zip(got, results["EPIC"], strict=True)]
+        if not max(differences) < most:
+            raise AssertionError(f"{name} differs from EPIC: out, d_x, d_w by {differences}")
+
+
+def raw(
+    rank: int,
+    args: argparse.Namespace,
+    group: epic.torch.Group,
+    ids: Tensor,
+    x: Tensor,
+    w: Tensor,
+) -> None:
+    """The single calls, without gradients."""
+    layer = epic.torch.Layer(args.experts, args.top_k)
+    x, w = x.detach(), w.detach()
+    plan, recv, slot = epic.torch.plan_dispatch(group, layer, ids, x, w, zero_tail=False)
+
+    def combine() -> Tensor:
+        return epic.torch.combine(plan, recv, slot)
+
+    def plan_dispatch() -> Any:
+        return epic.torch.plan_dispatch(group, layer, ids, x, w, zero_tail=False)
+
+    if rank == 0:
+        print(f"{'us a call, of ' + str(BURST):24}{'device':>10}{'host':>8}{'captured':>10}")
+    for name, call in {"plan + dispatch": plan_dispatch, "combine": combine}.items():
+        us, host = burst_us(call, group.device, args.repeat)
+        graph = burst_us(captured(call), group.device, args.repeat)[0] if args.cuda_graph else 0.0
+        if rank == 0:
+            print(f"{name:24}{us:10.1f}{host:8.1f}{graph:10.1f}", flush=True)
 
 
 def report(
@@ -221,39 +341,27 @@ def report(
     ct: Tensor,
     device: torch.device,
 ) -> None:
-    """Times every pipeline, after a look whether they agree."""
-
-    def forward(step: Step) -> Callable[[], Any]:
-        def run() -> Tensor:
-            with torch.no_grad():
-                return step(x, w)
-
-        return run
-
-    def both(step: Step) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(step(x, w), (x, w), ct)
-
-    wanted = [forward(steps["plain"])(), *both(steps["plain"])()]
-    most = 3e-2 if x.dtype == torch.bfloat16 else 1e-5
-    for name, step in steps.items():
-        got = [forward(step)(), *both(step)()]
-        differences = [worst(a, b) for a, b in zip(got, wanted, strict=True)]
-        assert max(differences) < most, (name, differences)
+    """Times every pipeline."""
     if rank == 0:
-        where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        shape = f"{args.tokens} tokens of {args.hidden} {str(x.dtype)[6:]}, {args.experts} experts"
-        print(f"{args.ranks} ranks ({where}), {shape}, top {args.top_k}; ms, slowest rank, median")
-        print(f"{'':24}{'forward':>10}{'and backward':>14}")
+        print(f"{'ms, slowest rank, median':24}{'forward':>10}{'and backward':>14}")
     for name, step in steps.items():
-        runs = {name: [forward(step), both(step)]}
+        runs = {name: [forward(step, x, w), both(step, x, w, ct)]}
         if name == "EPIC" and args.cuda_graph:
-            runs["EPIC, CUDA graph"] = [captured(run) for run in runs[name]]
-        for what, (one, two) in runs.items():
-            times = [median_ms(run, device, args.repeat) for run in (one, two)]
-            if rank == 0:
-                print(f"{what:24}{times[0]:10.3f}{times[1]:14.3f}", flush=True)
+            made = attempt(rank, lambda runs=runs[name]: [captured(run) for run in runs])
+            runs |= {"EPIC, CUDA graph": made} if made else {}
+        for what, pair in runs.items():
+            attempt(rank, lambda what=what, pair=pair: time_pair(rank, args, what, pair, device))
     if args.profile:
-        profiled(both(steps["EPIC"]), args.profile, rank)
+        profiled(both(steps["EPIC"], x, w, ct), args.profile, rank)
+
+
+def time_pair(
+    rank: int, args: argparse.Namespace, what: str, pair: list[Any], device: torch.device
+) -> None:
+    """A line of the table."""
+    times = [median_ms(run, device, args.repeat) for run in pair]
+    if rank == 0:
+        print(f"{what:24}{times[0]:10.3f}{times[1]:14.3f}", flush=True)
 
 
 def main() -> int:

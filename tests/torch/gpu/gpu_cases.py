@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What check.py runs, each case on all ranks with a group of its own."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import epic.torch
+from epic.torch.experts import slab_mm
+from parts import (
+    EVEN,
+    EXPERTS,
+    HIDDEN,
+    LAYER,
+    SIZES,
+    UNEVEN,
+    Data,
+    check_round,
+    numbers,
+    same,
+    through,
+)
+
+Group = epic.torch.Group
+LIMIT_MS = 20000
+BIG: dict[str, Any] = {"max_tokens": 4096, "max_row_bytes": 2 * 7168, "timeout_ms": LIMIT_MS}
+
+# ------------------------------------------------------------------------------ meeting ----
+
+store: Any = None  # of all ranks; check.py says which
+rounds: dict[tuple[str, int], int] = {}
+counting, capturing = threading.Lock(), threading.Lock()
+
+
+def meets(case: str, rank: int, ranks: int) -> Any:
+    """An exchange of all ranks of a case; a new one at each call."""
+    with counting:
+        number = rounds[case, rank] = rounds.get((case, rank), 0) + 1
+    return epic.torch.groups.StoreExchange(store, f"{case}/{number}", ranks, LIMIT_MS)
+
+
+def beside(group: Group, **more: Any) -> Group:
+    """Another group of the same ranks."""
+    meet = meets(group.name, group.rank, group.num_ranks)
+    return Group(meet=meet, rank=group.rank, num_ranks=group.num_ranks, **{**SIZES, **more})
+
+
+def wait_for_all(group: Group) -> None:
+    """The hosts of all ranks."""
+    meets(group.name, group.rank, group.num_ranks)(group.rank, b"")
+
+
+# -------------------------------------------------------------------------------- cases ----
+
+
+def data_of(group: Group, tokens: tuple[int, ...], **more: Any) -> list[torch.Tensor]:
+    """One rank's part, on its GPU."""
+    return Data(tokens, **more).mine(group.rank, str(group.device))
+
+
+def case_round(group: Group) -> None:
+    """There and back, with gradients, even, uneven and without tokens; the same bits each time."""
+    for tokens in (EVEN, UNEVEN, (0,) * 4):
+        for fused in (False, True):
+            step, mine = through(group, fused), data_of(group, tokens)
+            first = check_round(step, mine, 2e-6)
+            for _ in range(5):
+                assert same(first, check_round(step, mine, 2e-6))
+    check_round(through(group, True), data_of(group, UNEVEN, dtype=torch.bfloat16), 2e-2)
+
+
+def case_host_bits(group: Group) -> None:
+    """The bits of the same ranks on the host."""
+    with beside(group) as host:
+        for dtype in (torch.float32, torch.bfloat16):
+            on_gpu = run_all(group, data_of(group, UNEVEN, dtype=dtype))
+            on_host = run_all(host, Data(UNEVEN, dtype=dtype).mine(group.rank))
+            assert same([v.cpu() for v in on_gpu], on_host)
+
+
+def run_all(group: Group, mine: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Every step's results: twice the rows, so that nothing but EPIC computes."""
+    x, w, ids, ct = mine
+    plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+    assert slot is not None
+    out = epic.torch.combine(plan, recv * 2, slot)
+    gradients = torch.autograd.grad(out, (x, w), ct)
+    total = epic.torch.sum(group, torch.full((5,), 0.1 + group.rank, device=group.device))
+    counts = (plan.expert_rows, plan.expert_tokens, plan.load, plan.demand)
+    return [v.detach() for v in (recv, slot, out, *gradients, total, *counts)]
+
+
+def case_exact(group: Group) -> None:
+    """As many slots as land; ranks that receive nothing."""
+    for experts in (2, EXPERTS):
+        x, w, ids, ct = data_of(group, UNEVEN, experts=experts)
+        plan = epic.torch.plan(group, LAYER, ids, capacity=epic.torch.EXACT)
+        recv, slot = epic.torch.dispatch(plan, x, w)
+        assert recv.shape == (int(plan.expert_rows.sum()), HIDDEN)
+        out = epic.torch.combine(plan, torch.sin(recv), slot)
+        got = [out, *torch.autograd.grad(out, (x, w), ct)]
+        assert same(got, check_round(through(group, False), [x, w, ids, ct], 2e-6))
+
+
+def capture(group: Group, run: Callable[[], Any]) -> tuple[Any, Any]:
+    """A graph of run, and its results.  Its beginning waits for the device, and gives memory back,
+    which waits for all devices of the process: meanwhile no rank may wait for another."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    wait_for_all(group)
+    graph = torch.cuda.CUDAGraph()
+    with capturing, torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        results = run()
+    wait_for_all(group)
+    return graph, results
+
+
+def case_graph(group: Group) -> None:
+    """Forward and backward captured, replayed bit for bit with new data; three plans in flight."""
+    step, mine = through(group, False), data_of(group, UNEVEN)
+    x, w, ids, ct = mine
+
+    def forward_backward() -> list[torch.Tensor]:
+        outs = [step(x * (i + 1), w, ids) for i in range(3)]
+        gradients = [g for out in outs for g in torch.autograd.grad(out, (x, w), ct)]
+        return [*outs, *gradients]
+
+    graph, captured = capture(group, forward_backward)
+    for scale in (1.0, 0.5, 3.0):
+        with torch.no_grad():
+            x.mul_(scale)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same([v.clone() for v in captured], forward_backward())
+    del graph
+
+
+def case_compile(group: Group) -> None:
+    """By Inductor, forward and backward."""
+    eager = through(group, True)
+    run = torch.compile(eager, fullgraph=True)
+    for tokens in (UNEVEN, (9, 2, 0, 30)):
+        x, w, ids, ct = data_of(group, tokens)
+        wanted = eager(x, w, ids)
+        out = run(x, w, ids)
+        torch.testing.assert_close(out, wanted)
+        got = torch.autograd.grad(out, (x, w), ct)
+        torch.testing.assert_close(got, torch.autograd.grad(wanted, (x, w), ct))
+    torch._dynamo.reset()
+
+
+def case_streams(group: Group) -> None:
+    """On the caller's current stream, whatever it is; and with another device current."""
+    step, mine = through(group, True), data_of(group, UNEVEN)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        first = check_round(step, mine, 2e-6)
+        torch.cuda.current_stream().synchronize()
+    if torch.cuda.device_count() > 1:
+        with torch.cuda.device((group.device.index + 1) % torch.cuda.device_count()):
+            assert same(first, check_round(step, mine, 2e-6))
+
+
+def case_errors(group: Group) -> None:
+    """An expert that is none, on one rank: every rank's check tells, once."""
+    _, _, ids, _ = data_of(group, EVEN)
+    if group.rank == group.num_ranks - 1:
+        ids[1, 2] = EXPERTS + 5
+    epic.torch.plan(group, LAYER, ids)
+    torch.cuda.synchronize()
+    try:
+        group.check()
+    except epic.torch.EpicError as error:
+        assert error.code == "EPIC_EINVAL" and "13" in str(error), error
+    else:
+        raise AssertionError("no error")
+    group.check()
+    try:
+        epic.torch.dispatch(epic.torch.plan(group, LAYER, ids.clamp(max=7)), torch.ones(6, HIDDEN))
+    except epic.torch.EpicArgumentError as error:
+        assert "cpu" in str(error), error
+    else:
+        raise AssertionError("tokens on the CPU were taken")
+    case_round(group)
+
+
+def case_module(group: Group) -> None:
+    """The layer in bfloat16 around torch._grouped_mm, against float64 of one product an expert."""
+    options = epic.torch.Moe.of(
+        num_experts=8, top_k=2, hidden=64, inner=32, alignment=16, balance_coeff=0.01
+    )
+    layer = epic.torch.MoE(group, options, dtype=torch.bfloat16, grouped_mm=torch._grouped_mm)
+    exact = epic.torch.MoE(group, options, dtype=torch.float32, grouped_mm=slab_mm)
+    with torch.no_grad():
+        for a, b in zip(exact.parameters(), layer.parameters(), strict=True):
+            a.copy_(b)
+    x = numbers(70 + group.rank, 24, 64).bfloat16().to(group.device)
+    results = []
+    for module, rows in ((layer, x), (exact, x.float())):
+        rows = rows.clone().requires_grad_()
+        out, loss = module(rows)
+        (out.float().square().sum() + loss).backward()
+        assert rows.grad is not None
+        results.append([out, loss, rows.grad, *(p.grad for p in module.parameters())])
+    for a, b in zip(*results, strict=True):
+        worst = (a.float() - b).abs().max() / b.abs().max().clamp(min=1e-6)
+        assert worst < 6e-2, worst
+
+
+def case_host_time(group: Group) -> None:
+    """Host microseconds of a call, without and with autograd: printed, not judged."""
+    layer = epic.torch.Layer(64, 8, alignment=16)
+    with beside(group, device=group.device, **BIG) as wide:
+        x = torch.randn(4096, 7168, dtype=torch.bfloat16, device=group.device)
+        ids = torch.rand(4096, 64, device=group.device).topk(8).indices.int()
+        w = torch.rand(4096, 8, device=group.device)
+        plan, recv, slot = epic.torch.plan_dispatch(wide, layer, ids, x, w)
+        calls: dict[str, Callable[[], Any]] = {
+            "plan": lambda: epic.torch.plan(wide, layer, ids),
+            "dispatch": lambda: epic.torch.dispatch(plan, x, w),
+            "combine": lambda: epic.torch.combine(plan, recv, slot),
+        }
+        for name, call in calls.items():
+            for grad in (False, True):
+                x.requires_grad_(grad)
+                recv.requires_grad_(grad)
+                for _ in range(10):
+                    call()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(20):
+                    call()
+                us = (time.perf_counter() - start) / 20 * 1e6
+                torch.cuda.synchronize()
+                if group.rank == 0:
+                    print(f"    {name}, {'autograd' if grad else 'no grad'}: {us:.1f} us")
+
+
+CASES = {
+    name.removeprefix("case_"): f for name, f in list(globals().items()) if name[:5] == "case_"
+}
