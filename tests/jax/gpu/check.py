@@ -510,11 +510,11 @@ def good_step(mesh: Mesh, group: Any) -> None:
 
 
 def checked(group: Any) -> str:
-    """What epic.jax.check says."""
+    """What epic.jax.check says, behind the name of its result."""
     try:
         epic.jax.check(group)
     except epic.jax.EpicError as error:
-        return str(error)
+        return f"{error.code}: {error}"
     return ""
 
 
