@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Times the layer on CUDA contexts, forward and backward, beside the sum of its parts, each timed
  * by itself in the same run: a thread for each GPU, bf16, uniform routing.  ms of the slowest
- * rank, median of ROUNDS x 3 in bursts as in layer.cu.
+ * rank, median of ROUNDS x 3 in bursts as in layer.cu.  Beside each part also what it takes in its
+ * turn, between the others: there it waits for ranks that are late, and has the clock that they left.
  *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [tiny]      tiny: a small layer, to see it run */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
@@ -121,6 +122,7 @@ static const struct {
              {"experts' backward", transform_backward},
              {"dispatch_backward", dispatch_backward},
              {"router's and gate's backward", dense_backward}};
+enum { NUM_PARTS = sizeof parts / sizeof *parts };
 
 /* -------------------------------------------------------------------------------- timing ---- */
 
@@ -160,11 +162,43 @@ static float time_of(bench *b, part *run)
     return most;
 }
 
+/* ms of each part of a whole layer, on this rank. */
+static void time_in_turn(bench *b, float *times)
+{
+    cudaEvent_t at[NUM_PARTS + 1];
+    float all_times[NUM_PARTS][MOST_TIMES];
+    int num = 0;
+    for (int i = 0; i <= NUM_PARTS; i++) cudaEventCreate(&at[i]);
+    for (int r = 0; r < 3 * rounds && r < MOST_TIMES; r++) {
+        cudaStreamSynchronize(b->stream);
+        usleep(15000);
+        pthread_barrier_wait(&all);
+        must(both(b) == EPIC_OK, "a call", b->ctx);
+        for (int i = 0; i < NUM_PARTS; i++) {
+            cudaEventRecord(at[i], b->stream);
+            must(parts[i].run(b) == EPIC_OK, "a call", b->ctx);
+        }
+        cudaEventRecord(at[NUM_PARTS], b->stream);
+        must(cudaStreamSynchronize(b->stream) == cudaSuccess, "a turn", b->ctx);
+        for (int i = 0; i < NUM_PARTS; i++)
+            cudaEventElapsedTime(&all_times[i][num], at[i], at[i + 1]);
+        num++;
+    }
+    for (int i = 0; i <= NUM_PARTS; i++) cudaEventDestroy(at[i]);
+    for (int i = 0; i < NUM_PARTS; i++) {
+        qsort(all_times[i], (size_t)num, sizeof *all_times[i], by_size);
+        times[i] = all_times[i][num / 2];
+    }
+    pthread_barrier_wait(&all);
+}
+
 static void time_layer(bench *b, const model *m)
 {
-    float sum = 0, times[sizeof parts / sizeof *parts];
+    static float in_turn[MOST_RANKS][NUM_PARTS];
+    float sum = 0, times[NUM_PARTS];
     const float ahead = time_of(b, forward), there_and_back = time_of(b, both);
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+    time_in_turn(b, in_turn[b->rank]);
+    for (size_t i = 0; i < NUM_PARTS; i++) {
         times[i] = time_of(b, parts[i].run);
         sum += times[i];
     }
@@ -175,8 +209,11 @@ static void time_layer(bench *b, const model *m)
         "parts %.3f (%.2f x)\n",
         m->name, num_ranks, (long long)tokens, ahead, there_and_back, sum,
         there_and_back / sum);
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        printf("    %-30s %8.3f\n", parts[i].name, times[i]);
+    for (size_t i = 0; i < NUM_PARTS; i++) {
+        printf("    %-30s %8.3f   in turn", parts[i].name, times[i]);
+        for (int r = 0; r < num_ranks; r++) printf(" %8.3f", in_turn[r][i]);
+        printf("\n");
+    }
 }
 
 /* -------------------------------------------------------------------------------- memory ---- */
