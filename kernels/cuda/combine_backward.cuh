@@ -148,20 +148,22 @@ __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backwa
             job.scale_bytes, job.quantized_whole != 0, job.scales_in_words != 0};
 }
 
-/* A piece of a slot's row, weight * x, whose blocks' largest sizes are known. */
+/* A piece of a slot's row, weight * x; `largest` of x. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_quantized_scaled(const Move &m, int32_t slot, int number, float weight,
-                       const float (&x)[V][ROW::N], const Largest<V, ROW::N> &most)
+                       const float (&x)[V][ROW::N], uint32_t largest)
 {
+    const uint32_t how = m.job.quantize;
+    const BlockScale mine = scale_of<V>(largest, weight, how);
     Quantized<V, ROW::N> piece;
-    begin_piece<V, ROW::N>(piece, most, weight, m.job.quantize);
+    piece.scales = mine.word;
 #pragma unroll
     for (int v = 0; v < V; v++) {
         float y[ROW::N];
 #pragma unroll
         for (int i = 0; i < ROW::N; i++) y[i] = __fmul_rn(weight, x[v][i]);
-        quantize_vector<V, ROW::N>(piece, v, y, most, weight, m.job.quantize);
+        quantize_vector<false, V, ROW::N>(piece, v, y, mine, how);
     }
     store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
 }

@@ -13,7 +13,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, int piece,
     const int rank = wrap(self.rank + 1 + source, self.num_ranks);
     const int32_t vector = piece * V * WARP;
     float x[V][ROW::N];
-    Largest<V, ROW::N> largest;
+    uint32_t largest = 0;
     bool have_x = false;
     for (int half = 0; half * WARP < m.top_k; half++) {
         const int n = half * WARP + lane_id();

@@ -188,7 +188,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             ROW::unpack(q[v], x[v]);
             keep(x[v]);
         }
-        Largest<V, ROW::N> largest;
+        uint32_t largest = 0;
         if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
         __syncwarp(); /* weights that other lanes have copied */
         Slot next = u.slots[0];

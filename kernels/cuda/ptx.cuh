@@ -180,19 +180,18 @@ template <int N> __device__ __forceinline__ void keep(float (&x)[N])
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i]));
 }
 
-/* The same vector, of which the compiler does not know that what it made of it would be the same. */
-__device__ __forceinline__ uint4 anew(uint4 q)
-{
-    asm volatile("" : "+r"(q.x), "+r"(q.y), "+r"(q.z), "+r"(q.w));
-    return q;
-}
-
 /* The larger of the sizes; a NaN if one of them is. */
 __device__ __forceinline__ float max_size(float x, float y)
 {
     float size;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(size) : "f"(fabsf(x)), "f"(fabsf(y)));
     return size;
+}
+
+/* The larger of each half, as numbers without sign. */
+__device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b)
+{
+    return __vmaxu2(a, b);
 }
 
 #if __CUDA_ARCH__ >= 890
@@ -212,6 +211,7 @@ __device__ __forceinline__ uint32_t e4m3_of(float x)
     const uint32_t kept = min(size, 0x43e00000u);
     const uint32_t normal = ((kept + 0x7ffff + (kept >> 20 & 1)) >> 20) - (120u << 3);
     const uint32_t small = __float_as_uint(__uint_as_float(kept) + 0x1p14f) - 0x46800000u;
+    if (size > 0x7f800000u) return 0x7f;
     return (bits >> 24 & 0x80) | (kept < 0x3c800000u ? small : normal);
 }
 

@@ -13,10 +13,9 @@
 #define QUANTIZE_BLOCK 128
 #define INFINITY_WORD 0x7f800000u
 #define NAN_SCALE 0x7fc00000u
-#define NAN_E4M3 0x7f7f7f7fu /* four of them */
 #define E4M3_LARGEST 448.0f
-#define SMALL_WORD 0x17800000u /* 2^-80: from here on no remainder of quotient() is subnormal */
-#define LARGER 0x1p64f
+#define SMALL_SCALE 0x1p-90f /* between these nothing that quotient() needs is subnormal */
+#define LARGE_SCALE 0x1p100f
 
 template <int V, int N> struct Quantized {
     static constexpr int LANES = QUANTIZE_BLOCK / N; /* that share a word of scales */
@@ -35,23 +34,7 @@ template <int V, int N> struct Quantized {
     }
 };
 
-/* The largest sizes of a piece's blocks, as bits: those of floats without sign are ordered as the floats
- * are, NaNs last.  All that lanes ask of each other is asked here, once for a piece. */
-template <int V, int N> struct Largest {
-    static constexpr int KEPT = V > 4 ? 1 : V; /* more would not fit registers */
-    uint32_t
-        own[KEPT]; /* of the block that this lane's vector v lies in; if only one is kept, that
-                            of vector lane % V */
-    uint32_t of_word[4]; /* 1x32: of the blocks whose scales this lane stores as a word */
-
-    __device__ __forceinline__ uint32_t of(int v) const
-    {
-        if constexpr (KEPT == V) return own[v];
-        return __shfl_sync(ALL_LANES, own[0], lane_id() / V * V + v);
-    }
-};
-
-/* Of N elements. */
+/* Of N elements, as bits: those of floats without sign are ordered as the floats are, NaNs last. */
 template <int N> __device__ __forceinline__ uint32_t size_of(const float (&x)[N])
 {
     float size = 0.0f;
@@ -60,12 +43,23 @@ template <int N> __device__ __forceinline__ uint32_t size_of(const float (&x)[N]
     return __float_as_uint(size);
 }
 
-/* From the lanes' own sizes. */
+/* The same of 16 elements of a 16-bit type. */
+template <class ROW> __device__ __forceinline__ uint32_t size_of(uint4 low, uint4 high)
+{
+    const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = max_halves(most, w[i] & 0x7fff7fffu);
+    float pair[8];
+    ROW::unpack(make_uint4(max(most & 0xffff, most >> 16), 0, 0, 0), pair);
+    return __float_as_uint(pair[0]);
+}
+
+/* From the lanes' own sizes the largest in a block: in that of vector lane_id() % V. */
 template <int V, int N>
-__device__ __forceinline__ Largest<V, N> join_lanes(uint32_t (&own)[V], uint32_t how)
+__device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
     static_assert(V * N == 32, "V lanes have a block of 32");
-    Largest<V, N> most = {};
     const auto widen = [&](int distance) {
 #pragma unroll
         for (int v = 0; v < V; v++)
@@ -77,21 +71,14 @@ __device__ __forceinline__ Largest<V, N> join_lanes(uint32_t (&own)[V], uint32_t
         widen(V);
         widen(2 * V);
     }
-    const int place = lane_id() % V; /* of its vectors, the one whose word it may store */
     uint32_t mine = own[0];
 #pragma unroll
-    for (int v = 1; v < V; v++) mine = place == v ? own[v] : mine;
-#pragma unroll
-    for (int v = 0; v < most.KEPT; v++) most.own[v] = most.KEPT == V ? own[v] : mine;
-#pragma unroll
-    for (int b = 0; b < 4 && how == EPIC_QUANTIZE_1X32; b++)
-        most.of_word[b] =
-            __shfl_sync(ALL_LANES, mine, lane_id() / (4 * V) * (4 * V) + b * V + place);
-    return most;
+    for (int v = 1; v < V; v++) mine = lane_id() % V == v ? own[v] : mine;
+    return mine;
 }
 
 template <int V, int N>
-__device__ __forceinline__ Largest<V, N> find_largest(const float (&x)[V][N], uint32_t how)
+__device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {
     uint32_t own[V];
 #pragma unroll
@@ -99,20 +86,7 @@ __device__ __forceinline__ Largest<V, N> find_largest(const float (&x)[V][N], ui
     return join_lanes<V, N>(own, how);
 }
 
-/* The size of weight * x: rounding keeps the order of sizes. */
-__device__ __forceinline__ uint32_t weighted(uint32_t bits, float weight)
-{
-    return __float_as_uint(__fmul_rn(weight, __uint_as_float(bits))) & 0x7fffffffu;
-}
-
-/* x / s, rounded as a division, where nothing is small; minus_r = -1 / s.  The remainder's sign
- * is such that -0 stays -0. */
-__device__ __forceinline__ float quotient(float x, float s, float minus_r)
-{
-    float q = __fmul_rn(x, -minus_r);
-    q = __fmaf_rn(__fmaf_rn(q, s, -x), minus_r, q);
-    return __fmaf_rn(__fmaf_rn(q, s, -x), minus_r, q);
-}
+/* ------------------------------------------------------------------------------- scales ---- */
 
 /* Of a block whose largest size has these bits. */
 __device__ __forceinline__ float scale_1x128(uint32_t bits)
@@ -123,82 +97,105 @@ __device__ __forceinline__ float scale_1x128(uint32_t bits)
 }
 
 /* 448 is 1.75 * 2^8: the exponent of the largest less 8, one more if its mantissa is above 1.75. */
-__device__ __forceinline__ uint32_t scale_1x32(uint32_t largest_bits)
+__device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 {
-    if (largest_bits >= INFINITY_WORD) return 255;
-    if (largest_bits == 0) return 127;
-    const int scale = (int)(largest_bits >> 23) - 8 + ((largest_bits & 0x7fffff) > 0x600000);
-    return (uint32_t)max(scale, 0);
+    if (bits >= INFINITY_WORD) return 255;
+    if (bits == 0) return 127;
+    return (uint32_t)max((int)(bits >> 23) - 8 + ((bits & 0x7fffff) > 0x600000), 0);
 }
 
-/* N elements of a block of 128 whose largest size has these bits; returns its word of scales.  A block
- * of small ones is made larger before it is divided, and its scale too. */
-template <int N> __device__ __forceinline__ uint32_t divide_1x128(float (&x)[N], uint32_t bits)
-{
-    const float scale = scale_1x128(bits);
-    float s = scale;
-    if (bits && bits < SMALL_WORD) {
-        s = __fmul_rn(s, LARGER);
-#pragma unroll
-        for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], LARGER);
-    }
-    const float minus_r = -__frcp_rn(s);
-#pragma unroll
-    for (int i = 0; i < N; i++) x[i] = quotient(x[i], s, minus_r);
-    return __float_as_uint(scale);
-}
+struct BlockScale {
+    uint32_t word; /* of scales, that with the block */
+    float number;  /* 1x128: the scale; 1x32: 1 / scale; both: NaN where the scale is */
+};
 
-/* The same of a block of 32, whose scale is a byte. */
-template <int N> __device__ __forceinline__ void divide_1x32(float (&x)[N], uint32_t bits)
+/* Of this lane's block, whose largest size is this before it is multiplied by the weight: rounding
+ * keeps the order of sizes. */
+template <int V>
+__device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
-    const float inverse = __uint_as_float((254 - scale_1x32(bits)) << 23);
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        x[i] = __fmul_rn(x[i], bits >= INFINITY_WORD ? __uint_as_float(NAN_SCALE) : inverse);
-}
-
-/* Vector v of a piece, multiplied by the weight already; x is lost. */
-template <int V, int N>
-__device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
-                                                const Largest<V, N> &most, float weight,
-                                                uint32_t how)
-{
-    const uint32_t bits = weighted(most.of(v), weight);
+    const uint32_t bits =
+        __float_as_uint(__fmul_rn(weight, __uint_as_float(largest))) & 0x7fffffffu;
     if (how == EPIC_QUANTIZE_1X128) {
-        const uint32_t word = divide_1x128<N>(x, bits);
-        if (lane_id() % Quantized<V, N>::LANES == v) piece.scales = word;
-    } else {
-        divide_1x32<N>(x, bits);
+        const float scale = scale_1x128(bits);
+        return {__float_as_uint(scale), scale};
     }
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-        const uint32_t q = pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
-        piece.q[v][i / 4] = bits >= INFINITY_WORD ? NAN_E4M3 : q;
-    }
+    const uint32_t scale = scale_1x32(bits);
+    uint32_t word = scale << lane_id() / V % 4 * 8;
+    word |= __shfl_xor_sync(ALL_LANES, word, V);
+    word |= __shfl_xor_sync(ALL_LANES, word, 2 * V);
+    return {word, __uint_as_float(scale == 255 ? NAN_SCALE : (254 - scale) << 23)};
 }
 
-/* Before the vectors of a piece: its scales, of blocks of 32. */
-template <int V, int N>
-__device__ __forceinline__ void begin_piece(Quantized<V, N> &piece, const Largest<V, N> &most,
-                                            float weight, uint32_t how)
+/* ------------------------------------------------------------------------------ division ---- */
+
+/* 1 / s = high + low, but for 2^-44 of it; low > 0, so that -0 / s stays -0. */
+struct Divisor {
+    float s, high, low, minus_r; /* minus_r = -1 / s, rounded */
+};
+
+__device__ __forceinline__ Divisor divisor_of(float s)
 {
-    piece.scales = 0;
-    if (how == EPIC_QUANTIZE_1X128) return;
+    const float high = __fmul_rn(reciprocal_approx(s), 1 - 0x1p-21f);
+    const float e = __fmaf_rn(-high, s, 1.0f); /* 1 / s = high (1 + e + e^2 + ...) */
+    const float low = __fmul_rn(__fmaf_rn(e, e, e), high);
+    return {s, high, low, -(high + low)};
+}
+
+/* x / s, rounded as a division, where nothing is subnormal.  SHORT: x has no more than 11 bits, as
+ * what s was made of.  Then such a quotient is never so near to the middle of two floats beside
+ * one of the middles of e4m3 that 2^-44 matters, and e4m3 of it is right without the last step. */
+template <bool SHORT> __device__ __forceinline__ float quotient(float x, const Divisor &d)
+{
+    const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));
+    return SHORT ? q : __fmaf_rn(__fmaf_rn(q, d.s, -x), d.minus_r, q);
+}
+
+/* N elements of a block of 128.  Blocks of very small or large ones are first brought nearer to 1. */
+template <bool SHORT, int N> __device__ __forceinline__ void divide(float (&x)[N], float scale)
+{
+    float s = scale;
+    if (!(s > SMALL_SCALE && s < LARGE_SCALE)) {
+        const float nearer = s < 1 ? 0x1p64f : 0x1p-64f;
+        s = __fmul_rn(s, nearer);
 #pragma unroll
-    for (int b = 0; b < 4; b++)
-        piece.scales |= scale_1x32(weighted(most.of_word[b], weight)) << b * 8;
+        for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], nearer);
+    }
+    const Divisor d = divisor_of(s);
+#pragma unroll
+    for (int i = 0; i < N; i++) x[i] = quotient<SHORT>(x[i], d);
+}
+
+/* Vector v of a piece, multiplied by the weight already; x is lost.  `mine`: of this lane's block.
+ * NaN scales make NaNs. */
+template <bool SHORT, int V, int N>
+__device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
+                                                const BlockScale &mine, uint32_t how)
+{
+    const float number = __shfl_sync(ALL_LANES, mine.number, lane_id() / V * V + v);
+    if (how == EPIC_QUANTIZE_1X128) {
+        divide<SHORT>(x, number);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = __fmul_rn(x[i], number);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+        piece.q[v][i / 4] = pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
 }
 
 template <int V, int N>
 __device__ __forceinline__ Quantized<V, N> quantize(float (&x)[V][N], uint32_t how)
 {
     Quantized<V, N> piece;
-    const Largest<V, N> most = find_largest<V, N>(x, how);
-    begin_piece<V, N>(piece, most, 1.0f, how);
+    const BlockScale mine = scale_of<V>(find_largest<V, N>(x, how), 1.0f, how);
+    piece.scales = mine.word;
 #pragma unroll
-    for (int v = 0; v < V; v++) quantize_vector<V, N>(piece, v, x[v], most, 1.0f, how);
+    for (int v = 0; v < V; v++) quantize_vector<false, V, N>(piece, v, x[v], mine, how);
     return piece;
 }
+
+/* ------------------------------------------------------------------------------- storing ---- */
 
 /* `count` bytes of a word, the lowest first, if there are that many. */
 static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64_t count)

@@ -340,24 +340,22 @@ struct Made {
             F16::unpack(high, x + 8);
         }
     }
-    /* From 16-bit elements, unpacked twice: 32 of them beside all else would not fit registers. */
+    /* From 16-bit elements, as floats one vector after the other: 32 would not fit registers. */
     __device__ __forceinline__ void make_raw(const Strings &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;
         uint32_t own[2];
 #pragma unroll
-        for (int v = 0; v < 2; v++) {
-            float x[16];
-            unpack(m, raw[2 * v], raw[2 * v + 1], x);
-            own[v] = size_of<16>(x);
-        }
-        const Largest<2, 16> most = join_lanes<2, 16>(own, how);
-        begin_piece<2, 16>(e, most, 1.0f, how);
+        for (int v = 0; v < 2; v++)
+            own[v] = m.job.type == EPIC_BF16 ? size_of<Bf16>(raw[2 * v], raw[2 * v + 1])
+                                             : size_of<F16>(raw[2 * v], raw[2 * v + 1]);
+        const BlockScale mine = scale_of<2>(join_lanes<2, 16>(own, how), 1.0f, how);
+        e.scales = mine.word;
 #pragma unroll
         for (int v = 0; v < 2; v++) {
             float x[16];
-            unpack(m, anew(raw[2 * v]), anew(raw[2 * v + 1]), x);
-            quantize_vector<2, 16>(e, v, x, most, 1.0f, how);
+            unpack(m, raw[2 * v], raw[2 * v + 1], x);
+            quantize_vector<true, 2, 16>(e, v, x, mine, how);
         }
     }
     /* From the caller's array, anywhere. */

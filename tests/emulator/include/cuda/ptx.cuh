@@ -139,6 +139,12 @@ inline float max_size(float x, float y)
     return x != x || y != y ? emulated_nan(NAN) : size;
 }
 
+inline uint32_t max_halves(uint32_t a, uint32_t b)
+{
+    const uint32_t low = std::max(a & 0xffffu, b & 0xffffu);
+    return std::max(a & 0xffff0000u, b & 0xffff0000u) | low;
+}
+
 inline uint32_t pack_e4m3(float a, float b, float c, float d)
 {
     const uint32_t low = (uint32_t)e4m3_of_float(b) << 8 | e4m3_of_float(a);
@@ -149,10 +155,6 @@ template <int N> inline void keep(float (&)[N])
 {
 }
 
-inline uint4 anew(uint4 q)
-{
-    return q;
-}
 
 inline float reciprocal_approx(float x)
 {
