@@ -331,7 +331,8 @@ class Group:
         return f"Group({self.name!r}, rank {self.rank} of {self.num_ranks}, {self.device}{state})"
 
 
-shared: dict[str, Group] = {}
+# By the process group itself: a name comes back after destroy_process_group, for other ranks.
+shared: "weakref.WeakKeyDictionary[Any, Group]" = weakref.WeakKeyDictionary()
 
 
 def shared_group(
@@ -339,15 +340,14 @@ def shared_group(
 ) -> Group:
     """The group that the layers of a model share: opened at the first call for the ranks of a
     process group, and anew where it was closed or is too small.  Collective, as opening is."""
-    name = process_group.group_name
-    found = shared.get(name)
+    process_group = of_mesh(process_group, None)
+    found = shared.get(process_group)
     good = found is not None and found.is_open and found.max_tokens >= max_tokens
     if found is not None and good and found.max_row_bytes >= max_row_bytes:
         return found
-    shared[name] = Group(
-        process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options
-    )
-    return shared[name]
+    made = Group(process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options)
+    shared[process_group] = made
+    return made
 
 
 def abort_all(why: str) -> None:
