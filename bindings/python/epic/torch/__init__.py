@@ -11,6 +11,7 @@ from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
 from epic.torch.ops import as_epic_error
 from epic.torch.pretrained import from_block, replace_moe, sum_gradients
+from epic.torch.replicas import sum_replicas, tied
 from epic.torch.router import balance_loss, bias_update, route, z_loss
 from epic.torch.steps import (
     EXACT,
@@ -61,6 +62,8 @@ __all__ = [
     "slab_mm",
     "sum",
     "sum_gradients",
+    "sum_replicas",
     "threads",
+    "tied",
     "z_loss",
 ]

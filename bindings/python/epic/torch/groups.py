@@ -217,6 +217,7 @@ class Group:
             process_group = dist.group.WORLD
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
+        self.on_gpu = backend == "p2p"  # where the core computes
         wait = timeout_ms or DEFAULT_TIMEOUT_MS
         meet, self.rank, self.num_ranks = choose_meeting(process_group, meet, rank, num_ranks, wait)
         config = self.config()
@@ -275,16 +276,16 @@ class Group:
                 _native.size("epic_plan_bytes_v1", config, options),
                 _native.size("epic_capacity_bound_v1", config, options),
                 -(-options.num_experts // self.num_ranks),
-                tuple(options.placing().values()),
+                tuple(options.numbers().values()),
             )
         return found
 
     @torch._dynamo.assume_constant_result
-    def moe_facts(self, options: str, local: int, row_type: str, weight_type: str) -> Any:
+    def moe_facts(self, options: str, local: int, *more: Any) -> Any:
         """As facts, of a whole layer; a method, as tracers take no group for a constant."""
         from epic.torch.moe import facts_of  # it needs this module
 
-        return facts_of(self, options, local, row_type, weight_type)
+        return facts_of(self, options, local, *more)
 
     def plan_bytes(self, layer: Layer) -> int:
         """Bytes of a plan."""
