@@ -307,7 +307,10 @@ def layers(
     options = epic.torch.Moe.of(
         num_experts=args.experts, top_k=args.top_k, hidden=args.hidden, inner=args.inner
     )
-    module = epic.torch.MoE(group, options, dtype=x.dtype)
+    module = epic.torch.MoE(group, options, dtype=x.dtype, device="meta")
+    module.to_empty(device=x.device)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=args.hidden**-0.5)
     leaves = (x, module.w_gate, module.w_gate_up, module.w_down)
     runs: dict[str, Callable[[Tensor], Tensor]] = {"EPIC, layer": lambda v: module(v)[0]}
     if not args.shared:
