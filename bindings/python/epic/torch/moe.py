@@ -209,7 +209,7 @@ class Layer(torch.autograd.Function):
 def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
     """The gradients of experts, added over replicas; of no tensor [0].  Those of w_gate and b_gate
     come before them."""
-    way = steps.Way(ctx.group, ctx.tag, 0, False)
+    way = steps.Way(ctx.group, ctx.tag, 0, False, True)
     plan, (first, end) = saved[: ctx.facts.plan_bytes], (2, 2 + len(OF_EXPERTS))
     mine = [replicas.added(way, plan, d) if d.dim() > 1 else d for d in gradients[first:end]]
     return [*gradients[:first], *mine, *gradients[end:]]

@@ -80,7 +80,7 @@ def sum_replicas(plan: Plan, x: Tensor) -> Tensor:
     check(plan, "x", x)
     if x.dtype != torch.float32:
         raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
-    if plan.logical_load is None:
+    if not plan.way.replicas:
         return x
     call = SumReplicas.apply if needs_gradient(x) else added
     return call(plan.way, plan.bytes, x)
@@ -90,7 +90,7 @@ def sum_replicas(plan: Plan, x: Tensor) -> Tensor:
 def tied(plan: Plan, weight: Tensor | None) -> Tensor | None:
     """A weight [local experts, ...] as it is; its gradient is that of its logical expert, the sum
     over the replicas.  epic.torch.moe does it by itself."""
-    if weight is None or plan.logical_load is None:
+    if weight is None or not plan.way.replicas:
         return weight
     check(plan, "weight", weight)
     return Tied.apply(plan.way, plan.bytes, weight)

@@ -28,11 +28,12 @@ class Way(NamedTuple):
     tag: int
     top_k: int
     flat: bool
+    replicas: bool
 
 
 def way_of(group: Group, layer: Layer, tag: int) -> Way:
     """Of a layer's calls."""
-    return Way(group, tag, layer.top_k, layer.layout == "flat")
+    return Way(group, tag, layer.top_k, layer.layout == "flat", bool(layer.num_logical))
 
 
 def check_layout(way: Way, flat: bool, other: str) -> None:
@@ -94,8 +95,8 @@ def check_floats(name: str, x: Tensor) -> None:
 
 def as_weights(name: str, x: Tensor | None, *shape: int) -> Tensor | None:
     """Float32 of that shape; None stays None."""
-    if x is None:
-        return None
+    if x is None or (x.dtype == torch.float32 and x.shape == shape and x.is_contiguous()):
+        return x  # at once: the host's time is the caller's
     size = shape[0] * shape[1] if len(shape) == 2 else shape[0]
     if x.numel() != size:
         raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
@@ -160,7 +161,7 @@ def plan_of(way: Way, parts: Any, num_tokens: int, capacity: int, local: int | N
     data, rows, tokens, load, demand, logical = parts
     if local is not None and rows.shape[0] != local:
         rows, tokens = rows[:local], tokens[:local]
-    ids = logical if logical.shape[0] else None
+    ids = logical if way.replicas else None
     return Plan(data, rows, tokens, load, demand, ids, num_tokens, capacity, way)
 
 
