@@ -4,9 +4,11 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epic.torch
 from epic.torch.experts import slab_mm
@@ -239,7 +241,8 @@ def one_module(group: Group, wish: dict[str, Any], more: dict[str, Any]) -> None
         assert rows.grad is not None
         results.append([out, loss, rows.grad, *(p.grad for p in module.parameters())])
     for a, b in zip(*results, strict=True):
-        worst = float((a.detach().float() - b.detach()).abs().max() / b.abs().max().clamp(min=1e-6))
+        a, b = a.detach().float(), b.detach()
+        worst = float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
         assert worst < 6e-2, worst
 
 
@@ -276,6 +279,16 @@ def case_replicas(group: Group) -> None:
             found = (epic.torch.sum_replicas(plan, x), plan.load, plan.logical_load)
             results.append([v.cpu() for v in found])
     assert same(*results)
+
+
+def case_checkpoint(group: Group) -> None:
+    """Activation checkpointing, of all and of all but the plans: the same bits."""
+    step, mine = through(group, True), data_of(group, UNEVEN)
+    wanted = check_round(step, mine, 2e-6)
+    policy = partial(create_selective_checkpoint_contexts, epic.torch.save_plans)
+    for more in ({}, {"context_fn": policy}):
+        again = partial(checkpoint, step, use_reentrant=False, **more)
+        assert same(wanted, check_round(again, mine, 2e-6))
 
 
 def case_profiler(group: Group) -> None:
