@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epic.torch
 from epic.torch import groups
+from epic.torch.ops import argument_names
 from parts import LAYER, SIZES, UNEVEN, Data, choices, numbers, same, through
 from reference import relative
 
@@ -118,23 +119,28 @@ def layer_of(group: epic.torch.Group, name: str, masked: bool) -> list[torch.Ten
 def case_layers(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     """The core's own layer on the GPU, and composed around the core's experts where it has not all
     of it: no product of the caller's is needed."""
-    whole = Counted()
     for name in LAYERS:
         for masked in (False, True):
-            whole.calls = 0
-            with whole:
+            with Counted() as seen:
                 got = layer_of(on_gpu, name, masked)
-            assert whole.calls == (2 if name.startswith("core") and not masked else 0), name
+            whole = name.startswith("core") and not masked
+            assert seen.calls == (2 if whole else 0), name
+            assert seen.of_experts == (set() if whole else {on_gpu.number}), name
             agree(got, layer_of(on_host, name, masked), 2e-5)
 
 
 class Counted(TorchDispatchMode):
-    """Calls of the whole layer."""
+    """Calls of the whole layer, and the groups that the experts were computed in."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.of_experts: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += func in (torch.ops.epic.moe.default, torch.ops.epic.moe_backward.default)
+        if func == torch.ops.epic.experts.default:
+            self.of_experts.add(args[argument_names("experts").index("group")])
         return func(*args, **(kwargs or {}))
 
 
@@ -177,7 +183,11 @@ def case_refused(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     layer = epic.torch.MoE(on_gpu, epic.torch.Moe.of(**WISH), dtype=torch.float64)
     x = torch.ones(2, 16, dtype=torch.float64)
     told(lambda: layer(x), "row_type F64")
-    told(lambda: layer(x, torch.tensor([True, False])), "rows are float64")
+    told(lambda: layer(x, torch.tensor([True, False])), "F64")
+    counts = torch.zeros(4, dtype=torch.int32)
+    w = epic.torch.ExpertWeights(layer.w_gate_up, layer.w_down)
+    mlp = layer.options.experts
+    told(lambda: epic.torch.experts(mlp, x, counts, counts, w, group=on_gpu), "rows are float64")
 
 
 def told(call: Callable[[], Any], word: str) -> None:

@@ -66,7 +66,7 @@ def facts(
     if on_gpu and row_type == "float64":
         raise EpicUnsupportedError(
             "rows are float64: on GPUs the core's experts take float32, bfloat16 and float16; "
-            "pass grouped_mm=, or compute on CPUs"
+            "float64 is for CPUs"
         )
     name = "cuda_saved_bytes" if on_gpu else "saved_bytes"
     none, one = (int(getattr(_native.experts_memory(whole, n), name)) for n in (0, 1 << 20))
