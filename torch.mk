@@ -36,4 +36,4 @@ gpu-test-torch: gpu-build-torch
 
 gpu-bench-torch: gpu-build-torch
 	@$(GPU_TORCH) timeout -k 5 230 $(GPU_PYTHON) -W ignore bench/torch_bench.py --tokens 128 1024 4096 \
-	    --cuda-graph
+	    --inner 2048 --cuda-graph

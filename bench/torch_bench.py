@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=7168 if gpus else 512)
     parser.add_argument("--experts", type=int, default=64 if gpus else 16)
     parser.add_argument("--top-k", type=int, default=8 if gpus else 4)
+    parser.add_argument("--inner", type=int, default=0, help="the whole layer too, so wide")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--cuda-graph", action="store_true", help="EPIC captured and replayed")
     parser.add_argument("--profile", type=Path, help="write a trace and a CSV there")
@@ -90,7 +92,14 @@ def plain(args: argparse.Namespace, ids: Tensor, ranks: int) -> Step:
     return step
 
 
-def deduplicated(args: argparse.Namespace, ids: Tensor, ranks: int) -> Step:
+def no_experts(slabs: Tensor, _: Tensor) -> Tensor:
+    """Where they would be."""
+    return slabs
+
+
+def deduplicated(
+    args: argparse.Namespace, ids: Tensor, ranks: int, mlp: Callable[..., Tensor] = no_experts
+) -> Step:
     """A row for each (token, rank), and the weights of its experts there beside it."""
     each = args.experts // ranks
 
@@ -110,13 +119,34 @@ def deduplicated(args: argparse.Namespace, ids: Tensor, ranks: int) -> Step:
         row, k = (landed_e >= 0).nonzero(as_tuple=True)
         by_expert = landed_e[row, k].argsort(stable=True)
         row, k = row[by_expert], k[by_expert]
-        slabs = landed[row]  # here the experts would be
+        slabs = mlp(landed[row], torch.bincount(landed_e[row, k], minlength=each))
         weighted = slabs * landed_w[row, k][:, None].to(slabs.dtype)
         partial = torch.zeros_like(landed).index_add(0, row, weighted)
         home = exchange(partial, recv, send)
         return torch.zeros_like(x).index_add(0, token, home)
 
     return step
+
+
+class TorchLayer:
+    """The whole layer of torch: the deduplicated exchange around torch._grouped_mm."""
+
+    def __init__(self, args: argparse.Namespace, layer: epic.torch.MoE) -> None:
+        self.args, self.layer = args, layer
+
+    def mlp(self, slabs: Tensor, counts: Tensor) -> Tensor:
+        """The experts."""
+        ends = counts.cumsum(0, dtype=torch.int32)
+        z = torch._grouped_mm(slabs, self.layer.w_gate_up, ends)
+        gate, up = z.chunk(2, dim=1)
+        a = torch.nn.functional.silu(gate) * up
+        return torch._grouped_mm(a, self.layer.w_down, ends)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The tokens."""
+        scores = (x.float() @ self.layer.w_gate).softmax(-1)
+        w, ids = scores.topk(self.args.top_k)
+        return deduplicated(self.args, ids, self.args.ranks, self.mlp)(x, w)
 
 
 def of_epic(group: epic.torch.Group, args: argparse.Namespace, ids: Tensor) -> Step:
@@ -266,6 +296,41 @@ def compare(rank: int, args: argparse.Namespace, group: epic.torch.Group, tokens
     if device.type == "cuda":
         attempt(rank, lambda: raw(rank, args, group, ids, x, w))
     report(rank, args, steps, x, w, ct, device)
+    if args.inner:
+        attempt(rank, lambda: layers(rank, args, group, x, ct))
+
+
+def layers(
+    rank: int, args: argparse.Namespace, group: epic.torch.Group, x: Tensor, ct: Tensor
+) -> None:
+    """The whole layer with its experts: by the core, and by torch."""
+    options = epic.torch.Moe.of(
+        num_experts=args.experts, top_k=args.top_k, hidden=args.hidden, inner=args.inner
+    )
+    module = epic.torch.MoE(group, options, dtype=x.dtype, device="meta")
+    module.to_empty(device=x.device)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=args.hidden**-0.5)
+    leaves = (x, module.w_gate, module.w_gate_up, module.w_down)
+    runs: dict[str, Callable[[Tensor], Tensor]] = {"EPIC, layer": lambda v: module(v)[0]}
+    if not args.shared:
+        runs["torch, layer"] = TorchLayer(args, module)
+    results = {}
+    for name, run in runs.items():
+
+        def one(run: Any = run) -> Tensor:
+            with torch.no_grad():
+                return run(x)
+
+        def two(run: Any = run) -> Any:
+            return torch.autograd.grad(run(x), leaves, ct)
+
+        results[name] = one()
+        attempt(rank, partial(time_pair, rank, args, name, [one, two], x.device))
+    if len(results) == 2:
+        difference = worst(*results.values())
+        if rank == 0:
+            print(f"layers differ by {difference:.1e}", flush=True)
 
 
 def attempt(rank: int, run: Callable[[], Any]) -> Any:
@@ -347,10 +412,10 @@ def report(
     for name, step in steps.items():
         runs = {name: [forward(step, x, w), both(step, x, w, ct)]}
         if name == "EPIC" and args.cuda_graph:
-            made = attempt(rank, lambda runs=runs[name]: [captured(run) for run in runs])
+            made = attempt(rank, partial(list, map(captured, runs[name])))
             runs |= {"EPIC, CUDA graph": made} if made else {}
         for what, pair in runs.items():
-            attempt(rank, lambda what=what, pair=pair: time_pair(rank, args, what, pair, device))
+            attempt(rank, partial(time_pair, rank, args, what, pair, device))
     if args.profile:
         profiled(both(steps["EPIC"], x, w, ct), args.profile, rank)
 

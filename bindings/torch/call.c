@@ -337,6 +337,12 @@ epic_call call_enter_local(torch_call *call)
     return out;
 }
 
+/* The backend says it, not the tensors: a GPU of threads has the host's memory. */
+bool call_on_gpu(const torch_call *call)
+{
+    return call->use.ctx != NULL && strcmp(epic_backend_name(call->use.ctx), "p2p") == 0;
+}
+
 /* --------------------------------------------------------------------------- results ---- */
 
 static call_array empty(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes,

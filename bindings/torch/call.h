@@ -70,6 +70,9 @@ epic_call call_enter(torch_call *call);
 /* Of a local operator, whose group is 0 where no context is needed: host memory. */
 epic_call call_enter_local(torch_call *call);
 
+/* After either: does the core compute on a GPU? */
+bool call_on_gpu(const torch_call *call);
+
 /* The next result; columns -1: of one dimension. */
 call_array call_result(torch_call *call, uint32_t type, int64_t rows, int64_t columns);
 /* Of the shape of an argument; absent as that. */

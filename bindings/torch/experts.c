@@ -6,10 +6,10 @@
 #include "options.h"
 
 /* Zeros past the last slab, which the core leaves alone: a new tensor has no memory to be left.
- * expert_rows lies on the host, as the experts run there only. */
+ * On GPUs the counts are not known here; what lies there nothing of ours reads. */
 static void zero_tail(const torch_call *call, call_array slots, call_array expert_rows)
 {
-    if (call->failed || slots.data == NULL || slots.rows == 0) return;
+    if (call->failed || slots.data == NULL || slots.rows == 0 || call_on_gpu(call)) return;
     int64_t occupied = 0;
     for (int64_t e = 0; e < expert_rows.count; e++)
         occupied += ((const int32_t *)expert_rows.data)[e];
@@ -64,6 +64,10 @@ static epic_experts_memory_info sizes_of(torch_call *call, const epic_experts *e
 {
     epic_experts_memory_info sizes = {0};
     if (!call->failed) call_told(call, epic_experts_memory(experts, num_slots, &sizes));
+    if (call_on_gpu(call)) {
+        sizes.forward_bytes = sizes.cuda_forward_bytes;
+        sizes.backward_bytes = sizes.cuda_backward_bytes;
+    }
     return sizes;
 }
 

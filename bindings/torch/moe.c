@@ -75,15 +75,18 @@ static void check_weights(torch_call *call, const moe_job *job)
     if (job->moe.shared != NULL) check_mlp(call, &job->shared, shared, shared_names);
 }
 
-static void read_numbers(torch_call *call, moe_job *job)
+/* replicas: experts of the layer, if they are replicas of fewer; else 0. */
+static void read_numbers(torch_call *call, moe_job *job, int64_t replicas)
 {
     job->moe.balance_coeff = call_float(call);
     job->moe.z_coeff = call_float(call);
     job->moe.sequence_tokens = call_int(call);
     job->moe.capacity = call_int(call);
     job->layer = read_placing(call);
+    job->layer.flags = call_uint(call, "layer_flags");
     job->router = read_router(call);
-    job->layer.num_experts = job->router.num_experts;
+    job->layer.num_experts = replicas != 0 ? (uint32_t)replicas : job->router.num_experts;
+    job->layer.num_logical = replicas != 0 ? job->router.num_experts : 0;
     job->layer.top_k = job->router.top_k;
     job->experts = read_experts(call, job->x.type, job->w_gate_up.type);
     job->shared = read_shared(call, job->experts);
@@ -104,9 +107,10 @@ static void moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results
     const call_array ids = call_arg_or_none(&call, "token_ids", CALL_INDEX, 1);
     const call_array table = call_arg_or_none(&call, "table", EPIC_I32, 2);
     const call_array ranks = call_arg_or_none(&call, "rank_of_expert", EPIC_I32, 1);
+    const call_array logical = call_arg_or_none(&call, "logical_of_expert", EPIC_I32, 1);
     const int64_t saved_bytes = call_int(&call), workspace_bytes = call_int(&call);
     const epic_call where = call_enter(&call);
-    read_numbers(&call, &job);
+    read_numbers(&call, &job, logical.count);
     call_check_count(&call, "token_ids", ids, job.x.rows);
     call_check_count(&call, "table", table, table.rows * job.router.top_k);
     call_check_count(&call, "rank_of_expert", ranks, job.layer.num_experts);
@@ -120,11 +124,14 @@ static void moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results
                           .table = table.data,
                           .table_rows = table.rows,
                           .rank_of_expert = ranks.data,
+                          .logical_of_expert = logical.data,
                           .loss_type = type};
     args.out = call_rows(call_result_like(&call, job.x.type, job.x));
     args.loss = call_result(&call, type, 1, -1).data;
     args.load = call_result(&call, EPIC_I32, job.layer.num_experts, -1).data;
     args.demand = call_result(&call, EPIC_I32, 1, -1).data;
+    const call_array logical_load = call_result(&call, EPIC_I32, job.layer.num_logical, -1);
+    if (job.layer.num_logical != 0) args.logical_load = logical_load.data;
     const call_array saved = call_memory(&call, saved_bytes);
     const call_array workspace = call_workspace(&call, workspace_bytes);
     args.saved = saved.data;
@@ -146,9 +153,9 @@ static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t nu
     const call_array saved = call_arg(&call, "saved", CALL_U8, 1);
     const call_array d_out = call_arg(&call, "d_out", job.x.type, 2);
     const call_array d_loss = call_arg(&call, "d_loss", type, 1);
-    const int64_t workspace_bytes = call_int(&call);
+    const int64_t workspace_bytes = call_int(&call), replicas = call_int(&call);
     const epic_call where = call_enter(&call);
-    read_numbers(&call, &job);
+    read_numbers(&call, &job, replicas);
     call_check_count(&call, "d_loss", d_loss, 1);
     epic_moe_gradients gradients = {0};
     epic_moe_backward_args args = {.call = where,
@@ -187,15 +194,18 @@ static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t nu
     "Tensor? shared_b_down, Tensor? w_shared_gate"
 #define NUMBERS                                                                          \
     ", int group, int tag, float balance_coeff, float z_coeff, SymInt sequence_tokens, " \
-    "SymInt capacity" PLACING_SCHEMA ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
+    "SymInt capacity" PLACING_SCHEMA                                                     \
+    ", int layer_flags" ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
 
 static const torch_op ops[] = {
-    OP(moe, WEIGHTS ", Tensor? token_ids, Tensor? table, Tensor? rank_of_expert, "
-                    "SymInt saved_bytes, SymInt workspace_bytes" NUMBERS
-                    ") -> (Tensor out, Tensor loss, Tensor load, Tensor demand, Tensor saved)"),
+    OP(moe,
+       WEIGHTS ", Tensor? token_ids, Tensor? table, Tensor? rank_of_expert, "
+               "Tensor? logical_of_expert, SymInt saved_bytes, SymInt workspace_bytes" NUMBERS
+               ") -> (Tensor out, Tensor loss, Tensor load, Tensor demand, "
+               "Tensor logical_load, Tensor saved)"),
     OP(moe_backward,
        WEIGHTS ", Tensor saved, Tensor d_out, Tensor d_loss, "
-               "SymInt workspace_bytes" NUMBERS
+               "SymInt workspace_bytes, int replicas" NUMBERS
                ") -> (Tensor d_x, Tensor d_w_gate, Tensor d_b_gate, Tensor d_w_gate_up, "
                "Tensor d_w_down, Tensor d_b_gate_up, Tensor d_b_down, Tensor d_shared_gate_up, "
                "Tensor d_shared_down, Tensor d_shared_b_gate_up, Tensor d_shared_b_down, "

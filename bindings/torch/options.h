@@ -13,7 +13,8 @@
     INT(prefix, alignment) INT(prefix, overflow) INT(prefix, expert_capacity) \
     INT(prefix, priority) INT(prefix, sum_order) INT(prefix, leaves) INT(prefix, partial_type)
 #define LAYER_FIELDS(INT, prefix) \
-    INT(prefix, num_experts) INT(prefix, top_k) PLACING_FIELDS(INT, prefix) INT(prefix, layout)
+    INT(prefix, num_experts) INT(prefix, top_k) PLACING_FIELDS(INT, prefix) INT(prefix, layout) \
+    INT(prefix, num_logical) INT(prefix, flags)
 
 #define ROUTER_FIELDS(INT, REAL, prefix) \
     INT(prefix, num_experts) INT(prefix, top_k) INT(prefix, score) INT(prefix, zero_experts) \

@@ -17,7 +17,7 @@ static bool go(const torch_call *call)
 typedef struct plan_job {
     epic_layer layer;
     epic_plan_args args;
-    int64_t top_k, table_length; /* of the arrays */
+    int64_t top_k, table_length, logical_length; /* of the arrays */
     int64_t num_local, plan_bytes;
 } plan_job;
 
@@ -25,12 +25,15 @@ static void read_choices(torch_call *call, plan_job *job)
 {
     const call_array chosen = call_arg(call, "topk_idx", CALL_INDEX, 2);
     const call_array table = call_arg_or_none(call, "rank_of_expert", EPIC_I32, 1);
+    const call_array logical = call_arg_or_none(call, "logical_of_expert", EPIC_I32, 1);
     job->args.topk_idx = chosen.data;
     job->args.num_tokens = chosen.rows;
     job->args.index_type = chosen.type;
     job->args.rank_of_expert = table.data;
+    job->args.logical_of_expert = logical.data;
     job->top_k = chosen.columns;
     job->table_length = table.count;
+    job->logical_length = logical.count;
 }
 
 static void read_sizes(torch_call *call, plan_job *job)
@@ -54,6 +57,10 @@ static void check_lengths(torch_call *call, const plan_job *job)
         call_fail(call, EPIC_EINVAL,
                   "rank_of_expert has %lld elements: num_experts %lld are needed",
                   (long long)job->table_length, (long long)experts);
+    if (job->args.logical_of_expert != NULL && job->logical_length != experts)
+        call_fail(call, EPIC_EINVAL,
+                  "logical_of_expert has %lld elements: num_experts %lld are needed",
+                  (long long)job->logical_length, (long long)experts);
     if (job->num_local < most)
         call_fail(call, EPIC_EINVAL, "num_local_experts %lld: room for %lld is needed",
                   (long long)job->num_local, (long long)most);
@@ -70,6 +77,8 @@ static void plan_results(torch_call *call, plan_job *job)
     job->args.expert_tokens = call_result(call, EPIC_I32, job->num_local, -1).data;
     job->args.load = call_result(call, EPIC_I32, job->layer.num_experts, -1).data;
     job->args.demand = call_result(call, EPIC_I32, 1, -1).data;
+    const call_array logical = call_result(call, EPIC_I32, job->layer.num_logical, -1);
+    if (job->layer.num_logical != 0) job->args.logical_load = logical.data;
 }
 
 static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
@@ -375,24 +384,41 @@ static void sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_result
     call_end(&call);
 }
 
+/* A row for each expert of this rank: of the replicas of a logical expert each gets the sum. */
+static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments, (void)num_results;
+    torch_call call = call_begin("sum_replicas", stack);
+    epic_sum_replicas_args args = {0};
+    call_turn(&call);
+    read_plan(&call, &args.plan, &args.plan_bytes);
+    const call_array x = call_arg(&call, "x", EPIC_F32, 2);
+    args.call = call_enter(&call);
+    args.data = call_rows(x);
+    args.workspace = call_workspace(&call, args.data.row_bytes).data;
+    if (go(&call)) call_told(&call, epic_sum_replicas(call.use.ctx, &args));
+    call_end(&call);
+}
+
 /* --------------------------------------------------------------------------- schemas ---- */
 
 #define PLACE ", int group, int tag"
 #define SIZES ", SymInt capacity, SymInt plan_bytes, SymInt num_local_experts"
-#define PLANNED \
-    "Tensor plan, Tensor expert_rows, Tensor expert_tokens, Tensor load, Tensor demand"
+#define PLANNED                                                                           \
+    "Tensor plan, Tensor expert_rows, Tensor expert_tokens, Tensor load, Tensor demand, " \
+    "Tensor logical_load"
+#define TABLES ", Tensor? rank_of_expert, Tensor? logical_of_expert"
 
 static const torch_op ops[] = {
-    OP(plan,
-       "(Tensor(a!) turn, Tensor topk_idx, Tensor? rank_of_expert" SIZES PLACE LAYER_SCHEMA
-       ") -> (" PLANNED ")"),
+    OP(plan, "(Tensor(a!) turn, Tensor topk_idx" TABLES SIZES PLACE LAYER_SCHEMA
+             ") -> (" PLANNED ")"),
     OP(dispatch, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                  "SymInt capacity, int flags" PLACE ") -> (Tensor recv, Tensor slot_weights)"),
     OP(dispatch_out, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                      "Tensor(b!) recv, Tensor(c!)? slot_weights, int flags" PLACE ") -> ()"),
-    OP(plan_dispatch, "(Tensor(a!) turn, Tensor topk_idx, Tensor? rank_of_expert, "
-                      "Tensor tokens, Tensor? weights" SIZES ", int flags" PLACE LAYER_SCHEMA
-                      ") -> (" PLANNED ", Tensor recv, Tensor slot_weights)"),
+    OP(plan_dispatch,
+       "(Tensor(a!) turn, Tensor topk_idx" TABLES ", Tensor tokens, Tensor? weights" SIZES
+       ", int flags" PLACE LAYER_SCHEMA ") -> (" PLANNED ", Tensor recv, Tensor slot_weights)"),
     OP(dispatch_quantized, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                            "SymInt capacity, int quantize, int flags" PLACE
                            ") -> (Tensor recv, Tensor scales, Tensor slot_weights)"),
@@ -414,6 +440,7 @@ static const torch_op ops[] = {
        "SymInt capacity, int quantize, int flags" PLACE
        ") -> (Tensor d_rows, Tensor scales, Tensor d_slot_weights)"),
     OP(sum_, "(Tensor(a!) turn, Tensor(b!) x, int order" PLACE ") -> ()"),
+    OP(sum_replicas_, "(Tensor(a!) turn, Tensor plan, Tensor(b!) x" PLACE ") -> ()"),
 };
 
 torch_ops steps_ops(void)

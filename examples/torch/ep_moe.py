@@ -61,8 +61,7 @@ class Model(nn.Module):
         options = epic.torch.Moe.of(
             num_experts=sizes.experts, top_k=sizes.top_k, hidden=sizes.hidden, inner=sizes.inner
         )
-        product = None if group.device.type == "cpu" else epic.torch.slab_mm
-        layers = [epic.torch.MoE(group, options, grouped_mm=product) for _ in range(sizes.layers)]
+        layers = [epic.torch.MoE(group, options) for _ in range(sizes.layers)]
         for seed, layer in enumerate(layers):
             layer.reset_parameters(seed)
         self.layers = nn.ModuleList(layers)

@@ -14,7 +14,8 @@
  * done as early or as late as they may be, approximate functions differ in the last bits.  What
  * it cannot show is what caches and weak memory do, and time.
  *
- * EMULATED_GPUS (1), EMULATED_SMS (132) of each, EMULATED_SEED of the random choices. */
+ * EMULATED_GPUS (1), EMULATED_SMS (132) of each, EMULATED_SEED of the random choices;
+ * CUDA_LAUNCH_BLOCKING as CUDA has it. */
 #ifndef EPIC_EMULATOR_H
 #define EPIC_EMULATOR_H
 

@@ -138,21 +138,24 @@ static stream *stream_of(cudaStream_t given)
     return s;
 }
 
-static void enqueue(stream *s, task *t)
-{
-    pthread_mutex_lock(&mutex);
-    task ***end = s->captured ? &s->captured->end : &s->end;
-    **end = t;
-    *end = &t->next;
-    pthread_cond_signal(&s->given);
-    pthread_mutex_unlock(&mutex);
-}
-
 static void finish(stream *s)
 {
     pthread_mutex_lock(&mutex);
     while (s->first || s->busy) pthread_cond_wait(&s->idle, &mutex);
     pthread_mutex_unlock(&mutex);
+}
+
+/* As CUDA: with CUDA_LAUNCH_BLOCKING the host waits for each task. */
+static void enqueue(stream *s, task *t)
+{
+    pthread_mutex_lock(&mutex);
+    const bool captured = s->captured != NULL;
+    task ***end = captured ? &s->captured->end : &s->end;
+    **end = t;
+    *end = &t->next;
+    pthread_cond_signal(&s->given);
+    pthread_mutex_unlock(&mutex);
+    if (!captured && getenv("CUDA_LAUNCH_BLOCKING")) finish(s);
 }
 
 /* The caller has the mutex. */

@@ -102,7 +102,7 @@ def one_rank(
     meeting_at = ctypes.addressof(meet.struct)
     check(core().epic_open_v1(ctypes.byref(context), meeting_at, *sized(config)))
     moe, kept = _native.moe_struct(options)
-    sizes = _native.ThreeSizes()
+    sizes = _native.MemoryInfo()
     check(core().epic_moe_memory_v1(*sized(config), *sized(moe), *sized(sizes)))
     saved, work = aligned(sizes.saved_bytes), aligned(sizes.backward_bytes + sizes.forward_bytes)
     w = Weights(**{name: address(weights.get(name)) for name in WEIGHTS})

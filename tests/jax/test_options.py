@@ -196,14 +196,11 @@ def test_a_build_without_openblas_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("options", [LAYER, ROUTER, EXPERTS])
 def test_numbers_are_the_cores(options: Any) -> None:
-    """Each is a field of the struct; what a binding without replicas takes has none of them."""
+    """Each is a field of the struct."""
     fields = [name for name, *_ in getattr(_native, type(options).__name__)._fields_]
     assert set(options.numbers()) <= set(fields)
     assert replace(LAYER, distinct=True).numbers()["flags"] == 8
     assert set(LAYER.numbers("x_")) == {"x_" + name for name in LAYER.numbers()}
-    assert not {"num_logical", "flags", "distinct"} & set(LAYER.placing())
-    with pytest.raises(epic.EpicUnsupportedError, match="num_logical 4"):
-        Layer(8, 2, num_logical=4).placing()
 
 
 @pytest.mark.parametrize("kind", [Layer, Router, Experts, Moe])

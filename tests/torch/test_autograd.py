@@ -71,11 +71,11 @@ def opcheck(rank: int) -> None:
         flat = epic.torch.plan(group, epic.torch.Layer(EXPERTS, TOP_K, layout="flat"), ids).bytes
         count = x.shape[0]
         calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (ops.plan, (turn, ids, None, *sizes, *place, *way.numbers)),
+            (ops.plan, (turn, ids, None, None, *sizes, *place, *way.numbers)),
             (ops.dispatch, (turn, data, x, w, way.capacity, 1, *place)),
             (ops.dispatch, (turn, data, x, None, way.capacity, 1, *place)),
             (ops.dispatch_out, (turn, data, x, w, recv.clone(), slot.clone(), 1, *place)),
-            (ops.plan_dispatch, (turn, ids, None, x, w, *sizes, 1, *place, *way.numbers)),
+            (ops.plan_dispatch, (turn, ids, None, None, x, w, *sizes, 1, *place, *way.numbers)),
             (ops.dispatch_quantized, (turn, data, x, w, way.capacity, 1, 1, *place)),
             (ops.dispatch_flat, (turn, flat, x, w, way.capacity, TOP_K, 1, *place)),
             (ops.dispatch_backward, (turn, data, recv, slot, count, TOP_K, *place)),
@@ -87,6 +87,7 @@ def opcheck(rank: int) -> None:
                 (turn, data, ct, recv, slot, way.capacity, 2, 1, *place),
             ),
             (ops.sum_, (turn, torch.ones(5), 0, *place)),
+            (ops.sum_replicas_, (turn, data, torch.ones(way.num_local_experts, 5), *place)),
         ]
         whole = ("test_schema", "test_autograd_registration", "test_faketensor")
         for op, args in calls:
@@ -115,7 +116,7 @@ def test_every_operator_is_checked_somewhere() -> None:
     steps = {
         "plan", "dispatch", "dispatch_out", "plan_dispatch", "dispatch_quantized",
         "dispatch_flat", "dispatch_backward", "combine", "combine_out", "combine_backward",
-        "combine_backward_quantized", "sum_",
+        "combine_backward_quantized", "sum_", "sum_replicas_",
     }  # fmt: skip
     local = {
         "route", "route_backward", "balance_loss", "balance_loss_backward", "z_loss",
@@ -131,14 +132,15 @@ def test_schemas_follow_the_options() -> None:
         found = [argument.name for argument in op.default._schema.arguments]
         return [n.removeprefix(prefix) for n in found if n.startswith(prefix)]
 
-    layer, router = LAYER.placing(), epic.torch.Router(8, 2).numbers()
+    layer, router = LAYER.numbers(), epic.torch.Router(8, 2).numbers()
     experts = epic.torch.Experts(1, 4, 4).numbers()
     assert names(ops.plan, "layer_") == list(layer)
     assert names(ops.route, "router_") == names(ops.moe, "router_") == list(router)
     types = {"row_type", "weight_type"}  # the tensors tell them
     assert set(names(ops.experts, "experts_")) == set(experts) - types
     assert names(ops.moe, "experts_") == names(ops.experts, "experts_")
-    assert set(names(ops.moe, "layer_")) == set(layer) - {"num_experts", "top_k", "layout"}
+    told = {"num_experts", "top_k", "layout", "num_logical"}
+    assert set(names(ops.moe, "layer_")) == set(layer) - told
     of_experts = {"num_local_experts", "hidden", "weighting", *types}
     weights = {"gate_up", "down", "b_gate_up", "b_down"}
     assert set(names(ops.moe, "shared_")) - weights == set(experts) - of_experts

@@ -93,8 +93,21 @@ def test_process_groups(world: Any, what: Callable[[int], None]) -> None:
     world.run(what)
 
 
+def pair(rank: int, first: list[int], second: list[int]) -> epic.torch.Group:
+    """What the layers over this rank's process group share."""
+    mine = [dist.new_group(first), dist.new_group(second)][rank not in first]
+    wish = {name: SIZES[name] for name in ("max_tokens", "max_row_bytes")}
+    group = epic.torch.groups.shared_group(mine, **wish)
+    assert group is epic.torch.groups.shared_group(mine, **wish)
+    assert group.rank == dist.get_rank(mine)
+    right(group, group.rank)
+    return group
+
+
 def destroyed(rank: int) -> None:
-    """destroy_process_group before close, and the other way round."""
+    """destroy_process_group before close, and the other way round.  Afterwards process groups of
+    other ranks have the old names."""
+    old = pair(rank, [0, 1], [2, 3])
     first = epic.torch.Group(**SIZES)
     dist.destroy_process_group()
     right(first, rank)
@@ -103,6 +116,7 @@ def destroyed(rank: int) -> None:
     second = epic.torch.Group(**SIZES)
     right(second, rank)
     right(first, rank)
+    assert pair(rank, [0, 2], [1, 3]) is not old
     first.close()
     right(second, rank)
     second.close()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cases
 import core_layer
@@ -201,6 +202,35 @@ def test_experts(weighting: str) -> None:
     assert relative(run(x, *w).detach(), other.detach()) < 1e-14
 
 
+class Recorded(TorchDispatchMode):
+    """The arguments of each operator of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "epic":
+            self.calls[func] = args
+        return func(*args, **(kwargs or {}))
+
+
+def test_opcheck() -> None:
+    """The whole layer and the experts, forward and backward, with the arguments of a real call."""
+    ops, seen = torch.ops.epic, Recorded()
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+        layer = epic.torch.MoE(group, WISH, gate_bias=True, expert_biases=True, bias_rate=0.1)
+        for mask in (None, torch.tensor([True, False, True])):
+            with seen:
+                out, loss = layer(numbers(1, 3, 16).requires_grad_(), token_mask=mask)
+                (out.sum() + loss).backward()
+        wanted = (ops.moe, ops.moe_backward, ops.experts, ops.experts_backward)
+        for op in (packet.default for packet in wanted):
+            args = [v.detach() if isinstance(v, torch.Tensor) else v for v in seen.calls[op]]
+            tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+            torch.library.opcheck(op, tuple(args), test_utils=tests)
+
+
 # --------------------------------------------------------------------------- module ----
 
 WISH = epic.torch.Moe.of(
@@ -343,4 +373,4 @@ def test_wrong_weights() -> None:
             assert text in str(caught.value), caught.value
         first = epic.torch.moe(group, cases.options({}, 1), x, epic.torch.MoeWeights(**good))
         again = epic.torch.moe(group, cases.options({}, 1), x, epic.torch.MoeWeights(**good))
-        assert same(first, again)
+        assert same(first[:4], again[:4])

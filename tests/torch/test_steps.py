@@ -221,6 +221,12 @@ def drop(rank: int) -> None:
         assert torch.equal(torch.autograd.grad(out, x, ct)[0], ct * kept)
         assert plan.load.tolist() == [4 * TOKENS] + [0] * 7
         assert int(plan.demand) == (4 * TOKENS if rank == 0 else 0)
+        ledger = epic.torch.read_plan(plan)
+        assert (ledger.kept, ledger.expert_full) == ((2, TOKENS - 2), (0, TOKENS))[rank > 0]
+        assert ledger.none == ledger.rank_full == 0 and ledger.num_tokens == TOKENS
+        slots, full = ([0, 1] if rank == 0 else []), epic.torch.EXPERT_FULL
+        assert ledger.fate.flatten().tolist() == slots + [full] * (TOKENS - len(slots))
+        assert ledger.rank[: len(slots)].eq(0).all()
 
 
 def test_drop(world: Any) -> None:

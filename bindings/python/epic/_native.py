@@ -90,11 +90,10 @@ Experts = struct(
     ("alpha", c_float),
     ("gemm", c_void_p),
 )
-ThreeSizes = struct(
-    "ThreeSizes",
-    ("saved_bytes", c_int64),
-    ("forward_bytes", c_int64),
-    ("backward_bytes", c_int64),
+MemoryInfo = struct(
+    "MemoryInfo",
+    *((name, c_int64) for name in "saved_bytes forward_bytes backward_bytes".split()),
+    *((f"cuda_{name}_bytes", c_int64) for name in "saved forward backward".split()),
 )
 PlanInfo = struct(
     "PlanInfo",
@@ -219,8 +218,8 @@ def size(name: str, *parts: ctypes.Structure | Options) -> int:
 
 
 def experts_memory(options: Options, slots: int) -> Any:
-    """ThreeSizes of the experts' MLP."""
-    sizes = ThreeSizes()
+    """MemoryInfo of the experts' MLP."""
+    sizes = MemoryInfo()
     wish = filled(Experts, options)
     check(core().epic_experts_memory_v1(*sized(wish), slots, *sized(sizes)))
     return sizes
@@ -241,9 +240,9 @@ def moe_struct(options: Moe) -> tuple[Any, list[Any]]:
 
 
 def moe_memory(config: ctypes.Structure, options: Moe) -> Any:
-    """ThreeSizes of the whole layer, for a group's config."""
+    """MemoryInfo of the whole layer, for a group's config."""
     wish, kept = moe_struct(options)
-    sizes = ThreeSizes()
+    sizes = MemoryInfo()
     check(core().epic_moe_memory_v1(*sized(config, wish, sizes)))
     del kept
     return sizes

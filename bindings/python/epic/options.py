@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, SupportsFloat, SupportsIndex
 
-from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.errors import EpicArgumentError
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logits")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu")
@@ -172,15 +172,6 @@ class Layer(Options):
         found = super().numbers(prefix)
         found[prefix + "flags"] = DISTINCT * found.pop(prefix + "distinct")
         return found
-
-    def placing(self, prefix: str = "") -> dict[str, Any]:
-        """As numbers, for who has neither replicas nor the check of `distinct`: epic.torch."""
-        if self.num_logical:
-            raise EpicUnsupportedError(
-                f"num_logical {self.num_logical}: replicas of experts are in epic.jax only"
-            )
-        left_out = (prefix + "num_logical", prefix + "flags")
-        return {n: value for n, value in self.numbers(prefix).items() if n not in left_out}
 
     def ask_core(self) -> None:
         """As a group of one rank would be asked."""

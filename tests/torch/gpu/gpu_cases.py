@@ -4,9 +4,11 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epic.torch
 from epic.torch.experts import slab_mm
@@ -19,6 +21,7 @@ from parts import (
     UNEVEN,
     Data,
     check_round,
+    choices,
     numbers,
     same,
     through,
@@ -192,13 +195,40 @@ def case_errors(group: Group) -> None:
     case_round(group)
 
 
+WISH: dict[str, Any] = {
+    "num_experts": 8, "top_k": 2, "hidden": 64, "inner": 32, "alignment": 16, "balance_coeff": 0.01,
+}  # fmt: skip
+TWELVE = [0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 4]
+SHARED = epic.torch.Experts(1, 64, 32)
+LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "core": ({}, {}),
+    "core, shared": ({"shared": SHARED, "z_coeff": 0.1}, {"gate_bias": True}),
+    "core, biases": ({"weighting": "early"}, {"expert_biases": True}),
+    "gated": ({"shared": SHARED}, {"shared_gate": True}),
+    "zero experts": ({"zero_experts": 3}, {}),
+    "tree": ({"sum_order": "tree"}, {}),
+    "replicas": ({"num_experts": 12, "num_logical": 8}, {"logical_of_expert": TWELVE}),
+    "grouped_mm": ({}, {"grouped_mm": torch._grouped_mm}),
+    "quantized": ({"quantize": "1x128"}, {}),
+}
+
+
 def case_module(group: Group) -> None:
-    """The layer in bfloat16 around torch._grouped_mm, against float64 of one product an expert."""
-    options = epic.torch.Moe.of(
-        num_experts=8, top_k=2, hidden=64, inner=32, alignment=16, balance_coeff=0.01
-    )
-    layer = epic.torch.MoE(group, options, dtype=torch.bfloat16, grouped_mm=torch._grouped_mm)
-    exact = epic.torch.MoE(group, options, dtype=torch.float32, grouped_mm=slab_mm)
+    """Layers by the core, and composed where the core's layer has not all of it, in bfloat16
+    against float32 of one product an expert."""
+    for name in LAYERS:
+        try:
+            one_module(group, *LAYERS[name])
+        except Exception as error:
+            error.args = (f"{name}: {error}",)
+            raise
+
+
+def one_module(group: Group, wish: dict[str, Any], more: dict[str, Any]) -> None:
+    """Forward and backward."""
+    options = epic.torch.Moe.of(**{**WISH, **wish})
+    layer = epic.torch.MoE(group, options, dtype=torch.bfloat16, **more)
+    exact = epic.torch.MoE(group, options, dtype=torch.float32, **{**more, "grouped_mm": slab_mm})
     with torch.no_grad():
         for a, b in zip(exact.parameters(), layer.parameters(), strict=True):
             a.copy_(b)
@@ -211,8 +241,84 @@ def case_module(group: Group) -> None:
         assert rows.grad is not None
         results.append([out, loss, rows.grad, *(p.grad for p in module.parameters())])
     for a, b in zip(*results, strict=True):
-        worst = (a.float() - b).abs().max() / b.abs().max().clamp(min=1e-6)
+        a, b = a.detach().float(), b.detach()
+        worst = float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
         assert worst < 6e-2, worst
+
+
+def case_layer_graph(group: Group) -> None:
+    """The core's layer captured, forward and backward: replays have the bits of eager calls, with
+    other tokens, so that the counts of the experts are others too."""
+    layer = epic.torch.MoE(group, epic.torch.Moe.of(**WISH), dtype=torch.bfloat16)
+    x = numbers(75 + group.rank, 24, 64).bfloat16().to(group.device).requires_grad_()
+    inputs = (x, *layer.parameters())
+
+    def forward_backward() -> list[torch.Tensor]:
+        out, loss = layer(x)
+        return [out, *torch.autograd.grad(out.float().square().sum() + loss, inputs)]
+
+    graph, captured = capture(group, forward_backward)
+    for seed in (1, 2, 3):
+        with torch.no_grad():
+            x.copy_(numbers(75 + 4 * seed + group.rank, 24, 64))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same([v.clone() for v in captured], forward_backward())
+    del graph
+
+
+def case_replicas(group: Group) -> None:
+    """Sums over replicas, with the host's bits."""
+    results = []
+    with beside(group) as host:
+        for on in (group, host):
+            layer, ids = epic.torch.Layer(12, 3, num_logical=8), choices(8, 6).to(on.device)
+            plan = epic.torch.plan(on, layer, ids, logical_of_expert=TWELVE)
+            x = numbers(50 + group.rank, 12 // group.num_ranks, 3, 7).to(on.device)
+            assert plan.logical_load is not None
+            found = (epic.torch.sum_replicas(plan, x), plan.load, plan.logical_load)
+            results.append([v.cpu() for v in found])
+    assert same(*results)
+
+
+def case_checkpoint(group: Group) -> None:
+    """Activation checkpointing, of all and of all but the plans: the same bits."""
+    step, mine = through(group, True), data_of(group, UNEVEN)
+    wanted = check_round(step, mine, 2e-6)
+    policy = partial(create_selective_checkpoint_contexts, epic.torch.save_plans)
+    for more in ({}, {"context_fn": policy}):
+        again = partial(checkpoint, step, use_reentrant=False, **more)
+        assert same(wanted, check_round(again, mine, 2e-6))
+
+
+def case_profiler(group: Group) -> None:
+    """Operators by name, forward and backward, for the profiler and for NVTX."""
+    step, mine = through(group, True), data_of(group, UNEVEN)
+    with torch.profiler.profile() as profile:
+        check_round(step, mine, 2e-6)
+    names = {event.key for event in profile.key_averages()}
+    wanted = {f"epic::{n}" for n in ("plan_dispatch", "combine", "combine_backward")}
+    assert wanted <= names, wanted - names
+    with torch.autograd.profiler.emit_nvtx():
+        check_round(step, mine, 2e-6)
+
+
+def case_quantized(group: Group) -> None:
+    """Rows that travel in e4m3, both blocks: as the host rounds them; the gradient goes straight
+    through."""
+    results = []
+    with beside(group) as host:
+        for on in (group, host):
+            wide = [numbers(90 + group.rank, 6, 256), numbers(91, 6, 256)]
+            x, ct = (v.to(on.device) for v in wide)
+            x.requires_grad_()
+            plan = epic.torch.plan(on, LAYER, choices(95 + group.rank, 6).to(on.device))
+            for block in ("1x128", "1x32"):
+                recv, _ = epic.torch.dispatch(plan, x, quantize=block)
+                out = epic.torch.combine(plan, recv, quantize_gradient=block)
+                results.append([out.detach().cpu(), torch.autograd.grad(out, x, ct)[0].cpu()])
+    for a, b in zip(results[:2], results[2:], strict=True):
+        assert same(a, b)
 
 
 def case_host_time(group: Group) -> None:
@@ -247,3 +353,4 @@ def case_host_time(group: Group) -> None:
 CASES = {
     name.removeprefix("case_"): f for name, f in list(globals().items()) if name[:5] == "case_"
 }
+CASES["compile"] = CASES.pop("compile")  # the last, as it takes longest

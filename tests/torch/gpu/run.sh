@@ -13,7 +13,7 @@ END=$(($(date +%s) + ${EPIC_GPU_TOTAL:-230}))
 GPUS=$(nvidia-smi -L 2>/dev/null | wc -l)
 [ "$GPUS" -gt 0 ] || { echo "there is no GPU"; exit 1; }
 export EPIC_LIBRARY_PATH="${EPIC_LIBRARY_PATH:-$PWD/build/lib}" PYTHONPATH="$PWD/bindings/python"
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 failed=0
@@ -43,7 +43,6 @@ $what: $verdict"
 
 run "torch and EPIC here" '^right$' "$PYTHON" -c "
 import torch, epic.torch
-from epic import info
 print('torch', torch.__version__, 'CUDA', torch.version.cuda, torch.cuda.device_count(), 'x',
       torch.cuda.get_device_name(), torch.cuda.get_device_capability())
 with epic.torch.Group(num_ranks=1, max_tokens=8, max_row_bytes=64, device='cuda') as group:

@@ -2,15 +2,18 @@
 """Expert parallelism as PyTorch functions, on EPIC's C core.  docs/torch.md is the guide."""
 
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
+from epic.ledger import EXPERT_FULL, NO_EXPERT, RANK_FULL, Ledger
 from epic.meeting import Tcp
 from epic.options import Experts, Layer, Moe, Router
 from epic.torch.experts import ExpertWeights, experts, slab_mm
 from epic.torch.flat import dispatch_flat
 from epic.torch.groups import Group, threads
+from epic.torch.ledger import read_plan
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
 from epic.torch.ops import as_epic_error
 from epic.torch.pretrained import from_block, replace_moe, sum_gradients
+from epic.torch.replicas import sum_replicas, tied
 from epic.torch.router import balance_loss, bias_update, route, z_loss
 from epic.torch.steps import (
     EXACT,
@@ -27,6 +30,9 @@ from epic.torch.steps import (
 
 __all__ = [
     "EXACT",
+    "EXPERT_FULL",
+    "NO_EXPERT",
+    "RANK_FULL",
     "EpicArgumentError",
     "EpicError",
     "EpicUnsupportedError",
@@ -34,6 +40,7 @@ __all__ = [
     "Experts",
     "Group",
     "Layer",
+    "Ledger",
     "MoE",
     "Moe",
     "MoeOut",
@@ -54,6 +61,7 @@ __all__ = [
     "moe",
     "plan",
     "plan_dispatch",
+    "read_plan",
     "replace_moe",
     "route",
     "save_plans",
@@ -61,6 +69,8 @@ __all__ = [
     "slab_mm",
     "sum",
     "sum_gradients",
+    "sum_replicas",
     "threads",
+    "tied",
     "z_loss",
 ]

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from epic import _native
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, known
+from epic.torch.groups import Group
 from epic.torch.ops import numbers, raising
+from epic.torch.router import number_of
 from epic.torch.steps import check_floats
 
 ops = torch.ops.epic
@@ -55,11 +57,19 @@ def completed(options: Experts, local: int, row_type: str, weight_type: str) -> 
 
 @torch._dynamo.assume_constant_result
 @functools.cache
-def facts(options: str, local: int, row_type: str, weight_type: str) -> tuple[Any, ...]:
+def facts(
+    options: str, local: int, row_type: str, weight_type: str, on_gpu: bool
+) -> tuple[Any, ...]:
     """What the operators are passed for the options of that key, and bytes that forward saves for
     backward: of none, and of each slot."""
     whole = completed(known[options], local, row_type, weight_type)
-    none, one = (int(_native.experts_memory(whole, n).saved_bytes) for n in (0, 1 << 20))
+    if on_gpu and row_type == "float64":
+        raise EpicUnsupportedError(
+            "rows are float64: on GPUs the core's experts take float32, bfloat16 and float16; "
+            "float64 is for CPUs"
+        )
+    name = "cuda_saved_bytes" if on_gpu else "saved_bytes"
+    none, one = (int(getattr(_native.experts_memory(whole, n), name)) for n in (0, 1 << 20))
     return numbers("experts", whole.numbers("experts_")), none, -(-(one - none) >> 20)
 
 
@@ -88,6 +98,7 @@ class RunExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         size: int,
+        group: int,
         numbers: tuple[Any, ...],
         x: Tensor,
         expert_rows: Tensor,
@@ -97,8 +108,8 @@ class RunExperts(torch.autograd.Function):
     ) -> Tensor:
         """The core saves what gate and up gave."""
         inputs = (x, expert_rows, expert_tokens, slots, *weights)
-        y, saved = ops.experts.default(*inputs, size, 0, *numbers)
-        ctx.numbers = numbers
+        y, saved = ops.experts.default(*inputs, size, group, *numbers)
+        ctx.numbers = (group, *numbers)
         ctx.save_for_backward(*inputs, saved)
         return y
 
@@ -108,10 +119,10 @@ class RunExperts(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
         """Weight gradients come in float32 and leave in the weights' dtype."""
         inputs = ctx.saved_tensors
-        d_x, *rest = ops.experts_backward.default(*inputs, d_y.contiguous(), 0, *ctx.numbers)
+        d_x, *rest = ops.experts_backward.default(*inputs, d_y.contiguous(), *ctx.numbers)
         pairs = zip(inputs[3:8], rest, strict=True)
         given = [None if x is None else d.to(x.dtype) for x, d in pairs]
-        return None, None, d_x, None, None, *given
+        return None, None, None, d_x, None, None, *given
 
 
 @raising
@@ -122,11 +133,14 @@ def experts(
     expert_tokens: Tensor,
     weights: ExpertWeights,
     slot_weights: Tensor | None = None,
+    group: Group | None = None,
 ) -> Tensor:
-    """The MLP of each slab by the core, on the CPU: rows [slots, hidden] -> [slots, hidden].
+    """The MLP of each slab by the core: rows [slots, hidden] -> [slots, hidden].
 
     expert_rows and expert_tokens: as a plan gives them.  slot_weights [slots] with weighting
-    "early" and "input".  Only occupied slots are computed; the others come out as zeros.
+    "early" and "input".  group: on GPUs, one there.  Only occupied slots are computed.  Those
+    behind the last slab come out as zeros; on GPUs they hold anything, as do their gradients,
+    which dispatch and combine do not read.
     """
     weights = ExpertWeights(*weights)
     check_floats("rows", rows)
@@ -140,11 +154,13 @@ def experts(
             'slot_weights come with weighting "early" or "input", and only then'
         )
     up = weights.w_gate_up
-    passed, base, each = facts(options.key, up.shape[0], dtype_name(rows), dtype_name(up))
+    number, kinds = number_of(group, rows, "rows"), (dtype_name(rows), dtype_name(up))
+    on_gpu = group is not None and group.on_gpu
+    passed, base, each = facts(options.key, up.shape[0], *kinds, on_gpu)
     arrays = [None if w is None else w.contiguous() for w in weights]
     size = base + each * rows.shape[0]
     return RunExperts.apply(
-        size, passed, rows.contiguous(), expert_rows, expert_tokens, slot_weights, *arrays
+        size, number, passed, rows.contiguous(), expert_rows, expert_tokens, slot_weights, *arrays
     )
 
 

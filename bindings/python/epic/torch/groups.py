@@ -217,6 +217,7 @@ class Group:
             process_group = dist.group.WORLD
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
+        self.on_gpu = backend == "p2p"  # where the core computes
         wait = timeout_ms or DEFAULT_TIMEOUT_MS
         meet, self.rank, self.num_ranks = choose_meeting(process_group, meet, rank, num_ranks, wait)
         config = self.config()
@@ -275,16 +276,16 @@ class Group:
                 _native.size("epic_plan_bytes_v1", config, options),
                 _native.size("epic_capacity_bound_v1", config, options),
                 -(-options.num_experts // self.num_ranks),
-                tuple(options.placing().values()),
+                tuple(options.numbers().values()),
             )
         return found
 
     @torch._dynamo.assume_constant_result
-    def moe_facts(self, options: str, local: int, row_type: str, weight_type: str) -> Any:
+    def moe_facts(self, options: str, local: int, *more: Any) -> Any:
         """As facts, of a whole layer; a method, as tracers take no group for a constant."""
         from epic.torch.moe import facts_of  # it needs this module
 
-        return facts_of(self, options, local, row_type, weight_type)
+        return facts_of(self, options, local, *more)
 
     def plan_bytes(self, layer: Layer) -> int:
         """Bytes of a plan."""
@@ -331,7 +332,8 @@ class Group:
         return f"Group({self.name!r}, rank {self.rank} of {self.num_ranks}, {self.device}{state})"
 
 
-shared: dict[str, Group] = {}
+# By the process group itself: a name comes back after destroy_process_group, for other ranks.
+shared: "weakref.WeakKeyDictionary[Any, Group]" = weakref.WeakKeyDictionary()
 
 
 def shared_group(
@@ -339,15 +341,14 @@ def shared_group(
 ) -> Group:
     """The group that the layers of a model share: opened at the first call for the ranks of a
     process group, and anew where it was closed or is too small.  Collective, as opening is."""
-    name = process_group.group_name
-    found = shared.get(name)
+    process_group = of_mesh(process_group, None)
+    found = shared.get(process_group)
     good = found is not None and found.is_open and found.max_tokens >= max_tokens
     if found is not None and good and found.max_row_bytes >= max_row_bytes:
         return found
-    shared[name] = Group(
-        process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options
-    )
-    return shared[name]
+    made = Group(process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options)
+    shared[process_group] = made
+    return made
 
 
 def abort_all(why: str) -> None:

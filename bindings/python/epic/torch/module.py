@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer as a torch.nn.Module."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
 from epic.torch.moe import MoeWeights, moe
 from epic.torch.router import bias_update
+from epic.torch.steps import tables_of
 
 OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 
@@ -23,15 +25,16 @@ class MoE(nn.Module):
     Parameters have the names and shapes of MoeWeights; those of OF_EXPERTS are this rank's own
     experts, the others are equal on all ranks.  dtype: of the experts; the router is float32 (with
     float64 experts float64).  gate_bias, expert_biases, shared_gate: the optional parameters.
-    bias_rate: with DeepSeek's bias for the choice,
-    a buffer that update_bias moves by this; None: without.  grouped_mm, tag: as
-    of moe.
+    bias_rate: with DeepSeek's bias for the choice, a buffer that update_bias moves by this; None:
+    without.  logical_of_expert: with layer.num_logical, whose replica each expert is, a buffer;
+    replicas begin alike and stay so.  grouped_mm, tag: as of moe.
 
     layer(x) gives (out, loss): x [..., hidden], loss this rank's part of the losses, [].
     """
 
     bias: Tensor | None
     load: Tensor | None
+    logical_of_expert: Tensor | None
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class MoE(nn.Module):
         expert_biases: bool = False,
         shared_gate: bool = False,
         bias_rate: float | None = None,
+        logical_of_expert: Sequence[int] | None = None,
         grouped_mm: GroupedMm | None = None,
         tag: int = 0,
     ) -> None:
@@ -67,9 +71,11 @@ class MoE(nn.Module):
         columns = options.router.num_experts + options.router.zero_experts
         bias = None if bias_rate is None else torch.zeros(columns, device=device)
         self.register_buffer("bias", bias)
-        count = options.layer.num_experts
-        load = torch.zeros(count, dtype=torch.int32, device=device)
+        load = torch.zeros(options.layer.num_ids, dtype=torch.int32, device=device)
         self.register_buffer("load", None if bias_rate is None else load, persistent=False)
+        self.replicas = logical_of_expert
+        whose = tables_of(options.layer, None, logical_of_expert, load)[1]
+        self.register_buffer("logical_of_expert", whose)
         if torch.device(device).type != "meta":
             self.reset_parameters()
 
@@ -97,18 +103,21 @@ class MoE(nn.Module):
         """Normal numbers of standard deviation 1 / sqrt(inputs), biases 0: for each expert the same
         whatever the number of ranks.  After device="meta": call to_empty, then this."""
         first = self.group.rank * self.num_local_experts
+        logical = self.replicas or range(self.options.layer.num_experts)
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 if name.startswith("b_"):
                     parameter.zero_()
                 elif name in OF_EXPERTS:
                     for i, expert in enumerate(parameter):
-                        fill(expert, name, seed, 1 + first + i)
+                        fill(expert, name, seed, 1 + logical[first + i])
                 else:
                     fill(parameter, name, seed, 0)
             for buffer in (self.bias, self.load):
                 if buffer is not None:
                     buffer.zero_()
+            if self.logical_of_expert is not None:
+                self.logical_of_expert.copy_(torch.as_tensor(self.replicas))
 
     def weights(self) -> MoeWeights:
         """As moe takes them."""
@@ -123,11 +132,12 @@ class MoE(nn.Module):
             x,
             self.weights(),
             grouped_mm=self.grouped_mm,
+            logical_of_expert=self.logical_of_expert,
             token_mask=token_mask,
             tag=self.tag,
         )
         if self.training and self.load is not None:
-            self.load.add_(found.load)
+            self.load.add_(found.load_of_ids)
         return found.out, found.loss
 
     def update_bias(self, process_group: Any = None) -> None:
@@ -138,7 +148,7 @@ class MoE(nn.Module):
             return
         if process_group is not None:
             torch.distributed.all_reduce(self.load, group=process_group)
-        count = self.options.layer.num_experts
+        count = self.options.layer.num_ids
         bias_update(self.bias[:count], self.load, self.bias_rate, self.group)
         self.load.zero_()
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole layer: router, plan, dispatch, experts, combine, as one function with gradients.
 
-On the CPU it is the core's own layer, forward and backward one operator each.  With `grouped_mm=`,
-on GPUs, and with a token mask it is composed of the single functions.
+It is the core's own layer, forward and backward one operator each.  With `grouped_mm=`, a token
+mask or rows that are quantized on the way, and on GPUs with what the core's layer has not there
+(in_core), it is composed of the single functions.
 """
 
 from dataclasses import replace
@@ -13,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from epic import _native
-from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.errors import EpicArgumentError
 from epic.options import Experts, Moe, Router, known
-from epic.torch import steps
+from epic.torch import replicas, steps
 from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
@@ -52,12 +53,18 @@ class MoeWeights(NamedTuple):
 
 
 class MoeOut(NamedTuple):
-    """out as x; loss []: this rank's part of balance loss + z-loss; load, demand: of the plan."""
+    """out as x; loss []: this rank's part of balance loss + z-loss; the others: of the plan."""
 
     out: Tensor
     loss: Tensor
     load: Tensor
     demand: Tensor
+    logical_load: Tensor | None = None
+
+    @property
+    def load_of_ids(self) -> Tensor:
+        """Of what the router chooses: experts, or with replicas the logical ones."""
+        return self.load if self.logical_load is None else self.logical_load
 
 
 # The order of the operators' tensors.
@@ -75,6 +82,8 @@ class Facts(NamedTuple):
     saved_bytes: int
     forward_bytes: int
     backward_bytes: int
+    plan_bytes: int  # with which begins what is saved
+    replicas: int  # experts, if they are replicas of fewer; else 0
     numbers: tuple[Any, ...]
 
 
@@ -85,7 +94,7 @@ def numbers_of(options: Moe) -> tuple[Any, ...]:
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
-        **options.layer.placing("layer_"),
+        **options.layer.numbers("layer_"),
         **options.router.numbers("router_"),
         **options.experts.numbers("experts_"),
         **(options.shared or NO_EXPERTS).numbers("shared_"),
@@ -96,13 +105,16 @@ def numbers_of(options: Moe) -> tuple[Any, ...]:
 
 
 def facts_of(
-    group: Group, options: str, local: int, row_type: str, weight_type: str
+    group: Group, options: str, local: int, row_type: str, weight_type: str, distinct: bool
 ) -> tuple[Any, ...]:
-    """Facts of the options of that key; the group keeps them."""
-    key = (options, local, row_type, weight_type)
+    """Facts of the options of that key; the group keeps them.  distinct: a router chooses no expert
+    twice for a token; a caller's table may."""
+    key = (options, local, row_type, weight_type, distinct)
     found = group.kept.get(key)
     if found is None:
         wish = known[options]
+        if distinct:
+            wish = replace(wish, layer=replace(wish.layer, distinct=True))
         bound = group.capacity_bound(wish.layer)
         whole = replace(
             wish,
@@ -111,8 +123,11 @@ def facts_of(
             capacity=bound if wish.capacity is None else wish.capacity,
         )
         sizes = _native.moe_memory(group.config(), whole)
-        bytes_ = (sizes.saved_bytes, sizes.forward_bytes, sizes.backward_bytes)
-        found = group.kept[key] = (*map(int, bytes_), numbers_of(whole))
+        prefix, names = "cuda_" if group.on_gpu else "", ("saved", "forward", "backward")
+        bytes_ = [int(getattr(sizes, f"{prefix}{name}_bytes")) for name in names]
+        replicas = wish.layer.num_experts if wish.layer.num_logical else 0
+        bytes_ += [group.plan_bytes(wish.layer), replicas]
+        found = group.kept[key] = (*bytes_, numbers_of(whole))
     return found
 
 
@@ -131,6 +146,20 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
         raise EpicArgumentError("shared options and shared weights come together")
 
 
+def in_core(group: Group, options: Moe, weights: MoeWeights, ranks: Any) -> bool:
+    """Is all of it in the core's own layer?  On GPUs some is not."""
+    layer = options.layer
+    left_out = (
+        options.router.zero_experts,
+        layer.sum_order == "tree",
+        layer.num_logical,
+        layer.num_experts % group.num_ranks,
+        weights.w_shared_gate is not None,
+        ranks is not None,
+    )
+    return not (group.on_gpu and any(left_out))
+
+
 # ------------------------------------------------------------- the core's own layer ----
 
 
@@ -145,19 +174,19 @@ class Layer(torch.autograd.Function):
         facts: Facts,
         token_ids: Tensor | None,
         table: Tensor | None,
-        ranks: Tensor | None,
+        tables: tuple[Tensor | None, Tensor | None],
         x: Tensor,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """The core saves what it needs; x and weights are kept as they are."""
         numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.numbers)
-        out, loss, load, demand, saved = ops.moe.default(
-            group.turn, x, *weights, token_ids, table, ranks, *numbers
+        out, loss, *counts, saved = ops.moe.default(
+            group.turn, x, *weights, token_ids, table, *tables, *numbers
         )
         ctx.group, ctx.tag, ctx.facts = group, tag, facts
         ctx.save_for_backward(x, *weights, saved)
-        ctx.mark_non_differentiable(load, demand)
-        return out, loss, load, demand
+        ctx.mark_non_differentiable(*counts)
+        return out, loss, *counts
 
     @staticmethod
     @once_differentiable
@@ -166,13 +195,24 @@ class Layer(torch.autograd.Function):
         """Weight gradients come in float32 and leave in the weights' dtype."""
         x, *weights, saved = ctx.saved_tensors
         group, facts = ctx.group, ctx.facts
-        numbers = (facts.backward_bytes, group.number, ctx.tag, *facts.numbers)
+        numbers = (facts.backward_bytes, facts.replicas, group.number, ctx.tag, *facts.numbers)
         gradients = (d_out.contiguous(), d_loss.contiguous())
         results = ops.moe_backward.default(group.turn, x, *weights, saved, *gradients, *numbers)
-        d_x = results[0]
-        pairs = zip(weights, (*results[1:3], None, *results[3:]), strict=True)  # not of the bias
+        d_x, *rest = results
+        if facts.replicas:
+            rest = of_logical(ctx, saved, rest)
+        pairs = zip(weights, (*rest[:2], None, *rest[2:]), strict=True)  # not of the bias
         given = [None if w is None or d is None else d.to(w.dtype) for w, d in pairs]
         return None, None, None, None, None, None, d_x, *given
+
+
+def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
+    """The gradients of experts, added over replicas; of no tensor [0].  Those of w_gate and b_gate
+    come before them."""
+    way = steps.Way(ctx.group, ctx.tag, 0, False, True)
+    plan, (first, end) = saved[: ctx.facts.plan_bytes], (2, 2 + len(OF_EXPERTS))
+    mine = [replicas.added(way, plan, d) if d.dim() > 1 else d for d in gradients[first:end]]
+    return [*gradients[:first], *mine, *gradients[end:]]
 
 
 # ------------------------------------------------------------------------- composed ----
@@ -197,7 +237,8 @@ def by_experts(
     """With the caller's product, else by the core."""
     if grouped_mm is not None:
         return mlp(options, grouped_mm, x, plan.expert_rows, weights, slots)
-    return experts(options, x, plan.expert_rows, plan.expert_tokens, weights, slots)
+    group = plan.way.group
+    return experts(options, x, plan.expert_rows, plan.expert_tokens, weights, slots, group)
 
 
 def by_shared(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
@@ -256,7 +297,7 @@ def losses(
     elif options.balance_coeff:
         p = probabilities(router, logits)[:, : router.num_experts] * live[:, None]
         factor = router.num_experts * options.balance_coeff / (router.top_k * total * total)
-        loss = loss + factor * (p * plan.load).sum()
+        loss = loss + factor * (p * plan.load_of_ids).sum()
     if options.z_coeff:
         z = logits.logsumexp(-1).square() * live
         loss = loss + options.z_coeff / total * z.sum()
@@ -271,7 +312,7 @@ def composed(
     weights: MoeWeights,
     token_ids: Tensor | None,
     table: Tensor | None,
-    ranks: Tensor | None,
+    tables: tuple[Tensor | None, Tensor | None],
     mask: Tensor | None,
     tag: int,
 ) -> MoeOut:
@@ -282,18 +323,19 @@ def composed(
     )
     if mask is not None:
         chosen = torch.where(mask[:, None], chosen, -1)
-    zero = chosen >= options.layer.num_experts  # identity experts stay at home
+    zero = chosen >= options.layer.num_ids  # identity experts stay at home
     sent = torch.where(zero, -1, chosen) if options.router.zero_experts else chosen
     local = weights.w_gate_up.shape[0]
     late = options.experts.weighting == "late"
-    more: dict[str, Any] = {"capacity": options.capacity, "rank_of_expert": ranks, "tag": tag}
-    more["num_local_experts"] = local if ranks is not None else None
+    more: dict[str, Any] = {"capacity": options.capacity, "tag": tag}
+    more |= {"rank_of_expert": tables[0], "logical_of_expert": tables[1]}
+    more["num_local_experts"] = local if tables[0] is not None else None
     if options.quantize is None:
         plan, recv, slots = steps.plan_dispatch(group, options.layer, sent, x, w, **more)
     else:
         plan = steps.plan(group, options.layer, sent, **more)
         recv, slots = steps.dispatch(plan, x, w, quantize=options.quantize)
-    own = ExpertWeights(*(getattr(weights, name) for name in OF_EXPERTS))
+    own = ExpertWeights(*(replicas.tied(plan, getattr(weights, name)) for name in OF_EXPERTS))
     y = by_experts(options.experts, grouped_mm, recv, plan, own, None if late else slots)
     out = steps.combine(plan, y, slots if late else None)
     if options.router.zero_experts:
@@ -302,7 +344,7 @@ def composed(
     if options.shared is not None:
         out = out + by_shared(options, x, weights)
     loss = losses(group, options, logits, plan, chosen, mask, tag)
-    return MoeOut(out, loss, plan.load, plan.demand)
+    return MoeOut(out, loss, plan.load, plan.demand, plan.logical_load)
 
 
 # ------------------------------------------------------------------------ the layer ----
@@ -319,39 +361,39 @@ def moe(
     token_ids: Tensor | None = None,
     table: Tensor | None = None,
     rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
     token_mask: Tensor | None = None,
     tag: int = 0,
 ) -> MoeOut:
     """The layer of x [..., hidden].
 
     grouped_mm: composes the layer around a product of the caller's, as torch._grouped_mm is one:
-    grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32); on GPUs it is
-    needed.  token_ids, table: as of route; rank_of_expert: as of plan.  token_mask [...] bool:
-    tokens that are False have no routed expert and no part in the losses.
+    grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32).  token_ids,
+    table: as of route; rank_of_expert, logical_of_expert: as of plan; replicas' gradients are
+    those of the logical expert.  token_mask [...] bool: tokens that are False have no routed expert
+    and no part in the losses.
     """
     weights = MoeWeights(*weights)
     check_moe(options, x, weights)
     rows = steps.as_rows("x", x)
-    ranks = steps.table_of(options.layer, rank_of_expert, rows)
+    tables = steps.tables_of(options.layer, rank_of_expert, logical_of_expert, rows)
     if token_ids is not None:
         token_ids = token_ids.reshape(-1).contiguous()
     if table is not None:
         table = table.to(torch.int32).contiguous()
     mask = None if token_mask is None else token_mask.reshape(-1)
-    if x.device.type != "cpu" and grouped_mm is None:
-        raise EpicUnsupportedError(
-            f"x on {x.device}: the core's experts run on the CPU: pass grouped_mm=, for example "
-            "torch._grouped_mm"
-        )
-    if grouped_mm is not None or mask is not None or options.quantize is not None:
+    by_steps = grouped_mm is not None or mask is not None or options.quantize is not None
+    if by_steps or not in_core(group, options, weights, tables[0]):
         found = composed(
-            group, options, grouped_mm, rows, weights, token_ids, table, ranks, mask, tag
+            group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag
         )
         return found._replace(out=found.out.reshape(x.shape))
     up = weights.w_gate_up
     local, kinds = up.shape[0], (dtype_name(rows), dtype_name(up))
-    facts = Facts(*group.moe_facts(options.key, local, *kinds))
+    facts = Facts(*group.moe_facts(options.key, local, *kinds, table is None))
     arrays = [getattr(weights, name) for name in ORDER]
     arrays = [None if w is None else w.contiguous() for w in arrays]
-    out, loss, load, demand = Layer.apply(group, tag, facts, token_ids, table, ranks, rows, *arrays)
-    return MoeOut(out.reshape(x.shape), loss[0], load, demand)
+    inputs = (group, tag, facts, token_ids, table, tables, rows)
+    out, loss, load, demand, logical = Layer.apply(*inputs, *arrays)
+    logical = logical if facts.replicas else None
+    return MoeOut(out.reshape(x.shape), loss[0], load, demand, logical)

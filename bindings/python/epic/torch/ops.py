@@ -104,11 +104,22 @@ def like_or_none(x: Tensor | None, dtype: torch.dtype, of: Tensor) -> Tensor:
     return floats(of, 0) if x is None else x.new_empty(x.shape, dtype=dtype)
 
 
+def argument_names(name: str) -> list[str]:
+    """Of an operator."""
+    schema = getattr(torch.ops.epic, name).default._schema
+    return [argument.name for argument in schema.arguments]
+
+
+LAYER = [name for name in argument_names("plan") if name.startswith("layer_")]
+NUM_LOGICAL = LAYER.index("layer_num_logical")
+
+
 @fake
 def plan_fake(
     turn: Tensor,
     topk_idx: Tensor,
     rank_of_expert: Tensor | None,
+    logical_of_expert: Tensor | None,
     capacity: Any,
     plan_bytes: Any,
     num_local_experts: Any,
@@ -116,10 +127,9 @@ def plan_fake(
     tag: int,
     *layer: int,
 ) -> tuple[Tensor, ...]:
-    """The plan, expert_rows, expert_tokens, load, demand."""
-    local = num_local_experts
-    of = topk_idx
-    return octets(of, plan_bytes), ints(of, local), ints(of, local), ints(of, layer[0]), ints(of, 1)
+    """The plan, expert_rows, expert_tokens, load, demand, logical_load."""
+    counts = (num_local_experts, num_local_experts, layer[0], 1, layer[NUM_LOGICAL])
+    return octets(topk_idx, plan_bytes), *(ints(topk_idx, count) for count in counts)
 
 
 @fake
@@ -141,6 +151,7 @@ def plan_dispatch_fake(
     turn: Tensor,
     topk_idx: Tensor,
     rank_of_expert: Tensor | None,
+    logical_of_expert: Tensor | None,
     tokens: Tensor,
     weights: Tensor | None,
     capacity: Any,
@@ -153,7 +164,8 @@ def plan_dispatch_fake(
 ) -> tuple[Tensor, ...]:
     """Those of plan, then those of dispatch."""
     sizes = (capacity, plan_bytes, num_local_experts)
-    planned = plan_fake(turn, topk_idx, rank_of_expert, *sizes, group, tag, *layer)
+    tables = (rank_of_expert, logical_of_expert)
+    planned = plan_fake(turn, topk_idx, *tables, *sizes, group, tag, *layer)
     return (*planned, *dispatch_fake(turn, planned[0], tokens, weights, capacity))
 
 
@@ -265,6 +277,11 @@ def sum__fake(turn: Tensor, *_: Any) -> None:
     """Nothing."""
 
 
+@fake
+def sum_replicas__fake(turn: Tensor, *_: Any) -> None:
+    """Nothing."""
+
+
 # ------------------------------------------------------------------- router and losses ----
 
 
@@ -357,12 +374,6 @@ def experts_backward_fake(
     return torch.empty_like(x), slots, *(like_or_none(w, wide(x), x) for w in weights)
 
 
-def argument_names(name: str) -> list[str]:
-    """Of an operator."""
-    schema = getattr(torch.ops.epic, name).default._schema
-    return [argument.name for argument in schema.arguments]
-
-
 def numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
     """Those values that an operator has arguments for, in their order."""
     return tuple(values[argument] for argument in argument_names(name) if argument in values)
@@ -374,10 +385,13 @@ MOE_WEIGHTS = 12  # of moe: w_gate to w_shared_gate; the third is the bias, with
 
 @fake
 def moe_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The tokens, the loss, load, demand, and what is saved for backward."""
-    saved_bytes, num_experts = rest[MOE_WEIGHTS + 3], rest[NUM_EXPERTS - 2]
+    """The tokens, the loss, load, demand, logical_load, and what is saved for backward."""
+    logical, saved_bytes = rest[MOE_WEIGHTS + 3 : MOE_WEIGHTS + 5]
+    num_ids = rest[NUM_EXPERTS - 2]
+    loads = (num_ids, 0) if logical is None else (logical.shape[0], num_ids)
     loss = x.new_empty((1,), dtype=wide(x))
-    return torch.empty_like(x), loss, ints(x, num_experts), ints(x, 1), octets(x, saved_bytes)
+    counts = (ints(x, loads[0]), ints(x, 1), ints(x, loads[1]))
+    return torch.empty_like(x), loss, *counts, octets(x, saved_bytes)
 
 
 @fake

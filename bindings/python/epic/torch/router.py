@@ -24,12 +24,12 @@ def numbers_of(router: str) -> tuple[Any, ...]:
     return tuple(known[router].numbers().values())
 
 
-def number_of(group: Group | None, logits: Tensor) -> int:
+def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
     """The group, which is needed on GPUs alone."""
-    if logits.device.type == "cpu":
+    if x.device.type == "cpu" and not (group is not None and group.on_gpu):
         return 0
     if group is None:
-        raise EpicArgumentError(f"logits on {logits.device}: group= is needed there")
+        raise EpicArgumentError(f"{name} on {x.device}: group= is needed there")
     return group.number
 
 

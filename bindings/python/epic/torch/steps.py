@@ -18,6 +18,7 @@ ops = torch.ops.epic
 ROW_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ZERO_TAIL = 1
 EXACT = 0  # as capacity: as many slots as land
+PLANNED = 6  # results of epic::plan, with which those of epic::plan_dispatch begin
 
 
 class Way(NamedTuple):
@@ -27,11 +28,12 @@ class Way(NamedTuple):
     tag: int
     top_k: int
     flat: bool
+    replicas: bool
 
 
 def way_of(group: Group, layer: Layer, tag: int) -> Way:
     """Of a layer's calls."""
-    return Way(group, tag, layer.top_k, layer.layout == "flat")
+    return Way(group, tag, layer.top_k, layer.layout == "flat", bool(layer.num_logical))
 
 
 def check_layout(way: Way, flat: bool, other: str) -> None:
@@ -46,7 +48,8 @@ class Plan(NamedTuple):
 
     bytes [n] uint8: what dispatch, combine and their gradients read; expert_rows and
     expert_tokens [local experts] int32: padded and true rows of each slab; load [num_experts]
-    int32: choices of each expert over the group; demand [1] int32: slots that were needed.
+    int32: choices of each expert over the group; demand [1] int32: slots that were needed;
+    logical_load [num_logical]: the load of logical experts, None without replicas.
     """
 
     bytes: Tensor
@@ -54,9 +57,15 @@ class Plan(NamedTuple):
     expert_tokens: Tensor
     load: Tensor
     demand: Tensor
+    logical_load: Tensor | None
     num_tokens: int
     capacity: int
     way: Way
+
+    @property
+    def load_of_ids(self) -> Tensor:
+        """Of what ids name: experts, or the logical ones."""
+        return self.load if self.logical_load is None else self.logical_load
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -86,8 +95,8 @@ def check_floats(name: str, x: Tensor) -> None:
 
 def as_weights(name: str, x: Tensor | None, *shape: int) -> Tensor | None:
     """Float32 of that shape; None stays None."""
-    if x is None:
-        return None
+    if x is None or (x.dtype == torch.float32 and x.shape == shape and x.is_contiguous()):
+        return x  # at once: the host's time is the caller's
     size = shape[0] * shape[1] if len(shape) == 2 else shape[0]
     if x.numel() != size:
         raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
@@ -105,16 +114,27 @@ def as_choices(layer: Layer, topk_idx: Tensor) -> Tensor:
     return as_rows("topk_idx", topk_idx)
 
 
-def table_of(layer: Layer, table: Any, like: Tensor) -> Tensor | None:
-    """rank_of_expert as a tensor."""
+def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert") -> Any:
+    """A number for each expert as a tensor; None stays None."""
     if table is None:
         return None
-    ranks = torch.as_tensor(table, dtype=torch.int32, device=like.device).contiguous()
-    if ranks.shape != (layer.num_experts,):
+    found = torch.as_tensor(table, dtype=torch.int32, device=like.device).contiguous()
+    if found.shape != (layer.num_experts,):
         raise EpicArgumentError(
-            f"rank_of_expert: shape {list(ranks.shape)}: [{layer.num_experts}] is needed"
+            f"{name}: shape {list(found.shape)}: [{layer.num_experts}] is needed"
         )
-    return ranks
+    return found
+
+
+def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any, Any]:
+    """rank_of_expert and logical_of_expert."""
+    if bool(layer.num_logical) != (logical is not None):
+        raise EpicArgumentError(
+            f"num_logical {layer.num_logical}: logical_of_expert [num_experts] comes with "
+            "num_logical, and only then"
+        )
+    whose = table_of(layer, logical, like, "logical_of_expert")
+    return table_of(layer, ranks, like), whose
 
 
 # ------------------------------------------------------------------------------ plan ----
@@ -138,10 +158,11 @@ def sizes_of(facts: Facts, table: Any, capacity: int | None, local: int | None) 
 
 def plan_of(way: Way, parts: Any, num_tokens: int, capacity: int, local: int | None) -> Plan:
     """The operator's results."""
-    data, rows, tokens, load, demand = parts
+    data, rows, tokens, load, demand, logical = parts
     if local is not None and rows.shape[0] != local:
         rows, tokens = rows[:local], tokens[:local]
-    return Plan(data, rows, tokens, load, demand, num_tokens, capacity, way)
+    ids = logical if way.replicas else None
+    return Plan(data, rows, tokens, load, demand, ids, num_tokens, capacity, way)
 
 
 @raising
@@ -152,6 +173,7 @@ def plan(
     *,
     capacity: int | None = None,
     rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
     num_local_experts: int | None = None,
     tag: int = 0,
 ) -> Plan:
@@ -159,14 +181,17 @@ def plan(
 
     capacity: slots of this rank; None: as many as can ever be needed; EXACT: as many as land, for
     which the host waits once.  rank_of_expert [num_experts]: which rank owns each expert, with
-    num_local_experts, the most of one rank; None: contiguous blocks.  tag: calls of one tag come
-    in the same order on every rank; threads of a process use different ones.
+    num_local_experts, the most of one rank; None: contiguous blocks.  logical_of_expert
+    [num_experts]: with layer.num_logical, whose replica each expert is; topk_idx names logical
+    experts then, and their replicas take turns.  tag: calls of one tag come in the same order on
+    every rank; threads of a process use different ones.
     """
     facts, way = Facts(*group.facts(layer.key)), way_of(group, layer, tag)
     chosen = as_choices(layer, topk_idx)
-    table = table_of(layer, rank_of_expert, chosen)
-    sizes = sizes_of(facts, table, capacity, num_local_experts)
-    parts = ops.plan.default(group.turn, chosen, table, *sizes, group.number, tag, *facts.numbers)
+    tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
+    sizes = sizes_of(facts, tables[0], capacity, num_local_experts)
+    place = (group.number, tag)
+    parts = ops.plan.default(group.turn, chosen, *tables, *sizes, *place, *facts.numbers)
     slots = sizes[0]
     if slots == EXACT:
         slots = int(parts[4].item())
@@ -374,7 +399,7 @@ def rounded(
 def plan_dispatch_op(
     way: Way,
     chosen: Tensor,
-    table: Tensor | None,
+    tables: tuple[Tensor | None, Tensor | None],
     tokens: Tensor,
     weights: Tensor | None,
     sizes: tuple[int, ...],
@@ -384,7 +409,7 @@ def plan_dispatch_op(
     """The operator."""
     group = way.group
     numbers = (*sizes, flags, group.number, way.tag, *layer)
-    return ops.plan_dispatch.default(group.turn, chosen, table, tokens, weights, *numbers)
+    return ops.plan_dispatch.default(group.turn, chosen, *tables, tokens, weights, *numbers)
 
 
 class PlanDispatch(torch.autograd.Function):
@@ -395,7 +420,7 @@ class PlanDispatch(torch.autograd.Function):
         ctx: Any,
         way: Way,
         chosen: Tensor,
-        table: Tensor | None,
+        tables: tuple[Tensor | None, Tensor | None],
         tokens: Tensor,
         weights: Tensor | None,
         sizes: tuple[int, ...],
@@ -404,9 +429,9 @@ class PlanDispatch(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """The plan is saved."""
         ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
-        out = plan_dispatch_op(way, chosen, table, tokens, weights, sizes, flags, layer)
+        out = plan_dispatch_op(way, chosen, tables, tokens, weights, sizes, flags, layer)
         ctx.save_for_backward(out[0])
-        ctx.mark_non_differentiable(*out[:5])
+        ctx.mark_non_differentiable(*out[:PLANNED])
         return out
 
     @staticmethod
@@ -415,7 +440,7 @@ class PlanDispatch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """As dispatch's."""
         (data,) = ctx.saved_tensors
-        return None, None, None, *rows_home(ctx, data, *gradients[5:]), None, None, None
+        return None, None, None, *rows_home(ctx, data, *gradients[PLANNED:]), None, None, None
 
 
 @raising
@@ -428,6 +453,7 @@ def plan_dispatch(
     *,
     capacity: int | None = None,
     rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
     num_local_experts: int | None = None,
     zero_tail: bool = True,
     tag: int = 0,
@@ -435,8 +461,8 @@ def plan_dispatch(
     """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None)."""
     facts, way = Facts(*group.facts(layer.key)), way_of(group, layer, tag)
     chosen = as_choices(layer, topk_idx)
-    table = table_of(layer, rank_of_expert, chosen)
-    sizes = sizes_of(facts, table, capacity, num_local_experts)
+    tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
+    sizes = sizes_of(facts, tables[0], capacity, num_local_experts)
     check_layout(way, False, "plan, then dispatch_flat")
     if sizes[0] == EXACT:
         raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
@@ -445,9 +471,9 @@ def plan_dispatch(
     weights = as_weights("weights", weights, chosen.shape[0], layer.top_k)
     call = PlanDispatch.apply if needs_gradient(rows, weights) else plan_dispatch_op
     flags = ZERO_TAIL if zero_tail else 0
-    out = call(way, chosen, table, rows, weights, sizes, flags, facts.numbers)
-    made = plan_of(way, out[:5], chosen.shape[0], sizes[0], num_local_experts)
-    return made, out[5], None if weights is None else out[6]
+    out = call(way, chosen, tables, rows, weights, sizes, flags, facts.numbers)
+    made = plan_of(way, out[:PLANNED], chosen.shape[0], sizes[0], num_local_experts)
+    return made, out[PLANNED], None if weights is None else out[PLANNED + 1]
 
 
 # --------------------------------------------------------------------------- combine ----

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas of experts: their gradients are added, so that weights that were equal stay equal."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.torch.ops import raising
+from epic.torch.steps import Plan, Way, needs_gradient
+
+ops = torch.ops.epic
+
+
+def added(way: Way, data: Tensor, x: Tensor) -> Tensor:
+    """sum_replicas on checked tensors; the operator works in place."""
+    out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    rows = out.view(out.shape[0], -1)
+    ops.sum_replicas_.default(way.group.turn, data, rows, way.group.number, way.tag)
+    return rows.view(out.shape)
+
+
+class SumReplicas(torch.autograd.Function):
+    """epic::sum_replicas_ with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Way, data: Tensor, x: Tensor) -> Tensor:
+        """Nothing is saved but the plan."""
+        ctx.way = way
+        ctx.save_for_backward(data)
+        return added(way, data, x)
+
+    @staticmethod
+    @once_differentiable
+    @raising
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Each replica's numbers are in every replica's sum."""
+        (data,) = ctx.saved_tensors
+        return None, None, added(ctx.way, data, gradient).to(gradient.dtype)
+
+
+class Tied(torch.autograd.Function):
+    """A weight as it is, whose gradient is added over replicas."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Way, data: Tensor, weight: Tensor) -> Tensor:
+        """As SumReplicas."""
+        ctx.way = way
+        ctx.save_for_backward(data)
+        return weight.view_as(weight)
+
+    backward = SumReplicas.backward
+
+
+def check(plan: Plan, name: str, x: Tensor) -> None:
+    """A row for each expert of this rank."""
+    local = plan.expert_rows.shape[0]
+    if x.dim() < 1 or x.shape[0] != local:
+        raise EpicArgumentError(
+            f"{name}: shape {list(x.shape)}: [local experts {local}, ...] is needed"
+        )
+    check_type(name, x)
+
+
+def check_type(name: str, x: Tensor) -> None:
+    """The core adds float32."""
+    if x.dtype == torch.float64:
+        raise EpicUnsupportedError(
+            f"gradients of replicas are added in float32: {name} is float64; train without "
+            "replicas, or in float32"
+        )
+
+
+@raising
+def sum_replicas(plan: Plan, x: Tensor) -> Tensor:
+    """Adds what the replicas of a logical expert have, x [local experts, ...] float32, and gives
+    each the sum: of gradients that were made without `tied`, or over many steps."""
+    check(plan, "x", x)
+    if x.dtype != torch.float32:
+        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
+    if not plan.way.replicas:
+        return x
+    call = SumReplicas.apply if needs_gradient(x) else added
+    return call(plan.way, plan.bytes, x)
+
+
+@raising
+def tied(plan: Plan, weight: Tensor | None) -> Tensor | None:
+    """A weight [local experts, ...] as it is; its gradient is that of its logical expert, the sum
+    over the replicas.  epic.torch.moe does it by itself."""
+    if weight is None or not plan.way.replicas:
+        return weight
+    check(plan, "weight", weight)
+    return Tied.apply(plan.way, plan.bytes, weight)
