@@ -16,6 +16,10 @@ void check_begin(void);
 bool check_that(bool right, const char *file, int line, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 
+/* Of two numbers, whose texts are told. */
+bool check_equal(long long a, long long b, const char *file, int line, const char *a_text,
+                 const char *b_text);
+
 long check_num_passed(void);
 long check_num_failed(void);
 
@@ -27,8 +31,6 @@ int check_skip(const char *why);
 
 #define CHECK(condition) check_that((condition), __FILE__, __LINE__, "not true: %s", #condition)
 #define CHECK_SAY(condition, ...) check_that((condition), __FILE__, __LINE__, __VA_ARGS__)
-#define CHECK_EQ(a, b)                                                                         \
-    check_that((long long)(a) == (long long)(b), __FILE__, __LINE__, "%s is %lld, %s is %lld", \
-               #a, (long long)(a), #b, (long long)(b))
+#define CHECK_EQ(a, b) check_equal((long long)(a), (long long)(b), __FILE__, __LINE__, #a, #b)
 
 #endif

@@ -54,6 +54,12 @@ bool check_that(bool right, const char *file, int line, const char *format, ...)
     return false;
 }
 
+bool check_equal(long long a, long long b, const char *file, int line, const char *a_text,
+                 const char *b_text)
+{
+    return check_that(a == b, file, line, "%s is %lld, %s is %lld", a_text, a, b_text, b);
+}
+
 long check_num_passed(void)
 {
     return atomic_load(&total->passed);

@@ -28,6 +28,10 @@ done
 grep -q '</svg>' "$here/picture.svg"
 [ "$(grep -c polyline "$here/picture.svg")" = 4 ]
 
+# An operation that takes no time at all is drawn, too.
+timeout 60 "$sim" --ranks 1,2 --launch 0 --tokens 1 --svg "$here/picture.svg" >"$here/out"
+grep -q "</svg>" "$here/picture.svg"
+
 # Another constant, another time; the same bytes.
 "$sim" --ranks 16 --nic 25 >"$here/out"
 ranks=16

@@ -5,7 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "info.h"
 #include "trace_draw.h"
+
+#define MOST_REPLAYED 256 /* ranks, which are threads */
 
 static const char help[] =
     "usage: epic-trace show TRACE                    what is in it\n"
@@ -66,7 +69,7 @@ static int read_options(options *o, int argc, char **argv)
         if (!strcmp(name, "--place"))
             o->place = value;
         else if (!strcmp(name, "--ranks"))
-            o->replay.ranks = (int32_t)number_of(name, value, 1, 256);
+            o->replay.ranks = (int32_t)number_of(name, value, 1, MOST_REPLAYED);
         else if (!strcmp(name, "--hidden"))
             o->replay.hidden = number_of(name, value, 1, 1 << 20);
         else if (!trace_option(&o->choice, name, value))
@@ -91,7 +94,9 @@ static void show(const trace *t)
             else
                 load[s->ids[c]]++;
     }
-    printf("group \"%s\", %d ranks, %u experts\n", t->name, t->num_ranks, t->num_experts);
+    printf("group \"");
+    info_text(stdout, t->name);
+    printf("\", %d ranks, %u experts\n", t->num_ranks, t->num_experts);
     printf("steps       %" PRId64 "\n", t->num_steps);
     if (t->num_incomplete)
         printf("left out    %" PRId64 " plans that not every rank has recorded\n",
@@ -169,6 +174,9 @@ static void run_replay(const trace *t, options *o)
     epic_placement place;
     if (!o->replay.ranks) o->replay.ranks = t->num_ranks;
     if (!o->replay.hidden) o->replay.hidden = 64;
+    if (o->replay.ranks > MOST_REPLAYED)
+        complain("a trace of %d ranks: at most %d can be replayed, say how many by --ranks",
+                 o->replay.ranks, MOST_REPLAYED);
     if (o->place) {
         const char *why = epic_placement_read(&place, o->place);
         if (why) complain("%s: %s", o->place, why);

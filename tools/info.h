@@ -29,4 +29,7 @@ void info_text(FILE *to, const char *text);
 /* The same as a string of JSON, with its quotes. */
 void info_json(FILE *to, const char *text);
 
+/* The same as a label's value of Prometheus, which knows no \u. */
+void info_label(FILE *to, const char *text);
+
 #endif

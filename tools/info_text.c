@@ -27,32 +27,35 @@ static int printable(const unsigned char *c)
     return 0;
 }
 
-void info_text(FILE *to, const char *text)
+/* `before`: what stands before the two digits of a byte that cannot be printed. */
+static void print(FILE *to, const char *text, bool quoted, const char *before)
 {
+    if (quoted) fputc('"', to);
     for (const unsigned char *c = (const unsigned char *)text; *c;) {
         const int bytes = printable(c);
+        if (quoted && (*c == '"' || *c == '\\')) fputc('\\', to);
         if (bytes)
             fwrite(c, 1, (size_t)bytes, to);
         else
-            fprintf(to, "\\x%02x", *c);
+            fprintf(to, "%s%02x", before, *c);
         c += bytes ? bytes : 1;
     }
+    if (quoted) fputc('"', to);
+}
+
+void info_text(FILE *to, const char *text)
+{
+    print(to, text, false, "\\x");
 }
 
 void info_json(FILE *to, const char *text)
 {
-    fputc('"', to);
-    for (const unsigned char *c = (const unsigned char *)text; *c;) {
-        const int bytes = printable(c);
-        if (*c == '"' || *c == '\\')
-            fprintf(to, "\\%c", *c);
-        else if (bytes)
-            fwrite(c, 1, (size_t)bytes, to);
-        else
-            fprintf(to, "\\u%04x", *c);
-        c += bytes ? bytes : 1;
-    }
-    fputc('"', to);
+    print(to, text, true, "\\u00");
+}
+
+void info_label(FILE *to, const char *text)
+{
+    print(to, text, true, "\\\\x");
 }
 
 const char *info_operation(uint32_t number)

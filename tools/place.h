@@ -37,9 +37,9 @@ void place_greedy(const place_problem *p, int32_t *at);
  * from greedy, round robin and beginnings at random.  Never costs more than the two above. */
 void place_search(const place_problem *p, int32_t *at, uint64_t seed);
 
-/* Exchanges whole ranks, which costs nothing but for turns of replicas, so that fewer rows cross from host to host: ranks
- * h * ranks / hosts and on are of host h.  seen [num]: the ranks that each token goes to, as bits
- * (at most 64 ranks); they are renumbered too. */
+/* Exchanges whole ranks, so that fewer rows cross from host to host; but for the turns of replicas
+ * that costs no balance.  Ranks h * ranks / hosts and on are of host h.  seen [num]: the ranks that
+ * each token goes to, as bits (at most 64 ranks); they are renumbered too. */
 void place_hosts(const place_problem *p, int32_t *at, int32_t hosts, uint64_t *seen,
                  int64_t num);
 

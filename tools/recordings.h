@@ -22,7 +22,8 @@ typedef struct recordings {
     int num;
 } recordings;
 
-/* Every recorder of any group, by group, then by rank.  Mapped until the program ends.  *out is zero before. */
+/* Every recorder of any group, by group, then by rank.  *out is zero before; what it points to is
+ * mapped until the program ends. */
 void recordings_find(recordings *out);
 
 #endif

@@ -18,9 +18,9 @@ typedef struct grid {
 static grid make_grid(const trace *t)
 {
     grid g = {(int)t->num_experts, (int)t->num_steps, NULL};
+    if (g.columns < 1) complain("there is no step to draw");
     if (g.rows > MOST_ROWS) g.rows = MOST_ROWS;
     if (g.columns > MOST_CELLS / g.rows) g.columns = MOST_CELLS / g.rows;
-    if (g.columns < 1) complain("there is no step to draw");
     g.share = grab((size_t)g.rows * (size_t)g.columns * sizeof *g.share);
     double *total = grab((size_t)g.columns * sizeof *total);
     for (int64_t i = 0; i < t->num_steps; i++) {

@@ -89,7 +89,6 @@ void trace_metrics(const trace *t)
     free(load);
 }
 
-/* A label's value: Prometheus wants \, " and line ends behind a backslash, as JSON does. */
 static void head(const char *name, const char *kind, const char *help)
 {
     printf("# HELP %s %s\n# TYPE %s %s\n", name, help, name, kind);
@@ -98,7 +97,7 @@ static void head(const char *name, const char *kind, const char *help)
 static void sample(const trace *t, const char *name)
 {
     printf("%s{group=", name);
-    info_json(stdout, t->name);
+    info_label(stdout, t->name);
 }
 
 static void print_operations(const trace *t)

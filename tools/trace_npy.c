@@ -5,11 +5,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "trace_read.h"
 
 #define MAGIC "\x93NUMPY"
 #define MOST_HEADER 4096
+#define MOST_VALUES (INT64_C(1) << 40)
 
 /* The text behind 'key': in the header's dictionary. */
 static const char *value_of(const char *path, const char *header, const char *key)
@@ -31,8 +33,11 @@ static void read_shape(npy *out, const char *path, const char *header)
         if (*at == ')') break;
         if (out->dims == 4) complain("%s: more than 4 dimensions", path);
         const long long size = strtoll(at, &end, 10);
-        if (end == at || size < 0 || (size && out->num > (INT64_C(1) << 40) / size))
+        if (end == at || size < 0 || size > MOST_VALUES)
             complain("%s: its shape cannot be read", path);
+        if (size == 0) complain("%s: an array without a value", path);
+        if (out->num > MOST_VALUES / size)
+            complain("%s: more than %" PRId64 " values", path, MOST_VALUES);
         out->shape[out->dims++] = size;
         out->num *= size;
     }
@@ -43,21 +48,38 @@ static int64_t read_value(const unsigned char *bytes, size_t size, bool is_signe
     uint64_t word = 0;
     memcpy(&word, bytes, size);
     if (is_signed && size < 8 && word >> (8 * size - 1)) word |= UINT64_MAX << (8 * size);
+    if (!is_signed && word > INT64_MAX) return INT64_MAX; /* too large for an id as well */
     return (int64_t)word;
+}
+
+/* Are there as many?  Asked before memory is. */
+static void check_length(const npy *a, const char *path, FILE *in, size_t size)
+{
+    struct stat file;
+    const long at = ftell(in);
+    const bool known = at >= 0 && fstat(fileno(in), &file) == 0;
+    const int64_t there = known ? (int64_t)(file.st_size - at) / (int64_t)size : 0;
+    if (there < a->num)
+        complain("%s: it ends after %" PRId64 " of %" PRId64 " values", path, there, a->num);
 }
 
 static void read_values(npy *out, const char *path, FILE *in, const char *type)
 {
+    static const char *const types[] = {"'|i1'", "'|u1'", "'<i1'", "'<u1'", "'<i2'",
+                                        "'<u2'", "'<i4'", "'<u4'", "'<i8'", "'<u8'"};
+    const size_t num_types = sizeof types / sizeof *types;
+    size_t known = 0;
+    while (known < num_types && strncmp(type, types[known], 5)) known++;
+    if (known == num_types)
+        complain("%s: type %.*s: little-endian integers are needed", path,
+                 (int)strcspn(type, ",}"), type);
     const bool is_signed = type[2] == 'i';
     const size_t size = (size_t)(type[3] - '0');
-    if ((type[1] != '<' && type[1] != '|') || (type[2] != 'i' && type[2] != 'u') ||
-        (size != 1 && size != 2 && size != 4 && size != 8) || type[4] != type[0])
-        complain("%s: type %.8s: little-endian integers are needed", path, type);
+    check_length(out, path, in, size);
     out->values = grab((size_t)out->num * sizeof *out->values);
     unsigned char bytes[8];
     for (int64_t i = 0; i < out->num; i++) {
-        if (fread(bytes, size, 1, in) != 1)
-            complain("%s: it ends after %" PRId64 " of %" PRId64 " values", path, i, out->num);
+        if (fread(bytes, size, 1, in) != 1) complain("%s: it cannot be read", path);
         out->values[i] = read_value(bytes, size, is_signed);
     }
 }
@@ -67,8 +89,7 @@ void npy_read(npy *out, const char *path)
     unsigned char begin[12];
     char header[MOST_HEADER + 1] = {0};
     memset(out, 0, sizeof *out);
-    FILE *in = fopen(path, "rb");
-    if (!in) complain("%s: %s", path, strerror(errno));
+    FILE *in = open_file(path);
     if (fread(begin, 10, 1, in) != 1 || memcmp(begin, MAGIC, 6)) complain("%s: not .npy", path);
     size_t length = begin[8] + 256u * begin[9];
     if (begin[6] > 1) {

@@ -4,11 +4,15 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+
+#include "info.h"
 
 #define ENDING ".epictrace"
 #define MOST_RANKS 65536
@@ -37,13 +41,26 @@ typedef struct heap { /* what has been found in all files */
 
 _Noreturn void complain(const char *format, ...)
 {
+    char sentence[8192];
     va_list more;
     va_start(more, format);
-    fprintf(stderr, "%s: ", program_invocation_short_name);
-    vfprintf(stderr, format, more);
-    fprintf(stderr, "\n");
+    vsnprintf(sentence, sizeof sentence, format, more);
     va_end(more);
+    fprintf(stderr, "%s: ", program_invocation_short_name);
+    info_text(stderr, sentence);
+    fprintf(stderr, "\n");
     exit(1);
+}
+
+FILE *open_file(const char *path)
+{
+    struct stat kind;
+    const int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (fd < 0 || fstat(fd, &kind)) complain("%s: %s", path, strerror(errno));
+    if (!S_ISREG(kind.st_mode)) complain("%s: not a file", path);
+    FILE *in = fdopen(fd, "rb");
+    if (!in) complain("%s: %s", path, strerror(errno));
+    return in;
 }
 
 void *grab(size_t bytes)
@@ -78,12 +95,19 @@ static void read_pair(const char *option, const char *text, char between, int64_
     *b = number_of(option, at + 1, 1, INT32_MAX);
 }
 
+static void read_layer(trace_choice *choice, const char *text)
+{
+    read_pair("--layer", text, '/', &choice->turn, &choice->of);
+    if (choice->turn >= choice->of)
+        complain("--layer is \"%.80s\": of N layers the last is N - 1", text);
+}
+
 bool trace_option(trace_choice *choice, const char *name, const char *value)
 {
     if (!strcmp(name, "--group"))
         choice->group = value;
     else if (!strcmp(name, "--layer"))
-        read_pair(name, value, '/', &choice->turn, &choice->of);
+        read_layer(choice, value);
     else if (!strcmp(name, "--steps"))
         read_pair(name, value, ':', &choice->first, &choice->num);
     else if (!strcmp(name, "--experts"))
@@ -103,8 +127,7 @@ static bool ends_with(const char *text, const char *end)
 
 static void read_bytes(file *f)
 {
-    FILE *in = fopen(f->path, "rb");
-    if (!in) complain("%s: %s", f->path, strerror(errno));
+    FILE *in = open_file(f->path);
     size_t room = 1 << 16;
     f->bytes = grab(room);
     for (size_t more; (more = fread(f->bytes + f->size, 1, room - f->size, in)) > 0;) {
@@ -114,6 +137,7 @@ static void read_bytes(file *f)
         f->bytes = realloc(f->bytes, room);
         if (!f->bytes) complain("%s: no memory for %zu bytes", f->path, room);
     }
+    if (ferror(in)) complain("%s: %s", f->path, strerror(errno));
     fclose(in);
 }
 
@@ -142,6 +166,11 @@ static bool good_plan(const trace_record *r)
            r->payload == ((uint64_t)(tokens * k) * r->id_bytes + 7) / 8 * 8;
 }
 
+static bool good_operation(const trace_record *r)
+{
+    return r->time_ns >= 0 && r->done.end_ns >= 0;
+}
+
 static void *grow(void *list, int64_t num, int64_t *room, size_t size)
 {
     if (num < *room) return list;
@@ -160,8 +189,10 @@ static void read_records(const file *f, heap *out)
         memcpy(&r, f->bytes + at, sizeof r);
         at += sizeof r;
         if (r.payload > f->size - at) return;
+        if ((r.kind == TRACE_PLAN && !good_plan(&r)) ||
+            (r.kind == TRACE_OPERATION && !good_operation(&r)))
+            complain("%s: a damaged record before byte %zu", f->path, at);
         if (r.kind == TRACE_PLAN) {
-            if (!good_plan(&r)) complain("%s: a damaged record before byte %zu", f->path, at);
             out->plans = grow(out->plans, out->num_plans, &out->room_plans, sizeof(plan));
             out->plans[out->num_plans++] = (plan){r, f->header.rank, f->bytes + at};
         } else if (r.kind == TRACE_OPERATION) {
@@ -296,10 +327,29 @@ static bool is_chosen(const file *f, const char *group)
     return !group || !strcmp(group, f->header.name) || !strcmp(group, id);
 }
 
+/* Files of a group: all of as many ranks, and one of each. */
+static void add_to_group(trace *out, const file *f, const char *path, bool *seen)
+{
+    const trace_header *h = &f->header;
+    if (out->num_ranks && out->group_id != h->group_id)
+        complain("%s: groups %016" PRIx64 " and %016" PRIx64 " are both there: say which by "
+                 "--group",
+                 path, out->group_id, h->group_id);
+    if (out->num_ranks && out->num_ranks != h->num_ranks)
+        complain("%s: of a group of %d ranks, where other files are of %d", f->path,
+                 h->num_ranks, out->num_ranks);
+    if (seen[h->rank]) complain("%s: there is another file of rank %d", f->path, h->rank);
+    seen[h->rank] = true;
+    out->num_ranks = h->num_ranks;
+    out->group_id = h->group_id;
+    memcpy(out->name, h->name, sizeof out->name);
+}
+
 static void load_folder(trace *out, DIR *folder, const char *path, const trace_choice *choice)
 {
     heap found = {0};
     file **files = grab(MOST_RANKS * sizeof *files);
+    bool *seen = grab(MOST_RANKS * sizeof *seen);
     int num = 0;
     for (struct dirent *entry; (entry = readdir(folder)) && num < MOST_RANKS;) {
         if (!ends_with(entry->d_name, ENDING)) continue;
@@ -309,13 +359,7 @@ static void load_folder(trace *out, DIR *folder, const char *path, const trace_c
         read_header(f);
         files[num++] = f;
         if (!is_chosen(f, choice->group)) continue;
-        if (out->num_ranks && out->group_id != f->header.group_id)
-            complain("%s: groups %016" PRIx64 " and %016" PRIx64
-                     " are both there: say which by --group",
-                     path, out->group_id, f->header.group_id);
-        out->num_ranks = f->header.num_ranks;
-        out->group_id = f->header.group_id;
-        memcpy(out->name, f->header.name, sizeof out->name);
+        add_to_group(out, f, path, seen);
         read_records(f, &found);
     }
     if (!out->num_ranks)
@@ -326,7 +370,7 @@ static void load_folder(trace *out, DIR *folder, const char *path, const trace_c
         free(files[i]->bytes);
         free(files[i]);
     }
-    free(files);
+    free(files), free(seen);
 }
 
 /* ------------------------------------------------------------------------------ .npy ---- */
@@ -350,10 +394,11 @@ static void load_npy(trace *out, const char *path, const trace_choice *choice)
         }
     snprintf(out->name, sizeof out->name, "npy");
     const int64_t k = a.shape[a.dims - 1], tokens = a.shape[a.dims - 2];
-    out->num_ranks = a.dims == 4 ? (int32_t)a.shape[1] : 1;
+    const int64_t ranks = a.dims == 4 ? a.shape[1] : 1;
+    if (ranks > MOST_RANKS)
+        complain("%s: %" PRId64 " ranks: at most %d are possible", path, ranks, MOST_RANKS);
+    out->num_ranks = (int32_t)ranks;
     out->num_steps = a.dims > 2 ? a.shape[0] : 1;
-    if (out->num_ranks < 1 || out->num_ranks > MOST_RANKS)
-        complain("%s: %d ranks", path, out->num_ranks);
     out->steps = grab((size_t)out->num_steps * sizeof *out->steps);
     for (int64_t i = 0, at = 0; i < out->num_steps; i++) {
         trace_step *s = &out->steps[i];

@@ -5,6 +5,7 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 
 #include "base/trace.h"
 
@@ -52,6 +53,9 @@ void trace_free(trace *t);
 
 /* Ends the program: "epic-trace: ..." */
 _Noreturn void complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* To read from.  Ends the program where there is no regular file: to open a pipe may take for ever. */
+FILE *open_file(const char *path);
 void *grab(size_t bytes); /* zeroed, or the program ends */
 int64_t number_of(const char *option, const char *text, int64_t least, int64_t most);
 

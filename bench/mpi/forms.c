@@ -64,7 +64,7 @@ void form_count(form *f, const job *j)
     }
 }
 
-void form_send(const form *f, const void *from, void *to, MPI_Datatype type)
+static void exchange(const form *f, const void *from, void *to, MPI_Datatype type)
 {
     const flow *w = &f->flow;
     MPI_Alltoallv(from, w->out, w->out_at, type, to, w->in, w->in_at, type, MPI_COMM_WORLD);
@@ -76,14 +76,14 @@ void form_return(const form *f, const void *from, void *to, MPI_Datatype type)
     MPI_Alltoallv(from, w->in, w->in_at, type, to, w->out, w->out_at, type, MPI_COMM_WORLD);
 }
 
-void form_pack(const form *f, const job *j, const bf16 *rows)
+static void pack(const form *f, const job *j, const bf16 *rows)
 {
     for (int i = 0; i < f->flow.sent; i++)
         memcpy(j->pack + (int64_t)i * j->hidden, rows + (int64_t)f->token_of[i] * j->hidden,
                (size_t)j->hidden * sizeof(bf16));
 }
 
-void form_unpack(form *f, const job *j)
+static void unpack(form *f, const job *j)
 {
     const int64_t all = (int64_t)f->flow.came * f->width;
     const size_t row_bytes = (size_t)j->hidden * sizeof(bf16);
@@ -100,6 +100,15 @@ void form_unpack(form *f, const job *j)
     }
 }
 
+void form_dispatch(form *f, const job *j)
+{
+    pack(f, j, j->x);
+    exchange(f, f->my_ids, f->ids, f->words);
+    exchange(f, f->my_weights, f->with, f->words);
+    exchange(f, j->pack, j->landed, j->row);
+    unpack(f, j);
+}
+
 /* In 16 sums, as vectors want them. */
 static float dot(const bf16 *a, const bf16 *b, int hidden)
 {
@@ -113,7 +122,7 @@ static float dot(const bf16 *a, const bf16 *b, int hidden)
     return total;
 }
 
-void form_unpack_gradients(form *f, const job *j)
+static void unpack_gradients(form *f, const job *j)
 {
     const int64_t all = (int64_t)f->flow.came * f->width;
     for (int64_t i = 0; i < all; i++) {
@@ -125,4 +134,11 @@ void form_unpack_gradients(form *f, const job *j)
         for (int h = 0; h < j->hidden; h++) to[h] = to_bf16(w * to_float(d[h]));
         j->d_slot_weights[slot] = dot(d, j->slabs + slot * j->hidden, j->hidden);
     }
+}
+
+void form_dispatch_gradients(form *f, const job *j)
+{
+    pack(f, j, j->d_out);
+    exchange(f, j->pack, j->landed, j->row);
+    unpack_gradients(f, j);
 }

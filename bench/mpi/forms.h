@@ -90,18 +90,14 @@ void form_free(form *f);
 /* Tells the peers how many rows come; f->flow.out is counted. */
 void form_count(form *f, const job *j);
 
-/* One exchange of `type` along the flow, or back. */
-void form_send(const form *f, const void *from, void *to, MPI_Datatype type);
+/* One exchange of `type` against the flow. */
 void form_return(const form *f, const void *from, void *to, MPI_Datatype type);
 
-/* The tokens' rows into pack. */
-void form_pack(const form *f, const job *j, const bf16 *rows);
+/* Rows, with their experts and weights, to their slots: by expert, in order of arrival. */
+void form_dispatch(form *f, const job *j);
 
-/* Slots of what came, by expert, in order of arrival; rows and weights to them. */
-void form_unpack(form *f, const job *j);
-
-/* Rows of d_out, which lie in landed, to the slots' gradients. */
-void form_unpack_gradients(form *f, const job *j);
+/* Rows of d_out to the slots' gradients. */
+void form_dispatch_gradients(form *f, const job *j);
 
 void *need(size_t bytes);
 

@@ -29,11 +29,7 @@ void simple_dispatch(form *f, const job *j)
     for (int64_t i = 0; i < all; i++) f->flow.out[j->ids[i] / j->local]++;
     form_count(f, j);
     place(f, j);
-    form_pack(f, j, j->x);
-    form_send(f, f->my_ids, f->ids, f->words);
-    form_send(f, f->my_weights, f->with, f->words);
-    form_send(f, j->pack, j->landed, j->row);
-    form_unpack(f, j);
+    form_dispatch(f, j);
 }
 
 /* Rows of slots, in the order in which they came, home into pack. */
@@ -65,9 +61,7 @@ void simple_combine(form *f, const job *j)
 
 void simple_gradients(form *f, const job *j)
 {
-    form_pack(f, j, j->d_out);
-    form_send(f, j->pack, j->landed, j->row);
-    form_unpack_gradients(f, j);
+    form_dispatch_gradients(f, j);
     home(f, j, j->d_slabs);
     sum(f, j, NULL, j->d_x);
     for (int i = 0; i < f->flow.came; i++) f->with[i] = j->d_slot_weights[f->slot_of[i]];

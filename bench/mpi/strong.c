@@ -50,11 +50,7 @@ void strong_dispatch(form *f, const job *j)
 {
     count(f, j);
     place(f, j);
-    form_pack(f, j, j->x);
-    form_send(f, f->my_ids, f->ids, f->words);
-    form_send(f, f->my_weights, f->with, f->words);
-    form_send(f, j->pack, j->landed, j->row);
-    form_unpack(f, j);
+    form_dispatch(f, j);
 }
 
 /* The sum of each row's slots, rounded, home into pack. */
@@ -110,9 +106,7 @@ static void return_weights(form *f, const job *j)
 
 void strong_gradients(form *f, const job *j)
 {
-    form_pack(f, j, j->d_out);
-    form_send(f, j->pack, j->landed, j->row);
-    form_unpack_gradients(f, j);
+    form_dispatch_gradients(f, j);
     home(f, j, j->d_slabs, NULL);
     sum(f, j, j->d_x);
     return_weights(f, j);

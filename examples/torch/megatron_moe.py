@@ -6,8 +6,8 @@ torchrun --nproc-per-node 4 examples/torch/megatron_moe.py --check   the losses 
                                                                      dispatcher, else exit 1
 """
 
-import argparse
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from epic.torch.megatron import use_epic
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+import one_layer
+
 HIDDEN, LENGTH, BATCH = 32, 16, 4
 TOLERANCE = 1e-4  # of a loss
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--check", action="store_true", help="compare with Megatron's dispatcher")
-    return parser.parse_args()
 
 
 def without_gpu() -> None:
@@ -63,51 +58,28 @@ def make_layer() -> MoELayer:
     return MoELayer(config, spec.submodules)
 
 
-def train(layer: MoELayer, steps: int) -> list[float]:
-    """The losses of all ranks together, each with tokens of its own."""
-    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
-    ranks, losses = dist.get_world_size(), []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step * ranks + dist.get_rank())
-        x = torch.randn(LENGTH, BATCH, HIDDEN, generator=generator)
-        out, _ = layer(x)
-        loss = (out - torch.sin(2 * x)).square().mean() / ranks
-        optimizer.zero_grad()
-        loss.backward()
-        dist.all_reduce(layer.router.weight.grad)  # as Megatron's data parallelism does it
-        optimizer.step()
-        whole = loss.detach().clone()
-        dist.all_reduce(whole)
-        losses.append(float(whole))
-    return losses
-
-
-def run(args: argparse.Namespace) -> int:
-    """One process's part; 0 if all is right."""
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+def train(steps: int, with_epic: bool) -> list[float]:
+    """The losses, with EPIC or with Megatron's own dispatcher."""
     layer = make_layer()
-    use_epic(layer, max_tokens=LENGTH * BATCH)
-    losses = train(layer, args.steps)
-    wanted = train(make_layer(), args.steps) if args.check else losses
-    worst = max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
-    right = worst < TOLERANCE and losses[-1] < losses[0]
-    if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} after {args.steps} steps")
-        if args.check:
-            verdict = "right" if right else "WRONG"
-            print(f"largest relative difference of {len(losses)} losses {worst:.1e}: {verdict}")
-    return int(not right)
+    if with_epic:
+        use_epic(layer, max_tokens=LENGTH * BATCH)
+    return one_layer.train(
+        lambda x: layer(x)[0],
+        layer.parameters(),
+        layer.router.weight,
+        (LENGTH, BATCH, HIDDEN),
+        steps,
+    )
 
 
 def main() -> int:
     """One of torchrun's processes."""
-    args = arguments()
+    args = one_layer.start(__doc__, "Megatron's own")
     without_gpu()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    code = run(args)
-    dist.destroy_process_group()
-    return code
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    losses = train(args.steps, with_epic=True)
+    wanted = train(args.steps, with_epic=False) if args.check else None
+    return one_layer.end(losses, wanted, TOLERANCE)
 
 
 if __name__ == "__main__":

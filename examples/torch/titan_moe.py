@@ -6,8 +6,8 @@ torchrun --nproc-per-node 4 examples/torch/titan_moe.py --check   the losses of 
                                                                   all-to-all, else exit 1
 """
 
-import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,20 +23,15 @@ from torchtitan.models.common.config_utils import (
 )
 from torchtitan.models.common.moe import MoE
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+import one_layer
+
 HIDDEN, INNER, LENGTH, BATCH, EXPERTS, TOP_K = 32, 48, 16, 4, 8, 2
 TOLERANCE = 0.02  # of a loss: torchtitan's products are in bfloat16
 OVERRIDE = (
     "epic.torch.titan.epic",
     {"hidden_dim": HIDDEN, "num_max_tokens_per_rank": LENGTH * BATCH},
 )
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--check", action="store_true", help="compare with torchtitan's dispatcher")
-    return parser.parse_args()
 
 
 def make_layer(mesh: DeviceMesh, overrides: list[Any]) -> MoE:
@@ -78,48 +73,22 @@ def make_layer(mesh: DeviceMesh, overrides: list[Any]) -> MoE:
     return layer
 
 
-def train(layer: MoE, steps: int) -> list[float]:
-    """The losses of all ranks together, each with tokens of its own."""
-    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
-    ranks, losses = dist.get_world_size(), []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step * ranks + dist.get_rank())
-        x = torch.randn(BATCH, LENGTH, HIDDEN, generator=generator)
-        loss = (layer(x) - torch.sin(2 * x)).square().mean() / ranks
-        optimizer.zero_grad()
-        loss.backward()
-        dist.all_reduce(layer.router.gate.weight.grad)  # as FSDP does it
-        optimizer.step()
-        whole = loss.detach().clone()
-        dist.all_reduce(whole)
-        losses.append(float(whole))
-    return losses
-
-
-def run(args: argparse.Namespace) -> int:
-    """One process's part; 0 if all is right."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    losses = train(make_layer(mesh, [OVERRIDE]), args.steps)
-    wanted = train(make_layer(mesh, []), args.steps) if args.check else losses
-    worst = max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
-    right = worst < TOLERANCE and losses[-1] < losses[0]
-    if dist.get_rank() == 0:
-        print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} after {args.steps} steps")
-        if args.check:
-            verdict = "right" if right else "WRONG"
-            print(f"largest relative difference of {len(losses)} losses {worst:.1e}: {verdict}")
-    return int(not right)
+def train(mesh: DeviceMesh, steps: int, overrides: list[Any]) -> list[float]:
+    """The losses, with the overrides or with torchtitan's own all-to-all."""
+    layer = make_layer(mesh, overrides)
+    return one_layer.train(
+        layer, layer.parameters(), layer.router.gate.weight, (BATCH, LENGTH, HIDDEN), steps
+    )
 
 
 def main() -> int:
     """One of torchrun's processes."""
-    args = arguments()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    args = one_layer.start(__doc__, "torchtitan's own")
     set_spmd_backend("default")
-    code = run(args)
-    dist.destroy_process_group()
-    return code
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    losses = train(mesh, args.steps, [OVERRIDE])
+    wanted = train(mesh, args.steps, []) if args.check else None
+    return one_layer.end(losses, wanted, TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,12 @@ static inline int epic_placement_word(FILE *file, const char *wanted)
     return fscanf(file, "%31s", word) == 1 && strcmp(word, wanted) == 0;
 }
 
+static inline int epic_placement_ends(FILE *file)
+{
+    char more;
+    return fscanf(file, " %c", &more) == EOF;
+}
+
 static inline int epic_placement_number(FILE *file, const char *word, long least, long most,
                                         uint32_t *out)
 {
@@ -101,6 +107,8 @@ static inline const char *epic_placement_read(epic_placement *out, const char *p
                                        epic_placement_list(file, "logical_of_expert",
                                                            out->num_experts, out->num_logical)))
         why = "logical_of_expert: a logical expert for each expert is needed";
+    else if (!epic_placement_ends(file))
+        why = "there is more behind its last list";
     fclose(file);
     if (why) epic_placement_free(out);
     return why;

@@ -29,6 +29,8 @@ def test_it_is_read(tmp_path: Path) -> None:
         PLAIN.replace("1 0\n", "1\n"),
         PLAIN.replace("1 0\n", "1 2\n"),
         PLAIN.replace("1 0\n", "1 -1\n"),
+        PLAIN.replace("ranks 2", "ranks " + 5000 * "1"),
+        PLAIN + "0\n",
         COPIES,
         COPIES + "logical_of_expert 0 1 2 3",
     ],
@@ -37,5 +39,5 @@ def test_others_are_refused(tmp_path: Path, text: str) -> None:
     """With the name of what is wrong."""
     path = tmp_path / "place.txt"
     path.write_text(text)
-    with pytest.raises(epic.EpicArgumentError, match="needed, as epic-place writes"):
+    with pytest.raises(epic.EpicArgumentError, match="as epic-place writes"):
         epic.read_placement(path)

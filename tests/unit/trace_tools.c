@@ -4,77 +4,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "check.h"
 #include "epic/epic.h"
 #include "epic/placement.h"
 #include "run.h"
+#include "unit/tools.h"
 
 #define STEPS 5
 #define TOKENS 64
 #define TOP_K 3
 #define EXPERTS 12
 
-static char programs[4096]; /* build/bin, from build/tests/unit/trace_tools */
-static char folder[64];
-static char output[1 << 20];
 static int32_t ids[STEPS][TOKENS][TOP_K];
-
-static void find_programs(void)
-{
-    const ssize_t length = readlink("/proc/self/exe", programs, sizeof programs - 64);
-    CHECK(length > 0);
-    programs[length < 0 ? 0 : length] = 0;
-    for (int up = 0; up < 3; up++) *strrchr(programs, '/') = 0;
-    strcat(programs, "/bin");
-}
-
-/* Runs a tool in the folder of the test, keeps what it prints in output, returns its status. */
-static int tool(const char *name, const char *arguments)
-{
-    char command[8192];
-    snprintf(command, sizeof command, "cd '%s' && '%s/%s' %s 2>&1", folder, programs, name,
-             arguments);
-    FILE *pipe = popen(command, "r");
-    if (!CHECK(pipe != NULL)) return -1;
-    const size_t length = fread(output, 1, sizeof output - 1, pipe);
-    output[length] = 0;
-    const int status = pclose(pipe);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
-static bool says(const char *words)
-{
-    if (strstr(output, words)) return true;
-    fprintf(stderr, "\"%s\" is not in:\n%.4000s", words, output);
-    return false;
-}
-
-/* The number behind the words. */
-static long long number(const char *words)
-{
-    const char *at = strstr(output, words);
-    return at ? atoll(at + strlen(words)) : -1;
-}
-
-static FILE *create(const char *name)
-{
-    char path[128];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    return fopen(path, "wb");
-}
-
-static size_t bytes_of(const char *name, unsigned char *out, size_t size)
-{
-    char path[128];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *in = fopen(path, "rb");
-    const size_t length = in ? fread(out, 1, size, in) : 0;
-    if (in) fclose(in);
-    return length;
-}
 
 /* As numpy.save writes an array of int16. */
 static void write_npy(void)
@@ -214,6 +156,7 @@ static void broken_placements(void)
         "epic-placement 1\nranks 2\nexperts x",
         "epic-placement 1 ranks 2 experts 2 logical 3",
         "epic-placement 1 ranks 2 experts 2 logical 0 rank_of_expert 0 2",
+        "epic-placement 1 ranks 2 experts 2 logical 0 rank_of_expert 0 1 1",
         "epic-placement 1 ranks 2 experts 2 logical 2 rank_of_expert 0 1 logical_of_expert 0"};
     char path[128];
     snprintf(path, sizeof path, "%s/broken.txt", folder);
@@ -309,9 +252,7 @@ static void damage(void)
 int main(void)
 {
     check_begin();
-    find_programs();
-    snprintf(folder, sizeof folder, "/tmp/epic-tools-XXXXXX");
-    CHECK(mkdtemp(folder) != NULL);
+    tools_begin();
     draw_ids();
     write_npy();
     in_and_out();
@@ -325,8 +266,6 @@ int main(void)
     broken_placements();
     a_run();
     damage();
-    char command[128];
-    snprintf(command, sizeof command, "rm -rf %s", folder);
-    CHECK_EQ(system(command), 0);
+    tools_end();
     return check_end();
 }

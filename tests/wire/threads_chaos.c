@@ -54,28 +54,35 @@ static void test_damages(suite_verdict *v)
     }
 }
 
-/* Two ranks; the second loses its power while puts are under way. */
-static void lose_power(const epic_meet *meet, void *self)
+/* A wire of two ranks, each with an inbox and an outbox. */
+static uint64_t inboxes[2][4096], outboxes[2][4096];
+
+static wire *open_pair(const epic_meet *meet)
 {
-    static uint64_t boxes[2][2][1024];
-    (void)self;
     const wire_setup setup = {.host = meet->rank,
                               .num_hosts = 2,
-                              .inbox = boxes[meet->rank][0],
-                              .inbox_bytes = sizeof boxes[0][0],
-                              .outbox = boxes[meet->rank][1],
-                              .outbox_bytes = sizeof boxes[0][1]};
-    wire *w = suite_open(&wire_chaos, meet, &setup);
+                              .inbox = inboxes[meet->rank],
+                              .inbox_bytes = sizeof inboxes[0],
+                              .outbox = outboxes[meet->rank],
+                              .outbox_bytes = sizeof outboxes[0]};
+    return suite_open(&wire_chaos, meet, &setup);
+}
+
+/* The second rank loses its power while puts are under way. */
+static void lose_power(const epic_meet *meet, void *self)
+{
+    (void)self;
+    wire *w = open_pair(meet);
     if (!w) return;
     if (meet->rank == 0) {
         uint64_t given = 0;
-        while (given < 20) given += wire_chaos.put(w, 1, 0, boxes[0][1], 8192);
+        while (given < 20) given += wire_chaos.put(w, 1, 0, outboxes[0], 8192);
         CHECK(!wire_chaos.gone(w, 1) && !wire_chaos.done(w, 1, given));
         suite_meet(&wire_chaos, w, meet);
         suite_meet(&wire_chaos, w, meet);
         wire_chaos.look(w);
         CHECK(wire_chaos.gone(w, 1) && wire_chaos.done(w, 1, given));
-        CHECK(wire_chaos.put(w, 1, 0, boxes[0][1], 8) && wire_chaos.word(w, 1, 0, 1));
+        CHECK(wire_chaos.put(w, 1, 0, outboxes[0], 8) && wire_chaos.word(w, 1, 0, 1));
         CHECK(wire_chaos.done(w, 1, given + 2));
     } else {
         suite_meet(&wire_chaos, w, meet);
@@ -89,19 +96,12 @@ static void lose_power(const epic_meet *meet, void *self)
 /* Data that is put first, and a flag that is put last, land in any order: nobody may lean on it. */
 static void count_overtaken(const epic_meet *meet, void *self)
 {
-    static uint64_t boxes[2][2][4096];
     uint64_t *overtaken = self;
-    const wire_setup setup = {.host = meet->rank,
-                              .num_hosts = 2,
-                              .inbox = boxes[meet->rank][0],
-                              .inbox_bytes = sizeof boxes[0][0],
-                              .outbox = boxes[meet->rank][1],
-                              .outbox_bytes = sizeof boxes[0][1]};
-    wire *w = suite_open(&wire_chaos, meet, &setup);
+    wire *w = open_pair(meet);
     if (!w) return;
     for (uint64_t given = 0; meet->rank == 0 && given < 400;) {
         wire_chaos.look(w);
-        given += wire_chaos.put(w, 1, 0, boxes[0][1], 4096);
+        given += wire_chaos.put(w, 1, 0, outboxes[0], 4096);
         given += wire_chaos.word(w, 1, 8192, given);
     }
     suite_meet(&wire_chaos, w, meet);

@@ -37,9 +37,15 @@ static double x_of(const sheet *s, int i)
     return LEFT + WIDTH * (log2(s->shapes[i].ranks) - first) / span;
 }
 
+/* Nothing at all has no logarithm, and is drawn as a nanosecond. */
+static double power_of(double time)
+{
+    return log2(time > 1e-3 ? time : 1e-3);
+}
+
 static double y_of(const sheet *s, double time)
 {
-    return TOP + HEIGHT * (1 - (log2(time) - s->low) / (s->high - s->low));
+    return TOP + HEIGHT * (1 - (power_of(time) - s->low) / (s->high - s->low));
 }
 
 static void curve(const sheet *s, const cost *costs, pick *of, const char *style,
@@ -75,7 +81,7 @@ static void find_range(sheet *s, const cost *costs)
     for (int i = 0; i < s->num; i++) {
         pick *const all[] = {rows, by_rank, dense};
         for (int j = 0; j < 3; j++) {
-            const double p = log2(all[j](&costs[i]));
+            const double p = power_of(all[j](&costs[i]));
             if (floor(p) < s->low) s->low = floor(p);
             if (ceil(p) > s->high) s->high = ceil(p);
         }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic-sim: how bytes and time of an exchange grow with the number of ranks.  `traffic` counts, choice
- * by choice, what docs/hosts.md lets every rank send; `cost` makes times of it from constants. */
+/* epic-sim: how bytes and time of an exchange grow with the number of ranks.  `traffic` counts,
+ * choice by choice, what docs/hosts.md lets every rank send; `cost` makes times of it from
+ * constants. */
 #ifndef EPIC_SIM_H
 #define EPIC_SIM_H
 

@@ -30,7 +30,8 @@ def read_placement(path: str | os.PathLike[str]) -> Placement:
         nonlocal at
         found = words[at : at + 1 + num]
         at += 1 + num
-        good = len(found) == 1 + num and found[0] == name and all(w.isdigit() for w in found[1:])
+        good = len(found) == 1 + num and found[0] == name
+        good = good and all(w.isdigit() and len(w) < 10 for w in found[1:])
         values = [int(w) for w in found[1:]] if good else []
         if not good or not all(least <= v <= most for v in values):
             raise EpicArgumentError(
@@ -44,4 +45,8 @@ def read_placement(path: str | os.PathLike[str]) -> Placement:
     (logical,) = numbers("logical", 1, 0, experts)
     rank_of = numbers("rank_of_expert", experts, 0, ranks - 1)
     logical_of = numbers("logical_of_expert", experts, 0, logical - 1) if logical else None
+    if words[at:]:
+        raise EpicArgumentError(
+            f"{path}: {words[at][:40]!r} behind the last list: not as epic-place writes them"
+        )
     return Placement(ranks, experts, logical, rank_of, logical_of)
