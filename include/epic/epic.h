@@ -635,7 +635,7 @@ typedef struct epic_router_args {
  * is by the scores alone (no bias, no sum over a group), it is made on the logits, which rise
  * with the scores and do not underflow.  Chosen scores that add up to 0 give weights of 0, not
  * NaN.  EPIC_WEIGHT_SPARSEMIXER is the inference rule of Phi-3.5-MoE: it draws nothing at random.
- * Errors: EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts for it and for scale_of_expert. */
+ * Errors: EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts for it. */
 static inline epic_result epic_router_forward(epic_context *ctx, const epic_router_args *args);
 
 typedef struct epic_router_backward_args {
@@ -657,7 +657,8 @@ typedef struct epic_router_backward_args {
 } epic_router_backward_args;
 
 /* The gradient of the weights; the choice, and so the bias, has none.  d_scale_of_expert is added
- * up in float64 by ascending token and rounded once.  Errors: as forward. */
+ * up in float64 by ascending token (on CUDA contexts in a few runs of tokens, added last) and
+ * rounded once.  Errors: as forward. */
 static inline epic_result epic_router_backward(epic_context *ctx,
                                                const epic_router_backward_args *args);
 
