@@ -1018,9 +1018,9 @@ typedef struct epic_moe_args {
  *
  * On a CUDA context everything is on the device, the losses and what comes in for them too, and
  * runs on call.stream; the host waits for nothing, and a graph can hold it.  epic_moe_memory's
- * cuda_ bytes count there.  Not there yet (EPIC_ENOTSUP): F64 rows, EPIC_TREE, zero-experts,
- * rank_of_expert, num_logical, scale_of_expert, num_experts that num_ranks does not divide,
- * w_shared_gate, shared->gemm, epic_moe_plan. */
+ * cuda_ bytes count there.  A rank_of_expert that gives a rank more than num_local_experts, and
+ * with EPIC_TREE unequal numbers of tokens, are class (b) there.  Not there yet (EPIC_ENOTSUP):
+ * F64 rows, shared->gemm, epic_moe_plan. */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
 /* The first part of epic_moe_forward, up to the plan, for a caller who brings memory for what

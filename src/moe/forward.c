@@ -9,6 +9,7 @@
 #include "moe/call.h"
 #include "plan/plan.h"
 #include "router/job.h"
+#include "rules/sentences.h"
 
 /* Token ids or a table that cannot be used are told to every rank by the plan: nothing is chosen
  * here then. */
@@ -54,10 +55,8 @@ static epic_result check_tokens(const moe_job *j)
     if (j->layer.sum_order != EPIC_TREE) return EPIC_OK;
     for (int32_t r = 1; r < j->ctx->num_ranks; r++)
         if (plan.tokens_of[r] != plan.tokens_of[0])
-            return epic_fail(EPIC_EINVAL,
-                             "x.num_rows is %d on rank 0 and %d on rank %d: EPIC_TREE needs as "
-                             "many tokens on every rank",
-                             plan.tokens_of[0], plan.tokens_of[r], r);
+            return epic_fail(EPIC_EINVAL, SAYS_UNEQUAL, (long long)plan.tokens_of[0],
+                             (long long)plan.tokens_of[r], r);
     return EPIC_OK;
 }
 
@@ -241,9 +240,8 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
         if (count > most) most = count;
     }
     if (j->experts.num_local_experts >= most) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL,
-                     "moe.experts.num_local_experts is %u: the placement gives a rank %u",
-                     j->experts.num_local_experts, most);
+    return epic_fail(EPIC_EINVAL, SAYS_ROOM, (long long)j->experts.num_local_experts,
+                     (long long)most);
 }
 
 /* A planned call finds the routes in `saved`.  What is wrong there is this rank's own mistake. */
@@ -284,10 +282,6 @@ static epic_result check_device(const epic_moe_args *a, bool planning)
                          "epic_moe_plan is not there yet on CUDA contexts, where the host does "
                          "not see how many slots there are: give moe.capacity "
                          "(epic_capacity_bound)");
-    if (a->rank_of_expert)
-        return epic_fail(EPIC_ENOTSUP,
-                         "rank_of_expert is not there yet in the layer on CUDA contexts: "
-                         "leave it NULL, for contiguous blocks");
     return EPIC_OK;
 }
 
@@ -319,7 +313,8 @@ static epic_result take(moe_job *j, epic_context *ctx, epic_moe_args *a, bool pl
         return epic_fail(EPIC_EINVAL, "moe.capacity is 0, EPIC_CAPACITY_EXACT: call "
                                       "epic_moe_plan first, then with EPIC_PLANNED");
     TRY(moe_check_loss_type(j, a->loss_type));
-    if (j->device) return check_device(a, planning);
+    if (j->device) TRY(check_device(a, planning));
+    if (j->device && a->rank_of_expert) return EPIC_OK; /* in its memory: the plan will tell */
     return check_placement(j, a->rank_of_expert);
 }
 

@@ -134,7 +134,8 @@ static epic_result measure(moe_job *j, const epic_config *config)
     if (!j->router_bytes) return EPIC_EINVAL;
     j->plan_bytes = epic_plan_bytes(config, &j->layer);
     if (!j->plan_bytes) return EPIC_EINVAL;
-    j->dense_levels = !j->device ? levels_of(j->blocks) : j->moe.flags & EPIC_SUM_DENSE ? 1 : 0;
+    const bool apart = !j->device || j->moe.flags & EPIC_SUM_DENSE || j->blocks > 1;
+    j->dense_levels = apart ? levels_of(j->blocks) : 0;
     j->dense_count = moe_dense_parts(j).end;
     return EPIC_OK;
 }
@@ -187,11 +188,18 @@ static void *take(unsigned char *base, int64_t *used, int64_t bytes)
     return at;
 }
 
+static int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
 static void cut_saved(moe_job *j, unsigned char *base)
 {
     int64_t used = 0;
     const int64_t choices = j->tokens * j->top_k, slots = j->capacity;
-    const int64_t local = j->experts.num_local_experts;
+    const int64_t experts = j->layer.num_experts;
+    const int64_t local = j->device ? larger(j->experts.num_local_experts, experts)
+                                    : j->experts.num_local_experts; /* whatever a table says */
     moe_saved *s = &j->saved;
     s->plan = take(base, &used, j->plan_bytes); /* from here: what epic_moe_plan leaves */
     s->logits = take(base, &used, j->tokens * j->columns * j->real_bytes);
@@ -211,11 +219,6 @@ static void cut_saved(moe_job *j, unsigned char *base)
     j->saved_bytes = used;
 }
 
-static int64_t larger(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
-
 static void cut_work(moe_job *j, unsigned char *base, bool backward)
 {
     int64_t used = 0;
@@ -232,10 +235,12 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     w->tile = take(base, &used, j->device ? 0 : j->block * GATE_TILE * j->real_bytes);
     w->rows = take(base, &used, rows * j->hidden * j->real_bytes);
     w->gate = take(base, &used, j->device ? experts_tiles_bytes(j->tokens) : 0);
-    w->shared_y = take(base, &used, j->has_shared ? j->block * j->row_bytes : 0);
+    const bool adds_rows = j->has_shared || (j->device && j->router.zero_experts);
+    w->shared_y = take(base, &used, adds_rows ? j->block * j->row_bytes : 0);
     w->shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
     w->losses = take(base, &used, 2 * j->blocks * j->real_bytes);
-    w->plan_idx = take(base, &used, backward || j->device ? 0 : j->tokens * j->top_k * 4);
+    const bool picks = !backward && (!j->device || j->router.zero_experts);
+    w->plan_idx = take(base, &used, picks ? j->tokens * j->top_k * 4 : 0);
     if (j->wide && !backward) {
         w->choice_k = take(base, &used, j->tokens * j->top_k * 4);
         w->recv_weights = take(base, &used, weights_bytes);
@@ -248,6 +253,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
         w->d_weights = take(base, &used, j->tokens * j->top_k * j->real_bytes);
         w->d_shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
         w->d_logits = take(base, &used, j->block * j->columns * j->real_bytes);
+        w->d_scale = take(base, &used, j->device ? j->columns * 4 : 0);
         w->dense = take(base, &used, j->dense_levels * j->dense_count * j->real_bytes);
     }
     j->work_bytes = used;

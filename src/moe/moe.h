@@ -30,15 +30,16 @@ typedef struct moe_saved { /* from forward to backward */
 
 typedef struct moe_work {
     void *experts, *shared, *router; /* their workspaces */
-    int32_t *plan_idx;               /* forward: topk_idx without zero-experts */
-    void *tile;                      /* [block, GATE_TILE] real */
-    void *rows;                      /* [block, hidden] real */
-    void *shared_y;                  /* [block, hidden]; backward: its d_x */
-    void *shared_weights;            /* gated: [block] real, of the shared expert */
-    void *d_shared_weights;          /* backward, gated: [block] real */
-    void *losses;                    /* [2, blocks] real */
-    float *choice_k;                 /* forward, wide: [tokens, top_k], 0 to top_k - 1 */
-    double *recv_weights;            /* forward, wide: [capacity, top_k] of a slot's token */
+    int32_t *plan_idx; /* forward: topk_idx without zero-experts; devices: if there are any */
+    void *tile;        /* [block, GATE_TILE] real */
+    void *rows;        /* [block, hidden] real */
+    void *shared_y;    /* [block, hidden]; backward: its d_x, on devices with
+                                        zero-experts' part */
+    void *shared_weights;   /* gated: [block] real, of the shared expert */
+    void *d_shared_weights; /* backward, gated: [block] real */
+    void *losses;           /* [2, blocks] real */
+    float *choice_k;        /* forward, wide: [tokens, top_k], 0 to top_k - 1 */
+    double *recv_weights;   /* forward, wide: [capacity, top_k] of a slot's token */
     void *d_y;    /* backward: [capacity, hidden]; then what comes home of weights, and d_x that
                   nobody wants */
     void *d_recv; /* [capacity, hidden] */
@@ -46,7 +47,8 @@ typedef struct moe_work {
     void *d_weights;      /* [tokens, top_k] real */
     void *d_logits;       /* [block, columns] real */
     unsigned char *dense; /* [levels, dense_count] real: gradients of the dense part; on devices
-                             only what EPIC_SUM_DENSE sums */
+                             only what EPIC_SUM_DENSE or EPIC_TREE sums */
+    float *d_scale;       /* backward, devices: [columns], of scale_of_expert */
     void *gate;           /* devices: the gate's list of tiles */
 } moe_work;
 
