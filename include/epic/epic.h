@@ -131,7 +131,12 @@ typedef enum epic_flag {
                             bounds and layers need as much less memory */
     EPIC_PLANNED = 16,   /* of epic_moe_forward: epic_moe_plan has made the plan */
     /* Padding slots are not written, for experts that go by expert_tokens; of each rank alone. */
-    EPIC_LEAVE_PADDING = 32
+    EPIC_LEAVE_PADDING = 32,
+    EPIC_RECOMPUTE = 64,      /* of a layer: `saved` has no part of the experts' and the shared
+                                expert's; backward computes it again, their first product.  Of
+                                epic_experts_forward: that part alone is made */
+    EPIC_DISPATCH_AGAIN = 128 /* of a layer, on every rank alike: `saved` has no received rows;
+                                backward sends them again, one operation more */
 } epic_flag;
 
 /* A matrix seen as rows of bytes, contiguous.  {NULL, 0, 0} is a matrix without rows, whatever
@@ -872,7 +877,8 @@ typedef struct epic_experts_args {
     void *workspace;
     int64_t workspace_bytes;
     void *y;               /* out [num_slots, hidden]; 0 on padding; not x */
-    uint32_t flags;        /* 0 */
+    uint32_t flags;        /* EPIC_RECOMPUTE: out is `saved` alone, for a backward whose forward
+                              kept none; y is not looked at */
     uint32_t weights_type; /* of slot_weights: 0: F32; or F64, with F64 rows only */
 } epic_experts_args;
 
@@ -941,8 +947,8 @@ typedef struct epic_moe {
     double z_coeff;              /* of epic_z_loss; 0: none */
     int64_t sequence_tokens;     /* of epic_balance_loss */
     int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
-    uint32_t flags;   /* EPIC_SUM_DENSE, not with F64 rows */
-    uint32_t pad;     /* 0 */
+    uint32_t flags; /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN */
+    uint32_t pad;   /* 0 */
 } epic_moe;
 
 /* Bytes of memory that the caller brings; any alignment of 64. */
@@ -955,8 +961,10 @@ typedef struct epic_moe_memory_info {
     int64_t cuda_backward_bytes;
 } epic_moe_memory_info;
 
-/* What a layer takes for config.max_tokens tokens a rank.  Local; config.num_ranks is needed.
- * Errors: EPIC_EINVAL. */
+/* What a layer takes for config.max_tokens tokens a rank.  For each slot `saved` has the received
+ * row and what the experts save, the outputs of gate and up; with EPIC_DISPATCH_AGAIN or
+ * EPIC_RECOMPUTE not the one or the other: the workspace of backward has it then.  Results have the
+ * same bits with and without.  Local; config.num_ranks is needed.  Errors: EPIC_EINVAL. */
 static inline epic_result epic_moe_memory(const epic_config *config, const epic_moe *moe,
                                           epic_moe_memory_info *out);
 

@@ -23,8 +23,8 @@ typedef struct p2p_fits_job { /* does the layer fit the plan that has been made?
     p2p_self self;
     uint8_t *plan;
     int32_t *expert_rows, *expert_tokens; /* [num_local]: become zeros if not */
-    int32_t num_local; /* experts that the layer has room for on a rank */
-    int32_t tree;      /* EPIC_TREE: as many tokens on every rank */
+    int32_t num_local;                    /* experts that the layer has room for on a rank */
+    int32_t tree;                         /* EPIC_TREE: as many tokens on every rank */
 } p2p_fits_job;
 
 cudaError_t p2p_launch_fits(const p2p_fits_job *job, cudaStream_t stream);

@@ -17,11 +17,10 @@ epic_gate moe_device_gate(const moe_job *j, const dense_block *block, void *logi
 /* A block of tokens, as zero-experts and the shared expert's gate see it in forward. */
 layer_tokens moe_device_tokens(const moe_job *j, const dense_block *block);
 
-/* What the shared expert of a block is multiplied by; nothing to do if it is not gated. */
-epic_result moe_device_shared_gate(const moe_job *j, const dense_block *block);
-
-/* What the shared expert saves of block b. */
-void *moe_device_shared_saved(const moe_job *j, int64_t b);
+/* What the shared expert of a block is multiplied by, nothing to do if it is not gated; and this
+ * with the expert itself, flags: 0, or EPIC_RECOMPUTE for what it saves alone. */
+epic_result moe_device_shared_gate(moe_job *j, const dense_block *block);
+epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags);
 
 /* The parts of forward and backward beside those that hosts have, too (call.h): gate and
  * router; plan and dispatch; what is left when the rows are home. */

@@ -115,7 +115,7 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
         .w_down = j->weights.shared_down,
         .b_gate_up = j->weights.shared_b_gate_up,
         .b_down = j->weights.shared_b_down,
-        .saved = moe_device_shared_saved(j, b),
+        .saved = moe_shared_saved(j, b),
         .saved_bytes = j->shared_memory.saved_bytes,
         .workspace = j->work.shared,
         .workspace_bytes = j->shared_memory.backward_bytes,
@@ -128,7 +128,10 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
         .d_slot_weights = gated ? tokens->d_shared_weights : NULL,
         .flags = to->flags,
         .grad_type = EPIC_F32};
-    TRY(moe_device_shared_gate(j, block));
+    if (j->moe.flags & EPIC_RECOMPUTE)
+        TRY(moe_device_shared(j, block, b, EPIC_RECOMPUTE));
+    else
+        TRY(moe_device_shared_gate(j, block));
     TRY(DEVICE_STEP(j, experts_backward, &how));
     if (!gated) return EPIC_OK;
     return DEVICE_STEP(j, shared_gate_backward, j->call.stream, tokens, to->w_shared_gate,
@@ -228,7 +231,9 @@ epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
                                 const epic_moe_gradients *g)
 {
     TRY(moe_combine_backward(j, &a->d_out, NULL));
-    const epic_result result = moe_transform_backward(j, g, a->flags);
+    TRY(moe_dispatch_again(j));
+    epic_result result = moe_recompute(j);
+    if (result == EPIC_OK) result = moe_transform_backward(j, g, a->flags);
     if (result != EPIC_OK) return moe_abandon(j, result);
     TRY(moe_dispatch_backward(j, &a->d_x));
     return moe_device_dense_backward(j, a, g);

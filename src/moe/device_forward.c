@@ -55,18 +55,6 @@ layer_tokens moe_device_tokens(const moe_job *j, const dense_block *block)
                           .shared_weights = j->work.shared_weights};
 }
 
-epic_result moe_device_shared_gate(const moe_job *j, const dense_block *block)
-{
-    const layer_tokens tokens = moe_device_tokens(j, block);
-    if (!tokens.w_shared_gate) return EPIC_OK;
-    return DEVICE_STEP(j, shared_gate, j->call.stream, &tokens);
-}
-
-void *moe_device_shared_saved(const moe_job *j, int64_t b)
-{
-    return (char *)j->saved.shared + b * j->shared_memory.saved_bytes;
-}
-
 epic_loss moe_device_loss(const moe_job *j, const dense_block *block, double coeff)
 {
     return (epic_loss){.router = &j->router,
@@ -171,7 +159,14 @@ epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
     return copy_counts(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
-static epic_result run_shared(moe_job *j, const dense_block *block, int64_t b)
+epic_result moe_device_shared_gate(moe_job *j, const dense_block *block)
+{
+    const layer_tokens tokens = moe_device_tokens(j, block);
+    if (!tokens.w_shared_gate) return EPIC_OK;
+    return DEVICE_STEP(j, shared_gate, j->call.stream, &tokens);
+}
+
+epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags)
 {
     experts_job shared = {0};
     TRY(experts_take(&shared, &j->shared, sizeof j->shared));
@@ -185,11 +180,12 @@ static epic_result run_shared(moe_job *j, const dense_block *block, int64_t b)
                                    .w_down = j->weights.shared_down,
                                    .b_gate_up = j->weights.shared_b_gate_up,
                                    .b_down = j->weights.shared_b_down,
-                                   .saved = moe_device_shared_saved(j, b),
+                                   .saved = moe_shared_saved(j, b),
                                    .saved_bytes = j->shared_memory.saved_bytes,
                                    .workspace = j->work.shared,
                                    .workspace_bytes = j->shared_memory.forward_bytes,
-                                   .y = j->work.shared_y};
+                                   .y = j->work.shared_y,
+                                   .flags = flags};
     TRY(moe_device_shared_gate(j, block));
     return DEVICE_STEP(j, experts_forward, &how);
 }
@@ -203,7 +199,7 @@ static epic_result finish(moe_job *j, const epic_rows *out)
         const layer_tokens tokens = moe_device_tokens(j, &block);
         void *rows = moe_rows(j, out, b).data;
         const layer_rows sum = {rows, rows, j->has_shared ? j->work.shared_y : NULL};
-        if (j->has_shared) TRY(run_shared(j, &block, b));
+        if (j->has_shared) TRY(moe_device_shared(j, &block, b, 0));
         TRY(DEVICE_STEP(j, finish, j->call.stream, &tokens, &sum));
     }
     return EPIC_OK;

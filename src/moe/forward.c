@@ -114,7 +114,8 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fa
     return check_tokens(j);
 }
 
-epic_result moe_transform(moe_job *j)
+/* All of it, or with EPIC_RECOMPUTE what is saved alone. */
+static epic_result run_experts(moe_job *j, uint32_t flags)
 {
     const epic_experts_args how = {.call = j->call,
                                    .experts = &j->experts,
@@ -132,9 +133,20 @@ epic_result moe_transform(moe_job *j)
                                    .saved_bytes = j->experts_memory.saved_bytes,
                                    .workspace = j->work.experts,
                                    .workspace_bytes = j->experts_memory.forward_bytes,
-                                   .y = j->saved.y,
+                                   .y = j->work.y,
+                                   .flags = flags,
                                    .weights_type = j->real_type};
     return epic_experts_forward(moe_where(j), &how);
+}
+
+epic_result moe_transform(moe_job *j)
+{
+    return run_experts(j, 0);
+}
+
+epic_result moe_recompute(moe_job *j)
+{
+    return j->moe.flags & EPIC_RECOMPUTE ? run_experts(j, EPIC_RECOMPUTE) : EPIC_OK;
 }
 
 epic_result moe_bring_home(moe_job *j, const epic_rows *out)
@@ -142,7 +154,7 @@ epic_result moe_bring_home(moe_job *j, const epic_rows *out)
     const epic_combine_args how = {.call = j->call,
                                    .plan = j->saved.plan,
                                    .plan_bytes = j->plan_bytes,
-                                   .rows = {j->saved.y, j->capacity, j->row_bytes},
+                                   .rows = {j->work.y, j->capacity, j->row_bytes},
                                    .out = *out,
                                    .slot_weights =
                                        moe_is_late(j) ? j->saved.slot_weights : NULL,
@@ -150,12 +162,10 @@ epic_result moe_bring_home(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* The shared expert of one block of tokens. */
-static epic_result run_shared(moe_job *j, int64_t b)
+epic_result moe_shared(moe_job *j, int64_t b, uint32_t flags)
 {
     const dense_block block = moe_block(j, b);
     const int32_t rows = (int32_t)j->block;
-    const int64_t saved = j->shared_memory.saved_bytes;
     const bool gated = j->weights.w_shared_gate != NULL;
     if (gated) moe_ops(j)->shared_gate(&block, j->work.shared_weights);
     const epic_experts_args how = {.experts = &j->shared,
@@ -166,12 +176,13 @@ static epic_result run_shared(moe_job *j, int64_t b)
                                    .w_down = j->weights.shared_down,
                                    .b_gate_up = j->weights.shared_b_gate_up,
                                    .b_down = j->weights.shared_b_down,
-                                   .saved = (char *)j->saved.shared + b * saved,
-                                   .saved_bytes = saved,
+                                   .saved = moe_shared_saved(j, b),
+                                   .saved_bytes = j->shared_memory.saved_bytes,
                                    .workspace = j->work.shared,
                                    .workspace_bytes = j->shared_memory.forward_bytes,
                                    .y = j->work.shared_y,
                                    .slot_weights = gated ? j->work.shared_weights : NULL,
+                                   .flags = flags,
                                    .weights_type = j->real_type};
     return epic_experts_forward(NULL, &how);
 }
@@ -179,7 +190,7 @@ static epic_result run_shared(moe_job *j, int64_t b)
 static epic_result finish(moe_job *j, const epic_rows *out)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
-        if (j->has_shared) TRY(run_shared(j, b));
+        if (j->has_shared) TRY(moe_shared(j, b, 0));
         const dense_block block = moe_block(j, b);
         const epic_rows rows = moe_rows(j, out, b);
         moe_ops(j)->finish(&block, &rows, j->has_shared ? j->work.shared_y : NULL);

@@ -12,6 +12,8 @@
 #include "rules/convert.h"
 #include "rules/experts_layout.h"
 
+#define KNOWN_FLAGS (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN)
+
 static epic_result read_parts(moe_job *j, const epic_config *config, const epic_moe *moe,
                               size_t size)
 {
@@ -82,8 +84,10 @@ static epic_result check_moe(const moe_job *j)
         return epic_fail(EPIC_EINVAL,
                          "moe.sequence_tokens is %lld: a length, or 0 for the plain loss",
                          (long long)m->sequence_tokens);
-    if (m->flags & ~EPIC_SUM_DENSE)
-        return epic_fail(EPIC_EINVAL, "moe.flags is 0x%x: only EPIC_SUM_DENSE is known",
+    if (m->flags & ~(uint32_t)KNOWN_FLAGS)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.flags is 0x%x: only EPIC_SUM_DENSE, EPIC_RECOMPUTE and "
+                         "EPIC_DISPATCH_AGAIN are known",
                          m->flags);
     if (m->pad) return epic_fail(EPIC_EINVAL, "moe.pad is %u: it must be 0", m->pad);
     if (m->capacity < 0 || m->capacity > INT32_MAX)
@@ -210,13 +214,25 @@ static void cut_saved(moe_job *j, unsigned char *base)
     s->load = take(base, &used, (int64_t)j->layer.num_experts * 4);
     s->logical_load = take(base, &used, (int64_t)j->layer.num_logical * 4);
     s->total_tokens = take(base, &used, 8); /* to here: whatever the capacity is */
-    s->shared = take(base, &used, j->blocks * j->shared_memory.saved_bytes);
-    s->recv = take(base, &used, slots * j->row_bytes);
+    const bool keeps = !(j->moe.flags & EPIC_RECOMPUTE);
+    const bool keeps_rows = !(j->moe.flags & EPIC_DISPATCH_AGAIN);
+    s->shared = take(base, &used, keeps ? j->blocks * j->shared_memory.saved_bytes : 0);
+    s->recv = take(base, &used, keeps_rows ? slots * j->row_bytes : 0);
     s->slot_weights = take(base, &used, slots * j->real_bytes);
     s->slot_k = take(base, &used, j->wide ? slots * 4 : 0);
-    s->y = take(base, &used, slots * j->row_bytes);
-    s->experts = take(base, &used, j->experts_memory.saved_bytes);
+    s->experts = take(base, &used, keeps ? j->experts_memory.saved_bytes : 0);
     j->saved_bytes = used;
+}
+
+/* What is saved without these flags, and made again here. */
+static void cut_unsaved(moe_job *j, unsigned char *base, int64_t *used)
+{
+    if (j->moe.flags & EPIC_RECOMPUTE) {
+        j->saved.shared = take(base, used, j->shared_memory.saved_bytes);
+        j->saved.experts = take(base, used, j->experts_memory.saved_bytes);
+    }
+    if (j->moe.flags & EPIC_DISPATCH_AGAIN)
+        j->saved.recv = take(base, used, j->capacity * j->row_bytes);
 }
 
 static void cut_work(moe_job *j, unsigned char *base, bool backward)
@@ -224,6 +240,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     int64_t used = 0;
     const int64_t weights_bytes = j->wide ? j->capacity * j->top_k * 8 : 0;
     moe_work *w = &j->work;
+    cut_unsaved(j, base, &used);
     w->experts =
         take(base, &used,
              backward ? j->experts_memory.backward_bytes : j->experts_memory.forward_bytes);
@@ -245,6 +262,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
         w->choice_k = take(base, &used, j->tokens * j->top_k * 4);
         w->recv_weights = take(base, &used, weights_bytes);
     }
+    w->y = take(base, &used, backward ? 0 : j->capacity * j->row_bytes);
     if (backward) {
         const int64_t rows_bytes = larger(j->capacity, j->tokens) * j->row_bytes;
         w->d_y = take(base, &used, larger(rows_bytes, weights_bytes));

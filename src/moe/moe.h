@@ -19,13 +19,13 @@ typedef struct moe_saved { /* from forward to backward */
     void *logits;       /* [tokens, columns] real */
     int32_t *topk_idx;  /* [tokens, top_k], zero-experts included */
     void *weights;      /* [tokens, top_k] real */
-    void *recv;         /* [capacity, hidden] */
+    void *recv;         /* [capacity, hidden]; EPIC_DISPATCH_AGAIN: in the workspace */
     void *slot_weights; /* [capacity] real */
     float *slot_k;      /* [capacity], wide: which choice of its token a slot is */
-    void *y;            /* [capacity, hidden] */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens;  /* -1: forward failed */
-    void *experts, *shared; /* what epic_experts saves; shared: block after block */
+    void *experts, *shared; /* what epic_experts saves; shared: block after block.
+                               EPIC_RECOMPUTE: in the workspace, shared: of one block */
 } moe_saved;
 
 typedef struct moe_work {
@@ -40,6 +40,7 @@ typedef struct moe_work {
     void *losses;           /* [2, blocks] real */
     float *choice_k;        /* forward, wide: [tokens, top_k], 0 to top_k - 1 */
     double *recv_weights;   /* forward, wide: [capacity, top_k] of a slot's token */
+    void *y;                /* forward: [capacity, hidden] */
     void *d_y;    /* backward: [capacity, hidden]; then what comes home of weights, and d_x that
                   nobody wants */
     void *d_recv; /* [capacity, hidden] */

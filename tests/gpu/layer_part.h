@@ -95,8 +95,7 @@ static inline void move_in(device_part *d)
     if (f->out.data) f->out.data = to_device(d, t->out, rows, true);
     f->token_ids = to_device(d, t->token_ids, t->tokens * (p->wide_ids ? 8 : 4), false);
     f->table = to_device(d, p->table, p->table_rows * (int64_t)p->layer.top_k * 4, false);
-    f->rank_of_expert =
-        to_device(d, (void *)(uintptr_t)f->rank_of_expert, experts * 4, false);
+    f->rank_of_expert = to_device(d, (void *)(uintptr_t)f->rank_of_expert, experts * 4, false);
     f->logical_of_expert =
         to_device(d, (void *)(uintptr_t)f->logical_of_expert, experts * 4, false);
     f->loss = to_device(d, f->loss, loss, true);

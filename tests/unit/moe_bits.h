@@ -122,7 +122,8 @@ static inline problem spread(const problem *one, int num_ranks, uint32_t seed)
     return p;
 }
 
-static inline void same(const problem *p, const char *what, const void *a, const void *b, size_t bytes)
+static inline void same(const problem *p, const char *what, const void *a, const void *b,
+                        size_t bytes)
 {
     CHECK(bytes == 0 || !memcmp(a, b, bytes), "%s: %s has other bits with %d ranks", p->name,
           what, p->num_ranks);

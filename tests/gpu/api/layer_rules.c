@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the layer on CUDA contexts promises beside its values (api_layer): with EPIC_TREE the same
- * bits for 1, 2 and 4 ranks; gradients of replicas that epic_sum_replicas adds; tables that do not
+ * bits for 1, 2 and 4 ranks, and whatever is saved; gradients of replicas that epic_sum_replicas adds; tables that do not
  * fit the layer, and unequal ranks, told by epic_check; and what it refuses.
  *   api_layer_rules [CASES] [SEED] */
 #define MOST_NUMBERS (1 << 10)
@@ -90,6 +90,27 @@ static void test_bits(uint32_t seed)
     free_given(&given);
 }
 
+/* ----------------------------------------------------------------------- less is saved ---- */
+
+/* What is not saved is made again: the same bits. */
+static void test_less_saved(uint32_t seed)
+{
+    problem given = draw(seed), whole = spread(&given, 2, seed);
+    run_team(run_summed, &whole, &whole, "p2p");
+    const epic_config config = config_of(&whole);
+    check_saved_bytes(&whole, &config);
+    for (uint32_t i = 1; i <= 3; i++) {
+        problem less = whole;
+        less.moe.flags |= i * EPIC_RECOMPUTE; /* the one, the other, both */
+        make_results(&less);
+        run_team(run_summed, &less, &less, "p2p");
+        compare_bits(&whole, &less, i == 1 ? "recomputed" : "with rows dispatched again");
+        free_results(&less);
+    }
+    free_results(&whole);
+    free_given(&given);
+}
+
 /* ------------------------------------------------------------------------ what is wrong ---- */
 
 static problem small(int num_ranks)
@@ -163,8 +184,8 @@ static void run_wrong(void *what, int rank, epic_context *ctx, const epic_config
 static void test_wrong(void)
 {
     static const int32_t crowded[] = {0, 0, 0, 1};
-    wrong tables = {
-        small(2), crowded, "moe.experts.num_local_experts is 2: the placement gives a rank 3"};
+    wrong tables = {small(2), crowded,
+                    "moe.experts.num_local_experts is 2: the placement gives a rank 3"};
     wrong unequal = {small(2), NULL, "x.num_rows is 5 on rank 0 and 7 on rank 1: EPIC_TREE"};
     unequal.p.placed = false;
     unequal.p.layer.sum_order = EPIC_TREE;
@@ -232,6 +253,7 @@ int main(int argc, char **argv)
     test_refused();
     test_wrong();
     for (uint32_t i = 0; i < count; i++) test_bits(first + i);
+    for (uint32_t i = 0; i < (count + 1) / 2; i++) test_less_saved(first + i);
     printf("layer_rules: %u cases: %s\n", count, *failures ? "WRONG" : "good");
     return *failures != 0;
 }
