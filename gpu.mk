@@ -78,7 +78,8 @@ $(GPU_OUT)/api_%: tests/gpu/api/%.c $(GPU_API_HELPERS) all
 # These look inside: the core is linked in, and loads the same libepic_cuda.so.
 GPU_INNER = build/lib/libepic_inner.a -Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart \
 	-Wl,-rpath,$(GPU_CUDA)/lib64 -ldl -lpthread -lm
-$(GPU_OUT)/api_layer: tests/gpu/api/layer.c $(wildcard tests/unit/moe_*.h) all
+$(GPU_OUT)/api_layer $(GPU_OUT)/api_layer_rules: $(GPU_OUT)/api_%: tests/gpu/api/%.c \
+		tests/gpu/layer_part.h $(wildcard tests/unit/moe_*.h) all
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) $< -o $@ $(GPU_INNER)
 $(GPU_OUT)/gpu_moe: bench/gpu/moe.c all

@@ -132,7 +132,12 @@ typedef enum epic_flag {
                             bounds and layers need as much less memory */
     EPIC_PLANNED = 16,   /* of epic_moe_forward: epic_moe_plan has made the plan */
     /* Padding slots are not written, for experts that go by expert_tokens; of each rank alone. */
-    EPIC_LEAVE_PADDING = 32
+    EPIC_LEAVE_PADDING = 32,
+    EPIC_RECOMPUTE = 64,      /* of a layer: `saved` has no part of the experts' and the shared
+                                expert's; backward computes it again, their first product.  Of
+                                epic_experts_forward: that part alone is made */
+    EPIC_DISPATCH_AGAIN = 128 /* of a layer, on every rank alike: `saved` has no received rows;
+                                backward sends them again, one operation more */
 } epic_flag;
 
 /* A matrix seen as rows of bytes, contiguous.  {NULL, 0, 0} is a matrix without rows, whatever
@@ -636,7 +641,7 @@ typedef struct epic_router_args {
  * is by the scores alone (no bias, no sum over a group), it is made on the logits, which rise
  * with the scores and do not underflow.  Chosen scores that add up to 0 give weights of 0, not
  * NaN.  EPIC_WEIGHT_SPARSEMIXER is the inference rule of Phi-3.5-MoE: it draws nothing at random.
- * Errors: EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts for it and for scale_of_expert. */
+ * Errors: EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts for it. */
 static inline epic_result epic_router_forward(epic_context *ctx, const epic_router_args *args);
 
 typedef struct epic_router_backward_args {
@@ -658,7 +663,8 @@ typedef struct epic_router_backward_args {
 } epic_router_backward_args;
 
 /* The gradient of the weights; the choice, and so the bias, has none.  d_scale_of_expert is added
- * up in float64 by ascending token and rounded once.  Errors: as forward. */
+ * up in float64 by ascending token (on CUDA contexts in a few runs of tokens, added last) and
+ * rounded once.  Errors: as forward. */
 static inline epic_result epic_router_backward(epic_context *ctx,
                                                const epic_router_backward_args *args);
 
@@ -872,7 +878,8 @@ typedef struct epic_experts_args {
     void *workspace;
     int64_t workspace_bytes;
     void *y;               /* out [num_slots, hidden]; 0 on padding; not x */
-    uint32_t flags;        /* 0 */
+    uint32_t flags;        /* EPIC_RECOMPUTE: out is `saved` alone, for a backward whose forward
+                              kept none; y is not looked at */
     uint32_t weights_type; /* of slot_weights: 0: F32; or F64, with F64 rows only */
 } epic_experts_args;
 
@@ -941,8 +948,8 @@ typedef struct epic_moe {
     double z_coeff;              /* of epic_z_loss; 0: none */
     int64_t sequence_tokens;     /* of epic_balance_loss */
     int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
-    uint32_t flags;   /* EPIC_SUM_DENSE, not with F64 rows */
-    uint32_t pad;     /* 0 */
+    uint32_t flags; /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN */
+    uint32_t pad;   /* 0 */
 } epic_moe;
 
 /* Bytes of memory that the caller brings; any alignment of 64. */
@@ -955,8 +962,10 @@ typedef struct epic_moe_memory_info {
     int64_t cuda_backward_bytes;
 } epic_moe_memory_info;
 
-/* What a layer takes for config.max_tokens tokens a rank.  Local; config.num_ranks is needed.
- * Errors: EPIC_EINVAL. */
+/* What a layer takes for config.max_tokens tokens a rank.  For each slot `saved` has the received
+ * row and what the experts save, the outputs of gate and up; with EPIC_DISPATCH_AGAIN or
+ * EPIC_RECOMPUTE not the one or the other: the workspace of backward has it then.  Results have the
+ * same bits with and without.  Local; config.num_ranks is needed.  Errors: EPIC_EINVAL. */
 static inline epic_result epic_moe_memory(const epic_config *config, const epic_moe *moe,
                                           epic_moe_memory_info *out);
 
@@ -1018,9 +1027,9 @@ typedef struct epic_moe_args {
  *
  * On a CUDA context everything is on the device, the losses and what comes in for them too, and
  * runs on call.stream; the host waits for nothing, and a graph can hold it.  epic_moe_memory's
- * cuda_ bytes count there.  Not there yet (EPIC_ENOTSUP): F64 rows, EPIC_TREE, zero-experts,
- * rank_of_expert, num_logical, scale_of_expert, num_experts that num_ranks does not divide,
- * w_shared_gate, shared->gemm, epic_moe_plan. */
+ * cuda_ bytes count there.  A rank_of_expert that gives a rank more than num_local_experts, and
+ * with EPIC_TREE unequal numbers of tokens, are class (b) there.  Not there yet (EPIC_ENOTSUP):
+ * F64 rows, shared->gemm, epic_moe_plan. */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
 /* The first part of epic_moe_forward, up to the plan, for a caller who brings memory for what

@@ -29,7 +29,9 @@ typedef enum p2p_fault { /* of the data of an operation: class (b) of epic.h */
                          P2P_FAULT_REPLICA = 8,    /* expert, logical expert, num_logical */
                          P2P_FAULT_NO_REPLICA = 9, /* logical expert */
                          P2P_FAULT_LAYOUT = 10,    /* the plan's, operation */
-                         P2P_FAULT_LOCAL = 11      /* rows, local experts */
+                         P2P_FAULT_LOCAL = 11,     /* rows, local experts */
+                         P2P_FAULT_ROOM = 12,      /* num_local_experts, a rank's experts */
+                         P2P_FAULT_UNEQUAL = 13    /* tokens of rank 0, and of this one */
 } p2p_fault;
 
 /* A data error, in host memory; result is written last, and 0 again by who has read it. */

@@ -94,7 +94,7 @@ typedef struct p2p_scale_job {
 /* The dense part of a layer, beside its products. */
 typedef struct p2p_rows_job { /* to += from, numbers of `type` */
     void *to;
-    const void *from;
+    const void *from; /* NULL: zeros */
     int64_t count;
     uint32_t type;
     int32_t replace; /* to = from */
@@ -110,6 +110,8 @@ typedef struct p2p_incoming_job {   /* to = {all + balance, all + z} */
     float *to;
 } p2p_incoming_job;
 
+/* values [2, n], n a power of two: {the sum of the first row, that of the second}, in binary trees. */
+cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t stream);
 cudaError_t p2p_launch_rows(const p2p_rows_job *job, int sms, cudaStream_t stream);
 cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_incoming(const p2p_incoming_job *job, cudaStream_t stream);

@@ -28,7 +28,8 @@ typedef struct p2p_router_rows { /* the logits, and what every kernel knows */
 typedef struct p2p_router_job {
     p2p_router_rows rows;
     const float *bias;
-    const void *token_ids; /* NULL: choose */
+    const float *scale_of_expert; /* NULL: 1 */
+    const void *token_ids;        /* NULL: choose */
     const int32_t *table;
     int64_t table_rows;
     int32_t *topk_idx;
@@ -41,8 +42,10 @@ typedef struct p2p_router_job {
 typedef struct p2p_router_backward_job {
     p2p_router_rows rows;
     const int32_t *topk_idx;
+    const float *scale_of_expert; /* NULL: 1 */
     const float *d_weights;
     void *d_logits;
+    float *d_scale_of_expert; /* NULL: not wanted */
     uint32_t grad_type;
     int32_t accumulate;
 } p2p_router_backward_job;

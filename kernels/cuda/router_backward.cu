@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* router_backward: from the gradient of the weights to that of the logits.
  *   d_weights [num_tokens, top_k], d_logits [num_tokens, columns]
- * One warp takes one token.  Only a softmax over all experts needs all logits. */
+ * One warp takes one token.  Only a softmax over all experts needs all logits.
+ * The gradient of the scale by expert, d_scale_of_expert [columns], is a kernel of its own. */
 #include "cuda/launch.cuh"
 #include "cuda/router.cuh"
 
@@ -84,6 +85,25 @@ __device__ __forceinline__ void give_gradient(const p2p_router_backward_job &job
     });
 }
 
+/* The choices of a token. */
+__device__ __forceinline__ Chosen<2> choices_of(const p2p_router_backward_job &job,
+                                                int64_t token)
+{
+    Chosen<2> c = {(int)job.rows.router.top_k, {-1, -1}};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        if (c.is(j)) c.id[j] = job.topk_idx[token * c.k + j * WARP + lane_id()];
+        if (c.id[j] >= job.rows.columns) c.id[j] = -1;
+    }
+    return c;
+}
+
+/* Do the weights need the softmax over all experts? */
+__host__ __device__ __forceinline__ bool of_softmax(const epic_router &r)
+{
+    return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
+}
+
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
@@ -95,24 +115,88 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (token >= job.rows.num_tokens) return;
     float *d = memory + threadIdx.x / WARP * 2 * words, *s = NULL;
 
-    if (r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX) {
+    if (of_softmax(r)) {
         s = d + words;
         load_row<V>(s, job.rows, token);
         softmax<V>(s, s, columns);
     }
     each_column<V>(0, columns, [&](int i) { d[at(i)] = 0; });
-    Chosen<2> c = {(int)r.top_k, {-1, -1}};
+    const Chosen<2> c = choices_of(job, token);
     float g[2] = {0, 0}, z[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        const int64_t place = token * c.k + j * WARP + lane_id();
-        if (c.is(j)) c.id[j] = job.topk_idx[place], g[j] = job.d_weights[place];
-        if (c.id[j] >= columns) c.id[j] = -1;
+        if (c.is(j)) g[j] = job.d_weights[token * c.k + j * WARP + lane_id()];
+        if (c.live(j) && job.scale_of_expert) g[j] *= job.scale_of_expert[c.id[j]];
     }
     const Shares<2> shares = share_again(job, c, s, z, token);
     share_backward(shares, c, job.rows.scale, g);
     parts_backward(r, shares, c, z, g, d);
     give_gradient<V>(job, s, d, token);
+}
+
+/* -------------------------------------------------------------- the scale by expert ---- */
+
+#define SCALE_WARPS 8 /* runs of tokens, added one after the other */
+
+/* What choice `place` adds: the gradient of its weight times the weight without its scale; the same
+ * on all lanes. */
+__device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
+                                             int64_t place)
+{
+    const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
+    const int64_t token = place / k;
+    float z[2];
+    __syncwarp(); /* the row that the lanes have read may go */
+    if (of_softmax(job.rows.router)) {
+        load_row<0>(s, job.rows, token);
+        softmax<0>(s, s, job.rows.columns);
+    } else {
+        s = NULL;
+    }
+    const Shares<2> shares = share_again(job, choices_of(job, token), s, z, token);
+    const float part = __shfl_sync(ALL_LANES, choice < WARP ? shares.parts[0] : shares.parts[1],
+                                   choice % WARP);
+    if (shares.divisor == 0) return 0;
+    const float weight = part / shares.divisor * job.rows.scale;
+    return (double)job.d_weights[place] * (double)weight;
+}
+
+/* A CTA takes an expert, each of its warps a run of the tokens.  Few choices are an expert's: their
+ * weights are worked out again. */
+__global__ void __launch_bounds__(SCALE_WARPS *WARP)
+    router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
+{
+    __shared__ double sums[SCALE_WARPS];
+    const int k = (int)job.rows.router.top_k, expert = (int)blockIdx.x;
+    const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    float *const s = (float *)dynamic_shared() + warp * row_words(job.rows.columns);
+    const int64_t tokens = job.rows.num_tokens;
+    const int64_t end = tokens * (warp + 1) / warps * k;
+    double sum = 0;
+    for (int64_t i = tokens * warp / warps * k; i < end; i += WARP) {
+        const int64_t mine = i + lane_id();
+        const bool its = mine < end && job.topk_idx[mine] == expert;
+        for (uint32_t left = __ballot_sync(ALL_LANES, its); left; left &= left - 1) {
+            const int64_t place = i + __ffs(left) - 1;
+            sum += scale_part(job, s, place);
+        }
+    }
+    if (lane_id() == 0) sums[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    float *const out = job.d_scale_of_expert + expert;
+    double all = 0;
+    for (int w = 0; w < warps; w++) all += sums[w];
+    *out = (float)((job.accumulate ? (double)*out : 0) + all);
+}
+
+/* ---------------------------------------------------------------------------- launching ---- */
+
+static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t stream)
+{
+    const int words = row_words(job->rows.columns), warps = router_warps(words, SCALE_WARPS);
+    const int bytes = of_softmax(job->rows.router) ? warps * words * 4 : 0;
+    return enqueue(router_scale_kernel, job->rows.columns, warps * WARP, bytes, stream, *job);
 }
 
 template <int V>
@@ -128,6 +212,10 @@ static cudaError_t launch(const p2p_router_backward_job *job, cudaStream_t strea
 extern "C" cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job,
                                                   cudaStream_t stream)
 {
+    if (job->d_scale_of_expert) {
+        const cudaError_t error = launch_scale(job, stream);
+        if (error != cudaSuccess) return error;
+    }
     if (job->rows.num_tokens == 0) return cudaSuccess;
     return job->rows.columns <= 8 * WARP ? launch<8>(job, stream) : launch<0>(job, stream);
 }
@@ -140,6 +228,10 @@ template <int V> static cudaError_t load()
 
 extern "C" cudaError_t p2p_load_router_backward(void)
 {
-    const cudaError_t error = load<8>();
-    return error == cudaSuccess ? load<0>() : error;
+    cudaError_t error = load<8>();
+    if (error == cudaSuccess) error = load<0>();
+    return error == cudaSuccess
+               ? cudaFuncSetAttribute(router_scale_kernel,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES)
+               : error;
 }

@@ -73,7 +73,10 @@ __device__ __forceinline__ void weigh(const p2p_router_job &job, const Chosen<J>
         if (!c.is(j)) continue;
         const int64_t place = token * c.k + j * WARP + lane_id();
         job.topk_idx[place] = c.id[j];
-        job.weights[place] = s.divisor != 0 ? s.parts[j] / s.divisor * job.rows.scale : 0;
+        float weight = s.divisor != 0 ? s.parts[j] / s.divisor * job.rows.scale : 0;
+        if (job.scale_of_expert && c.id[j] >= 0 && s.divisor != 0)
+            weight *= job.scale_of_expert[c.id[j]];
+        job.weights[place] = weight;
     }
 }
 

@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "epic/epic.h"
+#include "rules/layer_tokens.h"
 
 #define EPIC_MAX_RANKS 1024 /* host backends */
 #define EPIC_MAX_CELLS 64   /* operations of one rank at once */
@@ -209,9 +210,23 @@ typedef struct epic_steps {
      * one expert's. */
     epic_result (*gate)(epic_group *, const epic_gate *);
     epic_result (*gate_backward)(epic_group *, const epic_gate *);
-    /* to += from (replace: =), numbers of a type; the few numbers of losses, as grouped.h has them */
+    /* Zero-experts and the shared expert's gate: choices without zero-experts; what it is
+     * multiplied by; d_shared_weights, in place, and the gradient [hidden] of w_shared_gate (NULL:
+     * not wanted; workspace: experts_tiles_bytes); d_weights of zero-experts; rows added up. */
+    epic_result (*sent_choices)(epic_group *, epic_stream, const layer_tokens *, int32_t *to);
+    epic_result (*shared_gate)(epic_group *, epic_stream, const layer_tokens *);
+    epic_result (*shared_gate_backward)(epic_group *, epic_stream, const layer_tokens *,
+                                        float *gradient, bool accumulate, void *workspace);
+    epic_result (*zero_weights)(epic_group *, epic_stream, const layer_tokens *);
+    epic_result (*finish)(epic_group *, epic_stream, const layer_tokens *, const layer_rows *);
+    /* Notices if the plan has more experts on a rank than the layer has room for, or, with
+     * EPIC_TREE, unequal numbers of tokens. */
+    epic_result (*fits)(epic_group *, const epic_plan_args *, uint32_t num_local);
+    /* to += from (replace: =; from NULL: zeros), numbers of a type; sums of [2, n] in trees; the few
+     * numbers of losses, as grouped.h has them */
     epic_result (*add)(epic_group *, epic_stream, void *to, const void *from, int64_t count,
                        uint32_t type, bool replace);
+    epic_result (*trees)(epic_group *, epic_stream, float *values, int64_t n);
     epic_result (*give_losses)(epic_group *, epic_stream, const float *losses,
                                const epic_moe_args *);
     epic_result (*take_losses)(epic_group *, epic_stream, float *d_losses,

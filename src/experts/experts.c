@@ -174,7 +174,7 @@ static epic_result check_forward_places(const experts_job *job, const epic_exper
         INPUTS(a, s),
         {"saved", a->saved, experts_saved_bytes(job, s.slots), 16, true},
         {"workspace", a->workspace, experts_workspace_bytes(job, s.slots, false), 16, true},
-        ARRAY_OUT(a, y, s.rows, s.row)};
+        ARRAY_OUT(a, y, job->saved_alone ? 0 : s.rows, s.row)};
     return CHECK_ARRAYS(arrays);
 }
 
@@ -230,12 +230,13 @@ static epic_result take_forward(experts_job *job, const epic_experts_args *a)
     job->saved = a->saved;
     job->y = a->y;
 
+    job->saved_alone = (a->flags & EPIC_RECOMPUTE) != 0;
     const required arrays[] = {
         {"x", a->x}, {"w_gate_up", a->w_gate_up}, {"w_down", a->w_down}, {"y", a->y}};
     TRY(check_slots(a->num_slots));
-    TRY(check_flags(a->flags, 0));
+    TRY(check_flags(a->flags, EPIC_RECOMPUTE));
     TRY(take_weights_type(job, a->weights_type));
-    TRY(check_required(arrays, 4, a->num_slots));
+    TRY(check_required(arrays, job->saved_alone ? 3 : 4, a->num_slots));
     TRY(check_forward_places(job, a));
     TRY(check_counts(job, a->num_slots));
     TRY(check_weighting(job, a->num_slots));

@@ -49,12 +49,13 @@ void OF(experts_forward)(const experts_job *job, const slab *slab)
 {
     const int64_t hidden = job->hidden, inner = job->inner, width = job->width;
     const bool ready = experts_rows_ready(job);
-    void *y = row_at(job, job->y, slab->first);
     REAL *gate_up = (REAL *)job->saved + slab->first * width;
-    REAL *out = ready ? y : job->rows;
 
     times(job, slab, gate_up, inputs(job, slab), job->w_gate_up, hidden, width);
     add_bias(gate_up, bias_of(job, slab, job->b_gate_up, width), slab->rows, width);
+    if (job->saved_alone) return;
+    void *y = row_at(job, job->y, slab->first);
+    REAL *out = ready ? y : job->rows;
     times(job, slab, out, make_activations(job, slab, gate_up), job->w_down, inner, hidden);
     add_down_bias(job, slab, out);
     if (!ready) store(y, job->experts.row_type, out, slab->rows * hidden);

@@ -17,6 +17,7 @@ typedef struct experts_job {
     bool wide;         /* float64 */
     bool wide_weights; /* of slots: float64 */
     bool accumulate;
+    bool saved_alone;   /* forward: nothing else is made */
     bool device;        /* of a CUDA context: nothing but arguments can be looked at here */
     uint32_t grad_type; /* of the gradients of weights and biases */
 

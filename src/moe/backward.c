@@ -14,50 +14,59 @@ typedef struct backward_call {
     data_fault fault; /* of saved */
 } backward_call;
 
+/* Also where combine multiplied the weights: the gradient of a weight comes from the activation,
+ * d_out W_down^T times what it multiplies, and not from the experts' outputs, which nobody has kept.
+ */
 epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
-    epic_combine_backward_args how = {.call = j->call,
-                                      .plan = j->saved.plan,
-                                      .plan_bytes = j->plan_bytes,
-                                      .d_out = *d_out,
-                                      .d_rows = slots,
-                                      .type = j->experts.row_type};
-    if (moe_is_late(j)) {
-        how.rows = (epic_rows){j->saved.y, j->capacity, j->row_bytes};
-        how.slot_weights = j->saved.slot_weights;
-        how.d_slot_weights = j->work.d_slot_weights;
-    }
+    const epic_combine_backward_args how = {.call = j->call,
+                                            .plan = j->saved.plan,
+                                            .plan_bytes = j->plan_bytes,
+                                            .d_out = *d_out,
+                                            .d_rows = slots,
+                                            .type = j->experts.row_type};
     return api_combine_backward(j->ctx, &how, fault);
+}
+
+epic_result moe_dispatch_again(moe_job *j)
+{
+    const epic_dispatch_args how = {.call = j->call,
+                                    .plan = j->saved.plan,
+                                    .plan_bytes = j->plan_bytes,
+                                    .tokens = j->x,
+                                    .recv = {j->saved.recv, j->capacity, j->row_bytes}};
+    return j->moe.flags & EPIC_DISPATCH_AGAIN ? epic_dispatch(j->ctx, &how) : EPIC_OK;
 }
 
 epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags)
 {
-    const epic_experts_backward_args how = {
-        .call = j->call,
-        .experts = &j->experts,
-        .x = j->saved.recv,
-        .num_slots = j->capacity,
-        .expert_rows = j->saved.expert_rows,
-        .expert_tokens = j->saved.expert_tokens,
-        .slot_weights = moe_is_late(j) ? NULL : j->saved.slot_weights,
-        .w_gate_up = j->weights.w_gate_up,
-        .w_down = j->weights.w_down,
-        .b_gate_up = j->weights.b_gate_up,
-        .b_down = j->weights.b_down,
-        .saved = j->saved.experts,
-        .saved_bytes = j->experts_memory.saved_bytes,
-        .workspace = j->work.experts,
-        .workspace_bytes = j->experts_memory.backward_bytes,
-        .d_y = j->work.d_y,
-        .d_x = j->work.d_recv,
-        .d_w_gate_up = g->w_gate_up,
-        .d_w_down = g->w_down,
-        .d_b_gate_up = g->b_gate_up,
-        .d_b_down = g->b_down,
-        .d_slot_weights = moe_is_late(j) ? NULL : j->work.d_slot_weights,
-        .flags = flags,
-        .weights_type = j->real_type};
+    epic_experts experts = j->experts;
+    if (moe_is_late(j)) experts.weighting = EPIC_WEIGHT_EARLY;
+    const epic_experts_backward_args how = {.call = j->call,
+                                            .experts = &experts,
+                                            .x = j->saved.recv,
+                                            .num_slots = j->capacity,
+                                            .expert_rows = j->saved.expert_rows,
+                                            .expert_tokens = j->saved.expert_tokens,
+                                            .slot_weights = j->saved.slot_weights,
+                                            .w_gate_up = j->weights.w_gate_up,
+                                            .w_down = j->weights.w_down,
+                                            .b_gate_up = j->weights.b_gate_up,
+                                            .b_down = j->weights.b_down,
+                                            .saved = j->saved.experts,
+                                            .saved_bytes = j->experts_memory.saved_bytes,
+                                            .workspace = j->work.experts,
+                                            .workspace_bytes = j->experts_memory.backward_bytes,
+                                            .d_y = j->work.d_y,
+                                            .d_x = j->work.d_recv,
+                                            .d_w_gate_up = g->w_gate_up,
+                                            .d_w_down = g->w_down,
+                                            .d_b_gate_up = g->b_gate_up,
+                                            .d_b_down = g->b_down,
+                                            .d_slot_weights = j->work.d_slot_weights,
+                                            .flags = flags,
+                                            .weights_type = j->real_type};
     return epic_experts_backward(moe_where(j), &how);
 }
 
@@ -105,10 +114,12 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
 {
     const dense_parts parts = moe_dense_parts(j);
     const int32_t rows = (int32_t)j->block;
-    const int64_t saved = j->shared_memory.saved_bytes;
     const epic_moe_weights *w = &j->weights;
     const bool gated = w->w_shared_gate != NULL;
-    if (gated) moe_ops(j)->shared_gate(block, j->work.shared_weights);
+    if (j->moe.flags & EPIC_RECOMPUTE)
+        TRY(moe_shared(j, b, EPIC_RECOMPUTE));
+    else if (gated)
+        moe_ops(j)->shared_gate(block, j->work.shared_weights);
     const epic_experts_backward_args how = {
         .experts = &j->shared,
         .x = block->x.data,
@@ -118,8 +129,8 @@ static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *blo
         .w_down = w->shared_down,
         .b_gate_up = w->shared_b_gate_up,
         .b_down = w->shared_b_down,
-        .saved = (const char *)j->saved.shared + b * saved,
-        .saved_bytes = saved,
+        .saved = moe_shared_saved(j, b),
+        .saved_bytes = j->shared_memory.saved_bytes,
         .workspace = j->work.shared,
         .workspace_bytes = j->shared_memory.backward_bytes,
         .d_y = d_out->data,
@@ -224,9 +235,11 @@ static void clear(const moe_job *j, const backward_call *c)
 static epic_result run(moe_job *j, backward_call *c)
 {
     epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);
+    if (result == EPIC_OK) result = moe_dispatch_again(j);
     if (result != EPIC_OK) clear(j, c);
     TRY(result);
-    result = moe_transform_backward(j, &c->gradients, c->args->flags);
+    result = moe_recompute(j);
+    if (result == EPIC_OK) result = moe_transform_backward(j, &c->gradients, c->args->flags);
     if (result != EPIC_OK) return moe_abandon(j, result);
     TRY(moe_dispatch_backward(j, &c->args->d_x));
     result = blocks_backward(j, c, 0, j->blocks, 0);

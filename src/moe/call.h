@@ -36,6 +36,13 @@ epic_result moe_check_saved(const moe_job *j, data_fault *fault);
 /* Block b of the tokens, with what was saved of it. */
 dense_block moe_block(const moe_job *j, int64_t b);
 
+/* What the shared expert has saved of block b. */
+static inline void *moe_shared_saved(const moe_job *j, int64_t b)
+{
+    const int64_t block = j->moe.flags & EPIC_RECOMPUTE ? 0 : b;
+    return (char *)j->saved.shared + block * j->shared_memory.saved_bytes;
+}
+
 /* Are the weights multiplied in combine?  Else the experts get them. */
 static inline bool moe_is_late(const moe_job *j)
 {
@@ -76,6 +83,14 @@ static inline epic_context *moe_where(const moe_job *j)
 epic_result moe_transform(moe_job *j);
 epic_result moe_bring_home(moe_job *j, const epic_rows *out);
 epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault *fault);
+/* What forward was told not to save; nothing to do if it did. */
+epic_result moe_dispatch_again(moe_job *j);
+epic_result moe_recompute(moe_job *j);
+
+/* Of hosts: what the shared expert of block b is multiplied by, and the expert; flags: 0, or
+ * EPIC_RECOMPUTE for what it saves alone. */
+epic_result moe_shared(moe_job *j, int64_t b, uint32_t flags);
+
 epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags);
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
 epic_result moe_sum_dense(moe_job *j);

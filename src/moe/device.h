@@ -11,8 +11,16 @@
     backend_said((j)->ctx->backend, \
                  (j)->ctx->backend->steps->name((j)->ctx->group, __VA_ARGS__))
 
-/* The gate of all tokens; the gradients are not asked for. */
-epic_gate moe_device_gate(const moe_job *j, void *logits);
+/* The gate of a block of tokens; the gradients are not asked for. */
+epic_gate moe_device_gate(const moe_job *j, const dense_block *block, void *logits);
+
+/* A block of tokens, as zero-experts and the shared expert's gate see it in forward. */
+layer_tokens moe_device_tokens(const moe_job *j, const dense_block *block);
+
+/* What the shared expert of a block is multiplied by, nothing to do if it is not gated; and this
+ * with the expert itself, flags: 0, or EPIC_RECOMPUTE for what it saves alone. */
+epic_result moe_device_shared_gate(moe_job *j, const dense_block *block);
+epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags);
 
 /* The parts of forward and backward beside those that hosts have, too (call.h): gate and
  * router; plan and dispatch; what is left when the rows are home. */
@@ -21,8 +29,8 @@ epic_result moe_device_send(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 
-/* A loss of all tokens, without what goes out. */
-epic_loss moe_device_loss(const moe_job *j, double coeff);
+/* A loss of a block of tokens, without what goes out. */
+epic_loss moe_device_loss(const moe_job *j, const dense_block *block, double coeff);
 
 /* As epic_balance_loss has it, but for the division by the tokens of all ranks, which the plan
  * counts on the device. */

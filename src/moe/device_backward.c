@@ -5,98 +5,188 @@
 #include "moe/device.h"
 
 typedef struct dense_places { /* where gradients of the dense part go; NULL: not wanted */
-    float *w_gate, *b_gate, *gate_up, *down, *b_gate_up, *b_down;
+    float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
 } dense_places;
 
-static dense_places places_of(const moe_job *j, const epic_moe_gradients *g, uint32_t flags)
+/* Are they summed, over ranks or blocks?  Else they go where the caller wants them. */
+static bool are_staged(const moe_job *j)
 {
-    const dense_parts p = moe_dense_parts(j);
-    float *dense = (float *)(void *)j->work.dense;
-    if (!(j->moe.flags & EPIC_SUM_DENSE))
-        return (dense_places){g->w_gate,      g->b_gate,           g->shared_gate_up,
-                              g->shared_down, g->shared_b_gate_up, g->shared_b_down,
-                              flags};
-    return (dense_places){dense + p.w_gate,
-                          dense + p.b_gate,
-                          dense + p.gate_up,
-                          dense + p.down,
-                          dense + p.b_gate_up,
-                          dense + p.b_down,
-                          0};
+    return j->dense_levels > 0;
 }
 
-static epic_result losses_backward(moe_job *j, const epic_moe_backward_args *a)
+static dense_places callers_places(const epic_moe_gradients *g, uint32_t flags)
 {
-    float *incoming = j->work.losses;
-    epic_loss balance = moe_device_loss(j, j->moe.balance_coeff);
-    epic_loss z = moe_device_loss(j, j->moe.z_coeff);
+    return (dense_places){g->w_gate,         g->b_gate,        g->scale_of_expert,
+                          g->shared_gate_up, g->shared_down,   g->shared_b_gate_up,
+                          g->shared_b_down,  g->w_shared_gate, flags};
+}
+
+/* Zeros where no step writes: what is summed is a number. */
+static epic_result clear_missing(moe_job *j, float *dense)
+{
+    const dense_parts p = moe_dense_parts(j);
+    if (!j->weights.scale_of_expert)
+        TRY(DEVICE_STEP(j, add, j->call.stream, dense + p.scale, NULL, p.gate_up - p.scale,
+                        EPIC_F32, true));
+    if (!j->has_shared || j->weights.w_shared_gate) return EPIC_OK;
+    return DEVICE_STEP(j, add, j->call.stream, dense + p.w_shared_gate, NULL,
+                       p.end - p.w_shared_gate, EPIC_F32, true);
+}
+
+static dense_places places_at(const moe_job *j, float *dense)
+{
+    const dense_parts p = moe_dense_parts(j);
+    return (dense_places){dense + p.w_gate,  dense + p.b_gate,        dense + p.scale,
+                          dense + p.gate_up, dense + p.down,          dense + p.b_gate_up,
+                          dense + p.b_down,  dense + p.w_shared_gate, 0};
+}
+
+/* ------------------------------------------------------------- a block of tokens, by steps ---- */
+
+static layer_tokens tokens_of(const moe_job *j, const epic_moe_backward_args *a,
+                              const dense_block *block, int64_t b)
+{
+    layer_tokens tokens = moe_device_tokens(j, block);
+    tokens.d_out = moe_rows(j, &a->d_out, b).data;
+    tokens.d_weights = moe_real(j, j->work.d_weights, b * j->block * j->top_k);
+    tokens.d_shared_weights = j->work.d_shared_weights;
+    return tokens;
+}
+
+static epic_result losses_backward(moe_job *j, const dense_block *block)
+{
+    const float *incoming = j->work.losses;
+    epic_loss balance = moe_device_loss(j, block, j->moe.balance_coeff);
+    epic_loss z = moe_device_loss(j, block, j->moe.z_coeff);
     balance.d_loss = incoming;
     z.d_loss = incoming + 1;
     z.sequence_tokens = 0;
     balance.d_logits = z.d_logits = j->work.d_logits;
     balance.flags = z.flags = EPIC_ACCUMULATE;
-    if (balance.coeff == 0 && z.coeff == 0) return EPIC_OK;
-    TRY(DEVICE_STEP(j, take_losses, j->call.stream, incoming, a));
     if (balance.coeff != 0)
         TRY(DEVICE_STEP(j, balance_loss_backward, &balance, moe_device_balance_factor(j)));
     return z.coeff != 0 ? DEVICE_STEP(j, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-static epic_result route_backward(moe_job *j)
+/* The router's flag to accumulate would be the logits', too. */
+static epic_result route_backward(moe_job *j, const dense_block *block,
+                                  const layer_tokens *tokens, const dense_places *to)
 {
+    const bool adds = to->scale && to->flags & EPIC_ACCUMULATE;
+    const bool scaled = j->weights.scale_of_expert && to->scale;
     const epic_router_backward_args how = {.call = j->call,
                                            .router = &j->router,
-                                           .logits = j->saved.logits,
-                                           .num_tokens = j->tokens,
-                                           .topk_idx = j->saved.topk_idx,
-                                           .d_weights = j->work.d_weights,
+                                           .logits = block->logits,
+                                           .num_tokens = j->block,
+                                           .topk_idx = block->topk_idx,
+                                           .scale_of_expert = j->weights.scale_of_expert,
+                                           .d_weights = tokens->d_weights,
                                            .workspace = j->work.router,
                                            .workspace_bytes = j->router_bytes,
                                            .d_logits = j->work.d_logits,
+                                           .d_scale_of_expert = !scaled ? NULL
+                                                                : adds  ? j->work.d_scale
+                                                                        : to->scale,
                                            .type = EPIC_F32,
                                            .weights_type = EPIC_F32};
-    return epic_router_backward(j->ctx, &how);
+    if (j->router.zero_experts) TRY(DEVICE_STEP(j, zero_weights, j->call.stream, tokens));
+    TRY(epic_router_backward(j->ctx, &how));
+    if (scaled && adds)
+        TRY(DEVICE_STEP(j, add, j->call.stream, to->scale, j->work.d_scale, j->columns,
+                        EPIC_F32, false));
+    return losses_backward(j, block);
 }
 
-static epic_result shared_backward(moe_job *j, const epic_moe_backward_args *a,
+static epic_result shared_backward(moe_job *j, int64_t b, const dense_block *block,
+                                   const layer_tokens *tokens, void *d_x,
                                    const dense_places *to)
 {
+    const bool gated = tokens->w_shared_gate != NULL;
     experts_job shared = {0};
     TRY(experts_take(&shared, &j->shared, sizeof j->shared));
-    const epic_experts_backward_args how = {.call = j->call,
-                                            .experts = &shared.experts,
-                                            .x = j->x.data,
-                                            .num_slots = j->tokens,
-                                            .w_gate_up = j->weights.shared_gate_up,
-                                            .w_down = j->weights.shared_down,
-                                            .b_gate_up = j->weights.shared_b_gate_up,
-                                            .b_down = j->weights.shared_b_down,
-                                            .saved = j->saved.shared,
-                                            .saved_bytes = j->shared_memory.saved_bytes,
-                                            .workspace = j->work.shared,
-                                            .workspace_bytes = j->shared_memory.backward_bytes,
-                                            .d_y = a->d_out.data,
-                                            .d_x = a->d_x.data ? j->work.shared_y : NULL,
-                                            .d_w_gate_up = to->gate_up,
-                                            .d_w_down = to->down,
-                                            .d_b_gate_up = to->b_gate_up,
-                                            .d_b_down = to->b_down,
-                                            .flags = to->flags,
-                                            .grad_type = EPIC_F32};
-    return DEVICE_STEP(j, experts_backward, &how);
+    const epic_experts_backward_args how = {
+        .call = j->call,
+        .experts = &shared.experts,
+        .x = block->x.data,
+        .num_slots = j->block,
+        .slot_weights = gated ? tokens->shared_weights : NULL,
+        .w_gate_up = j->weights.shared_gate_up,
+        .w_down = j->weights.shared_down,
+        .b_gate_up = j->weights.shared_b_gate_up,
+        .b_down = j->weights.shared_b_down,
+        .saved = moe_shared_saved(j, b),
+        .saved_bytes = j->shared_memory.saved_bytes,
+        .workspace = j->work.shared,
+        .workspace_bytes = j->shared_memory.backward_bytes,
+        .d_y = tokens->d_out,
+        .d_x = d_x,
+        .d_w_gate_up = to->gate_up,
+        .d_w_down = to->down,
+        .d_b_gate_up = to->b_gate_up,
+        .d_b_down = to->b_down,
+        .d_slot_weights = gated ? tokens->d_shared_weights : NULL,
+        .flags = to->flags,
+        .grad_type = EPIC_F32};
+    if (j->moe.flags & EPIC_RECOMPUTE)
+        TRY(moe_device_shared(j, block, b, EPIC_RECOMPUTE));
+    else
+        TRY(moe_device_shared_gate(j, block));
+    TRY(DEVICE_STEP(j, experts_backward, &how));
+    if (!gated) return EPIC_OK;
+    return DEVICE_STEP(j, shared_gate_backward, j->call.stream, tokens, to->w_shared_gate,
+                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-static epic_result gate_backward(moe_job *j, const epic_moe_backward_args *a,
+/* What d_x gets beside the gate's part and the experts', in the shared expert's place. */
+static epic_result rest_of_d_x(moe_job *j, const layer_tokens *tokens)
+{
+    const layer_rows sum = {j->work.shared_y, j->has_shared ? j->work.shared_y : NULL, NULL};
+    if (!j->router.zero_experts && !tokens->w_shared_gate) return EPIC_OK;
+    return DEVICE_STEP(j, finish, j->call.stream, tokens, &sum);
+}
+
+static epic_result gate_backward(moe_job *j, const dense_block *block, const epic_rows *d_x,
                                  const dense_places *to)
 {
-    epic_gate gate = moe_device_gate(j, j->work.d_logits);
-    gate.d_x = a->d_x.data;
-    gate.also = j->has_shared && a->d_x.data ? j->work.shared_y : NULL;
+    const bool more = j->has_shared || j->router.zero_experts;
+    epic_gate gate = moe_device_gate(j, block, j->work.d_logits);
+    gate.d_x = d_x->data;
+    gate.also = more && d_x->data ? j->work.shared_y : NULL;
     gate.d_w_gate = to->w_gate;
     gate.d_b_gate = to->b_gate;
     gate.accumulate = (to->flags & EPIC_ACCUMULATE) != 0;
     return DEVICE_STEP(j, gate_backward, &gate);
+}
+
+static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
+                                  const dense_places *to)
+{
+    const dense_block block = moe_block(j, b);
+    const layer_tokens tokens = tokens_of(j, a, &block, b);
+    const bool wanted = a->d_x.data != NULL;
+    const epic_rows d_x = wanted ? moe_rows(j, &a->d_x, b) : (epic_rows){0};
+    TRY(route_backward(j, &block, &tokens, to));
+    if (j->has_shared)
+        TRY(shared_backward(j, b, &block, &tokens, wanted ? j->work.shared_y : NULL, to));
+    if (wanted) TRY(rest_of_d_x(j, &tokens));
+    return gate_backward(j, &block, &d_x, to);
+}
+
+/* Blocks [first, first + count), their dense gradients added in a binary tree at `level`. */
+static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, int64_t first,
+                                   int64_t count, int64_t level)
+{
+    float *here = moe_real(j, j->work.dense, level * j->dense_count);
+    if (count == 1) {
+        const dense_places to = places_at(j, here);
+        TRY(clear_missing(j, here));
+        return block_backward(j, a, first, &to);
+    }
+    TRY(blocks_backward(j, a, first, count / 2, level));
+    TRY(blocks_backward(j, a, first + count / 2, count - count / 2, level + 1));
+    return DEVICE_STEP(j, add, j->call.stream, here, here + j->dense_count, j->dense_count,
+                       EPIC_F32, false);
 }
 
 /* Summed gradients, from work to where they are wanted. */
@@ -107,28 +197,32 @@ static epic_result give_dense(moe_job *j, const epic_moe_gradients *g, uint32_t 
         void *to;
         int64_t begin, end;
     } parts[] = {{g->w_gate, p.w_gate, p.b_gate},
-                 {g->b_gate, p.b_gate, p.gate_up},
+                 {g->b_gate, p.b_gate, p.scale},
+                 {g->scale_of_expert, p.scale, p.gate_up},
                  {g->shared_gate_up, p.gate_up, p.down},
                  {g->shared_down, p.down, p.b_gate_up},
                  {g->shared_b_gate_up, p.b_gate_up, p.b_down},
-                 {g->shared_b_down, p.b_down, p.w_shared_gate}};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        if (parts[i].to)
-            TRY(DEVICE_STEP(
-                j, add, j->call.stream, parts[i].to, moe_real(j, j->work.dense, parts[i].begin),
-                parts[i].end - parts[i].begin, EPIC_F32, !(flags & EPIC_ACCUMULATE)));
+                 {g->shared_b_down, p.b_down, p.w_shared_gate},
+                 {g->w_shared_gate, p.w_shared_gate, p.end}};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        if (!parts[i].to) continue;
+        TRY(DEVICE_STEP(j, add, j->call.stream, parts[i].to,
+                        (float *)(void *)j->work.dense + parts[i].begin,
+                        parts[i].end - parts[i].begin, EPIC_F32, !(flags & EPIC_ACCUMULATE)));
+    }
     return EPIC_OK;
 }
 
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g)
 {
-    const dense_places to = places_of(j, g, a->flags);
-    TRY(route_backward(j));
-    TRY(losses_backward(j, a));
-    if (j->has_shared) TRY(shared_backward(j, a, &to));
-    TRY(gate_backward(j, a, &to));
-    if (!(j->moe.flags & EPIC_SUM_DENSE)) return EPIC_OK;
+    if (j->moe.balance_coeff != 0 || j->moe.z_coeff != 0)
+        TRY(DEVICE_STEP(j, take_losses, j->call.stream, j->work.losses, a));
+    if (!are_staged(j)) {
+        const dense_places to = callers_places(g, a->flags);
+        return block_backward(j, a, 0, &to);
+    }
+    TRY(blocks_backward(j, a, 0, j->blocks, 0));
     TRY(moe_sum_dense(j));
     return give_dense(j, g, a->flags);
 }
@@ -137,7 +231,9 @@ epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
                                 const epic_moe_gradients *g)
 {
     TRY(moe_combine_backward(j, &a->d_out, NULL));
-    const epic_result result = moe_transform_backward(j, g, a->flags);
+    TRY(moe_dispatch_again(j));
+    epic_result result = moe_recompute(j);
+    if (result == EPIC_OK) result = moe_transform_backward(j, g, a->flags);
     if (result != EPIC_OK) return moe_abandon(j, result);
     TRY(moe_dispatch_backward(j, &a->d_x));
     return moe_device_dense_backward(j, a, g);

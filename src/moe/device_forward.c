@@ -16,32 +16,22 @@ static epic_result not_yet(const char *what)
 
 epic_result moe_device_ready(const moe_job *j)
 {
-    const epic_steps *steps = j->ctx->backend->steps;
-    const uint32_t ranks = (uint32_t)j->ctx->num_ranks, experts = j->layer.num_experts;
-    if (!steps->gate)
+    if (!j->ctx->backend->steps->gate)
         return epic_fail(EPIC_ENOTSUP,
                          "the layer is not there yet on backend \"%s\"; use a host context",
                          j->ctx->backend_name);
     if (j->wide) return not_yet("moe.experts.row_type F64");
-    if (j->router.zero_experts) return not_yet("moe.router.zero_experts");
-    if (j->layer.sum_order == EPIC_TREE) return not_yet("moe.layer.sum_order EPIC_TREE");
-    if (j->layer.num_logical) return not_yet("moe.layer.num_logical");
-    if (j->weights.scale_of_expert) return not_yet("weights.scale_of_expert");
-    if (j->weights.w_shared_gate) return not_yet("weights.w_shared_gate");
     if (j->has_shared && j->shared.gemm) return not_yet("moe.shared.gemm");
-    if (experts % ranks || j->experts.num_local_experts != experts / ranks)
-        return epic_fail(EPIC_ENOTSUP,
-                         "moe.experts.num_local_experts is %u: on CUDA contexts it must be "
-                         "moe.layer.num_experts %u / num_ranks %u yet",
-                         j->experts.num_local_experts, experts, ranks);
     return EPIC_OK;
 }
 
-epic_gate moe_device_gate(const moe_job *j, void *logits)
+/* ------------------------------------------------------------- what a block of tokens has ---- */
+
+epic_gate moe_device_gate(const moe_job *j, const dense_block *block, void *logits)
 {
     return (epic_gate){.stream = j->call.stream,
-                       .x = j->x.data,
-                       .tokens = j->tokens,
+                       .x = block->x.data,
+                       .tokens = block->x.num_rows,
                        .hidden = j->hidden,
                        .columns = j->columns,
                        .w_gate = j->weights.w_gate,
@@ -51,15 +41,29 @@ epic_gate moe_device_gate(const moe_job *j, void *logits)
                        .row_type = j->experts.row_type};
 }
 
-epic_loss moe_device_loss(const moe_job *j, double coeff)
+layer_tokens moe_device_tokens(const moe_job *j, const dense_block *block)
+{
+    return (layer_tokens){.num_tokens = block->x.num_rows,
+                          .hidden = j->hidden,
+                          .top_k = j->top_k,
+                          .num_experts = (int32_t)j->router.num_experts,
+                          .row_type = j->experts.row_type,
+                          .x = block->x.data,
+                          .topk_idx = j->router.zero_experts ? block->topk_idx : NULL,
+                          .weights = block->weights,
+                          .w_shared_gate = j->weights.w_shared_gate,
+                          .shared_weights = j->work.shared_weights};
+}
+
+epic_loss moe_device_loss(const moe_job *j, const dense_block *block, double coeff)
 {
     return (epic_loss){.router = &j->router,
-                       .logits = j->saved.logits,
-                       .num_tokens = j->tokens,
+                       .logits = block->logits,
+                       .num_tokens = block->x.num_rows,
                        .plan = j->saved.plan,
                        .sequence_tokens = j->moe.sequence_tokens,
-                       .load = j->saved.load,
-                       .topk_idx = j->saved.topk_idx,
+                       .load = moe_load(j),
+                       .topk_idx = block->topk_idx,
                        .coeff = coeff,
                        .workspace = j->work.router,
                        .workspace_bytes = j->router_bytes,
@@ -76,14 +80,20 @@ double moe_device_balance_factor(const moe_job *j)
            (sequence ? (double)sequence : 1.0);
 }
 
+/* --------------------------------------------------------------------------- the steps ---- */
+
+/* A token's row depends on that token alone: all blocks at once. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
-    const epic_gate gate = moe_device_gate(j, j->saved.logits);
+    dense_block all = moe_block(j, 0);
+    all.x = j->x;
+    const epic_gate gate = moe_device_gate(j, &all, j->saved.logits);
     const epic_router_args how = {.call = j->call,
                                   .router = &j->router,
                                   .logits = j->saved.logits,
                                   .num_tokens = j->tokens,
                                   .bias = j->weights.bias,
+                                  .scale_of_expert = j->weights.scale_of_expert,
                                   .token_ids = a->token_ids,
                                   .table = a->table,
                                   .table_rows = a->table_rows,
@@ -95,7 +105,25 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
                                   .weights_type = EPIC_F32,
                                   .token_id_type = a->token_id_type};
     TRY(DEVICE_STEP(j, gate, &gate));
-    return epic_router_forward(j->ctx, &how);
+    TRY(epic_router_forward(j->ctx, &how));
+    if (!j->router.zero_experts) return EPIC_OK;
+    layer_tokens tokens = moe_device_tokens(j, &all);
+    return DEVICE_STEP(j, sent_choices, j->call.stream, &tokens, j->work.plan_idx);
+}
+
+/* The plan writes the counts of as many experts as the rank with most has. */
+static epic_result clear_counts(moe_job *j)
+{
+    const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
+    return DEVICE_STEP(j, add, j->call.stream, j->saved.expert_rows, NULL,
+                       end - j->saved.expert_rows, EPIC_F32, true);
+}
+
+static epic_result copy_counts(moe_job *j, int32_t *to, const int32_t *from, int64_t count)
+{
+    if (!to) return EPIC_OK;
+    return DEVICE_STEP(j, add, j->call.stream, to, from, count, EPIC_F32,
+                       true); /* bits of any four bytes */
 }
 
 epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
@@ -107,57 +135,92 @@ epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
                                          .recv = {j->saved.recv, j->capacity, j->row_bytes},
                                          .weights = j->saved.weights,
                                          .slot_weights = j->saved.slot_weights};
-    const epic_plan_args plan = {.call = j->call,
-                                 .layer = &j->layer,
-                                 .plan = j->saved.plan,
-                                 .plan_bytes = j->plan_bytes,
-                                 .topk_idx = j->saved.topk_idx,
-                                 .num_tokens = j->tokens,
-                                 .capacity = j->capacity,
-                                 .expert_rows = j->saved.expert_rows,
-                                 .expert_tokens = j->saved.expert_tokens,
-                                 .load = j->saved.load,
-                                 .demand = a->demand};
+    const epic_plan_args plan = {
+        .call = j->call,
+        .layer = &j->layer,
+        .plan = j->saved.plan,
+        .plan_bytes = j->plan_bytes,
+        .topk_idx = j->router.zero_experts ? j->work.plan_idx : j->saved.topk_idx,
+        .num_tokens = j->tokens,
+        .rank_of_expert = a->rank_of_expert,
+        .logical_of_expert = a->logical_of_expert,
+        .capacity = j->capacity,
+        .expert_rows = j->saved.expert_rows,
+        .expert_tokens = j->saved.expert_tokens,
+        .load = j->saved.load,
+        .logical_load = j->layer.num_logical ? j->saved.logical_load : NULL,
+        .demand = a->demand};
+    const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
+    if (a->rank_of_expert || local * ranks != j->layer.num_experts) TRY(clear_counts(j));
     TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, NULL));
-    if (!a->load) return EPIC_OK;
-    return DEVICE_STEP(j, add, j->call.stream, a->load, j->saved.load, j->layer.num_experts,
-                       EPIC_F32, true); /* bits of any four bytes */
+    if (a->rank_of_expert || j->layer.sum_order == EPIC_TREE)
+        TRY(DEVICE_STEP(j, fits, &plan, local));
+    TRY(copy_counts(j, a->load, j->saved.load, j->layer.num_experts));
+    return copy_counts(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
-static epic_result run_shared(moe_job *j, const epic_rows *out)
+epic_result moe_device_shared_gate(moe_job *j, const dense_block *block)
+{
+    const layer_tokens tokens = moe_device_tokens(j, block);
+    if (!tokens.w_shared_gate) return EPIC_OK;
+    return DEVICE_STEP(j, shared_gate, j->call.stream, &tokens);
+}
+
+epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags)
 {
     experts_job shared = {0};
     TRY(experts_take(&shared, &j->shared, sizeof j->shared));
     const epic_experts_args how = {.call = j->call,
                                    .experts = &shared.experts,
-                                   .x = j->x.data,
-                                   .num_slots = j->tokens,
+                                   .x = block->x.data,
+                                   .num_slots = j->block,
+                                   .slot_weights =
+                                       j->weights.w_shared_gate ? j->work.shared_weights : NULL,
                                    .w_gate_up = j->weights.shared_gate_up,
                                    .w_down = j->weights.shared_down,
                                    .b_gate_up = j->weights.shared_b_gate_up,
                                    .b_down = j->weights.shared_b_down,
-                                   .saved = j->saved.shared,
+                                   .saved = moe_shared_saved(j, b),
                                    .saved_bytes = j->shared_memory.saved_bytes,
                                    .workspace = j->work.shared,
                                    .workspace_bytes = j->shared_memory.forward_bytes,
-                                   .y = j->work.shared_y};
-    TRY(DEVICE_STEP(j, experts_forward, &how));
-    return DEVICE_STEP(j, add, j->call.stream, out->data, j->work.shared_y,
-                       j->tokens * j->hidden, j->experts.row_type, false);
+                                   .y = j->work.shared_y,
+                                   .flags = flags};
+    TRY(moe_device_shared_gate(j, block));
+    return DEVICE_STEP(j, experts_forward, &how);
+}
+
+/* What is not an expert's on some rank, added to what has come home. */
+static epic_result finish(moe_job *j, const epic_rows *out)
+{
+    if (!j->has_shared && !j->router.zero_experts) return EPIC_OK;
+    for (int64_t b = 0; b < j->blocks; b++) {
+        const dense_block block = moe_block(j, b);
+        const layer_tokens tokens = moe_device_tokens(j, &block);
+        void *rows = moe_rows(j, out, b).data;
+        const layer_rows sum = {rows, rows, j->has_shared ? j->work.shared_y : NULL};
+        if (j->has_shared) TRY(moe_device_shared(j, &block, b, 0));
+        TRY(DEVICE_STEP(j, finish, j->call.stream, &tokens, &sum));
+    }
+    return EPIC_OK;
 }
 
 static epic_result losses(moe_job *j, const epic_moe_args *a)
 {
-    float *both = j->work.losses;
+    float *both = j->work.losses; /* [2, blocks], then [2] */
     const bool none = j->moe.balance_coeff == 0 && j->moe.z_coeff == 0;
     if (none) return DEVICE_STEP(j, give_losses, j->call.stream, NULL, a);
-    epic_loss balance = moe_device_loss(j, j->moe.balance_coeff);
-    epic_loss z = moe_device_loss(j, j->moe.z_coeff);
-    balance.loss = both;
-    z.loss = both + 1;
-    z.sequence_tokens = 0;
-    TRY(DEVICE_STEP(j, balance_loss_forward, &balance, moe_device_balance_factor(j)));
-    TRY(DEVICE_STEP(j, z_loss_forward, &z, j->moe.z_coeff));
+    for (int64_t b = 0; b < j->blocks; b++) {
+        const dense_block block = moe_block(j, b);
+        epic_loss balance = moe_device_loss(j, &block, j->moe.balance_coeff);
+        epic_loss z = moe_device_loss(j, &block, j->moe.z_coeff);
+        balance.loss = both + b;
+        z.loss = both + j->blocks + b;
+        z.sequence_tokens = 0;
+        TRY(DEVICE_STEP(j, balance_loss_forward, &balance, moe_device_balance_factor(j)));
+        TRY(DEVICE_STEP(j, z_loss_forward, &z, j->moe.z_coeff));
+    }
+    if (j->blocks > 1) TRY(DEVICE_STEP(j, trees, j->call.stream, both, j->blocks));
     if (j->moe.flags & EPIC_SUM_DENSE) {
         const epic_sum_args sum = {
             .call = j->call, .data = both, .count = 2, .order = j->layer.sum_order};
@@ -173,6 +236,6 @@ epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
     epic_result result = moe_transform(j);
     if (result != EPIC_OK) return moe_abandon(j, result);
     TRY(moe_bring_home(j, &a->out));
-    if (j->has_shared) TRY(run_shared(j, &a->out));
+    TRY(finish(j, &a->out));
     return losses(j, a);
 }

@@ -9,6 +9,7 @@
 #include "moe/call.h"
 #include "plan/plan.h"
 #include "router/job.h"
+#include "rules/sentences.h"
 
 /* Token ids or a table that cannot be used are told to every rank by the plan: nothing is chosen
  * here then. */
@@ -54,10 +55,8 @@ static epic_result check_tokens(const moe_job *j)
     if (j->layer.sum_order != EPIC_TREE) return EPIC_OK;
     for (int32_t r = 1; r < j->ctx->num_ranks; r++)
         if (plan.tokens_of[r] != plan.tokens_of[0])
-            return epic_fail(EPIC_EINVAL,
-                             "x.num_rows is %d on rank 0 and %d on rank %d: EPIC_TREE needs as "
-                             "many tokens on every rank",
-                             plan.tokens_of[0], plan.tokens_of[r], r);
+            return epic_fail(EPIC_EINVAL, SAYS_UNEQUAL, (long long)plan.tokens_of[0],
+                             (long long)plan.tokens_of[r], r);
     return EPIC_OK;
 }
 
@@ -115,7 +114,8 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fa
     return check_tokens(j);
 }
 
-epic_result moe_transform(moe_job *j)
+/* All of it, or with EPIC_RECOMPUTE what is saved alone. */
+static epic_result run_experts(moe_job *j, uint32_t flags)
 {
     const epic_experts_args how = {.call = j->call,
                                    .experts = &j->experts,
@@ -133,9 +133,20 @@ epic_result moe_transform(moe_job *j)
                                    .saved_bytes = j->experts_memory.saved_bytes,
                                    .workspace = j->work.experts,
                                    .workspace_bytes = j->experts_memory.forward_bytes,
-                                   .y = j->saved.y,
+                                   .y = j->work.y,
+                                   .flags = flags,
                                    .weights_type = j->real_type};
     return epic_experts_forward(moe_where(j), &how);
+}
+
+epic_result moe_transform(moe_job *j)
+{
+    return run_experts(j, 0);
+}
+
+epic_result moe_recompute(moe_job *j)
+{
+    return j->moe.flags & EPIC_RECOMPUTE ? run_experts(j, EPIC_RECOMPUTE) : EPIC_OK;
 }
 
 epic_result moe_bring_home(moe_job *j, const epic_rows *out)
@@ -143,7 +154,7 @@ epic_result moe_bring_home(moe_job *j, const epic_rows *out)
     const epic_combine_args how = {.call = j->call,
                                    .plan = j->saved.plan,
                                    .plan_bytes = j->plan_bytes,
-                                   .rows = {j->saved.y, j->capacity, j->row_bytes},
+                                   .rows = {j->work.y, j->capacity, j->row_bytes},
                                    .out = *out,
                                    .slot_weights =
                                        moe_is_late(j) ? j->saved.slot_weights : NULL,
@@ -151,12 +162,10 @@ epic_result moe_bring_home(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* The shared expert of one block of tokens. */
-static epic_result run_shared(moe_job *j, int64_t b)
+epic_result moe_shared(moe_job *j, int64_t b, uint32_t flags)
 {
     const dense_block block = moe_block(j, b);
     const int32_t rows = (int32_t)j->block;
-    const int64_t saved = j->shared_memory.saved_bytes;
     const bool gated = j->weights.w_shared_gate != NULL;
     if (gated) moe_ops(j)->shared_gate(&block, j->work.shared_weights);
     const epic_experts_args how = {.experts = &j->shared,
@@ -167,12 +176,13 @@ static epic_result run_shared(moe_job *j, int64_t b)
                                    .w_down = j->weights.shared_down,
                                    .b_gate_up = j->weights.shared_b_gate_up,
                                    .b_down = j->weights.shared_b_down,
-                                   .saved = (char *)j->saved.shared + b * saved,
-                                   .saved_bytes = saved,
+                                   .saved = moe_shared_saved(j, b),
+                                   .saved_bytes = j->shared_memory.saved_bytes,
                                    .workspace = j->work.shared,
                                    .workspace_bytes = j->shared_memory.forward_bytes,
                                    .y = j->work.shared_y,
                                    .slot_weights = gated ? j->work.shared_weights : NULL,
+                                   .flags = flags,
                                    .weights_type = j->real_type};
     return epic_experts_forward(NULL, &how);
 }
@@ -180,7 +190,7 @@ static epic_result run_shared(moe_job *j, int64_t b)
 static epic_result finish(moe_job *j, const epic_rows *out)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
-        if (j->has_shared) TRY(run_shared(j, b));
+        if (j->has_shared) TRY(moe_shared(j, b, 0));
         const dense_block block = moe_block(j, b);
         const epic_rows rows = moe_rows(j, out, b);
         moe_ops(j)->finish(&block, &rows, j->has_shared ? j->work.shared_y : NULL);
@@ -241,9 +251,8 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
         if (count > most) most = count;
     }
     if (j->experts.num_local_experts >= most) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL,
-                     "moe.experts.num_local_experts is %u: the placement gives a rank %u",
-                     j->experts.num_local_experts, most);
+    return epic_fail(EPIC_EINVAL, SAYS_ROOM, (long long)j->experts.num_local_experts,
+                     (long long)most);
 }
 
 /* A planned call finds the routes in `saved`.  What is wrong there is this rank's own mistake. */
@@ -284,10 +293,6 @@ static epic_result check_device(const epic_moe_args *a, bool planning)
                          "epic_moe_plan is not there yet on CUDA contexts, where the host does "
                          "not see how many slots there are: give moe.capacity "
                          "(epic_capacity_bound)");
-    if (a->rank_of_expert)
-        return epic_fail(EPIC_ENOTSUP,
-                         "rank_of_expert is not there yet in the layer on CUDA contexts: "
-                         "leave it NULL, for contiguous blocks");
     return EPIC_OK;
 }
 
@@ -319,7 +324,8 @@ static epic_result take(moe_job *j, epic_context *ctx, epic_moe_args *a, bool pl
         return epic_fail(EPIC_EINVAL, "moe.capacity is 0, EPIC_CAPACITY_EXACT: call "
                                       "epic_moe_plan first, then with EPIC_PLANNED");
     TRY(moe_check_loss_type(j, a->loss_type));
-    if (j->device) return check_device(a, planning);
+    if (j->device) TRY(check_device(a, planning));
+    if (j->device && a->rank_of_expert) return EPIC_OK; /* in its memory: the plan will tell */
     return check_placement(j, a->rank_of_expert);
 }
 

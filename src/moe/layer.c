@@ -12,6 +12,8 @@
 #include "rules/convert.h"
 #include "rules/experts_layout.h"
 
+#define KNOWN_FLAGS (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN)
+
 static epic_result read_parts(moe_job *j, const epic_config *config, const epic_moe *moe,
                               size_t size)
 {
@@ -82,8 +84,10 @@ static epic_result check_moe(const moe_job *j)
         return epic_fail(EPIC_EINVAL,
                          "moe.sequence_tokens is %lld: a length, or 0 for the plain loss",
                          (long long)m->sequence_tokens);
-    if (m->flags & ~EPIC_SUM_DENSE)
-        return epic_fail(EPIC_EINVAL, "moe.flags is 0x%x: only EPIC_SUM_DENSE is known",
+    if (m->flags & ~(uint32_t)KNOWN_FLAGS)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.flags is 0x%x: only EPIC_SUM_DENSE, EPIC_RECOMPUTE and "
+                         "EPIC_DISPATCH_AGAIN are known",
                          m->flags);
     if (m->pad) return epic_fail(EPIC_EINVAL, "moe.pad is %u: it must be 0", m->pad);
     if (m->capacity < 0 || m->capacity > INT32_MAX)
@@ -134,7 +138,8 @@ static epic_result measure(moe_job *j, const epic_config *config)
     if (!j->router_bytes) return EPIC_EINVAL;
     j->plan_bytes = epic_plan_bytes(config, &j->layer);
     if (!j->plan_bytes) return EPIC_EINVAL;
-    j->dense_levels = !j->device ? levels_of(j->blocks) : j->moe.flags & EPIC_SUM_DENSE ? 1 : 0;
+    const bool apart = !j->device || j->moe.flags & EPIC_SUM_DENSE || j->blocks > 1;
+    j->dense_levels = apart ? levels_of(j->blocks) : 0;
     j->dense_count = moe_dense_parts(j).end;
     return EPIC_OK;
 }
@@ -187,11 +192,18 @@ static void *take(unsigned char *base, int64_t *used, int64_t bytes)
     return at;
 }
 
+static int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
 static void cut_saved(moe_job *j, unsigned char *base)
 {
     int64_t used = 0;
     const int64_t choices = j->tokens * j->top_k, slots = j->capacity;
-    const int64_t local = j->experts.num_local_experts;
+    const int64_t experts = j->layer.num_experts;
+    const int64_t local = j->device ? larger(j->experts.num_local_experts, experts)
+                                    : j->experts.num_local_experts; /* whatever a table says */
     moe_saved *s = &j->saved;
     s->plan = take(base, &used, j->plan_bytes); /* from here: what epic_moe_plan leaves */
     s->logits = take(base, &used, j->tokens * j->columns * j->real_bytes);
@@ -202,18 +214,25 @@ static void cut_saved(moe_job *j, unsigned char *base)
     s->load = take(base, &used, (int64_t)j->layer.num_experts * 4);
     s->logical_load = take(base, &used, (int64_t)j->layer.num_logical * 4);
     s->total_tokens = take(base, &used, 8); /* to here: whatever the capacity is */
-    s->shared = take(base, &used, j->blocks * j->shared_memory.saved_bytes);
-    s->recv = take(base, &used, slots * j->row_bytes);
+    const bool keeps = !(j->moe.flags & EPIC_RECOMPUTE);
+    const bool keeps_rows = !(j->moe.flags & EPIC_DISPATCH_AGAIN);
+    s->shared = take(base, &used, keeps ? j->blocks * j->shared_memory.saved_bytes : 0);
+    s->recv = take(base, &used, keeps_rows ? slots * j->row_bytes : 0);
     s->slot_weights = take(base, &used, slots * j->real_bytes);
     s->slot_k = take(base, &used, j->wide ? slots * 4 : 0);
-    s->y = take(base, &used, slots * j->row_bytes);
-    s->experts = take(base, &used, j->experts_memory.saved_bytes);
+    s->experts = take(base, &used, keeps ? j->experts_memory.saved_bytes : 0);
     j->saved_bytes = used;
 }
 
-static int64_t larger(int64_t a, int64_t b)
+/* What is saved without these flags, and made again here. */
+static void cut_unsaved(moe_job *j, unsigned char *base, int64_t *used)
 {
-    return a > b ? a : b;
+    if (j->moe.flags & EPIC_RECOMPUTE) {
+        j->saved.shared = take(base, used, j->shared_memory.saved_bytes);
+        j->saved.experts = take(base, used, j->experts_memory.saved_bytes);
+    }
+    if (j->moe.flags & EPIC_DISPATCH_AGAIN)
+        j->saved.recv = take(base, used, j->capacity * j->row_bytes);
 }
 
 static void cut_work(moe_job *j, unsigned char *base, bool backward)
@@ -221,6 +240,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     int64_t used = 0;
     const int64_t weights_bytes = j->wide ? j->capacity * j->top_k * 8 : 0;
     moe_work *w = &j->work;
+    cut_unsaved(j, base, &used);
     w->experts =
         take(base, &used,
              backward ? j->experts_memory.backward_bytes : j->experts_memory.forward_bytes);
@@ -232,14 +252,17 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     w->tile = take(base, &used, j->device ? 0 : j->block * GATE_TILE * j->real_bytes);
     w->rows = take(base, &used, rows * j->hidden * j->real_bytes);
     w->gate = take(base, &used, j->device ? experts_tiles_bytes(j->tokens) : 0);
-    w->shared_y = take(base, &used, j->has_shared ? j->block * j->row_bytes : 0);
+    const bool adds_rows = j->has_shared || (j->device && j->router.zero_experts);
+    w->shared_y = take(base, &used, adds_rows ? j->block * j->row_bytes : 0);
     w->shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
     w->losses = take(base, &used, 2 * j->blocks * j->real_bytes);
-    w->plan_idx = take(base, &used, backward || j->device ? 0 : j->tokens * j->top_k * 4);
+    const bool picks = !backward && (!j->device || j->router.zero_experts);
+    w->plan_idx = take(base, &used, picks ? j->tokens * j->top_k * 4 : 0);
     if (j->wide && !backward) {
         w->choice_k = take(base, &used, j->tokens * j->top_k * 4);
         w->recv_weights = take(base, &used, weights_bytes);
     }
+    w->y = take(base, &used, backward ? 0 : j->capacity * j->row_bytes);
     if (backward) {
         const int64_t rows_bytes = larger(j->capacity, j->tokens) * j->row_bytes;
         w->d_y = take(base, &used, larger(rows_bytes, weights_bytes));
@@ -248,6 +271,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
         w->d_weights = take(base, &used, j->tokens * j->top_k * j->real_bytes);
         w->d_shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
         w->d_logits = take(base, &used, j->block * j->columns * j->real_bytes);
+        w->d_scale = take(base, &used, j->device ? j->columns * 4 : 0);
         w->dense = take(base, &used, j->dense_levels * j->dense_count * j->real_bytes);
     }
     j->work_bytes = used;

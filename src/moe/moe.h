@@ -19,26 +19,28 @@ typedef struct moe_saved { /* from forward to backward */
     void *logits;       /* [tokens, columns] real */
     int32_t *topk_idx;  /* [tokens, top_k], zero-experts included */
     void *weights;      /* [tokens, top_k] real */
-    void *recv;         /* [capacity, hidden] */
+    void *recv;         /* [capacity, hidden]; EPIC_DISPATCH_AGAIN: in the workspace */
     void *slot_weights; /* [capacity] real */
     float *slot_k;      /* [capacity], wide: which choice of its token a slot is */
-    void *y;            /* [capacity, hidden] */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens;  /* -1: forward failed */
-    void *experts, *shared; /* what epic_experts saves; shared: block after block */
+    void *experts, *shared; /* what epic_experts saves; shared: block after block.
+                               EPIC_RECOMPUTE: in the workspace, shared: of one block */
 } moe_saved;
 
 typedef struct moe_work {
     void *experts, *shared, *router; /* their workspaces */
-    int32_t *plan_idx;               /* forward: topk_idx without zero-experts */
-    void *tile;                      /* [block, GATE_TILE] real */
-    void *rows;                      /* [block, hidden] real */
-    void *shared_y;                  /* [block, hidden]; backward: its d_x */
-    void *shared_weights;            /* gated: [block] real, of the shared expert */
-    void *d_shared_weights;          /* backward, gated: [block] real */
-    void *losses;                    /* [2, blocks] real */
-    float *choice_k;                 /* forward, wide: [tokens, top_k], 0 to top_k - 1 */
-    double *recv_weights;            /* forward, wide: [capacity, top_k] of a slot's token */
+    int32_t *plan_idx; /* forward: topk_idx without zero-experts; devices: if there are any */
+    void *tile;        /* [block, GATE_TILE] real */
+    void *rows;        /* [block, hidden] real */
+    void *shared_y;    /* [block, hidden]; backward: its d_x, on devices with
+                                        zero-experts' part */
+    void *shared_weights;   /* gated: [block] real, of the shared expert */
+    void *d_shared_weights; /* backward, gated: [block] real */
+    void *losses;           /* [2, blocks] real */
+    float *choice_k;        /* forward, wide: [tokens, top_k], 0 to top_k - 1 */
+    double *recv_weights;   /* forward, wide: [capacity, top_k] of a slot's token */
+    void *y;                /* forward: [capacity, hidden] */
     void *d_y;    /* backward: [capacity, hidden]; then what comes home of weights, and d_x that
                   nobody wants */
     void *d_recv; /* [capacity, hidden] */
@@ -46,7 +48,8 @@ typedef struct moe_work {
     void *d_weights;      /* [tokens, top_k] real */
     void *d_logits;       /* [block, columns] real */
     unsigned char *dense; /* [levels, dense_count] real: gradients of the dense part; on devices
-                             only what EPIC_SUM_DENSE sums */
+                             only what EPIC_SUM_DENSE or EPIC_TREE sums */
+    float *d_scale;       /* backward, devices: [columns], of scale_of_expert */
     void *gate;           /* devices: the gate's list of tiles */
 } moe_work;
 

@@ -48,6 +48,13 @@
     "data.num_rows: rank %d has %lld rows, the plan has %lld local experts; bring a row " \
     "for each"
 
+#define SAYS_ROOM /* num_local_experts, experts of a rank */ \
+    "moe.experts.num_local_experts is %lld: the placement gives a rank %lld"
+
+#define SAYS_UNEQUAL /* tokens of rank 0, tokens, rank */                                  \
+    "x.num_rows is %lld on rank 0 and %lld on rank %d: EPIC_TREE needs as many tokens on " \
+    "every rank"
+
 #define SAYS_RECV_EXPERT                                                                      \
     "recv_expert is given, the plan's layout is EPIC_EXPERT_MAJOR: it belongs to EPIC_FLAT, " \
     "leave it NULL"

@@ -105,6 +105,7 @@ problem router_draw(uint32_t most)
     p.has_scores = router_below(2);
     p.has_d_loss = router_below(2);
     p.coeff = router_below(2) ? 1 : 0.001;
+    p.has_scale = router_below(3) == 0;
     return p;
 }
 

@@ -11,7 +11,7 @@ typedef struct problem {
     epic_router router;
     int64_t n, tokens, sequence, total;
     uint32_t type, grad_type, loss_type, flags, id_type;
-    int has_bias, has_table, has_scores, has_d_loss;
+    int has_bias, has_table, has_scores, has_d_loss, has_scale;
     double coeff;
 } problem;
 

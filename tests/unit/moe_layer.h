@@ -227,6 +227,37 @@ static inline part *part_make(const problem *p, int rank, const epic_config *con
     return t;
 }
 
+/* What a layer keeps with each of the flags that make it keep less: their bytes, and no others. */
+static inline void check_saved_bytes(const problem *p, const epic_config *config)
+{
+    epic_experts experts = p->experts;
+    epic_moe moe = p->moe;
+    epic_moe_memory_info all, less[3];
+    experts.num_local_experts = most_local(p);
+    moe.layer = &p->layer;
+    moe.router = &p->router;
+    moe.experts = &experts;
+    moe.shared = p->has_shared ? &p->shared : NULL;
+    CHECK(epic_moe_memory(config, &moe, &all) == EPIC_OK, "%s", epic_error(NULL));
+    for (uint32_t i = 0; i < 3; i++) {
+        moe.flags = p->moe.flags | (i + 1) * EPIC_RECOMPUTE;
+        CHECK(epic_moe_memory(config, &moe, &less[i]) == EPIC_OK, "%s", epic_error(NULL));
+    }
+    const int64_t row = p->experts.hidden * convert_bytes(row_type(p));
+    const int64_t width = width_of(&p->experts), slots = moe.capacity;
+    const int64_t rows = (slots * row + 63) / 64 * 64;
+    const int64_t computed = slots * width * convert_bytes(real_type(p));
+    CHECK(all.saved_bytes - less[1].saved_bytes == rows, "%s: rows", p->name);
+    CHECK(all.saved_bytes - less[0].saved_bytes >= computed, "%s: gate and up", p->name);
+    CHECK(less[2].saved_bytes == less[0].saved_bytes + less[1].saved_bytes - all.saved_bytes,
+          "%s: both", p->name);
+    if (real_type(p) == EPIC_F64) return;
+    CHECK(all.cuda_saved_bytes - less[1].cuda_saved_bytes == rows, "%s: rows", p->name);
+    CHECK(all.cuda_saved_bytes - less[0].cuda_saved_bytes >=
+              slots * width * convert_bytes(row_type(p)),
+          "%s: gate and up", p->name);
+}
+
 /* Another workspace, poisoned: nothing may be kept there from one call to the next. */
 static inline void part_forget(part *t, int64_t bytes)
 {

@@ -347,6 +347,18 @@ static inline double loss_of(const problem *p, int which)
     return sum;
 }
 
+/* The same bits everywhere that the calls write. */
+static inline void compare_bits(const problem *a, const problem *b, const char *how)
+{
+    CHECK(!memcmp(a->out.data, b->out.data, array_bytes(&a->out)), "%s: out %s", a->name, how);
+    CHECK(!memcmp(a->loss.data, b->loss.data, array_bytes(&a->loss)), "%s: losses %s", a->name,
+          how);
+    for (int which = 0; which < NUM_GIVEN; which++)
+        CHECK(!memcmp(a->gradient[which].data, b->gradient[which].data,
+                      array_bytes(&a->gradient[which])),
+              "%s: gradient of %s %s", a->name, given_names[which], how);
+}
+
 static inline int owner_of(const problem *p, uint32_t expert)
 {
     return p->placed ? p->rank_of_expert[expert]

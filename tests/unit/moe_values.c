@@ -207,6 +207,28 @@ static void test_no_d_x(uint32_t seed, uint32_t type)
     }
 }
 
+/* ----------------------------------------------------------------------- less is saved ---- */
+
+/* What is not saved is made again: the same bits. */
+static void test_less_saved(uint32_t seed, uint32_t type)
+{
+    problem whole = draw(seed, 1 + (int)(seed % 4), type);
+    const epic_config config = config_of(&whole);
+    make_results(&whole);
+    team_threads(run_once, &whole, &config);
+    if (!whole.planned) check_saved_bytes(&whole, &config);
+    for (uint32_t i = 1; i <= 3; i++) {
+        problem less = whole;
+        less.moe.flags |= i * EPIC_RECOMPUTE; /* the one, the other, both */
+        make_results(&less);
+        team_threads(run_once, &less, &config);
+        compare_bits(&whole, &less, i == 1 ? "recomputed" : "with rows dispatched again");
+        free_results(&less);
+    }
+    free_results(&whole);
+    free_given(&whole);
+}
+
 int main(void)
 {
     failures = share(sizeof *failures);
@@ -220,6 +242,8 @@ int main(void)
     test_no_gradients();
     for (uint32_t seed = 0; seed < 20; seed++)
         test_no_d_x(seed, seed % 2 ? EPIC_BF16 : EPIC_F32);
+    static const uint32_t types[] = {EPIC_F32, EPIC_BF16, EPIC_F64, EPIC_F16};
+    for (uint32_t seed = 0; seed < 24; seed++) test_less_saved(seed, types[seed % 4]);
     printf("%s; the largest error is %.2g of what is allowed\n", epic_blas_name(), worst);
     return atomic_load(failures) ? 1 : 0;
 }

@@ -106,7 +106,7 @@ static inline void draw_table(problem *p, source *s)
 
 static inline void draw_router(problem *p, source *s, const kind *k)
 {
-    const uint32_t zero = below(s, 3) || for_devices ? 0 : 2;
+    const uint32_t zero = below(s, 3) ? 0 : 2;
     p->router = k->router;
     p->router.num_experts = p->layer.num_experts;
     p->router.zero_experts = zero;
@@ -129,7 +129,7 @@ static inline void draw_experts(problem *p, source *s, uint32_t seed, uint32_t t
     if (!p->experts.ungated) p->experts.interleaved = below(s, 2);
     if (type != EPIC_F64) p->experts.weight_type = below(s, 4);
     p->has_shared = below(s, 2);
-    p->shared_gated = below(s, 2) && !for_devices;
+    p->shared_gated = below(s, 2);
     p->shared = p->experts;
     p->shared.inner = 1 + below(s, 6);
     p->shared.weighting = EPIC_WEIGHT_LATE;
@@ -162,7 +162,7 @@ static inline void draw_placement(problem *p, source *s)
 {
     const uint32_t ranks = (uint32_t)p->num_ranks, experts = p->layer.num_experts;
     const uint32_t turn = below(s, ranks);
-    p->placed = (experts % ranks || below(s, 2)) && !for_devices;
+    p->placed = experts % ranks || below(s, 2);
     for (uint32_t e = 0; e < experts; e++)
         p->rank_of_expert[e] = p->layer.sum_order == EPIC_TREE
                                    ? (int32_t)((e / (experts / ranks) + turn) % ranks)
@@ -211,19 +211,16 @@ static inline problem draw(uint32_t seed, int num_ranks, uint32_t type)
     source s = source_of(seed);
     problem p = {.num_ranks = num_ranks};
     const kind *k = &kinds[seed % NUM_KINDS];
-    const bool tree = num_ranks != 3 && below(&s, 2) && !for_devices;
+    const bool tree = num_ranks != 3 && below(&s, 2);
     p.layer = (epic_layer){.num_experts = tree ? 8 : 6 + 2 * below(&s, 4),
                            .alignment = alignments[below(&s, 5)],
                            .sum_order = tree ? EPIC_TREE : EPIC_BY_RANK,
                            .leaves = tree ? 4 : 0,
                            .partial_type = below(&s, 2) ? EPIC_F32 : 0};
-    if (for_devices)
-        p.layer.num_experts =
-            (uint32_t)num_ranks * (num_ranks == 1 ? 4 : 2) * (1 + below(&s, 3));
     if (type == EPIC_F64) p.layer.partial_type = 0;
     draw_router(&p, &s, k);
-    if (!for_devices) draw_replicas(&p, seed);
-    p.scaled = seed / 2 % 3 == 0 && !for_devices;
+    draw_replicas(&p, seed);
+    p.scaled = seed / 2 % 3 == 0;
     draw_experts(&p, &s, seed, type);
     draw_placement(&p, &s);
     if (below(&s, 2)) p.moe.balance_coeff = between(&s, 0.1, 2);

@@ -160,6 +160,7 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
     const p2p_activation_job between = activation_of(&c);
     TRY(p2p_cuda(p2p_launch_slabs(&c.slabs, c.stream), "launching the experts' slabs"));
     TRY(multiply(&c, first));
+    if (a->flags & EPIC_RECOMPUTE) return EPIC_OK;
     TRY(p2p_cuda(p2p_launch_activation(&between, c.stream), "launching the activation"));
     return multiply(&c, second);
 }

@@ -112,6 +112,12 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
     case P2P_FAULT_LOCAL:
         snprintf(to, size, SAYS_LOCAL, n->rank, a, b);
         return;
+    case P2P_FAULT_ROOM:
+        snprintf(to, size, SAYS_ROOM, a, b);
+        return;
+    case P2P_FAULT_UNEQUAL:
+        snprintf(to, size, SAYS_UNEQUAL, a, b, n->rank);
+        return;
     case P2P_FAULT_TOKENS:
         snprintf(to, size, SAYS_TOKENS, names_of(c).tokens, a, b);
         return;

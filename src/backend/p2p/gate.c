@@ -94,6 +94,13 @@ epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void 
                     "launching a sum of the layer");
 }
 
+epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n)
+{
+    (void)group;
+    return p2p_cuda(p2p_launch_trees(values, n, (cudaStream_t)stream),
+                    "launching the sums of the layer's losses");
+}
+
 epic_result p2p_give_losses(epic_group *group, epic_stream stream, const float *losses,
                             const epic_moe_args *args)
 {

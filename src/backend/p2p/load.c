@@ -4,6 +4,7 @@
  * may wait until the device is idle, and it never is while a peer's kernel waits for ours. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
+#include "cuda/dense_tokens.h"
 #include "cuda/grouped.h"
 #include "cuda/router.h"
 
@@ -25,6 +26,8 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_slabs(), "loading the slabs kernel"));
     TRY(p2p_cuda(p2p_load_activation(), "loading the activation kernels"));
     TRY(p2p_cuda(p2p_load_dense(), "loading the kernels of a layer's dense part"));
+    TRY(p2p_cuda(p2p_load_dense_tokens(), "loading the kernels of a layer's tokens"));
+    TRY(p2p_cuda(p2p_load_fits(), "loading the kernel that looks at a layer's plan"));
     TRY(p2p_cuda(p2p_load_plain_gemm(), "loading the plain products"));
     TRY(p2p_cuda(p2p_load_hopper_gemm(), "loading the products of sm_90a"));
     TRY(p2p_cuda(p2p_load_sum_replicas(), "loading the kernel that sums replicas"));

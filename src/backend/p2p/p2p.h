@@ -78,11 +78,22 @@ epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
-/* The layer's dense part; gate.c. */
+/* The layer's dense part; gate.c, tokens.c. */
 epic_result p2p_gate(epic_group *group, const epic_gate *gate);
 epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate);
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);
+epic_result p2p_sent_choices(epic_group *group, epic_stream stream, const layer_tokens *tokens,
+                             int32_t *to);
+epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_tokens *tokens);
+epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
+                                     const layer_tokens *tokens, float *gradient,
+                                     bool accumulate, void *workspace);
+epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_tokens *tokens);
+epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens *tokens,
+                       const layer_rows *rows);
+epic_result p2p_fits(epic_group *group, const epic_plan_args *args, uint32_t num_local);
+epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n);
 epic_result p2p_give_losses(epic_group *group, epic_stream stream, const float *losses,
                             const epic_moe_args *args);
 epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,

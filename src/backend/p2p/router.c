@@ -37,15 +37,12 @@ static epic_result take_rows(epic_group *g, p2p_router_rows *out, const epic_rou
 }
 
 /* What the host's router can do and the kernels cannot yet. */
-static epic_result check_weights(const epic_router *router, const void *scale_of_expert)
+static epic_result check_weights(const epic_router *router)
 {
     if (router->weight_rule == EPIC_WEIGHT_SPARSEMIXER)
         return epic_fail(EPIC_ENOTSUP,
                          "router.weight_rule EPIC_WEIGHT_SPARSEMIXER is not there "
                          "on CUDA contexts yet; use host memory");
-    if (scale_of_expert != NULL)
-        return epic_fail(EPIC_ENOTSUP, "scale_of_expert is not there on CUDA contexts yet; use "
-                                       "host memory");
     return EPIC_OK;
 }
 
@@ -57,6 +54,7 @@ static uint32_t grad_type_of(const p2p_router_rows *rows, uint32_t grad_type)
 epic_result p2p_router_forward(epic_group *group, const epic_router_args *args)
 {
     p2p_router_job job = {.bias = args->bias,
+                          .scale_of_expert = args->scale_of_expert,
                           .token_ids = args->token_ids,
                           .table = args->table,
                           .table_rows = args->table_rows,
@@ -65,7 +63,7 @@ epic_result p2p_router_forward(epic_group *group, const epic_router_args *args)
                           .scores = args->scores,
                           .wide = args->token_id_type == EPIC_I64,
                           .on_logits = router_on_logits(args->router, args->bias != NULL)};
-    TRY(check_weights(args->router, args->scale_of_expert));
+    TRY(check_weights(args->router));
     TRY(take_rows(group, &job.rows, args->router, args->logits, args->num_tokens, args->type));
     return p2p_cuda(p2p_launch_router(&job, stream_of(args->call.stream)),
                     "launching the router");
@@ -74,10 +72,12 @@ epic_result p2p_router_forward(epic_group *group, const epic_router_args *args)
 epic_result p2p_router_backward(epic_group *group, const epic_router_backward_args *args)
 {
     p2p_router_backward_job job = {.topk_idx = args->topk_idx,
+                                   .scale_of_expert = args->scale_of_expert,
                                    .d_weights = args->d_weights,
                                    .d_logits = args->d_logits,
+                                   .d_scale_of_expert = args->d_scale_of_expert,
                                    .accumulate = (args->flags & EPIC_ACCUMULATE) != 0};
-    TRY(check_weights(args->router, args->scale_of_expert));
+    TRY(check_weights(args->router));
     TRY(take_rows(group, &job.rows, args->router, args->logits, args->num_tokens, args->type));
     job.grad_type = grad_type_of(&job.rows, args->grad_type);
     return p2p_cuda(p2p_launch_router_backward(&job, stream_of(args->call.stream)),

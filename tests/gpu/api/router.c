@@ -21,11 +21,11 @@ typedef struct buffer { /* the same bytes on both sides, a guard behind them */
     size_t room, bytes;
 } buffer;
 
-static buffer logits, bias, token_ids, table, workspace, topk_idx, weights, scores, d_weights,
-    d_logits, load, d_loss, loss;
-static buffer *const all[] = {&logits,   &bias,    &token_ids, &table,     &workspace,
-                              &topk_idx, &weights, &scores,    &d_weights, &d_logits,
-                              &load,     &d_loss,  &loss};
+static buffer logits, bias, scale, token_ids, table, workspace, topk_idx, weights, scores,
+    d_weights, d_logits, d_scale, load, d_loss, loss;
+static buffer *const all[] = {&logits,    &bias,     &scale,   &token_ids, &table,
+                              &workspace, &topk_idx, &weights, &scores,    &d_weights,
+                              &d_logits,  &d_scale,  &load,    &d_loss,    &loss};
 enum { BUFFERS = sizeof all / sizeof *all };
 
 static epic_context *ctx;
@@ -89,6 +89,10 @@ static void fill(const problem *p)
     fill_logits(p);
     float *b = use(&bias, (size_t)p->n * 4);
     for (int64_t i = 0; i < p->n; i++) b[i] = router_below(3) ? 0.1f * router_normal() : 0;
+    float *factors = use(&scale, (size_t)p->n * 4),
+          *d_factors = use(&d_scale, (size_t)p->n * 4);
+    for (int64_t i = 0; i < p->n; i++) factors[i] = router_normal();
+    for (int64_t i = 0; i < p->n; i++) d_factors[i] = router_normal(); /* to be added to */
     int32_t *rows = use(&table, (size_t)(ids * k * 4));
     for (int64_t i = 0; i < ids * k; i++)
         rows[i] = (int32_t)router_below((uint32_t)p->n + 1) - 1;
@@ -131,6 +135,7 @@ static epic_result forward(const side *s)
                                    .logits = of(s, &logits),
                                    .num_tokens = p->tokens,
                                    .bias = p->has_bias ? of(s, &bias) : NULL,
+                                   .scale_of_expert = p->has_scale ? of(s, &scale) : NULL,
                                    .token_ids = p->has_table ? of(s, &token_ids) : NULL,
                                    .table = p->has_table ? of(s, &table) : NULL,
                                    .table_rows = 50,
@@ -148,18 +153,21 @@ static epic_result forward(const side *s)
 static epic_result backward(const side *s)
 {
     const problem *p = s->p;
-    const epic_router_backward_args args = {.router = &p->router,
-                                            .logits = of(s, &logits),
-                                            .num_tokens = p->tokens,
-                                            .topk_idx = of(s, &topk_idx),
-                                            .d_weights = of(s, &d_weights),
-                                            .workspace = of(s, &workspace),
-                                            .workspace_bytes = workspace.bytes,
-                                            .d_logits = of(s, &d_logits),
-                                            .type = p->type,
-                                            .grad_type = p->grad_type,
-                                            .flags = p->flags,
-                                            .call.stream = s->device ? stream : NULL};
+    const epic_router_backward_args args = {
+        .router = &p->router,
+        .logits = of(s, &logits),
+        .num_tokens = p->tokens,
+        .topk_idx = of(s, &topk_idx),
+        .scale_of_expert = p->has_scale ? of(s, &scale) : NULL,
+        .d_scale_of_expert = p->has_scale ? of(s, &d_scale) : NULL,
+        .d_weights = of(s, &d_weights),
+        .workspace = of(s, &workspace),
+        .workspace_bytes = workspace.bytes,
+        .d_logits = of(s, &d_logits),
+        .type = p->type,
+        .grad_type = p->grad_type,
+        .flags = p->flags,
+        .call.stream = s->device ? stream : NULL};
     return epic_router_backward(s->device ? ctx : NULL, &args);
 }
 
@@ -258,7 +266,7 @@ typedef struct step {
 
 static const step steps[] = {
     {"router_forward", forward, {&topk_idx, &weights, &scores}, 0},
-    {"router_backward", backward, {&d_logits}, 0},
+    {"router_backward", backward, {&d_logits, &d_scale}, 0},
     {"balance_loss_forward", balance, {&loss}, 1e-12},
     {"balance_loss_backward", balance_backward, {&d_logits}, 0},
     {"z_loss_forward", z, {&loss}, 1e-12},
@@ -329,10 +337,11 @@ static void print_problem(int i, const problem *p)
         stderr,
         "case %d: %u + %u experts, k %u, score %u, groups %u keep %u (score %u best %u "
         "others %u), rule %u, normalize %u, %lld tokens of type %u, sequence %lld, bias %d, "
-        "table %d\n",
+        "table %d, scale %d\n",
         i, r->num_experts, r->zero_experts, r->top_k, r->score, r->num_groups, r->topk_groups,
         r->group_score, r->group_best, r->group_others, r->weight_rule, r->normalize,
-        (long long)p->tokens, p->type, (long long)p->sequence, p->has_bias, p->has_table);
+        (long long)p->tokens, p->type, (long long)p->sequence, p->has_bias, p->has_table,
+        p->has_scale);
 }
 
 /* A graph captured once gives the host's results for whatever its arrays hold later. */

@@ -155,19 +155,25 @@ template <int N> inline void keep(float (&)[N])
 {
 }
 
+/* y or a neighbour of it: which one, x says, as a GPU has the same bits for it each time. */
+inline float nearly(float y, float x)
+{
+    const float towards[] = {y, 0, 2 * y};
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return std::isnormal(y) ? std::nextafter(y, towards[(bits * 0x9e3779b1u >> 16) % 3]) : y;
+}
 
 inline float reciprocal_approx(float x)
 {
-    const float y = 1 / x, towards[] = {y, 0, 2 * y};
-    if (std::fpclassify(y) == FP_SUBNORMAL) return std::copysign(0.0f, y);
-    return std::isnormal(y) ? std::nextafter(y, towards[emulator_random() % 3]) : y;
+    const float y = 1 / x;
+    return std::fpclassify(y) == FP_SUBNORMAL ? std::copysign(0.0f, y) : nearly(y, x);
 }
 
 inline float exp2_approx(float x)
 {
-    const float y = exp2f(x), towards[] = {y, 0, 2 * y};
-    if (std::fpclassify(y) == FP_SUBNORMAL) return 0.0f;
-    return std::isnormal(y) ? std::nextafter(y, towards[emulator_random() % 3]) : y;
+    const float y = exp2f(x);
+    return std::fpclassify(y) == FP_SUBNORMAL ? 0.0f : nearly(y, x);
 }
 
 #endif

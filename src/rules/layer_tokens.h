@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The tokens of a layer on a device, beside the experts that they are sent to: the shared expert's
+ * gate, and zero-experts, whose ids are num_experts and up. */
+#ifndef EPIC_LAYER_TOKENS_H
+#define EPIC_LAYER_TOKENS_H
+
+#include <stdint.h>
+
+typedef struct layer_tokens {
+    int64_t num_tokens, hidden, top_k;
+    int32_t num_experts;
+    uint32_t row_type;
+    const void *x;              /* [num_tokens, hidden] of row_type, as all rows here */
+    const void *d_out;          /* backward; NULL: forward */
+    const int32_t *topk_idx;    /* [num_tokens, top_k]; NULL: there are no zero-experts */
+    const float *weights;       /* [num_tokens, top_k] */
+    float *d_weights;           /* backward: [num_tokens, top_k] */
+    const float *w_shared_gate; /* [hidden]; NULL: the shared expert is not gated */
+    float *shared_weights;      /* [num_tokens]: what it is multiplied by, a sigmoid */
+    float *d_shared_weights;    /* backward: [num_tokens] */
+} layer_tokens;
+
+/* to = a + b + what zero-experts give (of x; backward, of d_out) + backward, the gradient through
+ * the shared expert's gate.  to may be a. */
+typedef struct layer_rows {
+    void *to;
+    const void *a, *b; /* NULL: none */
+} layer_rows;
+
+#endif

@@ -1,0 +1,259 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the layer on CUDA contexts promises beside its values (api_layer): with EPIC_TREE the same
+ * bits for 1, 2 and 4 ranks, and whatever is saved; gradients of replicas that epic_sum_replicas adds; tables that do not
+ * fit the layer, and unequal ranks, told by epic_check; and what it refuses.
+ *   api_layer_rules [CASES] [SEED] */
+#define MOST_NUMBERS (1 << 10)
+#include "layer_part.h"
+#include "unit/moe_bits.h"
+
+/* -------------------------------------------------------------------------------- bits ---- */
+
+static void sum_replicas(device_part *d, epic_context *ctx)
+{
+    const part *t = d->t;
+    void *const gradients[] = {t->gradients.w_gate_up, t->gradients.w_down,
+                               t->gradients.b_gate_up, t->gradients.b_down};
+    for (int i = W_GATE_UP; i <= B_DOWN; i++) {
+        const int64_t bytes = numbers_of(t->p, i) * (int64_t)sizeof(float);
+        if (!bytes) continue;
+        const epic_sum_replicas_args args = {
+            .call.stream = d->stream,
+            .plan = t->forward.saved,
+            .plan_bytes = t->forward.saved_bytes,
+            .data = {gradients[i - W_GATE_UP], t->experts.num_local_experts, bytes},
+            .workspace = poisoned_device(d, bytes)};
+        CHECK(epic_sum_replicas(ctx, &args) == EPIC_OK, "%s: %s", t->p->name, epic_error(ctx));
+    }
+}
+
+static void run_summed(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    const problem *p = what;
+    device_part d = device_part_make(p, rank, config);
+    both_ways(d.t, ctx);
+    if (!p->placed) sum_replicas(&d, ctx);
+    must(cudaStreamSynchronize(d.stream), "the layer");
+    CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
+    device_part_end(&d);
+}
+
+static void run_on_host(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    const problem *p = what;
+    part *t = part_make(p, rank, config, 3);
+    CHECK(part_forward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    CHECK(part_backward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    if (!p->placed) CHECK(part_sum_replicas(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    part_tell(t);
+    part_free(t);
+}
+
+static void run_team(rank_work *work, void *what, const problem *p, const char *backend)
+{
+    epic_config config = config_of(p);
+    config.backend = backend;
+    team_threads(work, what, &config);
+}
+
+/* Sums of rows of 16 bits are rounded up to five times on their way, see moe_values.h. */
+static void compare_with_host(const problem *host, const problem *p)
+{
+    const double allowed = row_type(p) == EPIC_F32 ? 1e-4 : 0.05;
+    for (int which = 0; which < NUM_GIVEN; which++) {
+        double error = 0, size = 1e-3;
+        for (int64_t i = 0; i < numbers_in_all(p, which); i++) {
+            const double want = gradient_of(host, which, i);
+            const double off = fabs(gradient_of(p, which, i) - want);
+            error = off <= error ? error : off; /* a NaN stays */
+            size = fmax(size, fabs(want));
+        }
+        CHECK(error <= allowed * size, "%s: %s is off by %g of %g from the host's", p->name,
+              given_names[which], error, size);
+    }
+}
+
+static void test_bits(uint32_t seed)
+{
+    problem given = draw(seed), one = spread(&given, 1, seed), host = spread(&given, 2, seed);
+    run_team(run_summed, &one, &one, "p2p");
+    run_team(run_on_host, &host, &host, NULL);
+    compare_with_host(&host, &one);
+    for (int ranks = 2; ranks <= 4; ranks *= 2) {
+        problem many = spread(&given, ranks, seed);
+        run_team(run_summed, &many, &many, "p2p");
+        compare(&one, &many);
+        free_results(&many);
+    }
+    free_results(&host);
+    free_results(&one);
+    free_given(&given);
+}
+
+/* ----------------------------------------------------------------------- less is saved ---- */
+
+/* What is not saved is made again: the same bits. */
+static void test_less_saved(uint32_t seed)
+{
+    problem given = draw(seed), whole = spread(&given, 2, seed);
+    run_team(run_summed, &whole, &whole, "p2p");
+    const epic_config config = config_of(&whole);
+    check_saved_bytes(&whole, &config);
+    for (uint32_t i = 1; i <= 3; i++) {
+        problem less = whole;
+        less.moe.flags |= i * EPIC_RECOMPUTE; /* the one, the other, both */
+        make_results(&less);
+        run_team(run_summed, &less, &less, "p2p");
+        compare_bits(&whole, &less, i == 1 ? "recomputed" : "with rows dispatched again");
+        free_results(&less);
+    }
+    free_results(&whole);
+    free_given(&given);
+}
+
+/* ------------------------------------------------------------------------ what is wrong ---- */
+
+static problem small(int num_ranks)
+{
+    source s = source_of(3);
+    problem p = {.name = "a small layer", .num_ranks = num_ranks, .placed = num_ranks > 1};
+    p.layer = (epic_layer){.num_experts = 4, .top_k = 2, .alignment = 4};
+    p.router = (epic_router){.num_experts = 4, .top_k = 2, .normalize = EPIC_NORMALIZE_SUM};
+    p.experts =
+        (epic_experts){.num_local_experts = 1, .hidden = 8, .inner = 4, .row_type = EPIC_F32};
+    for (int r = 0; r < num_ranks; r++) p.tokens_of[r] = 6;
+    for (int e = 0; e < 4; e++) p.rank_of_expert[e] = e % num_ranks;
+    make_given(&p, &s);
+    p.moe.capacity = p.total * 2 + 4 * 3;
+    make_results(&p);
+    return p;
+}
+
+static void free_problem(problem *p)
+{
+    free_results(p);
+    free_given(p);
+}
+
+typedef struct wrong {
+    problem p;
+    const int32_t *table; /* that the layer has no room for; NULL: the placement is good */
+    const char *why;      /* what epic_check then says */
+} wrong;
+
+static void put_table(const device_part *d, const int32_t *table)
+{
+    void *to = (void *)(uintptr_t)d->t->forward.rank_of_expert;
+    if (to) must(copy_in(to, table, 4 * sizeof *table), "a copy");
+}
+
+static bool all_zeros(const void *device, int64_t count)
+{
+    float *numbers = malloc((size_t)count * sizeof *numbers);
+    bool zeros = true;
+    must(cudaMemcpy(numbers, device, (size_t)count * 4, cudaMemcpyDeviceToHost), "a copy");
+    for (int64_t i = 0; i < count; i++) zeros = zeros && numbers[i] == 0;
+    free(numbers);
+    return zeros;
+}
+
+/* Every rank hears why, rows and gradients are zeros, and the context goes on. */
+static void run_wrong(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    const wrong *w = what;
+    device_part d = device_part_make(&w->p, rank, config);
+    const part *t = d.t;
+    if (w->table) put_table(&d, w->table);
+    both_ways(d.t, ctx);
+    must(cudaStreamSynchronize(d.stream), "the layer");
+    CHECK(epic_check(ctx) == EPIC_EINVAL && strstr(epic_error(ctx), w->why), "%s: %s", w->why,
+          epic_error(ctx));
+    CHECK(epic_check(ctx) == EPIC_OK, "once: %s", epic_error(ctx));
+    CHECK(all_zeros(t->forward.out.data, t->tokens * 8), "%s: out", w->why);
+    CHECK(all_zeros(t->gradients.w_down, 32), "%s: the gradient of w_down", w->why);
+    if (w->table) {
+        put_table(&d, w->p.rank_of_expert);
+        both_ways(d.t, ctx);
+        must(cudaStreamSynchronize(d.stream), "the layer");
+        CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", w->why, epic_error(ctx));
+        CHECK(!all_zeros(t->forward.out.data, t->tokens * 8), "%s: no out", w->why);
+    }
+    device_part_end(&d);
+}
+
+static void test_wrong(void)
+{
+    static const int32_t crowded[] = {0, 0, 0, 1};
+    wrong tables = {small(2), crowded,
+                    "moe.experts.num_local_experts is 2: the placement gives a rank 3"};
+    wrong unequal = {small(2), NULL, "x.num_rows is 5 on rank 0 and 7 on rank 1: EPIC_TREE"};
+    unequal.p.placed = false;
+    unequal.p.layer.sum_order = EPIC_TREE;
+    unequal.p.tokens_of[0] = 5;
+    unequal.p.tokens_of[1] = 7;
+    run_team(run_wrong, &tables, &tables.p, "p2p");
+    run_team(run_wrong, &unequal, &unequal.p, "p2p");
+    free_problem(&tables.p);
+    free_problem(&unequal.p);
+}
+
+/* ---------------------------------------------------------------------- what it refuses ---- */
+
+static void refuse(const part *t, epic_context *ctx, epic_result result, const char *what)
+{
+    CHECK(epic_moe_forward(ctx, &t->forward) == result, "%s: %s", what, epic_error(ctx));
+    CHECK(strstr(epic_error(ctx), what) != NULL, "%s is not named: %s", what, epic_error(ctx));
+}
+
+/* Each by its name, and before any peer is called on: the context goes on. */
+static void run_refused(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    problem p = *(const problem *)what;
+    device_part d = device_part_make(&p, rank, config);
+    part *t = d.t;
+    const epic_gemm theirs = {0};
+    epic_experts shared = t->experts;
+    int64_t slots;
+    t->forward.saved_bytes = t->forward.workspace_bytes = INT64_C(1) << 40;
+    shared.num_local_experts = 1;
+    shared.gemm = &theirs;
+    t->moe.shared = &shared;
+    t->weights.shared_gate_up = t->weights.w_gate_up;
+    t->weights.shared_down = t->weights.w_down;
+    refuse(t, ctx, EPIC_ENOTSUP, "moe.shared.gemm");
+    t->moe.shared = NULL;
+    t->experts.num_local_experts--;
+    refuse(t, ctx, EPIC_EINVAL, "moe.experts.num_local_experts is 3: the placement");
+    t->experts.num_local_experts++;
+    t->moe.capacity = EPIC_CAPACITY_EXACT;
+    CHECK(epic_moe_plan(ctx, &t->forward, &slots) == EPIC_ENOTSUP, "%s", epic_error(ctx));
+    t->moe.capacity = p.moe.capacity;
+    t->forward.saved_bytes = t->memory.cuda_saved_bytes;
+    t->forward.workspace_bytes = t->memory.cuda_forward_bytes - 1;
+    refuse(t, ctx, EPIC_EINVAL, "workspace_bytes");
+    t->forward.workspace_bytes++;
+    both_ways(t, ctx);
+    must(cudaStreamSynchronize(d.stream), "the layer");
+    CHECK(epic_check(ctx) == EPIC_OK, "%s", epic_error(ctx));
+    device_part_end(&d);
+}
+
+static void test_refused(void)
+{
+    problem p = small(1);
+    run_team(run_refused, &p, &p, "p2p");
+    free_problem(&p);
+}
+
+int main(int argc, char **argv)
+{
+    const uint32_t count = argc > 1 ? (uint32_t)atoi(argv[1]) : 30;
+    const uint32_t first = argc > 2 ? (uint32_t)atoi(argv[2]) : 0;
+    failures = share(sizeof *failures);
+    test_refused();
+    test_wrong();
+    for (uint32_t i = 0; i < count; i++) test_bits(first + i);
+    for (uint32_t i = 0; i < (count + 1) / 2; i++) test_less_saved(first + i);
+    printf("layer_rules: %u cases: %s\n", count, *failures ? "WRONG" : "good");
+    return *failures != 0;
+}
