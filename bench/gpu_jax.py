@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epic.jax on GPUs, timed: gpu_jax.py steps | host | soak | gemm, on all GPUs of this process.
+"""epic.jax on GPUs, timed: gpu_jax.py steps | host | soak | layer | gemm, on all of this process.
 
 steps: plan_dispatch and combine in a compiled step, device time.  host: what XLA's host side takes
 for a call of ours, beside one that does nothing.  soak: training steps with XLA's command buffers
-on and off, losses compared.  gemm: grouped products that this JAX has.
+on and off, losses compared.  layer: the models of bench/gpu/moe.c, which times the same in C, by
+the core's layer in one call and composed with products of this JAX.  gemm: those products.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,6 @@ from jax.sharding import PartitionSpec as P
 
 import epic.jax
 from epic.jax import gemm as gemms
-from epic.jax.moe import mlp
 
 ALL = P("ep")
 
@@ -224,7 +225,6 @@ def soak(args: argparse.Namespace) -> None:
             mesh, "ep", max_tokens=tokens, max_row_bytes=4 * hidden, command_buffers=graphs
         ) as group:
             own = epic.jax.Experts(experts // ranks, hidden, inner)
-            product = gemms.best(128)
 
             def model(
                 params: Any,
@@ -232,14 +232,12 @@ def soak(args: argparse.Namespace) -> None:
                 ids: Any,
                 group: Any = group,
                 own: Any = own,
-                product: Any = product,
             ) -> Any:
                 def body(h: Any, p: Any) -> Any:
                     plan, recv, _ = epic.jax.plan_dispatch(group, layer, ids, h)
                     weights = epic.jax.ExpertWeights(p["up"], p["down"])
-                    out = mlp(
-                        own, product, recv, (plan.expert_rows, plan.expert_tokens), weights, None
-                    )
+                    counts = plan.expert_rows, plan.expert_tokens
+                    out = epic.jax.experts(own, recv, *counts, weights, group=group)
                     return h + epic.jax.combine(plan, out), None
 
                 return jax.lax.scan(body, x, params)[0]
@@ -280,6 +278,75 @@ def soak(args: argparse.Namespace) -> None:
     if losses[0] != losses[1] or losses[0][-1] >= losses[0][0]:
         raise SystemExit(f"losses differ or do not fall: {losses}")
     print("soak: the same losses, bit for bit")
+
+
+# ------------------------------------------------------------------------------ layer ----
+
+# Experts of a rank, top_k, hidden, inner.
+MODELS = {
+    "7168, inner 2048, 8 a rank, top-8": (8, 8, 7168, 2048),
+    "7168, inner 2048, 128 a rank, top-8": (128, 8, 7168, 2048),
+    "gpt-oss, 2880, inner 2880, top-4": (32, 4, 2880, 2880),
+    "Qwen3-30B, 2048, inner 768, top-8": (64, 8, 2048, 768),
+}
+
+
+def parameters(mesh: Mesh, local: int, hidden: int, inner: int) -> tuple[Any, Any]:
+    """Random weights, made where they belong, and their shardings."""
+    experts = local * mesh.size
+    shapes = {
+        "w_gate": ((hidden, experts), jnp.float32, P()),
+        "w_gate_up": ((experts, hidden, 2 * inner), jnp.bfloat16, ALL),
+        "w_down": ((experts, inner, hidden), jnp.bfloat16, ALL),
+    }
+    specs = {name: spec for name, (_, _, spec) in shapes.items()}
+
+    def make() -> Any:
+        key = jax.random.key(0)
+        return {n: 0.02 * jax.random.normal(key, s, kind) for n, (s, kind, _) in shapes.items()}
+
+    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    return jax.jit(make, out_shardings=places)(), specs
+
+
+def layer(args: argparse.Namespace) -> None:
+    """Forward, and forward and backward with all gradients, which leave in the weights' dtype."""
+    mesh, tokens = mesh_of_all(), args.tokens
+    for name, (local, top_k, hidden, inner) in list(MODELS.items())[: args.models]:
+        experts = local * mesh.size
+        options = epic.jax.Moe.of(
+            num_experts=experts, top_k=top_k, hidden=hidden, inner=inner, alignment=128
+        )
+        options = replace(options, capacity=tokens * top_k * 3 // 2 + local * 128)
+        w, specs = parameters(mesh, local, hidden, inner)
+        rows = jax.random.normal(jax.random.key(1), (mesh.size * tokens, hidden), jnp.bfloat16)
+        x = put(mesh, rows)
+        wish = {"max_tokens": tokens, "max_row_bytes": 2 * hidden}
+        with epic.jax.open(mesh, "ep", **wish) as group:
+            for way in args.ways:
+                product: dict[str, Any]
+                product = {} if way == "core" else {"grouped_gemm": gemms.best(128)}
+                call = partial(epic.jax.moe, group, options, **product)
+
+                def out_of(x: Any, w: Any, call: Any = call) -> Any:
+                    return call(x, epic.jax.MoeWeights(**w)).out
+
+                f = jax.shard_map(out_of, mesh=mesh, in_specs=(ALL, specs), out_specs=ALL)
+
+                def both(x: Any, w: Any, ct: Any, f: Any = f) -> Any:
+                    out, pull = jax.vjp(f, x, w)
+                    return out, pull(ct)
+
+                try:
+                    ahead = seconds(partial(jax.jit(f), x, w), 3, 5)
+                    there_and_back = seconds(partial(jax.jit(both), x, w, x), 3, 5)
+                    said = f"forward {ahead * 1e3:.3f} ms, with backward {there_and_back * 1e3:.3f}"
+                except Exception as error:
+                    said = str(error)[:80]
+                where = f"{mesh.size} ranks of {tokens} tokens"
+                print(f"layer, {name}, {where}, {way}: {said}", flush=True)
+            epic.jax.check(group)
+        del w, x
 
 
 # ------------------------------------------------------------------------------- gemm ----
@@ -333,13 +400,15 @@ def gemm(args: argparse.Namespace) -> None:
 def main() -> None:
     """By name."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["steps", "host", "soak", "gemm"])
+    parser.add_argument("what", choices=["steps", "host", "soak", "layer", "gemm"])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--shapes", type=int, default=2)
+    parser.add_argument("--models", type=int, default=4)
+    parser.add_argument("--ways", nargs="*", default=["core", "composed"])
     parser.add_argument("--methods", nargs="*", default=["mosaic", "ragged_dot"])
     args = parser.parse_args()
     if args.steps < 100:

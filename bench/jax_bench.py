@@ -14,6 +14,7 @@ python bench/jax_bench.py --platform cuda --tokens 4096 --hidden 7168 --experts 
 import argparse
 import math
 import os
+import resource
 import statistics
 import sys
 import time
@@ -303,19 +304,33 @@ def programs(mesh: Any, steps: dict[str, Step]) -> dict[Key, Step]:
     return found
 
 
-def medians(runs: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
-    """Milliseconds; all of them in turn in each round."""
+class Time(NamedTuple):
+    """Milliseconds: of the clock, and of all cores together, which other programs disturb less."""
+
+    wall: float
+    cores: float
+
+
+def now() -> tuple[float, float]:
+    """Seconds of both."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return time.perf_counter(), used.ru_utime + used.ru_stime
+
+
+def medians(runs: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, Time]:
+    """All of them in turn in each round."""
     import jax
 
-    times: dict[Any, list[float]] = {key: [] for key in runs}
+    times: dict[Any, list[tuple[float, ...]]] = {key: [] for key in runs}
     for run in runs.values():
         jax.block_until_ready(run())
     for _ in range(rounds):
         for key, run in runs.items():
-            start = time.perf_counter()
+            before = now()
             jax.block_until_ready(run())
-            times[key].append((time.perf_counter() - start) * 1e3)
-    return {key: statistics.median(values) for key, values in times.items()}
+            times[key].append(tuple((b - a) * 1e3 for a, b in zip(before, now(), strict=True)))
+    middle = statistics.median
+    return {key: Time(*map(middle, zip(*values, strict=True))) for key, values in times.items()}
 
 
 def inputs(s: Sizes, mesh: Any, dtype: str) -> dict[str, tuple[Any, ...]]:
@@ -372,7 +387,8 @@ def main() -> int:
 
     s = Sizes(args.devices, args.tokens, args.hidden, args.inner, args.experts, args.top_k)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: s.ranks]), ("ep",))
-    ragged = (args.exchange or ("padded" if args.platform == "cpu" else "ragged")) == "ragged"
+    has_ragged = args.platform == "cuda" and s.ranks > 1
+    ragged = (args.exchange or ("ragged" if has_ragged else "padded")) == "ragged"
     group = epic.jax.open(mesh, "ep", max_tokens=s.tokens, max_row_bytes=4 * s.hidden)
     data = inputs(s, mesh, args.dtype)
     ways, runs = {}, {}
@@ -406,16 +422,24 @@ def main() -> int:
     kind = jax.devices()[0].device_kind
     print(f"jax {jax.__version__}, {s.ranks} x {kind}; {args.tokens} tokens a device, {args.dtype}")
     print(f"hidden {s.hidden}, inner {s.inner}, top-{s.top_k} of {s.experts}; median ms")
-    print(f"{'':36}{'EPIC':>10}{own + ' + ragged_dot':>32}{'ratio':>8}")
+    other = own + " + ragged_dot"
+    print(
+        f"{'':29}{'EPIC':>10}{'other':>10}{'ratio':>7}{'cores: EPIC':>13}{'other':>10}{'ratio':>7}"
+    )
     for key in ways["EPIC"]:
         if key[0] != "both":
-            a, b = (times[way, *key] for way in ways)
-            print(f"{', '.join(key):36}{a:10.2f}{b:32.2f}{b / a:8.2f}")
+            line(", ".join(key), *(times[way, *key] for way in ways), other)
     for way in blocks:
         for pass_ in ("forward", "forward and backward"):
-            a, b = (times[w, "layer", pass_] for w in ("EPIC", way))
-            print(f"{'layer, ' + pass_:36}{a:10.2f}{way:>22}{b:10.2f}{b / a:8.2f}")
+            line(f"layer, {pass_}", *(times[w, "layer", pass_] for w in ("EPIC", way)), way)
     return 0
+
+
+def line(what: str, a: Time, b: Time, way: str) -> None:
+    """Of the table."""
+    text = f"{a.wall:10.2f}{b.wall:10.2f}{b.wall / a.wall:7.2f}"
+    text += f"{a.cores:13.2f}{b.cores:10.2f}{b.cores / max(a.cores, 1e-3):7.2f}"
+    print(f"{what:29}{text}  {way}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 /* The grouped expert MLP as custom calls.  It waits for nobody, so it runs on XLA's thread. */
 #include <string.h>
 
+#include "place.h"
 #include "read.h"
 
-/* Zeros past the last slab: an XLA result has no memory of its own to be left alone. */
-static void zero_tail(ffi_array slots, ffi_array expert_rows)
+/* Zeros past the last slab: an XLA result has no memory of its own to be left alone.  On a GPU,
+ * where the counts cannot be read here, epic/jax/experts.py does it. */
+static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array expert_rows)
 {
-    if (slots.data == NULL || slots.rows == 0) return;
+    if (reader->on_device || slots.data == NULL || slots.rows == 0) return;
     int64_t occupied = 0;
     for (int64_t e = 0; e < expert_rows.count; e++)
         occupied += ((const int32_t *)expert_rows.data)[e];
@@ -45,12 +47,13 @@ static inputs read_inputs(ffi_reader *reader)
     .slot_weights = (in).slot_weights.data, .w_gate_up = (in).w_gate_up.data, \
     .w_down = (in).w_down.data, .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data
 
-FFI_EXPORT ffi_error *epic_jax_experts(ffi_frame *frame)
+static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
 {
-    if (ffi_is_query(frame, 0)) return NULL;
-    ffi_reader reader = ffi_read(frame, false);
+    if (place_is_query(frame, on_device)) return NULL;
+    place place = {0};
+    ffi_reader reader = place_begin(frame, on_device, &place);
     const inputs in = read_inputs(&reader);
-    epic_experts_args args = {INPUTS(in)};
+    epic_experts_args args = {INPUTS(in), .call.stream = place.stream};
     const ffi_array y = ffi_result(&reader, "y", in.x.type);
     const ffi_array saved = ffi_result(&reader, "saved", FFI_U8);
     const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
@@ -59,10 +62,12 @@ FFI_EXPORT ffi_error *epic_jax_experts(ffi_frame *frame)
     args.saved_bytes = (size_t)saved.bytes;
     args.workspace = workspace.data;
     args.workspace_bytes = (size_t)workspace.bytes;
-    if (reader.error != NULL) return reader.error;
-    zero_tail(y, in.rows);
-    return ffi_error_of(frame, "experts", epic_experts_forward(NULL, &args));
+    if (reader.error == NULL) zero_tail(&reader, y, in.rows);
+    return place_end(&reader, &place, "experts",
+                     reader.error ? EPIC_OK : epic_experts_forward(place.use.ctx, &args));
 }
+
+PLACE_HANDLERS(experts, experts_forward(frame, on_device))
 
 static void read_gradients(ffi_reader *reader, ffi_array rows, uint32_t type,
                            epic_experts_backward_args *args)
@@ -80,31 +85,24 @@ static void read_gradients(ffi_reader *reader, ffi_array rows, uint32_t type,
     args->workspace = workspace.data;
     args->workspace_bytes = (size_t)workspace.bytes;
     if (reader->error != NULL) return;
-    zero_tail(d_x, rows);
-    zero_tail(d_slot_weights, rows);
+    zero_tail(reader, d_x, rows);
+    zero_tail(reader, d_slot_weights, rows);
 }
 
-FFI_EXPORT ffi_error *epic_jax_experts_backward(ffi_frame *frame)
+static ffi_error *experts_backward(ffi_frame *frame, bool on_device)
 {
-    if (ffi_is_query(frame, 0)) return NULL;
-    ffi_reader reader = ffi_read(frame, false);
+    if (place_is_query(frame, on_device)) return NULL;
+    place place = {0};
+    ffi_reader reader = place_begin(frame, on_device, &place);
     const inputs in = read_inputs(&reader);
-    epic_experts_backward_args args = {INPUTS(in)};
+    epic_experts_backward_args args = {INPUTS(in), .call.stream = place.stream};
     const ffi_array saved = ffi_arg(&reader, "saved", FFI_U8);
     args.saved = saved.data;
     args.saved_bytes = (size_t)saved.bytes;
     args.d_y = ffi_arg(&reader, "d_y", in.x.type).data;
     read_gradients(&reader, in.rows, in.x.type, &args);
-    if (reader.error != NULL) return reader.error;
-    return ffi_error_of(frame, "experts (backward)", epic_experts_backward(NULL, &args));
+    return place_end(&reader, &place, "experts (backward)",
+                     reader.error ? EPIC_OK : epic_experts_backward(place.use.ctx, &args));
 }
 
-/* The CUDA handler of what the core has on the CPU only: returns UNIMPLEMENTED. */
-FFI_EXPORT ffi_error *epic_jax_cuda_none(ffi_frame *frame)
-{
-    if (ffi_is_query(frame, 0)) return NULL;
-    return ffi_fail(
-        frame, XLA_FFI_Error_Code_UNIMPLEMENTED,
-        "epic.jax.experts, and moe of a group of CPU devices, run on the CPU only: on "
-        "GPUs use moe with a group of GPUs, or a grouped_gemm of epic.jax.gemm");
-}
+PLACE_HANDLERS(experts_backward, experts_backward(frame, on_device))

@@ -98,10 +98,7 @@ static const job_operation moe_operation = {"moe",           ROLE_MOE,
                                             forward_arrays,  JOB_LENGTH(forward_arrays),
                                             read_forward,    run_forward};
 
-FFI_EXPORT ffi_error *epic_jax_moe(ffi_frame *frame)
-{
-    return job_on_host(frame, &moe_operation);
-}
+JOB_HANDLERS(moe)
 
 /* -------------------------------------------------------------------------- backward ---- */
 
@@ -148,7 +145,4 @@ static const job_operation moe_backward_operation = {
     "moe (backward)", ROLE_MOE_BACKWARD,           sizeof(moe_job), AT(backward.call),
     backward_arrays,  JOB_LENGTH(backward_arrays), read_backward,   run_backward};
 
-FFI_EXPORT ffi_error *epic_jax_moe_backward(ffi_frame *frame)
-{
-    return job_on_host(frame, &moe_backward_operation);
-}
+JOB_HANDLERS(moe_backward)

@@ -1,65 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Router and losses as custom calls.  They wait for nobody, so they run on XLA's thread. */
-#include "members.h"
+#include "place.h"
 #include "read.h"
-
-/* The handlers of both platforms: an expression of `frame` and `on_device`. */
-#define HANDLERS(name, handler)                                  \
-    FFI_EXPORT ffi_error *epic_jax_##name(ffi_frame *frame)      \
-    {                                                            \
-        const bool on_device = false;                            \
-        return handler;                                          \
-    }                                                            \
-    FFI_EXPORT ffi_error *epic_jax_cuda_##name(ffi_frame *frame) \
-    {                                                            \
-        const bool on_device = true;                             \
-        return handler;                                          \
-    }
-
-/* Where the arrays are: on a GPU any of its contexts, and XLA's stream; else all zero. */
-typedef struct place {
-    member_use use;
-    epic_stream stream;
-} place;
-
-static void find_place(ffi_reader *reader, place *out)
-{
-    if (!reader->on_device) return;
-    const member_device device = {true, ffi_ordinal(reader)};
-    out->stream = ffi_stream(reader);
-    if (reader->error == NULL && member_borrow(&out->use, device) != MEMBER_OK)
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
-                                 "no group is open on CUDA device %d of this process, and the "
-                                 "router works with one: call epic.jax.open before the program "
-                                 "runs",
-                                 device.ordinal);
-}
-
-static ffi_reader begin(const ffi_frame *frame, bool on_device, place *out)
-{
-    ffi_reader reader = ffi_read(frame, on_device);
-    find_place(&reader, out);
-    return reader;
-}
-
-static ffi_error *end(ffi_reader *reader, place *place, const char *what, epic_result result)
-{
-    if (reader->error == NULL) reader->error = ffi_error_of(reader->frame, what, result);
-    if (place->use.ctx != NULL) member_leave(&place->use);
-    return reader->error;
-}
-
-static bool is_query(ffi_frame *frame, bool on_device)
-{
-    return ffi_is_query(frame,
-                        on_device ? XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE : 0);
-}
 
 static ffi_error *router_forward(ffi_frame *frame, bool on_device)
 {
-    if (is_query(frame, on_device)) return NULL;
+    if (place_is_query(frame, on_device)) return NULL;
     place place = {0};
-    ffi_reader reader = begin(frame, on_device, &place);
+    ffi_reader reader = place_begin(frame, on_device, &place);
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array bias = ffi_arg_or_none(&reader, "bias", EPIC_F32);
@@ -83,17 +31,17 @@ static ffi_error *router_forward(ffi_frame *frame, bool on_device)
                                    .weights_type = weights.type,
                                    .token_id_type = ids.type,
                                    .call.stream = place.stream};
-    return end(&reader, &place, "router",
-               reader.error ? EPIC_OK : epic_router_forward(place.use.ctx, &args));
+    return place_end(&reader, &place, "router",
+                     reader.error ? EPIC_OK : epic_router_forward(place.use.ctx, &args));
 }
 
-HANDLERS(router, router_forward(frame, on_device))
+PLACE_HANDLERS(router, router_forward(frame, on_device))
 
 static ffi_error *router_backward(ffi_frame *frame, bool on_device)
 {
-    if (is_query(frame, on_device)) return NULL;
+    if (place_is_query(frame, on_device)) return NULL;
     place place = {0};
-    ffi_reader reader = begin(frame, on_device, &place);
+    ffi_reader reader = place_begin(frame, on_device, &place);
     const epic_router router = read_router(&reader);
     const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
     const ffi_array chosen = ffi_arg(&reader, "topk_idx", EPIC_I32);
@@ -111,11 +59,11 @@ static ffi_error *router_backward(ffi_frame *frame, bool on_device)
                                             .type = logits.type,
                                             .weights_type = d_weights.type,
                                             .call.stream = place.stream};
-    return end(&reader, &place, "router (backward)",
-               reader.error ? EPIC_OK : epic_router_backward(place.use.ctx, &args));
+    return place_end(&reader, &place, "router (backward)",
+                     reader.error ? EPIC_OK : epic_router_backward(place.use.ctx, &args));
 }
 
-HANDLERS(router_backward, router_backward(frame, on_device))
+PLACE_HANDLERS(router_backward, router_backward(frame, on_device))
 
 /* ---------------------------------------------------------------------------- losses ---- */
 
@@ -204,9 +152,9 @@ typedef epic_result loss_call(const loss_job *job);
 static ffi_error *loss(ffi_frame *frame, bool on_device, const char *what, bool is_backward,
                        loss_call *call)
 {
-    if (is_query(frame, on_device)) return NULL;
+    if (place_is_query(frame, on_device)) return NULL;
     place place = {0};
-    ffi_reader reader = begin(frame, on_device, &place);
+    ffi_reader reader = place_begin(frame, on_device, &place);
     loss_job job = {.router = read_router(&reader)};
     job.logits = ffi_arg(&reader, "logits", FFI_OTHER);
     job.load = ffi_arg_or_none(&reader, "load", EPIC_I32);
@@ -220,11 +168,12 @@ static ffi_error *loss(ffi_frame *frame, bool on_device, const char *what, bool 
     job.coeff = ffi_float(&reader, "coeff");
     job.ctx = place.use.ctx;
     job.call.stream = place.stream;
-    return end(&reader, &place, what, reader.error ? EPIC_OK : call(&job));
+    return place_end(&reader, &place, what, reader.error ? EPIC_OK : call(&job));
 }
 
-HANDLERS(balance_loss, loss(frame, on_device, "balance_loss", false, balance_loss))
-HANDLERS(balance_loss_backward,
-         loss(frame, on_device, "balance_loss (backward)", true, balance_loss_backward))
-HANDLERS(z_loss, loss(frame, on_device, "z_loss", false, z_loss))
-HANDLERS(z_loss_backward, loss(frame, on_device, "z_loss (backward)", true, z_loss_backward))
+PLACE_HANDLERS(balance_loss, loss(frame, on_device, "balance_loss", false, balance_loss))
+PLACE_HANDLERS(balance_loss_backward,
+               loss(frame, on_device, "balance_loss (backward)", true, balance_loss_backward))
+PLACE_HANDLERS(z_loss, loss(frame, on_device, "z_loss", false, z_loss))
+PLACE_HANDLERS(z_loss_backward,
+               loss(frame, on_device, "z_loss (backward)", true, z_loss_backward))

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The handlers for GPUs, called as XLA calls them, on a machine without one: a host context sits
  * on a member that says "GPU 3".  What lies in device memory only has an address nobody can read. */
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,12 +13,13 @@ typedef XLA_FFI_Error *handler(XLA_FFI_CallFrame *frame);
 handler epic_jax_combine, epic_jax_cuda_combine, epic_jax_no_graph_combine;
 handler epic_jax_cuda_plan_dispatch, epic_jax_cuda_combine_backward, epic_jax_cuda_sum;
 handler epic_jax_cuda_dispatch_backward, epic_jax_cuda_plan, epic_jax_cuda_router;
-handler epic_jax_cuda_none;
+handler epic_jax_cuda_moe, epic_jax_no_graph_moe, epic_jax_cuda_moe_backward;
+handler epic_jax_cuda_experts, epic_jax_cuda_experts_backward;
 int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal, const char *devices,
                         int32_t rank, epic_context *ctx);
 epic_context *epic_jax_member_remove(const char *name, int is_gpu, int32_t ordinal);
 
-enum { TOKENS = 3, HIDDEN = 4, EXPERTS = 2, SLOTS = 4, MOST = 24, TAIL = 16 };
+enum { TOKENS = 3, HIDDEN = 4, EXPERTS = 2, SLOTS = 4, INNER = 2, MOST = 64, TAIL = 16 };
 static const int32_t unreadable = 1; /* the address of what only the GPU can read */
 
 static int failed;
@@ -125,6 +127,14 @@ static void add_int(call *c, const char *name, int64_t value)
     const int64_t i = add_attr(c, name, XLA_FFI_AttrType_SCALAR);
     c->ints[i] = value;
     c->scalars[i] = (XLA_FFI_Scalar){XLA_FFI_DataType_S64, &c->ints[i]};
+    c->attr_at[i] = &c->scalars[i];
+}
+
+static void add_float(call *c, const char *name, double value)
+{
+    const int64_t i = add_attr(c, name, XLA_FFI_AttrType_SCALAR);
+    c->floats[i] = value;
+    c->scalars[i] = (XLA_FFI_Scalar){XLA_FFI_DataType_F64, &c->floats[i]};
     c->attr_at[i] = &c->scalars[i];
 }
 
@@ -331,11 +341,249 @@ static void test_refusals(void)
     call none = {0};
     CHECK(run(epic_jax_cuda_router, &none) == XLA_FFI_Error_Code_FAILED_PRECONDITION);
     CHECK(strstr(said, "no group is open on CUDA device 2"));
-    CHECK(run(epic_jax_cuda_none, &none) == XLA_FFI_Error_Code_UNIMPLEMENTED);
+    CHECK(run(epic_jax_cuda_experts, &none) == XLA_FFI_Error_Code_FAILED_PRECONDITION);
     ordinal = 3;
     CHECK(run(epic_jax_cuda_plan, &none) == XLA_FFI_Error_Code_INVALID_ARGUMENT);
     CHECK(sum(x[0], x[1]) == XLA_FFI_Error_Code_INVALID_ARGUMENT);
     CHECK(strstr(said, "one array"));
+}
+
+/* --------------------------------------------------------------------------- the layer ---- */
+
+static float w_gate[HIDDEN][EXPERTS], w_gate_up[EXPERTS][HIDDEN][2 * INNER];
+static float w_down[EXPERTS][INNER][HIDDEN], d_gate[HIDDEN][EXPERTS];
+static float d_gate_up[EXPERTS][HIDDEN][2 * INNER], d_down[EXPERTS][INNER][HIDDEN];
+static float loss[1], d_loss[1] = {2};
+static unsigned char *saved, *workspace;
+static epic_moe_memory_info sizes;
+
+static const epic_layer the_layer = {.num_experts = EXPERTS, .top_k = 1, .alignment = 1};
+static const epic_router the_router = {.num_experts = EXPERTS, .top_k = 1, .scale = 1.5};
+static const epic_experts the_experts = {.num_local_experts = EXPERTS,
+                                         .hidden = HIDDEN,
+                                         .inner = INNER,
+                                         .activation = EPIC_GELU,
+                                         .row_type = EPIC_F32};
+static const epic_moe the_moe = {.layer = &the_layer,
+                                 .router = &the_router,
+                                 .experts = &the_experts,
+                                 .balance_coeff = 0.25,
+                                 .z_coeff = 0.5,
+                                 .capacity = SLOTS};
+static const epic_moe_weights the_weights = {
+    .w_gate = w_gate, .w_gate_up = w_gate_up, .w_down = w_down};
+
+static void add_experts(call *c)
+{
+    static const char *const zero[] = {"experts_ungated", "experts_interleaved",
+                                       "experts_weighting"};
+    add_int(c, "experts_num_local_experts", EXPERTS);
+    add_int(c, "experts_hidden", HIDDEN);
+    add_int(c, "experts_inner", INNER);
+    add_int(c, "experts_activation", EPIC_GELU);
+    add_int(c, "experts_row_type", EPIC_F32);
+    add_int(c, "experts_weight_type", EPIC_F32);
+    add_float(c, "experts_limit", 0);
+    add_float(c, "experts_alpha", 0);
+    for (size_t i = 0; i < sizeof zero / sizeof *zero; i++) add_int(c, zero[i], 0);
+}
+
+static void add_moe(call *c)
+{
+    static const char *const zero[] = {"zero_experts", "score",          "num_groups",
+                                       "topk_groups",  "group_score",    "group_best",
+                                       "group_others", "weight_rule",    "normalize",
+                                       "has_shared",   "sequence_tokens"};
+    for (size_t i = 0; i < sizeof zero / sizeof *zero; i++) add_int(c, zero[i], 0);
+    add_layer(c, 1);
+    add_experts(c);
+    add_float(c, "eps", 0);
+    add_float(c, "norm_min", 0);
+    add_float(c, "jitter", 0);
+    add_float(c, "scale", 1.5);
+    add_float(c, "balance_coeff", 0.25);
+    add_float(c, "z_coeff", 0.5);
+    add_group(c, "g");
+}
+
+static void add_weights(call *c)
+{
+    add(c, ARG, XLA_FFI_DataType_F32, w_gate, HIDDEN, EXPERTS);
+    add_none(c, ARG);
+    add_none(c, ARG);
+    add(c, ARG, XLA_FFI_DataType_F32, w_gate_up, EXPERTS * HIDDEN, 2 * INNER);
+    add(c, ARG, XLA_FFI_DataType_F32, w_down, EXPERTS * INNER, HIDDEN);
+    for (int i = 0; i < 6; i++) add_none(c, ARG);
+}
+
+static int moe(handler *function)
+{
+    call *c = calloc(1, sizeof *c);
+    add(c, ARG, XLA_FFI_DataType_F32, x, TOKENS, HIDDEN);
+    add_weights(c);
+    for (int i = 0; i < 4; i++) add_none(c, ARG);
+    add_site(c);
+    add_number(c);
+    add(c, RESULT, XLA_FFI_DataType_F32, out, TOKENS, HIDDEN);
+    add(c, RESULT, XLA_FFI_DataType_F32, loss, 1, 0);
+    add(c, RESULT, XLA_FFI_DataType_S32, load, EXPERTS, 0);
+    add(c, RESULT, XLA_FFI_DataType_S32, demand, 1, 0);
+    add_none(c, RESULT);
+    add(c, RESULT, XLA_FFI_DataType_U8, saved, sizes.saved_bytes, 0);
+    add(c, RESULT, XLA_FFI_DataType_U8, workspace, sizes.forward_bytes, 0);
+    add_moe(c);
+    const int code = run(function, c);
+    free(c);
+    return code;
+}
+
+static int moe_backward(void)
+{
+    call *c = calloc(1, sizeof *c);
+    add(c, ARG, XLA_FFI_DataType_F32, x, TOKENS, HIDDEN);
+    add_weights(c);
+    add(c, ARG, XLA_FFI_DataType_U8, saved, sizes.saved_bytes, 0);
+    add(c, ARG, XLA_FFI_DataType_F32, x, TOKENS, HIDDEN);
+    add(c, ARG, XLA_FFI_DataType_F32, d_loss, 1, 0);
+    add_site(c);
+    add_number(c);
+    add(c, RESULT, XLA_FFI_DataType_F32, d_x, TOKENS, HIDDEN);
+    add(c, RESULT, XLA_FFI_DataType_F32, d_gate, HIDDEN, EXPERTS);
+    add_none(c, RESULT);
+    add(c, RESULT, XLA_FFI_DataType_F32, d_gate_up, EXPERTS * HIDDEN, 2 * INNER);
+    add(c, RESULT, XLA_FFI_DataType_F32, d_down, EXPERTS * INNER, HIDDEN);
+    for (int i = 0; i < 6; i++) add_none(c, RESULT);
+    add(c, RESULT, XLA_FFI_DataType_U8, workspace, sizes.backward_bytes, 0);
+    add_moe(c);
+    const int code = run(epic_jax_cuda_moe_backward, c);
+    free(c);
+    return code;
+}
+
+static int experts(bool backward)
+{
+    call *c = calloc(1, sizeof *c);
+    epic_experts_memory_info memory;
+    CHECK(epic_experts_memory(&the_experts, SLOTS, &memory) == EPIC_OK);
+    add(c, ARG, XLA_FFI_DataType_F32, recv, SLOTS, HIDDEN);
+    add(c, ARG, XLA_FFI_DataType_S32, rows, EXPERTS, 0);
+    add(c, ARG, XLA_FFI_DataType_S32, tokens, EXPERTS, 0);
+    add_none(c, ARG);
+    add(c, ARG, XLA_FFI_DataType_F32, w_gate_up, EXPERTS * HIDDEN, 2 * INNER);
+    add(c, ARG, XLA_FFI_DataType_F32, w_down, EXPERTS * INNER, HIDDEN);
+    for (int i = 0; i < 2; i++) add_none(c, ARG);
+    if (backward) {
+        add(c, ARG, XLA_FFI_DataType_U8, saved, memory.saved_bytes, 0);
+        add(c, ARG, XLA_FFI_DataType_F32, recv, SLOTS, HIDDEN);
+    }
+    add(c, RESULT, XLA_FFI_DataType_F32, d_rows, SLOTS, HIDDEN);
+    if (backward) {
+        add_none(c, RESULT);
+        add(c, RESULT, XLA_FFI_DataType_F32, d_gate_up, EXPERTS * HIDDEN, 2 * INNER);
+        add(c, RESULT, XLA_FFI_DataType_F32, d_down, EXPERTS * INNER, HIDDEN);
+        for (int i = 0; i < 2; i++) add_none(c, RESULT);
+    } else {
+        add(c, RESULT, XLA_FFI_DataType_U8, saved, memory.saved_bytes, 0);
+    }
+    add(c, RESULT, XLA_FFI_DataType_U8, workspace, memory.backward_bytes, 0);
+    add_experts(c);
+    const int code = run(backward ? epic_jax_cuda_experts_backward : epic_jax_cuda_experts, c);
+    free(c);
+    return code;
+}
+
+/* What the core gives to a caller in C, into the same arrays. */
+static void direct(epic_context *ctx, bool backward)
+{
+    const epic_rows in = {x, TOKENS, sizeof x[0]};
+    const epic_moe_gradients gradients = {
+        .w_gate = d_gate, .w_gate_up = d_gate_up, .w_down = d_down};
+    if (backward)
+        CHECK(epic_moe_backward(
+                  ctx, &(epic_moe_backward_args){.moe = &the_moe,
+                                                 .weights = &the_weights,
+                                                 .x = in,
+                                                 .d_out = in,
+                                                 .d_x = {d_x, TOKENS, sizeof d_x[0]},
+                                                 .gradients = &gradients,
+                                                 .saved = saved,
+                                                 .saved_bytes = sizes.saved_bytes,
+                                                 .workspace = workspace,
+                                                 .workspace_bytes = sizes.backward_bytes,
+                                                 .d_loss = d_loss}) == EPIC_OK);
+    else
+        CHECK(epic_moe_forward(ctx, &(epic_moe_args){.moe = &the_moe,
+                                                     .weights = &the_weights,
+                                                     .x = in,
+                                                     .out = {out, TOKENS, sizeof out[0]},
+                                                     .saved = saved,
+                                                     .saved_bytes = sizes.saved_bytes,
+                                                     .workspace = workspace,
+                                                     .workspace_bytes = sizes.forward_bytes,
+                                                     .loss = loss,
+                                                     .load = load,
+                                                     .demand = demand}) == EPIC_OK);
+}
+
+typedef struct results {
+    float out[TOKENS][HIDDEN], d_x[TOKENS][HIDDEN], loss, d_gate[HIDDEN][EXPERTS];
+    float d_gate_up[EXPERTS][HIDDEN][2 * INNER], d_down[EXPERTS][INNER][HIDDEN];
+    int32_t load[EXPERTS], demand;
+} results;
+
+/* What the arrays hold, which are garbage then. */
+static results taken(void)
+{
+    results r = {.loss = loss[0], .demand = demand[0]};
+#define TAKE(array)                             \
+    do {                                        \
+        memcpy(r.array, array, sizeof r.array); \
+        memset(array, 0xee, sizeof r.array);    \
+    } while (0)
+    TAKE(out);
+    TAKE(d_x);
+    TAKE(d_gate);
+    TAKE(d_gate_up);
+    TAKE(d_down);
+    TAKE(load);
+    loss[0] = -1;
+    demand[0] = -1;
+    return r;
+}
+
+static void test_layer(epic_context *ctx, const epic_config *config)
+{
+    CHECK(epic_moe_memory(config, &the_moe, &sizes) == EPIC_OK);
+    const size_t most =
+        (size_t)(sizes.saved_bytes + sizes.backward_bytes + sizes.forward_bytes);
+    saved = aligned_alloc(64, (most + 63) / 64 * 64);
+    workspace = aligned_alloc(64, (most + 63) / 64 * 64);
+    float *const weights[] = {&w_gate[0][0], &w_gate_up[0][0][0], &w_down[0][0][0]};
+    const size_t counts[] = {sizeof w_gate, sizeof w_gate_up, sizeof w_down};
+    for (int a = 0; a < 3; a++)
+        for (size_t i = 0; i < counts[a] / 4; i++)
+            weights[a][i] = (float)((i * 7 + (size_t)a) % 5) / 4 - 0.4f;
+    direct(ctx, false);
+    direct(ctx, true);
+    const results wanted = taken();
+    CHECK(wanted.demand == 3 && wanted.loss > 0);
+    CHECK(moe(epic_jax_cuda_moe) == 0 && moe_backward() == 0);
+    results got = taken();
+    CHECK(memcmp(&got, &wanted, sizeof got) == 0);
+    CHECK(moe(epic_jax_no_graph_moe) == 0 && moe_backward() == 0);
+    got = taken();
+    CHECK(memcmp(&got, &wanted, sizeof got) == 0);
+}
+
+/* The counts cannot be read: slots past the last slab are left as they are.  One slot is free. */
+static void test_experts(void)
+{
+    CHECK(plan_dispatch("g", 1, XLA_FFI_DataType_F32) == 0);
+    memset(d_rows, 0, sizeof d_rows);
+    d_rows[SLOTS - 1][0] = -7;
+    CHECK(experts(false) == 0 && d_rows[SLOTS - 1][0] == -7 && d_rows[SLOTS - 2][0] != 0);
+    memset(d_down, 0, sizeof d_down);
+    CHECK(experts(true) == 0 && d_rows[SLOTS - 1][0] == -7 && d_down[1][0][0] != 0);
 }
 
 /* What broke the group is said by the next call, which does nothing. */
@@ -366,7 +614,12 @@ int main(void)
     test_traits(epic_jax_combine, 0);
     test_traits(epic_jax_cuda_combine, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
     test_traits(epic_jax_no_graph_combine, 0);
+    test_traits(epic_jax_cuda_moe, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
+    test_traits(epic_jax_no_graph_moe, 0);
+    test_traits(epic_jax_cuda_experts, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
     test_step();
+    test_layer(ctx, &config);
+    test_experts();
     test_refusals();
     test_broken(ctx);
     CHECK(epic_jax_member_remove("g", 0, 2) == ctx);
@@ -374,6 +627,8 @@ int main(void)
     CHECK(epic_jax_member_remove("g", 1, 3) == NULL);
     epic_close(ctx);
     free(plan);
+    free(saved);
+    free(workspace);
     puts(failed ? "frames: FAILED" : "frames: the handlers for GPUs are right");
     return failed;
 }

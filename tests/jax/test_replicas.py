@@ -191,6 +191,3 @@ def test_what_cannot_be(opened: Any) -> None:
         epic.jax.sum_replicas(plan, x)
     with jax.enable_x64(True), pytest.raises(epic.jax.EpicUnsupportedError, match="float64"):
         epic.jax.tied(plan, jnp.zeros((12, 2), jnp.float64))
-    on_gpu = replace(plan, way=replace(plan.way, group=replace(group, platform="gpu")))
-    with pytest.raises(epic.jax.EpicUnsupportedError, match="segment_sum"):
-        epic.jax.sum_replicas(on_gpu, jnp.zeros((12, 2)))

@@ -442,7 +442,7 @@ def case_layers() -> None:
 
 
 def case_experts() -> None:
-    """Dispatch, the default grouped GEMM and combine, with all gradients, against float64."""
+    """Dispatch, JAX's grouped GEMM and combine, with all gradients, against float64."""
     from epic.jax import gemm
     from epic.jax.moe import mlp as experts_of
 
@@ -481,7 +481,7 @@ def case_experts() -> None:
                 plan, recv, slot = epic.jax.plan_dispatch(group, layer, ids, x, w)
                 own = epic.jax.ExpertWeights(**ws)
                 counts = plan.expert_rows, plan.expert_tokens
-                y = experts_of(wish, gemm.best(128), recv, counts, own, None)
+                y = experts_of(group, wish, gemm.best(128), recv, counts, own, None)
                 return epic.jax.combine(plan, y, slot)
 
             run = mapped(mesh, step, 4)

@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Tests epic.jax on the GPUs of this machine: one process with 1, 2 and 4 of them, with all of them
-# also without command buffers, then one process for each.  usage: run.sh [cases of check.py]
+# also without command buffers, then one process for each.
+# usage: run.sh [cases of check.py]; with none also layer.py; run.sh layer: that alone
 set -u
 cd "$(dirname "$0")/../../.."
 PYTHON=${GPU_PYTHON:-python3}
@@ -12,7 +13,8 @@ export EPIC_LIBRARY_PATH="${EPIC_LIBRARY_PATH:-$PWD/build/lib}" PYTHONPATH="$PWD
 export JAX_PLATFORMS=cuda,cpu PYTHONUNBUFFERED=1 TF_CPP_MIN_LOG_LEVEL=2
 failed=0
 
-check() { timeout -k 5 "$LIMIT" "$PYTHON" tests/jax/gpu/check.py "$@" 2>&1; }
+program=check
+check() { timeout -k 5 "$LIMIT" "$PYTHON" "tests/jax/gpu/$program.py" "$@" 2>&1; }
 
 # alone GPUS [cases]
 alone() {
@@ -25,29 +27,46 @@ alone() {
     rm -f "$log"
 }
 
-for count in 1 2 4; do
-    [ "$count" -le "$GPUS" ] || continue
-    most=$count
-    echo "== one process, $count of $GPUS GPUs"
-    alone "$count" "$@"
-done
-echo "== one process, $most of $GPUS GPUs, without command buffers"
-export EPIC_GRAPHS=0
-alone "$most" "$@"
-unset EPIC_GRAPHS
-for count in 2 4; do
-    [ "$count" -le "$GPUS" ] || continue
-    echo "== $count processes with a GPU each"
-    log=$(mktemp -d)
-    port=$((20000 + $$ % 20000 + count))
-    for process in $(seq 0 $((count - 1))); do
-        check "$process" "$count" "$port" "$@" >"$log/$process" &
+# in_one [cases]: a process with some of the GPUs
+in_one() {
+    for count in 1 2 4; do
+        [ "$count" -le "$GPUS" ] || continue
+        most=$count
+        echo "== $program: one process, $count of $GPUS GPUs"
+        alone "$count" "$@"
     done
-    wait
-    for process in $(seq 0 $((count - 1))); do
-        [ "$(tail -n 1 "$log/$process")" = right ] || { failed=1; cat "$log/$process"; }
+    echo "== $program: one process, $most of $GPUS GPUs, without command buffers"
+    export EPIC_GRAPHS=0
+    alone "$most" "$@"
+    unset EPIC_GRAPHS
+}
+
+# in_several [cases]: a process for each GPU
+in_several() {
+    for count in 2 4; do
+        [ "$count" -le "$GPUS" ] || continue
+        echo "== $program: $count processes with a GPU each"
+        log=$(mktemp -d)
+        port=$((20000 + $$ % 20000 + count))
+        for process in $(seq 0 $((count - 1))); do
+            check "$process" "$count" "$port" "$@" >"$log/$process" &
+        done
+        wait
+        for process in $(seq 0 $((count - 1))); do
+            [ "$(tail -n 1 "$log/$process")" = right ] || { failed=1; cat "$log/$process"; }
+        done
+        cat "$log/0"
+        rm -rf "$log"
     done
-    cat "$log/0"
-    rm -rf "$log"
-done
+}
+
+if [ "${1-}" != layer ]; then
+    in_one "$@"
+    in_several "$@"
+fi
+if [ $# = 0 ] || [ "$1" = layer ]; then
+    program=layer
+    in_one
+    in_several
+fi
 exit $failed

@@ -22,14 +22,15 @@ from epic.jax.groups import Group
 
 COLLECTIVES = (
     "plan plan_dispatch dispatch dispatch_flat dispatch_quantized dispatch_scaled "
-    "dispatch_backward combine combine_backward sum sum_replicas"
+    "dispatch_backward combine combine_backward sum sum_replicas moe moe_backward"
 ).split()
-LOCAL = "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward".split()
-CPU_ONLY = "experts experts_backward moe moe_backward".split()
+LOCAL = (
+    "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward "
+    "experts experts_backward"
+).split()
 NO_GRAPH = "_no_graph"  # ends the names of handlers that stay out of XLA's command buffers
 TARGETS = tuple(
-    f"epic_{name}"
-    for name in [*COLLECTIVES, *LOCAL, *CPU_ONLY, *(name + NO_GRAPH for name in COLLECTIVES)]
+    f"epic_{name}" for name in [*COLLECTIVES, *LOCAL, *(name + NO_GRAPH for name in COLLECTIVES)]
 )
 Array = jax.Array
 Spec = jax.ShapeDtypeStruct
@@ -56,12 +57,10 @@ def handlers() -> ctypes.CDLL:
         handler = jax.ffi.pycapsule(getattr(library, symbol))
         jax.ffi.register_ffi_target(f"epic_{target}", handler, platform=platform)
 
-    for name in COLLECTIVES + LOCAL + CPU_ONLY:
+    for name in COLLECTIVES + LOCAL:
         register(name, f"epic_jax_{name}", "cpu")
     for name in COLLECTIVES + LOCAL:  # kept by JAX until there is such a platform
         register(name, f"epic_jax_cuda_{name}", "CUDA")
-    for name in CPU_ONLY:
-        register(name, "epic_jax_cuda_none", "CUDA")
     for name in COLLECTIVES:
         register(name + NO_GRAPH, f"epic_jax_no_graph_{name}", "CUDA")
     return library
@@ -221,6 +220,16 @@ def no_gradient(x: Any) -> np.ndarray:
 def zero_gradient(x: Any) -> Any:
     """A zero cotangent, of whatever type x is."""
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else no_gradient(x)
+
+
+def memory_of(info: Any, platform: str | None) -> tuple[Spec, Spec, Spec]:
+    """What is saved, and workspace forward and backward, from a MemoryInfo; where the platform is
+    unknown as much as any takes."""
+    names = ("saved_bytes", "forward_bytes", "backward_bytes")
+    host, cuda = ([getattr(info, before + name) for name in names] for before in ("", "cuda_"))
+    wanted = {"cpu": host, "gpu": cuda, None: map(max, host, cuda)}[platform]
+    saved, forward, backward = (Spec((size,), np.uint8) for size in wanted)
+    return saved, forward, backward
 
 
 def like(x: Any) -> Spec:

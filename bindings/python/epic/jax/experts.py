@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped expert MLP: local to each device, differentiable in rows and parameters."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from epic import _native
 from epic.errors import EpicArgumentError
-from epic.jax.call import Spec, call, like, no_gradient, spread_all
+from epic.jax.call import Spec, call, like, memory_of, no_gradient, spread_all
+from epic.jax.groups import Group
 from epic.jax.steps import check_floats
 from epic.options import Experts
 
@@ -24,15 +25,34 @@ class ExpertWeights(NamedTuple):
     b_down: Any = None  # [local experts, hidden]
 
 
-def memory(options: Experts, slots: int) -> tuple[Spec, Spec, Spec]:
-    """What is saved, and workspace forward and backward."""
-    sizes = _native.experts_memory(options, slots)
-    saved, forward, backward = sizes.saved_bytes, sizes.forward_bytes, sizes.backward_bytes
-    return (
-        Spec((saved,), jnp.uint8),
-        Spec((forward,), jnp.uint8),
-        Spec((backward,), jnp.uint8),
-    )
+@dataclass(frozen=True)
+class Static:
+    """What forward and backward know while tracing.  platform: where the call will run, None:
+    unknown.  tail: are slots past the last slab wanted as zeros?"""
+
+    options: Experts
+    platform: str | None
+    tail: bool
+
+    def memory(self, slots: int) -> tuple[Spec, Spec, Spec]:
+        """What is saved, and workspace forward and backward."""
+        return memory_of(_native.experts_memory(self.options, slots), self.platform)
+
+    def finished(self, slots: Any, expert_rows: Any) -> Any:
+        """Zeros in the tail.  On CPUs the handler writes them; on GPUs it leaves what was there."""
+        if slots is None or not self.tail or self.platform == "cpu":
+            return slots
+        if self.platform == "gpu":
+            return without_tail(slots, expert_rows)
+        return jax.lax.platform_dependent(
+            slots, expert_rows, cpu=lambda slots, _: slots, default=without_tail
+        )
+
+
+def without_tail(slots: Any, expert_rows: Any) -> Any:
+    """Slots [slots, ...], those past the last slab zero."""
+    occupied = jnp.arange(slots.shape[0]) < expert_rows.sum()
+    return jnp.where(jnp.expand_dims(occupied, range(1, slots.ndim)), slots, 0)
 
 
 def check_weights(options: Experts, weights: ExpertWeights) -> None:
@@ -68,34 +88,35 @@ def typed(options: Experts, rows: Any, weights: Any) -> Experts:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run(options: Experts, counts: Any, x: Any, slot_weights: Any, weights: Any) -> Any:
+def run(static: Static, counts: Any, x: Any, slot_weights: Any, weights: Any) -> Any:
     """experts on checked arrays; counts: expert_rows, expert_tokens."""
-    return forward(options, counts, x, slot_weights, weights)[0]
+    return forward(static, counts, x, slot_weights, weights)[0]
 
 
 def forward(
-    options: Experts, counts: Any, x: Any, slot_weights: Any, weights: Any
+    static: Static, counts: Any, x: Any, slot_weights: Any, weights: Any
 ) -> tuple[Any, Any]:
     """The core saves what gate and up gave."""
-    saved, workspace, _ = memory(options, x.shape[0])
+    saved, workspace, _ = static.memory(x.shape[0])
     operands = [x, *counts, slot_weights, *weights]
     results = [like(x), saved, workspace]
-    out = call("experts", results, operands, **options.numbers("experts_"))
-    return out[0], (counts, x, slot_weights, weights, out[1])
+    y, saved, _ = call("experts", results, operands, **static.options.numbers("experts_"))
+    return static.finished(y, counts[0]), (counts, x, slot_weights, weights, saved)
 
 
-def backward(options: Experts, kept: Any, d_y: Any) -> tuple[Any, ...]:
+def backward(static: Static, kept: Any, d_y: Any) -> tuple[Any, ...]:
     """Weight gradients come in float32 and leave in the weights' dtype."""
     counts, x, slot_weights, weights, saved = kept
     kind = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     results = [like(x), None if slot_weights is None else like(slot_weights)]
     results += [None if w is None else Spec(w.shape, kind) for w in weights]
-    results += [memory(options, x.shape[0])[2]]
+    results += [static.memory(x.shape[0])[2]]
     operands = [x, *counts, slot_weights, *weights, saved, d_y]
-    out = call("experts_backward", results, operands, **options.numbers("experts_"))
+    out = call("experts_backward", results, operands, **static.options.numbers("experts_"))
+    d_slots = [static.finished(d, counts[0]) for d in out[:2]]
     pairs = zip(weights, out[2:6], strict=True)
     d_weights = tuple(None if w is None else d.astype(w.dtype) for w, d in pairs)
-    return tuple(no_gradient(c) for c in counts), out[0], out[1], d_weights
+    return tuple(no_gradient(c) for c in counts), *d_slots, d_weights
 
 
 run.defvjp(forward, backward)
@@ -108,26 +129,54 @@ def experts(
     expert_tokens: Any,
     weights: ExpertWeights,
     slot_weights: Any = None,
+    *,
+    group: Group | None = None,
 ) -> Any:
     """The MLP of each slab: rows [slots, hidden] -> [slots, hidden].
 
     expert_rows and expert_tokens: as a plan gives them.  weights: of this device's experts, all of
     one dtype.  slot_weights [slots] with weighting
     "early" and "input".  Only occupied slots are computed; the others come out as zeros.
+    group: tells whether the call will run on CPUs or GPUs; without it memory is taken that is
+    enough for either.  On a GPU some group must be open.
     """
-    weights = ExpertWeights(*weights)
+    platform, counts = group.platform if group else None, (expert_rows, expert_tokens)
+    own = ExpertWeights(*weights)
+    return of_slabs(options, platform, True, rows, counts, own, slot_weights)
+
+
+def of_slabs(
+    options: Experts,
+    platform: str | None,
+    tail: bool,
+    rows: Any,
+    counts: tuple[Any, Any],
+    weights: ExpertWeights,
+    slot_weights: Any,
+) -> Any:
+    """experts; tail: as Static's."""
     options = counted(options, weights)
     check_floats("rows", rows)
     check_weights(options, weights)
     local = (options.num_local_experts,)
     if rows.ndim != 2 or rows.shape[1] != options.hidden:
         raise EpicArgumentError(f"rows: shape {rows.shape}: [slots, {options.hidden}] is needed")
-    if expert_rows.shape != local or expert_tokens.shape != local:
+    if any(count.shape != local for count in counts):
         raise EpicArgumentError(f"expert_rows, expert_tokens: {list(local)} is needed")
     if (slot_weights is not None) != (options.weighting != "late"):
         raise EpicArgumentError(
             'slot_weights come with weighting "early" or "input", and only then'
         )
+    if platform == "gpu":
+        weights = ExpertWeights(*(on_gpu(rows.dtype, weight) for weight in weights))
     options = typed(options, rows, weights.w_gate_up)
-    arrays = spread_all(None, expert_rows, expert_tokens, rows, slot_weights, *weights)
-    return run(options, tuple(arrays[:2]), arrays[2], arrays[3], tuple(arrays[4:]))
+    arrays = spread_all(None, *counts, rows, slot_weights, *weights)
+    static = Static(options, platform, tail)
+    return run(static, tuple(arrays[:2]), arrays[2], arrays[3], tuple(arrays[4:]))
+
+
+def on_gpu(dtype: Any, weight: Any) -> Any:
+    """A weight as the tensor cores take it: 16-bit rows and weights are of one type."""
+    if weight is None or dtype not in (jnp.bfloat16, jnp.float16):
+        return weight
+    return weight.astype(dtype)

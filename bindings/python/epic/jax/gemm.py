@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products on GPUs: rows [slots, k] of slabs times [experts, k, n] -> [slots, n].
+"""Grouped products of JAX on GPUs, for `grouped_gemm=`: rows [slots, k] of slabs times
+[experts, k, n] -> [slots, n].
 
-The core has none on CUDA yet, so this is the choice among what JAX has.  docs/jax.md has the
-figures.  Rows past the last slab come out as whatever was there: nothing of EPIC reads them.
+Without it the products are the core's.  docs/jax.md has the figures.  Rows past the last slab come
+out as whatever was there: nothing of EPIC reads them.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole layer: router, plan, dispatch, experts, combine, as one function with one gradient.
 
-On the CPU it is the core's own layer, forward and backward one call each.  With `grouped_gemm=`
-it is composed of the single functions, and the experts' products are the caller's; on GPUs it
-always is, with a product of epic.jax.gemm if the caller has none.
+It is the core's own layer, forward and backward one call each; composed of the single functions
+where the core has no layer for it (`has_layer`), and with `grouped_gemm=`, where the experts'
+products are the caller's.
 """
 
 import math
@@ -17,15 +17,13 @@ import jax.numpy as jnp
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.jax import gemm as products
 from epic.jax import placement, replicas, steps, tensor
 from epic.jax import router as routing
-from epic.jax.call import Spec, call, like, marks, spread_all, zero_gradient
-from epic.jax.experts import ExpertWeights, check_weights, counted, experts
+from epic.jax.call import Spec, call, like, marks, memory_of, spread_all, zero_gradient
+from epic.jax.experts import ExpertWeights, check_weights, counted, of_slabs, on_gpu
+from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.options import Experts, Moe
-
-GroupedGemm = products.GroupedGemm
 
 
 class MoeWeights(NamedTuple):
@@ -68,6 +66,8 @@ ORDER = (
     "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
     "shared_b_gate_up shared_b_down"
 ).split()
+
+OF_MLPS = ORDER[3:]  # the experts' and the shared expert's
 
 
 def of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
@@ -162,10 +162,8 @@ def attributes(options: Moe) -> dict[str, Any]:
 
 def memory(static: Static) -> tuple[Spec, Spec, Spec]:
     """What is saved, and workspace forward and backward."""
-    sizes = _native.moe_memory(static.group.config(), static.options)
-    numbers = (sizes.saved_bytes, sizes.forward_bytes, sizes.backward_bytes)
-    saved, forward, backward = (Spec((n,), jnp.uint8) for n in numbers)
-    return saved, forward, backward
+    info = _native.moe_memory(static.group.config(), static.options)
+    return memory_of(info, static.group.platform)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -261,6 +259,7 @@ def activate(options: Experts, z: Any) -> Any:
 
 
 def mlp(
+    group: Group,
     options: Experts,
     gemm: GroupedGemm | None,
     x: Any,
@@ -271,7 +270,7 @@ def mlp(
     """The experts over slabs of counts[0] rows, with the caller's products, else by the core."""
     sizes = counts[0]
     if gemm is None:
-        return experts(options, x, *counts, w, scale)
+        return of_slabs(options, group.platform, False, x, counts, w, scale)
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
     column = None if scale is None else scale[:, None].astype(x.dtype)
     if options.weighting == "input" and column is not None:
@@ -337,7 +336,7 @@ def composed(
     late = options.experts.weighting == "late"
     rows = (plan.expert_rows, plan.expert_tokens)
     mine = ExpertWeights(*(replicas.tied(plan, weight) for weight in of(weights)))
-    y = mlp(options.experts, gemm, recv, rows, mine, None if late else slot)
+    y = mlp(group, options.experts, gemm, recv, rows, mine, None if late else slot)
     out = steps.combine(plan, y, slot if late else None)
     if options.router.zero_experts:
         kept = jnp.where(zero, w, 0).sum(axis=1, keepdims=True)
@@ -346,7 +345,7 @@ def composed(
         whole = jnp.full((1,), x.shape[0], jnp.int32)
         dense = None if gemm is None else dense_gemm
         shared = of(weights, "shared_")
-        out = out + mlp(options.shared, dense, x, (whole, whole), shared, None)
+        out = out + mlp(group, options.shared, dense, x, (whole, whole), shared, None)
     return out, plan, logits, chosen
 
 
@@ -440,6 +439,15 @@ def masked(options: Moe, mask: Any, x: Any) -> Any:
     return jnp.asarray(mask).reshape(-1)
 
 
+def has_layer(group: Group, options: Moe, owners: Any) -> bool:
+    """Has the core a layer for these options where the group is?  owners: of experts, or None."""
+    if options.quantize is not None:
+        return False
+    tree = options.layer.sum_order == "tree"
+    other = options.layer.num_logical or options.router.zero_experts or owners is not None
+    return group.platform != "gpu" or not (tree or other)
+
+
 def from_core(
     group: Group, options: Moe, x: Any, weights: MoeWeights, ints: list[Any]
 ) -> tuple[Any, ...]:
@@ -499,15 +507,16 @@ def moe(
     if fsdp:
         weights = gathered(group, x, weights, fsdp)
     check_moe(options, x, weights)
+    if group.platform == "gpu":
+        cast = {name: on_gpu(x.dtype, getattr(weights, name)) for name in OF_MLPS}
+        weights = weights._replace(**cast)
     options = completed(group, options, x, weights)
     rows = steps.as_rows("x", x)
     mask = masked(options, token_mask, x)
     rows = rows if mask is None else jnp.where(mask[:, None], rows, 0)
     if weights.bias is not None:
         weights = weights._replace(bias=jax.lax.stop_gradient(weights.bias))
-    if grouped_gemm is None and group.platform == "gpu":
-        grouped_gemm = products.best(options.layer.alignment)
-    if grouped_gemm is not None or options.quantize is not None or mask is not None:
+    if grouped_gemm is not None or mask is not None or not has_layer(group, options, owners):
         extras = {"token_ids": token_ids, "table": table, "token_mask": mask}
         extras |= {"rank_of_expert": owners, "logical_of_expert": logical}
         order = {"channel": channel, "after": after}

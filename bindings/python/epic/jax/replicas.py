@@ -15,11 +15,6 @@ from epic.jax.steps import Plan, Way
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def added(way: Way, data: Any, x: Any) -> Any:
     """sum_replicas on checked arrays."""
-    if way.group.platform == "gpu":
-        raise EpicUnsupportedError(
-            "sum_replicas, and gradients of replicas, are on the CPU only: on GPUs add them by "
-            "jax.ops.segment_sum over logical_of_expert and psum"
-        )
     flat = x.reshape(x.shape[0], -1)
     results = [like(flat), Spec(flat.shape[1:], jnp.float32)]
     operands = [data, flat, *marks(way.group, data, flat)]
