@@ -67,7 +67,7 @@ static member_answer answer_of(const member *found, const member_use *use,
     return MEMBER_OK;
 }
 
-static void sit(member_use *use, member *member)
+static void begin_use(member_use *use, member *member)
 {
     use->member = member;
     use->ctx = member->ctx;
@@ -82,7 +82,7 @@ member_answer member_enter(member_use *use, const char *name, member_device devi
     member *found = *find(name, device);
     const member_answer answer = answer_of(found, use, place);
     if (answer == MEMBER_OK)
-        sit(use, found);
+        begin_use(use, found);
     else if (found != NULL)
         tell_peers(found->ctx, use->tag, answer);
     if (found != NULL) *place = found->place;
@@ -94,7 +94,7 @@ member_answer member_borrow(member_use *use, member_device device)
 {
     pthread_mutex_lock(&mutex);
     member *found = *find(NULL, device);
-    if (found != NULL) sit(use, found);
+    if (found != NULL) begin_use(use, found);
     pthread_mutex_unlock(&mutex);
     return found != NULL ? MEMBER_OK : MEMBER_NONE;
 }

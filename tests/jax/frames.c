@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The handlers for GPUs, called as XLA calls them, on a machine without one: a host context sits
- * on a member that says "GPU 3".  What lies in device memory only has an address nobody can read. */
+/* The handlers for GPUs, called as XLA calls them, on a machine without one: a host context
+ * belongs to a member that says "GPU 3".  What lies in device memory only has an address nobody can read. */
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>

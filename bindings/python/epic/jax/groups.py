@@ -100,7 +100,7 @@ generations: collections.Counter[str] = collections.Counter()
 lock = threading.Lock()
 
 
-# ------------------------------------------------------------------ who sits where ----
+# ------------------------------------------------------------------------ members ----
 
 
 def member_of(device: Any, index: int, rank: int) -> Member:
@@ -171,7 +171,7 @@ def met_over_mpi(native: Any, has_mesh: bool, meet: Any, timeout_ms: int) -> Mee
     return None
 
 
-def seats(
+def without_mesh(
     devices: list[Any], ranks: Sequence[int] | None, num_ranks: int | None, world: Meeting | None
 ) -> tuple[list[Member], int]:
     """Without a mesh: the members of this process, and how many ranks there are."""
@@ -272,7 +272,7 @@ def open(
         devices_of, members = places.ids(groups), local_members(groups)
     else:
         axes, devices_of = (), ()
-        members, count = seats(groups[0], ranks, num_ranks, world)
+        members, count = without_mesh(groups[0], ranks, num_ranks, world)
     command_buffers |= platform == "cpu"
     group = Group(
         name, axes, count, max_tokens, max_row_bytes, platform, command_buffers, devices_of
