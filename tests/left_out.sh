@@ -13,16 +13,16 @@ fail() {
     exit 1
 }
 
-cat >make <<'MAKE'
-#!/bin/sh
-case $1 in
-test-one) echo "left out: a & b"; echo "left out: c" ;;
-test-two) echo "left out: c"; echo "left out: c"; echo "SKIPPED [2] t.py:3: no d" ;;
-test-bad) echo "left out: e"; exit 2 ;;
-esac
+cat >Makefile <<'MAKE'
+test-one:; @echo "left out: a & b"; echo "left out: c"; touch one
+test-two:; @echo "left out: c"; echo "left out: c"; echo "SKIPPED [2] t.py:3: no d"
+test-good:; @echo fine
+test-bad:; @echo "left out: e"; exit 2
+# Begins before, says it after the other.
+test-first:; @until [ -e second ]; do sleep 0.1; done; echo first 1; sleep 0.2; echo first 2
+test-second:; @echo second 1; touch second; sleep 0.1; echo second 2
 MAKE
-chmod +x make
-"$tests/parts.sh" ./make one good two >out || fail "$(cat out)"
+"$tests/parts.sh" make one "good two" >out || fail "$(cat out)"
 cat >wanted <<'WANTED'
 == left out
   a & b [one]
@@ -31,13 +31,22 @@ cat >wanted <<'WANTED'
 == make test: all parts passed
 WANTED
 tail -n 5 out | diff wanted - || fail "another list"
-grep -Eq '^== times: one [0-9]+ s, good [0-9]+ s, two [0-9]+ s$' out || fail "no times: $(cat out)"
-"$tests/parts.sh" ./make good >out || fail "$(cat out)"
+grep -Eq '^== times: one [0-9]+ s, good [0-9]+ s, two [0-9]+ s; all [0-9]+ s$' out ||
+    fail "no times: $(cat out)"
+"$tests/parts.sh" make good >out || fail "$(cat out)"
 grep -q '^== nothing was left out$' out || fail "$(cat out)"
-if "$tests/parts.sh" ./make bad one >out; then fail "the part failed: $(cat out)"; fi
+
+# Side by side, and what each says is in one piece.
+"$tests/parts.sh" make "first second" >out || fail "$(cat out)"
+grep -A 1 'first 1' out | grep -q 'first 2' || fail "in pieces: $(cat out)"
+grep -A 1 'second 1' out | grep -q 'second 2' || fail "in pieces: $(cat out)"
+
+rm one
+if "$tests/parts.sh" make "good bad" one >out 2>&1; then fail "the part failed: $(cat out)"; fi
 grep -q '^  e \[bad\]$' out || fail "$(cat out)"
-grep -q '"bad" failed' out || fail "$(cat out)"
-if grep -q 'a & b' out; then fail "went on after a part that failed"; fi
+grep -q '^== make test: failed: bad$' out || fail "$(cat out)"
+if [ -e one ]; then fail "went on after a part that failed"; fi
+if grep -q 'all parts passed' out; then fail "$(cat out)"; fi
 
 cat >CMakeLists.txt <<'CMAKE'
 cmake_minimum_required(VERSION 3.25)
