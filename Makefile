@@ -23,6 +23,7 @@ VALGRIND_TESTS = info meet_env meet_threads recorder sized
 all: setup-build
 	@$(call CMAKE,Release,build,$(if $(STATIC),-DEPIC_STATIC=$(STATIC)))
 	@$(call BUILD,build)
+	@$(call LEFT_OUT,build)
 
 # Those of the second line look at what the first has built; the longest begin first.
 PARTS = "format build" \

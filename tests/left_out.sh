@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# `make test` ends with the times of its parts, and what they and their tests left out, or says that
-# nothing was.
+# `make` ends with what it left out, `make test` with the times of its parts, and what they and their
+# tests left out, or says that nothing was.
 set -eu
 tests=$(cd "$(dirname "$0")" && pwd)
 here=$(mktemp -d)
@@ -12,6 +12,13 @@ fail() {
     echo "$*"
     exit 1
 }
+
+mkdir front front/bin
+cp -r "$tests/../Makefile" "$tests/../tools" front
+printf '#!/bin/sh\necho "-- left out: OpenBLAS: slow"\n' >front/bin/cmake
+chmod +x front/bin/cmake
+PATH=$here/front/bin:$PATH make -C front --no-print-directory >out || fail "$(cat out)"
+[ "$(tail -n 1 out)" = "left out: OpenBLAS: slow" ] || fail "make does not end with it: $(cat out)"
 
 cat >Makefile <<'MAKE'
 test-one:; @echo "left out: a & b"; echo "left out: c"; touch one
