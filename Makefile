@@ -6,7 +6,8 @@
 MAKEFLAGS += --no-print-directory
 JOBS ?= $(shell nproc)
 CMAKE = tools/configure.sh $(2) -DCMAKE_BUILD_TYPE=$(1) $(3)
-BUILD = cmake --build $(1) -j $(JOBS)
+# Parts of `make test` run side by side: one at a time in a folder.
+BUILD = flock $(1) cmake --build $(1) -j $(JOBS)
 CTEST = tests/ctest.sh $(1)
 LEFT_OUT = sed -n 's/^-- \(left out: \)/\1/p' $(1)/configure.log
 HOST_ONLY = -DEPIC_MPI=OFF -DEPIC_CUDA=OFF -DEPIC_EMULATOR=OFF
@@ -16,14 +17,17 @@ VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
 VALGRIND_TESTS = info meet_env meet_threads recorder sized
 
 .PHONY: all test demo format clean install uninstall setup-build setup-test setup-demo \
-    test-format test-gcc test-clang test-asan test-tsan test-valgrind test-chroot
+    test-format test-build test-gcc-tests test-gcc test-clang test-asan test-tsan test-valgrind test-chroot
 .NOTPARALLEL:
 
 all: setup-build
 	@$(call CMAKE,Release,build,$(if $(STATIC),-DEPIC_STATIC=$(STATIC)))
 	@$(call BUILD,build)
+	@$(call LEFT_OUT,build)
 
-PARTS = format gcc clang asan tsan valgrind fuzz jax-quick torch
+# Those of the second line look at what the first has built; the longest begin first.
+PARTS = "format build" \
+    "gcc-tests jax-quick asan torch tsan clang fuzz nvcc valgrind"
 test: setup-test
 	@tests/parts.sh "$(MAKE)" $(PARTS)
 
@@ -34,12 +38,17 @@ test-format:
 	@echo "== format"
 	@tools/format.sh --check
 
-test-gcc:
+test-build:
 	@echo "== release build"
 	@$(call CMAKE,Release,build)
-	@$(call BUILD,build)
+	@$(call BUILD,build) --target tested
 	@$(call LEFT_OUT,build)
+
+test-gcc-tests:
+	@echo "== tests of the release build"
 	@$(call CTEST,build)
+
+test-gcc: test-build test-gcc-tests
 
 test-clang:
 	@echo "== clang"

@@ -24,6 +24,20 @@ GPU_HEADERS = $(wildcard kernels/cuda/*.h kernels/cuda/*.cuh src/backend/*.h src
 
 gpu-build: $(GPU_PROGRAMS)
 
+# A part of `make test`: what nvcc says of the kernels.  Optimizing and machine code take minutes, and
+# are for who has a GPU.
+NVCC_OUT = build/nvcc
+NVCC_FLAGS = $(filter-out $(GPU_ARCH),$(GPU_NVFLAGS)) -gencode arch=compute_90a,code=compute_90a -Xcicc -O0
+nvcc-build: $(patsubst kernels/cuda/%.cu,$(NVCC_OUT)/%.o,$(wildcard kernels/cuda/*.cu))
+$(NVCC_OUT)/%.o: kernels/cuda/%.cu $(GPU_HEADERS)
+	@mkdir -p $(@D)
+	@$(NVCC) $(NVCC_FLAGS) -c $< -o $@
+$(NVCC_OUT)/router_%.o: NVCC_FLAGS += -fmad=false -DEPIC_NO_FMAD
+test-nvcc:
+	@echo "== nvcc"
+	@if command -v $(NVCC) >/dev/null; then $(MAKE) -s -f gpu.mk -j $(JOBS) nvcc-build && \
+	    echo "left out: machine code of the CUDA kernels (make, make gpu-build)"; fi
+
 $(GPU_OUT)/%.o: kernels/cuda/%.cu $(GPU_HEADERS)
 	@mkdir -p $(GPU_OUT)
 	$(NVCC) $(GPU_NVFLAGS) -c $< -o $@
@@ -106,5 +120,5 @@ gpu-bench-layer: $(GPU_OUT)/gpu_layer $(GPU_OUT)/gpu_moe
 	$(GPU_OUT)/gpu_moe
 	python3 bench/gpu/layer_torch.py
 
-.PHONY: gpu-build gpu-test gpu-bench gpu-bench-layer
+.PHONY: nvcc-build test-nvcc gpu-build gpu-test gpu-bench gpu-bench-layer
 .PRECIOUS: $(GPU_OUT)/%.o

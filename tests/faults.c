@@ -56,7 +56,7 @@ static void lead_victim(const fault *f, stage *stage)
     }
     if (f->kind != STOPPED && f->kind != PAUSED) return;
     if (!CHECK_SAY(await_stop(pid), "%s: the victim did not stop", f->name)) return;
-    if (f->kind == PAUSED) run_nap_us((long)f->deadline_ms * 1000 / 3);
+    if (f->kind == PAUSED) run_nap_us(f->late_us);
     if (f->kind == STOPPED) wait_for(&stage->done, f->num_ranks - 1);
     kill(pid, SIGCONT);
 }

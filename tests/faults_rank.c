@@ -56,6 +56,9 @@ void choose(fault *f, uint64_t seed)
     f->num_ranks = (int)run_between(&random, 2, MAX_RANKS);
     f->victim = (int)run_below(&random, f->num_ranks);
     f->deadline_ms = (uint32_t)run_between(&random, 300, 500);
+    f->late_us = (long)f->deadline_ms * 1000 / 3;
+    /* Nobody waits for it, but who is late may be later where others compute too. */
+    if (kinds[f->kind].result == EPIC_OK) f->deadline_ms *= 20;
     f->delay_us = (long)run_between(&random, 500, 20000);
     snprintf(f->name, sizeof f->name, "%s of rank %d of %d %s operation %u, deadline %u ms",
              kinds[f->kind].name, f->victim, f->num_ranks, f->middle ? "amid" : "before",
@@ -102,7 +105,7 @@ static epic_result go_wrong(rank_of_fault *r)
     case OPERATION:
         return call_once(r, f->other, STEP_SAME);
     case LATE:
-        run_nap_us((long)f->deadline_ms * 1000 / 3);
+        run_nap_us(f->late_us);
         break;
     case EMPTY:
         return call_once(r, f->operation, STEP_EMPTY);

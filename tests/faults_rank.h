@@ -40,6 +40,7 @@ typedef struct fault {
     uint32_t operation, other;
     int num_ranks, victim;
     uint32_t deadline_ms;
+    long late_us;  /* of who is paused or late */
     long delay_us; /* until a fault in the middle */
     uint64_t seed;
     char name[128];

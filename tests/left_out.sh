@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# `make test` ends with the times of its parts, and what they and their tests left out, or says that
-# nothing was.
+# `make` ends with what it left out, `make test` with the times of its parts, and what they and their
+# tests left out, or says that nothing was.
 set -eu
 tests=$(cd "$(dirname "$0")" && pwd)
 here=$(mktemp -d)
@@ -13,16 +13,23 @@ fail() {
     exit 1
 }
 
-cat >make <<'MAKE'
-#!/bin/sh
-case $1 in
-test-one) echo "left out: a & b"; echo "left out: c" ;;
-test-two) echo "left out: c"; echo "left out: c"; echo "SKIPPED [2] t.py:3: no d" ;;
-test-bad) echo "left out: e"; exit 2 ;;
-esac
+mkdir front front/bin
+cp -r "$tests/../Makefile" "$tests/../tools" front
+printf '#!/bin/sh\necho "-- left out: OpenBLAS: slow"\n' >front/bin/cmake
+chmod +x front/bin/cmake
+PATH=$here/front/bin:$PATH make -C front --no-print-directory >out || fail "$(cat out)"
+[ "$(tail -n 1 out)" = "left out: OpenBLAS: slow" ] || fail "make does not end with it: $(cat out)"
+
+cat >Makefile <<'MAKE'
+test-one:; @echo "left out: a & b"; echo "left out: c"; touch one
+test-two:; @echo "left out: c"; echo "left out: c"; echo "SKIPPED [2] t.py:3: no d"
+test-good:; @echo fine
+test-bad:; @echo "left out: e"; exit 2
+# Begins before, says it after the other.
+test-first:; @until [ -e second ]; do sleep 0.1; done; echo first 1; sleep 0.2; echo first 2
+test-second:; @echo second 1; touch second; sleep 0.1; echo second 2
 MAKE
-chmod +x make
-"$tests/parts.sh" ./make one good two >out || fail "$(cat out)"
+"$tests/parts.sh" make one "good two" >out || fail "$(cat out)"
 cat >wanted <<'WANTED'
 == left out
   a & b [one]
@@ -31,13 +38,22 @@ cat >wanted <<'WANTED'
 == make test: all parts passed
 WANTED
 tail -n 5 out | diff wanted - || fail "another list"
-grep -Eq '^== times: one [0-9]+ s, good [0-9]+ s, two [0-9]+ s$' out || fail "no times: $(cat out)"
-"$tests/parts.sh" ./make good >out || fail "$(cat out)"
+grep -Eq '^== times: one [0-9]+ s, good [0-9]+ s, two [0-9]+ s; all [0-9]+ s$' out ||
+    fail "no times: $(cat out)"
+"$tests/parts.sh" make good >out || fail "$(cat out)"
 grep -q '^== nothing was left out$' out || fail "$(cat out)"
-if "$tests/parts.sh" ./make bad one >out; then fail "the part failed: $(cat out)"; fi
+
+# Side by side, and what each says is in one piece.
+"$tests/parts.sh" make "first second" >out || fail "$(cat out)"
+grep -A 1 'first 1' out | grep -q 'first 2' || fail "in pieces: $(cat out)"
+grep -A 1 'second 1' out | grep -q 'second 2' || fail "in pieces: $(cat out)"
+
+rm one
+if "$tests/parts.sh" make "good bad" one >out 2>&1; then fail "the part failed: $(cat out)"; fi
 grep -q '^  e \[bad\]$' out || fail "$(cat out)"
-grep -q '"bad" failed' out || fail "$(cat out)"
-if grep -q 'a & b' out; then fail "went on after a part that failed"; fi
+grep -q '^== make test: failed: bad$' out || fail "$(cat out)"
+if [ -e one ]; then fail "went on after a part that failed"; fi
+if grep -q 'all parts passed' out; then fail "$(cat out)"; fi
 
 cat >CMakeLists.txt <<'CMAKE'
 cmake_minimum_required(VERSION 3.25)

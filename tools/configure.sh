@@ -12,4 +12,4 @@ if ! { mkdir -p "$build" && rm -f "$log"; }; then
     echo "$build cannot be written by $(id -un); if root made it: sudo rm -r $build" >&2
     exit 1
 fi
-cmake -S . -B "$build" "$@" >"$log" || { cat "$log"; exit 1; }
+flock "$build" cmake -S . -B "$build" "$@" >"$log" || { cat "$log"; exit 1; }

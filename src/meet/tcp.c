@@ -112,7 +112,8 @@ static epic_result check_frame(tcp_meet *m, int32_t rank, const epic_frame *fram
 static epic_result collect_one(tcp_meet *m, int32_t rank, char *to, size_t bytes, int64_t *end)
 {
     line *l = &m->lines[rank];
-    if (l->ready) return fail_lost(m, rank); /* it only was watched for its end */
+    if (l->ready) /* it only was watched for its end; past ours it left because of who is late */
+        return epic_meet_left(*end) == 0 ? fail_late(m, "come") : fail_lost(m, rank);
     if (l->head < sizeof l->frame) {
         const epic_wire state =
             epic_wire_receive(l->link.socket, &l->frame, sizeof l->frame, &l->head);

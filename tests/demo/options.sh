@@ -46,4 +46,6 @@ for option in ranks steps stop tokens hidden inner rate seed data backend check 
     resume every sample picture log help; do
     grep -q -e "^  --$option " out || fail "--help does not tell about --$option"
 done
+# Nothing is written where the user stands: the picture's place is one of the build.
+grep -q '^ *\(/[^/]*\)*/train_text\.svg)$' out || fail "no place for the picture: $(cat out)"
 run --steps 3 --data text --ranks 2 >out || fail "a second PATH"

@@ -113,6 +113,26 @@ static void late(const trial *t, epic_tcp *tcp, report *out)
     epic_meet_close(&meet);
 }
 
+/* The odd rank does not come to the gather, and rank 0 has no core until the others have given up
+ * and gone. */
+static void held(const trial *t, epic_tcp *tcp, report *out)
+{
+    epic_meet meet;
+    out->result = epic_meet_tcp(&meet, tcp);
+    const pid_t zero = getpid(), helper = tcp->rank == 0 ? fork() : 0;
+    if (tcp->rank == 0 && helper == 0) {
+        nap(300);
+        kill(zero, SIGSTOP);
+        nap((int)t->timeout_ms + 400);
+        kill(zero, SIGCONT);
+        _exit(0);
+    }
+    if (tcp->rank == t->odd) nap((int)t->timeout_ms + 1500);
+    if (out->result == EPIC_OK) out->result = gather(&meet, 0, t->bytes, out);
+    if (tcp->rank == 0) waitpid(helper, NULL, 0);
+    epic_meet_close(&meet);
+}
+
 static void leaves(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_meet meet;
@@ -179,6 +199,12 @@ static void test_late(void)
     run(&slow);
     for (int r = 0; r < 4; r++)
         expect(&slow, r, EPIC_ETIMEOUT, "rank 2 did not come", "gather 1");
+
+    const trial kept = {"rank 0 held", 4, held, NULL, NULL, NULL, NULL, 1000, 2, 40, 1};
+    run(&kept);
+    expect(&kept, 0, EPIC_ETIMEOUT, "rank 2 did not come", "gather 1");
+    for (int r = 1; r < 4; r += 2)
+        expect(&kept, r, EPIC_ETIMEOUT, "rank 0 did not answer", "a rank that it waits for");
 }
 
 static void test_lengths(void)

@@ -161,19 +161,20 @@ static void zero_without_secret(const trial *t, epic_tcp *tcp, report *out)
 static void test_secret(void)
 {
     const trial wrong = {
-        "wrong secret", 3, meet_and_gather, NULL, NULL, "hush", "husk", 400, 2, 8, 1};
+        "wrong secret", 3, meet_and_gather, NULL, NULL, "hush", "husk", 1500, 2, 8, 1};
     run(&wrong);
     expect(&wrong, 0, EPIC_ETIMEOUT, "rank 2 did not come", "rank 2 is not that of rank 0");
     expect(&wrong, 1, EPIC_ETIMEOUT, "rank 2 did not come", NULL);
     expect(&wrong, 2, EPIC_ETIMEOUT, "of rank 2 is not that of rank 0", "EPIC_SECRET");
 
-    const trial none = {"no secret", 3, without_secret, NULL, NULL, "hush", NULL, 400, 2, 8, 1};
+    const trial none = {"no secret", 3, without_secret, NULL, NULL, "hush", NULL, 1500, 2,
+                        8,           1};
     run(&none);
     expect(&none, 0, EPIC_ETIMEOUT, "rank 2 did not come", "rank 2 has none");
     expect(&none, 1, EPIC_ETIMEOUT, "rank 2 did not come", NULL);
     expect(&none, 2, EPIC_EINVAL, "rank 0 has a secret and rank 2 has none", NULL);
 
-    const trial only = {"one secret", 3, only_secret, NULL, NULL, NULL, NULL, 400, 2, 8, 1};
+    const trial only = {"one secret", 3, only_secret, NULL, NULL, NULL, NULL, 1500, 2, 8, 1};
     run(&only);
     expect(&only, 1, EPIC_ETIMEOUT, "rank 2 did not come", NULL);
     expect(&only, 2, EPIC_ETIMEOUT, "rank 0 has no secret and rank 2 has one", NULL);

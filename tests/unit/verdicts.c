@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What all ranks must say alike, in corners: an error of one rank beside a mismatch of two
- * others, a failed plan's outputs, a buffer of no rows, a rank that closes early, and one that closes
- * because another has died. */
+ * others, a failed plan's outputs, a buffer of no rows, a rank that closes early, one that closes
+ * because another has died, and one that never leaves an operation. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -10,7 +10,9 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "context/context.h"
 #include "epic/epic.h"
+#include "exchange/note.h"
 #include "run.h"
 
 #define TOKENS 4
@@ -210,6 +212,33 @@ static void close_after_a_death(const epic_meet *meet, void *closed)
     if (meet->rank == 2) atomic_store((_Atomic int *)closed, 1);
 }
 
+/* Rank 1 brings its part of a sum and stays in it: rank 0 has its result, but its only cell stays
+ * taken, and the wait for one at the next sum names rank 1. */
+static void never_leaves(const epic_meet *meet, void *self)
+{
+    static _Atomic int over;
+    (void)self;
+    float one = 1;
+    epic_failure_info info;
+    const epic_sum_args args = {.data = &one, .count = 1, .call.timeout_ms = 1000};
+    seat s = open_seat(meet, 2, TOKENS);
+    if (meet->rank == 1) {
+        const epic_transport *transport = s.ctx->backend->transport;
+        epic_note note = {.same = {[SAME_OPERATION] = EPIC_OP_SUM, [SAME_COUNT] = 1}};
+        memcpy(note.bytes, &one, sizeof one);
+        transport->announce(s.ctx->group, transport->claim(s.ctx->group), 0, 0, &note);
+        while (!atomic_load(&over)) run_nap_us(1000);
+    } else {
+        check_result(epic_sum(s.ctx, &args), EPIC_OK);
+        CHECK(one == 2);
+        check_result(epic_sum(s.ctx, &args), EPIC_ETIMEOUT);
+        check_result(epic_failure(s.ctx, &info), EPIC_OK);
+        CHECK_SAY(info.num_culprits == 1 && info.culprits[0] == 1, "%s", info.sentence);
+        atomic_store(&over, 1);
+    }
+    close_seat(&s);
+}
+
 int main(void)
 {
     _Atomic int *closed = run_share(sizeof *closed);
@@ -221,6 +250,7 @@ int main(void)
     run_threads(2, abort_is_told, NULL);
     run_threads(2, scales_from_an_empty_buffer, NULL);
     for (int i = 0; i < 3; i++) run_threads(3, early_close, NULL);
+    run_threads(2, never_leaves, NULL);
     run_processes(3, close_after_a_death, closed, 30);
     run_unshare(closed, sizeof *closed);
     return check_end();
