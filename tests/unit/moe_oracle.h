@@ -238,6 +238,19 @@ static double up_of(const epic_experts *ex, double u)
     return fmax(fmin(u, limit), -limit) + (silu ? 0 : 1);
 }
 
+/* Sizes of gate and up, while they are collected. */
+static struct {
+    double at[1 << 16];
+    int num;
+    bool on;
+} seen;
+
+static void collect(const double *pre, int64_t n)
+{
+    for (int64_t i = 0; i < n && seen.num < (int)(sizeof seen.at / sizeof *seen.at); i++)
+        seen.at[seen.num++] = fabs(pre[i]);
+}
+
 /* y += w * MLP(v * x) */
 static void oracle_expert(const epic_experts *ex, const double *up, const double *down,
                           const double *b_up, const double *b_down, const double *x, double v,
@@ -248,6 +261,7 @@ static void oracle_expert(const epic_experts *ex, const double *up, const double
     for (int64_t i = 0; i < width; i++) pre[i] = b_up ? b_up[i] : 0;
     for (int64_t h = 0; h < hidden; h++)
         for (int64_t i = 0; i < width; i++) pre[i] += v * x[h] * up[h * width + i];
+    if (seen.on) collect(pre, width);
     for (int64_t i = 0; i < inner; i++) {
         act[i] = activate(ex, pre[ex->interleaved ? 2 * i : i]);
         if (!ex->ungated) act[i] *= up_of(ex, pre[ex->interleaved ? 2 * i + 1 : inner + i]);
