@@ -79,7 +79,9 @@ typedef struct p2p_control {
     uint32_t claim;   /* 1: the status is written or being written */
     uint32_t ended;   /* CTAs that have finished, where that is counted apart */
     uint64_t moved;   /* when a wait of this rank last began, ns of its device's clock */
-    uint64_t pad[4];
+    uint32_t asked;   /* when one here last read the host's `dead`, units of 1024 ns */
+    uint32_t dead;    /* what it was then */
+    uint64_t pad[3];
 } p2p_control;
 
 /* What travels fits one source's staging for at least one token of twice the widest row. */

@@ -21,6 +21,7 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 #define GRACE_NS 20000000ull /* after the deadline, for who knows the culprit to say so first */
+#define TIME_TO_ASK 50u      /* between two reads of the host's memory, units of 1024 ns */
 
 /* A wait that was given up: for whom, or -1, and where. */
 #define LOST(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
@@ -168,6 +169,17 @@ static __device__ uint32_t culprits(const Now &now, uint32_t awaited)
     return guilty ? guilty : awaited;
 }
 
+/* Ranks whose processes have died, as the host tells.  A read of its memory takes microseconds, and a
+ * thousand warps that wait for a late peer take milliseconds for theirs: so one reads for all. */
+static __device__ uint32_t dead_ranks(const Now &now)
+{
+    p2p_control *control = control_of(now);
+    const uint32_t time = (uint32_t)(timer_ns() >> 10), asked = load_relaxed(&control->asked);
+    if (time - asked > TIME_TO_ASK && atomicCAS(&control->asked, asked, time) == asked)
+        store_relaxed(&control->dead, load_relaxed(&now.self->status->dead));
+    return load_relaxed(&control->dead);
+}
+
 /* What has ended the operation but its deadline, as a word of `broken`; 0: nothing. */
 __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t &theirs)
 {
@@ -180,7 +192,7 @@ __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t
         theirs = (uint32_t)said;
         word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase, 1u << q);
     }
-    const uint32_t dead = load_relaxed(&self.status->dead);
+    const uint32_t dead = dead_ranks(now);
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
         const uint64_t gone = load_relaxed((const uint64_t *)(now.heap + self.at.gone) + q);
