@@ -558,7 +558,8 @@ def case_meshes() -> None:
         good_step(mesh, group)
     with epic.jax.open(turned, "ep", **SIZES) as group:
         text = failure(run, put(mesh, x))
-        assert text.startswith("FAILED_PRECONDITION") and "was made for group" in text, text
+        # who is traced again hears it before it runs
+        assert "was made for group" in text or "the mesh has devices" in text, text
         good_step(turned, group)
     with epic.jax.open(mesh, "ep", **SIZES):
         assert whole(run(put(mesh, x))).tolist() == [count] * count

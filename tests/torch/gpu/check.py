@@ -29,7 +29,12 @@ from parts import SIZES
 from world import free_port
 
 # Dynamo is not for threads that trace at once; times of ranks that take turns say nothing.
-LEFT_OUT = {"threads": {"compile"}, "processes": set(), "shared": {"compile", "host_time"}}
+# Nor is the profiler.
+LEFT_OUT = {
+    "threads": {"compile", "profiler"},
+    "processes": set(),
+    "shared": {"compile", "host_time"},
+}
 FATAL = ("CUDA error", "CUDA failure", "EPIC_EDEVICE")  # the process can go no further
 
 
