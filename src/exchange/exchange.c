@@ -180,15 +180,20 @@ void exchange_moved(exchange *x)
     x->deadline_ns = 0; /* set when there is something to wait for */
 }
 
-static epic_result claim(exchange **out, epic_context *ctx, const exchange *asked)
+/* Waits for a cell: for whichever peer is the last in an operation that still has one. */
+static epic_result wait_for_cell(int *cell, epic_context *ctx, const exchange *asked)
 {
     exchange waiter = *asked;
-    memset(waiter.waits_for, 0xff, sizeof waiter.waits_for);
-    for (int r = ctx->num_ranks; r < EPIC_MAX_RANKS; r++)
-        waiter.waits_for[r / 64] &= ~(1ull << (r % 64));
-    waiter.waits_for[ctx->rank / 64] &= ~(1ull << (ctx->rank % 64));
-    int cell;
-    while ((cell = asked->transport->claim(ctx->group)) < 0) TRY(wait_in(&waiter, -1));
+    for (int r = 0; r < ctx->num_ranks; r++)
+        if (r != ctx->rank) expect(&waiter, r);
+    while ((*cell = asked->transport->claim(ctx->group)) < 0) TRY(wait_in(&waiter, -1));
+    return EPIC_OK;
+}
+
+static epic_result claim(exchange **out, epic_context *ctx, const exchange *asked)
+{
+    int cell = asked->transport->claim(ctx->group);
+    if (cell < 0) TRY(wait_for_cell(&cell, ctx, asked));
     exchange *x = &ctx->exchanges[cell];
     x->operation = asked->operation;
     x->tag = asked->tag;
