@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What runs seldom: `make soak` before a merge of anything that waits, and at night; `make
 # release-check` before a release.  docs/testing.md has the tiers.
-.PHONY: soak release-check stranger
+.PHONY: soak release-check stranger coverage
 MINUTES ?= 10
 soak: setup-test
 	@$(call CMAKE,Release,build)
@@ -16,3 +16,26 @@ release-check: setup-test
 # The README's ways to install, and a first step of one's own in C, JAX and PyTorch.
 stranger: setup-build
 	@tests/stranger.sh
+
+# Lines that the tests on hosts run.  A process that is killed, or leaves by _exit, counts nothing.
+COVERAGE = $(CURDIR)/build/coverage
+coverage: setup-test
+	@$(call CMAKE,Debug,$(COVERAGE),$(HOST_ONLY) -DCMAKE_C_FLAGS="--coverage -fprofile-update=atomic")
+	@$(call BUILD,$(COVERAGE))
+	@find $(COVERAGE) -name '*.gcda' -delete
+	@$(call CTEST,$(COVERAGE)) -L "unit|conformance|fault|wire" -LE slow
+	@python3 tools/coverage.py $(COVERAGE)
+
+# The tiers that are more than one of these (docs/testing.md).
+.PHONY: test-push test-night
+test-push: setup-test
+	@$(call CMAKE,Release,build)
+	@$(call BUILD,build)
+	@$(call CTEST,build) -L unit -LE slow
+
+test-night:
+	@$(MAKE) soak MINUTES=60
+	@$(MAKE) fuzz
+	@$(MAKE) mutants
+	@$(MAKE) coverage
+	@EPIC_TEST_SCALE=10 $(call CTEST,build)

@@ -137,11 +137,17 @@ static epic_result join(epic_context *ctx, const epic_backend *backend, const ep
     return EPIC_OK;
 }
 
-/* On device contexts ids lie where the host does not see them. */
+/* On device contexts ids lie where the host does not see them: to say so is better than a trace
+ * that is not there. */
 static epic_result start_trace(epic_context *ctx)
 {
     const char *folder = config_trace();
-    if (!folder || !ctx->backend->transport) return EPIC_OK;
+    if (!folder) return EPIC_OK;
+    if (!ctx->backend->transport)
+        return epic_fail(EPIC_ENOTSUP,
+                         "EPIC_TRACE is \"%.200s\": backend \"%s\" records nothing, its ids "
+                         "lie on the GPU; unset it, and save topk_idx as .npy",
+                         folder, ctx->backend_name);
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     trace_header header = {.magic = {TRACE_MAGIC},

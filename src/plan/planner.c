@@ -249,6 +249,22 @@ static void keep_fate(planner *p, int64_t token, const choices *c)
     }
 }
 
+/* The same of another rank's token, of whose choices only those that land here matter. */
+static void place_foreign(planner *p, int32_t *here, uint32_t top_k, int32_t rank)
+{
+    for (uint32_t k = 0; k < top_k; k++) {
+        const int32_t e = here[k] & ID_BITS;
+        int32_t slot = -1;
+        if (here[k] == e && p->next[e] < p->limit[e]) {
+            const int32_t place = p->next[e]++;
+            if (p->owner[e] == rank) slot = p->begin[e] + place;
+        } else if (here[k] >= 0) {
+            fate_of(p, e, here[k]);
+        }
+        here[k] = slot;
+    }
+}
+
 static void place_choices(planner *p)
 {
     plan_header *h = p->header;
@@ -259,7 +275,13 @@ static void place_choices(planner *p)
     if (flat) memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);
     for (int64_t t = 0; t < h->total_tokens; t++) {
         int32_t *here = p->here + t * top_k;
+        const int64_t own = t - p->base_of[h->rank];
+        const bool is_own = own >= 0 && own < h->num_tokens;
         choices c;
+        if (!is_own && !flat) {
+            place_foreign(p, here, top_k, h->rank);
+            continue;
+        }
         place_token(p, here, &c);
         if (flat) {
             share_rows(p, &c);
@@ -270,8 +292,7 @@ static void place_choices(planner *p)
             if (flat && mine) p->row_here[t] = c.slot[k];
             here[k] = !mine ? -1 : flat ? p->local[here[k]] : c.slot[k];
         }
-        const int64_t own = t - p->base_of[h->rank];
-        if (own >= 0 && own < h->num_tokens) keep_fate(p, own, &c);
+        if (is_own) keep_fate(p, own, &c);
     }
     if (flat) h->num_slots = p->rows[h->rank];
 }

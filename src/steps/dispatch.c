@@ -245,26 +245,38 @@ static epic_result check(const step *s, const epic_dispatch_args *a)
     return EPIC_OK;
 }
 
-epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args)
+static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, step *s)
 {
     dispatching d = {.args = args, .kernels = host_kernels_get()};
-    step s;
-    step_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes, NULL);
-    TRY(check(&s, args));
-    s.note.same[SAME_TYPE] = args->type;
-    s.note.same[SAME_ROW_BYTES] = args->recv.row_bytes;
-    s.note.same[SAME_SCALE_BYTES] = args->recv_scales.row_bytes;
-    s.note.same[SAME_QUANTIZE] = args->quantize;
-    s.note.same[SAME_WEIGHTS] = args->weights != NULL;
-    s.note.own[OWN_ROWS] = args->recv.num_rows;
-    s.note.own[OWN_NEEDED] = s.damaged ? 0 : s.plan.header->num_slots;
+    TRY(check(s, args));
+    s->note.same[SAME_TYPE] = args->type;
+    s->note.same[SAME_ROW_BYTES] = args->recv.row_bytes;
+    s->note.same[SAME_SCALE_BYTES] = args->recv_scales.row_bytes;
+    s->note.same[SAME_QUANTIZE] = args->quantize;
+    s->note.same[SAME_WEIGHTS] = args->weights != NULL;
+    s->note.own[OWN_ROWS] = args->recv.num_rows;
+    s->note.own[OWN_NEEDED] = s->damaged ? 0 : s->plan.header->num_slots;
     const uint64_t bytes = (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
     epic_result result =
-        exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s.note, bytes);
+        exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s->note, bytes);
     if (!d.x) return result;
-    d.plan = s.plan;
-    const bool moves = result == EPIC_OK && s.plan.header->result == EPIC_OK;
+    d.plan = s->plan;
+    const bool moves = result == EPIC_OK && s->plan.header->result == EPIC_OK;
     if (moves) result = move(&d);
-    if (!moves || result == EPIC_EOVERFLOW) clear_outputs(args, &s);
+    if (!moves || result == EPIC_EOVERFLOW) clear_outputs(args, s);
     return exchange_close(d.x, result);
+}
+
+epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args)
+{
+    step s;
+    step_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes, NULL);
+    return dispatch(ctx, args, &s);
+}
+
+epic_result host_dispatch_made(epic_context *ctx, const epic_dispatch_args *args)
+{
+    step s;
+    step_begin_made(&s, EPIC_OP_DISPATCH, args->plan);
+    return dispatch(ctx, args, &s);
 }

@@ -261,9 +261,10 @@ epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
     bool made = false;
     const epic_result result = plan(ctx, args, fault, &made);
     if (!made) return result;
-    if (result == EPIC_OK) return host_dispatch(ctx, dispatch);
+    if (result == EPIC_OK) return host_dispatch_made(ctx, dispatch);
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
-    TRY(host_dispatch(ctx, dispatch)); /* a plan that moves nothing: this clears the outputs */
+    TRY(host_dispatch_made(ctx,
+                           dispatch)); /* a plan that moves nothing: this clears the outputs */
     return epic_fail(result, "%s", why);
 }

@@ -22,6 +22,13 @@ void note_layer(epic_note *note, const epic_layer *layer)
     note->same[SAME_LAYER_FLAGS] = layer->flags;
 }
 
+static void note_plan(step *s)
+{
+    s->note.same[SAME_PLAN] = (int64_t)s->plan.header->id;
+    note_layer(&s->note, &s->plan.header->layer);
+    s->note.own[OWN_TOKENS] = s->plan.header->num_tokens;
+}
+
 void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
                 int64_t plan_bytes, const data_fault *fault)
 {
@@ -34,10 +41,16 @@ void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void
     s->note.same[SAME_OPERATION] = operation;
     s->damaged = fault && fault->error != DATA_GOOD;
     note_fault(&s->note, fault);
-    if (s->damaged) return;
-    s->note.same[SAME_PLAN] = (int64_t)s->plan.header->id;
-    note_layer(&s->note, &s->plan.header->layer);
-    s->note.own[OWN_TOKENS] = s->plan.header->num_tokens;
+    if (!s->damaged) note_plan(s);
+}
+
+void step_begin_made(step *s, uint32_t operation, const void *plan)
+{
+    memset(s, 0, sizeof *s);
+    s->plan = plan_view_of(plan);
+    s->note.same[SAME_OPERATION] = operation;
+    note_fault(&s->note, NULL);
+    note_plan(s);
 }
 
 epic_result step_check_tokens(const step *s, const char *name, const epic_rows *rows)

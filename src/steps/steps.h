@@ -12,6 +12,7 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const data_
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                const epic_dispatch_args *dispatch, const data_fault *fault);
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args);
+epic_result host_dispatch_made(epic_context *ctx, const epic_dispatch_args *args);
 epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
@@ -34,6 +35,8 @@ typedef struct step {
 
 void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
                 int64_t plan_bytes, const data_fault *fault);
+/* With a plan that this very call has made: that it is good needs no proof. */
+void step_begin_made(step *s, uint32_t operation, const void *plan);
 
 /* What the ranks' layers must have in common. */
 void note_layer(epic_note *note, const epic_layer *layer);

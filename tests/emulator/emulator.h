@@ -86,6 +86,9 @@ cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *argume
                              const void *arguments, size_t bytes, int ctas, int threads,
                              int shared_bytes, cudaStream_t stream);
 
+/* The ranges of NVTX that this thread has begun, each with a blank behind it; how many are open. */
+const char *emulator_ranges(int *open);
+
 #ifdef __cplusplus
 }
 #endif

@@ -6,6 +6,7 @@
  *                d_w_down = activations^T d_y;  d_w_gate_up = x^T d_gate_up;
  *                d_x = d_gate_up W_gate_up^T */
 #include "backend/p2p/p2p.h"
+#include "backend/p2p/ranges.h"
 #include "base/error.h"
 #include "cuda/grouped.h"
 
@@ -135,6 +136,7 @@ static p2p_activation_job activation_of(const experts_call *c)
 
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
 {
+    P2P_RANGE("epic_experts_forward");
     experts_call c = {.work = a->workspace,
                       .saved = a->saved,
                       .slot_weights = a->slot_weights,
@@ -225,6 +227,7 @@ static epic_result activation_backward(const experts_call *c,
 
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *a)
 {
+    P2P_RANGE("epic_experts_backward");
     experts_call c = {.work = a->workspace,
                       .saved = a->saved,
                       .slot_weights = a->slot_weights,

@@ -2,6 +2,7 @@
 /* Router and losses: from checked arguments to launches.  They are local: no epoch, no peer. */
 #include "cuda/router.h"
 #include "backend/p2p/p2p.h"
+#include "backend/p2p/ranges.h"
 #include "base/error.h"
 #include "rules/rule.h"
 
@@ -53,6 +54,7 @@ static uint32_t grad_type_of(const p2p_router_rows *rows, uint32_t grad_type)
 
 epic_result p2p_router_forward(epic_group *group, const epic_router_args *args)
 {
+    P2P_RANGE("epic_router_forward");
     p2p_router_job job = {.bias = args->bias,
                           .scale_of_expert = args->scale_of_expert,
                           .token_ids = args->token_ids,
@@ -71,6 +73,7 @@ epic_result p2p_router_forward(epic_group *group, const epic_router_args *args)
 
 epic_result p2p_router_backward(epic_group *group, const epic_router_backward_args *args)
 {
+    P2P_RANGE("epic_router_backward");
     p2p_router_backward_job job = {.topk_idx = args->topk_idx,
                                    .scale_of_expert = args->scale_of_expert,
                                    .d_weights = args->d_weights,
@@ -123,26 +126,31 @@ static epic_result loss_backward(epic_group *group, const epic_loss *args, doubl
 
 epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss *args, double factor)
 {
+    P2P_RANGE("epic_balance_loss_forward");
     return loss_forward(group, args, factor, false);
 }
 
 epic_result p2p_balance_loss_backward(epic_group *group, const epic_loss *args, double factor)
 {
+    P2P_RANGE("epic_balance_loss_backward");
     return loss_backward(group, args, factor, false);
 }
 
 epic_result p2p_z_loss_forward(epic_group *group, const epic_loss *args, double factor)
 {
+    P2P_RANGE("epic_z_loss_forward");
     return loss_forward(group, args, factor, true);
 }
 
 epic_result p2p_z_loss_backward(epic_group *group, const epic_loss *args, double factor)
 {
+    P2P_RANGE("epic_z_loss_backward");
     return loss_backward(group, args, factor, true);
 }
 
 epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args)
 {
+    P2P_RANGE("epic_bias_update");
     TRY(p2p_whole(group));
     return p2p_cuda(p2p_launch_bias_update(args->bias, args->load, args->num_experts,
                                            args->rate, stream_of(args->call.stream)),

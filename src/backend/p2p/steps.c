@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "backend/p2p/p2p.h"
+#include "backend/p2p/ranges.h"
 #include "base/error.h"
 
 #define MOST_ROWS 0x7ffffff0 /* slots are int32 */
@@ -193,6 +194,7 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
 
 static epic_result plan(epic_group *g, const epic_plan_args *args)
 {
+    P2P_RANGE("epic_plan");
     p2p_plan_job job = {0};
     alike a = {EPIC_OP_PLAN};
     TRY(p2p_whole(g));
@@ -286,6 +288,7 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
 
 static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
 {
+    P2P_RANGE("epic_dispatch");
     p2p_dispatch_job job = {0};
     alike a = {EPIC_OP_DISPATCH};
     TRY(p2p_whole(g));
@@ -319,6 +322,7 @@ static int32_t head_of(const epic_group *g, const p2p_dispatch_job *job)
 static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                  const epic_dispatch_args *args)
 {
+    P2P_RANGE("epic_plan_dispatch");
     p2p_dispatch_job job = {0};
     alike a = {EPIC_OP_PLAN * 16 + EPIC_OP_DISPATCH};
     TRY(p2p_whole(g));
@@ -384,6 +388,7 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
 
 static epic_result combine(epic_group *g, const epic_combine_args *args)
 {
+    P2P_RANGE("epic_combine");
     p2p_combine_job job = {0};
     alike a = {EPIC_OP_COMBINE};
     TRY(p2p_whole(g));
@@ -411,6 +416,7 @@ static epic_result launch_floats(epic_group *g, const epic_dispatch_backward_arg
 
 static epic_result dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
+    P2P_RANGE("epic_dispatch_backward");
     p2p_combine_job job = {0};
     alike a = {EPIC_OP_DISPATCH_BACKWARD};
     const bool apart = g->flat && args->d_weights;
@@ -445,6 +451,7 @@ static void fill_quantized(p2p_combine_backward_job *job,
 
 static epic_result combine_backward(epic_group *g, const epic_combine_backward_args *args)
 {
+    P2P_RANGE("epic_combine_backward");
     p2p_combine_backward_job job = {0};
     alike a = {EPIC_OP_COMBINE_BACKWARD};
     TRY(p2p_whole(g));
@@ -490,6 +497,7 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
 
 static epic_result sum(epic_group *g, const epic_sum_args *args)
 {
+    P2P_RANGE("epic_sum");
     const int64_t most = g->self.at.source_bytes / 16 * 4; /* floats of one launch */
     alike a = {EPIC_OP_SUM};
     TRY(p2p_whole(g));
@@ -512,6 +520,7 @@ static epic_result sum(epic_group *g, const epic_sum_args *args)
 /* How many sums that are, the plan says: one launch does them all. */
 static epic_result sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {
+    P2P_RANGE("epic_sum_replicas");
     alike a = {EPIC_OP_SUM * 16 + 1};
     TRY(p2p_whole(g));
     mix(&a, (uint64_t)args->data.row_bytes);

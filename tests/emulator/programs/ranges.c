@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Each call that launches kernels is a range of NVTX by its name, which ends when the call returns,
+ * with an error too. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "emulator.h"
+#include "team.h"
+
+enum { TOKENS = 8, ROW = 64 };
+
+static int expect(const char *wanted)
+{
+    int open;
+    const char *names = emulator_ranges(&open);
+    if (!open && !strcmp(names, wanted)) return 0;
+    fprintf(stderr, "ranges \"%s\", %d of them open, not \"%s\"\n", names, open, wanted);
+    return 1;
+}
+
+static int work(team_rank *me)
+{
+    float *values;
+    int bad = expect("");
+    CHECK_CUDA(cudaMalloc((void **)&values, TOKENS * sizeof *values));
+    CHECK_CUDA(cudaMemset(values, 0, TOKENS * sizeof *values));
+    const epic_sum_args sum = {.call.stream = me->stream, .data = values, .count = TOKENS};
+    bad |= p2p_steps.sum(me->group, &sum) != EPIC_OK;
+    bad |= expect("epic_sum ");
+    const epic_layer layer = {.num_experts = 1, .top_k = 1};
+    const epic_plan_args plan = {
+        .call.stream = me->stream, .layer = &layer, .plan = values, .plan_bytes = 1};
+    bad |= p2p_steps.plan(me->group, &plan) == EPIC_OK;
+    bad |= expect("epic_sum epic_plan ");
+    const epic_combine_args combine = {.call.stream = me->stream, .type = 99};
+    bad |= p2p_steps.combine(me->group, &combine) == EPIC_OK;
+    bad |= expect("epic_sum epic_plan epic_combine ");
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    return bad;
+}
+
+int main(void)
+{
+    const team t = {.num_ranks = 1,
+                    .num_gpus = 1,
+                    .max_tokens = TOKENS,
+                    .max_row_bytes = ROW,
+                    .timeout_ms = 30000,
+                    .max_sms = 4,
+                    .work = work};
+    return team_run(&t) != 0;
+}
