@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What every part of the program does with its rank. */
-#include "group.h"
+#include "device.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -38,6 +38,7 @@ void *memory(int64_t bytes)
 
 bool sum_over_ranks(const group *g, float *data, int64_t count)
 {
+    if (g->cuda) return device_sum(g, data, count);
     const epic_sum_args sum = {.data = data, .count = count, .order = EPIC_TREE};
     return works(g, epic_sum(g->ctx, &sum), "sum");
 }

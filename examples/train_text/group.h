@@ -12,6 +12,7 @@
 typedef struct group {
     epic_context *ctx;
     int rank, num_ranks;
+    bool cuda; /* the context is one of GPUs */
 } group;
 
 /* Says on stderr what is wrong.  False, so that callers can return it. */

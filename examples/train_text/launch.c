@@ -272,7 +272,7 @@ int launch(const options *o, const text *t)
     options here = *o;
     watch_interrupts();
     if (is_launched()) return launch_one(o, t);
-    if (!here.ranks) here.ranks = 4;
+    if (!here.ranks) here.ranks = o->device && !strcmp(o->device, "cuda") ? 1 : 4;
     if (o->backend && !strcmp(o->backend, "threads")) return launch_threads(&here, t);
     return launch_processes(&here, t);
 }

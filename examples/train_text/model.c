@@ -5,6 +5,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "device.h"
 #include "product.h"
 
 static const float tiny = 1e-6f; /* keeps norm of a row of zeros finite */
@@ -268,6 +269,7 @@ static bool forward(model *m, float balance[LAYERS])
 bool model_loss(model *m, const unsigned char *const *at, int64_t tokens, float *loss)
 {
     float balance[LAYERS];
+    if (m->device) return device_loss(m, at, tokens, loss);
     begin_pass(m, at, tokens);
     if (!forward(m, balance)) return false;
     for (int64_t b = 0; b < m->tokens / m->block; b++) judge_block(m, b);
@@ -278,6 +280,7 @@ bool model_loss(model *m, const unsigned char *const *at, int64_t tokens, float 
 bool model_predict(model *m, const unsigned char *const *at, int64_t tokens, float *out)
 {
     float balance[LAYERS];
+    if (m->device) return device_predict(m, at, tokens, out);
     begin_pass(m, at, tokens);
     if (!forward(m, balance)) return false;
     for (int64_t b = 0; b < m->tokens / m->block; b++)
@@ -288,6 +291,7 @@ bool model_predict(model *m, const unsigned char *const *at, int64_t tokens, flo
 bool model_gradients(model *m, const unsigned char *const *at, int64_t tokens)
 {
     float balance[LAYERS];
+    if (m->device) return device_gradients(m, at, tokens);
     begin_pass(m, at, tokens);
     if (!forward(m, balance)) return false;
     sum_blocks(m, head_backward, HEAD, 0);

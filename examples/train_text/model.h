@@ -50,8 +50,11 @@ typedef struct parameter {
  * what is added first changes bits. */
 enum { SUM_LOSS = 0, SUM_STOP = 1, SUM_BALANCE = 2, NUM_SUMS = 16 };
 
+typedef struct device device; /* device.h */
+
 typedef struct model {
     group group;
+    device *device; /* --device cuda: where all of the below is worked on; else NULL */
     int64_t hidden, inner;
     parameter parameters[NUM_PARAMETERS];
     float *value, *gradient, *first, *second; /* [count]: these, and the optimizer's moments */

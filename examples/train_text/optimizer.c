@@ -4,6 +4,8 @@
 
 #include <math.h>
 
+#include "device.h"
+
 static const double least_share = 0.1, warm_up_share = 0.05, decay = 0.01;
 static const float beta1 = 0.9f, beta2 = 0.98f, epsilon = 1e-8f;
 
@@ -27,16 +29,21 @@ static void move(float *restrict value, float *restrict first, float *restrict s
     }
 }
 
-void optimizer_step(model *m, double rate, int64_t step)
+bool optimizer_step(model *m, double rate, int64_t step)
 {
     const double unbias1 = 1 / (1 - pow(beta1, (double)step));
     const double unbias2 = 1 / (1 - pow(beta2, (double)step));
+    const float betas[3] = {beta1, beta2, epsilon};
     for (int n = 0; n < NUM_PARAMETERS; n++) {
         const parameter *p = &m->parameters[n];
         const float factors[3] = {p->decays ? (float)(1 - rate * decay) : 1,
                                   (float)(rate * unbias1), (float)unbias2};
-        if (p->offset >= 0)
+        if (p->offset < 0) continue;
+        if (!m->device)
             move(m->value + p->offset, m->first + p->offset, m->second + p->offset,
                  m->gradient + p->offset, p->count, factors);
+        else if (!device_optimize(m, p, factors, betas))
+            return false;
     }
+    return true;
 }

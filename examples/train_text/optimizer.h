@@ -9,6 +9,6 @@
 double optimizer_rate(double most, int64_t step, int64_t steps);
 
 /* Moves all values of this rank along their gradients. */
-void optimizer_step(model *m, double rate, int64_t step);
+bool optimizer_step(model *m, double rate, int64_t step);
 
 #endif

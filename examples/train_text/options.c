@@ -33,6 +33,9 @@ static const char help[] =
     "  --backend NAME   how ranks reach one another: shm, threads, mpi (default: the first "
     "that\n"
     "                   can; threads: the ranks are threads of one process)\n"
+    "  --device NAME    cpu, or cuda: the whole model on GPUs, one for each rank (default 1 "
+    "rank),\n"
+    "                   rows in bf16: near the same losses, and not the same bits\n"
     "  --check          train with all ranks, then again with one, and compare the losses: "
     "exit\n"
     "                   status 1 if any bit differs (default 20 steps)\n"
@@ -75,11 +78,9 @@ typedef struct word {
     size_t at;
 } word;
 
-static const word words[] = {{"--backend", AT(backend)},
-                             {"--save", AT(save)},
-                             {"--resume", AT(resume)},
-                             {"--log", AT(log)},
-                             {"--picture", AT(picture)}};
+static const word words[] = {{"--backend", AT(backend)}, {"--device", AT(device)},
+                             {"--save", AT(save)},       {"--resume", AT(resume)},
+                             {"--log", AT(log)},         {"--picture", AT(picture)}};
 
 static bool read_whole(options *o, const whole *w, const char *text)
 {
@@ -211,6 +212,12 @@ static bool check_rules(const options *o)
                         LEAST_WIDTH);
     if (o->save_every && !o->save) return complain("--save-every needs --save");
     if (o->check && o->save) return complain("--check does not go with --save");
+    if (!o->device || !strcmp(o->device, "cpu")) return true;
+    if (strcmp(o->device, "cuda"))
+        return complain("--device is \"%s\": cpu and cuda are possible", o->device);
+    if (o->check || o->backend)
+        return complain("--device cuda does not go with %s",
+                        o->check ? "--check: its bits are others" : "--backend: it is p2p");
     return true;
 }
 

@@ -10,7 +10,7 @@ typedef struct options {
     int64_t ranks; /* 0: not said */
     int64_t steps, stop, every, tokens, hidden, inner, seed, sample, save_every;
     double rate;
-    const char *backend, *save, *resume, *log, *picture;
+    const char *backend, *device, *save, *resume, *log, *picture;
     const char *const *data;
     int num_data;
     bool check;

@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "model.h"
+#include "device.h"
 #include "random.h"
 
 static const double balance = 0.05; /* of the balance loss */
@@ -91,13 +91,13 @@ static bool describe_layer(model *m, int64_t tokens)
     m->layer = (epic_layer){.num_experts = EXPERTS,
                             .top_k = TOP_K,
                             .alignment = 16,
-                            .sum_order = EPIC_TREE,
-                            .leaves = LEAVES};
+                            .sum_order = m->group.cuda ? EPIC_BY_RANK : EPIC_TREE,
+                            .leaves = m->group.cuda ? 0 : LEAVES};
     m->router = (epic_router){.num_experts = EXPERTS,
                               .top_k = TOP_K,
                               .score = EPIC_SCORE_SOFTMAX,
                               .weight_rule = EPIC_WEIGHT_SOFTMAX_CHOSEN};
-    m->experts = (epic_experts){.row_type = EPIC_F32,
+    m->experts = (epic_experts){.row_type = m->group.cuda ? EPIC_BF16 : EPIC_F32,
                                 .num_local_experts = local,
                                 .hidden = (uint32_t)m->hidden,
                                 .inner = (uint32_t)m->inner,
@@ -144,13 +144,20 @@ model *model_open(const group *g, int64_t hidden, int64_t inner, int64_t tokens,
         model_close(m);
         return NULL;
     }
-    allocate(m, tokens);
-    return m;
+    if (!g->cuda) {
+        allocate(m, tokens);
+        return m;
+    }
+    m->device = device_open(m, tokens);
+    if (m->device && device_store(m)) return m;
+    model_close(m);
+    return NULL;
 }
 
 void model_close(model *m)
 {
     if (!m) return;
+    device_close(m->device);
     void *const all[] = {m->value, m->gradient, m->first,  m->second, m->work,
                          m->d_x,   m->d_h,      m->logits, m->scratch};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);

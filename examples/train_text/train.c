@@ -10,6 +10,7 @@
 #include <time.h>
 
 #include "checkpoint.h"
+#include "device.h"
 #include "history.h"
 #include "ngram.h"
 #include "optimizer.h"
@@ -114,8 +115,8 @@ static void print_heading(const run *r)
            "untrained: %.3f bits per byte on held-out text\n",
            (long long)r->t->num_bytes, r->t->num_files, r->t->num_files == 1 ? "" : "s",
            r->group.num_ranks == 1 ? "1 rank" : ranks, epic_backend_name(r->group.ctx), EXPERTS,
-           TOP_K, (long long)r->o->hidden, (long long)r->o->inner, epic_blas_name(),
-           r->held_out_before);
+           TOP_K, (long long)r->o->hidden, (long long)r->o->inner,
+           r->group.cuda ? "the GPU" : epic_blas_name(), r->held_out_before);
     print_ngram(r);
     printf("\n            bits per byte                     experts: layer.expert, share of "
            "choices\n"
@@ -201,6 +202,12 @@ static void record(run *r, int32_t load[LAYERS][EXPERTS])
     r->out->num_steps = n + 1;
 }
 
+static bool sum_gradients(model *m)
+{
+    if (m->device) return device_sum_gradients(m);
+    return sum_over_ranks(&m->group, m->gradient, m->dense_count + NUM_SUMS);
+}
+
 /* All ranks see the same sums, and so decide alike. */
 static bool take_step(run *r)
 {
@@ -209,7 +216,7 @@ static bool take_step(run *r)
     draw(r);
     if (!model_gradients(m, r->at, r->here)) return false;
     m->sums[SUM_STOP] = num_interrupts() > 0;
-    if (!sum_over_ranks(&r->group, m->gradient, m->dense_count + NUM_SUMS)) return false;
+    if (!sum_gradients(m)) return false;
     r->step++;
     record(r, m->load);
     r->interrupted = m->sums[SUM_STOP] > 0;
@@ -217,7 +224,8 @@ static bool take_step(run *r)
         return r->group.rank == 0 && complain("the loss of step %lld is not a number: try a "
                                               "lower --rate than %g",
                                               (long long)r->step, r->o->rate);
-    optimizer_step(m, optimizer_rate(r->o->rate, r->step, r->o->steps), r->step);
+    if (!optimizer_step(m, optimizer_rate(r->o->rate, r->step, r->o->steps), r->step))
+        return false;
     r->training_seconds += seconds() - begin;
     return true;
 }
@@ -234,7 +242,7 @@ static bool save(run *r)
                                       .drawn = r->drawn,
                                       .text = r->t->fingerprint,
                                       .rate = o->rate};
-    if (!checkpoint_save(o->save, r->m, header)) return false;
+    if (!device_fetch(r->m) || !checkpoint_save(o->save, r->m, header)) return false;
     if (tells(r)) printf("step %lld saved to %s\n", (long long)r->step, o->save);
     return true;
 }
@@ -280,7 +288,7 @@ static bool resume(run *r)
     if (!all_good(&r->group, checkpoint_look(path, &h))) return false;
     r->step = h.step;
     r->drawn = h.drawn;
-    if (!checkpoint_load(path, r->m)) return false;
+    if (!checkpoint_load(path, r->m) || !device_store(r->m)) return false;
     if (!tells(r)) return true;
     printf("going on after step %lld, from %s\n", (long long)h.step, path);
     if (h.text != r->t->fingerprint)
@@ -388,9 +396,11 @@ int train(const options *o, const text *t, const epic_meet *meet, outcome *out)
     run r = {.o = o, .t = t, .out = out};
     r.group.rank = meet ? meet->rank : 0;
     r.group.num_ranks = meet ? meet->num_ranks : 1;
+    r.group.cuda = o->device && !strcmp(o->device, "cuda");
     epic_config config = model_config(r.group.num_ranks, o->hidden, o->tokens);
-    config.backend = o->backend;
+    config.backend = r.group.cuda ? "p2p" : o->backend;
     int status = EXIT_FAILED;
+    if (r.group.cuda && !device_choose(r.group.rank)) return status;
     if (works(&r.group, epic_open(&r.group.ctx, meet, &config), "open")) status = run_all(&r);
     free_all(&r);
     epic_close(r.group.ctx);

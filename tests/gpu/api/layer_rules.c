@@ -9,7 +9,8 @@
 
 /* -------------------------------------------------------------------------------- bits ---- */
 
-static void sum_replicas(device_part *d, epic_context *ctx)
+/* workspace: of an expert's largest gradient. */
+static void sum_replicas(device_part *d, epic_context *ctx, void *workspace)
 {
     const part *t = d->t;
     void *const gradients[] = {t->gradients.w_gate_up, t->gradients.w_down,
@@ -22,7 +23,7 @@ static void sum_replicas(device_part *d, epic_context *ctx)
             .plan = t->forward.saved,
             .plan_bytes = t->forward.saved_bytes,
             .data = {gradients[i - W_GATE_UP], t->experts.num_local_experts, bytes},
-            .workspace = poisoned_device(d, bytes)};
+            .workspace = workspace};
         CHECK(epic_sum_replicas(ctx, &args) == EPIC_OK, "%s: %s", t->p->name, epic_error(ctx));
     }
 }
@@ -31,8 +32,10 @@ static void run_summed(void *what, int rank, epic_context *ctx, const epic_confi
 {
     const problem *p = what;
     device_part d = device_part_make(p, rank, config);
+    const int64_t most = 2 * (int64_t)MOST_NUMBERS + 2 * p->experts.hidden + 300;
+    void *workspace = poisoned_device(&d, most * (int64_t)sizeof(float));
     both_ways(d.t, ctx);
-    if (!p->placed) sum_replicas(&d, ctx);
+    if (!p->placed) sum_replicas(&d, ctx, workspace);
     must(cudaStreamSynchronize(d.stream), "the layer");
     CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     device_part_end(&d);
@@ -144,14 +147,20 @@ typedef struct wrong {
 static void put_table(const device_part *d, const int32_t *table)
 {
     void *to = (void *)(uintptr_t)d->t->forward.rank_of_expert;
-    if (to) must(copy_in(to, table, 4 * sizeof *table), "a copy");
+    if (!to) return;
+    must(cudaMemcpyAsync(to, table, 4 * sizeof *table, cudaMemcpyHostToDevice, d->stream),
+         "a copy");
+    must(cudaStreamSynchronize(d->stream), "a copy");
 }
 
-static bool all_zeros(const void *device, int64_t count)
+/* By the rank's own stream: a peer's may be in the next call already. */
+static bool all_zeros(const device_part *d, const void *device, int64_t count)
 {
     float *numbers = malloc((size_t)count * sizeof *numbers);
     bool zeros = true;
-    must(cudaMemcpy(numbers, device, (size_t)count * 4, cudaMemcpyDeviceToHost), "a copy");
+    must(cudaMemcpyAsync(numbers, device, (size_t)count * 4, cudaMemcpyDeviceToHost, d->stream),
+         "a copy");
+    must(cudaStreamSynchronize(d->stream), "a copy");
     for (int64_t i = 0; i < count; i++) zeros = zeros && numbers[i] == 0;
     free(numbers);
     return zeros;
@@ -169,14 +178,14 @@ static void run_wrong(void *what, int rank, epic_context *ctx, const epic_config
     CHECK(epic_check(ctx) == EPIC_EINVAL && strstr(epic_error(ctx), w->why), "%s: %s", w->why,
           epic_error(ctx));
     CHECK(epic_check(ctx) == EPIC_OK, "once: %s", epic_error(ctx));
-    CHECK(all_zeros(t->forward.out.data, t->tokens * 8), "%s: out", w->why);
-    CHECK(all_zeros(t->gradients.w_down, 32), "%s: the gradient of w_down", w->why);
+    CHECK(all_zeros(&d, t->forward.out.data, t->tokens * 8), "%s: out", w->why);
+    CHECK(all_zeros(&d, t->gradients.w_down, 32), "%s: the gradient of w_down", w->why);
     if (w->table) {
         put_table(&d, w->p.rank_of_expert);
         both_ways(d.t, ctx);
         must(cudaStreamSynchronize(d.stream), "the layer");
         CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", w->why, epic_error(ctx));
-        CHECK(!all_zeros(t->forward.out.data, t->tokens * 8), "%s: no out", w->why);
+        CHECK(!all_zeros(&d, t->forward.out.data, t->tokens * 8), "%s: no out", w->why);
     }
     device_part_end(&d);
 }
