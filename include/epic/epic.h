@@ -888,7 +888,9 @@ typedef struct epic_experts_args {
  * one that the process has loaded, as Python's numpy and scipy do; libscipy_openblas.so, of pip's
  * scipy-openblas32; what the build was told (EPIC_OPENBLAS).  One thread each: OpenBLAS's number
  * of threads is set to 1 for the whole process while a call runs, and put back after the last.
- * The bits of a slab's rows depend on that slab alone.
+ * The bits of a slab's rows depend on that slab alone.  BF16 rows with BF16 weights: oneDNN's, if
+ * the build has found one (or was told, EPIC_ONEDNN) and the processor has instructions for them;
+ * what lies between the two products is rounded to BF16 then.
  *
  * On a CUDA context, on call.stream: F32, BF16 or F16, sums in float32, and what lies between
  * the two products has row_type.  Counts are not looked at: what they say past num_slots is cut
@@ -1231,7 +1233,8 @@ typedef struct epic_failure_info {
 /* What broke the group, once something has.  Local. */
 static inline epic_result epic_failure(const epic_context *ctx, epic_failure_info *out);
 
-/* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops". */
+/* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops"; where oneDNN has a part in
+ * it, ", oneDNN 2.6.3 for bfloat16" follows. */
 EPIC_API const char *epic_blas_name(void);
 
 /* ------------------------------------------------------------------------ the symbols ----

@@ -34,34 +34,33 @@ static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const
 
 /* The gradient of an early weight, from the gradient of its unweighted activations. */
 static double early_gradient(const experts_job *job, const REAL *gate_up, const REAL *d,
-                             const REAL *d_y, const REAL *b_down)
+                             const void *d_y, int64_t row, const REAL *b_down)
 {
     activate_row(job, job->line, gate_up);
-    return dot(d, job->line, job->inner) + (b_down ? dot(d_y, b_down, job->hidden) : 0);
+    const double sum = dot(d, job->line, job->inner);
+    return b_down ? sum + dot(row_of(job, d_y, row, job->hidden), b_down, job->hidden) : sum;
 }
 
 /* From the gradient of the activations, d, to d_gate_up; 0 on padding. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
-                                 const REAL *d_y)
+                                 const void *d_y)
 {
     const bool early = job->experts.weighting == EPIC_WEIGHT_EARLY;
     const REAL *gate_up = (const REAL *)job->read + slab->first * job->width;
     const REAL *b_down = early ? bias_of(job, slab, job->b_down, job->hidden) : NULL;
-    REAL *d_gate_up = job->d_gate_up;
     for (int64_t r = 0; r < slab->tokens; r++) {
         const REAL *row = gate_up + r * job->width;
         REAL *d_row = d + r * job->inner;
         const int64_t slot = slab->first + r;
         if (early && job->d_slot_weights != NULL)
-            put_weight_gradient(job, slot,
-                                early_gradient(job, row, d_row, d_y + r * job->hidden, b_down));
+            put_weight_gradient(job, slot, early_gradient(job, row, d_row, d_y, r, b_down));
         const REAL w = slot_weight(job, EPIC_WEIGHT_EARLY, slot);
         if (w != 1)
             for (int64_t i = 0; i < job->inner; i++) d_row[i] *= w;
-        activate_row_backward(job, d_gate_up + r * job->width, row, d_row);
+        activate_row_backward(job, operand_row(job, job->d_gate_up, r, job->width), row, d_row);
+        put_row(job, job->d_gate_up, r, job->width);
     }
-    memset(d_gate_up + slab->tokens * job->width, 0,
-           (size_t)((slab->rows - slab->tokens) * job->width) * sizeof *d_gate_up);
+    clear_padding(job, slab, job->d_gate_up, job->width);
 }
 
 /* Weights on the input: their gradient, then that of the rows themselves, in place. */
@@ -97,7 +96,7 @@ void OF(experts_backward)(const experts_job *job, const slab *slab)
 {
     const int64_t hidden = job->hidden, inner = job->inner, width = job->width;
     const REAL *gate_up = (const REAL *)job->read + slab->first * width;
-    const REAL *d_y = slab_rows(job, slab, job->d_y);
+    const void *d_y = slab_rows(job, slab, job->d_y);
     REAL *d = job->activations;
 
     for (int64_t r = 0; job->d_slot_weights != NULL && r < slab->rows; r++)

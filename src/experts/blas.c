@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* OpenBLAS, loaded at first use: libepic.so itself depends on libc alone. */
+/* OpenBLAS, loaded at first use: libepic.so itself depends on libc alone.  onednn.c is for
+ * bfloat16. */
 #include "experts/blas.h"
 
 #include <dlfcn.h>
@@ -9,6 +10,8 @@
 #include <string.h>
 
 #include "epic/epic.h"
+#include "experts/onednn.h"
+#include "rules/convert.h"
 
 /* Of the C interface to BLAS. */
 enum { ROW_MAJOR = 101, AS_IT_LIES = 111, TRANSPOSED = 112 };
@@ -127,9 +130,18 @@ static void load(void)
 
 #endif
 
+static void load_all(void)
+{
+    blas *b = &the_blas;
+    load();
+    const size_t length = strlen(b->name);
+    if (onednn_ready())
+        snprintf(b->name + length, sizeof b->name - length, ", %s for bfloat16", onednn_name());
+}
+
 static const blas *get_blas(void)
 {
-    pthread_once(&once, load);
+    pthread_once(&once, load_all);
     return &the_blas;
 }
 
@@ -171,6 +183,36 @@ void gemm_f64(const gemm *g)
         MULTIPLY(b->wide_dgemm, int64_t);
 }
 
+bool gemm_bf16_ready(void)
+{
+    return onednn_ready();
+}
+
+static float number_at(const void *matrix, int64_t index)
+{
+    float x;
+    convert_to_float(&x, (const uint16_t *)matrix + index, EPIC_BF16, 1);
+    return x;
+}
+
+/* Slow: for where oneDNN has no memory. */
+static void plain_bf16(const gemm *g)
+{
+    for (int64_t i = 0; i < g->m; i++)
+        for (int64_t j = 0; j < g->n; j++) {
+            float *c = (float *)g->c + i * g->ldc + j, sum = g->add ? *c : 0;
+            for (int64_t l = 0; l < g->k; l++)
+                sum += number_at(g->a, g->transpose_a ? l * g->lda + i : i * g->lda + l) *
+                       number_at(g->b, g->transpose_b ? j * g->ldb + l : l * g->ldb + j);
+            *c = sum;
+        }
+}
+
+void gemm_bf16(const gemm *g)
+{
+    if (!onednn_multiply(g)) plain_bf16(g);
+}
+
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int64_t num_inside;
 static int threads_before;
@@ -178,6 +220,7 @@ static int threads_before;
 void experts_blas_enter(void)
 {
     const blas *b = get_blas();
+    onednn_enter();
     if (!b->loaded) return;
     pthread_mutex_lock(&mutex);
     if (num_inside++ == 0) {
@@ -190,6 +233,7 @@ void experts_blas_enter(void)
 void experts_blas_leave(void)
 {
     const blas *b = get_blas();
+    onednn_leave();
     if (!b->loaded) return;
     pthread_mutex_lock(&mutex);
     if (--num_inside == 0) b->set_num_threads(threads_before);

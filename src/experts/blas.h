@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products: OpenBLAS, loaded at first use, or plain loops. */
+/* Matrix products: OpenBLAS, and oneDNN for bfloat16, loaded at first use, or plain loops. */
 #ifndef EPIC_EXPERTS_BLAS_H
 #define EPIC_EXPERTS_BLAS_H
 
@@ -25,13 +25,18 @@ typedef struct gemm {
 void gemm_f32(const gemm *g);
 void gemm_f64(const gemm *g);
 
+/* A and B bfloat16, C and what is added up float32: by oneDNN, on a processor that multiplies
+ * bfloat16.  `ready`: both are there; the other is called only then.  */
+bool gemm_bf16_ready(void);
+void gemm_bf16(const gemm *g);
+
 /* The plain loops themselves, whatever is loaded; for tests.  Not both transposed. */
 void gemm_plain_f32(const gemm *g);
 void gemm_plain_f64(const gemm *g);
 
 /* Between these, from any number of threads, OpenBLAS uses one thread for each call, so that
  * bits do not depend on their number.  Process-wide: the first to enter sets it, the last to
- * leave puts back what was there. */
+ * leave puts back what was there.  oneDNN alike, for the calling thread alone. */
 void experts_blas_enter(void);
 void experts_blas_leave(void);
 

@@ -20,19 +20,20 @@ static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
 }
 
 /* What the second product multiplies: weighted if weights are early; 0 on padding. */
-static const REAL *make_activations(const experts_job *job, const slab *slab,
+static const void *make_activations(const experts_job *job, const slab *slab,
                                     const REAL *gate_up)
 {
     const int64_t n = job->inner;
-    REAL *out = job->activations;
     for (int64_t r = 0; r < slab->tokens; r++) {
-        activate_row(job, out + r * n, gate_up + r * job->width);
+        REAL *row = operand_row(job, job->activations, r, n);
+        activate_row(job, row, gate_up + r * job->width);
         const REAL w = slot_weight(job, EPIC_WEIGHT_EARLY, slab->first + r);
         if (w != 1)
-            for (int64_t i = 0; i < n; i++) out[r * n + i] *= w;
+            for (int64_t i = 0; i < n; i++) row[i] *= w;
+        put_row(job, job->activations, r, n);
     }
-    memset(out + slab->tokens * n, 0, (size_t)((slab->rows - slab->tokens) * n) * sizeof *out);
-    return out;
+    clear_padding(job, slab, job->activations, n);
+    return job->activations;
 }
 
 static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)

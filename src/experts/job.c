@@ -3,6 +3,7 @@
 #include "experts/job.h"
 
 #include "base/sized.h"
+#include "experts/blas.h"
 #include "rules/convert.h"
 #include "rules/experts_layout.h"
 
@@ -77,6 +78,8 @@ epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t si
     job->inner = ex->inner;
     job->width = ex->ungated ? job->inner : 2 * job->inner;
     job->wide = ex->row_type == EPIC_F64;
+    job->halves =
+        ex->row_type == EPIC_BF16 && ex->weight_type == EPIC_BF16 && gemm_bf16_ready();
     return EPIC_OK;
 }
 
@@ -139,7 +142,7 @@ static int64_t cut(experts_job *job, int64_t num_slots, bool backward, char *at)
         {&job->activations, num_slots * job->inner},
         {&job->d_gate_up, backward ? num_slots * job->width : 0},
         {&job->weights_tile, tile_numbers(job)},
-        {&job->line, backward ? 2 * larger(job->hidden, job->inner) : 0},
+        {&job->line, 2 * larger(job->hidden, job->inner) + larger(job->hidden, job->width)},
         {&job->bias, larger(job->width, job->hidden)},
     };
     int64_t numbers = 0;

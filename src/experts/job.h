@@ -18,6 +18,8 @@ typedef struct experts_job {
     bool wide_weights; /* of slots: float64 */
     bool accumulate;
     bool saved_alone;   /* forward: nothing else is made */
+    bool halves;        /* BF16 rows and weights, multiplied as they lie: what lies between the
+                           two products is rounded to BF16 */
     bool device;        /* of a CUDA context: nothing but arguments can be looked at here */
     uint32_t grad_type; /* of the gradients of weights and biases */
 
@@ -42,7 +44,7 @@ typedef struct experts_job {
     void *activations;  /* [slots, inner] */
     void *d_gate_up;    /* backward: [slots, width] */
     void *weights_tile; /* one tile of weights, converted */
-    void *line;         /* backward: [2 * max(hidden, inner)] */
+    void *line;         /* [2 * max(hidden, inner)], then one row of an operand */
     void *bias;         /* [max(width, hidden)], converted */
 } experts_job;
 

@@ -43,6 +43,45 @@ static void put_weight_gradient(const experts_job *job, int64_t slot, double gra
         ((float *)job->d_slot_weights)[slot] = (float)gradient;
 }
 
+/* Operands are matrices as products take them, BF16 with job->halves, else REAL.  A row of one is
+ * made where operand_row says, and then put there. */
+static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
+{
+    const int64_t most = job->hidden > job->inner ? job->hidden : job->inner;
+    return job->halves ? (REAL *)job->line + 2 * most : (REAL *)operand + row * n;
+}
+
+static void put_row(const experts_job *job, void *operand, int64_t row, int64_t n)
+{
+    if (job->halves)
+        store((uint16_t *)operand + row * n, EPIC_BF16, operand_row(job, operand, row, n), n);
+}
+
+/* A row of an operand, until the next is read or made. */
+static const REAL *row_of(const experts_job *job, const void *operand, int64_t row, int64_t n)
+{
+    if (!job->halves) return (const REAL *)operand + row * n;
+    REAL *out = operand_row(job, NULL, 0, n);
+    load(out, (const uint16_t *)operand + row * n, EPIC_BF16, n);
+    return out;
+}
+
+/* Zeros in the slab's padding. */
+static void clear_padding(const experts_job *job, const slab *slab, void *operand, int64_t n)
+{
+    const size_t bytes = (size_t)n * (job->halves ? sizeof(uint16_t) : sizeof(REAL));
+    memset((char *)operand + (size_t)slab->tokens * bytes, 0,
+           (size_t)(slab->rows - slab->tokens) * bytes);
+}
+
+static void multiply(const experts_job *job, const gemm *g)
+{
+    if (job->halves)
+        gemm_bf16(g);
+    else
+        OF(gemm)(g);
+}
+
 /* The weight that multiplies what a slot's expert does, 1 without weights. */
 static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot)
 {
@@ -50,26 +89,27 @@ static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot
 }
 
 /* The slab's rows of x or d_y, as they lie or converted into the workspace. */
-static const REAL *slab_rows(const experts_job *job, const slab *slab, const void *rows)
+static const void *slab_rows(const experts_job *job, const slab *slab, const void *rows)
 {
     const void *first = row_at(job, rows, slab->first);
-    if (experts_rows_ready(job)) return first;
+    if (experts_rows_ready(job) || job->halves) return first;
     load(job->rows, first, job->experts.row_type, slab->rows * job->hidden);
     return job->rows;
 }
 
 /* What the first product multiplies: x, weighted if weights belong on the input. */
-static const REAL *inputs(const experts_job *job, const slab *slab)
+static const void *inputs(const experts_job *job, const slab *slab)
 {
-    REAL *rows = job->rows;
     if (job->experts.weighting != EPIC_WEIGHT_INPUT) return slab_rows(job, slab, job->x);
-    load(rows, row_at(job, job->x, slab->first), job->experts.row_type,
-         slab->rows * job->hidden);
-    for (int64_t r = 0; r < slab->rows; r++) {
-        const REAL w = r < slab->tokens ? slot_weight_at(job, slab->first + r) : 0;
-        for (int64_t i = 0; i < job->hidden; i++) rows[r * job->hidden + i] *= w;
+    for (int64_t r = 0; r < slab->tokens; r++) {
+        const REAL w = slot_weight_at(job, slab->first + r);
+        REAL *row = operand_row(job, job->rows, r, job->hidden);
+        load(row, row_at(job, job->x, slab->first + r), job->experts.row_type, job->hidden);
+        for (int64_t i = 0; i < job->hidden; i++) row[i] *= w;
+        put_row(job, job->rows, r, job->hidden);
     }
-    return rows;
+    clear_padding(job, slab, job->rows, job->hidden);
+    return job->rows;
 }
 
 /* The bias of the slab's expert, or NULL. */
@@ -84,16 +124,16 @@ static const REAL *bias_of(const experts_job *job, const slab *slab, const void 
 }
 
 /* out [rows, n] = a [rows, k] W, W [k, n] the matrix of the slab's expert. */
-static void times(const experts_job *job, const slab *slab, REAL *out, const REAL *a,
+static void times(const experts_job *job, const slab *slab, REAL *out, const void *a,
                   const void *weights, int64_t k, int64_t n)
 {
     const int64_t start = slab->expert * k * n;
     gemm g = {.m = slab->rows, .n = n, .k = k, .a = a, .lda = k, .ldc = n};
-    if (experts_weights_ready(job)) {
+    if (experts_weights_ready(job) || job->halves) {
         g.b = weight_at(job, weights, start);
         g.ldb = n;
         g.c = out;
-        OF(gemm)(&g);
+        multiply(job, &g);
         return;
     }
     const int64_t columns = experts_tile(k, n);
@@ -111,7 +151,7 @@ static void times(const experts_job *job, const slab *slab, REAL *out, const REA
 }
 
 /* out [rows, n] = a [rows, k] W^T, W [n, k] the matrix of the slab's expert. */
-static void times_transposed(const experts_job *job, const slab *slab, REAL *out, const REAL *a,
+static void times_transposed(const experts_job *job, const slab *slab, REAL *out, const void *a,
                              const void *weights, int64_t k, int64_t n)
 {
     const int64_t start = slab->expert * k * n;
@@ -123,10 +163,10 @@ static void times_transposed(const experts_job *job, const slab *slab, REAL *out
               .ldb = k,
               .ldc = n,
               .transpose_b = true};
-    if (experts_weights_ready(job)) {
+    if (experts_weights_ready(job) || job->halves) {
         g.b = weight_at(job, weights, start);
         g.c = out;
-        OF(gemm)(&g);
+        multiply(job, &g);
         return;
     }
     const int64_t lines = experts_tile(k, n);
@@ -142,7 +182,7 @@ static void times_transposed(const experts_job *job, const slab *slab, REAL *out
 
 /* The gradient of the expert's weights [m, n]: a [rows, m] transposed, times d [rows, n]. */
 static void weight_gradient(const experts_job *job, const slab *slab, void *d_weights,
-                            const REAL *a, int64_t m, const REAL *d, int64_t n)
+                            const void *a, int64_t m, const void *d, int64_t n)
 {
     if (d_weights == NULL) return;
     const gemm g = {.m = m,
@@ -156,19 +196,20 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
                     .c = (REAL *)d_weights + slab->expert * m * n,
                     .ldc = n,
                     .add = job->accumulate};
-    OF(gemm)(&g);
+    multiply(job, &g);
 }
 
 /* The gradient of the expert's bias: the sum of the rows of d that are not padding, in
  * ascending order, each times its weight if it is weighted. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
-                          const REAL *d, int64_t n, bool weighted)
+                          const void *d, int64_t n, bool weighted)
 {
     if (d_biases == NULL) return;
     REAL *sum = (REAL *)d_biases + slab->expert * n;
     if (!job->accumulate) memset(sum, 0, (size_t)n * sizeof *sum);
     for (int64_t r = 0; r < slab->tokens; r++) {
         const REAL w = weighted ? slot_weight(job, EPIC_WEIGHT_EARLY, slab->first + r) : 1;
-        for (int64_t i = 0; i < n; i++) sum[i] += w * d[r * n + i];
+        const REAL *row = row_of(job, d, r, n);
+        for (int64_t i = 0; i < n; i++) sum[i] += w * row[i];
     }
 }

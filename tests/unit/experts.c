@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The grouped MLP of the experts against plain float64 loops over tokens; gradients against
  * central differences of those loops. */
+#include "experts/onednn.h"
 #include "unit/experts_oracle.h"
 
 /* Every activation, gate, weighting and bias in float64, at several alignments. */
@@ -30,7 +31,8 @@ static void test_combinations(void)
                 }
 }
 
-/* Every pair of types; the default limit and alpha of the clamped swiglu too. */
+/* Every pair of types; the default limit and alpha of the clamped swiglu too.  By oneDNN what lies
+ * between the two products of BF16 is rounded to it. */
 static void test_types(void)
 {
     static const struct {
@@ -52,7 +54,10 @@ static void test_types(void)
                                      .row_type = cases[c].rows,
                                      .weight_type = cases[c].weights};
             make_problem(&p, &ex, few, 4, activation % 2 == 0);
-            check_all(&p, cases[c].tolerances);
+            tolerances most = cases[c].tolerances;
+            const bool halves = cases[c].rows == EPIC_BF16 && cases[c].weights == EPIC_BF16;
+            if (halves && onednn_ready()) most = (tolerances){1e-2, 1e-2, 1e-2};
+            check_all(&p, most);
             free_problem(&p);
         }
 }
@@ -119,7 +124,7 @@ static void test_tiles(void)
 {
     static const int32_t tokens[2] = {3, 2};
     epic_experts ex = {
-        .num_local_experts = 2, .hidden = 1300, .inner = 900, .row_type = EPIC_BF16};
+        .num_local_experts = 2, .hidden = 1300, .inner = 900, .row_type = EPIC_F16};
     problem narrow, wide;
     make_problem(&narrow, &ex, tokens, 4, true);
     ex.row_type = EPIC_F64;
@@ -253,8 +258,13 @@ static void test_nothing(void)
     CHECK(d_w_down[0] == 0 && d_w_down[23] == 0, "not cleared");
 }
 
-int main(void)
+/* usage: experts [a file with a oneDNN, which is taken whatever the processor] */
+int main(int argc, char **argv)
 {
+    if (argc > 1 && !onednn_use(argv[1])) {
+        printf("%s is not taken\n", argv[1]);
+        return 1;
+    }
     test_combinations();
     test_types();
     for (uint32_t kind = EPIC_CLAMPED_SWIGLU; kind <= EPIC_CLAMPED_SILU; kind++) {

@@ -175,7 +175,7 @@ PLAIN = b"plain loops"  # epic_blas_name without an OpenBLAS
 @functools.cache
 def warn_without_blas() -> None:
     """Once: the experts' products on CPUs are several times slower without."""
-    if core().epic_blas_name() == PLAIN:
+    if core().epic_blas_name().startswith(PLAIN):
         warnings.warn(
             "EPIC finds no OpenBLAS, so on CPUs experts take plain loops, about 4 times as long: "
             "install libopenblas0-pthread (Debian, Ubuntu) or pip's scipy-openblas32; a build with "

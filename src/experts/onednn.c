@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* oneDNN, loaded at first use.  dnnl_gemm_bf16bf16f32 takes any number of rows without making a
+ * kernel for it, as its matmul primitive would: slabs have other rows in each step.  Its headers
+ * do not have it; oneDNN 2 and 3 export it, like dnnl_sgemm, and their own tests call it.  One that
+ * does not is not used. */
+#include "experts/onednn.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#ifndef EPIC_ONEDNN
+#define EPIC_ONEDNN "" /* a file's name: the build found none */
+#endif
+
+typedef int multiply_bf16(char op_a, char op_b, int64_t m, int64_t n, int64_t k, float alpha,
+                          const void *a, int64_t lda, const void *b, int64_t ldb, float beta,
+                          float *c, int64_t ldc);
+
+/* What dnnl_version() points to begins so. */
+typedef struct version {
+    int major, minor, patch;
+    const char *hash;
+    unsigned runtime; /* of threads */
+} version;
+
+enum { SEQUENTIAL = 1, OPENMP = 2 };
+
+typedef struct onednn {
+    multiply_bf16 *multiply; /* NULL: there is none */
+    void (*set_num_threads)(int num_threads);
+    int (*get_num_threads)(void);
+    char name[32];
+} onednn;
+
+static onednn the_onednn;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static _Thread_local int depth, threads_before;
+
+/* ISO C has no cast from an object's address to a function's. */
+static bool find(void *library, const char *name, void *function)
+{
+    void *address = dlsym(library, name);
+    memcpy(function, &address, sizeof address);
+    return address != NULL;
+}
+
+/* Threads other than OpenMP's cannot be kept to one, and bits would depend on their number. */
+static bool take(onednn *o, void *library)
+{
+    const version *(*get_version)(void) = NULL;
+    if (!find(library, "dnnl_version", &get_version)) return false;
+    const version *v = get_version();
+    if (v->runtime == OPENMP && (!find(library, "omp_set_num_threads", &o->set_num_threads) ||
+                                 !find(library, "omp_get_max_threads", &o->get_num_threads)))
+        return false;
+    snprintf(o->name, sizeof o->name, "oneDNN %d.%d.%d", v->major, v->minor, v->patch);
+    return (v->runtime == OPENMP || v->runtime == SEQUENTIAL) &&
+           find(library, "dnnl_gemm_bf16bf16f32", &o->multiply);
+}
+
+/* Stays loaded, as OpenBLAS does. */
+bool onednn_use(const char *file)
+{
+    onednn o = {0};
+    void *library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+    if (library == NULL) return false;
+    if (take(&o, library)) {
+        the_onednn = o;
+        return true;
+    }
+    dlclose(library);
+    return false;
+}
+
+static void load(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (the_onednn.multiply != NULL || !EPIC_ONEDNN[0]) return;
+    if (__builtin_cpu_supports("avx512bf16")) onednn_use(EPIC_ONEDNN);
+#endif
+}
+
+bool onednn_ready(void)
+{
+    pthread_once(&once, load);
+    return the_onednn.multiply != NULL;
+}
+
+const char *onednn_name(void)
+{
+    return onednn_ready() ? the_onednn.name : "";
+}
+
+bool onednn_multiply(const gemm *g)
+{
+    return the_onednn.multiply(g->transpose_a ? 'T' : 'N', g->transpose_b ? 'T' : 'N', g->m,
+                               g->n, g->k, 1, g->a, g->lda, g->b, g->ldb, g->add ? 1 : 0, g->c,
+                               g->ldc) == 0;
+}
+
+void onednn_enter(void)
+{
+    if (!onednn_ready() || the_onednn.set_num_threads == NULL || depth++ > 0) return;
+    threads_before = the_onednn.get_num_threads();
+    the_onednn.set_num_threads(1);
+}
+
+void onednn_leave(void)
+{
+    if (!onednn_ready() || the_onednn.set_num_threads == NULL || --depth > 0) return;
+    the_onednn.set_num_threads(threads_before);
+}
