@@ -18,6 +18,28 @@ import epic.jax
 Mesh = jax.sharding.Mesh
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Parts of the suite, for a run that has not the time for all of it."""
+    text = "of a test with parameters the first case: what another JAX or Python breaks, it breaks"
+    parser.addoption("--one-case", action="store_true", help=text)
+    parser.addoption("--part", default="1/1", help="I,J/N: of each N test files the Ith and Jth")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what the options say."""
+    wanted, parts = config.getoption("--part").split("/")
+    places = {int(part) - 1 for part in wanted.split(",")}
+    files = sorted({item.path for item in items})
+    mine = [item for item in items if files.index(item.path) % int(parts) in places]
+    if config.getoption("--one-case"):
+        first: dict[tuple[object, str], pytest.Item] = {}
+        for item in mine:
+            first.setdefault((item.path, getattr(item, "originalname", item.name)), item)
+        mine = list(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+    items[:] = mine
+
+
 def make_mesh(ep: int) -> Mesh:
     """Four devices as dp x ep."""
     devices = np.array(jax.devices()[:4]).reshape(4 // ep, ep)

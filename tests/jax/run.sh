@@ -6,7 +6,7 @@
 #   EPIC_JAX_PYTHONS  versions; default "3.13 3.11", or what python3 is where it has neither
 #   EPIC_JAX_QUICK=1  the full suite on the first alone, where XLA compiles its own loops without
 #                     optimizing them, which takes most of the time; on the others, where it
-#                     optimizes, what depends on the JAX
+#                     optimizes, one case of each test that another JAX may break
 set -eu
 cd "$(dirname "$0")/../.."
 build=$(cd "$1" && pwd)
@@ -50,35 +50,39 @@ handlers() { # python of an environment: libepic_jax.so, one for every JAX
     cmake --build "$build/jax" >>"$build/jax.log" || { cat "$build/jax.log"; return 1; }
 }
 
-once() { # with the first environment
+libraries() { # with the first environment
     plugin
     handlers "$1/python"
     "$build/jax/epic_jax_frames"
+}
+
+checks() { # with the first environment, each to an error: sh forgets set -e behind a ||
     # Also what there is for PyTorch: mypy takes it as unknown here.
-    "$1/ruff" check -q bindings/python tests/jax tests/torch examples bench tools tests/docs.py
-    "$1/ruff" format --check -q bindings/python tests/jax tests/torch examples bench tools tests/docs.py
-    "$1/mypy" --config-file pyproject.toml bindings/python/epic tests/jax examples/jax bench/*jax*.py
-    "$1/mypy" --config-file pyproject.toml tests/torch examples/torch bench/torch_bench.py
-    tests/jax/wheel.sh "$1"
-    if [ -x "$build/tests/unit/experts" ]; then # numpy's OpenBLAS and scipy's
+    "$1/ruff" check -q bindings/python tests/jax tests/torch examples bench tools tests/docs.py &&
+        "$1/ruff" format --check -q bindings/python tests/jax tests/torch examples bench tools \
+            tests/docs.py &&
+        "$1/mypy" --config-file pyproject.toml bindings/python/epic tests/jax examples/jax \
+            bench/*jax*.py &&
+        "$1/mypy" --config-file pyproject.toml tests/torch examples/torch bench/torch_bench.py &&
+        tests/jax/wheel.sh "$1" || return 1
+    [ ! -x "$build/tests/unit/experts" ] || # numpy's OpenBLAS and scipy's
         tests/openblas.sh "$build/tests/unit/experts" \
             "$PWD/$1"/../lib/python*/site-packages/*.libs/libscipy_openblas*
-    fi
 }
 
 steps=200
 [ -z "${EPIC_JAX_QUICK-}" ] || steps=50
 examples() { # python; the check's text is one that stays as it is
-    "$1" examples/jax/ep_moe.py --check --devices 4
-    "$1" examples/jax/ep_moe.py --check --processes 4
-    "$1" examples/jax/train_text.py --check --steps "$steps" LICENSE
+    "$1" examples/jax/ep_moe.py --check --devices 4 &&
+        "$1" examples/jax/ep_moe.py --check --processes 4 &&
+        "$1" examples/jax/train_text.py --check --steps "$steps" LICENSE
 }
 
 suite() { # folder of an environment, pytest arguments
     bin=$1
     shift
-    "$bin/python" -c 'import sys, jax; print("-- jax", jax.__version__, "Python", sys.version.split()[0])'
-    "$bin/python" -m pytest -q tests/jax "$@"
+    "$bin/python" -c 'import sys, jax; print("-- jax", jax.__version__, "Python", sys.version.split()[0])' &&
+        "$bin/python" -m pytest -q tests/jax "$@"
 }
 
 pythons=${EPIC_JAX_PYTHONS-}
@@ -102,28 +106,46 @@ for version in $pythons; do
 done
 [ -n "$first" ] || { echo "left out: no Python of 3.11 to 3.13 (with venv) is here"; exit 0; }
 
-# A suite keeps one core busy: the quick run does them side by side.
-once "build/venv-py$first/bin"
 others=
-trap 'for other in $others; do kill "${other#*:}" 2>/dev/null || :; done' EXIT
 for version in $pythons; do
-    [ "$version" != "$first" ] || continue
-    bin=build/venv-py$version/bin
-    if [ -n "${EPIC_JAX_QUICK-}" ]; then
-        suite "$bin" -m "not thorough" "$@" >"$build/jax-$version.log" 2>&1 &
-        others="$others $version:$!"
-    else
-        suite "$bin" "$@"
-        examples "$bin/python"
-    fi
+    [ "$version" = "$first" ] || others="$others $version"
 done
 failed=
-if [ -n "${EPIC_JAX_QUICK-}" ]; then export JAX_DISABLE_MOST_OPTIMIZATIONS=1; fi
-suite "build/venv-py$first/bin" "$@" || failed=$first
-unset JAX_DISABLE_MOST_OPTIMIZATIONS
-for other in $others; do
-    wait "${other#*:}" || failed="$failed ${other%%:*}"
-    cat "$build/jax-${other%%:*}.log"
-done
-[ -z "$failed" ] || { echo "the tests failed on Python $failed"; exit 1; }
-examples "build/venv-py$first/bin/python"
+
+# The quick run in two halves, as a suite keeps one core busy.
+part() { # of the first one's test files, as conftest.py says; pytest arguments
+    which=$1
+    shift
+    (
+        export JAX_DISABLE_MOST_OPTIMIZATIONS=1
+        suite "build/venv-py$first/bin" --part "$which" "$@"
+    )
+}
+
+beside() {
+    wrong=0
+    part 3/3 "$@" || wrong=1
+    for version in $others; do
+        suite "build/venv-py$version/bin" -m "not thorough" --one-case "$@" || wrong=1
+    done
+    checks "build/venv-py$first/bin" || wrong=1
+    return $wrong
+}
+
+libraries "build/venv-py$first/bin"
+if [ -n "${EPIC_JAX_QUICK-}" ]; then
+    (beside "$@") >"$build/jax-beside.log" 2>&1 &
+    other=$!
+    trap 'kill $other 2>/dev/null || :' EXIT
+    part 1,2/3 "$@" || failed=1
+    examples "build/venv-py$first/bin/python" || failed=1
+    wait $other || failed=1
+    cat "$build/jax-beside.log"
+else
+    checks "build/venv-py$first/bin"
+    for version in $pythons; do
+        suite "build/venv-py$version/bin" "$@" || failed=1
+        examples "build/venv-py$version/bin/python" || failed=1
+    done
+fi
+[ -z "$failed" ] || { echo "the tests of epic.jax failed"; exit 1; }

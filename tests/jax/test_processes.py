@@ -73,7 +73,7 @@ def test_layers(processes: int) -> None:
 
 @pytest.mark.thorough
 def test_independent_layers() -> None:
-    """Sixteen in one program, in four processes: right, the same every time, never stuck."""
+    """Many in one program, in four processes: right, the same every time, never stuck."""
     for said in run("independent", 4):
         assert said.endswith("right\n"), said[-3000:]
 
