@@ -60,11 +60,21 @@ def test_one_call(dtype: Any) -> None:
         assert len(calls) == 2 and all(f"tensor<{shape}x{kind}>" in line for line in calls)
 
 
+ALSO: dict[str, dict[str, Any]] = {
+    "zero_experts": {"zero_experts": 1},
+    "tree": {"sum_order": "tree"},
+    "owners": {"rank_of_expert": np.arange(4, dtype=np.int32)},
+}
+
+
+@pytest.mark.parametrize("wish", ALSO.values(), ids=ALSO.keys())
+def test_one_call_for(wish: dict[str, Any]) -> None:
+    """What else the core's layer has."""
+    assert calls_of(**wish)[0] == ONE_CALL
+
+
 REST: dict[str, tuple[dict[str, Any], bool]] = {
-    "zero_experts": ({"zero_experts": 1}, True),
-    "tree": ({"sum_order": "tree"}, True),
     "quantized": ({"quantize": "1x32"}, True),
-    "owners": ({"rank_of_expert": np.arange(4, dtype=np.int32)}, True),
     "mask": ({"token_mask": np.ones((1, 8), bool)}, True),
     "their_gemm": ({"grouped_gemm": jax.lax.ragged_dot}, False),
 }

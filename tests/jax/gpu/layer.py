@@ -47,19 +47,20 @@ class Case:
     bound: float = 0.0
     table: np.ndarray | None = None
     quantize: str | None = None
+    tree: bool = False
 
 
 def all_cases() -> dict[str, Case]:
-    """By name; what the core has no layer for on CUDA is made of steps."""
-    steps = {"zero_experts"}
-    found = {n: Case(c, one_call=n not in steps) for n, c in cases.CASES.items()}
+    """By name; what the core's layer has not is made of steps."""
+    found = {n: Case(c) for n, c in cases.CASES.items()}
     found["float32"] = Case(FULL, dtype="float32")
     found["float16"] = Case(FULL, dtype="float16")
     found["aligned"] = Case({**FULL, "alignment": 128})
     found["mask"] = Case(FULL, {"token_mask": True}, False)
-    found["replicas"] = Case(FULL, {"logical_of_expert": TWELVE}, False, table=TWELVE)
+    found["replicas"] = Case(FULL, {"logical_of_expert": TWELVE}, table=TWELVE)
+    found["tree"] = Case(FULL, tree=True)
     found["quantized"] = Case(FULL, {}, False, bound=0.15, quantize="1x128")
-    found["owners"] = Case(FULL, {"rank_of_expert": True}, False)
+    found["owners"] = Case(FULL, {"rank_of_expert": True})
     found["ragged_dot"] = Case(FULL, {"grouped_gemm": jax.lax.ragged_dot}, False, bound=5e-2)
     return found
 
@@ -71,6 +72,8 @@ def options(case: Case, ranks: int) -> epic.Moe:
         count = len(case.table)
         layer = replace(wish.layer, num_experts=count, num_logical=cases.EXPERTS)
         wish = replace(wish, layer=layer, experts=replace(wish.experts, num_local_experts=0))
+    if case.tree:
+        wish = replace(wish, layer=replace(wish.layer, sum_order="tree", leaves=8))
     return replace(wish, quantize=case.quantize)
 
 

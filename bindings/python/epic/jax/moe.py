@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole layer: router, plan, dispatch, experts, combine, as one function with one gradient.
 
-It is the core's own layer, forward and backward one call each; composed of the single functions
-where the core has no layer for it (`has_layer`), and with `grouped_gemm=`, where the experts'
-products are the caller's.
+It is the core's own layer, forward and backward one call each.  With a token mask, with rows that
+travel in 8 bits and with `grouped_gemm=`, where the experts' products are the caller's, it is
+composed of the single functions.
 """
 
 import math
@@ -439,15 +439,6 @@ def masked(options: Moe, mask: Any, x: Any) -> Any:
     return jnp.asarray(mask).reshape(-1)
 
 
-def has_layer(group: Group, options: Moe, owners: Any) -> bool:
-    """Has the core a layer for these options where the group is?  owners: of experts, or None."""
-    if options.quantize is not None:
-        return False
-    tree = options.layer.sum_order == "tree"
-    other = options.layer.num_logical or options.router.zero_experts or owners is not None
-    return group.platform != "gpu" or not (tree or other)
-
-
 def from_core(
     group: Group, options: Moe, x: Any, weights: MoeWeights, ints: list[Any]
 ) -> tuple[Any, ...]:
@@ -516,7 +507,7 @@ def moe(
     rows = rows if mask is None else jnp.where(mask[:, None], rows, 0)
     if weights.bias is not None:
         weights = weights._replace(bias=jax.lax.stop_gradient(weights.bias))
-    if grouped_gemm is not None or mask is not None or not has_layer(group, options, owners):
+    if grouped_gemm is not None or options.quantize is not None or mask is not None:
         extras = {"token_ids": token_ids, "table": table, "token_mask": mask}
         extras |= {"rank_of_expert": owners, "logical_of_expert": logical}
         order = {"channel": channel, "after": after}
