@@ -66,7 +66,7 @@ test-asan:
 test-tsan:
 	@echo "== ThreadSanitizer"
 	@$(call CMAKE,Debug,build/tsan,-DEPIC_SANITIZE=thread $(HOST_ONLY))
-	@$(call BUILD,build/tsan)
+	@$(call BUILD,build/tsan) --target threaded
 	@$(STILL) $(call CTEST,build/tsan) -L threads -LE slow
 
 test-valgrind:

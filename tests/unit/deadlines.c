@@ -12,11 +12,11 @@
 #include "exchange/exchange.h"
 #include "run.h"
 
-#define DEADLINE_MS 1500
+#define DEADLINE_MS 2500
 #define NAP_MS 100
-#define ITEMS 30 /* twice the deadline, in naps */
+#define ITEMS 50 /* twice the deadline, in naps */
 #define STOP_AT 8
-#define LATER_MS 1200 /* more than this past its time is another time */
+#define LATER_MS 2000 /* more than this past its time is another time */
 #define ROW 8192
 #define LEAST_LANE 17408 /* two entries of ROW: nothing runs ahead */
 
