@@ -59,7 +59,7 @@ $(GPU_OUT)/gpu_bench: bench/gpu/bench.cu bench/gpu/floors.cuh bench/gpu/models.h
 $(GPU_OUT)/gpu_router: bench/gpu/router.cu $(GPU_KERNELS) $(GPU_HEADERS)
 	$(NVCC) $(GPU_NVFLAGS) $< $(filter $(GPU_OUT)/router_%,$(GPU_KERNELS)) -o $@
 
-$(GPU_OUT)/gpu_layer: bench/gpu/layer.cu $(GPU_KERNELS) $(GPU_HOST) $(GPU_HEADERS)
+$(GPU_OUT)/gpu_layer: bench/gpu/layer.cu bench/gpu/burst.cuh $(GPU_KERNELS) $(GPU_HOST) $(GPU_HEADERS)
 	$(NVCC) $(GPU_NVFLAGS) $< $(GPU_KERNELS) $(GPU_HOST) -o $@ -lcublas -lgomp
 # ptxas may run wgmma one after the other, and only says so: C75xx.
 $(GPU_OUT)/grouped_hopper.o: kernels/cuda/grouped_hopper.cu $(GPU_HEADERS)

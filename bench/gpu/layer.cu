@@ -3,181 +3,12 @@
  * compared by turns, median of ROUNDS x 3.  Products in TFLOP/s of all slab rows; then the whole
  * MLP, forward and with its backward; then decode, few rows an expert, as a share of the rate at
  * which the weights alone can be read.
- *   gpu_layer [rounds=4] [only=products|experts|decode] */
-#include <algorithm>
-#include <functional>
-#include <stdio.h>
-#include <stdlib.h>
+ *   gpu_layer [rounds=4] [only=products|e4m3|experts|decode] */
 #include <string.h>
-#include <string>
-#include <unistd.h>
-#include <vector>
 
-#include <cuda_bf16.h>
+#include "burst.cuh"
 
-extern "C" {
-#include "copies.h"
-#include "team.h"
-}
-#include "cuda/grouped.h"
-
-static int rounds = 4;
 static std::string only;
-
-struct Candidate {
-    std::string name;
-    std::function<void()> run;
-    std::vector<float> us;
-};
-
-static float median(std::vector<float> v)
-{
-    std::sort(v.begin(), v.end());
-    return v[v.size() / 2];
-}
-
-static void time_all(std::vector<Candidate> &all, cudaStream_t stream)
-{
-    cudaEvent_t at[4];
-    for (cudaEvent_t &e : at) CHECK_CUDA(cudaEventCreate(&e));
-    for (int r = 0; r < rounds; r++)
-        for (size_t i = 0; i < all.size(); i++) {
-            Candidate &c = all[r % 2 ? all.size() - 1 - i : i];
-            CHECK_CUDA(cudaStreamSynchronize(stream));
-            usleep(15000);
-            c.run();
-            CHECK_CUDA(cudaEventRecord(at[0], stream));
-            for (int k = 1; k < 4; k++) {
-                c.run();
-                CHECK_CUDA(cudaEventRecord(at[k], stream));
-            }
-            CHECK_CUDA(cudaStreamSynchronize(stream));
-            for (int k = 1; k < 4; k++) {
-                float ms;
-                CHECK_CUDA(cudaEventElapsedTime(&ms, at[k - 1], at[k]));
-                c.us.push_back(ms * 1000);
-            }
-        }
-    for (cudaEvent_t &e : at) CHECK_CUDA(cudaEventDestroy(e));
-}
-
-/* ------------------------------------------------------------------------------- arrays ---- */
-
-static __global__ void fill_kernel(__nv_bfloat16 *to, int64_t count, float size)
-{
-    const int64_t step = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
-        uint64_t h = (uint64_t)i * 0x9e3779b97f4a7c15ull;
-        h = (h ^ h >> 29) * 0xbf58476d1ce4e5b9ull;
-        const float sum = (float)(h >> 44) + (float)(h >> 24 & 0xfffff) - 0x1p20f;
-        to[i] = __float2bfloat16(sum * 0x1p-20f * size);
-    }
-}
-
-/* What one read of the weights costs. */
-static __global__ void read_kernel(const uint4 *from, int64_t count, uint32_t *to)
-{
-    const int64_t step = (int64_t)gridDim.x * blockDim.x;
-    uint32_t sum = 0;
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    for (; i + 3 * step < count; i += 4 * step) {
-        uint4 q[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) q[k] = __ldcs(from + i + k * step);
-#pragma unroll
-        for (int k = 0; k < 4; k++) sum += q[k].x ^ q[k].y ^ q[k].z ^ q[k].w;
-    }
-    if (sum == 0x12345678u) *to = sum;
-}
-
-struct Arrays {
-    std::vector<void *> all;
-
-    void *bytes(size_t n)
-    {
-        void *p;
-        CHECK_CUDA(cudaMalloc(&p, n));
-        all.push_back(p);
-        return p;
-    }
-    __nv_bfloat16 *rows(int64_t count, float size)
-    {
-        __nv_bfloat16 *p = (__nv_bfloat16 *)bytes((size_t)count * 2);
-        fill_kernel<<<1024, 256>>>(p, count, size);
-        CHECK_CUDA(cudaDeviceSynchronize());
-        return p;
-    }
-    int32_t *counts(const std::vector<int32_t> &from)
-    {
-        int32_t *p = (int32_t *)bytes(from.size() * 4);
-        CHECK_CUDA(copy_in(p, from.data(), from.size() * 4));
-        return p;
-    }
-    ~Arrays()
-    {
-        for (void *p : all) CHECK_CUDA(cudaFree(p));
-    }
-};
-
-struct Slabs { /* of a case */
-    std::string name;
-    std::vector<int32_t> rows, tokens;
-    int64_t slots;
-};
-
-static Slabs even(int experts, int each)
-{
-    Slabs s = {std::to_string(experts) + " x " + std::to_string(each), {}, {}, 0};
-    s.rows.assign((size_t)experts, each);
-    s.tokens = s.rows;
-    s.slots = (int64_t)experts * each;
-    return s;
-}
-
-/* zipf 0.7 over 60 of 64 experts, four of them empty; slabs of 128 that are not full. */
-static Slabs skewed()
-{
-    Slabs s = {"64 skewed", std::vector<int32_t>(64), std::vector<int32_t>(64), 32768};
-    double sum = 0;
-    for (int i = 1; i <= 60; i++) sum += pow(i, -0.7);
-    int left = 256;
-    for (int i = 60; i >= 1; i--) {
-        const int e = (i * 37) % 64;
-        int tiles = std::max(1, (int)(256 * pow(i, -0.7) / sum));
-        if (i == 1) tiles = left;
-        left -= tiles;
-        s.rows[(size_t)e] = tiles * 128;
-        s.tokens[(size_t)e] = tiles * 128 - 1 - (i * 53) % 120;
-    }
-    return s;
-}
-
-static p2p_slabs device_slabs(Arrays &a, const Slabs &s, cudaStream_t stream)
-{
-    epic_experts ex = {};
-    ex.num_local_experts = (uint32_t)s.rows.size();
-    ex.row_type = EPIC_BF16;
-    const experts_layout at = experts_layout_of(&ex, s.slots, false);
-    uint8_t *work = (uint8_t *)a.bytes((size_t)at.bytes);
-    p2p_slabs d = {};
-    d.expert_rows = a.counts(s.rows);
-    d.expert_tokens = a.counts(s.tokens);
-    d.num_tiles = (int32_t *)work;
-    d.tiles = (slab_tile *)(work + at.tiles);
-    d.slabs = (slab_place *)(work + at.slabs);
-    d.num_slots = s.slots;
-    d.num_experts = (int32_t)s.rows.size();
-    d.most_tiles = at.most_tiles;
-    CHECK_CUDA(p2p_launch_slabs(&d, stream));
-    return d;
-}
-
-static int num_sms()
-{
-    int sms;
-    CHECK_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
-    return sms;
-}
 
 /* ----------------------------------------------------------------------------- products ---- */
 
@@ -233,6 +64,63 @@ static void time_products(const Slabs &s, int64_t k, int64_t n, cudaStream_t str
     }
     printf("  forward %.0f, three passes (bf16 gradients) %.0f: best group of each\n",
            flop / best[0] / 1e6, 3 * flop / (best[0] + best[1] + best[2]) / 1e6);
+}
+
+/* -------------------------------------------------------------------------------- e4m3 ---- */
+
+static int64_t blocks(int64_t numbers)
+{
+    return (numbers + 127) / 128;
+}
+
+/* Factors of e4m3 of either pass, which sums over `depth`. */
+static p2p_gemm scaled_job(Arrays &a, p2p_gemm g, int64_t experts, int64_t depth,
+                           int64_t columns)
+{
+    const int64_t slots = g.slabs.num_slots;
+    g.row_type = g.weight_type = EPIC_E4M3;
+    g.y_type = EPIC_BF16;
+    g.a = a.filled<uint8_t>(slots * depth, 448);
+    g.b = a.filled<uint8_t>(experts * depth * columns, 448);
+    g.a_scales = a.filled<float>(slots * blocks(depth), 1.0f / 448);
+    g.b_scales = a.filled<float>(experts * blocks(depth) * blocks(columns), 0.02f / 448);
+    return g;
+}
+
+/* e4m3 beside bf16, by turns. */
+static void time_scaled(const Slabs &s, int64_t k, int64_t n, cudaStream_t stream)
+{
+    Arrays a;
+    const int64_t experts = (int64_t)s.rows.size();
+    p2p_gemm wide = {};
+    wide.slabs = device_slabs(a, s, stream);
+    wide.k = k;
+    wide.n = n;
+    wide.row_type = wide.weight_type = EPIC_BF16;
+    wide.sms = num_sms();
+    wide.a = a.rows(s.slots * std::max(k, n), 1);
+    wide.b = a.rows(experts * k * n, 0.02f);
+    wide.out = a.bytes((size_t)(s.slots * std::max(k, n) * 2));
+    p2p_gemm wide_input = wide;
+    wide_input.pass = EPIC_GEMM_INPUT;
+    const p2p_gemm jobs[] = {wide, scaled_job(a, wide, experts, k, n), wide_input,
+                             scaled_job(a, wide_input, experts, n, k)};
+    std::vector<Candidate> all;
+    for (const p2p_gemm &job : jobs)
+        for (int group : {1, 2, 4}) {
+            p2p_gemm g = job;
+            g.group = group;
+            all.push_back({"", [=] { CHECK_CUDA(p2p_launch_gemm(&g, stream)); }, {}});
+        }
+    time_all(all, stream);
+    double best[4] = {1e30, 1e30, 1e30, 1e30};
+    for (size_t i = 0; i < all.size(); i++)
+        best[i / 3] = std::min(best[i / 3], (double)median(all[i].us));
+    const double flop = 2.0 * (double)s.slots * (double)k * (double)n / 1e6;
+    printf("e4m3, %s rows, k %lld, n %lld, TFLOP/s, best of groups of 1, 2, 4:\n"
+           "  forward bf16 %.0f, e4m3 %.0f (%.2f times); input bf16 %.0f, e4m3 %.0f (%.2f)\n",
+           s.name.c_str(), (long long)k, (long long)n, flop / best[0], flop / best[1],
+           best[0] / best[1], flop / best[2], flop / best[3], best[2] / best[3]);
 }
 
 /* ------------------------------------------------------------------------------ experts ---- */
@@ -310,18 +198,33 @@ static void time_experts(team_rank *me, const Model &m)
             exit(1);
         }
     };
+    epic_experts scaled = ex;
+    epic_experts_args e = f;
+    scaled.weight_type = EPIC_E4M3;
+    e.experts = &scaled;
+    e.x = a.filled<uint8_t>(s.slots * m.hidden, 448);
+    e.x_scales = a.filled<float>(s.slots * blocks(m.hidden), 1.0f / 448);
+    e.w_gate_up = a.filled<uint8_t>(first, 448);
+    e.w_down = a.filled<uint8_t>(first / 2, 448);
+    e.w_gate_up_scales =
+        a.filled<float>(m.experts * blocks(m.hidden) * blocks(2 * m.inner), 0.02f / 448);
+    e.w_down_scales =
+        a.filled<float>(m.experts * blocks(m.hidden) * blocks(m.inner), 0.02f / 448);
     std::vector<Candidate> all = {{"forward", [&] { run(&f, NULL); }, {}},
+                                  {"e4m3", [&] { run(&e, NULL); }, {}},
                                   {"both", [&] { run(&f, &b); }, {}},
                                   {"wide", [&] { run(&f, &wide); }, {}}};
     time_all(all, me->stream);
-    printf("experts, %-28s forward %7.3f ms, with backward %7.3f, float32 gradients %7.3f\n",
-           m.name, median(all[0].us) / 1000, median(all[1].us) / 1000,
-           median(all[2].us) / 1000);
+    printf(
+        "experts, %-28s forward %7.3f ms, e4m3 %7.3f, with backward %7.3f, float32 gradients "
+        "%7.3f\n",
+        m.name, median(all[0].us) / 1000, median(all[1].us) / 1000, median(all[2].us) / 1000,
+        median(all[3].us) / 1000);
 }
 
 /* ------------------------------------------------------------------------------- decode ---- */
 
-static void time_decode(int each, int64_t k, int64_t n, cudaStream_t stream)
+static void time_decode(int each, int64_t k, int64_t n, bool scaled, cudaStream_t stream)
 {
     Arrays a;
     Slabs s = even(64, each);
@@ -332,13 +235,17 @@ static void time_decode(int each, int64_t k, int64_t n, cudaStream_t stream)
     g.row_type = g.weight_type = EPIC_BF16;
     g.sms = num_sms();
     g.pass = EPIC_GEMM_FORWARD;
-    g.a = a.rows(s.slots * k, 1);
-    g.b = a.rows(64 * k * n, 0.02f);
+    if (scaled) {
+        g = scaled_job(a, g, 64, k, n);
+    } else {
+        g.a = a.rows(s.slots * k, 1);
+        g.b = a.rows(64 * k * n, 0.02f);
+    }
     g.out = a.bytes((size_t)(s.slots * n * 2));
     uint32_t *sum = (uint32_t *)a.bytes(4);
     p2p_gemm alone = g;
     alone.alone = 1;
-    const int64_t vectors = 64 * k * n / 8;
+    const int64_t vectors = 64 * k * n / (scaled ? 16 : 8);
     const uint4 *w = (const uint4 *)g.b;
     std::vector<Candidate> all = {
         {"pairs", [&] { CHECK_CUDA(p2p_launch_gemm(&g, stream)); }, {}},
@@ -346,11 +253,12 @@ static void time_decode(int each, int64_t k, int64_t n, cudaStream_t stream)
         {"read", [&] { read_kernel<<<num_sms() * 8, 256, 0, stream>>>(w, vectors, sum); }, {}}};
     time_all(all, stream);
     const double read = median(all[2].us);
-    printf("decode, 64 x %d rows, k %lld, n %lld: one read of the weights %.0f us (%.2f TB/s), "
+    printf("decode, %s, 64 x %d rows, k %lld, n %lld: one read of the weights %.0f us (%.2f "
+           "TB/s), "
            "pairs %.0f us (%.0f %%), alone %.0f us (%.0f %%)\n",
-           each, (long long)k, (long long)n, read, (double)vectors * 16 / read / 1e6,
-           median(all[0].us), 100 * read / median(all[0].us), median(all[1].us),
-           100 * read / median(all[1].us));
+           scaled ? "e4m3" : "bf16", each, (long long)k, (long long)n, read,
+           (double)vectors * 16 / read / 1e6, median(all[0].us), 100 * read / median(all[0].us),
+           median(all[1].us), 100 * read / median(all[1].us));
 }
 
 static int work(team_rank *me)
@@ -369,13 +277,20 @@ static int work(team_rank *me)
         time_products(skewed(), 7168, 4096, me->stream);
         time_products(even(4, 8192), 7168, 4096, me->stream);
     }
+    if (only.empty() || only == "e4m3") {
+        time_scaled(even(64, 512), 7168, 4096, me->stream);
+        time_scaled(even(64, 512), 2048, 7168, me->stream);
+        time_scaled(skewed(), 7168, 4096, me->stream);
+        time_scaled(even(4, 8192), 7168, 4096, me->stream);
+    }
     if (only.empty() || only == "experts")
         for (const Model &m : models) time_experts(me, m);
     if (only.empty() || only == "decode")
-        for (int each : {1, 4, 16}) {
-            time_decode(each, 7168, 4096, me->stream);
-            time_decode(each, 2048, 7168, me->stream);
-        }
+        for (int each : {1, 4, 16})
+            for (bool scaled : {false, true}) {
+                time_decode(each, 7168, 4096, scaled, me->stream);
+                time_decode(each, 2048, 7168, scaled, me->stream);
+            }
     return 0;
 }
 

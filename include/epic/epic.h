@@ -839,7 +839,8 @@ typedef struct epic_experts {
     uint32_t interleaved;  /* 1: gate in the even columns, up in the odd ones */
     uint32_t weighting;    /* an epic_weighting */
     uint32_t row_type;     /* of x and y: F32, BF16, F16, or F64 */
-    uint32_t weight_type;  /* of weights and biases: 0: row_type; F64 goes with F64 only */
+    uint32_t weight_type;  /* of weights and biases: 0: row_type; F64 goes with F64 only; E4M3,
+                              of x too: epic_experts_forward on a CUDA context */
     uint32_t flags;        /* 0 */
     float limit;           /* EPIC_CLAMPED_SWIGLU; 0: 7.  EPIC_CLAMPED_SILU; 0: 10.  What is
                              clamped has no gradient; at the limit itself it has */
@@ -856,24 +857,29 @@ typedef struct epic_experts_memory_info {
     int64_t cuda_backward_bytes;
 } epic_experts_memory_info;
 
-/* What the experts need for a receive buffer of num_slots; cuda_ is 0 for F64 rows.  Errors:
- * EPIC_EINVAL. */
+/* What the experts need for a receive buffer of num_slots; cuda_ is 0 for F64 rows, the others for
+ * E4M3 weights.  Errors: EPIC_EINVAL. */
 static inline epic_result epic_experts_memory(const epic_experts *experts, int64_t num_slots,
                                               epic_experts_memory_info *out);
 
 typedef struct epic_experts_args {
     epic_call call;
     const epic_experts *experts;
-    const void *x;                /* [num_slots, hidden]; padding slots are zero */
-    int64_t num_slots;            /* what the buffers have */
-    const int32_t *expert_rows;   /* [num_local_experts], padded counts, of epic_plan */
-    const int32_t *expert_tokens; /* [num_local_experts], true counts; NULL: expert_rows */
-    const void *slot_weights;     /* [num_slots], with EARLY and INPUT only */
-    const void *w_gate_up;        /* [num_local_experts, hidden, width] */
-    const void *w_down;           /* [num_local_experts, inner, hidden] */
-    const void *b_gate_up;        /* [num_local_experts, width]; NULL: none */
-    const void *b_down;           /* [num_local_experts, hidden]; NULL: none */
-    void *saved;                  /* out; any alignment of 16, as workspace */
+    const void *x;                 /* [num_slots, hidden]; padding slots are zero */
+    const float *x_scales;         /* E4M3: [num_slots, ceil(hidden / 128)] */
+    int64_t num_slots;             /* what the buffers have */
+    const int32_t *expert_rows;    /* [num_local_experts], padded counts, of epic_plan */
+    const int32_t *expert_tokens;  /* [num_local_experts], true counts; NULL: expert_rows */
+    const void *slot_weights;      /* [num_slots], with EARLY and INPUT only */
+    const void *w_gate_up;         /* [num_local_experts, hidden, width] */
+    const void *w_down;            /* [num_local_experts, inner, hidden] */
+    const float *w_gate_up_scales; /* E4M3: [num_local_experts, ceil(width / 128),
+                                      ceil(hidden / 128)] */
+    const float *w_down_scales;    /* E4M3: [num_local_experts, ceil(hidden / 128),
+                                      ceil(inner / 128)] */
+    const void *b_gate_up;         /* [num_local_experts, width]; NULL: none */
+    const void *b_down;            /* [num_local_experts, hidden]; NULL: none */
+    void *saved;                   /* out; any alignment of 16, as workspace */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
@@ -896,8 +902,17 @@ typedef struct epic_experts_args {
  * the two products has row_type.  Counts are not looked at: what they say past num_slots is cut
  * off.  On Hopper 16-bit rows and weights of one type go through the tensor cores where 8 divides
  * hidden and inner and arrays begin at multiples of 16; everything else, and every other GPU,
- * takes plain loops.  call.max_sms 0: all SMs, whatever the context's share of them is.  Errors:
- * EPIC_EINVAL; EPIC_ENOTSUP (F64 rows). */
+ * takes plain loops.  call.max_sms 0: all SMs, whatever the context's share of them is.
+ *
+ * With weight_type E4M3, on a CUDA context: x is e4m3 with a scale for each 128 numbers of a row, as
+ * dispatch brings it with EPIC_QUANTIZE_1X128; the activations go through the same.  Weights have a
+ * scale for each 128 x 128 and lie turned, as tensor cores want them: w_gate_up [num_local_experts,
+ * width, hidden], w_down [num_local_experts, hidden, inner].  Biases, saved and y have row_type, F32,
+ * BF16 or F16.  Sums are float32; Hopper's tensor cores add up to 128 products with fewer bits.  They
+ * take it where row_type has 16 bits and 16 divides hidden and inner.  There is no backward of E4M3:
+ * epic_experts_backward takes this `saved` beside x and weights of row_type.
+ *
+ * Errors: EPIC_EINVAL; EPIC_ENOTSUP (F64 rows; E4M3 on the host, or with experts.gemm). */
 static inline epic_result epic_experts_forward(epic_context *ctx,
                                                const epic_experts_args *args);
 

@@ -11,6 +11,7 @@
 #include "cuda/grouped.h"
 #include "cuda/launch.cuh"
 #include "cuda/numbers.cuh"
+#include "cuda/quantize.cuh"
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
@@ -181,6 +182,67 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
         [](int64_t) {});
 }
 
+/* Of the N numbers that a lane has of a block of 128, which LANES lanes share. */
+template <int N, int LANES>
+static __device__ __forceinline__ uint32_t size_of_block(const float (&x)[N])
+{
+    uint32_t bits = size_of<N>(x);
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2)
+        bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, distance));
+    return bits;
+}
+
+/* As activation_kernel, to e4m3 with a scale for each 128.  A lane has one vector of a block, or four
+ * numbers that lie 32 apart. */
+template <class T, int V, int KIND>
+static __global__ void __launch_bounds__(THREADS)
+    quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
+{
+    constexpr int N = V > 1 ? V : 4, LANES = QUANTIZE_BLOCK / N, PARTS = N / V;
+    const int64_t inner = job.experts.inner, blocks = (inner + 127) / 128;
+    const int lane = threadIdx.x % 32;
+    uint8_t *const to = (uint8_t *)job.activations;
+    each_slot(
+        job.slabs,
+        [&](int64_t slot, int64_t expert) {
+            const Slot s = slot_of(job, slot, expert);
+#pragma unroll 1
+            for (int64_t base = 0; base < inner; base += 32 * N) {
+                float x[N] = {};
+#pragma unroll
+                for (int part = 0; part < PARTS; part++) {
+                    const int64_t i = base + part * 32 + lane * V;
+                    if (i >= inner) continue;
+                    const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, slot, i);
+                    const Pair<V> p = finish_pair<T, V, KIND>(job, s, i, raw);
+#pragma unroll
+                    for (int v = 0; v < V; v++)
+                        x[part * V + v] = activate<KIND>(p.gate[v], job.experts).value *
+                                          up_factor<KIND>(p.up[v], job.experts).value * s.early;
+                }
+                const uint32_t bits = size_of_block<N, LANES>(x);
+                const float scale = scale_1x128(bits);
+                const int64_t block = base / 128 + lane / LANES;
+                if (lane % LANES == 0 && block < blocks)
+                    job.scales[slot * blocks + block] = scale;
+                divide<false, N>(x, scale);
+#pragma unroll
+                for (int q = 0; q < N / 4; q++) {
+                    const float *f = x + 4 * q;
+                    const uint32_t four = pack_e4m3(f[0], f[1], f[2], f[3]);
+                    const int64_t i = base + lane * V + 4 * q;
+                    if (V > 1 && i < inner) *(uint32_t *)(to + slot * inner + i) = four;
+#pragma unroll
+                    for (int part = 0; part < PARTS && V == 1; part++)
+                        if (i + part * 32 < inner)
+                            to[slot * inner + i + part * 32] = (uint8_t)(four >> 8 * part);
+                }
+            }
+        },
+        [](int64_t) {});
+}
+
 /* The rows of a slot; returns this lane's part of the gradient of its weight. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
@@ -311,8 +373,9 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
 template <class T, int V, int KIND>
 static cudaError_t launch(const p2p_activation_job *job, bool backward, cudaStream_t stream)
 {
-    const auto kernel =
-        backward ? activation_backward_kernel<T, V, KIND> : activation_kernel<T, V, KIND>;
+    const auto kernel = backward      ? activation_backward_kernel<T, V, KIND>
+                        : job->scales ? quantized_activation_kernel<T, V, KIND>
+                                      : activation_kernel<T, V, KIND>;
     return enqueue(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
@@ -366,7 +429,9 @@ extern "C" cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t s
 template <class T, int V, int KIND> static cudaError_t load()
 {
     cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, activation_kernel<T, V, KIND>);
+    cudaError_t error = cudaFuncGetAttributes(&attributes, activation_kernel<T, V, KIND>);
+    if (error == cudaSuccess)
+        error = cudaFuncGetAttributes(&attributes, quantized_activation_kernel<T, V, KIND>);
     return error == cudaSuccess
                ? cudaFuncGetAttributes(&attributes, activation_backward_kernel<T, V, KIND>)
                : error;

@@ -27,7 +27,9 @@ typedef struct p2p_slabs {
     int32_t most_tiles;
 } p2p_slabs;
 
-/* A product over slabs. */
+/* A product over slabs.  Of e4m3 the tensor cores want both factors with the steps of the sum side by
+ * side, so weights lie turned there: FORWARD takes [experts, n, k], INPUT as always [experts, k, n];
+ * WEIGHT is for other types. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
     const void *a;    /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
@@ -35,17 +37,21 @@ typedef struct p2p_gemm {
     void *out;        /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
     const void *bias; /* FORWARD: [experts, n], added to rows that carry a token; NULL: none */
     const float *bias_weights; /* [slots], of the bias; NULL: 1 */
+    const float *a_scales;     /* E4M3: [slots, blocks], one for each 128 numbers of a row */
+    const float *b_scales;     /* E4M3: [experts, blocks, blocks], one for each 128 x 128 */
     const void *also;          /* INPUT: rows of out's type that are added, too; NULL: none */
     int64_t k, n;
-    uint32_t pass;        /* an epic_gemm_pass */
-    uint32_t row_type;    /* of x and d_x */
-    uint32_t y_type;      /* of y and d_y; 0: row_type */
-    uint32_t weight_type; /* of b but in WEIGHT, and of bias */
-    uint32_t out_type;    /* WEIGHT: of out */
-    int32_t accumulate;   /* WEIGHT, INPUT: out is added to */
-    int32_t sms;          /* most CTAs */
-    int32_t group;        /* rows of tiles that take turns over all columns; 0: chosen */
-    int32_t alone;        /* 1: CTAs do not work in pairs.  For tests */
+    uint32_t pass;     /* an epic_gemm_pass */
+    uint32_t row_type; /* of x and d_x */
+    uint32_t y_type;   /* of y and d_y; 0: row_type */
+    uint32_t
+        weight_type; /* of b but in WEIGHT, and of bias; E4M3 with row_type E4M3 only, with bias
+                             of y_type */
+    uint32_t out_type;  /* WEIGHT: of out */
+    int32_t accumulate; /* WEIGHT, INPUT: out is added to */
+    int32_t sms;        /* most CTAs */
+    int32_t group;      /* rows of tiles that take turns over all columns; 0: chosen */
+    int32_t alone;      /* 1: CTAs do not work in pairs.  For tests */
 } p2p_gemm;
 
 /* The rows between two products: activations and their gradients. */
@@ -56,7 +62,9 @@ typedef struct p2p_activation_job {
     const void *bias;          /* [experts, width]; NULL: none */
     const float *slot_weights; /* NULL: EPIC_WEIGHT_LATE */
     void *activations;         /* [slots, inner]; backward: their gradient comes in */
-    void *d_gate_up;           /* backward: [slots, width] */
+    float *
+        scales; /* forward: of activations, e4m3 then, [slots, blocks of 128]; NULL: row_type */
+    void *d_gate_up;    /* backward: [slots, width] */
     const void *d_y;    /* backward, for b_down's part in EPIC_WEIGHT_EARLY: [slots, hidden] */
     const void *b_down; /* backward: [experts, hidden]; NULL: none */
     float *d_slot_weights; /* backward; NULL: not wanted */
@@ -121,6 +129,7 @@ cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 
 /* On tensor cores where the GPU and the shapes let it (p2p_gemm_is_fast), else the plain one. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
+p2p_gemm p2p_as_input(p2p_gemm scaled); /* the same product, as one of the pass INPUT */
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 

@@ -30,11 +30,12 @@
 /* The emulator's GPU has no tensor cores, and this file is empty of kernels there. */
 #if defined(__NVCC__)
 
+#include "cuda/ptx.cuh"
 #include "cuda/tensor.cuh"
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-#define BK 64
+#define BK 64 /* 16-bit numbers of a step */
 #define STAGES 4
 #define GROUP_BYTES (64 * 128) /* 64 lines of 128 bytes: what the swizzle is made for */
 #define A_BYTES (2 * GROUP_BYTES)
@@ -49,6 +50,10 @@
 #define MEET_OWN 1 /* and 2: of one consumer warpgroup */
 #define MEET_BOTH 3
 
+struct E4m3 { /* scaled rows, and weights */
+    uint8_t bits;
+};
+
 struct Maps { /* what tensor copies know of the three matrices */
     CUtensorMap a, b, out;
 };
@@ -59,6 +64,7 @@ struct Job {
     const int32_t *num_tiles;
     const void *bias;
     const float *bias_weights;
+    const float *a_scales, *b_scales; /* e4m3 */
     void *out;
     int64_t columns; /* of out */
     int64_t lines;   /* WEIGHT: of out of one expert */
@@ -178,7 +184,7 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
     }
 }
 
-template <int PASS, int CTAS>
+template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void produce(const Maps &maps, const Job &job,
                                                const Places &at, int rank)
 {
@@ -190,7 +196,7 @@ static __device__ __forceinline__ void produce(const Maps &maps, const Job &job,
          t += grid) {
         for (int k = 0; k < w.steps; k++) {
             const int block = PASS != EPIC_GEMM_WEIGHT ? k : k == 0 ? w.steps - 1 : k - 1;
-            const int step = w.first + block * BK;
+            const int step = w.first + block * (128 / (int)sizeof(T));
             const uint32_t a = at.stages + s.index * STAGE_BYTES, full = at.full + 8 * s.index;
             barrier_wait(at.empty + 8 * s.index, s.parity ^ 1);
             barrier_expect(full, STAGE_BYTES);
@@ -436,6 +442,92 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
     }
 }
 
+/* ------------------------------------------------------------------------- scaled e4m3 ---- */
+
+/* Scales of a tile: of a thread's two rows, and of the blocks of weights left and right.  Four lanes
+ * have the same rows; lane i of them brings every fourth block of the sum from the i-th on, four blocks
+ * before they are needed. */
+struct Scales {
+    const float *low, *high, *b; /* NULL: a row without a token */
+    int steps, right;            /* right: from the left block of weights */
+    float coming_low, coming_high, coming_b[2];
+    float now_low[2], now_high[2]; /* rows' times weights' */
+
+    __device__ __forceinline__ Scales(const Job &job, const Work &w, const Lane &lane, int half)
+    {
+        const int row = half * 64 + lane.row;
+        const int block = w.column / 128, blocks = (int)((job.columns + 127) / 128);
+        const float *const rows = job.a_scales + (int64_t)(w.row + row) * job.steps;
+        steps = job.steps;
+        low = row < w.tokens ? rows : NULL;
+        high = row + 8 < w.tokens ? rows + (int64_t)8 * steps : NULL;
+        b = job.b_scales + ((int64_t)w.expert * blocks + block) * steps;
+        right = block + 1 < blocks ? steps : 0;
+        fetch(lane.column / 2);
+    }
+    __device__ __forceinline__ void fetch(int step)
+    {
+        coming_low = coming_high = coming_b[0] = coming_b[1] = 0;
+        if (step >= steps) return;
+        if (low) coming_low = __ldg(low + step);
+        if (high) coming_high = __ldg(high + step);
+        coming_b[0] = __ldg(b + step);
+        coming_b[1] = __ldg(b + right + step);
+    }
+    /* To the four blocks that have come; `step` is this lane's of the next four. */
+    __device__ __forceinline__ void turn(int step)
+    {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            now_low[h] = coming_low * coming_b[h];
+            now_high[h] = coming_high * coming_b[h];
+        }
+        fetch(step);
+    }
+};
+
+/* As multiply_tile, of e4m3.  The tensor cores add one block of 128 steps, and no more, as they keep
+ * fewer bits than float32 has; what they have added is scaled and added to d.  That takes as many clocks
+ * as a quarter of the products, and neither hides the other: all that can be hidden is waiting. */
+template <int CTAS>
+static __device__ __forceinline__ void multiply_scaled(float (&d)[128], const Job &job,
+                                                       const Work &w, const Places &at,
+                                                       Stage &s, int half, int thread)
+{
+    const Lane lane(thread);
+    const uint64_t a = factor_at(at.stages + half * GROUP_BYTES, 1, 64);
+    const uint64_t b = factor_at(at.stages + A_BYTES, 1, 64);
+    Scales scales(job, w, lane, half);
+    float sum[64];
+#pragma unroll
+    for (int i = 0; i < 128; i++) d[i] = 0;
+    barrier_wait(at.full + 8 * s.index, s.parity);
+    for (int k = 0; k < w.steps; k++) {
+        if (k % 4 == 0) scales.turn(k + 4 + lane.column / 2);
+        const uint32_t place = s.index * (STAGE_BYTES / 16);
+        const int stage = s.index;
+        s.next();
+#pragma unroll
+        for (int h = 0; h < 2; h++) { /* 128 columns */
+            begin_products();
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                multiply(sum, a + place + i * 2, b + place + h * (B_BYTES / 32) + i * 2,
+                         i != 0);
+            end_products();
+            float scale[2] = {__shfl_sync(0xffffffffu, scales.now_low[h], k % 4, 4),
+                              __shfl_sync(0xffffffffu, scales.now_high[h], k % 4, 4)};
+            keep(scale); /* before the wait */
+            if (h == 1 && k + 1 < w.steps) barrier_wait(at.full + 8 * s.index, s.parity);
+            wait_products<0>();
+            keep(sum);
+            if (h == 1) release<CTAS>(at, stage, thread);
+#pragma unroll
+            for (int i = 0; i < 64; i++) d[64 * h + i] += scale[i % 4 / 2] * sum[i];
+        }
+    }
+}
+
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void consume(const Maps &maps, const Job &job,
                                                const Places &at, int half, int rank)
@@ -449,8 +541,12 @@ static __device__ __forceinline__ void consume(const Maps &maps, const Job &job,
     float d[128];
     for (int t = blockIdx.x / CTAS; find_work<PASS, CTAS>(w, job, num_tiles, t, rank);
          t += grid) {
-        multiply_tile<T, PASS, CTAS>(d, w, at, s, half, thread);
-        if (PASS == EPIC_GEMM_FORWARD && job.bias) add_bias<T>(d, job, w, half, lane);
+        if constexpr (sizeof(T) == 1)
+            multiply_scaled<CTAS>(d, job, w, at, s, half, thread);
+        else
+            multiply_tile<T, PASS, CTAS>(d, w, at, s, half, thread);
+        if constexpr (PASS == EPIC_GEMM_FORWARD || sizeof(T) == 1)
+            if (job.bias) add_bias<Out>(d, job, w, half, lane);
         if constexpr (PASS == EPIC_GEMM_WEIGHT && sizeof(Out) == 2)
             if (job.accumulate && w.store) add_before<Out>(d, job, w, half, lane);
         if (PASS != EPIC_GEMM_WEIGHT && w.tokens < BM)
@@ -487,7 +583,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (CTAS == 2) cluster_meet();
     if (group == 0) {
         give_registers<40>();
-        if (threadIdx.x == 0) produce<PASS, CTAS>(maps, job, at, rank);
+        if (threadIdx.x == 0) produce<T, PASS, CTAS>(maps, job, at, rank);
     } else {
         take_registers<232>();
         consume<T, Out, PASS, CTAS>(maps, job, at, group - 1, rank);
@@ -517,10 +613,11 @@ struct Matrix {
 
 static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
 {
-    const cuuint64_t element = m.type == EPIC_F32 ? 4 : 2;
-    const CUtensorMapDataType type = m.type == EPIC_F32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                     : m.type == EPIC_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const cuuint64_t element = m.type == EPIC_F32 ? 4 : m.type == EPIC_E4M3 ? 1 : 2;
+    const CUtensorMapDataType type = m.type == EPIC_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : m.type == EPIC_E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                     : m.type == EPIC_F16  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                           : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const cuuint64_t sizes[3] = {(cuuint64_t)m.columns, (cuuint64_t)m.rows,
                                  (cuuint64_t)(m.count ? m.count : 1)};
     const cuuint64_t strides[2] = {sizes[0] * element, sizes[0] * sizes[1] * element};
@@ -537,7 +634,7 @@ static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
 {
     const bool weight = g->pass == EPIC_GEMM_WEIGHT, input = g->pass == EPIC_GEMM_INPUT;
     const int64_t slots = g->slabs.num_slots, experts = g->slabs.num_experts;
-    const uint32_t type = g->row_type;
+    const uint32_t type = g->row_type, y_type = g->y_type ? g->y_type : type;
     const Matrix a = {g->a, input ? g->n : g->k, slots, 0, type, weight ? 64 : BM};
     const Matrix b = {
         g->b, g->n, weight ? slots : g->k, weight ? 1 : experts, type, input ? 128 : 64};
@@ -545,7 +642,7 @@ static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
                         input ? g->k : g->n,
                         weight ? g->k : slots,
                         weight ? experts : 1,
-                        weight ? g->out_type : type,
+                        weight ? g->out_type : y_type,
                         64};
     cudaError_t error = make_map(&maps->a, a);
     if (error == cudaSuccess) error = make_map(&maps->b, b);
@@ -560,13 +657,16 @@ static Job job_of(const p2p_gemm *g)
     job.num_tiles = g->slabs.num_tiles;
     job.bias = g->bias;
     job.bias_weights = g->bias_weights;
+    job.a_scales = g->a_scales;
+    job.b_scales = g->b_scales;
     job.out = g->out;
     job.columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
     job.lines = g->k;
     job.num_experts = g->slabs.num_experts;
     job.tiles_down = (int)((g->k + BM - 1) / BM);
     job.tiles_across = (int)((job.columns + BN - 1) / BN);
-    job.steps = (int)(((g->pass == EPIC_GEMM_INPUT ? g->n : g->k) + BK - 1) / BK);
+    const int block = g->row_type == EPIC_E4M3 ? 128 : BK;
+    job.steps = (int)(((g->pass == EPIC_GEMM_INPUT ? g->n : g->k) + block - 1) / block);
     job.group = g->group ? g->group : job.num_experts >= 16 ? 4 : 8;
     job.accumulate = g->pass == EPIC_GEMM_WEIGHT && g->accumulate;
     return job;
@@ -603,6 +703,15 @@ static cudaError_t launch(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
+template <int CTAS>
+static cudaError_t launch_scaled(const p2p_gemm *forward, cudaStream_t stream)
+{
+    const p2p_gemm g = p2p_as_input(*forward);
+    return g.y_type == EPIC_F16
+               ? launch<E4m3, __half, EPIC_GEMM_INPUT, CTAS>(&g, stream)
+               : launch<E4m3, __nv_bfloat16, EPIC_GEMM_INPUT, CTAS>(&g, stream);
+}
+
 template <class T, int CTAS>
 static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
 {
@@ -614,6 +723,8 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
 
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
+    if (g->row_type == EPIC_E4M3)
+        return g->alone ? launch_scaled<1>(g, stream) : launch_scaled<2>(g, stream);
     if (g->row_type == EPIC_F16) return launch_typed<__half, 2>(g, stream);
     return g->alone ? launch_typed<__nv_bfloat16, 1>(g, stream)
                     : launch_typed<__nv_bfloat16, 2>(g, stream);
@@ -624,20 +735,31 @@ static bool is_whole(const void *p)
     return (uintptr_t)p % 16 == 0;
 }
 
+static const char *scaled_is_slow(const p2p_gemm *g)
+{
+    const bool input = g->pass == EPIC_GEMM_INPUT;
+    const int64_t columns = input ? g->k : g->n, depth = input ? g->n : g->k;
+    if (g->y_type != EPIC_BF16 && g->y_type != EPIC_F16) return "results are not 16 bits";
+    if (g->accumulate || g->also) return "results are added to";
+    if (depth % 16) return "16 does not divide a row";
+    return columns % 8 ? "8 does not divide a result's row" : NULL;
+}
+
 extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
 {
     const bool weight = g->pass == EPIC_GEMM_WEIGHT;
     if (!encode) return "no tensor cores of sm_90a";
+    if (!is_whole(g->a) || !is_whole(g->b) || !is_whole(g->out) || (uintptr_t)g->bias % 4)
+        return "an address that 16 does not divide";
+    if (!g->slabs.num_slots) return "no slots";
+    if (g->row_type == EPIC_E4M3) return scaled_is_slow(g);
     if (g->row_type != EPIC_BF16 && g->row_type != EPIC_F16) return "rows are not 16 bits";
     if (g->y_type && g->y_type != g->row_type) return "results are of another type";
     if (g->pass == EPIC_GEMM_INPUT && (g->accumulate || g->also)) return "results are added to";
     if (!weight && g->weight_type != g->row_type) return "weights are not of the rows' type";
     if (weight && g->out_type != g->row_type && g->out_type != EPIC_F32)
         return "gradients are of another type";
-    if (g->k % 8 || g->n % 8) return "8 does not divide k and n";
-    if (!is_whole(g->a) || !is_whole(g->b) || !is_whole(g->out) || (uintptr_t)g->bias % 4)
-        return "an address that 16 does not divide";
-    return g->slabs.num_slots ? NULL : "no slots";
+    return g->k % 8 || g->n % 8 ? "8 does not divide k and n" : NULL;
 }
 
 /* A build for other GPUs has kernels without a body. */
@@ -651,6 +773,12 @@ template <class T, class Out, int PASS, int CTAS> static cudaError_t load(bool *
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      SHARED_BYTES);
     return error;
+}
+
+template <int CTAS> static cudaError_t load_scaled(bool *good)
+{
+    cudaError_t error = load<E4m3, __nv_bfloat16, EPIC_GEMM_INPUT, CTAS>(good);
+    return error == cudaSuccess ? load<E4m3, __half, EPIC_GEMM_INPUT, CTAS>(good) : error;
 }
 
 template <class T, int CTAS> static cudaError_t load_typed(bool *good)
@@ -684,6 +812,8 @@ extern "C" cudaError_t p2p_load_hopper_gemm(void)
     cudaError_t error = load_typed<__nv_bfloat16, 2>(&good);
     if (error == cudaSuccess) error = load_typed<__nv_bfloat16, 1>(&good);
     if (error == cudaSuccess) error = load_typed<__half, 2>(&good);
+    if (error == cudaSuccess) error = load_scaled<2>(&good);
+    if (error == cudaSuccess) error = load_scaled<1>(&good);
     if (error == cudaSuccess && good) encode = find_encode();
     return error;
 }

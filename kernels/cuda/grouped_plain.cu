@@ -6,7 +6,9 @@
  * A CTA takes tiles of BM x BN numbers of out, each of whose threads keeps 8 x 8: four times four
  * that lie side by side.  Both factors go through shared memory as float32, BK steps of the sum at a
  * time, while those of the next BK are on their way to registers, in fours that lie side by side in
- * memory.  Rows without a token are not read; those inside slabs are written as zeros. */
+ * memory.  Rows without a token are not read; those inside slabs are written as zeros.  Factors of e4m3
+ * come with scales, 1 x 128 of a and 128 x 128 of b, and both have the steps of the sum side by side, as
+ * INPUT has them. */
 #include "cuda/grouped.h"
 #include "cuda/launch.cuh"
 #include "cuda/numbers.cuh"
@@ -68,6 +70,18 @@ static __device__ uint32_t y_type(const p2p_gemm &g)
     return g.y_type ? g.y_type : g.row_type;
 }
 
+/* Four numbers of e4m3 that have one scale; of no more than `there`, else 0. */
+static __device__ __forceinline__ float4 scaled_at(const void *p, int64_t at, int there,
+                                                   const float *scale)
+{
+    const uint8_t *const from = (const uint8_t *)p + at;
+    if (there <= 0) return make_float4(0, 0, 0, 0);
+    const float s = *scale;
+    return make_float4(e4m3_value(from[0]) * s, there > 1 ? e4m3_value(from[1]) * s : 0,
+                       there > 2 ? e4m3_value(from[2]) * s : 0,
+                       there > 3 ? e4m3_value(from[3]) * s : 0);
+}
+
 /* Four numbers of an array, from number `at` on, of which the first `there` are there, else 0. */
 static __device__ __forceinline__ float4 four_at(const void *p, uint32_t type, int64_t at,
                                                  int there)
@@ -122,13 +136,18 @@ static __device__ __forceinline__ void put_four(float *to, int s, int line, floa
     }
 }
 
+static __device__ __forceinline__ int64_t blocks(int64_t numbers)
+{
+    return (numbers + 127) / 128;
+}
+
 static __device__ __forceinline__ int left(int64_t end, int64_t at)
 {
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
 /* What a thread brings of BK steps of both factors. */
-template <int PASS> struct Parts {
+template <int PASS, bool SCALED> struct Parts {
     static constexpr bool A_TURNED = PASS != EPIC_GEMM_WEIGHT; /* steps lie side by side */
     static constexpr bool B_TURNED = PASS == EPIC_GEMM_INPUT;
     static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
@@ -157,7 +176,11 @@ template <int PASS> struct Parts {
                 A_TURNED ? (p.row + m) * p.depth + s : (p.row + s) * g.k + p.first + m;
             const int there = A_TURNED ? (m < p.tokens ? left(p.depth, s) : 0)
                                        : (s < p.depth ? left(p.tokens, m) : 0);
-            a[n] = four_at(g.a, a_type, at, there);
+            if (SCALED)
+                a[n] = scaled_at(g.a, at, there,
+                                 g.a_scales + (p.row + m) * blocks(p.depth) + s / 128);
+            else
+                a[n] = four_at(g.a, a_type, at, there);
         }
 #pragma unroll
         for (int n = 0; n < B_FOURS; n++) {
@@ -168,7 +191,13 @@ template <int PASS> struct Parts {
                                                         : (p.expert * g.k + s) * g.n + c;
             const int there = B_TURNED ? (c < p.columns ? left(p.depth, s) : 0)
                                        : (s < p.depth ? left(p.columns, c) : 0);
-            b[n] = four_at(g.b, b_type, at, there);
+            if (SCALED)
+                b[n] = scaled_at(
+                    g.b, at, there,
+                    g.b_scales + (p.expert * blocks(p.columns) + c / 128) * blocks(p.depth) +
+                        s / 128);
+            else
+                b[n] = four_at(g.b, b_type, at, there);
         }
     }
     /* The steps of b lie behind those of a. */
@@ -200,15 +229,16 @@ static __device__ __forceinline__ void load_eight(const float *from, int half, f
 }
 
 /* Four numbers of a row of out. */
-template <int PASS>
+template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece &p, int m,
                                                   int64_t column, float *x)
 {
     const int64_t line = PASS == EPIC_GEMM_WEIGHT ? p.expert * g.k + p.first + m : p.row + m;
     const int64_t at = line * p.columns + column;
-    const uint32_t type = PASS == EPIC_GEMM_WEIGHT    ? g.out_type
-                          : PASS == EPIC_GEMM_FORWARD ? y_type(g)
-                                                      : g.row_type;
+    const uint32_t type = PASS == EPIC_GEMM_WEIGHT              ? g.out_type
+                          : PASS == EPIC_GEMM_FORWARD || SCALED ? y_type(g)
+                                                                : g.row_type;
+    const uint32_t bias_type = SCALED ? type : g.weight_type;
     const int there = left(p.columns, column);
     const bool works = m < p.tokens;
     if (m >= p.rows || !there) return;
@@ -217,19 +247,19 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece
         x[2] += more.z * factor, x[3] += more.w * factor;
     };
     if (!works) x[0] = x[1] = x[2] = x[3] = 0;
-    if (PASS == EPIC_GEMM_FORWARD && g.bias && works)
-        add(four_at(g.bias, g.weight_type, p.expert * g.n + column, there),
+    if ((PASS == EPIC_GEMM_FORWARD || SCALED) && g.bias && works)
+        add(four_at(g.bias, bias_type, p.expert * p.columns + column, there),
             g.bias_weights ? g.bias_weights[line] : 1.0f);
     if (PASS == EPIC_GEMM_INPUT && g.also && works) add(four_at(g.also, type, at, there), 1);
     if (PASS != EPIC_GEMM_FORWARD && g.accumulate) add(four_at(g.out, type, at, there), 1);
     put_four_at(g.out, type, at, there, x);
 }
 
-template <int PASS>
+template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
 {
-    typedef Parts<PASS> Both;
+    typedef Parts<PASS, SCALED> Both;
     __shared__ float4 fours[2][BK * (Both::A_PITCH + Both::B_PITCH) / 4];
     const int down = threadIdx.x / (BN / EACH), across = threadIdx.x % (BN / EACH);
     const int64_t pieces = num_pieces<PASS>(g);
@@ -263,8 +293,8 @@ static __global__ void __launch_bounds__(THREADS)
         for (int i = 0; i < EACH; i++)
 #pragma unroll
             for (int j = 0; j < EACH; j += 4)
-                store_four<PASS>(g, p, spread(down, i, BM / 2),
-                                 p.column + spread(across, j, BN / 2), sum[i] + j);
+                store_four<PASS, SCALED>(g, p, spread(down, i, BM / 2),
+                                         p.column + spread(across, j, BN / 2), sum[i] + j);
     }
 }
 
@@ -279,14 +309,29 @@ static int ctas_of(const p2p_gemm *g)
     return (int)(pieces < most ? pieces : most);
 }
 
+extern "C" p2p_gemm p2p_as_input(p2p_gemm g)
+{
+    const int64_t k = g.k;
+    if (g.pass == EPIC_GEMM_INPUT) return g;
+    g.pass = EPIC_GEMM_INPUT;
+    g.k = g.n;
+    g.n = k;
+    return g;
+}
+
+template <int PASS, bool SCALED>
+static cudaError_t launch(const p2p_gemm &g, cudaStream_t stream)
+{
+    return enqueue(plain_kernel<PASS, SCALED>, ctas_of(&g), THREADS, 0, stream, g);
+}
+
 extern "C" cudaError_t p2p_launch_plain_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
-    const int ctas = ctas_of(g);
-    if (g->pass == EPIC_GEMM_WEIGHT)
-        return enqueue(plain_kernel<EPIC_GEMM_WEIGHT>, ctas, THREADS, 0, stream, *g);
-    if (g->pass == EPIC_GEMM_INPUT)
-        return enqueue(plain_kernel<EPIC_GEMM_INPUT>, ctas, THREADS, 0, stream, *g);
-    return enqueue(plain_kernel<EPIC_GEMM_FORWARD>, ctas, THREADS, 0, stream, *g);
+    if (g->row_type == EPIC_E4M3)
+        return launch<EPIC_GEMM_INPUT, true>(p2p_as_input(*g), stream);
+    if (g->pass == EPIC_GEMM_WEIGHT) return launch<EPIC_GEMM_WEIGHT, false>(*g, stream);
+    if (g->pass == EPIC_GEMM_INPUT) return launch<EPIC_GEMM_INPUT, false>(*g, stream);
+    return launch<EPIC_GEMM_FORWARD, false>(*g, stream);
 }
 
 extern "C" cudaError_t p2p_launch_gemm(const p2p_gemm *g, cudaStream_t stream)
@@ -295,13 +340,17 @@ extern "C" cudaError_t p2p_launch_gemm(const p2p_gemm *g, cudaStream_t stream)
                                : p2p_launch_hopper_gemm(g, stream);
 }
 
-extern "C" cudaError_t p2p_load_plain_gemm(void)
+template <int PASS, bool SCALED> static cudaError_t load(cudaError_t before)
 {
     cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, plain_kernel<EPIC_GEMM_FORWARD>);
-    if (error == cudaSuccess)
-        error = cudaFuncGetAttributes(&attributes, plain_kernel<EPIC_GEMM_INPUT>);
-    if (error == cudaSuccess)
-        error = cudaFuncGetAttributes(&attributes, plain_kernel<EPIC_GEMM_WEIGHT>);
-    return error;
+    if (before != cudaSuccess) return before;
+    return cudaFuncGetAttributes(&attributes, plain_kernel<PASS, SCALED>);
+}
+
+extern "C" cudaError_t p2p_load_plain_gemm(void)
+{
+    cudaError_t error = load<EPIC_GEMM_FORWARD, false>(cudaSuccess);
+    error = load<EPIC_GEMM_INPUT, false>(error);
+    error = load<EPIC_GEMM_WEIGHT, false>(error);
+    return load<EPIC_GEMM_INPUT, true>(error);
 }

@@ -25,6 +25,14 @@ __device__ __forceinline__ void put_number(void *p, uint32_t type, int64_t i, fl
         ((float *)p)[i] = x;
 }
 
+/* The bits of e4m3 as those of a float32 with the same exponent, which is 120 too small. */
+__device__ __forceinline__ float e4m3_value(uint8_t q)
+{
+    const uint32_t size = q & 0x7fu;
+    const float x = __uint_as_float(size << 20) * 0x1p120f;
+    return size == 0x7f ? __uint_as_float(0x7fc00000u) : q & 0x80u ? -x : x;
+}
+
 template <class T> constexpr uint32_t NUMBER_TYPE = EPIC_F32;
 template <> constexpr uint32_t NUMBER_TYPE<Bf16> = EPIC_BF16;
 template <> constexpr uint32_t NUMBER_TYPE<F16> = EPIC_F16;

@@ -253,4 +253,22 @@ __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b
     WGMMA_256("f16");
 }
 
+/* d [64, 128] += a [64, 32] b [32, 128] of e4m3, or = if not `add`; neither factor turned. */
+__device__ __forceinline__ void multiply(float (&d)[64], uint64_t a, uint64_t b, int add)
+{
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1;\n"
+        "}"
+        : SUMS_64(d, 0)
+        : "l"(a), "l"(b), "r"(add));
+}
+
 #endif

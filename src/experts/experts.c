@@ -8,6 +8,7 @@
 #include "experts/blas.h"
 #include "experts/job.h"
 #include "rules/convert.h"
+#include "rules/experts_layout.h"
 
 static epic_result check_slots(int64_t num_slots)
 {
@@ -22,14 +23,15 @@ epic_result epic_experts_memory_v1(const epic_experts *experts, size_t experts_s
                                    size_t size)
 {
     experts_job job = {0};
+    epic_experts_memory_info info = {0};
     TRY(experts_take(&job, experts, experts_size));
     TRY(check_slots(num_slots));
     TRY(CHECK_PLACE(out, size));
-    epic_experts_memory_info info = {
-        .saved_bytes = experts_saved_bytes(&job, num_slots),
-        .forward_bytes = experts_workspace_bytes(&job, num_slots, false),
-        .backward_bytes = experts_workspace_bytes(&job, num_slots, true),
-    };
+    if (!job.scaled) {
+        info.saved_bytes = experts_saved_bytes(&job, num_slots);
+        info.forward_bytes = experts_workspace_bytes(&job, num_slots, false);
+        info.backward_bytes = experts_workspace_bytes(&job, num_slots, true);
+    }
     job.device = !job.wide;
     if (job.device) {
         info.cuda_saved_bytes = experts_saved_bytes(&job, num_slots);
@@ -98,6 +100,42 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
+/* E4M3 comes with scales, other types without. */
+static epic_result check_scales(const experts_job *job, const epic_experts_args *a)
+{
+    const struct {
+        const char *name;
+        const float *scales;
+    } all[] = {{"x_scales", a->x_scales},
+               {"w_gate_up_scales", a->w_gate_up_scales},
+               {"w_down_scales", a->w_down_scales}};
+    for (int i = 0; i < 3; i++) {
+        if (job->scaled && all[i].scales == NULL && a->num_slots > 0)
+            return epic_fail(EPIC_EINVAL, "%s is NULL: experts.weight_type E4M3 needs it",
+                             all[i].name);
+        if (!job->scaled && all[i].scales != NULL)
+            return epic_fail(EPIC_EINVAL,
+                             "%s is given, but experts.weight_type is %s: only E4M3 has scales",
+                             all[i].name, convert_name(job->experts.weight_type));
+    }
+    return EPIC_OK;
+}
+
+/* Is there a product of E4M3 here? */
+static epic_result check_scaled(const experts_job *job, const char *call)
+{
+    if (!job->scaled) return EPIC_OK;
+    if (!job->device)
+        return epic_fail(EPIC_ENOTSUP,
+                         "experts.weight_type is E4M3: %s of E4M3 wants a CUDA context", call);
+    if (job->experts.gemm != NULL)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "experts.gemm is given, but experts.weight_type is E4M3: leave gemm NULL "
+            "for our product, or multiply weights of another type");
+    return EPIC_OK;
+}
+
 typedef struct required {
     const char *name;
     const void *array;
@@ -141,12 +179,16 @@ static epic_result take_grad_type(experts_job *job, uint32_t type)
 /* Elements of the arrays of both passes, and the bytes of one. */
 typedef struct shapes {
     int64_t local, slots, rows, gate_up, down, wide, narrow;
-    size_t row, weight, gradient, slot_weight;
+    int64_t x_scales, gate_up_scales, down_scales; /* E4M3 */
+    size_t x, row, weight, bias, gradient, slot_weight;
 } shapes;
 
 static shapes shapes_of(const experts_job *job, int64_t num_slots)
 {
     const int64_t local = job->experts.num_local_experts;
+    const int64_t hidden = experts_blocks(job->hidden), inner = experts_blocks(job->inner);
+    const size_t row = (size_t)convert_bytes(job->experts.row_type);
+    const size_t weight = (size_t)convert_bytes(job->experts.weight_type);
     return (shapes){.local = local,
                     .slots = num_slots,
                     .rows = num_slots * job->hidden,
@@ -154,24 +196,32 @@ static shapes shapes_of(const experts_job *job, int64_t num_slots)
                     .down = local * job->inner * job->hidden,
                     .wide = local * job->width,
                     .narrow = local * job->hidden,
-                    .row = (size_t)convert_bytes(job->experts.row_type),
-                    .weight = (size_t)convert_bytes(job->experts.weight_type),
+                    .x_scales = num_slots * hidden,
+                    .gate_up_scales = local * experts_blocks(job->width) * hidden,
+                    .down_scales = local * hidden * inner,
+                    .x = job->scaled ? 1 : row,
+                    .row = row,
+                    .weight = job->scaled ? 1 : weight,
+                    .bias = job->scaled ? row : weight,
                     .gradient = (size_t)(job->grad_type ? convert_bytes(job->grad_type) : 4),
                     .slot_weight = job->wide_weights ? 8 : 4};
 }
 
 #define INPUTS(a, s)                                                                        \
-    ARRAY_IN(a, x, s.rows, s.row), ARRAY_IN(a, expert_rows, s.local, 4),                    \
+    ARRAY_IN(a, x, s.rows, s.x), ARRAY_IN(a, expert_rows, s.local, 4),                      \
         ARRAY_IN(a, expert_tokens, s.local, 4),                                             \
         ARRAY_IN(a, slot_weights, s.slots, s.slot_weight),                                  \
         ARRAY_IN(a, w_gate_up, s.gate_up, s.weight), ARRAY_IN(a, w_down, s.down, s.weight), \
-        ARRAY_IN(a, b_gate_up, s.wide, s.weight), ARRAY_IN(a, b_down, s.narrow, s.weight)
+        ARRAY_IN(a, b_gate_up, s.wide, s.bias), ARRAY_IN(a, b_down, s.narrow, s.bias)
 
 static epic_result check_forward_places(const experts_job *job, const epic_experts_args *a)
 {
     const shapes s = shapes_of(job, a->num_slots);
     const call_array arrays[] = {
         INPUTS(a, s),
+        ARRAY_IN(a, x_scales, s.x_scales, 4),
+        ARRAY_IN(a, w_gate_up_scales, s.gate_up_scales, 4),
+        ARRAY_IN(a, w_down_scales, s.down_scales, 4),
         {"saved", a->saved, experts_saved_bytes(job, s.slots), 16, true},
         {"workspace", a->workspace, experts_workspace_bytes(job, s.slots, false), 16, true},
         ARRAY_OUT(a, y, job->saved_alone ? 0 : s.rows, s.row)};
@@ -235,8 +285,10 @@ static epic_result take_forward(experts_job *job, const epic_experts_args *a)
         {"x", a->x}, {"w_gate_up", a->w_gate_up}, {"w_down", a->w_down}, {"y", a->y}};
     TRY(check_slots(a->num_slots));
     TRY(check_flags(a->flags, EPIC_RECOMPUTE));
+    TRY(check_scaled(job, "epic_experts_forward"));
     TRY(take_weights_type(job, a->weights_type));
     TRY(check_required(arrays, job->saved_alone ? 3 : 4, a->num_slots));
+    TRY(check_scales(job, a));
     TRY(check_forward_places(job, a));
     TRY(check_counts(job, a->num_slots));
     TRY(check_weighting(job, a->num_slots));
@@ -297,6 +349,10 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
         {"x", a->x}, {"w_gate_up", a->w_gate_up}, {"w_down", a->w_down}, {"d_y", a->d_y}};
     TRY(check_slots(a->num_slots));
     TRY(check_flags(a->flags, EPIC_ACCUMULATE));
+    if (job->scaled)
+        return epic_fail(EPIC_ENOTSUP,
+                         "experts.weight_type is E4M3: gradients want x and weights of "
+                         "experts.row_type, and `saved` as it is");
     TRY(take_weights_type(job, a->weights_type));
     TRY(take_grad_type(job, a->grad_type));
     if (a->pad != 0) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);

@@ -25,10 +25,11 @@ static epic_result check_types(const epic_experts *ex)
         return epic_fail(EPIC_EINVAL,
                          "experts.row_type is %u: it must be EPIC_F32, BF16, F16 or F64",
                          ex->row_type);
+    if (ex->weight_type == EPIC_E4M3 && ex->row_type != EPIC_F64) return EPIC_OK;
     if (convert_bytes(ex->weight_type) == 0)
         return epic_fail(EPIC_EINVAL,
                          "experts.weight_type is %u: it must be 0 (row_type), EPIC_F32, BF16, "
-                         "F16 or F64",
+                         "F16, F64 or, with row_type F32, BF16 or F16, E4M3",
                          ex->weight_type);
     if ((ex->row_type == EPIC_F64) != (ex->weight_type == EPIC_F64))
         return epic_fail(EPIC_EINVAL,
@@ -80,6 +81,7 @@ epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t si
     job->wide = ex->row_type == EPIC_F64;
     job->halves =
         ex->row_type == EPIC_BF16 && ex->weight_type == EPIC_BF16 && gemm_bf16_ready();
+    job->scaled = ex->weight_type == EPIC_E4M3;
     return EPIC_OK;
 }
 

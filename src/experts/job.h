@@ -15,6 +15,7 @@ typedef struct experts_job {
     int64_t inner;
     int64_t width;     /* of the first product: 2 * inner, or inner */
     bool wide;         /* float64 */
+    bool scaled;       /* E4M3 weights, and x */
     bool wide_weights; /* of slots: float64 */
     bool accumulate;
     bool saved_alone;   /* forward: nothing else is made */

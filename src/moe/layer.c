@@ -46,6 +46,12 @@ static epic_result check_parts(const moe_job *j, const epic_config *config)
                       layer_num_ids(layer));
     if (router->top_k != layer->top_k)
         return differ("router.top_k", router->top_k, "layer.top_k", layer->top_k);
+    if (j->experts.weight_type == EPIC_E4M3 ||
+        (j->has_shared && j->shared.weight_type == EPIC_E4M3))
+        return epic_fail(EPIC_EINVAL,
+                         "moe.%s.weight_type is E4M3: the layer takes none, "
+                         "epic_experts_forward does",
+                         j->experts.weight_type == EPIC_E4M3 ? "experts" : "shared");
     if (j->has_shared && j->shared.num_local_experts != 1)
         return epic_fail(EPIC_EINVAL, "moe.shared.num_local_experts is %u: it is one expert",
                          j->shared.num_local_experts);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The experts on a CUDA context, forward and backward, against float64 loops, with random
  * cotangents: exact ones, and ones that round where the kernels do.  Half of the cases run from a
- * captured graph that was recorded with other counts.
+ * captured graph that was recorded with other counts.  Of e4m3 weights forward alone.
  *   gpu_experts_check [CASES] [SEED] [MOST]      MOST: of hidden and inner */
 #include "base/error.h"
 #include "cuda/grouped.h"
 #include "experts_oracle.h"
+#include "scaled.h"
 #include "team.h"
 
 enum { MOST_LOCAL = 12, TAIL = 40, RESULTS = 7 };
@@ -14,11 +15,13 @@ typedef struct problem {
     epic_experts ex;
     int alignment;
     uint32_t grad_type;
-    bool biased, accumulate, captured;
+    bool biased, accumulate, captured, scaled;
     int32_t tokens[MOST_LOCAL], rows[MOST_LOCAL];
     int64_t slots, width;
     both x, weights, w_gate_up, w_down, b_gate_up, b_down, d_y,
-        counts;        /* counts: rows, tokens */
+        counts; /* counts: rows, tokens */
+    both x_scales;
+    scaled_weights of_gate_up, of_down;
     both out[RESULTS]; /* y d_x d_w_gate_up d_w_down d_b_gate_up d_b_down d_weights */
     double *exact[RESULTS], *near[RESULTS];
     void *saved, *workspace;
@@ -27,7 +30,7 @@ typedef struct problem {
 
 static const char *const names[RESULTS] = {
     "y", "d_x", "d_w_gate_up", "d_w_down", "d_b_gate_up", "d_b_down", "d_slot_weights"};
-static double worst[2][3][RESULTS]; /* exact and near, by type */
+static double worst[2][4][RESULTS]; /* exact and near, by type */
 static int failures;
 static int cases = 40;
 static uint64_t seed = 1;
@@ -53,6 +56,11 @@ static void draw(problem *p)
     ex->weight_type = random_below(8) ? ex->row_type : types[random_below(4)];
     ex->limit = clamped ? 0.75f : 7;
     ex->alpha = ex->activation == EPIC_CLAMPED_SILU ? 1 : 1.702f;
+    p->scaled = random_below(6) == 0;
+    if (p->scaled) {
+        ex->weight_type = EPIC_E4M3;
+        if (step == 8) ex->hidden = (ex->hidden + 8) / 16 * 16, ex->inner += ex->inner % 16;
+    }
     p->alignment = alignments[random_below(7)];
     p->grad_type = random_below(2) ? EPIC_F32 : ex->row_type;
     p->biased = random_below(2);
@@ -68,9 +76,9 @@ static void draw(problem *p)
 }
 
 /* Rows that carry a token are random, the others NaN, which nobody may read. */
-static both make_rows(const problem *p, int64_t columns)
+static both make_rows(const problem *p, uint32_t type, int64_t columns)
 {
-    both b = make_both(p->ex.row_type, p->slots * columns);
+    both b = make_both(type, p->slots * columns);
     int64_t first = 0;
     for (uint32_t e = 0; e < p->ex.num_local_experts; e++) {
         for (int64_t i = first * columns; i < (first + p->tokens[e]) * columns; i++)
@@ -92,14 +100,20 @@ static void make_inputs(problem *p)
 {
     const epic_experts *ex = &p->ex;
     const int64_t local = ex->num_local_experts, hidden = ex->hidden, inner = ex->inner;
-    p->x = make_rows(p, hidden);
-    p->d_y = make_rows(p, hidden);
+    const uint32_t bias_type = p->scaled ? ex->row_type : ex->weight_type;
+    p->x = make_rows(p, p->scaled ? EPIC_E4M3 : ex->row_type, hidden);
+    p->d_y = make_rows(p, ex->row_type, hidden);
     p->weights = make_pushed(EPIC_F32, p->slots, 1);
     p->w_gate_up =
         make_pushed(ex->weight_type, local * hidden * p->width, 2 / sqrt((double)hidden));
     p->w_down = make_pushed(ex->weight_type, local * inner * hidden, 2 / sqrt((double)inner));
-    p->b_gate_up = make_pushed(ex->weight_type, local * p->width, 0.5);
-    p->b_down = make_pushed(ex->weight_type, local * hidden, 0.5);
+    p->b_gate_up = make_pushed(bias_type, local * p->width, 0.5);
+    p->b_down = make_pushed(bias_type, local * hidden, 0.5);
+    if (p->scaled) {
+        p->x_scales = scale_rows(&p->x, hidden);
+        p->of_gate_up = scale_weights(&p->w_gate_up, local, hidden, p->width);
+        p->of_down = scale_weights(&p->w_down, local, inner, hidden);
+    }
     p->counts = make_both(EPIC_F32, 2 * MOST_LOCAL);
     memcpy(p->counts.host, p->rows, sizeof p->rows);
     memcpy((int32_t *)p->counts.host + MOST_LOCAL, p->tokens, sizeof p->tokens);
@@ -145,6 +159,9 @@ static void free_problem(problem *p)
     both *inputs[] = {&p->x,      &p->weights,   &p->w_gate_up, &p->w_down,
                       &p->b_down, &p->b_gate_up, &p->d_y,       &p->counts};
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) free_both(inputs[i]);
+    free_both(&p->x_scales);
+    free_scaled(&p->of_gate_up);
+    free_scaled(&p->of_down);
     for (int i = 0; i < RESULTS; i++) {
         free_both(&p->out[i]);
         free(p->exact[i]);
@@ -174,8 +191,7 @@ static bool is_late(const problem *p)
 
 static void call(team_rank *me, const problem *p)
 {
-    const epic_experts_args forward = {INPUTS(p), .call.stream = me->stream,
-                                       .y = p->out[0].device};
+    epic_experts_args forward = {INPUTS(p), .call.stream = me->stream, .y = p->out[0].device};
     const epic_experts_backward_args backward = {
         INPUTS(p),
         .call.stream = me->stream,
@@ -188,7 +204,15 @@ static void call(team_rank *me, const problem *p)
         .d_slot_weights = is_late(p) ? NULL : p->out[6].device,
         .flags = p->accumulate ? EPIC_ACCUMULATE : 0,
         .grad_type = p->grad_type};
+    if (p->scaled) {
+        forward.w_gate_up = p->of_gate_up.turned.device;
+        forward.w_down = p->of_down.turned.device;
+        forward.x_scales = p->x_scales.device;
+        forward.w_gate_up_scales = p->of_gate_up.turned_scales.device;
+        forward.w_down_scales = p->of_down.turned_scales.device;
+    }
     must(p2p_steps.experts_forward(me->group, &forward) == EPIC_OK, "forward");
+    if (p->scaled) return;
     must(p2p_steps.experts_backward(me->group, &backward) == EPIC_OK, "backward");
 }
 
@@ -213,6 +237,7 @@ static void ask_oracle(const problem *p, double *const *to, uint32_t held)
 {
     const oracle o = {.ex = p->ex,
                       .held = held,
+                      .scaled = p->scaled,
                       .biased_gradient = p->biased,
                       .slots = p->slots,
                       .rows = p->rows,
@@ -238,6 +263,7 @@ static void ask_oracle(const problem *p, double *const *to, uint32_t held)
 
 static bool is_wanted(const problem *p, int result)
 {
+    if (p->scaled) return result == 0;
     if (result == 4 || result == 5) return p->biased;
     return result < 6 || !is_late(p);
 }
@@ -305,15 +331,21 @@ static void compare(const problem *p, int number)
 {
     const uint32_t type = p->ex.row_type;
     const bool clamped = p->ex.activation >= EPIC_CLAMPED_SWIGLU && type != EPIC_F32;
-    const double exact_plain = type == EPIC_BF16 ? 1e-2 : type == EPIC_F16 ? 2e-3 : 1e-5;
-    const double most_near = type == EPIC_F32 ? 1e-5 : type == EPIC_F16 ? 5e-4 : 2e-3;
+    const double exact_plain = p->scaled           ? 5e-2
+                               : type == EPIC_BF16 ? 1e-2
+                               : type == EPIC_F16  ? 2e-3
+                                                   : 1e-5;
+    const double most_near = p->scaled          ? 1e-2
+                             : type == EPIC_F32 ? 1e-5
+                             : type == EPIC_F16 ? 5e-4
+                                                : 2e-3;
     const int before = failures;
     for (int i = 0; i < RESULTS; i++) {
         if (!is_wanted(p, i)) continue;
         pull(&p->out[i]);
         const double exact = distance(p, i, p->exact[i], false);
         const double near = distance(p, i, p->near[i], true);
-        const int row = type == EPIC_BF16 ? 0 : type == EPIC_F16 ? 1 : 2;
+        const int row = p->scaled ? 3 : type == EPIC_BF16 ? 0 : type == EPIC_F16 ? 1 : 2;
         if (exact > worst[0][row][i]) worst[0][row][i] = exact;
         if (near > worst[1][row][i]) worst[1][row][i] = near;
         /* gradients jump at the limit, and what is held in 16 bits may come to its other side */
@@ -355,8 +387,8 @@ static void run_case(team_rank *me, int number)
 static int work(team_rank *me)
 {
     for (int i = 0; i < cases && failures < 20; i++) run_case(me, i);
-    static const char *const types[] = {"bf16", "fp16", "float32"};
-    for (int t = 0; t < 3; t++)
+    static const char *const types[] = {"bf16", "fp16", "float32", "e4m3"};
+    for (int t = 0; t < 4; t++)
         for (int i = 0; i < 2; i++) {
             printf("experts: %-7s farthest from %-16s", types[t],
                    i ? "what rounds alike" : "float64");

@@ -11,6 +11,7 @@
 typedef struct oracle { /* float64 throughout */
     epic_experts ex;    /* limit and alpha filled in */
     uint32_t held;
+    bool scaled;          /* activations are held as e4m3, with a scale for each 128 */
     bool biased_gradient; /* d_b_gate_up is wanted: EPIC_WEIGHT_INPUT then rounds once more */
     int64_t slots;
     const int32_t *rows, *tokens;
@@ -92,6 +93,18 @@ static void times(const oracle *o, double *out, const double *row, const double 
     for (int64_t j = 0; j < n; j++) out[j] = rounded(out[j], o->held);
 }
 
+/* As e4m3 holds them, with a scale for each 128. */
+static void quantize_f64(double *x, int64_t n)
+{
+    for (int64_t first = 0; first < n; first += 128) {
+        const int64_t end = first + 128 < n ? first + 128 : n;
+        double most = 0;
+        for (int64_t i = first; i < end; i++) most = fmax(most, fabs(x[i]));
+        const double scale = most > 0 ? (float)(most / E4M3_MAX) : 1;
+        for (int64_t i = first; i < end; i++) x[i] = rounded(x[i] / scale, EPIC_E4M3) * scale;
+    }
+}
+
 static void forward_slot(const oracle *o, int64_t e, int64_t slot, const oracle_row *r)
 {
     const epic_experts *ex = &o->ex;
@@ -106,9 +119,10 @@ static void forward_slot(const oracle *o, int64_t e, int64_t slot, const oracle_
         const int64_t g = gate_of(ex, i), u = up_of(ex, i);
         const double gate = input * r->saved[g] + (b ? b[g] : 0);
         const double up = ex->ungated ? 0 : input * r->saved[u] + (b ? b[u] : 0);
-        r->act[i] =
-            rounded(activate_f64(gate, ex).value * up_f64(up, ex).value * early, o->held);
+        r->act[i] = activate_f64(gate, ex).value * up_f64(up, ex).value * early;
+        if (!o->scaled) r->act[i] = rounded(r->act[i], o->held);
     }
+    if (o->scaled && o->held != EPIC_F64) quantize_f64(r->act, inner);
     for (int64_t j = 0; j < hidden; j++) {
         double sum = o->b_down ? early * o->b_down[e * hidden + j] : 0;
         for (int64_t i = 0; i < inner; i++)

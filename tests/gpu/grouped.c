@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "cuda/grouped.h"
-#include "numbers.h"
+#include "scaled.h"
 
 enum { MOST_EXPERTS = 40, TAIL = 70 };
 
@@ -19,7 +19,7 @@ typedef struct shape {
     int64_t k, n;
     int experts, alignment;
     int tokens[MOST_EXPERTS];
-    uint32_t type, out_type; /* out_type: of weights' gradients */
+    uint32_t type, out_type; /* out_type: of weights' gradients; of E4M3 rows, of results */
     bool bias, weighted, accumulate;
 } shape;
 
@@ -27,7 +27,10 @@ typedef struct problem {
     const shape *s;
     int32_t rows[MOST_EXPERTS], first[MOST_EXPERTS];
     int64_t slots;
+    uint32_t y_type;
     both x, w, d, bias, weights, counts, tokens;
+    both scales[2];      /* E4M3: of x and d */
+    scaled_weights of_w; /* E4M3 */
     p2p_slabs slabs;
     void *workspace;
 } problem;
@@ -103,14 +106,19 @@ static void make_slabs(problem *p)
 
 static problem make_problem(const shape *s)
 {
-    problem p = {.s = s};
+    problem p = {.s = s, .y_type = s->type == EPIC_E4M3 ? s->out_type : s->type};
     int32_t tokens[MOST_EXPERTS];
     for (int e = 0; e < s->experts; e++) tokens[e] = s->tokens[e];
     lay_out(&p);
     p.x = make_rows(&p, s->k);
     p.d = make_rows(&p, s->n);
     p.w = make_pushed(s->type, s->experts * s->k * s->n, 0.3);
-    p.bias = make_pushed(s->type, s->experts * s->n, 1);
+    p.bias = make_pushed(p.y_type, s->experts * s->n, 1);
+    if (s->type == EPIC_E4M3) {
+        p.scales[0] = scale_rows(&p.x, s->k);
+        p.scales[1] = scale_rows(&p.d, s->n);
+        p.of_w = scale_weights(&p.w, s->experts, s->k, s->n);
+    }
     p.weights = make_pushed(EPIC_F32, p.slots, 1);
     p.counts = make_counts(p.rows, s->experts);
     p.tokens = make_counts(tokens, s->experts);
@@ -120,8 +128,10 @@ static problem make_problem(const shape *s)
 
 static void free_problem(problem *p)
 {
-    both *all[] = {&p->x, &p->w, &p->d, &p->bias, &p->weights, &p->counts, &p->tokens};
+    both *all[] = {&p->x,      &p->w,      &p->d,         &p->bias,     &p->weights,
+                   &p->counts, &p->tokens, &p->scales[0], &p->scales[1]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free_both(all[i]);
+    free_scaled(&p->of_w);
     cudaFree(p->workspace);
 }
 
@@ -188,17 +198,21 @@ static void count_box(const problem *p, const verdict *v, verdict *to, uint32_t 
     to->boxes[row % 128 / 64][column % 256 / 64]++;
 }
 
-static double slack_of(uint32_t type, double want, double size)
+/* Tensor cores add 32 products of e4m3 with 13 bits behind the largest's first. */
+static double slack_of(uint32_t type, double want, double size, bool short_sums)
 {
     const double round = type == EPIC_BF16 ? 0x1.02p-8 : type == EPIC_F16 ? 0x1.02p-11 : 0;
-    return round * fabs(want) + 2e-6 * size + (type == EPIC_F16 ? 1e-7 : 1e-30);
+    return round * fabs(want) + (short_sums ? 1e-3 : 2e-6) * size +
+           (type == EPIC_F16 ? 1e-7 : 1e-30);
 }
 
 /* All of the result; `before` is what accumulating began with. */
-static verdict check(const problem *p, uint32_t pass, const both *out, double before)
+static verdict check(const problem *p, uint32_t pass, kernel how, const both *out,
+                     double before)
 {
     const shape *s = p->s;
     const bool weight = pass == EPIC_GEMM_WEIGHT;
+    const bool short_sums = s->type == EPIC_E4M3 && how != PLAIN;
     const int64_t columns = pass == EPIC_GEMM_INPUT ? s->k : s->n;
     verdict v = {0};
     for (int round = 0; round < 2; round++) { /* the second time only to count boxes */
@@ -212,7 +226,7 @@ static verdict check(const problem *p, uint32_t pass, const both *out, double be
                 if (weight || i / columns < s->tokens[e])
                     want += truth_at(p, pass, e, line, column, &size);
                 const double got = get(out->host, out->type, line * columns + column);
-                const double slack = slack_of(out->type, want, size);
+                const double slack = slack_of(out->type, want, size, short_sums);
                 if (round == 0)
                     judge(&v, e, line, column, got, want, slack);
                 else if (!(fabs(got - want) <= slack))
@@ -256,9 +270,13 @@ static void tell(const problem *p, uint32_t pass, kernel how, const verdict *v)
 static p2p_gemm job_of(const problem *p, uint32_t pass, const both *out, kernel how)
 {
     const shape *s = p->s;
+    const bool input = pass == EPIC_GEMM_INPUT, turned = s->type == EPIC_E4M3 && !input;
+    const both *w = turned ? &p->of_w.turned : &p->w;
     return (p2p_gemm){.slabs = p->slabs,
-                      .a = pass == EPIC_GEMM_INPUT ? p->d.device : p->x.device,
-                      .b = pass == EPIC_GEMM_WEIGHT ? p->d.device : p->w.device,
+                      .a = input ? p->d.device : p->x.device,
+                      .b = pass == EPIC_GEMM_WEIGHT ? p->d.device : w->device,
+                      .a_scales = p->scales[input].device,
+                      .b_scales = (turned ? &p->of_w.turned_scales : &p->of_w.scales)->device,
                       .out = out->device,
                       .bias = pass == EPIC_GEMM_FORWARD && s->bias ? p->bias.device : NULL,
                       .bias_weights = s->weighted ? p->weights.device : NULL,
@@ -266,6 +284,7 @@ static p2p_gemm job_of(const problem *p, uint32_t pass, const both *out, kernel 
                       .n = s->n,
                       .pass = pass,
                       .row_type = s->type,
+                      .y_type = p->y_type,
                       .weight_type = s->type,
                       .out_type = s->out_type,
                       .accumulate = pass == EPIC_GEMM_WEIGHT && s->accumulate,
@@ -290,12 +309,12 @@ static void run(const problem *p, uint32_t pass, kernel how)
     alarm(60);
     const bool weight = pass == EPIC_GEMM_WEIGHT;
     const int64_t columns = pass == EPIC_GEMM_INPUT ? s->k : s->n;
-    both out = make_both(weight ? s->out_type : s->type,
+    both out = make_both(weight ? s->out_type : p->y_type,
                          (weight ? s->experts * s->k : p->slots) * columns);
     const double before = weight && s->accumulate ? 0.5 : 0;
     const p2p_gemm job = job_of(p, pass, &out, how);
     const bool ready =
-        how == PLAIN || (!p2p_gemm_is_slow(&job) && (how == PAIRS || s->type == EPIC_BF16));
+        how == PLAIN || (!p2p_gemm_is_slow(&job) && (how == PAIRS || s->type != EPIC_F16));
     for (int64_t i = 0; before != 0 && i < out.count; i++) put(out.host, out.type, i, before);
     push(&out);
     if (!ready) {
@@ -310,7 +329,7 @@ static void run(const problem *p, uint32_t pass, kernel how)
             must(false, "a kernel"); /* nothing works after it */
         }
         pull(&out);
-        const verdict v = check(p, pass, &out, before);
+        const verdict v = check(p, pass, how, &out, before);
         if (v.wrong && bad[pass][how] < 4) tell(p, pass, how, &v);
         *(v.wrong ? &bad[pass][how] : &good[pass][how]) += 1;
     }
@@ -320,13 +339,14 @@ static void run(const problem *p, uint32_t pass, kernel how)
 static void run_shape(const shape *s)
 {
     problem p = make_problem(s);
-    for (uint32_t pass = 0; pass < 3; pass++)
+    for (uint32_t pass = 0; pass < (s->type == EPIC_E4M3 ? 2 : 3); pass++)
         for (kernel how = PLAIN; how < KERNELS; how++) run(&p, pass, how);
     free_problem(&p);
     fflush(stdout);
 }
 
 #define BASE .type = EPIC_BF16, .out_type = EPIC_F32, .alignment = 128
+#define E4M3 .type = EPIC_E4M3, .out_type = EPIC_BF16, .alignment = 128
 
 static const shape shapes[] = {
     {"one tile, one step", 64, 256, 1, BASE, .tokens = {128}},
@@ -361,20 +381,33 @@ static const shape shapes[] = {
      .tokens = {128, 40}},
     {"float32", 72, 264, 2, .type = EPIC_F32, .out_type = EPIC_F32, .alignment = 4,
      .tokens = {128, 40}},
+    {"e4m3", 128, 256, 1, E4M3, .tokens = {128}},
+    {"e4m3, scales of many blocks", 1152, 520, 1, E4M3, .tokens = {128}},
+    {"e4m3, slabs anywhere", 256, 384, 4, .type = EPIC_E4M3, .out_type = EPIC_F16,
+     .alignment = 1, .tokens = {77, 3, 0, 150}},
+    {"e4m3, edges of 16", 80, 272, 3, E4M3, .tokens = {130, 0, 40}},
+    {"e4m3, weighted bias", 272, 144, 2, E4M3, .tokens = {40, 9}, .bias = true,
+     .weighted = true},
+    {"e4m3 to float32, odd numbers", 37, 131, 2, .type = EPIC_E4M3, .out_type = EPIC_F32,
+     .alignment = 4, .tokens = {130, 5}},
     {"odd numbers", 37, 101, 2, .type = EPIC_BF16, .out_type = EPIC_F32, .alignment = 4,
      .tokens = {130, 5}},
 };
 
 static shape random_shape(uint32_t most)
 {
-    static const uint32_t types[] = {EPIC_BF16, EPIC_BF16, EPIC_F16, EPIC_F32};
+    static const uint32_t types[] = {EPIC_BF16, EPIC_BF16, EPIC_F16, EPIC_F32, EPIC_E4M3};
+    static const uint32_t results[] = {EPIC_BF16, EPIC_F16, EPIC_F32};
     static const int alignments[] = {1, 1, 8, 16, 64, 128, 128, 7};
     shape s = {"random", .experts = 1 + (int)random_below(random_below(4) ? 8 : MOST_EXPERTS)};
     const uint32_t step = random_below(5) ? 8 : 1;
-    s.k = (1 + random_below(most / step)) * step;
-    s.n = (1 + random_below(most / step)) * step;
-    s.type = types[random_below(4)];
-    s.out_type = random_below(2) ? EPIC_F32 : s.type;
+    s.type = types[random_below(5)];
+    const uint32_t wide = s.type == EPIC_E4M3 && step > 1 ? 16 : step;
+    s.k = (1 + random_below(most / wide)) * wide;
+    s.n = (1 + random_below(most / wide)) * wide;
+    s.out_type = s.type == EPIC_E4M3 ? results[random_below(3)]
+                 : random_below(2)   ? EPIC_F32
+                                     : s.type;
     s.alignment = alignments[random_below(8)];
     s.bias = random_below(2);
     s.weighted = random_below(2);

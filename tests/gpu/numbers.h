@@ -31,13 +31,14 @@ static inline double random_number(double size)
 
 static inline int64_t bytes_of(uint32_t type)
 {
-    return type == EPIC_F64 ? 8 : type == EPIC_F32 ? 4 : 2;
+    return type == EPIC_F64 ? 8 : type == EPIC_F32 ? 4 : type == EPIC_E4M3 ? 1 : 2;
 }
 
 static inline double get(const void *data, uint32_t type, int64_t i)
 {
     if (type == EPIC_F64) return ((const double *)data)[i];
     if (type == EPIC_F32) return ((const float *)data)[i];
+    if (type == EPIC_E4M3) return float_of_e4m3(((const uint8_t *)data)[i]);
     const uint16_t bits = ((const uint16_t *)data)[i];
     return type == EPIC_BF16 ? float_of_bf16(bits) : float_of_f16(bits);
 }
@@ -48,6 +49,8 @@ static inline void put(void *data, uint32_t type, int64_t i, double x)
         ((double *)data)[i] = x;
     else if (type == EPIC_F32)
         ((float *)data)[i] = (float)x;
+    else if (type == EPIC_E4M3)
+        ((uint8_t *)data)[i] = e4m3_of_float((float)x);
     else
         ((uint16_t *)data)[i] =
             type == EPIC_BF16 ? bf16_of_float((float)x) : f16_of_float((float)x);

@@ -29,8 +29,12 @@ static void test_wrong_experts(void)
     REFUSE(interleaved, 2, "interleaved");
     REFUSE(weighting, 3, "weighting");
     REFUSE(row_type, EPIC_I32, "row_type");
-    REFUSE(weight_type, EPIC_E4M3, "weight_type");
+    REFUSE(weight_type, EPIC_E8M0, "weight_type");
     REFUSE(weight_type, EPIC_F64, "F64");
+    ex = good;
+    ex.row_type = EPIC_F64;
+    ex.weight_type = EPIC_E4M3;
+    refuse_experts(ex, "weight_type");
     REFUSE(limit, -1, "limit");
     REFUSE(flags, 1, "flags");
     ex = good;
@@ -86,6 +90,14 @@ static void test_wrong_arguments(void)
     REFUSE_CALL(workspace, NULL, "workspace");
     REFUSE_CALL(workspace, (char *)p.workspace + 4, "16 divides");
     REFUSE_CALL(flags, 1, "flags");
+    REFUSE_CALL(w_down_scales, (const float *)p.workspace, "w_down_scales is given");
+
+    epic_experts scaled = ex;
+    scaled.weight_type = EPIC_E4M3;
+    a = good;
+    a.experts = &scaled;
+    CHECK(epic_experts_forward(NULL, &a) == EPIC_ENOTSUP && strstr(epic_error(NULL), "CUDA"),
+          "%s", epic_error(NULL));
 
     epic_experts_backward_args b = backward_args(&p);
     b.workspace_bytes = good.workspace_bytes;

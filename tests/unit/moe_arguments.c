@@ -66,6 +66,8 @@ static const wrong table[] = {
     {ALL, FIELD(experts.flags), 1, "moe.experts: experts.flags", "1"},
     {ALL, FIELD(shared.num_local_experts), 2, "moe.shared.num_local_experts", "2"},
     {ALL, FIELD(shared.hidden), 7, "moe.shared.hidden is 7", "6"},
+    {ALL, FIELD(experts.weight_type), EPIC_E4M3, "moe.experts.weight_type", "E4M3"},
+    {ALL, FIELD(shared.weight_type), EPIC_E4M3, "moe.shared.weight_type", "E4M3"},
     {ALL, FIELD(shared.row_type), EPIC_BF16, "moe.shared.row_type is 2", "1"},
     {ALL, FIELD(shared.weighting), EPIC_WEIGHT_EARLY, "moe.shared.weighting", "1"},
     {ALL, FIELD(shared.inner), 0, "moe.shared: experts.inner", "0"},

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The experts: from checked arguments to launches.  They are local: no epoch, no peer.
  *
- *     forward    saved = x W_gate_up;  activations;  y = activations W_down
+ *     forward    saved = x W_gate_up;  activations;  y = activations W_down.  Of e4m3 weights
+ *                activations are e4m3, too, with their scales behind them
  *     backward   d = d_y W_down^T;  activations and d_gate_up from d and saved, in place;
  *                d_w_down = activations^T d_y;  d_w_gate_up = x^T d_gate_up;
  *                d_x = d_gate_up W_gate_up^T */
@@ -20,6 +21,7 @@ typedef struct experts_call { /* what both directions have */
     const float *slot_weights;
     const void *b_gate_up;
     int64_t hidden, inner, width;
+    bool scaled; /* e4m3; experts.weight_type is that of the biases then */
     int sms;
     cudaStream_t stream;
 } experts_call;
@@ -34,6 +36,8 @@ static epic_result begin(epic_group *g, experts_call *c, const epic_experts *exp
     c->experts = *experts;
     c->how = *how;
     c->at = experts_layout_of(experts, num_slots, backward);
+    c->scaled = experts->weight_type == EPIC_E4M3;
+    if (c->scaled) c->experts.weight_type = experts->row_type;
     c->hidden = experts->hidden;
     c->inner = experts->inner;
     c->width = c->inner * (experts->ungated ? 1 : 2);
@@ -109,8 +113,9 @@ static epic_result multiply_theirs(const experts_call *c, const p2p_gemm *g)
 static epic_result multiply(const experts_call *c, p2p_gemm g)
 {
     g.slabs = c->slabs;
-    g.row_type = c->experts.row_type;
-    g.weight_type = c->experts.weight_type;
+    g.row_type = c->scaled ? EPIC_E4M3 : c->experts.row_type;
+    g.y_type = c->experts.row_type;
+    g.weight_type = c->scaled ? EPIC_E4M3 : c->experts.weight_type;
     g.sms = c->sms;
     if (c->experts.gemm) return multiply_theirs(c, &g);
     return p2p_cuda(p2p_launch_gemm(&g, c->stream), "launching a product of the experts");
@@ -145,21 +150,27 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
     if (a->num_slots == 0) return EPIC_OK;
     c.slabs = slabs_of(&c, a->expert_rows, a->expert_tokens, a->num_slots);
     const bool early = c.experts.weighting == EPIC_WEIGHT_EARLY;
+    float *const scales = c.scaled ? (float *)(void *)(c.work + c.at.scales) : NULL;
     const p2p_gemm first = {.pass = EPIC_GEMM_FORWARD,
                             .a = a->x,
                             .b = a->w_gate_up,
+                            .a_scales = a->x_scales,
+                            .b_scales = a->w_gate_up_scales,
                             .out = a->saved,
                             .k = c.hidden,
                             .n = c.width};
     const p2p_gemm second = {.pass = EPIC_GEMM_FORWARD,
                              .a = activations_of(&c),
                              .b = a->w_down,
+                             .a_scales = scales,
+                             .b_scales = a->w_down_scales,
                              .out = a->y,
                              .bias = a->b_down,
                              .bias_weights = early ? a->slot_weights : NULL,
                              .k = c.inner,
                              .n = c.hidden};
-    const p2p_activation_job between = activation_of(&c);
+    p2p_activation_job between = activation_of(&c);
+    between.scales = scales;
     TRY(p2p_cuda(p2p_launch_slabs(&c.slabs, c.stream), "launching the experts' slabs"));
     TRY(multiply(&c, first));
     if (a->flags & EPIC_RECOMPUTE) return EPIC_OK;

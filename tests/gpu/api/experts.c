@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The public calls of the experts on a CUDA context: the host's results for the same float32
- * arguments, with our product and with one of the caller's own; and what they refuse.
+ * arguments, with our product and with one of the caller's own; e4m3 beside the host's float32; and
+ * what they refuse.
  *   api_experts */
 #include <math.h>
 
-#include "numbers.h"
+#include "scaled.h"
 
 enum { LOCAL = 3, HIDDEN = 24, INNER = 16, WIDTH = 2 * INNER, SLOTS = 60, OUTS = 8 };
 
@@ -254,12 +255,141 @@ static void test_values(uint32_t weighting, const epic_gemm *gemm, uint32_t flag
     free_arrays(&a);
 }
 
+/* What float32 holds of a truth. */
+static both widened(const both *b)
+{
+    both wide = make_both(EPIC_F32, b->count);
+    for (int64_t i = 0; i < b->count; i++) set(&wide, i, b->truth[i]);
+    push(&wide);
+    return wide;
+}
+
+typedef struct scaled_arrays { /* e4m3, and what they stand for */
+    both x, w_gate_up, w_down, x_scales, wide[3];
+    scaled_weights of_gate_up, of_down;
+} scaled_arrays;
+
+static scaled_arrays make_scaled(void)
+{
+    scaled_arrays s = {.x = random_both(EPIC_E4M3, SLOTS * HIDDEN, 1),
+                       .w_gate_up = random_both(EPIC_E4M3, LOCAL * HIDDEN * WIDTH, 0.4),
+                       .w_down = random_both(EPIC_E4M3, LOCAL * INNER * HIDDEN, 0.5)};
+    push(&s.x);
+    s.x_scales = scale_rows(&s.x, HIDDEN);
+    s.of_gate_up = scale_weights(&s.w_gate_up, LOCAL, HIDDEN, WIDTH);
+    s.of_down = scale_weights(&s.w_down, LOCAL, INNER, HIDDEN);
+    s.wide[0] = widened(&s.x);
+    s.wide[1] = widened(&s.w_gate_up);
+    s.wide[2] = widened(&s.w_down);
+    return s;
+}
+
+static void free_scaled_arrays(scaled_arrays *s)
+{
+    both *all[] = {&s->x,       &s->w_gate_up, &s->w_down, &s->x_scales,
+                   &s->wide[0], &s->wide[1],   &s->wide[2]};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free_both(all[i]);
+    free_scaled(&s->of_gate_up);
+    free_scaled(&s->of_down);
+}
+
+/* The distance of two results as vectors, over the slots with a token. */
+static double distance(const both *got, const both *want)
+{
+    double difference = 0, size = 0;
+    int64_t first = 0;
+    for (int e = 0; e < LOCAL; e++) {
+        for (int64_t i = first * HIDDEN; i < (first + tokens[e]) * HIDDEN; i++) {
+            const double w = get(want->host, EPIC_F32, i), d = got->truth[i] - w;
+            difference += d * d;
+            size += w * w;
+        }
+        first += rows[e];
+    }
+    return sqrt(difference / size);
+}
+
 static void refused(epic_result result, epic_result want, const char *word)
 {
     CHECK(result == want);
     if (strstr(epic_error(ctx), word)) return;
     fprintf(stderr, "\"%s\" does not speak of \"%s\"\n", epic_error(ctx), word);
     failures++;
+}
+
+static void refuse_scaled(epic_experts_args f)
+{
+    epic_experts ex = *f.experts;
+    const epic_gemm own = {multiply, &multiplied};
+    f.experts = &ex;
+    const epic_experts_backward_args b = {.experts = &ex,
+                                          .x = f.x,
+                                          .num_slots = SLOTS,
+                                          .expert_rows = f.expert_rows,
+                                          .w_gate_up = f.w_gate_up,
+                                          .w_down = f.w_down,
+                                          .d_y = f.x};
+    refused(epic_experts_backward(ctx, &b), EPIC_ENOTSUP, "E4M3");
+    ex.gemm = &own;
+    refused(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "experts.gemm");
+    ex.gemm = NULL;
+    f.x_scales = NULL;
+    refused(epic_experts_forward(ctx, &f), EPIC_EINVAL, "x_scales is NULL");
+}
+
+/* e4m3 with scales against float32 of the same values: only the activations are rounded. */
+static void test_scaled(void)
+{
+    epic_experts ex = {
+        .num_local_experts = LOCAL, .hidden = HIDDEN, .inner = INNER, .row_type = EPIC_F32};
+    epic_experts_memory_info need;
+    scaled_arrays s = make_scaled();
+    arrays a = make_arrays(&ex);
+    push_all(&a);
+    epic_experts_args f = {.experts = &ex,
+                           .x = s.wide[0].host,
+                           .num_slots = SLOTS,
+                           .expert_rows = a.counts.host,
+                           .expert_tokens = (const int32_t *)a.counts.host + LOCAL,
+                           .w_gate_up = s.wide[1].host,
+                           .w_down = s.wide[2].host,
+                           .b_down = a.b_down.host,
+                           .saved = a.out[7].host,
+                           .saved_bytes = (int64_t)a.out[7].bytes,
+                           .workspace = a.workspace.host,
+                           .workspace_bytes = (int64_t)a.workspace.bytes,
+                           .y = a.out[0].host};
+    CHECK(epic_experts_forward(NULL, &f) == EPIC_OK);
+    ex.weight_type = EPIC_E4M3;
+    CHECK(epic_experts_memory(&ex, SLOTS, &need) == EPIC_OK);
+    CHECK(need.forward_bytes == 0 && need.cuda_saved_bytes == SLOTS * WIDTH * 4);
+    f.call.stream = stream;
+    f.x = s.x.device;
+    f.x_scales = s.x_scales.device;
+    f.expert_rows = a.counts.device;
+    f.expert_tokens = (const int32_t *)a.counts.device + LOCAL;
+    f.w_gate_up = s.of_gate_up.turned.device;
+    f.w_gate_up_scales = s.of_gate_up.turned_scales.device;
+    f.w_down = s.of_down.turned.device;
+    f.w_down_scales = s.of_down.turned_scales.device;
+    f.b_down = a.b_down.device;
+    f.saved = a.out[7].device;
+    f.saved_bytes = need.cuda_saved_bytes;
+    f.workspace = a.workspace.device;
+    f.workspace_bytes = need.cuda_forward_bytes;
+    f.y = a.out[0].device;
+    CHECK(epic_experts_forward(ctx, &f) == EPIC_OK);
+    must(!cudaStreamSynchronize(stream), "the experts");
+    both there = fetch(a.out[0].device, a.out[0].count);
+    const double far = distance(&there, &a.out[0]);
+    if (!(far > 1e-4 && far < 5e-2)) {
+        fprintf(stderr, "e4m3 is %.2e from float32\n", far);
+        failures++;
+    }
+    refuse_scaled(f);
+    free_both(&there);
+    free_arrays(&a);
+    free_scaled_arrays(&s);
 }
 
 static void test_refusals(void)
@@ -326,6 +456,7 @@ int main(void)
             test_values(weighting, &own, flags);
         }
     CHECK(multiplied == 6 * 6);
+    test_scaled();
     test_refusals();
     CHECK(epic_check(ctx) == EPIC_OK);
     cudaStreamDestroy(stream);
