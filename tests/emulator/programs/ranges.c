@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "copies.h"
 #include "emulator.h"
 #include "team.h"
 
@@ -24,7 +25,7 @@ static int work(team_rank *me)
     float *values;
     int bad = expect("");
     CHECK_CUDA(cudaMalloc((void **)&values, TOKENS * sizeof *values));
-    CHECK_CUDA(cudaMemset(values, 0, TOKENS * sizeof *values));
+    CHECK_CUDA(fill_in(values, 0, TOKENS * sizeof *values));
     const epic_sum_args sum = {.call.stream = me->stream, .data = values, .count = TOKENS};
     bad |= p2p_steps.sum(me->group, &sum) != EPIC_OK;
     bad |= expect("epic_sum ");
