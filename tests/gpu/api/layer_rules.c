@@ -206,6 +206,42 @@ static void test_wrong(void)
     free_problem(&unequal.p);
 }
 
+/* Room for an expert more than there is: it has no rows, whatever the memory held before. */
+static void run_roomy(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    device_part d = device_part_make(what, rank, config);
+    part *t = d.t;
+    const int64_t up = 8 * 8, down = 4 * 8; /* numbers of an expert */
+    t->experts.num_local_experts = 5;
+    CHECK(epic_moe_memory(config, &t->moe, &t->memory) == EPIC_OK, "%s", epic_error(NULL));
+    t->weights.w_gate_up = poisoned_device(&d, 5 * up * 4);
+    t->weights.w_down = poisoned_device(&d, 5 * down * 4);
+    t->gradients.w_gate_up = poisoned_device(&d, 5 * up * 4);
+    t->gradients.w_down = poisoned_device(&d, 5 * down * 4);
+    const int64_t saved = t->memory.cuda_saved_bytes;
+    t->forward.saved_bytes = t->backward.saved_bytes = saved;
+    t->forward.saved = poisoned_device(&d, saved);
+    t->backward.saved = t->forward.saved;
+    t->forward.workspace_bytes = t->memory.cuda_forward_bytes;
+    t->forward.workspace = poisoned_device(&d, t->memory.cuda_forward_bytes);
+    t->backward.workspace_bytes = t->memory.cuda_backward_bytes;
+    t->backward.workspace = poisoned_device(&d, t->memory.cuda_backward_bytes);
+    must(cudaMemsetAsync(t->forward.saved, 1, (size_t)saved, d.stream), "another poison");
+    both_ways(t, ctx);
+    must(cudaStreamSynchronize(d.stream), "the layer");
+    CHECK(epic_check(ctx) == EPIC_OK, "%s", epic_error(ctx));
+    CHECK(all_zeros(&d, (float *)t->gradients.w_gate_up + 4 * up, up), "w_gate_up");
+    CHECK(all_zeros(&d, (float *)t->gradients.w_down + 4 * down, down), "w_down");
+    device_part_end(&d);
+}
+
+static void test_roomy(void)
+{
+    problem p = small(1);
+    run_team(run_roomy, &p, &p, "p2p");
+    free_problem(&p);
+}
+
 /* ---------------------------------------------------------------------- what it refuses ---- */
 
 static void refuse(const part *t, epic_context *ctx, epic_result result, const char *what)
@@ -261,6 +297,7 @@ int main(int argc, char **argv)
     failures = share(sizeof *failures);
     test_refused();
     test_wrong();
+    test_roomy();
     for (uint32_t i = 0; i < count; i++) test_bits(first + i);
     for (uint32_t i = 0; i < (count + 1) / 2; i++) test_less_saved(first + i);
     printf("layer_rules: %u cases: %s\n", count, *failures ? "WRONG" : "good");
