@@ -428,10 +428,12 @@ def main() -> int:
     )
     for key in ways["EPIC"]:
         if key[0] != "both":
-            line(", ".join(key), *(times[way, *key] for way in ways), other)
+            ours, theirs = (times[way, *key] for way in ways)
+            line(", ".join(key), ours, theirs, other)
     for way in blocks:
         for pass_ in ("forward", "forward and backward"):
-            line(f"layer, {pass_}", *(times[w, "layer", pass_] for w in ("EPIC", way)), way)
+            ours, theirs = (times[name, "layer", pass_] for name in ("EPIC", way))
+            line(f"layer, {pass_}", ours, theirs, way)
     return 0
 
 

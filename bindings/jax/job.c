@@ -5,9 +5,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-
-enum { LARGE_PAGE = 2 << 20 };
 
 /* ------------------------------------------------------------------------------ tags ---- */
 
@@ -85,24 +82,11 @@ static uint32_t type_of(const job_array *field, uint32_t leading)
     return field->type;
 }
 
-/* XLA's large results are new memory in every call, which the system clears page by page as it is
- * touched: large pages make it some calls of the kernel instead of ten thousand.  A wish, no more. */
-static void wish_large_pages(const ffi_array *array)
-{
-    const uintptr_t page = LARGE_PAGE,
-                    first = ((uintptr_t)array->data + page - 1) / page * page;
-    const uintptr_t end = ((uintptr_t)array->data + (uintptr_t)array->bytes) / page * page;
-    if (first < end)
-        madvise((char *)array->data + (first - (uintptr_t)array->data), end - first,
-                MADV_HUGEPAGE);
-}
-
 static void read_array(ffi_reader *reader, job *job, const job_array *field, uint32_t *leading)
 {
     ffi_array array = take(reader, field, type_of(field, *leading));
     if (reader->error != NULL) return;
     if (field->flags & JOB_LEADS) *leading = array.type;
-    if (field->flags & JOB_RESULT && !reader->on_device) wish_large_pages(&array);
     if (field->kind != JOB_ARRAY) read_tail(reader, job, field, &array);
     const epic_rows rows = ffi_rows(array);
     put(job, field->data, &array.data, sizeof array.data);

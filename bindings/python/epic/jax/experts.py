@@ -52,7 +52,7 @@ class Static:
 def without_tail(slots: Any, expert_rows: Any) -> Any:
     """Slots [slots, ...], those past the last slab zero."""
     occupied = jnp.arange(slots.shape[0]) < expert_rows.sum()
-    return jnp.where(jnp.expand_dims(occupied, range(1, slots.ndim)), slots, 0)
+    return jnp.where(jnp.expand_dims(occupied, tuple(range(1, slots.ndim))), slots, 0)
 
 
 def check_weights(options: Experts, weights: ExpertWeights) -> None:
