@@ -72,6 +72,14 @@ def bad_links() -> list[str]:
     return bad
 
 
+def missing_pages() -> list[str]:
+    """Pages that no chapter of the site has: MkDocs would refuse to make it."""
+    chapters = (ROOT / "tools/site.py").read_text(encoding="utf-8")
+    names = sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
+    return [f"docs/{name}.md is in no chapter of tools/site.py" for name in names
+            if f'"{name}"' not in chapters]  # fmt: skip
+
+
 def bad_code(compiler: list[str]) -> tuple[int, list[str]]:
     """How many blocks of C there are, and those that do not compile."""
     num, bad = 0, []
@@ -128,7 +136,7 @@ def has_mpi(compiler: list[str]) -> bool:
 
 def main() -> int:
     """1: something is not so."""
-    bad = bad_links()
+    bad = bad_links() + missing_pages()
     drawn = subprocess.run([sys.executable, str(ROOT / "tools/picture.py"), "--check"], check=False)
     if drawn.returncode:
         bad.append("docs/step-*.svg: run tools/picture.py")

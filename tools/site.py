@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = {
     "Start": ["index", "tutorial", "launchers", "sizes", "glossary"],
-    "Frameworks": ["jax", "torch"],
+    "Frameworks": ["jax", "torch", "torch-frameworks"],
     "Running": ["debugging", "traces", "reproducibility", "security", "benchmarks"],
-    "How it works": ["design", "cuda", "cuda-diary", "backends", "abi", "train_text"],
+    "How it works": ["design", "cuda", "cuda-diary", "hosts", "backends", "abi", "train_text"],
     "Reference": ["reference"],
     "Project": ["testing", "contributing", "reporting", "changelog"],
 }
