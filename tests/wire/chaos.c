@@ -240,17 +240,4 @@ static void close_wire(wire *w)
     free(w);
 }
 
-const wire_engine wire_chaos = {
-    .name = "chaos",
-    .can = can,
-    .reaches_gpu = reaches_gpu,
-    .open = open_wire,
-    .connect = connect_all,
-    .put = put,
-    .word = word,
-    .look = look,
-    .done = done,
-    .gone = gone,
-    .say = say,
-    .close = close_wire,
-};
+const wire_engine wire_chaos = {.name = "chaos", WIRE_ENGINE_CALLS};
