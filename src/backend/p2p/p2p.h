@@ -10,7 +10,8 @@
 #define P2P_DEFAULT_SMS 64 /* of a context that does not say; measured, docs/cuda.md */
 #define P2P_SPARE_SMS 4    /* of a GPU that ranks share, for their other work */
 
-typedef struct p2p_watch p2p_watch; /* sees peers' processes end */
+typedef struct p2p_watch p2p_watch;   /* sees peers' processes end */
+typedef struct hosts_part hosts_part; /* what backend hosts adds */
 
 typedef struct p2p_gpu { /* what a rank tells the others of its GPU */
     int32_t device_sms;
@@ -30,6 +31,7 @@ struct epic_group {
     int ranks_here;                /* that share this GPU */
     bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
     p2p_watch *watch;
+    hosts_part *hosts;  /* NULL: p2p */
     cudaStream_t side;  /* for words to peers while a kernel runs */
     uint64_t *word;     /* pinned host memory */
     int32_t top_k;      /* of the last plan: a hint of how much work a row is, */
@@ -57,7 +59,8 @@ epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
 uint32_t p2p_epoch(epic_group *group);
 const uint64_t *p2p_gone(epic_group *group); /* NULL: the device does not answer */
 
-/* Stores bytes into a rank's heap, its own too; returns when they are there, or it is hopeless. */
+/* Stores bytes into a rank's heap, its own too; returns when they are there, or it is hopeless.
+ * Each backend has its own. */
 void p2p_tell(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
@@ -127,6 +130,6 @@ epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_loss
                             const epic_moe_backward_args *args);
 
 extern const epic_steps p2p_steps;
-extern EPIC_API const epic_backend epic_backend_p2p;
+extern EPIC_API const epic_backend epic_backend_p2p, epic_backend_hosts;
 
 #endif
