@@ -364,11 +364,11 @@ static __device__ bool hear(const Now &now)
     const bool mine = q < now.self->num_ranks;
     const uint64_t *from = announcement(now, now.heap, mine ? q : 0);
     return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
-        const uint64_t said = load_acquire_sys(from + P2P_SAYS_SIGNATURE);
+        uint64_t said = load_acquire_sys(from + P2P_SAYS_SIGNATURE);
         /* nobody is two operations ahead: a word of this parity is at most this one's */
         INVARIANT(said == 0 || (int32_t)((uint32_t)(said >> 32) - now.epoch) <= 0);
-        const bool called = said == stamp(now, now.signature);
-        return __all_sync(ALL_LANES, !mine || (called && (!HOSTS || is_whole(now, from)))) != 0;
+        if (HOSTS && mine && !is_whole(now, from)) said = 0;
+        return __all_sync(ALL_LANES, !mine || said == stamp(now, now.signature)) != 0;
     });
 }
 
