@@ -19,6 +19,7 @@ extern void emulator_check_store(const void *p) __attribute__((weak));
 #define GHOST_LOOKS 200 /* until a word lands once more */
 #define LATE 300        /* one put of so many is held back for */
 #define LATE_LOOKS 1500 /* so long */
+#define COPIED 40       /* percent of the puts of a strict wire that are */
 #define MOST_AGAIN 100  /* looks in which a source is read again, after all has landed */
 
 typedef struct parcel {
@@ -29,6 +30,7 @@ typedef struct parcel {
     uint64_t held_until;  /* that look */
     uint64_t done_at;     /* the look at which its source is not read again */
     uint64_t source;      /* a sum of its words */
+    uint64_t *copy;       /* of the source, which is not read any more; NULL: none */
 } parcel;
 
 /* What a host's peers see of it; freed by the last of them. */
@@ -144,6 +146,20 @@ static uint64_t sum_source(const parcel *p)
     return sum;
 }
 
+/* As a network does that buffers: the put is done, and lands whenever it does. */
+static void copy_source(parcel *p)
+{
+    p->copy = malloc(p->bytes);
+    if (!p->copy) return;
+    memcpy(p->copy, p->from, p->bytes);
+    p->from = p->copy;
+}
+
+static bool is_left(const wire *w, const parcel *p)
+{
+    return p->copy || (p->landed == p->num_pieces && w->looks >= p->done_at);
+}
+
 /* Words of this put might land before those of an earlier one, in the same places. */
 static void check_places(const wire *w, int host, const parcel *p)
 {
@@ -175,8 +191,9 @@ static bool give(wire *w, int host, uint64_t to, const void *from, uint64_t valu
         p->held_until = w->looks + (uint64_t)run_below(&w->random, MOST_LOOKS);
     if (run_below(&w->random, LATE) == 0) p->held_until = w->looks + LATE_LOOKS;
     if (!w->settings.strict) return true;
-    p->source = sum_source(p);
     check_places(w, host, p);
+    if (from && run_chance(&w->random, COPIED)) copy_source(p);
+    p->source = sum_source(p);
     return true;
 }
 
@@ -221,10 +238,14 @@ static int land_run(wire *w, int host)
     const uint64_t under_way = q->given - q->finished;
     const uint64_t index = q->finished + (uint64_t)run_below(&w->random, (int64_t)under_way);
     parcel *p = &q->parcels[index % DEPTH];
-    int count = (int)run_between(&w->random, 1, MOST_WORDS), moved = 0;
+    int moved = 0;
     if (under_way == 0 || p->held_until > w->looks) return 0;
+    const uint64_t most = p->num_pieces < MOST_WORDS ? p->num_pieces : MOST_WORDS;
+    const int count = (int)run_between(&w->random, 1, (int64_t)most);
     for (; p->landed < p->num_pieces && moved < count; moved++, p->landed++)
         land_piece(w, p, q->shore->inbox, (p->first + p->landed * p->step) % p->num_pieces);
+    if (p->landed < p->num_pieces && run_chance(&w->random, 5)) /* the rest comes late */
+        p->held_until = w->looks + LATE_LOOKS / 4;
     if (moved > 0 && p->landed == p->num_pieces) {
         if (index > q->finished) w->overtaken++;
         p->done_at = w->looks + (uint64_t)run_below(&w->random, MOST_AGAIN);
@@ -235,13 +256,14 @@ static int land_run(wire *w, int host)
 static void settle(wire *w, int host)
 {
     peer *q = &w->peers[host];
-    if (gone(w, host)) q->finished = q->given;
-    while (q->finished < q->given) {
-        const parcel *p = &q->parcels[q->finished % DEPTH];
-        if (p->landed < p->num_pieces || w->looks < p->done_at) return;
-        if (w->settings.strict && p->source != sum_source(p))
+    const bool dropped = gone(w, host);
+    for (; q->finished < q->given; q->finished++) {
+        parcel *p = &q->parcels[q->finished % DEPTH];
+        if (!dropped && (p->landed < p->num_pieces || !is_left(w, p))) return;
+        if (!dropped && w->settings.strict && p->source != sum_source(p))
             die(w, host, p, "its source has been written before it was done");
-        q->finished++;
+        free(p->copy);
+        p->copy = NULL;
     }
 }
 
@@ -265,8 +287,10 @@ static int look(wire *w)
 static bool done(const wire *w, int host, uint64_t count)
 {
     const peer *q = &w->peers[host];
+    uint64_t left = q->finished;
     if (w->settings.damage == CHAOS_EARLY) return true;
-    return q->finished >= count || (gone(w, host) && q->finished == q->given);
+    while (left < q->given && left < count && is_left(w, &q->parcels[left % DEPTH])) left++;
+    return left >= count || (gone(w, host) && q->finished == q->given);
 }
 
 static void say(const wire *w, char *to, size_t size)
