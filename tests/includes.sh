@@ -15,6 +15,7 @@ src/backend
 src/backend/shared src/meet
 src/wire
 src/backend/self src/backend/threads src/backend/shm src/backend/mpi src/backend/p2p src/wire/ucx
+src/backend/hosts
 src/context
 src/plan
 src/exchange

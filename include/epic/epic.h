@@ -55,10 +55,13 @@
  *
  * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields of
  * epic_config); EPIC_TRACE (a folder for traces of host contexts, docs/traces.md; CUDA contexts
- * refuse it); for epic_meet_env: RANK and WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and
- * _SIZE, PMI_, MV2_COMM_WORLD_, MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and
- * FLUX_JOB_SIZE, SLURM_PROCID and SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK,
- * PALS_RANKID, ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT,
+ * refuse it); EPIC_HOST (a name for this host, %r in it stands for the rank: ranks of different
+ * names count as on different hosts), EPIC_WIRE and EPIC_WIRE_PUT (backend hosts,
+ * docs/hosts.md); for epic_meet_env: RANK and
+ * WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and _SIZE, PMI_, MV2_COMM_WORLD_,
+ * MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and FLUX_JOB_SIZE, SLURM_PROCID and
+ * SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK, PALS_RANKID, ALPS_APP_PE and
+ * JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT,
  * other SLURM_ variables; and EPIC_SECRET.
  *
  * Growing.  Structs are extended at their end, and the calls pass sizeof the struct to symbols
@@ -246,10 +249,11 @@ typedef struct epic_config {
     uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement,
                                epic_max_sms tells.  All contexts that this process has on a
                                GPU together: at most its SMs */
-    const char *backend; /* "p2p": GPUs.  NULL: the first that can join the ranks on the host:
-                               self, shm or threads, mpi */
-    const char *name;    /* of the group, for messages and epic-info; NULL: "epic" */
-    void *native;        /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
+    const char
+        *backend;     /* "p2p": GPUs of one host; "hosts": a GPU of each of several.  NULL: the
+                            first that can join the ranks on the host: self, shm or threads, mpi */
+    const char *name; /* of the group, for messages and epic-info; NULL: "epic" */
+    void *native;     /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
                             backend mpi, and epic_open without a meeting; else NULL */
 } epic_config;
 

@@ -66,6 +66,10 @@ __device__ __forceinline__ void send(const Move &m, int32_t token, int32_t vecto
         if (!(peers >> rank & 1)) continue;
         send_piece<V, EXACT>(staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors),
                              vector, m.shape.vectors, x);
+        if (HOSTS)
+            ship_piece<V>(m.now, rank,
+                          staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors),
+                          vector, m.shape.vectors);
     }
 }
 

@@ -208,9 +208,14 @@ __device__ __forceinline__ void send_floats(const Combine &c, int rank, int32_t 
         const int32_t slot = slot_of(c, rank, token, half);
         if (slot < 0) continue;
         const uint32_t word = __float_as_uint(c.job.slot_floats[slot]);
-        store_relaxed(to + (int64_t)token * c.top_k + half * WARP + lane_id(),
+        store_relaxed(to + (int64_t)token * float_stride(c.top_k) + half * WARP + lane_id(),
                       other_nan(word, F32::NAN_WORD));
     }
+    if (!HOSTS) return;
+    int count = 0;
+    for (int half = 0; half * WARP < c.top_k; half++)
+        count += __popc(__ballot_sync(ALL_LANES, read_slot(c, rank, token, half) >= 0));
+    ship_floats(c.now, rank, to + (int64_t)token * float_stride(c.top_k), count);
 }
 
 /* Source side: lane k waits for its choice's float. */
@@ -234,7 +239,7 @@ __device__ __forceinline__ bool take_floats(const Combine &c, int32_t token)
         if (rank >= 0 && rank != self.rank)
             from = floats_of(c.job.self, c.now, c.now.heap,
                              wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
-                   (int64_t)token * c.top_k + n;
+                   (int64_t)token * float_stride(c.top_k) + n;
         if (rank == self.rank && fate[choice] < c.job.num_rows)
             word = __float_as_uint(c.job.slot_floats[fate[choice]]);
         int missing = -1;
@@ -290,6 +295,7 @@ __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
         for (int p = 0; p < P; p++)
             if (vector + v * WARP + lane_id() < c.shape.vectors)
                 store_relaxed(staged + v * WARP * P + lane_id() * P + p, node[v][p]);
+    if (HOSTS) ship_piece<V * P>(c.now, rank, staged, 0, (c.shape.vectors - vector) * P);
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_of(c.job.self, c.now, heap, source));
 }

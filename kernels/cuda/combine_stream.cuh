@@ -199,8 +199,21 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
                 if (in_row(u, v)) store_relaxed(to + v * WARP, node[v]);
         if (u.vector == 0 && c.job.slot_floats && lane_id() < u.num_slots)
             store_relaxed(floats_of(self, c.now, self.heap[rank], self.num_ranks - 2 - u.role) +
-                              (int64_t)u.token * c.top_k + lane_id(),
+                              (int64_t)u.token * float_stride(c.top_k) + lane_id(),
                           other_nan(u.slots[lane_id()].word, F32::NAN_WORD));
+        if (HOSTS && u.num_slots) ship_partial(u, rank);
+    }
+    /* hosts: what has been sent goes. */
+    __device__ __forceinline__ void ship_partial(const Entry &u, int rank)
+    {
+        const p2p_self &self = c.job.self;
+        const uint4 *staged = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors);
+        ship_piece<V>(c.now, rank, staged, u.vector, c.shape.vectors);
+        if (u.vector == 0 && c.job.slot_floats)
+            ship_floats(c.now, rank,
+                        floats_of(self, c.now, self.heap[rank], self.num_ranks - 2 - u.role) +
+                            (int64_t)u.token * float_stride(c.top_k),
+                        u.num_slots);
     }
     __device__ __forceinline__ bool take_partial(const Entry &u, int place, uint4 (&q)[V])
     {
@@ -310,7 +323,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         if (rank >= 0 && rank != self.rank)
             from = floats_of(self, c.now, c.now.heap,
                              rank - self.rank - 1 + (rank < self.rank ? self.num_ranks : 0)) +
-                   (int64_t)u.token * c.top_k + n;
+                   (int64_t)u.token * float_stride(c.top_k) + n;
         int missing = -1;
         const bool ok = wait_until(c.now, missing, P2P_PHASE_FLOAT, [&] {
             if (from) word = load_relaxed(from);

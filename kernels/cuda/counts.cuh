@@ -409,6 +409,7 @@ static __device__ __noinline__ void tell_wrong(const p2p_plan_job &job, const No
         store_relaxed(to + P2P_FAULT_INDEX, stamp(now, index));
         store_relaxed(to + P2P_FAULT_LOW, stamp(now, (uint32_t)value));
         store_relaxed(to + P2P_FAULT_HIGH, stamp(now, (uint32_t)((uint64_t)value >> 32)));
+        ship(now, q, to, P2P_FAULT_WORDS * 8);
     }
 }
 
@@ -477,6 +478,13 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
                               stamp(now, sum | owner_said(p, e) | bad));
             }
         p.low[e] = (int32_t)low;
+    }
+    if (HOSTS && blockIdx.x == 0) {
+        ok = __syncthreads_and(ok) != 0;
+        if (ok && (int)threadIdx.x < ranks)
+            ship(now, threadIdx.x,
+                 (uint64_t *)self.heap[threadIdx.x] + counts + self.rank * DEVICE_MAX_TALLIES,
+                 (uint32_t)experts * 8);
     }
     for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
         const uint64_t *from = (const uint64_t *)now.heap + counts + e;

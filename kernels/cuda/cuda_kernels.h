@@ -75,11 +75,42 @@ typedef enum p2p_phase { /* what a rank was waiting for */
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
+/* The library of backend hosts is made of the same sources, with EPIC_HOSTS: wire.cuh. */
+#ifdef EPIC_HOSTS
+#define HOSTS 1
+#else
+#define HOSTS 0
+#endif
+
+/* An entry of the ring between kernels and the thread that speaks to other hosts (wire.cuh): so
+ * many words of 8 bytes, at a place of the outbox that is also their place in the heap of that
+ * host's rank.  `lap` is 1 to 255: how often the ring has gone round, so that an entry is its own
+ * flag. */
+#define P2P_RING_ENTRIES (1u << 14)
+#define P2P_ENTRY(host, word, words) \
+    ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
+#define P2P_ENTRY_LAP(place) ((uint64_t)(1 + (place) / P2P_RING_ENTRIES % 255) << 56)
+#define P2P_ENTRY_HOST(entry) ((int)((entry) >> 51 & 31))
+#define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & 0x3ffff))
+#define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
+#define P2P_EPOCH_ENDS 31 /* in place of a host */
+
+typedef struct p2p_ring { /* in host memory, as all that it points to */
+    uint64_t *entries;    /* [P2P_RING_ENTRIES], by kernels */
+    struct p2p_ring_words *words;
+} p2p_ring;
+
+typedef struct p2p_ring_words {
+    uint64_t taken; /* by the thread: entries that it has read */
+    uint64_t freed; /* by the thread: epochs of which the wire has read all sources */
+    uint64_t waits; /* by kernels: what peers are to have as this rank's word of `waits` */
+} p2p_ring_words;
+
 /* Of the counts that travel; more choices of one expert on one rank do not fit. */
 #define P2P_COUNT_BITS 26
 
-typedef struct p2p_self { /* what every kernel knows about its rank */
-    uint8_t *heap[DEVICE_MAX_RANKS];
+typedef struct p2p_self {            /* what every kernel knows about its rank */
+    uint8_t *heap[DEVICE_MAX_RANKS]; /* hosts: of peers, this rank's outbox */
     p2p_heap at;
     p2p_status *status; /* the device's address of host memory */
     uint64_t group_id;
@@ -89,6 +120,9 @@ typedef struct p2p_self { /* what every kernel knows about its rank */
     uint32_t operation; /* an epic_operation */
     uint32_t signature; /* of what the ranks must call alike */
     uint32_t layouts;   /* that the operation's plan may have: a bit for each epic_layout */
+#ifdef EPIC_HOSTS
+    p2p_ring ring;
+#endif
 } p2p_self;
 
 #define P2P_BY_EXPERT (1u << EPIC_EXPERT_MAJOR)

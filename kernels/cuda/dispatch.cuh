@@ -85,10 +85,11 @@ __device__ __forceinline__ uint32_t choose_peers(const Move &m, int32_t token, b
         peers |= 1u << rank;
         if (!weighs) continue;
         const int source = self.num_ranks - 1 - distance; /* this rank, as the peer counts */
-        uint32_t *to =
-            floats_of(self, m.now, self.heap[rank], source) + (int64_t)token * m.top_k;
+        uint32_t *to = floats_of(self, m.now, self.heap[rank], source) +
+                       (int64_t)token * float_stride(m.top_k);
         if (goes) store_relaxed(to + __popc(first & lanes_below()), weight);
         if (goes2) store_relaxed(to + __popc(first) + __popc(second & lanes_below()), weight2);
+        ship_floats(m.now, rank, to, __popc(first) + __popc(second));
     }
     return peers;
 }
@@ -106,11 +107,13 @@ __device__ __forceinline__ void send(const Move &m, int32_t token, int piece, ui
         if (!(peers >> rank & 1)) continue;
         uint4 *staged = staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors);
         send_piece<V, EXACT>(staged, piece * V * WARP, m.shape.vectors, q);
+        ship_piece<V>(m.now, rank, staged, piece * V * WARP, m.shape.vectors);
         if (!mask) continue;
         const int source = self.num_ranks - 1 - distance;
-        store_relaxed(escapes_of(self, m.now, self.heap[rank], source) +
-                          ((int64_t)token * m.shape.pieces + piece) * WARP + lane_id(),
-                      mask);
+        uint32_t *escape = escapes_of(self, m.now, self.heap[rank], source) +
+                           ((int64_t)token * m.shape.pieces + piece) * WARP;
+        store_relaxed(escape + lane_id(), mask);
+        ship_together(m.now, rank, escape, WARP * 4);
     }
 }
 
@@ -159,7 +162,8 @@ __device__ __forceinline__ void end_record(const Move &m, int rank, int32_t toke
 __device__ __forceinline__ uint32_t *weight_from(const Move &m, int source, int32_t token,
                                                  int n)
 {
-    return floats_of(m.job.plan.self, m.now, m.now.heap, source) + (int64_t)token * m.top_k + n;
+    return floats_of(m.job.plan.self, m.now, m.now.heap, source) +
+           (int64_t)token * float_stride(m.top_k) + n;
 }
 
 /* The weight of this lane's slot, read before the row is there; perhaps still poison. */

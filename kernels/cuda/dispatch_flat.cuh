@@ -19,7 +19,7 @@ __device__ __forceinline__ uint64_t peek_row(const Move &m, int rank, int32_t to
 {
     const p2p_self &self = m.job.plan.self;
     if (!is_flat(m)) return peek_record(m, rank, token, 0);
-    if (m.made) return load_relaxed(row_word(self, m.now, m.now.heap, rank, token));
+    if (m.made) return load_relaxed(row_word_of(self, m.now, rank, token));
     return (uint32_t)__ldg(m.plan.records + record_at(self, rank, token, m.top_k));
 }
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool read_row(const Move &m, int rank, int32_t token,
     const p2p_self &self = m.job.plan.self;
     bool again = false;
     const bool ok = wait_until(m.now, rank, P2P_PHASE_RECORD, [&] {
-        if (again) word = load_relaxed(row_word(self, m.now, m.now.heap, rank, token));
+        if (again) word = load_relaxed(row_word_of(self, m.now, rank, token));
         again = true;
         return __all_sync(ALL_LANES, stamped(m.now, word)) != 0;
     });

@@ -9,12 +9,19 @@
 
 #include "cuda/plan.cuh"
 
-/* What `source` says of its token to the rank that owns the heap: the row there. */
+/* What a source says of its token to the rank that owns the heap: the row there. */
 __device__ __forceinline__ uint64_t *row_word(const p2p_self &self, const Now &now,
-                                              uint8_t *heap, int source, int64_t token)
+                                              uint8_t *heap, int place, int64_t token)
 {
     return (uint64_t *)(heap + self.at.rows) +
-           ((int64_t)parity(now) * self.num_ranks + source) * self.max_tokens + token;
+           ((int64_t)parity(now) * self.num_ranks + place) * self.max_tokens + token;
+}
+
+/* The same that this rank is told by `source`. */
+__device__ __forceinline__ uint64_t *row_word_of(const p2p_self &self, const Now &now,
+                                                 int source, int64_t token)
+{
+    return row_word(self, now, now.heap, place_of(self, self.rank, source), token);
 }
 
 __device__ __forceinline__ bool is_row(uint32_t value)

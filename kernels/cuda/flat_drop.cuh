@@ -91,6 +91,8 @@ static __device__ bool count_needed(Planner &p, const p2p_plan_job &job, const N
             const int q = wrap(self.rank + i, self.num_ranks);
             store_relaxed(search_words(self, now, self.heap[q], self.rank, search) + d,
                           stamp(now, (uint32_t)sum));
+            if (HOSTS)
+                ship(now, q, search_words(self, now, self.heap[q], self.rank, search) + d, 8);
         }
         for (int q = 0; q < self.num_ranks && ok; q++) {
             const uint64_t *from = search_words(self, now, now.heap, q, search) + d;

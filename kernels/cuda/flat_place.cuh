@@ -49,6 +49,7 @@ __device__ __forceinline__ void send_rows(const Now &now, const p2p_plan_job &jo
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap(self.rank + i, self.num_ranks);
         uint64_t *to = (uint64_t *)self.heap[q] + record;
+        if (HOSTS) to += records_apart(self, q);
         const uint32_t first = __ballot_sync(ALL_LANES, c[0].owner == q) & lanes.mates;
         const uint32_t second =
             lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].owner == q) : 0;
@@ -71,10 +72,16 @@ __device__ __forceinline__ void send_rows(const Now &now, const p2p_plan_job &jo
         const bool none = !first && !second;
         if (speaks && none) store_relaxed(to, stamp(now, RECORD_ABSENT | RECORD_LAST));
         if (speaks)
-            store_relaxed(row_word(self, now, self.heap[q], self.rank, token),
-                          stamp(now, none  ? RECORD_ABSENT
-                                     : bad ? RECORD_DISCARD
-                                           : (uint32_t)row));
+            store_relaxed(
+                row_word(self, now, self.heap[q], place_of(self, q, self.rank), token),
+                stamp(now, none  ? RECORD_ABSENT
+                           : bad ? RECORD_DISCARD
+                                 : (uint32_t)row));
+        if (!HOSTS) continue;
+        ship_record(now, q, to, speaks, __popc(first) + __popc(second));
+        if (speaks)
+            ship(now, q, row_word(self, now, self.heap[q], place_of(self, q, self.rank), token),
+                 8);
     }
 }
 

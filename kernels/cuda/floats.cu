@@ -33,13 +33,20 @@ struct Floats {
 
 static __device__ void send_floats(const Floats &f, int rank, int source, int32_t token)
 {
-    uint32_t *to =
-        floats_of(f.job.self, f.now, f.job.self.heap[rank], source) + (int64_t)token * f.top_k;
+    uint32_t *to = floats_of(f.job.self, f.now, f.job.self.heap[rank], source) +
+                   (int64_t)token * float_stride(f.top_k);
     for (int n = lane_id(); n < f.top_k; n += WARP) {
         bool there;
         const uint32_t word = f.read(rank, token, n, there);
         if (there) store_relaxed(to + n, other_nan(word, F32::NAN_WORD));
     }
+    int count = 0;
+    for (int n = lane_id(); HOSTS && n - lane_id() < f.top_k; n += WARP) {
+        bool there;
+        (void)f.read(rank, token, n, there);
+        count += __popc(__ballot_sync(ALL_LANES, there));
+    }
+    ship_floats(f.now, rank, to, count);
 }
 
 /* Lanes are choices, a half of them at a time; `before`: ranks of the half before. */
@@ -59,7 +66,7 @@ static __device__ bool take_half(const Floats &f, int32_t token, int half, int32
     if (rank >= 0 && rank != self.rank)
         from = floats_of(self, f.now, f.now.heap,
                          wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
-               (int64_t)token * f.top_k + n;
+               (int64_t)token * float_stride(f.top_k) + n;
     int missing = -1;
     const bool ok = wait_until(f.now, missing, P2P_PHASE_FLOAT, [&] {
         if (from) word = load_relaxed(from);

@@ -81,7 +81,9 @@ typedef struct p2p_control {
     uint64_t moved;   /* when a wait of this rank last began, ns of its device's clock */
     uint32_t asked;   /* when one here last read the host's `dead`, units of 1024 ns */
     uint32_t dead;    /* what it was then */
-    uint64_t pad[3];
+    uint64_t posted;  /* hosts: entries that have a place in the ring, */
+    uint64_t room;    /* those before this one fit it, */
+    uint64_t epochs;  /* and epochs that have ended */
 } p2p_control;
 
 /* What travels fits one source's staging for at least one token of twice the widest row. */

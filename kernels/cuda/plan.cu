@@ -55,7 +55,7 @@ static __device__ bool keep_rows(const Now &now, const p2p_plan_job &job, int32_
     const Lanes lanes(top_k);
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.on && token < num_tokens;
-    const uint64_t *from = row_word(job.self, now, now.heap, source, in ? token : 0);
+    const uint64_t *from = row_word_of(job.self, now, source, in ? token : 0);
     uint64_t word = 0;
     const bool ok = wait_until(now, source, P2P_PHASE_RECORD, [&] {
         word = load_relaxed(from);

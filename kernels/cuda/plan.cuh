@@ -168,8 +168,8 @@ __device__ __forceinline__ const uint64_t *record_words(const p2p_self &self, co
                                                         int source, int64_t token, int top_k)
 {
     return (const uint64_t *)(now.heap + self.at.records) +
-           ((int64_t)parity(now) * self.num_ranks + source) * self.max_tokens *
-               DEVICE_MAX_TOP_K +
+           ((int64_t)parity(now) * self.num_ranks + place_of(self, self.rank, source)) *
+               self.max_tokens * DEVICE_MAX_TOP_K +
            token * top_k;
 }
 

@@ -201,6 +201,21 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
     return ok;
 }
 
+/* hosts, one thread of CTA 0: what every rank with wrong data has said is there, also what nobody
+ * asks for. */
+static __device__ __noinline__ bool hear_faults(const Planner &p, const p2p_self &self,
+                                                const Now &now)
+{
+    for (int q = 0; q < self.num_ranks; q++) {
+        const uint64_t *from = fault_words(self, now, now.heap, q);
+        for (int i = 0; i < P2P_FAULT_WORDS && (p.bad_ranks >> q & 1); i++)
+            if (!wait_alone(now, q, P2P_PHASE_COUNTS,
+                            [&] { return stamped(now, load_relaxed(from + i)); }))
+                return false;
+    }
+    return true;
+}
+
 /* One thread of CTA 0: what the lowest rank with wrong data has said of it. */
 static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_plan_job &job,
                                                  const Now &now)
@@ -216,7 +231,7 @@ static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_pla
         }
         return all;
     });
-    if (!ok) return;
+    if (!ok || (HOSTS && !hear_faults(p, job.self, now))) return;
     const uint32_t kind = (uint32_t)words[P2P_FAULT_KIND];
     const int64_t index = (uint32_t)words[P2P_FAULT_INDEX], k = job.layer.top_k;
     const int64_t value =
@@ -383,6 +398,7 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = (self.rank + i) % self.num_ranks;
         uint64_t *to = (uint64_t *)self.heap[q] + base;
+        if (HOSTS) to += records_apart(self, q);
         const uint32_t first = __ballot_sync(ALL_LANES, c[0].rank == q) & lanes.mates;
         const uint32_t second =
             lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].rank == q) : 0;
@@ -399,6 +415,9 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
         }
         if (in && lanes.on && lanes.k == 0 && !first && !second)
             store_relaxed(to, stamp(now, RECORD_ABSENT | RECORD_LAST));
+        if (HOSTS)
+            ship_record(now, q, to, in && lanes.on && lanes.k == 0,
+                        __popc(first) + __popc(second));
     }
 }
 

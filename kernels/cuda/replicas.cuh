@@ -95,9 +95,11 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     const int64_t counts = self.at.counts / 8 +
                            (int64_t)parity(now) * self.num_ranks * DEVICE_MAX_TALLIES +
                            num_tallies(job, true);
-    for (int q = 0; q < self.num_ranks && blockIdx.x == 0; q++)
-        store_relaxed((uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES,
-                      stamp(now, own));
+    for (int q = 0; q < self.num_ranks && blockIdx.x == 0; q++) {
+        uint64_t *to = (uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES;
+        store_relaxed(to, stamp(now, own));
+        ship(now, q, to, 8);
+    }
     for (int q = 0; q < self.num_ranks; q++) {
         const uint64_t *from = (const uint64_t *)now.heap + counts + q * DEVICE_MAX_TALLIES;
         uint64_t word = 0;

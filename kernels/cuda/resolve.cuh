@@ -25,8 +25,9 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const N
     uint32_t low = 0, all = 0;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap(self.rank + i, self.num_ranks);
-        store_relaxed(chosen_words(self, now, self.heap[q], self.rank) + logical,
-                      stamp(now, own));
+        uint64_t *to = chosen_words(self, now, self.heap[q], self.rank) + logical;
+        store_relaxed(to, stamp(now, own));
+        ship(now, q, to, 8);
     }
     for (int q = 0; q < self.num_ranks; q++) {
         const uint64_t *from = chosen_words(self, now, now.heap, q) + logical;

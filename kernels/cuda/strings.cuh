@@ -265,11 +265,12 @@ struct Joined { /* a piece that this rank's token gives */
         const uint32_t mask = hide_poison<V>(q);
         each_peer(m, token, peers, [&](int rank, int distance, uint4 *staged) {
             send_piece<V, false>(staged, piece * V * WARP, m.shape.vectors, q);
-            if (mask)
-                store_relaxed(escapes_at(m, self.heap[rank], self.num_ranks - 1 - distance,
-                                         token, piece) +
-                                  lane_id(),
-                              mask);
+            ship_piece<V>(m.now, rank, staged, piece * V * WARP, m.shape.vectors);
+            if (!mask) return;
+            uint32_t *escape =
+                escapes_at(m, self.heap[rank], self.num_ranks - 1 - distance, token, piece);
+            store_relaxed(escape + lane_id(), mask);
+            ship_together(m.now, rank, escape, WARP * 4);
         });
     }
     __device__ __forceinline__ void fill(const Strings &m, int piece, int32_t slot) const
@@ -386,7 +387,7 @@ struct Made {
         const int64_t end = (int64_t)m.shape.vectors * 16;
         const bool odd = m.job.quantize == EPIC_QUANTIZE_1X32 && e.scales == E8M0_NANS;
         const uint32_t scales = odd ? E8M0_STAND_IN : e.scales;
-        each_peer(m, token, peers, [&](int, int, uint4 *staged) {
+        each_peer(m, token, peers, [&](int rank, int, uint4 *staged) {
             uint8_t *const to = (uint8_t *)staged;
 #pragma unroll
             for (int v = 0; v < 2; v++)
@@ -394,6 +395,10 @@ struct Made {
                     store_relaxed((uint4 *)(to + row_at(piece, v)), sixteen(v));
             if (Sixteens::has_word() && row_end + scales_at(piece) < end)
                 store_relaxed((uint32_t *)(to + row_end + scales_at(piece)), scales);
+            ship_part(m.now, rank, to, (int64_t)piece * Sixteens::BYTES, Sixteens::BYTES,
+                      row_end);
+            ship_part(m.now, rank, to, row_end + (int64_t)piece * Sixteens::WORDS * 4,
+                      Sixteens::WORDS * 4, end);
         });
     }
     __device__ __forceinline__ void fill(const Strings &m, int piece, int32_t slot) const

@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p
     if (!begin(now, self, 0, 0, 0, 0)) return;
     const int64_t vectors = (job.count + 3) / 4, stride = grid_threads();
     for (int64_t v = grid_thread(); v < vectors; v += stride) summing(now, job, v).send();
+    ship_vectors(now, vectors);
     bool ok = true;
     const int64_t first = grid_thread() - lane_id();
     for (int64_t v = first; ok && v < vectors; v += stride) {

@@ -97,6 +97,18 @@ struct Summing { /* four floats of each rank, of a thread that has some */
     }
 };
 
+/* hosts, one warp: all vectors that its lanes have sent, of so many. */
+static __device__ void ship_vectors(const Now &now, int64_t vectors)
+{
+    const p2p_self &self = *now.self;
+    for (int64_t v = grid_thread() - lane_id(); HOSTS && v < vectors; v += grid_threads())
+        for (int distance = 1; distance < self.num_ranks; distance++) {
+            const int rank = wrap(self.rank + distance, self.num_ranks);
+            ship_piece<1>(now, rank, (const uint4 *)now.outbox[rank] + v, 0,
+                          (int32_t)min((int64_t)WARP, vectors - v));
+        }
+}
+
 /* The floats by rank, from wherever they are. */
 __device__ __forceinline__ bool take_floats(const Summing &s, uint4 (&q)[FEW_RANKS])
 {

@@ -163,6 +163,7 @@ static __device__ bool sum_vectors(const Replicas &r, const Now &now,
                        in,    in ? add_here(r, job, part_of(v)) : make_uint4(0, 0, 0, 0)};
     };
     for (int64_t v = grid_thread(); v < vectors; v += grid_threads()) summing(v).send();
+    ship_vectors(now, vectors);
     for (int64_t v = grid_thread() - lane_id(); v < vectors; v += grid_threads()) {
         const Summing s = summing(v + lane_id());
         float x[4];

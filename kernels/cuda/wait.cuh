@@ -103,7 +103,7 @@ static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32
     *(volatile uint32_t *)&status->result = word & 15;
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks; q++)
-        if (q == self.rank || (int)(word >> 12 & 0xff) == self.rank)
+        if (q == self.rank || (!HOSTS && (int)(word >> 12 & 0xff) == self.rank))
             store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
@@ -122,6 +122,14 @@ static __device__ __noinline__ void notify(const p2p_self &self, const p2p_notic
         to->result = said.result;
         return;
     }
+}
+
+/* hosts: the thread tells the peers. */
+__device__ __forceinline__ void mirror_waits(const Now &now, uint64_t said)
+{
+#ifdef EPIC_HOSTS
+    store_relaxed(&now.self->ring.words->waits, said);
+#endif
 }
 
 /* For whom a rank says that it waits, as the rank that owns the heap has heard. */
@@ -144,7 +152,9 @@ static __device__ void tell_waits(const Now &now, uint32_t peers)
     const p2p_self &self = *now.self;
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks; q++)
-        store_relaxed(waits_of(now, self.heap[q], self.rank), stamp(now, peers));
+        if (!HOSTS || q == self.rank)
+            store_relaxed(waits_of(now, self.heap[q], self.rank), stamp(now, peers));
+    mirror_waits(now, stamp(now, peers));
 }
 
 /* Who keeps the group waiting: every rank that has not announced this epoch; or of those that were
@@ -285,6 +295,8 @@ __device__ __forceinline__ bool wait_alone(const Now &now, const int &peer, int 
     return true;
 }
 
+#include "cuda/wire.cuh" /* it waits, and what follows ships */
+
 /* ------------------------------------------------------------------------- begin and end ---- */
 
 /* One warp: tells every rank, this one too, that the operation has begun here. */
@@ -298,6 +310,7 @@ static __device__ void announce(const Now &now)
     store_relaxed(to + P2P_SAYS_ROWS, stamp(now, (uint32_t)now.rows));
     __threadfence_system(); /* what the operations before restored must be seen first */
     store_relaxed(to + P2P_SAYS_SIGNATURE, stamp(now, now.signature));
+    ship(now, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
 /* What this rank and rank q stage for each other in the running epoch. */
@@ -337,6 +350,7 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
     }
     if (threadIdx.x < self.num_ranks) find_boxes(now, threadIdx.x);
     __syncthreads();
+    if (HOSTS && !begin_shipping(now)) return false;
     /* nobody here waits for the warp that announces, and the last CTA does not plan */
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x < WARP) announce(now);
     return true;
@@ -350,9 +364,10 @@ static __device__ bool hear(const Now &now)
     const bool mine = q < now.self->num_ranks;
     const uint64_t *from = announcement(now, now.heap, mine ? q : 0);
     return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
-        const uint64_t said = load_acquire_sys(from + P2P_SAYS_SIGNATURE);
+        uint64_t said = load_acquire_sys(from + P2P_SAYS_SIGNATURE);
         /* nobody is two operations ahead: a word of this parity is at most this one's */
         INVARIANT(said == 0 || (int32_t)((uint32_t)(said >> 32) - now.epoch) <= 0);
+        if (HOSTS && mine && !is_whole(now, from)) said = 0;
         return __all_sync(ALL_LANES, !mine || said == stamp(now, now.signature)) != 0;
     });
 }
@@ -384,6 +399,7 @@ static __device__ bool finish(Now &now)
         now.last = atomicAdd(&control->done, 1u) == gridDim.x - 1;
         if (now.last) {
             control->done = 0;
+            end_shipping(now);
             store_relaxed(&control->epoch, now.epoch);
         }
     }
@@ -419,6 +435,7 @@ static __device__ bool next_round(Now &now)
     if (now.last && threadIdx.x < WARP) {
         ok = hear(now);
         if (threadIdx.x == 0) control->done = 0;
+        if (HOSTS && ok) ok = turn_over(now);
         if (ok) begin_round(now);
     } else if (!now.last && threadIdx.x == 0) {
         const uint32_t next = epoch_after(now.epoch);

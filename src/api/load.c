@@ -16,7 +16,7 @@ typedef struct plugin {
     const char *when_absent, *when_broken; /* what helps */
 } plugin;
 
-#define NUM_PLUGINS 2
+#define NUM_PLUGINS 3
 static const plugin plugins[NUM_PLUGINS] = {
     {"mpi", "libepic_mpi.so", "epic_backend_mpi",
      "libepic was built without MPI: install one (Debian, Ubuntu: libopenmpi-dev, openmpi-bin) "
@@ -24,6 +24,9 @@ static const plugin plugins[NUM_PLUGINS] = {
      "install the MPI that it was built for (Debian, Ubuntu: openmpi-bin, or mpich)"},
     {"p2p", "libepic_cuda.so", "epic_backend_p2p",
      "libepic was built without CUDA: install its toolkit (nvcc) and build again",
+     "install the CUDA runtime that it was built for"},
+    {"hosts", "libepic_hosts.so", "epic_backend_hosts",
+     "it is on trial: build libepic with nvcc, UCX and -DEPIC_HOSTS=ON",
      "install the CUDA runtime that it was built for"},
 };
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* they stay loaded */
@@ -54,7 +57,8 @@ epic_result backend_find(const epic_backend **out, const char *name)
     for (int i = 0; i < NUM_PLUGINS; i++)
         if (!strcmp(plugins[i].name, name)) return load(out, &plugins[i]);
     return epic_fail(EPIC_EINVAL,
-                     "config.backend is \"%.40s\": there are self, threads, shm, mpi and p2p",
+                     "config.backend is \"%.40s\": there are self, threads, shm, mpi, p2p "
+                     "and hosts",
                      name);
 }
 

@@ -7,19 +7,30 @@
 #include "base/library.h"
 #include "wire/wire.h"
 
+/* A name becomes part of a file's: small letters alone. */
+static bool is_name(const char *name)
+{
+    const size_t length = strlen(name);
+    return length > 0 && length <= 16 && strspn(name, "abcdefghijklmnopqrstuvwxyz") == length;
+}
+
 const wire_engine *wire_find(const char *name, char *why)
 {
-    if (strcmp(name, "ucx") != 0) {
+    char library[32], symbol[32];
+    if (!is_name(name)) {
         snprintf(why, WIRE_WHY, "there is no wire \"%.40s\": there is ucx", name);
         return NULL;
     }
-    void *handle = library_open((const void *)(uintptr_t)&wire_find, "libepic_ucx.so");
-    const wire_engine *engine = handle ? dlsym(handle, "epic_wire_ucx") : NULL;
+    snprintf(library, sizeof library, "libepic_%s.so", name);
+    snprintf(symbol, sizeof symbol, "epic_wire_%s", name);
+    void *handle = library_open((const void *)(uintptr_t)&wire_find, library);
+    const wire_engine *engine = handle ? dlsym(handle, symbol) : NULL;
     if (engine) return engine; /* it stays loaded */
     const char *error = dlerror();
-    snprintf(why, WIRE_WHY,
-             "wire \"ucx\": libepic_ucx.so cannot be loaded; install UCX (Debian, Ubuntu: "
-             "libucx-dev) and build again (%.120s)",
+    snprintf(why, WIRE_WHY, "wire \"%s\": %s cannot be loaded%s (%.120s)", name, library,
+             strcmp(name, "ucx") == 0
+                 ? "; install UCX (Debian, Ubuntu: libucx-dev) and build again"
+                 : ", and there is none but ucx",
              error ? error : "no symbol of that name");
     if (handle) dlclose(handle);
     return NULL;

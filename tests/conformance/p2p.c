@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The suite on backend p2p, with ranks as threads that are dealt to the GPUs in turn.
+/* The suite on backend p2p, with ranks as threads that are dealt to the GPUs in turn; or on hosts, by
+ * EPIC_HOST=%r and a wire.
  *   p2p [RANKS ...] */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -9,6 +10,9 @@
 #include "suite.h"
 #include "suite_memory.h"
 
+#ifndef BACKEND
+#define BACKEND "p2p"
+#endif
 #define ARENA_BYTES (96 << 20) /* for all arrays of a rank's call */
 
 /* A rank's memory is allocated once: allocating waits for kernels, and kernels wait for ranks. */
@@ -21,7 +25,7 @@ static _Thread_local struct {
 static void need(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess) return;
-    fprintf(stderr, "p2p: %s: %s\n", what, cudaGetErrorString(error));
+    fprintf(stderr, BACKEND ": %s: %s\n", what, cudaGetErrorString(error));
     _Exit(1); /* peers would wait for this rank */
 }
 
@@ -113,5 +117,5 @@ int main(int argc, char **argv)
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0)
         return check_skip("no GPU can be used here");
     suite_there = &gpu;
-    return suite_main("p2p", (const int[]){1, 2, 3, 4, 8, 0}, argc, argv);
+    return suite_main(BACKEND, (const int[]){1, 2, 3, 4, 8, 0}, argc, argv);
 }

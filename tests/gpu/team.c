@@ -14,7 +14,13 @@
 #include "base/error.h"
 #include "copies.h"
 
-#define SEAT_BYTES 4096
+#define SEAT_BYTES 8192
+
+#if HOSTS /* every rank is a host of its own */
+#define BACKEND epic_backend_hosts
+#else
+#define BACKEND epic_backend_p2p
+#endif
 
 typedef struct meeting { /* shared by all ranks */
     pthread_barrier_t barrier;
@@ -87,7 +93,7 @@ static int run_rank(const team *t, int rank)
     team_rank me = {.rank = rank, .num_ranks = t->num_ranks, .shared = shared};
     epic_peer peers[DEVICE_MAX_RANKS], mine;
     memset(&mine, 0, sizeof mine);
-    mine.host[0] = 1;
+    mine.host[0] = HOSTS ? (uint64_t)rank + 1 : 1;
     mine.process[0] = (uint64_t)getpid();
     mine.pid = getpid();
     const epic_meet meet = {rank, t->num_ranks, gather, NULL, &me};
@@ -100,7 +106,7 @@ static int run_rank(const team *t, int rank)
     CHECK_CUDA(cudaSetDevice(rank % t->num_gpus));
     gather(&me, &mine, peers, sizeof mine);
     const epic_join join = {&meet, &config, peers, place->group_id};
-    epic_result result = epic_backend_p2p.join(&me.group, &join);
+    epic_result result = BACKEND.join(&me.group, &join);
     uint32_t results[DEVICE_MAX_RANKS], own = (uint32_t)result;
     gather(&me, &own, results, sizeof own);
     for (int q = 0; q < t->num_ranks; q++)
@@ -114,7 +120,7 @@ static int run_rank(const team *t, int rank)
     const int failed = t->work(&me);
     (void)cudaStreamSynchronize(me.stream);
     (void)cudaStreamDestroy(me.stream);
-    epic_backend_p2p.leave(me.group);
+    BACKEND.leave(me.group);
     return failed;
 }
 

@@ -8,18 +8,29 @@
 
 #include "run.h"
 
+/* Under the emulator: a peer's store to where one of the rank itself has no fence after it ends the
+ * program. */
+extern void emulator_check_store(const void *p) __attribute__((weak));
+
 #define DEPTH 128       /* puts to a host under way */
 #define MOST_LOOKS 60   /* that a put is held back for */
 #define MOST_RUNS 64    /* in one look; a run is some words of one put */
 #define MOST_WORDS 48   /* of a run */
 #define GHOST_LOOKS 200 /* until a word lands once more */
+#define LATE 300        /* one put of so many is held back for */
+#define LATE_LOOKS 1500 /* so long */
+#define COPIED 40       /* percent of the puts of a strict wire that are */
+#define MOST_AGAIN 100  /* looks in which a source is read again, after all has landed */
 
 typedef struct parcel {
-    uint64_t to, value;
+    uint64_t to, value, bytes;
     const uint64_t *from; /* NULL: `value` */
     uint64_t num_pieces, landed;
     uint64_t first, step; /* piece i is number (first + i * step) % num_pieces */
     uint64_t held_until;  /* that look */
+    uint64_t done_at;     /* the look at which its source is not read again */
+    uint64_t source;      /* a sum of its words */
+    uint64_t *copy;       /* of the source, which is not read any more; NULL: none */
 } parcel;
 
 /* What a host's peers see of it; freed by the last of them. */
@@ -120,6 +131,48 @@ static void shuffle(wire *w, parcel *p)
     while (divisor(p->num_pieces, p->step) != 1);
 }
 
+static void die(const wire *w, int host, const parcel *p, const char *what)
+{
+    fprintf(stderr, "chaos: host %d to host %d, %llu bytes at offset %llu: %s\n", w->setup.host,
+            host, (unsigned long long)p->bytes, (unsigned long long)p->to, what);
+    _Exit(1);
+}
+
+static uint64_t sum_source(const parcel *p)
+{
+    uint64_t sum = 0;
+    for (uint64_t i = 0; p->from && i < p->bytes / 8; i++)
+        sum = (sum ^ __atomic_load_n(&p->from[i], __ATOMIC_RELAXED)) * 0x9e3779b97f4a7c15u;
+    return sum;
+}
+
+/* As a network does that buffers: the put is done, and lands whenever it does. */
+static void copy_source(parcel *p)
+{
+    p->copy = malloc(p->bytes);
+    if (!p->copy) return;
+    memcpy(p->copy, p->from, p->bytes);
+    p->from = p->copy;
+}
+
+static bool is_left(const wire *w, const parcel *p)
+{
+    return p->copy || (p->landed == p->num_pieces && w->looks >= p->done_at);
+}
+
+/* Words of this put might land before those of an earlier one, in the same places. */
+static void check_places(const wire *w, int host, const parcel *p)
+{
+    const peer *q = &w->peers[host];
+    const uint64_t end = p->to + p->bytes;
+    for (uint64_t i = q->finished; i + 1 < q->given; i++) {
+        const parcel *other = &q->parcels[i % DEPTH];
+        if (other->landed < other->num_pieces && other->to < end &&
+            p->to < other->to + other->bytes)
+            die(w, host, p, "an earlier put to the same place has not landed");
+    }
+}
+
 static bool give(wire *w, int host, uint64_t to, const void *from, uint64_t value,
                  uint64_t bytes)
 {
@@ -128,11 +181,19 @@ static bool give(wire *w, int host, uint64_t to, const void *from, uint64_t valu
     if (q->given - q->finished == DEPTH || run_chance(&w->random, 10)) return false;
     parcel *p = &q->parcels[q->given++ % DEPTH];
     const bool halves = w->settings.damage == CHAOS_HALVES;
-    *p = (parcel){
-        .to = to, .from = from, .value = value, .num_pieces = bytes / (halves ? 4 : 8)};
+    *p = (parcel){.to = to,
+                  .from = from,
+                  .value = value,
+                  .bytes = bytes,
+                  .num_pieces = bytes / (halves ? 4 : 8)};
     shuffle(w, p);
     if (run_chance(&w->random, 20))
         p->held_until = w->looks + (uint64_t)run_below(&w->random, MOST_LOOKS);
+    if (run_below(&w->random, LATE) == 0) p->held_until = w->looks + LATE_LOOKS;
+    if (!w->settings.strict) return true;
+    check_places(w, host, p);
+    if (from && run_chance(&w->random, COPIED)) copy_source(p);
+    p->source = sum_source(p);
     return true;
 }
 
@@ -161,6 +222,7 @@ static void land_piece(wire *w, const parcel *p, char *inbox, uint64_t index)
     }
     if (w->settings.damage == CHAOS_LOST && run_below(&w->random, 5000) == 0) return;
     uint64_t *at = (uint64_t *)(void *)(inbox + p->to) + index;
+    if (emulator_check_store) emulator_check_store((void *)((uintptr_t)at & ~(uintptr_t)15));
     const uint64_t value = p->from ? p->from[index] : p->value;
     __atomic_store_n(at, value, __ATOMIC_RELAXED);
     if (w->settings.damage != CHAOS_TWICE || w->ghost_at || !p->from) return;
@@ -176,22 +238,32 @@ static int land_run(wire *w, int host)
     const uint64_t under_way = q->given - q->finished;
     const uint64_t index = q->finished + (uint64_t)run_below(&w->random, (int64_t)under_way);
     parcel *p = &q->parcels[index % DEPTH];
-    int count = (int)run_between(&w->random, 1, MOST_WORDS), moved = 0;
+    int moved = 0;
     if (under_way == 0 || p->held_until > w->looks) return 0;
+    const uint64_t most = p->num_pieces < MOST_WORDS ? p->num_pieces : MOST_WORDS;
+    const int count = (int)run_between(&w->random, 1, (int64_t)most);
     for (; p->landed < p->num_pieces && moved < count; moved++, p->landed++)
         land_piece(w, p, q->shore->inbox, (p->first + p->landed * p->step) % p->num_pieces);
-    if (moved > 0 && p->landed == p->num_pieces && index > q->finished) w->overtaken++;
+    if (p->landed < p->num_pieces && run_chance(&w->random, 5)) /* the rest comes late */
+        p->held_until = w->looks + LATE_LOOKS / 4;
+    if (moved > 0 && p->landed == p->num_pieces) {
+        if (index > q->finished) w->overtaken++;
+        p->done_at = w->looks + (uint64_t)run_below(&w->random, MOST_AGAIN);
+    }
     return moved;
 }
 
 static void settle(wire *w, int host)
 {
     peer *q = &w->peers[host];
-    if (gone(w, host)) q->finished = q->given;
-    while (q->finished < q->given) {
-        const parcel *p = &q->parcels[q->finished % DEPTH];
-        if (p->landed < p->num_pieces) return;
-        q->finished++;
+    const bool dropped = gone(w, host);
+    for (; q->finished < q->given; q->finished++) {
+        parcel *p = &q->parcels[q->finished % DEPTH];
+        if (!dropped && (p->landed < p->num_pieces || !is_left(w, p))) return;
+        if (!dropped && w->settings.strict && p->source != sum_source(p))
+            die(w, host, p, "its source has been written before it was done");
+        free(p->copy);
+        p->copy = NULL;
     }
 }
 
@@ -215,8 +287,10 @@ static int look(wire *w)
 static bool done(const wire *w, int host, uint64_t count)
 {
     const peer *q = &w->peers[host];
+    uint64_t left = q->finished;
     if (w->settings.damage == CHAOS_EARLY) return true;
-    return q->finished >= count || (gone(w, host) && q->finished == q->given);
+    while (left < q->given && left < count && is_left(w, &q->parcels[left % DEPTH])) left++;
+    return left >= count || (gone(w, host) && q->finished == q->given);
 }
 
 static void say(const wire *w, char *to, size_t size)
@@ -240,17 +314,4 @@ static void close_wire(wire *w)
     free(w);
 }
 
-const wire_engine wire_chaos = {
-    .name = "chaos",
-    .can = can,
-    .reaches_gpu = reaches_gpu,
-    .open = open_wire,
-    .connect = connect_all,
-    .put = put,
-    .word = word,
-    .look = look,
-    .done = done,
-    .gone = gone,
-    .say = say,
-    .close = close_wire,
-};
+const wire_engine epic_wire_chaos = {.name = "chaos", WIRE_ENGINE_CALLS};

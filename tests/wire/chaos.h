@@ -20,12 +20,15 @@ typedef enum chaos_damage {
 typedef struct chaos_settings {
     uint64_t seed;
     chaos_damage damage;
+    bool
+        strict; /* ends the program when the caller breaks a promise of its own: a source that is
+                    written before done(), or a put to where words of another may still land */
 } chaos_settings;
 
 /* What wires that are opened from now on do. */
 extern chaos_settings chaos_settings_now;
 
-extern const wire_engine wire_chaos;
+extern EPIC_API const wire_engine epic_wire_chaos;
 
 /* As if this host had lost its power: its peers' puts are dropped, and it is said to be gone. */
 void chaos_kill(wire *w);

@@ -17,7 +17,7 @@ static const char *const damages[CHAOS_NUM_DAMAGES] = {"none", "halves", "twice"
 
 static void run_case(suite_verdict *v, int hosts, uint64_t seed, chaos_damage damage)
 {
-    suite_case c = {.engine = &wire_chaos,
+    suite_case c = {.engine = &epic_wire_chaos,
                     .seed = seed,
                     .bytes = 96 << 10,
                     .most_bytes = 24 << 10,
@@ -65,7 +65,7 @@ static wire *open_pair(const epic_meet *meet)
                               .inbox_bytes = sizeof inboxes[0],
                               .outbox = outboxes[meet->rank],
                               .outbox_bytes = sizeof outboxes[0]};
-    return suite_open(&wire_chaos, meet, &setup);
+    return suite_open(&epic_wire_chaos, meet, &setup);
 }
 
 /* The second rank loses its power while puts are under way. */
@@ -76,21 +76,21 @@ static void lose_power(const epic_meet *meet, void *self)
     if (!w) return;
     if (meet->rank == 0) {
         uint64_t given = 0;
-        while (given < 20) given += wire_chaos.put(w, 1, 0, outboxes[0], 8192);
-        CHECK(!wire_chaos.gone(w, 1) && !wire_chaos.done(w, 1, given));
-        suite_meet(&wire_chaos, w, meet);
-        suite_meet(&wire_chaos, w, meet);
-        wire_chaos.look(w);
-        CHECK(wire_chaos.gone(w, 1) && wire_chaos.done(w, 1, given));
-        CHECK(wire_chaos.put(w, 1, 0, outboxes[0], 8) && wire_chaos.word(w, 1, 0, 1));
-        CHECK(wire_chaos.done(w, 1, given + 2));
+        while (given < 20) given += epic_wire_chaos.put(w, 1, 0, outboxes[0], 8192);
+        CHECK(!epic_wire_chaos.gone(w, 1) && !epic_wire_chaos.done(w, 1, given));
+        suite_meet(&epic_wire_chaos, w, meet);
+        suite_meet(&epic_wire_chaos, w, meet);
+        epic_wire_chaos.look(w);
+        CHECK(epic_wire_chaos.gone(w, 1) && epic_wire_chaos.done(w, 1, given));
+        CHECK(epic_wire_chaos.put(w, 1, 0, outboxes[0], 8) && epic_wire_chaos.word(w, 1, 0, 1));
+        CHECK(epic_wire_chaos.done(w, 1, given + 2));
     } else {
-        suite_meet(&wire_chaos, w, meet);
+        suite_meet(&epic_wire_chaos, w, meet);
         chaos_kill(w);
-        suite_meet(&wire_chaos, w, meet);
+        suite_meet(&epic_wire_chaos, w, meet);
     }
-    suite_meet(&wire_chaos, w, meet);
-    wire_chaos.close(w);
+    suite_meet(&epic_wire_chaos, w, meet);
+    epic_wire_chaos.close(w);
 }
 
 /* Data that is put first, and a flag that is put last, land in any order: nobody may lean on it. */
@@ -100,14 +100,14 @@ static void count_overtaken(const epic_meet *meet, void *self)
     wire *w = open_pair(meet);
     if (!w) return;
     for (uint64_t given = 0; meet->rank == 0 && given < 400;) {
-        wire_chaos.look(w);
-        given += wire_chaos.put(w, 1, 0, outboxes[0], 4096);
-        given += wire_chaos.word(w, 1, 8192, given);
+        epic_wire_chaos.look(w);
+        given += epic_wire_chaos.put(w, 1, 0, outboxes[0], 4096);
+        given += epic_wire_chaos.word(w, 1, 8192, given);
     }
-    suite_meet(&wire_chaos, w, meet);
+    suite_meet(&epic_wire_chaos, w, meet);
     if (meet->rank == 0) *overtaken = chaos_num_overtaken(w);
-    wire_chaos.close(w);
-    suite_meet(&wire_chaos, NULL, meet);
+    epic_wire_chaos.close(w);
+    suite_meet(&epic_wire_chaos, NULL, meet);
 }
 
 int main(void)

@@ -2,6 +2,7 @@
 /* SMs of each GPU that the contexts of this process have taken.  Kernels that wait for each
  * other must be resident together, whichever groups they belong to. */
 #include <pthread.h>
+#include <string.h>
 
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
@@ -30,7 +31,7 @@ static bool add(int device, int sms, int most, int *others)
     return fits;
 }
 
-epic_result p2p_budget_take(epic_group *g, int sms, int device_sms)
+static epic_result take(epic_group *g, int sms, int device_sms)
 {
     int others;
     if (g->device >= MAX_DEVICES)
@@ -45,6 +46,31 @@ epic_result p2p_budget_take(epic_group *g, int sms, int device_sms)
             sms, g->device, others, device_sms);
     g->num_sms = sms;
     return EPIC_OK;
+}
+
+/* Kernels of all ranks on a GPU must be resident at once.  Ranks that share one reckon alike. */
+epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
+{
+    const p2p_gpu *mine = &gpus[g->rank];
+    int taken = mine->taken_sms;
+    g->ranks_here = 0;
+    for (int q = 0; q < g->num_ranks; q++) {
+        if (memcmp(gpus[q].device, mine->device, sizeof mine->device) != 0) continue;
+        g->ranks_here++;
+        if (gpus[q].taken_sms > taken) taken = gpus[q].taken_sms;
+    }
+    const int spare = g->ranks_here > 1 ? P2P_SPARE_SMS : 0;
+    int sms = (mine->device_sms - spare - taken) / g->ranks_here;
+    if (sms > P2P_DEFAULT_SMS) sms = P2P_DEFAULT_SMS;
+    if (g->config.max_sms) sms = (int)g->config.max_sms;
+    if (sms < 1 || sms * g->ranks_here > mine->device_sms)
+        return epic_fail(
+            EPIC_EINVAL,
+            "config.max_sms is %u: ranks of this group on device %d: %d, SMs that "
+            "other contexts of this process have taken: %d of %d; give each context "
+            "a smaller config.max_sms, or close one",
+            g->config.max_sms, g->device, g->ranks_here, taken, mine->device_sms);
+    return take(g, sms, mine->device_sms);
 }
 
 void p2p_budget_give_back(epic_group *g)

@@ -52,7 +52,7 @@ static void read_why(const epic_group *group, char *why, size_t size)
 {
     why[0] = 0;
     if (cudaMemcpyAsync(why, group->self.heap[group->rank] + group->self.at.why, size - 1,
-                        cudaMemcpyDeviceToHost, group->side) == cudaSuccess)
+                        cudaMemcpyDefault, group->side) == cudaSuccess)
         (void)cudaStreamSynchronize(group->side);
     why[size - 1] = 0;
 }
@@ -262,7 +262,6 @@ epic_result p2p_whole(epic_group *group)
     return epic_fail((epic_result)failure.result, "%s", failure.sentence);
 }
 
-/* The words go by copy engine, beside whatever kernels run. */
 void p2p_abort(epic_group *group, uint64_t tag, const char *why)
 {
     (void)tag;
@@ -271,13 +270,8 @@ void p2p_abort(epic_group *group, uint64_t tag, const char *why)
     const uint32_t me = (uint32_t)group->rank;
     *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, 1u << me);
     for (int q = 0; q < group->num_ranks; q++) {
-        uint8_t *heap = group->self.heap[q];
-        (void)cudaMemcpyAsync(heap + group->self.at.why, sentence, sizeof sentence,
-                              cudaMemcpyDefault, group->side);
-        (void)cudaStreamSynchronize(group->side);
-        (void)cudaMemcpyAsync(heap + group->self.at.broken, group->word, sizeof *group->word,
-                              cudaMemcpyDefault, group->side);
+        p2p_tell(group, q, group->self.at.why, sentence, sizeof sentence);
+        p2p_tell(group, q, group->self.at.broken, group->word, sizeof *group->word);
     }
-    (void)cudaStreamSynchronize(group->side);
     (void)cudaGetLastError();
 }

@@ -10,7 +10,14 @@
 #define P2P_DEFAULT_SMS 64 /* of a context that does not say; measured, docs/cuda.md */
 #define P2P_SPARE_SMS 4    /* of a GPU that ranks share, for their other work */
 
-typedef struct p2p_watch p2p_watch; /* sees peers' processes end */
+typedef struct p2p_watch p2p_watch;   /* sees peers' processes end */
+typedef struct hosts_part hosts_part; /* what backend hosts adds */
+
+typedef struct p2p_gpu { /* what a rank tells the others of its GPU */
+    int32_t device_sms;
+    int32_t taken_sms;  /* by other contexts of its process */
+    uint8_t device[16]; /* uuid */
+} p2p_gpu;
 
 struct epic_group {
     p2p_self self;      /* what every job begins with; operation and signature still 0 */
@@ -24,6 +31,7 @@ struct epic_group {
     int ranks_here;                /* that share this GPU */
     bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
     p2p_watch *watch;
+    hosts_part *hosts;  /* NULL: p2p */
     cudaStream_t side;  /* for words to peers while a kernel runs */
     uint64_t *word;     /* pinned host memory */
     int32_t top_k;      /* of the last plan: a hint of how much work a row is, */
@@ -39,9 +47,31 @@ epic_result p2p_cuda(cudaError_t error, const char *what);
 /* Loads every kernel, so that no launch has to wait for an idle device. */
 epic_result p2p_load(epic_group *group);
 
-/* Takes SMs for one context from those of its GPU (group->num_sms), and gives them back. */
+/* A group that knows its layout, then its device, stream and status; and back. */
+epic_group *p2p_group_new(const epic_join *join);
+epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
+void p2p_group_free(epic_group *group);
+bool p2p_gpu_fits(const p2p_gpu *gpu); /* it was not written by a stranger */
+
+p2p_heap p2p_heap_for(const epic_config *config);
+int64_t p2p_heap_bytes(const p2p_heap *at);
+epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
+uint32_t p2p_epoch(epic_group *group);
+const uint64_t *p2p_gone(epic_group *group); /* NULL: the device does not answer */
+
+/* Stores bytes into a rank's heap, its own too; returns when they are there, or it is hopeless.
+ * Each backend has its own. */
+void p2p_tell(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
+
+bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
+void *p2p_allocate(epic_group *group, size_t bytes);
+void p2p_release(epic_group *group, void *memory);
+void p2p_describe(char *to, size_t size);
+
+/* Takes SMs for one context from those of its GPU (group->num_sms), which ranks share that have
+ * the same, and gives them back. */
 int p2p_budget_taken(int device);
-epic_result p2p_budget_take(epic_group *group, int sms, int device_sms);
+epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
 void p2p_budget_give_back(epic_group *group);
 
 /* Begins and ends to watch the peers' processes. */
@@ -100,6 +130,6 @@ epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_loss
                             const epic_moe_backward_args *args);
 
 extern const epic_steps p2p_steps;
-extern EPIC_API const epic_backend epic_backend_p2p;
+extern EPIC_API const epic_backend epic_backend_p2p, epic_backend_hosts;
 
 #endif

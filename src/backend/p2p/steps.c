@@ -138,7 +138,7 @@ static void remember(epic_group *g, const epic_layer *layer)
  * and with the others, so each rank chooses for itself. */
 static bool is_few(const epic_group *g, int32_t num_tokens, int32_t most, int64_t row_bytes)
 {
-    return num_tokens <= most && g->most_top_k > 0 && g->most_top_k <= 32 &&
+    return !HOSTS && num_tokens <= most && g->most_top_k > 0 && g->most_top_k <= 32 &&
            g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
 }
 
@@ -185,8 +185,8 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
     if (searches || job->resolves) job->planners = 1; /* flat_drop.cuh, resolve.cuh */
     remember(g, &job->layer);
-    job->few =
-        !args->rank_of_expert && p2p_few_plan(g->num_ranks, g->config.max_tokens, &job->layer);
+    job->few = !HOSTS && !args->rank_of_expert &&
+               p2p_few_plan(g->num_ranks, g->config.max_tokens, &job->layer);
     mix_layer(a, &job->layer);
     mix(a, args->rank_of_expert != NULL);
     return EPIC_OK;
@@ -304,6 +304,8 @@ static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
 static bool overlaps(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_string_bytes(job->row_bytes, job->scale_bytes);
+    if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
+        return false; /* takes not all that is told */
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }

@@ -10,6 +10,7 @@
 #include <time.h>
 #include <ucp/api/ucp.h>
 
+#include "wire/ucx/lanes.h"
 #include "wire/wire.h"
 
 #define DEPTH 256     /* puts to a host that are under way; more come again later */
@@ -233,45 +234,6 @@ static void give_up(void *self, ucp_ep_h endpoint, ucs_status_t status)
     ((peer *)self)->gone = true;
 }
 
-/* Writes the next of an endpoint's lanes, as in "#  lane[0]:  4:tcp/eth0.0 md[1] ...", and returns
- * what follows; NULL: there is none.  UCX 1.13 tells its lanes in no other way. */
-static const char *next_lane(const char *text, char *to, size_t size)
-{
-    text = text ? strstr(text, " lane[") : NULL;
-    text = text ? strstr(text, "]:") : NULL;
-    if (!text) return NULL;
-    text += strcspn(text + 2, ":\n") + 3;
-    const int length = (int)strcspn(text, ". \n");
-    snprintf(to, size, "%.*s", length, text);
-    return text + length;
-}
-
-static char *print_lanes(ucp_ep_h endpoint)
-{
-    char *text = NULL;
-    size_t size;
-    FILE *file = open_memstream(&text, &size);
-    if (!file) return NULL;
-    ucp_ep_print_info(endpoint, file);
-    fclose(file);
-    return text;
-}
-
-static bool is_rdma(const char *lane)
-{
-    return !strncmp(lane, "rc_", 3) || !strncmp(lane, "dc_", 3) || !strncmp(lane, "srd", 3);
-}
-
-static bool keeps_words(ucp_ep_h endpoint)
-{
-    char lane[64], *text = print_lanes(endpoint);
-    int lanes = 0, others = 0;
-    for (const char *at = text; (at = next_lane(at, lane, sizeof lane)); lanes++)
-        others += !is_rdma(lane);
-    free(text);
-    return lanes > 0 && others == 0;
-}
-
 static epic_result connect_host(wire *w, int host, const card *c, char *why)
 {
     peer *p = &w->peers[host];
@@ -290,7 +252,7 @@ static epic_result connect_host(wire *w, int host, const card *c, char *why)
     p->inbox = c->inbox;
     UCX(ucp_ep_create(w->worker, &params, &p->endpoint), "a way to a peer");
     if (w->setup.puts == WIRE_PUT_NEVER ||
-        (w->setup.puts == WIRE_PUT_IF_WHOLE && !keeps_words(p->endpoint)))
+        (w->setup.puts == WIRE_PUT_IF_WHOLE && !ucx_keeps_words(p->endpoint)))
         return EPIC_OK;
     UCX(ucp_ep_rkey_unpack(p->endpoint, c->bytes + c->address_bytes, &p->key), "a peer's key");
     return EPIC_OK;
@@ -384,14 +346,10 @@ static void say(const wire *w, char *to, size_t size)
                         w->setup.on_gpu ? "GPU" : "host");
     for (int h = 0; h < w->setup.num_hosts; h++) {
         const peer *p = &w->peers[h];
-        char lane[64], *text = p->endpoint ? print_lanes(p->endpoint) : NULL;
-        const char *by = p->key ? "writes" : "messages", *before = ", ";
-        for (const char *at = text; (at = next_lane(at, lane, sizeof lane)); before = " + ")
-            if (used >= 0 && (size_t)used < size)
-                used += snprintf(to + used, size - (size_t)used, "%s%s", before, lane);
-        if (text && used >= 0 && (size_t)used < size)
-            used += snprintf(to + used, size - (size_t)used, " by %s", by);
-        free(text);
+        if (used < 0 || (size_t)used >= size) return;
+        if (p->endpoint)
+            used += ucx_say_lanes(p->endpoint, to + used, size - (size_t)used,
+                                  p->key ? "writes" : "messages");
     }
 }
 
@@ -435,17 +393,4 @@ static void close_wire(wire *w)
 }
 
 extern EPIC_API const wire_engine epic_wire_ucx;
-const wire_engine epic_wire_ucx = {
-    .name = "ucx",
-    .can = can,
-    .reaches_gpu = reaches_gpu,
-    .open = open_wire,
-    .connect = connect_all,
-    .put = put,
-    .word = word,
-    .look = look,
-    .done = done,
-    .gone = gone,
-    .say = say,
-    .close = close_wire,
-};
+const wire_engine epic_wire_ucx = {.name = "ucx", WIRE_ENGINE_CALLS};

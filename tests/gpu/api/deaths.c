@@ -29,6 +29,9 @@ enum {
 };
 enum fault { KILLED, STOPPED, EXITED, NUM_FAULTS };
 static const char *const fault_names[] = {"SIGKILL", "SIGSTOP", "exit"};
+#ifndef BACKEND
+#define BACKEND "p2p"
+#endif
 #define ROW (HIDDEN * 2)
 #define PATIENCE_MS 20000u /* for one that dies: its death must be seen long before */
 
@@ -84,7 +87,7 @@ static void take_seat(seat *s, int rank, int ranks, unsigned at)
                                 .num_ranks = (uint32_t)ranks,
                                 .timeout_ms =
                                     fault == STOPPED ? (uint32_t)deadline_ms : PATIENCE_MS,
-                                .backend = "p2p"};
+                                .backend = BACKEND};
     epic_meet meet;
     need(!epic_meet_tcp(&meet, &tcp), "meet", NULL);
     need(!epic_open(&s->ctx, &meet, &config), "open", s->ctx);

@@ -1,0 +1,387 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The backend hosts: GPUs of several hosts, one rank a host so far.  The kernels and steps are p2p's,
+ * compiled once more with EPIC_HOSTS; here is how such ranks join and leave. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "backend/hosts/ring.h"
+#include "backend/p2p/p2p.h"
+#include "base/error.h"
+
+/* What a rank tells the others. */
+typedef struct card {
+    uint32_t result; /* of its own part so far */
+    p2p_gpu gpu;
+    char sentence[256];
+    _Alignas(8) unsigned char lines[WIRE_LINES_CARD_BYTES];
+    _Alignas(8) unsigned char wire[WIRE_CARD_BYTES];
+} card;
+
+/* What a group has beside p2p's. */
+typedef struct hosts_part {
+    const wire_engine *engine;
+    wire *wire;
+    wire_lines *lines;
+    hosts_ring *ring;
+    uint8_t *inbox;  /* the heap, */
+    uint8_t *outbox; /* as large, both in host memory; */
+    uint8_t *own;    /* and what of the heap no peer sees, on the GPU */
+    p2p_ring shared; /* as the host sees it */
+} hosts_part;
+
+static const wire_engine *find_engine(char *why)
+{
+    const char *name = getenv("EPIC_WIRE");
+    return wire_find(name && *name ? name : "ucx", why);
+}
+
+static bool same(const uint64_t a[2], const uint64_t b[2])
+{
+    return a[0] == b[0] && a[1] == b[1];
+}
+
+static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
+                     char *why)
+{
+    int count = 0;
+    (void)config;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+        (void)cudaGetLastError();
+        snprintf(why, 256, "no CUDA device can be used here");
+        return false;
+    }
+    if (num_ranks > WIRE_MAX_HOSTS) {
+        snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks, WIRE_MAX_HOSTS);
+        return false;
+    }
+    for (int a = 0; a < num_ranks; a++)
+        for (int b = a + 1; b < num_ranks; b++)
+            if (same(peers[a].host, peers[b].host)) {
+                snprintf(
+                    why, 256,
+                    "ranks %d and %d are on one host, and backend hosts takes one rank of a "
+                    "host; use p2p on one host, or tell them apart by EPIC_HOST",
+                    a, b);
+                return false;
+            }
+    const wire_engine *engine = find_engine(why);
+    return engine && engine->can(why);
+}
+
+/* --------------------------------------------------------------------------- own part ---- */
+
+static epic_result host_memory(uint8_t **out, int64_t bytes)
+{
+    char what[96];
+    snprintf(what, sizeof what, "%lld bytes of pinned host memory", (long long)bytes);
+    return p2p_cuda(cudaHostAlloc((void **)out, (size_t)bytes, cudaHostAllocMapped), what);
+}
+
+static epic_result seen_by_gpu(void *out, void *memory)
+{
+    return p2p_cuda(cudaHostGetDevicePointer(out, memory, 0), "host memory");
+}
+
+/* Bytes of the parts of a heap that its rank alone uses, one after the other. */
+static int64_t own_bytes(const p2p_heap *at, int64_t num_ranks)
+{
+    return (at->faults - at->control) + (at->counts - at->first) + (at->records - at->tallies) +
+           num_ranks * at->part_words * 4 + 4 * 512;
+}
+
+/* Takes one of them away from the heap: kernels find it by its offset all the same. */
+static void move(int64_t *at, int64_t bytes, int64_t *next)
+{
+    *at = *next;
+    *next += device_round_up(bytes, 512);
+}
+
+/* Atomic words and what is read often lie on the GPU, whatever the wire needs. */
+static epic_result make_own(epic_group *g, hosts_part *h)
+{
+    p2p_heap *at = &g->self.at;
+    const p2p_heap was = *at;
+    const int64_t bytes = own_bytes(at, g->num_ranks);
+    const int64_t parts = g->num_ranks * was.part_words * 4;
+    TRY(p2p_cuda(cudaMalloc((void **)&h->own, (size_t)bytes), "memory of the device"));
+    int64_t next = h->own - g->self.heap[g->rank];
+    const int64_t begin = next;
+    move(&at->control, was.faults - was.control, &next);
+    move(&at->first, was.counts - was.first, &next);
+    move(&at->tallies, was.records - was.tallies, &next);
+    at->scratch = at->tallies + (was.scratch - was.tallies);
+    TRY(p2p_cuda(cudaMemsetAsync(h->own, 0, (size_t)(next - begin), g->side), "clearing"));
+    move(&at->parts, parts, &next);
+    TRY(p2p_cuda(
+        cudaMemsetAsync(g->self.heap[g->rank] + at->parts, 0xff, (size_t)parts, g->side),
+        "clearing"));
+    return p2p_cuda(cudaStreamSynchronize(g->side), "clearing");
+}
+
+/* Inbox and outbox are heaps.  What is never stored to the outbox is never shipped. */
+static epic_result make_heaps(epic_group *g, hosts_part *h)
+{
+    const int64_t bytes = g->self.at.bytes;
+    uint8_t *outbox = NULL;
+    TRY(host_memory(&h->inbox, bytes));
+    TRY(host_memory(&h->outbox, bytes));
+    TRY(seen_by_gpu(&g->self.heap[g->rank], h->inbox));
+    TRY(seen_by_gpu(&outbox, h->outbox));
+    for (int q = 0; q < g->num_ranks; q++)
+        if (q != g->rank) g->self.heap[q] = outbox;
+    TRY(p2p_heap_clear(g, g->self.heap[g->rank]));
+    return make_own(g, h);
+}
+
+static epic_result make_ring(epic_group *g, hosts_part *h)
+{
+    uint8_t *memory = NULL;
+    const int64_t words = P2P_RING_ENTRIES * 8, bytes = words + (int64_t)sizeof(p2p_ring_words);
+    TRY(host_memory(&memory, bytes));
+    memset(memory, 0, (size_t)bytes);
+    h->shared.entries = (uint64_t *)(void *)memory;
+    h->shared.words = (p2p_ring_words *)(void *)(memory + words);
+    TRY(seen_by_gpu(&g->self.ring.entries, h->shared.entries));
+    return seen_by_gpu(&g->self.ring.words, h->shared.words);
+}
+
+static wire_puts puts_wanted(void)
+{
+    const char *text = getenv("EPIC_WIRE_PUT");
+    return !text || !*text ? WIRE_PUT_IF_WHOLE
+           : *text == '0'  ? WIRE_PUT_NEVER
+                           : WIRE_PUT_ALWAYS;
+}
+
+static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
+{
+    char why[WIRE_WHY];
+    const wire_setup setup = {.host = g->rank,
+                              .num_hosts = g->num_ranks,
+                              .puts = puts_wanted(),
+                              .inbox = h->inbox,
+                              .inbox_bytes = (uint64_t)g->self.at.bytes,
+                              .outbox = h->outbox,
+                              .outbox_bytes = (uint64_t)g->self.at.bytes};
+    const wire_lines_setup lines = {.host = g->rank,
+                                    .num_hosts = g->num_ranks,
+                                    .ranks_per_host = 1,
+                                    .timeout_ms = g->config.timeout_ms,
+                                    .group_id = g->self.group_id};
+    h->engine = find_engine(why);
+    if (!h->engine) return epic_fail(EPIC_ENOTSUP, "%s", why);
+    const epic_result result = h->engine->open(&h->wire, &setup, mine->wire, why);
+    if (result != EPIC_OK) return epic_fail(result, "%s", why);
+    return wire_lines_listen(&h->lines, &lines, mine->lines);
+}
+
+static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
+{
+    TRY(p2p_group_device(g, &mine->gpu));
+    TRY(make_heaps(g, h));
+    TRY(make_ring(g, h));
+    TRY(p2p_load(g));
+    return open_wire(g, h, mine);
+}
+
+/* ------------------------------------------------------------------------------ peers ---- */
+
+static epic_result connect_wire(epic_group *g, hosts_part *h, const card *cards)
+{
+    char why[WIRE_WHY];
+    unsigned char *all = malloc((size_t)g->num_ranks * WIRE_CARD_BYTES);
+    if (!all) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    for (int q = 0; q < g->num_ranks; q++)
+        memcpy(all + (size_t)q * WIRE_CARD_BYTES, cards[q].wire, WIRE_CARD_BYTES);
+    const epic_result result = h->engine->connect(h->wire, all, why);
+    free(all);
+    return result == EPIC_OK ? EPIC_OK : epic_fail(result, "%s", why);
+}
+
+static epic_result connect_lines(epic_group *g, hosts_part *h, const card *cards)
+{
+    unsigned char all[WIRE_MAX_HOSTS][WIRE_LINES_CARD_BYTES];
+    for (int q = 0; q < g->num_ranks; q++)
+        memcpy(all[q], cards[q].lines, WIRE_LINES_CARD_BYTES);
+    return wire_lines_connect(h->lines, all);
+}
+
+static epic_result start_ring(epic_group *g, hosts_part *h)
+{
+    const hosts_ring_setup setup = {.host = g->rank,
+                                    .num_hosts = g->num_ranks,
+                                    .engine = h->engine,
+                                    .wire = h->wire,
+                                    .lines = h->lines,
+                                    .outbox = h->outbox,
+                                    .at = g->self.at,
+                                    .status = g->status,
+                                    .ring = h->shared};
+    return hosts_ring_open(&h->ring, &setup);
+}
+
+/* Nothing in a card is trusted: it may come from anybody who reached the meeting. */
+static epic_result check_card(const card *c, int rank)
+{
+    if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
+        !memchr(c->sentence, 0, sizeof c->sentence))
+        return epic_fail(EPIC_EPEER,
+                         "backend hosts: what the meeting brought from rank %d was not written "
+                         "by EPIC",
+                         rank);
+    if (c->result == EPIC_OK) return EPIC_OK;
+    return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
+}
+
+static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards)
+{
+    p2p_gpu gpus[WIRE_MAX_HOSTS];
+    for (int q = 0; q < g->num_ranks; q++) TRY(check_card(&cards[q], q));
+    for (int q = 0; q < g->num_ranks; q++) gpus[q] = cards[q].gpu;
+    TRY(p2p_budget_share(g, gpus));
+    TRY(connect_wire(g, h, cards));
+    TRY(connect_lines(g, h, cards));
+    return start_ring(g, h);
+}
+
+/* ------------------------------------------------------------------- join and leave ---- */
+
+static void release(epic_group *g)
+{
+    hosts_part *h = g->hosts;
+    if (h) {
+        hosts_ring_close(h->ring);
+        if (h->engine) h->engine->close(h->wire);
+        wire_lines_close(h->lines);
+        if (h->own) (void)cudaFree(h->own);
+        if (h->inbox) (void)cudaFreeHost(h->inbox);
+        if (h->outbox) (void)cudaFreeHost(h->outbox);
+        if (h->shared.entries) (void)cudaFreeHost(h->shared.entries);
+        free(h);
+    }
+    p2p_group_free(g);
+}
+
+static epic_group *new_group(const epic_join *join)
+{
+    epic_group *g = p2p_group_new(join);
+    if (!g) return NULL;
+    g->hosts = calloc(1, sizeof *g->hosts);
+    if (g->hosts) return g;
+    p2p_group_free(g);
+    return NULL;
+}
+
+static epic_result meet(epic_group *g, const epic_join *join, card *cards)
+{
+    card *mine = &cards[join->meet->num_ranks];
+    mine->result = g ? (uint32_t)own_part(g, g->hosts, mine) : EPIC_ENOMEM;
+    if (mine->result != EPIC_OK)
+        snprintf(mine->sentence, sizeof mine->sentence, "%.255s",
+                 g ? epic_sentence() : "no host memory");
+    cards[join->meet->rank] = *mine;
+    if (!join->meet->gather) return EPIC_OK;
+    return join->meet->gather(join->meet->self, mine, cards, sizeof *mine);
+}
+
+static epic_result join(epic_group **out, const epic_join *join)
+{
+    if (join->meet->num_ranks > WIRE_MAX_HOSTS)
+        return epic_fail(EPIC_ENOTSUP,
+                         "backend hosts: %d ranks are too many, it has at most %d",
+                         join->meet->num_ranks, WIRE_MAX_HOSTS);
+    card *cards = calloc((size_t)join->meet->num_ranks + 1, sizeof *cards);
+    if (!cards) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    epic_group *g = new_group(join);
+    epic_result result = meet(g, join, cards);
+    if (!g) result = epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    if (result == EPIC_OK) result = connect_peers(g, g->hosts, cards);
+    free(cards);
+    if (result == EPIC_OK)
+        *out = g;
+    else if (g)
+        release(g);
+    return result;
+}
+
+bool p2p_is_dead(const epic_group *g, int peer)
+{
+    return __atomic_load_n(&g->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
+}
+
+/* To a peer by way of the outbox, where nothing else uses the place. */
+void p2p_tell(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
+{
+    if (p2p_is_dead(g, peer)) return;
+    (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);
+    (void)cudaStreamSynchronize(g->side);
+    if (peer != g->rank) hosts_ring_tell(g->hosts->ring, peer, (uint64_t)at, (uint32_t)count);
+}
+
+static uint64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
+}
+
+/* Has every peer closed, or died? */
+static bool all_gone(epic_group *g)
+{
+    const uint64_t *gone = p2p_gone(g);
+    for (int q = 0; gone && q < g->num_ranks; q++)
+        if (q != g->rank && !gone[q] && !p2p_is_dead(g, q) &&
+            wire_lines_look(g->hosts->lines, q) == LINE_ALIVE)
+            return false;
+    return true;
+}
+
+/* Memory may be freed once no peer puts anything into it: it has closed too, or is dead. */
+static void leave(epic_group *g)
+{
+    int device = -1;
+    (void)cudaGetDevice(&device);
+    (void)cudaSetDevice(g->device);
+    if (g->ranks_here == 1) (void)cudaDeviceSynchronize();
+    *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
+    for (int q = 0; q < g->num_ranks; q++)
+        p2p_tell(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
+    const uint64_t end = now_ms() + g->config.timeout_ms;
+    while (!all_gone(g) && now_ms() < end)
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    release(g);
+    if (device >= 0) (void)cudaSetDevice(device);
+}
+
+/* In a forked child: while it held the lines, nobody would see its parent's death. */
+static void forget(epic_group *g)
+{
+    wire_lines_forget(g->hosts->lines);
+    g->hosts->lines = NULL;
+}
+
+static void memory(const epic_config *config, epic_memory_info *out)
+{
+    const p2p_heap at = p2p_heap_for(config);
+    out->host_bytes = (int64_t)(sizeof(epic_group) + sizeof(hosts_part)) + 4096 + 2 * at.bytes +
+                      P2P_RING_ENTRIES * 8 + (int64_t)sizeof(p2p_ring_words);
+    out->shared_bytes = 0;
+    out->device_bytes = own_bytes(&at, config->num_ranks);
+}
+
+const epic_backend epic_backend_hosts = {
+    .name = "hosts",
+    .can_join = can_join,
+    .join = join,
+    .leave = leave,
+    .forget = forget,
+    .memory = memory,
+    .fetch = p2p_fetch,
+    .allocate = p2p_allocate,
+    .release = p2p_release,
+    .describe = p2p_describe,
+    .steps = &p2p_steps,
+    .sentence = epic_sentence,
+};

@@ -1,0 +1,264 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One turn of the thread after the other; it naps when turns move nothing. */
+#include "backend/hosts/ring.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/error.h"
+
+#define MOST_ENTRIES 256 /* in one turn */
+#define ENDS 4         /* epochs whose sources are being read: two, as kernels wait for that */
+#define TURNS 64       /* that move nothing before the thread naps */
+#define NAP_US 20      /* at first, while an operation runs; then twice as long each time, */
+#define BUSY_NAP_US 50 /* up to this, */
+#define IDLE_NAP_US 1000 /* or this, when none runs */
+#define TELL_MS 2000
+
+/* A word of peers' heaps that is no data but what is so now: what comes last counts.  So one is under
+ * way at a time, and it is the newest. */
+typedef struct mirror {
+    uint64_t told;
+    uint64_t given; /* with that one */
+} mirror;
+
+enum { NOTHING, ASKED, GIVEN }; /* of a message */
+
+typedef struct message {
+    int host;
+    uint64_t at, given;
+    uint32_t bytes;
+    int state;
+} message;
+
+struct hosts_ring {
+    hosts_ring_setup setup;
+    pthread_t thread;
+    pthread_mutex_t mutex; /* one message at a time */
+    message message;
+    int leave;
+    bool running;                        /* an operation */
+    uint64_t taken;                      /* entries */
+    uint64_t given[WIRE_MAX_HOSTS];      /* puts and words to a host */
+    uint64_t ends[ENDS][WIRE_MAX_HOSTS]; /* `given`, when an epoch ended */
+    uint64_t num_ends, num_freed;        /* epochs */
+    mirror waits[WIRE_MAX_HOSTS], broken[WIRE_MAX_HOSTS];
+};
+
+static bool is_done(const hosts_ring *r, int host, uint64_t count)
+{
+    return r->setup.engine->done(r->setup.wire, host, count);
+}
+
+static bool is_peer(const hosts_ring *r, int host)
+{
+    return host != r->setup.host && host < r->setup.num_hosts;
+}
+
+/* ---------------------------------------------------------------------- of the kernels ---- */
+
+static void end_epoch(hosts_ring *r)
+{
+    memcpy(r->ends[r->num_ends++ % ENDS], r->given, sizeof r->given);
+    r->running = false;
+}
+
+static bool put(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
+{
+    const hosts_ring_setup *s = &r->setup;
+    if (!s->engine->put(s->wire, host, at, s->outbox + at, bytes)) return false;
+    r->given[host]++;
+    return true;
+}
+
+/* False: there is none, or the wire has no room. */
+static bool take_entry(hosts_ring *r)
+{
+    const uint64_t *from = &r->setup.ring.entries[r->taken % P2P_RING_ENTRIES];
+    const uint64_t entry = __atomic_load_n(from, __ATOMIC_ACQUIRE);
+    const int host = P2P_ENTRY_HOST(entry);
+    if (entry >> 56 << 56 != P2P_ENTRY_LAP(r->taken)) return false;
+    r->running = true;
+    if (host == P2P_EPOCH_ENDS)
+        end_epoch(r);
+    else if (is_peer(r, host) &&
+             !put(r, host, P2P_ENTRY_WORD(entry) * 8, P2P_ENTRY_WORDS(entry) * 8))
+        return false;
+    __atomic_store_n(&r->setup.ring.words->taken, ++r->taken, __ATOMIC_RELEASE);
+    return true;
+}
+
+/* Tells kernels of which epochs the wire has read all. */
+static void free_epochs(hosts_ring *r)
+{
+    while (r->num_freed < r->num_ends) {
+        const uint64_t *given = r->ends[r->num_freed % ENDS];
+        for (int h = 0; h < r->setup.num_hosts; h++)
+            if (is_peer(r, h) && !is_done(r, h, given[h])) return;
+        __atomic_store_n(&r->setup.ring.words->freed, ++r->num_freed, __ATOMIC_RELEASE);
+    }
+}
+
+/* ------------------------------------------------------------------------ of the rank ---- */
+
+static void tell_word(hosts_ring *r, mirror *m, int host, int64_t at, uint64_t value)
+{
+    const hosts_ring_setup *s = &r->setup;
+    if (value == m->told || !is_done(r, host, m->given)) return;
+    if (!s->engine->word(s->wire, host, (uint64_t)at, value)) return;
+    m->told = value;
+    m->given = ++r->given[host];
+}
+
+/* What this rank has found out and all must know; 0: nothing. */
+static uint64_t broken_word(const hosts_ring *r)
+{
+    const p2p_status *s = r->setup.status;
+    const uint32_t result = __atomic_load_n(&s->result, __ATOMIC_ACQUIRE);
+    if (result == EPIC_OK || (int)s->reporter != r->setup.host) return 0;
+    return P2P_BROKEN(result, s->operation, s->reporter, s->phase, s->culprits);
+}
+
+static void tell_peers(hosts_ring *r)
+{
+    const hosts_ring_setup *s = &r->setup;
+    const uint64_t waits = __atomic_load_n(&s->ring.words->waits, __ATOMIC_RELAXED);
+    const uint64_t broken = broken_word(r);
+    for (int h = 0; h < s->num_hosts; h++) {
+        if (!is_peer(r, h)) continue;
+        tell_word(r, &r->waits[h], h, s->at.waits + 8 * s->host, waits);
+        tell_word(r, &r->broken[h], h, s->at.broken, broken);
+    }
+}
+
+static void carry_message(hosts_ring *r)
+{
+    message *m = &r->message;
+    const int state = __atomic_load_n(&m->state, __ATOMIC_ACQUIRE);
+    if (state == ASKED && is_done(r, m->host, r->given[m->host]) &&
+        put(r, m->host, m->at, m->bytes)) {
+        m->given = r->given[m->host];
+        __atomic_store_n(&m->state, GIVEN, __ATOMIC_RELEASE);
+    } else if (state == GIVEN && is_done(r, m->host, m->given)) {
+        __atomic_store_n(&m->state, NOTHING, __ATOMIC_RELEASE);
+    }
+}
+
+static void bury(const hosts_ring *r)
+{
+    const hosts_ring_setup *s = &r->setup;
+    for (int h = 0; h < s->num_hosts; h++)
+        if (is_peer(r, h) &&
+            (wire_lines_look(s->lines, h) == LINE_DEAD || s->engine->gone(s->wire, h)))
+            __atomic_fetch_or(&s->status->dead, 1u << h, __ATOMIC_RELEASE);
+}
+
+/* ------------------------------------------------------------------------- the thread ---- */
+
+/* Returns how much has moved. */
+static int turn(hosts_ring *r)
+{
+    int moved = 0;
+    while (moved < MOST_ENTRIES && take_entry(r)) moved++;
+    moved += r->setup.engine->look(r->setup.wire);
+    free_epochs(r);
+    tell_peers(r);
+    carry_message(r);
+    bury(r);
+    return moved;
+}
+
+static void nap(int64_t us)
+{
+    nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
+}
+
+static void *run(void *self)
+{
+    hosts_ring *r = self;
+    int64_t us = NAP_US;
+    for (int idle = 0; !__atomic_load_n(&r->leave, __ATOMIC_ACQUIRE);) {
+        if (turn(r) > 0) {
+            idle = 0;
+            us = NAP_US;
+        } else if (++idle < TURNS) {
+            sched_yield();
+        } else {
+            const int64_t most = r->running ? BUSY_NAP_US : IDLE_NAP_US;
+            nap(us < most ? us : most);
+            us *= 2;
+        }
+    }
+    return NULL;
+}
+
+/* Signals of the program are not for this thread. */
+static int start(hosts_ring *r)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&r->thread, NULL, run, r);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+epic_result hosts_ring_open(hosts_ring **out, const hosts_ring_setup *setup)
+{
+    hosts_ring *r = calloc(1, sizeof *r);
+    if (!r) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    r->setup = *setup;
+    pthread_mutex_init(&r->mutex, NULL);
+    const int error = start(r);
+    if (error) {
+        pthread_mutex_destroy(&r->mutex);
+        free(r);
+        return epic_fail(EPIC_EDEVICE, "backend hosts: no thread for the wire: %s",
+                         strerror(error));
+    }
+    *out = r;
+    return EPIC_OK;
+}
+
+static bool is_idle(const message *m)
+{
+    return __atomic_load_n(&m->state, __ATOMIC_ACQUIRE) == NOTHING;
+}
+
+/* Until the message has come, or a moment has passed. */
+static void wait_for_message(message *m)
+{
+    for (int i = 0; i < TELL_MS * 10 && !is_idle(m); i++) nap(100);
+}
+
+void hosts_ring_tell(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
+{
+    message *m = &r->message;
+    pthread_mutex_lock(&r->mutex);
+    wait_for_message(m);
+    if (is_idle(m)) {
+        m->host = host;
+        m->at = at;
+        m->bytes = bytes;
+        __atomic_store_n(&m->state, ASKED, __ATOMIC_RELEASE);
+        wait_for_message(m);
+    }
+    int asked = ASKED; /* what was not begun is given up */
+    __atomic_compare_exchange_n(&m->state, &asked, NOTHING, false, __ATOMIC_ACQ_REL,
+                                __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&r->mutex);
+}
+
+void hosts_ring_close(hosts_ring *r)
+{
+    if (!r) return;
+    __atomic_store_n(&r->leave, 1, __ATOMIC_RELEASE);
+    pthread_join(r->thread, NULL);
+    pthread_mutex_destroy(&r->mutex);
+    free(r);
+}

@@ -1,0 +1,34 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The thread of a rank that speaks to other hosts.  It gives to the wire what kernels have shipped
+ * (kernels/cuda/wire.cuh), tells kernels what the wire has read, tells peers what a rank has to say
+ * beside its data, and tells kernels who is dead. */
+#ifndef EPIC_HOSTS_RING_H
+#define EPIC_HOSTS_RING_H
+
+#include "cuda/cuda_kernels.h"
+#include "wire/lines.h"
+#include "wire/wire.h"
+
+typedef struct hosts_ring hosts_ring;
+
+typedef struct hosts_ring_setup { /* borrowed until the ring is closed */
+    int32_t host, num_hosts;
+    const wire_engine *engine;
+    wire *wire;
+    wire_lines *lines;
+    const uint8_t *outbox;
+    p2p_heap at;
+    p2p_status *status;
+    p2p_ring ring; /* as the host sees it */
+} hosts_ring_setup;
+
+epic_result hosts_ring_open(hosts_ring **out, const hosts_ring_setup *setup);
+
+/* Takes bytes of the outbox to the same place of a host's heap, after all that was given to the wire
+ * for it before; returns when they are there, or after a moment. */
+void hosts_ring_tell(hosts_ring *ring, int host, uint64_t at, uint32_t bytes);
+
+/* NULL is allowed. */
+void hosts_ring_close(hosts_ring *ring);
+
+#endif

@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a rank's group consists of before there are peers, and memory of its device: the same in
+ * backends p2p and hosts. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/p2p/p2p.h"
+#include "base/error.h"
+
+#define LEAST_HEAP (4 << 20) /* an allocation of its own */
+#define MOST_SMS 65536       /* more than any device has */
+
+p2p_heap p2p_heap_for(const epic_config *config)
+{
+    return p2p_heap_of(config->num_ranks, config->max_tokens, config->max_row_bytes,
+                       config->staging_bytes);
+}
+
+int64_t p2p_heap_bytes(const p2p_heap *at)
+{
+    return at->bytes > LEAST_HEAP ? at->bytes : LEAST_HEAP;
+}
+
+epic_group *p2p_group_new(const epic_join *join)
+{
+    epic_group *g = calloc(1, sizeof *g);
+    if (!g) return NULL;
+    g->rank = join->meet->rank;
+    g->num_ranks = join->meet->num_ranks;
+    g->config = *join->config;
+    g->config.num_ranks = (uint32_t)g->num_ranks;
+    memcpy(g->peers, join->peers, (size_t)g->num_ranks * sizeof *g->peers);
+    g->self.at = p2p_heap_for(&g->config);
+    g->self.group_id = join->group_id;
+    g->self.max_tokens = g->config.max_tokens;
+    g->self.rank = g->rank;
+    g->self.num_ranks = g->num_ranks;
+    return g;
+}
+
+static epic_result make_status(epic_group *g)
+{
+    void *device = NULL;
+    TRY(p2p_cuda(cudaHostAlloc((void **)&g->status, 4096, cudaHostAllocMapped), "host memory"));
+    memset(g->status, 0, 4096);
+    _Static_assert(sizeof(p2p_status) <= 1024, "the status runs into the words");
+    g->word = (uint64_t *)(void *)((char *)g->status + 1024);
+    TRY(p2p_cuda(cudaHostGetDevicePointer(&device, g->status, 0), "host memory"));
+    g->self.status = device;
+    return EPIC_OK;
+}
+
+epic_result p2p_group_device(epic_group *g, p2p_gpu *gpu)
+{
+    struct cudaDeviceProp properties;
+    TRY(p2p_cuda(cudaGetDevice(&g->device), "the current device"));
+    TRY(p2p_cuda(cudaGetDeviceProperties(&properties, g->device), "the current device"));
+    if (properties.major < 8)
+        return epic_fail(EPIC_ENOTSUP,
+                         "device %d (%s): compute capability %d.%d; 8.0 is needed", g->device,
+                         properties.name, properties.major, properties.minor);
+    if (g->config.max_tokens > 1 << 20)
+        return epic_fail(EPIC_ENOTSUP,
+                         "config.max_tokens is %lld: CUDA contexts take at most 1048576",
+                         (long long)g->config.max_tokens);
+    TRY(p2p_cuda(cudaStreamCreateWithFlags(&g->side, cudaStreamNonBlocking), "a stream"));
+    memcpy(gpu->device, properties.uuid.bytes, sizeof gpu->device);
+    gpu->device_sms = g->device_sms = properties.multiProcessorCount;
+    gpu->taken_sms = p2p_budget_taken(g->device);
+    return make_status(g);
+}
+
+bool p2p_gpu_fits(const p2p_gpu *gpu)
+{
+    return gpu->taken_sms >= 0 && gpu->taken_sms <= MOST_SMS;
+}
+
+epic_result p2p_heap_clear(epic_group *g, uint8_t *heap)
+{
+    const p2p_heap *at = &g->self.at;
+    const int64_t zeros = p2p_heap_poison(at);
+    TRY(p2p_cuda(cudaMemsetAsync(heap, 0, (size_t)zeros, g->side), "clearing the heap"));
+    TRY(p2p_cuda(cudaMemsetAsync(heap + zeros, 0xff, (size_t)(at->bytes - zeros), g->side),
+                 "clearing the heap"));
+    return p2p_cuda(cudaStreamSynchronize(g->side), "clearing the heap");
+}
+
+void p2p_group_free(epic_group *g)
+{
+    p2p_budget_give_back(g);
+    if (g->status) (void)cudaFreeHost(g->status);
+    if (g->side) (void)cudaStreamDestroy(g->side);
+    (void)cudaGetLastError();
+    free(g);
+}
+
+uint32_t p2p_epoch(epic_group *g)
+{
+    uint32_t *epoch = (uint32_t *)(void *)(g->word + 8);
+    (void)cudaMemcpyAsync(epoch, g->self.heap[g->rank] + g->self.at.control, sizeof *epoch,
+                          cudaMemcpyDefault, g->side);
+    (void)cudaStreamSynchronize(g->side);
+    return *epoch;
+}
+
+const uint64_t *p2p_gone(epic_group *g)
+{
+    uint64_t *gone = g->word + 16;
+    const cudaError_t error =
+        cudaMemcpyAsync(gone, g->self.heap[g->rank] + g->self.at.gone,
+                        DEVICE_MAX_RANKS * sizeof *gone, cudaMemcpyDefault, g->side);
+    return error == cudaSuccess && cudaStreamSynchronize(g->side) == cudaSuccess ? gone : NULL;
+}
+
+/* ---------------------------------------------------------------- memory of the device ---- */
+
+bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good)
+{
+    struct cudaPointerAttributes where;
+    const bool known =
+        cudaPointerGetAttributes(&where, from) == cudaSuccess &&
+        (where.type == cudaMemoryTypeDevice || where.type == cudaMemoryTypeManaged);
+    if (known)
+        *good = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, cudaStreamPerThread) ==
+                    cudaSuccess &&
+                cudaStreamSynchronize(cudaStreamPerThread) == cudaSuccess;
+    (void)cudaGetLastError();
+    return known;
+}
+
+/* The context's device need not be the current one. */
+void *p2p_allocate(epic_group *g, size_t bytes)
+{
+    int before;
+    void *memory = NULL;
+    if (cudaGetDevice(&before) != cudaSuccess || cudaSetDevice(g->device) != cudaSuccess)
+        return NULL;
+    if (cudaMalloc(&memory, bytes) != cudaSuccess) memory = NULL;
+    (void)cudaGetLastError();
+    (void)cudaSetDevice(before);
+    return memory;
+}
+
+/* Work that still reads the memory is waited for: cudaFree does. */
+void p2p_release(epic_group *g, void *memory)
+{
+    (void)g;
+    (void)cudaFree(memory);
+}
+
+void p2p_describe(char *to, size_t size)
+{
+    struct cudaDeviceProp properties;
+    int count = 0, used = 0;
+    *to = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0)
+        snprintf(to, size, "no CUDA device can be used here");
+    for (int i = 0; i < count && used < (int)size; i++)
+        if (cudaGetDeviceProperties(&properties, i) == cudaSuccess)
+            used += snprintf(to + used, size - (size_t)used,
+                             "%sGPU %d: %s, %d SMs, of which a context uses %d", i ? "; " : "",
+                             i, properties.name, properties.multiProcessorCount,
+                             properties.multiProcessorCount < P2P_DEFAULT_SMS
+                                 ? properties.multiProcessorCount
+                                 : P2P_DEFAULT_SMS);
+    (void)cudaGetLastError();
+}
