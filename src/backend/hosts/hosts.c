@@ -37,28 +37,18 @@ static const wire_engine *find_engine(char *why)
     return wire_find(name && *name ? name : "ucx", why);
 }
 
-static bool same(const uint64_t a[2], const uint64_t b[2])
-{
-    return a[0] == b[0] && a[1] == b[1];
-}
-
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
-    int count = 0;
     (void)config;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
-        (void)cudaGetLastError();
-        snprintf(why, 256, "no CUDA device can be used here");
-        return false;
-    }
+    if (!p2p_any_device(why)) return false;
     if (num_ranks > WIRE_MAX_HOSTS) {
         snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks, WIRE_MAX_HOSTS);
         return false;
     }
     for (int a = 0; a < num_ranks; a++)
         for (int b = a + 1; b < num_ranks; b++)
-            if (same(peers[a].host, peers[b].host)) {
+            if (p2p_same(peers[a].host, peers[b].host)) {
                 snprintf(
                     why, 256,
                     "ranks %d and %d are on one host, and backend hosts takes one rank of a "

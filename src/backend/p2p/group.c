@@ -22,6 +22,15 @@ int64_t p2p_heap_bytes(const p2p_heap *at)
     return at->bytes > LEAST_HEAP ? at->bytes : LEAST_HEAP;
 }
 
+bool p2p_any_device(char *why)
+{
+    int count = 0;
+    if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) return true;
+    (void)cudaGetLastError();
+    snprintf(why, 256, "no CUDA device can be used here");
+    return false;
+}
+
 epic_group *p2p_group_new(const epic_join *join)
 {
     epic_group *g = calloc(1, sizeof *g);

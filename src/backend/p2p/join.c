@@ -16,27 +16,17 @@ typedef struct card {
     char sentence[256];
 } card;
 
-static bool same(const uint64_t a[2], const uint64_t b[2])
-{
-    return a[0] == b[0] && a[1] == b[1];
-}
-
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
-    int count = 0;
     (void)config;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
-        (void)cudaGetLastError();
-        snprintf(why, 256, "no CUDA device can be used here");
-        return false;
-    }
+    if (!p2p_any_device(why)) return false;
     if (num_ranks > DEVICE_MAX_RANKS) {
         snprintf(why, 256, "%d ranks: backend p2p has at most %d", num_ranks, DEVICE_MAX_RANKS);
         return false;
     }
     for (int q = 1; q < num_ranks; q++)
-        if (!same(peers[q].host, peers[0].host)) {
+        if (!p2p_same(peers[q].host, peers[0].host)) {
             const bool here = peers[q].host[0] == peers[0].host[0];
             snprintf(why, 256, "ranks 0 and %d are %s", q,
                      here ? "in different PID namespaces (containers)" : "on different hosts");
@@ -66,7 +56,7 @@ static epic_result own_part(epic_group *g, card *mine)
     TRY(p2p_heap_show(g));
     bool others = false;
     for (int q = 0; q < g->num_ranks; q++)
-        others |= !same(g->peers[q].process, g->peers[g->rank].process);
+        others |= !p2p_same(g->peers[q].process, g->peers[g->rank].process);
     if (!others) return EPIC_OK;
     return p2p_cuda(cudaIpcGetMemHandle(&mine->handle, g->self.heap[g->rank]),
                     "an IPC handle of the heap");
@@ -122,7 +112,8 @@ static epic_result map_heap(epic_group *g, int peer, const card *theirs)
 static epic_result reach(epic_group *g, int peer, const card *theirs)
 {
     if (peer == g->rank) return EPIC_OK;
-    if (same(g->peers[peer].process, g->peers[g->rank].process)) return reach_device(g, peer);
+    if (p2p_same(g->peers[peer].process, g->peers[g->rank].process))
+        return reach_device(g, peer);
     return map_heap(g, peer, theirs);
 }
 
@@ -196,7 +187,7 @@ static uint64_t now_ms(void)
 /* A peer of this process whose join failed has freed its heap already, and says no goodbye. */
 static bool has_released(const epic_group *g, int peer)
 {
-    return same(g->peers[peer].process, g->peers[g->rank].process) &&
+    return p2p_same(g->peers[peer].process, g->peers[g->rank].process) &&
            p2p_heap_find(g->self.group_id, peer) != g->self.heap[peer];
 }
 

@@ -47,6 +47,14 @@ epic_result p2p_cuda(cudaError_t error, const char *what);
 /* Loads every kernel, so that no launch has to wait for an idle device. */
 epic_result p2p_load(epic_group *group);
 
+/* Is there a device at all?  `why` has 256 bytes. */
+bool p2p_any_device(char *why);
+
+static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
+{
+    return a[0] == b[0] && a[1] == b[1];
+}
+
 /* A group that knows its layout, then its device, stream and status; and back. */
 epic_group *p2p_group_new(const epic_join *join);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
