@@ -46,7 +46,7 @@ test-build:
 
 test-gcc-tests:
 	@echo "== tests of the release build"
-	@$(call CTEST,build)
+	@$(call CTEST,build) -LE night
 
 test-gcc: test-build test-gcc-tests
 

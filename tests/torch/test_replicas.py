@@ -84,6 +84,7 @@ def steps_of(rank: int) -> None:
         for kept in (False, True):
             scale = torch.ones(3, 4, requires_grad=True)
             w = scale if kept else epic.torch.tied(plan, scale)
+            assert w is not None
             y = torch.zeros_like(recv).index_copy(
                 0, torch.arange(len(expert)), recv[: len(expert)] * w[expert]
             )
