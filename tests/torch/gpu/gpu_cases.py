@@ -201,9 +201,9 @@ WISH: dict[str, Any] = {
 TWELVE = [0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 4]
 SHARED = epic.torch.Experts(1, 64, 32)
 LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "core": ({}, {}),
-    "core, shared": ({"shared": SHARED, "z_coeff": 0.1}, {"gate_bias": True}),
-    "core, biases": ({"weighting": "early"}, {"expert_biases": True}),
+    "plain": ({}, {}),
+    "shared": ({"shared": SHARED, "z_coeff": 0.1}, {"gate_bias": True}),
+    "biases": ({"weighting": "early"}, {"expert_biases": True}),
     "gated": ({"shared": SHARED}, {"shared_gate": True}),
     "zero experts": ({"zero_experts": 3}, {}),
     "tree": ({"sum_order": "tree"}, {}),
@@ -214,8 +214,8 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def case_module(group: Group) -> None:
-    """Layers by the core, and composed where the core's layer has not all of it, in bfloat16
-    against float32 of one product an expert."""
+    """Layers by the core, and composed where rows are quantized on the way, in bfloat16 against
+    float32 of one product an expert."""
     for name in LAYERS:
         try:
             one_module(group, *LAYERS[name])

@@ -2,8 +2,7 @@
 """The whole layer: router, plan, dispatch, experts, combine, as one function with gradients.
 
 It is the core's own layer, forward and backward one operator each.  With `grouped_mm=`, a token
-mask or rows that are quantized on the way, and on GPUs with what the core's layer has not there
-(in_core), it is composed of the single functions.
+mask or rows that are quantized on the way it is composed of the single functions.
 """
 
 from dataclasses import replace
@@ -144,20 +143,6 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
         )
     if (options.shared is None) != (weights.shared_gate_up is None):
         raise EpicArgumentError("shared options and shared weights come together")
-
-
-def in_core(group: Group, options: Moe, weights: MoeWeights, ranks: Any) -> bool:
-    """Is all of it in the core's own layer?  On GPUs some is not."""
-    layer = options.layer
-    left_out = (
-        options.router.zero_experts,
-        layer.sum_order == "tree",
-        layer.num_logical,
-        layer.num_experts % group.num_ranks,
-        weights.w_shared_gate is not None,
-        ranks is not None,
-    )
-    return not (group.on_gpu and any(left_out))
 
 
 # ------------------------------------------------------------- the core's own layer ----
@@ -382,8 +367,7 @@ def moe(
     if table is not None:
         table = table.to(torch.int32).contiguous()
     mask = None if token_mask is None else token_mask.reshape(-1)
-    by_steps = grouped_mm is not None or mask is not None or options.quantize is not None
-    if by_steps or not in_core(group, options, weights, tables[0]):
+    if grouped_mm is not None or mask is not None or options.quantize is not None:
         found = composed(
             group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag
         )
