@@ -110,6 +110,24 @@ dense_block moe_block(const moe_job *j, int64_t b)
                          .weights = moe_real(j, j->saved.weights, first * j->top_k)};
 }
 
+epic_plan_args moe_plan_args(const moe_job *j, const epic_moe_args *a, const int32_t *topk_idx)
+{
+    return (epic_plan_args){.call = j->call,
+                            .layer = &j->layer,
+                            .plan = j->saved.plan,
+                            .plan_bytes = j->plan_bytes,
+                            .topk_idx = topk_idx,
+                            .num_tokens = j->tokens,
+                            .rank_of_expert = a->rank_of_expert,
+                            .logical_of_expert = a->logical_of_expert,
+                            .capacity = j->capacity,
+                            .expert_rows = j->saved.expert_rows,
+                            .expert_tokens = j->saved.expert_tokens,
+                            .load = j->saved.load,
+                            .logical_load = j->layer.num_logical ? j->saved.logical_load : NULL,
+                            .demand = a->demand};
+}
+
 void moe_clear(const moe_job *j, const epic_rows *rows)
 {
     if (j->tokens) memset(rows->data, 0, (size_t)(j->tokens * j->row_bytes));

@@ -49,6 +49,9 @@ static inline bool moe_is_late(const moe_job *j)
     return j->experts.weighting == EPIC_WEIGHT_LATE;
 }
 
+/* The plan of these choices [tokens, top_k], in what is saved. */
+epic_plan_args moe_plan_args(const moe_job *j, const epic_moe_args *a, const int32_t *topk_idx);
+
 /* The load of what the router chooses among. */
 static inline const int32_t *moe_load(const moe_job *j)
 {

@@ -135,21 +135,8 @@ epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
                                          .recv = {j->saved.recv, j->capacity, j->row_bytes},
                                          .weights = j->saved.weights,
                                          .slot_weights = j->saved.slot_weights};
-    const epic_plan_args plan = {
-        .call = j->call,
-        .layer = &j->layer,
-        .plan = j->saved.plan,
-        .plan_bytes = j->plan_bytes,
-        .topk_idx = j->router.zero_experts ? j->work.plan_idx : j->saved.topk_idx,
-        .num_tokens = j->tokens,
-        .rank_of_expert = a->rank_of_expert,
-        .logical_of_expert = a->logical_of_expert,
-        .capacity = j->capacity,
-        .expert_rows = j->saved.expert_rows,
-        .expert_tokens = j->saved.expert_tokens,
-        .load = j->saved.load,
-        .logical_load = j->layer.num_logical ? j->saved.logical_load : NULL,
-        .demand = a->demand};
+    const epic_plan_args plan =
+        moe_plan_args(j, a, j->router.zero_experts ? j->work.plan_idx : j->saved.topk_idx);
     const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
     if (a->rank_of_expert || local * ranks != j->layer.num_experts) TRY(clear_counts(j));
     TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, NULL));

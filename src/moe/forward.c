@@ -60,26 +60,12 @@ static epic_result check_tokens(const moe_job *j)
     return EPIC_OK;
 }
 
-static epic_plan_args plan_args(const moe_job *j, const epic_moe_args *a)
+static void clear_counts(const moe_job *j)
 {
     memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.expert_tokens, 0, j->experts.num_local_experts * sizeof(int32_t));
     memset(j->saved.load, 0, j->layer.num_experts * sizeof(int32_t));
     memset(j->saved.logical_load, 0, j->layer.num_logical * sizeof(int32_t));
-    return (epic_plan_args){.call = j->call,
-                            .layer = &j->layer,
-                            .plan = j->saved.plan,
-                            .plan_bytes = j->plan_bytes,
-                            .topk_idx = j->work.plan_idx,
-                            .num_tokens = j->tokens,
-                            .rank_of_expert = a->rank_of_expert,
-                            .logical_of_expert = a->logical_of_expert,
-                            .capacity = j->capacity,
-                            .expert_rows = j->saved.expert_rows,
-                            .expert_tokens = j->saved.expert_tokens,
-                            .load = j->saved.load,
-                            .logical_load = j->layer.num_logical ? j->saved.logical_load : NULL,
-                            .demand = a->demand};
 }
 
 static void tell_load(const moe_job *j, const epic_moe_args *a)
@@ -105,7 +91,8 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fa
     if (a->flags & EPIC_PLANNED) {
         result = epic_dispatch(j->ctx, &dispatch);
     } else {
-        const epic_plan_args plan = plan_args(j, a);
+        const epic_plan_args plan = moe_plan_args(j, a, j->work.plan_idx);
+        clear_counts(j);
         result = api_plan_dispatch(j->ctx, &plan, &dispatch, fault);
     }
     tell_load(j, a);
@@ -346,7 +333,8 @@ static epic_result run_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
 {
     data_fault fault;
     TRY(route(j, a, &fault));
-    const epic_plan_args plan = plan_args(j, a);
+    const epic_plan_args plan = moe_plan_args(j, a, j->work.plan_idx);
+    clear_counts(j);
     *j->saved.total_tokens = -1;
     const epic_result result = api_plan(j->ctx, &plan, &fault);
     tell_load(j, a);
