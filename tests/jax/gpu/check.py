@@ -561,7 +561,7 @@ def case_meshes() -> None:
         # who is traced again hears it before it runs
         assert "was made for group" in text or "the mesh has devices" in text, text
         good_step(turned, group)
-    with epic.jax.open(mesh, "ep", **SIZES):
+    with epic.jax.open(mesh, "ep", **SIZES) as group:  # `run` may be traced again, with this one
         assert whole(run(put(mesh, x))).tolist() == [count] * count
 
 
