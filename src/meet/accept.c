@@ -4,9 +4,9 @@
  * Whoever connects is a guest until its hello, and its proof if there is a secret, are right;
  * then its rank has joined.  Guests are served side by side, each with a limit of its own, so a
  * silent stranger holds up nobody.  What no rank of EPIC would send is refused and the meeting
- * goes on: with a secret, nothing that comes before its proof has any other effect; what a rank sends and cannot be met with (another number of ranks, another version)
- * fails the meeting on every rank: for a moment rank 0 goes on accepting, to tell those that
- * come late. */
+ * goes on: with a secret, nothing that comes before its proof has any other effect.  What a rank
+ * sends and cannot be met with (another number of ranks, another version) fails the meeting on
+ * every rank: for a moment rank 0 goes on accepting, to tell those that come late. */
 #include <errno.h>
 #include <poll.h>
 #include <stdarg.h>
