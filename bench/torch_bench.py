@@ -7,7 +7,9 @@ python bench/torch_bench.py --profile DIR           a Chrome trace and a CSV of 
 python bench/torch_bench.py --ranks 2               on one GPU: EPIC alone, NCCL takes no two there
 
 plain: rows are sorted by expert and sent once for each choice.  deduplicated: once for each rank
-that has an expert for the token; weighted sums travel home.  All give the same sums."""
+that has an expert for the token; weighted sums travel home.  All give the same sums.  C: the core's
+calls with arguments that are filled already, in the same run.  --layers times the whole layer of
+some shapes, by the core and by torch: grouped_mm with the deduplicated exchange."""
 
 import argparse
 import csv
@@ -20,18 +22,33 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
+from torch_core import Core
 
 import epic.torch
 
 Step = Callable[[Tensor, Tensor], Tensor]
 BURST = 10  # calls that are timed together
+
+
+class Shape(NamedTuple):
+    """Of a layer; inner 0: of its exchange alone."""
+
+    hidden: int
+    experts: int
+    top_k: int
+    inner: int = 0
+
+
+def shape(text: str) -> Shape:
+    """HIDDEN,EXPERTS,TOP_K,INNER."""
+    return Shape(*map(int, text.split(",")))
 
 
 def arguments() -> argparse.Namespace:
@@ -43,7 +60,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=7168 if gpus else 512)
     parser.add_argument("--experts", type=int, default=64 if gpus else 16)
     parser.add_argument("--top-k", type=int, default=8 if gpus else 4)
-    parser.add_argument("--inner", type=int, default=0, help="the whole layer too, so wide")
+    parser.add_argument(
+        "--layers",
+        type=shape,
+        nargs="+",
+        default=[],
+        metavar="HIDDEN,EXPERTS,TOP_K,INNER",
+        help="whole layers too, with the most tokens",
+    )
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--cuda-graph", action="store_true", help="EPIC captured and replayed")
     parser.add_argument("--profile", type=Path, help="write a trace and a CSV there")
@@ -71,14 +95,14 @@ def splits(counts: Tensor) -> tuple[list[int], list[int]]:
     return counts.tolist(), theirs.tolist()
 
 
-def plain(args: argparse.Namespace, ids: Tensor, ranks: int) -> Step:
+def plain(of: Shape, ids: Tensor, ranks: int) -> Step:
     """A row for each choice."""
 
     def step(x: Tensor, w: Tensor) -> Tensor:
         flat = ids.reshape(-1)
         order = flat.argsort(stable=True)
-        token = order // args.top_k
-        load = torch.bincount(flat, minlength=args.experts)
+        token = order // of.top_k
+        load = torch.bincount(flat, minlength=of.experts)
         send, recv = splits(load.reshape(ranks, -1).sum(1))
         landed = exchange(x[token], send, recv)
         local = torch.empty(sum(recv), dtype=flat.dtype, device=flat.device)
@@ -98,10 +122,10 @@ def no_experts(slabs: Tensor, _: Tensor) -> Tensor:
 
 
 def deduplicated(
-    args: argparse.Namespace, ids: Tensor, ranks: int, mlp: Callable[..., Tensor] = no_experts
+    of: Shape, ids: Tensor, ranks: int, mlp: Callable[..., Tensor] = no_experts
 ) -> Step:
     """A row for each (token, rank), and the weights of its experts there beside it."""
-    each = args.experts // ranks
+    each = of.experts // ranks
 
     def step(x: Tensor, w: Tensor) -> Tensor:
         rank_of = ids // each
@@ -114,7 +138,7 @@ def deduplicated(
         local = torch.where(here, ids[token] - rank[:, None] * each, -1)
         landed = exchange(x[token], send, recv)
         landed_w = exchange(weights, send, recv)
-        landed_e = torch.empty((sum(recv), args.top_k), dtype=local.dtype, device=x.device)
+        landed_e = torch.empty((sum(recv), of.top_k), dtype=local.dtype, device=x.device)
         dist.all_to_all_single(landed_e, local, recv, send)
         row, k = (landed_e >= 0).nonzero(as_tuple=True)
         by_expert = landed_e[row, k].argsort(stable=True)
@@ -128,30 +152,37 @@ def deduplicated(
     return step
 
 
-class TorchLayer:
-    """The whole layer of torch: the deduplicated exchange around torch._grouped_mm."""
+def gated(z: Tensor) -> Tensor:
+    """The activation."""
+    gate, up = z.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
 
-    def __init__(self, args: argparse.Namespace, layer: epic.torch.MoE) -> None:
-        self.args, self.layer = args, layer
+
+class TorchLayer:
+    """The whole layer of torch: the deduplicated exchange around torch._grouped_mm, on GPUs with a
+    compiled activation."""
+
+    def __init__(self, of: Shape, ranks: int, layer: epic.torch.MoE) -> None:
+        self.of, self.ranks, self.layer = of, ranks, layer
+        on_gpu = layer.w_down.is_cuda
+        self.gated = torch.compile(gated, dynamic=True) if on_gpu else gated
 
     def mlp(self, slabs: Tensor, counts: Tensor) -> Tensor:
         """The experts."""
         ends = counts.cumsum(0, dtype=torch.int32)
-        z = torch._grouped_mm(slabs, self.layer.w_gate_up, ends)
-        gate, up = z.chunk(2, dim=1)
-        a = torch.nn.functional.silu(gate) * up
+        a = self.gated(torch._grouped_mm(slabs, self.layer.w_gate_up, ends))
         return torch._grouped_mm(a, self.layer.w_down, ends)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The tokens."""
         scores = (x.float() @ self.layer.w_gate).softmax(-1)
-        w, ids = scores.topk(self.args.top_k)
-        return deduplicated(self.args, ids, self.args.ranks, self.mlp)(x, w)
+        w, ids = scores.topk(self.of.top_k)
+        return deduplicated(self.of, ids, self.ranks, self.mlp)(x, w)
 
 
-def of_epic(group: epic.torch.Group, args: argparse.Namespace, ids: Tensor) -> Step:
+def of_epic(group: epic.torch.Group, of: Shape, ids: Tensor) -> Step:
     """plan_dispatch and combine."""
-    layer = epic.torch.Layer(args.experts, args.top_k)
+    layer = epic.torch.Layer(of.experts, of.top_k)
 
     def step(x: Tensor, w: Tensor) -> Tensor:
         plan, recv, slot = epic.torch.plan_dispatch(group, layer, ids, x, w, zero_tail=False)
@@ -195,22 +226,27 @@ def slowest(values: list[float], device: torch.device) -> float:
 
 def burst_us(run: Callable[[], Any], device: torch.device, repeat: int) -> tuple[float, float]:
     """Of one call among BURST, the slowest rank's: on the device, and of the host that makes it."""
+    on_gpu = device.type == "cuda"
     for _ in range(5):
         run()
     on_device, on_host = [], []
     for _ in range(repeat):
         settle(device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
         run()  # ranks begin at once
-        begin.record()
+        for mark in marks[:1]:
+            mark.record()
         start = time.perf_counter()
         for _ in range(BURST):
             run()
         on_host.append((time.perf_counter() - start) / BURST * 1e6)
-        end.record()
-        torch.cuda.synchronize()
-        on_device.append(begin.elapsed_time(end) / BURST * 1e3)
-    return slowest(on_device, device), slowest(on_host, device)
+        for mark in marks[1:]:
+            mark.record()
+        if on_gpu:
+            torch.cuda.synchronize()
+            on_device.append(marks[0].elapsed_time(marks[1]) / BURST * 1e3)
+    host = slowest(on_host, device)
+    return slowest(on_device, device) if on_gpu else host, host
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -265,57 +301,71 @@ def measure(rank: int, args: argparse.Namespace) -> None:
         more = {} if args.shared else {"device_id": device}
     backend = "nccl" if on_gpu and not args.shared else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=args.ranks, **more)
-    wide = args.hidden * (2 if on_gpu else 4)
+    widest = max(of.hidden for of in (Shape(args.hidden, 0, 0), *args.layers))
+    wide = widest * (2 if on_gpu else 4)
     sizes = {"max_tokens": max(args.tokens), "max_row_bytes": wide, "device": device}
     with epic.torch.Group(**sizes) as group:
         for tokens in args.tokens:
             compare(rank, args, group, tokens)
+        for of in args.layers:
+            attempt(rank, partial(layers, rank, args, group, of))
         settle(device)
     dist.destroy_process_group()
 
 
+def data(group: epic.torch.Group, tokens: int, hidden: int) -> tuple[Tensor, Tensor]:
+    """Tokens and a cotangent."""
+    on = group.device
+    dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
+    torch.manual_seed(group.rank)
+    x, ct = (torch.randn(tokens, hidden, dtype=dtype, device=on) for _ in range(2))
+    return x.requires_grad_(), ct
+
+
+def title(rank: int, args: argparse.Namespace, of: Shape, x: Tensor) -> None:
+    """What is timed below."""
+    where = torch.cuda.get_device_name() if x.is_cuda else "CPU"
+    what = f"{len(x)} tokens of {of.hidden} {str(x.dtype)[6:]}, top {of.top_k} of {of.experts}"
+    inner = f", inner {of.inner}" if of.inner else ""
+    if rank == 0:
+        print(f"\n{args.ranks} ranks ({where}), {what}{inner}", flush=True)
+
+
 def compare(rank: int, args: argparse.Namespace, group: epic.torch.Group, tokens: int) -> None:
-    """All that is timed for one number of tokens."""
-    device = group.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.manual_seed(rank)
-    x = torch.randn(tokens, args.hidden, dtype=dtype, device=device).requires_grad_()
-    ct = torch.randn(tokens, args.hidden, dtype=dtype, device=device)
-    chosen = torch.rand(tokens, args.experts, device=device).topk(args.top_k)
+    """The exchange with one number of tokens."""
+    of = Shape(args.hidden, args.experts, args.top_k)
+    x, ct = data(group, tokens, of.hidden)
+    chosen = torch.rand(tokens, of.experts, device=x.device).topk(of.top_k)
     w = chosen.values.softmax(-1).requires_grad_()
     ids = chosen.indices.to(torch.int32)
-    if rank == 0:
-        where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        shape = f"{tokens} tokens of {args.hidden} {str(dtype)[6:]}, {args.experts} experts"
-        print(f"\n{args.ranks} ranks ({where}), {shape}, top {args.top_k}")
-    steps = {"EPIC": of_epic(group, args, ids)}
+    title(rank, args, of, x)
+    steps = {"EPIC": of_epic(group, of, ids)}
     if not args.shared:
-        steps["plain"] = plain(args, ids.long(), args.ranks)
-        steps["deduplicated"] = deduplicated(args, ids.long(), args.ranks)
+        steps["plain"] = plain(of, ids.long(), args.ranks)
+        steps["deduplicated"] = deduplicated(of, ids.long(), args.ranks)
     attempt(rank, lambda: agree(steps, x, w, ct))
-    if device.type == "cuda":
-        attempt(rank, lambda: raw(rank, args, group, ids, x, w))
-    report(rank, args, steps, x, w, ct, device)
-    if args.inner:
-        attempt(rank, lambda: layers(rank, args, group, x, ct))
+    attempt(rank, lambda: raw(rank, args, group, of, ids, x, w))
+    report(rank, args, steps, x, w, ct)
 
 
-def layers(
-    rank: int, args: argparse.Namespace, group: epic.torch.Group, x: Tensor, ct: Tensor
-) -> None:
-    """The whole layer with its experts: by the core, and by torch."""
+def layers(rank: int, args: argparse.Namespace, group: epic.torch.Group, of: Shape) -> None:
+    """A whole layer with its experts: by the core, and by torch."""
+    x, ct = data(group, max(args.tokens), of.hidden)
+    title(rank, args, of, x)
     options = epic.torch.Moe.of(
-        num_experts=args.experts, top_k=args.top_k, hidden=args.hidden, inner=args.inner
+        num_experts=of.experts, top_k=of.top_k, hidden=of.hidden, inner=of.inner
     )
     module = epic.torch.MoE(group, options, dtype=x.dtype, device="meta")
     module.to_empty(device=x.device)
     for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=args.hidden**-0.5)
+        torch.nn.init.normal_(parameter, std=of.hidden**-0.5)
+    dist.broadcast(module.w_gate.data, 0)
     leaves = (x, module.w_gate, module.w_gate_up, module.w_down)
     runs: dict[str, Callable[[Tensor], Tensor]] = {"EPIC, layer": lambda v: module(v)[0]}
     if not args.shared:
-        runs["torch, layer"] = TorchLayer(args, module)
-    results = {}
+        runs["torch, layer"] = TorchLayer(of, args.ranks, module)
+    results: list[list[Tensor]] = []
+    table = Table(rank, args, x.device)
     for name, run in runs.items():
 
         def one(run: Any = run) -> Tensor:
@@ -325,12 +375,13 @@ def layers(
         def two(run: Any = run) -> Any:
             return torch.autograd.grad(run(x), leaves, ct)
 
-        results[name] = one()
-        attempt(rank, partial(time_pair, rank, args, name, [one, two], x.device))
+        results.append([one(), *two()])
+        attempt(rank, partial(table.line, name, [one, two]))
     if len(results) == 2:
-        difference = worst(*results.values())
+        differences = [worst(a, b) for a, b in zip(*results, strict=True)]
         if rank == 0:
-            print(f"layers differ by {difference:.1e}", flush=True)
+            said = " ".join(f"{v:.0e}" for v in differences)
+            print(f"they differ in out, d_x, d_w_gate, d_w_gate_up, d_w_down by {said}", flush=True)
 
 
 def attempt(rank: int, run: Callable[[], Any]) -> Any:
@@ -373,28 +424,29 @@ def raw(
     rank: int,
     args: argparse.Namespace,
     group: epic.torch.Group,
+    of: Shape,
     ids: Tensor,
     x: Tensor,
     w: Tensor,
 ) -> None:
-    """The single calls, without gradients."""
-    layer = epic.torch.Layer(args.experts, args.top_k)
+    """The single calls, without gradients, beside those of C."""
+    layer = epic.torch.Layer(of.experts, of.top_k)
     x, w = x.detach(), w.detach()
     plan, recv, slot = epic.torch.plan_dispatch(group, layer, ids, x, w, zero_tail=False)
-
-    def combine() -> Tensor:
-        return epic.torch.combine(plan, recv, slot)
-
-    def plan_dispatch() -> Any:
-        return epic.torch.plan_dispatch(group, layer, ids, x, w, zero_tail=False)
-
+    calls: dict[str, Callable[[], Any]] = {
+        "plan_dispatch": lambda: epic.torch.plan_dispatch(group, layer, ids, x, w, zero_tail=False),
+        "dispatch": lambda: epic.torch.dispatch(plan, x, w, zero_tail=False),
+        "combine": lambda: epic.torch.combine(plan, recv, slot),
+    }
+    core = Core(group, layer, ids, x, w, zero_tail=False).calls()
     if rank == 0:
-        print(f"{'us a call, of ' + str(BURST):24}{'device':>10}{'host':>8}{'captured':>10}")
-    for name, call in {"plan + dispatch": plan_dispatch, "combine": combine}.items():
+        print(f"{'us a call, of ' + str(BURST):24}{'C':>8}{'torch':>8}{'host':>8}{'captured':>10}")
+    for name, call in calls.items():
+        in_c, _ = burst_us(core[name], group.device, args.repeat)
         us, host = burst_us(call, group.device, args.repeat)
         graph = burst_us(captured(call), group.device, args.repeat)[0] if args.cuda_graph else 0.0
         if rank == 0:
-            print(f"{name:24}{us:10.1f}{host:8.1f}{graph:10.1f}", flush=True)
+            print(f"{name:24}{in_c:8.1f}{us:8.1f}{host:8.1f}{graph:10.1f}", flush=True)
 
 
 def report(
@@ -404,29 +456,37 @@ def report(
     x: Tensor,
     w: Tensor,
     ct: Tensor,
-    device: torch.device,
 ) -> None:
     """Times every pipeline."""
-    if rank == 0:
-        print(f"{'ms, slowest rank, median':24}{'forward':>10}{'and backward':>14}")
+    table = Table(rank, args, x.device)
     for name, step in steps.items():
         runs = {name: [forward(step, x, w), both(step, x, w, ct)]}
         if name == "EPIC" and args.cuda_graph:
             made = attempt(rank, partial(list, map(captured, runs[name])))
             runs |= {"EPIC, CUDA graph": made} if made else {}
         for what, pair in runs.items():
-            attempt(rank, partial(time_pair, rank, args, what, pair, device))
+            attempt(rank, partial(table.line, what, pair))
     if args.profile:
         profiled(both(steps["EPIC"], x, w, ct), args.profile, rank)
 
 
-def time_pair(
-    rank: int, args: argparse.Namespace, what: str, pair: list[Any], device: torch.device
-) -> None:
-    """A line of the table."""
-    times = [median_ms(run, device, args.repeat) for run in pair]
-    if rank == 0:
-        print(f"{what:24}{times[0]:10.3f}{times[1]:14.3f}", flush=True)
+class Table:
+    """Times of pipelines; the first is EPIC's, and in brackets is how many times as long the others
+    take."""
+
+    def __init__(self, rank: int, args: argparse.Namespace, device: torch.device) -> None:
+        self.rank, self.repeat, self.device = rank, args.repeat, device
+        self.first: list[float] = []
+        if rank == 0:
+            print(f"{'ms, slowest rank, median':24}{'forward':>16}{'and backward':>16}")
+
+    def line(self, what: str, pair: list[Callable[[], Any]]) -> None:
+        """Of one."""
+        times = [median_ms(run, self.device, self.repeat) for run in pair]
+        self.first = self.first or times
+        if self.rank == 0:
+            cells = (f"{a:8.3f} ({a / b:.2f})" for a, b in zip(times, self.first, strict=True))
+            print(f"{what:24}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 
 
 def main() -> int:

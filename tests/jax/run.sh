@@ -63,7 +63,7 @@ checks() { # with the first environment, each to an error: sh forgets set -e beh
             tests/docs.py &&
         "$1/mypy" --config-file pyproject.toml bindings/python/epic tests/jax examples/jax \
             bench/*jax*.py &&
-        "$1/mypy" --config-file pyproject.toml tests/torch examples/torch bench/torch_bench.py &&
+        "$1/mypy" --config-file pyproject.toml tests/torch examples/torch bench/torch_bench.py bench/torch_host.py &&
         tests/jax/wheel.sh "$1" || return 1
     [ ! -x "$build/tests/unit/experts" ] || # numpy's OpenBLAS and scipy's
         tests/openblas.sh "$build/tests/unit/experts" \
