@@ -12,9 +12,6 @@
 #define PLACING_FIELDS(INT, prefix) \
     INT(prefix, alignment) INT(prefix, overflow) INT(prefix, expert_capacity) \
     INT(prefix, priority) INT(prefix, sum_order) INT(prefix, leaves) INT(prefix, partial_type)
-#define LAYER_FIELDS(INT, prefix) \
-    INT(prefix, num_experts) INT(prefix, top_k) PLACING_FIELDS(INT, prefix) INT(prefix, layout) \
-    INT(prefix, num_logical) INT(prefix, flags)
 
 #define ROUTER_FIELDS(INT, REAL, prefix) \
     INT(prefix, num_experts) INT(prefix, top_k) INT(prefix, score) INT(prefix, zero_experts) \
@@ -37,12 +34,15 @@
 #define SCHEMA_INT(prefix, name) ", int " prefix #name
 #define SCHEMA_REAL(prefix, name) ", float " prefix #name
 #define PLACING_SCHEMA PLACING_FIELDS(SCHEMA_INT, "layer_")
-#define LAYER_SCHEMA LAYER_FIELDS(SCHEMA_INT, "layer_")
+#define LAYER_SCHEMA ", int layer_experts, int layer_slabs, int layer_rules"
 #define ROUTER_SCHEMA ROUTER_FIELDS(SCHEMA_INT, SCHEMA_REAL, "router_")
 #define EXPERTS_SCHEMA EXPERTS_FIELDS(SCHEMA_INT, SCHEMA_REAL, "experts_")
 #define SHARED_SCHEMA SHARED_FIELDS(SCHEMA_INT, SCHEMA_REAL, "shared_")
 
-/* The next arguments of a call. */
+/* The next arguments of a call.  A layer is three numbers, as each argument of an operator takes torch
+ * a fifth of a microsecond: num_experts and num_logical above it, 32 bits each; alignment and
+ * expert_capacity; and from the lowest bits on top_k (8), overflow, priority, sum_order, layout and
+ * partial_type (4 each), flags (8), leaves (28). */
 epic_layer read_layer(torch_call *call);
 epic_layer read_placing(torch_call *call); /* but for num_experts and top_k */
 epic_router read_router(torch_call *call);

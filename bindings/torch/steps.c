@@ -73,12 +73,15 @@ static void plan_results(torch_call *call, plan_job *job)
     job->args.layer = &job->layer;
     job->args.plan = plan.data;
     job->args.plan_bytes = plan.bytes;
-    job->args.expert_rows = call_result(call, EPIC_I32, job->num_local, -1).data;
-    job->args.expert_tokens = call_result(call, EPIC_I32, job->num_local, -1).data;
-    job->args.load = call_result(call, EPIC_I32, job->layer.num_experts, -1).data;
-    job->args.demand = call_result(call, EPIC_I32, 1, -1).data;
-    const call_array logical = call_result(call, EPIC_I32, job->layer.num_logical, -1);
-    if (job->layer.num_logical != 0) job->args.logical_load = logical.data;
+    const int64_t local = job->num_local, experts = job->layer.num_experts;
+    const int64_t count = 2 * local + experts + 1 + job->layer.num_logical;
+    int32_t *counts = call_result(call, EPIC_I32, count, -1).data;
+    if (call->failed) return;
+    job->args.expert_rows = counts;
+    job->args.expert_tokens = counts + local;
+    job->args.load = counts + 2 * local;
+    job->args.demand = counts + 2 * local + experts;
+    if (job->layer.num_logical != 0) job->args.logical_load = counts + 2 * local + experts + 1;
 }
 
 static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
@@ -404,9 +407,7 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
 
 #define PLACE ", int group, int tag"
 #define SIZES ", SymInt capacity, SymInt plan_bytes, SymInt num_local_experts"
-#define PLANNED                                                                           \
-    "Tensor plan, Tensor expert_rows, Tensor expert_tokens, Tensor load, Tensor demand, " \
-    "Tensor logical_load"
+#define PLANNED "Tensor plan, Tensor counts"
 #define TABLES ", Tensor? rank_of_expert, Tensor? logical_of_expert"
 
 static const torch_op ops[] = {

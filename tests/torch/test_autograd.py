@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import epic.torch
 from epic.torch.groups import Facts
+from epic.torch.ops import words_of
 from parts import (
     EXPERTS,
     HIDDEN,
@@ -71,11 +72,11 @@ def opcheck(rank: int) -> None:
         flat = epic.torch.plan(group, epic.torch.Layer(EXPERTS, TOP_K, layout="flat"), ids).bytes
         count = x.shape[0]
         calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (ops.plan, (turn, ids, None, None, *sizes, *place, *way.numbers)),
+            (ops.plan, (turn, ids, None, None, *sizes, *place, *way.words)),
             (ops.dispatch, (turn, data, x, w, way.capacity, 1, *place)),
             (ops.dispatch, (turn, data, x, None, way.capacity, 1, *place)),
             (ops.dispatch_out, (turn, data, x, w, recv.clone(), slot.clone(), 1, *place)),
-            (ops.plan_dispatch, (turn, ids, None, None, x, w, *sizes, 1, *place, *way.numbers)),
+            (ops.plan_dispatch, (turn, ids, None, None, x, w, *sizes, 1, *place, *way.words)),
             (ops.dispatch_quantized, (turn, data, x, w, way.capacity, 1, 1, *place)),
             (ops.dispatch_flat, (turn, flat, x, w, way.capacity, TOP_K, 1, *place)),
             (ops.dispatch_backward, (turn, data, recv, slot, count, TOP_K, *place)),
@@ -132,18 +133,40 @@ def test_schemas_follow_the_options() -> None:
         found = [argument.name for argument in op.default._schema.arguments]
         return [n.removeprefix(prefix) for n in found if n.startswith(prefix)]
 
-    layer, router = LAYER.numbers(), epic.torch.Router(8, 2).numbers()
+    router = epic.torch.Router(8, 2).numbers()
     experts = epic.torch.Experts(1, 4, 4).numbers()
-    assert names(ops.plan, "layer_") == list(layer)
     assert names(ops.route, "router_") == names(ops.moe, "router_") == list(router)
     types = {"row_type", "weight_type"}  # the tensors tell them
     assert set(names(ops.experts, "experts_")) == set(experts) - types
     assert names(ops.moe, "experts_") == names(ops.experts, "experts_")
     told = {"num_experts", "top_k", "layout", "num_logical"}
-    assert set(names(ops.moe, "layer_")) == set(layer) - told
+    assert set(names(ops.moe, "layer_")) == set(LAYER.numbers()) - told
     of_experts = {"num_local_experts", "hidden", "weighting", *types}
     weights = {"gate_up", "down", "b_gate_up", "b_down"}
     assert set(names(ops.moe, "shared_")) - weights == set(experts) - of_experts
+
+
+def test_a_layer_as_three_numbers() -> None:
+    """Each field arrives by its name: the core says what is wrong with it."""
+    good = LAYER.numbers()
+    wrong = {
+        "num_experts": 70000, "num_logical": 9, "top_k": 65, "overflow": 9, "priority": 9,
+        "sum_order": 9, "layout": 9, "partial_type": 9, "flags": 128, "leaves": 3,
+        "expert_capacity": 1 << 31, "alignment": 0xFFFFFFFF,
+    }  # fmt: skip
+    assert set(wrong) == set(good)
+    ids = torch.zeros((4, TOP_K), dtype=torch.int32)
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        sizes = (99, group.plan_bytes(LAYER), 99999)
+        for name, value in wrong.items():
+            words = words_of({**good, name: value})
+            with pytest.raises(RuntimeError) as caught:
+                place = (group.number, 0)
+                ops.plan.default(group.turn, ids, None, None, *sizes, *place, *words)
+            assert f"{name} is {value}" in str(caught.value) or name == "top_k", caught.value
+            assert str(value) in str(caught.value)
+    with pytest.raises(epic.torch.EpicArgumentError, match="top_k 256"):
+        words_of({**good, "top_k": 256})
 
 
 # --------------------------------------------------------------------------- compile ----

@@ -14,10 +14,10 @@ from torch.autograd.function import once_differentiable
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, known
+from epic.torch.arguments import check_floats
 from epic.torch.groups import Group
 from epic.torch.ops import numbers, raising
 from epic.torch.router import number_of
-from epic.torch.steps import check_floats
 
 ops = torch.ops.epic
 

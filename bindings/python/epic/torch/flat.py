@@ -5,20 +5,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from epic.torch import steps
+from epic.torch.arguments import applied, as_rows, as_weights, needs_gradient, once
 from epic.torch.ops import raising
+from epic.torch.plans import Plan, Way, check_layout
+from epic.torch.steps import ZERO_TAIL, rows_home
 
 ops = torch.ops.epic
 
 
 def dispatch_flat_op(
-    way: steps.Way, data: Tensor, tokens: Tensor, weights: Tensor | None, capacity: int
+    way: Way, data: Tensor, tokens: Tensor, weights: Tensor | None, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator."""
     group = way.group
-    place = (steps.ZERO_TAIL, group.number, way.tag)
+    place = (ZERO_TAIL, group.number, way.tag)
     return ops.dispatch_flat.default(group.turn, data, tokens, weights, capacity, way.top_k, *place)
 
 
@@ -28,7 +29,7 @@ class DispatchFlat(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        way: steps.Way,
+        way: Way,
         data: Tensor,
         tokens: Tensor,
         weights: Tensor | None,
@@ -42,17 +43,20 @@ class DispatchFlat(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor, _: Tensor) -> tuple[Any, ...]:
         """As dispatch's."""
         (data,) = ctx.saved_tensors
-        return None, None, *steps.rows_home(ctx, data, d_recv, d_slots.reshape(-1)), None
+        return None, None, *rows_home(ctx, data, d_recv, d_slots.reshape(-1)), None
+
+
+dispatch_flat_apply = applied(DispatchFlat)
 
 
 @raising
 def dispatch_flat(
-    plan: steps.Plan, tokens: Tensor, weights: Tensor | None = None
+    plan: Plan, tokens: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Sends each token once to each rank that has experts for it; the layer's layout is "flat".
 
@@ -61,10 +65,9 @@ def dispatch_flat(
     finished partial for each row: the weighted sum over these experts.
     """
     way = plan.way
-    steps.check_layout(way, True, "dispatch")
-    steps.check_floats("tokens", tokens)
-    rows = steps.as_rows("tokens", tokens, plan.num_tokens)
-    weights = steps.as_weights("weights", weights, plan.num_tokens, way.top_k)
-    call = DispatchFlat.apply if steps.needs_gradient(rows, weights) else dispatch_flat_op
+    check_layout(way, True, "dispatch")
+    rows = as_rows("tokens", tokens, plan.num_tokens)
+    weights = as_weights("weights", weights, plan.num_tokens, way.top_k)
+    call = dispatch_flat_apply if needs_gradient(rows, weights) else dispatch_flat_op
     recv, slots, experts = call(way, plan.bytes, rows, weights, plan.capacity)
     return recv, None if weights is None else slots, experts

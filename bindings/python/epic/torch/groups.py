@@ -19,7 +19,7 @@ from epic import _native, endings, meeting
 from epic.errors import EpicArgumentError, EpicError
 from epic.meeting import Exchange, Meeting, Tcp
 from epic.options import Layer, known, whole
-from epic.torch.ops import LIBRARY
+from epic.torch.ops import LIBRARY, words_of
 
 DEFAULT_TIMEOUT_MS = 300_000
 CPU, CUDA = 0, 1  # torch's numbers of device types
@@ -175,7 +175,7 @@ class Facts(NamedTuple):
     plan_bytes: int
     capacity: int
     num_local_experts: int
-    numbers: tuple[int, ...]
+    words: tuple[int, ...]
 
 
 class Group:
@@ -276,7 +276,7 @@ class Group:
                 _native.size("epic_plan_bytes_v1", config, options),
                 _native.size("epic_capacity_bound_v1", config, options),
                 -(-options.num_experts // self.num_ranks),
-                tuple(options.numbers().values()),
+                words_of(options.numbers()),
             )
         return found
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from epic import ledger
 from epic.torch.ops import raising
-from epic.torch.steps import Plan
+from epic.torch.plans import Plan
 
 
 @raising

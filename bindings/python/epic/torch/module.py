@@ -13,8 +13,8 @@ from epic.torch import steps
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
 from epic.torch.moe import MoeWeights, moe
+from epic.torch.plans import tables_of
 from epic.torch.router import bias_update
-from epic.torch.steps import tables_of
 
 OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 

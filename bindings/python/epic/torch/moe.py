@@ -16,6 +16,7 @@ from epic import _native
 from epic.errors import EpicArgumentError
 from epic.options import Experts, Moe, Router, known
 from epic.torch import replicas, steps
+from epic.torch.arguments import check_floats, flattened
 from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
@@ -27,6 +28,7 @@ from epic.torch.experts import (
 )
 from epic.torch.groups import Group
 from epic.torch.ops import numbers, raising
+from epic.torch.plans import Plan, Way, tables_of
 from epic.torch.router import balance_loss, route
 
 ops = torch.ops.epic
@@ -132,7 +134,7 @@ def facts_of(
 
 def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
     """What the operators cannot tell from the lengths of the tensors."""
-    steps.check_floats("x", x)
+    check_floats("x", x)
     hidden = options.experts.hidden
     if x.shape[-1] != hidden:
         raise EpicArgumentError(f"x: shape {list(x.shape)}: [..., {hidden}] is needed")
@@ -194,7 +196,7 @@ class Layer(torch.autograd.Function):
 def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
     """The gradients of experts, added over replicas; of no tensor [0].  Those of w_gate and b_gate
     come before them."""
-    way = steps.Way(ctx.group, ctx.tag, 0, False, True)
+    way = Way(ctx.group, ctx.tag, 0, False, 0, 1)
     plan, (first, end) = saved[: ctx.facts.plan_bytes], (2, 2 + len(OF_EXPERTS))
     mine = [replicas.added(way, plan, d) if d.dim() > 1 else d for d in gradients[first:end]]
     return [*gradients[:first], *mine, *gradients[end:]]
@@ -215,7 +217,7 @@ def by_experts(
     options: Any,
     grouped_mm: GroupedMm | None,
     x: Tensor,
-    plan: steps.Plan,
+    plan: Plan,
     weights: ExpertWeights,
     slots: Tensor | None,
 ) -> Tensor:
@@ -256,7 +258,7 @@ def losses(
     group: Group,
     options: Moe,
     logits: Tensor,
-    plan: steps.Plan,
+    plan: Plan,
     chosen: Tensor,
     mask: Any,
     tag: int,
@@ -360,8 +362,8 @@ def moe(
     """
     weights = MoeWeights(*weights)
     check_moe(options, x, weights)
-    rows = steps.as_rows("x", x)
-    tables = steps.tables_of(options.layer, rank_of_expert, logical_of_expert, rows)
+    rows = flattened("x", x).contiguous()
+    tables = tables_of(options.layer, rank_of_expert, logical_of_expert, rows)
     if token_ids is not None:
         token_ids = token_ids.reshape(-1).contiguous()
     if table is not None:

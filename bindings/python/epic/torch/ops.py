@@ -60,18 +60,22 @@ def as_epic_error(error: RuntimeError) -> RuntimeError:
     return EpicError(code, sentence)
 
 
+def told(error: RuntimeError) -> RuntimeError:
+    """As an EpicError.  A compiled program raises RuntimeError with the same text: as_epic_error
+    makes one of the other."""
+    return error if torch.compiler.is_compiling() else as_epic_error(error)
+
+
 def raising(function: Function) -> Function:
-    """Raises kernels' errors as EpicError.  A compiled program raises RuntimeError with the same
-    text: as_epic_error makes one of the other."""
+    """Raises kernels' errors as EpicError.  What is called often does so itself: another function
+    around each is time of the host."""
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
         except RuntimeError as error:
-            if torch.compiler.is_compiling():
-                raise
-            raise as_epic_error(error) from None
+            raise told(error) from None
 
     return run  # type: ignore[return-value]
 
@@ -110,8 +114,28 @@ def argument_names(name: str) -> list[str]:
     return [argument.name for argument in schema.arguments]
 
 
-LAYER = [name for name in argument_names("plan") if name.startswith("layer_")]
-NUM_LOGICAL = LAYER.index("layer_num_logical")
+WORDS: tuple[dict[str, int], ...] = (  # of a layer, as bindings/torch/options.h says
+    {"num_experts": 32, "num_logical": 32},
+    {"alignment": 32, "expert_capacity": 32},
+    {
+        "top_k": 8, "overflow": 4, "priority": 4, "sum_order": 4, "layout": 4, "partial_type": 4,
+        "flags": 8, "leaves": 28,
+    },
+)  # fmt: skip
+
+
+def words_of(layer: dict[str, int]) -> tuple[int, ...]:
+    """A layer's numbers as the operators take them."""
+    words = []
+    for parts in WORDS:
+        word, first = 0, 0
+        for name, bits in parts.items():
+            if layer[name] >> bits:
+                raise EpicArgumentError(f"{name} {layer[name]}: it is below {1 << bits}")
+            word |= layer[name] << first
+            first += bits
+        words.append(word - (1 << 64) if word >> 63 else word)
+    return tuple(words)
 
 
 @fake
@@ -125,11 +149,13 @@ def plan_fake(
     num_local_experts: Any,
     group: int,
     tag: int,
+    layer_experts: int,
     *layer: int,
 ) -> tuple[Tensor, ...]:
-    """The plan, expert_rows, expert_tokens, load, demand, logical_load."""
-    counts = (num_local_experts, num_local_experts, layer[0], 1, layer[NUM_LOGICAL])
-    return octets(topk_idx, plan_bytes), *(ints(topk_idx, count) for count in counts)
+    """The plan, and one after the other expert_rows, expert_tokens, load, demand, logical_load."""
+    num_experts, num_logical = layer_experts & 0xFFFFFFFF, layer_experts >> 32
+    count = 2 * num_local_experts + num_experts + 1 + num_logical
+    return octets(topk_idx, plan_bytes), ints(topk_idx, count)
 
 
 @fake

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.torch.arguments import needs_gradient
 from epic.torch.ops import raising
-from epic.torch.steps import Plan, Way, needs_gradient
+from epic.torch.plans import Plan, Way
 
 ops = torch.ops.epic
 
@@ -56,7 +57,7 @@ class Tied(torch.autograd.Function):
 
 def check(plan: Plan, name: str, x: Tensor) -> None:
     """A row for each expert of this rank."""
-    local = plan.expert_rows.shape[0]
+    local = plan.num_local
     if x.dim() < 1 or x.shape[0] != local:
         raise EpicArgumentError(
             f"{name}: shape {list(x.shape)}: [local experts {local}, ...] is needed"
@@ -80,7 +81,7 @@ def sum_replicas(plan: Plan, x: Tensor) -> Tensor:
     check(plan, "x", x)
     if x.dtype != torch.float32:
         raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
-    if not plan.way.replicas:
+    if not plan.way.num_logical:
         return x
     call = SumReplicas.apply if needs_gradient(x) else added
     return call(plan.way, plan.bytes, x)
@@ -90,7 +91,7 @@ def sum_replicas(plan: Plan, x: Tensor) -> Tensor:
 def tied(plan: Plan, weight: Tensor | None) -> Tensor | None:
     """A weight [local experts, ...] as it is; its gradient is that of its logical expert, the sum
     over the replicas.  epic.torch.moe does it by itself."""
-    if weight is None or not plan.way.replicas:
+    if weight is None or not plan.way.num_logical:
         return weight
     check(plan, "weight", weight)
     return Tied.apply(plan.way, plan.bytes, weight)

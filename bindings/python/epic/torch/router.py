@@ -10,9 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from epic.errors import EpicArgumentError
 from epic.options import Router, known
+from epic.torch.arguments import check_floats, needs_gradient
 from epic.torch.groups import Group
 from epic.torch.ops import raising
-from epic.torch.steps import check_floats, needs_gradient
 
 ops = torch.ops.epic
 

@@ -1,171 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """plan, dispatch, combine, plan_dispatch and sum: tensors in, tensors out, with gradients."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from epic.errors import EpicArgumentError
 from epic.options import BLOCKS, Layer, word
-from epic.torch.groups import Facts, Group
-from epic.torch.ops import raising
+from epic.torch.arguments import (
+    applied,
+    as_choices,
+    as_rows,
+    as_weights,
+    needs_gradient,
+    once,
+)
+from epic.torch.groups import Group
+from epic.torch.ops import raising, told
+from epic.torch.plans import EXACT, Plan, Way, check_layout, sizes_of, tables_of, way_of
 
 ops = torch.ops.epic
 
-ROW_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ZERO_TAIL = 1
-EXACT = 0  # as capacity: as many slots as land
-PLANNED = 6  # results of epic::plan, with which those of epic::plan_dispatch begin
-
-
-class Way(NamedTuple):
-    """Where the calls of a plan go."""
-
-    group: Group
-    tag: int
-    top_k: int
-    flat: bool
-    replicas: bool
-
-
-def way_of(group: Group, layer: Layer, tag: int) -> Way:
-    """Of a layer's calls."""
-    return Way(group, tag, layer.top_k, layer.layout == "flat", bool(layer.num_logical))
-
-
-def check_layout(way: Way, flat: bool, other: str) -> None:
-    """Each layout has a dispatch of its own, as their results differ in shape."""
-    if way.flat != flat:
-        is_, needed = ("flat", "expert_major") if way.flat else ("expert_major", "flat")
-        raise EpicArgumentError(f"layout {is_!r}: {needed!r} is needed here, else {other}")
-
-
-class Plan(NamedTuple):
-    """Where every choice goes.
-
-    bytes [n] uint8: what dispatch, combine and their gradients read; expert_rows and
-    expert_tokens [local experts] int32: padded and true rows of each slab; load [num_experts]
-    int32: choices of each expert over the group; demand [1] int32: slots that were needed;
-    logical_load [num_logical]: the load of logical experts, None without replicas.
-    """
-
-    bytes: Tensor
-    expert_rows: Tensor
-    expert_tokens: Tensor
-    load: Tensor
-    demand: Tensor
-    logical_load: Tensor | None
-    num_tokens: int
-    capacity: int
-    way: Way
-
-    @property
-    def load_of_ids(self) -> Tensor:
-        """Of what ids name: experts, or the logical ones."""
-        return self.load if self.logical_load is None else self.logical_load
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Is there a gradient to be kept for?"""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def as_rows(name: str, x: Tensor, count: int | None = None) -> Tensor:
-    """[..., hidden] as [rows, hidden], contiguous."""
-    if x.dim() < 2:
-        raise EpicArgumentError(f"{name}: shape {list(x.shape)}: [..., hidden] is needed")
-    rows = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
-    if count is not None and rows.shape[0] != count:
-        raise EpicArgumentError(
-            f"{name}: {rows.shape[0]} rows (shape {list(x.shape)}): the plan has {count}"
-        )
-    return rows.contiguous()
-
-
-def check_floats(name: str, x: Tensor) -> None:
-    """What is added must be a type that the core adds."""
-    if x.dtype not in ROW_TYPES:
-        raise EpicArgumentError(
-            f"{name}: dtype {x.dtype}: float32, bfloat16, float16 or float64 is needed"
-        )
-
-
-def as_weights(name: str, x: Tensor | None, *shape: int) -> Tensor | None:
-    """Float32 of that shape; None stays None."""
-    if x is None or (x.dtype == torch.float32 and x.shape == shape and x.is_contiguous()):
-        return x  # at once: the host's time is the caller's
-    size = shape[0] * shape[1] if len(shape) == 2 else shape[0]
-    if x.numel() != size:
-        raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
-    return x.reshape(shape).to(torch.float32).contiguous()
-
-
-def as_choices(layer: Layer, topk_idx: Tensor) -> Tensor:
-    """[num_tokens, top_k]."""
-    if topk_idx.dtype not in (torch.int32, torch.int64):
-        raise EpicArgumentError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
-    if topk_idx.dim() < 2 or topk_idx.shape[-1] != layer.top_k:
-        raise EpicArgumentError(
-            f"topk_idx: shape {list(topk_idx.shape)}: [..., top_k {layer.top_k}] is needed"
-        )
-    return as_rows("topk_idx", topk_idx)
-
-
-def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert") -> Any:
-    """A number for each expert as a tensor; None stays None."""
-    if table is None:
-        return None
-    found = torch.as_tensor(table, dtype=torch.int32, device=like.device).contiguous()
-    if found.shape != (layer.num_experts,):
-        raise EpicArgumentError(
-            f"{name}: shape {list(found.shape)}: [{layer.num_experts}] is needed"
-        )
-    return found
-
-
-def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any, Any]:
-    """rank_of_expert and logical_of_expert."""
-    if bool(layer.num_logical) != (logical is not None):
-        raise EpicArgumentError(
-            f"num_logical {layer.num_logical}: logical_of_expert [num_experts] comes with "
-            "num_logical, and only then"
-        )
-    whose = table_of(layer, logical, like, "logical_of_expert")
-    return table_of(layer, ranks, like), whose
-
 
 # ------------------------------------------------------------------------------ plan ----
 
 
-def sizes_of(facts: Facts, table: Any, capacity: int | None, local: int | None) -> Any:
-    """Slots, bytes of the plan, and room for the counts.  With a table the core may write counts
-    of more experts than the caller reckons with."""
-    slots = facts.capacity if capacity is None else capacity
-    if slots < 0:
-        raise EpicArgumentError(f"capacity {slots}: 0 (EXACT) or more is needed")
-    if table is None:
-        return slots, facts.plan_bytes, facts.num_local_experts
-    if capacity is None or local is None:
-        raise EpicArgumentError(
-            "rank_of_expert needs capacity=, as any placement may need more than the bound, and "
-            "num_local_experts="
-        )
-    return slots, facts.plan_bytes, table.shape[0]
-
-
-def plan_of(way: Way, parts: Any, num_tokens: int, capacity: int, local: int | None) -> Plan:
-    """The operator's results."""
-    data, rows, tokens, load, demand, logical = parts
-    if local is not None and rows.shape[0] != local:
-        rows, tokens = rows[:local], tokens[:local]
-    ids = logical if way.replicas else None
-    return Plan(data, rows, tokens, load, demand, ids, num_tokens, capacity, way)
-
-
-@raising
 def plan(
     group: Group,
     layer: Layer,
@@ -186,16 +48,20 @@ def plan(
     experts then, and their replicas take turns.  tag: calls of one tag come in the same order on
     every rank; threads of a process use different ones.
     """
-    facts, way = Facts(*group.facts(layer.key)), way_of(group, layer, tag)
-    chosen = as_choices(layer, topk_idx)
-    tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
-    sizes = sizes_of(facts, tables[0], capacity, num_local_experts)
-    place = (group.number, tag)
-    parts = ops.plan.default(group.turn, chosen, *tables, *sizes, *place, *facts.numbers)
-    slots = sizes[0]
-    if slots == EXACT:
-        slots = int(parts[4].item())
-    return plan_of(way, parts, chosen.shape[0], slots, num_local_experts)
+    try:
+        way = way_of(group, layer, tag)
+        chosen = as_choices(layer, topk_idx)
+        tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
+        facts = group.facts(layer.key)
+        slots, size, room = sizes_of(facts, tables[0], capacity, num_local_experts)
+        data, counts = ops.plan.default(
+            group.turn, chosen, *tables, slots, size, room, group.number, tag, *facts[3]
+        )
+    except RuntimeError as error:
+        raise told(error) from None
+    local = room if num_local_experts is None else num_local_experts
+    made = Plan(data, counts, chosen.shape[0], slots, local, room, way)
+    return made._replace(capacity=int(made.demand.item())) if slots == EXACT else made
 
 
 # -------------------------------------------------------------------------- dispatch ----
@@ -236,12 +102,15 @@ class Dispatch(torch.autograd.Function):
         return dispatch_op(way, data, tokens, weights, capacity, flags)
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, ...]:
         """The plan has no gradient."""
         (data,) = ctx.saved_tensors
         return None, None, *rows_home(ctx, data, d_recv, d_slots), None, None
+
+
+dispatch_apply = applied(Dispatch)
 
 
 def dispatch_op(
@@ -254,7 +123,6 @@ def dispatch_op(
     )
 
 
-@raising
 def dispatch(
     plan: Plan,
     tokens: Tensor,
@@ -271,24 +139,26 @@ def dispatch(
     quantize "1x128" or "1x32": rows travel in e4m3 and arrive rounded; the gradient goes straight
     through.  out: tensors that are written and returned, without a gradient.
     """
-    way = plan.way
-    check_layout(way, False, "dispatch_flat")
-    check_floats("tokens", tokens)
-    rows = as_rows("tokens", tokens, plan.num_tokens)
-    weights = as_weights("weights", weights, plan.num_tokens, way.top_k)
-    flags = ZERO_TAIL if zero_tail else 0
-    if out is not None:
-        return dispatch_into(plan, rows, weights, flags, *out)
-    if quantize is not None:
-        return rounded(plan, rows, weights, word("quantize", quantize, BLOCKS))
-    call = Dispatch.apply if needs_gradient(rows, weights) else dispatch_op
-    recv, slots = call(way, plan.bytes, rows, weights, plan.capacity, flags)
+    try:
+        way = plan.way
+        check_layout(way, False, "dispatch_flat")
+        rows = as_rows("tokens", tokens, plan.num_tokens)
+        weights = as_weights("weights", weights, plan.num_tokens, way.top_k)
+        flags = ZERO_TAIL if zero_tail else 0
+        if out is not None:
+            return dispatch_into(plan, rows, weights, flags, *out)
+        if quantize is not None:
+            return rounded(plan, rows, weights, word("quantize", quantize, BLOCKS))
+        call = dispatch_apply if needs_gradient(rows, weights) else dispatch_op
+        recv, slots = call(way, plan.bytes, rows, weights, plan.capacity, flags)
+    except RuntimeError as error:
+        raise told(error) from None
     return recv, None if weights is None else slots
 
 
-def refuse_gradient(*tensors: Tensor | None) -> None:
+def refuse_gradient(x: Tensor, w: Tensor | None) -> None:
     """Of calls that write into tensors of the caller."""
-    if needs_gradient(*tensors):
+    if needs_gradient(x, w):
         raise EpicArgumentError("out= has no gradient: use torch.no_grad(), or do without out=")
 
 
@@ -331,7 +201,6 @@ def dispatch_quantized(
     block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.
     """
     check_layout(plan.way, False, "dispatch_flat")
-    check_floats("tokens", tokens)
     rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
     weights = as_weights("weights", weights, plan.num_tokens, plan.way.top_k)
     if weights is not None:
@@ -431,19 +300,21 @@ class PlanDispatch(torch.autograd.Function):
         ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
         out = plan_dispatch_op(way, chosen, tables, tokens, weights, sizes, flags, layer)
         ctx.save_for_backward(out[0])
-        ctx.mark_non_differentiable(*out[:PLANNED])
+        ctx.mark_non_differentiable(*out[:2])
         return out
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """As dispatch's."""
         (data,) = ctx.saved_tensors
-        return None, None, None, *rows_home(ctx, data, *gradients[PLANNED:]), None, None, None
+        return None, None, None, *rows_home(ctx, data, *gradients[2:]), None, None, None
 
 
-@raising
+plan_dispatch_apply = applied(PlanDispatch)
+
+
 def plan_dispatch(
     group: Group,
     layer: Layer,
@@ -459,21 +330,24 @@ def plan_dispatch(
     tag: int = 0,
 ) -> tuple[Plan, Tensor, Tensor | None]:
     """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None)."""
-    facts, way = Facts(*group.facts(layer.key)), way_of(group, layer, tag)
-    chosen = as_choices(layer, topk_idx)
-    tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
-    sizes = sizes_of(facts, tables[0], capacity, num_local_experts)
-    check_layout(way, False, "plan, then dispatch_flat")
-    if sizes[0] == EXACT:
-        raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
-    check_floats("tokens", tokens)
-    rows = as_rows("tokens", tokens, chosen.shape[0])
-    weights = as_weights("weights", weights, chosen.shape[0], layer.top_k)
-    call = PlanDispatch.apply if needs_gradient(rows, weights) else plan_dispatch_op
-    flags = ZERO_TAIL if zero_tail else 0
-    out = call(way, chosen, tables, rows, weights, sizes, flags, facts.numbers)
-    made = plan_of(way, out[:PLANNED], chosen.shape[0], sizes[0], num_local_experts)
-    return made, out[PLANNED], None if weights is None else out[PLANNED + 1]
+    try:
+        facts, way = group.facts(layer.key), way_of(group, layer, tag)
+        chosen = as_choices(layer, topk_idx)
+        tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
+        sizes = slots, _, room = sizes_of(facts, tables[0], capacity, num_local_experts)
+        check_layout(way, False, "plan, then dispatch_flat")
+        if slots == EXACT:
+            raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
+        rows = as_rows("tokens", tokens, chosen.shape[0])
+        weights = as_weights("weights", weights, chosen.shape[0], layer.top_k)
+        flags = ZERO_TAIL if zero_tail else 0
+        call = plan_dispatch_apply if needs_gradient(rows, weights) else plan_dispatch_op
+        data, counts, recv, slot = call(way, chosen, tables, rows, weights, sizes, flags, facts[3])
+    except RuntimeError as error:
+        raise told(error) from None
+    local = room if num_local_experts is None else num_local_experts
+    made = Plan(data, counts, chosen.shape[0], slots, local, room, way)
+    return made, recv, None if weights is None else slot
 
 
 # --------------------------------------------------------------------------- combine ----
@@ -512,7 +386,7 @@ class Combine(torch.autograd.Function):
         return combine_op(way, data, rows, slots, num_tokens)
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         """To the slots, scaled by their weights."""
@@ -529,7 +403,9 @@ class Combine(torch.autograd.Function):
         return None, None, d_rows, d_slots if ctx.weighs else None, None, None, None
 
 
-@raising
+combine_apply = applied(Combine)
+
+
 def combine(
     plan: Plan,
     rows: Tensor,
@@ -545,20 +421,27 @@ def combine(
     quantize_gradient "1x128" or "1x32": the rows' gradients travel in e4m3 and arrive rounded.
     out=: a tensor that is written and returned, without a gradient.
     """
-    check_floats("rows", rows)
-    rows = as_rows("rows", rows, plan.capacity)
-    slots = as_weights("slot_weights", slot_weights, plan.capacity)
-    way, group = plan.way, plan.way.group
-    if out is not None:
-        refuse_gradient(rows, slots)
-        data, turn = plan.bytes, group.turn
-        ops.combine_out.default(turn, data, rows, slots, out, group.number, way.tag)
-        note_write(out)
-        return out
-    weighs = slots is not None and slots.requires_grad
-    block = quantize_gradient and word("quantize_gradient", quantize_gradient, BLOCKS)
-    call = Combine.apply if needs_gradient(rows, slots) else combine_op
-    return call(way, plan.bytes, rows, slots, plan.num_tokens, weighs, block)
+    try:
+        rows = as_rows("rows", rows, plan.capacity)
+        slots = as_weights("slot_weights", slot_weights, plan.capacity)
+        way = plan.way
+        if out is not None:
+            return combine_into(way, plan.bytes, rows, slots, out)
+        weighs = slots is not None and slots.requires_grad
+        block = quantize_gradient and word("quantize_gradient", quantize_gradient, BLOCKS)
+        call = combine_apply if needs_gradient(rows, slots) else combine_op
+        return call(way, plan.bytes, rows, slots, plan.num_tokens, weighs, block)
+    except RuntimeError as error:
+        raise told(error) from None
+
+
+def combine_into(way: Way, data: Tensor, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:
+    """combine with out=."""
+    refuse_gradient(rows, slots)
+    group = way.group
+    ops.combine_out.default(group.turn, data, rows, slots, out, group.number, way.tag)
+    note_write(out)
+    return out
 
 
 # ------------------------------------------------------------------------------- sum ----
@@ -581,7 +464,7 @@ class Sum(torch.autograd.Function):
         return sum_op(group, x, order, tag)
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Each rank's x is in every rank's sum."""

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of the steps: checked, and brought to the shape that the operators take.
+
+These are on the way of every call, and the host's time is the caller's: what is right passes in one
+comparison."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from epic.errors import EpicArgumentError
+from epic.options import Layer
+
+ROW_TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+INDEX_TYPES = (torch.int32, torch.int64)
+
+
+def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
+    """Is there a gradient to be kept for?"""
+    return (x.requires_grad or (w is not None and w.requires_grad)) and torch.is_grad_enabled()
+
+
+def applied(function: Any) -> Callable[..., Any]:
+    """function.apply.  Of torch before 2.15 what that does in Python is for functorch's transforms
+    and for defaults of arguments, and takes as long as the rest."""
+    short = super(torch.autograd.Function, function).apply
+
+    def apply(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        return short(*args)
+
+    return apply
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """once_differentiable, at once where no second derivative is asked for."""
+    checked = once_differentiable(backward)
+
+    def run(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            return checked(ctx, *gradients)
+        return backward(ctx, *gradients)
+
+    return run
+
+
+def check_floats(name: str, x: Tensor) -> None:
+    """What is added must be a type that the core adds."""
+    if x.dtype not in ROW_TYPES:
+        raise EpicArgumentError(
+            f"{name}: dtype {x.dtype}: float32, bfloat16, float16 or float64 is needed"
+        )
+
+
+def flattened(name: str, x: Tensor) -> Tensor:
+    """[..., n] as [rows, n]."""
+    if x.dim() < 2:
+        raise EpicArgumentError(f"{name}: shape {list(x.shape)}: [..., hidden] is needed")
+    return x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
+
+
+def as_rows(name: str, x: Tensor, count: int) -> Tensor:
+    """[..., hidden] as [count, hidden], contiguous, of a type that the core adds."""
+    if x.dtype in ROW_TYPES and x.dim() == 2 and x.shape[0] == count and x.is_contiguous():
+        return x
+    check_floats(name, x)
+    rows = flattened(name, x)
+    if rows.shape[0] != count:
+        raise EpicArgumentError(
+            f"{name}: {rows.shape[0]} rows (shape {list(x.shape)}): the plan has {count}"
+        )
+    return rows.contiguous()
+
+
+def as_weights(name: str, x: Tensor | None, *shape: int) -> Tensor | None:
+    """Float32 of that shape; None stays None."""
+    if x is None or (x.dtype == torch.float32 and x.shape == shape and x.is_contiguous()):
+        return x
+    size = shape[0] * shape[1] if len(shape) == 2 else shape[0]
+    if x.numel() != size:
+        raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
+    return x.reshape(shape).to(torch.float32).contiguous()
+
+
+def as_choices(layer: Layer, topk_idx: Tensor) -> Tensor:
+    """[num_tokens, top_k]."""
+    shape = topk_idx.shape
+    if topk_idx.dtype not in INDEX_TYPES:
+        raise EpicArgumentError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
+    if len(shape) < 2 or shape[-1] != layer.top_k:
+        raise EpicArgumentError(
+            f"topk_idx: shape {list(shape)}: [..., top_k {layer.top_k}] is needed"
+        )
+    if len(shape) == 2 and topk_idx.is_contiguous():
+        return topk_idx
+    return flattened("topk_idx", topk_idx).contiguous()

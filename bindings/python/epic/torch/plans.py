@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is in Python, and what one is made of."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epic.errors import EpicArgumentError
+from epic.options import Layer
+from epic.torch.groups import Group
+
+EXACT = 0  # as capacity: as many slots as land
+
+
+class Way(NamedTuple):
+    """Where the calls of a plan go, and what its layer counts."""
+
+    group: Group
+    tag: int
+    top_k: int
+    flat: bool
+    num_experts: int
+    num_logical: int
+
+
+def way_of(group: Group, layer: Layer, tag: int) -> Way:
+    """Of a layer's calls."""
+    flat = layer.layout == "flat"
+    return Way(group, tag, layer.top_k, flat, layer.num_experts, layer.num_logical)
+
+
+class Plan(NamedTuple):
+    """Where every choice goes.
+
+    bytes [n] uint8: what dispatch, combine and their gradients read.  counts int32, whose parts are
+    expert_rows and expert_tokens [num_local]: padded and true rows of each slab; load
+    [num_experts]: choices of each expert over the group; demand [1]: slots that were needed;
+    logical_load [num_logical]: the load of logical experts, None without replicas.
+    """
+
+    bytes: Tensor
+    counts: Tensor
+    num_tokens: int
+    capacity: int
+    num_local: int
+    room: int  # of expert_rows and of expert_tokens within counts
+    way: Way
+
+    @property
+    def expert_rows(self) -> Tensor:
+        """Of each slab, padding included."""
+        return self.counts[: self.num_local]
+
+    @property
+    def expert_tokens(self) -> Tensor:
+        """Of each slab, without padding."""
+        return self.counts[self.room : self.room + self.num_local]
+
+    @property
+    def load(self) -> Tensor:
+        """Choices of each expert, before any is dropped."""
+        return self.counts[2 * self.room : 2 * self.room + self.way.num_experts]
+
+    @property
+    def demand(self) -> Tensor:
+        """Slots that this rank would have needed."""
+        first = 2 * self.room + self.way.num_experts
+        return self.counts[first : first + 1]
+
+    @property
+    def logical_load(self) -> Tensor | None:
+        """The load of logical experts."""
+        if not self.way.num_logical:
+            return None
+        return self.counts[2 * self.room + self.way.num_experts + 1 :]
+
+    @property
+    def load_of_ids(self) -> Tensor:
+        """Of what ids name: experts, or the logical ones."""
+        logical = self.logical_load
+        return self.load if logical is None else logical
+
+
+def check_layout(way: Way, flat: bool, other: str) -> None:
+    """Each layout has a dispatch of its own, as their results differ in shape."""
+    if way.flat != flat:
+        is_, needed = ("flat", "expert_major") if way.flat else ("expert_major", "flat")
+        raise EpicArgumentError(f"layout {is_!r}: {needed!r} is needed here, else {other}")
+
+
+def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert") -> Any:
+    """A number for each expert as a tensor; None stays None."""
+    if table is None:
+        return None
+    found = torch.as_tensor(table, dtype=torch.int32, device=like.device).contiguous()
+    if found.shape != (layer.num_experts,):
+        raise EpicArgumentError(
+            f"{name}: shape {list(found.shape)}: [{layer.num_experts}] is needed"
+        )
+    return found
+
+
+def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any, Any]:
+    """rank_of_expert and logical_of_expert."""
+    if ranks is None and logical is None and not layer.num_logical:
+        return None, None
+    if bool(layer.num_logical) != (logical is not None):
+        raise EpicArgumentError(
+            f"num_logical {layer.num_logical}: logical_of_expert [num_experts] comes with "
+            "num_logical, and only then"
+        )
+    whose = table_of(layer, logical, like, "logical_of_expert")
+    return table_of(layer, ranks, like), whose
+
+
+def sizes_of(facts: tuple[Any, ...], table: Any, capacity: int | None, local: int | None) -> Any:
+    """Slots, bytes of the plan, and room for the counts.  With a table the core may write counts
+    of more experts than the caller reckons with."""
+    plan_bytes, bound, num_local, _ = facts
+    slots = bound if capacity is None else capacity
+    if slots < 0:
+        raise EpicArgumentError(f"capacity {slots}: 0 (EXACT) or more is needed")
+    if table is None:
+        return slots, plan_bytes, num_local
+    if capacity is None or local is None:
+        raise EpicArgumentError(
+            "rank_of_expert needs capacity=, as any placement may need more than the bound, and "
+            "num_local_experts="
+        )
+    return slots, plan_bytes, table.shape[0]
