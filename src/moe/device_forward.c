@@ -35,6 +35,7 @@ epic_gate moe_device_gate(const moe_job *j, const dense_block *block, void *logi
                        .hidden = j->hidden,
                        .columns = j->columns,
                        .w_gate = j->weights.w_gate,
+                       .block = j->block,
                        .b_gate = j->weights.b_gate,
                        .logits = logits,
                        .workspace = j->work.gate,

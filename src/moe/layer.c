@@ -10,7 +10,7 @@
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/convert.h"
-#include "rules/experts_layout.h"
+#include "rules/gate_layout.h"
 
 #define KNOWN_FLAGS (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN)
 
@@ -257,7 +257,9 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     const int64_t rows = j->device ? 0 : backward ? j->block + 1 : 2;
     w->tile = take(base, &used, j->device ? 0 : j->block * GATE_TILE * j->real_bytes);
     w->rows = take(base, &used, rows * j->hidden * j->real_bytes);
-    w->gate = take(base, &used, j->device ? experts_tiles_bytes(j->tokens) : 0);
+    w->gate =
+        take(base, &used,
+             j->device ? gate_bytes(j->tokens, j->block, j->hidden, j->columns, backward) : 0);
     const bool adds_rows = j->has_shared || (j->device && j->router.zero_experts);
     w->shared_y = take(base, &used, adds_rows ? j->block * j->row_bytes : 0);
     w->shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);

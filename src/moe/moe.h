@@ -50,7 +50,7 @@ typedef struct moe_work {
     unsigned char *dense; /* [levels, dense_count] real: gradients of the dense part; on devices
                              only what EPIC_SUM_DENSE or EPIC_TREE sums */
     float *d_scale;       /* backward, devices: [columns], of scale_of_expert */
-    void *gate;           /* devices: the gate's list of tiles */
+    void *gate;           /* devices: the gate's list of tiles, and parts of its sums */
 } moe_work;
 
 typedef struct moe_job {
