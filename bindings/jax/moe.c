@@ -117,6 +117,9 @@ static epic_result run_backward(job *base)
     return epic_moe_backward(base->use.ctx, &job->backward);
 }
 
+/* Of experts: of any type that the core knows there, all of one. */
+#define OF_EXPERT(name, member) OUT(name, FFI_OTHER, gradients.member)
+#define OF_EXPERT_OR_NONE(name, member) OUT_OR_NONE(name, FFI_OTHER, gradients.member)
 #define GRADIENT(name, member) OUT(name, JOB_GRADIENT_TYPE, gradients.member)
 #define GRADIENT_OR_NONE(name, member) OUT_OR_NONE(name, JOB_GRADIENT_TYPE, gradients.member)
 
@@ -131,10 +134,14 @@ static const job_array backward_arrays[] = {
     JOB_ROWS(JOB_RESULT, "d_x", JOB_SAME_TYPE, AT(backward.d_x)),
     GRADIENT("d_w_gate", w_gate),
     GRADIENT_OR_NONE("d_b_gate", b_gate),
-    GRADIENT("d_w_gate_up", w_gate_up),
-    GRADIENT("d_w_down", w_down),
-    GRADIENT_OR_NONE("d_b_gate_up", b_gate_up),
-    GRADIENT_OR_NONE("d_b_down", b_down),
+    {.flags = JOB_RESULT,
+     .name = "d_w_gate_up",
+     .type = FFI_OTHER,
+     .data = AT(gradients.w_gate_up),
+     .element = AT(backward.grad_type)},
+    OF_EXPERT("d_w_down", w_down),
+    OF_EXPERT_OR_NONE("d_b_gate_up", b_gate_up),
+    OF_EXPERT_OR_NONE("d_b_down", b_down),
     GRADIENT_OR_NONE("d_shared_gate_up", shared_gate_up),
     GRADIENT_OR_NONE("d_shared_down", shared_down),
     GRADIENT_OR_NONE("d_shared_b_gate_up", shared_b_gate_up),

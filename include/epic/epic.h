@@ -1101,6 +1101,9 @@ typedef struct epic_moe_backward_args {
     const void *d_z_loss;       /* [1]; NULL: 0 */
     uint32_t flags;             /* EPIC_ACCUMULATE, of gradients */
     uint32_t loss_type;         /* of d_loss and the two after it, as forward */
+    uint32_t grad_type;         /* of the gradients of w_gate_up, w_down and their biases: 0: as
+                                   of the others; on a CUDA context also experts->row_type */
+    uint32_t pad;               /* 0 */
 } epic_moe_backward_args;
 
 /* The gradients of epic_moe_forward's out and of its three losses, added.  Errors: as

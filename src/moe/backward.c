@@ -7,6 +7,7 @@
 #include "base/sized.h"
 #include "experts/blas.h"
 #include "moe/call.h"
+#include "rules/convert.h"
 
 typedef struct backward_call {
     const epic_moe_backward_args *args;
@@ -66,7 +67,8 @@ epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint
                                             .d_b_down = g->b_down,
                                             .d_slot_weights = j->work.d_slot_weights,
                                             .flags = flags,
-                                            .weights_type = j->real_type};
+                                            .weights_type = j->real_type,
+                                            .grad_type = j->grad_type};
     return epic_experts_backward(moe_where(j), &how);
 }
 
@@ -255,6 +257,18 @@ static double number_or(const void *number, uint32_t type, double none)
     return type == EPIC_F64 ? *(const double *)number : (double)*(const float *)number;
 }
 
+static epic_result take_grad_type(moe_job *j, const epic_moe_backward_args *a)
+{
+    const uint32_t type = a->grad_type, row_type = j->experts.row_type;
+    j->grad_type = type ? type : j->real_type;
+    if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
+    if (j->grad_type == j->real_type || (j->device && type == row_type)) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "grad_type is %u: it must be 0 or %s%s%s", type,
+                     convert_name(j->real_type),
+                     j->device ? ", or moe.experts.row_type " : " on host contexts",
+                     j->device ? convert_name(row_type) : "");
+}
+
 static epic_result check(moe_job *j, epic_moe_backward_args *a, backward_call *c)
 {
     if (a->d_x.data || !j->tokens) TRY(moe_take_rows(j, "d_x", &a->d_x));
@@ -291,6 +305,7 @@ epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args
                         .workspace_bytes = a.workspace_bytes,
                         .backward = true};
     TRY(moe_begin(&j, ctx, &a.call, &c));
+    TRY(take_grad_type(&j, &a));
     TRY(moe_backward_places(&j, &a, &call.gradients));
     TRY(check(&j, &a, &call));
     if (j.device) return moe_device_backward(&j, &a, &call.gradients);

@@ -75,6 +75,7 @@ typedef struct moe_job {
     int64_t router_bytes;
     int64_t dense_count, dense_levels;
     double d_balance, d_z; /* backward: what comes in for each loss */
+    uint32_t grad_type;    /* backward: of the experts' gradients */
     moe_saved saved;
     moe_work work;
     int64_t saved_bytes, work_bytes;

@@ -93,6 +93,7 @@ epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *
     const dense_parts d = moe_dense_parts(j);
     const int64_t local = j->experts.num_local_experts, width = width_of(&j->experts);
     const int64_t real = j->real_bytes, number = a->loss_type == EPIC_F64 ? 8 : 4;
+    const int64_t of_expert = convert_bytes(j->grad_type);
     add_weights(&p, j);
     add_rows(&p, j, "x.data", &a->x, false);
     add_rows(&p, j, "d_out.data", &a->d_out, false);
@@ -103,10 +104,11 @@ epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *
     add(&p, "gradients.w_gate", g->w_gate, d.b_gate, real, true);
     add(&p, "gradients.b_gate", g->b_gate, d.scale - d.b_gate, real, true);
     add(&p, "gradients.scale_of_expert", g->scale_of_expert, d.gate_up - d.scale, real, true);
-    add(&p, "gradients.w_gate_up", g->w_gate_up, local * j->hidden * width, real, true);
-    add(&p, "gradients.w_down", g->w_down, local * j->experts.inner * j->hidden, real, true);
-    add(&p, "gradients.b_gate_up", g->b_gate_up, local * width, real, true);
-    add(&p, "gradients.b_down", g->b_down, local * j->hidden, real, true);
+    add(&p, "gradients.w_gate_up", g->w_gate_up, local * j->hidden * width, of_expert, true);
+    add(&p, "gradients.w_down", g->w_down, local * j->experts.inner * j->hidden, of_expert,
+        true);
+    add(&p, "gradients.b_gate_up", g->b_gate_up, local * width, of_expert, true);
+    add(&p, "gradients.b_down", g->b_down, local * j->hidden, of_expert, true);
     add(&p, "gradients.shared_gate_up", g->shared_gate_up, d.down - d.gate_up, real, true);
     add(&p, "gradients.shared_down", g->shared_down, d.b_gate_up - d.down, real, true);
     add(&p, "gradients.shared_b_gate_up", g->shared_b_gate_up, d.b_down - d.b_gate_up, real,

@@ -60,7 +60,7 @@ static inline void move_in(device_part *d)
     const int64_t experts = p->layer.num_experts, logical = p->layer.num_logical;
     for (int i = 0; i < NUM_GIVEN; i++) {
         const int64_t n = numbers_here(t, i);
-        const int64_t unit = i == X ? row : convert_bytes(real_type(p));
+        const int64_t unit = convert_bytes(gradient_type(p, i));
         given[i] = to_device(d, t->given[i], n * convert_bytes(p->given[i].type), false);
         gradient[i] = to_device(d, t->gradient[i], n * unit, true);
     }

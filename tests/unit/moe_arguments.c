@@ -120,6 +120,8 @@ static const wrong table[] = {
     {BACKWARD, FIELD(backward.workspace_bytes), 64, "workspace_bytes", "64"},
     {BACKWARD, FIELD(backward.flags), 5, "flags", "0x5"},
     {BACKWARD, FIELD(backward.loss_type), EPIC_F64, "loss_type", "4"},
+    {BACKWARD, FIELD(backward.grad_type), EPIC_BF16, "grad_type", "2"},
+    {BACKWARD, FIELD(backward.pad), 3, "pad", "3"},
     {FORWARD, FIELD(forward.loss_type), EPIC_F64, "loss_type", "4"},
     {FORWARD, FIELD(forward.loss_type), EPIC_BF16, "loss_type", "2"},
     {FORWARD, FIELD(forward.pad), 3, "pad", "3"},

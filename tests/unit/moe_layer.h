@@ -108,10 +108,10 @@ static inline void make_buffers(part *t)
 {
     const problem *p = t->p;
     for (int i = 0; i < NUM_GIVEN; i++) {
-        const int64_t n = numbers_here(t, i), real = convert_bytes(real_type(p));
+        const int64_t n = numbers_here(t, i);
         if (!numbers_of(p, i) && i != X) continue;
-        t->gradient[i] = poisoned((size_t)(n * (i == X ? convert_bytes(row_type(p)) : real)));
-        array now = {t->gradient[i], real_type(p), n};
+        t->gradient[i] = poisoned((size_t)(n * convert_bytes(gradient_type(p, i))));
+        array now = {t->gradient[i], gradient_type(p, i), n};
         if (i != X && p->backward_flags & EPIC_ACCUMULATE)
             for (int64_t k = 0; k < n; k++) put(&now, k, BEFORE);
         if (i == X) {
@@ -187,7 +187,8 @@ static inline void make_calls(part *t, uint64_t tag)
                                  .workspace = t->workspace,
                                  .workspace_bytes = t->memory.backward_bytes,
                                  .d_loss = p->d_loss_given ? number_at(d_losses, 0) : NULL,
-                                 .flags = p->backward_flags};
+                                 .flags = p->backward_flags,
+                                 .grad_type = p->narrow_gradients ? row_type(p) : 0};
     if (none) t->backward.d_out = t->backward.d_x = (epic_rows){0};
     if (p->wants_no_gradient) t->backward.gradients = NULL;
     if (p->wants_no_d_x) t->backward.d_x = (epic_rows){0};

@@ -200,6 +200,7 @@ typedef struct problem {
     bool narrow_losses;                      /* float32 though the rows are F64 */
     bool d_loss_given, d_parts_given;
     uint32_t backward_flags;
+    bool narrow_gradients; /* of experts, in the rows' type */
 
     array given[NUM_GIVEN];
     array d_out;
@@ -241,6 +242,12 @@ static inline uint32_t type_given(const problem *p, int which)
     if (which <= SCALE_OF_EXPERT || which == W_SHARED_GATE) return real_type(p);
     const epic_experts *e = of_experts(which) ? &p->experts : &p->shared;
     return e->weight_type ? e->weight_type : row_type(p);
+}
+
+static inline uint32_t gradient_type(const problem *p, int which)
+{
+    const bool narrow = p->narrow_gradients && of_experts(which);
+    return which == X || narrow ? row_type(p) : real_type(p);
 }
 
 /* Numbers of one expert, or of the whole. */
@@ -300,7 +307,7 @@ static inline void make_results(problem *p)
 {
     p->out = make_array(row_type(p), p->total * p->experts.hidden);
     for (int i = 0; i < NUM_GIVEN; i++)
-        p->gradient[i] = make_array(i == X ? row_type(p) : real_type(p),
+        p->gradient[i] = make_array(gradient_type(p, i),
                                     numbers_in_all(p, i) * (is_dense(i) ? p->num_ranks : 1));
     p->loss = make_array(loss_type(p), 3 * p->num_ranks);
     p->load = share((size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t));

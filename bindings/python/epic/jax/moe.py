@@ -206,14 +206,23 @@ def of_logical(record: steps.Record, found: dict[str, Any]) -> dict[str, Any]:
     return {name: replicas.added(record.way, record.bytes, d) for name, d in mine.items()}
 
 
+def gradient_types(static: Static, x: Any, weights: MoeWeights) -> dict[str, Any]:
+    """In which the core's gradients come: wide, but on GPUs those of experts as narrow as the rows
+    where the weights are, too.  Those of replicas are added over ranks first."""
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    as_rows = static.group.platform == "gpu" and not static.options.layer.num_logical
+    narrow = x.dtype if as_rows and weights.w_gate_up.dtype == x.dtype else wide
+    return {n: narrow if n in placement.OF_EXPERTS else wide for n in ORDER}
+
+
 def layer_backward(static: Static, kept: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Weight gradients come in float32 and leave in the weights' dtype."""
+    """Weight gradients leave in the weights' dtype."""
     x, weights, ints, saved = kept
-    kind = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    kinds = gradient_types(static, x, weights)
     arrays = {name: getattr(weights, name) for name in ORDER}
     named = [name for name in ORDER if name != "bias"]
     results: list[Spec | None] = [like(x)]
-    results += [None if arrays[n] is None else Spec(arrays[n].shape, kind) for n in named]
+    results += [None if arrays[n] is None else Spec(arrays[n].shape, kinds[n]) for n in named]
     results += [memory(static)[2]]
     operands = [x, *arrays.values(), saved, gradients[0], gradients[1]]
     operands += [*marks(static.group, x), ints[TABLES]]
