@@ -318,7 +318,8 @@ static void *bytes_on(arrays *a, int64_t bytes)
 static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
 {
     enum { PIECE = 1 << 20 };
-    const int64_t element = type == EPIC_F32 ? 4 : 2, bytes = count * element;
+    const int64_t element = type == EPIC_F32 ? 4 : type == EPIC_E4M3 ? 1 : 2;
+    const int64_t bytes = count * element;
     char *p = bytes_on(a, bytes), *piece = malloc(PIECE * 4);
     static _Atomic uint32_t seed = 1;
     uint32_t state = seed++ * 2654435761u | 1;
@@ -331,6 +332,8 @@ static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
         memcpy(&bits, &x, sizeof bits);
         if (type == EPIC_F32)
             ((float *)(void *)piece)[i] = x;
+        else if (type == EPIC_E4M3)
+            piece[i] = (char)(bits >> 18 & 0xbf); /* below 2 */
         else
             ((uint16_t *)(void *)piece)[i] = (uint16_t)(bits >> 16);
     }
@@ -341,6 +344,34 @@ static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
     }
     free(piece);
     return p;
+}
+
+/* ms of forward with experts of e4m3, whose rows are quantized on the way. */
+static float time_scaled(bench *b, arrays *a, const epic_config *config, const epic_moe *wide)
+{
+    epic_experts experts = *wide->experts;
+    epic_moe moe = *wide;
+    epic_moe_memory_info memory;
+    epic_moe_weights w = *b->forward.weights;
+    const int64_t local = experts.num_local_experts, hidden = experts.hidden;
+    const int64_t first = local * hidden * 2 * experts.inner;
+    experts.weight_type = EPIC_E4M3;
+    moe.experts = &experts;
+    moe.flags = EPIC_DISPATCH_AGAIN;
+    must(!epic_moe_memory(config, &moe, &memory), "memory", NULL);
+    w.w_gate_up = numbers_on(a, first, EPIC_E4M3, 1);
+    w.w_down = numbers_on(a, first / 2, EPIC_E4M3, 1);
+    w.w_gate_up_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f); /* more than there are */
+    w.w_down_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f);
+    const epic_moe_args before = b->forward;
+    b->forward.moe = &moe;
+    b->forward.weights = &w;
+    b->forward.workspace = bytes_on(a, memory.cuda_forward_bytes);
+    b->forward.workspace_bytes = memory.cuda_forward_bytes;
+    const float ms = time_of(b, forward);
+    must(epic_check(b->ctx) == EPIC_OK, "the layer of e4m3", b->ctx);
+    b->forward = before;
+    return ms;
 }
 
 static void run_model(bench *b, const model *m)
@@ -413,6 +444,8 @@ static void run_model(bench *b, const model *m)
     call.backward = true;
     must(!moe_begin(&b->backward_job, b->ctx, &b->forward.call, &call), "parts", NULL);
     time_layer(b, m);
+    const float scaled = time_scaled(b, &a, &config, &moe);
+    if (b->rank == 0) printf("    forward with experts of e4m3 %.3f ms\n", scaled);
     for (int sms = 24; beside && sms <= 48; sms += 8)
         if (sms != 40) time_beside(b, sms);
     epic_close(b->ctx);
