@@ -1005,7 +1005,7 @@ typedef struct epic_moe_weights {
     const void *shared_down;
     const void *shared_b_gate_up;
     const void *shared_b_down;
-    const void *w_shared_gate; /* [hidden], type as w_gate: the shared expert's output is
+    const void *w_shared_gate;     /* [hidden], type as w_gate: the shared expert's output is
                                   times sigmoid(x w_shared_gate); NULL: added as it is */
     const float *w_gate_up_scales; /* E4M3, forward: as epic_experts_args */
     const float *w_down_scales;
