@@ -3,12 +3,14 @@
 
 steps: plan_dispatch and combine in a compiled step, device time.  host: what XLA's host side takes
 for a call of ours, beside one that does nothing.  soak: training steps with XLA's command buffers
-on and off, losses compared.  layer: the models of bench/gpu/moe.c, which times the same in C, by
-the core's layer in one call and composed with products of this JAX.  gemm: those products.
+on and off, losses compared.  layer: the models of bench/gpu/moe.c by the core's layer in one call
+and composed with products of this JAX, beside what that program takes for the same in C (--c: the
+program, run first).  gemm: those products.
 """
 
 import argparse
 import ctypes
+import re
 import statistics
 import subprocess
 import tempfile
@@ -291,6 +293,34 @@ MODELS = {
 }
 
 
+def of_c(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """ms of the models in C, forward and with backward, gradients of weights in bf16 as here; by
+    name.  It has the GPUs to itself: JAX has not looked at them yet."""
+    if not args.c:
+        return {}
+    words = [args.c, f"tokens={args.tokens}", f"models={args.models}", "whole"]
+    said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    found = re.findall(r"layer, (.*), \d+ ranks .*forward ([\d.]+) ms.*weights ([\d.]+)", said)
+    if len(found) != args.models:
+        raise SystemExit(f"{args.c} said what is not understood: {said}")
+    return {name: (float(ahead), float(both)) for name, ahead, both in found}
+
+
+def in_bursts(run: Callable[[], Any], rounds: int = 8) -> float:
+    """Median time of a call as bench/gpu/moe.c has it: rest, one call, three that are timed."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(rounds):
+        time.sleep(0.015)
+        jax.block_until_ready(run())
+        begin = time.perf_counter()
+        for _ in range(3):
+            out = run()
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - begin) / 3)
+    return statistics.median(times)
+
+
 def parameters(mesh: Mesh, local: int, hidden: int, inner: int) -> tuple[Any, Any]:
     """Random weights, made where they belong, and their shardings."""
     experts = local * mesh.size
@@ -311,6 +341,7 @@ def parameters(mesh: Mesh, local: int, hidden: int, inner: int) -> tuple[Any, An
 
 def layer(args: argparse.Namespace) -> None:
     """Forward, and forward and backward with all gradients, which leave in the weights' dtype."""
+    in_c = of_c(args)
     mesh, tokens = mesh_of_all(), args.tokens
     for name, (local, top_k, hidden, inner) in list(MODELS.items())[: args.models]:
         experts = local * mesh.size
@@ -338,9 +369,13 @@ def layer(args: argparse.Namespace) -> None:
                     return out, pull(ct)
 
                 try:
-                    ahead = seconds(partial(jax.jit(f), x, w), 3, 5)
-                    there_and_back = seconds(partial(jax.jit(both), x, w, x), 3, 5)
-                    said = f"forward {ahead * 1e3:.3f} ms, with backward {there_and_back * 1e3:.3f}"
+                    runs = partial(jax.jit(f), x, w), partial(jax.jit(both), x, w, x)
+                    ahead, there_and_back = (in_bursts(run) * 1e3 for run in runs)
+                    said = f"forward {ahead:.3f} ms, with backward {there_and_back:.3f}"
+                    if name in in_c:
+                        c = in_c[name]
+                        said += f"; C {c[0]:.3f}, {c[1]:.3f}: "
+                        said += f"{ahead / c[0]:.3f} and {there_and_back / c[1]:.3f} times"
                 except Exception as error:
                     said = str(error)[:80]
                 where = f"{mesh.size} ranks of {tokens} tokens"
@@ -408,6 +443,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--shapes", type=int, default=2)
     parser.add_argument("--models", type=int, default=4)
+    parser.add_argument("--c", help="bench/gpu/moe.c, built: gpu_moe")
     parser.add_argument("--ways", nargs="*", default=["core", "composed"])
     parser.add_argument("--methods", nargs="*", default=["mosaic", "ragged_dot"])
     args = parser.parse_args()

@@ -12,16 +12,24 @@ static std::string only;
 
 /* ----------------------------------------------------------------------------- products ---- */
 
+/* A product of bf16 over these slabs, but for its arrays. */
+static p2p_gemm product_over(Arrays &a, const Slabs &s, int64_t k, int64_t n,
+                             cudaStream_t stream)
+{
+    p2p_gemm g = {};
+    g.slabs = device_slabs(a, s, stream);
+    g.k = k;
+    g.n = n;
+    g.row_type = g.weight_type = EPIC_BF16;
+    g.sms = num_sms();
+    return g;
+}
+
 static void time_products(const Slabs &s, int64_t k, int64_t n, cudaStream_t stream)
 {
     Arrays a;
     const int64_t experts = (int64_t)s.rows.size();
-    p2p_gemm base = {};
-    base.slabs = device_slabs(a, s, stream);
-    base.k = k;
-    base.n = n;
-    base.row_type = base.weight_type = EPIC_BF16;
-    base.sms = num_sms();
+    const p2p_gemm base = product_over(a, s, k, n, stream);
     const void *x = a.rows(s.slots * k, 1), *d = a.rows(s.slots * n, 1);
     const void *w = a.rows(experts * k * n, 0.02f);
     void *rows = a.bytes((size_t)(s.slots * std::max(k, n) * 2));
@@ -92,12 +100,7 @@ static void time_scaled(const Slabs &s, int64_t k, int64_t n, cudaStream_t strea
 {
     Arrays a;
     const int64_t experts = (int64_t)s.rows.size();
-    p2p_gemm wide = {};
-    wide.slabs = device_slabs(a, s, stream);
-    wide.k = k;
-    wide.n = n;
-    wide.row_type = wide.weight_type = EPIC_BF16;
-    wide.sms = num_sms();
+    p2p_gemm wide = product_over(a, s, k, n, stream);
     wide.a = a.rows(s.slots * std::max(k, n), 1);
     wide.b = a.rows(experts * k * n, 0.02f);
     wide.out = a.bytes((size_t)(s.slots * std::max(k, n) * 2));
@@ -132,6 +135,26 @@ struct Model {
     bool biased;
 };
 
+/* What backward has of forward. */
+static epic_experts_backward_args backward_of(const epic_experts_args &f)
+{
+    epic_experts_backward_args b = {};
+    b.call = f.call;
+    b.experts = f.experts;
+    b.x = f.x;
+    b.num_slots = f.num_slots;
+    b.expert_rows = b.expert_tokens = f.expert_rows;
+    b.w_gate_up = f.w_gate_up;
+    b.w_down = f.w_down;
+    b.b_gate_up = f.b_gate_up;
+    b.b_down = f.b_down;
+    b.saved = f.saved;
+    b.saved_bytes = f.saved_bytes;
+    b.workspace = f.workspace;
+    b.workspace_bytes = f.workspace_bytes;
+    return b;
+}
+
 static void time_experts(team_rank *me, const Model &m)
 {
     Arrays a;
@@ -163,20 +186,7 @@ static void time_experts(team_rank *me, const Model &m)
     f.workspace = a.bytes((size_t)at.bytes);
     f.workspace_bytes = at.bytes;
     f.y = a.bytes((size_t)(s.slots * m.hidden * 2));
-    epic_experts_backward_args b = {};
-    b.call = f.call;
-    b.experts = &ex;
-    b.x = f.x;
-    b.num_slots = f.num_slots;
-    b.expert_rows = b.expert_tokens = f.expert_rows;
-    b.w_gate_up = f.w_gate_up;
-    b.w_down = f.w_down;
-    b.b_gate_up = f.b_gate_up;
-    b.b_down = f.b_down;
-    b.saved = f.saved;
-    b.saved_bytes = f.saved_bytes;
-    b.workspace = f.workspace;
-    b.workspace_bytes = f.workspace_bytes;
+    epic_experts_backward_args b = backward_of(f);
     b.d_y = a.rows(s.slots * m.hidden, 1);
     b.d_x = a.bytes((size_t)(s.slots * m.hidden * 2));
     b.d_w_gate_up = a.bytes((size_t)first * 4);
@@ -227,13 +237,8 @@ static void time_experts(team_rank *me, const Model &m)
 static void time_decode(int each, int64_t k, int64_t n, bool scaled, cudaStream_t stream)
 {
     Arrays a;
-    Slabs s = even(64, each);
-    p2p_gemm g = {};
-    g.slabs = device_slabs(a, s, stream);
-    g.k = k;
-    g.n = n;
-    g.row_type = g.weight_type = EPIC_BF16;
-    g.sms = num_sms();
+    const Slabs s = even(64, each);
+    p2p_gemm g = product_over(a, s, k, n, stream);
     g.pass = EPIC_GEMM_FORWARD;
     if (scaled) {
         g = scaled_job(a, g, 64, k, n);

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's grouped_mm on the shapes of layer.cu, timed as there: 15 ms of rest, one call to warm
-up, three timed, median of ROUNDS x 3."""
+up, three timed, median of ROUNDS x 3.  Then, where epic.torch can be imported, whole layers on all
+GPUs, a process for each: by the core, and with torch's products and a compiled activation between
+the same exchange and router.
+    layer_torch.py [products] [layers]      without words: both"""
 
 import itertools
+import os
+import socket
 import statistics
 import sys
 import time
@@ -11,6 +16,8 @@ from typing import Any
 
 try:
     import torch
+    import torch.distributed as dist
+    import torch.multiprocessing
     from torch.nn import functional
 except ImportError:
     print("left out: torch is not installed")
@@ -21,12 +28,14 @@ ROUNDS = 4
 ROWS = 32768
 
 
-def burst(run: Callable[[], object]) -> float:
-    """Milliseconds of a call."""
+def burst(run: Callable[[], object], meet: Callable[[], object] = bool) -> float:
+    """Milliseconds of a call; all ranks meet before a burst."""
     times: list[float] = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         time.sleep(0.015)
+        meet()
+        torch.cuda.synchronize()
         run()
         marks = [torch.cuda.Event(True) for _ in range(4)]
         marks[0].record()
@@ -91,9 +100,166 @@ def experts(count: int, hidden: int, inner: int) -> None:
     )
 
 
-for shape in ((64, 7168, 4096), (64, 2048, 7168), (4, 7168, 4096)):
-    products(*shape)
-try:
-    experts(64, 7168, 2048)
-except Exception as error:  # compilation needs more than torch: a C compiler, triton
-    print(f"left out: torch's experts: {type(error).__name__}: {str(error)[:120]}")
+# ------------------------------------------------------------------------------ layers ----
+
+TOKENS = 4096
+
+# Experts of all ranks, top_k, hidden, inner; biases and the clamped activation.
+MODELS = {
+    "gpt-oss, 2880, inner 2880, top-4 of 128": (128, 4, 2880, 2880, True),
+    "Qwen3-30B, 2048, inner 768, top-8 of 128": (128, 8, 2048, 768, False),
+}
+
+
+def parameters(local: int, hidden: int, inner: int, experts: int, biased: bool) -> Any:
+    """Random weights of a rank."""
+    import epic.torch
+
+    def make(*shape: int, kind: Any = torch.bfloat16) -> Any:
+        return (torch.randn(*shape, device="cuda") * 0.02).to(kind).requires_grad_()
+
+    made = {
+        "w_gate": make(hidden, experts, kind=torch.float32),
+        "w_gate_up": make(local, hidden, 2 * inner),
+        "w_down": make(local, inner, hidden),
+    }
+    if biased:
+        made["b_gate"] = make(experts, kind=torch.float32)
+        made["b_gate_up"] = make(local, 2 * inner)
+        made["b_down"] = make(local, hidden)
+    return epic.torch.MoeWeights(**made)
+
+
+@torch.compile
+def between(h: Any, bias: Any, expert: Any, clamped: bool) -> Any:
+    """What lies between torch's two products."""
+    if bias is not None:
+        h = h + bias[expert]
+    gate, value = h.chunk(2, dim=-1)
+    if not clamped:
+        return functional.silu(gate) * value
+    gate, value = gate.clamp(max=7), value.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (value + 1)
+
+
+@torch.compile
+def biased_rows(y: Any, bias: Any, expert: Any) -> Any:
+    """Behind the second."""
+    return y + bias[expert]
+
+
+def by_torch(group: Any, options: Any, x: Any, w: Any) -> Any:
+    """The layer with torch's products."""
+    import epic.torch
+
+    logits = x.float() @ w.w_gate
+    if w.b_gate is not None:
+        logits = logits + w.b_gate
+    chosen, weights = epic.torch.route(options.router, logits, group=group)
+    plan, rows, slots = epic.torch.plan_dispatch(
+        group, options.layer, chosen, x, weights, capacity=options.capacity, zero_tail=False
+    )
+    ends = plan.expert_rows.cumsum(0, dtype=torch.int32)
+    expert = None
+    if w.b_gate_up is not None:
+        slot = torch.arange(rows.shape[0], device="cuda")
+        expert = torch.bucketize(slot, ends, right=True).clamp(max=ends.shape[0] - 1)
+    h = grouped_mm(rows, w.w_gate_up, offs=ends)
+    y = grouped_mm(between(h, w.b_gate_up, expert, expert is not None), w.w_down, offs=ends)
+    if w.b_down is not None:
+        y = biased_rows(y, w.b_down, expert)
+    return epic.torch.combine(plan, y, slots)
+
+
+def layer(group: Any, name: str) -> None:
+    """Of a model: forward, and forward and backward with all gradients; ms of the slowest rank."""
+    import epic.torch
+
+    count, top_k, hidden, inner, biased = MODELS[name]
+    rank, local = dist.get_rank(), count // group.num_ranks
+    options = epic.torch.Moe.of(
+        num_experts=count,
+        top_k=top_k,
+        hidden=hidden,
+        inner=inner,
+        alignment=128,
+        activation="clamped_swiglu" if biased else "silu",
+        capacity=TOKENS * top_k * 3 // 2 + local * 128,
+    )
+    torch.manual_seed(rank)
+    w = parameters(local, hidden, inner, count, biased)
+    x = torch.randn(TOKENS, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ct = torch.randn_like(x)
+    leaves = [x, *(t for t in w if t is not None)]
+    runs = {
+        "EPIC": lambda: epic.torch.moe(group, options, x, w).out,
+        "torch's products": lambda: by_torch(group, options, x, w),
+    }
+    found = {}
+    for how, run in runs.items():
+        with torch.no_grad():
+            found[how] = run()
+            ms = [burst(run, dist.barrier)]
+        ms.append(burst(lambda run=run: torch.autograd.grad(run(), leaves, ct), dist.barrier))
+        slowest = torch.tensor(ms, device="cuda")
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        if rank == 0:
+            print(
+                f"layer, {name}, {group.num_ranks} ranks of {TOKENS} tokens, {how}: forward "
+                f"{slowest[0]:.3f} ms, with backward {slowest[1]:.3f}",
+                flush=True,
+            )
+    one, other = (t.float() for t in found.values())
+    off = float((one - other).abs().max() / one.abs().max())
+    if rank == 0:
+        print(f"  the two differ by {off:.1e}", flush=True)
+    group.check()
+
+
+def layers(rank: int, ranks: int, port: int) -> None:
+    """One process."""
+    import epic.torch
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=device)
+    widest = 2 * max(model[2] for model in MODELS.values())
+    with epic.torch.Group(max_tokens=TOKENS, max_row_bytes=widest, device=device) as group:
+        for name in MODELS:
+            layer(group, name)
+        torch.cuda.synchronize()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def all_layers() -> None:
+    """A process for each GPU."""
+    try:
+        import epic.torch  # noqa: F401
+    except Exception as error:
+        print(f"left out: layers: {type(error).__name__}: {str(error)[:120]}")
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = torch.cuda.device_count()
+    torch.multiprocessing.spawn(layers, (ranks, port), ranks)
+
+
+def all_products() -> None:
+    """On one GPU."""
+    for shape in ((64, 7168, 4096), (64, 2048, 7168), (4, 7168, 4096)):
+        products(*shape)
+    try:
+        experts(64, 7168, 2048)
+    except Exception as error:  # compilation needs more than torch: a C compiler, triton
+        print(f"left out: torch's experts: {type(error).__name__}: {str(error)[:120]}")
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:] or ["products", "layers"]
+    if "products" in words:
+        all_products()
+    if "layers" in words:
+        all_layers()

@@ -3,7 +3,11 @@
  * by itself in the same run: a thread for each GPU, bf16, uniform routing.  ms of the slowest
  * rank, median of ROUNDS x 3 in bursts as in layer.cu.  Beside each part also what it takes in its
  * turn, between the others: there it waits for ranks that are late, and has the clock that they left.
- *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [tiny]      tiny: a small layer, to see it run */
+ * With `beside` also what exchanges cost beside the experts: of all SMs the experts get those that the
+ * exchange leaves, and so many exchanges run meanwhile on another stream that both end together.
+ *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=4] [whole] [beside] [tiny]
+ *                                                      whole: without its parts
+ *                                                      tiny: a small layer, to see it run */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -28,7 +32,7 @@ static const model models[] = {{"7168, inner 2048, 8 a rank, top-8", 8, 8, 7168,
                                {"Qwen3-30B, 2048, inner 768, top-8", 64, 8, 2048, 768}};
 static const model small = {"64, inner 32, 4 a rank, top-2", 4, 2, 64, 32};
 
-static int num_ranks, rounds = 4, tiny;
+static int num_ranks, rounds = 4, tiny, num_models = 4, whole, beside;
 static int64_t tokens = 4096;
 static epic_meet meets[MOST_RANKS];
 static pthread_barrier_t all;
@@ -36,8 +40,9 @@ static float slowest[MOST_RANKS];
 
 typedef struct bench {
     epic_context *ctx;
-    int rank;
-    cudaStream_t stream;
+    int rank, sms; /* of the GPU */
+    cudaStream_t stream, side;
+    cudaEvent_t forked, joined;
     moe_job forward_job, backward_job;
     epic_moe_args forward;
     epic_moe_backward_args backward;
@@ -192,28 +197,106 @@ static void time_in_turn(bench *b, float *times)
     pthread_barrier_wait(&all);
 }
 
+/* ms of the whole with gradients of weights in bf16. */
+static float time_narrow(bench *b)
+{
+    b->backward.grad_type = EPIC_BF16;
+    const float narrow = time_of(b, both);
+    b->backward.grad_type = 0;
+    return narrow;
+}
+
 static void time_layer(bench *b, const model *m)
 {
     static float in_turn[MOST_RANKS][NUM_PARTS];
     float sum = 0, times[NUM_PARTS];
     const float ahead = time_of(b, forward), there_and_back = time_of(b, both);
-    time_in_turn(b, in_turn[b->rank]);
-    for (size_t i = 0; i < NUM_PARTS; i++) {
+    const float narrow = time_narrow(b);
+    if (!whole) time_in_turn(b, in_turn[b->rank]);
+    for (size_t i = 0; i < NUM_PARTS && !whole; i++) {
         times[i] = time_of(b, parts[i].run);
         sum += times[i];
     }
     must(epic_check(b->ctx) == EPIC_OK, "the layer", b->ctx);
     if (b->rank != 0) return;
-    printf(
-        "layer, %s, %d ranks of %lld tokens: forward %.3f ms, with backward %.3f, sum of the "
-        "parts %.3f (%.2f x)\n",
-        m->name, num_ranks, (long long)tokens, ahead, there_and_back, sum,
-        there_and_back / sum);
-    for (size_t i = 0; i < NUM_PARTS; i++) {
+    printf("layer, %s, %d ranks of %lld tokens: forward %.3f ms, with backward %.3f, with bf16 "
+           "gradients of weights %.3f",
+           m->name, num_ranks, (long long)tokens, ahead, there_and_back, narrow);
+    if (!whole) printf("; sum of the parts %.3f (%.2f x)", sum, there_and_back / sum);
+    printf("\n");
+    for (size_t i = 0; i < NUM_PARTS && !whole; i++) {
         printf("    %-30s %8.3f   in turn", parts[i].name, times[i]);
         for (int r = 0; r < num_ranks; r++) printf(" %8.3f", in_turn[r][i]);
         printf("\n");
     }
+}
+
+/* -------------------------------------------------------------------------------- beside ---- */
+
+static const struct {
+    const char *name;
+    part *run;
+} exchanges[] = {{"plan + dispatch", send},
+                 {"combine", bring_home},
+                 {"combine_backward", combine_backward},
+                 {"dispatch_backward", dispatch_backward}};
+static __thread part *exchange; /* of which `times` run on the other stream */
+static __thread int times_of_it, sms_of_it;
+
+static void set_sms(bench *b, cudaStream_t stream, int sms)
+{
+    b->forward_job.call.stream = b->backward_job.call.stream = stream;
+    b->forward_job.call.max_sms = b->backward_job.call.max_sms = (uint32_t)sms;
+}
+
+static epic_result exchange_alone(bench *b)
+{
+    set_sms(b, b->stream, sms_of_it);
+    return exchange(b);
+}
+
+static epic_result experts_alone(bench *b)
+{
+    set_sms(b, b->stream, sms_of_it ? b->sms - sms_of_it : 0);
+    return transform(b);
+}
+
+static epic_result experts_beside(bench *b)
+{
+    cudaEventRecord(b->forked, b->stream);
+    cudaStreamWaitEvent(b->side, b->forked, 0);
+    TRY(experts_alone(b));
+    set_sms(b, b->side, sms_of_it);
+    for (int i = 0; i < times_of_it; i++) TRY(exchange(b));
+    cudaEventRecord(b->joined, b->side);
+    cudaStreamWaitEvent(b->stream, b->joined, 0);
+    return EPIC_OK;
+}
+
+/* Of each exchange on `sms` SMs: as it is, and what it adds to the experts that it runs beside. */
+static void time_beside(bench *b, int sms)
+{
+    sms_of_it = 0;
+    const float whole = time_of(b, experts_alone);
+    sms_of_it = sms;
+    const float rest = time_of(b, experts_alone);
+    if (b->rank == 0)
+        printf("  beside: experts %.3f ms on all SMs, %.3f on all but %d\n", whole, rest, sms);
+    for (size_t i = 0; i < sizeof exchanges / sizeof *exchanges; i++) {
+        exchange = exchanges[i].run;
+        sms_of_it = 0;
+        const float usual = time_of(b, exchange_alone);
+        sms_of_it = sms;
+        const float few = time_of(b, exchange_alone);
+        times_of_it = (int)(rest / few + 0.5f) > 0 ? (int)(rest / few + 0.5f) : 1;
+        const float together = time_of(b, experts_beside);
+        if (b->rank == 0)
+            printf("    %-20s %.3f ms, on %d SMs %.3f; %d beside the experts %.3f: each adds "
+                   "%.3f\n",
+                   exchanges[i].name, usual, sms, few, times_of_it, together,
+                   (together - whole) / (float)times_of_it);
+    }
+    set_sms(b, b->stream, 0);
 }
 
 /* -------------------------------------------------------------------------------- memory ---- */
@@ -235,7 +318,8 @@ static void *bytes_on(arrays *a, int64_t bytes)
 static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
 {
     enum { PIECE = 1 << 20 };
-    const int64_t element = type == EPIC_F32 ? 4 : 2, bytes = count * element;
+    const int64_t element = type == EPIC_F32 ? 4 : type == EPIC_E4M3 ? 1 : 2;
+    const int64_t bytes = count * element;
     char *p = bytes_on(a, bytes), *piece = malloc(PIECE * 4);
     static _Atomic uint32_t seed = 1;
     uint32_t state = seed++ * 2654435761u | 1;
@@ -248,6 +332,8 @@ static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
         memcpy(&bits, &x, sizeof bits);
         if (type == EPIC_F32)
             ((float *)(void *)piece)[i] = x;
+        else if (type == EPIC_E4M3)
+            piece[i] = (char)(bits >> 18 & 0xbf); /* below 2 */
         else
             ((uint16_t *)(void *)piece)[i] = (uint16_t)(bits >> 16);
     }
@@ -258,6 +344,34 @@ static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
     }
     free(piece);
     return p;
+}
+
+/* ms of forward with experts of e4m3, whose rows are quantized on the way. */
+static float time_scaled(bench *b, arrays *a, const epic_config *config, const epic_moe *wide)
+{
+    epic_experts experts = *wide->experts;
+    epic_moe moe = *wide;
+    epic_moe_memory_info memory;
+    epic_moe_weights w = *b->forward.weights;
+    const int64_t local = experts.num_local_experts, hidden = experts.hidden;
+    const int64_t first = local * hidden * 2 * experts.inner;
+    experts.weight_type = EPIC_E4M3;
+    moe.experts = &experts;
+    moe.flags = EPIC_DISPATCH_AGAIN;
+    must(!epic_moe_memory(config, &moe, &memory), "memory", NULL);
+    w.w_gate_up = numbers_on(a, first, EPIC_E4M3, 1);
+    w.w_down = numbers_on(a, first / 2, EPIC_E4M3, 1);
+    w.w_gate_up_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f); /* more than there are */
+    w.w_down_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f);
+    const epic_moe_args before = b->forward;
+    b->forward.moe = &moe;
+    b->forward.weights = &w;
+    b->forward.workspace = bytes_on(a, memory.cuda_forward_bytes);
+    b->forward.workspace_bytes = memory.cuda_forward_bytes;
+    const float ms = time_of(b, forward);
+    must(epic_check(b->ctx) == EPIC_OK, "the layer of e4m3", b->ctx);
+    b->forward = before;
+    return ms;
 }
 
 static void run_model(bench *b, const model *m)
@@ -330,6 +444,10 @@ static void run_model(bench *b, const model *m)
     call.backward = true;
     must(!moe_begin(&b->backward_job, b->ctx, &b->forward.call, &call), "parts", NULL);
     time_layer(b, m);
+    const float scaled = time_scaled(b, &a, &config, &moe);
+    if (b->rank == 0) printf("    forward with experts of e4m3 %.3f ms\n", scaled);
+    for (int sms = 24; beside && sms <= 48; sms += 8)
+        if (sms != 40) time_beside(b, sms);
     epic_close(b->ctx);
     for (int i = 0; i < a.num; i++) cudaFree(a.list[i]);
 }
@@ -340,8 +458,13 @@ static void *run(void *self)
     int gpus = 1;
     cudaGetDeviceCount(&gpus);
     cudaSetDevice(b.rank % gpus);
-    must(!cudaStreamCreateWithFlags(&b.stream, cudaStreamNonBlocking), "a stream", NULL);
-    for (size_t i = 0; i < (tiny ? 1 : sizeof models / sizeof *models); i++) {
+    must(!cudaStreamCreateWithFlags(&b.stream, cudaStreamNonBlocking) &&
+             !cudaStreamCreateWithFlags(&b.side, cudaStreamNonBlocking) &&
+             !cudaEventCreateWithFlags(&b.forked, cudaEventDisableTiming) &&
+             !cudaEventCreateWithFlags(&b.joined, cudaEventDisableTiming) &&
+             !cudaDeviceGetAttribute(&b.sms, cudaDevAttrMultiProcessorCount, b.rank % gpus),
+         "streams", NULL);
+    for (int i = 0; i < (tiny ? 1 : num_models); i++) {
         pthread_barrier_wait(&all);
         if (b.rank == 0) must(!epic_meet_threads(meets, num_ranks, 0), "meeting", NULL);
         pthread_barrier_wait(&all);
@@ -349,6 +472,9 @@ static void *run(void *self)
         epic_meet_close(&meets[b.rank]);
     }
     cudaStreamDestroy(b.stream);
+    cudaStreamDestroy(b.side);
+    cudaEventDestroy(b.forked);
+    cudaEventDestroy(b.joined);
     return NULL;
 }
 
@@ -360,8 +486,13 @@ int main(int argc, char **argv)
         if (!strncmp(argv[i], "ranks=", 6)) num_ranks = atoi(argv[i] + 6);
         if (!strncmp(argv[i], "tokens=", 7)) tokens = atoll(argv[i] + 7);
         if (!strncmp(argv[i], "rounds=", 7)) rounds = atoi(argv[i] + 7);
+        if (!strncmp(argv[i], "models=", 7)) num_models = atoi(argv[i] + 7);
+        if (!strcmp(argv[i], "beside")) beside = 1;
+        if (!strcmp(argv[i], "whole")) whole = 1;
         if (!strcmp(argv[i], "tiny")) tiny = 1;
     }
+    if (num_models < 1 || num_models > (int)(sizeof models / sizeof *models))
+        num_models = (int)(sizeof models / sizeof *models);
     if (num_ranks < 1 || num_ranks > MOST_RANKS) num_ranks = num_ranks < 1 ? 1 : MOST_RANKS;
     pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
     for (int r = 0; r < num_ranks; r++)

@@ -1005,8 +1005,10 @@ typedef struct epic_moe_weights {
     const void *shared_down;
     const void *shared_b_gate_up;
     const void *shared_b_down;
-    const void *w_shared_gate; /* [hidden], type as w_gate: the shared expert's output is
+    const void *w_shared_gate;     /* [hidden], type as w_gate: the shared expert's output is
                                   times sigmoid(x w_shared_gate); NULL: added as it is */
+    const float *w_gate_up_scales; /* E4M3, forward: as epic_experts_args */
+    const float *w_down_scales;
 } epic_moe_weights;
 
 typedef struct epic_moe_args {
@@ -1050,7 +1052,13 @@ typedef struct epic_moe_args {
  * runs on call.stream; the host waits for nothing, and a graph can hold it.  epic_moe_memory's
  * cuda_ bytes count there.  A rank_of_expert that gives a rank more than num_local_experts, and
  * with EPIC_TREE unequal numbers of tokens, are class (b) there.  Not there yet (EPIC_ENOTSUP):
- * F64 rows, shared->gemm, epic_moe_plan. */
+ * F64 rows, shared->gemm, epic_moe_plan.
+ *
+ * experts->weight_type E4M3, on a CUDA context: rows are quantized on their way (1x128) and the
+ * experts are those of epic_experts_forward, their weights and biases as there.  Such rows are not
+ * saved, so moe.flags has EPIC_DISPATCH_AGAIN.  epic_moe_backward takes weights of row_type,
+ * [.., hidden, width] and [.., inner, hidden], of which those of E4M3 were made: gradients pass
+ * straight through the rounding, and with EPIC_RECOMPUTE what is made again is not rounded. */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
 /* The first part of epic_moe_forward, up to the plan, for a caller who brings memory for what

@@ -52,6 +52,8 @@ typedef struct p2p_gemm {
     int32_t sms;        /* most CTAs */
     int32_t group;      /* rows of tiles that take turns over all columns; 0: chosen */
     int32_t alone;      /* 1: CTAs do not work in pairs.  For tests */
+    int32_t slices; /* > 1: sums of one slab that fills all slots are cut into as many, which */
+    float *parts;   /* [slices, lines of out, columns] keeps, and added in order */
 } p2p_gemm;
 
 /* The rows between two products: activations and their gradients. */

@@ -8,7 +8,8 @@
  * time, while those of the next BK are on their way to registers, in fours that lie side by side in
  * memory.  Rows without a token are not read; those inside slabs are written as zeros.  Factors of e4m3
  * come with scales, 1 x 128 of a and 128 x 128 of b, and both have the steps of the sum side by side, as
- * INPUT has them. */
+ * INPUT has them.  Where few tiles have long sums these are cut into slices: a CTA leaves its part in
+ * memory, and a second kernel adds the parts in order. */
 #include "cuda/grouped.h"
 #include "cuda/launch.cuh"
 #include "cuda/numbers.cuh"
@@ -27,14 +28,22 @@ struct Piece {      /* a tile of out, and the sum that makes it */
     int64_t first;  /* WEIGHT: row of out[expert] */
     int64_t column; /* of out */
     int64_t expert, depth, columns;
-    int rows, tokens; /* of out: there, and to compute */
+    int64_t begin, end; /* of the sum: this slice of it */
+    int rows, tokens;   /* of out: there, and to compute */
 };
+
+static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
+{
+    return g.slices > 1 ? g.slices : 1;
+}
 
 template <int PASS> static __device__ Piece piece_of(const p2p_gemm &g, int64_t index)
 {
     Piece p;
     p.columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
     const int64_t across = (p.columns + BN - 1) / BN;
+    const int64_t slice = index % slices_of(g);
+    index /= slices_of(g);
     const int64_t line = index / across;
     p.column = index % across * BN;
     if (PASS == EPIC_GEMM_WEIGHT) {
@@ -54,6 +63,9 @@ template <int PASS> static __device__ Piece piece_of(const p2p_gemm &g, int64_t 
         p.rows = tile.rows;
         p.tokens = tile.tokens;
     }
+    const int64_t each = (p.depth + slices_of(g) * BK - 1) / (slices_of(g) * BK) * BK;
+    p.begin = min(slice * each, p.depth);
+    p.end = min(p.begin + each, p.depth);
     return p;
 }
 
@@ -62,7 +74,7 @@ template <int PASS> static __device__ int64_t num_pieces(const p2p_gemm &g)
     const int64_t columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
     const int64_t lines = PASS == EPIC_GEMM_WEIGHT ? (g.k + BM - 1) / BM * g.slabs.num_experts
                                                    : *g.slabs.num_tiles;
-    return lines * ((columns + BN - 1) / BN);
+    return lines * ((columns + BN - 1) / BN) * slices_of(g);
 }
 
 static __device__ uint32_t y_type(const p2p_gemm &g)
@@ -255,6 +267,23 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece
     put_four_at(g.out, type, at, there, x);
 }
 
+/* Lines of out where sums are cut: there is one slab. */
+template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
+{
+    return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
+}
+
+/* Four numbers of a slice's part. */
+template <int PASS>
+static __device__ __forceinline__ void keep_four(const p2p_gemm &g, const Piece &p,
+                                                 int64_t slice, int m, int64_t column,
+                                                 const float *x)
+{
+    const int64_t line = PASS == EPIC_GEMM_WEIGHT ? p.first + m : p.row + m;
+    const int64_t at = (slice * lines_of<PASS>(g) + line) * p.columns + column;
+    if (m < p.rows) put_four_at(g.parts, EPIC_F32, at, left(p.columns, column), x);
+}
+
 template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
@@ -268,11 +297,11 @@ static __global__ void __launch_bounds__(THREADS)
         const Piece p = piece_of<PASS>(g, index);
         float sum[EACH][EACH] = {};
         int now = 0;
-        parts.load(g, p, 0);
+        parts.load(g, p, p.begin);
         parts.put((float *)fours[0]);
         __syncthreads();
-        for (int64_t step = 0; step < p.depth; step += BK) {
-            const bool more = step + BK < p.depth;
+        for (int64_t step = p.begin; step < p.end; step += BK) {
+            const bool more = step + BK < p.end;
             const float *const a = (const float *)fours[now], *const b = a + BK * Both::A_PITCH;
             if (more) parts.load(g, p, step + BK);
 #pragma unroll
@@ -292,9 +321,37 @@ static __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < EACH; i++)
 #pragma unroll
-            for (int j = 0; j < EACH; j += 4)
-                store_four<PASS, SCALED>(g, p, spread(down, i, BM / 2),
-                                         p.column + spread(across, j, BN / 2), sum[i] + j);
+            for (int j = 0; j < EACH; j += 4) {
+                const int m = spread(down, i, BM / 2);
+                const int64_t column = p.column + spread(across, j, BN / 2);
+                if (!SCALED && g.slices > 1)
+                    keep_four<PASS>(g, p, index % g.slices, m, column, sum[i] + j);
+                else
+                    store_four<PASS, SCALED>(g, p, m, column, sum[i] + j);
+            }
+    }
+}
+
+/* Four numbers of out a thread: the sum of their parts. */
+template <int PASS>
+static __global__ void __launch_bounds__(THREADS)
+    slices_kernel(const __grid_constant__ p2p_gemm g)
+{
+    Piece p = {};
+    p.columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
+    p.rows = p.tokens = (int)lines_of<PASS>(g);
+    const int64_t fours = (p.columns + 3) / 4, step = (int64_t)gridDim.x * THREADS;
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    for (; i < p.rows * fours; i += step) {
+        const int64_t line = i / fours, column = i % fours * 4;
+        float sum[4] = {0, 0, 0, 0};
+        for (int32_t s = 0; s < g.slices; s++) {
+            const float4 more =
+                four_at(g.parts, EPIC_F32, (s * p.rows + line) * p.columns + column,
+                        left(p.columns, column));
+            sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
+        }
+        store_four<PASS, false>(g, p, (int)line, column, sum);
     }
 }
 
@@ -305,7 +362,9 @@ static int ctas_of(const p2p_gemm *g)
     const int64_t lines = g->pass == EPIC_GEMM_WEIGHT
                               ? (g->k + BM - 1) / BM * g->slabs.num_experts
                               : g->slabs.most_tiles;
-    const int64_t pieces = lines * ((columns + BN - 1) / BN), most = 4 * (int64_t)g->sms;
+    const int64_t slices = g->slices > 1 ? g->slices : 1;
+    const int64_t pieces = lines * ((columns + BN - 1) / BN) * slices;
+    const int64_t most = 4 * (int64_t)g->sms;
     return (int)(pieces < most ? pieces : most);
 }
 
@@ -322,7 +381,10 @@ extern "C" p2p_gemm p2p_as_input(p2p_gemm g)
 template <int PASS, bool SCALED>
 static cudaError_t launch(const p2p_gemm &g, cudaStream_t stream)
 {
-    return enqueue(plain_kernel<PASS, SCALED>, ctas_of(&g), THREADS, 0, stream, g);
+    const cudaError_t error =
+        enqueue(plain_kernel<PASS, SCALED>, ctas_of(&g), THREADS, 0, stream, g);
+    if (SCALED || g.slices <= 1 || error != cudaSuccess) return error;
+    return enqueue(slices_kernel<PASS>, 4 * g.sms, THREADS, 0, stream, g);
 }
 
 extern "C" cudaError_t p2p_launch_plain_gemm(const p2p_gemm *g, cudaStream_t stream)
@@ -344,6 +406,8 @@ template <int PASS, bool SCALED> static cudaError_t load(cudaError_t before)
 {
     cudaFuncAttributes attributes;
     if (before != cudaSuccess) return before;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, slices_kernel<PASS>);
+    if (error != cudaSuccess) return error;
     return cudaFuncGetAttributes(&attributes, plain_kernel<PASS, SCALED>);
 }
 

@@ -172,9 +172,10 @@ typedef struct epic_gate {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
+    int64_t block;                /* tokens of a block of the layer */
     const float *w_gate, *b_gate; /* b_gate NULL: none */
     float *logits;                /* forward: out; backward: the gradient that comes in */
-    void *workspace;              /* experts_tiles_bytes(tokens) */
+    void *workspace;              /* gate_bytes */
     void *d_x;                    /* backward: added to; NULL: not wanted, as the two below */
     const void *also;             /* added to d_x, too; NULL: none */
     float *d_w_gate, *d_b_gate;

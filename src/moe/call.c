@@ -43,12 +43,28 @@ static epic_result check_weight(const char *name, const void *weight, bool wante
     return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
 }
 
-static epic_result check_weights(const moe_job *j)
+/* E4M3 has scales in forward, and else there are none. */
+static epic_result check_scales(const moe_job *j, const char *name, const float *scales,
+                                bool scaled)
+{
+    if (!scales == !scaled) return EPIC_OK;
+    if (scaled)
+        return epic_fail(EPIC_EINVAL,
+                         "weights.%s is NULL: moe.experts.weight_type E4M3 needs it", name);
+    return epic_fail(EPIC_EINVAL, "weights.%s is given: %s", name,
+                     j->scaled
+                         ? "backward takes weights of moe.experts.row_type, which have none"
+                         : "only moe.experts.weight_type E4M3 has scales");
+}
+
+static epic_result check_weights(const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;
     TRY(check_weight("w_gate", w->w_gate, true));
     TRY(check_weight("w_gate_up", w->w_gate_up, true));
     TRY(check_weight("w_down", w->w_down, true));
+    TRY(check_scales(j, "w_gate_up_scales", w->w_gate_up_scales, scaled));
+    TRY(check_scales(j, "w_down_scales", w->w_down_scales, scaled));
     TRY(check_weight("shared_gate_up", w->shared_gate_up, j->has_shared));
     TRY(check_weight("shared_down", w->shared_down, j->has_shared));
     if (w->w_shared_gate && !j->has_shared)
@@ -91,7 +107,11 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
     TRY(moe_take_rows(j, c->y_name, c->y));
     j->x = *c->x;
     TRY(check_tokens(j, c->x->num_rows));
-    TRY(check_weights(j));
+    if (j->scaled && !j->device)
+        return epic_fail(EPIC_ENOTSUP,
+                         "moe.experts.weight_type is E4M3: the layer of E4M3 wants "
+                         "a CUDA context");
+    TRY(check_weights(j, j->scaled && !c->backward));
     if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;
     if (j->device) TRY(moe_device_ready(j));
     moe_cut(j, c->saved, c->workspace, c->backward);

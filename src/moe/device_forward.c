@@ -6,6 +6,7 @@
 #include "experts/job.h"
 #include "moe/device.h"
 #include "router/device.h"
+#include "rules/experts_layout.h"
 
 static epic_result not_yet(const char *what)
 {
@@ -34,6 +35,7 @@ epic_gate moe_device_gate(const moe_job *j, const dense_block *block, void *logi
                        .tokens = block->x.num_rows,
                        .hidden = j->hidden,
                        .columns = j->columns,
+                       .block = j->block,
                        .w_gate = j->weights.w_gate,
                        .b_gate = j->weights.b_gate,
                        .logits = logits,
@@ -126,18 +128,30 @@ static epic_result copy_counts(moe_job *j, int32_t *to, const int32_t *from, int
                        true); /* bits of any four bytes */
 }
 
+/* Rows of e4m3 have scales of their own. */
+static void quantize(const moe_job *j, epic_dispatch_args *dispatch)
+{
+    if (!j->scaled) return;
+    dispatch->type = j->experts.row_type;
+    dispatch->quantize = EPIC_QUANTIZE_1X128;
+    dispatch->recv.row_bytes = j->hidden;
+    dispatch->recv_scales =
+        (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
+}
+
 epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
 {
-    const epic_dispatch_args dispatch = {.call = j->call,
-                                         .plan = j->saved.plan,
-                                         .plan_bytes = j->plan_bytes,
-                                         .tokens = j->x,
-                                         .recv = {j->saved.recv, j->capacity, j->row_bytes},
-                                         .weights = j->saved.weights,
-                                         .slot_weights = j->saved.slot_weights};
+    epic_dispatch_args dispatch = {.call = j->call,
+                                   .plan = j->saved.plan,
+                                   .plan_bytes = j->plan_bytes,
+                                   .tokens = j->x,
+                                   .recv = {j->saved.recv, j->capacity, j->row_bytes},
+                                   .weights = j->saved.weights,
+                                   .slot_weights = j->saved.slot_weights};
     const epic_plan_args plan =
         moe_plan_args(j, a, j->router.zero_experts ? j->work.plan_idx : j->saved.topk_idx);
     const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
+    quantize(j, &dispatch);
     if (a->rank_of_expert || local * ranks != j->layer.num_experts) TRY(clear_counts(j));
     TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, NULL));
     if (a->rank_of_expert || j->layer.sum_order == EPIC_TREE)

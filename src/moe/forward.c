@@ -104,9 +104,13 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fa
 /* All of it, or with EPIC_RECOMPUTE what is saved alone. */
 static epic_result run_experts(moe_job *j, uint32_t flags)
 {
+    const bool scaled = j->scaled && !flags; /* what is recomputed has weights of row_type */
+    epic_experts experts = j->experts;
+    if (scaled) experts.weight_type = EPIC_E4M3;
     const epic_experts_args how = {.call = j->call,
-                                   .experts = &j->experts,
+                                   .experts = &experts,
                                    .x = j->saved.recv,
+                                   .x_scales = scaled ? j->work.recv_scales : NULL,
                                    .num_slots = j->capacity,
                                    .expert_rows = j->saved.expert_rows,
                                    .expert_tokens = j->saved.expert_tokens,
@@ -114,12 +118,15 @@ static epic_result run_experts(moe_job *j, uint32_t flags)
                                        moe_is_late(j) ? NULL : j->saved.slot_weights,
                                    .w_gate_up = j->weights.w_gate_up,
                                    .w_down = j->weights.w_down,
+                                   .w_gate_up_scales = j->weights.w_gate_up_scales,
+                                   .w_down_scales = j->weights.w_down_scales,
                                    .b_gate_up = j->weights.b_gate_up,
                                    .b_down = j->weights.b_down,
                                    .saved = j->saved.experts,
                                    .saved_bytes = j->experts_memory.saved_bytes,
                                    .workspace = j->work.experts,
-                                   .workspace_bytes = j->experts_memory.forward_bytes,
+                                   .workspace_bytes = flags ? j->experts_memory.backward_bytes
+                                                            : j->experts_memory.forward_bytes,
                                    .y = j->work.y,
                                    .flags = flags,
                                    .weights_type = j->real_type};

@@ -10,7 +10,7 @@
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/convert.h"
-#include "rules/experts_layout.h"
+#include "rules/gate_layout.h"
 
 #define KNOWN_FLAGS (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN)
 
@@ -33,6 +33,21 @@ static epic_result differ(const char *a, int64_t value, const char *b, int64_t o
                      (long long)value, b, (long long)other);
 }
 
+static epic_result check_scaled(const moe_job *j)
+{
+    if (j->has_shared && j->shared.weight_type == EPIC_E4M3)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.shared.weight_type is E4M3: only moe.experts may be");
+    if (!j->scaled) return EPIC_OK;
+    if (!(j->moe.flags & EPIC_DISPATCH_AGAIN))
+        return epic_fail(EPIC_EINVAL, "moe.experts.weight_type is E4M3: moe.flags must have "
+                                      "EPIC_DISPATCH_AGAIN, as rows of e4m3 are not saved");
+    if (j->experts.gemm)
+        return epic_fail(EPIC_ENOTSUP, "moe.experts.gemm is given, but weight_type is E4M3: "
+                                       "leave gemm NULL for our product");
+    return EPIC_OK;
+}
+
 static epic_result check_parts(const moe_job *j, const epic_config *config)
 {
     const epic_layer *layer = &j->layer;
@@ -46,12 +61,7 @@ static epic_result check_parts(const moe_job *j, const epic_config *config)
                       layer_num_ids(layer));
     if (router->top_k != layer->top_k)
         return differ("router.top_k", router->top_k, "layer.top_k", layer->top_k);
-    if (j->experts.weight_type == EPIC_E4M3 ||
-        (j->has_shared && j->shared.weight_type == EPIC_E4M3))
-        return epic_fail(EPIC_EINVAL,
-                         "moe.%s.weight_type is E4M3: the layer takes none, "
-                         "epic_experts_forward does",
-                         j->experts.weight_type == EPIC_E4M3 ? "experts" : "shared");
+    TRY(check_scaled(j));
     if (j->has_shared && j->shared.num_local_experts != 1)
         return epic_fail(EPIC_EINVAL, "moe.shared.num_local_experts is %u: it is one expert",
                          j->shared.num_local_experts);
@@ -133,9 +143,21 @@ static void take_device_sizes(epic_experts_memory_info *info)
     info->backward_bytes = info->cuda_backward_bytes;
 }
 
+/* Backward has rows and weights of row_type whatever forward had. */
+static epic_result measure_scaled(moe_job *j)
+{
+    epic_experts_memory_info forward;
+    epic_experts scaled = j->experts;
+    scaled.weight_type = EPIC_E4M3;
+    TRY(measure_experts("experts", &scaled, j->capacity, &forward));
+    j->experts_memory.cuda_forward_bytes = forward.cuda_forward_bytes;
+    return EPIC_OK;
+}
+
 static epic_result measure(moe_job *j, const epic_config *config)
 {
     TRY(measure_experts("experts", &j->experts, j->capacity, &j->experts_memory));
+    if (j->scaled) TRY(measure_scaled(j));
     if (j->has_shared) TRY(measure_experts("shared", &j->shared, j->block, &j->shared_memory));
     if (j->device) take_device_sizes(&j->experts_memory);
     if (j->device) take_device_sizes(&j->shared_memory);
@@ -155,6 +177,8 @@ epic_result moe_read(moe_job *j, const epic_config *config, const epic_moe *moe,
 {
     TRY(read_parts(j, config, moe, size));
     j->wide = j->experts.row_type == EPIC_F64;
+    j->scaled = j->experts.weight_type == EPIC_E4M3 && !j->wide;
+    if (j->scaled) j->experts.weight_type = j->experts.row_type;
     if (j->wide && j->experts.weighting == EPIC_WEIGHT_LATE)
         j->experts.weighting = EPIC_WEIGHT_EARLY; /* combine's weights are float32 */
     j->real_type = j->wide ? EPIC_F64 : EPIC_F32;
@@ -231,14 +255,17 @@ static void cut_saved(moe_job *j, unsigned char *base)
 }
 
 /* What is saved without these flags, and made again here. */
-static void cut_unsaved(moe_job *j, unsigned char *base, int64_t *used)
+static void cut_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool backward)
 {
+    const bool scaled = j->scaled && !backward;
     if (j->moe.flags & EPIC_RECOMPUTE) {
         j->saved.shared = take(base, used, j->shared_memory.saved_bytes);
         j->saved.experts = take(base, used, j->experts_memory.saved_bytes);
     }
     if (j->moe.flags & EPIC_DISPATCH_AGAIN)
-        j->saved.recv = take(base, used, j->capacity * j->row_bytes);
+        j->saved.recv = take(base, used, j->capacity * (scaled ? j->hidden : j->row_bytes));
+    if (scaled)
+        j->work.recv_scales = take(base, used, j->capacity * experts_blocks(j->hidden) * 4);
 }
 
 static void cut_work(moe_job *j, unsigned char *base, bool backward)
@@ -246,7 +273,7 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     int64_t used = 0;
     const int64_t weights_bytes = j->wide ? j->capacity * j->top_k * 8 : 0;
     moe_work *w = &j->work;
-    cut_unsaved(j, base, &used);
+    cut_unsaved(j, base, &used, backward);
     w->experts =
         take(base, &used,
              backward ? j->experts_memory.backward_bytes : j->experts_memory.forward_bytes);
@@ -257,7 +284,9 @@ static void cut_work(moe_job *j, unsigned char *base, bool backward)
     const int64_t rows = j->device ? 0 : backward ? j->block + 1 : 2;
     w->tile = take(base, &used, j->device ? 0 : j->block * GATE_TILE * j->real_bytes);
     w->rows = take(base, &used, rows * j->hidden * j->real_bytes);
-    w->gate = take(base, &used, j->device ? experts_tiles_bytes(j->tokens) : 0);
+    w->gate =
+        take(base, &used,
+             j->device ? gate_bytes(j->tokens, j->block, j->hidden, j->columns, backward) : 0);
     const bool adds_rows = j->has_shared || (j->device && j->router.zero_experts);
     w->shared_y = take(base, &used, adds_rows ? j->block * j->row_bytes : 0);
     w->shared_weights = take(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
@@ -308,7 +337,7 @@ epic_result epic_moe_memory_v1(const epic_config *config, size_t config_size,
     moe_job j = {0};
     TRY(moe_read(&j, &c, moe, moe_size, c.max_tokens));
     epic_moe_memory_info info = {0};
-    count(&j, &info.saved_bytes, &info.forward_bytes, &info.backward_bytes);
+    if (!j.scaled) count(&j, &info.saved_bytes, &info.forward_bytes, &info.backward_bytes);
     if (!j.wide) {
         j = (moe_job){.device = true};
         TRY(moe_read(&j, &c, moe, moe_size, c.max_tokens));

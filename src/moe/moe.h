@@ -19,7 +19,8 @@ typedef struct moe_saved { /* from forward to backward */
     void *logits;       /* [tokens, columns] real */
     int32_t *topk_idx;  /* [tokens, top_k], zero-experts included */
     void *weights;      /* [tokens, top_k] real */
-    void *recv;         /* [capacity, hidden]; EPIC_DISPATCH_AGAIN: in the workspace */
+    void *recv;         /* [capacity, hidden]; EPIC_DISPATCH_AGAIN: in the workspace, e4m3
+                           if forward is scaled */
     void *slot_weights; /* [capacity] real */
     float *slot_k;      /* [capacity], wide: which choice of its token a slot is */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
@@ -30,6 +31,7 @@ typedef struct moe_saved { /* from forward to backward */
 
 typedef struct moe_work {
     void *experts, *shared, *router; /* their workspaces */
+    float *recv_scales;              /* forward, scaled: [capacity, blocks of hidden] */
     int32_t *plan_idx; /* forward: topk_idx without zero-experts; devices: if there are any */
     void *tile;        /* [block, GATE_TILE] real */
     void *rows;        /* [block, hidden] real */
@@ -50,7 +52,7 @@ typedef struct moe_work {
     unsigned char *dense; /* [levels, dense_count] real: gradients of the dense part; on devices
                              only what EPIC_SUM_DENSE or EPIC_TREE sums */
     float *d_scale;       /* backward, devices: [columns], of scale_of_expert */
-    void *gate;           /* devices: the gate's list of tiles */
+    void *gate;           /* devices: the gate's list of tiles, and parts of its sums */
 } moe_work;
 
 typedef struct moe_job {
@@ -65,6 +67,8 @@ typedef struct moe_job {
 
     bool device; /* arrays are a device's: nothing but arguments can be looked at here */
     bool wide;   /* reals are float64 */
+    bool scaled; /* forward: rows and weights of experts are e4m3; experts.weight_type says
+                    what they are in backward, and biases */
     int64_t real_bytes;
     uint32_t real_type;
     int64_t row_bytes;

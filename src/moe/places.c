@@ -4,6 +4,7 @@
 #include "base/arrays.h"
 #include "moe/call.h"
 #include "rules/convert.h"
+#include "rules/experts_layout.h"
 
 #define MOST_ARRAYS 40
 
@@ -28,19 +29,30 @@ static int64_t width_of(const epic_experts *experts)
     return (int64_t)experts->inner * (experts->ungated ? 1 : 2);
 }
 
-static void add_weights(places *p, const moe_job *j)
+static void add_scales(places *p, const moe_job *j)
+{
+    const int64_t hidden = experts_blocks(j->hidden), inner = experts_blocks(j->experts.inner);
+    const int64_t local = j->experts.num_local_experts;
+    const int64_t width = experts_blocks(width_of(&j->experts));
+    add(p, "weights.w_gate_up_scales", j->weights.w_gate_up_scales, local * width * hidden, 4,
+        false);
+    add(p, "weights.w_down_scales", j->weights.w_down_scales, local * hidden * inner, 4, false);
+}
+
+static void add_weights(places *p, const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;
     const int64_t local = j->experts.num_local_experts, width = width_of(&j->experts);
-    const int64_t number = weight_bytes(&j->experts);
+    const int64_t of_bias = weight_bytes(&j->experts), number = scaled ? 1 : of_bias;
     add(p, "weights.w_gate", w->w_gate, j->hidden * j->columns, j->real_bytes, false);
     add(p, "weights.b_gate", w->b_gate, j->columns, j->real_bytes, false);
     add(p, "weights.bias", w->bias, j->columns, 4, false);
     add(p, "weights.scale_of_expert", w->scale_of_expert, j->columns, j->real_bytes, false);
     add(p, "weights.w_gate_up", w->w_gate_up, local * j->hidden * width, number, false);
     add(p, "weights.w_down", w->w_down, local * j->experts.inner * j->hidden, number, false);
-    add(p, "weights.b_gate_up", w->b_gate_up, local * width, number, false);
-    add(p, "weights.b_down", w->b_down, local * j->hidden, number, false);
+    add(p, "weights.b_gate_up", w->b_gate_up, local * width, of_bias, false);
+    add(p, "weights.b_down", w->b_down, local * j->hidden, of_bias, false);
+    if (scaled) add_scales(p, j);
     if (!j->has_shared) return;
     const int64_t shared = width_of(&j->shared), element = weight_bytes(&j->shared);
     add(p, "weights.shared_gate_up", w->shared_gate_up, j->hidden * shared, element, false);
@@ -69,7 +81,7 @@ epic_result moe_forward_places(const moe_job *j, const epic_moe_args *a)
     places p = {.num = 0};
     const int64_t experts = j->layer.num_experts;
     const int64_t number = a->loss_type == EPIC_F64 ? 8 : 4;
-    add_weights(&p, j);
+    add_weights(&p, j, j->scaled);
     add_rows(&p, j, "x.data", &a->x, false);
     add(&p, "token_ids", a->token_ids, j->tokens, a->token_id_type == EPIC_I64 ? 8 : 4, false);
     add(&p, "table", a->table, a->table_rows > 0 ? j->top_k : 0, 4, false);
@@ -94,7 +106,7 @@ epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *
     const int64_t local = j->experts.num_local_experts, width = width_of(&j->experts);
     const int64_t real = j->real_bytes, number = a->loss_type == EPIC_F64 ? 8 : 4;
     const int64_t of_expert = convert_bytes(j->grad_type);
-    add_weights(&p, j);
+    add_weights(&p, j, false);
     add_rows(&p, j, "x.data", &a->x, false);
     add_rows(&p, j, "d_out.data", &a->d_out, false);
     add(&p, "d_loss", a->d_loss, 1, number, false);

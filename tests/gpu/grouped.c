@@ -4,7 +4,8 @@
  * wrong; then random ones.  What is past the slabs stays as it was, rows of padding are NaN on
  * their way in, and zeros come out.
  *   gpu_grouped [RANDOM_CASES] [SEED] [MOST] [KERNEL]
- *                          MOST: of k and n in random cases; KERNEL: one of plain, pairs, alone */
+ *                          MOST: of k and n in random cases; KERNEL: one of plain, sliced,
+ *                          pairs, alone */
 #include <math.h>
 #include <signal.h>
 #include <unistd.h>
@@ -12,7 +13,7 @@
 #include "cuda/grouped.h"
 #include "scaled.h"
 
-enum { MOST_EXPERTS = 40, TAIL = 70 };
+enum { MOST_EXPERTS = 40, TAIL = 70, SLICES = 3 };
 
 typedef struct shape {
     const char *name;
@@ -35,9 +36,9 @@ typedef struct problem {
     void *workspace;
 } problem;
 
-typedef enum kernel { PLAIN, PAIRS, ALONE, KERNELS } kernel;
+typedef enum kernel { PLAIN, SLICED, PAIRS, ALONE, KERNELS } kernel;
 
-static const char *const kernels[] = {"plain", "pairs", "alone"};
+static const char *const kernels[] = {"plain", "sliced", "pairs", "alone"};
 static const char *const passes[] = {"forward", "input", "weight"};
 static int good[3][KERNELS], bad[3][KERNELS], left_out[3][KERNELS];
 static cudaStream_t stream;
@@ -212,7 +213,7 @@ static verdict check(const problem *p, uint32_t pass, kernel how, const both *ou
 {
     const shape *s = p->s;
     const bool weight = pass == EPIC_GEMM_WEIGHT;
-    const bool short_sums = s->type == EPIC_E4M3 && how != PLAIN;
+    const bool short_sums = s->type == EPIC_E4M3 && how > SLICED;
     const int64_t columns = pass == EPIC_GEMM_INPUT ? s->k : s->n;
     verdict v = {0};
     for (int round = 0; round < 2; round++) { /* the second time only to count boxes */
@@ -288,7 +289,7 @@ static p2p_gemm job_of(const problem *p, uint32_t pass, const both *out, kernel 
                       .weight_type = s->type,
                       .out_type = s->out_type,
                       .accumulate = pass == EPIC_GEMM_WEIGHT && s->accumulate,
-                      .sms = how == PLAIN ? 8 : 132,
+                      .sms = how <= SLICED ? 8 : 132,
                       .alone = how == ALONE};
 }
 
@@ -298,6 +299,27 @@ static void give_up(int number)
     (void)number;
     if (write(STDOUT_FILENO, running, strlen(running)) < 0) _exit(2);
     _exit(1);
+}
+
+/* Sums are cut where one slab fills all slots. */
+static bool is_ready(const shape *s, const p2p_gemm *job, kernel how)
+{
+    if (how == PLAIN) return true;
+    if (how == SLICED)
+        return s->experts == 1 && s->alignment == 1 && s->type != EPIC_E4M3 && s->tokens[0];
+    return !p2p_gemm_is_slow(job) && (how == PAIRS || s->type != EPIC_F16);
+}
+
+/* Without the slots behind the slab, which no kernel but this one knows by their number. */
+static void cut_sums(p2p_gemm *job, const problem *p, both *parts)
+{
+    const int64_t lines = job->pass == EPIC_GEMM_WEIGHT ? p->s->k : p->s->tokens[0];
+    *parts = make_both(EPIC_F32,
+                       SLICES * lines * (job->pass == EPIC_GEMM_INPUT ? p->s->k : p->s->n));
+    push(parts);
+    job->slabs.num_slots = p->s->tokens[0];
+    job->slices = SLICES;
+    job->parts = parts->device;
 }
 
 static void run(const problem *p, uint32_t pass, kernel how)
@@ -312,16 +334,17 @@ static void run(const problem *p, uint32_t pass, kernel how)
     both out = make_both(weight ? s->out_type : p->y_type,
                          (weight ? s->experts * s->k : p->slots) * columns);
     const double before = weight && s->accumulate ? 0.5 : 0;
-    const p2p_gemm job = job_of(p, pass, &out, how);
-    const bool ready =
-        how == PLAIN || (!p2p_gemm_is_slow(&job) && (how == PAIRS || s->type != EPIC_F16));
+    p2p_gemm job = job_of(p, pass, &out, how);
+    both parts = {0};
+    const bool ready = is_ready(s, &job, how);
+    if (ready && how == SLICED) cut_sums(&job, p, &parts);
     for (int64_t i = 0; before != 0 && i < out.count; i++) put(out.host, out.type, i, before);
     push(&out);
     if (!ready) {
         left_out[pass][how]++;
     } else {
-        const cudaError_t error = how == PLAIN ? p2p_launch_plain_gemm(&job, stream)
-                                               : p2p_launch_hopper_gemm(&job, stream);
+        const cudaError_t error = how <= SLICED ? p2p_launch_plain_gemm(&job, stream)
+                                                : p2p_launch_hopper_gemm(&job, stream);
         must(error == cudaSuccess, "launching");
         if (cudaStreamSynchronize(stream) != cudaSuccess) {
             printf("WRONG  %s, %s, \"%s\": the kernel has failed\n", passes[pass], kernels[how],
@@ -334,6 +357,7 @@ static void run(const problem *p, uint32_t pass, kernel how)
         *(v.wrong ? &bad[pass][how] : &good[pass][how]) += 1;
     }
     free_both(&out);
+    free_both(&parts);
 }
 
 static void run_shape(const shape *s)
@@ -392,6 +416,10 @@ static const shape shapes[] = {
      .alignment = 4, .tokens = {130, 5}},
     {"odd numbers", 37, 101, 2, .type = EPIC_BF16, .out_type = EPIC_F32, .alignment = 4,
      .tokens = {130, 5}},
+    {"a sum cut unevenly", 150, 70, 1, .type = EPIC_BF16, .out_type = EPIC_F32, .alignment = 1,
+     .tokens = {200}, .bias = true, .accumulate = true},
+    {"slices without a step", 17, 33, 1, .type = EPIC_F32, .out_type = EPIC_F32, .alignment = 1,
+     .tokens = {3}, .bias = true},
 };
 
 static shape random_shape(uint32_t most)

@@ -138,12 +138,21 @@ static inline void make_calls(part *t, uint64_t tag)
     const bool none = t->tokens == 0; /* then the calls get {NULL, 0, 0} */
     const bool parts = p->d_parts_given;
     const array *d_losses = &t->d_losses;
-    t->weights = (epic_moe_weights){
-        g[W_GATE],          g[B_GATE],           p->bias_given ? p->bias : NULL,
-        g[SCALE_OF_EXPERT], g[W_GATE_UP],        g[W_DOWN],
-        g[B_GATE_UP],       g[B_DOWN],           g[SHARED_GATE_UP],
-        g[SHARED_DOWN],     g[SHARED_B_GATE_UP], g[SHARED_B_DOWN],
-        g[W_SHARED_GATE]};
+    t->weights = (epic_moe_weights){g[W_GATE],
+                                    g[B_GATE],
+                                    p->bias_given ? p->bias : NULL,
+                                    g[SCALE_OF_EXPERT],
+                                    g[W_GATE_UP],
+                                    g[W_DOWN],
+                                    g[B_GATE_UP],
+                                    g[B_DOWN],
+                                    g[SHARED_GATE_UP],
+                                    g[SHARED_DOWN],
+                                    g[SHARED_B_GATE_UP],
+                                    g[SHARED_B_DOWN],
+                                    g[W_SHARED_GATE],
+                                    NULL,
+                                    NULL};
     t->gradients = (epic_moe_gradients){
         d[W_GATE],      d[B_GATE],           d[SCALE_OF_EXPERT], d[W_GATE_UP],
         d[W_DOWN],      d[B_GATE_UP],        d[B_DOWN],          d[SHARED_GATE_UP],

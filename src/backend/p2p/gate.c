@@ -3,6 +3,7 @@
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/grouped.h"
+#include "rules/gate_layout.h"
 
 static p2p_slabs slabs_of(const epic_gate *gate)
 {
@@ -30,6 +31,8 @@ static p2p_gemm product_of(const epic_group *g, const epic_gate *gate, uint32_t 
                       .y_type = EPIC_F32,
                       .weight_type = EPIC_F32,
                       .out_type = EPIC_F32,
+                      .parts = (float *)(void *)((uint8_t *)gate->workspace +
+                                                 experts_tiles_bytes(gate->tokens)),
                       .sms = g->device_sms};
 }
 
@@ -52,6 +55,7 @@ epic_result p2p_gate(epic_group *group, const epic_gate *gate)
     p2p_gemm product = product_of(group, gate, EPIC_GEMM_FORWARD);
     product.out = gate->logits;
     product.bias = gate->b_gate;
+    product.slices = gate_slices(gate->block, gate->columns, gate->hidden);
     if (gate->tokens == 0) return EPIC_OK;
     TRY(begin(group, gate));
     return multiply(&product, gate->stream);
@@ -76,6 +80,7 @@ epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate)
     p2p_gemm weight = product_of(group, gate, EPIC_GEMM_WEIGHT);
     weight.out = gate->d_w_gate;
     weight.accumulate = (int32_t)gate->accumulate;
+    weight.slices = gate_slices(gate->hidden, gate->columns, gate->block);
     p2p_gemm input = product_of(group, gate, EPIC_GEMM_INPUT);
     input.out = gate->d_x;
     input.also = gate->also;
