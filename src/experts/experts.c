@@ -166,14 +166,14 @@ static epic_result take_weights_type(experts_job *job, uint32_t type)
                      type);
 }
 
-static epic_result take_grad_type(experts_job *job, uint32_t type)
+epic_result experts_take_grad_type(uint32_t *type, uint32_t row_type, bool device)
 {
-    const uint32_t plain = job->wide ? EPIC_F64 : EPIC_F32, row_type = job->experts.row_type;
-    job->grad_type = type ? type : plain;
-    if (job->grad_type == plain || (job->device && type == row_type)) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "grad_type is %u: it must be 0 or %s%s%s", type,
-                     convert_name(plain), job->device ? ", or experts.row_type " : "",
-                     job->device ? convert_name(row_type) : " on host contexts");
+    const uint32_t plain = row_type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    if (*type == 0) *type = plain;
+    if (*type == plain || (device && *type == row_type)) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "grad_type is %u: it must be 0 or %s%s%s", *type,
+                     convert_name(plain), device ? ", or experts.row_type " : "",
+                     device ? convert_name(row_type) : " on host contexts");
 }
 
 /* Elements of the arrays of both passes, and the bytes of one. */
@@ -354,7 +354,8 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
                          "experts.weight_type is E4M3: gradients want x and weights of "
                          "experts.row_type, and `saved` as it is");
     TRY(take_weights_type(job, a->weights_type));
-    TRY(take_grad_type(job, a->grad_type));
+    job->grad_type = a->grad_type;
+    TRY(experts_take_grad_type(&job->grad_type, job->experts.row_type, job->device));
     if (a->pad != 0) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
     TRY(check_required(arrays, 4, a->num_slots));
     TRY(check_backward_places(job, a));

@@ -57,6 +57,9 @@ typedef struct slab {
     int64_t tokens; /* the first of them, which are not padding */
 } slab;
 
+/* The type of weights' gradients that a caller asks for, 0: the usual one; EPIC_EINVAL. */
+epic_result experts_take_grad_type(uint32_t *type, uint32_t row_type, bool device);
+
 /* Takes the caller's struct; EPIC_EINVAL. */
 epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t size);
 

@@ -6,8 +6,8 @@
 #include "base/error.h"
 #include "base/sized.h"
 #include "experts/blas.h"
+#include "experts/job.h"
 #include "moe/call.h"
-#include "rules/convert.h"
 
 typedef struct backward_call {
     const epic_moe_backward_args *args;
@@ -257,18 +257,6 @@ static double number_or(const void *number, uint32_t type, double none)
     return type == EPIC_F64 ? *(const double *)number : (double)*(const float *)number;
 }
 
-static epic_result take_grad_type(moe_job *j, const epic_moe_backward_args *a)
-{
-    const uint32_t type = a->grad_type, row_type = j->experts.row_type;
-    j->grad_type = type ? type : j->real_type;
-    if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
-    if (j->grad_type == j->real_type || (j->device && type == row_type)) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "grad_type is %u: it must be 0 or %s%s%s", type,
-                     convert_name(j->real_type),
-                     j->device ? ", or moe.experts.row_type " : " on host contexts",
-                     j->device ? convert_name(row_type) : "");
-}
-
 static epic_result check(moe_job *j, epic_moe_backward_args *a, backward_call *c)
 {
     if (a->d_x.data || !j->tokens) TRY(moe_take_rows(j, "d_x", &a->d_x));
@@ -277,6 +265,7 @@ static epic_result check(moe_job *j, epic_moe_backward_args *a, backward_call *c
                                       "weights.scale_of_expert is NULL, so it has none");
     if (a->flags & ~EPIC_ACCUMULATE)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: only EPIC_ACCUMULATE is known", a->flags);
+    if (a->pad) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
     TRY(moe_check_loss_type(j, a->loss_type));
     if (j->device) return EPIC_OK;
     const double d_loss = number_or(a->d_loss, a->loss_type, 1);
@@ -305,7 +294,8 @@ epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args
                         .workspace_bytes = a.workspace_bytes,
                         .backward = true};
     TRY(moe_begin(&j, ctx, &a.call, &c));
-    TRY(take_grad_type(&j, &a));
+    j.grad_type = a.grad_type;
+    TRY(experts_take_grad_type(&j.grad_type, j.experts.row_type, j.device));
     TRY(moe_backward_places(&j, &a, &call.gradients));
     TRY(check(&j, &a, &call));
     if (j.device) return moe_device_backward(&j, &a, &call.gradients);
