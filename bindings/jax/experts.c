@@ -72,12 +72,14 @@ PLACE_HANDLERS(experts, experts_forward(frame, on_device))
 static void read_gradients(ffi_reader *reader, ffi_array rows, uint32_t type,
                            epic_experts_backward_args *args)
 {
-    const uint32_t grads = type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
     const ffi_array d_x = ffi_result(reader, "d_x", type);
     const ffi_array d_slot_weights = ffi_result_or_none(reader, "d_slot_weights", EPIC_F32);
     args->d_x = d_x.data;
     args->d_slot_weights = d_slot_weights.data;
-    args->d_w_gate_up = ffi_result(reader, "d_w_gate_up", grads).data;
+    const ffi_array d_w_gate_up = ffi_result(reader, "d_w_gate_up", FFI_OTHER);
+    const uint32_t grads = d_w_gate_up.type;
+    args->grad_type = grads;
+    args->d_w_gate_up = d_w_gate_up.data;
     args->d_w_down = ffi_result(reader, "d_w_down", grads).data;
     args->d_b_gate_up = ffi_result_or_none(reader, "d_b_gate_up", grads).data;
     args->d_b_down = ffi_result_or_none(reader, "d_b_down", grads).data;

@@ -87,6 +87,16 @@ def typed(options: Experts, rows: Any, weights: Any) -> Experts:
     return replace(options, row_type=rows.dtype.name, weight_type=weights.dtype.name)
 
 
+def wide(x: Any) -> Any:
+    """What sums of rows are."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
+def grad_type(platform: str | None, x: Any, weight: Any) -> Any:
+    """Of the gradients of experts: on GPUs the core rounds them to the weights' dtype itself."""
+    return x.dtype if platform == "gpu" and weight.dtype == x.dtype else wide(x)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run(static: Static, counts: Any, x: Any, slot_weights: Any, weights: Any) -> Any:
     """experts on checked arrays; counts: expert_rows, expert_tokens."""
@@ -105,9 +115,9 @@ def forward(
 
 
 def backward(static: Static, kept: Any, d_y: Any) -> tuple[Any, ...]:
-    """Weight gradients come in float32 and leave in the weights' dtype."""
+    """Weight gradients leave in the weights' dtype; those of experts come in it, on GPUs."""
     counts, x, slot_weights, weights, saved = kept
-    kind = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    kind = grad_type(static.platform, x, weights[0])
     results = [like(x), None if slot_weights is None else like(slot_weights)]
     results += [None if w is None else Spec(w.shape, kind) for w in weights]
     results += [static.memory(x.shape[0])[2]]
