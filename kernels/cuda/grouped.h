@@ -9,6 +9,7 @@
 
 #include "epic/epic.h"
 #include "rules/experts_layout.h"
+#include "rules/gate_layout.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -119,6 +120,19 @@ typedef struct p2p_incoming_job {   /* to = {all + balance, all + z} */
     const float *all, *balance, *z; /* NULL: 1, 0, 0 */
     float *to;
 } p2p_incoming_job;
+
+typedef struct p2p_pieces_job { /* grouped_pieces.cu */
+    const float *from;          /* split: [rows, columns]; fold: [rows, GATE_PIECES, columns] */
+    void *to; /* split: bf16 [rows, GATE_PIECES, columns]; fold: float32 [rows, columns] */
+    const float *bias; /* fold: [columns]; NULL: none */
+    int64_t rows, columns;
+    int32_t accumulate; /* fold: to is added to */
+    int32_t sms;
+} p2p_pieces_job;
+
+cudaError_t p2p_launch_split(const p2p_pieces_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_fold(const p2p_pieces_job *job, cudaStream_t stream);
+cudaError_t p2p_load_pieces(void);
 
 /* values [2, n], n a power of two: {the sum of the first row, that of the second}, in binary trees. */
 cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t stream);

@@ -545,7 +545,7 @@ static __device__ __forceinline__ void consume(const Maps &maps, const Job &job,
             multiply_scaled<CTAS>(d, job, w, at, s, half, thread);
         else
             multiply_tile<T, PASS, CTAS>(d, w, at, s, half, thread);
-        if constexpr (PASS == EPIC_GEMM_FORWARD || sizeof(T) == 1)
+        if constexpr ((PASS == EPIC_GEMM_FORWARD || sizeof(T) == 1) && sizeof(Out) == 2)
             if (job.bias) add_bias<Out>(d, job, w, half, lane);
         if constexpr (PASS == EPIC_GEMM_WEIGHT && sizeof(Out) == 2)
             if (job.accumulate && w.store) add_before<Out>(d, job, w, half, lane);
@@ -712,9 +712,15 @@ static cudaError_t launch_scaled(const p2p_gemm *forward, cudaStream_t stream)
                : launch<E4m3, __nv_bfloat16, EPIC_GEMM_INPUT, CTAS>(&g, stream);
 }
 
+template <class T> static constexpr bool IS_BF16 = false;
+template <> constexpr bool IS_BF16<__nv_bfloat16> = true;
+
 template <class T, int CTAS>
 static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
 {
+    if constexpr (CTAS == 2 && IS_BF16<T>)
+        if (g->pass == EPIC_GEMM_FORWARD && g->y_type == EPIC_F32)
+            return launch<T, float, EPIC_GEMM_FORWARD, CTAS>(g, stream);
     if (g->pass == EPIC_GEMM_FORWARD) return launch<T, T, EPIC_GEMM_FORWARD, CTAS>(g, stream);
     if (g->pass == EPIC_GEMM_INPUT) return launch<T, T, EPIC_GEMM_INPUT, CTAS>(g, stream);
     if (g->out_type == EPIC_F32) return launch<T, float, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
@@ -754,7 +760,9 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     if (!g->slabs.num_slots) return "no slots";
     if (g->row_type == EPIC_E4M3) return scaled_is_slow(g);
     if (g->row_type != EPIC_BF16 && g->row_type != EPIC_F16) return "rows are not 16 bits";
-    if (g->y_type && g->y_type != g->row_type) return "results are of another type";
+    const bool wide = g->pass == EPIC_GEMM_FORWARD && g->y_type == EPIC_F32 &&
+                      g->row_type == EPIC_BF16 && !g->bias && !g->alone;
+    if (g->y_type && g->y_type != g->row_type && !wide) return "results are of another type";
     if (g->pass == EPIC_GEMM_INPUT && (g->accumulate || g->also)) return "results are added to";
     if (!weight && g->weight_type != g->row_type) return "weights are not of the rows' type";
     if (weight && g->out_type != g->row_type && g->out_type != EPIC_F32)
@@ -784,6 +792,8 @@ template <int CTAS> static cudaError_t load_scaled(bool *good)
 template <class T, int CTAS> static cudaError_t load_typed(bool *good)
 {
     cudaError_t error = load<T, T, EPIC_GEMM_FORWARD, CTAS>(good);
+    if constexpr (CTAS == 2 && IS_BF16<T>)
+        if (error == cudaSuccess) error = load<T, float, EPIC_GEMM_FORWARD, CTAS>(good);
     if (error == cudaSuccess) error = load<T, T, EPIC_GEMM_INPUT, CTAS>(good);
     if (error == cudaSuccess) error = load<T, T, EPIC_GEMM_WEIGHT, CTAS>(good);
     return error == cudaSuccess ? load<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;

@@ -181,6 +181,8 @@ typedef struct epic_gate {
     float *d_w_gate, *d_b_gate;
     uint32_t row_type;
     uint32_t accumulate; /* 1: to d_w_gate and d_b_gate */
+    uint32_t in_pieces;  /* 1: of BF16 rows also small products are.  For tests */
+    uint32_t pad;
 } epic_gate;
 
 /* The step calls of device backends: arguments arrive checked, as core's own functions of the

@@ -1,15 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The products of a layer's gate on a device, few columns with long sums: how sums are cut so that a
- * whole GPU has work, and what their parts take.  The same for the core, which tells the size, and
- * for the backend. */
+ * whole GPU has work, what their parts take, and what tensor cores want of the larger ones
+ * (grouped_pieces.cu).  The same for the core, which tells the size, and for the backend. */
 #ifndef EPIC_GATE_LAYOUT_H
 #define EPIC_GATE_LAYOUT_H
 
+#include <stdbool.h>
+
 #include "rules/experts_layout.h"
 
-#define GATE_PIECES 512 /* of work, at least: a few for each SM */
+#define GATE_UNITS 512  /* of work, at least: a few for each SM */
 #define GATE_LEAST 128  /* steps of a sum that are not cut */
 #define GATE_COLUMNS 64 /* of a tile */
+#define GATE_PIECES 3   /* bf16 numbers that a float32 is */
+#define GATE_LARGE \
+    (INT64_C(1) << 29) /* multiplications, from which on tensor cores are faster */
 
 static inline int64_t gate_ceil(int64_t a, int64_t b)
 {
@@ -21,7 +26,7 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 {
     const int64_t tiles =
         gate_ceil(lines, EXPERTS_TILE_ROWS) * gate_ceil(columns, GATE_COLUMNS);
-    const int64_t wanted = tiles ? gate_ceil(GATE_PIECES, tiles) : 1;
+    const int64_t wanted = tiles ? gate_ceil(GATE_UNITS, tiles) : 1;
     const int64_t most = gate_ceil(depth, GATE_LEAST);
     return (int32_t)(wanted < most ? wanted : most > 1 ? most : 1);
 }
@@ -37,12 +42,40 @@ static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hi
     return slices > 1 ? slices * lines * columns * (int64_t)sizeof(float) : 0;
 }
 
-/* Of the workspace: the list of tiles, then the parts. */
+/* Is a product of [lines, columns] over `depth` one for tensor cores?  The plain one's tiles are
+ * whole; theirs take as long for any number of columns up to 85. */
+static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
+{
+    return gate_ceil(lines, EXPERTS_TILE_ROWS) * EXPERTS_TILE_ROWS *
+               gate_ceil(columns, GATE_COLUMNS) * GATE_COLUMNS * depth >=
+           GATE_LARGE;
+}
+
+/* The pieces of the float32 factor, bf16 [depth, GATE_PIECES, columns], and the sums with each,
+ * float32 [lines, GATE_PIECES, columns]: places behind the list of tiles, in bytes. */
+typedef struct gate_pieces {
+    int64_t pieces, sums, end;
+} gate_pieces;
+
+static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t columns,
+                                         int64_t depth)
+{
+    gate_pieces at;
+    at.pieces = experts_round_up(experts_tiles_bytes(tokens));
+    at.sums = experts_round_up(at.pieces + depth * GATE_PIECES * columns * 2);
+    at.end = experts_round_up(at.sums + lines * GATE_PIECES * columns * 4);
+    return at;
+}
+
+/* Of the workspace: the list of tiles, then the parts or the pieces. */
 static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
                                  bool backward)
 {
-    return experts_tiles_bytes(tokens) +
-           gate_parts_bytes(tokens, block, hidden, columns, backward);
+    const int64_t lines = backward ? hidden : block, depth = backward ? block : hidden;
+    const int64_t parts = gate_parts_bytes(tokens, block, hidden, columns, backward);
+    const int64_t cut = experts_tiles_bytes(tokens) + parts;
+    const int64_t end = gate_pieces_of(tokens, lines, columns, depth).end;
+    return gate_is_large(lines, columns, depth) && end > cut ? end : cut;
 }
 
 #endif

@@ -42,6 +42,60 @@ static epic_result multiply(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
+/* The same product of the pieces of its float32 factor, w_gate or the logits' gradient. */
+static p2p_gemm of_pieces(const p2p_gemm *product, const epic_gate *gate)
+{
+    const bool forward = product->pass == EPIC_GEMM_FORWARD;
+    const int64_t lines = forward ? gate->tokens : gate->hidden;
+    const int64_t depth = forward ? gate->hidden : gate->tokens;
+    const gate_pieces at = gate_pieces_of(gate->tokens, lines, gate->columns, depth);
+    uint8_t *work = gate->workspace;
+    p2p_gemm pieces = *product;
+    pieces.b = work + at.pieces;
+    pieces.out = work + at.sums;
+    pieces.bias = NULL;
+    pieces.n = GATE_PIECES * product->n;
+    pieces.weight_type = EPIC_BF16;
+    pieces.y_type = forward ? EPIC_F32 : EPIC_BF16;
+    pieces.accumulate = pieces.slices = 0;
+    return pieces;
+}
+
+static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *pieces,
+                                   const epic_gate *gate)
+{
+    const bool forward = product->pass == EPIC_GEMM_FORWARD;
+    const cudaStream_t stream = (cudaStream_t)gate->stream;
+    const p2p_pieces_job split = {.from = product->b,
+                                  .to = (void *)(uintptr_t)pieces->b,
+                                  .rows = forward ? gate->hidden : gate->tokens,
+                                  .columns = gate->columns,
+                                  .sms = product->sms};
+    const p2p_pieces_job fold = {.from = pieces->out,
+                                 .to = product->out,
+                                 .bias = product->bias,
+                                 .rows = forward ? gate->tokens : gate->hidden,
+                                 .columns = gate->columns,
+                                 .accumulate = product->accumulate,
+                                 .sms = product->sms};
+    TRY(p2p_cuda(p2p_launch_split(&split, stream), "launching the gate's pieces"));
+    TRY(multiply(pieces, gate->stream));
+    return p2p_cuda(p2p_launch_fold(&fold, stream), "launching the sum of the gate's pieces");
+}
+
+/* FORWARD and WEIGHT, over sums of `depth`, which is a block's tokens whatever this rank has: the
+ * same way, and so the same bits, for every number of ranks. */
+static epic_result multiply_long(p2p_gemm *product, const epic_gate *gate, int64_t lines,
+                                 int64_t depth)
+{
+    const p2p_gemm pieces = of_pieces(product, gate);
+    const bool large = gate_is_large(lines, gate->columns, depth);
+    if (gate->in_pieces || (large && !p2p_gemm_is_slow(&pieces)))
+        return multiply_pieces(product, &pieces, gate);
+    product->slices = gate_slices(lines, gate->columns, depth);
+    return multiply(product, gate->stream);
+}
+
 static epic_result begin(epic_group *g, const epic_gate *gate)
 {
     TRY(p2p_whole(g));
@@ -55,10 +109,9 @@ epic_result p2p_gate(epic_group *group, const epic_gate *gate)
     p2p_gemm product = product_of(group, gate, EPIC_GEMM_FORWARD);
     product.out = gate->logits;
     product.bias = gate->b_gate;
-    product.slices = gate_slices(gate->block, gate->columns, gate->hidden);
     if (gate->tokens == 0) return EPIC_OK;
     TRY(begin(group, gate));
-    return multiply(&product, gate->stream);
+    return multiply_long(&product, gate, gate->block, gate->hidden);
 }
 
 static epic_result bias_gradient(const epic_gate *gate)
@@ -80,14 +133,13 @@ epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate)
     p2p_gemm weight = product_of(group, gate, EPIC_GEMM_WEIGHT);
     weight.out = gate->d_w_gate;
     weight.accumulate = (int32_t)gate->accumulate;
-    weight.slices = gate_slices(gate->hidden, gate->columns, gate->block);
     p2p_gemm input = product_of(group, gate, EPIC_GEMM_INPUT);
     input.out = gate->d_x;
     input.also = gate->also;
     input.accumulate = 1;
     TRY(begin(group, gate));
     if (gate->d_b_gate) TRY(bias_gradient(gate));
-    if (gate->d_w_gate) TRY(multiply(&weight, gate->stream));
+    if (gate->d_w_gate) TRY(multiply_long(&weight, gate, gate->hidden, gate->block));
     return gate->d_x && gate->tokens ? multiply(&input, gate->stream) : EPIC_OK;
 }
 

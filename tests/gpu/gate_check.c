@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The gate's products against float64 loops, in shapes that take tensor cores and in others: its
+ * float32 factor must count with all of its bits, however it is multiplied.
+ *   gpu_gate_check [CASES] [SEED] [large] */
+#include <math.h>
+#include <unistd.h>
+
+#include "backend/p2p/p2p.h"
+#include "cuda/grouped.h"
+#include "numbers.h"
+
+typedef struct shape {
+    int64_t tokens, hidden, columns;
+    uint32_t type;
+    bool bias, accumulate, in_pieces;
+} shape;
+
+typedef struct problem {
+    const shape *s;
+    both x, w, bias, logits, d, d_w, d_bias;
+    void *workspace;
+    double worst; /* of the errors, as parts of the bound */
+} problem;
+
+static p2p_status status;
+static epic_group group = {.status = &status, .device_sms = 132};
+
+static both pushed(uint32_t type, int64_t count)
+{
+    both b = random_both(type, count, 1);
+    push(&b);
+    return b;
+}
+
+/* For both ways to multiply, there and back. */
+static size_t workspace_bytes(const shape *s)
+{
+    const int64_t both_ways[] = {
+        gate_bytes(s->tokens, s->tokens, s->hidden, s->columns, false),
+        gate_bytes(s->tokens, s->tokens, s->hidden, s->columns, true),
+        gate_pieces_of(s->tokens, s->tokens, s->columns, s->hidden).end,
+        gate_pieces_of(s->tokens, s->hidden, s->columns, s->tokens).end};
+    int64_t most = 0;
+    for (int i = 0; i < 4; i++) most = both_ways[i] > most ? both_ways[i] : most;
+    return (size_t)most;
+}
+
+static problem make_problem(const shape *s)
+{
+    problem p = {.s = s,
+                 .x = pushed(s->type, s->tokens * s->hidden),
+                 .w = pushed(EPIC_F32, s->hidden * s->columns),
+                 .bias = pushed(EPIC_F32, s->columns),
+                 .logits = make_both(EPIC_F32, s->tokens * s->columns),
+                 .d = pushed(EPIC_F32, s->tokens * s->columns),
+                 .d_w = pushed(EPIC_F32, s->hidden * s->columns),
+                 .d_bias = pushed(EPIC_F32, s->columns)};
+    const size_t bytes = workspace_bytes(s);
+    push(&p.logits);
+    must(cudaMalloc(&p.workspace, bytes) == cudaSuccess, "memory");
+    must(cudaMemset(p.workspace, 0xff, bytes) == cudaSuccess, "poison");
+    must(cudaDeviceSynchronize() == cudaSuccess, "poison");
+    return p;
+}
+
+static void free_problem(problem *p)
+{
+    both *all[] = {&p->x, &p->w, &p->bias, &p->logits, &p->d, &p->d_w, &p->d_bias};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free_both(all[i]);
+    cudaFree(p->workspace);
+}
+
+/* The bound: rounding of `depth` sums, which tensor cores do towards zero. */
+static void judge(problem *p, double got, double want, double size, int64_t depth)
+{
+    const double part = fabs(got - want) / ((3e-7 + 1.5e-10 * (double)depth) * size + 1e-30);
+    if (!(part <= p->worst)) p->worst = part; /* also NaN */
+}
+
+static void check_logits(problem *p)
+{
+    const shape *s = p->s;
+    for (int64_t i = 0; i < s->tokens * s->columns; i++) {
+        const int64_t t = i / s->columns, c = i % s->columns;
+        double sum = s->bias ? p->bias.truth[c] : 0, size = fabs(sum);
+        for (int64_t h = 0; h < s->hidden; h++) {
+            const double term = p->x.truth[t * s->hidden + h] * p->w.truth[h * s->columns + c];
+            sum += term;
+            size += fabs(term);
+        }
+        judge(p, get(p->logits.host, EPIC_F32, i), sum, size, s->hidden);
+    }
+}
+
+static void check_gradient(problem *p)
+{
+    const shape *s = p->s;
+    for (int64_t i = 0; i < s->hidden * s->columns; i++) {
+        const int64_t h = i / s->columns, c = i % s->columns;
+        double sum = s->accumulate ? p->d_w.truth[i] : 0, size = fabs(sum);
+        for (int64_t t = 0; t < s->tokens; t++) {
+            const double term = p->x.truth[t * s->hidden + h] * p->d.truth[t * s->columns + c];
+            sum += term;
+            size += fabs(term);
+        }
+        judge(p, get(p->d_w.host, EPIC_F32, i), sum, size, s->tokens);
+    }
+}
+
+static bool run(const shape *s)
+{
+    problem p = make_problem(s);
+    epic_gate gate = {.x = p.x.device,
+                      .tokens = s->tokens,
+                      .hidden = s->hidden,
+                      .columns = s->columns,
+                      .block = s->tokens,
+                      .w_gate = p.w.device,
+                      .b_gate = s->bias ? p.bias.device : NULL,
+                      .logits = p.logits.device,
+                      .workspace = p.workspace,
+                      .row_type = s->type,
+                      .accumulate = s->accumulate,
+                      .in_pieces = s->in_pieces && s->tokens};
+    must(p2p_gate(&group, &gate) == EPIC_OK, "forward");
+    gate.logits = p.d.device;
+    gate.d_w_gate = p.d_w.device;
+    gate.d_b_gate = p.d_bias.device;
+    must(p2p_gate_backward(&group, &gate) == EPIC_OK, "backward");
+    must(cudaDeviceSynchronize() == cudaSuccess, "a kernel");
+    pull(&p.logits);
+    pull(&p.d_w);
+    check_logits(&p);
+    const double forward = p.worst;
+    check_gradient(&p);
+    const bool good = p.worst <= 1;
+    printf("gate: %lld tokens, hidden %lld, %lld columns, type %u%s: %.2f and %.2f of what may be%s\n",
+           (long long)s->tokens, (long long)s->hidden, (long long)s->columns, s->type,
+           s->in_pieces ? " in pieces" : "", forward, p.worst, good ? "" : ": WRONG");
+    free_problem(&p);
+    return good;
+}
+
+static shape random_shape(void)
+{
+    static const uint32_t types[] = {EPIC_BF16, EPIC_BF16, EPIC_F16, EPIC_F32};
+    const int64_t each = random_below(4) ? 8 : 1;
+    const uint32_t type = types[random_below(4)];
+    return (shape){.tokens = 1 + random_below(300),
+                   .hidden = each * (1 + random_below(400 / (uint32_t)each)),
+                   .columns = each * (1 + random_below(160 / (uint32_t)each)),
+                   .type = type,
+                   .bias = random_below(2),
+                   .accumulate = random_below(2),
+                   .in_pieces = type == EPIC_BF16 && random_below(3)};
+}
+
+int main(int argc, char **argv)
+{
+    static const shape first[] = {{3, 8, 8, EPIC_BF16, true, false, true},
+                                  {130, 64, 16, EPIC_BF16, false, true, true},
+                                  {64, 7168, 256, EPIC_BF16, false, false, true},
+                                  {64, 7168, 256, EPIC_BF16, false, false, false},
+                                  {0, 64, 16, EPIC_BF16, false, false, true}};
+    static const shape large = {1024, 2048, 256, EPIC_BF16, true, true, false};
+    const int cases = argc > 1 ? atoi(argv[1]) : 20;
+    random_state = argc > 2 ? strtoull(argv[2], NULL, 10) * 7919 + 1 : 1;
+    alarm(300);
+    must(p2p_load_plain_gemm() == cudaSuccess && p2p_load_hopper_gemm() == cudaSuccess, "loading");
+    int bad = 0;
+    for (size_t i = 0; i < sizeof first / sizeof *first; i++) bad += !run(&first[i]);
+    for (int i = 0; i < cases; i++) {
+        const shape s = random_shape();
+        bad += !run(&s);
+    }
+    if (argc > 3) bad += !run(&large);
+    printf("gate: %s\n", bad ? "WRONG" : "good");
+    return bad != 0;
+}
