@@ -22,7 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epic.torch
 from epic.torch import groups
 from epic.torch.ops import argument_names
-from parts import LAYER, SIZES, UNEVEN, Data, choices, numbers, same, through
+from parts import (
+    FORMS,
+    LAYER,
+    SIZES,
+    UNEVEN,
+    Data,
+    choices,
+    numbers,
+    run_form,
+    same,
+    through,
+)
 from reference import relative
 
 RANKS = 2
@@ -52,6 +63,12 @@ def steps_of(group: epic.torch.Group) -> list[torch.Tensor]:
 def case_steps(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     """The host's bits."""
     assert same(steps_of(on_gpu), steps_of(on_host))
+
+
+def case_forms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Flat rows, dropped choices, sums in a tree, experts anywhere: the host's bits."""
+    for name in FORMS:
+        assert same(run_form(on_gpu, name), run_form(on_host, name)), name
 
 
 def case_experts(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
