@@ -3,7 +3,7 @@
 
 python bench/torch_bench.py                         a process for each GPU; else 4 on the CPU
 python bench/torch_bench.py --tokens 128 4096 --cuda-graph
-python bench/torch_bench.py --profile DIR           a Chrome trace and a CSV of the kernels
+python bench/torch_bench.py --profile DIR           Chrome traces and a CSV of the kernels of each
 python bench/torch_bench.py --ranks 2               on one GPU: EPIC alone, NCCL takes no two there
 
 plain: rows are sorted by expert and sent once for each choice.  deduplicated: once for each rank
@@ -377,6 +377,8 @@ def layers(rank: int, args: argparse.Namespace, group: epic.torch.Group, of: Sha
 
         results.append([one(), *two()])
         attempt(rank, partial(table.line, name, [one, two]))
+        if args.profile and name.startswith("EPIC"):
+            profiled(two, args.profile / "-".join(map(str, of)), rank)
     if len(results) == 2:
         differences = [worst(a, b) for a, b in zip(*results, strict=True)]
         if rank == 0:

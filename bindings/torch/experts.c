@@ -97,9 +97,12 @@ static void experts(torch_value *stack, uint64_t num_arguments, uint64_t num_res
     call_end(&call);
 }
 
-static void gradients(torch_call *call, const inputs *in, epic_experts_backward_args *args)
+static void gradients(torch_call *call, const inputs *in, bool narrow,
+                      epic_experts_backward_args *args)
 {
-    const uint32_t type = in->x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    const uint32_t wide = in->x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    const uint32_t type = narrow ? in->x.type : wide;
+    args->grad_type = type;
     const call_array d_x = call_result_like(call, in->x.type, in->x);
     const call_array d_slots = call_result_like(call, EPIC_F32, in->slot_weights);
     args->d_x = d_x.data;
@@ -119,6 +122,7 @@ static void experts_backward(torch_value *stack, uint64_t num_arguments, uint64_
     const inputs in = read_inputs(&call);
     const call_array saved = call_arg(&call, "saved", CALL_U8, 1);
     const call_array d_y = call_arg(&call, "d_y", in.x.type, 2);
+    const bool narrow = call_int(&call) != 0;
     const epic_call where = call_enter_local(&call);
     const epic_experts options = read_experts(&call, in.x.type, in.w_gate_up.type);
     check_inputs(&call, &in, &options);
@@ -130,7 +134,7 @@ static void experts_backward(torch_value *stack, uint64_t num_arguments, uint64_
                                        .saved = saved.data,
                                        .saved_bytes = saved.bytes,
                                        .d_y = d_y.data};
-    gradients(&call, &in, &args);
+    gradients(&call, &in, narrow, &args);
     const call_array workspace = call_workspace(&call, sizes.backward_bytes);
     args.workspace = workspace.data;
     args.workspace_bytes = workspace.bytes;
@@ -146,7 +150,7 @@ static const torch_op ops[] = {
     OP(experts, INPUT_SCHEMA ", SymInt saved_bytes, int group" EXPERTS_SCHEMA
                              ") -> (Tensor y, Tensor saved)"),
     OP(experts_backward, INPUT_SCHEMA
-       ", Tensor saved, Tensor d_y, int group" EXPERTS_SCHEMA
+       ", Tensor saved, Tensor d_y, int narrow, int group" EXPERTS_SCHEMA
        ") -> (Tensor d_x, Tensor d_slot_weights, Tensor d_w_gate_up, Tensor d_w_down, "
        "Tensor d_b_gate_up, Tensor d_b_down)"),
 };

@@ -154,6 +154,7 @@ static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t nu
     const call_array d_out = call_arg(&call, "d_out", job.x.type, 2);
     const call_array d_loss = call_arg(&call, "d_loss", type, 1);
     const int64_t workspace_bytes = call_int(&call), replicas = call_int(&call);
+    const uint32_t narrow = call_int(&call) != 0 ? job.x.type : type;
     const epic_call where = call_enter(&call);
     read_numbers(&call, &job, replicas);
     call_check_count(&call, "d_loss", d_loss, 1);
@@ -167,14 +168,15 @@ static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t nu
                                    .saved = saved.data,
                                    .saved_bytes = saved.bytes,
                                    .d_loss = d_loss.data,
-                                   .loss_type = type};
+                                   .loss_type = type,
+                                   .grad_type = narrow};
     args.d_x = call_rows(call_result_like(&call, job.x.type, job.x));
     gradients.w_gate = call_result_like(&call, type, job.w_gate).data;
     gradients.b_gate = call_result_like(&call, type, job.b_gate).data;
-    gradients.w_gate_up = call_result_like(&call, type, job.w_gate_up).data;
-    gradients.w_down = call_result_like(&call, type, job.w_down).data;
-    gradients.b_gate_up = call_result_like(&call, type, job.b_gate_up).data;
-    gradients.b_down = call_result_like(&call, type, job.b_down).data;
+    gradients.w_gate_up = call_result_like(&call, narrow, job.w_gate_up).data;
+    gradients.w_down = call_result_like(&call, narrow, job.w_down).data;
+    gradients.b_gate_up = call_result_like(&call, narrow, job.b_gate_up).data;
+    gradients.b_down = call_result_like(&call, narrow, job.b_down).data;
     gradients.shared_gate_up = call_result_like(&call, type, job.shared_gate_up).data;
     gradients.shared_down = call_result_like(&call, type, job.shared_down).data;
     gradients.shared_b_gate_up = call_result_like(&call, type, job.shared_b_gate_up).data;
@@ -205,7 +207,7 @@ static const torch_op ops[] = {
                "Tensor logical_load, Tensor saved)"),
     OP(moe_backward,
        WEIGHTS ", Tensor saved, Tensor d_out, Tensor d_loss, "
-               "SymInt workspace_bytes, int replicas" NUMBERS
+               "SymInt workspace_bytes, int replicas, int narrow" NUMBERS
                ") -> (Tensor d_x, Tensor d_w_gate, Tensor d_b_gate, Tensor d_w_gate_up, "
                "Tensor d_w_down, Tensor d_b_gate_up, Tensor d_b_down, Tensor d_shared_gate_up, "
                "Tensor d_shared_down, Tensor d_shared_b_gate_up, Tensor d_shared_b_down, "

@@ -20,7 +20,8 @@ Call = struct(
     "Call", ("stream", c_void_p), ("tag", c_uint64), ("timeout_ms", c_uint32), ("sms", c_uint32)
 )
 Rows = struct("Rows", ("data", c_void_p), ("num_rows", c_int64), ("row_bytes", c_int64))
-Weights = struct("Weights", *((name, c_void_p) for name in WEIGHTS))
+SCALES = ("w_gate_up_scales", "w_down_scales")
+Weights = struct("Weights", *((name, c_void_p) for name in (*WEIGHTS, *SCALES)))
 Gradients = struct("Gradients", *((name, c_void_p) for name in WEIGHTS if name != "bias"))
 HEAD = (
     ("call", Call),
@@ -68,6 +69,8 @@ Backward = struct(
     ("d_z_loss", c_void_p),
     ("flags", c_uint32),
     ("loss_type", c_uint32),
+    ("grad_type", c_uint32),
+    ("pad", c_uint32),
 )
 
 

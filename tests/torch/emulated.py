@@ -22,7 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epic.torch
 from epic.torch import groups
 from epic.torch.ops import argument_names
-from parts import LAYER, SIZES, UNEVEN, Data, choices, numbers, same, through
+from parts import (
+    FORMS,
+    LAYER,
+    SIZES,
+    UNEVEN,
+    Data,
+    choices,
+    numbers,
+    run_form,
+    same,
+    through,
+)
 from reference import relative
 
 RANKS = 2
@@ -54,6 +65,12 @@ def case_steps(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     assert same(steps_of(on_gpu), steps_of(on_host))
 
 
+def case_forms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Flat rows, dropped choices, sums in a tree, experts anywhere: the host's bits."""
+    for name in FORMS:
+        assert same(run_form(on_gpu, name), run_form(on_host, name)), name
+
+
 def case_experts(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     """By the core on the GPU, whatever lies behind the last slab."""
     for weighting in ("late", "early", "input"):
@@ -80,7 +97,7 @@ def case_experts(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
 
 def agree(a: list[Any], b: list[Any], most: float = 1e-5) -> None:
     """The GPU's products sum in another order than the host's."""
-    worst = [relative(x.detach(), y.detach()) for x, y in zip(a, b, strict=True)]
+    worst = [relative(x.detach().double(), y.detach().double()) for x, y in zip(a, b, strict=True)]
     assert max(worst) < most, worst
 
 
@@ -103,11 +120,13 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def layer_of(group: epic.torch.Group, name: str, masked: bool) -> list[torch.Tensor]:
+def layer_of(
+    group: epic.torch.Group, name: str, masked: bool, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """A layer's results and gradients."""
     wish, more = LAYERS[name]
-    layer = epic.torch.MoE(group, epic.torch.Moe.of(**{**WISH, **wish}), **more)
-    x = numbers(30 + group.rank, 6, 16).requires_grad_()
+    layer = epic.torch.MoE(group, epic.torch.Moe.of(**{**WISH, **wish}), dtype=dtype, **more)
+    x = numbers(30 + group.rank, 6, 16, dtype=dtype).requires_grad_()
     mask = torch.arange(6) % 3 != 1 if masked else None
     out, loss = layer(x, token_mask=mask)
     (out.square().sum() + loss).backward()
@@ -129,19 +148,34 @@ def case_layers(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
             agree(got, layer_of(on_host, name, masked), 2e-5)
 
 
+def case_narrow(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Gradients of bfloat16 weights come so from the GPU, in the layer and in the experts alone."""
+    for masked in (False, True):
+        with Counted() as seen:
+            got = layer_of(on_gpu, "shared", masked, torch.bfloat16)
+        assert seen.of_weights == {torch.bfloat16}, seen.of_weights
+        agree(got, layer_of(on_host, "shared", masked, torch.bfloat16), 3e-2)
+
+
 class Counted(TorchDispatchMode):
-    """Calls of the whole layer, and the groups that the experts were computed in."""
+    """Calls of the whole layer, the groups that the experts were computed in, and the dtypes of
+    w_gate_up's gradients."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
         self.of_experts: set[int] = set()
+        self.of_weights: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += func in (torch.ops.epic.moe.default, torch.ops.epic.moe_backward.default)
         if func == torch.ops.epic.experts.default:
             self.of_experts.add(args[argument_names("experts").index("group")])
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.ops.epic.moe_backward.default, torch.ops.epic.experts_backward.default):
+            names = [r.name for r in func._schema.returns]
+            self.of_weights.add(found[names.index("d_w_gate_up")].dtype)
+        return found
 
 
 def case_placed(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:

@@ -102,6 +102,49 @@ def check_round(step: Callable[..., Any], mine: list[torch.Tensor], most: float)
     return got
 
 
+# Of a layer, and of plan; tested on GPUs against the host's bits.
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "flat": ({"layout": "flat"}, {}),
+    "flat, drop": ({"layout": "flat", "overflow": "drop"}, {"capacity": 4}),
+    "drop": ({"overflow": "drop", "expert_capacity": 3}, {}),
+    "drop by k": ({"overflow": "drop", "priority": "by_k", "expert_capacity": 3}, {}),
+    "drop where a rank is full": ({"overflow": "drop"}, {"capacity": 8}),
+    "tree": ({"sum_order": "tree", "leaves": 8}, {}),
+    "float32 partials": ({"partial_type": "float32"}, {}),
+    "placed": ({}, {"rank_of_expert": [0, 1, 1, 0, 1, 0, 1, 1]}),
+    "distinct": ({"distinct": True}, {}),
+}
+
+
+def run_form(group: epic.torch.Group, name: str) -> list[torch.Tensor]:
+    """Rows there and their sum home, with gradients; what the plan counts, and its ledger.  Nothing
+    but EPIC rounds."""
+    wish, more = FORMS[name]
+    layer = epic.torch.Layer(EXPERTS, TOP_K, **{"alignment": ALIGN, **wish})
+    local = EXPERTS // group.num_ranks
+    if "rank_of_expert" in more:
+        table = [rank % group.num_ranks for rank in more["rank_of_expert"]]
+        local = table.count(group.rank)
+        more = {"rank_of_expert": table, "num_local_experts": EXPERTS, "capacity": 99}
+    x, w, ids, ct = Data(UNEVEN, dtype=torch.bfloat16).mine(group.rank, str(group.device))
+    plan = epic.torch.plan(group, layer, ids, **more)
+    found = [plan.load, plan.demand]
+    if layer.layout == "flat":
+        rows, weights, experts = epic.torch.dispatch_flat(plan, x, w)
+        out = epic.torch.combine(plan, rows * 2)
+        found += [experts]
+    else:
+        rows, weights = epic.torch.dispatch(plan, x, w)
+        out = epic.torch.combine(plan, rows * 2, weights)
+        found += [plan.expert_rows[:local], plan.expert_tokens[:local]]
+    assert weights is not None
+    gradients = torch.autograd.grad((out, weights), (x, w), (ct, torch.ones_like(weights)))
+    ledger = epic.torch.read_plan(plan)
+    where = torch.where(ledger.fate >= 0, ledger.rank, -1)  # of the others GPUs do not say it
+    found += [rows, weights, out, *gradients, ledger.fate, where]
+    return [v.detach().cpu() for v in found]
+
+
 def same(a: Any, b: Any) -> bool:
     """Bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

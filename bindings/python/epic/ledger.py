@@ -16,7 +16,7 @@ class Ledger:
 
     fate [num_tokens, top_k] int32: the slot on the rank that owns the expert, or NO_EXPERT,
     EXPERT_FULL (past Layer.expert_capacity), RANK_FULL (past the capacity of a rank); rank, of the
-    same shape: that rank, -1 if there is none.
+    same shape: that rank, -1 if there is none; on GPUs also of a choice that was dropped.
     """
 
     id: int

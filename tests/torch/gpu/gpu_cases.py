@@ -15,6 +15,7 @@ from epic.torch.experts import slab_mm
 from parts import (
     EVEN,
     EXPERTS,
+    FORMS,
     HIDDEN,
     LAYER,
     SIZES,
@@ -23,6 +24,7 @@ from parts import (
     check_round,
     choices,
     numbers,
+    run_form,
     same,
     through,
 )
@@ -82,6 +84,14 @@ def case_host_bits(group: Group) -> None:
             on_gpu = run_all(group, data_of(group, UNEVEN, dtype=dtype))
             on_host = run_all(host, Data(UNEVEN, dtype=dtype).mine(group.rank))
             assert same([v.cpu() for v in on_gpu], on_host)
+
+
+def case_forms(group: Group) -> None:
+    """Flat rows, dropped choices, sums in a tree, experts anywhere: the bits of the same ranks on
+    the host."""
+    with beside(group) as host:
+        for name in FORMS:
+            assert same(run_form(group, name), run_form(host, name)), name
 
 
 def run_all(group: Group, mine: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -144,6 +154,59 @@ def case_graph(group: Group) -> None:
         torch.cuda.synchronize()
         assert same([v.clone() for v in captured], forward_backward())
     del graph
+
+
+def case_pipeline(group: Group) -> None:
+    """Three micro-batches, forward and backward interleaved as a pipeline's rank does (1F1B), eager
+    and captured: the bits of one after the other."""
+    step, batches = through(group, False), []
+    for i in range(3):
+        x, w, ids, ct = data_of(group, UNEVEN)
+        batches.append([(x.detach() * (i + 1)).requires_grad_(), w, ids, ct])
+
+    def interleaved() -> list[torch.Tensor]:
+        outs: dict[int, torch.Tensor] = {}
+        found: dict[int, list[torch.Tensor]] = {}
+        for forward, i in ((1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (0, 2)):
+            x, w, ids, ct = batches[i]
+            if forward:
+                outs[i] = step(x, w, ids)
+            else:
+                out = outs.pop(i)
+                found[i] = [out, *torch.autograd.grad(out, (x, w), ct)]
+        return [v for i in range(3) for v in found[i]]
+
+    def in_turn() -> list[torch.Tensor]:
+        return [v for batch in batches for v in check_round(step, batch, 2e-6)]
+
+    assert same(interleaved(), in_turn())
+    graph, captured = capture(group, interleaved)
+    for scale in (0.5, 3.0):
+        with torch.no_grad():
+            for batch in batches:
+                batch[0].mul_(scale)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same([v.clone() for v in captured], in_turn())
+    del graph
+
+
+def case_reuse(group: Group) -> None:
+    """Rows or a plan that were written before their backward: told, not computed with."""
+    x, w, ids, _ = data_of(group, EVEN)
+    plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+    rows = torch.sin(recv)
+    out = epic.torch.combine(plan, rows, slot)
+    with torch.no_grad():
+        epic.torch.dispatch(plan, x, out=(rows, None))
+    for spoiled in (out, recv):
+        try:
+            torch.autograd.grad(spoiled, x, torch.ones_like(spoiled), retain_graph=True)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error), error
+        else:
+            raise AssertionError("what was written since was computed with")
+        plan.bytes.zero_()
 
 
 def case_compile(group: Group) -> None:

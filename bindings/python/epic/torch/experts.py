@@ -98,6 +98,7 @@ class RunExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         size: int,
+        narrow: bool,
         group: int,
         numbers: tuple[Any, ...],
         x: Tensor,
@@ -109,7 +110,7 @@ class RunExperts(torch.autograd.Function):
         """The core saves what gate and up gave."""
         inputs = (x, expert_rows, expert_tokens, slots, *weights)
         y, saved = ops.experts.default(*inputs, size, group, *numbers)
-        ctx.numbers = (group, *numbers)
+        ctx.numbers = (int(narrow), group, *numbers)
         ctx.save_for_backward(*inputs, saved)
         return y
 
@@ -117,12 +118,12 @@ class RunExperts(torch.autograd.Function):
     @once_differentiable
     @raising
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-        """Weight gradients come in float32 and leave in the weights' dtype."""
+        """Weight gradients leave in the weights' dtype; where narrow, they come so."""
         inputs = ctx.saved_tensors
         d_x, *rest = ops.experts_backward.default(*inputs, d_y.contiguous(), *ctx.numbers)
         pairs = zip(inputs[3:8], rest, strict=True)
         given = [None if x is None else d.to(x.dtype) for x, d in pairs]
-        return None, None, None, d_x, None, None, *given
+        return None, None, None, None, d_x, None, None, *given
 
 
 @raising
@@ -159,9 +160,9 @@ def experts(
     passed, base, each = facts(options.key, up.shape[0], *kinds, on_gpu)
     arrays = [None if w is None else w.contiguous() for w in weights]
     size = base + each * rows.shape[0]
-    return RunExperts.apply(
-        size, number, passed, rows.contiguous(), expert_rows, expert_tokens, slot_weights, *arrays
-    )
+    narrow = on_gpu and rows.dtype == up.dtype
+    inputs = (rows.contiguous(), expert_rows, expert_tokens, slot_weights, *arrays)
+    return RunExperts.apply(size, narrow, number, passed, *inputs)
 
 
 # --------------------------------------------------------------- with any product ----

@@ -85,6 +85,7 @@ class Facts(NamedTuple):
     backward_bytes: int
     plan_bytes: int  # with which begins what is saved
     replicas: int  # experts, if they are replicas of fewer; else 0
+    narrow: bool  # gradients of the experts' weights come in the weights' dtype, else in float32
     numbers: tuple[Any, ...]
 
 
@@ -127,8 +128,9 @@ def facts_of(
         prefix, names = "cuda_" if group.on_gpu else "", ("saved", "forward", "backward")
         bytes_ = [int(getattr(sizes, f"{prefix}{name}_bytes")) for name in names]
         replicas = wish.layer.num_experts if wish.layer.num_logical else 0
+        narrow = group.on_gpu and row_type == weight_type and not replicas  # else they are added
         bytes_ += [group.plan_bytes(wish.layer), replicas]
-        found = group.kept[key] = (*bytes_, numbers_of(whole))
+        found = group.kept[key] = (*bytes_, narrow, numbers_of(whole))
     return found
 
 
@@ -179,10 +181,11 @@ class Layer(torch.autograd.Function):
     @once_differentiable
     @raising
     def backward(ctx: Any, d_out: Tensor, d_loss: Tensor, *_: Any) -> tuple[Any, ...]:
-        """Weight gradients come in float32 and leave in the weights' dtype."""
+        """Weight gradients leave in the weights' dtype."""
         x, *weights, saved = ctx.saved_tensors
         group, facts = ctx.group, ctx.facts
-        numbers = (facts.backward_bytes, facts.replicas, group.number, ctx.tag, *facts.numbers)
+        sizes = (facts.backward_bytes, facts.replicas, int(facts.narrow))
+        numbers = (*sizes, group.number, ctx.tag, *facts.numbers)
         gradients = (d_out.contiguous(), d_loss.contiguous())
         results = ops.moe_backward.default(group.turn, x, *weights, saved, *gradients, *numbers)
         d_x, *rest = results

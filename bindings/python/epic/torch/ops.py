@@ -392,12 +392,16 @@ def experts_backward_fake(
     w_down: Tensor,
     b_gate_up: Tensor | None,
     b_down: Tensor | None,
+    saved: Tensor,
+    d_y: Tensor,
+    narrow: int,
     *_: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, slot_weights and the weights."""
     weights = (w_gate_up, w_down, b_gate_up, b_down)
     slots = like_or_none(slot_weights, torch.float32, x)
-    return torch.empty_like(x), slots, *(like_or_none(w, wide(x), x) for w in weights)
+    kind = x.dtype if narrow else wide(x)
+    return torch.empty_like(x), slots, *(like_or_none(w, kind, x) for w in weights)
 
 
 def numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
@@ -407,6 +411,8 @@ def numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
 
 NUM_EXPERTS = argument_names("moe").index("router_num_experts")
 MOE_WEIGHTS = 12  # of moe: w_gate to w_shared_gate; the third is the bias, without a gradient
+OF_EXPERTS = range(3, 7)  # of these, w_gate_up to b_down
+NARROW = argument_names("moe_backward").index("narrow") - 2
 
 
 @fake
@@ -423,5 +429,7 @@ def moe_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 @fake
 def moe_backward_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of x and of the weights but the bias."""
-    weights = [w for i, w in enumerate(rest[:MOE_WEIGHTS]) if i != 2]
-    return torch.empty_like(x), *(like_or_none(w, wide(x), x) for w in weights)
+    of_experts = x.dtype if rest[NARROW] else wide(x)
+    kinds = [of_experts if i in OF_EXPERTS else wide(x) for i in range(MOE_WEIGHTS)]
+    found = [like_or_none(rest[i], kinds[i], x) for i in range(MOE_WEIGHTS) if i != 2]
+    return torch.empty_like(x), *found
