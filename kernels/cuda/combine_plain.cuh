@@ -237,7 +237,7 @@ __device__ __forceinline__ bool take_floats(const Combine &c, int32_t token)
         last = rank;
         uint32_t word = 0, *from = NULL;
         if (rank >= 0 && rank != self.rank)
-            from = floats_of(c.job.self, c.now, c.now.heap,
+            from = floats_of(c.job.self, c.now, heap_by(c.now, rank),
                              wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
                    (int64_t)token * float_stride(c.top_k) + n;
         if (rank == self.rank && fate[choice] < c.job.num_rows)

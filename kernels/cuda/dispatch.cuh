@@ -162,7 +162,9 @@ __device__ __forceinline__ void end_record(const Move &m, int rank, int32_t toke
 __device__ __forceinline__ uint32_t *weight_from(const Move &m, int source, int32_t token,
                                                  int n)
 {
-    return floats_of(m.job.plan.self, m.now, m.now.heap, source) +
+    const p2p_self &self = m.job.plan.self;
+    const int rank = wrap(self.rank + 1 + source, self.num_ranks);
+    return floats_of(self, m.now, heap_by(m.now, rank), source) +
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
@@ -233,7 +235,7 @@ __device__ __forceinline__ bool take(const Move &m, int rank, int source, int32_
     uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
     if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, copied, q))
         return false;
-    uint32_t *escape = escapes_of(m.job.plan.self, m.now, m.now.heap, source) +
+    uint32_t *escape = escapes_of(m.job.plan.self, m.now, heap_by(m.now, rank), source) +
                        ((int64_t)token * m.shape.pieces + piece) * WARP;
     if (!unhide_poison<V>(m.now, rank, q, escape)) return false;
     restore_piece<V, EXACT>(staged, vector, m.shape.vectors);

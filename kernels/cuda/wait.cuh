@@ -76,6 +76,16 @@ __device__ __forceinline__ bool stamped(const Now &now, uint64_t word)
     return (uint32_t)(word >> 32) == now.epoch;
 }
 
+/* Where rank q stores what it tells this one.  hosts: ranks of this host have a heap of their own
+ * to store into, by NVLink; the wire writes the other. */
+__device__ __forceinline__ uint8_t *heap_by(const Now &now, int q)
+{
+#ifdef EPIC_HOSTS
+    if (now.self->near >> q & 1) return now.self->near_heap;
+#endif
+    return now.heap;
+}
+
 /* What `rank` said to the rank that owns the heap. */
 __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap, int rank)
 {
@@ -165,7 +175,7 @@ static __device__ uint32_t culprits(const Now &now, uint32_t awaited)
     uint32_t missing = 0, waiting = 0, late = awaited;
 #pragma unroll 1
     for (int q = 0; q < num_ranks; q++)
-        if (q != own && !stamped(now, load_relaxed(announcement(now, now.heap, q))))
+        if (q != own && !stamped(now, load_relaxed(announcement(now, heap_by(now, q), q))))
             missing |= 1u << q;
     if (missing) return missing;
 #pragma unroll 1
@@ -197,7 +207,7 @@ __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t
     uint64_t word = load_relaxed((const uint64_t *)(now.heap + self.at.broken));
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
-        const uint64_t said = load_relaxed(announcement(now, now.heap, q));
+        const uint64_t said = load_relaxed(announcement(now, heap_by(now, q), q));
         if (!stamped(now, said) || (uint32_t)said == now.signature) continue;
         theirs = (uint32_t)said;
         word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase, 1u << q);
@@ -320,7 +330,7 @@ static __device__ void find_boxes(Now &now, int q)
     const int peers = self.num_ranks - 1, first = parity(now) * peers;
     const int its = wrap(q + self.num_ranks - self.rank - 1, self.num_ranks);
     const int mine = wrap(self.rank + self.num_ranks - q - 1, self.num_ranks);
-    now.inbox[q] = now.heap + self.at.staging + (first + its) * self.at.source_bytes;
+    now.inbox[q] = heap_by(now, q) + self.at.staging + (first + its) * self.at.source_bytes;
     now.outbox[q] = self.heap[q] + self.at.staging + (first + mine) * self.at.source_bytes;
 }
 
@@ -360,9 +370,9 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
  * while this waits. */
 static __device__ bool hear(const Now &now)
 {
-    const int q = lane_id();
-    const bool mine = q < now.self->num_ranks;
-    const uint64_t *from = announcement(now, now.heap, mine ? q : 0);
+    const bool mine = lane_id() < now.self->num_ranks;
+    const int q = mine ? lane_id() : 0;
+    const uint64_t *from = announcement(now, heap_by(now, q), q);
     return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t said = load_acquire_sys(from + P2P_SAYS_SIGNATURE);
         /* nobody is two operations ahead: a word of this parity is at most this one's */
@@ -375,9 +385,9 @@ static __device__ bool hear(const Now &now)
 /* One warp, lane = rank: word `which` of that rank's announcement; 0 past the ranks. */
 static __device__ bool heard(const Now &now, int which, int32_t &value)
 {
-    const int q = lane_id();
-    const bool mine = q < now.self->num_ranks;
-    const uint64_t *from = announcement(now, now.heap, mine ? q : 0) + which;
+    const bool mine = lane_id() < now.self->num_ranks;
+    const int q = mine ? lane_id() : 0;
+    const uint64_t *from = announcement(now, heap_by(now, q), q) + which;
     uint64_t said = 0;
     const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         said = load_relaxed(from);

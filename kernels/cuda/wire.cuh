@@ -16,6 +16,16 @@
 #ifndef EPIC_WIRE_CUH
 #define EPIC_WIRE_CUH
 
+/* Is rank q on another host? */
+__device__ __forceinline__ bool is_far(const p2p_self &self, int q)
+{
+#ifdef EPIC_HOSTS
+    return q != self.rank && !(self.near >> q & 1);
+#else
+    return false;
+#endif
+}
+
 /* In arrays of a heap by source: what rank `to` is told by rank `by`. */
 __device__ __forceinline__ int place_of(const p2p_self &self, int to, int by)
 {
@@ -57,11 +67,11 @@ static __device__ __noinline__ void post(const Now &now, uint64_t entry)
                   entry | P2P_ENTRY_LAP(place));
 }
 
-/* One thread: `bytes` that are stored for rank q go.  Nothing to do for this rank itself. */
+/* One thread: `bytes` that are stored for rank q go.  Nothing to do for ranks of this host. */
 __device__ __forceinline__ void ship(const Now &now, int q, const void *from, uint32_t bytes)
 {
     const p2p_self &self = *now.self;
-    if (q == self.rank) return;
+    if (!is_far(self, q)) return;
     const uint64_t word = (uint64_t)((const uint8_t *)from - self.heap[q]) / 8;
     post(now, P2P_ENTRY(q, word, bytes / 8));
 }
@@ -78,7 +88,7 @@ __device__ __forceinline__ void ship_together(const Now &now, int q, const void 
  * there. */
 __device__ __forceinline__ void ship_floats(const Now &now, int q, uint32_t *floats, int count)
 {
-    if (count == 0) return;
+    if (count == 0 || !is_far(*now.self, q)) return;
     if (count % 2 && lane_id() == 0) store_relaxed(floats + count, POISON);
     ship_together(now, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }

@@ -52,12 +52,11 @@ static void run_case(bench *b)
 }
 
 /* Staging, floats and parts must hold poison again, the escapes zeros. */
-static void check_restored(bench *b)
+static void check_heap(bench *b, const uint8_t *memory)
 {
     const p2p_heap *at = &b->me->group->self.at;
     uint8_t *heap = malloc((size_t)at->bytes);
-    cudaMemcpy(heap, b->me->group->self.heap[b->me->rank], (size_t)at->bytes,
-               cudaMemcpyDeviceToHost);
+    cudaMemcpy(heap, memory, (size_t)at->bytes, cudaMemcpyDefault);
     for (int64_t i = at->floats; i < at->bytes; i++)
         if (heap[i] != 0xff) {
             wrong(b, "heap byte %lld is %02x, not ff (floats %lld parts %lld staging %lld)",
@@ -71,6 +70,15 @@ static void check_restored(bench *b)
             break;
         }
     free(heap);
+}
+
+static void check_restored(bench *b)
+{
+    const p2p_self *self = &b->me->group->self;
+    check_heap(b, self->heap[self->rank]);
+#if HOSTS
+    if (self->near_heap) check_heap(b, self->near_heap);
+#endif
 }
 
 static int work(team_rank *me)
