@@ -124,6 +124,7 @@ typedef struct p2p_self {            /* what every kernel knows about its rank *
     p2p_ring ring;
     uint8_t *near_heap; /* that other ranks of this host store into; NULL: there are none */
     uint32_t near;      /* a bit for each of them */
+    int32_t local;      /* ranks of each host, if rows go by relays (relay.cuh); else 0 */
 #endif
 } p2p_self;
 

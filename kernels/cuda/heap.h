@@ -42,6 +42,9 @@ typedef struct p2p_heap {
     int64_t records; /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here; FLAT: local
                         experts */
     int64_t rows;    /* stamped [2][num_ranks][max_tokens]: FLAT: the token's row here */
+#ifdef EPIC_HOSTS
+    int64_t wants; /* stamped [2][num_ranks][max_tokens]: relay.cuh */
+#endif
     int64_t floats;  /* poison [2][num_ranks - 1][max_tokens * MAX_TOP_K] */
     int64_t escapes; /* zero [2][num_ranks - 1][escape_words] */
     int64_t parts;   /* poison [num_ranks][max_tokens * MAX_TOP_K * blocks]: this rank alone */
@@ -124,6 +127,10 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
     h.rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
     h.escapes = h.rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+#ifdef EPIC_HOSTS
+    h.wants = h.escapes;
+    h.escapes = h.wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+#endif
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
     h.staging = h.parts + device_round_up(num_ranks * h.part_words * 4, 512);

@@ -86,6 +86,15 @@ __device__ __forceinline__ uint8_t *heap_by(const Now &now, int q)
     return now.heap;
 }
 
+/* The same of rows: what comes by relays (relay.cuh), neighbours store. */
+__device__ __forceinline__ uint8_t *rows_by(const Now &now, int q)
+{
+#ifdef EPIC_HOSTS
+    if (now.self->local && now.self->operation == EPIC_OP_DISPATCH) return now.self->near_heap;
+#endif
+    return heap_by(now, q);
+}
+
 /* What `rank` said to the rank that owns the heap. */
 __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap, int rank)
 {
@@ -330,7 +339,7 @@ static __device__ void find_boxes(Now &now, int q)
     const int peers = self.num_ranks - 1, first = parity(now) * peers;
     const int its = wrap(q + self.num_ranks - self.rank - 1, self.num_ranks);
     const int mine = wrap(self.rank + self.num_ranks - q - 1, self.num_ranks);
-    now.inbox[q] = heap_by(now, q) + self.at.staging + (first + its) * self.at.source_bytes;
+    now.inbox[q] = rows_by(now, q) + self.at.staging + (first + its) * self.at.source_bytes;
     now.outbox[q] = self.heap[q] + self.at.staging + (first + mine) * self.at.source_bytes;
 }
 

@@ -16,6 +16,7 @@ typedef struct card {
     uint32_t result; /* of its own part so far */
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle; /* of the heap for neighbours */
+    uint32_t relays;           /* its process may go by them */
     char sentence[256];
     _Alignas(8) unsigned char lines[WIRE_LINES_CARD_BYTES];
     _Alignas(8) unsigned char wire[WIRE_CARD_BYTES];
@@ -152,6 +153,12 @@ static wire_puts puts_wanted(void)
                            : WIRE_PUT_ALWAYS;
 }
 
+static bool relays_wanted(void)
+{
+    const char *text = getenv("EPIC_WIRE_RELAY");
+    return !text || *text != '0';
+}
+
 static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
 {
     char why[WIRE_WHY];
@@ -176,6 +183,7 @@ static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
 
 static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
 {
+    mine->relays = relays_wanted();
     TRY(p2p_group_device(g, &mine->gpu));
     TRY(make_near(g, h, mine));
     TRY(make_heaps(g, h));
@@ -233,6 +241,20 @@ static epic_result check_card(const card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
+/* Rows go by relays where all hosts have as many ranks, several, one after the other. */
+static int32_t local_of(const epic_group *g, const card *cards)
+{
+    int32_t local = 1;
+    while (local < g->num_ranks && p2p_same(g->peers[local].host, g->peers[0].host)) local++;
+    if (local == 1 || local == g->num_ranks || g->num_ranks % local) return 0;
+    for (int q = 0; q < g->num_ranks; q++)
+        for (int p = 0; p < g->num_ranks; p++)
+            if (!cards[q].relays ||
+                p2p_same(g->peers[p].host, g->peers[q].host) != (p / local == q / local))
+                return 0;
+    return local;
+}
+
 static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards)
 {
     p2p_gpu gpus[WIRE_MAX_HOSTS];
@@ -241,6 +263,7 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards
     TRY(p2p_budget_share(g, gpus));
     for (int q = 0; q < g->num_ranks; q++)
         if (g->self.near >> q & 1) TRY(p2p_heap_reach(g, q, &cards[q].handle));
+    g->self.local = local_of(g, cards);
     TRY(connect_wire(g, h, cards));
     TRY(connect_lines(g, h, cards));
     return start_ring(g, h);
@@ -356,6 +379,11 @@ static void leave(epic_group *g)
         nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
     release(g);
     if (device >= 0) (void)cudaSetDevice(device);
+}
+
+uint64_t hosts_bytes_given(const epic_group *g)
+{
+    return hosts_ring_given(g->hosts->ring);
 }
 
 /* In a forked child: while it held the lines, nobody would see its parent's death. */

@@ -44,6 +44,7 @@ struct hosts_ring {
     int leave;
     bool running;                        /* an operation */
     uint64_t taken;                      /* entries */
+    uint64_t bytes;                      /* of theirs */
     uint64_t given[WIRE_MAX_HOSTS];      /* puts and words to a host */
     uint64_t ends[ENDS][WIRE_MAX_HOSTS]; /* `given`, when an epoch ended */
     uint64_t num_ends, num_freed;        /* epochs */
@@ -89,6 +90,8 @@ static bool take_entry(hosts_ring *r)
     else if (is_peer(r, host) &&
              !put(r, host, P2P_ENTRY_WORD(entry) * 8, P2P_ENTRY_WORDS(entry) * 8))
         return false;
+    if (is_peer(r, host)) /* who reads it is another thread */
+        __atomic_store_n(&r->bytes, r->bytes + P2P_ENTRY_WORDS(entry) * 8, __ATOMIC_RELAXED);
     __atomic_store_n(&r->setup.ring.words->taken, ++r->taken, __ATOMIC_RELEASE);
     return true;
 }
@@ -252,6 +255,11 @@ void hosts_ring_tell(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
     __atomic_compare_exchange_n(&m->state, &asked, NOTHING, false, __ATOMIC_ACQ_REL,
                                 __ATOMIC_RELAXED);
     pthread_mutex_unlock(&r->mutex);
+}
+
+uint64_t hosts_ring_given(const hosts_ring *r)
+{
+    return __atomic_load_n(&r->bytes, __ATOMIC_RELAXED);
 }
 
 void hosts_ring_close(hosts_ring *r)
