@@ -346,6 +346,11 @@ void p2p_tell(epic_group *g, int peer, int64_t at, const void *bytes, size_t cou
     if (peer != g->rank) hosts_ring_tell(g->hosts->ring, peer, (uint64_t)at, (uint32_t)count);
 }
 
+void p2p_wake(const epic_group *g)
+{
+    hosts_ring_wake(g->hosts->ring);
+}
+
 static uint64_t now_ms(void)
 {
     struct timespec t;

@@ -71,6 +71,9 @@ const uint64_t *p2p_gone(epic_group *group); /* NULL: the device does not answer
  * Each backend has its own. */
 void p2p_tell(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
+/* An operation is about to be launched, or given up: of hosts, the thread wakes. */
+void p2p_wake(const epic_group *group);
+
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
 void *p2p_allocate(epic_group *group, size_t bytes);
 void p2p_release(epic_group *group, void *memory);

@@ -40,6 +40,7 @@ static p2p_self self_of(const epic_group *g, const epic_call *call, epic_operati
                         alike a)
 {
     p2p_self self = g->self;
+    p2p_wake(g);
     mix(&a, call->tag);
     self.operation = operation;
     self.layouts = P2P_BY_EXPERT | P2P_FLAT;
