@@ -87,7 +87,17 @@ typedef struct p2p_control {
     uint64_t posted;  /* hosts: entries that have a place in the ring, */
     uint64_t room;    /* those before this one fit it, */
     uint64_t epochs;  /* and epochs that have ended */
+#ifdef EPIC_HOSTS     /* what warps would else ask host memory for, each for itself: wire.cuh */
+    uint64_t broken;  /* not 0: the group is, and why */
+    uint64_t freed;   /* what the host's word was when it was last asked, */
+    uint32_t freed_asked;                                    /* units of 1024 ns */
+    uint32_t heard_asked;                                    /* the same of announcements, */
+    uint32_t asked_end;                                      /* and of what ends an operation */
+    uint64_t heard[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped */
+#endif
 } p2p_control;
+
+#define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
 /* What travels fits one source's staging for at least one token of twice the widest row. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
@@ -117,7 +127,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.waits = h.gone + DEVICE_MAX_RANKS * 8;
     h.why = h.waits + DEVICE_MAX_RANKS * 8;
     h.control = h.why + 512;
-    h.faults = h.control + 128;
+    h.faults = h.control + P2P_CONTROL_BYTES;
     h.first = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;
     h.counts = h.first + P2P_MAX_PLANNERS * 8;
     h.searches = h.counts + 2 * num_ranks * DEVICE_MAX_TALLIES * 8;

@@ -104,6 +104,22 @@ __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap,
 
 /* ------------------------------------------------------------------------------ failure ---- */
 
+/* hosts: reads of one place of host memory by many warps are served one after the other, 1.1 us
+ * each.  So one asks for all: is it this thread's turn, `pause` units of 1024 ns after the last? */
+__device__ __forceinline__ bool may_ask(uint32_t *asked, uint32_t pause)
+{
+    const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
+    return time - before >= pause && atomicCAS(asked, before, time) == before;
+}
+
+/* hosts: so that all here know. */
+__device__ __forceinline__ void keep_broken(const Now &now, uint64_t word)
+{
+#ifdef EPIC_HOSTS
+    if (word) store_relaxed(&control_of(now)->broken, word);
+#endif
+}
+
 /* Writes the status, once, and tells the peers if it was this rank that found out. */
 static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32_t theirs)
 {
@@ -120,6 +136,7 @@ static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32
     status->deadline_ms = (uint32_t)(self.timeout_ns / 1000000);
     __threadfence_system();
     *(volatile uint32_t *)&status->result = word & 15;
+    keep_broken(now, word);
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks; q++)
         if (q == self.rank || (!HOSTS && (int)(word >> 12 & 0xff) == self.rank))
@@ -253,6 +270,22 @@ static __device__ __noinline__ bool too_late(const Now &now, int peer)
     return false;
 }
 
+/* The same, for a spin: it has time. */
+__device__ __forceinline__ bool has_ended(const Now &now, int phase)
+{
+    uint32_t theirs;
+#ifdef EPIC_HOSTS
+    p2p_control *control = control_of(now);
+    if (load_relaxed(&control->broken)) return true;
+    if (!may_ask(&control->asked_end, TIME_TO_ASK)) return false;
+    const uint64_t word = find_end(now, phase, theirs);
+    keep_broken(now, word);
+    return word != 0;
+#else
+    return find_end(now, phase, theirs) != 0;
+#endif
+}
+
 /* Polled by a spin from time to time: has the group failed, or the deadline passed?  `fresh`: the
  * first poll of a wait, so the wait before it has ended and something has moved.  The diagnosis is
  * left to the end of the CTA, so that spinning warps need few registers. */
@@ -260,10 +293,9 @@ static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase
 {
     const p2p_self &self = *now.self;
     const uint64_t time = timer_ns();
-    uint32_t theirs;
     if (fresh) store_relaxed(&control_of(now)->moved, time);
     const bool late = time > now.deadline - self.timeout_ns / 4;
-    const bool over = (late && too_late(now, peer)) || find_end(now, phase, theirs);
+    const bool over = (late && too_late(now, peer)) || has_ended(now, phase);
     if (over) atomicMax(&now.lost, LOST(peer, phase));
     return over;
 }
@@ -350,8 +382,13 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
                              int32_t capacity, int32_t rows)
 {
     if (self.operation == EPIC_OP_NONE) return false;
+#ifdef EPIC_HOSTS
+    const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
+    const uint64_t broken = load_relaxed(&control->broken);
+#else
     const uint64_t broken =
         load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
+#endif
     if (threadIdx.x == 0) {
         now.tokens = tokens;
         now.capacity = capacity;
@@ -399,7 +436,7 @@ static __device__ bool heard(const Now &now, int which, int32_t &value)
     const uint64_t *from = announcement(now, heap_by(now, q), q) + which;
     uint64_t said = 0;
     const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
-        said = load_relaxed(from);
+        said = HOSTS ? hear_for_all(now, from, which, q) : load_relaxed(from);
         return __all_sync(ALL_LANES, !mine || stamped(now, said)) != 0;
     });
     value = mine ? (int32_t)(uint32_t)said : 0;
