@@ -115,10 +115,19 @@ gpu-test: gpu-build $(GPU_API) $(GPU_MANY) $(GPU_OUT)/conformance_p2p
 gpu-bench: $(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_router
 	GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
+# Backend hosts, with the ranks of this machine as hosts; -DEPIC_HOSTS=ON and UCX are needed.
+$(GPU_OUT)/gpu_hosts: bench/gpu/hosts.c all
+	@mkdir -p $(GPU_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) $< -o $@ $(GPU_INNER)
+gpu-bench-hosts: $(GPU_OUT)/gpu_hosts
+	@if ! test -e build/lib/libepic_hosts.so; then \
+	    echo "left out: no libepic_hosts.so; cmake -S . -B build -DEPIC_HOSTS=ON, then again"; \
+	else $(GPU_OUT)/gpu_hosts && $(GPU_OUT)/gpu_hosts backend=p2p; fi
+
 gpu-bench-layer: $(GPU_OUT)/gpu_layer $(GPU_OUT)/gpu_moe
 	$(GPU_OUT)/gpu_layer
 	$(GPU_OUT)/gpu_moe
 	python3 bench/gpu/layer_torch.py
 
-.PHONY: nvcc-build test-nvcc gpu-build gpu-test gpu-bench gpu-bench-layer
+.PHONY: nvcc-build test-nvcc gpu-build gpu-test gpu-bench gpu-bench-hosts gpu-bench-layer
 .PRECIOUS: $(GPU_OUT)/%.o

@@ -43,7 +43,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const bool leaves = tree && (int)h.leaves > job.self.num_ranks;
     const bool wide = ROW::N == 8 && h.partial_type == EPIC_F32;
     const bool deep = tree && job.self.num_ranks > 8;
-    const bool streams = !leaves && !wide && !deep && job.aligned && h.top_k <= WARP;
+    const bool by_host = moves && adds_by_host(job.self, h);
+    const bool streams =
+        !by_host && !leaves && !wide && !deep && job.aligned && h.top_k <= WARP;
     const RowShape shape = streams ? row_shape<STREAM_V>(job.row_bytes, job.aligned)
                                    : row_shape<1>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0) {
@@ -53,6 +55,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (!begin(now, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     uint4 *stack = (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (wide ? 2 : 1) * WARP;
     Combine c = {job, now, plan, expert, source, stack, shape, policy_once(), 0, (int)h.top_k};
+#ifdef EPIC_HOSTS
+    c.by_host = by_host;
+#endif
     bool ok = true;
     if (moves && streams && !tree)
         ok = combine_stream<ROW, EXACT, false>(c, now, memory);

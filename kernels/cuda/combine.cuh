@@ -3,8 +3,8 @@
 #ifndef EPIC_COMBINE_CUH
 #define EPIC_COMBINE_CUH
 
+#include "cuda/relay.cuh"
 #include "cuda/slots.cuh"
-#include "cuda/staging.cuh"
 
 /* Partials of ROW rows that travel and are added as PART. */
 template <class ROW, class PART> struct Node {
@@ -42,6 +42,9 @@ struct Combine { /* what every unit of the running round needs */
     uint64_t policy;
     int32_t first; /* token of the round */
     int32_t top_k;
+#ifdef EPIC_HOSTS
+    bool by_host; /* partials are added by host */
+#endif
 };
 
 /* Lane n: the n-th slot here of a rank's token, -1 past the last; as the plan has it. */
@@ -67,6 +70,14 @@ __device__ __forceinline__ int32_t rank_of(const Combine &c, int32_t token, int 
 
 __device__ __forceinline__ int peer_of(const Combine &c, int role)
 {
+#ifdef EPIC_HOSTS
+    const int local = c.job.self.local, ranks = c.job.self.num_ranks;
+    const int others = c.by_host ? ranks - ranks / local : ranks; /* that are no mates */
+    if (role >= others)
+        role = (role - others + 1) * local - 1;
+    else if (c.by_host)
+        role += role / (local - 1);
+#endif
     return wrap(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }
 

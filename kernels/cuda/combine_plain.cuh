@@ -237,7 +237,7 @@ __device__ __forceinline__ bool take_floats(const Combine &c, int32_t token)
         last = rank;
         uint32_t word = 0, *from = NULL;
         if (rank >= 0 && rank != self.rank)
-            from = floats_of(c.job.self, c.now, c.now.heap,
+            from = floats_of(c.job.self, c.now, heap_by(c.now, rank),
                              wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
                    (int64_t)token * float_stride(c.top_k) + n;
         if (rank == self.rank && fate[choice] < c.job.num_rows)
@@ -277,16 +277,27 @@ __device__ __forceinline__ bool sum_unit(const Combine &c, const Unit &u, int ra
         return sum_here<ROW, PART, V>(c, node, rank, u.token, u.slot, vector);
 }
 
+#include "cuda/combine_relay.cuh"
+
 template <class ROW, class PART, int V, bool LEAVES>
-__device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
+__device__ __forceinline__ bool expert_unit(const Combine &c, const Unit &u)
 {
     constexpr int P = Node<ROW, PART>::VECTORS;
     const int rank = peer_of(c, u.role);
     const int32_t vector = u.piece * V * WARP;
     uint4 node[V][P];
-    if (!sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node)) return;
-    const int source = c.job.self.num_ranks - 2 - u.role; /* this rank, as the peer counts */
+    const bool some = sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node);
+    int source = c.job.self.num_ranks - 2 - u.role; /* this rank, as the peer counts */
     uint8_t *heap = c.job.self.heap[rank];
+#ifdef EPIC_HOSTS
+    source = source_of(c.job.self, rank, c.job.self.rank);
+    if (some && u.piece == 0 && c.job.slot_floats)
+        send_floats(c, rank, u.token, floats_of(c.job.self, c.now, heap, source));
+    if constexpr (V == 1)
+        if (c.by_host && is_far(c.job.self, rank))
+            return relay_unit<ROW, PART>(c, u, rank, some, node[0]);
+#endif
+    if (!some) return true;
     uint4 *staged =
         staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors * P) + vector * P;
 #pragma unroll
@@ -296,8 +307,9 @@ __device__ __forceinline__ void expert_unit(const Combine &c, const Unit &u)
             if (vector + v * WARP + lane_id() < c.shape.vectors)
                 store_relaxed(staged + v * WARP * P + lane_id() * P + p, node[v][p]);
     if (HOSTS) ship_piece<V * P>(c.now, rank, staged, 0, (c.shape.vectors - vector) * P);
-    if (u.piece == 0 && c.job.slot_floats)
+    if (!HOSTS && u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_of(c.job.self, c.now, heap, source));
+    return true;
 }
 
 /* Waits for the partials of up to four ranks. */
@@ -455,6 +467,9 @@ __device__ __forceinline__ bool source_unit(const Combine &c, const Unit &u)
         touched |= __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0);
     }
     if (!some) touched &= ~(1u << self.rank);
+#ifdef EPIC_HOSTS
+    if (c.by_host) touched = by_mates(self, touched);
+#endif
     float total[V][ROW::N];
     if (!add_ranks<ROW, PART, V>(c, u, touched, own, total)) return false;
     uint8_t *row = c.job.out + u.token * c.shape.row_bytes;
@@ -503,7 +518,7 @@ __device__ __forceinline__ bool combine_tokens(const Combine &c, int32_t end)
         if (e.token < expert_end && (s.token >= source_end || e.token < s.token + c.job.lag)) {
             const Unit now = e;
             next_expert();
-            expert_unit<ROW, PART, V, LEAVES>(c, now);
+            if (!expert_unit<ROW, PART, V, LEAVES>(c, now)) return false;
         } else {
             const Unit now = s;
             next_source();

@@ -321,7 +321,7 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
         const uint32_t own = __shfl_sync(ALL_LANES, u.slots[lane_id()].word, n);
         uint32_t word = rank == self.rank ? own : 0, *from = NULL;
         if (rank >= 0 && rank != self.rank)
-            from = floats_of(self, c.now, c.now.heap,
+            from = floats_of(self, c.now, heap_by(c.now, rank),
                              rank - self.rank - 1 + (rank < self.rank ? self.num_ranks : 0)) +
                    (int64_t)u.token * float_stride(c.top_k) + n;
         int missing = -1;

@@ -110,7 +110,7 @@ typedef struct p2p_ring_words {
 #define P2P_COUNT_BITS 26
 
 typedef struct p2p_self {            /* what every kernel knows about its rank */
-    uint8_t *heap[DEVICE_MAX_RANKS]; /* hosts: of peers, this rank's outbox */
+    uint8_t *heap[DEVICE_MAX_RANKS]; /* hosts: of far peers, this rank's outbox */
     p2p_heap at;
     p2p_status *status; /* the device's address of host memory */
     uint64_t group_id;
@@ -122,6 +122,9 @@ typedef struct p2p_self {            /* what every kernel knows about its rank *
     uint32_t layouts;   /* that the operation's plan may have: a bit for each epic_layout */
 #ifdef EPIC_HOSTS
     p2p_ring ring;
+    uint8_t *near_heap; /* that other ranks of this host store into; NULL: there are none */
+    uint32_t near;      /* a bit for each of them */
+    int32_t local;      /* ranks of each host, if rows go by relays (relay.cuh); else 0 */
 #endif
 } p2p_self;
 

@@ -25,6 +25,7 @@
  * before it has come: then poison is found, and it is polled in place. */
 #include "cuda/dispatch_flat.cuh"
 #include "cuda/dispatch_launch.cuh"
+#include "cuda/dispatch_relay.cuh"
 
 /* The pieces that a warp's units need, in their order, on their way through the ring. */
 template <bool EXACT> struct Feed {
@@ -47,15 +48,17 @@ template <bool EXACT> struct Feed {
     {
         const p2p_self &self = m.job.plan.self;
         const int32_t token = token_of(m, walk);
-        const bool staged = walk.role > 0 && walk.role < self.num_ranks;
+        const int role = source_role(m, walk);
+        const bool staged = role > 0 && role < self.num_ranks;
         const uint8_t *row = m.job.tokens + row_offset(token, m.shape);
         if (staged)
-            row = (const uint8_t *)staged_in(m.now.inbox[rank_of_role(self, walk.role)],
+            row = (const uint8_t *)staged_in(m.now.inbox[rank_of_role(self, role)],
                                              token - m.first, m.shape.vectors);
         vector = first_piece(m, walk) * V * WARP;
         left = pieces_of(m, walk);
         from = token < (staged ? end : min(end, m.job.num_tokens)) ? row + lane_offset(vector)
                                                                    : NULL;
+        if (hands_on(m, walk)) from = NULL;
     }
     __device__ __forceinline__ void copy_next()
     {
@@ -93,7 +96,7 @@ __device__ __forceinline__ void send_unit(const Move &m, const Walk &walk, uint6
     const int count = pieces_of(m, walk);
     uint32_t peers = 0;
     if (token < min(feed.end, m.job.num_tokens))
-        peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
+        peers = choose_routes(m, token, walk.span == 0, word);
     if (!peers) {
         if (copied) feed.pass(count);
         return;
@@ -136,7 +139,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk
                                         uint64_t word, bool copied, Feed<EXACT> &feed)
 {
     const p2p_self &self = m.job.plan.self;
-    const int source = walk.role - 1, rank = rank_of_role(self, walk.role);
+    const int role = source_role(m, walk), source = role - 1, rank = rank_of_role(self, role);
     const int first = first_piece(m, walk), count = pieces_of(m, walk);
     int32_t slot = -1;
     bool more = false;
@@ -184,7 +187,7 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Move m
         uint4 q[V];
         load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), piece * V * WARP,
                                    m.shape, q);
-        const uint32_t peers = choose_peers(m, token, piece == 0 && m.job.weights, word);
+        const uint32_t peers = choose_routes(m, token, piece == 0, word);
         if (peers) send<EXACT>(m, token, piece, peers, q);
     }
 }
@@ -196,7 +199,7 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, ui
                                              int slab_bits, Feed<EXACT> &feed)
 {
     const p2p_self &self = m.job.plan.self;
-    const int rank = rank_of_role(self, walk.role);
+    const int rank = rank_of_role(self, source_role(m, walk));
     const int32_t begin = m.first + received_before(m, walk.step);
     const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
     const bool copied = m.shape.aligned;
@@ -206,7 +209,7 @@ __device__ __forceinline__ bool receive_unit(const Move &m, const Walk &walk, ui
             word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
         if (!receive<EXACT, FLAT>(m, token, walk, word, copied && token == begin, feed))
             return false;
-        if (walk.role == self.num_ranks && slab_bits >= 0)
+        if (source_role(m, walk) == self.num_ranks && slab_bits >= 0)
             each_pad(m.plan, slab_bits, token * m.stride.spans + walk.span,
                      m.most_tokens * m.stride.spans, [&](int32_t slot) {
                          for (int i = 0; i < m.shape.pieces; i++) pad_piece<EXACT>(m, slot, i);
@@ -245,7 +248,13 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
             feed.end = min(feed.end, m.most_tokens);
             heard_tokens = true;
         }
-        if (slab_bits == NOT_KNOWN && walk.role == m.job.plan.self.num_ranks &&
+#ifdef EPIC_HOSTS
+        if (hands_on(m, walk)) {
+            if (!hand_on<EXACT>(m, walk, feed)) return false;
+            continue;
+        }
+#endif
+        if (slab_bits == NOT_KNOWN && source_role(m, walk) == m.job.plan.self.num_ranks &&
             !find_slabs(m, slab_bits))
             return false;
         if (!receive_unit<EXACT, FLAT>(m, walk, word, slab_bits, feed)) return false;
@@ -326,7 +335,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     constexpr bool made = MADE, EXACT = ROWS == WHOLE;
     const RowShape shape = row_shape<V>(job.row_bytes, ROWS != ANY);
     if (threadIdx.x == 0)
-        stride.set(job.units, num_roles(self), (shape.pieces + job.span - 1) / job.span);
+        stride.set(job.units, num_roles(self) + num_handing(self),
+                   (shape.pieces + job.span - 1) / job.span);
     if (made) {
         if (threadIdx.x == 0) {
             plan.header.num_experts = job.plan.layer.num_experts;
@@ -351,6 +361,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
     Move m = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     m.made = made;
+#ifdef EPIC_HOSTS
+    m.handing = num_handing(self);
+#endif
     m.head = made && job.plan.planners < (int)gridDim.x ? job.head : 0;
     m.tokens_of = !made && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     m.most_tokens = made ? (int32_t)self.max_tokens : plan.most_tokens;

@@ -14,7 +14,26 @@ struct Move : Moving<p2p_dispatch_job> {
     int32_t tokens_of; /* lane q holds rank q's token count */
     int32_t most_tokens;
     bool made; /* the plan is made beside the rows */
+#ifdef EPIC_HOSTS
+    int32_t handing; /* roles that hand on */
+#endif
 };
+
+/* What a unit receives from, as rank_of_role counts; 0 or less: it sends, or hands on. */
+__device__ __forceinline__ int source_role(const Move &m, const Walk &walk)
+{
+#ifdef EPIC_HOSTS
+    return walk.role - m.handing;
+#else
+    return walk.role;
+#endif
+}
+
+/* Does it hand on what has come from another host? */
+__device__ __forceinline__ bool hands_on(const Move &m, const Walk &walk)
+{
+    return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
+}
 
 /* What decides where choice k of this rank's token goes: its rank, or while the plan is being
  * made its expert. */
@@ -162,7 +181,9 @@ __device__ __forceinline__ void end_record(const Move &m, int rank, int32_t toke
 __device__ __forceinline__ uint32_t *weight_from(const Move &m, int source, int32_t token,
                                                  int n)
 {
-    return floats_of(m.job.plan.self, m.now, m.now.heap, source) +
+    const p2p_self &self = m.job.plan.self;
+    const int rank = wrap(self.rank + 1 + source, self.num_ranks);
+    return floats_of(self, m.now, heap_by(m.now, rank), source) +
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
@@ -233,7 +254,7 @@ __device__ __forceinline__ bool take(const Move &m, int rank, int source, int32_
     uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
     if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, copied, q))
         return false;
-    uint32_t *escape = escapes_of(m.job.plan.self, m.now, m.now.heap, source) +
+    uint32_t *escape = escapes_of(m.job.plan.self, m.now, rows_by(m.now, rank), source) +
                        ((int64_t)token * m.shape.pieces + piece) * WARP;
     if (!unhide_poison<V>(m.now, rank, q, escape)) return false;
     restore_piece<V, EXACT>(staged, vector, m.shape.vectors);
@@ -308,7 +329,8 @@ __device__ __forceinline__ uint64_t read_ahead(const Move &m, const Walk &walk, 
     const int32_t token = token_of(m, walk);
     if (walk.role == 0)
         return token < m.job.num_tokens ? read_choice(m, token, lane_id()) : ~0ull;
-    const int rank = rank_of_role(self, walk.role);
+    if (hands_on(m, walk)) return ~0ull;
+    const int rank = rank_of_role(self, source_role(m, walk));
     return token < self.max_tokens ? peek(rank, token) : ~0ull;
 }
 

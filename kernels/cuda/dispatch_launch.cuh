@@ -35,7 +35,7 @@ static p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes, int nu
     string.row_bytes = bytes;
     if (job.flat && string.top_k > job.plan.self.num_ranks)
         string.top_k = job.plan.self.num_ranks;
-    deal(string, num_sms, BLOCK, num_roles(job.plan.self), V);
+    deal(string, num_sms, BLOCK, num_roles(job.plan.self) + num_handing(job.plan.self), V);
     copy.lag = string.lag;
     copy.span = string.span;
     copy.units = string.units;

@@ -21,7 +21,7 @@ __device__ __forceinline__ uint64_t *row_word(const p2p_self &self, const Now &n
 __device__ __forceinline__ uint64_t *row_word_of(const p2p_self &self, const Now &now,
                                                  int source, int64_t token)
 {
-    return row_word(self, now, now.heap, place_of(self, self.rank, source), token);
+    return row_word(self, now, heap_by(now, source), place_of(self, self.rank, source), token);
 }
 
 __device__ __forceinline__ bool is_row(uint32_t value)

@@ -95,7 +95,7 @@ static __device__ bool count_needed(Planner &p, const p2p_plan_job &job, const N
                 ship(now, q, search_words(self, now, self.heap[q], self.rank, search) + d, 8);
         }
         for (int q = 0; q < self.num_ranks && ok; q++) {
-            const uint64_t *from = search_words(self, now, now.heap, q, search) + d;
+            const uint64_t *from = search_words(self, now, heap_by(now, q), q, search) + d;
             uint64_t word = 0;
             ok = wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
                 word = load_relaxed(from);

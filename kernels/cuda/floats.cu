@@ -64,7 +64,7 @@ static __device__ bool take_half(const Floats &f, int32_t token, int half, int32
     bool there;
     if (rank == self.rank) word = f.read(rank, token, n, there);
     if (rank >= 0 && rank != self.rank)
-        from = floats_of(self, f.now, f.now.heap,
+        from = floats_of(self, f.now, heap_by(f.now, rank),
                          wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
                (int64_t)token * float_stride(f.top_k) + n;
     int missing = -1;
@@ -110,7 +110,7 @@ static __device__ bool rows_were_enough(const p2p_self &self, const Now &now,
     bool enough = true;
     for (int q = 0; q < self.num_ranks; q++)
         enough &= h.slots_of[q] <= (int32_t)(uint32_t)load_relaxed(
-                                       announcement(now, now.heap, q) + P2P_SAYS_ROWS);
+                                       announcement(now, heap_by(now, q), q) + P2P_SAYS_ROWS);
     return enough;
 }
 

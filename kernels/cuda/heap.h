@@ -42,6 +42,9 @@ typedef struct p2p_heap {
     int64_t records; /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here; FLAT: local
                         experts */
     int64_t rows;    /* stamped [2][num_ranks][max_tokens]: FLAT: the token's row here */
+#ifdef EPIC_HOSTS
+    int64_t wants; /* stamped [2][num_ranks][max_tokens]: relay.cuh */
+#endif
     int64_t floats;  /* poison [2][num_ranks - 1][max_tokens * MAX_TOP_K] */
     int64_t escapes; /* zero [2][num_ranks - 1][escape_words] */
     int64_t parts;   /* poison [num_ranks][max_tokens * MAX_TOP_K * blocks]: this rank alone */
@@ -84,7 +87,17 @@ typedef struct p2p_control {
     uint64_t posted;  /* hosts: entries that have a place in the ring, */
     uint64_t room;    /* those before this one fit it, */
     uint64_t epochs;  /* and epochs that have ended */
+#ifdef EPIC_HOSTS     /* what warps would else ask host memory for, each for itself: wire.cuh */
+    uint64_t broken;  /* not 0: the group is, and why */
+    uint64_t freed;   /* what the host's word was when it was last asked, */
+    uint32_t freed_asked;                                    /* units of 1024 ns */
+    uint32_t heard_asked;                                    /* the same of announcements, */
+    uint32_t asked_end;                                      /* and of what ends an operation */
+    uint64_t heard[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped */
+#endif
 } p2p_control;
+
+#define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
 /* What travels fits one source's staging for at least one token of twice the widest row. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
@@ -114,7 +127,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.waits = h.gone + DEVICE_MAX_RANKS * 8;
     h.why = h.waits + DEVICE_MAX_RANKS * 8;
     h.control = h.why + 512;
-    h.faults = h.control + 128;
+    h.faults = h.control + P2P_CONTROL_BYTES;
     h.first = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;
     h.counts = h.first + P2P_MAX_PLANNERS * 8;
     h.searches = h.counts + 2 * num_ranks * DEVICE_MAX_TALLIES * 8;
@@ -124,6 +137,10 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
     h.rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
     h.escapes = h.rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+#ifdef EPIC_HOSTS
+    h.wants = h.escapes;
+    h.escapes = h.wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+#endif
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
     h.staging = h.parts + device_round_up(num_ranks * h.part_words * 4, 512);

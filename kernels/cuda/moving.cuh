@@ -19,10 +19,20 @@ template <class Job> struct Moving { /* what every unit of the running round nee
 
 #define NO_PADDING 0 /* in place of an alignment: nothing is padded */
 
-/* Role 0 sends, role 1 + n receives from source n. */
+/* Role 0 sends, role 1 + n receives from source n; of dispatch by relays, those that hand on rows of
+ * other hosts (num_handing) come between. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
+}
+
+__host__ __device__ __forceinline__ int num_handing(const p2p_self &self)
+{
+#ifdef EPIC_HOSTS
+    return self.local ? self.num_ranks / self.local - 1 : 0;
+#else
+    return 0;
+#endif
 }
 
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)

@@ -146,8 +146,8 @@ static __device__ __noinline__ bool rows_suffice(const p2p_self &self, const Now
 {
     for (int q = 0; q < self.num_ranks; q++) {
         const int32_t needed = h->slots_of[q];
-        const int32_t rows =
-            (int32_t)(uint32_t)load_relaxed(announcement(now, now.heap, q) + P2P_SAYS_ROWS);
+        const uint64_t *said = announcement(now, heap_by(now, q), q);
+        const int32_t rows = (int32_t)(uint32_t)load_relaxed(said + P2P_SAYS_ROWS);
         if (needed <= rows) continue;
         if (threadIdx.x == 0)
             notify(self, {EPIC_EOVERFLOW,
@@ -167,7 +167,7 @@ static __device__ __noinline__ bool rows_suffice(const p2p_self &self, const Now
 __device__ __forceinline__ const uint64_t *record_words(const p2p_self &self, const Now &now,
                                                         int source, int64_t token, int top_k)
 {
-    return (const uint64_t *)(now.heap + self.at.records) +
+    return (const uint64_t *)(heap_by(now, source) + self.at.records) +
            ((int64_t)parity(now) * self.num_ranks + place_of(self, self.rank, source)) *
                self.max_tokens * DEVICE_MAX_TOP_K +
            token * top_k;

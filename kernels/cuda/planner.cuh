@@ -207,7 +207,7 @@ static __device__ __noinline__ bool hear_faults(const Planner &p, const p2p_self
                                                 const Now &now)
 {
     for (int q = 0; q < self.num_ranks; q++) {
-        const uint64_t *from = fault_words(self, now, now.heap, q);
+        const uint64_t *from = fault_words(self, now, heap_by(now, q), q);
         for (int i = 0; i < P2P_FAULT_WORDS && (p.bad_ranks >> q & 1); i++)
             if (!wait_alone(now, q, P2P_PHASE_COUNTS,
                             [&] { return stamped(now, load_relaxed(from + i)); }))
@@ -221,7 +221,7 @@ static __device__ __noinline__ void notify_fault(const Planner &p, const p2p_pla
                                                  const Now &now)
 {
     const int rank = __ffs(p.bad_ranks) - 1;
-    const uint64_t *from = fault_words(job.self, now, now.heap, rank);
+    const uint64_t *from = fault_words(job.self, now, heap_by(now, rank), rank);
     uint64_t words[P2P_FAULT_WORDS];
     const bool ok = wait_alone(now, rank, P2P_PHASE_COUNTS, [&] {
         bool all = true;

@@ -101,7 +101,8 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
         ship(now, q, to, 8);
     }
     for (int q = 0; q < self.num_ranks; q++) {
-        const uint64_t *from = (const uint64_t *)now.heap + counts + q * DEVICE_MAX_TALLIES;
+        const uint64_t *from =
+            (const uint64_t *)heap_by(now, q) + counts + q * DEVICE_MAX_TALLIES;
         uint64_t word = 0;
         if (!wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
                 word = load_relaxed(from);

@@ -30,7 +30,7 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const N
         ship(now, q, to, 8);
     }
     for (int q = 0; q < self.num_ranks; q++) {
-        const uint64_t *from = chosen_words(self, now, now.heap, q) + logical;
+        const uint64_t *from = chosen_words(self, now, heap_by(now, q), q) + logical;
         uint64_t word = 0;
         if (!wait_alone(now, q, P2P_PHASE_COUNTS, [&] {
                 word = load_relaxed(from);

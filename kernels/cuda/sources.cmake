@@ -12,4 +12,4 @@ set(epic_p2p_host ${p2p} ${src}/base/error.c ${src}/base/process.c)
 file(GLOB hosts CONFIGURE_DEPENDS ${src}/backend/hosts/*.c ${src}/wire/*.c)
 set(epic_hosts_host ${p2p} ${hosts} ${src}/base/error.c ${src}/base/process.c
     ${src}/base/library.c ${src}/meet/meet.c)
-list(FILTER epic_hosts_host EXCLUDE REGEX "/p2p/(join|watch|heaps)\\.c$") # peers on one host
+list(FILTER epic_hosts_host EXCLUDE REGEX "/p2p/(join|watch)\\.c$") # peers on one host

@@ -76,6 +76,25 @@ __device__ __forceinline__ bool stamped(const Now &now, uint64_t word)
     return (uint32_t)(word >> 32) == now.epoch;
 }
 
+/* Where rank q stores what it tells this one.  hosts: ranks of this host have a heap of their own
+ * to store into, by NVLink; the wire writes the other. */
+__device__ __forceinline__ uint8_t *heap_by(const Now &now, int q)
+{
+#ifdef EPIC_HOSTS
+    if (now.self->near >> q & 1) return now.self->near_heap;
+#endif
+    return now.heap;
+}
+
+/* The same of rows: what comes by relays (relay.cuh), neighbours store. */
+__device__ __forceinline__ uint8_t *rows_by(const Now &now, int q)
+{
+#ifdef EPIC_HOSTS
+    if (now.self->local && now.self->operation == EPIC_OP_DISPATCH) return now.self->near_heap;
+#endif
+    return heap_by(now, q);
+}
+
 /* What `rank` said to the rank that owns the heap. */
 __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap, int rank)
 {
@@ -84,6 +103,22 @@ __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap,
 }
 
 /* ------------------------------------------------------------------------------ failure ---- */
+
+/* hosts: reads of one place of host memory by many warps are served one after the other, 1.1 us
+ * each.  So one asks for all: is it this thread's turn, `pause` units of 1024 ns after the last? */
+__device__ __forceinline__ bool may_ask(uint32_t *asked, uint32_t pause)
+{
+    const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
+    return time - before >= pause && atomicCAS(asked, before, time) == before;
+}
+
+/* hosts: so that all here know. */
+__device__ __forceinline__ void keep_broken(const Now &now, uint64_t word)
+{
+#ifdef EPIC_HOSTS
+    if (word) store_relaxed(&control_of(now)->broken, word);
+#endif
+}
 
 /* Writes the status, once, and tells the peers if it was this rank that found out. */
 static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32_t theirs)
@@ -101,6 +136,7 @@ static __device__ __noinline__ void report(const Now &now, uint64_t word, uint32
     status->deadline_ms = (uint32_t)(self.timeout_ns / 1000000);
     __threadfence_system();
     *(volatile uint32_t *)&status->result = word & 15;
+    keep_broken(now, word);
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks; q++)
         if (q == self.rank || (!HOSTS && (int)(word >> 12 & 0xff) == self.rank))
@@ -165,7 +201,7 @@ static __device__ uint32_t culprits(const Now &now, uint32_t awaited)
     uint32_t missing = 0, waiting = 0, late = awaited;
 #pragma unroll 1
     for (int q = 0; q < num_ranks; q++)
-        if (q != own && !stamped(now, load_relaxed(announcement(now, now.heap, q))))
+        if (q != own && !stamped(now, load_relaxed(announcement(now, heap_by(now, q), q))))
             missing |= 1u << q;
     if (missing) return missing;
 #pragma unroll 1
@@ -197,7 +233,7 @@ __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t
     uint64_t word = load_relaxed((const uint64_t *)(now.heap + self.at.broken));
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
-        const uint64_t said = load_relaxed(announcement(now, now.heap, q));
+        const uint64_t said = load_relaxed(announcement(now, heap_by(now, q), q));
         if (!stamped(now, said) || (uint32_t)said == now.signature) continue;
         theirs = (uint32_t)said;
         word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase, 1u << q);
@@ -234,6 +270,22 @@ static __device__ __noinline__ bool too_late(const Now &now, int peer)
     return false;
 }
 
+/* The same, for a spin: it has time. */
+__device__ __forceinline__ bool has_ended(const Now &now, int phase)
+{
+    uint32_t theirs;
+#ifdef EPIC_HOSTS
+    p2p_control *control = control_of(now);
+    if (load_relaxed(&control->broken)) return true;
+    if (!may_ask(&control->asked_end, TIME_TO_ASK)) return false;
+    const uint64_t word = find_end(now, phase, theirs);
+    keep_broken(now, word);
+    return word != 0;
+#else
+    return find_end(now, phase, theirs) != 0;
+#endif
+}
+
 /* Polled by a spin from time to time: has the group failed, or the deadline passed?  `fresh`: the
  * first poll of a wait, so the wait before it has ended and something has moved.  The diagnosis is
  * left to the end of the CTA, so that spinning warps need few registers. */
@@ -241,10 +293,9 @@ static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase
 {
     const p2p_self &self = *now.self;
     const uint64_t time = timer_ns();
-    uint32_t theirs;
     if (fresh) store_relaxed(&control_of(now)->moved, time);
     const bool late = time > now.deadline - self.timeout_ns / 4;
-    const bool over = (late && too_late(now, peer)) || find_end(now, phase, theirs);
+    const bool over = (late && too_late(now, peer)) || has_ended(now, phase);
     if (over) atomicMax(&now.lost, LOST(peer, phase));
     return over;
 }
@@ -320,7 +371,7 @@ static __device__ void find_boxes(Now &now, int q)
     const int peers = self.num_ranks - 1, first = parity(now) * peers;
     const int its = wrap(q + self.num_ranks - self.rank - 1, self.num_ranks);
     const int mine = wrap(self.rank + self.num_ranks - q - 1, self.num_ranks);
-    now.inbox[q] = now.heap + self.at.staging + (first + its) * self.at.source_bytes;
+    now.inbox[q] = rows_by(now, q) + self.at.staging + (first + its) * self.at.source_bytes;
     now.outbox[q] = self.heap[q] + self.at.staging + (first + mine) * self.at.source_bytes;
 }
 
@@ -331,8 +382,13 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
                              int32_t capacity, int32_t rows)
 {
     if (self.operation == EPIC_OP_NONE) return false;
+#ifdef EPIC_HOSTS
+    const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
+    const uint64_t broken = load_relaxed(&control->broken);
+#else
     const uint64_t broken =
         load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
+#endif
     if (threadIdx.x == 0) {
         now.tokens = tokens;
         now.capacity = capacity;
@@ -360,9 +416,9 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
  * while this waits. */
 static __device__ bool hear(const Now &now)
 {
-    const int q = lane_id();
-    const bool mine = q < now.self->num_ranks;
-    const uint64_t *from = announcement(now, now.heap, mine ? q : 0);
+    const bool mine = lane_id() < now.self->num_ranks;
+    const int q = mine ? lane_id() : 0;
+    const uint64_t *from = announcement(now, heap_by(now, q), q);
     return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t said = load_acquire_sys(from + P2P_SAYS_SIGNATURE);
         /* nobody is two operations ahead: a word of this parity is at most this one's */
@@ -375,12 +431,12 @@ static __device__ bool hear(const Now &now)
 /* One warp, lane = rank: word `which` of that rank's announcement; 0 past the ranks. */
 static __device__ bool heard(const Now &now, int which, int32_t &value)
 {
-    const int q = lane_id();
-    const bool mine = q < now.self->num_ranks;
-    const uint64_t *from = announcement(now, now.heap, mine ? q : 0) + which;
+    const bool mine = lane_id() < now.self->num_ranks;
+    const int q = mine ? lane_id() : 0;
+    const uint64_t *from = announcement(now, heap_by(now, q), q) + which;
     uint64_t said = 0;
     const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
-        said = load_relaxed(from);
+        said = HOSTS ? hear_for_all(now, from, which, q) : load_relaxed(from);
         return __all_sync(ALL_LANES, !mine || stamped(now, said)) != 0;
     });
     value = mine ? (int32_t)(uint32_t)said : 0;

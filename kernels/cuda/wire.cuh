@@ -16,6 +16,16 @@
 #ifndef EPIC_WIRE_CUH
 #define EPIC_WIRE_CUH
 
+/* Is rank q on another host? */
+__device__ __forceinline__ bool is_far(const p2p_self &self, int q)
+{
+#ifdef EPIC_HOSTS
+    return q != self.rank && !(self.near >> q & 1);
+#else
+    return false;
+#endif
+}
+
 /* In arrays of a heap by source: what rank `to` is told by rank `by`. */
 __device__ __forceinline__ int place_of(const p2p_self &self, int to, int by)
 {
@@ -57,11 +67,11 @@ static __device__ __noinline__ void post(const Now &now, uint64_t entry)
                   entry | P2P_ENTRY_LAP(place));
 }
 
-/* One thread: `bytes` that are stored for rank q go.  Nothing to do for this rank itself. */
+/* One thread: `bytes` that are stored for rank q go.  Nothing to do for ranks of this host. */
 __device__ __forceinline__ void ship(const Now &now, int q, const void *from, uint32_t bytes)
 {
     const p2p_self &self = *now.self;
-    if (q == self.rank) return;
+    if (!is_far(self, q)) return;
     const uint64_t word = (uint64_t)((const uint8_t *)from - self.heap[q]) / 8;
     post(now, P2P_ENTRY(q, word, bytes / 8));
 }
@@ -78,7 +88,7 @@ __device__ __forceinline__ void ship_together(const Now &now, int q, const void 
  * there. */
 __device__ __forceinline__ void ship_floats(const Now &now, int q, uint32_t *floats, int count)
 {
-    if (count == 0) return;
+    if (count == 0 || !is_far(*now.self, q)) return;
     if (count % 2 && lane_id() == 0) store_relaxed(floats + count, POISON);
     ship_together(now, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
@@ -102,10 +112,15 @@ __device__ __forceinline__ void end_shipping(const Now &now)
 /* One thread: may the outbox of the next epoch's parity be written? */
 __device__ __forceinline__ bool outbox_is_free(const Now &now)
 {
-    const uint64_t epochs = load_relaxed(&control_of(now)->epochs);
+    p2p_control *control = control_of(now);
+    const uint64_t epochs = load_relaxed(&control->epochs);
     const uint64_t *freed = &now.self->ring.words->freed;
-    return wait_alone(now, -1, P2P_PHASE_GRID,
-                      [&] { return load_relaxed(freed) + 1 >= epochs; });
+    return wait_alone(now, -1, P2P_PHASE_GRID, [&] {
+        if (load_relaxed(&control->freed) + 1 >= epochs) return true;
+        if (may_ask(&control->freed_asked, 1))
+            store_relaxed(&control->freed, load_relaxed(freed));
+        return load_relaxed(&control->freed) + 1 >= epochs;
+    });
 }
 
 static __device__ void tell_end(const Now &now);
@@ -127,6 +142,22 @@ static __device__ bool turn_over(const Now &now)
         ok = outbox_is_free(now);
     }
     return __all_sync(ALL_LANES, ok) != 0;
+}
+
+/* One warp, lane = rank: a word of its announcement, as far as one here has read it. */
+__device__ __forceinline__ uint64_t hear_for_all(const Now &now, const uint64_t *from,
+                                                 int which, int rank)
+{
+    p2p_control *control = control_of(now);
+    uint64_t *copy = &control->heard[parity(now)][which][rank];
+    uint64_t said = load_relaxed(copy);
+    const bool missing = __any_sync(ALL_LANES, !stamped(now, said)) != 0;
+    bool ask = false;
+    if (missing && lane_id() == 0) ask = may_ask(&control->heard_asked, 1);
+    if (!__any_sync(ALL_LANES, ask)) return said;
+    if (!stamped(now, said)) said = load_relaxed(from);
+    if (stamped(now, said)) store_relaxed(copy, said);
+    return said;
 }
 
 /* Has all of an announcement come?  Some operations look at its first word alone. */
@@ -174,6 +205,11 @@ __device__ __forceinline__ bool turn_over(const Now &)
 __device__ __forceinline__ bool is_whole(const Now &, const uint64_t *)
 {
     return true;
+}
+
+__device__ __forceinline__ uint64_t hear_for_all(const Now &, const uint64_t *, int, int)
+{
+    return 0;
 }
 
 #endif

@@ -16,7 +16,7 @@
 
 #define SEAT_BYTES 8192
 
-#if HOSTS /* every rank is a host of its own */
+#if HOSTS
 #define BACKEND epic_backend_hosts
 #else
 #define BACKEND epic_backend_p2p
@@ -88,12 +88,21 @@ static void set_epoch(const team_rank *me)
                 &epoch, sizeof epoch));
 }
 
+/* Of backend hosts every rank is a host of its own, or as many are as EPIC_TEST_RANKS_PER_HOST
+ * says. */
+static uint64_t host_of(int rank)
+{
+    const char *text = HOSTS ? getenv("EPIC_TEST_RANKS_PER_HOST") : NULL;
+    const int ranks = text ? atoi(text) : 1;
+    return HOSTS ? (uint64_t)(rank / ranks) + 1 : 1;
+}
+
 static int run_rank(const team *t, int rank)
 {
     team_rank me = {.rank = rank, .num_ranks = t->num_ranks, .shared = shared};
     epic_peer peers[DEVICE_MAX_RANKS], mine;
     memset(&mine, 0, sizeof mine);
-    mine.host[0] = HOSTS ? (uint64_t)rank + 1 : 1;
+    mine.host[0] = host_of(rank);
     mine.process[0] = (uint64_t)getpid();
     mine.pid = getpid();
     const epic_meet meet = {rank, t->num_ranks, gather, NULL, &me};

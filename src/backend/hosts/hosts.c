@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend hosts: GPUs of several hosts, one rank a host so far.  The kernels and steps are p2p's,
- * compiled once more with EPIC_HOSTS; here is how such ranks join and leave. */
+/* The backend hosts: GPUs of several hosts.  The kernels and steps are p2p's, compiled once more with
+ * EPIC_HOSTS; here is how such ranks join and leave.  Ranks of one host store into each other's
+ * memory; those of different hosts speak by the wire, on which every rank is a host of its own. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +15,8 @@
 typedef struct card {
     uint32_t result; /* of its own part so far */
     p2p_gpu gpu;
+    cudaIpcMemHandle_t handle; /* of the heap for neighbours */
+    uint32_t relays;           /* its process may go by them */
     char sentence[256];
     _Alignas(8) unsigned char lines[WIRE_LINES_CARD_BYTES];
     _Alignas(8) unsigned char wire[WIRE_CARD_BYTES];
@@ -27,7 +30,9 @@ typedef struct hosts_part {
     hosts_ring *ring;
     uint8_t *inbox;  /* the heap, */
     uint8_t *outbox; /* as large, both in host memory; */
-    uint8_t *own;    /* and what of the heap no peer sees, on the GPU */
+    uint8_t *seen;   /* the outbox, as the GPU sees it; */
+    uint8_t *own;    /* what of the heap no peer sees, on the GPU; */
+    uint8_t *near; /* and one more heap there, where ranks of this host store; NULL: none are */
     p2p_ring shared; /* as the host sees it */
 } hosts_part;
 
@@ -40,22 +45,12 @@ static const wire_engine *find_engine(char *why)
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
-    (void)config;
+    (void)config, (void)peers;
     if (!p2p_any_device(why)) return false;
     if (num_ranks > WIRE_MAX_HOSTS) {
         snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks, WIRE_MAX_HOSTS);
         return false;
     }
-    for (int a = 0; a < num_ranks; a++)
-        for (int b = a + 1; b < num_ranks; b++)
-            if (p2p_same(peers[a].host, peers[b].host)) {
-                snprintf(
-                    why, 256,
-                    "ranks %d and %d are on one host, and backend hosts takes one rank of a "
-                    "host; use p2p on one host, or tell them apart by EPIC_HOST",
-                    a, b);
-                return false;
-            }
     const wire_engine *engine = find_engine(why);
     return engine && engine->can(why);
 }
@@ -114,15 +109,28 @@ static epic_result make_own(epic_group *g, hosts_part *h)
 static epic_result make_heaps(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = g->self.at.bytes;
-    uint8_t *outbox = NULL;
     TRY(host_memory(&h->inbox, bytes));
     TRY(host_memory(&h->outbox, bytes));
     TRY(seen_by_gpu(&g->self.heap[g->rank], h->inbox));
-    TRY(seen_by_gpu(&outbox, h->outbox));
+    TRY(seen_by_gpu(&h->seen, h->outbox));
     for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank) g->self.heap[q] = outbox;
+        if (q != g->rank) g->self.heap[q] = h->seen;
     TRY(p2p_heap_clear(g, g->self.heap[g->rank]));
     return make_own(g, h);
+}
+
+/* Ranks of this host store into a heap that lies on the GPU. */
+static epic_result make_near(epic_group *g, hosts_part *h, card *mine)
+{
+    const int64_t bytes = p2p_heap_bytes(&g->self.at);
+    for (int q = 0; q < g->num_ranks; q++)
+        if (q != g->rank && p2p_same(g->peers[q].host, g->peers[g->rank].host))
+            g->self.near |= 1u << q;
+    if (!g->self.near) return EPIC_OK;
+    TRY(p2p_cuda(cudaMalloc((void **)&h->near, (size_t)bytes), "memory of the device"));
+    TRY(p2p_heap_clear(g, h->near));
+    g->self.near_heap = h->near;
+    return p2p_heap_show(g, h->near, &mine->handle);
 }
 
 static epic_result make_ring(epic_group *g, hosts_part *h)
@@ -143,6 +151,12 @@ static wire_puts puts_wanted(void)
     return !text || !*text ? WIRE_PUT_IF_WHOLE
            : *text == '0'  ? WIRE_PUT_NEVER
                            : WIRE_PUT_ALWAYS;
+}
+
+static bool relays_wanted(void)
+{
+    const char *text = getenv("EPIC_WIRE_RELAY");
+    return !text || *text != '0';
 }
 
 static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
@@ -169,7 +183,9 @@ static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
 
 static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
 {
+    mine->relays = relays_wanted();
     TRY(p2p_group_device(g, &mine->gpu));
+    TRY(make_near(g, h, mine));
     TRY(make_heaps(g, h));
     TRY(make_ring(g, h));
     TRY(p2p_load(g));
@@ -225,12 +241,29 @@ static epic_result check_card(const card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
+/* Rows go by relays where all hosts have as many ranks, several, one after the other. */
+static int32_t local_of(const epic_group *g, const card *cards)
+{
+    int32_t local = 1;
+    while (local < g->num_ranks && p2p_same(g->peers[local].host, g->peers[0].host)) local++;
+    if (local == 1 || local == g->num_ranks || g->num_ranks % local) return 0;
+    for (int q = 0; q < g->num_ranks; q++)
+        for (int p = 0; p < g->num_ranks; p++)
+            if (!cards[q].relays ||
+                p2p_same(g->peers[p].host, g->peers[q].host) != (p / local == q / local))
+                return 0;
+    return local;
+}
+
 static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards)
 {
     p2p_gpu gpus[WIRE_MAX_HOSTS];
     for (int q = 0; q < g->num_ranks; q++) TRY(check_card(&cards[q], q));
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = cards[q].gpu;
     TRY(p2p_budget_share(g, gpus));
+    for (int q = 0; q < g->num_ranks; q++)
+        if (g->self.near >> q & 1) TRY(p2p_heap_reach(g, q, &cards[q].handle));
+    g->self.local = local_of(g, cards);
     TRY(connect_wire(g, h, cards));
     TRY(connect_lines(g, h, cards));
     return start_ring(g, h);
@@ -245,6 +278,8 @@ static void release(epic_group *g)
         hosts_ring_close(h->ring);
         if (h->engine) h->engine->close(h->wire);
         wire_lines_close(h->lines);
+        p2p_heap_hide(g);
+        if (h->near) (void)cudaFree(h->near);
         if (h->own) (void)cudaFree(h->own);
         if (h->inbox) (void)cudaFreeHost(h->inbox);
         if (h->outbox) (void)cudaFreeHost(h->outbox);
@@ -305,9 +340,15 @@ bool p2p_is_dead(const epic_group *g, int peer)
 void p2p_tell(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
-    (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);
+    uint8_t *to = peer == g->rank ? g->self.heap[peer] : g->hosts->seen;
+    (void)cudaMemcpyAsync(to + at, bytes, count, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
     if (peer != g->rank) hosts_ring_tell(g->hosts->ring, peer, (uint64_t)at, (uint32_t)count);
+}
+
+void p2p_wake(const epic_group *g)
+{
+    hosts_ring_wake(g->hosts->ring);
 }
 
 static uint64_t now_ms(void)
@@ -345,6 +386,11 @@ static void leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
+uint64_t hosts_bytes_given(const epic_group *g)
+{
+    return hosts_ring_given(g->hosts->ring);
+}
+
 /* In a forked child: while it held the lines, nobody would see its parent's death. */
 static void forget(epic_group *g)
 {
@@ -358,7 +404,7 @@ static void memory(const epic_config *config, epic_memory_info *out)
     out->host_bytes = (int64_t)(sizeof(epic_group) + sizeof(hosts_part)) + 4096 + 2 * at.bytes +
                       P2P_RING_ENTRIES * 8 + (int64_t)sizeof(p2p_ring_words);
     out->shared_bytes = 0;
-    out->device_bytes = own_bytes(&at, config->num_ranks);
+    out->device_bytes = own_bytes(&at, config->num_ranks) + p2p_heap_bytes(&at);
 }
 
 const epic_backend epic_backend_hosts = {

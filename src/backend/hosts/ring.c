@@ -5,19 +5,22 @@
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
+#include "backend/hosts/runs.h"
 #include "base/error.h"
 
-#define MOST_ENTRIES 256 /* in one turn */
-#define ENDS 4         /* epochs whose sources are being read: two, as kernels wait for that */
-#define TURNS 64       /* that move nothing before the thread naps */
-#define NAP_US 20      /* at first, while an operation runs; then twice as long each time, */
-#define BUSY_NAP_US 50 /* up to this, */
-#define IDLE_NAP_US 1000 /* or this, when none runs */
+#define ENDS 4      /* epochs whose sources are being read: two, as kernels wait for that */
+#define TURNS 64    /* that move nothing before the thread naps, */
+#define SPIN_US 200 /* and where there are cores to spare, so long */
+#define CORES_TO_SPARE 8
+#define NAP_US 20        /* at first, while an operation runs; then twice as long each time, */
+#define BUSY_NAP_US 50   /* up to this, */
+#define IDLE_NAP_US 1000 /* or this, when none runs, unless a call is made */
 #define TELL_MS 2000
 
 /* A word of peers' heaps that is no data but what is so now: what comes last counts.  So one is under
@@ -42,8 +45,13 @@ struct hosts_ring {
     pthread_mutex_t mutex; /* one message at a time */
     message message;
     int leave;
-    bool running;                        /* an operation */
+    int asleep;     /* the thread, until */
+    sem_t awake;    /* a call is made or its nap is over */
+    bool running;   /* an operation */
+    bool ends_next; /* its epoch, once all of `runs` has been given */
+    runs runs;
     uint64_t taken;                      /* entries */
+    uint64_t bytes;                      /* of theirs */
     uint64_t given[WIRE_MAX_HOSTS];      /* puts and words to a host */
     uint64_t ends[ENDS][WIRE_MAX_HOSTS]; /* `given`, when an epoch ended */
     uint64_t num_ends, num_freed;        /* epochs */
@@ -76,21 +84,42 @@ static bool put(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
     return true;
 }
 
-/* False: there is none, or the wire has no room. */
-static bool take_entry(hosts_ring *r)
+/* Takes what there is of an epoch, as long as there is room for it. */
+static int take_entries(hosts_ring *r)
 {
-    const uint64_t *from = &r->setup.ring.entries[r->taken % P2P_RING_ENTRIES];
-    const uint64_t entry = __atomic_load_n(from, __ATOMIC_ACQUIRE);
-    const int host = P2P_ENTRY_HOST(entry);
-    if (entry >> 56 << 56 != P2P_ENTRY_LAP(r->taken)) return false;
-    r->running = true;
-    if (host == P2P_EPOCH_ENDS)
-        end_epoch(r);
-    else if (is_peer(r, host) &&
-             !put(r, host, P2P_ENTRY_WORD(entry) * 8, P2P_ENTRY_WORDS(entry) * 8))
-        return false;
-    __atomic_store_n(&r->setup.ring.words->taken, ++r->taken, __ATOMIC_RELEASE);
-    return true;
+    int taken = 0;
+    while (!r->ends_next && r->runs.count < RUNS_PIECES) {
+        const uint64_t *from = &r->setup.ring.entries[r->taken % P2P_RING_ENTRIES];
+        const uint64_t entry = __atomic_load_n(from, __ATOMIC_ACQUIRE);
+        const int host = P2P_ENTRY_HOST(entry);
+        if (entry >> 56 << 56 != P2P_ENTRY_LAP(r->taken)) break;
+        if (host == P2P_EPOCH_ENDS)
+            r->ends_next = true;
+        else if (is_peer(r, host))
+            runs_add(&r->runs, host, P2P_ENTRY_WORD(entry), P2P_ENTRY_WORDS(entry));
+        r->taken++;
+        taken++;
+    }
+    if (taken > 0) r->running = true;
+    __atomic_store_n(&r->setup.ring.words->taken, r->taken, __ATOMIC_RELEASE);
+    return taken;
+}
+
+/* Gives it to the wire, as long as that has room. */
+static int give_runs(hosts_ring *r)
+{
+    int given = 0;
+    run next;
+    while (runs_next(&r->runs, &next)) {
+        if (!put(r, next.host, next.word * 8, next.words * 8)) return given;
+        runs_pass(&r->runs, &next);
+        /* who reads it is another thread */
+        __atomic_store_n(&r->bytes, r->bytes + next.words * 8, __ATOMIC_RELAXED);
+        given++;
+    }
+    if (r->ends_next) end_epoch(r);
+    r->ends_next = false;
+    return given;
 }
 
 /* Tells kernels of which epochs the wire has read all. */
@@ -163,8 +192,8 @@ static void bury(const hosts_ring *r)
 /* Returns how much has moved. */
 static int turn(hosts_ring *r)
 {
-    int moved = 0;
-    while (moved < MOST_ENTRIES && take_entry(r)) moved++;
+    int moved = r->runs.count ? 0 : take_entries(r);
+    moved += give_runs(r);
     moved += r->setup.engine->look(r->setup.wire);
     free_epochs(r);
     tell_peers(r);
@@ -178,21 +207,62 @@ static void nap(int64_t us)
     nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
 }
 
-static void *run(void *self)
+/* Until a call is made, true, or the time is up. */
+static bool nap_until_called(hosts_ring *r, int64_t us)
+{
+    struct timespec end;
+    clock_gettime(CLOCK_REALTIME, &end);
+    end.tv_nsec += us * 1000;
+    end.tv_sec += end.tv_nsec / 1000000000;
+    end.tv_nsec %= 1000000000;
+    __atomic_store_n(&r->asleep, 1, __ATOMIC_SEQ_CST);
+    const bool called = sem_timedwait(&r->awake, &end) == 0;
+    __atomic_store_n(&r->asleep, 0, __ATOMIC_SEQ_CST);
+    return called;
+}
+
+void hosts_ring_wake(hosts_ring *r)
+{
+    if (__atomic_exchange_n(&r->asleep, 0, __ATOMIC_SEQ_CST)) sem_post(&r->awake);
+}
+
+static int64_t now_us(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
+
+static bool has_spare_cores(void)
+{
+    cpu_set_t mine;
+    return sched_getaffinity(0, sizeof mine, &mine) == 0 && CPU_COUNT(&mine) >= CORES_TO_SPARE;
+}
+
+static void *run_ring(void *self)
 {
     hosts_ring *r = self;
-    int64_t us = NAP_US;
+    const int64_t spin_us = has_spare_cores() ? SPIN_US : 0;
+    int64_t us = NAP_US, moved_at = now_us();
     for (int idle = 0; !__atomic_load_n(&r->leave, __ATOMIC_ACQUIRE);) {
+        bool called = false;
         if (turn(r) > 0) {
             idle = 0;
             us = NAP_US;
-        } else if (++idle < TURNS) {
+            moved_at = now_us();
+        } else if (++idle < TURNS || now_us() - moved_at < spin_us) {
             sched_yield();
+        } else if (r->running) {
+            nap(us < BUSY_NAP_US ? us : BUSY_NAP_US);
+            us *= 2;
         } else {
-            const int64_t most = r->running ? BUSY_NAP_US : IDLE_NAP_US;
-            nap(us < most ? us : most);
+            called = nap_until_called(r, us < IDLE_NAP_US ? us : IDLE_NAP_US);
             us *= 2;
         }
+        if (!called) continue;
+        idle = 0;
+        us = NAP_US;
+        moved_at = now_us();
     }
     return NULL;
 }
@@ -203,7 +273,7 @@ static int start(hosts_ring *r)
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&r->thread, NULL, run, r);
+    const int error = pthread_create(&r->thread, NULL, run_ring, r);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return error;
 }
@@ -214,9 +284,11 @@ epic_result hosts_ring_open(hosts_ring **out, const hosts_ring_setup *setup)
     if (!r) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     r->setup = *setup;
     pthread_mutex_init(&r->mutex, NULL);
+    sem_init(&r->awake, 0, 0);
     const int error = start(r);
     if (error) {
         pthread_mutex_destroy(&r->mutex);
+        sem_destroy(&r->awake);
         free(r);
         return epic_fail(EPIC_EDEVICE, "backend hosts: no thread for the wire: %s",
                          strerror(error));
@@ -246,6 +318,7 @@ void hosts_ring_tell(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
         m->at = at;
         m->bytes = bytes;
         __atomic_store_n(&m->state, ASKED, __ATOMIC_RELEASE);
+        hosts_ring_wake(r);
         wait_for_message(m);
     }
     int asked = ASKED; /* what was not begun is given up */
@@ -254,11 +327,18 @@ void hosts_ring_tell(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
     pthread_mutex_unlock(&r->mutex);
 }
 
+uint64_t hosts_ring_given(const hosts_ring *r)
+{
+    return __atomic_load_n(&r->bytes, __ATOMIC_RELAXED);
+}
+
 void hosts_ring_close(hosts_ring *r)
 {
     if (!r) return;
     __atomic_store_n(&r->leave, 1, __ATOMIC_RELEASE);
+    hosts_ring_wake(r);
     pthread_join(r->thread, NULL);
     pthread_mutex_destroy(&r->mutex);
+    sem_destroy(&r->awake);
     free(r);
 }

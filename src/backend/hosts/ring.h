@@ -5,6 +5,7 @@
 #ifndef EPIC_HOSTS_RING_H
 #define EPIC_HOSTS_RING_H
 
+#include "backend/backend.h"
 #include "cuda/cuda_kernels.h"
 #include "wire/lines.h"
 #include "wire/wire.h"
@@ -27,6 +28,13 @@ epic_result hosts_ring_open(hosts_ring **out, const hosts_ring_setup *setup);
 /* Takes bytes of the outbox to the same place of a host's heap, after all that was given to the wire
  * for it before; returns when they are there, or after a moment. */
 void hosts_ring_tell(hosts_ring *ring, int host, uint64_t at, uint32_t bytes);
+
+/* A call is made: the thread looks at once.  Any thread. */
+void hosts_ring_wake(hosts_ring *ring);
+
+/* Bytes that kernels have had given to the wire so far.  Any thread. */
+uint64_t hosts_ring_given(const hosts_ring *ring);
+uint64_t hosts_bytes_given(const epic_group *group); /* the same of a group */
 
 /* NULL is allowed. */
 void hosts_ring_close(hosts_ring *ring);

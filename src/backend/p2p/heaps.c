@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where the ranks of this process have their heaps.  What comes through the meeting is never an
- * address: whoever reached the meeting could choose it. */
+/* How ranks of one host reach each other's heaps: those of this process by a list, as what comes
+ * through the meeting is never an address, which whoever reached the meeting could choose; those of
+ * other processes by CUDA's IPC. */
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -10,39 +11,52 @@
 typedef struct shown {
     struct shown *next;
     const epic_group *group;
+    uint8_t *heap;
 } shown;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the list */
 static shown *list;
 
-static const epic_group *find(uint64_t group_id, int rank)
+static const shown *find(uint64_t group_id, int rank)
 {
     const shown *at = list;
     while (at && (at->group->self.group_id != group_id || at->group->rank != rank))
         at = at->next;
-    return at ? at->group : NULL;
+    return at;
 }
 
-epic_result p2p_heap_show(const epic_group *group)
+static epic_result show_here(const epic_group *group, uint8_t *heap)
 {
     shown *mine = malloc(sizeof *mine);
     if (!mine) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     pthread_mutex_lock(&mutex);
     const bool taken = find(group->self.group_id, group->rank) != NULL;
     if (!taken) {
-        *mine = (shown){list, group};
+        *mine = (shown){list, group, heap};
         list = mine;
     }
     pthread_mutex_unlock(&mutex);
     if (!taken) return EPIC_OK;
     free(mine);
     return epic_fail(EPIC_EPEER,
-                     "backend p2p: rank %d of this group is in it already: the meeting mixed "
+                     "rank %d of this group is in it already: the meeting mixed "
                      "two groups; open one from each meeting",
                      group->rank);
 }
 
-void p2p_heap_hide(const epic_group *group)
+epic_result p2p_heap_show(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle)
+{
+    const epic_peer *me = &group->peers[group->rank];
+    bool others = false;
+    TRY(show_here(group, heap));
+    for (int q = 0; q < group->num_ranks; q++)
+        others |= p2p_same(group->peers[q].host, me->host) &&
+                  !p2p_same(group->peers[q].process, me->process);
+    if (!others) return EPIC_OK;
+    return p2p_cuda(cudaIpcGetMemHandle(handle, heap), "an IPC handle of the heap");
+}
+
+static void hide_here(const epic_group *group)
 {
     pthread_mutex_lock(&mutex);
     for (shown **link = &list; *link; link = &(*link)->next) {
@@ -58,8 +72,68 @@ void p2p_heap_hide(const epic_group *group)
 uint8_t *p2p_heap_find(uint64_t group_id, int rank)
 {
     pthread_mutex_lock(&mutex);
-    const epic_group *peer = find(group_id, rank);
-    uint8_t *heap = peer ? peer->self.heap[rank] : NULL;
+    const shown *peer = find(group_id, rank);
+    uint8_t *heap = peer ? peer->heap : NULL;
     pthread_mutex_unlock(&mutex);
     return heap;
+}
+
+static epic_result reach_device(epic_group *g, int peer)
+{
+    struct cudaPointerAttributes attributes;
+    int can = 0;
+    uint8_t *heap = p2p_heap_find(g->self.group_id, peer);
+    if (!heap)
+        return epic_fail(EPIC_EPEER,
+                         "rank %d says that it is in the process of rank %d, and is "
+                         "not",
+                         peer, g->rank);
+    g->self.heap[peer] = heap;
+    TRY(p2p_cuda(cudaPointerGetAttributes(&attributes, heap), "a peer's heap"));
+    if (attributes.device == g->device) return EPIC_OK;
+    TRY(p2p_cuda(cudaDeviceCanAccessPeer(&can, g->device, attributes.device), "peer access"));
+    if (!can)
+        return epic_fail(EPIC_ENOTSUP,
+                         "ranks %d and %d: device %d cannot access the memory of device %d",
+                         g->rank, peer, g->device, attributes.device);
+    const cudaError_t error = cudaDeviceEnablePeerAccess(attributes.device, 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) {
+        (void)cudaGetLastError();
+        return EPIC_OK;
+    }
+    return p2p_cuda(error, "peer access");
+}
+
+static epic_result map_heap(epic_group *g, int peer, cudaIpcMemHandle_t handle)
+{
+    void *heap = NULL;
+    const cudaError_t error =
+        cudaIpcOpenMemHandle(&heap, handle, cudaIpcMemLazyEnablePeerAccess);
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "ranks %d and %d: the peer's device memory cannot be mapped here: CUDA "
+            "says \"%s\"",
+            g->rank, peer, cudaGetErrorString(error));
+    }
+    g->self.heap[peer] = heap;
+    g->mapped[peer] = true;
+    return EPIC_OK;
+}
+
+/* Processes that share a GPU take turns on it: slow, but right. */
+epic_result p2p_heap_reach(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
+{
+    if (peer == g->rank) return EPIC_OK;
+    if (p2p_same(g->peers[peer].process, g->peers[g->rank].process))
+        return reach_device(g, peer);
+    return map_heap(g, peer, *handle);
+}
+
+void p2p_heap_hide(const epic_group *group)
+{
+    hide_here(group);
+    for (int q = 0; q < group->num_ranks; q++)
+        if (group->mapped[q]) (void)cudaIpcCloseMemHandle(group->self.heap[q]);
 }

@@ -53,69 +53,10 @@ static epic_result own_part(epic_group *g, card *mine)
     TRY(p2p_group_device(g, &mine->gpu));
     TRY(make_heap(g));
     TRY(p2p_load(g));
-    TRY(p2p_heap_show(g));
-    bool others = false;
-    for (int q = 0; q < g->num_ranks; q++)
-        others |= !p2p_same(g->peers[q].process, g->peers[g->rank].process);
-    if (!others) return EPIC_OK;
-    return p2p_cuda(cudaIpcGetMemHandle(&mine->handle, g->self.heap[g->rank]),
-                    "an IPC handle of the heap");
+    return p2p_heap_show(g, g->self.heap[g->rank], &mine->handle);
 }
 
 /* ----------------------------------------------------------------------------- peers ---- */
-
-static epic_result reach_device(epic_group *g, int peer)
-{
-    struct cudaPointerAttributes attributes;
-    int can = 0;
-    uint8_t *heap = p2p_heap_find(g->self.group_id, peer);
-    if (!heap)
-        return epic_fail(EPIC_EPEER,
-                         "rank %d says that it is in the process of rank %d, and is "
-                         "not",
-                         peer, g->rank);
-    g->self.heap[peer] = heap;
-    TRY(p2p_cuda(cudaPointerGetAttributes(&attributes, heap), "a peer's heap"));
-    if (attributes.device == g->device) return EPIC_OK;
-    TRY(p2p_cuda(cudaDeviceCanAccessPeer(&can, g->device, attributes.device), "peer access"));
-    if (!can)
-        return epic_fail(EPIC_ENOTSUP,
-                         "ranks %d and %d: device %d cannot access the memory of device %d",
-                         g->rank, peer, g->device, attributes.device);
-    const cudaError_t error = cudaDeviceEnablePeerAccess(attributes.device, 0);
-    if (error == cudaErrorPeerAccessAlreadyEnabled) {
-        (void)cudaGetLastError();
-        return EPIC_OK;
-    }
-    return p2p_cuda(error, "peer access");
-}
-
-static epic_result map_heap(epic_group *g, int peer, const card *theirs)
-{
-    void *heap = NULL;
-    const cudaError_t error =
-        cudaIpcOpenMemHandle(&heap, theirs->handle, cudaIpcMemLazyEnablePeerAccess);
-    if (error != cudaSuccess) {
-        (void)cudaGetLastError();
-        return epic_fail(
-            EPIC_ENOTSUP,
-            "ranks %d and %d: the peer's device memory cannot be mapped here: CUDA "
-            "says \"%s\"",
-            g->rank, peer, cudaGetErrorString(error));
-    }
-    g->self.heap[peer] = heap;
-    g->mapped[peer] = true;
-    return EPIC_OK;
-}
-
-/* Processes that share a GPU take turns on it: slow, but right. */
-static epic_result reach(epic_group *g, int peer, const card *theirs)
-{
-    if (peer == g->rank) return EPIC_OK;
-    if (p2p_same(g->peers[peer].process, g->peers[g->rank].process))
-        return reach_device(g, peer);
-    return map_heap(g, peer, theirs);
-}
 
 /* Nothing in a card is trusted: it may come from anybody who reached the meeting. */
 static epic_result check_card(const card *c, int rank)
@@ -137,7 +78,7 @@ static epic_result connect_peers(epic_group *g, const card *cards)
     for (int q = 0; q < g->num_ranks; q++) TRY(check_card(&cards[q], q));
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = cards[q].gpu;
     TRY(p2p_budget_share(g, gpus));
-    for (int q = 0; q < g->num_ranks; q++) TRY(reach(g, q, &cards[q]));
+    for (int q = 0; q < g->num_ranks; q++) TRY(p2p_heap_reach(g, q, &cards[q].handle));
     return p2p_watch_open(g);
 }
 
@@ -145,10 +86,8 @@ static epic_result connect_peers(epic_group *g, const card *cards)
 
 static void release(epic_group *g)
 {
-    p2p_heap_hide(g);
     p2p_watch_close(g);
-    for (int q = 0; q < g->num_ranks; q++)
-        if (g->mapped[q]) (void)cudaIpcCloseMemHandle(g->self.heap[q]);
+    p2p_heap_hide(g);
     if (g->self.heap[g->rank]) (void)cudaFree(g->self.heap[g->rank]);
     p2p_group_free(g);
 }
@@ -205,6 +144,11 @@ void p2p_tell(epic_group *g, int peer, int64_t at, const void *bytes, size_t cou
 {
     (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
+}
+
+void p2p_wake(const epic_group *g)
+{
+    (void)g;
 }
 
 static void say_goodbye(epic_group *g)

@@ -71,6 +71,9 @@ const uint64_t *p2p_gone(epic_group *group); /* NULL: the device does not answer
  * Each backend has its own. */
 void p2p_tell(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
+/* An operation is about to be launched, or given up: of hosts, the thread wakes. */
+void p2p_wake(const epic_group *group);
+
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
 void *p2p_allocate(epic_group *group, size_t bytes);
 void p2p_release(epic_group *group, void *memory);
@@ -87,9 +90,13 @@ epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
 bool p2p_is_dead(const epic_group *group, int peer);
 
-/* Lets the ranks of this process find the group's heap, by group id and rank; NULL: not here. */
-epic_result p2p_heap_show(const epic_group *group);
+/* Lets the other ranks of this host reach the heap: those of this process find it, the others
+ * need the handle.  Then reaches theirs, and lets go of all. */
+epic_result p2p_heap_show(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
+epic_result p2p_heap_reach(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
 void p2p_heap_hide(const epic_group *group);
+
+/* Of a rank of this process; NULL: not here. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 
 /* EPIC_OK, or the failure that a kernel has reported. */

@@ -40,6 +40,7 @@ static p2p_self self_of(const epic_group *g, const epic_call *call, epic_operati
                         alike a)
 {
     p2p_self self = g->self;
+    p2p_wake(g);
     mix(&a, call->tag);
     self.operation = operation;
     self.layouts = P2P_BY_EXPERT | P2P_FLAT;
@@ -279,6 +280,9 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
         job->likely_rank_of = at.rank_of;
     }
     const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
+#ifdef EPIC_HOSTS
+    if (job->scale_bytes) job->plan.self.local = 0; /* strings go straight */
+#endif
     const bool few = job->plan.planners
                          ? job->plan.few
                          : !job->flat && is_few(g, job->num_tokens, P2P_FEW_TOKENS, bytes);

@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* combine between hosts of several ranks, backend hosts alone: a host's partials of another host's
+ * token are added there, on the token's rank's mate, as one node of the tree.
+ *
+ * In the list of expert units a token's mates come last: what they wait for, the other units of that
+ * token, waits for nothing. */
+#ifndef EPIC_COMBINE_RELAY_CUH
+#define EPIC_COMBINE_RELAY_CUH
+
+#ifdef EPIC_HOSTS
+
+/* Where this lane's vector of a unit's node is, in a box. */
+template <int P>
+__device__ __forceinline__ uint4 *node_in(const Combine &c, const Unit &u, uint8_t *box)
+{
+    return staged_in(box, u.token - c.first, c.shape.vectors * P) +
+           (u.piece * WARP + lane_id()) * P;
+}
+
+template <int P>
+__device__ __forceinline__ void store_node(const Combine &c, const Unit &u, uint8_t *box,
+                                           const uint4 (&node)[P])
+{
+    uint4 *to = node_in<P>(c, u, box);
+#pragma unroll
+    for (int p = 0; p < P; p++)
+        if (u.piece * WARP + lane_id() < c.shape.vectors) store_relaxed(to + p, node[p]);
+}
+
+/* The node that `rank` brings. */
+template <int P>
+__device__ __forceinline__ bool take_node(const Combine &c, const Unit &u, uint8_t *box,
+                                          int rank, uint4 (&node)[P])
+{
+    uint4 *from = node_in<P>(c, u, box);
+    const bool in = u.piece * WARP + lane_id() < c.shape.vectors;
+    const bool ok = wait_until(c.now, rank, P2P_PHASE_ROW, [&] {
+        bool missing = false;
+#pragma unroll
+        for (int p = 0; p < P; p++) {
+            node[p] = in ? load_relaxed(from + p) : make_uint4(0, 0, 0, 0);
+            missing |= has_poison(node[p]);
+        }
+        return __any_sync(ALL_LANES, missing) == 0;
+    });
+#pragma unroll
+    for (int p = 0; p < P; p++)
+        if (ok && in) store_here(from + p, poisoned());
+    return ok;
+}
+
+/* On a rank that is not the mate: its part, if it has one, goes to the one that is. */
+template <int P>
+__device__ __forceinline__ void give_node(const Combine &c, const Unit &u, int rank, bool some,
+                                          const uint4 (&node)[P])
+{
+    const p2p_self &self = c.job.self;
+    const int to = mate_of(self, rank, self.rank), by = mate_of(self, self.rank, rank);
+    uint8_t *heap = near_of(self, to);
+    if (u.piece == 0 && lane_id() == 0)
+        store_relaxed(wants_word(self, c.now, heap, to, by, u.token), stamp(c.now, some));
+    if (some) store_node<P>(c, u, box_in(self, c.now, heap, to, by), node);
+}
+
+/* On the mate: adds the parts of its host in the order of the tree.  `some`: there is one. */
+template <class ROW, class PART>
+__device__ __forceinline__ bool add_host(const Combine &c, const Unit &u, int rank, bool &some,
+                                         uint4 (&node)[Node<ROW, PART>::VECTORS])
+{
+    constexpr int P = Node<ROW, PART>::VECTORS;
+    const p2p_self &self = c.job.self;
+    LeafStack<ROW, PART> stack = {c.stack, 0, 0};
+    for (int place = 0; place < self.num_ranks; place++) {
+        const int from = c.plan.header.rank_at[place];
+        if (from / self.local != self.rank / self.local) continue;
+        if (from == self.rank) {
+            if (some) stack.push(node, (uint32_t)place);
+            continue;
+        }
+        const int by = mate_of(self, from, rank);
+        uint32_t has;
+        uint4 its[P];
+        if (!take_wants(c.now, wants_word(self, c.now, self.near_heap, self.rank, by, u.token),
+                        from, has))
+            return false;
+        if (!has) continue;
+        if (!take_node<P>(c, u, box_in(self, c.now, self.near_heap, self.rank, by), from, its))
+            return false;
+        stack.push(its, (uint32_t)place);
+    }
+    some = stack.result(node);
+    return true;
+}
+
+/* An expert unit of a token of another host's rank, with this rank's part. */
+template <class ROW, class PART>
+__device__ __forceinline__ bool relay_unit(const Combine &c, const Unit &u, int rank, bool some,
+                                           uint4 (&node)[Node<ROW, PART>::VECTORS])
+{
+    constexpr int P = Node<ROW, PART>::VECTORS;
+    const p2p_self &self = c.job.self;
+    if (u.token >= c.plan.header.tokens_of[rank]) return true;
+    if (mate_of(self, rank, self.rank) != self.rank) {
+        give_node<P>(c, u, rank, some, node);
+        return true;
+    }
+    if (!add_host<ROW, PART>(c, u, rank, some, node)) return false;
+    if (!some) return true;
+    store_node<P>(c, u, c.now.outbox[rank], node);
+    const uint4 *staged = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors * P);
+    ship_piece<P>(c.now, rank, staged, u.piece * WARP * P, c.shape.vectors * P);
+    return true;
+}
+
+#endif
+#endif

@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a rank gives to the wire, to the byte: two hosts of two ranks, every token goes to all four.
+ * By relays a row crosses once for a host, with a word that says who wants it, and a host's partials
+ * cross as one, where the sums are a tree's; else once for a rank. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/hosts/ring.h"
+#include "copies.h"
+#include "team.h"
+
+enum { RANKS = 4, TOKENS = 40, ROW = 4096, SLOTS = RANKS * TOKENS };
+#define ROWS ((uint64_t)TOKENS * ROW)
+#define ANNOUNCED 64u /* an announcement to each rank of the other host */
+
+static bool relays;
+static uint32_t order;
+static int bad;
+
+/* What the last operation gave, once all ranks have ended it. */
+static void expect(team_rank *me, uint64_t *before, const char *what, uint64_t bytes)
+{
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    epic_failure_info f;
+    if (p2p_steps.check(me->group, &f) != EPIC_OK) {
+        fprintf(stderr, "%s: %s\n", what, f.sentence);
+        team_stop();
+    }
+    team_meet(me);
+    const uint64_t now = hosts_bytes_given(me->group), given = now - *before;
+    *before = now;
+    if (given == bytes || !bytes) return;
+    fprintf(stderr, "%s, relays %d, order %u: rank %d gave %llu bytes, not %llu\n", what,
+            relays, order, me->rank, (unsigned long long)given, (unsigned long long)bytes);
+    __atomic_store_n(&bad, 1, __ATOMIC_RELAXED);
+}
+
+static void *memory(size_t bytes)
+{
+    void *p = NULL;
+    CHECK_CUDA(cudaMalloc(&p, bytes));
+    CHECK_CUDA(fill_in(p, 0, bytes));
+    return p;
+}
+
+static int work(team_rank *me)
+{
+    const epic_layer layer = {.num_experts = RANKS, .top_k = RANKS, .sum_order = order};
+    const int64_t plan_bytes = device_layer_bytes(RANKS, TOKENS, &layer);
+    const epic_call call = {.stream = me->stream, .timeout_ms = 60000};
+    int32_t ids[TOKENS * RANKS];
+    for (int i = 0; i < TOKENS * RANKS; i++) ids[i] = i % RANKS;
+    void *all[] = {memory((size_t)plan_bytes), memory(sizeof ids), memory(ROWS),
+                   memory((size_t)SLOTS * ROW), memory(ROWS)};
+    CHECK_CUDA(copy_in(all[1], ids, sizeof ids));
+    const epic_plan_args plan = {.call = call,
+                                 .layer = &layer,
+                                 .plan = all[0],
+                                 .plan_bytes = plan_bytes,
+                                 .topk_idx = all[1],
+                                 .num_tokens = TOKENS};
+    const epic_dispatch_args dispatch = {.call = call,
+                                         .plan = all[0],
+                                         .plan_bytes = plan_bytes,
+                                         .tokens = {all[2], TOKENS, ROW},
+                                         .recv = {all[3], SLOTS, ROW}};
+    const epic_combine_args combine = {.call = call,
+                                       .plan = all[0],
+                                       .plan_bytes = plan_bytes,
+                                       .rows = {all[3], SLOTS, ROW},
+                                       .out = {all[4], TOKENS, ROW},
+                                       .type = EPIC_BF16};
+    uint64_t before = 0;
+    if (p2p_steps.plan(me->group, &plan) != EPIC_OK) team_stop();
+    expect(me, &before, "plan", 0);
+    if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
+    expect(me, &before, "dispatch", ANNOUNCED + (relays ? ROWS + TOKENS * 8 : 2 * ROWS));
+    if (p2p_steps.combine(me->group, &combine) != EPIC_OK) team_stop();
+    expect(me, &before, "combine", ANNOUNCED + (relays && order == EPIC_TREE ? 1 : 2) * ROWS);
+    for (int i = 0; i < 5; i++) CHECK_CUDA(cudaFree(all[i]));
+    return 0;
+}
+
+int main(void)
+{
+    const team t = {.num_ranks = RANKS,
+                    .num_gpus = 1,
+                    .max_tokens = TOKENS,
+                    .max_row_bytes = ROW,
+                    .timeout_ms = 60000,
+                    .work = work};
+    setenv("EPIC_TEST_RANKS_PER_HOST", "2", 1);
+    for (int i = 0; i < 4 && !bad; i++) {
+        relays = i % 2;
+        order = i < 2 ? EPIC_TREE : EPIC_BY_RANK;
+        setenv("EPIC_WIRE_RELAY", relays ? "1" : "0", 1);
+        if (team_run(&t) != 0) return 1;
+    }
+    if (!bad) printf("hosts_bytes: good\n");
+    return bad;
+}
