@@ -5,7 +5,7 @@
  * turn, between the others: there it waits for ranks that are late, and has the clock that they left.
  * With `beside` also what exchanges cost beside the experts: of all SMs the experts get those that the
  * exchange leaves, and so many exchanges run meanwhile on another stream that both end together.
- *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=4] [whole] [beside] [tiny]
+ *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [whole] [beside] [tiny]
  *                                                      whole: without its parts
  *                                                      tiny: a small layer, to see it run */
 #include <cuda_runtime_api.h>
@@ -24,15 +24,20 @@ enum { MOST_RANKS = 8, MOST_TIMES = 300 };
 typedef struct model {
     const char *name;
     uint32_t experts, top_k, hidden, inner; /* experts: of a rank */
+    uint32_t shared;                        /* inner of the shared expert; 0: none */
+    bool biased;                            /* gate and experts, and a clamped activation */
 } model;
 
-static const model models[] = {{"7168, inner 2048, 8 a rank, top-8", 8, 8, 7168, 2048},
-                               {"7168, inner 2048, 128 a rank, top-8", 128, 8, 7168, 2048},
-                               {"gpt-oss, 2880, inner 2880, top-4", 32, 4, 2880, 2880},
-                               {"Qwen3-30B, 2048, inner 768, top-8", 64, 8, 2048, 768}};
-static const model small = {"64, inner 32, 4 a rank, top-2", 4, 2, 64, 32};
+static const model models[] = {
+    {"7168, inner 2048, 8 a rank, top-8", 8, 8, 7168, 2048, 0, false},
+    {"7168, inner 2048, 128 a rank, top-8", 128, 8, 7168, 2048, 0, false},
+    {"gpt-oss, 2880, inner 2880, top-4", 32, 4, 2880, 2880, 0, false},
+    {"Qwen3-30B, 2048, inner 768, top-8", 64, 8, 2048, 768, 0, false},
+    {"7168, inner 2048, 32 a rank, top-8, shared 2048", 32, 8, 7168, 2048, 2048, false},
+    {"gpt-oss with its biases, clamped", 32, 4, 2880, 2880, 0, true}};
+static const model small = {"64, inner 32, 4 a rank, top-2", 4, 2, 64, 32, 32, true};
 
-static int num_ranks, rounds = 4, tiny, num_models = 4, whole, beside;
+static int num_ranks, rounds = 4, tiny, first_model, num_models = 6, whole, beside;
 static int64_t tokens = 4096;
 static epic_meet meets[MOST_RANKS];
 static pthread_barrier_t all;
@@ -96,6 +101,12 @@ static epic_result bring_home(bench *b)
     return moe_bring_home(&b->forward_job, &b->forward.out);
 }
 
+/* The shared expert, if there is one. */
+static epic_result finish(bench *b)
+{
+    return moe_device_finish(&b->forward_job, &b->forward.out);
+}
+
 static epic_result combine_backward(bench *b)
 {
     return moe_combine_backward(&b->backward_job, &b->backward.d_out, NULL);
@@ -123,10 +134,11 @@ static const struct {
              {"plan + dispatch", send},
              {"experts", transform},
              {"combine", bring_home},
+             {"shared expert", finish},
              {"combine_backward", combine_backward},
              {"experts' backward", transform_backward},
              {"dispatch_backward", dispatch_backward},
-             {"router's and gate's backward", dense_backward}};
+             {"the rest of backward", dense_backward}};
 enum { NUM_PARTS = sizeof parts / sizeof *parts };
 
 /* -------------------------------------------------------------------------------- timing ---- */
@@ -384,12 +396,19 @@ static void run_model(bench *b, const model *m)
     const epic_experts ex = {.num_local_experts = m->experts,
                              .hidden = m->hidden,
                              .inner = m->inner,
-                             .activation = EPIC_SILU,
+                             .activation = m->biased ? EPIC_CLAMPED_SWIGLU : EPIC_SILU,
                              .row_type = EPIC_BF16};
+    const epic_experts shared = {.num_local_experts = 1,
+                                 .hidden = m->hidden,
+                                 .inner = m->shared,
+                                 .activation = EPIC_SILU,
+                                 .row_type = EPIC_BF16};
+    const int64_t of_shared = (int64_t)m->hidden * 2 * m->shared;
     /* Uniform routing brings a rank as many choices as it has; room for half as many more. */
     const epic_moe moe = {.layer = &layer,
                           .router = &router,
                           .experts = &ex,
+                          .shared = m->shared ? &shared : NULL,
                           .capacity = tokens * m->top_k * 3 / 2 + (int64_t)m->experts * 128};
     const epic_config config = {.max_tokens = tokens,
                                 .max_row_bytes = row,
@@ -398,7 +417,7 @@ static void run_model(bench *b, const model *m)
     must(!epic_open(&b->ctx, &meets[b->rank], &config), "open", b->ctx);
     epic_moe_memory_info memory;
     must(!epic_moe_memory(&config, &moe, &memory), "memory", NULL);
-    const epic_moe_weights weights = {
+    epic_moe_weights weights = {
         .w_gate = numbers_on(&a, (int64_t)m->hidden * experts, EPIC_F32, 0.02f),
         .w_gate_up = numbers_on(&a, m->experts * first, EPIC_BF16, 0.02f),
         .w_down = numbers_on(&a, m->experts * first / 2, EPIC_BF16, 0.02f)};
@@ -406,6 +425,20 @@ static void run_model(bench *b, const model *m)
         (epic_moe_gradients){.w_gate = bytes_on(&a, (int64_t)m->hidden * experts * 4),
                              .w_gate_up = bytes_on(&a, m->experts * first * 4),
                              .w_down = bytes_on(&a, m->experts * first * 2)};
+    if (m->biased) {
+        weights.b_gate = numbers_on(&a, experts, EPIC_F32, 0.1f);
+        weights.b_gate_up = numbers_on(&a, (int64_t)m->experts * 2 * m->inner, EPIC_BF16, 0.1f);
+        weights.b_down = numbers_on(&a, (int64_t)m->experts * m->hidden, EPIC_BF16, 0.1f);
+        b->gradients.b_gate = bytes_on(&a, experts * 4);
+        b->gradients.b_gate_up = bytes_on(&a, (int64_t)m->experts * 8 * m->inner);
+        b->gradients.b_down = bytes_on(&a, (int64_t)m->experts * 4 * m->hidden);
+    }
+    if (m->shared) {
+        weights.shared_gate_up = numbers_on(&a, of_shared, EPIC_BF16, 0.02f);
+        weights.shared_down = numbers_on(&a, of_shared / 2, EPIC_BF16, 0.02f);
+        b->gradients.shared_gate_up = bytes_on(&a, of_shared * 4);
+        b->gradients.shared_down = bytes_on(&a, of_shared * 2);
+    }
     const int64_t work = memory.cuda_backward_bytes > memory.cuda_forward_bytes
                              ? memory.cuda_backward_bytes
                              : memory.cuda_forward_bytes;
@@ -464,7 +497,7 @@ static void *run(void *self)
              !cudaEventCreateWithFlags(&b.joined, cudaEventDisableTiming) &&
              !cudaDeviceGetAttribute(&b.sms, cudaDevAttrMultiProcessorCount, b.rank % gpus),
          "streams", NULL);
-    for (int i = 0; i < (tiny ? 1 : num_models); i++) {
+    for (int i = tiny ? 0 : first_model; i < (tiny ? 1 : num_models); i++) {
         pthread_barrier_wait(&all);
         if (b.rank == 0) must(!epic_meet_threads(meets, num_ranks, 0), "meeting", NULL);
         pthread_barrier_wait(&all);
@@ -487,6 +520,7 @@ int main(int argc, char **argv)
         if (!strncmp(argv[i], "tokens=", 7)) tokens = atoll(argv[i] + 7);
         if (!strncmp(argv[i], "rounds=", 7)) rounds = atoi(argv[i] + 7);
         if (!strncmp(argv[i], "models=", 7)) num_models = atoi(argv[i] + 7);
+        if (!strncmp(argv[i], "first=", 6)) first_model = atoi(argv[i] + 6);
         if (!strcmp(argv[i], "beside")) beside = 1;
         if (!strcmp(argv[i], "whole")) whole = 1;
         if (!strcmp(argv[i], "tiny")) tiny = 1;

@@ -311,7 +311,36 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
 
 /* --------------------------------------------------------------------- bias and scale ---- */
 
-/* A CTA takes 64 columns of an expert, each of its warps every WARPS-th row. */
+#define BIAS_AHEAD 8 /* rows that a warp brings before it adds them, in order */
+
+/* Every WARPS-th row of a slab, from the warp's on, two columns a lane. */
+template <class T>
+static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_place &slab,
+                                                int64_t column, int warp, float (&sum)[2])
+{
+    for (int64_t r = warp; r < slab.tokens; r += WARPS * BIAS_AHEAD) {
+        float w[BIAS_AHEAD], x[BIAS_AHEAD][2];
+#pragma unroll
+        for (int i = 0; i < BIAS_AHEAD; i++) {
+            const bool there = r + i * WARPS < slab.tokens;
+            const int64_t slot = slab.row + r + i * WARPS;
+            w[i] = there && job.weights ? job.weights[slot] : 1;
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                x[i][h] =
+                    there && column + h * 32 < job.n
+                        ? number_at(job.rows, NUMBER_TYPE<T>, slot * job.n + column + h * 32)
+                        : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < BIAS_AHEAD; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                if (r + i * WARPS < slab.tokens) sum[h] += w[i] * x[i][h];
+    }
+}
+
+/* A CTA takes 64 columns of an expert. */
 static __global__ void __launch_bounds__(THREADS)
     bias_kernel(const __grid_constant__ p2p_bias_job job)
 {
@@ -321,16 +350,12 @@ static __global__ void __launch_bounds__(THREADS)
     const int64_t first = blockIdx.x % across * 64;
     const slab_place slab = job.slabs.slabs[expert];
     float sum[2] = {0, 0};
-    for (int64_t r = warp; r < slab.tokens; r += WARPS) {
-        const int64_t slot = slab.row + r;
-        const float w = job.weights ? job.weights[slot] : 1;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int64_t column = first + h * 32 + lane;
-            if (column < job.n)
-                sum[h] += w * number_at(job.rows, job.row_type, slot * job.n + column);
-        }
-    }
+    if (job.row_type == EPIC_BF16)
+        add_rows<Bf16>(job, slab, first + lane, warp, sum);
+    else if (job.row_type == EPIC_F16)
+        add_rows<F16>(job, slab, first + lane, warp, sum);
+    else
+        add_rows<F32>(job, slab, first + lane, warp, sum);
     parts[warp][lane] = sum[0];
     parts[warp][32 + lane] = sum[1];
     __syncthreads();

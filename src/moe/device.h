@@ -23,9 +23,11 @@ epic_result moe_device_shared_gate(moe_job *j, const dense_block *block);
 epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags);
 
 /* The parts of forward and backward beside those that hosts have, too (call.h): gate and
- * router; plan and dispatch; what is left when the rows are home. */
+ * router; plan and dispatch; what is no expert's of some rank, added to what has come home; what
+ * is left of backward when the rows are home. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_send(moe_job *j, const epic_moe_args *a);
+epic_result moe_device_finish(moe_job *j, const epic_rows *out);
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 

@@ -192,7 +192,7 @@ epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, u
 }
 
 /* What is not an expert's on some rank, added to what has come home. */
-static epic_result finish(moe_job *j, const epic_rows *out)
+epic_result moe_device_finish(moe_job *j, const epic_rows *out)
 {
     if (!j->has_shared && !j->router.zero_experts) return EPIC_OK;
     for (int64_t b = 0; b < j->blocks; b++) {
@@ -237,6 +237,6 @@ epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
     epic_result result = moe_transform(j);
     if (result != EPIC_OK) return moe_abandon(j, result);
     TRY(moe_bring_home(j, &a->out));
-    TRY(finish(j, &a->out));
+    TRY(moe_device_finish(j, &a->out));
     return losses(j, a);
 }
