@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
         ok = combine_rarely<ROW, ROW, true>(c, now);
     else if (moves)
         ok = combine_rarely<ROW, ROW, false>(c, now);
-    if (finish(now) && ok && !(moves && rows_suffice(job.self, now, &h))) clear(c);
+    if (finish(now) && ok && !(moves && rows_suffice(job.self, now, &h, threadIdx.x == 0)))
+        clear(c);
 }
 
 typedef void (*Kernel)(p2p_combine_job);

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     if (moves && ok) pad_all<V, QUANTIZE>(m);
     if (moves && ok && job.zero_tail)
         zero_slots<QUANTIZE>(m, h.slots_of[job.self.rank], grid_thread(), grid_threads());
-    if (finish(now) && ok && !(moves && rows_suffice(job.self, now, &h)))
+    if (finish(now) && ok && !(moves && rows_suffice(job.self, now, &h, threadIdx.x == 0)))
         zero_slots<QUANTIZE>(m, 0, threadIdx.x, blockDim.x);
 }
 

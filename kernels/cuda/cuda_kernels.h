@@ -133,7 +133,8 @@ typedef struct p2p_self {            /* what every kernel knows about its rank *
 
 typedef struct p2p_plan_job {
     p2p_self self;
-    epic_layer layer; /* defaults filled in */
+    epic_layer layer;      /* defaults filled in */
+    device_plan_layout at; /* of the plan that is made, or perhaps of the one that is read */
     uint8_t *plan;
     const void *topk_idx;
     const int32_t *rank_of_expert;    /* NULL: contiguous blocks */
@@ -179,8 +180,7 @@ typedef struct p2p_dispatch_job {
     int32_t zero_tail, leave_padding;
     int32_t top_k;          /* perhaps; 0: not known */
     int32_t head;           /* tokens that are sent while the plan is made */
-    int32_t likely_experts; /* of the plan that is read, as top_k; and then */
-    int64_t likely_rank_of; /* where its ranks are */
+    int32_t likely_experts; /* of the plan that is read, as top_k, if plan.at is its layout */
     int32_t apart;    /* of a small operation: CTAs that only send; the launch fills it in */
     int32_t catch_up; /* of a large one: see dispatch.cuh; likewise */
     /* The launch fills in: */
@@ -215,6 +215,7 @@ typedef struct p2p_combine_job {
     int32_t num_tokens, num_rows;
     uint32_t type;
     int32_t aligned;
+    int32_t tree;                  /* of few tokens: the plan's order may be EPIC_TREE */
     int32_t lag;                   /* tokens that adding stays behind sending */
     int32_t top_k, likely_experts; /* as in dispatch */
     int64_t likely_rank_of, likely_records;

@@ -279,7 +279,7 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(Move &m)
 template <bool FLAT> __device__ __forceinline__ void clear(const Move &m)
 {
     if (m.plan.good && header_of(m)->result == EPIC_OK &&
-        rows_suffice(m.job.plan.self, m.now, header_of(m)))
+        rows_suffice(m.job.plan.self, m.now, header_of(m), threadIdx.x == 0))
         return;
     zero_rows(m.job.recv, m.shape.row_bytes, 0, m.job.recv_rows, threadIdx.x, BLOCK);
     if (FLAT)

@@ -417,7 +417,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (ok && job.zero_tail && plan.good) ok = clear_tail<FLAT>(m);
     if (finish(now) && ok &&
         !(plan.good && header_of(m)->result == EPIC_OK &&
-          rows_suffice(self, now, header_of(m))))
+          rows_suffice(self, now, header_of(m), threadIdx.x == 0)))
         clear<FLAT>(m, 0, threadIdx.x, BLOCK);
 }
 

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine and dispatch_backward of few tokens (few.cuh): the units of combine_plain.cuh in another
- * order.  A warp first sends its partials for the peers' tokens, of all of them, then adds those of
- * this rank's tokens: nothing that is sent waits for anything. */
-#include "cuda/combine_plain.cuh"
-#include "cuda/few.cuh"
+/* combine and dispatch_backward of few tokens (few.cuh).  A warp first sends its partials for the
+ * peers' tokens, of all of them, then adds those of this rank's tokens: nothing that is sent waits
+ * for anything.  Units are those of few_sum.cuh; of rows at any address and sums in tree order those
+ * of combine_plain.cuh. */
+#define EAGER 1        /* before the first header: wait.cuh */
+#define FEW_WORKERS 15 /* with the speaker four of each scheduler, which have 128 registers */
+
+#include "cuda/few_sum.cuh"
 #include "cuda/launch.cuh"
 
-static constexpr int FEW_V = 2; /* vectors a lane and piece */
+static constexpr int PLAIN_V = 2; /* vectors a lane and piece, of plain units */
 
 /* What a warp does: units of the peers' tokens, then of this rank's.  The first warps begin with
  * those, the last ones with these. */
@@ -36,13 +39,16 @@ struct Units {
         if (own) unit.ranks = rank_of(c, unit.token, 0);
         return unit;
     }
-    /* The first unit, from where its plan's arrays are if they are like the last plan's. */
-    __device__ __forceinline__ Unit guess(bool own) const
+    /* The first unit, from where its plan's arrays are if they are like the last plan's.  `likely`:
+     * it is one if the peers have as many tokens as this rank. */
+    __device__ __forceinline__ Unit guess(bool own, bool &likely) const
     {
         const p2p_combine_job &job = c.job;
+        likely = false;
         if (!job.likely_experts || (!own && job.self.num_ranks == 1)) return {};
         Unit unit = place(first(own), own);
         const int rank = own ? job.self.rank : peer_of(c, unit.role);
+        likely = unit.token < job.num_tokens;
         if (unit.token >= job.self.max_tokens || lane_id() >= job.top_k) return unit;
         unit.slot = __ldg((const int32_t *)(job.plan + job.likely_records) +
                           record_at(job.self, rank, unit.token, job.top_k) + lane_id());
@@ -56,37 +62,68 @@ struct Units {
         const device_plan_header &h = c.plan.header;
         return c.job.likely_experts == (int32_t)h.num_experts && c.job.top_k == (int)h.top_k;
     }
-    /* All of a kind. */
+    /* All of a kind: work(unit, whether it is the one that was guessed). */
     template <class Do>
     __device__ __forceinline__ bool each(bool own, Unit guess, Do work) const
     {
         const int end = own ? c.job.num_tokens * c.shape.pieces
                             : c.plan.most_tokens * (c.job.self.num_ranks - 1) * c.shape.pieces;
         int u = first(own);
-        Unit next = guessed() ? guess : read(u, own, end);
-        for (; u < end; u += crew.workers()) {
+        bool known = guessed();
+        Unit next = known ? guess : read(u, own, end);
+        for (; u < end; u += crew.workers(), known = false) {
             Unit now = next;
             next = read(u + crew.workers(), own, end);
             const int rank = own ? c.job.self.rank : peer_of(c, now.role);
             if (now.token >= c.plan.header.tokens_of[rank]) continue;
             now.slot = within(c, now.slot);
-            if (!work(now)) return false;
+            if (!work(now, known)) return false;
         }
         return true;
     }
 };
 
-template <class ROW>
-__device__ __forceinline__ bool combine_few(const Units &units, Unit sent, Unit own)
-{
-    const Combine &c = units.c;
-    return units.each(false, sent, [&](const Unit &u) {
-        expert_unit<ROW, ROW, FEW_V, false>(c, u);
-        return true;
-    }) && units.each(true, own, [&](const Unit &u) {
-        return source_unit<ROW, ROW, FEW_V, false>(c, u);
-    });
-}
+enum { NOTHING_ASKED, SENT_ASKED, OWN_ASKED };
+
+/* A warp's work, from its guesses on. */
+template <class ROW, int V, bool PLAIN> struct Worker {
+    Unit sent = {}, own = {};
+    SlotRows<V> rows;
+    int asked = NOTHING_ASKED;
+
+    __device__ __forceinline__ void guess(const Units &units)
+    {
+        bool sends, adds;
+        sent = units.guess(false, sends);
+        own = units.guess(true, adds);
+        if (PLAIN || !(sends || adds)) return;
+        Unit unit = sends ? sent : own;
+        unit.slot = within(units.c, unit.slot);
+        asked = sends ? SENT_ASKED : OWN_ASKED;
+        ask_unit<V>(units.c, rows, unit);
+    }
+    __device__ __forceinline__ bool work(const Units &units)
+    {
+        const Combine &c = units.c;
+        return units.each(false, sent, [&](const Unit &u, bool guessed) {
+            if constexpr (PLAIN) {
+                expert_unit<ROW, ROW, V, false>(c, u);
+            } else {
+                if (!guessed || asked != SENT_ASKED) ask_unit<V>(c, rows, u);
+                asked = NOTHING_ASKED; /* no more is there of what was */
+                send_sum<ROW, V>(c, rows, u);
+            }
+            return true;
+        }) && units.each(true, own, [&](const Unit &u, bool guessed) {
+            if constexpr (PLAIN) {
+                return source_unit<ROW, ROW, V, false>(c, u);
+            } else {
+                if (!guessed || asked != OWN_ASKED) ask_unit<V>(c, rows, u);
+                return take_sum<ROW, V>(c, rows, u);
+            }
+        });
+    }
+};
 
 /* All threads: zeros, when nothing was moved. */
 static __device__ void clear(const Combine &c, int64_t thread, int64_t threads)
@@ -97,7 +134,7 @@ static __device__ void clear(const Combine &c, int64_t thread, int64_t threads)
                     threads);
 }
 
-template <class ROW>
+template <class ROW, int V, bool PLAIN>
 __global__ void __launch_bounds__(FEW_BLOCK, 1)
     few_combine_kernel(const __grid_constant__ p2p_combine_job job)
 {
@@ -106,45 +143,49 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     __shared__ Stride unused;
     __shared__ bool enough; /* rows everywhere, as far as is known */
     const p2p_self &self = job.self;
+    touch(job);
     if (self.operation == EPIC_OP_NONE) return;
-    const bool whole = is_whole(self), last = blockIdx.x == gridDim.x - 1;
+    const Opening opening = read_opening(self);
+    if (threadIdx.x / WARP == FEW_WORKERS - 1) {
+        uint32_t header[HEADER_LANE_WORDS];
+        load_header(header, job.plan, job.plan_bytes);
+        view_plan(plan, header, job.plan, job.plan_bytes, self, job.num_tokens);
+        if (lane_id() == 0)
+            now.signature = self.signature ^ ((uint32_t)plan.header.id & 0x0fffffffu);
+    }
     Combine c = {job,
                  now,
                  plan,
                  unused,
                  unused,
                  NULL,
-                 row_shape<FEW_V>(job.row_bytes, job.aligned),
+                 row_shape<V>(job.row_bytes, !PLAIN || job.aligned),
                  policy_once(),
                  0,
                  0};
     const Units units(c);
-    Unit sent = {}, own = {};
-    if (is_speaker()) {
-        open_few(now, self, job.num_tokens, 0, job.num_rows);
-    } else {
-        sent = units.guess(false);
-        own = units.guess(true);
-    }
-    read_plan(plan, job.plan, job.plan_bytes, self, job.num_tokens);
-    const device_plan_header &h = plan.header;
-    if (is_speaker() && lane_id() == 0) now.signature ^= (uint32_t)h.id & 0x0fffffffu;
-    if (!__syncthreads_and(whole)) {
+    Worker<ROW, V, PLAIN> worker;
+    if (is_speaker())
+        open_few(now, self, opening, job.num_tokens, 0, job.num_rows);
+    else
+        worker.guess(units);
+    if (threadIdx.x == 0) enough = true;
+    if (!__syncthreads_and(opening.whole)) {
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
     count_begun(now);
 
+    const device_plan_header &h = plan.header;
     const bool moves = plan.good && h.result == EPIC_OK;
     c.top_k = (int)h.top_k;
-    bool ok = true;
     if (is_speaker()) {
-        if (last) announce(now);
+        if (is_last_cta()) announce_begun(now);
         const bool good = !moves || hear_rows(now, h);
         if (lane_id() == 0) enough = good;
-        if (last) finish_few(now);
+        if (is_last_cta()) finish_few(now);
     } else if (moves) {
-        ok = combine_few<ROW>(units, sent, own);
+        (void)worker.work(units);
     }
     if (!moves) clear(c, grid_thread(), grid_threads());
     end_few(now);
@@ -153,23 +194,30 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-static Kernel kernel_of(uint32_t type)
+template <class ROW> static Kernel kernel_for(bool plain)
 {
-    if (type == EPIC_BF16) return few_combine_kernel<Bf16>;
-    return type == EPIC_F16 ? few_combine_kernel<F16> : few_combine_kernel<F32>;
+    return plain ? few_combine_kernel<ROW, PLAIN_V, true> : few_combine_kernel<ROW, 1, false>;
+}
+
+static Kernel kernel_of(uint32_t type, bool plain)
+{
+    if (type == EPIC_BF16) return kernel_for<Bf16>(plain);
+    return type == EPIC_F16 ? kernel_for<F16>(plain) : kernel_for<F32>(plain);
 }
 
 extern "C" cudaError_t p2p_load_few_combine(void)
 {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaSuccess;
-    for (uint32_t type = EPIC_F32; type <= EPIC_F16 && error == cudaSuccess; type++)
-        error = cudaFuncGetAttributes(&attributes, (const void *)kernel_of(type));
+    for (uint32_t type = EPIC_F32; type <= EPIC_F16; type++)
+        for (int plain = 0; plain < 2 && error == cudaSuccess; plain++)
+            error = cudaFuncGetAttributes(&attributes, (const void *)kernel_of(type, plain));
     return error;
 }
 
 extern "C" cudaError_t p2p_launch_few_combine(const p2p_combine_job *job, int num_sms,
                                               cudaStream_t stream)
 {
-    return enqueue(kernel_of(job->type), num_sms, FEW_BLOCK, 0, stream, *job);
+    const bool plain = !job->aligned || job->tree;
+    return enqueue(kernel_of(job->type, plain), num_sms, FEW_BLOCK, 0, stream, *job);
 }

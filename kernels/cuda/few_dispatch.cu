@@ -81,30 +81,38 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     __shared__ Now now;
     __shared__ FewPlan tables;
     const p2p_self &self = job.self;
+    const Crew all = {0, (int)gridDim.x - (gridDim.x > 1)};
+    touch(job);
     if (self.operation == EPIC_OP_NONE) return;
-    const bool whole = is_whole(self), last = blockIdx.x == gridDim.x - 1;
-    if (is_speaker()) open_few(now, self, job.num_tokens, job.capacity, 0);
+    const Opening opening = read_opening(self);
+    IdTeller ids(job, all, true);
+    if (is_speaker()) open_few(now, self, opening, job.num_tokens, job.capacity, 0);
+    if (is_speaker() && opening.whole) ids.tell(now);
+    if (threadIdx.x == 0) now.signature = self.signature;
     open_tables(tables, job, (uint8_t *)dynamic_shared());
-    if (!__syncthreads_and(whole)) {
+    if (!__syncthreads_and(opening.whole)) {
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
     count_begun(now);
-    if (is_speaker()) tell_ids(job, now);
-    if (is_speaker() && last) announce(now);
-    if (make_few(tables, job, now)) {
-        if (is_speaker() && blockIdx.x == 0) write_few(tables, job, now);
+    if (is_speaker()) {
+        if (is_last_cta()) announce_begun(now);
+        if (blockIdx.x == 0) begin_header(tables, job, now);
+    }
+    if (all.has_me() && make_few(tables, job, now)) {
+        const uint32_t result = judge(tables, job, false).result;
         const int ranks = self.num_ranks;
-        const Crew all = {0, (int)gridDim.x};
+        if (is_speaker()) write_few(tables, job, now, all, result);
         for (int u = all.worker(); u < ranks * tables.max_tokens && !is_speaker();
              u += all.workers()) {
             const int rank = u % ranks, token = u / ranks;
-            if (token >= tables.p.header.tokens_of[rank]) continue;
+            if (token >= tables.tokens[rank]) continue;
             const int32_t slot = tables.slot_here(job, rank, token, lane_id());
-            tables.keep_token(job, rank, token, slot, __ballot_sync(ALL_LANES, slot >= 0));
+            tables.keep_token(job, rank, token, slot, __ballot_sync(ALL_LANES, slot >= 0),
+                              result);
         }
     }
-    if (is_speaker() && last) finish_few(now);
+    if (is_speaker() && is_last_cta()) finish_few(now);
     end_few(now);
 }
 

@@ -4,23 +4,28 @@
  * StringRows (few_strings.cu).
  *
  * Every warp sends its pieces of this rank's tokens to the peers that need them, then takes its
- * pieces of all tokens, this rank's own first, to their slots.  With MADE the plan is made too:
- * few_plan.cuh.
+ * pieces of all tokens, this rank's own first, to their slots.  Weights, and what is written of each
+ * token, are a warp's for itself, from the last one down; the speakers send weights.  With MADE the
+ * plan is made too: few_plan.cuh.
  *
  *     warp 0   send piece 0 | take piece 0 of own tokens | take piece 0 of peers' tokens
  *     warp 1   send piece 1 | take piece 1 of own tokens | take piece 1 of peers' tokens
  *     ...                   | (the plan is made in between, by every CTA for itself)
  *
- * Nothing that is sent waits for anything; one hop is all that a token takes. */
+ * Nothing that is sent waits for anything; one hop is all that a token takes.  Some CTAs, the last
+ * ones, may only send; with MADE the last one, which announces, never takes if there is another. */
 #ifndef EPIC_FEW_DISPATCH_CUH
 #define EPIC_FEW_DISPATCH_CUH
+
+#define EAGER 1 /* before the first header: wait.cuh */
 
 #include "cuda/few_plan.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/strings.cuh"
 
 struct Few : Strings {
-    const FewPlan *tables; /* of the plan that is made */
+    const FewPlan *tables; /* of the plan that is made, */
+    uint32_t result;       /* and whether it is good */
     const int32_t *fates;  /* of the plan that is read: slots of this rank's choices */
     bool discards;         /* rows are taken, and stored nowhere */
     Crew senders, takers;  /* the same CTAs, or some of them send and the others take */
@@ -35,11 +40,29 @@ struct Few : Strings {
 struct Piece {
     int32_t token, piece;
     int rank;
-    uint64_t word;   /* this lane's slot, if the plan is read */
-    int32_t choice;  /* the slot of this lane's choice of an own token, or -1; */
-    uint32_t weight; /* its weight, or that of the lane's slot, perhaps poison; piece 0 */
+    uint64_t word; /* this lane's slot, if the plan is read */
     uint4 q[V];
 };
+
+/* What goes beside the pieces of a token. */
+struct Words {
+    int32_t token;
+    int rank;
+    uint64_t word;   /* as a piece's */
+    int32_t choice;  /* the slot of this lane's choice of an own token, or -1; */
+    uint32_t weight; /* its weight, or that of the lane's slot, perhaps poison */
+};
+
+/* This lane's choice of a token, before the plan that is read is known to have that layout; of no use
+ * if it has not. */
+__device__ __forceinline__ uint64_t guess_choice(const Few &m, int32_t token, int k)
+{
+    const p2p_dispatch_job &job = m.job;
+    if (m.made) return read_choice(m, token, k);
+    if (!job.likely_experts || k >= job.top_k) return ~0ull;
+    const int32_t *rank_of = (const int32_t *)(job.plan.plan + job.plan.at.rank_of);
+    return (uint32_t)__ldg(rank_of + (int64_t)token * job.top_k + k);
+}
 
 /* ------------------------------------------------------------------------------- sending ---- */
 
@@ -54,7 +77,7 @@ template <class Rows> struct Sender {
     {
         if (is_speaker() || !few.senders.has_me()) unit = end;
         load_row();
-        guess_choice();
+        word = unit < end ? guess_choice(m, token(), lane_id()) : ~0ull;
     }
     __device__ __forceinline__ int32_t token() const
     {
@@ -68,19 +91,6 @@ template <class Rows> struct Sender {
     {
         if (unit < end) Rows::load(m, token(), piece(), q);
     }
-    /* The choices of the first token, before the plan is known to have that layout; of no use
-     * if it has not. */
-    __device__ __forceinline__ void guess_choice()
-    {
-        const p2p_dispatch_job &job = m.job;
-        word = ~0ull;
-        if (unit >= end) return;
-        if (m.made)
-            word = read_choice(m, token(), lane_id());
-        else if (lane_id() < job.top_k)
-            word = (uint32_t)__ldg((const int32_t *)(job.plan.plan + job.likely_rank_of) +
-                                   (int64_t)token() * job.top_k + lane_id());
-    }
     __device__ __forceinline__ void send_all(bool guessed)
     {
         if (!guessed && unit < end) word = read_choice(m, token(), lane_id());
@@ -93,9 +103,83 @@ template <class Rows> struct Sender {
             unit += m.senders.workers();
             load_row();
             if (unit < end) word = read_choice(m, token(), lane_id());
-            const bool weighs = its_piece == 0 && m.job.weights;
-            const uint32_t peers = choose_peers(m, now, weighs, its_word);
+            const uint32_t peers = choose_peers(m, now, false, its_word);
             if (peers) Rows::send(m, now, its_piece, peers, its);
+        }
+    }
+};
+
+/* A speaker sends the weights of some tokens, of several at a time: lanes are (token, choice).  The
+ * first ones are read before anything else is known. */
+struct WeightTeller {
+    const Few &m;
+    int32_t top_k, bits, first;
+    uint64_t word;
+    uint32_t weight;
+
+    __device__ __forceinline__ explicit WeightTeller(const Few &few) : m(few)
+    {
+        const int32_t likely = m.made ? m.top_k : m.job.likely_experts ? m.job.top_k : 0;
+        first = m.job.num_tokens;
+        if (is_speaker() && m.takers.has_me() && m.job.weights && likely) begin(likely);
+        if (in()) word = guess_choice(m, token(), choice());
+        read_weight();
+    }
+    __device__ __forceinline__ void begin(int32_t choices)
+    {
+        top_k = choices;
+        bits = bits_of(choices);
+        first = (int32_t)((int)blockIdx.x - m.takers.first) << (5 - bits);
+    }
+    __device__ __forceinline__ int32_t token() const
+    {
+        return first + (lane_id() >> bits);
+    }
+    __device__ __forceinline__ int choice() const
+    {
+        return lane_id() & ((1 << bits) - 1);
+    }
+    __device__ __forceinline__ bool in() const
+    {
+        return first < m.job.num_tokens && token() < m.job.num_tokens && choice() < top_k;
+    }
+    __device__ __forceinline__ void read_weight()
+    {
+        if (!in()) return;
+        const float *weights = m.job.weights + (int64_t)token() * top_k;
+        weight = __float_as_uint(__ldg(weights + choice()));
+    }
+    __device__ __forceinline__ void tell_peers() const
+    {
+        const p2p_self &self = m.job.plan.self;
+        const uint32_t mates = ALL_LANES >> (WARP - (1 << bits)) << (lane_id() >> bits << bits);
+        for (int distance = 1; distance < self.num_ranks; distance++) {
+            const int rank = wrap(self.rank + distance, self.num_ranks);
+            const bool goes = in() && goes_to(m, word, rank);
+            const uint32_t those = __ballot_sync(ALL_LANES, goes) & mates;
+            if (!goes) continue;
+            const int source =
+                self.num_ranks - 1 - distance; /* this rank, as the peer counts */
+            store_relaxed(floats_of(self, m.now, self.heap[rank], source) +
+                              (int64_t)token() * float_stride(top_k) +
+                              __popc(those & lanes_below()),
+                          other_nan(weight, F32::NAN_WORD));
+        }
+    }
+    /* Once the plan is there that is read. */
+    __device__ __forceinline__ void tell(bool guessed)
+    {
+        if (!m.job.weights || !m.takers.has_me()) return;
+        if (!guessed) {
+            begin(m.top_k);
+            if (in()) word = read_choice(m, token(), choice());
+            read_weight();
+        }
+        while (first < m.job.num_tokens) {
+            tell_peers();
+            first += m.takers.ctas << (5 - bits);
+            if (in()) word = read_choice(m, token(), choice());
+            read_weight();
         }
     }
 };
@@ -129,23 +213,19 @@ __device__ __forceinline__ int source_of(const Few &m, int rank)
     return wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* What goes with the first piece of a token. */
-__device__ __forceinline__ void ask_weights(const Few &m, Piece &p)
+/* The record's word of a piece, before its plan is known to have that layout. */
+__device__ __forceinline__ uint64_t guess_record(const Few &m, int rank, int32_t token)
 {
-    const int k = lane_id();
-    p.choice = -1;
-    p.weight = POISON;
-    if (k >= m.top_k || !m.job.weights) return;
-    if (p.rank != m.job.plan.self.rank) {
-        p.weight = load_relaxed(weight_from(m, source_of(m, p.rank), p.token, k));
-        return;
-    }
-    const int64_t at = (int64_t)p.token * m.top_k + k;
-    p.weight = __float_as_uint(__ldg(m.job.weights + at));
-    if (!m.made && __ldg(m.plan.rank_of + at) == p.rank) p.choice = __ldg(m.fates + at);
+    const p2p_dispatch_job &job = m.job;
+    if (!job.likely_experts || lane_id() >= job.top_k || token >= job.plan.self.max_tokens)
+        return ~0ull;
+    const int32_t *records = (const int32_t *)(job.plan.plan + job.plan.at.records);
+    return (uint32_t)__ldg(records + record_at(job.plan.self, rank, token, job.top_k) +
+                           lane_id());
 }
 
-/* Asks for the row of a unit of `own` tokens, or else of a peer's, which may not have come yet. */
+/* Asks for the row of a unit of `own` tokens, or else of a peer's, which may not have come yet; not
+ * past this rank's number of tokens, as others mostly have as many. */
 template <class Rows>
 __device__ __forceinline__ void ask_row(const Few &m, int u, Piece &p, bool own)
 {
@@ -159,18 +239,37 @@ __device__ __forceinline__ void ask_row(const Few &m, int u, Piece &p, bool own)
     }
     const uint4 *staged = staged_in(m.now.inbox[p.rank], p.token, m.shape.vectors) + begin;
 #pragma unroll
-    for (int v = 0; v < V; v++)
-        p.q[v] = Rows::EXACT || begin + v * WARP < m.shape.vectors
-                     ? load_relaxed(staged + v * WARP)
-                     : make_uint4(0, 0, 0, 0);
+    for (int v = 0; v < V; v++) {
+        p.q[v] = make_uint4(0, 0, 0, 0);
+        if (!Rows::EXACT && begin + v * WARP >= m.shape.vectors) continue;
+        p.q[v] = p.token < m.job.num_tokens ? load_relaxed(staged + v * WARP) : poisoned();
+    }
 }
 
 /* And for what says where it goes. */
-template <class Rows> __device__ __forceinline__ void ask_words(const Few &m, int u, Piece &p)
+template <class Rows> __device__ __forceinline__ void ask_record(const Few &m, int u, Piece &p)
 {
-    if (u >= num_units<Rows>(m)) return;
-    if (!m.made) p.word = peek_record(m, p.rank, p.token, 0);
-    if (p.piece == 0) ask_weights(m, p);
+    if (!m.made && u < num_units<Rows>(m)) p.word = peek_record(m, p.rank, p.token, 0);
+}
+
+/* The words of token number u of all, this rank's first; those of the last plan, perhaps. */
+__device__ __forceinline__ void ask_words(const Few &m, int u, Words &w)
+{
+    const p2p_self &self = m.job.plan.self;
+    const int k = lane_id(), peers = self.num_ranks - 1, row = u - m.job.num_tokens;
+    w.token = row < 0 ? u : row / peers;
+    w.rank = row < 0 ? self.rank : wrap(self.rank + 1 + row % peers, self.num_ranks);
+    w.choice = -1;
+    w.weight = POISON;
+    if (!m.made) w.word = peek_record(m, w.rank, w.token, 0);
+    if (k >= m.top_k || !m.job.weights) return;
+    if (row >= 0) {
+        w.weight = load_relaxed(weight_from(m, source_of(m, w.rank), w.token, k));
+        return;
+    }
+    const int64_t at = (int64_t)w.token * m.top_k + k;
+    w.weight = __float_as_uint(__ldg(m.job.weights + at));
+    if (!m.made && __ldg(m.plan.rank_of + at) == w.rank) w.choice = __ldg(m.fates + at);
 }
 
 __device__ __forceinline__ void store_weight(const Few &m, int32_t slot, uint32_t word)
@@ -180,16 +279,16 @@ __device__ __forceinline__ void store_weight(const Few &m, int32_t slot, uint32_
 }
 
 /* The weights of a token's slots here; this lane's is the n-th of them. */
-__device__ __forceinline__ bool take_weights(const Few &m, const Piece &p, int32_t slot, int n)
+__device__ __forceinline__ bool take_weights(const Few &m, const Words &w, int32_t slot, int n)
 {
-    if (p.rank == m.job.plan.self.rank) {
-        store_weight(m, m.made ? slot : p.choice, p.weight);
+    if (w.rank == m.job.plan.self.rank) {
+        store_weight(m, m.made ? slot : w.choice, w.weight);
         return true;
     }
-    uint32_t *from = weight_from(m, source_of(m, p.rank), p.token, n);
-    uint32_t word = __shfl_sync(ALL_LANES, p.weight, n);
+    uint32_t *from = weight_from(m, source_of(m, w.rank), w.token, n);
+    uint32_t word = __shfl_sync(ALL_LANES, w.weight, n);
     bool again = false;
-    const bool ok = wait_until(m.now, p.rank, P2P_PHASE_FLOAT, [&] {
+    const bool ok = wait_until(m.now, w.rank, P2P_PHASE_FLOAT, [&] {
         if (again && slot >= 0) word = load_relaxed(from);
         again = true;
         return __any_sync(ALL_LANES, slot >= 0 && word == POISON) == 0;
@@ -200,30 +299,24 @@ __device__ __forceinline__ bool take_weights(const Few &m, const Piece &p, int32
     return true;
 }
 
-/* This lane's slot of the token, or -1; n: which one of the token's it is here. */
-__device__ __forceinline__ int32_t find_slot(const Few &m, const Piece &p, int &n)
+/* This lane's slot of the token, or -1. */
+__device__ __forceinline__ int32_t find_slot(const Few &m, int rank, int32_t token,
+                                             uint64_t word)
 {
-    n = lane_id();
-    if (!m.made) return (int32_t)p.word;
-    const int32_t slot = m.tables->slot_here(m.job.plan, p.rank, p.token, lane_id());
-    const uint32_t here = __ballot_sync(ALL_LANES, slot >= 0);
-    n = __popc(here & lanes_below());
-    if (p.piece == 0) m.tables->keep_token(m.job.plan, p.rank, p.token, slot, here);
-    return slot;
+    return m.made ? m.tables->slot_here(m.job.plan, rank, token, lane_id()) : (int32_t)word;
 }
 
 template <class Rows> __device__ __forceinline__ bool receive(const Few &m, Piece &p)
 {
     const p2p_self &self = m.job.plan.self;
-    int n;
     if (p.token >= m.tokens_in(p.rank)) return true;
-    const int32_t slot = find_slot(m, p, n);
+    const int32_t slot = find_slot(m, p.rank, p.token, p.word);
     if (!__any_sync(ALL_LANES, slot >= 0)) return true;
     if (p.rank != self.rank &&
         !Rows::take(m, p.rank, source_of(m, p.rank), p.token, p.piece, p.q))
         return false;
     if (!m.discards) Rows::fill(m, p.rank == self.rank, p.token, p.piece, slot, p.q);
-    return p.piece || !m.job.weights || take_weights(m, p, slot, n);
+    return true;
 }
 
 template <class Rows> __device__ __forceinline__ bool receive_all(const Few &m, Piece &first)
@@ -232,9 +325,34 @@ template <class Rows> __device__ __forceinline__ bool receive_all(const Few &m, 
     for (int u = m.takers.worker(); u < num_units<Rows>(m); u += m.takers.workers()) {
         ask_row<Rows>(m, u + m.takers.workers(), next, true);
         ask_row<Rows>(m, u + m.takers.workers(), next, false);
-        ask_words<Rows>(m, u + m.takers.workers(), next);
+        ask_record<Rows>(m, u + m.takers.workers(), next);
         if (!receive<Rows>(m, now)) return false;
         now = next;
+    }
+    return true;
+}
+
+/* Number of the first token whose words are this warp's. */
+__device__ __forceinline__ int first_words(const Few &m)
+{
+    return m.takers.workers() - 1 - m.takers.worker();
+}
+
+__device__ __forceinline__ int num_words(const Few &m)
+{
+    return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);
+}
+
+__device__ __forceinline__ bool receive_words(const Few &m, Words &w)
+{
+    for (int u = first_words(m); u < num_words(m); u += m.takers.workers()) {
+        if (u != first_words(m)) ask_words(m, u, w);
+        if (w.token >= m.tokens_in(w.rank)) continue;
+        const int32_t slot = find_slot(m, w.rank, w.token, w.word);
+        const uint32_t here = __ballot_sync(ALL_LANES, slot >= 0);
+        const int n = m.made ? __popc(here & lanes_below()) : lane_id();
+        if (m.made) m.tables->keep_token(m.job.plan, w.rank, w.token, slot, here, m.result);
+        if (here && m.job.weights && !take_weights(m, w, slot, n)) return false;
     }
     return true;
 }
@@ -253,9 +371,10 @@ template <class Rows> __device__ __forceinline__ void pad_few(const Few &m)
     } else if (plan.layer.alignment > 1) {
         const auto padding_in = [&](int slab) {
             const int e = plan.self.rank * plan.block + slab;
-            const int32_t count = m.tables->p.load[e];
+            const int32_t count = m.tables->p.load[e], *start = m.tables->p.start;
             const int32_t rows = (int32_t)aligned_rows(count, plan.layer.alignment);
-            return device_padding{m.tables->p.start[e] + count, rows - count};
+            return device_padding{start[e] - start[plan.self.rank * plan.block] + count,
+                                  rows - count};
         };
         each_pad_of(padding_in, plan.block, m.shape.pieces, m.takers.worker(),
                     m.takers.workers(), write);
@@ -270,11 +389,21 @@ __device__ __forceinline__ const int32_t *fates_of(const Plan &plan, const p2p_s
     return plan.rank_of + (at.fate - at.rank_of) / 4;
 }
 
-/* One warp: has every rank rows for its slots? */
-__device__ __forceinline__ bool rows_enough(const device_plan_header &h, int32_t rows,
-                                            int num_ranks)
+/* Every thread: the plan is made, and with it what there is to do. */
+static __device__ bool make_plan_of(Few &m, FewPlan &tables)
 {
-    return __all_sync(ALL_LANES, lane_id() >= num_ranks || h.slots_of[lane_id()] <= rows) != 0;
+    const p2p_plan_job &job = m.job.plan;
+    const bool heads = is_speaker() && (int)blockIdx.x == m.takers.first;
+    if (heads) begin_header(tables, job, m.now);
+    if (!make_few(tables, job, m.now)) return false;
+    const Verdict verdict = judge(tables, job, true);
+    m.result = verdict.result;
+    m.discards = verdict.result != EPIC_OK || verdict.short_of_rows;
+    m.most_tokens = __reduce_max_sync(ALL_LANES, tables.tokens[lane_id()]);
+    if (is_speaker()) write_few(tables, job, m.now, m.takers, m.result);
+    if (heads && verdict.short_of_rows)
+        (void)rows_suffice(job.self, m.now, &tables.p.header, lane_id() == 0);
+    return true;
 }
 
 template <class Rows, bool MADE>
@@ -288,73 +417,83 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     __shared__ bool enough; /* rows everywhere, as far as is known */
     const p2p_self &self = job.plan.self;
     const device_plan_header &h = MADE ? tables.p.header : plan.header;
+    touch(job);
     if (self.operation == EPIC_OP_NONE) return;
-    const bool whole = is_whole(self), last = blockIdx.x == gridDim.x - 1;
+    const Opening opening = read_opening(self);
+    const bool reads = !MADE && threadIdx.x / WARP == FEW_WORKERS - 1;
+    uint32_t header[HEADER_LANE_WORDS];
+    if (reads) {
+        load_header(header, job.plan.plan, job.plan_bytes);
+        view_plan(plan, header, job.plan.plan, job.plan_bytes, self, job.num_tokens);
+        if (lane_id() == 0)
+            now.signature = self.signature ^ ((uint32_t)plan.header.id & 0x0fffffffu);
+    }
     const RowShape shape = Rows::shape_of(job);
     Few m = {{{{job, now, plan, unused, shape, policy_once(), 0, (int)job.plan.layer.top_k}}}};
     Rows::describe(m);
     m.made = MADE;
     m.tables = &tables;
     const int ctas = (int)gridDim.x;
-    const int apart = job.apart;
-    m.senders = {0, apart ? apart : ctas};
-    m.takers = {apart, ctas - apart};
-    const bool takes = m.takers.has_me();
+    m.senders = {job.apart ? ctas - job.apart : 0, job.apart ? job.apart : ctas};
+    m.takers = {0, ctas - (job.apart ? job.apart : MADE && ctas > 1)};
+    const bool takes = m.takers.has_me(), works = takes && !is_speaker();
+    IdTeller ids(job.plan, m.takers, MADE);
+    WeightTeller weights(m);
     Sender<Rows> sender(m);
     Piece first;
-    if (takes && !is_speaker()) ask_row<Rows>(m, m.takers.worker(), first, true);
+    Words words;
+    const bool begins_own = works && m.takers.worker() < job.num_tokens * Rows::own_pieces(m);
+    if (begins_own) ask_row<Rows>(m, m.takers.worker(), first, true);
+    if (begins_own && !MADE) first.word = guess_record(m, self.rank, first.token);
     if (threadIdx.x == 0) enough = true;
-    if (is_speaker()) open_few(now, self, job.num_tokens, job.plan.capacity, job.recv_rows);
-    if (MADE)
+    if (is_speaker())
+        open_few(now, self, opening, job.num_tokens, job.plan.capacity, job.recv_rows);
+    if (MADE && is_speaker() && opening.whole) ids.tell(now);
+    if (MADE) {
         open_tables(tables, job.plan, (uint8_t *)dynamic_shared());
-    else
-        read_plan(plan, job.plan.plan, job.plan_bytes, self, job.num_tokens);
-    if (!MADE && is_speaker() && lane_id() == 0)
-        now.signature ^= (uint32_t)plan.header.id & 0x0fffffffu;
-    if (!__syncthreads_and(whole)) {
+        if (threadIdx.x == 0) now.signature = self.signature;
+    }
+    if (!__syncthreads_and(opening.whole)) {
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
     count_begun(now);
 
     const bool moves = MADE || (plan.good && plan.header.result == EPIC_OK);
-    if (!MADE) m.top_k = (int)plan.header.top_k;
+    if (!MADE) {
+        m.top_k = (int)plan.header.top_k;
+        m.fates = fates_of(plan, self);
+    }
+    const bool guessed = MADE || (job.likely_experts == (int32_t)plan.header.num_experts &&
+                                  job.top_k == m.top_k);
     m.most_tokens = MADE ? (int32_t)self.max_tokens : plan.most_tokens;
     if (is_speaker()) {
-        if (MADE) tell_ids(job.plan, now);
-        if (last) announce(now);
+        if (moves) weights.tell(guessed);
+        if (is_last_cta()) announce_begun(now);
     } else if (moves) {
-        sender.send_all(MADE || (job.likely_experts == (int32_t)plan.header.num_experts &&
-                                 job.top_k == m.top_k));
+        sender.send_all(guessed);
     }
     bool ok = true;
-    if (!MADE) m.fates = fates_of(plan, self);
-    if (moves && takes && !is_speaker()) {
+    if (moves && works) {
         ask_row<Rows>(m, m.takers.worker(), first, false);
-        ask_words<Rows>(m, m.takers.worker(), first);
+        if (!begins_own || !guessed) ask_record<Rows>(m, m.takers.worker(), first);
+        if (first_words(m) < num_words(m)) ask_words(m, first_words(m), words);
     }
-    if (MADE && takes) ok = make_few(tables, job.plan, now);
-    if (MADE && takes && ok) {
-        const int32_t rows = lane_id() < self.num_ranks ? tables.rows[lane_id()] : 0;
-        const bool short_of_rows =
-            tables.result == EPIC_OK && !rows_enough(h, rows, self.num_ranks);
-        m.discards = tables.result != EPIC_OK || short_of_rows;
-        if (is_speaker() && (int)blockIdx.x == apart) write_few(tables, job.plan, now);
-        if ((int)blockIdx.x == apart && short_of_rows) (void)rows_suffice(self, now, &h);
-    }
-    if (ok && moves && takes && !is_speaker()) {
-        ok = receive_all<Rows>(m, first);
+    if (MADE && takes) ok = make_plan_of(m, tables);
+    if (ok && moves && works) {
+        ok = receive_words(m, words) && receive_all<Rows>(m, first);
         if (ok && !m.discards) pad_few<Rows>(m);
     }
     if (is_speaker() && !MADE && moves) {
         const bool good = hear_rows(now, h);
         if (lane_id() == 0) enough = good;
     }
-    if (is_speaker() && last) finish_few(now);
+    if (is_speaker() && is_last_cta()) finish_few(now);
     if (ok && takes && (m.discards || !moves))
         Rows::clear(m, 0, m.takers.thread(), m.takers.threads());
     else if (ok && takes && job.zero_tail)
-        Rows::clear(m, h.slots_of[self.rank], m.takers.thread(), m.takers.threads());
+        Rows::clear(m, MADE ? needed_here(tables, job.plan) : h.slots_of[self.rank],
+                    m.takers.thread(), m.takers.threads());
     end_few(now);
     if (MADE || enough || !is_last_of_short(now, h)) return;
     Rows::clear(m, 0, threadIdx.x, FEW_BLOCK);

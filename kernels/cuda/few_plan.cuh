@@ -6,7 +6,11 @@
  * numbers.  A token that chooses an expert twice does not fit the masks: then choices are counted
  * one by one, slowly; or, where ids are promised to be distinct, it is wrong data.
  *
- * Ids travel as stamped words of two, where records do otherwise (heap.h). */
+ * Ids travel as stamped words of two, four ids side by side, where records do otherwise (heap.h).
+ *
+ * A CTA meets three times: when all ids are there, when each warp has counted its experts, and when
+ * slabs have their places.  Nothing else is waited for, so what one warp has to do is done beside:
+ * by the speakers, each CTA's another part. */
 #ifndef EPIC_FEW_PLAN_CUH
 #define EPIC_FEW_PLAN_CUH
 
@@ -15,43 +19,52 @@
 
 #define FEW_NONE 0xffffu /* an id that chooses nobody, */
 #define FEW_BAD 0xfffeu  /* that is no expert's */
+#define FEW_IDS 4        /* side by side */
+/* With ids, at most 8192 of at most 4096 tokens, made up to multiples of four. */
 #define FEW_PLAN_MOST_BYTES \
-    (P2P_FEW_MASKS * 6 + FEW_WORKERS * WARP * 8 + P2P_FEW_CHOICES * 2 + 16)
+    (P2P_FEW_MASKS * 6 + FEW_WORKERS * WARP * 8 + P2P_FEW_CHOICES * 2 * 2 + 16)
 
-struct FewPlan {      /* in shared memory; the arrays in dynamic shared memory */
-    Planner p;        /* load, start and header as every plan has them */
+struct Verdict { /* on a plan, the same on all ranks */
+    uint32_t result;
+    bool short_of_rows; /* the plan is good, and some rank has fewer rows than slots */
+};
+
+struct FewPlan { /* in shared memory; the arrays in dynamic shared memory */
+    Planner p;   /* load, start, capacity, bad_ranks and header as every plan has them, but that
+                         slabs begin behind those of the ranks below */
     uint32_t *mask;   /* [groups][num_experts] tokens of the group that chose the expert */
     uint16_t *before; /* [groups][num_experts] choices of it in the groups before */
-    uint16_t *id;     /* [num_ranks][max_tokens][top_k] */
+    uint16_t *id;     /* [num_ranks][max_tokens][fours * FEW_IDS] */
     int32_t tokens[DEVICE_MAX_RANKS];
-    int32_t heard[FEW_WORKERS]
-                 [DEVICE_MAX_RANKS]; /* the same, as a warp knows it; -1: not yet */
-    int32_t rows[DEVICE_MAX_RANKS];  /* that the ranks have room for */
-    uint32_t bad[DEVICE_MAX_RANKS];  /* the first choice that is no expert, or NOTHING */
-    int32_t upto[FEW_WORKERS];       /* rows of a warp's experts */
-    int32_t max_tokens, groups;      /* of a rank */
-    int32_t experts, top_k;          /* of the layer */
-    uint32_t result;                 /* of the plan */
-    bool twice;                      /* some token chose an expert twice */
+    int32_t rows[DEVICE_MAX_RANKS]; /* that the ranks have room for */
+    uint32_t bad[DEVICE_MAX_RANKS]; /* the first choice that is no expert, or NOTHING */
+    int32_t upto[FEW_WORKERS];      /* rows of a warp's experts */
+    int32_t slots;                  /* of all ranks */
+    int32_t max_tokens, groups;     /* of a rank */
+    int32_t experts, top_k, fours;  /* of the layer */
+    bool twice;                     /* some token chose an expert twice */
 
     __device__ __forceinline__ int index(int rank, int32_t token) const
     {
-        return (rank * max_tokens + token) * top_k;
+        return (rank * max_tokens + token) * fours * FEW_IDS;
     }
-    /* The slot of choice k on its expert's rank; slots are in the order of rank, token and k. */
-    __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e) const
+    /* The slot of choice k on its expert's rank, whose first expert is `first`; slots are in the
+     * order of rank, token and k. */
+    __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
+                                               int first) const
     {
         const int at = (rank * groups + token / WARP) * experts + e;
-        if (!twice)
-            return p.start[e] + before[at] + __popc(mask[at] & ((1u << token % WARP) - 1));
-        return p.start[e] + count_before(rank, token * top_k + k, (uint16_t)e);
+        const int32_t begin = p.start[e] - p.start[first];
+        if (!twice) return begin + before[at] + __popc(mask[at] & ((1u << token % WARP) - 1));
+        return begin + count_before(rank, token * fours * FEW_IDS + k, (uint16_t)e);
     }
     /* Choices of the expert by ranks below, and by the first `choices` of that rank. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
         for (int q = 0; q <= rank; q++) {
-            const int first = index(q, 0), many = q < rank ? tokens[q] * top_k : choices;
+            const int first = index(q, 0),
+                      many = q < rank ? tokens[q] * fours * FEW_IDS : choices;
             for (int i = 0; i < many; i++) count += id[first + i] == expert;
         }
         return count;
@@ -65,38 +78,49 @@ struct FewPlan {      /* in shared memory; the arrays in dynamic shared memory *
                                                  int32_t token, int k) const
     {
         const uint32_t e = choice(rank, token, k);
-        const bool here = e - (uint32_t)(job.self.rank * job.block) < (uint32_t)job.block;
-        return here ? slot_of(rank, token, k, (int)e) : -1;
+        const int first = job.self.rank * job.block;
+        const bool here = e - (uint32_t)first < (uint32_t)job.block;
+        return here ? slot_of(rank, token, k, (int)e, first) : -1;
+    }
+    /* Where rank q's slabs begin among all; q = num_ranks: how many slots there are. */
+    __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
+    {
+        const int e = q * job.block;
+        return e < experts ? p.start[e] : slots;
     }
     /* One warp writes what the plan says of a token; lane k: the slot of choice k here. */
     __device__ __forceinline__ void keep_token(const p2p_plan_job &job, int rank, int32_t token,
-                                               int32_t slot, uint32_t here) const
+                                               int32_t slot, uint32_t here,
+                                               uint32_t result) const
     {
         const int k = lane_id(), n = __popc(here & lanes_below());
         const bool good = result == EPIC_OK;
-        const device_plan_layout at =
-            device_plan_layout_of(job.self.num_ranks, job.self.max_tokens, experts, top_k);
         int32_t *record =
-            (int32_t *)(job.plan + at.records) + record_at(job.self, rank, token, top_k);
+            (int32_t *)(job.plan + job.at.records) + record_at(job.self, rank, token, top_k);
         if (k < top_k)
             record[slot >= 0 ? n : __popc(here) + k - n] = slot >= 0 && good ? slot : -1;
         if (rank != job.self.rank || k >= top_k) return;
         const uint32_t e = choice(rank, token, k);
         const bool valid = e < (uint32_t)experts;
+        const int owner = valid ? (int)(e / (uint32_t)job.block) : -1;
         int32_t fate = EPIC_FATE_NONE;
-        if (valid && good) fate = slot_of(rank, token, k, (int)e);
+        if (valid && good) fate = slot_of(rank, token, k, (int)e, owner * job.block);
         if (valid && result == EPIC_EOVERFLOW) fate = EPIC_FATE_RANK_FULL;
         const int64_t choice_at = (int64_t)token * top_k + k;
-        ((int32_t *)(job.plan + at.fate))[choice_at] = fate;
-        ((int32_t *)(job.plan + at.rank_of))[choice_at] =
-            valid && good ? (int32_t)(e / (uint32_t)job.block) : -1;
+        ((int32_t *)(job.plan + job.at.fate))[choice_at] = fate;
+        ((int32_t *)(job.plan + job.at.rank_of))[choice_at] = good ? owner : -1;
     }
 };
+
+__host__ __device__ __forceinline__ int fours_of(const epic_layer &layer)
+{
+    return ((int)layer.top_k + FEW_IDS - 1) / FEW_IDS;
+}
 
 static inline int few_plan_bytes(int64_t ranks, int64_t max_tokens, const epic_layer *layer)
 {
     const int64_t masks = ranks * ((max_tokens + WARP - 1) / WARP) * layer->num_experts;
-    const int64_t ids = ranks * max_tokens * layer->top_k;
+    const int64_t ids = ranks * max_tokens * fours_of(*layer) * FEW_IDS;
     return (int)(masks * 6 + layer->num_experts * 8 + ids * 2 + 16);
 }
 
@@ -105,101 +129,97 @@ static __device__ void open_tables(FewPlan &f, const p2p_plan_job &job, uint8_t 
 {
     const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
     const int groups = ((int)job.self.max_tokens + WARP - 1) / WARP;
+    const int masks = ranks * groups * experts;
     uint32_t *mask = (uint32_t *)memory;
-    for (int i = (int)threadIdx.x; i < ranks * groups * experts; i += FEW_BLOCK) mask[i] = 0;
-    if (threadIdx.x < DEVICE_MAX_RANKS) f.bad[threadIdx.x] = NOTHING;
+    for (int i = (int)threadIdx.x; i < masks; i += FEW_BLOCK) mask[i] = 0;
+    if (threadIdx.x < DEVICE_MAX_RANKS) {
+        f.bad[threadIdx.x] = NOTHING;
+        f.tokens[threadIdx.x] = 0;
+    }
     if (threadIdx.x) return;
     f.mask = mask;
-    f.p.load = (int32_t *)(mask + ranks * groups * experts);
+    f.p.load = (int32_t *)(mask + masks);
     f.p.start = f.p.load + experts;
-    f.before = (uint16_t *)(f.p.start + experts);
-    f.id = f.before + ranks * groups * experts;
+    f.id = (uint16_t *)(((uintptr_t)(f.p.start + experts) + 7) / 8 * 8);
+    f.before = f.id + ranks * (int)job.self.max_tokens * fours_of(job.layer) * FEW_IDS;
     f.max_tokens = (int32_t)job.self.max_tokens;
     f.groups = groups;
     f.p.bad_ranks = 0;
     f.experts = experts;
     f.top_k = (int)job.layer.top_k;
+    f.fours = fours_of(job.layer);
+    f.twice = false;
 }
 
-__device__ __forceinline__ uint32_t few_id(const p2p_plan_job &job, int32_t token, int k)
+/* Choice k of a token as it is; -1 past the last one. */
+__device__ __forceinline__ int64_t raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
-    if (k >= (int)job.layer.top_k) return FEW_NONE;
-    const int64_t id = choice_id(job, (int64_t)token * job.layer.top_k + k);
+    return k < (int)job.layer.top_k ? choice_id(job, (int64_t)token * job.layer.top_k + k) : -1;
+}
+
+__device__ __forceinline__ uint32_t few_id(const p2p_plan_job &job, int64_t id)
+{
     return id < 0 ? FEW_NONE : id >= job.layer.num_experts ? FEW_BAD : (uint32_t)id;
+}
+
+__device__ __forceinline__ uint32_t two_ids(const p2p_plan_job &job, int64_t low, int64_t high)
+{
+    return few_id(job, low) | few_id(job, high) << 16;
 }
 
 /* Where a rank's words about a token are in the heap. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_self &self, const Now &now,
-                                              uint8_t *heap, int rank, int32_t token, int top_k)
+                                              uint8_t *heap, int rank, int32_t token, int fours)
 {
     return (uint64_t *)(heap + self.at.records) +
            ((int64_t)parity(now) * self.num_ranks + rank) * self.max_tokens * DEVICE_MAX_TOP_K +
-           (int64_t)token * top_k;
+           (int64_t)token * (2 * fours);
 }
 
-/* The speakers tell all peers the ids of this rank's tokens, each those of some. */
-static __device__ void tell_ids(const p2p_plan_job &job, const Now &now)
-{
-    const p2p_self &self = job.self;
-    const int top_k = (int)job.layer.top_k, words = (top_k + 1) / 2;
-    for (int32_t t = (int32_t)blockIdx.x; t < job.num_tokens; t += (int32_t)gridDim.x) {
-        if (lane_id() >= words) continue;
-        const uint32_t low = few_id(job, t, 2 * lane_id());
-        const uint32_t high = few_id(job, t, 2 * lane_id() + 1);
-        for (int distance = 1; distance < self.num_ranks; distance++) {
-            const int q = wrap(self.rank + distance, self.num_ranks);
-            store_relaxed(id_words(self, now, self.heap[q], self.rank, t, top_k) + lane_id(),
-                          stamp(now, low | high << 16));
-        }
-    }
-}
+/* A speaker tells all peers the ids of some of this rank's tokens, of several at a time: lanes are
+ * (token, word).  The first ones are read before anything else is known. */
+struct IdTeller {
+    const p2p_plan_job &job;
+    const int words, bits; /* of a token */
+    int32_t token;         /* this lane's */
+    const int32_t step;
+    int64_t low, high; /* as they were read: nothing waits for them before they are sent */
 
-/* One warp, lanes side by side: two ids of a token of `rank`, as they come; nobody's past its
- * tokens. */
-__device__ __forceinline__ bool take_ids(int32_t *heard, const p2p_plan_job &job,
-                                         const Now &now, bool in, int rank, int32_t token,
-                                         int word, uint32_t &ids)
-{
-    const p2p_self &self = job.self;
-    const int top_k = (int)job.layer.top_k;
-    ids = FEW_NONE | FEW_NONE << 16;
-    if (in && rank == self.rank) {
-        if (token < job.num_tokens)
-            ids = few_id(job, token, 2 * word) | few_id(job, token, 2 * word + 1) << 16;
-        in = false;
+    __device__ __forceinline__ IdTeller(const p2p_plan_job &plan, const Crew &crew, bool tells)
+        : job(plan), words(2 * fours_of(plan.layer)), bits(bits_of(words)),
+          token((((int)blockIdx.x - crew.first) << (5 - bits)) + (lane_id() >> bits)),
+          step(crew.ctas << (5 - bits))
+    {
+        if (!tells || !is_speaker() || !crew.has_me()) token = job.num_tokens;
+        read();
     }
-    int32_t known = in ? heard[rank] : 0;
-    const bool news = known < 0;
-    bool waits = in && (news || token < known);
-    const uint64_t *from =
-        id_words(self, now, now.heap, in ? rank : self.rank, in ? token : 0, top_k) + word;
-    const uint64_t *said = announcement(now, now.heap, in ? rank : self.rank);
-    int missing = -1;
-    const bool ok = wait_until(now, missing, P2P_PHASE_COUNTS, [&] {
-        if (waits) {
-            const uint64_t it = load_relaxed(from);
-            const uint64_t tokens = load_relaxed(said + P2P_SAYS_TOKENS);
-            if (stamped(now, tokens)) {
-                known = (int32_t)(uint32_t)tokens;
-                if (token < known && stamped(now, it)) ids = (uint32_t)it;
-                waits = token < known && !stamped(now, it);
+    __device__ __forceinline__ int word() const
+    {
+        return lane_id() & ((1 << bits) - 1);
+    }
+    __device__ __forceinline__ void read()
+    {
+        if (token >= job.num_tokens || word() >= words) return;
+        low = raw_id(job, token, 2 * word());
+        high = raw_id(job, token, 2 * word() + 1);
+    }
+    __device__ __forceinline__ void tell(const Now &now)
+    {
+        const p2p_self &self = job.self;
+        for (; token < job.num_tokens; token += step, read())
+            for (int distance = 1; distance < self.num_ranks && word() < words; distance++) {
+                const int q = wrap(self.rank + distance, self.num_ranks);
+                store_relaxed(id_words(self, now, self.heap[q], self.rank, token, words / 2) +
+                                  word(),
+                              stamp(now, two_ids(job, low, high)));
             }
-        }
-        missing = waits ? rank : -1;
-        return __any_sync(ALL_LANES, waits) == 0;
-    });
-    __syncwarp();
-    if (news && known >= 0) heard[rank] = known;
-    __syncwarp();
-    return ok;
-}
+    }
+};
 
 /* One choice of the tables; true: the token has chosen that expert before. */
 __device__ __forceinline__ bool note_choice(FewPlan &f, int rank, int32_t token, int k,
                                             uint32_t e)
 {
-    if (k >= f.top_k) return false;
-    f.id[f.index(rank, token) + k] = (uint16_t)e;
     if (e == FEW_BAD) atomicMin(&f.bad[rank], (uint32_t)(token * f.top_k + k));
     if (e >= (uint32_t)f.experts) return false;
     const uint32_t bit = 1u << token % WARP;
@@ -207,57 +227,81 @@ __device__ __forceinline__ bool note_choice(FewPlan &f, int rank, int32_t token,
             bit) != 0;
 }
 
-/* One warp: does it know that no rank has more tokens than that? */
-__device__ __forceinline__ bool all_told(const int32_t *heard, int ranks, int32_t token)
+/* Four ids of a token. */
+__device__ __forceinline__ void note_four(FewPlan &f, int rank, int32_t token, int four,
+                                          const uint32_t (&ids)[2])
 {
-    const int q = lane_id();
-    const int32_t tokens = q < ranks ? heard[q] : 0;
-    return __all_sync(ALL_LANES, tokens >= 0 && tokens <= token) != 0;
+    bool twice = false;
+    *(uint2 *)(f.id + f.index(rank, token) + four * FEW_IDS) = make_uint2(ids[0], ids[1]);
+#pragma unroll
+    for (int j = 0; j < FEW_IDS; j++)
+        twice |= note_choice(f, rank, token, four * FEW_IDS + j,
+                             ids[j / 2] >> (j % 2 * 16) & 0xffff);
+    if (twice) f.twice = true;
 }
 
-/* The workers: all ids of all ranks.  The last warps begin, as the first ones have rows to send. */
-static __device__ bool gather_ids(FewPlan &f, const p2p_plan_job &job, const Now &now,
-                                  bool &twice)
+/* The workers: all ids of all ranks, four a lane.  The last warps begin, as the first ones have rows
+ * to send.  A lane's ids are all of one rank. */
+static __device__ bool gather_ids(FewPlan &f, const p2p_plan_job &job, const Now &now)
 {
-    const int ranks = job.self.num_ranks, words = ((int)job.layer.top_k + 1) / 2;
-    const int all = f.max_tokens * ranks * words;
-    const int warp = FEW_WORKERS - 1 - (int)threadIdx.x / WARP;
-    int32_t *heard = f.heard[warp];
-    if (lane_id() < ranks) heard[lane_id()] = lane_id() == job.self.rank ? job.num_tokens : -1;
-    __syncwarp();
-    for (int first = warp * WARP; first < all; first += FEW_WORKERS * WARP) {
-        const int i = first + lane_id(), word = i % words;
-        const int rank = i / words % ranks, token = i / (words * ranks);
-        uint32_t ids;
-        if (!take_ids(heard, job, now, i < all, rank, token, word, ids)) return false;
-        if (i < all) twice |= note_choice(f, rank, token, 2 * word, ids & 0xffff);
-        if (i < all) twice |= note_choice(f, rank, token, 2 * word + 1, ids >> 16);
-        if (all_told(heard, ranks, (first + FEW_WORKERS * WARP) / (words * ranks))) break;
+    const p2p_self &self = job.self;
+    const int fours = fours_of(job.layer), four_bits = bits_of(fours);
+    const int rank_bits = bits_of(self.num_ranks);
+    const int first = (FEW_WORKERS - 1 - (int)threadIdx.x / WARP) * WARP + lane_id();
+    const int four = first & ((1 << four_bits) - 1);
+    const int rank = first >> four_bits & ((1 << rank_bits) - 1);
+    const bool own = rank == self.rank, in = four < fours && rank < self.num_ranks;
+    const int32_t step = FEW_WORKERS * WARP >> (four_bits + rank_bits);
+    int32_t token = first >> (four_bits + rank_bits);
+    int32_t known = own ? job.num_tokens : in ? -1 : 0; /* its tokens */
+    const uint64_t *said = announcement(now, now.heap, in ? rank : 0) + P2P_SAYS_TOKENS;
+    for (; !__all_sync(ALL_LANES, token >= (known < 0 ? f.max_tokens : known)); token += step) {
+        uint32_t ids[2];
+        bool waits = in && !own && token < (known < 0 ? f.max_tokens : known);
+        const uint64_t *from =
+            id_words(self, now, now.heap, in ? rank : 0, waits ? token : 0, fours) + 2 * four;
+        if (in && own && token < known) {
+            const int k = four * FEW_IDS;
+            ids[0] = two_ids(job, raw_id(job, token, k), raw_id(job, token, k + 1));
+            ids[1] = two_ids(job, raw_id(job, token, k + 2), raw_id(job, token, k + 3));
+        }
+        int missing = -1;
+        const bool ok = wait_until(now, missing, P2P_PHASE_COUNTS, [&] {
+            if (waits) {
+                uint64_t a, b;
+                load_two(from, a, b);
+                const uint64_t tokens = known < 0 ? load_relaxed(said) : 0;
+                if (known < 0 && stamped(now, tokens)) known = (int32_t)(uint32_t)tokens;
+                ids[0] = (uint32_t)a;
+                ids[1] = (uint32_t)b;
+                waits = known < 0 || (token < known && !(stamped(now, a) && stamped(now, b)));
+            }
+            missing = waits ? rank : -1;
+            return __any_sync(ALL_LANES, waits) == 0;
+        });
+        if (!ok) return false;
+        if (in && token < known) note_four(f, rank, token, four, ids);
     }
     return true;
 }
 
 /* The speaker: what else the announcements say. */
-static __device__ bool hear_sizes(FewPlan &f, const Now &now, int num_ranks)
+static __device__ bool gather_sizes(FewPlan &f, const p2p_self &self, const Now &now)
 {
     int32_t tokens, capacity, rows;
-    if (!heard(now, P2P_SAYS_TOKENS, tokens) || !heard(now, P2P_SAYS_CAPACITY, capacity) ||
-        !heard(now, P2P_SAYS_ROWS, rows))
-        return false;
-    if (lane_id() < DEVICE_MAX_RANKS) {
-        f.p.header.tokens_of[lane_id()] = tokens;
-        f.p.capacity[lane_id()] = capacity;
-        f.p.header.slots_of[lane_id()] = 0;
-        f.rows[lane_id()] = rows;
-    }
-    if (lane_id() < num_ranks) f.tokens[lane_id()] = tokens;
+    if (!hear_sizes(now, tokens, capacity, rows)) return false;
+    const int q = lane_id();
+    f.p.header.tokens_of[q] = tokens;
+    f.p.capacity[q] = capacity;
+    f.rows[q] = rows;
+    f.tokens[q] = tokens;
     return true;
 }
 
 /* Every thread: choices of each expert, then where the slabs begin.  Two meetings. */
-static __device__ void sum_up(FewPlan &f, const p2p_plan_job &job)
+static __device__ __noinline__ void sum_up(FewPlan &f, const p2p_plan_job &job)
 {
-    const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
+    const int experts = f.experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
     int32_t rows = 0, upto = 0;
     if (e < experts) {
@@ -280,115 +324,130 @@ static __device__ void sum_up(FewPlan &f, const p2p_plan_job &job)
     }
     if (lane_id() == WARP - 1 && warp < FEW_WORKERS) f.upto[warp] = upto;
     __syncthreads();
-    if (e < experts) {
-        int32_t start = upto - rows;
-        for (int w = 0; w < warp; w++) start += f.upto[w];
-        f.p.start[e] = start;
-    }
+    upto += __reduce_add_sync(
+        ALL_LANES, (uint32_t)(lane_id() < min(warp, FEW_WORKERS) ? f.upto[lane_id()] : 0));
+    if (e < experts) f.p.start[e] = upto - rows;
+    if (e == experts - 1) f.slots = upto;
     __syncthreads();
 }
 
-/* Where rank q's slabs begin among all; q = num_ranks: how many slots there are. */
-__device__ __forceinline__ int32_t slots_before(const FewPlan &f, const p2p_plan_job &job,
-                                                int q)
+/* One warp, lane = rank: slots that the rank needs. */
+__device__ __forceinline__ int32_t needed_by(const FewPlan &f, const p2p_plan_job &job, int q)
 {
-    const int e = q * job.block, experts = (int)job.layer.num_experts;
-    if (e < experts) return f.p.start[e];
-    return f.p.start[experts - 1] +
-           (int32_t)aligned_rows(f.p.load[experts - 1], job.layer.alignment);
+    return q < job.self.num_ranks ? f.slots_before(job, q + 1) - f.slots_before(job, q) : 0;
 }
 
-/* Every thread: slabs begin at 0 on every rank, and the plan's result.  Two meetings. */
-static __device__ void settle(FewPlan &f, const p2p_plan_job &job)
+/* Any thread: slots on this rank. */
+__device__ __forceinline__ int32_t needed_here(const FewPlan &f, const p2p_plan_job &job)
 {
-    const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
-    const int e = (int)threadIdx.x;
-    device_plan_header &h = f.p.header;
-    const int32_t base = e < experts ? slots_before(f, job, e / job.block) : 0;
-    if (is_speaker()) {
-        const int q = lane_id();
-        int32_t needed = 0;
-        bool over = false, bad = false;
-        if (q < ranks) {
-            needed = slots_before(f, job, q + 1) - slots_before(f, job, q);
-            over = needed > (f.p.capacity[q] ? f.p.capacity[q] : 0x7fffffff);
-            bad = f.bad[q] != NOTHING;
-            h.slots_of[q] = f.p.demand[q] = needed;
-            f.p.needed[q] = needed;
-        }
-        const uint32_t bad_ranks = __ballot_sync(ALL_LANES, bad);
-        const bool overflow = __any_sync(ALL_LANES, over) != 0;
-        if (q == 0) {
-            f.p.bad_ranks = bad_ranks;
-            h.result = bad_ranks ? EPIC_EINVAL : overflow ? EPIC_EOVERFLOW : EPIC_OK;
-            f.result = h.result;
-            h.num_local = h.owned = job.block;
-        }
-    }
-    __syncthreads();
-    if (e < experts) f.p.start[e] -= base;
-    __syncthreads();
+    return f.slots_before(job, job.self.rank + 1) - f.slots_before(job, job.self.rank);
+}
+
+/* One warp.  `moves`: rows come too. */
+static __device__ Verdict judge(const FewPlan &f, const p2p_plan_job &job, bool moves)
+{
+    const int q = lane_id();
+    const bool is_rank = q < job.self.num_ranks;
+    const int32_t needed = needed_by(f, job, q);
+    const bool over = is_rank && f.p.capacity[q] && needed > f.p.capacity[q];
+    const bool bad = is_rank && f.bad[q] != NOTHING;
+    const bool few = is_rank && moves && needed > f.rows[q];
+    if (!__any_sync(ALL_LANES, over || bad || few)) return {EPIC_OK, false};
+    const bool any_bad = __any_sync(ALL_LANES, bad) != 0;
+    const bool any_over = __any_sync(ALL_LANES, over) != 0;
+    return {(uint32_t)(any_bad    ? EPIC_EINVAL
+                       : any_over ? EPIC_EOVERFLOW
+                                  : EPIC_OK),
+            !any_bad && !any_over};
 }
 
 /* Every thread, of a layer whose ids are distinct: finds the first choice of each rank that is not,
  * which no order of the threads may decide. */
 static __device__ __noinline__ void find_duplicates(FewPlan &f, int ranks)
 {
+    const int each = f.fours * FEW_IDS;
     for (int rank = 0; rank < ranks; rank++)
-        for (int i = (int)threadIdx.x; i < f.tokens[rank] * f.top_k; i += FEW_BLOCK) {
+        for (int i = (int)threadIdx.x; i < f.tokens[rank] * each; i += FEW_BLOCK) {
             const uint16_t *id = f.id + f.index(rank, 0);
-            for (int j = i - i % f.top_k; j < i; j++)
-                if (id[j] == id[i] && id[i] < f.experts) atomicMin(&f.bad[rank], (uint32_t)i);
+            for (int j = i - i % each; j < i; j++)
+                if (id[j] == id[i] && id[i] < f.experts)
+                    atomicMin(&f.bad[rank], (uint32_t)(i / each * f.top_k + i % each));
         }
 }
 
-/* Every thread.  false: the group is broken. */
+/* Every thread.  false: the group is broken.  While the ids are on their way nothing is added up, so
+ * that the instructions are there when they come. */
 static __device__ bool make_few(FewPlan &f, const p2p_plan_job &job, const Now &now)
 {
-    bool ok, twice = false;
-    if (is_speaker())
-        ok = hear_sizes(f, now, job.self.num_ranks);
-    else
-        ok = gather_ids(f, job, now, twice);
-    ok = __syncthreads_and(ok) != 0;
-    const bool once = __syncthreads_and(!twice) != 0;
-    if (threadIdx.x == 0) f.twice = !once;
-    if (!ok) return false;
-    __syncthreads();
-    if (!once && job.layer.flags & EPIC_DISTINCT) find_duplicates(f, job.self.num_ranks);
     sum_up(f, job);
-    settle(f, job);
+    const bool ok = is_speaker() ? gather_sizes(f, job.self, now) : gather_ids(f, job, now);
+    if (!__syncthreads_and(ok)) return false;
+    if (f.twice && job.layer.flags & EPIC_DISTINCT) find_duplicates(f, job.self.num_ranks);
+    sum_up(f, job);
     return true;
 }
 
-/* The speaker of the first CTA: what the plan and the caller are told of the experts; and of wrong
- * data. */
-static __device__ void write_few(FewPlan &f, const p2p_plan_job &job, const Now &now)
+/* One speaker, while the ids are on their way: what the plan says whatever they are. */
+static __device__ void begin_header(FewPlan &f, const p2p_plan_job &job, const Now &now)
 {
-    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
-                                                        job.layer.num_experts, job.layer.top_k);
-    const bool good = f.result == EPIC_OK;
-    int32_t *slab_begin = (int32_t *)(job.plan + at.slab_begin);
-    device_padding *padding = (device_padding *)(job.plan + at.padding);
-    const int slabs = 1 << device_slab_bits(job.block);
+    if (lane_id() == 0) {
+        f.p.capacity[job.self.rank] = job.capacity;
+        fill_header(f.p, job, now);
+        f.p.header.num_local = f.p.header.owned = job.block;
+    }
+    __syncwarp();
+}
+
+/* The same one: the rest of the header, and what is told of wrong data. */
+static __device__ void end_header(FewPlan &f, const p2p_plan_job &job, const Now &now,
+                                  uint32_t result)
+{
+    const int q = lane_id();
+    const int32_t needed = needed_by(f, job, q);
+    f.p.header.slots_of[q] = f.p.demand[q] = needed;
+    f.p.needed[q] = needed;
+    if (q == 0) f.p.header.result = result;
+    const uint32_t bad =
+        __ballot_sync(ALL_LANES, q < job.self.num_ranks && f.bad[q] != NOTHING);
+    if (q == 0) f.p.bad_ranks = bad;
+    __syncwarp();
+    tell_plan(f.p, job, lane_id(), WARP);
+    if (lane_id() || result == EPIC_OK) return;
+    if (f.bad[job.self.rank] != NOTHING)
+        tell_wrong(job, now, P2P_FAULT_EXPERT, f.bad[job.self.rank]);
+    if (result == EPIC_EINVAL)
+        notify_fault(f.p, job, now);
+    else
+        notify_overflow(f.p, job, now);
+}
+
+/* One speaker: what the plan and the caller are told of the experts here. */
+static __device__ void write_slabs(const FewPlan &f, const p2p_plan_job &job, uint32_t result)
+{
+    const bool good = result == EPIC_OK;
+    int32_t *slab_begin = (int32_t *)(job.plan + job.at.slab_begin);
+    device_padding *padding = (device_padding *)(job.plan + job.at.padding);
+    const int slabs = 1 << device_slab_bits(job.block), first = job.self.rank * job.block;
     for (int l = lane_id(); l < slabs; l += WARP) {
-        const int e = job.self.rank * job.block + min(l, job.block - 1);
+        const int e = first + min(l, job.block - 1);
         const int32_t count = l < job.block ? f.p.load[e] : 0;
         const int32_t rows = (int32_t)aligned_rows(count, job.layer.alignment);
-        padding[l] = {rows == count ? 0 : f.p.start[e] + count, rows - count};
+        const int32_t begin = f.p.start[e] - f.p.start[first];
+        padding[l] = {rows == count ? 0 : begin + count, rows - count};
         if (l >= job.block) continue;
-        slab_begin[l] = f.p.start[e];
+        slab_begin[l] = begin;
         if (job.expert_tokens && good) job.expert_tokens[l] = count;
         if (job.expert_rows && good) job.expert_rows[l] = rows;
     }
-    if (lane_id() == 0) fill_header(f.p, job, now);
-    __syncwarp();
-    tell_plan(f.p, job, lane_id(), WARP);
-    if (lane_id()) return;
-    if (f.bad[job.self.rank] != NOTHING)
-        tell_wrong(job, now, P2P_FAULT_EXPERT, f.bad[job.self.rank]);
-    if (f.result == EPIC_EINVAL) notify_fault(f.p, job, now);
-    if (f.result == EPIC_EOVERFLOW) notify_overflow(f.p, job, now);
+}
+
+/* The speakers of the first two CTAs of the crew that made the plan, or of its only one. */
+static __device__ void write_few(FewPlan &f, const p2p_plan_job &job, const Now &now,
+                                 const Crew &crew, uint32_t result)
+{
+    const int part = (int)blockIdx.x - crew.first;
+    if (part == 0) end_header(f, job, now, result);
+    if (part == (crew.ctas > 1)) write_slabs(f, job, result);
 }
 
 #endif

@@ -98,58 +98,73 @@ notify_plan(const p2p_self &self, const device_plan_header &h, bool whole, int32
 
 #define ANY_TOKENS (-1)
 
+/* One warp: words l, l + 32, ... of a header for lane l; zeros if there are too few bytes. */
+__device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS],
+                                            const uint8_t *plan, int64_t plan_bytes)
+{
+    const int count = plan_bytes < (int64_t)sizeof(device_plan_header)
+                          ? 0
+                          : (int)(sizeof(device_plan_header) / 4);
+#pragma unroll
+    for (int n = 0; n < HEADER_LANE_WORDS; n++) {
+        const int i = n * WARP + lane_id();
+        words[n] = i < count ? __ldcg((const uint32_t *)plan + i) : 0;
+    }
+}
+
+/* One warp: the plan whose header that is. */
+static __device__ void view_plan(Plan &view, const uint32_t (&words)[HEADER_LANE_WORDS],
+                                 const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
+                                 int32_t num_tokens)
+{
+#pragma unroll
+    for (int n = 0; n < HEADER_LANE_WORDS; n++)
+        if (n * WARP + lane_id() < (int)(sizeof(device_plan_header) / 4))
+            ((uint32_t *)&view.header)[n * WARP + lane_id()] = words[n];
+    const uint32_t sum = header_sum(words);
+    __syncwarp();
+    const device_plan_header &h = view.header;
+    const bool fits = header_fits(h, self, plan_bytes), whole = sum == h.sum && fits;
+    const int32_t tokens = lane_id() < self.num_ranks ? h.tokens_of[lane_id()] : 0;
+    const int32_t most = __reduce_max_sync(ALL_LANES, tokens);
+    if (lane_id() == 0) {
+        view.most_tokens = most;
+        view.good = whole && (num_tokens == ANY_TOKENS || h.tokens_of[self.rank] == num_tokens);
+        if (!view.good) {
+            if (blockIdx.x == 0) notify_plan(self, h, whole, num_tokens);
+            view.header.id = 0;
+            view.header.result = EPIC_EINVAL;
+        }
+        point_into(view, plan, self);
+        view.slab_bits = device_slab_bits(h.owned);
+    }
+}
+
 /* Every thread of a CTA.  A plan that is none, or of another number of tokens, is not good, and
  * has the id 0. */
 static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_self &self, int32_t num_tokens)
 {
     if (threadIdx.x < WARP) {
-        const int count = plan_bytes < (int64_t)sizeof(device_plan_header)
-                              ? 0
-                              : (int)(sizeof(device_plan_header) / 4);
         uint32_t words[HEADER_LANE_WORDS];
-#pragma unroll
-        for (int n = 0; n < HEADER_LANE_WORDS; n++) {
-            const int i = n * WARP + lane_id();
-            words[n] = i < count ? __ldcg((const uint32_t *)plan + i) : 0;
-        }
-#pragma unroll
-        for (int n = 0; n < HEADER_LANE_WORDS; n++)
-            if (n * WARP + lane_id() < (int)(sizeof(device_plan_header) / 4))
-                ((uint32_t *)&view.header)[n * WARP + lane_id()] = words[n];
-        const uint32_t sum = header_sum(words);
-        __syncwarp();
-        const device_plan_header &h = view.header;
-        const bool fits = header_fits(h, self, plan_bytes), whole = sum == h.sum && fits;
-        const int32_t tokens = lane_id() < self.num_ranks ? h.tokens_of[lane_id()] : 0;
-        const int32_t most = __reduce_max_sync(ALL_LANES, tokens);
-        if (threadIdx.x == 0) {
-            view.most_tokens = most;
-            view.good =
-                whole && (num_tokens == ANY_TOKENS || h.tokens_of[self.rank] == num_tokens);
-            if (!view.good) {
-                if (blockIdx.x == 0) notify_plan(self, h, whole, num_tokens);
-                view.header.id = 0;
-                view.header.result = EPIC_EINVAL;
-            }
-            point_into(view, plan, self);
-            view.slab_bits = device_slab_bits(h.owned);
-        }
+        load_header(words, plan, plan_bytes);
+        view_plan(view, words, plan, plan_bytes, self, num_tokens);
     }
     __syncthreads();
 }
 
-/* A whole CTA, when all have announced: has every rank rows for all slots that the plan, a good
- * one, gives it?  Tells of the first that has not. */
+/* Some threads, when all have announced: has every rank rows for all slots that the plan, a good
+ * one, gives it?  The one that `tells` tells of the first that has not. */
 static __device__ __noinline__ bool rows_suffice(const p2p_self &self, const Now &now,
-                                                 const volatile device_plan_header *h)
+                                                 const volatile device_plan_header *h,
+                                                 bool tells)
 {
     for (int q = 0; q < self.num_ranks; q++) {
         const int32_t needed = h->slots_of[q];
         const uint64_t *said = announcement(now, heap_by(now, q), q);
         const int32_t rows = (int32_t)(uint32_t)load_relaxed(said + P2P_SAYS_ROWS);
         if (needed <= rows) continue;
-        if (threadIdx.x == 0)
+        if (tells)
             notify(self, {EPIC_EOVERFLOW,
                           now.epoch,
                           P2P_FAULT_ROWS,

@@ -39,17 +39,26 @@ __device__ __forceinline__ uint4 load_relaxed(const uint4 *p)
     return v;
 }
 
+/* Two words side by side, at a multiple of 16 bytes; each is whole. */
+__device__ __forceinline__ void load_two(const uint64_t *p, uint64_t &a, uint64_t &b)
+{
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];"
+                 : "=l"(a), "=l"(b)
+                 : "l"(p)
+                 : "memory");
+}
+
+/* What was stored before, here or by the kernels before, is seen before what is stored after; what
+ * was read before is older than what is read after. */
+__device__ __forceinline__ void fence_system()
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t *p)
-{
-    uint64_t v;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
 
@@ -178,6 +187,11 @@ template <int N> __device__ __forceinline__ void keep(float (&x)[N])
 {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i]));
+}
+
+__device__ __forceinline__ void keep(uint32_t &x)
+{
+    asm volatile("" : "+r"(x));
 }
 
 /* The larger of the sizes; a NaN if one of them is. */

@@ -124,10 +124,10 @@ __device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4
     };
     if (!copied) read();
     if (!is_missing(q)) return true;
-    const bool begun = wait_until(now, peer, P2P_PHASE_ROW, [&] {
-        if (has_poison(q[0])) q[0] = load_relaxed(staged);
-        return __any_sync(ALL_LANES, has_poison(q[0])) == 0;
-    });
+    const bool begun = EAGER || wait_until(now, peer, P2P_PHASE_ROW, [&] {
+                           if (has_poison(q[0])) q[0] = load_relaxed(staged);
+                           return __any_sync(ALL_LANES, has_poison(q[0])) == 0;
+                       });
     return begun && wait_until(now, peer, P2P_PHASE_ROW, [&] {
                read();
                return !is_missing(q);

@@ -318,6 +318,13 @@ static __device__ __noinline__ void tell_end(const Now &now)
     }
 }
 
+#ifndef EAGER
+#define EAGER 0 /* 1: latency is all, and nothing else wants the memory */
+#endif
+#ifndef SPINS_TO_SLEEP
+#define SPINS_TO_SLEEP (EAGER ? 64u : 4u)
+#endif
+
 /* Spins until `ready`, which is the same on all lanes of the warp.  false: the group is broken.
  * `peer`: each lane's, for whom it waits as `ready` may say, or -1. */
 template <class Ready>
@@ -325,7 +332,7 @@ __device__ __forceinline__ bool wait_until(const Now &now, const int &peer, int 
                                            Ready ready)
 {
     for (uint32_t spins = 1; !ready(); spins++) {
-        if (spins > 4) __nanosleep(min(spins * 20, 400u));
+        if (spins > SPINS_TO_SLEEP) __nanosleep(min(spins * 20, 400u));
         if (spins % SPINS_TO_ASK == 0 &&
             __any_sync(ALL_LANES, hopeless(now, peer, phase, spins == SPINS_TO_ASK)))
             return false;
@@ -339,7 +346,7 @@ __device__ __forceinline__ bool wait_alone(const Now &now, const int &peer, int 
                                            Ready ready)
 {
     for (uint32_t spins = 1; !ready(); spins++) {
-        if (spins > 4) __nanosleep(min(spins * 20, 400u));
+        if (spins > SPINS_TO_SLEEP) __nanosleep(min(spins * 20, 400u));
         if (spins % SPINS_TO_ASK == 0 && hopeless(now, peer, phase, spins == SPINS_TO_ASK))
             return false;
     }
@@ -419,13 +426,15 @@ static __device__ bool hear(const Now &now)
     const bool mine = lane_id() < now.self->num_ranks;
     const int q = mine ? lane_id() : 0;
     const uint64_t *from = announcement(now, heap_by(now, q), q);
-    return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
-        uint64_t said = load_acquire_sys(from + P2P_SAYS_SIGNATURE);
+    const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
+        uint64_t said = load_relaxed(from + P2P_SAYS_SIGNATURE);
         /* nobody is two operations ahead: a word of this parity is at most this one's */
         INVARIANT(said == 0 || (int32_t)((uint32_t)(said >> 32) - now.epoch) <= 0);
         if (HOSTS && mine && !is_whole(now, from)) said = 0;
         return __all_sync(ALL_LANES, !mine || said == stamp(now, now.signature)) != 0;
     });
+    fence_system(); /* once: a poll that acquires takes twice as long */
+    return ok;
 }
 
 /* One warp, lane = rank: word `which` of that rank's announcement; 0 past the ranks. */

@@ -89,9 +89,11 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_round_up(int64_t n, int64_t to)
 /* 1 << bits are as many slabs as there are, or more. */
 DEVICE_LAYOUT_BOTH static inline int device_slab_bits(int64_t slabs)
 {
-    int bits = 0;
-    while ((int64_t)1 << bits < slabs) bits++;
-    return bits;
+#ifdef __CUDA_ARCH__
+    return slabs > 1 ? 64 - __clzll(slabs - 1) : 0;
+#else
+    return slabs > 1 ? 64 - __builtin_clzll((unsigned long long)(slabs - 1)) : 0;
+#endif
 }
 
 DEVICE_LAYOUT_BOTH static inline device_plan_layout

@@ -38,6 +38,14 @@ static epic_result load_code(void)
 /* Row sizes that take different kernels. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
+/* Of few tokens, in any order. */
+static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
+{
+    cudaError_t error = p2p_launch_few_combine(&job, 1, stream);
+    job.tree = 1;
+    return error == cudaSuccess ? p2p_launch_few_combine(&job, 1, stream) : error;
+}
+
 static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
                                cudaStream_t stream)
 {
@@ -65,7 +73,7 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
         error = p2p_launch_combine_backward(&backward, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_combine_backward(&quantized, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_combine(&combine, 1, stream);
-        if (error == cudaSuccess) error = p2p_launch_few_combine(&combine, 1, stream);
+        if (error == cudaSuccess) error = launch_sums(combine, stream);
     }
     return error;
 }

@@ -38,6 +38,7 @@ struct epic_group {
     int32_t experts;    /* and with this one of where its arrays are */
     int32_t most_top_k; /* of all plans of this group; */
     bool rare_sums;     /* some of them have leaves, or partials of another type */
+    bool tree;          /* some of them are EPIC_TREE */
     bool flat;          /* some of them are FLAT */
 };
 

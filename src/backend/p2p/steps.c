@@ -132,6 +132,7 @@ static void remember(epic_group *g, const epic_layer *layer)
     if (g->most_top_k < g->top_k) g->most_top_k = g->top_k;
     if (layer->leaves > (uint32_t)g->num_ranks || layer->partial_type) g->rare_sums = true;
     if (layer->sum_order == EPIC_TREE && g->num_ranks > 8) g->rare_sums = true;
+    if (layer->sum_order == EPIC_TREE) g->tree = true;
     if (layer->layout == EPIC_FLAT) g->flat = true;
 }
 
@@ -185,6 +186,8 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
     if (searches || job->resolves) job->planners = 1; /* flat_drop.cuh, resolve.cuh */
+    job->at = device_plan_layout_of(g->num_ranks, g->config.max_tokens, job->layer.num_experts,
+                                    job->layer.top_k);
     remember(g, &job->layer);
     job->few = !HOSTS && !args->rank_of_expert &&
                p2p_few_plan(g->num_ranks, g->config.max_tokens, &job->layer);
@@ -273,12 +276,9 @@ static void choose_layout(const epic_group *g, p2p_dispatch_job *job)
 static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                    const epic_call *call, const char *what)
 {
-    device_plan_layout at;
     choose_layout(g, job);
-    if (job->plan.planners == 0 && likely_layout(g, job->plan_bytes, &at)) {
+    if (job->plan.planners == 0 && likely_layout(g, job->plan_bytes, &job->plan.at))
         job->likely_experts = g->experts;
-        job->likely_rank_of = at.rank_of;
-    }
     const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
 #ifdef EPIC_HOSTS
     if (job->scale_bytes) job->plan.self.local = 0; /* strings go straight */
@@ -375,6 +375,7 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
         if (job->slot_floats) job->slot_floats = scratch_of(g);
     }
     job->aligned = is_aligned(rows) && is_aligned(out);
+    job->tree = g->tree;
     job->lag = COMBINE_LAG;
     mix(&a, (uint64_t)job->row_bytes);
     mix(&a, job->type);

@@ -52,12 +52,18 @@ template <class T> inline void store_relaxed(T *p, std::common_type_t<T> v)
     emulated_store(p, v);
 }
 
-inline uint32_t load_acquire(const uint32_t *p)
+inline void load_two(const uint64_t *p, uint64_t &a, uint64_t &b)
 {
-    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    a = emulated_load(p);
+    b = emulated_load(p + 1);
 }
 
-inline uint64_t load_acquire_sys(const uint64_t *p)
+inline void fence_system()
+{
+    emulator_fence(1);
+}
+
+inline uint32_t load_acquire(const uint32_t *p)
 {
     return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
@@ -149,6 +155,10 @@ inline uint32_t pack_e4m3(float a, float b, float c, float d)
 {
     const uint32_t low = (uint32_t)e4m3_of_float(b) << 8 | e4m3_of_float(a);
     return (uint32_t)e4m3_of_float(d) << 24 | (uint32_t)e4m3_of_float(c) << 16 | low;
+}
+
+inline void keep(uint32_t &)
+{
 }
 
 template <int N> inline void keep(float (&)[N])
