@@ -39,6 +39,7 @@ struct epic_group {
     int32_t most_top_k; /* of all plans of this group; */
     bool rare_sums;     /* some of them have leaves, or partials of another type */
     bool flat;          /* some of them are FLAT */
+    bool bulk;          /* the GPU has bulk stores */
 };
 
 /* The sentence of a CUDA error, as EPIC_EDEVICE. */
