@@ -194,6 +194,10 @@ typedef struct p2p_dispatch_job {
     int64_t token_bytes; /* a row of tokens, of `type` if that is quantized */
     uint32_t type, quantize;
     int32_t scales_aligned, scales_in_words; /* vectors of 16 bytes; words */
+    /* Of strings that move whole (bulk.cuh) alone: */
+    int32_t bulk; /* the GPU has bulk stores */
+    int32_t warps,
+        places; /* of a CTA; strings that each has room for; the launch fills them in */
 } p2p_dispatch_job;
 
 /* What travels for a token: whole vectors of its row, then of its second row. */
@@ -266,6 +270,9 @@ cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t s
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch_strings(const p2p_dispatch_job *job, int num_sms,
                                         cudaStream_t stream);
+int p2p_goes_in_bulk(const p2p_dispatch_job *job); /* or, where not, as one of the two above */
+cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
+                                     cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
@@ -285,6 +292,7 @@ cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_strings(void);
+cudaError_t p2p_load_dispatch_bulk(void);
 cudaError_t p2p_load_combine(void);
 cudaError_t p2p_load_combine_backward(void);
 cudaError_t p2p_load_few_plan(void);

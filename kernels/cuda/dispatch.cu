@@ -385,7 +385,7 @@ static const Kernel kernels[] = {
 
 extern "C" cudaError_t p2p_load_dispatch(void)
 {
-    return load_kernels(kernels);
+    return load_kernels(kernels, memory_bytes(planner_most_bytes()));
 }
 
 extern "C" cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms,

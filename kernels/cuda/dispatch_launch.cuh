@@ -11,25 +11,25 @@
 typedef void (*Kernel)(p2p_dispatch_job);
 
 /* Of the rings, or before them of the planner. */
-static int memory_bytes(int planning)
+static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * Ring<V, true>::BYTES;
     return planning > rings ? planning : rings;
 }
 
-template <int COUNT> static cudaError_t load_kernels(const Kernel (&kernels)[COUNT])
+template <int COUNT>
+static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
 {
     for (Kernel kernel : kernels) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 memory_bytes(planner_most_bytes()));
+        const cudaError_t error = cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes);
         if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
 }
 
 /* The job as the kernel needs it; `bytes` travel for a token. */
-static p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes, int num_sms)
+static inline p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes, int num_sms)
 {
     p2p_dispatch_job copy = job, string = job;
     string.row_bytes = bytes;
@@ -50,8 +50,8 @@ static p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes, int nu
     return copy;
 }
 
-static cudaError_t launch_dealt(Kernel kernel, const p2p_dispatch_job &job, int num_sms,
-                                cudaStream_t stream)
+static inline cudaError_t launch_dealt(Kernel kernel, const p2p_dispatch_job &job, int num_sms,
+                                       cudaStream_t stream)
 {
     const int planning = job.plan.planners ? planner_bytes_of(job.plan) : 0;
     return enqueue(kernel, num_sms, BLOCK, memory_bytes(planning), stream, job);

@@ -6,9 +6,8 @@
  *
  * Units, their order and their waits are those of dispatch.cu.  What is sent, and this rank's own
  * tokens, have pieces of the caller's rows, what comes from peers has pieces of strings. */
-#include "cuda/dispatch_flat.cuh"
 #include "cuda/dispatch_launch.cuh"
-#include "cuda/strings.cuh"
+#include "cuda/strings_slots.cuh"
 
 /* A unit's pieces, none perhaps; given: of this rank's tokens. */
 struct Pieces {
@@ -194,25 +193,6 @@ __device__ __forceinline__ bool move_pieces(const Strings &m, int32_t token, con
     return true;
 }
 
-/* Both halves of a token's record: this lane's slots; FLAT, the first lane's is the row. */
-template <bool FLAT>
-__device__ __forceinline__ bool find_slots(const Strings &m, int rank, int32_t token, bool keep,
-                                           uint64_t word, int32_t (&slot)[2])
-{
-    bool more = false;
-    slot[0] = slot[1] = -1;
-    if (token >= __shfl_sync(ALL_LANES, m.tokens_of, rank)) return true;
-    if (FLAT && is_flat(m)) return read_row(m, rank, token, keep, word, slot[0], more);
-    if (!read_record(m, rank, token, 0, keep, word, slot[0], more)) return false;
-    if (more) {
-        word = peek_record(m, rank, token, 1);
-        if (!read_record(m, rank, token, 1, keep, word, slot[1], more)) return false;
-    } else if (m.made && keep) {
-        end_record(m, rank, token, 0);
-    }
-    return true;
-}
-
 /* One token of a receiving unit; `copied`: its pieces come through the ring. */
 template <class Given, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive(const Strings &m, int32_t token, const Walk &walk,
@@ -350,26 +330,6 @@ __device__ __forceinline__ bool pad_all(Strings &m)
     return true;
 }
 
-/* Zeros in rows [first, ...) and what goes with them. */
-template <bool FLAT>
-__device__ __forceinline__ void clear(const Strings &m, int64_t first, int64_t thread,
-                                      int64_t threads)
-{
-    zero_strings(m.job, first, thread, threads);
-    if (FLAT)
-        clear_beside(m, first, thread, threads);
-    else
-        zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
-}
-
-/* All CTAs: zeros past the last slab. */
-template <bool FLAT> __device__ __forceinline__ bool clear_tail(const Strings &m)
-{
-    if (m.made && !wait_for_plan(m)) return false;
-    clear<FLAT>(m, header_of(m)->slots_of[m.job.plan.self.rank], grid_thread(), grid_threads());
-    return true;
-}
-
 /* FAST: rows are aligned vectors, to be quantized of 16-bit elements. */
 template <class Given, bool FAST, bool MADE, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
@@ -415,10 +375,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
                  m, now, memory + threadIdx.x / WARP * Feed<Given>::RowRing::BYTES) &&
              pad_all(m);
     if (ok && job.zero_tail && plan.good) ok = clear_tail<FLAT>(m);
-    if (finish(now) && ok &&
-        !(plan.good && header_of(m)->result == EPIC_OK &&
-          rows_suffice(self, now, header_of(m), threadIdx.x == 0)))
-        clear<FLAT>(m, 0, threadIdx.x, BLOCK);
+    if (finish(now) && ok) clear_all<FLAT>(m);
 }
 
 static const Kernel kernels[] = {dispatch_strings_kernel<Joined, false, false, false>,
@@ -440,7 +397,7 @@ static const Kernel kernels[] = {dispatch_strings_kernel<Joined, false, false, f
 
 extern "C" cudaError_t p2p_load_dispatch_strings(void)
 {
-    return load_kernels(kernels);
+    return load_kernels(kernels, memory_bytes(planner_most_bytes()));
 }
 
 extern "C" cudaError_t p2p_launch_dispatch_strings(const p2p_dispatch_job *job, int num_sms,

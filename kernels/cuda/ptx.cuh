@@ -182,6 +182,74 @@ __device__ __forceinline__ uint4 load_shared(uint32_t p)
     return v;
 }
 
+__device__ __forceinline__ void store_shared(uint32_t p, uint4 v)
+{
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t p, uint32_t v)
+{
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory");
+}
+
+/* Bulk stores, of sm_90: one thread gives the SM's copy engine bytes of shared memory, whole vectors,
+ * to bring to global memory in the background.  What threads wrote there needs a fence of theirs
+ * (show_bulk) before.  A thread waits for its own stores, in groups. */
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define BULK_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define BULK_ASM(...) /* never launched there */
+#endif
+
+/* To rows that nobody will read again soon. */
+__device__ __forceinline__ void bulk_once(void *to, uint32_t from, uint32_t bytes,
+                                          uint64_t policy)
+{
+    BULK_ASM(
+        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
+            to),
+        "r"(from), "r"(bytes), "l"(policy)
+        : "memory");
+}
+
+/* To staging of a peer. */
+__device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t bytes)
+{
+    BULK_ASM("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+             "r"(bytes)
+             : "memory");
+}
+
+/* To this rank's own staging. */
+__device__ __forceinline__ void bulk_here(void *to, uint32_t from, uint32_t bytes)
+{
+    bulk_send(to, from, bytes);
+}
+
+__device__ __forceinline__ void end_bulk(void)
+{
+    BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Until all but the last `PENDING` groups have been read from shared memory. */
+template <int PENDING> __device__ __forceinline__ void wait_bulk_read(void)
+{
+    BULK_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+/* Until all groups are done. */
+__device__ __forceinline__ void wait_bulk(void)
+{
+    BULK_ASM("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void show_bulk(void)
+{
+    BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 /* Numbers that are to stay in registers, not to be made again from what they were made of. */
 template <int N> __device__ __forceinline__ void keep(float (&x)[N])
 {

@@ -15,6 +15,7 @@
 #define STACK_BYTES (64 << 10) /* of a fiber */
 #define STACK_END 0x57ac57acu  /* at its lowest address */
 #define MAX_COPIES 128         /* of a fiber, under way */
+#define MAX_BULK 64            /* of a fiber, under way */
 #define MAX_WARPS (EMULATOR_MAX_THREADS / EMULATOR_WARP)
 #define ALL 0xffffffffu
 #define JUNK 0xcd
@@ -28,6 +29,12 @@ typedef struct copy { /* cp.async */
     uint8_t data[16];
 } copy;
 
+typedef struct bulk { /* cp.async.bulk from shared memory */
+    uint8_t *to;
+    uint32_t from, bytes, group;
+    void (*watch)(const void *);
+} bulk;
+
 typedef struct fiber {
     emulator_thread place;
     jmp_buf jump;
@@ -36,6 +43,9 @@ typedef struct fiber {
     unsigned meetings;
     uint32_t group, num_copies;
     copy copies[MAX_COPIES];
+    uint32_t bulk_group, num_bulk;
+    bool hidden; /* what it wrote may not be seen by bulk stores */
+    bulk bulk[MAX_BULK];
 } fiber;
 
 typedef struct warp {
@@ -121,6 +131,7 @@ static void end_thread(const fiber *me)
     warp *w = &here->warps[me->place.thread / EMULATOR_WARP];
     if (*stack_of(me) != STACK_END) emulator_die("a thread needs more than its stack");
     if (me->num_copies) emulator_die("a thread has ended with copies under way");
+    if (me->num_bulk) emulator_die("a thread has ended with bulk stores under way");
     if (w->arrived) emulator_die("a lane has ended that its warp waits for");
     w->gone |= 1u << me->place.thread % EMULATOR_WARP;
     if (--here->alive && here->at_barrier == here->alive) end_barrier(here);
@@ -178,8 +189,27 @@ static void leave_the_sm(void)
     if (!_setjmp(here->running->jump)) run_next();
 }
 
+static void do_bulk(const bulk *b)
+{
+    for (uint32_t i = 0; i < b->bytes; i += 4) {
+        uint32_t word;
+        memcpy(&word, here->shared + b->from + i, 4);
+        if (b->watch == emulator_check_store && i % 16 == 0) b->watch(b->to + i);
+        __atomic_store_n((uint32_t *)(void *)(b->to + i), word, __ATOMIC_RELAXED);
+        if (b->watch == emulator_note_store && i % 16 == 0) b->watch(b->to + i);
+    }
+}
+
+/* Bulk stores get done whoever waits for what. */
+static void do_all_bulk(fiber *f)
+{
+    for (uint32_t i = 0; i < f->num_bulk; i++) do_bulk(&f->bulk[i]);
+    f->num_bulk = 0;
+}
+
 void emulator_nap(void)
 {
+    if (emulator_random() % 4 == 0) do_all_bulk(here->running);
     here->running->napping = true;
     here->napping++;
     push(here->running);
@@ -266,8 +296,57 @@ void emulator_wait_copies(int pending)
         }
         if (!c->early) fetch(c->data, c->from, c->bytes);
         memcpy(emulator_shared(c->to, c->bytes), c->data, c->bytes);
+        me->hidden = true;
     }
     me->num_copies = kept;
+}
+
+/* ------------------------------------------------------------------------ bulk stores ---- */
+
+void emulator_hide_bulk(void)
+{
+    here->running->hidden = true;
+}
+
+void emulator_show_bulk(void)
+{
+    here->running->hidden = false;
+}
+
+/* Done now, or as late as it may be. */
+void emulator_bulk(void *to, uint32_t from, uint32_t bytes, void (*watch)(const void *))
+{
+    fiber *me = here->running;
+    const bulk b = {to, from, bytes, me->bulk_group, watch};
+    const fiber *warp = me - me->place.thread % EMULATOR_WARP;
+    if ((uintptr_t)to % 16 || from % 16 || bytes % 16 || bytes == 0)
+        emulator_die("a bulk store of %u bytes at %u to %p: not vectors", bytes, from, to);
+    if ((uint64_t)from + bytes > me->place.shared_bytes)
+        emulator_die("a bulk store of %u bytes at %u of %u bytes of shared memory", bytes, from,
+                     me->place.shared_bytes);
+    for (int i = 0; i < EMULATOR_WARP; i++)
+        if (warp[i].hidden) emulator_die("a bulk store of what lane %d has not shown", i);
+    if (me->num_bulk == MAX_BULK || emulator_random() & 1)
+        do_bulk(&b);
+    else
+        me->bulk[me->num_bulk++] = b;
+}
+
+void emulator_end_bulk(void)
+{
+    here->running->bulk_group++;
+}
+
+void emulator_wait_bulk(int pending)
+{
+    fiber *me = here->running;
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < me->num_bulk; i++)
+        if (me->bulk[i].group + (uint32_t)pending >= me->bulk_group)
+            me->bulk[kept++] = me->bulk[i];
+        else
+            do_bulk(&me->bulk[i]);
+    me->num_bulk = kept;
 }
 
 /* ------------------------------------------------------------------------------- a CTA ---- */
@@ -323,7 +402,8 @@ static void reset(sm *s, const launch *work, int cta)
             (unsigned)i,          (unsigned)cta, (unsigned)work->threads,
             (unsigned)work->ctas, s->shared,     (uint32_t)work->shared_bytes};
         f->napping = false;
-        f->meetings = f->group = f->num_copies = 0;
+        f->meetings = f->group = f->num_copies = f->bulk_group = f->num_bulk = 0;
+        f->hidden = false;
     }
     queue_warps(s, work->threads / EMULATOR_WARP);
 }

@@ -60,6 +60,14 @@ void emulator_copy(uint32_t to, const void *from, uint32_t bytes);
 void emulator_end_copies(void);
 void emulator_wait_copies(int pending);
 
+/* Bulk stores from an offset in the CTA's dynamic shared memory, and their groups; `watch` is told of
+ * each vector.  A lane hides what it writes there until it shows it to them by a fence. */
+void emulator_bulk(void *to, uint32_t from, uint32_t bytes, void (*watch)(const void *));
+void emulator_end_bulk(void);
+void emulator_wait_bulk(int pending);
+void emulator_hide_bulk(void);
+void emulator_show_bulk(void);
+
 /* Where `bytes` at an offset in the dynamic shared memory are. */
 void *emulator_shared(uint32_t at, uint32_t bytes);
 

@@ -134,7 +134,8 @@ static bool run(const shape *s)
     const double forward = p.worst;
     check_gradient(&p);
     const bool good = p.worst <= 1;
-    printf("gate: %lld tokens, hidden %lld, %lld columns, type %u%s: %.2f and %.2f of what may be%s\n",
+    printf("gate: %lld tokens, hidden %lld, %lld columns, type %u%s: %.2f and %.2f of what may "
+           "be%s\n",
            (long long)s->tokens, (long long)s->hidden, (long long)s->columns, s->type,
            s->in_pieces ? " in pieces" : "", forward, p.worst, good ? "" : ": WRONG");
     free_problem(&p);
@@ -166,7 +167,8 @@ int main(int argc, char **argv)
     const int cases = argc > 1 ? atoi(argv[1]) : 20;
     random_state = argc > 2 ? strtoull(argv[2], NULL, 10) * 7919 + 1 : 1;
     alarm(300);
-    must(p2p_load_plain_gemm() == cudaSuccess && p2p_load_hopper_gemm() == cudaSuccess, "loading");
+    must(p2p_load_plain_gemm() == cudaSuccess && p2p_load_hopper_gemm() == cudaSuccess,
+         "loading");
     int bad = 0;
     for (size_t i = 0; i < sizeof first / sizeof *first; i++) bad += !run(&first[i]);
     for (int i = 0; i < cases; i++) {

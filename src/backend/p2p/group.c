@@ -74,6 +74,7 @@ epic_result p2p_group_device(epic_group *g, p2p_gpu *gpu)
                          "config.max_tokens is %lld: CUDA contexts take at most 1048576",
                          (long long)g->config.max_tokens);
     TRY(p2p_cuda(cudaStreamCreateWithFlags(&g->side, cudaStreamNonBlocking), "a stream"));
+    g->bulk = properties.major >= 9;
     memcpy(gpu->device, properties.uuid.bytes, sizeof gpu->device);
     gpu->device_sms = g->device_sms = properties.multiProcessorCount;
     gpu->taken_sms = p2p_budget_taken(g->device);

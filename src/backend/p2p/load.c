@@ -13,6 +13,7 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
     TRY(p2p_cuda(p2p_load_dispatch(), "loading the dispatch kernels"));
     TRY(p2p_cuda(p2p_load_dispatch_strings(), "loading the dispatch kernels of second rows"));
+    TRY(p2p_cuda(p2p_load_dispatch_bulk(), "loading the dispatch kernels of whole rows"));
     TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
     TRY(p2p_cuda(p2p_load_few_plan(), "loading the plan kernel for few tokens"));
@@ -78,6 +79,20 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
     return error;
 }
 
+/* Whole rows of the job, with a plan that is read or made, of either layout. */
+static cudaError_t launch_bulk(const p2p_dispatch_job *like, cudaStream_t stream)
+{
+    cudaError_t error = cudaSuccess;
+    for (int kind = 0; kind < 4 && !HOSTS && error == cudaSuccess; kind++) {
+        p2p_dispatch_job job = *like;
+        job.flat = kind & 1;
+        if (kind & 2) job.plan.layer.num_experts = job.plan.planners = 1;
+        job.plan.layer.layout = kind & 1 ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
+        error = p2p_launch_dispatch_bulk(&job, 1, stream);
+    }
+    return error;
+}
+
 /* Rows with a second row each, joined or quantized, with a plan that is read or made. */
 static cudaError_t launch_strings(const p2p_self *self, int aligned, cudaStream_t stream)
 {
@@ -92,6 +107,7 @@ static cudaError_t launch_strings(const p2p_self *self, int aligned, cudaStream_
                                 .quantize = quantize};
         error = p2p_launch_dispatch_strings(&job, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_few_strings(&job, 1, stream);
+        if (error == cudaSuccess) error = launch_bulk(&job, stream);
         job.plan.layer.num_experts = job.plan.planners = job.plan.few = 1;
         if (error == cudaSuccess) error = p2p_launch_dispatch_strings(&job, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_few_strings(&job, 1, stream);

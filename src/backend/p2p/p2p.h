@@ -40,6 +40,7 @@ struct epic_group {
     bool rare_sums;     /* some of them have leaves, or partials of another type */
     bool tree;          /* some of them are EPIC_TREE */
     bool flat;          /* some of them are FLAT */
+    bool bulk;          /* the GPU has bulk stores */
 };
 
 /* The sentence of a CUDA error, as EPIC_EDEVICE. */

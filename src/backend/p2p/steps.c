@@ -248,6 +248,7 @@ static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
     job->num_tokens = rows_of(&args->tokens);
     job->recv_rows = rows_of(&args->recv);
     job->aligned = is_aligned(&args->tokens) && is_aligned(&args->recv);
+    job->bulk = g->bulk;
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
     job->leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
     mix(a, (uint64_t)job->row_bytes);
@@ -257,8 +258,10 @@ static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 
-static launcher *launcher_of(bool few, bool strings)
+static launcher *launcher_of(const p2p_dispatch_job *job, bool few)
 {
+    const bool strings = job->scale_bytes != 0;
+    if (!few && p2p_goes_in_bulk(job)) return p2p_launch_dispatch_bulk;
     if (strings) return few ? p2p_launch_few_strings : p2p_launch_dispatch_strings;
     return few ? p2p_launch_few_dispatch : p2p_launch_dispatch;
 }
@@ -286,8 +289,7 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
     const bool few = job->plan.planners
                          ? job->plan.few
                          : !job->flat && is_few(g, job->num_tokens, P2P_FEW_TOKENS, bytes);
-    return p2p_cuda(launcher_of(few, job->scale_bytes)(job, sms_of(g, call), stream_of(call)),
-                    what);
+    return p2p_cuda(launcher_of(job, few)(job, sms_of(g, call), stream_of(call)), what);
 }
 
 static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)

@@ -139,6 +139,53 @@ inline uint4 load_shared(uint32_t p)
     return *(const uint4 *)emulator_shared(p, 16);
 }
 
+inline void store_shared(uint32_t p, uint4 v)
+{
+    *(uint4 *)emulator_shared(p, 16) = v;
+    emulator_hide_bulk();
+}
+
+inline void store_shared(uint32_t p, uint32_t v)
+{
+    *(uint32_t *)emulator_shared(p, 4) = v;
+    emulator_hide_bulk();
+}
+
+inline void bulk_once(void *to, uint32_t from, uint32_t bytes, uint64_t)
+{
+    emulator_bulk(to, from, bytes, NULL);
+}
+
+inline void bulk_send(void *to, uint32_t from, uint32_t bytes)
+{
+    emulator_bulk(to, from, bytes, emulator_check_store);
+}
+
+inline void bulk_here(void *to, uint32_t from, uint32_t bytes)
+{
+    emulator_bulk(to, from, bytes, emulator_note_store);
+}
+
+inline void end_bulk()
+{
+    emulator_end_bulk();
+}
+
+template <int PENDING> inline void wait_bulk_read()
+{
+    emulator_wait_bulk(PENDING);
+}
+
+inline void wait_bulk()
+{
+    emulator_wait_bulk(0);
+}
+
+inline void show_bulk()
+{
+    emulator_show_bulk();
+}
+
 inline float max_size(float x, float y)
 {
     const float size = std::fabs(x) > std::fabs(y) ? std::fabs(x) : std::fabs(y);
