@@ -31,6 +31,7 @@ __host__ __device__ __forceinline__ int num_handing(const p2p_self &self)
 #ifdef EPIC_HOSTS
     return self.local ? self.num_ranks / self.local - 1 : 0;
 #else
+    (void)self;
     return 0;
 #endif
 }
