@@ -73,7 +73,7 @@ static void free_problem(problem *p)
 /* The bound: rounding of `depth` sums, which tensor cores do towards zero. */
 static void judge(problem *p, double got, double want, double size, int64_t depth)
 {
-    const double part = fabs(got - want) / ((3e-7 + 1.5e-10 * (double)depth) * size + 1e-30);
+    const double part = fabs(got - want) / ((5e-7 + 1.5e-10 * (double)depth) * size + 1e-30);
     if (!(part <= p->worst)) p->worst = part; /* also NaN */
 }
 
