@@ -88,7 +88,8 @@ __device__ __forceinline__ void send_sum(const Combine &c, SlotRows<V> &rows, co
     const int32_t vector = u.piece * V * WARP;
     uint4 node[V][1];
     if (!sum_asked<ROW, V>(c, rows, u, node)) return;
-    uint4 *staged = staged_in(c.now.outbox[rank], u.token, c.shape.vectors) + vector + lane_id();
+    uint4 *staged =
+        staged_in(c.now.outbox[rank], u.token, c.shape.vectors) + vector + lane_id();
 #pragma unroll
     for (int v = 0; v < V; v++)
         if (vector + v * WARP + lane_id() < c.shape.vectors)
@@ -144,8 +145,8 @@ __device__ __forceinline__ bool take_sum(const Combine &c, SlotRows<V> &rows, co
 #pragma unroll
     for (int v = 0; v < V; v++)
         if (vector + v * WARP + lane_id() < c.shape.vectors)
-            store_once(row + v * WARP * 16, touched ? ROW::pack(total[v]) : make_uint4(0, 0, 0, 0),
-                       c.policy);
+            store_once(row + v * WARP * 16,
+                       touched ? ROW::pack(total[v]) : make_uint4(0, 0, 0, 0), c.policy);
     return !(u.piece == 0 && c.job.choice_floats) || take_floats(c, u.token);
 }
 

@@ -61,6 +61,12 @@ __device__ __forceinline__ uint32_t parity(const Now &now)
     return now.epoch & 1;
 }
 
+/* What follows reads the self that it is given: through now.self each word is a load, some 500 ns. */
+__device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
+{
+    return (p2p_control *)(self.heap[self.rank] + self.at.control);
+}
+
 __device__ __forceinline__ p2p_control *control_of(const Now &now)
 {
     return (p2p_control *)(now.heap + now.self->at.control);
@@ -77,10 +83,16 @@ __device__ __forceinline__ bool stamped(const Now &now, uint64_t word)
 }
 
 /* What `rank` said to the rank that owns the heap. */
+__device__ __forceinline__ uint64_t *announcement(const p2p_self &self, const Now &now,
+                                                  uint8_t *heap, int rank)
+{
+    return (uint64_t *)(heap + self.at.announce) +
+           (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_ANNOUNCE_WORDS;
+}
+
 __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap, int rank)
 {
-    return (uint64_t *)(heap + now.self->at.announce) +
-           (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_ANNOUNCE_WORDS;
+    return announcement(*now.self, now, heap, rank);
 }
 
 /* ------------------------------------------------------------------------------ failure ---- */
@@ -321,13 +333,13 @@ static __device__ void announce(const Now &now)
 }
 
 /* What this rank and rank q stage for each other in the running epoch. */
-static __device__ void find_boxes(Now &now, int q)
+__device__ __forceinline__ void find_boxes(const p2p_self &self, Now &now, int q)
 {
-    const p2p_self &self = *now.self;
     const int peers = self.num_ranks - 1, first = parity(now) * peers;
     const int its = wrap(q + self.num_ranks - self.rank - 1, self.num_ranks);
     const int mine = wrap(self.rank + self.num_ranks - q - 1, self.num_ranks);
-    now.inbox[q] = now.heap + self.at.staging + (first + its) * self.at.source_bytes;
+    now.inbox[q] =
+        self.heap[self.rank] + self.at.staging + (first + its) * self.at.source_bytes;
     now.outbox[q] = self.heap[q] + self.at.staging + (first + mine) * self.at.source_bytes;
 }
 
@@ -355,7 +367,7 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
         if (threadIdx.x == 0) tell_end(now);
         return false;
     }
-    if (threadIdx.x < self.num_ranks) find_boxes(now, threadIdx.x);
+    if (threadIdx.x < self.num_ranks) find_boxes(self, now, threadIdx.x);
     __syncthreads();
     if (HOSTS && !begin_shipping(now)) return false;
     /* nobody here waits for the warp that announces, and the last CTA does not plan */
@@ -365,11 +377,11 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
 
 /* One warp: waits until every rank has announced, and called the same; who called another is found
  * while this waits. */
-static __device__ bool hear(const Now &now)
+__device__ __forceinline__ bool hear(const p2p_self &self, const Now &now)
 {
     const int q = lane_id();
-    const bool mine = q < now.self->num_ranks;
-    const uint64_t *from = announcement(now, now.heap, mine ? q : 0);
+    const bool mine = q < self.num_ranks;
+    const uint64_t *from = announcement(self, now, self.heap[self.rank], mine ? q : 0);
     const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t said = load_relaxed(from + P2P_SAYS_SIGNATURE);
         /* nobody is two operations ahead: a word of this parity is at most this one's */
@@ -381,12 +393,18 @@ static __device__ bool hear(const Now &now)
     return ok;
 }
 
+static __device__ bool hear(const Now &now)
+{
+    return hear(*now.self, now);
+}
+
 /* One warp, lane = rank: word `which` of that rank's announcement; 0 past the ranks. */
-static __device__ bool heard(const Now &now, int which, int32_t &value)
+__device__ __forceinline__ bool heard(const p2p_self &self, const Now &now, int which,
+                                      int32_t &value)
 {
     const int q = lane_id();
-    const bool mine = q < now.self->num_ranks;
-    const uint64_t *from = announcement(now, now.heap, mine ? q : 0) + which;
+    const bool mine = q < self.num_ranks;
+    const uint64_t *from = announcement(self, now, self.heap[self.rank], mine ? q : 0) + which;
     uint64_t said = 0;
     const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         said = load_relaxed(from);
@@ -394,6 +412,11 @@ static __device__ bool heard(const Now &now, int which, int32_t &value)
     });
     value = mine ? (int32_t)(uint32_t)said : 0;
     return ok;
+}
+
+static __device__ bool heard(const Now &now, int which, int32_t &value)
+{
+    return heard(*now.self, now, which, value);
 }
 
 /* Every thread of every CTA, at the end.  true in the CTA that was the last to come. */
@@ -453,7 +476,7 @@ static __device__ bool next_round(Now &now)
         if (ok) now.epoch = next;
     }
     if (threadIdx.x == 0)
-        for (int q = 0; q < now.self->num_ranks; q++) find_boxes(now, q);
+        for (int q = 0; q < now.self->num_ranks; q++) find_boxes(*now.self, now, q);
     return __syncthreads_and(ok);
 }
 

@@ -188,8 +188,10 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     job->at = device_plan_layout_of(g->num_ranks, g->config.max_tokens, job->layer.num_experts,
                                     job->layer.top_k);
     remember(g, &job->layer);
-    job->few = !HOSTS && !args->rank_of_expert &&
-               p2p_few_plan(g->num_ranks, g->config.max_tokens, &job->layer);
+    job->most_few = (int32_t)p2p_few_of(g->config.max_tokens);
+    job->few = !HOSTS && !args->rank_of_expert && job->num_tokens <= job->most_few &&
+               p2p_few_plan(g->num_ranks, job->most_few, &job->layer);
+    if (job->few) job->planners = 1;
     mix_layer(a, &job->layer);
     mix(a, args->rank_of_expert != NULL);
     return EPIC_OK;
@@ -279,9 +281,9 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
     if (job->plan.planners == 0 && likely_layout(g, job->plan_bytes, &job->plan.at))
         job->likely_experts = g->experts;
     const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
-    const bool few = job->plan.planners
-                         ? job->plan.few
-                         : !job->flat && is_few(g, job->num_tokens, P2P_FEW_TOKENS, bytes);
+    const int32_t most = job->scale_bytes ? P2P_FEW_TOKENS : P2P_FEW_ROWS;
+    const bool few = job->plan.planners ? job->plan.few
+                                        : !job->flat && is_few(g, job->num_tokens, most, bytes);
     return p2p_cuda(launcher_of(few, job->scale_bytes)(job, sms_of(g, call), stream_of(call)),
                     what);
 }
