@@ -145,7 +145,8 @@ typedef struct p2p_plan_job {
     int32_t block;    /* experts of a rank, without rank_of_expert */
     int32_t wide;     /* topk_idx is int64 */
     int32_t planners; /* CTAs that plan */
-    int32_t few;      /* few_plan.cuh; the same on all ranks */
+    int32_t few;      /* few_plan.cuh */
+    int32_t most_few; /* tokens of a rank that does so, at most */
     int32_t by_k;     /* choices are kept by k: by_k.cuh */
     int32_t resolves; /* logical experts first become experts: resolve.cuh */
 } p2p_plan_job;
@@ -153,12 +154,12 @@ typedef struct p2p_plan_job {
 /* Of experts times top_k, where choices are kept by k. */
 #define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
-/* Are these sizes, the same on all ranks, such that few_plan.cuh makes the plan? */
-static inline int p2p_few_plan(int64_t ranks, int64_t max_tokens, const epic_layer *layer)
+/* Are these sizes, the same on all ranks, such that few_plan.cuh makes plans of up to `most` tokens of
+ * a rank? */
+static inline int p2p_few_plan(int64_t ranks, int64_t most, const epic_layer *layer)
 {
-    const int64_t groups = ranks * ((max_tokens + 31) / 32);
-    return max_tokens <= P2P_FEW_TOKENS && layer->top_k <= 32 &&
-           ranks * max_tokens * layer->top_k <= P2P_FEW_CHOICES &&
+    const int64_t groups = ranks * ((most + 31) / 32);
+    return layer->top_k <= 32 && ranks * most * layer->top_k <= P2P_FEW_CHOICES &&
            groups * layer->num_experts <= P2P_FEW_MASKS &&
            layer->num_experts <= P2P_FEW_EXPERTS && layer->alignment <= 1 << 16 &&
            layer->num_logical == 0 && layer->overflow == EPIC_OVERFLOW_ERROR &&

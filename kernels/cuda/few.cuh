@@ -71,41 +71,44 @@ __device__ __forceinline__ int bits_of(int n)
     return 32 - __clz(n - 1);
 }
 
-/* What the speaker reads before all else. */
+/* What the speaker reads before all else, as it comes. */
 struct Opening {
-    uint32_t epoch; /* that has ended */
-    bool whole;     /* nothing has broken the group so far; true for the workers */
+    uint32_t epoch;  /* that has ended */
+    uint64_t broken; /* 0: nothing has broken the group so far; for the workers, too */
 };
 
 __device__ __forceinline__ Opening read_opening(const p2p_self &self)
 {
-    const uint8_t *heap = self.heap[self.rank];
-    Opening o = {0, true};
+    Opening o = {0, 0};
     if (!is_speaker()) return o;
-    o.epoch = load_relaxed(&((const p2p_control *)(heap + self.at.control))->epoch);
-    o.whole = load_relaxed((const uint64_t *)(heap + self.at.broken)) == 0;
+    o.epoch = load_relaxed(&control_of(self)->epoch);
+    o.broken = load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
     return o;
 }
 
 /* The speaker: what the last CTA tells all ranks of the operation at once. */
-__device__ __forceinline__ void announce_sizes(const Now &now)
+__device__ __forceinline__ void announce_sizes(const p2p_self &self, const Now &now,
+                                               int32_t tokens, int32_t capacity, int32_t rows)
 {
-    const p2p_self &self = *now.self;
     if (!is_last_cta() || lane_id() >= self.num_ranks) return;
-    uint64_t *to = announcement(now, self.heap[lane_id()], self.rank);
-    store_relaxed(to + P2P_SAYS_TOKENS, stamp(now, (uint32_t)now.tokens));
-    store_relaxed(to + P2P_SAYS_CAPACITY, stamp(now, (uint32_t)now.capacity));
-    store_relaxed(to + P2P_SAYS_ROWS, stamp(now, (uint32_t)now.rows));
+    uint64_t *to = announcement(self, now, self.heap[lane_id()], self.rank);
+    store_relaxed(to + P2P_SAYS_TOKENS, stamp(now, (uint32_t)tokens));
+    store_relaxed(to + P2P_SAYS_CAPACITY, stamp(now, (uint32_t)capacity));
+    store_relaxed(to + P2P_SAYS_ROWS, stamp(now, (uint32_t)rows));
 }
 
-/* The speaker of the last CTA: that it has begun, and so that what the operations before restored can
- * be written again.  A fence takes a microsecond, so nobody waits for this but who ends. */
-__device__ __forceinline__ void announce_begun(const Now &now)
+/* One warp of the last CTA, worker 0, announces that the rank has begun, and so that what the
+ * operations before restored can be written again: after a fence, which takes a microsecond, so it
+ * comes first of all, and nobody waits for the announcement but who ends. */
+__device__ __forceinline__ bool is_announcer()
 {
-    const p2p_self &self = *now.self;
-    fence_system();
+    return is_last_cta() && threadIdx.x < WARP;
+}
+
+__device__ __forceinline__ void announce_begun(const p2p_self &self, const Now &now)
+{
     if (lane_id() >= self.num_ranks) return;
-    uint64_t *to = announcement(now, self.heap[lane_id()], self.rank);
+    uint64_t *to = announcement(self, now, self.heap[lane_id()], self.rank);
     store_relaxed(to + P2P_SAYS_SIGNATURE, stamp(now, now.signature));
 }
 
@@ -125,17 +128,17 @@ __device__ __forceinline__ void open_few(Now &now, const p2p_self &self, const O
         now.epoch = epoch_after(opening.epoch);
     }
     __syncwarp();
-    if (opening.whole) announce_sizes(now);
-    if (lane_id() < self.num_ranks) find_boxes(now, lane_id());
+    if (opening.broken == 0) announce_sizes(self, now, tokens, capacity, rows);
+    if (lane_id() < self.num_ranks) find_boxes(self, now, lane_id());
 }
 
 /* One warp, lane = rank: all that the announcements say beside; zeros past the ranks. */
-static __device__ bool hear_sizes(const Now &now, int32_t &tokens, int32_t &capacity,
-                                  int32_t &rows)
+__device__ __forceinline__ bool hear_sizes(const p2p_self &self, const Now &now,
+                                           int32_t &tokens, int32_t &capacity, int32_t &rows)
 {
     const int q = lane_id();
-    const bool mine = q < now.self->num_ranks;
-    const uint64_t *from = announcement(now, now.heap, mine ? q : 0);
+    const bool mine = q < self.num_ranks;
+    const uint64_t *from = announcement(self, now, self.heap[self.rank], mine ? q : 0);
     uint64_t said[P2P_ANNOUNCE_WORDS] = {};
     const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         bool all = true;
@@ -153,17 +156,17 @@ static __device__ bool hear_sizes(const Now &now, int32_t &tokens, int32_t &capa
 }
 
 /* Every thread, when the CTA has met: this CTA has begun. */
-__device__ __forceinline__ void count_begun(const Now &now)
+__device__ __forceinline__ void count_begun(const p2p_self &self)
 {
-    if (threadIdx.x == 0) atomicAdd(&control_of(now)->done, 1u);
+    if (threadIdx.x == 0) atomicAdd(&control_of(self)->done, 1u);
 }
 
 /* The speaker of the last CTA, once it has announced: waits for the peers' announcements, then
  * counts the operation when no CTA reads the epoch any more. */
-static __device__ void finish_few(Now &now)
+__device__ __forceinline__ void finish_few(const p2p_self &self, Now &now)
 {
-    p2p_control *control = control_of(now);
-    if (!hear(now)) return;
+    p2p_control *control = control_of(self);
+    if (!hear(self, now)) return;
     if (!wait_until(now, -1, P2P_PHASE_GRID, [&] {
             return __all_sync(ALL_LANES, load_relaxed(&control->done) == gridDim.x) != 0;
         }))
@@ -176,25 +179,33 @@ static __device__ void finish_few(Now &now)
 
 /* The speaker: has every rank rows for the slots that the plan gives it?  true too if the group is
  * broken. */
-static __device__ bool hear_rows(const Now &now, const device_plan_header &h)
+__device__ __forceinline__ bool hear_rows(const p2p_self &self, const Now &now,
+                                          const device_plan_header &h)
 {
     int32_t rows = 0;
-    const int q = lane_id(), num_ranks = now.self->num_ranks;
-    return !heard(now, P2P_SAYS_ROWS, rows) ||
+    const int q = lane_id(), num_ranks = self.num_ranks;
+    return !heard(self, now, P2P_SAYS_ROWS, rows) ||
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Every thread, at the end, when somebody has too few rows: tells of it, in the CTA that was the
- * last to come; all others have stored all they will. */
-static __device__ bool is_last_of_short(Now &now, const device_plan_header &h)
+/* Every thread of `ctas` CTAs, at the end of all they store: true in the one that was the last to
+ * come. */
+static __device__ bool is_last_to_end(Now &now, int ctas)
 {
     if (threadIdx.x == 0) {
         __threadfence();
-        now.last = atomicAdd(&control_of(now)->ended, 1u) == gridDim.x - 1;
+        now.last = atomicAdd(&control_of(now)->ended, 1u) == (uint32_t)ctas - 1;
         if (now.last) control_of(now)->ended = 0;
     }
     __syncthreads();
-    if (now.last) (void)rows_suffice(*now.self, now, &h, threadIdx.x == 0);
+    return now.last != 0;
+}
+
+/* The same of all CTAs, when somebody has too few rows, of which it tells. */
+static __device__ bool is_last_of_short(Now &now, const device_plan_header &h)
+{
+    if (is_last_to_end(now, (int)gridDim.x))
+        (void)rows_suffice(*now.self, now, &h, threadIdx.x == 0);
     return now.last != 0;
 }
 

@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     const p2p_self &self = job.self;
     touch(job);
     if (self.operation == EPIC_OP_NONE) return;
+    if (is_announcer()) fence_system();
     const Opening opening = read_opening(self);
     if (threadIdx.x / WARP == FEW_WORKERS - 1) {
         uint32_t header[HEADER_LANE_WORDS];
@@ -170,20 +171,20 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     else
         worker.guess(units);
     if (threadIdx.x == 0) enough = true;
-    if (!__syncthreads_and(opening.whole)) {
+    if (!__syncthreads_and(opening.broken == 0)) {
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
-    count_begun(now);
+    count_begun(self);
+    if (is_announcer()) announce_begun(self, now);
 
     const device_plan_header &h = plan.header;
     const bool moves = plan.good && h.result == EPIC_OK;
     c.top_k = (int)h.top_k;
     if (is_speaker()) {
-        if (is_last_cta()) announce_begun(now);
-        const bool good = !moves || hear_rows(now, h);
+        const bool good = !moves || hear_rows(self, now, h);
         if (lane_id() == 0) enough = good;
-        if (is_last_cta()) finish_few(now);
+        if (is_last_cta()) finish_few(self, now);
     } else if (moves) {
         (void)worker.work(units);
     }

@@ -3,6 +3,7 @@
  *   tokens  [num_tokens, row_bytes]   aligned vectors; a piece has V * 16 bytes a lane
  *   recv    [recv_rows, row_bytes]    every slot of the plan, padding as zeros */
 #include "cuda/few_dispatch.cuh"
+#include "cuda/keep.cuh"
 
 template <bool WHOLE> struct PlainRows {
     static constexpr bool EXACT = WHOLE;
@@ -74,6 +75,33 @@ extern "C" cudaError_t p2p_launch_few_dispatch(const p2p_dispatch_job *job, int 
     return launch_few(exact ? whole : ragged, *job, num_sms, stream);
 }
 
+/* All warps of a crew that has made the plan: it is written. */
+static __device__ void keep_few(FewPlan &tables, const p2p_plan_job &job, const Now &now,
+                                const Crew &crew)
+{
+    const uint32_t result = judge(tables, job, false).result;
+    const int ranks = job.self.num_ranks;
+    if (is_speaker()) return write_few(tables, job, now, crew, result);
+    for (int u = crew.worker(); u < ranks * tables.most; u += crew.workers()) {
+        const int rank = u % ranks, token = u / ranks;
+        if (token >= tables.tokens[rank]) continue;
+        const int32_t slot = tables.slot_here(job, rank, token, lane_id());
+        tables.keep_token(job, rank, token, slot, __ballot_sync(ALL_LANES, slot >= 0), result);
+    }
+}
+
+/* The same with ranks that have more tokens: records come. */
+static __device__ __noinline__ void
+keep_with_many(const FewPlan &tables, const p2p_plan_job &job, const Now &now, const Crew &crew)
+{
+    int32_t *records = (int32_t *)(job.plan + job.at.records);
+    if (is_speaker()) return;
+    each_group(job, tables.tokens[lane_id()], crew.worker(), crew.workers(),
+               [&](int source, int32_t first, int32_t tokens) {
+                   return keep_records(now, job, records, source, first, tokens);
+               });
+}
+
 /* plan alone: as with dispatch, and nothing moves. */
 __global__ void __launch_bounds__(FEW_BLOCK, 1)
     few_plan_kernel(const __grid_constant__ p2p_plan_job job)
@@ -82,37 +110,30 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     __shared__ FewPlan tables;
     const p2p_self &self = job.self;
     const Crew all = {0, (int)gridDim.x - (gridDim.x > 1)};
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
     touch(job);
     if (self.operation == EPIC_OP_NONE) return;
+    if (is_announcer()) fence_system();
     const Opening opening = read_opening(self);
     IdTeller ids(job, all, true);
     if (is_speaker()) open_few(now, self, opening, job.num_tokens, job.capacity, 0);
-    if (is_speaker() && opening.whole) ids.tell(now);
+    if (is_speaker() && opening.broken == 0) ids.tell(now);
     if (threadIdx.x == 0) now.signature = self.signature;
-    open_tables(tables, job, (uint8_t *)dynamic_shared());
-    if (!__syncthreads_and(opening.whole)) {
+    open_tables(tables, job, memory);
+    if (!__syncthreads_and(opening.broken == 0)) {
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
-    count_begun(now);
+    count_begun(self);
+    if (is_announcer()) announce_begun(self, now);
     if (is_speaker()) {
-        if (is_last_cta()) announce_begun(now);
         if (blockIdx.x == 0) begin_header(tables, job, now);
     }
-    if (all.has_me() && make_few(tables, job, now)) {
-        const uint32_t result = judge(tables, job, false).result;
-        const int ranks = self.num_ranks;
-        if (is_speaker()) write_few(tables, job, now, all, result);
-        for (int u = all.worker(); u < ranks * tables.max_tokens && !is_speaker();
-             u += all.workers()) {
-            const int rank = u % ranks, token = u / ranks;
-            if (token >= tables.tokens[rank]) continue;
-            const int32_t slot = tables.slot_here(job, rank, token, lane_id());
-            tables.keep_token(job, rank, token, slot, __ballot_sync(ALL_LANES, slot >= 0),
-                              result);
-        }
-    }
-    if (is_speaker() && is_last_cta()) finish_few(now);
+    const FewPlanning made = all.has_me() ? make_few(tables, job, now) : FEW_BROKEN;
+    if (made == FEW_MADE) keep_few(tables, job, now, all);
+    if (made == FEW_MANY && make_with_many(tables, job, now, memory))
+        keep_with_many(tables, job, now, all);
+    if (is_speaker() && is_last_cta()) finish_few(self, now);
     end_few(now);
 }
 
@@ -125,6 +146,5 @@ extern "C" cudaError_t p2p_load_few_plan(void)
 extern "C" cudaError_t p2p_launch_few_plan(const p2p_plan_job *job, int num_sms,
                                            cudaStream_t stream)
 {
-    const int bytes = few_plan_bytes(job->self.num_ranks, job->self.max_tokens, &job->layer);
-    return enqueue(few_plan_kernel, num_sms, FEW_BLOCK, bytes, stream, *job);
+    return enqueue(few_plan_kernel, num_sms, FEW_BLOCK, few_plan_bytes(*job), stream, *job);
 }

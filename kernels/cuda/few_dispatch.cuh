@@ -28,6 +28,7 @@ struct Few : Strings {
     uint32_t result;       /* and whether it is good */
     const int32_t *fates;  /* of the plan that is read: slots of this rank's choices */
     bool discards;         /* rows are taken, and stored nowhere */
+    bool with_many;        /* records tell slots of the plan that is made, not tables */
     Crew senders, takers;  /* the same CTAs, or some of them send and the others take */
 
     __device__ __forceinline__ int32_t tokens_in(int rank) const
@@ -389,17 +390,89 @@ __device__ __forceinline__ const int32_t *fates_of(const Plan &plan, const p2p_s
     return plan.rank_of + (at.fate - at.rank_of) / 4;
 }
 
+/* ------------------------------------------------------------- with ranks that have more ---- */
+
+/* This lane's slot, from the record that comes; `keep`: it becomes the plan's. */
+__device__ __forceinline__ bool slot_with_many(const Few &m, int rank, int32_t token, bool keep,
+                                               int32_t &slot)
+{
+    bool more;
+    const uint64_t word = peek_record(m, rank, token, 0);
+    return read_record(m, rank, token, 0, keep, word, slot, more);
+}
+
+__device__ __forceinline__ bool words_with_many(const Few &m)
+{
+    for (int u = first_words(m); u < num_words(m); u += m.takers.workers()) {
+        Words w;
+        int32_t slot;
+        ask_words(m, u, w);
+        if (w.token >= m.tokens_in(w.rank)) continue;
+        if (!slot_with_many(m, w.rank, w.token, true, slot)) return false;
+        if (!m.job.weights || !__any_sync(ALL_LANES, slot >= 0)) continue;
+        const int source = source_of(m, w.rank);
+        const uint32_t weight = peek_weight(m, w.rank, source, w.token, 0, slot);
+        if (!receive_weight(m, w.rank, source, w.token, 0, slot, weight)) return false;
+    }
+    return true;
+}
+
+template <class Rows> __device__ __forceinline__ bool rows_with_many(const Few &m)
+{
+    for (int u = m.takers.worker(); u < num_units<Rows>(m); u += m.takers.workers()) {
+        Piece p;
+        int32_t slot;
+        place_unit<Rows>(m, u, p);
+        const bool own = p.rank == m.job.plan.self.rank;
+        if (p.token >= m.tokens_in(p.rank)) continue;
+        if (!slot_with_many(m, p.rank, p.token, false, slot)) return false;
+        if (!__any_sync(ALL_LANES, slot >= 0)) continue;
+        ask_row<Rows>(m, u, p, own);
+        if (!own && !Rows::take(m, p.rank, source_of(m, p.rank), p.token, p.piece, p.q))
+            return false;
+        Rows::fill(m, own, p.token, p.piece, slot, p.q);
+    }
+    return true;
+}
+
+/* Every thread of the takers: the plan, rows, and in the end what the plan's tables say, which one CTA has
+ * written.  noinline, and by value: an address would keep what others have in registers in memory. */
+template <class Rows>
+static __device__ __noinline__ void take_with_many(const Few m, Now &now, FewPlan &tables,
+                                                   uint8_t *memory)
+{
+    const p2p_plan_job &plan = m.job.plan;
+    const volatile device_plan_header *h = header_of(m);
+    if (!make_with_many(tables, plan, now, memory)) return;
+    bool ok = is_speaker() || (words_with_many(m) && rows_with_many<Rows>(m));
+    ok = ok && wait_for_plan(m);
+    if (!__syncthreads_and(ok)) return;
+    const bool good = h->result == EPIC_OK;
+    if (!is_speaker() && good && !m.job.leave_padding)
+        each_pad_piece(m.plan, h->owned, m.shape.pieces, m.takers.worker(), m.takers.workers(),
+                       [&](int32_t slot, int piece) { Rows::pad(m, slot, piece); });
+    if (good && m.job.zero_tail)
+        Rows::clear(m, h->slots_of[plan.self.rank], m.takers.thread(), m.takers.threads());
+    __syncthreads();
+    if (!is_last_to_end(now, m.takers.ctas)) return;
+    if (!good || !rows_suffice(plan.self, now, h, threadIdx.x == 0))
+        Rows::clear(m, 0, threadIdx.x, FEW_BLOCK);
+}
+
 /* Every thread: the plan is made, and with it what there is to do. */
 static __device__ bool make_plan_of(Few &m, FewPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
     const bool heads = is_speaker() && (int)blockIdx.x == m.takers.first;
     if (heads) begin_header(tables, job, m.now);
-    if (!make_few(tables, job, m.now)) return false;
+    const FewPlanning made = make_few(tables, job, m.now);
+    if (made == FEW_BROKEN) return false;
+    m.most_tokens = __reduce_max_sync(ALL_LANES, tables.tokens[lane_id()]);
+    m.with_many = made == FEW_MANY;
+    if (m.with_many) return true;
     const Verdict verdict = judge(tables, job, true);
     m.result = verdict.result;
     m.discards = verdict.result != EPIC_OK || verdict.short_of_rows;
-    m.most_tokens = __reduce_max_sync(ALL_LANES, tables.tokens[lane_id()]);
     if (is_speaker()) write_few(tables, job, m.now, m.takers, m.result);
     if (heads && verdict.short_of_rows)
         (void)rows_suffice(job.self, m.now, &tables.p.header, lane_id() == 0);
@@ -419,6 +492,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     const device_plan_header &h = MADE ? tables.p.header : plan.header;
     touch(job);
     if (self.operation == EPIC_OP_NONE) return;
+    if (is_announcer()) fence_system();
     const Opening opening = read_opening(self);
     const bool reads = !MADE && threadIdx.x / WARP == FEW_WORKERS - 1;
     uint32_t header[HEADER_LANE_WORDS];
@@ -432,6 +506,9 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     Few m = {{{{job, now, plan, unused, shape, policy_once(), 0, (int)job.plan.layer.top_k}}}};
     Rows::describe(m);
     m.made = MADE;
+    m.result = EPIC_OK;
+    m.discards = m.with_many = false;
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
     m.tables = &tables;
     const int ctas = (int)gridDim.x;
     m.senders = {job.apart ? ctas - job.apart : 0, job.apart ? job.apart : ctas};
@@ -448,16 +525,22 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (threadIdx.x == 0) enough = true;
     if (is_speaker())
         open_few(now, self, opening, job.num_tokens, job.plan.capacity, job.recv_rows);
-    if (MADE && is_speaker() && opening.whole) ids.tell(now);
+    if (MADE && is_speaker() && opening.broken == 0) ids.tell(now);
     if (MADE) {
-        open_tables(tables, job.plan, (uint8_t *)dynamic_shared());
-        if (threadIdx.x == 0) now.signature = self.signature;
+        open_tables(tables, job.plan, memory);
+        if (threadIdx.x == 0) {
+            now.signature = self.signature;
+            plan.records = (const int32_t *)(job.plan.plan + job.plan.at.records);
+            plan.padding = (const device_padding *)(job.plan.plan + job.plan.at.padding);
+            plan.header.alignment = job.plan.layer.alignment;
+        }
     }
-    if (!__syncthreads_and(opening.whole)) {
+    if (!__syncthreads_and(opening.broken == 0)) {
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
-    count_begun(now);
+    count_begun(self);
+    if (is_announcer()) announce_begun(self, now);
 
     const bool moves = MADE || (plan.good && plan.header.result == EPIC_OK);
     if (!MADE) {
@@ -466,10 +549,9 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     }
     const bool guessed = MADE || (job.likely_experts == (int32_t)plan.header.num_experts &&
                                   job.top_k == m.top_k);
-    m.most_tokens = MADE ? (int32_t)self.max_tokens : plan.most_tokens;
+    m.most_tokens = MADE ? job.plan.most_few : plan.most_tokens;
     if (is_speaker()) {
         if (moves) weights.tell(guessed);
-        if (is_last_cta()) announce_begun(now);
     } else if (moves) {
         sender.send_all(guessed);
     }
@@ -480,15 +562,20 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         if (first_words(m) < num_words(m)) ask_words(m, first_words(m), words);
     }
     if (MADE && takes) ok = make_plan_of(m, tables);
+    if (MADE && m.with_many) {
+        if (is_speaker() && is_last_cta()) finish_few(self, now);
+        take_with_many<Rows>(m, now, tables, memory);
+        return end_few(now);
+    }
     if (ok && moves && works) {
         ok = receive_words(m, words) && receive_all<Rows>(m, first);
         if (ok && !m.discards) pad_few<Rows>(m);
     }
     if (is_speaker() && !MADE && moves) {
-        const bool good = hear_rows(now, h);
+        const bool good = hear_rows(self, now, h);
         if (lane_id() == 0) enough = good;
     }
-    if (is_speaker() && is_last_cta()) finish_few(now);
+    if (is_speaker() && is_last_cta()) finish_few(self, now);
     if (ok && takes && (m.discards || !moves))
         Rows::clear(m, 0, m.takers.thread(), m.takers.threads());
     else if (ok && takes && job.zero_tail)
@@ -503,8 +590,8 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
  * the ids behind them; measured, docs/cuda.md. */
 static int32_t apart_of(const p2p_dispatch_job *job, int num_sms)
 {
-    const int many = num_sms * 3 / 16 < 16 ? num_sms * 3 / 16 : 16;
-    if (job->num_tokens > 96) return many;
+    const int many = job->plan.few ? num_sms * 10 / 64 : num_sms * 15 / 64;
+    if (job->num_tokens > 96) return many < 16 ? many : 16;
     return job->plan.few && job->num_tokens >= 32 ? num_sms / 8 : 0;
 }
 
@@ -514,9 +601,7 @@ static cudaError_t launch_few(const Kernel (&kernels)[2], p2p_dispatch_job job, 
                               cudaStream_t stream)
 {
     const bool made = job.plan.few;
-    const int bytes = made ? few_plan_bytes(job.plan.self.num_ranks, job.plan.self.max_tokens,
-                                            &job.plan.layer)
-                           : 0;
+    const int bytes = made ? few_plan_bytes(job.plan) : 0;
     job.apart = apart_of(&job, num_sms);
     return enqueue(kernels[made], num_sms, FEW_BLOCK, bytes, stream, job);
 }

@@ -6,7 +6,9 @@
  * numbers.  A token that chooses an expert twice does not fit the masks: then choices are counted
  * one by one, slowly; or, where ids are promised to be distinct, it is wrong data.
  *
- * Ids travel as stamped words of two, four ids side by side, where records do otherwise (heap.h).
+ * Ids travel as stamped words of two, four ids side by side.  A rank does so if it has few tokens;
+ * if it hears that another one has more, which will wait for counts, it gives up its tables, counts as
+ * that one does (planner.cuh), and takes records.
  *
  * A CTA meets three times: when all ids are there, when each warp has counted its experts, and when
  * slabs have their places.  Nothing else is waited for, so what one warp has to do is done beside:
@@ -34,19 +36,20 @@ struct FewPlan { /* in shared memory; the arrays in dynamic shared memory */
                          slabs begin behind those of the ranks below */
     uint32_t *mask;   /* [groups][num_experts] tokens of the group that chose the expert */
     uint16_t *before; /* [groups][num_experts] choices of it in the groups before */
-    uint16_t *id;     /* [num_ranks][max_tokens][fours * FEW_IDS] */
+    uint16_t *id;     /* [num_ranks][most][fours * FEW_IDS] */
     int32_t tokens[DEVICE_MAX_RANKS];
     int32_t rows[DEVICE_MAX_RANKS]; /* that the ranks have room for */
     uint32_t bad[DEVICE_MAX_RANKS]; /* the first choice that is no expert, or NOTHING */
     int32_t upto[FEW_WORKERS];      /* rows of a warp's experts */
     int32_t slots;                  /* of all ranks */
-    int32_t max_tokens, groups;     /* of a rank */
+    int32_t most, groups;           /* tokens of a rank */
     int32_t experts, top_k, fours;  /* of the layer */
     bool twice;                     /* some token chose an expert twice */
+    bool many;                      /* some rank has more tokens than few */
 
     __device__ __forceinline__ int index(int rank, int32_t token) const
     {
-        return (rank * max_tokens + token) * fours * FEW_IDS;
+        return (rank * most + token) * fours * FEW_IDS;
     }
     /* The slot of choice k on its expert's rank, whose first expert is `first`; slots are in the
      * order of rank, token and k. */
@@ -117,18 +120,21 @@ __host__ __device__ __forceinline__ int fours_of(const epic_layer &layer)
     return ((int)layer.top_k + FEW_IDS - 1) / FEW_IDS;
 }
 
-static inline int few_plan_bytes(int64_t ranks, int64_t max_tokens, const epic_layer *layer)
+static inline int few_plan_bytes(const p2p_plan_job &job)
 {
-    const int64_t masks = ranks * ((max_tokens + WARP - 1) / WARP) * layer->num_experts;
-    const int64_t ids = ranks * max_tokens * fours_of(*layer) * FEW_IDS;
-    return (int)(masks * 6 + layer->num_experts * 8 + ids * 2 + 16);
+    const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;
+    const int64_t masks = ranks * ((job.most_few + WARP - 1) / WARP) * experts;
+    const int64_t ids = ranks * job.most_few * fours_of(job.layer) * FEW_IDS;
+    const int bytes = (int)(masks * 6 + experts * 8 + ids * 2 + 16);
+    const int other = job.self.max_tokens > job.most_few ? planner_bytes_of(job) : 0;
+    return bytes > other ? bytes : other;
 }
 
 /* Every thread, before the CTA meets: room for the tables, empty. */
 static __device__ void open_tables(FewPlan &f, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
-    const int groups = ((int)job.self.max_tokens + WARP - 1) / WARP;
+    const int groups = (job.most_few + WARP - 1) / WARP;
     const int masks = ranks * groups * experts;
     uint32_t *mask = (uint32_t *)memory;
     for (int i = (int)threadIdx.x; i < masks; i += FEW_BLOCK) mask[i] = 0;
@@ -141,39 +147,54 @@ static __device__ void open_tables(FewPlan &f, const p2p_plan_job &job, uint8_t 
     f.p.load = (int32_t *)(mask + masks);
     f.p.start = f.p.load + experts;
     f.id = (uint16_t *)(((uintptr_t)(f.p.start + experts) + 7) / 8 * 8);
-    f.before = f.id + ranks * (int)job.self.max_tokens * fours_of(job.layer) * FEW_IDS;
-    f.max_tokens = (int32_t)job.self.max_tokens;
+    f.before = f.id + ranks * job.most_few * fours_of(job.layer) * FEW_IDS;
+    f.most = job.most_few;
     f.groups = groups;
     f.p.bad_ranks = 0;
     f.experts = experts;
     f.top_k = (int)job.layer.top_k;
     f.fours = fours_of(job.layer);
-    f.twice = false;
+    f.twice = f.many = false;
 }
 
-/* Choice k of a token as it is; -1 past the last one. */
-__device__ __forceinline__ int64_t raw_id(const p2p_plan_job &job, int32_t token, int k)
+/* A choice as it is read; nothing is worked out of it, which would wait for it. */
+struct RawId {
+    uint32_t low, high; /* high: of int64 ids */
+};
+
+__device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
-    return k < (int)job.layer.top_k ? choice_id(job, (int64_t)token * job.layer.top_k + k) : -1;
+    const int64_t at = (int64_t)token * job.layer.top_k + k;
+    RawId id = {0xffffffffu, 0xffffffffu};
+    if (k >= (int)job.layer.top_k) return id;
+    if (job.wide) {
+        const uint2 both = __ldg((const uint2 *)job.topk_idx + at);
+        id = {both.x, both.y};
+    } else {
+        id.low = __ldg((const uint32_t *)job.topk_idx + at);
+    }
+    return id;
 }
 
-__device__ __forceinline__ uint32_t few_id(const p2p_plan_job &job, int64_t id)
+__device__ __forceinline__ uint32_t few_id(const p2p_plan_job &job, RawId id)
 {
-    return id < 0 ? FEW_NONE : id >= job.layer.num_experts ? FEW_BAD : (uint32_t)id;
+    const int32_t sign = (int32_t)(job.wide ? id.high : id.low);
+    if (sign < 0) return FEW_NONE;
+    return id.low >= job.layer.num_experts || (job.wide && id.high) ? FEW_BAD : id.low;
 }
 
-__device__ __forceinline__ uint32_t two_ids(const p2p_plan_job &job, int64_t low, int64_t high)
+__device__ __forceinline__ uint32_t two_ids(const p2p_plan_job &job, RawId low, RawId high)
 {
     return few_id(job, low) | few_id(job, high) << 16;
 }
 
 /* Where a rank's words about a token are in the heap. */
-__device__ __forceinline__ uint64_t *id_words(const p2p_self &self, const Now &now,
-                                              uint8_t *heap, int rank, int32_t token, int fours)
+__device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const Now &now,
+                                              uint8_t *heap, int rank, int32_t token)
 {
-    return (uint64_t *)(heap + self.at.records) +
-           ((int64_t)parity(now) * self.num_ranks + rank) * self.max_tokens * DEVICE_MAX_TOP_K +
-           (int64_t)token * (2 * fours);
+    return (uint64_t *)(heap + job.self.at.ids) +
+           (((int64_t)parity(now) * job.self.num_ranks + rank) * job.most_few + token) *
+               P2P_FEW_ID_WORDS;
 }
 
 /* A speaker tells all peers the ids of some of this rank's tokens, of several at a time: lanes are
@@ -183,7 +204,7 @@ struct IdTeller {
     const int words, bits; /* of a token */
     int32_t token;         /* this lane's */
     const int32_t step;
-    int64_t low, high; /* as they were read: nothing waits for them before they are sent */
+    RawId low, high;
 
     __device__ __forceinline__ IdTeller(const p2p_plan_job &plan, const Crew &crew, bool tells)
         : job(plan), words(2 * fours_of(plan.layer)), bits(bits_of(words)),
@@ -209,8 +230,7 @@ struct IdTeller {
         for (; token < job.num_tokens; token += step, read())
             for (int distance = 1; distance < self.num_ranks && word() < words; distance++) {
                 const int q = wrap(self.rank + distance, self.num_ranks);
-                store_relaxed(id_words(self, now, self.heap[q], self.rank, token, words / 2) +
-                                  word(),
+                store_relaxed(id_words(job, now, self.heap[q], self.rank, token) + word(),
                               stamp(now, two_ids(job, low, high)));
             }
     }
@@ -254,12 +274,14 @@ static __device__ bool gather_ids(FewPlan &f, const p2p_plan_job &job, const Now
     const int32_t step = FEW_WORKERS * WARP >> (four_bits + rank_bits);
     int32_t token = first >> (four_bits + rank_bits);
     int32_t known = own ? job.num_tokens : in ? -1 : 0; /* its tokens */
-    const uint64_t *said = announcement(now, now.heap, in ? rank : 0) + P2P_SAYS_TOKENS;
-    for (; !__all_sync(ALL_LANES, token >= (known < 0 ? f.max_tokens : known)); token += step) {
+    const uint64_t *said =
+        announcement(self, now, self.heap[self.rank], in ? rank : 0) + P2P_SAYS_TOKENS;
+    for (; !__all_sync(ALL_LANES, token >= (known < 0 ? f.most : known)); token += step) {
         uint32_t ids[2];
-        bool waits = in && !own && token < (known < 0 ? f.max_tokens : known);
+        bool waits = in && !own && token < (known < 0 ? f.most : known);
         const uint64_t *from =
-            id_words(self, now, now.heap, in ? rank : 0, waits ? token : 0, fours) + 2 * four;
+            id_words(job, now, self.heap[self.rank], in ? rank : 0, waits ? token : 0) +
+            2 * four;
         if (in && own && token < known) {
             const int k = four * FEW_IDS;
             ids[0] = two_ids(job, raw_id(job, token, k), raw_id(job, token, k + 1));
@@ -272,6 +294,7 @@ static __device__ bool gather_ids(FewPlan &f, const p2p_plan_job &job, const Now
                 load_two(from, a, b);
                 const uint64_t tokens = known < 0 ? load_relaxed(said) : 0;
                 if (known < 0 && stamped(now, tokens)) known = (int32_t)(uint32_t)tokens;
+                if (known > f.most) known = 0; /* it sends none */
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
                 waits = known < 0 || (token < known && !(stamped(now, a) && stamped(now, b)));
@@ -289,20 +312,23 @@ static __device__ bool gather_ids(FewPlan &f, const p2p_plan_job &job, const Now
 static __device__ bool gather_sizes(FewPlan &f, const p2p_self &self, const Now &now)
 {
     int32_t tokens, capacity, rows;
-    if (!hear_sizes(now, tokens, capacity, rows)) return false;
+    if (!hear_sizes(self, now, tokens, capacity, rows)) return false;
     const int q = lane_id();
     f.p.header.tokens_of[q] = tokens;
     f.p.capacity[q] = capacity;
     f.rows[q] = rows;
     f.tokens[q] = tokens;
+    if (tokens > f.most) f.many = true;
     return true;
 }
 
 /* Every thread: choices of each expert, then where the slabs begin.  Two meetings. */
-static __device__ __noinline__ void sum_up(FewPlan &f, const p2p_plan_job &job)
+static __device__ void sum_up(FewPlan &f, const p2p_plan_job &job)
 {
     const int experts = f.experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
+    const bool counts =
+        warp * WARP < experts; /* all warps together have few instructions a time */
     int32_t rows = 0, upto = 0;
     if (e < experts) {
         int32_t run = 0;
@@ -318,16 +344,18 @@ static __device__ __noinline__ void sum_up(FewPlan &f, const p2p_plan_job &job)
         f.p.load[e] = run;
         rows = upto = (int32_t)aligned_rows(run, job.layer.alignment);
     }
-    for (int d = 1; d < WARP; d *= 2) {
+    for (int d = 1; d < WARP && counts; d *= 2) {
         const int32_t r = __shfl_up_sync(ALL_LANES, upto, d);
         if (lane_id() >= d) upto += r;
     }
-    if (lane_id() == WARP - 1 && warp < FEW_WORKERS) f.upto[warp] = upto;
+    if (counts && lane_id() == WARP - 1) f.upto[warp] = upto;
     __syncthreads();
-    upto += __reduce_add_sync(
-        ALL_LANES, (uint32_t)(lane_id() < min(warp, FEW_WORKERS) ? f.upto[lane_id()] : 0));
-    if (e < experts) f.p.start[e] = upto - rows;
-    if (e == experts - 1) f.slots = upto;
+    if (counts) {
+        upto +=
+            __reduce_add_sync(ALL_LANES, lane_id() < warp ? (uint32_t)f.upto[lane_id()] : 0);
+        if (e < experts) f.p.start[e] = upto - rows;
+        if (e == experts - 1) f.slots = upto;
+    }
     __syncthreads();
 }
 
@@ -375,16 +403,26 @@ static __device__ __noinline__ void find_duplicates(FewPlan &f, int ranks)
         }
 }
 
-/* Every thread.  false: the group is broken.  While the ids are on their way nothing is added up, so
- * that the instructions are there when they come. */
-static __device__ bool make_few(FewPlan &f, const p2p_plan_job &job, const Now &now)
+enum FewPlanning { FEW_BROKEN, FEW_MADE, FEW_MANY /* some rank has more tokens */ };
+
+/* Every thread. */
+static __device__ FewPlanning make_few(FewPlan &f, const p2p_plan_job &job, const Now &now)
 {
-    sum_up(f, job);
     const bool ok = is_speaker() ? gather_sizes(f, job.self, now) : gather_ids(f, job, now);
-    if (!__syncthreads_and(ok)) return false;
+    if (!__syncthreads_and(ok)) return FEW_BROKEN;
+    if (f.many) return FEW_MANY;
     if (f.twice && job.layer.flags & EPIC_DISTINCT) find_duplicates(f, job.self.num_ranks);
     sum_up(f, job);
-    return true;
+    return FEW_MADE;
+}
+
+/* Every thread of every CTA that plans: together with ranks that have more tokens.  false: the group
+ * is broken. */
+static __device__ __noinline__ bool make_with_many(FewPlan &f, const p2p_plan_job &job,
+                                                   const Now &now, uint8_t *memory)
+{
+    const bool ok = (int)blockIdx.x >= job.planners || make_plan<0>(f.p, job, now, memory);
+    return __syncthreads_and(ok) != 0;
 }
 
 /* One speaker, while the ids are on their way: what the plan says whatever they are. */

@@ -13,12 +13,15 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
-#define P2P_MAX_SEARCHES 40  /* counts of rows that decide what is dropped */
-#define P2P_FEW_TOKENS 128   /* of a rank, at most, where latency is all: few.cuh */
-#define P2P_FEW_SUMS 64      /* the same for combine */
+#define P2P_MAX_SEARCHES 40 /* counts of rows that decide what is dropped */
+#define P2P_FEW_TOKENS 128  /* of a rank, at most, where latency is all: few.cuh */
+#define P2P_FEW_ROWS \
+    128 /* the same for rows whose plan is there; up to 1024 it would be faster too, docs/cuda.md */
+#define P2P_FEW_SUMS 128     /* and for combine */
 #define P2P_FEW_CHOICES 8192 /* of all ranks, */
 #define P2P_FEW_MASKS 8192   /* experts times groups of 32 tokens, */
 #define P2P_FEW_EXPERTS 512  /* and experts that a CTA plans */
+#define P2P_FEW_ID_WORDS 16  /* of a token */
 #define P2P_REPLICATED_EXPERTS \
     2048 /* more would not fit the shared memory of a CTA that plans */
 
@@ -45,6 +48,8 @@ typedef struct p2p_heap {
 #ifdef EPIC_HOSTS
     int64_t wants; /* stamped [2][num_ranks][max_tokens]: relay.cuh */
 #endif
+    int64_t
+        ids; /* stamped [2][num_ranks][p2p_few_of(max_tokens)][FEW_ID_WORDS]: two ids each */
     int64_t floats;  /* poison [2][num_ranks - 1][max_tokens * MAX_TOP_K] */
     int64_t escapes; /* zero [2][num_ranks - 1][escape_words] */
     int64_t parts;   /* poison [num_ranks][max_tokens * MAX_TOP_K * blocks]: this rank alone */
@@ -99,6 +104,12 @@ typedef struct p2p_control {
 
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
+/* Tokens of a rank that are few, of a group's ranks that have up to max_tokens. */
+static inline int64_t p2p_few_of(int64_t max_tokens)
+{
+    return max_tokens < P2P_FEW_TOKENS ? max_tokens : P2P_FEW_TOKENS;
+}
+
 /* What travels fits one source's staging for at least one token of twice the widest row. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
@@ -136,7 +147,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.scratch = device_round_up(h.tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 512);
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
     h.rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
-    h.escapes = h.rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+    h.ids = h.rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+    h.escapes = h.ids + device_round_up(
+                            2 * num_ranks * p2p_few_of(max_tokens) * P2P_FEW_ID_WORDS * 8, 512);
 #ifdef EPIC_HOSTS
     h.wants = h.escapes;
     h.escapes = h.wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);

@@ -5,47 +5,10 @@
  *                                   their tokens into it, several tokens a warp side by side;
  *                                   FLAT: first the rows, then records that are local experts
  * Who else must see what: counts and records are stamped words, each its own flag. */
+#include "cuda/keep.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/planner.cuh"
 
 #define BLOCK 512
-
-/* Copies the records of a group of tokens of one source; the lanes are (token, word). */
-static __device__ bool keep_records(const Now &now, const p2p_plan_job &job, int32_t *records,
-                                    int source, int32_t first_token, int32_t num_tokens)
-{
-    const int top_k = job.layer.top_k;
-    const Lanes lanes(top_k);
-    const int32_t token = first_token + lanes.token;
-    const bool in = lanes.on && token < num_tokens;
-    const uint64_t *words = record_words(job.self, now, source, in ? token : 0, top_k);
-    bool over = false; /* the record has ended */
-    for (int half = 0; half < lanes.halves; half++) {
-        const int k = lanes.k + half * WARP;
-        const bool reads = in && k < top_k && !over;
-        uint64_t word = 0;
-        uint32_t lasts = 0;
-        const bool ok = wait_until(now, source, P2P_PHASE_RECORD, [&] {
-            word = reads ? load_relaxed(words + k) : 0;
-            const bool come = reads && stamped(now, word);
-            lasts =
-                __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST)) & lanes.mates;
-            /* every lane up to the token's last word must have come */
-            const bool needed = reads && !(lasts & lanes_below());
-            const bool open = !lasts && lanes.halves == 1; /* no last word yet */
-            return __all_sync(ALL_LANES, !needed || (come && !(reads && open))) != 0;
-        });
-        if (!ok) return false;
-        const bool beyond = over || (lasts & lanes_below());
-        const uint32_t value = (uint32_t)word & ~RECORD_LAST;
-        const bool none = beyond || value == RECORD_ABSENT || value == RECORD_DISCARD;
-        if (in && k < top_k)
-            records[((int64_t)source * job.self.max_tokens + token) * top_k + k] =
-                none ? -1 : (int32_t)value;
-        over = over || lasts;
-    }
-    return true;
-}
 
 /* FLAT: the same for their rows, each the only slot of its record. */
 static __device__ bool keep_rows(const Now &now, const p2p_plan_job &job, int32_t *records,
@@ -82,20 +45,15 @@ __global__ void __launch_bounds__(BLOCK, 1)
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t tokens_of = 0;
     ok = ok && heard(now, P2P_SAYS_TOKENS, tokens_of);
-    const int per_group = job.layer.top_k <= WARP ? WARP / job.layer.top_k : 1;
-    const int warps = gridDim.x * (BLOCK / WARP);
-    for (int q = 0; q < job.self.num_ranks && ok; q++) {
-        const int source = (job.self.rank + q) % job.self.num_ranks;
-        const int32_t tokens = __shfl_sync(ALL_LANES, tokens_of, source);
-        int32_t group = blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP;
-        for (; ok && (int64_t)group * per_group < tokens; group += warps) {
-            const int32_t first = group * per_group;
-            int32_t *records = (int32_t *)(job.plan + at.records);
-            if (FLAT) ok = keep_rows(now, job, records, source, first, tokens);
-            if (FLAT) records = (int32_t *)(job.plan + device_locals(&at));
-            ok = ok && keep_records(now, job, records, source, first, tokens);
-        }
-    }
+    int32_t *records = (int32_t *)(job.plan + at.records);
+    int32_t *words = FLAT ? (int32_t *)(job.plan + device_locals(&at)) : records;
+    const int warp = blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP;
+    if (ok)
+        each_group(job, tokens_of, warp, gridDim.x * (BLOCK / WARP),
+                   [&](int source, int32_t first, int32_t tokens) {
+                       return (!FLAT || keep_rows(now, job, records, source, first, tokens)) &&
+                              keep_records(now, job, words, source, first, tokens);
+                   });
     finish(now);
 }
 

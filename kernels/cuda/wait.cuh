@@ -61,6 +61,12 @@ __device__ __forceinline__ uint32_t parity(const Now &now)
     return now.epoch & 1;
 }
 
+/* What follows reads the self that it is given: through now.self each word is a load, some 500 ns. */
+__device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
+{
+    return (p2p_control *)(self.heap[self.rank] + self.at.control);
+}
+
 __device__ __forceinline__ p2p_control *control_of(const Now &now)
 {
     return (p2p_control *)(now.heap + now.self->at.control);
@@ -78,6 +84,14 @@ __device__ __forceinline__ bool stamped(const Now &now, uint64_t word)
 
 /* Where rank q stores what it tells this one.  hosts: ranks of this host have a heap of their own
  * to store into, by NVLink; the wire writes the other. */
+__device__ __forceinline__ uint8_t *heap_by(const p2p_self &self, int q)
+{
+#ifdef EPIC_HOSTS
+    if (self.near >> q & 1) return self.near_heap;
+#endif
+    return self.heap[self.rank];
+}
+
 __device__ __forceinline__ uint8_t *heap_by(const Now &now, int q)
 {
 #ifdef EPIC_HOSTS
@@ -87,19 +101,25 @@ __device__ __forceinline__ uint8_t *heap_by(const Now &now, int q)
 }
 
 /* The same of rows: what comes by relays (relay.cuh), neighbours store. */
-__device__ __forceinline__ uint8_t *rows_by(const Now &now, int q)
+__device__ __forceinline__ uint8_t *rows_by(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
-    if (now.self->local && now.self->operation == EPIC_OP_DISPATCH) return now.self->near_heap;
+    if (self.local && self.operation == EPIC_OP_DISPATCH) return self.near_heap;
 #endif
-    return heap_by(now, q);
+    return heap_by(self, q);
 }
 
 /* What `rank` said to the rank that owns the heap. */
+__device__ __forceinline__ uint64_t *announcement(const p2p_self &self, const Now &now,
+                                                  uint8_t *heap, int rank)
+{
+    return (uint64_t *)(heap + self.at.announce) +
+           (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_ANNOUNCE_WORDS;
+}
+
 __device__ __forceinline__ uint64_t *announcement(const Now &now, uint8_t *heap, int rank)
 {
-    return (uint64_t *)(heap + now.self->at.announce) +
-           (parity(now) * DEVICE_MAX_RANKS + rank) * P2P_ANNOUNCE_WORDS;
+    return announcement(*now.self, now, heap, rank);
 }
 
 /* ------------------------------------------------------------------------------ failure ---- */
@@ -372,13 +392,12 @@ static __device__ void announce(const Now &now)
 }
 
 /* What this rank and rank q stage for each other in the running epoch. */
-static __device__ void find_boxes(Now &now, int q)
+__device__ __forceinline__ void find_boxes(const p2p_self &self, Now &now, int q)
 {
-    const p2p_self &self = *now.self;
     const int peers = self.num_ranks - 1, first = parity(now) * peers;
     const int its = wrap(q + self.num_ranks - self.rank - 1, self.num_ranks);
     const int mine = wrap(self.rank + self.num_ranks - q - 1, self.num_ranks);
-    now.inbox[q] = rows_by(now, q) + self.at.staging + (first + its) * self.at.source_bytes;
+    now.inbox[q] = rows_by(self, q) + self.at.staging + (first + its) * self.at.source_bytes;
     now.outbox[q] = self.heap[q] + self.at.staging + (first + mine) * self.at.source_bytes;
 }
 
@@ -411,7 +430,7 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
         if (threadIdx.x == 0) tell_end(now);
         return false;
     }
-    if (threadIdx.x < self.num_ranks) find_boxes(now, threadIdx.x);
+    if (threadIdx.x < self.num_ranks) find_boxes(self, now, threadIdx.x);
     __syncthreads();
     if (HOSTS && !begin_shipping(now)) return false;
     /* nobody here waits for the warp that announces, and the last CTA does not plan */
@@ -421,11 +440,11 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
 
 /* One warp: waits until every rank has announced, and called the same; who called another is found
  * while this waits. */
-static __device__ bool hear(const Now &now)
+__device__ __forceinline__ bool hear(const p2p_self &self, const Now &now)
 {
-    const bool mine = lane_id() < now.self->num_ranks;
+    const bool mine = lane_id() < self.num_ranks;
     const int q = mine ? lane_id() : 0;
-    const uint64_t *from = announcement(now, heap_by(now, q), q);
+    const uint64_t *from = announcement(self, now, heap_by(self, q), q);
     const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t said = load_relaxed(from + P2P_SAYS_SIGNATURE);
         /* nobody is two operations ahead: a word of this parity is at most this one's */
@@ -437,12 +456,18 @@ static __device__ bool hear(const Now &now)
     return ok;
 }
 
-/* One warp, lane = rank: word `which` of that rank's announcement; 0 past the ranks. */
-static __device__ bool heard(const Now &now, int which, int32_t &value)
+static __device__ bool hear(const Now &now)
 {
-    const bool mine = lane_id() < now.self->num_ranks;
+    return hear(*now.self, now);
+}
+
+/* One warp, lane = rank: word `which` of that rank's announcement; 0 past the ranks. */
+__device__ __forceinline__ bool heard(const p2p_self &self, const Now &now, int which,
+                                      int32_t &value)
+{
+    const bool mine = lane_id() < self.num_ranks;
     const int q = mine ? lane_id() : 0;
-    const uint64_t *from = announcement(now, heap_by(now, q), q) + which;
+    const uint64_t *from = announcement(self, now, heap_by(self, q), q) + which;
     uint64_t said = 0;
     const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         said = HOSTS ? hear_for_all(now, from, which, q) : load_relaxed(from);
@@ -450,6 +475,11 @@ static __device__ bool heard(const Now &now, int which, int32_t &value)
     });
     value = mine ? (int32_t)(uint32_t)said : 0;
     return ok;
+}
+
+static __device__ bool heard(const Now &now, int which, int32_t &value)
+{
+    return heard(*now.self, now, which, value);
 }
 
 /* Every thread of every CTA, at the end.  true in the CTA that was the last to come. */
@@ -509,7 +539,7 @@ static __device__ bool next_round(Now &now)
         if (ok) now.epoch = next;
     }
     if (threadIdx.x == 0)
-        for (int q = 0; q < now.self->num_ranks; q++) find_boxes(now, q);
+        for (int q = 0; q < now.self->num_ranks; q++) find_boxes(*now.self, now, q);
     return __syncthreads_and(ok);
 }
 

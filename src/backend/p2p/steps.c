@@ -189,8 +189,10 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     job->at = device_plan_layout_of(g->num_ranks, g->config.max_tokens, job->layer.num_experts,
                                     job->layer.top_k);
     remember(g, &job->layer);
-    job->few = !HOSTS && !args->rank_of_expert &&
-               p2p_few_plan(g->num_ranks, g->config.max_tokens, &job->layer);
+    job->most_few = (int32_t)p2p_few_of(g->config.max_tokens);
+    job->few = !HOSTS && !args->rank_of_expert && job->num_tokens <= job->most_few &&
+               p2p_few_plan(g->num_ranks, job->most_few, &job->layer);
+    if (job->few) job->planners = 1;
     mix_layer(a, &job->layer);
     mix(a, args->rank_of_expert != NULL);
     return EPIC_OK;
@@ -286,9 +288,9 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
 #ifdef EPIC_HOSTS
     if (job->scale_bytes) job->plan.self.local = 0; /* strings go straight */
 #endif
-    const bool few = job->plan.planners
-                         ? job->plan.few
-                         : !job->flat && is_few(g, job->num_tokens, P2P_FEW_TOKENS, bytes);
+    const int32_t most = job->scale_bytes ? P2P_FEW_TOKENS : P2P_FEW_ROWS;
+    const bool few = job->plan.planners ? job->plan.few
+                                        : !job->flat && is_few(g, job->num_tokens, most, bytes);
     return p2p_cuda(launcher_of(job, few)(job, sms_of(g, call), stream_of(call)), what);
 }
 
