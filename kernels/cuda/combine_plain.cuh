@@ -287,17 +287,18 @@ __device__ __forceinline__ bool expert_unit(const Combine &c, const Unit &u)
     const int32_t vector = u.piece * V * WARP;
     uint4 node[V][P];
     const bool some = sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node);
-    int source = c.job.self.num_ranks - 2 - u.role; /* this rank, as the peer counts */
-    uint8_t *heap = c.job.self.heap[rank];
 #ifdef EPIC_HOSTS
-    source = source_of(c.job.self, rank, c.job.self.rank);
+    const p2p_self &self = c.job.self;
     if (some && u.piece == 0 && c.job.slot_floats)
-        send_floats(c, rank, u.token, floats_of(c.job.self, c.now, heap, source));
+        send_floats(c, rank, u.token,
+                    floats_of(self, c.now, self.heap[rank], source_of(self, rank, self.rank)));
     if constexpr (V == 1)
-        if (c.by_host && is_far(c.job.self, rank))
+        if (c.by_host && is_far(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, some, node[0]);
 #endif
     if (!some) return true;
+    const int source = c.job.self.num_ranks - 2 - u.role; /* this rank, as the peer counts */
+    uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
         staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors * P) + vector * P;
 #pragma unroll

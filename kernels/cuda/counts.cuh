@@ -487,9 +487,7 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
                  (uint32_t)experts * 8);
     }
     for (int e = threadIdx.x; e < experts && ok; e += blockDim.x) {
-        const auto said_by = [&](int q) {
-            return (const uint64_t *)heap_by(now, q) + counts + e + q * DEVICE_MAX_TALLIES;
-        };
+        const uint64_t *from = (const uint64_t *)now.heap + counts + e;
         uint32_t load = 0, low = 0, bad = 0, others = 0;
 #pragma unroll 1
         for (int first = 0; first < ranks && ok; first += RANKS_AT_ONCE) {
@@ -499,8 +497,10 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
                 missing = -1;
 #pragma unroll
                 for (int i = 0; i < RANKS_AT_ONCE; i++)
-                    words[i] =
-                        first + i < ranks ? load_relaxed(said_by(first + i)) : stamp(now, 0);
+                    words[i] = first + i < ranks
+                                   ? load_relaxed(from + (first + i) * DEVICE_MAX_TALLIES +
+                                                  words_apart(now, first + i))
+                                   : stamp(now, 0);
 #pragma unroll
                 for (int i = 0; i < RANKS_AT_ONCE; i++)
                     if (!stamped(now, words[i])) missing = first + i;

@@ -96,7 +96,11 @@ __device__ __forceinline__ void send_unit(const Move &m, const Walk &walk, uint6
     const int count = pieces_of(m, walk);
     uint32_t peers = 0;
     if (token < min(feed.end, m.job.num_tokens))
-        peers = choose_routes(m, token, walk.span == 0, word);
+        peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
+#ifdef EPIC_HOSTS
+    if (token < min(feed.end, m.job.num_tokens))
+        peers = choose_routes(m, token, walk.span == 0, peers);
+#endif
     if (!peers) {
         if (copied) feed.pass(count);
         return;
@@ -187,7 +191,10 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Move m
         uint4 q[V];
         load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), piece * V * WARP,
                                    m.shape, q);
-        const uint32_t peers = choose_routes(m, token, piece == 0, word);
+        uint32_t peers = choose_peers(m, token, piece == 0 && m.job.weights, word);
+#ifdef EPIC_HOSTS
+        peers = choose_routes(m, token, piece == 0, peers);
+#endif
         if (peers) send<EXACT>(m, token, piece, peers, q);
     }
 }

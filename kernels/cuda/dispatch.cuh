@@ -181,9 +181,11 @@ __device__ __forceinline__ void end_record(const Move &m, int rank, int32_t toke
 __device__ __forceinline__ uint32_t *weight_from(const Move &m, int source, int32_t token,
                                                  int n)
 {
-    const p2p_self &self = m.job.plan.self;
-    const int rank = wrap(self.rank + 1 + source, self.num_ranks);
-    return floats_of(self, m.now, heap_by(m.now, rank), source) +
+    uint8_t *heap = m.now.heap;
+#ifdef EPIC_HOSTS
+    heap = heap_by(m.now, rank_of_role(m.job.plan.self, source + 1));
+#endif
+    return floats_of(m.job.plan.self, m.now, heap, source) +
            (int64_t)token * float_stride(m.top_k) + n;
 }
 

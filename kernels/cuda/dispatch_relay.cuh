@@ -79,22 +79,16 @@ __device__ __forceinline__ bool hand_on(const Move &m, const Walk &walk, Feed &f
     return true;
 }
 
-#endif
-
-/* The ranks to which this rank's token goes, as bits; told and sent its weights with the `first`
- * piece. */
+/* The ranks to which this rank's token goes that is for `peers`, as bits; mates are told with the
+ * `first` piece. */
 __device__ __forceinline__ uint32_t choose_routes(const Move &m, int32_t token, bool first,
-                                                  uint64_t word)
+                                                  uint32_t peers)
 {
-    const uint32_t peers = choose_peers(m, token, first && m.job.weights, word);
-#ifdef EPIC_HOSTS
     const p2p_self &self = m.job.plan.self;
     if (!self.local) return peers;
     if (first) tell_wants(m, token, peers);
     return by_mates(self, peers);
-#else
-    return peers;
-#endif
 }
 
+#endif
 #endif

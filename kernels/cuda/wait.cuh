@@ -100,6 +100,12 @@ __device__ __forceinline__ uint8_t *heap_by(const Now &now, int q)
     return now.heap;
 }
 
+/* The same in words of 8 bytes from this rank's heap. */
+__device__ __forceinline__ int64_t words_apart(const Now &now, int q)
+{
+    return HOSTS ? (heap_by(now, q) - now.heap) / 8 : 0;
+}
+
 /* The same of rows: what comes by relays (relay.cuh), neighbours store. */
 __device__ __forceinline__ uint8_t *rows_by(const p2p_self &self, int q)
 {
