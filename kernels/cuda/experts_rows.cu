@@ -314,10 +314,24 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
 }
 
 /* This lane's part of what an early weight of the down bias adds to its gradient. */
+template <class T, int V>
 static __device__ float bias_part(const p2p_activation_job &job, const Slot &s)
 {
     const int64_t hidden = job.experts.hidden;
     float dot = 0;
+    const uintptr_t both = (uintptr_t)job.d_y | (uintptr_t)job.b_down;
+    if (V > 1 && hidden % V == 0 && both % 16 == 0 &&
+        job.experts.weight_type == NUMBER_TYPE<T>) {
+#pragma unroll 2
+        for (int64_t i = threadIdx.x % 32 * V; i < hidden; i += 32 * V) {
+            float x[V], y[V];
+            load_numbers<T, V>(x, job.d_y, s.slot * hidden + i);
+            load_numbers<T, V>(y, job.b_down, s.expert * hidden + i);
+#pragma unroll
+            for (int v = 0; v < V; v++) dot += x[v] * y[v];
+        }
+        return dot;
+    }
     for (int64_t i = threadIdx.x % 32; i < hidden; i += 32)
         dot += number_at(job.d_y, job.experts.row_type, s.slot * hidden + i) *
                number_at(job.b_down, job.experts.weight_type, s.expert * hidden + i);
@@ -335,7 +349,7 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
             const Slot s = slot_of(job, slot, expert);
             float dot = backward_row<T, V, KIND>(job, s);
             if (!job.d_slot_weights) return;
-            if (job.b_down) dot += bias_part(job, s);
+            if (job.b_down) dot += bias_part<T, V>(job, s);
             dot = add_lanes(dot);
             if (lane == 0) job.d_slot_weights[slot] = dot;
         },
