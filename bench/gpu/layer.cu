@@ -220,16 +220,26 @@ static void time_experts(team_rank *me, const Model &m)
         a.filled<float>(m.experts * blocks(m.hidden) * blocks(2 * m.inner), 0.02f / 448);
     e.w_down_scales =
         a.filled<float>(m.experts * blocks(m.hidden) * blocks(m.inner), 0.02f / 448);
+    epic_experts_backward_args d = b;
+    const experts_layout with = experts_layout_of(&scaled, s.slots, true);
+    d.experts = &scaled;
+    d.w_gate_up = e.w_gate_up;
+    d.w_down = e.w_down;
+    d.w_gate_up_scales = e.w_gate_up_scales;
+    d.w_down_scales = e.w_down_scales;
+    d.workspace = a.bytes((size_t)with.bytes);
+    d.workspace_bytes = with.bytes;
     std::vector<Candidate> all = {{"forward", [&] { run(&f, NULL); }, {}},
                                   {"e4m3", [&] { run(&e, NULL); }, {}},
                                   {"both", [&] { run(&f, &b); }, {}},
-                                  {"wide", [&] { run(&f, &wide); }, {}}};
+                                  {"wide", [&] { run(&f, &wide); }, {}},
+                                  {"e4m3 both", [&] { run(&e, &d); }, {}}};
     time_all(all, me->stream);
     printf(
-        "experts, %-28s forward %7.3f ms, e4m3 %7.3f, with backward %7.3f, float32 gradients "
-        "%7.3f\n",
+        "experts, %-28s forward %7.3f ms, e4m3 %7.3f, with backward %7.3f, e4m3 %7.3f, float32 "
+        "gradients %7.3f\n",
         m.name, median(all[0].us) / 1000, median(all[1].us) / 1000, median(all[2].us) / 1000,
-        median(all[3].us) / 1000);
+        median(all[4].us) / 1000, median(all[3].us) / 1000);
 }
 
 /* ------------------------------------------------------------------------------- decode ---- */

@@ -358,8 +358,9 @@ static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
     return p;
 }
 
-/* ms of forward with experts of e4m3, whose rows are quantized on the way. */
-static float time_scaled(bench *b, arrays *a, const epic_config *config, const epic_moe *wide)
+/* With experts of e4m3, rows quantized on the way: forward, and with backward, of which weights are
+ * bf16, or e4m3 too. */
+static void time_scaled(bench *b, arrays *a, const epic_config *config, const epic_moe *wide)
 {
     epic_experts experts = *wide->experts;
     epic_moe moe = *wide;
@@ -367,6 +368,7 @@ static float time_scaled(bench *b, arrays *a, const epic_config *config, const e
     epic_moe_weights w = *b->forward.weights;
     const int64_t local = experts.num_local_experts, hidden = experts.hidden;
     const int64_t first = local * hidden * 2 * experts.inner;
+    const bench before = *b;
     experts.weight_type = EPIC_E4M3;
     moe.experts = &experts;
     moe.flags = EPIC_DISPATCH_AGAIN;
@@ -375,15 +377,25 @@ static float time_scaled(bench *b, arrays *a, const epic_config *config, const e
     w.w_down = numbers_on(a, first / 2, EPIC_E4M3, 1);
     w.w_gate_up_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f); /* more than there are */
     w.w_down_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f);
-    const epic_moe_args before = b->forward;
-    b->forward.moe = &moe;
+    const int64_t work = memory.cuda_backward_bytes > memory.cuda_forward_bytes
+                             ? memory.cuda_backward_bytes
+                             : memory.cuda_forward_bytes;
+    b->forward.moe = b->backward.moe = &moe;
     b->forward.weights = &w;
-    b->forward.workspace = bytes_on(a, memory.cuda_forward_bytes);
-    b->forward.workspace_bytes = memory.cuda_forward_bytes;
-    const float ms = time_of(b, forward);
+    b->forward.workspace = b->backward.workspace = bytes_on(a, work);
+    b->forward.workspace_bytes = b->backward.workspace_bytes = work;
+    b->backward.grad_type = EPIC_BF16;
+    const float ahead = time_of(b, forward), mixed = time_of(b, both);
+    b->backward.weights = &w;
+    const float narrow = time_of(b, both);
     must(epic_check(b->ctx) == EPIC_OK, "the layer of e4m3", b->ctx);
-    b->forward = before;
-    return ms;
+    if (b->rank == 0)
+        printf(
+            "    experts of e4m3: forward %.3f ms, with backward and bf16 gradients %.3f, with "
+            "weights of e4m3 there too %.3f\n",
+            ahead, mixed, narrow);
+    b->forward = before.forward;
+    b->backward = before.backward;
 }
 
 static void run_model(bench *b, const model *m)
@@ -477,8 +489,7 @@ static void run_model(bench *b, const model *m)
     call.backward = true;
     must(!moe_begin(&b->backward_job, b->ctx, &b->forward.call, &call), "parts", NULL);
     time_layer(b, m);
-    const float scaled = time_scaled(b, &a, &config, &moe);
-    if (b->rank == 0) printf("    forward with experts of e4m3 %.3f ms\n", scaled);
+    time_scaled(b, &a, &config, &moe);
     for (int sms = 24; beside && sms <= 48; sms += 8)
         if (sms != 40) time_beside(b, sms);
     epic_close(b->ctx);

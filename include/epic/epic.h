@@ -913,8 +913,8 @@ typedef struct epic_experts_args {
  * scale for each 128 x 128 and lie turned, as tensor cores want them: w_gate_up [num_local_experts,
  * width, hidden], w_down [num_local_experts, hidden, inner].  Biases, saved and y have row_type, F32,
  * BF16 or F16.  Sums are float32; Hopper's tensor cores add up to 128 products with fewer bits.  They
- * take it where row_type has 16 bits and 16 divides hidden and inner.  There is no backward of E4M3:
- * epic_experts_backward takes this `saved` beside x and weights of row_type.
+ * take it where row_type has 16 bits and 16 divides hidden and inner.  epic_experts_backward takes
+ * this `saved` beside x of row_type, and weights of row_type or E4M3.
  *
  * Errors: EPIC_EINVAL; EPIC_ENOTSUP (F64 rows; E4M3 on the host, or with experts.gemm). */
 static inline epic_result epic_experts_forward(epic_context *ctx,
@@ -949,10 +949,16 @@ typedef struct epic_experts_backward_args {
     uint32_t grad_type;    /* of the gradients of weights and biases: 0: as above; on a CUDA
                               context also row_type */
     uint32_t pad;          /* 0 */
+    const float *w_gate_up_scales; /* E4M3: [num_local_experts, ceil(hidden / 128),
+                                      ceil(width / 128)] */
+    const float *w_down_scales;    /* E4M3: [num_local_experts, ceil(inner / 128),
+                                      ceil(hidden / 128)] */
 } epic_experts_backward_args;
 
 /* The gradients of epic_experts_forward; d_x is not x.  Weights and biases of an expert with no
- * token get zeros (accumulating: nothing).  Errors: EPIC_EINVAL. */
+ * token get zeros (accumulating: nothing).  With weight_type E4M3, on a CUDA context: weights are as
+ * above, not turned, and the gradients of rows that are multiplied by them are quantized first (1x128);
+ * x, d_y and all results are as ever.  Errors: EPIC_EINVAL; EPIC_ENOTSUP as forward. */
 static inline epic_result epic_experts_backward(epic_context *ctx,
                                                 const epic_experts_backward_args *args);
 
@@ -1007,7 +1013,7 @@ typedef struct epic_moe_weights {
     const void *shared_b_down;
     const void *w_shared_gate;     /* [hidden], type as w_gate: the shared expert's output is
                                   times sigmoid(x w_shared_gate); NULL: added as it is */
-    const float *w_gate_up_scales; /* E4M3, forward: as epic_experts_args */
+    const float *w_gate_up_scales; /* E4M3: of epic_experts_args; of its backward, or NULL */
     const float *w_down_scales;
 } epic_moe_weights;
 
@@ -1056,9 +1062,11 @@ typedef struct epic_moe_args {
  *
  * experts->weight_type E4M3, on a CUDA context: rows are quantized on their way (1x128) and the
  * experts are those of epic_experts_forward, their weights and biases as there.  Such rows are not
- * saved, so moe.flags has EPIC_DISPATCH_AGAIN.  epic_moe_backward takes weights of row_type,
- * [.., hidden, width] and [.., inner, hidden], of which those of E4M3 were made: gradients pass
- * straight through the rounding, and with EPIC_RECOMPUTE what is made again is not rounded. */
+ * saved, so moe.flags has EPIC_DISPATCH_AGAIN.  epic_moe_backward takes weights that are not
+ * turned, [.., hidden, width] and [.., inner, hidden]: of row_type, of which those of E4M3 were
+ * made, or, if they come with scales, of E4M3, as epic_experts_backward has them.  Gradients pass
+ * straight through the rounding.  EPIC_RECOMPUTE wants those of row_type, and does not round what
+ * is made again. */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
 /* The first part of epic_moe_forward, up to the plan, for a caller who brings memory for what

@@ -193,13 +193,36 @@ static __device__ __forceinline__ uint32_t size_of_block(const float (&x)[N])
     return bits;
 }
 
+/* Numbers of a row from `base` on, N a lane: with V > 1 side by side, else 32 apart. */
+template <int V, int N>
+static __device__ __forceinline__ void put_quantized(float (&x)[N], uint8_t *to, float *scales,
+                                                     int64_t base, int64_t n)
+{
+    constexpr int LANES = QUANTIZE_BLOCK / N;
+    const int lane = threadIdx.x % 32;
+    const float scale = scale_1x128(size_of_block<N, LANES>(x));
+    const int64_t block = base / 128 + lane / LANES;
+    if (lane % LANES == 0 && block < (n + 127) / 128) scales[block] = scale;
+    divide<false, N>(x, scale);
+#pragma unroll
+    for (int q = 0; q < N / 4; q++) {
+        const float *f = x + 4 * q;
+        const uint32_t four = pack_e4m3(f[0], f[1], f[2], f[3]);
+        const int64_t i = base + lane * V + 4 * q;
+        if (V > 1 && i < n) *(uint32_t *)(to + i) = four;
+#pragma unroll
+        for (int part = 0; part < N / V && V == 1; part++)
+            if (i + part * 32 < n) to[i + part * 32] = (uint8_t)(four >> 8 * part);
+    }
+}
+
 /* As activation_kernel, to e4m3 with a scale for each 128.  A lane has one vector of a block, or four
  * numbers that lie 32 apart. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
 {
-    constexpr int N = V > 1 ? V : 4, LANES = QUANTIZE_BLOCK / N, PARTS = N / V;
+    constexpr int N = V > 1 ? V : 4, PARTS = N / V;
     const int64_t inner = job.experts.inner, blocks = (inner + 127) / 128;
     const int lane = threadIdx.x % 32;
     uint8_t *const to = (uint8_t *)job.activations;
@@ -221,23 +244,35 @@ static __global__ void __launch_bounds__(THREADS)
                         x[part * V + v] = activate<KIND>(p.gate[v], job.experts).value *
                                           up_factor<KIND>(p.up[v], job.experts).value * s.early;
                 }
-                const uint32_t bits = size_of_block<N, LANES>(x);
-                const float scale = scale_1x128(bits);
-                const int64_t block = base / 128 + lane / LANES;
-                if (lane % LANES == 0 && block < blocks)
-                    job.scales[slot * blocks + block] = scale;
-                divide<false, N>(x, scale);
+                put_quantized<V>(x, to + slot * inner, job.scales + slot * blocks, base, inner);
+            }
+        },
+        [](int64_t) {});
+}
+
+/* Rows as they are. */
+template <class T, int V>
+static __global__ void __launch_bounds__(THREADS)
+    quantize_kernel(const __grid_constant__ p2p_quantize_job job)
+{
+    constexpr int N = V > 1 ? V : 4, PARTS = N / V;
+    const int64_t n = job.n, blocks = (n + 127) / 128;
+    const int lane = threadIdx.x % 32;
+    each_slot(
+        job.slabs,
+        [&](int64_t slot, int64_t) {
+            for (int64_t base = 0; base < n; base += 32 * N) {
+                float x[N] = {};
 #pragma unroll
-                for (int q = 0; q < N / 4; q++) {
-                    const float *f = x + 4 * q;
-                    const uint32_t four = pack_e4m3(f[0], f[1], f[2], f[3]);
-                    const int64_t i = base + lane * V + 4 * q;
-                    if (V > 1 && i < inner) *(uint32_t *)(to + slot * inner + i) = four;
+                for (int part = 0; part < PARTS; part++) {
+                    const int64_t i = base + part * 32 + lane * V;
+                    float some[V];
+                    if (i >= n) continue;
+                    load_numbers<T, V>(some, job.rows, slot * n + i);
 #pragma unroll
-                    for (int part = 0; part < PARTS && V == 1; part++)
-                        if (i + part * 32 < inner)
-                            to[slot * inner + i + part * 32] = (uint8_t)(four >> 8 * part);
+                    for (int v = 0; v < V; v++) x[part * V + v] = some[v];
                 }
+                put_quantized<V>(x, job.to + slot * n, job.scales + slot * blocks, base, n);
             }
         },
         [](int64_t) {});
@@ -279,10 +314,24 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
 }
 
 /* This lane's part of what an early weight of the down bias adds to its gradient. */
+template <class T, int V>
 static __device__ float bias_part(const p2p_activation_job &job, const Slot &s)
 {
     const int64_t hidden = job.experts.hidden;
     float dot = 0;
+    const uintptr_t both = (uintptr_t)job.d_y | (uintptr_t)job.b_down;
+    if (V > 1 && hidden % V == 0 && both % 16 == 0 &&
+        job.experts.weight_type == NUMBER_TYPE<T>) {
+#pragma unroll 2
+        for (int64_t i = threadIdx.x % 32 * V; i < hidden; i += 32 * V) {
+            float x[V], y[V];
+            load_numbers<T, V>(x, job.d_y, s.slot * hidden + i);
+            load_numbers<T, V>(y, job.b_down, s.expert * hidden + i);
+#pragma unroll
+            for (int v = 0; v < V; v++) dot += x[v] * y[v];
+        }
+        return dot;
+    }
     for (int64_t i = threadIdx.x % 32; i < hidden; i += 32)
         dot += number_at(job.d_y, job.experts.row_type, s.slot * hidden + i) *
                number_at(job.b_down, job.experts.weight_type, s.expert * hidden + i);
@@ -300,7 +349,7 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
             const Slot s = slot_of(job, slot, expert);
             float dot = backward_row<T, V, KIND>(job, s);
             if (!job.d_slot_weights) return;
-            if (job.b_down) dot += bias_part(job, s);
+            if (job.b_down) dot += bias_part<T, V>(job, s);
             dot = add_lanes(dot);
             if (lane == 0) job.d_slot_weights[slot] = dot;
         },
@@ -440,6 +489,21 @@ extern "C" cudaError_t p2p_launch_activation_backward(const p2p_activation_job *
     return launch_any(job, true, stream);
 }
 
+template <class T>
+static cudaError_t launch_rows(const p2p_quantize_job *job, cudaStream_t stream)
+{
+    const bool whole = job->n % T::N == 0 && (uintptr_t)job->rows % 16 == 0;
+    return enqueue(whole ? quantize_kernel<T, T::N> : quantize_kernel<T, 1>,
+                   ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
+}
+
+extern "C" cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStream_t stream)
+{
+    if (job->row_type == EPIC_BF16) return launch_rows<Bf16>(job, stream);
+    if (job->row_type == EPIC_F16) return launch_rows<F16>(job, stream);
+    return launch_rows<F32>(job, stream);
+}
+
 extern "C" cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream)
 {
     const int64_t ctas = (job->n + 63) / 64 * job->slabs.num_experts;
@@ -464,7 +528,10 @@ template <class T, int V, int KIND> static cudaError_t load()
 
 template <class T> static cudaError_t load_typed()
 {
-    cudaError_t error = load<T, T::N, ANY_ACTIVATION>();
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, quantize_kernel<T, T::N>);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, quantize_kernel<T, 1>);
+    if (error == cudaSuccess) error = load<T, T::N, ANY_ACTIVATION>();
     if (error == cudaSuccess) error = load<T, 1, ANY_ACTIVATION>();
     if constexpr (T::N == 8) {
         if (error == cudaSuccess) error = load<T, 8, GATED_SILU>();

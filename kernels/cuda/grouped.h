@@ -102,6 +102,17 @@ typedef struct p2p_scale_job {
     int32_t pad;
 } p2p_scale_job;
 
+/* Rows that carry a token to e4m3, with a scale for each 128 numbers. */
+typedef struct p2p_quantize_job {
+    p2p_slabs slabs;
+    const void *rows; /* [slots, n] of row_type */
+    uint8_t *to;      /* [slots, n] */
+    float *scales;    /* [slots, blocks of n] */
+    int64_t n;
+    uint32_t row_type;
+    int32_t sms;
+} p2p_quantize_job;
+
 /* The dense part of a layer, beside its products. */
 typedef struct p2p_rows_job { /* to += from, numbers of `type` */
     void *to;
@@ -154,6 +165,7 @@ const char *p2p_gemm_is_slow(const p2p_gemm *job);
 
 cudaError_t p2p_launch_activation(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_activation_backward(const p2p_activation_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream);
 

@@ -101,16 +101,16 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
 }
 
 /* E4M3 comes with scales, other types without. */
-static epic_result check_scales(const experts_job *job, const epic_experts_args *a)
+typedef struct named_scales {
+    const char *name;
+    const float *scales;
+} named_scales;
+
+static epic_result check_scales(const experts_job *job, const named_scales *all, int count,
+                                int64_t num_slots)
 {
-    const struct {
-        const char *name;
-        const float *scales;
-    } all[] = {{"x_scales", a->x_scales},
-               {"w_gate_up_scales", a->w_gate_up_scales},
-               {"w_down_scales", a->w_down_scales}};
-    for (int i = 0; i < 3; i++) {
-        if (job->scaled && all[i].scales == NULL && a->num_slots > 0)
+    for (int i = 0; i < count; i++) {
+        if (job->scaled && all[i].scales == NULL && num_slots > 0)
             return epic_fail(EPIC_EINVAL, "%s is NULL: experts.weight_type E4M3 needs it",
                              all[i].name);
         if (!job->scaled && all[i].scales != NULL)
@@ -183,7 +183,8 @@ typedef struct shapes {
     size_t x, row, weight, bias, gradient, slot_weight;
 } shapes;
 
-static shapes shapes_of(const experts_job *job, int64_t num_slots)
+/* Rows of e4m3 are forward's alone. */
+static shapes shapes_of(const experts_job *job, int64_t num_slots, bool backward)
 {
     const int64_t local = job->experts.num_local_experts;
     const int64_t hidden = experts_blocks(job->hidden), inner = experts_blocks(job->inner);
@@ -199,7 +200,7 @@ static shapes shapes_of(const experts_job *job, int64_t num_slots)
                     .x_scales = num_slots * hidden,
                     .gate_up_scales = local * experts_blocks(job->width) * hidden,
                     .down_scales = local * hidden * inner,
-                    .x = job->scaled ? 1 : row,
+                    .x = job->scaled && !backward ? 1 : row,
                     .row = row,
                     .weight = job->scaled ? 1 : weight,
                     .bias = job->scaled ? row : weight,
@@ -216,7 +217,7 @@ static shapes shapes_of(const experts_job *job, int64_t num_slots)
 
 static epic_result check_forward_places(const experts_job *job, const epic_experts_args *a)
 {
-    const shapes s = shapes_of(job, a->num_slots);
+    const shapes s = shapes_of(job, a->num_slots, false);
     const call_array arrays[] = {
         INPUTS(a, s),
         ARRAY_IN(a, x_scales, s.x_scales, 4),
@@ -231,9 +232,11 @@ static epic_result check_forward_places(const experts_job *job, const epic_exper
 static epic_result check_backward_places(const experts_job *job,
                                          const epic_experts_backward_args *a)
 {
-    const shapes s = shapes_of(job, a->num_slots);
+    const shapes s = shapes_of(job, a->num_slots, true);
     const call_array arrays[] = {
         INPUTS(a, s),
+        ARRAY_IN(a, w_gate_up_scales, s.gate_up_scales, 4),
+        ARRAY_IN(a, w_down_scales, s.down_scales, 4),
         {"saved", a->saved, experts_saved_bytes(job, s.slots), 16, false},
         {"workspace", a->workspace, experts_workspace_bytes(job, s.slots, true), 16, true},
         ARRAY_IN(a, d_y, s.rows, s.row),
@@ -283,12 +286,15 @@ static epic_result take_forward(experts_job *job, const epic_experts_args *a)
     job->saved_alone = (a->flags & EPIC_RECOMPUTE) != 0;
     const required arrays[] = {
         {"x", a->x}, {"w_gate_up", a->w_gate_up}, {"w_down", a->w_down}, {"y", a->y}};
+    const named_scales scales[] = {{"x_scales", a->x_scales},
+                                   {"w_gate_up_scales", a->w_gate_up_scales},
+                                   {"w_down_scales", a->w_down_scales}};
     TRY(check_slots(a->num_slots));
     TRY(check_flags(a->flags, EPIC_RECOMPUTE));
     TRY(check_scaled(job, "epic_experts_forward"));
     TRY(take_weights_type(job, a->weights_type));
     TRY(check_required(arrays, job->saved_alone ? 3 : 4, a->num_slots));
-    TRY(check_scales(job, a));
+    TRY(check_scales(job, scales, 3, a->num_slots));
     TRY(check_forward_places(job, a));
     TRY(check_counts(job, a->num_slots));
     TRY(check_weighting(job, a->num_slots));
@@ -347,17 +353,17 @@ static epic_result take_backward(experts_job *job, const epic_experts_backward_a
 
     const required arrays[] = {
         {"x", a->x}, {"w_gate_up", a->w_gate_up}, {"w_down", a->w_down}, {"d_y", a->d_y}};
+    const named_scales scales[] = {{"w_gate_up_scales", a->w_gate_up_scales},
+                                   {"w_down_scales", a->w_down_scales}};
     TRY(check_slots(a->num_slots));
     TRY(check_flags(a->flags, EPIC_ACCUMULATE));
-    if (job->scaled)
-        return epic_fail(EPIC_ENOTSUP,
-                         "experts.weight_type is E4M3: gradients want x and weights of "
-                         "experts.row_type, and `saved` as it is");
+    TRY(check_scaled(job, "epic_experts_backward"));
     TRY(take_weights_type(job, a->weights_type));
     job->grad_type = a->grad_type;
     TRY(experts_take_grad_type(&job->grad_type, job->experts.row_type, job->device));
     if (a->pad != 0) return epic_fail(EPIC_EINVAL, "pad is %u: it must be 0", a->pad);
     TRY(check_required(arrays, 4, a->num_slots));
+    TRY(check_scales(job, scales, 2, a->num_slots));
     TRY(check_backward_places(job, a));
     TRY(check_counts(job, a->num_slots));
     TRY(check_weighting(job, a->num_slots));

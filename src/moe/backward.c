@@ -44,6 +44,7 @@ epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint
 {
     epic_experts experts = j->experts;
     if (moe_is_late(j)) experts.weighting = EPIC_WEIGHT_EARLY;
+    if (j->scaled_back) experts.weight_type = EPIC_E4M3;
     const epic_experts_backward_args how = {.call = j->call,
                                             .experts = &experts,
                                             .x = j->saved.recv,
@@ -53,6 +54,8 @@ epic_result moe_transform_backward(moe_job *j, const epic_moe_gradients *g, uint
                                             .slot_weights = j->saved.slot_weights,
                                             .w_gate_up = j->weights.w_gate_up,
                                             .w_down = j->weights.w_down,
+                                            .w_gate_up_scales = j->weights.w_gate_up_scales,
+                                            .w_down_scales = j->weights.w_down_scales,
                                             .b_gate_up = j->weights.b_gate_up,
                                             .b_down = j->weights.b_down,
                                             .saved = j->saved.experts,

@@ -43,18 +43,25 @@ static epic_result check_weight(const char *name, const void *weight, bool wante
     return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
 }
 
-/* E4M3 has scales in forward, and else there are none. */
-static epic_result check_scales(const moe_job *j, const char *name, const float *scales,
-                                bool scaled)
+/* E4M3 has scales, other types have none. */
+static epic_result check_scales(const char *name, const float *scales, bool scaled)
 {
     if (!scales == !scaled) return EPIC_OK;
-    if (scaled)
-        return epic_fail(EPIC_EINVAL,
-                         "weights.%s is NULL: moe.experts.weight_type E4M3 needs it", name);
-    return epic_fail(EPIC_EINVAL, "weights.%s is given: %s", name,
-                     j->scaled
-                         ? "backward takes weights of moe.experts.row_type, which have none"
-                         : "only moe.experts.weight_type E4M3 has scales");
+    return epic_fail(EPIC_EINVAL,
+                     scaled
+                         ? "weights.%s is NULL: weights of E4M3 need it"
+                         : "weights.%s is given: only moe.experts.weight_type E4M3 has scales",
+                     name);
+}
+
+/* Backward has weights of E4M3 if they come with scales.  What it has to make again wants them
+ * turned. */
+static epic_result take_scaled_back(moe_job *j)
+{
+    j->scaled_back = j->scaled && j->weights.w_gate_up_scales;
+    if (!j->scaled_back || !(j->moe.flags & EPIC_RECOMPUTE)) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "weights.w_gate_up_scales is given, and moe.flags has "
+                                  "EPIC_RECOMPUTE: that wants weights of moe.experts.row_type");
 }
 
 static epic_result check_weights(const moe_job *j, bool scaled)
@@ -63,8 +70,8 @@ static epic_result check_weights(const moe_job *j, bool scaled)
     TRY(check_weight("w_gate", w->w_gate, true));
     TRY(check_weight("w_gate_up", w->w_gate_up, true));
     TRY(check_weight("w_down", w->w_down, true));
-    TRY(check_scales(j, "w_gate_up_scales", w->w_gate_up_scales, scaled));
-    TRY(check_scales(j, "w_down_scales", w->w_down_scales, scaled));
+    TRY(check_scales("w_gate_up_scales", w->w_gate_up_scales, scaled));
+    TRY(check_scales("w_down_scales", w->w_down_scales, scaled));
     TRY(check_weight("shared_gate_up", w->shared_gate_up, j->has_shared));
     TRY(check_weight("shared_down", w->shared_down, j->has_shared));
     if (w->w_shared_gate && !j->has_shared)
@@ -111,7 +118,8 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
         return epic_fail(EPIC_ENOTSUP,
                          "moe.experts.weight_type is E4M3: the layer of E4M3 wants "
                          "a CUDA context");
-    TRY(check_weights(j, j->scaled && !c->backward));
+    if (c->backward) TRY(take_scaled_back(j));
+    TRY(check_weights(j, c->backward ? j->scaled_back : j->scaled));
     if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;
     if (j->device) TRY(moe_device_ready(j));
     moe_cut(j, c->saved, c->workspace, c->backward);

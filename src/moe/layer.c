@@ -117,6 +117,11 @@ static epic_result check_moe(const moe_job *j)
     return EPIC_OK;
 }
 
+static int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
 static int64_t levels_of(int64_t blocks)
 {
     int64_t levels = 1;
@@ -143,14 +148,16 @@ static void take_device_sizes(epic_experts_memory_info *info)
     info->backward_bytes = info->cuda_backward_bytes;
 }
 
-/* Backward has rows and weights of row_type whatever forward had. */
+/* Backward has rows of row_type whatever forward had, and weights of either. */
 static epic_result measure_scaled(moe_job *j)
 {
-    epic_experts_memory_info forward;
+    epic_experts_memory_info scaled_info;
     epic_experts scaled = j->experts;
     scaled.weight_type = EPIC_E4M3;
-    TRY(measure_experts("experts", &scaled, j->capacity, &forward));
-    j->experts_memory.cuda_forward_bytes = forward.cuda_forward_bytes;
+    TRY(measure_experts("experts", &scaled, j->capacity, &scaled_info));
+    j->experts_memory.cuda_forward_bytes = scaled_info.cuda_forward_bytes;
+    j->experts_memory.cuda_backward_bytes =
+        larger(j->experts_memory.cuda_backward_bytes, scaled_info.cuda_backward_bytes);
     return EPIC_OK;
 }
 
@@ -220,11 +227,6 @@ static void *take(unsigned char *base, int64_t *used, int64_t bytes)
     void *at = base ? base + *used : NULL;
     *used += round_up(bytes, 64);
     return at;
-}
-
-static int64_t larger(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
 }
 
 static void cut_saved(moe_job *j, unsigned char *base)

@@ -65,10 +65,11 @@ typedef struct moe_job {
     bool has_shared;
     epic_moe_weights weights;
 
-    bool device; /* arrays are a device's: nothing but arguments can be looked at here */
-    bool wide;   /* reals are float64 */
-    bool scaled; /* forward: rows and weights of experts are e4m3; experts.weight_type says
-                    what they are in backward, and biases */
+    bool device;      /* arrays are a device's: nothing but arguments can be looked at here */
+    bool wide;        /* reals are float64 */
+    bool scaled;      /* forward: rows and weights of experts are e4m3; experts.weight_type says
+                    what biases are, and in backward weights */
+    bool scaled_back; /* but in backward weights are e4m3, too */
     int64_t real_bytes;
     uint32_t real_type;
     int64_t row_bytes;

@@ -106,7 +106,7 @@ epic_result moe_backward_places(const moe_job *j, const epic_moe_backward_args *
     const int64_t local = j->experts.num_local_experts, width = width_of(&j->experts);
     const int64_t real = j->real_bytes, number = a->loss_type == EPIC_F64 ? 8 : 4;
     const int64_t of_expert = convert_bytes(j->grad_type);
-    add_weights(&p, j, false);
+    add_weights(&p, j, j->scaled_back);
     add_rows(&p, j, "x.data", &a->x, false);
     add_rows(&p, j, "d_out.data", &a->d_out, false);
     add(&p, "d_loss", a->d_loss, 1, number, false);

@@ -26,9 +26,11 @@ typedef struct experts_layout {
     int64_t num_tiles;   /* int32 [1] */
     int64_t tiles;       /* slab_tile [most_tiles] */
     int64_t slabs;       /* slab_place [num_local_experts] */
-    int64_t activations; /* [num_slots, inner] of row_type; of E4M3 weights e4m3 */
-    int64_t scales;      /* E4M3 weights: float32 [num_slots, blocks of inner] */
-    int64_t d_gate_up;   /* backward: [num_slots, width] of row_type */
+    int64_t activations; /* [num_slots, inner] of row_type; forward of E4M3 weights: e4m3 */
+    int64_t scales;      /* E4M3 weights: float32 [num_slots, blocks of inner]; backward: of the
+                            rows below */
+    int64_t quantized; /* backward of E4M3 weights: d_y, then d_gate_up, [num_slots, columns] */
+    int64_t d_gate_up; /* backward: [num_slots, width] of row_type */
     int64_t bytes;
     int64_t saved_bytes; /* of `saved`: [num_slots, width] of row_type */
     int32_t most_tiles;
@@ -63,11 +65,16 @@ static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t n
     const int64_t element = ex->row_type == EPIC_F32 ? 4 : 2;
     const int64_t width = (int64_t)ex->inner * (ex->ungated ? 1 : 2);
     const bool scaled = ex->weight_type == EPIC_E4M3;
+    const int64_t widest = width > ex->hidden ? width : ex->hidden; /* of what is quantized */
+    const int64_t columns = backward ? widest : ex->inner;
     experts_lay_tiles(&l, ex->num_local_experts, num_slots);
-    l.scales = experts_round_up(l.activations + num_slots * ex->inner * (scaled ? 1 : element));
-    l.d_gate_up = scaled
-                      ? experts_round_up(l.scales + num_slots * experts_blocks(ex->inner) * 4)
-                      : l.scales;
+    l.scales = experts_round_up(l.activations +
+                                num_slots * ex->inner * (scaled && !backward ? 1 : element));
+    l.quantized = l.scales;
+    if (scaled)
+        l.quantized = experts_round_up(l.scales + num_slots * experts_blocks(columns) * 4);
+    l.d_gate_up = l.quantized;
+    if (scaled && backward) l.d_gate_up = experts_round_up(l.quantized + num_slots * columns);
     l.bytes =
         backward ? experts_round_up(l.d_gate_up + num_slots * width * element) : l.d_gate_up;
     l.saved_bytes = experts_round_up(num_slots * width * element);

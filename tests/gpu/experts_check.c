@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The experts on a CUDA context, forward and backward, against float64 loops, with random
  * cotangents: exact ones, and ones that round where the kernels do.  Half of the cases run from a
- * captured graph that was recorded with other counts.  Of e4m3 weights forward alone.
+ * captured graph that was recorded with other counts.
  *   gpu_experts_check [CASES] [SEED] [MOST]      MOST: of hidden and inner */
 #include "base/error.h"
 #include "cuda/grouped.h"
@@ -19,8 +19,8 @@ typedef struct problem {
     int32_t tokens[MOST_LOCAL], rows[MOST_LOCAL];
     int64_t slots, width;
     both x, weights, w_gate_up, w_down, b_gate_up, b_down, d_y,
-        counts; /* counts: rows, tokens */
-    both x_scales;
+        counts;            /* counts: rows, tokens */
+    both x_scales, x_back; /* scaled: x as backward has it */
     scaled_weights of_gate_up, of_down;
     both out[RESULTS]; /* y d_x d_w_gate_up d_w_down d_b_gate_up d_b_down d_weights */
     double *exact[RESULTS], *near[RESULTS];
@@ -111,6 +111,10 @@ static void make_inputs(problem *p)
     p->b_down = make_pushed(bias_type, local * hidden, 0.5);
     if (p->scaled) {
         p->x_scales = scale_rows(&p->x, hidden);
+        p->x_back = make_both(ex->row_type, p->x.count);
+        for (int64_t i = 0; i < p->x.count; i++)
+            if (!is_poison(&p->x, i)) set(&p->x_back, i, p->x.truth[i]);
+        push(&p->x_back);
         p->of_gate_up = scale_weights(&p->w_gate_up, local, hidden, p->width);
         p->of_down = scale_weights(&p->w_down, local, inner, hidden);
     }
@@ -160,6 +164,7 @@ static void free_problem(problem *p)
                       &p->b_down, &p->b_gate_up, &p->d_y,       &p->counts};
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) free_both(inputs[i]);
     free_both(&p->x_scales);
+    free_both(&p->x_back);
     free_scaled(&p->of_gate_up);
     free_scaled(&p->of_down);
     for (int i = 0; i < RESULTS; i++) {
@@ -192,27 +197,29 @@ static bool is_late(const problem *p)
 static void call(team_rank *me, const problem *p)
 {
     epic_experts_args forward = {INPUTS(p), .call.stream = me->stream, .y = p->out[0].device};
-    const epic_experts_backward_args backward = {
-        INPUTS(p),
-        .call.stream = me->stream,
-        .d_y = p->d_y.device,
-        .d_x = p->out[1].device,
-        .d_w_gate_up = p->out[2].device,
-        .d_w_down = p->out[3].device,
-        .d_b_gate_up = p->biased ? p->out[4].device : NULL,
-        .d_b_down = p->biased ? p->out[5].device : NULL,
-        .d_slot_weights = is_late(p) ? NULL : p->out[6].device,
-        .flags = p->accumulate ? EPIC_ACCUMULATE : 0,
-        .grad_type = p->grad_type};
+    epic_experts_backward_args backward = {INPUTS(p),
+                                           .call.stream = me->stream,
+                                           .d_y = p->d_y.device,
+                                           .d_x = p->out[1].device,
+                                           .d_w_gate_up = p->out[2].device,
+                                           .d_w_down = p->out[3].device,
+                                           .d_b_gate_up = p->biased ? p->out[4].device : NULL,
+                                           .d_b_down = p->biased ? p->out[5].device : NULL,
+                                           .d_slot_weights =
+                                               is_late(p) ? NULL : p->out[6].device,
+                                           .flags = p->accumulate ? EPIC_ACCUMULATE : 0,
+                                           .grad_type = p->grad_type};
     if (p->scaled) {
         forward.w_gate_up = p->of_gate_up.turned.device;
         forward.w_down = p->of_down.turned.device;
         forward.x_scales = p->x_scales.device;
         forward.w_gate_up_scales = p->of_gate_up.turned_scales.device;
         forward.w_down_scales = p->of_down.turned_scales.device;
+        backward.x = p->x_back.device;
+        backward.w_gate_up_scales = p->of_gate_up.scales.device;
+        backward.w_down_scales = p->of_down.scales.device;
     }
     must(p2p_steps.experts_forward(me->group, &forward) == EPIC_OK, "forward");
-    if (p->scaled) return;
     must(p2p_steps.experts_backward(me->group, &backward) == EPIC_OK, "backward");
 }
 
@@ -243,6 +250,7 @@ static void ask_oracle(const problem *p, double *const *to, uint32_t held)
                       .rows = p->rows,
                       .tokens = p->tokens,
                       .x = p->x.truth,
+                      .x_back = p->scaled ? p->x_back.truth : p->x.truth,
                       .weights = is_late(p) ? NULL : p->weights.truth,
                       .w_gate_up = p->w_gate_up.truth,
                       .w_down = p->w_down.truth,
@@ -263,7 +271,6 @@ static void ask_oracle(const problem *p, double *const *to, uint32_t held)
 
 static bool is_wanted(const problem *p, int result)
 {
-    if (p->scaled) return result == 0;
     if (result == 4 || result == 5) return p->biased;
     return result < 6 || !is_late(p);
 }
@@ -330,12 +337,13 @@ static bool are_empty_clean(const problem *p, int result)
 static void compare(const problem *p, int number)
 {
     const uint32_t type = p->ex.row_type;
-    const bool clamped = p->ex.activation >= EPIC_CLAMPED_SWIGLU && type != EPIC_F32;
-    const double exact_plain = p->scaled           ? 5e-2
+    const bool clamped =
+        p->ex.activation >= EPIC_CLAMPED_SWIGLU && (type != EPIC_F32 || p->scaled);
+    const double exact_plain = p->scaled           ? 8e-2
                                : type == EPIC_BF16 ? 1e-2
                                : type == EPIC_F16  ? 2e-3
                                                    : 1e-5;
-    const double most_near = p->scaled          ? 1e-2
+    const double most_near = p->scaled          ? 2e-2
                              : type == EPIC_F32 ? 1e-5
                              : type == EPIC_F16 ? 5e-4
                                                 : 2e-3;

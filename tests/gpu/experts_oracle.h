@@ -11,11 +11,13 @@
 typedef struct oracle { /* float64 throughout */
     epic_experts ex;    /* limit and alpha filled in */
     uint32_t held;
-    bool scaled;          /* activations are held as e4m3, with a scale for each 128 */
+    bool scaled;          /* factors of products with weights are held as e4m3, with a scale for
+                             each 128 numbers */
     bool biased_gradient; /* d_b_gate_up is wanted: EPIC_WEIGHT_INPUT then rounds once more */
     int64_t slots;
     const int32_t *rows, *tokens;
-    const double *x, *weights, *w_gate_up, *w_down, *b_gate_up, *b_down, *d_y;     /* in */
+    const double *x, *x_back; /* as forward and backward have it */
+    const double *weights, *w_gate_up, *w_down, *b_gate_up, *b_down, *d_y;         /* in */
     double *y, *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down, *d_weights; /* out: 0 */
 } oracle;
 
@@ -69,6 +71,8 @@ static activated up_f64(double u, const epic_experts *ex)
 
 typedef struct oracle_row { /* one slot */
     double *saved, *act, *d_act, *d_gate_up;
+    double *factor; /* d_y or d_gate_up as a product with weights has it */
+    double *held;   /* the activations as backward has them */
 } oracle_row;
 
 static int64_t gate_of(const epic_experts *ex, int64_t i)
@@ -120,7 +124,8 @@ static void forward_slot(const oracle *o, int64_t e, int64_t slot, const oracle_
         const double gate = input * r->saved[g] + (b ? b[g] : 0);
         const double up = ex->ungated ? 0 : input * r->saved[u] + (b ? b[u] : 0);
         r->act[i] = activate_f64(gate, ex).value * up_f64(up, ex).value * early;
-        if (!o->scaled) r->act[i] = rounded(r->act[i], o->held);
+        r->held[i] = rounded(r->act[i], o->held);
+        if (!o->scaled) r->act[i] = r->held[i];
     }
     if (o->scaled && o->held != EPIC_F64) quantize_f64(r->act, inner);
     for (int64_t j = 0; j < hidden; j++) {
@@ -165,26 +170,37 @@ static void add_outer(double *to, const double *a, int64_t m, const double *b, i
         for (int64_t j = 0; j < n; j++) to[i * n + j] += a[i] * b[j];
 }
 
+static const double *factor_of(const oracle *o, const oracle_row *r, const double *row,
+                               int64_t n)
+{
+    if (!o->scaled || o->held == EPIC_F64) return row;
+    memcpy(r->factor, row, (size_t)n * sizeof *row);
+    quantize_f64(r->factor, n);
+    return r->factor;
+}
+
 static void backward_slot(const oracle *o, int64_t e, int64_t slot, const oracle_row *r)
 {
     const epic_experts *ex = &o->ex;
     const int64_t hidden = ex->hidden, inner = ex->inner, width = inner * (ex->ungated ? 1 : 2);
-    const double *d_y = o->d_y + slot * hidden, *x = o->x + slot * hidden;
+    const double *d_y = o->d_y + slot * hidden, *x = o->x_back + slot * hidden;
     const double w = o->weights ? o->weights[slot] : 1;
     const bool input = ex->weighting == EPIC_WEIGHT_INPUT;
-    times(o, r->d_act, d_y, o->w_down + e * inner * hidden, hidden, inner, true);
+    times(o, r->d_act, factor_of(o, r, d_y, hidden), o->w_down + e * inner * hidden, hidden,
+          inner, true);
     o->d_weights[slot] = activation_backward(o, e, slot, r);
     for (int64_t j = 0; j < hidden; j++)
         o->d_b_down[e * hidden + j] += (ex->weighting == EPIC_WEIGHT_EARLY ? w : 1) * d_y[j];
     for (int64_t j = 0; j < width; j++) o->d_b_gate_up[e * width + j] += r->d_gate_up[j];
     for (int64_t j = 0; j < width && input && o->biased_gradient; j++)
         r->d_gate_up[j] = rounded(r->d_gate_up[j] * w, o->held);
-    add_outer(o->d_w_down + e * inner * hidden, r->act, inner, d_y, hidden);
+    add_outer(o->d_w_down + e * inner * hidden, r->held, inner, d_y, hidden);
     add_outer(o->d_w_gate_up + e * hidden * width, x, hidden, r->d_gate_up, width);
+    const double *d_gate_up = factor_of(o, r, r->d_gate_up, width);
     for (int64_t h = 0; h < hidden; h++) {
         double sum = 0;
         for (int64_t j = 0; j < width; j++)
-            sum += r->d_gate_up[j] * o->w_gate_up[(e * hidden + h) * width + j];
+            sum += d_gate_up[j] * o->w_gate_up[(e * hidden + h) * width + j];
         o->d_x[slot * hidden + h] = sum;
     }
 }
@@ -192,9 +208,14 @@ static void backward_slot(const oracle *o, int64_t e, int64_t slot, const oracle
 static void oracle_run(const oracle *o)
 {
     const int64_t inner = o->ex.inner, width = inner * (o->ex.ungated ? 1 : 2);
-    double *memory = calloc((size_t)(2 * width + 2 * inner), sizeof *memory);
-    const oracle_row r = {memory, memory + width, memory + width + inner,
-                          memory + width + 2 * inner};
+    const int64_t widest = width > o->ex.hidden ? width : o->ex.hidden;
+    double *memory = calloc((size_t)(2 * width + 3 * inner + widest), sizeof *memory);
+    const oracle_row r = {.saved = memory,
+                          .act = memory + width,
+                          .d_act = memory + width + inner,
+                          .d_gate_up = memory + width + 2 * inner,
+                          .held = memory + 2 * width + 2 * inner,
+                          .factor = memory + 2 * width + 3 * inner};
     int64_t first = 0;
     must(memory != NULL, "memory");
     for (uint32_t e = 0; e < o->ex.num_local_experts; e++) {

@@ -3,7 +3,8 @@
  *
  *     forward    saved = x W_gate_up;  activations;  y = activations W_down.  Of e4m3 weights
  *                activations are e4m3, too, with their scales behind them
- *     backward   d = d_y W_down^T;  activations and d_gate_up from d and saved, in place;
+ *     backward   (of e4m3 weights d_y and d_gate_up are quantized for the products with them)
+ *                d = d_y W_down^T;  activations and d_gate_up from d and saved, in place;
  *                d_w_down = activations^T d_y;  d_w_gate_up = x^T d_gate_up;
  *                d_x = d_gate_up W_gate_up^T */
 #include "backend/p2p/p2p.h"
@@ -112,10 +113,11 @@ static epic_result multiply_theirs(const experts_call *c, const p2p_gemm *g)
 
 static epic_result multiply(const experts_call *c, p2p_gemm g)
 {
+    const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;
     g.slabs = c->slabs;
-    g.row_type = c->scaled ? EPIC_E4M3 : c->experts.row_type;
+    g.row_type = scaled ? EPIC_E4M3 : c->experts.row_type;
     g.y_type = c->experts.row_type;
-    g.weight_type = c->scaled ? EPIC_E4M3 : c->experts.weight_type;
+    g.weight_type = scaled ? EPIC_E4M3 : c->experts.weight_type;
     g.sms = c->sms;
     if (c->experts.gemm) return multiply_theirs(c, &g);
     return p2p_cuda(p2p_launch_gemm(&g, c->stream), "launching a product of the experts");
@@ -210,6 +212,27 @@ static epic_result weight_gradient(const experts_call *c, const epic_experts_bac
     return out == NULL ? EPIC_OK : multiply(c, job);
 }
 
+/* out [slots, k] = rows [slots, n] times the weights turned. */
+static epic_result row_gradient(const experts_call *c, const void *rows, const void *weights,
+                                const float *scales, void *out, int64_t k, int64_t n)
+{
+    p2p_gemm job = {
+        .pass = EPIC_GEMM_INPUT, .a = rows, .b = weights, .out = out, .k = k, .n = n};
+    if (!c->scaled) return multiply(c, job);
+    const p2p_quantize_job quantize = {.slabs = c->slabs,
+                                       .rows = rows,
+                                       .to = c->work + c->at.quantized,
+                                       .scales = (float *)(void *)(c->work + c->at.scales),
+                                       .n = n,
+                                       .row_type = c->experts.row_type,
+                                       .sms = c->sms};
+    job.a = quantize.to;
+    job.a_scales = quantize.scales;
+    job.b_scales = scales;
+    TRY(p2p_cuda(p2p_launch_quantize(&quantize, c->stream), "launching rows to e4m3"));
+    return multiply(c, job);
+}
+
 /* From the gradient of the activations, in their place, to that of the first product.  Weights on
  * the input multiply it there, but for the biases, which they do not multiply. */
 static epic_result activation_backward(const experts_call *c,
@@ -246,23 +269,14 @@ epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_
     TRY(begin(group, &c, a->experts, &a->call, a->num_slots, true));
     c.slabs = slabs_of(&c, a->expert_rows, a->expert_tokens, a->num_slots);
     const bool early = c.experts.weighting == EPIC_WEIGHT_EARLY;
-    const p2p_gemm to_activations = {.pass = EPIC_GEMM_INPUT,
-                                     .a = a->d_y,
-                                     .b = a->w_down,
-                                     .out = activations_of(&c),
-                                     .k = c.inner,
-                                     .n = c.hidden};
-    const p2p_gemm to_rows = {.pass = EPIC_GEMM_INPUT,
-                              .a = d_gate_up_of(&c),
-                              .b = a->w_gate_up,
-                              .out = a->d_x,
-                              .k = c.hidden,
-                              .n = c.width};
     TRY(p2p_cuda(p2p_launch_slabs(&c.slabs, c.stream), "launching the experts' slabs"));
     TRY(bias_gradient(&c, a, a->d_y, early ? c.slot_weights : NULL, a->d_b_down, c.hidden));
-    TRY(multiply(&c, to_activations));
+    TRY(row_gradient(&c, a->d_y, a->w_down, a->w_down_scales, activations_of(&c), c.inner,
+                     c.hidden));
     TRY(activation_backward(&c, a));
     TRY(weight_gradient(&c, a, activations_of(&c), a->d_y, a->d_w_down, c.inner, c.hidden));
     TRY(weight_gradient(&c, a, a->x, d_gate_up_of(&c), a->d_w_gate_up, c.hidden, c.width));
-    return a->d_x ? multiply(&c, to_rows) : EPIC_OK;
+    if (!a->d_x) return EPIC_OK;
+    return row_gradient(&c, d_gate_up_of(&c), a->w_gate_up, a->w_gate_up_scales, a->d_x,
+                        c.hidden, c.width);
 }

@@ -329,7 +329,8 @@ static void refuse_scaled(epic_experts_args f)
                                           .w_gate_up = f.w_gate_up,
                                           .w_down = f.w_down,
                                           .d_y = f.x};
-    refused(epic_experts_backward(ctx, &b), EPIC_ENOTSUP, "E4M3");
+    refused(epic_experts_backward(ctx, &b), EPIC_EINVAL, "w_gate_up_scales is NULL");
+    refused(epic_experts_backward(NULL, &b), EPIC_ENOTSUP, "E4M3");
     ex.gemm = &own;
     refused(epic_experts_forward(ctx, &f), EPIC_ENOTSUP, "experts.gemm");
     ex.gemm = NULL;

@@ -98,8 +98,8 @@ static void make_rank(rank *r)
     random_state = 99 + (uint64_t)r->number;
     r->b_gate_up = pushed(k->type, LOCAL * WIDTH, 0.5);
     r->b_down = pushed(k->type, LOCAL * HIDDEN, 0.5);
-    r->gate_up = random_both(EPIC_E4M3, LOCAL * HIDDEN * WIDTH, 0.2);
-    r->down = random_both(EPIC_E4M3, LOCAL * INNER * HIDDEN, 0.3);
+    r->gate_up = pushed(EPIC_E4M3, LOCAL * HIDDEN * WIDTH, 0.2);
+    r->down = pushed(EPIC_E4M3, LOCAL * INNER * HIDDEN, 0.3);
     r->of_gate_up = scale_weights(&r->gate_up, LOCAL, HIDDEN, WIDTH);
     r->of_down = scale_weights(&r->down, LOCAL, INNER, HIDDEN);
     r->wide_gate_up = as_type(&r->gate_up, k->type);
@@ -113,6 +113,18 @@ static void free_rank(rank *r)
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) free_both(arrays[i]);
     free_scaled(&r->of_gate_up);
     free_scaled(&r->of_down);
+}
+
+/* Forward's, or as they lie for backward. */
+static epic_moe_weights back_of(const rank *r)
+{
+    return (epic_moe_weights){.w_gate = r->w_gate.device,
+                              .w_gate_up = r->gate_up.device,
+                              .w_down = r->down.device,
+                              .b_gate_up = r->b_gate_up.device,
+                              .b_down = r->b_down.device,
+                              .w_gate_up_scales = r->of_gate_up.scales.device,
+                              .w_down_scales = r->of_down.scales.device};
 }
 
 static epic_moe_weights weights_of(const rank *r, bool scaled)
@@ -143,7 +155,7 @@ static both of_bytes(int64_t bytes)
     return b;
 }
 
-static run run_layer(rank *r, const epic_config *config, bool scaled)
+static run run_layer(rank *r, const epic_config *config, bool scaled, bool scaled_back)
 {
     const int64_t row = HIDDEN * bytes_of(r->k->type);
     const int64_t counts[] = {TOKENS * HIDDEN,        HIDDEN * EXPERTS, LOCAL * HIDDEN * WIDTH,
@@ -153,7 +165,8 @@ static run run_layer(rank *r, const epic_config *config, bool scaled)
              .load = make_both(EPIC_F32, EXPERTS)};
     r->experts.weight_type = scaled ? EPIC_E4M3 : 0;
     need(r, epic_moe_memory(config, &r->moe, &memory), "memory");
-    const epic_moe_weights ahead = weights_of(r, scaled), back = weights_of(r, false);
+    const epic_moe_weights ahead = weights_of(r, scaled);
+    const epic_moe_weights back = scaled_back ? back_of(r) : weights_of(r, false);
     n.saved = of_bytes(memory.cuda_saved_bytes);
     n.workspace = of_bytes(memory.cuda_forward_bytes > memory.cuda_backward_bytes
                                ? memory.cuda_forward_bytes
@@ -219,11 +232,16 @@ static double distance(const both *got, const both *want)
     return difference == 0 ? 0 : sqrt(difference / size);
 }
 
-/* e4m3 has four bits: rows, activations and, but for what they stand for, no weights are rounded. */
-static void compare(const rank *r, const run *scaled, const run *wide)
+/* e4m3 has four bits: rows, activations and, but for what they stand for, no weights are rounded.
+ * back_alone: only the weights of backward are others, if `again`. */
+static void compare(const rank *r, const run *scaled, const run *wide, bool back_alone,
+                    bool again)
 {
     const double out = distance(&scaled->out, &wide->out);
-    if (!(out > 1e-3 && out < 6e-2)) fail(r, "out", out);
+    const double d_x = distance(&scaled->gradients[D_X], &wide->gradients[D_X]);
+    if (!back_alone && !(out > 1e-3 && out < 6e-2)) fail(r, "out", out);
+    if (back_alone && out != 0) fail(r, "out, of the same weights", out);
+    if (back_alone && (d_x > 1e-3) != again) fail(r, "d_x, quantized or not", d_x);
     for (int i = 0; i < GRADIENTS; i++) {
         const double far = distance(&scaled->gradients[i], &wide->gradients[i]);
         if (!(far < 8e-2)) fail(r, gradients[i], far);
@@ -312,8 +330,11 @@ static void refuse(rank *r, const epic_config *config)
     const epic_moe_args f = {.moe = &r->moe, .weights = &w};
     const epic_moe_backward_args b = {.moe = &r->moe, .weights = &w};
     r->experts.weight_type = EPIC_E4M3;
+    r->moe.flags |= EPIC_RECOMPUTE;
     refused(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL, "w_gate_up_scales is given");
+    r->moe.flags &= ~(uint32_t)EPIC_RECOMPUTE;
     w.w_gate_up_scales = NULL;
+    refused(r, epic_moe_backward(r->ctx, &b), EPIC_EINVAL, "w_down_scales is given");
     refused(r, epic_moe_forward(r->ctx, &f), EPIC_EINVAL, "w_gate_up_scales is NULL");
     r->experts.gemm = &gemm;
     refused(r, epic_moe_memory(config, &r->moe, &memory), EPIC_ENOTSUP, "moe.experts.gemm");
@@ -335,12 +356,16 @@ static void run_kind(rank *r, const epic_config *config)
         if (turn == r->number) make_rank(r);
         meet();
     }
-    run wide = run_layer(r, config, false), scaled = run_layer(r, config, true);
-    compare(r, &scaled, &wide);
+    const bool again = !(r->k->flags & EPIC_RECOMPUTE);
+    run wide = run_layer(r, config, false, false), scaled = run_layer(r, config, true, false);
+    run back = run_layer(r, config, true, again);
+    compare(r, &scaled, &wide, false, false);
+    compare(r, &back, &scaled, true, again);
     if (r->k->top_k == 1) compare_parts(r, config, &scaled);
     if (r->k->top_k == 1) refuse(r, config);
     free_run(&wide);
     free_run(&scaled);
+    free_run(&back);
     free_rank(r);
 }
 
