@@ -273,7 +273,7 @@ class Group:
         if found is None:
             config, options = self.config(), known[layer]
             found = self.kept[layer] = (
-                _native.size("epic_plan_bytes_v1", config, options),
+                -(-_native.size("epic_plan_bytes_v1", config, options) // 16) * 16,
                 _native.size("epic_capacity_bound_v1", config, options),
                 -(-options.num_experts // self.num_ranks),
                 words_of(options.numbers()),

@@ -151,11 +151,11 @@ def plan_fake(
     tag: int,
     layer_experts: int,
     *layer: int,
-) -> tuple[Tensor, ...]:
-    """The plan, and one after the other expert_rows, expert_tokens, load, demand, logical_load."""
+) -> Tensor:
+    """The plan, and behind it expert_rows, expert_tokens, load, demand, logical_load."""
     num_experts, num_logical = layer_experts & 0xFFFFFFFF, layer_experts >> 32
     count = 2 * num_local_experts + num_experts + 1 + num_logical
-    return octets(topk_idx, plan_bytes), ints(topk_idx, count)
+    return octets(topk_idx, plan_bytes + 4 * count)
 
 
 @fake
@@ -192,7 +192,7 @@ def plan_dispatch_fake(
     sizes = (capacity, plan_bytes, num_local_experts)
     tables = (rank_of_expert, logical_of_expert)
     planned = plan_fake(turn, topk_idx, *tables, *sizes, group, tag, *layer)
-    return (*planned, *dispatch_fake(turn, planned[0], tokens, weights, capacity))
+    return planned, *dispatch_fake(turn, planned, tokens, weights, capacity)
 
 
 @fake

@@ -33,47 +33,49 @@ def way_of(group: Group, layer: Layer, tag: int) -> Way:
 class Plan(NamedTuple):
     """Where every choice goes.
 
-    bytes [n] uint8: what dispatch, combine and their gradients read.  counts int32, whose parts are
-    expert_rows and expert_tokens [num_local]: padded and true rows of each slab; load
-    [num_experts]: choices of each expert over the group; demand [1]: slots that were needed;
-    logical_load [num_logical]: the load of logical experts, None without replicas.
+    bytes [n] uint8: what dispatch, combine and their gradients read, and behind that int32 counts,
+    of which the properties are views, so clone what you would write: expert_rows and expert_tokens
+    [num_local]; load [num_experts]; demand [1]; logical_load [num_logical], None without replicas.
     """
 
     bytes: Tensor
-    counts: Tensor
     num_tokens: int
     capacity: int
     num_local: int
-    room: int  # of expert_rows and of expert_tokens within counts
+    first: int  # byte of the counts
+    room: int  # of expert_rows and of expert_tokens among them
     way: Way
+
+    def counts(self, begin: int, count: int) -> Tensor:
+        """A part of them."""
+        begin = self.first + 4 * begin
+        return self.bytes[begin : begin + 4 * count].view(torch.int32)
 
     @property
     def expert_rows(self) -> Tensor:
         """Of each slab, padding included."""
-        return self.counts[: self.num_local]
+        return self.counts(0, self.num_local)
 
     @property
     def expert_tokens(self) -> Tensor:
         """Of each slab, without padding."""
-        return self.counts[self.room : self.room + self.num_local]
+        return self.counts(self.room, self.num_local)
 
     @property
     def load(self) -> Tensor:
-        """Choices of each expert, before any is dropped."""
-        return self.counts[2 * self.room : 2 * self.room + self.way.num_experts]
+        """Choices of each expert over the group, before any is dropped."""
+        return self.counts(2 * self.room, self.way.num_experts)
 
     @property
     def demand(self) -> Tensor:
         """Slots that this rank would have needed."""
-        first = 2 * self.room + self.way.num_experts
-        return self.counts[first : first + 1]
+        return self.counts(2 * self.room + self.way.num_experts, 1)
 
     @property
     def logical_load(self) -> Tensor | None:
         """The load of logical experts."""
-        if not self.way.num_logical:
-            return None
-        return self.counts[2 * self.room + self.way.num_experts + 1 :]
+        begin, count = 2 * self.room + self.way.num_experts + 1, self.way.num_logical
+        return self.counts(begin, count) if count else None
 
     @property
     def load_of_ids(self) -> Tensor:

@@ -54,13 +54,13 @@ def plan(
         tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
         facts = group.facts(layer.key)
         slots, size, room = sizes_of(facts, tables[0], capacity, num_local_experts)
-        data, counts = ops.plan.default(
+        data = ops.plan.default(
             group.turn, chosen, *tables, slots, size, room, group.number, tag, *facts[3]
         )
     except RuntimeError as error:
         raise told(error) from None
     local = room if num_local_experts is None else num_local_experts
-    made = Plan(data, counts, chosen.shape[0], slots, local, room, way)
+    made = Plan(data, chosen.shape[0], slots, local, size, room, way)
     return made._replace(capacity=int(made.demand.item())) if slots == EXACT else made
 
 
@@ -300,7 +300,7 @@ class PlanDispatch(torch.autograd.Function):
         ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
         out = plan_dispatch_op(way, chosen, tables, tokens, weights, sizes, flags, layer)
         ctx.save_for_backward(out[0])
-        ctx.mark_non_differentiable(*out[:2])
+        ctx.mark_non_differentiable(out[0])
         return out
 
     @staticmethod
@@ -309,7 +309,7 @@ class PlanDispatch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """As dispatch's."""
         (data,) = ctx.saved_tensors
-        return None, None, None, *rows_home(ctx, data, *gradients[2:]), None, None, None
+        return None, None, None, *rows_home(ctx, data, *gradients[1:]), None, None, None
 
 
 plan_dispatch_apply = applied(PlanDispatch)
@@ -334,7 +334,7 @@ def plan_dispatch(
         facts, way = group.facts(layer.key), way_of(group, layer, tag)
         chosen = as_choices(layer, topk_idx)
         tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
-        sizes = slots, _, room = sizes_of(facts, tables[0], capacity, num_local_experts)
+        sizes = slots, size, room = sizes_of(facts, tables[0], capacity, num_local_experts)
         check_layout(way, False, "plan, then dispatch_flat")
         if slots == EXACT:
             raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
@@ -342,11 +342,11 @@ def plan_dispatch(
         weights = as_weights("weights", weights, chosen.shape[0], layer.top_k)
         flags = ZERO_TAIL if zero_tail else 0
         call = plan_dispatch_apply if needs_gradient(rows, weights) else plan_dispatch_op
-        data, counts, recv, slot = call(way, chosen, tables, rows, weights, sizes, flags, facts[3])
+        data, recv, slot = call(way, chosen, tables, rows, weights, sizes, flags, facts[3])
     except RuntimeError as error:
         raise told(error) from None
     local = room if num_local_experts is None else num_local_experts
-    made = Plan(data, counts, chosen.shape[0], slots, local, room, way)
+    made = Plan(data, chosen.shape[0], slots, local, size, room, way)
     return made, recv, None if weights is None else slot
 
 
