@@ -356,20 +356,20 @@ extern "C" int p2p_goes_in_bulk(const p2p_dispatch_job *job)
 }
 
 /* Warps that move strings, each with room for two at least, and how far receiving stays behind;
- * measured, docs/cuda.md.  Quantizing takes all warps, and receiving waits the longer. */
+ * measured, docs/cuda.md.  Quantizing takes more warps, and receiving waits the longer. */
 static void deal_strings(p2p_dispatch_job &job, int num_sms)
 {
     const int places = (int)places_of(job), tokens = job.num_tokens;
-    const int enough = (job.plan.planners ? 924 : 800) / num_sms;
-    int warps = BLOCK / WARP;
+    const int wanted = (job.plan.planners ? 924 : 800) / num_sms, least = job.quantize ? 10 : 7;
+    int warps = wanted > least ? wanted : least;
     if (warps > places / 2) warps = places / 2;
-    if (!job.quantize && warps > enough) warps = enough > 7 ? enough : warps > 7 ? 7 : warps;
+    if (warps > BLOCK / WARP) warps = BLOCK / WARP;
     job.warps = warps;
     job.places = places / warps < 4 ? places / warps : 4;
     job.units = num_sms * warps;
     const int at_a_time = job.units / job.plan.self.num_ranks;
-    job.lag = job.quantize ? 2 * at_a_time : at_a_time / 2;
-    if (job.quantize && job.lag > tokens / 4) job.lag = tokens / 4;
+    job.lag = job.plan.planners ? at_a_time : at_a_time / 2;
+    if (job.quantize) job.lag = 2 * at_a_time < tokens / 4 ? 2 * at_a_time : tokens / 4;
     if (job.lag < 16) job.lag = 16;
 }
 
