@@ -85,6 +85,13 @@ __device__ __forceinline__ void copy_given(const Strings &m, int32_t token, uint
         copy_again(place + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
+/* The same row comes to the L2, to be quantized soon. */
+__device__ __forceinline__ void prefetch_given(const Strings &m, int32_t token)
+{
+    if (lane_id() == 0)
+        bulk_prefetch(m.job.tokens + row_offset(token, m.given), (uint32_t)m.given.row_bytes);
+}
+
 /* The same with a staged one. */
 __device__ __forceinline__ void copy_staged(const Strings &m, int rank, int32_t token,
                                             uint32_t place)
@@ -100,15 +107,16 @@ __device__ __forceinline__ bool quantize_row(const Strings &m, int32_t token, ui
     const uint32_t row_end = (uint32_t)m.row_vectors * 16;
     const uint32_t end = (uint32_t)m.shape.vectors * 16;
     bool special = false;
-    uint4 next[V];
+    uint4 next[V], after[V]; /* what is loaded takes longer than quantizing a piece */
     Made::load_raw(m, token, 0, next);
+    Made::load_raw(m, token, 1, after);
 #pragma unroll 1
     for (int i = 0; i < m.given.pieces; i++) {
         uint4 raw[V];
         Made piece;
 #pragma unroll
-        for (int v = 0; v < V; v++) raw[v] = next[v];
-        if (i + 1 < m.given.pieces) Made::load_raw(m, token, i + 1, next);
+        for (int v = 0; v < V; v++) raw[v] = next[v], next[v] = after[v];
+        Made::load_raw(m, token, i + 2, after);
         piece.make_raw(m, raw);
 #pragma unroll
         for (int v = 0; v < 2; v++) {

@@ -224,6 +224,7 @@ typedef struct p2p_combine_job {
     int32_t lag;                   /* tokens that adding stays behind sending */
     int32_t top_k, likely_experts; /* as in dispatch */
     int64_t likely_rank_of, likely_records;
+    int32_t flat; /* perhaps: the group has made FLAT plans */
 } p2p_combine_job;
 
 typedef struct p2p_combine_backward_job {

@@ -5,8 +5,8 @@
  * A unit is a token's string.  Step i of the list brings this rank's token i to every peer that needs
  * it and to its slots here, so that it is read, or quantized, once; and it receives token i - lag of
  * each peer.  What a receive waits for was sent `lag` steps earlier, and each CTA takes its units in
- * order: no wait is circular, as in dispatch.cu.  While some CTAs make the plan, the others send the first `head` tokens; those then go
- * to their slots alone.
+ * order: no wait is circular, as in dispatch.cu.  While some CTAs make the plan, each warp of the others sends its first token, and waits
+ * for what says where its slots are.
  *
  * While a unit is at work, the string of the next one is on its way to its place. */
 #include "cuda/bulk.cuh"
@@ -70,10 +70,11 @@ template <class Given, bool FLAT>
 __device__ __forceinline__ void begin_copy(const Strings &m, const Unit &unit, int32_t end,
                                            uint32_t place)
 {
-    const bool own = unit.is_own();
-    if (is_in(m, unit, end) && !(own && Given::QUANTIZED)) {
+    if (is_in(m, unit, end)) {
         const int32_t token = token_of(m, unit);
-        if (own)
+        if (unit.is_own() && Given::QUANTIZED)
+            prefetch_given(m, token);
+        else if (unit.is_own())
             copy_given(m, token, place);
         else if (!is_absent<FLAT>(m, unit.record))
             copy_staged(m, rank_of_role(m.job.plan.self, unit.role), token, place);
@@ -119,7 +120,7 @@ __device__ __forceinline__ bool make_string(const Strings &m, int32_t token, uin
     return __any_sync(ALL_LANES, special) != 0;
 }
 
-/* This rank's token to its peers and its slots. */
+/* This rank's token to its peers, and as soon as it is known where to its slots. */
 template <class Given, bool FLAT>
 __device__ __forceinline__ bool give_string(const Strings &m, int32_t token, const Unit &unit,
                                             uint32_t place)
@@ -127,18 +128,18 @@ __device__ __forceinline__ bool give_string(const Strings &m, int32_t token, con
     const int rank = m.job.plan.self.rank;
     const bool besides = FLAT && is_flat(m);
     int32_t slot[2];
-    uint32_t peers = 0, weight = 0;
+    uint32_t weight = 0;
     Beside beside;
-    if (token >= m.head) peers = choose_peers(m, token, m.job.weights != NULL, unit.choice);
+    const uint32_t peers = choose_peers(m, token, m.job.weights != NULL, unit.choice);
+    const bool special = peers && make_string<Given>(m, token, place);
+    if (!special) bulk_to_peers(m, token, peers, place);
     if (!find_slots<FLAT>(m, rank, token, true, unit.record, slot)) return false;
     const bool here = __any_sync(ALL_LANES, slot[0] >= 0) != 0;
-    if (!here && !peers) return true;
+    if (here && !peers) make_string<Given>(m, token, place);
     if (here && besides) beside = peek_beside(m, rank, 0, token, 0);
     if (here && !besides && m.job.weights) weight = peek_weight(m, rank, 0, token, 0, slot[0]);
-    const bool special = make_string<Given>(m, token, place);
-    if (!special) bulk_to_peers(m, token, peers, place);
     if (here) fill_all_slots(m, slot, place);
-    if (special && peers) send_special<Given::QUANTIZED>(m, token, peers, place);
+    if (special) send_special<Given::QUANTIZED>(m, token, peers, place);
     return !here || take_weights<FLAT>(m, rank, 0, token, slot, beside, weight);
 }
 
@@ -174,77 +175,70 @@ __device__ __forceinline__ bool receive_string(const Strings &m, int32_t token,
     return take_weights<FLAT>(m, rank, source, token, slot, beside, weight);
 }
 
-/* The CTAs that do not plan send the first tokens meanwhile. */
-template <class Given>
-static __device__ __noinline__ void send_head(const Strings m, const Places places)
+struct Progress { /* of a warp in a round */
+    int32_t end;  /* of its tokens */
+    bool heard;   /* how many tokens each rank has */
+    int slab_bits;
+};
+
+/* Before anything of peers, and before padding: until then this rank's own tokens may leave. */
+__device__ __forceinline__ bool hear_first(Strings &m, Progress &p)
 {
-    const int planners = m.job.plan.planners, tokens = min(m.head, m.job.num_tokens);
-    const int warp = (int)threadIdx.x / WARP, senders = (int)gridDim.x - planners;
-    Places own = places;
-    if ((int)blockIdx.x < planners || warp >= m.job.warps) return;
-    for (int32_t token = warp * senders + (int)blockIdx.x - planners; token < tokens;
-         token += senders * m.job.warps) {
-        const uint64_t word = read_choice(m, token, lane_id());
-        const uint32_t peers = choose_peers(m, token, m.job.weights != NULL, word);
-        const uint32_t place = own.at(own.used);
-        if (!peers) continue;
-        if (!Given::QUANTIZED) copy_given(m, token, place);
-        end_copies();
-        wait_copies<0>();
-        show_place();
-        if (make_string<Given>(m, token, place))
-            send_special<Given::QUANTIZED>(m, token, peers, place);
-        else
-            bulk_to_peers(m, token, peers, place);
-        if (lane_id() == 0) end_bulk();
-        own.used = own.after();
-        own.wait_free();
-    }
-    if (lane_id() == 0) wait_bulk_read<0>();
-    __syncwarp();
+    if (!p.heard && !hear_tokens(m)) return false;
+    p.heard = true;
+    p.end = min(p.end, m.most_tokens);
+    return true;
+}
+
+/* The padding that goes along with this rank's token. */
+__device__ __forceinline__ bool pad_beside(Strings &m, int32_t token, Progress &p,
+                                           const Places &places)
+{
+    if (!hear_first(m, p)) return false;
+    if (p.slab_bits == NOT_KNOWN && !find_slabs(m, p.slab_bits)) return false;
+    if (p.slab_bits >= 0 && token < p.end)
+        each_pad(m.plan, p.slab_bits, token, m.most_tokens,
+                 [&](int32_t slot) { bulk_padding(m, slot, places); });
+    return true;
 }
 
 template <class Given, bool FLAT>
-__device__ __forceinline__ bool move_unit(const Strings &m, const Unit &unit, int32_t end,
-                                          int slab_bits, const Places &places)
+__device__ __forceinline__ bool move_unit(Strings &m, const Unit &unit, Progress &p,
+                                          const Places &places)
 {
     const int32_t token = token_of(m, unit);
-    bool ok = true;
-    if (!is_in(m, unit, end))
-        ;
-    else if (unit.is_own())
-        ok = give_string<Given, FLAT>(m, token, unit, places.at(places.used));
-    else
-        ok = receive_string<Given, FLAT>(m, token, unit, places);
-    if (unit.is_own() && slab_bits >= 0 && token < end)
-        each_pad(m.plan, slab_bits, token, m.most_tokens,
-                 [&](int32_t slot) { bulk_padding(m, slot, places); });
-    if (lane_id() == 0) end_bulk();
-    return ok;
+    if (unit.is_own()) {
+        if (is_in(m, unit, p.end) &&
+            !give_string<Given, FLAT>(m, token, unit, places.at(places.used)))
+            return false;
+        return pad_beside(m, token, p, places);
+    }
+    if (token < m.first) return true;
+    if (!hear_first(m, p)) return false;
+    return token >= p.end || receive_string<Given, FLAT>(m, token, unit, places);
 }
 
 /* One round: tokens [m.first, end) of every rank. */
 template <class Given, bool FLAT>
 __device__ __forceinline__ bool move_tokens(Strings &m, int32_t end, Places &places, int *turns)
 {
-    int slab_bits = NOT_KNOWN;
+    Progress p = {end, !m.made, NOT_KNOWN};
+    bool ok = true;
     if ((int)threadIdx.x / WARP >= m.job.warps) return true;
-    if (m.made && !hear_tokens(m)) return false;
-    end = min(end, m.most_tokens);
-    Unit unit = take_unit<FLAT>(m, turns, end);
-    begin_copy<Given, FLAT>(m, unit, end, places.at(places.used));
-    while (m.first + unit.step - m.job.lag < end) {
-        const Unit next = take_unit<FLAT>(m, turns, end);
+    Unit unit = take_unit<FLAT>(m, turns, p.end);
+    begin_copy<Given, FLAT>(m, unit, p.end, places.at(places.used));
+    while (ok && m.first + unit.step - m.job.lag < p.end) {
+        const Unit next = take_unit<FLAT>(m, turns, p.end);
         places.wait_free();
-        begin_copy<Given, FLAT>(m, next, end, places.at(places.after()));
+        begin_copy<Given, FLAT>(m, next, p.end, places.at(places.after()));
         wait_copies<1>();
         show_place();
-        if (slab_bits == NOT_KNOWN && unit.is_own() && !find_slabs(m, slab_bits)) return false;
-        if (!move_unit<Given, FLAT>(m, unit, end, slab_bits, places)) return false;
+        ok = move_unit<Given, FLAT>(m, unit, p, places);
+        if (lane_id() == 0) end_bulk();
         places.used = places.after();
         unit = next;
     }
-    return true;
+    return ok;
 }
 
 template <class Given, bool FLAT>
@@ -255,14 +249,13 @@ __device__ __forceinline__ bool move_rounds(Strings &m, Now &now, const uint8_t 
     const int64_t round_tokens =
         m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
-    if (m.head) send_head<Given>(m, places);
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
         const bool last = m.made || m.first + round_tokens >= most;
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
         const bool moved = move_tokens<Given, FLAT>(m, end, places, turns);
         wait_copies<0>();
         wait_bulk();
-        __syncwarp();
+        show_place();
         if (!moved) return false;
         if (last) return true;
         if (!next_round(now)) return false;
@@ -324,8 +317,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
     fill_stamps(memory);
     Move move = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.made = MADE;
-    move.head = MADE && job.plan.planners < (int)gridDim.x ? job.head : 0;
-    move.tokens_of = !MADE && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
+    move.tokens_of = job.num_tokens; /* this rank's, until the others' are heard */
+    if (!MADE)
+        move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     move.most_tokens = MADE ? (int32_t)self.max_tokens : plan.most_tokens;
     Strings m = {move};
     describe_strings(m, 1);
@@ -361,15 +355,29 @@ extern "C" int p2p_goes_in_bulk(const p2p_dispatch_job *job)
            (!job->quantize || job->type != EPIC_F32);
 }
 
+/* Warps that move strings, each with room for two at least, and how far receiving stays behind;
+ * measured, docs/cuda.md.  Quantizing takes more warps, and receiving waits the longer. */
+static void deal_strings(p2p_dispatch_job &job, int num_sms)
+{
+    const int places = (int)places_of(job), tokens = job.num_tokens;
+    const int wanted = (job.plan.planners ? 924 : 800) / num_sms, least = job.quantize ? 10 : 7;
+    int warps = wanted > least ? wanted : least;
+    if (warps > places / 2) warps = places / 2;
+    if (warps > BLOCK / WARP) warps = BLOCK / WARP;
+    job.warps = warps;
+    job.places = places / warps < 4 ? places / warps : 4;
+    job.units = num_sms * warps;
+    const int at_a_time = job.units / job.plan.self.num_ranks;
+    job.lag = job.plan.planners ? at_a_time : at_a_time / 2;
+    if (job.quantize) job.lag = 2 * at_a_time < tokens / 4 ? 2 * at_a_time : tokens / 4;
+    if (job.lag < 16) job.lag = 16;
+}
+
 extern "C" cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
                                                 cudaStream_t stream)
 {
     p2p_dispatch_job copy = *job;
-    const int places = (int)places_of(*job), ranks = job->plan.self.num_ranks;
-    copy.warps = places / 2 < BLOCK / WARP ? places / 2 : BLOCK / WARP;
-    copy.places = places / copy.warps < 4 ? places / copy.warps : 4;
-    copy.units = num_sms * copy.warps;
-    copy.lag = copy.units / ranks / 2 > 16 ? copy.units / ranks / 2 : 16;
+    deal_strings(copy, num_sms);
     if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
     const int planning = copy.plan.planners ? planner_bytes_of(copy.plan) : 0;
     const Kernel kernel =

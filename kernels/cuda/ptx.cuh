@@ -228,6 +228,12 @@ __device__ __forceinline__ void bulk_here(void *to, uint32_t from, uint32_t byte
     bulk_send(to, from, bytes);
 }
 
+/* Rows that will be read soon come to the L2. */
+__device__ __forceinline__ void bulk_prefetch(const void *from, uint32_t bytes)
+{
+    BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void end_bulk(void)
 {
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");

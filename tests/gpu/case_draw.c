@@ -137,12 +137,30 @@ static void draw_capacity(test_case *c, uint64_t *s)
     solve_routing(r);
 }
 
-/* Second rows, the caller's or those of quantized ones; by the seed alone. */
-static void choose_scales(test_case *c, uint64_t kind)
+static int64_t most_slots(const test_case *c)
 {
-    static const int64_t bytes[] = {1, 4, 17, 56, 224, 1040};
-    const int64_t n = c->hidden;
+    int64_t slots = 1;
+    for (int q = 0; q < c->r.num_ranks; q++)
+        if (c->recv_rows[q] > slots) slots = c->recv_rows[q];
+    return slots;
+}
+
+/* Rows whose scales are whole vectors, if that leaves the case short. */
+static void widen(test_case *c, int64_t max_row_bytes)
+{
+    const int64_t wide = 512, row_bytes = wide * type_bytes(c->type);
+    if (row_bytes > max_row_bytes || most_slots(c) * wide > 1500000) return;
+    c->hidden = wide;
+    c->row_bytes = row_bytes;
+}
+
+/* Second rows, the caller's or those of quantized ones; by the seed alone. */
+static void choose_scales(test_case *c, uint64_t kind, int64_t max_row_bytes)
+{
+    static const int64_t bytes[] = {1, 4, 17, 64, 224, 1040};
     c->quantize = kind % 4 == 0 ? EPIC_QUANTIZE_1X128 : kind % 4 == 1 ? EPIC_QUANTIZE_1X32 : 0;
+    if (c->quantize && kind / 4 % 2) widen(c, max_row_bytes);
+    const int64_t n = c->hidden;
     c->recv_bytes = c->quantize ? n : c->row_bytes;
     c->scale_bytes = c->quantize == EPIC_QUANTIZE_1X128  ? (n + 127) / 128 * 4
                      : c->quantize == EPIC_QUANTIZE_1X32 ? (n + 31) / 32
@@ -153,9 +171,7 @@ static void choose_scales(test_case *c, uint64_t kind)
 /* Narrower rows where there are many, so that cases stay short. */
 static void shrink(test_case *c)
 {
-    int64_t slots = 1;
-    for (int q = 0; q < c->r.num_ranks; q++)
-        if (c->recv_rows[q] > slots) slots = c->recv_rows[q];
+    const int64_t slots = most_slots(c);
     while (c->hidden > 8 && slots * c->hidden > 1500000) c->hidden = c->hidden / 3 + 1;
     c->row_bytes = c->hidden * type_bytes(c->type);
 }
@@ -194,7 +210,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     draw_replicas(c);
     draw_capacity(c, s);
     shrink(c);
-    choose_scales(c, case_hash(seed, 41, 0, 0));
+    choose_scales(c, case_hash(seed, 41, 0, 0), max_row_bytes);
     if (c->scale_bytes > max_row_bytes) c->scale_bytes = max_row_bytes;
 }
 
@@ -238,5 +254,9 @@ void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens)
     solve_routing(&c->r);
     for (int q = 0; q < num_ranks; q++)
         c->recv_rows[q] = c->r.capacity_of[q] = c->r.slots_of[q] + 3;
-    choose_scales(c, seed % 3 == 0 ? 3 : seed % 3 == 1 ? 18 : 0); /* none; 224 bytes; 1x128 */
+    choose_scales(c,
+                  seed % 3 == 0   ? 3
+                  : seed % 3 == 1 ? 18
+                                  : 0,
+                  0); /* none; 224 bytes; 1x128 */
 }

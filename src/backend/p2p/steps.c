@@ -381,6 +381,7 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
     job->aligned = is_aligned(rows) && is_aligned(out);
     job->tree = g->tree;
     job->lag = COMBINE_LAG;
+    job->flat = g->flat;
     mix(&a, (uint64_t)job->row_bytes);
     mix(&a, job->type);
     job->self = self_of(g, call, operation, a);

@@ -166,6 +166,10 @@ inline void bulk_here(void *to, uint32_t from, uint32_t bytes)
     emulator_bulk(to, from, bytes, emulator_note_store);
 }
 
+inline void bulk_prefetch(const void *, uint32_t)
+{
+}
+
 inline void end_bulk()
 {
     emulator_end_bulk();
