@@ -17,7 +17,7 @@
 #define P2P_FEW_TOKENS 128  /* of a rank, at most, where latency is all: few.cuh */
 #define P2P_FEW_ROWS \
     128 /* the same for rows whose plan is there; up to 1024 it would be faster too, docs/cuda.md */
-#define P2P_FEW_SUMS 128     /* and for combine */
+#define P2P_FEW_SUMS 64      /* and for combine, above which the stream is faster */
 #define P2P_FEW_CHOICES 8192 /* of all ranks, */
 #define P2P_FEW_MASKS 8192   /* experts times groups of 32 tokens, */
 #define P2P_FEW_EXPERTS 512  /* and experts that a CTA plans */

@@ -67,15 +67,15 @@ static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t 
     return at;
 }
 
-/* Of the workspace: the list of tiles, then the parts or the pieces. */
+/* Of the workspace: the list of tiles, then the parts or the pieces; forward's of all tokens. */
 static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
                                  bool backward)
 {
-    const int64_t lines = backward ? hidden : block, depth = backward ? block : hidden;
     const int64_t parts = gate_parts_bytes(tokens, block, hidden, columns, backward);
     const int64_t cut = experts_tiles_bytes(tokens) + parts;
-    const int64_t end = gate_pieces_of(tokens, lines, columns, depth).end;
-    return gate_is_large(lines, columns, depth) && end > cut ? end : cut;
+    const int64_t end = backward ? gate_pieces_of(tokens, hidden, columns, block).end
+                                 : gate_pieces_of(tokens, tokens, columns, hidden).end;
+    return gate_is_large(block, columns, hidden) && end > cut ? end : cut;
 }
 
 #endif

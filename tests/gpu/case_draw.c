@@ -176,6 +176,30 @@ static void shrink(test_case *c)
     c->row_bytes = c->hidden * type_bytes(c->type);
 }
 
+/* Ranks with few tokens, whose plans have kernels of their own, beside one with more of them. */
+static void mix_few_and_many(test_case *c, int64_t max_tokens)
+{
+    uint64_t state = case_hash(c->seed, 44, 0, 0), *s = &state;
+    epic_layer *l = &c->r.layer;
+    const int n = c->r.num_ranks;
+    if (n == 1 || max_tokens <= P2P_FEW_TOKENS || between(s, 0, 5)) return;
+    const uint32_t block = (uint32_t)between(s, 1, 8);
+    l->num_experts = (uint32_t)n * block;
+    l->top_k = (uint32_t)between(s, 1, 8);
+    l->layout = EPIC_EXPERT_MAJOR;
+    l->sum_order = EPIC_BY_RANK;
+    l->leaves = (uint32_t)n;
+    c->r.table = false;
+    free(c->r.owner);
+    c->r.owner = malloc(l->num_experts * sizeof *c->r.owner);
+    for (uint32_t e = 0; e < l->num_experts; e++) c->r.owner[e] = (int32_t)(e / block);
+    const int many = (int)between(s, 0, n - 1);
+    for (int q = 0; q < n; q++)
+        c->r.tokens_of[q] =
+            (int32_t)(q == many ? between(s, P2P_FEW_TOKENS + 1, max_tokens)
+                                : between(s, 0, between(s, 0, 1) ? P2P_FEW_TOKENS : 3));
+}
+
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
                int64_t max_row_bytes)
 {
@@ -200,6 +224,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
         c->r.tokens_of[q] = (int32_t)between(s, 0, most);
         if (between(s, 0, 5) == 0) c->r.tokens_of[q] = 0;
     }
+    mix_few_and_many(c, max_tokens);
     static const int64_t hiddens[] = {1, 7, 8, 64, 100, 128, 256, 520, 512, 1024, 1032, 1792};
     c->hidden = hiddens[between(s, 0, 11)];
     if (c->hidden * type_bytes(c->type) > max_row_bytes)

@@ -142,6 +142,24 @@ static bool run(const shape *s)
     return good;
 }
 
+/* Forward takes all blocks of a layer at once, backward one by one: is there room for it? */
+static int check_room(void)
+{
+    int bad = 0;
+    for (int64_t tokens = 512; tokens <= 8192; tokens *= 2)
+        for (int64_t block = 512; block <= tokens; block *= 2)
+            for (int64_t columns = 16; columns <= 512; columns *= 2) {
+                const int64_t hidden = 7168;
+                const int64_t there = gate_bytes(tokens, block, hidden, columns, false);
+                const int64_t back = gate_bytes(tokens, block, hidden, columns, true);
+                if (!gate_is_large(block, columns, hidden)) continue;
+                bad += there < gate_pieces_of(tokens, tokens, columns, hidden).end;
+                bad += back < gate_pieces_of(block, hidden, columns, block).end;
+            }
+    if (bad) printf("gate: too little workspace, %d times\n", bad);
+    return bad;
+}
+
 static shape random_shape(void)
 {
     static const uint32_t types[] = {EPIC_BF16, EPIC_BF16, EPIC_F16, EPIC_F32};
@@ -169,7 +187,7 @@ int main(int argc, char **argv)
     alarm(300);
     must(p2p_load_plain_gemm() == cudaSuccess && p2p_load_hopper_gemm() == cudaSuccess,
          "loading");
-    int bad = 0;
+    int bad = check_room();
     for (size_t i = 0; i < sizeof first / sizeof *first; i++) bad += !run(&first[i]);
     for (int i = 0; i < cases; i++) {
         const shape s = random_shape();
