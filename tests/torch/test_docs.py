@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import epic.torch
-from world import free_port
+from ports import free_port
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDE = DOCS / "torch.md"
