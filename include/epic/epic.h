@@ -56,13 +56,12 @@
  * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields of
  * epic_config); EPIC_TRACE (a folder for traces of host contexts, docs/traces.md; CUDA contexts
  * refuse it); EPIC_HOST (a name for this host, %r in it stands for the rank: ranks of different
- * names count as on different hosts), EPIC_WIRE and EPIC_WIRE_PUT (backend hosts,
- * docs/hosts.md); for epic_meet_env: RANK and
- * WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and _SIZE, PMI_, MV2_COMM_WORLD_,
- * MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and FLUX_JOB_SIZE, SLURM_PROCID and
- * SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK, PALS_RANKID, ALPS_APP_PE and
- * JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT,
- * other SLURM_ variables; and EPIC_SECRET.
+ * names count as on different hosts), EPIC_WIRE, EPIC_WIRE_PUT and EPIC_WIRE_RELAY (backend
+ * hosts, docs/hosts.md); for epic_meet_env: RANK and WORLD_SIZE, or a launcher's
+ * (OMPI_COMM_WORLD_RANK and _SIZE, PMI_, MV2_COMM_WORLD_, MVP_COMM_WORLD_, JSM_NAMESPACE_,
+ * FLUX_TASK_RANK and FLUX_JOB_SIZE, SLURM_PROCID and SLURM_STEP_NUM_TASKS or SLURM_NTASKS),
+ * beside which PMIX_RANK, PALS_RANKID, ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at;
+ * MASTER_ADDR, MASTER_PORT, other SLURM_ variables; and EPIC_SECRET.
  *
  * Growing.  Structs are extended at their end, and the calls pass sizeof the struct to symbols
  * that are versioned (the last section): a program built with an older header runs with a newer
@@ -249,12 +248,11 @@ typedef struct epic_config {
     uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement,
                                epic_max_sms tells.  All contexts that this process has on a
                                GPU together: at most its SMs */
-    const char
-        *backend;     /* "p2p": GPUs of one host; "hosts": a GPU of each of several.  NULL: the
-                            first that can join the ranks on the host: self, shm or threads, mpi */
-    const char *name; /* of the group, for messages and epic-info; NULL: "epic" */
-    void *native;     /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
-                            backend mpi, and epic_open without a meeting; else NULL */
+    const char *backend;    /* "p2p": GPUs of one host; "hosts": of any.  NULL: the first that
+                               can join the ranks on CPUs: self, shm or threads, mpi */
+    const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
+    void *native;           /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
+                               backend mpi, and epic_open without a meeting; else NULL */
 } epic_config;
 
 /* Opens this rank's context.  Collective over the meeting; meet NULL: over config.native if there
@@ -843,8 +841,8 @@ typedef struct epic_experts {
     uint32_t interleaved;  /* 1: gate in the even columns, up in the odd ones */
     uint32_t weighting;    /* an epic_weighting */
     uint32_t row_type;     /* of x and y: F32, BF16, F16, or F64 */
-    uint32_t weight_type;  /* of weights and biases: 0: row_type; F64 goes with F64 only; E4M3,
-                              of x too: epic_experts_forward on a CUDA context */
+    uint32_t weight_type;  /* of weights and biases: 0: row_type; F64 goes with F64 only; E4M3:
+                              CUDA contexts (epic_experts_forward) */
     uint32_t flags;        /* 0 */
     float limit;           /* EPIC_CLAMPED_SWIGLU; 0: 7.  EPIC_CLAMPED_SILU; 0: 10.  What is
                              clamped has no gradient; at the limit itself it has */
