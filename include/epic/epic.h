@@ -32,8 +32,10 @@
  *
  * Unless a function says otherwise:
  *   - it is collective: every rank of the group makes the same call, and calls of one tag come
- *     in the same order on every rank.  Different tags are independent: on host contexts any
- *     order, from different threads of the caller, up to max_in_flight at once;
+ *     in the same order on every rank.  On host contexts different tags are independent: any
+ *     order, from different threads of the caller, up to max_in_flight at once.  A CUDA context
+ *     does one operation after the other, in the same order on every rank whatever their tags:
+ *     calls from one thread at a time, on one stream or on streams that wait for each other;
  *   - pointers are borrowed for the call, aligned to the elements of their arrays; an array that
  *     is written shares memory with no other one of the call;
  *   - after epic_open no call allocates (the first use of a new tag may: 32 bytes);
@@ -1081,7 +1083,8 @@ static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_arg
 static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *args,
                                         int64_t *slots);
 
-/* Gradients, float32 (F64 rows: float64); NULL: not wanted. */
+/* Gradients, float32 (F64 rows: float64; the experts' also grad_type of the call); NULL: not
+ * wanted. */
 typedef struct epic_moe_gradients {
     void *w_gate;
     void *b_gate;
