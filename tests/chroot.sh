@@ -72,12 +72,12 @@ mount -t proc proc "$root/proc"
 # How this machine reaches the network; apt and pip inside are to reach it too.
 cp /etc/resolv.conf /etc/hosts "$root/etc/"
 reach=
-for name in http_proxy https_proxy no_proxy PIP_INDEX_URL PIP_CERT; do
+for name in http_proxy https_proxy no_proxy PIP_INDEX_URL; do
     value=$(printenv $name) && reach="$reach $name=$value"
 done
-if [ -n "${PIP_CERT-}" ]; then
-    mkdir -p "$root$(dirname "$PIP_CERT")"
-    cp -L "$PIP_CERT" "$root$PIP_CERT"
+if [ -n "${PIP_CERT-}" ]; then # under a name that no package writes over when it is installed
+    cp -L "$PIP_CERT" "$root/root/pip-cert.pem"
+    reach="$reach PIP_CERT=/root/pip-cert.pem"
 fi
 inside() {
     chroot "$root" env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
