@@ -56,8 +56,8 @@
  * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields of
  * epic_config); EPIC_TRACE (a folder for traces of host contexts, docs/traces.md; CUDA contexts
  * refuse it); EPIC_HOST (a name for this host, %r in it stands for the rank: ranks of different
- * names count as on different hosts), EPIC_WIRE and EPIC_WIRE_PUT (backend hosts,
- * docs/hosts.md); for epic_meet_env: RANK and
+ * names count as on different hosts), EPIC_WIRE, EPIC_WIRE_PUT and EPIC_WIRE_RELAY (backend
+ * hosts, docs/hosts.md); for epic_meet_env: RANK and
  * WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and _SIZE, PMI_, MV2_COMM_WORLD_,
  * MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and FLUX_JOB_SIZE, SLURM_PROCID and
  * SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK, PALS_RANKID, ALPS_APP_PE and
@@ -291,8 +291,12 @@ EPIC_API int32_t epic_rank(const epic_context *ctx);             /* local */
 EPIC_API int32_t epic_num_ranks(const epic_context *ctx);        /* local */
 EPIC_API const char *epic_backend_name(const epic_context *ctx); /* local; "shm" */
 EPIC_API uint32_t epic_max_sms(const epic_context *ctx);         /* local; 0: a host context */
-EPIC_API const char *epic_result_name(epic_result result);       /* "EPIC_ETIMEOUT"; local */
-EPIC_API uint32_t epic_version(void); /* EPIC_VERSION of the library */
+EPIC_API int32_t epic_num_hosts(const epic_context *ctx);        /* local; of the ranks */
+/* Local.  What rows take to other hosts, "ucx 1.13.1, host memory, tcp/eth0 by messages"; "": the
+ * backend says nothing. */
+EPIC_API const char *epic_wire_name(const epic_context *ctx);
+EPIC_API const char *epic_result_name(epic_result result); /* "EPIC_ETIMEOUT"; local */
+EPIC_API uint32_t epic_version(void);                      /* EPIC_VERSION of the library */
 
 /* ------------------------------------------------------------------ the step, in parts ----
  *

@@ -142,6 +142,16 @@ uint32_t epic_max_sms(const epic_context *ctx)
     return ctx->backend->steps->max_sms(ctx->group);
 }
 
+int32_t epic_num_hosts(const epic_context *ctx)
+{
+    return ctx ? ctx->num_hosts : 0;
+}
+
+const char *epic_wire_name(const epic_context *ctx)
+{
+    return ctx ? ctx->wire : "";
+}
+
 uint64_t epic_context_bytes_sent(const epic_context *ctx)
 {
     return atomic_load_explicit(&ctx->bytes_sent, memory_order_relaxed);

@@ -37,11 +37,12 @@ struct epic_context {
     epic_group *group;
     const context_steps *steps;
     int32_t rank;
-    int32_t num_ranks;
+    int32_t num_ranks, num_hosts;
     uint64_t group_id;
     epic_config config; /* defaults filled in; its strings are the two below */
     char name[64];
     char backend_name[16];
+    char wire[RECORDER_WIRE]; /* what rows take to other hosts; "": the backend says nothing */
 
     tag_table tags;
     epic_recorder *recorder;
