@@ -320,7 +320,11 @@ typedef enum epic_overflow {
 
 typedef enum epic_sum_order {
     EPIC_BY_RANK = 0, /* partials of ascending ranks, one after the other */
-    EPIC_TREE = 1     /* leaves of experts in a binary tree: same bits for every R */
+    EPIC_TREE = 1,    /* leaves of experts in a binary tree: same bits for every R */
+    /* TREE with num_ranks leaves where it is much faster and possible: on the GPUs of several
+     * hosts (backend hosts), a power of two of ranks that divides num_experts, without
+     * rank_of_expert; else BY_RANK.  It promises no bits.  Not for epic_sum. */
+    EPIC_BY_HOSTS = 2
 } epic_sum_order;
 
 /* Which choices of an expert come first where not all are kept. */
@@ -1053,7 +1057,7 @@ typedef struct epic_moe_args {
  * multiplied where experts->weighting says.  F64 rows: everything is float64, the weights of
  * choices and their gradients too.  They travel beside the rows, so config.max_row_bytes is at
  * least 8 * top_k, and EPIC_WEIGHT_LATE is done as EPIC_WEIGHT_EARLY, which is the same number.
- * With EPIC_TREE num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
+ * With EPIC_TREE (not by EPIC_BY_HOSTS) num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
  * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
  * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
  * a table entry that is none is class (b).

@@ -117,6 +117,12 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
+/* Host backends send one row for each rank in any order, and mpi adds no faster in a tree. */
+bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
+{
+    return ctx->backend->steps && ctx->num_hosts > 1 && !rank_of_expert;
+}
+
 /* ---------------------------------------------------------------------------- queries ---- */
 
 int32_t epic_rank(const epic_context *ctx)

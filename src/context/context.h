@@ -71,6 +71,9 @@ int64_t context_bytes(const epic_config *config, bool host);
  * its parent's in a forked child. */
 epic_result context_check(epic_context *ctx);
 
+/* Of EPIC_BY_HOSTS: are its ranks the GPUs of several hosts, with blocks of experts? */
+bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
+
 /* Makes the sentence of a backend's own library this thread's, and returns `result`. */
 epic_result backend_said(const epic_backend *backend, epic_result result);
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a group of several hosts tells of itself: how many they are, what its rows take between them,
- * there and in epic-info; and beforehand the memory that it takes, to the page.
+ * there and in epic-info; beforehand the memory that it takes, to the page; and which order
+ * EPIC_BY_HOSTS is.
  *   told RANKS HOSTS WORDS-OF-THE-WIRE EPIC-INFO */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
@@ -77,6 +78,44 @@ static void check_memory(void)
                   num_hosts == num_ranks ? told.device_bytes : 0));
 }
 
+enum { EXPERTS = 24 };
+
+/* Is the sum of a plan with EPIC_BY_HOSTS a tree? */
+static bool in_tree(epic_context *ctx, epic_plan_args args)
+{
+    epic_plan_info plan;
+    CHECK(epic_plan(ctx, &args) == EPIC_OK);
+    CHECK(cudaStreamSynchronize(args.call.stream) == cudaSuccess);
+    CHECK(epic_check(ctx) == EPIC_OK);
+    CHECK(epic_plan_read(args.plan, args.plan_bytes, &plan) == EPIC_OK);
+    return plan.num_leaves > 0;
+}
+
+/* Ranks share a GPU: each has a stream, and frees nothing while others wait for it. */
+static void check_order(epic_context *ctx)
+{
+    const epic_layer layer = {.num_experts = EXPERTS, .top_k = 1, .sum_order = EPIC_BY_HOSTS};
+    epic_layer_info sizes;
+    unsigned char *plan = NULL;
+    int32_t *ids = NULL;
+    epic_plan_args args = {.layer = &layer, .num_tokens = 2};
+    CHECK(epic_layer_sizes(ctx, &layer, &sizes) == EPIC_OK);
+    CHECK(cudaStreamCreateWithFlags((cudaStream_t *)&args.call.stream, cudaStreamNonBlocking) ==
+          cudaSuccess);
+    CHECK(cudaMalloc((void **)&plan, (size_t)sizes.plan_bytes) == cudaSuccess);
+    CHECK(cudaMalloc((void **)&ids, EXPERTS * sizeof *ids) == cudaSuccess);
+    for (int e = 0; e < EXPERTS; e++) ids[e] = e * num_ranks / EXPERTS;
+    args.plan = plan;
+    args.plan_bytes = sizes.plan_bytes;
+    args.topk_idx = ids;
+    args.capacity = sizes.placed_capacity;
+    CHECK(in_tree(ctx, args) == (num_ranks != 3)); /* a power of two */
+    args.rank_of_expert = ids;
+    CHECK(!in_tree(ctx, args));
+    CHECK(cudaFree(plan) == cudaSuccess && cudaFree(ids) == cudaSuccess);
+    CHECK(cudaStreamDestroy(args.call.stream) == cudaSuccess);
+}
+
 static void *rank_of(void *meet)
 {
     epic_context *ctx;
@@ -90,6 +129,7 @@ static void *rank_of(void *meet)
     if (epic_rank(ctx) == 0) check_memory();
     if (epic_rank(ctx) == 0) look();
     pthread_barrier_wait(&barrier);
+    check_order(ctx);
     epic_close(ctx);
     return NULL;
 }
