@@ -104,6 +104,11 @@ static void print_rank(const recording *s, const operation *list, int num)
     printf("  opened %s ago", duration(now - s->page->opened_ns, age));
     if (s->holder != s->page->pid) printf("  (held by pid %d)", s->holder);
     printf("\n");
+    if (*s->page->wire) {
+        printf("  to other hosts by ");
+        info_text(stdout, s->page->wire);
+        printf("\n");
+    }
     for (int i = 0; i < num; i++) print_operation(&list[i], now);
     if (num == 0) printf("  no operation yet\n");
 }
@@ -168,6 +173,8 @@ static void json_rank(const recording *s, const operation *list, int num, int nu
            s->page->group_id, s->page->rank, s->page->num_ranks, (long long)s->page->pid,
            s->holder);
     json_string("backend", s->page->backend);
+    printf(", ");
+    json_string("wire", s->page->wire);
     printf(", \"opened_ns\": %" PRId64, s->page->opened_ns);
     json_operations("in_flight", list, num_in_flight, now);
     json_operations("finished", list + num_in_flight, num - num_in_flight, now);

@@ -2,6 +2,7 @@
 /* What this build and this machine can do. */
 #include <dlfcn.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include "epic/epic.h"
 #include "info.h"
 #include "kernels/kernels.h"
+#include "wire/wire.h"
 
 static void print_kernels(void)
 {
@@ -38,16 +40,25 @@ static void own_folder(char *out, size_t size)
     if (slash) slash[1] = 0;
 }
 
-static void print_description(const epic_backend *backend)
+static void describe_backend(const void *symbol)
 {
+    const epic_backend *backend = symbol;
     char text[1024];
     if (!backend || !backend->describe) return;
     backend->describe(text, sizeof text);
     printf("              %s\n", text);
 }
 
+static void describe_wire(const void *symbol)
+{
+    const wire_engine *engine = symbol;
+    char why[WIRE_WHY];
+    if (engine && !engine->can(why)) printf("              %s\n", why);
+}
+
 /* Beside libepic.so, as built or installed, then where the system looks. */
-static void print_plugin(const char *label, const char *library, const char *symbol)
+static void print_plugin(const char *label, const char *library, const char *symbol,
+                         void (*describe)(const void *symbol))
 {
     static const char *const folders[] = {"../lib/", "../" EPIC_LIBDIR "/", ""};
     char own[4096], path[4352];
@@ -58,7 +69,7 @@ static void print_plugin(const char *label, const char *library, const char *sym
         void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
         if (handle) {
             printf("%s %s loads\n", label, path);
-            print_description(dlsym(handle, symbol));
+            describe(dlsym(handle, symbol));
             dlclose(handle);
             return;
         }
@@ -71,14 +82,35 @@ static void print_plugin(const char *label, const char *library, const char *sym
     printf("%s not built: no %s\n", label, library);
 }
 
+/* What backend hosts asks the environment for, and what that says here. */
+static void print_variables(void)
+{
+    static const char *const variables[][2] = {
+        {"EPIC_HOST", "this host's name, %r: the rank; else its boot and PID namespace"},
+        {"EPIC_WIRE", "the wire of backend hosts; else ucx"},
+        {"EPIC_WIRE_PUT", "0: by messages, 1: by remote writes; else as the network is"},
+        {"EPIC_WIRE_RELAY", "0: rows go to each rank; else once to each host"},
+    };
+    for (size_t i = 0; i < sizeof variables / sizeof *variables; i++) {
+        const char *text = getenv(variables[i][0]);
+        printf("              %s ", variables[i][0]);
+        if (text) info_text(stdout, text);
+        printf("%s (%s)\n", text && *text ? "" : "is not set", variables[i][1]);
+    }
+    printf("              what a group took: epic-info --group NAME\n");
+}
+
 int info_machine(void)
 {
     const uint32_t version = epic_version();
     printf("epic          %u.%u.%u\n", version / 10000, version / 100 % 100, version % 100);
     print_kernels();
     print_backends();
-    print_plugin("backend mpi  ", "libepic_mpi.so", "epic_backend_mpi");
-    print_plugin("backend p2p  ", "libepic_cuda.so", "epic_backend_p2p");
+    print_plugin("backend mpi  ", "libepic_mpi.so", "epic_backend_mpi", describe_backend);
+    print_plugin("backend p2p  ", "libepic_cuda.so", "epic_backend_p2p", describe_backend);
+    print_plugin("backend hosts", "libepic_hosts.so", "epic_backend_hosts", describe_backend);
+    print_plugin("wire ucx     ", "libepic_ucx.so", "epic_wire_ucx", describe_wire);
+    print_variables();
     printf("matrices      %s\n", epic_blas_name());
     printf("cores         %ld\n", sysconf(_SC_NPROCESSORS_ONLN));
     printf("page size     %ld bytes\n", sysconf(_SC_PAGESIZE));

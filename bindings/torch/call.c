@@ -340,7 +340,8 @@ epic_call call_enter_local(torch_call *call)
 /* The backend says it, not the tensors: a GPU of threads has the host's memory. */
 bool call_on_gpu(const torch_call *call)
 {
-    return call->use.ctx != NULL && strcmp(epic_backend_name(call->use.ctx), "p2p") == 0;
+    const char *name = call->use.ctx != NULL ? epic_backend_name(call->use.ctx) : "";
+    return strcmp(name, "p2p") == 0 || strcmp(name, "hosts") == 0;
 }
 
 /* --------------------------------------------------------------------------- results ---- */

@@ -291,8 +291,12 @@ EPIC_API int32_t epic_rank(const epic_context *ctx);             /* local */
 EPIC_API int32_t epic_num_ranks(const epic_context *ctx);        /* local */
 EPIC_API const char *epic_backend_name(const epic_context *ctx); /* local; "shm" */
 EPIC_API uint32_t epic_max_sms(const epic_context *ctx);         /* local; 0: a host context */
-EPIC_API const char *epic_result_name(epic_result result);       /* "EPIC_ETIMEOUT"; local */
-EPIC_API uint32_t epic_version(void); /* EPIC_VERSION of the library */
+EPIC_API int32_t epic_num_hosts(const epic_context *ctx);        /* local; of the ranks */
+/* Local.  What rows take to other hosts, "ucx 1.13.1, host memory, tcp/eth0 by messages"; "": the
+ * backend says nothing. */
+EPIC_API const char *epic_wire_name(const epic_context *ctx);
+EPIC_API const char *epic_result_name(epic_result result); /* "EPIC_ETIMEOUT"; local */
+EPIC_API uint32_t epic_version(void);                      /* EPIC_VERSION of the library */
 
 /* ------------------------------------------------------------------ the step, in parts ----
  *
@@ -316,7 +320,11 @@ typedef enum epic_overflow {
 
 typedef enum epic_sum_order {
     EPIC_BY_RANK = 0, /* partials of ascending ranks, one after the other */
-    EPIC_TREE = 1     /* leaves of experts in a binary tree: same bits for every R */
+    EPIC_TREE = 1,    /* leaves of experts in a binary tree: same bits for every R */
+    /* TREE with num_ranks leaves where it is much faster and possible: on the GPUs of several
+     * hosts (backend hosts), a power of two of ranks that divides num_experts, without
+     * rank_of_expert; else BY_RANK.  It promises no bits.  Not for epic_sum. */
+    EPIC_BY_HOSTS = 2
 } epic_sum_order;
 
 /* Which choices of an expert come first where not all are kept. */
@@ -1049,7 +1057,7 @@ typedef struct epic_moe_args {
  * multiplied where experts->weighting says.  F64 rows: everything is float64, the weights of
  * choices and their gradients too.  They travel beside the rows, so config.max_row_bytes is at
  * least 8 * top_k, and EPIC_WEIGHT_LATE is done as EPIC_WEIGHT_EARLY, which is the same number.
- * With EPIC_TREE num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
+ * With EPIC_TREE (not by EPIC_BY_HOSTS) num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
  * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
  * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
  * a table entry that is none is class (b).

@@ -25,6 +25,7 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
 {
     TRY(READ_SIZED(a, args, size, "args"));
     TRY(layer_read(layer, a->layer, sizeof *a->layer, ctx->num_ranks));
+    layer_choose_order(layer, ctx->num_ranks, context_relays(ctx, a->rank_of_expert));
     a->layer = layer;
     return check_plan_args(ctx, a, layer);
 }

@@ -117,6 +117,17 @@ static epic_result agree(const epic_meet *meet, hello *mine, hello *all, epic_re
     return hello_compare(all, meet->num_ranks);
 }
 
+static int32_t count_hosts(const epic_peer *peers, int num_ranks)
+{
+    int32_t hosts = 0;
+    for (int r = 0; r < num_ranks; r++) {
+        int q = 0;
+        while (memcmp(peers[q].host, peers[r].host, sizeof peers[r].host) != 0) q++;
+        hosts += q == r; /* the first one there */
+    }
+    return hosts;
+}
+
 /* Joining is collective, so nobody begins before all have found the same backend: a library may
  * be missing on one host only. */
 static epic_result find(const epic_backend **out, const epic_context *ctx,
@@ -168,8 +179,9 @@ static epic_result prepare(epic_context *ctx)
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
     ctx->config.backend = ctx->backend_name;
     ctx->steps = ctx->backend->steps ? &device_steps : &host_steps;
+    if (ctx->backend->say) ctx->backend->say(ctx->group, ctx->wire, sizeof ctx->wire);
     recorder_open(&ctx->recorder, ctx->name, ctx->group_id, ctx->rank, ctx->num_ranks,
-                  ctx->backend_name);
+                  ctx->backend_name, ctx->wire);
     TRY(start_trace(ctx));
     TRY(tags_open(&ctx->tags, ctx->config.max_in_flight));
     return ctx->backend->transport ? exchanges_open(ctx) : EPIC_OK;
@@ -204,6 +216,7 @@ static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *al
         peers[r] = all[r].peer;
         ctx->group_id = hash_join(ctx->group_id, all[r].random);
     }
+    ctx->num_hosts = count_hosts(peers, meet->num_ranks);
     TRY(find(&backend, ctx, meet, &mine, all, peers));
     epic_result result = join(ctx, backend, meet, peers);
     if (result == EPIC_OK) result = prepare(ctx);

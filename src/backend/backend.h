@@ -274,6 +274,9 @@ typedef struct epic_backend {
     /* What this machine has for it, in a line of at most `size` bytes.  NULL: nothing to say. */
     void (*describe)(char *to, size_t size);
 
+    /* How a group's peers on other hosts are really reached, as describe.  NULL: nothing to say. */
+    void (*say)(const epic_group *group, char *to, size_t size);
+
     const epic_transport *transport; /* host backends */
     const epic_steps *steps;         /* device backends */
 

@@ -117,6 +117,12 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
+/* Host backends send one row for each rank in any order, and mpi adds no faster in a tree. */
+bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
+{
+    return ctx->backend->steps && ctx->num_hosts > 1 && !rank_of_expert;
+}
+
 /* ---------------------------------------------------------------------------- queries ---- */
 
 int32_t epic_rank(const epic_context *ctx)
@@ -140,6 +146,16 @@ uint32_t epic_max_sms(const epic_context *ctx)
         !ctx->backend->steps->max_sms)
         return 0;
     return ctx->backend->steps->max_sms(ctx->group);
+}
+
+int32_t epic_num_hosts(const epic_context *ctx)
+{
+    return ctx ? ctx->num_hosts : 0;
+}
+
+const char *epic_wire_name(const epic_context *ctx)
+{
+    return ctx ? ctx->wire : "";
 }
 
 uint64_t epic_context_bytes_sent(const epic_context *ctx)

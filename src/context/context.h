@@ -37,11 +37,12 @@ struct epic_context {
     epic_group *group;
     const context_steps *steps;
     int32_t rank;
-    int32_t num_ranks;
+    int32_t num_ranks, num_hosts;
     uint64_t group_id;
     epic_config config; /* defaults filled in; its strings are the two below */
     char name[64];
     char backend_name[16];
+    char wire[RECORDER_WIRE]; /* what rows take to other hosts; "": the backend says nothing */
 
     tag_table tags;
     epic_recorder *recorder;
@@ -69,6 +70,9 @@ int64_t context_bytes(const epic_config *config, bool host);
 /* EPIC_OK, or the failure that broke the group; EPIC_ECLOSED for one that never opened, and for
  * its parent's in a forked child. */
 epic_result context_check(epic_context *ctx);
+
+/* Of EPIC_BY_HOSTS: are its ranks the GPUs of several hosts, with blocks of experts? */
+bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
 
 /* Makes the sentence of a backend's own library this thread's, and returns `result`. */
 epic_result backend_said(const epic_backend *backend, epic_result result);

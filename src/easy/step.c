@@ -117,6 +117,7 @@ static epic_result set_up(epic_step *s)
     s->row_bytes = (int64_t)s->config.hidden * (int64_t)epic_type_bytes(s->config.type);
     s->layer = (epic_layer){.num_experts = s->config.num_experts,
                             .top_k = s->config.top_k,
+                            .sum_order = EPIC_BY_HOSTS,
                             .alignment = s->config.alignment};
     TRY(open_context(s));
     TRY(epic_layer_sizes(s->ctx, &s->layer, &s->sizes));

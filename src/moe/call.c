@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/sized.h"
+#include "plan/plan.h"
 
 epic_result moe_take_rows(const moe_job *j, const char *name, epic_rows *rows)
 {
@@ -110,6 +111,8 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
                          "x.num_rows is %lld: 0 to config.max_tokens %lld are possible",
                          (long long)c->x->num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read(j, &ctx->config, c->moe, sizeof *c->moe, c->x->num_rows));
+    j->any_order = j->layer.sum_order == EPIC_BY_HOSTS; /* either has one block */
+    layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(moe_take_rows(j, "x", c->x));
     TRY(moe_take_rows(j, c->y_name, c->y));
     j->x = *c->x;

@@ -15,6 +15,7 @@ typedef struct moe_call { /* what both calls bring */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
+    const int32_t *rank_of_expert; /* forward */
     bool backward;
 } moe_call;
 

@@ -154,7 +154,7 @@ epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
     quantize(j, &dispatch);
     if (a->rank_of_expert || local * ranks != j->layer.num_experts) TRY(clear_counts(j));
     TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, NULL));
-    if (a->rank_of_expert || j->layer.sum_order == EPIC_TREE)
+    if (a->rank_of_expert || (j->layer.sum_order == EPIC_TREE && !j->any_order))
         TRY(DEVICE_STEP(j, fits, &plan, local));
     TRY(copy_counts(j, a->load, j->saved.load, j->layer.num_experts));
     return copy_counts(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);

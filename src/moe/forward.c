@@ -302,7 +302,8 @@ static epic_result take(moe_job *j, epic_context *ctx, epic_moe_args *a, bool pl
                         .saved = a->saved,
                         .saved_bytes = a->saved_bytes,
                         .workspace = a->workspace,
-                        .workspace_bytes = a->workspace_bytes};
+                        .workspace_bytes = a->workspace_bytes,
+                        .rank_of_expert = a->rank_of_expert};
     TRY(moe_begin(j, ctx, &a->call, &c));
     TRY(moe_forward_places(j, a));
     if (a->flags & ~known)

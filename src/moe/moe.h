@@ -63,6 +63,7 @@ typedef struct moe_job {
     epic_router router;
     epic_experts experts, shared;
     bool has_shared;
+    bool any_order; /* the layer's was EPIC_BY_HOSTS */
     epic_moe_weights weights;
 
     bool device;      /* arrays are a device's: nothing but arguments can be looked at here */

@@ -51,7 +51,7 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, in
         return bad(
             "priority", out->priority,
             "EPIC_BY_K needs overflow EPIC_OVERFLOW_DROP: without it nothing is dropped");
-    if (out->sum_order > EPIC_TREE)
+    if (out->sum_order > EPIC_BY_HOSTS)
         return bad("sum_order", out->sum_order, "it is no epic_sum_order");
     if (out->leaves && out->sum_order != EPIC_TREE)
         return bad("leaves", out->leaves, "it needs sum_order EPIC_TREE, or must be 0");
@@ -63,6 +63,17 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, in
     if (out->sum_order != EPIC_TREE) return EPIC_OK;
     if (!out->leaves) out->leaves = (uint32_t)num_ranks;
     return check_tree(out, num_ranks);
+}
+
+void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed)
+{
+    epic_layer tree = *layer;
+    if (layer->sum_order != EPIC_BY_HOSTS) return;
+    layer->sum_order = EPIC_BY_RANK;
+    tree.sum_order = EPIC_TREE;
+    tree.leaves = (uint32_t)num_ranks;
+    if (relayed && power_of_two(tree.leaves) && tree.num_experts % tree.leaves == 0)
+        *layer = tree;
 }
 
 int64_t placement_error(const epic_layer *layer, int32_t num_ranks,

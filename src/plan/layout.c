@@ -272,6 +272,7 @@ static bool layout_right(const plan_header *h)
 {
     epic_layer layer;
     if (h->num_ranks < 1 || h->num_ranks > 65536 || h->rank < 0 || h->rank >= h->num_ranks ||
+        h->layer.sum_order > EPIC_TREE ||
         layer_read(&layer, &h->layer, sizeof layer, h->num_ranks) != EPIC_OK ||
         memcmp(&layer, &h->layer, sizeof layer) != 0)
         return false;

@@ -73,6 +73,9 @@ enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes
 epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
                        int32_t num_ranks);
 
+/* EPIC_BY_HOSTS becomes the order that it stands for; relayed: sums may be begun on other hosts. */
+void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed);
+
 /* Lays the arrays out from the header's counts: fills in its offsets and bytes. */
 void plan_layout(plan_header *header);
 

@@ -20,6 +20,7 @@
 #define EPIC_EMULATOR_H
 
 #include <cuda_runtime_api.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -85,6 +86,9 @@ uint64_t emulator_now(void); /* ns */
 __attribute__((noreturn, format(printf, 1, 2)))
 #endif
 void emulator_die(const char *format, ...);
+
+/* Bytes of all blocks of device memory, or of pinned host memory, in whole pages. */
+uint64_t emulator_bytes(bool host);
 
 /* From now on no more than the first `ctas` CTAs of any kernel on the device begin; 0: all do. */
 void emulator_hold(int device, int ctas);

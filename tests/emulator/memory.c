@@ -82,6 +82,16 @@ static cudaError_t give_back(void *memory)
     return cudaSuccess;
 }
 
+uint64_t emulator_bytes(bool host)
+{
+    uint64_t bytes = 0;
+    pthread_mutex_lock(&mutex);
+    for (const block *b = blocks; b; b = b->next)
+        if ((b->type == cudaMemoryTypeHost) == host) bytes += b->bytes;
+    pthread_mutex_unlock(&mutex);
+    return bytes;
+}
+
 bool is_known(const void *p)
 {
     pthread_mutex_lock(&mutex);

@@ -73,7 +73,8 @@ static pid_t start_rank(uint64_t group_id, int rank)
         return pid;
     }
     epic_recorder *r;
-    CHECK(recorder_open(&r, group, group_id, rank, 4, "shm") == EPIC_OK);
+    CHECK(recorder_open(&r, group, group_id, rank, 4, "shm", rank ? "" : "ucx \"by hand\"") ==
+          EPIC_OK);
     recorder_end(r, recorder_begin(r, EPIC_OP_PLAN, 7, 0, 64), EPIC_OK, NULL);
     recorder_end(r, recorder_begin(r, EPIC_OP_SUM, 9, 0, 8), EPIC_EOVERFLOW, "say \"when\"");
     recorder_phase(r, recorder_begin(r, EPIC_OP_DISPATCH, 7, 1, 4096), RECORDER_MOVING, 3);
@@ -94,11 +95,13 @@ static void a_stuck_group(void)
     CHECK(says("in flight") && says("tag 7 step 1") && says("4096 bytes"));
     CHECK(says("moving rows, waits for rank 3") && says("finished"));
     CHECK(says("EPIC_EOVERFLOW") && says("say \"when\""));
+    CHECK(says("\n  to other hosts by ucx \"by hand\"\n"));
 
     CHECK(info_of_group("--json") == 0);
     CHECK(says("\"rank\": 2, \"num_ranks\": 4") && says("\"waits_for\": 3"));
     CHECK(says("\"operation\": \"dispatch\", \"tag\": 7, \"step\": 1, \"bytes\": 4096"));
     CHECK(says("\"sentence\": \"say \\\"when\\\"\""));
+    CHECK(says("\"wire\": \"ucx \\\"by hand\\\"\"") && says("\"wire\": \"\""));
 
     CHECK(info_of_group("--chrome") == 0);
     CHECK(says("{\"displayTimeUnit\": \"ns\", \"traceEvents\": [\n{\"ph\": \"M\""));
@@ -145,7 +148,10 @@ static void usage(void)
     CHECK(info("--group") == 2 && says("usage:"));
     CHECK(info("--chrome") == 2 && info("--json") == 2 && info("--nonsense") == 2 &&
           says("--nonsense"));
+    CHECK(setenv("EPIC_WIRE", "a\nwire", 1) == 0 && unsetenv("EPIC_HOST") == 0);
     CHECK(info("") == 0 && says("epic ") && says("(chosen)") && says("cores"));
+    CHECK(says("backend hosts") && says("wire ucx ") && says("EPIC_WIRE a\\x0awire ("));
+    CHECK(says("EPIC_HOST is not set (") && says("EPIC_WIRE_PUT") && says("EPIC_WIRE_RELAY"));
 }
 
 int main(void)

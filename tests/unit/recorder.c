@@ -73,7 +73,7 @@ static void one_operation(void)
     epic_recorder *recorder;
     recorder_entry entry;
     char sentence[RECORDER_SENTENCE], longer[RECORDER_SENTENCE + 100];
-    CHECK(recorder_open(&recorder, GROUP, 1, 3, 5, "shm") == EPIC_OK);
+    CHECK(recorder_open(&recorder, GROUP, 1, 3, 5, "shm", "") == EPIC_OK);
     const recorder_page *page = map(getpid(), "epic:" GROUP ":3");
     CHECK(page && page->rank == 3 && page->num_ranks == 5 && page->pid == getpid());
     CHECK(strcmp(page->group, GROUP) == 0 && strcmp(page->backend, "shm") == 0);
@@ -112,7 +112,7 @@ static void stuck_operation_stays(void)
     const int others = 3 * RECORDER_RECORDS + 5;
     epic_recorder *recorder;
     recorder_entry entry;
-    CHECK(recorder_open(&recorder, GROUP, 1, 0, 1, "self") == EPIC_OK);
+    CHECK(recorder_open(&recorder, GROUP, 1, 0, 1, "self", "") == EPIC_OK);
     const recorder_page *page = map(getpid(), "epic:" GROUP ":0");
     const uint64_t stuck = recorder_begin(recorder, EPIC_OP_COMBINE, 1, 0, 1);
     for (int i = 0; i < others; i++)
@@ -136,7 +136,7 @@ static void more_than_records(void)
     uint64_t records[RECORDER_RECORDS + 1];
     epic_recorder *recorder;
     recorder_entry entry;
-    CHECK(recorder_open(&recorder, GROUP, 1, 0, 1, "self") == EPIC_OK);
+    CHECK(recorder_open(&recorder, GROUP, 1, 0, 1, "self", "") == EPIC_OK);
     const recorder_page *page = map(getpid(), "epic:" GROUP ":0");
     for (int i = 0; i <= RECORDER_RECORDS; i++)
         records[i] = recorder_begin(recorder, EPIC_OP_SUM, (uint64_t)i, 0, 1);
@@ -230,7 +230,7 @@ static void never_torn(void)
     writer writers[WRITERS];
     pthread_t threads[WRITERS];
     epic_recorder *recorder;
-    CHECK(recorder_open(&recorder, GROUP, 1, 1, 2, "threads") == EPIC_OK);
+    CHECK(recorder_open(&recorder, GROUP, 1, 1, 2, "threads", "") == EPIC_OK);
     CHECK(write(opened[1], "", 1) == 1 && read(mapped[0], &byte, 1) == 1);
     for (int i = 0; i < WRITERS; i++) {
         writers[i] = (writer){recorder, (uint64_t)i};

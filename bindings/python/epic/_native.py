@@ -130,6 +130,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_abort": (None, [c_void_p, c_uint64, c_char_p]),
     "epic_error": (c_char_p, [c_void_p]),
     "epic_backend_name": (c_char_p, [c_void_p]),
+    "epic_num_hosts": (c_int32, [c_void_p]),
+    "epic_wire_name": (c_char_p, [c_void_p]),
     "epic_blas_name": (c_char_p, []),
     "epic_plan_bytes_v1": (c_int64, [c_void_p, c_size_t, c_void_p, c_size_t]),
     "epic_plan_read_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t]),

@@ -20,12 +20,13 @@ WEIGHTINGS = ("late", "early", "input")
 TYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "float64": 4}
 REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
 BLOCKS = ("1x128", "1x32")
+ON_GPUS = ("p2p", "hosts")  # backends
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("expert_major", "flat"),
     "overflow": ("error", "drop"),
     "priority": ("by_token", "by_k"),
-    "sum_order": ("by_rank", "tree"),
+    "sum_order": ("by_rank", "tree", "by_hosts"),
     "score": SCORES,
     "group_score": ("max", "sum"),
     "group_others": ("out", "zero"),
@@ -134,6 +135,8 @@ class Layer(Options):
         choices first: GShard, NLLB).
     sum_order: how the rows of a token are added: "by_rank", ascending, or "tree", a binary tree
         over `leaves`: then the bits are those of any number of ranks that divides leaves.
+        "by_hosts": in a tree where that sends fewer rows (the group's GPUs are on several hosts, a
+        power of two of ranks, no rank_of_expert), else by rank.
     leaves: a power of two that divides num_experts and that the number of ranks divides; 0: that
         number.
     partial_type: what travels home: None: the rows' type; "float32": sums of 16-bit rows are
@@ -152,7 +155,7 @@ class Layer(Options):
     overflow: str = "error"
     expert_capacity: int = 0
     priority: str = "by_token"
-    sum_order: str = "by_rank"
+    sum_order: str = "by_hosts"
     leaves: int = 0
     partial_type: str | None = None
     layout: str = "expert_major"

@@ -34,6 +34,7 @@ typedef struct hosts_part {
     uint8_t *own;    /* what of the heap no peer sees, on the GPU; */
     uint8_t *near; /* and one more heap there, where ranks of this host store; NULL: none are */
     p2p_ring shared; /* as the host sees it */
+    char said[256];  /* by the engine, once peers were connected */
 } hosts_part;
 
 static const wire_engine *find_engine(char *why)
@@ -203,7 +204,9 @@ static epic_result connect_wire(epic_group *g, hosts_part *h, const card *cards)
         memcpy(all + (size_t)q * WIRE_CARD_BYTES, cards[q].wire, WIRE_CARD_BYTES);
     const epic_result result = h->engine->connect(h->wire, all, why);
     free(all);
-    return result == EPIC_OK ? EPIC_OK : epic_fail(result, "%s", why);
+    if (result != EPIC_OK) return epic_fail(result, "%s", why);
+    h->engine->say(h->wire, h->said, sizeof h->said); /* before the wire is the thread's */
+    return EPIC_OK;
 }
 
 static epic_result connect_lines(epic_group *g, hosts_part *h, const card *cards)
@@ -398,6 +401,11 @@ static void forget(epic_group *g)
     g->hosts->lines = NULL;
 }
 
+static void say(const epic_group *g, char *to, size_t size)
+{
+    epic_fit(to, size, g->hosts->said);
+}
+
 static void memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);
@@ -418,6 +426,7 @@ const epic_backend epic_backend_hosts = {
     .allocate = p2p_allocate,
     .release = p2p_release,
     .describe = p2p_describe,
+    .say = say,
     .steps = &p2p_steps,
     .sentence = epic_sentence,
 };

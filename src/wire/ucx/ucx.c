@@ -342,14 +342,15 @@ static bool gone(const wire *w, int host)
 
 static void say(const wire *w, char *to, size_t size)
 {
-    int used = snprintf(to, size, "ucx %s, %s memory", ucp_get_version_string(),
-                        w->setup.on_gpu ? "GPU" : "host");
+    snprintf(to, size, "ucx %s, %s memory", ucp_get_version_string(),
+             w->setup.on_gpu ? "GPU" : "host");
     for (int h = 0; h < w->setup.num_hosts; h++) {
         const peer *p = &w->peers[h];
-        if (used < 0 || (size_t)used >= size) return;
-        if (p->endpoint)
-            used += ucx_say_lanes(p->endpoint, to + used, size - (size_t)used,
-                                  p->key ? "writes" : "messages");
+        char way[128] = "";
+        if (!p->endpoint) continue;
+        ucx_say_lanes(p->endpoint, way, sizeof way, p->key ? "writes" : "messages");
+        const size_t used = strlen(to);
+        if (!strstr(to, way)) snprintf(to + used, size - used, "%s", way); /* each once */
     }
 }
 

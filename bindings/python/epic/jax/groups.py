@@ -17,7 +17,7 @@ from epic.errors import EpicArgumentError, EpicError
 from epic.jax import cuda, places
 from epic.jax.meeting import StoreExchange, store
 from epic.meeting import Exchange, Meeting, Tcp
-from epic.options import Layer, whole
+from epic.options import ON_GPUS, Layer, whole
 
 DEFAULT_TIMEOUT_MS = 300_000
 
@@ -200,16 +200,18 @@ def open_member(meeting_of: Callable[[Member], Meeting], config: Any, member: Me
 
 
 def choose_backend(platform: str, wish: str | None) -> str | None:
-    """Arrays lie where the devices are: on GPUs only p2p can reach them."""
+    """Arrays lie where the devices are: on GPUs only p2p and hosts can reach them."""
     if platform not in ("cpu", "gpu"):
         raise EpicArgumentError(
             f"devices of platform {platform!r}: epic.jax runs on cpu and on CUDA GPUs"
         )
-    if (wish or "p2p") != "p2p" and platform == "gpu":
-        raise EpicArgumentError(f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p'")
-    if wish == "p2p" and platform == "cpu":
-        raise EpicArgumentError("backend 'p2p' joins GPUs: the devices are CPUs")
-    return "p2p" if platform == "gpu" else wish
+    if (wish or "p2p") not in ON_GPUS and platform == "gpu":
+        raise EpicArgumentError(
+            f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p', or 'hosts'"
+        )
+    if wish in ON_GPUS and platform == "cpu":
+        raise EpicArgumentError(f"backend {wish!r} joins GPUs: the devices are CPUs")
+    return wish or "p2p" if platform == "gpu" else wish
 
 
 def choose_sizes(
@@ -259,7 +261,8 @@ def open(
     native: in processes that mpirun started, "world", a communicator of mpi4py or the address of an
     MPI_Comm.  Backend mpi, which joins several hosts, then sends over it; without a mesh and meet
     its ranks are the group's, one for each process.
-    On GPUs the backend is p2p; max_sms: most SMs that a call takes, 0: the core's default;
+    backend: of GPUs "p2p", for those of one host, if it is not said; or "hosts", of several.
+    max_sms: most SMs that a call takes, 0: the core's default;
     command_buffers=False keeps XLA from putting the calls into its CUDA graphs.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)

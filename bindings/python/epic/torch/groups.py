@@ -18,7 +18,7 @@ import torch.distributed as dist
 from epic import _native, endings, meeting
 from epic.errors import EpicArgumentError, EpicError
 from epic.meeting import Exchange, Meeting, Tcp
-from epic.options import Layer, known, whole
+from epic.options import ON_GPUS, Layer, known, whole
 from epic.torch.ops import LIBRARY, words_of
 
 DEFAULT_TIMEOUT_MS = 300_000
@@ -152,12 +152,14 @@ def choose_device(wish: Any, mesh: Any, process_group: Any) -> torch.device:
 
 
 def choose_backend(device: torch.device, wish: str | None) -> str | None:
-    """Tensors lie where the device is: on GPUs only p2p can reach them."""
-    if device.type == "cuda" and (wish or "p2p") != "p2p":
-        raise EpicArgumentError(f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p'")
-    if device.type == "cpu" and wish == "p2p":
-        raise EpicArgumentError("backend 'p2p' joins GPUs: the device is a CPU")
-    return "p2p" if device.type == "cuda" else wish
+    """Tensors lie where the device is: on GPUs only p2p and hosts can reach them."""
+    if device.type == "cuda" and (wish or "p2p") not in ON_GPUS:
+        raise EpicArgumentError(
+            f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p', or 'hosts'"
+        )
+    if device.type == "cpu" and wish in ON_GPUS:
+        raise EpicArgumentError(f"backend {wish!r} joins GPUs: the device is a CPU")
+    return wish or "p2p" if device.type == "cuda" else wish
 
 
 def open_on(device: torch.device, meet: Meeting, config: Any) -> int:
@@ -187,6 +189,7 @@ class Group:
     device: None: a mesh's, or the current GPU for a process group of nccl, or the CPU.
     meet: with rank= and num_ranks=, for ranks that torch.distributed does not join: Tcp(...), or a
     function (rank, bytes) -> every rank's bytes; or one of threads(n).
+    backend: of GPUs "p2p", for those of one host, if it is not said; or "hosts", of several.
     max_sms: most SMs that a call takes; timeout_ms: of every wait, 0: 300 s.
     """
 
@@ -217,7 +220,7 @@ class Group:
             process_group = dist.group.WORLD
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
-        self.on_gpu = backend == "p2p"  # where the core computes
+        self.on_gpu = backend in ON_GPUS  # where the core computes
         wait = timeout_ms or DEFAULT_TIMEOUT_MS
         meet, self.rank, self.num_ranks = choose_meeting(process_group, meet, rank, num_ranks, wait)
         config = self.config()
@@ -257,9 +260,22 @@ class Group:
 
     @property
     def backend(self) -> str:
-        """Of the core: "self", "threads", "shm", "mpi" or "p2p"."""
+        """Of the core: "self", "threads", "shm", "mpi", "p2p" or "hosts"."""
         self.must_be_open()
         return _native.core().epic_backend_name(self.context).decode()
+
+    @property
+    def num_hosts(self) -> int:
+        """That the ranks are on."""
+        self.must_be_open()
+        return int(_native.core().epic_num_hosts(self.context))
+
+    @property
+    def wire(self) -> str:
+        """What rows take between them: "ucx 1.13.1, host memory, tcp/eth0 by messages"; of backend
+        "hosts", else ""."""
+        self.must_be_open()
+        return _native.core().epic_wire_name(self.context).decode()
 
     def must_be_open(self) -> None:
         """Raises after close()."""

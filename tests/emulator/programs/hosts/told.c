@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a group of several hosts tells of itself: how many they are, what its rows take between them,
+ * there and in epic-info; beforehand the memory that it takes, to the page; and which order
+ * EPIC_BY_HOSTS is.
+ *   told RANKS HOSTS WORDS-OF-THE-WIRE EPIC-INFO */
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "emulator.h"
+#include "epic/epic.h"
+
+enum { MAX_RANKS = 8, PAGES = 16 * 4096, OWN = 256 * 1024 }; /* blocks are whole pages */
+
+static int num_ranks, num_hosts;
+static const char *words, *program;
+static char group[64];
+static epic_meet meets[MAX_RANKS];
+static pthread_barrier_t barrier;
+
+#define CHECK(condition)                                                            \
+    do {                                                                            \
+        if (!(condition)) {                                                         \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+            _exit(1);                                                               \
+        }                                                                           \
+    } while (0)
+
+static epic_config config_of(void)
+{
+    return (epic_config){.max_tokens = 96,
+                         .max_row_bytes = 5000,
+                         .num_ranks = (uint32_t)num_ranks,
+                         .backend = "hosts",
+                         .name = group};
+}
+
+/* What epic-info says of the group. */
+static void look(void)
+{
+    static char output[65536];
+    char command[4096];
+    snprintf(command, sizeof command, "'%s' --group '%s' 2>&1", program, group);
+    FILE *pipe = popen(command, "r");
+    CHECK(pipe);
+    output[fread(output, 1, sizeof output - 1, pipe)] = 0;
+    CHECK(pclose(pipe) == 0);
+    snprintf(command, sizeof command, "\n  to other hosts by %s", words);
+    if (strstr(output, command)) return;
+    fprintf(stderr, "\"%s\" is not in:\n%s", command, output);
+    _exit(1);
+}
+
+/* All ranks have what was told of one, less at most `least`. */
+static bool is_told(const char *what, uint64_t bytes, int64_t told, int64_t least)
+{
+    const int64_t each = (int64_t)bytes / num_ranks;
+    const bool good = each <= told + PAGES && each >= told - least - PAGES;
+    if (!good)
+        fprintf(stderr, "%lld bytes of %s are there of each rank, %lld were told\n",
+                (long long)each, what, (long long)told);
+    return good;
+}
+
+/* Beside pinned memory a rank has some of the host's own.  It is not known beforehand whether there
+ * are ranks of one host, which need a heap on the GPU. */
+static void check_memory(void)
+{
+    const epic_config config = config_of();
+    epic_memory_info told;
+    CHECK(epic_memory(&config, NULL, &told) == EPIC_OK);
+    CHECK(told.shared_bytes == 0 && told.host_bytes > 1 << 20 && told.device_bytes > 1 << 20);
+    CHECK(is_told("pinned memory", emulator_bytes(true), told.host_bytes, OWN));
+    CHECK(is_told("device memory", emulator_bytes(false), told.device_bytes,
+                  num_hosts == num_ranks ? told.device_bytes : 0));
+}
+
+enum { EXPERTS = 24 };
+
+/* Is the sum of a plan with EPIC_BY_HOSTS a tree? */
+static bool in_tree(epic_context *ctx, epic_plan_args args)
+{
+    epic_plan_info plan;
+    CHECK(epic_plan(ctx, &args) == EPIC_OK);
+    CHECK(cudaStreamSynchronize(args.call.stream) == cudaSuccess);
+    CHECK(epic_check(ctx) == EPIC_OK);
+    CHECK(epic_plan_read(args.plan, args.plan_bytes, &plan) == EPIC_OK);
+    return plan.num_leaves > 0;
+}
+
+/* Ranks share a GPU: each has a stream, and frees nothing while others wait for it. */
+static void check_order(epic_context *ctx)
+{
+    const epic_layer layer = {.num_experts = EXPERTS, .top_k = 1, .sum_order = EPIC_BY_HOSTS};
+    epic_layer_info sizes;
+    unsigned char *plan = NULL;
+    int32_t *ids = NULL;
+    epic_plan_args args = {.layer = &layer, .num_tokens = 2};
+    CHECK(epic_layer_sizes(ctx, &layer, &sizes) == EPIC_OK);
+    CHECK(cudaStreamCreateWithFlags((cudaStream_t *)&args.call.stream, cudaStreamNonBlocking) ==
+          cudaSuccess);
+    CHECK(cudaMalloc((void **)&plan, (size_t)sizes.plan_bytes) == cudaSuccess);
+    CHECK(cudaMalloc((void **)&ids, EXPERTS * sizeof *ids) == cudaSuccess);
+    for (int e = 0; e < EXPERTS; e++) ids[e] = e * num_ranks / EXPERTS;
+    args.plan = plan;
+    args.plan_bytes = sizes.plan_bytes;
+    args.topk_idx = ids;
+    args.capacity = sizes.placed_capacity;
+    CHECK(in_tree(ctx, args) == (num_ranks != 3)); /* a power of two */
+    args.rank_of_expert = ids;
+    CHECK(!in_tree(ctx, args));
+    CHECK(cudaFree(plan) == cudaSuccess && cudaFree(ids) == cudaSuccess);
+    CHECK(cudaStreamDestroy(args.call.stream) == cudaSuccess);
+}
+
+static void *rank_of(void *meet)
+{
+    epic_context *ctx;
+    const epic_config config = config_of();
+    const epic_result result = epic_open(&ctx, meet, &config);
+    if (result != EPIC_OK) fprintf(stderr, "%s\n", epic_error(ctx));
+    CHECK(result == EPIC_OK);
+    CHECK(epic_num_hosts(ctx) == num_hosts);
+    CHECK(strncmp(epic_wire_name(ctx), words, strlen(words)) == 0);
+    pthread_barrier_wait(&barrier);
+    if (epic_rank(ctx) == 0) check_memory();
+    if (epic_rank(ctx) == 0) look();
+    pthread_barrier_wait(&barrier);
+    check_order(ctx);
+    epic_close(ctx);
+    return NULL;
+}
+
+int main(int argc, char **argv)
+{
+    pthread_t threads[MAX_RANKS];
+    if (argc != 5) return 2;
+    num_ranks = atoi(argv[1]), num_hosts = atoi(argv[2]);
+    words = argv[3], program = argv[4];
+    snprintf(group, sizeof group, "told-%d", (int)getpid());
+    CHECK(epic_num_hosts(NULL) == 0 && strcmp(epic_wire_name(NULL), "") == 0);
+    CHECK(num_ranks <= MAX_RANKS && epic_meet_threads(meets, num_ranks, 60000) == EPIC_OK);
+    CHECK(pthread_barrier_init(&barrier, NULL, (unsigned)num_ranks) == 0);
+    for (int r = 0; r < num_ranks; r++)
+        CHECK(pthread_create(&threads[r], NULL, rank_of, &meets[r]) == 0);
+    for (int r = 0; r < num_ranks; r++) CHECK(pthread_join(threads[r], NULL) == 0);
+    for (int r = 0; r < num_ranks; r++) epic_meet_close(&meets[r]);
+    CHECK(emulator_bytes(true) == 0 && emulator_bytes(false) == 0);
+    return 0;
+}
