@@ -37,7 +37,7 @@ apt_mirror() { # from either format of apt's lists
 
 here=$(mktemp -d)
 root=$here/root
-trap 'umount -R "$root/dev" "$root/proc" 2>/dev/null; rm -rf --one-file-system "$here"' EXIT
+trap 'umount -R "$root/dev" "$root/proc" "$root/sys" 2>/dev/null; rm -rf --one-file-system "$here"' EXIT
 trap 'exit 1' HUP INT TERM
 
 if [ -n "${BARE-}" ]; then
@@ -69,6 +69,7 @@ mount -t devpts -o newinstance,ptmxmode=0666 pts "$root/dev/pts"
 ln -s pts/ptmx "$root/dev/ptmx"
 ln -s /proc/self/fd "$root/dev/fd"
 mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys" # UCX looks for networks there
 
 # How this machine reaches the network; apt and pip inside are to reach it too.
 cp /etc/resolv.conf /etc/hosts "$root/etc/"
