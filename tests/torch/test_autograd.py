@@ -10,6 +10,7 @@ import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epic.torch
+from epic.torch.arguments import STAYS
 from epic.torch.groups import Facts
 from epic.torch.ops import KIND, words_of
 from epic.torch.ops import LAYER as LAYER_WORDS
@@ -298,20 +299,86 @@ def test_checkpoint(world: Any, selective: bool, fused: bool) -> None:
     world.run(checkpointed, selective, fused)
 
 
+class Offload:
+    """Moves every saved tensor but parameters and those that ask to stay, as packages do."""
+
+    def __init__(self) -> None:
+        self.moved: list[torch.Tensor] = []
+        self.stayed: list[torch.Tensor] = []
+
+    def pack(self, x: torch.Tensor) -> Any:
+        """On the way."""
+        asks = [getattr(x, name, not value) == value for name, value in STAYS.items()]
+        assert all(asks) == any(asks)
+        if all(asks) or isinstance(x, torch.nn.Parameter):
+            self.stayed.append(x)
+            return x
+        self.moved.append(x)
+        return (x.clone(),)
+
+    def unpack(self, x: Any) -> torch.Tensor:
+        """And back."""
+        return x[0].clone() if isinstance(x, tuple) else x
+
+    def hooks(self) -> Any:
+        """A context manager."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+
 def offloaded(rank: int) -> None:
-    """Saved tensors that were copied away and back."""
+    """Saved tensors that were copied away and back, as many as would go."""
     with group_of(4) as group:
-        step, mine = through(group, True), Data(UNEVEN).mine(rank)
-        wanted = check_round(step, mine, 2e-6)
-        with torch.autograd.graph.saved_tensors_hooks(lambda v: v.clone(), lambda v: v.clone()):
-            assert same(wanted, check_round(step, mine, 2e-6))
-        with torch.autograd.graph.save_on_cpu():
-            assert same(wanted, check_round(step, mine, 2e-6))
+        mine, on_cpu = Data(UNEVEN).mine(rank), torch.autograd.graph.save_on_cpu
+        every = torch.autograd.graph.saved_tensors_hooks
+        for fused in (False, True):
+            step, some = through(group, fused), Offload()
+            wanted = check_round(step, mine, 2e-6)
+            for hooks in (every(torch.clone, torch.clone), on_cpu(), some.hooks()):
+                with hooks:
+                    assert same(wanted, check_round(step, mine, 2e-6))
+            assert [x.dtype for x in some.stayed] == 2 * [torch.uint8]  # of dispatch, of combine
+            assert torch.uint8 not in {x.dtype for x in some.moved} and some.moved
 
 
 def test_offloading(world: Any) -> None:
-    """The plan is a tensor like any other."""
+    """The plan is a tensor like any other, which asks to stay."""
     world.run(offloaded)
+
+
+TWELVE = [0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 4]
+OFFLOADED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "the core's": ({}, {"bias_rate": 0.1}),
+    "composed": ({"quantize": "1x32"}, {}),
+    "replicas": (
+        {"quantize": "1x32", "num_experts": 12, "num_logical": EXPERTS},
+        {"logical_of_expert": TWELVE},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloading_a_layer(name: str) -> None:
+    """Activations go and come back; the plan, what it counts, weights and the bias do not."""
+    wish, more = OFFLOADED[name]
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "inner": 8}
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        layer = epic.torch.MoE(group, epic.torch.Moe.of(**{**sizes, **wish}), **more)
+
+        def step() -> list[torch.Tensor]:
+            x = numbers(1, 9, HIDDEN).requires_grad_()
+            out, loss = layer(x)
+            return [out.detach(), *torch.autograd.grad(out.sum() + loss, (x, *layer.parameters()))]
+
+        wanted, some = step(), Offload()
+        for hooks in (torch.autograd.graph.save_on_cpu(), some.hooks()):
+            with hooks:
+                assert same(wanted, step())
+        places = {p.data_ptr() for p in (*layer.parameters(), *layer.buffers()) if p.numel()}
+        assert some.moved and not places & {x.data_ptr() for x in some.moved}
+        assert torch.int32 not in {x.dtype for x in some.moved if x.dim() == 1}
+        plans = group.plan_bytes(layer.options.layer)
+        octets = [x.numel() for x in some.moved if x.dtype == torch.uint8]
+        assert not any(plans <= size < plans + 400 for size in octets), (plans, octets)
 
 
 # ------------------------------------------------------------------- reuse, and the rest ----

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, known
-from epic.torch.arguments import check_floats
+from epic.torch.arguments import check_floats, stay
 from epic.torch.groups import Group
 from epic.torch.ops import mlp_numbers, numbers, raising, write
 from epic.torch.router import number_of
@@ -117,6 +117,7 @@ class RunExperts(torch.autograd.Function):
     ) -> Tensor:
         """The core saves what gate and up gave."""
         inputs = (x, expert_rows, expert_tokens, slots, *weights)
+        stay(expert_rows, expert_tokens)
         y, saved = ops.experts.default(*inputs, *NO_SCALES, size, group, *numbers[0])
         ctx.numbers = (group, *numbers[1])
         ctx.save_for_backward(*inputs, saved)

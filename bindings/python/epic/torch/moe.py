@@ -16,7 +16,7 @@ from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, known
 from epic.torch import replicas, steps
-from epic.torch.arguments import check_floats, flattened
+from epic.torch.arguments import check_floats, flattened, stay
 from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
@@ -190,6 +190,7 @@ class Layer(torch.autograd.Function):
             *forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
         )
         ctx.group, ctx.tag, ctx.facts = group, tag, facts
+        stay(weights[ORDER.index("bias")])
         ctx.save_for_backward(x, *weights, saved)
         ctx.mark_non_differentiable(*counts)
         return out, loss, *counts

@@ -506,7 +506,7 @@ def write(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> None:
 def parts_of(out: Any, names: str) -> Any:
     """out=, if it is as many things as the function gives."""
     count = len(names.split(", "))
-    if isinstance(out, Tensor) or not isinstance(out, tuple | list) or len(out) != count:
+    if not isinstance(out, tuple) or len(out) != count:
         is_ = f"{type(out).__name__}"
         raise EpicArgumentError(f"out: {is_}: ({names}) is needed, as the function gives it")
     return out

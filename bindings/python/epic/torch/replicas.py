@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.torch.arguments import needs_gradient
+from epic.torch.arguments import needs_gradient, stay
 from epic.torch.ops import copy_into, note_write, raising
 from epic.torch.plans import Plan, Way
 
@@ -106,4 +106,6 @@ def tied(plan: Plan, weight: Tensor | None) -> Tensor | None:
     if weight is None or not plan.way.num_logical:
         return weight
     check(plan, "weight", weight)
-    return Tied.apply(plan.way, plan.bytes, weight)
+    found = Tied.apply(plan.way, plan.bytes, weight)
+    stay(found)  # as the parameter that it is
+    return found

@@ -16,6 +16,7 @@ from epic.torch.arguments import (
     as_weights,
     needs_gradient,
     once,
+    stay,
 )
 from epic.torch.groups import Group
 from epic.torch.ops import copy_into, note_write, parts_of, raising, told, write
@@ -58,6 +59,7 @@ def plan(
         slots, size, room = sizes_of(facts, tables[0], capacity, num_local_experts)
         args = (group.turn, chosen, *tables, slots, size, room, group.number, tag, *facts[3])
         data = ops.plan.default(*args) if out is None else plan_into(args, out)
+        stay(data)
     except RuntimeError as error:
         raise told(error) from None
     local = room if num_local_experts is None else num_local_experts
@@ -304,7 +306,9 @@ def plan_dispatch_args(
 
 def plan_dispatch_op(*inputs: Any) -> tuple[Tensor, ...]:
     """The operator; inputs: of plan_dispatch_args."""
-    return ops.plan_dispatch.default(*plan_dispatch_args(*inputs))
+    found = ops.plan_dispatch.default(*plan_dispatch_args(*inputs))
+    stay(found[0])
+    return found
 
 
 def plan_dispatch_into(out: Any, *inputs: Any) -> tuple[Tensor, ...]:
