@@ -177,6 +177,15 @@ def test_router_and_losses() -> None:
     opcheck(ops.balance_loss_backward.default, (f, load, None, one, 6, 0, 0.5, 0, *numbers_of))
     opcheck(ops.z_loss.default, (f, 6, 0.5, 0, *numbers_of))
     opcheck(ops.z_loss_backward.default, (f, one, 6, 0.5, 0, *numbers_of))
+    nothing = torch.empty_like
+    opcheck(ops.route_out.default, (f, bias, None, None, 0, *numbers_of, nothing(chosen), None))
+    opcheck(ops.z_loss_out.default, (f, 6, 0.5, 0, *numbers_of, nothing(one)))
+    for call in (ops.balance_loss_out.default, ops.balance_loss_backward_out.default):
+        more, out = ((), one) if "backward" not in str(call) else ((one,), f)
+        opcheck(call, (f, load, None, *more, 6, 0, 0.5, 0, *numbers_of, nothing(out)))
+    d_weights = weights.detach().float()
+    opcheck(ops.route_backward_out.default, (f, chosen, d_weights, 0, *numbers_of, nothing(f)))
+    opcheck(ops.z_loss_backward_out.default, (f, one, 6, 0.5, 0, *numbers_of, nothing(f)))
     opcheck(ops.bias_update_.default, (bias.clone(), load, 0.1, 0))
     moved = bias.clone()
     epic.torch.bias_update(moved, load, 0.25)
@@ -229,6 +238,9 @@ def test_opcheck() -> None:
             args = [v.detach() if isinstance(v, torch.Tensor) else v for v in seen.calls[op]]
             tests = ("test_schema", "test_autograd_registration", "test_faketensor")
             torch.library.opcheck(op, tuple(args), test_utils=tests)
+            outs = [torch.empty_like(v) if v.numel() else None for v in op(*args)]
+            into = getattr(ops, f"{op.__name__.split('.')[0]}_out").default
+            torch.library.opcheck(into, (*args, *outs), test_utils=tests)
 
 
 # --------------------------------------------------------------------------- module ----
@@ -362,6 +374,8 @@ def test_wrong_weights() -> None:
         ({"w_gate": torch.ones(2, 2)}, "w_gate: shape [2, 2]"),
         ({"w_gate": good["w_gate"].half()}, "w_gate is float16"),
         ({"w_down": good["w_down"][:, :3]}, "w_down has"),
+        ({"w_down": good["w_down"].half()}, "w_down is float16: float32 is needed"),
+        ({"b_down": torch.ones(8, cases.HIDDEN).half()}, "b_down is float16: float32 is needed"),
         ({"w_gate_up": good["w_gate_up"][:4]}, "num_local_experts 8"),
         ({"shared_gate_up": good["w_down"]}, "shared options and shared weights"),
     ]

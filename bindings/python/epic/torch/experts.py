@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, known
-from epic.torch.arguments import check_floats
+from epic.torch.arguments import check_floats, stay
 from epic.torch.groups import Group
-from epic.torch.ops import numbers, raising
+from epic.torch.ops import mlp_numbers, numbers, raising, write
 from epic.torch.router import number_of
 
 ops = torch.ops.epic
@@ -60,8 +60,8 @@ def completed(options: Experts, local: int, row_type: str, weight_type: str) -> 
 def facts(
     options: str, local: int, row_type: str, weight_type: str, on_gpu: bool
 ) -> tuple[Any, ...]:
-    """What the operators are passed for the options of that key, and bytes that forward saves for
-    backward: of none, and of each slot."""
+    """What the operators are passed for the options of that key, forward and backward, and bytes
+    that forward saves for backward: of none, and of each slot."""
     whole = completed(known[options], local, row_type, weight_type)
     if on_gpu and row_type == "float64":
         raise EpicUnsupportedError(
@@ -70,7 +70,13 @@ def facts(
         )
     name = "cuda_saved_bytes" if on_gpu else "saved_bytes"
     none, one = (int(getattr(_native.experts_memory(whole, n), name)) for n in (0, 1 << 20))
-    return numbers("experts", whole.numbers("experts_")), none, -(-(one - none) >> 20)
+    values = whole.numbers()
+    narrow = values["row_type"] if on_gpu and row_type == weight_type else 0
+    passed = [
+        numbers(name, mlp_numbers("experts", values, **types))
+        for name, types in (("experts", {}), ("experts_backward", {"grad_type": narrow}))
+    ]
+    return *passed, none, -(-(one - none) >> 20)
 
 
 def check_weights(options: Experts, weights: ExpertWeights) -> None:
@@ -91,6 +97,9 @@ def check_weights(options: Experts, weights: ExpertWeights) -> None:
             raise EpicArgumentError(f"{name}: dtype {x.dtype}: all weights have one dtype")
 
 
+NO_SCALES = (None, None, None)
+
+
 class RunExperts(torch.autograd.Function):
     """epic::experts with its gradient."""
 
@@ -98,9 +107,8 @@ class RunExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         size: int,
-        narrow: bool,
         group: int,
-        numbers: tuple[Any, ...],
+        numbers: tuple[tuple[Any, ...], tuple[Any, ...]],
         x: Tensor,
         expert_rows: Tensor,
         expert_tokens: Tensor,
@@ -109,8 +117,9 @@ class RunExperts(torch.autograd.Function):
     ) -> Tensor:
         """The core saves what gate and up gave."""
         inputs = (x, expert_rows, expert_tokens, slots, *weights)
-        y, saved = ops.experts.default(*inputs, size, group, *numbers)
-        ctx.numbers = (int(narrow), group, *numbers)
+        stay(expert_rows, expert_tokens)
+        y, saved = ops.experts.default(*inputs, *NO_SCALES, size, group, *numbers[0])
+        ctx.numbers = (group, *numbers[1])
         ctx.save_for_backward(*inputs, saved)
         return y
 
@@ -118,12 +127,13 @@ class RunExperts(torch.autograd.Function):
     @once_differentiable
     @raising
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-        """Weight gradients leave in the weights' dtype; where narrow, they come so."""
-        inputs = ctx.saved_tensors
-        d_x, *rest = ops.experts_backward.default(*inputs, d_y.contiguous(), *ctx.numbers)
+        """Weight gradients leave in the weights' dtype."""
+        *inputs, saved = ctx.saved_tensors
+        more = (None, None, saved, d_y.contiguous())
+        d_x, *rest = ops.experts_backward.default(*inputs, *more, *ctx.numbers)
         pairs = zip(inputs[3:8], rest, strict=True)
         given = [None if x is None else d.to(x.dtype) for x, d in pairs]
-        return None, None, None, None, d_x, None, None, *given
+        return None, None, None, d_x, None, None, *given
 
 
 @raising
@@ -135,13 +145,15 @@ def experts(
     weights: ExpertWeights,
     slot_weights: Tensor | None = None,
     group: Group | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The MLP of each slab by the core: rows [slots, hidden] -> [slots, hidden].
 
     expert_rows and expert_tokens: as a plan gives them.  slot_weights [slots] with weighting
     "early" and "input".  group: on GPUs, one there.  Only occupied slots are computed.  Those
     behind the last slab come out as zeros; on GPUs they hold anything, as do their gradients,
-    which dispatch and combine do not read.
+    which dispatch and combine do not read.  out: as rows; written and returned, without a gradient.
     """
     weights = ExpertWeights(*weights)
     check_floats("rows", rows)
@@ -157,12 +169,15 @@ def experts(
     up = weights.w_gate_up
     number, kinds = number_of(group, rows, "rows"), (dtype_name(rows), dtype_name(up))
     on_gpu = group is not None and group.on_gpu
-    passed, base, each = facts(options.key, up.shape[0], *kinds, on_gpu)
+    forward, backward, base, each = facts(options.key, up.shape[0], *kinds, on_gpu)
     arrays = [None if w is None else w.contiguous() for w in weights]
     size = base + each * rows.shape[0]
-    narrow = on_gpu and rows.dtype == up.dtype
     inputs = (rows.contiguous(), expert_rows, expert_tokens, slot_weights, *arrays)
-    return RunExperts.apply(size, narrow, number, passed, *inputs)
+    if out is not None:
+        args = (*inputs, *NO_SCALES, size, number, *forward)
+        write(ops.experts_out.default, args, out, None)
+        return out
+    return RunExperts.apply(size, number, (forward, backward), *inputs)
 
 
 # --------------------------------------------------------------- with any product ----

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from epic import _native
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, known
 from epic.torch import replicas, steps
-from epic.torch.arguments import check_floats, flattened
+from epic.torch.arguments import check_floats, flattened, stay
 from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
@@ -27,7 +27,7 @@ from epic.torch.experts import (
     mlp,
 )
 from epic.torch.groups import Group
-from epic.torch.ops import numbers, raising
+from epic.torch.ops import LAYER, mlp_numbers, numbers, packed, parts_of, raising, write
 from epic.torch.plans import Plan, Way, tables_of
 from epic.torch.router import balance_loss, route
 
@@ -85,24 +85,24 @@ class Facts(NamedTuple):
     backward_bytes: int
     plan_bytes: int  # with which begins what is saved
     replicas: int  # experts, if they are replicas of fewer; else 0
-    narrow: bool  # gradients of the experts' weights come in the weights' dtype, else in float32
-    numbers: tuple[Any, ...]
+    forward: tuple[Any, ...]  # numbers
+    backward: tuple[Any, ...]
 
 
-def numbers_of(options: Moe) -> tuple[Any, ...]:
-    """Of completed options."""
+def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
+    """Of completed options; types: of the experts' weights, as mlp_numbers takes them."""
+    shared = options.shared.numbers() if options.shared else {**NO_EXPERTS.numbers(), "inner": 0}
     values = {
         "balance_coeff": float(options.balance_coeff),
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
-        **options.layer.numbers("layer_"),
+        "flags": 0,
+        **packed(LAYER, options.layer.numbers()),
         **options.router.numbers("router_"),
-        **options.experts.numbers("experts_"),
-        **(options.shared or NO_EXPERTS).numbers("shared_"),
+        **mlp_numbers("experts", options.experts.numbers(), **types),
+        **mlp_numbers("shared", shared),
     }
-    if not options.shared:
-        values["shared_inner"] = 0
     return numbers("moe", values)
 
 
@@ -128,9 +128,12 @@ def facts_of(
         prefix, names = "cuda_" if group.on_gpu else "", ("saved", "forward", "backward")
         bytes_ = [int(getattr(sizes, f"{prefix}{name}_bytes")) for name in names]
         replicas = wish.layer.num_experts if wish.layer.num_logical else 0
-        narrow = group.on_gpu and row_type == weight_type and not replicas  # else they are added
         bytes_ += [group.plan_bytes(wish.layer), replicas]
-        found = group.kept[key] = (*bytes_, narrow, numbers_of(whole))
+        # Gradients of the experts' weights come in the weights' dtype where they are not added.
+        narrow = group.on_gpu and row_type == weight_type and not replicas
+        grad_type = whole.experts.numbers()["row_type"] if narrow else 0
+        passed = numbers_of(whole), numbers_of(whole, grad_type=grad_type)
+        found = group.kept[key] = (*bytes_, *passed)
     return found
 
 
@@ -152,6 +155,21 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
 # ------------------------------------------------------------- the core's own layer ----
 
 
+def forward_args(
+    group: Group,
+    tag: int,
+    facts: Facts,
+    token_ids: Tensor | None,
+    table: Tensor | None,
+    tables: tuple[Tensor | None, Tensor | None],
+    x: Tensor,
+    *weights: Tensor | None,
+) -> tuple[Any, ...]:
+    """What the operator is passed."""
+    numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.forward)
+    return (group.turn, x, *weights, None, None, token_ids, table, *tables, *numbers)
+
+
 class Layer(torch.autograd.Function):
     """epic::moe with its gradient."""
 
@@ -168,11 +186,11 @@ class Layer(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """The core saves what it needs; x and weights are kept as they are."""
-        numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.numbers)
         out, loss, *counts, saved = ops.moe.default(
-            group.turn, x, *weights, token_ids, table, *tables, *numbers
+            *forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
         )
         ctx.group, ctx.tag, ctx.facts = group, tag, facts
+        stay(weights[ORDER.index("bias")])
         ctx.save_for_backward(x, *weights, saved)
         ctx.mark_non_differentiable(*counts)
         return out, loss, *counts
@@ -184,10 +202,9 @@ class Layer(torch.autograd.Function):
         """Weight gradients leave in the weights' dtype."""
         x, *weights, saved = ctx.saved_tensors
         group, facts = ctx.group, ctx.facts
-        sizes = (facts.backward_bytes, facts.replicas, int(facts.narrow))
-        numbers = (*sizes, group.number, ctx.tag, *facts.numbers)
-        gradients = (d_out.contiguous(), d_loss.contiguous())
-        results = ops.moe_backward.default(group.turn, x, *weights, saved, *gradients, *numbers)
+        numbers = (facts.backward_bytes, group.number, ctx.tag, *facts.backward)
+        inputs = (x, *weights, None, None, saved, d_out.contiguous(), d_loss.contiguous())
+        results = ops.moe_backward.default(group.turn, *inputs, *numbers)
         d_x, *rest = results
         if facts.replicas:
             rest = of_logical(ctx, saved, rest)
@@ -354,6 +371,7 @@ def moe(
     logical_of_expert: Any = None,
     token_mask: Tensor | None = None,
     tag: int = 0,
+    out: MoeOut | None = None,
 ) -> MoeOut:
     """The layer of x [..., hidden].
 
@@ -361,7 +379,8 @@ def moe(
     grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32).  token_ids,
     table: as of route; rank_of_expert, logical_of_expert: as of plan; replicas' gradients are
     those of the logical expert.  token_mask [...] bool: tokens that are False have no routed expert
-    and no part in the losses.
+    and no part in the losses.  out: a MoeOut that is written and returned, without a gradient; None
+    in it: not wanted.
     """
     weights = MoeWeights(*weights)
     check_moe(options, x, weights)
@@ -373,6 +392,11 @@ def moe(
         table = table.to(torch.int32).contiguous()
     mask = None if token_mask is None else token_mask.reshape(-1)
     if grouped_mm is not None or mask is not None or options.quantize is not None:
+        if out is not None:
+            raise EpicUnsupportedError(
+                "out= is for the layer that is one operator: with grouped_mm, token_mask or "
+                "quantize compose plan_dispatch, experts and combine, which have out="
+            )
         found = composed(
             group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag
         )
@@ -383,6 +407,23 @@ def moe(
     arrays = [getattr(weights, name) for name in ORDER]
     arrays = [None if w is None else w.contiguous() for w in arrays]
     inputs = (group, tag, facts, token_ids, table, tables, rows)
-    out, loss, load, demand, logical = Layer.apply(*inputs, *arrays)
+    if out is not None:
+        return moe_into(forward_args(*inputs, *arrays), x, facts, out)
+    y, loss, load, demand, logical = Layer.apply(*inputs, *arrays)
     logical = logical if facts.replicas else None
-    return MoeOut(out.reshape(x.shape), loss[0], load, demand, logical)
+    return MoeOut(y.reshape(x.shape), loss[0], load, demand, logical)
+
+
+def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> MoeOut:
+    """moe with out=.  What backward would need is not kept."""
+    given = MoeOut(*parts_of(out, ", ".join(MoeOut._fields)))
+    if given.out is not None and given.out.shape != x.shape:
+        raise EpicArgumentError(f"out: shape {list(given.out.shape)}: {list(x.shape)} is needed")
+    if given.loss is not None and given.loss.shape != ():
+        raise EpicArgumentError(f"out: loss: shape {list(given.loss.shape)}: [] is needed")
+    if given.logical_load is not None and not facts.replicas:
+        raise EpicArgumentError("out: logical_load: there are no replicas: pass None")
+    rows = None if given.out is None else given.out.view(args[1].shape)
+    loss = None if given.loss is None else given.loss.view(1)
+    write(ops.moe_out.default, args, rows, loss, *given[2:], None)
+    return given
