@@ -255,6 +255,9 @@ typedef struct epic_config {
     const char *name; /* of the group, for messages and epic-info; NULL: "epic" */
     void *native;     /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
                             backend mpi, and epic_open without a meeting; else NULL */
+    uint32_t max_top_k; /* largest top_k of a layer; 0: 64.  Less takes less memory: backend
+                           hosts; the others check it alone */
+    uint32_t pad;       /* 0 */
 } epic_config;
 
 /* Opens this rank's context.  Collective over the meeting; meet NULL: over config.native if there
