@@ -255,6 +255,9 @@ typedef struct epic_config {
     const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
     void *native;           /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
                                backend mpi, and epic_open without a meeting; else NULL */
+    uint32_t max_top_k; /* largest top_k of a layer; 0: 64.  Less takes less memory with backend
+                               hosts; the others only check it */
+    uint32_t pad;       /* 0 */
 } epic_config;
 
 /* Opens this rank's context.  Collective over the meeting; meet NULL: over config.native if there
@@ -1057,10 +1060,10 @@ typedef struct epic_moe_args {
  * multiplied where experts->weighting says.  F64 rows: everything is float64, the weights of
  * choices and their gradients too.  They travel beside the rows, so config.max_row_bytes is at
  * least 8 * top_k, and EPIC_WEIGHT_LATE is done as EPIC_WEIGHT_EARLY, which is the same number.
- * With EPIC_TREE (not by EPIC_BY_HOSTS) num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
- * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
- * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
- * a table entry that is none is class (b).
+ * With EPIC_TREE (not by EPIC_BY_HOSTS) num_tokens must be equal on all ranks and a multiple of
+ * leaves / num_ranks; then outputs and gradients have the same bits for every number of ranks
+ * (with EPIC_SUM_DENSE also the dense ones and the loss).  Errors: as epic_plan, epic_dispatch,
+ * epic_combine; a token id or a table entry that is none is class (b).
  *
  * On a CUDA context everything is on the device, the losses and what comes in for them too, and
  * runs on call.stream; the host waits for nothing, and a graph can hold it.  epic_moe_memory's

@@ -125,6 +125,7 @@ typedef struct p2p_self {            /* what every kernel knows about its rank *
     uint8_t *near_heap; /* that other ranks of this host store into; NULL: there are none */
     uint32_t near;      /* a bit for each of them */
     int32_t local;      /* ranks of each host, if rows go by relays (relay.cuh); else 0 */
+    int32_t max_top_k;  /* that the heap has room for */
 #endif
 } p2p_self;
 

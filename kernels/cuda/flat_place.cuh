@@ -44,7 +44,7 @@ __device__ __forceinline__ void send_rows(const Now &now, const p2p_plan_job &jo
     const bool speaks = in && lanes.on && lanes.k == 0;
     const int64_t record = self.at.records / 8 +
                            ((int64_t)parity(now) * self.num_ranks + self.rank) *
-                               self.max_tokens * DEVICE_MAX_TOP_K +
+                               self.max_tokens * MOST_TOP_K(self) +
                            (int64_t)token * job.layer.top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap(self.rank + i, self.num_ranks);

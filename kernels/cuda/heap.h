@@ -42,7 +42,7 @@ typedef struct p2p_heap {
                         where experts are to be known before anything is counted */
     int64_t tallies; /* stamped [MAX_PLANNERS][MAX_TALLIES]: this rank alone */
     int64_t scratch; /* [max_row_bytes]: a row without meaning, this rank alone */
-    int64_t records; /* stamped [2][num_ranks][max_tokens * MAX_TOP_K]: slots here; FLAT: local
+    int64_t records; /* stamped [2][num_ranks][max_tokens * max_top_k]: slots here; FLAT: local
                         experts */
     int64_t rows;    /* stamped [2][num_ranks][max_tokens]: FLAT: the token's row here */
 #ifdef EPIC_HOSTS
@@ -50,9 +50,9 @@ typedef struct p2p_heap {
 #endif
     int64_t
         ids; /* stamped [2][num_ranks][p2p_few_of(max_tokens)][FEW_ID_WORDS]: two ids each */
-    int64_t floats;  /* poison [2][num_ranks - 1][max_tokens * MAX_TOP_K] */
+    int64_t floats;  /* poison [2][num_ranks - 1][max_tokens * max_top_k] */
     int64_t escapes; /* zero [2][num_ranks - 1][escape_words] */
-    int64_t parts;   /* poison [num_ranks][max_tokens * MAX_TOP_K * blocks]: this rank alone */
+    int64_t parts;   /* poison [num_ranks][max_tokens * max_top_k * blocks]: this rank alone */
     int64_t staging; /* poison [2][num_ranks - 1][source_bytes] */
     int64_t bytes;
     int64_t source_bytes; /* staging of one source rank and parity */
@@ -123,11 +123,11 @@ static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
 }
 
 static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_t max_row_bytes,
-                                   int64_t staging_bytes)
+                                   int64_t staging_bytes, int64_t max_top_k)
 {
     p2p_heap h;
     const int64_t peers = num_ranks - 1;
-    const int64_t choices = max_tokens * DEVICE_MAX_TOP_K;
+    const int64_t choices = max_tokens * max_top_k;
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
     /* one piece more than of a row: a string has its second row, and counts from its round */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
@@ -156,7 +156,11 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
 #endif
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
+#ifdef EPIC_HOSTS
+    h.staging = h.parts; /* which lie apart, on the GPU */
+#else
     h.staging = h.parts + device_round_up(num_ranks * h.part_words * 4, 512);
+#endif
     h.bytes = h.staging + 2 * peers * h.source_bytes;
     return h;
 }

@@ -57,7 +57,7 @@ static __device__ bool header_fits(const device_plan_header &h, const p2p_self &
         h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id && h.layout <= EPIC_FLAT &&
         (self.layouts >> h.layout & 1) && h.bytes <= plan_bytes && h.rank == self.rank &&
         h.num_ranks == self.num_ranks && h.max_tokens == self.max_tokens && h.top_k >= 1 &&
-        h.top_k <= DEVICE_MAX_TOP_K && h.num_experts >= 1 &&
+        h.top_k <= MOST_TOP_K(self) && h.num_experts >= 1 &&
         h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
         h.owned <= (int32_t)h.num_experts && h.leaves >= 1 && h.num_logical <= h.num_experts;
     if (q < self.num_ranks)
@@ -184,7 +184,7 @@ __device__ __forceinline__ const uint64_t *record_words(const p2p_self &self, co
 {
     return (const uint64_t *)(heap_by(now, source) + self.at.records) +
            ((int64_t)parity(now) * self.num_ranks + place_of(self, self.rank, source)) *
-               self.max_tokens * DEVICE_MAX_TOP_K +
+               self.max_tokens * MOST_TOP_K(self) +
            token * top_k;
 }
 

@@ -393,7 +393,7 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
     const int top_k = job.layer.top_k;
     const int64_t base = self.at.records / 8 +
                          ((int64_t)parity(now) * self.num_ranks + self.rank) * self.max_tokens *
-                             DEVICE_MAX_TOP_K +
+                             MOST_TOP_K(self) +
                          (int64_t)token * top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = (self.rank + i) % self.num_ranks;

@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t *floats_of(const p2p_self &self, const Now &
 {
     return (uint32_t *)(heap + self.at.floats) +
            ((int64_t)parity(now) * (self.num_ranks - 1) + source) * self.max_tokens *
-               DEVICE_MAX_TOP_K;
+               MOST_TOP_K(self);
 }
 
 __device__ __forceinline__ bool is_special(uint4 q)

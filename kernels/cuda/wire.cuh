@@ -32,10 +32,18 @@ __device__ __forceinline__ int place_of(const p2p_self &self, int to, int by)
     return HOSTS ? wrap(by + self.num_ranks - to - 1, self.num_ranks) : by;
 }
 
+/* Choices of a token that arrays of a heap have room for; of p2p still a constant, so that its
+ * kernels are what they were. */
+#ifdef EPIC_HOSTS
+#define MOST_TOP_K(self) ((self).max_top_k)
+#else
+#define MOST_TOP_K(self) DEVICE_MAX_TOP_K
+#endif
+
 /* From the words of records by rank to those by distance. */
 __device__ __forceinline__ int64_t records_apart(const p2p_self &self, int q)
 {
-    return (place_of(self, q, self.rank) - self.rank) * self.max_tokens * DEVICE_MAX_TOP_K;
+    return (place_of(self, q, self.rank) - self.rank) * self.max_tokens * MOST_TOP_K(self);
 }
 
 /* A token's floats begin at a multiple of this many. */

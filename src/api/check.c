@@ -136,6 +136,12 @@ static call_array of_rows(const char *name, const epic_rows *rows, size_t unit, 
 
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes)
 {
+    *bytes = 0;
+    if (layer->top_k > config->max_top_k)
+        return epic_fail(EPIC_EINVAL,
+                         "layer.top_k is %u: at most config.max_top_k %u is possible; open the "
+                         "context with more, or 0 for 64",
+                         layer->top_k, config->max_top_k);
     *bytes = plan_bytes_bound(layer, (int32_t)config->num_ranks, config->max_tokens);
     if (*bytes) return EPIC_OK;
     return epic_fail(EPIC_EINVAL,

@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/sized.h"
+#include "plan/plan.h"
 
 #define DEFAULT_TIMEOUT_MS 300000u
 #define MOST_ROW_BYTES (1ll << 30)
@@ -51,8 +52,12 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
         return bad("staging_bytes", out->staging_bytes, "a size, or 0 for full speed");
     if (out->max_in_flight > EPIC_MAX_CELLS)
         return bad("max_in_flight", out->max_in_flight, "at most 64, or 0 for 64");
+    if (out->max_top_k > MAX_TOP_K)
+        return bad("max_top_k", out->max_top_k, "at most 64, or 0 for 64");
+    if (out->pad) return bad("pad", out->pad, "it must be 0");
     if (!out->timeout_ms) TRY(timeout_from_environment(&out->timeout_ms));
     if (!out->max_in_flight) out->max_in_flight = EPIC_MAX_CELLS;
+    if (!out->max_top_k) out->max_top_k = MAX_TOP_K;
     if (!out->name) out->name = "epic";
     if (strlen(out->name) > 63)
         return epic_fail(EPIC_EINVAL, "config.name is \"%.80s\": at most 63 bytes are possible",

@@ -115,6 +115,7 @@ epic_result hello_fill(hello *mine, const epic_meet *meet, const epic_config *co
     mine->timeout_ms = config->timeout_ms;
     mine->max_in_flight = config->max_in_flight;
     mine->max_sms = config->max_sms;
+    mine->max_top_k = config->max_top_k;
     snprintf(mine->backend, sizeof mine->backend, "%s", config->backend ? config->backend : "");
     snprintf(mine->name, sizeof mine->name, "%s", config->name);
     mine->random = random_word();
@@ -163,6 +164,7 @@ static epic_result compare(const hello *a, const hello *b, int rank)
         {"config.timeout_ms", a->timeout_ms, b->timeout_ms},
         {"config.max_in_flight", a->max_in_flight, b->max_in_flight},
         {"config.max_sms", a->max_sms, b->max_sms},
+        {"config.max_top_k", a->max_top_k, b->max_top_k},
     };
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].first != fields[i].other)

@@ -16,7 +16,8 @@ typedef struct hello {
     uint32_t bytes;  /* sizeof(hello) */
     int64_t refused; /* this rank's epic_result so far; sentence says why */
     int64_t rank, num_ranks;
-    int64_t max_tokens, max_row_bytes, staging_bytes, timeout_ms, max_in_flight, max_sms;
+    int64_t max_tokens, max_row_bytes, staging_bytes, timeout_ms, max_in_flight, max_sms,
+        max_top_k;
     char backend[16];
     char name[64];
     uint64_t random;

@@ -47,6 +47,12 @@ static void draw_ids(test_case *c, uint64_t *s)
     }
 }
 
+static uint32_t top_k_of(uint32_t drawn)
+{
+    const uint32_t most = team_max_top_k();
+    return most && drawn > most ? most : drawn;
+}
+
 static void draw_layer(test_case *c, uint64_t *s)
 {
     routing *r = &c->r;
@@ -56,7 +62,7 @@ static void draw_layer(test_case *c, uint64_t *s)
     const int n = r->num_ranks;
     l->num_experts = (uint32_t)n * blocks[between(s, 0, 9)];
     if (between(s, 0, 29) == 0) l->num_experts = (uint32_t)n * (4096u / (uint32_t)n);
-    l->top_k = ks[between(s, 0, 15)];
+    l->top_k = top_k_of(ks[between(s, 0, 15)]);
     l->alignment = between(s, 0, 2) ? 1u << between(s, 0, 7) : (uint32_t)between(s, 1, 20);
     if (between(s, 0, 3) == 0) l->partial_type = EPIC_F32;
     if (between(s, 0, 3) == 0) l->layout = EPIC_FLAT;
@@ -185,7 +191,7 @@ static void mix_few_and_many(test_case *c, int64_t max_tokens)
     if (n == 1 || max_tokens <= P2P_FEW_TOKENS || between(s, 0, 5)) return;
     const uint32_t block = (uint32_t)between(s, 1, 8);
     l->num_experts = (uint32_t)n * block;
-    l->top_k = (uint32_t)between(s, 1, 8);
+    l->top_k = top_k_of((uint32_t)between(s, 1, 8));
     l->layout = EPIC_EXPERT_MAJOR;
     l->sum_order = EPIC_BY_RANK;
     l->leaves = (uint32_t)n;

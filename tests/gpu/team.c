@@ -97,6 +97,12 @@ static uint64_t host_of(int rank)
     return HOSTS ? (uint64_t)(rank / ranks) + 1 : 1;
 }
 
+uint32_t team_max_top_k(void)
+{
+    const char *text = getenv("EPIC_TEST_MAX_TOP_K");
+    return text ? (uint32_t)atoi(text) : 0;
+}
+
 static int run_rank(const team *t, int rank)
 {
     team_rank me = {.rank = rank, .num_ranks = t->num_ranks, .shared = shared};
@@ -111,7 +117,8 @@ static int run_rank(const team *t, int rank)
                                 .staging_bytes = t->staging_bytes,
                                 .num_ranks = (uint32_t)t->num_ranks,
                                 .timeout_ms = t->timeout_ms,
-                                .max_sms = sms_of(t)};
+                                .max_sms = sms_of(t),
+                                .max_top_k = team_max_top_k()};
     CHECK_CUDA(cudaSetDevice(rank % t->num_gpus));
     gather(&me, &mine, peers, sizeof mine);
     const epic_join join = {&meet, &config, peers, place->group_id};

@@ -32,6 +32,9 @@ void team_meet(team_rank *me);
 /* Ends the test, as failed, for all ranks: they would wait for one that has given up. */
 __attribute__((noreturn)) void team_stop(void);
 
+/* EPIC_TEST_MAX_TOP_K: of all layers that are drawn; 0: any. */
+uint32_t team_max_top_k(void);
+
 /* The shared bytes of the running team, also before and after (parent process). */
 void *team_shared(void);
 

@@ -25,7 +25,12 @@ from epic.torch.plans import Plan
 from parts import choices, numbers
 
 RANKS = 4
-SIZES: dict[str, Any] = {"max_tokens": 32, "max_row_bytes": 256, "timeout_ms": 120000}
+SIZES: dict[str, Any] = {
+    "max_tokens": 32,
+    "max_row_bytes": 256,
+    "max_top_k": 3,
+    "timeout_ms": 120000,
+}
 TABLE = [0, 1, 2, 3, 3, 2, 1, 0]
 
 

@@ -52,6 +52,8 @@ static void try_open(void)
     refuse_open(NULL, &no_rows, sizeof good, EPIC_EINVAL, "max_row_bytes", "0");
     REFUSE(EPIC_EINVAL, "staging_bytes", "-5", .staging_bytes = -5);
     REFUSE(EPIC_EINVAL, "max_in_flight", "65", .max_in_flight = 65);
+    REFUSE(EPIC_EINVAL, "max_top_k", "65", .max_top_k = 65);
+    REFUSE(EPIC_EINVAL, "pad", "1", .pad = 1);
     REFUSE(EPIC_EINVAL, "num_ranks", "3", .num_ranks = 3);
     REFUSE(EPIC_EINVAL, "backend", "nonsense", .backend = "nonsense");
     REFUSE(EPIC_EINVAL, "name", "0123456789",

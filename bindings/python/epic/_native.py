@@ -70,6 +70,7 @@ Config = struct(
     ("backend", c_char_p),
     ("name", c_char_p),
     ("native", c_void_p),
+    *uints("max_top_k pad"),
 )
 Layer = struct(
     "Layer",

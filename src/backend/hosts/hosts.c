@@ -296,6 +296,7 @@ static epic_group *new_group(const epic_join *join)
 {
     epic_group *g = p2p_group_new(join);
     if (!g) return NULL;
+    g->self.max_top_k = p2p_top_k_for(&g->config);
     g->hosts = calloc(1, sizeof *g->hosts);
     if (g->hosts) return g;
     p2p_group_free(g);

@@ -11,10 +11,17 @@
 #define LEAST_HEAP (4 << 20) /* an allocation of its own */
 #define MOST_SMS 65536       /* more than any device has */
 
+/* Kernels of p2p have it as a constant.  Floats of hosts are of even numbers (float_stride). */
+int32_t p2p_top_k_for(const epic_config *config)
+{
+    const uint32_t most = HOSTS ? config->max_top_k : 0;
+    return most ? (int32_t)(most + most % 2) : DEVICE_MAX_TOP_K;
+}
+
 p2p_heap p2p_heap_for(const epic_config *config)
 {
     return p2p_heap_of(config->num_ranks, config->max_tokens, config->max_row_bytes,
-                       config->staging_bytes);
+                       config->staging_bytes, p2p_top_k_for(config));
 }
 
 int64_t p2p_heap_bytes(const p2p_heap *at)

@@ -63,6 +63,7 @@ epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
 bool p2p_gpu_fits(const p2p_gpu *gpu); /* it was not written by a stranger */
 
+int32_t p2p_top_k_for(const epic_config *config); /* choices that the heap has room for */
 p2p_heap p2p_heap_for(const epic_config *config);
 int64_t p2p_heap_bytes(const p2p_heap *at);
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);

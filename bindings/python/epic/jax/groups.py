@@ -244,6 +244,7 @@ def open(
     staging_bytes: int = 0,
     backend: str | None = None,
     max_sms: int = 0,
+    max_top_k: int = 0,
     command_buffers: bool = True,
 ) -> Group:
     """Opens the groups of a mesh: all devices that share their coordinates but those of `axis`
@@ -262,6 +263,7 @@ def open(
     MPI_Comm.  Backend mpi, which joins several hosts, then sends over it; without a mesh and meet
     its ranks are the group's, one for each process.
     backend: of GPUs "p2p", for those of one host, if it is not said; or "hosts", of several.
+    max_top_k: largest top_k of its layers, 0: 64; with "hosts" less takes less memory.
     max_sms: most SMs that a call takes, 0: the core's default;
     command_buffers=False keeps XLA from putting the calls into its CUDA graphs.
     """
@@ -282,7 +284,7 @@ def open(
     )
     config = group.config()
     config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
-    config.max_sms = max_sms
+    config.max_sms, config.max_top_k = max_sms, max_top_k
     config.name, config.backend = name.encode(), backend.encode() if backend else None
     config.native = None if native is None else meeting.address_of(native)
     with lock:

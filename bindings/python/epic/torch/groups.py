@@ -191,6 +191,7 @@ class Group:
     function (rank, bytes) -> every rank's bytes; or one of threads(n).
     backend: of GPUs "p2p", for those of one host, if it is not said; or "hosts", of several.
     max_sms: most SMs that a call takes; timeout_ms: of every wait, 0: 300 s.
+    max_top_k: largest top_k of its layers, 0: 64; with backend "hosts" less takes less memory.
     """
 
     def __init__(
@@ -210,6 +211,7 @@ class Group:
         staging_bytes: int = 0,
         max_in_flight: int = 0,
         max_sms: int = 0,
+        max_top_k: int = 0,
     ) -> None:
         self.number = 0
         self.name = name
@@ -226,6 +228,7 @@ class Group:
         config = self.config()
         config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
         config.max_in_flight, config.max_sms = max_in_flight, max_sms
+        config.max_top_k = max_top_k
         config.name, config.backend = name.encode(), backend.encode() if backend else None
         self.context = self.opened(meet, config)
         self.turn = torch.zeros(1, dtype=torch.int32, device=self.device)

@@ -35,7 +35,8 @@ static epic_config config_of(void)
                          .max_row_bytes = 5000,
                          .num_ranks = (uint32_t)num_ranks,
                          .backend = "hosts",
-                         .name = group};
+                         .name = group,
+                         .max_top_k = 3};
 }
 
 /* What epic-info says of the group. */
@@ -71,7 +72,14 @@ static void check_memory(void)
 {
     const epic_config config = config_of();
     epic_memory_info told;
+    epic_config any = config;
+    any.max_top_k = 0;
+    CHECK(epic_memory(&any, NULL, &told) == EPIC_OK);
+    const int64_t most = told.host_bytes;
     CHECK(epic_memory(&config, NULL, &told) == EPIC_OK);
+    /* inbox and outbox: a record of 8 bytes for a choice, twice, and a float */
+    const int64_t spared = 2 * 96ll * (64 - 4) * (16 * num_ranks + 8 * (num_ranks - 1));
+    CHECK(llabs(most - told.host_bytes - spared) < 8192); /* parts are whole */
     CHECK(told.shared_bytes == 0 && told.host_bytes > 1 << 20 && told.device_bytes > 1 << 20);
     CHECK(is_told("pinned memory", emulator_bytes(true), told.host_bytes, OWN));
     CHECK(is_told("device memory", emulator_bytes(false), told.device_bytes,
@@ -110,6 +118,12 @@ static void check_order(epic_context *ctx)
     args.topk_idx = ids;
     args.capacity = sizes.placed_capacity;
     CHECK(in_tree(ctx, args) == (num_ranks != 3)); /* a power of two */
+    epic_layer wide = layer;
+    wide.top_k = 4;
+    args.layer = &wide;
+    CHECK(epic_plan(ctx, &args) == EPIC_EINVAL && strstr(epic_error(ctx), "layer.top_k is 4"));
+    CHECK(strstr(epic_error(ctx), "config.max_top_k 3"));
+    args.layer = &layer;
     args.rank_of_expert = ids;
     CHECK(!in_tree(ctx, args));
     CHECK(cudaFree(plan) == cudaSuccess && cudaFree(ids) == cudaSuccess);

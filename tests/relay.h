@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A network between hosts that delays and loses packets, without netem, which not every system has:
+ * each host is a namespace with one interface, whose other end a process of the test holds.  What a
+ * host sends comes to that process as packets; it hands them on later, or not at all.  So TCP is the
+ * system's own, and repeats what is lost. */
+#ifndef RELAY_H
+#define RELAY_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define RELAY_MOST_HOSTS 80
+#define RELAY_INTERFACE "wire"
+
+typedef struct relay_count { /* of packets */
+    uint64_t passed, lost;
+} relay_count;
+
+/* Before any thread.  Makes num_hosts hosts, and this process the last of them; nothing leaves them.
+ * Every packet is `delay_us` on its way; of a million `losses` do not come.  False, and why not is
+ * told: namespaces or such interfaces may not be made here. */
+bool relay_open(int num_hosts, int delay_us, uint32_t losses);
+
+/* A file that setns() takes to get to a host; of this process, valid until relay_close. */
+void relay_name(int host, char *to, int size);
+
+relay_count relay_counted(void);
+void relay_close(void);
+
+#endif
