@@ -919,13 +919,14 @@ typedef struct epic_experts_args {
  * hidden and inner and arrays begin at multiples of 16; everything else, and every other GPU,
  * takes plain loops.  call.max_sms 0: all SMs, whatever the context's share of them is.
  *
- * With weight_type E4M3, on a CUDA context: x is e4m3 with a scale for each 128 numbers of a row, as
- * dispatch brings it with EPIC_QUANTIZE_1X128; the activations go through the same.  Weights have a
- * scale for each 128 x 128 and lie turned, as tensor cores want them: w_gate_up [num_local_experts,
- * width, hidden], w_down [num_local_experts, hidden, inner].  Biases, saved and y have row_type, F32,
- * BF16 or F16.  Sums are float32; Hopper's tensor cores add up to 128 products with fewer bits.  They
- * take it where row_type has 16 bits and 16 divides hidden and inner.  epic_experts_backward takes
- * this `saved` beside x of row_type, and weights of row_type or E4M3.
+ * With weight_type E4M3, on a CUDA context: x is e4m3 with a scale for each 128 numbers of a
+ * row, as dispatch brings it with EPIC_QUANTIZE_1X128; the activations go through the same.
+ * Weights have a scale for each 128 x 128 and lie turned, as tensor cores want them: w_gate_up
+ * [num_local_experts, width, hidden], w_down [num_local_experts, hidden, inner].  Biases, saved
+ * and y have row_type, F32, BF16 or F16.  Sums are float32; Hopper's tensor cores add up to 128
+ * products with fewer bits.  They take it where row_type has 16 bits and 16 divides hidden and
+ * inner.  epic_experts_backward takes this `saved` beside x of row_type, and weights of row_type
+ * or E4M3.
  *
  * Errors: EPIC_EINVAL; EPIC_ENOTSUP (F64 rows; E4M3 on the host, or with experts.gemm). */
 static inline epic_result epic_experts_forward(epic_context *ctx,
@@ -967,9 +968,10 @@ typedef struct epic_experts_backward_args {
 } epic_experts_backward_args;
 
 /* The gradients of epic_experts_forward; d_x is not x.  Weights and biases of an expert with no
- * token get zeros (accumulating: nothing).  With weight_type E4M3, on a CUDA context: weights are as
- * above, not turned, and the gradients of rows that are multiplied by them are quantized first (1x128);
- * x, d_y and all results are as ever.  Errors: EPIC_EINVAL; EPIC_ENOTSUP as forward. */
+ * token get zeros (accumulating: nothing).  With weight_type E4M3, on a CUDA context: weights
+ * are as above, not turned, and the gradients of rows that are multiplied by them are quantized
+ * first (1x128); x, d_y and all results are as ever.  Errors: EPIC_EINVAL; EPIC_ENOTSUP as
+ * forward. */
 static inline epic_result epic_experts_backward(epic_context *ctx,
                                                 const epic_experts_backward_args *args);
 
@@ -1000,10 +1002,11 @@ typedef struct epic_moe_memory_info {
     int64_t cuda_backward_bytes;
 } epic_moe_memory_info;
 
-/* What a layer takes for config.max_tokens tokens a rank.  For each slot `saved` has the received
- * row and what the experts save, the outputs of gate and up; with EPIC_DISPATCH_AGAIN or
- * EPIC_RECOMPUTE not the one or the other: the workspace of backward has it then.  Results have the
- * same bits with and without.  Local; config.num_ranks is needed.  Errors: EPIC_EINVAL. */
+/* What a layer takes for config.max_tokens tokens a rank.  For each slot `saved` has the
+ * received row and what the experts save, the outputs of gate and up; with EPIC_DISPATCH_AGAIN
+ * or EPIC_RECOMPUTE not the one or the other: the workspace of backward has it then.  Results
+ * have the same bits with and without.  Local; config.num_ranks is needed.
+ * Errors: EPIC_EINVAL. */
 static inline epic_result epic_moe_memory(const epic_config *config, const epic_moe *moe,
                                           epic_moe_memory_info *out);
 
@@ -1283,8 +1286,8 @@ typedef struct epic_failure_info {
 /* What broke the group, once something has.  Local. */
 static inline epic_result epic_failure(const epic_context *ctx, epic_failure_info *out);
 
-/* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops"; where oneDNN has a part in
- * it, ", oneDNN 2.6.3 for bfloat16" follows. */
+/* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops"; where oneDNN has a part
+ * in it, ", oneDNN 2.6.3 for bfloat16" follows. */
 EPIC_API const char *epic_blas_name(void);
 
 /* ------------------------------------------------------------------------ the symbols ----
