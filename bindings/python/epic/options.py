@@ -21,6 +21,7 @@ TYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "float64": 4}
 REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
 BLOCKS = ("1x128", "1x32")
 ON_GPUS = ("p2p", "hosts")  # backends
+FLAGS = ("distinct", "ungated", "interleaved")
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("expert_major", "flat"),
@@ -49,7 +50,8 @@ def word(field: str, value: Any, words: Iterable[str]) -> str:
 
 def whole(field: str, value: Any, least: int = 0) -> int:
     """The value, if it is an integer that the core can have."""
-    if not isinstance(value, SupportsIndex) or not least <= value.__index__() < 1 << 32:
+    known = isinstance(value, SupportsIndex) and (field in FLAGS or not isinstance(value, bool))
+    if not known or not least <= value.__index__() < 1 << 32:
         raise EpicArgumentError(f"{field} {value!r}: an integer from {least} is needed")
     return value.__index__()
 
@@ -223,6 +225,16 @@ class Router(Options):
     jitter: float = 0.0
     scale: float = 1.0
     key: str = key()
+
+    def numbers(self, prefix: str = "") -> dict[str, Any]:
+        """As Options; the core looks at topk_groups where there are groups."""
+        found = super().numbers(prefix)
+        if self.topk_groups > 1 and self.num_groups < 2:
+            raise EpicArgumentError(
+                f"topk_groups {self.topk_groups}: num_groups is {self.num_groups}, so there are no "
+                "groups to choose from"
+            )
+        return found
 
     def ask_core(self) -> None:
         """By the query of its workspace."""
