@@ -20,7 +20,14 @@ from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.jax import placement, replicas, steps, tensor
 from epic.jax import router as routing
 from epic.jax.call import Spec, call, like, marks, memory_of, spread_all, zero_gradient
-from epic.jax.experts import ExpertWeights, check_weights, counted, of_slabs, on_gpu
+from epic.jax.experts import (
+    ExpertWeights,
+    check_weights,
+    counted,
+    of_slabs,
+    on_gpu,
+    refuse_e4m3,
+)
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.options import Experts, Moe
@@ -87,6 +94,7 @@ def promised(options: Moe, table: Any) -> Moe:
 
 def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
     """The options with the arrays' dtypes and the capacity as a number."""
+    refuse_e4m3(options.experts)
     types = {"row_type": x.dtype.name, "weight_type": weights.w_gate_up.dtype.name}
     capacity = options.capacity
     return replace(

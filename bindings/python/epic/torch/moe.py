@@ -21,15 +21,20 @@ from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
     activate,
+    check_scales,
     completed,
     dtype_name,
     experts,
     mlp,
+    rounded_weights,
+    type_of_weights,
+    weights_back,
 )
 from epic.torch.groups import Group
 from epic.torch.ops import LAYER, mlp_numbers, numbers, packed, parts_of, raising, write
 from epic.torch.plans import Plan, Way, tables_of
 from epic.torch.router import balance_loss, route
+from epic.torch.scaled import E4M3
 
 ops = torch.ops.epic
 
@@ -51,6 +56,8 @@ class MoeWeights(NamedTuple):
     shared_b_gate_up: Tensor | None = None
     shared_b_down: Tensor | None = None
     w_shared_gate: Tensor | None = None  # [hidden]: sigmoid(x w) times the shared expert's output
+    w_gate_up_scales: Tensor | None = None  # of ExpertWeights, as `scaled` makes them
+    w_down_scales: Tensor | None = None
 
 
 class MoeOut(NamedTuple):
@@ -71,9 +78,10 @@ class MoeOut(NamedTuple):
 # The order of the operators' tensors.
 ORDER = (
     "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
-    "shared_b_gate_up shared_b_down w_shared_gate"
+    "shared_b_gate_up shared_b_down w_shared_gate w_gate_up_scales w_down_scales"
 ).split()
 OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+SCALES = ("w_gate_up_scales", "w_down_scales")
 
 
 class Facts(NamedTuple):
@@ -85,6 +93,7 @@ class Facts(NamedTuple):
     backward_bytes: int
     plan_bytes: int  # with which begins what is saved
     replicas: int  # experts, if they are replicas of fewer; else 0
+    weight_type: str  # in the experts' products
     forward: tuple[Any, ...]  # numbers
     backward: tuple[Any, ...]
 
@@ -97,7 +106,7 @@ def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
-        "flags": 0,
+        "flags": _native.DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0,
         **packed(LAYER, options.layer.numbers()),
         **options.router.numbers("router_"),
         **mlp_numbers("experts", options.experts.numbers(), **types),
@@ -107,11 +116,18 @@ def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
 
 
 def facts_of(
-    group: Group, options: str, local: int, row_type: str, weight_type: str, distinct: bool
+    group: Group,
+    options: str,
+    local: int,
+    row_type: str,
+    weight_type: str,
+    kept_type: str,
+    distinct: bool,
 ) -> tuple[Any, ...]:
-    """Facts of the options of that key; the group keeps them.  distinct: a router chooses no expert
-    twice for a token; a caller's table may."""
-    key = (options, local, row_type, weight_type, distinct)
+    """Facts of the options of that key; the group keeps them.  kept_type: of the weights, where
+    weight_type is of the products.  distinct: a router chooses no expert twice for a token; a
+    caller's table may."""
+    key = (options, local, row_type, weight_type, kept_type, distinct)
     found = group.kept.get(key)
     if found is None:
         wish = known[options]
@@ -121,7 +137,8 @@ def facts_of(
         whole = replace(
             wish,
             experts=completed(wish.experts, local, row_type, weight_type),
-            shared=wish.shared and completed(wish.shared, 1, row_type, weight_type),
+            shared=wish.shared
+            and completed(wish.shared, 1, row_type, row_type if kept_type == "e4m3" else kept_type),
             capacity=bound if wish.capacity is None else wish.capacity,
         )
         sizes = _native.moe_memory(group.config(), whole)
@@ -130,10 +147,13 @@ def facts_of(
         replicas = wish.layer.num_experts if wish.layer.num_logical else 0
         bytes_ += [group.plan_bytes(wish.layer), replicas]
         # Gradients of the experts' weights come in the weights' dtype where they are not added.
-        narrow = group.on_gpu and row_type == weight_type and not replicas
-        grad_type = whole.experts.numbers()["row_type"] if narrow else 0
-        passed = numbers_of(whole), numbers_of(whole, grad_type=grad_type)
-        found = group.kept[key] = (*bytes_, *passed)
+        narrow = group.on_gpu and kept_type in (row_type, "e4m3") and not replicas
+        types = whole.experts.numbers()
+        back = {"grad_type": types["row_type"] if narrow else 0}
+        if weight_type == "e4m3":  # backward may have them as they are kept
+            back["weight_type"] = types["weight_type"]
+        found = (*bytes_, weight_type, numbers_of(whole), numbers_of(whole, **back))
+        group.kept[key] = found
     return found
 
 
@@ -165,9 +185,26 @@ def forward_args(
     x: Tensor,
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:
-    """What the operator is passed."""
+    """What the operator is passed; weights: in ORDER."""
     numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.forward)
-    return (group.turn, x, *weights, None, None, token_ids, table, *tables, *numbers)
+    if facts.weight_type == "e4m3":
+        weights = with_experts(weights, rounded_weights(x, experts_in(weights)))
+    return (group.turn, x, *weights, token_ids, table, *tables, *numbers)
+
+
+FIRST, PAST = ORDER.index("w_gate_up"), ORDER.index("b_down") + 1
+
+
+def experts_in(weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """As ExpertWeights has them, of those in ORDER."""
+    return (*weights[FIRST:PAST], *weights[-2:])
+
+
+def with_experts(
+    weights: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Others in their place."""
+    return (*weights[:FIRST], *given[:-2], *weights[PAST:-2], *given[-2:])
 
 
 class Layer(torch.autograd.Function):
@@ -203,14 +240,18 @@ class Layer(torch.autograd.Function):
         x, *weights, saved = ctx.saved_tensors
         group, facts = ctx.group, ctx.facts
         numbers = (facts.backward_bytes, group.number, ctx.tag, *facts.backward)
-        inputs = (x, *weights, None, None, saved, d_out.contiguous(), d_loss.contiguous())
+        own = weights_back(x, facts.weight_type, experts_in(tuple(weights)))
+        given = with_experts(tuple(weights), own)
+        inputs = (x, *given, saved, d_out.contiguous(), d_loss.contiguous())
         results = ops.moe_backward.default(group.turn, *inputs, *numbers)
         d_x, *rest = results
         if facts.replicas:
             rest = of_logical(ctx, saved, rest)
-        pairs = zip(weights, (*rest[:2], None, *rest[2:]), strict=True)  # not of the bias
-        given = [None if w is None or d is None else d.to(w.dtype) for w, d in pairs]
-        return None, None, None, None, None, None, d_x, *given
+        pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)  # not of the bias
+        none = [w is None or d is None or w.dtype == E4M3 for w, d in pairs]
+        pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)
+        found = [None if no else d.to(w.dtype) for no, (w, d) in zip(none, pairs, strict=True)]
+        return None, None, None, None, None, None, d_x, *found, None, None
 
 
 def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
@@ -342,7 +383,10 @@ def composed(
     else:
         plan = steps.plan(group, options.layer, sent, **more)
         recv, slots = steps.dispatch(plan, x, w, quantize=options.quantize)
-    own = ExpertWeights(*(replicas.tied(plan, getattr(weights, name)) for name in OF_EXPERTS))
+    own = ExpertWeights(
+        *(replicas.tied(plan, getattr(weights, name)) for name in OF_EXPERTS),
+        *(getattr(weights, name) for name in SCALES),
+    )
     y = by_experts(options.experts, grouped_mm, recv, plan, own, None if late else slots)
     out = steps.combine(plan, y, slots if late else None)
     if options.router.zero_experts:
@@ -391,6 +435,11 @@ def moe(
     if table is not None:
         table = table.to(torch.int32).contiguous()
     mask = None if token_mask is None else token_mask.reshape(-1)
+    if grouped_mm is not None and type_of_weights(options.experts, weights.w_gate_up) == "e4m3":
+        raise EpicUnsupportedError(
+            "grouped_mm with weights of e4m3: leave it out for the core's product, or take weights "
+            "of another type"
+        )
     if grouped_mm is not None or mask is not None or options.quantize is not None:
         if out is not None:
             raise EpicUnsupportedError(
@@ -402,7 +451,9 @@ def moe(
         )
         return found._replace(out=found.out.reshape(x.shape))
     up = weights.w_gate_up
-    local, kinds = up.shape[0], (dtype_name(rows), dtype_name(up))
+    check_scales(up.dtype, weights)
+    local, kind = up.shape[0], type_of_weights(options.experts, up)
+    kinds = (dtype_name(rows), kind, dtype_name(up))
     facts = Facts(*group.moe_facts(options.key, local, *kinds, table is None))
     arrays = [getattr(weights, name) for name in ORDER]
     arrays = [None if w is None else w.contiguous() for w in arrays]
