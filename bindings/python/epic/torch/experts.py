@@ -71,9 +71,8 @@ def completed(options: Experts, local: int, row_type: str, weight_type: str) -> 
     return replace(options, num_local_experts=local, row_type=row_type, weight_type=weight_type)
 
 
-@torch._dynamo.assume_constant_result
 @functools.cache
-def facts(
+def kept_facts(
     options: str, local: int, row_type: str, weight_type: str, kept_type: str, on_gpu: bool
 ) -> tuple[Any, ...]:
     """What the operators are passed for the options of that key, forward and backward, and bytes
@@ -97,6 +96,12 @@ def facts(
     return *passed, none, -(-(one - none) >> 20)
 
 
+@torch._dynamo.assume_constant_result
+def facts(*key: Any) -> tuple[Any, ...]:
+    """kept_facts; tracers look through a cache."""
+    return kept_facts(*key)
+
+
 def check_weights(options: Experts, weights: ExpertWeights) -> None:
     """The shapes that the options ask for, and one dtype."""
     local, hidden, inner, width = (
@@ -110,7 +115,7 @@ def check_weights(options: Experts, weights: ExpertWeights) -> None:
     if dtype == E4M3:
         shapes = [(local, width, hidden), (local, hidden, inner)]
     shapes += [(local, width), (local, hidden)]
-    for name, x, shape in zip(ExpertWeights._fields, weights, shapes, strict=False):
+    for name, x, shape in zip(ExpertWeights._fields[:4], weights[:4], shapes, strict=True):
         if x is None:
             continue
         if tuple(x.shape) != shape:

@@ -168,6 +168,10 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
         raise EpicArgumentError(
             f"w_gate: shape {list(weights.w_gate.shape)}: {[hidden, columns]} is needed"
         )
+    for name in ("w_gate", "w_gate_up", "w_down"):
+        w = getattr(weights, name)
+        if w.device != x.device:
+            raise EpicArgumentError(f"{name}: on {w.device}, x is on {x.device}: use one device")
     if (options.shared is None) != (weights.shared_gate_up is None):
         raise EpicArgumentError("shared options and shared weights come together")
 
@@ -284,9 +288,9 @@ def by_experts(
 ) -> Tensor:
     """With the caller's product, else by the core."""
     if grouped_mm is not None:
-        return mlp(options, grouped_mm, x, plan.expert_rows, weights, slots)
-    group = plan.way.group
-    return experts(options, x, plan.expert_rows, plan.expert_tokens, weights, slots, group)
+        return mlp(options, grouped_mm, x, plan.counted("expert_rows"), weights, slots)
+    counts = (plan.counted("expert_rows"), plan.counted("expert_tokens"))
+    return experts(options, x, *counts, weights, slots, plan.way.group)
 
 
 def by_shared(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
@@ -319,7 +323,7 @@ def losses(
     group: Group,
     options: Moe,
     logits: Tensor,
-    plan: Plan,
+    load: Tensor,
     chosen: Tensor,
     mask: Any,
     tag: int,
@@ -345,7 +349,7 @@ def losses(
     elif options.balance_coeff:
         p = probabilities(router, logits)[:, : router.num_experts] * live[:, None]
         factor = router.num_experts * options.balance_coeff / (router.top_k * total * total)
-        loss = loss + factor * (p * plan.load_of_ids).sum()
+        loss = loss + factor * (p * load).sum()
     if options.z_coeff:
         z = logits.logsumexp(-1).square() * live
         loss = loss + options.z_coeff / total * z.sum()
@@ -394,11 +398,39 @@ def composed(
         out = (out + x * kept).to(x.dtype)
     if options.shared is not None:
         out = out + by_shared(options, x, weights)
-    loss = losses(group, options, logits, plan, chosen, mask, tag)
-    return MoeOut(out, loss, plan.load, plan.demand, plan.logical_load)
+    load, logical = plan.counted("load"), None
+    if options.layer.num_logical:
+        logical = plan.counted("logical_load")
+    of_ids = load if logical is None else logical
+    loss = losses(group, options, logits, of_ids, chosen, mask, tag)
+    return MoeOut(out, loss, load, plan.counted("demand"), logical)
 
 
 # ------------------------------------------------------------------------ the layer ----
+
+
+def as_mask(token_mask: Tensor, rows: Tensor) -> Tensor:
+    """[num_tokens]."""
+    if token_mask.dtype != torch.bool or token_mask.numel() != rows.shape[0]:
+        raise EpicArgumentError(
+            f"token_mask: shape {list(token_mask.shape)}, {token_mask.dtype}: a torch.bool for "
+            f"each of the {rows.shape[0]} tokens is needed"
+        )
+    return token_mask.reshape(-1)
+
+
+def with_wide_router(x: Tensor, weights: MoeWeights) -> MoeWeights:
+    """The router computes in float32, beside float64 rows in float64, whatever model.to(dtype) or
+    mixed precision made of its parameters."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    change = {}
+    for name in ("w_gate", "b_gate", "w_shared_gate"):
+        w = getattr(weights, name)
+        if w is not None and w.dtype != wide:
+            change[name] = w.to(wide)
+    if weights.bias is not None and weights.bias.dtype != torch.float32:
+        change["bias"] = weights.bias.float()
+    return weights._replace(**change) if change else weights
 
 
 @raising
@@ -434,7 +466,7 @@ def moe(
         token_ids = token_ids.reshape(-1).contiguous()
     if table is not None:
         table = table.to(torch.int32).contiguous()
-    mask = None if token_mask is None else token_mask.reshape(-1)
+    mask = None if token_mask is None else as_mask(token_mask, rows)
     if grouped_mm is not None and type_of_weights(options.experts, weights.w_gate_up) == "e4m3":
         raise EpicUnsupportedError(
             "grouped_mm with weights of e4m3: leave it out for the core's product, or take weights "
@@ -452,6 +484,7 @@ def moe(
         return found._replace(out=found.out.reshape(x.shape))
     up = weights.w_gate_up
     check_scales(up.dtype, weights)
+    weights = with_wide_router(rows, weights)
     local, kind = up.shape[0], type_of_weights(options.experts, up)
     kinds = (dtype_name(rows), kind, dtype_name(up))
     facts = Facts(*group.moe_facts(options.key, local, *kinds, table is None))
