@@ -18,6 +18,7 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logits")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu")
 WEIGHTINGS = ("late", "early", "input")
 TYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "float64": 4}
+WEIGHT_TYPES = {**TYPES, "e4m3": 5}
 REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
 BLOCKS = ("1x128", "1x32")
 ON_GPUS = ("p2p", "hosts")  # backends
@@ -68,7 +69,8 @@ def number(field: str, value: Any) -> int | float:
     if field in CHOICES:
         return CHOICES[field].index(word(field, value, CHOICES[field]))
     if field.endswith("_type"):
-        return 0 if value is None else TYPES[word(field, value, TYPES)]
+        types = WEIGHT_TYPES if field == "weight_type" else TYPES
+        return 0 if value is None else types[word(field, value, types)]
     return real(field, value) if field in REALS else whole(field, value)
 
 
@@ -259,6 +261,8 @@ class Experts(Options):
     weighting: where a choice's weight is multiplied in: "late", on the way home; "early", on the
         activation and the down bias; "input", on the expert's input.
     row_type, weight_type: "float32", "bfloat16", "float16", "float64"; None: the arrays' own.
+        weight_type "e4m3", on GPUs: the products are of e4m3, the weights are rounded for each
+        call, and gradients pass straight through; epic.torch alone.
     limit: of "clamped_swiglu" (0: 7) and "clamped_silu" (0: 10).
     alpha: of "clamped_swiglu"; 0: 1.702."""
 

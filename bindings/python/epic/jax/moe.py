@@ -27,6 +27,7 @@ from epic.jax.experts import (
     grad_type,
     of_slabs,
     on_gpu,
+    refuse_e4m3,
     wide,
 )
 from epic.jax.gemm import GroupedGemm
@@ -95,6 +96,7 @@ def promised(options: Moe, table: Any) -> Moe:
 
 def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
     """The options with the arrays' dtypes and the capacity as a number."""
+    refuse_e4m3(options.experts)
     types = {"row_type": x.dtype.name, "weight_type": weights.w_gate_up.dtype.name}
     capacity = options.capacity
     return replace(

@@ -17,11 +17,17 @@ from epic.torch.ops import note_write, parts_of, raising, write
 ops = torch.ops.epic
 
 
-@torch._dynamo.assume_constant_result
 @functools.cache
-def numbers_of(router: str) -> tuple[Any, ...]:
-    """What the operators are passed for the router of that key."""
+def kept_numbers(router: str) -> tuple[Any, ...]:
+    """They take time."""
     return tuple(known[router].numbers().values())
+
+
+@torch._dynamo.assume_constant_result
+def numbers_of(router: str) -> tuple[Any, ...]:
+    """What the operators are passed for the router of that key.  Tracers look through a cache, so
+    this has none itself."""
+    return kept_numbers(router)
 
 
 def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
