@@ -92,7 +92,7 @@ static void take_seat(seat *s, int rank, int ranks, unsigned at)
     need(!epic_meet_tcp(&meet, &tcp), "meet", NULL);
     need(!epic_open(&s->ctx, &meet, &config), "open", s->ctx);
     epic_meet_close(&meet);
-    s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
+    s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K, .sum_order = EPIC_BY_HOSTS};
     if (EXPERTS % ranks) s->layer.num_experts = (uint32_t)(EXPERTS / ranks * ranks);
     s->slots = epic_capacity_bound(&config, &s->layer);
     s->plan_bytes = epic_plan_bytes(&config, &s->layer);
