@@ -42,6 +42,7 @@ static unsigned delay_us, port;
 
 typedef struct place { /* shared by all */
     double fault_ms;   /* when it happened */
+    int began;         /* ranks that have ended their first step */
     int passed[MAX_RANKS];
 } place;
 static place *shared;
@@ -187,11 +188,14 @@ static void be(int rank)
     need(cudaSetDevice(rank % num_gpus) == cudaSuccess, "cudaSetDevice", NULL);
     take_seat(&s, rank, num_ranks, port);
     need(!step(&s), "the first step", s.ctx);
+    __atomic_add_fetch(&shared->began, 1, __ATOMIC_RELAXED);
     if (rank != victim) {
         shared->passed[rank] = survive(&s, rank);
         fflush(NULL);
         _exit(0);
     }
+    /* On hosts what it has sent may be under way still. */
+    while (__atomic_load_n(&shared->began, __ATOMIC_RELAXED) < num_ranks) usleep(100);
     pthread_create(&thread, NULL, end, NULL);
     while (step(&s) == EPIC_OK) continue;
     for (;;) pause(); /* the peers were faster than the fault: they must not be */
@@ -205,7 +209,8 @@ static int inject(int i)
     fault = (enum fault)(i % NUM_FAULTS);
     victim = rand_r(&seed) % num_ranks;
     delay_us = (unsigned)rand_r(&seed) % 20000;
-    port = 20000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 40000;
+    port =
+        12000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 20000; /* none that a wire gets */
     memset(shared, 0, sizeof *shared);
     fflush(NULL);
     for (int r = 0; r < num_ranks; r++)
