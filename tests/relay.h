@@ -21,7 +21,9 @@ typedef struct relay_count { /* of packets */
  * told: namespaces or such interfaces may not be made here. */
 bool relay_open(int num_hosts, int delay_us, uint32_t losses);
 
-/* A file that setns() takes to get to a host; of this process, valid until relay_close. */
+/* What setns() takes to get to a host: a descriptor of this process, until relay_close; and the file
+ * by which other processes find it. */
+int relay_space(int host);
 void relay_name(int host, char *to, int size);
 
 relay_count relay_counted(void);

@@ -54,6 +54,7 @@ Config = struct(
     *fields(c_int64, "max_tokens max_row_bytes staging_bytes"),
     *fields(c_uint32, "num_ranks timeout_ms max_in_flight max_sms"),
     *fields(c_void_p, "backend name native"),
+    *fields(c_uint32, "max_top_k pad"),
 )
 Layer = struct(
     *fields(c_uint32, "num_experts num_logical top_k alignment layout overflow expert_capacity"),

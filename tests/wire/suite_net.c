@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "relay.h"
 
 #define MOST_HOSTS 16
 
@@ -132,16 +133,24 @@ bool net_open(int num_hosts)
     return true;
 }
 
+bool net_open_lossy(int num_hosts, int delay_us, uint32_t losses)
+{
+    if (!relay_open(num_hosts + 1, delay_us, losses)) return false; /* the last one is ours */
+    for (int h = 0; h < num_hosts; h++) spaces[h] = dup(relay_space(h));
+    num_held = num_hosts;
+    return true;
+}
+
 void net_close(void)
 {
     for (int h = 0; h < num_held; h++) {
-        kill(holders[h], SIGKILL);
-        waitpid(holders[h], NULL, 0);
+        if (holders[h] > 0 && kill(holders[h], SIGKILL) == 0) waitpid(holders[h], NULL, 0);
         if (spaces[h] >= 0) close(spaces[h]);
     }
     num_held = 0;
     if (bridge >= 0) close(bridge);
     bridge = -1;
+    relay_close();
 }
 
 static void be_host(run_meeting *meeting, int host, run_body *body, void *self,
@@ -190,11 +199,4 @@ bool net_cut(int host)
     char command[64];
     snprintf(command, sizeof command, "ip link set to%d down", host);
     return CHECK(on_bridge(command));
-}
-
-bool net_disturb(int host, const char *netem)
-{
-    char command[160];
-    snprintf(command, sizeof command, "tc qdisc add dev to%d root netem %s", host, netem);
-    return on_bridge(command);
 }

@@ -42,6 +42,7 @@ static unsigned delay_us, port;
 
 typedef struct place { /* shared by all */
     double fault_ms;   /* when it happened */
+    int began;         /* ranks that have ended their first step */
     int passed[MAX_RANKS];
 } place;
 static place *shared;
@@ -92,7 +93,7 @@ static void take_seat(seat *s, int rank, int ranks, unsigned at)
     need(!epic_meet_tcp(&meet, &tcp), "meet", NULL);
     need(!epic_open(&s->ctx, &meet, &config), "open", s->ctx);
     epic_meet_close(&meet);
-    s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
+    s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K, .sum_order = EPIC_BY_HOSTS};
     if (EXPERTS % ranks) s->layer.num_experts = (uint32_t)(EXPERTS / ranks * ranks);
     s->slots = epic_capacity_bound(&config, &s->layer);
     s->plan_bytes = epic_plan_bytes(&config, &s->layer);
@@ -187,11 +188,14 @@ static void be(int rank)
     need(cudaSetDevice(rank % num_gpus) == cudaSuccess, "cudaSetDevice", NULL);
     take_seat(&s, rank, num_ranks, port);
     need(!step(&s), "the first step", s.ctx);
+    __atomic_add_fetch(&shared->began, 1, __ATOMIC_RELAXED);
     if (rank != victim) {
         shared->passed[rank] = survive(&s, rank);
         fflush(NULL);
         _exit(0);
     }
+    /* On hosts what it has sent may be under way still. */
+    while (__atomic_load_n(&shared->began, __ATOMIC_RELAXED) < num_ranks) usleep(100);
     pthread_create(&thread, NULL, end, NULL);
     while (step(&s) == EPIC_OK) continue;
     for (;;) pause(); /* the peers were faster than the fault: they must not be */
@@ -206,7 +210,7 @@ static int inject(int i)
     victim = rand_r(&seed) % num_ranks;
     delay_us = (unsigned)rand_r(&seed) % 20000;
     /* below those that the system gives to connections */
-    port = 20000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 12000;
+    port = 12000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 20000;
     memset(shared, 0, sizeof *shared);
     fflush(NULL);
     for (int r = 0; r < num_ranks; r++)
