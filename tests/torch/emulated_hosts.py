@@ -51,10 +51,12 @@ def by(order: str) -> epic.torch.Layer:
 
 def orders(group: epic.torch.Group) -> list[bool]:
     """Of plans: in a tree?  Left open, by rank, in a tree, with a table."""
-    ids, more = choices(3 + group.rank, 6), {"capacity": 64, "num_local_experts": 8}
+    ids = choices(3 + group.rank, 6)
     left, ranks, tree = epic.torch.Layer(8, 3), by("by_rank"), by("tree")
     plans = [epic.torch.plan(group, layer, ids) for layer in (left, ranks, tree)]
-    plans.append(epic.torch.plan(group, left, ids, rank_of_expert=TABLE, **more))
+    plans.append(
+        epic.torch.plan(group, left, ids, capacity=64, num_local_experts=8, rank_of_expert=TABLE)
+    )
     group.check()
     return [in_tree(plan) for plan in plans]
 
