@@ -102,7 +102,7 @@ $(GPU_OUT)/gpu_moe: bench/gpu/moe.c all
 
 # The conformance suite on the backend p2p.
 GPU_SUITE = tests/conformance/p2p.c $(wildcard tests/conformance/suite*.c) \
-	tests/run.c tests/world.c tests/oracle.c
+	tests/run.c tests/world.c tests/oracle.c tests/oracle_plan.c
 $(GPU_OUT)/conformance_p2p: $(GPU_SUITE) $(wildcard tests/*.h tests/conformance/*.h) all
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) $(GPU_SUITE) -o $@ -Lbuild/lib -lepic \

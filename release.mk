@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # What runs seldom: `make soak` before a merge of anything that waits, and at night; `make
 # release-check` before a release.  docs/testing.md has the tiers.
-.PHONY: soak release-check stranger coverage
+.PHONY: soak test-deb release-check stranger coverage
 MINUTES ?= 10
 soak: setup-test
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build)
 	@tests/soak.sh build $(MINUTES)
+
+# The .deb, installed and tried in a bare system (root, debootstrap; BARE and SUITE as of test-chroot).
+test-deb: all
+	@rm -f build/packages/*.deb
+	@cd build && cpack -G DEB >packages.log 2>&1 || { cat packages.log; exit 1; }
+	@DEB=$$(ls build/packages/*.deb) tests/chroot.sh $(SUITE)
 
 release-check: setup-test
 	@$(call CMAKE,Release,build)

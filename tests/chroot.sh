@@ -8,6 +8,7 @@
 #   KEYRING=FILE                    of who signs it; else the one that debootstrap takes by itself
 #   MAKE_TARGETS="demo setup-test test-gcc"    a part of it
 #   BARE=FOLDER                     such a system that debootstrap made before: it is copied
+#   DEB=FILE                        installs and tries this package there instead, and removes it
 set -eu
 cd "$(dirname "$0")/.."
 suite=${1:-bookworm}
@@ -36,7 +37,7 @@ apt_mirror() { # from either format of apt's lists
 
 here=$(mktemp -d)
 root=$here/root
-trap 'umount -R "$root/dev" "$root/proc" 2>/dev/null; rm -rf --one-file-system "$here"' EXIT
+trap 'umount -R "$root/dev" "$root/proc" "$root/sys" 2>/dev/null; rm -rf --one-file-system "$here"' EXIT
 trap 'exit 1' HUP INT TERM
 
 if [ -n "${BARE-}" ]; then
@@ -68,21 +69,50 @@ mount -t devpts -o newinstance,ptmxmode=0666 pts "$root/dev/pts"
 ln -s pts/ptmx "$root/dev/ptmx"
 ln -s /proc/self/fd "$root/dev/fd"
 mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys" # UCX looks for networks there
 
 # How this machine reaches the network; apt and pip inside are to reach it too.
 cp /etc/resolv.conf /etc/hosts "$root/etc/"
 reach=
-for name in http_proxy https_proxy no_proxy PIP_INDEX_URL PIP_CERT; do
+for name in http_proxy https_proxy no_proxy PIP_INDEX_URL; do
     value=$(printenv $name) && reach="$reach $name=$value"
 done
-if [ -n "${PIP_CERT-}" ]; then
-    mkdir -p "$root$(dirname "$PIP_CERT")"
-    cp -L "$PIP_CERT" "$root$PIP_CERT"
+if [ -n "${PIP_CERT-}" ]; then # under a name that no package writes over when it is installed
+    cp -L "$PIP_CERT" "$root/root/pip-cert.pem"
+    reach="$reach PIP_CERT=/root/pip-cert.pem"
 fi
 inside() {
     chroot "$root" env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
         HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive $reach sh -ec "cd /root; $1"
 }
+
+# A package where nothing of the build is: its programs, then a program of somebody's with it.
+try_package() {
+    cp "$DEB" "$root/root/epic.deb"
+    cp examples/step.c "$root/root/"
+    echo "== $suite: $(basename "$DEB")"
+    inside 'apt-get -qq update
+        apt-get -qq install -y --no-install-recommends ./epic.deb
+        dpkg -s epic-moe | grep -q "^Status: install ok installed"
+        ! dpkg -L epic-moe | grep -q /root
+        epic-info | grep "^backends  *self, threads, shm"
+        epic-sim --help >/dev/null && epic-place --help >/dev/null && epic-trace --help >/dev/null
+        [ -s /usr/share/doc/epic-moe/copyright ]' >"$here/log" 2>&1 ||
+        fail "the package: $(tail -n 5 "$here/log")"
+    inside 'apt-get -qq install -y --no-install-recommends gcc libc6-dev pkg-config
+        gcc step.c $(pkg-config --cflags --libs epic) -o step
+        EPIC_TRACE=/root/run ./step | grep "came home as 19"
+        epic-trace show run && epic-trace replay run --ranks 3 && epic-place run --ranks 2' \
+        >"$here/log" 2>&1 || fail "a program with the package: $(tail -n 5 "$here/log")"
+    inside 'apt-get -qq purge -y epic-moe; find / -xdev -name "*epic*" -path "/usr/*"' \
+        >"$here/log" 2>&1 || fail "removing the package: $(tail -n 5 "$here/log")"
+    if grep '^/usr' "$here/log"; then fail "the package left these"; fi
+    echo "== $suite: good: the package installs, works and goes"
+}
+if [ -n "${DEB-}" ]; then
+    try_package
+    exit 0
+fi
 
 git clone -q . "$root/root/epic"
 # What README asks for, and no more.

@@ -3,7 +3,8 @@
 """What the documentation says about the tree is so: links lead somewhere, anchors are headings,
 the README's picture is what its script draws, and C in the documentation compiles.
 
-Whole programs run too, as one rank, where a library is given.
+Commands name what there is (docs_commands.py).  Whole programs, and the commands of docs/traces.md,
+run too, as one rank, where a library is given.
 
 usage: docs.py [--library LIBEPIC] CC [FLAG...]"""
 
@@ -13,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from docs_commands import bad_commands, bad_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a block that is a part of a program stands in; a whole one includes its own headers.
@@ -128,6 +131,20 @@ def bad_programs(compiler: list[str], library: Path) -> tuple[int, list[str]]:
     return num, bad
 
 
+def bad_traces(compiler: list[str], library: Path) -> tuple[int, list[str]]:
+    """What docs/traces.md does with a trace: here of README's example."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        link = [str(library), f"-Wl,-rpath,{library.parent}", "-o", str(folder / "step")]
+        command = [*compiler, str(ROOT / "examples/step.c"), *link]
+        subprocess.run(command, timeout=60, check=True)
+        alone = {"EPIC_TRACE": str(folder / "run"), "PATH": os.environ["PATH"]}
+        subprocess.run(
+            [folder / "step"], stdout=subprocess.DEVNULL, timeout=60, check=True, env=alone
+        )
+        return bad_runs(ROOT / "docs/traces.md", library.parent.parent / "bin", folder)
+
+
 def has_mpi(compiler: list[str]) -> bool:
     """Is there an mpi.h?"""
     command = [*compiler, "-fsyntax-only", "-include", "mpi.h", "-x", "c", "/dev/null"]
@@ -147,13 +164,18 @@ def main() -> int:
         library, arguments = Path(arguments[1]), arguments[2:]
     num, code = bad_code([*arguments, *flags])
     bad += code
-    ran = 0
+    said, commands = bad_commands(pages(), library.parent.parent / "bin" if library else None)
+    bad += commands
+    ran = traced = 0
     if library:
         ran, programs = bad_programs([*arguments, *flags], library)
-        bad += programs
+        traced, runs = bad_traces([*arguments, *flags], library)
+        bad += programs + runs
     print("\n".join(bad))
-    print(f"{len(pages())} pages, {num} blocks of C, {ran} programs run, {len(bad)} things wrong")
-    return 1 if bad or num < 7 or (library and ran < 4) else 0
+    print(f"{len(pages())} pages, {num} blocks of C, {ran} programs run, {said} commands, "
+          f"{traced} run, {len(bad)} things wrong")  # fmt: skip
+    few = num < 7 or said < 100 or (library and (ran < 4 or traced < 12))
+    return 1 if bad or few else 0
 
 
 if __name__ == "__main__":

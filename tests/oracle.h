@@ -76,6 +76,9 @@ void oracle_quantize(uint32_t how, const void *row, float w, uint32_t type, int6
                      uint8_t *q, void *scales);
 int64_t oracle_scale_bytes(uint32_t how, int64_t n);
 
+/* Memory for one more than `count`, so never NULL; ends the program if there is none. */
+void *oracle_zeroed(int64_t count, size_t size);
+
 /* Equal bits, where any NaN is any other. */
 bool oracle_same(const void *a, const void *b, uint32_t type, int64_t n);
 

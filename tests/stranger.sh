@@ -63,7 +63,7 @@ walk_torch() {
     echo "== PyTorch"
     python_of torch
     cat >"$here/own.py" <<'END'
-import torch, epic.torch
+import sys, torch, epic.torch
 
 with epic.torch.Group(max_tokens=8, max_row_bytes=4 * 8) as group:
     ranks = group.num_ranks
@@ -73,11 +73,12 @@ with epic.torch.Group(max_tokens=8, max_row_bytes=4 * 8) as group:
     plan, rows, slot_weights = epic.torch.plan_dispatch(group, layer, ids, x, weights)
     out = epic.torch.combine(plan, 2 * rows, slot_weights)
     out.sum().backward()
-    print("right" if torch.equal(out, 2 * x) and (x.grad == 2).all() else "wrong", ranks)
+    right = torch.equal(out, 2 * x) and (x.grad == 2).all()
+    sys.stdout.write(f"{'right' if right else 'wrong'} {ranks}\n")  # at once: two write there
 END
     (cd "$here" && MASTER_PORT=29577 torch/bin/torchrun --nproc-per-node 2 --master-port 29577 own.py \
         >out 2>&1) || { cat "$here/out"; exit 1; }
-    said "$here/out" '^right 2$'
+    [ "$(grep -c '^right 2$' "$here/out")" = 2 ] || { cat "$here/out"; echo "stranger: not right"; exit 1; }
 }
 
 python3 -c 'import venv, ensurepip' 2>/dev/null || {

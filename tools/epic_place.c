@@ -95,9 +95,14 @@ static place_problem problem_of(const trace *t, const options *o, const int32_t 
     if ((int64_t)p.slots * p.ranks > 65536)
         complain("--slots is %d: %d ranks would have more than 65536 experts", p.slots,
                  p.ranks);
-    if (o->hosts && (o->ranks % o->hosts || o->ranks > 64))
-        complain("--hosts is %d: it divides --ranks %d, which is at most 64", o->hosts,
+    if (p.slots > experts)
+        complain("--slots is %d: a rank has use for %d at most, one of each expert", p.slots,
+                 experts);
+    if (o->hosts && o->ranks % o->hosts)
+        complain("--hosts is %d, --ranks %d: each host is to have as many ranks", o->hosts,
                  o->ranks);
+    if (o->hosts && o->ranks > 64)
+        complain("--ranks is %d: with --hosts at most 64 are possible", o->ranks);
     return p;
 }
 

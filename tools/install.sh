@@ -18,7 +18,7 @@ if [ "$1" = --remove ]; then
         rm -f "$to$path"
         echo "removed $to$path"
         folder=$(dirname "$to$path")
-        case $folder in */epic) rmdir "$folder" 2>/dev/null || true ;; esac
+        case $folder in */epic | */epic-moe) rmdir "$folder" 2>/dev/null || true ;; esac
     done <"$list"
     rm "$list"
     refresh

@@ -95,6 +95,7 @@ cat <<'END'
 make test                  and nothing left out that matters
 make soak MINUTES=60       no failure
 make mutants               all caught
+make test-deb              the package in a bare system
 make test-chroot           and SUITE=noble with a mirror of Ubuntu
 make docs                  links and code
 make gpu-test gpu-test-jax gpu-test-torch    on two GPUs or more

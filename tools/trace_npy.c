@@ -96,9 +96,9 @@ void npy_read(npy *out, const char *path)
         if (fread(begin + 10, 2, 1, in) != 1) complain("%s: it ends in its header", path);
         length += 65536u * begin[10] + 16777216u * begin[11];
     }
-    if (begin[6] < 1 || begin[6] > 3 || length > MOST_HEADER ||
-        fread(header, 1, length, in) != length)
+    if (begin[6] < 1 || begin[6] > 3 || length > MOST_HEADER)
         complain("%s: version %d of .npy with a header of %zu bytes", path, begin[6], length);
+    if (fread(header, 1, length, in) != length) complain("%s: it ends in its header", path);
     if (strncmp(value_of(path, header, "'fortran_order'"), "False", 5))
         complain("%s: columns first: save numpy.ascontiguousarray of it", path);
     read_shape(out, path, header);

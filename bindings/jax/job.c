@@ -202,9 +202,15 @@ static ffi_error *run(job *job)
 {
     const epic_result result = job->operation->run(job);
     if (result == EPIC_OK) return NULL;
-    char text[1024];
-    snprintf(text, sizeof text, "epic.jax.%s: %s", job->operation->what,
-             epic_error(job->use.ctx));
+    /* Two calls of one number need not be here at once for ranks to take one for the other. */
+    const char *hint =
+        result == EPIC_EMISMATCH
+            ? ".  Calls of an inner jit that is called twice share a number: give their plans "
+              "different channel=, or order them by after="
+            : "";
+    char text[1536];
+    snprintf(text, sizeof text, "epic.jax.%s: %s%s", job->operation->what,
+             epic_error(job->use.ctx), hint);
     return ffi_error_new(job->api, ffi_code(result), text);
 }
 

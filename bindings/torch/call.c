@@ -10,9 +10,9 @@ static char no_elements[64]; /* where an array without elements lies when torch 
 
 /* ---------------------------------------------------------------------------- errors ---- */
 
-torch_call call_begin(const char *op, torch_value *stack)
+torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results)
 {
-    return (torch_call){.op = op, .stack = stack, .place = {-1, 0}};
+    return (torch_call){.op = op, .stack = stack, .into = num_results == 0, .place = {-1, 0}};
 }
 
 void call_fail(torch_call *call, epic_result result, const char *format, ...)
@@ -137,6 +137,8 @@ static const char *type_name(uint32_t type)
         return "float32 or float64";
     case CALL_INDEX:
         return "int32 or int64";
+    case CALL_MATRIX:
+        return "float32, bfloat16, float16, float64 or float8_e4m3fn";
     default:
         return "another dtype";
     }
@@ -151,6 +153,8 @@ static bool is_one_of(uint32_t type, uint32_t wanted)
         return type == EPIC_F32 || type == EPIC_F64;
     case CALL_INDEX:
         return type == EPIC_I32 || type == EPIC_I64;
+    case CALL_MATRIX:
+        return type == EPIC_E4M3 || is_one_of(type, CALL_ROWS);
     default:
         return type == wanted;
     }
@@ -217,6 +221,12 @@ static void measure(call_array *array, int64_t dim, const int64_t *sizes)
     array->bytes = array->count * type_bytes(array->type);
 }
 
+static void note_span(torch_call *call, const char *name, call_array array)
+{
+    const uintptr_t begin = (uintptr_t)array.data;
+    call->spans[call->num_spans++] = (call_span){name, begin, begin + (size_t)array.bytes};
+}
+
 static call_array look(torch_call *call, const char *name, torch_tensor tensor, uint32_t type,
                        int64_t dim)
 {
@@ -243,6 +253,7 @@ static call_array look(torch_call *call, const char *name, torch_tensor tensor, 
     if (call->failed) return array;
     measure(&array, dim, sizes);
     if (array.data == NULL) array.data = no_elements;
+    note_span(call, name, array);
     return array;
 }
 
@@ -256,6 +267,13 @@ call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, i
     torch_tensor tensor = next_tensor_or_none(call);
     if (tensor == NULL) return (call_array){0};
     return look(call, name, tensor, type, dim);
+}
+
+void call_check_type(torch_call *call, const char *name, call_array array, uint32_t type)
+{
+    if (array.data != NULL && array.type != type)
+        call_fail(call, EPIC_EINVAL, "%s is %s: %s is needed", name, type_name(array.type),
+                  type_name(type));
 }
 
 void call_check_count(torch_call *call, const char *name, call_array array, int64_t count)
@@ -372,7 +390,8 @@ static call_array empty(torch_call *call, uint32_t type, int64_t dim, const int6
     return array;
 }
 
-static call_array result(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
+static call_array made_result(torch_call *call, uint32_t type, int64_t dim,
+                              const int64_t *sizes)
 {
     torch_tensor made = NULL;
     const call_array array = empty(call, type, dim, sizes, &made);
@@ -380,36 +399,99 @@ static call_array result(torch_call *call, uint32_t type, int64_t dim, const int
     return array;
 }
 
-call_array call_result(torch_call *call, uint32_t type, int64_t rows, int64_t columns)
+/* Memory that goes with the call. */
+static call_array passing(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
 {
-    const int64_t sizes[2] = {rows, columns};
-    return result(call, type, columns < 0 ? 1 : 2, sizes);
+    torch_tensor made = NULL;
+    const call_array array = empty(call, type, dim, sizes, &made);
+    if (made != NULL) call->owned[call->num_owned++] = made;
+    return array;
 }
 
-call_array call_result_like(torch_call *call, uint32_t type, call_array like)
+static const char *shape_name(int64_t dim, const int64_t *sizes, char out[80])
+{
+    int length = snprintf(out, 80, "[");
+    for (int64_t d = 0; d < dim; d++)
+        length += snprintf(out + length, 80 - (size_t)length, "%s%" PRId64, d > 0 ? ", " : "",
+                           sizes[d]);
+    snprintf(out + length, 80 - (size_t)length, "]");
+    return out;
+}
+
+/* What is written shares no memory with what is read, nor with what else is written. */
+static void check_apart(torch_call *call, const char *name)
+{
+    if (call->failed) return;
+    const call_span own = call->spans[call->num_spans - 1];
+    for (int i = 0; i < call->num_spans - 1; i++)
+        if (own.begin < call->spans[i].end && call->spans[i].begin < own.end)
+            call_fail(call, EPIC_EINVAL, "out %s shares memory with %s: give another tensor",
+                      name, call->spans[i].name);
+}
+
+/* The caller's tensor. */
+static call_array given_result(torch_call *call, const char *name, uint32_t type, int64_t dim,
+                               const int64_t *sizes)
+{
+    const torch_tensor given = next_tensor_or_none(call);
+    if (given == NULL) return passing(call, type, dim, sizes);
+    int64_t found_dim, *found;
+    bool contiguous;
+    char here[80], there[80], named[64];
+    if (!call->failed && !torch.get_dim(given, &found_dim) && found_dim == dim &&
+        !torch.get_sizes(given, &found) &&
+        memcmp(found, sizes, (size_t)dim * sizeof *sizes) != 0)
+        call_fail(call, EPIC_EINVAL, "out %s has the shape %s: %s is needed", name,
+                  shape_name(dim, found, here), shape_name(dim, sizes, there));
+    if (!call->failed && !torch.is_contiguous(given, &contiguous) && !contiguous)
+        call_fail(call, EPIC_EINVAL, "out %s is not contiguous: give a tensor that is", name);
+    snprintf(named, sizeof named, "out %s", name);
+    call_array array = look(call, named, given, type, dim);
+    if (call->failed) return array;
+    call->spans[call->num_spans - 1].name = name;
+    check_apart(call, name);
+    return array;
+}
+
+static call_array result(torch_call *call, const char *name, uint32_t type, int64_t dim,
+                         const int64_t *sizes)
+{
+    return call->into ? given_result(call, name, type, dim, sizes)
+                      : made_result(call, type, dim, sizes);
+}
+
+call_array call_result(torch_call *call, const char *name, uint32_t type, int64_t rows,
+                       int64_t columns)
+{
+    const int64_t sizes[2] = {rows, columns};
+    return result(call, name, type, columns < 0 ? 1 : 2, sizes);
+}
+
+call_array call_result_like(torch_call *call, const char *name, uint32_t type, call_array like)
 {
     if (like.data != NULL && like.sizes != NULL)
-        return result(call, type, like.dim, like.sizes);
-    call_no_result(call);
+        return result(call, name, type, like.dim, like.sizes);
+    call_no_result(call, name);
     return (call_array){0};
 }
 
-call_array call_memory(torch_call *call, int64_t bytes)
+call_array call_memory(torch_call *call, const char *name, int64_t bytes)
 {
-    return call_result(call, CALL_U8, bytes, -1);
+    return call_result(call, name, CALL_U8, bytes, -1);
 }
 
-void call_no_result(torch_call *call)
+void call_no_result(torch_call *call, const char *name)
 {
-    (void)call_result(call, EPIC_F32, 0, -1);
+    if (!call->into)
+        (void)call_result(call, name, EPIC_F32, 0, -1);
+    else if (next_tensor_or_none(call) != NULL)
+        call_fail(call, EPIC_EINVAL, "out %s is given, but this call has none: pass None",
+                  name);
 }
 
 call_array call_workspace(torch_call *call, int64_t bytes)
 {
-    torch_tensor made = NULL;
-    const call_array array = empty(call, CALL_U8, 1, &bytes, &made);
-    if (made != NULL) call->owned[call->num_owned++] = made;
-    return array;
+    return passing(call, CALL_U8, 1, &bytes);
 }
 
 epic_rows call_rows(call_array array)

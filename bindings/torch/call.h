@@ -8,6 +8,10 @@
  *     float          the bits of a double
  * Results overwrite the stack from its start; a returned handle is torch's.
  *
+ * An operator NAME_out has the arguments of NAME and behind them one Tensor? for each result, which
+ * the kernel of NAME writes into; 0: that result is not wanted.  Both run the same lines: what
+ * call_result gives is made, or the caller's.
+ *
  * A call keeps its first error and gives harmless values from then on.  So a kernel reads all of
  * its arguments, runs the core unless call.failed, and ends with call_end, which deletes what the
  * call owns and throws the error. */
@@ -18,20 +22,28 @@
 #include "groups.h"
 #include "shim.h"
 
-enum { CALL_TENSORS = 32, CALL_DIMS = 3 }; /* most of an operator, and of a tensor */
+enum { CALL_TENSORS = 36, CALL_DIMS = 3 }; /* most of an operator, and of a tensor */
 
-#define CALL_U8 100u    /* beside epic_type: bytes of plans and memory */
-#define CALL_ROWS 101u  /* any type that is added: F32, BF16, F16, F64 */
-#define CALL_FLOAT 102u /* F32 or F64 */
-#define CALL_INDEX 103u /* I32 or I64 */
+#define CALL_U8 100u     /* beside epic_type: bytes of plans and memory */
+#define CALL_ROWS 101u   /* any type that is added: F32, BF16, F16, F64 */
+#define CALL_FLOAT 102u  /* F32 or F64 */
+#define CALL_INDEX 103u  /* I32 or I64 */
+#define CALL_MATRIX 104u /* of weights: CALL_ROWS, or E4M3 */
 #define CALL_OTHER 255u
+
+typedef struct call_span { /* where an argument lies */
+    const char *name;
+    uintptr_t begin, end;
+} call_span;
 
 typedef struct torch_call {
     const char *op;
     torch_value *stack;
-    int next; /* argument to be read */
-    int num_owned, num_made;
+    int next;  /* argument to be read */
+    bool into; /* NAME_out: results are arguments */
+    int num_owned, num_made, num_spans;
     torch_tensor owned[CALL_TENSORS], made[CALL_TENSORS];
+    call_span spans[CALL_TENSORS];
     group_place place; /* of the first tensor, which the others share */
     group_use use;     /* after call_enter */
     void *guard;       /* CUDA: makes the device the thread's */
@@ -50,14 +62,16 @@ typedef struct call_array {
     const int64_t *sizes; /* [dim]: an argument's, valid until call_end */
 } call_array;
 
-torch_call call_begin(const char *op, torch_value *stack);
+/* num_results: as the kernel was told; 0: results are arguments, or there are none. */
+torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results);
 void call_fail(torch_call *call, epic_result result, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
 /* The next argument.  `type`: an epic_type, or one of CALL_; dim: the dimensions needed. */
 call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim);
-/* Of an array that is there: the core is told no lengths. */
+/* Of an array that is there: the core is told no types of each, and no lengths. */
+void call_check_type(torch_call *call, const char *name, call_array array, uint32_t type);
 void call_check_count(torch_call *call, const char *name, call_array array, int64_t count);
 void call_turn(
     torch_call *call); /* the tensor that orders the calls of a context: never read */
@@ -74,11 +88,14 @@ epic_call call_enter_local(torch_call *call);
 bool call_on_gpu(const torch_call *call);
 
 /* The next result; columns -1: of one dimension. */
-call_array call_result(torch_call *call, uint32_t type, int64_t rows, int64_t columns);
+call_array call_result(torch_call *call, const char *name, uint32_t type, int64_t rows,
+                       int64_t columns);
 /* Of the shape of an argument; absent as that. */
-call_array call_result_like(torch_call *call, uint32_t type, call_array like);
-call_array call_memory(torch_call *call, int64_t bytes); /* a result of bytes */
-void call_no_result(torch_call *call);                   /* an absent one: no elements */
+call_array call_result_like(torch_call *call, const char *name, uint32_t type, call_array like);
+/* A result of bytes. */
+call_array call_memory(torch_call *call, const char *name, int64_t bytes);
+/* An absent one: no elements. */
+void call_no_result(torch_call *call, const char *name);
 /* Memory that goes with the call. */
 call_array call_workspace(torch_call *call, int64_t bytes);
 

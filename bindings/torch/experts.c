@@ -19,22 +19,31 @@ static void zero_tail(const torch_call *call, call_array slots, call_array exper
            (size_t)((slots.rows - occupied) * row_bytes));
 }
 
-/* What both directions read first, in this order. */
+/* Of 128, each of which has a scale. */
+static int64_t blocks_of(int64_t length)
+{
+    return (length + 127) / 128;
+}
+
+/* What both directions read first, in this order.  Scales: of weights of e4m3, and forward of x. */
 typedef struct inputs {
     call_array x, rows, tokens, slot_weights;
     call_array w_gate_up, w_down, b_gate_up, b_down;
+    call_array w_gate_up_scales, w_down_scales;
 } inputs;
 
 static inputs read_inputs(torch_call *call)
 {
-    inputs in = {.x = call_arg(call, "x", CALL_ROWS, 2)};
+    inputs in = {.x = call_arg(call, "x", CALL_MATRIX, 2)};
     in.rows = call_arg(call, "expert_rows", EPIC_I32, 1);
     in.tokens = call_arg(call, "expert_tokens", EPIC_I32, 1);
     in.slot_weights = call_arg_or_none(call, "slot_weights", EPIC_F32, 1);
-    in.w_gate_up = call_arg(call, "w_gate_up", CALL_ROWS, 3);
-    in.w_down = call_arg(call, "w_down", CALL_ROWS, 3);
+    in.w_gate_up = call_arg(call, "w_gate_up", CALL_MATRIX, 3);
+    in.w_down = call_arg(call, "w_down", in.w_gate_up.type, 3);
     in.b_gate_up = call_arg_or_none(call, "b_gate_up", CALL_ROWS, 2);
     in.b_down = call_arg_or_none(call, "b_down", CALL_ROWS, 2);
+    in.w_gate_up_scales = call_arg_or_none(call, "w_gate_up_scales", EPIC_F32, 3);
+    in.w_down_scales = call_arg_or_none(call, "w_down_scales", EPIC_F32, 3);
     return in;
 }
 
@@ -42,6 +51,11 @@ static void check_inputs(torch_call *call, const inputs *in, const epic_experts 
 {
     const int64_t local = experts->num_local_experts, hidden = experts->hidden;
     const int64_t inner = experts->inner, width = experts->ungated ? inner : 2 * inner;
+    const int64_t in_blocks = blocks_of(inner), of_hidden = blocks_of(hidden);
+    const bool scaled = in->w_gate_up.type == EPIC_E4M3;
+    const uint32_t bias = scaled ? experts->row_type : in->w_gate_up.type;
+    call_check_type(call, "b_gate_up", in->b_gate_up, bias);
+    call_check_type(call, "b_down", in->b_down, bias);
     call_check_count(call, "x", in->x, in->x.rows * hidden);
     call_check_count(call, "expert_rows", in->rows, local);
     call_check_count(call, "expert_tokens", in->tokens, local);
@@ -50,13 +64,17 @@ static void check_inputs(torch_call *call, const inputs *in, const epic_experts 
     call_check_count(call, "w_down", in->w_down, local * inner * hidden);
     call_check_count(call, "b_gate_up", in->b_gate_up, local * width);
     call_check_count(call, "b_down", in->b_down, local * hidden);
+    call_check_count(call, "w_gate_up_scales", in->w_gate_up_scales,
+                     local * blocks_of(width) * of_hidden);
+    call_check_count(call, "w_down_scales", in->w_down_scales, local * in_blocks * of_hidden);
 }
 
 /* The fields of the core's arguments, alike in both directions. */
-#define INPUTS(in)                                                             \
-    .x = (in).x.data, .num_slots = (in).x.rows, .expert_rows = (in).rows.data, \
-    .expert_tokens = (in).tokens.data, .slot_weights = (in).slot_weights.data, \
-    .w_gate_up = (in).w_gate_up.data, .w_down = (in).w_down.data,              \
+#define INPUTS(in)                                                                            \
+    .x = (in).x.data, .num_slots = (in).x.rows, .expert_rows = (in).rows.data,                \
+    .expert_tokens = (in).tokens.data, .slot_weights = (in).slot_weights.data,                \
+    .w_gate_up = (in).w_gate_up.data, .w_down = (in).w_down.data,                             \
+    .w_gate_up_scales = (in).w_gate_up_scales.data, .w_down_scales = (in).w_down_scales.data, \
     .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data
 
 static epic_experts_memory_info sizes_of(torch_call *call, const epic_experts *experts,
@@ -73,20 +91,24 @@ static epic_experts_memory_info sizes_of(torch_call *call, const epic_experts *e
 
 static void experts(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("experts", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("experts", stack, num_results);
     const inputs in = read_inputs(&call);
+    const call_array x_scales = call_arg_or_none(&call, "x_scales", EPIC_F32, 2);
     const int64_t saved_bytes = call_int(&call);
     const epic_call where = call_enter_local(&call);
-    const epic_experts options = read_experts(&call, in.x.type, in.w_gate_up.type);
+    mlp_types types = {.row = in.x.type, .weight = in.w_gate_up.type};
+    const epic_experts options = read_experts(&call, &types);
     check_inputs(&call, &in, &options);
+    call_check_count(&call, "x_scales", x_scales, in.x.rows * blocks_of(options.hidden));
     const epic_experts_memory_info sizes = sizes_of(&call, &options, in.x.rows);
-    const call_array y = call_result_like(&call, in.x.type, in.x);
-    const call_array saved = call_memory(&call, saved_bytes);
+    const call_array y = call_result_like(&call, "y", options.row_type, in.x);
+    const call_array saved = call_memory(&call, "saved", saved_bytes);
     const call_array workspace = call_workspace(&call, sizes.forward_bytes);
     const epic_experts_args args = {INPUTS(in),
                                     .call = where,
                                     .experts = &options,
+                                    .x_scales = x_scales.data,
                                     .y = y.data,
                                     .saved = saved.data,
                                     .saved_bytes = saved.bytes,
@@ -97,34 +119,35 @@ static void experts(torch_value *stack, uint64_t num_arguments, uint64_t num_res
     call_end(&call);
 }
 
-static void gradients(torch_call *call, const inputs *in, bool narrow,
+static void gradients(torch_call *call, const inputs *in, uint32_t grad_type,
                       epic_experts_backward_args *args)
 {
     const uint32_t wide = in->x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
-    const uint32_t type = narrow ? in->x.type : wide;
+    const uint32_t type = grad_type != 0 ? grad_type : wide;
     args->grad_type = type;
-    const call_array d_x = call_result_like(call, in->x.type, in->x);
-    const call_array d_slots = call_result_like(call, EPIC_F32, in->slot_weights);
+    const call_array d_x = call_result_like(call, "d_x", in->x.type, in->x);
+    const call_array d_slots =
+        call_result_like(call, "d_slot_weights", EPIC_F32, in->slot_weights);
     args->d_x = d_x.data;
     args->d_slot_weights = d_slots.data;
-    args->d_w_gate_up = call_result_like(call, type, in->w_gate_up).data;
-    args->d_w_down = call_result_like(call, type, in->w_down).data;
-    args->d_b_gate_up = call_result_like(call, type, in->b_gate_up).data;
-    args->d_b_down = call_result_like(call, type, in->b_down).data;
+    args->d_w_gate_up = call_result_like(call, "d_w_gate_up", type, in->w_gate_up).data;
+    args->d_w_down = call_result_like(call, "d_w_down", type, in->w_down).data;
+    args->d_b_gate_up = call_result_like(call, "d_b_gate_up", type, in->b_gate_up).data;
+    args->d_b_down = call_result_like(call, "d_b_down", type, in->b_down).data;
     zero_tail(call, d_x, in->rows);
     zero_tail(call, d_slots, in->rows);
 }
 
 static void experts_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("experts_backward", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("experts_backward", stack, num_results);
     const inputs in = read_inputs(&call);
     const call_array saved = call_arg(&call, "saved", CALL_U8, 1);
     const call_array d_y = call_arg(&call, "d_y", in.x.type, 2);
-    const bool narrow = call_int(&call) != 0;
     const epic_call where = call_enter_local(&call);
-    const epic_experts options = read_experts(&call, in.x.type, in.w_gate_up.type);
+    mlp_types types = {.row = in.x.type, .weight = in.w_gate_up.type};
+    const epic_experts options = read_experts(&call, &types);
     check_inputs(&call, &in, &options);
     call_check_count(&call, "d_y", d_y, in.x.count);
     const epic_experts_memory_info sizes = sizes_of(&call, &options, in.x.rows);
@@ -134,7 +157,7 @@ static void experts_backward(torch_value *stack, uint64_t num_arguments, uint64_
                                        .saved = saved.data,
                                        .saved_bytes = saved.bytes,
                                        .d_y = d_y.data};
-    gradients(&call, &in, narrow, &args);
+    gradients(&call, &in, types.grad, &args);
     const call_array workspace = call_workspace(&call, sizes.backward_bytes);
     args.workspace = workspace.data;
     args.workspace_bytes = workspace.bytes;
@@ -144,13 +167,14 @@ static void experts_backward(torch_value *stack, uint64_t num_arguments, uint64_
 
 #define INPUT_SCHEMA                                                              \
     "(Tensor x, Tensor expert_rows, Tensor expert_tokens, Tensor? slot_weights, " \
-    "Tensor w_gate_up, Tensor w_down, Tensor? b_gate_up, Tensor? b_down"
+    "Tensor w_gate_up, Tensor w_down, Tensor? b_gate_up, Tensor? b_down, "        \
+    "Tensor? w_gate_up_scales, Tensor? w_down_scales"
 
 static const torch_op ops[] = {
-    OP(experts, INPUT_SCHEMA ", SymInt saved_bytes, int group" EXPERTS_SCHEMA
+    OP(experts, INPUT_SCHEMA ", Tensor? x_scales, SymInt saved_bytes, int group" EXPERTS_SCHEMA
                              ") -> (Tensor y, Tensor saved)"),
     OP(experts_backward, INPUT_SCHEMA
-       ", Tensor saved, Tensor d_y, int narrow, int group" EXPERTS_SCHEMA
+       ", Tensor saved, Tensor d_y, int group" EXPERTS_SCHEMA
        ") -> (Tensor d_x, Tensor d_slot_weights, Tensor d_w_gate_up, Tensor d_w_down, "
        "Tensor d_b_gate_up, Tensor d_b_down)"),
 };

@@ -12,6 +12,8 @@ typedef struct moe_job {
     epic_moe_weights weights;
     call_array x, w_gate, b_gate, bias, w_gate_up, w_down, b_gate_up, b_down;
     call_array shared_gate_up, shared_down, shared_b_gate_up, shared_b_down, w_shared_gate;
+    call_array w_gate_up_scales, w_down_scales;
+    uint32_t grad_type; /* of the experts' weights */
 } moe_job;
 
 static void read_weights(torch_call *call, moe_job *job)
@@ -21,8 +23,8 @@ static void read_weights(torch_call *call, moe_job *job)
     job->w_gate = call_arg(call, "w_gate", gate, 2);
     job->b_gate = call_arg_or_none(call, "b_gate", gate, 1);
     job->bias = call_arg_or_none(call, "bias", EPIC_F32, 1);
-    job->w_gate_up = call_arg(call, "w_gate_up", CALL_ROWS, 3);
-    job->w_down = call_arg(call, "w_down", CALL_ROWS, 3);
+    job->w_gate_up = call_arg(call, "w_gate_up", CALL_MATRIX, 3);
+    job->w_down = call_arg(call, "w_down", job->w_gate_up.type, 3);
     job->b_gate_up = call_arg_or_none(call, "b_gate_up", CALL_ROWS, 2);
     job->b_down = call_arg_or_none(call, "b_down", CALL_ROWS, 2);
     job->shared_gate_up = call_arg_or_none(call, "shared_gate_up", CALL_ROWS, 3);
@@ -30,6 +32,8 @@ static void read_weights(torch_call *call, moe_job *job)
     job->shared_b_gate_up = call_arg_or_none(call, "shared_b_gate_up", CALL_ROWS, 2);
     job->shared_b_down = call_arg_or_none(call, "shared_b_down", CALL_ROWS, 2);
     job->w_shared_gate = call_arg_or_none(call, "w_shared_gate", gate, 1);
+    job->w_gate_up_scales = call_arg_or_none(call, "w_gate_up_scales", EPIC_F32, 3);
+    job->w_down_scales = call_arg_or_none(call, "w_down_scales", EPIC_F32, 3);
     job->weights = (epic_moe_weights){.w_gate = job->w_gate.data,
                                       .b_gate = job->b_gate.data,
                                       .bias = job->bias.data,
@@ -41,18 +45,34 @@ static void read_weights(torch_call *call, moe_job *job)
                                       .shared_down = job->shared_down.data,
                                       .shared_b_gate_up = job->shared_b_gate_up.data,
                                       .shared_b_down = job->shared_b_down.data,
-                                      .w_shared_gate = job->w_shared_gate.data};
+                                      .w_shared_gate = job->w_shared_gate.data,
+                                      .w_gate_up_scales = job->w_gate_up_scales.data,
+                                      .w_down_scales = job->w_down_scales.data};
 }
 
 static void check_mlp(torch_call *call, const epic_experts *experts, const call_array arrays[4],
-                      const char *const names[4])
+                      const char *const names[4], uint32_t bias_type)
 {
+    call_check_type(call, names[1], arrays[1], arrays[0].type);
+    call_check_type(call, names[2], arrays[2], bias_type);
+    call_check_type(call, names[3], arrays[3], bias_type);
     const int64_t local = experts->num_local_experts, hidden = experts->hidden;
     const int64_t inner = experts->inner, width = experts->ungated ? inner : 2 * inner;
     call_check_count(call, names[0], arrays[0], local * hidden * width);
     call_check_count(call, names[1], arrays[1], local * inner * hidden);
     call_check_count(call, names[2], arrays[2], local * width);
     call_check_count(call, names[3], arrays[3], local * hidden);
+}
+
+/* A scale for each 128 x 128. */
+static void check_scales(torch_call *call, const moe_job *job)
+{
+    const epic_experts *e = &job->experts;
+    const int64_t inner = e->inner, width = e->ungated ? inner : 2 * inner;
+    const int64_t rows = e->num_local_experts * (((int64_t)e->hidden + 127) / 128);
+    call_check_count(call, "w_gate_up_scales", job->w_gate_up_scales,
+                     rows * ((width + 127) / 128));
+    call_check_count(call, "w_down_scales", job->w_down_scales, rows * ((inner + 127) / 128));
 }
 
 /* The core is told no lengths. */
@@ -71,25 +91,26 @@ static void check_weights(torch_call *call, const moe_job *job)
     call_check_count(call, "b_gate", job->b_gate, columns);
     call_check_count(call, "bias", job->bias, columns);
     call_check_count(call, "w_shared_gate", job->w_shared_gate, hidden);
-    check_mlp(call, &job->experts, arrays, names);
-    if (job->moe.shared != NULL) check_mlp(call, &job->shared, shared, shared_names);
+    const bool scaled = job->w_gate_up.type == EPIC_E4M3;
+    check_mlp(call, &job->experts, arrays, names, scaled ? job->x.type : job->w_gate_up.type);
+    if (job->moe.shared != NULL)
+        check_mlp(call, &job->shared, shared, shared_names, job->shared_gate_up.type);
+    check_scales(call, job);
 }
 
-/* replicas: experts of the layer, if they are replicas of fewer; else 0. */
-static void read_numbers(torch_call *call, moe_job *job, int64_t replicas)
+static void read_numbers(torch_call *call, moe_job *job)
 {
     job->moe.balance_coeff = call_float(call);
     job->moe.z_coeff = call_float(call);
     job->moe.sequence_tokens = call_int(call);
     job->moe.capacity = call_int(call);
-    job->layer = read_placing(call);
-    job->layer.flags = call_uint(call, "layer_flags");
+    job->moe.flags = call_uint(call, "flags");
+    job->layer = read_layer(call);
     job->router = read_router(call);
-    job->layer.num_experts = replicas != 0 ? (uint32_t)replicas : job->router.num_experts;
-    job->layer.num_logical = replicas != 0 ? job->router.num_experts : 0;
-    job->layer.top_k = job->router.top_k;
-    job->experts = read_experts(call, job->x.type, job->w_gate_up.type);
-    job->shared = read_shared(call, job->experts);
+    mlp_types types = {.row = job->x.type, .weight = job->w_gate_up.type};
+    job->experts = read_experts(call, &types);
+    job->grad_type = types.grad;
+    job->shared = read_shared(call, job->experts, job->shared_gate_up.type);
     job->moe.layer = &job->layer;
     job->moe.router = &job->router;
     job->moe.experts = &job->experts;
@@ -99,8 +120,8 @@ static void read_numbers(torch_call *call, moe_job *job, int64_t replicas)
 
 static void moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("moe", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("moe", stack, num_results);
     moe_job job = {0};
     call_turn(&call);
     read_weights(&call, &job);
@@ -110,10 +131,11 @@ static void moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results
     const call_array logical = call_arg_or_none(&call, "logical_of_expert", EPIC_I32, 1);
     const int64_t saved_bytes = call_int(&call), workspace_bytes = call_int(&call);
     const epic_call where = call_enter(&call);
-    read_numbers(&call, &job, logical.count);
+    read_numbers(&call, &job);
     call_check_count(&call, "token_ids", ids, job.x.rows);
     call_check_count(&call, "table", table, table.rows * job.router.top_k);
     call_check_count(&call, "rank_of_expert", ranks, job.layer.num_experts);
+    call_check_count(&call, "logical_of_expert", logical, job.layer.num_experts);
     const uint32_t type = job.x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
     epic_moe_args args = {.call = where,
                           .moe = &job.moe,
@@ -126,13 +148,14 @@ static void moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results
                           .rank_of_expert = ranks.data,
                           .logical_of_expert = logical.data,
                           .loss_type = type};
-    args.out = call_rows(call_result_like(&call, job.x.type, job.x));
-    args.loss = call_result(&call, type, 1, -1).data;
-    args.load = call_result(&call, EPIC_I32, job.layer.num_experts, -1).data;
-    args.demand = call_result(&call, EPIC_I32, 1, -1).data;
-    const call_array logical_load = call_result(&call, EPIC_I32, job.layer.num_logical, -1);
+    args.out = call_rows(call_result_like(&call, "out", job.x.type, job.x));
+    args.loss = call_result(&call, "loss", type, 1, -1).data;
+    args.load = call_result(&call, "load", EPIC_I32, job.layer.num_experts, -1).data;
+    args.demand = call_result(&call, "demand", EPIC_I32, 1, -1).data;
+    const call_array logical_load =
+        call_result(&call, "logical_load", EPIC_I32, job.layer.num_logical, -1);
     if (job.layer.num_logical != 0) args.logical_load = logical_load.data;
-    const call_array saved = call_memory(&call, saved_bytes);
+    const call_array saved = call_memory(&call, "saved", saved_bytes);
     const call_array workspace = call_workspace(&call, workspace_bytes);
     args.saved = saved.data;
     args.saved_bytes = saved.bytes;
@@ -144,8 +167,8 @@ static void moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results
 
 static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("moe_backward", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("moe_backward", stack, num_results);
     moe_job job = {0};
     call_turn(&call);
     read_weights(&call, &job);
@@ -153,10 +176,10 @@ static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t nu
     const call_array saved = call_arg(&call, "saved", CALL_U8, 1);
     const call_array d_out = call_arg(&call, "d_out", job.x.type, 2);
     const call_array d_loss = call_arg(&call, "d_loss", type, 1);
-    const int64_t workspace_bytes = call_int(&call), replicas = call_int(&call);
-    const uint32_t narrow = call_int(&call) != 0 ? job.x.type : type;
+    const int64_t workspace_bytes = call_int(&call);
     const epic_call where = call_enter(&call);
-    read_numbers(&call, &job, replicas);
+    read_numbers(&call, &job);
+    const uint32_t narrow = job.grad_type != 0 ? job.grad_type : type;
     call_check_count(&call, "d_loss", d_loss, 1);
     epic_moe_gradients gradients = {0};
     epic_moe_backward_args args = {.call = where,
@@ -170,18 +193,23 @@ static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t nu
                                    .d_loss = d_loss.data,
                                    .loss_type = type,
                                    .grad_type = narrow};
-    args.d_x = call_rows(call_result_like(&call, job.x.type, job.x));
-    gradients.w_gate = call_result_like(&call, type, job.w_gate).data;
-    gradients.b_gate = call_result_like(&call, type, job.b_gate).data;
-    gradients.w_gate_up = call_result_like(&call, narrow, job.w_gate_up).data;
-    gradients.w_down = call_result_like(&call, narrow, job.w_down).data;
-    gradients.b_gate_up = call_result_like(&call, narrow, job.b_gate_up).data;
-    gradients.b_down = call_result_like(&call, narrow, job.b_down).data;
-    gradients.shared_gate_up = call_result_like(&call, type, job.shared_gate_up).data;
-    gradients.shared_down = call_result_like(&call, type, job.shared_down).data;
-    gradients.shared_b_gate_up = call_result_like(&call, type, job.shared_b_gate_up).data;
-    gradients.shared_b_down = call_result_like(&call, type, job.shared_b_down).data;
-    gradients.w_shared_gate = call_result_like(&call, type, job.w_shared_gate).data;
+    args.d_x = call_rows(call_result_like(&call, "d_x", job.x.type, job.x));
+    gradients.w_gate = call_result_like(&call, "d_w_gate", type, job.w_gate).data;
+    gradients.b_gate = call_result_like(&call, "d_b_gate", type, job.b_gate).data;
+    gradients.w_gate_up = call_result_like(&call, "d_w_gate_up", narrow, job.w_gate_up).data;
+    gradients.w_down = call_result_like(&call, "d_w_down", narrow, job.w_down).data;
+    gradients.b_gate_up = call_result_like(&call, "d_b_gate_up", narrow, job.b_gate_up).data;
+    gradients.b_down = call_result_like(&call, "d_b_down", narrow, job.b_down).data;
+    gradients.shared_gate_up =
+        call_result_like(&call, "d_shared_gate_up", type, job.shared_gate_up).data;
+    gradients.shared_down =
+        call_result_like(&call, "d_shared_down", type, job.shared_down).data;
+    gradients.shared_b_gate_up =
+        call_result_like(&call, "d_shared_b_gate_up", type, job.shared_b_gate_up).data;
+    gradients.shared_b_down =
+        call_result_like(&call, "d_shared_b_down", type, job.shared_b_down).data;
+    gradients.w_shared_gate =
+        call_result_like(&call, "d_w_shared_gate", type, job.w_shared_gate).data;
     const call_array workspace = call_workspace(&call, workspace_bytes);
     args.workspace = workspace.data;
     args.workspace_bytes = workspace.bytes;
@@ -193,11 +221,11 @@ static void moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t nu
     "(Tensor(a!) turn, Tensor x, Tensor w_gate, Tensor? b_gate, Tensor? bias, " \
     "Tensor w_gate_up, Tensor w_down, Tensor? b_gate_up, Tensor? b_down, "      \
     "Tensor? shared_gate_up, Tensor? shared_down, Tensor? shared_b_gate_up, "   \
-    "Tensor? shared_b_down, Tensor? w_shared_gate"
+    "Tensor? shared_b_down, Tensor? w_shared_gate, Tensor? w_gate_up_scales, "  \
+    "Tensor? w_down_scales"
 #define NUMBERS                                                                          \
     ", int group, int tag, float balance_coeff, float z_coeff, SymInt sequence_tokens, " \
-    "SymInt capacity" PLACING_SCHEMA                                                     \
-    ", int layer_flags" ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
+    "SymInt capacity, int flags" LAYER_SCHEMA ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
 
 static const torch_op ops[] = {
     OP(moe,
@@ -207,7 +235,7 @@ static const torch_op ops[] = {
                "Tensor logical_load, Tensor saved)"),
     OP(moe_backward,
        WEIGHTS ", Tensor saved, Tensor d_out, Tensor d_loss, "
-               "SymInt workspace_bytes, int replicas, int narrow" NUMBERS
+               "SymInt workspace_bytes" NUMBERS
                ") -> (Tensor d_x, Tensor d_w_gate, Tensor d_b_gate, Tensor d_w_gate_up, "
                "Tensor d_w_down, Tensor d_b_gate_up, Tensor d_b_down, Tensor d_shared_gate_up, "
                "Tensor d_shared_down, Tensor d_shared_b_gate_up, Tensor d_shared_b_down, "

@@ -5,6 +5,7 @@
 
 #include "shim.h"
 
+/* One with results is registered as NAME_out too (call.h). */
 typedef struct torch_op {
     const char *name; /* of epic:: */
     const char *schema;

@@ -3,7 +3,6 @@
 
 #define READ_INT(prefix, name) out.name = call_uint(call, #name);
 #define READ_REAL(prefix, name) out.name = call_float(call);
-#define READ_FLOAT(prefix, name) out.name = (float)call_float(call);
 
 static uint32_t bits(uint64_t word, int first, int count)
 {
@@ -28,13 +27,6 @@ epic_layer read_layer(torch_call *call)
                         .leaves = bits(rules, 36, 28)};
 }
 
-epic_layer read_placing(torch_call *call)
-{
-    epic_layer out = {0};
-    PLACING_FIELDS(READ_INT, )
-    return out;
-}
-
 epic_router read_router(torch_call *call)
 {
     epic_router out = {0};
@@ -42,19 +34,34 @@ epic_router read_router(torch_call *call)
     return out;
 }
 
-epic_experts read_experts(torch_call *call, uint32_t row_type, uint32_t weight_type)
+/* The second number of an MLP and the two behind it. */
+static void read_kind(torch_call *call, epic_experts *out, mlp_types *types)
 {
-    epic_experts out = {.row_type = row_type, .weight_type = weight_type};
-    EXPERTS_FIELDS(READ_INT, READ_FLOAT, )
+    const uint64_t kind = (uint64_t)call_int(call);
+    out->inner = bits(kind, 0, 32);
+    out->activation = bits(kind, 32, 8);
+    out->ungated = bits(kind, 40, 4);
+    out->interleaved = bits(kind, 44, 4);
+    out->weighting = bits(kind, 48, 4);
+    out->row_type = bits(kind, 60, 4) != 0 ? bits(kind, 60, 4) : types->row;
+    out->weight_type = bits(kind, 52, 4) != 0 ? bits(kind, 52, 4) : types->weight;
+    types->grad = bits(kind, 56, 4);
+    out->limit = (float)call_float(call);
+    out->alpha = (float)call_float(call);
+}
+
+epic_experts read_experts(torch_call *call, mlp_types *types)
+{
+    const uint64_t sizes = (uint64_t)call_int(call);
+    epic_experts out = {.num_local_experts = bits(sizes, 0, 32), .hidden = bits(sizes, 32, 32)};
+    read_kind(call, &out, types);
     return out;
 }
 
-epic_experts read_shared(torch_call *call, epic_experts experts)
+epic_experts read_shared(torch_call *call, epic_experts experts, uint32_t weight_type)
 {
-    epic_experts out = {.num_local_experts = 1,
-                        .hidden = experts.hidden,
-                        .row_type = experts.row_type,
-                        .weight_type = experts.weight_type};
-    SHARED_FIELDS(READ_INT, READ_FLOAT, )
+    epic_experts out = {.num_local_experts = 1, .hidden = experts.hidden};
+    mlp_types types = {.row = experts.row_type, .weight = weight_type};
+    read_kind(call, &out, &types);
     return out;
 }

@@ -1,14 +1,50 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes the operators known to torch, once in a process. */
+#include <stdio.h>
+#include <string.h>
+
 #include "ops.h"
+
+enum { SCHEMA_BYTES = 4096, NAME_BYTES = 64 };
+
+static const char arrow[] = ") -> (Tensor ";
+
+/* "NAME_out(ARGUMENTS, Tensor(b!)? RESULT, ...) -> ()" of "NAME(ARGUMENTS) -> (Tensor RESULT, ...)".
+ * The first letter is turn's.  False: it has no results. */
+static bool out_schema(const torch_op *op, char out[SCHEMA_BYTES])
+{
+    const char *results = strstr(op->schema, arrow);
+    if (results == NULL) return false;
+    const char *arguments = op->schema + strlen(op->name);
+    int length = snprintf(out, SCHEMA_BYTES, "%s_out%.*s", op->name, (int)(results - arguments),
+                          arguments);
+    char letter = 'b';
+    for (const char *name = results + strlen(arrow); name != NULL; letter++) {
+        length += snprintf(out + length, SCHEMA_BYTES - (size_t)length, ", Tensor(%c!)? %.*s",
+                           letter, (int)strcspn(name, ",)"), name);
+        name = strstr(name, ", Tensor ");
+        if (name != NULL) name += strlen(", Tensor ");
+    }
+    snprintf(out + length, SCHEMA_BYTES - (size_t)length, ") -> ()");
+    return true;
+}
+
+static bool register_op(void *library, void *cpu, void *cuda, const torch_op *op)
+{
+    return !torch.library_def(library, op->schema) &&
+           !torch.library_impl(cpu, op->name, op->kernel) &&
+           !torch.library_impl(cuda, op->name, op->kernel);
+}
 
 static const char *register_all(void *library, void *cpu, void *cuda, torch_ops all)
 {
     for (int i = 0; i < all.count; i++) {
         const torch_op *op = &all.ops[i];
-        if (torch.library_def(library, op->schema) ||
-            torch.library_impl(cpu, op->name, op->kernel) ||
-            torch.library_impl(cuda, op->name, op->kernel))
+        char schema[SCHEMA_BYTES], name[NAME_BYTES];
+        snprintf(name, sizeof name, "%s_out", op->name);
+        const torch_op out = {name, schema, op->kernel};
+        if (!register_op(library, cpu, cuda, op) ||
+            (out_schema(op, schema) && !register_op(library, cpu, cuda, &out)))
             return op->schema;
     }
     return NULL;

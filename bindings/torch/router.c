@@ -29,8 +29,8 @@ static uint32_t wide_type(call_array logits)
 
 static void route(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("route", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("route", stack, num_results);
     const call_array logits = call_arg(&call, "logits", CALL_ROWS, 2);
     const call_array bias = call_arg_or_none(&call, "bias", EPIC_F32, 1);
     const call_array ids = call_arg_or_none(&call, "token_ids", CALL_INDEX, 1);
@@ -42,8 +42,10 @@ static void route(torch_value *stack, uint64_t num_arguments, uint64_t num_resul
     call_check_count(&call, "token_ids", ids, logits.rows);
     call_check_count(&call, "table", table, table.rows * router.top_k);
     const call_array workspace = router_workspace(&call, &router);
-    const call_array chosen = call_result(&call, EPIC_I32, logits.rows, router.top_k);
-    const call_array weights = call_result(&call, wide_type(logits), logits.rows, router.top_k);
+    const call_array chosen =
+        call_result(&call, "topk_idx", EPIC_I32, logits.rows, router.top_k);
+    const call_array weights =
+        call_result(&call, "weights", wide_type(logits), logits.rows, router.top_k);
     const epic_router_args args = {.call = where,
                                    .router = &router,
                                    .logits = logits.data,
@@ -65,8 +67,8 @@ static void route(torch_value *stack, uint64_t num_arguments, uint64_t num_resul
 
 static void route_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("route_backward", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("route_backward", stack, num_results);
     const call_array logits = call_arg(&call, "logits", CALL_ROWS, 2);
     const call_array chosen = call_arg(&call, "topk_idx", EPIC_I32, 2);
     const call_array d_weights = call_arg(&call, "d_weights", CALL_FLOAT, 2);
@@ -76,7 +78,8 @@ static void route_backward(torch_value *stack, uint64_t num_arguments, uint64_t 
     call_check_count(&call, "topk_idx", chosen, logits.rows * router.top_k);
     call_check_count(&call, "d_weights", d_weights, logits.rows * router.top_k);
     const call_array workspace = router_workspace(&call, &router);
-    const call_array d_logits = call_result(&call, logits.type, logits.rows, logits.columns);
+    const call_array d_logits =
+        call_result(&call, "d_logits", logits.type, logits.rows, logits.columns);
     const epic_router_backward_args args = {.call = where,
                                             .router = &router,
                                             .logits = logits.data,
@@ -123,9 +126,9 @@ static void read_loss(loss_job *job, bool is_balance, bool is_backward)
     call_check_count(call, "topk_idx", job->chosen, job->logits.rows * job->router.top_k);
     call_check_count(call, "d_loss", job->d_loss, 1);
     job->workspace = router_workspace(call, &job->router);
-    job->out = is_backward
-                   ? call_result(call, job->logits.type, job->logits.rows, job->logits.columns)
-                   : call_result(call, wide_type(job->logits), 1, -1);
+    job->out = is_backward ? call_result(call, "d_logits", job->logits.type, job->logits.rows,
+                                         job->logits.columns)
+                           : call_result(call, "loss", wide_type(job->logits), 1, -1);
 }
 
 /* The fields that the core's arguments share. */
@@ -146,8 +149,8 @@ static void end_loss(loss_job *job, epic_result result)
 
 static void balance_loss(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    loss_job job = {.call = call_begin("balance_loss", stack)};
+    (void)num_arguments;
+    loss_job job = {.call = call_begin("balance_loss", stack, num_results)};
     read_loss(&job, true, false);
     const epic_balance_loss_args args = {LOSS_FIELDS(job), BALANCE_FIELDS(job),
                                          .loss = job.out.data, .loss_type = job.out.type};
@@ -158,8 +161,8 @@ static void balance_loss(torch_value *stack, uint64_t num_arguments, uint64_t nu
 static void balance_loss_backward(torch_value *stack, uint64_t num_arguments,
                                   uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    loss_job job = {.call = call_begin("balance_loss_backward", stack)};
+    (void)num_arguments;
+    loss_job job = {.call = call_begin("balance_loss_backward", stack, num_results)};
     read_loss(&job, true, true);
     const epic_balance_loss_backward_args args = {LOSS_FIELDS(job), BALANCE_FIELDS(job),
                                                   .d_loss = job.d_loss.data,
@@ -170,8 +173,8 @@ static void balance_loss_backward(torch_value *stack, uint64_t num_arguments,
 
 static void z_loss(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    loss_job job = {.call = call_begin("z_loss", stack)};
+    (void)num_arguments;
+    loss_job job = {.call = call_begin("z_loss", stack, num_results)};
     read_loss(&job, false, false);
     const epic_z_loss_args args = {LOSS_FIELDS(job), .loss = job.out.data,
                                    .loss_type = job.out.type};
@@ -180,8 +183,8 @@ static void z_loss(torch_value *stack, uint64_t num_arguments, uint64_t num_resu
 
 static void z_loss_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    loss_job job = {.call = call_begin("z_loss_backward", stack)};
+    (void)num_arguments;
+    loss_job job = {.call = call_begin("z_loss_backward", stack, num_results)};
     read_loss(&job, false, true);
     const epic_z_loss_backward_args args = {LOSS_FIELDS(job), .d_loss = job.d_loss.data,
                                             .d_logits = job.out.data};
@@ -192,8 +195,8 @@ static void z_loss_backward(torch_value *stack, uint64_t num_arguments, uint64_t
 
 static void bias_update_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("bias_update", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("bias_update", stack, num_results);
     const call_array bias = call_arg(&call, "bias", EPIC_F32, 1);
     const call_array load = call_arg(&call, "load", EPIC_I32, 1);
     const double rate = call_float(&call);
@@ -211,10 +214,11 @@ static void bias_update_(torch_value *stack, uint64_t num_arguments, uint64_t nu
 /* --------------------------------------------------------------------------- schemas ---- */
 
 #define BALANCE "(Tensor logits, Tensor? load, Tensor? topk_idx"
-#define BALANCE_NUMBERS                                                                   \
-    ", SymInt total_tokens, SymInt sequence_tokens, float coeff, int group" ROUTER_SCHEMA \
-    ") -> Tensor"
-#define Z_NUMBERS ", SymInt total_tokens, float coeff, int group" ROUTER_SCHEMA ") -> Tensor"
+#define BALANCE_NUMBERS \
+    ", SymInt total_tokens, SymInt sequence_tokens, float coeff, int group" ROUTER_SCHEMA
+#define Z_NUMBERS ", SymInt total_tokens, float coeff, int group" ROUTER_SCHEMA
+#define LOSS ") -> (Tensor loss)"
+#define D_LOGITS ") -> (Tensor d_logits)"
 
 static const torch_op ops[] = {
     OP(route,
@@ -222,11 +226,11 @@ static const torch_op ops[] = {
        ") -> (Tensor topk_idx, Tensor weights)"),
     OP(route_backward,
        "(Tensor logits, Tensor topk_idx, Tensor d_weights, int group" ROUTER_SCHEMA
-       ") -> Tensor"),
-    OP(balance_loss, BALANCE BALANCE_NUMBERS),
-    OP(balance_loss_backward, BALANCE ", Tensor? d_loss" BALANCE_NUMBERS),
-    OP(z_loss, "(Tensor logits" Z_NUMBERS),
-    OP(z_loss_backward, "(Tensor logits, Tensor? d_loss" Z_NUMBERS),
+       ") -> (Tensor d_logits)"),
+    OP(balance_loss, BALANCE BALANCE_NUMBERS LOSS),
+    OP(balance_loss_backward, BALANCE ", Tensor? d_loss" BALANCE_NUMBERS D_LOGITS),
+    OP(z_loss, "(Tensor logits" Z_NUMBERS LOSS),
+    OP(z_loss_backward, "(Tensor logits, Tensor? d_loss" Z_NUMBERS D_LOGITS),
     OP(bias_update_, "(Tensor(a!) bias, Tensor load, float rate, int group) -> ()"),
 };
 

@@ -76,7 +76,7 @@ static void plan_results(torch_call *call, plan_job *job)
     const int64_t local = job->num_local, experts = job->layer.num_experts;
     const int64_t count = 2 * local + experts + 1 + job->layer.num_logical;
     const call_array made =
-        call_memory(call, job->plan_bytes + count * (int64_t)sizeof(int32_t));
+        call_memory(call, "plan", job->plan_bytes + count * (int64_t)sizeof(int32_t));
     if (call->failed) return;
     job->args.layer = &job->layer;
     job->args.plan = made.data;
@@ -91,8 +91,8 @@ static void plan_results(torch_call *call, plan_job *job)
 
 static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("plan", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("plan", stack, num_results);
     plan_job job = {0};
     call_turn(&call);
     read_choices(&call, &job);
@@ -129,22 +129,23 @@ static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
 static void slot_weights_result(torch_call *call, epic_dispatch_args *args)
 {
     if (args->weights != NULL)
-        args->slot_weights = call_result(call, EPIC_F32, args->recv.num_rows, -1).data;
+        args->slot_weights =
+            call_result(call, "slot_weights", EPIC_F32, args->recv.num_rows, -1).data;
     else
-        call_no_result(call);
+        call_no_result(call, "slot_weights");
 }
 
 static void dispatch_results(torch_call *call, call_array tokens, int64_t capacity,
                              epic_dispatch_args *args)
 {
-    args->recv = call_rows(call_result(call, tokens.type, capacity, tokens.columns));
+    args->recv = call_rows(call_result(call, "recv", tokens.type, capacity, tokens.columns));
     slot_weights_result(call, args);
 }
 
 static void dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("dispatch", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("dispatch", stack, num_results);
     epic_dispatch_args args = {0};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
@@ -157,31 +158,10 @@ static void dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_re
     call_end(&call);
 }
 
-static void dispatch_out(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
-{
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("dispatch_out", stack);
-    epic_dispatch_args args = {0};
-    call_turn(&call);
-    read_plan(&call, &args.plan, &args.plan_bytes);
-    const call_array tokens = read_tokens(&call, &args);
-    const call_array recv = call_arg(&call, "recv", tokens.type, 2);
-    const call_array slots = call_arg_or_none(&call, "slot_weights", EPIC_F32, 1);
-    args.recv = call_rows(recv);
-    args.slot_weights = slots.data;
-    args.flags = call_uint(&call, "flags");
-    args.call = call_enter(&call);
-    if (slots.data != NULL && slots.count != recv.rows)
-        call_fail(&call, EPIC_EINVAL, "slot_weights has %lld slots, recv %lld: make them equal",
-                  (long long)slots.count, (long long)recv.rows);
-    if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
-    call_end(&call);
-}
-
 static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("plan_dispatch", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("plan_dispatch", stack, num_results);
     plan_job job = {0};
     epic_dispatch_args args = {0};
     call_turn(&call);
@@ -200,8 +180,8 @@ static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t n
 /* Each token once for each rank that has experts for it, and which those are. */
 static void dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("dispatch_flat", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("dispatch_flat", stack, num_results);
     epic_dispatch_args args = {0};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
@@ -209,30 +189,31 @@ static void dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t n
     const int64_t capacity = call_int(&call), top_k = call_int(&call);
     args.flags = call_uint(&call, "flags");
     args.call = call_enter(&call);
-    args.recv = call_rows(call_result(&call, tokens.type, capacity, tokens.columns));
+    args.recv = call_rows(call_result(&call, "recv", tokens.type, capacity, tokens.columns));
     if (args.weights != NULL)
-        args.slot_weights = call_result(&call, EPIC_F32, capacity, top_k).data;
+        args.slot_weights = call_result(&call, "slot_weights", EPIC_F32, capacity, top_k).data;
     else
-        call_no_result(&call);
-    args.recv_expert = call_result(&call, EPIC_I32, capacity, top_k).data;
+        call_no_result(&call, "slot_weights");
+    args.recv_expert = call_result(&call, "recv_expert", EPIC_I32, capacity, top_k).data;
     if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
     call_end(&call);
 }
 
 /* Rows in e4m3 and their scales, for blocks of 128 elements or of 32. */
-static void quantized_results(torch_call *call, uint32_t quantize, int64_t slots,
-                              int64_t columns, epic_rows *rows, epic_rows *scales)
+static void quantized_results(torch_call *call, const char *name, uint32_t quantize,
+                              int64_t slots, int64_t columns, epic_rows *rows,
+                              epic_rows *scales)
 {
     const bool wide = quantize == EPIC_QUANTIZE_1X128;
     const int64_t block = wide ? 128 : 32, blocks = (columns + block - 1) / block;
-    *rows = call_rows(call_result(call, EPIC_E4M3, slots, columns));
-    *scales = call_rows(call_result(call, wide ? EPIC_F32 : CALL_U8, slots, blocks));
+    *rows = call_rows(call_result(call, name, EPIC_E4M3, slots, columns));
+    *scales = call_rows(call_result(call, "scales", wide ? EPIC_F32 : CALL_U8, slots, blocks));
 }
 
 static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("dispatch_quantized", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("dispatch_quantized", stack, num_results);
     epic_dispatch_args args = {0};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
@@ -242,7 +223,7 @@ static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint6
     args.quantize = call_uint(&call, "quantize");
     args.flags = call_uint(&call, "flags");
     args.call = call_enter(&call);
-    quantized_results(&call, args.quantize, capacity, tokens.columns, &args.recv,
+    quantized_results(&call, "recv", args.quantize, capacity, tokens.columns, &args.recv,
                       &args.recv_scales);
     slot_weights_result(&call, &args);
     if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
@@ -251,8 +232,8 @@ static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint6
 
 static void dispatch_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("dispatch_backward", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("dispatch_backward", stack, num_results);
     epic_dispatch_backward_args args = {0};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
@@ -263,11 +244,12 @@ static void dispatch_backward(torch_value *stack, uint64_t num_arguments, uint64
     args.type = d_recv.type;
     args.d_recv = call_rows(d_recv);
     args.d_slot_weights = slots.data;
-    args.d_tokens = call_rows(call_result(&call, d_recv.type, num_tokens, d_recv.columns));
+    args.d_tokens =
+        call_rows(call_result(&call, "d_tokens", d_recv.type, num_tokens, d_recv.columns));
     if (slots.data != NULL)
-        args.d_weights = call_result(&call, EPIC_F32, num_tokens, top_k).data;
+        args.d_weights = call_result(&call, "d_weights", EPIC_F32, num_tokens, top_k).data;
     else
-        call_no_result(&call);
+        call_no_result(&call, "d_weights");
     if (go(&call)) call_told(&call, epic_dispatch_backward(call.use.ctx, &args));
     call_end(&call);
 }
@@ -289,29 +271,15 @@ static call_array read_rows(torch_call *call, epic_combine_args *args)
 
 static void combine(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("combine", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("combine", stack, num_results);
     epic_combine_args args = {0};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array rows = read_rows(&call, &args);
     const int64_t num_tokens = call_int(&call);
     args.call = call_enter(&call);
-    args.out = call_rows(call_result(&call, rows.type, num_tokens, rows.columns));
-    if (go(&call)) call_told(&call, epic_combine(call.use.ctx, &args));
-    call_end(&call);
-}
-
-static void combine_out(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
-{
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("combine_out", stack);
-    epic_combine_args args = {0};
-    call_turn(&call);
-    read_plan(&call, &args.plan, &args.plan_bytes);
-    const call_array rows = read_rows(&call, &args);
-    args.out = call_rows(call_arg(&call, "out", rows.type, 2));
-    args.call = call_enter(&call);
+    args.out = call_rows(call_result(&call, "out", rows.type, num_tokens, rows.columns));
     if (go(&call)) call_told(&call, epic_combine(call.use.ctx, &args));
     call_end(&call);
 }
@@ -341,20 +309,22 @@ static void read_gradient(torch_call *call, gradient_job *job)
 static void d_slot_weights_result(torch_call *call, gradient_job *job)
 {
     if (job->args.rows.data != NULL)
-        job->args.d_slot_weights = call_result(call, EPIC_F32, job->slots, -1).data;
+        job->args.d_slot_weights =
+            call_result(call, "d_slot_weights", EPIC_F32, job->slots, -1).data;
     else
-        call_no_result(call);
+        call_no_result(call, "d_slot_weights");
 }
 
 static void combine_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("combine_backward", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("combine_backward", stack, num_results);
     gradient_job job = {0};
     read_gradient(&call, &job);
     job.args.flags = call_uint(&call, "flags");
     job.args.call = call_enter(&call);
-    job.args.d_rows = call_rows(call_result(&call, job.args.type, job.slots, job.columns));
+    job.args.d_rows =
+        call_rows(call_result(&call, "d_rows", job.args.type, job.slots, job.columns));
     d_slot_weights_result(&call, &job);
     if (go(&call)) call_told(&call, epic_combine_backward(call.use.ctx, &job.args));
     call_end(&call);
@@ -363,15 +333,15 @@ static void combine_backward(torch_value *stack, uint64_t num_arguments, uint64_
 static void combine_backward_quantized(torch_value *stack, uint64_t num_arguments,
                                        uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("combine_backward_quantized", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("combine_backward_quantized", stack, num_results);
     gradient_job job = {0};
     read_gradient(&call, &job);
     job.args.quantize = call_uint(&call, "quantize");
     job.args.flags = call_uint(&call, "flags");
     job.args.call = call_enter(&call);
-    quantized_results(&call, job.args.quantize, job.slots, job.columns, &job.args.d_rows,
-                      &job.args.d_rows_scales);
+    quantized_results(&call, "d_rows", job.args.quantize, job.slots, job.columns,
+                      &job.args.d_rows, &job.args.d_rows_scales);
     d_slot_weights_result(&call, &job);
     if (go(&call)) call_told(&call, epic_combine_backward(call.use.ctx, &job.args));
     call_end(&call);
@@ -381,8 +351,8 @@ static void combine_backward_quantized(torch_value *stack, uint64_t num_argument
 
 static void sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("sum", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("sum", stack, num_results);
     call_turn(&call);
     const call_array x = call_arg(&call, "x", EPIC_F32, 1);
     const uint32_t order = call_uint(&call, "order");
@@ -395,8 +365,8 @@ static void sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_result
 /* A row for each expert of this rank: of the replicas of a logical expert each gets the sum. */
 static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments, (void)num_results;
-    torch_call call = call_begin("sum_replicas", stack);
+    (void)num_arguments;
+    torch_call call = call_begin("sum_replicas", stack, num_results);
     epic_sum_replicas_args args = {0};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
@@ -415,11 +385,10 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
 #define TABLES ", Tensor? rank_of_expert, Tensor? logical_of_expert"
 
 static const torch_op ops[] = {
-    OP(plan, "(Tensor(a!) turn, Tensor topk_idx" TABLES SIZES PLACE LAYER_SCHEMA ") -> Tensor"),
+    OP(plan, "(Tensor(a!) turn, Tensor topk_idx" TABLES SIZES PLACE LAYER_SCHEMA
+             ") -> (Tensor plan)"),
     OP(dispatch, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                  "SymInt capacity, int flags" PLACE ") -> (Tensor recv, Tensor slot_weights)"),
-    OP(dispatch_out, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
-                     "Tensor(b!) recv, Tensor(c!)? slot_weights, int flags" PLACE ") -> ()"),
     OP(plan_dispatch,
        "(Tensor(a!) turn, Tensor topk_idx" TABLES ", Tensor tokens, Tensor? weights" SIZES
        ", int flags" PLACE LAYER_SCHEMA ") -> (Tensor plan, Tensor recv, Tensor slot_weights)"),
@@ -433,9 +402,7 @@ static const torch_op ops[] = {
                           "Tensor? d_slot_weights, SymInt num_tokens, SymInt top_k" PLACE
                           ") -> (Tensor d_tokens, Tensor d_weights)"),
     OP(combine, "(Tensor(a!) turn, Tensor plan, Tensor rows, Tensor? slot_weights, "
-                "SymInt num_tokens" PLACE ") -> Tensor"),
-    OP(combine_out, "(Tensor(a!) turn, Tensor plan, Tensor rows, Tensor? slot_weights, "
-                    "Tensor(b!) out" PLACE ") -> ()"),
+                "SymInt num_tokens" PLACE ") -> (Tensor out)"),
     OP(combine_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_out, Tensor? rows, "
                          "Tensor? slot_weights, SymInt capacity, int flags" PLACE
                          ") -> (Tensor d_rows, Tensor d_slot_weights)"),

@@ -62,11 +62,16 @@ def arguments(program: str, about: str | None) -> argparse.Namespace:
 
 def launch(program: str, words: list[str], processes: int) -> int:
     """Starts the processes; 0 if all went well.  The end of one, or Ctrl-C, ends all."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, program, *words, "--processes", str(processes)]
-    command += ["--port", str(port), "--process"]
+    with socket.socket() as holder:  # so that the system gives the port to no connection
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets a process listen too
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        command = [sys.executable, program, *words, "--processes", str(processes)]
+        return watch([*command, "--port", str(port), "--process"], processes)
+
+
+def watch(command: list[str], processes: int) -> int:
+    """Runs the command once for each process, its last word the process' number."""
     running = [subprocess.Popen([*command, str(i)]) for i in range(processes)]
     code = 0
     try:

@@ -47,12 +47,13 @@ def arguments() -> argparse.Namespace:
 
 def launch(args: argparse.Namespace) -> int:
     """Starts the processes; 0 if all went well."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, *sys.argv, "--port", str(port), "--process"]
-    running = [subprocess.Popen([*words, str(i)]) for i in range(args.processes)]
-    return max(abs(process.wait()) for process in running)
+    with socket.socket() as holder:  # so that the system gives the port to no connection
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets a process listen too
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        words = [sys.executable, *sys.argv, "--port", str(port), "--process"]
+        running = [subprocess.Popen([*words, str(i)]) for i in range(args.processes)]
+        return max(abs(process.wait()) for process in running)
 
 
 # ----------------------------------------------------------------------------- numpy ----

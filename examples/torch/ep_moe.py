@@ -199,10 +199,11 @@ def main() -> Any:
     if "LOCAL_RANK" in os.environ:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         return run(args)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(start, (args, port), nprocs=args.processes)
+    with socket.socket() as holder:  # so that the system gives the port to no connection
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets a process listen too
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        torch.multiprocessing.spawn(start, (args, port), nprocs=args.processes)
     return 0
 
 

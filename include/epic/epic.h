@@ -32,8 +32,10 @@
  *
  * Unless a function says otherwise:
  *   - it is collective: every rank of the group makes the same call, and calls of one tag come
- *     in the same order on every rank.  Different tags are independent: on host contexts any
- *     order, from different threads of the caller, up to max_in_flight at once;
+ *     in the same order on every rank.  On host contexts different tags are independent: any
+ *     order, from different threads of the caller, up to max_in_flight at once.  A CUDA context
+ *     does one operation after the other, in the same order on every rank whatever their tags:
+ *     calls from one thread at a time, on one stream or on streams that wait for each other;
  *   - pointers are borrowed for the call, aligned to the elements of their arrays; an array that
  *     is written shares memory with no other one of the call;
  *   - after epic_open no call allocates (the first use of a new tag may: 32 bytes);
@@ -57,12 +59,11 @@
  * epic_config); EPIC_TRACE (a folder for traces of host contexts, docs/traces.md; CUDA contexts
  * refuse it); EPIC_HOST (a name for this host, %r in it stands for the rank: ranks of different
  * names count as on different hosts), EPIC_WIRE, EPIC_WIRE_PUT and EPIC_WIRE_RELAY (backend
- * hosts, docs/hosts.md); for epic_meet_env: RANK and
- * WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and _SIZE, PMI_, MV2_COMM_WORLD_,
- * MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and FLUX_JOB_SIZE, SLURM_PROCID and
- * SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK, PALS_RANKID, ALPS_APP_PE and
- * JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT,
- * other SLURM_ variables; and EPIC_SECRET.
+ * hosts, docs/hosts.md); for epic_meet_env: RANK and WORLD_SIZE, or a launcher's
+ * (OMPI_COMM_WORLD_RANK and _SIZE, PMI_, MV2_COMM_WORLD_, MVP_COMM_WORLD_, JSM_NAMESPACE_,
+ * FLUX_TASK_RANK and FLUX_JOB_SIZE, SLURM_PROCID and SLURM_STEP_NUM_TASKS or SLURM_NTASKS),
+ * beside which PMIX_RANK, PALS_RANKID, ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at;
+ * MASTER_ADDR, MASTER_PORT, other SLURM_ variables; and EPIC_SECRET.
  *
  * Growing.  Structs are extended at their end, and the calls pass sizeof the struct to symbols
  * that are versioned (the last section): a program built with an older header runs with a newer
@@ -249,14 +250,13 @@ typedef struct epic_config {
     uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement,
                                epic_max_sms tells.  All contexts that this process has on a
                                GPU together: at most its SMs */
-    const char
-        *backend;     /* "p2p": GPUs of one host; "hosts": a GPU of each of several.  NULL: the
-                            first that can join the ranks on the host: self, shm or threads, mpi */
-    const char *name; /* of the group, for messages and epic-info; NULL: "epic" */
-    void *native;     /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
-                            backend mpi, and epic_open without a meeting; else NULL */
-    uint32_t max_top_k; /* largest top_k of a layer; 0: 64.  Less takes less memory: backend
-                           hosts; the others check it alone */
+    const char *backend;    /* "p2p": GPUs of one host; "hosts": of any.  NULL: the first that
+                               can join the ranks on CPUs: self, shm or threads, mpi */
+    const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
+    void *native;           /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
+                               backend mpi, and epic_open without a meeting; else NULL */
+    uint32_t max_top_k; /* largest top_k of a layer; 0: 64.  Less takes less memory with backend
+                               hosts; the others only check it */
     uint32_t pad;       /* 0 */
 } epic_config;
 
@@ -854,8 +854,8 @@ typedef struct epic_experts {
     uint32_t interleaved;  /* 1: gate in the even columns, up in the odd ones */
     uint32_t weighting;    /* an epic_weighting */
     uint32_t row_type;     /* of x and y: F32, BF16, F16, or F64 */
-    uint32_t weight_type;  /* of weights and biases: 0: row_type; F64 goes with F64 only; E4M3,
-                              of x too: epic_experts_forward on a CUDA context */
+    uint32_t weight_type;  /* of weights and biases: 0: row_type; F64 goes with F64 only; E4M3:
+                              CUDA contexts (epic_experts_forward) */
     uint32_t flags;        /* 0 */
     float limit;           /* EPIC_CLAMPED_SWIGLU; 0: 7.  EPIC_CLAMPED_SILU; 0: 10.  What is
                              clamped has no gradient; at the limit itself it has */
@@ -919,13 +919,14 @@ typedef struct epic_experts_args {
  * hidden and inner and arrays begin at multiples of 16; everything else, and every other GPU,
  * takes plain loops.  call.max_sms 0: all SMs, whatever the context's share of them is.
  *
- * With weight_type E4M3, on a CUDA context: x is e4m3 with a scale for each 128 numbers of a row, as
- * dispatch brings it with EPIC_QUANTIZE_1X128; the activations go through the same.  Weights have a
- * scale for each 128 x 128 and lie turned, as tensor cores want them: w_gate_up [num_local_experts,
- * width, hidden], w_down [num_local_experts, hidden, inner].  Biases, saved and y have row_type, F32,
- * BF16 or F16.  Sums are float32; Hopper's tensor cores add up to 128 products with fewer bits.  They
- * take it where row_type has 16 bits and 16 divides hidden and inner.  epic_experts_backward takes
- * this `saved` beside x of row_type, and weights of row_type or E4M3.
+ * With weight_type E4M3, on a CUDA context: x is e4m3 with a scale for each 128 numbers of a
+ * row, as dispatch brings it with EPIC_QUANTIZE_1X128; the activations go through the same.
+ * Weights have a scale for each 128 x 128 and lie turned, as tensor cores want them: w_gate_up
+ * [num_local_experts, width, hidden], w_down [num_local_experts, hidden, inner].  Biases, saved
+ * and y have row_type, F32, BF16 or F16.  Sums are float32; Hopper's tensor cores add up to 128
+ * products with fewer bits.  They take it where row_type has 16 bits and 16 divides hidden and
+ * inner.  epic_experts_backward takes this `saved` beside x of row_type, and weights of row_type
+ * or E4M3.
  *
  * Errors: EPIC_EINVAL; EPIC_ENOTSUP (F64 rows; E4M3 on the host, or with experts.gemm). */
 static inline epic_result epic_experts_forward(epic_context *ctx,
@@ -967,9 +968,10 @@ typedef struct epic_experts_backward_args {
 } epic_experts_backward_args;
 
 /* The gradients of epic_experts_forward; d_x is not x.  Weights and biases of an expert with no
- * token get zeros (accumulating: nothing).  With weight_type E4M3, on a CUDA context: weights are as
- * above, not turned, and the gradients of rows that are multiplied by them are quantized first (1x128);
- * x, d_y and all results are as ever.  Errors: EPIC_EINVAL; EPIC_ENOTSUP as forward. */
+ * token get zeros (accumulating: nothing).  With weight_type E4M3, on a CUDA context: weights
+ * are as above, not turned, and the gradients of rows that are multiplied by them are quantized
+ * first (1x128); x, d_y and all results are as ever.  Errors: EPIC_EINVAL; EPIC_ENOTSUP as
+ * forward. */
 static inline epic_result epic_experts_backward(epic_context *ctx,
                                                 const epic_experts_backward_args *args);
 
@@ -1000,10 +1002,11 @@ typedef struct epic_moe_memory_info {
     int64_t cuda_backward_bytes;
 } epic_moe_memory_info;
 
-/* What a layer takes for config.max_tokens tokens a rank.  For each slot `saved` has the received
- * row and what the experts save, the outputs of gate and up; with EPIC_DISPATCH_AGAIN or
- * EPIC_RECOMPUTE not the one or the other: the workspace of backward has it then.  Results have the
- * same bits with and without.  Local; config.num_ranks is needed.  Errors: EPIC_EINVAL. */
+/* What a layer takes for config.max_tokens tokens a rank.  For each slot `saved` has the
+ * received row and what the experts save, the outputs of gate and up; with EPIC_DISPATCH_AGAIN
+ * or EPIC_RECOMPUTE not the one or the other: the workspace of backward has it then.  Results
+ * have the same bits with and without.  Local; config.num_ranks is needed.
+ * Errors: EPIC_EINVAL. */
 static inline epic_result epic_moe_memory(const epic_config *config, const epic_moe *moe,
                                           epic_moe_memory_info *out);
 
@@ -1060,10 +1063,10 @@ typedef struct epic_moe_args {
  * multiplied where experts->weighting says.  F64 rows: everything is float64, the weights of
  * choices and their gradients too.  They travel beside the rows, so config.max_row_bytes is at
  * least 8 * top_k, and EPIC_WEIGHT_LATE is done as EPIC_WEIGHT_EARLY, which is the same number.
- * With EPIC_TREE (not by EPIC_BY_HOSTS) num_tokens must be equal on all ranks and a multiple of leaves / num_ranks; then
- * outputs and gradients have the same bits for every number of ranks (with EPIC_SUM_DENSE also
- * the dense ones and the loss).  Errors: as epic_plan, epic_dispatch, epic_combine; a token id or
- * a table entry that is none is class (b).
+ * With EPIC_TREE (not by EPIC_BY_HOSTS) num_tokens must be equal on all ranks and a multiple of
+ * leaves / num_ranks; then outputs and gradients have the same bits for every number of ranks
+ * (with EPIC_SUM_DENSE also the dense ones and the loss).  Errors: as epic_plan, epic_dispatch,
+ * epic_combine; a token id or a table entry that is none is class (b).
  *
  * On a CUDA context everything is on the device, the losses and what comes in for them too, and
  * runs on call.stream; the host waits for nothing, and a graph can hold it.  epic_moe_memory's
@@ -1094,7 +1097,8 @@ static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_arg
 static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *args,
                                         int64_t *slots);
 
-/* Gradients, float32 (F64 rows: float64); NULL: not wanted. */
+/* Gradients, float32 (F64 rows: float64; the experts' also grad_type of the call); NULL: not
+ * wanted. */
 typedef struct epic_moe_gradients {
     void *w_gate;
     void *b_gate;
@@ -1282,8 +1286,8 @@ typedef struct epic_failure_info {
 /* What broke the group, once something has.  Local. */
 static inline epic_result epic_failure(const epic_context *ctx, epic_failure_info *out);
 
-/* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops"; where oneDNN has a part in
- * it, ", oneDNN 2.6.3 for bfloat16" follows. */
+/* What multiplies matrices: "OpenBLAS 0.3.21 Haswell", or "plain loops"; where oneDNN has a part
+ * in it, ", oneDNN 2.6.3 for bfloat16" follows. */
 EPIC_API const char *epic_blas_name(void);
 
 /* ------------------------------------------------------------------------ the symbols ----

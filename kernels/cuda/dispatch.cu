@@ -344,28 +344,11 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (threadIdx.x == 0)
         stride.set(job.units, num_roles(self) + num_handing(self),
                    (shape.pieces + job.span - 1) / job.span);
-    if (made) {
-        if (threadIdx.x == 0) {
-            plan.header.num_experts = job.plan.layer.num_experts;
-            plan.header.top_k = job.plan.layer.top_k;
-            plan.header.alignment = job.plan.layer.alignment;
-            plan.good = 1;
-            point_into(plan, job.plan.plan, self);
-        }
-    } else {
-        read_plan(plan, job.plan.plan, job.plan_bytes, self, job.num_tokens);
-    }
-    choose_padding(plan, job);
+    open_plan<MADE>(plan, job);
     if (!begin(now, self, made ? 0 : (uint32_t)plan.header.id, job.num_tokens,
                job.plan.capacity, job.recv_rows))
         return;
-    bool ok = true;
-    if (MADE && (int)blockIdx.x < job.plan.planners) {
-        ok = make_plan < FLAT ? PLAN_FLAT
-                              : 0 > (planner, job.plan, now, memory); /* nothing rare */
-        ok = __syncthreads_and(ok); /* the memory becomes the rings' */
-    }
-
+    bool ok = make_own_plan<MADE, FLAT>(planner, job, now, memory);
     Move m = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     m.made = made;
 #ifdef EPIC_HOSTS

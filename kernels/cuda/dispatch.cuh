@@ -337,4 +337,35 @@ __device__ __forceinline__ uint64_t read_ahead(const Move &m, const Walk &walk, 
     return token < self.max_tokens ? peek(rank, token) : ~0ull;
 }
 
+/* ------------------------------------------------------------------------- a kernel's plan ---- */
+
+/* Every thread, before begin(): the plan that is read, or what is known of the one that this kernel
+ * makes. */
+template <bool MADE>
+__device__ __forceinline__ void open_plan(Plan &plan, const p2p_dispatch_job &job)
+{
+    const p2p_self &self = job.plan.self;
+    if (!MADE) {
+        read_plan(plan, job.plan.plan, job.plan_bytes, self, job.num_tokens);
+    } else if (threadIdx.x == 0) {
+        plan.header.num_experts = job.plan.layer.num_experts;
+        plan.header.top_k = job.plan.layer.top_k;
+        plan.header.alignment = job.plan.layer.alignment;
+        plan.good = 1;
+        point_into(plan, job.plan.plan, self);
+    }
+    choose_padding(plan, job);
+}
+
+/* Every thread, after begin(): makes the plan, if this CTA is one of those that do.  The CTA has met
+ * then, and `memory` may be used for rows.  false: the group is broken. */
+template <bool MADE, bool FLAT>
+__device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
+                                              Now &now, uint8_t *memory)
+{
+    constexpr int KIND = FLAT ? PLAN_FLAT : 0; /* nothing rare */
+    if (!MADE || (int)blockIdx.x >= job.plan.planners) return true;
+    return __syncthreads_and(make_plan<KIND>(planner, job.plan, now, memory)) != 0;
+}
+
 #endif

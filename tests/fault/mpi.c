@@ -27,12 +27,12 @@ static void be_rank(const faults_way *way, char **arguments)
     int level, rank;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &level);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    const faults_rank *seat = faults_rank_of(way, arguments);
+    const faults_rank *self = faults_rank_of(way, arguments);
     MPI_Comm all = MPI_COMM_WORLD, left;
-    MPI_Comm_split(MPI_COMM_WORLD, faults_rank_dies(seat, rank) ? MPI_UNDEFINED : 0, rank,
+    MPI_Comm_split(MPI_COMM_WORLD, faults_rank_dies(self, rank) ? MPI_UNDEFINED : 0, rank,
                    &left);
     const epic_meet first = meet_over(&all), again = meet_over(&left);
-    faults_be_rank(seat, &first, &again);
+    faults_be_rank(self, &first, &again);
     _exit(0);
 }
 

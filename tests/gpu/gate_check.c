@@ -70,10 +70,23 @@ static void free_problem(problem *p)
     cudaFree(p->workspace);
 }
 
-/* The bound: rounding of `depth` sums, which tensor cores do towards zero. */
-static void judge(problem *p, double got, double want, double size, int64_t depth)
+/* One sum of `depth` products, `step` numbers apart, added to `begin`. */
+typedef struct sum {
+    const double *a, *b;
+    int64_t step_a, step_b, depth;
+    double begin;
+} sum;
+
+/* The bound: rounding of all those sums, which tensor cores do towards zero. */
+static void judge(problem *p, double got, sum s)
 {
-    const double part = fabs(got - want) / ((5e-7 + 1.5e-10 * (double)depth) * size + 1e-30);
+    double want = s.begin, size = fabs(s.begin);
+    for (int64_t i = 0; i < s.depth; i++) {
+        const double term = s.a[i * s.step_a] * s.b[i * s.step_b];
+        want += term;
+        size += fabs(term);
+    }
+    const double part = fabs(got - want) / ((5e-7 + 1.5e-10 * (double)s.depth) * size + 1e-30);
     if (!(part <= p->worst)) p->worst = part; /* also NaN */
 }
 
@@ -82,13 +95,13 @@ static void check_logits(problem *p)
     const shape *s = p->s;
     for (int64_t i = 0; i < s->tokens * s->columns; i++) {
         const int64_t t = i / s->columns, c = i % s->columns;
-        double sum = s->bias ? p->bias.truth[c] : 0, size = fabs(sum);
-        for (int64_t h = 0; h < s->hidden; h++) {
-            const double term = p->x.truth[t * s->hidden + h] * p->w.truth[h * s->columns + c];
-            sum += term;
-            size += fabs(term);
-        }
-        judge(p, get(p->logits.host, EPIC_F32, i), sum, size, s->hidden);
+        judge(p, get(p->logits.host, EPIC_F32, i),
+              (sum){.a = &p->x.truth[t * s->hidden],
+                    .step_a = 1,
+                    .b = &p->w.truth[c],
+                    .step_b = s->columns,
+                    .depth = s->hidden,
+                    .begin = s->bias ? p->bias.truth[c] : 0});
     }
 }
 
@@ -97,13 +110,13 @@ static void check_gradient(problem *p)
     const shape *s = p->s;
     for (int64_t i = 0; i < s->hidden * s->columns; i++) {
         const int64_t h = i / s->columns, c = i % s->columns;
-        double sum = s->accumulate ? p->d_w.truth[i] : 0, size = fabs(sum);
-        for (int64_t t = 0; t < s->tokens; t++) {
-            const double term = p->x.truth[t * s->hidden + h] * p->d.truth[t * s->columns + c];
-            sum += term;
-            size += fabs(term);
-        }
-        judge(p, get(p->d_w.host, EPIC_F32, i), sum, size, s->tokens);
+        judge(p, get(p->d_w.host, EPIC_F32, i),
+              (sum){.a = &p->x.truth[h],
+                    .step_a = s->hidden,
+                    .b = &p->d.truth[c],
+                    .step_b = s->columns,
+                    .depth = s->tokens,
+                    .begin = s->accumulate ? p->d_w.truth[i] : 0});
     }
 }
 

@@ -226,3 +226,41 @@ def test_names_of_ones_own(opened: Any) -> None:
     ):
         with pytest.raises(epic.jax.EpicArgumentError, match=sentence):
             epic.jax.nnx.MoEBlock(mesh, group, wish, rngs=nnx.Rngs(0), axis_names=wrong)
+
+
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"fsdp_axes": ("fsdp",)}, r"fsdp_axes 'fsdp': the mesh has the axes \('dp', 'ep'\)"),
+    ({"fsdp_axes": "dp"}, r"fsdp_axes 'dp': a tuple of axes is needed, \('dp',\)"),
+    ({"fsdp_axes": ("ep",)}, "fsdp_axes 'ep': that is the group's axis"),
+    ({"loss_axes": ("data",)}, "loss_axes 'data': the mesh has"),
+    ({"token_axes": ("data", "ep")}, "token_axes 'data': the mesh has"),
+    ({"tensor_axis": "tp"}, "tensor_axis 'tp': the mesh has"),
+)
+
+
+def test_axes_that_cannot_be(opened: Any) -> None:
+    """Said in words of the call, not by the shard_map that it makes."""
+    mesh = make_mesh(2)
+    group = opened(mesh)
+    wish = layers.options({}, 2)
+    weights = epic.jax.MoeWeights(**layers.weights({}))
+    x = jnp.asarray(layers.arrays()[0])
+    hidden = x.shape[-1]
+    for more, sentence in WRONG:
+        with pytest.raises(epic.jax.EpicArgumentError, match=sentence):
+            epic.jax.sharded.moe(mesh, group, wish, x, weights, **more)
+    with pytest.raises(epic.jax.EpicArgumentError, match=r"'ep'.* must divide dimension 0"):
+        epic.jax.sharded.moe(mesh, group, wish, x[:7], weights)
+    odd, ids, half = np.zeros((4, 3, hidden)), np.zeros((4, 3, 2), np.int32), np.zeros((4, 3, 2))
+    layer = epic.jax.Layer(num_experts=4, top_k=2)
+    places: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"token_axes": P("ep", "dp")}, "tokens: shape .*'dp' must divide dimension 1"),
+        ({"hidden_axis": "tp"}, "hidden_axis 'tp': the mesh has"),
+        ({"hidden_axis": "ep"}, "hidden_axis 'ep': that is the group's axis"),
+    )
+    for more, sentence in places:
+        with pytest.raises(epic.jax.EpicArgumentError, match=sentence):
+            epic.jax.sharded.plan_dispatch(mesh, group, layer, ids, odd, half, **more)
+    wide = np.zeros((4, 1, 1025), np.float32)
+    with pytest.raises(epic.jax.EpicArgumentError, match=r"tokens: rows of 4100 bytes: .* 4096"):
+        epic.jax.sharded.plan_dispatch(mesh, group, layer, ids[:, :1], wide, half[:, :1])

@@ -116,3 +116,12 @@ def test_a_peer_that_never_comes() -> None:
         assert "DEADLINE_EXCEEDED" in text and "rank 2" in text, text
         with pytest.raises(epic.jax.EpicError, match="EPIC_ETIMEOUT"):
             epic.jax.check(group)
+
+
+def test_weights_of_e4m3_are_told_to_be_elsewhere() -> None:
+    """Options are shared with epic.torch, which has them."""
+    options = epic.jax.Experts(hidden=4, inner=4, weight_type="e4m3")
+    weights = epic.jax.ExpertWeights(jnp.ones((2, 4, 8)), jnp.ones((2, 4, 4)))
+    counts = jnp.zeros(2, jnp.int32)
+    with pytest.raises(epic.jax.EpicUnsupportedError, match=r"epic\.torch has it"):
+        epic.jax.experts(options, jnp.ones((3, 4)), counts, counts, weights)

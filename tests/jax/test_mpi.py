@@ -13,7 +13,8 @@ import pytest
 
 import epic.jax
 from epic import _native, meeting
-from test_processes import LIMIT, free_port
+from ports import free_port
+from test_processes import LIMIT
 
 WORKER = Path(__file__).with_name("mpi_worker.py")
 PERMIT = {  # of Open MPI 4 and 5: as root, and more processes than cores

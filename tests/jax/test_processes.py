@@ -3,7 +3,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,16 +11,11 @@ from typing import Any
 
 import pytest
 
+from ports import free_port
+
 WORKER = Path(__file__).with_name("worker.py")
 LIMIT = 240
 NOTICED = 1 + int(os.environ.get("EPIC_TEST_SLACK_MS", "0")) / 1000  # as the fault tests
-
-
-def free_port() -> int:
-    """One that nobody has just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(what: str, processes: int) -> list[Any]:

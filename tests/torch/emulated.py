@@ -7,10 +7,12 @@ when an operator returns: CUDA_LAUNCH_BLOCKING is needed.  Streams, captures and
 are left to tests/torch/gpu.  The last line is "right"."""
 
 import ctypes
+import itertools
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epic.torch
-from epic.torch import groups
+from epic.torch import ExpertWeights, groups
+from epic.torch.experts import mlp, slab_mm
 from epic.torch.ops import argument_names
+from epic.torch.scaled import quantize_rows, quantize_weight, spread
 from parts import (
     FORMS,
     LAYER,
@@ -232,6 +236,148 @@ def told(call: Callable[[], Any], word: str) -> None:
         assert word in str(error), error
         return
     raise AssertionError("nothing was told")
+
+
+class RoundedMm(torch.autograd.Function):
+    """The truth of products of e4m3, in float64: rows and weights are rounded, gradients pass
+    straight through; with weights that stay as they are, those of rows are rounded too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any, ends: Any, frozen: bool) -> torch.Tensor:
+        """Slab by slab."""
+        ctx.ends, ctx.frozen = [0, *ends.tolist()], frozen
+        ctx.save_for_backward(x, w)
+        return by_slabs(ctx.ends, rounded_rows(x), rounded_weight(w))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        """Of rows and weights."""
+        (x, w), (d,) = ctx.saved_tensors, gradients
+        d_w = [x[a:b].mT @ d[a:b] for a, b in itertools.pairwise(ctx.ends)]
+        way = (rounded_rows(d), rounded_weight(w)) if ctx.frozen else (d, w)
+        return by_slabs(ctx.ends, way[0], way[1].mT), torch.stack(d_w), None, None
+
+
+def by_slabs(ends: list[int], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A product for each expert; zeros behind."""
+    out = x.new_zeros(x.shape[0], w.shape[2])
+    for e, (a, b) in enumerate(itertools.pairwise(ends)):
+        out[a:b] = x[a:b] @ w[e]
+    return out
+
+
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """What travels, in numbers."""
+    rows, scales = quantize_rows(x)
+    return rows.double() * spread(scales.double(), x.shape[1])
+
+
+def rounded_weight(w: torch.Tensor) -> torch.Tensor:
+    """And of weights."""
+    found, scales = quantize_weight(w)
+    return (found.double() * spread(scales.double(), *found.shape[1:])).mT
+
+
+def rounded_mm(frozen: bool) -> Any:
+    """As grouped_mm= takes it."""
+    return lambda x, w, ends: RoundedMm.apply(x, w, ends, frozen)
+
+
+SCALED: dict[str, Any] = {"hidden": 144, "inner": 136}  # blocks of 128 and what is left
+KINDS = ((torch.float32, 1e-5), (torch.bfloat16, 1e-2))
+
+
+def case_e4m3(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
+    """Experts of e4m3 against dequantized weights in float64: rounded for each call, or once."""
+    for (dtype, most), weighting, frozen in (
+        (KINDS[0], "late", False), (KINDS[0], "input", False), (KINDS[1], "early", True),
+    ):  # fmt: skip
+        options = epic.torch.Experts(**SCALED, weighting=weighting, weight_type="e4m3")
+        shapes = [(4, 144, 272), (4, 136, 144), (4, 272), (4, 144)]
+        w = [numbers(i, *s, dtype=dtype) / s[-2] ** 0.5 for i, s in enumerate(shapes)]
+        weights = epic.torch.ExpertWeights(*(v.requires_grad_() for v in w))
+        plan = epic.torch.plan(on_gpu, LAYER, choices(7 + on_gpu.rank, 6))
+        used = int(plan.expert_rows.sum())
+        x = numbers(5, plan.capacity, 144, dtype=dtype).requires_grad_()
+        slots = None if weighting == "late" else numbers(6, plan.capacity)
+        if slots is not None:  # the gradient of "input" is that of the rounded product
+            slots.requires_grad_(weighting == "early")
+        counts, ct = (plan.expert_rows, plan.expert_tokens), numbers(8, used, 144, dtype=dtype)
+        kept = with_tokens(plan)
+        given = epic.torch.scaled(weights) if frozen else weights
+        leaves = [x, *(w[2:] if frozen else w), *([slots] if weighting == "early" else [])]
+        y = epic.torch.experts(options, x * kept[:, None], *counts, given, slots, on_gpu)
+        got = torch.autograd.grad(y[:used], leaves, ct * kept[:used, None])
+        wide = epic.torch.Experts(**SCALED, weighting=weighting)
+        true = [v.detach().double().requires_grad_() for v in leaves]
+        rest = true[1:3] if frozen else true[1:5]
+        every = [*(v.detach().double() for v in w[:2]), *rest] if frozen else rest
+        scale = true[-1] if weighting == "early" else slots
+        rows = true[0] * kept[:, None]
+        mine = epic.torch.ExpertWeights(*every)
+        wanted = mlp(wide, rounded_mm(frozen), rows, counts[0], mine, scale)
+        d = torch.autograd.grad(wanted[:used], true, ct.double() * kept[:used, None])
+        kept = kept[:used]
+        if weighting == "early":  # behind the last slab is anything
+            got, d = ([*v[:-1], v[-1][:used]] for v in (got, d))
+        agree([y[:used] * kept[:, None], *got], [wanted[:used] * kept[:, None], *d], most)
+        plain = mlp(wide, slab_mm, rows, counts[0], mine, scale)[:used] * kept[:, None]
+        assert relative(plain.detach(), wanted[:used].detach() * kept[:, None]) > 1e-3
+
+
+def with_tokens(plan: epic.torch.Plan) -> torch.Tensor:
+    """1 for each slot that carries a token."""
+    found, begin = torch.zeros(plan.capacity), 0
+    for size, count in zip(plan.expert_rows.tolist(), plan.expert_tokens.tolist(), strict=True):
+        found[begin : begin + count] = 1
+        begin += size
+    return found
+
+
+def case_e4m3_layer(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """The core's layer, composed around its experts, and of weights that stay: the same truth."""
+    wish = {**WISH, **SCALED, "weight_type": "e4m3"}
+    mask = torch.arange(6) % 3 != 1
+    shared = {"shared": epic.torch.Experts(1, 144, 12)}
+    for frozen, masked, more in (
+        (False, None, {}), (False, mask, {}), (True, None, {}), (False, None, shared),
+    ):  # fmt: skip
+        options = epic.torch.Moe.of(**wish, **more)
+        layer = epic.torch.MoE(on_gpu, options, expert_biases=True)
+        x, ct = numbers(30 + on_gpu.rank, 6, 144).requires_grad_(), numbers(31, 6, 144)
+        leaves = [v for n, v in layer.named_parameters() if not (frozen and n in FROZEN)]
+        given = epic.torch.scaled(layer.weights()) if frozen else layer.weights()
+        found = epic.torch.moe(on_gpu, options, x, given, token_mask=masked)
+        got = torch.autograd.grad((found.out * ct).sum() + found.loss, (x, *leaves))
+        # The core's layer takes the gradient of a choice's weight at the activation.
+        place = {"weighting": "early" if masked is None else "late"}
+        wide = epic.torch.Moe.of(**{**WISH, **SCALED, **more, **place})
+        named = {n: v.detach().double().requires_grad_() for n, v in layer.named_parameters()}
+        mine, rows = epic.torch.MoeWeights(**named), x.detach().double().requires_grad_()
+        true = [v for n, v in named.items() if not (frozen and n in FROZEN)]
+        by: dict[str, Any] = {"grouped_mm": rounded_mm(frozen), "token_mask": masked}
+        wanted = epic.torch.moe(on_host, wide, rows, mine, **by)
+        d = torch.autograd.grad((wanted.out * ct).sum() + wanted.loss, (rows, *true))
+        agree([found.out, *got], [wanted.out, *d], 3e-4)
+
+
+FROZEN = ("w_gate_up", "w_down")
+
+
+def case_e4m3_refused(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """On host contexts, by the core's sentence; with a product of the caller's."""
+    options = epic.torch.Moe.of(**WISH, weight_type="e4m3")
+    x, counts = torch.ones(2, 16), torch.zeros(4, dtype=torch.int32)
+    layer = epic.torch.MoE(on_host, options)
+    for weights in (layer.weights(), epic.torch.scaled(layer.weights())):
+        told(partial(epic.torch.moe, on_host, options, x, weights), "weight_type is E4M3")
+        w = epic.torch.ExpertWeights(*(getattr(weights, n) for n in ExpertWeights._fields))
+        run = partial(epic.torch.experts, options.experts, x, counts, counts, w)
+        told(run, "of E4M3 wants a CUDA context")
+    wish = (on_gpu, options, x, layer.weights())
+    told(lambda: epic.torch.moe(*wish, grouped_mm=slab_mm), "grouped_mm with")
+    half = layer.weights()._replace(w_gate_up_scales=torch.ones(4, 1, 1))
+    told(lambda: epic.torch.moe(on_gpu, options, x, half), "w_gate_up_scales: scales come with")
 
 
 CASES = {n.removeprefix("case_"): f for n, f in list(globals().items()) if n[:5] == "case_"}

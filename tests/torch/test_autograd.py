@@ -10,8 +10,11 @@ import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epic.torch
+from epic.torch.arguments import STAYS
 from epic.torch.groups import Facts
-from epic.torch.ops import words_of
+from epic.torch.ops import KIND, words_of
+from epic.torch.ops import LAYER as LAYER_WORDS
+from epic.torch.ops import SIZES as SIZES_OF_EXPERTS
 from parts import (
     EXPERTS,
     HIDDEN,
@@ -75,13 +78,11 @@ def opcheck(rank: int) -> None:
             (ops.plan, (turn, ids, None, None, *sizes, *place, *way.words)),
             (ops.dispatch, (turn, data, x, w, way.capacity, 1, *place)),
             (ops.dispatch, (turn, data, x, None, way.capacity, 1, *place)),
-            (ops.dispatch_out, (turn, data, x, w, recv.clone(), slot.clone(), 1, *place)),
             (ops.plan_dispatch, (turn, ids, None, None, x, w, *sizes, 1, *place, *way.words)),
             (ops.dispatch_quantized, (turn, data, x, w, way.capacity, 1, 1, *place)),
             (ops.dispatch_flat, (turn, flat, x, w, way.capacity, TOP_K, 1, *place)),
             (ops.dispatch_backward, (turn, data, recv, slot, count, TOP_K, *place)),
             (ops.combine, (turn, data, recv, slot, count, *place)),
-            (ops.combine_out, (turn, data, recv, slot, ct.clone(), *place)),
             (ops.combine_backward, (turn, data, ct, recv, slot, way.capacity, 1, *place)),
             (
                 ops.combine_backward_quantized,
@@ -96,6 +97,19 @@ def opcheck(rank: int) -> None:
             again = op not in (ops.plan, ops.plan_dispatch)
             more = ("test_aot_dispatch_dynamic",) if again else ()
             torch.library.opcheck(op.default, args, test_utils=(*whole, *more))
+            if not op.__name__.endswith("_"):
+                into, given = into_of(op, args)
+                again = op in (ops.dispatch, ops.combine)
+                torch.library.opcheck(into, given, test_utils=(*whole, *(more if again else ())))
+
+
+def into_of(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The same call, into tensors; opcheck cannot compare those of e4m3."""
+    found = op.default(*args)
+    outs = found if isinstance(found, tuple) else (found,)
+    none = [not x.numel() or x.dtype == torch.float8_e4m3fn for x in outs]
+    given = (None if gone else torch.empty_like(x) for x, gone in zip(outs, none, strict=True))
+    return getattr(ops, f"{op.__name__}_out").default, (*args, *given)
 
 
 def test_opcheck(world: Any) -> None:
@@ -115,35 +129,37 @@ def schemas() -> set[str]:
 def test_every_operator_is_checked_somewhere() -> None:
     """So that a new one is not forgotten."""
     steps = {
-        "plan", "dispatch", "dispatch_out", "plan_dispatch", "dispatch_quantized",
-        "dispatch_flat", "dispatch_backward", "combine", "combine_out", "combine_backward",
-        "combine_backward_quantized", "sum_", "sum_replicas_",
+        "plan", "dispatch", "plan_dispatch", "dispatch_quantized", "dispatch_flat",
+        "dispatch_backward", "combine", "combine_backward", "combine_backward_quantized", "sum_",
+        "sum_replicas_",
     }  # fmt: skip
     local = {
         "route", "route_backward", "balance_loss", "balance_loss_backward", "z_loss",
         "z_loss_backward", "bias_update_", "experts", "experts_backward", "moe", "moe_backward",
     }  # fmt: skip
-    assert schemas() == steps | local
+    outs = {f"{name}_out" for name in steps | local if name[-1] != "_"}
+    assert schemas() == steps | local | outs
 
 
 def test_schemas_follow_the_options() -> None:
-    """An operator's option arguments are the dataclass's fields, in their order."""
+    """An operator's option arguments are the dataclass's fields, by themselves in their order or
+    as parts of a number."""
 
     def names(op: Any, prefix: str) -> list[str]:
         found = [argument.name for argument in op.default._schema.arguments]
         return [n.removeprefix(prefix) for n in found if n.startswith(prefix)]
 
     router = epic.torch.Router(8, 2).numbers()
-    experts = epic.torch.Experts(1, 4, 4).numbers()
     assert names(ops.route, "router_") == names(ops.moe, "router_") == list(router)
-    types = {"row_type", "weight_type"}  # the tensors tell them
-    assert set(names(ops.experts, "experts_")) == set(experts) - types
+    experts = set(epic.torch.Experts(1, 4, 4).numbers())
+    apart = {"limit", "alpha"}
+    assert set(names(ops.experts, "experts_")) == {"sizes", "kind"} | apart
     assert names(ops.moe, "experts_") == names(ops.experts, "experts_")
-    told = {"num_experts", "top_k", "layout", "num_logical"}
-    assert set(names(ops.moe, "layer_")) == set(LAYER.numbers()) - told
-    of_experts = {"num_local_experts", "hidden", "weighting", *types}
+    assert set(SIZES_OF_EXPERTS) | set(KIND) | apart == experts | {"grad_type"}
     weights = {"gate_up", "down", "b_gate_up", "b_down"}
-    assert set(names(ops.moe, "shared_")) - weights == set(experts) - of_experts
+    assert set(names(ops.moe, "shared_")) - weights == {"kind"} | apart
+    assert [f"layer_{name}" for name in names(ops.moe, "layer_")] == list(LAYER_WORDS)
+    assert {name for word in LAYER_WORDS.values() for name in word} == set(LAYER.numbers())
 
 
 def test_a_layer_as_three_numbers() -> None:
@@ -283,20 +299,86 @@ def test_checkpoint(world: Any, selective: bool, fused: bool) -> None:
     world.run(checkpointed, selective, fused)
 
 
+class Offload:
+    """Moves every saved tensor but parameters and those that ask to stay, as packages do."""
+
+    def __init__(self) -> None:
+        self.moved: list[torch.Tensor] = []
+        self.stayed: list[torch.Tensor] = []
+
+    def pack(self, x: torch.Tensor) -> Any:
+        """On the way."""
+        asks = [getattr(x, name, not value) == value for name, value in STAYS.items()]
+        assert all(asks) == any(asks)
+        if all(asks) or isinstance(x, torch.nn.Parameter):
+            self.stayed.append(x)
+            return x
+        self.moved.append(x)
+        return (x.clone(),)
+
+    def unpack(self, x: Any) -> torch.Tensor:
+        """And back."""
+        return x[0].clone() if isinstance(x, tuple) else x
+
+    def hooks(self) -> Any:
+        """A context manager."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+
 def offloaded(rank: int) -> None:
-    """Saved tensors that were copied away and back."""
+    """Saved tensors that were copied away and back, as many as would go."""
     with group_of(4) as group:
-        step, mine = through(group, True), Data(UNEVEN).mine(rank)
-        wanted = check_round(step, mine, 2e-6)
-        with torch.autograd.graph.saved_tensors_hooks(lambda v: v.clone(), lambda v: v.clone()):
-            assert same(wanted, check_round(step, mine, 2e-6))
-        with torch.autograd.graph.save_on_cpu():
-            assert same(wanted, check_round(step, mine, 2e-6))
+        mine, on_cpu = Data(UNEVEN).mine(rank), torch.autograd.graph.save_on_cpu
+        every = torch.autograd.graph.saved_tensors_hooks
+        for fused in (False, True):
+            step, some = through(group, fused), Offload()
+            wanted = check_round(step, mine, 2e-6)
+            for hooks in (every(torch.clone, torch.clone), on_cpu(), some.hooks()):
+                with hooks:
+                    assert same(wanted, check_round(step, mine, 2e-6))
+            assert [x.dtype for x in some.stayed] == 2 * [torch.uint8]  # of dispatch, of combine
+            assert torch.uint8 not in {x.dtype for x in some.moved} and some.moved
 
 
 def test_offloading(world: Any) -> None:
-    """The plan is a tensor like any other."""
+    """The plan is a tensor like any other, which asks to stay."""
     world.run(offloaded)
+
+
+TWELVE = [0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 4]
+OFFLOADED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "the core's": ({}, {"bias_rate": 0.1}),
+    "composed": ({"quantize": "1x32"}, {}),
+    "replicas": (
+        {"quantize": "1x32", "num_experts": 12, "num_logical": EXPERTS},
+        {"logical_of_expert": TWELVE},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloading_a_layer(name: str) -> None:
+    """Activations go and come back; the plan, what it counts, weights and the bias do not."""
+    wish, more = OFFLOADED[name]
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "inner": 8}
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        layer = epic.torch.MoE(group, epic.torch.Moe.of(**{**sizes, **wish}), **more)
+
+        def step() -> list[torch.Tensor]:
+            x = numbers(1, 9, HIDDEN).requires_grad_()
+            out, loss = layer(x)
+            return [out.detach(), *torch.autograd.grad(out.sum() + loss, (x, *layer.parameters()))]
+
+        wanted, some = step(), Offload()
+        for hooks in (torch.autograd.graph.save_on_cpu(), some.hooks()):
+            with hooks:
+                assert same(wanted, step())
+        places = {p.data_ptr() for p in (*layer.parameters(), *layer.buffers()) if p.numel()}
+        assert some.moved and not places & {x.data_ptr() for x in some.moved}
+        assert torch.int32 not in {x.dtype for x in some.moved if x.dim() == 1}
+        plans = group.plan_bytes(layer.options.layer)
+        octets = [x.numel() for x in some.moved if x.dtype == torch.uint8]
+        assert not any(plans <= size < plans + 400 for size in octets), (plans, octets)
 
 
 # ------------------------------------------------------------------- reuse, and the rest ----

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guide's program runs, as its first line says."""
 
+import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
+
+import torch
 
 import epic.torch
-from world import free_port
+from ports import free_port
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDE = DOCS / "torch.md"
@@ -30,3 +34,40 @@ def test_names() -> None:
     for guide in (GUIDE, DOCS / "torch-frameworks.md"):
         names = set(re.findall(r"epic\.torch\.([A-Za-z_0-9]+)", guide.read_text()))
         assert {n for n in names - ADAPTERS if not hasattr(epic.torch, n)} == set()
+
+
+def block_of(guide: Path, begin: str) -> str:
+    """The indented lines of a guide that begin with these words."""
+    text = guide.read_text()
+    code = re.search(r"(?:^ {4}.*\n)+", text[text.index(f"    {begin}") :], re.MULTILINE)
+    assert code is not None
+    return dedent(code[0])
+
+
+def test_the_steps() -> None:
+    """As they stand there, one after the other, for a rank alone."""
+    options = epic.torch.Moe.of(num_experts=4, top_k=2, hidden=8, inner=16)
+    tokens, weights = torch.ones(6, 8), torch.full((6, 2), 0.5)
+    topk_idx = torch.tensor([[0, 3], [1, 2]] * 3)
+    with epic.torch.Group(num_ranks=1, max_tokens=6, max_row_bytes=4 * 8) as group:
+        names = {
+            "epic": epic,
+            "group": group,
+            "layer": options.layer,
+            "mlp": options.experts,
+            "expert_weights": epic.torch.ExpertWeights(torch.ones(4, 8, 32), torch.ones(4, 16, 8)),
+            "topk_idx": topk_idx,
+            "tokens": tokens,
+            "weights": weights,
+            "x": torch.ones(3),
+        }
+        exec(block_of(GUIDE, "plan                     = "), names)
+        assert names["out"].shape == (6, 8) and names["out"][0, 0] > 0
+        assert torch.equal(names["recv"].sum(), 2 * tokens.sum())
+        assert names["total"].tolist() == [1, 1, 1]
+        flat = dataclasses.replace(options.layer, layout="flat")
+        names["plan"] = epic.torch.plan(group, flat, topk_idx)
+        names["y"] = torch.zeros(names["plan"].capacity, 8)
+        exec(block_of(GUIDE, "recv, weights, experts = "), names)
+        assert sorted(names["experts"][0].tolist()) == [0, 3]
+        assert not names["out"].any()

@@ -58,7 +58,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "out": (
         lambda g, p: epic.torch.combine(p, torch.ones(p.capacity, 2), out=torch.ones(4, 3)),
-        "row",
+        "out out has the shape [4, 3]: [4, 2] is needed",
     ),
     "bytes": (
         lambda g, p: epic.torch.dispatch(p._replace(bytes=p.bytes.float()), X),

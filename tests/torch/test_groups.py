@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import epic.torch
 from parts import SIZES, UNEVEN, Data, check_round, through
+from ports import free_port
 from test_errors import told
-from world import World, free_port
+from world import World
 
 SHORT = {**SIZES, "timeout_ms": 1500}
 
@@ -104,14 +105,14 @@ def pair(rank: int, first: list[int], second: list[int]) -> epic.torch.Group:
     return group
 
 
-def destroyed(rank: int) -> None:
+def destroyed(rank: int, port: int) -> None:
     """destroy_process_group before close, and the other way round.  Afterwards process groups of
-    other ranks have the old names."""
+    other ranks have the old names; their store is at `port`."""
     old = pair(rank, [0, 1], [2, 3])
     first = epic.torch.Group(**SIZES)
     dist.destroy_process_group()
     right(first, rank)
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo", rank=rank, world_size=4)
     second = epic.torch.Group(**SIZES)
     right(second, rank)
@@ -126,7 +127,7 @@ def destroyed(rank: int) -> None:
 def test_no_order_with_destroy_process_group() -> None:
     """A store is used at open alone."""
     with World(4) as four:
-        four.run(destroyed)
+        four.run(destroyed, free_port())
 
 
 def test_threads_of_one_process() -> None:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole layer: float64, the bits of the core, composed, compiled, as a module."""
 
+import copy
+import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +180,15 @@ def test_router_and_losses() -> None:
     opcheck(ops.balance_loss_backward.default, (f, load, None, one, 6, 0, 0.5, 0, *numbers_of))
     opcheck(ops.z_loss.default, (f, 6, 0.5, 0, *numbers_of))
     opcheck(ops.z_loss_backward.default, (f, one, 6, 0.5, 0, *numbers_of))
+    nothing = torch.empty_like
+    opcheck(ops.route_out.default, (f, bias, None, None, 0, *numbers_of, nothing(chosen), None))
+    opcheck(ops.z_loss_out.default, (f, 6, 0.5, 0, *numbers_of, nothing(one)))
+    for call in (ops.balance_loss_out.default, ops.balance_loss_backward_out.default):
+        more, out = ((), one) if "backward" not in str(call) else ((one,), f)
+        opcheck(call, (f, load, None, *more, 6, 0, 0.5, 0, *numbers_of, nothing(out)))
+    d_weights = weights.detach().float()
+    opcheck(ops.route_backward_out.default, (f, chosen, d_weights, 0, *numbers_of, nothing(f)))
+    opcheck(ops.z_loss_backward_out.default, (f, one, 6, 0.5, 0, *numbers_of, nothing(f)))
     opcheck(ops.bias_update_.default, (bias.clone(), load, 0.1, 0))
     moved = bias.clone()
     epic.torch.bias_update(moved, load, 0.25)
@@ -229,6 +241,9 @@ def test_opcheck() -> None:
             args = [v.detach() if isinstance(v, torch.Tensor) else v for v in seen.calls[op]]
             tests = ("test_schema", "test_autograd_registration", "test_faketensor")
             torch.library.opcheck(op, tuple(args), test_utils=tests)
+            outs = [torch.empty_like(v) if v.numel() else None for v in op(*args)]
+            into = getattr(ops, f"{op.__name__.split('.')[0]}_out").default
+            torch.library.opcheck(into, (*args, *outs), test_utils=tests)
 
 
 # --------------------------------------------------------------------------- module ----
@@ -271,6 +286,92 @@ def test_module(world: Any) -> None:
         one, other = (whole([a[:4] for a in answers[n]], n)[3] for n in (1, ep))
         for name in OF_EXPERTS:
             assert relative(other[name], one[name]) < 1e-5, name
+
+
+def alone(**more: Any) -> epic.torch.MoE:
+    """A layer of one process."""
+    group = epic.torch.Group(num_ranks=1, **SIZES)
+    return epic.torch.MoE(group, WISH, gate_bias=True, bias_rate=1e-3, **more)
+
+
+def reference_of(layer: epic.torch.MoE, x: torch.Tensor) -> torch.Tensor:
+    """Composed in float64 of the numbers that the layer has."""
+    wide = {n: None if v is None else v.double() for n, v in layer.weights()._asdict().items()}
+    wide["bias"] = None if layer.bias is None else layer.bias.float()
+    with torch.no_grad():
+        return epic.torch.moe(
+            layer.group, WISH, x.double(), epic.torch.MoeWeights(**wide), grouped_mm=slab_mm
+        ).out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_module_of_another_dtype(dtype: torch.dtype) -> None:
+    """model.to(dtype) takes the router along, which computes in float32 all the same; the bias
+    stays float32, as its steps are small; gradients are the parameters'."""
+    layer = alone().to(dtype)
+    assert layer.bias is not None and layer.bias.dtype == torch.float32
+    x = numbers(70, 2, 5, 16, dtype=dtype).requires_grad_()
+    out, loss = layer(x)
+    assert out.dtype == dtype
+    assert relative(out.detach().double(), reference_of(layer, x.detach())) < 2e-2
+    (out.sum() + loss).backward()
+    assert all(p.grad is not None and p.grad.dtype == dtype for p in layer.parameters())
+    before = layer.bias.clone()
+    layer.update_bias()
+    assert torch.equal((layer.bias - before).abs().max(), torch.tensor(1e-3))
+    layer.group.close()
+
+
+def test_a_module_is_copied_and_not_pickled() -> None:
+    """A copy has the group of the first, which is closed once; another process has none of it."""
+    layer = alone()
+    other, x = copy.deepcopy(layer), numbers(71, 3, 16)
+    assert other.group is layer.group and torch.equal(other(x)[0], layer(x)[0])
+    with pytest.raises(epic.torch.EpicArgumentError, match="cannot be pickled: save"):
+        torch.save(layer, io.BytesIO())
+    file = io.BytesIO()
+    torch.save(other.state_dict(), file)
+    file.seek(0)
+    other.reset_parameters(seed=9)
+    assert not torch.equal(other(x)[0], layer(x)[0])
+    other.load_state_dict(torch.load(file), strict=True)
+    assert torch.equal(other(x)[0], layer(x)[0])
+    other.group.close()
+    layer.group.close()
+
+
+def test_a_module_made_on_meta() -> None:
+    """As any module under a device's context; the same numbers afterwards."""
+    with torch.device("meta"):
+        layer = alone()
+    assert all(v.is_meta for v in layer.state_dict().values())
+    x = numbers(72, 3, 16)
+    assert layer(x.to("meta"))[0].is_meta
+    layer.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(layer(x)[0], alone()(x)[0])
+
+
+def test_compiled_where_it_is_composed() -> None:
+    """In one graph too, with any number of tokens."""
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+        layer = epic.torch.MoE(group, replace(WISH, quantize="1x32"))
+        run = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+        for tokens in (4, 7):
+            x, mask = numbers(73, tokens, 16).requires_grad_(), torch.arange(tokens) % 3 != 1
+            found, wanted = (
+                [step(x, mask)[0], *torch.autograd.grad(step(x, mask)[0].sum(), x)]
+                for step in (run, layer)
+            )
+            torch.testing.assert_close(found, wanted)
+    torch._dynamo.reset()
+
+
+def test_wrong_masks() -> None:
+    """By their shape and dtype, which torch would tell of something else."""
+    layer, x = alone(), torch.ones(2, 3, 16)
+    for mask in (torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 3)):
+        with pytest.raises(epic.torch.EpicArgumentError, match=r"a torch\.bool for each of the 6"):
+            layer(x, mask)
 
 
 def checkpoint_roundtrip(rank: int, folder: str) -> None:
@@ -360,8 +461,10 @@ def test_wrong_weights() -> None:
     x = torch.ones(3, cases.HIDDEN)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"w_gate": torch.ones(2, 2)}, "w_gate: shape [2, 2]"),
-        ({"w_gate": good["w_gate"].half()}, "w_gate is float16"),
+        ({"w_gate": good["w_gate"].to("meta")}, "w_gate: on meta, x is on cpu: use one device"),
         ({"w_down": good["w_down"][:, :3]}, "w_down has"),
+        ({"w_down": good["w_down"].half()}, "w_down is float16: float32 is needed"),
+        ({"b_down": torch.ones(8, cases.HIDDEN).half()}, "b_down is float16: float32 is needed"),
         ({"w_gate_up": good["w_gate_up"][:4]}, "num_local_experts 8"),
         ({"shared_gate_up": good["w_down"]}, "shared options and shared weights"),
     ]

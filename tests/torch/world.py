@@ -4,7 +4,6 @@
 import importlib
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -12,14 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 LIMIT = 240  # seconds for one function
-
-
-def free_port() -> int:
-    """One that nobody has just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def serve(rank: int, size: int, port: int, pipe: Any) -> None:

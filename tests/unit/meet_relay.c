@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Meetings with a secret, and somebody who does not know it: between the ranks, where every frame
- * is changed, repeated, swapped or cut; in the place of rank 0; in the seat of a rank.  The ranks
+ * is changed, repeated, swapped or cut; in the place of rank 0; in that of a guest.  The ranks
  * get what they brought or an error, and who is not in between cannot even make the meeting
  * fail. */
 #include <netinet/in.h>
@@ -22,17 +22,17 @@
 
 /* ------------------------------------------------------------------------------- ranks ---- */
 
-typedef struct seat {
+typedef struct guest {
     epic_tcp tcp;
     epic_result result;
     char sentence[512];
     bool wrong_bytes;
     int gathers; /* that went well */
-} seat;
+} guest;
 
 static void *run_rank(void *self)
 {
-    seat *s = self;
+    guest *s = self;
     epic_meet meet;
     unsigned char mine[BYTES], all[4 * BYTES];
     s->result = epic_meet_tcp(&meet, &s->tcp);
@@ -213,7 +213,7 @@ static void *run_relay(void *self)
 /* Ranks 0 and 1 meet, rank 1 through the relay. */
 static void meet_through(relay *r)
 {
-    seat seats[2] = {0};
+    guest guests[2] = {0};
     pthread_t threads[2], relaying;
     uint32_t port = 0;
     int holder;
@@ -221,7 +221,7 @@ static void meet_through(relay *r)
     r->used = r->over = false;
     r->listener = listen_at(&port);
     for (int i = 0; i < 2; i++) {
-        seats[i].tcp =
+        guests[i].tcp =
             (epic_tcp){.secret = "hush",
                        .rank = i,
                        .num_ranks = 2,
@@ -230,7 +230,7 @@ static void meet_through(relay *r)
                        .timeout_ms = r->from_zero && r->message == 1 ? 1000 : PATIENCE_MS};
     }
     pthread_create(&relaying, NULL, run_relay, r);
-    for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, run_rank, &seats[i]);
+    for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, run_rank, &guests[i]);
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
     r->over = true;
     shutdown(r->listener, SHUT_RDWR);
@@ -239,13 +239,13 @@ static void meet_through(relay *r)
     close(holder);
 
     const int last = r->from_zero ? 2 + GATHERS : 1 + GATHERS;
-    const seat *reader = &seats[r->from_zero];
-    for (int i = 0; i < 2; i++) CHECK(!seats[i].wrong_bytes);
+    const guest *reader = &guests[r->from_zero];
+    for (int i = 0; i < 2; i++) CHECK(!guests[i].wrong_bytes);
     CHECK_SAY(r->used == (r->message <= last), "message %d was not damaged", r->message);
     if (r->message <= 1 && !(r->from_zero && r->message == 1)) return; /* hello, proof */
     if (r->message > last) {
         for (int i = 0; i < 2; i++)
-            CHECK_SAY(seats[i].result == EPIC_OK, "honest relay: %s", seats[i].sentence);
+            CHECK_SAY(guests[i].result == EPIC_OK, "honest relay: %s", guests[i].sentence);
         return;
     }
     /* what was repeated last is never read */
@@ -317,7 +317,7 @@ static void *refuse_one(void *self)
     return NULL;
 }
 
-/* In the seat of rank 1, again and again, with a proof that it made up. */
+/* In the place of rank 1, again and again, with a proof that it made up. */
 static void *take_seat(void *self)
 {
     stranger *o = self;
@@ -342,20 +342,20 @@ static void *take_seat(void *self)
 /* Three ranks with a secret meet in spite of the stranger; the last comes late. */
 static void meet_despite(void *(*body)(void *), stranger *o, bool zero_late)
 {
-    seat seats[3] = {0};
+    guest guests[3] = {0};
     pthread_t threads[3], other;
     int holder;
     o->port = hold_port(&holder);
     o->over = false;
     pthread_create(&other, NULL, body, o);
     for (int i = 2; i >= 0; i--) {
-        seats[i].tcp = (epic_tcp){.secret = "hush",
-                                  .rank = i,
-                                  .num_ranks = 3,
-                                  .port = o->port,
-                                  .timeout_ms = PATIENCE_MS};
+        guests[i].tcp = (epic_tcp){.secret = "hush",
+                                   .rank = i,
+                                   .num_ranks = 3,
+                                   .port = o->port,
+                                   .timeout_ms = PATIENCE_MS};
         while (i == 0 && zero_late && !o->over) run_nap_us(1000);
-        pthread_create(&threads[i], NULL, run_rank, &seats[i]);
+        pthread_create(&threads[i], NULL, run_rank, &guests[i]);
         if (!zero_late) run_nap_us(100000);
     }
     for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
@@ -363,8 +363,8 @@ static void meet_despite(void *(*body)(void *), stranger *o, bool zero_late)
     pthread_join(other, NULL);
     close(holder);
     for (int i = 0; i < 3; i++)
-        CHECK_SAY(seats[i].result == EPIC_OK && !seats[i].wrong_bytes, "rank %d: %s", i,
-                  seats[i].sentence);
+        CHECK_SAY(guests[i].result == EPIC_OK && !guests[i].wrong_bytes, "rank %d: %s", i,
+                  guests[i].sentence);
 }
 
 static void test_strangers(void)

@@ -109,7 +109,7 @@ static void check_open(void)
     epic_meet meet;
     const epic_tcp tcp = {.num_ranks = 1};
     REFUSES(epic_tcp, "epic_tcp", epic_meet_tcp_v1(&meet, &tcp, size) BAD);
-    const size_t wrong[] = {sizeof(void *), sizeof config - 1, SIZE_MAX};
+    const size_t wrong[] = {sizeof(void *), sized_types[SIZED_epic_config].first - 1, SIZE_MAX};
     for (int i = 0; i < 3; i++) {
         check_refused(epic_open_v1(&ctx, NULL, &config, wrong[i]) BAD, "epic_open", "config",
                       "epic_config", wrong[i]);

@@ -237,6 +237,10 @@ static void arrays(void)
     write_npy(text, 4096);
     refused("show d.npy", "little-endian integers are needed");
     write_npy("{'descr': '<i4', 'fortran_order': False, 'shape': (6, 2), }", 118);
+    char command[128];
+    snprintf(command, sizeof command, "cd %s && head -c 100 d.npy >cut.npy", folder);
+    CHECK_EQ(system(command), 0);
+    refused("show cut.npy", "cut.npy: it ends in its header");
     CHECK_EQ(tool("epic-trace", "show d.npy"), 0); /* all are -1 */
     CHECK(says("choices     12, of these 12 of no expert"));
     refused("show d.npy --layer 2/2", "of N layers the last is N - 1");

@@ -231,6 +231,13 @@ static void damage(void)
     CHECK_EQ(tool("epic-place", "recorded"), 2);
     CHECK_EQ(tool("epic-place", "recorded --ranks 5 --slots 2"), 1);
     CHECK(says("5 ranks need 3 for 12 experts"));
+    CHECK_EQ(tool("epic-place", "recorded --ranks 2 --slots 13"), 1);
+    CHECK(says("a rank has use for 12 at most"));
+    CHECK_EQ(tool("epic-place", "recorded --ranks 2 --slots 12"), 0);
+    CHECK_EQ(tool("epic-place", "recorded --ranks 6 --hosts 4"), 1);
+    CHECK(says("--hosts is 4, --ranks 6: each host is to have as many ranks"));
+    CHECK_EQ(tool("epic-place", "recorded --ranks 65 --hosts 5"), 1);
+    CHECK(says("--ranks is 65: with --hosts at most 64 are possible"));
     CHECK_EQ(tool("epic-trace", "show in.npy --experts 3"), 1);
     CHECK(says("it is to be below 3"));
     /* A rank that was killed while it wrote: its last plan is left out. */

@@ -32,6 +32,7 @@ RESULTS = (
 ).split()
 EINVAL = RESULTS.index("EPIC_EINVAL")
 EPIC_F32 = 1
+DISPATCH_AGAIN = 128  # EPIC_DISPATCH_AGAIN: rows of e4m3 are not saved
 
 
 def struct(name: str, *parts: tuple[str, Any]) -> type[ctypes.Structure]:
@@ -238,6 +239,7 @@ def moe_struct(options: Moe) -> tuple[Any, list[Any]]:
     }
     names = ("balance_coeff", "z_coeff", "sequence_tokens", "capacity")
     numbers = {name: getattr(options, name) for name in names}
+    numbers["flags"] = DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0
     addresses = {name: ctypes.addressof(part) for name, part in parts.items()}
     return MoeStruct(**numbers, **addresses), list(parts.values())
 

@@ -18,9 +18,11 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logits")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu")
 WEIGHTINGS = ("late", "early", "input")
 TYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "float64": 4}
+WEIGHT_TYPES = {**TYPES, "e4m3": 5}
 REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
 BLOCKS = ("1x128", "1x32")
 ON_GPUS = ("p2p", "hosts")  # backends
+FLAGS = ("distinct", "ungated", "interleaved")
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("expert_major", "flat"),
@@ -49,7 +51,8 @@ def word(field: str, value: Any, words: Iterable[str]) -> str:
 
 def whole(field: str, value: Any, least: int = 0) -> int:
     """The value, if it is an integer that the core can have."""
-    if not isinstance(value, SupportsIndex) or not least <= value.__index__() < 1 << 32:
+    known = isinstance(value, SupportsIndex) and (field in FLAGS or not isinstance(value, bool))
+    if not known or not least <= value.__index__() < 1 << 32:
         raise EpicArgumentError(f"{field} {value!r}: an integer from {least} is needed")
     return value.__index__()
 
@@ -66,7 +69,8 @@ def number(field: str, value: Any) -> int | float:
     if field in CHOICES:
         return CHOICES[field].index(word(field, value, CHOICES[field]))
     if field.endswith("_type"):
-        return 0 if value is None else TYPES[word(field, value, TYPES)]
+        types = WEIGHT_TYPES if field == "weight_type" else TYPES
+        return 0 if value is None else types[word(field, value, types)]
     return real(field, value) if field in REALS else whole(field, value)
 
 
@@ -224,6 +228,16 @@ class Router(Options):
     scale: float = 1.0
     key: str = key()
 
+    def numbers(self, prefix: str = "") -> dict[str, Any]:
+        """As Options; the core looks at topk_groups where there are groups."""
+        found = super().numbers(prefix)
+        if self.topk_groups > 1 and self.num_groups < 2:
+            raise EpicArgumentError(
+                f"topk_groups {self.topk_groups}: num_groups is {self.num_groups}, so there are no "
+                "groups to choose from"
+            )
+        return found
+
     def ask_core(self) -> None:
         """By the query of its workspace."""
         from epic import _native
@@ -247,6 +261,8 @@ class Experts(Options):
     weighting: where a choice's weight is multiplied in: "late", on the way home; "early", on the
         activation and the down bias; "input", on the expert's input.
     row_type, weight_type: "float32", "bfloat16", "float16", "float64"; None: the arrays' own.
+        weight_type "e4m3", on GPUs: the products are of e4m3, the weights are rounded for each
+        call, and gradients pass straight through; epic.torch alone.
     limit: of "clamped_swiglu" (0: 7) and "clamped_silu" (0: 10).
     alpha: of "clamped_swiglu"; 0: 1.702."""
 

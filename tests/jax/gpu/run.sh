@@ -47,7 +47,7 @@ in_several() {
         [ "$count" -le "$GPUS" ] || continue
         echo "== $program: $count processes with a GPU each"
         log=$(mktemp -d)
-        port=$((20000 + $$ % 20000 + count))
+        port=$((20000 + $$ % 12000 + count))
         for process in $(seq 0 $((count - 1))); do
             check "$process" "$count" "$port" "$@" >"$log/$process" &
         done

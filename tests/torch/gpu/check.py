@@ -26,7 +26,7 @@ from gpu_cases import CASES, LIMIT_MS
 
 import epic.torch
 from parts import SIZES
-from world import free_port
+from ports import free_port
 
 # Dynamo is not for threads that trace at once; times of ranks that take turns say nothing.
 # Nor is the profiler.

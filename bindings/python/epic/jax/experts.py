@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from epic import _native
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.jax.call import Spec, call, like, memory_of, no_gradient, spread_all
 from epic.jax.groups import Group
 from epic.jax.steps import check_floats
@@ -82,8 +82,17 @@ def counted(options: Experts, weights: ExpertWeights) -> Experts:
     )
 
 
+def refuse_e4m3(options: Experts) -> None:
+    """What the core can do on GPUs and no function here asks for."""
+    if options.weight_type == "e4m3":
+        raise EpicUnsupportedError(
+            "weight_type 'e4m3': epic.torch has it; here leave it None, and the arrays tell it"
+        )
+
+
 def typed(options: Experts, rows: Any, weights: Any) -> Experts:
     """The options with the dtypes of the arrays."""
+    refuse_e4m3(options)
     return replace(options, row_type=rows.dtype.name, weight_type=weights.dtype.name)
 
 

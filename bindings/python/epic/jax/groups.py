@@ -62,6 +62,15 @@ class Group:
         """Experts of one rank, at most, placed in contiguous blocks."""
         return -(-layer.num_experts // self.num_ranks)
 
+    def check_width(self, name: str, rows: Any) -> None:
+        """Of rows that travel as they are."""
+        width = rows.shape[-1] * rows.dtype.itemsize
+        if width > self.max_row_bytes:
+            raise EpicArgumentError(
+                f"{name}: rows of {width} bytes: group {self.name!r} was opened with "
+                f"max_row_bytes {self.max_row_bytes}"
+            )
+
     def close(self) -> None:
         """As epic.jax.close."""
         close(self)

@@ -20,7 +20,16 @@ from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.jax import placement, replicas, steps, tensor
 from epic.jax import router as routing
 from epic.jax.call import Spec, call, like, marks, memory_of, spread_all, zero_gradient
-from epic.jax.experts import ExpertWeights, check_weights, counted, of_slabs, on_gpu
+from epic.jax.experts import (
+    ExpertWeights,
+    check_weights,
+    counted,
+    grad_type,
+    of_slabs,
+    on_gpu,
+    refuse_e4m3,
+    wide,
+)
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.options import Experts, Moe
@@ -87,6 +96,7 @@ def promised(options: Moe, table: Any) -> Moe:
 
 def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
     """The options with the arrays' dtypes and the capacity as a number."""
+    refuse_e4m3(options.experts)
     types = {"row_type": x.dtype.name, "weight_type": weights.w_gate_up.dtype.name}
     capacity = options.capacity
     return replace(
@@ -209,10 +219,10 @@ def of_logical(record: steps.Record, found: dict[str, Any]) -> dict[str, Any]:
 def gradient_types(static: Static, x: Any, weights: MoeWeights) -> dict[str, Any]:
     """In which the core's gradients come: wide, but on GPUs those of experts as narrow as the rows
     where the weights are, too.  Those of replicas are added over ranks first."""
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    as_rows = static.group.platform == "gpu" and not static.options.layer.num_logical
-    narrow = x.dtype if as_rows and weights.w_gate_up.dtype == x.dtype else wide
-    return {n: narrow if n in placement.OF_EXPERTS else wide for n in ORDER}
+    of_experts = wide(x)
+    if not static.options.layer.num_logical:
+        of_experts = grad_type(static.group.platform, x, weights.w_gate_up)
+    return {n: of_experts if n in placement.OF_EXPERTS else wide(x) for n in ORDER}
 
 
 def layer_backward(static: Static, kept: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ several, rows of a receive buffer in their first, experts over the group's axis,
 on all devices.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,29 @@ def mapped(mesh: Mesh, function: Callable[..., Any], ins: Any, outs: Any) -> Cal
     return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs)
 
 
+def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
+    """Axes that an argument names: the mesh has them, and they are none of those taken."""
+    for name, axes in given.items():
+        if name.endswith("_axes") and isinstance(axes, str):
+            raise EpicArgumentError(f"{name} {axes!r}: a tuple of axes is needed, ({axes!r},)")
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if axis not in mesh.axis_names:
+                raise EpicArgumentError(f"{name} {axis!r}: the mesh has the axes {mesh.axis_names}")
+            if axis in taken:
+                raise EpicArgumentError(f"{name} {axis!r}: that is the group's axis")
+
+
+def check_cut(mesh: Mesh, name: str, x: Any, spec: P) -> None:
+    """A dimension is cut into equal parts, one for each device of its axes."""
+    for dimension, axes in enumerate(spec):
+        count = math.prod(mesh.shape[a] for a in flat(P(axes)))
+        if x is not None and dimension < x.ndim and x.shape[dimension] % count:
+            raise EpicArgumentError(
+                f"{name}: shape {tuple(x.shape)}: the {count} devices of {axes!r} must divide "
+                f"dimension {dimension}"
+            )
+
+
 def flat(spec: P) -> Axes:
     """The axes of all dimensions, one after the other."""
     parts = [part for part in spec if part is not None]
@@ -42,6 +66,9 @@ def token_spec(
     """How the dimensions of x but the last are cut, and the axes that cut them: by default the
     first by all axes of the mesh but the hidden one, in the mesh's order."""
     places.check_mesh(group, mesh)
+    if not isinstance(given, P):
+        check_axes(mesh, (), token_axes=given)
+    check_axes(mesh, group.axes, hidden_axis=hidden_axis)
     axes = given or tuple(a for a in mesh.axis_names if a != hidden_axis)
     spec = given if isinstance(given, P) else P(axes)
     if len(spec) >= rank:
@@ -91,6 +118,7 @@ def plan_dispatch(
     the same tokens.
     """
     rows, choices, slots, own = rows_specs(mesh, group, token_axes, tokens.ndim, hidden_axis)
+    check_cut(mesh, "tokens", tokens, rows)
     count = steps.num_local(group, options, rank_of_expert, num_local_experts)
 
     def local(chosen: Any, x: Any, w: Any, owners: Any, logical: Any) -> Any:
@@ -187,6 +215,8 @@ def moe(
     if tensor_axis and token_axes is None:
         token_axes = tuple(a for a in mesh.axis_names if a != tensor_axis)
     spec, axes = token_spec(mesh, group, token_axes, x.ndim)
+    check_axes(mesh, (), loss_axes=loss_axes)
+    check_axes(mesh, group.axes, fsdp_axes=fsdp_axes, tensor_axis=tensor_axis)
     if tensor_axis in axes:
         raise EpicArgumentError(
             f"tensor_axis {tensor_axis!r}: its devices have the same tokens, so it is none of "
@@ -197,6 +227,7 @@ def moe(
             f"token_axes {spec}: sequence_tokens {options.sequence_tokens} wants whole sequences "
             "on each device, so only the first dimension may be sharded"
         )
+    check_cut(mesh, "x", x, spec)
     if rank_of_expert is None and not placement.is_even(group, options.layer):
         weights = placement.padded(group, options.layer, weights)
     summed = (*group.axes, *loss_axes)
@@ -226,6 +257,8 @@ def moe(
         return out._replace(loss=loss, load=loads[0], logical_load=loads[1])
 
     places_of = weight_specs(group, weights, tuple(fsdp_axes), tensor_axis)
+    for name, where in places_of._asdict().items():
+        check_cut(mesh, name, getattr(weights, name), where or P())
     ins = (spec, places_of, spec, P(), spec, P(), P())
     outs = layer.MoeOut(spec, P(), P(), P(axes), P(), P(axes))
     tables = (token_ids, table, token_mask, rank_of_expert, logical_of_expert)

@@ -280,6 +280,7 @@ def dispatch(
         return recv, slot
     inputs = dispatch_inputs(plan, tokens, weights)
     if quantize is None:
+        plan.way.group.check_width("tokens", inputs[1])
         return dispatch_rows(plan.way, *inputs)
     check_block(quantize)
     return dispatch_rounded(plan.way, quantize, *inputs)
@@ -335,7 +336,9 @@ def dispatch_flat(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, An
     over these experts.
     """
     check_layout(plan.way.layer, "flat", "dispatch")
-    return dispatch_flat_rows(plan.way, *dispatch_inputs(plan, tokens, weights))
+    inputs = dispatch_inputs(plan, tokens, weights)
+    plan.way.group.check_width("tokens", inputs[1])
+    return dispatch_flat_rows(plan.way, *inputs)
 
 
 BLOCKS = {"1x128": (1, 128, jnp.float32), "1x32": (2, 32, jnp.uint8)}
@@ -510,6 +513,7 @@ def plan_dispatch(
     placed = tables(group, layer, rank_of_expert, logical_of_expert)
     rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
     check_floats("tokens", rows)
+    group.check_width("tokens", rows)
     weights = as_weights("weights", weights, (way.num_tokens, layer.top_k))
     arrays = [rows, weights, chosen, *placed, channel_of(channel), *calm(after)]
     rows, weights, *ints = spread_all(group, *arrays)
@@ -555,6 +559,7 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
     way = plan.way
     rows = as_rows("rows", jnp.asarray(rows), way.capacity)
     check_floats("rows", rows)
+    way.group.check_width("rows", rows)
     slot_weights = as_weights("slot_weights", slot_weights, (way.capacity,))
     return combine_rows(way, *spread_all(way.group, plan.bytes, rows, slot_weights))
 

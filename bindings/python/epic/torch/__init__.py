@@ -15,6 +15,7 @@ from epic.torch.ops import as_epic_error
 from epic.torch.pretrained import from_block, replace_moe, sum_gradients
 from epic.torch.replicas import sum_replicas, tied
 from epic.torch.router import balance_loss, bias_update, route, z_loss
+from epic.torch.scaled import scaled
 from epic.torch.steps import (
     EXACT,
     Plan,
@@ -65,6 +66,7 @@ __all__ = [
     "replace_moe",
     "route",
     "save_plans",
+    "scaled",
     "sharded_state",
     "slab_mm",
     "sum",

@@ -48,6 +48,23 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+# What offloading of activations asks a saved tensor: TransformerEngine (and Megatron-Core with it),
+# Megatron-Core's own, and that of its release 0.16.
+STAYS: dict[str, bool] = {
+    "_TE_do_not_offload": True, "_do_not_offload": True, "offloading_activation": False,
+}  # fmt: skip
+
+
+def stay(*tensors: Tensor | None) -> None:
+    """Marks what is no activation: it is small, or belongs to something that stays anyway."""
+    if torch.compiler.is_compiling():
+        return
+    for x in tensors:
+        if x is not None:
+            for name, value in STAYS.items():
+                setattr(x, name, value)
+
+
 def check_floats(name: str, x: Tensor) -> None:
     """What is added must be a type that the core adds."""
     if x.dtype not in ROW_TYPES:

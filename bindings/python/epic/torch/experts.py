@@ -14,10 +14,11 @@ from torch.autograd.function import once_differentiable
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, known
-from epic.torch.arguments import check_floats
+from epic.torch.arguments import check_floats, stay
 from epic.torch.groups import Group
-from epic.torch.ops import numbers, raising
+from epic.torch.ops import mlp_numbers, numbers, raising, refuse_gradient, write
 from epic.torch.router import number_of
+from epic.torch.scaled import E4M3, quantize_rows, quantize_weight, turned
 
 ops = torch.ops.epic
 
@@ -25,12 +26,15 @@ GroupedMm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertWeights(NamedTuple):
-    """Parameters of the local experts: gate and up in one tensor, as options.interleaved says."""
+    """Parameters of the local experts: gate and up in one tensor, as options.interleaved says.
+    With scales, as `scaled` makes them, both weights are e4m3 and turned."""
 
     w_gate_up: Tensor  # [local experts, hidden, width]
     w_down: Tensor  # [local experts, inner, hidden]
     b_gate_up: Tensor | None = None  # [local experts, width]
     b_down: Tensor | None = None  # [local experts, hidden]
+    w_gate_up_scales: Tensor | None = None  # float32 [local experts, blocks of width, of hidden]
+    w_down_scales: Tensor | None = None  # float32 [local experts, blocks of hidden, of inner]
 
 
 TYPE_NAMES = {
@@ -38,6 +42,7 @@ TYPE_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.float64: "float64",
+    E4M3: "e4m3",
 }
 
 
@@ -46,22 +51,33 @@ def dtype_name(x: Tensor) -> str:
     return TYPE_NAMES[x.dtype]
 
 
+def type_of_weights(options: Experts, w: Tensor) -> str:
+    """In the products."""
+    return "e4m3" if options.weight_type == "e4m3" else dtype_name(w)
+
+
 def completed(options: Experts, local: int, row_type: str, weight_type: str) -> Experts:
     """The options with what the tensors tell."""
     if options.num_local_experts not in (0, local):
         raise EpicArgumentError(
             f"num_local_experts {options.num_local_experts}: the weights have {local}"
         )
+    for name, found in (("row_type", row_type), ("weight_type", weight_type)):
+        if getattr(options, name) not in (None, found):
+            raise EpicArgumentError(
+                f"{name} {getattr(options, name)!r}: the tensors are {found}; make them so, or "
+                "leave it None"
+            )
     return replace(options, num_local_experts=local, row_type=row_type, weight_type=weight_type)
 
 
-@torch._dynamo.assume_constant_result
 @functools.cache
-def facts(
-    options: str, local: int, row_type: str, weight_type: str, on_gpu: bool
+def kept_facts(
+    options: str, local: int, row_type: str, weight_type: str, kept_type: str, on_gpu: bool
 ) -> tuple[Any, ...]:
-    """What the operators are passed for the options of that key, and bytes that forward saves for
-    backward: of none, and of each slot."""
+    """What the operators are passed for the options of that key, forward and backward, and bytes
+    that forward saves for backward: of none, and of each slot.  kept_type: of the weights, where
+    weight_type is of the products."""
     whole = completed(known[options], local, row_type, weight_type)
     if on_gpu and row_type == "float64":
         raise EpicUnsupportedError(
@@ -70,7 +86,20 @@ def facts(
         )
     name = "cuda_saved_bytes" if on_gpu else "saved_bytes"
     none, one = (int(getattr(_native.experts_memory(whole, n), name)) for n in (0, 1 << 20))
-    return numbers("experts", whole.numbers("experts_")), none, -(-(one - none) >> 20)
+    values = whole.numbers()
+    narrow = values["row_type"] if on_gpu and kept_type in (row_type, "e4m3") else 0
+    of_rows = {"row_type": values["row_type"]} if weight_type == "e4m3" else {}  # x is e4m3, too
+    passed = [
+        numbers(name, mlp_numbers("experts", values, **types))
+        for name, types in (("experts", of_rows), ("experts_backward", {"grad_type": narrow}))
+    ]
+    return *passed, none, -(-(one - none) >> 20)
+
+
+@torch._dynamo.assume_constant_result
+def facts(*key: Any) -> tuple[Any, ...]:
+    """kept_facts; tracers look through a cache."""
+    return kept_facts(*key)
 
 
 def check_weights(options: Experts, weights: ExpertWeights) -> None:
@@ -81,14 +110,65 @@ def check_weights(options: Experts, weights: ExpertWeights) -> None:
         options.inner,
         options.width,
     )
-    shapes = ((local, hidden, width), (local, inner, hidden), (local, width), (local, hidden))
-    for name, x, shape in zip(ExpertWeights._fields, weights, shapes, strict=True):
+    dtype = weights.w_gate_up.dtype
+    shapes: list[tuple[int, ...]] = [(local, hidden, width), (local, inner, hidden)]
+    if dtype == E4M3:
+        shapes = [(local, width, hidden), (local, hidden, inner)]
+    shapes += [(local, width), (local, hidden)]
+    for name, x, shape in zip(ExpertWeights._fields[:4], weights[:4], shapes, strict=True):
         if x is None:
             continue
         if tuple(x.shape) != shape:
             raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
-        if x.dtype != weights.w_gate_up.dtype:
+        if x.dtype != dtype and (dtype != E4M3 or name == "w_down"):
             raise EpicArgumentError(f"{name}: dtype {x.dtype}: all weights have one dtype")
+    check_scales(dtype, weights)
+
+
+def check_scales(dtype: torch.dtype, weights: Any) -> None:
+    """They come with e4m3, and only then."""
+    for name in ("w_gate_up_scales", "w_down_scales"):
+        if (getattr(weights, name) is not None) != (dtype == E4M3):
+            raise EpicArgumentError(
+                f"{name}: scales come with weights of float8_e4m3fn, here {dtype}: "
+                "epic.torch.scaled(weights) makes both"
+            )
+
+
+def products(
+    x: Tensor, weight_type: str, weights: tuple[Tensor | None, ...]
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """Rows, and weights with their scales and the rows', as the operator takes them."""
+    if weight_type != "e4m3":
+        return x, (*weights, None)
+    rows, scales = quantize_rows(x)
+    return rows, (*rounded_weights(x, weights), scales)
+
+
+def rounded_weights(x: Tensor, weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Of e4m3, whatever they were, and their biases of the rows' dtype."""
+    up, down, *biases, up_scales, down_scales = weights
+    assert up is not None and down is not None
+    if up_scales is None:
+        up, up_scales = quantize_weight(up)
+        down, down_scales = quantize_weight(down)
+    wide = [None if b is None else b.to(x.dtype) for b in biases]
+    return up, down, *wide, up_scales, down_scales
+
+
+def weights_back(
+    x: Tensor, weight_type: str, weights: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """For backward: not turned, of e4m3 with their scales, or as they are."""
+    up, down, *biases, up_scales, down_scales = weights
+    if weight_type != "e4m3":
+        return weights
+    wide = [None if b is None else b.to(x.dtype) for b in biases]
+    assert up is not None and down is not None
+    if up_scales is None or down_scales is None:
+        return up.to(x.dtype), down.to(x.dtype), *wide, None, None
+    (up, up_scales), (down, down_scales) = turned(up, up_scales), turned(down, down_scales)
+    return up, down, *wide, up_scales, down_scales
 
 
 class RunExperts(torch.autograd.Function):
@@ -98,9 +178,9 @@ class RunExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         size: int,
-        narrow: bool,
         group: int,
-        numbers: tuple[Any, ...],
+        weight_type: str,
+        numbers: tuple[tuple[Any, ...], tuple[Any, ...]],
         x: Tensor,
         expert_rows: Tensor,
         expert_tokens: Tensor,
@@ -108,22 +188,26 @@ class RunExperts(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> Tensor:
         """The core saves what gate and up gave."""
-        inputs = (x, expert_rows, expert_tokens, slots, *weights)
-        y, saved = ops.experts.default(*inputs, size, group, *numbers)
-        ctx.numbers = (int(narrow), group, *numbers)
-        ctx.save_for_backward(*inputs, saved)
+        counts = (expert_rows, expert_tokens, slots)
+        stay(expert_rows, expert_tokens)
+        rows, given = products(x, weight_type, weights)
+        y, saved = ops.experts.default(rows, *counts, *given, size, group, *numbers[0])
+        ctx.weight_type, ctx.numbers = weight_type, (group, *numbers[1])
+        ctx.save_for_backward(x, *counts, *weights, saved)
         return y
 
     @staticmethod
     @once_differentiable
     @raising
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-        """Weight gradients leave in the weights' dtype; where narrow, they come so."""
-        inputs = ctx.saved_tensors
-        d_x, *rest = ops.experts_backward.default(*inputs, d_y.contiguous(), *ctx.numbers)
+        """Weight gradients leave in the weights' dtype; those of e4m3 have none."""
+        *inputs, saved = ctx.saved_tensors
+        weights = weights_back(inputs[0], ctx.weight_type, tuple(inputs[4:]))
+        more = (saved, d_y.contiguous(), *ctx.numbers)
+        d_x, *rest = ops.experts_backward.default(*inputs[:4], *weights, *more)
         pairs = zip(inputs[3:8], rest, strict=True)
-        given = [None if x is None else d.to(x.dtype) for x, d in pairs]
-        return None, None, None, None, d_x, None, None, *given
+        given = [None if x is None or x.dtype == E4M3 else d.to(x.dtype) for x, d in pairs]
+        return None, None, None, None, d_x, None, None, *given, None, None
 
 
 @raising
@@ -135,13 +219,15 @@ def experts(
     weights: ExpertWeights,
     slot_weights: Tensor | None = None,
     group: Group | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The MLP of each slab by the core: rows [slots, hidden] -> [slots, hidden].
 
     expert_rows and expert_tokens: as a plan gives them.  slot_weights [slots] with weighting
     "early" and "input".  group: on GPUs, one there.  Only occupied slots are computed.  Those
     behind the last slab come out as zeros; on GPUs they hold anything, as do their gradients,
-    which dispatch and combine do not read.
+    which dispatch and combine do not read.  out: as rows; written and returned, without a gradient.
     """
     weights = ExpertWeights(*weights)
     check_floats("rows", rows)
@@ -155,14 +241,19 @@ def experts(
             'slot_weights come with weighting "early" or "input", and only then'
         )
     up = weights.w_gate_up
-    number, kinds = number_of(group, rows, "rows"), (dtype_name(rows), dtype_name(up))
-    on_gpu = group is not None and group.on_gpu
-    passed, base, each = facts(options.key, up.shape[0], *kinds, on_gpu)
+    number, on_gpu = number_of(group, rows, "rows"), group is not None and group.on_gpu
+    kind = type_of_weights(options, up)
+    kinds = (dtype_name(rows), kind, dtype_name(up))
+    forward, backward, base, each = facts(options.key, up.shape[0], *kinds, on_gpu)
     arrays = [None if w is None else w.contiguous() for w in weights]
     size = base + each * rows.shape[0]
-    narrow = on_gpu and rows.dtype == up.dtype
-    inputs = (rows.contiguous(), expert_rows, expert_tokens, slot_weights, *arrays)
-    return RunExperts.apply(size, narrow, number, passed, *inputs)
+    rows, counts = rows.contiguous(), (expert_rows, expert_tokens, slot_weights)
+    if out is not None:
+        refuse_gradient(rows, *counts, *arrays)
+        x, given = products(rows, kind, tuple(arrays))
+        write(ops.experts_out.default, (x, *counts, *given, size, number, *forward), out, None)
+        return out
+    return RunExperts.apply(size, number, kind, (forward, backward), rows, *counts, *arrays)
 
 
 # --------------------------------------------------------------- with any product ----

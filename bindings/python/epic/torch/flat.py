@@ -7,20 +7,25 @@ import torch
 from torch import Tensor
 
 from epic.torch.arguments import applied, as_rows, as_weights, needs_gradient, once
-from epic.torch.ops import raising
+from epic.torch.ops import parts_of, raising, write
 from epic.torch.plans import Plan, Way, check_layout
-from epic.torch.steps import ZERO_TAIL, rows_home
+from epic.torch.steps import ZERO_TAIL, check_pair, rows_home
 
 ops = torch.ops.epic
 
 
-def dispatch_flat_op(
+def dispatch_flat_args(
     way: Way, data: Tensor, tokens: Tensor, weights: Tensor | None, capacity: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator."""
+) -> tuple[Any, ...]:
+    """What the operator is passed."""
     group = way.group
-    place = (ZERO_TAIL, group.number, way.tag)
-    return ops.dispatch_flat.default(group.turn, data, tokens, weights, capacity, way.top_k, *place)
+    place = (capacity, way.top_k, ZERO_TAIL, group.number, way.tag)
+    return (group.turn, data, tokens, weights, *place)
+
+
+def dispatch_flat_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator; inputs: of dispatch_flat_args."""
+    return ops.dispatch_flat.default(*dispatch_flat_args(*inputs))
 
 
 class DispatchFlat(torch.autograd.Function):
@@ -56,18 +61,29 @@ dispatch_flat_apply = applied(DispatchFlat)
 
 @raising
 def dispatch_flat(
-    plan: Plan, tokens: Tensor, weights: Tensor | None = None
+    plan: Plan,
+    tokens: Tensor,
+    weights: Tensor | None = None,
+    *,
+    out: tuple[Tensor, Tensor | None, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Sends each token once to each rank that has experts for it; the layer's layout is "flat".
 
     Gives rows [capacity, hidden], their weights [capacity, top_k] or None, and the local experts
     that each row is for [capacity, top_k] int32, -1 behind them.  combine(plan, rows) wants one
-    finished partial for each row: the weighted sum over these experts.
+    finished partial for each row: the weighted sum over these experts.  out: these three, which are
+    written and returned, without a gradient.
     """
     way = plan.way
     check_layout(way, True, "dispatch")
     rows = as_rows("tokens", tokens, plan.num_tokens)
     weights = as_weights("weights", weights, plan.num_tokens, way.top_k)
+    inputs = (way, plan.bytes, rows, weights, plan.capacity)
+    if out is not None:
+        recv, slots, experts = parts_of(out, "recv, slot_weights, experts")
+        check_pair(weights, slots)
+        write(ops.dispatch_flat_out.default, dispatch_flat_args(*inputs), recv, slots, experts)
+        return recv, slots, experts
     call = dispatch_flat_apply if needs_gradient(rows, weights) else dispatch_flat_op
-    recv, slots, experts = call(way, plan.bytes, rows, weights, plan.capacity)
+    recv, slots, experts = call(*inputs)
     return recv, None if weights is None else slots, experts

@@ -341,6 +341,16 @@ class Group:
     def __enter__(self) -> "Group":
         return self
 
+    def __deepcopy__(self, _: Any) -> "Group":
+        """Copies of a module share its group."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise EpicArgumentError(
+            f"group {self.name!r} belongs to its process and cannot be pickled: save "
+            "layer.state_dict(), and make the layer anew with a group that is open there"
+        )
+
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and self.is_open:
             self.abort(endings.why(error))

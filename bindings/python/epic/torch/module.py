@@ -24,10 +24,11 @@ class MoE(nn.Module):
 
     Parameters have the names and shapes of MoeWeights; those of OF_EXPERTS are this rank's own
     experts, the others are equal on all ranks.  dtype: of the experts; the router is float32 (with
-    float64 experts float64).  gate_bias, expert_biases, shared_gate: the optional parameters.
-    bias_rate: with DeepSeek's bias for the choice, a buffer that update_bias moves by this; None:
-    without.  logical_of_expert: with layer.num_logical, whose replica each expert is, a buffer;
-    replicas begin alike and stay so.  grouped_mm, tag: as of moe.
+    float64 experts float64), and computes so whatever .to(dtype) makes of it.  device: None: the
+    group's, and "meta" under `with torch.device("meta")`.  gate_bias, expert_biases, shared_gate:
+    the optional parameters.  bias_rate: with DeepSeek's bias for the choice, a buffer that
+    update_bias moves by this; None: without.  logical_of_expert: with layer.num_logical, whose
+    replica each expert is, a buffer; replicas begin alike and stay so.  grouped_mm, tag: as of moe.
 
     layer(x) gives (out, loss): x [..., hidden], loss this rank's part of the losses, [].
     """
@@ -63,13 +64,15 @@ class MoE(nn.Module):
         self.num_local_experts = options.layer.num_experts // group.num_ranks
         dtype = dtype or torch.get_default_dtype()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        device = group.device if device is None else device
+        device = place_of(group) if device is None else device
         for name, shape in self.shapes(gate_bias, expert_biases, shared_gate).items():
             kind = wide if name in ("w_gate", "b_gate", "w_shared_gate") else dtype
             value = None if shape is None else torch.empty(shape, dtype=kind, device=device)
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         columns = options.router.num_experts + options.router.zero_experts
-        bias = None if bias_rate is None else torch.zeros(columns, device=device)
+        bias = (
+            None if bias_rate is None else torch.zeros(columns, dtype=torch.float32, device=device)
+        )
         self.register_buffer("bias", bias)
         load = torch.zeros(options.layer.num_ids, dtype=torch.int32, device=device)
         self.register_buffer("load", None if bias_rate is None else load, persistent=False)
@@ -118,6 +121,14 @@ class MoE(nn.Module):
                     buffer.zero_()
             if self.logical_of_expert is not None:
                 self.logical_of_expert.copy_(torch.as_tensor(self.replicas))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "MoE":
+        """The bias moves, and stays float32: steps of bias_rate are lost in fewer bits."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
+            self.bias = before.to(self.bias.device)
+        return self
 
     def weights(self) -> MoeWeights:
         """As moe takes them."""
@@ -169,11 +180,17 @@ class MoE(nn.Module):
         )
 
 
+def place_of(group: Group) -> torch.device:
+    """The group's, but under `with torch.device("meta")`."""
+    wish = torch.get_default_device()
+    return wish if wish.type == "meta" else group.device
+
+
 def fill(out: Tensor, name: str, seed: int, part: int) -> None:
     """Random numbers that depend on the name, the seed and the part alone; drawn on the CPU."""
     number = sum((i + 1) * ord(letter) for i, letter in enumerate(name))
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * 65_537 + part)
-    drawn = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed((seed * 1_000_003 + number) * 65_537 + part)
+    drawn = torch.randn(out.shape, generator=generator, dtype=torch.float64, device="cpu")
     inputs = out.shape[-2] if out.dim() > 1 else out.shape[0]
     out.copy_(drawn * inputs**-0.5)
 

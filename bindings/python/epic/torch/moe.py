@@ -13,23 +13,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from epic import _native
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, known
 from epic.torch import replicas, steps
-from epic.torch.arguments import check_floats, flattened
+from epic.torch.arguments import check_floats, flattened, stay
 from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
     activate,
+    check_scales,
     completed,
     dtype_name,
     experts,
     mlp,
+    rounded_weights,
+    type_of_weights,
+    weights_back,
 )
 from epic.torch.groups import Group
-from epic.torch.ops import numbers, raising
+from epic.torch.ops import LAYER, mlp_numbers, numbers, packed, parts_of, raising, write
 from epic.torch.plans import Plan, Way, tables_of
 from epic.torch.router import balance_loss, route
+from epic.torch.scaled import E4M3
 
 ops = torch.ops.epic
 
@@ -51,6 +56,8 @@ class MoeWeights(NamedTuple):
     shared_b_gate_up: Tensor | None = None
     shared_b_down: Tensor | None = None
     w_shared_gate: Tensor | None = None  # [hidden]: sigmoid(x w) times the shared expert's output
+    w_gate_up_scales: Tensor | None = None  # of ExpertWeights, as `scaled` makes them
+    w_down_scales: Tensor | None = None
 
 
 class MoeOut(NamedTuple):
@@ -71,9 +78,10 @@ class MoeOut(NamedTuple):
 # The order of the operators' tensors.
 ORDER = (
     "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
-    "shared_b_gate_up shared_b_down w_shared_gate"
+    "shared_b_gate_up shared_b_down w_shared_gate w_gate_up_scales w_down_scales"
 ).split()
 OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+SCALES = ("w_gate_up_scales", "w_down_scales")
 
 
 class Facts(NamedTuple):
@@ -85,33 +93,41 @@ class Facts(NamedTuple):
     backward_bytes: int
     plan_bytes: int  # with which begins what is saved
     replicas: int  # experts, if they are replicas of fewer; else 0
-    narrow: bool  # gradients of the experts' weights come in the weights' dtype, else in float32
-    numbers: tuple[Any, ...]
+    weight_type: str  # in the experts' products
+    forward: tuple[Any, ...]  # numbers
+    backward: tuple[Any, ...]
 
 
-def numbers_of(options: Moe) -> tuple[Any, ...]:
-    """Of completed options."""
+def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
+    """Of completed options; types: of the experts' weights, as mlp_numbers takes them."""
+    shared = options.shared.numbers() if options.shared else {**NO_EXPERTS.numbers(), "inner": 0}
     values = {
         "balance_coeff": float(options.balance_coeff),
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
-        **options.layer.numbers("layer_"),
+        "flags": _native.DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0,
+        **packed(LAYER, options.layer.numbers()),
         **options.router.numbers("router_"),
-        **options.experts.numbers("experts_"),
-        **(options.shared or NO_EXPERTS).numbers("shared_"),
+        **mlp_numbers("experts", options.experts.numbers(), **types),
+        **mlp_numbers("shared", shared),
     }
-    if not options.shared:
-        values["shared_inner"] = 0
     return numbers("moe", values)
 
 
 def facts_of(
-    group: Group, options: str, local: int, row_type: str, weight_type: str, distinct: bool
+    group: Group,
+    options: str,
+    local: int,
+    row_type: str,
+    weight_type: str,
+    kept_type: str,
+    distinct: bool,
 ) -> tuple[Any, ...]:
-    """Facts of the options of that key; the group keeps them.  distinct: a router chooses no expert
-    twice for a token; a caller's table may."""
-    key = (options, local, row_type, weight_type, distinct)
+    """Facts of the options of that key; the group keeps them.  kept_type: of the weights, where
+    weight_type is of the products.  distinct: a router chooses no expert twice for a token; a
+    caller's table may."""
+    key = (options, local, row_type, weight_type, kept_type, distinct)
     found = group.kept.get(key)
     if found is None:
         wish = known[options]
@@ -121,16 +137,23 @@ def facts_of(
         whole = replace(
             wish,
             experts=completed(wish.experts, local, row_type, weight_type),
-            shared=wish.shared and completed(wish.shared, 1, row_type, weight_type),
+            shared=wish.shared
+            and completed(wish.shared, 1, row_type, row_type if kept_type == "e4m3" else kept_type),
             capacity=bound if wish.capacity is None else wish.capacity,
         )
         sizes = _native.moe_memory(group.config(), whole)
         prefix, names = "cuda_" if group.on_gpu else "", ("saved", "forward", "backward")
         bytes_ = [int(getattr(sizes, f"{prefix}{name}_bytes")) for name in names]
         replicas = wish.layer.num_experts if wish.layer.num_logical else 0
-        narrow = group.on_gpu and row_type == weight_type and not replicas  # else they are added
         bytes_ += [group.plan_bytes(wish.layer), replicas]
-        found = group.kept[key] = (*bytes_, narrow, numbers_of(whole))
+        # Gradients of the experts' weights come in the weights' dtype where they are not added.
+        narrow = group.on_gpu and kept_type in (row_type, "e4m3") and not replicas
+        types = whole.experts.numbers()
+        back = {"grad_type": types["row_type"] if narrow else 0}
+        if weight_type == "e4m3":  # backward may have them as they are kept
+            back["weight_type"] = types["weight_type"]
+        found = (*bytes_, weight_type, numbers_of(whole), numbers_of(whole, **back))
+        group.kept[key] = found
     return found
 
 
@@ -145,11 +168,47 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
         raise EpicArgumentError(
             f"w_gate: shape {list(weights.w_gate.shape)}: {[hidden, columns]} is needed"
         )
+    for name in ("w_gate", "w_gate_up", "w_down"):
+        w = getattr(weights, name)
+        if w.device != x.device:
+            raise EpicArgumentError(f"{name}: on {w.device}, x is on {x.device}: use one device")
     if (options.shared is None) != (weights.shared_gate_up is None):
         raise EpicArgumentError("shared options and shared weights come together")
 
 
 # ------------------------------------------------------------- the core's own layer ----
+
+
+def forward_args(
+    group: Group,
+    tag: int,
+    facts: Facts,
+    token_ids: Tensor | None,
+    table: Tensor | None,
+    tables: tuple[Tensor | None, Tensor | None],
+    x: Tensor,
+    *weights: Tensor | None,
+) -> tuple[Any, ...]:
+    """What the operator is passed; weights: in ORDER."""
+    numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.forward)
+    if facts.weight_type == "e4m3":
+        weights = with_experts(weights, rounded_weights(x, experts_in(weights)))
+    return (group.turn, x, *weights, token_ids, table, *tables, *numbers)
+
+
+FIRST, PAST = ORDER.index("w_gate_up"), ORDER.index("b_down") + 1
+
+
+def experts_in(weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """As ExpertWeights has them, of those in ORDER."""
+    return (*weights[FIRST:PAST], *weights[-2:])
+
+
+def with_experts(
+    weights: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Others in their place."""
+    return (*weights[:FIRST], *given[:-2], *weights[PAST:-2], *given[-2:])
 
 
 class Layer(torch.autograd.Function):
@@ -168,11 +227,11 @@ class Layer(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """The core saves what it needs; x and weights are kept as they are."""
-        numbers = (facts.saved_bytes, facts.forward_bytes, group.number, tag, *facts.numbers)
         out, loss, *counts, saved = ops.moe.default(
-            group.turn, x, *weights, token_ids, table, *tables, *numbers
+            *forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
         )
         ctx.group, ctx.tag, ctx.facts = group, tag, facts
+        stay(weights[ORDER.index("bias")])
         ctx.save_for_backward(x, *weights, saved)
         ctx.mark_non_differentiable(*counts)
         return out, loss, *counts
@@ -184,16 +243,19 @@ class Layer(torch.autograd.Function):
         """Weight gradients leave in the weights' dtype."""
         x, *weights, saved = ctx.saved_tensors
         group, facts = ctx.group, ctx.facts
-        sizes = (facts.backward_bytes, facts.replicas, int(facts.narrow))
-        numbers = (*sizes, group.number, ctx.tag, *facts.numbers)
-        gradients = (d_out.contiguous(), d_loss.contiguous())
-        results = ops.moe_backward.default(group.turn, x, *weights, saved, *gradients, *numbers)
+        numbers = (facts.backward_bytes, group.number, ctx.tag, *facts.backward)
+        own = weights_back(x, facts.weight_type, experts_in(tuple(weights)))
+        given = with_experts(tuple(weights), own)
+        inputs = (x, *given, saved, d_out.contiguous(), d_loss.contiguous())
+        results = ops.moe_backward.default(group.turn, *inputs, *numbers)
         d_x, *rest = results
         if facts.replicas:
             rest = of_logical(ctx, saved, rest)
-        pairs = zip(weights, (*rest[:2], None, *rest[2:]), strict=True)  # not of the bias
-        given = [None if w is None or d is None else d.to(w.dtype) for w, d in pairs]
-        return None, None, None, None, None, None, d_x, *given
+        pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)  # not of the bias
+        none = [w is None or d is None or w.dtype == E4M3 for w, d in pairs]
+        pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)
+        found = [None if no else d.to(w.dtype) for no, (w, d) in zip(none, pairs, strict=True)]
+        return None, None, None, None, None, None, d_x, *found, None, None
 
 
 def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
@@ -226,9 +288,9 @@ def by_experts(
 ) -> Tensor:
     """With the caller's product, else by the core."""
     if grouped_mm is not None:
-        return mlp(options, grouped_mm, x, plan.expert_rows, weights, slots)
-    group = plan.way.group
-    return experts(options, x, plan.expert_rows, plan.expert_tokens, weights, slots, group)
+        return mlp(options, grouped_mm, x, plan.counted("expert_rows"), weights, slots)
+    counts = (plan.counted("expert_rows"), plan.counted("expert_tokens"))
+    return experts(options, x, *counts, weights, slots, plan.way.group)
 
 
 def by_shared(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
@@ -261,7 +323,7 @@ def losses(
     group: Group,
     options: Moe,
     logits: Tensor,
-    plan: Plan,
+    load: Tensor,
     chosen: Tensor,
     mask: Any,
     tag: int,
@@ -287,7 +349,7 @@ def losses(
     elif options.balance_coeff:
         p = probabilities(router, logits)[:, : router.num_experts] * live[:, None]
         factor = router.num_experts * options.balance_coeff / (router.top_k * total * total)
-        loss = loss + factor * (p * plan.load_of_ids).sum()
+        loss = loss + factor * (p * load).sum()
     if options.z_coeff:
         z = logits.logsumexp(-1).square() * live
         loss = loss + options.z_coeff / total * z.sum()
@@ -325,7 +387,10 @@ def composed(
     else:
         plan = steps.plan(group, options.layer, sent, **more)
         recv, slots = steps.dispatch(plan, x, w, quantize=options.quantize)
-    own = ExpertWeights(*(replicas.tied(plan, getattr(weights, name)) for name in OF_EXPERTS))
+    own = ExpertWeights(
+        *(replicas.tied(plan, getattr(weights, name)) for name in OF_EXPERTS),
+        *(getattr(weights, name) for name in SCALES),
+    )
     y = by_experts(options.experts, grouped_mm, recv, plan, own, None if late else slots)
     out = steps.combine(plan, y, slots if late else None)
     if options.router.zero_experts:
@@ -333,11 +398,39 @@ def composed(
         out = (out + x * kept).to(x.dtype)
     if options.shared is not None:
         out = out + by_shared(options, x, weights)
-    loss = losses(group, options, logits, plan, chosen, mask, tag)
-    return MoeOut(out, loss, plan.load, plan.demand, plan.logical_load)
+    load, logical = plan.counted("load"), None
+    if options.layer.num_logical:
+        logical = plan.counted("logical_load")
+    of_ids = load if logical is None else logical
+    loss = losses(group, options, logits, of_ids, chosen, mask, tag)
+    return MoeOut(out, loss, load, plan.counted("demand"), logical)
 
 
 # ------------------------------------------------------------------------ the layer ----
+
+
+def as_mask(token_mask: Tensor, rows: Tensor) -> Tensor:
+    """[num_tokens]."""
+    if token_mask.dtype != torch.bool or token_mask.numel() != rows.shape[0]:
+        raise EpicArgumentError(
+            f"token_mask: shape {list(token_mask.shape)}, {token_mask.dtype}: a torch.bool for "
+            f"each of the {rows.shape[0]} tokens is needed"
+        )
+    return token_mask.reshape(-1)
+
+
+def with_wide_router(x: Tensor, weights: MoeWeights) -> MoeWeights:
+    """The router computes in float32, beside float64 rows in float64, whatever model.to(dtype) or
+    mixed precision made of its parameters."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    change = {}
+    for name in ("w_gate", "b_gate", "w_shared_gate"):
+        w = getattr(weights, name)
+        if w is not None and w.dtype != wide:
+            change[name] = w.to(wide)
+    if weights.bias is not None and weights.bias.dtype != torch.float32:
+        change["bias"] = weights.bias.float()
+    return weights._replace(**change) if change else weights
 
 
 @raising
@@ -354,6 +447,7 @@ def moe(
     logical_of_expert: Any = None,
     token_mask: Tensor | None = None,
     tag: int = 0,
+    out: MoeOut | None = None,
 ) -> MoeOut:
     """The layer of x [..., hidden].
 
@@ -361,7 +455,8 @@ def moe(
     grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32).  token_ids,
     table: as of route; rank_of_expert, logical_of_expert: as of plan; replicas' gradients are
     those of the logical expert.  token_mask [...] bool: tokens that are False have no routed expert
-    and no part in the losses.
+    and no part in the losses.  out: a MoeOut that is written and returned, without a gradient; None
+    in it: not wanted.
     """
     weights = MoeWeights(*weights)
     check_moe(options, x, weights)
@@ -371,18 +466,48 @@ def moe(
         token_ids = token_ids.reshape(-1).contiguous()
     if table is not None:
         table = table.to(torch.int32).contiguous()
-    mask = None if token_mask is None else token_mask.reshape(-1)
+    mask = None if token_mask is None else as_mask(token_mask, rows)
+    if grouped_mm is not None and type_of_weights(options.experts, weights.w_gate_up) == "e4m3":
+        raise EpicUnsupportedError(
+            "grouped_mm with weights of e4m3: leave it out for the core's product, or take weights "
+            "of another type"
+        )
     if grouped_mm is not None or mask is not None or options.quantize is not None:
+        if out is not None:
+            raise EpicUnsupportedError(
+                "out= is for the layer that is one operator: with grouped_mm, token_mask or "
+                "quantize compose plan_dispatch, experts and combine, which have out="
+            )
         found = composed(
             group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag
         )
         return found._replace(out=found.out.reshape(x.shape))
     up = weights.w_gate_up
-    local, kinds = up.shape[0], (dtype_name(rows), dtype_name(up))
+    check_scales(up.dtype, weights)
+    weights = with_wide_router(rows, weights)
+    local, kind = up.shape[0], type_of_weights(options.experts, up)
+    kinds = (dtype_name(rows), kind, dtype_name(up))
     facts = Facts(*group.moe_facts(options.key, local, *kinds, table is None))
     arrays = [getattr(weights, name) for name in ORDER]
     arrays = [None if w is None else w.contiguous() for w in arrays]
     inputs = (group, tag, facts, token_ids, table, tables, rows)
-    out, loss, load, demand, logical = Layer.apply(*inputs, *arrays)
+    if out is not None:
+        return moe_into(forward_args(*inputs, *arrays), x, facts, out)
+    y, loss, load, demand, logical = Layer.apply(*inputs, *arrays)
     logical = logical if facts.replicas else None
-    return MoeOut(out.reshape(x.shape), loss[0], load, demand, logical)
+    return MoeOut(y.reshape(x.shape), loss[0], load, demand, logical)
+
+
+def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> MoeOut:
+    """moe with out=.  What backward would need is not kept."""
+    given = MoeOut(*parts_of(out, ", ".join(MoeOut._fields)))
+    if given.out is not None and given.out.shape != x.shape:
+        raise EpicArgumentError(f"out: shape {list(given.out.shape)}: {list(x.shape)} is needed")
+    if given.loss is not None and given.loss.shape != ():
+        raise EpicArgumentError(f"out: loss: shape {list(given.loss.shape)}: [] is needed")
+    if given.logical_load is not None and not facts.replicas:
+        raise EpicArgumentError("out: logical_load: there are no replicas: pass None")
+    rows = None if given.out is None else given.out.view(args[1].shape)
+    loss = None if given.loss is None else given.loss.view(1)
+    write(ops.moe_out.default, args, rows, loss, *given[2:], None)
+    return given

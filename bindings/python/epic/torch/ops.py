@@ -39,10 +39,16 @@ LIBRARY = load()
 FAKES = torch.library.Library("epic", "FRAGMENT")  # kept: what it registered goes with it
 
 
+def nothing(*_: Any) -> None:
+    """What an operator gives that writes into tensors of the caller."""
+
+
 def fake(function: Function) -> Function:
-    """Registers shapes: NAME_fake for epic::NAME."""
+    """Registers shapes: NAME_fake for epic::NAME, and for epic::NAME_out."""
     name = function.__name__.removesuffix("_fake")
     torch.library.register_fake(f"epic::{name}", function, lib=FAKES)
+    if not name.endswith("_"):  # in place
+        torch.library.register_fake(f"epic::{name}_out", nothing, lib=FAKES)
     return function
 
 
@@ -114,28 +120,58 @@ def argument_names(name: str) -> list[str]:
     return [argument.name for argument in schema.arguments]
 
 
-WORDS: tuple[dict[str, int], ...] = (  # of a layer, as bindings/torch/options.h says
-    {"num_experts": 32, "num_logical": 32},
-    {"alignment": 32, "expert_capacity": 32},
-    {
+# Fields that share a number, with their bits from the lowest on, as bindings/torch/options.h says.
+Words = dict[str, dict[str, int]]
+LAYER: Words = {
+    "layer_experts": {"num_experts": 32, "num_logical": 32},
+    "layer_slabs": {"alignment": 32, "expert_capacity": 32},
+    "layer_rules": {
         "top_k": 8, "overflow": 4, "priority": 4, "sum_order": 4, "layout": 4, "partial_type": 4,
         "flags": 8, "leaves": 28,
     },
-)  # fmt: skip
+}  # fmt: skip
+SIZES = {"num_local_experts": 32, "hidden": 32}
+KIND = {
+    "inner": 32, "activation": 8, "ungated": 4, "interleaved": 4, "weighting": 4, "weight_type": 4,
+    "grad_type": 4, "row_type": 4,
+}  # fmt: skip
+DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
+
+
+def packed(words: Words, values: dict[str, int]) -> dict[str, int]:
+    """Values as the operators take them."""
+    found = {}
+    for argument, parts in words.items():
+        word, first = 0, 0
+        for name, bits in parts.items():
+            if values[name] >> bits:
+                raise EpicArgumentError(f"{name} {values[name]}: it is below {1 << bits}")
+            word |= values[name] << first
+            first += bits
+        found[argument] = word - (1 << 64) if word >> 63 else word
+    return found
 
 
 def words_of(layer: dict[str, int]) -> tuple[int, ...]:
     """A layer's numbers as the operators take them."""
-    words = []
-    for parts in WORDS:
-        word, first = 0, 0
-        for name, bits in parts.items():
-            if layer[name] >> bits:
-                raise EpicArgumentError(f"{name} {layer[name]}: it is below {1 << bits}")
-            word |= layer[name] << first
-            first += bits
-        words.append(word - (1 << 64) if word >> 63 else word)
-    return tuple(words)
+    return tuple(packed(LAYER, layer).values())
+
+
+def mlp_numbers(prefix: str, values: dict[str, Any], **types: int) -> dict[str, Any]:
+    """Those of an MLP.  types: what the tensors do not tell."""
+    values = values | {"row_type": 0, "weight_type": 0, "grad_type": 0} | types
+    found = packed({f"{prefix}_sizes": SIZES, f"{prefix}_kind": KIND}, values)
+    return found | {f"{prefix}_{name}": values[name] for name in ("limit", "alpha")}
+
+
+def type_in(kind: int, name: str) -> torch.dtype | None:
+    """One of the types that a kind says; None: it says none."""
+    first = 0
+    for field, bits in KIND.items():
+        if field == name:
+            return DTYPES[kind >> first & (1 << bits) - 1]
+        first += bits
+    raise KeyError(name)
 
 
 @fake
@@ -165,11 +201,6 @@ def dispatch_fake(
     """The received rows and their weights."""
     slots = 0 if weights is None else capacity
     return tokens.new_empty((capacity, tokens.shape[1])), floats(tokens, slots)
-
-
-@fake
-def dispatch_out_fake(turn: Tensor, *_: Any) -> None:
-    """Nothing."""
 
 
 @fake
@@ -260,11 +291,6 @@ def combine_fake(
 ) -> Tensor:
     """The tokens."""
     return rows.new_empty((num_tokens, rows.shape[1]))
-
-
-@fake
-def combine_out_fake(turn: Tensor, *_: Any) -> None:
-    """Nothing."""
 
 
 @fake
@@ -375,11 +401,17 @@ def experts_fake(
     w_down: Tensor,
     b_gate_up: Tensor | None,
     b_down: Tensor | None,
+    w_gate_up_scales: Tensor | None,
+    w_down_scales: Tensor | None,
+    x_scales: Tensor | None,
     saved_bytes: Any,
+    group: int,
+    sizes: int,
+    kind: int,
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
     """The rows, and what is saved for backward."""
-    return torch.empty_like(x), octets(x, saved_bytes)
+    return torch.empty_like(x, dtype=type_in(kind, "row_type")), octets(x, saved_bytes)
 
 
 @fake
@@ -392,16 +424,20 @@ def experts_backward_fake(
     w_down: Tensor,
     b_gate_up: Tensor | None,
     b_down: Tensor | None,
+    w_gate_up_scales: Tensor | None,
+    w_down_scales: Tensor | None,
     saved: Tensor,
     d_y: Tensor,
-    narrow: int,
+    group: int,
+    sizes: int,
+    kind: int,
     *_: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, slot_weights and the weights."""
     weights = (w_gate_up, w_down, b_gate_up, b_down)
     slots = like_or_none(slot_weights, torch.float32, x)
-    kind = x.dtype if narrow else wide(x)
-    return torch.empty_like(x), slots, *(like_or_none(w, kind, x) for w in weights)
+    dtype = type_in(kind, "grad_type") or wide(x)
+    return torch.empty_like(x), slots, *(like_or_none(w, dtype, x) for w in weights)
 
 
 def numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
@@ -412,13 +448,13 @@ def numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
 NUM_EXPERTS = argument_names("moe").index("router_num_experts")
 MOE_WEIGHTS = 12  # of moe: w_gate to w_shared_gate; the third is the bias, without a gradient
 OF_EXPERTS = range(3, 7)  # of these, w_gate_up to b_down
-NARROW = argument_names("moe_backward").index("narrow") - 2
+KIND_OF_EXPERTS = argument_names("moe_backward").index("experts_kind") - 2
 
 
 @fake
 def moe_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """The tokens, the loss, load, demand, logical_load, and what is saved for backward."""
-    logical, saved_bytes = rest[MOE_WEIGHTS + 3 : MOE_WEIGHTS + 5]
+    logical, saved_bytes = rest[MOE_WEIGHTS + 5 : MOE_WEIGHTS + 7]  # behind two arrays of scales
     num_ids = rest[NUM_EXPERTS - 2]
     loads = (num_ids, 0) if logical is None else (logical.shape[0], num_ids)
     loss = x.new_empty((1,), dtype=wide(x))
@@ -429,7 +465,62 @@ def moe_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 @fake
 def moe_backward_fake(turn: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of x and of the weights but the bias."""
-    of_experts = x.dtype if rest[NARROW] else wide(x)
+    of_experts = type_in(rest[KIND_OF_EXPERTS], "grad_type") or wide(x)
     kinds = [of_experts if i in OF_EXPERTS else wide(x) for i in range(MOE_WEIGHTS)]
     found = [like_or_none(rest[i], kinds[i], x) for i in range(MOE_WEIGHTS) if i != 2]
     return torch.empty_like(x), *found
+
+
+# -------------------------------------------------------------------- into tensors given ----
+
+
+def refuse_gradient(*tensors: Any) -> None:
+    """Of calls that write into tensors of the caller."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, Tensor) and x.requires_grad:
+                raise EpicArgumentError(
+                    "out= has no gradient: use torch.no_grad(), or do without out="
+                )
+
+
+def note_write(*tensors: Tensor | None) -> None:
+    """Autograd finds a saved tensor that was written since: operators of libraries have to say
+    so."""
+    if not torch.compiler.is_compiling():
+        for x in tensors:
+            if x is not None:
+                torch.autograd.graph.increment_version(x)
+
+
+def write(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> None:
+    """A call that writes into tensors of the caller; None: not wanted."""
+    refuse_gradient(*outs, *args)
+    for x in outs:  # torch would take tensors on "meta" for a question about shapes
+        if x is not None and x.device != args[0].device:
+            raise EpicArgumentError(f"out: on {x.device}: {args[0].device} is needed")
+    operator(*args, *outs)
+    note_write(*outs)
+
+
+def parts_of(out: Any, names: str) -> Any:
+    """out=, if it is as many things as the function gives."""
+    count = len(names.split(", "))
+    if not isinstance(out, tuple) or len(out) != count:
+        is_ = f"{type(out).__name__}"
+        raise EpicArgumentError(f"out: {is_}: ({names}) is needed, as the function gives it")
+    return out
+
+
+def copy_into(out: Tensor, x: Tensor) -> None:
+    """For operators that work in place; out may be x."""
+    refuse_gradient(x, out)
+    if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
+        raise EpicArgumentError(
+            f"out: shape {list(out.shape)}, {out.dtype}: a contiguous {x.dtype} of "
+            f"{list(x.shape)} is needed"
+        )
+    if out.device != x.device:
+        raise EpicArgumentError(f"out: on {out.device}, x is on {x.device}: use one device")
+    if out is not x:
+        out.copy_(x)

@@ -51,31 +51,44 @@ class Plan(NamedTuple):
         begin = self.first + 4 * begin
         return self.bytes[begin : begin + 4 * count].view(torch.int32)
 
+    def counted(self, name: str) -> Tensor:
+        """One of the counts by its name; compiled functions of torch 2.9 take methods of a plan and
+        no properties."""
+        room, experts = self.room, self.way.num_experts
+        if name == "expert_rows":
+            return self.counts(0, self.num_local)
+        if name == "expert_tokens":
+            return self.counts(room, self.num_local)
+        if name == "load":
+            return self.counts(2 * room, experts)
+        if name == "demand":
+            return self.counts(2 * room + experts, 1)
+        return self.counts(2 * room + experts + 1, self.way.num_logical)
+
     @property
     def expert_rows(self) -> Tensor:
         """Of each slab, padding included."""
-        return self.counts(0, self.num_local)
+        return self.counted("expert_rows")
 
     @property
     def expert_tokens(self) -> Tensor:
         """Of each slab, without padding."""
-        return self.counts(self.room, self.num_local)
+        return self.counted("expert_tokens")
 
     @property
     def load(self) -> Tensor:
         """Choices of each expert over the group, before any is dropped."""
-        return self.counts(2 * self.room, self.way.num_experts)
+        return self.counted("load")
 
     @property
     def demand(self) -> Tensor:
         """Slots that this rank would have needed."""
-        return self.counts(2 * self.room + self.way.num_experts, 1)
+        return self.counted("demand")
 
     @property
     def logical_load(self) -> Tensor | None:
         """The load of logical experts."""
-        begin, count = 2 * self.room + self.way.num_experts + 1, self.way.num_logical
-        return self.counts(begin, count) if count else None
+        return self.counted("logical_load") if self.way.num_logical else None
 
     @property
     def load_of_ids(self) -> Tensor:

@@ -8,18 +8,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.torch.arguments import needs_gradient
-from epic.torch.ops import raising
+from epic.torch.arguments import needs_gradient, stay
+from epic.torch.ops import copy_into, note_write, raising
 from epic.torch.plans import Plan, Way
 
 ops = torch.ops.epic
 
 
+def add_in_place(way: Way, data: Tensor, rows: Tensor) -> None:
+    """The operator."""
+    ops.sum_replicas_.default(way.group.turn, data, rows, way.group.number, way.tag)
+
+
 def added(way: Way, data: Tensor, x: Tensor) -> Tensor:
-    """sum_replicas on checked tensors; the operator works in place."""
+    """sum_replicas on checked tensors."""
     out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     rows = out.view(out.shape[0], -1)
-    ops.sum_replicas_.default(way.group.turn, data, rows, way.group.number, way.tag)
+    add_in_place(way, data, rows)
     return rows.view(out.shape)
 
 
@@ -75,14 +80,21 @@ def check_type(name: str, x: Tensor) -> None:
 
 
 @raising
-def sum_replicas(plan: Plan, x: Tensor) -> Tensor:
+def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Adds what the replicas of a logical expert have, x [local experts, ...] float32, and gives
-    each the sum: of gradients that were made without `tied`, or over many steps."""
+    each the sum: of gradients that were made without `tied`, or over many steps.  out: as x, or x
+    itself: written and returned, without a gradient."""
     check(plan, "x", x)
     if x.dtype != torch.float32:
         raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
+    if out is not None:
+        copy_into(out, x)
     if not plan.way.num_logical:
-        return x
+        return x if out is None else out
+    if out is not None:
+        add_in_place(plan.way, plan.bytes, out.view(out.shape[0], -1))
+        note_write(out)
+        return out
     call = SumReplicas.apply if needs_gradient(x) else added
     return call(plan.way, plan.bytes, x)
 
@@ -94,4 +106,6 @@ def tied(plan: Plan, weight: Tensor | None) -> Tensor | None:
     if weight is None or not plan.way.num_logical:
         return weight
     check(plan, "weight", weight)
-    return Tied.apply(plan.way, plan.bytes, weight)
+    found = Tied.apply(plan.way, plan.bytes, weight)
+    stay(found)  # as the parameter that it is
+    return found

@@ -12,16 +12,22 @@ from epic.errors import EpicArgumentError
 from epic.options import Router, known
 from epic.torch.arguments import check_floats, needs_gradient
 from epic.torch.groups import Group
-from epic.torch.ops import raising
+from epic.torch.ops import note_write, parts_of, raising, write
 
 ops = torch.ops.epic
 
 
-@torch._dynamo.assume_constant_result
 @functools.cache
-def numbers_of(router: str) -> tuple[Any, ...]:
-    """What the operators are passed for the router of that key."""
+def kept_numbers(router: str) -> tuple[Any, ...]:
+    """They take time."""
     return tuple(known[router].numbers().values())
+
+
+@torch._dynamo.assume_constant_result
+def numbers_of(router: str) -> tuple[Any, ...]:
+    """What the operators are passed for the router of that key.  Tracers look through a cache, so
+    this has none itself."""
+    return kept_numbers(router)
 
 
 def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
@@ -87,11 +93,13 @@ def route(
     token_ids: Tensor | None = None,
     table: Tensor | None = None,
     group: Group | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses experts: logits [..., E] -> topk_idx [num_tokens, top_k] int32 and weights.
 
     bias [E] float32 counts for the choice only and has no gradient.  table [rows, top_k] with
     token_ids [num_tokens]: experts by token id instead of a choice.  group: on GPUs, one there.
+    out: these two, which are written and returned, without a gradient.
     """
     rows = as_logits(router, logits)
     if (token_ids is None) != (table is None):
@@ -101,9 +109,14 @@ def route(
     if table is not None and token_ids is not None:
         token_ids = token_ids.reshape(-1).contiguous()
         table = table.to(torch.int32).contiguous()
+    extras, where = (bias, token_ids, table), number_of(group, rows)
+    if out is not None:
+        chosen, weights = parts_of(out, "topk_idx, weights")
+        args = (rows, *extras, where, *numbers_of(router.key))
+        write(ops.route_out.default, args, chosen, weights)
+        return chosen, weights
     call = Route.apply if needs_gradient(rows) else route_op
-    extras = (bias, token_ids, table)
-    return call(rows, extras, number_of(group, rows), numbers_of(router.key))
+    return call(rows, extras, where, numbers_of(router.key))
 
 
 # ---------------------------------------------------------------------------- losses ----
@@ -174,18 +187,31 @@ def balance_loss(
     topk_idx: Tensor | None = None,
     sequence_tokens: int = 0,
     group: Group | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """num_experts * coeff / (top_k * T^2) * sum over experts of load * sum over tokens of P.
 
     load: as a plan gives it; or, for each sequence by itself, topk_idx and sequence_tokens.  T is
-    total_tokens, of all ranks; the ranks' losses add up to the loss.
+    total_tokens, of all ranks; the ranks' losses add up to the loss.  out: [], written and
+    returned, without a gradient.
     """
     rows = as_logits(router, logits)
     load, topk_idx = (None, topk_idx) if sequence_tokens else (load, None)
     if load is None and topk_idx is None:
         raise EpicArgumentError("load is needed, or topk_idx with sequence_tokens")
     rest = (float(coeff), number_of(group, rows), *numbers_of(router.key))
+    if out is not None:
+        args = (rows, load, topk_idx, total_tokens, sequence_tokens, *rest)
+        return loss_into(ops.balance_loss_out.default, args, out)
     return BalanceLoss.apply(rows, load, topk_idx, total_tokens, sequence_tokens, rest)[0]
+
+
+def loss_into(operator: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
+    """A loss with out=."""
+    if out.shape != ():
+        raise EpicArgumentError(f"out: shape {list(out.shape)}: [] is needed")
+    write(operator, args, out.view(1))
+    return out
 
 
 @raising
@@ -196,10 +222,14 @@ def z_loss(
     coeff: float,
     total_tokens: int,
     group: Group | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """coeff / T * sum over tokens of logsumexp(logits)^2; the ranks' parts add up."""
+    """coeff / T * sum over tokens of logsumexp(logits)^2; the ranks' parts add up.  out: as of
+    balance_loss."""
     rows = as_logits(router, logits)
     rest = (float(coeff), number_of(group, rows), *numbers_of(router.key))
+    if out is not None:
+        return loss_into(ops.z_loss_out.default, (rows, total_tokens, *rest), out)
     return ZLoss.apply(rows, total_tokens, rest)[0]
 
 
@@ -208,5 +238,4 @@ def bias_update(bias: Tensor, load: Tensor, rate: float, group: Group | None = N
     """bias += rate * sign(mean load - load), in place; without a gradient."""
     with torch.no_grad():
         ops.bias_update_.default(bias, load, float(rate), number_of(group, bias))
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(bias)
+    note_write(bias)

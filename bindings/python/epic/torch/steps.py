@@ -16,9 +16,10 @@ from epic.torch.arguments import (
     as_weights,
     needs_gradient,
     once,
+    stay,
 )
 from epic.torch.groups import Group
-from epic.torch.ops import raising, told
+from epic.torch.ops import copy_into, note_write, parts_of, raising, told, write
 from epic.torch.plans import EXACT, Plan, Way, check_layout, sizes_of, tables_of, way_of
 
 ops = torch.ops.epic
@@ -38,6 +39,7 @@ def plan(
     logical_of_expert: Any = None,
     num_local_experts: int | None = None,
     tag: int = 0,
+    out: Plan | None = None,
 ) -> Plan:
     """Makes the plan of topk_idx [..., top_k]; negative: no expert.
 
@@ -46,7 +48,8 @@ def plan(
     num_local_experts, the most of one rank; None: contiguous blocks.  logical_of_expert
     [num_experts]: with layer.num_logical, whose replica each expert is; topk_idx names logical
     experts then, and their replicas take turns.  tag: calls of one tag come in the same order on
-    every rank; threads of a process use different ones.
+    every rank; threads of a process use different ones.  out: a plan of the same layer and sizes,
+    whose bytes are written.
     """
     try:
         way = way_of(group, layer, tag)
@@ -54,14 +57,28 @@ def plan(
         tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
         facts = group.facts(layer.key)
         slots, size, room = sizes_of(facts, tables[0], capacity, num_local_experts)
-        data = ops.plan.default(
-            group.turn, chosen, *tables, slots, size, room, group.number, tag, *facts[3]
-        )
+        args = (group.turn, chosen, *tables, slots, size, room, group.number, tag, *facts[3])
+        data = ops.plan.default(*args) if out is None else plan_into(args, out)
+        stay(data)
     except RuntimeError as error:
         raise told(error) from None
     local = room if num_local_experts is None else num_local_experts
     made = Plan(data, chosen.shape[0], slots, local, size, room, way)
     return made._replace(capacity=int(made.demand.item())) if slots == EXACT else made
+
+
+def bytes_of(out: Any) -> Tensor:
+    """Those of a plan that is given as out=."""
+    if not isinstance(out, Plan):
+        raise EpicArgumentError(f"out: {type(out).__name__}: a Plan is needed, as plan gives it")
+    return out.bytes
+
+
+def plan_into(args: tuple[Any, ...], out: Plan) -> Tensor:
+    """plan with out=."""
+    data = bytes_of(out)
+    write(ops.plan_out.default, args, data)
+    return data
 
 
 # -------------------------------------------------------------------------- dispatch ----
@@ -137,7 +154,7 @@ def dispatch(
     With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
     the plan does not fill are zeros; with zero_tail=False those past the last slab hold anything.
     quantize "1x128" or "1x32": rows travel in e4m3 and arrive rounded; the gradient goes straight
-    through.  out: tensors that are written and returned, without a gradient.
+    through.  out: (recv, slot_weights) that are written and returned, without a gradient.
     """
     try:
         way = plan.way
@@ -146,7 +163,9 @@ def dispatch(
         weights = as_weights("weights", weights, plan.num_tokens, way.top_k)
         flags = ZERO_TAIL if zero_tail else 0
         if out is not None:
-            return dispatch_into(plan, rows, weights, flags, *out)
+            if quantize is not None:
+                raise EpicArgumentError("quantize with out=: call dispatch_quantized with out=")
+            return dispatch_into(plan, rows, weights, flags, *parts_of(out, "recv, slot_weights"))
         if quantize is not None:
             return rounded(plan, rows, weights, word("quantize", quantize, BLOCKS))
         call = dispatch_apply if needs_gradient(rows, weights) else dispatch_op
@@ -156,70 +175,74 @@ def dispatch(
     return recv, None if weights is None else slots
 
 
-def refuse_gradient(x: Tensor, w: Tensor | None) -> None:
-    """Of calls that write into tensors of the caller."""
-    if needs_gradient(x, w):
-        raise EpicArgumentError("out= has no gradient: use torch.no_grad(), or do without out=")
-
-
-def note_write(*tensors: Tensor | None) -> None:
-    """Autograd finds a saved tensor that was written since: operators of libraries have to say
-    so."""
-    if not torch.compiler.is_compiling():
-        for x in tensors:
-            if x is not None:
-                torch.autograd.graph.increment_version(x)
-
-
 def dispatch_into(
     plan: Plan,
     rows: Tensor,
     weights: Tensor | None,
     flags: int,
     recv: Tensor,
-    slots: Tensor | None = None,
+    slots: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """dispatch with out=."""
-    refuse_gradient(rows, weights)
-    if (weights is None) != (slots is None):
-        raise EpicArgumentError("weights and the second tensor of out= come together")
+    check_pair(weights, slots)
     way, group = plan.way, plan.way.group
-    data, turn = plan.bytes, group.turn
-    ops.dispatch_out.default(turn, data, rows, weights, recv, slots, flags, group.number, way.tag)
-    note_write(recv, slots)
+    place = (plan.capacity, flags, group.number, way.tag)
+    args = (group.turn, plan.bytes, rows, weights, *place)
+    write(ops.dispatch_out.default, args, recv, slots)
     return recv, slots
+
+
+def check_pair(weights: Tensor | None, slots: Tensor | None) -> None:
+    """Of out=."""
+    if (weights is None) != (slots is None):
+        raise EpicArgumentError("weights and the slot_weights of out= come together")
 
 
 # ------------------------------------------------------------------------- quantized ----
 
 
+@raising
 def dispatch_quantized(
-    plan: Plan, tokens: Tensor, weights: Tensor | None = None, block: str = "1x128"
+    plan: Plan,
+    tokens: Tensor,
+    weights: Tensor | None = None,
+    block: str = "1x128",
+    *,
+    out: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dispatch in e4m3: rows, scales [capacity, blocks], weights; without a gradient.
 
-    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.
+    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.  out: these three, which are
+    written and returned.
     """
     check_layout(plan.way, False, "dispatch_flat")
     rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
     weights = as_weights("weights", weights, plan.num_tokens, plan.way.top_k)
     if weights is not None:
         weights = weights.detach()
-    recv, scales, slots = quantized(
-        plan.way, plan.bytes, rows, weights, plan.capacity, word("block", block, BLOCKS)
-    )
+    inputs = (plan.way, plan.bytes, rows, weights, plan.capacity, word("block", block, BLOCKS))
+    if out is not None:
+        recv, scales, slots = parts_of(out, "recv, scales, slot_weights")
+        check_pair(weights, slots)
+        write(ops.dispatch_quantized_out.default, quantized_args(*inputs), recv, scales, slots)
+        return recv, scales, slots
+    recv, scales, slots = quantized(*inputs)
     return recv, scales, None if weights is None else slots
 
 
-@raising
-def quantized(
+def quantized_args(
     way: Way, data: Tensor, rows: Tensor, weights: Tensor | None, capacity: int, block: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator."""
+) -> tuple[Any, ...]:
+    """What the operator is passed."""
     group, kind = way.group, 1 + BLOCKS.index(block)
-    return ops.dispatch_quantized.default(
-        group.turn, data, rows, weights, capacity, kind, ZERO_TAIL, group.number, way.tag
-    )
+    place = (capacity, kind, ZERO_TAIL, group.number, way.tag)
+    return (group.turn, data, rows, weights, *place)
+
+
+@raising
+def quantized(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator; inputs: of quantized_args."""
+    return ops.dispatch_quantized.default(*quantized_args(*inputs))
 
 
 def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1x128") -> Tensor:
@@ -265,7 +288,7 @@ def rounded(
 # --------------------------------------------------------------------- plan_dispatch ----
 
 
-def plan_dispatch_op(
+def plan_dispatch_args(
     way: Way,
     chosen: Tensor,
     tables: tuple[Tensor | None, Tensor | None],
@@ -274,11 +297,27 @@ def plan_dispatch_op(
     sizes: tuple[int, ...],
     flags: int,
     layer: tuple[int, ...],
-) -> tuple[Tensor, ...]:
-    """The operator."""
+) -> tuple[Any, ...]:
+    """What the operator is passed."""
     group = way.group
     numbers = (*sizes, flags, group.number, way.tag, *layer)
-    return ops.plan_dispatch.default(group.turn, chosen, *tables, tokens, weights, *numbers)
+    return (group.turn, chosen, *tables, tokens, weights, *numbers)
+
+
+def plan_dispatch_op(*inputs: Any) -> tuple[Tensor, ...]:
+    """The operator; inputs: of plan_dispatch_args."""
+    found = ops.plan_dispatch.default(*plan_dispatch_args(*inputs))
+    stay(found[0])
+    return found
+
+
+def plan_dispatch_into(out: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    """plan_dispatch with out=."""
+    plan, recv, slots = parts_of(out, "plan, recv, slot_weights")
+    found = (bytes_of(plan), recv, slots)
+    check_pair(inputs[4], slots)
+    write(ops.plan_dispatch_out.default, plan_dispatch_args(*inputs), *found)
+    return found
 
 
 class PlanDispatch(torch.autograd.Function):
@@ -328,8 +367,10 @@ def plan_dispatch(
     num_local_experts: int | None = None,
     zero_tail: bool = True,
     tag: int = 0,
+    out: tuple[Plan, Tensor, Tensor | None] | None = None,
 ) -> tuple[Plan, Tensor, Tensor | None]:
-    """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None)."""
+    """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None).  out: these
+    three, which are written and returned, without a gradient."""
     try:
         facts, way = group.facts(layer.key), way_of(group, layer, tag)
         chosen = as_choices(layer, topk_idx)
@@ -341,8 +382,12 @@ def plan_dispatch(
         rows = as_rows("tokens", tokens, chosen.shape[0])
         weights = as_weights("weights", weights, chosen.shape[0], layer.top_k)
         flags = ZERO_TAIL if zero_tail else 0
-        call = plan_dispatch_apply if needs_gradient(rows, weights) else plan_dispatch_op
-        data, recv, slot = call(way, chosen, tables, rows, weights, sizes, flags, facts[3])
+        inputs = (way, chosen, tables, rows, weights, sizes, flags, facts[3])
+        if out is not None:
+            data, recv, slot = plan_dispatch_into(out, *inputs)
+        else:
+            call = plan_dispatch_apply if needs_gradient(rows, weights) else plan_dispatch_op
+            data, recv, slot = call(*inputs)
     except RuntimeError as error:
         raise told(error) from None
     local = room if num_local_experts is None else num_local_experts
@@ -426,7 +471,7 @@ def combine(
         slots = as_weights("slot_weights", slot_weights, plan.capacity)
         way = plan.way
         if out is not None:
-            return combine_into(way, plan.bytes, rows, slots, out)
+            return combine_into(way, plan.bytes, rows, slots, plan.num_tokens, out)
         weighs = slots is not None and slots.requires_grad
         block = quantize_gradient and word("quantize_gradient", quantize_gradient, BLOCKS)
         call = combine_apply if needs_gradient(rows, slots) else combine_op
@@ -435,12 +480,13 @@ def combine(
         raise told(error) from None
 
 
-def combine_into(way: Way, data: Tensor, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:
+def combine_into(
+    way: Way, data: Tensor, rows: Tensor, slots: Tensor | None, num_tokens: int, out: Tensor
+) -> Tensor:
     """combine with out=."""
-    refuse_gradient(rows, slots)
     group = way.group
-    ops.combine_out.default(group.turn, data, rows, slots, out, group.number, way.tag)
-    note_write(out)
+    args = (group.turn, data, rows, slots, num_tokens, group.number, way.tag)
+    write(ops.combine_out.default, args, out)
     return out
 
 
@@ -472,11 +518,19 @@ class Sum(torch.autograd.Function):
 
 
 @raising
-def sum(group: Group, x: Tensor, *, tree: bool = False, tag: int = 0) -> Tensor:
+def sum(
+    group: Group, x: Tensor, *, tree: bool = False, tag: int = 0, out: Tensor | None = None
+) -> Tensor:
     """Adds float32 tensors over the ranks: the same bits on every rank, in rank order or in a
-    binary tree."""
+    binary tree.  out: as x, or x itself: written and returned, without a gradient."""
     if x.dtype != torch.float32:
         raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
+    if out is not None:
+        copy_into(out, x)
+        place = (int(tree), group.number, tag)
+        ops.sum_.default(group.turn, out.view(-1), *place)
+        note_write(out)
+        return out
     call = Sum.apply if needs_gradient(x) else sum_op
     return call(group, x.reshape(-1).contiguous(), int(tree), tag).reshape(x.shape)
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands in the documentation are ones that there are: targets of make, files, extras of pip,
+options of our programs.  Those of epic-trace and epic-place run, on a trace of README's example.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("epic-trace", "epic-place", "epic-info", "epic-sim")
+FILES = re.compile(r"^(?:examples|bench|tests|tools)/[\w/.-]+\.(?:py|sh)$")
+
+
+def blocks(text: str) -> list[str]:
+    """Blocks of shell."""
+    return re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words of each command: in blocks of shell, indented lines, spans that begin like one."""
+    lines = [line for block in blocks(text) for line in block.splitlines()]
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    begins = rf"(?:make|pip|python|torchrun|{'|'.join(OURS)}) "
+    lines += re.findall(rf"^ {{4}}({begins}.*)$", text, re.M)
+    lines += re.findall(rf"`((?:sudo )?{begins}[^`]*)`", text)
+    found = []
+    for line in lines:
+        words: list[str] = []
+        splitter = shlex.shlex(line, posix=True, punctuation_chars=True)
+        splitter.whitespace_split = True
+        try:
+            parts = list(splitter)
+        except ValueError:
+            parts = line.split("#")[0].split()
+        for word in [*parts, ";"]:
+            if set(word) <= set("();<>|&"):
+                found.append(words)
+                words = []
+            elif words or not re.match(r"^(?:sudo$|\w+=)", word):
+                words.append(word)
+    return [words for words in found if words]
+
+
+def targets() -> set[str]:
+    """Of all makefiles."""
+    found: set[str] = set()
+    for path in (ROOT / "Makefile", *ROOT.glob("*.mk")):
+        for line in re.findall(r"^([a-z][\w -]*):", path.read_text(encoding="utf-8"), re.M):
+            found |= set(line.split())
+    return found
+
+
+def helps(programs: Path) -> dict[str, str]:
+    """What each of our programs says of itself."""
+    return {
+        name: subprocess.run(
+            [programs / name, "--help"], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+        for name in OURS
+    }
+
+
+def wrong_words(words: list[str], there: set[str], said: dict[str, str]) -> list[str]:
+    """What a command names that there is not."""
+    bad = [f"there is no {w}" for w in words if FILES.match(w) and not (ROOT / w).exists()]
+    if words[0] == "make":
+        names = [w for w in words[1:] if re.match(r"^[a-z][\w-]*$", w)]
+        bad += [f"no makefile has the target {name}" for name in names if name not in there]
+    if words[0] == "pip":
+        known = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        extras = re.findall(r"\.\[([\w,]+)\]", " ".join(words))
+        names = [name for extra in extras for name in extra.split(",")]
+        bad += [f"no extra {n} in pyproject.toml" for n in names if f"\n{n} = " not in known]
+    if words[0] in OURS and said:
+        options = [w.split("=")[0] for w in words[1:] if w.startswith("--")]
+        if words[0] == "epic-trace" and len(words) > 1 and re.match(r"^[a-z]", words[1]):
+            options.append(f"epic-trace {words[1]}")
+        bad += [f"{words[0]} --help does not say {option}" for option in options
+                if not re.search(rf"{option}(?![\w-])", said[words[0]])]  # fmt: skip
+    return bad
+
+
+def bad_commands(pages: list[Path], programs: Path | None) -> tuple[int, list[str]]:
+    """How many commands there are, and what is wrong with them."""
+    num, bad = 0, []
+    there, said = targets(), helps(programs) if programs else {}
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        name = page.relative_to(ROOT)
+        for block in blocks(text):
+            done = subprocess.run(["sh", "-n"], input=block, capture_output=True, text=True,
+                                  timeout=60, check=False)  # fmt: skip
+            if done.returncode:
+                bad.append(f"{name}: {done.stderr}")
+        for words in commands(text):
+            num += 1
+            bad += [
+                f"{name}: {shlex.join(words)}: {why}" for why in wrong_words(words, there, said)
+            ]
+    return num, bad
+
+
+def bad_runs(page: Path, programs: Path, folder: Path) -> tuple[int, list[str]]:
+    """Commands of epic-trace and epic-place in the page's blocks, run in `folder`, which has a
+    trace in `run`; how many, and which do not end well."""
+    num, bad = 0, []
+    text = "\n".join(blocks(page.read_text(encoding="utf-8")))
+    lines = [line.split("#")[0].strip().replace("/tmp/", "") for line in text.splitlines()]
+    lines = [line for line in lines if line.startswith(("epic-trace", "epic-place"))]
+    lines.sort(key=lambda line: not line.startswith("epic-place"))  # replay --place needs a place
+    for line in lines:
+        num += 1
+        words = line.split()
+        words[0] = str(programs / words[0])
+        done = subprocess.run(
+            words, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
+        if done.returncode:
+            bad.append(f"{page.name}: {line}: {done.stderr}")
+    shutil.rmtree(folder / "run2", ignore_errors=True)
+    return num, bad

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""out=: every function writes into tensors of the caller, the bits that it gives without; what does
+not fit is told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import epic.torch
+from epic.torch import EpicArgumentError, EpicUnsupportedError, Plan
+from parts import (
+    EXPERTS,
+    HIDDEN,
+    LAYER,
+    SIZES,
+    TOP_K,
+    UNEVEN,
+    Data,
+    choices,
+    group_of,
+    numbers,
+    same,
+)
+
+ops = torch.ops.epic
+FLAT = epic.torch.Layer(EXPERTS, TOP_K, layout="flat")
+REPLICATED = epic.torch.Layer(12, TOP_K, num_logical=EXPERTS)
+TWELVE = [0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 4]
+ROUTER = epic.torch.Router(EXPERTS, TOP_K, score="sigmoid", normalize="sum")
+WISH: dict[str, Any] = {
+    "num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "inner": 12, "balance_coeff": 0.1,
+}  # fmt: skip
+
+
+def tensors(found: Any) -> list[torch.Tensor]:
+    """Of what a function gives; of a plan none, as each has a number of its own."""
+    if isinstance(found, torch.Tensor):
+        return [found]
+    if found is None or isinstance(found, Plan):
+        return []
+    return [x for part in found for x in tensors(part)]
+
+
+def blank(found: Any) -> Any:
+    """Of the same kinds and shapes, full of what is wrong."""
+    if isinstance(found, torch.Tensor):
+        octets = torch.full_like(found.contiguous().view(-1).view(torch.uint8), 255)
+        return octets.view(found.dtype).view(found.shape)
+    if isinstance(found, Plan):
+        return found._replace(bytes=blank(found.bytes))
+    if isinstance(found, tuple):
+        parts = [blank(part) for part in found]
+        return type(found)(*parts) if hasattr(found, "_fields") else tuple(parts)
+    return found
+
+
+def check(call: Callable[..., Any]) -> Any:
+    """The same bits, in the tensors that were given."""
+    wanted = call()
+    given = blank(wanted)
+    found = call(out=given)
+    assert same(tensors(found), tensors(wanted))
+    assert all(a is b for a, b in zip(tensors(found), tensors(given), strict=True))
+    return found
+
+
+def functions(group: epic.torch.Group, x: Any, w: Any, ids: Any) -> dict[str, Any]:
+    """Every function that has out=, by its name, with all but out."""
+    t, logits = epic.torch, numbers(5, x.shape[0], EXPERTS)
+    plan, flat = t.plan(group, LAYER, ids), t.plan(group, FLAT, ids)
+    copies = t.plan(group, REPLICATED, ids, logical_of_expert=TWELVE)
+    recv, slots = t.dispatch(plan, x, w)
+    counts = (plan.expert_rows, plan.expert_tokens)
+    options = t.Moe.of(**WISH)
+    layer = t.MoE(group, options)
+    mlp = t.ExpertWeights(layer.w_gate_up, layer.w_down)
+    loss: dict[str, Any] = {"coeff": 0.1, "total_tokens": 99}
+    return {
+        "plan": lambda **o: t.plan(group, LAYER, ids, **o),
+        "plan_dispatch": lambda **o: t.plan_dispatch(group, LAYER, ids, x, w, **o),
+        "without weights": lambda **o: t.plan_dispatch(group, LAYER, ids, x, **o),
+        "dispatch": lambda **o: t.dispatch(plan, x, w, **o),
+        "dispatch_quantized": lambda **o: t.dispatch_quantized(plan, x, w, **o),
+        "1x32": lambda **o: t.dispatch_quantized(plan, x, None, "1x32", **o),
+        "dispatch_flat": lambda **o: t.dispatch_flat(flat, x, w, **o),
+        "combine": lambda **o: t.combine(plan, recv, slots, **o),
+        "sum": lambda **o: t.sum(group, numbers(7, 4, HIDDEN), **o),
+        "sum_replicas": lambda **o: t.sum_replicas(copies, numbers(6, copies.num_local, 4), **o),
+        "route": lambda **o: t.route(ROUTER, logits, **o),
+        "balance_loss": lambda **o: t.balance_loss(ROUTER, logits, load=plan.load, **loss, **o),
+        "z_loss": lambda **o: t.z_loss(ROUTER, logits, **loss, **o),
+        "experts": lambda **o: t.experts(options.experts, recv, *counts, mlp, **o),
+        "moe": lambda **o: t.moe(group, options, x, layer.weights(), **o),
+    }
+
+
+def every_function(rank: int) -> None:
+    """One after the other, on ranks with different numbers of tokens, of which one has none."""
+    with group_of(4) as group, torch.no_grad():
+        x, w, ids, _ = Data(UNEVEN).mine(rank)
+        for name, call in functions(group, x, w, ids).items():
+            found = check(call)
+            if name == "plan":  # a plan is good for what it was made for
+                recv, slots = epic.torch.dispatch(found, x, w)
+                assert same((recv, slots), epic.torch.plan_dispatch(group, LAYER, ids, x, w)[1:])
+        y = numbers(8, 3)
+        assert epic.torch.sum(group, y, out=y) is y
+        exact = epic.torch.plan(group, LAYER, ids, capacity=epic.torch.EXACT)
+        again = epic.torch.plan(group, LAYER, ids, capacity=epic.torch.EXACT, out=blank(exact))
+        assert again.capacity == exact.capacity
+
+
+def test_every_function(world: Any) -> None:
+    """Also of the whole layer."""
+    world.run(every_function)
+
+
+def compiled(rank: int) -> None:
+    """In one graph: what is written is no copy."""
+    with group_of(4) as group, torch.no_grad():
+        x, w, ids, _ = Data(UNEVEN).mine(rank)
+        wanted = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+        home = epic.torch.combine(*wanted)
+
+        def step(x: Any, w: Any, ids: Any, out: Any, last: Any) -> None:
+            plan, recv, slots = epic.torch.plan_dispatch(group, LAYER, ids, x, w, out=out)
+            epic.torch.combine(plan, recv, slots, out=last)
+
+        given, last = blank(wanted), blank(home)
+        torch.compile(step, fullgraph=True, backend="aot_eager")(x, w, ids, given, last)
+        assert same(given[1:], wanted[1:]) and torch.equal(last, home)
+    torch._dynamo.reset()
+
+
+def test_compiled(world: Any) -> None:
+    """fullgraph."""
+    world.run(compiled)
+
+
+# --------------------------------------------------------------------------- refused ----
+
+X, IDS = numbers(1, 4, HIDDEN), choices(2, 4)
+W = numbers(3, 4, TOP_K)
+NONE = (None, None)
+Wrong = tuple[str, Callable[[Any], Any], str]
+WRONG: list[Wrong] = [
+    ("plan", lambda o: o.bytes, "out: Tensor: a Plan is needed"),
+    ("plan", lambda o: o._replace(bytes=o.bytes[:-4]), "out plan has the shape ["),
+    ("plan", lambda o: o._replace(bytes=o.bytes.char()), "out plan is another dtype: uint8"),
+    ("plan_dispatch", lambda o: o[:2], "out: tuple: (plan, recv, slot_weights) is needed"),
+    ("plan_dispatch", lambda o: (o[0], o[1][:-1], o[2]), "out recv has the shape [215, 20]: [216,"),
+    ("plan_dispatch", lambda o: (o[0], o[1], None), "the slot_weights of out= come together"),
+    ("dispatch", lambda o: o[0], "out: Tensor: (recv, slot_weights) is needed"),
+    ("dispatch", lambda o: (o[0].half(), o[1]), "out recv is float16: float32 is needed"),
+    ("dispatch", lambda o: (o[0].mT.contiguous().mT, o[1]), "out recv is not contiguous"),
+    ("dispatch", lambda o: (o[0], o[1][:, None]), "out slot_weights has 2 dimensions: 1"),
+    ("dispatch", lambda o: (o[0], o[0].view(-1)[:216]), "out slot_weights shares memory with recv"),
+    ("dispatch", lambda o: (o[0].to("meta"), o[1]), "out: on meta: cpu is needed"),
+    ("dispatch_quantized", lambda o: (o[0].view(torch.uint8), *o[1:]), "out recv is uint8: float8"),
+    ("1x32", lambda o: (o[0], o[1].float(), None), "out scales is float32: uint8 is needed"),
+    ("dispatch_flat", lambda o: (*o[:2], o[2].long()), "out recv_expert is int64: int32"),
+    ("combine", lambda o: o[:3], "out out has the shape [3, 20]: [4, 20] is needed"),
+    ("combine", lambda o: o.clone().requires_grad_(), "out= has no gradient"),
+    ("sum", lambda o: o[:3], "out: shape [3, 20]"),
+    ("sum", lambda o: o.double(), "torch.float64: a contiguous torch.float32 of [4, 20]"),
+    ("sum_replicas", lambda o: o.mT.contiguous().mT, "a contiguous"),
+    ("route", lambda o: (o[0].long(), o[1]), "out topk_idx is int64: int32 is needed"),
+    ("balance_loss", lambda o: o[None], "out: shape [1]: [] is needed"),
+    ("z_loss", lambda o: o.double(), "out loss is float64: float32 is needed"),
+    ("experts", lambda o: o[1:], "out y has the shape"),
+    ("moe", lambda o: tuple(o)[:3], "out: tuple: (out, loss, load, demand, logical_load)"),
+    ("moe", lambda o: o._replace(out=o.out[1:]), "out: shape [3, 20]: [4, 20] is needed"),
+    ("moe", lambda o: o._replace(load=o.load.long()), "out load is int64: int32 is needed"),
+    ("moe", lambda o: o._replace(logical_load=o.load), "logical_load: there are no replicas"),
+]  # fmt: skip
+
+
+def test_refused() -> None:
+    """The argument, its value, the rule; the group goes on."""
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        with torch.no_grad():
+            calls = functions(group, X, W, IDS)
+            results = {name: call() for name, call in calls.items()}
+        for name, change, text in WRONG:
+            with pytest.raises(EpicArgumentError) as caught, torch.set_grad_enabled("grad" in text):
+                calls[name](out=change(blank(results[name])))
+            assert text in str(caught.value), (name, caught.value)
+        with torch.no_grad():
+            plan = epic.torch.plan(group, LAYER, IDS)
+            rows = torch.ones(plan.capacity, HIDDEN)
+            with pytest.raises(EpicArgumentError, match="out out shares memory with rows"):
+                epic.torch.combine(plan, rows, out=rows[:4])
+            with pytest.raises(EpicArgumentError, match="dispatch_quantized with out="):
+                epic.torch.dispatch(plan, X, quantize="1x32", out=(rows, None))
+            layer = epic.torch.MoE(group, epic.torch.Moe.of(**WISH))
+            with pytest.raises(EpicUnsupportedError, match="token_mask"):
+                mask = torch.ones(4, dtype=torch.bool)
+                wish = (layer.options, X, layer.weights())
+                epic.torch.moe(group, *wish, token_mask=mask, out=results["moe"])
+        for call in calls.values():
+            check(call) if not torch.is_grad_enabled() else call()
+
+
+def test_not_wanted() -> None:
+    """None in a MoeOut, and of the operators' results: such a result is not kept."""
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group, torch.no_grad():
+        layer = epic.torch.MoE(group, epic.torch.Moe.of(**WISH))
+        wish = (group, layer.options, X, layer.weights())
+        wanted = epic.torch.moe(*wish)
+        given = epic.torch.MoeOut(blank(wanted.out), *4 * (None,))
+        assert epic.torch.moe(*wish, out=given) is not wanted
+        assert torch.equal(given.out, wanted.out)
+        plan, recv, slots = epic.torch.plan_dispatch(group, LAYER, IDS, X, W)
+        ct, place = numbers(9, 4, HIDDEN), (plan.capacity, 1, group.number, 0)
+        args = (group.turn, plan.bytes, ct, recv, slots, *place)
+        rows, weights = ops.combine_backward.default(*args)
+        found = torch.empty_like(weights)
+        ops.combine_backward_out.default(*args, None, found)
+        assert torch.equal(found, weights)
+        with pytest.raises(RuntimeError, match="out d_slot_weights is given, but this call has"):
+            args = (group.turn, plan.bytes, ct, None, slots, *place)
+            ops.combine_backward_out.default(*args, rows, found)
