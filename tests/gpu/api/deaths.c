@@ -210,7 +210,7 @@ static int inject(int i)
     victim = rand_r(&seed) % num_ranks;
     delay_us = (unsigned)rand_r(&seed) % 20000;
     /* below those that the system gives to connections */
-    port = 12000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 20000;
+    port = 20000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 12000;
     memset(shared, 0, sizeof *shared);
     fflush(NULL);
     for (int r = 0; r < num_ranks; r++)
