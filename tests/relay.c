@@ -206,6 +206,11 @@ relay_count relay_counted(void)
     return *counted;
 }
 
+bool relay_did_lose(relay_count counted, uint32_t losses)
+{
+    return counted.lost > 0 || (double)counted.passed * losses < 28e6; /* e^-28 */
+}
+
 void relay_close(void)
 {
     if (process > 0 && kill(process, SIGKILL) == 0) waitpid(process, NULL, 0);

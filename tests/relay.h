@@ -27,6 +27,8 @@ int relay_space(int host);
 void relay_name(int host, char *to, int size);
 
 relay_count relay_counted(void);
+/* Packets were lost, or so few passed that this may be chance. */
+bool relay_did_lose(relay_count counted, uint32_t losses);
 void relay_close(void);
 
 #endif
