@@ -205,12 +205,15 @@ def test_numbers_are_the_cores(options: Any) -> None:
     assert set(LAYER.numbers("x_")) == {"x_" + name for name in LAYER.numbers()}
 
 
-@pytest.mark.parametrize("kind", [Layer, Router, Experts, Moe])
+VALUES = [epic.jax.MoeWeights, epic.jax.ExpertWeights, epic.jax.MoeOut]
+
+
+@pytest.mark.parametrize("kind", [Layer, Router, Experts, Moe, Tcp, *VALUES])
 def test_every_field_is_documented(kind: Any) -> None:
     """Each has a line of its own in help(), or shares one."""
     lines = re.findall(r"^(\w+(?:, \w+)*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
     said = {name for line in lines for name in line.split(", ")}
-    assert said == set(epic.options.names(kind))
+    assert said == set(kind._fields if kind in VALUES else epic.options.names(kind))
 
 
 def test_every_argument_is_documented() -> None:

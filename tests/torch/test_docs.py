@@ -2,12 +2,14 @@
 """The guide's program runs, as its first line says."""
 
 import dataclasses
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
 
+import pytest
 import torch
 
 import epic.torch
@@ -71,3 +73,11 @@ def test_the_steps() -> None:
         exec(block_of(GUIDE, "recv, weights, experts = "), names)
         assert sorted(names["experts"][0].tolist()) == [0, 3]
         assert not names["out"].any()
+
+
+@pytest.mark.parametrize("name", ["MoeWeights", "ExpertWeights", "MoeOut"])
+def test_every_field_is_documented(name: str) -> None:
+    """Each has a line of its own in help(), or shares one."""
+    kind = getattr(epic.torch, name)
+    lines = re.findall(r"^(\w+(?:, \w+)*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
+    assert {field for line in lines for field in line.split(", ")} == set(kind._fields)

@@ -25,7 +25,11 @@ LEAST_ADDRESS = 4096  # no memory lies below
 
 @dataclass(frozen=True)
 class Tcp:
-    """A meeting over TCP; rank 0 listens on `address`.  Several groups take ports in a row."""
+    """A meeting over TCP.
+
+    address: of rank 0, which listens there.
+    port: 1 to 65535; several groups take ports in a row.
+    secret: the same on all ranks; None: rank 0 listens on loopback alone."""
 
     address: str = "127.0.0.1"
     port: int = 29507

@@ -17,12 +17,16 @@ from epic.options import Experts
 
 
 class ExpertWeights(NamedTuple):
-    """Parameters of the local experts: gate and up in one array, as options.interleaved says."""
+    """Parameters of the local experts: gate and up in one array, as options.interleaved says.
 
-    w_gate_up: Any  # [local experts, hidden, width]
-    w_down: Any  # [local experts, inner, hidden]
-    b_gate_up: Any = None  # [local experts, width]
-    b_down: Any = None  # [local experts, hidden]
+    w_gate_up: [local experts, hidden, width]; width: 2 inner, ungated inner.
+    w_down: [local experts, inner, hidden].
+    b_gate_up, b_down: [local experts, width] and [local experts, hidden]; None: no biases."""
+
+    w_gate_up: Any
+    w_down: Any
+    b_gate_up: Any = None
+    b_down: Any = None
 
 
 @dataclass(frozen=True)

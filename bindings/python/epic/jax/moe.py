@@ -36,24 +36,41 @@ from epic.options import Experts, Moe
 
 
 class MoeWeights(NamedTuple):
-    """Parameters, as one device has them: of its own experts; the others whole."""
+    """Parameters, as one device has them: of its own experts; the others whole.  In sharded.moe
+    those of all experts.  width: 2 inner, gate then up (options.interleaved: by turns); ungated
+    inner.  E: the router's columns, num_experts + zero_experts.
 
-    w_gate: Any  # [hidden, E] float32
-    w_gate_up: Any  # [local experts, hidden, width]
-    w_down: Any  # [local experts, inner, hidden]
-    b_gate: Any = None  # [E]
-    bias: Any = None  # [E], for the choice only; no gradient
+    w_gate: [hidden, E] float32, of the router.
+    w_gate_up: [local experts, hidden, width], of any of the rows' types.
+    w_down: [local experts, inner, hidden].
+    b_gate: [E] float32, added to the logits.
+    bias: [E] float32, for the choice only; no gradient (bias_update moves it).
+    b_gate_up, b_down: [local experts, width] and [local experts, hidden].
+    shared_gate_up, shared_down, shared_b_gate_up, shared_b_down: of the shared expert, with 1 in
+        place of the local experts and its own inner."""
+
+    w_gate: Any
+    w_gate_up: Any
+    w_down: Any
+    b_gate: Any = None
+    bias: Any = None
     b_gate_up: Any = None
     b_down: Any = None
-    shared_gate_up: Any = None  # [1, hidden, width]
+    shared_gate_up: Any = None
     shared_down: Any = None
     shared_b_gate_up: Any = None
     shared_b_down: Any = None
 
 
 class MoeOut(NamedTuple):
-    """out as x; loss: this device's part of balance loss + z-loss; the others: of the plan, whose
-    record read_plan reads outside of the program: the fate of each choice."""
+    """What a layer gives.
+
+    out: as x.
+    loss: [] float32, this device's part of balance loss + z-loss.
+    load: [num_experts] int32, choices of each expert over the group, before any is dropped.
+    demand: [1] int32, slots that all choices of this rank's experts would take.
+    logical_load: [num_logical], with replicas: load by what the router chooses.
+    record: of the plan, for read_plan outside of the program: the fate of each choice."""
 
     out: Any
     loss: Any

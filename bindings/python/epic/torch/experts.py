@@ -27,14 +27,20 @@ GroupedMm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 class ExpertWeights(NamedTuple):
     """Parameters of the local experts: gate and up in one tensor, as options.interleaved says.
-    With scales, as `scaled` makes them, both weights are e4m3 and turned."""
 
-    w_gate_up: Tensor  # [local experts, hidden, width]
-    w_down: Tensor  # [local experts, inner, hidden]
-    b_gate_up: Tensor | None = None  # [local experts, width]
-    b_down: Tensor | None = None  # [local experts, hidden]
-    w_gate_up_scales: Tensor | None = None  # float32 [local experts, blocks of width, of hidden]
-    w_down_scales: Tensor | None = None  # float32 [local experts, blocks of hidden, of inner]
+    w_gate_up: [local experts, hidden, width]; width: 2 inner, ungated inner.
+    w_down: [local experts, inner, hidden].
+    b_gate_up, b_down: [local experts, width] and [local experts, hidden]; None: no biases.
+    w_gate_up_scales, w_down_scales: float32 [local experts, blocks of width, blocks of hidden] and
+    [local experts, blocks of hidden, blocks of inner], as `scaled` makes them; both weights are e4m3
+    and turned then.  None: they are not."""
+
+    w_gate_up: Tensor
+    w_down: Tensor
+    b_gate_up: Tensor | None = None
+    b_down: Tensor | None = None
+    w_gate_up_scales: Tensor | None = None
+    w_down_scales: Tensor | None = None
 
 
 TYPE_NAMES = {

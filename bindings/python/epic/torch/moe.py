@@ -42,26 +42,45 @@ NO_EXPERTS = Experts(hidden=1, inner=1)  # stands for the shared expert that is 
 
 
 class MoeWeights(NamedTuple):
-    """Parameters, as one rank has them: of its own experts; the others whole."""
+    """Parameters, as one rank has them: of its own experts; the others whole.  width: 2 inner, gate
+    then up (options.interleaved: by turns); ungated inner.  E: the router's columns, num_experts +
+    zero_experts.
 
-    w_gate: Tensor  # [hidden, E] float32, with float64 rows float64
-    w_gate_up: Tensor  # [local experts, hidden, width]
-    w_down: Tensor  # [local experts, inner, hidden]
-    b_gate: Tensor | None = None  # [E]
-    bias: Tensor | None = None  # [E] float32, for the choice only; no gradient
+    w_gate: [hidden, E] float32, of the router; with float64 rows float64.
+    w_gate_up: [local experts, hidden, width], of any of the rows' types.
+    w_down: [local experts, inner, hidden].
+    b_gate: [E], added to the logits.
+    bias: [E] float32, for the choice only; no gradient.
+    b_gate_up, b_down: [local experts, width] and [local experts, hidden].
+    shared_gate_up, shared_down, shared_b_gate_up, shared_b_down: of the shared expert, with 1 in
+        place of the local experts and its own inner.
+    w_shared_gate: [hidden]: sigmoid(x w) times the shared expert's output.
+    w_gate_up_scales, w_down_scales: of ExpertWeights, as `scaled` makes them."""
+
+    w_gate: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+    b_gate: Tensor | None = None
+    bias: Tensor | None = None
     b_gate_up: Tensor | None = None
     b_down: Tensor | None = None
-    shared_gate_up: Tensor | None = None  # [1, hidden, width]
+    shared_gate_up: Tensor | None = None
     shared_down: Tensor | None = None
     shared_b_gate_up: Tensor | None = None
     shared_b_down: Tensor | None = None
-    w_shared_gate: Tensor | None = None  # [hidden]: sigmoid(x w) times the shared expert's output
-    w_gate_up_scales: Tensor | None = None  # of ExpertWeights, as `scaled` makes them
+    w_shared_gate: Tensor | None = None
+    w_gate_up_scales: Tensor | None = None
     w_down_scales: Tensor | None = None
 
 
 class MoeOut(NamedTuple):
-    """out as x; loss []: this rank's part of balance loss + z-loss; the others: of the plan."""
+    """What a layer gives.
+
+    out: as x.
+    loss: [] float32, this rank's part of balance loss + z-loss.
+    load: [num_experts] int32, choices of each expert over the group, before any is dropped.
+    demand: [1] int32, slots that all choices of this rank's experts would take.
+    logical_load: [num_logical], with replicas: load by what the router chooses."""
 
     out: Tensor
     loss: Tensor
