@@ -132,11 +132,14 @@ def bad_programs(compiler: list[str], library: Path) -> tuple[int, list[str]]:
 
 
 def bad_traces(compiler: list[str], library: Path) -> tuple[int, list[str]]:
-    """What docs/traces.md does with a trace: here of README's example."""
+    """What docs/traces.md does with a trace: here of README's example, with more experts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         link = [str(library), f"-Wl,-rpath,{library.parent}", "-o", str(folder / "step")]
-        command = [*compiler, str(ROOT / "examples/step.c"), *link]
+        source = (ROOT / "examples/step.c").read_text(encoding="utf-8")
+        many = source.replace("EXPERTS = 8", "EXPERTS = 64")  # for 8 ranks and more
+        (folder / "step.c").write_text(many, encoding="utf-8")
+        command = [*compiler, str(folder / "step.c"), *link]
         subprocess.run(command, timeout=60, check=True)
         alone = {"EPIC_TRACE": str(folder / "run"), "PATH": os.environ["PATH"]}
         subprocess.run(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands in the documentation are ones that there are: targets of make, files, extras of pip,
-options of our programs.  Those of epic-trace and epic-place run, on a trace of README's example.
+options of our programs.  Those of epic-trace and epic-place run.
 """
 
 import re
