@@ -413,6 +413,7 @@ def data_parallel(rank: int) -> None:
             layer = wrap(epic.torch.MoE(group, WISH))
             out, loss = layer(x)
             (out.square().sum() + loss).backward()
+            getattr(layer, "module", layer).sum_gradients()
         found = {n.removeprefix("module."): p.grad for n, p in layer.named_parameters()}
         return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
 

@@ -168,8 +168,7 @@ class MoE(nn.Module):
         experts are complete as they are.  After backward, on every rank."""
         for name, parameter in self.named_parameters(recurse=False):
             if name not in OF_EXPERTS and parameter.grad is not None:
-                whole = steps.sum(self.group, parameter.grad.float(), tag=self.tag)
-                parameter.grad.copy_(whole)
+                add_over(self.group, parameter.grad, self.tag)
 
     def extra_repr(self) -> str:
         """Of print(module)."""
@@ -178,6 +177,14 @@ class MoE(nn.Module):
             f"num_experts={layer.num_experts}, top_k={layer.top_k}, hidden={experts.hidden}, "
             f"inner={experts.inner}, group={self.group!r}"
         )
+
+
+def add_over(group: Group, gradient: Tensor, tag: int = 0) -> None:
+    """Over the ranks, in place.  Of a sharded one (fully_shard over another axis of the mesh) the
+    ranks of the group have the same part."""
+    with torch.no_grad():
+        mine = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        mine.copy_(steps.sum(group, mine.float(), tag=tag))
 
 
 def place_of(group: Group) -> torch.device:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from epic.errors import EpicUnsupportedError
 from epic.options import Experts, Moe
-from epic.torch import steps
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
-from epic.torch.module import OF_EXPERTS, MoE
+from epic.torch.module import OF_EXPERTS, MoE, add_over
 
 Weights = dict[str, Tensor]
 Found = tuple[Moe, Weights]
@@ -225,4 +224,4 @@ def sum_gradients(model: nn.Module, group: Group) -> None:
     }
     for parameter in model.parameters():
         if id(parameter) not in own and parameter.grad is not None:
-            parameter.grad.copy_(steps.sum(group, parameter.grad.float()))
+            add_over(group, parameter.grad)
