@@ -32,8 +32,8 @@ class ExpertWeights(NamedTuple):
     w_down: [local experts, inner, hidden].
     b_gate_up, b_down: [local experts, width] and [local experts, hidden]; None: no biases.
     w_gate_up_scales, w_down_scales: float32 [local experts, blocks of width, blocks of hidden] and
-    [local experts, blocks of hidden, blocks of inner], as `scaled` makes them; both weights are e4m3
-    and turned then.  None: they are not."""
+    [local experts, blocks of hidden, blocks of inner], as `scaled` makes them; both weights are
+    e4m3 and turned then.  None: they are not."""
 
     w_gate_up: Tensor
     w_down: Tensor
