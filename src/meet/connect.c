@@ -45,11 +45,12 @@ static int connect_to(int s, const epic_place *place, int64_t end)
     return wrong;
 }
 
-/* Not rank 0, or not yet: another attempt may do better.  The result says no more. */
+/* Not rank 0, or not yet: another attempt may do better.  The result says no more.  One that ends
+ * because the time is up knows less than one before it. */
 static epic_result retry(visit *v, const char *why)
 {
+    if (!v->heard || epic_meet_left(v->end) > 0) snprintf(v->why, sizeof v->why, "%s", why);
     v->heard = true;
-    snprintf(v->why, sizeof v->why, "%s", why);
     return EPIC_ETIMEOUT;
 }
 

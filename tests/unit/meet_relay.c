@@ -290,6 +290,7 @@ typedef struct stranger {
     uint32_t port;
     uint32_t version;
     bool has_secret;
+    bool stays; /* until it is over: the next visitors get no answer */
     atomic_bool over;
 } stranger;
 
@@ -310,6 +311,7 @@ static void *refuse_one(void *self)
     write_all(s, &ours, sizeof ours);
     if (o->has_secret && o->version == WIRE_VERSION) CHECK(read_all(s, proof, sizeof proof));
     epic_link_tell(&link, EPIC_EMISMATCH, "go away, all of you", end);
+    while (o->stays && !o->over) run_nap_us(1000);
     close(listener);
     run_nap_us(20000);
     close(s);
@@ -379,6 +381,24 @@ static void test_strangers(void)
     meet_despite(take_seat, &sitting, false);
 }
 
+/* Nobody else comes.  The attempt that the deadline cuts off has heard nothing; told is what the one
+ * before it heard. */
+static void test_last_words(void)
+{
+    stranger other = {.version = WIRE_VERSION, .has_secret = true, .stays = true};
+    guest alone = {.tcp = {.secret = "hush", .rank = 1, .num_ranks = 2, .timeout_ms = 1000}};
+    pthread_t thread;
+    int holder;
+    other.port = alone.tcp.port = hold_port(&holder);
+    pthread_create(&thread, NULL, refuse_one, &other);
+    run_rank(&alone);
+    other.over = true;
+    pthread_join(thread, NULL);
+    close(holder);
+    CHECK_SAY(alone.result == EPIC_ETIMEOUT && strstr(alone.sentence, "go away, all of you"),
+              "%s", alone.sentence);
+}
+
 int main(void)
 {
     check_begin();
@@ -386,6 +406,7 @@ int main(void)
     epic_secret secret;
     if (epic_secret_open(&secret, "hush") == EPIC_ENOTSUP) return check_skip(epic_error(NULL));
     test_strangers();
+    test_last_words();
     test_relay();
     epic_secret_close(&secret);
     return check_end();
