@@ -29,8 +29,8 @@ coverage: setup-test
 	@$(call CMAKE,Debug,$(COVERAGE),$(HOST_ONLY) -DCMAKE_C_FLAGS="--coverage -fprofile-update=atomic")
 	@$(call BUILD,$(COVERAGE))
 	@find $(COVERAGE) -name '*.gcda' -delete
-	@$(call CTEST,$(COVERAGE)) -L "unit|conformance|fault|wire" -LE slow
-	@python3 tools/coverage.py $(COVERAGE)
+	@status=0; $(call CTEST,$(COVERAGE)) -L "unit|conformance|fault|wire" -LE slow || status=$$?; \
+	    python3 tools/coverage.py $(COVERAGE) && exit $$status
 
 # The tiers that are more than one of these (docs/testing.md).
 .PHONY: test-push test-night
