@@ -21,6 +21,7 @@ extern void emulator_check_store(const void *p) __attribute__((weak));
 #define LATE_LOOKS 1500 /* so long */
 #define COPIED 40       /* percent of the puts of a strict wire that are */
 #define MOST_AGAIN 100  /* looks in which a source is read again, after all has landed */
+#define LOOK_NS 40000   /* one that takes longer, on a busy machine, counts as several */
 
 typedef struct parcel {
     uint64_t to, value, bytes;
@@ -51,7 +52,7 @@ struct wire {
     chaos_settings settings;
     run_random random;
     shore *own;
-    uint64_t looks, overtaken;
+    uint64_t looks, looked_ns, overtaken;
     uint64_t *ghost_at, ghost; /* a word to land once more, NULL: none */
     uint64_t ghost_look;
     peer peers[WIRE_MAX_HOSTS];
@@ -267,10 +268,17 @@ static void settle(wire *w, int host)
     }
 }
 
+static void count_look(wire *w)
+{
+    const uint64_t now = run_now_ns();
+    w->looks += 1 + (w->looked_ns ? (now - w->looked_ns) / LOOK_NS : 0);
+    w->looked_ns = now;
+}
+
 static int look(wire *w)
 {
     int moved = 0;
-    w->looks++;
+    count_look(w);
     for (int64_t runs = run_between(&w->random, 1, MOST_RUNS); runs > 0; runs--) {
         const int host = (int)run_below(&w->random, w->setup.num_hosts);
         if (host != w->setup.host && !gone(w, host)) moved += land_run(w, host);
