@@ -6,9 +6,14 @@
 #include "base/error.h"
 #include "steps/steps.h"
 
+#define NEAR_BYTES (4 << 20) /* of slots: caches hold them until the experts read them */
+
+typedef void copy_function(void *to, const void *from, size_t n);
+
 typedef struct dispatching {
     const epic_dispatch_args *args;
     const host_kernels *kernels;
+    copy_function *copy; /* to slots */
     exchange *x;
     plan_view plan;
     cut cut;
@@ -55,8 +60,6 @@ static const float *weights_part(const dispatching *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-typedef void copy_function(void *to, const void *from, size_t n);
-
 /* Copies what two ranges of a string share: [at, at + size) of `to`, [begin, end) of `from`. */
 static void copy_shared(copy_function *copy, void *to, int64_t at, int64_t size,
                         const void *from, int64_t begin, int64_t end)
@@ -68,7 +71,7 @@ static void copy_shared(copy_function *copy, void *to, int64_t at, int64_t size,
              (size_t)(high - low));
 }
 
-/* Into a lane, which the peers read from the cache. */
+/* To what is read from the cache: a lane, by the peers, or few slots, by the experts. */
 static void copy_near(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
@@ -93,9 +96,9 @@ static void put_row(const dispatching *d, int64_t slot, const void *piece, int64
                     int64_t end)
 {
     const epic_dispatch_args *a = d->args;
-    copy_shared(d->kernels->copy, row_of(&a->recv, slot), 0, d->scales_at, piece, begin, end);
+    copy_shared(d->copy, row_of(&a->recv, slot), 0, d->scales_at, piece, begin, end);
     if (d->scales_at < d->weights_at)
-        copy_shared(d->kernels->copy, row_of(&a->recv_scales, slot), d->scales_at,
+        copy_shared(d->copy, row_of(&a->recv_scales, slot), d->scales_at,
                     d->weights_at - d->scales_at, piece, begin, end);
 }
 
@@ -103,8 +106,8 @@ static void put_weight(const dispatching *d, int64_t place, uint32_t k, const vo
                        int64_t begin, int64_t end)
 {
     if (d->args->slot_weights)
-        copy_shared(d->kernels->copy, d->args->slot_weights + place,
-                    d->weights_at + 4 * (int64_t)k, 4, piece, begin, end);
+        copy_shared(d->copy, d->args->slot_weights + place, d->weights_at + 4 * (int64_t)k, 4,
+                    piece, begin, end);
 }
 
 static void take_flat(const dispatching *d, int from, int64_t token, const void *piece,
@@ -261,6 +264,8 @@ static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, s
         exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s->note, bytes);
     if (!d.x) return result;
     d.plan = s->plan;
+    const bool few = s->note.own[OWN_NEEDED] * args->recv.row_bytes < NEAR_BYTES;
+    d.copy = few ? copy_near : d.kernels->copy;
     const bool moves = result == EPIC_OK && s->plan.header->result == EPIC_OK;
     if (moves) result = move(&d);
     if (!moves || result == EPIC_EOVERFLOW) clear_outputs(args, s);
