@@ -16,6 +16,9 @@ typedef struct relay_count { /* of packets */
     uint64_t passed, lost;
 } relay_count;
 
+/* Who is not root may be so in a namespace of users.  Before any thread. */
+bool relay_become_root(void);
+
 /* Before any thread.  Makes num_hosts hosts, and this process the last of them; nothing leaves them.
  * Every packet is `delay_us` on its way; of a million `losses` do not come.  False, and why not is
  * told: namespaces or such interfaces may not be made here. */
