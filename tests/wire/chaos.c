@@ -13,22 +13,22 @@
 extern void emulator_check_store(const void *p) __attribute__((weak));
 
 #define DEPTH 128       /* puts to a host under way */
-#define MOST_LOOKS 60   /* that a put is held back for */
+#define MOST_TURNS 60   /* that a put is held back for */
 #define MOST_RUNS 64    /* in one look; a run is some words of one put */
 #define MOST_WORDS 48   /* of a run */
 #define GHOST_LOOKS 200 /* until a word lands once more */
 #define LATE 300        /* one put of so many is held back for */
-#define LATE_LOOKS 1500 /* so long */
+#define LATE_TURNS 1500 /* so long */
 #define COPIED 40       /* percent of the puts of a strict wire that are */
 #define MOST_AGAIN 100  /* looks in which a source is read again, after all has landed */
-#define LOOK_NS 40000   /* one that takes longer, on a busy machine, counts as several */
+#define TURN_NS 40000   /* a look that takes longer, on a busy machine, is several turns */
 
 typedef struct parcel {
     uint64_t to, value, bytes;
     const uint64_t *from; /* NULL: `value` */
     uint64_t num_pieces, landed;
     uint64_t first, step; /* piece i is number (first + i * step) % num_pieces */
-    uint64_t held_until;  /* that look */
+    uint64_t held_until;  /* that turn */
     uint64_t done_at;     /* the look at which its source is not read again */
     uint64_t source;      /* a sum of its words */
     uint64_t *copy;       /* of the source, which is not read any more; NULL: none */
@@ -52,7 +52,7 @@ struct wire {
     chaos_settings settings;
     run_random random;
     shore *own;
-    uint64_t looks, looked_ns, overtaken;
+    uint64_t looks, turns, looked_ns, overtaken;
     uint64_t *ghost_at, ghost; /* a word to land once more, NULL: none */
     uint64_t ghost_look;
     peer peers[WIRE_MAX_HOSTS];
@@ -189,8 +189,8 @@ static bool give(wire *w, int host, uint64_t to, const void *from, uint64_t valu
                   .num_pieces = bytes / (halves ? 4 : 8)};
     shuffle(w, p);
     if (run_chance(&w->random, 20))
-        p->held_until = w->looks + (uint64_t)run_below(&w->random, MOST_LOOKS);
-    if (run_below(&w->random, LATE) == 0) p->held_until = w->looks + LATE_LOOKS;
+        p->held_until = w->turns + (uint64_t)run_below(&w->random, MOST_TURNS);
+    if (run_below(&w->random, LATE) == 0) p->held_until = w->turns + LATE_TURNS;
     if (!w->settings.strict) return true;
     check_places(w, host, p);
     if (from && run_chance(&w->random, COPIED)) copy_source(p);
@@ -240,13 +240,13 @@ static int land_run(wire *w, int host)
     const uint64_t index = q->finished + (uint64_t)run_below(&w->random, (int64_t)under_way);
     parcel *p = &q->parcels[index % DEPTH];
     int moved = 0;
-    if (under_way == 0 || p->held_until > w->looks) return 0;
+    if (under_way == 0 || p->held_until > w->turns) return 0;
     const uint64_t most = p->num_pieces < MOST_WORDS ? p->num_pieces : MOST_WORDS;
     const int count = (int)run_between(&w->random, 1, (int64_t)most);
     for (; p->landed < p->num_pieces && moved < count; moved++, p->landed++)
         land_piece(w, p, q->shore->inbox, (p->first + p->landed * p->step) % p->num_pieces);
     if (p->landed < p->num_pieces && run_chance(&w->random, 5)) /* the rest comes late */
-        p->held_until = w->looks + LATE_LOOKS / 4;
+        p->held_until = w->turns + LATE_TURNS / 4;
     if (moved > 0 && p->landed == p->num_pieces) {
         if (index > q->finished) w->overtaken++;
         p->done_at = w->looks + (uint64_t)run_below(&w->random, MOST_AGAIN);
@@ -271,7 +271,8 @@ static void settle(wire *w, int host)
 static void count_look(wire *w)
 {
     const uint64_t now = run_now_ns();
-    w->looks += 1 + (w->looked_ns ? (now - w->looked_ns) / LOOK_NS : 0);
+    w->looks++;
+    w->turns += 1 + (w->looked_ns ? (now - w->looked_ns) / TURN_NS : 0);
     w->looked_ns = now;
 }
 
