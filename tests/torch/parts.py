@@ -23,13 +23,15 @@ meshes: dict[int, Any] = {}
 def group_of(ep: int, **more: Any) -> epic.torch.Group:
     """One of the 4 / ep groups of ep ranks, over a dimension of a mesh."""
     if ep not in meshes:
-        meshes[ep] = init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
+        kind = torch.get_default_device().type
+        meshes[ep] = init_device_mesh(kind, (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
     return epic.torch.Group(meshes[ep], "ep", **{**SIZES, **more})
 
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random normal numbers."""
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).to(dtype)
+    """Random normal numbers, where torch's tensors are made by default."""
+    values = torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+    return values.to(torch.get_default_device(), dtype)
 
 
 def choices(seed: int, rows: int, none: float = 0.1, experts: int = EXPERTS) -> torch.Tensor:
@@ -39,7 +41,7 @@ def choices(seed: int, rows: int, none: float = 0.1, experts: int = EXPERTS) -> 
     for row in ids:
         row[:experts] = rng.permutation(experts)[:TOP_K]
     ids[rng.random(ids.shape) < none] = -1
-    return torch.from_numpy(ids)
+    return torch.from_numpy(ids).to(torch.get_default_device())
 
 
 class Data:
@@ -60,10 +62,10 @@ class Data:
         first = rank // ep * ep
         return slice(sum(self.tokens[:first]), sum(self.tokens[: first + ep]))
 
-    def mine(self, rank: int, device: str = "cpu") -> list[torch.Tensor]:
+    def mine(self, rank: int, device: str | None = None) -> list[torch.Tensor]:
         """x and w with gradients, ids, ct."""
         part, every = self.where(rank), (self.x, self.w, self.ids, self.ct)
-        x, w, ids, ct = (v[part].clone().to(device) for v in every)
+        x, w, ids, ct = (v[part].clone().to(device or v.device) for v in every)
         return [x.requires_grad_(), w.requires_grad_(), ids, ct]
 
 

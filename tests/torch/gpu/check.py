@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epic.torch on GPUs:  check.py threads|processes|shared RANKS [cases of gpu_cases.py]
+"""epic.torch on GPUs:  check.py threads|processes|shared RANKS [cases of gpu_cases, host_cases]
 
 threads, processes: each rank has a GPU of its own.  shared: processes that share the GPUs there
 are; the driver gives them turns.  A line for each case, with the first exception where one went
-wrong; then the next case.  The last line is "right", or names what was wrong."""
+wrong; then the next case.  The last line is "right", or names what was wrong.
+check.py deaths RANKS: processes that share the GPUs, of which the last is killed."""
 
 import faulthandler
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,32 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent / "jax")]
 
 import gpu_cases
+import host_cases
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from gpu_cases import CASES, LIMIT_MS
+from gpu_cases import LIMIT_MS
 
 import epic.torch
 from parts import SIZES
 from ports import free_port
 
+CASES = {**gpu_cases.CASES, **host_cases.CASES}
 # Dynamo is not for threads that trace at once; times of ranks that take turns say nothing.
 # Nor is the profiler.
 LEFT_OUT = {
-    "threads": {"compile", "profiler"},
+    "threads": {"compile", "profiler", "pretrained"},
     "processes": set(),
     "shared": {"compile", "host_time"},
 }
+
+
+def left_out(how: str, ranks: int) -> set[str]:
+    """The cases that are not for these ranks."""
+    four = how != "threads" and ranks == 4
+    return LEFT_OUT[how] | (set() if four else host_cases.OF_FOUR)
+
+
 FATAL = ("CUDA error", "CUDA failure", "EPIC_EDEVICE")  # the process can go no further
 
 
@@ -160,9 +172,13 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "4")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
-    names = [n for n in names or CASES if n not in LEFT_OUT[how]]
     try:
-        wrong = in_threads(ranks, names) if how == "threads" else in_processes(how, ranks, names)
+        if how == "deaths":
+            wrong = host_cases.deaths(ranks)
+        else:
+            names = [n for n in names or CASES if n not in left_out(how, ranks)]
+            run = in_threads if how == "threads" else partial(in_processes, how)
+            wrong = run(ranks, names)
     except Exception as error:
         wrong = f"a process ended: {str(error)[-1500:]}"
     print(f"WRONG: {wrong}" if wrong else "right")

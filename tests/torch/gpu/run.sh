@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Tests epic.torch on the GPUs of this machine: ranks that are threads or processes with a GPU each,
-# processes that share the GPUs, and the example.  Ends with a line for each run, whatever went wrong
-# before.  usage: run.sh [cases of gpu_cases.py]
+# processes that share the GPUs, of which one is killed in the end, and the example.  Ends with a
+# line for each run, whatever went wrong before.  usage: run.sh [cases of gpu_cases, host_cases]
 #   EPIC_GPU_RUNS="threads:1 shared:2"  these alone
 #   EPIC_GPU_LIMIT, EPIC_GPU_TOTAL      seconds for one run (90), and for all of them (230)
 set -u
@@ -50,7 +50,7 @@ with epic.torch.Group(num_ranks=1, max_tokens=8, max_row_bytes=64, device='cuda'
 print('right')"
 most=$((GPUS >= 4 ? 4 : GPUS >= 2 ? 2 : 1))
 share=$((2 * most > 4 ? 4 : 2 * most))
-for what in ${EPIC_GPU_RUNS:-processes:$most threads:$most shared:$share}; do
+for what in ${EPIC_GPU_RUNS:-processes:$most threads:$most shared:$share deaths:$share}; do
     how=${what%:*} count=${what#*:}
     run "$what of $GPUS GPUs" '^right$' "$PYTHON" tests/torch/gpu/check.py "$how" "$count" "$@"
 done

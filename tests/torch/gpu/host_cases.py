@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of the tests on the CPU, run where torch's tensors are made on the rank's GPU.  They open
+groups of their own over torch.distributed, of four processes, but for the last two."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import epic.torch
+from parts import SIZES, UNEVEN, Data, numbers, through
+from reference import relative
+
+Group = epic.torch.Group
+
+
+def of_four(group: Group, function: Callable[..., None], *args: Any) -> None:
+    """function(rank, *args), with the rank's GPU as the default device."""
+    with torch.device(group.device):
+        function(group.rank, *args)
+
+
+def case_out(group: Group) -> None:
+    """out= of every function: the same bits, in the tensors that were given."""
+    import test_out
+
+    of_four(group, test_out.every_function)
+
+
+def case_opcheck(group: Group) -> None:
+    """What torch itself checks of operators."""
+    import test_autograd
+
+    of_four(group, test_autograd.opcheck)
+
+
+def case_offload(group: Group) -> None:
+    """Activations that are copied away and back."""
+    import test_autograd
+
+    of_four(group, test_autograd.offloaded)
+
+
+def case_groups(group: Group) -> None:
+    """Over process groups, meshes and their dimensions, several at a time."""
+    import test_groups
+
+    of_four(group, test_groups.ways)
+
+
+def case_data_parallel(group: Group) -> None:
+    """FSDP2 and DDP on the other axis of the mesh."""
+    import test_moe
+
+    of_four(group, test_moe.data_parallel)
+
+
+def case_saved(group: Group) -> None:
+    """torch.distributed.checkpoint, with another number of ranks."""
+    import test_moe
+
+    folder = [tempfile.mkdtemp() if group.rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    of_four(group, test_moe.checkpoint_roundtrip, folder[0])
+
+
+def case_pretrained(group: Group) -> None:
+    """Small models of the transformers package with their experts spread over the ranks: the
+    logits and gradients of the model on one GPU."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        print("    left out: there is no transformers package")
+        return
+    import test_pretrained as small
+
+    for name in small.MODELS:
+        whole, mine = (small.model_of(name).to(group.device) for _ in range(2))
+        ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
+        part = slice(group.rank * 4 // group.num_ranks, (group.rank + 1) * 4 // group.num_ranks)
+        wanted = small.gradients_of(whole, ids.to(group.device))
+        epic.torch.replace_moe(mine, group)
+        got = small.gradients_of(mine, ids[part].to(group.device))
+        blocks = [small.experts_gradient(small.last_block(m)) for m in (mine, whole)]
+        local = len(blocks[1]) // group.num_ranks
+        where = slice(group.rank * local, (group.rank + 1) * local)
+        embedded = [m.model.embed_tokens.weight.grad for m in (mine, whole)]
+        pairs = {
+            "logits": (got, wanted[part]),
+            "experts": (blocks[0], blocks[1][where]),
+            "embeddings": (epic.torch.sum(group, embedded[0].contiguous()), embedded[1]),
+        }
+        for what, (a, b) in pairs.items():
+            error = relative(a.detach().cpu(), b.detach().cpu())
+            assert error < 1e-4, f"{name}: {what}: {error}"
+
+
+SCALED: dict[str, Any] = {
+    "num_experts": 8, "top_k": 2, "hidden": 256, "inner": 128, "alignment": 32,
+}  # fmt: skip
+
+
+def case_e4m3(group: Group) -> None:
+    """A layer whose experts are e4m3, rounded for each call or once: the same bits forward, and
+    near the layer in bfloat16, forward and backward."""
+    options = epic.torch.Moe.of(**SCALED, weight_type="e4m3")
+    layer = epic.torch.MoE(group, options, dtype=torch.bfloat16)
+    plain = epic.torch.Moe.of(**SCALED)
+    x = numbers(60 + group.rank, 40, 256).bfloat16().to(group.device)
+    found = []
+    once = epic.torch.scaled(layer.weights())
+    for wish, weights in ((plain, layer.weights()), (options, layer.weights()), (options, once)):
+        rows = x.clone().requires_grad_()
+        out, _ = epic.torch.moe(group, wish, rows, weights)[:2]
+        found.append([out.detach(), torch.autograd.grad(out.float().square().sum(), rows)[0]])
+    assert torch.equal(found[1][0], found[2][0])
+    for rounded in found[1:]:
+        for a, b in zip(found[0], rounded, strict=True):
+            error = relative(b.float().cpu(), a.float().cpu())
+            assert 1e-4 < error < 0.15, error
+
+
+CASES = {
+    name.removeprefix("case_"): f for name, f in list(globals().items()) if name[:5] == "case_"
+}
+OF_FOUR = {"out", "opcheck", "offload", "groups", "data_parallel", "saved"}
+
+
+# ------------------------------------------------------------------------------ a death ----
+
+
+def killed(rank: int, size: int) -> tuple[float, str]:
+    """The last rank ends between forward and backward; the others' check names it."""
+    import signal
+    import time
+
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    with Group(**SIZES, device=device) as group:
+        x, w, ids, ct = Data(UNEVEN).mine(rank, str(device))
+        out = through(group, True)(x, w, ids)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        out.backward(ct)
+        torch.cuda.synchronize()
+        try:
+            group.check()
+        except epic.torch.EpicError as error:
+            return time.monotonic() - begin, str(error)
+        return time.monotonic() - begin, ""
+
+
+def deaths(size: int) -> str:
+    """What was wrong."""
+    from world import World
+
+    with World(size) as world:
+        world.start(killed, size)
+        answers = [world.answer(rank, 60) for rank in range(size)]
+    for rank, (good, said) in enumerate(answers[:-1]):
+        if not good or f"rank {size - 1}" not in said[1] or "EPIC_EPEER" not in said[1]:
+            return f"rank {rank}: {said}"
+        print(f"  rank {rank}: {said[0]:.2f} s after the death: {said[1][:150]}")
+    return ""
