@@ -15,11 +15,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import check
+import gpu_world
 import jax
 import jax.numpy as jnp
 import numpy as np
-from check import gpu_mesh, put, rank_counts, say, whole
+from gpu_world import gpu_mesh, put, rank_counts, say, whole
 from jax.sharding import PartitionSpec as P
 
 import cases
@@ -31,7 +31,7 @@ ROUNDED = 0.25  # of cases' weights, which are for rows of 16
 AGAIN = 20
 EXACT = ("w_gate", "bias")  # float32 whatever the rows are
 BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
-SIZES = {**check.SIZES, "max_tokens": 256, "max_row_bytes": 4096}
+SIZES = {**gpu_world.SIZES, "max_tokens": 256, "max_row_bytes": 4096}
 TWELVE = np.array([0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 0], np.int32)
 FULL = {**cases.CASES["normalized"], "biases": True}
 
