@@ -32,21 +32,22 @@ def ways(rank: int) -> None:
     """The default group, one of all, a mesh, a dimension of one, a subgroup; several at a time, in
     any order of closing; each rank of its own group."""
     device = torch.get_default_device()
-    more = {**SIZES, "device": device}
+    of_gpus = device.type == "cuda"
+    sizes = {**SIZES, "max_sms": 8} if of_gpus else SIZES  # seven groups share its SMs
+    more = {**sizes, "device": device}
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "ep"))
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     groups = [
         epic.torch.Group(**more),
         epic.torch.Group(dist.group.WORLD, **more),
-        epic.torch.Group(init_device_mesh(device.type, (4,)), **SIZES),
-        epic.torch.Group(mesh, "ep", **SIZES),
-        epic.torch.Group(mesh["dp"], **SIZES),
+        epic.torch.Group(init_device_mesh(device.type, (4,)), **sizes),
+        epic.torch.Group(mesh, "ep", **sizes),
+        epic.torch.Group(mesh["dp"], **sizes),
         epic.torch.Group(half, name="half", **more),
         epic.torch.Group(num_ranks=1, **more),
     ]
     assert [g.num_ranks for g in groups] == [4, 4, 4, 2, 2, 2, 1]
     assert [g.rank for g in groups] == [rank, rank, rank, rank % 2, rank // 2, rank % 2, 0]
-    of_gpus = device.type == "cuda"
     assert [g.backend for g in groups] == (["p2p"] * 7 if of_gpus else ["shm"] * 6 + ["self"])
     for group in (*groups, *groups[::-1]):
         right(group, rank)

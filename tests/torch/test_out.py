@@ -76,7 +76,7 @@ def functions(group: epic.torch.Group, x: Any, w: Any, ids: Any) -> dict[str, An
     options = t.Moe.of(**WISH)
     layer = t.MoE(group, options)
     mlp = t.ExpertWeights(layer.w_gate_up, layer.w_down)
-    loss: dict[str, Any] = {"coeff": 0.1, "total_tokens": 99}
+    loss: dict[str, Any] = {"coeff": 0.1, "total_tokens": 99, "group": group}
     return {
         "plan": lambda **o: t.plan(group, LAYER, ids, **o),
         "plan_dispatch": lambda **o: t.plan_dispatch(group, LAYER, ids, x, w, **o),
@@ -88,10 +88,10 @@ def functions(group: epic.torch.Group, x: Any, w: Any, ids: Any) -> dict[str, An
         "combine": lambda **o: t.combine(plan, recv, slots, **o),
         "sum": lambda **o: t.sum(group, numbers(7, 4, HIDDEN), **o),
         "sum_replicas": lambda **o: t.sum_replicas(copies, numbers(6, copies.num_local, 4), **o),
-        "route": lambda **o: t.route(ROUTER, logits, **o),
+        "route": lambda **o: t.route(ROUTER, logits, group=group, **o),
         "balance_loss": lambda **o: t.balance_loss(ROUTER, logits, load=plan.load, **loss, **o),
         "z_loss": lambda **o: t.z_loss(ROUTER, logits, **loss, **o),
-        "experts": lambda **o: t.experts(options.experts, recv, *counts, mlp, **o),
+        "experts": lambda **o: t.experts(options.experts, recv, *counts, mlp, group=group, **o),
         "moe": lambda **o: t.moe(group, options, x, layer.weights(), **o),
     }
 

@@ -44,7 +44,13 @@ LEFT_OUT = {
 def left_out(how: str, ranks: int) -> set[str]:
     """The cases that are not for these ranks."""
     four = how != "threads" and ranks == 4
-    return LEFT_OUT[how] | (set() if four else host_cases.OF_FOUR)
+    nccl = how == "processes" and ranks % 2 == 0
+    none: set[str] = set()
+    return (
+        LEFT_OUT[how]
+        | (none if four else host_cases.OF_FOUR)
+        | (none if nccl else host_cases.BY_NCCL)
+    )
 
 
 FATAL = ("CUDA error", "CUDA failure", "EPIC_EDEVICE")  # the process can go no further
@@ -123,6 +129,7 @@ def device_of(rank: int) -> torch.device:
 def in_process(rank: int, ranks: int, port: int, how: str, names: list[str], folder: str) -> None:
     """With torch.distributed; the store is that of the process group.  NCCL takes no two ranks of
     one GPU."""
+    faulthandler.enable()
     faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
     device = device_of(rank)
     torch.cuda.set_device(device)
