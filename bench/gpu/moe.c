@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Times the layer on CUDA contexts, forward and backward, beside the sum of its parts, each timed
  * by itself in the same run: a thread for each GPU, bf16, uniform routing.  ms of the slowest
- * rank, median of ROUNDS x 3 in bursts as in layer.cu.  Beside each part also what it takes in its
- * turn, between the others: there it waits for ranks that are late, and has the clock that they left.
+ * rank, median of ROUNDS x 3 in bursts as in layer.cu.  Beside each part also what it takes behind two
+ * whole layers, which leave a GPU at its limit of power slower, as they leave it to their own second half;
+ * and what it takes in its turn, between the others, where it waits for ranks that are late, too.
  * With `beside` also what exchanges cost beside the experts: of all SMs the experts get those that the
  * exchange leaves, and so many exchanges run meanwhile on another stream that both end together.
- *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [whole] [beside] [tiny]
+ *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [whole] [beside] [profile] [tiny]
  *                                                      whole: without its parts
+ *                                                      profile: nothing but whole layers, with bf16
+ *                                                      gradients of weights, for who looks at kernels
  *                                                      tiny: a small layer, to see it run */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
@@ -37,7 +40,7 @@ static const model models[] = {
     {"gpt-oss with its biases, clamped", 32, 4, 2880, 2880, 0, true}};
 static const model small = {"64, inner 32, 4 a rank, top-2", 4, 2, 64, 32, 32, true};
 
-static int num_ranks, rounds = 4, tiny, first_model, num_models = 6, whole, beside;
+static int num_ranks, rounds = 4, tiny, first_model, num_models = 6, whole, beside, profile;
 static int64_t tokens = 4096;
 static epic_meet meets[MOST_RANKS];
 static pthread_barrier_t all;
@@ -149,8 +152,8 @@ static int by_size(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* ms, the same on all ranks. */
-static float time_of(bench *b, part *run)
+/* ms behind so many whole layers, the same on all ranks. */
+static float time_behind(bench *b, part *run, int layers)
 {
     cudaEvent_t at[4];
     float times[MOST_TIMES];
@@ -160,6 +163,7 @@ static float time_of(bench *b, part *run)
         cudaStreamSynchronize(b->stream);
         usleep(15000);
         pthread_barrier_wait(&all);
+        for (int i = 0; i < layers; i++) must(both(b) == EPIC_OK, "a layer", b->ctx);
         must(run(b) == EPIC_OK, "a call", b->ctx);
         cudaEventRecord(at[0], b->stream);
         for (int i = 1; i < 4; i++) {
@@ -177,6 +181,11 @@ static float time_of(bench *b, part *run)
     for (int r = 0; r < num_ranks; r++) most = slowest[r] > most ? slowest[r] : most;
     pthread_barrier_wait(&all);
     return most;
+}
+
+static float time_of(bench *b, part *run)
+{
+    return time_behind(b, run, 0);
 }
 
 /* ms of each part of a whole layer, on this rank. */
@@ -221,23 +230,28 @@ static float time_narrow(bench *b)
 static void time_layer(bench *b, const model *m)
 {
     static float in_turn[MOST_RANKS][NUM_PARTS];
-    float sum = 0, times[NUM_PARTS];
+    float sum = 0, warm_sum = 0, times[NUM_PARTS], warm[NUM_PARTS];
     const float ahead = time_of(b, forward), there_and_back = time_of(b, both);
     const float narrow = time_narrow(b);
     if (!whole) time_in_turn(b, in_turn[b->rank]);
     for (size_t i = 0; i < NUM_PARTS && !whole; i++) {
         times[i] = time_of(b, parts[i].run);
+        warm[i] = time_behind(b, parts[i].run, 2);
         sum += times[i];
+        warm_sum += warm[i];
     }
     must(epic_check(b->ctx) == EPIC_OK, "the layer", b->ctx);
     if (b->rank != 0) return;
     printf("layer, %s, %d ranks of %lld tokens: forward %.3f ms, with backward %.3f, with bf16 "
            "gradients of weights %.3f",
            m->name, num_ranks, (long long)tokens, ahead, there_and_back, narrow);
-    if (!whole) printf("; sum of the parts %.3f (%.2f x)", sum, there_and_back / sum);
+    if (!whole)
+        printf("; sum of the parts %.3f (%.3f x), behind layers %.3f (%.3f x)", sum,
+               there_and_back / sum, warm_sum, there_and_back / warm_sum);
     printf("\n");
     for (size_t i = 0; i < NUM_PARTS && !whole; i++) {
-        printf("    %-30s %8.3f   in turn", parts[i].name, times[i]);
+        printf("    %-30s %8.3f   behind layers %8.3f   in turn", parts[i].name, times[i],
+               warm[i]);
         for (int r = 0; r < num_ranks; r++) printf(" %8.3f", in_turn[r][i]);
         printf("\n");
     }
@@ -488,8 +502,13 @@ static void run_model(bench *b, const model *m)
     must(!moe_begin(&b->forward_job, b->ctx, &b->forward.call, &call), "parts", NULL);
     call.backward = true;
     must(!moe_begin(&b->backward_job, b->ctx, &b->forward.call, &call), "parts", NULL);
-    time_layer(b, m);
-    time_scaled(b, &a, &config, &moe);
+    if (profile) {
+        const float narrow = time_narrow(b);
+        if (b->rank == 0) printf("layer, %s: %.3f ms\n", m->name, narrow);
+    } else {
+        time_layer(b, m);
+        time_scaled(b, &a, &config, &moe);
+    }
     for (int sms = 24; beside && sms <= 48; sms += 8)
         if (sms != 40) time_beside(b, sms);
     epic_close(b->ctx);
@@ -534,6 +553,7 @@ int main(int argc, char **argv)
         if (!strncmp(argv[i], "first=", 6)) first_model = atoi(argv[i] + 6);
         if (!strcmp(argv[i], "beside")) beside = 1;
         if (!strcmp(argv[i], "whole")) whole = 1;
+        if (!strcmp(argv[i], "profile")) profile = 1;
         if (!strcmp(argv[i], "tiny")) tiny = 1;
     }
     if (num_models < 1 || num_models > (int)(sizeof models / sizeof *models))
