@@ -134,9 +134,11 @@ typedef struct p2p_incoming_job {   /* to = {all + balance, all + z} */
 
 typedef struct p2p_pieces_job { /* grouped_pieces.cu */
     const float *from;          /* split: [rows, columns]; fold: [rows, GATE_PIECES, columns] */
-    void *to; /* split: bf16 [rows, GATE_PIECES, columns]; fold: float32 [rows, columns] */
+    void *to;          /* split: bf16 [rows, places, columns]; fold: float32 [rows, columns] */
     const float *bias; /* fold: [columns]; NULL: none */
     int64_t rows, columns;
+    int32_t places;     /* split */
+    uint32_t order;     /* split: which piece each place has, two bits for each, lowest first */
     int32_t accumulate; /* fold: to is added to */
     int32_t sms;
 } p2p_pieces_job;

@@ -66,8 +66,9 @@ struct Job {
     const float *bias_weights;
     const float *a_scales, *b_scales; /* e4m3 */
     void *out;
-    int64_t columns; /* of out */
-    int64_t lines;   /* WEIGHT: of out of one expert */
+    const void *also; /* INPUT */
+    int64_t columns;  /* of out */
+    int64_t lines;    /* WEIGHT: of out of one expert */
     int num_experts;
     int tiles_down; /* WEIGHT: tiles of one expert, down */
     int tiles_across;
@@ -329,26 +330,41 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* What the result is added to.  Only float32 sums may be added where they lie (add_box): in 16 bits
- * that would round the product first, and the sum again. */
+/* What the result is added to, whose row `row` is this thread's first, and there are `there` from that
+ * one on.  Only float32 sums may be added where they lie (add_box): in 16 bits that would round the
+ * product first, and the sum again. */
 template <class Out>
-static __device__ __forceinline__ void add_before(float (&d)[128], const Job &job,
-                                                  const Work &w, int half, const Lane &lane)
+static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
+                                                const Job &job, const Work &w, int64_t row,
+                                                int64_t there, const Lane &lane)
 {
-    const int64_t low = w.row + half * 64 + lane.row, high = low + 8;
-    const int64_t at = (w.expert * job.lines + low) * job.columns;
+    const int64_t at = row * job.columns;
 #pragma unroll
     for (int j = 0; j < 32; j++) {
         const int column = w.column + 8 * j + lane.column;
         if (column >= job.columns) continue;
         float2 before = {0, 0}, below = {0, 0};
-        if (low < job.lines) before = pair_at(job.out, at + column, Out());
-        if (high < job.lines) below = pair_at(job.out, at + 8 * job.columns + column, Out());
+        if (there > 0) before = pair_at(from, at + column, Out());
+        if (there > 8) below = pair_at(from, at + 8 * job.columns + column, Out());
         d[4 * j] += before.x;
         d[4 * j + 1] += before.y;
         d[4 * j + 2] += below.x;
         d[4 * j + 3] += below.y;
     }
+}
+
+template <class Out, int PASS>
+static __device__ __forceinline__ void add_before(float (&d)[128], const Job &job,
+                                                  const Work &w, int half, const Lane &lane)
+{
+    const int64_t line = half * 64 + lane.row;
+    if (PASS == EPIC_GEMM_WEIGHT) {
+        const int64_t row = w.expert * job.lines + w.row + line;
+        add_rows<Out>(d, job.out, job, w, row, job.lines - w.row - line, lane);
+        return;
+    }
+    if (job.also) add_rows<Out>(d, job.also, job, w, w.row + line, w.tokens - line, lane);
+    if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
 static __device__ __forceinline__ void clear_padding(float (&d)[128], int tokens,
@@ -548,7 +564,9 @@ static __device__ __forceinline__ void consume(const Maps &maps, const Job &job,
         if constexpr ((PASS == EPIC_GEMM_FORWARD || sizeof(T) == 1) && sizeof(Out) == 2)
             if (job.bias) add_bias<Out>(d, job, w, half, lane);
         if constexpr (PASS == EPIC_GEMM_WEIGHT && sizeof(Out) == 2)
-            if (job.accumulate && w.store) add_before<Out>(d, job, w, half, lane);
+            if (job.accumulate && w.store) add_before<Out, PASS>(d, job, w, half, lane);
+        if constexpr (PASS == EPIC_GEMM_INPUT && sizeof(T) == 2 && CTAS == 1)
+            if (w.store) add_before<Out, PASS>(d, job, w, half, lane);
         if (PASS != EPIC_GEMM_WEIGHT && w.tokens < BM)
             clear_padding(d, w.tokens - half * 64, lane);
         store_tile<Out, PASS>(d, maps, job, w, boxes, half, thread);
@@ -660,6 +678,7 @@ static Job job_of(const p2p_gemm *g)
     job.a_scales = g->a_scales;
     job.b_scales = g->b_scales;
     job.out = g->out;
+    job.also = g->also;
     job.columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
     job.lines = g->k;
     job.num_experts = g->slabs.num_experts;
@@ -668,7 +687,7 @@ static Job job_of(const p2p_gemm *g)
     const int block = g->row_type == EPIC_E4M3 ? 128 : BK;
     job.steps = (int)(((g->pass == EPIC_GEMM_INPUT ? g->n : g->k) + block - 1) / block);
     job.group = g->group ? g->group : job.num_experts >= 16 ? 4 : 8;
-    job.accumulate = g->pass == EPIC_GEMM_WEIGHT && g->accumulate;
+    job.accumulate = g->pass != EPIC_GEMM_FORWARD && g->accumulate;
     return job;
 }
 
@@ -732,8 +751,9 @@ extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t st
     if (g->row_type == EPIC_E4M3)
         return g->alone ? launch_scaled<1>(g, stream) : launch_scaled<2>(g, stream);
     if (g->row_type == EPIC_F16) return launch_typed<__half, 2>(g, stream);
-    return g->alone ? launch_typed<__nv_bfloat16, 1>(g, stream)
-                    : launch_typed<__nv_bfloat16, 2>(g, stream);
+    const bool adds = g->pass == EPIC_GEMM_INPUT && (g->accumulate || g->also);
+    return g->alone || adds ? launch_typed<__nv_bfloat16, 1>(g, stream)
+                            : launch_typed<__nv_bfloat16, 2>(g, stream);
 }
 
 static bool is_whole(const void *p)
@@ -755,7 +775,8 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
 {
     const bool weight = g->pass == EPIC_GEMM_WEIGHT;
     if (!encode) return "no tensor cores of sm_90a";
-    if (!is_whole(g->a) || !is_whole(g->b) || !is_whole(g->out) || (uintptr_t)g->bias % 4)
+    if (!is_whole(g->a) || !is_whole(g->b) || !is_whole(g->out) || (uintptr_t)g->bias % 4 ||
+        (uintptr_t)g->also % 4)
         return "an address that 16 does not divide";
     if (!g->slabs.num_slots) return "no slots";
     if (g->row_type == EPIC_E4M3) return scaled_is_slow(g);
@@ -763,7 +784,8 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     const bool wide = g->pass == EPIC_GEMM_FORWARD && g->y_type == EPIC_F32 &&
                       g->row_type == EPIC_BF16 && !g->bias && !g->alone;
     if (g->y_type && g->y_type != g->row_type && !wide) return "results are of another type";
-    if (g->pass == EPIC_GEMM_INPUT && (g->accumulate || g->also)) return "results are added to";
+    if (g->pass == EPIC_GEMM_INPUT && g->row_type == EPIC_F16 && (g->accumulate || g->also))
+        return "results are added to";
     if (!weight && g->weight_type != g->row_type) return "weights are not of the rows' type";
     if (weight && g->out_type != g->row_type && g->out_type != EPIC_F32)
         return "gradients are of another type";

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Factors of float32 for tensor cores that take bf16: a number is three bf16, the nearest, the
  * nearest of what is left, and again, which is all of its 24 bits.  They lie side by side, so one
- * product brings three sums, which are added, the small ones first.
+ * product brings three sums, which are added, the small ones first.  Where both factors are float32 the
+ * pieces of one lie beside those of the other that they are multiplied by, and one sum runs over all.
  *
- *     from [rows, columns] -> to   [rows, 3, columns]     split
- *     sums [rows, 3, columns] -> out [rows, columns]      fold */
+ *     from [rows, columns] -> to   [rows, places, columns]     split
+ *     sums [rows, 3, columns] -> out [rows, columns]           fold */
 #include "cuda/grouped.h"
 #include "cuda/launch.cuh"
 #include "cuda/numbers.cuh"
@@ -16,13 +17,17 @@ static __global__ void __launch_bounds__(THREADS)
 {
     const int64_t step = (int64_t)gridDim.x * THREADS, count = job.rows * job.columns;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < count; i += step) {
-        const int64_t first = i + i / job.columns * (GATE_PIECES - 1) * job.columns;
-        float rest = job.from[i];
-#pragma unroll
-        for (int p = 0; p < GATE_PIECES; p++) {
-            const __nv_bfloat16 piece = __float2bfloat16_rn(rest);
-            ((__nv_bfloat16 *)job.to)[first + p * job.columns] = piece;
-            rest -= __bfloat162float(piece);
+        const int64_t first = i + i / job.columns * (job.places - 1) * job.columns;
+        const float all = job.from[i];
+        const __nv_bfloat16 high = __float2bfloat16_rn(all);
+        const float rest = all - __bfloat162float(high);
+        const __nv_bfloat16 middle = __float2bfloat16_rn(rest);
+        const __nv_bfloat16 low = __float2bfloat16_rn(rest - __bfloat162float(middle));
+        for (int p = 0; p < job.places; p++) {
+            const uint32_t which = job.order >> 2 * p & 3;
+            ((__nv_bfloat16 *)job.to)[first + p * job.columns] = which == 0   ? high
+                                                                 : which == 1 ? middle
+                                                                              : low;
         }
     }
 }

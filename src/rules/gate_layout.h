@@ -13,6 +13,7 @@
 #define GATE_LEAST 128  /* steps of a sum that are not cut */
 #define GATE_COLUMNS 64 /* of a tile */
 #define GATE_PIECES 3   /* bf16 numbers that a float32 is */
+#define GATE_PAIRS 6    /* products of the pieces of two float32 that count */
 #define GATE_LARGE \
     (INT64_C(1) << 29) /* multiplications, from which on tensor cores are faster */
 
@@ -67,6 +68,21 @@ static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t 
     return at;
 }
 
+/* The same for the gradient of x, both of whose factors are float32: bf16 [tokens, GATE_PAIRS, columns]
+ * and [hidden, GATE_PAIRS, columns].  Its sums have no place: they are rows. */
+typedef struct gate_pairs {
+    int64_t d_logits, weights, end;
+} gate_pairs;
+
+static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t columns)
+{
+    gate_pairs at;
+    at.d_logits = experts_round_up(experts_tiles_bytes(tokens));
+    at.weights = experts_round_up(at.d_logits + tokens * GATE_PAIRS * columns * 2);
+    at.end = experts_round_up(at.weights + hidden * GATE_PAIRS * columns * 2);
+    return at;
+}
+
 /* Of the workspace: the list of tiles, then the parts or the pieces; forward's of all tokens. */
 static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
                                  bool backward)
@@ -75,7 +91,9 @@ static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, 
     const int64_t cut = experts_tiles_bytes(tokens) + parts;
     const int64_t end = backward ? gate_pieces_of(tokens, hidden, columns, block).end
                                  : gate_pieces_of(tokens, tokens, columns, hidden).end;
-    return gate_is_large(block, columns, hidden) && end > cut ? end : cut;
+    const int64_t pairs = backward ? gate_pairs_of(tokens, hidden, columns).end : 0;
+    const int64_t pieces = end > pairs ? end : pairs;
+    return gate_is_large(block, columns, hidden) && pieces > cut ? pieces : cut;
 }
 
 #endif

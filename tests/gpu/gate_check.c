@@ -12,12 +12,12 @@
 typedef struct shape {
     int64_t tokens, hidden, columns;
     uint32_t type;
-    bool bias, accumulate, in_pieces;
+    bool bias, accumulate, in_pieces; /* accumulate: also adds `also` to d_x */
 } shape;
 
 typedef struct problem {
     const shape *s;
-    both x, w, bias, logits, d, d_w, d_bias;
+    both x, w, bias, logits, d, d_w, d_bias, d_x, also;
     void *workspace;
     double worst; /* of the errors, as parts of the bound */
 } problem;
@@ -39,9 +39,10 @@ static size_t workspace_bytes(const shape *s)
         gate_bytes(s->tokens, s->tokens, s->hidden, s->columns, false),
         gate_bytes(s->tokens, s->tokens, s->hidden, s->columns, true),
         gate_pieces_of(s->tokens, s->tokens, s->columns, s->hidden).end,
-        gate_pieces_of(s->tokens, s->hidden, s->columns, s->tokens).end};
+        gate_pieces_of(s->tokens, s->hidden, s->columns, s->tokens).end,
+        gate_pairs_of(s->tokens, s->hidden, s->columns).end};
     int64_t most = 0;
-    for (int i = 0; i < 4; i++) most = both_ways[i] > most ? both_ways[i] : most;
+    for (int i = 0; i < 5; i++) most = both_ways[i] > most ? both_ways[i] : most;
     return (size_t)most;
 }
 
@@ -54,7 +55,9 @@ static problem make_problem(const shape *s)
                  .logits = make_both(EPIC_F32, s->tokens * s->columns),
                  .d = pushed(EPIC_F32, s->tokens * s->columns),
                  .d_w = pushed(EPIC_F32, s->hidden * s->columns),
-                 .d_bias = pushed(EPIC_F32, s->columns)};
+                 .d_bias = pushed(EPIC_F32, s->columns),
+                 .d_x = pushed(s->type, s->tokens * s->hidden),
+                 .also = pushed(s->type, s->tokens * s->hidden)};
     const size_t bytes = workspace_bytes(s);
     push(&p.logits);
     must(cudaMalloc(&p.workspace, bytes) == cudaSuccess, "memory");
@@ -65,7 +68,8 @@ static problem make_problem(const shape *s)
 
 static void free_problem(problem *p)
 {
-    both *all[] = {&p->x, &p->w, &p->bias, &p->logits, &p->d, &p->d_w, &p->d_bias};
+    both *all[] = {&p->x,   &p->w,      &p->bias, &p->logits, &p->d,
+                   &p->d_w, &p->d_bias, &p->d_x,  &p->also};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free_both(all[i]);
     cudaFree(p->workspace);
 }
@@ -74,7 +78,7 @@ static void free_problem(problem *p)
 typedef struct sum {
     const double *a, *b;
     int64_t step_a, step_b, depth;
-    double begin;
+    double begin, rounding; /* of the result, as a part of it */
 } sum;
 
 /* The bound: rounding of all those sums, which tensor cores do towards zero. */
@@ -86,7 +90,8 @@ static void judge(problem *p, double got, sum s)
         want += term;
         size += fabs(term);
     }
-    const double part = fabs(got - want) / ((5e-7 + 1.5e-10 * (double)s.depth) * size + 1e-30);
+    const double bound = (5e-7 + 1.5e-10 * (double)s.depth) * size + s.rounding * fabs(want);
+    const double part = fabs(got - want) / (bound + 1e-30);
     if (!(part <= p->worst)) p->worst = part; /* also NaN */
 }
 
@@ -120,6 +125,24 @@ static void check_gradient(problem *p)
     }
 }
 
+/* Rounded once, whatever is added. */
+static void check_rows(problem *p)
+{
+    const shape *s = p->s;
+    const double rounding = s->type == EPIC_BF16 ? 0x1p-8 : s->type == EPIC_F16 ? 0x1p-11 : 0;
+    for (int64_t i = 0; i < s->tokens * s->hidden; i++) {
+        const int64_t t = i / s->hidden, h = i % s->hidden;
+        judge(p, get(p->d_x.host, s->type, i),
+              (sum){.a = &p->d.truth[t * s->columns],
+                    .step_a = 1,
+                    .b = &p->w.truth[h * s->columns],
+                    .step_b = 1,
+                    .depth = s->columns,
+                    .begin = p->d_x.truth[i] + (s->accumulate ? p->also.truth[i] : 0),
+                    .rounding = rounding});
+    }
+}
+
 static bool run(const shape *s)
 {
     problem p = make_problem(s);
@@ -139,18 +162,23 @@ static bool run(const shape *s)
     gate.logits = p.d.device;
     gate.d_w_gate = p.d_w.device;
     gate.d_b_gate = p.d_bias.device;
+    gate.d_x = p.d_x.device;
+    gate.also = s->accumulate ? p.also.device : NULL;
     must(p2p_gate_backward(&group, &gate) == EPIC_OK, "backward");
     must(cudaDeviceSynchronize() == cudaSuccess, "a kernel");
     pull(&p.logits);
     pull(&p.d_w);
+    pull(&p.d_x);
     check_logits(&p);
     const double forward = p.worst;
     check_gradient(&p);
+    const double weights = p.worst;
+    check_rows(&p);
     const bool good = p.worst <= 1;
-    printf("gate: %lld tokens, hidden %lld, %lld columns, type %u%s: %.2f and %.2f of what may "
-           "be%s\n",
+    printf("gate: %lld tokens, hidden %lld, %lld columns, type %u%s: %.2f, %.2f and %.2f of "
+           "what may be%s\n",
            (long long)s->tokens, (long long)s->hidden, (long long)s->columns, s->type,
-           s->in_pieces ? " in pieces" : "", forward, p.worst, good ? "" : ": WRONG");
+           s->in_pieces ? " in pieces" : "", forward, weights, p.worst, good ? "" : ": WRONG");
     free_problem(&p);
     return good;
 }
@@ -168,6 +196,7 @@ static int check_room(void)
                 if (!gate_is_large(block, columns, hidden)) continue;
                 bad += there < gate_pieces_of(tokens, tokens, columns, hidden).end;
                 bad += back < gate_pieces_of(block, hidden, columns, block).end;
+                bad += back < gate_pairs_of(block, hidden, columns).end;
             }
     if (bad) printf("gate: too little workspace, %d times\n", bad);
     return bad;

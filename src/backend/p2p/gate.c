@@ -61,6 +61,18 @@ static p2p_gemm of_pieces(const p2p_gemm *product, const epic_gate *gate)
     return pieces;
 }
 
+/* Pieces 0, 1, 2 of a float32 are its high, middle and low bits.  As they are; and those of two
+ * factors, of which 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0 are added, in this order: what is left out
+ * is less than the last of float32's bits. */
+enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
+enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
+enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
+
+static epic_result launch_split(const p2p_pieces_job *job, epic_stream stream)
+{
+    return p2p_cuda(p2p_launch_split(job, (cudaStream_t)stream), "launching the gate's pieces");
+}
+
 static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *pieces,
                                    const epic_gate *gate)
 {
@@ -70,6 +82,8 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
                                   .to = (void *)(uintptr_t)pieces->b,
                                   .rows = forward ? gate->hidden : gate->tokens,
                                   .columns = gate->columns,
+                                  .places = GATE_PIECES,
+                                  .order = IN_ORDER,
                                   .sms = product->sms};
     const p2p_pieces_job fold = {.from = pieces->out,
                                  .to = product->out,
@@ -78,7 +92,7 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
                                  .columns = gate->columns,
                                  .accumulate = product->accumulate,
                                  .sms = product->sms};
-    TRY(p2p_cuda(p2p_launch_split(&split, stream), "launching the gate's pieces"));
+    TRY(launch_split(&split, gate->stream));
     TRY(multiply(pieces, gate->stream));
     return p2p_cuda(p2p_launch_fold(&fold, stream), "launching the sum of the gate's pieces");
 }
@@ -93,6 +107,42 @@ static epic_result multiply_long(p2p_gemm *product, const epic_gate *gate, int64
     if (gate->in_pieces || (large && !p2p_gemm_is_slow(&pieces)))
         return multiply_pieces(product, &pieces, gate);
     product->slices = gate_slices(lines, gate->columns, depth);
+    return multiply(product, gate->stream);
+}
+
+/* INPUT: d_x = d_logits w_gate^T, added to rows. */
+static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
+                                  const epic_gate *gate)
+{
+    p2p_pieces_job split = {.from = product->a,
+                            .to = (void *)(uintptr_t)pairs->a,
+                            .rows = gate->tokens,
+                            .columns = gate->columns,
+                            .places = GATE_PAIRS,
+                            .order = PAIRS_LEFT,
+                            .sms = product->sms};
+    TRY(launch_split(&split, gate->stream));
+    split.from = product->b;
+    split.to = (void *)(uintptr_t)pairs->b;
+    split.rows = gate->hidden;
+    split.order = PAIRS_RIGHT;
+    TRY(launch_split(&split, gate->stream));
+    return multiply(pairs, gate->stream);
+}
+
+/* By the tokens of a block, as multiply_long. */
+static epic_result multiply_wide(const p2p_gemm *product, const epic_gate *gate)
+{
+    const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
+    const bool large = gate_is_large(gate->block, gate->columns, gate->hidden);
+    uint8_t *work = gate->workspace;
+    p2p_gemm pairs = *product;
+    pairs.a = work + at.d_logits;
+    pairs.b = work + at.weights;
+    pairs.n = GATE_PAIRS * product->n;
+    pairs.weight_type = pairs.y_type = EPIC_BF16;
+    if (gate->in_pieces || (large && !p2p_gemm_is_slow(&pairs)))
+        return multiply_pairs(product, &pairs, gate);
     return multiply(product, gate->stream);
 }
 
@@ -140,7 +190,7 @@ epic_result p2p_gate_backward(epic_group *group, const epic_gate *gate)
     TRY(begin(group, gate));
     if (gate->d_b_gate) TRY(bias_gradient(gate));
     if (gate->d_w_gate) TRY(multiply_long(&weight, gate, gate->hidden, gate->block));
-    return gate->d_x && gate->tokens ? multiply(&input, gate->stream) : EPIC_OK;
+    return gate->d_x && gate->tokens ? multiply_wide(&input, gate) : EPIC_OK;
 }
 
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
