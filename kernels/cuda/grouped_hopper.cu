@@ -686,7 +686,8 @@ static Job job_of(const p2p_gemm *g)
     job.tiles_across = (int)((job.columns + BN - 1) / BN);
     const int block = g->row_type == EPIC_E4M3 ? 128 : BK;
     job.steps = (int)(((g->pass == EPIC_GEMM_INPUT ? g->n : g->k) + block - 1) / block);
-    job.group = g->group ? g->group : job.num_experts >= 16 ? 4 : 8;
+    const bool many = g->pass != EPIC_GEMM_WEIGHT && job.num_experts >= 16;
+    job.group = g->group ? g->group : many ? 2 : 8;
     job.accumulate = g->pass != EPIC_GEMM_FORWARD && g->accumulate;
     return job;
 }
