@@ -124,10 +124,10 @@ gpu-bench-hosts: $(GPU_OUT)/gpu_hosts
 	    echo "left out: no libepic_hosts.so; cmake -S . -B build -DEPIC_HOSTS=ON, then again"; \
 	else $(GPU_OUT)/gpu_hosts && $(GPU_OUT)/gpu_hosts backend=p2p; fi
 
+# JAX and PyTorch have a part in it where GPU_PYTHON has them and gpu-build-jax, gpu-build-torch ran.
+GPU_PYTHON ?= python3
 gpu-bench-layer: $(GPU_OUT)/gpu_layer $(GPU_OUT)/gpu_moe
-	$(GPU_OUT)/gpu_layer
-	$(GPU_OUT)/gpu_moe
-	python3 bench/gpu/layer_torch.py
+	$(GPU_PYTHON) bench/gpu/layer_bars.py $(GPU_OUT)
 
 .PHONY: nvcc-build test-nvcc gpu-build gpu-test gpu-bench gpu-bench-hosts gpu-bench-layer
 .PRECIOUS: $(GPU_OUT)/%.o

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs what `make gpu-bench-layer` measures, shows what it says, and ends with one table of what
+the layer is to reach: wanted, measured in this run, and whether it holds.
+    layer_bars.py FOLDER_OF_PROGRAMS [SAID]    SAID: a file of what they said, judged as it is"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+MOST = 300  # seconds for each program
+
+Row = tuple[str, str, float, bool]  # what, wanted, measured, does it hold
+
+
+def said_by(command: list[str]) -> str:
+    """What a program says, shown as it comes; it may end early."""
+    lines = []
+    print("$", *command, flush=True)
+    words = ["timeout", "-k", "5", str(MOST), *command]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in run.stdout or ():
+        print(line, end="", flush=True)
+        lines.append(line)
+    if run.wait() != 0:
+        print(f"left out: the rest of {command[0]}, which ended with {run.returncode}", flush=True)
+    return "".join(lines)
+
+
+def libraries() -> str:
+    """Folders in which epic.jax and epic.torch find what they load."""
+    given = os.environ.get("EPIC_LIBRARY_PATH")
+    folders = [ROOT / "build" / name / "lib" for name in ("gpu-jax", "gpu-torch", ".")]
+    return given or ":".join(str(folder) for folder in folders)
+
+
+def all_said(programs: Path) -> str:
+    """Of all programs, one after the other: each has the GPUs to itself."""
+    os.environ["EPIC_LIBRARY_PATH"] = libraries()
+    os.environ["PYTHONPATH"] = str(ROOT / "bindings" / "python")
+    os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+    python = [sys.executable, "-W", "ignore"]
+    in_jax = [*python, str(ROOT / "bench/gpu_jax.py"), "layer", "--ways", "core"]
+    commands = (
+        [str(programs / "gpu_layer")],
+        [str(programs / "gpu_moe")],
+        [*python, str(HERE / "layer_torch.py")],
+        [*in_jax, "--c", str(programs / "gpu_moe")],
+    )
+    return "".join(map(said_by, commands))
+
+
+# ------------------------------------------------------------------------------ bars ----
+
+
+def at_least(what: str, bar: float, got: str) -> Row:
+    """A row, of a number as it was printed."""
+    return what, f">= {bar:g}", float(got), float(got) >= bar
+
+
+def at_most(what: str, bar: float, got: str) -> Row:
+    """The other way round."""
+    return what, f"<= {bar:g}", float(got), float(got) <= bar
+
+
+def products(said: str) -> Iterator[Row]:
+    """Products, in groups of tiles as the library chooses them."""
+    bars = {"7168, n 4096": (725, 710), "2048, n 7168": (725, 705)}
+    for shape, (forward, three) in bars.items():
+        name = f"64 x 512 rows, k {shape}"
+        pattern = rf"products, {name}.*?forward (\d+), three passes.*?(\d+) as chosen"
+        for found in re.finditer(pattern, said, re.S):
+            yield at_least(f"{name}: forward, TFLOP/s", forward, found[1])
+            yield at_least(f"{name}: three passes, TFLOP/s", three, found[2])
+    pattern = r"e4m3, 64 x 512 rows, k 7168.*?as chosen: .*?\(([\d.]+) times\)"
+    for found in re.finditer(pattern, said, re.S):
+        yield at_least("the first of them, e4m3: forward, times bf16", 1.6, found[1])
+
+
+def experts(said: str) -> Iterator[Row]:
+    """The gated MLP, and decode."""
+    pattern = r"^experts, 64 x 512.*?forward +([\d.]+) ms.*?backward +([\d.]+)"
+    for found in re.finditer(pattern, said, re.M):
+        yield at_most("experts, 64 x 512 rows: forward, ms", 4.4, found[1])
+        yield at_most("experts: forward and backward, ms", 14.5, found[2])
+    for found in re.finditer(r"decode, (bf16, 64 x [14] rows, .*?):.*?pairs.*?\((\d+) %\)", said):
+        yield at_least(f"decode, {found[1]}: % of a read", 80, found[2])
+
+
+def parts(said: str) -> Iterator[Row]:
+    """The layer against its parts: by themselves, and as warm as the layer has the GPU."""
+    pattern = (
+        r"layer, (7168, inner 2048, (?:8|128) a rank).*?parts.*?\(([\d.]+) x\)(.*?\(([\d.]+) x\))?"
+    )
+    for found in re.finditer(pattern, said):
+        yield at_most(f"layer, {found[1]}: times its parts alone", 1.02, found[2])
+        if found[4]:
+            yield at_most(f"layer, {found[1]}: times its parts behind layers", 1.02, found[4])
+
+
+def against_torch(said: str) -> Iterator[Row]:
+    """Ours beside torch's products around our exchange: below 1 is faster."""
+    pattern = r"beside torch's products, (.*?): forward ([\d.]+), with backward ([\d.]+) times"
+    for found in re.finditer(pattern, said):
+        yield at_most(f"{found[1]}: forward, times torch's", 1, found[2])
+        yield at_most(f"{found[1]}: with backward, times torch's", 1, found[3])
+
+
+def in_jax(said: str) -> Iterator[Row]:
+    """JAX beside C."""
+    for found in re.finditer(r"layer, (.*?), \d+ ranks.*, core: .* and ([\d.]+) times", said):
+        yield at_most(f"JAX, {found[1]}: with backward, times C", 1.05, found[2])
+
+
+def main() -> None:
+    """What the programs said, then the table."""
+    programs = Path(sys.argv[1])
+    said = Path(sys.argv[2]).read_text() if len(sys.argv) > 2 else all_said(programs)
+    missing = []
+    print(f"\n{'to be reached':66} {'wanted':>9} {'measured':>9}")
+    for bars in (products, experts, parts, against_torch, in_jax):
+        rows = list(bars(said))
+        for what, wanted, got, holds in rows:
+            print(f"{what:66} {wanted:>9} {got:9g}  {'holds' if holds else 'MISSED'}")
+        if not rows:
+            missing.append(bars.__name__)
+    for name in missing:
+        print(f"left out: {name.replace('_', ' ')}: nothing has been said of it")
+
+
+if __name__ == "__main__":
+    main()
