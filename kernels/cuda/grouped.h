@@ -165,6 +165,9 @@ cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 /* Can this GPU's tensor cores do it, and if not, why: NULL, or a few words. */
 const char *p2p_gemm_is_slow(const p2p_gemm *job);
 
+/* Has this build products for tensor cores of GPUs of that generation? */
+int p2p_gemm_is_built(int major, int minor);
+
 cudaError_t p2p_launch_activation(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_activation_backward(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStream_t stream);

@@ -851,7 +851,19 @@ extern "C" cudaError_t p2p_load_hopper_gemm(void)
     return error;
 }
 
+extern "C" int p2p_gemm_is_built(int major, int minor)
+{
+    for (const int architecture : {__CUDA_ARCH_LIST__})
+        if (architecture == 900) return major == 9 && minor == 0;
+    return 0;
+}
+
 #else
+
+extern "C" int p2p_gemm_is_built(int, int)
+{
+    return 0;
+}
 
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *, cudaStream_t)
 {

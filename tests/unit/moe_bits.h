@@ -64,6 +64,16 @@ static inline void draw_experts(problem *p, source *s)
     p->shared.weighting = EPIC_WEIGHT_LATE;
 }
 
+/* What tensor cores take: rows and weights of one type of 16 bits, in multiples of so many numbers. */
+static inline void even_out(epic_experts *e, uint32_t multiple)
+{
+    e->hidden = multiple * (1 + e->hidden % 8);
+    const uint32_t room = MOST_NUMBERS / (e->hidden * multiple);
+    e->inner = multiple * (1 + e->inner % (room < 8 ? room : 8));
+    if (e->row_type == EPIC_F32) e->row_type = EPIC_BF16;
+    e->weight_type = 0;
+}
+
 static inline void draw_losses(problem *p, source *s)
 {
     p->moe.flags = EPIC_SUM_DENSE;
@@ -72,7 +82,7 @@ static inline void draw_losses(problem *p, source *s)
     p->backward_flags = below(s, 3) ? 0 : EPIC_ACCUMULATE;
 }
 
-static inline problem draw(uint32_t seed)
+static inline problem draw_of(uint32_t seed, uint32_t multiple)
 {
     static const uint32_t alignments[] = {1, 16, 8, 128};
     source s = source_of(seed);
@@ -86,6 +96,12 @@ static inline problem draw(uint32_t seed)
     draw_replicas(&p, seed);
     p.scaled = seed % 3 == 0;
     draw_experts(&p, &s);
+    if (multiple > 1) {
+        even_out(&p.experts, multiple);
+        const epic_experts whole = p.experts;
+        even_out(&p.shared, multiple);
+        p.shared.hidden = whole.hidden;
+    }
     draw_losses(&p, &s);
     const int64_t block = 1 + below(&s, p.experts.hidden > 200 ? 5 : 24);
     if (below(&s, 4) == 0) p.moe.sequence_tokens = block;
@@ -102,6 +118,11 @@ static inline problem draw(uint32_t seed)
         seed, (long long)p.total, p.layer.num_experts, p.layer.top_k, p.layer.alignment,
         p.experts.hidden, p.experts.inner, convert_name(p.experts.row_type));
     return p;
+}
+
+static inline problem draw(uint32_t seed)
+{
+    return draw_of(seed, 1);
 }
 
 /* The same layer over so many ranks, whose blocks of experts may be anywhere. */

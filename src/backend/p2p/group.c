@@ -7,6 +7,7 @@
 
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
+#include "cuda/grouped.h"
 
 #define LEAST_HEAP (4 << 20) /* an allocation of its own */
 #define MOST_SMS 65536       /* more than any device has */
@@ -166,20 +167,25 @@ void p2p_release(epic_group *g, void *memory)
     (void)cudaFree(memory);
 }
 
+static int describe_gpu(char *to, size_t size, int device)
+{
+    struct cudaDeviceProp gpu;
+    if (cudaGetDeviceProperties(&gpu, device) != cudaSuccess) return 0;
+    const int sms = gpu.multiProcessorCount;
+    return snprintf(to, size,
+                    "%sGPU %d: %s, sm_%d%d, %d SMs, of which a context uses %d, experts on %s",
+                    device ? "; " : "", device, gpu.name, gpu.major, gpu.minor, sms,
+                    sms < P2P_DEFAULT_SMS ? sms : P2P_DEFAULT_SMS,
+                    p2p_gemm_is_built(gpu.major, gpu.minor) ? "tensor cores" : "plain kernels");
+}
+
 void p2p_describe(char *to, size_t size)
 {
-    struct cudaDeviceProp properties;
     int count = 0, used = 0;
     *to = 0;
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0)
         snprintf(to, size, "no CUDA device can be used here");
     for (int i = 0; i < count && used < (int)size; i++)
-        if (cudaGetDeviceProperties(&properties, i) == cudaSuccess)
-            used += snprintf(to + used, size - (size_t)used,
-                             "%sGPU %d: %s, %d SMs, of which a context uses %d", i ? "; " : "",
-                             i, properties.name, properties.multiProcessorCount,
-                             properties.multiProcessorCount < P2P_DEFAULT_SMS
-                                 ? properties.multiProcessorCount
-                                 : P2P_DEFAULT_SMS);
+        used += describe_gpu(to + used, size - (size_t)used, i);
     (void)cudaGetLastError();
 }

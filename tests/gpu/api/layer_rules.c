@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the layer on CUDA contexts promises beside its values (api_layer): with EPIC_TREE the same
- * bits for 1, 2 and 4 ranks, and whatever is saved; gradients of replicas that epic_sum_replicas adds; tables that do not
- * fit the layer, and unequal ranks, told by epic_check; and what it refuses.
+ * bits for 1, 2 and 4 ranks, and whatever is saved; gradients of replicas that epic_sum_replicas
+ * adds; tables that do not fit the layer, and unequal ranks, told by epic_check; what it refuses; and
+ * what epic-info says of the experts on this GPU.
  *   api_layer_rules [CASES] [SEED] */
 #define MOST_NUMBERS (1 << 10)
+#include "api/api.h"
 #include "layer_part.h"
 #include "unit/moe_bits.h"
 
@@ -76,9 +78,10 @@ static void compare_with_host(const problem *host, const problem *p)
     }
 }
 
-static void test_bits(uint32_t seed)
+static void test_bits(uint32_t seed, uint32_t multiple)
 {
-    problem given = draw(seed), one = spread(&given, 1, seed), host = spread(&given, 2, seed);
+    problem given = draw_of(seed, multiple), one = spread(&given, 1, seed),
+            host = spread(&given, 2, seed);
     run_team(run_summed, &one, &one, "p2p");
     run_team(run_on_host, &host, &host, NULL);
     compare_with_host(&host, &one);
@@ -290,6 +293,25 @@ static void test_refused(void)
     free_problem(&p);
 }
 
+static void described(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    struct cudaDeviceProp gpu;
+    char text[4096];
+    (void)what, (void)rank, (void)config;
+    must(cudaGetDeviceProperties(&gpu, 0), "properties");
+    ctx->backend->describe(text, sizeof text);
+    const bool none = gpu.major != 9 || !strcmp(gpu.name, "a GPU of threads");
+    CHECK(strstr(text, none ? "experts on plain kernels" : "experts on tensor cores"), "%s",
+          text);
+}
+
+static void test_described(void)
+{
+    problem p = small(1);
+    run_team(described, &p, &p, "p2p");
+    free_problem(&p);
+}
+
 int main(int argc, char **argv)
 {
     const uint32_t count = argc > 1 ? (uint32_t)atoi(argv[1]) : 30;
@@ -298,7 +320,9 @@ int main(int argc, char **argv)
     test_refused();
     test_wrong();
     test_roomy();
-    for (uint32_t i = 0; i < count; i++) test_bits(first + i);
+    test_described();
+    /* Every third as tensor cores take it. */
+    for (uint32_t i = 0; i < count; i++) test_bits(first + i, i % 3 == 2 ? 8 : 1);
     for (uint32_t i = 0; i < (count + 1) / 2; i++) test_less_saved(first + i);
     printf("layer_rules: %u cases: %s\n", count, *failures ? "WRONG" : "good");
     return *failures != 0;
