@@ -298,7 +298,8 @@ def of_c(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
     name.  It has the GPUs to itself: JAX has not looked at them yet."""
     if not args.c:
         return {}
-    words = [args.c, f"tokens={args.tokens}", f"models={args.models}", "whole"]
+    last = args.first + args.models
+    words = [args.c, f"tokens={args.tokens}", f"first={args.first}", f"models={last}", "whole"]
     said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     found = re.findall(r"layer, (.*), \d+ ranks .*forward ([\d.]+) ms.*weights ([\d.]+)", said)
     if len(found) != args.models:
@@ -306,19 +307,21 @@ def of_c(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
     return {name: (float(ahead), float(both)) for name, ahead, both in found}
 
 
-def in_bursts(run: Callable[[], Any], rounds: int = 8) -> float:
-    """Median time of a call as bench/gpu/moe.c has it: rest, one call, three that are timed."""
+def in_bursts(run: Callable[[], Any], rounds: int = 12) -> tuple[float, float]:
+    """Time of a call as bench/gpu/moe.c has it, rest, one call, three that are timed: what four
+    calls take more than one, so that the host's way to the GPUs and back, which C's events do not
+    see, is in neither.  And of one call by itself, from rest until the host has its results."""
     jax.block_until_ready(run())
-    times = []
-    for _ in range(rounds):
+    times: dict[int, list[float]] = {1: [], 4: []}
+    for calls in (1, 4) * rounds:
         time.sleep(0.015)
-        jax.block_until_ready(run())
         begin = time.perf_counter()
-        for _ in range(3):
+        for _ in range(calls):
             out = run()
         jax.block_until_ready(out)
-        times.append((time.perf_counter() - begin) / 3)
-    return statistics.median(times)
+        times[calls].append(time.perf_counter() - begin)
+    one, four = (statistics.median(times[calls]) for calls in (1, 4))
+    return (four - one) / 3, one
 
 
 def parameters(mesh: Mesh, local: int, hidden: int, inner: int) -> tuple[Any, Any]:
@@ -339,11 +342,16 @@ def parameters(mesh: Mesh, local: int, hidden: int, inner: int) -> tuple[Any, An
     return jax.jit(make, out_shardings=places)(), specs
 
 
+def chosen(args: argparse.Namespace) -> list[tuple[str, tuple[int, int, int, int]]]:
+    """Of the models, those that are asked for."""
+    return list(MODELS.items())[args.first : args.first + args.models]
+
+
 def layer(args: argparse.Namespace) -> None:
     """Forward, and forward and backward with all gradients, which leave in the weights' dtype."""
     in_c = of_c(args)
     mesh, tokens = mesh_of_all(), args.tokens
-    for name, (local, top_k, hidden, inner) in list(MODELS.items())[: args.models]:
+    for name, (local, top_k, hidden, inner) in chosen(args):
         experts = local * mesh.size
         options = epic.jax.Moe.of(
             num_experts=experts, top_k=top_k, hidden=hidden, inner=inner, alignment=128
@@ -370,8 +378,10 @@ def layer(args: argparse.Namespace) -> None:
 
                 try:
                     runs = partial(jax.jit(f), x, w), partial(jax.jit(both), x, w, x)
-                    ahead, there_and_back = (in_bursts(run) * 1e3 for run in runs)
+                    took = [in_bursts(run) for run in runs]
+                    ahead, there_and_back = (1e3 * each for each, _ in took)
                     said = f"forward {ahead:.3f} ms, with backward {there_and_back:.3f}"
+                    said += " (by themselves {:.3f}, {:.3f})".format(*(1e3 * t for _, t in took))
                     if name in in_c:
                         c = in_c[name]
                         said += f"; C {c[0]:.3f}, {c[1]:.3f}: "
@@ -443,10 +453,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--shapes", type=int, default=2)
     parser.add_argument("--models", type=int, default=4)
+    parser.add_argument("--first", type=int, default=0, help="of the models")
     parser.add_argument("--c", help="bench/gpu/moe.c, built: gpu_moe")
     parser.add_argument("--ways", nargs="*", default=["core", "composed"])
     parser.add_argument("--methods", nargs="*", default=["mosaic", "ragged_dot"])
     args = parser.parse_args()
+    args.models = min(args.models, len(MODELS) - args.first)
     if args.steps < 100:
         parser.error(f"--steps {args.steps}: 100 or more, of which 50 are not timed")
     globals()[args.what](args)
