@@ -211,12 +211,13 @@ def layer(group: Any, name: str) -> None:
                 flush=True,
             )
     one, other = (t.float() for t in found.values())
-    off = float((one - other).abs().max() / one.abs().max())
+    off = (one - other).abs().amax(dim=1) / one.abs().max()
+    far = int((off > 2e-2).sum())  # tokens whose last choice was nearly another
     if rank == 0:
         ahead, both = (times[0] / times[1]).tolist()
         print(
             f"  beside torch's products, {name}: forward {ahead:.3f}, with backward {both:.3f} "
-            f"times; the results differ by {off:.1e}",
+            f"times; {TOKENS - far} of {TOKENS} rows agree within {off[off <= 2e-2].max():.1e}",
             flush=True,
         )
     group.check()
