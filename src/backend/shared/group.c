@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank joins a shared segment, and leaves it. */
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -9,7 +8,6 @@
 #include "base/error.h"
 
 #define SLICE_NS 100000000ull
-#define SPINS 1000 /* about a microsecond */
 
 uint64_t shared_now_ns(void)
 {
@@ -26,12 +24,21 @@ static uint64_t slice_of(const epic_config *config)
     return slice < 1000000 ? 1000000 : slice;
 }
 
-/* Spinning pays only while every rank has a core of its own. */
-static int spins_of(int num_ranks)
+/* Tells the peers where this rank may run. */
+static void show_cores(epic_group *g)
 {
-    cpu_set_t cores;
-    if (sched_getaffinity(0, sizeof cores, &cores) != 0) return 0;
-    return CPU_COUNT(&cores) >= num_ranks ? SPINS : 0;
+    const core_set mine = cores_mine();
+    for (int w = 0; w < CORE_WORDS; w++)
+        store_relaxed(&head_of(g, g->rank)->cores[w], mine.words[w]);
+}
+
+bool shared_has_cores(const epic_group *g)
+{
+    core_set any = {{0}};
+    for (int r = 0; r < g->num_ranks; r++)
+        for (int w = 0; w < CORE_WORDS; w++)
+            any.words[w] |= load_relaxed(&head_of(g, r)->cores[w]);
+    return cores_count(&any) >= g->num_ranks;
 }
 
 static int64_t private_bytes(const shared_layout *l)
@@ -80,7 +87,7 @@ epic_result shared_open(epic_group **out, const epic_join *join, const shared_la
     g->num_ranks = layout->num_ranks;
     g->across = across;
     g->slice_ns = slice_of(join->config);
-    g->spins = spins_of(layout->num_ranks);
+    show_cores(g);
     place_exchanges(g);
     *out = g;
     return EPIC_OK;

@@ -13,6 +13,7 @@
 
 #include "backend/backend.h"
 #include "backend/shared/atomics.h"
+#include "base/cores.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define SEGMENT_MAGIC 0x31474553434950ull /* "PICSEG1" */
@@ -59,6 +60,7 @@ typedef struct shared_head {
     _Alignas(64) _Atomic uint32_t closed;
     _Atomic uint32_t used_cells;        /* cells from here on have never been used */
     _Atomic uint32_t last_cell;         /* cell of the last announcement, plus one */
+    _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: where it may run */
     _Alignas(64) _Atomic uint32_t door; /* rung when a cell may have come free */
     _Atomic uint32_t sleepers;          /* threads at the door */
     shared_wait wait;                   /* of those threads */

@@ -15,6 +15,7 @@
 #define EPIC_SHARED_H
 
 #include "backend/shared/segment.h"
+#include "base/patience.h"
 
 /* One direction of one lane as this rank sees it, counted over all flows. */
 typedef struct lane_end {
@@ -57,10 +58,10 @@ struct epic_group {
     shared_layout layout;
     int rank;
     int num_ranks;
-    bool across;                         /* processes: futexes are shared ones */
-    uint64_t slice_ns;                   /* longest sleep between two signs of life */
-    int spins;                           /* looks at a bell before others get the core */
-    _Atomic uint64_t no_watch_before_ns; /* until then waiting threads sleep at once */
+    bool across;           /* processes: futexes are shared ones */
+    uint64_t slice_ns;     /* longest sleep between two signs of life */
+    _Atomic int own_cores; /* of every rank: 0 unknown, else 1 + whether */
+    patience patience;
     _Atomic uint64_t bytes_sent;
     shared_exchange *exchanges; /* [num_cells] */
     shared_link *links;         /* [num_cells, num_ranks] */
@@ -90,6 +91,8 @@ bool shared_match(epic_group *group, shared_exchange *x, int peer);
 shared_cell *shared_find(const epic_group *group, int peer, uint64_t tag, uint64_t place,
                          int first, int *index);
 bool shared_is_gone(epic_group *group, int peer);
+/* Could every rank have a core of its own?  All peers have joined. */
+bool shared_has_cores(const epic_group *group);
 bool shared_cell_is_free(epic_group *group, const shared_exchange *x);
 void shared_ring(const epic_group *group, shared_cell *cell);
 void shared_ring_door(const epic_group *group, int rank);

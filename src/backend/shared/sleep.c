@@ -16,8 +16,7 @@
 #include "backend/shared/shared.h"
 
 #define WATCH_NS 50000u
-#define LONG_NS 500000u /* for a moment; then */
-#define PAUSE_NS 50000000u
+#define SPINS 1000 /* about a microsecond */
 
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, uint64_t ns)
 {
@@ -91,22 +90,30 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, ui
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Sleeping and being woken costs more than a small operation takes, so the bell is watched for a
- * moment first.  Where ranks outnumber the cores, the one that will ring it may need ours.  Who
- * gives it to a program that computes has it back after milliseconds, when a sleeper would have
- * been woken at once: then nobody watches for a while. */
+static bool have_own_cores(epic_group *g)
+{
+    int known = load_relaxed(&g->own_cores);
+    if (!known) {
+        known = 1 + shared_has_cores(g);
+        store_relaxed(&g->own_cores, known);
+    }
+    return known == 2;
+}
+
+/* Who has a core of its own keeps it; else the rank that will ring may need it. */
 static bool watch_bell(epic_group *g, const shared_cell *cell)
 {
+    const bool spins = have_own_cores(g);
     const uint64_t begin = shared_now_ns();
     uint64_t now = begin;
-    if (begin < load_relaxed(&g->no_watch_before_ns)) return false;
+    if (!spins && patience_is_over(&g->patience)) return false;
     for (bool rung = false; !rung && now - begin < WATCH_NS; now = shared_now_ns()) {
-        for (int i = 0; i < g->spins; i++)
+        for (int i = 0; spins && i < SPINS; i++)
             if (load_acquire(&cell->bell) == BELL_QUIET) return true;
-        sched_yield();
+        if (!spins) sched_yield();
         rung = load_acquire(&cell->bell) == BELL_QUIET;
     }
-    if (now - begin > LONG_NS) store_relaxed(&g->no_watch_before_ns, now + PAUSE_NS);
+    if (!spins) patience_learn(&g->patience, (int64_t)(now - begin));
     return load_acquire(&cell->bell) == BELL_QUIET;
 }
 

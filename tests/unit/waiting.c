@@ -1,0 +1,65 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How long ranks watch before they sleep: what a late return of the core costs, and whether the cores
+ * of all ranks, bound or not, are enough for one each. */
+#include "base/cores.h"
+#include "base/patience.h"
+#include "check.h"
+
+#define EARLY_NS 1000
+#define LATE 3000000
+
+static int sleeps_left(patience *p)
+{
+    int count = 0;
+    while (patience_is_over(p)) count++;
+    return count;
+}
+
+/* A layer that computes between short operations must not put all of these to sleep. */
+static void test_one_late_return(void)
+{
+    patience p = {0};
+    CHECK_EQ(sleeps_left(&p), 0);
+    patience_learn(&p, LATE);
+    CHECK_EQ(sleeps_left(&p), LEAST_SLEEPS);
+    for (int i = 0; i < 100; i++) patience_learn(&p, EARLY_NS);
+    CHECK_EQ(sleeps_left(&p), 0);
+    patience_learn(&p, LATE);
+    CHECK_EQ(sleeps_left(&p), LEAST_SLEEPS);
+}
+
+/* Where a program computes all the time, watching must become rare. */
+static void test_many_late_returns(void)
+{
+    patience p = {0};
+    int before = 0;
+    for (int i = 0; i < 7; i++) {
+        patience_learn(&p, LATE);
+        const int sleeps = sleeps_left(&p);
+        CHECK(sleeps >= 2 * before);
+        before = sleeps;
+        patience_learn(&p, EARLY_NS); /* one in time does not make up for it */
+        before -= before > 0;
+    }
+    for (int i = 0; i < 10; i++) patience_learn(&p, LATE);
+    CHECK_EQ(sleeps_left(&p), MOST_SLEEPS);
+}
+
+static void test_cores(void)
+{
+    core_set set = cores_mine();
+    CHECK(cores_count(&set) >= 1);
+    set = (core_set){{1, [CORE_WORDS - 1] = 1ull << 63}};
+    CHECK_EQ(cores_count(&set), 2);
+    set = (core_set){{0}};
+    CHECK_EQ(cores_count(&set), 0);
+}
+
+int main(void)
+{
+    check_begin();
+    test_one_late_return();
+    test_many_late_returns();
+    test_cores();
+    return check_end();
+}
