@@ -8,10 +8,13 @@
 
 #include "backend/mpi/group.h"
 
-#define YIELD_NS 50000 /* so long without naps */
+#define SPIN_NS 50000 /* so long a rank keeps its core if each has one */
+#define YIELD_NS \
+    1000000 /* so long without naps: the shortest takes three times what is asked */
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
 #define PATIENCE_NS 1000000 /* with peers that are gone */
+#define LOOKS_AT_NOTES 8    /* the first of so many, by who waits for rows */
 
 int64_t clock_ns(void)
 {
@@ -111,6 +114,7 @@ void cells_changed(epic_group *group)
 void cells_advance(epic_group *group, cell *c)
 {
     int count;
+    group->looks++;
     const int code = MPI_Testsome(group->num_ranks * NUM_REQUESTS, c->requests, &count,
                                   group->indices, MPI_STATUSES_IGNORE);
     if (code != MPI_SUCCESS) {
@@ -119,9 +123,20 @@ void cells_advance(epic_group *group, cell *c)
     }
     for (int i = 0; i < count; i++) { /* MPI_UNDEFINED is negative */
         const int which = group->indices[i] % NUM_REQUESTS;
-        if (which != REQUEST_NOTE) c->events++;
+        if (which >= REQUEST_RECEIVE || (which >= REQUEST_SEND && c->awaits_room)) c->events++;
         if (which >= REQUEST_RECEIVE) lanes_arrived(group, c, group->indices[i] / NUM_REQUESTS);
     }
+}
+
+/* What the cell waits for: rows once the flow has a shape, notes before.  Where ranks outnumber
+ * cores, a call of MPI that finds nothing gives the core away: no call looks for what does not
+ * matter yet. */
+static void look_for(epic_group *group, cell *c)
+{
+    if (c->per_segment)
+        cells_advance(group, c);
+    else
+        control_progress(group);
 }
 
 /* A caller that only asks and never waits gets there too. */
@@ -130,10 +145,7 @@ void cells_asked(epic_group *group, cell *c)
     if (++c->questions < group->num_ranks) return;
     c->questions = 0;
     pthread_mutex_lock(group->mutex);
-    if (!is_broken(group)) {
-        control_progress(group);
-        cells_advance(group, c);
-    }
+    if (!is_broken(group)) look_for(group, c);
     pthread_mutex_unlock(group->mutex);
 }
 
@@ -170,11 +182,8 @@ static cell *find_free(epic_group *group)
 int mpi_claim(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
+    if (!is_broken(group)) cells_drain(group); /* caches know the memory of the last one */
     cell *c = find_free(group);
-    if (!c && !is_broken(group)) {
-        cells_drain(group);
-        c = find_free(group);
-    }
     if (c) c->state = CELL_CLAIMED;
     pthread_mutex_unlock(group->mutex);
     return c ? c->index : -1;
@@ -190,6 +199,7 @@ static void clear(epic_group *group, cell *c)
     }
     c->per_segment = 0;
     c->questions = 0;
+    c->awaits_room = false;
     c->waiting = (waiting){.quiet_ns = clock_ns()};
 }
 
@@ -219,8 +229,7 @@ void mpi_finish(epic_group *group, int index)
     pthread_mutex_lock(group->mutex);
     c->state = CELL_DRAINING;
     group->num_draining++;
-    if (!is_broken(group)) try_free(group, c);
-    if (group->num_draining == 1 && c->state == CELL_DRAINING) drain_wake(group);
+    drain_wake(group);
     pthread_mutex_unlock(group->mutex);
 }
 
@@ -251,25 +260,29 @@ static bool awaits_the_gone(epic_group *group, const waiting *w, int64_t now)
     return false;
 }
 
-/* Has anything changed for the cell since its last wait?  (c NULL: is a cell free?) */
+/* Has anything changed for the cell since its last wait?  (c NULL: is a cell free?)  Who waits
+ * for rows looks at notes and failures now and then. */
 static bool look_around(epic_group *group, cell *c)
 {
     if (is_broken(group)) return true;
-    control_progress(group);
     if (!c) {
+        control_progress(group);
         cells_drain(group);
         return find_free(group) != NULL;
     }
-    cells_advance(group, c);
+    if (c->events == c->seen) look_for(group, c);
     if (c->events != c->seen) return true;
+    if (c->per_segment && ++c->looks % LOOKS_AT_NOTES == 0) control_progress(group);
     sights_ask(group, c, clock_ns());
-    return false;
+    return c->events != c->seen;
 }
 
-static void rest(int64_t waited, int64_t left)
+/* A look may have MPI receive what only the next one finds: so that one comes first. */
+static void rest(const epic_group *group, int looks, int64_t waited, int64_t left)
 {
     if (waited < YIELD_NS) {
-        sched_yield();
+        const bool keeps = waited < SPIN_NS && group->own_cores;
+        if (!keeps && looks % 2 == 0) sched_yield();
         return;
     }
     int64_t ns = waited / 8;
@@ -280,10 +293,10 @@ static void rest(int64_t waited, int64_t left)
 
 static void wait_until(epic_group *group, cell *c, waiting *w, int64_t start, int64_t end)
 {
-    while (!look_around(group, c)) {
+    for (int looks = 1; !look_around(group, c); looks++) {
         pthread_mutex_unlock(group->mutex);
         const int64_t now = clock_ns();
-        if (now < end) rest(now - start, end - now);
+        if (now < end) rest(group, looks, now - start, end - now);
         pthread_mutex_lock(group->mutex);
         w->now = true; /* threads that wait for a free cell share it */
         if (now >= end || (now - start >= PATIENCE_NS && awaits_the_gone(group, w, now)))

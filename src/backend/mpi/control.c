@@ -8,6 +8,8 @@
 
 #include "backend/mpi/group.h"
 
+#define LATELY_NS 1000000
+
 static int text_bytes(uint32_t kind)
 {
     const size_t head = offsetof(message, note);
@@ -70,11 +72,21 @@ void mpi_break_group(epic_group *group, const epic_failure_info *failure)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Looks at MPI, unless another thread does: a rank that never waits hears of failures too. */
+static bool looked_lately(epic_group *group)
+{
+    const int64_t looked = atomic_load_explicit(&group->looked_ns, memory_order_relaxed);
+    return clock_ns() - looked < LATELY_NS;
+}
+
+/* Looks at MPI now and then, unless another thread does: a rank that never waits hears of
+ * failures too.  One that comes after a while hears all that its peers said meanwhile, before it
+ * joins an operation that they gave up: a look may have MPI receive what only the next one
+ * finds, so two in vain end it. */
 bool mpi_failure(epic_group *group, epic_failure_info *out)
 {
-    if (!is_broken(group) && pthread_mutex_trylock(group->mutex) == 0) {
-        control_progress(group);
+    if (!is_broken(group) && !looked_lately(group) &&
+        pthread_mutex_trylock(group->mutex) == 0) {
+        while (control_progress(group) || control_progress(group)) continue;
         pthread_mutex_unlock(group->mutex);
     }
     if (!is_broken(group)) return false;
@@ -111,21 +123,24 @@ static void mark_closed(epic_group *group)
     cells_changed(group);
 }
 
-/* A peer counts as closed only after a look that found nothing more: what it sent before it
- * closed is then filed, in whatever order MPI reported it. */
-void control_progress(epic_group *group)
+/* Files what has come; false: nothing.  A peer counts as closed only after a look that found
+ * nothing more: what it sent before it closed is then filed, in whatever order MPI reported it. */
+bool control_progress(epic_group *group)
 {
-    bool closing = false;
-    for (;;) {
-        int count, indices[NUM_POSTED];
+    bool closing = false, any = false;
+    group->looks++;
+    atomic_store_explicit(&group->looked_ns, clock_ns(), memory_order_relaxed);
+    for (int count = NUM_POSTED; closing || count == NUM_POSTED;) {
+        int indices[NUM_POSTED];
         MPI_Status statuses[NUM_POSTED];
         const int code =
             MPI_Testsome(NUM_POSTED, group->posted_requests, &count, indices, statuses);
         if (code != MPI_SUCCESS) {
             control_refused(group, code, "MPI_Testsome");
-            return;
+            return false;
         }
         if (count <= 0) break; /* MPI_UNDEFINED: none is posted */
+        any = true;
         for (int i = 0; i < count; i++) {
             const message *text = &group->posted[indices[i]];
             file(group, text, statuses[i].MPI_SOURCE);
@@ -134,6 +149,7 @@ void control_progress(epic_group *group)
         }
     }
     if (closing) mark_closed(group);
+    return any;
 }
 
 epic_result control_start(epic_group *group)

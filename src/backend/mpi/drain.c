@@ -1,27 +1,41 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank that has finished an exchange may compute for long, or never call us again, while MPI
  * still needs it to move rows that a slow peer has not fetched.  This thread lends MPI a moment
- * every millisecond while there are such rows, and sleeps otherwise. */
+ * every millisecond while there are such rows and nobody else looks at MPI.  It sleeps when there
+ * have been none for a while: to wake it after every operation would cost more than a short one
+ * takes. */
 #include <signal.h>
 
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
 #define PACE_NS 1000000
+#define IDLE_LOOKS 20 /* without rows, before it sleeps */
+
+/* Naps without the mutex.  Where others have looked at MPI meanwhile, or just do, rows move. */
+static void pace(epic_group *group)
+{
+    const uint64_t looks = group->looks;
+    pthread_mutex_unlock(group->mutex);
+    do nap_ns(PACE_NS);
+    while (pthread_mutex_trylock(group->mutex) != 0);
+    if (looks == group->looks && !is_broken(group)) cells_drain(group);
+}
 
 static void *drain(void *self)
 {
     epic_group *group = self;
+    int idle = 0;
     pthread_mutex_lock(group->mutex);
     while (!group->leaving) {
-        if (!group->num_draining || is_broken(group)) {
-            pthread_cond_wait(&group->wake_drainer, group->mutex);
+        idle = group->num_draining ? 0 : idle + 1;
+        if (idle <= IDLE_LOOKS && !is_broken(group)) {
+            pace(group);
             continue;
         }
-        pthread_mutex_unlock(group->mutex);
-        nap_ns(PACE_NS);
-        pthread_mutex_lock(group->mutex);
-        if (!is_broken(group)) cells_drain(group);
+        group->drainer_sleeps = true;
+        pthread_cond_wait(&group->wake_drainer, group->mutex);
+        group->drainer_sleeps = false;
     }
     pthread_mutex_unlock(group->mutex);
     return NULL;
@@ -41,7 +55,7 @@ epic_result drain_start(epic_group *group)
 
 void drain_wake(epic_group *group)
 {
-    pthread_cond_signal(&group->wake_drainer);
+    if (group->drainer_sleeps) pthread_cond_signal(&group->wake_drainer);
 }
 
 void drain_stop(epic_group *group)

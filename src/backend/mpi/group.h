@@ -26,6 +26,7 @@
 #include <stdatomic.h>
 
 #include "backend/backend.h"
+#include "base/cores.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define CONTROL_TAG 0
@@ -125,6 +126,8 @@ typedef struct cell {
     message announcement;
     unsigned events, seen; /* changes that this cell asked for; those before the last wait */
     int questions;         /* answered with "not yet" since MPI was last looked at */
+    unsigned looks;        /* in waits */
+    bool awaits_room;      /* a lane was full */
     waiting waiting;
     int64_t entry_bytes, stride, per_segment; /* of the flow */
 
@@ -144,6 +147,7 @@ struct epic_group {
         *mutex; /* own_mutex, or the process's where MPI takes one thread at a time */
     pthread_mutex_t own_mutex;
     int64_t timeout_ns;
+    bool own_cores; /* every rank of this host could have one */
 
     cell *cells;           /* [num_cells] */
     peer *peers;           /* [num_ranks] */
@@ -166,8 +170,10 @@ struct epic_group {
 
     pthread_t drainer;
     pthread_cond_t wake_drainer;
-    bool drainer_runs, leaving;
+    bool drainer_runs, drainer_sleeps, leaving;
     int num_draining;
+    uint64_t looks;            /* of any thread at MPI */
+    _Atomic int64_t looked_ns; /* when notes and failures were last looked for */
 
     unsigned char *lanes;
     int64_t lane_bytes;
@@ -228,7 +234,7 @@ void mpi_memory(const epic_config *config, epic_memory_info *out);
 /* control.c.  The mutex is held, but for the last two. */
 epic_result control_start(epic_group *group);
 void control_stop(epic_group *group);
-void control_progress(epic_group *group);
+bool control_progress(epic_group *group);
 void control_close(epic_group *group); /* tells the peers that this rank leaves */
 bool control_sent(epic_group *group);
 void control_isend(epic_group *group, const message *text, int to, MPI_Request *request);

@@ -95,6 +95,7 @@ typedef struct offer {
     int32_t parent_rank, parent_size;
     int32_t native;
     uint64_t job;
+    core_set cores;
 } offer;
 
 static uint64_t job_id(void)
@@ -107,7 +108,8 @@ static uint64_t job_id(void)
 
 static epic_result prepare(const epic_join *join, epic_group **group, offer *mine)
 {
-    *mine = (offer){.native = join->config->native != NULL, .job = job_id()};
+    *mine =
+        (offer){.native = join->config->native != NULL, .job = job_id(), .cores = cores_mine()};
     TRY(runtime_start());
     TRY(tables_check(join->config, join->meet->num_ranks));
     char why[SENTENCE];
@@ -149,6 +151,20 @@ static epic_result check_offers(const offer *offers, int num_ranks)
     return EPIC_OK;
 }
 
+/* Could every rank of this host have a core of its own? */
+static bool have_cores(const epic_join *join, const offer *offers)
+{
+    const epic_peer *mine = &join->peers[join->meet->rank];
+    core_set any = {{0}};
+    int ranks = 0;
+    for (int r = 0; r < join->meet->num_ranks; r++) {
+        if (memcmp(join->peers[r].host, mine->host, sizeof mine->host) != 0) continue;
+        ranks++;
+        for (int w = 0; w < CORE_WORDS; w++) any.words[w] |= offers[r].cores.words[w];
+    }
+    return cores_count(&any) >= ranks;
+}
+
 /* A communicator of the meeting's ranks, in the meeting's order; nobody else takes part. */
 static epic_result connect(epic_group *group, const epic_join *join, const offer *offers)
 {
@@ -160,6 +176,7 @@ static epic_result connect(epic_group *group, const epic_join *join, const offer
     if (code == MPI_SUCCESS) code = MPI_Group_incl(all, group->num_ranks, ranks, &ours);
     if (all != MPI_GROUP_NULL) MPI_Group_free(&all);
     if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Group_incl");
+    group->own_cores = have_cores(join, offers);
     lives_watch(group, join->peers);
     const epic_result result =
         create_comm(group, parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)));

@@ -93,6 +93,7 @@ void *mpi_room(epic_group *group, int index, int to, int64_t entry)
     const uint64_t number = l->first + (uint64_t)(entry / c->per_segment);
     if (number >= l->started + 2 ||
         *request_of(c, to, REQUEST_SEND + (int)(number % 2)) != MPI_REQUEST_NULL) {
+        c->awaits_room = true;
         cells_asked(group, c);
         return NULL;
     }
