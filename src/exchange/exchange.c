@@ -42,7 +42,7 @@ static bool allocate(exchange *x, const epic_context *ctx)
     x->rows = calloc(n, sizeof *x->rows);
     x->sums = calloc(n, 64 * sizeof *x->sums);
     x->row = malloc(row_scratch(&ctx->config));
-    x->pieces = malloc((size_t)(TREE_LEVELS + 1) * PIECE_MAX);
+    x->pieces = aligned_alloc(64, (size_t)(TREE_LEVELS + 1) * PIECE_MAX);
     return x->notes && x->items && x->sends && x->receives && x->sent && x->taken &&
            x->item_to && x->piece_to && x->item_from && x->rows && x->sums && x->row &&
            x->pieces;

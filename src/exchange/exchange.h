@@ -107,6 +107,7 @@ typedef struct scatter {
     bool (*wants)(void *self, int peer, int64_t item); /* of mine */
     bool (*mine)(void *self, int from, int64_t item);
     void (*fill)(void *self, int64_t item, int32_t piece, void *entry);
+    void (*settle)(void); /* before others read what was filled; NULL: nothing to do */
     void (*take)(void *self, int from, int64_t item, int32_t piece, const void *entry);
     void (*take_own)(void *self, int64_t item);
 } scatter;

@@ -45,6 +45,7 @@ static bool produce_shared(scattering *g)
             filled(g, next / pieces, (int32_t)(next % pieces), entry);
     }
     if (next == first) return false;
+    if (g->s->settle) g->s->settle();
     x->sent[x->rank] = next;
     x->transport->send(x->group, x->cell, EVERYONE, next);
     return true;
@@ -70,6 +71,7 @@ static bool produce_for(scattering *g, int peer)
         }
     }
     if (next == first) return false;
+    if (g->s->settle) g->s->settle();
     x->sent[peer] = next;
     x->transport->send(x->group, x->cell, peer, next);
     return true;

@@ -73,8 +73,8 @@ static void take_piece(const spreading *s, int from, int64_t token, const void *
 static void fill(void *self, int64_t token, int32_t piece, void *entry)
 {
     spreading *s = self;
-    memcpy(entry, own_row(s, token) + piece_begin(&s->cut, piece),
-           (size_t)piece_size(&s->cut, piece));
+    s->kernels->copy(entry, own_row(s, token) + piece_begin(&s->cut, piece),
+                     (size_t)piece_size(&s->cut, piece));
 }
 
 static void take(void *self, int from, int64_t token, int32_t piece, const void *entry)
@@ -123,6 +123,7 @@ static epic_result move(spreading *s)
                          .wants = wants,
                          .mine = mine,
                          .fill = fill,
+                         .settle = s->kernels->copied,
                          .take = take,
                          .take_own = take_own};
     return scatter_run(s->x, &how);

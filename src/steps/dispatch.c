@@ -71,7 +71,7 @@ static void copy_shared(copy_function *copy, void *to, int64_t at, int64_t size,
              (size_t)(high - low));
 }
 
-/* To what is read from the cache: a lane, by the peers, or few slots, by the experts. */
+/* To few slots, which the experts read from the cache. */
 static void copy_near(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
@@ -82,11 +82,12 @@ static void fill(void *self, int64_t token, int32_t piece, void *entry)
     dispatching *d = self;
     const int64_t begin = piece_begin(&d->cut, piece), size = piece_size(&d->cut, piece);
     const int64_t row = d->scales_at, end = d->cut.row_bytes;
-    if (begin < row) copy_shared(copy_near, entry, begin, size, row_part(d, token), 0, row);
+    copy_function *copy = d->kernels->copy;
+    if (begin < row) copy_shared(copy, entry, begin, size, row_part(d, token), 0, row);
     if (row < d->weights_at)
-        copy_shared(copy_near, entry, begin, size, scales_part(d, token), row, d->weights_at);
+        copy_shared(copy, entry, begin, size, scales_part(d, token), row, d->weights_at);
     if (d->weights_at < end)
-        copy_shared(copy_near, entry, begin, size, weights_part(d, token), d->weights_at, end);
+        copy_shared(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
 /* -------------------------------------------------------------------------- receiving ---- */
@@ -220,6 +221,7 @@ static epic_result move(dispatching *d)
                        .wants = wants,
                        .mine = mine,
                        .fill = fill,
+                       .settle = d->kernels->copied,
                        .take = take,
                        .take_own = take_own};
     return scatter_run(d->x, &s);
@@ -268,6 +270,7 @@ static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, s
     d.copy = few ? copy_near : d.kernels->copy;
     const bool moves = result == EPIC_OK && s->plan.header->result == EPIC_OK;
     if (moves) result = move(&d);
+    d.kernels->copied();
     if (!moves || result == EPIC_EOVERFLOW) clear_outputs(args, s);
     return exchange_close(d.x, result);
 }
