@@ -16,6 +16,7 @@
 
 #define NOTHING 0xffffffffu
 #define RANKS_AT_ONCE 8
+#define PLAN_MOST_WARPS 16     /* of a CTA, that count */
 #define PLAN_TALLY_WORDS 16384 /* warps that count, times experts, at most */
 
 enum { /* a KIND */
@@ -48,7 +49,7 @@ struct Planner { /* in shared memory; the arrays in dynamic shared memory */
     uint32_t bad_replica; /* lowest expert whose entry is out of range; or num_experts + the
                              lowest logical expert that has none; NOTHING */
     uint32_t bad_ranks;   /* a bit for each rank whose data is wrong */
-    int32_t warps;
+    int32_t warps, tokens_of_cta, tokens_of_warp;
 };
 
 /* What is counted: choices of each expert, by k those of each k apart; and FLAT, behind those, rows
@@ -77,7 +78,9 @@ template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job
 __host__ __device__ inline int planner_warps(int tallies)
 {
     const int most = PLAN_TALLY_WORDS / tallies;
-    return most < 3 ? 1 : most > 16 ? 16 : most; /* two would take too much memory */
+    return most < 3                 ? 1
+           : most > PLAN_MOST_WARPS ? PLAN_MOST_WARPS
+                                    : most; /* two would take too much memory */
 }
 
 __host__ __device__ inline int planner_bytes(int tallies)
@@ -110,10 +113,11 @@ struct Lanes {
     __device__ explicit Lanes(int top_k)
     {
         const int lane = lane_id();
-        tokens = top_k <= WARP ? WARP / top_k : 1;
-        halves = (top_k + WARP - 1) / WARP;
-        token = top_k <= WARP ? lane / top_k : 0;
-        k = top_k <= WARP ? lane % top_k : lane;
+        const float part = reciprocal_approx((float)top_k); /* of numbers as small as these */
+        tokens = top_k <= WARP ? (int)((WARP + 0.5f) * part) : 1;
+        halves = top_k <= WARP ? 1 : 2;
+        token = top_k <= WARP ? (int)(((float)lane + 0.5f) * part) : 0;
+        k = lane - token * top_k;
         on = token < tokens;
         mates = top_k >= WARP ? ALL_LANES : ((1u << top_k) - 1) << (token * top_k % WARP);
     }
@@ -135,15 +139,20 @@ struct Part { /* the tokens of a warp */
     int32_t begin, end;
 };
 
+/* One thread. */
+__device__ __forceinline__ void share_tokens(Planner &p, const p2p_plan_job &job, int warps)
+{
+    p.tokens_of_cta = (job.num_tokens + job.planners - 1) / job.planners;
+    p.tokens_of_warp = (p.tokens_of_cta + warps - 1) / warps;
+}
+
 __device__ __forceinline__ Part part_of_warp(const Planner &p, const p2p_plan_job &job)
 {
-    const int per_cta = (job.num_tokens + job.planners - 1) / job.planners;
-    const int per_warp = (per_cta + p.warps - 1) / p.warps;
     const int warp = threadIdx.x / WARP;
-    const int cta_end = min(job.num_tokens, (int)(blockIdx.x + 1) * per_cta);
+    const int cta_end = min(job.num_tokens, (int)(blockIdx.x + 1) * p.tokens_of_cta);
     Part part;
-    part.begin = (int)blockIdx.x * per_cta + warp * per_warp;
-    part.end = min(cta_end, part.begin + per_warp);
+    part.begin = (int)blockIdx.x * p.tokens_of_cta + warp * p.tokens_of_warp;
+    part.end = min(cta_end, part.begin + p.tokens_of_warp);
     if (warp >= p.warps) part.begin = part.end = 0;
     return part;
 }
@@ -153,8 +162,10 @@ static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_
 {
     const int experts = job.layer.num_experts, ranks = job.self.num_ranks;
     const int choices = choice_tallies<KIND>(job), tallies = tallies_of<KIND>(job);
+    const int warps = min((int)blockDim.x / WARP, planner_warps(tallies));
+    if (threadIdx.x == 2 * WARP) share_tokens(p, job, warps);
     if (threadIdx.x == 0) {
-        p.warps = min((int)blockDim.x / WARP, planner_warps(tallies));
+        p.warps = warps;
         p.low = (int32_t *)memory;
         p.load = p.low + tallies;
         p.row_low = p.low + choices;
@@ -166,6 +177,12 @@ static __device__ void planner_begin(Planner &p, const p2p_plan_job &job, uint8_
         p.bad_choice = p.bad_owner = p.bad_replica = NOTHING;
         p.table = 0;
         p.bad_ranks = 0;
+        p.header.result = EPIC_OK;
+        p.header.num_local = 0;
+    }
+    if (threadIdx.x < DEVICE_MAX_RANKS) {
+        p.header.slots_of[threadIdx.x] = 0;
+        p.common[threadIdx.x] = 0x7fffffff;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < p.warps * tallies; i += blockDim.x) p.tally[i] = 0;
@@ -230,25 +247,36 @@ __device__ __forceinline__ bool repeats(const Lanes &lanes, int32_t id, uint32_t
     return id >= 0 && found;
 }
 
-/* The choices of this warp in their order, a group of lanes at a time, the ids of four groups read
- * ahead: read(at) gives the id of choice number `at`; use(at, id, k, first) is for all lanes, with
- * -1 of those that have none, and returns the id as repeats() takes it for `first`. */
-template <class Read, class Use>
-__device__ __forceinline__ void each_choice(const Planner &p, const p2p_plan_job &job,
-                                            const Lanes &lanes, Read read, Use use)
+/* What a lane has counted last. */
+#define COUNTED_GROUPS 4
+
+struct Counted {
+    int32_t id[COUNTED_GROUPS], place[COUNTED_GROUPS];
+};
+
+/* Are those all of the warp's choices? */
+__device__ __forceinline__ bool counted_all(const Part &part, const Lanes &lanes)
 {
-    const Part part = part_of_warp(p, job);
-    const int top_k = job.layer.top_k;
-    const int groups =
-        max(0, part.end - part.begin + lanes.tokens - 1) / lanes.tokens * lanes.halves;
-    auto k_of = [&](int group) { return lanes.k + (lanes.halves == 2 ? group & 1 : 0) * WARP; };
+    return lanes.halves == 1 && part.end - part.begin <= COUNTED_GROUPS * lanes.tokens;
+}
+
+/* The choices of this warp in their order, a group of lanes at a time, the ids of four groups read
+ * ahead: read(at) gives the id of choice number `at`; use(at, id, k, first, i) is for all lanes, with
+ * -1 of those that have none, and returns the id as repeats() takes it for `first`; i: the group's
+ * number among its four. */
+template <class Read, class Use>
+__device__ __forceinline__ void each_choice(const p2p_plan_job &job, const Lanes &lanes,
+                                            const Part &part, Read read, Use use)
+{
+    const int top_k = job.layer.top_k, half = lanes.halves - 1;
+    auto k_of = [&](int group) { return lanes.k + (group & half) * WARP; };
     auto place_of = [&](int group) -> int64_t {
-        const int token = part.begin + group / lanes.halves * lanes.tokens + lanes.token;
+        const int token = part.begin + (group >> half) * lanes.tokens + lanes.token;
         const int k = k_of(group);
-        const bool in = group < groups && lanes.on && token < part.end && k < top_k;
+        const bool in = lanes.on && token < part.end && k < top_k;
         return in ? (int64_t)token * top_k + k : -1;
     };
-    for (int g = 0; g < groups; g += 4) {
+    for (int g = 0; part.begin + (g >> half) * lanes.tokens < part.end; g += 4) {
         int64_t at[4], id[4];
         int32_t first = -1;
 #pragma unroll
@@ -258,7 +286,7 @@ __device__ __forceinline__ void each_choice(const Planner &p, const p2p_plan_job
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int32_t used = use(at[i], id[i], k_of(g + i), first);
+            const int32_t used = use(at[i], id[i], k_of(g + i), first, i);
             first = lanes.halves == 2 && i % 2 == 0 ? used : -1;
         }
     }
@@ -300,33 +328,38 @@ template <int KIND> __device__ __forceinline__ int num_planned(const p2p_plan_jo
 /* Counts the choices of this warp; a choice's place in it waits in `fate`, FLAT that of its row unless
  * the layer drops. */
 template <int KIND>
-static __device__ void count_choices(Planner &p, const p2p_plan_job &job, int32_t *fate)
+static __device__ void count_choices(Planner &p, const p2p_plan_job &job, const Lanes &lanes,
+                                     const Part &part, int32_t *fate, Counted &counted)
 {
     constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
-    const Lanes lanes(job.layer.top_k);
     const int experts = job.layer.num_experts, ids = num_planned<KIND>(job);
     int32_t *tally = p.tally + threadIdx.x / WARP * tallies_of<KIND>(job);
     const bool by_k = RARE && job.by_k;
     const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0 && !(RARE && job.resolves);
+    const bool all = KIND == 0 && counted_all(part, lanes);
     uint32_t seen = 0;
     const auto read = [&](int64_t at) { return planned_id<KIND>(job, at); };
-    each_choice(p, job, lanes, read, [&](int64_t at, int64_t id, int k, int32_t first) {
-        const int32_t expert = checked_id(p, at, id, ids);
-        uint32_t same;
-        int32_t place =
-            count_group(tally, by_k && expert >= 0 ? k * experts + expert : expert, same);
-        if (distinct) {
-            if (by_k) same = __match_any_sync(ALL_LANES, expert);
-            if (repeats(lanes, expert, same, first)) atomicMin(&p.bad_choice, (uint32_t)at);
-        }
-        if (FLAT) {
-            const int32_t row = count_rows(tally + choice_tallies<KIND>(job), lanes,
-                                           expert < 0 ? -1 : p.owner[expert], k >= WARP, seen);
-            if (!RARE || job.layer.overflow == EPIC_OVERFLOW_ERROR) place = row;
-        }
-        if (at >= 0) fate[at] = place;
-        return expert;
-    });
+    each_choice(
+        job, lanes, part, read, [&](int64_t at, int64_t id, int k, int32_t first, int i) {
+            const int32_t expert = checked_id(p, at, id, ids);
+            uint32_t same;
+            int32_t place =
+                count_group(tally, by_k && expert >= 0 ? k * experts + expert : expert, same);
+            if (distinct) {
+                if (by_k) same = __match_any_sync(ALL_LANES, expert);
+                if (repeats(lanes, expert, same, first)) atomicMin(&p.bad_choice, (uint32_t)at);
+            }
+            if (FLAT) {
+                const int32_t row =
+                    count_rows(tally + choice_tallies<KIND>(job), lanes,
+                               expert < 0 ? -1 : p.owner[expert], k >= WARP, seen);
+                if (!RARE || job.layer.overflow == EPIC_OVERFLOW_ERROR) place = row;
+            }
+            counted.id[i] = expert;
+            counted.place[i] = place;
+            if (at >= 0 && !all) fate[at] = place;
+            return expert;
+        });
 }
 
 /* What a rank says about an expert: its choices, where it lives, and RECORD_LAST: about the first
@@ -359,12 +392,16 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     if (threadIdx.x == 0)
         store_relaxed((uint64_t *)(now.heap + job.self.at.first) + blockIdx.x,
                       stamp(now, p.bad_choice));
+    const int warps = p.warps;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        int32_t sum = 0;
-        for (int w = 0; w < p.warps; w++) {
-            const int32_t count = p.tally[w * experts + e];
-            p.tally[w * experts + e] = sum;
-            sum += count;
+        int32_t counts[PLAN_MOST_WARPS], sum = 0; /* all loads before any store */
+#pragma unroll
+        for (int w = 0; w < PLAN_MOST_WARPS; w++)
+            counts[w] = w < warps ? p.tally[w * experts + e] : 0;
+#pragma unroll
+        for (int w = 0; w < PLAN_MOST_WARPS; w++) {
+            if (w < warps) p.tally[w * experts + e] = sum;
+            sum += counts[w];
         }
         const uint32_t mark = e == 0 && bad ? RECORD_LAST : 0;
         store_relaxed(tallies + blockIdx.x * DEVICE_MAX_TALLIES + e,
@@ -472,7 +509,7 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
         if (blockIdx.x == 0 && ok && bad) ok = tell_fault(p, job, now);
         if (blockIdx.x == 0 && ok)
             for (int i = 1; i <= ranks; i++) {
-                const int q = (self.rank + i) % ranks;
+                const int q = wrap(self.rank + i, ranks);
                 store_relaxed((uint64_t *)self.heap[q] + counts +
                                   self.rank * DEVICE_MAX_TALLIES + e,
                               stamp(now, sum | owner_said(p, e) | bad));

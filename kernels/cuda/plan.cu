@@ -43,18 +43,20 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, now, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
+    /* who plans is late, and keeps nothing where others can */
+    const int first = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     int32_t tokens_of = 0;
-    ok = ok && heard(now, P2P_SAYS_TOKENS, tokens_of);
+    ok = ok && ((int)blockIdx.x < first || heard(job.self, now, P2P_SAYS_TOKENS, tokens_of));
     int32_t *records = (int32_t *)(job.plan + at.records);
     int32_t *words = FLAT ? (int32_t *)(job.plan + device_locals(&at)) : records;
-    const int warp = blockIdx.x * (BLOCK / WARP) + threadIdx.x / WARP;
-    if (ok)
-        each_group(job, tokens_of, warp, gridDim.x * (BLOCK / WARP),
+    const int warp = ((int)blockIdx.x - first) * (BLOCK / WARP) + (int)(threadIdx.x / WARP);
+    if (ok && warp >= 0)
+        each_group(job, tokens_of, warp, ((int)gridDim.x - first) * (BLOCK / WARP),
                    [&](int source, int32_t first, int32_t tokens) {
                        return (!FLAT || keep_rows(now, job, records, source, first, tokens)) &&
                               keep_records(now, job, words, source, first, tokens);
                    });
-    finish(now);
+    (void)finish(job.self, now, (int)gridDim.x - 1, false);
 }
 
 typedef void (*Kernel)(p2p_plan_job);

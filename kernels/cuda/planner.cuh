@@ -25,7 +25,9 @@ __device__ __forceinline__ Span span_of(const p2p_plan_job &job, int rank)
 /* What `count` rows of an expert take. */
 __device__ __forceinline__ uint64_t aligned_rows(int32_t count, uint32_t alignment)
 {
-    const uint32_t past = alignment == 1 ? 0 : (uint32_t)count % alignment;
+    const bool power = (alignment & (alignment - 1)) == 0; /* most are; a division is slow */
+    const uint32_t past =
+        power ? (uint32_t)count & (alignment - 1) : (uint32_t)count % alignment;
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
@@ -97,9 +99,9 @@ __device__ __forceinline__ int32_t *experts_of(const p2p_plan_job &job)
 }
 
 /* One warp: where each slab of a rank begins; FLAT: the numbers of its experts.  For this rank, CTA
- * 0 writes the plan's tables. */
+ * 0 writes the plan's tables.  Returns the slots of the rank, if they fit an int32_t. */
 template <int KIND>
-static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank)
+static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
     constexpr bool FLAT = KIND & PLAN_FLAT;
     const Span span = span_of(job, rank);
@@ -144,6 +146,66 @@ static __device__ void place_slabs(Planner &p, const p2p_plan_job &job, int rank
         if (rank == job.self.rank) p.header.owned = owned;
         atomicMax(&p.header.num_local, owned);
     }
+    return slots;
+}
+
+/* One thread: what the header says beside what has been decided. */
+static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    device_plan_header &h = p.header;
+    const p2p_self &self = job.self;
+    const epic_layer &layer = job.layer;
+    h.magic = DEVICE_PLAN_MAGIC;
+    h.id = (self.group_id ^ now.epoch) * 0x9e3779b97f4a7c15ull | 1;
+    h.group_id = self.group_id;
+    const device_plan_layout at =
+        device_plan_layout_of(self.num_ranks, self.max_tokens, layer.num_experts, layer.top_k);
+    const bool flat = layer.layout == EPIC_FLAT;
+    h.bytes = device_plan_end(&at, layer.layout, layer.num_logical);
+    h.num_logical = layer.num_logical;
+    h.max_tokens = self.max_tokens;
+    h.rank = self.rank;
+    h.num_ranks = self.num_ranks;
+    h.num_experts = layer.num_experts;
+    h.top_k = layer.top_k;
+    h.alignment = layer.alignment;
+    h.overflow = layer.overflow;
+    h.expert_capacity = layer.expert_capacity;
+    h.sum_order = layer.sum_order;
+    h.layer_leaves = layer.leaves ? layer.leaves : 1;
+    h.leaves = flat ? (uint32_t)self.num_ranks : h.layer_leaves;
+    h.partial_type = layer.partial_type;
+    h.layout = layer.layout;
+    h.capacity = job.capacity;
+    h.first_expert = 0;
+    for (int q = 0; q < DEVICE_MAX_RANKS; q++)
+        h.rank_at[q] = (uint8_t)(q < self.num_ranks ? q : 0);
+    if (layer.sum_order == EPIC_TREE)
+        for (int q = 0; q < self.num_ranks; q++) {
+            const int first = job.block * q;
+            h.rank_at[q] = p.owner[first];
+            if (p.owner[first] == self.rank) h.first_expert = first;
+        }
+}
+
+/* Do all slots of a rank surely fit an int32_t? */
+__device__ __forceinline__ bool few_slots(const p2p_plan_job &job)
+{
+    const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
+    return choices + (int64_t)job.layer.num_experts * job.layer.alignment <= 0x7fffffff;
+}
+
+/* Three warps, while counts are under way: what the ranks have announced, and in CTA 0 what the header
+ * says whatever is counted. */
+static __device__ bool prepare(Planner &p, const p2p_plan_job &job, const Now &now)
+{
+    const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
+    int32_t said = 0;
+    if (after == 2 && blockIdx.x == 0 && lane_id() == 0) fill_header(p, job, now);
+    if (after > 1) return true;
+    if (!heard(job.self, now, after ? P2P_SAYS_CAPACITY : P2P_SAYS_TOKENS, said)) return false;
+    (after ? p.capacity : p.header.tokens_of)[lane_id()] = said;
+    return true;
 }
 
 /* Whole CTA: limits, slabs, and whether the plan is good; the same on all CTAs and ranks. */
@@ -154,21 +216,7 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
-    if (warp == 0) {
-        int32_t tokens = 0, capacity = 0;
-        ok = heard(now, P2P_SAYS_TOKENS, tokens) && heard(now, P2P_SAYS_CAPACITY, capacity);
-        if (lane_id() < DEVICE_MAX_RANKS) {
-            h.tokens_of[lane_id()] = tokens;
-            p.capacity[lane_id()] = capacity;
-            h.slots_of[lane_id()] = 0;
-            p.common[lane_id()] = 0x7fffffff;
-        }
-        if (lane_id() == 0) {
-            h.result = p.bad_ranks ? EPIC_EINVAL : EPIC_OK;
-            h.num_local = 0;
-        }
-    }
-    ok = __syncthreads_and(ok);
+    if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL; /* whatever else is wrong */
     if (FLAT && RARE && drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.row_load[d];
         __syncthreads();
@@ -176,10 +224,14 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
         for (int d = warp; d < ranks && ok; d += warps) place_slabs<KIND>(p, job, d);
         return __syncthreads_and(ok) != 0;
     }
+    const bool simple = KIND == 0 && few_slots(job);
     for (int d = warp; d < ranks; d += warps) {
         const bool caps = RARE && drops(job) && job.layer.expert_capacity;
-        const int64_t demand =
-            FLAT ? p.row_load[d] : slots_of<KIND>(p, job, d, 0x7fffffff, false);
+        int64_t demand;
+        if (simple)
+            demand = place_slabs<KIND>(p, job, d);
+        else
+            demand = FLAT ? p.row_load[d] : slots_of<KIND>(p, job, d, 0x7fffffff, false);
         const int64_t need = caps ? slots_of<KIND>(p, job, d, 0x7fffffff, true) : demand;
         const int32_t capacity = p.capacity[d];
         if (lane_id() == 0) {
@@ -195,7 +247,7 @@ static __device__ bool decide(Planner &p, const p2p_plan_job &job, const Now &no
             }
         }
         __syncwarp();
-        place_slabs<KIND>(p, job, d);
+        if (!simple) place_slabs<KIND>(p, job, d);
     }
     __syncthreads();
     return ok;
@@ -256,45 +308,6 @@ static __device__ __noinline__ void notify_overflow(const Planner &p, const p2p_
             {EPIC_EOVERFLOW, now.epoch, P2P_FAULT_CAPACITY, q, {capacity, p.needed[q], 0, 0}});
         return;
     }
-}
-
-/* One thread: what the header says beside what has been decided. */
-static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Now &now)
-{
-    device_plan_header &h = p.header;
-    const p2p_self &self = job.self;
-    const epic_layer &layer = job.layer;
-    h.magic = DEVICE_PLAN_MAGIC;
-    h.id = (self.group_id ^ now.epoch) * 0x9e3779b97f4a7c15ull | 1;
-    h.group_id = self.group_id;
-    const device_plan_layout at =
-        device_plan_layout_of(self.num_ranks, self.max_tokens, layer.num_experts, layer.top_k);
-    const bool flat = layer.layout == EPIC_FLAT;
-    h.bytes = device_plan_end(&at, layer.layout, layer.num_logical);
-    h.num_logical = layer.num_logical;
-    h.max_tokens = self.max_tokens;
-    h.rank = self.rank;
-    h.num_ranks = self.num_ranks;
-    h.num_experts = layer.num_experts;
-    h.top_k = layer.top_k;
-    h.alignment = layer.alignment;
-    h.overflow = layer.overflow;
-    h.expert_capacity = layer.expert_capacity;
-    h.sum_order = layer.sum_order;
-    h.layer_leaves = layer.leaves ? layer.leaves : 1;
-    h.leaves = flat ? (uint32_t)self.num_ranks : h.layer_leaves;
-    h.partial_type = layer.partial_type;
-    h.layout = layer.layout;
-    h.capacity = p.capacity[self.rank];
-    h.first_expert = 0;
-    for (int q = 0; q < DEVICE_MAX_RANKS; q++)
-        h.rank_at[q] = (uint8_t)(q < self.num_ranks ? q : 0);
-    if (layer.sum_order == EPIC_TREE)
-        for (int q = 0; q < self.num_ranks; q++) {
-            const int first = job.block * q;
-            h.rank_at[q] = p.owner[first];
-            if (p.owner[first] == self.rank) h.first_expert = first;
-        }
 }
 
 /* The first warp or more, `threads`: header and outputs. */
@@ -396,7 +409,7 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
                              MOST_TOP_K(self) +
                          (int64_t)token * top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
-        const int q = (self.rank + i) % self.num_ranks;
+        const int q = wrap(self.rank + i, self.num_ranks);
         uint64_t *to = (uint64_t *)self.heap[q] + base;
         if (HOSTS) to += records_apart(self, q);
         const uint32_t first = __ballot_sync(ALL_LANES, c[0].rank == q) & lanes.mates;
@@ -421,16 +434,37 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
     }
 }
 
+/* The choices that a warp has counted are placed and told. */
 template <int KIND>
-static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const Now &now)
+static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const Now &now,
+                                     const Lanes &lanes, const Part &part,
+                                     const Counted &counted, int32_t *fate, int32_t *rank_of)
+{
+#pragma unroll
+    for (int i = 0; i < COUNTED_GROUPS; i++) {
+        const int token = part.begin + i * lanes.tokens + lanes.token;
+        const bool in = lanes.on && token < part.end;
+        const int64_t at = in ? (int64_t)token * job.layer.top_k + lanes.k : -1;
+        if (part.begin + i * lanes.tokens >= part.end) break;
+        const Placed c[2] = {place_choice<KIND>(p, job, at, in ? counted.id[i] : -1, lanes.k,
+                                                counted.place[i], fate, rank_of),
+                             {-1, 0}};
+        send_records(now, job, lanes, token, token < part.end, c);
+    }
+}
+
+template <int KIND>
+static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const Now &now,
+                                     const Lanes &lanes, const Part &part,
+                                     const Counted &counted)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t *fate = (int32_t *)(job.plan + at.fate);
     int32_t *rank_of = (int32_t *)(job.plan + at.rank_of);
-    const Lanes lanes(job.layer.top_k);
-    const Part part = part_of_warp(p, job);
     const int top_k = job.layer.top_k;
+    if (KIND == 0 && counted_all(part, lanes))
+        return place_counted<KIND>(p, job, now, lanes, part, counted, fate, rank_of);
     for (int t = part.begin; t < part.end; t += 2 * lanes.tokens) {
         int64_t where[4], id[4];
         int32_t place[4];
@@ -473,10 +507,14 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now 
     __syncthreads();
     if (replicated) read_replicas(p, job);
     if (replicated && job.resolves && !resolve(p, job, now)) return false;
-    count_choices<KIND>(p, job, (int32_t *)(job.plan + at.fate));
+    const Lanes lanes(job.layer.top_k);
+    const Part part = part_of_warp(p, job);
+    Counted counted;
+    count_choices<KIND>(p, job, lanes, part, (int32_t *)(job.plan + at.fate), counted);
     __syncthreads();
     publish_tallies<KIND>(p, job, now);
-    bool ok = exchange_counts<KIND>(p, job, now);
+    bool ok = prepare(p, job, now);
+    ok = exchange_counts<KIND>(p, job, now) && ok;
     if (replicated && ok && threadIdx.x == 0) ok = compare_tables(p, job, now);
     ok = __syncthreads_and(ok);
     if (replicated && ok && !job.resolves) spread_choices(p, job);
@@ -488,16 +526,14 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now 
     if (FLAT)
         place_rows<KIND>(p, job, now);
     else
-        place_choices<KIND>(p, job, now);
+        place_choices<KIND>(p, job, now, lanes, part, counted);
     if (blockIdx.x == 0) {
-        __syncthreads(); /* nobody reads the header any more that is being completed */
-        if (threadIdx.x == 0) fill_header(p, job, now);
-        __syncthreads();
         tell_plan(p, job, (int)threadIdx.x, (int)blockDim.x);
         __syncthreads();
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) notify_fault(p, job, now);
             if (p.header.result == EPIC_EOVERFLOW) notify_overflow(p, job, now);
+            if (job.self.operation == EPIC_OP_PLAN) return true; /* nobody waits for it */
             __threadfence();
             store_release(&control_of(now)->planned, now.epoch);
         }

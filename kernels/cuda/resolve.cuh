@@ -53,15 +53,16 @@ static __device__ __noinline__ bool resolve(Planner &p, const p2p_plan_job &job,
     const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0;
     int32_t *const expert_of = resolved(job), *const tally = p.tally + warp * logicals;
     const auto read = [&](int64_t at) { return choice_id(job, at); };
-    each_choice(p, job, lanes, read, [&](int64_t at, int64_t id, int, int32_t first) {
-        const int32_t logical = checked_id(p, at, id, logicals);
-        uint32_t same;
-        const int32_t place = count_group(tally, logical, same);
-        if (distinct && repeats(lanes, logical, same, first))
-            atomicMin(&p.bad_choice, (uint32_t)at);
-        if (at >= 0) expert_of[at] = place;
-        return logical;
-    });
+    each_choice(job, lanes, part_of_warp(p, job), read,
+                [&](int64_t at, int64_t id, int, int32_t first, int) {
+                    const int32_t logical = checked_id(p, at, id, logicals);
+                    uint32_t same;
+                    const int32_t place = count_group(tally, logical, same);
+                    if (distinct && repeats(lanes, logical, same, first))
+                        atomicMin(&p.bad_choice, (uint32_t)at);
+                    if (at >= 0) expert_of[at] = place;
+                    return logical;
+                });
     __syncthreads();
     bool ok = true;
     for (int l = threadIdx.x; l < logicals && ok; l += blockDim.x) {
@@ -75,12 +76,14 @@ static __device__ __noinline__ bool resolve(Planner &p, const p2p_plan_job &job,
     }
     ok = __syncthreads_and(ok) != 0;
     if (!ok) return false;
-    each_choice(p, job, lanes, read, [&](int64_t at, int64_t id, int, int32_t) {
-        const bool there = at >= 0 && id >= 0 && id < logicals && replicas_of(p, (int)id) > 0;
-        int32_t nth = there ? p.low[id] + tally[id] + expert_of[at] : 0;
-        if (at >= 0) expert_of[at] = there ? replica_at(p, (int)id, nth) : -1;
-        return -1;
-    });
+    each_choice(job, lanes, part_of_warp(p, job), read,
+                [&](int64_t at, int64_t id, int, int32_t, int) {
+                    const bool there =
+                        at >= 0 && id >= 0 && id < logicals && replicas_of(p, (int)id) > 0;
+                    int32_t nth = there ? p.low[id] + tally[id] + expert_of[at] : 0;
+                    if (at >= 0) expert_of[at] = there ? replica_at(p, (int)id, nth) : -1;
+                    return -1;
+                });
     __syncthreads();
     for (int i = threadIdx.x; i < p.warps * logicals; i += blockDim.x) p.tally[i] = 0;
     __syncthreads();

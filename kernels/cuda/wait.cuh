@@ -384,11 +384,10 @@ __device__ __forceinline__ bool wait_alone(const Now &now, const int &peer, int 
 /* ------------------------------------------------------------------------- begin and end ---- */
 
 /* One warp: tells every rank, this one too, that the operation has begun here. */
-static __device__ void announce(const Now &now)
+static __device__ void announce(const p2p_self &self, const Now &now)
 {
-    const p2p_self &self = *now.self;
     if (lane_id() >= self.num_ranks) return;
-    uint64_t *to = announcement(now, self.heap[lane_id()], self.rank);
+    uint64_t *to = announcement(self, now, self.heap[lane_id()], self.rank);
     store_relaxed(to + P2P_SAYS_TOKENS, stamp(now, (uint32_t)now.tokens));
     store_relaxed(to + P2P_SAYS_CAPACITY, stamp(now, (uint32_t)now.capacity));
     store_relaxed(to + P2P_SAYS_ROWS, stamp(now, (uint32_t)now.rows));
@@ -427,7 +426,7 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
         now.rows = rows;
         now.self = &self;
         now.heap = self.heap[self.rank];
-        now.epoch = epoch_after(load_relaxed(&control_of(now)->epoch));
+        now.epoch = epoch_after(load_relaxed(&control_of(self)->epoch));
         now.signature = self.signature ^ (mark & 0x0fffffffu);
         now.deadline = timer_ns() + self.timeout_ns;
         now.last = now.lost = 0;
@@ -440,24 +439,30 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
     __syncthreads();
     if (HOSTS && !begin_shipping(now)) return false;
     /* nobody here waits for the warp that announces, and the last CTA does not plan */
-    if (blockIdx.x == gridDim.x - 1 && threadIdx.x < WARP) announce(now);
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x < WARP) announce(self, now);
     return true;
 }
 
 /* One warp: waits until every rank has announced, and called the same; who called another is found
- * while this waits. */
-__device__ __forceinline__ bool hear(const p2p_self &self, const Now &now)
+ * while this waits.  What this kernel does afterwards may come before that for the peers. */
+__device__ __forceinline__ bool hear_all(const p2p_self &self, const Now &now)
 {
     const bool mine = lane_id() < self.num_ranks;
     const int q = mine ? lane_id() : 0;
     const uint64_t *from = announcement(self, now, heap_by(self, q), q);
-    const bool ok = wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
+    return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t said = load_relaxed(from + P2P_SAYS_SIGNATURE);
         /* nobody is two operations ahead: a word of this parity is at most this one's */
         INVARIANT(said == 0 || (int32_t)((uint32_t)(said >> 32) - now.epoch) <= 0);
         if (HOSTS && mine && !is_whole(now, from)) said = 0;
         return __all_sync(ALL_LANES, !mine || said == stamp(now, now.signature)) != 0;
     });
+}
+
+/* The same, and everything afterwards is behind it. */
+__device__ __forceinline__ bool hear(const p2p_self &self, const Now &now)
+{
+    const bool ok = hear_all(self, now);
     fence_system(); /* once: a poll that acquires takes twice as long */
     return ok;
 }
@@ -488,13 +493,15 @@ static __device__ bool heard(const Now &now, int which, int32_t &value)
     return heard(*now.self, now, which, value);
 }
 
-/* Every thread of every CTA, at the end.  true in the CTA that was the last to come. */
-static __device__ bool finish(Now &now)
+/* Every thread of every CTA, at the end, where CTA `hears` hears the peers.  true in the CTA that was the
+ * last to come, which may read what they have announced, if that is `read`. */
+__device__ __forceinline__ bool finish(const p2p_self &self, Now &now, int hears, bool read)
 {
-    if (blockIdx.x == 0 && threadIdx.x < WARP) hear(now);
+    if ((int)blockIdx.x == hears && threadIdx.x < WARP)
+        (void)(read ? hear(self, now) : hear_all(self, now));
     __syncthreads();
     if (threadIdx.x == 0) {
-        p2p_control *control = control_of(now);
+        p2p_control *control = control_of(self);
         if (now.lost) tell_end(now);
         __threadfence();
         now.last = atomicAdd(&control->done, 1u) == gridDim.x - 1;
@@ -508,12 +515,17 @@ static __device__ bool finish(Now &now)
     return now.last != 0;
 }
 
+static __device__ bool finish(Now &now)
+{
+    return finish(*now.self, now, 0, true);
+}
+
 /* One warp of the grid. */
 static __device__ void begin_round(Now &now)
 {
     if (threadIdx.x == 0) now.epoch = epoch_after(now.epoch);
     __syncwarp();
-    announce(now);
+    announce(*now.self, now);
     __syncwarp();
     if (threadIdx.x == 0) {
         __threadfence();
