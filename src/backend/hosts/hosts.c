@@ -411,9 +411,9 @@ static void leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-uint64_t hosts_bytes_given(const epic_group *g)
+void epic_backend_hosts_given(const epic_group *g, uint64_t given[2])
 {
-    return hosts_ring_given(g->hosts->ring);
+    hosts_ring_given(g->hosts->ring, given);
 }
 
 /* In a forked child: while it held the lines, nobody would see its parent's death. */
