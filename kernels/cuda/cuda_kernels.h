@@ -86,7 +86,7 @@ typedef enum p2p_phase { /* what a rank was waiting for */
  * many words of 8 bytes, at a place of the outbox that is also their place in the heap of that
  * host's rank.  `lap` is 1 to 255: how often the ring has gone round, so that an entry is its own
  * flag. */
-#define P2P_RING_ENTRIES (1u << 14)
+#define P2P_RING_ENTRIES (1u << 15)
 #define P2P_ENTRY(host, word, words) \
     ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
 #define P2P_ENTRY_LAP(place) ((uint64_t)(1 + (place) / P2P_RING_ENTRIES % 255) << 56)

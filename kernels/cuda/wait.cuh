@@ -111,10 +111,11 @@ __device__ __forceinline__ uint8_t *told_by(const Now &now, int q)
 #define told_by(now, q) now.heap
 #endif
 
-/* The same in words of 8 bytes from this rank's heap. */
+/* The same in words of 8 bytes from this rank's heap, of what the first CTA keeps there for the others:
+ * keep_counts. */
 __device__ __forceinline__ int64_t words_apart(const Now &now, int q)
 {
-    return HOSTS ? (heap_by(now, q) - now.heap) / 8 : 0;
+    return HOSTS && blockIdx.x == 0 ? (heap_by(now, q) - now.heap) / 8 : 0;
 }
 
 /* The same of rows: what comes by relays (relay.cuh), neighbours store. */

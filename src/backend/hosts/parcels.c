@@ -26,9 +26,9 @@ typedef struct list { /* oldest first */
 } list;
 
 struct parcels {
-    uint32_t words;     /* of a parcel */
-    uint32_t per_host;  /* parcels of a heap */
-    int num_free, now;  /* the parcel that is being given; -1: none */
+    uint32_t words;      /* of a parcel */
+    uint32_t per_host;   /* parcels of a heap */
+    int num_free, now;   /* the parcel that is being given; -1: none */
     int at, spans_ahead; /* its spans that have been given, and are about to be */
     list free, waiting, ready;
     uint16_t *place_of; /* [num_hosts][per_host]: of a waiting one, from 1 */

@@ -20,9 +20,9 @@
 #define TURNS 64    /* that move nothing before the thread naps, */
 #define SPIN_US 200 /* and where there are cores to spare, so long */
 #define CORES_TO_SPARE 8
-#define NAP_US 20        /* at first, while an operation runs; then twice as long each time, */
-#define BUSY_NAP_US 50   /* up to this, */
-#define IDLE_NAP_US 1000 /* or this, when none runs, unless a call is made */
+#define NAP_US 20         /* at first, while an operation runs; then twice as long each time, */
+#define BUSY_NAP_US 50    /* up to this, */
+#define IDLE_NAP_US 20000 /* or this, when none runs, unless a call is made */
 #define TELL_MS 2000
 
 /* A word of peers' heaps that is no data but what is so now: what comes last counts.  So one is under
@@ -250,6 +250,11 @@ static bool has_spare_cores(void)
     return sched_getaffinity(0, sizeof mine, &mine) == 0 && CPU_COUNT(&mine) >= CORES_TO_SPARE;
 }
 
+static int64_t longer(int64_t us)
+{
+    return us < IDLE_NAP_US / 2 ? us * 2 : IDLE_NAP_US;
+}
+
 static void *run_ring(void *self)
 {
     hosts_ring *r = self;
@@ -265,10 +270,10 @@ static void *run_ring(void *self)
             sched_yield();
         } else if (r->running) {
             nap(us < BUSY_NAP_US ? us : BUSY_NAP_US);
-            us *= 2;
+            us = longer(us);
         } else {
-            called = nap_until_called(r, us < IDLE_NAP_US ? us : IDLE_NAP_US);
-            us *= 2;
+            called = nap_until_called(r, us);
+            us = longer(us);
         }
         if (!called) continue;
         idle = 0;

@@ -15,7 +15,8 @@
 #include "wire/wire.h"
 
 #define DEPTH 256  /* puts to a host that are under way */
-#define EVENTS 16  /* of those to a host */
+#define EVENTS 16  /* of those to a host, */
+#define OF_EVENT 4 /* for so many puts, or when no other is awaited */
 #define JOBS 1024  /* of the threads that copy */
 #define COPIERS 32 /* at most */
 
@@ -47,7 +48,7 @@ typedef struct peer {
 struct wire {
     wire_setup setup;
     int device, num_copiers, leave;
-    bool bound; /* the thread to the device */
+    bool bound;      /* the thread to the device */
     uint64_t *words; /* [num_hosts][DEPTH] in pinned memory */
     peer peers[WIRE_MAX_HOSTS];
     pthread_t copiers[COPIERS];
@@ -72,9 +73,9 @@ static epic_result refused(char *why, const char *what, cudaError_t error)
     return EPIC_EDEVICE;
 }
 
-#define CUDA(call, what)                                               \
-    do {                                                               \
-        const cudaError_t cuda_error = (call);                         \
+#define CUDA(call, what)                                                      \
+    do {                                                                      \
+        const cudaError_t cuda_error = (call);                                \
         if (cuda_error != cudaSuccess) return refused(why, what, cuda_error); \
     } while (0)
 
@@ -181,8 +182,7 @@ static epic_result connect_all(wire *w, const void *cards, char *why)
     for (int h = 0; h < w->setup.num_hosts; h++) {
         card c;
         memcpy(&c, (const char *)cards + (size_t)h * WIRE_CARD_BYTES, sizeof c);
-        const epic_result result =
-            h == w->setup.host ? EPIC_OK : connect_host(w, h, &c, why);
+        const epic_result result = h == w->setup.host ? EPIC_OK : connect_host(w, h, &c, why);
         if (result != EPIC_OK) return result;
     }
     if (!w->setup.on_gpu) start_copiers(w);
@@ -201,7 +201,8 @@ static void copy_by_engine(wire *w, peer *p, uint64_t to, const void *from, uint
 static bool copy_by_thread(wire *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
 {
     int *left = &p->left[p->given % DEPTH];
-    if (w->posted >= __atomic_load_n(&w->taken, __ATOMIC_RELAXED) + JOBS - COPIERS) return false;
+    if (w->posted >= __atomic_load_n(&w->taken, __ATOMIC_RELAXED) + JOBS - COPIERS)
+        return false;
     *left = 0;
     w->jobs[w->posted % JOBS] = (job){p->inbox + to, from, bytes, left};
     __atomic_store_n(&w->posted, w->posted + 1, __ATOMIC_RELEASE);
@@ -243,7 +244,9 @@ static int see_events(peer *p)
         if (cudaEventQuery(p->events[p->num_seen % EVENTS]) != cudaSuccess) break;
         p->finished = p->marks[p->num_seen % EVENTS];
     }
-    if (p->given == p->marked || p->num_events - p->num_seen == EVENTS) return moved;
+    const uint64_t under_way = p->num_events - p->num_seen;
+    if (p->given == p->marked || under_way == EVENTS) return moved;
+    if (under_way && p->given - p->marked < OF_EVENT) return moved; /* events cost time, too */
     if (cudaEventRecord(p->events[p->num_events % EVENTS], p->stream) != cudaSuccess)
         return moved;
     p->marks[p->num_events++ % EVENTS] = p->marked = p->given;
