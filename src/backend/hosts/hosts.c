@@ -251,12 +251,12 @@ static epic_result check_card(const card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
-/* Tokens that are sent before one is received: some 7 MB of rows in bfloat16 of 7168, what a wire of
- * 50 GB/s carries in 140 us. */
+/* Tokens that are sent before one is received: of most operations all, as what lies there in large
+ * parcels goes fastest; measured, docs/hosts.md. */
 static int32_t tokens_ahead(void)
 {
     const char *text = getenv("EPIC_WIRE_AHEAD");
-    return text && *text ? atoi(text) : 512;
+    return text && *text ? atoi(text) : 8192;
 }
 
 /* Rows go by relays where all hosts have as many ranks, several, one after the other. */

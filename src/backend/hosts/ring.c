@@ -50,6 +50,7 @@ struct hosts_ring {
     int asleep;     /* the thread, until */
     sem_t awake;    /* a call is made or its nap is over */
     bool running;   /* an operation */
+    bool took;      /* entries, in this turn */
     bool ends_next; /* its epoch, once all of `parcels` has been given */
     parcels *parcels;
     uint64_t taken;                      /* entries */
@@ -107,12 +108,14 @@ static int take_entries(hosts_ring *r)
     return taken;
 }
 
-/* Has the wire to a host little to do?  At the end of an epoch all must go. */
+/* Has the wire to a host little to do, and do kernels ship nothing?  At the end of an epoch all must
+ * go. */
 static bool is_hungry(const void *self, int host)
 {
     const hosts_ring *r = self;
     const uint64_t given = r->given[host];
-    return r->ends_next || given < UNDER_WAY || is_done(r, host, given - UNDER_WAY + 1);
+    if (r->ends_next) return true;
+    return !r->took && (given < UNDER_WAY || is_done(r, host, given - UNDER_WAY + 1));
 }
 
 /* Gives it to the wire, as long as that has room. */
@@ -204,6 +207,7 @@ static void bury(const hosts_ring *r)
 static int turn(hosts_ring *r)
 {
     int moved = take_entries(r);
+    r->took = moved > 0;
     moved += give_parcels(r);
     moved += r->setup.engine->look(r->setup.wire);
     free_epochs(r);
