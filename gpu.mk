@@ -18,7 +18,7 @@ GPU_HOST = $(patsubst src/backend/p2p/%.c,$(GPU_OUT)/%.o,$(wildcard src/backend/
 	$(GPU_OUT)/error.o $(GPU_OUT)/process.o $(GPU_HELPERS:%=$(GPU_OUT)/%.o)
 GPU_PROGRAMS = $(patsubst tests/gpu/%.c,$(GPU_OUT)/gpu_%, \
 	$(filter-out $(GPU_HELPERS:%=tests/gpu/%.c),$(wildcard tests/gpu/*.c))) \
-	$(patsubst bench/gpu/%.cu,$(GPU_OUT)/gpu_%,$(wildcard bench/gpu/*.cu))
+	$(patsubst bench/gpu/%.cu,$(GPU_OUT)/gpu_%,$(filter-out %/wire.cu,$(wildcard bench/gpu/*.cu)))
 GPU_HEADERS = $(wildcard kernels/cuda/*.h kernels/cuda/*.cuh src/backend/*.h src/backend/p2p/*.h \
 	src/base/*.h src/rules/*.h kernels/host/*.h src/plan/*.h src/router/*.h tests/gpu/*.h include/epic/epic.h)
 
@@ -115,19 +115,60 @@ gpu-test: gpu-build $(GPU_API) $(GPU_MANY) $(GPU_OUT)/conformance_p2p
 gpu-bench: $(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_router
 	GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
-# Backend hosts, with the ranks of this machine as hosts; -DEPIC_HOSTS=ON and UCX are needed.
-$(GPU_OUT)/gpu_hosts: bench/gpu/hosts.c all
-	@mkdir -p $(GPU_OUT)
+# Backend hosts, with the ranks of this machine as hosts.  Its kernels are those of the library that
+# `cmake -S . -B build -DEPIC_HOSTS=ON` builds; programs that reach inside are linked with them.
+HOSTS_OUT = $(GPU_OUT)/hosts
+HOSTS_LIBRARY = build/lib/libepic_hosts.so
+HOSTS_PARTS = $$(find build/kernels/cuda/CMakeFiles/epic_hosts.dir \
+	build/kernels/cuda/CMakeFiles/epic_cuda_alone.dir -name '*.o')
+HOSTS_INSIDE = $(patsubst %,$(HOSTS_OUT)/hosts_%,check storm graph faults)
+HOSTS_WIRES = $(HOSTS_OUT)/libepic_chaos.so $(HOSTS_OUT)/libepic_local.so
+HOSTS_PROGRAMS = $(HOSTS_INSIDE) $(HOSTS_WIRES) $(HOSTS_OUT)/conformance_hosts \
+	$(HOSTS_OUT)/api_deaths_hosts $(HOSTS_OUT)/gpu_hosts $(HOSTS_OUT)/gpu_wire
+HOSTS_WIRE_FLAGS = -fPIC -shared -fvisibility=hidden -Wl,--version-script=src/plugin.map
+HOSTS_CALLS = -Lbuild/lib -lepic -Wl,-rpath,$(abspath build/lib) -L$(GPU_CUDA)/lib64 -lcudart \
+	-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lm
+
+$(HOSTS_OUT)/%.o: tests/gpu/%.c $(GPU_HEADERS)
+	@mkdir -p $(HOSTS_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) -DEPIC_HOSTS -c $< -o $@
+$(HOSTS_OUT)/hosts_%: $(HOSTS_OUT)/%.o $(GPU_HELPERS:%=$(HOSTS_OUT)/%.o) $(HOSTS_LIBRARY)
+	$(NVCC) $(GPU_ARCH) $(filter %.o,$^) $(HOSTS_PARTS) -o $@ -lcublas -lgomp -ldl -lpthread
+$(HOSTS_OUT)/libepic_chaos.so: tests/wire/chaos.c tests/wire/chaos_library.c tests/run.c
+	@mkdir -p $(HOSTS_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) $(HOSTS_WIRE_FLAGS) -ffunction-sections -Wl,--gc-sections $^ -o $@
+$(HOSTS_OUT)/libepic_local.so: tests/gpu/wire/local.c src/wire/wire.h
+	@mkdir -p $(HOSTS_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) $(HOSTS_WIRE_FLAGS) $< -o $@ -L$(GPU_CUDA)/lib64 -lcudart \
+		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread
+$(HOSTS_OUT)/conformance_hosts: $(GPU_SUITE) $(wildcard tests/*.h tests/conformance/*.h) all
+	@mkdir -p $(HOSTS_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) -DBACKEND='"hosts"' $(GPU_SUITE) -o $@ $(HOSTS_CALLS)
+$(HOSTS_OUT)/api_deaths_hosts: tests/gpu/api/deaths.c $(GPU_OUT)/product.o all
+	@mkdir -p $(HOSTS_OUT)
+	$(GPU_CC) $(GPU_CFLAGS) -DBACKEND='"hosts"' $< $(GPU_OUT)/product.o -o $@ $(HOSTS_CALLS) \
+		-lcublas
+$(HOSTS_OUT)/gpu_hosts: bench/gpu/hosts.c all
+	@mkdir -p $(HOSTS_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) $< -o $@ $(GPU_INNER)
-gpu-bench-hosts: $(GPU_OUT)/gpu_hosts
-	@if ! test -e build/lib/libepic_hosts.so; then \
-	    echo "left out: no libepic_hosts.so; cmake -S . -B build -DEPIC_HOSTS=ON, then again"; \
-	else $(GPU_OUT)/gpu_hosts && $(GPU_OUT)/gpu_hosts backend=p2p; fi
+$(HOSTS_OUT)/gpu_wire: bench/gpu/wire.cu src/wire/wire.h
+	@mkdir -p $(HOSTS_OUT)
+	$(NVCC) $(GPU_NVFLAGS) $< -o $@ -ldl -lpthread
+
+HOSTS_LEFT_OUT = "left out: no $(HOSTS_LIBRARY); cmake -S . -B build -DEPIC_HOSTS=ON, then again"
+gpu-test-hosts:
+	@if ! grep -q EPIC_HOSTS:BOOL=ON build/CMakeCache.txt; then echo $(HOSTS_LEFT_OUT); \
+	else $(MAKE) $(HOSTS_PROGRAMS) && HOSTS_OUT=$(HOSTS_OUT) tests/gpu/hosts.sh; fi
+gpu-bench-hosts:
+	@if ! grep -q EPIC_HOSTS:BOOL=ON build/CMakeCache.txt; then echo $(HOSTS_LEFT_OUT); \
+	else $(MAKE) $(HOSTS_PROGRAMS) && HOSTS_OUT=$(HOSTS_OUT) bench/gpu/hosts.sh; fi
+$(HOSTS_LIBRARY): all
 
 # JAX and PyTorch have a part in it where GPU_PYTHON has them and gpu-build-jax, gpu-build-torch ran.
 GPU_PYTHON ?= python3
 gpu-bench-layer: $(GPU_OUT)/gpu_layer $(GPU_OUT)/gpu_moe
 	$(GPU_PYTHON) bench/gpu/layer_bars.py $(GPU_OUT)
 
-.PHONY: nvcc-build test-nvcc gpu-build gpu-test gpu-bench gpu-bench-hosts gpu-bench-layer
+.PHONY: nvcc-build test-nvcc gpu-build gpu-test gpu-bench gpu-test-hosts gpu-bench-hosts \
+	gpu-bench-layer
 .PRECIOUS: $(GPU_OUT)/%.o

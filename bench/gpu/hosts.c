@@ -3,24 +3,29 @@
  * this machine as hosts of `local` ranks, which speak by the wire that EPIC_WIRE names (ucx over tcp
  * and lo unless UCX_TLS and UCX_NET_DEVICES say more).  bf16, uniform routing, top-8 of 256; us of
  * the slowest rank, median of `rounds`, and GB/s of rows that a rank gives to other hosts.
+ * Beside it the puts of an operation and their size, and at the end what a second without operations
+ * takes of a core.
  *   gpu_hosts [ranks=GPUS] [local=1] [tokens=8,128,4096] [hidden=7168] [rounds=20] [order=rank]
- *             [backend=hosts] */
+ *             [backend=hosts] [threads=0] [idle=1] */
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "context/context.h"
 #include "copies.h"
 #include "epic/epic.h"
 
 enum { MOST_RANKS = 8, MOST_ROUNDS = 200, WARM_UP = 3, TOP_K = 8, EXPERTS = 256 };
 
-static int num_ranks, local = 1, hidden = 7168, rounds = 20;
+static int num_ranks, local = 1, hidden = 7168, rounds = 20, threads, idle = 1;
 static uint32_t order = EPIC_BY_RANK;
 static const char *tokens_wanted = "8,128,4096", *backend = "hosts";
 
@@ -151,6 +156,41 @@ static epic_result combine(seat *s)
                                                      .type = EPIC_BF16});
 }
 
+/* Bytes and puts that this rank has given to the wire so far. */
+static void read_given(const seat *s, uint64_t given[2])
+{
+    typedef void reader(const epic_group *, uint64_t *);
+    static reader *read;
+    void *library = dlopen("libepic_hosts.so", RTLD_NOLOAD | RTLD_LAZY);
+    given[0] = given[1] = 0;
+    if (!library) return; /* another backend */
+    if (!read) *(void **)&read = dlsym(library, "epic_backend_hosts_given");
+    if (read) read(s->ctx->group, given);
+    dlclose(library);
+}
+
+static double used_ms(void) /* of cores, by this process */
+{
+    struct rusage used;
+    getrusage(RUSAGE_SELF, &used);
+    return (double)(used.ru_utime.tv_sec + used.ru_stime.tv_sec) * 1e3 +
+           (double)(used.ru_utime.tv_usec + used.ru_stime.tv_usec) / 1e3;
+}
+
+static void time_idle(const seat *s)
+{
+    usleep(20000);
+    pthread_barrier_wait(&shared->barrier);
+    const double before = used_ms();
+    sleep(1);
+    const double used = used_ms() - before;
+    pthread_barrier_wait(&shared->barrier);
+    if (s->rank == 0)
+        printf("        idle             %10.2f %% of a core a rank\n",
+               used / 10 / (threads ? num_ranks : 1));
+    fflush(stdout);
+}
+
 static int by_size(const void *a, const void *b)
 {
     const float x = *(const float *)a, y = *(const float *)b;
@@ -161,8 +201,10 @@ static int by_size(const void *a, const void *b)
 static void time_step(seat *s, const char *name, epic_result (*step)(seat *))
 {
     float times[MOST_ROUNDS], ms = 0;
+    uint64_t before[2] = {0}, after[2];
     for (int i = -WARM_UP; i < rounds; i++) {
         pthread_barrier_wait(&shared->barrier);
+        if (i == 0) read_given(s, before);
         need(cudaEventRecord(s->begin, s->stream) == cudaSuccess, "an event", NULL);
         need(step(s) == EPIC_OK, name, s->ctx);
         need(cudaEventRecord(s->end, s->stream) == cudaSuccess, "an event", NULL);
@@ -178,9 +220,13 @@ static void time_step(seat *s, const char *name, epic_result (*step)(seat *))
     }
     qsort(times, (size_t)rounds, sizeof *times, by_size);
     const double us = times[rounds / 2], bytes = s->rows_out * (double)s->row;
+    read_given(s, after);
+    const double puts = (double)(after[1] - before[1]);
     if (s->rank == 0)
-        printf("%6lld  %-16s %10.1f us  (least %.1f, most %.1f)  %7.2f GB/s\n",
-               (long long)s->tokens, name, us, times[0], times[rounds - 1], bytes / us / 1e3);
+        printf("%6lld  %-16s %10.1f us  (least %.1f, most %.1f)  %7.2f GB/s, %.0f puts of %.1f "
+               "KB\n",
+               (long long)s->tokens, name, us, times[0], times[rounds - 1], bytes / us / 1e3,
+               puts / rounds, puts > 0 ? (double)(after[0] - before[0]) / puts / 1024 : 0);
     fflush(stdout);
 }
 
@@ -240,6 +286,7 @@ static int run(int rank)
         time_step(&s, "dispatch", dispatch);
         time_step(&s, "combine", combine);
         check_home(&s, "combine");
+        if (idle && !*at) time_idle(&s);
         give_back(&s);
     }
     return 0;
@@ -267,10 +314,10 @@ static int is_known(const char *argument)
     const struct {
         const char *name;
         int *to;
-    } numbers[] = {
-        {"ranks", &num_ranks}, {"local", &local}, {"hidden", &hidden}, {"rounds", &rounds}};
+    } numbers[] = {{"ranks", &num_ranks}, {"local", &local},     {"hidden", &hidden},
+                   {"rounds", &rounds},   {"threads", &threads}, {"idle", &idle}};
     const char *value = NULL;
-    for (int i = 0; i < 4 && !value; i++)
+    for (int i = 0; i < 6 && !value; i++)
         if ((value = value_of(argument, numbers[i].name))) *numbers[i].to = atoi(value);
     if (value) return 1;
     if ((value = value_of(argument, "tokens"))) return tokens_wanted = value, 1;
@@ -303,11 +350,42 @@ static void share(void)
     shared->port = 20000 + (unsigned)getpid() % 20000;
 }
 
+static int run_processes(void)
+{
+    pid_t children[MOST_RANKS];
+    int status, failed = 0;
+    for (int q = 0; q < num_ranks; q++)
+        if ((children[q] = fork()) == 0) _exit(run(q));
+    for (pid_t ended; (ended = wait(&status)) > 0;) {
+        failed |= status != 0;
+        for (int q = 0; q < num_ranks; q++) {
+            if (children[q] == ended) children[q] = 0;
+            if (status && children[q]) kill(children[q], SIGKILL); /* it would wait */
+        }
+    }
+    return failed;
+}
+
+static void *run_thread(void *rank)
+{
+    run((int)(intptr_t)rank);
+    return NULL;
+}
+
+/* A rank that fails ends the process. */
+static int run_threads(void)
+{
+    pthread_t ranks[MOST_RANKS];
+    for (int q = 0; q < num_ranks; q++)
+        need(pthread_create(&ranks[q], NULL, run_thread, (void *)(intptr_t)q) == 0, "a thread",
+             NULL);
+    for (int q = 0; q < num_ranks; q++) pthread_join(ranks[q], NULL);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     char host[24];
-    pid_t children[MOST_RANKS];
-    int status, failed = 0;
     read_options(argc, argv);
     const int gpus = num_gpus();
     if (!num_ranks) num_ranks = gpus;
@@ -324,14 +402,5 @@ int main(int argc, char **argv)
     printf("%s: %d ranks, %d on a host; hidden %d, top-%d of %d\n", backend, num_ranks, local,
            hidden, TOP_K, EXPERTS);
     fflush(stdout);
-    for (int q = 0; q < num_ranks; q++)
-        if ((children[q] = fork()) == 0) _exit(run(q));
-    for (pid_t ended; (ended = wait(&status)) > 0;) {
-        failed |= status != 0;
-        for (int q = 0; q < num_ranks; q++) {
-            if (children[q] == ended) children[q] = 0;
-            if (status && children[q]) kill(children[q], SIGKILL); /* it would wait */
-        }
-    }
-    return failed;
+    return threads ? run_threads() : run_processes();
 }

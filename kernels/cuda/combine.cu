@@ -124,5 +124,8 @@ extern "C" cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sm
     const bool exact = job->aligned && job->row_bytes % (STREAM_V * 512) == 0;
     p2p_combine_job copy = *job;
     copy.lag = lag_of(copy, num_sms);
+#ifdef EPIC_HOSTS
+    copy.lag = far_lag(job->self, copy.lag, job->num_tokens);
+#endif
     return enqueue(kernel_of(job->type, exact), num_sms, BLOCK, memory_bytes(), stream, copy);
 }

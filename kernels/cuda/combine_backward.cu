@@ -113,5 +113,8 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     if (job->row_bytes <= 4096 && copy.lag > 128)
         copy.lag = 128; /* short rows: what is enough */
     if (copy.lag < lag) copy.lag = lag;
+#ifdef EPIC_HOSTS
+    copy.lag = far_lag(job->self, copy.lag, job->num_tokens);
+#endif
     return enqueue(kernel_of(job->type, exact, quantize), num_sms, block, bytes, stream, copy);
 }

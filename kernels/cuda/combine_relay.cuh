@@ -56,7 +56,7 @@ __device__ __forceinline__ void give_node(const Combine &c, const Unit &u, int r
 {
     const p2p_self &self = c.job.self;
     const int to = mate_of(self, rank, self.rank), by = mate_of(self, self.rank, rank);
-    uint8_t *heap = near_of(self, to);
+    uint8_t *heap = self.heap[to];
     if (u.piece == 0 && lane_id() == 0)
         store_relaxed(wants_word(self, c.now, heap, to, by, u.token), stamp(c.now, some));
     if (some) store_node<P>(c, u, box_in(self, c.now, heap, to, by), node);
@@ -80,11 +80,11 @@ __device__ __forceinline__ bool add_host(const Combine &c, const Unit &u, int ra
         const int by = mate_of(self, from, rank);
         uint32_t has;
         uint4 its[P];
-        if (!take_wants(c.now, wants_word(self, c.now, self.near_heap, self.rank, by, u.token),
+        if (!take_wants(c.now, wants_word(self, c.now, c.now.heap, self.rank, by, u.token),
                         from, has))
             return false;
         if (!has) continue;
-        if (!take_node<P>(c, u, box_in(self, c.now, self.near_heap, self.rank, by), from, its))
+        if (!take_node<P>(c, u, box_in(self, c.now, c.now.heap, self.rank, by), from, its))
             return false;
         stack.push(its, (uint32_t)place);
     }

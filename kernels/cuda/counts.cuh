@@ -123,6 +123,21 @@ struct Lanes {
     }
 };
 
+#ifdef EPIC_HOSTS
+/* One warp: the records for rank q of its lanes' tokens, each of `count` words or one.  Those of up to 32
+ * choices go whole, filled up: so they lie one after the other, and are one piece. */
+__device__ __forceinline__ void ship_records(const Now &now, const Lanes &lanes, int q,
+                                             uint64_t *record, bool in, int top_k, int count)
+{
+    const bool mine = in && lanes.on;
+    if (lanes.halves > 1) return ship_record(now, q, record, mine && lanes.k == 0, count);
+    if (mine && lanes.k >= max(count, 1))
+        store_relaxed(record + lanes.k, stamp(now, RECORD_ABSENT));
+    const int words = __popc(__ballot_sync(ALL_LANES, mine));
+    if (words) ship_together(now, q, record, (uint32_t)words * 8);
+}
+#endif
+
 /* What ids are below, as the caller brings them. */
 __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
 {
@@ -474,6 +489,19 @@ static __device__ __noinline__ bool tell_fault(const Planner &p, const p2p_plan_
     return true;
 }
 
+#ifdef EPIC_HOSTS
+/* Of ranks of other hosts the first CTA alone asks the inbox, and keeps what it reads in the heap for
+ * the others. */
+__device__ __forceinline__ void keep_counts(const Now &now, uint64_t *counts, int first,
+                                            const uint64_t (&words)[RANKS_AT_ONCE])
+{
+#pragma unroll
+    for (int i = 0; i < RANKS_AT_ONCE; i++)
+        if (blockIdx.x == 0 && first + i < now.self->num_ranks && is_far(*now.self, first + i))
+            store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
+}
+#endif
+
 /* Sums the CTAs' counts, tells them to the peers, and sums the ranks' counts.  noinline: keeps its
  * registers out of dispatch's hot loop, which would spill. */
 template <int KIND>
@@ -543,6 +571,9 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
                     if (!stamped(now, words[i])) missing = first + i;
                 return missing < 0;
             });
+#ifdef EPIC_HOSTS
+            keep_counts(now, (uint64_t *)from, first, words);
+#endif
 #pragma unroll
             for (int i = 0; i < RANKS_AT_ONCE; i++) {
                 const int q = first + i;

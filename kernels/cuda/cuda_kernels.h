@@ -86,7 +86,7 @@ typedef enum p2p_phase { /* what a rank was waiting for */
  * many words of 8 bytes, at a place of the outbox that is also their place in the heap of that
  * host's rank.  `lap` is 1 to 255: how often the ring has gone round, so that an entry is its own
  * flag. */
-#define P2P_RING_ENTRIES (1u << 14)
+#define P2P_RING_ENTRIES (1u << 15)
 #define P2P_ENTRY(host, word, words) \
     ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
 #define P2P_ENTRY_LAP(place) ((uint64_t)(1 + (place) / P2P_RING_ENTRIES % 255) << 56)
@@ -122,10 +122,11 @@ typedef struct p2p_self {            /* what every kernel knows about its rank *
     uint32_t layouts;   /* that the operation's plan may have: a bit for each epic_layout */
 #ifdef EPIC_HOSTS
     p2p_ring ring;
-    uint8_t *near_heap; /* that other ranks of this host store into; NULL: there are none */
-    uint32_t near;      /* a bit for each of them */
-    int32_t local;      /* ranks of each host, if rows go by relays (relay.cuh); else 0 */
-    int32_t max_top_k;  /* that the heap has room for */
+    uint8_t *inbox;    /* laid out as the heap: what ranks of other hosts say */
+    uint32_t near;     /* a bit for each rank of this host, this one too */
+    int32_t local;     /* ranks of each host, if rows go by relays (relay.cuh); else 0 */
+    int32_t max_top_k; /* that the heap has room for */
+    int32_t ahead;     /* tokens, at least, that are sent before one is received; 0: any */
 #endif
 } p2p_self;
 

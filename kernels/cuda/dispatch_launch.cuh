@@ -41,6 +41,9 @@ static inline p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes,
     copy.units = string.units;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
         copy.lag /= 2; /* records are there; what is left at the end counts more */
+#ifdef EPIC_HOSTS
+    copy.lag = far_lag(job.plan.self, copy.lag, job.num_tokens);
+#endif
     /* Whole rows are quick: more of them leave while the plan is made.  And what receiving stays
      * behind anyway is nothing to catch up on.  3 for 2 gains on 64 SMs, by expert, not on 48 or 132. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;

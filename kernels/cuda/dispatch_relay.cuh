@@ -34,18 +34,18 @@ static __device__ __noinline__ bool hand_on_piece(const Move &m, int from, int32
     const int64_t escape = ((int64_t)token * m.shape.pieces + piece) * WARP;
     const int first = self.rank - self.rank % self.local;
     uint4 *staged =
-        staged_in(box_in(self, m.now, m.now.heap, self.rank, from), token - m.first, vectors);
+        staged_in(box_in(self, m.now, self.inbox, self.rank, from), token - m.first, vectors);
     uint4 q[V];
     if (!take_piece<V, EXACT>(m.now, from, staged, vector, vectors, false, q)) return false;
     if (!unhide_poison<V>(
             m.now, from, q,
-            escapes_of(self, m.now, m.now.heap, source_of(self, self.rank, from)) + escape))
+            escapes_of(self, m.now, self.inbox, source_of(self, self.rank, from)) + escape))
         return false;
     restore_piece<V, EXACT>(staged, vector, vectors);
     const uint32_t mask = hide_poison<V>(q);
     for (; wants; wants &= wants - 1) {
         const int to = first + __ffs(wants) - 1;
-        uint8_t *heap = near_of(self, to);
+        uint8_t *heap = self.heap[to];
         send_piece<V, EXACT>(
             staged_in(box_in(self, m.now, heap, to, from), token - m.first, vectors), vector,
             vectors, q);
@@ -70,7 +70,7 @@ __device__ __forceinline__ bool hand_on(const Move &m, const Walk &walk, Feed &f
     if (m.shape.aligned) feed.pass(count);
     for (int32_t token = begin; token < stop; token++) {
         uint32_t wants;
-        if (!take_wants(m.now, wants_word(self, m.now, m.now.heap, self.rank, from, token),
+        if (!take_wants(m.now, wants_word(self, m.now, self.inbox, self.rank, from, token),
                         from, wants))
             return false;
         for (int i = 0; i < count && wants; i++)

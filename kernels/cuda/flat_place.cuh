@@ -77,11 +77,14 @@ __device__ __forceinline__ void send_rows(const Now &now, const p2p_plan_job &jo
                 stamp(now, none  ? RECORD_ABSENT
                            : bad ? RECORD_DISCARD
                                  : (uint32_t)row));
-        if (!HOSTS) continue;
-        ship_record(now, q, to, speaks, __popc(first) + __popc(second));
-        if (speaks)
-            ship(now, q, row_word(self, now, self.heap[q], place_of(self, q, self.rank), token),
-                 8);
+#ifdef EPIC_HOSTS
+        const int spoken = __popc(__ballot_sync(ALL_LANES, speaks));
+        ship_records(now, lanes, q, to, in, job.layer.top_k, __popc(first) + __popc(second));
+        if (spoken)
+            ship_together(
+                now, q, row_word(self, now, self.heap[q], place_of(self, q, self.rank), token),
+                (uint32_t)spoken * 8);
+#endif
     }
 }
 

@@ -97,7 +97,8 @@ typedef struct p2p_control {
     uint64_t freed;   /* what the host's word was when it was last asked, */
     uint32_t freed_asked;                                    /* units of 1024 ns */
     uint32_t heard_asked;                                    /* the same of announcements, */
-    uint32_t asked_end;                                      /* and of what ends an operation */
+    uint32_t asked_end;                                      /* of what ends an operation, */
+    uint32_t room_asked;                                     /* and of room in the ring */
     uint64_t heard[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped */
 #endif
 } p2p_control;

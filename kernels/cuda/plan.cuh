@@ -203,6 +203,9 @@ __device__ __forceinline__ bool take_record(const Now &now, const uint64_t *word
         const bool come = lane < count && stamped(now, word);
         const uint32_t there = __ballot_sync(ALL_LANES, come);
         lasts = __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST));
+#ifdef EPIC_HOSTS
+        if (top_k <= WARP && __popc(there) < count) return false; /* all that was shipped */
+#endif
         const uint32_t need = lasts           ? (2u << (__ffs(lasts) - 1)) - 1
                               : count == WARP ? ALL_LANES
                                               : (1u << count) - 1;

@@ -428,9 +428,9 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
         }
         if (in && lanes.on && lanes.k == 0 && !first && !second)
             store_relaxed(to, stamp(now, RECORD_ABSENT | RECORD_LAST));
-        if (HOSTS)
-            ship_record(now, q, to, in && lanes.on && lanes.k == 0,
-                        __popc(first) + __popc(second));
+#ifdef EPIC_HOSTS
+        ship_records(now, lanes, q, to, in, top_k, __popc(first) + __popc(second));
+#endif
     }
 }
 

@@ -7,7 +7,7 @@
  *     dispatch   row of rank (h', j) -- wire --> (h, j) -- NVLink --> those of host h that want it
  *     combine    partials of host h  -- NVLink --> (h, j), their sum -- wire --> (h', j)
  *
- * What ranks of a host store for each other on behalf of a rank of another host lies in the near heap,
+ * What ranks of a host store for each other on behalf of a rank of another host lies in their heaps,
  * in the place of that rank, or of the one on its host that is the storing rank's mate.  A stamped
  * word for each token (*wants*) says beforehand which ranks of the host want a row, or that a rank
  * has a partial. */
@@ -27,12 +27,6 @@ __device__ __forceinline__ int num_hosts(const p2p_self &self)
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % self.local + like % self.local;
-}
-
-/* What ranks of this host store into of a rank of it. */
-__device__ __forceinline__ uint8_t *near_of(const p2p_self &self, int rank)
-{
-    return rank == self.rank ? self.near_heap : self.heap[rank];
 }
 
 /* In arrays by source: rank `by`, as rank `to` counts. */

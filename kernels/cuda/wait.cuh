@@ -82,12 +82,12 @@ __device__ __forceinline__ bool stamped(const Now &now, uint64_t word)
     return (uint32_t)(word >> 32) == now.epoch;
 }
 
-/* Where rank q stores what it tells this one.  hosts: ranks of this host have a heap of their own
- * to store into, by NVLink; the wire writes the other. */
+/* Where rank q stores what it tells this one.  hosts: ranks of this host store into the heap, this
+ * one too; the wire writes the inbox, which is laid out alike. */
 __device__ __forceinline__ uint8_t *heap_by(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
-    if (self.near >> q & 1) return self.near_heap;
+    if (!(self.near >> q & 1)) return self.inbox;
 #endif
     return self.heap[self.rank];
 }
@@ -95,22 +95,34 @@ __device__ __forceinline__ uint8_t *heap_by(const p2p_self &self, int q)
 __device__ __forceinline__ uint8_t *heap_by(const Now &now, int q)
 {
 #ifdef EPIC_HOSTS
-    if (now.self->near >> q & 1) return now.self->near_heap;
+    if (!(now.self->near >> q & 1)) return now.self->inbox;
 #endif
     return now.heap;
 }
 
-/* The same in words of 8 bytes from this rank's heap. */
+/* Where rank q says what is no data but is so now (waits, broken, gone).  hosts: that goes by the
+ * wire to every rank. */
+#ifdef EPIC_HOSTS
+__device__ __forceinline__ uint8_t *told_by(const Now &now, int q)
+{
+    return q == now.self->rank ? now.heap : now.self->inbox;
+}
+#else
+#define told_by(now, q) now.heap
+#endif
+
+/* The same in words of 8 bytes from this rank's heap, of what the first CTA keeps there for the others:
+ * keep_counts. */
 __device__ __forceinline__ int64_t words_apart(const Now &now, int q)
 {
-    return HOSTS ? (heap_by(now, q) - now.heap) / 8 : 0;
+    return HOSTS && blockIdx.x == 0 ? (heap_by(now, q) - now.heap) / 8 : 0;
 }
 
 /* The same of rows: what comes by relays (relay.cuh), neighbours store. */
 __device__ __forceinline__ uint8_t *rows_by(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
-    if (self.local && self.operation == EPIC_OP_DISPATCH) return self.near_heap;
+    if (self.local && self.operation == EPIC_OP_DISPATCH) return self.heap[self.rank];
 #endif
     return heap_by(self, q);
 }
@@ -203,7 +215,7 @@ __device__ __forceinline__ uint64_t *waits_of(const Now &now, uint8_t *heap, int
 /* The same as bits; 0: it has not said so in this epoch. */
 __device__ __forceinline__ uint32_t told_waits(const Now &now, int rank)
 {
-    const uint64_t said = load_relaxed(waits_of(now, now.heap, rank));
+    const uint64_t said = load_relaxed(waits_of(now, told_by(now, rank), rank));
     return stamped(now, said) ? (uint32_t)said : 0;
 }
 
@@ -257,6 +269,9 @@ __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t
 {
     const p2p_self &self = *now.self;
     uint64_t word = load_relaxed((const uint64_t *)(now.heap + self.at.broken));
+#ifdef EPIC_HOSTS
+    if (!word) word = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
+#endif
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
         const uint64_t said = load_relaxed(announcement(now, heap_by(now, q), q));
@@ -267,7 +282,8 @@ __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t
     const uint32_t dead = dead_ranks(now);
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
-        const uint64_t gone = load_relaxed((const uint64_t *)(now.heap + self.at.gone) + q);
+        const uint64_t gone =
+            load_relaxed((const uint64_t *)(told_by(now, q) + self.at.gone) + q);
         if (gone ? (int32_t)(now.epoch - (uint32_t)gone) > 0 : dead >> q & 1)
             word = P2P_BROKEN(EPIC_EPEER, self.operation, self.rank, phase, 1u << q);
     }
@@ -415,7 +431,9 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
     if (self.operation == EPIC_OP_NONE) return false;
 #ifdef EPIC_HOSTS
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
-    const uint64_t broken = load_relaxed(&control->broken);
+    uint64_t broken = load_relaxed(&control->broken);
+    if (!broken && blockIdx.x == 0 && threadIdx.x == 0) /* by the wire; one asks for all */
+        broken = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
 #else
     const uint64_t broken =
         load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));

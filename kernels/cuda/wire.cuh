@@ -20,7 +20,7 @@
 __device__ __forceinline__ bool is_far(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
-    return q != self.rank && !(self.near >> q & 1);
+    return !(self.near >> q & 1);
 #else
     return false;
 #endif
@@ -54,11 +54,20 @@ __device__ __forceinline__ int float_stride(int top_k)
 
 #ifdef EPIC_HOSTS
 
+/* A wire takes a while: what is received must be far enough behind what is sent for it to be full,
+ * and for the thread to find rows that lie one after the other. */
+static inline int32_t far_lag(const p2p_self &self, int32_t lag, int32_t num_tokens)
+{
+    const int32_t ahead = self.ahead < num_tokens ? self.ahead : num_tokens;
+    return lag > ahead ? lag : ahead;
+}
+
 /* One thread: is there room in the ring for entry number `place`? */
 __device__ __forceinline__ bool has_room(const Now &now, uint64_t place)
 {
     p2p_control *control = control_of(now);
     if (place < load_relaxed(&control->room)) return true;
+    if (!may_ask(&control->room_asked, 1)) return false;
     const uint64_t room = load_relaxed(&now.self->ring.words->taken) + P2P_RING_ENTRIES;
     store_relaxed(&control->room, room); /* an older one is as true */
     return place < room;

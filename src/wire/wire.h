@@ -45,6 +45,8 @@ typedef struct wire_setup {
 
 typedef struct wire_engine {
     const char *name;
+    uint32_t
+        best_bytes; /* the size that puts should have, if there is as much; 2 KB to 512 KB */
 
     /* Can this host have such a wire?  Local; `why` (WIRE_WHY bytes) gets the reason when not. */
     bool (*can)(char *why);

@@ -78,7 +78,7 @@ static void check_restored(bench *b)
     const p2p_self *self = &b->me->group->self;
     check_heap(b, self->heap[self->rank]);
 #if HOSTS
-    if (self->near_heap) check_heap(b, self->near_heap);
+    check_heap(b, self->inbox);
 #endif
 }
 

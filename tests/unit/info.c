@@ -151,7 +151,8 @@ static void usage(void)
     CHECK(setenv("EPIC_WIRE", "a\nwire", 1) == 0 && unsetenv("EPIC_HOST") == 0);
     CHECK(info("") == 0 && says("epic ") && says("(chosen)") && says("cores"));
     CHECK(says("backend hosts") && says("wire ucx ") && says("EPIC_WIRE a\\x0awire ("));
-    CHECK(says("EPIC_HOST is not set (") && says("EPIC_WIRE_PUT") && says("EPIC_WIRE_RELAY"));
+    CHECK(says("EPIC_HOST is not set (") && says("EPIC_WIRE_PUT") && says("EPIC_WIRE_RELAY") &&
+          says("EPIC_WIRE_MEMORY"));
 }
 
 int main(void)

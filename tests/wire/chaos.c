@@ -323,4 +323,4 @@ static void close_wire(wire *w)
     free(w);
 }
 
-const wire_engine epic_wire_chaos = {.name = "chaos", WIRE_ENGINE_CALLS};
+const wire_engine epic_wire_chaos = {.name = "chaos", .best_bytes = 2 << 10, WIRE_ENGINE_CALLS};

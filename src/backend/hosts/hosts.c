@@ -28,11 +28,11 @@ typedef struct hosts_part {
     wire *wire;
     wire_lines *lines;
     hosts_ring *ring;
-    uint8_t *inbox;  /* the heap, */
-    uint8_t *outbox; /* as large, both in host memory; */
-    uint8_t *seen;   /* the outbox, as the GPU sees it; */
-    uint8_t *own;    /* what of the heap no peer sees, on the GPU; */
-    uint8_t *near; /* and one more heap there, where ranks of this host store; NULL: none are */
+    bool on_gpu;     /* inbox and outbox are; else in host memory */
+    uint8_t *heap;   /* on the GPU: where ranks of this host store, and behind it parts; */
+    uint8_t *inbox;  /* as large: where the wire does, */
+    uint8_t *outbox; /* and what it reads; */
+    uint8_t *seen;   /* the outbox, as the GPU sees it */
     p2p_ring shared; /* as the host sees it */
     char said[256];  /* by the engine, once peers were connected */
 } hosts_part;
@@ -70,68 +70,55 @@ static epic_result seen_by_gpu(void *out, void *memory)
     return p2p_cuda(cudaHostGetDevicePointer(out, memory, 0), "host memory");
 }
 
-/* Bytes of the parts of a heap that its rank alone uses, one after the other. */
-static int64_t own_bytes(const p2p_heap *at, int64_t num_ranks)
+static epic_result gpu_memory(uint8_t **out, int64_t bytes)
 {
-    return (at->faults - at->control) + (at->counts - at->first) + (at->records - at->tallies) +
-           num_ranks * at->part_words * 4 + 4 * 512;
+    return p2p_cuda(cudaMalloc((void **)out, (size_t)bytes), "memory of the device");
 }
 
-/* Takes one of them away from the heap: kernels find it by its offset all the same. */
-static void move(int64_t *at, int64_t bytes, int64_t *next)
+static epic_result memory_for_wire(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
 {
-    *at = *next;
-    *next += device_round_up(bytes, 512);
+    TRY(on_gpu ? gpu_memory(out, bytes) : host_memory(out, bytes));
+    if (!on_gpu) return seen_by_gpu(seen, *out);
+    *seen = *out;
+    return EPIC_OK;
 }
 
-/* Atomic words and what is read often lie on the GPU, whatever the wire needs. */
-static epic_result make_own(epic_group *g, hosts_part *h)
+/* Partials that no other rank sees; they lie behind the heap. */
+static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
+{
+    return num_ranks * at->part_words * 4;
+}
+
+/* What this rank tells itself, and ranks of this host tell it. */
+static epic_result make_heap(epic_group *g, hosts_part *h, card *mine)
 {
     p2p_heap *at = &g->self.at;
-    const p2p_heap was = *at;
-    const int64_t bytes = own_bytes(at, g->num_ranks);
-    const int64_t parts = g->num_ranks * was.part_words * 4;
-    TRY(p2p_cuda(cudaMalloc((void **)&h->own, (size_t)bytes), "memory of the device"));
-    int64_t next = h->own - g->self.heap[g->rank];
-    const int64_t begin = next;
-    move(&at->control, was.faults - was.control, &next);
-    move(&at->first, was.counts - was.first, &next);
-    move(&at->tallies, was.records - was.tallies, &next);
-    at->scratch = at->tallies + (was.scratch - was.tallies);
-    TRY(p2p_cuda(cudaMemsetAsync(h->own, 0, (size_t)(next - begin), g->side), "clearing"));
-    move(&at->parts, parts, &next);
-    TRY(p2p_cuda(
-        cudaMemsetAsync(g->self.heap[g->rank] + at->parts, 0xff, (size_t)parts, g->side),
-        "clearing"));
-    return p2p_cuda(cudaStreamSynchronize(g->side), "clearing");
+    const int64_t parts = parts_bytes(at, g->num_ranks);
+    at->parts = p2p_heap_bytes(at);
+    for (int q = 0; q < g->num_ranks; q++)
+        if (p2p_same(g->peers[q].host, g->peers[g->rank].host)) g->self.near |= 1u << q;
+    TRY(gpu_memory(&h->heap, at->parts + parts));
+    TRY(p2p_cuda(cudaMemsetAsync(h->heap + at->parts, 0xff, (size_t)parts, g->side),
+                 "clearing the heap"));
+    TRY(p2p_heap_clear(g, h->heap));
+    g->self.heap[g->rank] = h->heap;
+    return p2p_heap_show(g, h->heap, &mine->handle);
 }
 
-/* Inbox and outbox are heaps.  What is never stored to the outbox is never shipped. */
-static epic_result make_heaps(epic_group *g, hosts_part *h)
+/* The same from and to other hosts.  What is never stored to the outbox is never shipped. */
+static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 {
-    const int64_t bytes = g->self.at.bytes;
-    TRY(host_memory(&h->inbox, bytes));
-    TRY(host_memory(&h->outbox, bytes));
-    TRY(seen_by_gpu(&g->self.heap[g->rank], h->inbox));
-    TRY(seen_by_gpu(&h->seen, h->outbox));
+    return on_gpu ? p2p_heap_bytes(at) : at->bytes; /* an allocation of its own */
+}
+
+static epic_result make_boxes(epic_group *g, hosts_part *h)
+{
+    const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
+    TRY(memory_for_wire(&h->inbox, &g->self.inbox, h->on_gpu, bytes));
+    TRY(memory_for_wire(&h->outbox, &h->seen, h->on_gpu, bytes));
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank) g->self.heap[q] = h->seen;
-    TRY(p2p_heap_clear(g, g->self.heap[g->rank]));
-    return make_own(g, h);
-}
-
-/* Ranks of this host store into a heap that lies on the GPU. */
-static epic_result make_near(epic_group *g, hosts_part *h, card *mine)
-{
-    const int64_t bytes = p2p_heap_bytes(&g->self.at);
-    for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank && p2p_same(g->peers[q].host, g->peers[g->rank].host))
-            g->self.near |= 1u << q;
-    if (!g->self.near) return EPIC_OK;
-    TRY(p2p_cuda(cudaMalloc((void **)&h->near, (size_t)bytes), "memory of the device"));
-    TRY(p2p_heap_clear(g, h->near));
-    g->self.near_heap = h->near;
-    return p2p_heap_show(g, h->near, &mine->handle);
+    return p2p_heap_clear(g, g->self.inbox);
 }
 
 static epic_result make_ring(epic_group *g, hosts_part *h)
@@ -160,12 +147,33 @@ static bool relays_wanted(void)
     return !text || *text != '0';
 }
 
+/* Does the user want inbox and outbox on the GPU?  Then every peer must be reached there. */
+static bool wants_gpu(void)
+{
+    const char *text = getenv("EPIC_WIRE_MEMORY");
+    return text && !strcmp(text, "gpu");
+}
+
+static epic_result choose_memory(hosts_part *h)
+{
+    char why[WIRE_WHY];
+    h->engine = find_engine(why);
+    if (!h->engine) return epic_fail(EPIC_ENOTSUP, "%s", why);
+    h->on_gpu = wants_gpu();
+    if (!h->on_gpu || h->engine->reaches_gpu()) return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP,
+                     "EPIC_WIRE_MEMORY=gpu: wire \"%s\" cannot reach memory of a GPU here; "
+                     "without it rows go by way of host memory",
+                     h->engine->name);
+}
+
 static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
 {
     char why[WIRE_WHY];
     const wire_setup setup = {.host = g->rank,
                               .num_hosts = g->num_ranks,
                               .puts = puts_wanted(),
+                              .on_gpu = h->on_gpu,
                               .inbox = h->inbox,
                               .inbox_bytes = (uint64_t)g->self.at.bytes,
                               .outbox = h->outbox,
@@ -175,8 +183,6 @@ static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
                                     .ranks_per_host = 1,
                                     .timeout_ms = g->config.timeout_ms,
                                     .group_id = g->self.group_id};
-    h->engine = find_engine(why);
-    if (!h->engine) return epic_fail(EPIC_ENOTSUP, "%s", why);
     const epic_result result = h->engine->open(&h->wire, &setup, mine->wire, why);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
     return wire_lines_listen(&h->lines, &lines, mine->lines);
@@ -186,8 +192,9 @@ static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
 {
     mine->relays = relays_wanted();
     TRY(p2p_group_device(g, &mine->gpu));
-    TRY(make_near(g, h, mine));
-    TRY(make_heaps(g, h));
+    TRY(choose_memory(h));
+    TRY(make_heap(g, h, mine));
+    TRY(make_boxes(g, h));
     TRY(make_ring(g, h));
     TRY(p2p_load(g));
     return open_wire(g, h, mine);
@@ -244,6 +251,14 @@ static epic_result check_card(const card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
+/* Tokens that are sent before one is received: of most operations all, as what lies there in large
+ * parcels goes fastest; measured, docs/hosts.md. */
+static int32_t tokens_ahead(void)
+{
+    const char *text = getenv("EPIC_WIRE_AHEAD");
+    return text && *text ? atoi(text) : 8192;
+}
+
 /* Rows go by relays where all hosts have as many ranks, several, one after the other. */
 static int32_t local_of(const epic_group *g, const card *cards)
 {
@@ -265,14 +280,21 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = cards[q].gpu;
     TRY(p2p_budget_share(g, gpus));
     for (int q = 0; q < g->num_ranks; q++)
-        if (g->self.near >> q & 1) TRY(p2p_heap_reach(g, q, &cards[q].handle));
+        if (q != g->rank && g->self.near >> q & 1) TRY(p2p_heap_reach(g, q, &cards[q].handle));
     g->self.local = local_of(g, cards);
+    if (g->self.near + 1ull != 1ull << g->num_ranks) g->self.ahead = tokens_ahead();
     TRY(connect_wire(g, h, cards));
     TRY(connect_lines(g, h, cards));
     return start_ring(g, h);
 }
 
 /* ------------------------------------------------------------------- join and leave ---- */
+
+static void give_back(const hosts_part *h, uint8_t *memory)
+{
+    if (memory && h->on_gpu) (void)cudaFree(memory);
+    if (memory && !h->on_gpu) (void)cudaFreeHost(memory);
+}
 
 static void release(epic_group *g)
 {
@@ -282,10 +304,9 @@ static void release(epic_group *g)
         if (h->engine) h->engine->close(h->wire);
         wire_lines_close(h->lines);
         p2p_heap_hide(g);
-        if (h->near) (void)cudaFree(h->near);
-        if (h->own) (void)cudaFree(h->own);
-        if (h->inbox) (void)cudaFreeHost(h->inbox);
-        if (h->outbox) (void)cudaFreeHost(h->outbox);
+        if (h->heap) (void)cudaFree(h->heap);
+        give_back(h, h->inbox);
+        give_back(h, h->outbox);
         if (h->shared.entries) (void)cudaFreeHost(h->shared.entries);
         free(h);
     }
@@ -344,7 +365,7 @@ bool p2p_is_dead(const epic_group *g, int peer)
 void p2p_tell(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
-    uint8_t *to = peer == g->rank ? g->self.heap[peer] : g->hosts->seen;
+    uint8_t *to = peer == g->rank ? g->self.inbox : g->hosts->seen;
     (void)cudaMemcpyAsync(to + at, bytes, count, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
     if (peer != g->rank) hosts_ring_tell(g->hosts->ring, peer, (uint64_t)at, (uint32_t)count);
@@ -390,9 +411,9 @@ static void leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-uint64_t hosts_bytes_given(const epic_group *g)
+void epic_backend_hosts_given(const epic_group *g, uint64_t given[2])
 {
-    return hosts_ring_given(g->hosts->ring);
+    hosts_ring_given(g->hosts->ring, given);
 }
 
 /* In a forked child: while it held the lines, nobody would see its parent's death. */
@@ -410,10 +431,14 @@ static void say(const epic_group *g, char *to, size_t size)
 static void memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);
-    out->host_bytes = (int64_t)(sizeof(epic_group) + sizeof(hosts_part)) + 4096 + 2 * at.bytes +
-                      P2P_RING_ENTRIES * 8 + (int64_t)sizeof(p2p_ring_words);
+    const bool on_gpu = wants_gpu();
+    const int64_t boxes = 2 * box_bytes(&at, on_gpu);
+    out->host_bytes = (int64_t)(sizeof(epic_group) + sizeof(hosts_part)) + 4096 +
+                      (on_gpu ? 0 : boxes) + P2P_RING_ENTRIES * 8 +
+                      (int64_t)sizeof(p2p_ring_words);
     out->shared_bytes = 0;
-    out->device_bytes = own_bytes(&at, config->num_ranks) + p2p_heap_bytes(&at);
+    out->device_bytes =
+        p2p_heap_bytes(&at) + parts_bytes(&at, config->num_ranks) + (on_gpu ? boxes : 0);
 }
 
 const epic_backend epic_backend_hosts = {

@@ -11,16 +11,18 @@
 #include <string.h>
 #include <time.h>
 
-#include "backend/hosts/runs.h"
+#include "backend/hosts/parcels.h"
 #include "base/error.h"
 
 #define ENDS 4      /* epochs whose sources are being read: two, as kernels wait for that */
+#define TAKEN 1024  /* entries of a turn */
+#define UNDER_WAY 4 /* puts to a host, with which its wire has something to do */
 #define TURNS 64    /* that move nothing before the thread naps, */
 #define SPIN_US 200 /* and where there are cores to spare, so long */
 #define CORES_TO_SPARE 8
-#define NAP_US 20        /* at first, while an operation runs; then twice as long each time, */
-#define BUSY_NAP_US 50   /* up to this, */
-#define IDLE_NAP_US 1000 /* or this, when none runs, unless a call is made */
+#define NAP_US 20         /* at first, while an operation runs; then twice as long each time, */
+#define BUSY_NAP_US 50    /* up to this, */
+#define IDLE_NAP_US 20000 /* or this, when none runs, unless a call is made */
 #define TELL_MS 2000
 
 /* A word of peers' heaps that is no data but what is so now: what comes last counts.  So one is under
@@ -48,10 +50,11 @@ struct hosts_ring {
     int asleep;     /* the thread, until */
     sem_t awake;    /* a call is made or its nap is over */
     bool running;   /* an operation */
-    bool ends_next; /* its epoch, once all of `runs` has been given */
-    runs runs;
+    bool took;      /* entries, in this turn */
+    bool ends_next; /* its epoch, once all of `parcels` has been given */
+    parcels *parcels;
     uint64_t taken;                      /* entries */
-    uint64_t bytes;                      /* of theirs */
+    uint64_t bytes, puts;                /* that they have become */
     uint64_t given[WIRE_MAX_HOSTS];      /* puts and words to a host */
     uint64_t ends[ENDS][WIRE_MAX_HOSTS]; /* `given`, when an epoch ended */
     uint64_t num_ends, num_freed;        /* epochs */
@@ -88,7 +91,7 @@ static bool put(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
 static int take_entries(hosts_ring *r)
 {
     int taken = 0;
-    while (!r->ends_next && r->runs.count < RUNS_PIECES) {
+    while (!r->ends_next && taken < TAKEN && parcels_have_room(r->parcels)) {
         const uint64_t *from = &r->setup.ring.entries[r->taken % P2P_RING_ENTRIES];
         const uint64_t entry = __atomic_load_n(from, __ATOMIC_ACQUIRE);
         const int host = P2P_ENTRY_HOST(entry);
@@ -96,7 +99,7 @@ static int take_entries(hosts_ring *r)
         if (host == P2P_EPOCH_ENDS)
             r->ends_next = true;
         else if (is_peer(r, host))
-            runs_add(&r->runs, host, P2P_ENTRY_WORD(entry), P2P_ENTRY_WORDS(entry));
+            parcels_add(r->parcels, host, P2P_ENTRY_WORD(entry), P2P_ENTRY_WORDS(entry));
         r->taken++;
         taken++;
     }
@@ -105,16 +108,27 @@ static int take_entries(hosts_ring *r)
     return taken;
 }
 
+/* Has the wire to a host little to do, and do kernels ship nothing?  At the end of an epoch all must
+ * go. */
+static bool is_hungry(const void *self, int host)
+{
+    const hosts_ring *r = self;
+    const uint64_t given = r->given[host];
+    if (r->ends_next) return true;
+    return !r->took && (given < UNDER_WAY || is_done(r, host, given - UNDER_WAY + 1));
+}
+
 /* Gives it to the wire, as long as that has room. */
-static int give_runs(hosts_ring *r)
+static int give_parcels(hosts_ring *r)
 {
     int given = 0;
     run next;
-    while (runs_next(&r->runs, &next)) {
+    while (parcels_next(r->parcels, is_hungry, r, &next)) {
         if (!put(r, next.host, next.word * 8, next.words * 8)) return given;
-        runs_pass(&r->runs, &next);
+        parcels_pass(r->parcels);
         /* who reads it is another thread */
         __atomic_store_n(&r->bytes, r->bytes + next.words * 8, __ATOMIC_RELAXED);
+        __atomic_store_n(&r->puts, r->puts + 1, __ATOMIC_RELAXED);
         given++;
     }
     if (r->ends_next) end_epoch(r);
@@ -192,8 +206,9 @@ static void bury(const hosts_ring *r)
 /* Returns how much has moved. */
 static int turn(hosts_ring *r)
 {
-    int moved = r->runs.count ? 0 : take_entries(r);
-    moved += give_runs(r);
+    int moved = take_entries(r);
+    r->took = moved > 0;
+    moved += give_parcels(r);
     moved += r->setup.engine->look(r->setup.wire);
     free_epochs(r);
     tell_peers(r);
@@ -239,6 +254,11 @@ static bool has_spare_cores(void)
     return sched_getaffinity(0, sizeof mine, &mine) == 0 && CPU_COUNT(&mine) >= CORES_TO_SPARE;
 }
 
+static int64_t longer(int64_t us)
+{
+    return us < IDLE_NAP_US / 2 ? us * 2 : IDLE_NAP_US;
+}
+
 static void *run_ring(void *self)
 {
     hosts_ring *r = self;
@@ -254,10 +274,10 @@ static void *run_ring(void *self)
             sched_yield();
         } else if (r->running) {
             nap(us < BUSY_NAP_US ? us : BUSY_NAP_US);
-            us *= 2;
+            us = longer(us);
         } else {
-            called = nap_until_called(r, us < IDLE_NAP_US ? us : IDLE_NAP_US);
-            us *= 2;
+            called = nap_until_called(r, us);
+            us = longer(us);
         }
         if (!called) continue;
         idle = 0;
@@ -281,14 +301,22 @@ static int start(hosts_ring *r)
 epic_result hosts_ring_open(hosts_ring **out, const hosts_ring_setup *setup)
 {
     hosts_ring *r = calloc(1, sizeof *r);
-    if (!r) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    parcels *all = parcels_new(setup->num_hosts, (uint64_t)setup->at.bytes / 8,
+                               setup->engine->best_bytes / 8);
+    if (!r || !all) {
+        parcels_free(all);
+        free(r);
+        return epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    }
     r->setup = *setup;
+    r->parcels = all;
     pthread_mutex_init(&r->mutex, NULL);
     sem_init(&r->awake, 0, 0);
     const int error = start(r);
     if (error) {
         pthread_mutex_destroy(&r->mutex);
         sem_destroy(&r->awake);
+        parcels_free(r->parcels);
         free(r);
         return epic_fail(EPIC_EDEVICE, "backend hosts: no thread for the wire: %s",
                          strerror(error));
@@ -327,9 +355,10 @@ void hosts_ring_tell(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
     pthread_mutex_unlock(&r->mutex);
 }
 
-uint64_t hosts_ring_given(const hosts_ring *r)
+void hosts_ring_given(const hosts_ring *r, uint64_t given[2])
 {
-    return __atomic_load_n(&r->bytes, __ATOMIC_RELAXED);
+    given[0] = __atomic_load_n(&r->bytes, __ATOMIC_RELAXED);
+    given[1] = __atomic_load_n(&r->puts, __ATOMIC_RELAXED);
 }
 
 void hosts_ring_close(hosts_ring *r)
@@ -340,5 +369,6 @@ void hosts_ring_close(hosts_ring *r)
     pthread_join(r->thread, NULL);
     pthread_mutex_destroy(&r->mutex);
     sem_destroy(&r->awake);
+    parcels_free(r->parcels);
     free(r);
 }

@@ -32,9 +32,9 @@ void hosts_ring_tell(hosts_ring *ring, int host, uint64_t at, uint32_t bytes);
 /* A call is made: the thread looks at once.  Any thread. */
 void hosts_ring_wake(hosts_ring *ring);
 
-/* Bytes that kernels have had given to the wire so far.  Any thread. */
-uint64_t hosts_ring_given(const hosts_ring *ring);
-uint64_t hosts_bytes_given(const epic_group *group); /* the same of a group */
+/* Bytes that kernels have had given to the wire so far, and in how many puts.  Any thread. */
+void hosts_ring_given(const hosts_ring *ring, uint64_t given[2]);
+EPIC_API void epic_backend_hosts_given(const epic_group *group, uint64_t given[2]);
 
 /* NULL is allowed. */
 void hosts_ring_close(hosts_ring *ring);

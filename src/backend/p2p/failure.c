@@ -51,8 +51,8 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
 static void read_why(const epic_group *group, char *why, size_t size)
 {
     why[0] = 0;
-    if (cudaMemcpyAsync(why, group->self.heap[group->rank] + group->self.at.why, size - 1,
-                        cudaMemcpyDefault, group->side) == cudaSuccess)
+    if (cudaMemcpyAsync(why, p2p_told(group) + group->self.at.why, size - 1, cudaMemcpyDefault,
+                        group->side) == cudaSuccess)
         (void)cudaStreamSynchronize(group->side);
     why[size - 1] = 0;
 }

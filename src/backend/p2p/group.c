@@ -126,8 +126,8 @@ const uint64_t *p2p_gone(epic_group *g)
 {
     uint64_t *gone = g->word + 16;
     const cudaError_t error =
-        cudaMemcpyAsync(gone, g->self.heap[g->rank] + g->self.at.gone,
-                        DEVICE_MAX_RANKS * sizeof *gone, cudaMemcpyDefault, g->side);
+        cudaMemcpyAsync(gone, p2p_told(g) + g->self.at.gone, DEVICE_MAX_RANKS * sizeof *gone,
+                        cudaMemcpyDefault, g->side);
     return error == cudaSuccess && cudaStreamSynchronize(g->side) == cudaSuccess ? gone : NULL;
 }
 

@@ -74,6 +74,16 @@ const uint64_t *p2p_gone(epic_group *group); /* NULL: the device does not answer
  * Each backend has its own. */
 void p2p_tell(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
+/* Where what they tell is found. */
+static inline uint8_t *p2p_told(const epic_group *g)
+{
+#ifdef EPIC_HOSTS
+    return g->self.inbox;
+#else
+    return g->self.heap[g->rank];
+#endif
+}
+
 /* An operation is about to be launched, or given up: of hosts, the thread wakes. */
 void p2p_wake(const epic_group *group);
 

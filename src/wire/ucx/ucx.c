@@ -394,4 +394,4 @@ static void close_wire(wire *w)
 }
 
 extern EPIC_API const wire_engine epic_wire_ucx;
-const wire_engine epic_wire_ucx = {.name = "ucx", WIRE_ENGINE_CALLS};
+const wire_engine epic_wire_ucx = {.name = "ucx", .best_bytes = 56 << 10, WIRE_ENGINE_CALLS};

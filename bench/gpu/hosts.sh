@@ -1,0 +1,20 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Backend hosts on two GPUs as two hosts, over each wire that there is: memory on GPUs moved by copy
+# engines, host memory moved by threads, UCX over TCP; beside them what the wires give without kernels,
+# and p2p.
+OUT=${HOSTS_OUT:-build/gpu/hosts}
+export LD_LIBRARY_PATH=$OUT:$PWD/build/lib:$LD_LIBRARY_PATH
+export UCX_LOG_LEVEL=error UCX_ERROR_SIGNALS=
+run() {
+    echo "== $*"
+    timeout 60 env "$@" || { echo "   ended with $?"; failed=1; }
+}
+failed=0
+run "$OUT/gpu_wire"
+run EPIC_WIRE=local EPIC_WIRE_MEMORY=gpu "$OUT/gpu_hosts" tokens=1,8,128,4096
+run EPIC_WIRE=local EPIC_LOCAL_THREADS=14 "$OUT/gpu_hosts" threads=1 tokens=1,8,128,4096 idle=0
+run EPIC_WIRE=ucx "$OUT/gpu_hosts" tokens=1,8,128,4096
+run EPIC_WIRE=ucx "$OUT/gpu_hosts" local=2 tokens=1,8,128,4096 idle=0
+run "$OUT/gpu_hosts" backend=p2p tokens=1,8,128,4096 idle=0
+exit $failed

@@ -1,0 +1,107 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Pieces of random sizes in random order, as kernels ship them: every word goes once, and none that
+ * was not shipped; what is complete before a wire asks for more goes in one put. */
+#include "backend/hosts/parcels.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "run.h"
+
+enum { HOSTS_HERE = 3, WORDS = 40000, PARCEL = 1024, MOST = 700, PIECES = 4000 };
+
+static unsigned char shipped[HOSTS_HERE][WORDS], given[HOSTS_HERE][WORDS];
+static run_random dice;
+static int percent; /* how often a wire is hungry */
+
+static void wrong(const char *what, const run *r)
+{
+    fprintf(stderr, "hosts_parcels: %s: host %d, words %llu and %u more\n", what, r->host,
+            (unsigned long long)r->word, r->words);
+    exit(1);
+}
+
+static bool is_hungry(const void *self, int host)
+{
+    (void)self, (void)host;
+    return run_chance(&dice, percent);
+}
+
+static void take(parcels *all)
+{
+    run r;
+    while (parcels_next(all, is_hungry, NULL, &r)) {
+        if (r.words == 0 || r.word / PARCEL != (r.word + r.words - 1) / PARCEL)
+            wrong("over the edge of a parcel", &r);
+        for (uint64_t i = r.word; i < r.word + r.words; i++) {
+            if (!shipped[r.host][i]) wrong("not shipped", &r);
+            if (given[r.host][i]++) wrong("given twice", &r);
+        }
+        parcels_pass(all);
+    }
+}
+
+/* A free stretch of one host's words, or nothing. */
+static run draw_piece(void)
+{
+    run r = {.host = (int)run_below(&dice, HOSTS_HERE),
+             .word = (uint64_t)run_below(&dice, WORDS)};
+    const uint32_t most = (uint32_t)run_between(&dice, 1, MOST);
+    while (r.words < most && r.word + r.words < WORDS && !shipped[r.host][r.word + r.words])
+        r.words++;
+    return r;
+}
+
+static void test_random(void)
+{
+    parcels *all = parcels_new(HOSTS_HERE, WORDS, PARCEL);
+    memset(shipped, 0, sizeof shipped);
+    memset(given, 0, sizeof given);
+    for (int i = 0; i < PIECES; i++) {
+        const run r = draw_piece();
+        while (!parcels_have_room(all)) {
+            const int before = percent;
+            percent = 100;
+            take(all);
+            percent = before;
+        }
+        if (r.words) parcels_add(all, r.host, r.word, r.words);
+        memset(&shipped[r.host][r.word], 1, r.words);
+        take(all);
+    }
+    percent = 100;
+    take(all);
+    if (memcmp(shipped, given, sizeof given)) wrong("not all was given", &(run){0});
+    parcels_free(all);
+}
+
+/* A parcel's pieces in any order are one put, as long as nobody is hungry. */
+static void test_whole(void)
+{
+    parcels *all = parcels_new(1, WORDS, PARCEL);
+    const uint32_t piece = 64, count = PARCEL / piece;
+    run r;
+    percent = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        if (parcels_next(all, is_hungry, NULL, &r)) wrong("before all is there", &r);
+        parcels_add(all, 0, 3 * PARCEL + i * 5 % count * piece, piece);
+    }
+    if (!parcels_next(all, is_hungry, NULL, &r) || r.word != 3 * PARCEL || r.words != PARCEL)
+        wrong("not whole", &r);
+    parcels_pass(all);
+    if (parcels_next(all, is_hungry, NULL, &r)) wrong("once more", &r);
+    parcels_free(all);
+}
+
+int main(void)
+{
+    dice.state = 7;
+    test_whole();
+    for (int i = 0; i < 20; i++) {
+        percent = i * 5;
+        test_random();
+    }
+    printf("hosts_parcels: good\n");
+    return 0;
+}

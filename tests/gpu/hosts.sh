@@ -1,0 +1,93 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Backend hosts on the GPUs that are there, their ranks as hosts: under chaos, over UCX on lo, over
+# the wire "local" with memory on GPUs.  CASES random cases, STORM operations in a storm, FAULTS and
+# DEATHS of each shape, PARTS of the script; no step takes longer than LIMIT seconds.
+OUT=${HOSTS_OUT:-build/gpu/hosts}
+CASES=${CASES:-30}
+STORM=${STORM:-1000}
+FAULTS=${FAULTS:-140}
+DEATHS=${DEATHS:-30}
+PARTS=${PARTS:-check storm faults deaths idle}
+GPUS=$(nvidia-smi -L | wc -l)
+[ "$GPUS" -gt 2 ] && GPUS=2
+SOME=$((GPUS < 2 ? 1 : 2))
+LOG=$(mktemp)
+trap 'rm -f "$LOG"' EXIT
+export LD_LIBRARY_PATH=$OUT:$PWD/build/lib:$LD_LIBRARY_PATH
+export UCX_LOG_LEVEL=error UCX_ERROR_SIGNALS= UCX_TLS=${UCX_TLS:-tcp} EPIC_TEST_SLACK_MS=${SLACK:-0}
+[ "$UCX_TLS" = tcp ] && export UCX_NET_DEVICES=${UCX_NET_DEVICES:-lo}
+failed=0 total=0
+UCX=$(ls "$OUT/libepic_ucx.so" build/lib/libepic_ucx.so 2>/dev/null | head -n 1)
+[ -n "$UCX" ] || echo "left out: no libepic_ucx.so (Debian: libucx-dev, then build again): nothing over UCX, no deaths"
+
+# WIRE RANKS-PER-HOST PROGRAM...: one line of it, and how long it took.
+run() {
+    local wire=$1 local=$2 begin=$(date +%s%N) status
+    shift 2
+    [ "$wire" = ucx ] && [ -z "$UCX" ] && return
+    total=$((total + 1))
+    EPIC_WIRE=$wire EPIC_TEST_RANKS_PER_HOST=$local EPIC_HOST=%r/$local \
+        timeout "${LIMIT:-120}" "$OUT/$@" >"$LOG" 2>&1
+    status=$?
+    printf '%5.1f s  %s, hosts of %s: %s\n' "$(($(date +%s%N) - begin))e-9" "$wire" "$local" \
+        "$(tail -n 1 "$LOG" | cut -c 1-110)"
+    [ $status = 0 ] && return
+    failed=$((failed + 1))
+    echo "FAILED ($status): $*"
+    tail -n "${TAIL:-12}" "$LOG" | cut -c 1-160
+}
+has() { case " $PARTS " in *" $1 "*) true ;; *) false ;; esac; }
+
+if has check; then
+    for wire in ucx chaos; do
+        how=threads
+        [ $wire = ucx ] && [ "$GPUS" -gt 1 ] && how=processes
+        run $wire 1 hosts_check 2 $SOME $how "$CASES" 2000 usual rows
+        run $wire 2 hosts_check 4 $SOME threads "$CASES" 4700 usual rows
+        run $wire 1 hosts_check 4 $SOME threads "$CASES" 4000
+        run $wire 4 hosts_check 8 $SOME threads $((CASES / 3)) 8700 small rows
+    done
+    run chaos 1 hosts_check 3 $SOME threads $((CASES / 3)) 9000 tight
+    run ucx 4 hosts_check 4 $SOME threads $((CASES / 3)) 4800 # all on one host
+    if [ "$GPUS" -gt 1 ]; then
+        run local 1 hosts_check 2 $SOME threads "$CASES" 2200 usual rows
+        for local in 1 2; do
+            EPIC_WIRE_MEMORY=gpu run local $local hosts_check 4 $SOME threads "$CASES" 4300 usual rows
+        done
+        EPIC_WIRE_MEMORY=gpu run local 1 hosts_check 2 $SOME processes "$CASES" 2400 usual rows
+    fi
+    export EPIC_TEST_SCALE=${EPIC_TEST_SCALE:-0.05}
+    run ucx 1 conformance_hosts 2
+    run chaos 2 conformance_hosts 4
+fi
+if has storm; then
+    run chaos 1 hosts_storm 4 $SOME threads "$STORM" 1
+    run chaos 2 hosts_storm 4 $SOME threads "$STORM" 2
+    run ucx 2 hosts_storm 4 $SOME threads "$STORM" 3
+    run ucx 1 hosts_graph 2 $SOME threads 200
+    run chaos 2 hosts_graph 4 $SOME threads 100
+fi
+if has faults; then # a skipped call, another, late, slow, ...: seven kinds in turn
+    for local in 1 2; do
+        run ucx $local hosts_faults 4 $SOME threads "$FAULTS"
+        EPIC_CHAOS_STRICT=0 run chaos $local hosts_faults 4 $SOME threads $((FAULTS / 7 * 2))
+    done
+fi
+if has deaths && [ -n "$UCX" ]; then # of processes: kill -9, SIGSTOP, exit; what a killed one takes to be named
+    for local in 1 2; do
+        run ucx $local api_deaths_hosts 4 $SOME "$DEATHS" 0 1000
+        sed -n 's/^ *rank.*: \(SIG[A-Z]*\|exit\) of.*seen \(-\?[0-9]*\) ms later/\1 \2/p' "$LOG" |
+            sort | awk '{ if (!($1 in n) || $2 > m[$1]) m[$1] = $2; n[$1]++; s[$1] += $2 }
+                        END { for (k in n) printf "         %s: seen by %d ranks, %.0f ms later on average, %d at most%s\n", k,
+                              n[k], s[k] / n[k], m[k], k == "SIGSTOP" ? ", of a deadline of 1000" : " (bar of kill -9: 300)" }'
+    done
+fi
+if has idle; then
+    wire=ucx
+    [ -n "$UCX" ] || wire=local
+    EPIC_WIRE=$wire EPIC_HOST=%r timeout 60 "$OUT/gpu_hosts" ranks=2 threads=$([ $wire = local ] && echo 1 || echo 0) tokens=8 rounds=3 |
+        grep idle
+fi
+echo "gpu-test-hosts: $((total - failed)) of $total good on $GPUS GPUs"
+exit $((failed > 0))

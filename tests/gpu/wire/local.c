@@ -1,0 +1,323 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The engine local, of tests: a wire between GPUs of one machine that is as fast as a good network,
+ * EPIC_WIRE=local.  Memory on GPUs (EPIC_WIRE_MEMORY=gpu) is copied by copy engines, which stand in
+ * for a NIC that reaches GPUs; host memory by threads (EPIC_LOCAL_THREADS, 8), for one that does
+ * not, between ranks of one process alone.  It calls CUDA where a real engine must not, and nobody
+ * is ever gone. */
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "wire/wire.h"
+
+#define DEPTH 256  /* puts to a host that are under way */
+#define EVENTS 16  /* of those to a host, */
+#define OF_EVENT 4 /* for so many puts, or when no other is awaited */
+#define JOBS 1024  /* of the threads that copy */
+#define COPIERS 32 /* at most */
+
+typedef struct card {
+    int64_t pid;
+    void *inbox; /* in that process */
+    int32_t device, on_gpu;
+    cudaIpcMemHandle_t handle;
+} card;
+
+typedef struct job {
+    char *to;
+    const char *from;
+    uint64_t bytes;
+    int *left;
+} job;
+
+typedef struct peer {
+    char *inbox;
+    bool mapped;
+    cudaStream_t stream;
+    cudaEvent_t events[EVENTS];
+    uint64_t marks[EVENTS]; /* what has been given when an event was recorded */
+    uint64_t num_events, num_seen;
+    uint64_t given, marked, finished;
+    int left[DEPTH]; /* of puts that threads copy */
+} peer;
+
+struct wire {
+    wire_setup setup;
+    int device, num_copiers, leave;
+    bool bound;      /* the thread to the device */
+    uint64_t *words; /* [num_hosts][DEPTH] in pinned memory */
+    peer peers[WIRE_MAX_HOSTS];
+    pthread_t copiers[COPIERS];
+    uint64_t posted, taken; /* jobs */
+    job jobs[JOBS];
+};
+
+static bool can(char *why)
+{
+    (void)why;
+    return true;
+}
+
+static bool reaches_gpu(void)
+{
+    return true;
+}
+
+static epic_result refused(char *why, const char *what, cudaError_t error)
+{
+    snprintf(why, WIRE_WHY, "wire \"local\": %s: %s", what, cudaGetErrorString(error));
+    return EPIC_EDEVICE;
+}
+
+#define CUDA(call, what)                                                      \
+    do {                                                                      \
+        const cudaError_t cuda_error = (call);                                \
+        if (cuda_error != cudaSuccess) return refused(why, what, cuda_error); \
+    } while (0)
+
+/* ------------------------------------------------------------------ threads that copy ---- */
+
+/* Whole words: the GPU may look at any of them. */
+static void copy_words(const job *j)
+{
+    const uint64_t *from = (const uint64_t *)(const void *)j->from;
+    uint64_t *to = (uint64_t *)(void *)j->to;
+    memcpy(to, from, j->bytes);
+    __atomic_store_n(j->left, 1, __ATOMIC_RELEASE);
+}
+
+static void *run_copier(void *self)
+{
+    wire *w = self;
+    for (;;) {
+        const uint64_t mine = __atomic_fetch_add(&w->taken, 1, __ATOMIC_RELAXED);
+        while (__atomic_load_n(&w->posted, __ATOMIC_ACQUIRE) <= mine) {
+            if (__atomic_load_n(&w->leave, __ATOMIC_ACQUIRE)) return NULL;
+            sched_yield();
+        }
+        copy_words(&w->jobs[mine % JOBS]);
+    }
+}
+
+static int num_copiers(void)
+{
+    const char *text = getenv("EPIC_LOCAL_THREADS");
+    const int wanted = text ? atoi(text) : 8;
+    return wanted < 1 ? 1 : wanted > COPIERS ? COPIERS : wanted;
+}
+
+static void start_copiers(wire *w)
+{
+    for (int i = 0, most = num_copiers(); i < most; i++)
+        if (pthread_create(&w->copiers[w->num_copiers], NULL, run_copier, w) == 0)
+            w->num_copiers++;
+}
+
+/* ---------------------------------------------------------------------------- opening ---- */
+
+static void close_wire(wire *w);
+
+static epic_result prepare(wire *w, card *c, char *why)
+{
+    const wire_setup *s = &w->setup;
+    CUDA(cudaGetDevice(&w->device), "the device");
+    *c = (card){.pid = getpid(), .inbox = s->inbox, .device = w->device, .on_gpu = s->on_gpu};
+    if (!s->on_gpu) return EPIC_OK;
+    CUDA(cudaIpcGetMemHandle(&c->handle, s->inbox), "a handle of the inbox");
+    CUDA(cudaHostAlloc((void **)&w->words, (size_t)s->num_hosts * DEPTH * 8,
+                       cudaHostAllocMapped),
+         "pinned memory");
+    return EPIC_OK;
+}
+
+static epic_result open_wire(wire **out, const wire_setup *setup, void *bytes, char *why)
+{
+    wire *w = calloc(1, sizeof *w);
+    if (!w) return refused(why, "host memory", cudaErrorMemoryAllocation);
+    w->setup = *setup;
+    const epic_result result = prepare(w, bytes, why);
+    if (result == EPIC_OK)
+        *out = w;
+    else
+        close_wire(w);
+    return result;
+}
+
+static epic_result reach_gpu(wire *w, peer *p, const card *c, char *why)
+{
+    void *inbox = c->inbox;
+    if (c->pid != getpid()) {
+        CUDA(cudaIpcOpenMemHandle(&inbox, c->handle, cudaIpcMemLazyEnablePeerAccess),
+             "a peer's inbox");
+        p->mapped = true;
+    } else if (c->device != w->device) {
+        const cudaError_t error = cudaDeviceEnablePeerAccess(c->device, 0);
+        if (error != cudaErrorPeerAccessAlreadyEnabled) CUDA(error, "peer access");
+        (void)cudaGetLastError();
+    }
+    p->inbox = inbox;
+    CUDA(cudaStreamCreateWithFlags(&p->stream, cudaStreamNonBlocking), "a stream");
+    for (int i = 0; i < EVENTS; i++)
+        CUDA(cudaEventCreateWithFlags(&p->events[i], cudaEventDisableTiming), "an event");
+    return EPIC_OK;
+}
+
+static epic_result connect_host(wire *w, int host, const card *c, char *why)
+{
+    peer *p = &w->peers[host];
+    if (w->setup.on_gpu) return reach_gpu(w, p, c, why);
+    p->inbox = c->inbox;
+    if (c->pid == getpid()) return EPIC_OK;
+    snprintf(why, WIRE_WHY, "wire \"local\": host %d is another process: EPIC_WIRE_MEMORY=gpu",
+             host);
+    return EPIC_ENOTSUP;
+}
+
+static epic_result connect_all(wire *w, const void *cards, char *why)
+{
+    for (int h = 0; h < w->setup.num_hosts; h++) {
+        card c;
+        memcpy(&c, (const char *)cards + (size_t)h * WIRE_CARD_BYTES, sizeof c);
+        const epic_result result = h == w->setup.host ? EPIC_OK : connect_host(w, h, &c, why);
+        if (result != EPIC_OK) return result;
+    }
+    if (!w->setup.on_gpu) start_copiers(w);
+    return EPIC_OK;
+}
+
+/* ---------------------------------------------------------------------------- sending ---- */
+
+static void copy_by_engine(wire *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
+{
+    if (!w->bound) (void)cudaSetDevice(w->device);
+    w->bound = true;
+    (void)cudaMemcpyAsync(p->inbox + to, from, bytes, cudaMemcpyDefault, p->stream);
+}
+
+static bool copy_by_thread(wire *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
+{
+    int *left = &p->left[p->given % DEPTH];
+    if (w->posted >= __atomic_load_n(&w->taken, __ATOMIC_RELAXED) + JOBS - COPIERS)
+        return false;
+    *left = 0;
+    w->jobs[w->posted % JOBS] = (job){p->inbox + to, from, bytes, left};
+    __atomic_store_n(&w->posted, w->posted + 1, __ATOMIC_RELEASE);
+    return true;
+}
+
+static bool put(wire *w, int host, uint64_t to, const void *from, uint32_t bytes)
+{
+    peer *p = &w->peers[host];
+    if (p->given - p->finished == DEPTH) return false;
+    if (w->setup.on_gpu)
+        copy_by_engine(w, p, to, from, bytes);
+    else if (!copy_by_thread(w, p, to, from, bytes))
+        return false;
+    p->given++;
+    return true;
+}
+
+static bool word(wire *w, int host, uint64_t to, uint64_t value)
+{
+    peer *p = &w->peers[host];
+    if (p->given - p->finished == DEPTH) return false;
+    if (w->setup.on_gpu) {
+        uint64_t *from = &w->words[(uint64_t)host * DEPTH + p->given % DEPTH];
+        *from = value;
+        copy_by_engine(w, p, to, from, 8);
+    } else {
+        __atomic_store_n((uint64_t *)(void *)(p->inbox + to), value, __ATOMIC_RELEASE);
+        p->left[p->given % DEPTH] = 1;
+    }
+    p->given++;
+    return true;
+}
+
+static int see_events(peer *p)
+{
+    int moved = 0;
+    for (; p->num_seen < p->num_events; p->num_seen++, moved++) {
+        if (cudaEventQuery(p->events[p->num_seen % EVENTS]) != cudaSuccess) break;
+        p->finished = p->marks[p->num_seen % EVENTS];
+    }
+    const uint64_t under_way = p->num_events - p->num_seen;
+    if (p->given == p->marked || under_way == EVENTS) return moved;
+    if (under_way && p->given - p->marked < OF_EVENT) return moved; /* events cost time, too */
+    if (cudaEventRecord(p->events[p->num_events % EVENTS], p->stream) != cudaSuccess)
+        return moved;
+    p->marks[p->num_events++ % EVENTS] = p->marked = p->given;
+    return moved + 1;
+}
+
+static int look(wire *w)
+{
+    int moved = 0;
+    for (int h = 0; h < w->setup.num_hosts; h++) {
+        peer *p = &w->peers[h];
+        if (w->setup.on_gpu)
+            moved += p->stream ? see_events(p) : 0;
+        else
+            for (; p->finished < p->given &&
+                   __atomic_load_n(&p->left[p->finished % DEPTH], __ATOMIC_ACQUIRE);
+                 moved++)
+                p->finished++;
+    }
+    return moved;
+}
+
+static bool done(const wire *w, int host, uint64_t count)
+{
+    return w->peers[host].finished >= count;
+}
+
+static bool gone(const wire *w, int host)
+{
+    (void)w, (void)host;
+    return false;
+}
+
+static void say(const wire *w, char *to, size_t size)
+{
+    if (w->setup.on_gpu)
+        snprintf(to, size, "local, GPU memory, copy engines");
+    else
+        snprintf(to, size, "local, host memory, %d threads", w->num_copiers);
+}
+
+/* ---------------------------------------------------------------------------- closing ---- */
+
+static void let_go(peer *p)
+{
+    if (p->stream) (void)cudaStreamSynchronize(p->stream);
+    for (int i = 0; i < EVENTS; i++)
+        if (p->events[i]) (void)cudaEventDestroy(p->events[i]);
+    if (p->stream) (void)cudaStreamDestroy(p->stream);
+    if (p->mapped) (void)cudaIpcCloseMemHandle(p->inbox);
+}
+
+static bool is_all_done(wire *w)
+{
+    look(w);
+    for (int h = 0; h < w->setup.num_hosts; h++)
+        if (w->peers[h].finished < w->peers[h].given) return false;
+    return true;
+}
+
+static void close_wire(wire *w)
+{
+    if (!w) return;
+    for (int i = 0; i < 1000 && !is_all_done(w); i++) usleep(100);
+    __atomic_store_n(&w->leave, 1, __ATOMIC_RELEASE);
+    for (int i = 0; i < w->num_copiers; i++) pthread_join(w->copiers[i], NULL);
+    for (int h = 0; h < WIRE_MAX_HOSTS; h++) let_go(&w->peers[h]);
+    if (w->words) (void)cudaFreeHost(w->words);
+    free(w);
+}
+
+extern EPIC_API const wire_engine epic_wire_local;
+const wire_engine epic_wire_local = {
+    .name = "local", .best_bytes = 224 << 10, WIRE_ENGINE_CALLS};
