@@ -157,10 +157,10 @@ $(HOSTS_OUT)/gpu_wire: bench/gpu/wire.cu src/wire/wire.h
 
 HOSTS_LEFT_OUT = "left out: no $(HOSTS_LIBRARY); cmake -S . -B build -DEPIC_HOSTS=ON, then again"
 gpu-test-hosts:
-	@if ! grep -q EPIC_HOSTS:BOOL=ON build/CMakeCache.txt; then echo $(HOSTS_LEFT_OUT); \
+	@if ! grep -qs EPIC_HOSTS:BOOL=ON build/CMakeCache.txt; then echo $(HOSTS_LEFT_OUT); \
 	else $(MAKE) $(HOSTS_PROGRAMS) && HOSTS_OUT=$(HOSTS_OUT) tests/gpu/hosts.sh; fi
 gpu-bench-hosts:
-	@if ! grep -q EPIC_HOSTS:BOOL=ON build/CMakeCache.txt; then echo $(HOSTS_LEFT_OUT); \
+	@if ! grep -qs EPIC_HOSTS:BOOL=ON build/CMakeCache.txt; then echo $(HOSTS_LEFT_OUT); \
 	else $(MAKE) $(HOSTS_PROGRAMS) && HOSTS_OUT=$(HOSTS_OUT) bench/gpu/hosts.sh; fi
 $(HOSTS_LIBRARY): all
 

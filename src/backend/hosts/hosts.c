@@ -29,6 +29,7 @@ typedef struct hosts_part {
     wire_lines *lines;
     hosts_ring *ring;
     bool on_gpu;     /* inbox and outbox are; else in host memory */
+    int32_t ahead;   /* tokens that are sent before one is received */
     uint8_t *heap;   /* on the GPU: where ranks of this host store, and behind it parts; */
     uint8_t *inbox;  /* as large: where the wire does, */
     uint8_t *outbox; /* and what it reads; */
@@ -154,9 +155,31 @@ static bool wants_gpu(void)
     return text && !strcmp(text, "gpu");
 }
 
+/* Of most operations all tokens, as what lies there in large parcels goes fastest; measured,
+ * docs/hosts.md. */
+static epic_result read_ahead(int32_t *ahead)
+{
+    const char *text = getenv("EPIC_WIRE_AHEAD");
+    char *end;
+    if (!text || !*text) text = "8192";
+    const long tokens = strtol(text, &end, 10);
+    if (end == text || *end || tokens < 0 || tokens > INT32_MAX)
+        return epic_fail(
+            EPIC_EINVAL,
+            "EPIC_WIRE_AHEAD=%.32s: must be the number of tokens that are sent before "
+            "one is received, 0 to %d; without it 8192",
+            text, INT32_MAX);
+    *ahead = (int32_t)tokens;
+    return EPIC_OK;
+}
+
 static epic_result choose_memory(hosts_part *h)
 {
     char why[WIRE_WHY];
+    const char *text = getenv("EPIC_WIRE_MEMORY");
+    if (text && *text && strcmp(text, "gpu") != 0 && strcmp(text, "host") != 0)
+        return epic_fail(EPIC_EINVAL, "EPIC_WIRE_MEMORY=%.32s: must be gpu or host (default)",
+                         text);
     h->engine = find_engine(why);
     if (!h->engine) return epic_fail(EPIC_ENOTSUP, "%s", why);
     h->on_gpu = wants_gpu();
@@ -192,6 +215,7 @@ static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
 {
     mine->relays = relays_wanted();
     TRY(p2p_group_device(g, &mine->gpu));
+    TRY(read_ahead(&h->ahead));
     TRY(choose_memory(h));
     TRY(make_heap(g, h, mine));
     TRY(make_boxes(g, h));
@@ -251,14 +275,6 @@ static epic_result check_card(const card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
-/* Tokens that are sent before one is received: of most operations all, as what lies there in large
- * parcels goes fastest; measured, docs/hosts.md. */
-static int32_t tokens_ahead(void)
-{
-    const char *text = getenv("EPIC_WIRE_AHEAD");
-    return text && *text ? atoi(text) : 8192;
-}
-
 /* Rows go by relays where all hosts have as many ranks, several, one after the other. */
 static int32_t local_of(const epic_group *g, const card *cards)
 {
@@ -282,7 +298,7 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank && g->self.near >> q & 1) TRY(p2p_heap_reach(g, q, &cards[q].handle));
     g->self.local = local_of(g, cards);
-    if (g->self.near + 1ull != 1ull << g->num_ranks) g->self.ahead = tokens_ahead();
+    if (g->self.near + 1ull != 1ull << g->num_ranks) g->self.ahead = h->ahead;
     TRY(connect_wire(g, h, cards));
     TRY(connect_lines(g, h, cards));
     return start_ring(g, h);

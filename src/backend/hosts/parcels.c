@@ -4,11 +4,11 @@
 #include <stdlib.h>
 
 #define OPEN 256  /* parcels of which something is there */
-#define SPARE 48  /* of them, for one piece, which may lie in several */
+#define SPARE 48  /* of them, for one piece: the counts of 8240 experts lie in 33 of 2 KB */
 #define SPANS 128 /* of one; what has more goes as it is */
 
 typedef struct span {
-    uint16_t first, words;
+    uint32_t first, words;
 } span;
 
 typedef struct parcel {
@@ -118,9 +118,9 @@ static void add_span(parcel *p, uint32_t first, uint32_t words)
     span *last = p->count ? &p->spans[p->count - 1] : NULL;
     p->words += words;
     if (last && last->first + last->words == first)
-        last->words = (uint16_t)(last->words + words);
+        last->words += words;
     else
-        p->spans[p->count++] = (span){(uint16_t)first, (uint16_t)words};
+        p->spans[p->count++] = (span){first, words};
 }
 
 void parcels_add(parcels *all, int host, uint64_t word, uint32_t words)
@@ -146,7 +146,7 @@ void parcels_add(parcels *all, int host, uint64_t word, uint32_t words)
 
 static int by_first(const void *a, const void *b)
 {
-    return ((const span *)a)->first - ((const span *)b)->first;
+    return ((const span *)a)->first < ((const span *)b)->first ? -1 : 1;
 }
 
 /* The parcel to give next is `now`. */
@@ -164,7 +164,7 @@ static bool choose(parcels *all, bool (*hungry)(const void *self, int host), con
     parcel *p = &all->open[i];
     if (p->words == all->words) { /* all of it, in whatever order it came */
         p->count = 1;
-        p->spans[0] = (span){0, (uint16_t)p->words};
+        p->spans[0] = (span){0, p->words};
     }
     if (p->count > 1) qsort(p->spans, (size_t)p->count, sizeof *p->spans, by_first);
     all->now = i;

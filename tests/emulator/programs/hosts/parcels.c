@@ -77,17 +77,17 @@ static void test_random(void)
 }
 
 /* A parcel's pieces in any order are one put, as long as nobody is hungry. */
-static void test_whole(void)
+static void test_whole(uint32_t words)
 {
-    parcels *all = parcels_new(1, WORDS, PARCEL);
-    const uint32_t piece = 64, count = PARCEL / piece;
+    parcels *all = parcels_new(1, 4 * words, words);
+    const uint32_t count = 16, piece = words / count;
     run r;
     percent = 0;
     for (uint32_t i = 0; i < count; i++) {
         if (parcels_next(all, is_hungry, NULL, &r)) wrong("before all is there", &r);
-        parcels_add(all, 0, 3 * PARCEL + i * 5 % count * piece, piece);
+        parcels_add(all, 0, 3 * words + i * 5 % count * piece, piece);
     }
-    if (!parcels_next(all, is_hungry, NULL, &r) || r.word != 3 * PARCEL || r.words != PARCEL)
+    if (!parcels_next(all, is_hungry, NULL, &r) || r.word != 3 * words || r.words != words)
         wrong("not whole", &r);
     parcels_pass(all);
     if (parcels_next(all, is_hungry, NULL, &r)) wrong("once more", &r);
@@ -97,7 +97,8 @@ static void test_whole(void)
 int main(void)
 {
     dice.state = 7;
-    test_whole();
+    test_whole(PARCEL);
+    test_whole((512 << 10) / 8); /* the largest put of wire.h */
     for (int i = 0; i < 20; i++) {
         percent = i * 5;
         test_random();

@@ -146,6 +146,19 @@ static void *rank_of(void *meet)
     return NULL;
 }
 
+/* What a variable of the wire may not be is an error that names it, at open. */
+static void check_variable(const char *name, const char *value)
+{
+    epic_context *ctx = NULL;
+    epic_config config = config_of();
+    char said[64];
+    snprintf(said, sizeof said, "%s=%s: must be", name, value);
+    config.num_ranks = 1;
+    CHECK(setenv(name, value, 1) == 0);
+    CHECK(epic_open(&ctx, NULL, &config) == EPIC_EINVAL && strstr(epic_error(NULL), said));
+    CHECK(unsetenv(name) == 0);
+}
+
 int main(int argc, char **argv)
 {
     pthread_t threads[MAX_RANKS];
@@ -154,6 +167,9 @@ int main(int argc, char **argv)
     words = argv[3], program = argv[4];
     snprintf(group, sizeof group, "told-%d", (int)getpid());
     CHECK(epic_num_hosts(NULL) == 0 && strcmp(epic_wire_name(NULL), "") == 0);
+    check_variable("EPIC_WIRE_AHEAD", "many");
+    check_variable("EPIC_WIRE_AHEAD", "-1");
+    check_variable("EPIC_WIRE_MEMORY", "GPU");
     CHECK(num_ranks <= MAX_RANKS && epic_meet_threads(meets, num_ranks, 60000) == EPIC_OK);
     CHECK(pthread_barrier_init(&barrier, NULL, (unsigned)num_ranks) == 0);
     for (int r = 0; r < num_ranks; r++)
