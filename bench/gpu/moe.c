@@ -412,11 +412,41 @@ static void time_scaled(bench *b, arrays *a, const epic_config *config, const ep
     b->backward = before.backward;
 }
 
+/* Random ones on the GPU, and room for their gradients. */
+static epic_moe_weights make_weights(bench *b, arrays *a, const model *m)
+{
+    const uint32_t experts = m->experts * (uint32_t)num_ranks;
+    const int64_t first = (int64_t)m->hidden * 2 * m->inner;
+    const int64_t of_shared = (int64_t)m->hidden * 2 * m->shared;
+    epic_moe_weights weights = {
+        .w_gate = numbers_on(a, (int64_t)m->hidden * experts, EPIC_F32, 0.02f),
+        .w_gate_up = numbers_on(a, m->experts * first, EPIC_BF16, 0.02f),
+        .w_down = numbers_on(a, m->experts * first / 2, EPIC_BF16, 0.02f)};
+    b->gradients = (epic_moe_gradients){.w_gate = bytes_on(a, (int64_t)m->hidden * experts * 4),
+                                        .w_gate_up = bytes_on(a, m->experts * first * 4),
+                                        .w_down = bytes_on(a, m->experts * first * 2)};
+    if (m->biased) {
+        weights.b_gate = numbers_on(a, experts, EPIC_F32, 0.1f);
+        weights.b_gate_up = numbers_on(a, (int64_t)m->experts * 2 * m->inner, EPIC_BF16, 0.1f);
+        weights.b_down = numbers_on(a, (int64_t)m->experts * m->hidden, EPIC_BF16, 0.1f);
+        b->gradients.b_gate = bytes_on(a, experts * 4);
+        b->gradients.b_gate_up = bytes_on(a, (int64_t)m->experts * 8 * m->inner);
+        b->gradients.b_down = bytes_on(a, (int64_t)m->experts * 4 * m->hidden);
+    }
+    if (m->shared) {
+        weights.shared_gate_up = numbers_on(a, of_shared, EPIC_BF16, 0.02f);
+        weights.shared_down = numbers_on(a, of_shared / 2, EPIC_BF16, 0.02f);
+        b->gradients.shared_gate_up = bytes_on(a, of_shared * 4);
+        b->gradients.shared_down = bytes_on(a, of_shared * 2);
+    }
+    return weights;
+}
+
 static void run_model(bench *b, const model *m)
 {
     arrays a = {.num = 0};
     const uint32_t experts = m->experts * (uint32_t)num_ranks;
-    const int64_t row = (int64_t)m->hidden * 2, first = (int64_t)m->hidden * 2 * m->inner;
+    const int64_t row = (int64_t)m->hidden * 2;
     const epic_layer layer = {.num_experts = experts, .top_k = m->top_k, .alignment = 128};
     const epic_router router = {.num_experts = experts, .top_k = m->top_k};
     const epic_experts ex = {.num_local_experts = m->experts,
@@ -429,7 +459,6 @@ static void run_model(bench *b, const model *m)
                                  .inner = m->shared,
                                  .activation = EPIC_SILU,
                                  .row_type = EPIC_BF16};
-    const int64_t of_shared = (int64_t)m->hidden * 2 * m->shared;
     /* Uniform routing brings a rank as many choices as it has; room for half as many more. */
     const epic_moe moe = {.layer = &layer,
                           .router = &router,
@@ -443,28 +472,7 @@ static void run_model(bench *b, const model *m)
     must(!epic_open(&b->ctx, &meets[b->rank], &config), "open", b->ctx);
     epic_moe_memory_info memory;
     must(!epic_moe_memory(&config, &moe, &memory), "memory", NULL);
-    epic_moe_weights weights = {
-        .w_gate = numbers_on(&a, (int64_t)m->hidden * experts, EPIC_F32, 0.02f),
-        .w_gate_up = numbers_on(&a, m->experts * first, EPIC_BF16, 0.02f),
-        .w_down = numbers_on(&a, m->experts * first / 2, EPIC_BF16, 0.02f)};
-    b->gradients =
-        (epic_moe_gradients){.w_gate = bytes_on(&a, (int64_t)m->hidden * experts * 4),
-                             .w_gate_up = bytes_on(&a, m->experts * first * 4),
-                             .w_down = bytes_on(&a, m->experts * first * 2)};
-    if (m->biased) {
-        weights.b_gate = numbers_on(&a, experts, EPIC_F32, 0.1f);
-        weights.b_gate_up = numbers_on(&a, (int64_t)m->experts * 2 * m->inner, EPIC_BF16, 0.1f);
-        weights.b_down = numbers_on(&a, (int64_t)m->experts * m->hidden, EPIC_BF16, 0.1f);
-        b->gradients.b_gate = bytes_on(&a, experts * 4);
-        b->gradients.b_gate_up = bytes_on(&a, (int64_t)m->experts * 8 * m->inner);
-        b->gradients.b_down = bytes_on(&a, (int64_t)m->experts * 4 * m->hidden);
-    }
-    if (m->shared) {
-        weights.shared_gate_up = numbers_on(&a, of_shared, EPIC_BF16, 0.02f);
-        weights.shared_down = numbers_on(&a, of_shared / 2, EPIC_BF16, 0.02f);
-        b->gradients.shared_gate_up = bytes_on(&a, of_shared * 4);
-        b->gradients.shared_down = bytes_on(&a, of_shared * 2);
-    }
+    const epic_moe_weights weights = make_weights(b, &a, m);
     const int64_t work = memory.cuda_backward_bytes > memory.cuda_forward_bytes
                              ? memory.cuda_backward_bytes
                              : memory.cuda_forward_bytes;

@@ -44,14 +44,15 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     /* who plans is late, and keeps nothing where others can */
-    const int first = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
+    const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     int32_t tokens_of = 0;
-    ok = ok && ((int)blockIdx.x < first || heard(job.self, now, P2P_SAYS_TOKENS, tokens_of));
+    ok =
+        ok && ((int)blockIdx.x < first_cta || heard(job.self, now, P2P_SAYS_TOKENS, tokens_of));
     int32_t *records = (int32_t *)(job.plan + at.records);
     int32_t *words = FLAT ? (int32_t *)(job.plan + device_locals(&at)) : records;
-    const int warp = ((int)blockIdx.x - first) * (BLOCK / WARP) + (int)(threadIdx.x / WARP);
+    const int warp = ((int)blockIdx.x - first_cta) * (BLOCK / WARP) + (int)(threadIdx.x / WARP);
     if (ok && warp >= 0)
-        each_group(job, tokens_of, warp, ((int)gridDim.x - first) * (BLOCK / WARP),
+        each_group(job, tokens_of, warp, ((int)gridDim.x - first_cta) * (BLOCK / WARP),
                    [&](int source, int32_t first, int32_t tokens) {
                        return (!FLAT || keep_rows(now, job, records, source, first, tokens)) &&
                               keep_records(now, job, words, source, first, tokens);
