@@ -35,7 +35,8 @@
  *     in the same order on every rank.  On host contexts different tags are independent: any
  *     order, from different threads of the caller, up to max_in_flight at once.  A CUDA context
  *     does one operation after the other, in the same order on every rank whatever their tags:
- *     calls from one thread at a time, on one stream or on streams that wait for each other;
+ *     calls from one thread at a time, on one stream or on streams that wait for each other (two
+ *     that run at once are EPIC_EMISMATCH);
  *   - pointers are borrowed for the call, aligned to the elements of their arrays; an array that
  *     is written shares memory with no other one of the call;
  *   - after epic_open no call allocates (the first use of a new tag may: 32 bytes);

@@ -67,7 +67,8 @@ typedef enum p2p_phase { /* what a rank was waiting for */
                          P2P_PHASE_ROW = 4,    /* a row */
                          P2P_PHASE_FLOAT = 5,  /* a weight */
                          P2P_PHASE_GRID = 6,   /* this rank's own CTAs */
-                         P2P_PHASE_TABLE = 7   /* nothing: tables of experts differ */
+                         P2P_PHASE_TABLE = 7,  /* nothing: tables of experts differ */
+                         P2P_PHASE_OVERLAP = 8 /* nothing: two operations run at once */
 } p2p_phase;
 
 /* The word that tells a rank that the group is broken. */

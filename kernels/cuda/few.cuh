@@ -50,11 +50,6 @@ struct Crew {
     }
 };
 
-__device__ __forceinline__ bool is_last_cta()
-{
-    return blockIdx.x == gridDim.x - 1;
-}
-
 /* Every warp, first of all: its share of the parameters, which come from memory line after line if
  * they are only read where they are used. */
 template <class Job> __device__ __forceinline__ void touch(const Job &job)
@@ -73,15 +68,17 @@ __device__ __forceinline__ int bits_of(int n)
 
 /* What the speaker reads before all else, as it comes. */
 struct Opening {
-    uint32_t epoch;  /* that has ended */
-    uint64_t broken; /* 0: nothing has broken the group so far; for the workers, too */
+    uint32_t epoch;    /* that has ended */
+    uint32_t overlaps; /* lane 0: as mark_running says */
+    uint64_t broken;   /* 0: nothing has broken the group so far; for the workers, too */
 };
 
 __device__ __forceinline__ Opening read_opening(const p2p_self &self)
 {
-    Opening o = {0, 0};
+    Opening o = {0, 0, 0};
     if (!is_speaker()) return o;
     o.epoch = load_relaxed(&control_of(self)->epoch);
+    if (lane_id() == 0) o.overlaps = mark_running(self);
     o.broken = load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
     return o;
 }
@@ -126,6 +123,7 @@ __device__ __forceinline__ void open_few(Now &now, const p2p_self &self, const O
         now.deadline = timer_ns() + self.timeout_ns;
         now.last = now.lost = 0;
         now.epoch = epoch_after(opening.epoch);
+        now.overlaps = opening.overlaps;
     }
     __syncwarp();
     if (opening.broken == 0) announce_sizes(self, now, tokens, capacity, rows);
@@ -166,15 +164,13 @@ __device__ __forceinline__ void count_begun(const p2p_self &self)
 __device__ __forceinline__ void finish_few(const p2p_self &self, Now &now)
 {
     p2p_control *control = control_of(self);
+    refuse_overlap(now);
     if (!hear(self, now)) return;
     if (!wait_until(now, -1, P2P_PHASE_GRID, [&] {
             return __all_sync(ALL_LANES, load_relaxed(&control->done) == gridDim.x) != 0;
         }))
         return;
-    if (lane_id() == 0) {
-        control->done = 0;
-        store_relaxed(&control->epoch, now.epoch);
-    }
+    if (lane_id() == 0) count_operation(control, now);
 }
 
 /* The speaker: has every rank rows for the slots that the plan gives it?  true too if the group is

@@ -86,6 +86,7 @@ typedef struct p2p_control {
     uint32_t planned; /* epoch whose plan is complete */
     uint32_t claim;   /* 1: the status is written or being written */
     uint32_t ended;   /* CTAs that have finished, where that is counted apart */
+    uint32_t running; /* 1: an operation has begun and not ended */
     uint64_t moved;   /* when a wait of this rank last began, ns of its device's clock */
     uint32_t asked;   /* when one here last read the host's `dead`, units of 1024 ns */
     uint32_t dead;    /* what it was then */

@@ -33,6 +33,7 @@ struct Now { /* the running operation, in shared memory */
     uint32_t epoch, signature;
     int32_t tokens, capacity, rows;    /* what this rank announces */
     uint32_t last;                     /* this CTA is the last to finish */
+    uint32_t overlaps;                 /* as mark_running says */
     mutable uint32_t lost;             /* LOST of a wait that was given up, 0: none */
     uint8_t *inbox[DEVICE_MAX_RANKS];  /* staging of this rank that another writes */
     uint8_t *outbox[DEVICE_MAX_RANKS]; /* staging of another that this rank writes */
@@ -41,6 +42,11 @@ struct Now { /* the running operation, in shared memory */
 __device__ __forceinline__ int lane_id()
 {
     return threadIdx.x % WARP;
+}
+
+__device__ __forceinline__ bool is_last_cta()
+{
+    return blockIdx.x == gridDim.x - 1;
 }
 
 /* A rank counted past the last one. */
@@ -399,6 +405,31 @@ __device__ __forceinline__ bool wait_alone(const Now &now, const int &peer, int 
 
 /* ------------------------------------------------------------------------- begin and end ---- */
 
+/* One thread of each CTA: the last CTA marks that an operation runs.  1: one does already, on a
+ * stream that has not waited. */
+__device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
+{
+    return is_last_cta() ? atomicOr(&control_of(self)->running, 1u) : 0;
+}
+
+/* Any thread of the last CTA: two at once break the group. */
+__device__ __forceinline__ void refuse_overlap(const Now &now)
+{
+    const p2p_self &self = *now.self;
+    if (now.overlaps)
+        report(now,
+               P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, P2P_PHASE_OVERLAP,
+                          1u << self.rank),
+               0);
+}
+
+/* One thread, when no CTA reads the epoch any more. */
+__device__ __forceinline__ void count_operation(p2p_control *control, const Now &now)
+{
+    control->done = control->running = 0;
+    store_relaxed(&control->epoch, now.epoch);
+}
+
 /* One warp: tells every rank, this one too, that the operation has begun here. */
 static __device__ void announce(const p2p_self &self, const Now &now)
 {
@@ -444,7 +475,9 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
         now.rows = rows;
         now.self = &self;
         now.heap = self.heap[self.rank];
-        now.epoch = epoch_after(load_relaxed(&control_of(self)->epoch));
+        const uint32_t ended = load_relaxed(&control_of(self)->epoch);
+        now.overlaps = mark_running(self);
+        now.epoch = epoch_after(ended);
         now.signature = self.signature ^ (mark & 0x0fffffffu);
         now.deadline = timer_ns() + self.timeout_ns;
         now.last = now.lost = 0;
@@ -457,7 +490,10 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
     __syncthreads();
     if (HOSTS && !begin_shipping(now)) return false;
     /* nobody here waits for the warp that announces, and the last CTA does not plan */
-    if (blockIdx.x == gridDim.x - 1 && threadIdx.x < WARP) announce(self, now);
+    if (is_last_cta() && threadIdx.x < WARP) {
+        announce(self, now);
+        refuse_overlap(now);
+    }
     return true;
 }
 
@@ -524,9 +560,8 @@ __device__ __forceinline__ bool finish(const p2p_self &self, Now &now, int hears
         __threadfence();
         now.last = atomicAdd(&control->done, 1u) == gridDim.x - 1;
         if (now.last) {
-            control->done = 0;
             end_shipping(now);
-            store_relaxed(&control->epoch, now.epoch);
+            count_operation(control, now);
         }
     }
     __syncthreads();

@@ -176,6 +176,12 @@ static void mismatch_sentence(const epic_group *g, char *to, size_t size)
                  "operation %u of this group: rank %u calls %s and %s calls %s; the "
                  "ranks must make the same calls in the same order",
                  s->epoch, s->reporter, operation_name(mine), culprits, operation_name(theirs));
+    else if (s->phase == P2P_PHASE_OVERLAP)
+        snprintf(
+            to, size,
+            "%s, operation %u of this group: rank %u began it while another of its operations "
+            "ran; streams that share a context must wait for each other",
+            operation_name(s->operation), s->epoch, s->reporter);
     else if (s->phase == P2P_PHASE_TABLE)
         snprintf(to, size,
                  "%s, operation %u of this group: rank %u and %s differ in rank_of_expert or "

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks that differ in what a kernel alone can see: the tables of experts, the tokens of a plan, a
- * plan's bytes.  All get EPIC_EMISMATCH long before the deadline, the one that is wrong with the
- * reason; then a new group opens.
+/* What a kernel alone can see: ranks that differ in the tables of experts, the tokens of a plan, a
+ * plan's bytes; a rank that runs two operations at once.  All get EPIC_EMISMATCH long before the
+ * deadline, the one that is wrong with the reason; then a new group opens.
  * usage: mismatch [RANKS] */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
@@ -24,15 +24,16 @@
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 enum { MAX_RANKS = 8, TOP_K = 2, EXPERTS = 24, ROW = 64, SLOTS = 2048, PLAN = 65536 };
-enum { TABLE, REPLICAS, FLAT_REPLICAS, TOKENS_OF_PLAN, DAMAGED, CHANGED, NUM_CASES };
+enum { TABLE, REPLICAS, FLAT_REPLICAS, OVERLAP, TOKENS_OF_PLAN, DAMAGED, CHANGED, NUM_CASES };
 #define DEADLINE_MS 20000
 
-static const char *const names[] = {"tables", "replicas", "flat, replicas",
+static const char *const names[] = {"tables", "replicas", "flat, replicas",  "overlap",
                                     "tokens", "damage",   "another capacity"};
 static const char *const reasons[] = {
     "rank_of_expert",
     "logical_of_expert",
     "logical_of_expert",
+    "began it while another of its operations ran; streams that share a context",
     "here out.num_rows is " TEXT(LESS) ": the plan has " TEXT(TOKENS) " tokens",
     "here plan: these are not the bytes",
     "here plan: these are not the bytes"};
@@ -50,7 +51,7 @@ static void need(int good, const char *what, const epic_context *ctx)
 typedef struct seat {
     epic_context *ctx;
     int rank;
-    cudaStream_t stream;
+    cudaStream_t stream, second;
     unsigned char *plan, *recv, *out;
     int32_t *ids, *owner, *logical;
 } seat;
@@ -63,7 +64,7 @@ static void *memory(size_t bytes)
     return p;
 }
 
-static void make_plan(seat *s, int which)
+static void make_plan(seat *s, int which, cudaStream_t stream)
 {
     const int flat = which == FLAT_REPLICAS, replicas = which == REPLICAS || flat;
     const epic_layer layer = {.num_experts = EXPERTS,
@@ -77,7 +78,7 @@ static void make_plan(seat *s, int which)
     if (which == TABLE && s->rank == 1) owner[7] = (owner[7] + 1) % num_ranks;
     need(copy_in(s->owner, owner, sizeof owner) == cudaSuccess, "copy", NULL);
     need(copy_in(s->logical, logical, sizeof logical) == cudaSuccess, "copy", NULL);
-    const epic_plan_args args = {.call.stream = s->stream,
+    const epic_plan_args args = {.call.stream = stream,
                                  .layer = &layer,
                                  .plan = s->plan,
                                  .plan_bytes = PLAN,
@@ -86,14 +87,28 @@ static void make_plan(seat *s, int which)
                                  .rank_of_expert = s->owner,
                                  .logical_of_expert = replicas ? s->logical : NULL,
                                  .capacity = SLOTS};
-    need(!epic_plan(s->ctx, &args), "plan", s->ctx);
+    const epic_result result = epic_plan(s->ctx, &args);
+    need(!result || (which == OVERLAP && result == EPIC_EMISMATCH), "plan", s->ctx);
+}
+
+/* Rank 1 plans the same twice, on streams that do not wait, before the peers plan at all. */
+static void overlap(seat *s)
+{
+    if (s->rank != 1) pthread_barrier_wait(&all);
+    make_plan(s, OVERLAP, s->stream);
+    make_plan(s, OVERLAP, s->second);
+    if (s->rank == 1) pthread_barrier_wait(&all);
+    need(cudaStreamSynchronize(s->second) == cudaSuccess, "synchronize", NULL);
 }
 
 static void provoke(seat *s, int which)
 {
     const int64_t tokens = TOKENS - (which == TOKENS_OF_PLAN && s->rank == 1);
-    make_plan(s, which);
-    if (which <= FLAT_REPLICAS) return;
+    if (which == OVERLAP)
+        overlap(s);
+    else
+        make_plan(s, which, s->stream);
+    if (which <= OVERLAP) return;
     need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
     if (which >= DAMAGED && s->rank == 1) { /* the rank; or what any value would fit */
         unsigned char *const at = s->plan + (which == DAMAGED ? 40 : 64);
@@ -120,7 +135,7 @@ static double now_ms(void)
 static void judge(seat *s, int which, double took)
 {
     const epic_result result = epic_check(s->ctx);
-    const int reason = which <= FLAT_REPLICAS || s->rank == 1;
+    const int reason = which <= OVERLAP || s->rank == 1;
     if (result == EPIC_EMISMATCH && took < DEADLINE_MS / 2 &&
         (!reason || strstr(epic_error(s->ctx), reasons[which])))
         return;
@@ -150,8 +165,8 @@ static void *run(void *self)
     seat s = {.rank = (int)((epic_meet *)self - meets)};
     int32_t ids[TOKENS * TOP_K];
     for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = i % (EXPERTS / 2);
-    need(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking) == cudaSuccess, "stream",
-         NULL);
+    need(!cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking), "stream", NULL);
+    need(!cudaStreamCreateWithFlags(&s.second, cudaStreamNonBlocking), "stream", NULL);
     s.plan = memory(PLAN);
     s.recv = memory((size_t)SLOTS * ROW);
     s.out = memory(TOKENS * ROW);
@@ -163,6 +178,7 @@ static void *run(void *self)
     void *const parts[] = {s.plan, s.recv, s.out, s.ids, s.owner, s.logical};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) cudaFree(parts[i]);
     cudaStreamDestroy(s.stream);
+    cudaStreamDestroy(s.second);
     return NULL;
 }
 
