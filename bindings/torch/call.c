@@ -335,11 +335,23 @@ static void enter(torch_call *call, int64_t number)
                   place_name(call->use.place, there, sizeof there));
 }
 
+epic_call call_enter_group(torch_call *call)
+{
+    epic_call out = {0};
+    enter(call, call_int(call));
+    guard_device(call, &out);
+    return out;
+}
+
+uint64_t call_tag(torch_call *call)
+{
+    return (uint64_t)call_int(call);
+}
+
 epic_call call_enter(torch_call *call)
 {
-    enter(call, call_int(call));
-    epic_call out = {.tag = (uint64_t)call_int(call)};
-    guard_device(call, &out);
+    epic_call out = call_enter_group(call);
+    out.tag = call_tag(call);
     return out;
 }
 

@@ -81,6 +81,9 @@ double call_float(torch_call *call);
 
 /* The next two arguments, `int group, int tag`; the core's call, and the context in call->use. */
 epic_call call_enter(torch_call *call);
+/* The same in two, where the tag stands apart. */
+epic_call call_enter_group(torch_call *call);
+uint64_t call_tag(torch_call *call);
 /* Of a local operator, whose group is 0 where no context is needed: host memory. */
 epic_call call_enter_local(torch_call *call);
 

@@ -11,20 +11,20 @@ static uint32_t bits(uint64_t word, int first, int count)
 
 epic_layer read_layer(torch_call *call)
 {
-    const uint64_t experts = (uint64_t)call_int(call), slabs = (uint64_t)call_int(call);
-    const uint64_t rules = (uint64_t)call_int(call);
-    return (epic_layer){.num_experts = bits(experts, 0, 32),
-                        .num_logical = bits(experts, 32, 32),
+    const uint64_t rules = (uint64_t)call_int(call), slabs = (uint64_t)call_int(call);
+    const uint64_t leaves = (uint64_t)call_int(call);
+    return (epic_layer){.num_experts = bits(rules, 0, 17),
+                        .num_logical = bits(rules, 17, 17),
+                        .top_k = bits(rules, 34, 8),
+                        .flags = bits(rules, 42, 8),
+                        .sum_order = bits(rules, 50, 3),
+                        .partial_type = bits(rules, 53, 3),
+                        .overflow = bits(rules, 56, 2),
+                        .priority = bits(rules, 58, 2),
+                        .layout = bits(rules, 60, 2),
                         .alignment = bits(slabs, 0, 32),
                         .expert_capacity = bits(slabs, 32, 32),
-                        .top_k = bits(rules, 0, 8),
-                        .overflow = bits(rules, 8, 4),
-                        .priority = bits(rules, 12, 4),
-                        .sum_order = bits(rules, 16, 4),
-                        .layout = bits(rules, 20, 4),
-                        .partial_type = bits(rules, 24, 4),
-                        .flags = bits(rules, 28, 8),
-                        .leaves = bits(rules, 36, 28)};
+                        .leaves = bits(leaves, 0, 32)};
 }
 
 epic_router read_router(torch_call *call)

@@ -18,7 +18,7 @@
 /* For schemas. */
 #define SCHEMA_INT(prefix, name) ", int " prefix #name
 #define SCHEMA_REAL(prefix, name) ", float " prefix #name
-#define LAYER_SCHEMA ", int layer_experts, int layer_slabs, int layer_rules"
+#define LAYER_SCHEMA ", int layer_rules, int layer_slabs, int layer_leaves"
 #define ROUTER_SCHEMA ROUTER_FIELDS(SCHEMA_INT, SCHEMA_REAL, "router_")
 #define MLP_SCHEMA(prefix) \
     ", int " prefix "_kind, float " prefix "_limit, float " prefix "_alpha"
@@ -27,10 +27,10 @@
 
 /* The next arguments of a call.  Small fields share a number, from the lowest bits on, as each
  * argument of an operator takes torch a fifth of a microsecond, and there may be 64:
- *     layer_experts   num_experts (32), num_logical (32)
+ *     layer_rules     num_experts, num_logical (17 each), top_k, flags (8), sum_order,
+ *                     partial_type (3), overflow, priority, layout (2)
  *     layer_slabs     alignment (32), expert_capacity (32)
- *     layer_rules     top_k (8), overflow, priority, sum_order, layout, partial_type (4 each),
- *                     flags (8), leaves (28)
+ *     layer_leaves    leaves (32)
  *     experts_sizes   num_local_experts (32), hidden (32)
  *     .._kind         inner (32), activation (8), ungated, interleaved, weighting, weight_type,
  *                     grad_type, row_type (4 each) */

@@ -9,8 +9,8 @@ enum { SCHEMA_BYTES = 4096, NAME_BYTES = 64 };
 
 static const char arrow[] = ") -> (Tensor ";
 
-/* "NAME_out(ARGUMENTS, Tensor(b!)? RESULT, ...) -> ()" of "NAME(ARGUMENTS) -> (Tensor RESULT, ...)".
- * The first letter is turn's.  False: it has no results. */
+/* "NAME_out(ARGUMENTS, Tensor(b!)? RESULT=None, ...) -> ()" of "NAME(ARGUMENTS) -> (Tensor
+ * RESULT, ...)".  The first letter is turn's.  False: it has no results. */
 static bool out_schema(const torch_op *op, char out[SCHEMA_BYTES])
 {
     const char *results = strstr(op->schema, arrow);
@@ -20,8 +20,8 @@ static bool out_schema(const torch_op *op, char out[SCHEMA_BYTES])
                           arguments);
     char letter = 'b';
     for (const char *name = results + strlen(arrow); name != NULL; letter++) {
-        length += snprintf(out + length, SCHEMA_BYTES - (size_t)length, ", Tensor(%c!)? %.*s",
-                           letter, (int)strcspn(name, ",)"), name);
+        length += snprintf(out + length, SCHEMA_BYTES - (size_t)length,
+                           ", Tensor(%c!)? %.*s=None", letter, (int)strcspn(name, ",)"), name);
         name = strstr(name, ", Tensor ");
         if (name != NULL) name += strlen(", Tensor ");
     }

@@ -18,42 +18,44 @@ typedef struct plan_job {
     epic_layer layer;
     epic_plan_args args;
     int64_t top_k, table_length, logical_length; /* of the arrays */
-    int64_t num_local, plan_bytes;
+    int64_t bytes;                               /* of the plan and its counts */
 } plan_job;
 
 static void read_choices(torch_call *call, plan_job *job)
 {
     const call_array chosen = call_arg(call, "topk_idx", CALL_INDEX, 2);
-    const call_array table = call_arg_or_none(call, "rank_of_expert", EPIC_I32, 1);
-    const call_array logical = call_arg_or_none(call, "logical_of_expert", EPIC_I32, 1);
     job->args.topk_idx = chosen.data;
     job->args.num_tokens = chosen.rows;
     job->args.index_type = chosen.type;
-    job->args.rank_of_expert = table.data;
-    job->args.logical_of_expert = logical.data;
     job->top_k = chosen.columns;
-    job->table_length = table.count;
-    job->logical_length = logical.count;
 }
 
-static void read_sizes(torch_call *call, plan_job *job)
+/* What is no array of the caller's tokens: the sizes, the layer and where its experts are. */
+static void read_layout(torch_call *call, plan_job *job)
 {
     job->args.capacity = call_int(call);
-    job->plan_bytes = call_int(call);
-    job->num_local = call_int(call);
+    job->bytes = call_int(call);
+    job->args.call = call_enter_group(call);
+    job->layer = read_layer(call);
+    job->args.call.tag = call_tag(call);
+    const call_array table = call_arg_or_none(call, "rank_of_expert", EPIC_I32, 1);
+    const call_array logical = call_arg_or_none(call, "logical_of_expert", EPIC_I32, 1);
+    job->args.layer = &job->layer;
+    job->args.rank_of_expert = table.data;
+    job->args.logical_of_expert = logical.data;
+    job->table_length = table.count;
+    job->logical_length = logical.count;
 }
 
 /* What the core cannot know of the arrays: it is told no lengths. */
 static void check_lengths(torch_call *call, const plan_job *job)
 {
     if (call->failed) return;
-    const int64_t experts = job->layer.num_experts, ranks = epic_num_ranks(call->use.ctx);
-    const bool has_table = job->args.rank_of_expert != NULL;
-    const int64_t most = has_table ? experts : (experts + ranks - 1) / ranks;
+    const int64_t experts = job->layer.num_experts;
     if (job->top_k != job->layer.top_k)
         call_fail(call, EPIC_EINVAL, "topk_idx has %lld columns: top_k %u are needed",
                   (long long)job->top_k, job->layer.top_k);
-    if (has_table && job->table_length != experts)
+    if (job->args.rank_of_expert != NULL && job->table_length != experts)
         call_fail(call, EPIC_EINVAL,
                   "rank_of_expert has %lld elements: num_experts %lld are needed",
                   (long long)job->table_length, (long long)experts);
@@ -61,27 +63,32 @@ static void check_lengths(torch_call *call, const plan_job *job)
         call_fail(call, EPIC_EINVAL,
                   "logical_of_expert has %lld elements: num_experts %lld are needed",
                   (long long)job->logical_length, (long long)experts);
-    if (job->num_local < most)
-        call_fail(call, EPIC_EINVAL, "num_local_experts %lld: room for %lld is needed",
-                  (long long)job->num_local, (long long)most);
+}
+
+/* How many experts of this rank the core may write counts of. */
+static int64_t most_experts(const torch_call *call, const plan_job *job)
+{
+    const int64_t experts = job->layer.num_experts, ranks = epic_num_ranks(call->use.ctx);
+    return job->args.rank_of_expert != NULL ? experts : (experts + ranks - 1) / ranks;
 }
 
 /* The plan, and behind it the counts: on a GPU each tensor is 2 us of the host's time. */
 static void plan_results(torch_call *call, plan_job *job)
 {
     check_lengths(call, job);
-    if (job->plan_bytes < 0 || job->plan_bytes % 16 != 0)
-        call_fail(call, EPIC_EINVAL, "plan_bytes %lld: a multiple of 16 is needed",
-                  (long long)job->plan_bytes);
-    const int64_t local = job->num_local, experts = job->layer.num_experts;
-    const int64_t count = 2 * local + experts + 1 + job->layer.num_logical;
-    const call_array made =
-        call_memory(call, "plan", job->plan_bytes + count * (int64_t)sizeof(int32_t));
     if (call->failed) return;
-    job->args.layer = &job->layer;
+    const int64_t local = most_experts(call, job), experts = job->layer.num_experts;
+    const int64_t count = 2 * local + experts + 1 + job->layer.num_logical;
+    const int64_t plan_bytes = job->bytes - count * (int64_t)sizeof(int32_t);
+    if (plan_bytes < 0 || plan_bytes % 16 != 0)
+        call_fail(call, EPIC_EINVAL,
+                  "bytes %lld: a multiple of 16 and 4 for each of %lld counts are needed",
+                  (long long)job->bytes, (long long)count);
+    const call_array made = call_memory(call, "plan", job->bytes);
+    if (call->failed) return;
     job->args.plan = made.data;
-    job->args.plan_bytes = job->plan_bytes;
-    int32_t *counts = (int32_t *)(void *)((char *)made.data + job->plan_bytes);
+    job->args.plan_bytes = plan_bytes;
+    int32_t *counts = (int32_t *)(void *)((char *)made.data + plan_bytes);
     job->args.expert_rows = counts;
     job->args.expert_tokens = counts + local;
     job->args.load = counts + 2 * local;
@@ -96,9 +103,7 @@ static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_result
     plan_job job = {0};
     call_turn(&call);
     read_choices(&call, &job);
-    read_sizes(&call, &job);
-    job.args.call = call_enter(&call);
-    job.layer = read_layer(&call);
+    read_layout(&call, &job);
     plan_results(&call, &job);
     if (go(&call)) call_told(&call, epic_plan(call.use.ctx, &job.args));
     call_end(&call);
@@ -151,8 +156,8 @@ static void dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_re
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = read_tokens(&call, &args);
     const int64_t capacity = call_int(&call);
-    args.flags = call_uint(&call, "flags");
     args.call = call_enter(&call);
+    args.flags = call_uint(&call, "flags");
     dispatch_results(&call, tokens, capacity, &args);
     if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
     call_end(&call);
@@ -167,10 +172,8 @@ static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t n
     call_turn(&call);
     read_choices(&call, &job);
     const call_array tokens = read_tokens(&call, &args);
-    read_sizes(&call, &job);
+    read_layout(&call, &job);
     args.flags = call_uint(&call, "flags");
-    job.args.call = call_enter(&call);
-    job.layer = read_layer(&call);
     plan_results(&call, &job);
     dispatch_results(&call, tokens, job.args.capacity, &args);
     if (go(&call)) call_told(&call, epic_plan_dispatch(call.use.ctx, &job.args, &args));
@@ -187,8 +190,8 @@ static void dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t n
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = read_tokens(&call, &args);
     const int64_t capacity = call_int(&call), top_k = call_int(&call);
-    args.flags = call_uint(&call, "flags");
     args.call = call_enter(&call);
+    args.flags = call_uint(&call, "flags");
     args.recv = call_rows(call_result(&call, "recv", tokens.type, capacity, tokens.columns));
     if (args.weights != NULL)
         args.slot_weights = call_result(&call, "slot_weights", EPIC_F32, capacity, top_k).data;
@@ -221,8 +224,8 @@ static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint6
     const int64_t capacity = call_int(&call);
     args.type = tokens.type;
     args.quantize = call_uint(&call, "quantize");
-    args.flags = call_uint(&call, "flags");
     args.call = call_enter(&call);
+    args.flags = call_uint(&call, "flags");
     quantized_results(&call, "recv", args.quantize, capacity, tokens.columns, &args.recv,
                       &args.recv_scales);
     slot_weights_result(&call, &args);
@@ -321,8 +324,8 @@ static void combine_backward(torch_value *stack, uint64_t num_arguments, uint64_
     torch_call call = call_begin("combine_backward", stack, num_results);
     gradient_job job = {0};
     read_gradient(&call, &job);
-    job.args.flags = call_uint(&call, "flags");
     job.args.call = call_enter(&call);
+    job.args.flags = call_uint(&call, "flags");
     job.args.d_rows =
         call_rows(call_result(&call, "d_rows", job.args.type, job.slots, job.columns));
     d_slot_weights_result(&call, &job);
@@ -338,8 +341,8 @@ static void combine_backward_quantized(torch_value *stack, uint64_t num_argument
     gradient_job job = {0};
     read_gradient(&call, &job);
     job.args.quantize = call_uint(&call, "quantize");
-    job.args.flags = call_uint(&call, "flags");
     job.args.call = call_enter(&call);
+    job.args.flags = call_uint(&call, "flags");
     quantized_results(&call, "d_rows", job.args.quantize, job.slots, job.columns,
                       &job.args.d_rows, &job.args.d_rows_scales);
     d_slot_weights_result(&call, &job);
@@ -380,23 +383,26 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
 
 /* --------------------------------------------------------------------------- schemas ---- */
 
-#define PLACE ", int group, int tag"
-#define SIZES ", SymInt capacity, SymInt plan_bytes, SymInt num_local_experts"
-#define TABLES ", Tensor? rank_of_expert, Tensor? logical_of_expert"
+/* What is left out takes torch no time: what has a usual value stands behind what has none. */
+#define PLACE ", int group, int tag=0"
+#define FLAGS ", int flags=1"
+#define LAYOUT                                                                              \
+    ", SymInt capacity, SymInt bytes, int group, int layer_rules, int layer_slabs=1, "      \
+    "int layer_leaves=0, int tag=0, Tensor? rank_of_expert=None, Tensor? logical_of_expert" \
+    "=None"
 
 static const torch_op ops[] = {
-    OP(plan, "(Tensor(a!) turn, Tensor topk_idx" TABLES SIZES PLACE LAYER_SCHEMA
-             ") -> (Tensor plan)"),
+    OP(plan, "(Tensor(a!) turn, Tensor topk_idx" LAYOUT ") -> (Tensor plan)"),
     OP(dispatch, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
-                 "SymInt capacity, int flags" PLACE ") -> (Tensor recv, Tensor slot_weights)"),
+                 "SymInt capacity" PLACE FLAGS ") -> (Tensor recv, Tensor slot_weights)"),
     OP(plan_dispatch,
-       "(Tensor(a!) turn, Tensor topk_idx" TABLES ", Tensor tokens, Tensor? weights" SIZES
-       ", int flags" PLACE LAYER_SCHEMA ") -> (Tensor plan, Tensor recv, Tensor slot_weights)"),
+       "(Tensor(a!) turn, Tensor topk_idx, Tensor tokens, Tensor? weights" LAYOUT FLAGS
+       ") -> (Tensor plan, Tensor recv, Tensor slot_weights)"),
     OP(dispatch_quantized, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
-                           "SymInt capacity, int quantize, int flags" PLACE
+                           "SymInt capacity, int quantize" PLACE FLAGS
                            ") -> (Tensor recv, Tensor scales, Tensor slot_weights)"),
     OP(dispatch_flat, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
-                      "SymInt capacity, SymInt top_k, int flags" PLACE
+                      "SymInt capacity, SymInt top_k" PLACE FLAGS
                       ") -> (Tensor recv, Tensor slot_weights, Tensor recv_expert)"),
     OP(dispatch_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_recv, "
                           "Tensor? d_slot_weights, SymInt num_tokens, SymInt top_k" PLACE
@@ -404,11 +410,11 @@ static const torch_op ops[] = {
     OP(combine, "(Tensor(a!) turn, Tensor plan, Tensor rows, Tensor? slot_weights, "
                 "SymInt num_tokens" PLACE ") -> (Tensor out)"),
     OP(combine_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_out, Tensor? rows, "
-                         "Tensor? slot_weights, SymInt capacity, int flags" PLACE
+                         "Tensor? slot_weights, SymInt capacity" PLACE FLAGS
                          ") -> (Tensor d_rows, Tensor d_slot_weights)"),
     OP(combine_backward_quantized,
        "(Tensor(a!) turn, Tensor plan, Tensor d_out, Tensor? rows, Tensor? slot_weights, "
-       "SymInt capacity, int quantize, int flags" PLACE
+       "SymInt capacity, int quantize" PLACE FLAGS
        ") -> (Tensor d_rows, Tensor scales, Tensor d_slot_weights)"),
     OP(sum_, "(Tensor(a!) turn, Tensor(b!) x, int order" PLACE ") -> ()"),
     OP(sum_replicas_, "(Tensor(a!) turn, Tensor plan, Tensor(b!) x" PLACE ") -> ()"),

@@ -15,6 +15,7 @@ from epic.torch.groups import Facts
 from epic.torch.ops import KIND, words_of
 from epic.torch.ops import LAYER as LAYER_WORDS
 from epic.torch.ops import SIZES as SIZES_OF_EXPERTS
+from epic.torch.plans import USUAL
 from parts import (
     EXPERTS,
     HIDDEN,
@@ -67,26 +68,26 @@ def opcheck(rank: int) -> None:
     with group_of(4) as group:
         way = Facts(*group.facts(LAYER.key))
         x, w, ids, ct = (v.detach() for v in Data(UNEVEN).mine(rank))
-        sizes = (way.capacity, way.plan_bytes, way.num_local_experts)
-        place = (group.number, 0)
+        sizes, place = (way.capacity, way.bytes), (group.number, 0)
+        layout = (*sizes, group.number, *way.words, 0, None, None)
         plan = epic.torch.plan(group, LAYER, ids)
         data, turn = plan.bytes, group.turn
         recv, slot = epic.torch.dispatch(plan, x, w)
         flat = epic.torch.plan(group, epic.torch.Layer(EXPERTS, TOP_K, layout="flat"), ids).bytes
         count = x.shape[0]
         calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (ops.plan, (turn, ids, None, None, *sizes, *place, *way.words)),
-            (ops.dispatch, (turn, data, x, w, way.capacity, 1, *place)),
-            (ops.dispatch, (turn, data, x, None, way.capacity, 1, *place)),
-            (ops.plan_dispatch, (turn, ids, None, None, x, w, *sizes, 1, *place, *way.words)),
-            (ops.dispatch_quantized, (turn, data, x, w, way.capacity, 1, 1, *place)),
-            (ops.dispatch_flat, (turn, flat, x, w, way.capacity, TOP_K, 1, *place)),
+            (ops.plan, (turn, ids, *layout)),
+            (ops.dispatch, (turn, data, x, w, way.capacity, *place, 1)),
+            (ops.dispatch, (turn, data, x, None, way.capacity, *place, 1)),
+            (ops.plan_dispatch, (turn, ids, x, w, *layout, 1)),
+            (ops.dispatch_quantized, (turn, data, x, w, way.capacity, 1, *place, 1)),
+            (ops.dispatch_flat, (turn, flat, x, w, way.capacity, TOP_K, *place, 1)),
             (ops.dispatch_backward, (turn, data, recv, slot, count, TOP_K, *place)),
             (ops.combine, (turn, data, recv, slot, count, *place)),
-            (ops.combine_backward, (turn, data, ct, recv, slot, way.capacity, 1, *place)),
+            (ops.combine_backward, (turn, data, ct, recv, slot, way.capacity, *place, 1)),
             (
                 ops.combine_backward_quantized,
-                (turn, data, ct, recv, slot, way.capacity, 2, 1, *place),
+                (turn, data, ct, recv, slot, way.capacity, 2, *place, 1),
             ),
             (ops.sum_, (turn, torch.ones(5), 0, *place)),
             (ops.sum_replicas_, (turn, data, torch.ones(way.num_local_experts, 5), *place)),
@@ -166,23 +167,41 @@ def test_a_layer_as_three_numbers() -> None:
     """Each field arrives by its name: the core says what is wrong with it."""
     good = LAYER.numbers()
     wrong = {
-        "num_experts": 70000, "num_logical": 9, "top_k": 65, "overflow": 9, "priority": 9,
-        "sum_order": 9, "layout": 9, "partial_type": 9, "flags": 128, "leaves": 3,
+        "num_experts": 70000, "num_logical": 9, "top_k": 65, "overflow": 3, "priority": 3,
+        "sum_order": 7, "layout": 3, "partial_type": 7, "flags": 128, "leaves": 3,
         "expert_capacity": 1 << 31, "alignment": 0xFFFFFFFF,
     }  # fmt: skip
     assert set(wrong) == set(good)
     ids = torch.zeros((4, TOP_K), dtype=torch.int32)
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
-        sizes = (99, group.plan_bytes(LAYER), 99999)
         for name, value in wrong.items():
-            words = words_of({**good, name: value})
+            layer = {**good, name: value}
+            counts = 3 * layer["num_experts"] + 1 + layer["num_logical"]
+            size = group.plan_bytes(LAYER) + 4 * counts
             with pytest.raises(RuntimeError) as caught:
-                place = (group.number, 0)
-                ops.plan.default(group.turn, ids, None, None, *sizes, *place, *words)
+                ops.plan.default(group.turn, ids, 99, size, group.number, *words_of(layer))
             assert f"{name} is {value}" in str(caught.value) or name == "top_k", caught.value
             assert str(value) in str(caught.value)
     with pytest.raises(epic.torch.EpicArgumentError, match="top_k 256"):
         words_of({**good, "top_k": 256})
+
+
+def test_what_is_usual_is_left_out() -> None:
+    """Of a plan's numbers: each takes torch time.  The schemas have the same values."""
+    ids = torch.zeros((4, 2), dtype=torch.int32)
+    for op in (ops.plan, ops.plan_dispatch):
+        usual = {a.name: a.default_value for a in op.default._schema.arguments}
+        assert tuple(usual[n] for n in ("layer_slabs", "layer_leaves", "tag")) == USUAL
+    cases: list[tuple[dict[str, Any], int, int]] = [
+        ({}, 0, 2), ({"alignment": 4}, 0, 3), ({"sum_order": "tree", "leaves": 2}, 0, 4), ({}, 7, 5)
+    ]  # fmt: skip
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        for options, tag, count in cases:
+            layer = epic.torch.Layer(EXPERTS, 2, **options)
+            way = epic.torch.plan(group, layer, ids, tag=tag).way
+            assert (len(way.short), len(way.place)) == (count, 2 if tag else 1)
+            assert way is epic.torch.plan(group, layer, ids, tag=tag).way
+            assert way.numbers == (*way.short, *USUAL[count - 2 :])
 
 
 # --------------------------------------------------------------------------- compile ----

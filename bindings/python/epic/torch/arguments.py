@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling as is_traced  # torch.compile takes it for a constant
 
 from epic.errors import EpicArgumentError
-from epic.options import Layer
 
 ROW_TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 INDEX_TYPES = (torch.int32, torch.int64)
@@ -20,7 +20,7 @@ INDEX_TYPES = (torch.int32, torch.int64)
 
 def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
     """Is there a gradient to be kept for?"""
-    return (x.requires_grad or (w is not None and w.requires_grad)) and torch.is_grad_enabled()
+    return is_grad_enabled() and (x.requires_grad or (w is not None and w.requires_grad))
 
 
 def applied(function: Any) -> Callable[..., Any]:
@@ -29,7 +29,7 @@ def applied(function: Any) -> Callable[..., Any]:
     short = super(torch.autograd.Function, function).apply
 
     def apply(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if is_traced() or torch._C._are_functorch_transforms_active():
             return function.apply(*args)
         return short(*args)
 
@@ -41,7 +41,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     checked = once_differentiable(backward)
 
     def run(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             return checked(ctx, *gradients)
         return backward(ctx, *gradients)
 
@@ -55,14 +55,10 @@ STAYS: dict[str, bool] = {
 }  # fmt: skip
 
 
-def stay(*tensors: Tensor | None) -> None:
+def stay(x: Tensor) -> None:
     """Marks what is no activation: it is small, or belongs to something that stays anyway."""
-    if torch.compiler.is_compiling():
-        return
-    for x in tensors:
-        if x is not None:
-            for name, value in STAYS.items():
-                setattr(x, name, value)
+    if not is_traced():
+        x.__dict__.update(STAYS)
 
 
 def check_floats(name: str, x: Tensor) -> None:
@@ -103,15 +99,11 @@ def as_weights(name: str, x: Tensor | None, *shape: int) -> Tensor | None:
     return x.reshape(shape).to(torch.float32).contiguous()
 
 
-def as_choices(layer: Layer, topk_idx: Tensor) -> Tensor:
+def as_choices(top_k: int, topk_idx: Tensor) -> Tensor:
     """[num_tokens, top_k]."""
     shape = topk_idx.shape
     if topk_idx.dtype not in INDEX_TYPES:
         raise EpicArgumentError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
-    if len(shape) < 2 or shape[-1] != layer.top_k:
-        raise EpicArgumentError(
-            f"topk_idx: shape {list(shape)}: [..., top_k {layer.top_k}] is needed"
-        )
-    if len(shape) == 2 and topk_idx.is_contiguous():
-        return topk_idx
+    if len(shape) < 2 or shape[-1] != top_k:
+        raise EpicArgumentError(f"topk_idx: shape {list(shape)}: [..., top_k {top_k}] is needed")
     return flattened("topk_idx", topk_idx).contiguous()

@@ -195,7 +195,8 @@ class RunExperts(torch.autograd.Function):
     ) -> Tensor:
         """The core saves what gate and up gave."""
         counts = (expert_rows, expert_tokens, slots)
-        stay(expert_rows, expert_tokens)
+        stay(expert_rows)
+        stay(expert_tokens)
         rows, given = products(x, weight_type, weights)
         y, saved = ops.experts.default(rows, *counts, *given, size, group, *numbers[0])
         ctx.weight_type, ctx.numbers = weight_type, (group, *numbers[1])

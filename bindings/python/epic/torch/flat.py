@@ -9,7 +9,7 @@ from torch import Tensor
 from epic.torch.arguments import applied, as_rows, as_weights, needs_gradient, once
 from epic.torch.ops import parts_of, raising, write
 from epic.torch.plans import Plan, Way, check_layout
-from epic.torch.steps import ZERO_TAIL, check_pair, rows_home
+from epic.torch.steps import ZERO_TAIL, check_pair, rows_home, whole_place
 
 ops = torch.ops.epic
 
@@ -18,9 +18,8 @@ def dispatch_flat_args(
     way: Way, data: Tensor, tokens: Tensor, weights: Tensor | None, capacity: int
 ) -> tuple[Any, ...]:
     """What the operator is passed."""
-    group = way.group
-    place = (capacity, way.top_k, ZERO_TAIL, group.number, way.tag)
-    return (group.turn, data, tokens, weights, *place)
+    place = (*whole_place(way), ZERO_TAIL)
+    return (way.group.turn, data, tokens, weights, capacity, way.top_k, *place)
 
 
 def dispatch_flat_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -177,6 +177,7 @@ class Facts(NamedTuple):
     plan_bytes: int
     capacity: int
     num_local_experts: int
+    bytes: int  # of a plan with its counts
     words: tuple[int, ...]
 
 
@@ -214,6 +215,7 @@ class Group:
         max_top_k: int = 0,
     ) -> None:
         self.number = 0
+        self.ways: dict[Any, Any] = {}  # of layers and tags, as plans have them
         self.name = name
         self.max_tokens = whole("max_tokens", max_tokens)
         self.max_row_bytes = whole("max_row_bytes", max_row_bytes)
@@ -291,12 +293,12 @@ class Group:
         found = self.kept.get(layer)
         if found is None:
             config, options = self.config(), known[layer]
-            found = self.kept[layer] = (
-                -(-_native.size("epic_plan_bytes_v1", config, options) // 16) * 16,
-                _native.size("epic_capacity_bound_v1", config, options),
-                -(-options.num_experts // self.num_ranks),
-                words_of(options.numbers()),
-            )
+            size = -(-_native.size("epic_plan_bytes_v1", config, options) // 16) * 16
+            bound = _native.size("epic_capacity_bound_v1", config, options)
+            local = -(-options.num_experts // self.num_ranks)
+            counts = 2 * local + options.num_experts + 1 + options.num_logical
+            found = (size, bound, local, size + 4 * counts, words_of(options.numbers()))
+            self.kept[layer] = found
         return found
 
     @torch._dynamo.assume_constant_result
@@ -330,6 +332,7 @@ class Group:
         with lock:
             number, self.number = self.number, 0
             opened.discard(self)
+        self.ways.clear()  # each has this group
         if number == 0:
             return
         if self.device.type == "cuda":

@@ -32,7 +32,7 @@ from epic.torch.experts import (
 )
 from epic.torch.groups import Group
 from epic.torch.ops import LAYER, mlp_numbers, numbers, packed, parts_of, raising, write
-from epic.torch.plans import Plan, Way, tables_of
+from epic.torch.plans import Plan, tables_of
 from epic.torch.router import balance_loss, route
 from epic.torch.scaled import E4M3
 
@@ -250,7 +250,8 @@ class Layer(torch.autograd.Function):
             *forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
         )
         ctx.group, ctx.tag, ctx.facts = group, tag, facts
-        stay(weights[ORDER.index("bias")])
+        if (bias := weights[ORDER.index("bias")]) is not None:
+            stay(bias)
         ctx.save_for_backward(x, *weights, saved)
         ctx.mark_non_differentiable(*counts)
         return out, loss, *counts
@@ -280,9 +281,9 @@ class Layer(torch.autograd.Function):
 def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
     """The gradients of experts, added over replicas; of no tensor [0].  Those of w_gate and b_gate
     come before them."""
-    way = Way(ctx.group, ctx.tag, 0, False, 0, 1)
+    way = (ctx.group, ctx.tag)
     plan, (first, end) = saved[: ctx.facts.plan_bytes], (2, 2 + len(OF_EXPERTS))
-    mine = [replicas.added(way, plan, d) if d.dim() > 1 else d for d in gradients[first:end]]
+    mine = [replicas.added(*way, plan, d) if d.dim() > 1 else d for d in gradients[first:end]]
     return [*gradients[:first], *mine, *gradients[end:]]
 
 

@@ -39,7 +39,7 @@ LIBRARY = load()
 FAKES = torch.library.Library("epic", "FRAGMENT")  # kept: what it registered goes with it
 
 
-def nothing(*_: Any) -> None:
+def nothing(*_: Any, **__: Any) -> None:
     """What an operator gives that writes into tensors of the caller."""
 
 
@@ -123,12 +123,12 @@ def argument_names(name: str) -> list[str]:
 # Fields that share a number, with their bits from the lowest on, as bindings/torch/options.h says.
 Words = dict[str, dict[str, int]]
 LAYER: Words = {
-    "layer_experts": {"num_experts": 32, "num_logical": 32},
-    "layer_slabs": {"alignment": 32, "expert_capacity": 32},
     "layer_rules": {
-        "top_k": 8, "overflow": 4, "priority": 4, "sum_order": 4, "layout": 4, "partial_type": 4,
-        "flags": 8, "leaves": 28,
+        "num_experts": 17, "num_logical": 17, "top_k": 8, "flags": 8, "sum_order": 3,
+        "partial_type": 3, "overflow": 2, "priority": 2, "layout": 2,
     },
+    "layer_slabs": {"alignment": 32, "expert_capacity": 32},
+    "layer_leaves": {"leaves": 32},
 }  # fmt: skip
 SIZES = {"num_local_experts": 32, "hidden": 32}
 KIND = {
@@ -176,27 +176,21 @@ def type_in(kind: int, name: str) -> torch.dtype | None:
 
 @fake
 def plan_fake(
-    turn: Tensor,
-    topk_idx: Tensor,
-    rank_of_expert: Tensor | None,
-    logical_of_expert: Tensor | None,
-    capacity: Any,
-    plan_bytes: Any,
-    num_local_experts: Any,
-    group: int,
-    tag: int,
-    layer_experts: int,
-    *layer: int,
+    turn: Tensor, topk_idx: Tensor, capacity: Any, size: Any, *_: Any, **__: Any
 ) -> Tensor:
     """The plan, and behind it expert_rows, expert_tokens, load, demand, logical_load."""
-    num_experts, num_logical = layer_experts & 0xFFFFFFFF, layer_experts >> 32
-    count = 2 * num_local_experts + num_experts + 1 + num_logical
-    return octets(topk_idx, plan_bytes + 4 * count)
+    return octets(topk_idx, size)
 
 
 @fake
 def dispatch_fake(
-    turn: Tensor, plan: Tensor, tokens: Tensor, weights: Tensor | None, capacity: Any, *_: int
+    turn: Tensor,
+    plan: Tensor,
+    tokens: Tensor,
+    weights: Tensor | None,
+    capacity: Any,
+    *_: Any,
+    **__: Any,
 ) -> tuple[Tensor, Tensor]:
     """The received rows and their weights."""
     slots = 0 if weights is None else capacity
@@ -207,22 +201,15 @@ def dispatch_fake(
 def plan_dispatch_fake(
     turn: Tensor,
     topk_idx: Tensor,
-    rank_of_expert: Tensor | None,
-    logical_of_expert: Tensor | None,
     tokens: Tensor,
     weights: Tensor | None,
     capacity: Any,
-    plan_bytes: Any,
-    num_local_experts: Any,
-    flags: int,
-    group: int,
-    tag: int,
-    *layer: int,
+    size: Any,
+    *_: Any,
+    **__: Any,
 ) -> tuple[Tensor, ...]:
     """Those of plan, then those of dispatch."""
-    sizes = (capacity, plan_bytes, num_local_experts)
-    tables = (rank_of_expert, logical_of_expert)
-    planned = plan_fake(turn, topk_idx, *tables, *sizes, group, tag, *layer)
+    planned = plan_fake(turn, topk_idx, capacity, size)
     return planned, *dispatch_fake(turn, planned, tokens, weights, capacity)
 
 

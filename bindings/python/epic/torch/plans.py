@@ -8,13 +8,19 @@ from torch import Tensor
 
 from epic.errors import EpicArgumentError
 from epic.options import Layer
+from epic.torch.arguments import INDEX_TYPES, as_choices, is_traced
 from epic.torch.groups import Group
 
 EXACT = 0  # as capacity: as many slots as land
 
 
+# Of the operators' numbers behind the group's, what they are where they are left out, as most are:
+# slabs, leaves and tag of a plan, tag of others.  torch takes a fifth of a microsecond for each.
+USUAL = (1, 0, 0)
+
+
 class Way(NamedTuple):
-    """Where the calls of a plan go, and what its layer counts."""
+    """Where the calls of a plan go, what its layer counts, and what the operators are passed."""
 
     group: Group
     tag: int
@@ -22,12 +28,40 @@ class Way(NamedTuple):
     flat: bool
     num_experts: int
     num_logical: int
+    plan_bytes: int  # without the counts
+    bytes: int
+    capacity: int  # of a rank, that can never overflow
+    num_local: int
+    numbers: tuple[int, ...]  # of a plan: the group's, the layer's and the tag
+    short: tuple[int, ...]  # the same without what is as usual at its end
+    place: tuple[int, ...]  # the group's number and, if it is not as usual, the tag
 
 
 def way_of(group: Group, layer: Layer, tag: int) -> Way:
-    """Of a layer's calls."""
-    flat = layer.layout == "flat"
-    return Way(group, tag, layer.top_k, flat, layer.num_experts, layer.num_logical)
+    """Of a layer's calls; the group keeps it, and tracers see it made."""
+    size, bound, local, whole, words = group.facts(layer.key)
+    numbers = (group.number, *words, tag)
+    end = len(numbers)
+    while end > 2 and numbers[end - 1] == USUAL[end - 3]:
+        end -= 1
+    way = Way(
+        group,
+        tag,
+        layer.top_k,
+        layer.layout == "flat",
+        layer.num_experts,
+        layer.num_logical,
+        size,
+        whole,
+        bound,
+        local,
+        numbers,
+        numbers[:end],
+        (group.number, tag) if tag else (group.number,),
+    )
+    if not is_traced():
+        group.ways[layer.key, tag] = way
+    return way
 
 
 class Plan(NamedTuple):
@@ -42,13 +76,12 @@ class Plan(NamedTuple):
     num_tokens: int
     capacity: int
     num_local: int
-    first: int  # byte of the counts
-    room: int  # of expert_rows and of expert_tokens among them
+    room: int  # of expert_rows and of expert_tokens among the counts
     way: Way
 
     def counts(self, begin: int, count: int) -> Tensor:
         """A part of them."""
-        begin = self.first + 4 * begin
+        begin = self.way.plan_bytes + 4 * begin
         return self.bytes[begin : begin + 4 * count].view(torch.int32)
 
     def counted(self, name: str) -> Tensor:
@@ -118,8 +151,6 @@ def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert
 
 def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any, Any]:
     """rank_of_expert and logical_of_expert."""
-    if ranks is None and logical is None and not layer.num_logical:
-        return None, None
     if bool(layer.num_logical) != (logical is not None):
         raise EpicArgumentError(
             f"num_logical {layer.num_logical}: logical_of_expert [num_experts] comes with "
@@ -129,18 +160,38 @@ def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any
     return table_of(layer, ranks, like), whose
 
 
-def sizes_of(facts: tuple[Any, ...], table: Any, capacity: int | None, local: int | None) -> Any:
-    """Slots, bytes of the plan, and room for the counts.  With a table the core may write counts
-    of more experts than the caller reckons with."""
-    plan_bytes, bound, num_local, _ = facts
-    slots = bound if capacity is None else capacity
+def asked(
+    group: Group,
+    layer: Layer,
+    topk_idx: Tensor,
+    capacity: int | None,
+    ranks: Any,
+    logical: Any,
+    local: int | None,
+    tag: int,
+) -> tuple[Way, Tensor, int, int, int, int, int, tuple[Any, ...]]:
+    """What a plan is made of: its way; choices [num_tokens, top_k], num_tokens; slots, bytes, local
+    experts, room for counts of these, and the numbers that the operators are passed behind."""
+    way = None if is_traced() else group.ways.get((layer.key, tag))
+    if way is None:
+        way = way_of(group, layer, tag)
+    shape = topk_idx.shape
+    good = len(shape) == 2 and shape[1] == way.top_k and topk_idx.dtype in INDEX_TYPES
+    if not good or not topk_idx.is_contiguous():
+        topk_idx = as_choices(way.top_k, topk_idx)
+        shape = topk_idx.shape
+    slots = way.capacity if capacity is None else capacity
     if slots < 0:
         raise EpicArgumentError(f"capacity {slots}: 0 (EXACT) or more is needed")
-    if table is None:
-        return slots, plan_bytes, num_local
-    if capacity is None or local is None:
-        raise EpicArgumentError(
-            "rank_of_expert needs capacity=, as any placement may need more than the bound, and "
-            "num_local_experts="
-        )
-    return slots, plan_bytes, table.shape[0]
+    size, room, numbers = way.bytes, way.num_local, way.short
+    if ranks is not None or logical is not None or way.num_logical:
+        numbers = (*way.numbers, *tables_of(layer, ranks, logical, topk_idx))
+    if ranks is not None:  # the core may write counts of more experts than the caller reckons with
+        if capacity is None or local is None:
+            raise EpicArgumentError(
+                "rank_of_expert needs capacity=, as any placement may need more than the bound, "
+                "and num_local_experts="
+            )
+        size, room = size + 8 * (way.num_experts - room), way.num_experts
+    local = room if local is None else local
+    return way, topk_idx, shape[0], slots, size, local, room, numbers

@@ -9,22 +9,23 @@ from torch.autograd.function import once_differentiable
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.torch.arguments import needs_gradient, stay
+from epic.torch.groups import Group
 from epic.torch.ops import copy_into, note_write, raising
 from epic.torch.plans import Plan, Way
 
 ops = torch.ops.epic
 
 
-def add_in_place(way: Way, data: Tensor, rows: Tensor) -> None:
+def add_in_place(group: Group, tag: int, data: Tensor, rows: Tensor) -> None:
     """The operator."""
-    ops.sum_replicas_.default(way.group.turn, data, rows, way.group.number, way.tag)
+    ops.sum_replicas_.default(group.turn, data, rows, group.number, tag)
 
 
-def added(way: Way, data: Tensor, x: Tensor) -> Tensor:
+def added(group: Group, tag: int, data: Tensor, x: Tensor) -> Tensor:
     """sum_replicas on checked tensors."""
     out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     rows = out.view(out.shape[0], -1)
-    add_in_place(way, data, rows)
+    add_in_place(group, tag, data, rows)
     return rows.view(out.shape)
 
 
@@ -36,7 +37,7 @@ class SumReplicas(torch.autograd.Function):
         """Nothing is saved but the plan."""
         ctx.way = way
         ctx.save_for_backward(data)
-        return added(way, data, x)
+        return added(way.group, way.tag, data, x)
 
     @staticmethod
     @once_differentiable
@@ -44,7 +45,8 @@ class SumReplicas(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Each replica's numbers are in every replica's sum."""
         (data,) = ctx.saved_tensors
-        return None, None, added(ctx.way, data, gradient).to(gradient.dtype)
+        way = ctx.way
+        return None, None, added(way.group, way.tag, data, gradient).to(gradient.dtype)
 
 
 class Tied(torch.autograd.Function):
@@ -92,11 +94,13 @@ def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     if not plan.way.num_logical:
         return x if out is None else out
     if out is not None:
-        add_in_place(plan.way, plan.bytes, out.view(out.shape[0], -1))
+        add_in_place(plan.way.group, plan.way.tag, plan.bytes, out.view(out.shape[0], -1))
         note_write(out)
         return out
-    call = SumReplicas.apply if needs_gradient(x) else added
-    return call(plan.way, plan.bytes, x)
+    way = plan.way
+    if needs_gradient(x):
+        return SumReplicas.apply(way, plan.bytes, x)
+    return added(way.group, way.tag, plan.bytes, x)
 
 
 @raising

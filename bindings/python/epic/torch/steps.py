@@ -11,7 +11,6 @@ from epic.errors import EpicArgumentError
 from epic.options import BLOCKS, Layer, word
 from epic.torch.arguments import (
     applied,
-    as_choices,
     as_rows,
     as_weights,
     needs_gradient,
@@ -20,9 +19,11 @@ from epic.torch.arguments import (
 )
 from epic.torch.groups import Group
 from epic.torch.ops import copy_into, note_write, parts_of, raising, told, write
-from epic.torch.plans import EXACT, Plan, Way, check_layout, sizes_of, tables_of, way_of
+from epic.torch.plans import EXACT, Plan, Way, asked, check_layout
 
 ops = torch.ops.epic
+PLAN, PLAN_DISPATCH = ops.plan.default, ops.plan_dispatch.default
+DISPATCH, COMBINE = ops.dispatch.default, ops.combine.default
 
 ZERO_TAIL = 1
 
@@ -52,19 +53,30 @@ def plan(
     whose bytes are written.
     """
     try:
-        way = way_of(group, layer, tag)
-        chosen = as_choices(layer, topk_idx)
-        tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
-        facts = group.facts(layer.key)
-        slots, size, room = sizes_of(facts, tables[0], capacity, num_local_experts)
-        args = (group.turn, chosen, *tables, slots, size, room, group.number, tag, *facts[3])
-        data = ops.plan.default(*args) if out is None else plan_into(args, out)
+        way, chosen, num_tokens, slots, size, local, room, numbers = asked(
+            group,
+            layer,
+            topk_idx,
+            capacity,
+            rank_of_expert,
+            logical_of_expert,
+            num_local_experts,
+            tag,
+        )
+        if out is None:
+            data = PLAN(group.turn, chosen, slots, size, *numbers)
+        else:
+            data = plan_into((group.turn, chosen, slots, size, *complete(way, numbers)), out)
         stay(data)
     except RuntimeError as error:
         raise told(error) from None
-    local = room if num_local_experts is None else num_local_experts
-    made = Plan(data, chosen.shape[0], slots, local, size, room, way)
+    made = Plan(data, num_tokens, slots, local, room, way)
     return made._replace(capacity=int(made.demand.item())) if slots == EXACT else made
+
+
+def complete(way: Way, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The numbers of `asked`, with what they leave out."""
+    return numbers if len(numbers) > len(way.numbers) else (*way.numbers, None, None)
 
 
 def bytes_of(out: Any) -> Tensor:
@@ -94,8 +106,7 @@ def rows_home(ctx: Any, plan: Tensor, d_recv: Tensor, d_slots: Tensor) -> tuple[
         d_slots.contiguous() if ctx.has_weights else None,
         ctx.num_tokens,
         way.top_k,
-        group.number,
-        way.tag,
+        *way.place,
     )
     return d_tokens, d_weights if ctx.has_weights else None
 
@@ -111,12 +122,12 @@ class Dispatch(torch.autograd.Function):
         tokens: Tensor,
         weights: Tensor | None,
         capacity: int,
-        flags: int,
+        zero_tail: bool,
     ) -> tuple[Tensor, Tensor]:
         """Nothing is saved but the plan."""
         ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
         ctx.save_for_backward(data)
-        return dispatch_op(way, data, tokens, weights, capacity, flags)
+        return dispatch_op(way, data, tokens, weights, capacity, zero_tail)
 
     @staticmethod
     @once
@@ -131,13 +142,16 @@ dispatch_apply = applied(Dispatch)
 
 
 def dispatch_op(
-    way: Way, data: Tensor, tokens: Tensor, weights: Tensor | None, capacity: int, flags: int
+    way: Way, data: Tensor, tokens: Tensor, weights: Tensor | None, capacity: int, zero_tail: bool
 ) -> tuple[Tensor, Tensor]:
     """The operator."""
-    group = way.group
-    return ops.dispatch.default(
-        group.turn, data, tokens, weights, capacity, flags, group.number, way.tag
-    )
+    place = way.place if zero_tail else (*whole_place(way), 0)
+    return DISPATCH(way.group.turn, data, tokens, weights, capacity, *place)
+
+
+def whole_place(way: Way) -> tuple[int, int]:
+    """way.place, with the tag that it may leave out."""
+    return way.numbers[0], way.tag
 
 
 def dispatch(
@@ -161,15 +175,15 @@ def dispatch(
         check_layout(way, False, "dispatch_flat")
         rows = as_rows("tokens", tokens, plan.num_tokens)
         weights = as_weights("weights", weights, plan.num_tokens, way.top_k)
-        flags = ZERO_TAIL if zero_tail else 0
         if out is not None:
             if quantize is not None:
                 raise EpicArgumentError("quantize with out=: call dispatch_quantized with out=")
-            return dispatch_into(plan, rows, weights, flags, *parts_of(out, "recv, slot_weights"))
+            parts = parts_of(out, "recv, slot_weights")
+            return dispatch_into(plan, rows, weights, zero_tail, *parts)
         if quantize is not None:
             return rounded(plan, rows, weights, word("quantize", quantize, BLOCKS))
         call = dispatch_apply if needs_gradient(rows, weights) else dispatch_op
-        recv, slots = call(way, plan.bytes, rows, weights, plan.capacity, flags)
+        recv, slots = call(way, plan.bytes, rows, weights, plan.capacity, zero_tail)
     except RuntimeError as error:
         raise told(error) from None
     return recv, None if weights is None else slots
@@ -179,15 +193,14 @@ def dispatch_into(
     plan: Plan,
     rows: Tensor,
     weights: Tensor | None,
-    flags: int,
+    zero_tail: bool,
     recv: Tensor,
     slots: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """dispatch with out=."""
     check_pair(weights, slots)
-    way, group = plan.way, plan.way.group
-    place = (plan.capacity, flags, group.number, way.tag)
-    args = (group.turn, plan.bytes, rows, weights, *place)
+    place = (*whole_place(plan.way), int(zero_tail))
+    args = (plan.way.group.turn, plan.bytes, rows, weights, plan.capacity, *place)
     write(ops.dispatch_out.default, args, recv, slots)
     return recv, slots
 
@@ -234,9 +247,9 @@ def quantized_args(
     way: Way, data: Tensor, rows: Tensor, weights: Tensor | None, capacity: int, block: str
 ) -> tuple[Any, ...]:
     """What the operator is passed."""
-    group, kind = way.group, 1 + BLOCKS.index(block)
-    place = (capacity, kind, ZERO_TAIL, group.number, way.tag)
-    return (group.turn, data, rows, weights, *place)
+    kind = 1 + BLOCKS.index(block)
+    place = (*whole_place(way), ZERO_TAIL)
+    return (way.group.turn, data, rows, weights, capacity, kind, *place)
 
 
 @raising
@@ -288,35 +301,30 @@ def rounded(
 # --------------------------------------------------------------------- plan_dispatch ----
 
 
-def plan_dispatch_args(
+def plan_dispatch_op(
     way: Way,
     chosen: Tensor,
-    tables: tuple[Tensor | None, Tensor | None],
     tokens: Tensor,
     weights: Tensor | None,
-    sizes: tuple[int, ...],
-    flags: int,
-    layer: tuple[int, ...],
-) -> tuple[Any, ...]:
-    """What the operator is passed."""
-    group = way.group
-    numbers = (*sizes, flags, group.number, way.tag, *layer)
-    return (group.turn, chosen, *tables, tokens, weights, *numbers)
-
-
-def plan_dispatch_op(*inputs: Any) -> tuple[Tensor, ...]:
-    """The operator; inputs: of plan_dispatch_args."""
-    found = ops.plan_dispatch.default(*plan_dispatch_args(*inputs))
+    slots: int,
+    size: int,
+    numbers: tuple[Any, ...],
+) -> tuple[Tensor, ...]:
+    """The operator."""
+    turn = way.group.turn
+    found = PLAN_DISPATCH(turn, chosen, tokens, weights, slots, size, *numbers)
     stay(found[0])
     return found
 
 
-def plan_dispatch_into(out: Any, *inputs: Any) -> tuple[Tensor, ...]:
-    """plan_dispatch with out=."""
+def plan_dispatch_into(out: Any, way: Way, *inputs: Any) -> tuple[Tensor, ...]:
+    """plan_dispatch with out=; inputs: as plan_dispatch_op's, with all of the numbers."""
     plan, recv, slots = parts_of(out, "plan, recv, slot_weights")
     found = (bytes_of(plan), recv, slots)
-    check_pair(inputs[4], slots)
-    write(ops.plan_dispatch_out.default, plan_dispatch_args(*inputs), *found)
+    check_pair(inputs[2], slots)
+    args = (way.group.turn, *inputs[:-1], *inputs[-1])
+    write(ops.plan_dispatch_out.default, args, *found)
+    stay(found[0])
     return found
 
 
@@ -328,16 +336,15 @@ class PlanDispatch(torch.autograd.Function):
         ctx: Any,
         way: Way,
         chosen: Tensor,
-        tables: tuple[Tensor | None, Tensor | None],
         tokens: Tensor,
         weights: Tensor | None,
-        sizes: tuple[int, ...],
-        flags: int,
-        layer: tuple[int, ...],
+        slots: int,
+        size: int,
+        numbers: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
         """The plan is saved."""
         ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
-        out = plan_dispatch_op(way, chosen, tables, tokens, weights, sizes, flags, layer)
+        out = plan_dispatch_op(way, chosen, tokens, weights, slots, size, numbers)
         ctx.save_for_backward(out[0])
         ctx.mark_non_differentiable(out[0])
         return out
@@ -348,7 +355,7 @@ class PlanDispatch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """As dispatch's."""
         (data,) = ctx.saved_tensors
-        return None, None, None, *rows_home(ctx, data, *gradients[1:]), None, None, None
+        return None, None, *rows_home(ctx, data, *gradients[1:]), None, None, None
 
 
 plan_dispatch_apply = applied(PlanDispatch)
@@ -372,17 +379,24 @@ def plan_dispatch(
     """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None).  out: these
     three, which are written and returned, without a gradient."""
     try:
-        facts, way = group.facts(layer.key), way_of(group, layer, tag)
-        chosen = as_choices(layer, topk_idx)
-        tables = tables_of(layer, rank_of_expert, logical_of_expert, chosen)
-        sizes = slots, size, room = sizes_of(facts, tables[0], capacity, num_local_experts)
+        way, chosen, num_tokens, slots, size, local, room, numbers = asked(
+            group,
+            layer,
+            topk_idx,
+            capacity,
+            rank_of_expert,
+            logical_of_expert,
+            num_local_experts,
+            tag,
+        )
         check_layout(way, False, "plan, then dispatch_flat")
         if slots == EXACT:
             raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
-        rows = as_rows("tokens", tokens, chosen.shape[0])
-        weights = as_weights("weights", weights, chosen.shape[0], layer.top_k)
-        flags = ZERO_TAIL if zero_tail else 0
-        inputs = (way, chosen, tables, rows, weights, sizes, flags, facts[3])
+        rows = as_rows("tokens", tokens, num_tokens)
+        weights = as_weights("weights", weights, num_tokens, way.top_k)
+        if out is not None or not zero_tail:
+            numbers = (*complete(way, numbers), int(zero_tail))
+        inputs = (way, chosen, rows, weights, slots, size, numbers)
         if out is not None:
             data, recv, slot = plan_dispatch_into(out, *inputs)
         else:
@@ -390,8 +404,7 @@ def plan_dispatch(
             data, recv, slot = call(*inputs)
     except RuntimeError as error:
         raise told(error) from None
-    local = room if num_local_experts is None else num_local_experts
-    made = Plan(data, chosen.shape[0], slots, local, size, room, way)
+    made = Plan(data, num_tokens, slots, local, room, way)
     return made, recv, None if weights is None else slot
 
 
@@ -407,8 +420,7 @@ def combine_op(
     *_: Any,
 ) -> Tensor:
     """The operator."""
-    group = way.group
-    return ops.combine.default(group.turn, data, rows, slots, num_tokens, group.number, way.tag)
+    return COMBINE(way.group.turn, data, rows, slots, num_tokens, *way.place)
 
 
 class Combine(torch.autograd.Function):
@@ -436,14 +448,13 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         """To the slots, scaled by their weights."""
         data, rows, slots = ctx.saved_tensors
-        group, block = ctx.way.group, ctx.block
-        inputs = (group.turn, data, d_out.contiguous(), rows, slots, ctx.capacity)
-        place = (ZERO_TAIL, group.number, ctx.way.tag)
+        way, block = ctx.way, ctx.block
+        inputs = (way.group.turn, data, d_out.contiguous(), rows, slots, ctx.capacity)
         if block is None:
-            d_rows, d_slots = ops.combine_backward.default(*inputs, *place)
+            d_rows, d_slots = ops.combine_backward.default(*inputs, *way.place)
         else:
             kind = 1 + BLOCKS.index(block)
-            back = ops.combine_backward_quantized.default(*inputs, kind, *place)
+            back = ops.combine_backward_quantized.default(*inputs, kind, *way.place)
             d_rows, d_slots = dequantize(back[0], back[1], d_out.dtype, block), back[2]
         return None, None, d_rows, d_slots if ctx.weighs else None, None, None, None
 
@@ -484,8 +495,7 @@ def combine_into(
     way: Way, data: Tensor, rows: Tensor, slots: Tensor | None, num_tokens: int, out: Tensor
 ) -> Tensor:
     """combine with out=."""
-    group = way.group
-    args = (group.turn, data, rows, slots, num_tokens, group.number, way.tag)
+    args = (way.group.turn, data, rows, slots, num_tokens, *whole_place(way))
     write(ops.combine_out.default, args, out)
     return out
 
