@@ -204,10 +204,10 @@ INLINE void copy_line(char *to, const char *from)
     for (int i = 0; i < LINE / step; i++) store_past_caches(to + i * step, x[i]);
 }
 
-/* Rows go to results that nobody reads soon and that no cache could hold, and to lanes, which
- * another core reads: memory need not be read for them first, and lines of a lane need not come
- * back from the reader's cache before they are written, and go there after.  Where cores share no
- * cache that is more than half of the time. */
+/* Rows go to results that nobody reads soon and that no cache could hold, and to lanes that a core
+ * reads with which this one shares no cache (exchange/reach.h): memory need not be read for them
+ * first, and lines of a lane need not come back from the reader's cache before they are written,
+ * and go there after. */
 static void copy(void *to, const void *from, size_t n)
 {
     if (n < MIN_PAST_CACHES) {

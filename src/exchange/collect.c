@@ -42,6 +42,7 @@ static bool produce_for(collecting *g, int home)
         }
     }
     if (next == first) return false;
+    if (c->settle) c->settle();
     x->sent[home] = next;
     x->transport->send(x->group, x->cell, home, next);
     return true;

@@ -22,7 +22,7 @@ static size_t row_scratch(const epic_config *config)
 
 int64_t exchange_bytes(const epic_config *config)
 {
-    const int64_t by_rank = 9 * 8 + 4 + 64 * 8;
+    const int64_t by_rank = 9 * 8 + 4 + (int64_t)sizeof(lane_reach) + 64 * 8;
     return (int64_t)sizeof(exchange) + by_rank * config->num_ranks +
            (int64_t)row_scratch(config) + (TREE_LEVELS + 1) * PIECE_MAX;
 }
@@ -39,13 +39,14 @@ static bool allocate(exchange *x, const epic_context *ctx)
     x->item_to = calloc(n, sizeof *x->item_to);
     x->piece_to = calloc(n, sizeof *x->piece_to);
     x->item_from = calloc(n, sizeof *x->item_from);
+    x->reach = calloc(n, sizeof *x->reach);
     x->rows = calloc(n, sizeof *x->rows);
     x->sums = calloc(n, 64 * sizeof *x->sums);
     x->row = malloc(row_scratch(&ctx->config));
     x->pieces = aligned_alloc(64, (size_t)(TREE_LEVELS + 1) * PIECE_MAX);
     return x->notes && x->items && x->sends && x->receives && x->sent && x->taken &&
-           x->item_to && x->piece_to && x->item_from && x->rows && x->sums && x->row &&
-           x->pieces;
+           x->item_to && x->piece_to && x->item_from && x->reach && x->rows && x->sums &&
+           x->row && x->pieces;
 }
 
 epic_result exchanges_open(epic_context *ctx)
@@ -73,10 +74,10 @@ void exchanges_close(epic_context *ctx)
 {
     for (uint32_t i = 0; ctx->exchanges && i < ctx->config.max_in_flight; i++) {
         exchange *x = &ctx->exchanges[i];
-        void *const parts[] = {(void *)x->notes, x->items,        x->sends,   x->receives,
-                               x->sent,          x->taken,        x->item_to, x->piece_to,
-                               x->item_from,     (void *)x->rows, x->sums,    x->row,
-                               x->pieces};
+        void *const parts[] = {(void *)x->notes, x->items, x->sends,        x->receives,
+                               x->sent,          x->taken, x->item_to,      x->piece_to,
+                               x->item_from,     x->reach, (void *)x->rows, x->sums,
+                               x->row,           x->pieces};
         for (size_t p = 0; p < sizeof parts / sizeof *parts; p++) free(parts[p]);
     }
     free(ctx->exchanges);

@@ -19,6 +19,13 @@
 #define TRAILER_MAX 256 /* one float for each k */
 #define TREE_LEVELS 18  /* 65536 leaves and one */
 
+/* What this rank knows of a lane that it writes (reach.h). */
+typedef struct lane_reach {
+    int32_t line_ps;      /* to write a line, smoothed */
+    uint32_t rows;        /* that went there */
+    _Atomic bool settled; /* written so that a row before it must be, and never read */
+} lane_reach;
+
 typedef struct exchange {
     epic_context *ctx;
     const epic_transport *transport;
@@ -43,6 +50,7 @@ typedef struct exchange {
     int64_t *item_to;          /* the next item for each peer, in a lane of its own */
     int32_t *piece_to;
     int64_t *item_from; /* the next item from each peer, likewise */
+    lane_reach *reach;  /* of the lane to each; kept from operation to operation */
     const void **rows;
     double *sums;          /* [num_ranks, 64]: dot products that are not finished */
     unsigned char *row;    /* [row_scratch]: one quantized row */
@@ -122,6 +130,7 @@ typedef struct collect {
     bool (*gives)(void *self, int home, int64_t item);  /* have I part in the home's item? */
     bool (*awaits)(void *self, int from, int64_t item); /* has `from` part in mine? */
     void (*fill)(void *self, int home, int64_t item, int32_t piece, void *entry);
+    void (*settle)(void); /* before others read what was filled; NULL: nothing to do */
     /* rows[r] is NULL where rank r has no part; the own place is not set */
     void (*take)(void *self, int64_t item, int32_t piece, const void **rows);
 } collect;

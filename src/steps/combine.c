@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "exchange/reach.h"
 #include "steps/steps.h"
 
 typedef struct combining {
@@ -146,7 +147,11 @@ static void fill(void *self, int home, int64_t token, int32_t piece, void *entry
 {
     combining *c = self;
     set_piece(c, piece);
-    make_partial(c, home, token, entry);
+    const int64_t bytes = piece_size(&c->cut, piece);
+    const lane_way way = lane_way_of(c->x, home, bytes);
+    void *out = way == LANE_NEAR ? entry : scratch(c, 0);
+    make_partial(c, home, token, out);
+    if (out != entry) lane_write(c->x, home, way, entry, out, (size_t)bytes, c->kernels->copy);
     if (c->trailer && piece == 0)
         put_trailer(c, home, token, (unsigned char *)entry + c->cut.piece_bytes);
 }
@@ -262,6 +267,7 @@ static epic_result move(combining *c)
                          .gives = gives,
                          .awaits = awaits,
                          .fill = fill,
+                         .settle = c->kernels->copied,
                          .take = take};
     return collect_run(c->x, &how);
 }

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "exchange/reach.h"
 #include "steps/steps.h"
 
 typedef struct spreading {
@@ -73,8 +74,11 @@ static void take_piece(const spreading *s, int from, int64_t token, const void *
 static void fill(void *self, int64_t token, int32_t piece, void *entry)
 {
     spreading *s = self;
-    s->kernels->copy(entry, own_row(s, token) + piece_begin(&s->cut, piece),
-                     (size_t)piece_size(&s->cut, piece));
+    exchange *x = s->x;
+    const unsigned char *from = own_row(s, token) + piece_begin(&s->cut, piece);
+    const size_t size = (size_t)piece_size(&s->cut, piece);
+    const lane_way way = lane_way_of(x, x->rank, (int64_t)size);
+    lane_write(x, x->rank, way, entry, from, size, s->kernels->copy);
 }
 
 static void take(void *self, int from, int64_t token, int32_t piece, const void *entry)

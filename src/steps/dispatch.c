@@ -4,16 +4,15 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "exchange/reach.h"
 #include "steps/steps.h"
 
 #define NEAR_BYTES (4 << 20) /* of slots: caches hold them until the experts read them */
 
-typedef void copy_function(void *to, const void *from, size_t n);
-
 typedef struct dispatching {
     const epic_dispatch_args *args;
     const host_kernels *kernels;
-    copy_function *copy; /* to slots */
+    lane_copy *copy; /* to slots */
     exchange *x;
     plan_view plan;
     cut cut;
@@ -61,8 +60,8 @@ static const float *weights_part(const dispatching *d, int64_t token)
 }
 
 /* Copies what two ranges of a string share: [at, at + size) of `to`, [begin, end) of `from`. */
-static void copy_shared(copy_function *copy, void *to, int64_t at, int64_t size,
-                        const void *from, int64_t begin, int64_t end)
+static void copy_shared(lane_copy *copy, void *to, int64_t at, int64_t size, const void *from,
+                        int64_t begin, int64_t end)
 {
     const int64_t low = at > begin ? at : begin;
     const int64_t high = at + size < end ? at + size : end;
@@ -71,23 +70,32 @@ static void copy_shared(copy_function *copy, void *to, int64_t at, int64_t size,
              (size_t)(high - low));
 }
 
-/* To few slots, which the experts read from the cache. */
+/* To few slots, which the experts read from the cache, and to lanes whose readers are near. */
 static void copy_near(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
 }
 
-static void fill(void *self, int64_t token, int32_t piece, void *entry)
+static void fill_by(dispatching *d, int64_t token, int32_t piece, void *entry, lane_copy *copy)
 {
-    dispatching *d = self;
     const int64_t begin = piece_begin(&d->cut, piece), size = piece_size(&d->cut, piece);
     const int64_t row = d->scales_at, end = d->cut.row_bytes;
-    copy_function *copy = d->kernels->copy;
     if (begin < row) copy_shared(copy, entry, begin, size, row_part(d, token), 0, row);
     if (row < d->weights_at)
         copy_shared(copy, entry, begin, size, scales_part(d, token), row, d->weights_at);
     if (d->weights_at < end)
         copy_shared(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
+}
+
+static void fill(void *self, int64_t token, int32_t piece, void *entry)
+{
+    dispatching *d = self;
+    const int rank = d->x->rank;
+    const int64_t size = piece_size(&d->cut, piece);
+    const lane_way way = lane_way_of(d->x, rank, size);
+    void *to = way == LANE_TIMED ? d->x->pieces : entry;
+    fill_by(d, token, piece, to, way == LANE_FAR ? d->kernels->copy : copy_near);
+    if (to != entry) lane_write(d->x, rank, way, entry, to, (size_t)size, d->kernels->copy);
 }
 
 /* -------------------------------------------------------------------------- receiving ---- */
