@@ -5,6 +5,7 @@
  *   api_experts */
 #include <math.h>
 
+#include "own_product.h"
 #include "scaled.h"
 
 enum { LOCAL = 3, HIDDEN = 24, INNER = 16, WIDTH = 2 * INNER, SLOTS = 60, OUTS = 8 };
@@ -29,9 +30,7 @@ typedef struct arrays {
     both workspace;
 } arrays;
 
-static int multiplied; /* calls of the caller's own product */
-
-/* --------------------------------------------------------------------- a product of ours ---- */
+static atomic_int multiplied; /* calls of the caller's own product */
 
 static both fetch(const void *device, int64_t count)
 {
@@ -39,53 +38,6 @@ static both fetch(const void *device, int64_t count)
     must(!cudaMemcpy(b.host, device, (size_t)count * 4, cudaMemcpyDeviceToHost), "a copy");
     for (int64_t i = 0; i < count; i++) b.truth[i] = get(b.host, EPIC_F32, i);
     return b;
-}
-
-static double sum_at(const epic_gemm_args *a, const both *left, const both *right, int e,
-                     int64_t first, int64_t line, int64_t column)
-{
-    double sum = 0;
-    if (a->pass == EPIC_GEMM_WEIGHT)
-        for (int64_t r = first; r < first + tokens[e]; r++)
-            sum += left->truth[r * a->k + line] * right->truth[r * a->n + column];
-    else if (a->pass == EPIC_GEMM_FORWARD)
-        for (int64_t i = 0; i < a->k; i++)
-            sum += left->truth[(first + line) * a->k + i] *
-                   right->truth[(e * a->k + i) * a->n + column];
-    else
-        for (int64_t i = 0; i < a->n; i++)
-            sum += left->truth[(first + line) * a->n + i] *
-                   right->truth[(e * a->k + column) * a->n + i];
-    return sum;
-}
-
-/* Waits, which a product should not, and multiplies on the host. */
-static epic_result multiply(void *self, const epic_gemm_args *a)
-{
-    const bool weight = a->pass == EPIC_GEMM_WEIGHT;
-    const int64_t columns = a->pass == EPIC_GEMM_INPUT ? a->k : a->n;
-    int64_t first = 0;
-    must(!cudaStreamSynchronize(a->call.stream), "a stream");
-    both left = fetch(a->a, SLOTS * (a->pass == EPIC_GEMM_INPUT ? a->n : a->k));
-    both right = fetch(a->b, weight ? SLOTS * a->n : LOCAL * a->k * a->n);
-    both out = fetch(a->out, weight ? LOCAL * a->k * a->n : SLOTS * columns);
-    for (int e = 0; e < LOCAL; e++) {
-        for (int64_t line = 0; line < (weight ? a->k : rows[e]); line++)
-            for (int64_t c = 0; c < columns; c++) {
-                const int64_t at = (weight ? e * a->k + line : first + line) * columns + c;
-                const bool there = weight || line < tokens[e];
-                double sum = there ? sum_at(a, &left, &right, e, first, line, c) : 0;
-                if (weight && a->flags & EPIC_ACCUMULATE) sum += out.truth[at];
-                put(out.host, EPIC_F32, at, sum);
-            }
-        first += rows[e];
-    }
-    must(!copy_in(a->out, out.host, (size_t)out.count * 4), "a copy");
-    free_both(&left);
-    free_both(&right);
-    free_both(&out);
-    ++*(int *)self;
-    return EPIC_OK;
 }
 
 static epic_result refuse(void *self, const epic_gemm_args *a)
@@ -320,7 +272,7 @@ static void refused(epic_result result, epic_result want, const char *word)
 static void refuse_scaled(epic_experts_args f)
 {
     epic_experts ex = *f.experts;
-    const epic_gemm own = {multiply, &multiplied};
+    const epic_gemm own = {own_multiply, &multiplied};
     f.experts = &ex;
     const epic_experts_backward_args b = {.experts = &ex,
                                           .x = f.x,
@@ -448,7 +400,7 @@ static void test_refusals(void)
 int main(void)
 {
     const epic_config config = {.max_tokens = 16, .max_row_bytes = 64, .backend = "p2p"};
-    const epic_gemm own = {multiply, &multiplied};
+    const epic_gemm own = {own_multiply, &multiplied};
     must(epic_open(&ctx, NULL, &config) == EPIC_OK, "open");
     must(!cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
     for (uint32_t weighting = 0; weighting < 3; weighting++)

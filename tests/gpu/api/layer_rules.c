@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the layer on CUDA contexts promises beside its values (api_layer): with EPIC_TREE the same
  * bits for 1, 2 and 4 ranks, and whatever is saved; gradients of replicas that epic_sum_replicas
- * adds; tables that do not fit the layer, and unequal ranks, told by epic_check; what it refuses; and
- * what epic-info says of the experts on this GPU.
+ * adds; products of the caller's own; tables that do not fit the layer, and unequal ranks, told by
+ * epic_check; what it refuses; and what epic-info says of the experts on this GPU.
  *   api_layer_rules [CASES] [SEED] */
 #define MOST_NUMBERS (1 << 10)
 #include "api/api.h"
 #include "layer_part.h"
+#include "own_product.h"
 #include "unit/moe_bits.h"
 
 /* -------------------------------------------------------------------------------- bits ---- */
@@ -209,6 +210,22 @@ static void test_wrong(void)
     free_problem(&unequal.p);
 }
 
+/* The experts' products by a function of the caller's: six a rank, and the host's results. */
+static void test_own_product(void)
+{
+    atomic_int calls = 0;
+    const epic_gemm own = {own_multiply, &calls};
+    problem p = small(2), host = p;
+    make_results(&host);
+    run_team(run_on_host, &host, &host, NULL);
+    p.experts.gemm = &own;
+    run_team(run_summed, &p, &p, "p2p");
+    CHECK(calls == 6 * 2, "%d calls", calls);
+    compare_with_host(&host, &p);
+    free_results(&host);
+    free_problem(&p);
+}
+
 /* Room for an expert more than there is: it has no rows, whatever the memory held before. */
 static void run_roomy(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
@@ -320,6 +337,7 @@ int main(int argc, char **argv)
     test_refused();
     test_wrong();
     test_roomy();
+    test_own_product();
     test_described();
     /* Every third as tensor cores take it. */
     for (uint32_t i = 0; i < count; i++) test_bits(first + i, i % 3 == 2 ? 8 : 1);
