@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     __shared__ Stride stride;
     const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0)
-        stride.set(job.units, num_roles(job.self), (shape.pieces + job.span - 1) / job.span);
+        stride.set(job.units, num_roles(job.self) + num_handing(job.self),
+                   (shape.pieces + job.span - 1) / job.span);
     read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
     choose_padding(plan, job);
     const device_plan_header &h = plan.header;
@@ -102,8 +103,12 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     const bool quantize = job->quantize != 0;
     const int block = block_of(job->type, quantize), bytes = memory_bytes(job->type, quantize);
     p2p_combine_backward_job copy = *job;
-    const int roles = num_roles(job->self);
+    const int roles = num_roles(job->self) + num_handing(job->self);
+#ifdef EPIC_HOSTS
+    deal_for_wire(job->self, copy, num_sms, block, roles, vectors);
+#else
     deal(copy, num_sms, block, roles, vectors);
+#endif
     /* Dot products are added two lags behind.  If all warps together do more tokens than that at a
      * time, each turn of theirs waits for the slowest unit of the one before. */
     const int at_a_time = copy.units / kinds_of(copy, roles, vectors);

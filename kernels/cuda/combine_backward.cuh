@@ -52,7 +52,7 @@ __device__ __forceinline__ uint32_t peers_of(const Move &m, int32_t choice)
     return touched & ~(1u << m.job.self.rank);
 }
 
-/* Sends a piece to the peers whose bits are set. */
+/* Sends a piece to the peers whose bits are set; those on other hosts get it by ship_pieces. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send(const Move &m, int32_t token, int32_t vector,
                                      uint32_t peers, uint4 (&x)[V])
@@ -66,10 +66,6 @@ __device__ __forceinline__ void send(const Move &m, int32_t token, int32_t vecto
         if (!(peers >> rank & 1)) continue;
         send_piece<V, EXACT>(staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors),
                              vector, m.shape.vectors, x);
-        if (HOSTS)
-            ship_piece<V>(m.now, rank,
-                          staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors),
-                          vector, m.shape.vectors);
     }
 }
 
@@ -225,13 +221,58 @@ __device__ __forceinline__ bool do_beside(const Move &m, int span, int32_t token
     return added < m.first || !m.job.d_slot_weights || span != adds || add_parts(m, added);
 }
 
+/* What a unit receives from, as rank_of_role counts; 0: it sends, less: it hands on for the mate that
+ * is so many hosts away. */
+__device__ __forceinline__ int role_of(const Move &m, const Walk &walk)
+{
+#ifdef EPIC_HOSTS
+    const int handing = num_handing(m.job.self);
+    return walk.role > handing ? walk.role - handing : -walk.role;
+#else
+    return walk.role;
+#endif
+}
+
 /* What a unit needs first: ranks of choices, or slots. */
 __device__ __forceinline__ int32_t read_ahead(const Move &m, const Walk &walk)
 {
     const int32_t sent = m.first + walk.step;
-    return walk.role == 0
+    const int role = role_of(m, walk);
+    if (HOSTS && role < 0) return -1;
+    return role == 0
                ? read_rank(m, sent, lane_id())
-               : read_slot(m, rank_of_role(m.job.self, walk.role), sent - m.job.lag, lane_id());
+               : read_slot(m, rank_of_role(m.job.self, role), sent - m.job.lag, lane_id());
 }
+
+#ifdef EPIC_HOSTS
+
+/* The ranks that this rank's token goes to, of those that want it. */
+__device__ __forceinline__ uint32_t choose_routes(const Move &m, const Walk &walk, int32_t sent,
+                                                  int32_t end, uint32_t peers)
+{
+    if (sent >= min(end, m.job.num_tokens)) return 0;
+    return choose_routes(m.job.self, m.now, sent, walk.span == 0, peers);
+}
+
+/* One unit: pieces of a token of the mate that is `hosts` hosts away. */
+template <int V>
+static __device__ __noinline__ bool hand_on(const Move &m, int hosts, int32_t token,
+                                            int32_t end, int first, int count)
+{
+    const p2p_self &self = m.job.self;
+    const int from = wrap(self.rank + hosts * self.local, self.num_ranks);
+    uint32_t wants;
+    if (token < m.first || token >= min(end, m.plan.header.tokens_of[from])) return true;
+    if (!take_wants(m.now, wants_word(self, m.now, self.inbox, self.rank, from, token), from,
+                    wants))
+        return false;
+    for (int piece = first; piece < first + count && wants; piece++)
+        if (!hand_on_piece<V, false>(self, m.now, from, token - m.first, piece, m.shape.vectors,
+                                     wants, [](uint8_t *, int) { return (uint32_t *)NULL; }))
+            return false;
+    return true;
+}
+
+#endif
 
 #endif

@@ -68,17 +68,28 @@ __device__ __forceinline__ bool move_tokens(const Move &m, int32_t end)
         if (token - m.job.lag >= end) return true;
         const int first = first_piece(m, walk), count = pieces_of(m, walk);
         const int32_t word = read_ahead(m, walk);
-        if (walk.role == 0) {
+        const int role = role_of(m, walk);
+        if (role == 0) {
             uint32_t to = peers_of(m, word);
             if (m.top_k > WARP) to |= peers_of(m, read_rank(m, sent, WARP + lane_id()));
+#ifdef EPIC_HOSTS
+            to = choose_routes(m, walk, sent, end, to);
+#endif
             for (int piece = first; piece < first + count && to && sent < end; piece++) {
                 uint4 x[V];
                 load_own<ROW, V>(m, sent, piece * V * WARP, x);
                 send<ROW, V, false>(m, sent, piece * V * WARP, to, x);
             }
+            if (sent < end) ship_pieces<V>(m.job.self, m, sent - m.first, first, count, to);
             continue;
         }
-        const int source = walk.role - 1;
+#ifdef EPIC_HOSTS
+        if (role < 0) {
+            if (!hand_on<V>(m, -role, token, end, first, count)) return false;
+            continue;
+        }
+#endif
+        const int source = role - 1;
         for (int piece = first; piece < first + count && token >= m.first && token < end;
              piece++)
             if (!receive<ROW, V, QUANTIZE>(m, token, piece, source, within(m, word)))

@@ -22,10 +22,10 @@ struct __align__(8) Slot
     float weight;
 };
 
-struct Entry {     /* a unit under way */
-    int32_t token; /* that is sent, or received */
-    uint32_t work; /* slots here; sending: bits of the ranks; 0: nothing to do */
-    int16_t role, span;
+struct Entry {            /* a unit under way */
+    int32_t token;        /* that is sent, or received */
+    uint32_t work;        /* slots here; sending: bits of the ranks; 0: nothing to do */
+    int16_t role, span;   /* role_of a walk */
     int16_t first, count; /* pieces; if there is nothing to do, one takes a place */
     Slot slots[WARP];     /* lane n: the n-th here */
 };
@@ -71,8 +71,12 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         Entry &entry = entries[begun++ % ENTRIES]; /* lanes meet before it is written: some may
                                                       still read the unit that was there */
         uint32_t work;
-        if (walk.role == 0) {
+        const int role = role_of(m, walk);
+        if (role == 0) {
             work = peers_of(m, sent < end ? next_word : -1);
+#ifdef EPIC_HOSTS
+            work = choose_routes(m, walk, sent, end, work);
+#endif
         } else {
             const bool in = received >= m.first && received < end;
             const int32_t its_slot = in ? within(m, next_word) : -1;
@@ -87,9 +91,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             }
         }
         if (lane_id() == 0) {
-            entry.token = walk.role == 0 ? sent : received;
+            entry.token = role == 0 ? sent : received;
             entry.work = work;
-            entry.role = (int16_t)walk.role;
+            entry.role = (int16_t)role;
             entry.span = (int16_t)walk.span;
             entry.first = (int16_t)first_piece(m, walk);
             entry.count = (int16_t)pieces_of(m, walk);
@@ -229,6 +233,11 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (is_staged(u) && !wait_for(u, piece * V * WARP, q)) return false;
             fill_slots(u, piece, q);
         }
+#ifdef EPIC_HOSTS
+        if (u.role == 0 && u.work)
+            ship_pieces<V>(m.job.self, m, u.token - m.first, u.first, count, u.work);
+        if (u.role < 0) return hand_on<V>(m, -u.role, u.token, end, u.first, count);
+#endif
         return u.role == 0 || is_staged(u) ||
                do_beside<V, EXACT, QUANTIZE>(m, u.span, u.token, end);
     }

@@ -116,6 +116,7 @@ __device__ __forceinline__ void send_unit(const Move &m, const Walk &walk, uint6
                                        piece * V * WARP, m.shape, q);
         send<EXACT>(m, token, piece, peers, q);
     }
+    ship_pieces<V>(m.job.plan.self, m, token - m.first, first_piece(m, walk), count, peers);
 }
 
 /* The halves of a long record after its first: their slots, and with the first piece their
@@ -176,6 +177,22 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk
     return !weighs || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
+#ifdef EPIC_HOSTS
+/* noinline: as below. */
+template <bool EXACT>
+static __device__ __noinline__ bool hand_on_rows(const Move &m, int from, int32_t token,
+                                                 int piece, uint32_t wants)
+{
+    return hand_on_piece<V, EXACT>(m.job.plan.self, m.now, from, token - m.first, piece,
+                                   m.shape.vectors, wants, [&](uint8_t *heap, int source) {
+                                       return escapes_of(m.job.plan.self, m.now, heap, source) +
+                                              ((int64_t)token * m.shape.pieces + piece) * WARP;
+                                   });
+}
+#endif
+
+#ifndef EPIC_HOSTS
+
 /* The CTAs that do not plan send the first tokens meanwhile.  noinline: keeps its registers out of
  * the hot loop, which would spill. */
 template <bool EXACT> static __device__ __noinline__ void send_head(const Move m)
@@ -191,13 +208,40 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Move m
         uint4 q[V];
         load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), piece * V * WARP,
                                    m.shape, q);
-        uint32_t peers = choose_peers(m, token, piece == 0 && m.job.weights, word);
-#ifdef EPIC_HOSTS
-        peers = choose_routes(m, token, piece == 0, peers);
-#endif
+        const uint32_t peers = choose_peers(m, token, piece == 0 && m.job.weights, word);
         if (peers) send<EXACT>(m, token, piece, peers, q);
     }
 }
+
+#else
+
+/* The same by spans, which go at once. */
+template <bool EXACT> static __device__ __noinline__ void send_head(const Move m)
+{
+    const int planners = m.job.plan.planners, spans = m.stride.spans;
+    const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
+    const int units = min(m.head, m.job.num_tokens) * spans;
+    if ((int)blockIdx.x < planners) return;
+    for (int u = first + (int)threadIdx.x / WARP; u < units;
+         u += ((int)gridDim.x - planners) * warps) {
+        const int32_t token = u / spans;
+        const int begin = u % spans * m.job.span;
+        const int count = min(m.job.span, m.shape.pieces - begin);
+        const uint64_t word = read_choice(m, token, lane_id());
+        uint32_t peers = choose_peers(m, token, begin == 0 && m.job.weights, word);
+        peers = choose_routes(m, token, begin == 0, peers);
+        if (!peers) continue;
+        for (int piece = begin; piece < begin + count; piece++) {
+            uint4 q[V];
+            load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape),
+                                       piece * V * WARP, m.shape, q);
+            send<EXACT>(m, token, piece, peers, q);
+        }
+        ship_pieces<V>(m.job.plan.self, m, token - m.first, begin, count, peers);
+    }
+}
+
+#endif
 
 /* One receiving unit: the tokens of a step, one or two, of one source; beside this rank's own ones
  * slabs are padded, 1 << slab_bits of them, unless that is negative. */
@@ -257,7 +301,11 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
         }
 #ifdef EPIC_HOSTS
         if (hands_on(m, walk)) {
-            if (!hand_on<EXACT>(m, walk, feed)) return false;
+            if (!hand_on(m, walk, feed, m.shape.aligned,
+                         [&](int from, int32_t token, int piece, uint32_t wants) {
+                             return hand_on_rows<EXACT>(m, from, token, piece, wants);
+                         }))
+                return false;
             continue;
         }
 #endif

@@ -113,7 +113,7 @@ __device__ __forceinline__ uint32_t choose_peers(const Move &m, int32_t token, b
     return peers;
 }
 
-/* Sends a piece to the peers whose bits are set. */
+/* Sends a piece to the peers whose bits are set; those on other hosts get it by ship_pieces. */
 template <bool EXACT>
 __device__ __forceinline__ void send(const Move &m, int32_t token, int piece, uint32_t peers,
                                      uint4 (&q)[V])
@@ -126,7 +126,6 @@ __device__ __forceinline__ void send(const Move &m, int32_t token, int piece, ui
         if (!(peers >> rank & 1)) continue;
         uint4 *staged = staged_in(m.now.outbox[rank], token - m.first, m.shape.vectors);
         send_piece<V, EXACT>(staged, piece * V * WARP, m.shape.vectors, q);
-        ship_piece<V>(m.now, rank, staged, piece * V * WARP, m.shape.vectors);
         if (!mask) continue;
         const int source = self.num_ranks - 1 - distance;
         uint32_t *escape = escapes_of(self, m.now, self.heap[rank], source) +

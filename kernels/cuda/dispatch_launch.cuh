@@ -35,7 +35,12 @@ static inline p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes,
     string.row_bytes = bytes;
     if (job.flat && string.top_k > job.plan.self.num_ranks)
         string.top_k = job.plan.self.num_ranks;
-    deal(string, num_sms, BLOCK, num_roles(job.plan.self) + num_handing(job.plan.self), V);
+    const int roles = num_roles(job.plan.self) + num_handing(job.plan.self);
+#ifdef EPIC_HOSTS
+    deal_for_wire(job.plan.self, string, num_sms, BLOCK, roles, V);
+#else
+    deal(string, num_sms, BLOCK, roles, V);
+#endif
     copy.lag = string.lag;
     copy.span = string.span;
     copy.units = string.units;

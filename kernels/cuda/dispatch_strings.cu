@@ -7,6 +7,7 @@
  * Units, their order and their waits are those of dispatch.cu.  What is sent, and this rank's own
  * tokens, have pieces of the caller's rows, what comes from peers has pieces of strings. */
 #include "cuda/dispatch_launch.cuh"
+#include "cuda/dispatch_relay.cuh"
 #include "cuda/strings_slots.cuh"
 
 /* A unit's pieces, none perhaps; given: of this rank's tokens. */
@@ -15,7 +16,7 @@ struct Pieces {
     bool given;
 
     __device__ __forceinline__ Pieces(const Strings &m, const Walk &walk)
-        : given(walk.role == 0 || walk.role == m.job.plan.self.num_ranks)
+        : given(walk.role == 0 || source_role(m, walk) == m.job.plan.self.num_ranks)
     {
         const int span = given ? m.given_span : m.job.span;
         first = walk.span * span;
@@ -53,11 +54,11 @@ template <class Given> struct Feed {
         split = limit = m.shape.vectors;
         if (part.given && Given::QUANTIZED) split = limit = m.given.vectors;
         row = second = NULL;
-        if (!in || part.count <= 0) return;
+        if (!in || part.count <= 0 || hands_on(m, walk)) return;
         if (!part.given) {
-            row =
-                (const uint8_t *)staged_in(m.now.inbox[rank_of_role(job.plan.self, walk.role)],
-                                           token - m.first, m.shape.vectors);
+            row = (const uint8_t *)staged_in(
+                m.now.inbox[rank_of_role(job.plan.self, source_role(m, walk))], token - m.first,
+                m.shape.vectors);
             return;
         }
         row = job.tokens + row_offset(token, m.given);
@@ -151,6 +152,10 @@ __device__ __forceinline__ void send_unit(const Strings &m, const Walk &walk, ui
     uint32_t peers = 0;
     if (token < min(feed.end, m.job.num_tokens))
         peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
+#ifdef EPIC_HOSTS
+    if (token < min(feed.end, m.job.num_tokens))
+        peers = choose_routes(m, token, walk.span == 0, peers);
+#endif
     if (!peers || part.count <= 0) {
         if (FAST) feed.pass(max(part.count, 1));
         return;
@@ -170,7 +175,7 @@ __device__ __forceinline__ bool move_pieces(const Strings &m, int32_t token, con
                                             Feed<Given> &feed)
 {
     const p2p_self &self = m.job.plan.self;
-    const int rank = rank_of_role(self, walk.role);
+    const int role = source_role(m, walk), rank = rank_of_role(self, role);
     const Pieces part(m, walk);
     const bool both = m.top_k > WARP && __any_sync(ALL_LANES, slot[1] >= 0);
 #pragma unroll 1
@@ -184,7 +189,7 @@ __device__ __forceinline__ bool move_pieces(const Strings &m, int32_t token, con
         }
         Joined piece;
         if (copied) feed.use(piece.q, i, m.shape);
-        if (!take_string<Given::QUANTIZED>(m, rank, walk.role - 1, token, i, copied, piece.q))
+        if (!take_string<Given::QUANTIZED>(m, rank, role - 1, token, i, copied, piece.q))
             return false;
         piece.fill(m, i, slot[0]);
         if (both) piece.fill(m, i, slot[1]);
@@ -198,7 +203,8 @@ template <class Given, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive(const Strings &m, int32_t token, const Walk &walk,
                                         uint64_t word, bool copied, Feed<Given> &feed)
 {
-    const int source = walk.role - 1, rank = rank_of_role(m.job.plan.self, walk.role);
+    const int role = source_role(m, walk), source = role - 1;
+    const int rank = rank_of_role(m.job.plan.self, role);
     const bool besides = FLAT && walk.span == 0 && is_flat(m);
     const bool weighs = walk.span == 0 && m.job.weights && !besides;
     int32_t slot[2];
@@ -221,6 +227,21 @@ __device__ __forceinline__ bool receive(const Strings &m, int32_t token, const W
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
+#ifdef EPIC_HOSTS
+/* Quantized ones have no poison.  noinline as in dispatch.cu. */
+template <class Given>
+static __device__ __noinline__ bool hand_on_string(const Strings &m, int from, int32_t token,
+                                                   int piece, uint32_t wants)
+{
+    return hand_on_piece<V, false>(m.job.plan.self, m.now, from, token - m.first, piece,
+                                   m.shape.vectors, wants, [&](uint8_t *heap, int source) {
+                                       return Given::QUANTIZED
+                                                  ? NULL
+                                                  : escapes_at(m, heap, source, token, piece);
+                                   });
+}
+#endif
+
 /* The CTAs that do not plan send the first tokens meanwhile; noinline as in dispatch.cu. */
 template <class Given, bool FAST> static __device__ __noinline__ void send_head(const Strings m)
 {
@@ -231,7 +252,10 @@ template <class Given, bool FAST> static __device__ __noinline__ void send_head(
          u += ((int)gridDim.x - planners) * warps) {
         const int32_t token = u / pieces, i = u % pieces;
         const uint64_t word = read_choice(m, token, lane_id());
-        const uint32_t peers = choose_peers(m, token, i == 0 && m.job.weights, word);
+        uint32_t peers = choose_peers(m, token, i == 0 && m.job.weights, word);
+#ifdef EPIC_HOSTS
+        peers = choose_routes(m, token, i == 0, peers);
+#endif
         if (!peers) continue;
         Given piece;
         load_piece<Given, FAST>(m, token, i, piece);
@@ -244,7 +268,7 @@ __device__ __forceinline__ bool receive_unit(const Strings &m, const Walk &walk,
                                              int slab_bits, Feed<Given> &feed)
 {
     const p2p_self &self = m.job.plan.self;
-    const int rank = rank_of_role(self, walk.role);
+    const int rank = rank_of_role(self, source_role(m, walk));
     const int32_t begin = m.first + received_before(m, walk.step);
     const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
     if (begin >= stop && FAST) feed.pass(max(Pieces(m, walk).count, 1));
@@ -253,7 +277,7 @@ __device__ __forceinline__ bool receive_unit(const Strings &m, const Walk &walk,
             word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
         if (!receive<Given, FAST, FLAT>(m, token, walk, word, FAST && token == begin, feed))
             return false;
-        if (walk.role == self.num_ranks && slab_bits >= 0)
+        if (source_role(m, walk) == self.num_ranks && slab_bits >= 0)
             each_pad(m.plan, slab_bits, token * m.stride.spans + walk.span,
                      m.most_tokens * m.stride.spans, [&](int32_t slot) {
                          for (int i = 0; i < m.shape.pieces; i++) pad_string(m, slot, i);
@@ -292,7 +316,17 @@ __device__ __forceinline__ bool move_tokens(Strings &m, int32_t end, const uint8
             feed.end = min(feed.end, m.most_tokens);
             heard_tokens = true;
         }
-        if (slab_bits == NOT_KNOWN && walk.role == m.job.plan.self.num_ranks &&
+#ifdef EPIC_HOSTS
+        if (hands_on(m, walk)) {
+            if (!hand_on(m, walk, feed, FAST,
+                         [&](int from, int32_t its_token, int piece, uint32_t wants) {
+                             return hand_on_string<Given>(m, from, its_token, piece, wants);
+                         }))
+                return false;
+            continue;
+        }
+#endif
+        if (slab_bits == NOT_KNOWN && source_role(m, walk) == m.job.plan.self.num_ranks &&
             !find_slabs(m, slab_bits))
             return false;
         if (!receive_unit<Given, FAST, FLAT>(m, walk, word, slab_bits, feed)) return false;
@@ -343,7 +377,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const p2p_self &self = job.plan.self;
     const RowShape shape = string_shape(job, FAST);
     const int spans = (shape.pieces + job.span - 1) / job.span;
-    if (threadIdx.x == 0) stride.set(job.units, num_roles(self), spans);
+    if (threadIdx.x == 0) stride.set(job.units, num_roles(self) + num_handing(self), spans);
     open_plan<MADE>(plan, job);
     if (!begin(now, self, MADE ? 0 : (uint32_t)plan.header.id, job.num_tokens,
                job.plan.capacity, job.recv_rows))
@@ -351,6 +385,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
     bool ok = make_own_plan<MADE, FLAT>(planner, job, now, memory);
     Move move = {{job, now, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.made = MADE;
+#ifdef EPIC_HOSTS
+    move.handing = num_handing(self);
+#endif
     move.head = MADE && job.plan.planners < (int)gridDim.x ? job.head : 0;
     move.tokens_of = !MADE && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     move.most_tokens = MADE ? (int32_t)self.max_tokens : plan.most_tokens;

@@ -4,7 +4,7 @@
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
-#include "cuda/staging.cuh"
+#include "cuda/relay.cuh"
 
 template <class Job> struct Moving { /* what every unit of the running round needs */
     const Job &job;
@@ -19,8 +19,8 @@ template <class Job> struct Moving { /* what every unit of the running round nee
 
 #define NO_PADDING 0 /* in place of an alignment: nothing is padded */
 
-/* Role 0 sends, role 1 + n receives from source n; of dispatch by relays, those that hand on rows of
- * other hosts (num_handing) come between. */
+/* Role 0 sends, role 1 + n receives from source n; by relays, those that hand on rows of other hosts
+ * (num_handing) come between. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
@@ -36,6 +36,25 @@ __host__ __device__ __forceinline__ int num_handing(const p2p_self &self)
 #endif
 }
 
+#ifdef EPIC_HOSTS
+#define MOST_SHIPPED 32 /* pieces; the thread has room for 64 KB at a time */
+
+/* deal(), but where there are other hosts a unit is a whole row, unless tokens are few: a wire is
+ * slower than warps are with any span, and what they ship is an entry for each unit. */
+template <class Job>
+static inline void deal_for_wire(const p2p_self &self, Job &job, int num_sms, int block,
+                                 int roles, int vectors)
+{
+    const int64_t bytes = job.row_bytes, pieces = (bytes + vectors * 512 - 1) / (vectors * 512);
+    const bool whole = pieces <= MOST_SHIPPED && self.near != (1u << self.num_ranks) - 1 &&
+                       (int64_t)job.num_tokens * roles >= 10 * num_sms * (block / WARP);
+    if (whole) job.row_bytes = 1; /* one span */
+    deal(job, num_sms, block, roles, vectors);
+    job.row_bytes = bytes;
+    if (whole) job.span = (int32_t)pieces;
+}
+#endif
+
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
     return wrap(self.rank + role, self.num_ranks);
@@ -49,6 +68,23 @@ template <class M> __device__ __forceinline__ int first_piece(const M &m, const 
 template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Walk &walk)
 {
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
+}
+
+/* hosts: pieces of token `place` of the round, all that a warp has sent, go at once: the thread takes a
+ * while for each entry, and a fence for each piece would take longer than the piece. */
+template <int V, class M>
+__device__ __forceinline__ void ship_pieces(const p2p_self &self, const M &m, int32_t place,
+                                            int first, int count, uint32_t peers)
+{
+#ifdef EPIC_HOSTS
+    const int32_t begin = first * V * WARP,
+                  end = min((first + count) * V * WARP, m.shape.vectors);
+    for (peers &= ~self.near; peers; peers &= peers - 1) {
+        const int rank = __ffs(peers) - 1;
+        const uint4 *staged = staged_in(m.now.outbox[rank], place, m.shape.vectors) + begin;
+        ship_together(m.now, rank, staged, (uint32_t)(end - begin) * 16);
+    }
+#endif
 }
 
 /* Are there enough spans of a rank's tokens to pad slabs beside?  Each warp has one then, and each

@@ -78,6 +78,55 @@ __device__ __forceinline__ uint32_t by_mates(const p2p_self &self, uint32_t rank
     return mates;
 }
 
+/* One warp: tells the mates which ranks of their hosts want this rank's token. */
+__device__ __forceinline__ void tell_wants(const p2p_self &self, const Now &now, int32_t token,
+                                           uint32_t peers)
+{
+    const int first = lane_id() * self.local;
+    if (lane_id() >= num_hosts(self) || first == self.rank - self.rank % self.local) return;
+    const int mate = mate_of(self, self.rank, first);
+    uint64_t *to = wants_word(self, now, self.heap[mate], mate, self.rank, token);
+    store_relaxed(to, stamp(now, peers >> first & ((1u << self.local) - 1)));
+    ship(now, mate, to, 8);
+}
+
+/* The ranks to which this rank's token goes that is for `peers`, as bits; mates are told with the
+ * `first` piece. */
+__device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Now &now,
+                                                  int32_t token, bool first, uint32_t peers)
+{
+    if (!self.local) return peers;
+    if (first) tell_wants(self, now, token, peers);
+    return by_mates(self, peers);
+}
+
+/* One warp hands on a piece of a row of rank `from`, number `place` of the round, to the ranks of this
+ * host that want it, as bits.  escapes(heap, source) says where what a special piece needs lies,
+ * NULL: rows here have none. */
+template <int V, bool EXACT, class Escapes>
+__device__ __forceinline__ bool hand_on_piece(const p2p_self &self, const Now &now, int from,
+                                              int32_t place, int piece, int32_t vectors,
+                                              uint32_t wants, Escapes escapes)
+{
+    const int32_t vector = piece * V * WARP;
+    const int first = self.rank - self.rank % self.local;
+    uint4 *staged = staged_in(box_in(self, now, self.inbox, self.rank, from), place, vectors);
+    uint4 q[V];
+    if (!take_piece<V, EXACT>(now, from, staged, vector, vectors, false, q)) return false;
+    uint32_t *escape = escapes(self.inbox, source_of(self, self.rank, from));
+    if (escape && !unhide_poison<V>(now, from, q, escape)) return false;
+    restore_piece<V, EXACT>(staged, vector, vectors);
+    const uint32_t mask = escape ? hide_poison<V>(q) : 0;
+    for (; wants; wants &= wants - 1) {
+        const int to = first + __ffs(wants) - 1;
+        uint8_t *heap = self.heap[to];
+        send_piece<V, EXACT>(staged_in(box_in(self, now, heap, to, from), place, vectors),
+                             vector, vectors, q);
+        if (mask) store_relaxed(escapes(heap, source_of(self, to, from)) + lane_id(), mask);
+    }
+    return true;
+}
+
 /* May a host add its ranks' partials?  The tree's nodes must be its own. */
 __device__ __forceinline__ bool adds_by_host(const p2p_self &self, const device_plan_header &h)
 {

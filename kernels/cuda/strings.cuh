@@ -183,7 +183,8 @@ __device__ __forceinline__ bool take_string(const Strings &m, int rank, int sour
     uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
     if (!take_piece<V, false>(m.now, rank, staged, vector, m.shape.vectors, copied, q))
         return false;
-    uint32_t *escapes = escapes_at(m, heap_by(m.now, rank), source, token, piece);
+    uint8_t *heap = HOSTS ? rows_by(m.job.plan.self, rank) : heap_by(m.now, rank);
+    uint32_t *escapes = escapes_at(m, heap, source, token, piece);
     if (!QUANTIZED && !unhide_poison<V>(m.now, rank, q, escapes)) return false;
     restore_piece<V, false>(staged, vector, m.shape.vectors);
     if (QUANTIZED && m.job.quantize == EPIC_QUANTIZE_1X32) restore_nans(m, vector, q);

@@ -128,7 +128,9 @@ __device__ __forceinline__ int64_t words_apart(const Now &now, int q)
 __device__ __forceinline__ uint8_t *rows_by(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
-    if (self.local && self.operation == EPIC_OP_DISPATCH) return self.heap[self.rank];
+    const bool relayed =
+        self.operation == EPIC_OP_DISPATCH || self.operation == EPIC_OP_COMBINE_BACKWARD;
+    if (self.local && relayed) return self.heap[self.rank];
 #endif
     return heap_by(self, q);
 }

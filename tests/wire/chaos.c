@@ -12,16 +12,19 @@
  * program. */
 extern void emulator_check_store(const void *p) __attribute__((weak));
 
-#define DEPTH 128       /* puts to a host under way */
-#define MOST_TURNS 60   /* that a put is held back for */
-#define MOST_RUNS 64    /* in one look; a run is some words of one put */
-#define MOST_WORDS 48   /* of a run */
-#define GHOST_LOOKS 200 /* until a word lands once more */
-#define LATE 300        /* one put of so many is held back for */
-#define LATE_TURNS 1500 /* so long */
-#define COPIED 40       /* percent of the puts of a strict wire that are */
-#define MOST_AGAIN 100  /* looks in which a source is read again, after all has landed */
-#define TURN_NS 40000   /* a look that takes longer, on a busy machine, is several turns */
+#define DEPTH 128         /* puts to a host under way */
+#define MOST_TURNS 60     /* that a put is held back for */
+#define MOST_RUNS 64      /* in one look; a run is some words of one put */
+#define MOST_WORDS 48     /* of a run */
+#define GHOST_LOOKS 200   /* until a word lands once more */
+#define LATE 300          /* one put of so many is held back for */
+#define LATE_TURNS 1500   /* so long */
+#define COPIED 40         /* percent of the puts of a strict wire that are */
+#define MOST_AGAIN 100    /* looks in which a source is read again, after all has landed */
+#define SLOW_NS 20000000  /* without a put, after which a slow wire says done(), */
+#define LATE_NS 300000000 /* and a late one lands its word: longer than an operation */
+#define KEPT 30           /* one word of so many may wait as long, one at a time */
+#define TURN_NS 40000     /* a look that takes longer, on a busy machine, is several turns */
 
 typedef struct parcel {
     uint64_t to, value, bytes;
@@ -55,6 +58,10 @@ struct wire {
     uint64_t looks, turns, looked_ns, overtaken;
     uint64_t *ghost_at, ghost; /* a word to land once more, NULL: none */
     uint64_t ghost_look;
+    uint64_t given_ns;       /* when the last put was given */
+    uint64_t *kept_at, kept; /* a word that waits until it is quiet, NULL: none */
+    uint64_t kept_to;
+    int kept_host;
     peer peers[WIRE_MAX_HOSTS];
 };
 
@@ -156,8 +163,14 @@ static void copy_source(parcel *p)
     p->from = p->copy;
 }
 
+static bool is_quiet(const wire *w)
+{
+    return w->looked_ns > w->given_ns + (w->settings.late ? LATE_NS : SLOW_NS);
+}
+
 static bool is_left(const wire *w, const parcel *p)
 {
+    if (w->settings.slow && !is_quiet(w)) return false;
     return p->copy || (p->landed == p->num_pieces && w->looks >= p->done_at);
 }
 
@@ -172,6 +185,13 @@ static void check_places(const wire *w, int host, const parcel *p)
             p->to < other->to + other->bytes)
             die(w, host, p, "an earlier put to the same place has not landed");
     }
+}
+
+/* Whoever puts something there has been told that all of before has been taken. */
+static void check_kept(const wire *w, int host, const parcel *p)
+{
+    if (w->kept_at && host == w->kept_host && w->kept_to - p->to < p->bytes)
+        die(w, host, p, "a word of an earlier put has not landed: nobody has waited for it");
 }
 
 static bool give(wire *w, int host, uint64_t to, const void *from, uint64_t value,
@@ -192,8 +212,11 @@ static bool give(wire *w, int host, uint64_t to, const void *from, uint64_t valu
         p->held_until = w->turns + (uint64_t)run_below(&w->random, MOST_TURNS);
     if (run_below(&w->random, LATE) == 0) p->held_until = w->turns + LATE_TURNS;
     if (!w->settings.strict) return true;
+    w->given_ns = run_now_ns();
     check_places(w, host, p);
-    if (from && run_chance(&w->random, COPIED)) copy_source(p);
+    check_kept(w, host, p);
+    const int copied = w->settings.slow ? 0 : w->settings.late ? 100 : COPIED;
+    if (from && run_chance(&w->random, copied)) copy_source(p);
     p->source = sum_source(p);
     return true;
 }
@@ -215,8 +238,27 @@ static void land_half(const parcel *p, void *inbox, uint64_t index)
     __atomic_store_n((uint32_t *)inbox + index, from[index], __ATOMIC_RELAXED);
 }
 
-static void land_piece(wire *w, const parcel *p, char *inbox, uint64_t index)
+static bool keep(wire *w, int host, uint64_t to, uint64_t *at, uint64_t value)
 {
+    const bool late =
+        w->settings.late && w->setup.host == 0; /* one: others would wait for it */
+    if (!late || w->kept_at || run_below(&w->random, KEPT)) return false;
+    w->kept_at = at;
+    w->kept = value;
+    w->kept_to = to;
+    w->kept_host = host;
+    return true;
+}
+
+static void land_kept(wire *w)
+{
+    if (w->kept_at) __atomic_store_n(w->kept_at, w->kept, __ATOMIC_RELAXED);
+    w->kept_at = NULL;
+}
+
+static void land_piece(wire *w, int host, const parcel *p, uint64_t index)
+{
+    char *inbox = w->peers[host].shore->inbox;
     if (w->settings.damage == CHAOS_HALVES) {
         land_half(p, inbox + p->to, index);
         return;
@@ -225,6 +267,7 @@ static void land_piece(wire *w, const parcel *p, char *inbox, uint64_t index)
     uint64_t *at = (uint64_t *)(void *)(inbox + p->to) + index;
     if (emulator_check_store) emulator_check_store((void *)((uintptr_t)at & ~(uintptr_t)15));
     const uint64_t value = p->from ? p->from[index] : p->value;
+    if (keep(w, host, p->to + 8 * index, at, value)) return;
     __atomic_store_n(at, value, __ATOMIC_RELAXED);
     if (w->settings.damage != CHAOS_TWICE || w->ghost_at || !p->from) return;
     w->ghost_at = at;
@@ -244,7 +287,7 @@ static int land_run(wire *w, int host)
     const uint64_t most = p->num_pieces < MOST_WORDS ? p->num_pieces : MOST_WORDS;
     const int count = (int)run_between(&w->random, 1, (int64_t)most);
     for (; p->landed < p->num_pieces && moved < count; moved++, p->landed++)
-        land_piece(w, p, q->shore->inbox, (p->first + p->landed * p->step) % p->num_pieces);
+        land_piece(w, host, p, (p->first + p->landed * p->step) % p->num_pieces);
     if (p->landed < p->num_pieces && run_chance(&w->random, 5)) /* the rest comes late */
         p->held_until = w->turns + LATE_TURNS / 4;
     if (moved > 0 && p->landed == p->num_pieces) {
@@ -286,6 +329,7 @@ static int look(wire *w)
     }
     for (int h = 0; h < w->setup.num_hosts; h++)
         if (h != w->setup.host) settle(w, h);
+    if (is_quiet(w)) land_kept(w);
     if (w->ghost_at && w->looks >= w->ghost_look) {
         __atomic_store_n(w->ghost_at, w->ghost, __ATOMIC_RELAXED);
         w->ghost_at = NULL;
@@ -317,6 +361,7 @@ static void close_wire(wire *w)
     if (!w) return;
     for (int h = 0; h < w->setup.num_hosts; h++)
         while (w->peers[h].finished < w->peers[h].given) look(w);
+    land_kept(w);
     chaos_kill(w);
     for (int h = 0; h < w->setup.num_hosts; h++) leave(w->peers[h].shore);
     leave(w->own);

@@ -23,6 +23,11 @@ typedef struct chaos_settings {
     bool
         strict; /* ends the program when the caller breaks a promise of its own: a source that is
                     written before done(), or a put to where words of another may still land */
+    bool
+        slow; /* done() comes when nothing was given for a while: for who does not wait for it */
+    bool
+        late; /* one word after the other lands then, done() comes at once: for who does not wait
+                  for all words */
 } chaos_settings;
 
 /* What wires that are opened from now on do. */

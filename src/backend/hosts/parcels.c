@@ -3,9 +3,9 @@
 
 #include <stdlib.h>
 
-#define OPEN 256  /* parcels of which something is there */
+#define OPEN 2048 /* parcels of which something is there */
 #define SPARE 48  /* of them, for one piece: the counts of 8240 experts lie in 33 of 2 KB */
-#define SPANS 128 /* of one; what has more goes as it is */
+#define SPANS 256 /* of one; what has more, once joined, goes as it is */
 
 typedef struct span {
     uint32_t first, words;
@@ -27,11 +27,13 @@ typedef struct list { /* oldest first */
 
 struct parcels {
     uint32_t words;      /* of a parcel */
-    uint32_t per_host;   /* parcels of a heap */
+    uint32_t per_host;   /* parcels of a heap, */
+    uint32_t num_urgent; /* the first of which are urgent */
     int num_free, now;   /* the parcel that is being given; -1: none */
-    int at, spans_ahead; /* its spans that have been given, and are about to be */
-    list free, waiting, ready;
-    uint16_t *place_of; /* [num_hosts][per_host]: of a waiting one, from 1 */
+    int at;              /* its spans that have been given */
+    list free;
+    list waiting[2], ready[2]; /* [1]: urgent */
+    uint16_t *place_of;        /* [num_hosts][per_host]: of a waiting one, from 1 */
     parcel open[OPEN];
 };
 
@@ -60,13 +62,16 @@ static void detach(parcels *all, list *from, int i)
         from->last = p->before;
 }
 
-parcels *parcels_new(int num_hosts, uint64_t heap_words, uint32_t parcel_words)
+parcels *parcels_new(int num_hosts, uint64_t heap_words, uint64_t urgent_words,
+                     uint32_t parcel_words)
 {
     parcels *all = calloc(1, sizeof *all);
     if (!all) return NULL;
     all->words = parcel_words;
     all->per_host = (uint32_t)(heap_words / parcel_words + 1);
-    all->free = all->waiting = all->ready = (list){-1, -1};
+    all->num_urgent = (uint32_t)((urgent_words + parcel_words - 1) / parcel_words);
+    all->free = (list){-1, -1};
+    for (int i = 0; i < 2; i++) all->waiting[i] = all->ready[i] = (list){-1, -1};
     all->now = -1;
     all->num_free = OPEN;
     for (int i = 0; i < OPEN; i++) append(all, &all->free, i);
@@ -92,16 +97,32 @@ static uint16_t *place_of(parcels *all, int host, uint32_t number)
     return &all->place_of[(size_t)host * all->per_host + number];
 }
 
+static bool is_urgent(const parcels *all, uint32_t number)
+{
+    return number < all->num_urgent;
+}
+
+bool parcels_is_urgent(const parcels *all, uint64_t word)
+{
+    return is_urgent(all, (uint32_t)(word / all->words));
+}
+
+bool parcels_are_empty(const parcels *all)
+{
+    return all->num_free == OPEN;
+}
+
+/* The one that was freed last, which is near. */
 static int open_one(parcels *all, int host, uint32_t number)
 {
-    const int i = all->free.first;
+    const int i = all->free.last;
     detach(all, &all->free, i);
     all->num_free--;
     all->open[i].host = host;
     all->open[i].number = number;
     all->open[i].words = 0;
     all->open[i].count = 0;
-    append(all, &all->waiting, i);
+    append(all, &all->waiting[is_urgent(all, number)], i);
     *place_of(all, host, number) = (uint16_t)(i + 1);
     return i;
 }
@@ -109,8 +130,28 @@ static int open_one(parcels *all, int host, uint32_t number)
 /* It waits no more: pieces that come later open another. */
 static void take_out(parcels *all, int i)
 {
-    detach(all, &all->waiting, i);
-    *place_of(all, all->open[i].host, all->open[i].number) = 0;
+    const parcel *p = &all->open[i];
+    detach(all, &all->waiting[is_urgent(all, p->number)], i);
+    *place_of(all, p->host, p->number) = 0;
+}
+
+static int by_first(const void *a, const void *b)
+{
+    return ((const span *)a)->first < ((const span *)b)->first ? -1 : 1;
+}
+
+/* Sorts spans, and makes one of those that touch. */
+static void join_spans(parcel *p)
+{
+    int last = 0;
+    if (p->count > 1) qsort(p->spans, (size_t)p->count, sizeof *p->spans, by_first);
+    for (int i = 1; i < p->count; i++) {
+        if (p->spans[last].first + p->spans[last].words == p->spans[i].first)
+            p->spans[last].words += p->spans[i].words;
+        else
+            p->spans[++last] = p->spans[i];
+    }
+    p->count = last + 1;
 }
 
 static void add_span(parcel *p, uint32_t first, uint32_t words)
@@ -133,9 +174,11 @@ void parcels_add(parcels *all, int host, uint64_t word, uint32_t words)
         const int i = there ? there - 1 : open_one(all, host, number);
         parcel *p = &all->open[i];
         add_span(p, first, some);
-        if (p->words == all->words || p->count == SPANS) {
+        const bool full = p->count == SPANS;
+        if (full) join_spans(p);
+        if (p->words == all->words || (full && p->count > SPANS / 2)) {
             take_out(all, i);
-            append(all, &all->ready, i);
+            append(all, &all->ready[is_urgent(all, number)], i);
         }
         word += some;
         words -= some;
@@ -144,54 +187,56 @@ void parcels_add(parcels *all, int host, uint64_t word, uint32_t words)
 
 /* ------------------------------------------------------------------------------- giving ---- */
 
-static int by_first(const void *a, const void *b)
+/* The first of a list that may go; -1: none. */
+static int first_of(const parcels *all, const list *from, parcel_kind kind, parcel_may *may,
+                    const void *self)
 {
-    return ((const span *)a)->first < ((const span *)b)->first ? -1 : 1;
+    int i = from->first;
+    while (i >= 0 && !may(self, all->open[i].host, kind, all->open[i].count))
+        i = all->open[i].next;
+    return i;
 }
 
 /* The parcel to give next is `now`. */
-static bool choose(parcels *all, bool (*hungry)(const void *self, int host), const void *self)
+static bool choose(parcels *all, parcel_may *may, const void *self)
 {
-    int i = all->ready.first;
-    if (i >= 0) {
-        detach(all, &all->ready, i);
-    } else {
-        i = all->waiting.first;
-        while (i >= 0 && !hungry(self, all->open[i].host)) i = all->open[i].next;
-        if (i < 0) return false;
-        take_out(all, i);
+    int i = -1;
+    for (int urgent = 1; urgent >= 0 && i < 0; urgent--) {
+        i = first_of(all, &all->ready[urgent], urgent ? PARCEL_URGENT : PARCEL_WHOLE, may,
+                     self);
+        if (i >= 0) {
+            detach(all, &all->ready[urgent], i);
+            break;
+        }
+        i = first_of(all, &all->waiting[urgent], urgent ? PARCEL_URGENT : PARCEL_PART, may,
+                     self);
+        if (i >= 0) take_out(all, i);
     }
+    if (i < 0) return false;
     parcel *p = &all->open[i];
     if (p->words == all->words) { /* all of it, in whatever order it came */
         p->count = 1;
         p->spans[0] = (span){0, p->words};
     }
-    if (p->count > 1) qsort(p->spans, (size_t)p->count, sizeof *p->spans, by_first);
+    join_spans(p);
     all->now = i;
     all->at = 0;
     return true;
 }
 
-bool parcels_next(parcels *all, bool (*hungry)(const void *self, int host), const void *self,
-                  run *out)
+bool parcels_next(parcels *all, parcel_may *may, const void *self, run *out)
 {
-    if (all->now < 0 && !choose(all, hungry, self)) return false;
+    if (all->now < 0 && !choose(all, may, self)) return false;
     const parcel *p = &all->open[all->now];
-    const uint32_t first = p->spans[all->at].first;
-    uint32_t end = first + p->spans[all->at].words;
-    int i = all->at + 1;
-    for (; i < p->count && p->spans[i].first == end; i++) end += p->spans[i].words;
-    all->spans_ahead = i;
     *out = (run){.host = p->host,
-                 .word = (uint64_t)p->number * all->words + first,
-                 .words = end - first};
+                 .word = (uint64_t)p->number * all->words + p->spans[all->at].first,
+                 .words = p->spans[all->at].words};
     return true;
 }
 
 void parcels_pass(parcels *all)
 {
-    all->at = all->spans_ahead;
-    if (all->at < all->open[all->now].count) return;
+    if (++all->at < all->open[all->now].count) return;
     append(all, &all->free, all->now);
     all->num_free++;
     all->now = -1;

@@ -16,9 +16,14 @@
 
 #define ENDS 4      /* epochs whose sources are being read: two, as kernels wait for that */
 #define TAKEN 1024  /* entries of a turn */
-#define UNDER_WAY 4 /* puts to a host, with which its wire has something to do */
-#define TURNS 64    /* that move nothing before the thread naps, */
-#define SPIN_US 200 /* and where there are cores to spare, so long */
+#define UNDER_WAY 4 /* puts to a host, with which its wire has something to do, */
+#define MOST_UNDER_WAY \
+    (2u << 20)     /* bytes of rows to a host, which what is urgent waits behind */
+#define FEW_PUTS 4 /* of a parcel that is urgent; what is in more pieces waits for the rest, */
+#define QUIET_US 5 /* until so long none has come */
+#define LINES_AHEAD 4 /* of entries, that are fetched before they are looked at */
+#define TURNS 64      /* that move nothing before the thread naps, */
+#define SPIN_US 200   /* and where there are cores to spare, so long */
 #define CORES_TO_SPARE 8
 #define NAP_US 20         /* at first, while an operation runs; then twice as long each time, */
 #define BUSY_NAP_US 50    /* up to this, */
@@ -47,19 +52,31 @@ struct hosts_ring {
     pthread_mutex_t mutex; /* one message at a time */
     message message;
     int leave;
-    int asleep;     /* the thread, until */
-    sem_t awake;    /* a call is made or its nap is over */
-    bool running;   /* an operation */
-    bool took;      /* entries, in this turn */
-    bool ends_next; /* its epoch, once all of `parcels` has been given */
+    int asleep;   /* the thread, until */
+    sem_t awake;  /* a call is made or its nap is over */
+    bool running; /* an operation */
+    bool took;    /* entries, in this turn, */
+    bool took_urgent;
+    int64_t urgent_at; /* when one was */
+    bool ends_next;    /* its epoch, once all of `parcels` has been given */
     parcels *parcels;
     uint64_t taken;                      /* entries */
     uint64_t bytes, puts;                /* that they have become */
+    uint64_t most;                       /* puts of rows to a host that are under way */
     uint64_t given[WIRE_MAX_HOSTS];      /* puts and words to a host */
+    uint64_t num_urgent[WIRE_MAX_HOSTS]; /* puts of those, and the numbers of the last ones */
+    uint64_t urgent[WIRE_MAX_HOSTS][UNDER_WAY];
     uint64_t ends[ENDS][WIRE_MAX_HOSTS]; /* `given`, when an epoch ended */
     uint64_t num_ends, num_freed;        /* epochs */
     mirror waits[WIRE_MAX_HOSTS], broken[WIRE_MAX_HOSTS];
 };
+
+static int64_t now_us(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
 
 static bool is_done(const hosts_ring *r, int host, uint64_t count)
 {
@@ -87,35 +104,59 @@ static bool put(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
     return true;
 }
 
+static void take_pieces(hosts_ring *r, int host, uint64_t entry)
+{
+    const uint64_t word = P2P_ENTRY_WORD(entry);
+    parcels_add(r->parcels, host, word, P2P_ENTRY_WORDS(entry));
+    r->took_urgent |= parcels_is_urgent(r->parcels, word);
+}
+
 /* Takes what there is of an epoch, as long as there is room for it. */
 static int take_entries(hosts_ring *r)
 {
     int taken = 0;
+    r->took_urgent = false;
     while (!r->ends_next && taken < TAKEN && parcels_have_room(r->parcels)) {
         const uint64_t *from = &r->setup.ring.entries[r->taken % P2P_RING_ENTRIES];
         const uint64_t entry = __atomic_load_n(from, __ATOMIC_ACQUIRE);
         const int host = P2P_ENTRY_HOST(entry);
         if (entry >> 56 << 56 != P2P_ENTRY_LAP(r->taken)) break;
+        __builtin_prefetch(from + LINES_AHEAD * 8); /* past the end, too: it does no harm */
         if (host == P2P_EPOCH_ENDS)
             r->ends_next = true;
         else if (is_peer(r, host))
-            parcels_add(r->parcels, host, P2P_ENTRY_WORD(entry), P2P_ENTRY_WORDS(entry));
+            take_pieces(r, host, entry);
         r->taken++;
         taken++;
     }
-    if (taken > 0) r->running = true;
+    r->took = taken > 0;
+    if (r->took_urgent) r->urgent_at = now_us();
+    if (r->took) r->running = true;
     __atomic_store_n(&r->setup.ring.words->taken, r->taken, __ATOMIC_RELEASE);
     return taken;
 }
 
-/* Has the wire to a host little to do, and do kernels ship nothing?  At the end of an epoch all must
- * go. */
-static bool is_hungry(const void *self, int host)
+/* Are fewer than `most` of what has been given to a host on its way? */
+static bool are_fewer(const hosts_ring *r, int host, uint64_t most)
+{
+    const uint64_t given = r->given[host];
+    return given < most || is_done(r, host, given - most + 1);
+}
+
+/* What is urgent goes as soon as no more of it comes: a plan's records are a thousand pieces, of which
+ * warps ship one after the other.  Rows are kept here rather than given to the
+ * wire all at once: it would give nothing else for as long as they take.  Parts of parcels go where
+ * the wire has little to do while kernels ship nothing; at the end of an epoch all must go. */
+static bool may_go(const void *self, int host, parcel_kind kind, int puts)
 {
     const hosts_ring *r = self;
-    const uint64_t given = r->given[host];
+    const uint64_t urgent = r->num_urgent[host];
+    if (kind == PARCEL_WHOLE) return are_fewer(r, host, r->most);
     if (r->ends_next) return true;
-    return !r->took && (given < UNDER_WAY || is_done(r, host, given - UNDER_WAY + 1));
+    if (kind == PARCEL_PART) return !r->took && are_fewer(r, host, UNDER_WAY);
+    if (puts > FEW_PUTS && now_us() - r->urgent_at < QUIET_US) return false;
+    return !r->took_urgent &&
+           (urgent < UNDER_WAY || is_done(r, host, r->urgent[host][urgent % UNDER_WAY]));
 }
 
 /* Gives it to the wire, as long as that has room. */
@@ -123,15 +164,18 @@ static int give_parcels(hosts_ring *r)
 {
     int given = 0;
     run next;
-    while (parcels_next(r->parcels, is_hungry, r, &next)) {
+    while (parcels_next(r->parcels, may_go, r, &next)) {
         if (!put(r, next.host, next.word * 8, next.words * 8)) return given;
+        if (parcels_is_urgent(r->parcels, next.word))
+            r->urgent[next.host][r->num_urgent[next.host]++ % UNDER_WAY] = r->given[next.host];
         parcels_pass(r->parcels);
         /* who reads it is another thread */
         __atomic_store_n(&r->bytes, r->bytes + next.words * 8, __ATOMIC_RELAXED);
         __atomic_store_n(&r->puts, r->puts + 1, __ATOMIC_RELAXED);
         given++;
     }
-    if (r->ends_next) end_epoch(r);
+    if (!r->ends_next || !parcels_are_empty(r->parcels)) return given;
+    end_epoch(r);
     r->ends_next = false;
     return given;
 }
@@ -207,7 +251,6 @@ static void bury(const hosts_ring *r)
 static int turn(hosts_ring *r)
 {
     int moved = take_entries(r);
-    r->took = moved > 0;
     moved += give_parcels(r);
     moved += r->setup.engine->look(r->setup.wire);
     free_epochs(r);
@@ -239,13 +282,6 @@ static bool nap_until_called(hosts_ring *r, int64_t us)
 void hosts_ring_wake(hosts_ring *r)
 {
     if (__atomic_exchange_n(&r->asleep, 0, __ATOMIC_SEQ_CST)) sem_post(&r->awake);
-}
-
-static int64_t now_us(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
 static bool has_spare_cores(void)
@@ -301,8 +337,9 @@ static int start(hosts_ring *r)
 epic_result hosts_ring_open(hosts_ring **out, const hosts_ring_setup *setup)
 {
     hosts_ring *r = calloc(1, sizeof *r);
-    parcels *all = parcels_new(setup->num_hosts, (uint64_t)setup->at.bytes / 8,
-                               setup->engine->best_bytes / 8);
+    parcels *all =
+        parcels_new(setup->num_hosts, (uint64_t)setup->at.bytes / 8,
+                    (uint64_t)p2p_heap_poison(&setup->at) / 8, setup->engine->best_bytes / 8);
     if (!r || !all) {
         parcels_free(all);
         free(r);
@@ -310,6 +347,7 @@ epic_result hosts_ring_open(hosts_ring **out, const hosts_ring_setup *setup)
     }
     r->setup = *setup;
     r->parcels = all;
+    r->most = MOST_UNDER_WAY / setup->engine->best_bytes;
     pthread_mutex_init(&r->mutex, NULL);
     sem_init(&r->awake, 0, 0);
     const int error = start(r);

@@ -285,9 +285,6 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
     if (job->plan.planners == 0 && likely_layout(g, job->plan_bytes, &job->plan.at))
         job->likely_experts = g->experts;
     const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
-#ifdef EPIC_HOSTS
-    if (job->scale_bytes) job->plan.self.local = 0; /* strings go straight */
-#endif
     const int32_t most = job->scale_bytes ? P2P_FEW_TOKENS : P2P_FEW_ROWS;
     const bool few = job->plan.planners ? job->plan.few
                                         : !job->flat && is_few(g, job->num_tokens, most, bytes);

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The engine local, of tests: a wire between GPUs of one machine that is as fast as a good network,
  * EPIC_WIRE=local.  Memory on GPUs (EPIC_WIRE_MEMORY=gpu) is copied by copy engines, which stand in
- * for a NIC that reaches GPUs; host memory by threads (EPIC_LOCAL_THREADS, 8), for one that does
+ * for a NIC that reaches GPUs, as does a thread that asks them to: 2.7 us a copy, a NIC's 0.25; host memory by threads (EPIC_LOCAL_THREADS, 8), for one that does
  * not, between ranks of one process alone.  It calls CUDA where a real engine must not, and nobody
  * is ever gone. */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <sched.h>
+#include <semaphore.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,11 +15,12 @@
 
 #include "wire/wire.h"
 
-#define DEPTH 256  /* puts to a host that are under way */
-#define EVENTS 16  /* of those to a host, */
-#define OF_EVENT 4 /* for so many puts, or when no other is awaited */
-#define JOBS 1024  /* of the threads that copy */
-#define COPIERS 32 /* at most */
+#define DEPTH 256      /* puts to a host that are under way */
+#define EVENTS 16      /* of those to a host, */
+#define OF_EVENT 4     /* for so many puts, or when no other is awaited */
+#define JOBS 1024      /* of the threads that copy, or of the one that asks copy engines to */
+#define COPIERS 32     /* at most */
+#define PATIENCE 20000 /* looks for a job before that one naps */
 
 typedef struct card {
     int64_t pid;
@@ -32,6 +34,7 @@ typedef struct job {
     const char *from;
     uint64_t bytes;
     int *left;
+    struct peer *peer;
 } job;
 
 typedef struct peer {
@@ -41,14 +44,16 @@ typedef struct peer {
     cudaEvent_t events[EVENTS];
     uint64_t marks[EVENTS]; /* what has been given when an event was recorded */
     uint64_t num_events, num_seen;
-    uint64_t given, marked, finished;
-    int left[DEPTH]; /* of puts that threads copy */
+    uint64_t given, finished;     /* puts and words */
+    uint64_t asked, marked, seen; /* of them, by the thread that asks */
+    int left[DEPTH];              /* of puts that threads copy */
 } peer;
 
 struct wire {
     wire_setup setup;
     int device, num_copiers, leave;
-    bool bound;      /* the thread to the device */
+    int asleep; /* the thread that asks, until */
+    sem_t awake;
     uint64_t *words; /* [num_hosts][DEPTH] in pinned memory */
     peer peers[WIRE_MAX_HOSTS];
     pthread_t copiers[COPIERS];
@@ -103,6 +108,69 @@ static void *run_copier(void *self)
     }
 }
 
+/* -------------------------------------------------------------- the thread that asks ---- */
+
+static int see_events(peer *p)
+{
+    int moved = 0;
+    for (; p->num_seen < p->num_events; p->num_seen++, moved++) {
+        if (cudaEventQuery(p->events[p->num_seen % EVENTS]) != cudaSuccess) break;
+        __atomic_store_n(&p->seen, p->marks[p->num_seen % EVENTS], __ATOMIC_RELEASE);
+    }
+    const uint64_t under_way = p->num_events - p->num_seen;
+    if (p->asked == p->marked || under_way == EVENTS) return moved;
+    if (under_way && p->asked - p->marked < OF_EVENT) return moved; /* events cost time, too */
+    if (cudaEventRecord(p->events[p->num_events % EVENTS], p->stream) != cudaSuccess)
+        return moved;
+    p->marks[p->num_events++ % EVENTS] = p->marked = p->asked;
+    return moved + 1;
+}
+
+static int ask_next(wire *w)
+{
+    if (w->taken == __atomic_load_n(&w->posted, __ATOMIC_ACQUIRE)) return 0;
+    const job *j = &w->jobs[w->taken % JOBS];
+    (void)cudaMemcpyAsync(j->to, j->from, j->bytes, cudaMemcpyDefault, j->peer->stream);
+    j->peer->asked++;
+    __atomic_store_n(&w->taken, w->taken + 1, __ATOMIC_RELEASE);
+    return 1;
+}
+
+static bool awaits_some(const wire *w)
+{
+    for (int h = 0; h < w->setup.num_hosts; h++)
+        if (w->peers[h].seen < w->peers[h].asked) return true;
+    return false;
+}
+
+static void nap_until_posted(wire *w)
+{
+    __atomic_store_n(&w->asleep, 1, __ATOMIC_SEQ_CST);
+    if (w->taken == __atomic_load_n(&w->posted, __ATOMIC_SEQ_CST) &&
+        !__atomic_load_n(&w->leave, __ATOMIC_SEQ_CST))
+        sem_wait(&w->awake);
+    __atomic_store_n(&w->asleep, 0, __ATOMIC_SEQ_CST);
+}
+
+static void *run_asker(void *self)
+{
+    wire *w = self;
+    (void)cudaSetDevice(w->device);
+    for (int idle = 0; !__atomic_load_n(&w->leave, __ATOMIC_ACQUIRE);) {
+        int moved = ask_next(w);
+        for (int h = 0; h < w->setup.num_hosts; h++)
+            if (w->peers[h].stream) moved += see_events(&w->peers[h]);
+        idle = moved || awaits_some(w) ? 0 : idle + 1;
+        if (idle > PATIENCE) nap_until_posted(w);
+    }
+    return NULL;
+}
+
+static void wake_asker(wire *w)
+{
+    if (__atomic_exchange_n(&w->asleep, 0, __ATOMIC_SEQ_CST)) sem_post(&w->awake);
+}
+
 static int num_copiers(void)
 {
     const char *text = getenv("EPIC_LOCAL_THREADS");
@@ -110,10 +178,12 @@ static int num_copiers(void)
     return wanted < 1 ? 1 : wanted > COPIERS ? COPIERS : wanted;
 }
 
-static void start_copiers(wire *w)
+static void start_threads(wire *w)
 {
-    for (int i = 0, most = num_copiers(); i < most; i++)
-        if (pthread_create(&w->copiers[w->num_copiers], NULL, run_copier, w) == 0)
+    const int most = w->setup.on_gpu ? 1 : num_copiers();
+    for (int i = 0; i < most; i++)
+        if (pthread_create(&w->copiers[w->num_copiers], NULL,
+                           w->setup.on_gpu ? run_asker : run_copier, w) == 0)
             w->num_copiers++;
 }
 
@@ -139,6 +209,7 @@ static epic_result open_wire(wire **out, const wire_setup *setup, void *bytes, c
     wire *w = calloc(1, sizeof *w);
     if (!w) return refused(why, "host memory", cudaErrorMemoryAllocation);
     w->setup = *setup;
+    sem_init(&w->awake, 0, 0);
     const epic_result result = prepare(w, bytes, why);
     if (result == EPIC_OK)
         *out = w;
@@ -185,38 +256,29 @@ static epic_result connect_all(wire *w, const void *cards, char *why)
         const epic_result result = h == w->setup.host ? EPIC_OK : connect_host(w, h, &c, why);
         if (result != EPIC_OK) return result;
     }
-    if (!w->setup.on_gpu) start_copiers(w);
+    start_threads(w);
     return EPIC_OK;
 }
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-static void copy_by_engine(wire *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
-{
-    if (!w->bound) (void)cudaSetDevice(w->device);
-    w->bound = true;
-    (void)cudaMemcpyAsync(p->inbox + to, from, bytes, cudaMemcpyDefault, p->stream);
-}
-
-static bool copy_by_thread(wire *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
+/* As a job of a thread. */
+static bool copy(wire *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
 {
     int *left = &p->left[p->given % DEPTH];
-    if (w->posted >= __atomic_load_n(&w->taken, __ATOMIC_RELAXED) + JOBS - COPIERS)
+    if (w->posted >= __atomic_load_n(&w->taken, __ATOMIC_ACQUIRE) + JOBS - COPIERS)
         return false;
     *left = 0;
-    w->jobs[w->posted % JOBS] = (job){p->inbox + to, from, bytes, left};
-    __atomic_store_n(&w->posted, w->posted + 1, __ATOMIC_RELEASE);
+    w->jobs[w->posted % JOBS] = (job){p->inbox + to, from, bytes, left, p};
+    __atomic_store_n(&w->posted, w->posted + 1, __ATOMIC_SEQ_CST);
+    if (w->setup.on_gpu) wake_asker(w);
     return true;
 }
 
 static bool put(wire *w, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     peer *p = &w->peers[host];
-    if (p->given - p->finished == DEPTH) return false;
-    if (w->setup.on_gpu)
-        copy_by_engine(w, p, to, from, bytes);
-    else if (!copy_by_thread(w, p, to, from, bytes))
-        return false;
+    if (p->given - p->finished == DEPTH || !copy(w, p, to, from, bytes)) return false;
     p->given++;
     return true;
 }
@@ -228,7 +290,7 @@ static bool word(wire *w, int host, uint64_t to, uint64_t value)
     if (w->setup.on_gpu) {
         uint64_t *from = &w->words[(uint64_t)host * DEPTH + p->given % DEPTH];
         *from = value;
-        copy_by_engine(w, p, to, from, 8);
+        if (!copy(w, p, to, from, 8)) return false;
     } else {
         __atomic_store_n((uint64_t *)(void *)(p->inbox + to), value, __ATOMIC_RELEASE);
         p->left[p->given % DEPTH] = 1;
@@ -237,34 +299,19 @@ static bool word(wire *w, int host, uint64_t to, uint64_t value)
     return true;
 }
 
-static int see_events(peer *p)
-{
-    int moved = 0;
-    for (; p->num_seen < p->num_events; p->num_seen++, moved++) {
-        if (cudaEventQuery(p->events[p->num_seen % EVENTS]) != cudaSuccess) break;
-        p->finished = p->marks[p->num_seen % EVENTS];
-    }
-    const uint64_t under_way = p->num_events - p->num_seen;
-    if (p->given == p->marked || under_way == EVENTS) return moved;
-    if (under_way && p->given - p->marked < OF_EVENT) return moved; /* events cost time, too */
-    if (cudaEventRecord(p->events[p->num_events % EVENTS], p->stream) != cudaSuccess)
-        return moved;
-    p->marks[p->num_events++ % EVENTS] = p->marked = p->given;
-    return moved + 1;
-}
-
 static int look(wire *w)
 {
     int moved = 0;
     for (int h = 0; h < w->setup.num_hosts; h++) {
         peer *p = &w->peers[h];
+        const uint64_t before = p->finished;
         if (w->setup.on_gpu)
-            moved += p->stream ? see_events(p) : 0;
+            p->finished = __atomic_load_n(&p->seen, __ATOMIC_ACQUIRE);
         else
-            for (; p->finished < p->given &&
-                   __atomic_load_n(&p->left[p->finished % DEPTH], __ATOMIC_ACQUIRE);
-                 moved++)
+            while (p->finished < p->given &&
+                   __atomic_load_n(&p->left[p->finished % DEPTH], __ATOMIC_ACQUIRE))
                 p->finished++;
+        moved += (int)(p->finished - before);
     }
     return moved;
 }
@@ -311,10 +358,12 @@ static void close_wire(wire *w)
 {
     if (!w) return;
     for (int i = 0; i < 1000 && !is_all_done(w); i++) usleep(100);
-    __atomic_store_n(&w->leave, 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&w->leave, 1, __ATOMIC_SEQ_CST);
+    wake_asker(w);
     for (int i = 0; i < w->num_copiers; i++) pthread_join(w->copiers[i], NULL);
     for (int h = 0; h < WIRE_MAX_HOSTS; h++) let_go(&w->peers[h]);
     if (w->words) (void)cudaFreeHost(w->words);
+    sem_destroy(&w->awake);
     free(w);
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a rank gives to the wire, to the byte: two hosts of two ranks, every token goes to all four.
- * By relays a row crosses once for a host, with a word that says who wants it, and a host's partials
- * cross as one, where the sums are a tree's; else once for a rank. */
+ * By relays a row crosses once for a host, with a word that says who wants it, whatever goes with it,
+ * and a host's partials cross as one, where the sums are a tree's; else once for a rank. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +10,7 @@
 #include "copies.h"
 #include "team.h"
 
-enum { RANKS = 4, TOKENS = 40, ROW = 4096, SLOTS = RANKS * TOKENS };
+enum { RANKS = 4, TOKENS = 40, ROW = 4096, SCALE = ROW / 2 / 128 * 4, SLOTS = RANKS * TOKENS };
 #define ROWS ((uint64_t)TOKENS * ROW)
 #define ANNOUNCED 64u /* an announcement to each rank of the other host */
 
@@ -46,6 +46,48 @@ static void *memory(size_t bytes)
     return p;
 }
 
+enum { PLAN, IDS, TOKEN_ROWS, SLOT_ROWS, SCALES, SLOT_SCALES, OUT, NUM_ARRAYS };
+
+/* The dispatches: of rows, of two rows for each token, and of rows that are quantized on the way. */
+static void test_dispatch(team_rank *me, void *const *all, epic_dispatch_args dispatch,
+                          uint64_t *before)
+{
+    const uint64_t words = relays ? TOKENS * 8 : 0, copies = relays ? 1 : 2;
+    if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
+    expect(me, before, "dispatch", ANNOUNCED + copies * ROWS + words);
+    dispatch.scales = (epic_rows){all[SCALES], TOKENS, SCALE};
+    dispatch.recv_scales = (epic_rows){all[SLOT_SCALES], SLOTS, SCALE};
+    if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
+    expect(me, before, "second rows", ANNOUNCED + copies * TOKENS * (ROW + SCALE) + words);
+    dispatch.scales = (epic_rows){0};
+    dispatch.recv.row_bytes = ROW / 2;
+    dispatch.type = EPIC_BF16;
+    dispatch.quantize = EPIC_QUANTIZE_1X128;
+    if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
+    expect(me, before, "quantized", ANNOUNCED + copies * TOKENS * (ROW / 2 + SCALE) + words);
+}
+
+static void test_sums(team_rank *me, void *const *all, epic_call call, int64_t plan_bytes,
+                      uint64_t *before)
+{
+    const epic_combine_args combine = {.call = call,
+                                       .plan = all[PLAN],
+                                       .plan_bytes = plan_bytes,
+                                       .rows = {all[SLOT_ROWS], SLOTS, ROW},
+                                       .out = {all[OUT], TOKENS, ROW},
+                                       .type = EPIC_BF16};
+    const epic_combine_backward_args back = {.call = call,
+                                             .plan = all[PLAN],
+                                             .plan_bytes = plan_bytes,
+                                             .d_out = {all[TOKEN_ROWS], TOKENS, ROW},
+                                             .d_rows = {all[SLOT_ROWS], SLOTS, ROW},
+                                             .type = EPIC_BF16};
+    if (p2p_steps.combine(me->group, &combine) != EPIC_OK) team_stop();
+    expect(me, before, "combine", ANNOUNCED + (relays && order == EPIC_TREE ? 1 : 2) * ROWS);
+    if (p2p_steps.combine_backward(me->group, &back) != EPIC_OK) team_stop();
+    expect(me, before, "combine_backward", ANNOUNCED + (relays ? ROWS + TOKENS * 8 : 2 * ROWS));
+}
+
 static int work(team_rank *me)
 {
     const epic_layer layer = {.num_experts = RANKS, .top_k = RANKS, .sum_order = order};
@@ -53,34 +95,31 @@ static int work(team_rank *me)
     const epic_call call = {.stream = me->stream, .timeout_ms = 60000};
     int32_t ids[TOKENS * RANKS];
     for (int i = 0; i < TOKENS * RANKS; i++) ids[i] = i % RANKS;
-    void *all[] = {memory((size_t)plan_bytes), memory(sizeof ids), memory(ROWS),
-                   memory((size_t)SLOTS * ROW), memory(ROWS)};
-    CHECK_CUDA(copy_in(all[1], ids, sizeof ids));
+    void *all[NUM_ARRAYS] = {memory((size_t)plan_bytes),
+                             memory(sizeof ids),
+                             memory(ROWS),
+                             memory((size_t)SLOTS * ROW),
+                             memory((size_t)TOKENS * SCALE),
+                             memory((size_t)SLOTS * SCALE),
+                             memory(ROWS)};
+    CHECK_CUDA(copy_in(all[IDS], ids, sizeof ids));
     const epic_plan_args plan = {.call = call,
                                  .layer = &layer,
-                                 .plan = all[0],
+                                 .plan = all[PLAN],
                                  .plan_bytes = plan_bytes,
-                                 .topk_idx = all[1],
+                                 .topk_idx = all[IDS],
                                  .num_tokens = TOKENS};
     const epic_dispatch_args dispatch = {.call = call,
-                                         .plan = all[0],
+                                         .plan = all[PLAN],
                                          .plan_bytes = plan_bytes,
-                                         .tokens = {all[2], TOKENS, ROW},
-                                         .recv = {all[3], SLOTS, ROW}};
-    const epic_combine_args combine = {.call = call,
-                                       .plan = all[0],
-                                       .plan_bytes = plan_bytes,
-                                       .rows = {all[3], SLOTS, ROW},
-                                       .out = {all[4], TOKENS, ROW},
-                                       .type = EPIC_BF16};
+                                         .tokens = {all[TOKEN_ROWS], TOKENS, ROW},
+                                         .recv = {all[SLOT_ROWS], SLOTS, ROW}};
     uint64_t before = 0;
     if (p2p_steps.plan(me->group, &plan) != EPIC_OK) team_stop();
     expect(me, &before, "plan", 0);
-    if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
-    expect(me, &before, "dispatch", ANNOUNCED + (relays ? ROWS + TOKENS * 8 : 2 * ROWS));
-    if (p2p_steps.combine(me->group, &combine) != EPIC_OK) team_stop();
-    expect(me, &before, "combine", ANNOUNCED + (relays && order == EPIC_TREE ? 1 : 2) * ROWS);
-    for (int i = 0; i < 5; i++) CHECK_CUDA(cudaFree(all[i]));
+    test_dispatch(me, all, dispatch, &before);
+    test_sums(me, all, call, plan_bytes, &before);
+    for (int i = 0; i < NUM_ARRAYS; i++) CHECK_CUDA(cudaFree(all[i]));
     return 0;
 }
 
@@ -89,7 +128,7 @@ int main(void)
     const team t = {.num_ranks = RANKS,
                     .num_gpus = 1,
                     .max_tokens = TOKENS,
-                    .max_row_bytes = ROW,
+                    .max_row_bytes = ROW + SCALE, /* one round */
                     .timeout_ms = 60000,
                     .work = work};
     setenv("EPIC_TEST_RANKS_PER_HOST", "2", 1);

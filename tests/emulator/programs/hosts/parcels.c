@@ -14,6 +14,7 @@ enum { HOSTS_HERE = 3, WORDS = 40000, PARCEL = 1024, MOST = 700, PIECES = 4000 }
 static unsigned char shipped[HOSTS_HERE][WORDS], given[HOSTS_HERE][WORDS];
 static run_random dice;
 static int percent; /* how often a wire is hungry */
+static bool is_full;
 
 static void wrong(const char *what, const run *r)
 {
@@ -22,16 +23,16 @@ static void wrong(const char *what, const run *r)
     exit(1);
 }
 
-static bool is_hungry(const void *self, int host)
+static bool may_go(const void *self, int host, parcel_kind kind, int puts)
 {
-    (void)self, (void)host;
-    return run_chance(&dice, percent);
+    (void)self, (void)host, (void)puts;
+    return kind == PARCEL_WHOLE ? !is_full : run_chance(&dice, percent);
 }
 
 static void take(parcels *all)
 {
     run r;
-    while (parcels_next(all, is_hungry, NULL, &r)) {
+    while (parcels_next(all, may_go, NULL, &r)) {
         if (r.words == 0 || r.word / PARCEL != (r.word + r.words - 1) / PARCEL)
             wrong("over the edge of a parcel", &r);
         for (uint64_t i = r.word; i < r.word + r.words; i++) {
@@ -55,7 +56,7 @@ static run draw_piece(void)
 
 static void test_random(void)
 {
-    parcels *all = parcels_new(HOSTS_HERE, WORDS, PARCEL);
+    parcels *all = parcels_new(HOSTS_HERE, WORDS, 5 * PARCEL, PARCEL);
     memset(shipped, 0, sizeof shipped);
     memset(given, 0, sizeof given);
     for (int i = 0; i < PIECES; i++) {
@@ -72,6 +73,7 @@ static void test_random(void)
     }
     percent = 100;
     take(all);
+    if (!parcels_are_empty(all)) wrong("something is left", &(run){0});
     if (memcmp(shipped, given, sizeof given)) wrong("not all was given", &(run){0});
     parcels_free(all);
 }
@@ -79,24 +81,48 @@ static void test_random(void)
 /* A parcel's pieces in any order are one put, as long as nobody is hungry. */
 static void test_whole(uint32_t words)
 {
-    parcels *all = parcels_new(1, 4 * words, words);
+    parcels *all = parcels_new(1, 4 * words, 0, words);
     const uint32_t count = 16, piece = words / count;
     run r;
     percent = 0;
     for (uint32_t i = 0; i < count; i++) {
-        if (parcels_next(all, is_hungry, NULL, &r)) wrong("before all is there", &r);
+        if (parcels_next(all, may_go, NULL, &r)) wrong("before all is there", &r);
         parcels_add(all, 0, 3 * words + i * 5 % count * piece, piece);
     }
-    if (!parcels_next(all, is_hungry, NULL, &r) || r.word != 3 * words || r.words != words)
+    if (!parcels_next(all, may_go, NULL, &r) || r.word != 3 * words || r.words != words)
         wrong("not whole", &r);
     parcels_pass(all);
-    if (parcels_next(all, is_hungry, NULL, &r)) wrong("once more", &r);
+    if (parcels_next(all, may_go, NULL, &r)) wrong("once more", &r);
+    parcels_free(all);
+}
+
+/* Rows that are there first are overtaken, and wait while the wire is full. */
+static void test_urgent(void)
+{
+    parcels *all = parcels_new(1, 8 * PARCEL, PARCEL, PARCEL);
+    run r;
+    percent = 100;
+    is_full = true;
+    parcels_add(all, 0, 3 * PARCEL, PARCEL);
+    if (parcels_next(all, may_go, NULL, &r)) wrong("the wire is full", &r);
+    parcels_add(all, 0, 40, 8);
+    if (!parcels_next(all, may_go, NULL, &r) || r.word != 40 || r.words != 8)
+        wrong("what is urgent waits behind a row", &r);
+    parcels_pass(all);
+    is_full = false;
+    parcels_add(all, 0, 48, 8);
+    for (int i = 0; i < 2; i++) {
+        if (!parcels_next(all, may_go, NULL, &r) || r.word != (i ? 3 * PARCEL : 48))
+            wrong("not what is urgent first", &r);
+        parcels_pass(all);
+    }
     parcels_free(all);
 }
 
 int main(void)
 {
     dice.state = 7;
+    test_urgent();
     test_whole(PARCEL);
     test_whole((512 << 10) / 8); /* the largest put of wire.h */
     for (int i = 0; i < 20; i++) {
