@@ -21,7 +21,7 @@ typedef struct suite_case {
     uint64_t bytes;      /* from each rank to each, a round; a multiple of 8 */
     uint32_t most_bytes; /* of one put */
     int rounds;
-    bool tears;           /* words may come in parts: a wrong one is looked at again */
+    bool tears;           /* words come in parts, and twice: a wrong one is looked at again */
     unsigned patience_ms; /* without a new word */
     const char *wanted;   /* what say() must contain; NULL: anything */
     suite_verdict *verdict;

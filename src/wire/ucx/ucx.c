@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The engine ucx: libepic_ucx.so.  UCX picks the network.  Where every lane to a peer is a
  * remote write of RDMA, which keeps words whole, rows go by that; over anything else, TCP above
- * all, whose bytes come as they please, they go in active messages, and the receiver's thread
- * copies them into its inbox a word at a time. */
+ * all, whose bytes come as they please (memcpy writes some of them twice), they go in active
+ * messages, and the receiver's thread copies them into its inbox a word at a time. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
