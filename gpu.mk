@@ -115,6 +115,14 @@ gpu-test: gpu-build $(GPU_API) $(GPU_MANY) $(GPU_OUT)/conformance_p2p
 gpu-bench: $(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_router
 	GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
+# Beside another tree of the project, that of a version before: git worktree add build/before COMMIT,
+# then BEFORE=build/before.  ROUNDS, LIMIT (percent) and CASE are bench/gpu/turns.py's.
+BEFORE ?= build/before
+gpu-bench-turns: $(GPU_OUT)/gpu_bench
+	@$(MAKE) -C $(BEFORE) -f gpu.mk $(GPU_OUT)/gpu_bench
+	$(GPU_PYTHON) bench/gpu/turns.py $(BEFORE)/$(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_bench \
+		--rounds $(or $(ROUNDS),3) --limit $(or $(LIMIT),1) $(CASE)
+
 # Backend hosts, with the ranks of this machine as hosts.  Its kernels are those of the library that
 # `cmake -S . -B build -DEPIC_HOSTS=ON` builds; programs that reach inside are linked with them.
 HOSTS_OUT = $(GPU_OUT)/hosts
@@ -170,5 +178,5 @@ gpu-bench-layer: $(GPU_OUT)/gpu_layer $(GPU_OUT)/gpu_moe
 	$(GPU_PYTHON) bench/gpu/layer_bars.py $(GPU_OUT)
 
 .PHONY: nvcc-build test-nvcc gpu-build gpu-test gpu-bench gpu-test-hosts gpu-bench-hosts \
-	gpu-bench-layer
+	gpu-bench-layer gpu-bench-turns
 .PRECIOUS: $(GPU_OUT)/%.o

@@ -1,0 +1,47 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# bench/gpu/turns.py, with programs that say what they are told to: who runs when, medians, the verdict.
+set -eu
+command -v python3 >/dev/null || { echo "there is no python3"; exit 77; }
+root=$(cd "$(dirname "$0")/.." && pwd)
+here=$(mktemp -d)
+trap 'rm -rf "$here"' EXIT
+cd "$here"
+
+fail() {
+    echo "$*"
+    exit 1
+}
+
+# A gpu_bench that takes US, then 99: the median of three does not hear the last.
+program() {
+    cat >"$1" <<END
+#!/bin/sh
+echo "$1 \$*" >>runs
+for word; do case \$word in json=*) json=\${word#json=} ;; esac; done
+us=\$(grep -c "^$1" runs | sed 's/3/99/; t; s/.*/$2/')
+printf '{"op":"plan","hidden":64,"top_k":2,"experts":8,"type":"bf16","quantize":0,' >\$json
+printf '"layout":"expert","tokens":4,"sms":8,"us":%s}\n' "\$us" >>\$json
+END
+    chmod +x "$1"
+}
+
+turns() { python3 "$root/bench/gpu/turns.py" "$@" tokens=4 ops=L >said 2>&1; }
+
+program old 10.0
+program new 10.05
+turns ./old ./new || fail "as fast: $(cat said)"
+[ "$(cut -d ' ' -f 1 runs | tr '\n' ' ')" = "old new new old old new " ] || fail "$(cat runs)"
+grep -q '^new tokens=4 ops=L json=' runs || fail "$(cat runs)"
+grep -q 'plan 64 2 8 bf16 0 expert 4 8 * 10.00 * 10.05 * 1.005$' said || fail "$(cat said)"
+
+program new 12.5
+rm runs
+if turns ./old ./new; then fail "slower: $(cat said)"; fi
+grep -q '1.250  SLOWER$' said || fail "$(cat said)"
+rm runs
+turns ./old ./new --limit 30 || fail "within the limit: $(cat said)"
+
+printf '#!/bin/sh\necho "no such model"\nexit 3\n' >new
+if turns ./old ./new; then fail "a program failed: $(cat said)"; fi
+grep -q 'no such model' said && grep -q 'ended with 3' said || fail "$(cat said)"
