@@ -604,7 +604,10 @@ static __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) produce<T, PASS, CTAS>(maps, job, at, rank);
     } else {
         take_registers<232>();
-        consume<T, Out, PASS, CTAS>(maps, job, at, group - 1, rank);
+        /* By a shuffle ptxas knows that it is one number for the warp, and keeps what wgmma is told
+         * in uniform registers: e4m3 is 4 % faster. */
+        const int half = __shfl_sync(0xffffffffu, group - 1, 0);
+        consume<T, Out, PASS, CTAS>(maps, job, at, half, rank);
     }
     __syncwarp();
     if (CTAS == 2) cluster_meet(); /* a peer may still copy into this CTA's memory */
