@@ -77,8 +77,8 @@ __device__ __forceinline__ Opening read_opening(const p2p_self &self)
 {
     Opening o = {0, 0, 0};
     if (!is_speaker()) return o;
-    o.epoch = load_relaxed(&control_of(self)->epoch);
     if (lane_id() == 0) o.overlaps = mark_running(self);
+    o.epoch = load_relaxed(&control_of(self)->epoch);
     o.broken = load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
     return o;
 }
@@ -154,9 +154,11 @@ __device__ __forceinline__ bool hear_sizes(const p2p_self &self, const Now &now,
 }
 
 /* Every thread, when the CTA has met: this CTA has begun. */
-__device__ __forceinline__ void count_begun(const p2p_self &self)
+__device__ __forceinline__ void count_begun(const p2p_self &self, const Now &now)
 {
-    if (threadIdx.x == 0) atomicAdd(&control_of(self)->done, 1u);
+    if (threadIdx.x != 0) return;
+    atomicAdd(&control_of(self)->done, 1u);
+    refuse_overlap(now);
 }
 
 /* The speaker of the last CTA, once it has announced: waits for the peers' announcements, then
@@ -164,7 +166,6 @@ __device__ __forceinline__ void count_begun(const p2p_self &self)
 __device__ __forceinline__ void finish_few(const p2p_self &self, Now &now)
 {
     p2p_control *control = control_of(self);
-    refuse_overlap(now);
     if (!hear(self, now)) return;
     if (!wait_until(now, -1, P2P_PHASE_GRID, [&] {
             return __all_sync(ALL_LANES, load_relaxed(&control->done) == gridDim.x) != 0;

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
-    count_begun(self);
+    count_begun(self, now);
     if (is_announcer()) announce_begun(self, now);
 
     const device_plan_header &h = plan.header;

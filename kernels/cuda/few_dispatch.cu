@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
-    count_begun(self);
+    count_begun(self, now);
     if (is_announcer()) announce_begun(self, now);
     if (is_speaker()) {
         if (blockIdx.x == 0) begin_header(tables, job, now);

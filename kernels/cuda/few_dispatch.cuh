@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
-    count_begun(self);
+    count_begun(self, now);
     if (is_announcer()) announce_begun(self, now);
 
     const bool moves = MADE || (plan.good && plan.header.result == EPIC_OK);

@@ -407,14 +407,15 @@ __device__ __forceinline__ bool wait_alone(const Now &now, const int &peer, int 
 
 /* ------------------------------------------------------------------------- begin and end ---- */
 
-/* One thread of each CTA: the last CTA marks that an operation runs.  1: one does already, on a
- * stream that has not waited. */
+/* One thread of each CTA, before it reads the epoch: the first CTA marks that an operation runs.
+ * 1: one does already, on a stream that has not waited.  CTAs begin in order, where those of that one
+ * end and leave room: the last ones may find that it has ended. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
-    return is_last_cta() ? atomicOr(&control_of(self)->running, 1u) : 0;
+    return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
 }
 
-/* Any thread of the last CTA: two at once break the group. */
+/* One thread of each CTA: two at once break the group. */
 __device__ __forceinline__ void refuse_overlap(const Now &now)
 {
     const p2p_self &self = *now.self;
@@ -428,8 +429,9 @@ __device__ __forceinline__ void refuse_overlap(const Now &now)
 /* One thread, when no CTA reads the epoch any more. */
 __device__ __forceinline__ void count_operation(p2p_control *control, const Now &now)
 {
-    control->done = control->running = 0;
+    control->done = 0;
     store_relaxed(&control->epoch, now.epoch);
+    store_relaxed(&control->running, 0u); /* who finds that, finds the epoch */
 }
 
 /* One warp: tells every rank, this one too, that the operation has begun here. */
@@ -477,8 +479,9 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
         now.rows = rows;
         now.self = &self;
         now.heap = self.heap[self.rank];
+        const uint32_t overlaps = mark_running(self);
         const uint32_t ended = load_relaxed(&control_of(self)->epoch);
-        now.overlaps = mark_running(self);
+        now.overlaps = overlaps;
         now.epoch = epoch_after(ended);
         now.signature = self.signature ^ (mark & 0x0fffffffu);
         now.deadline = timer_ns() + self.timeout_ns;
@@ -492,10 +495,8 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
     __syncthreads();
     if (HOSTS && !begin_shipping(now)) return false;
     /* nobody here waits for the warp that announces, and the last CTA does not plan */
-    if (is_last_cta() && threadIdx.x < WARP) {
-        announce(self, now);
-        refuse_overlap(now);
-    }
+    if (is_last_cta() && threadIdx.x < WARP) announce(self, now);
+    if (threadIdx.x == 0) refuse_overlap(now);
     return true;
 }
 

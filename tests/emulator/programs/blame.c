@@ -27,7 +27,8 @@ typedef struct memory {
 typedef struct scenario {
     const char *name;
     int ranks;
-    int to[3];            /* the rank that all tokens of a rank go to */
+    int to[3];            /* the rank that all tokens of a rank go to, */
+    bool one;             /* or its first one alone */
     uint32_t deadline[3]; /* ms, of a rank's dispatch */
     uint32_t sms;         /* of each rank: few, so that spins ask often */
     uint32_t close_ms;    /* how long a rank that closes waits for the others */
@@ -53,7 +54,8 @@ static memory allocate(const team_rank *me)
 {
     memory m = {.layer = {.num_experts = (uint32_t)me->num_ranks, .top_k = 1}};
     int32_t ids[TOKENS];
-    for (int i = 0; i < TOKENS; i++) ids[i] = now_played->to[me->rank];
+    for (int i = 0; i < TOKENS; i++)
+        ids[i] = i > 0 && now_played->one ? -1 : now_played->to[me->rank];
     m.plan_bytes = device_plan_bytes(me->num_ranks, TOKENS, m.layer.num_experts, 1);
     CHECK_CUDA(cudaMalloc((void **)&m.ids, sizeof ids));
     CHECK_CUDA(cudaMalloc((void **)&m.plan, m.plan_bytes));
@@ -76,15 +78,20 @@ static void plan(team_rank *me, memory *m)
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
 }
 
-static void dispatch(team_rank *me, memory *m)
+static void dispatch_on(team_rank *me, memory *m, cudaStream_t stream)
 {
     const epic_dispatch_args args = {
-        .call = {.stream = me->stream, .timeout_ms = now_played->deadline[me->rank]},
+        .call = {.stream = stream, .timeout_ms = now_played->deadline[me->rank]},
         .plan = m->plan,
         .plan_bytes = m->plan_bytes,
         .tokens = {m->tokens, TOKENS, ROW},
         .recv = {m->recv, SLOTS, ROW}};
     if (p2p_steps.dispatch(me->group, &args) != EPIC_OK) team_stop();
+}
+
+static void dispatch(team_rank *me, memory *m)
+{
+    dispatch_on(me, m, me->stream);
 }
 
 /* The rank's dispatch has ended with `result`, by the fault of `culprit`. */
@@ -180,13 +187,34 @@ static void play_damaged(team_rank *me, memory *m)
     bad = true;
 }
 
+/* Rank 1 dispatches on two streams that do not wait.  The first one has all SMs and waits for one row
+ * of rank 2; as its other CTAs end, those of the second begin. */
+static void play_overlap(team_rank *me, memory *m)
+{
+    cudaStream_t second;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+    if (me->rank == 2) emulator_hold(me->rank, 1);
+    team_meet(me);
+    dispatch(me, m);
+    if (me->rank != 2) {
+        dispatch_on(me, m, me->rank == 1 ? second : me->stream);
+        expect(me, EPIC_EMISMATCH, 1);
+        CHECK_CUDA(cudaStreamSynchronize(second));
+    }
+    team_meet(me);
+    emulator_hold(me->rank, 0);
+    expect(me, EPIC_EMISMATCH, 1);
+    CHECK_CUDA(cudaStreamDestroy(second));
+}
+
 static const scenario scenarios[] = {
-    {"closed", 3, {-1, -1, 1}, {20000, 20000, 20000}, 2, 300, play_closed},
-    {"left", 3, {1, 2, 0}, {20000, 20000, 20000}, 2, 300, play_left},
-    {"waiting", 3, {-1, 0, 1}, {7200, 8000, 8000}, 2, 20000, play_waiting},
-    {"circle", 2, {1, 0, 0}, {2000, 2000, 0}, 2, 20000, play_circle},
-    {"long", 2, {1, 0, 0}, {6000, 6000, 0}, 8, 20000, play_long},
-    {"damaged", 2, {1, 0, 0}, {20000, 20000, 0}, 2, 20000, play_damaged},
+    {"closed", 3, {-1, -1, 1}, false, {20000, 20000, 20000}, 2, 300, play_closed},
+    {"left", 3, {1, 2, 0}, false, {20000, 20000, 20000}, 2, 300, play_left},
+    {"waiting", 3, {-1, 0, 1}, false, {7200, 8000, 8000}, 2, 20000, play_waiting},
+    {"circle", 2, {1, 0, 0}, false, {2000, 2000, 0}, 2, 20000, play_circle},
+    {"long", 2, {1, 0, 0}, false, {6000, 6000, 0}, 8, 20000, play_long},
+    {"damaged", 2, {1, 0, 0}, false, {20000, 20000, 0}, 2, 20000, play_damaged},
+    {"overlap", 3, {-1, -1, 1}, true, {20000, 20000, 20000}, 8, 20000, play_overlap},
 };
 
 static int work(team_rank *me)

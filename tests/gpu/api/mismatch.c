@@ -25,7 +25,8 @@
 #define TEXT(x) TEXT_OF(x)
 enum { MAX_RANKS = 8, TOP_K = 2, EXPERTS = 24, ROW = 64, SLOTS = 2048, PLAN = 65536 };
 enum { TABLE, REPLICAS, FLAT_REPLICAS, OVERLAP, TOKENS_OF_PLAN, DAMAGED, CHANGED, NUM_CASES };
-#define DEADLINE_MS 20000
+#define DEADLINE_MS 60000
+#define TRIES 100
 
 static const char *const names[] = {"tables", "replicas", "flat, replicas",  "overlap",
                                     "tokens", "damage",   "another capacity"};
@@ -91,14 +92,18 @@ static void make_plan(seat *s, int which, cudaStream_t stream)
     need(!result || (which == OVERLAP && result == EPIC_EMISMATCH), "plan", s->ctx);
 }
 
-/* Rank 1 plans the same twice, on streams that do not wait, before the peers plan at all. */
+/* Rank 1 plans the same twice, on streams that do not wait, before the peers plan at all.  Where the
+ * second stream came late on all ranks nothing has run at once: then once more. */
 static void overlap(seat *s)
 {
     if (s->rank != 1) pthread_barrier_wait(&all);
-    make_plan(s, OVERLAP, s->stream);
-    make_plan(s, OVERLAP, s->second);
-    if (s->rank == 1) pthread_barrier_wait(&all);
-    need(cudaStreamSynchronize(s->second) == cudaSuccess, "synchronize", NULL);
+    for (int i = 0; i < TRIES && epic_check(s->ctx) == EPIC_OK; i++) {
+        make_plan(s, OVERLAP, s->stream);
+        make_plan(s, OVERLAP, s->second);
+        if (s->rank == 1 && i == 0) pthread_barrier_wait(&all);
+        need(!cudaStreamSynchronize(s->stream), "synchronize", NULL);
+        need(!cudaStreamSynchronize(s->second), "synchronize", NULL);
+    }
 }
 
 static void provoke(seat *s, int which)
