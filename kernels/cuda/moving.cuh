@@ -37,7 +37,7 @@ __host__ __device__ __forceinline__ int num_handing(const p2p_self &self)
 }
 
 #ifdef EPIC_HOSTS
-#define MOST_SHIPPED 32 /* pieces; the thread has room for 64 KB at a time */
+#define MOST_SHIPPED 32 /* pieces of a row that goes whole: 64 KB of those that have 2 KB */
 
 /* deal(), but where there are other hosts a unit is a whole row, unless tokens are few: a wire is
  * slower than warps are with any span, and what they ship is an entry for each unit. */

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 
 #define OPEN 2048 /* parcels of which something is there */
-#define SPARE 48  /* of them, for one piece: the counts of 8240 experts lie in 33 of 2 KB */
 #define SPANS 256 /* of one; what has more, once joined, goes as it is */
 
 typedef struct span {
@@ -87,9 +86,10 @@ void parcels_free(parcels *all)
     free(all);
 }
 
-bool parcels_have_room(const parcels *all)
+/* The first and the last one of a piece may be shared with others. */
+bool parcels_have_room(const parcels *all, uint32_t words)
 {
-    return all->num_free >= SPARE;
+    return all->num_free >= (int)(words / all->words) + 2;
 }
 
 static uint16_t *place_of(parcels *all, int host, uint32_t number)

@@ -31,8 +31,8 @@ parcels *parcels_new(int num_hosts, uint64_t heap_words, uint64_t urgent_words,
                      uint32_t parcel_words);
 void parcels_free(parcels *all); /* NULL is allowed */
 
-/* Is there room for one more piece? */
-bool parcels_have_room(const parcels *all);
+/* Is there room for a piece of so many words more?  Where all has been given there is room for 4 MB. */
+bool parcels_have_room(const parcels *all, uint32_t words);
 
 /* Has all been given? */
 bool parcels_are_empty(const parcels *all);

@@ -116,11 +116,12 @@ static int take_entries(hosts_ring *r)
 {
     int taken = 0;
     r->took_urgent = false;
-    while (!r->ends_next && taken < TAKEN && parcels_have_room(r->parcels)) {
+    while (!r->ends_next && taken < TAKEN) {
         const uint64_t *from = &r->setup.ring.entries[r->taken % P2P_RING_ENTRIES];
         const uint64_t entry = __atomic_load_n(from, __ATOMIC_ACQUIRE);
         const int host = P2P_ENTRY_HOST(entry);
         if (entry >> 56 << 56 != P2P_ENTRY_LAP(r->taken)) break;
+        if (!parcels_have_room(r->parcels, P2P_ENTRY_WORDS(entry))) break;
         __builtin_prefetch(from + LINES_AHEAD * 8); /* past the end, too: it does no harm */
         if (host == P2P_EPOCH_ENDS)
             r->ends_next = true;

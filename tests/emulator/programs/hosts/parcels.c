@@ -61,7 +61,7 @@ static void test_random(void)
     memset(given, 0, sizeof given);
     for (int i = 0; i < PIECES; i++) {
         const run r = draw_piece();
-        while (!parcels_have_room(all)) {
+        while (!parcels_have_room(all, r.words)) {
             const int before = percent;
             percent = 100;
             take(all);
@@ -119,9 +119,36 @@ static void test_urgent(void)
     parcels_free(all);
 }
 
+/* The longest piece that an entry of the ring can say, in parcels of 2 KB, as often as there is
+ * room. */
+static void test_long(void)
+{
+    enum { SMALL = (2 << 10) / 8, LONG = 0x3ffff, COUNT = 9 };
+    parcels *all = parcels_new(1, (uint64_t)COUNT * LONG, 0, SMALL);
+    uint64_t added = 0, words = 0;
+    run r;
+    percent = 100;
+    for (int i = 0; i < COUNT; i++) {
+        while (!parcels_have_room(all, LONG)) {
+            if (!parcels_next(all, may_go, NULL, &r)) wrong("no room for one", &(run){0});
+            words += r.words;
+            parcels_pass(all);
+        }
+        parcels_add(all, 0, added, LONG);
+        added += LONG;
+    }
+    while (parcels_next(all, may_go, NULL, &r)) {
+        words += r.words;
+        parcels_pass(all);
+    }
+    if (words != added || !parcels_are_empty(all)) wrong("not all was given", &r);
+    parcels_free(all);
+}
+
 int main(void)
 {
     dice.state = 7;
+    test_long();
     test_urgent();
     test_whole(PARCEL);
     test_whole((512 << 10) / 8); /* the largest put of wire.h */
