@@ -20,8 +20,10 @@
 #include "run.h"
 
 #define HANG_S 30
+#define TRIES 6 /* of a fault whose answers are late */
 
 static int told_fd;
+static char lateness[256]; /* of the fault's last try */
 
 /* ------------------------------------------------------------------------- processes ---- */
 
@@ -244,9 +246,9 @@ void faults_be_rank(const faults_rank *seat, const epic_meet *first, const epic_
 
 /* ------------------------------------------------------------------------------ all ---- */
 
-static void run_fault(const fault *f)
+/* Were answers late? */
+static bool run_once(const fault *f)
 {
-    check_seed = f->seed;
     int fd;
     stage *stage = share(sizeof *stage, &fd);
     run_alarm(HANG_S + 10);
@@ -256,6 +258,24 @@ static void run_fault(const fault *f)
         run_as_processes(f, stage);
     else
         run_as_threads(f, stage);
+    const bool late = atomic_load(&stage->late) > 0;
+    if (late) snprintf(lateness, sizeof lateness, "%s", stage->lateness);
+    munmap(stage, sizeof *stage);
+    close(fd);
+    return late;
+}
+
+/* On a machine that is busy with other work answers are late now and then: those of a library that
+ * is slow are late each time. */
+static void run_fault(const fault *f)
+{
+    check_seed = f->seed;
+    bool late = run_once(f);
+    int tries = 1;
+    for (; late && tries < TRIES; tries++) late = run_once(f);
+    if (tries > 1) atomic_fetch_add(&told->again, 1);
+    if (!CHECK_SAY(!late, "%s: late %d times, at last %s", f->name, tries, lateness))
+        atomic_fetch_add(&told->late, 1);
     fflush(NULL);
     _exit(0);
 }
@@ -278,9 +298,9 @@ static void tell(void)
                    told->of_kind[k], kinds[k].name, told->slowest_ms[k],
                    kinds[k].result == EPIC_ETIMEOUT ? "deadline" : "fault");
     printf("%d faults: %d hangs, %d wrong results, %d wrong culprits, %d too late by more than "
-           "%ld ms\n",
+           "%ld ms; %d were tried again\n",
            told->faults, told->hangs, told->wrong_results, told->wrong_culprits, told->late,
-           slack_ms);
+           slack_ms, told->again);
 }
 
 int faults_main(const faults_way *how, int faults, int width)

@@ -52,11 +52,13 @@ typedef struct stage {
     _Atomic pid_t victim;
     _Atomic uint64_t begin_ns;   /* when it went wrong */
     _Atomic long passed, failed; /* checks of ranks that were launched */
+    _Atomic int late;            /* answers that came after the time that is promised, */
+    char lateness[256];          /* the first of them */
 } stage;
 
-/* Over all faults. */
+/* Over all faults.  again: those that were tried again, as answers were late. */
 typedef struct tally {
-    _Atomic int faults, hangs, wrong_results, wrong_culprits, late;
+    _Atomic int faults, hangs, wrong_results, wrong_culprits, late, again;
     _Atomic int of_kind[NUM_KINDS];
     _Atomic long slowest_ms[NUM_KINDS]; /* answer; for a deadline, after it */
 } tally;

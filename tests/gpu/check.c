@@ -8,7 +8,6 @@
 #include <string.h>
 
 #include "case.h"
-#include "slack.h"
 
 #define MAX_CASE_TOKENS 256
 #define SMALL_CASE_TOKENS 24
@@ -142,7 +141,7 @@ int main(int argc, char **argv)
                                : small ? 2048
                                        : 7168,
               .staging_bytes = tight ? 1 : 0, /* as much as there must be: two rows */
-              .timeout_ms = (small ? 60000 : 5000) + (uint32_t)slack_ms(),
+              .timeout_ms = TEAM_LONG_MS,
               .work = work};
     const int failed = team_run(&t);
     printf("gpu_check %s ranks, %s GPUs, %s, %d cases from seed %llu%s: %s\n", argv[1], argv[2],

@@ -416,7 +416,7 @@ int main(int argc, char **argv)
                     .num_gpus = 1,
                     .max_tokens = 16,
                     .max_row_bytes = 64,
-                    .timeout_ms = 20000,
+                    .timeout_ms = TEAM_LONG_MS,
                     .work = work};
     return team_run(&t) != 0;
 }

@@ -11,7 +11,6 @@
 #include "base/error.h"
 #include "copies.h"
 #include "oracle.h"
-#include "slack.h"
 #include "team.h"
 
 /* So few that the kernels for few tokens are taken; another program has more. */
@@ -192,7 +191,7 @@ int main(int argc, char **argv)
                     .processes = !strcmp(argv[3], "processes"),
                     .max_tokens = TOKENS,
                     .max_row_bytes = HIDDEN * 4,
-                    .timeout_ms = 5000 + (uint32_t)slack_ms(),
+                    .timeout_ms = TEAM_LONG_MS,
                     .max_sms = 12,
                     .work = work};
     const int failed = team_run(&t);

@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include "case.h"
-#include "slack.h"
 
 #define POOL 16
 #define MAX_CASE_TOKENS 96
@@ -100,7 +99,7 @@ int main(int argc, char **argv)
               .processes = !strcmp(argv[3], "processes"),
               .max_tokens = MAX_CASE_TOKENS,
               .max_row_bytes = MAX_ROW_BYTES,
-              .timeout_ms = 5000 + (uint32_t)slack_ms(),
+              .timeout_ms = TEAM_LONG_MS,
               .work = work};
     const int failed = team_run(&t);
     printf("gpu_storm %s ranks, %s GPUs, %s, %d operations from seed %llu: %s\n", argv[1],

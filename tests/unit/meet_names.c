@@ -109,31 +109,43 @@ static void find_public(char address[64])
     freeifaddrs(all);
 }
 
-/* While rank 0 waits at `address`: does it listen on loopback, and on the public address? */
+/* Who answered while rank 0 waited. */
+typedef struct heard {
+    bool loopback, public;
+} heard;
+
+static heard knock(zero *z, const char *public)
+{
+    int holder;
+    heard h = {false, false};
+    pthread_t thread;
+    z->tcp.port = hold_port(&holder);
+    pthread_create(&thread, NULL, run_zero, z);
+    for (int i = 0; i < 100 && !h.loopback && !h.public; i++) {
+        run_nap_us(5000);
+        h.loopback = answers("127.0.0.1", z->tcp.port);
+        h.public = answers(public, z->tcp.port);
+    }
+    h.loopback |= answers("127.0.0.1", z->tcp.port);
+    pthread_join(thread, NULL);
+    close(holder);
+    return h;
+}
+
+/* While rank 0 waits at `address`: does it listen on loopback, and on the public address?  A busy
+ * machine may ask when its time is up: then it gets more. */
 static void check_listens(const char *address, const char *host, const char *secret,
                           const char *public, bool on_loopback, bool on_public)
 {
-    int holder;
     zero z = {.own_name = host,
-              .tcp = {.address = address,
-                      .secret = secret,
-                      .num_ranks = 2,
-                      .port = hold_port(&holder),
-                      .timeout_ms = 700}};
-    pthread_t thread;
-    pthread_create(&thread, NULL, run_zero, &z);
-    bool loopback = false, outside = false;
-    for (int i = 0; i < 100 && !loopback && !outside; i++) {
-        run_nap_us(5000);
-        loopback = answers("127.0.0.1", z.tcp.port);
-        outside = answers(public, z.tcp.port);
-    }
-    loopback |= answers("127.0.0.1", z.tcp.port);
-    pthread_join(thread, NULL);
-    close(holder);
-    CHECK_SAY(loopback == on_loopback && outside == on_public,
+              .tcp = {.address = address, .secret = secret, .num_ranks = 2, .timeout_ms = 700}};
+    heard h = knock(&z, public);
+    for (; z.tcp.timeout_ms < 20000 && (h.loopback != on_loopback || h.public != on_public);
+         h = knock(&z, public))
+        z.tcp.timeout_ms *= 4;
+    CHECK_SAY(h.loopback == on_loopback && h.public == on_public,
               "%s, %s secret: loopback %d, public %d: %s", address, secret ? "a" : "no",
-              loopback, outside, z.sentence);
+              h.loopback, h.public, z.sentence);
     CHECK_EQ(z.result, EPIC_ETIMEOUT);
     CHECK_SAY(secret || strstr(z.sentence, "without a secret it listens on loopback alone"),
               "%s", z.sentence);
@@ -159,8 +171,11 @@ static void test_listening(void)
 
 /* ------------------------------------------------------------------------------- errors ---- */
 
-static void expect(const epic_tcp *tcp, epic_result result, const char *words, int64_t least_ms,
-                   int64_t most_ms)
+#define LATE_MS 15000 /* on a busy machine */
+
+/* How long it took, in ms. */
+static int64_t expect(const epic_tcp *tcp, epic_result result, const char *words,
+                      int64_t least_ms)
 {
     epic_meet meet;
     const int64_t begin = epic_meet_now();
@@ -168,8 +183,9 @@ static void expect(const epic_tcp *tcp, epic_result result, const char *words, i
     const int64_t ms = epic_meet_now() - begin;
     CHECK_SAY(got == result && strstr(epic_error(NULL), words), "%s: %s", epic_result_name(got),
               epic_error(NULL));
-    CHECK_SAY(ms >= least_ms && ms <= most_ms, "%lld ms: %s", (long long)ms, epic_error(NULL));
+    CHECK_SAY(ms >= least_ms && ms < LATE_MS, "%lld ms: %s", (long long)ms, epic_error(NULL));
     epic_meet_close(&meet);
+    return ms;
 }
 
 /* 203.0.113.0/24 is set aside for documents: nobody's. */
@@ -180,7 +196,7 @@ static void test_other_host(void)
                           .num_ranks = 2,
                           .port = 29999,
                           .timeout_ms = 60000};
-    expect(&tcp, EPIC_EINVAL, "Set the same EPIC_SECRET (tcp.secret) on all ranks", 0, 3000);
+    expect(&tcp, EPIC_EINVAL, "Set the same EPIC_SECRET (tcp.secret) on all ranks", 0);
 }
 
 static void test_dead_servers(void)
@@ -191,7 +207,7 @@ static void test_dead_servers(void)
                               .num_ranks = 2,
                               .port = 29999,
                               .timeout_ms = 500};
-        expect(&tcp, EPIC_ETIMEOUT, "no name server answered within 500 ms", 490, 2500);
+        expect(&tcp, EPIC_ETIMEOUT, "no name server answered within 500 ms", 490);
     }
     CHECK_EQ(num_dead, 2); /* threads that were left behind; LeakSanitizer looks after them */
     release_dead = true;
@@ -206,7 +222,7 @@ static void test_silence(void)
     const uint32_t port = hold_port(&holder);
     CHECK(listen(holder, 5) == 0);
     const epic_tcp tcp = {.rank = 1, .num_ranks = 2, .port = port, .timeout_ms = 800};
-    expect(&tcp, EPIC_ETIMEOUT, "rank 0 did not come", 790, 2500);
+    expect(&tcp, EPIC_ETIMEOUT, "rank 0 did not come", 790);
     close(holder);
 }
 
@@ -229,17 +245,23 @@ static void *let_in(void *self)
     return NULL;
 }
 
+/* The deadline is one for all of the meeting: it was a second later. */
 static void test_silent_zero(void)
 {
-    int holder;
-    pthread_t thread;
-    const uint32_t port = hold_port(&holder);
-    CHECK(listen(holder, 5) == 0);
-    pthread_create(&thread, NULL, let_in, &holder);
-    const epic_tcp tcp = {.rank = 1, .num_ranks = 2, .port = port, .timeout_ms = 3000};
-    expect(&tcp, EPIC_ETIMEOUT, "did not begin the meeting", 2990, 3900); /* it was 4000 */
-    pthread_join(thread, NULL);
-    close(holder);
+    int64_t least_ms = LATE_MS;
+    for (int i = 0; i < 5 && least_ms >= 3900; i++) {
+        int holder;
+        pthread_t thread;
+        const uint32_t port = hold_port(&holder);
+        CHECK(listen(holder, 5) == 0);
+        pthread_create(&thread, NULL, let_in, &holder);
+        const epic_tcp tcp = {.rank = 1, .num_ranks = 2, .port = port, .timeout_ms = 3000};
+        const int64_t ms = expect(&tcp, EPIC_ETIMEOUT, "did not begin the meeting", 2990);
+        if (ms < least_ms) least_ms = ms;
+        pthread_join(thread, NULL);
+        close(holder);
+    }
+    CHECK_SAY(least_ms < 3900, "%lld ms", (long long)least_ms);
 }
 
 /* A file that is no library, where the loader looks first: in a process of its own, since that is
@@ -266,7 +288,7 @@ static void test_libcrypto(const char *program)
 static int load_spoiled_libcrypto(void)
 {
     const epic_tcp tcp = {.secret = "hush", .num_ranks = 2, .port = 29999, .timeout_ms = 500};
-    expect(&tcp, EPIC_ENOTSUP, "libcrypto.so.3: file too short", 0, 5000);
+    expect(&tcp, EPIC_ENOTSUP, "libcrypto.so.3: file too short", 0);
     CHECK_SAY(!strstr(epic_error(NULL), "install"), "%s", epic_error(NULL));
     return check_num_failed() ? 1 : 0;
 }
@@ -274,7 +296,7 @@ static int load_spoiled_libcrypto(void)
 int main(int argc, char **argv)
 {
     check_begin();
-    run_alarm(50);
+    run_alarm(110);
     if (argc > 1) return load_spoiled_libcrypto();
     test_libcrypto(argv[0]);
     test_listening();

@@ -394,7 +394,7 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
 {
     seat s = {.rank = rank, .on_device = !strcmp(backend, "p2p")};
     const epic_config config = {
-        .max_tokens = TOKENS, .max_row_bytes = ROW, .timeout_ms = 8000, .backend = backend};
+        .max_tokens = TOKENS, .max_row_bytes = ROW, .timeout_ms = 150000, .backend = backend};
     need(!epic_open(&s.ctx, &meets[rank], &config), "open", s.ctx);
     need((epic_max_sms(s.ctx) > 0) == s.on_device, "max_sms", s.ctx);
     if (s.on_device) cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking);

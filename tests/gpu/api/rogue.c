@@ -14,7 +14,7 @@ enum { RANKS = 3, HELLO_BYTES = 512 /* and more; what a backend's ranks tell is 
 typedef struct seat {
     epic_meet inner;
     uint64_t random;
-    int lies;
+    int lies, honest; /* this rank's meeting; all of them */
     epic_result result;
     char sentence[512];
 } seat;
@@ -57,8 +57,10 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
 static void *run_rank(void *self)
 {
     seat *s = self;
-    const epic_config config = {
-        .max_tokens = 8, .max_row_bytes = 64, .backend = "p2p", .timeout_ms = 2000};
+    const epic_config config = {.max_tokens = 8,
+                                .max_row_bytes = 64,
+                                .backend = "p2p",
+                                .timeout_ms = s->honest ? 60000 : 2000};
     const epic_meet meet = {s->inner.rank, RANKS, gather, NULL, s};
     epic_context *ctx = NULL;
     s->result = epic_open(&ctx, &meet, &config);
@@ -75,10 +77,11 @@ static int open_all(uint64_t seed, int lies)
     seat seats[RANKS];
     pthread_t threads[RANKS];
     int failed = 0;
-    if (epic_meet_threads(meets, RANKS, 10000) != EPIC_OK) return RANKS;
+    if (epic_meet_threads(meets, RANKS, lies ? 10000 : 60000) != EPIC_OK) return RANKS;
     for (int r = 0; r < RANKS; r++) {
         seats[r] = (seat){.inner = meets[r], .random = seed * 64 + (uint64_t)r};
         seats[r].lies = lies >> r & 1;
+        seats[r].honest = !lies;
         pthread_create(&threads[r], NULL, run_rank, &seats[r]);
     }
     for (int r = 0; r < RANKS; r++) pthread_join(threads[r], NULL);
