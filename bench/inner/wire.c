@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a wire costs: a word each way, and rows in puts of several sizes, between two processes of
- * this host, beside plain TCP that carries as many bytes in the same run.
+/* What a wire costs: a word each way, and rows in puts of several sizes, one way and both ways at
+ * once, between two processes of this host, beside plain TCP that carries as many bytes one way in
+ * the same run.  Medians.
  *   wire [--rounds N]    UCX_TLS and UCX_NET_DEVICES choose the network; tcp over lo unless set */
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -17,7 +18,9 @@
 
 #define BOX (8u << 20)
 #define TURNS 2000
-#define TOTAL (256u << 20) /* bytes of a measurement */
+#define TOTAL (128u << 20) /* bytes of a measurement, */
+#define MOST 8192          /* in so many puts */
+#define MOST_ROUNDS 100
 
 typedef struct end {
     const wire_engine *e;
@@ -86,7 +89,7 @@ static void insist(end *a, uint64_t to, uint64_t value)
 
 static void await(end *a, uint64_t value)
 {
-    while (__atomic_load_n(&a->inbox[0], __ATOMIC_RELAXED) != value) look(a);
+    while (__atomic_load_n(&a->inbox[0], __ATOMIC_RELAXED) < value) look(a);
 }
 
 /* Words that answer each other; us one way. */
@@ -101,23 +104,45 @@ static double time_words(end *a, uint64_t base)
     return (now_us() - start) / TURNS / 2;
 }
 
-/* Rows one way; the receiver knows the last put of each slot by its last word.  GB/s */
+static uint64_t count_of(uint32_t bytes)
+{
+    const uint64_t count = TOTAL / bytes;
+    return count < MOST ? count : MOST;
+}
+
+static void put_rows(end *a, uint32_t bytes)
+{
+    const uint64_t slots = (BOX - 8) / bytes, count = count_of(bytes);
+    for (uint64_t i = 0; i < count; i++)
+        while (!a->e->put(a->w, 1 - a->me, 8 + i % slots * bytes, a->outbox, bytes)) look(a);
+}
+
+static double gb_per_s(uint32_t bytes, double start)
+{
+    return (double)count_of(bytes) * bytes / (now_us() - start) / 1e3;
+}
+
+/* Rows one way; TCP and shared memory keep the order of messages, so the word comes last.  GB/s */
 static double time_puts(end *a, uint32_t bytes, uint64_t base)
 {
-    const uint64_t slots = (BOX - 8) / bytes, count = TOTAL / bytes;
-    uint64_t given = 0;
     const double start = now_us();
-    for (uint64_t i = 0; a->me == 0 && i < count; given++, i++)
-        while (!a->e->put(a->w, 1, 8 + i % slots * bytes, a->outbox, bytes)) look(a);
-    if (a->me ==
-        0) { /* TCP and shared memory keep the order of messages, so the last is last */
-        insist(a, 0, base);
-        await(a, base);
-    } else {
-        await(a, base);
-        insist(a, 0, base);
-    }
-    return (double)count * bytes / (now_us() - start) / 1e3;
+    if (a->me == 0) put_rows(a, bytes);
+    if (a->me == 0) insist(a, 0, base);
+    await(a, base);
+    if (a->me == 1) insist(a, 0, base);
+    return gb_per_s(bytes, start);
+}
+
+/* Rows both ways at once; GB/s each way, of the slower one. */
+static double time_both(end *a, uint32_t bytes, uint64_t base)
+{
+    const double start = now_us();
+    put_rows(a, bytes);
+    insist(a, 0, base);
+    await(a, base);
+    insist(a, 0, base + 1);
+    await(a, base + 1);
+    return gb_per_s(bytes, start);
 }
 
 static int connect_tcp(const end *a)
@@ -144,16 +169,50 @@ static int connect_tcp(const end *a)
 static double time_tcp(end *a, int line, uint32_t bytes)
 {
     const double start = now_us();
-    for (uint64_t i = 0; i < TOTAL / bytes; i++)
-        move_all(line, a->me == 0 ? a->outbox : a->inbox, bytes, a->me == 0);
+    for (uint64_t i = 0; i < count_of(bytes); i++)
+        move_all(line, a->me == 0 ? a->outbox : a->inbox + 1, bytes, a->me == 0);
     char last = 0;
     move_all(line, &last, 1, a->me == 1);
-    return (double)(TOTAL / bytes) * bytes / (now_us() - start) / 1e3;
+    return gb_per_s(bytes, start);
 }
 
-static double best(double a, double b)
+static int by_size(const void *a, const void *b)
 {
-    return a > b ? a : b;
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *of, int count)
+{
+    qsort(of, (size_t)count, sizeof *of, by_size);
+    return of[count / 2];
+}
+
+static uint64_t measure_words(end *a, int rounds)
+{
+    double us[MOST_ROUNDS];
+    uint64_t base = 1;
+    for (int i = 0; i < rounds; i++, base += TURNS + 1) us[i] = time_words(a, base);
+    if (a->me == 0) printf("a word, one way: %.1f us\n", median(us, rounds));
+    return base;
+}
+
+static uint64_t measure_rows(end *a, int line, int rounds, uint32_t bytes, uint64_t base)
+{
+    double puts[MOST_ROUNDS], both[MOST_ROUNDS], tcp[MOST_ROUNDS];
+    for (int i = 0; i < rounds; i++, base += 3) {
+        meet(a);
+        puts[i] = time_puts(a, bytes, base);
+        meet(a);
+        both[i] = time_both(a, bytes, base + 1);
+        meet(a);
+        tcp[i] = time_tcp(a, line, bytes);
+    }
+    const double way = median(puts, rounds), plain = median(tcp, rounds);
+    if (a->me == 0)
+        printf("%8u %10.2f %10.2f %10.2f %8.2f\n", bytes, way, median(both, rounds), plain,
+               way / plain);
+    return base;
 }
 
 static void measure(end *a, int rounds)
@@ -163,24 +222,13 @@ static void measure(end *a, int rounds)
     const int line = connect_tcp(a);
     open_end(a);
     a->e->say(a->w, said, sizeof said);
-    uint64_t base = 1;
-    double word = 1e9;
-    for (int i = 0; i < rounds; i++, base += TURNS + 1) {
-        const double us = time_words(a, base);
-        if (us < word) word = us;
-    }
-    if (a->me == 0) printf("%s\na word, one way: %.1f us\n", said, word);
-    if (a->me == 0) printf("%8s %10s %10s %8s\n", "bytes", "puts GB/s", "TCP GB/s", "ratio");
-    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
-        double puts = 0, tcp = 0;
-        for (int i = 0; i < rounds; i++, base++) {
-            meet(a);
-            puts = best(puts, time_puts(a, sizes[s], base));
-            meet(a);
-            tcp = best(tcp, time_tcp(a, line, sizes[s]));
-        }
-        if (a->me == 0) printf("%8u %10.2f %10.2f %8.2f\n", sizes[s], puts, tcp, puts / tcp);
-    }
+    if (a->me == 0) printf("%s\n", said);
+    uint64_t base = measure_words(a, rounds);
+    if (a->me == 0)
+        printf("%8s %10s %10s %10s %8s\n", "bytes", "puts GB/s", "both ways", "TCP GB/s",
+               "puts/TCP");
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
+        base = measure_rows(a, line, rounds, sizes[s], base);
     meet(a);
     a->e->close(a->w);
 }
@@ -189,7 +237,8 @@ int main(int argc, char **argv)
 {
     char why[WIRE_WHY];
     int pair[2];
-    const int rounds = argc == 3 && !strcmp(argv[1], "--rounds") ? atoi(argv[2]) : 5;
+    const int wanted = argc == 3 && !strcmp(argv[1], "--rounds") ? atoi(argv[2]) : 5;
+    const int rounds = wanted < 1 ? 1 : wanted > MOST_ROUNDS ? MOST_ROUNDS : wanted;
     if (setenv("UCX_TLS", "tcp", 0) == 0 && !strcmp(getenv("UCX_TLS"), "tcp"))
         setenv("UCX_NET_DEVICES", "lo", 0);
     end a = {.e = wire_find("ucx", why)};
@@ -204,7 +253,7 @@ int main(int argc, char **argv)
     if (!a.inbox || !a.outbox) stop("no memory");
     memset(a.inbox, 0, BOX);
     memset(a.outbox, 1, BOX);
-    measure(&a, rounds > 0 ? rounds : 1);
+    measure(&a, rounds);
     if (child == 0) _exit(0);
     int status = 1;
     waitpid(child, &status, 0);
