@@ -2,7 +2,7 @@
 /* The engine ucx over TCP, between hosts that are network namespaces where they may be made: by
  * messages every word arrives whole and once; by remote writes, which over TCP the receiver copies
  * in any parts, some of them twice, all arrives; what a stranger sends lands nowhere; what cannot
- * be is refused. */
+ * be, and segments of TCP that differ, are refused. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -133,6 +133,24 @@ static void be_refused(const epic_meet *meet, void *self)
     ucx->close(NULL);
 }
 
+/* A message that is larger than the receiver's segment would end its process. */
+static void differ(const epic_meet *meet, void *self)
+{
+    (void)self;
+    static uint64_t inbox[WORDS], outbox[WORDS];
+    unsigned char mine[WIRE_CARD_BYTES] = {0}, cards[2 * WIRE_CARD_BYTES];
+    char why[WIRE_WHY] = "";
+    wire *w = NULL;
+    const wire_setup setup = small_setup(meet, inbox, outbox);
+    if (meet->rank == 1) setenv("UCX_TCP_RX_SEG_SIZE", "64k", 1);
+    if (!CHECK_SAY(ucx->open(&w, &setup, mine, why) == EPIC_OK, "%s", why)) return;
+    CHECK(meet->gather(meet->self, mine, cards, sizeof mine) == EPIC_OK);
+    CHECK(ucx->connect(w, cards, why) == EPIC_EMISMATCH);
+    CHECK_SAY(strstr(why, meet->rank == 1 ? "is 64k here and" : "and 64k on host 1"), "%s",
+              why);
+    ucx->close(w);
+}
+
 int main(void)
 {
     check_begin();
@@ -148,6 +166,7 @@ int main(void)
     for (int stranger = 0; stranger < 2; stranger++)
         net_run(2, go_astray, &(bool){stranger}, 0, 100);
     net_run(1, be_refused, NULL, 0, 60); /* host 1 is made up */
+    net_run(2, differ, NULL, 0, 60);
     net_close();
     test_one_machine(v);
     return check_end();

@@ -1,11 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which networks UCX takes to a peer: its endpoint's *lanes*. */
+/* Which networks UCX has, and takes to a peer: its endpoint's *lanes*. */
 #ifndef EPIC_WIRE_UCX_LANES_H
 #define EPIC_WIRE_UCX_LANES_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <ucp/api/ucp.h>
+
+/* A context, and the size of its segments of TCP as UCX_TCP_RX_SEG_SIZE says it, "" without TCP.  A
+ * message larger than the segments of its receiver ends that process: they must be the same on all
+ * hosts.  NULL: the context is only to be asked what there is. */
+ucs_status_t ucx_new_context(ucp_context_h *out, const char **segment);
 
 /* Is every one of them RDMA, whose writes keep words whole? */
 bool ucx_keeps_words(ucp_ep_h endpoint);

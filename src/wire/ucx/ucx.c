@@ -13,10 +13,11 @@
 #include "wire/ucx/lanes.h"
 #include "wire/wire.h"
 
-#define DEPTH 256     /* puts to a host that are under way; more come again later */
-#define MESSAGE 1     /* the id of ours */
-#define MOST_TURNS 64 /* of UCX's in one look */
-#define FLUSH_MS 1000 /* how long close waits for what is under way */
+#define DEPTH 256              /* puts to a host that are under way; more come again later */
+#define MESSAGE 1              /* the id of ours */
+#define MOST_TURNS 64          /* of UCX's in one look */
+#define FLUSH_MS 1000          /* how long close waits for what is under way */
+#define BEST_BYTES (224 << 10) /* what fits a segment of TCP (lanes.c), and 16 rows of 14 KB */
 
 /* What a message begins with; a word is all header. */
 typedef struct header {
@@ -45,13 +46,15 @@ struct wire {
     ucp_worker_h worker;
     ucp_mem_h inbox, outbox;
     uint64_t token;
+    const char *segment; /* of TCP; "": there is none */
     peer peers[WIRE_MAX_HOSTS];
 };
 
 typedef struct card {
     uint64_t token, inbox, inbox_bytes;
     uint32_t address_bytes, key_bytes; /* of what lies in `bytes`, one after the other */
-    unsigned char bytes[WIRE_CARD_BYTES - 32];
+    char segment[16];
+    unsigned char bytes[WIRE_CARD_BYTES - 48];
 } card;
 _Static_assert(sizeof(card) == WIRE_CARD_BYTES, "a card is what the meeting carries");
 
@@ -70,22 +73,10 @@ static epic_result refused(char *why, const char *what, ucs_status_t status)
 
 /* ------------------------------------------------------------------------- this host ---- */
 
-static ucs_status_t new_context(ucp_context_h *out)
-{
-    const ucp_params_t wanted = {.field_mask = UCP_PARAM_FIELD_FEATURES,
-                                 .features = UCP_FEATURE_AM | UCP_FEATURE_RMA};
-    ucp_config_t *config;
-    ucs_status_t status = ucp_config_read(NULL, NULL, &config);
-    if (status != UCS_OK) return status;
-    status = ucp_init(&wanted, config, out);
-    ucp_config_release(config);
-    return status;
-}
-
 static bool can(char *why)
 {
     ucp_context_h context;
-    const ucs_status_t status = new_context(&context);
+    const ucs_status_t status = ucx_new_context(&context, NULL);
     if (status == UCS_OK) ucp_cleanup(context);
     if (status != UCS_OK) refused(why, "ucp_init", status);
     return status == UCS_OK;
@@ -101,7 +92,7 @@ static bool knows_gpus(ucp_context_h context)
 static bool reaches_gpu(void)
 {
     ucp_context_h context;
-    if (new_context(&context) != UCS_OK) return false;
+    if (ucx_new_context(&context, NULL) != UCS_OK) return false;
     const bool known = knows_gpus(context);
     ucp_cleanup(context);
     return known;
@@ -182,6 +173,7 @@ static epic_result write_card(wire *w, card *c, char *why)
     c->token = w->token;
     c->inbox = (uint64_t)(uintptr_t)w->setup.inbox;
     c->inbox_bytes = w->setup.inbox_bytes;
+    snprintf(c->segment, sizeof c->segment, "%s", w->segment);
     UCX(ucp_worker_get_address(w->worker, &address, &address_bytes), "the worker's address");
     bool fits = append(c, &c->address_bytes, address, address_bytes);
     ucp_worker_release_address(w->worker, address);
@@ -201,7 +193,7 @@ static epic_result prepare(wire *w, card *c, char *why)
     const wire_setup *s = &w->setup;
     if (getrandom(&w->token, sizeof w->token, 0) != (ssize_t)sizeof w->token)
         return refused(why, "random bytes", UCS_ERR_IO_ERROR);
-    UCX(new_context(&w->context), "ucp_init");
+    UCX(ucx_new_context(&w->context, &w->segment), "ucp_init");
     if (s->on_gpu && !knows_gpus(w->context))
         return refused(why, "memory of a GPU", UCS_ERR_UNSUPPORTED);
     epic_result result = map(w, s->inbox, s->inbox_bytes, &w->inbox, why);
@@ -240,6 +232,14 @@ static epic_result connect_host(wire *w, int host, const card *c, char *why)
     if (c->inbox_bytes != w->setup.inbox_bytes || c->address_bytes > sizeof c->bytes ||
         c->key_bytes > sizeof c->bytes - c->address_bytes) {
         snprintf(why, WIRE_WHY, "wire \"ucx\": the card of host %d is damaged", host);
+        return EPIC_EMISMATCH;
+    }
+    if (*c->segment && *w->segment && strncmp(c->segment, w->segment, sizeof c->segment - 1)) {
+        snprintf(
+            why, WIRE_WHY,
+            "wire \"ucx\": UCX_TCP_RX_SEG_SIZE is %.15s here and %.15s on host %d; it must "
+            "be the same",
+            w->segment, c->segment, host);
         return EPIC_EMISMATCH;
     }
     const ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
@@ -394,4 +394,4 @@ static void close_wire(wire *w)
 }
 
 extern EPIC_API const wire_engine epic_wire_ucx;
-const wire_engine epic_wire_ucx = {.name = "ucx", .best_bytes = 56 << 10, WIRE_ENGINE_CALLS};
+const wire_engine epic_wire_ucx = {.name = "ucx", .best_bytes = BEST_BYTES, WIRE_ENGINE_CALLS};
