@@ -48,8 +48,8 @@ static void take(wire_lines *l, int host)
 }
 
 /* Judges by earlier beats, then sends one.  A host is gone when nothing that was sent since
- * `asked_ms` is acknowledged, and nothing else came from there: that this thread was late is no
- * reason, for the system acknowledges without any thread. */
+ * `asked_ms` is acknowledged, and nothing else came from there.  Time for which this thread was late
+ * does not count: what kept it may have kept the system from taking what came. */
 static void beat(wire_lines *l, int host, int64_t now)
 {
     struct tcp_info info;
@@ -82,10 +82,12 @@ static void *listen_to_all(void *self)
         if (got > 0 && polls[n].revents) return NULL;
         for (int h = 0; h < n && got > 0; h++)
             if (polls[h].revents) take(l, h);
-        const int64_t now = epic_meet_now();
-        if (now < next) continue;
-        for (int h = 0; h < n; h++)
+        const int64_t now = epic_meet_now(), late = now - next;
+        if (late < 0) continue;
+        for (int h = 0; h < n; h++) {
+            if (next && late > BEAT_MS) l->asked_ms[h] += late;
             if (listens(l, h)) beat(l, h, now);
+        }
         next = now + BEAT_MS;
     }
 }

@@ -20,10 +20,15 @@ wire_lines_setup suite_lines_setup(const epic_meet *meet, const char *interface)
 wire_lines *suite_lines(const epic_meet *meet, const char *interface)
 {
     const wire_lines_setup setup = suite_lines_setup(meet, interface);
+    return suite_lines_of(meet, &setup);
+}
+
+wire_lines *suite_lines_of(const epic_meet *meet, const wire_lines_setup *setup)
+{
     unsigned char mine[WIRE_LINES_CARD_BYTES] = {0};
     unsigned char cards[WIRE_MAX_HOSTS * WIRE_LINES_CARD_BYTES];
     wire_lines *l = NULL;
-    const bool good = wire_lines_listen(&l, &setup, mine) == EPIC_OK;
+    const bool good = wire_lines_listen(&l, setup, mine) == EPIC_OK;
     const bool met = meet->gather(meet->self, mine, cards, sizeof mine) == EPIC_OK;
     if (CHECK_SAY(good && met && wire_lines_connect(l, cards) == EPIC_OK, "%s",
                   epic_sentence()))

@@ -10,6 +10,7 @@ wire_lines_setup suite_lines_setup(const epic_meet *meet, const char *interface)
 
 /* NULL: a check has failed. */
 wire_lines *suite_lines(const epic_meet *meet, const char *interface);
+wire_lines *suite_lines_of(const epic_meet *meet, const wire_lines_setup *setup);
 
 /* A check that the line comes to be so, in ten seconds at most, and was alive until then. */
 void suite_line_becomes(const wire_lines *l, int host, wire_line wanted);

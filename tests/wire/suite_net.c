@@ -176,9 +176,19 @@ static bool on_bridge(const char *command)
     return pid > 0 && waitpid(pid, &status, 0) == pid && status == 0;
 }
 
-bool net_cut(int host)
+static bool set_link(int host, const char *state)
 {
     char command[64];
-    snprintf(command, sizeof command, "ip link set to%d down", host);
+    snprintf(command, sizeof command, "ip link set to%d %s", host, state);
     return CHECK(on_bridge(command));
+}
+
+bool net_cut(int host)
+{
+    return set_link(host, "down");
+}
+
+bool net_mend(int host)
+{
+    return set_link(host, "up");
 }

@@ -18,6 +18,7 @@ void net_run(int num_hosts, run_body *body, void *self, unsigned victims, unsign
 
 /* Takes the host's link away, from wherever this process is. */
 bool net_cut(int host);
+bool net_mend(int host); /* and gives it back */
 
 /* As net_open, and the network delays and loses packets, as relay_open does; no link can be cut. */
 bool net_open_lossy(int num_hosts, int delay_us, uint32_t losses);
