@@ -94,7 +94,7 @@ typedef enum p2p_phase { /* what a rank was waiting for */
 #define P2P_ENTRY_HOST(entry) ((int)((entry) >> 51 & 31))
 #define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & 0x3ffff))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
-#define P2P_EPOCH_ENDS 31 /* in place of a host */
+#define P2P_EPOCH_ENDS 0x1ffffffffull /* in place of a word: heaps are smaller */
 
 typedef struct p2p_ring { /* in host memory, as all that it points to */
     uint64_t *entries;    /* [P2P_RING_ENTRIES], by kernels */

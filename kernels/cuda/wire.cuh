@@ -122,7 +122,7 @@ __device__ __forceinline__ void ship_record(const Now &now, int q, const uint64_
 /* One thread: nobody ships anything more in this epoch. */
 __device__ __forceinline__ void end_shipping(const Now &now)
 {
-    post(now, P2P_ENTRY(P2P_EPOCH_ENDS, 0, 0));
+    post(now, P2P_ENTRY(0, P2P_EPOCH_ENDS, 0));
     control_of(now)->epochs++;
 }
 

@@ -20,7 +20,7 @@
 
 #include "epic/epic.h"
 
-#define WIRE_MAX_HOSTS 16
+#define WIRE_MAX_HOSTS 32
 #define WIRE_CARD_BYTES 4096
 #define WIRE_WHY 256               /* bytes of a sentence */
 #define WIRE_MOST_BYTES (1u << 20) /* of one put */

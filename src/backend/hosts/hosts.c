@@ -44,6 +44,8 @@ static const wire_engine *find_engine(char *why)
     return wire_find(name && *name ? name : "ucx", why);
 }
 
+_Static_assert(WIRE_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
+
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
@@ -96,6 +98,12 @@ static epic_result make_heap(epic_group *g, hosts_part *h, card *mine)
     p2p_heap *at = &g->self.at;
     const int64_t parts = parts_bytes(at, g->num_ranks);
     at->parts = p2p_heap_bytes(at);
+    if (at->bytes / 8 >= (int64_t)P2P_EPOCH_ENDS)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "backend hosts: a heap of %lld bytes is too large, it must be less than "
+            "64 GB: take fewer tokens at once or set config.staging_bytes",
+            (long long)at->bytes);
     for (int q = 0; q < g->num_ranks; q++)
         if (p2p_same(g->peers[q].host, g->peers[g->rank].host)) g->self.near |= 1u << q;
     TRY(gpu_memory(&h->heap, at->parts + parts));

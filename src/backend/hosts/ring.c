@@ -123,7 +123,7 @@ static int take_entries(hosts_ring *r)
         if (entry >> 56 << 56 != P2P_ENTRY_LAP(r->taken)) break;
         if (!parcels_have_room(r->parcels, P2P_ENTRY_WORDS(entry))) break;
         __builtin_prefetch(from + LINES_AHEAD * 8); /* past the end, too: it does no harm */
-        if (host == P2P_EPOCH_ENDS)
+        if (P2P_ENTRY_WORD(entry) == P2P_EPOCH_ENDS)
             r->ends_next = true;
         else if (is_peer(r, host))
             take_pieces(r, host, entry);
