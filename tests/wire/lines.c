@@ -1,11 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Lines over loopback: who was killed is dead, who closed has closed, who is stopped is alive; who
  * does not come is named; strangers are hung up on. */
+#include <dlfcn.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "base/error.h"
@@ -16,6 +20,41 @@
 
 #define STOPPED_MS 2500
 #define STRANGERS 40
+
+/* ------------------------------------------------------------ a machine that was away ---- */
+
+#define AWAY 2 /* questions that the system answers before it has caught up */
+
+static atomic_int away;
+
+int getsockopt(int s, int level, int name, void *value, socklen_t *bytes)
+{
+    int (*real)(int, int, int, void *, socklen_t *);
+    void *const found = dlsym(RTLD_NEXT, "getsockopt");
+    memcpy(&real, &found, sizeof real);
+    const int result = real(s, level, name, value, bytes);
+    if (level != IPPROTO_TCP || name != TCP_INFO || atomic_load(&away) == 0) return result;
+    struct tcp_info *info = value;
+    if (atomic_load(&away) == AWAY) run_nap_us(1000000);
+    info->tcpi_unacked = 1;
+    info->tcpi_last_ack_recv = 1000;
+    atomic_fetch_sub(&away, 1);
+    return result;
+}
+
+/* For a second nothing ran, and so nothing was acknowledged: nobody has died. */
+static void come_back(const epic_meet *meet, void *self)
+{
+    (void)self;
+    wire_lines *l = suite_lines(meet, NULL);
+    if (!l) return;
+    if (meet->rank == 0) atomic_store(&away, AWAY);
+    while (atomic_load(&away) > 0) run_nap_us(10000);
+    run_nap_us(500000);
+    CHECK_EQ(wire_lines_look(l, 1 - meet->rank), LINE_ALIVE);
+    suite_gather(meet);
+    wire_lines_close(l);
+}
 
 /* --------------------------------------------------------------- killed, closed, stopped ---- */
 
@@ -159,6 +198,7 @@ int main(void)
     run_alarm(200);
     fates *f = run_share(sizeof *f);
     net_run(NUM_FATES, meet_fate, f, 1u << KILLED, 60);
+    net_run(2, come_back, NULL, 0, 60);
     net_run(3, come_late, NULL, 0, 60);
     net_run(2, be_bothered, NULL, 0, 60);
     no_interface();
