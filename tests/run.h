@@ -30,7 +30,8 @@ void run_meeting_free(run_meeting *meeting);
 void *run_share(size_t bytes);
 void run_unshare(void *memory, size_t bytes);
 
-/* This process is ended by SIGALRM after so many seconds: a hang. */
+/* This process is ended by SIGALRM after so many seconds, on a busy machine three times as many: a
+ * hang. */
 void run_alarm(unsigned seconds);
 
 double run_scale(void);    /* EPIC_TEST_SCALE; without it 1, with a sanitizer less */

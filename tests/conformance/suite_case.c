@@ -42,7 +42,7 @@ void case_refused(seat *s, epic_result result, epic_result expected)
               result ? epic_error(s->ctx) : "");
 }
 
-/* Odd ones, cut down until the case is not too large for a test. */
+/* Odd ones, and any, cut down until the case is not too large for a test. */
 int64_t case_hidden(seat *s, run_random *common, uint32_t type)
 {
     static const int64_t elements[] = {1, 7, 100, 128, 1024, 1025, 3000};
@@ -54,7 +54,7 @@ int64_t case_hidden(seat *s, run_random *common, uint32_t type)
         if (p->num_slots[r] > rows) rows = p->num_slots[r];
     int64_t i = run_below(common, 7);
     while (i > 0 && list[i] * rows > MOST_ELEMENTS) i--;
-    return list[i];
+    return run_chance(common, 25) ? run_between(common, 1, list[i]) : list[i];
 }
 
 uint32_t case_type(run_random *common, bool wide)

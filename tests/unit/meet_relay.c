@@ -18,7 +18,7 @@
 
 #define GATHERS 3
 #define BYTES 48
-#define PATIENCE_MS 8000
+#define PATIENCE_MS 24000
 
 /* ------------------------------------------------------------------------------- ranks ---- */
 
@@ -211,24 +211,21 @@ static void *run_relay(void *self)
 }
 
 /* Ranks 0 and 1 meet, rank 1 through the relay. */
-static void meet_through(relay *r)
+static void meet_in(relay *r, uint32_t timeout_ms, guest guests[2])
 {
-    guest guests[2] = {0};
     pthread_t threads[2], relaying;
     uint32_t port = 0;
     int holder;
+    memset(guests, 0, 2 * sizeof *guests);
     r->to = hold_port(&holder);
     r->used = r->over = false;
     r->listener = listen_at(&port);
-    for (int i = 0; i < 2; i++) {
-        guests[i].tcp =
-            (epic_tcp){.secret = "hush",
-                       .rank = i,
-                       .num_ranks = 2,
-                       .port = i == 0 ? r->to : port,
-                       /* whose entry is spoiled knocks till the end */
-                       .timeout_ms = r->from_zero && r->message == 1 ? 1000 : PATIENCE_MS};
-    }
+    for (int i = 0; i < 2; i++)
+        guests[i].tcp = (epic_tcp){.secret = "hush",
+                                   .rank = i,
+                                   .num_ranks = 2,
+                                   .port = i == 0 ? r->to : port,
+                                   .timeout_ms = timeout_ms};
     pthread_create(&relaying, NULL, run_relay, r);
     for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, run_rank, &guests[i]);
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
@@ -237,6 +234,17 @@ static void meet_through(relay *r)
     pthread_join(relaying, NULL);
     close(r->listener);
     close(holder);
+}
+
+/* Whose entry is spoiled knocks till the end: soon, and later where nothing had come by then. */
+static void meet_through(relay *r)
+{
+    guest guests[2];
+    const bool knocks = r->from_zero && r->message == 1;
+    uint32_t timeout_ms = knocks ? 1000 : PATIENCE_MS;
+    meet_in(r, timeout_ms, guests);
+    for (; knocks && !r->used && timeout_ms < PATIENCE_MS; meet_in(r, timeout_ms, guests))
+        timeout_ms *= 3;
 
     const int last = r->from_zero ? 2 + GATHERS : 1 + GATHERS;
     const guest *reader = &guests[r->from_zero];
