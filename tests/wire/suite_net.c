@@ -48,6 +48,20 @@ static bool see_interfaces(void)
            mount("sysfs", "/sys", "sysfs", 0, NULL) == 0;
 }
 
+/* The system says some time after a link is up that it is, and UCX takes none before. */
+static bool await_link(void)
+{
+    for (int i = 0; i < 2000; i++) {
+        char state[16] = "";
+        FILE *file = fopen("/sys/class/net/wire/operstate", "r");
+        const bool up = file && fgets(state, sizeof state, file) && !strncmp(state, "up", 2);
+        if (file) fclose(file);
+        if (up) return true;
+        run_nap_us(10000);
+    }
+    return false;
+}
+
 /* Makes the namespace, waits until its link is there, sets it up, and stays. */
 static void hold(int host, const int from[2], const int to[2])
 {
@@ -59,7 +73,7 @@ static void hold(int host, const int from[2], const int to[2])
     if (read(from[0], &byte, 1) != 1) _exit(1);
     if (!shell("ip addr add 10.83.0.%d/24 dev wire && ip link set wire up && ip link set lo up",
                host + 1) ||
-        !see_interfaces() || write(to[1], "u", 1) != 1)
+        !see_interfaces() || !await_link() || write(to[1], "u", 1) != 1)
         _exit(1);
     for (;;) pause();
 }
