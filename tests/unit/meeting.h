@@ -88,7 +88,7 @@ static inline void run_rank(const trial *t, int rank, uint32_t port)
         .port = port,
         .timeout_ms = t->timeout_ms,
     };
-    alarm(30);
+    alarm(90);
     t->rank(t, &tcp, out);
     snprintf(out->sentence, sizeof out->sentence, "%s",
              out->result == EPIC_OK ? "" : epic_error(NULL));
