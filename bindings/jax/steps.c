@@ -18,6 +18,7 @@ typedef struct step_job {
     epic_combine_backward_args combine_backward;
     epic_sum_args sum;
     epic_sum_replicas_args sum_replicas;
+    int64_t num_local; /* most experts of a rank, as the caller reckons */
     int64_t from_count;
     const float *from;
 } step_job;
@@ -57,12 +58,32 @@ typedef struct step_job {
     DATA(JOB_RESULT | JOB_OPTIONAL, "logical_load", EPIC_I32, plan.logical_load)
 /* clang-format on */
 
+enum { MOST_RANKS = 1024 };
+
+/* A table that the program computes says only here how many experts a rank has: those past the
+ * caller's number would have slots that nobody computes.  What is no rank the core says. */
+static void check_table(ffi_reader *reader, const step_job *job)
+{
+    const int32_t *rank_of = job->plan.rank_of_expert;
+    if (reader->error != NULL || reader->on_device || rank_of == NULL) return;
+    int64_t counts[MOST_RANKS] = {0};
+    for (uint32_t e = 0; e < job->layer.num_experts; e++) {
+        if (rank_of[e] < 0 || rank_of[e] >= MOST_RANKS) continue;
+        if (++counts[rank_of[e]] <= job->num_local) continue;
+        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                                 "rank_of_expert: rank %d has more than num_local_experts %lld",
+                                 rank_of[e], (long long)job->num_local);
+        return;
+    }
+}
+
 static void read_plan(ffi_reader *reader, job *base)
 {
     step_job *job = (step_job *)base;
     job->layer = read_layer(reader);
     job->plan.layer = &job->layer;
     job->plan.capacity = ffi_int(reader, "capacity");
+    job->num_local = ffi_int(reader, "num_local_experts");
     job->dispatch.flags = EPIC_ZERO_TAIL;
     if (reader->error == NULL && job->from_count != job->plan.num_tokens * job->layer.top_k)
         reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
@@ -70,6 +91,7 @@ static void read_plan(ffi_reader *reader, job *base)
                                  "top_k %u]",
                                  (long long)job->from_count, (long long)job->plan.num_tokens,
                                  job->layer.top_k);
+    check_table(reader, job);
 }
 
 /* The tail comes first, so that a plan that fails has it too. */

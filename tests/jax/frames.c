@@ -40,6 +40,7 @@ static void add_layer(call *c, int64_t top_k)
     add_int(c, "alignment", 1);
     for (size_t i = 0; i < sizeof zero / sizeof *zero; i++) add_int(c, zero[i], 0);
     add_int(c, "capacity", SLOTS);
+    add_int(c, "num_local_experts", EXPERTS);
 }
 
 static int plan_dispatch(const char *group, int64_t top_k, XLA_FFI_DataType row_type)

@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat, SupportsIndex
 
 from epic.errors import EpicArgumentError
@@ -83,15 +83,32 @@ def key() -> Any:
     return field(init=False, repr=False, compare=False, default="")
 
 
+def made(kind: str, *values: Any) -> str:
+    """The key of a value, which is checked and known then.  Its own parts come as their keys.  A
+    function by itself, so that tracers may take its result for a constant."""
+    twin: Any = object.__new__(KINDS[kind])
+    for name, value in zip(names(KINDS[kind]), values, strict=True):
+        part = known.get(value) if isinstance(value, str) else None
+        object.__setattr__(twin, name, part or value)
+    twin.check()
+    object.__setattr__(twin, "key", repr(twin))
+    known[twin.key] = twin
+    return str(twin.key)
+
+
 class Named:
     """A dataclass with a key."""
 
     key: str
+    NAMES: tuple[str, ...] = ()  # its fields, for tracers
 
-    def get_known(self) -> None:
-        """When it is made, complete."""
-        object.__setattr__(self, "key", repr(self))
-        known[self.key] = self
+    def __post_init__(self) -> None:
+        found = [getattr(self, name) for name in self.NAMES]
+        keys = [v.key if isinstance(v, Named) else v for v in found]
+        object.__setattr__(self, "key", made(type(self).__name__, *keys))
+
+    def check(self) -> None:
+        """Of what it is made of."""
 
     def __reduce__(self) -> Any:
         """Copies are made, and so known, in the process that has them."""
@@ -106,9 +123,9 @@ def names(kind: Any) -> list[str]:
 class Options(Named):
     """Fields as numbers, by the names that the core gives them; checked when they are made."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """By the fields' rules, then by the core's."""
         self.numbers()
-        self.get_known()
         with contextlib.suppress(ImportError):  # without the libraries: when they are used
             self.ask_core()
 
@@ -292,6 +309,8 @@ class Experts(Options):
             whole(name, getattr(self, name), 1)
         if self.num_local_experts:
             _native.experts_memory(self, 0)
+        else:
+            replace(self, num_local_experts=1)  # which is asked
 
 
 PARTS: dict[str, Any] = {"layer": Layer, "router": Router, "experts": Experts}
@@ -329,8 +348,8 @@ class Moe(Named):
     def of(cls, **wishes: Any) -> "Moe":
         """All of it at once, each number said once: every field of Layer, Router, Experts and Moe
         by its name.  of(num_experts=8, top_k=2, hidden=256, inner=512, score="sigmoid")."""
-        fields_of = {part: set(names(kind)) for part, kind in PARTS.items()}
-        own = set(names(cls)) - set(PARTS)
+        fields_of = {part: set(kind.NAMES) for part, kind in PARTS.items()}
+        own = set(cls.NAMES) - set(PARTS)
         for name in wishes:
             word("Moe.of:", name, sorted(own.union(*fields_of.values())))
 
@@ -343,7 +362,8 @@ class Moe(Named):
         parts = {part: kind(**own_words[part]) for part, kind in PARTS.items()}
         return cls(**parts, **chosen(own))
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Each field, and the parts with each other."""
         for name, kind in PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise EpicArgumentError(f"{name}: an epic.{kind.__name__} is needed")
@@ -355,7 +375,6 @@ class Moe(Named):
         if self.quantize is not None:
             word("quantize", self.quantize, BLOCKS)
         self.check_parts()
-        self.get_known()
 
     def check_parts(self) -> None:
         """What layer, router and experts say twice."""
@@ -376,3 +395,8 @@ class Moe(Named):
                 f"shared.num_local_experts {self.shared.num_local_experts}: the shared expert is "
                 "one; give it a larger inner"
             )
+
+
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Layer, Router, Experts, Moe)}
+for kind_ in KINDS.values():
+    kind_.NAMES = tuple(names(kind_))

@@ -193,6 +193,10 @@ def without_mesh(
                 f"this process is rank {mine[0]}: leave both out, or split the communicator"
             )
     taken = list(ranks if ranks is not None else mine)
+    if len({whole("ranks", r) for r in taken}) < len(taken) or max(taken, default=0) >= count:
+        raise EpicArgumentError(
+            f"ranks {taken}: different ones from 0 to num_ranks - 1, here {count - 1}, are needed"
+        )
     if len(taken) > len(devices):
         raise EpicArgumentError(f"ranks {taken}: this process has {len(devices)} devices for them")
     return [member_of(d, 0, r) for d, r in zip(devices, taken, strict=False)], count
@@ -233,7 +237,10 @@ def choose_sizes(
                 raise EpicArgumentError(f"{name} is needed, or like=, the activations")
         return whole("max_tokens", max_tokens), whole("max_row_bytes", max_row_bytes)
     tokens, row_bytes = places.sizes(mesh, like, token_axes)
-    return max_tokens or tokens, max_row_bytes or row_bytes
+    return (
+        whole("max_tokens", max_tokens) if max_tokens is not None else tokens,
+        whole("max_row_bytes", max_row_bytes) if max_row_bytes is not None else row_bytes,
+    )
 
 
 def open(
@@ -276,6 +283,10 @@ def open(
     max_sms: most SMs that a call takes, 0: the core's default;
     command_buffers=False keeps XLA from putting the calls into its CUDA graphs.
     """
+    if mesh is not None and (ranks is not None or num_ranks is not None):
+        raise EpicArgumentError(
+            f"ranks {ranks}, num_ranks {num_ranks}: the mesh says both, leave them out"
+        )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     groups, count = places.by_rank(mesh, axes) if mesh is not None else ([jax.local_devices()], 0)
     platform = groups[0][0].platform
@@ -292,8 +303,9 @@ def open(
         name, axes, count, max_tokens, max_row_bytes, platform, command_buffers, devices_of
     )
     config = group.config()
-    config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
-    config.max_sms, config.max_top_k = max_sms, max_top_k
+    config.timeout_ms = whole("timeout_ms", timeout_ms)
+    config.staging_bytes = whole("staging_bytes", staging_bytes)
+    config.max_sms, config.max_top_k = whole("max_sms", max_sms), whole("max_top_k", max_top_k)
     config.name, config.backend = name.encode(), backend.encode() if backend else None
     config.native = None if native is None else meeting.address_of(native)
     with lock:

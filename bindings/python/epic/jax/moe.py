@@ -462,6 +462,21 @@ def gathered(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, ...]) -
     return MoeWeights(**{name: whole(name, part) for name, part in parts._asdict().items()})
 
 
+def loss_axes_of(group: Group, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those whose tokens the losses count beside the group's, each once."""
+    if isinstance(axes, str):
+        raise EpicArgumentError(f"loss_axes {axes!r}: a tuple of axes is needed, ({axes!r},)")
+    for i, axis in enumerate(axes):
+        if axis in group.axes:
+            raise EpicArgumentError(
+                f"loss_axes {axis!r}: the tokens of the group's axis are counted anyway: leave it "
+                "out"
+            )
+        if axis in axes[:i]:
+            raise EpicArgumentError(f"loss_axes {tuple(axes)}: {axis!r} is there twice")
+    return tuple(axes)
+
+
 def masked(options: Moe, mask: Any, x: Any) -> Any:
     """The mask as [num_tokens], checked; None stays None."""
     if mask is None:
@@ -528,7 +543,7 @@ def moe(
         more |= {"grouped_gemm": grouped_gemm}
         more |= {"fsdp_axes": fsdp_axes, "loss_axes": loss_axes, "channel": channel, "after": after}
         return tensor.whole(moe(group, options, x, weights, **more), tensor_axis)
-    x, fsdp, over = jnp.asarray(x), tuple(fsdp_axes), tuple(loss_axes)
+    x, fsdp, over = jnp.asarray(x), tuple(fsdp_axes), loss_axes_of(group, loss_axes)
     options, weights, owners = placed(group, promised(options, table), weights, rank_of_expert)
     owners, logical = steps.tables(group, options.layer, owners, logical_of_expert)
     if fsdp:

@@ -80,6 +80,11 @@ class MoEBlock(nnx.Module):
             zeros = jnp.zeros(options.layer.num_ids, jnp.float32)
             self.expert_bias = made(ExpertBias, zeros, (None,))
 
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """nnx.view(model, deterministic=True) is a model in which the bias stays."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+
     def __call__(
         self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
     ) -> tuple[Any, Any]:

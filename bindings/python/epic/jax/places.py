@@ -24,14 +24,21 @@ MOST_TEXT = 200  # bytes; the handlers have room for 255
 UNKNOWN = -1
 
 
+def check_known(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, ...]) -> None:
+    """The mesh must have them."""
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            names = ", ".join(map(str, mesh.axis_names))
+            raise EpicArgumentError(
+                f"{argument} {axis!r} is not an axis of the mesh: those are {names}"
+            )
+
+
 def by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[Any]], int]:
     """Devices by group and rank: a group is all devices that share the other coordinates."""
-    missing = [axis for axis in axes if axis not in mesh.axis_names]
-    if missing:
-        names = ", ".join(map(str, mesh.axis_names))
-        raise EpicArgumentError(
-            f"axis {missing[0]!r} is not an axis of the mesh: those are {names}"
-        )
+    check_known(mesh, "axis", axes)
+    if len(set(axes)) < len(axes):
+        raise EpicArgumentError(f"axis {axes}: each axis once")
     devices = np.asarray(mesh.devices)
     at = [mesh.axis_names.index(axis) for axis in axes]
     num_ranks = math.prod(devices.shape[i] for i in at)
@@ -47,8 +54,14 @@ def sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> tuple[i
         raise EpicArgumentError(f"like: shape {like.shape}: [..., hidden] is needed")
     if mesh is not None:
         whole = isinstance(token_axes, jax.sharding.PartitionSpec)
+        if whole and len(token_axes) >= len(shape):
+            raise EpicArgumentError(
+                f"token_axes {token_axes}: like has {len(shape)} dimensions, and the last, hidden, "
+                "stays whole"
+            )
         for i, part in enumerate(token_axes if whole else [token_axes or mesh.axis_names]):
             axes = (part,) if isinstance(part, str) else part or ()
+            check_known(mesh, "token_axes", axes)
             shape[i] = -(-shape[i] // math.prod(mesh.shape[axis] for axis in axes))
     return math.prod(shape[:-1]), shape[-1] * np.dtype(like.dtype).itemsize
 

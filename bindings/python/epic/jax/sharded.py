@@ -215,7 +215,13 @@ def moe(
     if tensor_axis and token_axes is None:
         token_axes = tuple(a for a in mesh.axis_names if a != tensor_axis)
     spec, axes = token_spec(mesh, group, token_axes, x.ndim)
-    check_axes(mesh, (), loss_axes=loss_axes)
+    check_axes(mesh, (), loss_axes=layer.loss_axes_of(group, loss_axes))
+    for axis in loss_axes:
+        if axis not in axes:
+            raise EpicArgumentError(
+                f"loss_axes {axis!r}: its devices have the same tokens (token_axes {spec}): leave "
+                "it out"
+            )
     check_axes(mesh, group.axes, fsdp_axes=fsdp_axes, tensor_axis=tensor_axis)
     if tensor_axis in axes:
         raise EpicArgumentError(

@@ -19,11 +19,13 @@ from epic.errors import EpicArgumentError
 from epic.jax import placement
 from epic.jax.call import Array, Spec, call, like, marks, no_gradient, spread_all, zero_gradient
 from epic.jax.groups import Group
-from epic.options import Layer, word
+from epic.options import Layer, whole, word
 
 PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
 CALLERS_CHANNEL = 1 << 23  # a bit of it, where the number is the caller's: as job.c
 PLAN_PARTS = 6  # results of a plan, before those of dispatch
+NARROW = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3",
+          "float8_e3m4", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")  # fmt: skip
 ROW_TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -90,19 +92,38 @@ def as_rows(name: str, x: Any, count: int | None = None) -> Any:
     return x.reshape(rows, x.shape[-1])
 
 
+def as_tokens(name: str, x: Any, dims: tuple[int, ...]) -> Any:
+    """[..., n] as [num_tokens, n], its rows in the order of the choices."""
+    x = jnp.asarray(x)
+    if x.ndim > 2 and len(dims) > 1 and x.shape[:-1] != dims:
+        raise EpicArgumentError(f"{name}: shape {x.shape}: topk_idx has {list(dims)} tokens")
+    return as_rows(name, x, math.prod(dims))
+
+
 def check_floats(name: str, x: Any) -> None:
     """What is added must be a type that the core adds."""
     if x.dtype.name not in ROW_TYPES:
         raise EpicArgumentError(f"{name}: dtype {x.dtype}: one of {', '.join(ROW_TYPES)} is needed")
 
 
-def as_weights(name: str, x: Any, shape: tuple[int, ...]) -> Any:
-    """Float32 of that shape; None stays None."""
+def as_weights(name: str, x: Any, dims: tuple[int, ...], top_k: int) -> Any:
+    """[..., top_k] as float32 [num_tokens, top_k]; None stays None."""
     if x is None:
         return None
-    if math.prod(x.shape) != math.prod(shape):
-        raise EpicArgumentError(f"{name}: shape {x.shape}: {list(shape)} is needed")
-    return x.astype(jnp.float32).reshape(shape)
+    x = jnp.asarray(x)
+    if x.ndim < 2 or x.shape[-1] != top_k:
+        raise EpicArgumentError(f"{name}: shape {x.shape}: {[*dims, top_k]} is needed")
+    return as_tokens(name, x, dims).astype(jnp.float32)
+
+
+def as_slot_weights(x: Any, capacity: int) -> Any:
+    """Float32 [capacity]; None stays None."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if math.prod(x.shape) != capacity:
+        raise EpicArgumentError(f"slot_weights: shape {x.shape}: [{capacity}] is needed")
+    return x.astype(jnp.float32).reshape(capacity)
 
 
 def calm(after: Any) -> list[Any]:
@@ -133,13 +154,41 @@ def plan_way(group: Group, layer: Layer, topk_idx: Any, capacity: int | None) ->
     return Way(group, layer, topk_idx.shape[:-1], slots), rows
 
 
+def most_of_a_rank(table: Any) -> int:
+    """Experts, of a rank_of_expert that is no tracer; what is no rank the core says."""
+    ranks = np.asarray(table)
+    return int(np.bincount(ranks[ranks >= 0], minlength=1).max())
+
+
 def num_local(group: Group, layer: Layer, rank_of_expert: Any, given: int | None) -> int:
-    """Experts of a rank, at most."""
-    if given or rank_of_expert is None:
-        return given or group.local_experts(layer)
-    if isinstance(rank_of_expert, jax.core.Tracer):
+    """Experts of a rank, at most; a table that is traced the handler counts."""
+    check_table("rank_of_expert", layer, rank_of_expert)
+    least, most = 1, layer.num_experts
+    if rank_of_expert is None:
+        least = most = group.local_experts(layer)
+    elif not isinstance(rank_of_expert, jax.core.Tracer):
+        least = most_of_a_rank(rank_of_expert)
+    elif not given:
         raise EpicArgumentError("rank_of_expert is traced: num_local_experts is needed then")
-    return int(np.bincount(np.asarray(rank_of_expert)).max())
+    count = least if not given else whole("num_local_experts", given)
+    if not least <= count <= most:
+        raise EpicArgumentError(
+            f"num_local_experts {count}: a rank has {least}"
+            if least > count
+            else f"num_local_experts {count}: a rank has {most} at most"
+        )
+    return count
+
+
+def check_table(name: str, layer: Layer, table: Any) -> None:
+    """A whole number for each expert."""
+    if table is None:
+        return
+    shape, dtype = np.shape(table), getattr(table, "dtype", None) or np.asarray(table).dtype
+    if shape != (layer.num_experts,) or not jnp.issubdtype(dtype, jnp.integer):
+        raise EpicArgumentError(
+            f"{name}: {dtype}{list(shape)}: integers [num_experts {layer.num_experts}] are needed"
+        )
 
 
 def tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
@@ -150,11 +199,8 @@ def tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
             "replicas, and only then"
         )
     owners = placement.table(group, layer, owners)
-    for name, table in (("rank_of_expert", owners), ("logical_of_expert", logical)):
-        if table is not None and np.shape(table) != (layer.num_experts,):
-            raise EpicArgumentError(
-                f"{name}: shape {np.shape(table)}: [num_experts {layer.num_experts}] is needed"
-            )
+    check_table("rank_of_expert", layer, owners)
+    check_table("logical_of_expert", layer, logical)
     return [None if t is None else jnp.asarray(t, jnp.int32) for t in (owners, logical)]
 
 
@@ -172,9 +218,9 @@ def plan_results(way: Way, has_table: bool, local: int) -> list[Spec | None]:
     ]
 
 
-def plan_attributes(way: Way) -> dict[str, Any]:
+def plan_attributes(way: Way, local: int) -> dict[str, Any]:
     """Of plan and plan_dispatch."""
-    return {**way.layer.numbers(), "capacity": way.capacity}
+    return {**way.layer.numbers(), "capacity": way.capacity, "num_local_experts": local}
 
 
 def plan_of(way: Way, local: int, parts: Sequence[Any]) -> Plan:
@@ -184,8 +230,16 @@ def plan_of(way: Way, local: int, parts: Sequence[Any]) -> Plan:
 
 
 def channel_of(channel: Any) -> Any:
-    """The caller's number as an operand; -1: none."""
-    return jnp.asarray(-1 if channel is None else channel, jnp.int32)
+    """The caller's number as an operand; -1: none.  The handler checks one that is traced."""
+    if channel is None:
+        return jnp.int32(-1)
+    dtype = getattr(channel, "dtype", None)
+    if dtype is None or isinstance(channel, np.generic):
+        if whole("channel", channel) >= CALLERS_CHANNEL:
+            raise EpicArgumentError(f"channel {channel}: 0 to {CALLERS_CHANNEL - 1} is needed")
+    elif np.shape(channel) or not jnp.issubdtype(dtype, jnp.integer):
+        raise EpicArgumentError(f"channel: {dtype}{list(np.shape(channel))}: one int32 is needed")
+    return jnp.asarray(channel, jnp.int32)
 
 
 def plan(
@@ -218,7 +272,7 @@ def plan(
         plan_results(way, placed[0] is not None, local),
         [chosen, *placed, *marks(group, chosen), number, *calm(after)],
         group,
-        **plan_attributes(way),
+        **plan_attributes(way, local),
     )
     return plan_of(way, local, parts)
 
@@ -295,9 +349,9 @@ def check_layout(layer: Layer, layout: str, other: str) -> None:
 def dispatch_inputs(plan: Plan, tokens: Any, weights: Any) -> list[Any]:
     """Plan, tokens and weights, checked."""
     way = plan.way
-    rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
+    rows = as_tokens("tokens", tokens, way.token_dims)
     check_floats("tokens", rows)
-    weights = as_weights("weights", weights, (way.num_tokens, way.layer.top_k))
+    weights = as_weights("weights", weights, way.token_dims, way.layer.top_k)
     return spread_all(way.group, plan.bytes, rows, weights)
 
 
@@ -351,7 +405,7 @@ def check_block(block: str) -> None:
 
 def is_narrow(x: Any) -> bool:
     """Of a type that the core carries and never adds."""
-    return jnp.asarray(x).dtype.itemsize == 1 and x.dtype != jnp.bool_
+    return jnp.asarray(x).dtype.name in NARROW
 
 
 def as_bytes(x: Any) -> Any:
@@ -369,12 +423,12 @@ def from_bytes(data: Any, dtype: Any) -> Any:
 def carried(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple[Any, Any, Any]:
     """Rows of an 8-bit type, their scales or None, and weights, in their slots: as they are."""
     way = plan.way
-    rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
-    weights = as_weights("weights", weights, (way.num_tokens, way.layer.top_k))
+    rows = as_tokens("tokens", tokens, way.token_dims)
+    weights = as_weights("weights", weights, way.token_dims, way.layer.top_k)
     given = [None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights)]
     packed, name = [as_bytes(given[0])], "dispatch"
     if scales is not None:
-        extra = as_rows("scales", jnp.asarray(scales), way.num_tokens)
+        extra = as_tokens("scales", scales, way.token_dims)
         packed, name = [*packed, as_bytes(jax.lax.stop_gradient(extra))], "dispatch_scaled"
     data, slot_weights, *packed = spread_all(way.group, plan.bytes, given[1], *packed)
     results: list[Spec | None] = [Spec((way.capacity, x.shape[1]), jnp.uint8) for x in packed]
@@ -469,7 +523,7 @@ def plan_dispatch_rows(
     results = plan_results(way, owners is not None, local) + recv_results(way, tokens, weights)
     operands = [chosen, owners, logical, tokens, weights, *marks(way.group, chosen, tokens)]
     operands += [number, *after]
-    return tuple(call("plan_dispatch", results, operands, way.group, **plan_attributes(way)))
+    return tuple(call("plan_dispatch", results, operands, way.group, **plan_attributes(way, local)))
 
 
 def plan_dispatch_forward(
@@ -511,10 +565,10 @@ def plan_dispatch(
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
     local = num_local(group, layer, rank_of_expert, num_local_experts)
     placed = tables(group, layer, rank_of_expert, logical_of_expert)
-    rows = as_rows("tokens", jnp.asarray(tokens), way.num_tokens)
+    rows = as_tokens("tokens", tokens, way.token_dims)
     check_floats("tokens", rows)
     group.check_width("tokens", rows)
-    weights = as_weights("weights", weights, (way.num_tokens, layer.top_k))
+    weights = as_weights("weights", weights, way.token_dims, layer.top_k)
     arrays = [rows, weights, chosen, *placed, channel_of(channel), *calm(after)]
     rows, weights, *ints = spread_all(group, *arrays)
     out = plan_dispatch_rows(way, local, tuple(ints), rows, weights)
@@ -560,7 +614,7 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
     rows = as_rows("rows", jnp.asarray(rows), way.capacity)
     check_floats("rows", rows)
     way.group.check_width("rows", rows)
-    slot_weights = as_weights("slot_weights", slot_weights, (way.capacity,))
+    slot_weights = as_slot_weights(slot_weights, way.capacity)
     return combine_rows(way, *spread_all(way.group, plan.bytes, rows, slot_weights))
 
 

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments that do not belong together are told, where the numbers would be wrong in silence or
+the process would end."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import epic.jax
+import layers
+from conftest import make_mesh
+from epic.jax import EpicArgumentError
+from steps import ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, numbers
+
+ROWS = (2, 3, HIDDEN)  # of a device, as its choices are [2, 3, TOP_K]
+Step = Callable[..., Any]
+
+
+def table(*counts: int) -> np.ndarray:
+    """As many experts for each rank."""
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+def step(group: Any, x: Any, w: Any, ids: Any, **more: Any) -> Any:
+    """There and back."""
+    plan, recv, slots = epic.jax.plan_dispatch(group, LAYER, ids, x, w, **more)
+    return epic.jax.combine(plan, recv, slots)
+
+
+WRONG: dict[str, tuple[Step, str]] = {
+    "turned weights": (
+        lambda g, x, w, ids: step(g, x, w.T, ids),
+        r"weights: shape \(3, 6\): \[6, 3\] is needed",
+    ),
+    "flat weights": (
+        lambda g, x, w, ids: step(g, x, w.reshape(-1), ids),
+        r"weights: shape \(18,\): \[6, 3\] is needed",
+    ),
+    "tokens in another order": (
+        lambda g, x, w, ids: step(g, x.reshape(3, 2, HIDDEN), w, ids.reshape(2, 3, TOP_K)),
+        r"tokens: shape \(3, 2, 20\): topk_idx has \[2, 3\] tokens",
+    ),
+    "weights in another order": (
+        lambda g, x, w, ids: step(g, x, w.reshape(3, 2, TOP_K), ids.reshape(2, 3, TOP_K)),
+        r"weights: shape \(3, 2, 3\): topk_idx has \[2, 3\] tokens",
+    ),
+    "too few local experts": (
+        lambda g, x, w, ids: step(g, x, w, ids, num_local_experts=2),
+        "num_local_experts 2: a rank has 4",
+    ),
+    "too many local experts": (
+        lambda g, x, w, ids: step(g, x, w, ids, num_local_experts=5),
+        "num_local_experts 5: a rank has 4 at most",
+    ),
+    "fewer than the table has": (
+        lambda g, x, w, ids: step(g, x, w, ids, rank_of_expert=table(6, 2), num_local_experts=4),
+        "num_local_experts 4: a rank has 6",
+    ),
+    "a table of fractions": (
+        lambda g, x, w, ids: step(g, x, w, ids, rank_of_expert=table(4, 4) + 0.5),
+        "rank_of_expert: float64",
+    ),
+    "a channel below 0": (
+        lambda g, x, w, ids: step(g, x, w, ids, channel=-7),
+        "channel -7: an integer from 0",
+    ),
+    "half a channel": (
+        lambda g, x, w, ids: step(g, x, w, ids, channel=2.5),
+        "channel 2.5: an integer from 0",
+    ),
+    "a traced half of a channel": (
+        lambda g, x, w, ids: step(g, x, w, ids, channel=x[0, 0]),
+        "channel: float32",
+    ),
+    "a large channel": (
+        lambda g, x, w, ids: step(g, x, w, ids, channel=1 << 23),
+        "channel 8388608: 0 to 8388607 is needed",
+    ),
+    "four bits": (
+        lambda g, x, w, ids: step(g, x.astype(jnp.int4), w, ids),
+        "tokens: dtype int4",
+    ),
+}  # fmt: skip
+
+
+def test_steps(opened: Any) -> None:
+    """While tracing."""
+    mesh = make_mesh(2)
+    group = opened(mesh)
+    x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3)
+    for name, (wrong, sentence) in WRONG.items():
+
+        def run(*arrays: Any, wrong: Step = wrong) -> Any:
+            return wrong(group, *arrays)
+
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=(ALL,) * 3, out_specs=ALL)
+        with pytest.raises(EpicArgumentError, match=sentence):
+            jax.eval_shape(mapped, x, w, ids)
+            raise AssertionError(name)
+
+
+def test_a_computed_table(opened: Any) -> None:
+    """What is traced is counted when the program runs; the group goes on."""
+    mesh = make_mesh(2)
+    group = opened(mesh)
+    x, ids = numbers(1, 4 * TOKENS, HIDDEN), choices(3)
+
+    def run(x: Any, ids: Any, ranks: Any) -> Any:
+        more = {"rank_of_expert": ranks, "num_local_experts": 5}
+        return step(group, x, None, ids, **more, capacity=4 * TOKENS * TOP_K)
+
+    whole = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(ALL, ALL, P()), out_specs=ALL))
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="rank 0 has more than num_local_experts 5"
+    ):
+        whole(x, ids, table(6, 2)).block_until_ready()
+    wanted = np.asarray(x) * (np.asarray(ids) >= 0).sum(axis=1, keepdims=True)
+    assert np.abs(whole(x, ids, table(3, 5)) - wanted).max() < 1e-5
+
+
+LOSSES: list[tuple[Any, str]] = [
+    (("dp", "ep"), "loss_axes 'ep': the tokens of the group's axis are counted anyway"),
+    (("dp", "dp"), "'dp' is there twice"),
+    ("dp", r"a tuple of axes is needed, \('dp',\)"),
+    (("tp",), "loss_axes 'tp': the mesh has the axes"),
+]
+
+
+@pytest.mark.parametrize(("axes", "sentence"), LOSSES)
+def test_loss_axes(axes: Any, sentence: str, opened: Any) -> None:
+    """The group's axis counted twice made another loss, or XLA ended the process."""
+    mesh = make_mesh(2)
+    group = opened(mesh)
+    wish = layers.options({"balance_coeff": 1.0}, 2)
+    weights = epic.jax.MoeWeights(**layers.weights({}))
+    x, _ = layers.arrays()
+    with pytest.raises(EpicArgumentError, match=sentence):
+        jax.eval_shape(
+            lambda x: epic.jax.sharded.moe(mesh, group, wish, x, weights, loss_axes=axes).loss, x
+        )
+    if "tp" not in axes:
+        with pytest.raises(EpicArgumentError, match=sentence):
+            epic.jax.moe(group, wish, x, weights, loss_axes=axes)
+
+
+def test_loss_axes_of_the_same_tokens(opened: Any) -> None:
+    """They have nothing to add."""
+    mesh = make_mesh(2)
+    group = opened(mesh)
+    wish = layers.options({"balance_coeff": 1.0}, 2)
+    weights = epic.jax.MoeWeights(**layers.weights({}))
+    x, _ = layers.arrays()
+    more: dict[str, Any] = {"token_axes": ("ep",), "loss_axes": ("dp",)}
+    with pytest.raises(EpicArgumentError, match="loss_axes 'dp': its devices have the same tokens"):
+        epic.jax.sharded.moe(mesh, group, wish, jnp.asarray(x), weights, **more)
+
+
+OPENED: list[tuple[dict[str, Any], str]] = [
+    ({"ranks": [0, 0], "num_ranks": 2}, r"ranks \[0, 0\]: different ones"),
+    ({"ranks": [0, 2], "num_ranks": 2}, r"ranks \[0, 2\]: different ones"),
+    ({"ranks": [-1, 0], "num_ranks": 2}, "ranks -1: an integer from 0"),
+    ({"timeout_ms": -1}, "timeout_ms -1: an integer from 0"),
+    ({"max_sms": -1}, "max_sms -1: an integer from 0"),
+    ({"mesh": True, "num_ranks": 4}, "num_ranks 4: the mesh says both"),
+    ({"mesh": True, "axis": ("ep", "ep")}, "each axis once"),
+    ({"mesh": True, "max_tokens": -5, "like": layers.arrays()[0]}, "max_tokens -5"),
+    ({"mesh": True, "like": layers.arrays()[0], "token_axes": ("tp",)}, "token_axes 'tp' is not"),
+    ({"mesh": True, "like": layers.arrays()[0], "token_axes": P("dp", "ep", None)}, "stays whole"),
+]
+
+
+@pytest.mark.parametrize(("wish", "sentence"), OPENED)
+def test_open(wish: dict[str, Any], sentence: str) -> None:
+    """Two devices of one rank ended the process; a deadline of -1 was 49 days."""
+    sizes = {"max_tokens": 8, "max_row_bytes": 64, "timeout_ms": 2000}
+    mesh = make_mesh(2) if wish.get("mesh") else None
+    with pytest.raises(EpicArgumentError, match=sentence):
+        epic.jax.open(**{**sizes, **wish, "mesh": mesh})
+
+
+def test_experts_are_asked_together() -> None:
+    """Also where num_local_experts is derived later."""
+    wish: dict[str, Any] = {"num_experts": EXPERTS, "top_k": 2, "hidden": 16, "inner": 8}
+    for wrong in ({"interleaved": True}, {"activation": "clamped_swiglu"}):
+        with pytest.raises(EpicArgumentError, match="needs a gate"):
+            epic.jax.Moe.of(**wish, ungated=True, **wrong)
