@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling as is_traced  # torch.compile takes it for a constant
 
@@ -19,7 +20,10 @@ INDEX_TYPES = (torch.int32, torch.int64)
 
 
 def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
-    """Is there a gradient to be kept for?"""
+    """Is there a gradient to be kept for?  In forward mode the operators would lose it: the
+    functions say that there is none."""
+    if forward_ad._current_level >= 0:
+        return True
     return is_grad_enabled() and (x.requires_grad or (w is not None and w.requires_grad))
 
 
@@ -94,7 +98,7 @@ def as_weights(name: str, x: Tensor | None, *shape: int) -> Tensor | None:
     if x is None or (x.dtype == torch.float32 and x.shape == shape and x.is_contiguous()):
         return x
     size = shape[0] * shape[1] if len(shape) == 2 else shape[0]
-    if x.numel() != size:
+    if x.numel() != size or x.shape[-1:] != shape[-1:]:
         raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
     return x.reshape(shape).to(torch.float32).contiguous()
 
@@ -107,3 +111,12 @@ def as_choices(top_k: int, topk_idx: Tensor) -> Tensor:
     if len(shape) < 2 or shape[-1] != top_k:
         raise EpicArgumentError(f"topk_idx: shape {list(shape)}: [..., top_k {top_k}] is needed")
     return flattened("topk_idx", topk_idx).contiguous()
+
+
+def as_int32(name: str, x: Tensor) -> Tensor:
+    """Integers that the core takes; those that are too large for it stay wrong."""
+    if x.dtype == torch.int32:
+        return x.contiguous()
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise EpicArgumentError(f"{name}: dtype {x.dtype}: integers are needed")
+    return x.long().clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32).contiguous()

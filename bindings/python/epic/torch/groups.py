@@ -18,11 +18,13 @@ import torch.distributed as dist
 from epic import _native, endings, meeting
 from epic.errors import EpicArgumentError, EpicError
 from epic.meeting import Exchange, Meeting, Tcp
-from epic.options import ON_GPUS, Layer, known, whole
+from epic.options import ON_GPUS, Layer, known, made, whole
 from epic.torch.ops import LIBRARY, words_of
 
 DEFAULT_TIMEOUT_MS = 300_000
 CPU, CUDA = 0, 1  # torch's numbers of device types
+
+torch._dynamo.assume_constant_result(made)  # options may be made in compiled functions
 
 opened: "weakref.WeakSet[Group]" = weakref.WeakSet()
 meetings: collections.Counter[Any] = collections.Counter()
@@ -225,12 +227,12 @@ class Group:
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
         self.on_gpu = backend in ON_GPUS  # where the core computes
-        wait = timeout_ms or DEFAULT_TIMEOUT_MS
+        wait = whole("timeout_ms", timeout_ms) or DEFAULT_TIMEOUT_MS
         meet, self.rank, self.num_ranks = choose_meeting(process_group, meet, rank, num_ranks, wait)
         config = self.config()
         config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
-        config.max_in_flight, config.max_sms = max_in_flight, max_sms
-        config.max_top_k = max_top_k
+        config.max_in_flight = whole("max_in_flight", max_in_flight)
+        config.max_sms, config.max_top_k = whole("max_sms", max_sms), whole("max_top_k", max_top_k)
         config.name, config.backend = name.encode(), backend.encode() if backend else None
         self.context = self.opened(meet, config)
         self.turn = torch.zeros(1, dtype=torch.int32, device=self.device)

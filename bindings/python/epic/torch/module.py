@@ -124,8 +124,10 @@ class MoE(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MoE":
         """The bias moves, and stays float32: steps of bias_rate are lost in fewer bits."""
-        before = self.bias
+        before, load = self.bias, self.load
         super()._apply(fn, recurse)
+        if load is not None and load.is_meta:  # to_empty: nothing is loaded into it
+            self.load = torch.zeros_like(self.load)
         if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
             self.bias = before.to(self.bias.device)
         return self
@@ -148,6 +150,8 @@ class MoE(nn.Module):
             tag=self.tag,
         )
         if self.training and self.load is not None:
+            if self.load.is_meta:  # load_state_dict(assign=True)
+                self.load = torch.zeros_like(found.load_of_ids)
             self.load.add_(found.load_of_ids)
         return found.out, found.loss
 

@@ -16,7 +16,7 @@ from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, known
 from epic.torch import replicas, steps
-from epic.torch.arguments import check_floats, flattened, stay
+from epic.torch.arguments import as_int32, check_floats, flattened, stay
 from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
@@ -357,15 +357,17 @@ def losses(
     total = steps.sum(group, live.sum().reshape(1).float(), tag=tag)[0].to(logits.dtype)
     total = total.clamp(min=1)
     if options.balance_coeff and options.sequence_tokens:
-        loss = loss + balance_loss(
+        even = max(logits.shape[0], 1) * group.num_ranks  # known without a wait
+        of_sequences = balance_loss(
             router,
             logits,
             coeff=options.balance_coeff,
-            total_tokens=logits.shape[0] * group.num_ranks,
+            total_tokens=even,
             topk_idx=chosen,
             sequence_tokens=options.sequence_tokens,
             group=group,
         )
+        loss = loss + of_sequences * (even / total)
     elif options.balance_coeff:
         p = probabilities(router, logits)[:, : router.num_experts] * live[:, None]
         factor = router.num_experts * options.balance_coeff / (router.top_k * total * total)
@@ -389,6 +391,7 @@ def composed(
     tag: int,
 ) -> MoeOut:
     """The layer from the single functions."""
+    given, x = x, x if mask is None else torch.where(mask[:, None], x, 0)  # whatever padding holds
     logits = logits_of(x, weights)
     chosen, w = route(
         options.router, logits, bias=weights.bias, token_ids=token_ids, table=table, group=group
@@ -417,7 +420,7 @@ def composed(
         kept = torch.where(zero, w, 0).sum(dim=1, keepdim=True)
         out = (out + x * kept).to(x.dtype)
     if options.shared is not None:
-        out = out + by_shared(options, x, weights)
+        out = out + by_shared(options, given, weights)
     load, logical = plan.counted("load"), None
     if options.layer.num_logical:
         logical = plan.counted("logical_load")
@@ -429,8 +432,10 @@ def composed(
 # ------------------------------------------------------------------------ the layer ----
 
 
-def as_mask(token_mask: Tensor, rows: Tensor) -> Tensor:
+def as_mask(options: Moe, token_mask: Tensor, rows: Tensor) -> Tensor:
     """[num_tokens]."""
+    if options.sequence_tokens:
+        raise EpicUnsupportedError("token_mask: with sequence_tokens all tokens are counted")
     if token_mask.dtype != torch.bool or token_mask.numel() != rows.shape[0]:
         raise EpicArgumentError(
             f"token_mask: shape {list(token_mask.shape)}, {token_mask.dtype}: a torch.bool for "
@@ -485,8 +490,8 @@ def moe(
     if token_ids is not None:
         token_ids = token_ids.reshape(-1).contiguous()
     if table is not None:
-        table = table.to(torch.int32).contiguous()
-    mask = None if token_mask is None else as_mask(token_mask, rows)
+        table = as_int32("table", table)
+    mask = None if token_mask is None else as_mask(options, token_mask, rows)
     if grouped_mm is not None and type_of_weights(options.experts, weights.w_gate_up) == "e4m3":
         raise EpicUnsupportedError(
             "grouped_mm with weights of e4m3: leave it out for the core's product, or take weights "

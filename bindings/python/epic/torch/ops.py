@@ -6,6 +6,7 @@ The raw operators have no gradients and check little: epic.torch's functions are
 
 import ctypes
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -43,10 +44,25 @@ def nothing(*_: Any, **__: Any) -> None:
     """What an operator gives that writes into tensors of the caller."""
 
 
+def in_one_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where one tensor is on "meta" and another is not, torch asks for shapes alone: results would
+    be memory that nobody wrote."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        devices = {x.device for x in args[has_turn:] if isinstance(x, Tensor)}
+        if len(devices) > 1:
+            names = " and ".join(sorted(map(str, devices)))
+            raise EpicArgumentError(f"tensors are on {names}: use one device")
+        return function(*args, **options)
+
+    has_turn = "turn" in inspect.signature(function).parameters  # the group's, where that is
+    return run
+
+
 def fake(function: Function) -> Function:
     """Registers shapes: NAME_fake for epic::NAME, and for epic::NAME_out."""
     name = function.__name__.removesuffix("_fake")
-    torch.library.register_fake(f"epic::{name}", function, lib=FAKES)
+    torch.library.register_fake(f"epic::{name}", in_one_place(function), lib=FAKES)
     if not name.endswith("_"):  # in place
         torch.library.register_fake(f"epic::{name}_out", nothing, lib=FAKES)
     return function

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from epic.errors import EpicArgumentError
 from epic.options import Layer
-from epic.torch.arguments import INDEX_TYPES, as_choices, is_traced
+from epic.torch.arguments import INDEX_TYPES, as_choices, as_int32, is_traced
 from epic.torch.groups import Group
 
 EXACT = 0  # as capacity: as many slots as land
+MOST_WAYS = 1024  # that a group keeps
 
 
 # Of the operators' numbers behind the group's, what they are where they are left out, as most are:
@@ -60,6 +61,8 @@ def way_of(group: Group, layer: Layer, tag: int) -> Way:
         (group.number, tag) if tag else (group.number,),
     )
     if not is_traced():
+        if len(group.ways) >= MOST_WAYS:  # a tag for each call, say
+            group.ways.clear()
         group.ways[layer.key, tag] = way
     return way
 
@@ -68,7 +71,8 @@ class Plan(NamedTuple):
     """Where every choice goes.
 
     bytes [n] uint8: what dispatch, combine and their gradients read, and behind that int32 counts,
-    of which the properties are views, so clone what you would write: expert_rows and expert_tokens
+    of which the properties are views, so clone what you would write (in compiled functions they are
+    copies): expert_rows and expert_tokens
     [num_local]; load [num_experts]; demand [1]; logical_load [num_logical], None without replicas.
     """
 
@@ -82,7 +86,10 @@ class Plan(NamedTuple):
     def counts(self, begin: int, count: int) -> Tensor:
         """A part of them."""
         begin = self.way.plan_bytes + 4 * begin
-        return self.bytes[begin : begin + 4 * count].view(torch.int32)
+        found = self.bytes[begin : begin + 4 * count].view(torch.int32)
+        # What leaves a compiled function as a view in another dtype of what it was given, torch
+        # makes anew from the offset, and takes that for one of bytes.
+        return found.clone() if is_traced() else found
 
     def counted(self, name: str) -> Tensor:
         """One of the counts by its name; compiled functions of torch 2.9 take methods of a plan and
@@ -141,7 +148,7 @@ def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert
     """A number for each expert as a tensor; None stays None."""
     if table is None:
         return None
-    found = torch.as_tensor(table, dtype=torch.int32, device=like.device).contiguous()
+    found = as_int32(name, torch.as_tensor(table, device=like.device))
     if found.shape != (layer.num_experts,):
         raise EpicArgumentError(
             f"{name}: shape {list(found.shape)}: [{layer.num_experts}] is needed"
@@ -158,6 +165,17 @@ def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any
         )
     whose = table_of(layer, logical, like, "logical_of_expert")
     return table_of(layer, ranks, like), whose
+
+
+def check_local(way: Way, ranks: Any, local: int, room: int) -> None:
+    """num_local_experts: as many as a rank has.  Of a table on a GPU the host does not know it."""
+    least = room if ranks is None else 1
+    if ranks is not None and not is_traced() and getattr(ranks, "is_cpu", True):
+        known = torch.as_tensor(ranks)  # what is no rank the core says
+        known = known[(known >= 0) & (known < way.group.num_ranks)]
+        least = int(known.bincount(minlength=1).max())
+    if not least <= local <= room:
+        raise EpicArgumentError(f"num_local_experts {local}: a rank has {least} of {room}")
 
 
 def asked(
@@ -193,5 +211,7 @@ def asked(
                 "and num_local_experts="
             )
         size, room = size + 8 * (way.num_experts - room), way.num_experts
+    if local is not None:
+        check_local(way, ranks, local, room)
     local = room if local is None else local
     return way, topk_idx, shape[0], slots, size, local, room, numbers

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from epic.errors import EpicArgumentError
 from epic.options import Router, known
-from epic.torch.arguments import check_floats, needs_gradient
+from epic.torch.arguments import as_int32, check_floats, needs_gradient
 from epic.torch.groups import Group
 from epic.torch.ops import note_write, parts_of, raising, write
 
@@ -108,7 +108,7 @@ def route(
         bias = bias.detach().to(torch.float32).contiguous()
     if table is not None and token_ids is not None:
         token_ids = token_ids.reshape(-1).contiguous()
-        table = table.to(torch.int32).contiguous()
+        table = as_int32("table", table)
     extras, where = (bias, token_ids, table), number_of(group, rows)
     if out is not None:
         chosen, weights = parts_of(out, "topk_idx, weights")

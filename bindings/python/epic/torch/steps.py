@@ -392,6 +392,11 @@ def plan_dispatch(
         check_layout(way, False, "plan, then dispatch_flat")
         if slots == EXACT:
             raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
+        if tokens.dim() > 2 and topk_idx.dim() > 2 and tokens.shape[:-1] != topk_idx.shape[:-1]:
+            dims = list(topk_idx.shape[:-1])
+            raise EpicArgumentError(
+                f"tokens: shape {list(tokens.shape)}: topk_idx has {dims} tokens"
+            )
         rows = as_rows("tokens", tokens, num_tokens)
         weights = as_weights("weights", weights, num_tokens, way.top_k)
         if out is not None or not zero_tail:
