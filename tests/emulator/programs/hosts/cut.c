@@ -55,9 +55,10 @@ static bool take_seat(seat *s, const epic_meet *meet)
     int32_t ids[TOKENS * TOP_K];
     if (!CHECK_SAY(epic_open(&s->ctx, meet, &config) == EPIC_OK, "%s", epic_error(s->ctx)))
         return false;
-    s->layer = (epic_layer){.num_experts = (uint32_t)(EXPERTS / meet->num_ranks * meet->num_ranks),
-                            .top_k = TOP_K,
-                            .sum_order = EPIC_BY_HOSTS};
+    s->layer =
+        (epic_layer){.num_experts = (uint32_t)(EXPERTS / meet->num_ranks * meet->num_ranks),
+                     .top_k = TOP_K,
+                     .sum_order = EPIC_BY_HOSTS};
     s->slots = epic_capacity_bound(&config, &s->layer);
     s->plan_bytes = epic_plan_bytes(&config, &s->layer);
     for (int i = 0; i < TOKENS * TOP_K; i++)
@@ -142,7 +143,7 @@ int main(int argc, char **argv)
     const int num_ranks = atoi(argv[1]), cuts = atoi(argv[2]);
     setenv("UCX_NET_DEVICES", "wire", 1);
     trial *t = run_share(sizeof *t);
-    for (int i = 0; i < cuts; i++) 
+    for (int i = 0; i < cuts; i++)
         if (!cut(num_ranks, i * 3 % num_ranks, t))
             return check_skip("a link can be cut in a network namespace alone");
     return check_end();
