@@ -36,8 +36,8 @@ bool peer_finished(const exchange *x, const epic_sight *sight)
 {
     if (!sight->came) return false;
     if (sight->closed) return true; /* nobody closes during a call */
-    if (sight->tag != x->tag || sight->place < x->place) return false;
-    return sight->place > x->place || !sight->inside;
+    if (sight->tag != x->tag || sight->place < x->met) return false;
+    return sight->place > x->met || !sight->inside;
 }
 
 /* The ranks that do not wait, reached from x's own waits through the waits of others. */
@@ -50,7 +50,7 @@ static void follow(exchange *x, uint64_t *ends)
         if (!has(todo, r) || has(seen, r)) continue;
         put(seen, r);
         epic_sight sight;
-        x->transport->look(x->group, r, x->tag, x->place, &sight);
+        x->transport->look(x->group, r, x->tag, x->met, &sight);
         if (peer_finished(x, &sight)) continue;
         if (!sight.waiting || sight.gone) {
             put(ends, r);
@@ -69,7 +69,7 @@ static void keep_last(exchange *x, const uint64_t *from, uint64_t *culprits)
         for (int r = 0; r < x->num_ranks; r++) {
             if (!has(from, r)) continue;
             epic_sight sight;
-            x->transport->look(x->group, r, x->tag, x->place, &sight);
+            x->transport->look(x->group, r, x->tag, x->met, &sight);
             const uint32_t progress = sight.came ? 1 + sight.phase : 0;
             if (pass == 0 && progress < least) least = progress;
             if (pass == 1 && progress <= least) put(culprits, r);
@@ -102,7 +102,7 @@ static void tell(exchange *x, const uint64_t *culprits, char *sentence, size_t s
     for (int r = 0; r < x->num_ranks && told < 4; r++) {
         if (!has(culprits, r)) continue;
         epic_sight sight;
-        x->transport->look(x->group, r, x->tag, x->place, &sight);
+        x->transport->look(x->group, r, x->tag, x->met, &sight);
         if (!tell_sight(sentence, size, r, &sight)) return;
         told++;
     }

@@ -10,7 +10,7 @@
 #include "exchange/culprits.h"
 #include "exchange/rounding.h"
 
-enum { PHASE_NOTES, PHASE_ROWS, PHASE_DONE };
+enum { PHASE_NOTES, PHASE_ROWS, PHASE_NEXT_ROWS }; /* what peers see */
 
 #define LOOK_NS 100000000ull /* how often a waiting rank looks whether its peers live */
 #define MAX_SLEEP_MS 1000u
@@ -122,7 +122,7 @@ static epic_result check_peers(exchange *x, uint64_t now, bool late)
     for (int r = 0; r < x->num_ranks; r++) {
         if (!(x->waits_for[r / 64] >> (r % 64) & 1)) continue;
         epic_sight sight;
-        x->transport->look(x->group, r, x->tag, x->place, &sight);
+        x->transport->look(x->group, r, x->tag, x->met, &sight);
         if (!sight.gone || peer_finished(x, &sight)) continue;
         (sight.closed ? closed : ended)[r / 64] |= 1ull << (r % 64);
         any = true;
@@ -171,7 +171,8 @@ static int first_awaited(const exchange *x)
 
 epic_result exchange_wait(exchange *x)
 {
-    recorder_phase(x->ctx->recorder, x->record, x->phase, first_awaited(x));
+    const uint32_t state = x->phase == PHASE_NOTES ? RECORDER_ANNOUNCED : RECORDER_MOVING;
+    recorder_phase(x->ctx->recorder, x->record, state, first_awaited(x));
     return wait_in(x, x->cell);
 }
 
@@ -199,6 +200,7 @@ static epic_result claim(exchange **out, epic_context *ctx, const exchange *aske
     x->operation = asked->operation;
     x->tag = asked->tag;
     x->place = asked->place;
+    x->met = asked->met;
     x->timeout_ns = asked->timeout_ns;
     x->deadline_ns = asked->deadline_ns;
     x->phase = PHASE_NOTES;
@@ -280,6 +282,7 @@ epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
     *out = NULL;
     TRY(context_check(ctx));
     TRY(tags_enter(&ctx->tags, call->tag, &asked.place));
+    asked.met = asked.place;
     exchange *x = NULL;
     const epic_result result = enter(&x, ctx, &asked, note, bytes);
     if (result != EPIC_OK) {
@@ -291,11 +294,21 @@ epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
     return note_data_error(x->notes, x->num_ranks);
 }
 
+void exchange_go_on(exchange *x, uint32_t operation, uint64_t bytes)
+{
+    epic_context *ctx = x->ctx;
+    recorder_end(ctx->recorder, x->record, EPIC_OK, NULL);
+    x->operation = operation;
+    x->place = tags_go_on(&ctx->tags, x->tag);
+    x->record = recorder_begin(ctx->recorder, operation, x->tag, x->place, bytes);
+    x->phase = PHASE_NEXT_ROWS;
+    exchange_moved(x);
+}
+
 epic_result exchange_close(exchange *x, epic_result result)
 {
     epic_context *ctx = x->ctx;
     const uint64_t tag = x->tag, record = x->record;
-    x->phase = PHASE_DONE;
     rounding_leave(x->rounding);
     x->transport->finish(x->group, x->cell); /* the cell is no longer ours */
     recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One collective operation of a host context: notes meet, rows flow, the cell goes back.
  *
- * Every operation is exchange_open, one or more flows, exchange_close.  Rows flow in two ways:
+ * Every operation is exchange_open, one or more flows, exchange_close; of two operations that one
+ * call makes, the second may go on in the exchange of the first.  Rows flow in two ways:
  *   scatter   each source offers items in order; every rank takes those that it wants (dispatch,
  *             the ids of a plan).  Sources do not wait for one another.
  *   collect   each rank makes rows for the items of every home; the home takes an item when the
@@ -34,6 +35,7 @@ typedef struct exchange {
     int rank, num_ranks;
     uint32_t operation;
     uint64_t tag, place;
+    uint64_t met; /* the place at which the notes met: peers know the exchange by it */
     uint64_t timeout_ns, deadline_ns;
     uint64_t record;
     uint64_t rounding; /* the caller's, put back at the end */
@@ -67,6 +69,10 @@ int64_t exchange_bytes(const epic_config *config); /* host memory of one */
  * the caller clears its outputs and closes. */
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                           const epic_call *call, const epic_note *note, uint64_t bytes);
+
+/* Ends the operation, which was good, and begins the tag's next one in its exchange, without a
+ * meeting: the notes have told all that it needs, so every rank goes on or none. */
+void exchange_go_on(exchange *x, uint32_t operation, uint64_t bytes);
 
 /* Ends the operation with `result`, which it returns. */
 epic_result exchange_close(exchange *x, epic_result result);

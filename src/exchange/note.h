@@ -37,6 +37,8 @@ enum { /* epic_note.own */
        OWN_CAPACITY,
        OWN_ROWS,   /* of the receive buffer */
        OWN_NEEDED, /* slots that the plan occupies */
+       OWN_NEXT,   /* of the dispatch that follows in the same call: the same number for
+                      rows that may travel together; 0: none follows */
        OWN_ERROR,  /* an enum data_error, then what it is about */
        OWN_ABOUT,
        NUM_OWN = OWN_ABOUT + 4

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/error.h"
+#include "base/hash.h"
 #include "exchange/reach.h"
 #include "steps/steps.h"
 
@@ -258,27 +259,50 @@ static epic_result check(const step *s, const epic_dispatch_args *a)
     return EPIC_OK;
 }
 
+static void note_rows(epic_note *note, const epic_dispatch_args *args)
+{
+    note->same[SAME_TYPE] = args->type;
+    note->same[SAME_ROW_BYTES] = args->recv.row_bytes;
+    note->same[SAME_SCALE_BYTES] = args->recv_scales.row_bytes;
+    note->same[SAME_QUANTIZE] = args->quantize;
+    note->same[SAME_WEIGHTS] = args->weights != NULL;
+}
+
+int64_t dispatch_number(const epic_dispatch_args *args)
+{
+    epic_note note = {0};
+    note_rows(&note, args);
+    return (int64_t)(hash_bytes(note.same, sizeof note.same) | 1);
+}
+
+static uint64_t sent_bytes(const epic_dispatch_args *args)
+{
+    return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
+}
+
+/* In an open exchange; the plan is good and has slots. */
+static epic_result move_all(dispatching *d)
+{
+    const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < NEAR_BYTES;
+    d->copy = few ? copy_near : d->kernels->copy;
+    const epic_result result = move(d);
+    d->kernels->copied();
+    return result;
+}
+
 static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, step *s)
 {
     dispatching d = {.args = args, .kernels = host_kernels_get()};
     TRY(check(s, args));
-    s->note.same[SAME_TYPE] = args->type;
-    s->note.same[SAME_ROW_BYTES] = args->recv.row_bytes;
-    s->note.same[SAME_SCALE_BYTES] = args->recv_scales.row_bytes;
-    s->note.same[SAME_QUANTIZE] = args->quantize;
-    s->note.same[SAME_WEIGHTS] = args->weights != NULL;
+    note_rows(&s->note, args);
     s->note.own[OWN_ROWS] = args->recv.num_rows;
     s->note.own[OWN_NEEDED] = s->damaged ? 0 : s->plan.header->num_slots;
-    const uint64_t bytes = (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
     epic_result result =
-        exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s->note, bytes);
+        exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s->note, sent_bytes(args));
     if (!d.x) return result;
     d.plan = s->plan;
-    const bool few = s->note.own[OWN_NEEDED] * args->recv.row_bytes < NEAR_BYTES;
-    d.copy = few ? copy_near : d.kernels->copy;
     const bool moves = result == EPIC_OK && s->plan.header->result == EPIC_OK;
-    if (moves) result = move(&d);
-    d.kernels->copied();
+    if (moves) result = move_all(&d);
     if (!moves || result == EPIC_EOVERFLOW) clear_outputs(args, s);
     return exchange_close(d.x, result);
 }
@@ -288,6 +312,15 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args)
     step s;
     step_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes, NULL);
     return dispatch(ctx, args, &s);
+}
+
+/* The receive buffer has room: it was checked beside the capacity, which the plan kept to. */
+epic_result host_dispatch_on(exchange *x, const epic_dispatch_args *args)
+{
+    dispatching d = {
+        .args = args, .kernels = host_kernels_get(), .x = x, .plan = plan_view_of(args->plan)};
+    exchange_go_on(x, EPIC_OP_DISPATCH, sent_bytes(args));
+    return exchange_close(x, move_all(&d));
 }
 
 epic_result host_dispatch_made(epic_context *ctx, const epic_dispatch_args *args)

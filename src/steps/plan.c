@@ -13,6 +13,7 @@ typedef struct planning {
     epic_layer layer;
     planner planner;
     exchange *x;
+    epic_note note; /* read until x is closed */
 } planning;
 
 static int64_t id_at(const epic_plan_args *args, int64_t i)
@@ -227,40 +228,56 @@ static void trace_ids(const planning *p)
     trace_plan(p->x->ctx->trace, record, p->args->topk_idx, p->args->index_type);
 }
 
-/* made: the plan's bytes are a plan, also one that moves nothing. */
-static epic_result plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault,
-                        bool *made)
+/* Are the plan's bytes a plan, also one that moves nothing? */
+static bool is_made(epic_result result)
 {
-    planning p = {.args = args, .layer = *args->layer};
-    epic_note note;
-    fill_note(&note, ctx, args, &p.layer, fault);
-    const uint64_t bytes = (uint64_t)(args->num_tokens * p.layer.top_k) * sizeof(int32_t);
-    epic_result result = exchange_open(&p.x, ctx, EPIC_OP_PLAN, &args->call, &note, bytes);
-    if (!p.x) return result;
+    return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
+}
+
+/* Without p->x nothing was opened; else the caller closes. */
+static epic_result plan(planning *p, epic_context *ctx, const data_fault *fault, int64_t next)
+{
+    const epic_plan_args *args = p->args;
+    fill_note(&p->note, ctx, args, &p->layer, fault);
+    p->note.own[OWN_NEXT] = next;
+    const uint64_t bytes = (uint64_t)(args->num_tokens * p->layer.top_k) * sizeof(int32_t);
+    epic_result result = exchange_open(&p->x, ctx, EPIC_OP_PLAN, &args->call, &p->note, bytes);
+    if (!p->x) return result;
     if (result == EPIC_OK)
-        result = make(&p);
+        result = make(p);
     else
-        clear_plan(&p);
+        clear_plan(p);
     const uint64_t id =
-        hash_join(hash_join(hash_join(ctx->group_id, p.x->tag), p.x->place), 1) | 1;
-    *made = result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
-    if (*made) planner_seal(&p.planner, id, ctx->group_id, result);
-    if (*made && result != EPIC_EINVAL) trace_ids(&p);
-    return exchange_close(p.x, result);
+        hash_join(hash_join(hash_join(ctx->group_id, p->x->tag), p->x->place), 1) | 1;
+    if (is_made(result)) planner_seal(&p->planner, id, ctx->group_id, result);
+    if (is_made(result) && result != EPIC_EINVAL) trace_ids(p);
+    return result;
 }
 
 epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault)
 {
-    bool made = false;
-    return plan(ctx, args, fault, &made);
+    planning p = {.args = args, .layer = *args->layer};
+    const epic_result result = plan(&p, ctx, fault, 0);
+    return p.x ? exchange_close(p.x, result) : result;
+}
+
+/* Does the same dispatch follow on every rank?  If not, its own meeting tells what differs. */
+static bool goes_on(const exchange *x)
+{
+    for (int r = 0; r < x->num_ranks; r++)
+        if (note_own(x, r, OWN_NEXT) != note_own(x, x->rank, OWN_NEXT)) return false;
+    return true;
 }
 
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
                                const epic_dispatch_args *dispatch, const data_fault *fault)
 {
-    bool made = false;
-    const epic_result result = plan(ctx, args, fault, &made);
-    if (!made) return result;
+    planning p = {.args = args, .layer = *args->layer};
+    epic_result result = plan(&p, ctx, fault, dispatch_number(dispatch));
+    if (!p.x) return result;
+    if (result == EPIC_OK && goes_on(p.x)) return host_dispatch_on(p.x, dispatch);
+    result = exchange_close(p.x, result);
+    if (!is_made(result)) return result;
     if (result == EPIC_OK) return host_dispatch_made(ctx, dispatch);
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());

@@ -13,6 +13,12 @@ epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                const epic_dispatch_args *dispatch, const data_fault *fault);
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args);
 epic_result host_dispatch_made(epic_context *ctx, const epic_dispatch_args *args);
+
+/* The same in the exchange that made the plan, which it closes, without a meeting of its own. */
+epic_result host_dispatch_on(exchange *x, const epic_dispatch_args *args);
+
+/* OWN_NEXT of a plan's note: what the ranks' dispatches must have in common. */
+int64_t dispatch_number(const epic_dispatch_args *args);
 epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
