@@ -6,9 +6,10 @@
 
 replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of_expert)
 {
-    uint64_t has[MAX_EXPERTS / 64] = {0};
+    uint64_t has[MAX_EXPERTS / 64];
     const uint32_t num_logical = layer->num_logical;
     if (!logical_of_expert) return (replicas_error){-1, -1};
+    memset(has, 0, sizeof has);
     for (uint32_t e = 0; e < layer->num_experts; e++) {
         const int32_t logical = logical_of_expert[e];
         if (logical < 0 || (uint32_t)logical >= num_logical)

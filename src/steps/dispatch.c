@@ -101,49 +101,68 @@ static void fill(void *self, int64_t token, int32_t piece, void *entry)
 
 /* -------------------------------------------------------------------------- receiving ---- */
 
-/* A piece [begin, end) of a string, or all of it from the sender's own arrays. */
-static void put_row(const dispatching *d, int64_t slot, const void *piece, int64_t begin,
-                    int64_t end)
+/* Bytes [at, at + size) of a token's row, or of its scales or weights; size <= 0: none. */
+typedef struct part {
+    const unsigned char *from;
+    int64_t at, size;
+} part;
+
+/* What there is of a token's string: a piece, or all of it where the sender has it. */
+typedef struct parts {
+    part row, scales, weights;
+} parts;
+
+/* What the string's range [begin, end), which lies at `piece`, has of its range [low, high). */
+static part part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
+                    int64_t high)
+{
+    const int64_t first = low > begin ? low : begin, last = high < end ? high : end;
+    return (part){piece + (first - begin), first - low, last - first};
+}
+
+static void put_row(const dispatching *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;
-    copy_shared(d->copy, row_of(&a->recv, slot), 0, d->scales_at, piece, begin, end);
-    if (d->scales_at < d->weights_at)
-        copy_shared(d->copy, row_of(&a->recv_scales, slot), d->scales_at,
-                    d->weights_at - d->scales_at, piece, begin, end);
+    if (p->row.size > 0)
+        d->copy(row_of(&a->recv, slot) + p->row.at, p->row.from, (size_t)p->row.size);
+    if (p->scales.size > 0)
+        d->copy(row_of(&a->recv_scales, slot) + p->scales.at, p->scales.from,
+                (size_t)p->scales.size);
 }
 
-static void put_weight(const dispatching *d, int64_t place, uint32_t k, const void *piece,
-                       int64_t begin, int64_t end)
+/* Weights are few: they go through the caches.  A piece may end within one. */
+static void put_weight(const dispatching *d, int64_t place, uint32_t k, const part *weights)
 {
-    if (d->args->slot_weights)
-        copy_shared(d->copy, d->args->slot_weights + place, d->weights_at + 4 * (int64_t)k, 4,
-                    piece, begin, end);
+    const int64_t at = (int64_t)(k * sizeof(float)), end = weights->at + weights->size;
+    float *to = d->args->slot_weights + place;
+    if (weights->at <= at && at + (int64_t)sizeof *to <= end)
+        memcpy(to, weights->from + (at - weights->at), sizeof *to);
+    else
+        copy_shared(copy_near, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
-static void take_flat(const dispatching *d, int from, int64_t token, const void *piece,
-                      int64_t begin, int64_t end)
+static void put_flat(const dispatching *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_here[d->plan.base_of[from] + token];
     const int32_t *experts = choices_here(&d->plan, from, token);
     const uint32_t top_k = d->plan.header->layer.top_k;
     int64_t place = row * top_k;
-    put_row(d, row, piece, begin, end);
-    for (uint32_t k = 0; k < top_k; k++)
-        if (experts[k] >= 0) put_weight(d, place++, k, piece, begin, end);
+    put_row(d, row, p);
+    for (uint32_t k = 0; k < top_k && p->weights.size > 0; k++)
+        if (experts[k] >= 0) put_weight(d, place++, k, &p->weights);
 }
 
-static void take_piece(const dispatching *d, int from, int64_t token, const void *piece,
-                       int64_t begin, int64_t end)
+static void put(const dispatching *d, int from, int64_t token, const parts *p)
 {
     if (is_flat(&d->plan)) {
-        take_flat(d, from, token, piece, begin, end);
+        put_flat(d, from, token, p);
         return;
     }
     const int32_t *slots = choices_here(&d->plan, from, token);
     for (uint32_t k = 0; k < d->plan.header->layer.top_k; k++) {
         if (slots[k] < 0) continue;
-        put_row(d, slots[k], piece, begin, end);
-        put_weight(d, slots[k], k, piece, begin, end);
+        put_row(d, slots[k], p);
+        if (p->weights.size > 0) put_weight(d, slots[k], k, &p->weights);
     }
 }
 
@@ -151,19 +170,23 @@ static void take(void *self, int from, int64_t token, int32_t piece, const void 
 {
     dispatching *d = self;
     const int64_t begin = piece_begin(&d->cut, piece);
-    take_piece(d, from, token, entry, begin, begin + piece_size(&d->cut, piece));
+    const int64_t end = begin + piece_size(&d->cut, piece);
+    const parts p = {part_of(entry, begin, end, 0, d->scales_at),
+                     part_of(entry, begin, end, d->scales_at, d->weights_at),
+                     part_of(entry, begin, end, d->weights_at, d->cut.row_bytes)};
+    put(d, from, token, &p);
 }
 
 static void take_own(void *self, int64_t token)
 {
     dispatching *d = self;
-    const int rank = d->x->rank;
-    const int64_t row = d->scales_at, end = d->cut.row_bytes;
-    if (row > 0) take_piece(d, rank, token, row_part(d, token), 0, row);
-    if (row < d->weights_at)
-        take_piece(d, rank, token, scales_part(d, token), row, d->weights_at);
-    if (d->weights_at < end)
-        take_piece(d, rank, token, weights_part(d, token), d->weights_at, end);
+    const int64_t row = d->scales_at, scales = d->weights_at - row;
+    const int64_t weights = d->cut.row_bytes - d->weights_at;
+    parts p = {0};
+    if (row > 0) p.row = (part){row_part(d, token), 0, row};
+    if (scales > 0) p.scales = (part){scales_part(d, token), 0, scales};
+    if (weights > 0) p.weights = (part){(const void *)weights_part(d, token), 0, weights};
+    put(d, d->x->rank, token, &p);
 }
 
 static bool wants(void *self, int peer, int64_t token)
@@ -259,20 +282,20 @@ static epic_result check(const step *s, const epic_dispatch_args *a)
     return EPIC_OK;
 }
 
-static void note_rows(epic_note *note, const epic_dispatch_args *args)
+static void note_rows(int64_t *same, const epic_dispatch_args *args)
 {
-    note->same[SAME_TYPE] = args->type;
-    note->same[SAME_ROW_BYTES] = args->recv.row_bytes;
-    note->same[SAME_SCALE_BYTES] = args->recv_scales.row_bytes;
-    note->same[SAME_QUANTIZE] = args->quantize;
-    note->same[SAME_WEIGHTS] = args->weights != NULL;
+    same[SAME_TYPE] = args->type;
+    same[SAME_ROW_BYTES] = args->recv.row_bytes;
+    same[SAME_SCALE_BYTES] = args->recv_scales.row_bytes;
+    same[SAME_QUANTIZE] = args->quantize;
+    same[SAME_WEIGHTS] = args->weights != NULL;
 }
 
 int64_t dispatch_number(const epic_dispatch_args *args)
 {
-    epic_note note = {0};
-    note_rows(&note, args);
-    return (int64_t)(hash_bytes(note.same, sizeof note.same) | 1);
+    int64_t same[NUM_SAME] = {0};
+    note_rows(same, args);
+    return (int64_t)(hash_bytes(same, sizeof same) | 1);
 }
 
 static uint64_t sent_bytes(const epic_dispatch_args *args)
@@ -294,7 +317,7 @@ static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, s
 {
     dispatching d = {.args = args, .kernels = host_kernels_get()};
     TRY(check(s, args));
-    note_rows(&s->note, args);
+    note_rows(s->note.same, args);
     s->note.own[OWN_ROWS] = args->recv.num_rows;
     s->note.own[OWN_NEEDED] = s->damaged ? 0 : s->plan.header->num_slots;
     epic_result result =
