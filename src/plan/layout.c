@@ -138,8 +138,11 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
     *p = (planner){.bytes = plan, .header = plan};
     find_work(p, &h);
     const uint32_t block = (layer->num_experts + (uint32_t)num_ranks - 1) / (uint32_t)num_ranks;
-    for (uint32_t e = 0; e < layer->num_experts; e++)
-        p->owner[e] = tables->rank_of_expert ? tables->rank_of_expert[e] : (int32_t)(e / block);
+    if (tables->rank_of_expert)
+        memcpy(p->owner, tables->rank_of_expert, layer->num_experts * sizeof *p->owner);
+    for (uint32_t e = 0, r = 0; e < layer->num_experts && !tables->rank_of_expert; r++)
+        for (uint32_t end = e + block; e < end && e < layer->num_experts; e++)
+            p->owner[e] = (int32_t)r;
     h.num_local = most_experts(p->rows, layer, num_ranks, p->owner);
     plan_layout(&h);
     memset(plan, 0, (size_t)h.fate); /* the padding between the arrays too */

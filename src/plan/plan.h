@@ -94,7 +94,8 @@ static inline uint32_t layer_num_ids(const epic_layer *layer)
 
 static inline int64_t round_up(int64_t n, int64_t to)
 {
-    return (n + to - 1) / to * to;
+    return to == 1 ? n
+                   : (n + to - 1) / to * to; /* mostly: a division for each expert adds up */
 }
 
 /* ------------------------------------------------------------------- while planning ---- */

@@ -95,12 +95,16 @@ static void fetch_early(epic_group *group, cell *c, int from)
     }
 }
 
+static bool has_come(const cell *c, int from)
+{
+    return atomic_load_explicit(&c->came[from], memory_order_acquire);
+}
+
 const epic_note *mpi_note(epic_group *group, int index, int from)
 {
     cell *c = &group->cells[index];
-    if (atomic_load_explicit(&c->came[from], memory_order_acquire)) return &c->notes[from];
-    cells_asked(group, c);
-    return NULL;
+    if (!has_come(c, from)) cells_asked(group, c);
+    return has_come(c, from) ? &c->notes[from] : NULL;
 }
 
 /* ------------------------------------------------------------------------ moving MPI ---- */

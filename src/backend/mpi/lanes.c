@@ -129,15 +129,20 @@ void mpi_send(epic_group *group, int index, int to, int64_t upto)
     if (l->started < end) start_sends(group, c, to, end);
 }
 
+static bool is_here(cell *c, int from, uint64_t number)
+{
+    return number < c->receives[from].started &&
+           *request_of(c, from, REQUEST_RECEIVE + (int)(number % 2)) == MPI_REQUEST_NULL;
+}
+
 const void *mpi_entry(epic_group *group, int index, int from, int64_t entry)
 {
     cell *c = &group->cells[index];
     const lane *l = &c->receives[from];
     const uint64_t number = l->first + (uint64_t)(entry / c->per_segment);
-    if (number >= l->started ||
-        *request_of(c, from, REQUEST_RECEIVE + (int)(number % 2)) != MPI_REQUEST_NULL) {
+    if (!is_here(c, from, number)) {
         cells_asked(group, c);
-        return NULL;
+        if (!is_here(c, from, number)) return NULL;
     }
     return segment_of(group, c, from, true, number) + entry % c->per_segment * c->stride;
 }
