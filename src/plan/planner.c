@@ -265,11 +265,61 @@ static void place_foreign(planner *p, int32_t *here, uint32_t top_k, int32_t ran
     }
 }
 
+static bool keeps_all(const planner *p)
+{
+    bool all = p->header->layer.layout == EPIC_EXPERT_MAJOR;
+    for (uint32_t e = 0; e < p->header->layer.num_experts; e++)
+        all &= p->limit[e] == p->count[e];
+    return all;
+}
+
+/* The slot of a choice of expert e, wherever it is; next[] has those of the next choices. */
+static int32_t next_slot(planner *p, int32_t e)
+{
+    return e < 0 ? -1 : p->next[e]++;
+}
+
+static int32_t slot_here(const planner *p, int32_t e, int32_t slot)
+{
+    return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
+}
+
+static void place_kept_foreign(planner *p, int64_t begin, int64_t end)
+{
+    for (int64_t i = begin; i < end; i++) {
+        const int32_t e = p->here[i];
+        p->here[i] = slot_here(p, e, next_slot(p, e));
+    }
+}
+
+/* Most plans drop nothing: then there is nothing to judge. */
+static void place_kept(planner *p)
+{
+    plan_header *h = p->header;
+    const int64_t k = h->layer.top_k, begin = p->base_of[h->rank] * k;
+    const int64_t count = h->num_tokens * k;
+    memcpy(p->next, p->begin, h->layer.num_experts * sizeof *p->next);
+    place_kept_foreign(p, 0, begin);
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t e = p->here[begin + i], slot = next_slot(p, e);
+        p->fate[i] = e < 0 ? EPIC_FATE_NONE : slot;
+        p->rank_to[i] = e < 0 ? -1 : p->owner[e];
+        p->here[begin + i] = slot_here(p, e, slot);
+        h->num_none += e < 0;
+    }
+    h->num_kept = count - h->num_none;
+    place_kept_foreign(p, begin + count, h->total_tokens * k);
+}
+
 static void place_choices(planner *p)
 {
     plan_header *h = p->header;
     const bool flat = h->layer.layout == EPIC_FLAT;
     const uint32_t top_k = h->layer.top_k;
+    if (keeps_all(p)) {
+        place_kept(p);
+        return;
+    }
     if (goes_by_k(p)) judge_by_k(p);
     memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
     if (flat) memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);

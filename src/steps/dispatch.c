@@ -159,10 +159,14 @@ static void put(const dispatching *d, int from, int64_t token, const parts *p)
         return;
     }
     const int32_t *slots = choices_here(&d->plan, from, token);
+    uint32_t here[MAX_TOP_K], count = 0; /* listed first: which are here is chance */
     for (uint32_t k = 0; k < d->plan.header->layer.top_k; k++) {
-        if (slots[k] < 0) continue;
-        put_row(d, slots[k], p);
-        if (p->weights.size > 0) put_weight(d, slots[k], k, &p->weights);
+        here[count] = k;
+        count += slots[k] >= 0;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        put_row(d, slots[here[i]], p);
+        if (p->weights.size > 0) put_weight(d, slots[here[i]], here[i], &p->weights);
     }
 }
 
