@@ -197,7 +197,8 @@ static void clear(epic_group *group, cell *c)
 {
     for (int r = 0; r < group->num_ranks; r++) {
         atomic_store_explicit(&c->came[r], false, memory_order_relaxed);
-        c->sends[r] = c->receives[r] = (lane){0};
+        c->sends[r] = (lane){.started = (uint64_t)c->num_flows}; /* halves take turns, too */
+        c->receives[r] = (lane){0};
         c->sights[r].asked = false;
         c->sights[r].answered_ns = 0;
     }

@@ -103,6 +103,7 @@ typedef struct lane {
     int64_t moved;       /* entries of the flow that were sent, or dropped */
     uint64_t first;      /* the flow's first segment */
     uint64_t started;    /* segments that MPI was told of */
+    int64_t shift;       /* sends: where the flow begins in its segments */
 } lane;
 
 enum { REQUEST_NOTE, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
@@ -129,6 +130,7 @@ typedef struct cell {
     unsigned looks;        /* in waits */
     bool awaits_room;      /* a lane was full */
     waiting waiting;
+    int64_t num_flows;                        /* in all its exchanges */
     int64_t entry_bytes, stride, per_segment; /* of the flow */
 
     /* [num_ranks] each */

@@ -4,9 +4,15 @@
  * fit, and the flow's last segment the rest.  A segment leaves when it is full, or last.  The
  * receiver posts a segment only when it has room, and large sends wait for that: no credits.
  *
+ * A flow that fills a small part of a segment begins further on in it each time.  The cache of who
+ * read the last one still has its lines, and to write such a line is to take it from there; what
+ * was read some flows ago has left that cache.
+ *
  * A peer's cell is not used again before the peer has received all that it expects in it, so the
  * cell's number as MPI tag is enough to tell exchanges apart; flows follow by MPI's own order. */
 #include "backend/mpi/group.h"
+
+#define ROUND_BYTES (256 * 1024) /* of all lanes of a cell: ranks may share a cache */
 
 /* There is no lane to everyone; what goes to all of them goes through the lane to each. */
 int64_t mpi_lane_bytes(const epic_group *group, bool everyone)
@@ -22,6 +28,20 @@ static unsigned char *segment_of(epic_group *group, const cell *c, int peer, boo
     const int64_t at = ((int64_t)c->index * (group->num_ranks - 1) + other) * 2 + receives;
     return group->lanes + at * group->lane_bytes +
            (int64_t)(number % 2) * (group->lane_bytes / 2);
+}
+
+static unsigned char *sent_segment(epic_group *group, const cell *c, int to, uint64_t number)
+{
+    return segment_of(group, c, to, false, number) + c->sends[to].shift;
+}
+
+/* Where in its segment a flow begins. */
+static int64_t choose_shift(const epic_group *group, const cell *c, const lane *l)
+{
+    const int64_t bytes = l->num_entries * c->stride, half = group->lane_bytes / 2;
+    const int64_t part = ROUND_BYTES / (group->num_ranks - 1);
+    const int64_t round = part < half ? part : half;
+    return bytes && bytes <= round ? c->num_flows % (round / bytes) * bytes : 0;
 }
 
 static uint64_t num_segments(const cell *c, int64_t entries)
@@ -81,8 +101,10 @@ void mpi_shape(epic_group *group, int index, const epic_flow *flow)
         if (r == group->rank) continue;
         begin_flow(&c->sends[r], flow->sends[r]);
         begin_flow(&c->receives[r], flow->receives[r]);
+        c->sends[r].shift = choose_shift(group, c, &c->sends[r]);
         post(group, c, r);
     }
+    c->num_flows++;
     pthread_mutex_unlock(group->mutex);
 }
 
@@ -97,7 +119,7 @@ void *mpi_room(epic_group *group, int index, int to, int64_t entry)
         cells_asked(group, c);
         return NULL;
     }
-    return segment_of(group, c, to, false, number) + entry % c->per_segment * c->stride;
+    return sent_segment(group, c, to, number) + entry % c->per_segment * c->stride;
 }
 
 static void start_sends(epic_group *group, cell *c, int to, uint64_t end)
@@ -107,8 +129,8 @@ static void start_sends(epic_group *group, cell *c, int to, uint64_t end)
     for (; l->started < end && !is_broken(group); l->started++) {
         const uint64_t number = l->started;
         const int code =
-            MPI_Isend(segment_of(group, c, to, false, number), bytes_of(c, l, number), MPI_BYTE,
-                      to, FIRST_LANE_TAG + c->peer_cells[to], group->comm,
+            MPI_Isend(sent_segment(group, c, to, number), bytes_of(c, l, number), MPI_BYTE, to,
+                      FIRST_LANE_TAG + c->peer_cells[to], group->comm,
                       request_of(c, to, REQUEST_SEND + (int)(number % 2)));
         if (code != MPI_SUCCESS) control_refused(group, code, "MPI_Isend");
     }
