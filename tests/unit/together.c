@@ -1,0 +1,245 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* epic_plan_dispatch meets once where all ranks call it alike, and else as its two calls do: beside
+ * ranks that make these two, with rows that differ, with an id that is wrong; and who leaves its
+ * peers waiting for rows is named. */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "context/context.h"
+#include "epic/epic.h"
+#include "exchange/exchange.h"
+#include "run.h"
+
+#define RANKS 3
+#define TOP_K 2
+#define EXPERTS 6
+#define MOST 40 /* tokens; their ids do not fit a note, those of FEW do */
+#define FEW 4
+#define HIDDEN 16
+#define SLOTS (RANKS * MOST * TOP_K)
+
+/* ------------------------------------------------------------- a transport that watches ---- */
+
+static _Thread_local int own_rank, meetings, flows;
+static const epic_transport *real;
+static atomic_int stuck, given_up; /* the rank that does not come to its rows, or -1 */
+static atomic_bool late_flow;      /* it got as far as that */
+
+static void announce(epic_group *group, int cell, uint64_t tag, uint64_t place,
+                     const epic_note *note)
+{
+    meetings++;
+    real->announce(group, cell, tag, place, note);
+}
+
+static void shape(epic_group *group, int cell, const epic_flow *flow)
+{
+    flows++;
+    if (own_rank == atomic_load(&stuck)) {
+        atomic_store(&late_flow, true);
+        while (atomic_load(&given_up) < RANKS - 1) run_nap_us(1000);
+    }
+    real->shape(group, cell, flow);
+}
+
+/* Peers are looked for where they met. */
+static void look(epic_group *group, int peer, uint64_t tag, uint64_t place, epic_sight *out)
+{
+    if (atomic_load(&stuck) >= 0) CHECK_EQ(place, 0);
+    real->look(group, peer, tag, place, out);
+}
+
+/* ---------------------------------------------------------------------------- a rank ---- */
+
+typedef struct seat {
+    epic_context *ctx;
+    epic_transport watched;
+    int rank, num_tokens;
+    epic_layer layer;
+    void *plan;
+    int64_t plan_bytes;
+    int32_t ids[MOST * TOP_K];
+    float x[MOST][HIDDEN], weights[MOST * TOP_K], out[MOST][HIDDEN];
+    float recv[SLOTS][HIDDEN], slot_weights[SLOTS];
+} seat;
+
+static seat *open_seat(const epic_meet *meet, int num_tokens, uint32_t timeout_ms)
+{
+    seat *s = calloc(1, sizeof *s);
+    const epic_config config = {.max_tokens = MOST,
+                                .max_row_bytes = HIDDEN * sizeof(float),
+                                .num_ranks = RANKS,
+                                .timeout_ms = timeout_ms};
+    s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
+    s->rank = own_rank = meet->rank;
+    s->num_tokens = num_tokens;
+    CHECK_EQ(epic_open(&s->ctx, meet, &config), EPIC_OK);
+    s->plan_bytes = epic_plan_bytes(&config, &s->layer);
+    s->plan = aligned_alloc(64, (size_t)(s->plan_bytes + 63) / 64 * 64);
+    s->watched = *s->ctx->backend->transport;
+    s->watched.announce = announce;
+    s->watched.shape = shape;
+    s->watched.look = look;
+    for (uint32_t i = 0; i < s->ctx->config.max_in_flight; i++)
+        s->ctx->exchanges[i].transport = &s->watched;
+    for (int i = 0; i < num_tokens * TOP_K; i++) {
+        s->ids[i] = (7 * i + s->rank) % EXPERTS;
+        s->weights[i] = 0.5f;
+    }
+    for (int t = 0; t < num_tokens; t++)
+        for (int h = 0; h < HIDDEN; h++) s->x[t][h] = (float)(100 * s->rank + t + h);
+    meetings = flows = 0;
+    return s;
+}
+
+static void close_seat(seat *s)
+{
+    epic_close(s->ctx);
+    free(s->plan);
+    free(s);
+}
+
+static epic_plan_args plan_args(seat *s)
+{
+    return (epic_plan_args){.layer = &s->layer,
+                            .plan = s->plan,
+                            .plan_bytes = s->plan_bytes,
+                            .topk_idx = s->ids,
+                            .num_tokens = s->num_tokens,
+                            .capacity = SLOTS};
+}
+
+static epic_dispatch_args dispatch_args(seat *s)
+{
+    return (epic_dispatch_args){.plan = s->plan,
+                                .plan_bytes = s->plan_bytes,
+                                .tokens = {s->x, s->num_tokens, sizeof s->x[0]},
+                                .recv = {s->recv, SLOTS, sizeof s->recv[0]},
+                                .weights = s->weights,
+                                .slot_weights = s->slot_weights};
+}
+
+static epic_result plan_dispatch(seat *s)
+{
+    const epic_plan_args plan = plan_args(s);
+    const epic_dispatch_args dispatch = dispatch_args(s);
+    return epic_plan_dispatch(s->ctx, &plan, &dispatch);
+}
+
+/* What the experts give back unchanged comes home as it was: the weights add up to one. */
+static void check_home(seat *s)
+{
+    const epic_combine_args combine = {.plan = s->plan,
+                                       .plan_bytes = s->plan_bytes,
+                                       .rows = {s->recv, SLOTS, sizeof s->recv[0]},
+                                       .out = {s->out, s->num_tokens, sizeof s->out[0]},
+                                       .slot_weights = s->slot_weights,
+                                       .type = EPIC_F32};
+    CHECK_EQ(epic_combine(s->ctx, &combine), EPIC_OK);
+    CHECK(memcmp(s->x, s->out, (size_t)s->num_tokens * sizeof s->x[0]) == 0);
+}
+
+/* --------------------------------------------------------------------------- the cases ---- */
+
+static void alike(const epic_meet *meet, void *self)
+{
+    seat *s = open_seat(meet, *(int *)self, 20000);
+    CHECK_EQ(plan_dispatch(s), EPIC_OK);
+    CHECK_EQ(meetings, 1);
+    CHECK_EQ(flows, s->num_tokens * TOP_K > 64 ? 2 : 1);
+    CHECK_EQ(s->ctx->exchanges[0].place, 1); /* the dispatch has a place of its own */
+    check_home(s);
+    CHECK_EQ(plan_dispatch(s), EPIC_OK);
+    check_home(s);
+    close_seat(s);
+}
+
+static void beside_two_calls(const epic_meet *meet, void *self)
+{
+    (void)self;
+    seat *s = open_seat(meet, MOST, 20000);
+    const epic_plan_args plan = plan_args(s);
+    const epic_dispatch_args dispatch = dispatch_args(s);
+    if (s->rank == 1) {
+        CHECK_EQ(epic_plan(s->ctx, &plan), EPIC_OK);
+        CHECK_EQ(epic_dispatch(s->ctx, &dispatch), EPIC_OK);
+    } else {
+        CHECK_EQ(epic_plan_dispatch(s->ctx, &plan, &dispatch), EPIC_OK);
+    }
+    CHECK_EQ(meetings, 2);
+    check_home(s);
+    close_seat(s);
+}
+
+static void other_rows(const epic_meet *meet, void *self)
+{
+    (void)self;
+    seat *s = open_seat(meet, FEW, 20000);
+    const epic_plan_args plan = plan_args(s);
+    epic_dispatch_args dispatch = dispatch_args(s);
+    if (s->rank == 2) dispatch.tokens.row_bytes = dispatch.recv.row_bytes = 32;
+    CHECK_EQ(epic_plan_dispatch(s->ctx, &plan, &dispatch), EPIC_EMISMATCH);
+    epic_failure_info failure;
+    CHECK_EQ(epic_failure(s->ctx, &failure), EPIC_OK);
+    CHECK_EQ(failure.operation, EPIC_OP_DISPATCH);
+    CHECK_EQ(failure.step, 1);
+    CHECK_SAY(strstr(failure.sentence, "row_bytes") != NULL, "%s", failure.sentence);
+    close_seat(s);
+}
+
+static void wrong_id(const epic_meet *meet, void *self)
+{
+    (void)self;
+    seat *s = open_seat(meet, FEW, 20000);
+    const int32_t right = s->ids[0];
+    if (s->rank == 1) s->ids[0] = EXPERTS;
+    CHECK_EQ(plan_dispatch(s), EPIC_EINVAL);
+    s->ids[0] = right;
+    CHECK_EQ(plan_dispatch(s), EPIC_OK);
+    check_home(s);
+    close_seat(s);
+}
+
+static void stays_away(const epic_meet *meet, void *self)
+{
+    (void)self;
+    seat *s = open_seat(meet, FEW, 500);
+    const epic_result result = plan_dispatch(s); /* rank 1 finds all its rows, too late */
+    if (s->rank != 1) CHECK_EQ(result, EPIC_ETIMEOUT);
+    atomic_fetch_add(&given_up, s->rank != 1);
+    epic_failure_info failure;
+    CHECK_EQ(epic_failure(s->ctx, &failure), EPIC_OK);
+    CHECK_EQ(failure.operation, EPIC_OP_DISPATCH);
+    CHECK_EQ(failure.step, 1);
+    CHECK(failure.num_culprits == 1 && failure.culprits[0] == 1);
+    CHECK_SAY(strstr(failure.sentence, "rank 1 was last seen in plan (tag 0, step 0)") != NULL,
+              "%s", failure.sentence);
+    close_seat(s);
+}
+
+static const epic_transport *find_transport(void)
+{
+    for (const epic_backend *const *b = epic_backends; *b; b++)
+        if (!strcmp((*b)->name, "threads")) return (*b)->transport;
+    return NULL;
+}
+
+int main(void)
+{
+    int few = FEW, most = MOST;
+    check_begin();
+    run_alarm(100);
+    real = find_transport();
+    atomic_store(&stuck, -1);
+    run_threads(RANKS, alike, &few);
+    run_threads(RANKS, alike, &most);
+    run_threads(RANKS, beside_two_calls, NULL);
+    run_threads(RANKS, other_rows, NULL);
+    run_threads(RANKS, wrong_id, NULL);
+    atomic_store(&stuck, 1);
+    run_threads(RANKS, stays_away, NULL);
+    CHECK(atomic_load(&late_flow));
+    return check_end();
+}
