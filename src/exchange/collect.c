@@ -25,16 +25,14 @@ static bool produce_for(collecting *g, int home)
     exchange *x = g->x;
     const collect *c = g->c;
     const int64_t first = x->sent[home];
-    int64_t next = first;
+    int64_t next = first, bytes = 0;
     while (next < x->sends[home] && next - first < g->batch) {
         while (!c->gives(c->self, home, x->item_to[home])) x->item_to[home]++;
         void *entry = x->transport->room(x->group, x->cell, home, next);
         if (!entry) break;
         c->fill(c->self, home, x->item_to[home], x->piece_to[home], entry);
         const int64_t trailer = x->piece_to[home] == 0 ? c->trailer : 0;
-        atomic_fetch_add_explicit(&x->ctx->bytes_sent,
-                                  (uint64_t)(piece_size(&c->cut, x->piece_to[home]) + trailer),
-                                  memory_order_relaxed);
+        bytes += piece_size(&c->cut, x->piece_to[home]) + trailer;
         next++;
         if (++x->piece_to[home] == c->cut.num_pieces) {
             x->piece_to[home] = 0;
@@ -43,6 +41,7 @@ static bool produce_for(collecting *g, int home)
     }
     if (next == first) return false;
     if (c->settle) c->settle();
+    exchange_sent(x, bytes);
     x->sent[home] = next;
     x->transport->send(x->group, x->cell, home, next);
     return true;

@@ -83,6 +83,12 @@ epic_result exchange_wait(exchange *x);
 /* Something has moved: the wait for the next thing begins now. */
 void exchange_moved(exchange *x);
 
+/* Counts bytes that lanes were given, for tests; once for many rows, as it waits for all stores. */
+static inline void exchange_sent(exchange *x, int64_t bytes)
+{
+    atomic_fetch_add_explicit(&x->ctx->bytes_sent, (uint64_t)bytes, memory_order_relaxed);
+}
+
 static inline void expect(exchange *x, int rank)
 {
     x->waits_for[rank / 64] |= 1ull << (rank % 64);

@@ -23,11 +23,11 @@ static bool anyone_wants(const scattering *g, int64_t item)
     return false;
 }
 
-static void filled(scattering *g, int64_t item, int32_t piece, void *entry)
+/* Returns how much it was. */
+static int64_t fill(scattering *g, int64_t item, int32_t piece, void *entry)
 {
     g->s->fill(g->s->self, item, piece, entry);
-    atomic_fetch_add_explicit(&g->x->ctx->bytes_sent, (uint64_t)piece_size(&g->s->cut, piece),
-                              memory_order_relaxed);
+    return piece_size(&g->s->cut, piece);
 }
 
 /* The lane to everyone: entry = item * num_pieces + piece, also for items that nobody wants. */
@@ -37,15 +37,16 @@ static bool produce_shared(scattering *g)
     const int32_t pieces = g->s->cut.num_pieces;
     const int64_t total = g->s->items[x->rank] * pieces, first = x->sent[x->rank];
     const int64_t stop = total - first > g->batch ? first + g->batch : total;
-    int64_t next = first;
+    int64_t next = first, bytes = 0;
     for (; next < stop; next++) {
         void *entry = x->transport->room(x->group, x->cell, EVERYONE, next);
         if (!entry) break;
         if (anyone_wants(g, next / pieces))
-            filled(g, next / pieces, (int32_t)(next % pieces), entry);
+            bytes += fill(g, next / pieces, (int32_t)(next % pieces), entry);
     }
     if (next == first) return false;
     if (g->s->settle) g->s->settle();
+    exchange_sent(x, bytes);
     x->sent[x->rank] = next;
     x->transport->send(x->group, x->cell, EVERYONE, next);
     return true;
@@ -55,7 +56,7 @@ static bool produce_for(scattering *g, int peer)
 {
     exchange *x = g->x;
     const int64_t first = x->sent[peer];
-    int64_t next = first;
+    int64_t next = first, bytes = 0;
     while (next < x->sends[peer] && next - first < g->batch) {
         if (!g->s->wants(g->s->self, peer, x->item_to[peer])) {
             x->item_to[peer]++;
@@ -63,7 +64,7 @@ static bool produce_for(scattering *g, int peer)
         }
         void *entry = x->transport->room(x->group, x->cell, peer, next);
         if (!entry) break;
-        filled(g, x->item_to[peer], x->piece_to[peer], entry);
+        bytes += fill(g, x->item_to[peer], x->piece_to[peer], entry);
         next++;
         if (++x->piece_to[peer] == g->s->cut.num_pieces) {
             x->piece_to[peer] = 0;
@@ -72,6 +73,7 @@ static bool produce_for(scattering *g, int peer)
     }
     if (next == first) return false;
     if (g->s->settle) g->s->settle();
+    exchange_sent(x, bytes);
     x->sent[peer] = next;
     x->transport->send(x->group, x->cell, peer, next);
     return true;
