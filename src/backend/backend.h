@@ -40,7 +40,8 @@ typedef struct epic_join {
  *
  * An *exchange* is one collective operation.  On each rank it holds one *cell* (0 to
  * max_in_flight - 1, chosen by that rank: peers may hold other cells for the same exchange).
- * Ranks find each other's cells by (tag, place): the place-th operation of that tag.
+ * Ranks find each other's cells by (tag, place): the place-th operation of that tag.  An operation
+ * may also go on in the exchange of the one before it: then no cell has its place.
  *
  * First every rank announces a *note*, then rows flow through *lanes*: a lane goes from one rank
  * to one peer, or to EVERYONE (only if `shares`: an entry put once is read by every peer).  A
