@@ -348,19 +348,17 @@ class Moe(Named):
     def of(cls, **wishes: Any) -> "Moe":
         """All of it at once, each number said once: every field of Layer, Router, Experts and Moe
         by its name.  of(num_experts=8, top_k=2, hidden=256, inner=512, score="sigmoid")."""
-        fields_of = {part: set(kind.NAMES) for part, kind in PARTS.items()}
-        own = set(cls.NAMES) - set(PARTS)
         for name in wishes:
-            word("Moe.of:", name, sorted(own.union(*fields_of.values())))
+            word("Moe.of:", name, WISHES)
 
-        def chosen(known: set[str]) -> dict[str, Any]:
-            return {name: value for name, value in wishes.items() if name in known}
+        def chosen(kind: Any) -> dict[str, Any]:
+            return {name: value for name, value in wishes.items() if name in kind.NAMES}
 
-        own_words = {part: chosen(fields_of[part]) for part in PARTS}
+        own_words = {part: chosen(kind) for part, kind in PARTS.items()}
         if wishes.get("num_logical"):
             own_words["router"]["num_experts"] = wishes["num_logical"]
         parts = {part: kind(**own_words[part]) for part, kind in PARTS.items()}
-        return cls(**parts, **chosen(own))
+        return cls(**parts, **chosen(cls))
 
     def check(self) -> None:
         """Each field, and the parts with each other."""
@@ -400,3 +398,4 @@ class Moe(Named):
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Layer, Router, Experts, Moe)}
 for kind_ in KINDS.values():
     kind_.NAMES = tuple(names(kind_))
+WISHES = sorted({name for kind in KINDS.values() for name in kind.NAMES} - set(PARTS))  # of Moe.of
