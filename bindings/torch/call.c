@@ -227,31 +227,87 @@ static void note_span(torch_call *call, const char *name, call_array array)
     call->spans[call->num_spans++] = (call_span){name, begin, begin + (size_t)array.bytes};
 }
 
-static call_array look(torch_call *call, const char *name, torch_tensor tensor, uint32_t type,
-                       int64_t dim)
+static call_array empty(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes,
+                        torch_tensor *out)
 {
-    call_array array = {.data = no_elements};
-    int64_t found_dim, *sizes; /* sizes are borrowed from the tensor */
-    int32_t dtype;
-    bool contiguous;
-    check_place(call, name, tensor);
-    if (torch.get_dim(tensor, &found_dim) || torch.get_sizes(tensor, &sizes) ||
-        torch.get_dtype(tensor, &dtype) || torch.get_data_ptr(tensor, &array.data) ||
-        torch.is_contiguous(tensor, &contiguous)) {
-        call_fail(call, EPIC_EINVAL, "%s: torch does not tell its properties", name);
+    call_array array = {.data = no_elements, .type = type};
+    int64_t strides[CALL_DIMS];
+    int64_t count = 1;
+    for (int64_t d = dim - 1; d >= 0; d--) {
+        strides[d] = count;
+        count *= sizes[d];
+        if (sizes[d] < 0)
+            call_fail(call, EPIC_EINVAL, "an array of %" PRId64 " rows cannot be made",
+                      sizes[d]);
+    }
+    if (call->failed) return array;
+    if (torch.empty_strided(dim, sizes, strides, dtype_of(type), call->place.device_type,
+                            call->place.device_index, out)) {
+        *out = NULL;
+        call_fail(call, EPIC_ENOMEM, "no memory for %" PRId64 " elements", count);
         return array;
     }
-    array.type = type_of(dtype);
+    measure(&array, dim, sizes);
+    torch.get_data_ptr(*out, &array.data);
+    if (array.data == NULL) array.data = no_elements;
+    return array;
+}
+
+/* Memory that goes with the call. */
+static call_array passing(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
+{
+    torch_tensor made = NULL;
+    const call_array array = empty(call, type, dim, sizes, &made);
+    if (made != NULL) call->owned[call->num_owned++] = made;
+    return array;
+}
+
+/* Of an argument, in the order of its indices. */
+static call_array copied(torch_call *call, const char *name, torch_tensor tensor,
+                         call_array array)
+{
+    const call_array copy = passing(call, array.type, array.dim, array.sizes);
+    if (call->failed) return copy;
+    if (torch.copy_(call->owned[call->num_owned - 1], tensor, 0))
+        call_fail(call, EPIC_ENOMEM, "%s cannot be copied: call .contiguous() on it", name);
+    return copy;
+}
+
+/* Sizes are borrowed from the tensor. */
+static bool properties(torch_call *call, const char *name, torch_tensor tensor, call_array *out,
+                       bool *contiguous)
+{
+    int64_t *sizes;
+    int32_t dtype;
+    if (torch.get_dim(tensor, &out->dim) || torch.get_sizes(tensor, &sizes) ||
+        torch.get_dtype(tensor, &dtype) || torch.get_data_ptr(tensor, &out->data) ||
+        torch.is_contiguous(tensor, contiguous)) {
+        call_fail(call, EPIC_EINVAL, "%s: torch does not tell its properties", name);
+        return false;
+    }
+    out->sizes = sizes;
+    out->type = type_of(dtype);
+    return true;
+}
+
+static call_array look(torch_call *call, const char *name, torch_tensor tensor, uint32_t type,
+                       int64_t dim, bool written)
+{
+    call_array array = {.data = no_elements};
+    bool contiguous;
+    check_place(call, name, tensor);
+    if (!properties(call, name, tensor, &array, &contiguous)) return array;
     if (!is_one_of(array.type, type))
         call_fail(call, EPIC_EINVAL, "%s is %s: %s is needed", name, type_name(array.type),
                   type_name(type));
-    if (found_dim != dim)
+    if (array.dim != dim)
         call_fail(call, EPIC_EINVAL, "%s has %" PRId64 " dimensions: %" PRId64 " are needed",
-                  name, found_dim, dim);
-    if (!contiguous)
+                  name, array.dim, dim);
+    if (!contiguous && written)
         call_fail(call, EPIC_EINVAL, "%s is not contiguous: call .contiguous() on it", name);
     if (call->failed) return array;
-    measure(&array, dim, sizes);
+    if (!contiguous) return copied(call, name, tensor, array);
+    measure(&array, dim, array.sizes);
     if (array.data == NULL) array.data = no_elements;
     note_span(call, name, array);
     return array;
@@ -259,14 +315,19 @@ static call_array look(torch_call *call, const char *name, torch_tensor tensor, 
 
 call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim)
 {
-    return look(call, name, next_tensor(call), type, dim);
+    return look(call, name, next_tensor(call), type, dim, false);
+}
+
+call_array call_arg_written(torch_call *call, const char *name, uint32_t type, int64_t dim)
+{
+    return look(call, name, next_tensor(call), type, dim, true);
 }
 
 call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim)
 {
     torch_tensor tensor = next_tensor_or_none(call);
     if (tensor == NULL) return (call_array){0};
-    return look(call, name, tensor, type, dim);
+    return look(call, name, tensor, type, dim, false);
 }
 
 void call_check_type(torch_call *call, const char *name, call_array array, uint32_t type)
@@ -376,47 +437,12 @@ bool call_on_gpu(const torch_call *call)
 
 /* --------------------------------------------------------------------------- results ---- */
 
-static call_array empty(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes,
-                        torch_tensor *out)
-{
-    call_array array = {.data = no_elements, .type = type};
-    int64_t strides[CALL_DIMS];
-    int64_t count = 1;
-    for (int64_t d = dim - 1; d >= 0; d--) {
-        strides[d] = count;
-        count *= sizes[d];
-        if (sizes[d] < 0)
-            call_fail(call, EPIC_EINVAL, "an array of %" PRId64 " rows cannot be made",
-                      sizes[d]);
-    }
-    if (call->failed) return array;
-    if (torch.empty_strided(dim, sizes, strides, dtype_of(type), call->place.device_type,
-                            call->place.device_index, out)) {
-        *out = NULL;
-        call_fail(call, EPIC_ENOMEM, "no memory for %" PRId64 " elements", count);
-        return array;
-    }
-    measure(&array, dim, sizes);
-    torch.get_data_ptr(*out, &array.data);
-    if (array.data == NULL) array.data = no_elements;
-    return array;
-}
-
 static call_array made_result(torch_call *call, uint32_t type, int64_t dim,
                               const int64_t *sizes)
 {
     torch_tensor made = NULL;
     const call_array array = empty(call, type, dim, sizes, &made);
     if (made != NULL) call->made[call->num_made++] = made;
-    return array;
-}
-
-/* Memory that goes with the call. */
-static call_array passing(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
-{
-    torch_tensor made = NULL;
-    const call_array array = empty(call, type, dim, sizes, &made);
-    if (made != NULL) call->owned[call->num_owned++] = made;
     return array;
 }
 
@@ -458,7 +484,7 @@ static call_array given_result(torch_call *call, const char *name, uint32_t type
     if (!call->failed && !torch.is_contiguous(given, &contiguous) && !contiguous)
         call_fail(call, EPIC_EINVAL, "out %s is not contiguous: give a tensor that is", name);
     snprintf(named, sizeof named, "out %s", name);
-    call_array array = look(call, named, given, type, dim);
+    call_array array = look(call, named, given, type, dim, true);
     if (call->failed) return array;
     call->spans[call->num_spans - 1].name = name;
     check_apart(call, name);

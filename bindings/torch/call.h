@@ -42,7 +42,8 @@ typedef struct torch_call {
     int next;  /* argument to be read */
     bool into; /* NAME_out: results are arguments */
     int num_owned, num_made, num_spans;
-    torch_tensor owned[CALL_TENSORS], made[CALL_TENSORS];
+    torch_tensor owned[2 * CALL_TENSORS]; /* an argument may have a copy */
+    torch_tensor made[CALL_TENSORS];
     call_span spans[CALL_TENSORS];
     group_place place; /* of the first tensor, which the others share */
     group_use use;     /* after call_enter */
@@ -67,9 +68,11 @@ torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results);
 void call_fail(torch_call *call, epic_result result, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* The next argument.  `type`: an epic_type, or one of CALL_; dim: the dimensions needed. */
+/* The next argument.  `type`: an epic_type, or one of CALL_; dim: the dimensions needed.  Of one that
+ * is not contiguous it is a copy, as gradients often are not; one to be written must be. */
 call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim);
+call_array call_arg_written(torch_call *call, const char *name, uint32_t type, int64_t dim);
 /* Of an array that is there: the core is told no types of each, and no lengths. */
 void call_check_type(torch_call *call, const char *name, call_array array, uint32_t type);
 void call_check_count(torch_call *call, const char *name, call_array array, int64_t count);

@@ -197,7 +197,7 @@ static void bias_update_(torch_value *stack, uint64_t num_arguments, uint64_t nu
 {
     (void)num_arguments;
     torch_call call = call_begin("bias_update", stack, num_results);
-    const call_array bias = call_arg(&call, "bias", EPIC_F32, 1);
+    const call_array bias = call_arg_written(&call, "bias", EPIC_F32, 1);
     const call_array load = call_arg(&call, "load", EPIC_I32, 1);
     const double rate = call_float(&call);
     const epic_call where = call_enter_local(&call);

@@ -357,7 +357,7 @@ static void sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_result
     (void)num_arguments;
     torch_call call = call_begin("sum", stack, num_results);
     call_turn(&call);
-    const call_array x = call_arg(&call, "x", EPIC_F32, 1);
+    const call_array x = call_arg_written(&call, "x", EPIC_F32, 1);
     const uint32_t order = call_uint(&call, "order");
     epic_sum_args args = {.data = x.data, .count = x.count, .order = order};
     args.call = call_enter(&call);
@@ -373,7 +373,7 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
     epic_sum_replicas_args args = {0};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
-    const call_array x = call_arg(&call, "x", EPIC_F32, 2);
+    const call_array x = call_arg_written(&call, "x", EPIC_F32, 2);
     args.call = call_enter(&call);
     args.data = call_rows(x);
     args.workspace = call_workspace(&call, args.data.row_bytes).data;

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epic.torch
 from epic.torch.arguments import STAYS
 from epic.torch.groups import Facts
-from epic.torch.ops import KIND, words_of
+from epic.torch.ops import KIND, bare, words_of
 from epic.torch.ops import LAYER as LAYER_WORDS
 from epic.torch.ops import SIZES as SIZES_OF_EXPERTS
 from epic.torch.plans import USUAL
@@ -193,15 +194,42 @@ def test_what_is_usual_is_left_out() -> None:
         usual = {a.name: a.default_value for a in op.default._schema.arguments}
         assert tuple(usual[n] for n in ("layer_slabs", "layer_leaves", "tag")) == USUAL
     cases: list[tuple[dict[str, Any], int, int]] = [
-        ({}, 0, 2), ({"alignment": 4}, 0, 3), ({"sum_order": "tree", "leaves": 2}, 0, 4), ({}, 7, 5)
+        ({}, 0, 0), ({"alignment": 4}, 0, 1), ({"sum_order": "tree", "leaves": 2}, 0, 2), ({}, 7, 3)
     ]  # fmt: skip
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         for options, tag, count in cases:
             layer = epic.torch.Layer(EXPERTS, 2, **options)
             way = epic.torch.plan(group, layer, ids, tag=tag).way
-            assert (len(way.short), len(way.place)) == (count, 2 if tag else 1)
             assert way is epic.torch.plan(group, layer, ids, tag=tag).way
-            assert way.numbers == (*way.short, *USUAL[count - 2 :])
+            assert len(way.more) == count
+            assert way.numbers() == (group.number, *Facts(*group.facts(layer.key)).words, tag)
+
+
+class Names(TorchDispatchMode):
+    """Of EPIC's operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "epic":
+            self.found.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_bare_operators_are_the_operators() -> None:
+    """Without torch's Python around them they are seen as ever; what has none stays as it is."""
+    operator = ops.dispatch.default
+    assert bare(operator) is not operator  # else what saves the time is gone from this torch
+    assert bare(print) is print
+    ids, x = torch.zeros((4, 2), dtype=torch.int32), torch.ones((4, 8))
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group, Names() as names:
+        layer = epic.torch.Layer(EXPERTS, 2)
+        plan = epic.torch.plan(group, layer, ids)
+        epic.torch.combine(plan, epic.torch.dispatch(plan, x)[0])
+        epic.torch.plan_dispatch(group, layer, ids, x)
+    assert names.found == ["plan", "dispatch", "combine", "plan_dispatch"]
 
 
 # --------------------------------------------------------------------------- compile ----

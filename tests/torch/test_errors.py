@@ -40,7 +40,7 @@ def alone(**more: Any) -> epic.torch.Group:
 IDS = torch.zeros((4, TOP_K), dtype=torch.int32)
 X = torch.ones((4, HIDDEN))
 ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "float ids": (lambda g, p: epic.torch.plan(g, LAYER, IDS.float()), "topk_idx: dtype"),
+    "float ids": (lambda g, p: epic.torch.plan(g, LAYER, IDS.float()), "topk_idx is float32: int"),
     "top_k": (lambda g, p: epic.torch.plan(g, LAYER, IDS[:, :2]), "topk_idx: shape [4, 2]"),
     "max_tokens": (
         lambda g, p: epic.torch.plan(g, LAYER, IDS.repeat(20, 1)),
@@ -49,7 +49,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "capacity": (lambda g, p: epic.torch.plan(g, LAYER, IDS, capacity=-1), "capacity -1"),
     "tokens": (lambda g, p: epic.torch.dispatch(p, X[:3]), "tokens: 3 rows"),
     "row bytes": (lambda g, p: epic.torch.dispatch(p, torch.ones(4, 5000)), "max_row_bytes 4096"),
-    "integers": (lambda g, p: epic.torch.dispatch(p, X.int()), "tokens: dtype torch.int32"),
+    "integers": (lambda g, p: epic.torch.dispatch(p, X.int()), "tokens is int32: float32, b"),
     "weights": (lambda g, p: epic.torch.dispatch(p, X, X), "weights: shape [4, 20]"),
     "rows": (lambda g, p: epic.torch.combine(p, X), "rows: 4 rows"),
     "slot_weights": (

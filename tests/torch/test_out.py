@@ -73,6 +73,7 @@ def functions(group: epic.torch.Group, x: Any, w: Any, ids: Any) -> dict[str, An
     t, logits = epic.torch, numbers(5, x.shape[0], EXPERTS)
     plan, flat = t.plan(group, LAYER, ids), t.plan(group, FLAT, ids)
     copies = t.plan(group, REPLICATED, ids, logical_of_expert=TWELVE)
+    local = copies.way.num_local
     recv, slots = t.dispatch(plan, x, w)
     counts = (plan.expert_rows, plan.expert_tokens)
     options = t.Moe.of(**WISH)
@@ -89,7 +90,7 @@ def functions(group: epic.torch.Group, x: Any, w: Any, ids: Any) -> dict[str, An
         "dispatch_flat": lambda **o: t.dispatch_flat(flat, x, w, **o),
         "combine": lambda **o: t.combine(plan, recv, slots, **o),
         "sum": lambda **o: t.sum(group, numbers(7, 4, HIDDEN), **o),
-        "sum_replicas": lambda **o: t.sum_replicas(copies, numbers(6, copies.num_local, 4), **o),
+        "sum_replicas": lambda **o: t.sum_replicas(copies, numbers(6, local, 4), **o),
         "route": lambda **o: t.route(ROUTER, logits, group=group, **o),
         "balance_loss": lambda **o: t.balance_loss(ROUTER, logits, load=plan.load, **loss, **o),
         "z_loss": lambda **o: t.z_loss(ROUTER, logits, **loss, **o),

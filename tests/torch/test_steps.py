@@ -14,6 +14,7 @@ from parts import (
     EXPERTS,
     HIDDEN,
     LAYER,
+    SIZES,
     TOKENS,
     TOP_K,
     UNEVEN,
@@ -44,6 +45,31 @@ def round_trip(rank: int, ep: int, fused: bool, tokens: tuple[int, ...]) -> None
 def test_round_trip(world: Any, ep: int, fused: bool, tokens: tuple[int, ...]) -> None:
     """There, through the sine, and back."""
     world.run(round_trip, ep, fused, tokens)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """The same, column by column."""
+    return x.detach().mT.contiguous().mT.requires_grad_(x.requires_grad)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_any_strides(fused: bool) -> None:
+    """Of arguments, and of a gradient that is one number for all."""
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        step, mine = through(group, fused), Data(EVEN).mine(0)
+        mine[3] = torch.ones_like(mine[3])
+        wanted = check_round(step, mine, 2e-6)
+        other = [turned(v) for v in mine[:3]] + [torch.ones(1).expand_as(mine[3])]
+        assert not any(v.is_contiguous() for v in other)
+        assert same(wanted, check_round(step, other, 2e-6))
+
+
+def test_what_is_written_is_no_copy() -> None:
+    """So it has to be contiguous."""
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        x = torch.ones(8)[::2]
+        with pytest.raises(RuntimeError, match="x is not contiguous"):
+            torch.ops.epic.sum_(group.turn, x, 0, group.number)
 
 
 def every_slot(rank: int, ep: int, tokens: tuple[int, ...], experts: int) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the steps: checked, and brought to the shape that the operators take.
+"""Arguments of the steps, brought to the shape that the operators take.
 
 These are on the way of every call, and the host's time is the caller's: what is right passes in one
-comparison."""
+comparison, and what the operators check and copy themselves, types and strides, is left to them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.compiler import is_dynamo_compiling as is_traced  # torch.compile tak
 from epic.errors import EpicArgumentError
 
 ROW_TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
-INDEX_TYPES = (torch.int32, torch.int64)
 
 
 def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
@@ -31,9 +31,12 @@ def applied(function: Any) -> Callable[..., Any]:
     """function.apply.  Of torch before 2.15 what that does in Python is for functorch's transforms
     and for defaults of arguments, and takes as long as the rest."""
     short = super(torch.autograd.Function, function).apply
+    if short == function.apply:
+        return short
+    is_transformed = torch._C._are_functorch_transforms_active
 
     def apply(*args: Any) -> Any:
-        if is_traced() or torch._C._are_functorch_transforms_active():
+        if is_traced() or is_transformed():
             return function.apply(*args)
         return short(*args)
 
@@ -81,36 +84,33 @@ def flattened(name: str, x: Tensor) -> Tensor:
 
 
 def as_rows(name: str, x: Tensor, count: int) -> Tensor:
-    """[..., hidden] as [count, hidden], contiguous, of a type that the core adds."""
-    if x.dtype in ROW_TYPES and x.dim() == 2 and x.shape[0] == count and x.is_contiguous():
+    """[..., hidden] as [count, hidden]."""
+    shape = x.shape
+    if len(shape) == 2 and shape[0] == count:
         return x
-    check_floats(name, x)
     rows = flattened(name, x)
     if rows.shape[0] != count:
         raise EpicArgumentError(
-            f"{name}: {rows.shape[0]} rows (shape {list(x.shape)}): the plan has {count}"
+            f"{name}: {rows.shape[0]} rows (shape {list(shape)}): the plan has {count}"
         )
-    return rows.contiguous()
+    return rows
 
 
-def as_weights(name: str, x: Tensor | None, *shape: int) -> Tensor | None:
+def as_weights(name: str, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     """Float32 of that shape; None stays None."""
-    if x is None or (x.dtype == torch.float32 and x.shape == shape and x.is_contiguous()):
+    if x is None or (x.shape == shape and x.dtype == torch.float32):
         return x
-    size = shape[0] * shape[1] if len(shape) == 2 else shape[0]
-    if x.numel() != size or x.shape[-1:] != shape[-1:]:
+    if x.numel() != math.prod(shape) or x.shape[-1:] != shape[-1:]:
         raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
-    return x.reshape(shape).to(torch.float32).contiguous()
+    return x.reshape(shape).to(torch.float32)
 
 
 def as_choices(top_k: int, topk_idx: Tensor) -> Tensor:
-    """[num_tokens, top_k]."""
+    """[..., top_k] as [num_tokens, top_k]."""
     shape = topk_idx.shape
-    if topk_idx.dtype not in INDEX_TYPES:
-        raise EpicArgumentError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
     if len(shape) < 2 or shape[-1] != top_k:
         raise EpicArgumentError(f"topk_idx: shape {list(shape)}: [..., top_k {top_k}] is needed")
-    return flattened("topk_idx", topk_idx).contiguous()
+    return flattened("topk_idx", topk_idx)
 
 
 def as_int32(name: str, x: Tensor) -> Tensor:

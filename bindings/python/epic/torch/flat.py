@@ -8,18 +8,19 @@ from torch import Tensor
 
 from epic.torch.arguments import applied, as_rows, as_weights, needs_gradient, once
 from epic.torch.ops import parts_of, raising, write
-from epic.torch.plans import Plan, Way, check_layout
-from epic.torch.steps import ZERO_TAIL, check_pair, rows_home, whole_place
+from epic.torch.plans import Plan, wrong_layout
+from epic.torch.steps import ZERO_TAIL, check_pair, rows_home, save_plan
 
 ops = torch.ops.epic
 
 
 def dispatch_flat_args(
-    way: Way, data: Tensor, tokens: Tensor, weights: Tensor | None, capacity: int
+    plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None
 ) -> tuple[Any, ...]:
     """What the operator is passed."""
-    place = (*whole_place(way), ZERO_TAIL)
-    return (way.group.turn, data, tokens, weights, capacity, way.top_k, *place)
+    way = plan.way
+    place = (way.number, way.tag, ZERO_TAIL)
+    return (way.group.turn, data, tokens, weights, plan.capacity, way.top_k, *place)
 
 
 def dispatch_flat_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,17 +33,11 @@ class DispatchFlat(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        way: Way,
-        data: Tensor,
-        tokens: Tensor,
-        weights: Tensor | None,
-        capacity: int,
+        ctx: Any, plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Nothing is saved but the plan."""
-        ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
-        ctx.save_for_backward(data)
-        out = dispatch_flat_op(way, data, tokens, weights, capacity)
+        save_plan(ctx, plan.way, data, tokens)
+        out = dispatch_flat_op(plan, data, tokens, weights)
         ctx.mark_non_differentiable(out[2])
         return out
 
@@ -51,8 +46,7 @@ class DispatchFlat(torch.autograd.Function):
     @raising
     def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor, _: Tensor) -> tuple[Any, ...]:
         """As dispatch's."""
-        (data,) = ctx.saved_tensors
-        return None, None, *rows_home(ctx, data, d_recv, d_slots.reshape(-1)), None
+        return None, None, *rows_home(ctx, d_recv, d_slots.reshape(-1))
 
 
 dispatch_flat_apply = applied(DispatchFlat)
@@ -74,10 +68,11 @@ def dispatch_flat(
     written and returned, without a gradient.
     """
     way = plan.way
-    check_layout(way, True, "dispatch")
+    if not way.flat:
+        raise wrong_layout(way, "dispatch")
     rows = as_rows("tokens", tokens, plan.num_tokens)
-    weights = as_weights("weights", weights, plan.num_tokens, way.top_k)
-    inputs = (way, plan.bytes, rows, weights, plan.capacity)
+    weights = as_weights("weights", weights, (plan.num_tokens, way.top_k))
+    inputs = (plan, plan.bytes, rows, weights)
     if out is not None:
         recv, slots, experts = parts_of(out, "recv, slot_weights, experts")
         check_pair(weights, slots)

@@ -68,6 +68,11 @@ def fake(function: Function) -> Function:
     return function
 
 
+def bare(operator: Any) -> Any:
+    """What calls an operator, without the Python that torch has before it: for all but tracers."""
+    return getattr(operator, "_op", operator)
+
+
 # ---------------------------------------------------------------------------- errors ----
 
 

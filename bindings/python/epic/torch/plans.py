@@ -8,15 +8,15 @@ from torch import Tensor
 
 from epic.errors import EpicArgumentError
 from epic.options import Layer
-from epic.torch.arguments import INDEX_TYPES, as_choices, as_int32, is_traced
+from epic.torch.arguments import as_choices, as_int32, is_traced
 from epic.torch.groups import Group
 
 EXACT = 0  # as capacity: as many slots as land
 MOST_WAYS = 1024  # that a group keeps
 
 
-# Of the operators' numbers behind the group's, what they are where they are left out, as most are:
-# slabs, leaves and tag of a plan, tag of others.  torch takes a fifth of a microsecond for each.
+# Of the operators' numbers behind the group's and the layer's rules, what they are where they are
+# left out, as most are: slabs, leaves and tag.  torch takes a fifth of a microsecond for each.
 USUAL = (1, 0, 0)
 
 
@@ -33,18 +33,22 @@ class Way(NamedTuple):
     bytes: int
     capacity: int  # of a rank, that can never overflow
     num_local: int
-    numbers: tuple[int, ...]  # of a plan: the group's, the layer's and the tag
-    short: tuple[int, ...]  # the same without what is as usual at its end
-    place: tuple[int, ...]  # the group's number and, if it is not as usual, the tag
+    room: int  # of expert_rows and of expert_tokens among the counts
+    number: int  # the group's
+    rules: int  # the first number of the layer
+    more: tuple[int, ...]  # slabs, leaves and tag, without what is as usual at the end
+
+    def numbers(self) -> tuple[int, ...]:
+        """Of a plan, none left out."""
+        return (self.number, self.rules, *self.more, *USUAL[len(self.more) :])
 
 
 def way_of(group: Group, layer: Layer, tag: int) -> Way:
     """Of a layer's calls; the group keeps it, and tracers see it made."""
-    size, bound, local, whole, words = group.facts(layer.key)
-    numbers = (group.number, *words, tag)
-    end = len(numbers)
-    while end > 2 and numbers[end - 1] == USUAL[end - 3]:
-        end -= 1
+    size, bound, local, whole, (rules, *more) = group.facts(layer.key)
+    more = (*more, tag)
+    while more and more[-1] == USUAL[len(more) - 1]:
+        more = more[:-1]
     way = Way(
         group,
         tag,
@@ -56,9 +60,10 @@ def way_of(group: Group, layer: Layer, tag: int) -> Way:
         whole,
         bound,
         local,
-        numbers,
-        numbers[:end],
-        (group.number, tag) if tag else (group.number,),
+        local,
+        group.number,
+        rules,
+        more,
     )
     if not is_traced():
         if len(group.ways) >= MOST_WAYS:  # a tag for each call, say
@@ -79,8 +84,6 @@ class Plan(NamedTuple):
     bytes: Tensor
     num_tokens: int
     capacity: int
-    num_local: int
-    room: int  # of expert_rows and of expert_tokens among the counts
     way: Way
 
     def counts(self, begin: int, count: int) -> Tensor:
@@ -94,11 +97,11 @@ class Plan(NamedTuple):
     def counted(self, name: str) -> Tensor:
         """One of the counts by its name; compiled functions of torch 2.9 take methods of a plan and
         no properties."""
-        room, experts = self.room, self.way.num_experts
+        room, experts = self.way.room, self.way.num_experts
         if name == "expert_rows":
-            return self.counts(0, self.num_local)
+            return self.counts(0, self.way.num_local)
         if name == "expert_tokens":
-            return self.counts(room, self.num_local)
+            return self.counts(room, self.way.num_local)
         if name == "load":
             return self.counts(2 * room, experts)
         if name == "demand":
@@ -137,11 +140,10 @@ class Plan(NamedTuple):
         return self.load if logical is None else logical
 
 
-def check_layout(way: Way, flat: bool, other: str) -> None:
+def wrong_layout(way: Way, other: str) -> EpicArgumentError:
     """Each layout has a dispatch of its own, as their results differ in shape."""
-    if way.flat != flat:
-        is_, needed = ("flat", "expert_major") if way.flat else ("expert_major", "flat")
-        raise EpicArgumentError(f"layout {is_!r}: {needed!r} is needed here, else {other}")
+    is_, needed = ("flat", "expert_major") if way.flat else ("expert_major", "flat")
+    return EpicArgumentError(f"layout {is_!r}: {needed!r} is needed here, else {other}")
 
 
 def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert") -> Any:
@@ -178,6 +180,10 @@ def check_local(way: Way, ranks: Any, local: int, room: int) -> None:
         raise EpicArgumentError(f"num_local_experts {local}: a rank has {least} of {room}")
 
 
+# Way, choices [num_tokens, top_k], num_tokens, slots, and tables if there are any.
+Wish = tuple[Way, Tensor, int, int, tuple[Any, ...]]
+
+
 def asked(
     group: Group,
     layer: Layer,
@@ -187,31 +193,30 @@ def asked(
     logical: Any,
     local: int | None,
     tag: int,
-) -> tuple[Way, Tensor, int, int, int, int, int, tuple[Any, ...]]:
-    """What a plan is made of: its way; choices [num_tokens, top_k], num_tokens; slots, bytes, local
-    experts, room for counts of these, and the numbers that the operators are passed behind."""
+) -> Wish:
+    """What a plan is made of."""
     way = None if is_traced() else group.ways.get((layer.key, tag))
     if way is None:
         way = way_of(group, layer, tag)
     shape = topk_idx.shape
-    good = len(shape) == 2 and shape[1] == way.top_k and topk_idx.dtype in INDEX_TYPES
-    if not good or not topk_idx.is_contiguous():
+    if len(shape) != 2 or shape[1] != way.top_k:
         topk_idx = as_choices(way.top_k, topk_idx)
         shape = topk_idx.shape
     slots = way.capacity if capacity is None else capacity
     if slots < 0:
         raise EpicArgumentError(f"capacity {slots}: 0 (EXACT) or more is needed")
-    size, room, numbers = way.bytes, way.num_local, way.short
-    if ranks is not None or logical is not None or way.num_logical:
-        numbers = (*way.numbers, *tables_of(layer, ranks, logical, topk_idx))
+    if ranks is None and logical is None and local is None and not way.num_logical:
+        return way, topk_idx, shape[0], slots, ()
+    tables = tables_of(layer, ranks, logical, topk_idx)
     if ranks is not None:  # the core may write counts of more experts than the caller reckons with
         if capacity is None or local is None:
             raise EpicArgumentError(
                 "rank_of_expert needs capacity=, as any placement may need more than the bound, "
                 "and num_local_experts="
             )
-        size, room = size + 8 * (way.num_experts - room), way.num_experts
+        room = way.num_experts
+        way = way._replace(bytes=way.bytes + 8 * (room - way.room), room=room)
     if local is not None:
-        check_local(way, ranks, local, room)
-    local = room if local is None else local
-    return way, topk_idx, shape[0], slots, size, local, room, numbers
+        check_local(way, ranks, local, way.room)
+        way = way._replace(num_local=local)
+    return way, topk_idx, shape[0], slots, tables

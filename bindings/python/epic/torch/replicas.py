@@ -36,6 +36,7 @@ class SumReplicas(torch.autograd.Function):
     def forward(ctx: Any, way: Way, data: Tensor, x: Tensor) -> Tensor:
         """Nothing is saved but the plan."""
         ctx.way = way
+        stay(data)
         ctx.save_for_backward(data)
         return added(way.group, way.tag, data, x)
 
@@ -56,6 +57,7 @@ class Tied(torch.autograd.Function):
     def forward(ctx: Any, way: Way, data: Tensor, weight: Tensor) -> Tensor:
         """As SumReplicas."""
         ctx.way = way
+        stay(data)
         ctx.save_for_backward(data)
         return weight.view_as(weight)
 
@@ -64,7 +66,7 @@ class Tied(torch.autograd.Function):
 
 def check(plan: Plan, name: str, x: Tensor) -> None:
     """A row for each expert of this rank."""
-    local = plan.num_local
+    local = plan.way.num_local
     if x.dim() < 1 or x.shape[0] != local:
         raise EpicArgumentError(
             f"{name}: shape {list(x.shape)}: [local experts {local}, ...] is needed"

@@ -13,17 +13,20 @@ from epic.torch.arguments import (
     applied,
     as_rows,
     as_weights,
+    is_traced,
     needs_gradient,
     once,
     stay,
 )
 from epic.torch.groups import Group
-from epic.torch.ops import copy_into, note_write, parts_of, raising, told, write
-from epic.torch.plans import EXACT, Plan, Way, asked, check_layout
+from epic.torch.ops import bare, copy_into, note_write, parts_of, raising, told, write
+from epic.torch.plans import EXACT, Plan, Way, Wish, asked, wrong_layout
 
 ops = torch.ops.epic
-PLAN, PLAN_DISPATCH = ops.plan.default, ops.plan_dispatch.default
-DISPATCH, COMBINE = ops.dispatch.default, ops.combine.default
+PLAN, PLAN_NOW = ops.plan.default, bare(ops.plan.default)
+DISPATCH, DISPATCH_NOW = ops.dispatch.default, bare(ops.dispatch.default)
+PLAN_DISPATCH, PLAN_DISPATCH_NOW = ops.plan_dispatch.default, bare(ops.plan_dispatch.default)
+COMBINE, COMBINE_NOW = ops.combine.default, bare(ops.combine.default)
 
 ZERO_TAIL = 1
 
@@ -53,7 +56,7 @@ def plan(
     whose bytes are written.
     """
     try:
-        way, chosen, num_tokens, slots, size, local, room, numbers = asked(
+        way, chosen, num_tokens, slots, tables = asked(
             group,
             layer,
             topk_idx,
@@ -63,20 +66,27 @@ def plan(
             num_local_experts,
             tag,
         )
-        if out is None:
-            data = PLAN(group.turn, chosen, slots, size, *numbers)
+        call = PLAN if is_traced() else PLAN_NOW
+        if out is not None:
+            data = plan_into(way, chosen, slots, tables, out)
+        elif tables or way.more:
+            data = call(group.turn, chosen, slots, way.bytes, *numbers_of(way, tables))
         else:
-            data = plan_into((group.turn, chosen, slots, size, *complete(way, numbers)), out)
-        stay(data)
+            data = call(group.turn, chosen, slots, way.bytes, way.number, way.rules)
     except RuntimeError as error:
         raise told(error) from None
-    made = Plan(data, num_tokens, slots, local, room, way)
+    made = Plan(data, num_tokens, slots, way)
     return made._replace(capacity=int(made.demand.item())) if slots == EXACT else made
 
 
-def complete(way: Way, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The numbers of `asked`, with what they leave out."""
-    return numbers if len(numbers) > len(way.numbers) else (*way.numbers, None, None)
+def numbers_of(way: Way, tables: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a plan's operators are passed behind its bytes."""
+    return (*way.numbers(), *tables) if tables else (way.number, way.rules, *way.more)
+
+
+def all_numbers_of(way: Way, tables: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same, with tables that are none: other arguments follow."""
+    return (*way.numbers(), *(tables or (None, None)))
 
 
 def bytes_of(out: Any) -> Tensor:
@@ -86,9 +96,10 @@ def bytes_of(out: Any) -> Tensor:
     return out.bytes
 
 
-def plan_into(args: tuple[Any, ...], out: Plan) -> Tensor:
+def plan_into(way: Way, chosen: Tensor, slots: int, tables: tuple[Any, ...], out: Plan) -> Tensor:
     """plan with out=."""
     data = bytes_of(out)
+    args = (way.group.turn, chosen, slots, way.bytes, *all_numbers_of(way, tables))
     write(ops.plan_out.default, args, data)
     return data
 
@@ -96,19 +107,28 @@ def plan_into(args: tuple[Any, ...], out: Plan) -> Tensor:
 # -------------------------------------------------------------------------- dispatch ----
 
 
-def rows_home(ctx: Any, plan: Tensor, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
+def save_plan(ctx: Any, way: Way, data: Tensor, tokens: Tensor) -> None:
+    """For rows_home.  Sizes are asked of inputs: tracers know no others in a backward."""
+    ctx.way, ctx.num_tokens = way, tokens.shape[0]
+    stay(data)
+    ctx.save_for_backward(data)
+
+
+def rows_home(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
     """Gradients of the received rows and weights, brought to their tokens."""
-    way, group = ctx.way, ctx.way.group
+    (data,) = ctx.saved_tensors
+    way, weighs = ctx.way, ctx.needs_input_grad[3]
     d_tokens, d_weights = ops.dispatch_backward.default(
-        group.turn,
-        plan,
-        d_recv.contiguous(),
-        d_slots.contiguous() if ctx.has_weights else None,
+        way.group.turn,
+        data,
+        d_recv,
+        d_slots if weighs else None,
         ctx.num_tokens,
         way.top_k,
-        *way.place,
+        way.number,
+        way.tag,
     )
-    return d_tokens, d_weights if ctx.has_weights else None
+    return d_tokens, d_weights if weighs else None
 
 
 class Dispatch(torch.autograd.Function):
@@ -117,41 +137,36 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        way: Way,
+        plan: Plan,
         data: Tensor,
         tokens: Tensor,
         weights: Tensor | None,
-        capacity: int,
         zero_tail: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Nothing is saved but the plan."""
-        ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
-        ctx.save_for_backward(data)
-        return dispatch_op(way, data, tokens, weights, capacity, zero_tail)
+        """Nothing is saved but the plan, whose bytes tracers have to see by themselves."""
+        save_plan(ctx, plan.way, data, tokens)
+        return dispatch_op(plan, data, tokens, weights, zero_tail)
 
     @staticmethod
     @once
     @raising
     def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, ...]:
         """The plan has no gradient."""
-        (data,) = ctx.saved_tensors
-        return None, None, *rows_home(ctx, data, d_recv, d_slots), None, None
+        return None, None, *rows_home(ctx, d_recv, d_slots), None
 
 
 dispatch_apply = applied(Dispatch)
 
 
 def dispatch_op(
-    way: Way, data: Tensor, tokens: Tensor, weights: Tensor | None, capacity: int, zero_tail: bool
+    plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
 ) -> tuple[Tensor, Tensor]:
     """The operator."""
-    place = way.place if zero_tail else (*whole_place(way), 0)
-    return DISPATCH(way.group.turn, data, tokens, weights, capacity, *place)
-
-
-def whole_place(way: Way) -> tuple[int, int]:
-    """way.place, with the tag that it may leave out."""
-    return way.numbers[0], way.tag
+    capacity, way = plan.capacity, plan.way
+    call, turn = DISPATCH if is_traced() else DISPATCH_NOW, way.group.turn
+    if zero_tail and not way.tag:
+        return call(turn, data, tokens, weights, capacity, way.number)
+    return call(turn, data, tokens, weights, capacity, way.number, way.tag, int(zero_tail))
 
 
 def dispatch(
@@ -172,9 +187,10 @@ def dispatch(
     """
     try:
         way = plan.way
-        check_layout(way, False, "dispatch_flat")
+        if way.flat:
+            raise wrong_layout(way, "dispatch_flat")
         rows = as_rows("tokens", tokens, plan.num_tokens)
-        weights = as_weights("weights", weights, plan.num_tokens, way.top_k)
+        weights = as_weights("weights", weights, (plan.num_tokens, way.top_k))
         if out is not None:
             if quantize is not None:
                 raise EpicArgumentError("quantize with out=: call dispatch_quantized with out=")
@@ -183,7 +199,7 @@ def dispatch(
         if quantize is not None:
             return rounded(plan, rows, weights, word("quantize", quantize, BLOCKS))
         call = dispatch_apply if needs_gradient(rows, weights) else dispatch_op
-        recv, slots = call(way, plan.bytes, rows, weights, plan.capacity, zero_tail)
+        recv, slots = call(plan, plan.bytes, rows, weights, zero_tail)
     except RuntimeError as error:
         raise told(error) from None
     return recv, None if weights is None else slots
@@ -199,8 +215,9 @@ def dispatch_into(
 ) -> tuple[Tensor, Tensor | None]:
     """dispatch with out=."""
     check_pair(weights, slots)
-    place = (*whole_place(plan.way), int(zero_tail))
-    args = (plan.way.group.turn, plan.bytes, rows, weights, plan.capacity, *place)
+    way = plan.way
+    place = (way.number, way.tag, int(zero_tail))
+    args = (way.group.turn, plan.bytes, rows, weights, plan.capacity, *place)
     write(ops.dispatch_out.default, args, recv, slots)
     return recv, slots
 
@@ -228,12 +245,13 @@ def dispatch_quantized(
     block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.  out: these three, which are
     written and returned.
     """
-    check_layout(plan.way, False, "dispatch_flat")
+    if plan.way.flat:
+        raise wrong_layout(plan.way, "dispatch_flat")
     rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
-    weights = as_weights("weights", weights, plan.num_tokens, plan.way.top_k)
+    weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k))
     if weights is not None:
         weights = weights.detach()
-    inputs = (plan.way, plan.bytes, rows, weights, plan.capacity, word("block", block, BLOCKS))
+    inputs = (plan, plan.bytes, rows, weights, word("block", block, BLOCKS))
     if out is not None:
         recv, scales, slots = parts_of(out, "recv, scales, slot_weights")
         check_pair(weights, slots)
@@ -244,12 +262,13 @@ def dispatch_quantized(
 
 
 def quantized_args(
-    way: Way, data: Tensor, rows: Tensor, weights: Tensor | None, capacity: int, block: str
+    plan: Plan, data: Tensor, rows: Tensor, weights: Tensor | None, block: str
 ) -> tuple[Any, ...]:
     """What the operator is passed."""
+    way = plan.way
     kind = 1 + BLOCKS.index(block)
-    place = (*whole_place(way), ZERO_TAIL)
-    return (way.group.turn, data, rows, weights, capacity, kind, *place)
+    place = (way.number, way.tag, ZERO_TAIL)
+    return (way.group.turn, data, rows, weights, plan.capacity, kind, *place)
 
 
 @raising
@@ -273,18 +292,11 @@ class DispatchRounded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        way: Way,
-        data: Tensor,
-        tokens: Tensor,
-        weights: Tensor | None,
-        capacity: int,
-        block: str,
+        ctx: Any, plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, block: str
     ) -> tuple[Tensor, Tensor]:
         """Nothing is saved but the plan."""
-        ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
-        ctx.save_for_backward(data)
-        rows, scales, slots = quantized(way, data, tokens, weights, capacity, block)
+        save_plan(ctx, plan.way, data, tokens)
+        rows, scales, slots = quantized(plan, data, tokens, weights, block)
         return dequantize(rows, scales, tokens.dtype, block), slots
 
     backward = Dispatch.backward
@@ -294,7 +306,7 @@ def rounded(
     plan: Plan, rows: Tensor, weights: Tensor | None, block: str
 ) -> tuple[Tensor, Tensor | None]:
     """dispatch with quantize=."""
-    recv, slots = DispatchRounded.apply(plan.way, plan.bytes, rows, weights, plan.capacity, block)
+    recv, slots = DispatchRounded.apply(plan, plan.bytes, rows, weights, block)
     return recv, None if weights is None else slots
 
 
@@ -302,29 +314,28 @@ def rounded(
 
 
 def plan_dispatch_op(
-    way: Way,
-    chosen: Tensor,
-    tokens: Tensor,
-    weights: Tensor | None,
-    slots: int,
-    size: int,
-    numbers: tuple[Any, ...],
+    wish: Wish, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
 ) -> tuple[Tensor, ...]:
     """The operator."""
-    turn = way.group.turn
-    found = PLAN_DISPATCH(turn, chosen, tokens, weights, slots, size, *numbers)
-    stay(found[0])
-    return found
+    way, _, _, slots, tables = wish
+    call, turn = PLAN_DISPATCH if is_traced() else PLAN_DISPATCH_NOW, way.group.turn
+    if zero_tail and not tables and not way.more:
+        return call(turn, chosen, tokens, weights, slots, way.bytes, way.number, way.rules)
+    numbers = (*all_numbers_of(way, tables), int(zero_tail))
+    return call(turn, chosen, tokens, weights, slots, way.bytes, *numbers)
 
 
-def plan_dispatch_into(out: Any, way: Way, *inputs: Any) -> tuple[Tensor, ...]:
-    """plan_dispatch with out=; inputs: as plan_dispatch_op's, with all of the numbers."""
-    plan, recv, slots = parts_of(out, "plan, recv, slot_weights")
-    found = (bytes_of(plan), recv, slots)
-    check_pair(inputs[2], slots)
-    args = (way.group.turn, *inputs[:-1], *inputs[-1])
+def plan_dispatch_into(
+    out: Any, wish: Wish, tokens: Tensor, weights: Tensor | None, zero_tail: bool
+) -> tuple[Tensor, ...]:
+    """plan_dispatch with out=."""
+    plan, recv, slot = parts_of(out, "plan, recv, slot_weights")
+    found = (bytes_of(plan), recv, slot)
+    check_pair(weights, slot)
+    way, chosen, _, slots, tables = wish
+    numbers = (*all_numbers_of(way, tables), int(zero_tail))
+    args = (way.group.turn, chosen, tokens, weights, slots, way.bytes, *numbers)
     write(ops.plan_dispatch_out.default, args, *found)
-    stay(found[0])
     return found
 
 
@@ -334,28 +345,24 @@ class PlanDispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        way: Way,
+        wish: Wish,
         chosen: Tensor,
         tokens: Tensor,
         weights: Tensor | None,
-        slots: int,
-        size: int,
-        numbers: tuple[Any, ...],
+        zero_tail: bool,
     ) -> tuple[Tensor, ...]:
         """The plan is saved."""
-        ctx.way, ctx.num_tokens, ctx.has_weights = way, tokens.shape[0], weights is not None
-        out = plan_dispatch_op(way, chosen, tokens, weights, slots, size, numbers)
-        ctx.save_for_backward(out[0])
+        out = plan_dispatch_op(wish, chosen, tokens, weights, zero_tail)
+        save_plan(ctx, wish[0], out[0], tokens)
         ctx.mark_non_differentiable(out[0])
         return out
 
     @staticmethod
     @once
     @raising
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, _: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, ...]:
         """As dispatch's."""
-        (data,) = ctx.saved_tensors
-        return None, None, *rows_home(ctx, data, *gradients[1:]), None, None, None
+        return None, None, *rows_home(ctx, d_recv, d_slots), None
 
 
 plan_dispatch_apply = applied(PlanDispatch)
@@ -379,7 +386,7 @@ def plan_dispatch(
     """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None).  out: these
     three, which are written and returned, without a gradient."""
     try:
-        way, chosen, num_tokens, slots, size, local, room, numbers = asked(
+        wish = asked(
             group,
             layer,
             topk_idx,
@@ -389,7 +396,9 @@ def plan_dispatch(
             num_local_experts,
             tag,
         )
-        check_layout(way, False, "plan, then dispatch_flat")
+        way, chosen, num_tokens, slots, _ = wish
+        if way.flat:
+            raise wrong_layout(way, "plan, then dispatch_flat")
         if slots == EXACT:
             raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
         if tokens.dim() > 2 and topk_idx.dim() > 2 and tokens.shape[:-1] != topk_idx.shape[:-1]:
@@ -398,34 +407,29 @@ def plan_dispatch(
                 f"tokens: shape {list(tokens.shape)}: topk_idx has {dims} tokens"
             )
         rows = as_rows("tokens", tokens, num_tokens)
-        weights = as_weights("weights", weights, num_tokens, way.top_k)
-        if out is not None or not zero_tail:
-            numbers = (*complete(way, numbers), int(zero_tail))
-        inputs = (way, chosen, rows, weights, slots, size, numbers)
+        weights = as_weights("weights", weights, (num_tokens, way.top_k))
         if out is not None:
-            data, recv, slot = plan_dispatch_into(out, *inputs)
+            data, recv, slot = plan_dispatch_into(out, wish, rows, weights, zero_tail)
         else:
             call = plan_dispatch_apply if needs_gradient(rows, weights) else plan_dispatch_op
-            data, recv, slot = call(*inputs)
+            data, recv, slot = call(wish, chosen, rows, weights, zero_tail)
     except RuntimeError as error:
         raise told(error) from None
-    made = Plan(data, num_tokens, slots, local, room, way)
-    return made, recv, None if weights is None else slot
+    return Plan(data, num_tokens, slots, way), recv, None if weights is None else slot
 
 
 # --------------------------------------------------------------------------- combine ----
 
 
 def combine_op(
-    way: Way,
-    data: Tensor,
-    rows: Tensor,
-    slots: Tensor | None,
-    num_tokens: int,
-    *_: Any,
+    plan: Plan, data: Tensor, rows: Tensor, slots: Tensor | None, _: Any = None
 ) -> Tensor:
     """The operator."""
-    return COMBINE(way.group.turn, data, rows, slots, num_tokens, *way.place)
+    num_tokens, way = plan.num_tokens, plan.way
+    call, turn = COMBINE if is_traced() else COMBINE_NOW, way.group.turn
+    if not way.tag:
+        return call(turn, data, rows, slots, num_tokens, way.number)
+    return call(turn, data, rows, slots, num_tokens, way.number, way.tag)
 
 
 class Combine(torch.autograd.Function):
@@ -434,18 +438,17 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        way: Way,
+        plan: Plan,
         data: Tensor,
         rows: Tensor,
         slots: Tensor | None,
-        num_tokens: int,
-        weighs: bool,
         block: str | None,
     ) -> Tensor:
         """Rows are needed again only for the weights' gradient."""
-        ctx.way, ctx.capacity, ctx.weighs, ctx.block = way, rows.shape[0], weighs, block
-        ctx.save_for_backward(data, rows if weighs else None, slots)
-        return combine_op(way, data, rows, slots, num_tokens)
+        ctx.way, ctx.capacity, ctx.block = plan.way, rows.shape[0], block
+        stay(data)
+        ctx.save_for_backward(data, rows if ctx.needs_input_grad[3] else None, slots)
+        return combine_op(plan, data, rows, slots)
 
     @staticmethod
     @once
@@ -454,14 +457,14 @@ class Combine(torch.autograd.Function):
         """To the slots, scaled by their weights."""
         data, rows, slots = ctx.saved_tensors
         way, block = ctx.way, ctx.block
-        inputs = (way.group.turn, data, d_out.contiguous(), rows, slots, ctx.capacity)
+        inputs = (way.group.turn, data, d_out, rows, slots, ctx.capacity)
         if block is None:
-            d_rows, d_slots = ops.combine_backward.default(*inputs, *way.place)
+            d_rows, d_slots = ops.combine_backward.default(*inputs, way.number, way.tag)
         else:
-            kind = 1 + BLOCKS.index(block)
-            back = ops.combine_backward_quantized.default(*inputs, kind, *way.place)
+            more = (1 + BLOCKS.index(block), way.number, way.tag)
+            back = ops.combine_backward_quantized.default(*inputs, *more)
             d_rows, d_slots = dequantize(back[0], back[1], d_out.dtype, block), back[2]
-        return None, None, d_rows, d_slots if ctx.weighs else None, None, None, None
+        return None, None, d_rows, d_slots if rows is not None else None, None
 
 
 combine_apply = applied(Combine)
@@ -484,23 +487,20 @@ def combine(
     """
     try:
         rows = as_rows("rows", rows, plan.capacity)
-        slots = as_weights("slot_weights", slot_weights, plan.capacity)
-        way = plan.way
+        slots = as_weights("slot_weights", slot_weights, (plan.capacity,))
         if out is not None:
-            return combine_into(way, plan.bytes, rows, slots, plan.num_tokens, out)
-        weighs = slots is not None and slots.requires_grad
+            return combine_into(plan, rows, slots, out)
         block = quantize_gradient and word("quantize_gradient", quantize_gradient, BLOCKS)
         call = combine_apply if needs_gradient(rows, slots) else combine_op
-        return call(way, plan.bytes, rows, slots, plan.num_tokens, weighs, block)
+        return call(plan, plan.bytes, rows, slots, block)
     except RuntimeError as error:
         raise told(error) from None
 
 
-def combine_into(
-    way: Way, data: Tensor, rows: Tensor, slots: Tensor | None, num_tokens: int, out: Tensor
-) -> Tensor:
+def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:
     """combine with out=."""
-    args = (way.group.turn, data, rows, slots, num_tokens, *whole_place(way))
+    data, num_tokens, _, way = plan
+    args = (way.group.turn, data, rows, slots, num_tokens, way.number, way.tag)
     write(ops.combine_out.default, args, out)
     return out
 
