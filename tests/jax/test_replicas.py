@@ -175,7 +175,9 @@ def test_what_cannot_be(opened: Any) -> None:
         epic.jax.plan(group, layer, ids)
     with pytest.raises(epic.jax.EpicArgumentError, match="comes with replicas, and only then"):
         epic.jax.plan(group, epic.jax.Layer(8, 3), ids, logical_of_expert=TWELVE)
-    with pytest.raises(epic.jax.EpicArgumentError, match=r"shape \(10,\): \[num_experts 12\]"):
+    with pytest.raises(
+        epic.jax.EpicArgumentError, match=r"int32\[10\]: integers \[num_experts 12\]"
+    ):
         epic.jax.plan(group, layer, ids, logical_of_expert=TEN)
     with pytest.raises(epic.jax.EpicArgumentError, match=r"num_logical is 13"):
         epic.jax.Layer(12, 3, num_logical=13)
