@@ -2,6 +2,7 @@
 #include "backend/hosts/parcels.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #define OPEN 2048 /* parcels of which something is there */
 #define SPANS 256 /* of one; what has more, once joined, goes as it is */
@@ -46,6 +47,18 @@ static void append(parcels *all, list *to, int i)
     else
         to->first = i;
     to->last = i;
+}
+
+static void prepend(parcels *all, list *to, int i)
+{
+    parcel *p = &all->open[i];
+    p->next = to->first;
+    p->before = -1;
+    if (to->first >= 0)
+        all->open[to->first].before = i;
+    else
+        to->last = i;
+    to->first = i;
 }
 
 static void detach(parcels *all, list *from, int i)
@@ -239,5 +252,15 @@ void parcels_pass(parcels *all)
     if (++all->at < all->open[all->now].count) return;
     append(all, &all->free, all->now);
     all->num_free++;
+    all->now = -1;
+}
+
+void parcels_put_back(parcels *all)
+{
+    parcel *p = &all->open[all->now];
+    for (int i = 0; i < all->at; i++) p->words -= p->spans[i].words;
+    p->count -= all->at;
+    memmove(p->spans, p->spans + all->at, (size_t)p->count * sizeof *p->spans);
+    prepend(all, &all->ready[is_urgent(all, p->number)], all->now);
     all->now = -1;
 }

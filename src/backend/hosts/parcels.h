@@ -49,4 +49,7 @@ bool parcels_next(parcels *all, parcel_may *may, const void *self, run *out);
 /* That one has been given. */
 void parcels_pass(parcels *all);
 
+/* That one could not be given: it is the first again of those that may go. */
+void parcels_put_back(parcels *all);
+
 #endif

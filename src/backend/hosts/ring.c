@@ -39,8 +39,7 @@ typedef struct mirror {
 
 enum { NOTHING, ASKED, GIVEN }; /* of a message */
 
-typedef struct message {
-    int host;
+typedef struct message { /* to a host */
     uint64_t at, given;
     uint32_t bytes;
     int state;
@@ -49,14 +48,15 @@ typedef struct message {
 struct hosts_ring {
     hosts_ring_setup setup;
     pthread_t thread;
-    pthread_mutex_t mutex; /* one message at a time */
-    message message;
+    pthread_mutex_t mutex; /* one call of tell() at a time */
+    message messages[WIRE_MAX_HOSTS];
     int leave;
     int asleep;   /* the thread, until */
     sem_t awake;  /* a call is made or its nap is over */
     bool running; /* an operation */
     bool took;    /* entries, in this turn, */
     bool took_urgent;
+    uint32_t full;     /* hosts for which the wire had no room, in this turn */
     int64_t urgent_at; /* when one was */
     bool ends_next;    /* its epoch, once all of `parcels` has been given */
     parcels *parcels;
@@ -152,6 +152,7 @@ static bool may_go(const void *self, int host, parcel_kind kind, int puts)
 {
     const hosts_ring *r = self;
     const uint64_t urgent = r->num_urgent[host];
+    if (r->full >> host & 1) return false;
     if (kind == PARCEL_WHOLE) return are_fewer(r, host, r->most);
     if (r->ends_next) return true;
     if (kind == PARCEL_PART) return !r->took && are_fewer(r, host, UNDER_WAY);
@@ -160,13 +161,19 @@ static bool may_go(const void *self, int host, parcel_kind kind, int puts)
            (urgent < UNDER_WAY || is_done(r, host, r->urgent[host][urgent % UNDER_WAY]));
 }
 
-/* Gives it to the wire, as long as that has room. */
+/* Gives it to the wire, as long as that has room.  Where it has none for one host, what goes to others
+ * goes on: they would wait with that one, and be blamed for it. */
 static int give_parcels(hosts_ring *r)
 {
     int given = 0;
     run next;
+    r->full = 0;
     while (parcels_next(r->parcels, may_go, r, &next)) {
-        if (!put(r, next.host, next.word * 8, next.words * 8)) return given;
+        if (!put(r, next.host, next.word * 8, next.words * 8)) {
+            r->full |= 1u << next.host;
+            parcels_put_back(r->parcels);
+            continue;
+        }
         if (parcels_is_urgent(r->parcels, next.word))
             r->urgent[next.host][r->num_urgent[next.host]++ % UNDER_WAY] = r->given[next.host];
         parcels_pass(r->parcels);
@@ -224,15 +231,14 @@ static void tell_peers(hosts_ring *r)
     }
 }
 
-static void carry_message(hosts_ring *r)
+static void carry_message(hosts_ring *r, int host)
 {
-    message *m = &r->message;
+    message *m = &r->messages[host];
     const int state = __atomic_load_n(&m->state, __ATOMIC_ACQUIRE);
-    if (state == ASKED && is_done(r, m->host, r->given[m->host]) &&
-        put(r, m->host, m->at, m->bytes)) {
-        m->given = r->given[m->host];
+    if (state == ASKED && is_done(r, host, r->given[host]) && put(r, host, m->at, m->bytes)) {
+        m->given = r->given[host];
         __atomic_store_n(&m->state, GIVEN, __ATOMIC_RELEASE);
-    } else if (state == GIVEN && is_done(r, m->host, m->given)) {
+    } else if (state == GIVEN && is_done(r, host, m->given)) {
         __atomic_store_n(&m->state, NOTHING, __ATOMIC_RELEASE);
     }
 }
@@ -256,7 +262,7 @@ static int turn(hosts_ring *r)
     moved += r->setup.engine->look(r->setup.wire);
     free_epochs(r);
     tell_peers(r);
-    carry_message(r);
+    for (int h = 0; h < r->setup.num_hosts; h++) carry_message(r, h);
     bury(r);
     return moved;
 }
@@ -377,11 +383,10 @@ static void wait_for_message(message *m)
 
 void hosts_ring_tell(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
 {
-    message *m = &r->message;
+    message *m = &r->messages[host]; /* what one host does not read keeps no other waiting */
     pthread_mutex_lock(&r->mutex);
     wait_for_message(m);
     if (is_idle(m)) {
-        m->host = host;
         m->at = at;
         m->bytes = bytes;
         __atomic_store_n(&m->state, ASKED, __ATOMIC_RELEASE);

@@ -33,6 +33,10 @@ static void take(parcels *all)
 {
     run r;
     while (parcels_next(all, may_go, NULL, &r)) {
+        if (run_chance(&dice, 10)) { /* there was no room */
+            parcels_put_back(all);
+            continue;
+        }
         if (r.words == 0 || r.word / PARCEL != (r.word + r.words - 1) / PARCEL)
             wrong("over the edge of a parcel", &r);
         for (uint64_t i = r.word; i < r.word + r.words; i++) {

@@ -1,0 +1,131 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The thread of a rank whose wire to one host takes nothing: what is for the others goes on, rows and
+ * messages. */
+#include "backend/hosts/ring.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { OWN, FULL, OTHER, NUM_HOSTS, PIECES = 4, WORDS = 64 };
+
+#define LONGEST_MS 20000 /* far more than any of it takes */
+
+static bool is_full = true;        /* of FULL, at first */
+static uint64_t most = UINT64_MAX; /* puts to FULL that are read */
+static uint64_t given[NUM_HOSTS];  /* to a host */
+
+static bool put(wire *w, int host, uint64_t to, const void *from, uint32_t bytes)
+{
+    (void)w, (void)to, (void)from, (void)bytes;
+    if (host == FULL && __atomic_load_n(&is_full, __ATOMIC_ACQUIRE)) return false;
+    __atomic_add_fetch(&given[host], 1, __ATOMIC_RELEASE);
+    return true;
+}
+
+static bool word(wire *w, int host, uint64_t to, uint64_t value)
+{
+    (void)value;
+    return put(w, host, to, NULL, 8);
+}
+
+static int look(wire *w)
+{
+    (void)w;
+    return 0;
+}
+
+static bool done(const wire *w, int host, uint64_t count)
+{
+    (void)w;
+    return host != FULL || count <= __atomic_load_n(&most, __ATOMIC_ACQUIRE);
+}
+
+static bool gone(const wire *w, int host)
+{
+    (void)w, (void)host;
+    return false;
+}
+
+static const wire_engine engine = {.name = "test",
+                                   .best_bytes = 2 << 10,
+                                   .put = put,
+                                   .word = word,
+                                   .look = look,
+                                   .done = done,
+                                   .gone = gone};
+
+static void wrong(const char *what)
+{
+    fprintf(stderr, "hosts_ring: %s\n", what);
+    exit(1);
+}
+
+static void wait_for(const uint64_t *count, uint64_t wanted, const char *or_else)
+{
+    for (int ms = 0; __atomic_load_n(count, __ATOMIC_ACQUIRE) < wanted; ms++) {
+        if (ms == LONGEST_MS) wrong(or_else);
+        usleep(1000);
+    }
+}
+
+static void post(const p2p_ring *ring, uint64_t place, uint64_t entry)
+{
+    __atomic_store_n(&ring->entries[place], entry | P2P_ENTRY_LAP(place), __ATOMIC_RELEASE);
+}
+
+/* An epoch: pieces for both by turns, each in a parcel of its own. */
+static void test_rows(const hosts_ring_setup *s)
+{
+    const uint64_t rows = (uint64_t)s->at.staging / 8, apart = s->engine->best_bytes / 8;
+    const uint64_t *freed = &s->ring.words->freed;
+    uint64_t place = 0;
+    for (uint64_t i = 0; i < PIECES; i++)
+        for (int h = FULL; h <= OTHER; h++)
+            post(&s->ring, place++, P2P_ENTRY(h, rows + i * apart, WORDS));
+    post(&s->ring, place, P2P_ENTRY(0, P2P_EPOCH_ENDS, 0));
+    wait_for(&given[OTHER], PIECES, "what is for a host waits behind one that is full");
+    if (__atomic_load_n(freed, __ATOMIC_ACQUIRE)) wrong("ended, and not all has gone");
+    __atomic_store_n(&is_full, false, __ATOMIC_RELEASE);
+    wait_for(freed, 1, "the epoch does not end");
+    if (given[FULL] != PIECES || given[OTHER] != PIECES) wrong("not each piece went once");
+}
+
+/* One is told something and never reads it. */
+static void test_messages(const hosts_ring_setup *s, hosts_ring *r)
+{
+    __atomic_store_n(&most, PIECES, __ATOMIC_RELEASE);
+    for (int h = FULL; h <= OTHER; h++) hosts_ring_tell(r, h, (uint64_t)s->at.why, 8);
+    if (__atomic_load_n(&given[OTHER], __ATOMIC_ACQUIRE) != PIECES + 1)
+        wrong("a message waits behind that to another host");
+}
+
+int main(void)
+{
+    static p2p_ring_words words;
+    static p2p_status status;
+    const p2p_heap at = p2p_heap_of(NUM_HOSTS, 64, 2048, 0, 8);
+    const p2p_ring ring = {calloc(P2P_RING_ENTRIES, 8), &words};
+    uint8_t *outbox = calloc(1, (size_t)at.bytes);
+    const wire_lines_setup lines = {.num_hosts = NUM_HOSTS, .ranks_per_host = 1};
+    unsigned char card[WIRE_LINES_CARD_BYTES] = {0};
+    hosts_ring_setup setup = {.host = OWN,
+                              .num_hosts = NUM_HOSTS,
+                              .engine = &engine,
+                              .outbox = outbox,
+                              .at = at,
+                              .status = &status,
+                              .ring = ring};
+    hosts_ring *r;
+    if (!ring.entries || !outbox || wire_lines_listen(&setup.lines, &lines, card) != EPIC_OK ||
+        hosts_ring_open(&r, &setup) != EPIC_OK)
+        return 1;
+    test_rows(&setup);
+    test_messages(&setup, r);
+    hosts_ring_close(r);
+    wire_lines_close(setup.lines);
+    free(ring.entries);
+    free(outbox);
+    printf("hosts_ring: good\n");
+    return 0;
+}
