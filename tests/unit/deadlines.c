@@ -17,10 +17,12 @@
 #define ITEMS 50 /* twice the deadline, in naps */
 #define STOP_AT 8
 #define LATER_MS 2000 /* more than this past its time is another time */
+#define TRIES 5
 #define ROW 8192
 #define LEAST_LANE 17408 /* two entries of ROW: nothing runs ahead */
 
 static const char *backend;
+static _Atomic int *late; /* shared by the ranks of a try */
 
 static epic_context *open_context(const epic_meet *meet, uint32_t in_flight)
 {
@@ -40,6 +42,13 @@ static epic_context *open_context(const epic_meet *meet, uint32_t in_flight)
 static long ms_since(uint64_t begin)
 {
     return (long)((run_now_ns() - begin) / 1000000);
+}
+
+/* A deadline that was put off ends later than that.  On a busy machine others do, too: what did is
+ * tried again, and fails if it does so each time. */
+static void note_time(long ms)
+{
+    if (ms >= DEADLINE_MS + LATER_MS) atomic_store(late, 1);
 }
 
 static bool names(const epic_failure_info *info, int rank)
@@ -194,8 +203,8 @@ static void stopping(const epic_meet *meet, void *self)
     CHECK_SAY(info.num_culprits == 1 && names(&info, 0), "%s", info.sentence);
     if (meet->rank == 1) {
         const long ms = ms_since(s.moved_ns);
-        CHECK_SAY(ms >= DEADLINE_MS && ms < DEADLINE_MS + LATER_MS,
-                  "%s: %ld ms after the last row", backend, ms);
+        CHECK_SAY(ms >= DEADLINE_MS, "%s: %ld ms after the last row", backend, ms);
+        note_time(ms);
     }
     epic_close(ctx);
 }
@@ -219,8 +228,7 @@ static void late_note(const epic_meet *meet, void *self)
     if (meet->rank == 1) run_nap_us(DEADLINE_MS * 900);
     if (meet->rank == 2) stop_until_told(&stopped);
     CHECK_EQ(sum(ctx, 0), EPIC_ETIMEOUT);
-    const long ms = ms_since(begin);
-    CHECK_SAY(ms < DEADLINE_MS + LATER_MS, "%s: rank %d after %ld ms", backend, meet->rank, ms);
+    note_time(ms_since(begin));
     const epic_failure_info info = failure_of(ctx);
     CHECK_SAY(info.num_culprits == 1 && names(&info, 2), "%s", info.sentence);
     epic_close(ctx);
@@ -242,8 +250,7 @@ static void other_tag(const epic_meet *meet, void *self)
     pthread_create(&thread, NULL, sum_until_told, ctx);
     if (meet->rank == 0) {
         CHECK_EQ(sum(ctx, 1), EPIC_ETIMEOUT);
-        const long ms = ms_since(begin);
-        CHECK_SAY(ms < DEADLINE_MS + LATER_MS, "%s: after %ld ms", backend, ms);
+        note_time(ms_since(begin));
         const epic_failure_info info = failure_of(ctx);
         CHECK_SAY(info.num_culprits == 1 && names(&info, 1), "%s", info.sentence);
     }
@@ -301,7 +308,13 @@ static void run_ranks(int num_ranks, run_body *body, void *self)
 static void beside(int num_ranks, run_body *body, void *self)
 {
     if (fork() != 0) return;
-    run_ranks(num_ranks, body, self);
+    late = run_share(sizeof *late);
+    int tries = 0;
+    do {
+        atomic_store(late, 0);
+        run_ranks(num_ranks, body, self);
+    } while (atomic_load(late) && ++tries < TRIES);
+    CHECK_SAY(tries < TRIES, "%s: later than %d ms each time", backend, DEADLINE_MS + LATER_MS);
     _exit(0);
 }
 
