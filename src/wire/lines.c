@@ -49,7 +49,8 @@ static void take(wire_lines *l, int host)
 
 /* Judges by earlier beats, then sends one.  A host is gone when nothing that was sent since
  * `asked_ms` is acknowledged, and nothing else came from there.  Time for which this thread was late
- * does not count: what kept it may have kept the system from taking what came. */
+ * does not count: it may have stood still between the clock and its beat, which then seems older than
+ * it is, and what kept it may have kept the system from taking what came. */
 static void beat(wire_lines *l, int host, int64_t now)
 {
     struct tcp_info info;
