@@ -164,6 +164,13 @@ OPENED: list[tuple[dict[str, Any], str]] = [
     ({"ranks": [0, 0], "num_ranks": 2}, r"ranks \[0, 0\]: different ones"),
     ({"ranks": [0, 2], "num_ranks": 2}, r"ranks \[0, 2\]: different ones"),
     ({"ranks": [-1, 0], "num_ranks": 2}, "ranks -1: an integer from 0"),
+    ({"ranks": 1, "num_ranks": 2}, "ranks 1: a list is needed"),
+    ({"num_ranks": 0}, "num_ranks 0: an integer from 1"),
+    ({"meet": "tcp"}, r"meet 'tcp': a Tcp\(address, port, secret\), or a function"),
+    ({"meet": lambda _r, _b: 3}, "the meeting gave 3: a list of every rank's bytes is needed"),
+    ({"meet": lambda _, b: ["x" * len(b)]}, "the meeting gave .'xxx.*: a list of every rank's"),
+    ({"name": None}, "name None: a str is needed"),
+    ({"backend": 3}, "backend 3: a str is needed"),
     ({"timeout_ms": -1}, "timeout_ms -1: an integer from 0"),
     ({"max_sms": -1}, "max_sms -1: an integer from 0"),
     ({"mesh": True, "num_ranks": 4}, "num_ranks 4: the mesh says both"),
@@ -181,6 +188,12 @@ def test_open(wish: dict[str, Any], sentence: str) -> None:
     mesh = make_mesh(2) if wish.get("mesh") else None
     with pytest.raises(EpicArgumentError, match=sentence):
         epic.jax.open(**{**sizes, **wish, "mesh": mesh})
+
+
+def test_much_staging() -> None:
+    """4 GiB and more were refused."""
+    with epic.jax.open(max_tokens=8, max_row_bytes=64, staging_bytes=5 << 30) as group:
+        assert group.max_tokens == 8
 
 
 def test_experts_are_asked_together() -> None:

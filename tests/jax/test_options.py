@@ -28,7 +28,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (LAYER, {"num_experts": -1}, "num_experts -1"),
     (LAYER, {"num_experts": True}, "num_experts True: an integer from 0"),
     (LAYER, {"num_experts": "8"}, "num_experts '8'"),
-    (LAYER, {"num_experts": 1 << 32}, "num_experts 4294967296"),
+    (LAYER, {"num_experts": 1 << 32}, "4294967296: an integer from 0 to 4294967295 is needed"),
     (LAYER, {"top_k": 65}, "top_k is 65: 1 to 64"),
     (LAYER, {"distinct": "yes"}, "distinct 'yes': True or False"),
     (LAYER, {"num_logical": 9}, "num_logical is 9"),
@@ -73,6 +73,9 @@ MOE = Moe(LAYER, ROUTER, EXPERTS)
         ({"shared": Experts(2, 16, 12)}, "shared.num_local_experts 2"),
         ({"capacity": 0}, "capacity 0: an integer from 1"),
         ({"balance_coeff": float("inf")}, "balance_coeff inf"),
+        ({"balance_coeff": -0.5}, r"balance_coeff -0.5: 0 \(no loss\) or more is needed"),
+        ({"z_coeff": -1}, r"z_coeff -1: 0 \(no loss\) or more is needed"),
+        ({"experts": Experts(9, 16, 12)}, "num_local_experts 9, layer.num_experts 8: a rank has"),
         ({"sequence_tokens": -1}, "sequence_tokens -1"),
         ({"quantize": "1x64"}, "quantize '1x64': one of 1x128, 1x32"),
         ({"layer": ROUTER}, "layer: an epic.Layer is needed"),
@@ -100,6 +103,8 @@ def test_all_at_once() -> None:
     )
     with pytest.raises(epic.EpicArgumentError, match=r"Moe.of: 'hiden'.*did you mean 'hidden'"):
         Moe.of(num_experts=8, top_k=2, hiden=16, inner=12)
+    with pytest.raises(epic.EpicArgumentError, match=r"experts 100, layer.num_experts 8"):
+        Moe.of(num_experts=8, top_k=2, hidden=16, inner=12, num_local_experts=100)
     with pytest.raises(epic.EpicArgumentError, match=r"Moe.of: 'router'"):
         Moe.of(num_experts=8, top_k=2, hidden=16, inner=12, router=ROUTER)
 
@@ -150,6 +155,8 @@ def test_a_port() -> None:
     """Of a meeting."""
     with pytest.raises(epic.EpicArgumentError, match="port 65536: 1 to 65535"):
         Tcp(port=65536)
+    with pytest.raises(epic.EpicArgumentError, match="address 29507: a str"):
+        Tcp(29507)  # type: ignore[arg-type]
 
 
 def test_one_family() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicError
-from epic.options import whole
+from epic.options import text, whole
 
 Exchange = Callable[[int, bytes], list[bytes]]
 ETIMEOUT, EPEER = 4, 8
@@ -36,6 +36,9 @@ class Tcp:
     secret: str | None = None
 
     def __post_init__(self) -> None:
+        text("address", self.address)
+        if self.secret is not None:
+            text("secret", self.secret)
         if not 1 <= whole("port", self.port) <= 65535:
             raise EpicArgumentError(f"port {self.port}: 1 to 65535 is needed")
 
@@ -51,6 +54,15 @@ class Meeting:
     def close(self) -> None:
         """Gives the meeting's resources back."""
         _native.core().epic_meet_close(ctypes.addressof(self.struct))
+
+
+def check_meet(meet: Any) -> None:
+    """Of a caller."""
+    if not isinstance(meet, Tcp | Meeting) and not callable(meet):
+        raise EpicArgumentError(
+            f"meet {meet!r}: a Tcp(address, port, secret), or a function (rank, bytes) -> every "
+            "rank's bytes, is needed"
+        )
 
 
 def by_threads(num_ranks: int, timeout_ms: int) -> list[Meeting]:
@@ -99,12 +111,11 @@ def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Meeting:
 
     def gather(_: int, mine: int, everyone: int, size: int) -> int:
         try:
-            parts = exchange(rank, ctypes.string_at(mine, size))
-            check_parts(parts, num_ranks, size)
+            parts = joined(exchange(rank, ctypes.string_at(mine, size)), num_ranks, size)
         except Exception as error:
             meeting.error = error
             return EPEER
-        ctypes.memmove(everyone, b"".join(parts), size * num_ranks)
+        ctypes.memmove(everyone, parts, size * num_ranks)
         return 0
 
     struct.gather = _native.GATHER(gather)
@@ -112,14 +123,20 @@ def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Meeting:
     return meeting
 
 
-def check_parts(parts: list[bytes], num_ranks: int, size: int) -> None:
-    """All ranks must have brought as much as this one."""
-    lengths = [len(part) for part in parts]
+def joined(parts: list[bytes], num_ranks: int, size: int) -> bytes:
+    """What an exchange gave.  All ranks must have brought as much as this one."""
+    try:
+        lengths, data = [len(part) for part in parts], b"".join(parts)
+    except TypeError:
+        raise EpicArgumentError(
+            f"the meeting gave {repr(parts)[:60]}: a list of every rank's bytes is needed"
+        ) from None
     if lengths != [size] * num_ranks:
         raise EpicError(
             "EPIC_EMISMATCH",
             f"the meeting gave parts of {lengths} bytes: {num_ranks} of {size} are needed",
         )
+    return data
 
 
 # ----------------------------------------------------------------------------- opening ----

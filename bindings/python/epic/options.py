@@ -22,6 +22,7 @@ WEIGHT_TYPES = {**TYPES, "e4m3": 5}
 REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
 BLOCKS = ("1x128", "1x32")
 ON_GPUS = ("p2p", "hosts")  # backends
+UINT32_MAX, INT64_MAX = (1 << 32) - 1, (1 << 63) - 1
 FLAGS = ("distinct", "ungated", "interleaved")
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -49,11 +50,12 @@ def word(field: str, value: Any, words: Iterable[str]) -> str:
     raise EpicArgumentError(f"{field} {value!r}: one of {', '.join(words)} is needed{hint}")
 
 
-def whole(field: str, value: Any, least: int = 0) -> int:
+def whole(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) -> int:
     """The value, if it is an integer that the core can have."""
     known = isinstance(value, SupportsIndex) and (field in FLAGS or not isinstance(value, bool))
-    if not known or not least <= value.__index__() < 1 << 32:
-        raise EpicArgumentError(f"{field} {value!r}: an integer from {least} is needed")
+    if not known or not least <= value.__index__() <= most:
+        end = f" to {most}" if known and value.__index__() > most else ""
+        raise EpicArgumentError(f"{field} {value!r}: an integer from {least}{end} is needed")
     return value.__index__()
 
 
@@ -62,6 +64,13 @@ def real(field: str, value: Any) -> float:
     if not isinstance(value, SupportsFloat) or not math.isfinite(value):
         raise EpicArgumentError(f"{field} {value!r}: a finite number is needed")
     return float(value)
+
+
+def text(field: str, value: Any) -> bytes:
+    """The value as the core has it, if it is a word."""
+    if not isinstance(value, str):
+        raise EpicArgumentError(f"{field} {value!r}: a str is needed")
+    return value.encode()
 
 
 def number(field: str, value: Any) -> int | float:
@@ -366,7 +375,11 @@ class Moe(Named):
             if not isinstance(getattr(self, name), kind):
                 raise EpicArgumentError(f"{name}: an epic.{kind.__name__} is needed")
         for name in ("balance_coeff", "z_coeff"):
-            real(name, getattr(self, name))
+            if real(name, getattr(self, name)) < 0:
+                raise EpicArgumentError(
+                    f"{name} {getattr(self, name)}: 0 (no loss) or more is needed; less would be a "
+                    "reward"
+                )
         whole("sequence_tokens", self.sequence_tokens)
         if self.capacity is not None:
             whole("capacity", self.capacity, 1)
@@ -381,6 +394,12 @@ class Moe(Named):
             a, b = getattr(self.layer, name), getattr(self.router, other)
             if a != b:
                 raise EpicArgumentError(f"layer.{name} {a}, router.{other} {b}: make them equal")
+        local, experts = self.experts.num_local_experts, self.layer.num_experts
+        if local > experts:
+            raise EpicArgumentError(
+                f"experts.num_local_experts {local}, layer.num_experts {experts}: a rank has no "
+                "more than there are; leave it out, and it is derived"
+            )
         if self.layer.layout != "expert_major":
             raise EpicArgumentError(f"layer.layout {self.layer.layout!r}: 'expert_major' is needed")
         if self.shared and self.shared.hidden != self.experts.hidden:

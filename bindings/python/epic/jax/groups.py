@@ -17,7 +17,7 @@ from epic.errors import EpicArgumentError, EpicError
 from epic.jax import cuda, places
 from epic.jax.meeting import StoreExchange, store
 from epic.meeting import Exchange, Meeting, Tcp
-from epic.options import ON_GPUS, Layer, whole
+from epic.options import INT64_MAX, ON_GPUS, Layer, text, whole
 
 DEFAULT_TIMEOUT_MS = 300_000
 
@@ -149,6 +149,7 @@ def choose_meeting(
     if isinstance(meet, Tcp):
         return lambda s: meeting.by_tcp(meet, s.index, s.rank, num_ranks, timeout_ms), []
     if meet is not None:
+        meeting.check_meet(meet)
         return lambda s: meeting.by_exchange(meet, s.rank, num_ranks), []
     if local:
         threads = {i: meeting.by_threads(num_ranks, timeout_ms) for i in indices}
@@ -184,7 +185,7 @@ def without_mesh(
     devices: list[Any], ranks: Sequence[int] | None, num_ranks: int | None, world: Meeting | None
 ) -> tuple[list[Member], int]:
     """Without a mesh: the members of this process, and how many ranks there are."""
-    mine, count = [0], num_ranks or 1
+    mine, count = [0], 1 if num_ranks is None else whole("num_ranks", num_ranks, 1)
     if world is not None:
         mine, count = [world.struct.rank], world.struct.num_ranks
         if list(ranks or mine) != mine or (num_ranks or count) != count:
@@ -192,10 +193,12 @@ def without_mesh(
                 f"ranks {ranks}, num_ranks {num_ranks}: native is a communicator of {count}, where "
                 f"this process is rank {mine[0]}: leave both out, or split the communicator"
             )
+    if isinstance(ranks, int):
+        raise EpicArgumentError(f"ranks {ranks}: a list is needed, of a rank for each device")
     taken = list(ranks if ranks is not None else mine)
     if len({whole("ranks", r) for r in taken}) < len(taken) or max(taken, default=0) >= count:
         raise EpicArgumentError(
-            f"ranks {taken}: different ones from 0 to num_ranks - 1, here {count - 1}, are needed"
+            f"ranks {taken}: different ones from 0 to {count - 1} (num_ranks - 1) are needed"
         )
     if len(taken) > len(devices):
         raise EpicArgumentError(f"ranks {taken}: this process has {len(devices)} devices for them")
@@ -304,9 +307,10 @@ def open(
     )
     config = group.config()
     config.timeout_ms = whole("timeout_ms", timeout_ms)
-    config.staging_bytes = whole("staging_bytes", staging_bytes)
+    config.staging_bytes = whole("staging_bytes", staging_bytes, most=INT64_MAX)
     config.max_sms, config.max_top_k = whole("max_sms", max_sms), whole("max_top_k", max_top_k)
-    config.name, config.backend = name.encode(), backend.encode() if backend else None
+    config.name = text("name", name)
+    config.backend = text("backend", backend) if backend else None
     config.native = None if native is None else meeting.address_of(native)
     with lock:
         if name in opened:

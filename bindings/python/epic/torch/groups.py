@@ -18,7 +18,7 @@ import torch.distributed as dist
 from epic import _native, endings, meeting
 from epic.errors import EpicArgumentError, EpicError
 from epic.meeting import Exchange, Meeting, Tcp
-from epic.options import ON_GPUS, Layer, known, made, whole
+from epic.options import INT64_MAX, ON_GPUS, Layer, known, made, text, whole
 from epic.torch.ops import LIBRARY, words_of
 
 DEFAULT_TIMEOUT_MS = 300_000
@@ -106,10 +106,18 @@ def choose_meeting(
 ) -> tuple[Meeting, int, int]:
     """The meeting of this process, its rank, and how many there are."""
     if isinstance(meet, Meeting):
-        return meet, meet.struct.rank, meet.struct.num_ranks
+        mine, count = meet.struct.rank, meet.struct.num_ranks
+        if (rank or mine) != mine or (num_ranks or count) != count:
+            raise EpicArgumentError(
+                f"rank {rank}, num_ranks {num_ranks}: meet is that of rank {mine} of {count}: "
+                "leave both out"
+            )
+        return meet, mine, count
     if meet is not None:
+        meeting.check_meet(meet)
         if num_ranks is None:
             raise EpicArgumentError("meet= needs rank= and num_ranks=")
+        rank, num_ranks = whole("rank", rank), whole("num_ranks", num_ranks, 1)
         if isinstance(meet, Tcp):
             return meeting.by_tcp(meet, 0, rank, num_ranks, timeout_ms), rank, num_ranks
         return meeting.by_exchange(meet, rank, num_ranks), rank, num_ranks
@@ -119,6 +127,8 @@ def choose_meeting(
                 f"num_ranks {num_ranks} needs meet=: epic.torch.Tcp(...) or an exchange"
             )
         return Meeting(_native.Meet(num_ranks=1)), 0, 1
+    if rank:
+        raise EpicArgumentError(f"rank {rank}: it goes with num_ranks= and meet=")
     if process_group is not None:
         return of_processes(process_group, timeout_ms)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -228,12 +238,14 @@ class Group:
         backend = choose_backend(self.device, backend)
         self.on_gpu = backend in ON_GPUS  # where the core computes
         wait = whole("timeout_ms", timeout_ms) or DEFAULT_TIMEOUT_MS
+        names = text("name", name), text("backend", backend) if backend else None
         meet, self.rank, self.num_ranks = choose_meeting(process_group, meet, rank, num_ranks, wait)
         config = self.config()
-        config.timeout_ms, config.staging_bytes = timeout_ms, staging_bytes
+        config.timeout_ms = timeout_ms
+        config.staging_bytes = whole("staging_bytes", staging_bytes, most=INT64_MAX)
         config.max_in_flight = whole("max_in_flight", max_in_flight)
         config.max_sms, config.max_top_k = whole("max_sms", max_sms), whole("max_top_k", max_top_k)
-        config.name, config.backend = name.encode(), backend.encode() if backend else None
+        config.name, config.backend = names
         self.context = self.opened(meet, config)
         self.turn = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.kept: dict[Any, Any] = {}
