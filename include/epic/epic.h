@@ -985,8 +985,8 @@ typedef struct epic_moe {
     const epic_experts *experts; /* num_local_experts: what one rank owns, at most */
     const epic_experts *shared;  /* an expert that sees every token, num_local_experts 1,
                                    EPIC_WEIGHT_LATE; NULL: none */
-    double balance_coeff;        /* of epic_balance_loss; 0: none */
-    double z_coeff;              /* of epic_z_loss; 0: none */
+    double balance_coeff;        /* of epic_balance_loss, 0 or more; 0: none */
+    double z_coeff;              /* of epic_z_loss, likewise */
     int64_t sequence_tokens;     /* of epic_balance_loss */
     int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
     uint32_t flags; /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN */

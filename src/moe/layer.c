@@ -88,13 +88,18 @@ static epic_result check_parts(const moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
+static bool is_coeff(double x)
+{
+    return isfinite(x) && x >= 0;
+}
+
 static epic_result check_moe(const moe_job *j)
 {
     const epic_moe *m = &j->moe;
-    if (!isfinite(m->balance_coeff) || !isfinite(m->z_coeff))
+    if (!is_coeff(m->balance_coeff) || !is_coeff(m->z_coeff))
         return epic_fail(EPIC_EINVAL,
-                         "moe.balance_coeff is %g, moe.z_coeff is %g: numbers are needed, 0 "
-                         "for no loss",
+                         "moe.balance_coeff is %g, moe.z_coeff is %g: 0 (no loss) or more is "
+                         "needed; less would be a reward",
                          m->balance_coeff, m->z_coeff);
     if (m->sequence_tokens < 0)
         return epic_fail(EPIC_EINVAL,

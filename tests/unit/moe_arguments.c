@@ -32,6 +32,7 @@ typedef struct wrong {
 
 #define FIELD(member) offsetof(call, member), sizeof(((call *)0)->member)
 #define NAN_BITS 0x7ff8000000000000u
+#define MINUS_TWO_BITS 0xc000000000000000u
 
 static const wrong table[] = {
     {MEMORY, FIELD(config.num_ranks), 0, "config.num_ranks", "0"},
@@ -45,6 +46,8 @@ static const wrong table[] = {
     {ALL, FIELD(moe.capacity), 1ull << 31, "moe.capacity", "2147483648"},
     {ALL, FIELD(moe.balance_coeff), NAN_BITS, "moe.balance_coeff", "nan"},
     {ALL, FIELD(moe.z_coeff), NAN_BITS, "moe.z_coeff", "nan"},
+    {ALL, FIELD(moe.balance_coeff), MINUS_TWO_BITS, "moe.balance_coeff is -2", "reward"},
+    {ALL, FIELD(moe.z_coeff), MINUS_TWO_BITS, "moe.z_coeff is -2", "reward"},
     {ALL, FIELD(moe.sequence_tokens), (uint64_t)-2, "moe.sequence_tokens", "-2"},
     {ALL, FIELD(moe.flags), 6, "moe.flags", "0x6"},
     {ALL, FIELD(moe.pad), 9, "moe.pad", "9"},
