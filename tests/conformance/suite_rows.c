@@ -284,9 +284,28 @@ static epic_dispatch_args lend_dispatch(seat *s, const epic_dispatch_args *args)
     return a;
 }
 
+/* One of weights and slot_weights without the other, on some ranks, before the call that all make:
+ * refused there, whether the peers bring both or none, and nobody is told. */
+static void refuse_alone(seat *s, const epic_dispatch_args *args, const epic_plan_args *plan)
+{
+    epic_dispatch_args a = *args;
+    if (case_lacks(dispatch_needs(args)) || !run_chance(&s->own, 30)) return;
+    if (!a.weights)
+        a.weights = a.tokens.data;
+    else if (run_chance(&s->own, 50))
+        a.weights = NULL;
+    else
+        a.slot_weights = NULL;
+    if (!a.weights && !a.slot_weights) return; /* there are no tokens */
+    CHECK_EQ(plan ? epic_plan_dispatch(s->ctx, plan, &a) : epic_dispatch(s->ctx, &a),
+             EPIC_EINVAL);
+    CHECK(strstr(epic_error(s->ctx), "bring both or none") != NULL);
+}
+
 static epic_result call_dispatch(seat *s, const epic_dispatch_args *args)
 {
     const epic_dispatch_args a = lend_dispatch(s, args);
+    refuse_alone(s, &a, NULL);
     return case_return(s, epic_dispatch(s->ctx, &a), dispatch_needs(&a));
 }
 
@@ -319,6 +338,7 @@ void case_dispatch_planned(seat *s, run_random *common, const epic_plan_args *pl
     case_nap(s);
     const epic_plan_args lent_plan = case_lend_plan(s, plan);
     const epic_dispatch_args lent = lend_dispatch(s, &d.args);
+    refuse_alone(s, &lent, &lent_plan);
     const epic_result result =
         case_return(s, epic_plan_dispatch(s->ctx, &lent_plan, &lent), dispatch_needs(&d.args));
     if (case_lacks(dispatch_needs(&d.args))) return;

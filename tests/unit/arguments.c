@@ -157,6 +157,7 @@ static const wrong wrongs[] = {
     {BOTH, BAD, "recv_expert", "", {SET(dispatch.recv_expert, (intptr_t)somewhere)}},
     {BOTH, BAD, "flags", "2", {SET(dispatch.flags, 2)}},
     {BOTH, BAD, "weights", "NULL", {SET(dispatch.weights, 0)}},
+    {BOTH, BAD, "slot_weights", "NULL", {SET(dispatch.slot_weights, 0)}},
 
     {COMBINE, BAD, "plan", "", {SET(combine.plan, 0)}},
     {COMBINE, BAD, "plan", "16", {SET(combine.plan, 0x1008)}},
