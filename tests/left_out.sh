@@ -3,15 +3,7 @@
 # `make` ends with what it left out, `make test` with the times of its parts, and what they and their
 # tests left out, or says that nothing was.
 set -eu
-tests=$(cd "$(dirname "$0")" && pwd)
-here=$(mktemp -d)
-trap 'rm -rf "$here"' EXIT
-cd "$here"
-
-fail() {
-    echo "$*"
-    exit 1
-}
+. "$(dirname "$0")/scratch.sh"
 
 mkdir front front/bin
 cp -r "$tests/../Makefile" "$tests/../tools" front

@@ -3,15 +3,7 @@
 # bench/gpu/turns.py, with programs that say what they are told to: who runs when, medians, the verdict.
 set -eu
 command -v python3 >/dev/null || { echo "there is no python3"; exit 77; }
-root=$(cd "$(dirname "$0")/.." && pwd)
-here=$(mktemp -d)
-trap 'rm -rf "$here"' EXIT
-cd "$here"
-
-fail() {
-    echo "$*"
-    exit 1
-}
+. "$(dirname "$0")/scratch.sh"
 
 # A gpu_bench that takes US, then 99: the median of three does not hear the last.
 program() {
@@ -26,7 +18,7 @@ END
     chmod +x "$1"
 }
 
-turns() { python3 "$root/bench/gpu/turns.py" "$@" tokens=4 ops=L >said 2>&1; }
+turns() { python3 "$tests/../bench/gpu/turns.py" "$@" tokens=4 ops=L >said 2>&1; }
 
 program old 10.0
 program new 10.05

@@ -92,10 +92,11 @@ static inline uint32_t layer_num_ids(const epic_layer *layer)
     return layer->num_logical ? layer->num_logical : layer->num_experts;
 }
 
+/* Most layers have the alignment 1, and divisions, one for each expert, add up. */
 static inline int64_t round_up(int64_t n, int64_t to)
 {
-    return to == 1 ? n
-                   : (n + to - 1) / to * to; /* mostly: a division for each expert adds up */
+    if (to == 1) return n;
+    return (n + to - 1) / to * to;
 }
 
 /* ------------------------------------------------------------------- while planning ---- */
