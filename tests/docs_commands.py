@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands in the documentation are ones that there are: targets of make, files, extras of pip,
-options of our programs.  Those of epic-trace and epic-place run.
+options of our programs, benchmarks and examples.  Those of epic-trace and epic-place run.
 """
 
 import re
@@ -23,7 +23,8 @@ def commands(text: str) -> list[list[str]]:
     """Words of each command: in blocks of shell, indented lines, spans that begin like one."""
     lines = [line for block in blocks(text) for line in block.splitlines()]
     text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-    begins = rf"(?:make|pip|python|torchrun|{'|'.join(OURS)}) "
+    words_ = rf"make|pip|python|torchrun|git|mpiexec|gpu_\w+|(?:build|bench)/\S+|{'|'.join(OURS)}"
+    begins = rf"(?:\w+=\S+ )*(?:{words_}) "
     lines += re.findall(rf"^ {{4}}({begins}.*)$", text, re.M)
     lines += re.findall(rf"`((?:sudo )?{begins}[^`]*)`", text)
     found = []
@@ -63,9 +64,36 @@ def helps(programs: Path) -> dict[str, str]:
     }
 
 
+def sources(program: str) -> list[Path]:
+    """Of one of ours that is built or run from the tree: where its options are read."""
+    found: list[Path] = []
+    if built := re.match(r"^build/(bench|examples)/(\w+)$", program):
+        folder, name = ROOT / built[1], built[2]
+        found = [folder / f"{name}.c", folder / "inner" / f"{name}.c", *folder.glob(f"{name}/*.c")]
+    elif on_gpu := re.match(r"^(?:build/gpu/)?gpu_(\w+)$", program):
+        found = [*(ROOT / "bench/gpu").glob(f"{on_gpu[1]}.c*")]
+    elif re.match(r"^(?:bench|examples)/[\w/]+\.py$", program):
+        shared = [*(ROOT / "examples/common").glob("*.py")] if program.startswith("ex") else []
+        found = [ROOT / program, *shared]
+    return [path for path in found if path.exists()]
+
+
+def unread(words: list[str]) -> list[str]:
+    """Options of a benchmark or an example, --NAME or on GPUs NAME=VALUE, that it does not read."""
+    for at, program in enumerate(words):
+        if not (paths := sources(program)):
+            continue
+        text = "".join(path.read_text(encoding="utf-8") for path in paths)
+        options = [w.split("=")[0] for w in words[at + 1 :] if re.match(r"^(?:--)?[a-z][\w-]*=", w)]
+        options += [w for w in words[at + 1 :] if re.match(r"^--[a-z-]+$", w)]
+        return [f"{program} does not read {o}" for o in options if not re.search(f'"{o}["=]', text)]
+    return []
+
+
 def wrong_words(words: list[str], there: set[str], said: dict[str, str]) -> list[str]:
     """What a command names that there is not."""
     bad = [f"there is no {w}" for w in words if FILES.match(w) and not (ROOT / w).exists()]
+    bad += unread(words)
     if words[0] == "make":
         names = [w for w in words[1:] if re.match(r"^[a-z][\w-]*$", w)]
         bad += [f"no makefile has the target {name}" for name in names if name not in there]
