@@ -196,7 +196,8 @@ typedef struct epic_slots {
     void *rows;           /* [capacity, hidden]: what arrived; padding rows are zero */
     void *results;        /* [capacity, hidden]: where the experts' outputs go; the same memory
                                as rows, unless the step has gradients */
-    float *weights;       /* [capacity]: the weight of each slot's choice, 0 on padding */
+    float *weights;       /* [capacity]: the weight of each slot's choice, 0 on padding; NULL:
+                               dispatch was given none */
     int32_t *expert_rows; /* [num_local_experts]: rows of each slab, padding included */
     int32_t *expert_tokens; /* [num_local_experts]: of these, the ones that carry a token */
     int64_t capacity;       /* never less than what can land here */
@@ -209,8 +210,8 @@ typedef struct epic_slots {
 static inline epic_result epic_step_open(epic_step **out, const epic_step_config *config);
 
 /* Sends each of num_tokens tokens [num_tokens, hidden] to the experts that topk_idx [num_tokens,
- * top_k] names (negative: none); weights [num_tokens, top_k] are kept for combine, NULL: 1.
- * Memory of `out` is the step's until the next dispatch.  Errors: as epic_plan. */
+ * top_k] names (negative: none); weights [num_tokens, top_k] are kept for combine, NULL on all
+ * ranks: 1.  Memory of `out` is the step's until the next dispatch.  Errors: as epic_plan. */
 static inline epic_result epic_step_dispatch(epic_step *step, const void *tokens,
                                              const int32_t *topk_idx, const float *weights,
                                              int64_t num_tokens, epic_slots *out);

@@ -21,6 +21,7 @@ struct epic_step {
     epic_slots gradients; /* what combine_backward delivers: rows and weights of their own */
     int64_t num_tokens;   /* of the step under way; -1: none */
     bool weighted;
+    bool spread; /* its gradients have come to the slots */
 };
 
 /* ----------------------------------------------------------------------------- memory ---- */
@@ -213,7 +214,9 @@ epic_result epic_step_dispatch_v1(epic_step *step, const void *tokens, const int
                                   size_t size)
 {
     TRY(check_step(step, false));
-    TRY(give_slots(&step->slots, out, size));
+    epic_slots slots = step->slots;
+    if (weights == NULL) slots.weights = NULL;
+    TRY(give_slots(&slots, out, size));
     const epic_plan_args plan = {.call = call_of(step),
                                  .layer = &step->layer,
                                  .plan = step->plan,
@@ -229,6 +232,7 @@ epic_result epic_step_dispatch_v1(epic_step *step, const void *tokens, const int
         .weights = weights,
         .slot_weights = weights != NULL ? step->slots.weights : NULL};
     step->num_tokens = -1;
+    step->spread = false;
     TRY(epic_plan_dispatch(step->ctx, &plan, &dispatch));
     step->num_tokens = num_tokens;
     step->weighted = weights != NULL;
@@ -264,12 +268,17 @@ epic_result epic_step_combine_backward_v1(epic_step *step, const void *d_out, ep
         .slot_weights = step->weighted ? step->slots.weights : NULL,
         .d_slot_weights = step->gradients.weights,
         .type = step->config.type};
-    return epic_combine_backward(step->ctx, &args);
+    TRY(epic_combine_backward(step->ctx, &args));
+    step->spread = true;
+    return EPIC_OK;
 }
 
 epic_result epic_step_dispatch_backward(epic_step *step, void *d_tokens, float *d_weights)
 {
     TRY(check_under_way(step, true));
+    if (!step->spread)
+        return epic_fail(EPIC_EINVAL, "the step's gradients have not come to the slots: "
+                                      "epic_step_combine_backward comes first");
     const epic_dispatch_backward_args args = {
         .call = call_of(step),
         .plan = step->plan,

@@ -42,7 +42,15 @@ static void check_refusals(epic_context *ctx)
     epic_step_close(NULL);
 }
 
-/* Every token to expert 5, which answers with what it is given. */
+static void refuse_backward(epic_step *step, const char *first)
+{
+    float d_tokens[TOKENS][HIDDEN];
+    CHECK(epic_step_dispatch_backward(step, d_tokens, NULL) == EPIC_EINVAL);
+    CHECK_SAY(strstr(epic_error(NULL), first) != NULL, "%s", epic_error(NULL));
+}
+
+/* Every token to expert 5, which answers with what it is given, and passes gradients on.  What the
+ * slots had before is no gradient of this round. */
 static void check_round(epic_step *step)
 {
     float tokens[TOKENS][HIDDEN], out[TOKENS][HIDDEN];
@@ -53,8 +61,15 @@ static void check_round(epic_step *step)
         for (int h = 0; h < HIDDEN; h++) tokens[t][h] = (float)(t * 10 + h);
     }
     CHECK(epic_step_dispatch(step, tokens, chosen, NULL, TOKENS, &slots) == EPIC_OK);
+    CHECK(slots.weights == NULL);
+    refuse_backward(step, "epic_step_combine_backward comes first");
     memcpy(slots.results, slots.rows, (size_t)slots.capacity * sizeof *tokens);
     CHECK(epic_step_combine(step, out) == EPIC_OK);
+    CHECK(!memcmp(tokens, out, sizeof out));
+    refuse_backward(step, "epic_step_combine_backward comes first");
+    CHECK(epic_step_combine_backward(step, tokens, &slots) == EPIC_OK && slots.weights != NULL);
+    memset(out, 0, sizeof out);
+    CHECK(epic_step_dispatch_backward(step, out, NULL) == EPIC_OK);
     CHECK(!memcmp(tokens, out, sizeof out));
 }
 
@@ -68,6 +83,8 @@ static void work(epic_context *ctx)
     if (epic_rank(ctx) == 0) check_refusals(ctx);
     CHECK(epic_step_combine(step, NULL) == EPIC_EINVAL); /* none is under way */
     CHECK(strstr(epic_error(NULL), "epic_step_dispatch comes first") != NULL);
+    refuse_backward(step, "epic_step_dispatch comes first");
+    check_round(step);
     check_round(step);
     epic_step_close(step);
 }
