@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The assembly of Hopper's tensor cores and tensor copies, for grouped_hopper.cu: sm_90a only.
+/* The assembly of Hopper's tensor cores and tensor copies, for grouped_hopper.cuh: sm_90a only.
  * Addresses of shared memory are 32 bits wide; "box" is what one tensor copy moves. */
 #ifndef EPIC_TENSOR_CUH
 #define EPIC_TENSOR_CUH

@@ -20,14 +20,14 @@ typedef enum chaos_damage {
 typedef struct chaos_settings {
     uint64_t seed;
     chaos_damage damage;
-    bool
-        strict; /* ends the program when the caller breaks a promise of its own: a source that is
-                    written before done(), or a put to where words of another may still land */
-    bool
-        slow; /* done() comes when nothing was given for a while: for who does not wait for it */
-    bool
-        late; /* one word after the other lands then, done() comes at once: for who does not wait
-                  for all words */
+    /* Ends the program when the caller breaks a promise of its own: a source that is written
+     * before done(), or a put to where words of another may still land. */
+    bool strict;
+    /* done() comes when nothing was given for a while: for who does not wait for it. */
+    bool slow;
+    /* One word after the other lands then, and done() comes at once: for who does not wait for all
+     * words. */
+    bool late;
 } chaos_settings;
 
 /* What wires that are opened from now on do. */

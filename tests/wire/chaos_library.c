@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* libepic_chaos.so, for EPIC_WIRE=chaos: strict, and with a seed (EPIC_CHAOS_SEED) and a damage
- * (EPIC_CHAOS_DAMAGE, a chaos_damage) that the environment chooses, or slow or late (EPIC_CHAOS_SLOW=1, EPIC_CHAOS_LATE=1).  EPIC_CHAOS_STRICT=0 is for groups
- * that are broken on purpose: warps of a kernel that has given up may go on to the next round, whose
- * rows nobody reads. */
+ * (EPIC_CHAOS_DAMAGE, a chaos_damage) that the environment chooses, as it does whether the wire is
+ * slow (EPIC_CHAOS_SLOW=1) or late (EPIC_CHAOS_LATE=1).  EPIC_CHAOS_STRICT=0 is for groups that are
+ * broken on purpose: warps of a kernel that has given up may go on to the next round, whose rows
+ * nobody reads. */
 #include <stdlib.h>
 
 #include "wire/chaos.h"

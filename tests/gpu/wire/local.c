@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The engine local, of tests: a wire between GPUs of one machine that is as fast as a good network,
  * EPIC_WIRE=local.  Memory on GPUs (EPIC_WIRE_MEMORY=gpu) is copied by copy engines, which stand in
- * for a NIC that reaches GPUs, as does a thread that asks them to: 2.7 us a copy, a NIC's 0.25; host memory by threads (EPIC_LOCAL_THREADS, 8), for one that does
+ * for a NIC that reaches GPUs; a thread of its own asks them to, as asking takes 2.7 us a copy where
+ * a NIC takes 0.25.  Host memory is copied by threads (EPIC_LOCAL_THREADS, 8), for a NIC that does
  * not, between ranks of one process alone.  It calls CUDA where a real engine must not, and nobody
  * is ever gone. */
 #include <cuda_runtime_api.h>

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Plans, and plans with dispatch, one after the other, over a wire that is late (chaos.h), of tokens that have one of eight choices on the
- * other host: most words of a record say nothing, and a word that is late is mostly one of them.  All
- * the same each is waited for: else it lands over a record of the plan after the next. */
+/* Plans, and plans with dispatch, one after the other, over a wire that is late (chaos.h).  Tokens
+ * have one of eight choices on the other host: most words of a record say nothing, and a word that
+ * is late is mostly one of them.  All the same each is waited for: else it lands over a record of
+ * the plan after the next. */
 #include <stdio.h>
 #include <stdlib.h>
 
