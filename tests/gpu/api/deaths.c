@@ -14,25 +14,17 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "copies.h"
 #include "epic/epic.h"
 #include "product.h"
+#include "rounds.h"
 #include "slack.h"
 
-enum {
-    MAX_RANKS = 8,
-    TOKENS = 128,
-    TOP_K = 4,
-    EXPERTS = 24,
-    HIDDEN = 512,
-    MOST_STEPS = 200000
-};
+enum { MAX_RANKS = 8, MOST_STEPS = 200000 };
 enum fault { KILLED, STOPPED, EXITED, NUM_FAULTS };
 static const char *const fault_names[] = {"SIGKILL", "SIGSTOP", "exit"};
 #ifndef BACKEND
 #define BACKEND "p2p"
 #endif
-#define ROW (HIDDEN * 2)
 #define PATIENCE_MS 20000u /* for one that dies: its death must be seen long before */
 
 static int num_ranks, num_gpus, victim;
@@ -62,29 +54,12 @@ static void need(int good, const char *what, const epic_context *ctx)
     _exit(1);
 }
 
-typedef struct seat {
-    epic_context *ctx;
-    cudaStream_t stream;
-    epic_layer layer;
-    int64_t slots;
-    size_t plan_bytes;
-    void *plan, *ids, *tokens, *recv, *out;
-} seat;
-
-static void *memory(size_t bytes)
-{
-    void *p = NULL;
-    need(cudaMalloc(&p, bytes) == cudaSuccess, "cudaMalloc", NULL);
-    need(fill_in(p, 0, bytes) == cudaSuccess, "cudaMemset", NULL);
-    return p;
-}
-
-/* Meets the others on `at` and opens; *meeting stays for the group. */
-static void take_seat(seat *s, int rank, int ranks, unsigned at)
+/* Meets the others on the port `at` and opens. */
+static void take_seat(rounds *s, int rank, int ranks, unsigned at)
 {
     const epic_tcp tcp = {.rank = rank, .num_ranks = ranks, .port = at, .timeout_ms = 30000};
-    const epic_config config = {.max_tokens = TOKENS,
-                                .max_row_bytes = ROW,
+    const epic_config config = {.max_tokens = ROUND_TOKENS,
+                                .max_row_bytes = ROUND_ROW,
                                 .num_ranks = (uint32_t)ranks,
                                 .timeout_ms =
                                     fault == STOPPED ? (uint32_t)deadline_ms : PATIENCE_MS,
@@ -93,45 +68,7 @@ static void take_seat(seat *s, int rank, int ranks, unsigned at)
     need(!epic_meet_tcp(&meet, &tcp), "meet", NULL);
     need(!epic_open(&s->ctx, &meet, &config), "open", s->ctx);
     epic_meet_close(&meet);
-    s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K, .sum_order = EPIC_BY_HOSTS};
-    if (EXPERTS % ranks) s->layer.num_experts = (uint32_t)(EXPERTS / ranks * ranks);
-    s->slots = epic_capacity_bound(&config, &s->layer);
-    s->plan_bytes = epic_plan_bytes(&config, &s->layer);
-    int32_t ids[TOKENS * TOP_K];
-    for (int i = 0; i < TOKENS * TOP_K; i++)
-        ids[i] = (i * 7 + rank) % (int)s->layer.num_experts;
-    s->plan = memory(s->plan_bytes);
-    s->ids = memory(sizeof ids);
-    s->tokens = memory(TOKENS * ROW);
-    s->recv = memory((size_t)s->slots * ROW);
-    s->out = memory(TOKENS * ROW);
-    need(copy_in(s->ids, ids, sizeof ids) == cudaSuccess, "copy", NULL);
-    need(cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking) == cudaSuccess, "stream",
-         NULL);
-    need(cudaDeviceSynchronize() == cudaSuccess, "synchronize", NULL);
-}
-
-static epic_result step(seat *s)
-{
-    const epic_plan_args plan = {.call.stream = s->stream,
-                                 .layer = &s->layer,
-                                 .plan = s->plan,
-                                 .plan_bytes = s->plan_bytes,
-                                 .topk_idx = s->ids,
-                                 .num_tokens = TOKENS,
-                                 .capacity = s->slots};
-    const epic_dispatch_args dispatch = {.tokens = {s->tokens, TOKENS, ROW},
-                                         .recv = {s->recv, s->slots, ROW}};
-    const epic_combine_args combine = {.call.stream = s->stream,
-                                       .plan = s->plan,
-                                       .plan_bytes = s->plan_bytes,
-                                       .rows = {s->recv, s->slots, ROW},
-                                       .out = {s->out, TOKENS, ROW},
-                                       .type = EPIC_BF16};
-    epic_result result = epic_plan_dispatch(s->ctx, &plan, &dispatch);
-    if (result == EPIC_OK) result = epic_combine(s->ctx, &combine);
-    need(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
-    return result == EPIC_OK ? epic_check(s->ctx) : result;
+    need(round_seat(s, &config), "memory and a stream", NULL);
 }
 
 static void *end(void *unused)
@@ -146,13 +83,13 @@ static void *end(void *unused)
 }
 
 /* Until the error; returns how late it was, in ms. */
-static double work_until_error(seat *s)
+static double work_until_error(rounds *s)
 {
     epic_result result = EPIC_OK;
     double begin = 0;
     for (int i = 0; i < MOST_STEPS && result == EPIC_OK; i++) {
         begin = now_ms();
-        result = step(s);
+        result = round_run(s);
     }
     const double end_ms = now_ms();
     epic_failure_info f;
@@ -163,7 +100,7 @@ static double work_until_error(seat *s)
     return end_ms - (fault == STOPPED && begin > shared->fault_ms ? begin : shared->fault_ms);
 }
 
-static int survive(seat *s, int rank)
+static int survive(rounds *s, int rank)
 {
     const double late = work_until_error(s);
     const double most = (fault == STOPPED ? deadline_ms * 1.125 : 1000) + slack_ms();
@@ -173,7 +110,7 @@ static int survive(seat *s, int rank)
     need(product_is_right(), "a matrix product", NULL);
     epic_close(s->ctx);
     take_seat(s, rank - (rank > victim), num_ranks - 1, port + 1);
-    for (int i = 0; i < 5; i++) need(!step(s), "a step of the new group", s->ctx);
+    for (int i = 0; i < 5; i++) need(!round_run(s), "a step of the new group", s->ctx);
     epic_close(s->ctx);
     printf("  rank %d: %s of rank %d after %.1f ms, seen %.0f ms later\n", rank,
            fault_names[fault], victim, delay_us / 1e3, late);
@@ -183,11 +120,11 @@ static int survive(seat *s, int rank)
 
 static void be(int rank)
 {
-    seat s = {0};
+    rounds s = {0};
     pthread_t thread;
     need(cudaSetDevice(rank % num_gpus) == cudaSuccess, "cudaSetDevice", NULL);
     take_seat(&s, rank, num_ranks, port);
-    need(!step(&s), "the first step", s.ctx);
+    need(!round_run(&s), "the first step", s.ctx);
     __atomic_add_fetch(&shared->began, 1, __ATOMIC_RELAXED);
     if (rank != victim) {
         shared->passed[rank] = survive(&s, rank);
@@ -197,7 +134,7 @@ static void be(int rank)
     /* On hosts what it has sent may be under way still. */
     while (__atomic_load_n(&shared->began, __ATOMIC_RELAXED) < num_ranks) usleep(100);
     pthread_create(&thread, NULL, end, NULL);
-    while (step(&s) == EPIC_OK) continue;
+    while (round_run(&s) == EPIC_OK) continue;
     for (;;) pause(); /* the peers were faster than the fault: they must not be */
 }
 
