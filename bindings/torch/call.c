@@ -2,6 +2,7 @@
 #include "call.h"
 
 #include <inttypes.h>
+#include <limits.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -12,7 +13,29 @@ static char no_elements[64]; /* where an array without elements lies when torch 
 
 torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results)
 {
-    return (torch_call){.op = op, .stack = stack, .into = num_results == 0, .place = {-1, 0}};
+    torch_call call; /* its arrays are filled as it goes */
+    call.op = op;
+    call.stack = stack;
+    call.into = num_results == 0;
+    call.end = INT_MAX;
+    call.next = call.num_owned = call.num_made = call.num_spans = 0;
+    call.place = (group_place){-1, 0};
+    call.use.group = NULL;
+    call.use.ctx = NULL;
+    call.guard = NULL;
+    call.failed = false;
+    return call;
+}
+
+call_text call_shape(int64_t dim, const int64_t *sizes)
+{
+    call_text out;
+    size_t length = (size_t)snprintf(out.text, sizeof out.text, "[");
+    for (int64_t d = 0; d < dim && length < sizeof out.text; d++)
+        length += (size_t)snprintf(out.text + length, sizeof out.text - length, "%s%" PRId64,
+                                   d > 0 ? ", " : "", sizes[d]);
+    if (length < sizeof out.text) snprintf(out.text + length, sizeof out.text - length, "]");
+    return out;
 }
 
 void call_fail(torch_call *call, epic_result result, const char *format, ...)
@@ -155,6 +178,8 @@ static bool is_one_of(uint32_t type, uint32_t wanted)
         return type == EPIC_I32 || type == EPIC_I64;
     case CALL_MATRIX:
         return type == EPIC_E4M3 || is_one_of(type, CALL_ROWS);
+    case CALL_WEIGHTS:
+        return true;
     default:
         return type == wanted;
     }
@@ -172,7 +197,7 @@ static torch_tensor next_tensor(torch_call *call)
 
 static torch_tensor next_tensor_or_none(torch_call *call)
 {
-    torch_value *cell = (torch_value *)(uintptr_t)call->stack[call->next++];
+    torch_value *cell = (torch_value *)(uintptr_t)call_int_or(call, 0);
     if (cell == NULL) return NULL;
     const torch_value value = *cell;
     torch_cell_delete(cell);
@@ -264,9 +289,9 @@ static call_array passing(torch_call *call, uint32_t type, int64_t dim, const in
 
 /* Of an argument, in the order of its indices. */
 static call_array copied(torch_call *call, const char *name, torch_tensor tensor,
-                         call_array array)
+                         call_array array, uint32_t type)
 {
-    const call_array copy = passing(call, array.type, array.dim, array.sizes);
+    const call_array copy = passing(call, type, array.dim, array.sizes);
     if (call->failed) return copy;
     if (torch.copy_(call->owned[call->num_owned - 1], tensor, 0))
         call_fail(call, EPIC_ENOMEM, "%s cannot be copied: call .contiguous() on it", name);
@@ -300,14 +325,17 @@ static call_array look(torch_call *call, const char *name, torch_tensor tensor, 
     if (!is_one_of(array.type, type))
         call_fail(call, EPIC_EINVAL, "%s is %s: %s is needed", name, type_name(array.type),
                   type_name(type));
-    if (array.dim != dim)
+    const bool leads = dim == 2 && (array.dim > 2 || type == CALL_WEIGHTS) &&
+                       array.dim <= CALL_DIMS && !written;
+    if (array.dim != dim && !leads)
         call_fail(call, EPIC_EINVAL, "%s has %" PRId64 " dimensions: %" PRId64 " are needed",
                   name, array.dim, dim);
     if (!contiguous && written)
         call_fail(call, EPIC_EINVAL, "%s is not contiguous: call .contiguous() on it", name);
     if (call->failed) return array;
-    if (!contiguous) return copied(call, name, tensor, array);
-    measure(&array, dim, array.sizes);
+    const uint32_t wanted = type == CALL_WEIGHTS ? EPIC_F32 : array.type;
+    if (!contiguous || array.type != wanted) return copied(call, name, tensor, array, wanted);
+    measure(&array, array.dim, array.sizes);
     if (array.data == NULL) array.data = no_elements;
     note_span(call, name, array);
     return array;
@@ -354,6 +382,11 @@ int64_t call_int(torch_call *call)
     return (int64_t)call->stack[call->next++];
 }
 
+int64_t call_int_or(torch_call *call, int64_t usual)
+{
+    return call->next < call->end ? call_int(call) : usual;
+}
+
 uint32_t call_uint(torch_call *call, const char *name)
 {
     const int64_t value = call_int(call);
@@ -372,13 +405,16 @@ double call_float(torch_call *call)
 
 /* ----------------------------------------------------------------------------- where ---- */
 
-/* A kernel is launched on the current device's stream of that device. */
+/* A kernel is launched on the current device's stream of that device.  To ask takes a quarter of
+ * what a guard does. */
 static void guard_device(torch_call *call, epic_call *out)
 {
+    const int32_t wanted = call->place.device_index;
+    int32_t current;
     if (call->place.device_type != TORCH_CUDA || call->failed) return;
-    if (torch.get_current_cuda_stream == NULL ||
-        torch.create_cuda_guard(call->place.device_index, &call->guard) ||
-        torch.get_current_cuda_stream(call->place.device_index, &out->stream))
+    if (torch.get_current_cuda_stream == NULL || torch.get_current_device_index(&current) ||
+        (current != wanted && torch.create_cuda_guard(wanted, &call->guard)) ||
+        torch.get_current_cuda_stream(wanted, &out->stream))
         call_fail(call, EPIC_EDEVICE, "torch does not tell its stream");
 }
 
@@ -406,7 +442,7 @@ epic_call call_enter_group(torch_call *call)
 
 uint64_t call_tag(torch_call *call)
 {
-    return (uint64_t)call_int(call);
+    return (uint64_t)call_int_or(call, 0);
 }
 
 epic_call call_enter(torch_call *call)
@@ -446,16 +482,6 @@ static call_array made_result(torch_call *call, uint32_t type, int64_t dim,
     return array;
 }
 
-static const char *shape_name(int64_t dim, const int64_t *sizes, char out[80])
-{
-    int length = snprintf(out, 80, "[");
-    for (int64_t d = 0; d < dim; d++)
-        length += snprintf(out + length, 80 - (size_t)length, "%s%" PRId64, d > 0 ? ", " : "",
-                           sizes[d]);
-    snprintf(out + length, 80 - (size_t)length, "]");
-    return out;
-}
-
 /* What is written shares no memory with what is read, nor with what else is written. */
 static void check_apart(torch_call *call, const char *name)
 {
@@ -475,12 +501,12 @@ static call_array given_result(torch_call *call, const char *name, uint32_t type
     if (given == NULL) return passing(call, type, dim, sizes);
     int64_t found_dim, *found;
     bool contiguous;
-    char here[80], there[80], named[64];
+    char named[64];
     if (!call->failed && !torch.get_dim(given, &found_dim) && found_dim == dim &&
         !torch.get_sizes(given, &found) &&
         memcmp(found, sizes, (size_t)dim * sizeof *sizes) != 0)
         call_fail(call, EPIC_EINVAL, "out %s has the shape %s: %s is needed", name,
-                  shape_name(dim, found, here), shape_name(dim, sizes, there));
+                  call_shape(dim, found).text, call_shape(dim, sizes).text);
     if (!call->failed && !torch.is_contiguous(given, &contiguous) && !contiguous)
         call_fail(call, EPIC_EINVAL, "out %s is not contiguous: give a tensor that is", name);
     snprintf(named, sizeof named, "out %s", name);

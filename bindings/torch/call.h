@@ -22,14 +22,19 @@
 #include "groups.h"
 #include "shim.h"
 
-enum { CALL_TENSORS = 36, CALL_DIMS = 3 }; /* most of an operator, and of a tensor */
+enum { CALL_TENSORS = 36, CALL_DIMS = 8 }; /* most of an operator, and of a tensor */
 
-#define CALL_U8 100u     /* beside epic_type: bytes of plans and memory */
-#define CALL_ROWS 101u   /* any type that is added: F32, BF16, F16, F64 */
-#define CALL_FLOAT 102u  /* F32 or F64 */
-#define CALL_INDEX 103u  /* I32 or I64 */
-#define CALL_MATRIX 104u /* of weights: CALL_ROWS, or E4M3 */
+#define CALL_U8 100u      /* beside epic_type: bytes of plans and memory */
+#define CALL_ROWS 101u    /* any type that is added: F32, BF16, F16, F64 */
+#define CALL_FLOAT 102u   /* F32 or F64 */
+#define CALL_INDEX 103u   /* I32 or I64 */
+#define CALL_MATRIX 104u  /* of weights: CALL_ROWS, or E4M3 */
+#define CALL_WEIGHTS 105u /* any type and dimensions: comes as F32 */
 #define CALL_OTHER 255u
+
+typedef struct call_text {
+    char text[80];
+} call_text;
 
 typedef struct call_span { /* where an argument lies */
     const char *name;
@@ -40,6 +45,7 @@ typedef struct torch_call {
     const char *op;
     torch_value *stack;
     int next;  /* argument to be read */
+    int end;   /* behind the last one, where not all are passed */
     bool into; /* NAME_out: results are arguments */
     int num_owned, num_made, num_spans;
     torch_tensor owned[2 * CALL_TENSORS]; /* an argument may have a copy */
@@ -68,8 +74,12 @@ torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results);
 void call_fail(torch_call *call, epic_result result, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* The next argument.  `type`: an epic_type, or one of CALL_; dim: the dimensions needed.  Of one that
- * is not contiguous it is a copy, as gradients often are not; one to be written must be. */
+/* "[3, 4]", for sentences. */
+call_text call_shape(int64_t dim, const int64_t *sizes);
+
+/* The next argument.  `type`: an epic_type, or one of CALL_; dim: the dimensions needed; for 2 it may
+ * have more, of which all but the last are rows.  Of one that is not contiguous it is a copy, as
+ * gradients often are not; one to be written must be contiguous, and of these dimensions. */
 call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_written(torch_call *call, const char *name, uint32_t type, int64_t dim);
@@ -79,6 +89,7 @@ void call_check_count(torch_call *call, const char *name, call_array array, int6
 void call_turn(
     torch_call *call); /* the tensor that orders the calls of a context: never read */
 int64_t call_int(torch_call *call);
+int64_t call_int_or(torch_call *call, int64_t usual); /* `usual`, behind the last argument */
 uint32_t call_uint(torch_call *call, const char *name);
 double call_float(torch_call *call);
 

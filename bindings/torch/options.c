@@ -11,8 +11,8 @@ static uint32_t bits(uint64_t word, int first, int count)
 
 epic_layer read_layer(torch_call *call)
 {
-    const uint64_t rules = (uint64_t)call_int(call), slabs = (uint64_t)call_int(call);
-    const uint64_t leaves = (uint64_t)call_int(call);
+    const uint64_t rules = (uint64_t)call_int(call), slabs = (uint64_t)call_int_or(call, 1);
+    const uint64_t leaves = (uint64_t)call_int_or(call, 0);
     return (epic_layer){.num_experts = bits(rules, 0, 17),
                         .num_logical = bits(rules, 17, 17),
                         .top_k = bits(rules, 34, 8),

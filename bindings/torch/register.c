@@ -10,11 +10,11 @@ enum { SCHEMA_BYTES = 4096, NAME_BYTES = 64 };
 static const char arrow[] = ") -> (Tensor ";
 
 /* "NAME_out(ARGUMENTS, Tensor(b!)? RESULT=None, ...) -> ()" of "NAME(ARGUMENTS) -> (Tensor
- * RESULT, ...)".  The first letter is turn's.  False: it has no results. */
+ * RESULT, ...)".  The first letter is turn's.  False: it has no results, or is an overload. */
 static bool out_schema(const torch_op *op, char out[SCHEMA_BYTES])
 {
     const char *results = strstr(op->schema, arrow);
-    if (results == NULL) return false;
+    if (results == NULL || strchr(op->name, '.') != NULL) return false;
     const char *arguments = op->schema + strlen(op->name);
     int length = snprintf(out, SCHEMA_BYTES, "%s_out%.*s", op->name, (int)(results - arguments),
                           arguments);

@@ -31,6 +31,7 @@ enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */
     F(int32_t, get_device_index, torch_tensor, int32_t *)                                      \
     F(int32_t, is_contiguous, torch_tensor, bool *)                                            \
     F(int32_t, delete_tensor_object, torch_tensor)                                             \
+    F(int32_t, get_current_device_index, int32_t *)                                            \
     F(int32_t, copy_, torch_tensor, torch_tensor, int32_t)                                     \
     F(int32_t, empty_strided, int64_t, const int64_t *, const int64_t *, int32_t, int32_t,     \
       int32_t, torch_tensor *)                                                                 \

@@ -21,13 +21,14 @@ typedef struct plan_job {
     int64_t bytes;                               /* of the plan and its counts */
 } plan_job;
 
-static void read_choices(torch_call *call, plan_job *job)
+static call_array read_choices(torch_call *call, plan_job *job)
 {
     const call_array chosen = call_arg(call, "topk_idx", CALL_INDEX, 2);
     job->args.topk_idx = chosen.data;
     job->args.num_tokens = chosen.rows;
     job->args.index_type = chosen.type;
     job->top_k = chosen.columns;
+    return chosen;
 }
 
 /* What is no array of the caller's tokens: the sizes, the layer and where its experts are. */
@@ -98,11 +99,11 @@ static void plan_results(torch_call *call, plan_job *job)
 
 static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments;
     torch_call call = call_begin("plan", stack, num_results);
+    call.end = (int)num_arguments;
     plan_job job = {0};
     call_turn(&call);
-    read_choices(&call, &job);
+    (void)read_choices(&call, &job);
     read_layout(&call, &job);
     plan_results(&call, &job);
     if (go(&call)) call_told(&call, epic_plan(call.use.ctx, &job.args));
@@ -163,17 +164,43 @@ static void dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_re
     call_end(&call);
 }
 
+/* Tokens of the choices, as many, and in the dimensions that theirs are in. */
+static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch_args *args)
+{
+    const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
+    const call_array weights = call_arg_or_none(call, "weights", CALL_WEIGHTS, 2);
+    if (call->failed) return tokens;
+    const bool leads = tokens.dim > 2 && chosen.dim > 2;
+    const size_t bytes = (size_t)(chosen.dim - 1) * sizeof *chosen.sizes;
+    if (leads && (tokens.dim != chosen.dim || memcmp(tokens.sizes, chosen.sizes, bytes) != 0))
+        call_fail(call, EPIC_EINVAL, "tokens: shape %s: topk_idx has %s tokens",
+                  call_shape(tokens.dim, tokens.sizes).text,
+                  call_shape(chosen.dim - 1, chosen.sizes).text);
+    if (tokens.rows != chosen.rows)
+        call_fail(call, EPIC_EINVAL, "tokens: %lld rows (shape %s): the plan has %lld",
+                  (long long)tokens.rows, call_shape(tokens.dim, tokens.sizes).text,
+                  (long long)chosen.rows);
+    if (weights.data != NULL &&
+        (weights.dim < 2 || weights.count != chosen.count || weights.columns != chosen.columns))
+        call_fail(call, EPIC_EINVAL, "weights: shape %s: [%lld, %lld] is needed",
+                  call_shape(weights.dim, weights.sizes).text, (long long)chosen.rows,
+                  (long long)chosen.columns);
+    args->tokens = call_rows(tokens);
+    args->weights = weights.data;
+    return tokens;
+}
+
 static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
-    (void)num_arguments;
     torch_call call = call_begin("plan_dispatch", stack, num_results);
+    call.end = (int)num_arguments;
     plan_job job = {0};
     epic_dispatch_args args = {0};
     call_turn(&call);
-    read_choices(&call, &job);
-    const call_array tokens = read_tokens(&call, &args);
+    const call_array chosen = read_choices(&call, &job);
+    const call_array tokens = read_chosen(&call, chosen, &args);
     read_layout(&call, &job);
-    args.flags = call_uint(&call, "flags");
+    args.flags = (uint32_t)call_int_or(&call, EPIC_ZERO_TAIL);
     plan_results(&call, &job);
     dispatch_results(&call, tokens, job.args.capacity, &args);
     if (go(&call)) call_told(&call, epic_plan_dispatch(call.use.ctx, &job.args, &args));
@@ -383,21 +410,31 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
 
 /* --------------------------------------------------------------------------- schemas ---- */
 
-/* What is left out takes torch no time: what has a usual value stands behind what has none. */
+/* What is left out takes torch little time: what has a usual value stands behind what has none. */
 #define PLACE ", int group, int tag=0"
 #define FLAGS ", int flags=1"
-#define LAYOUT                                                                              \
-    ", SymInt capacity, SymInt bytes, int group, int layer_rules, int layer_slabs=1, "      \
-    "int layer_leaves=0, int tag=0, Tensor? rank_of_expert=None, Tensor? logical_of_expert" \
-    "=None"
+#define USUAL ", SymInt capacity, SymInt bytes, int group, int layer_rules"
+#define LAYOUT                                                   \
+    USUAL ", int layer_slabs=1, int layer_leaves=0, int tag=0, " \
+          "Tensor? rank_of_expert=None, Tensor? logical_of_expert=None"
+#define PLANNED ") -> (Tensor plan)"
+#define PLANNED_SENT ") -> (Tensor plan, Tensor recv, Tensor slot_weights)"
+#define CHOSEN "(Tensor(a!) turn, Tensor topk_idx"
+#define SENT CHOSEN ", Tensor tokens, Tensor? weights"
+
+/* As OP, of what an operator does if all that can be left out is: no time at all. */
+#define OP_USUAL(name, schema)                      \
+    {                                               \
+#name ".usual", #name ".usual" schema, name \
+    }
 
 static const torch_op ops[] = {
-    OP(plan, "(Tensor(a!) turn, Tensor topk_idx" LAYOUT ") -> (Tensor plan)"),
+    OP(plan, CHOSEN LAYOUT PLANNED),
+    OP_USUAL(plan, CHOSEN USUAL PLANNED),
     OP(dispatch, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                  "SymInt capacity" PLACE FLAGS ") -> (Tensor recv, Tensor slot_weights)"),
-    OP(plan_dispatch,
-       "(Tensor(a!) turn, Tensor topk_idx, Tensor tokens, Tensor? weights" LAYOUT FLAGS
-       ") -> (Tensor plan, Tensor recv, Tensor slot_weights)"),
+    OP(plan_dispatch, SENT LAYOUT FLAGS PLANNED_SENT),
+    OP_USUAL(plan_dispatch, SENT USUAL PLANNED_SENT),
     OP(dispatch_quantized, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                            "SymInt capacity, int quantize" PLACE FLAGS
                            ") -> (Tensor recv, Tensor scales, Tensor slot_weights)"),

@@ -64,6 +64,45 @@ def test_any_strides(fused: bool) -> None:
         assert same(wanted, check_round(step, other, 2e-6))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_leading_dimensions(grad: bool) -> None:
+    """Of plan_dispatch's arguments, each as it comes, and weights of another dtype."""
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        x, w, ids, _ = (v[:6].detach() for v in Data(EVEN).mine(0))
+        w, x = w.bfloat16(), x.requires_grad_(grad)
+        first = epic.torch.plan(group, LAYER, ids)
+        wanted = epic.torch.dispatch(first, x, w.float())
+        dims = ((6,), (2, 3), (1, 3, 2), (6, 1))
+        for of_ids, of_x, of_w in [(d, d, d) for d in dims] + [((6,), (2, 3), (3, 2))]:
+            args = ids.view(*of_ids, -1), x.view(*of_x, -1), w.view(*of_w, -1)
+            found = epic.torch.plan_dispatch(group, LAYER, *args)
+            assert epic.torch.plan(group, LAYER, args[0]).num_tokens == found[0].num_tokens == 6
+            assert same(wanted, found[1:])
+            assert found[1].requires_grad == grad
+
+
+WRONG: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str]] = {
+    "rows": ((4, TOP_K), (3, HIDDEN), (4, TOP_K), "tokens: 3 rows (shape [3, 20]): the plan has 4"),
+    "leads": ((2, 3, TOP_K), (3, 2, HIDDEN), (6, TOP_K), "shape [3, 2, 20]: topk_idx has [2, 3]"),
+    "weights": ((4, TOP_K), (4, HIDDEN), (4, 2), "weights: shape [4, 2]: [4, 3] is needed"),
+    "turned": ((4, TOP_K), (4, HIDDEN), (TOP_K, 4), "weights: shape [3, 4]: [4, 3] is needed"),
+    "few": ((4, TOP_K), (4, HIDDEN), (3, TOP_K), "weights: shape [3, 3]: [4, 3] is needed"),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("what", WRONG)
+def test_shapes_that_do_not_fit(what: str, grad: bool) -> None:
+    """plan_dispatch says the same with gradients, whose arguments are brought to shape before."""
+    of_ids, of_x, of_w, text = WRONG[what]
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        ids = torch.zeros(of_ids, dtype=torch.int32)
+        x, w = torch.ones(of_x, requires_grad=grad), torch.ones(of_w)
+        with pytest.raises(epic.torch.EpicArgumentError) as caught:
+            epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+        assert text in str(caught.value), caught.value
+
+
 def test_what_is_written_is_no_copy() -> None:
     """So it has to be contiguous."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:

@@ -105,12 +105,11 @@ def as_weights(name: str, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | 
     return x.reshape(shape).to(torch.float32)
 
 
-def as_choices(top_k: int, topk_idx: Tensor) -> Tensor:
-    """[..., top_k] as [num_tokens, top_k]."""
-    shape = topk_idx.shape
+def count_of(shape: Any, top_k: int) -> int:
+    """Tokens of topk_idx [..., top_k]."""
     if len(shape) < 2 or shape[-1] != top_k:
         raise EpicArgumentError(f"topk_idx: shape {list(shape)}: [..., top_k {top_k}] is needed")
-    return flattened("topk_idx", topk_idx)
+    return math.prod(shape[:-1])
 
 
 def as_int32(name: str, x: Tensor) -> Tensor:

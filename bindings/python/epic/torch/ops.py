@@ -60,9 +60,11 @@ def in_one_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fake(function: Function) -> Function:
-    """Registers shapes: NAME_fake for epic::NAME, and for epic::NAME_out."""
+    """Registers shapes: NAME_fake for the overloads of epic::NAME, and for epic::NAME_out."""
     name = function.__name__.removesuffix("_fake")
-    torch.library.register_fake(f"epic::{name}", in_one_place(function), lib=FAKES)
+    for overload in getattr(torch.ops.epic, name).overloads():
+        operator = getattr(getattr(torch.ops.epic, name), overload)
+        torch.library.register_fake(operator, in_one_place(function), lib=FAKES)
     if not name.endswith("_"):  # in place
         torch.library.register_fake(f"epic::{name}_out", nothing, lib=FAKES)
     return function
@@ -215,7 +217,7 @@ def dispatch_fake(
 ) -> tuple[Tensor, Tensor]:
     """The received rows and their weights."""
     slots = 0 if weights is None else capacity
-    return tokens.new_empty((capacity, tokens.shape[1])), floats(tokens, slots)
+    return tokens.new_empty((capacity, tokens.shape[-1])), floats(tokens, slots)
 
 
 @fake

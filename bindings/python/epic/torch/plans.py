@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan is in Python, and what one is made of."""
 
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from epic.errors import EpicArgumentError
 from epic.options import Layer
-from epic.torch.arguments import as_choices, as_int32, is_traced
+from epic.torch.arguments import as_int32, count_of, is_traced
 from epic.torch.groups import Group
 
 EXACT = 0  # as capacity: as many slots as land
@@ -20,8 +21,10 @@ MOST_WAYS = 1024  # that a group keeps
 USUAL = (1, 0, 0)
 
 
-class Way(NamedTuple):
-    """Where the calls of a plan go, what its layer counts, and what the operators are passed."""
+@dataclass(slots=True)
+class Way:
+    """Where the calls of a plan go, what its layer counts, and what the operators are passed.  Its
+    fields are read a dozen times a call: of a tuple that takes twice as long."""
 
     group: Group
     tag: int
@@ -75,6 +78,7 @@ def way_of(group: Group, layer: Layer, tag: int) -> Way:
 class Plan(NamedTuple):
     """Where every choice goes.
 
+    Made by tuple.__new__ where time counts: its own is a function of Python.
     bytes [n] uint8: what dispatch, combine and their gradients read, and behind that int32 counts,
     of which the properties are views, so clone what you would write (in compiled functions they are
     copies): expert_rows and expert_tokens
@@ -180,8 +184,8 @@ def check_local(way: Way, ranks: Any, local: int, room: int) -> None:
         raise EpicArgumentError(f"num_local_experts {local}: a rank has {least} of {room}")
 
 
-# Way, choices [num_tokens, top_k], num_tokens, slots, and tables if there are any.
-Wish = tuple[Way, Tensor, int, int, tuple[Any, ...]]
+# Way, num_tokens, slots, and tables if there are any.
+Wish = tuple[Way, int, int, tuple[Any, ...]]
 
 
 def asked(
@@ -189,24 +193,21 @@ def asked(
     layer: Layer,
     topk_idx: Tensor,
     capacity: int | None,
-    ranks: Any,
-    logical: Any,
-    local: int | None,
+    placed: tuple[Any, Any, int | None],
     tag: int,
 ) -> Wish:
-    """What a plan is made of."""
+    """What a plan is made of.  placed: rank_of_expert, logical_of_expert, num_local_experts."""
     way = None if is_traced() else group.ways.get((layer.key, tag))
     if way is None:
         way = way_of(group, layer, tag)
-    shape = topk_idx.shape
-    if len(shape) != 2 or shape[1] != way.top_k:
-        topk_idx = as_choices(way.top_k, topk_idx)
-        shape = topk_idx.shape
+    shape, top_k = topk_idx.shape, way.top_k
+    num_tokens = shape[0] if len(shape) == 2 and shape[1] == top_k else count_of(shape, top_k)
     slots = way.capacity if capacity is None else capacity
     if slots < 0:
         raise EpicArgumentError(f"capacity {slots}: 0 (EXACT) or more is needed")
+    ranks, logical, local = placed
     if ranks is None and logical is None and local is None and not way.num_logical:
-        return way, topk_idx, shape[0], slots, ()
+        return way, num_tokens, slots, ()
     tables = tables_of(layer, ranks, logical, topk_idx)
     if ranks is not None:  # the core may write counts of more experts than the caller reckons with
         if capacity is None or local is None:
@@ -215,8 +216,8 @@ def asked(
                 "and num_local_experts="
             )
         room = way.num_experts
-        way = way._replace(bytes=way.bytes + 8 * (room - way.room), room=room)
+        way = replace(way, bytes=way.bytes + 8 * (room - way.room), room=room)
     if local is not None:
         check_local(way, ranks, local, way.room)
-        way = way._replace(num_local=local)
-    return way, topk_idx, shape[0], slots, tables
+        way = replace(way, num_local=local)
+    return way, num_tokens, slots, tables

@@ -23,9 +23,9 @@ from epic.torch.ops import bare, copy_into, note_write, parts_of, raising, told,
 from epic.torch.plans import EXACT, Plan, Way, Wish, asked, wrong_layout
 
 ops = torch.ops.epic
-PLAN, PLAN_NOW = ops.plan.default, bare(ops.plan.default)
+PLAN, PLAN_NOW = ops.plan.usual, bare(ops.plan.usual)
 DISPATCH, DISPATCH_NOW = ops.dispatch.default, bare(ops.dispatch.default)
-PLAN_DISPATCH, PLAN_DISPATCH_NOW = ops.plan_dispatch.default, bare(ops.plan_dispatch.default)
+PLAN_DISPATCH, PLAN_DISPATCH_NOW = ops.plan_dispatch.usual, bare(ops.plan_dispatch.usual)
 COMBINE, COMBINE_NOW = ops.combine.default, bare(ops.combine.default)
 
 ZERO_TAIL = 1
@@ -56,26 +56,19 @@ def plan(
     whose bytes are written.
     """
     try:
-        way, chosen, num_tokens, slots, tables = asked(
-            group,
-            layer,
-            topk_idx,
-            capacity,
-            rank_of_expert,
-            logical_of_expert,
-            num_local_experts,
-            tag,
-        )
-        call = PLAN if is_traced() else PLAN_NOW
+        placed = (rank_of_expert, logical_of_expert, num_local_experts)
+        way, num_tokens, slots, tables = asked(group, layer, topk_idx, capacity, placed, tag)
         if out is not None:
-            data = plan_into(way, chosen, slots, tables, out)
+            data = plan_into(way, topk_idx, slots, tables, out)
         elif tables or way.more:
-            data = call(group.turn, chosen, slots, way.bytes, *numbers_of(way, tables))
+            numbers = numbers_of(way, tables)
+            data = ops.plan.default(group.turn, topk_idx, slots, way.bytes, *numbers)
         else:
-            data = call(group.turn, chosen, slots, way.bytes, way.number, way.rules)
+            call = PLAN if is_traced() else PLAN_NOW
+            data = call(group.turn, topk_idx, slots, way.bytes, way.number, way.rules)
     except RuntimeError as error:
         raise told(error) from None
-    made = Plan(data, num_tokens, slots, way)
+    made = tuple.__new__(Plan, (data, num_tokens, slots, way))
     return made._replace(capacity=int(made.demand.item())) if slots == EXACT else made
 
 
@@ -317,22 +310,28 @@ def plan_dispatch_op(
     wish: Wish, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
 ) -> tuple[Tensor, ...]:
     """The operator."""
-    way, _, _, slots, tables = wish
-    call, turn = PLAN_DISPATCH if is_traced() else PLAN_DISPATCH_NOW, way.group.turn
+    way, _, slots, tables = wish
+    turn = way.group.turn
     if zero_tail and not tables and not way.more:
+        call = PLAN_DISPATCH if is_traced() else PLAN_DISPATCH_NOW
         return call(turn, chosen, tokens, weights, slots, way.bytes, way.number, way.rules)
     numbers = (*all_numbers_of(way, tables), int(zero_tail))
-    return call(turn, chosen, tokens, weights, slots, way.bytes, *numbers)
+    return ops.plan_dispatch.default(turn, chosen, tokens, weights, slots, way.bytes, *numbers)
 
 
 def plan_dispatch_into(
-    out: Any, wish: Wish, tokens: Tensor, weights: Tensor | None, zero_tail: bool
+    out: Any,
+    wish: Wish,
+    chosen: Tensor,
+    tokens: Tensor,
+    weights: Tensor | None,
+    zero_tail: bool,
 ) -> tuple[Tensor, ...]:
     """plan_dispatch with out=."""
     plan, recv, slot = parts_of(out, "plan, recv, slot_weights")
     found = (bytes_of(plan), recv, slot)
     check_pair(weights, slot)
-    way, chosen, _, slots, tables = wish
+    way, _, slots, tables = wish
     numbers = (*all_numbers_of(way, tables), int(zero_tail))
     args = (way.group.turn, chosen, tokens, weights, slots, way.bytes, *numbers)
     write(ops.plan_dispatch_out.default, args, *found)
@@ -368,6 +367,14 @@ class PlanDispatch(torch.autograd.Function):
 plan_dispatch_apply = applied(PlanDispatch)
 
 
+def as_tokens(tokens: Tensor, topk_idx: Tensor, num_tokens: int) -> Tensor:
+    """What the operator checks and brings to shape by itself, for autograd to see."""
+    if tokens.dim() > 2 and topk_idx.dim() > 2 and tokens.shape[:-1] != topk_idx.shape[:-1]:
+        dims = list(topk_idx.shape[:-1])
+        raise EpicArgumentError(f"tokens: shape {list(tokens.shape)}: topk_idx has {dims} tokens")
+    return as_rows("tokens", tokens, num_tokens)
+
+
 def plan_dispatch(
     group: Group,
     layer: Layer,
@@ -386,36 +393,26 @@ def plan_dispatch(
     """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None).  out: these
     three, which are written and returned, without a gradient."""
     try:
-        wish = asked(
-            group,
-            layer,
-            topk_idx,
-            capacity,
-            rank_of_expert,
-            logical_of_expert,
-            num_local_experts,
-            tag,
-        )
-        way, chosen, num_tokens, slots, _ = wish
+        placed = (rank_of_expert, logical_of_expert, num_local_experts)
+        wish = asked(group, layer, topk_idx, capacity, placed, tag)
+        way, num_tokens, slots, _ = wish
         if way.flat:
             raise wrong_layout(way, "plan, then dispatch_flat")
         if slots == EXACT:
             raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
-        if tokens.dim() > 2 and topk_idx.dim() > 2 and tokens.shape[:-1] != topk_idx.shape[:-1]:
-            dims = list(topk_idx.shape[:-1])
-            raise EpicArgumentError(
-                f"tokens: shape {list(tokens.shape)}: topk_idx has {dims} tokens"
-            )
-        rows = as_rows("tokens", tokens, num_tokens)
-        weights = as_weights("weights", weights, (num_tokens, way.top_k))
         if out is not None:
-            data, recv, slot = plan_dispatch_into(out, wish, rows, weights, zero_tail)
+            found = plan_dispatch_into(out, wish, topk_idx, tokens, weights, zero_tail)
+        elif needs_gradient(tokens, weights):
+            rows = as_tokens(tokens, topk_idx, num_tokens)
+            weights = as_weights("weights", weights, (num_tokens, way.top_k))
+            found = plan_dispatch_apply(wish, topk_idx, rows, weights, zero_tail)
         else:
-            call = plan_dispatch_apply if needs_gradient(rows, weights) else plan_dispatch_op
-            data, recv, slot = call(wish, chosen, rows, weights, zero_tail)
+            found = plan_dispatch_op(wish, topk_idx, tokens, weights, zero_tail)
     except RuntimeError as error:
         raise told(error) from None
-    return Plan(data, num_tokens, slots, way), recv, None if weights is None else slot
+    data, recv, slot = found
+    made = tuple.__new__(Plan, (data, num_tokens, slots, way))
+    return made, recv, None if weights is None else slot
 
 
 # --------------------------------------------------------------------------- combine ----
@@ -557,5 +554,5 @@ def save_plans(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
     """A policy for torch.utils.checkpoint.create_selective_checkpoint_contexts: plans are kept and
     all else is computed again, which saves the exchange that a plan takes."""
     policy = torch.utils.checkpoint.CheckpointPolicy
-    is_plan = op in (ops.plan.default, ops.plan_dispatch.default)
+    is_plan = op.namespace == "epic" and op._opname in ("plan", "plan_dispatch")
     return policy.MUST_SAVE if is_plan else policy.PREFER_RECOMPUTE
