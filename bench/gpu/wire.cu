@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the wire "local" (tests/gpu/wire) gives without kernels: two threads with a GPU each, which
  * put rows to each other at the same time.  Beside it what kernels write to pinned memory, and read
- * there.  GB/s of the slower one; what gpu_hosts reaches stands against it.
+ * there, and what they do when they write poison back to what they have read, as kernels of EPIC do.
+ * GB/s of the slower one; what gpu_hosts reaches stands against it.  Two ranks share a GPU where there
+ * is one.
  *   gpu_wire [MB] */
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -18,6 +20,7 @@ enum { RANKS = 2, ROUNDS = 20, ROW = 14336 };
 
 static const wire_engine *engine;
 static size_t total = 58u << 20;
+static int gpus;
 static pthread_barrier_t barrier;
 static char cards[RANKS][WIRE_CARD_BYTES];
 static double slowest[RANKS];
@@ -26,6 +29,7 @@ struct seat {
     int rank;
     bool on_gpu;
     void *inbox, *outbox;
+    cudaStream_t stream;
     wire *w;
 };
 
@@ -56,7 +60,9 @@ static void *memory(bool on_gpu)
 static void open_seat(seat *s)
 {
     char why[WIRE_WHY];
-    need(cudaSetDevice(s->rank) == cudaSuccess, "the GPU");
+    need(cudaSetDevice(s->rank % gpus) == cudaSuccess, "the GPU");
+    need(cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking) == cudaSuccess,
+         "a stream");
     s->inbox = memory(s->on_gpu);
     s->outbox = memory(s->on_gpu);
     wire_setup setup = {};
@@ -132,8 +138,27 @@ static __global__ void read_all(const uint4 *from, size_t count, unsigned *sum)
     if (own == 1) *sum = own;
 }
 
-static void time_kernel(seat *s, bool writes)
+/* Pieces of 2 KB a warp, all of a piece read before poison is written back. */
+static __global__ void take_all(uint4 *from, size_t count, unsigned *sum)
 {
+    const size_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    const uint4 poison = make_uint4(~0u, ~0u, ~0u, ~0u);
+    unsigned own = 0;
+    for (size_t i = warp * 128 + threadIdx.x % 32; i + 96 < count;
+         i += (size_t)gridDim.x * blockDim.x * 4) {
+        uint4 q[4];
+        for (int v = 0; v < 4; v++) q[v] = from[i + v * 32];
+        for (int v = 0; v < 4; v++) own += q[v].x ^ q[v].y ^ q[v].z ^ q[v].w;
+        for (int v = 0; v < 4; v++) from[i + v * 32] = poison;
+    }
+    if (own == 1) *sum = own;
+}
+
+enum { WRITE, READ, TAKE };
+
+static void time_kernel(seat *s, int what)
+{
+    const bool writes = what == WRITE;
     void *seen = NULL;
     float ms = 0, best = 1e9f;
     unsigned *sum = NULL;
@@ -144,29 +169,31 @@ static void time_kernel(seat *s, bool writes)
          "what a kernel needs");
     for (int i = 0; i < 5; i++) {
         pthread_barrier_wait(&barrier);
-        cudaEventRecord(begin);
+        cudaEventRecord(begin, s->stream);
         if (writes)
-            write_all<<<64, 512>>>((uint4 *)seen, total / 16);
+            write_all<<<64, 512, 0, s->stream>>>((uint4 *)seen, total / 16);
+        else if (what == READ)
+            read_all<<<64, 512, 0, s->stream>>>((const uint4 *)seen, total / 16, sum);
         else
-            read_all<<<64, 512>>>((const uint4 *)seen, total / 16, sum);
-        cudaEventRecord(end);
-        need(cudaDeviceSynchronize() == cudaSuccess, "a kernel");
+            take_all<<<64, 512, 0, s->stream>>>((uint4 *)seen, total / 16, sum);
+        cudaEventRecord(end, s->stream);
+        need(cudaStreamSynchronize(s->stream) == cudaSuccess, "a kernel");
         cudaEventElapsedTime(&ms, begin, end);
         best = ms < best ? ms : best;
     }
     cudaFree(sum);
-    report(s, writes ? "kernels write" : "kernels read", best * 1e3, (double)total);
+    const char *names[] = {"kernels write", "kernels read", "kernels read, poison back"};
+    report(s, names[what], best * 1e3, (double)total);
 }
 
 static void *run(void *self)
 {
     seat *s = (seat *)self;
     uint64_t given = 0;
-    const int rows[] = {1, 4, 16, 64};
+    const int rows[] = {1, 4, 8, 16, 64};
     open_seat(s);
     for (int n : rows) time_puts(s, n, &given);
-    if (!s->on_gpu) time_kernel(s, true);
-    if (!s->on_gpu) time_kernel(s, false);
+    for (int what = WRITE; what <= TAKE && !s->on_gpu; what++) time_kernel(s, what);
     pthread_barrier_wait(&barrier);
     engine->close(s->w);
     return NULL;
@@ -186,10 +213,9 @@ static void run_all(bool on_gpu)
 
 int main(int argc, char **argv)
 {
-    int gpus = 0;
     if (argc > 1) total = (size_t)atoi(argv[1]) << 20;
-    if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus < RANKS) {
-        printf("left out: gpu_wire needs two GPUs, there are %d\n", gpus);
+    if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0) {
+        printf("left out: gpu_wire needs a GPU\n");
         return 0;
     }
     void *library = dlopen("libepic_local.so", RTLD_NOW);
