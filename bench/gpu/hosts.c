@@ -3,7 +3,7 @@
  * this machine as hosts of `local` ranks, which speak by the wire that EPIC_WIRE names (ucx over tcp
  * and lo unless UCX_TLS and UCX_NET_DEVICES say more).  bf16, uniform routing, top-8 of 256; us of
  * the slowest rank, median of `rounds`, and GB/s of rows that a rank gives to other hosts.
- * Beside it the puts of an operation and their size, and at the end what a second without operations
+ * Beside it the puts of an operation, their size, and entries of the ring, and at the end what a second without operations
  * takes of a core.
  *   gpu_hosts [ranks=GPUS] [local=1] [tokens=8,128,4096] [hidden=7168] [rounds=20] [order=rank]
  *             [backend=hosts] [threads=0] [idle=1] */
@@ -156,13 +156,13 @@ static epic_result combine(seat *s)
                                                      .type = EPIC_BF16});
 }
 
-/* Bytes and puts that this rank has given to the wire so far. */
-static void read_given(const seat *s, uint64_t given[2])
+/* Bytes and puts that this rank has given to the wire so far, and entries of its ring. */
+static void read_given(const seat *s, uint64_t given[3])
 {
     typedef void reader(const epic_group *, uint64_t *);
     static reader *read;
     void *library = dlopen("libepic_hosts.so", RTLD_NOLOAD | RTLD_LAZY);
-    given[0] = given[1] = 0;
+    given[0] = given[1] = given[2] = 0;
     if (!library) return; /* another backend */
     if (!read) *(void **)&read = dlsym(library, "epic_backend_hosts_given");
     if (read) read(s->ctx->group, given);
@@ -201,7 +201,7 @@ static int by_size(const void *a, const void *b)
 static void time_step(seat *s, const char *name, epic_result (*step)(seat *))
 {
     float times[MOST_ROUNDS], ms = 0;
-    uint64_t before[2] = {0}, after[2];
+    uint64_t before[3] = {0}, after[3];
     for (int i = -WARM_UP; i < rounds; i++) {
         pthread_barrier_wait(&shared->barrier);
         if (i == 0) read_given(s, before);
@@ -224,9 +224,10 @@ static void time_step(seat *s, const char *name, epic_result (*step)(seat *))
     const double puts = (double)(after[1] - before[1]);
     if (s->rank == 0)
         printf("%6lld  %-16s %10.1f us  (least %.1f, most %.1f)  %7.2f GB/s, %.0f puts of %.1f "
-               "KB\n",
+               "KB, %.0f entries\n",
                (long long)s->tokens, name, us, times[0], times[rounds - 1], bytes / us / 1e3,
-               puts / rounds, puts > 0 ? (double)(after[0] - before[0]) / puts / 1024 : 0);
+               puts / rounds, puts > 0 ? (double)(after[0] - before[0]) / puts / 1024 : 0,
+               (double)(after[2] - before[2]) / rounds);
     fflush(stdout);
 }
 

@@ -133,7 +133,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
                 pieces--;
                 vector += V * WARP;
                 rows += Pieces::PIECE_BYTES;
-                if (copying->work) ring.copy(from, vector, m.shape, false, m.policy);
+                if (copying->work && !is_slow(m.now, from))
+                    ring.copy(from, vector, m.shape, false, m.policy);
                 from += Pieces::PIECE_BYTES;
                 if (copying->role && m.job.d_slot_weights) slots = (int)copying->work;
                 slot = copying->slots;

@@ -307,7 +307,8 @@ __device__ __forceinline__ bool expert_unit(const Combine &c, const Unit &u)
         for (int p = 0; p < P; p++)
             if (vector + v * WARP + lane_id() < c.shape.vectors)
                 store_relaxed(staged + v * WARP * P + lane_id() * P + p, node[v][p]);
-    if (HOSTS) ship_piece<V * P>(c.now, rank, staged, 0, (c.shape.vectors - vector) * P);
+    ship_when_whole(c.job.self, c.now, rank, u.token, c.shape.pieces, staged - vector * P,
+                    (uint32_t)(c.shape.vectors * P) * 16);
     if (!HOSTS && u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_of(c.job.self, c.now, heap, source));
     return true;
@@ -334,6 +335,16 @@ __device__ __forceinline__ bool take_partials(const Combine &c, const Unit &u, i
         return staged_in(c.now.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) +
                (vector + v * WARP + lane_id()) * P + p;
     };
+#ifdef EPIC_HOSTS
+    const int32_t last = min(vector + V * WARP, c.shape.vectors) * P - 1;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (peer[i] >= 0 &&
+            !await_piece(
+                c.now, peer[i],
+                staged_in(c.now.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) + last))
+            return false;
+#endif
     const bool ok = wait_until(c.now, late, P2P_PHASE_ROW, [&] {
         late = -1;
 #pragma unroll

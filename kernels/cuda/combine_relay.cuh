@@ -108,7 +108,8 @@ __device__ __forceinline__ bool relay_unit(const Combine &c, const Unit &u, int 
     if (!some) return true;
     store_node<P>(c, u, c.now.outbox[rank], node);
     const uint4 *staged = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors * P);
-    ship_piece<P>(c.now, rank, staged, u.piece * WARP * P, c.shape.vectors * P);
+    ship_when_whole(self, c.now, rank, u.token, c.shape.pieces, staged,
+                    (uint32_t)(c.shape.vectors * P) * 16);
     return true;
 }
 

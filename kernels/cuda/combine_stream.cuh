@@ -144,9 +144,10 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
                       c.policy);
         } else if (places) {
             const int place = __ffs(places) - 1;
+            const uint8_t *from = (const uint8_t *)staged(token, place);
             places &= places - 1;
-            ring.copy((const uint8_t *)staged(token, place) + lane_offset(vector), vector,
-                      c.shape, false, c.policy);
+            if (!is_slow(c.now, from))
+                ring.copy(from + lane_offset(vector), vector, c.shape, false, c.policy);
         }
         ring.filled_one();
     }
@@ -203,12 +204,14 @@ template <class ROW, bool EXACT, bool TREE> struct Stream {
                           other_nan(u.slots[lane_id()].word, F32::NAN_WORD));
         if (HOSTS && u.num_slots) ship_partial(u, rank);
     }
-    /* hosts: what has been sent goes. */
+    /* hosts: what has been sent goes, all of a partial at once by the warp that stores its last piece: an
+     * entry for each piece would take the thread as long as the wire takes for them. */
     __device__ __forceinline__ void ship_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
         const uint4 *staged = staged_in(c.now.outbox[rank], u.token - c.first, c.shape.vectors);
-        ship_piece<V>(c.now, rank, staged, u.vector, c.shape.vectors);
+        ship_when_whole(self, c.now, rank, u.token, c.shape.pieces, staged,
+                        (uint32_t)c.shape.vectors * 16);
         if (u.vector == 0 && c.job.slot_floats)
             ship_floats(c.now, rank,
                         floats_of(self, c.now, self.heap[rank], self.num_ranks - 2 - u.role) +

@@ -123,9 +123,10 @@ typedef struct p2p_self {            /* what every kernel knows about its rank *
     uint32_t layouts;   /* that the operation's plan may have: a bit for each epic_layout */
 #ifdef EPIC_HOSTS
     p2p_ring ring;
-    uint8_t *inbox;    /* laid out as the heap: what ranks of other hosts say */
-    uint32_t near;     /* a bit for each rank of this host, this one too */
-    int32_t local;     /* ranks of each host, if rows go by relays (relay.cuh); else 0 */
+    uint8_t *inbox; /* laid out as the heap: what ranks of other hosts say */
+    int64_t slow;   /* bytes of it, if it is host memory, of which each poll is slow; else 0 */
+    uint32_t near;  /* a bit for each rank of this host, this one too */
+    int32_t local;  /* ranks of each host, if rows go by relays (relay.cuh); else 0 */
     int32_t max_top_k; /* that the heap has room for */
     int32_t ahead;     /* tokens, at least, that are sent before one is received; 0: any */
 #endif

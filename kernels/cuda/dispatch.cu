@@ -58,7 +58,7 @@ template <bool EXACT> struct Feed {
         left = pieces_of(m, walk);
         from = token < (staged ? end : min(end, m.job.num_tokens)) ? row + lane_offset(vector)
                                                                    : NULL;
-        if (hands_on(m, walk)) from = NULL;
+        if (hands_on(m, walk) || (staged && is_slow(m.now, row))) from = NULL;
     }
     __device__ __forceinline__ void copy_next()
     {

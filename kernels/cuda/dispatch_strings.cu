@@ -59,6 +59,7 @@ template <class Given> struct Feed {
             row = (const uint8_t *)staged_in(
                 m.now.inbox[rank_of_role(job.plan.self, source_role(m, walk))], token - m.first,
                 m.shape.vectors);
+            if (is_slow(m.now, row)) row = NULL;
             return;
         }
         row = job.tokens + row_offset(token, m.given);

@@ -71,23 +71,47 @@ struct Opening {
     uint32_t epoch;    /* that has ended */
     uint32_t overlaps; /* lane 0: as mark_running says */
     uint64_t broken;   /* 0: nothing has broken the group so far; for the workers, too */
+#ifdef EPIC_HOSTS
+    uint64_t epochs, freed; /* that have ended, and those of which the wire has read all */
+#endif
 };
 
 __device__ __forceinline__ Opening read_opening(const p2p_self &self)
 {
-    Opening o = {0, 0, 0};
+    Opening o = {};
     if (!is_speaker()) return o;
     if (lane_id() == 0) o.overlaps = mark_running(self);
     o.epoch = load_relaxed(&control_of(self)->epoch);
+#ifdef EPIC_HOSTS
+    uint64_t said = 0; /* by the wire; one asks for all */
+    if (is_last_cta()) said = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
+    o.broken = load_relaxed(&control_of(self)->broken);
+    o.epochs = load_relaxed(&control_of(self)->epochs);
+    o.freed = load_relaxed(&control_of(self)->freed);
+    o.broken |= said;
+#else
     o.broken = load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
+#endif
     return o;
 }
 
-/* The speaker: what the last CTA tells all ranks of the operation at once. */
+/* hosts, the speaker, once the operation is open: may this rank's outbox be written? */
+__device__ __forceinline__ bool may_ship(const Now &now, const Opening &opening)
+{
+#ifdef EPIC_HOSTS
+    const bool known = opening.freed + 1 >= opening.epochs || opening.broken;
+    return __all_sync(ALL_LANES, known || lane_id() || outbox_is_free(now)) != 0;
+#else
+    return true;
+#endif
+}
+
+/* The speaker: what the last CTA tells all ranks of the operation at once; hosts: with the rest, as all
+ * of it goes by the wire once. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const Now &now,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
-    if (!is_last_cta() || lane_id() >= self.num_ranks) return;
+    if (HOSTS || !is_last_cta() || lane_id() >= self.num_ranks) return;
     uint64_t *to = announcement(self, now, self.heap[lane_id()], self.rank);
     store_relaxed(to + P2P_SAYS_TOKENS, stamp(now, (uint32_t)tokens));
     store_relaxed(to + P2P_SAYS_CAPACITY, stamp(now, (uint32_t)capacity));
@@ -106,7 +130,9 @@ __device__ __forceinline__ void announce_begun(const p2p_self &self, const Now &
 {
     if (lane_id() >= self.num_ranks) return;
     uint64_t *to = announcement(self, now, self.heap[lane_id()], self.rank);
+    if (HOSTS) store_sizes(now, to);
     store_relaxed(to + P2P_SAYS_SIGNATURE, stamp(now, now.signature));
+    ship(now, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
 /* The speaker: the running operation, but for its signature; and its sizes are told, if the group
@@ -124,6 +150,7 @@ __device__ __forceinline__ void open_few(Now &now, const p2p_self &self, const O
         now.last = now.lost = 0;
         now.epoch = epoch_after(opening.epoch);
         now.overlaps = opening.overlaps;
+        find_slow(self, now);
     }
     __syncwarp();
     if (opening.broken == 0) announce_sizes(self, now, tokens, capacity, rows);
@@ -157,8 +184,16 @@ __device__ __forceinline__ bool hear_sizes(const p2p_self &self, const Now &now,
 __device__ __forceinline__ void count_begun(const p2p_self &self, const Now &now)
 {
     if (threadIdx.x != 0) return;
-    atomicAdd(&control_of(self)->done, 1u);
+    if (!HOSTS) atomicAdd(&control_of(self)->done, 1u);
     refuse_overlap(now);
+}
+
+/* hosts, in place of that: every warp, when it has shipped what it has to. */
+__device__ __forceinline__ void count_shipped(const p2p_self &self)
+{
+    if (!HOSTS || lane_id() != 0) return;
+    __threadfence();
+    atomicAdd(&control_of(self)->done, 1u);
 }
 
 /* The speaker of the last CTA, once it has announced: waits for the peers' announcements, then
@@ -166,11 +201,14 @@ __device__ __forceinline__ void count_begun(const p2p_self &self, const Now &now
 __device__ __forceinline__ void finish_few(const p2p_self &self, Now &now)
 {
     p2p_control *control = control_of(self);
+    look_freed(now);
     if (!hear(self, now)) return;
     if (!wait_until(now, -1, P2P_PHASE_GRID, [&] {
-            return __all_sync(ALL_LANES, load_relaxed(&control->done) == gridDim.x) != 0;
+            return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
+                                             gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
         }))
         return;
+    if (HOSTS && lane_id() == 0) end_shipping(now);
     if (lane_id() == 0) count_operation(control, now);
 }
 

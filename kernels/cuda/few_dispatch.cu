@@ -5,6 +5,20 @@
 #include "cuda/few_dispatch.cuh"
 #include "cuda/keep.cuh"
 
+/* hosts: one warp has stored a piece of a token for those peers; the one with the last piece ships all. */
+__device__ __forceinline__ void ship_rows(const Few &m, int32_t token, uint32_t peers)
+{
+#ifdef EPIC_HOSTS
+    const p2p_self &self = m.job.plan.self;
+    for (peers &= ~self.near; peers; peers &= peers - 1) {
+        const int q = __ffs(peers) - 1;
+        ship_when_whole(self, m.now, q, token, m.shape.pieces,
+                        staged_in(m.now.outbox[q], token, m.shape.vectors),
+                        (uint32_t)m.shape.vectors * 16);
+    }
+#endif
+}
+
 template <bool WHOLE> struct PlainRows {
     static constexpr bool EXACT = WHOLE;
 
@@ -29,6 +43,7 @@ template <bool WHOLE> struct PlainRows {
                                                 uint32_t peers, uint4 (&q)[V])
     {
         ::send<EXACT>(m, token, piece, peers, q);
+        ship_rows(m, token, peers);
     }
     static __device__ __forceinline__ bool take(const Few &m, int rank, int source,
                                                 int32_t token, int piece, uint4 (&q)[V])
@@ -117,10 +132,11 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     const Opening opening = read_opening(self);
     IdTeller ids(job, all, true);
     if (is_speaker()) open_few(now, self, opening, job.num_tokens, job.capacity, 0);
-    if (is_speaker() && opening.broken == 0) ids.tell(now);
+    const bool may = !is_speaker() || may_ship(now, opening);
+    if (is_speaker() && opening.broken == 0 && may) ids.tell(now);
     if (threadIdx.x == 0) now.signature = self.signature;
     open_tables(tables, job, memory);
-    if (!__syncthreads_and(opening.broken == 0)) {
+    if (!__syncthreads_and(opening.broken == 0 && may)) {
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
@@ -131,6 +147,8 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     }
     const FewPlanning made = all.has_me() ? make_few(tables, job, now) : FEW_BROKEN;
     if (made == FEW_MADE) keep_few(tables, job, now, all);
+    if (made == FEW_MADE || !all.has_me()) count_shipped(self);
+    if (HOSTS && !all.has_me()) (void)port(job, now);
     if (made == FEW_MANY && make_with_many(tables, job, now, memory))
         keep_with_many(tables, job, now, all);
     if (is_speaker() && is_last_cta()) finish_few(self, now);

@@ -150,6 +150,29 @@ struct WeightTeller {
         const float *weights = m.job.weights + (int64_t)token() * top_k;
         weight = __float_as_uint(__ldg(weights + choice()));
     }
+#ifdef EPIC_HOSTS
+    /* A token's weights go at once. */
+    __device__ __forceinline__ void tell_peers() const
+    {
+        const p2p_self &self = m.job.plan.self;
+        const uint32_t mates = ALL_LANES >> (WARP - (1 << bits)) << (lane_id() >> bits << bits);
+        for (int distance = 1; distance < self.num_ranks; distance++) {
+            const int rank = wrap(self.rank + distance, self.num_ranks);
+            const bool goes = in() && goes_to(m, word, rank);
+            const uint32_t those = __ballot_sync(ALL_LANES, goes) & mates;
+            const int source = self.num_ranks - 1 - distance, count = __popc(those);
+            uint32_t *floats = floats_of(self, m.now, self.heap[rank], source) +
+                               (int64_t)token() * float_stride(top_k);
+            if (goes)
+                store_relaxed(floats + __popc(those & lanes_below()),
+                              other_nan(weight, F32::NAN_WORD));
+            const bool speaks = count && choice() == 0;
+            if (speaks && count % 2) store_relaxed(floats + count, POISON);
+            __syncwarp();
+            if (speaks) ship(m.now, rank, floats, (uint32_t)(count + 1) / 2 * 8);
+        }
+    }
+#else
     __device__ __forceinline__ void tell_peers() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -167,6 +190,7 @@ struct WeightTeller {
                           other_nan(weight, F32::NAN_WORD));
         }
     }
+#endif
     /* Once the plan is there that is read. */
     __device__ __forceinline__ void tell(bool guessed)
     {
@@ -239,6 +263,7 @@ __device__ __forceinline__ void ask_row(const Few &m, int u, Piece &p, bool own)
         return;
     }
     const uint4 *staged = staged_in(m.now.inbox[p.rank], p.token, m.shape.vectors) + begin;
+    if (is_slow(m.now, staged)) return;
 #pragma unroll
     for (int v = 0; v < V; v++) {
         p.q[v] = make_uint4(0, 0, 0, 0);
@@ -511,7 +536,8 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     m.tables = &tables;
     const int ctas = (int)gridDim.x;
-    m.senders = {job.apart ? ctas - job.apart : 0, job.apart ? job.apart : ctas};
+    m.senders = {job.apart ? ctas - job.apart : 0,
+                 job.apart ? job.apart : ctas - (HOSTS && MADE && ctas > 1)};
     m.takers = {0, ctas - (job.apart ? job.apart : MADE && ctas > 1)};
     const bool takes = m.takers.has_me(), works = takes && !is_speaker();
     IdTeller ids(job.plan, m.takers, MADE);
@@ -525,7 +551,8 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (threadIdx.x == 0) enough = true;
     if (is_speaker())
         open_few(now, self, opening, job.num_tokens, job.plan.capacity, job.recv_rows);
-    if (MADE && is_speaker() && opening.broken == 0) ids.tell(now);
+    const bool may = !is_speaker() || may_ship(now, opening);
+    if (MADE && is_speaker() && opening.broken == 0 && may) ids.tell(now);
     if (MADE) {
         open_tables(tables, job.plan, memory);
         if (threadIdx.x == 0) {
@@ -535,7 +562,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
             plan.header.alignment = job.plan.layer.alignment;
         }
     }
-    if (!__syncthreads_and(opening.broken == 0)) {
+    if (!__syncthreads_and(opening.broken == 0 && may)) {
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
@@ -555,6 +582,8 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     } else if (moves) {
         sender.send_all(guessed);
     }
+    const bool tells_more = MADE && takes && is_speaker(); /* of wrong data */
+    if (!tells_more) count_shipped(self);
     bool ok = true;
     if (moves && works) {
         ask_row<Rows>(m, m.takers.worker(), first, false);
@@ -562,6 +591,8 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         if (first_words(m) < num_words(m)) ask_words(m, first_words(m), words);
     }
     if (MADE && takes) ok = make_plan_of(m, tables);
+    if (HOSTS && MADE && is_last_cta() && !takes) ok = port(job.plan, now);
+    if (ok && tells_more) count_shipped(self);
     if (MADE && m.with_many) {
         if (is_speaker() && is_last_cta()) finish_few(self, now);
         take_with_many<Rows>(m, now, tables, memory);

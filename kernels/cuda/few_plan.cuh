@@ -188,13 +188,16 @@ __device__ __forceinline__ uint32_t two_ids(const p2p_plan_job &job, RawId low, 
     return few_id(job, low) | few_id(job, high) << 16;
 }
 
-/* Where a rank's words about a token are in the heap. */
+/* Where a rank's words about a token are in the heap; hosts: tokens lie side by side, so that those
+ * of some tokens are one piece. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const Now &now,
                                               uint8_t *heap, int rank, int32_t token)
 {
     return (uint64_t *)(heap + job.self.at.ids) +
-           (((int64_t)parity(now) * job.self.num_ranks + rank) * job.most_few + token) *
-               P2P_FEW_ID_WORDS;
+           (((int64_t)parity(now) * job.self.num_ranks + rank) * job.most_few +
+            (HOSTS ? 0 : token)) *
+               P2P_FEW_ID_WORDS +
+           (HOSTS ? token * 2 * fours_of(job.layer) : 0);
 }
 
 /* A speaker tells all peers the ids of some of this rank's tokens, of several at a time: lanes are
@@ -224,6 +227,25 @@ struct IdTeller {
         low = raw_id(job, token, 2 * word());
         high = raw_id(job, token, 2 * word() + 1);
     }
+#ifdef EPIC_HOSTS
+    /* All lanes at once, as the first one ships for all. */
+    __device__ __forceinline__ void tell(const Now &now)
+    {
+        const p2p_self &self = job.self;
+        for (int32_t first = __shfl_sync(ALL_LANES, token, 0); first < job.num_tokens;
+             first += step, token += step, read()) {
+            const int many = min(job.num_tokens - first, WARP >> bits);
+            for (int distance = 1; distance < self.num_ranks; distance++) {
+                const int q = wrap(self.rank + distance, self.num_ranks);
+                uint64_t *to = id_words(job, now, self.heap[q], self.rank, first);
+                if (token < job.num_tokens && word() < words)
+                    store_relaxed(to + (token - first) * words + word(),
+                                  stamp(now, two_ids(job, low, high)));
+                ship_together(now, q, to, (uint32_t)(many * words) * 8);
+            }
+        }
+    }
+#else
     __device__ __forceinline__ void tell(const Now &now)
     {
         const p2p_self &self = job.self;
@@ -234,6 +256,7 @@ struct IdTeller {
                               stamp(now, two_ids(job, low, high)));
             }
     }
+#endif
 };
 
 /* One choice of the tables; true: the token has chosen that expert before. */
@@ -403,12 +426,86 @@ static __device__ __noinline__ void find_duplicates(FewPlan &f, int ranks)
         }
 }
 
+#ifdef EPIC_HOSTS
+/* What ranks of other hosts say comes to the inbox.  That may be host memory, where the polls of many
+ * warps are served one after the other; so *porters* alone poll it, and bring what has come to the same
+ * places of the heap, where all others wait for it.
+ *
+ * One warp: announcements. */
+static __device__ bool port_announcements(const p2p_self &self, const Now &now)
+{
+    const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
+    const uint64_t *from = announcement(self, now, self.inbox, q);
+    uint64_t *to = announcement(self, now, now.heap, q), said[P2P_ANNOUNCE_WORDS];
+    bool waits = is_far(self, q);
+    return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
+        if (waits) {
+            load_two(from, said[0], said[1]);
+            load_two(from + 2, said[2], said[3]);
+            waits = !(stamped(now, said[0]) && stamped(now, said[1]) && stamped(now, said[2]) &&
+                      stamped(now, said[3]));
+            for (int i = 0; i < P2P_ANNOUNCE_WORDS && !waits; i++)
+                store_relaxed(to + i, said[i]);
+        }
+        return __any_sync(ALL_LANES, waits) == 0;
+    });
+}
+
+/* Warp `part` of `parts`: ids, two words a lane.  How many come the announcement says. */
+static __device__ bool port_ids(const p2p_plan_job &job, const Now &now, int part, int parts)
+{
+    const p2p_self &self = job.self;
+    const int words = 2 * fours_of(job.layer), most = job.most_few * words;
+    const int peers = self.num_ranks - 1, groups = (most + 2 * WARP - 1) / (2 * WARP);
+    for (int u = part; u < peers * groups; u += parts) {
+        const int q = wrap(self.rank + 1 + u % peers, self.num_ranks);
+        const int at = u / peers * 2 * WARP + 2 * lane_id();
+        const uint64_t *from = id_words(job, now, self.inbox, q, 0) + at;
+        const uint64_t *said = announcement(self, now, now.heap, q) + P2P_SAYS_TOKENS;
+        uint64_t *to = id_words(job, now, now.heap, q, 0) + at;
+        bool waits = is_far(self, q) && at < most;
+        int missing = -1;
+        const bool ok = wait_until(now, missing, P2P_PHASE_COUNTS, [&] {
+            if (waits) {
+                uint64_t a, b;
+                load_two(from, a, b);
+                const uint64_t tokens = load_relaxed(said);
+                const bool come = stamped(now, a) && stamped(now, b);
+                const bool beyond =
+                    stamped(now, tokens) && at >= (int32_t)(uint32_t)tokens * words;
+                if (come) store_relaxed(to, a);
+                if (come) store_relaxed(to + 1, b);
+                waits = !come && !beyond;
+            }
+            missing = waits ? q : -1;
+            return __any_sync(ALL_LANES, waits) == 0;
+        });
+        if (!ok) return false;
+    }
+    return true;
+}
+
+/* Every warp of the last CTA, which takes nothing; or the speaker of the only one. */
+static __device__ bool port(const p2p_plan_job &job, const Now &now)
+{
+    const bool alone = gridDim.x == 1;
+    if (!is_speaker()) return alone || port_ids(job, now, (int)threadIdx.x / WARP, FEW_WORKERS);
+    return port_announcements(job.self, now) && (!alone || port_ids(job, now, 0, 1));
+}
+#else
+static __device__ bool port(const p2p_plan_job &, const Now &)
+{
+    return true;
+}
+#endif
+
 enum FewPlanning { FEW_BROKEN, FEW_MADE, FEW_MANY /* some rank has more tokens */ };
 
 /* Every thread. */
 static __device__ FewPlanning make_few(FewPlan &f, const p2p_plan_job &job, const Now &now)
 {
-    const bool ok = is_speaker() ? gather_sizes(f, job.self, now) : gather_ids(f, job, now);
+    bool ok = !HOSTS || gridDim.x > 1 || port(job, now);
+    ok = ok && (is_speaker() ? gather_sizes(f, job.self, now) : gather_ids(f, job, now));
     if (!__syncthreads_and(ok)) return FEW_BROKEN;
     if (f.many) return FEW_MANY;
     if (f.twice && job.layer.flags & EPIC_DISTINCT) find_duplicates(f, job.self.num_ranks);

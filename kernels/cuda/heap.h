@@ -47,6 +47,9 @@ typedef struct p2p_heap {
     int64_t rows;    /* stamped [2][num_ranks][max_tokens]: FLAT: the token's row here */
 #ifdef EPIC_HOSTS
     int64_t wants; /* stamped [2][num_ranks][max_tokens]: relay.cuh */
+    int64_t
+        sent; /* uint32 [num_ranks][max_tokens]: pieces of what goes there for a token that are
+                      stored, 0 once all are; this rank alone */
 #endif
     int64_t
         ids; /* stamped [2][num_ranks][p2p_few_of(max_tokens)][FEW_ID_WORDS]: two ids each */
@@ -96,10 +99,11 @@ typedef struct p2p_control {
 #ifdef EPIC_HOSTS     /* what warps would else ask host memory for, each for itself: wire.cuh */
     uint64_t broken;  /* not 0: the group is, and why */
     uint64_t freed;   /* what the host's word was when it was last asked, */
-    uint32_t freed_asked;                                    /* units of 1024 ns */
-    uint32_t heard_asked;                                    /* the same of announcements, */
-    uint32_t asked_end;                                      /* of what ends an operation, */
-    uint32_t room_asked;                                     /* and of room in the ring */
+    uint32_t freed_asked;            /* units of 1024 ns */
+    uint32_t heard_asked;            /* the same of announcements, */
+    uint32_t asked_end;              /* of what ends an operation, */
+    uint32_t room_asked;             /* and of room in the ring */
+    uint64_t seen[DEVICE_MAX_RANKS]; /* stamped: vectors that have come of a rank's, about */
     uint64_t heard[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped */
 #endif
 } p2p_control;
@@ -154,7 +158,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
                             2 * num_ranks * p2p_few_of(max_tokens) * P2P_FEW_ID_WORDS * 8, 512);
 #ifdef EPIC_HOSTS
     h.wants = h.escapes;
-    h.escapes = h.wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+    h.sent = h.wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+    h.escapes = h.sent + device_round_up(num_ranks * max_tokens * 4, 512);
 #endif
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);

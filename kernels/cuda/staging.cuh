@@ -106,6 +106,62 @@ template <int V> __device__ __forceinline__ bool is_missing(const uint4 (&q)[V])
     return __any_sync(ALL_LANES, missing) != 0;
 }
 
+#ifdef EPIC_HOSTS
+#ifndef NEAR_BYTES
+#define NEAR_BYTES (512 << 10) /* behind the last piece that has come, what may come next; */
+#endif
+#define SPINS_TO_LOOK 32u /* what waits for more looks so seldom */
+#define MOST_POLLED \
+    (NEAR_BYTES / 8) /* of a rank's rows, where all that waits is polled whole */
+
+/* One warp: may its piece, whose last vector that is, be the next to come? */
+__device__ __forceinline__ bool is_next(const Now &now, int peer, const uint4 *last)
+{
+    const uint64_t said = load_relaxed(&control_of(now)->seen[peer]);
+    const uint32_t place = (uint32_t)(last - (const uint4 *)now.slow_box[peer]);
+    return place <= (stamped(now, said) ? (uint32_t)said : 0) + NEAR_BYTES / 16;
+}
+
+/* The same: it has come.  What another forgets is found again. */
+__device__ __forceinline__ void note_come(const Now &now, int peer, const uint4 *last)
+{
+    uint64_t *seen = &control_of(now)->seen[peer];
+    const uint32_t place = (uint32_t)(last - (const uint4 *)now.slow_box[peer]);
+    const uint64_t said = load_relaxed(seen);
+    if (lane_id() == 0 && (!stamped(now, said) || (uint32_t)said < place))
+        store_relaxed(seen, stamp(now, place));
+}
+
+/* One warp waits for the last vector of a piece that lies in host memory; mostly all of it is there then.
+ * A thousand warps wait, for pieces that come one after the other: so those alone poll that wait for
+ * what comes next, one vector each, and bandwidth is left to rows. */
+static __device__ __noinline__ bool await_slow(const Now &now, int peer, const uint4 *last)
+{
+    uint32_t spins = 0;
+    const bool ok = wait_until(now, peer, P2P_PHASE_ROW, [&] {
+        uint4 q = poisoned();
+        const bool looks = ++spins % SPINS_TO_LOOK == 0 || is_next(now, peer, last);
+        if (!__any_sync(ALL_LANES, looks)) return false;
+        if (lane_id() == 0) q = load_relaxed(last);
+        return __any_sync(ALL_LANES, !has_poison(q)) != 0;
+    });
+    if (ok) note_come(now, peer, last);
+    return ok;
+}
+
+/* Of so few rows polls ask for all there is: it takes no turn more. */
+__device__ __forceinline__ bool polls_whole(const Now &now, int32_t vectors)
+{
+    return EAGER && now.tokens * vectors * 16 <= MOST_POLLED;
+}
+
+/* One warp, before it reads a piece with that last vector. */
+__device__ __forceinline__ bool await_piece(const Now &now, int peer, const uint4 *last)
+{
+    return !is_slow(now, last) || await_slow(now, peer, last);
+}
+#endif
+
 /* One warp waits for a piece: vectors [first, ...) of a staged row, `vectors` long.  `copied`: q
  * is what was there a while ago.  While nothing of it is there, only the first vectors are asked
  * for: what waits takes bandwidth from what works. */
@@ -115,6 +171,13 @@ __device__ __forceinline__ bool take_piece(const Now &now, int peer, const uint4
                                            uint4 (&q)[V])
 {
     const int32_t begin = first + lane_id();
+#ifdef EPIC_HOSTS
+    if (is_slow(now, staged)) {
+        const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
+        if (!polls_whole(now, vectors) && !await_slow(now, peer, last)) return false;
+        copied = false; /* nothing was */
+    }
+#endif
     staged += begin;
     auto read = [&] {
 #pragma unroll

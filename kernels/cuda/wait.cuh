@@ -37,6 +37,11 @@ struct Now { /* the running operation, in shared memory */
     mutable uint32_t lost;             /* LOST of a wait that was given up, 0: none */
     uint8_t *inbox[DEVICE_MAX_RANKS];  /* staging of this rank that another writes */
     uint8_t *outbox[DEVICE_MAX_RANKS]; /* staging of another that this rank writes */
+#ifdef EPIC_HOSTS
+    const uint8_t *slow;                 /* host memory where peers' words come, if they do, */
+    int64_t slow_bytes;                  /* so much, */
+    uint8_t *slow_box[DEVICE_MAX_RANKS]; /* and where there another's staging is */
+#endif
 };
 
 __device__ __forceinline__ int lane_id()
@@ -133,6 +138,25 @@ __device__ __forceinline__ uint8_t *rows_by(const p2p_self &self, int q)
     if (self.local && relayed) return self.heap[self.rank];
 #endif
     return heap_by(self, q);
+}
+
+/* hosts: is that host memory?  Each of its polls takes microseconds, and bandwidth from rows. */
+__device__ __forceinline__ bool is_slow(const Now &now, const void *at)
+{
+#ifdef EPIC_HOSTS
+    return (uint64_t)((const uint8_t *)at - now.slow) < (uint64_t)now.slow_bytes;
+#else
+    return false;
+#endif
+}
+
+/* One thread. */
+__device__ __forceinline__ void find_slow(const p2p_self &self, Now &now)
+{
+#ifdef EPIC_HOSTS
+    now.slow = self.inbox;
+    now.slow_bytes = self.slow;
+#endif
 }
 
 /* What `rank` said to the rank that owns the heap. */
@@ -434,14 +458,20 @@ __device__ __forceinline__ void count_operation(p2p_control *control, const Now 
     store_relaxed(&control->running, 0u); /* who finds that, finds the epoch */
 }
 
+/* What else an announcement says. */
+__device__ __forceinline__ void store_sizes(const Now &now, uint64_t *to)
+{
+    store_relaxed(to + P2P_SAYS_TOKENS, stamp(now, (uint32_t)now.tokens));
+    store_relaxed(to + P2P_SAYS_CAPACITY, stamp(now, (uint32_t)now.capacity));
+    store_relaxed(to + P2P_SAYS_ROWS, stamp(now, (uint32_t)now.rows));
+}
+
 /* One warp: tells every rank, this one too, that the operation has begun here. */
 static __device__ void announce(const p2p_self &self, const Now &now)
 {
     if (lane_id() >= self.num_ranks) return;
     uint64_t *to = announcement(self, now, self.heap[lane_id()], self.rank);
-    store_relaxed(to + P2P_SAYS_TOKENS, stamp(now, (uint32_t)now.tokens));
-    store_relaxed(to + P2P_SAYS_CAPACITY, stamp(now, (uint32_t)now.capacity));
-    store_relaxed(to + P2P_SAYS_ROWS, stamp(now, (uint32_t)now.rows));
+    store_sizes(now, to);
     __threadfence_system(); /* what the operations before restored must be seen first */
     store_relaxed(to + P2P_SAYS_SIGNATURE, stamp(now, now.signature));
     ship(now, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
@@ -455,6 +485,9 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, Now &now, int q
     const int mine = wrap(self.rank + self.num_ranks - q - 1, self.num_ranks);
     now.inbox[q] = rows_by(self, q) + self.at.staging + (first + its) * self.at.source_bytes;
     now.outbox[q] = self.heap[q] + self.at.staging + (first + mine) * self.at.source_bytes;
+#ifdef EPIC_HOSTS
+    now.slow_box[q] = self.inbox + self.at.staging + (first + its) * self.at.source_bytes;
+#endif
 }
 
 /* Every thread of every CTA.  `mark` is what the ranks must agree on beyond the signature (a
@@ -486,6 +519,7 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
         now.signature = self.signature ^ (mark & 0x0fffffffu);
         now.deadline = timer_ns() + self.timeout_ns;
         now.last = now.lost = 0;
+        find_slow(self, now);
     }
     if (!__syncthreads_and(broken == 0)) {
         if (threadIdx.x == 0) tell_end(now);
@@ -554,6 +588,7 @@ static __device__ bool heard(const Now &now, int which, int32_t &value)
  * last to come, which may read what they have announced, if that is `read`. */
 __device__ __forceinline__ bool finish(const p2p_self &self, Now &now, int hears, bool read)
 {
+    if ((int)blockIdx.x == hears && threadIdx.x / WARP == 1) look_freed(now);
     if ((int)blockIdx.x == hears && threadIdx.x < WARP)
         (void)(read ? hear(self, now) : hear_all(self, now));
     __syncthreads();

@@ -101,6 +101,22 @@ __device__ __forceinline__ void ship_together(const Now &now, int q, const void 
     if (lane_id() == 0) ship(now, q, from, bytes);
 }
 
+/* One warp has stored one of the pieces of what goes to rank q for that token; who stores the last one
+ * ships the whole. */
+__device__ __forceinline__ void ship_when_whole(const p2p_self &self, const Now &now, int q,
+                                                int32_t token, int pieces, const void *whole,
+                                                uint32_t bytes)
+{
+    if (!is_far(self, q)) return;
+    __syncwarp();
+    if (lane_id() != 0) return;
+    uint32_t *sent = (uint32_t *)(now.heap + self.at.sent) + q * self.max_tokens + token;
+    __threadfence_system();
+    if (atomicAdd(sent, 1u) + 1 != (uint32_t)pieces) return;
+    store_relaxed(sent, 0u);
+    ship(now, q, whole, bytes);
+}
+
 /* One warp: a token's floats, `count` of them; poison stands in for the half of a word that is not
  * there. */
 __device__ __forceinline__ void ship_floats(const Now &now, int q, uint32_t *floats, int count)
@@ -138,6 +154,13 @@ __device__ __forceinline__ bool outbox_is_free(const Now &now)
             store_relaxed(&control->freed, load_relaxed(freed));
         return load_relaxed(&control->freed) + 1 >= epochs;
     });
+}
+
+/* One warp, late in an operation: so that the next one need not ask. */
+__device__ __forceinline__ void look_freed(const Now &now)
+{
+    if (lane_id() == 0)
+        store_relaxed(&control_of(now)->freed, load_relaxed(&now.self->ring.words->freed));
 }
 
 static __device__ void tell_end(const Now &now);
@@ -197,6 +220,11 @@ __device__ __forceinline__ void ship_together(const Now &, int, const void *, ui
 {
 }
 
+__device__ __forceinline__ void ship_when_whole(const p2p_self &, const Now &, int, int32_t,
+                                                int, const void *, uint32_t)
+{
+}
+
 __device__ __forceinline__ void ship_floats(const Now &, int, uint32_t *, int)
 {
 }
@@ -206,6 +234,10 @@ __device__ __forceinline__ void ship_record(const Now &, int, const uint64_t *, 
 }
 
 __device__ __forceinline__ void end_shipping(const Now &)
+{
+}
+
+__device__ __forceinline__ void look_freed(const Now &)
 {
 }
 

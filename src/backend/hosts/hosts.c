@@ -127,6 +127,7 @@ static epic_result make_boxes(epic_group *g, hosts_part *h)
     TRY(memory_for_wire(&h->outbox, &h->seen, h->on_gpu, bytes));
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank) g->self.heap[q] = h->seen;
+    g->self.slow = h->on_gpu ? 0 : g->self.at.bytes;
     return p2p_heap_clear(g, g->self.inbox);
 }
 
@@ -435,7 +436,7 @@ static void leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-void epic_backend_hosts_given(const epic_group *g, uint64_t given[2])
+void epic_backend_hosts_given(const epic_group *g, uint64_t given[3])
 {
     hosts_ring_given(g->hosts->ring, given);
 }

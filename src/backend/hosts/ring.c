@@ -61,7 +61,8 @@ struct hosts_ring {
     bool ends_next;    /* its epoch, once all of `parcels` has been given */
     parcels *parcels;
     uint64_t taken;                      /* entries */
-    uint64_t bytes, puts;                /* that they have become */
+    uint64_t pieces;                     /* those of them that are no ends of epochs, */
+    uint64_t bytes, puts;                /* what they have become */
     uint64_t most;                       /* puts of rows to a host that are under way */
     uint64_t given[WIRE_MAX_HOSTS];      /* puts and words to a host */
     uint64_t num_urgent[WIRE_MAX_HOSTS]; /* puts of those, and the numbers of the last ones */
@@ -108,6 +109,7 @@ static void take_pieces(hosts_ring *r, int host, uint64_t entry)
 {
     const uint64_t word = P2P_ENTRY_WORD(entry);
     parcels_add(r->parcels, host, word, P2P_ENTRY_WORDS(entry));
+    __atomic_store_n(&r->pieces, r->pieces + 1, __ATOMIC_RELAXED); /* as `puts` below */
     r->took_urgent |= parcels_is_urgent(r->parcels, word);
 }
 
@@ -399,10 +401,11 @@ void hosts_ring_tell(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
     pthread_mutex_unlock(&r->mutex);
 }
 
-void hosts_ring_given(const hosts_ring *r, uint64_t given[2])
+void hosts_ring_given(const hosts_ring *r, uint64_t given[3])
 {
     given[0] = __atomic_load_n(&r->bytes, __ATOMIC_RELAXED);
     given[1] = __atomic_load_n(&r->puts, __ATOMIC_RELAXED);
+    given[2] = __atomic_load_n(&r->pieces, __ATOMIC_RELAXED);
 }
 
 void hosts_ring_close(hosts_ring *r)

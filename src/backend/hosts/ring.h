@@ -32,9 +32,10 @@ void hosts_ring_tell(hosts_ring *ring, int host, uint64_t at, uint32_t bytes);
 /* A call is made: the thread looks at once.  Any thread. */
 void hosts_ring_wake(hosts_ring *ring);
 
-/* Bytes that kernels have had given to the wire so far, and in how many puts.  Any thread. */
-void hosts_ring_given(const hosts_ring *ring, uint64_t given[2]);
-EPIC_API void epic_backend_hosts_given(const epic_group *group, uint64_t given[2]);
+/* Bytes that kernels have had given to the wire so far, in how many puts, made of how many pieces:
+ * entries of the ring.  Any thread. */
+void hosts_ring_given(const hosts_ring *ring, uint64_t given[3]);
+EPIC_API void epic_backend_hosts_given(const epic_group *group, uint64_t given[3]);
 
 /* NULL is allowed. */
 void hosts_ring_close(hosts_ring *ring);

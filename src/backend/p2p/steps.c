@@ -136,11 +136,23 @@ static void remember(epic_group *g, const epic_layer *layer)
     if (layer->layout == EPIC_FLAT) g->flat = true;
 }
 
+/* May operations of few tokens take kernels of their own?  hosts: where all of them do, as ids go to every
+ * rank; and where rows go straight. */
+static bool may_be_few(const epic_group *g)
+{
+#ifdef EPIC_HOSTS
+    return g->config.max_tokens <= P2P_FEW_TOKENS && !g->self.local;
+#else
+    (void)g;
+    return true;
+#endif
+}
+
 /* Does an operation of so many tokens here take the kernels for few?  Rows travel alike with them
  * and with the others, so each rank chooses for itself. */
 static bool is_few(const epic_group *g, int32_t num_tokens, int32_t most, int64_t row_bytes)
 {
-    return !HOSTS && num_tokens <= most && g->most_top_k > 0 && g->most_top_k <= 32 &&
+    return may_be_few(g) && num_tokens <= most && g->most_top_k > 0 && g->most_top_k <= 32 &&
            g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
 }
 
@@ -190,7 +202,7 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
                                     job->layer.top_k);
     remember(g, &job->layer);
     job->most_few = (int32_t)p2p_few_of(g->config.max_tokens);
-    job->few = !HOSTS && !args->rank_of_expert && job->num_tokens <= job->most_few &&
+    job->few = may_be_few(g) && !args->rank_of_expert && job->num_tokens <= job->most_few &&
                p2p_few_plan(g->num_ranks, job->most_few, &job->layer);
     if (job->few) job->planners = 1;
     mix_layer(a, &job->layer);
@@ -287,7 +299,8 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
     const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
     const int32_t most = job->scale_bytes ? P2P_FEW_TOKENS : P2P_FEW_ROWS;
     const bool few = job->plan.planners ? job->plan.few
-                                        : !job->flat && is_few(g, job->num_tokens, most, bytes);
+                                        : !job->flat && !(HOSTS && job->scale_bytes) &&
+                                              is_few(g, job->num_tokens, most, bytes);
     return p2p_cuda(launcher_of(job, few)(job, sms_of(g, call), stream_of(call)), what);
 }
 
@@ -335,6 +348,7 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
     TRY(p2p_whole(g));
     TRY(fill_dispatch(g, &job, args, &a));
     TRY(fill_plan(g, &job.plan, plan_args, &a));
+    if (HOSTS && job.scale_bytes) job.plan.few = 0; /* strings have none of their own there */
     if (!overlaps(g, &job)) {
         epic_dispatch_args second = *args;
         second.call = plan_args->call;
@@ -383,7 +397,8 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
     mix(&a, job->type);
     job->self = self_of(g, call, operation, a);
     if (job->slot_weights || job->slot_floats) job->self.layouts = P2P_BY_EXPERT;
-    const bool few = !g->rare_sums && is_few(g, job->num_tokens, P2P_FEW_SUMS, job->row_bytes);
+    const bool few =
+        !HOSTS && !g->rare_sums && is_few(g, job->num_tokens, P2P_FEW_SUMS, job->row_bytes);
     if (few && likely_layout(g, job->plan_bytes, &at)) {
         job->likely_experts = g->experts;
         job->top_k = g->top_k;

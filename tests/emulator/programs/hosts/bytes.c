@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a rank gives to the wire, to the byte: two hosts of two ranks, every token goes to all four.
  * By relays a row crosses once for a host, with a word that says who wants it, whatever goes with it,
- * and a host's partials cross as one, where the sums are a tree's; else once for a rank. */
+ * and a host's partials cross as one, where the sums are a tree's; else once for a rank.  And how many
+ * entries of the ring that takes: one for a whole partial; a plan of few tokens has one for the ids of
+ * several, and nothing else. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,13 +15,15 @@
 enum { RANKS = 4, TOKENS = 40, ROW = 4096, SCALE = ROW / 2 / 128 * 4, SLOTS = RANKS * TOKENS };
 #define ROWS ((uint64_t)TOKENS * ROW)
 #define ANNOUNCED 64u /* an announcement to each rank of the other host */
+#define ALWAYS 2u     /* entries: those two */
 
 static bool relays;
 static uint32_t order;
 static int bad;
 
-/* What the last operation gave, once all ranks have ended it. */
-static void expect(team_rank *me, uint64_t *before, const char *what, uint64_t bytes)
+/* What the last operation gave, once all ranks have ended it; 0: not looked at. */
+static void expect(team_rank *me, uint64_t *before, const char *what, uint64_t bytes,
+                   uint64_t entries)
 {
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     epic_failure_info f;
@@ -28,13 +32,16 @@ static void expect(team_rank *me, uint64_t *before, const char *what, uint64_t b
         team_stop();
     }
     team_meet(me);
-    uint64_t all[2];
+    uint64_t all[3];
     epic_backend_hosts_given(me->group, all);
-    const uint64_t now = all[0], given = now - *before;
-    *before = now;
-    if (given == bytes || !bytes) return;
-    fprintf(stderr, "%s, relays %d, order %u: rank %d gave %llu bytes, not %llu\n", what,
-            relays, order, me->rank, (unsigned long long)given, (unsigned long long)bytes);
+    const uint64_t given = all[0] - before[0], taken = all[2] - before[2];
+    memcpy(before, all, sizeof all);
+    if ((given == bytes || !bytes) && (taken == entries || !entries)) return;
+    fprintf(
+        stderr,
+        "%s, relays %d, order %u: rank %d gave %llu bytes by %llu entries, not %llu by %llu\n",
+        what, relays, order, me->rank, (unsigned long long)given, (unsigned long long)taken,
+        (unsigned long long)bytes, (unsigned long long)entries);
     __atomic_store_n(&bad, 1, __ATOMIC_RELAXED);
 }
 
@@ -54,17 +61,18 @@ static void test_dispatch(team_rank *me, void *const *all, epic_dispatch_args di
 {
     const uint64_t words = relays ? TOKENS * 8 : 0, copies = relays ? 1 : 2;
     if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
-    expect(me, before, "dispatch", ANNOUNCED + copies * ROWS + words);
+    expect(me, before, "dispatch", ANNOUNCED + copies * ROWS + words,
+           relays ? 0 : ALWAYS + 2 * TOKENS);
     dispatch.scales = (epic_rows){all[SCALES], TOKENS, SCALE};
     dispatch.recv_scales = (epic_rows){all[SLOT_SCALES], SLOTS, SCALE};
     if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
-    expect(me, before, "second rows", ANNOUNCED + copies * TOKENS * (ROW + SCALE) + words);
+    expect(me, before, "second rows", ANNOUNCED + copies * TOKENS * (ROW + SCALE) + words, 0);
     dispatch.scales = (epic_rows){0};
     dispatch.recv.row_bytes = ROW / 2;
     dispatch.type = EPIC_BF16;
     dispatch.quantize = EPIC_QUANTIZE_1X128;
     if (p2p_steps.dispatch(me->group, &dispatch) != EPIC_OK) team_stop();
-    expect(me, before, "quantized", ANNOUNCED + copies * TOKENS * (ROW / 2 + SCALE) + words);
+    expect(me, before, "quantized", ANNOUNCED + copies * TOKENS * (ROW / 2 + SCALE) + words, 0);
 }
 
 static void test_sums(team_rank *me, void *const *all, epic_call call, int64_t plan_bytes,
@@ -83,9 +91,11 @@ static void test_sums(team_rank *me, void *const *all, epic_call call, int64_t p
                                              .d_rows = {all[SLOT_ROWS], SLOTS, ROW},
                                              .type = EPIC_BF16};
     if (p2p_steps.combine(me->group, &combine) != EPIC_OK) team_stop();
-    expect(me, before, "combine", ANNOUNCED + (relays && order == EPIC_TREE ? 1 : 2) * ROWS);
+    const uint64_t copies = relays && order == EPIC_TREE ? 1 : 2;
+    expect(me, before, "combine", ANNOUNCED + copies * ROWS, ALWAYS + copies * TOKENS);
     if (p2p_steps.combine_backward(me->group, &back) != EPIC_OK) team_stop();
-    expect(me, before, "combine_backward", ANNOUNCED + (relays ? ROWS + TOKENS * 8 : 2 * ROWS));
+    expect(me, before, "combine_backward", ANNOUNCED + (relays ? ROWS + TOKENS * 8 : 2 * ROWS),
+           0);
 }
 
 static int work(team_rank *me)
@@ -114,11 +124,14 @@ static int work(team_rank *me)
                                          .plan_bytes = plan_bytes,
                                          .tokens = {all[TOKEN_ROWS], TOKENS, ROW},
                                          .recv = {all[SLOT_ROWS], SLOTS, ROW}};
-    uint64_t before = 0;
+    const bool few =
+        !relays && order == EPIC_BY_RANK; /* 16 tokens' ids, two words each, at once */
+    uint64_t before[3] = {0};
     if (p2p_steps.plan(me->group, &plan) != EPIC_OK) team_stop();
-    expect(me, &before, "plan", 0);
-    test_dispatch(me, all, dispatch, &before);
-    test_sums(me, all, call, plan_bytes, &before);
+    expect(me, before, "plan", few ? ANNOUNCED + 2 * TOKENS * 16 : 0,
+           few ? ALWAYS + 2 * ((TOKENS + 15) / 16) : 0);
+    test_dispatch(me, all, dispatch, before);
+    test_sums(me, all, call, plan_bytes, before);
     for (int i = 0; i < NUM_ARRAYS; i++) CHECK_CUDA(cudaFree(all[i]));
     return 0;
 }
