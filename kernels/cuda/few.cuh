@@ -34,7 +34,12 @@ struct Crew {
     }
     __device__ __forceinline__ int worker() const
     {
-        return (int)(threadIdx.x / WARP) * ctas + (int)blockIdx.x - first;
+        return worker_of((int)(threadIdx.x / WARP));
+    }
+    /* The same, by the number of this warp in its CTA. */
+    __device__ __forceinline__ int worker_of(int warp) const
+    {
+        return warp * ctas + (int)blockIdx.x - first;
     }
     __device__ __forceinline__ int workers() const
     {
@@ -111,7 +116,7 @@ __device__ __forceinline__ bool may_ship(const Now &now, const Opening &opening)
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const Now &now,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
-    if (HOSTS || !is_last_cta() || lane_id() >= self.num_ranks) return;
+    if (HOSTS || !is_last_cta() || !is_speaker() || lane_id() >= self.num_ranks) return;
     uint64_t *to = announcement(self, now, self.heap[lane_id()], self.rank);
     store_relaxed(to + P2P_SAYS_TOKENS, stamp(now, (uint32_t)tokens));
     store_relaxed(to + P2P_SAYS_CAPACITY, stamp(now, (uint32_t)capacity));
@@ -135,8 +140,7 @@ __device__ __forceinline__ void announce_begun(const p2p_self &self, const Now &
     ship(now, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* The speaker: the running operation, but for its signature; and its sizes are told, if the group
- * is whole. */
+/* The speaker: the running operation, but for its signature and boxes. */
 __device__ __forceinline__ void open_few(Now &now, const p2p_self &self, const Opening &opening,
                                          int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -153,7 +157,11 @@ __device__ __forceinline__ void open_few(Now &now, const p2p_self &self, const O
         find_slow(self, now);
     }
     __syncwarp();
-    if (opening.broken == 0) announce_sizes(self, now, tokens, capacity, rows);
+}
+
+/* The speaker: where rows are. */
+__device__ __forceinline__ void find_few_boxes(Now &now, const p2p_self &self)
+{
     if (lane_id() < self.num_ranks) find_boxes(self, now, lane_id());
 }
 
@@ -180,10 +188,11 @@ __device__ __forceinline__ bool hear_sizes(const p2p_self &self, const Now &now,
     return ok;
 }
 
-/* Every thread, when the CTA has met: this CTA has begun. */
+/* Every thread, when the CTA has met: this CTA has begun.  The speaker counts: workers have rows to
+ * send. */
 __device__ __forceinline__ void count_begun(const p2p_self &self, const Now &now)
 {
-    if (threadIdx.x != 0) return;
+    if (threadIdx.x != FEW_WORKERS * WARP) return;
     if (!HOSTS) atomicAdd(&control_of(self)->done, 1u);
     refuse_overlap(now);
 }

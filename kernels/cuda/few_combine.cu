@@ -9,16 +9,17 @@
 #include "cuda/few_sum.cuh"
 #include "cuda/launch.cuh"
 
-static constexpr int PLAIN_V = 2; /* vectors a lane and piece, of plain units */
-
 /* What a warp does: units of the peers' tokens, then of this rank's.  The first warps begin with
  * those, the last ones with these. */
 struct Units {
     const Combine &c;
     const Crew crew;
+    const int
+        worker; /* its number comes from a shuffle: so the compiler knows that lanes agree */
 
     __device__ __forceinline__ explicit Units(const Combine &combine)
-        : c(combine), crew{0, (int)gridDim.x}
+        : c(combine), crew{0, (int)gridDim.x},
+          worker(crew.worker_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
     __device__ __forceinline__ Unit place(int u, bool own) const
@@ -27,9 +28,12 @@ struct Units {
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
+    /* The warps that look at the plan come last of those that begin with own ones. */
     __device__ __forceinline__ int first(bool own) const
     {
-        return own ? crew.workers() - 1 - crew.worker() : crew.worker();
+        const int back = crew.workers() - 1 - worker;
+        if (!own) return worker;
+        return back >= crew.ctas ? back - crew.ctas : back + crew.workers() - crew.ctas;
     }
     __device__ __forceinline__ Unit read(int u, bool own, int end) const
     {
@@ -64,18 +68,17 @@ struct Units {
     }
     /* All of a kind: work(unit, whether it is the one that was guessed). */
     template <class Do>
-    __device__ __forceinline__ bool each(bool own, Unit guess, Do work) const
+    __device__ __forceinline__ bool each(bool own, Unit guess, bool known, Do work) const
     {
         const int end = own ? c.job.num_tokens * c.shape.pieces
                             : c.plan.most_tokens * (c.job.self.num_ranks - 1) * c.shape.pieces;
         int u = first(own);
-        bool known = guessed();
         Unit next = known ? guess : read(u, own, end);
         for (; u < end; u += crew.workers(), known = false) {
             Unit now = next;
             next = read(u + crew.workers(), own, end);
             const int rank = own ? c.job.self.rank : peer_of(c, now.role);
-            if (now.token >= c.plan.header.tokens_of[rank]) continue;
+            if (__any_sync(ALL_LANES, now.token >= c.plan.header.tokens_of[rank])) continue;
             now.slot = within(c, now.slot);
             if (!work(now, known)) return false;
         }
@@ -85,43 +88,75 @@ struct Units {
 
 enum { NOTHING_ASKED, SENT_ASKED, OWN_ASKED };
 
-/* A warp's work, from its guesses on. */
-template <class ROW, int V, bool PLAIN> struct Worker {
+/* A warp's work, from its guesses on, of rows as the Sums have them. */
+template <class Sums> struct Worker {
     Unit sent = {}, own = {};
-    SlotRows<V> rows;
+    SlotRows rows;
     int asked = NOTHING_ASKED;
+    bool has_guessed = false;
 
     __device__ __forceinline__ void guess(const Units &units)
     {
         bool sends, adds;
+        has_guessed = true;
         sent = units.guess(false, sends);
         own = units.guess(true, adds);
-        if (PLAIN || !(sends || adds)) return;
+        if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = within(units.c, unit.slot);
         asked = sends ? SENT_ASKED : OWN_ASKED;
-        ask_unit<V>(units.c, rows, unit);
+        Sums::ask(units.c, rows, unit);
     }
     __device__ __forceinline__ bool work(const Units &units)
     {
         const Combine &c = units.c;
-        return units.each(false, sent, [&](const Unit &u, bool guessed) {
-            if constexpr (PLAIN) {
-                expert_unit<ROW, ROW, V, false>(c, u);
-            } else {
-                if (!guessed || asked != SENT_ASKED) ask_unit<V>(c, rows, u);
-                asked = NOTHING_ASKED; /* no more is there of what was */
-                send_sum<ROW, V>(c, rows, u);
-            }
+        const bool known = has_guessed && units.guessed();
+        return units.each(false, sent, known, [&](const Unit &u, bool guessed) {
+            if (!guessed || asked != SENT_ASKED) Sums::ask(c, rows, u);
+            asked = NOTHING_ASKED; /* no more is there of what was */
+            Sums::send(c, rows, u);
             return true;
-        }) && units.each(true, own, [&](const Unit &u, bool guessed) {
-            if constexpr (PLAIN) {
-                return source_unit<ROW, ROW, V, false>(c, u);
-            } else {
-                if (!guessed || asked != OWN_ASKED) ask_unit<V>(c, rows, u);
-                return take_sum<ROW, V>(c, rows, u);
-            }
+        }) && units.each(true, own, known, [&](const Unit &u, bool guessed) {
+            if (!guessed || asked != OWN_ASKED) Sums::ask(c, rows, u);
+            return Sums::take(c, rows, u);
         });
+    }
+};
+
+template <class ROW_, bool EXACT, int SIDE> struct QuickSums {
+    typedef ROW_ ROW;
+    static constexpr int V = 1; /* vectors a lane and piece */
+    static constexpr bool PLAIN = false;
+
+    static __device__ __forceinline__ void ask(const Combine &c, SlotRows &rows, const Unit &u)
+    {
+        ask_unit<EXACT>(c, rows, u);
+    }
+    static __device__ __forceinline__ void send(const Combine &c, SlotRows &rows, const Unit &u)
+    {
+        send_sum<ROW, EXACT>(c, rows, u);
+    }
+    static __device__ __forceinline__ bool take(const Combine &c, SlotRows &rows, const Unit &u)
+    {
+        return take_sum<ROW, EXACT, SIDE>(c, rows, u);
+    }
+};
+
+template <class ROW_> struct PlainSums {
+    typedef ROW_ ROW;
+    static constexpr int V = 2;
+    static constexpr bool PLAIN = true;
+
+    static __device__ __forceinline__ void ask(const Combine &, SlotRows &, const Unit &)
+    {
+    }
+    static __device__ __forceinline__ void send(const Combine &c, SlotRows &, const Unit &u)
+    {
+        expert_unit<ROW, ROW, V, false>(c, u);
+    }
+    static __device__ __forceinline__ bool take(const Combine &c, SlotRows &, const Unit &u)
+    {
+        return source_unit<ROW, ROW, V, false>(c, u);
     }
 };
 
@@ -134,7 +169,7 @@ static __device__ void clear(const Combine &c, int64_t thread, int64_t threads)
                     threads);
 }
 
-template <class ROW, int V, bool PLAIN>
+template <class Sums>
 __global__ void __launch_bounds__(FEW_BLOCK, 1)
     few_combine_kernel(const __grid_constant__ p2p_combine_job job)
 {
@@ -147,7 +182,8 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (self.operation == EPIC_OP_NONE) return;
     if (is_announcer()) fence_system();
     const Opening opening = read_opening(self);
-    if (threadIdx.x / WARP == FEW_WORKERS - 1) {
+    const bool reads = threadIdx.x / WARP == FEW_WORKERS - 1;
+    if (reads) {
         uint32_t header[HEADER_LANE_WORDS];
         load_header(header, job.plan, job.plan_bytes);
         view_plan(plan, header, job.plan, job.plan_bytes, self, job.num_tokens);
@@ -160,21 +196,24 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
                  unused,
                  unused,
                  NULL,
-                 row_shape<V>(job.row_bytes, !PLAIN || job.aligned),
+                 row_shape<Sums::V>(job.row_bytes, !Sums::PLAIN || job.aligned),
                  policy_once(),
                  0,
                  0};
     const Units units(c);
-    Worker<ROW, V, PLAIN> worker;
-    if (is_speaker())
+    Worker<Sums> worker;
+    if (is_speaker()) {
         open_few(now, self, opening, job.num_tokens, 0, job.num_rows);
-    else
+        find_few_boxes(now, self);
+    } else if (!reads) {
         worker.guess(units);
+    }
     if (threadIdx.x == 0) enough = true;
     if (!__syncthreads_and(opening.broken == 0)) {
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
+    announce_sizes(self, now, job.num_tokens, 0, job.num_rows);
     count_begun(self, now);
     if (is_announcer()) announce_begun(self, now);
 
@@ -195,15 +234,25 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-template <class ROW> static Kernel kernel_for(bool plain)
+/* Which one: of plain sums, or else of rows of whole pieces, and of two ranks. */
+struct Kind {
+    bool plain, exact, two;
+};
+
+template <class ROW> static Kernel kernel_for(const Kind &kind)
 {
-    return plain ? few_combine_kernel<ROW, PLAIN_V, true> : few_combine_kernel<ROW, 1, false>;
+    if (kind.plain) return few_combine_kernel<PlainSums<ROW>>;
+    if (kind.exact)
+        return kind.two ? few_combine_kernel<QuickSums<ROW, true, 2>>
+                        : few_combine_kernel<QuickSums<ROW, true, 4>>;
+    return kind.two ? few_combine_kernel<QuickSums<ROW, false, 2>>
+                    : few_combine_kernel<QuickSums<ROW, false, 4>>;
 }
 
-static Kernel kernel_of(uint32_t type, bool plain)
+static Kernel kernel_of(uint32_t type, const Kind &kind)
 {
-    if (type == EPIC_BF16) return kernel_for<Bf16>(plain);
-    return type == EPIC_F16 ? kernel_for<F16>(plain) : kernel_for<F32>(plain);
+    if (type == EPIC_BF16) return kernel_for<Bf16>(kind);
+    return type == EPIC_F16 ? kernel_for<F16>(kind) : kernel_for<F32>(kind);
 }
 
 extern "C" cudaError_t p2p_load_few_combine(void)
@@ -211,14 +260,17 @@ extern "C" cudaError_t p2p_load_few_combine(void)
     cudaFuncAttributes attributes;
     cudaError_t error = cudaSuccess;
     for (uint32_t type = EPIC_F32; type <= EPIC_F16; type++)
-        for (int plain = 0; plain < 2 && error == cudaSuccess; plain++)
-            error = cudaFuncGetAttributes(&attributes, (const void *)kernel_of(type, plain));
+        for (int i = 0; i < 8 && error == cudaSuccess; i++)
+            error = cudaFuncGetAttributes(
+                &attributes,
+                (const void *)kernel_of(type, {(i & 4) != 0, (i & 2) != 0, (i & 1) != 0}));
     return error;
 }
 
 extern "C" cudaError_t p2p_launch_few_combine(const p2p_combine_job *job, int num_sms,
                                               cudaStream_t stream)
 {
-    const bool plain = !job->aligned || job->tree;
-    return enqueue(kernel_of(job->type, plain), num_sms, FEW_BLOCK, 0, stream, *job);
+    const Kind kind = {!job->aligned || job->tree, job->row_bytes % (WARP * 16) == 0,
+                       job->self.num_ranks <= 2};
+    return enqueue(kernel_of(job->type, kind), num_sms, FEW_BLOCK, 0, stream, *job);
 }

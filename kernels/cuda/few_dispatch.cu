@@ -131,9 +131,17 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (is_announcer()) fence_system();
     const Opening opening = read_opening(self);
     IdTeller ids(job, all, true);
-    if (is_speaker()) open_few(now, self, opening, job.num_tokens, job.capacity, 0);
-    const bool may = !is_speaker() || may_ship(now, opening);
-    if (is_speaker() && opening.broken == 0 && may) ids.tell(now);
+    bool may = true;
+    if (is_speaker()) {
+        ids.make();
+        open_few(now, self, opening, job.num_tokens, job.capacity, 0);
+        may = may_ship(now, opening);
+        if (opening.broken == 0 && may) {
+            ids.tell(now);
+            announce_sizes(self, now, job.num_tokens, job.capacity, 0);
+        }
+        find_few_boxes(now, self);
+    }
     if (threadIdx.x == 0) now.signature = self.signature;
     open_tables(tables, job, memory);
     if (!__syncthreads_and(opening.broken == 0 && may)) {

@@ -67,45 +67,58 @@ __device__ __forceinline__ uint64_t guess_choice(const Few &m, int32_t token, in
 
 /* ------------------------------------------------------------------------------- sending ---- */
 
+/* A warp's pieces of this rank's tokens.  What can be known of the first one before the CTA has met
+ * is: each instruction behind that is 2 to 3 ns of a warp that is alone. */
 template <class Rows> struct Sender {
     const Few &m;
     int unit, end;
+    int32_t token, piece;
     uint64_t word;
+    uint32_t peers;
     uint4 q[V];
 
     __device__ __forceinline__ explicit Sender(const Few &few)
         : m(few), unit(few.senders.worker()), end(m.job.num_tokens * Rows::own_pieces(few))
     {
         if (is_speaker() || !few.senders.has_me()) unit = end;
+        if (unit >= end) return;
         load_row();
-        word = unit < end ? guess_choice(m, token(), lane_id()) : ~0ull;
-    }
-    __device__ __forceinline__ int32_t token() const
-    {
-        return unit / Rows::own_pieces(m);
-    }
-    __device__ __forceinline__ int piece() const
-    {
-        return unit % Rows::own_pieces(m);
+        word = guess_choice(m, token, lane_id());
     }
     __device__ __forceinline__ void load_row()
     {
-        if (unit < end) Rows::load(m, token(), piece(), q);
+        token = unit / Rows::own_pieces(m);
+        piece = unit - token * Rows::own_pieces(m);
+        Rows::load(m, token, piece, q);
+    }
+    /* Before the CTA meets: who needs the first one, if the guess is good. */
+    __device__ __forceinline__ void decide()
+    {
+        if (unit >= end) return;
+        const p2p_self &self = m.job.plan.self;
+        peers = 0;
+#pragma unroll 1
+        for (int q = 0; q < self.num_ranks; q++)
+            if (q != self.rank && __any_sync(ALL_LANES, goes_to(m, word, q))) peers |= 1u << q;
     }
     __device__ __forceinline__ void send_all(bool guessed)
     {
-        if (!guessed && unit < end) word = read_choice(m, token(), lane_id());
-        while (unit < end) {
-            const int32_t now = token(), its_piece = piece();
-            const uint64_t its_word = word;
+        if (unit >= end) return;
+        if (!guessed) word = read_choice(m, token, lane_id());
+        if (!guessed || m.top_k > WARP) peers = choose_peers(m, token, false, word);
+        for (;;) {
+            const int32_t its_token = token, its_piece = piece;
             uint4 its[V];
 #pragma unroll
             for (int v = 0; v < V; v++) its[v] = q[v];
             unit += m.senders.workers();
-            load_row();
-            if (unit < end) word = read_choice(m, token(), lane_id());
-            const uint32_t peers = choose_peers(m, now, false, its_word);
-            if (peers) Rows::send(m, now, its_piece, peers, its);
+            if (unit < end) {
+                load_row();
+                word = read_choice(m, token, lane_id());
+            }
+            if (peers) Rows::send(m, its_token, its_piece, peers, its);
+            if (unit >= end) return;
+            peers = choose_peers(m, token, false, word);
         }
     }
 };
@@ -118,10 +131,13 @@ struct WeightTeller {
     uint64_t word;
     uint32_t weight;
 
-    __device__ __forceinline__ explicit WeightTeller(const Few &few) : m(few)
+    __device__ __forceinline__ explicit WeightTeller(const Few &few)
+        : m(few), first(few.job.num_tokens)
+    {
+    }
+    __device__ __forceinline__ void guess()
     {
         const int32_t likely = m.made ? m.top_k : m.job.likely_experts ? m.job.top_k : 0;
-        first = m.job.num_tokens;
         if (is_speaker() && m.takers.has_me() && m.job.weights && likely) begin(likely);
         if (in()) word = guess_choice(m, token(), choice());
         read_weight();
@@ -219,7 +235,7 @@ template <class Rows> __device__ __forceinline__ void place_unit(const Few &m, i
     p.rank = self.rank;
     p.piece = u % Rows::own_pieces(m);
     p.token = u / Rows::own_pieces(m);
-    if (u < own) return;
+    if (u < own || peers == 0) return;
     const int row = (u - own) / m.shape.pieces;
     p.piece = (u - own) % m.shape.pieces;
     p.token = row / peers;
@@ -249,19 +265,11 @@ __device__ __forceinline__ uint64_t guess_record(const Few &m, int rank, int32_t
                            lane_id());
 }
 
-/* Asks for the row of a unit of `own` tokens, or else of a peer's, which may not have come yet; not
- * past this rank's number of tokens, as others mostly have as many. */
-template <class Rows>
-__device__ __forceinline__ void ask_row(const Few &m, int u, Piece &p, bool own)
+/* Asks for the row of a peer's token, which may not have come yet; not past this rank's number of
+ * tokens, as others mostly have as many. */
+template <class Rows> __device__ __forceinline__ void ask_staged(const Few &m, Piece &p)
 {
-    const bool is_own = u < m.job.num_tokens * Rows::own_pieces(m);
-    if (own != is_own || (!own && u >= num_units<Rows>(m))) return;
-    place_unit<Rows>(m, u, p);
     const int32_t vector = p.piece * V * WARP, begin = vector + lane_id();
-    if (own) {
-        Rows::load(m, p.token, p.piece, p.q);
-        return;
-    }
     const uint4 *staged = staged_in(m.now.inbox[p.rank], p.token, m.shape.vectors) + begin;
     if (is_slow(m.now, staged)) return;
 #pragma unroll
@@ -270,6 +278,17 @@ __device__ __forceinline__ void ask_row(const Few &m, int u, Piece &p, bool own)
         if (!Rows::EXACT && begin + v * WARP >= m.shape.vectors) continue;
         p.q[v] = p.token < m.job.num_tokens ? load_relaxed(staged + v * WARP) : poisoned();
     }
+}
+
+/* Asks for the row of a unit. */
+template <class Rows> __device__ __forceinline__ void ask_row(const Few &m, int u, Piece &p)
+{
+    if (u >= num_units<Rows>(m)) return;
+    place_unit<Rows>(m, u, p);
+    if (u < m.job.num_tokens * Rows::own_pieces(m))
+        Rows::load(m, p.token, p.piece, p.q);
+    else
+        ask_staged<Rows>(m, p);
 }
 
 /* And for what says where it goes. */
@@ -349,8 +368,7 @@ template <class Rows> __device__ __forceinline__ bool receive_all(const Few &m, 
 {
     Piece now = first, next;
     for (int u = m.takers.worker(); u < num_units<Rows>(m); u += m.takers.workers()) {
-        ask_row<Rows>(m, u + m.takers.workers(), next, true);
-        ask_row<Rows>(m, u + m.takers.workers(), next, false);
+        ask_row<Rows>(m, u + m.takers.workers(), next);
         ask_record<Rows>(m, u + m.takers.workers(), next);
         if (!receive<Rows>(m, now)) return false;
         now = next;
@@ -452,7 +470,7 @@ template <class Rows> __device__ __forceinline__ bool rows_with_many(const Few &
         if (p.token >= m.tokens_in(p.rank)) continue;
         if (!slot_with_many(m, p.rank, p.token, false, slot)) return false;
         if (!__any_sync(ALL_LANES, slot >= 0)) continue;
-        ask_row<Rows>(m, u, p, own);
+        ask_row<Rows>(m, u, p);
         if (!own && !Rows::take(m, p.rank, source_of(m, p.rank), p.token, p.piece, p.q))
             return false;
         Rows::fill(m, own, p.token, p.piece, slot, p.q);
@@ -521,12 +539,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     const Opening opening = read_opening(self);
     const bool reads = !MADE && threadIdx.x / WARP == FEW_WORKERS - 1;
     uint32_t header[HEADER_LANE_WORDS];
-    if (reads) {
-        load_header(header, job.plan.plan, job.plan_bytes);
-        view_plan(plan, header, job.plan.plan, job.plan_bytes, self, job.num_tokens);
-        if (lane_id() == 0)
-            now.signature = self.signature ^ ((uint32_t)plan.header.id & 0x0fffffffu);
-    }
+    if (reads) load_header(header, job.plan.plan, job.plan_bytes);
     const RowShape shape = Rows::shape_of(job);
     Few m = {{{{job, now, plan, unused, shape, policy_once(), 0, (int)job.plan.layer.top_k}}}};
     Rows::describe(m);
@@ -542,51 +555,64 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     const bool takes = m.takers.has_me(), works = takes && !is_speaker();
     IdTeller ids(job.plan, m.takers, MADE);
     WeightTeller weights(m);
+    bool may = true;
+    if (is_speaker()) {
+        if (!MADE) weights.guess();
+        ids.make();
+        open_few(now, self, opening, job.num_tokens, job.plan.capacity, job.recv_rows);
+        may = may_ship(now, opening);
+        if (MADE && opening.broken == 0 && may) {
+            ids.tell(now);
+            announce_sizes(self, now, job.num_tokens, job.plan.capacity, job.recv_rows);
+        }
+        find_few_boxes(now, self);
+    }
     Sender<Rows> sender(m);
     Piece first;
     Words words;
     const bool begins_own = works && m.takers.worker() < job.num_tokens * Rows::own_pieces(m);
-    if (begins_own) ask_row<Rows>(m, m.takers.worker(), first, true);
+    if (works) place_unit<Rows>(m, m.takers.worker(), first);
+    if (begins_own) Rows::load(m, first.token, first.piece, first.q);
     if (begins_own && !MADE) first.word = guess_record(m, self.rank, first.token);
     if (threadIdx.x == 0) enough = true;
-    if (is_speaker())
-        open_few(now, self, opening, job.num_tokens, job.plan.capacity, job.recv_rows);
-    const bool may = !is_speaker() || may_ship(now, opening);
-    if (MADE && is_speaker() && opening.broken == 0 && may) ids.tell(now);
-    if (MADE) {
-        open_tables(tables, job.plan, memory);
-        if (threadIdx.x == 0) {
-            now.signature = self.signature;
-            plan.records = (const int32_t *)(job.plan.plan + job.plan.at.records);
-            plan.padding = (const device_padding *)(job.plan.plan + job.plan.at.padding);
-            plan.header.alignment = job.plan.layer.alignment;
-        }
+    if (MADE) open_tables(tables, job.plan, memory);
+    if (reads) {
+        view_plan(plan, header, job.plan.plan, job.plan_bytes, self, job.num_tokens);
+        if (lane_id() == 0)
+            now.signature = self.signature ^ ((uint32_t)plan.header.id & 0x0fffffffu);
     }
+    if (MADE && threadIdx.x == 0) {
+        now.signature = self.signature;
+        plan.records = (const int32_t *)(job.plan.plan + job.plan.at.records);
+        plan.padding = (const device_padding *)(job.plan.plan + job.plan.at.padding);
+        plan.header.alignment = job.plan.layer.alignment;
+    }
+    sender.decide();
     if (!__syncthreads_and(opening.broken == 0 && may)) {
         if (threadIdx.x == 0) tell_end(now);
         return;
     }
+    if (!MADE) announce_sizes(self, now, job.num_tokens, job.plan.capacity, job.recv_rows);
     count_begun(self, now);
     if (is_announcer()) announce_begun(self, now);
 
     const bool moves = MADE || (plan.good && plan.header.result == EPIC_OK);
-    if (!MADE) {
-        m.top_k = (int)plan.header.top_k;
-        m.fates = fates_of(plan, self);
-    }
+    if (!MADE) m.top_k = (int)plan.header.top_k;
     const bool guessed = MADE || (job.likely_experts == (int32_t)plan.header.num_experts &&
                                   job.top_k == m.top_k);
     m.most_tokens = MADE ? job.plan.most_few : plan.most_tokens;
     if (is_speaker()) {
+        if (MADE) weights.guess();
         if (moves) weights.tell(guessed);
     } else if (moves) {
         sender.send_all(guessed);
     }
     const bool tells_more = MADE && takes && is_speaker(); /* of wrong data */
     if (!tells_more) count_shipped(self);
+    if (!MADE) m.fates = fates_of(plan, self);
     bool ok = true;
     if (moves && works) {
-        ask_row<Rows>(m, m.takers.worker(), first, false);
+        if (!begins_own && m.takers.worker() < num_units<Rows>(m)) ask_staged<Rows>(m, first);
         if (!begins_own || !guessed) ask_record<Rows>(m, m.takers.worker(), first);
         if (first_words(m) < num_words(m)) ask_words(m, first_words(m), words);
     }

@@ -137,7 +137,8 @@ static __device__ void open_tables(FewPlan &f, const p2p_plan_job &job, uint8_t 
     const int groups = (job.most_few + WARP - 1) / WARP;
     const int masks = ranks * groups * experts;
     uint32_t *mask = (uint32_t *)memory;
-    for (int i = (int)threadIdx.x; i < masks; i += FEW_BLOCK) mask[i] = 0;
+    if (!is_speaker())
+        for (int i = (int)threadIdx.x; i < masks; i += FEW_WORKERS * WARP) mask[i] = 0;
     if (threadIdx.x < DEVICE_MAX_RANKS) {
         f.bad[threadIdx.x] = NOTHING;
         f.tokens[threadIdx.x] = 0;
@@ -201,20 +202,22 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const Now
 }
 
 /* A speaker tells all peers the ids of some of this rank's tokens, of several at a time: lanes are
- * (token, word).  The first ones are read before anything else is known. */
+ * (token, word).  The first ones are read, and made words of, before anything else is known. */
 struct IdTeller {
     const p2p_plan_job &job;
     const int words, bits; /* of a token */
     int32_t token;         /* this lane's */
     const int32_t step;
     RawId low, high;
+    uint32_t both;
 
     __device__ __forceinline__ IdTeller(const p2p_plan_job &plan, const Crew &crew, bool tells)
         : job(plan), words(2 * fours_of(plan.layer)), bits(bits_of(words)),
           token((((int)blockIdx.x - crew.first) << (5 - bits)) + (lane_id() >> bits)),
           step(crew.ctas << (5 - bits))
     {
-        if (!tells || !is_speaker() || !crew.has_me()) token = job.num_tokens;
+        if (!tells || !is_speaker() || !crew.has_me() || word() >= words)
+            token = job.num_tokens;
         read();
     }
     __device__ __forceinline__ int word() const
@@ -223,38 +226,46 @@ struct IdTeller {
     }
     __device__ __forceinline__ void read()
     {
-        if (token >= job.num_tokens || word() >= words) return;
+        if (token >= job.num_tokens) return;
         low = raw_id(job, token, 2 * word());
         high = raw_id(job, token, 2 * word() + 1);
     }
+    __device__ __forceinline__ void make()
+    {
+        if (token < job.num_tokens) both = two_ids(job, low, high);
+    }
 #ifdef EPIC_HOSTS
-    /* All lanes at once, as the first one ships for all. */
+    /* What was made: all lanes at once, as the first one ships for all. */
     __device__ __forceinline__ void tell(const Now &now)
     {
         const p2p_self &self = job.self;
         for (int32_t first = __shfl_sync(ALL_LANES, token, 0); first < job.num_tokens;
-             first += step, token += step, read()) {
+             first += step, token += step, read(), make()) {
             const int many = min(job.num_tokens - first, WARP >> bits);
             for (int distance = 1; distance < self.num_ranks; distance++) {
                 const int q = wrap(self.rank + distance, self.num_ranks);
                 uint64_t *to = id_words(job, now, self.heap[q], self.rank, first);
-                if (token < job.num_tokens && word() < words)
-                    store_relaxed(to + (token - first) * words + word(),
-                                  stamp(now, two_ids(job, low, high)));
+                if (token < job.num_tokens)
+                    store_relaxed(to + (token - first) * words + word(), stamp(now, both));
                 ship_together(now, q, to, (uint32_t)(many * words) * 8);
             }
         }
     }
 #else
+    /* What was made. */
     __device__ __forceinline__ void tell(const Now &now)
     {
         const p2p_self &self = job.self;
-        for (; token < job.num_tokens; token += step, read())
-            for (int distance = 1; distance < self.num_ranks && word() < words; distance++) {
+        while (token < job.num_tokens) {
+            for (int distance = 1; distance < self.num_ranks; distance++) {
                 const int q = wrap(self.rank + distance, self.num_ranks);
                 store_relaxed(id_words(job, now, self.heap[q], self.rank, token) + word(),
-                              stamp(now, two_ids(job, low, high)));
+                              stamp(now, both));
             }
+            token += step;
+            read();
+            make();
+        }
     }
 #endif
 };
