@@ -119,16 +119,21 @@ static void read_plan(torch_call *call, const void **plan, int64_t *bytes)
     *bytes = array.bytes;
 }
 
-/* What all dispatches read alike. */
-static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
+static void read_weights(torch_call *call, call_array tokens, epic_dispatch_args *args)
 {
-    const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
-    args->tokens = call_rows(tokens);
     const call_array weights = call_arg_or_none(call, "weights", EPIC_F32, 2);
     args->weights = weights.data;
     if (weights.data != NULL && weights.rows != tokens.rows)
         call_fail(call, EPIC_EINVAL, "weights has %lld rows, tokens %lld: make them equal",
                   (long long)weights.rows, (long long)tokens.rows);
+}
+
+/* What dispatches of rows that are added read alike. */
+static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
+{
+    const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
+    args->tokens = call_rows(tokens);
+    read_weights(call, tokens, args);
     return tokens;
 }
 
@@ -255,6 +260,34 @@ static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint6
     args.flags = call_uint(&call, "flags");
     quantized_results(&call, "recv", args.quantize, capacity, tokens.columns, &args.recv,
                       &args.recv_scales);
+    slot_weights_result(&call, &args);
+    if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
+    call_end(&call);
+}
+
+/* Rows that are bytes to the core, and second ones beside them, or none. */
+static void dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    (void)num_arguments;
+    torch_call call = call_begin("dispatch_bytes", stack, num_results);
+    epic_dispatch_args args = {0};
+    call_turn(&call);
+    read_plan(&call, &args.plan, &args.plan_bytes);
+    const call_array tokens = call_arg(&call, "tokens", CALL_U8, 2);
+    const call_array scales = call_arg_or_none(&call, "scales", CALL_U8, 2);
+    args.tokens = call_rows(tokens);
+    read_weights(&call, tokens, &args);
+    const int64_t capacity = call_int(&call);
+    args.call = call_enter(&call);
+    args.flags = call_uint(&call, "flags");
+    args.recv = call_rows(call_result(&call, "recv", CALL_U8, capacity, tokens.columns));
+    if (scales.data != NULL) {
+        args.scales = call_rows(scales);
+        args.recv_scales =
+            call_rows(call_result(&call, "recv_scales", CALL_U8, capacity, scales.columns));
+    } else {
+        call_no_result(&call, "recv_scales");
+    }
     slot_weights_result(&call, &args);
     if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
     call_end(&call);
@@ -438,6 +471,9 @@ static const torch_op ops[] = {
     OP(dispatch_quantized, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                            "SymInt capacity, int quantize" PLACE FLAGS
                            ") -> (Tensor recv, Tensor scales, Tensor slot_weights)"),
+    OP(dispatch_bytes, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? scales, "
+                       "Tensor? weights, SymInt capacity" PLACE FLAGS
+                       ") -> (Tensor recv, Tensor recv_scales, Tensor slot_weights)"),
     OP(dispatch_flat, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                       "SymInt capacity, SymInt top_k" PLACE FLAGS
                       ") -> (Tensor recv, Tensor slot_weights, Tensor recv_expert)"),

@@ -75,13 +75,15 @@ def opcheck(rank: int) -> None:
         data, turn = plan.bytes, group.turn
         recv, slot = epic.torch.dispatch(plan, x, w)
         flat = epic.torch.plan(group, epic.torch.Layer(EXPERTS, TOP_K, layout="flat"), ids).bytes
-        count = x.shape[0]
+        count, octets = x.shape[0], x.view(torch.uint8)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (ops.plan, (turn, ids, *layout)),
             (ops.dispatch, (turn, data, x, w, way.capacity, *place, 1)),
             (ops.dispatch, (turn, data, x, None, way.capacity, *place, 1)),
             (ops.plan_dispatch, (turn, ids, x, w, *layout, 1)),
             (ops.dispatch_quantized, (turn, data, x, w, way.capacity, 1, *place, 1)),
+            (ops.dispatch_bytes, (turn, data, octets, octets, w, way.capacity, *place, 1)),
+            (ops.dispatch_bytes, (turn, data, octets, None, None, way.capacity, *place, 1)),
             (ops.dispatch_flat, (turn, flat, x, w, way.capacity, TOP_K, *place, 1)),
             (ops.dispatch_backward, (turn, data, recv, slot, count, TOP_K, *place)),
             (ops.combine, (turn, data, recv, slot, count, *place)),
@@ -134,9 +136,9 @@ def schemas() -> set[str]:
 def test_every_operator_is_checked_somewhere() -> None:
     """So that a new one is not forgotten."""
     steps = {
-        "plan", "dispatch", "plan_dispatch", "dispatch_quantized", "dispatch_flat",
-        "dispatch_backward", "combine", "combine_backward", "combine_backward_quantized", "sum_",
-        "sum_replicas_",
+        "plan", "dispatch", "plan_dispatch", "dispatch_quantized", "dispatch_bytes",
+        "dispatch_flat", "dispatch_backward", "combine", "combine_backward",
+        "combine_backward_quantized", "sum_", "sum_replicas_",
     }  # fmt: skip
     local = {
         "route", "route_backward", "balance_loss", "balance_loss_backward", "z_loss",

@@ -275,6 +275,22 @@ def dispatch_quantized_fake(
 
 
 @fake
+def dispatch_bytes_fake(
+    turn: Tensor,
+    plan: Tensor,
+    tokens: Tensor,
+    scales: Tensor | None,
+    weights: Tensor | None,
+    capacity: Any,
+    *_: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows and second rows of bytes, and weights."""
+    recv = tokens.new_empty((capacity, tokens.shape[1]))
+    beside = floats(tokens, 0) if scales is None else scales.new_empty((capacity, scales.shape[1]))
+    return recv, beside, floats(tokens, 0 if weights is None else capacity)
+
+
+@fake
 def dispatch_backward_fake(
     turn: Tensor,
     plan: Tensor,

@@ -19,6 +19,7 @@ from epic.torch.arguments import (
     stay,
 )
 from epic.torch.groups import Group
+from epic.torch.narrow import NARROW, carried
 from epic.torch.ops import bare, copy_into, note_write, parts_of, raising, told, write
 from epic.torch.plans import EXACT, Plan, Way, Wish, asked, wrong_layout
 
@@ -176,12 +177,15 @@ def dispatch(
     With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
     the plan does not fill are zeros; with zero_tail=False those past the last slab hold anything.
     quantize "1x128" or "1x32": rows travel in e4m3 and arrive rounded; the gradient goes straight
-    through.  out: (recv, slot_weights) that are written and returned, without a gradient.
+    through.  out: (recv, slot_weights) that are written and returned, without a gradient.  Tokens
+    of an 8-bit type go as they are, without a gradient.
     """
     try:
         way = plan.way
         if way.flat:
             raise wrong_layout(way, "dispatch_flat")
+        if tokens.dtype in NARROW:
+            return narrow(plan, tokens, weights, quantize, zero_tail, out)
         rows = as_rows("tokens", tokens, plan.num_tokens)
         weights = as_weights("weights", weights, (plan.num_tokens, way.top_k))
         if out is not None:
@@ -215,6 +219,26 @@ def dispatch_into(
     return recv, slots
 
 
+def narrow(
+    plan: Plan,
+    tokens: Tensor,
+    weights: Tensor | None,
+    quantize: str | None,
+    zero_tail: bool,
+    out: tuple[Tensor, Tensor | None] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """dispatch of rows of 8 bits."""
+    if quantize is not None:
+        raise EpicArgumentError(f"quantize: tokens are {tokens.dtype} already")
+    into = None
+    if out is not None:
+        into = parts_of(out, "recv, slot_weights")
+        check_pair(weights, into[1])
+        into = (into[0], None, into[1])
+    recv, _, slots = carried(plan, tokens, None, weights, zero_tail, into)
+    return recv, slots
+
+
 def check_pair(weights: Tensor | None, slots: Tensor | None) -> None:
     """Of out=."""
     if (weights is None) != (slots is None):
@@ -231,15 +255,19 @@ def dispatch_quantized(
     weights: Tensor | None = None,
     block: str = "1x128",
     *,
+    scales: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dispatch in e4m3: rows, scales [capacity, blocks], weights; without a gradient.
 
-    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.  out: these three, which are
-    written and returned.
+    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes, MXFP8.  scales [..., n]:
+    tokens are quantized already, in an 8-bit type, and go as they are with these, of any dtype and
+    number, whatever the block.  out: these three, which are written and returned.
     """
     if plan.way.flat:
         raise wrong_layout(plan.way, "dispatch_flat")
+    if scales is not None:
+        return with_scales(plan, tokens, scales, weights, out)
     rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
     weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k))
     if weights is not None:
@@ -252,6 +280,23 @@ def dispatch_quantized(
         return recv, scales, slots
     recv, scales, slots = quantized(*inputs)
     return recv, scales, None if weights is None else slots
+
+
+def with_scales(
+    plan: Plan,
+    tokens: Tensor,
+    scales: Tensor,
+    weights: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor | None] | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dispatch_quantized of rows that are quantized already."""
+    if out is not None:
+        out = parts_of(out, "recv, scales, slot_weights")
+        check_pair(weights, out[2])
+    weights = None if weights is None else weights.detach()
+    recv, found, slots = carried(plan, tokens.detach(), scales, weights, out=out)
+    assert found is not None
+    return recv, found, slots
 
 
 def quantized_args(

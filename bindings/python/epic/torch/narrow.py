@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of 8 bits, which are carried and never added, and the scales beside them."""
+
+import torch
+from torch import Tensor
+
+from epic.errors import EpicArgumentError
+from epic.torch.arguments import as_rows, as_weights, needs_gradient
+from epic.torch.ops import write
+from epic.torch.plans import Plan
+
+NARROW = (
+    torch.float8_e4m3fn, torch.uint8, torch.int8, torch.float8_e5m2, torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)  # fmt: skip
+
+Carried = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """[rows, n] of any type as [rows, n * bytes]."""
+    return x.detach().contiguous().view(torch.uint8)
+
+
+def out_bytes(name: str, out: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """What is to be written, which has the dtype of what is sent."""
+    if out is None or x is None:
+        return out
+    if out.dtype != x.dtype or not out.is_contiguous():
+        raise EpicArgumentError(f"out {name} is {out.dtype}: a contiguous {x.dtype} is needed")
+    return out.view(torch.uint8)
+
+
+def carried(
+    plan: Plan,
+    tokens: Tensor,
+    scales: Tensor | None,
+    weights: Tensor | None,
+    zero_tail: bool = True,
+    out: Carried | None = None,
+) -> Carried:
+    """Rows of an 8-bit type, their scales or None, and weights, in their slots, as they are."""
+    if tokens.dtype not in NARROW:
+        raise EpicArgumentError(f"tokens is {tokens.dtype}: rows with scales have an 8-bit type")
+    if needs_gradient(tokens, weights):
+        raise EpicArgumentError(
+            f"tokens is {tokens.dtype}, which has no gradient, and a gradient is asked for: "
+            "call under torch.no_grad(), or detach tokens and weights"
+        )
+    rows = as_rows("tokens", tokens, plan.num_tokens)
+    beside = None if scales is None else as_rows("scales", scales, plan.num_tokens)
+    weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k))
+    way = plan.way
+    place = (plan.capacity, way.number, way.tag, int(zero_tail))
+    sent = (as_bytes(rows), None if beside is None else as_bytes(beside), weights)
+    args = (way.group.turn, plan.bytes, *sent, *place)
+    if out is not None:
+        views = (out_bytes("recv", out[0], rows), out_bytes("scales", out[1], beside), out[2])
+        write(torch.ops.epic.dispatch_bytes_out.default, args, *views)
+        return out
+    recv, found, slots = torch.ops.epic.dispatch_bytes.default(*args)
+    told = None if beside is None else found.view(beside.dtype)
+    return recv.view(rows.dtype), told, None if weights is None else slots
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """Scales [rows, n] as the tensor cores of sm_100 read those of MXFP8: torch's SWIZZLE_32_4_4,
+    for torch.nn.functional.scaled_grouped_mm.
+
+    Rows and columns are made up to multiples of 128 and 4 with zeros.  Of 128 rows and 4 columns,
+    which lie together, row r and column c are byte 16 (r % 32) + 4 (r / 32) + c (NVIDIA, cuBLAS:
+    1D block scaling factors layout).  Each slab needs rows of its own: Layer(alignment=128).  Bytes
+    of e8m0 get the dtype that says so.
+    """
+    if scales.dim() != 2 or scales.element_size() != 1:
+        shape = list(scales.shape)
+        raise EpicArgumentError(
+            f'scales: {scales.dtype} of shape {shape}: [rows, n] bytes, of "1x32", are needed'
+        )
+    rows, columns = scales.shape
+    more = (0, -columns % 4, 0, -rows % 128)
+    whole = torch.nn.functional.pad(scales.view(torch.uint8), more)
+    high, wide = whole.shape
+    tiles = whole.view(high // 128, 4, 32, wide // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(high, wide).view(torch.float8_e8m0fnu)
