@@ -14,8 +14,7 @@
 struct Units {
     const Combine &c;
     const Crew crew;
-    const int
-        worker; /* its number comes from a shuffle: so the compiler knows that lanes agree */
+    const int worker; /* by a shuffle: so the compiler knows that lanes agree */
 
     __device__ __forceinline__ explicit Units(const Combine &combine)
         : c(combine), crew{0, (int)gridDim.x},

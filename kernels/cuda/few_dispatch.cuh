@@ -166,8 +166,6 @@ struct WeightTeller {
         const float *weights = m.job.weights + (int64_t)token() * top_k;
         weight = __float_as_uint(__ldg(weights + choice()));
     }
-#ifdef EPIC_HOSTS
-    /* A token's weights go at once. */
     __device__ __forceinline__ void tell_peers() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -176,37 +174,26 @@ struct WeightTeller {
             const int rank = wrap(self.rank + distance, self.num_ranks);
             const bool goes = in() && goes_to(m, word, rank);
             const uint32_t those = __ballot_sync(ALL_LANES, goes) & mates;
-            const int source = self.num_ranks - 1 - distance, count = __popc(those);
+            if (!HOSTS && !goes) continue; /* who ships waits for all lanes */
+            const int source =
+                self.num_ranks - 1 - distance; /* this rank, as the peer counts */
             uint32_t *floats = floats_of(self, m.now, self.heap[rank], source) +
                                (int64_t)token() * float_stride(top_k);
             if (goes)
                 store_relaxed(floats + __popc(those & lanes_below()),
                               other_nan(weight, F32::NAN_WORD));
-            const bool speaks = count && choice() == 0;
-            if (speaks && count % 2) store_relaxed(floats + count, POISON);
-            __syncwarp();
-            if (speaks) ship(m.now, rank, floats, (uint32_t)(count + 1) / 2 * 8);
+            ship_weights(rank, floats, __popc(those));
         }
     }
-#else
-    __device__ __forceinline__ void tell_peers() const
+    /* hosts: a token's weights go at once. */
+    __device__ __forceinline__ void ship_weights(int rank, uint32_t *floats, int count) const
     {
-        const p2p_self &self = m.job.plan.self;
-        const uint32_t mates = ALL_LANES >> (WARP - (1 << bits)) << (lane_id() >> bits << bits);
-        for (int distance = 1; distance < self.num_ranks; distance++) {
-            const int rank = wrap(self.rank + distance, self.num_ranks);
-            const bool goes = in() && goes_to(m, word, rank);
-            const uint32_t those = __ballot_sync(ALL_LANES, goes) & mates;
-            if (!goes) continue;
-            const int source =
-                self.num_ranks - 1 - distance; /* this rank, as the peer counts */
-            store_relaxed(floats_of(self, m.now, self.heap[rank], source) +
-                              (int64_t)token() * float_stride(top_k) +
-                              __popc(those & lanes_below()),
-                          other_nan(weight, F32::NAN_WORD));
-        }
+        if (!HOSTS) return;
+        const bool speaks = count && choice() == 0;
+        if (speaks && count % 2) store_relaxed(floats + count, POISON);
+        __syncwarp();
+        if (speaks) ship(m.now, rank, floats, (uint32_t)(count + 1) / 2 * 8);
     }
-#endif
     /* Once the plan is there that is read. */
     __device__ __forceinline__ void tell(bool guessed)
     {

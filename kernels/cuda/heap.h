@@ -47,9 +47,7 @@ typedef struct p2p_heap {
     int64_t rows;    /* stamped [2][num_ranks][max_tokens]: FLAT: the token's row here */
 #ifdef EPIC_HOSTS
     int64_t wants; /* stamped [2][num_ranks][max_tokens]: relay.cuh */
-    int64_t
-        sent; /* uint32 [num_ranks][max_tokens]: pieces of what goes there for a token that are
-                      stored, 0 once all are; this rank alone */
+    int64_t sent;  /* uint32 [num_ranks][max_tokens]: pieces of a token stored, here alone */
 #endif
     int64_t
         ids; /* stamped [2][num_ranks][p2p_few_of(max_tokens)][FEW_ID_WORDS]: two ids each */

@@ -385,7 +385,7 @@ static void wait_for_message(message *m)
 
 void hosts_ring_tell(hosts_ring *r, int host, uint64_t at, uint32_t bytes)
 {
-    message *m = &r->messages[host]; /* what one host does not read keeps no other waiting */
+    message *m = &r->messages[host]; /* one that a host does not read stays, others go on */
     pthread_mutex_lock(&r->mutex);
     wait_for_message(m);
     if (is_idle(m)) {
