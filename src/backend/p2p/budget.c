@@ -8,6 +8,8 @@
 #include "base/error.h"
 
 #define MAX_DEVICES 64
+#define MAX_FEW_TOKENS 32
+#define MAX_FEW_BYTES (512 << 10) /* of rows that all ranks send to one */
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int taken[MAX_DEVICES]; /* guarded by mutex */
@@ -48,6 +50,17 @@ static epic_result take(epic_group *g, int sms, int device_sms)
     return EPIC_OK;
 }
 
+/* SMs of an operation in a group that does not say, for what it may send at most: with fewer rows
+ * than here more SMs than P2P_FEW_SMS gain nothing. */
+static int usual_sms(const epic_group *g)
+{
+    const epic_config *config = &g->config;
+    const int64_t senders = g->num_ranks > 2 ? g->num_ranks : 2;
+    const bool few = config->max_tokens <= MAX_FEW_TOKENS &&
+                     config->max_row_bytes <= MAX_FEW_BYTES / senders / config->max_tokens;
+    return few ? P2P_FEW_SMS : P2P_MANY_SMS;
+}
+
 /* Kernels of all ranks on a GPU must be resident at once.  Ranks that share one reckon alike. */
 epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 {
@@ -61,7 +74,7 @@ epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
     }
     const int spare = g->ranks_here > 1 ? P2P_SPARE_SMS : 0;
     int sms = (mine->device_sms - spare - taken) / g->ranks_here;
-    if (sms > P2P_DEFAULT_SMS) sms = P2P_DEFAULT_SMS;
+    if (sms > usual_sms(g)) sms = usual_sms(g);
     if (g->config.max_sms) sms = (int)g->config.max_sms;
     if (sms < 1 || sms * g->ranks_here > mine->device_sms)
         return epic_fail(

@@ -173,9 +173,10 @@ static int describe_gpu(char *to, size_t size, int device)
     if (cudaGetDeviceProperties(&gpu, device) != cudaSuccess) return 0;
     const int sms = gpu.multiProcessorCount;
     return snprintf(to, size,
-                    "%sGPU %d: %s, sm_%d%d, %d SMs, of which a context uses %d, experts on %s",
+                    "%sGPU %d: %s, sm_%d%d, %d SMs, of which a context uses up to %d by "
+                    "itself, experts on %s",
                     device ? "; " : "", device, gpu.name, gpu.major, gpu.minor, sms,
-                    sms < P2P_DEFAULT_SMS ? sms : P2P_DEFAULT_SMS,
+                    sms < P2P_MANY_SMS ? sms : P2P_MANY_SMS,
                     p2p_gemm_is_built(gpu.major, gpu.minor) ? "tensor cores" : "plain kernels");
 }
 

@@ -23,6 +23,33 @@ static epic_result open_with(epic_context **ctx, uint32_t max_sms)
     return epic_open(ctx, NULL, &config);
 }
 
+/* The SMs that a group of one takes by itself. */
+static uint32_t chosen(int64_t max_tokens, int64_t max_row_bytes)
+{
+    const epic_config config = {
+        .max_tokens = max_tokens, .max_row_bytes = max_row_bytes, .backend = "p2p"};
+    epic_context *ctx;
+    CHECK(epic_open(&ctx, NULL, &config) == EPIC_OK);
+    const uint32_t sms = epic_max_sms(ctx);
+    epic_close(ctx);
+    return sms;
+}
+
+static uint32_t less(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Few rows take fewer SMs, by tokens and by bytes. */
+static void choose(uint32_t all)
+{
+    const uint32_t few = less(all, 32), many = less(all, 64);
+    CHECK(chosen(1, 14336) == few && chosen(16, 14336) == few);
+    CHECK(chosen(16, 16384) == few && chosen(16, 16400) == many);
+    CHECK(chosen(32, 4096) == few && chosen(33, 4096) == many);
+    CHECK(chosen(512, 16) == many && chosen(1, 4 << 20) == many);
+}
+
 /* A sum that is one rank's own. */
 static void use(epic_context *ctx, uint32_t max_sms)
 {
@@ -45,6 +72,7 @@ int main(void)
     int sms = 0;
     CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess);
     const uint32_t all = (uint32_t)sms;
+    choose(all);
 
     CHECK(open_with(&first, all - 10) == EPIC_OK && epic_max_sms(first) == all - 10);
     CHECK(open_with(&second, 11) == EPIC_EINVAL);
