@@ -31,19 +31,18 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
 /* The job as the kernel needs it; `bytes` travel for a token. */
 static inline p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes, int num_sms)
 {
-    p2p_dispatch_job copy = job, string = job;
-    string.row_bytes = bytes;
-    if (job.flat && string.top_k > job.plan.self.num_ranks)
-        string.top_k = job.plan.self.num_ranks;
+    p2p_dispatch_job copy = job;
+    copy.row_bytes = bytes;
+    if (job.flat && copy.top_k > job.plan.self.num_ranks) copy.top_k = job.plan.self.num_ranks;
     const int roles = num_roles(job.plan.self) + num_handing(job.plan.self);
 #ifdef EPIC_HOSTS
-    deal_for_wire(job.plan.self, string, num_sms, BLOCK, roles, V);
+    deal_for_wire(job.plan.self, copy, num_sms, BLOCK, roles, V);
 #else
-    deal(string, num_sms, BLOCK, roles, V);
+    deal(copy, num_sms, BLOCK, roles, V);
 #endif
-    copy.lag = string.lag;
-    copy.span = string.span;
-    copy.units = string.units;
+    const int spans = kinds_of(copy, 1, V);
+    copy.row_bytes = job.row_bytes;
+    copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
         copy.lag /= 2; /* records are there; what is left at the end counts more */
 #ifdef EPIC_HOSTS
@@ -52,7 +51,7 @@ static inline p2p_dispatch_job dealt(const p2p_dispatch_job &job, int64_t bytes,
     /* Whole rows are quick: more of them leave while the plan is made.  And what receiving stays
      * behind anyway is nothing to catch up on.  3 for 2 gains on 64 SMs, by expert, not on 48 or 132. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
-    copy.catch_up = kinds_of(string, 1, V) > 1 ? 4 : sooner ? 1 : 2;
+    copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;
     if (copy.head && copy.head < copy.lag) copy.head = copy.lag;
     if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;

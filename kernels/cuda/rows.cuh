@@ -382,7 +382,7 @@ static inline void deal(Job &job, int num_sms, int block, int roles, int vectors
         const int ahead = units % kinds, back = kinds - ahead;
         int turn = ahead < back ? ahead : back;
         if (turn > (kinds * 3 + 9) / 10) turn = (kinds * 3 + 9) / 10;
-        if (common_divisor(units, kinds) != 1 || turn <= best) continue;
+        if (turn <= best || common_divisor(units, kinds) != 1) continue;
         best = turn;
         job.units = units;
     }
