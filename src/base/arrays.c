@@ -4,7 +4,7 @@
 
 static epic_result check_aligned(const call_array *a)
 {
-    if ((uintptr_t)a->data % a->unit == 0) return EPIC_OK;
+    if (((uintptr_t)a->data & (a->unit - 1)) == 0) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s is at %p: an address that %zu divides is needed", a->name,
                      a->data, a->unit);
 }
@@ -20,10 +20,8 @@ static bool share_bytes(const call_array *a, const call_array *b)
     return at < other + (uintptr_t)b->bytes && other < at + (uintptr_t)a->bytes;
 }
 
-static epic_result check_apart(const call_array *out, const call_array *other)
+static epic_result refuse(const call_array *out, const call_array *other)
 {
-    if (out == other || !is_there(out) || !is_there(other) || !share_bytes(out, other))
-        return EPIC_OK;
     return epic_fail(EPIC_EINVAL,
                      "%s at %p and %s at %p share memory, and the call writes %s: bring memory "
                      "that no other array of the call has",
@@ -33,8 +31,12 @@ static epic_result check_apart(const call_array *out, const call_array *other)
 epic_result check_arrays(const call_array *arrays, size_t count)
 {
     for (size_t i = 0; i < count; i++) TRY(check_aligned(&arrays[i]));
-    for (size_t i = 0; i < count; i++)
-        for (size_t j = 0; arrays[i].out && j < count; j++)
-            TRY(check_apart(&arrays[i], &arrays[j]));
+    for (size_t i = 1; i < count; i++) {
+        const call_array *a = &arrays[i];
+        if (!is_there(a)) continue;
+        for (const call_array *b = arrays; b < a; b++)
+            if ((a->out || b->out) && is_there(b) && share_bytes(a, b))
+                return b->out ? refuse(b, a) : refuse(a, b);
+    }
     return EPIC_OK;
 }

@@ -12,7 +12,7 @@ typedef struct call_array {
     const char *name;
     const void *data; /* NULL: not there */
     int64_t bytes;    /* that it has at least; 0: not there */
-    size_t unit;      /* bytes of an element: what must divide its address */
+    size_t unit;      /* a power of two: bytes of an element, which divide its address */
     bool out;         /* written by the call */
 } call_array;
 

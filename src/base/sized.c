@@ -40,8 +40,9 @@ epic_result sized_read(void *ours, const sized_type *type, const void *theirs, s
                 "%s has %zu bytes, of which this library knows %zu, and byte %zu is "
                 "not zero: it asks for something that needs a newer library",
                 name, size, type->bytes, i);
-    memset(ours, 0, type->bytes);
-    memcpy(ours, theirs, size < type->bytes ? size : type->bytes);
+    const size_t known = size < type->bytes ? size : type->bytes;
+    memcpy(ours, theirs, known);
+    if (known < type->bytes) memset((unsigned char *)ours + known, 0, type->bytes - known);
     return EPIC_OK;
 }
 

@@ -36,18 +36,17 @@ static void mix_layer(alike *a, const epic_layer *layer)
     if (layer->priority != EPIC_BY_TOKEN) mix(a, ~(uint64_t)layer->priority);
 }
 
-static p2p_self self_of(const epic_group *g, const epic_call *call, epic_operation operation,
-                        alike a)
+static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call,
+                      epic_operation operation, alike a)
 {
-    p2p_self self = g->self;
+    const uint32_t timeout_ms = call->timeout_ms ? call->timeout_ms : g->config.timeout_ms;
     p2p_wake(g);
     mix(&a, call->tag);
-    self.operation = operation;
-    self.layouts = P2P_BY_EXPERT | P2P_FLAT;
-    self.signature = (uint32_t)operation << 28 | (uint32_t)(a.hash >> 36);
-    self.timeout_ns =
-        (uint64_t)(call->timeout_ms ? call->timeout_ms : g->config.timeout_ms) * 1000000;
-    return self;
+    *self = g->self;
+    self->operation = operation;
+    self->layouts = P2P_BY_EXPERT | P2P_FLAT;
+    self->signature = (uint32_t)operation << 28 | (uint32_t)(a.hash >> 36);
+    self->timeout_ns = (uint64_t)timeout_ms * 1000000;
 }
 
 static int sms_of(const epic_group *g, const epic_call *call)
@@ -217,7 +216,7 @@ static epic_result plan(epic_group *g, const epic_plan_args *args)
     alike a = {EPIC_OP_PLAN};
     TRY(p2p_whole(g));
     TRY(fill_plan(g, &job, args, &a));
-    job.self = self_of(g, &args->call, EPIC_OP_PLAN, a);
+    fill_self(&job.self, g, &args->call, EPIC_OP_PLAN, a);
     const int sms = sms_of(g, &args->call);
     return p2p_cuda(job.few ? p2p_launch_few_plan(&job, sms, stream_of(&args->call))
                             : p2p_launch_plan(&job, sms, stream_of(&args->call)),
@@ -311,7 +310,7 @@ static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
     alike a = {EPIC_OP_DISPATCH};
     TRY(p2p_whole(g));
     TRY(fill_dispatch(g, &job, args, &a));
-    job.plan.self = self_of(g, &args->call, EPIC_OP_DISPATCH, a);
+    fill_self(&job.plan.self, g, &args->call, EPIC_OP_DISPATCH, a);
     job.plan.plan = (uint8_t *)(uintptr_t)args->plan;
     job.plan_bytes = args->plan_bytes;
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
@@ -359,7 +358,7 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
     }
     job.head = head_of(g, &job);
     job.top_k = g->top_k;
-    job.plan.self = self_of(g, &plan_args->call, EPIC_OP_DISPATCH, a);
+    fill_self(&job.plan.self, g, &plan_args->call, EPIC_OP_DISPATCH, a);
     job.plan_bytes = plan_args->plan_bytes;
     return launch_dispatch(g, &job, &plan_args->call, "launching plan and dispatch");
 }
@@ -395,7 +394,7 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
     job->flat = g->flat;
     mix(&a, (uint64_t)job->row_bytes);
     mix(&a, job->type);
-    job->self = self_of(g, call, operation, a);
+    fill_self(&job->self, g, call, operation, a);
     if (job->slot_weights || job->slot_floats) job->self.layouts = P2P_BY_EXPERT;
     const bool few =
         !HOSTS && !g->rare_sums && is_few(g, job->num_tokens, P2P_FEW_SUMS, job->row_bytes);
@@ -433,7 +432,7 @@ static epic_result launch_floats(epic_group *g, const epic_dispatch_backward_arg
     job.choice_floats = args->d_weights;
     if (!job.num_rows) job.slot_floats = scratch_of(g);
     mix(&a, 1);
-    job.self = self_of(g, &args->call, EPIC_OP_DISPATCH_BACKWARD, a);
+    fill_self(&job.self, g, &args->call, EPIC_OP_DISPATCH_BACKWARD, a);
     return p2p_cuda(p2p_launch_floats(&job, sms_of(g, &args->call), stream_of(&args->call)),
                     "launching dispatch_backward");
 }
@@ -510,7 +509,7 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     mix(&a, args->type);
     mix(&a, args->quantize);
     mix(&a, (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
-    job.self = self_of(g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
+    fill_self(&job.self, g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
     if (args->slot_weights || args->d_slot_weights) job.self.layouts = P2P_BY_EXPERT;
     return p2p_cuda(
         p2p_launch_combine_backward(&job, sms_of(g, &args->call), stream_of(&args->call)),
@@ -530,10 +529,10 @@ static epic_result sum(epic_group *g, const epic_sum_args *args)
     int64_t done = 0;
     do {
         const int64_t left = args->count - done;
-        const p2p_sum_job job = {.self = self_of(g, &args->call, EPIC_OP_SUM, a),
-                                 .data = args->data + done,
-                                 .count = left < most ? left : most,
-                                 .order = args->order};
+        p2p_sum_job job = {.data = args->data + done,
+                           .count = left < most ? left : most,
+                           .order = args->order};
+        fill_self(&job.self, g, &args->call, EPIC_OP_SUM, a);
         TRY(p2p_cuda(p2p_launch_sum(&job, sms_of(g, &args->call), stream_of(&args->call)),
                      "launching sum"));
         done += job.count;
@@ -548,12 +547,12 @@ static epic_result sum_replicas(epic_group *g, const epic_sum_replicas_args *arg
     alike a = {EPIC_OP_SUM * 16 + 1};
     TRY(p2p_whole(g));
     mix(&a, (uint64_t)args->data.row_bytes);
-    const p2p_sum_replicas_job job = {.self = self_of(g, &args->call, EPIC_OP_SUM, a),
-                                      .plan = args->plan,
-                                      .plan_bytes = args->plan_bytes,
-                                      .data = args->data.data,
-                                      .count = args->data.row_bytes / (int64_t)sizeof(float),
-                                      .num_rows = rows_of(&args->data)};
+    p2p_sum_replicas_job job = {.plan = args->plan,
+                                .plan_bytes = args->plan_bytes,
+                                .data = args->data.data,
+                                .count = args->data.row_bytes / (int64_t)sizeof(float),
+                                .num_rows = rows_of(&args->data)};
+    fill_self(&job.self, g, &args->call, EPIC_OP_SUM, a);
     return p2p_cuda(
         p2p_launch_sum_replicas(&job, sms_of(g, &args->call), stream_of(&args->call)),
         "launching sum_replicas");
