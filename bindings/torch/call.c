@@ -63,18 +63,13 @@ static _Noreturn void throw_copy(const torch_call *call)
     torch_throw(text);
 }
 
-static void delete_all(torch_tensor *tensors, int count)
-{
-    while (count > 0) torch.delete_tensor_object(tensors[--count]);
-}
-
 void call_end(torch_call *call)
 {
     if (call->guard != NULL) torch.delete_cuda_guard(call->guard);
     group_leave(&call->use);
-    delete_all(call->owned, call->num_owned);
+    torch_delete(call->owned, call->num_owned);
     if (call->failed) {
-        delete_all(call->made, call->num_made);
+        torch_delete(call->made, call->num_made);
         throw_copy(call);
     }
     for (int i = 0; i < call->num_made; i++)

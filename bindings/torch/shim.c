@@ -18,11 +18,26 @@ static void *error_type; /* of std::runtime_error */
 
 enum { ERROR_BYTES = 64 }; /* more than a std::runtime_error has */
 
+/* Python's lock; NULL: torch does not take it for tensors. */
+static int (*lock_python)(void);
+static void (*unlock_python)(int);
+static const uint64_t torch_2_10 = 0x020a000000000000;
+
 _Noreturn void torch_throw(const char *text)
 {
     void *error = exception_allocate(ERROR_BYTES);
     error_init(error, text); /* copies text */
     exception_throw(error, error_type, error_destroy);
+}
+
+/* From 2.10 on torch takes Python's lock for each tensor that only Python goes on to hold, as the
+ * caller's arguments: within a lock of ours that is no wait and no word to other threads. */
+void torch_delete(torch_tensor *tensors, int count)
+{
+    const bool locks = lock_python != NULL && count > 1;
+    const int before = locks ? lock_python() : 0;
+    while (count > 0) torch.delete_tensor_object(tensors[--count]);
+    if (locks) unlock_python(before);
 }
 
 void torch_cell_delete(void *cell)
@@ -63,6 +78,14 @@ static const char *find_cxx(void)
     return NULL;
 }
 
+static void find_python(void)
+{
+    if (torch.abi_version() < torch_2_10) return;
+    if (!find(RTLD_DEFAULT, "PyGILState_Release", &unlock_python) ||
+        !find(RTLD_DEFAULT, "PyGILState_Ensure", &lock_python))
+        lock_python = NULL;
+}
+
 const char *torch_find(void)
 {
     void *cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -71,6 +94,7 @@ const char *torch_find(void)
     if (!find(cpu, "aoti_torch_" #name, &torch.name)) return "aoti_torch_" #name;
     TORCH_FUNCTIONS(FIND)
 #undef FIND
+    find_python();
     void *cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     if (cuda != NULL) {
 #define FIND(type, name, ...) \

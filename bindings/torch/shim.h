@@ -31,6 +31,7 @@ enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */
     F(int32_t, get_device_index, torch_tensor, int32_t *)                                      \
     F(int32_t, is_contiguous, torch_tensor, bool *)                                            \
     F(int32_t, delete_tensor_object, torch_tensor)                                             \
+    F(uint64_t, abi_version, void)                                                             \
     F(int32_t, get_current_device_index, int32_t *)                                            \
     F(int32_t, copy_, torch_tensor, torch_tensor, int32_t)                                     \
     F(int32_t, empty_strided, int64_t, const int64_t *, const int64_t *, int32_t, int32_t,     \
@@ -64,6 +65,9 @@ const char *torch_find(void);
 
 /* Python sees RuntimeError(text). */
 _Noreturn void torch_throw(const char *text);
+
+/* Lets go of handles. */
+void torch_delete(torch_tensor *tensors, int count);
 
 /* Frees the cell of an optional argument. */
 void torch_cell_delete(void *cell);
