@@ -8,6 +8,7 @@ import ctypes
 import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -70,9 +71,18 @@ def fake(function: Function) -> Function:
     return function
 
 
+BOXED = getattr(torch._C, "_dispatch_call_boxed", None)
+
+
 def bare(operator: Any) -> Any:
-    """What calls an operator, without the Python that torch has before it: for all but tracers."""
-    return getattr(operator, "_op", operator)
+    """What calls an operator without what torch does before it, in Python and for arguments with a
+    __torch_function__: for all but tracers and those (overridden)."""
+    if BOXED is None or not isinstance(operator, torch._ops.OpOverload):
+        return getattr(operator, "_op", operator)
+    schema = operator._schema
+    return partial(
+        BOXED, torch._C._dispatch_find_schema_or_throw(schema.name, schema.overload_name)
+    )
 
 
 # ---------------------------------------------------------------------------- errors ----

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.overrides import has_torch_function_variadic as overridden
 
 from epic.errors import EpicArgumentError
 from epic.options import BLOCKS, Layer, word
@@ -65,7 +66,7 @@ def plan(
             numbers = numbers_of(way, tables)
             data = ops.plan.default(group.turn, topk_idx, slots, way.bytes, *numbers)
         else:
-            call = PLAN if is_traced() else PLAN_NOW
+            call = PLAN if is_traced() or overridden(topk_idx) else PLAN_NOW
             data = call(group.turn, topk_idx, slots, way.bytes, way.number, way.rules)
     except RuntimeError as error:
         raise told(error) from None
@@ -157,7 +158,8 @@ def dispatch_op(
 ) -> tuple[Tensor, Tensor]:
     """The operator."""
     capacity, way = plan.capacity, plan.way
-    call, turn = DISPATCH if is_traced() else DISPATCH_NOW, way.group.turn
+    is_seen = is_traced() or overridden(data, tokens, weights)
+    call, turn = DISPATCH if is_seen else DISPATCH_NOW, way.group.turn
     if zero_tail and not way.tag:
         return call(turn, data, tokens, weights, capacity, way.number)
     return call(turn, data, tokens, weights, capacity, way.number, way.tag, int(zero_tail))
@@ -358,7 +360,8 @@ def plan_dispatch_op(
     way, _, slots, tables = wish
     turn = way.group.turn
     if zero_tail and not tables and not way.more:
-        call = PLAN_DISPATCH if is_traced() else PLAN_DISPATCH_NOW
+        is_seen = is_traced() or overridden(chosen, tokens, weights)
+        call = PLAN_DISPATCH if is_seen else PLAN_DISPATCH_NOW
         return call(turn, chosen, tokens, weights, slots, way.bytes, way.number, way.rules)
     numbers = (*all_numbers_of(way, tables), int(zero_tail))
     return ops.plan_dispatch.default(turn, chosen, tokens, weights, slots, way.bytes, *numbers)
@@ -468,7 +471,8 @@ def combine_op(
 ) -> Tensor:
     """The operator."""
     num_tokens, way = plan.num_tokens, plan.way
-    call, turn = COMBINE if is_traced() else COMBINE_NOW, way.group.turn
+    is_seen = is_traced() or overridden(data, rows, slots)
+    call, turn = COMBINE if is_seen else COMBINE_NOW, way.group.turn
     if not way.tag:
         return call(turn, data, rows, slots, num_tokens, way.number)
     return call(turn, data, rows, slots, num_tokens, way.number, way.tag)
