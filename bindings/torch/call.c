@@ -413,10 +413,10 @@ static void guard_device(torch_call *call, epic_call *out)
         call_fail(call, EPIC_EDEVICE, "torch does not tell its stream");
 }
 
-static void enter(torch_call *call, int64_t number)
+/* entered: what group_enter said. */
+static void check_entered(torch_call *call, bool entered)
 {
-    if (call->failed) return;
-    if (!group_enter(&call->use, number)) {
+    if (!entered) {
         call_fail(call, EPIC_ECLOSED, "the group was closed: open a new one");
         return;
     }
@@ -425,6 +425,20 @@ static void enter(torch_call *call, int64_t number)
         call_fail(call, EPIC_EINVAL, "the tensors are on %s, the group is on %s",
                   place_name(call->place, here, sizeof here),
                   place_name(call->use.place, there, sizeof there));
+}
+
+static void enter(torch_call *call, int64_t number)
+{
+    if (!call->failed) check_entered(call, group_enter(&call->use, number));
+}
+
+epic_call call_enter_layer(torch_call *call, group_layer *layer)
+{
+    epic_call out = {0};
+    const int64_t number = call_int(call);
+    if (!call->failed) check_entered(call, group_enter_layer(&call->use, number, layer));
+    guard_device(call, &out);
+    return out;
 }
 
 epic_call call_enter_group(torch_call *call)

@@ -97,6 +97,8 @@ double call_float(torch_call *call);
 epic_call call_enter(torch_call *call);
 /* The same in two, where the tag stands apart. */
 epic_call call_enter_group(torch_call *call);
+/* The same of a layer that the group keeps: the next argument is its number. */
+epic_call call_enter_layer(torch_call *call, group_layer *layer);
 uint64_t call_tag(torch_call *call);
 /* Of a local operator, whose group is 0 where no context is needed: host memory. */
 epic_call call_enter_local(torch_call *call);

@@ -12,8 +12,12 @@ struct group {
     epic_context *ctx;
     group_place place;
     int num_uses;
+    int num_layers;
+    group_layer *layers;
     group *next;
 };
+
+enum { LAYER_BITS = 16 }; /* of a layer's number: which one it is of its group */
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t left = PTHREAD_COND_INITIALIZER;
@@ -27,16 +31,52 @@ static group **find(int64_t number)
     return at;
 }
 
+static void enter(group_use *use, group *found)
+{
+    found->num_uses++;
+    *use = (group_use){found, found->ctx, found->place};
+}
+
 bool group_enter(group_use *use, int64_t number)
 {
     pthread_mutex_lock(&mutex);
     group *found = *find(number);
-    if (found != NULL) {
-        found->num_uses++;
-        *use = (group_use){found, found->ctx, found->place};
-    }
+    if (found != NULL) enter(use, found);
     pthread_mutex_unlock(&mutex);
     return found != NULL;
+}
+
+bool group_enter_layer(group_use *use, int64_t number, group_layer *layer)
+{
+    pthread_mutex_lock(&mutex);
+    group *found = *find(number >> LAYER_BITS);
+    const int64_t i = number & ((1 << LAYER_BITS) - 1);
+    const bool there = found != NULL && i < found->num_layers;
+    if (there) {
+        enter(use, found);
+        *layer = found->layers[i];
+    }
+    pthread_mutex_unlock(&mutex);
+    return there;
+}
+
+static int64_t add_layer(group *to, const group_layer *layer)
+{
+    if (to->num_layers == 1 << LAYER_BITS) return 0;
+    group_layer *layers = realloc(to->layers, (size_t)(to->num_layers + 1) * sizeof *layers);
+    if (layers == NULL) return 0;
+    to->layers = layers;
+    layers[to->num_layers] = *layer;
+    return to->number << LAYER_BITS | to->num_layers++;
+}
+
+int64_t group_add_layer(int64_t number, const group_layer *layer)
+{
+    pthread_mutex_lock(&mutex);
+    group *found = *find(number);
+    const int64_t made = found != NULL ? add_layer(found, layer) : 0;
+    pthread_mutex_unlock(&mutex);
+    return made;
 }
 
 void group_leave(group_use *use)
@@ -55,7 +95,8 @@ TORCH_EXPORT int64_t epic_torch_group_add(epic_context *ctx, int32_t device_type
     if (made == NULL) return 0;
     pthread_mutex_lock(&mutex);
     const int64_t number = ++last_number;
-    *made = (group){number, ctx, {device_type, device_index}, 0, groups};
+    *made = (group){
+        .number = number, .ctx = ctx, .place = {device_type, device_index}, .next = groups};
     groups = made;
     pthread_mutex_unlock(&mutex);
     return number;
@@ -72,6 +113,7 @@ TORCH_EXPORT epic_context *epic_torch_group_remove(int64_t number)
         ctx = found->ctx;
     }
     pthread_mutex_unlock(&mutex);
+    if (found != NULL) free(found->layers);
     free(found);
     return ctx;
 }

@@ -26,6 +26,17 @@ typedef struct group_use {
 bool group_enter(group_use *use, int64_t number); /* false: no such group is open */
 void group_leave(group_use *use);
 
+/* A layer as a group's plans have it. */
+typedef struct group_layer {
+    epic_layer layer;
+    int64_t capacity; /* of a rank, that can never overflow */
+    int64_t bytes;    /* of a plan and its counts */
+} group_layer;
+
+/* Numbers of layers say their group too, and are valid until it closes.  0: no memory, no group. */
+int64_t group_add_layer(int64_t group, const group_layer *layer);
+bool group_enter_layer(group_use *use, int64_t number, group_layer *layer);
+
 /* For Python.  The number of a context, from 1 on, never given twice; 0: no memory. */
 int64_t epic_torch_group_add(epic_context *ctx, int32_t device_type, int32_t device_index);
 

@@ -9,10 +9,8 @@ static uint32_t bits(uint64_t word, int first, int count)
     return (uint32_t)(word >> first) & (uint32_t)((1ull << count) - 1);
 }
 
-epic_layer read_layer(torch_call *call)
+static epic_layer layer_of(uint64_t rules, uint64_t slabs, uint64_t leaves)
 {
-    const uint64_t rules = (uint64_t)call_int(call), slabs = (uint64_t)call_int_or(call, 1);
-    const uint64_t leaves = (uint64_t)call_int_or(call, 0);
     return (epic_layer){.num_experts = bits(rules, 0, 17),
                         .num_logical = bits(rules, 17, 17),
                         .top_k = bits(rules, 34, 8),
@@ -25,6 +23,20 @@ epic_layer read_layer(torch_call *call)
                         .alignment = bits(slabs, 0, 32),
                         .expert_capacity = bits(slabs, 32, 32),
                         .leaves = bits(leaves, 0, 32)};
+}
+
+epic_layer read_layer(torch_call *call)
+{
+    const uint64_t rules = (uint64_t)call_int(call), slabs = (uint64_t)call_int_or(call, 1);
+    return layer_of(rules, slabs, (uint64_t)call_int_or(call, 0));
+}
+
+TORCH_EXPORT int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs,
+                                          int64_t leaves, int64_t capacity, int64_t bytes)
+{
+    const group_layer layer = {layer_of((uint64_t)rules, (uint64_t)slabs, (uint64_t)leaves),
+                               capacity, bytes};
+    return group_add_layer(group, &layer);
 }
 
 epic_router read_router(torch_call *call)

@@ -35,6 +35,10 @@
  *     .._kind         inner (32), activation (8), ungated, interleaved, weighting, weight_type,
  *                     grad_type, row_type (4 each) */
 epic_layer read_layer(torch_call *call);
+
+/* For Python: the number of a layer that the group keeps (groups.h), given by those three. */
+int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs, int64_t leaves,
+                             int64_t capacity, int64_t bytes);
 epic_router read_router(torch_call *call);
 
 /* In: the types of rows and weights, where the kind says none. */

@@ -31,9 +31,25 @@ static call_array read_choices(torch_call *call, plan_job *job)
     return chosen;
 }
 
-/* What is no array of the caller's tokens: the sizes, the layer and where its experts are. */
+/* Of a layer that the group keeps. */
+static void read_kept_layout(torch_call *call, plan_job *job)
+{
+    group_layer kept = {0};
+    job->args.call = call_enter_layer(call, &kept);
+    job->args.capacity = kept.capacity;
+    job->bytes = kept.bytes;
+    job->layer = kept.layer;
+    job->args.layer = &job->layer;
+}
+
+/* What is no array of the caller's tokens: the sizes, the layer and where its experts are.  A single
+ * number says all of that (KEPT). */
 static void read_layout(torch_call *call, plan_job *job)
 {
+    if (call->end - call->next == 1) {
+        read_kept_layout(call, job);
+        return;
+    }
     job->args.capacity = call_int(call);
     job->bytes = call_int(call);
     job->args.call = call_enter_group(call);
@@ -455,19 +471,24 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
 #define CHOSEN "(Tensor(a!) turn, Tensor topk_idx"
 #define SENT CHOSEN ", Tensor tokens, Tensor? weights"
 
-/* As OP, of what an operator does if all that can be left out is: no time at all. */
-#define OP_USUAL(name, schema)                      \
-    {                                               \
-#name ".usual", #name ".usual" schema, name \
+#define KEPT ", int layer"
+
+/* As OP: overloads with fewer arguments, as each takes time.  `usual`: all that can be left out is;
+ * `kept`: the group keeps the layer, whose bound is the capacity. */
+#define OP_LESS(name, overload, schema)                       \
+    {                                                         \
+#name "." #overload, #name "." #overload schema, name \
     }
 
 static const torch_op ops[] = {
     OP(plan, CHOSEN LAYOUT PLANNED),
-    OP_USUAL(plan, CHOSEN USUAL PLANNED),
+    OP_LESS(plan, usual, CHOSEN USUAL PLANNED),
+    OP_LESS(plan, kept, CHOSEN KEPT PLANNED),
     OP(dispatch, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                  "SymInt capacity" PLACE FLAGS ") -> (Tensor recv, Tensor slot_weights)"),
     OP(plan_dispatch, SENT LAYOUT FLAGS PLANNED_SENT),
-    OP_USUAL(plan_dispatch, SENT USUAL PLANNED_SENT),
+    OP_LESS(plan_dispatch, usual, SENT USUAL PLANNED_SENT),
+    OP_LESS(plan_dispatch, kept, SENT KEPT PLANNED_SENT),
     OP(dispatch_quantized, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
                            "SymInt capacity, int quantize" PLACE FLAGS
                            ") -> (Tensor recv, Tensor scales, Tensor slot_weights)"),

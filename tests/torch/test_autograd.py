@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epic.torch
 from epic.torch.arguments import STAYS
 from epic.torch.groups import Facts
-from epic.torch.ops import KIND, bare, words_of
+from epic.torch.ops import KEPT, KIND, bare, words_of
 from epic.torch.ops import LAYER as LAYER_WORDS
 from epic.torch.ops import SIZES as SIZES_OF_EXPERTS
 from epic.torch.plans import USUAL
@@ -99,6 +100,7 @@ def opcheck(rank: int) -> None:
         for op, args in ((ops.plan, (turn, ids)), (ops.plan_dispatch, (turn, ids, x, w))):
             usual = (*args, *sizes, group.number, way.words[0])
             torch.library.opcheck(op.usual, usual, test_utils=whole)
+            torch.library.opcheck(op.kept, (*args, way.number), test_utils=whole)
         for op, args in calls:
             # Two plans differ: each has a number of its own.
             again = op not in (ops.plan, ops.plan_dispatch)
@@ -235,6 +237,61 @@ def test_bare_operators_are_the_operators() -> None:
         epic.torch.combine(plan, epic.torch.dispatch(plan, x)[0])
         epic.torch.plan_dispatch(group, layer, ids, x)
     assert names.found == ["plan", "dispatch", "combine", "plan_dispatch"]
+
+
+class Overrides(TorchFunctionMode):
+    """Names of EPIC's operators, by __torch_function__."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") == "epic":
+            self.found.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+class Named(torch.Tensor):
+    """A tensor of a caller's own class."""
+
+
+def test_torch_functions_see_the_operators() -> None:
+    """The boxed entry knows none: where there is one, calls take the other."""
+    ids, x = torch.zeros((4, 2), dtype=torch.int32), torch.ones((4, 8))
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        layer = epic.torch.Layer(EXPERTS, 2)
+        with Overrides() as seen:
+            plan = epic.torch.plan(group, layer, ids)
+            epic.torch.combine(plan, epic.torch.dispatch(plan, x)[0])
+            epic.torch.plan_dispatch(group, layer, ids, x)
+        assert seen.found == ["plan", "dispatch", "combine", "plan_dispatch"]
+        named = x.as_subclass(Named)
+        plan, recv, _ = epic.torch.plan_dispatch(group, layer, ids, named)
+        found = (recv, epic.torch.dispatch(plan, named)[0], epic.torch.combine(plan, recv))
+        assert [type(v) for v in found] == [Named] * 3
+
+
+def test_a_layer_that_the_group_keeps() -> None:
+    """Its number says what the numbers of the other overloads do, until the group closes."""
+    ids, x = torch.zeros((4, 2), dtype=torch.int32), torch.ones((4, 8))
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        for options in ({}, {"alignment": 4}, {"sum_order": "tree", "leaves": 2}):
+            layer = epic.torch.Layer(EXPERTS, 2, **options)
+            way = Facts(*group.facts(layer.key))
+            sizes = (way.capacity, way.bytes, group.number)
+            usual = ops.plan_dispatch.default(group.turn, ids, x, None, *sizes, *way.words)
+            kept = ops.plan_dispatch.kept(group.turn, ids, x, None, way.number)
+            assert torch.equal(kept[1], usual[1]) and kept[0].shape == usual[0].shape
+            counts = slice(way.plan_bytes, None)
+            assert torch.equal(kept[0][counts], usual[0][counts])
+        for wrong in (way.number + 1, 0):
+            with pytest.raises(RuntimeError, match="group was closed"):
+                ops.plan.kept(group.turn, ids, wrong)
+        assert way.number in KEPT
+    assert way.number not in KEPT
+    with pytest.raises(RuntimeError, match="group was closed"):
+        ops.plan.kept(group.turn, ids, way.number)
 
 
 # --------------------------------------------------------------------------- compile ----

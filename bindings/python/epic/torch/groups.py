@@ -19,7 +19,7 @@ from epic import _native, endings, meeting
 from epic.errors import EpicArgumentError, EpicError
 from epic.meeting import Exchange, Meeting, Tcp
 from epic.options import INT64_MAX, ON_GPUS, Layer, known, made, text, whole
-from epic.torch.ops import LIBRARY, words_of
+from epic.torch.ops import KEPT, LIBRARY, words_of
 
 DEFAULT_TIMEOUT_MS = 300_000
 CPU, CUDA = 0, 1  # torch's numbers of device types
@@ -191,6 +191,7 @@ class Facts(NamedTuple):
     num_local_experts: int
     bytes: int  # of a plan with its counts
     words: tuple[int, ...]
+    number: int  # that the library keeps it by; 0: it does not
 
 
 class Group:
@@ -249,6 +250,7 @@ class Group:
         self.context = self.opened(meet, config)
         self.turn = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.kept: dict[Any, Any] = {}
+        self.layers: list[int] = []  # that the library keeps
         index = self.device.index or 0
         kind = CUDA if self.device.type == "cuda" else CPU
         self.number = LIBRARY.epic_torch_group_add(self.context, kind, index)
@@ -311,7 +313,11 @@ class Group:
             bound = _native.size("epic_capacity_bound_v1", config, options)
             local = -(-options.num_experts // self.num_ranks)
             counts = 2 * local + options.num_experts + 1 + options.num_logical
-            found = (size, bound, local, size + 4 * counts, words_of(options.numbers()))
+            whole, words = size + 4 * counts, words_of(options.numbers())
+            number = LIBRARY.epic_torch_layer_add(self.number, *words, bound, whole)
+            KEPT[number] = (bound, whole)
+            self.layers.append(number)
+            found = (size, bound, local, whole, words, number)
             self.kept[layer] = found
         return found
 
@@ -349,6 +355,8 @@ class Group:
         self.ways.clear()  # each has this group
         if number == 0:
             return
+        for layer in self.layers:
+            KEPT.pop(layer, None)
         if self.device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # a device that failed has nothing in flight
                 torch.cuda.synchronize(self.device)

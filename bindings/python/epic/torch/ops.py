@@ -29,6 +29,8 @@ def load() -> ctypes.CDLL:
     library.epic_torch_group_add.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
     library.epic_torch_group_remove.restype = ctypes.c_void_p
     library.epic_torch_group_remove.argtypes = [ctypes.c_int64]
+    library.epic_torch_layer_add.restype = ctypes.c_int64
+    library.epic_torch_layer_add.argtypes = [ctypes.c_int64] * 6
     missing = library.epic_torch_register()
     if missing is not None:
         raise ImportError(
@@ -207,12 +209,16 @@ def type_in(kind: int, name: str) -> torch.dtype | None:
     raise KeyError(name)
 
 
+KEPT: dict[int, tuple[int, int]] = {}  # capacity and bytes of the layers that groups keep
+
+
 @fake
 def plan_fake(
-    turn: Tensor, topk_idx: Tensor, capacity: Any, size: Any, *_: Any, **__: Any
+    turn: Tensor, topk_idx: Tensor, capacity: Any, size: Any = None, *_: Any, **__: Any
 ) -> Tensor:
-    """The plan, and behind it expert_rows, expert_tokens, load, demand, logical_load."""
-    return octets(topk_idx, size)
+    """The plan, and behind it expert_rows, expert_tokens, load, demand, logical_load.  capacity: of
+    the overload "kept" the layer's number."""
+    return octets(topk_idx, KEPT[capacity][1] if size is None else size)
 
 
 @fake
@@ -237,11 +243,13 @@ def plan_dispatch_fake(
     tokens: Tensor,
     weights: Tensor | None,
     capacity: Any,
-    size: Any,
+    size: Any = None,
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
     """Those of plan, then those of dispatch."""
+    if size is None:
+        capacity, size = KEPT[capacity]
     planned = plan_fake(turn, topk_idx, capacity, size)
     return planned, *dispatch_fake(turn, planned, tokens, weights, capacity)
 

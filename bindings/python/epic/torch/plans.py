@@ -40,6 +40,7 @@ class Way:
     number: int  # the group's
     rules: int  # the first number of the layer
     more: tuple[int, ...]  # slabs, leaves and tag, without what is as usual at the end
+    kept: int  # what the library keeps the layer by; 0: with a tag, and for tracers
 
     def numbers(self) -> tuple[int, ...]:
         """Of a plan, none left out."""
@@ -48,7 +49,7 @@ class Way:
 
 def way_of(group: Group, layer: Layer, tag: int) -> Way:
     """Of a layer's calls; the group keeps it, and tracers see it made."""
-    size, bound, local, whole, (rules, *more) = group.facts(layer.key)
+    size, bound, local, whole, (rules, *more), kept = group.facts(layer.key)
     more = (*more, tag)
     while more and more[-1] == USUAL[len(more) - 1]:
         more = more[:-1]
@@ -67,6 +68,7 @@ def way_of(group: Group, layer: Layer, tag: int) -> Way:
         group.number,
         rules,
         more,
+        0 if tag or is_traced() else kept,
     )
     if not is_traced():
         if len(group.ways) >= MOST_WAYS:  # a tag for each call, say

@@ -25,9 +25,10 @@ from epic.torch.ops import bare, copy_into, note_write, parts_of, raising, told,
 from epic.torch.plans import EXACT, Plan, Way, Wish, asked, wrong_layout
 
 ops = torch.ops.epic
-PLAN, PLAN_NOW = ops.plan.usual, bare(ops.plan.usual)
+PLAN, PLAN_NOW, PLAN_KEPT = ops.plan.usual, bare(ops.plan.usual), bare(ops.plan.kept)
 DISPATCH, DISPATCH_NOW = ops.dispatch.default, bare(ops.dispatch.default)
 PLAN_DISPATCH, PLAN_DISPATCH_NOW = ops.plan_dispatch.usual, bare(ops.plan_dispatch.usual)
+PLAN_DISPATCH_KEPT = bare(ops.plan_dispatch.kept)
 COMBINE, COMBINE_NOW = ops.combine.default, bare(ops.combine.default)
 
 ZERO_TAIL = 1
@@ -60,8 +61,11 @@ def plan(
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
         way, num_tokens, slots, tables = asked(group, layer, topk_idx, capacity, placed, tag)
+        kept = way.kept if slots == way.capacity and not tables else 0
         if out is not None:
             data = plan_into(way, topk_idx, slots, tables, out)
+        elif kept and not overridden(topk_idx):
+            data = PLAN_KEPT(group.turn, topk_idx, kept)
         elif tables or way.more:
             numbers = numbers_of(way, tables)
             data = ops.plan.default(group.turn, topk_idx, slots, way.bytes, *numbers)
@@ -359,6 +363,9 @@ def plan_dispatch_op(
     """The operator."""
     way, _, slots, tables = wish
     turn = way.group.turn
+    kept = way.kept if zero_tail and slots == way.capacity and not tables else 0
+    if kept and not overridden(chosen, tokens, weights):
+        return PLAN_DISPATCH_KEPT(turn, chosen, tokens, weights, kept)
     if zero_tail and not tables and not way.more:
         is_seen = is_traced() or overridden(chosen, tokens, weights)
         call = PLAN_DISPATCH if is_seen else PLAN_DISPATCH_NOW
