@@ -125,16 +125,14 @@ struct Lanes {
 
 #ifdef EPIC_HOSTS
 /* One warp: the records for rank q of its lanes' tokens, each of `count` words or one.  Those of up to 32
- * choices go whole, filled up: so they lie one after the other, and are one piece. */
-__device__ __forceinline__ void ship_records(const Now &now, const Lanes &lanes, int q,
-                                             uint64_t *record, bool in, int top_k, int count)
+ * choices go whole, filled up: so those of a CTA lie one after the other, and ship_told ships them. */
+__device__ __forceinline__ void end_records(const Now &now, const Lanes &lanes, int q,
+                                            uint64_t *record, bool in, int count)
 {
     const bool mine = in && lanes.on;
     if (lanes.halves > 1) return ship_record(now, q, record, mine && lanes.k == 0, count);
     if (mine && lanes.k >= max(count, 1))
         store_relaxed(record + lanes.k, stamp(now, RECORD_ABSENT));
-    const int words = __popc(__ballot_sync(ALL_LANES, mine));
-    if (words) ship_together(now, q, record, (uint32_t)words * 8);
 }
 #endif
 

@@ -78,12 +78,7 @@ __device__ __forceinline__ void send_rows(const Now &now, const p2p_plan_job &jo
                            : bad ? RECORD_DISCARD
                                  : (uint32_t)row));
 #ifdef EPIC_HOSTS
-        const int spoken = __popc(__ballot_sync(ALL_LANES, speaks));
-        ship_records(now, lanes, q, to, in, job.layer.top_k, __popc(first) + __popc(second));
-        if (spoken)
-            ship_together(
-                now, q, row_word(self, now, self.heap[q], place_of(self, q, self.rank), token),
-                (uint32_t)spoken * 8);
+        end_records(now, lanes, q, to, in, __popc(first) + __popc(second));
 #endif
     }
 }

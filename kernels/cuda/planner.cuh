@@ -429,7 +429,7 @@ __device__ __forceinline__ void send_records(const Now &now, const p2p_plan_job 
         if (in && lanes.on && lanes.k == 0 && !first && !second)
             store_relaxed(to, stamp(now, RECORD_ABSENT | RECORD_LAST));
 #ifdef EPIC_HOSTS
-        ship_records(now, lanes, q, to, in, top_k, __popc(first) + __popc(second));
+        end_records(now, lanes, q, to, in, __popc(first) + __popc(second));
 #endif
     }
 }
@@ -494,6 +494,30 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
+#ifdef EPIC_HOSTS
+/* Every thread of a CTA that plans, which has stored what ranks are told of its tokens, thread = rank:
+ * one piece of it, as few large puts are quicker than many. */
+static __device__ __noinline__ void ship_told(const Planner &p, const p2p_plan_job &job,
+                                              const Now &now, bool flat)
+{
+    const p2p_self &self = job.self;
+    const int q = (int)threadIdx.x, top_k = (int)job.layer.top_k;
+    const int begin = (int)blockIdx.x * p.tokens_of_cta;
+    const int tokens = min(job.num_tokens - begin, p.tokens_of_cta);
+    __syncthreads();
+    if (q >= self.num_ranks || tokens <= 0) return;
+    const int64_t source = (int64_t)parity(now) * self.num_ranks + place_of(self, q, self.rank);
+    const uint64_t *records = (const uint64_t *)(self.heap[q] + self.at.records) +
+                              source * self.max_tokens * MOST_TOP_K(self) +
+                              (int64_t)begin * top_k;
+    if (top_k <= WARP) ship_many(now, q, records, (int64_t)tokens * top_k);
+    if (flat)
+        ship_many(now, q,
+                  row_word(self, now, self.heap[q], place_of(self, q, self.rank), begin),
+                  tokens);
+}
+#endif
+
 /* Every thread of the first `planners` CTAs.  false: the group is broken. */
 template <int KIND>
 static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now &now,
@@ -527,6 +551,9 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const Now 
         place_rows<KIND>(p, job, now);
     else
         place_choices<KIND>(p, job, now, lanes, part, counted);
+#ifdef EPIC_HOSTS
+    ship_told(p, job, now, FLAT);
+#endif
     if (blockIdx.x == 0) {
         tell_plan(p, job, (int)threadIdx.x, (int)blockDim.x);
         __syncthreads();

@@ -93,6 +93,14 @@ __device__ __forceinline__ void ship(const Now &now, int q, const void *from, ui
     post(now, P2P_ENTRY(q, word, bytes / 8));
 }
 
+/* One thread: the same of any number of words. */
+__device__ __forceinline__ void ship_many(const Now &now, int q, const uint64_t *from,
+                                          int64_t words)
+{
+    for (int64_t at = 0; at < words; at += P2P_ENTRY_MOST_WORDS)
+        ship(now, q, from + at, (uint32_t)min(words - at, (int64_t)P2P_ENTRY_MOST_WORDS) * 8);
+}
+
 /* One warp: what its lanes have stored. */
 __device__ __forceinline__ void ship_together(const Now &now, int q, const void *from,
                                               uint32_t bytes)

@@ -39,7 +39,10 @@ typedef struct wire_setup {
     bool on_gpu;          /* inbox and outbox lie on a GPU; else in host memory */
     void *inbox;          /* 8-byte aligned, as all below is */
     uint64_t inbox_bytes; /* the same on all */
-    const void *outbox;   /* what puts read lies here */
+    uint64_t
+        urgent_bytes; /* what goes to so many at the beginning of an inbox is little, and awaited
+                              by what all else waits for: an engine may let it overtake */
+    const void *outbox; /* what puts read lies here */
     uint64_t outbox_bytes;
 } wire_setup;
 

@@ -208,6 +208,7 @@ static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
                               .on_gpu = h->on_gpu,
                               .inbox = h->inbox,
                               .inbox_bytes = (uint64_t)g->self.at.bytes,
+                              .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
                               .outbox = h->outbox,
                               .outbox_bytes = (uint64_t)g->self.at.bytes};
     const wire_lines_setup lines = {.host = g->rank,

@@ -14,9 +14,11 @@
 #include "backend/hosts/parcels.h"
 #include "base/error.h"
 
-#define ENDS 4      /* epochs whose sources are being read: two, as kernels wait for that */
-#define TAKEN 1024  /* entries of a turn */
-#define UNDER_WAY 4 /* puts to a host, with which its wire has something to do, */
+#define ENDS 4    /* epochs whose sources are being read: two, as kernels wait for that */
+#define TAKEN 256 /* entries of a turn, some 8 us: what has come is given, and freed, between */
+#define UNDER_WAY 4 /* puts to a host, with which its wire has something to do; */
+#define URGENT_UNDER_WAY \
+    16 /* urgent ones, while which are read others may be joined; and so many */
 #define MOST_UNDER_WAY \
     (2u << 20)     /* bytes of rows to a host, which what is urgent waits behind */
 #define FEW_PUTS 4 /* of a parcel that is urgent; what is in more pieces waits for the rest, */
@@ -66,7 +68,7 @@ struct hosts_ring {
     uint64_t most;                       /* puts of rows to a host that are under way */
     uint64_t given[WIRE_MAX_HOSTS];      /* puts and words to a host */
     uint64_t num_urgent[WIRE_MAX_HOSTS]; /* puts of those, and the numbers of the last ones */
-    uint64_t urgent[WIRE_MAX_HOSTS][UNDER_WAY];
+    uint64_t urgent[WIRE_MAX_HOSTS][URGENT_UNDER_WAY];
     uint64_t ends[ENDS][WIRE_MAX_HOSTS]; /* `given`, when an epoch ended */
     uint64_t num_ends, num_freed;        /* epochs */
     mirror waits[WIRE_MAX_HOSTS], broken[WIRE_MAX_HOSTS];
@@ -159,8 +161,13 @@ static bool may_go(const void *self, int host, parcel_kind kind, int puts)
     if (r->ends_next) return true;
     if (kind == PARCEL_PART) return !r->took && are_fewer(r, host, UNDER_WAY);
     if (puts > FEW_PUTS && now_us() - r->urgent_at < QUIET_US) return false;
-    return !r->took_urgent &&
-           (urgent < UNDER_WAY || is_done(r, host, r->urgent[host][urgent % UNDER_WAY]));
+    return !r->took_urgent && (urgent < URGENT_UNDER_WAY ||
+                               is_done(r, host, r->urgent[host][urgent % URGENT_UNDER_WAY]));
+}
+
+static void note_urgent(hosts_ring *r, int host)
+{
+    r->urgent[host][r->num_urgent[host]++ % URGENT_UNDER_WAY] = r->given[host];
 }
 
 /* Gives it to the wire, as long as that has room.  Where it has none for one host, what goes to others
@@ -176,8 +183,7 @@ static int give_parcels(hosts_ring *r)
             parcels_put_back(r->parcels);
             continue;
         }
-        if (parcels_is_urgent(r->parcels, next.word))
-            r->urgent[next.host][r->num_urgent[next.host]++ % UNDER_WAY] = r->given[next.host];
+        if (parcels_is_urgent(r->parcels, next.word)) note_urgent(r, next.host);
         parcels_pass(r->parcels);
         /* who reads it is another thread */
         __atomic_store_n(&r->bytes, r->bytes + next.words * 8, __ATOMIC_RELAXED);

@@ -2,9 +2,9 @@
 /* The engine local, of tests: a wire between GPUs of one machine that is as fast as a good network,
  * EPIC_WIRE=local.  Memory on GPUs (EPIC_WIRE_MEMORY=gpu) is copied by copy engines, which stand in
  * for a NIC that reaches GPUs; a thread of its own asks them to, as asking takes 2.7 us a copy where
- * a NIC takes 0.25.  Host memory is copied by threads (EPIC_LOCAL_THREADS, 8), for a NIC that does
- * not, between ranks of one process alone.  It calls CUDA where a real engine must not, and nobody
- * is ever gone. */
+ * a NIC takes 0.25.  What is urgent has a queue and streams of its own, and is asked for first.  Host
+ * memory is copied by threads (EPIC_LOCAL_THREADS, 8), for a NIC that does not, between ranks of one
+ * process alone.  It calls CUDA where a real engine must not, and nobody is ever gone. */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <sched.h>
@@ -18,7 +18,7 @@
 
 #define DEPTH 256      /* puts to a host that are under way */
 #define EVENTS 16      /* of those to a host, */
-#define OF_EVENT 4     /* for so many puts, or when no other is awaited */
+#define OF_EVENT 4     /* for so many puts, or for the last that there is to ask for */
 #define JOBS 1024      /* of the threads that copy, or of the one that asks copy engines to */
 #define COPIERS 32     /* at most */
 #define PATIENCE 20000 /* looks for a job before that one naps */
@@ -30,24 +30,36 @@ typedef struct card {
     cudaIpcMemHandle_t handle;
 } card;
 
+enum { URGENT, ROWS, LANES }; /* what goes in a stream of its own */
+
 typedef struct job {
     char *to;
     const char *from;
     uint64_t bytes;
     int *left;
-    struct peer *peer;
+    struct lane *lane;
 } job;
+
+typedef struct jobs {
+    uint64_t posted, taken;
+    job at[JOBS];
+} jobs;
+
+typedef struct lane { /* to a peer, by the thread that asks */
+    cudaStream_t stream;
+    cudaEvent_t events[EVENTS];
+    uint64_t marks[EVENTS]; /* what has been asked for when an event was recorded */
+    uint64_t num_events, num_seen;
+    uint64_t asked, marked, seen; /* copies */
+    int *left[DEPTH];             /* of those that have not been seen to end */
+} lane;
 
 typedef struct peer {
     char *inbox;
     bool mapped;
-    cudaStream_t stream;
-    cudaEvent_t events[EVENTS];
-    uint64_t marks[EVENTS]; /* what has been given when an event was recorded */
-    uint64_t num_events, num_seen;
-    uint64_t given, finished;     /* puts and words */
-    uint64_t asked, marked, seen; /* of them, by the thread that asks */
-    int left[DEPTH];              /* of puts that threads copy */
+    uint64_t given, finished; /* puts and words */
+    int left[DEPTH];          /* 1: that one has been copied */
+    lane lanes[LANES];
 } peer;
 
 struct wire {
@@ -58,8 +70,7 @@ struct wire {
     uint64_t *words; /* [num_hosts][DEPTH] in pinned memory */
     peer peers[WIRE_MAX_HOSTS];
     pthread_t copiers[COPIERS];
-    uint64_t posted, taken; /* jobs */
-    job jobs[JOBS];
+    jobs jobs[LANES]; /* of threads that copy all are in ROWS */
 };
 
 static bool can(char *why)
@@ -99,57 +110,89 @@ static void copy_words(const job *j)
 static void *run_copier(void *self)
 {
     wire *w = self;
+    jobs *all = &w->jobs[ROWS];
     for (;;) {
-        const uint64_t mine = __atomic_fetch_add(&w->taken, 1, __ATOMIC_RELAXED);
-        while (__atomic_load_n(&w->posted, __ATOMIC_ACQUIRE) <= mine) {
+        const uint64_t mine = __atomic_fetch_add(&all->taken, 1, __ATOMIC_RELAXED);
+        while (__atomic_load_n(&all->posted, __ATOMIC_ACQUIRE) <= mine) {
             if (__atomic_load_n(&w->leave, __ATOMIC_ACQUIRE)) return NULL;
             sched_yield();
         }
-        copy_words(&w->jobs[mine % JOBS]);
+        copy_words(&all->at[mine % JOBS]);
     }
 }
 
 /* -------------------------------------------------------------- the thread that asks ---- */
 
-static int see_events(peer *p)
+static bool is_posted(const jobs *all)
+{
+    return all->taken < __atomic_load_n(&all->posted, __ATOMIC_SEQ_CST);
+}
+
+/* All that was asked for before the event has been copied. */
+static void note_copied(lane *l, uint64_t mark)
+{
+    for (; l->seen < mark; l->seen++)
+        __atomic_store_n(l->left[l->seen % DEPTH], 1, __ATOMIC_RELEASE);
+}
+
+/* Events cost time, too: one is for several copies, unless nothing else would tell of the last ones.
+ * `more`: copies will be asked for at once. */
+static int see_events(lane *l, bool more)
 {
     int moved = 0;
-    for (; p->num_seen < p->num_events; p->num_seen++, moved++) {
-        if (cudaEventQuery(p->events[p->num_seen % EVENTS]) != cudaSuccess) break;
-        __atomic_store_n(&p->seen, p->marks[p->num_seen % EVENTS], __ATOMIC_RELEASE);
+    for (; l->num_seen < l->num_events; l->num_seen++, moved++) {
+        if (cudaEventQuery(l->events[l->num_seen % EVENTS]) != cudaSuccess) break;
+        note_copied(l, l->marks[l->num_seen % EVENTS]);
     }
-    const uint64_t under_way = p->num_events - p->num_seen;
-    if (p->asked == p->marked || under_way == EVENTS) return moved;
-    if (under_way && p->asked - p->marked < OF_EVENT) return moved; /* events cost time, too */
-    if (cudaEventRecord(p->events[p->num_events % EVENTS], p->stream) != cudaSuccess)
+    const uint64_t under_way = l->num_events - l->num_seen, unmarked = l->asked - l->marked;
+    if (unmarked == 0 || under_way == EVENTS) return moved;
+    if (unmarked < OF_EVENT && (more || under_way)) return moved;
+    if (cudaEventRecord(l->events[l->num_events % EVENTS], l->stream) != cudaSuccess)
         return moved;
-    p->marks[p->num_events++ % EVENTS] = p->marked = p->asked;
+    l->marks[l->num_events++ % EVENTS] = l->marked = l->asked;
     return moved + 1;
 }
 
 static int ask_next(wire *w)
 {
-    if (w->taken == __atomic_load_n(&w->posted, __ATOMIC_ACQUIRE)) return 0;
-    const job *j = &w->jobs[w->taken % JOBS];
-    (void)cudaMemcpyAsync(j->to, j->from, j->bytes, cudaMemcpyDefault, j->peer->stream);
-    j->peer->asked++;
-    __atomic_store_n(&w->taken, w->taken + 1, __ATOMIC_RELEASE);
+    jobs *all = &w->jobs[is_posted(&w->jobs[URGENT]) ? URGENT : ROWS];
+    if (!is_posted(all)) return 0;
+    const job *j = &all->at[all->taken % JOBS];
+    lane *l = j->lane;
+    (void)cudaMemcpyAsync(j->to, j->from, j->bytes, cudaMemcpyDefault, l->stream);
+    l->left[l->asked++ % DEPTH] = j->left;
+    __atomic_store_n(&all->taken, all->taken + 1, __ATOMIC_RELEASE);
     return 1;
+}
+
+static int see_all(wire *w)
+{
+    int moved = 0;
+    for (int h = 0; h < w->setup.num_hosts; h++)
+        for (int i = 0; i < LANES; i++) {
+            lane *l = &w->peers[h].lanes[i];
+            if (l->seen < l->asked) moved += see_events(l, is_posted(&w->jobs[i]));
+        }
+    return moved;
 }
 
 static bool awaits_some(const wire *w)
 {
     for (int h = 0; h < w->setup.num_hosts; h++)
-        if (w->peers[h].seen < w->peers[h].asked) return true;
+        for (int i = 0; i < LANES; i++)
+            if (w->peers[h].lanes[i].seen < w->peers[h].lanes[i].asked) return true;
     return false;
+}
+
+static bool any_posted(const wire *w)
+{
+    return is_posted(&w->jobs[URGENT]) || is_posted(&w->jobs[ROWS]);
 }
 
 static void nap_until_posted(wire *w)
 {
     __atomic_store_n(&w->asleep, 1, __ATOMIC_SEQ_CST);
-    if (w->taken == __atomic_load_n(&w->posted, __ATOMIC_SEQ_CST) &&
-        !__atomic_load_n(&w->leave, __ATOMIC_SEQ_CST))
-        sem_wait(&w->awake);
+    if (!any_posted(w) && !__atomic_load_n(&w->leave, __ATOMIC_SEQ_CST)) sem_wait(&w->awake);
     __atomic_store_n(&w->asleep, 0, __ATOMIC_SEQ_CST);
 }
 
@@ -158,9 +201,7 @@ static void *run_asker(void *self)
     wire *w = self;
     (void)cudaSetDevice(w->device);
     for (int idle = 0; !__atomic_load_n(&w->leave, __ATOMIC_ACQUIRE);) {
-        int moved = ask_next(w);
-        for (int h = 0; h < w->setup.num_hosts; h++)
-            if (w->peers[h].stream) moved += see_events(&w->peers[h]);
+        const int moved = ask_next(w) + see_all(w);
         idle = moved || awaits_some(w) ? 0 : idle + 1;
         if (idle > PATIENCE) nap_until_posted(w);
     }
@@ -219,6 +260,14 @@ static epic_result open_wire(wire **out, const wire_setup *setup, void *bytes, c
     return result;
 }
 
+static epic_result open_lane(lane *l, char *why)
+{
+    CUDA(cudaStreamCreateWithFlags(&l->stream, cudaStreamNonBlocking), "a stream");
+    for (int i = 0; i < EVENTS; i++)
+        CUDA(cudaEventCreateWithFlags(&l->events[i], cudaEventDisableTiming), "an event");
+    return EPIC_OK;
+}
+
 static epic_result reach_gpu(wire *w, peer *p, const card *c, char *why)
 {
     void *inbox = c->inbox;
@@ -232,9 +281,10 @@ static epic_result reach_gpu(wire *w, peer *p, const card *c, char *why)
         (void)cudaGetLastError();
     }
     p->inbox = inbox;
-    CUDA(cudaStreamCreateWithFlags(&p->stream, cudaStreamNonBlocking), "a stream");
-    for (int i = 0; i < EVENTS; i++)
-        CUDA(cudaEventCreateWithFlags(&p->events[i], cudaEventDisableTiming), "an event");
+    for (int i = 0; i < LANES; i++) {
+        const epic_result result = open_lane(&p->lanes[i], why);
+        if (result != EPIC_OK) return result;
+    }
     return EPIC_OK;
 }
 
@@ -266,12 +316,14 @@ static epic_result connect_all(wire *w, const void *cards, char *why)
 /* As a job of a thread. */
 static bool copy(wire *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
 {
+    const int lane = w->setup.on_gpu && to < w->setup.urgent_bytes ? URGENT : ROWS;
     int *left = &p->left[p->given % DEPTH];
-    if (w->posted >= __atomic_load_n(&w->taken, __ATOMIC_ACQUIRE) + JOBS - COPIERS)
+    jobs *all = &w->jobs[lane];
+    if (all->posted >= __atomic_load_n(&all->taken, __ATOMIC_ACQUIRE) + JOBS - COPIERS)
         return false;
     *left = 0;
-    w->jobs[w->posted % JOBS] = (job){p->inbox + to, from, bytes, left, p};
-    __atomic_store_n(&w->posted, w->posted + 1, __ATOMIC_SEQ_CST);
+    all->at[all->posted % JOBS] = (job){p->inbox + to, from, bytes, left, &p->lanes[lane]};
+    __atomic_store_n(&all->posted, all->posted + 1, __ATOMIC_SEQ_CST);
     if (w->setup.on_gpu) wake_asker(w);
     return true;
 }
@@ -305,14 +357,8 @@ static int look(wire *w)
     int moved = 0;
     for (int h = 0; h < w->setup.num_hosts; h++) {
         peer *p = &w->peers[h];
-        const uint64_t before = p->finished;
-        if (w->setup.on_gpu)
-            p->finished = __atomic_load_n(&p->seen, __ATOMIC_ACQUIRE);
-        else
-            while (p->finished < p->given &&
-                   __atomic_load_n(&p->left[p->finished % DEPTH], __ATOMIC_ACQUIRE))
-                p->finished++;
-        moved += (int)(p->finished - before);
+        for (; p->finished < p->given; p->finished++, moved++)
+            if (!__atomic_load_n(&p->left[p->finished % DEPTH], __ATOMIC_ACQUIRE)) break;
     }
     return moved;
 }
@@ -338,12 +384,17 @@ static void say(const wire *w, char *to, size_t size)
 
 /* ---------------------------------------------------------------------------- closing ---- */
 
+static void close_lane(lane *l)
+{
+    if (l->stream) (void)cudaStreamSynchronize(l->stream);
+    for (int i = 0; i < EVENTS; i++)
+        if (l->events[i]) (void)cudaEventDestroy(l->events[i]);
+    if (l->stream) (void)cudaStreamDestroy(l->stream);
+}
+
 static void let_go(peer *p)
 {
-    if (p->stream) (void)cudaStreamSynchronize(p->stream);
-    for (int i = 0; i < EVENTS; i++)
-        if (p->events[i]) (void)cudaEventDestroy(p->events[i]);
-    if (p->stream) (void)cudaStreamDestroy(p->stream);
+    for (int i = 0; i < LANES; i++) close_lane(&p->lanes[i]);
     if (p->mapped) (void)cudaIpcCloseMemHandle(p->inbox);
 }
 

@@ -2,8 +2,9 @@
 /* What a rank gives to the wire, to the byte: two hosts of two ranks, every token goes to all four.
  * By relays a row crosses once for a host, with a word that says who wants it, whatever goes with it,
  * and a host's partials cross as one, where the sums are a tree's; else once for a rank.  And how many
- * entries of the ring that takes: one for a whole partial; a plan of few tokens has one for the ids of
- * several, and nothing else. */
+ * entries of the ring that takes: one for a whole partial; a plan has one for counts and one for the
+ * records of all tokens of a thread block, that of few tokens one for the ids of several, and nothing
+ * else. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -128,8 +129,10 @@ static int work(team_rank *me)
         !relays && order == EPIC_BY_RANK; /* 16 tokens' ids, two words each, at once */
     uint64_t before[3] = {0};
     if (p2p_steps.plan(me->group, &plan) != EPIC_OK) team_stop();
-    expect(me, before, "plan", few ? ANNOUNCED + 2 * TOKENS * 16 : 0,
-           few ? ALWAYS + 2 * ((TOKENS + 15) / 16) : 0);
+    const uint64_t told =
+        few ? TOKENS * 16 : (TOKENS + 1) * RANKS * 8; /* counts, and records */
+    expect(me, before, "plan", ANNOUNCED + 2 * told,
+           ALWAYS + 2 * (few ? (TOKENS + 15) / 16 : 2));
     test_dispatch(me, all, dispatch, before);
     test_sums(me, all, call, plan_bytes, before);
     for (int i = 0; i < NUM_ARRAYS; i++) CHECK_CUDA(cudaFree(all[i]));
