@@ -23,6 +23,7 @@ extern void emulator_check_store(const void *p) __attribute__((weak));
 #define MOST_AGAIN 100    /* looks in which a source is read again, after all has landed */
 #define SLOW_NS 20000000  /* without a put, after which a slow wire says done(), */
 #define LATE_NS 300000000 /* and a late one lands its word: longer than an operation */
+#define LAST_NS 100000000 /* the same of the last word of a put */
 #define KEPT 30           /* one word of so many may wait as long, one at a time */
 #define TURN_NS 40000     /* a look that takes longer, on a busy machine, is several turns */
 
@@ -30,8 +31,9 @@ typedef struct parcel {
     uint64_t to, value, bytes;
     const uint64_t *from; /* NULL: `value` */
     uint64_t num_pieces, landed;
-    uint64_t first, step; /* piece i is number (first + i * step) % num_pieces */
+    uint64_t first, step; /* piece i is number (first + i * step) % num_free */
     uint64_t held_until;  /* that turn */
+    uint64_t num_free;    /* pieces but the last one, where that waits for its turn; else all */
     uint64_t done_at;     /* the look at which its source is not read again */
     uint64_t source;      /* a sum of its words */
     uint64_t *copy;       /* of the source, which is not read any more; NULL: none */
@@ -58,7 +60,7 @@ struct wire {
     uint64_t looks, turns, looked_ns, overtaken;
     uint64_t *ghost_at, ghost; /* a word to land once more, NULL: none */
     uint64_t ghost_look;
-    uint64_t given_ns;       /* when the last put was given */
+    uint64_t given_ns;       /* when the last put was given, or the last word of one landed */
     uint64_t *kept_at, kept; /* a word that waits until it is quiet, NULL: none */
     uint64_t kept_to;
     int kept_host;
@@ -134,9 +136,10 @@ static uint64_t divisor(uint64_t a, uint64_t b)
 /* An order of the pieces: any first one, and any step that meets them all. */
 static void shuffle(wire *w, parcel *p)
 {
-    p->first = (uint64_t)run_below(&w->random, (int64_t)p->num_pieces);
-    do p->step = (uint64_t)run_between(&w->random, 1, (int64_t)p->num_pieces);
-    while (divisor(p->num_pieces, p->step) != 1);
+    if (p->num_free == 0) return;
+    p->first = (uint64_t)run_below(&w->random, (int64_t)p->num_free);
+    do p->step = (uint64_t)run_between(&w->random, 1, (int64_t)p->num_free);
+    while (divisor(p->num_free, p->step) != 1);
 }
 
 static void die(const wire *w, int host, const parcel *p, const char *what)
@@ -165,7 +168,8 @@ static void copy_source(parcel *p)
 
 static bool is_quiet(const wire *w)
 {
-    return w->looked_ns > w->given_ns + (w->settings.late ? LATE_NS : SLOW_NS);
+    const uint64_t while_ns = w->settings.late ? LATE_NS : w->settings.last ? LAST_NS : SLOW_NS;
+    return w->looked_ns > w->given_ns + while_ns;
 }
 
 static bool is_left(const wire *w, const parcel *p)
@@ -207,6 +211,7 @@ static bool give(wire *w, int host, uint64_t to, const void *from, uint64_t valu
                   .value = value,
                   .bytes = bytes,
                   .num_pieces = bytes / (halves ? 4 : 8)};
+    p->num_free = p->num_pieces - (w->settings.last && from && to < w->setup.urgent_bytes);
     shuffle(w, p);
     if (run_chance(&w->random, 20))
         p->held_until = w->turns + (uint64_t)run_below(&w->random, MOST_TURNS);
@@ -215,7 +220,9 @@ static bool give(wire *w, int host, uint64_t to, const void *from, uint64_t valu
     w->given_ns = run_now_ns();
     check_places(w, host, p);
     check_kept(w, host, p);
-    const int copied = w->settings.slow ? 0 : w->settings.late ? 100 : COPIED;
+    const int copied = w->settings.slow                       ? 0
+                       : w->settings.late || w->settings.last ? 100
+                                                              : COPIED;
     if (from && run_chance(&w->random, copied)) copy_source(p);
     p->source = sum_source(p);
     return true;
@@ -275,6 +282,27 @@ static void land_piece(wire *w, int host, const parcel *p, uint64_t index)
     w->ghost_look = w->looks + GHOST_LOOKS;
 }
 
+/* Of words that are kept the one with the lowest place, once all else has landed. */
+static void land_last(wire *w)
+{
+    parcel *first = NULL;
+    int host = -1;
+    for (int h = 0; h < w->setup.num_hosts; h++)
+        for (uint64_t i = w->peers[h].finished; i < w->peers[h].given; i++) {
+            parcel *p = &w->peers[h].parcels[i % DEPTH];
+            if (p->landed == p->num_pieces) continue;
+            if (p->landed < p->num_free) return;
+            if (!first || p->to < first->to) {
+                first = p;
+                host = h;
+            }
+        }
+    if (!first || gone(w, host)) return;
+    land_piece(w, host, first, first->num_pieces - 1);
+    first->landed++;
+    w->given_ns = run_now_ns();
+}
+
 /* Some words of some put. */
 static int land_run(wire *w, int host)
 {
@@ -284,10 +312,12 @@ static int land_run(wire *w, int host)
     parcel *p = &q->parcels[index % DEPTH];
     int moved = 0;
     if (under_way == 0 || p->held_until > w->turns) return 0;
-    const uint64_t most = p->num_pieces < MOST_WORDS ? p->num_pieces : MOST_WORDS;
+    const uint64_t most = p->num_free < 1            ? 1
+                          : p->num_free < MOST_WORDS ? p->num_free
+                                                     : MOST_WORDS;
     const int count = (int)run_between(&w->random, 1, (int64_t)most);
-    for (; p->landed < p->num_pieces && moved < count; moved++, p->landed++)
-        land_piece(w, host, p, (p->first + p->landed * p->step) % p->num_pieces);
+    for (; p->landed < p->num_free && moved < count; moved++, p->landed++)
+        land_piece(w, host, p, (p->first + p->landed * p->step) % p->num_free);
     if (p->landed < p->num_pieces && run_chance(&w->random, 5)) /* the rest comes late */
         p->held_until = w->turns + LATE_TURNS / 4;
     if (moved > 0 && p->landed == p->num_pieces) {
@@ -330,6 +360,7 @@ static int look(wire *w)
     for (int h = 0; h < w->setup.num_hosts; h++)
         if (h != w->setup.host) settle(w, h);
     if (is_quiet(w)) land_kept(w);
+    if (w->settings.last && is_quiet(w)) land_last(w);
     if (w->ghost_at && w->looks >= w->ghost_look) {
         __atomic_store_n(w->ghost_at, w->ghost, __ATOMIC_RELAXED);
         w->ghost_at = NULL;

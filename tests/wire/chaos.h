@@ -28,6 +28,9 @@ typedef struct chaos_settings {
     /* One word after the other lands then, and done() comes at once: for who does not wait for all
      * words. */
     bool late;
+    /* The last word of each urgent put lands when all else has landed and nothing was given for a while,
+     * one after the other, by their places: for who takes a part for the whole. */
+    bool last;
 } chaos_settings;
 
 /* What wires that are opened from now on do. */

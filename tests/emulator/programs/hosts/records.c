@@ -2,50 +2,49 @@
 /* Plans, and plans with dispatch, one after the other, over a wire that is late (chaos.h).  Tokens
  * have one of eight choices on the other host: most words of a record say nothing, and a word that
  * is late is mostly one of them.  All the same each is waited for: else it lands over a record of
- * the plan after the next. */
+ * the plan after the next.
+ *   hosts_records [few]   few tokens, whose ids go in place of records, over a wire that keeps the last
+ *                         word of each put back: nothing may be taken before all of it has come */
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "copies.h"
 #include "team.h"
 
-enum {
-    RANKS = 2,
-    TOKENS = 40,
-    TOP_K = 8,
-    PLANS = 10,
-    ROW = 16,
-    IDS = TOKENS * TOP_K,
-    SLOTS = 2 * IDS
-};
+enum { RANKS = 2, TOP_K = 8, ROW = 16, FEW = 40, MANY = 160, MOST_IDS = MANY * TOP_K };
+
+static int num_tokens = MANY, plans = 10;
 
 static int work(team_rank *me)
 {
+    const int num_ids = num_tokens * TOP_K, num_slots = 2 * num_ids;
+    const size_t id_bytes = (size_t)num_ids * 4, bytes = (size_t)num_tokens * ROW;
     const epic_layer layer = {.num_experts = RANKS * TOP_K, .top_k = TOP_K};
-    const int64_t plan_bytes = device_layer_bytes(RANKS, TOKENS, &layer);
-    int32_t ids[IDS];
+    const int64_t plan_bytes = device_layer_bytes(RANKS, num_tokens, &layer);
+    int32_t ids[MOST_IDS];
     void *made, *wanted, *tokens, *slots;
-    for (int i = 0; i < IDS; i++) {
+    for (int i = 0; i < num_ids; i++) {
         const int there = i % TOP_K == 0 ? 1 - me->rank : me->rank;
         ids[i] = there * TOP_K + i % TOP_K;
     }
     CHECK_CUDA(cudaMalloc(&made, (size_t)plan_bytes));
-    CHECK_CUDA(cudaMalloc(&wanted, sizeof ids));
-    CHECK_CUDA(cudaMalloc(&tokens, TOKENS * ROW));
-    CHECK_CUDA(cudaMalloc(&slots, SLOTS * ROW));
-    CHECK_CUDA(fill_in(tokens, 1, TOKENS * ROW));
-    CHECK_CUDA(copy_in(wanted, ids, sizeof ids));
+    CHECK_CUDA(cudaMalloc(&wanted, id_bytes));
+    CHECK_CUDA(cudaMalloc(&tokens, bytes));
+    CHECK_CUDA(cudaMalloc(&slots, (size_t)num_slots * ROW));
+    CHECK_CUDA(fill_in(tokens, 1, bytes));
+    CHECK_CUDA(copy_in(wanted, ids, id_bytes));
     const epic_plan_args plan = {.call = {.stream = me->stream, .timeout_ms = 60000},
                                  .layer = &layer,
                                  .plan = made,
                                  .plan_bytes = plan_bytes,
                                  .topk_idx = wanted,
-                                 .num_tokens = TOKENS,
-                                 .capacity = SLOTS};
-    const epic_dispatch_args dispatch = {.tokens = {tokens, TOKENS, ROW},
-                                         .recv = {slots, SLOTS, ROW}};
-    for (int i = 0; i < 2 * PLANS; i++) {
-        const epic_result result = i < PLANS
+                                 .num_tokens = num_tokens,
+                                 .capacity = num_slots};
+    const epic_dispatch_args dispatch = {.tokens = {tokens, num_tokens, ROW},
+                                         .recv = {slots, num_slots, ROW}};
+    for (int i = 0; i < 2 * plans; i++) {
+        const epic_result result = i < plans
                                        ? p2p_steps.plan(me->group, &plan)
                                        : p2p_steps.plan_dispatch(me->group, &plan, &dispatch);
         if (result != EPIC_OK) team_stop();
@@ -63,15 +62,20 @@ static int work(team_rank *me)
     return 0;
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    const bool few = argc > 1 && !strcmp(argv[1], "few");
+    if (few) {
+        num_tokens = FEW;
+        plans = 2;
+    }
     const team t = {.num_ranks = RANKS,
                     .num_gpus = 1,
-                    .max_tokens = TOKENS,
+                    .max_tokens = num_tokens,
                     .max_row_bytes = 512,
                     .timeout_ms = 60000,
                     .work = work};
-    setenv("EPIC_CHAOS_LATE", "1", 1);
+    setenv(few ? "EPIC_CHAOS_LAST" : "EPIC_CHAOS_LATE", "1", 1);
     if (team_run(&t) != 0) return 1;
     printf("hosts_records: good\n");
     return 0;
