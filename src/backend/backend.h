@@ -235,8 +235,7 @@ typedef struct epic_steps {
                                const epic_moe_args *);
     epic_result (*take_losses)(epic_group *, epic_stream, float *d_losses,
                                const epic_moe_backward_args *);
-    epic_result (*check)(epic_group *,
-                         epic_failure_info *out); /* what broke the group, if something has */
+    epic_result (*check)(epic_group *, epic_failure_info *out); /* what broke the group */
     epic_result (*notice)(epic_group *); /* the oldest class (b) error not yet returned */
     uint32_t (*max_sms)(const epic_group *);
     void (*abort)(epic_group *, uint64_t tag, const char *why);

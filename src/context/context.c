@@ -61,7 +61,7 @@ static epic_result check_ours(const epic_context *ctx)
 
 epic_result context_check(epic_context *ctx)
 {
-    epic_failure_info failure; /* of a group that has none it stays as it is */
+    epic_failure_info failure = {0};
     TRY(check_ours(ctx));
     if (!ctx->backend)
         return epic_fail(EPIC_ECLOSED, "ctx never opened, open a new one: %s",

@@ -213,8 +213,8 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
 {
     const p2p_status *s = group->status;
     const uint32_t result = __atomic_load_n(&s->result, __ATOMIC_ACQUIRE);
-    if (result == EPIC_OK) return EPIC_OK;
     memset(out, 0, sizeof *out);
+    if (result == EPIC_OK) return EPIC_OK;
     out->result = result;
     out->operation = s->operation;
     out->step = s->epoch;
