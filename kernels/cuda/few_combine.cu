@@ -103,6 +103,7 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = within(units.c, unit.slot);
+        if (!slots_first(unit)) return; /* nobody wrote such a record */
         asked = sends ? SENT_ASKED : OWN_ASKED;
         Sums::ask(units.c, rows, unit);
     }

@@ -57,6 +57,14 @@ __device__ __forceinline__ void add_asked(const SlotRows &rows, float (&acc)[1][
     }
 }
 
+/* Does the unit have its slots in the lowest lanes, as every record does?  Where a record was only
+ * guessed at anything may lie. */
+__device__ __forceinline__ bool slots_first(const Unit &u)
+{
+    const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
+    return (lanes & (lanes + 1)) == 0;
+}
+
 /* Slots of the unit here: those of the lowest lanes. */
 __device__ __forceinline__ int slots_of(const Unit &u)
 {

@@ -190,6 +190,19 @@ bool same_float(float a, float b)
     return (isnan(a) && isnan(b)) || !memcmp(&a, &b, 4);
 }
 
+/* A plan's memory before it is made: words of either sign, because kernels may read a record that
+ * the plan turns out not to have. */
+static void *take_plan(bench *b, size_t bytes)
+{
+    const size_t words = bytes / 4;
+    uint32_t *garbage = malloc(words * 4 + 4);
+    for (size_t i = 0; i < words; i++)
+        garbage[i] = (uint32_t)case_hash(b->c.seed, 90, (uint64_t)b->me->rank, i);
+    void *plan = case_upload(b, garbage, words * 4, 0);
+    free(garbage);
+    return plan;
+}
+
 void make_inputs(bench *b, arrays *a)
 {
     const test_case *c = &b->c;
@@ -213,7 +226,7 @@ void make_inputs(bench *b, arrays *a)
     const size_t experts = r->layer.num_experts * sizeof(int32_t);
     a->plan_bytes =
         device_layer_bytes(r->num_ranks, b->me->group->config.max_tokens, &r->layer);
-    a->plan = take(b, a->plan_bytes, 0);
+    a->plan = take_plan(b, a->plan_bytes);
     a->ids = c->wide ? case_upload(b, ids, (size_t)choices * 8, 0)
                      : case_upload(b, narrow, (size_t)choices * 4, 0);
     a->table = r->table ? case_upload(b, r->owner, experts, 0) : NULL;

@@ -47,8 +47,9 @@ typedef struct sums { /* what the sums are given and write */
 uint64_t draw(uint64_t *state);
 int64_t between(uint64_t *state, int64_t low, int64_t high);
 
+/* few: only what the kernels for few tokens take. */
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
-               int64_t max_row_bytes);
+               int64_t max_row_bytes, bool few);
 
 /* Full size: what the benchmark runs. */
 void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens);

@@ -53,7 +53,16 @@ static uint32_t top_k_of(uint32_t drawn)
     return most && drawn > most ? most : drawn;
 }
 
-static void draw_layer(test_case *c, uint64_t *s)
+/* What the kernels for few tokens take; a group that has once met another layer leaves them. */
+static void limit_to_few(epic_layer *l, int num_ranks)
+{
+    if (l->top_k > 32) l->top_k = 32;
+    l->partial_type = 0;
+    l->leaves = (uint32_t)num_ranks;
+    if (num_ranks > 8) l->sum_order = EPIC_BY_RANK;
+}
+
+static void draw_layer(test_case *c, uint64_t *s, bool few)
 {
     routing *r = &c->r;
     epic_layer *l = &r->layer;
@@ -74,6 +83,7 @@ static void draw_layer(test_case *c, uint64_t *s)
         while (l->leaves < l->num_experts && l->leaves < 128u * (unsigned)n && between(s, 0, 1))
             l->leaves *= 2;
     }
+    if (few) limit_to_few(l, n);
     r->owner = malloc(l->num_experts * sizeof *r->owner);
     const uint32_t block = l->num_experts / (uint32_t)n;
     const int turn = (int)between(s, 0, n - 1);
@@ -207,7 +217,7 @@ static void mix_few_and_many(test_case *c, int64_t max_tokens)
 }
 
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
-               int64_t max_row_bytes)
+               int64_t max_row_bytes, bool few)
 {
     uint64_t state = seed * 1000003, *s = &state;
     static const uint32_t types[] = {EPIC_BF16, EPIC_F16, EPIC_F32};
@@ -222,7 +232,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     c->zero_tail = between(s, 0, 4) == 0;
     c->leave_padding = case_hash(seed, 40, 0, 0) % 4 == 0;
     c->sample = 1;
-    draw_layer(c, s);
+    draw_layer(c, s, few);
     const int64_t limit =
         4096 / c->r.layer.top_k < max_tokens ? 4096 / c->r.layer.top_k : max_tokens;
     const int64_t most = between(s, 0, 3) ? between(s, 0, limit / 6) : between(s, 0, limit);

@@ -15,7 +15,7 @@
 static struct {
     int cases;
     uint64_t seed;
-    bool big, rows;
+    bool big, few, rows;
     size_t arena_bytes;
 } options;
 
@@ -81,13 +81,15 @@ static void check_restored(bench *b)
 #endif
 }
 
-static void draw_next(bench *b, uint64_t seed)
+/* In contexts for few tokens the last cases are the ones that leave their kernels. */
+static void draw_next(bench *b, uint64_t seed, int i)
 {
     const epic_config *config = &b->me->group->config;
     if (options.big)
         draw_big(&b->c, seed, b->me->num_ranks, config->max_tokens);
     else
-        draw_case(&b->c, seed, b->me->num_ranks, config->max_tokens, config->max_row_bytes);
+        draw_case(&b->c, seed, b->me->num_ranks, config->max_tokens, config->max_row_bytes,
+                  options.few && i < options.cases - options.cases / 4);
 }
 
 static int work(team_rank *me)
@@ -97,7 +99,7 @@ static int work(team_rank *me)
     team_meet(me);
     uint64_t seed = options.seed;
     for (int i = 0; i < options.cases;) {
-        draw_next(&b, seed++);
+        draw_next(&b, seed++, i);
         if (!options.rows || !b.c.scale_bytes) {
             run_case(&b);
             i++;
@@ -128,6 +130,7 @@ int main(int argc, char **argv)
     options.cases = atoi(argv[4]);
     options.seed = strtoull(argv[5], NULL, 10);
     options.big = big;
+    options.few = few;
     options.rows = argc > 7 && !strcmp(argv[7], "rows");
     options.arena_bytes = big ? (size_t)3 << 30 : (size_t)1200 << 20;
     team t = {.num_ranks = atoi(argv[1]),
