@@ -14,38 +14,51 @@ from epic.jax import ledger
 from steps import EXPERTS, TOKENS, TOP_K, choices, mapped
 
 
+def places(ids: np.ndarray, priority: str) -> np.ndarray:
+    """Of each choice, [ranks, tokens, k]: how many of its expert come before it."""
+    ranks, tokens, top_k = ids.shape
+    order = [(r, t, k) for r in range(ranks) for t in range(tokens) for k in range(top_k)]
+    if priority == "by_k":
+        order.sort(key=lambda choice: choice[2])
+    seen, found = np.zeros(EXPERTS, int), np.zeros(ids.shape, int)
+    for choice in order:
+        if ids[choice] >= 0:
+            found[choice] = seen[ids[choice]]
+            seen[ids[choice]] += 1
+    return found
+
+
 @pytest.mark.parametrize("expert_capacity", [0, 5])
 @pytest.mark.parametrize("capacity", [None, 7])
+@pytest.mark.parametrize("priority", ["by_token", "by_k"])
 def test_the_fate_of_each_choice(
-    capacity: int | None, expert_capacity: int, mesh: Any, opened: Any
+    priority: str, capacity: int | None, expert_capacity: int, mesh: Any, opened: Any
 ) -> None:
-    """Against a count by hand: in the order rank, token, k, each expert keeps its first ones."""
+    """Against a count by hand: each expert keeps its first ones, by rank, token and k, or all first
+    choices before all second ones."""
     group = opened(mesh)
     ep = group.num_ranks
-    layer = epic.jax.Layer(EXPERTS, TOP_K, overflow="drop", expert_capacity=expert_capacity)
+    layer = epic.jax.Layer(
+        EXPERTS, TOP_K, overflow="drop", expert_capacity=expert_capacity, priority=priority
+    )
     ids = choices(3)
     run = mapped(mesh, lambda i: epic.jax.plan(group, layer, i, capacity=capacity), 1)
     plan = run(ids)
     books = epic.jax.read_plan(plan)
     assert len(books) == 4 and len({b.id for b in books}) == 4 // ep
-    all_ids = np.asarray(ids).reshape(4, TOKENS, TOP_K)
-    for g in range(4 // ep):
-        mine = books[g * ep : (g + 1) * ep]
-        seen = np.zeros(EXPERTS, int)
-        limit = common_limit(all_ids[g * ep : (g + 1) * ep], layer, capacity, ep)
-        for book, row in zip(mine, all_ids[g * ep : (g + 1) * ep], strict=True):
+    all_ids = np.asarray(ids).reshape(4 // ep, ep, TOKENS, TOP_K)
+    for g, its in enumerate(all_ids):
+        place, limit = places(its, priority), common_limit(its, layer, capacity, ep)
+        for r, book in enumerate(books[g * ep : (g + 1) * ep]):
             assert (book.num_tokens, book.total_tokens) == (TOKENS, ep * TOKENS)
             assert book.result == "EPIC_OK"
-            for fate, rank, expert in zip(
-                book.fate.ravel(), book.rank.ravel(), row.ravel(), strict=True
-            ):
+            for at, expert in np.ndenumerate(its[r]):
+                fate, rank = book.fate[at], book.rank[at]
                 if expert < 0:
                     assert (fate, rank) == (ledger.NO_EXPERT, -1)
-                    continue
-                place, seen[expert] = seen[expert], seen[expert] + 1
-                if expert_capacity and place >= expert_capacity:
+                elif expert_capacity and place[r][at] >= expert_capacity:
                     assert fate == ledger.EXPERT_FULL
-                elif place >= limit:
+                elif place[r][at] >= limit:
                     assert fate == ledger.RANK_FULL
                 else:
                     assert fate >= 0 and rank == expert * ep // EXPERTS

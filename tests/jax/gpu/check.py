@@ -14,12 +14,13 @@ from gpu_world import LeftOutError, say  # before JAX, which it tells the platfo
 
 # isort: split
 import gpu_errors
+import gpu_forms
 import gpu_steps
 import jax
 
 CASES = {
     name.removeprefix("case_"): value
-    for name, value in {**vars(gpu_steps), **vars(gpu_errors)}.items()
+    for name, value in {**vars(gpu_steps), **vars(gpu_forms), **vars(gpu_errors)}.items()
     if name.startswith("case_")
 }
 
