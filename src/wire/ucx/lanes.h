@@ -9,10 +9,11 @@
 
 /* A context, and the size of its segments of TCP as UCX_TCP_RX_SEG_SIZE says it, "" without TCP.  A
  * message larger than the segments of its receiver ends that process: they must be the same on all
- * hosts.  NULL: the context is only to be asked what there is. */
-ucs_status_t ucx_new_context(ucp_context_h *out, const char **segment);
+ * hosts.  NULL: the context is only to be asked what there is.  honest: where a network has no remote
+ * writes they fail, if UCX can be told so; else UCX sends messages in their place. */
+ucs_status_t ucx_new_context(ucp_context_h *out, const char **segment, bool honest);
 
-/* Is every one of them RDMA, whose writes keep words whole? */
+/* Is every one of them RDMA, whose writes keep words whole?  Of a context that is honest. */
 bool ucx_keeps_words(ucp_ep_h endpoint);
 
 /* Writes ", tcp/eth0 + ... by WAY", and returns its length as snprintf does. */

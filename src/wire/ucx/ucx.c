@@ -76,7 +76,7 @@ static epic_result refused(char *why, const char *what, ucs_status_t status)
 static bool can(char *why)
 {
     ucp_context_h context;
-    const ucs_status_t status = ucx_new_context(&context, NULL);
+    const ucs_status_t status = ucx_new_context(&context, NULL, false);
     if (status == UCS_OK) ucp_cleanup(context);
     if (status != UCS_OK) refused(why, "ucp_init", status);
     return status == UCS_OK;
@@ -92,7 +92,7 @@ static bool knows_gpus(ucp_context_h context)
 static bool reaches_gpu(void)
 {
     ucp_context_h context;
-    if (ucx_new_context(&context, NULL) != UCS_OK) return false;
+    if (ucx_new_context(&context, NULL, false) != UCS_OK) return false;
     const bool known = knows_gpus(context);
     ucp_cleanup(context);
     return known;
@@ -193,7 +193,7 @@ static epic_result prepare(wire *w, card *c, char *why)
     const wire_setup *s = &w->setup;
     if (getrandom(&w->token, sizeof w->token, 0) != (ssize_t)sizeof w->token)
         return refused(why, "random bytes", UCS_ERR_IO_ERROR);
-    UCX(ucx_new_context(&w->context, &w->segment), "ucp_init");
+    UCX(ucx_new_context(&w->context, &w->segment, s->puts == WIRE_PUT_IF_WHOLE), "ucp_init");
     if (s->on_gpu && !knows_gpus(w->context))
         return refused(why, "memory of a GPU", UCS_ERR_UNSUPPORTED);
     epic_result result = map(w, s->inbox, s->inbox_bytes, &w->inbox, why);
