@@ -29,6 +29,7 @@ typedef struct hosts_part {
     wire_lines *lines;
     hosts_ring *ring;
     bool on_gpu;     /* inbox and outbox are; else in host memory */
+    wire_puts puts;  /* how rows travel, where the engine has a choice */
     int32_t ahead;   /* tokens that are sent before one is received */
     uint8_t *heap;   /* on the GPU: where ranks of this host store, and behind it parts; */
     uint8_t *inbox;  /* as large: where the wire does, */
@@ -143,18 +144,34 @@ static epic_result make_ring(epic_group *g, hosts_part *h)
     return seen_by_gpu(&g->self.ring.words, h->shared.words);
 }
 
-static wire_puts puts_wanted(void)
+enum { SAYS_NO, SAYS_YES, SAYS_NOTHING };
+
+static epic_result read_switch(const char *name, const char *without, int *says)
 {
-    const char *text = getenv("EPIC_WIRE_PUT");
-    return !text || !*text ? WIRE_PUT_IF_WHOLE
-           : *text == '0'  ? WIRE_PUT_NEVER
-                           : WIRE_PUT_ALWAYS;
+    const char *text = getenv(name);
+    *says = !text || !*text ? SAYS_NOTHING : *text == '0' ? SAYS_NO : SAYS_YES;
+    if (*says == SAYS_NOTHING || !strcmp(text, "0") || !strcmp(text, "1")) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s=%.32s: must be 0 or 1; without it %s", name, text,
+                     without);
 }
 
-static bool relays_wanted(void)
+static epic_result read_puts(wire_puts *puts)
 {
-    const char *text = getenv("EPIC_WIRE_RELAY");
-    return !text || *text != '0';
+    int says;
+    TRY(read_switch("EPIC_WIRE_PUT", "remote writes are taken where they keep words whole",
+                    &says));
+    *puts = says == SAYS_NOTHING ? WIRE_PUT_IF_WHOLE
+            : says == SAYS_NO    ? WIRE_PUT_NEVER
+                                 : WIRE_PUT_ALWAYS;
+    return EPIC_OK;
+}
+
+static epic_result read_relays(uint32_t *relays)
+{
+    int says;
+    TRY(read_switch("EPIC_WIRE_RELAY", "rows go once to each host", &says));
+    *relays = says != SAYS_NO;
+    return EPIC_OK;
 }
 
 /* Does the user want inbox and outbox on the GPU?  Then every peer must be reached there. */
@@ -204,7 +221,7 @@ static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
     char why[WIRE_WHY];
     const wire_setup setup = {.host = g->rank,
                               .num_hosts = g->num_ranks,
-                              .puts = puts_wanted(),
+                              .puts = h->puts,
                               .on_gpu = h->on_gpu,
                               .inbox = h->inbox,
                               .inbox_bytes = (uint64_t)g->self.at.bytes,
@@ -223,8 +240,9 @@ static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
 
 static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
 {
-    mine->relays = relays_wanted();
     TRY(p2p_group_device(g, &mine->gpu));
+    TRY(read_relays(&mine->relays));
+    TRY(read_puts(&h->puts));
     TRY(read_ahead(&h->ahead));
     TRY(choose_memory(h));
     TRY(make_heap(g, h, mine));

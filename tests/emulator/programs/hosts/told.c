@@ -170,6 +170,9 @@ int main(int argc, char **argv)
     check_variable("EPIC_WIRE_AHEAD", "many");
     check_variable("EPIC_WIRE_AHEAD", "-1");
     check_variable("EPIC_WIRE_MEMORY", "GPU");
+    check_variable("EPIC_WIRE_PUT", "never");
+    check_variable("EPIC_WIRE_PUT", "01");
+    check_variable("EPIC_WIRE_RELAY", "no");
     CHECK(num_ranks <= MAX_RANKS && epic_meet_threads(meets, num_ranks, 60000) == EPIC_OK);
     CHECK(pthread_barrier_init(&barrier, NULL, (unsigned)num_ranks) == 0);
     for (int r = 0; r < num_ranks; r++)
