@@ -16,7 +16,7 @@ typedef struct test_case {
     int64_t recv_bytes, scale_bytes; /* of received rows, and of their second rows; 0: none */
     int64_t recv_rows[ORACLE_RANKS];
     int offset; /* bytes by which rows are not aligned */
-    bool hard, weighted, fused, wide, zero_tail, leave_padding;
+    bool hard, weighted, fused, wide, zero_tail, leave_padding, plain;
     int sample; /* every how many tokens sums are checked */
 } test_case;
 
@@ -47,9 +47,14 @@ typedef struct sums { /* what the sums are given and write */
 uint64_t draw(uint64_t *state);
 int64_t between(uint64_t *state, int64_t low, int64_t high);
 
-/* few: only what the kernels for few tokens take. */
+typedef enum case_kind {
+    CASE_ANY,
+    CASE_FEW,  /* what the kernels for few tokens take after a plan, */
+    CASE_PLAIN /* and what those that make the plan take, too */
+} case_kind;
+
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
-               int64_t max_row_bytes, bool few);
+               int64_t max_row_bytes, case_kind kind);
 
 /* Full size: what the benchmark runs. */
 void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens);

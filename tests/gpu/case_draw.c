@@ -62,7 +62,26 @@ static void limit_to_few(epic_layer *l, int num_ranks)
     if (num_ranks > 8) l->sum_order = EPIC_BY_RANK;
 }
 
-static void draw_layer(test_case *c, uint64_t *s, bool few)
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* What those of them take that make the plan (p2p_few_plan): a group that has met nothing else is
+ * what they need most. */
+static void limit_to_plain(test_case *c, int64_t max_tokens)
+{
+    epic_layer *l = &c->r.layer;
+    const int64_t n = c->r.num_ranks, groups = n * ((max_tokens + 31) / 32);
+    const int64_t block = least(P2P_FEW_MASKS / groups, P2P_FEW_EXPERTS) / n;
+    c->plain = true;
+    l->top_k = (uint32_t)least(l->top_k, P2P_FEW_CHOICES / (n * max_tokens));
+    l->num_experts = (uint32_t)(n * least(l->num_experts / n, block));
+    l->layout = EPIC_EXPERT_MAJOR;
+    l->sum_order = EPIC_BY_RANK;
+}
+
+static void draw_layer(test_case *c, uint64_t *s, int64_t max_tokens, case_kind kind)
 {
     routing *r = &c->r;
     epic_layer *l = &r->layer;
@@ -83,11 +102,12 @@ static void draw_layer(test_case *c, uint64_t *s, bool few)
         while (l->leaves < l->num_experts && l->leaves < 128u * (unsigned)n && between(s, 0, 1))
             l->leaves *= 2;
     }
-    if (few) limit_to_few(l, n);
+    if (kind != CASE_ANY) limit_to_few(l, n);
+    if (kind == CASE_PLAIN) limit_to_plain(c, max_tokens);
     r->owner = malloc(l->num_experts * sizeof *r->owner);
     const uint32_t block = l->num_experts / (uint32_t)n;
     const int turn = (int)between(s, 0, n - 1);
-    r->table = between(s, 0, 3) == 0;
+    r->table = between(s, 0, 3) == 0 && !c->plain;
     for (uint32_t e = 0; e < l->num_experts; e++) {
         r->owner[e] = (int32_t)(e / block);
         if (r->table && l->sum_order == EPIC_TREE)
@@ -103,7 +123,7 @@ static void draw_replicas(test_case *c)
     routing *r = &c->r;
     uint64_t state = case_hash(c->seed, 42, 0, 0), *s = &state;
     epic_layer *l = &r->layer;
-    if (l->num_experts > P2P_REPLICATED_EXPERTS || between(s, 0, 3)) return;
+    if (l->num_experts > P2P_REPLICATED_EXPERTS || c->plain || between(s, 0, 3)) return;
     l->num_logical = (uint32_t)between(s, 1, l->num_experts);
     const int64_t busy = between(s, 1, l->num_logical);
     r->logical = malloc(l->num_experts * sizeof *r->logical);
@@ -133,7 +153,8 @@ static void draw_capacity(test_case *c, uint64_t *s)
     free(r->load);
     free(r->kept);
     free(r->begin);
-    const bool drops = kind >= 1 && kind <= 3 && r->layer.layout == EPIC_EXPERT_MAJOR;
+    const bool drops =
+        kind >= 1 && kind <= 3 && r->layer.layout == EPIC_EXPERT_MAJOR && !c->plain;
     if (drops) {
         r->layer.overflow = EPIC_OVERFLOW_DROP;
         if (between(s, 0, 1)) r->layer.expert_capacity = (uint32_t)between(s, 1, 30);
@@ -217,7 +238,7 @@ static void mix_few_and_many(test_case *c, int64_t max_tokens)
 }
 
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
-               int64_t max_row_bytes, bool few)
+               int64_t max_row_bytes, case_kind kind)
 {
     uint64_t state = seed * 1000003, *s = &state;
     static const uint32_t types[] = {EPIC_BF16, EPIC_F16, EPIC_F32};
@@ -232,7 +253,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     c->zero_tail = between(s, 0, 4) == 0;
     c->leave_padding = case_hash(seed, 40, 0, 0) % 4 == 0;
     c->sample = 1;
-    draw_layer(c, s, few);
+    draw_layer(c, s, max_tokens, kind);
     const int64_t limit =
         4096 / c->r.layer.top_k < max_tokens ? 4096 / c->r.layer.top_k : max_tokens;
     const int64_t most = between(s, 0, 3) ? between(s, 0, limit / 6) : between(s, 0, limit);
@@ -251,7 +272,8 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     draw_replicas(c);
     draw_capacity(c, s);
     shrink(c);
-    choose_scales(c, case_hash(seed, 41, 0, 0), max_row_bytes);
+    const bool no_strings = HOSTS && c->plain; /* they have no such kernel there */
+    choose_scales(c, no_strings ? 3 : case_hash(seed, 41, 0, 0), max_row_bytes);
     if (c->scale_bytes > max_row_bytes) c->scale_bytes = max_row_bytes;
 }
 

@@ -30,7 +30,7 @@ static void prepare(entry *e, team_rank *me, uint64_t seed)
     e->b = (bench){.me = me, .arena_bytes = ARENA_BYTES};
     CHECK_CUDA(cudaMalloc((void **)&e->b.arena, ARENA_BYTES));
     for (;; seed += 1000) { /* one whose rows arrive */
-        draw_case(&e->b.c, seed, me->num_ranks, MAX_CASE_TOKENS, MAX_ROW_BYTES, false);
+        draw_case(&e->b.c, seed, me->num_ranks, MAX_CASE_TOKENS, MAX_ROW_BYTES, CASE_ANY);
         if (case_moves(&e->b.c)) break;
         free_routing(&e->b.c.r);
     }
