@@ -45,6 +45,18 @@ printf '0 1 2\n' >"$here/trace"
 "$sim" --ranks 16 --hidden 1000 --tokens 100 --trace "$here/trace" >"$here/out"
 holds "bytes of a trace" 'near($3, 100 * (2000 + 12) / 1e6, 0.5) && $4 == 2'
 
+# Hosts that have not all as many ranks: nobody hands rows on, and they go once for each rank.
+"$sim" --ranks 9,12,17 --host 8 --tokens 512 >"$here/out"
+for ranks in 9 12 17; do
+    holds "rows of uneven hosts" 'near($10, 1, 0.25) && $3 > 1'
+done
+# A trace of fewer experts than ranks has no more rows in the table.
+"$sim" --tokens 16 --trace "$here/trace" >"$here/out"
+[ "$(grep -c "^ *[0-9]* *[0-9]*  " "$here/out")" = 6 ] || { echo "a trace of 256 experts: $(cat "$here/out")"; exit 1; }
+# The last of all experts, and of a group that few choose, do not take for ever.
+timeout 60 "$sim" --ranks 8 --tokens 512 --top-k 64 --experts 64 --skew 3 >"$here/out"
+timeout 60 "$sim" --ranks 8 --tokens 512 --top-k 4 --groups 64 --limit 1 --skew 3 >"$here/out"
+
 # Dispatch and combine of the model, at most 1.1 times as slow as what was measured, nor 8 times as
 # fast.
 "$sim" --ranks 8 --published >"$here/out"
@@ -75,3 +87,7 @@ refuses --trace "$here/ragged"
 refuses --trace "$here/none"
 refuses --svg "$here/none/x.svg" --ranks 8 --tokens 8
 refuses --none 1
+refuses --top-k 2.5
+refuses --limit 2
+refuses --trace "$here/trace" --skew 1
+refuses --trace "$here/trace" --ranks 512

@@ -21,6 +21,7 @@ typedef struct options {
 typedef struct number { /* an option that is one */
     const char *name, *what;
     double *to, least, most;
+    bool whole;
 } number;
 
 static int usage(const number *numbers, int count)
@@ -146,7 +147,8 @@ static int read_number(const number *numbers, int count, const char *name, const
         if (strcmp(name + 2, numbers[i].name) != 0) continue;
         char *end;
         const double got = strtod(value, &end);
-        if (*end || end == value || !(got >= numbers[i].least && got <= numbers[i].most))
+        if (*end || end == value || !(got >= numbers[i].least && got <= numbers[i].most) ||
+            (numbers[i].whole && got != (double)(int64_t)got))
             return refuse(value, numbers[i].what);
         *numbers[i].to = got;
         return 0;
@@ -160,6 +162,13 @@ static int begin(options *o, const char *trace)
     const routing *r = &o->r;
     int32_t *ids = NULL;
     if (r->top_k > r->experts) return refuse("--top-k", "more than there are experts");
+    if (r->limit && !r->groups) return refuse("--limit", "without --groups");
+    if (trace && (r->groups || r->skew > 0))
+        return refuse("--trace", "it says the routing, so neither --skew nor --groups does");
+    for (int i = 0; trace && i < o->num_shapes; i++)
+        if (o->shapes[i].ranks > r->experts)
+            o->num_shapes = i; /* those have no expert a rank */
+    if (!o->num_shapes) return refuse("--trace", "more --ranks than --experts");
     if (r->groups && (r->experts % r->groups || r->limit < 1 || r->limit > r->groups ||
                       r->experts / r->groups * r->limit < r->top_k))
         return refuse("--groups", "they divide the experts, and --limit of them hold --top-k");
@@ -190,24 +199,27 @@ int main(int argc, char **argv)
                  .back_bytes = 2};
     double a_host = 8, tokens = 4096, top_k = 8, experts = 256, groups = 0, limit = 0, seed = 1;
     const number numbers[] = {
-        {"host", "ranks on one host, 1 to 64", &a_host, 1, 64},
-        {"tokens", "tokens of a rank, 1 to 65536", &tokens, 1, 65536},
-        {"hidden", "elements of a row, 1 to 65536", &o.hidden, 1, 65536},
-        {"out-bytes", "bytes of an element in dispatch, 0.5 to 8", &o.out_bytes, 0.5, 8},
-        {"scale-bytes", "bytes of a row's scales, 0 to 65536", &o.scale_bytes, 0, 65536},
-        {"back-bytes", "bytes of an element in combine, 0.5 to 8", &o.back_bytes, 0.5, 8},
-        {"top-k", "choices of a token, 1 to 64", &top_k, 1, MOST_TOP_K},
-        {"experts", "experts, 1 to 65536; one a rank if that is more", &experts, 1, 65536},
-        {"skew", "weights fall as 1 / place^skew, 0 to 3", &o.r.skew, 0, 3},
-        {"groups", "groups of experts, 0: none", &groups, 0, 64},
-        {"limit", "groups that a token may choose from", &limit, 0, 64},
-        {"seed", "of the choices", &seed, 0, 1e15},
-        {"nic", "GB/s out of a rank, and into it, between hosts", &o.k.nic, 0.01, 1e5},
-        {"nvlink", "GB/s of a rank inside a host", &o.k.nvlink, 0.01, 1e5},
-        {"memory", "GB/s of a rank's memory", &o.k.memory, 0.01, 1e5},
-        {"launch", "us of an operation that does nothing", &o.k.launch_us, 0, 1e6},
-        {"wire", "us of a word, kernel to kernel on the other host", &o.k.wire_us, 0, 1e6},
-        {"put", "us that the thread takes for a put", &o.k.put_us, 0, 1e6},
+        {"host", "ranks on one host, 1 to 64", &a_host, 1, 64, true},
+        {"tokens", "tokens of a rank, 1 to 65536", &tokens, 1, 65536, true},
+        {"hidden", "elements of a row, 1 to 65536", &o.hidden, 1, 65536, true},
+        {"out-bytes", "bytes of an element in dispatch, 0.5 to 8", &o.out_bytes, 0.5, 8, false},
+        {"scale-bytes", "bytes of a row's scales, 0 to 65536", &o.scale_bytes, 0, 65536, false},
+        {"back-bytes", "bytes of an element in combine, 0.5 to 8", &o.back_bytes, 0.5, 8,
+         false},
+        {"top-k", "choices of a token, 1 to 64", &top_k, 1, MOST_TOP_K, true},
+        {"experts", "experts, 1 to 65536; one a rank if that is more", &experts, 1, 65536,
+         true},
+        {"skew", "weights fall as 1 / place^skew, 0 to 3", &o.r.skew, 0, 3, false},
+        {"groups", "groups of experts, 0: none", &groups, 0, 64, true},
+        {"limit", "groups that a token may choose from", &limit, 0, 64, true},
+        {"seed", "of the choices", &seed, 0, 1e15, true},
+        {"nic", "GB/s out of a rank, and into it, between hosts", &o.k.nic, 0.01, 1e5, false},
+        {"nvlink", "GB/s of a rank inside a host", &o.k.nvlink, 0.01, 1e5, false},
+        {"memory", "GB/s of a rank's memory", &o.k.memory, 0.01, 1e5, false},
+        {"launch", "us of an operation that does nothing", &o.k.launch_us, 0, 1e6, false},
+        {"wire", "us of a word, kernel to kernel on the other host", &o.k.wire_us, 0, 1e6,
+         false},
+        {"put", "us that the thread takes for a put", &o.k.put_us, 0, 1e6, false},
     };
     const int count = (int)(sizeof numbers / sizeof *numbers);
     const char *trace = NULL;

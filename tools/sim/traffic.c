@@ -7,12 +7,13 @@
 #include "sim.h"
 
 #define PARCEL 16 /* rows of one put, at most */
+#define TRIES 64  /* to draw an expert that may be chosen, until the others are left out */
 
 typedef struct counts { /* of one rank */
     int64_t wire_out, wire_in, by_rank_out, by_rank_in, inside_out, inside_in, slots, puts;
 } counts;
 
-typedef struct run { /* of rows to one host */
+typedef struct run { /* of rows to one host, or rank */
     int64_t last, length;
 } run;
 
@@ -22,7 +23,7 @@ typedef struct counting {
     double *below;  /* [experts] weights of those up to this one, added */
     int32_t *order; /* [experts] an expert of each place */
     counts *of;     /* [ranks] */
-    run *runs;      /* [hosts], of the rank that is at work */
+    run *runs;      /* [hosts], or [ranks], of the rank that is at work */
     int64_t hosts;  /* that tokens touch */
     uint64_t state;
 } counting;
@@ -89,6 +90,37 @@ static int draw_groups(counting *c, int32_t *out)
     return count;
 }
 
+/* May a token choose it, that has `k` and is limited to some groups, if any? */
+static bool is_free(const routing *r, int32_t id, const int32_t *ids, int k,
+                    const int32_t *groups, int num_groups)
+{
+    if (has(ids, k, id)) return false;
+    return !num_groups || has(groups, num_groups, (int32_t)(id / (r->experts / r->groups)));
+}
+
+/* The same chances as trying until one is free has, where that takes long: when few are, or those that
+ * are weigh little. */
+static int32_t draw_free(counting *c, const int32_t *ids, int k, const int32_t *groups,
+                         int num_groups)
+{
+    const int64_t n = c->r->experts;
+    double sum = 0;
+    int32_t last = 0;
+    for (int pass = 0, i = 0; pass < 2; pass++) {
+        double left = pass ? chance(c) * sum : 0;
+        for (i = 0; i < n; i++) {
+            const double weight = c->below[i] - (i ? c->below[i - 1] : 0);
+            if (!is_free(c->r, c->order[i], ids, k, groups, num_groups)) continue;
+            last = c->order[i];
+            if (!pass)
+                sum += weight;
+            else if ((left -= weight) < 0)
+                break;
+        }
+    }
+    return last;
+}
+
 static void choose(counting *c, int64_t token, int32_t *ids)
 {
     const routing *r = c->r;
@@ -99,21 +131,36 @@ static void choose(counting *c, int64_t token, int32_t *ids)
     }
     int32_t groups[MOST_TOP_K];
     const int num_groups = r->groups ? draw_groups(c, groups) : 0;
-    for (int k = 0; k < r->top_k;) {
-        const int32_t id = draw_expert(c);
-        if (has(ids, k, id)) continue;
-        const int32_t group = num_groups ? (int32_t)(id / (r->experts / r->groups)) : 0;
-        if (!num_groups || has(groups, num_groups, group)) ids[k++] = id;
+    for (int k = 0; k < r->top_k; k++) {
+        int tries = 0;
+        do {
+            ids[k] =
+                ++tries > TRIES ? draw_free(c, ids, k, groups, num_groups) : draw_expert(c);
+        } while (!is_free(r, ids[k], ids, k, groups, num_groups));
     }
 }
 
-static void extend_run(counting *c, int from, int host, int64_t token)
+static void extend_run(counting *c, int from, int to, int64_t token)
 {
-    run *a = &c->runs[host];
+    run *a = &c->runs[to];
     const bool goes_on = a->length > 0 && a->length < PARCEL && a->last == token - 1;
     c->of[from].puts += !goes_on;
     a->length = goes_on ? a->length + 1 : 1;
     a->last = token;
+}
+
+/* Hosts that have not all as many ranks: a row goes to each rank for itself. */
+static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, int count,
+                        int64_t token)
+{
+    for (int i = 0; i < count; i++) {
+        if (ranks[i] / c->s->a_host != host) continue;
+        c->of[from].by_rank_out++;
+        c->of[ranks[i]].by_rank_in++;
+        c->of[from].wire_out++;
+        c->of[ranks[i]].wire_in++;
+        extend_run(c, from, ranks[i], token);
+    }
 }
 
 /* The row of a token goes to host `to`, to rank `relay` there first. */
@@ -121,6 +168,10 @@ static void reach_host(counting *c, int from, int host, const int32_t *ranks, in
                        int64_t token)
 {
     const int a_host = c->s->a_host, here = from / a_host;
+    if (host != here && c->s->ranks % a_host) {
+        reach_ranks(c, from, host, ranks, count, token);
+        return;
+    }
     const int relay = host == here ? from : host * a_host + from % a_host;
     if (host != here) {
         c->of[from].wire_out++;
@@ -168,16 +219,15 @@ static load load_of(const counting *c, size_t offset)
 
 bool traffic_count(const routing *r, const shape *s, traffic *out)
 {
-    const int hosts = (s->ranks + s->a_host - 1) / s->a_host;
     counting c = {.r = r, .s = s, .state = r->seed};
     c.below = calloc((size_t)r->experts, sizeof *c.below);
     c.order = calloc((size_t)r->experts, sizeof *c.order);
     c.of = calloc((size_t)s->ranks, sizeof *c.of);
-    c.runs = calloc((size_t)hosts, sizeof *c.runs);
+    c.runs = calloc((size_t)s->ranks, sizeof *c.runs);
     const bool good = c.below && c.order && c.of && c.runs;
     if (good) weigh(&c);
     for (int from = 0; good && from < s->ranks; from++) {
-        memset(c.runs, 0, (size_t)hosts * sizeof *c.runs);
+        memset(c.runs, 0, (size_t)s->ranks * sizeof *c.runs);
         for (int64_t t = 0; t < s->tokens; t++) {
             int32_t ids[MOST_TOP_K];
             choose(&c, from * s->tokens + t, ids);
