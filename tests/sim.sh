@@ -66,7 +66,7 @@ awk '/ us  / || / GB\/s  / {
         speed = $(NF - 4) == "us" ? $i / $(i + 1) : $(i + 1) / $i
         if (speed < 0.9 || speed > 8) { print "far from what was measured: " $0; wrong = 1 }
     }
-} END { exit wrong || n != 18 }' "$here/out"
+} END { exit wrong || n != 21 }' "$here/out"
 
 refuses() {
     status=0

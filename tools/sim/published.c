@@ -12,32 +12,38 @@ typedef struct run {
     double out_row, back_row; /* bytes */
     double dispatch, combine; /* us with the plan, or GB/s */
     bool is_us;
+    double nic; /* GB/s of it, 0: the constant */
 } run;
 
 #define FP8 7392 /* a row of 7168 and its scales */
 #define BF16 14336
 
 static const run runs[] = {
+    /* docs/cuda.md, a rank alone, 132 SMs */
+    {"EPIC p2p", "1x H200", 1, 8, 4096, 256, 8, 0, 0, BF16, BF16, 240, 139, true, 0},
+    {"EPIC p2p", "1x H200", 1, 8, 4096, 128, 4, 0, 0, 5760, 5760, 70, 37, true, 0},
     /* docs/cuda.md, 132 SMs, and 64 of few tokens */
-    {"EPIC p2p", "2x H200", 2, 8, 4096, 256, 8, 0, 0, BF16, BF16, 250, 183, true},
-    {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 8, 0, 0, 8192, 8192, 149, 112, true},
-    {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 4, 0, 0, 5760, 5760, 91, 78, true},
-    {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 1, 0, 0, 10240, 10240, 88, 78, true},
-    {"EPIC p2p", "2x H200", 2, 8, 128, 256, 8, 0, 0, BF16, BF16, 22.0, 22.4, true},
-    {"EPIC p2p", "2x H200", 2, 8, 1, 256, 8, 0, 0, BF16, BF16, 13.2, 11.9, true},
+    {"EPIC p2p", "2x H200", 2, 8, 4096, 256, 8, 0, 0, BF16, BF16, 250, 183, true, 0},
+    {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 8, 0, 0, 8192, 8192, 149, 112, true, 0},
+    {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 4, 0, 0, 5760, 5760, 91, 78, true, 0},
+    {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 1, 0, 0, 10240, 10240, 88, 78, true, 0},
+    {"EPIC p2p", "2x H200", 2, 8, 128, 256, 8, 0, 0, BF16, BF16, 22.0, 22.4, true, 0},
+    {"EPIC p2p", "2x H200", 2, 8, 1, 256, 8, 0, 0, BF16, BF16, 13.2, 11.9, true, 0},
+    /* docs/hosts.md: two hosts, the slowest of three states; copies of 16 rows give 79 GB/s there */
+    {"EPIC hosts", "2 H200, CE", 2, 1, 4096, 256, 8, 0, 0, BF16, BF16, 1179, 1149, true, 79},
     /* their READMEs and docs; groups as their tests have them */
-    {"DeepEP V1", "CX7 400G", 16, 8, 4096, 256, 8, 8, 4, FP8, BF16, 43, 43, false},
-    {"DeepEP V1", "CX7 400G", 32, 8, 4096, 256, 8, 8, 4, FP8, BF16, 58, 57, false},
-    {"DeepEP V1", "CX7 400G", 64, 8, 4096, 256, 8, 8, 4, FP8, BF16, 51, 50, false},
-    {"UCCL-EP", "EFA 2x200G", 16, 8, 4096, 256, 8, 0, 0, FP8, BF16, 1200, 6380, true},
-    {"UCCL-EP", "EFA 2x200G", 32, 8, 4096, 256, 8, 0, 0, FP8, BF16, 2020, 4900, true},
-    {"DeepEP V1 LL", "CX7 400G", 16, 8, 128, 256, 8, 0, 0, FP8, BF16, 118, 195, true},
-    {"DeepEP V1 LL", "CX7 400G", 32, 8, 128, 256, 8, 0, 0, FP8, BF16, 155, 273, true},
-    {"DeepEP V1 LL", "CX7 400G", 64, 8, 128, 256, 8, 0, 0, FP8, BF16, 173, 314, true},
-    {"pplx", "CX7 400G", 16, 8, 128, 256, 8, 0, 0, FP8, BF16, 110, 186, true},
-    {"pplx", "CX7 400G", 32, 8, 128, 256, 8, 0, 0, FP8, BF16, 154, 266, true},
-    {"pplx", "CX7 400G", 64, 8, 128, 256, 8, 0, 0, FP8, BF16, 188, 309, true},
-    {"pplx", "EFA 400G", 64, 8, 128, 256, 8, 0, 0, FP8, BF16, 267, 391, true},
+    {"DeepEP V1", "CX7 400G", 16, 8, 4096, 256, 8, 8, 4, FP8, BF16, 43, 43, false, 0},
+    {"DeepEP V1", "CX7 400G", 32, 8, 4096, 256, 8, 8, 4, FP8, BF16, 58, 57, false, 0},
+    {"DeepEP V1", "CX7 400G", 64, 8, 4096, 256, 8, 8, 4, FP8, BF16, 51, 50, false, 0},
+    {"UCCL-EP", "EFA 2x200G", 16, 8, 4096, 256, 8, 0, 0, FP8, BF16, 1200, 6380, true, 0},
+    {"UCCL-EP", "EFA 2x200G", 32, 8, 4096, 256, 8, 0, 0, FP8, BF16, 2020, 4900, true, 0},
+    {"DeepEP V1 LL", "CX7 400G", 16, 8, 128, 256, 8, 0, 0, FP8, BF16, 118, 195, true, 0},
+    {"DeepEP V1 LL", "CX7 400G", 32, 8, 128, 256, 8, 0, 0, FP8, BF16, 155, 273, true, 0},
+    {"DeepEP V1 LL", "CX7 400G", 64, 8, 128, 256, 8, 0, 0, FP8, BF16, 173, 314, true, 0},
+    {"pplx", "CX7 400G", 16, 8, 128, 256, 8, 0, 0, FP8, BF16, 110, 186, true, 0},
+    {"pplx", "CX7 400G", 32, 8, 128, 256, 8, 0, 0, FP8, BF16, 154, 266, true, 0},
+    {"pplx", "CX7 400G", 64, 8, 128, 256, 8, 0, 0, FP8, BF16, 188, 309, true, 0},
+    {"pplx", "EFA 400G", 64, 8, 128, 256, 8, 0, 0, FP8, BF16, 267, 391, true, 0},
 };
 
 /* DeepEP's tests count a row for each host that its token touches, its own too. */
@@ -59,10 +65,12 @@ void print_published(const constants *k)
                            .limit = p->limit,
                            .seed = 1};
         const shape s = {.ranks = p->ranks, .a_host = p->a_host, .tokens = p->tokens};
+        constants own = *k;
         traffic t;
+        if (p->nic > 0) own.nic = p->nic;
         if (!traffic_count(&r, &s, &t)) return;
-        const cost out = cost_of(k, &t, &s, &r, (bytes_of){p->out_row, 4});
-        cost back = cost_of(k, &t, &s, &r, (bytes_of){p->back_row, 0});
+        const cost out = cost_of(&own, &t, &s, &r, (bytes_of){p->out_row, 4});
+        cost back = cost_of(&own, &t, &s, &r, (bytes_of){p->back_row, 0});
         back.plan_us = 0;
         printf("%-12s %-10s %5d %6lld %5d %-4s  %8.0f %7.0f  %8.0f %7.0f\n", p->system,
                p->network, p->ranks, (long long)p->tokens, p->top_k, p->is_us ? "us" : "GB/s",
