@@ -15,19 +15,26 @@ if not (EMULATED / "libepic_cuda.so").exists():
     pytest.skip(f"there is no emulator in {EMULATED}: make builds it", allow_module_level=True)
 
 
-def run(script: str, folder: Path, plugins: tuple[str, ...], **more: str) -> None:
+def environment_of(folder: Path, plugins: tuple[str, ...], **more: str) -> dict[str, str]:
     """Plugins lie beside the core: so it finds the emulated ones."""
-    for library in (*LIBRARIES.glob("libepic.so*"), LIBRARIES / "libepic_torch.so"):
+    names = ("libepic_torch.so", "libepic_ucx.so")
+    own = [path for path in (LIBRARIES / name for name in names) if path.exists()]
+    for library in (*LIBRARIES.glob("libepic.so*"), *own):
         (folder / library.name).symlink_to(library)
     for plugin in plugins:
         (folder / plugin).symlink_to(EMULATED / plugin)
-    environment = os.environ | {
+    return os.environ | {
         "EPIC_LIBRARY_PATH": str(folder),
         "LD_PRELOAD": str(EMULATED / "libemulator.so"),
         "CUDA_LAUNCH_BLOCKING": "1",
         "EMULATED_SMS": "4",
         **more,
     }
+
+
+def run(script: str, folder: Path, plugins: tuple[str, ...], **more: str) -> None:
+    """It must end with "right"."""
+    environment = environment_of(folder, plugins, **more)
     command = [sys.executable, str(Path(__file__).parent / script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.stdout.splitlines()[-1:] == ["right"], done.stdout + done.stderr
@@ -42,3 +49,25 @@ def test_on_two_hosts(tmp_path: Path) -> None:
     """Of two ranks each."""
     plugins = ("libepic_cuda.so", "libepic_hosts.so", "libepic_chaos.so")
     run("emulated_hosts.py", tmp_path, plugins, EMULATED_GPUS="4", EPIC_WIRE="chaos")
+
+
+def example(folder: Path, backend: str, **more: str) -> list[str]:
+    """The losses of two steps of examples/torch/train_text.py, four processes."""
+    folder.mkdir()
+    script = str(Path(__file__).parent / "emulated_text.py")
+    options = ["--processes", "4", "--steps", "2", "--losses", str(folder / "losses")]
+    command = [sys.executable, script, backend, *options, "--picture", str(folder / "load.png")]
+    plugins = ("libepic_cuda.so", "libepic_hosts.so")
+    of_all = {"EMULATED_GPUS": "4", "UCX_LOG_LEVEL": "fatal", "UCX_ERROR_SIGNALS": "", **more}
+    environment = environment_of(folder, plugins, **{**of_all, "EMULATED_SMS": "16"})
+    subprocess.run([*command, str(script)], env=environment, check=True, timeout=900)
+    return (folder / "losses").read_text().split()
+
+
+@pytest.mark.skipif("EPIC_TEST_EXAMPLES" not in os.environ, reason="minutes: EPIC_TEST_EXAMPLES=1")
+def test_example_on_two_hosts(tmp_path: Path) -> None:
+    """Of two ranks each, over UCX: the losses of one host, to the last digit."""
+    one = example(tmp_path / "p2p", "p2p")
+    assert len(one) == 2
+    assert example(tmp_path / "2x2", "hosts", EPIC_HOST="%r/2") == one
+    assert example(tmp_path / "4x1", "hosts", EPIC_HOST="%r") == one

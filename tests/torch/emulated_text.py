@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/torch/train_text.py on GPUs of threads, as emulated.py: emulated_text.py BACKEND OPTIONS
+
+The example itself, of which each process has a GPU; only its group is opened there."""
+
+import os
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path[:0] = [str(Path(__file__).parent), str(EXAMPLES / "torch"), str(EXAMPLES / "common")]
+
+import torch
+import train_text
+
+import training
+from emulated import open_on
+from epic.torch import groups
+
+
+def main() -> int:
+    """As the example, on that backend."""
+    if backend := sys.argv.pop(1) if sys.argv[1] in ("hosts", "p2p") else "":
+        os.environ["EPIC_TEST_BACKEND"] = backend  # for the processes that it starts
+    torch.accelerator.is_available = lambda: False  # torch's own CUDA is not there
+    groups.open_on = open_on
+    groups.choose_backend = lambda device, wish: os.environ["EPIC_TEST_BACKEND"]
+    return training.main(__file__, __doc__, train_text.run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
