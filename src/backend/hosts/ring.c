@@ -284,12 +284,12 @@ static void nap(int64_t us)
 static bool nap_until_called(hosts_ring *r, int64_t us)
 {
     struct timespec end;
-    clock_gettime(CLOCK_REALTIME, &end);
+    clock_gettime(CLOCK_MONOTONIC, &end);
     end.tv_nsec += us * 1000;
     end.tv_sec += end.tv_nsec / 1000000000;
     end.tv_nsec %= 1000000000;
     __atomic_store_n(&r->asleep, 1, __ATOMIC_SEQ_CST);
-    const bool called = sem_timedwait(&r->awake, &end) == 0;
+    const bool called = sem_clockwait(&r->awake, CLOCK_MONOTONIC, &end) == 0;
     __atomic_store_n(&r->asleep, 0, __ATOMIC_SEQ_CST);
     return called;
 }

@@ -98,12 +98,14 @@ static epic_result refused(char *why, const char *what, cudaError_t error)
 
 /* ------------------------------------------------------------------ threads that copy ---- */
 
-/* Whole words: the GPU may look at any of them. */
+/* Whole words, each once: the GPU may look at any of them, and writes there when it has seen it.
+ * memcpy stores the last ones twice. */
 static void copy_words(const job *j)
 {
     const uint64_t *from = (const uint64_t *)(const void *)j->from;
     uint64_t *to = (uint64_t *)(void *)j->to;
-    memcpy(to, from, j->bytes);
+    for (uint64_t i = 0; i < j->bytes / 8; i++)
+        __atomic_store_n(&to[i], from[i], __ATOMIC_RELAXED);
     __atomic_store_n(j->left, 1, __ATOMIC_RELEASE);
 }
 
