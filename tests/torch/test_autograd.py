@@ -525,18 +525,66 @@ def test_reuse_is_detected(world: Any) -> None:
     world.run(reused)
 
 
+NO_SECOND = "a second derivative was asked for"
+
+
 def twice(rank: int) -> None:
-    """There is no second derivative."""
+    """There is no second derivative, in the cotangent either."""
     with group_of(1) as group:
         x, w, ids, ct = Data().mine(rank)
         out = through(group, True)(x, w, ids)
         (d_x,) = torch.autograd.grad(out, x, ct.requires_grad_(), create_graph=True)
-        fails(lambda: d_x.sum().backward(), "once_differentiable")
+        fails(lambda: d_x.sum().backward(), NO_SECOND)
 
 
 def test_no_second_derivative(world: Any) -> None:
     """An error, and not a wrong number."""
     world.run(twice)
+
+
+def curved(group: epic.torch.Group) -> dict[str, tuple[Callable[..., torch.Tensor], Any]]:
+    """Functions whose first derivative depends on their input, with that input."""
+    ids, router = Data().ids[:6], epic.torch.Router(EXPERTS, TOP_K)
+    plan = epic.torch.plan(group, LAYER, ids)
+    known: dict[str, Any] = {"coeff": 0.7, "total_tokens": 6}
+    rows, slots = numbers(5, plan.capacity, HIDDEN), numbers(6, plan.capacity)
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "inner": 8}
+    layer = epic.torch.MoE(group, epic.torch.Moe.of(**sizes)).requires_grad_(False)
+    parts = epic.torch.ExpertWeights(layer.w_gate_up, layer.w_down)
+    counts = (plan.expert_rows, plan.expert_tokens)
+    load = plan.load
+    experts = layer.options.experts
+    return {
+        "squares": (lambda x: epic.torch.dispatch(plan, x)[0].square(), numbers(1, 6, HIDDEN)),
+        "combine": (lambda v: epic.torch.combine(plan, v * rows, v[:, 0] * slots), rows),
+        "moe": (lambda x: layer(x)[0], numbers(1, 6, HIDDEN)),
+        "experts": (lambda x: epic.torch.experts(experts, x, *counts, parts), rows),
+        "route": (lambda z: epic.torch.route(router, z)[1], numbers(2, 6, EXPERTS)),
+        "balance_loss": (
+            lambda z: epic.torch.balance_loss(router, z, load=load, **known),
+            numbers(2, 6, EXPERTS),
+        ),
+        "z_loss": (lambda z: epic.torch.z_loss(router, z, **known), numbers(2, 6, EXPERTS)),
+    }
+
+
+CURVED = ("squares", "combine", "moe", "experts", "route", "balance_loss", "z_loss")
+
+
+@pytest.mark.parametrize("name", CURVED)
+def test_no_second_derivative_of_a_constant_cotangent(name: str) -> None:
+    """A penalty on gradients, a Hessian: what depends on saved tensors alone is told, too, and a
+    graph that nobody differentiates gives the gradients' bits."""
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        run, x = curved(group)[name]
+        x.requires_grad_()
+        (plain,) = torch.autograd.grad(run(x).sum(), x)
+        (d_x,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+        assert torch.equal(plain, d_x)
+        fails(lambda: (d_x.square().sum() + x.sum()).backward(), NO_SECOND)
+        fails(lambda: torch.autograd.functional.hessian(lambda v: run(v).sum(), x), NO_SECOND)
+        again = checkpoint(run, x, use_reentrant=False)  # it unpacks a saved tensor once
+        assert torch.equal(plain, torch.autograd.grad(again.sum(), x, create_graph=True)[0])
 
 
 def unused(rank: int) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling as is_traced  # torch.compile takes it for a constant
 
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicUnsupportedError
 
 ROW_TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
@@ -43,14 +42,43 @@ def applied(function: Any) -> Callable[..., Any]:
     return apply
 
 
+class SavedOnce:
+    """A function's context whose saved tensors are unpacked once, as checkpointing wants it."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+
+class Refusal(torch.autograd.Function):
+    """Gradients as they are, and an error where they are differentiated in what made them."""
+
+    @staticmethod
+    def forward(_: Any, num_gradients: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """tensors: the gradients, then what made them."""
+        return tuple(None if x is None else x.clone() for x in tensors[:num_gradients])
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        """Reached by a second derivative alone."""
+        raise EpicUnsupportedError(
+            "a second derivative was asked for: EPIC's functions have the first alone"
+        )
+
+
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """once_differentiable, at once where no second derivative is asked for."""
-    checked = once_differentiable(backward)
+    """A backward that cannot be differentiated.  torch's once_differentiable looks at the incoming
+    gradients alone, and gives zeros where the result depends on what was saved."""
 
     def run(ctx: Any, *gradients: Any) -> Any:
-        if is_grad_enabled():
-            return checked(ctx, *gradients)
-        return backward(ctx, *gradients)
+        if is_traced() or not is_grad_enabled():
+            return backward(ctx, *gradients)
+        seen = SavedOnce(ctx)
+        with torch.no_grad():
+            found = backward(seen, *gradients)
+        return Refusal.apply(len(found), *found, *gradients, *seen.saved_tensors)
 
     return run
 

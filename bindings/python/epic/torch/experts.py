@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, known
-from epic.torch.arguments import check_floats, stay
+from epic.torch.arguments import check_floats, once, stay
 from epic.torch.groups import Group
 from epic.torch.ops import mlp_numbers, numbers, raising, refuse_gradient, write
 from epic.torch.router import number_of
@@ -204,7 +203,7 @@ class RunExperts(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
         """Weight gradients leave in the weights' dtype; those of e4m3 have none."""

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, known
 from epic.torch import replicas, steps
-from epic.torch.arguments import as_int32, check_floats, flattened, stay
+from epic.torch.arguments import as_int32, check_floats, flattened, once, stay
 from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
@@ -257,7 +256,7 @@ class Layer(torch.autograd.Function):
         return out, loss, *counts
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, d_out: Tensor, d_loss: Tensor, *_: Any) -> tuple[Any, ...]:
         """Weight gradients leave in the weights' dtype."""

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.torch.arguments import needs_gradient, stay
+from epic.torch.arguments import needs_gradient, once, stay
 from epic.torch.groups import Group
 from epic.torch.ops import copy_into, note_write, raising
 from epic.torch.plans import Plan, Way
@@ -41,7 +40,7 @@ class SumReplicas(torch.autograd.Function):
         return added(way.group, way.tag, data, x)
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Each replica's numbers are in every replica's sum."""

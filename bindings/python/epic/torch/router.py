@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from epic.errors import EpicArgumentError
 from epic.options import Router, known
-from epic.torch.arguments import as_int32, check_floats, needs_gradient
+from epic.torch.arguments import as_int32, check_floats, needs_gradient, once
 from epic.torch.groups import Group
 from epic.torch.ops import note_write, parts_of, raising, write
 
@@ -73,7 +72,7 @@ class Route(torch.autograd.Function):
         return chosen, weights
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, _: Any, d_weights: Tensor) -> tuple[Any, ...]:
         """The weights' gradient; the choice has none."""
@@ -141,7 +140,7 @@ class BalanceLoss(torch.autograd.Function):
         return ops.balance_loss.default(logits, load, chosen, total_tokens, sequence_tokens, *rest)
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
         """In the logits; the load has none."""
@@ -161,7 +160,7 @@ class ZLoss(torch.autograd.Function):
         return ops.z_loss.default(logits, total_tokens, *rest)
 
     @staticmethod
-    @once_differentiable
+    @once
     @raising
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
         """In the logits."""
