@@ -167,3 +167,53 @@ def test_unknown_blocks() -> None:
         with pytest.raises(epic.torch.EpicUnsupportedError, match="Linear"):
             epic.torch.from_block(torch.nn.Linear(2, 2), group)
         assert epic.torch.replace_moe(torch.nn.Linear(2, 2), group) == 0
+
+
+def alone() -> epic.torch.Group:
+    """A group of this process."""
+    return epic.torch.Group(num_ranks=1, max_tokens=64, max_row_bytes=4096)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_frozen_stays_so(name: str) -> None:
+    """An optimizer that asks for requires_grad finds what it found before."""
+    model = model_of(name).requires_grad_(False)
+    block = last_block(model)
+    block.experts.down_proj.requires_grad_(True)
+    with alone() as group:
+        epic.torch.replace_moe(model, group)
+        found = [key for key, p in model.named_parameters() if p.requires_grad]
+        assert [key.split(".")[-2:] for key in found] == [["moe", "w_down"]]
+        gradients_of(model, torch.tensor([[5, 6, 7]]))
+        assert last_block(model).moe.w_down.grad.any()
+
+
+def test_noise_of_mixtral() -> None:
+    """While it trains: the same numbers from the same state of torch's generator."""
+    model = model_of("Mixtral")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    for layer in model.model.layers:
+        layer.mlp.jitter_noise = 0.3
+    other = copy.deepcopy(model)
+
+    def logits(model: Any) -> torch.Tensor:
+        torch.manual_seed(11)
+        return model(ids, use_cache=False).logits.detach()
+
+    with alone() as group:
+        epic.torch.replace_moe(other, group)
+        noisy = logits(model)
+        assert relative(logits(other), noisy) < 1e-5
+        assert relative(logits(other.eval()), logits(model.eval())) < 1e-5
+        assert relative(logits(model), noisy) > 1e-3
+        assert torch.equal(logits(other.train()), logits(other))
+
+
+def test_quantized_experts_are_refused() -> None:
+    """Their scales are elsewhere."""
+    model = model_of("DeepseekV3").requires_grad_(False)
+    experts = last_block(model).experts
+    narrow = experts.gate_up_proj.to(torch.float8_e4m3fn)
+    experts.gate_up_proj = torch.nn.Parameter(narrow, requires_grad=False)
+    with alone() as group, pytest.raises(epic.torch.EpicUnsupportedError, match="not quantized"):
+        epic.torch.replace_moe(model, group)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from epic.errors import EpicUnsupportedError
 from epic.options import Experts, Moe
+from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
 from epic.torch.module import OF_EXPERTS, MoE, add_over
@@ -148,14 +149,19 @@ PAIRS = ("GptOssMLP", "Llama4TextMoe")  # give a second value, which their layer
 
 
 class Block(nn.Module):
-    """What stands in a block's place."""
+    """What stands in a block's place.  jitter_noise: of Mixtral's blocks, while they train."""
 
-    def __init__(self, moe: MoE, gives_pair: bool) -> None:
+    def __init__(self, moe: MoE, gives_pair: bool, jitter_noise: float = 0.0) -> None:
         super().__init__()
-        self.moe, self.gives_pair = moe, gives_pair
+        self.moe, self.gives_pair, self.jitter_noise = moe, gives_pair, jitter_noise
 
     def forward(self, hidden_states: Tensor) -> Any:
         """As the block's."""
+        if self.training and self.jitter_noise > 0:
+            noise = torch.empty_like(hidden_states)
+            hidden_states = hidden_states * noise.uniform_(
+                1.0 - self.jitter_noise, 1.0 + self.jitter_noise
+            )
         out, _ = self.moe(hidden_states)
         return (out, None) if self.gives_pair else out
 
@@ -163,13 +169,19 @@ class Block(nn.Module):
 def from_block(
     block: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None, tag: int = 0
 ) -> MoE:
-    """The layer of a block of transformers, with this rank's experts of it."""
+    """The layer of a block of transformers, with this rank's experts of it.  What was frozen stays
+    so."""
     name = type(block).__name__
     if name not in BLOCKS:
         raise EpicUnsupportedError(f"{name}: one of {', '.join(BLOCKS)} is known")
-    with torch.no_grad():
+    with torch.enable_grad():  # what is made of a frozen parameter says so
         options, found = BLOCKS[name](block)
-        up = found["w_gate_up"]
+    up = found["w_gate_up"]
+    if up.dtype not in ROW_TYPES:
+        raise EpicUnsupportedError(
+            f"{name}: experts of {up.dtype}: load the model with weights that are not quantized"
+        )
+    with torch.no_grad():
         layer = MoE(
             group,
             options,
@@ -185,7 +197,9 @@ def from_block(
             group.rank * layer.num_local_experts, (group.rank + 1) * layer.num_local_experts
         )
         for key, value in found.items():
-            getattr(layer, key).copy_(value[own] if key in OF_EXPERTS else value)
+            kept = getattr(layer, key)
+            kept.copy_(value[own] if key in OF_EXPERTS else value)
+            kept.requires_grad_(value.requires_grad)
         if layer.load is not None:
             layer.load.zero_()
     return layer.train(block.training)
@@ -207,7 +221,9 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
     found = list(blocks_of(model))
     for parent, name, block in found:
         layer = from_block(block, group, grouped_mm=grouped_mm)
-        setattr(parent, name, Block(layer, type(block).__name__ in PAIRS))
+        noise = getattr(block, "jitter_noise", 0.0)
+        made = Block(layer, type(block).__name__ in PAIRS, noise)
+        setattr(parent, name, made.train(block.training))
     return len(found)
 
 
