@@ -401,6 +401,57 @@ def test_checkpoint_with_another_number_of_ranks(world: Any, tmp_path: Path) -> 
     world.run(checkpoint_roundtrip, str(tmp_path))
 
 
+def checkpoint_of_sharded(rank: int, folder: str) -> None:
+    """Of fully_shard over the other axis, by rows of experts or by columns: saved and loaded by
+    layers that are sharded otherwise, or not at all."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    kind, half = torch.get_default_device().type, dist.get_world_size() // 2
+    mesh = init_device_mesh(kind, (2, half), mesh_dim_names=("dp", "ep"))
+    single = init_device_mesh(kind, (2 * half,), mesh_dim_names=("ep",))
+
+    def columns(parameter: torch.nn.Parameter) -> Any:
+        return Shard(1 if parameter.dim() > 1 else 0)
+
+    def by_rows(layer: Any) -> Any:
+        return fully_shard(layer, mesh=mesh["dp"])
+
+    def by_columns(layer: Any) -> Any:
+        return fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=columns)
+
+    with epic.torch.Group(mesh, "ep", **SIZES) as pair, epic.torch.Group(single, **SIZES) as all_:
+        ways: dict[str, Any] = {
+            "rows": (pair, mesh["dp", "ep"], by_rows),
+            "columns": (pair, mesh["dp", "ep"], by_columns),
+            "whole": (all_, single, lambda layer: layer),
+        }
+
+        def made(way: str, seed: int) -> Any:
+            group, where, wrap = ways[way]
+            layer = epic.torch.MoE(group, WISH, bias_rate=0.1)
+            layer.reset_parameters(seed)
+            layer.bias.fill_(seed)
+            return wrap(layer), where
+
+        x = numbers(40 + rank, 6, 16)
+        wanted = made("whole", 5)[0](x)[0].detach()
+        for way in ways:
+            layer, where = made(way, 5)
+            dcp.save(epic.torch.sharded_state(layer, where), checkpoint_id=f"{folder}/{way}")
+        for saved, loaded in (("rows", "whole"), ("columns", "rows"), ("whole", "columns")):
+            layer, where = made(loaded, 9)
+            dcp.load(epic.torch.sharded_state(layer, where), checkpoint_id=f"{folder}/{saved}")
+            assert relative(layer(x)[0].detach(), wanted) < 1e-6 and layer.bias.eq(5).all()
+        with pytest.raises(epic.torch.EpicArgumentError, match="w_gate is sharded over"):
+            epic.torch.sharded_state(made("rows", 5)[0], mesh["ep"])
+
+
+def test_checkpoint_of_sharded_layers(world: Any, tmp_path: Path) -> None:
+    """FSDP2 beside expert parallelism."""
+    world.run(checkpoint_of_sharded, str(tmp_path))
+
+
 def data_parallel(rank: int) -> None:
     """FSDP2 and DDP over the other axis of the mesh: the same gradients."""
     from torch.distributed.fsdp import fully_shard

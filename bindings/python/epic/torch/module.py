@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Moe
 from epic.torch import steps
 from epic.torch.experts import GroupedMm
@@ -209,11 +209,48 @@ def fill(out: Tensor, name: str, seed: int, part: int) -> None:
 def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
     """The state of a layer for torch.distributed.checkpoint, as DTensors that share its memory: the
     experts over the mesh of the group, the rest on each of its ranks.  What was saved with one
-    number of ranks is loaded with another."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    number of ranks is loaded with another.
+
+    mesh: that of the group; of a layer under fully_shard the dimensions of that, then the group's,
+    as mesh["dp", "ep"]."""
+    from torch.distributed.tensor import DTensor
 
     def place(name: str, value: Tensor) -> Any:
-        where = Shard(0) if name in OF_EXPERTS else Replicate()
-        return DTensor.from_local(value.detach(), mesh, [where], run_check=False)
+        mine, placements, shape = placed(name, value.detach(), mesh)
+        stride = torch.empty(shape, device="meta").stride()
+        more = {"run_check": False, "shape": shape, "stride": stride}
+        return DTensor.from_local(mine, mesh, placements, **more)
 
     return {name: place(name, value) for name, value in layer.state_dict().items()}
+
+
+def placed(name: str, value: Tensor, mesh: Any) -> tuple[Tensor, list[Any], torch.Size]:
+    """Memory of this rank, its placements in a mesh whose last dimension is the group's, and the
+    shape of the whole."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    num_ranks, is_expert = mesh.size(mesh.ndim - 1), name in OF_EXPERTS
+    shape = torch.Size((value.shape[0] * num_ranks, *value.shape[1:])) if is_expert else value.shape
+    last = Shard(0) if is_expert else Replicate()
+    if not isinstance(value, DTensor):
+        return value, [Replicate()] * (mesh.ndim - 1) + [last], shape
+    over = value.device_mesh
+    if over.ndim != mesh.ndim - 1:
+        raise EpicArgumentError(
+            f"mesh: {name} is sharded over {over.mesh_dim_names}: pass a mesh of these dimensions "
+            f"and then the group's, here it has {mesh.mesh_dim_names}"
+        )
+    first = []
+    for i, placement in enumerate(value.placements):
+        if is_expert and placement.is_shard(0):
+            if value.shape[0] % over.size(i):
+                raise EpicUnsupportedError(
+                    f"{name}: {value.shape[0]} experts of a rank over {over.size(i)}: checkpoints "
+                    "want a number that divides them, or shard_placement_fn= of fully_shard that "
+                    "says Shard(1)"
+                )
+            first.append(_StridedShard(0, split_factor=num_ranks))
+        else:
+            first.append(placement)
+    return value.to_local(), [*first, last], shape
