@@ -491,6 +491,54 @@ def test_data_parallel(world: Any) -> None:
     world.run(data_parallel)
 
 
+class Residual(torch.nn.Module):
+    """Two layers, each added to what it was given, in place or not."""
+
+    def __init__(self, group: epic.torch.Group, in_place: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(epic.torch.MoE(group, WISH) for _ in range(2))
+        self.in_place = in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """With the losses."""
+        for layer in self.layers:
+            out, loss = layer(x)
+            if self.in_place:
+                out += x
+                loss *= 2
+            else:
+                out, loss = out + x, loss * 2
+            x = out + loss
+        return x
+
+
+def added_in_place(rank: int) -> None:
+    """To what a layer under fully_shard gave: the same gradients."""
+    from torch.distributed.fsdp import fully_shard
+
+    shape = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("dp", "ep"))
+
+    def gradients(group: epic.torch.Group, x: torch.Tensor, in_place: bool) -> list[torch.Tensor]:
+        model = Residual(group, in_place)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True)
+        fully_shard(model, mesh=mesh["dp"])(x).square().sum().backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    with epic.torch.Group(mesh, "ep", **SIZES) as group:
+        for dims in ((6, 16), (2, 3, 16)):
+            x = numbers(80 + rank, *dims)
+            got, wanted = (gradients(group, x, in_place) for in_place in (True, False))
+            for a, b in zip(got, wanted, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_outputs_that_are_written_in_place(world: Any) -> None:
+    """They are no views, of which FSDP2 warns."""
+    world.run(added_in_place)
+
+
 def masked(rank: int) -> None:
     """Tokens that the mask leaves out have no routed expert, and no part in the loss."""
     options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=12, balance_coeff=0.1)

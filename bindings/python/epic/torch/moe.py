@@ -505,7 +505,7 @@ def moe(
         found = composed(
             group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag
         )
-        return found._replace(out=found.out.reshape(x.shape))
+        return found._replace(out=reshaped(found.out, x.shape))
     up = weights.w_gate_up
     check_scales(up.dtype, weights)
     weights = with_wide_router(rows, weights)
@@ -519,7 +519,13 @@ def moe(
         return moe_into(forward_args(*inputs, *arrays), x, facts, out)
     y, loss, load, demand, logical = Layer.apply(*inputs, *arrays)
     logical = logical if facts.replicas else None
-    return MoeOut(y.reshape(x.shape), loss[0], load, demand, logical)
+    return MoeOut(reshaped(y, x.shape), reshaped(loss, ()), load, demand, logical)
+
+
+def reshaped(x: Tensor, shape: Any) -> Tensor:
+    """What nobody else has, in another shape, and to autograd no view: what is written in place
+    into a view that a module gives loses the hooks of fully_shard, and gradients are wrong."""
+    return x if x.shape == shape else torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> MoeOut:
