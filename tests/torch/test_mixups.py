@@ -81,6 +81,29 @@ def test_steps(name: str) -> None:
         wrong(group)
 
 
+@pytest.mark.parametrize("what", ["tokens", "rows"])
+def test_wide_rows_are_not_rounded(what: str) -> None:
+    """Said where it is asked for, and not at backward; a block that is none is told with out=."""
+    with epic.torch.Group(**ALONE) as group:
+        plan = epic.torch.plan(group, LAYER, IDS)
+        rows = torch.ones(plan.capacity, HIDDEN)
+        if what == "tokens":
+            calls = [
+                lambda: epic.torch.dispatch(plan, X.double(), quantize="1x32"),
+                lambda: epic.torch.dispatch_quantized(plan, X.double()),
+            ]
+        else:
+            calls = [
+                lambda: epic.torch.combine(plan, rows.double(), quantize_gradient="1x128"),
+            ]
+        for call in calls:
+            with pytest.raises(EpicUnsupportedError, match=f"{what} of torch.float64"):
+                call()
+        for wrong in ("1x64", ""):
+            with pytest.raises(EpicArgumentError, match=f"quantize_gradient '{wrong}'"):
+                epic.torch.combine(plan, rows, quantize_gradient=wrong, out=torch.empty_like(X))
+
+
 @pytest.mark.parametrize("name", ["timeout_ms", "max_sms", "max_in_flight", "max_top_k"])
 def test_numbers_of_a_group(name: str) -> None:
     """-1 was 4294967295."""

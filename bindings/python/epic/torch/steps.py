@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic as overridden
 
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import BLOCKS, Layer, word
 from epic.torch.arguments import (
     applied,
@@ -200,7 +200,7 @@ def dispatch(
             parts = parts_of(out, "recv, slot_weights")
             return dispatch_into(plan, rows, weights, zero_tail, *parts)
         if quantize is not None:
-            return rounded(plan, rows, weights, word("quantize", quantize, BLOCKS))
+            return rounded(plan, rows, weights, as_block("quantize", quantize, "tokens", rows))
         call = dispatch_apply if needs_gradient(rows, weights) else dispatch_op
         recv, slots = call(plan, plan.bytes, rows, weights, zero_tail)
     except RuntimeError as error:
@@ -254,6 +254,15 @@ def check_pair(weights: Tensor | None, slots: Tensor | None) -> None:
 # ------------------------------------------------------------------------- quantized ----
 
 
+def as_block(name: str, block: str, what: str, rows: Tensor) -> str:
+    """One of the blocks, of rows that can be rounded to e4m3."""
+    if rows.dtype == torch.float64:
+        raise EpicUnsupportedError(
+            f"{name} with {what} of torch.float64: float32, bfloat16 and float16 are rounded"
+        )
+    return word(name, block, BLOCKS)
+
+
 @raising
 def dispatch_quantized(
     plan: Plan,
@@ -278,7 +287,7 @@ def dispatch_quantized(
     weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k))
     if weights is not None:
         weights = weights.detach()
-    inputs = (plan, plan.bytes, rows, weights, word("block", block, BLOCKS))
+    inputs = (plan, plan.bytes, rows, weights, as_block("block", block, "tokens", rows))
     if out is not None:
         recv, scales, slots = parts_of(out, "recv, scales, slot_weights")
         check_pair(weights, slots)
@@ -541,9 +550,11 @@ def combine(
     try:
         rows = as_rows("rows", rows, plan.capacity)
         slots = as_weights("slot_weights", slot_weights, (plan.capacity,))
+        block = quantize_gradient
+        if block is not None:
+            block = as_block("quantize_gradient", block, "rows", rows)
         if out is not None:
             return combine_into(plan, rows, slots, out)
-        block = quantize_gradient and word("quantize_gradient", quantize_gradient, BLOCKS)
         call = combine_apply if needs_gradient(rows, slots) else combine_op
         return call(plan, plan.bytes, rows, slots, block)
     except RuntimeError as error:
