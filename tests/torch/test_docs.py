@@ -31,6 +31,28 @@ def test_the_layer(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
 
 
+def test_transformers(tmp_path: Path) -> None:
+    """The page's program, with 2 processes and a small model in its folder."""
+    pytest.importorskip("transformers", reason="there is no transformers package")
+    from test_pretrained import model_of
+
+    folder, script = tmp_path / "model", tmp_path / "this.py"
+    model_of("Qwen3Moe").save_pretrained(folder)
+    begin = f"import torch\nfolder = {str(folder)!r}\nids = prompt = torch.tensor([[5, 6, 7]])\n"
+    block = page_of(DOCS / "torch-frameworks.md", "# torchrun --nproc-per-node 4 this.py")
+    script.write_text(begin + block)
+    words = ["--nproc-per-node", "2", "--master-port", str(free_port()), str(script)]
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
+
+
+def page_of(guide: Path, begin: str) -> str:
+    """As block_of, with the empty lines between."""
+    text = guide.read_text()
+    code = re.search(r"(?:^ {4}.*\n|^\n)+", text[text.index(f"    {begin}") :], re.MULTILINE)
+    assert code is not None
+    return dedent(code[0])
+
+
 def test_names() -> None:
     """Every name of epic.torch that the guides have is there."""
     for guide in (GUIDE, DOCS / "torch-frameworks.md"):
