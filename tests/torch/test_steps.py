@@ -292,6 +292,13 @@ def drop(rank: int) -> None:
         slots, full = ([0, 1] if rank == 0 else []), epic.torch.EXPERT_FULL
         assert ledger.fate.flatten().tolist() == slots + [full] * (TOKENS - len(slots))
         assert ledger.rank[: len(slots)].eq(0).all()
+        exact = epic.torch.plan(group, layer, ids, capacity=epic.torch.EXACT)
+        assert exact.capacity == (2 if rank == 0 else 0)
+        recv, _ = epic.torch.dispatch(exact, x)
+        assert recv.shape[0] == exact.capacity
+        again = epic.torch.combine(exact, recv)
+        assert torch.equal(again, out)
+        assert torch.equal(torch.autograd.grad(again, x, ct)[0], ct * kept)
 
 
 def test_drop(world: Any) -> None:

@@ -75,7 +75,13 @@ def plan(
     except RuntimeError as error:
         raise told(error) from None
     made = tuple.__new__(Plan, (data, num_tokens, slots, way))
-    return made._replace(capacity=int(made.demand.item())) if slots == EXACT else made
+    return made._replace(capacity=landed(made, layer)) if slots == EXACT else made
+
+
+def landed(plan: Plan, layer: Layer) -> int:
+    """How many slots there are, for which the host waits.  What is dropped counts in demand."""
+    dropping = layer.overflow == "drop" and not plan.way.flat
+    return int((plan.expert_rows.sum() if dropping else plan.demand).item())
 
 
 def numbers_of(way: Way, tables: tuple[Any, ...]) -> tuple[Any, ...]:
