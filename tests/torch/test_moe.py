@@ -4,6 +4,7 @@
 import copy
 import io
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -537,6 +538,32 @@ def added_in_place(rank: int) -> None:
 def test_outputs_that_are_written_in_place(world: Any) -> None:
     """They are no views, of which FSDP2 warns."""
     world.run(added_in_place)
+
+
+def sharded_on_meta(rank: int) -> None:
+    """fully_shard of a layer on "meta", by rows or by columns, then memory and first values."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    kind, shape = torch.get_default_device().type, (2, dist.get_world_size() // 2)
+    mesh, x = init_device_mesh(kind, shape, mesh_dim_names=("dp", "ep")), numbers(90 + rank, 6, 16)
+    more: dict[str, Any] = {"gate_bias": True, "bias_rate": 0.1}
+    with epic.torch.Group(mesh, "ep", **SIZES) as group:
+        whole = epic.torch.MoE(group, WISH, **more)
+        whole.reset_parameters(seed=3)
+        for dim in (0, 1):
+            with torch.device("meta"):
+                layer = epic.torch.MoE(group, WISH, **more)
+            where = partial(lambda d, p: Shard(min(d, p.dim() - 1)), dim)
+            fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=where)
+            layer.to_empty(device=kind)
+            layer.reset_parameters(seed=3)
+            assert torch.equal(layer(x)[0], whole(x)[0])
+
+
+def test_a_sharded_module_made_on_meta(world: Any) -> None:
+    """As FSDP2 wants its modules made."""
+    world.run(sharded_on_meta)
 
 
 def masked(rank: int) -> None:

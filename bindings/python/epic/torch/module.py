@@ -104,23 +104,34 @@ class MoE(nn.Module):
 
     def reset_parameters(self, seed: int = 0) -> None:
         """Normal numbers of standard deviation 1 / sqrt(inputs), biases 0: for each expert the same
-        whatever the number of ranks.  After device="meta": call to_empty, then this."""
-        first = self.group.rank * self.num_local_experts
-        logical = self.replicas or range(self.options.layer.num_experts)
+        whatever the number of ranks.  After device="meta": call to_empty, then this, also under
+        fully_shard."""
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 if name.startswith("b_"):
                     parameter.zero_()
-                elif name in OF_EXPERTS:
-                    for i, expert in enumerate(parameter):
-                        fill(expert, name, seed, 1 + logical[first + i])
+                elif hasattr(parameter, "to_local"):
+                    mine = parameter.to_local()
+                    whole = torch.empty(parameter.shape, dtype=mine.dtype, device=mine.device)
+                    self.draw(whole, name, seed)
+                    mine.copy_(part_of(whole, parameter))
                 else:
-                    fill(parameter, name, seed, 0)
+                    self.draw(parameter, name, seed)
             for buffer in (self.bias, self.load):
                 if buffer is not None:
                     buffer.zero_()
             if self.logical_of_expert is not None:
                 self.logical_of_expert.copy_(torch.as_tensor(self.replicas))
+
+    def draw(self, out: Tensor, name: str, seed: int) -> None:
+        """First values of a parameter that is not sharded further."""
+        first = self.group.rank * self.num_local_experts
+        logical = self.replicas or range(self.options.layer.num_experts)
+        if name not in OF_EXPERTS:
+            fill(out, name, seed, 0)
+            return
+        for i, expert in enumerate(out):
+            fill(expert, name, seed, 1 + logical[first + i])
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MoE":
         """The bias moves, and stays float32: steps of bias_rate are lost in fewer bits."""
@@ -204,6 +215,14 @@ def fill(out: Tensor, name: str, seed: int, part: int) -> None:
     drawn = torch.randn(out.shape, generator=generator, dtype=torch.float64, device="cpu")
     inputs = out.shape[-2] if out.dim() > 1 else out.shape[0]
     out.copy_(drawn * inputs**-0.5)
+
+
+def part_of(whole: Tensor, like: Any) -> Tensor:
+    """What this rank has of it under a DTensor's placements; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    place = (like.device_mesh, like.placements)
+    return distribute_tensor(whole, *place, src_data_rank=None).to_local()
 
 
 def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
