@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import epic.torch
-from epic.torch.pretrained import Block
+from epic.torch.module import OF_EXPERTS
+from epic.torch.pretrained import BLOCKS, Block
 from reference import relative
 
 transformers = pytest.importorskip("transformers", reason="there is no transformers package")
@@ -39,7 +40,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": 16},
     "Llama4": {"num_local_experts": 8, "head_dim": 8, "intermediate_size_mlp": 24},
 }
-TRANSPOSED = ("GptOss", "Llama4")  # not [experts, outputs, inputs]
 
 
 def model_of(name: str) -> Any:
@@ -63,12 +63,13 @@ def gradients_of(model: Any, ids: torch.Tensor) -> Any:
     return logits.detach()
 
 
-def experts_gradient(layer: Any) -> torch.Tensor:
-    """Of w_down, [experts, inner, hidden], of either kind of block."""
-    if isinstance(layer, Block):
-        return layer.moe.w_down.grad
-    grad = layer.experts.down_proj.grad
-    return grad if type(layer).__name__.startswith(TRANSPOSED) else grad.transpose(1, 2)
+def gradients_as_epic_has_them(block: Any) -> dict[str, torch.Tensor]:
+    """Of all parameters of a block of transformers."""
+    filled = copy.deepcopy(block).requires_grad_(False)
+    for kept, found in zip(filled.parameters(), block.parameters(), strict=True):
+        kept.copy_(found.grad)
+    found = BLOCKS[type(block).__name__](filled)[1]
+    return {name: value for name, value in found.items() if name != "bias"}
 
 
 def last_block(model: Any) -> Any:
@@ -104,14 +105,13 @@ def test_the_same_model(name: str) -> None:
     assert relative(torch.cat(on_two(copies, run)), wanted) < 1e-5
     blocks = [sum(isinstance(m, Block) for m in mine.modules()) for mine in copies]
     assert blocks == [1 if "k_dense" in str(MODELS[name]) else 2] * 2
-    last = [last_block(m) for m in (model, *copies)]
-    whole = torch.cat([experts_gradient(block) for block in last[1:]])
-    assert relative(whole, experts_gradient(last[0])) < 1e-5
     embedded = [m.model.embed_tokens.weight.grad for m in (model, *copies)]
     assert relative(embedded[1] + embedded[2], embedded[0]) < 1e-5
-    gates = [block.moe.w_gate.grad for block in last[1:]]
-    router = last[0].router if name in TRANSPOSED else last[0].gate
-    assert relative(gates[0] + gates[1], router.weight.grad.T) < 1e-5
+    layers = [last_block(m).moe for m in copies]
+    for key, value in gradients_as_epic_has_them(last_block(model)).items():
+        mine = [getattr(layer, key).grad for layer in layers]
+        got = torch.cat(mine) if key in OF_EXPERTS else mine[0] + mine[1]
+        assert relative(got, value) < 1e-5, key
 
 
 def train(model: Any, ids: torch.Tensor, group: epic.torch.Group | None) -> list[float]:

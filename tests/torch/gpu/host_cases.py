@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import epic.torch
+from epic.torch.module import OF_EXPERTS
 from parts import SIZES, UNEVEN, Data, numbers, through
 from reference import relative
 
@@ -85,15 +86,18 @@ def case_pretrained(group: Group) -> None:
         wanted = small.gradients_of(whole, ids.to(group.device))
         epic.torch.replace_moe(mine, group)
         got = small.gradients_of(mine, ids[part].to(group.device))
-        blocks = [small.experts_gradient(small.last_block(m)) for m in (mine, whole)]
-        local = len(blocks[1]) // group.num_ranks
-        where = slice(group.rank * local, (group.rank + 1) * local)
+        layer = small.last_block(mine).moe
+        first = group.rank * layer.num_local_experts
+        where = slice(first, first + layer.num_local_experts)
         embedded = [m.model.embed_tokens.weight.grad for m in (mine, whole)]
         pairs = {
             "logits": (got, wanted[part]),
-            "experts": (blocks[0], blocks[1][where]),
             "embeddings": (epic.torch.sum(group, embedded[0].contiguous()), embedded[1]),
         }
+        for key, value in small.gradients_as_epic_has_them(small.last_block(whole)).items():
+            own, is_expert = getattr(layer, key).grad, key in OF_EXPERTS
+            all_ = own if is_expert else epic.torch.sum(group, own.contiguous())
+            pairs[key] = (all_, value[where] if is_expert else value)
         for what, (a, b) in pairs.items():
             error = relative(a.detach().cpu(), b.detach().cpu())
             assert error < 1e-4, f"{name}: {what}: {error}"
