@@ -45,9 +45,8 @@ typedef struct p2p_gemm {
     uint32_t pass;     /* an epic_gemm_pass */
     uint32_t row_type; /* of x and d_x */
     uint32_t y_type;   /* of y and d_y; 0: row_type */
-    uint32_t
-        weight_type; /* of b but in WEIGHT, and of bias; E4M3 with row_type E4M3 only, with bias
-                             of y_type */
+    /* Of b but in WEIGHT, and of bias; E4M3 with row_type E4M3 only, with bias of y_type. */
+    uint32_t weight_type;
     uint32_t out_type;  /* WEIGHT: of out */
     int32_t accumulate; /* WEIGHT, INPUT: out is added to */
     int32_t sms;        /* most CTAs */
@@ -65,8 +64,8 @@ typedef struct p2p_activation_job {
     const void *bias;          /* [experts, width]; NULL: none */
     const float *slot_weights; /* NULL: EPIC_WEIGHT_LATE */
     void *activations;         /* [slots, inner]; backward: their gradient comes in */
-    float *
-        scales; /* forward: of activations, e4m3 then, [slots, blocks of 128]; NULL: row_type */
+    /* Forward: of activations, e4m3 then, [slots, blocks of 128]; NULL: row_type. */
+    float *scales;
     void *d_gate_up;    /* backward: [slots, width] */
     const void *d_y;    /* backward, for b_down's part in EPIC_WEIGHT_EARLY: [slots, hidden] */
     const void *b_down; /* backward: [experts, hidden]; NULL: none */
@@ -94,8 +93,8 @@ typedef struct p2p_scale_job {
     p2p_slabs slabs;
     void *rows;           /* [slots, n] of row_type; those without a token become 0 */
     const float *weights; /* [slots]; NULL: 1 */
-    const void
-        *bias; /* [experts, n] of weight_type: rows + weight * bias; NULL: weight * rows */
+    /* [experts, n] of weight_type: rows + weight * bias; NULL: weight * rows. */
+    const void *bias;
     int64_t n;
     uint32_t row_type, weight_type;
     int32_t sms;

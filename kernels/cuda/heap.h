@@ -13,31 +13,30 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
-#define P2P_MAX_SEARCHES 40 /* counts of rows that decide what is dropped */
-#define P2P_FEW_TOKENS 128  /* of a rank, at most, where latency is all: few.cuh */
-#define P2P_FEW_ROWS \
-    128 /* the same for rows whose plan is there; up to 1024 it would be faster too, docs/cuda.md */
+#define P2P_MAX_SEARCHES 40  /* counts of rows that decide what is dropped */
+#define P2P_FEW_TOKENS 128   /* of a rank, at most, where latency is all: few.cuh */
+#define P2P_FEW_ROWS 128     /* the same, of rows whose plan is there */
 #define P2P_FEW_SUMS 64      /* and for combine, above which the stream is faster */
 #define P2P_FEW_CHOICES 8192 /* of all ranks, */
 #define P2P_FEW_MASKS 8192   /* experts times groups of 32 tokens, */
 #define P2P_FEW_EXPERTS 512  /* and experts that a CTA plans */
 #define P2P_FEW_ID_WORDS 16  /* of a token */
-#define P2P_REPLICATED_EXPERTS \
-    2048 /* more would not fit the shared memory of a CTA that plans */
+/* More would not fit the shared memory of a CTA that plans. */
+#define P2P_REPLICATED_EXPERTS 2048
 
 typedef struct p2p_heap {
     int64_t announce; /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
     int64_t broken;   /* one word: why the group is broken, 0: whole */
     int64_t gone;     /* [MAX_RANKS]: P2P_GONE of a rank that has closed, 0: here */
-    int64_t
-        waits; /* stamped [MAX_RANKS]: bit mask of awaited ranks, written late in the deadline */
+    /* Stamped [MAX_RANKS]: bit mask of awaited ranks, written late in the deadline. */
+    int64_t waits;
     int64_t why;     /* char [512]: the sentence of the peer that aborted */
     int64_t control; /* p2p_control: this rank alone */
     int64_t faults;  /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: the first of each rank */
     int64_t first;   /* stamped [MAX_PLANNERS]: first bad choice of a CTA; this rank alone */
     int64_t counts;  /* stamped [2][num_ranks][MAX_TALLIES]: choices of each rank */
-    int64_t
-        searches; /* stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]: FLAT: rows that are kept */
+    /* Stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]: FLAT: rows that are kept. */
+    int64_t searches;
     int64_t chosen;  /* stamped [2][num_ranks][REPLICATED_EXPERTS]: choices of logical experts,
                         where experts are to be known before anything is counted */
     int64_t tallies; /* stamped [MAX_PLANNERS][MAX_TALLIES]: this rank alone */
@@ -49,8 +48,8 @@ typedef struct p2p_heap {
     int64_t wants; /* stamped [2][num_ranks][max_tokens]: relay.cuh */
     int64_t sent;  /* uint32 [num_ranks][max_tokens]: pieces of a token stored, here alone */
 #endif
-    int64_t
-        ids; /* stamped [2][num_ranks][p2p_few_of(max_tokens)][FEW_ID_WORDS]: two ids each */
+    /* Stamped [2][num_ranks][p2p_few_of(max_tokens)][FEW_ID_WORDS]: two ids each. */
+    int64_t ids;
     int64_t floats;  /* poison [2][num_ranks - 1][max_tokens * max_top_k] */
     int64_t escapes; /* zero [2][num_ranks - 1][escape_words] */
     int64_t parts;   /* poison [num_ranks][max_tokens * max_top_k * blocks]: this rank alone */

@@ -16,9 +16,8 @@
 #define LEAF_LEVELS 8 /* of a tree of a rank's leaves, at most 128 */
 
 struct Replicas { /* in shared memory */
-    int32_t
-        count[P2P_REPLICATED_EXPERTS + 1];  /* replicas of a logical expert; then, of the n-th
-                                                  that has several, where those here begin */
+    /* Replicas of a logical expert; then, of the n-th that has several, where those here begin. */
+    int32_t count[P2P_REPLICATED_EXPERTS + 1];
     uint16_t nth[P2P_REPLICATED_EXPERTS];   /* of those that have several, by logical expert */
     uint16_t mine[P2P_REPLICATED_EXPERTS];  /* the same by local expert */
     uint16_t local[P2P_REPLICATED_EXPERTS]; /* local experts, by that */

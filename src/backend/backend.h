@@ -150,8 +150,8 @@ typedef struct epic_loss {
     const void *logits;
     int64_t num_tokens;
     int64_t total_tokens;
-    const void
-        *plan; /* on devices: it counts the tokens of all ranks; NULL: total_tokens does */
+    /* On devices: it counts the tokens of all ranks; NULL: total_tokens does. */
+    const void *plan;
     int64_t sequence_tokens; /* z-loss: 0 */
     const int32_t *load;
     const int32_t *topk_idx;

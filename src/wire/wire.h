@@ -27,10 +27,11 @@
 
 typedef struct wire wire;
 
-typedef enum wire_puts { /* how bytes travel, where the engine has a choice; EPIC_WIRE_PUT */
-                         WIRE_PUT_IF_WHOLE, /* by remote writes where those are known to keep words whole */
-                         WIRE_PUT_NEVER, /* in messages that the receiver's thread copies, a word at a time */
-                         WIRE_PUT_ALWAYS /* by remote writes: who says so knows the network */
+/* How bytes travel, where the engine has a choice; EPIC_WIRE_PUT. */
+typedef enum wire_puts {
+    WIRE_PUT_IF_WHOLE, /* by remote writes where those are known to keep words whole */
+    WIRE_PUT_NEVER,    /* in messages that the receiver's thread copies, a word at a time */
+    WIRE_PUT_ALWAYS    /* by remote writes: who says so knows the network */
 } wire_puts;
 
 typedef struct wire_setup {
@@ -39,17 +40,17 @@ typedef struct wire_setup {
     bool on_gpu;          /* inbox and outbox lie on a GPU; else in host memory */
     void *inbox;          /* 8-byte aligned, as all below is */
     uint64_t inbox_bytes; /* the same on all */
-    uint64_t
-        urgent_bytes; /* what goes to so many at the beginning of an inbox is little, and awaited
-                              by what all else waits for: an engine may let it overtake */
+    /* What goes to so many bytes at the beginning of an inbox is little, and awaited by what all
+     * else waits for: an engine may let it overtake. */
+    uint64_t urgent_bytes;
     const void *outbox; /* what puts read lies here */
     uint64_t outbox_bytes;
 } wire_setup;
 
 typedef struct wire_engine {
     const char *name;
-    uint32_t
-        best_bytes; /* the size that puts should have, if there is as much; 2 KB to 512 KB */
+    /* The size that puts should have, if there is as much; 2 KB to 512 KB. */
+    uint32_t best_bytes;
 
     /* Can this host have such a wire?  Local; `why` (WIRE_WHY bytes) gets the reason when not. */
     bool (*can)(char *why);
