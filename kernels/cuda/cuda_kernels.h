@@ -201,9 +201,9 @@ typedef struct p2p_dispatch_job {
     uint32_t type, quantize;
     int32_t scales_aligned, scales_in_words; /* vectors of 16 bytes; words */
     /* Of strings that move whole (bulk.cuh) alone: */
-    int32_t bulk; /* the GPU has bulk stores */
-    int32_t warps,
-        places; /* of a CTA; strings that each has room for; the launch fills them in */
+    int32_t bulk;   /* the GPU has bulk stores */
+    int32_t warps;  /* of a CTA; the launch fills it in, */
+    int32_t places; /* and how many strings each has room for */
 } p2p_dispatch_job;
 
 /* What travels for a token: whole vectors of its row, then of its second row. */
@@ -251,8 +251,8 @@ typedef struct p2p_combine_backward_job {
     uint8_t *d_rows_scales;
     int64_t scale_bytes, quantized_bytes; /* of rows of them, and of d_rows */
     uint32_t quantize;
-    int32_t quantized_whole,
-        scales_in_words; /* are stored as what a lane has of a vector; as words */
+    int32_t quantized_whole; /* rows are stored as what a lane has of a vector, */
+    int32_t scales_in_words; /* and scales as words */
 } p2p_combine_backward_job;
 
 typedef struct p2p_sum_job {

@@ -7,8 +7,6 @@
 
 #include "inner.h"
 
-#define MAX_KERNELS 256
-
 typedef struct running { /* a kernel, until its last CTA has begun */
     const launch *work;
     int begun, ended;

@@ -93,6 +93,9 @@ uint64_t emulator_bytes(bool host);
 /* From now on no more than the first `ctas` CTAs of any kernel on the device begin; 0: all do. */
 void emulator_hold(int device, int ctas);
 
+/* Different kernels that this process has launched. */
+int emulator_kernels(void);
+
 /* Enqueues body(arguments) for every thread; the arguments are copied. */
 cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *arguments),
                              const void *arguments, size_t bytes, int ctas, int threads,

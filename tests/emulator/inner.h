@@ -8,6 +8,7 @@
 #include "emulator.h"
 
 #define MAX_DEVICES 8
+#define MAX_KERNELS 256
 #define SHARED_BYTES (227 << 10)  /* of a CTA, when the kernel has asked for it, */
 #define SHARED_UNASKED (48 << 10) /* and when it has not */
 

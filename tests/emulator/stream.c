@@ -35,6 +35,7 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of all streams */
 static pthread_cond_t any_idle = PTHREAD_COND_INITIALIZER;
 static stream *streams;
 static stream *defaults[MAX_DEVICES];
+static const void *launched[MAX_KERNELS];
 static __thread stream *own;
 
 /* ------------------------------------------------------------------------------- tasks ---- */
@@ -204,6 +205,24 @@ cudaError_t cudaStreamSynchronize(cudaStream_t given)
 
 /* ---------------------------------------------------------------- what streams are given ---- */
 
+static void remember(const void *kernel)
+{
+    int i = 0;
+    pthread_mutex_lock(&mutex);
+    while (i < MAX_KERNELS - 1 && launched[i] && launched[i] != kernel) i++;
+    launched[i] = kernel;
+    pthread_mutex_unlock(&mutex);
+}
+
+int emulator_kernels(void)
+{
+    int count = 0;
+    pthread_mutex_lock(&mutex);
+    while (count < MAX_KERNELS && launched[count]) count++;
+    pthread_mutex_unlock(&mutex);
+    return count;
+}
+
 cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *arguments),
                              const void *arguments, size_t bytes, int ctas, int threads,
                              int shared_bytes, cudaStream_t given)
@@ -212,6 +231,7 @@ cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *argume
     if (ctas < 1 || threads < 1 || threads > EMULATOR_MAX_THREADS || threads % EMULATOR_WARP ||
         shared_bytes < 0 || shared_bytes > most_shared(kernel))
         return cudaErrorInvalidValue;
+    remember(kernel);
     enqueue(stream_of(given), new_task(&t, arguments, bytes));
     return cudaSuccess;
 }

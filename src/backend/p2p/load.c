@@ -79,16 +79,19 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
     return error;
 }
 
-/* Whole rows of the job, with a plan that is read or made, of either layout. */
-static cudaError_t launch_bulk(const p2p_dispatch_job *like, cudaStream_t stream)
+typedef cudaError_t launcher(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
+
+/* The job with a plan that is read or made, of either layout. */
+static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch,
+                                  cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;
-    for (int kind = 0; kind < 4 && !HOSTS && error == cudaSuccess; kind++) {
+    for (int kind = 0; kind < 4 && error == cudaSuccess; kind++) {
         p2p_dispatch_job job = *like;
         job.flat = kind & 1;
         if (kind & 2) job.plan.layer.num_experts = job.plan.planners = 1;
         job.plan.layer.layout = kind & 1 ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
-        error = p2p_launch_dispatch_bulk(&job, 1, stream);
+        error = launch(&job, 1, stream);
     }
     return error;
 }
@@ -105,11 +108,12 @@ static cudaError_t launch_strings(const p2p_self *self, int aligned, cudaStream_
                                 .aligned = aligned,
                                 .type = EPIC_BF16,
                                 .quantize = quantize};
-        error = p2p_launch_dispatch_strings(&job, 1, stream);
-        if (error == cudaSuccess) error = p2p_launch_few_strings(&job, 1, stream);
-        if (error == cudaSuccess) error = launch_bulk(&job, stream);
+        error = p2p_launch_few_strings(&job, 1, stream);
+        if (error == cudaSuccess)
+            error = launch_layouts(&job, p2p_launch_dispatch_strings, stream);
+        if (error == cudaSuccess && !HOSTS)
+            error = launch_layouts(&job, p2p_launch_dispatch_bulk, stream);
         job.plan.layer.num_experts = job.plan.planners = job.plan.few = 1;
-        if (error == cudaSuccess) error = p2p_launch_dispatch_strings(&job, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_few_strings(&job, 1, stream);
     }
     return error;

@@ -1,0 +1,129 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Open launches every kernel of the exchange: the first launch of one may wait until the GPU is idle,
+ * and with a peer's kernel on it that waits for ours it never is.
+ *   emulated_loaded */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "emulator.h"
+#include "team.h"
+
+static const int64_t row_bytes[] = {24, 1040, 2048, 3584, 4096, 14336};
+static const uint32_t types[] = {EPIC_BF16, EPIC_F16, EPIC_F32};
+static int before;
+static bool late;
+
+/* As many kernels as before? */
+static void look(cudaError_t error, const char *what)
+{
+    if (error == cudaSuccess && emulator_kernels() == before) return;
+    fprintf(stderr, "%s: error %d, %d kernels for the first time\n", what, (int)error,
+            emulator_kernels() - before);
+    before = emulator_kernels();
+    late = true;
+}
+
+static void try_plans(const p2p_self *self, cudaStream_t stream)
+{
+    for (int kind = 0; kind < 8; kind++) {
+        const p2p_plan_job job = {
+            .self = *self,
+            .layer = {.num_experts = 1,
+                      .top_k = 1,
+                      .layout = kind & 1 ? EPIC_FLAT : EPIC_EXPERT_MAJOR,
+                      .overflow = kind & 2 ? EPIC_OVERFLOW_DROP : EPIC_OVERFLOW_ERROR,
+                      .num_logical = kind & 4 ? 1 : 0}};
+        look(p2p_launch_plan(&job, 1, stream), "plan");
+        look(p2p_launch_few_plan(&job, 1, stream), "plan of few tokens");
+    }
+}
+
+static void try_strings(p2p_dispatch_job job, uint32_t type, cudaStream_t stream)
+{
+    job.type = type;
+    job.scale_bytes = 32;
+    job.token_bytes = 2 * job.row_bytes;
+    job.bulk = job.scales_aligned = 1;
+    for (uint32_t quantize = 0; quantize <= EPIC_QUANTIZE_1X32; quantize++) {
+        job.quantize = quantize;
+        job.plan.few = 0;
+        look(p2p_launch_dispatch_strings(&job, 1, stream), "dispatch of strings");
+        if (p2p_goes_in_bulk(&job))
+            look(p2p_launch_dispatch_bulk(&job, 1, stream), "dispatch in bulk");
+        for (job.plan.few = 0; job.plan.few < 2; job.plan.few++)
+            look(p2p_launch_few_strings(&job, 1, stream), "dispatch of a few strings");
+    }
+}
+
+static void try_dispatch(const p2p_self *self, int64_t bytes, int kind, cudaStream_t stream)
+{
+    p2p_dispatch_job job = {.plan.self = *self, .row_bytes = bytes};
+    job.aligned = kind & 1 && bytes % 16 == 0;
+    job.flat = kind >> 1 & 1;
+    job.plan.layer.layout = job.flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
+    job.plan.planners = kind >> 2 & 1;
+    job.plan.layer.num_experts = 1;
+    look(p2p_launch_dispatch(&job, 1, stream), "dispatch");
+    for (job.plan.few = 0; job.plan.few < 2; job.plan.few++)
+        look(p2p_launch_few_dispatch(&job, 1, stream), "dispatch of few tokens");
+    for (int i = 0; i < 3 && bytes <= 4096; i++) try_strings(job, types[i], stream);
+}
+
+static void try_sums(const p2p_self *self, int64_t bytes, int kind, cudaStream_t stream)
+{
+    for (int i = 0; i < 3; i++) {
+        const int aligned = kind & 1 && bytes % 16 == 0;
+        const p2p_combine_job combine = {.self = *self,
+                                         .row_bytes = bytes,
+                                         .aligned = aligned,
+                                         .type = types[i],
+                                         .tree = kind >> 1 & 1,
+                                         .flat = kind >> 2 & 1};
+        look(p2p_launch_combine(&combine, 1, stream), "combine");
+        look(p2p_launch_few_combine(&combine, 1, stream), "combine of few tokens");
+        look(p2p_launch_floats(&combine, 1, stream), "floats");
+        p2p_combine_backward_job backward = {
+            .self = *self, .row_bytes = bytes, .aligned = aligned, .type = types[i]};
+        for (; backward.quantize <= EPIC_QUANTIZE_1X32; backward.quantize++)
+            look(p2p_launch_combine_backward(&backward, 1, stream), "combine_backward");
+    }
+}
+
+static int work(team_rank *me)
+{
+    p2p_self self = me->group->self;
+    const p2p_sum_job sum = {.self = self};
+    const p2p_sum_replicas_job replicas = {.self = self};
+    team_meet(me);
+    if (me->rank) return 0;
+    self.max_tokens = 1;
+    self.operation = EPIC_OP_NONE;
+    before = emulator_kernels();
+    try_plans(&self, me->stream);
+    for (int kind = 0; kind < 8; kind++)
+        for (size_t i = 0; i < sizeof row_bytes / sizeof *row_bytes; i++) {
+            try_dispatch(&self, row_bytes[i], kind, me->stream);
+            try_sums(&self, row_bytes[i], kind, me->stream);
+        }
+    look(p2p_launch_sum(&sum, 1, me->stream), "sum");
+    look(p2p_launch_sum_replicas(&replicas, 1, me->stream), "sum of replicas");
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    return late;
+}
+
+int main(void)
+{
+    static const int num_ranks[] = {9, 2}; /* which kernels follow from */
+    int bad = 0;
+    for (int i = 0; i < 2; i++) {
+        const team t = {.num_ranks = num_ranks[i],
+                        .num_gpus = 1,
+                        .max_tokens = 16,
+                        .max_row_bytes = 14336,
+                        .timeout_ms = TEAM_LONG_MS,
+                        .work = work};
+        bad |= team_run(&t) != 0;
+    }
+    printf("emulated_loaded: %s\n", bad ? "WRONG" : "good");
+    return bad;
+}
