@@ -56,6 +56,12 @@ typedef enum case_kind {
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
                int64_t max_row_bytes, case_kind kind);
 
+/* One of the forms that take kernels of their own: rows at any address, of vectors, of whole pieces;
+ * each type; without second rows, with them, quantized; summed by rank, FLAT, as a tree (where ranks
+ * are a power of two), in this order: a group that has met FLAT or a tree leaves some kernels. */
+#define CASE_FORMS 27
+void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max_tokens);
+
 /* Full size: what the benchmark runs. */
 void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens);
 

@@ -57,6 +57,7 @@ static uint32_t top_k_of(uint32_t drawn)
 static void limit_to_few(epic_layer *l, int num_ranks)
 {
     if (l->top_k > 32) l->top_k = 32;
+    l->layout = EPIC_EXPERT_MAJOR;
     l->partial_type = 0;
     l->leaves = (uint32_t)num_ranks;
     if (num_ranks > 8) l->sum_order = EPIC_BY_RANK;
@@ -275,6 +276,77 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     const bool no_strings = HOSTS && c->plain; /* they have no such kernel there */
     choose_scales(c, no_strings ? 3 : case_hash(seed, 41, 0, 0), max_row_bytes);
     if (c->scale_bytes > max_row_bytes) c->scale_bytes = max_row_bytes;
+}
+
+/* ------------------------------------------------------------------------------ forms ---- */
+
+enum { ANYWHERE, ALIGNED, WHOLE };        /* rows: at any address; vectors; whole pieces */
+enum { ALONE, JOINED, QUANTIZED };        /* and their second rows */
+enum { SUM_BY_RANK, SUM_FLAT, SUM_TREE }; /* and their layer */
+
+/* More tokens than the kernels for few take, where there may be; else few. */
+static int32_t form_tokens(uint64_t *s, int64_t max_tokens)
+{
+    if (max_tokens > P2P_FEW_TOKENS) return P2P_FEW_TOKENS + (int32_t)between(s, 1, 12);
+    return (int32_t)(between(s, 0, 9) ? between(s, 0, 12) : max_tokens * 3 / 4 + 1);
+}
+
+static void form_layer(test_case *c, uint64_t *s, int sums)
+{
+    static const uint32_t blocks[] = {1, 2, 4, 8, 16};
+    routing *r = &c->r;
+    epic_layer *l = &r->layer;
+    const uint32_t n = (uint32_t)r->num_ranks, block = blocks[between(s, 0, 4)];
+    l->num_experts = n * block;
+    l->top_k = top_k_of((uint32_t)between(s, 1, 3));
+    l->alignment = sums == SUM_FLAT ? 1 : 1u << between(s, 0, 4);
+    l->layout = sums == SUM_FLAT ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
+    l->sum_order = sums == SUM_TREE && (n & (n - 1)) == 0 ? EPIC_TREE : EPIC_BY_RANK;
+    l->leaves = n;
+    r->owner = malloc(l->num_experts * sizeof *r->owner);
+    for (uint32_t e = 0; e < l->num_experts; e++) r->owner[e] = (int32_t)(e / block);
+}
+
+static void form_rows(test_case *c, uint64_t *s, int rows, int scales)
+{
+    static const int64_t hiddens[] = {100, 520, 1024}, bytes[] = {17, 20, 224};
+    c->hidden = hiddens[rows] / (rows == WHOLE && c->type == EPIC_F32 ? 2 : 1);
+    c->row_bytes = c->hidden * type_bytes(c->type);
+    if (rows == ANYWHERE) c->offset = type_bytes(c->type);
+    if (scales == QUANTIZED)
+        c->quantize = between(s, 0, 1) ? EPIC_QUANTIZE_1X128 : EPIC_QUANTIZE_1X32;
+    c->recv_bytes = c->quantize ? c->hidden : c->row_bytes;
+    c->scale_bytes = scales == ALONE                      ? 0
+                     : scales == JOINED                   ? bytes[rows]
+                     : c->quantize == EPIC_QUANTIZE_1X128 ? (c->hidden + 127) / 128 * 4
+                                                          : (c->hidden + 31) / 32;
+}
+
+void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max_tokens)
+{
+    static const uint32_t types[] = {EPIC_BF16, EPIC_F16, EPIC_F32};
+    uint64_t state = seed * 1000003, *s = &state;
+    const int rows = form % 3, type = form / 3 % 3, sums = form / 9 % 3;
+    memset(c, 0, sizeof *c);
+    c->seed = seed;
+    c->r.num_ranks = num_ranks;
+    c->type = types[type];
+    c->fused = true; /* which makes a plan, and reads it */
+    c->sample = 1;
+    c->hard = between(s, 0, 1);
+    c->weighted = between(s, 0, 3) > 0;
+    c->wide = between(s, 0, 3) == 0;
+    c->zero_tail = between(s, 0, 3) == 0;
+    c->leave_padding = between(s, 0, 3) == 0;
+    form_layer(c, s, sums);
+    for (int q = 0; q < num_ranks; q++) c->r.tokens_of[q] = form_tokens(s, max_tokens);
+    form_rows(c, s, rows, (rows + type + 2 * sums) % 3);
+    draw_ids(c, s);
+    solve_routing(&c->r);
+    for (int q = 0; q < num_ranks; q++) {
+        c->r.capacity_of[q] = (int32_t)(c->r.slots_of[q] + between(s, 0, 9));
+        c->recv_rows[q] = c->r.slots_of[q] + between(s, 0, 9);
+    }
 }
 
 /* Full size: what the benchmark runs. */

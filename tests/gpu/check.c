@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Random cases on the p2p backend against plain loops, bit for bit.
- *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small|few|usual [rows]]
- * rows: of the seeds those whose rows have no second rows.
+ *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small|few|usual [rows|forms]]
+ * rows: of the seeds those whose rows have no second rows; forms: each kernel's in turn.
  * Every rank makes the same case from the same seed, does its part, and checks its results. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,7 +15,7 @@
 static struct {
     int cases;
     uint64_t seed;
-    bool big, few, rows;
+    bool big, few, rows, forms;
     size_t arena_bytes;
 } options;
 
@@ -104,6 +104,8 @@ static void draw_next(bench *b, uint64_t seed, int i)
     const epic_config *config = &b->me->group->config;
     if (options.big)
         draw_big(&b->c, seed, b->me->num_ranks, config->max_tokens);
+    else if (options.forms)
+        draw_form(&b->c, seed, i % CASE_FORMS, b->me->num_ranks, config->max_tokens);
     else
         draw_case(&b->c, seed, b->me->num_ranks, config->max_tokens, config->max_row_bytes,
                   kind_of(i));
@@ -137,7 +139,7 @@ int main(int argc, char **argv)
 {
     if (argc < 6) {
         fprintf(stderr, "gpu_check RANKS GPUS threads|processes CASES SEED "
-                        "[big|tight|small|few|usual [rows]]\n");
+                        "[big|tight|small|few|usual [rows|forms]]\n");
         return 2;
     }
     const bool big = argc > 6 && !strcmp(argv[6], "big");
@@ -149,6 +151,7 @@ int main(int argc, char **argv)
     options.big = big;
     options.few = few;
     options.rows = argc > 7 && !strcmp(argv[7], "rows");
+    options.forms = argc > 7 && !strcmp(argv[7], "forms");
     options.arena_bytes = big ? (size_t)3 << 30 : (size_t)1200 << 20;
     team t = {.num_ranks = atoi(argv[1]),
               .num_gpus = atoi(argv[2]),
