@@ -57,7 +57,6 @@ static uint32_t top_k_of(uint32_t drawn)
 static void limit_to_few(epic_layer *l, int num_ranks)
 {
     if (l->top_k > 32) l->top_k = 32;
-    l->layout = EPIC_EXPERT_MAJOR;
     l->partial_type = 0;
     l->leaves = (uint32_t)num_ranks;
     if (num_ranks > 8) l->sum_order = EPIC_BY_RANK;
