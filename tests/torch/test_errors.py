@@ -39,6 +39,8 @@ def alone(**more: Any) -> epic.torch.Group:
 
 IDS = torch.zeros((4, TOP_K), dtype=torch.int32)
 X = torch.ones((4, HIDDEN))
+NUMBER: Any = 2.5
+TEXT: Any = "3"
 ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "float ids": (lambda g, p: epic.torch.plan(g, LAYER, IDS.float()), "topk_idx is float32: int"),
     "top_k": (lambda g, p: epic.torch.plan(g, LAYER, IDS[:, :2]), "topk_idx: shape [4, 2]"),
@@ -47,6 +49,11 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "num_tokens is 80",
     ),
     "capacity": (lambda g, p: epic.torch.plan(g, LAYER, IDS, capacity=-1), "capacity -1"),
+    "no capacity": (lambda g, p: epic.torch.plan(g, LAYER, IDS, capacity=NUMBER), "capacity 2.5"),
+    "capacity as text": (
+        lambda g, p: epic.torch.plan_dispatch(g, LAYER, IDS, torch.ones(4, 3), capacity=TEXT),
+        "capacity '3'",
+    ),
     "tokens": (lambda g, p: epic.torch.dispatch(p, X[:3]), "tokens: 3 rows"),
     "row bytes": (lambda g, p: epic.torch.dispatch(p, torch.ones(4, 5000)), "max_row_bytes 4096"),
     "integers": (lambda g, p: epic.torch.dispatch(p, X.int()), "tokens is int32: float32, b"),

@@ -104,6 +104,8 @@ def pair(rank: int, first: list[int], second: list[int]) -> epic.torch.Group:
     wish = {name: SIZES[name] for name in ("max_tokens", "max_row_bytes")}
     group = epic.torch.groups.shared_group(mine, **wish)
     assert group is epic.torch.groups.shared_group(mine, **wish)
+    other = {**wish, "timeout_ms": 4321}
+    told(lambda: epic.torch.groups.shared_group(mine, **other), "EPIC_EINVAL", "timeout_ms=4321")
     assert group.rank == dist.get_rank(mine)
     right(group, group.rank)
     return group

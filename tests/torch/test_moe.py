@@ -277,6 +277,23 @@ def module_step(rank: int, ep: int) -> Any:
         return out.detach().numpy(), 0.0, x.grad.numpy(), named, layer.bias.numpy().copy()
 
 
+def other_gradients(rank: int) -> Any:
+    """Of parameters that only this rank has used, or the others."""
+    with group_of(RANKS) as group:
+        model = torch.nn.ParameterList([torch.ones(3) for _ in range(RANKS)] + [torch.ones(2)])
+        model[RANKS].requires_grad_(False)
+        (model[rank] * (rank + 1)).sum().backward()
+        epic.torch.sum_gradients(model, group)
+        assert model[RANKS].grad is None
+        return [p.grad.tolist() for p in model if p.requires_grad]
+
+
+def test_gradients_that_one_rank_has(world: Any) -> None:
+    """The others add zeros to it, not another parameter's."""
+    wanted = [[float(rank + 1)] * 3 for rank in range(RANKS)]
+    assert world.run(other_gradients) == [wanted] * RANKS
+
+
 def test_module(world: Any) -> None:
     """The same layer on 1, 2 and 4 ranks: parameters are drawn for each expert by itself."""
     answers = {ep: world.run(module_step, ep) for ep in (1, 2, 4)}

@@ -387,21 +387,29 @@ class Group:
 
 
 # By the process group itself: a name comes back after destroy_process_group, for other ranks.
-shared: "weakref.WeakKeyDictionary[Any, Group]" = weakref.WeakKeyDictionary()
+shared: "weakref.WeakKeyDictionary[Any, tuple[Group, dict[str, Any]]]" = weakref.WeakKeyDictionary()
 
 
 def shared_group(
     process_group: Any, *, max_tokens: int, max_row_bytes: int, **options: Any
 ) -> Group:
     """The group that the layers of a model share: opened at the first call for the ranks of a
-    process group, and anew where it was closed or is too small.  Collective, as opening is."""
+    process group, and anew where it was closed or is too small.  Collective, as opening is.
+
+    options: of Group; those of one that is open cannot be others."""
     process_group = of_mesh(process_group, None)
-    found = shared.get(process_group)
+    found, had = shared.get(process_group, (None, {}))
     good = found is not None and found.is_open and found.max_tokens >= max_tokens
     if found is not None and good and found.max_row_bytes >= max_row_bytes:
+        for name, value in options.items():
+            if name not in had or had[name] != value:
+                raise EpicArgumentError(
+                    f"{name}={value!r}: the layers of this process group share one that was opened "
+                    f"with {name}={had.get(name)!r}; close() that first"
+                )
         return found
     made = Group(process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options)
-    shared[process_group] = made
+    shared[process_group] = made, options
     return made
 
 

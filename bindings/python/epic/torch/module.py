@@ -180,10 +180,11 @@ class MoE(nn.Module):
 
     def sum_gradients(self) -> None:
         """Adds the gradients of what all ranks share over the ranks of the group; those of the
-        experts are complete as they are.  After backward, on every rank."""
+        experts are complete as they are.  After backward, on every rank.  A parameter that has
+        none here counts as zeros."""
         for name, parameter in self.named_parameters(recurse=False):
-            if name not in OF_EXPERTS and parameter.grad is not None:
-                add_over(self.group, parameter.grad, self.tag)
+            if name not in OF_EXPERTS and parameter.requires_grad:
+                add_gradients(self.group, parameter, self.tag)
 
     def extra_repr(self) -> str:
         """Of print(module)."""
@@ -194,10 +195,14 @@ class MoE(nn.Module):
         )
 
 
-def add_over(group: Group, gradient: Tensor, tag: int = 0) -> None:
-    """Over the ranks, in place.  Of a sharded one (fully_shard over another axis of the mesh) the
-    ranks of the group have the same part."""
+def add_gradients(group: Group, parameter: Tensor, tag: int = 0) -> None:
+    """Over the ranks, in place; zeros where there is none, as the others may have one.  Of a
+    sharded one (fully_shard over another axis of the mesh) the ranks of the group have the same
+    part."""
     with torch.no_grad():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient: Any = parameter.grad
         mine = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         mine.copy_(steps.sum(group, mine.float(), tag=tag))
 

@@ -205,8 +205,8 @@ def asked(
     shape, top_k = topk_idx.shape, way.top_k
     num_tokens = shape[0] if len(shape) == 2 and shape[1] == top_k else count_of(shape, top_k)
     slots = way.capacity if capacity is None else capacity
-    if slots < 0:
-        raise EpicArgumentError(f"capacity {slots}: 0 (EXACT) or more is needed")
+    if not isinstance(slots, (int, torch.SymInt)) or slots < 0:
+        raise EpicArgumentError(f"capacity {slots!r}: an int, 0 (EXACT) or more, is needed")
     ranks, logical, local = placed
     if ranks is None and logical is None and local is None and not way.num_logical:
         return way, num_tokens, slots, ()

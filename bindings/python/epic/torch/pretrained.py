@@ -16,7 +16,7 @@ from epic.options import Experts, Moe
 from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
-from epic.torch.module import OF_EXPERTS, MoE, add_over
+from epic.torch.module import OF_EXPERTS, MoE, add_gradients
 
 Weights = dict[str, Tensor]
 Found = tuple[Moe, Weights]
@@ -229,8 +229,8 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
 
 def sum_gradients(model: nn.Module, group: Group) -> None:
     """Adds the gradients of a model with replaced blocks over the ranks of the group: of all that
-    every rank has.  Those of a rank's own experts are complete.  After backward, on every rank;
-    float32 is what is added."""
+    every rank has.  Those of a rank's own experts are complete.  After backward, on every rank; a
+    parameter that has none here counts as zeros.  float32 is what is added."""
     own = {
         id(parameter)
         for layer in model.modules()
@@ -239,5 +239,5 @@ def sum_gradients(model: nn.Module, group: Group) -> None:
         if name in OF_EXPERTS
     }
     for parameter in model.parameters():
-        if id(parameter) not in own and parameter.grad is not None:
-            add_over(group, parameter.grad)
+        if id(parameter) not in own and parameter.requires_grad:
+            add_gradients(group, parameter)
