@@ -94,6 +94,12 @@ static void print_operation(const operation *o, int64_t now)
     }
 }
 
+/* Kernels do the work of these groups: nothing is written here. */
+static bool is_on_gpu(const recorder_page *page)
+{
+    return !strcmp(page->backend, "p2p") || !strcmp(page->backend, "hosts");
+}
+
 static void print_rank(const recording *s, const operation *list, int num)
 {
     char age[32];
@@ -110,7 +116,9 @@ static void print_rank(const recording *s, const operation *list, int num)
         printf("\n");
     }
     for (int i = 0; i < num; i++) print_operation(&list[i], now);
-    if (num == 0) printf("  no operation yet\n");
+    if (num == 0)
+        printf(is_on_gpu(s->page) ? "  operations on GPUs are not recorded\n"
+                                  : "  no operation yet\n");
 }
 
 /* Ranks of a group with no recorder here: the others are the num of the list. */
