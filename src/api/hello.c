@@ -218,15 +218,27 @@ static const hello *find_refusal(const hello *all, int num_ranks, bool second_ha
     return NULL;
 }
 
+/* Does it say of itself which rank is meant?  On GPUs all ranks repeat what one of them said. */
+static bool names_rank(const char *sentence)
+{
+    int rank, end = 0;
+    return sscanf(sentence, "rank %d: %n", &rank, &end) == 1 && end > 0;
+}
+
+static epic_result refuse(const hello *refusal, int rank)
+{
+    const epic_result result = (epic_result)refusal->refused;
+    if (names_rank(refusal->sentence)) return epic_fail(result, "open: %s", refusal->sentence);
+    return epic_fail(result, "open: rank %d: %s", rank, refusal->sentence);
+}
+
 epic_result hello_compare(hello *all, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++)
         if (is_ours(&all[r])) TRY(check(&all[r], r));
     const hello *refusal = find_refusal(all, num_ranks, false);
     if (!refusal) refusal = find_refusal(all, num_ranks, true);
-    if (refusal)
-        return epic_fail((epic_result)refusal->refused, "open: rank %d: %s",
-                         (int)(refusal - all), refusal->sentence);
+    if (refusal) return refuse(refusal, (int)(refusal - all));
     for (int r = 0; r < num_ranks; r++) TRY(compare(&all[0], &all[r], r));
     return EPIC_OK;
 }

@@ -100,6 +100,9 @@ static void check_verdict(void)
     all[2].refused = EPIC_OK;
     CHECK(hello_compare(all, 3) == EPIC_EPEER);
     CHECK(strncmp(epic_error(NULL), "open: rank 0: shm: ", 19) == 0);
+    snprintf(all[0].sentence, sizeof all[0].sentence, "rank 2: no memory"); /* all repeat it */
+    CHECK(hello_compare(all, 3) == EPIC_EPEER);
+    CHECK(strcmp(epic_error(NULL), "open: rank 2: no memory") == 0);
     free(word);
 }
 
