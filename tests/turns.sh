@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # bench/gpu/turns.py, with programs that say what they are told to: who runs when, medians, the verdict.
 set -eu
-command -v python3 >/dev/null || { echo "there is no python3"; exit 77; }
+command -v python3 >/dev/null || { echo "left out: there is no python3"; exit 77; }
 . "$(dirname "$0")/scratch.sh"
 
 # A gpu_bench that takes US, then 99: the median of three does not hear the last.

@@ -129,12 +129,23 @@ bool net_open(int num_hosts)
     return true;
 }
 
+/* Do processes get to see their own namespace's interfaces in /sys?  In a chroot they do not. */
+static bool sees_interfaces(void)
+{
+    int status = 1;
+    const pid_t pid = fork();
+    if (pid == 0) _exit(setns(spaces[0], CLONE_NEWNET) == 0 && see_interfaces() ? 0 : 1);
+    return pid > 0 && waitpid(pid, &status, 0) == pid && status == 0;
+}
+
 bool net_open_lossy(int num_hosts, int delay_us, uint32_t losses)
 {
     if (!relay_open(num_hosts + 1, delay_us, losses)) return false; /* the last one is ours */
     for (int h = 0; h < num_hosts; h++) spaces[h] = dup(relay_space(h));
     num_held = num_hosts;
-    return true;
+    if (sees_interfaces()) return true;
+    net_close();
+    return false;
 }
 
 void net_close(void)
