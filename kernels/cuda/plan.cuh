@@ -154,15 +154,22 @@ static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_b
 }
 
 /* Some threads, when all have announced: has every rank rows for all slots that the plan, a good
- * one, gives it?  The one that `tells` tells of the first that has not. */
+ * one, gives it?  The one that `tells` tells of the first that has not.  What a rank with few tokens
+ * says of its rows may come after its signature; of a broken group the answer is yes. */
 static __device__ __noinline__ bool rows_suffice(const p2p_self &self, const Now &now,
                                                  const volatile device_plan_header *h,
                                                  bool tells)
 {
     for (int q = 0; q < self.num_ranks; q++) {
         const int32_t needed = h->slots_of[q];
-        const uint64_t *said = announcement(now, heap_by(now, q), q);
-        const int32_t rows = (int32_t)(uint32_t)load_relaxed(said + P2P_SAYS_ROWS);
+        const uint64_t *said = announcement(now, heap_by(now, q), q) + P2P_SAYS_ROWS;
+        uint64_t word = 0;
+        if (!wait_alone(now, q, P2P_PHASE_ARRIVE, [&] {
+                word = load_relaxed(said);
+                return stamped(now, word);
+            }))
+            return true;
+        const int32_t rows = (int32_t)(uint32_t)word;
         if (needed <= rows) continue;
         if (tells)
             notify(self, {EPIC_EOVERFLOW,
