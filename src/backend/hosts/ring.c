@@ -16,11 +16,11 @@
 
 #define ENDS 4    /* epochs whose sources are being read: two, as kernels wait for that */
 #define TAKEN 256 /* entries of a turn, some 8 us: what has come is given, and freed, between */
-#define UNDER_WAY 4 /* puts to a host, with which its wire has something to do; */
-#define URGENT_UNDER_WAY \
-    16 /* urgent ones, while which are read others may be joined; and so many */
-#define MOST_UNDER_WAY \
-    (2u << 20)     /* bytes of rows to a host, which what is urgent waits behind */
+#define UNDER_WAY 4 /* puts to a host, with which its wire has something to do */
+/* Urgent puts to a host, at most: what comes while they are read is joined.  And bytes of rows to a
+ * host, at most, because what is urgent may wait behind them. */
+#define URGENT_UNDER_WAY 16
+#define MOST_UNDER_WAY (2u << 20)
 #define FEW_PUTS 4 /* of a parcel that is urgent; what is in more pieces waits for the rest, */
 #define QUIET_US 5 /* until so long none has come */
 #define LINES_AHEAD 4 /* of entries, that are fetched before they are looked at */
