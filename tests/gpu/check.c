@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Random cases on the p2p backend against plain loops, bit for bit.
  *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small|few|usual [rows|forms]]
- * rows: of the seeds those whose rows have no second rows; forms: each kernel's in turn.
+ * rows: of the seeds those whose rows have no second rows; forms: each kernel's in turn (few, usual).
  * Every rank makes the same case from the same seed, does its part, and checks its results. */
 #include <stdio.h>
 #include <stdlib.h>
