@@ -77,7 +77,7 @@ $(GPU_OUT)/gpu_%_many: tests/gpu/%.c $(GPU_KERNELS) $(GPU_HOST)
 # The public calls, through the libraries that `make` builds.
 GPU_API = $(patsubst tests/gpu/api/%.c,$(GPU_OUT)/api_%,$(wildcard tests/gpu/api/*.c))
 GPU_API_HELPERS = $(GPU_OUT)/product.o $(GPU_OUT)/router_draw.o
-$(GPU_OUT)/api_%_many: GPU_CFLAGS += -DTOKENS=160
+$(GPU_OUT)/api_%_many: GPU_CFLAGS += -DTOKENS=560
 $(GPU_OUT)/api_%_many: tests/gpu/api/%.c $(GPU_API_HELPERS) all
 	@mkdir -p $(GPU_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) $< $(GPU_API_HELPERS) -o $@ -Lbuild/lib -lepic \

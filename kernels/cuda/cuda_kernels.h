@@ -171,6 +171,14 @@ static inline int p2p_few_plan(int64_t ranks, int64_t most, const epic_layer *la
            layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
+/* The most tokens of a rank, up to `most`, of which it makes them; 0: of none. */
+static inline int32_t p2p_most_few(int64_t ranks, int64_t most, const epic_layer *layer)
+{
+    while (most > 0 && !p2p_few_plan(ranks, most, layer))
+        most = most > 256 ? 256 : most > 128 ? 128 : 0;
+    return (int32_t)most;
+}
+
 typedef struct p2p_dispatch_job {
     p2p_plan_job plan; /* its plan is read, and made first if planners > 0 */
     int64_t plan_bytes;

@@ -13,14 +13,19 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
-#define P2P_MAX_SEARCHES 40  /* counts of rows that decide what is dropped */
-#define P2P_FEW_TOKENS 128   /* of a rank, at most, where latency is all: few.cuh */
-#define P2P_FEW_ROWS 128     /* the same, of rows whose plan is there */
-#define P2P_FEW_SUMS 64      /* and for combine, above which the stream is faster */
-#define P2P_FEW_CHOICES 8192 /* of all ranks, */
-#define P2P_FEW_MASKS 8192   /* experts times groups of 32 tokens, */
-#define P2P_FEW_EXPERTS 512  /* and experts that a CTA plans */
-#define P2P_FEW_ID_WORDS 16  /* of a token */
+#define P2P_MAX_SEARCHES 40 /* counts of rows that decide what is dropped */
+/* Of a rank, at most, where latency is all: few.cuh; as measured, docs/cuda.md. */
+#ifdef EPIC_HOSTS
+#define P2P_FEW_TOKENS 128
+#else
+#define P2P_FEW_TOKENS 512
+#endif
+#define P2P_FEW_QUANTIZED 192 /* the same, of rows that dispatch quantizes; */
+#define P2P_FEW_SUMS 96       /* and for combine, above which the stream is faster */
+#define P2P_FEW_CHOICES 8192  /* of all ranks, */
+#define P2P_FEW_MASKS 8192    /* experts times groups of 32 tokens, */
+#define P2P_FEW_EXPERTS 512   /* and experts that a CTA plans */
+#define P2P_FEW_ID_WORDS 16   /* of a token */
 /* More would not fit the shared memory of a CTA that plans. */
 #define P2P_REPLICATED_EXPERTS 2048
 

@@ -213,13 +213,20 @@ static void shrink(test_case *c)
     c->row_bytes = c->hidden * type_bytes(c->type);
 }
 
+/* Tokens that are few in such a context, at most. */
+static int32_t few_in(int64_t max_tokens)
+{
+    return max_tokens < MOST_CASE_TOKENS ? TEAM_FEW_TOKENS : P2P_FEW_TOKENS;
+}
+
 /* Ranks with few tokens, whose plans have kernels of their own, beside one with more of them. */
 static void mix_few_and_many(test_case *c, int64_t max_tokens)
 {
     uint64_t state = case_hash(c->seed, 44, 0, 0), *s = &state;
     epic_layer *l = &c->r.layer;
     const int n = c->r.num_ranks;
-    if (n == 1 || max_tokens <= P2P_FEW_TOKENS || between(s, 0, 5)) return;
+    const int32_t few = few_in(max_tokens);
+    if (n == 1 || max_tokens <= few || between(s, 0, 5)) return;
     const uint32_t block = (uint32_t)between(s, 1, 8);
     l->num_experts = (uint32_t)n * block;
     l->top_k = top_k_of((uint32_t)between(s, 1, 8));
@@ -232,9 +239,8 @@ static void mix_few_and_many(test_case *c, int64_t max_tokens)
     for (uint32_t e = 0; e < l->num_experts; e++) c->r.owner[e] = (int32_t)(e / block);
     const int many = (int)between(s, 0, n - 1);
     for (int q = 0; q < n; q++)
-        c->r.tokens_of[q] =
-            (int32_t)(q == many ? between(s, P2P_FEW_TOKENS + 1, max_tokens)
-                                : between(s, 0, between(s, 0, 1) ? P2P_FEW_TOKENS : 3));
+        c->r.tokens_of[q] = (int32_t)(q == many ? between(s, few + 1, max_tokens)
+                                                : between(s, 0, between(s, 0, 1) ? few : 3));
 }
 
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
@@ -287,9 +293,9 @@ enum { SUM_BY_RANK, SUM_FLAT, SUM_TREE }; /* and their layer */
  * few. */
 static int32_t form_tokens(uint64_t *s, int rank, int64_t max_tokens)
 {
-    if (max_tokens > P2P_FEW_TOKENS && (rank == 0 || between(s, 0, 1)))
-        return P2P_FEW_TOKENS + (int32_t)between(s, 1, 12);
-    return (int32_t)(between(s, 0, 9) ? between(s, 0, 12) : P2P_FEW_TOKENS * 3 / 4 + 1);
+    if (max_tokens > TEAM_FEW_TOKENS && (rank == 0 || between(s, 0, 1)))
+        return TEAM_FEW_TOKENS + (int32_t)between(s, 1, 12);
+    return (int32_t)(between(s, 0, 9) ? between(s, 0, 12) : TEAM_FEW_TOKENS * 3 / 4 + 1);
 }
 
 static void form_layer(test_case *c, uint64_t *s, int sums)

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Random cases on the p2p backend against plain loops, bit for bit.
- *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small|few|usual [rows|forms]]
+ *   gpu_check RANKS GPUS threads|processes CASES SEED [big|tight|small|few|most|usual [rows|forms]]
+ * few: contexts of few tokens; most: of more than the library takes for few, which elsewhere are
+ * TEAM_FEW_TOKENS.
  * rows: of the seeds those whose rows have no second rows; forms: each kernel's in turn (few, usual).
  * Every rank makes the same case from the same seed, does its part, and checks its results. */
 #include <stdio.h>
@@ -23,8 +25,9 @@ static struct {
 static void check_plain(bench *b)
 {
     const epic_group *g = b->me->group;
-    const int64_t most = p2p_few_of(g->config.max_tokens);
-    if (!p2p_few_plan(g->num_ranks, most, &b->c.r.layer) || g->most_top_k > 32 || g->flat)
+    const int64_t most = g->config.max_tokens;
+    if (most > g->few_tokens || !p2p_few_plan(g->num_ranks, most, &b->c.r.layer) ||
+        g->most_top_k > 32 || g->flat)
         wrong(b, "it is not for the kernels of few tokens");
 }
 
@@ -139,12 +142,13 @@ int main(int argc, char **argv)
 {
     if (argc < 6) {
         fprintf(stderr, "gpu_check RANKS GPUS threads|processes CASES SEED "
-                        "[big|tight|small|few|usual [rows|forms]]\n");
+                        "[big|tight|small|few|most|usual [rows|forms]]\n");
         return 2;
     }
     const bool big = argc > 6 && !strcmp(argv[6], "big");
     const bool tight = argc > 6 && !strcmp(argv[6], "tight"); /* little staging: many rounds */
-    const bool few = argc > 6 && !strcmp(argv[6], "few");     /* a context for few tokens */
+    const bool most = argc > 6 && !strcmp(argv[6], "most");
+    const bool few = argc > 6 && !strcmp(argv[6], "few");
     const bool small = argc > 6 && !strcmp(argv[6], "small"); /* under a slow tool */
     options.cases = atoi(argv[4]);
     options.seed = strtoull(argv[5], NULL, 10);
@@ -158,12 +162,14 @@ int main(int argc, char **argv)
               .processes = !strcmp(argv[3], "processes"),
               .max_tokens = big     ? 4096
                             : small ? SMALL_CASE_TOKENS
-                            : few   ? P2P_FEW_TOKENS
+                            : most  ? MOST_CASE_TOKENS
+                            : few   ? TEAM_FEW_TOKENS
                                     : MAX_CASE_TOKENS,
               .max_row_bytes = big     ? 14336
                                : small ? 2048
                                        : 7168,
               .staging_bytes = tight ? 1 : 0, /* as much as there must be: two rows */
+              .few_tokens = big || most ? 0 : TEAM_FEW_TOKENS,
               .timeout_ms = TEAM_LONG_MS,
               .work = work};
     const int failed = team_run(&t);
@@ -172,6 +178,7 @@ int main(int argc, char **argv)
            big     ? ", full size"
            : tight ? ", little staging"
            : small ? ", small"
+           : most  ? ", many few tokens"
            : few   ? ", few tokens"
                    : "",
            failed ? "WRONG" : "good");

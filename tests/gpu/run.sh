@@ -46,6 +46,7 @@ run gpu_gate_check "$CASES" "$SEED" large
 run gpu_experts_check "$CASES" "$SEED" 200
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000)); done
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 300)) few; done
+for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 400)) most; done
 for ranks in 2 3 4; do # each form in turn, twice
     run gpu_check $ranks 1 threads 54 $((SEED + ranks * 1000 + 600)) usual forms
     run gpu_check $ranks 1 threads 54 $((SEED + ranks * 1000 + 700)) few forms

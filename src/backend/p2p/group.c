@@ -49,6 +49,7 @@ epic_group *p2p_group_new(const epic_join *join)
     g->config.num_ranks = (uint32_t)g->num_ranks;
     memcpy(g->peers, join->peers, (size_t)g->num_ranks * sizeof *g->peers);
     g->self.at = p2p_heap_for(&g->config);
+    g->few_tokens = P2P_FEW_TOKENS;
     g->self.group_id = join->group_id;
     g->self.max_tokens = g->config.max_tokens;
     g->self.rank = g->rank;

@@ -42,6 +42,7 @@ struct epic_group {
     bool tree;          /* some of them are EPIC_TREE */
     bool flat;          /* some of them are FLAT */
     bool bulk;          /* the GPU has bulk stores */
+    int32_t few_tokens; /* of a rank, at most: P2P_FEW_TOKENS */
 };
 
 /* The sentence of a CUDA error, as EPIC_EDEVICE. */

@@ -140,7 +140,7 @@ static void remember(epic_group *g, const epic_layer *layer)
 static bool may_be_few(const epic_group *g)
 {
 #ifdef EPIC_HOSTS
-    return g->config.max_tokens <= P2P_FEW_TOKENS && !g->self.local;
+    return g->config.max_tokens <= g->few_tokens && !g->self.local;
 #else
     (void)g;
     return true;
@@ -169,8 +169,9 @@ static int planners_of(int64_t num_tokens, int num_sms)
     return planners > num_sms ? num_sms : planners;
 }
 
+/* few: tokens of a rank that are, at most. */
 static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
-                             alike *a)
+                             int32_t few, alike *a)
 {
     TRY(read_layer(g, &job->layer, args));
     const int64_t bytes = device_layer_bytes(g->num_ranks, g->config.max_tokens, &job->layer);
@@ -200,9 +201,10 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     job->at = device_plan_layout_of(g->num_ranks, g->config.max_tokens, job->layer.num_experts,
                                     job->layer.top_k);
     remember(g, &job->layer);
-    job->most_few = (int32_t)p2p_few_of(g->config.max_tokens);
-    job->few = may_be_few(g) && !args->rank_of_expert && job->num_tokens <= job->most_few &&
-               p2p_few_plan(g->num_ranks, job->most_few, &job->layer);
+    if (!may_be_few(g) || args->rank_of_expert) few = 0;
+    if (few > g->config.max_tokens) few = (int32_t)g->config.max_tokens;
+    job->most_few = p2p_most_few(g->num_ranks, few, &job->layer);
+    job->few = job->most_few > 0 && job->num_tokens <= job->most_few;
     if (job->few) job->planners = 1;
     mix_layer(a, &job->layer);
     mix(a, args->rank_of_expert != NULL);
@@ -215,7 +217,7 @@ static epic_result plan(epic_group *g, const epic_plan_args *args)
     p2p_plan_job job = {0};
     alike a = {EPIC_OP_PLAN};
     TRY(p2p_whole(g));
-    TRY(fill_plan(g, &job, args, &a));
+    TRY(fill_plan(g, &job, args, g->few_tokens, &a));
     fill_self(&job.self, g, &args->call, EPIC_OP_PLAN, a);
     const int sms = sms_of(g, &args->call);
     return p2p_cuda(job.few ? p2p_launch_few_plan(&job, sms, stream_of(&args->call))
@@ -289,6 +291,14 @@ static void choose_layout(const epic_group *g, p2p_dispatch_job *job)
     if (!job->flat && job->weights) *layouts = P2P_BY_EXPERT;
 }
 
+/* The most rows of a rank that are few, the same on all ranks; -1: none are. */
+static int32_t few_rows(const epic_group *g, const p2p_dispatch_job *job)
+{
+    if (HOSTS && job->scale_bytes) return -1; /* there are no such kernels */
+    return job->quantize && g->few_tokens > P2P_FEW_QUANTIZED ? P2P_FEW_QUANTIZED
+                                                              : g->few_tokens;
+}
+
 static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                    const epic_call *call, const char *what)
 {
@@ -296,10 +306,9 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
     if (job->plan.planners == 0 && likely_layout(g, job->plan_bytes, &job->plan.at))
         job->likely_experts = g->experts;
     const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
-    const int32_t most = job->scale_bytes ? P2P_FEW_TOKENS : P2P_FEW_ROWS;
-    const bool few = job->plan.planners ? job->plan.few
-                                        : !job->flat && !(HOSTS && job->scale_bytes) &&
-                                              is_few(g, job->num_tokens, most, bytes);
+    const bool few = job->plan.planners
+                         ? job->plan.few
+                         : !job->flat && is_few(g, job->num_tokens, few_rows(g, job), bytes);
     return p2p_cuda(launcher_of(job, few)(job, sms_of(g, call), stream_of(call)), what);
 }
 
@@ -346,8 +355,7 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
     alike a = {EPIC_OP_PLAN * 16 + EPIC_OP_DISPATCH};
     TRY(p2p_whole(g));
     TRY(fill_dispatch(g, &job, args, &a));
-    TRY(fill_plan(g, &job.plan, plan_args, &a));
-    if (HOSTS && job.scale_bytes) job.plan.few = 0; /* strings have none of their own there */
+    TRY(fill_plan(g, &job.plan, plan_args, few_rows(g, &job), &a));
     if (!overlaps(g, &job)) {
         epic_dispatch_args second = *args;
         second.call = plan_args->call;

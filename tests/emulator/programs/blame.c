@@ -237,6 +237,7 @@ int main(int argc, char **argv)
                     .num_gpus = now_played->ranks,
                     .processes = true,
                     .max_tokens = TOKENS,
+                    .few_tokens = TEAM_FEW_TOKENS,
                     .max_row_bytes = ROW,
                     .timeout_ms = now_played->close_ms,
                     .max_sms = now_played->sms,

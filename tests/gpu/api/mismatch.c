@@ -19,7 +19,7 @@
 #define TOKENS 24
 #define LESS 23
 #else
-#define LESS 159
+#define LESS 559
 #endif
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
