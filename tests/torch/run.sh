@@ -26,7 +26,8 @@ while read -r version pins; do
             failed=1
         first=
     else
-        "$folder/bin/python" -m pytest -q tests/torch/test_autograd.py tests/torch/test_groups.py \
+        "$folder/bin/python" -m pytest -q tests/torch/test_autograd.py tests/torch/test_compiled.py \
+            tests/torch/test_groups.py \
             tests/torch/test_moe.py -k "not inductor and not float64" "$@" </dev/null || failed=1
     fi
 done <"$build/torch-environments"

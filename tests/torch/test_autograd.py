@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients, torch.compile, checkpointing, autocast, and what torch itself checks of operators."""
+"""Gradients, checkpointing, autocast, and what torch itself checks of operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -292,80 +292,6 @@ def test_a_layer_that_the_group_keeps() -> None:
     assert way.number not in KEPT
     with pytest.raises(RuntimeError, match="group was closed"):
         ops.plan.kept(group.turn, ids, way.number)
-
-
-# --------------------------------------------------------------------------- compile ----
-
-
-def two_steps(group: Any, fused: bool) -> Callable[..., torch.Tensor]:
-    """Two independent round trips behind products of ragged sizes, and a sum beside them: what
-    Inductor would like to reorder."""
-    step = through(group, fused)
-
-    def run(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        a = step(torch.tanh(x), w, ids)
-        total = epic.torch.sum(group, x.new_ones(1))
-        b = step(torch.tanh(x) @ torch.eye(HIDDEN), w * 2, ids)
-        return a * b / total
-
-    return run
-
-
-def compiled(rank: int, ep: int, fused: bool, backend: str) -> None:
-    """The same numbers as eager, forward and backward, without a graph break."""
-    with group_of(ep) as group:
-        eager = two_steps(group, fused)
-        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-        run = torch.compile(eager, fullgraph=True, backend=counter, dynamic=True)
-        for tokens in (UNEVEN, (9, 2, 0, 30)):
-            x, w, ids, ct = Data(tokens).mine(rank)
-            wanted = eager(x, w, ids)
-            out = run(x, w, ids)
-            torch.testing.assert_close(out, wanted)
-            got = torch.autograd.grad(out, (x, w), ct)
-            torch.testing.assert_close(got, torch.autograd.grad(wanted, (x, w), ct))
-        assert counter.frame_count <= 3
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("ep", [1, 4])
-def test_compile(world: Any, ep: int, fused: bool) -> None:
-    """Traced forward and backward, with fakes, in full."""
-    world.run(compiled, ep, fused, "aot_eager")
-
-
-def test_inductor(world: Any) -> None:
-    """Ranks of different numbers of tokens, so of different programs: the calls keep their
-    order."""
-    world.run(compiled, 4, False, "inductor")
-
-
-def compiled_module_reopened(rank: int) -> None:
-    """A group that is opened again under a compiled function; errors keep their text."""
-    x, w, ids, _ = Data().mine(rank)
-
-    def run(group: Any, x: torch.Tensor) -> torch.Tensor:
-        return through(group, True)(x, w.detach(), ids)
-
-    fast = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for _ in range(3):
-        with group_of(4) as group:
-            torch.testing.assert_close(fast(group, x), run(group, x))
-    closed = group
-    try:
-        fast(closed, x)
-    except RuntimeError as error:
-        told = epic.torch.as_epic_error(error)
-        assert isinstance(told, epic.torch.EpicError) and told.code == "EPIC_ECLOSED", told
-    else:
-        raise AssertionError("a closed group computed")
-    torch._dynamo.reset()
-
-
-def test_compile_and_reopen(world: Any) -> None:
-    """The number of a group is not baked in."""
-    world.run(compiled_module_reopened)
 
 
 # ---------------------------------------------------------------------- checkpointing ----

@@ -26,6 +26,7 @@ from epic.torch.steps import (
     dispatch_quantized,
     plan,
     plan_dispatch,
+    save_exchange,
     save_plans,
     sum,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "read_plan",
     "replace_moe",
     "route",
+    "save_exchange",
     "save_plans",
     "scaled",
     "sharded_state",

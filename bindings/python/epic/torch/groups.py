@@ -248,7 +248,11 @@ class Group:
         config.max_sms, config.max_top_k = whole("max_sms", max_sms), whole("max_top_k", max_top_k)
         config.name, config.backend = names
         self.context = self.opened(meet, config)
-        self.turn = torch.zeros(1, dtype=torch.int32, device=self.device)
+        # What tracers order operations by, as each writes to it.  Compiled functions save what
+        # their backward writes to: that must not be what the next one's forward writes to.
+        self.turn, self.turn_back = (
+            torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(2)
+        )
         self.kept: dict[Any, Any] = {}
         self.layers: list[int] = []  # that the library keeps
         index = self.device.index or 0

@@ -6,6 +6,7 @@ mask or rows that are quantized on the way it is composed of the single function
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -266,7 +267,7 @@ class Layer(torch.autograd.Function):
         own = weights_back(x, facts.weight_type, experts_in(tuple(weights)))
         given = with_experts(tuple(weights), own)
         inputs = (x, *given, saved, d_out.contiguous(), d_loss.contiguous())
-        results = ops.moe_backward.default(group.turn, *inputs, *numbers)
+        results = ops.moe_backward.default(group.turn_back, *inputs, *numbers)
         d_x, *rest = results
         if facts.replicas:
             rest = of_logical(ctx, saved, rest)
@@ -280,9 +281,10 @@ class Layer(torch.autograd.Function):
 def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
     """The gradients of experts, added over replicas; of no tensor [0].  Those of w_gate and b_gate
     come before them."""
-    way = (ctx.group, ctx.tag)
-    plan, (first, end) = saved[: ctx.facts.plan_bytes], (2, 2 + len(OF_EXPERTS))
-    mine = [replicas.added(*way, plan, d) if d.dim() > 1 else d for d in gradients[first:end]]
+    group, plan = ctx.group, saved[: ctx.facts.plan_bytes]
+    first, end = 2, 2 + len(OF_EXPERTS)
+    whole = partial(replicas.added, group.turn_back, plan, group=group, tag=ctx.tag)
+    mine = [whole(d) if d.dim() > 1 else d for d in gradients[first:end]]
     return [*gradients[:first], *mine, *gradients[end:]]
 
 

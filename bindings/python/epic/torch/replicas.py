@@ -15,16 +15,11 @@ from epic.torch.plans import Plan, Way
 ops = torch.ops.epic
 
 
-def add_in_place(group: Group, tag: int, data: Tensor, rows: Tensor) -> None:
-    """The operator."""
-    ops.sum_replicas_.default(group.turn, data, rows, group.number, tag)
-
-
-def added(group: Group, tag: int, data: Tensor, x: Tensor) -> Tensor:
+def added(turn: Tensor, data: Tensor, x: Tensor, group: Group, tag: int) -> Tensor:
     """sum_replicas on checked tensors."""
     out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     rows = out.view(out.shape[0], -1)
-    add_in_place(group, tag, data, rows)
+    ops.sum_replicas_.default(turn, data, rows, group.number, tag)
     return rows.view(out.shape)
 
 
@@ -37,7 +32,7 @@ class SumReplicas(torch.autograd.Function):
         ctx.way = way
         stay(data)
         ctx.save_for_backward(data)
-        return added(way.group, way.tag, data, x)
+        return added(way.group.turn, data, x, way.group, way.tag)
 
     @staticmethod
     @once
@@ -45,8 +40,9 @@ class SumReplicas(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Each replica's numbers are in every replica's sum."""
         (data,) = ctx.saved_tensors
-        way = ctx.way
-        return None, None, added(way.group, way.tag, data, gradient).to(gradient.dtype)
+        group, tag = ctx.way.group, ctx.way.tag
+        whole = added(group.turn_back, data, gradient, group, tag)
+        return None, None, whole.to(gradient.dtype)
 
 
 class Tied(torch.autograd.Function):
@@ -94,14 +90,15 @@ def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         copy_into(out, x)
     if not plan.way.num_logical:
         return x if out is None else out
+    way, group = plan.way, plan.way.group
     if out is not None:
-        add_in_place(plan.way.group, plan.way.tag, plan.bytes, out.view(out.shape[0], -1))
+        rows = out.view(out.shape[0], -1)
+        ops.sum_replicas_.default(group.turn, plan.bytes, rows, group.number, way.tag)
         note_write(out)
         return out
-    way = plan.way
     if needs_gradient(x):
         return SumReplicas.apply(way, plan.bytes, x)
-    return added(way.group, way.tag, plan.bytes, x)
+    return added(group.turn, plan.bytes, x, group, way.tag)
 
 
 @raising

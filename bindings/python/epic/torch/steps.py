@@ -124,7 +124,7 @@ def rows_home(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
     (data,) = ctx.saved_tensors
     way, weighs = ctx.way, ctx.needs_input_grad[3]
     d_tokens, d_weights = ops.dispatch_backward.default(
-        way.group.turn,
+        way.group.turn_back,
         data,
         d_recv,
         d_slots if weighs else None,
@@ -343,7 +343,10 @@ def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1
         scales = torch.where(scales == 255, torch.nan, powers)
     size = 32 if block == "1x32" else 128
     wide = scales.repeat_interleave(size, dim=1)[:, : rows.shape[1]]
-    return (rows.to(torch.float32) * wide).to(dtype)
+    found = rows.to(torch.float32) * wide
+    # Compiled by torch 2.11, a Function whose result came of a `to` that changed nothing has
+    # zeros for its gradient.
+    return found if dtype == torch.float32 else found.to(dtype)
 
 
 class DispatchRounded(torch.autograd.Function):
@@ -525,7 +528,7 @@ class Combine(torch.autograd.Function):
         """To the slots, scaled by their weights."""
         data, rows, slots = ctx.saved_tensors
         way, block = ctx.way, ctx.block
-        inputs = (way.group.turn, data, d_out, rows, slots, ctx.capacity)
+        inputs = (way.group.turn_back, data, d_out, rows, slots, ctx.capacity)
         if block is None:
             d_rows, d_slots = ops.combine_backward.default(*inputs, way.number, way.tag)
         else:
@@ -578,10 +581,10 @@ def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) ->
 # ------------------------------------------------------------------------------- sum ----
 
 
-def sum_op(group: Group, x: Tensor, order: int, tag: int) -> Tensor:
-    """The operator works in place."""
+def sum_op(turn: Tensor, x: Tensor, *place: int) -> Tensor:
+    """The operator works in place.  place: order, the group's number, tag."""
     out = x.clone()
-    ops.sum_.default(group.turn, out, order, group.number, tag)
+    ops.sum_.default(turn, out, *place)
     return out
 
 
@@ -589,17 +592,18 @@ class Sum(torch.autograd.Function):
     """epic::sum_ with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, x: Tensor, order: int, tag: int) -> Tensor:
+    def forward(ctx: Any, group: Group, x: Tensor, *place: int) -> Tensor:
         """Nothing is saved."""
-        ctx.group, ctx.order, ctx.tag = group, order, tag
-        return sum_op(group, x, order, tag)
+        ctx.group, ctx.place = group, place
+        return sum_op(group.turn, x, *place)
 
     @staticmethod
     @once
     @raising
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Each rank's x is in every rank's sum."""
-        return None, sum_op(ctx.group, gradient.contiguous(), ctx.order, ctx.tag), None, None
+        turn = ctx.group.turn_back
+        return None, sum_op(turn, gradient.contiguous(), *ctx.place), None, None, None
 
 
 @raising
@@ -610,14 +614,16 @@ def sum(
     binary tree.  out: as x, or x itself: written and returned, without a gradient."""
     if x.dtype != torch.float32:
         raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
+    place = (int(tree), group.number, tag)
     if out is not None:
         copy_into(out, x)
-        place = (int(tree), group.number, tag)
         ops.sum_.default(group.turn, out.view(-1), *place)
         note_write(out)
         return out
-    call = Sum.apply if needs_gradient(x) else sum_op
-    return call(group, x.reshape(-1).contiguous(), int(tree), tag).reshape(x.shape)
+    flat = x.reshape(-1).contiguous()
+    if needs_gradient(x):
+        return Sum.apply(group, flat, *place).reshape(x.shape)
+    return sum_op(group.turn, flat, *place).reshape(x.shape)
 
 
 # --------------------------------------------------------------------- checkpointing ----
@@ -629,3 +635,10 @@ def save_plans(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
     policy = torch.utils.checkpoint.CheckpointPolicy
     is_plan = op.namespace == "epic" and op._opname in ("plan", "plan_dispatch")
     return policy.MUST_SAVE if is_plan else policy.PREFER_RECOMPUTE
+
+
+def save_exchange(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
+    """The same, which keeps all that EPIC's operators give: what a checkpoint inside one of several
+    compiled functions needs."""
+    policy = torch.utils.checkpoint.CheckpointPolicy
+    return policy.MUST_SAVE if op.namespace == "epic" else policy.PREFER_RECOMPUTE
