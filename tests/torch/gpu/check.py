@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epic.torch on GPUs:  check.py threads|processes|shared RANKS [cases of gpu_cases, host_cases]
+"""epic.torch on GPUs:  check.py threads|processes|shared RANKS [cases of the files beside this one]
 
 threads, processes: each rank has a GPU of its own.  shared: processes that share the GPUs there
 are; the driver gives them turns.  A line for each case, with the first exception where one went
@@ -20,6 +20,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent / "jax")]
 
+import framework_cases
 import gpu_cases
 import host_cases
 import torch
@@ -31,13 +32,13 @@ import epic.torch
 from parts import SIZES
 from ports import free_port
 
-CASES = {**gpu_cases.CASES, **host_cases.CASES}
+CASES = {**gpu_cases.CASES, **host_cases.CASES, **framework_cases.CASES}
 # Dynamo is not for threads that trace at once; times of ranks that take turns say nothing.
 # Nor is the profiler.
 LEFT_OUT = {
-    "threads": {"compile", "profiler", "pretrained"},
+    "threads": {"compile", "apart", "profiler", "pretrained", *framework_cases.CASES},
     "processes": set(),
-    "shared": {"compile", "host_time"},
+    "shared": {"compile", "apart", "host_time"},
 }
 
 
@@ -72,7 +73,7 @@ def run_case(name: str, rank: int, ranks: int, device: torch.device) -> str:
     """What went wrong; empty: nothing."""
     try:
         meet = gpu_cases.meets(name, rank, ranks)
-        sizes = {**SIZES, "timeout_ms": 3 * LIMIT_MS if name == "compile" else LIMIT_MS}
+        sizes = {**SIZES, "timeout_ms": 3 * LIMIT_MS if name in ("compile", "apart") else LIMIT_MS}
         with epic.torch.Group(
             meet=meet, rank=rank, num_ranks=ranks, device=device, name=name, **sizes
         ) as group:

@@ -52,6 +52,14 @@ def case_groups(group: Group) -> None:
     by_itself(group, test_groups.ways)
 
 
+def case_apart(group: Group) -> None:
+    """Several compiled functions, by Inductor, with checkpoints around and inside."""
+    import test_compiled
+
+    with torch.device(group.device):
+        test_compiled.check_apart(group, group.rank, "inductor")
+
+
 def case_data_parallel(group: Group) -> None:
     """FSDP2 and DDP on the other axis of the mesh."""
     import test_moe

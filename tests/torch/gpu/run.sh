@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Tests epic.torch on the GPUs of this machine: ranks that are threads or processes with a GPU each,
 # processes that share the GPUs, of which one is killed in the end, and the example.  Ends with a
-# line for each run, whatever went wrong before.  usage: run.sh [cases of gpu_cases, host_cases]
+# line for each run, whatever went wrong before.  usage: run.sh [cases]
 #   EPIC_GPU_RUNS="threads:1 shared:2"  these alone
 #   EPIC_GPU_LIMIT, EPIC_GPU_TOTAL      seconds for one run (90), and for all of them (230)
 set -u

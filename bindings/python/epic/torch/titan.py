@@ -67,6 +67,7 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
             self.ep_mesh.get_group(),
             max_tokens=wish.num_max_tokens_per_rank,
             max_row_bytes=wish.hidden_dim * WIDEST,
+            device=self.ep_mesh.device_type,
         )
 
     def dispatch(
