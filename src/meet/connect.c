@@ -22,8 +22,9 @@ typedef struct visit {
     const epic_secret *secret;
     int64_t end;
     bool done;     /* the meeting succeeded or failed: no more attempts */
-    bool heard;    /* somebody answered */
-    char why[256]; /* what the last attempt came to, of those that somebody answered */
+    bool heard;    /* somebody took a connection, */
+    bool told;     /* and said something */
+    char why[256]; /* what the last of the attempts that got furthest came to */
 } visit;
 
 static int64_t soonest(int64_t a, int64_t b)
@@ -49,7 +50,16 @@ static int connect_to(int s, const epic_place *place, int64_t end)
  * because the time is up knows less than one before it. */
 static epic_result retry(visit *v, const char *why)
 {
-    if (!v->heard || epic_meet_left(v->end) > 0) snprintf(v->why, sizeof v->why, "%s", why);
+    if (!v->told || epic_meet_left(v->end) > 0) snprintf(v->why, sizeof v->why, "%s", why);
+    v->heard = v->told = true;
+    return EPIC_ETIMEOUT;
+}
+
+/* The same where nothing was said, as by a rank 0 whose own time is up. */
+static epic_result retry_untold(visit *v, const char *why)
+{
+    const bool knows_more = v->told || (v->heard && epic_meet_left(v->end) == 0);
+    if (!knows_more) snprintf(v->why, sizeof v->why, "%s", why);
     v->heard = true;
     return EPIC_ETIMEOUT;
 }
@@ -120,7 +130,7 @@ static epic_result await_entry(visit *v, epic_link *link, int64_t limit)
 {
     epic_frame frame;
     if (epic_wire_receive_all(link->socket, &frame, sizeof frame, limit) != WIRE_DONE)
-        return retry(v, "it did not let us in");
+        return retry_untold(v, "it did not let us in");
     if (frame.magic != WIRE_FRAME || (frame.result == EPIC_OK && frame.length != 0))
         return retry(v, "what listens there is not rank 0 of EPIC");
     if (!epic_link_check(link, &frame)) return retry_unproved(v, link->socket, &frame, limit);
@@ -161,9 +171,9 @@ static epic_result enter(visit *v, epic_link *link)
     epic_wire_tune(link->socket);
     const int64_t limit = soonest(v->end, epic_meet_now() + HELLO_MS);
     if (epic_wire_send_bytes(link->socket, &ours, sizeof ours, limit) != WIRE_DONE)
-        return retry(v, "it took no hello");
+        return retry_untold(v, "it took no hello");
     if (epic_wire_receive_all(link->socket, &theirs, sizeof theirs, limit) != WIRE_DONE)
-        return retry(v, "it sent no hello");
+        return retry_untold(v, "it sent no hello");
     if (theirs.magic != WIRE_HELLO || theirs.rank != 0) /* our own hello, on a port to itself */
         return retry(v, "what listens there is not rank 0 of EPIC");
 
@@ -210,7 +220,7 @@ epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_sec
     }
     if (v.done) return result;
     return epic_fail(EPIC_ETIMEOUT,
-                     "rank 0 did not come to %.64s, port %u within %u ms (last attempt of rank "
+                     "rank 0 did not come to %.64s, port %u within %u ms (best attempt of rank "
                      "%d: %s)",
                      tcp->address, tcp->port, tcp->timeout_ms, tcp->rank, v.why);
 }

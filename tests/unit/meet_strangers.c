@@ -75,20 +75,39 @@ static void test_strangers(void)
     }
 }
 
+static void talk_nonsense(int listener)
+{
+    char nonsense[100];
+    memset(nonsense, 'x', sizeof nonsense);
+    const int s = accept(listener, NULL, NULL);
+    (void)!send(s, nonsense, sizeof nonsense, MSG_NOSIGNAL);
+    nap(50);
+    close(s);
+}
+
 /* Rank 0 comes after another program, which listened on its port and talked nonsense. */
 static void zero_after_stranger(const trial *t, epic_tcp *tcp, report *out)
 {
     if (tcp->rank == 0) {
-        char nonsense[100];
-        memset(nonsense, 'x', sizeof nonsense);
         const int listener = listen_at(tcp->port);
-        const int s = accept(listener, NULL, NULL);
-        (void)!send(s, nonsense, sizeof nonsense, MSG_NOSIGNAL);
-        nap(50);
-        close(s);
+        talk_nonsense(listener);
         close(listener);
     }
     meet_and_gather(t, tcp, out);
+}
+
+/* The other program stays, and says no more. */
+static void zero_never(const trial *t, epic_tcp *tcp, report *out)
+{
+    if (tcp->rank != 0) {
+        meet_and_gather(t, tcp, out);
+        return;
+    }
+    const int listener = listen_at(tcp->port);
+    talk_nonsense(listener);
+    for (struct pollfd at = {listener, POLLIN, 0}; poll(&at, 1, (int)t->timeout_ms) > 0;)
+        close(accept(listener, NULL, NULL));
+    close(listener);
 }
 
 static void test_stranger_before(void)
@@ -97,6 +116,11 @@ static void test_stranger_before(void)
         "nonsense first", 3, zero_after_stranger, NULL, NULL, NULL, NULL, 10000, -1, 40, 5};
     run(&t);
     for (int r = 0; r < 3; r++) expect(&t, r, EPIC_OK, NULL, NULL);
+
+    const trial never = {
+        "nonsense, then nothing", 2, zero_never, NULL, NULL, NULL, NULL, 1000, -1, 8, 1};
+    run(&never);
+    expect(&never, 1, EPIC_ETIMEOUT, "rank 0 did not come", "is not rank 0 of EPIC");
 }
 
 /* The odd rank is a process too many, which says that it is rank 1. */
