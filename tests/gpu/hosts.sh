@@ -8,7 +8,7 @@ CASES=${CASES:-30}
 STORM=${STORM:-1000}
 FAULTS=${FAULTS:-140}
 DEATHS=${DEATHS:-30}
-PARTS=${PARTS:-check storm faults deaths idle}
+PARTS=${PARTS:-check storm faults deaths jax idle}
 GPUS=$(nvidia-smi -L | wc -l)
 [ "$GPUS" -gt 2 ] && GPUS=2
 SOME=$((GPUS < 2 ? 1 : 2))
@@ -82,6 +82,17 @@ if has deaths && [ -n "$UCX" ]; then # of processes: kill -9, SIGSTOP, exit; wha
                         END { for (k in n) printf "         %s: seen by %d ranks, %.0f ms later on average, %d at most%s\n", k,
                               n[k], s[k] / n[k], m[k], k == "SIGSTOP" ? ", of a deadline of 1000" : " (bar of kill -9: 300)" }'
     done
+fi
+if has jax; then # of processes, whose wire reaches the other's memory where that is on a GPU
+    if [ -e build/lib/libepic_jax.so ]; then
+        total=$((total + 1))
+        EPIC_WIRE=local EPIC_WIRE_MEMORY=gpu EPIC_LIBRARY_PATH=$PWD/build/lib \
+            PYTHONPATH=bindings/python JAX_PLATFORMS=cuda,cpu timeout "${LIMIT:-120}" \
+            "${GPU_PYTHON:-python3}" tests/jax/gpu/hosts.py 2 2>&1 | tail -n 3
+        [ "${PIPESTATUS[0]}" = 0 ] || failed=$((failed + 1))
+    else
+        echo "left out: no build/lib/libepic_jax.so: a layer of epic.jax over hosts"
+    fi
 fi
 if has idle; then
     wire=ucx

@@ -235,3 +235,30 @@ def test_no_torch_state_is_left() -> None:
     gc.collect()
     assert seen() is None
     assert torch.is_grad_enabled()
+
+
+SAID = {  # by EPIC_BACKEND: what groups on GPUs and on CPUs take, or what is wrong
+    "": ("p2p", None),
+    "shm": ("p2p", None),
+    "hosts": ("hosts", "EPIC_BACKEND. joins GPUs"),
+    "host": ("for 'p2p', or 'hosts'", None),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_backend_of_the_environment(monkeypatch: Any, said: str, on_gpus: bool) -> None:
+    """It is for the memory that it reaches; what is asked for goes before it."""
+    from epic.options import backend_for
+
+    monkeypatch.setenv("EPIC_BACKEND", said)
+    wanted = SAID[said][0 if on_gpus else 1]
+    if wanted and " " in wanted:
+        with pytest.raises(epic.torch.EpicArgumentError, match=wanted):
+            backend_for(on_gpus, None)
+    else:
+        assert backend_for(on_gpus, None) == wanted
+    right, wrong = ("p2p", "shm") if on_gpus else ("self", "p2p")
+    assert backend_for(on_gpus, right) == right
+    with pytest.raises(epic.torch.EpicArgumentError, match=wrong):
+        backend_for(on_gpus, wrong)

@@ -8,6 +8,7 @@ Words stand for the core's enums; epic.h says what each means.
 import contextlib
 import difflib
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat, SupportsIndex
@@ -22,6 +23,7 @@ WEIGHT_TYPES = {**TYPES, "e4m3": 5}
 REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
 BLOCKS = ("1x128", "1x32")
 ON_GPUS = ("p2p", "hosts")  # backends
+ON_CPUS = ("self", "threads", "shm", "mpi")
 UINT32_MAX, INT64_MAX = (1 << 32) - 1, (1 << 63) - 1
 FLAGS = ("distinct", "ungated", "interleaved")
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
@@ -48,6 +50,22 @@ def word(field: str, value: Any, words: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(value), words, 1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise EpicArgumentError(f"{field} {value!r}: one of {', '.join(words)} is needed{hint}")
+
+
+def backend_for(on_gpus: bool, wish: str | None) -> str | None:
+    """That which is asked for, else EPIC_BACKEND's where that reaches such memory; if neither says
+    one, p2p on GPUs, and on CPUs None: the core chooses."""
+    said = wish or os.environ.get("EPIC_BACKEND") or None
+    if on_gpus:
+        if wish is None and said in ON_CPUS:
+            said = None
+        if said is not None and said not in ON_GPUS:
+            raise EpicArgumentError(f"backend {said!r}: arrays on GPUs are for 'p2p', or 'hosts'")
+        return said or "p2p"
+    if said in ON_GPUS:
+        by = "" if wish else " (EPIC_BACKEND)"
+        raise EpicArgumentError(f"backend {said!r}{by} joins GPUs: the arrays are on CPUs")
+    return wish
 
 
 def whole(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) -> int:

@@ -17,7 +17,7 @@ from epic.errors import EpicArgumentError, EpicError
 from epic.jax import cuda, places
 from epic.jax.meeting import StoreExchange, store
 from epic.meeting import Exchange, Meeting, Tcp
-from epic.options import INT64_MAX, ON_GPUS, Layer, text, whole
+from epic.options import INT64_MAX, Layer, backend_for, text, whole
 
 DEFAULT_TIMEOUT_MS = 300_000
 
@@ -221,13 +221,7 @@ def choose_backend(platform: str, wish: str | None) -> str | None:
         raise EpicArgumentError(
             f"devices of platform {platform!r}: epic.jax runs on cpu and on CUDA GPUs"
         )
-    if (wish or "p2p") not in ON_GPUS and platform == "gpu":
-        raise EpicArgumentError(
-            f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p', or 'hosts'"
-        )
-    if wish in ON_GPUS and platform == "cpu":
-        raise EpicArgumentError(f"backend {wish!r} joins GPUs: the devices are CPUs")
-    return wish or "p2p" if platform == "gpu" else wish
+    return backend_for(platform == "gpu", wish)
 
 
 def choose_sizes(
@@ -281,7 +275,8 @@ def open(
     native: in processes that mpirun started, "world", a communicator of mpi4py or the address of an
     MPI_Comm.  Backend mpi, which joins several hosts, then sends over it; without a mesh and meet
     its ranks are the group's, one for each process.
-    backend: of GPUs "p2p", for those of one host, if it is not said; or "hosts", of several.
+    backend: of GPUs "p2p", for those of one host, or "hosts", of several; None: EPIC_BACKEND's, if
+    that is for such memory, else "p2p".  Of CPUs: None, the core chooses.
     max_top_k: largest top_k of its layers, 0: 64; with "hosts" less takes less memory.
     max_sms: most SMs that a call takes, 0: the core's default;
     command_buffers=False keeps XLA from putting the calls into its CUDA graphs.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from epic import _native, endings, meeting
 from epic.errors import EpicArgumentError, EpicError
 from epic.meeting import Exchange, Meeting, Tcp
-from epic.options import INT64_MAX, ON_GPUS, Layer, known, made, text, whole
+from epic.options import INT64_MAX, ON_GPUS, Layer, backend_for, known, made, text, whole
 from epic.torch.ops import KEPT, LIBRARY, words_of
 
 DEFAULT_TIMEOUT_MS = 300_000
@@ -164,14 +164,8 @@ def choose_device(wish: Any, mesh: Any, process_group: Any) -> torch.device:
 
 
 def choose_backend(device: torch.device, wish: str | None) -> str | None:
-    """Tensors lie where the device is: on GPUs only p2p and hosts can reach them."""
-    if device.type == "cuda" and (wish or "p2p") not in ON_GPUS:
-        raise EpicArgumentError(
-            f"backend {wish!r} reaches host memory only: on GPUs it is 'p2p', or 'hosts'"
-        )
-    if device.type == "cpu" and wish in ON_GPUS:
-        raise EpicArgumentError(f"backend {wish!r} joins GPUs: the device is a CPU")
-    return wish or "p2p" if device.type == "cuda" else wish
+    """Tensors lie where the device is."""
+    return backend_for(device.type == "cuda", wish)
 
 
 def open_on(device: torch.device, meet: Meeting, config: Any) -> int:
@@ -203,7 +197,8 @@ class Group:
     device: None: a mesh's, or the current GPU for a process group of nccl, or the CPU.
     meet: with rank= and num_ranks=, for ranks that torch.distributed does not join: Tcp(...), or a
     function (rank, bytes) -> every rank's bytes; or one of threads(n).
-    backend: of GPUs "p2p", for those of one host, if it is not said; or "hosts", of several.
+    backend: of GPUs "p2p", for those of one host, or "hosts", of several; None: EPIC_BACKEND's, if
+    that is for such memory, else "p2p".  Of CPUs: None, the core chooses.
     max_sms: most SMs that a call takes; timeout_ms: of every wait, 0: 300 s.
     max_top_k: largest top_k of its layers, 0: 64; with backend "hosts" less takes less memory.
     """

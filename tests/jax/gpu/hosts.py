@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer learns over ranks that are hosts, and over the same ranks on one host: the same losses
+and the same weights, bit for bit.
+
+hosts.py [RANKS]      2 processes, which may share a GPU.  The wire is EPIC_WIRE's.  Over ranks that
+                      are hosts sums are in a tree by themselves; on one host they are told to be.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+STEPS, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 8, 48, 64, 96, 8, 3
+RATE = 0.05
+LIMIT = 120  # seconds
+
+
+def train(rank: int, ranks: int, port: int, backend: str) -> list[Any]:
+    """The losses of this rank, then its weights."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import epic.jax
+
+    def drawn(seed: int, *shape: int) -> Any:
+        return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+    group = epic.jax.open(
+        ranks=[rank],
+        num_ranks=ranks,
+        meet=epic.jax.Tcp(port=port),
+        backend=backend,
+        max_tokens=TOKENS,
+        max_row_bytes=4 * HIDDEN,
+        max_top_k=TOP_K,
+        timeout_ms=60000,
+    )
+    local, layer = EXPERTS // ranks, epic.jax.Layer(EXPERTS, TOP_K)
+    if backend == "p2p":
+        layer = replace(layer, sum_order="tree")
+    options = epic.jax.Moe(
+        layer,
+        epic.jax.Router(EXPERTS, TOP_K, normalize="sum"),
+        epic.jax.Experts(local, HIDDEN, INNER),
+    )
+    weights = {
+        "w_gate": drawn(1, HIDDEN, EXPERTS) / HIDDEN**0.5,
+        "w_gate_up": drawn(10 + rank, local, HIDDEN, 2 * INNER) / HIDDEN**0.5,
+        "w_down": drawn(20 + rank, local, INNER, HIDDEN) / INNER**0.5,
+    }
+    x = drawn(30 + rank, TOKENS, HIDDEN)
+
+    def loss_of(weights: dict[str, Any]) -> Any:
+        found = epic.jax.moe(group, options, x, epic.jax.MoeWeights(**weights))
+        return jnp.square(found.out - jnp.sin(2 * x)).mean() + found.loss
+
+    def step(weights: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        loss, grads = jax.value_and_grad(loss_of)(weights)
+        grads["w_gate"] = epic.jax.sum(group, grads["w_gate"])
+        return loss, {name: w - RATE * grads[name] for name, w in weights.items()}
+
+    run, losses = jax.jit(step), []
+    for _ in range(STEPS):
+        loss, weights = run(weights)
+        losses.append(float(loss))
+    found = [np.array(losses), *(np.asarray(weights[name]) for name in sorted(weights))]
+    epic.jax.check(group)
+    group.close()
+    return found
+
+
+def of_rank(rank: int, ranks: int, port: int) -> int:
+    """One process."""
+    import numpy as np
+
+    os.environ["EPIC_HOST"] = "%r"
+    there = train(rank, ranks, port, "hosts")
+    del os.environ["EPIC_HOST"]
+    here = train(rank, ranks, port + 1, "p2p")
+    assert there[0][-1] < there[0][0], there[0]
+    for a, b in zip(there, here, strict=True):
+        assert np.isfinite(a).all()
+        assert np.array_equal(a, b), f"{np.abs(a - b).max()} of {np.abs(b).max()}"
+    print(f"rank {rank}: losses {there[0][0]:.6f} to {there[0][-1]:.6f}, the same bits", flush=True)
+    return 0
+
+
+def main(words: list[str]) -> int:
+    """All processes, each with the next of the GPUs."""
+    if len(words) == 3:
+        return of_rank(*map(int, words))
+    from ports import free_port
+
+    ranks, port = int(words[0]) if words else 2, free_port()
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    gpus = len(listed.stdout.splitlines())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(ranks), str(port)],
+            env={
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": str(rank % gpus),
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            },
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        codes = [process.wait(LIMIT) for process in processes]
+    except subprocess.TimeoutExpired:
+        codes = [1]
+    finally:
+        for process in processes:
+            process.kill()
+    print("right" if not any(codes) else "wrong")
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
