@@ -31,6 +31,7 @@ look() {
     { have mpicc && have mpiexec; } || optional="$optional libopenmpi-dev openmpi-bin"
     header ucp/api/ucp.h || optional="$optional libucx-dev"
     have ip || [ -x /sbin/ip ] || optional="$optional iproute2"
+    have spin || optional="$optional spin"
 }
 
 apt() {

@@ -1,0 +1,61 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Searches the model of backend hosts' protocol, all of it; then damages it rule by rule, and wants
+# Spin to find each damage.
+#   run.sh [NAME...]  these only: right, fault0 to fault4, or a mutant's name
+#   MODEL_OUT  where the searches are built; MODEL_CC  what builds them
+tests=$(cd "$(dirname "$0")" && pwd)
+out=${MODEL_OUT:-$tests/../../build/model}
+failed=0
+command -v spin >/dev/null || { echo "left out: there is no spin"; exit 77; }
+command -v "${MODEL_CC:=cc}" >/dev/null || { echo "left out: there is no C compiler"; exit 77; }
+
+# NAME FLAG...: leaves what the search says in $out/NAME/said.
+search() {
+    name=$1
+    shift
+    rm -rf "${out:?}/$name" && mkdir -p "$out/$name" && cd "$out/$name" || exit 1
+    spin -a "$@" "$tests/hosts.pml" >spin 2>&1 || { cat spin; exit 1; }
+    "$MODEL_CC" -O2 -w -DSAFETY -DCOLLAPSE -DMEMLIM=1800 -o pan pan.c || exit 1
+    ./pan -m100000 -w22 >said 2>&1
+    states=$(sed -n 's/^ *\([0-9.e+]*\) states, stored.*/\1/p' said)
+    seconds=$(sed -n 's/^pan: elapsed time \([0-9.]*\) seconds/\1/p' said)
+}
+
+# It must be searched to the end, with no error, and every line of it must be reached.
+holds() {
+    search "$@"
+    verdict="holds"
+    unreached=$(grep 'state [0-9]*, "' said | grep -v '"-end-"')
+    grep -q 'errors: 0$' said || verdict="FAILS: $(grep -m 1 '^pan:1' said)"
+    grep -q 'Search not completed\|max search depth too small' said && verdict="FAILS: not searched to the end"
+    [ "$1" = right ] && [ -n "$unreached" ] && verdict="FAILS: never reached: $unreached"
+    tell
+}
+
+caught() {
+    name=$1
+    search "$name" "-DMUTANT_$name" $2
+    verdict="caught: $(sed -n 's/^pan:1: \([a-z ]*\).*/\1/p' said)"
+    grep -q '^pan:1: \(assertion violated\|invalid end state\)' said || verdict="NOT CAUGHT"
+    tell
+}
+
+tell() {
+    printf '%-18s %9s states %6s s  %s\n' "$name" "$states" "$seconds" "$verdict"
+    case $verdict in FAILS* | NOT*) failed=$((failed + 1)) ;; esac
+}
+
+mutants="OUTBOX_UNASKED FREED_EARLY EARLY_ANNOUNCE EARLY_ROW STALE_IDS ORDER_OF_ARRIVAL HALF_WORDS
+    HALF_STAMPED HALF_HEARD ONE_PARITY UNHEARD POISON_KEPT DEAD_UNSEEN BROKEN_UNTOLD"
+[ $# -gt 0 ] || set -- right fault0 fault1 fault2 fault3 fault4 $mutants
+for what in "$@"; do
+    case $what in
+    right) holds right ;;
+    fault*) holds "$what" "-DFAULTS=${what#fault}" ;;
+    DEAD_UNSEEN | BROKEN_UNTOLD) caught "$what" -DFAULTS=4 ;;
+    *) caught "$what" ;;
+    esac
+done
+echo "$# searches, $failed failed"
+[ $failed = 0 ]
