@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Searches the model of backend hosts' protocol, all of it; then damages it rule by rule, and wants
 # Spin to find each damage.
-#   run.sh [NAME...]  these only: right, fault0 to fault4, or a mutant's name
+#   run.sh [NAME...]  these only: right, fault0 to fault4, a mutant's name, or mutants: all of them
 #   MODEL_OUT  where the searches are built; MODEL_CC  what builds them
 tests=$(cd "$(dirname "$0")" && pwd)
 out=${MODEL_OUT:-$tests/../../build/model}
@@ -48,7 +48,9 @@ tell() {
 
 mutants="OUTBOX_UNASKED FREED_EARLY EARLY_ANNOUNCE EARLY_ROW STALE_IDS ORDER_OF_ARRIVAL HALF_WORDS
     HALF_STAMPED HALF_HEARD ONE_PARITY UNHEARD POISON_KEPT DEAD_UNSEEN BROKEN_UNTOLD"
-[ $# -gt 0 ] || set -- right fault0 fault1 fault2 fault3 fault4 $mutants
+[ $# -gt 0 ] || set -- right fault0 fault1 fault2 fault3 fault4 mutants
+# shellcheck disable=SC2046 # words
+set -- $(for what in "$@"; do [ "$what" = mutants ] && echo $mutants || echo "$what"; done)
 for what in "$@"; do
     case $what in
     right) holds right ;;
