@@ -20,7 +20,8 @@
 #define __launch_bounds__(...)
 #define __shared__ static thread_local
 #define __align__(n) alignas(n)
-#define __forceinline__ inline
+#define __forceinline__ \
+    inline __attribute__((always_inline)) /* or one of a name serves all files */
 #define __noinline__ __attribute__((noinline))
 
 /* ------------------------------------------------------------------------ who and where ---- */
