@@ -37,6 +37,7 @@ typedef struct parcel {
     uint64_t done_at;     /* the look at which its source is not read again */
     uint64_t source;      /* a sum of its words */
     uint64_t *copy;       /* of the source, which is not read any more; NULL: none */
+    bool checked;         /* its source, when it was first said to be done */
 } parcel;
 
 /* What a host's peers see of it; freed by the last of them. */
@@ -327,15 +328,27 @@ static int land_run(wire *w, int host)
     return moved;
 }
 
+/* What is done may be so before others that were given earlier. */
+static void check_sources(wire *w, int host)
+{
+    peer *q = &w->peers[host];
+    for (uint64_t i = q->finished; i < q->given; i++) {
+        parcel *p = &q->parcels[i % DEPTH];
+        if (p->checked || !is_left(w, p)) continue;
+        p->checked = true;
+        if (p->source != sum_source(p))
+            die(w, host, p, "its source has been written before it was done");
+    }
+}
+
 static void settle(wire *w, int host)
 {
     peer *q = &w->peers[host];
     const bool dropped = gone(w, host);
+    if (w->settings.strict && !dropped) check_sources(w, host);
     for (; q->finished < q->given; q->finished++) {
         parcel *p = &q->parcels[q->finished % DEPTH];
         if (!dropped && (p->landed < p->num_pieces || !is_left(w, p))) return;
-        if (!dropped && w->settings.strict && p->source != sum_source(p))
-            die(w, host, p, "its source has been written before it was done");
         free(p->copy);
         p->copy = NULL;
     }
