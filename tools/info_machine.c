@@ -91,6 +91,8 @@ static void print_variables(void)
         {"EPIC_WIRE_PUT", "0: by messages, 1: by remote writes; else as the network is"},
         {"EPIC_WIRE_MEMORY", "gpu: rows lie on the GPU for the network; else in host memory"},
         {"EPIC_WIRE_AHEAD", "tokens that are sent before one is received; else 8192"},
+        {"EPIC_WIRE_THREADS", "threads of a rank's wire beside its own, over networks that "
+                              "CPUs serve; else by cores"},
         {"EPIC_WIRE_RELAY", "0: rows go to each rank; else once to each host"},
     };
     for (size_t i = 0; i < sizeof variables / sizeof *variables; i++) {

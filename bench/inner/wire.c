@@ -2,7 +2,7 @@
 /* What a wire costs: a word each way, and rows in puts of several sizes, one way and both ways at
  * once, between two processes of this host, beside plain TCP that carries as many bytes one way in
  * the same run.  Medians.
- *   wire [--rounds N]    UCX_TLS and UCX_NET_DEVICES choose the network; tcp over lo unless set */
+ *   wire [--rounds N] [--threads N]    threads of a wire beside the one that looks; UCX_TLS and UCX_NET_DEVICES choose the network; tcp over lo unless set */
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sched.h>
@@ -16,16 +16,17 @@
 
 #include "wire/wire.h"
 
-#define BOX (8u << 20)
 #define TURNS 2000
 #define TOTAL (128u << 20) /* bytes of a measurement, */
-#define MOST 8192          /* in so many puts */
+#define MOST 8192          /* in so many puts, each to a place of its own */
+#define BOX (8 + TOTAL)
 #define MOST_ROUNDS 100
 
 typedef struct end {
     const wire_engine *e;
     wire *w;
     int me, pipe; /* a socket pair to the other process */
+    int threads;
     uint64_t *inbox, *outbox;
 } end;
 
@@ -66,6 +67,7 @@ static void open_end(end *a)
     char why[WIRE_WHY] = "";
     const wire_setup setup = {.host = a->me,
                               .num_hosts = 2,
+                              .threads = a->threads,
                               .inbox = a->inbox,
                               .inbox_bytes = BOX,
                               .outbox = a->outbox,
@@ -110,11 +112,20 @@ static uint64_t count_of(uint32_t bytes)
     return count < MOST ? count : MOST;
 }
 
-static void put_rows(end *a, uint32_t bytes)
+/* Each ends with the word `base`; what was put before has been read. */
+static void put_rows(end *a, uint32_t bytes, uint64_t base)
 {
-    const uint64_t slots = (BOX - 8) / bytes, count = count_of(bytes);
-    for (uint64_t i = 0; i < count; i++)
-        while (!a->e->put(a->w, 1 - a->me, 8 + i % slots * bytes, a->outbox, bytes)) look(a);
+    a->outbox[bytes / 8 - 1] = base;
+    for (uint64_t i = 0; i < count_of(bytes); i++)
+        while (!a->e->put(a->w, 1 - a->me, 8 + i * bytes, a->outbox, bytes)) look(a);
+}
+
+/* All of them are here: puts land in any order, the words of one in theirs. */
+static void take_rows(end *a, uint32_t bytes, uint64_t base)
+{
+    for (uint64_t i = 0; i < count_of(bytes); i++)
+        while (__atomic_load_n(&a->inbox[(i + 1) * bytes / 8], __ATOMIC_RELAXED) != base)
+            look(a);
 }
 
 static double gb_per_s(uint32_t bytes, double start)
@@ -122,14 +133,17 @@ static double gb_per_s(uint32_t bytes, double start)
     return (double)count_of(bytes) * bytes / (now_us() - start) / 1e3;
 }
 
-/* Rows one way; TCP and shared memory keep the order of messages, so the word comes last.  GB/s */
+/* Rows one way; GB/s. */
 static double time_puts(end *a, uint32_t bytes, uint64_t base)
 {
     const double start = now_us();
-    if (a->me == 0) put_rows(a, bytes);
-    if (a->me == 0) insist(a, 0, base);
-    await(a, base);
-    if (a->me == 1) insist(a, 0, base);
+    if (a->me == 0) {
+        put_rows(a, bytes, base);
+        await(a, base);
+    } else {
+        take_rows(a, bytes, base);
+        insist(a, 0, base);
+    }
     return gb_per_s(bytes, start);
 }
 
@@ -137,11 +151,10 @@ static double time_puts(end *a, uint32_t bytes, uint64_t base)
 static double time_both(end *a, uint32_t bytes, uint64_t base)
 {
     const double start = now_us();
-    put_rows(a, bytes);
+    put_rows(a, bytes, base);
+    take_rows(a, bytes, base);
     insist(a, 0, base);
     await(a, base);
-    insist(a, 0, base + 1);
-    await(a, base + 1);
     return gb_per_s(bytes, start);
 }
 
@@ -233,15 +246,22 @@ static void measure(end *a, int rounds)
     a->e->close(a->w);
 }
 
+static int value_of(int argc, char **argv, const char *option, int otherwise)
+{
+    for (int i = 1; i + 1 < argc; i += 2)
+        if (!strcmp(argv[i], option)) return atoi(argv[i + 1]);
+    return otherwise;
+}
+
 int main(int argc, char **argv)
 {
     char why[WIRE_WHY];
     int pair[2];
-    const int wanted = argc == 3 && !strcmp(argv[1], "--rounds") ? atoi(argv[2]) : 5;
+    const int wanted = value_of(argc, argv, "--rounds", 5);
     const int rounds = wanted < 1 ? 1 : wanted > MOST_ROUNDS ? MOST_ROUNDS : wanted;
     if (setenv("UCX_TLS", "tcp", 0) == 0 && !strcmp(getenv("UCX_TLS"), "tcp"))
         setenv("UCX_NET_DEVICES", "lo", 0);
-    end a = {.e = wire_find("ucx", why)};
+    end a = {.e = wire_find("ucx", why), .threads = value_of(argc, argv, "--threads", 0)};
     if (!a.e) stop(why);
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) != 0) stop("socketpair");
     const pid_t child = fork();

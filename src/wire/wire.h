@@ -37,6 +37,7 @@ typedef enum wire_puts {
 typedef struct wire_setup {
     int32_t host, num_hosts; /* peers are the other hosts' ranks, by their host's number */
     wire_puts puts;
+    int32_t threads;      /* that the engine may have where CPUs move the bytes */
     bool on_gpu;          /* inbox and outbox lie on a GPU; else in host memory */
     void *inbox;          /* 8-byte aligned, as all below is */
     uint64_t inbox_bytes; /* the same on all */

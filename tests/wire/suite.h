@@ -17,6 +17,7 @@ typedef struct suite_verdict { /* shared by all ranks */
 typedef struct suite_case {
     const wire_engine *engine;
     wire_puts puts;
+    int threads; /* of the engine's, beside the one that looks */
     uint64_t seed;
     uint64_t bytes;      /* from each rank to each, a round; a multiple of 8 */
     uint32_t most_bytes; /* of one put */

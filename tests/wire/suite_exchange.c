@@ -259,6 +259,7 @@ void suite_exchange(const epic_meet *meet, void *self)
     const wire_setup setup = {.host = meet->rank,
                               .num_hosts = meet->num_ranks,
                               .puts = p.c->puts,
+                              .threads = p.c->threads,
                               .inbox = p.inbox,
                               .inbox_bytes = (meet->num_ranks * p.words + WIRE_MAX_HOSTS) * 8,
                               .outbox = p.outbox,

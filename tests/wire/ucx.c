@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "check.h"
+#include "wire/strands/strands.h"
 #include "wire/suite.h"
 #include "wire/suite_net.h"
 
@@ -35,6 +36,13 @@ static void test_exchanges(suite_verdict *v)
                           .most_bytes = WIRE_MOST_BYTES,
                           .rounds = rounds,
                           .wanted = "by messages"});
+    CHECK(suite_clean(v));
+    exchange(v, 2,
+             (suite_case){.bytes = 2 << 20,
+                          .most_bytes = WIRE_MOST_BYTES,
+                          .rounds = rounds,
+                          .threads = 2,
+                          .wanted = "by messages, in 3 strands"});
     CHECK(suite_clean(v));
     exchange(v, 3,
              (suite_case){
@@ -86,7 +94,7 @@ static void go_astray(const epic_meet *meet, void *self)
     const wire_setup setup = small_setup(meet, inbox, outbox);
     if (!CHECK_SAY(ucx->open(&w, &setup, mine, why) == EPIC_OK, "%s", why)) return;
     CHECK(meet->gather(meet->self, mine, cards, sizeof mine) == EPIC_OK);
-    if (meet->rank == 1 && *stranger) cards[3] ^= 1; /* of the token */
+    if (meet->rank == 1 && *stranger) cards[2 * STRANDS_MOST + 3] ^= 1; /* of the token */
     CHECK_SAY(ucx->connect(w, cards, why) == EPIC_OK, "%s", why);
     if (meet->rank == 1) {
         CHECK(ucx->word(w, 0, WORDS * 8, 1) && ucx->word(w, 0, UINT64_MAX - 7, 1));

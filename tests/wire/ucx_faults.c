@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Hosts that are killed, stopped or cut off while puts are under way: nobody waits for them, the
- * others go on, and closing ends. */
+/* Hosts that are killed, stopped or cut off while puts are under way, in one strand and in three:
+ * nobody waits for them, the others go on, and closing ends. */
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -12,12 +12,13 @@
 #include "wire/suite.h"
 #include "wire/suite_net.h"
 
-#define PUT 16384
+#define PUT 40960  /* a thread of a wire in strands takes it */
 #define SLOTS 8192 /* of which only those that a put lands in are real */
 #define TURNS 300
 #define BAD 2 /* the host that something happens to */
 
 static const wire_engine *ucx;
+static int threads; /* of a wire */
 
 typedef struct trial {
     bool cut; /* else killed */
@@ -30,6 +31,7 @@ static wire *open_boxes(const epic_meet *meet, uint64_t **inbox, uint64_t **outb
     *outbox = calloc(1, PUT);
     const wire_setup setup = {.host = meet->rank,
                               .num_hosts = meet->num_ranks,
+                              .threads = threads,
                               .inbox = *inbox,
                               .inbox_bytes = (uint64_t)SLOTS * PUT,
                               .outbox = *outbox,
@@ -116,23 +118,33 @@ static void with_a_stopped_host(const epic_meet *meet, void *self)
     free(outbox);
 }
 
-int main(void)
+static void test_all(bool spaces)
 {
-    check_begin();
-    run_alarm(300);
-    char why[WIRE_WHY];
-    setenv("UCX_TLS", "tcp", 1);
-    setenv("UCX_LOG_LEVEL", "fatal", 1);
-    ucx = wire_find("ucx", why);
-    if (!ucx) return check_skip(why);
-    const bool spaces = net_open(3);
-    setenv("UCX_NET_DEVICES", spaces ? "wire" : "lo", 1);
     trial *t = run_share(sizeof *t);
+    *t = (trial){0};
     net_run(3, with_a_bad_host, t, 1u << BAD, 100);
     *t = (trial){.cut = true};
     if (spaces) net_run(3, with_a_bad_host, t, 0, 100);
     atomic_int *pid = run_share(sizeof *pid);
     net_run(2, with_a_stopped_host, pid, 0, 150);
-    net_close();
+    run_unshare(t, sizeof *t);
+    run_unshare(pid, sizeof *pid);
+}
+
+int main(void)
+{
+    check_begin();
+    run_alarm(400);
+    char why[WIRE_WHY];
+    setenv("UCX_TLS", "tcp", 1);
+    setenv("UCX_LOG_LEVEL", "fatal", 1);
+    ucx = wire_find("ucx", why);
+    if (!ucx) return check_skip(why);
+    for (threads = 0; threads <= 2; threads += 2) {
+        const bool spaces = net_open(3);
+        setenv("UCX_NET_DEVICES", spaces ? "wire" : "lo", 1);
+        test_all(spaces);
+        net_close();
+    }
     return check_end();
 }

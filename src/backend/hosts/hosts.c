@@ -9,7 +9,13 @@
 
 #include "backend/hosts/ring.h"
 #include "backend/p2p/p2p.h"
+#include "base/cores.h"
 #include "base/error.h"
+
+#define MOST_THREADS 7    /* of a rank's wire beside its own; */
+#define USUAL_THREADS 6   /* unless the user says, up to so many, */
+#define FEWEST_THREADS 2  /* as one would only take what its own does, */
+#define CORES_OF_THREAD 3 /* of so many cores each; as measured, docs/hosts.md */
 
 /* What a rank tells the others. */
 typedef struct card {
@@ -31,6 +37,7 @@ typedef struct hosts_part {
     bool on_gpu;     /* inbox and outbox are; else in host memory */
     wire_puts puts;  /* how rows travel, where the engine has a choice */
     int32_t ahead;   /* tokens that are sent before one is received */
+    int32_t threads; /* that the wire may have where CPUs move the bytes */
     uint8_t *heap;   /* on the GPU: where ranks of this host store, and behind it parts; */
     uint8_t *inbox;  /* as large: where the wire does, */
     uint8_t *outbox; /* and what it reads; */
@@ -181,21 +188,45 @@ static bool wants_gpu(void)
     return text && !strcmp(text, "gpu");
 }
 
+/* A number of the environment, 0 to `most`; -1: it is not set. */
+static epic_result read_number(const char *name, const char *what, const char *without,
+                               int32_t most, int32_t *out)
+{
+    const char *text = getenv(name);
+    char *end;
+    *out = -1;
+    if (!text || !*text) return EPIC_OK;
+    const long number = strtol(text, &end, 10);
+    if (end == text || *end || number < 0 || number > most)
+        return epic_fail(EPIC_EINVAL, "%s=%.32s: must be %s, 0 to %d; without it %s", name,
+                         text, what, most, without);
+    *out = (int32_t)number;
+    return EPIC_OK;
+}
+
 /* Of most operations all tokens, as what lies there in large parcels goes fastest; measured,
  * docs/hosts.md. */
 static epic_result read_ahead(int32_t *ahead)
 {
-    const char *text = getenv("EPIC_WIRE_AHEAD");
-    char *end;
-    if (!text || !*text) text = "8192";
-    const long tokens = strtol(text, &end, 10);
-    if (end == text || *end || tokens < 0 || tokens > INT32_MAX)
-        return epic_fail(
-            EPIC_EINVAL,
-            "EPIC_WIRE_AHEAD=%.32s: must be the number of tokens that are sent before "
-            "one is received, 0 to %d; without it 8192",
-            text, INT32_MAX);
-    *ahead = (int32_t)tokens;
+    TRY(read_number("EPIC_WIRE_AHEAD",
+                    "the number of tokens that are sent before one is received", "8192",
+                    INT32_MAX, ahead));
+    if (*ahead < 0) *ahead = 8192;
+    return EPIC_OK;
+}
+
+/* Unless the user says, as many as there are cores for, beside the ranks of this host. */
+static epic_result read_threads(const epic_group *g, int32_t *threads)
+{
+    const core_set cores = cores_mine();
+    const int ranks = __builtin_popcount(g->self.near);
+    TRY(read_number("EPIC_WIRE_THREADS",
+                    "the number of threads that a rank's wire may have beside its own",
+                    "as many as there are cores for", MOST_THREADS, threads));
+    if (*threads >= 0) return EPIC_OK;
+    *threads = cores_count(&cores) / ranks / CORES_OF_THREAD;
+    if (*threads > USUAL_THREADS) *threads = USUAL_THREADS;
+    if (*threads < FEWEST_THREADS) *threads = 0;
     return EPIC_OK;
 }
 
@@ -222,6 +253,7 @@ static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
     const wire_setup setup = {.host = g->rank,
                               .num_hosts = g->num_ranks,
                               .puts = h->puts,
+                              .threads = h->threads,
                               .on_gpu = h->on_gpu,
                               .inbox = h->inbox,
                               .inbox_bytes = (uint64_t)g->self.at.bytes,
@@ -246,6 +278,7 @@ static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
     TRY(read_ahead(&h->ahead));
     TRY(choose_memory(h));
     TRY(make_heap(g, h, mine));
+    TRY(read_threads(g, &h->threads));
     TRY(make_boxes(g, h));
     TRY(make_ring(g, h));
     TRY(p2p_load(g));

@@ -26,12 +26,25 @@ static char *print(ucp_context_h context, ucp_ep_h endpoint)
     return text;
 }
 
-static bool has_tcp(ucp_context_h context)
+/* "#  resource 0 : md 0 ... -- tcp/lo" */
+static bool has_one_of(ucp_context_h context, const char *const *networks, int count)
 {
     char *text = print(context, NULL);
-    const bool has = text && strstr(text, " tcp/"); /* "#  resource 0 : md 0 ... -- tcp/lo" */
+    bool has = false;
+    for (int i = 0; text && i < count; i++) has |= strstr(text, networks[i]) != NULL;
     free(text);
     return has;
+}
+
+static bool has_tcp(ucp_context_h context)
+{
+    return has_one_of(context, (const char *const[]){" tcp/"}, 1);
+}
+
+bool ucx_has_rdma(ucp_context_h context)
+{
+    static const char *const networks[] = {"-- rc_", "-- dc_", "-- ud_", "-- srd"};
+    return has_one_of(context, networks, sizeof networks / sizeof *networks);
 }
 
 /* Up to 1.16 UCX wants the name without that of the transport. */

@@ -13,6 +13,9 @@
  * writes they fail, if UCX can be told so; else UCX sends messages in their place. */
 ucs_status_t ucx_new_context(ucp_context_h *out, const char **segment, bool honest);
 
+/* Is there a network whose devices move the bytes? */
+bool ucx_has_rdma(ucp_context_h context);
+
 /* Is every one of them RDMA, whose writes keep words whole?  Of a context that is honest. */
 bool ucx_keeps_words(ucp_ep_h endpoint);
 

@@ -10,8 +10,8 @@
 #include <time.h>
 #include <ucp/api/ucp.h>
 
+#include "wire/strands/strands.h"
 #include "wire/ucx/lanes.h"
-#include "wire/wire.h"
 
 #define DEPTH 256              /* puts to a host that are under way; more come again later */
 #define MESSAGE 1              /* the id of ours */
@@ -393,5 +393,17 @@ static void close_wire(wire *w)
     free(w);
 }
 
+static const wire_engine strand = {.name = "ucx", WIRE_ENGINE_CALLS};
+const wire_engine *const strands_of = &strand;
+
+bool strands_gain(const wire *w)
+{
+    return !ucx_has_rdma(w->context);
+}
+
 extern EPIC_API const wire_engine epic_wire_ucx;
-const wire_engine epic_wire_ucx = {.name = "ucx", .best_bytes = BEST_BYTES, WIRE_ENGINE_CALLS};
+const wire_engine epic_wire_ucx = {.name = "ucx",
+                                   .best_bytes = BEST_BYTES,
+                                   .can = can,
+                                   .reaches_gpu = reaches_gpu,
+                                   STRANDS_CALLS};

@@ -170,6 +170,8 @@ int main(int argc, char **argv)
     CHECK(epic_num_hosts(NULL) == 0 && strcmp(epic_wire_name(NULL), "") == 0);
     check_variable("EPIC_WIRE_AHEAD", "many");
     check_variable("EPIC_WIRE_AHEAD", "-1");
+    check_variable("EPIC_WIRE_THREADS", "two");
+    check_variable("EPIC_WIRE_THREADS", "8");
     check_variable("EPIC_WIRE_MEMORY", "GPU");
     check_variable("EPIC_WIRE_PUT", "never");
     check_variable("EPIC_WIRE_PUT", "01");
