@@ -75,9 +75,12 @@ __device__ __forceinline__ int bits_of(int n)
 struct Opening {
     uint32_t epoch;    /* that has ended */
     uint32_t overlaps; /* lane 0: as mark_running says */
-    uint64_t broken;   /* 0: nothing has broken the group so far; for the workers, too */
+    uint64_t
+        broken; /* 0: nothing has broken the group so far; for the workers, too.  hosts: as far as
+                          this GPU knows, and what the wire says is found by who waits */
 #ifdef EPIC_HOSTS
     uint64_t epochs, freed; /* that have ended, and those of which the wire has read all */
+    uint64_t said; /* as `broken`, by the wire, to the last CTA: nobody waits for that */
 #endif
 };
 
@@ -88,12 +91,10 @@ __device__ __forceinline__ Opening read_opening(const p2p_self &self)
     if (lane_id() == 0) o.overlaps = mark_running(self);
     o.epoch = load_relaxed(&control_of(self)->epoch);
 #ifdef EPIC_HOSTS
-    uint64_t said = 0; /* by the wire; one asks for all */
-    if (is_last_cta()) said = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
     o.broken = load_relaxed(&control_of(self)->broken);
     o.epochs = load_relaxed(&control_of(self)->epochs);
     o.freed = load_relaxed(&control_of(self)->freed);
-    o.broken |= said;
+    if (is_last_cta()) o.said = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
 #else
     o.broken = load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
 #endif
@@ -125,10 +126,11 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const Now &
 
 /* One warp of the last CTA, worker 0, announces that the rank has begun, and so that what the
  * operations before restored can be written again: after a fence, which takes a microsecond, so it
- * comes first of all, and nobody waits for the announcement but who ends. */
-__device__ __forceinline__ bool is_announcer()
+ * comes first of all, and nobody waits for the announcement but who ends.  hosts: a plan waits for
+ * it, too, so the speaker announces, before the CTA meets. */
+__device__ __forceinline__ bool is_announcer(bool plans)
 {
-    return is_last_cta() && threadIdx.x < WARP;
+    return is_last_cta() && (HOSTS && plans ? is_speaker() : threadIdx.x < WARP);
 }
 
 __device__ __forceinline__ void announce_begun(const p2p_self &self, const Now &now)
@@ -138,6 +140,15 @@ __device__ __forceinline__ void announce_begun(const p2p_self &self, const Now &
     if (HOSTS) store_sizes(now, to);
     store_relaxed(to + P2P_SAYS_SIGNATURE, stamp(now, now.signature));
     ship(now, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
+}
+
+/* hosts, the speaker of a plan, which is open: nothing else is signed. */
+__device__ __forceinline__ void announce_plan(const p2p_self &self, Now &now)
+{
+    if (!HOSTS || !is_announcer(true)) return;
+    if (lane_id() == 0) now.signature = self.signature;
+    __syncwarp();
+    announce_begun(self, now);
 }
 
 /* The speaker: the running operation, but for its signature and boxes. */
@@ -206,18 +217,29 @@ __device__ __forceinline__ void count_shipped(const p2p_self &self)
 }
 
 /* The speaker of the last CTA, once it has announced: waits for the peers' announcements, then
- * counts the operation when no CTA reads the epoch any more. */
-__device__ __forceinline__ void finish_few(const p2p_self &self, Now &now)
+ * counts the operation when no CTA reads the epoch any more.  hosts: when all warps have shipped the
+ * wire hears of the epoch's end, beside that; `ported`: announcements have been brought to the heap. */
+__device__ __forceinline__ void finish_few(const p2p_self &self, Now &now,
+                                           const Opening &opening, bool ported)
 {
     p2p_control *control = control_of(self);
-    look_freed(now);
-    if (!hear(self, now)) return;
-    if (!wait_until(now, -1, P2P_PHASE_GRID, [&] {
-            return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
-                                             gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
-        }))
+    const auto all_begun = [&] {
+        return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
+                                         gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
+    };
+#ifdef EPIC_HOSTS
+    if (opening.said) { /* who is late may find that all has come, and the group broken */
+        now.lost = LOST(-1, P2P_PHASE_ARRIVE);
         return;
-    if (HOSTS && lane_id() == 0) end_shipping(now);
+    }
+    if (!wait_until(now, -1, P2P_PHASE_GRID, all_begun)) return;
+    if (lane_id() == 0) end_shipping(now);
+    look_freed(now);
+    if (!hear_all(self, now, ported)) return;
+#else
+    if (!hear(self, now)) return;
+    if (!wait_until(now, -1, P2P_PHASE_GRID, all_begun)) return;
+#endif
     if (lane_id() == 0) count_operation(control, now);
 }
 

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     const p2p_self &self = job.self;
     touch(job);
     if (self.operation == EPIC_OP_NONE) return;
-    if (is_announcer()) fence_system();
+    if (is_announcer(false)) fence_system();
     const Opening opening = read_opening(self);
     const bool reads = threadIdx.x / WARP == FEW_WORKERS - 1;
     if (reads) {
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     }
     announce_sizes(self, now, job.num_tokens, 0, job.num_rows);
     count_begun(self, now);
-    if (is_announcer()) announce_begun(self, now);
+    if (is_announcer(false)) announce_begun(self, now);
 
     const device_plan_header &h = plan.header;
     const bool moves = plan.good && h.result == EPIC_OK;
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (is_speaker()) {
         const bool good = !moves || hear_rows(self, now, h);
         if (lane_id() == 0) enough = good;
-        if (is_last_cta()) finish_few(self, now);
+        if (is_last_cta()) finish_few(self, now, opening, false);
     } else if (moves) {
         (void)worker.work(units);
     }

@@ -128,8 +128,9 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     touch(job);
     if (self.operation == EPIC_OP_NONE) return;
-    if (is_announcer()) fence_system();
+    if (!HOSTS && is_announcer(true)) fence_system();
     const Opening opening = read_opening(self);
+    if (HOSTS && is_announcer(true)) fence_system();
     IdTeller ids(job, all, true);
     bool may = true;
     if (is_speaker()) {
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         return;
     }
     count_begun(self, now);
-    if (is_announcer()) announce_begun(self, now);
+    if (is_announcer(true)) announce_begun(self, now);
     if (is_speaker()) {
         if (blockIdx.x == 0) begin_header(tables, job, now);
     }
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (HOSTS && !all.has_me()) (void)port(job, now);
     if (made == FEW_MANY && make_with_many(tables, job, now, memory))
         keep_with_many(tables, job, now, all);
-    if (is_speaker() && is_last_cta()) finish_few(self, now);
+    if (is_speaker() && is_last_cta()) finish_few(self, now, opening, true);
     end_few(now);
 }
 

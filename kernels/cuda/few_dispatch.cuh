@@ -522,8 +522,9 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     const device_plan_header &h = MADE ? tables.p.header : plan.header;
     touch(job);
     if (self.operation == EPIC_OP_NONE) return;
-    if (is_announcer()) fence_system();
+    if (!HOSTS && is_announcer(MADE)) fence_system();
     const Opening opening = read_opening(self);
+    if (HOSTS && is_announcer(MADE)) fence_system();
     const bool reads = !MADE && threadIdx.x / WARP == FEW_WORKERS - 1;
     uint32_t header[HEADER_LANE_WORDS];
     if (reads) load_header(header, job.plan.plan, job.plan_bytes);
@@ -581,7 +582,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     }
     if (!MADE) announce_sizes(self, now, job.num_tokens, job.plan.capacity, job.recv_rows);
     count_begun(self, now);
-    if (is_announcer()) announce_begun(self, now);
+    if (is_announcer(MADE)) announce_begun(self, now);
 
     const bool moves = MADE || (plan.good && plan.header.result == EPIC_OK);
     if (!MADE) m.top_k = (int)plan.header.top_k;
@@ -607,7 +608,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (HOSTS && MADE && is_last_cta() && !takes) ok = port(job.plan, now);
     if (ok && tells_more) count_shipped(self);
     if (MADE && m.with_many) {
-        if (is_speaker() && is_last_cta()) finish_few(self, now);
+        if (is_speaker() && is_last_cta()) finish_few(self, now, opening, MADE);
         take_with_many<Rows>(m, now, tables, memory);
         return end_few(now);
     }
@@ -619,7 +620,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         const bool good = hear_rows(self, now, h);
         if (lane_id() == 0) enough = good;
     }
-    if (is_speaker() && is_last_cta()) finish_few(self, now);
+    if (is_speaker() && is_last_cta()) finish_few(self, now, opening, MADE);
     if (ok && takes && (m.discards || !moves))
         Rows::clear(m, 0, m.takers.thread(), m.takers.threads());
     else if (ok && takes && job.zero_tail)

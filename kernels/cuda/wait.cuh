@@ -535,12 +535,14 @@ static __device__ bool begin(Now &now, const p2p_self &self, uint32_t mark, int3
 }
 
 /* One warp: waits until every rank has announced, and called the same; who called another is found
- * while this waits.  What this kernel does afterwards may come before that for the peers. */
-__device__ __forceinline__ bool hear_all(const p2p_self &self, const Now &now)
+ * while this waits.  What this kernel does afterwards may come before that for the peers.  `ported`:
+ * all of it comes to the heap (few_plan.cuh). */
+__device__ __forceinline__ bool hear_all(const p2p_self &self, const Now &now,
+                                         bool ported = false)
 {
     const bool mine = lane_id() < self.num_ranks;
     const int q = mine ? lane_id() : 0;
-    const uint64_t *from = announcement(self, now, heap_by(self, q), q);
+    const uint64_t *from = announcement(self, now, ported ? now.heap : heap_by(self, q), q);
     return wait_until(now, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t said = load_relaxed(from + P2P_SAYS_SIGNATURE);
         /* nobody is two operations ahead: a word of this parity is at most this one's */

@@ -73,15 +73,26 @@ __device__ __forceinline__ bool has_room(const Now &now, uint64_t place)
     return place < room;
 }
 
-/* One thread: what it has stored, or seen stored, is there for whoever reads the entry.  When the
- * group is broken, what does not fit is lost: nobody will look at it. */
+/* One thread: an entry takes its place.  When the group is broken, what does not fit is lost: nobody
+ * will look at it.  `room`: as it was a while ago. */
+__device__ __forceinline__ void take_place(const Now &now, uint64_t entry, uint64_t *entries,
+                                           uint64_t room)
+{
+    const uint64_t place = atomicAdd((unsigned long long *)&control_of(now)->posted, 1ull);
+    if (place >= room &&
+        !wait_alone(now, -1, P2P_PHASE_GRID, [&] { return has_room(now, place); }))
+        return;
+    store_relaxed(entries + place % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(place));
+}
+
+/* One thread: what it has stored, or seen stored, is there for whoever reads the entry.  What can be
+ * read before the fence is, as it takes no time beside it. */
 static __device__ __noinline__ void post(const Now &now, uint64_t entry)
 {
+    uint64_t *entries = now.self->ring.entries;
+    const uint64_t room = load_relaxed(&control_of(now)->room);
     __threadfence_system();
-    const uint64_t place = atomicAdd((unsigned long long *)&control_of(now)->posted, 1ull);
-    if (!wait_alone(now, -1, P2P_PHASE_GRID, [&] { return has_room(now, place); })) return;
-    store_relaxed(now.self->ring.entries + place % P2P_RING_ENTRIES,
-                  entry | P2P_ENTRY_LAP(place));
+    take_place(now, entry, entries, room);
 }
 
 /* One thread: `bytes` that are stored for rank q go.  Nothing to do for ranks of this host. */
@@ -119,7 +130,7 @@ __device__ __forceinline__ void ship_when_whole(const p2p_self &self, const Now 
     __syncwarp();
     if (lane_id() != 0) return;
     uint32_t *sent = (uint32_t *)(now.heap + self.at.sent) + q * self.max_tokens + token;
-    __threadfence_system();
+    __threadfence(); /* the system's is for who ships: it has seen this */
     if (atomicAdd(sent, 1u) + 1 != (uint32_t)pieces) return;
     store_relaxed(sent, 0u);
     ship(now, q, whole, bytes);
@@ -143,11 +154,14 @@ __device__ __forceinline__ void ship_record(const Now &now, int q, const uint64_
     if (speaks) ship(now, q, record, (uint32_t)max(words, 1) * 8);
 }
 
-/* One thread: nobody ships anything more in this epoch. */
-__device__ __forceinline__ void end_shipping(const Now &now)
+/* One thread: nobody ships anything more in this epoch, all entries of which have their places. */
+static __device__ __noinline__ void end_shipping(const Now &now)
 {
-    post(now, P2P_ENTRY(0, P2P_EPOCH_ENDS, 0));
-    control_of(now)->epochs++;
+    p2p_control *control = control_of(now);
+    uint64_t *entries = now.self->ring.entries;
+    const uint64_t room = load_relaxed(&control->room), epochs = load_relaxed(&control->epochs);
+    take_place(now, P2P_ENTRY(0, P2P_EPOCH_ENDS, 0), entries, room);
+    store_relaxed(&control->epochs, epochs + 1);
 }
 
 /* One thread: may the outbox of the next epoch's parity be written? */
