@@ -145,10 +145,12 @@ $(HOSTS_OUT)/hosts_%: $(HOSTS_OUT)/%.o $(GPU_HELPERS:%=$(HOSTS_OUT)/%.o) $(HOSTS
 $(HOSTS_OUT)/libepic_chaos.so: tests/wire/chaos.c tests/wire/chaos_library.c tests/run.c
 	@mkdir -p $(HOSTS_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) $(HOSTS_WIRE_FLAGS) -ffunction-sections -Wl,--gc-sections $^ -o $@
-$(HOSTS_OUT)/libepic_local.so: tests/gpu/wire/local.c src/wire/wire.h
+$(HOSTS_OUT)/libepic_local.so: tests/gpu/wire/local.c tests/gpu/wire/nic.cu tests/gpu/wire/nic.h \
+		src/wire/wire.h
 	@mkdir -p $(HOSTS_OUT)
-	$(GPU_CC) $(GPU_CFLAGS) $(HOSTS_WIRE_FLAGS) $< -o $@ -L$(GPU_CUDA)/lib64 -lcudart \
-		-Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread
+	$(NVCC) $(GPU_NVFLAGS) -Xcompiler -fPIC -c tests/gpu/wire/nic.cu -o $(HOSTS_OUT)/nic.o
+	$(GPU_CC) $(GPU_CFLAGS) $(HOSTS_WIRE_FLAGS) $< $(HOSTS_OUT)/nic.o -o $@ -L$(GPU_CUDA)/lib64 \
+		-lcudart -Wl,-rpath,$(GPU_CUDA)/lib64 -lpthread -lstdc++
 $(HOSTS_OUT)/conformance_hosts: $(GPU_SUITE) $(wildcard tests/*.h tests/conformance/*.h) all
 	@mkdir -p $(HOSTS_OUT)
 	$(GPU_CC) $(GPU_CFLAGS) -DBACKEND='"hosts"' $(GPU_SUITE) -o $@ $(HOSTS_CALLS)

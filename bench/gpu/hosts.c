@@ -6,7 +6,7 @@
  * Beside it the puts of an operation, their size, and entries of the ring, and at the end what a second without operations
  * takes of a core.
  *   gpu_hosts [ranks=GPUS] [local=1] [tokens=8,128,4096] [hidden=7168] [rounds=20] [order=rank]
- *             [backend=hosts] [threads=0] [idle=1] */
+ *             [backend=hosts] [threads=0] [idle=1] [sms=0] */
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <pthread.h>
@@ -25,7 +25,7 @@
 
 enum { MOST_RANKS = 8, MOST_ROUNDS = 200, WARM_UP = 3, TOP_K = 8, EXPERTS = 256 };
 
-static int num_ranks, local = 1, hidden = 7168, rounds = 20, threads, idle = 1;
+static int num_ranks, local = 1, hidden = 7168, rounds = 20, threads, idle = 1, sms;
 static uint32_t order = EPIC_BY_RANK;
 static const char *tokens_wanted = "8,128,4096", *backend = "hosts";
 
@@ -241,6 +241,7 @@ static void take_seat(seat *s, unsigned port)
                                 .max_row_bytes = s->row,
                                 .num_ranks = (uint32_t)num_ranks,
                                 .timeout_ms = 10000,
+                                .max_sms = (uint32_t)sms,
                                 .backend = backend};
     epic_meet meet;
     need(epic_meet_tcp(&meet, &tcp) == EPIC_OK, "the meeting", NULL);
@@ -316,9 +317,10 @@ static int is_known(const char *argument)
         const char *name;
         int *to;
     } numbers[] = {{"ranks", &num_ranks}, {"local", &local},     {"hidden", &hidden},
-                   {"rounds", &rounds},   {"threads", &threads}, {"idle", &idle}};
+                   {"rounds", &rounds},   {"threads", &threads}, {"idle", &idle},
+                   {"sms", &sms}};
     const char *value = NULL;
-    for (int i = 0; i < 6 && !value; i++)
+    for (int i = 0; i < 7 && !value; i++)
         if ((value = value_of(argument, numbers[i].name))) *numbers[i].to = atoi(value);
     if (value) return 1;
     if ((value = value_of(argument, "tokens"))) return tokens_wanted = value, 1;

@@ -2,9 +2,12 @@
 /* The engine local, of tests: a wire between GPUs of one machine that is as fast as a good network,
  * EPIC_WIRE=local.  Memory on GPUs (EPIC_WIRE_MEMORY=gpu) is copied by copy engines, which stand in
  * for a NIC that reaches GPUs; a thread of its own asks them to, as asking takes 2.7 us a copy where
- * a NIC takes 0.25.  What is urgent has a queue and streams of its own, and is asked for first.  Host
- * memory is copied by threads (EPIC_LOCAL_THREADS, 8), for a NIC that does not, between ranks of one
- * process alone.  It calls CUDA where a real engine must not, and nobody is ever gone. */
+ * a NIC takes 0.25.  What is urgent has a queue and streams of its own, and is asked for first.  With
+ * EPIC_LOCAL_NIC=CTAS it is copied by a kernel of so many CTAs (nic.h), as fast as a NIC of
+ * EPIC_LOCAL_SPEED GB/s (50), by which no call of CUDA is waited for.  Host memory is copied by
+ * threads (EPIC_LOCAL_THREADS, 8), what is small by who puts it, for a NIC that does not reach GPUs,
+ * between ranks of one process alone.  It calls CUDA where a real engine must not, and nobody is ever
+ * gone. */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <sched.h>
@@ -14,6 +17,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "nic.h"
 #include "wire/wire.h"
 
 #define DEPTH 256      /* puts to a host that are under way */
@@ -22,6 +26,7 @@
 #define JOBS 1024      /* of the threads that copy, or of the one that asks copy engines to */
 #define COPIERS 32     /* at most */
 #define PATIENCE 20000 /* looks for a job before that one naps */
+#define SMALL 1024     /* bytes that no other thread is asked to copy */
 
 typedef struct card {
     int64_t pid;
@@ -30,7 +35,7 @@ typedef struct card {
     cudaIpcMemHandle_t handle;
 } card;
 
-enum { URGENT, ROWS, LANES }; /* what goes in a stream of its own */
+enum { URGENT = NIC_URGENT, ROWS = NIC_ROWS, LANES }; /* what goes in a stream of its own */
 
 typedef struct job {
     char *to;
@@ -58,7 +63,7 @@ typedef struct peer {
     char *inbox;
     bool mapped;
     uint64_t given, finished; /* puts and words */
-    int left[DEPTH];          /* 1: that one has been copied */
+    int *left;                /* [DEPTH], 1: that one has been copied */
     lane lanes[LANES];
 } peer;
 
@@ -67,7 +72,9 @@ struct wire {
     int device, num_copiers, leave;
     int asleep; /* the thread that asks, until */
     sem_t awake;
-    uint64_t *words; /* [num_hosts][DEPTH] in pinned memory */
+    nic *nic; /* NULL: copy engines */
+    uint64_t
+        *words; /* [num_hosts][DEPTH], on GPUs in pinned memory; behind them those of `left` */
     peer peers[WIRE_MAX_HOSTS];
     pthread_t copiers[COPIERS];
     jobs jobs[LANES]; /* of threads that copy all are in ROWS */
@@ -224,6 +231,7 @@ static int num_copiers(void)
 
 static void start_threads(wire *w)
 {
+    if (w->nic) return;
     const int most = w->setup.on_gpu ? 1 : num_copiers();
     for (int i = 0; i < most; i++)
         if (pthread_create(&w->copiers[w->num_copiers], NULL,
@@ -240,11 +248,15 @@ static epic_result prepare(wire *w, card *c, char *why)
     const wire_setup *s = &w->setup;
     CUDA(cudaGetDevice(&w->device), "the device");
     *c = (card){.pid = getpid(), .inbox = s->inbox, .device = w->device, .on_gpu = s->on_gpu};
+    const size_t puts = (size_t)s->num_hosts * DEPTH, bytes = puts * (8 + sizeof(int));
+    CUDA(cudaHostAlloc((void **)&w->words, bytes, cudaHostAllocMapped), "pinned memory");
+    for (int h = 0; h < s->num_hosts; h++)
+        w->peers[h].left = (int *)(void *)(w->words + puts) + h * DEPTH;
     if (!s->on_gpu) return EPIC_OK;
     CUDA(cudaIpcGetMemHandle(&c->handle, s->inbox), "a handle of the inbox");
-    CUDA(cudaHostAlloc((void **)&w->words, (size_t)s->num_hosts * DEPTH * 8,
-                       cudaHostAllocMapped),
-         "pinned memory");
+    const char *ctas = getenv("EPIC_LOCAL_NIC"), *speed = getenv("EPIC_LOCAL_SPEED");
+    if (ctas && atoi(ctas) > 0)
+        CUDA(nic_open(&w->nic, atoi(ctas), speed ? atof(speed) : 50), "a NIC");
     return EPIC_OK;
 }
 
@@ -283,7 +295,7 @@ static epic_result reach_gpu(wire *w, peer *p, const card *c, char *why)
         (void)cudaGetLastError();
     }
     p->inbox = inbox;
-    for (int i = 0; i < LANES; i++) {
+    for (int i = 0; i < LANES && !w->nic; i++) {
         const epic_result result = open_lane(&p->lanes[i], why);
         if (result != EPIC_OK) return result;
     }
@@ -309,6 +321,7 @@ static epic_result connect_all(wire *w, const void *cards, char *why)
         const epic_result result = h == w->setup.host ? EPIC_OK : connect_host(w, h, &c, why);
         if (result != EPIC_OK) return result;
     }
+    if (w->nic) CUDA(nic_start(w->nic), "a NIC");
     start_threads(w);
     return EPIC_OK;
 }
@@ -321,9 +334,14 @@ static bool copy(wire *w, peer *p, uint64_t to, const void *from, uint32_t bytes
     const int lane = w->setup.on_gpu && to < w->setup.urgent_bytes ? URGENT : ROWS;
     int *left = &p->left[p->given % DEPTH];
     jobs *all = &w->jobs[lane];
+    *left = 0;
+    if (w->nic) return nic_put(w->nic, lane, p->inbox + to, from, bytes, left);
+    if (!w->setup.on_gpu && bytes <= SMALL) {
+        copy_words(&(job){p->inbox + to, from, bytes, left, NULL});
+        return true;
+    }
     if (all->posted >= __atomic_load_n(&all->taken, __ATOMIC_ACQUIRE) + JOBS - COPIERS)
         return false;
-    *left = 0;
     all->at[all->posted % JOBS] = (job){p->inbox + to, from, bytes, left, &p->lanes[lane]};
     __atomic_store_n(&all->posted, all->posted + 1, __ATOMIC_SEQ_CST);
     if (w->setup.on_gpu) wake_asker(w);
@@ -379,7 +397,7 @@ static bool gone(const wire *w, int host)
 static void say(const wire *w, char *to, size_t size)
 {
     if (w->setup.on_gpu)
-        snprintf(to, size, "local, GPU memory, copy engines");
+        snprintf(to, size, "local, GPU memory, %s", w->nic ? "a kernel" : "copy engines");
     else
         snprintf(to, size, "local, host memory, %d threads", w->num_copiers);
 }
@@ -415,6 +433,7 @@ static void close_wire(wire *w)
     __atomic_store_n(&w->leave, 1, __ATOMIC_SEQ_CST);
     wake_asker(w);
     for (int i = 0; i < w->num_copiers; i++) pthread_join(w->copiers[i], NULL);
+    nic_close(w->nic);
     for (int h = 0; h < WIRE_MAX_HOSTS; h++) let_go(&w->peers[h]);
     if (w->words) (void)cudaFreeHost(w->words);
     sem_destroy(&w->awake);
