@@ -7,15 +7,10 @@
 #include <string.h>
 #include <time.h>
 
+#include "backend/hosts/asked.h"
 #include "backend/hosts/ring.h"
 #include "backend/p2p/p2p.h"
-#include "base/cores.h"
 #include "base/error.h"
-
-#define MOST_THREADS 7    /* of a rank's wire beside its own; */
-#define USUAL_THREADS 6   /* unless the user says, up to so many, */
-#define FEWEST_THREADS 2  /* as one would only take what its own does, */
-#define CORES_OF_THREAD 3 /* of so many cores each; as measured, docs/hosts.md */
 
 /* What a rank tells the others. */
 typedef struct card {
@@ -30,14 +25,10 @@ typedef struct card {
 
 /* What a group has beside p2p's. */
 typedef struct hosts_part {
-    const wire_engine *engine;
+    hosts_asked asked;
     wire *wire;
     wire_lines *lines;
     hosts_ring *ring;
-    bool on_gpu;     /* inbox and outbox are; else in host memory */
-    wire_puts puts;  /* how rows travel, where the engine has a choice */
-    int32_t ahead;   /* tokens that are sent before one is received */
-    int32_t threads; /* that the wire may have where CPUs move the bytes */
     uint8_t *heap;   /* on the GPU: where ranks of this host store, and behind it parts; */
     uint8_t *inbox;  /* as large: where the wire does, */
     uint8_t *outbox; /* and what it reads; */
@@ -45,12 +36,6 @@ typedef struct hosts_part {
     p2p_ring shared; /* as the host sees it */
     char said[256];  /* by the engine, once peers were connected */
 } hosts_part;
-
-static const wire_engine *find_engine(char *why)
-{
-    const char *name = getenv("EPIC_WIRE");
-    return wire_find(name && *name ? name : "ucx", why);
-}
 
 _Static_assert(WIRE_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
 
@@ -63,7 +48,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
         snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks, WIRE_MAX_HOSTS);
         return false;
     }
-    const wire_engine *engine = find_engine(why);
+    const wire_engine *engine = hosts_ask_engine(why);
     return engine && engine->can(why);
 }
 
@@ -130,12 +115,12 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
-    const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
-    TRY(memory_for_wire(&h->inbox, &g->self.inbox, h->on_gpu, bytes));
-    TRY(memory_for_wire(&h->outbox, &h->seen, h->on_gpu, bytes));
+    const int64_t bytes = box_bytes(&g->self.at, h->asked.on_gpu);
+    TRY(memory_for_wire(&h->inbox, &g->self.inbox, h->asked.on_gpu, bytes));
+    TRY(memory_for_wire(&h->outbox, &h->seen, h->asked.on_gpu, bytes));
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank) g->self.heap[q] = h->seen;
-    g->self.slow = h->on_gpu ? 0 : g->self.at.bytes;
+    g->self.slow = h->asked.on_gpu ? 0 : g->self.at.bytes;
     return p2p_heap_clear(g, g->self.inbox);
 }
 
@@ -151,110 +136,15 @@ static epic_result make_ring(epic_group *g, hosts_part *h)
     return seen_by_gpu(&g->self.ring.words, h->shared.words);
 }
 
-enum { SAYS_NO, SAYS_YES, SAYS_NOTHING };
-
-static epic_result read_switch(const char *name, const char *without, int *says)
-{
-    const char *text = getenv(name);
-    *says = !text || !*text ? SAYS_NOTHING : *text == '0' ? SAYS_NO : SAYS_YES;
-    if (*says == SAYS_NOTHING || !strcmp(text, "0") || !strcmp(text, "1")) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "%s=%.32s: must be 0 or 1; without it %s", name, text,
-                     without);
-}
-
-static epic_result read_puts(wire_puts *puts)
-{
-    int says;
-    TRY(read_switch("EPIC_WIRE_PUT", "remote writes are taken where they keep words whole",
-                    &says));
-    *puts = says == SAYS_NOTHING ? WIRE_PUT_IF_WHOLE
-            : says == SAYS_NO    ? WIRE_PUT_NEVER
-                                 : WIRE_PUT_ALWAYS;
-    return EPIC_OK;
-}
-
-static epic_result read_relays(uint32_t *relays)
-{
-    int says;
-    TRY(read_switch("EPIC_WIRE_RELAY", "rows go once to each host", &says));
-    *relays = says != SAYS_NO;
-    return EPIC_OK;
-}
-
-/* Does the user want inbox and outbox on the GPU?  Then every peer must be reached there. */
-static bool wants_gpu(void)
-{
-    const char *text = getenv("EPIC_WIRE_MEMORY");
-    return text && !strcmp(text, "gpu");
-}
-
-/* A number of the environment, 0 to `most`; -1: it is not set. */
-static epic_result read_number(const char *name, const char *what, const char *without,
-                               int32_t most, int32_t *out)
-{
-    const char *text = getenv(name);
-    char *end;
-    *out = -1;
-    if (!text || !*text) return EPIC_OK;
-    const long number = strtol(text, &end, 10);
-    if (end == text || *end || number < 0 || number > most)
-        return epic_fail(EPIC_EINVAL, "%s=%.32s: must be %s, 0 to %d; without it %s", name,
-                         text, what, most, without);
-    *out = (int32_t)number;
-    return EPIC_OK;
-}
-
-/* Of most operations all tokens, as what lies there in large parcels goes fastest; measured,
- * docs/hosts.md. */
-static epic_result read_ahead(int32_t *ahead)
-{
-    TRY(read_number("EPIC_WIRE_AHEAD",
-                    "the number of tokens that are sent before one is received", "8192",
-                    INT32_MAX, ahead));
-    if (*ahead < 0) *ahead = 8192;
-    return EPIC_OK;
-}
-
-/* Unless the user says, as many as there are cores for, beside the ranks of this host. */
-static epic_result read_threads(const epic_group *g, int32_t *threads)
-{
-    const core_set cores = cores_mine();
-    const int ranks = __builtin_popcount(g->self.near);
-    TRY(read_number("EPIC_WIRE_THREADS",
-                    "the number of threads that a rank's wire may have beside its own",
-                    "as many as there are cores for", MOST_THREADS, threads));
-    if (*threads >= 0) return EPIC_OK;
-    *threads = cores_count(&cores) / ranks / CORES_OF_THREAD;
-    if (*threads > USUAL_THREADS) *threads = USUAL_THREADS;
-    if (*threads < FEWEST_THREADS) *threads = 0;
-    return EPIC_OK;
-}
-
-static epic_result choose_memory(hosts_part *h)
-{
-    char why[WIRE_WHY];
-    const char *text = getenv("EPIC_WIRE_MEMORY");
-    if (text && *text && strcmp(text, "gpu") != 0 && strcmp(text, "host") != 0)
-        return epic_fail(EPIC_EINVAL, "EPIC_WIRE_MEMORY=%.32s: must be gpu or host (default)",
-                         text);
-    h->engine = find_engine(why);
-    if (!h->engine) return epic_fail(EPIC_ENOTSUP, "%s", why);
-    h->on_gpu = wants_gpu();
-    if (!h->on_gpu || h->engine->reaches_gpu()) return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP,
-                     "EPIC_WIRE_MEMORY=gpu: wire \"%s\" cannot reach memory of a GPU here; "
-                     "without it rows go by way of host memory",
-                     h->engine->name);
-}
-
 static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
 {
     char why[WIRE_WHY];
     const wire_setup setup = {.host = g->rank,
                               .num_hosts = g->num_ranks,
-                              .puts = h->puts,
-                              .threads = h->threads,
-                              .on_gpu = h->on_gpu,
+                              .puts = h->asked.puts,
+                              .threads =
+                                  hosts_threads(&h->asked, __builtin_popcount(g->self.near)),
+                              .on_gpu = h->asked.on_gpu,
                               .inbox = h->inbox,
                               .inbox_bytes = (uint64_t)g->self.at.bytes,
                               .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
@@ -265,7 +155,7 @@ static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
                                     .ranks_per_host = 1,
                                     .timeout_ms = g->config.timeout_ms,
                                     .group_id = g->self.group_id};
-    const epic_result result = h->engine->open(&h->wire, &setup, mine->wire, why);
+    const epic_result result = h->asked.engine->open(&h->wire, &setup, mine->wire, why);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
     return wire_lines_listen(&h->lines, &lines, mine->lines);
 }
@@ -273,12 +163,9 @@ static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
 static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
-    TRY(read_relays(&mine->relays));
-    TRY(read_puts(&h->puts));
-    TRY(read_ahead(&h->ahead));
-    TRY(choose_memory(h));
+    TRY(hosts_ask(&h->asked));
+    mine->relays = h->asked.relays;
     TRY(make_heap(g, h, mine));
-    TRY(read_threads(g, &h->threads));
     TRY(make_boxes(g, h));
     TRY(make_ring(g, h));
     TRY(p2p_load(g));
@@ -294,10 +181,11 @@ static epic_result connect_wire(epic_group *g, hosts_part *h, const card *cards)
     if (!all) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     for (int q = 0; q < g->num_ranks; q++)
         memcpy(all + (size_t)q * WIRE_CARD_BYTES, cards[q].wire, WIRE_CARD_BYTES);
-    const epic_result result = h->engine->connect(h->wire, all, why);
+    const epic_result result = h->asked.engine->connect(h->wire, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
-    h->engine->say(h->wire, h->said, sizeof h->said); /* before the wire is the thread's */
+    /* before the wire is the thread's */
+    h->asked.engine->say(h->wire, h->said, sizeof h->said);
     return EPIC_OK;
 }
 
@@ -313,7 +201,7 @@ static epic_result start_ring(epic_group *g, hosts_part *h)
 {
     const hosts_ring_setup setup = {.host = g->rank,
                                     .num_hosts = g->num_ranks,
-                                    .engine = h->engine,
+                                    .engine = h->asked.engine,
                                     .wire = h->wire,
                                     .lines = h->lines,
                                     .outbox = h->outbox,
@@ -359,7 +247,7 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank && g->self.near >> q & 1) TRY(p2p_heap_reach(g, q, &cards[q].handle));
     g->self.local = local_of(g, cards);
-    if (g->self.near + 1ull != 1ull << g->num_ranks) g->self.ahead = h->ahead;
+    if (g->self.near + 1ull != 1ull << g->num_ranks) g->self.ahead = h->asked.ahead;
     TRY(connect_wire(g, h, cards));
     TRY(connect_lines(g, h, cards));
     return start_ring(g, h);
@@ -369,8 +257,8 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards
 
 static void give_back(const hosts_part *h, uint8_t *memory)
 {
-    if (memory && h->on_gpu) (void)cudaFree(memory);
-    if (memory && !h->on_gpu) (void)cudaFreeHost(memory);
+    if (memory && h->asked.on_gpu) (void)cudaFree(memory);
+    if (memory && !h->asked.on_gpu) (void)cudaFreeHost(memory);
 }
 
 static void release(epic_group *g)
@@ -378,7 +266,7 @@ static void release(epic_group *g)
     hosts_part *h = g->hosts;
     if (h) {
         hosts_ring_close(h->ring);
-        if (h->engine) h->engine->close(h->wire);
+        if (h->asked.engine) h->asked.engine->close(h->wire);
         wire_lines_close(h->lines);
         p2p_heap_hide(g);
         if (h->heap) (void)cudaFree(h->heap);
@@ -508,7 +396,7 @@ static void say(const epic_group *g, char *to, size_t size)
 static void memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);
-    const bool on_gpu = wants_gpu();
+    const bool on_gpu = hosts_ask_gpu();
     const int64_t boxes = 2 * box_bytes(&at, on_gpu);
     out->host_bytes = (int64_t)(sizeof(epic_group) + sizeof(hosts_part)) + 4096 +
                       (on_gpu ? 0 : boxes) + P2P_RING_ENTRIES * 8 +

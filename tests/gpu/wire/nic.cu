@@ -12,7 +12,7 @@
 #define LIST 64     /* and of the list */
 #define AHEAD 4     /* entries of a ring that are polled at once */
 #define THREADS 256
-#define GANG 4 /* CTAs that copy together */
+#define GANG 4  /* CTAs that copy together */
 #define DEPTH 4 /* vectors of a thread under way */
 #define LONGEST_MS 5000
 
@@ -102,7 +102,8 @@ static __device__ void deal_all(const shared_part &p)
         if (ring < NIC_RINGS)
             q = poll((const char *)&p.rings[ring * ENTRIES + number % ENTRIES] + 16 * half);
         const uint64_t seq = (half ? q.x : q.y) >> 48;
-        const uint32_t come = __ballot_sync(~0u, ring < NIC_RINGS && seq == (uint16_t)(number / ENTRIES + 1));
+        const uint32_t come =
+            __ballot_sync(~0u, ring < NIC_RINGS && seq == (uint16_t)(number / ENTRIES + 1));
         const int leave = __shfl_sync(~0u, lane == 31 ? *(volatile const int *)p.leave : 0, 31);
         bool any = false;
         for (int i = 0; i < NIC_RINGS * AHEAD; i++) {
@@ -117,7 +118,8 @@ static __device__ void deal_all(const shared_part &p)
             if (!any) continue;
             taken[its]++;
             if (lane) continue;
-            while (now_ns() < free_at) {}
+            while (now_ns() < free_at) {
+            }
             deal(p.all, dealt, next);
             const uint64_t now = now_ns();
             free_at = (free_at > now - 2000 ? free_at : now) +

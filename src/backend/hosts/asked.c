@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "backend/hosts/asked.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/cores.h"
+#include "base/error.h"
+
+#define MOST_THREADS 7    /* of a rank's wire beside its own; */
+#define USUAL_THREADS 6   /* unless the user says, up to so many, */
+#define FEWEST_THREADS 2  /* as one would only take what its own does, */
+#define CORES_OF_THREAD 2 /* of so many cores each; as measured, docs/hosts.md */
+
+const wire_engine *hosts_ask_engine(char *why)
+{
+    const char *name = getenv("EPIC_WIRE");
+    return wire_find(name && *name ? name : "ucx", why);
+}
+
+enum { SAYS_NO, SAYS_YES, SAYS_NOTHING };
+
+static epic_result read_switch(const char *name, const char *without, int *says)
+{
+    const char *text = getenv(name);
+    *says = !text || !*text ? SAYS_NOTHING : *text == '0' ? SAYS_NO : SAYS_YES;
+    if (*says == SAYS_NOTHING || !strcmp(text, "0") || !strcmp(text, "1")) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s=%.32s: must be 0 or 1; without it %s", name, text,
+                     without);
+}
+
+static epic_result read_puts(wire_puts *puts)
+{
+    int says;
+    TRY(read_switch("EPIC_WIRE_PUT", "remote writes are taken where they keep words whole",
+                    &says));
+    *puts = says == SAYS_NOTHING ? WIRE_PUT_IF_WHOLE
+            : says == SAYS_NO    ? WIRE_PUT_NEVER
+                                 : WIRE_PUT_ALWAYS;
+    return EPIC_OK;
+}
+
+static epic_result read_relays(bool *relays)
+{
+    int says;
+    TRY(read_switch("EPIC_WIRE_RELAY", "rows go once to each host", &says));
+    *relays = says != SAYS_NO;
+    return EPIC_OK;
+}
+
+/* A number, 0 to `most`; -1: it is not set. */
+static epic_result read_number(const char *name, const char *what, const char *without,
+                               int32_t most, int32_t *out)
+{
+    const char *text = getenv(name);
+    char *end;
+    *out = -1;
+    if (!text || !*text) return EPIC_OK;
+    const long number = strtol(text, &end, 10);
+    if (end == text || *end || number < 0 || number > most)
+        return epic_fail(EPIC_EINVAL,
+                         "%s=%.32s: must be the number of %s, 0 to %d; without it %s", name,
+                         text, what, most, without);
+    *out = (int32_t)number;
+    return EPIC_OK;
+}
+
+/* Of most operations all tokens, as what lies there in large parcels goes fastest; measured,
+ * docs/hosts.md. */
+static epic_result read_ahead(int32_t *ahead)
+{
+    TRY(read_number("EPIC_WIRE_AHEAD", "tokens that are sent before one is received", "8192",
+                    INT32_MAX, ahead));
+    if (*ahead < 0) *ahead = 8192;
+    return EPIC_OK;
+}
+
+static epic_result read_threads(int32_t *threads)
+{
+    return read_number("EPIC_WIRE_THREADS", "threads of a rank's wire beside the one it has",
+                       "as many as there are cores for", MOST_THREADS, threads);
+}
+
+int32_t hosts_threads(const hosts_asked *asked, int ranks)
+{
+    const core_set cores = cores_mine();
+    const int32_t some = cores_count(&cores) / ranks / CORES_OF_THREAD;
+    if (asked->threads >= 0) return asked->threads;
+    if (some < FEWEST_THREADS) return 0;
+    return some < USUAL_THREADS ? some : USUAL_THREADS;
+}
+
+bool hosts_ask_gpu(void)
+{
+    const char *text = getenv("EPIC_WIRE_MEMORY");
+    return text && !strcmp(text, "gpu");
+}
+
+static epic_result read_memory(bool *on_gpu)
+{
+    const char *text = getenv("EPIC_WIRE_MEMORY");
+    if (text && *text && strcmp(text, "gpu") != 0 && strcmp(text, "host") != 0)
+        return epic_fail(EPIC_EINVAL, "EPIC_WIRE_MEMORY=%.32s: must be gpu or host (default)",
+                         text);
+    *on_gpu = hosts_ask_gpu();
+    return EPIC_OK;
+}
+
+epic_result hosts_ask(hosts_asked *out)
+{
+    char why[WIRE_WHY];
+    TRY(read_relays(&out->relays));
+    TRY(read_puts(&out->puts));
+    TRY(read_ahead(&out->ahead));
+    TRY(read_threads(&out->threads));
+    TRY(read_memory(&out->on_gpu));
+    out->engine = hosts_ask_engine(why);
+    if (!out->engine) return epic_fail(EPIC_ENOTSUP, "%s", why);
+    if (!out->on_gpu || out->engine->reaches_gpu()) return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP,
+                     "EPIC_WIRE_MEMORY=gpu: wire \"%s\" cannot reach memory of a GPU here; "
+                     "without it rows go by way of host memory",
+                     out->engine->name);
+}

@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the environment asks of backend hosts; docs/hosts.md has the variables. */
+#ifndef EPIC_HOSTS_ASKED_H
+#define EPIC_HOSTS_ASKED_H
+
+#include "wire/wire.h"
+
+typedef struct hosts_asked {
+    const wire_engine *engine;
+    bool on_gpu;    /* inbox and outbox are to be; else in host memory */
+    bool relays;    /* this rank's process may go by them */
+    wire_puts puts; /* how rows travel, where the engine has a choice */
+    int32_t ahead;  /* tokens that are sent before one is received */
+    int32_t
+        threads; /* of the wire, beside the rank's own; -1: as many as there are cores for */
+} hosts_asked;
+
+/* A variable that says what it may not is EPIC_EINVAL, with its name. */
+epic_result hosts_ask(hosts_asked *out);
+
+/* Threads that the wire of one of so many ranks on this host may have. */
+int32_t hosts_threads(const hosts_asked *asked, int ranks);
+
+/* EPIC_WIRE's engine; NULL, and the reason (WIRE_WHY bytes): it is not there. */
+const wire_engine *hosts_ask_engine(char *why);
+
+/* Does the user want inbox and outbox on the GPU?  Then every peer must be reached there. */
+bool hosts_ask_gpu(void);
+
+#endif
