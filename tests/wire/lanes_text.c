@@ -27,10 +27,27 @@ static void check_names(void)
     CHECK(!lanes_next(NULL, lane, sizeof lane));
 }
 
+/* Keys of memory on a GPU: by the device of the lane that writes, on both sides. */
+static void check_reach(void)
+{
+    const char *two = HEAD RC "am am_bw#0 wireup\n" DC "rma_bw#0\n" TAIL;
+    CHECK(lanes_reach(HEAD RC "rma_bw#0 am\n" TAIL, 1 << 4 | 1, 1 << 4));
+    CHECK(!lanes_reach(HEAD RC "rma_bw#0 am\n" TAIL, 1 << 4, 1 << 3 | 1 << 5));
+    CHECK(!lanes_reach(HEAD RC "rma_bw#0 am\n" TAIL, 1 << 3, 1 << 4));
+    CHECK(!lanes_reach(HEAD RC "am\n" TAIL, ~0ull, ~0ull)); /* it writes nothing */
+    CHECK(lanes_reach(two, 1 << 5, 1 << 5) && !lanes_reach(two, 1 << 4, 1 << 4));
+    CHECK(lanes_reach(HEAD "# lane[0]:  0:rc_mlx5/mlx5_0:1.0 md[2] -> md[63]/ib rma_bw#0\n", 4,
+                      1ull << 63));
+    CHECK(!lanes_reach(HEAD "# lane[0]:  0:rc_mlx5/mlx5_0:1.0 md[2] -> md[64]/ib rma_bw#0\n", 4,
+                       1)); /* of no key */
+    CHECK(!lanes_reach(HEAD TAIL, ~0ull, ~0ull) && !lanes_reach(NULL, ~0ull, ~0ull));
+}
+
 int main(void)
 {
     check_begin();
     check_names();
+    check_reach();
     for (int honest = 0; honest < 2; honest++) {
         CHECK(lanes_keep_words(HEAD RC " rma_bw#0 am am_bw#0 wireup\n" TAIL, honest));
         CHECK(lanes_keep_words(HEAD RC " am wireup\n" DC " rma_bw#0\n" TAIL, honest));

@@ -100,6 +100,22 @@ bool ucx_keeps_words(ucp_ep_h endpoint)
     return keeps;
 }
 
+bool ucx_reaches(ucp_ep_h endpoint, uint64_t own, uint64_t theirs)
+{
+    char *text = print(NULL, endpoint);
+    const bool reaches = lanes_reach(text, own, theirs);
+    free(text);
+    return reaches;
+}
+
+/* They are what it begins with, of every UCX; there is no call that tells them. */
+uint64_t ucx_domains(const void *key, size_t bytes)
+{
+    uint64_t domains = 0;
+    if (bytes > sizeof domains) memcpy(&domains, key, sizeof domains);
+    return domains;
+}
+
 int ucx_say_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way)
 {
     char lane[64], *text = print(NULL, endpoint);

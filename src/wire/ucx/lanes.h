@@ -5,6 +5,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <ucp/api/ucp.h>
 
 /* A context, and the size of its segments of TCP as UCX_TCP_RX_SEG_SIZE says it, "" without TCP.  A
@@ -18,6 +19,13 @@ bool ucx_has_rdma(ucp_context_h context);
 
 /* Is every one of them RDMA, whose writes keep words whole?  Of a context that is honest. */
 bool ucx_keeps_words(ucp_ep_h endpoint);
+
+/* Do remote writes to the peer find its memory, and start from memory here, by the device that makes
+ * them?  Of the domains that keys of both are of.  What no device reaches, UCX sends in messages. */
+bool ucx_reaches(ucp_ep_h endpoint, uint64_t own, uint64_t theirs);
+
+/* The domains that a packed key is of, a bit for each; 0: of none. */
+uint64_t ucx_domains(const void *key, size_t bytes);
 
 /* Writes ", tcp/eth0 + ... by WAY", and returns its length as snprintf does. */
 int ucx_say_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way);

@@ -45,8 +45,8 @@ struct wire {
     ucp_context_h context;
     ucp_worker_h worker;
     ucp_mem_h inbox, outbox;
-    uint64_t token;
-    const char *segment; /* of TCP; "": there is none */
+    uint64_t token, domains; /* which those are registered with */
+    const char *segment;     /* of TCP; "": there is none */
     peer peers[WIRE_MAX_HOSTS];
 };
 
@@ -179,6 +179,7 @@ static epic_result write_card(wire *w, card *c, char *why)
     ucp_worker_release_address(w->worker, address);
     UCX(ucp_rkey_pack(w->context, w->inbox, &key, &key_bytes), "a key of the inbox");
     fits = fits && append(c, &c->key_bytes, key, key_bytes);
+    w->domains = ucx_domains(key, key_bytes);
     ucp_rkey_buffer_release(key);
     if (fits) return EPIC_OK;
     snprintf(why, WIRE_WHY,
@@ -248,13 +249,16 @@ static epic_result connect_host(wire *w, int host, const card *c, char *why)
                                     .address = (const ucp_address_t *)(const void *)c->bytes,
                                     .err_mode = UCP_ERR_HANDLING_MODE_PEER,
                                     .err_handler = {give_up, p}};
+    const unsigned char *key = c->bytes + c->address_bytes;
     p->token = c->token;
     p->inbox = c->inbox;
     UCX(ucp_ep_create(w->worker, &params, &p->endpoint), "a way to a peer");
     if (w->setup.puts == WIRE_PUT_NEVER ||
-        (w->setup.puts == WIRE_PUT_IF_WHOLE && !ucx_keeps_words(p->endpoint)))
+        (w->setup.puts == WIRE_PUT_IF_WHOLE && !ucx_keeps_words(p->endpoint)) ||
+        (w->setup.on_gpu &&
+         !ucx_reaches(p->endpoint, w->domains, ucx_domains(key, c->key_bytes))))
         return EPIC_OK;
-    UCX(ucp_ep_rkey_unpack(p->endpoint, c->bytes + c->address_bytes, &p->key), "a peer's key");
+    UCX(ucp_ep_rkey_unpack(p->endpoint, key, &p->key), "a peer's key");
     return EPIC_OK;
 }
 
@@ -265,7 +269,7 @@ static epic_result connect_all(wire *w, const void *cards, char *why)
         const epic_result result = connect_host(w, h, (const card *)cards + h, why);
         if (result != EPIC_OK) return result;
         if (w->peers[h].key || !w->setup.on_gpu) continue;
-        snprintf(why, WIRE_WHY, "wire \"ucx\": host %d is not reached by RDMA", h);
+        snprintf(why, WIRE_WHY, "wire \"ucx\": no RDMA reaches the GPU of host %d", h);
         return EPIC_ENOTSUP;
     }
     return EPIC_OK;
