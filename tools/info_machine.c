@@ -89,7 +89,7 @@ static void print_variables(void)
         {"EPIC_HOST", "this host's name, %r: the rank; else its boot and PID namespace"},
         {"EPIC_WIRE", "the wire of backend hosts; else ucx"},
         {"EPIC_WIRE_PUT", "0: by messages, 1: by remote writes; else as the network is"},
-        {"EPIC_WIRE_MEMORY", "gpu: rows lie on the GPU for the network; else in host memory"},
+        {"EPIC_WIRE_MEMORY", "gpu, host: where rows lie for the network; else where all can"},
         {"EPIC_WIRE_AHEAD", "tokens that are sent before one is received; else 8192"},
         {"EPIC_WIRE_THREADS", "threads of a rank's wire beside its own, over networks that "
                               "CPUs serve; else by cores"},

@@ -13,8 +13,8 @@ run() {
 failed=0
 run "$OUT/gpu_wire"
 run EPIC_WIRE=local EPIC_WIRE_MEMORY=gpu "$OUT/gpu_hosts" tokens=1,8,128,4096
-run EPIC_WIRE=local EPIC_LOCAL_THREADS=14 "$OUT/gpu_hosts" threads=1 tokens=1,8,128,4096 idle=0
-run EPIC_WIRE=ucx "$OUT/gpu_hosts" tokens=1,8,128,4096
-run EPIC_WIRE=ucx "$OUT/gpu_hosts" local=2 tokens=1,8,128,4096 idle=0
+run EPIC_WIRE=local EPIC_WIRE_MEMORY=host EPIC_LOCAL_THREADS=14 "$OUT/gpu_hosts" threads=1 tokens=1,8,128,4096 idle=0
+run EPIC_WIRE=ucx EPIC_WIRE_MEMORY=host "$OUT/gpu_hosts" tokens=1,8,128,4096
+run EPIC_WIRE=ucx EPIC_WIRE_MEMORY=host "$OUT/gpu_hosts" local=2 tokens=1,8,128,4096 idle=0
 run "$OUT/gpu_hosts" backend=p2p tokens=1,8,128,4096 idle=0
 exit $failed

@@ -1223,7 +1223,8 @@ typedef struct epic_memory_info {
 } epic_memory_info;
 
 /* What a context and a plan will take.  Local, before any open.  config.num_ranks is needed;
- * layer may be NULL; config.backend NULL: "shm". */
+ * layer may be NULL; config.backend NULL: "shm".  Of backend hosts at most: what the network reads
+ * and writes counts in host_bytes and in device_bytes, unless EPIC_WIRE_MEMORY says in which. */
 static inline epic_result epic_memory(const epic_config *config, const epic_layer *layer,
                                       epic_memory_info *out);
 

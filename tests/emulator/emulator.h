@@ -90,6 +90,10 @@ void emulator_die(const char *format, ...);
 /* Bytes of all blocks of device memory, or of pinned host memory, in whole pages. */
 uint64_t emulator_bytes(bool host);
 
+/* From now on device memory is refused that would make more than so many bytes of the device's; 0: as
+ * much is given as is asked for. */
+void emulator_limit(int device, uint64_t bytes);
+
 /* From now on no more than the first `ctas` CTAs of any kernel on the device begin; 0: all do. */
 void emulator_hold(int device, int ctas);
 

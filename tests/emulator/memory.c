@@ -21,7 +21,8 @@ typedef struct block {
 } block;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static block *blocks; /* guarded by mutex */
+static block *blocks; /* guarded by mutex, as this is: */
+static uint64_t limits[MAX_DEVICES];
 
 /* The block that holds p; the caller has the mutex. */
 static block **find(const void *p)
@@ -92,6 +93,24 @@ uint64_t emulator_bytes(bool host)
     return bytes;
 }
 
+void emulator_limit(int device, uint64_t bytes)
+{
+    pthread_mutex_lock(&mutex);
+    limits[device] = bytes;
+    pthread_mutex_unlock(&mutex);
+}
+
+static bool has_room(int device, size_t bytes)
+{
+    uint64_t taken = bytes;
+    pthread_mutex_lock(&mutex);
+    for (const block *b = blocks; b; b = b->next)
+        if (b->type == cudaMemoryTypeDevice && b->device == device) taken += b->bytes;
+    const bool room = !limits[device] || taken <= limits[device];
+    pthread_mutex_unlock(&mutex);
+    return room;
+}
+
 bool is_known(const void *p)
 {
     pthread_mutex_lock(&mutex);
@@ -102,6 +121,7 @@ bool is_known(const void *p)
 
 cudaError_t cudaMalloc(void **memory, size_t bytes)
 {
+    if (!has_room(current_device(), bytes)) return cudaErrorMemoryAllocation;
     return allocate(memory, bytes, cudaMemoryTypeDevice);
 }
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 # Backend hosts on the GPUs that are there, their ranks as hosts: under chaos, over UCX on lo, over
-# the wire "local" with memory on GPUs.  CASES random cases, STORM operations in a storm, FAULTS and
+# the wire "local" with memory on GPUs.  Else memory is the host's, but where it is left open.  CASES random cases, STORM operations in a storm, FAULTS and
 # DEATHS of each shape, PARTS of the script; no step takes longer than LIMIT seconds.
 OUT=${HOSTS_OUT:-build/gpu/hosts}
 CASES=${CASES:-30}
@@ -21,16 +21,18 @@ failed=0 total=0
 UCX=$(ls "$OUT/libepic_ucx.so" build/lib/libepic_ucx.so 2>/dev/null | head -n 1)
 [ -n "$UCX" ] || echo "left out: no libepic_ucx.so (Debian: libucx-dev, then build again): nothing over UCX, no deaths"
 
-# WIRE RANKS-PER-HOST PROGRAM...: one line of it, and how long it took.
+# WIRE RANKS-PER-HOST PROGRAM...: one line of it, and how long it took.  EPIC_WIRE_MEMORY: host unless
+# said before; empty: left open.
 run() {
-    local wire=$1 local=$2 begin=$(date +%s%N) status
+    local wire=$1 local=$2 begin=$(date +%s%N) status memory=${EPIC_WIRE_MEMORY-host}
     shift 2
     [ "$wire" = ucx ] && [ -z "$UCX" ] && return
     total=$((total + 1))
-    EPIC_WIRE=$wire EPIC_TEST_RANKS_PER_HOST=$local EPIC_HOST=%r/$local \
+    EPIC_WIRE=$wire EPIC_WIRE_MEMORY=$memory EPIC_TEST_RANKS_PER_HOST=$local EPIC_HOST=%r/$local \
         timeout "${LIMIT:-120}" "$OUT/$@" >"$LOG" 2>&1
     status=$?
-    printf '%5.1f s  %s, hosts of %s: %s\n' "$(($(date +%s%N) - begin))e-9" "$wire" "$local" \
+    printf '%5.1f s  %s, memory %s, hosts of %s: %s\n' "$(($(date +%s%N) - begin))e-9" "$wire" \
+        "${memory:-left open}" "$local" \
         "$(tail -n 1 "$LOG" | cut -c 1-110)"
     [ $status = 0 ] && return
     failed=$((failed + 1))
@@ -50,6 +52,8 @@ if has check; then
     done
     run chaos 1 hosts_check 3 $SOME threads $((CASES / 3)) 9000 tight
     run ucx 4 hosts_check 4 $SOME threads $((CASES / 3)) 4800 # all on one host
+    EPIC_WIRE_MEMORY= run ucx 1 hosts_check 2 $SOME threads $((CASES / 3)) 2500 usual rows
+    EPIC_WIRE_MEMORY= run local 1 hosts_check 2 $SOME threads $((CASES / 3)) 2600 usual rows
     if [ "$GPUS" -gt 1 ]; then
         run local 1 hosts_check 2 $SOME threads "$CASES" 2200 usual rows
         for local in 1 2; do
@@ -97,7 +101,7 @@ fi
 if has idle; then
     wire=ucx
     [ -n "$UCX" ] || wire=local
-    EPIC_WIRE=$wire EPIC_HOST=%r timeout 60 "$OUT/gpu_hosts" ranks=2 threads=$([ $wire = local ] && echo 1 || echo 0) tokens=8 rounds=3 |
+    EPIC_WIRE=$wire EPIC_WIRE_MEMORY=host EPIC_HOST=%r timeout 60 "$OUT/gpu_hosts" ranks=2 threads=$([ $wire = local ] && echo 1 || echo 0) tokens=8 rounds=3 |
         grep idle
 fi
 echo "gpu-test-hosts: $((total - failed)) of $total good on $GPUS GPUs"

@@ -76,9 +76,10 @@ static bool can(char *why)
     return true;
 }
 
+/* The memory of an emulated one is the host's. */
 static bool reaches_gpu(void)
 {
-    return true; /* the memory of an emulated one */
+    return emulator_check_store != NULL;
 }
 
 static epic_result open_wire(wire **out, const wire_setup *setup, void *card, char *why)
@@ -105,7 +106,10 @@ static epic_result open_wire(wire **out, const wire_setup *setup, void *card, ch
 
 static epic_result connect_all(wire *w, const void *cards, char *why)
 {
-    (void)why;
+    if (w->setup.on_gpu && w->settings.out_of_reach == w->setup.host + 1) {
+        snprintf(why, WIRE_WHY, "chaos: host %d reaches no memory on a GPU", w->setup.host);
+        return EPIC_ENOTSUP;
+    }
     for (int h = 0; h < w->setup.num_hosts; h++) {
         shore **theirs = &w->peers[h].shore;
         memcpy(theirs, (const char *)cards + (size_t)h * WIRE_CARD_BYTES, sizeof *theirs);
@@ -392,7 +396,8 @@ static bool done(const wire *w, int host, uint64_t count)
 
 static void say(const wire *w, char *to, size_t size)
 {
-    snprintf(to, size, "chaos, seed %llu", (unsigned long long)w->settings.seed);
+    snprintf(to, size, "chaos, %s memory, seed %llu", w->setup.on_gpu ? "GPU" : "host",
+             (unsigned long long)w->settings.seed);
 }
 
 static void leave(shore *s)

@@ -31,6 +31,9 @@ typedef struct chaos_settings {
     /* The last word of each urgent put lands when all else has landed and nothing was given for a while,
      * one after the other, by their places: for who takes a part for the whole. */
     bool last;
+    /* The number of a host that reaches no memory on a GPU, and says so when it connects, and 1; 0: all
+     * reach it. */
+    int out_of_reach;
 } chaos_settings;
 
 /* What wires that are opened from now on do. */

@@ -90,20 +90,24 @@ int32_t hosts_threads(const hosts_asked *asked, int ranks)
     return some < USUAL_THREADS ? some : USUAL_THREADS;
 }
 
-bool hosts_ask_gpu(void)
+hosts_memory hosts_ask_memory(void)
 {
     const char *text = getenv("EPIC_WIRE_MEMORY");
-    return text && !strcmp(text, "gpu");
+    if (!text) return HOSTS_MEMORY_ANY;
+    return !strcmp(text, "gpu")    ? HOSTS_MEMORY_GPU
+           : !strcmp(text, "host") ? HOSTS_MEMORY_HOST
+                                   : HOSTS_MEMORY_ANY;
 }
 
-static epic_result read_memory(bool *on_gpu)
+static epic_result read_memory(hosts_memory *memory)
 {
     const char *text = getenv("EPIC_WIRE_MEMORY");
-    if (text && *text && strcmp(text, "gpu") != 0 && strcmp(text, "host") != 0)
-        return epic_fail(EPIC_EINVAL, "EPIC_WIRE_MEMORY=%.32s: must be gpu or host (default)",
-                         text);
-    *on_gpu = hosts_ask_gpu();
-    return EPIC_OK;
+    *memory = hosts_ask_memory();
+    if (!text || !*text || *memory != HOSTS_MEMORY_ANY) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "EPIC_WIRE_MEMORY=%.32s: must be gpu or host; without it memory lies on "
+                     "the GPU where all ranks can have it there",
+                     text);
 }
 
 epic_result hosts_ask(hosts_asked *out)
@@ -113,12 +117,7 @@ epic_result hosts_ask(hosts_asked *out)
     TRY(read_puts(&out->puts));
     TRY(read_ahead(&out->ahead));
     TRY(read_threads(&out->threads));
-    TRY(read_memory(&out->on_gpu));
+    TRY(read_memory(&out->memory));
     out->engine = hosts_ask_engine(why);
-    if (!out->engine) return epic_fail(EPIC_ENOTSUP, "%s", why);
-    if (!out->on_gpu || out->engine->reaches_gpu()) return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP,
-                     "EPIC_WIRE_MEMORY=gpu: wire \"%s\" cannot reach memory of a GPU here; "
-                     "without it rows go by way of host memory",
-                     out->engine->name);
+    return out->engine ? EPIC_OK : epic_fail(EPIC_ENOTSUP, "%s", why);
 }

@@ -5,9 +5,16 @@
 
 #include "wire/wire.h"
 
+/* Where inbox and outbox are to lie.  What nobody asks for is where all can have it. */
+typedef enum hosts_memory {
+    HOSTS_MEMORY_ANY,
+    HOSTS_MEMORY_GPU,
+    HOSTS_MEMORY_HOST
+} hosts_memory;
+
 typedef struct hosts_asked {
     const wire_engine *engine;
-    bool on_gpu;    /* inbox and outbox are to be; else in host memory */
+    hosts_memory memory;
     bool relays;    /* this rank's process may go by them */
     wire_puts puts; /* how rows travel, where the engine has a choice */
     int32_t ahead;  /* tokens that are sent before one is received */
@@ -24,7 +31,7 @@ int32_t hosts_threads(const hosts_asked *asked, int ranks);
 /* EPIC_WIRE's engine; NULL, and the reason (WIRE_WHY bytes): it is not there. */
 const wire_engine *hosts_ask_engine(char *why);
 
-/* Does the user want inbox and outbox on the GPU?  Then every peer must be reached there. */
-bool hosts_ask_gpu(void);
+/* What is no kind of memory asks for any. */
+hosts_memory hosts_ask_memory(void);
 
 #endif

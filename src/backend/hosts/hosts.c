@@ -18,7 +18,8 @@ typedef struct card {
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle; /* of the heap for neighbours */
     uint32_t relays;           /* its process may go by them */
-    char sentence[256];
+    uint32_t asked, on_gpu;    /* hosts_memory; inbox and outbox are */
+    char sentence[256];        /* why it failed, or why those are not */
     _Alignas(8) unsigned char lines[WIRE_LINES_CARD_BYTES];
     _Alignas(8) unsigned char wire[WIRE_CARD_BYTES];
 } card;
@@ -29,6 +30,7 @@ typedef struct hosts_part {
     wire *wire;
     wire_lines *lines;
     hosts_ring *ring;
+    bool on_gpu;     /* inbox and outbox are; else in host memory */
     uint8_t *heap;   /* on the GPU: where ranks of this host store, and behind it parts; */
     uint8_t *inbox;  /* as large: where the wire does, */
     uint8_t *outbox; /* and what it reads; */
@@ -115,13 +117,26 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
-    const int64_t bytes = box_bytes(&g->self.at, h->asked.on_gpu);
-    TRY(memory_for_wire(&h->inbox, &g->self.inbox, h->asked.on_gpu, bytes));
-    TRY(memory_for_wire(&h->outbox, &h->seen, h->asked.on_gpu, bytes));
+    const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
+    TRY(memory_for_wire(&h->inbox, &g->self.inbox, h->on_gpu, bytes));
+    TRY(memory_for_wire(&h->outbox, &h->seen, h->on_gpu, bytes));
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank) g->self.heap[q] = h->seen;
-    g->self.slow = h->asked.on_gpu ? 0 : g->self.at.bytes;
+    g->self.slow = h->on_gpu ? 0 : g->self.at.bytes;
     return p2p_heap_clear(g, g->self.inbox);
+}
+
+static void give_back(uint8_t **memory, bool on_gpu)
+{
+    if (*memory && on_gpu) (void)cudaFree(*memory);
+    if (*memory && !on_gpu) (void)cudaFreeHost(*memory);
+    *memory = NULL;
+}
+
+static void free_boxes(hosts_part *h)
+{
+    give_back(&h->inbox, h->on_gpu);
+    give_back(&h->outbox, h->on_gpu);
 }
 
 static epic_result make_ring(epic_group *g, hosts_part *h)
@@ -144,19 +159,71 @@ static epic_result open_wire(epic_group *g, hosts_part *h, card *mine)
                               .puts = h->asked.puts,
                               .threads =
                                   hosts_threads(&h->asked, __builtin_popcount(g->self.near)),
-                              .on_gpu = h->asked.on_gpu,
+                              .on_gpu = h->on_gpu,
                               .inbox = h->inbox,
                               .inbox_bytes = (uint64_t)g->self.at.bytes,
                               .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
                               .outbox = h->outbox,
                               .outbox_bytes = (uint64_t)g->self.at.bytes};
+    memset(mine->wire, 0, sizeof mine->wire);
+    const epic_result result = h->asked.engine->open(&h->wire, &setup, mine->wire, why);
+    return result == EPIC_OK ? EPIC_OK : epic_fail(result, "%s", why);
+}
+
+static void close_wire(hosts_part *h)
+{
+    if (h->asked.engine) h->asked.engine->close(h->wire);
+    h->wire = NULL;
+}
+
+static epic_result open_boxes(epic_group *g, hosts_part *h, card *mine, bool on_gpu)
+{
+    h->on_gpu = on_gpu;
+    mine->on_gpu = on_gpu;
+    TRY(make_boxes(g, h));
+    return open_wire(g, h, mine);
+}
+
+static epic_result move_to_host(epic_group *g, hosts_part *h, card *mine)
+{
+    close_wire(h);
+    free_boxes(h);
+    return open_boxes(g, h, mine, false);
+}
+
+/* Who asked for the GPU by name is told by that name that it cannot be. */
+static epic_result fail_on_gpu(epic_result result)
+{
+    char why[160];
+    epic_fit(why, sizeof why, epic_sentence());
+    return epic_fail(result,
+                     "EPIC_WIRE_MEMORY=gpu: %s; without it rows go by way of host memory", why);
+}
+
+/* On the GPU, if this rank can and nobody asks for host memory; whether all ranks can is not known
+ * yet. */
+static epic_result open_own_boxes(epic_group *g, hosts_part *h, card *mine)
+{
+    mine->asked = h->asked.memory;
+    if (h->asked.memory == HOSTS_MEMORY_HOST) return open_boxes(g, h, mine, false);
+    const epic_result result =
+        h->asked.engine->reaches_gpu()
+            ? open_boxes(g, h, mine, true)
+            : epic_fail(EPIC_ENOTSUP, "wire \"%s\" cannot reach memory of a GPU here",
+                        h->asked.engine->name);
+    if (result == EPIC_OK) return EPIC_OK;
+    if (h->asked.memory == HOSTS_MEMORY_GPU) return fail_on_gpu(result);
+    epic_fit(mine->sentence, sizeof mine->sentence, epic_sentence());
+    return move_to_host(g, h, mine);
+}
+
+static epic_result listen_for_lines(epic_group *g, hosts_part *h, card *mine)
+{
     const wire_lines_setup lines = {.host = g->rank,
                                     .num_hosts = g->num_ranks,
                                     .ranks_per_host = 1,
                                     .timeout_ms = g->config.timeout_ms,
                                     .group_id = g->self.group_id};
-    const epic_result result = h->asked.engine->open(&h->wire, &setup, mine->wire, why);
-    if (result != EPIC_OK) return epic_fail(result, "%s", why);
     return wire_lines_listen(&h->lines, &lines, mine->lines);
 }
 
@@ -166,10 +233,10 @@ static epic_result own_part(epic_group *g, hosts_part *h, card *mine)
     TRY(hosts_ask(&h->asked));
     mine->relays = h->asked.relays;
     TRY(make_heap(g, h, mine));
-    TRY(make_boxes(g, h));
     TRY(make_ring(g, h));
     TRY(p2p_load(g));
-    return open_wire(g, h, mine);
+    TRY(open_own_boxes(g, h, mine));
+    return listen_for_lines(g, h, mine);
 }
 
 /* ------------------------------------------------------------------------------ peers ---- */
@@ -224,6 +291,81 @@ static epic_result check_card(const card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
+static epic_result check_cards(const card *cards, int num_ranks)
+{
+    for (int q = 0; q < num_ranks; q++) TRY(check_card(&cards[q], q));
+    return EPIC_OK;
+}
+
+/* Brings all cards to all ranks, this one's with how it has fared so far.  So what is found in them is
+ * found by all: as many gathers follow on every rank. */
+static epic_result gather_cards(const epic_join *join, card *cards, epic_result result)
+{
+    card *mine = &cards[join->meet->num_ranks];
+    mine->result = (uint32_t)result;
+    if (result != EPIC_OK) epic_fit(mine->sentence, sizeof mine->sentence, epic_sentence());
+    cards[join->meet->rank] = *mine;
+    if (!join->meet->gather) return EPIC_OK;
+    return join->meet->gather(join->meet->self, mine, cards, sizeof *mine);
+}
+
+static int num_on_gpu(const card *cards, int num_ranks)
+{
+    int count = 0;
+    for (int q = 0; q < num_ranks; q++) count += cards[q].on_gpu != 0;
+    return count;
+}
+
+static int first_that_asks(const card *cards, int num_ranks, hosts_memory memory)
+{
+    for (int q = 0; q < num_ranks; q++)
+        if (cards[q].asked == (uint32_t)memory) return q;
+    return -1;
+}
+
+static epic_result check_asked(const card *cards, int num_ranks)
+{
+    const int gpu = first_that_asks(cards, num_ranks, HOSTS_MEMORY_GPU);
+    const int host = first_that_asks(cards, num_ranks, HOSTS_MEMORY_HOST);
+    if (gpu < 0) return EPIC_OK;
+    if (host >= 0)
+        return epic_fail(EPIC_EMISMATCH,
+                         "rank %d: EPIC_WIRE_MEMORY=host, and =gpu on rank %d: set it alike on "
+                         "every rank, or on none",
+                         host, gpu);
+    for (int q = 0; q < num_ranks; q++)
+        if (!cards[q].on_gpu)
+            return epic_fail(EPIC_ENOTSUP,
+                             "rank %d: %.160s; EPIC_WIRE_MEMORY=gpu on rank %d: "
+                             "without it rows go by way of host memory",
+                             q, cards[q].sentence, gpu);
+    return EPIC_OK;
+}
+
+/* Connects the wire, in the same kind of memory on all ranks: on the GPU if all are there and reach each
+ * other, unasked in host memory if not.  No rank moves before all have tried, as others may still be
+ * connecting to what it has there. */
+static epic_result connect_boxes(epic_group *g, const epic_join *join, card *cards)
+{
+    hosts_part *h = g->hosts;
+    const int on_gpu = num_on_gpu(cards, g->num_ranks);
+    const bool asked = first_that_asks(cards, g->num_ranks, HOSTS_MEMORY_GPU) >= 0;
+    TRY(check_asked(cards, g->num_ranks));
+    if (on_gpu == g->num_ranks) {
+        epic_result result = connect_wire(g, h, cards);
+        if (result != EPIC_OK && asked) result = fail_on_gpu(result);
+        TRY(gather_cards(join, cards, result));
+        result = check_cards(cards, g->num_ranks);
+        if (result == EPIC_OK || asked) return result;
+    }
+    if (on_gpu > 0) {
+        card *mine = &cards[g->num_ranks];
+        TRY(gather_cards(join, cards, h->on_gpu ? move_to_host(g, h, mine) : EPIC_OK));
+        TRY(check_cards(cards, g->num_ranks));
+    }
+    return connect_wire(g, h, cards);
+}
+
 /* Rows go by relays where all hosts have as many ranks, several, one after the other. */
 static int32_t local_of(const epic_group *g, const card *cards)
 {
@@ -241,37 +383,28 @@ static int32_t local_of(const epic_group *g, const card *cards)
 static epic_result connect_peers(epic_group *g, hosts_part *h, const card *cards)
 {
     p2p_gpu gpus[WIRE_MAX_HOSTS];
-    for (int q = 0; q < g->num_ranks; q++) TRY(check_card(&cards[q], q));
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = cards[q].gpu;
     TRY(p2p_budget_share(g, gpus));
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank && g->self.near >> q & 1) TRY(p2p_heap_reach(g, q, &cards[q].handle));
     g->self.local = local_of(g, cards);
     if (g->self.near + 1ull != 1ull << g->num_ranks) g->self.ahead = h->asked.ahead;
-    TRY(connect_wire(g, h, cards));
     TRY(connect_lines(g, h, cards));
     return start_ring(g, h);
 }
 
 /* ------------------------------------------------------------------- join and leave ---- */
 
-static void give_back(const hosts_part *h, uint8_t *memory)
-{
-    if (memory && h->asked.on_gpu) (void)cudaFree(memory);
-    if (memory && !h->asked.on_gpu) (void)cudaFreeHost(memory);
-}
-
 static void release(epic_group *g)
 {
     hosts_part *h = g->hosts;
     if (h) {
         hosts_ring_close(h->ring);
-        if (h->asked.engine) h->asked.engine->close(h->wire);
+        close_wire(h);
         wire_lines_close(h->lines);
         p2p_heap_hide(g);
         if (h->heap) (void)cudaFree(h->heap);
-        give_back(h, h->inbox);
-        give_back(h, h->outbox);
+        free_boxes(h);
         if (h->shared.entries) (void)cudaFreeHost(h->shared.entries);
         free(h);
     }
@@ -289,29 +422,21 @@ static epic_group *new_group(const epic_join *join)
     return NULL;
 }
 
-static epic_result meet(epic_group *g, const epic_join *join, card *cards)
-{
-    card *mine = &cards[join->meet->num_ranks];
-    mine->result = g ? (uint32_t)own_part(g, g->hosts, mine) : EPIC_ENOMEM;
-    if (mine->result != EPIC_OK)
-        snprintf(mine->sentence, sizeof mine->sentence, "%.255s",
-                 g ? epic_sentence() : "no host memory");
-    cards[join->meet->rank] = *mine;
-    if (!join->meet->gather) return EPIC_OK;
-    return join->meet->gather(join->meet->self, mine, cards, sizeof *mine);
-}
-
 static epic_result join(epic_group **out, const epic_join *join)
 {
     if (join->meet->num_ranks > WIRE_MAX_HOSTS)
         return epic_fail(EPIC_ENOTSUP,
                          "backend hosts: %d ranks are too many, it has at most %d",
                          join->meet->num_ranks, WIRE_MAX_HOSTS);
-    card *cards = calloc((size_t)join->meet->num_ranks + 1, sizeof *cards);
+    const int num_ranks = join->meet->num_ranks;
+    card *cards = calloc((size_t)num_ranks + 1, sizeof *cards);
     if (!cards) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     epic_group *g = new_group(join);
-    epic_result result = meet(g, join, cards);
-    if (!g) result = epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    const epic_result own = g ? own_part(g, g->hosts, &cards[num_ranks])
+                              : epic_fail(EPIC_ENOMEM, "no host memory for a context");
+    epic_result result = gather_cards(join, cards, own);
+    if (result == EPIC_OK) result = check_cards(cards, num_ranks); /* its own, too */
+    if (result == EPIC_OK) result = connect_boxes(g, join, cards);
     if (result == EPIC_OK) result = connect_peers(g, g->hosts, cards);
     free(cards);
     if (result == EPIC_OK)
@@ -393,17 +518,18 @@ static void say(const epic_group *g, char *to, size_t size)
     epic_fit(to, size, g->hosts->said);
 }
 
+/* Inbox and outbox count where they may lie: unasked on the GPU and in host memory, though they will
+ * be in one of the two. */
 static void memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);
-    const bool on_gpu = hosts_ask_gpu();
-    const int64_t boxes = 2 * box_bytes(&at, on_gpu);
-    out->host_bytes = (int64_t)(sizeof(epic_group) + sizeof(hosts_part)) + 4096 +
-                      (on_gpu ? 0 : boxes) + P2P_RING_ENTRIES * 8 +
-                      (int64_t)sizeof(p2p_ring_words);
+    const hosts_memory asked = hosts_ask_memory();
+    const int64_t on_gpu = asked == HOSTS_MEMORY_HOST ? 0 : 2 * box_bytes(&at, true);
+    const int64_t in_host = asked == HOSTS_MEMORY_GPU ? 0 : 2 * box_bytes(&at, false);
+    out->host_bytes = (int64_t)(sizeof(epic_group) + sizeof(hosts_part)) + 4096 + in_host +
+                      P2P_RING_ENTRIES * 8 + (int64_t)sizeof(p2p_ring_words);
     out->shared_bytes = 0;
-    out->device_bytes =
-        p2p_heap_bytes(&at) + parts_bytes(&at, config->num_ranks) + (on_gpu ? boxes : 0);
+    out->device_bytes = p2p_heap_bytes(&at) + parts_bytes(&at, config->num_ranks) + on_gpu;
 }
 
 const epic_backend epic_backend_hosts = {

@@ -2,7 +2,8 @@
 """A layer learns over ranks that are hosts, and over the same ranks on one host: the same losses
 and the same weights, bit for bit.
 
-hosts.py [RANKS]      2 processes, which may share a GPU.  The wire is EPIC_WIRE's.  Over ranks that
+hosts.py [RANKS]      2 processes, which may share a GPU.  The wire is EPIC_WIRE's, what it reads and
+                      writes lies where EPIC_WIRE_MEMORY says (of wire local: gpu).  Over ranks that
                       are hosts sums are in a tree by themselves; on one host they are told to be.
 """
 

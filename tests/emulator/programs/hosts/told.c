@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a group of several hosts tells of itself: how many they are, what its rows take between them,
- * there and in epic-info; beforehand the memory that it takes, to the page; and which order
- * EPIC_BY_HOSTS is.
- *   told RANKS HOSTS WORDS-OF-THE-WIRE EPIC-INFO */
+ * there and in epic-info; beforehand the memory that it takes, to the page; which order EPIC_BY_HOSTS
+ * is; and that opening it meets no more often than it must.
+ *   told RANKS HOSTS WORDS-OF-THE-WIRE EPIC-INFO GATHERS [full]
+ * full: the last rank has a GPU of its own, without room for what the network reads and writes. */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,10 +17,16 @@
 
 enum { MAX_RANKS = 8, PAGES = 16 * 4096, OWN = 256 * 1024 }; /* blocks are whole pages */
 
-static int num_ranks, num_hosts;
+static int num_ranks, num_hosts, num_gathers;
 static const char *words, *program;
+static bool on_gpu, full;
 static char group[64];
 static epic_meet meets[MAX_RANKS];
+
+typedef struct counting { /* a meeting's gathers */
+    const epic_meet *of;
+    int gathers;
+} counting;
 static pthread_barrier_t barrier;
 
 #define CHECK(condition)                                                            \
@@ -67,20 +75,34 @@ static bool is_told(const char *what, uint64_t bytes, int64_t told, int64_t leas
     return good;
 }
 
-/* Beside pinned memory a rank has some of the host's own. */
+/* Where EPIC_WIRE_MEMORY says so; it is as it was afterwards. */
+static epic_memory_info memory_of(const char *where, uint32_t max_top_k)
+{
+    epic_memory_info told;
+    epic_config config = config_of();
+    const char *was = getenv("EPIC_WIRE_MEMORY");
+    char *kept = strdup(was ? was : "");
+    config.max_top_k = max_top_k;
+    CHECK(kept && setenv("EPIC_WIRE_MEMORY", where, 1) == 0);
+    CHECK(epic_memory(&config, NULL, &told) == EPIC_OK);
+    CHECK(setenv("EPIC_WIRE_MEMORY", kept, 1) == 0);
+    free(kept);
+    CHECK(told.shared_bytes == 0 && told.host_bytes > 1 << 18 && told.device_bytes > 1 << 20);
+    return told;
+}
+
+/* Unasked each kind is told as if all lay there.  Beside pinned memory a rank has some of the host's
+ * own. */
 static void check_memory(void)
 {
-    const epic_config config = config_of();
-    epic_memory_info told;
-    epic_config any = config;
-    any.max_top_k = 0;
-    CHECK(epic_memory(&any, NULL, &told) == EPIC_OK);
-    const int64_t most = told.host_bytes;
-    CHECK(epic_memory(&config, NULL, &told) == EPIC_OK);
+    const epic_memory_info host = memory_of("host", 3), gpu = memory_of("gpu", 3);
+    const epic_memory_info told = on_gpu ? gpu : host, unasked = memory_of("", 3);
     /* inbox and outbox: a record of 8 bytes for a choice, twice, and a float */
     const int64_t spared = 2 * 96ll * (64 - 4) * (16 * num_ranks + 8 * (num_ranks - 1));
-    CHECK(llabs(most - told.host_bytes - spared) < 8192); /* parts are whole */
-    CHECK(told.shared_bytes == 0 && told.host_bytes > 1 << 20 && told.device_bytes > 1 << 20);
+    const int64_t more = memory_of("host", 0).host_bytes - host.host_bytes;
+    CHECK(llabs(more - spared) < 8192); /* parts are whole */
+    CHECK(host.host_bytes > gpu.host_bytes + (1 << 20) && gpu.device_bytes > host.device_bytes);
+    CHECK(unasked.host_bytes == host.host_bytes && unasked.device_bytes == gpu.device_bytes);
     CHECK(is_told("pinned memory", emulator_bytes(true), told.host_bytes, OWN));
     CHECK(is_told("device memory", emulator_bytes(false), told.device_bytes, 0));
 }
@@ -129,14 +151,24 @@ static void check_order(epic_context *ctx)
     CHECK(cudaStreamDestroy(args.call.stream) == cudaSuccess);
 }
 
+static epic_result count(void *self, const void *mine, void *all, int64_t bytes)
+{
+    counting *c = self;
+    c->gathers++;
+    return c->of->gather(c->of->self, mine, all, bytes);
+}
+
 static void *rank_of(void *meet)
 {
     epic_context *ctx;
     const epic_config config = config_of();
-    const epic_result result = epic_open(&ctx, meet, &config);
+    counting counted = {.of = meet};
+    const epic_meet counting_meet = {counted.of->rank, num_ranks, count, NULL, &counted};
+    CHECK(cudaSetDevice(full && counted.of->rank == num_ranks - 1) == cudaSuccess);
+    const epic_result result = epic_open(&ctx, &counting_meet, &config);
     if (result != EPIC_OK) fprintf(stderr, "%s\n", epic_error(ctx));
     CHECK(result == EPIC_OK);
-    CHECK(epic_num_hosts(ctx) == num_hosts);
+    CHECK(epic_num_hosts(ctx) == num_hosts && counted.gathers == num_gathers);
     CHECK(strncmp(epic_wire_name(ctx), words, strlen(words)) == 0);
     pthread_barrier_wait(&barrier);
     if (epic_rank(ctx) == 0) check_memory();
@@ -153,19 +185,24 @@ static void check_variable(const char *name, const char *value)
     epic_context *ctx = NULL;
     epic_config config = config_of();
     char said[64];
+    const char *was = getenv(name);
+    char *kept = strdup(was ? was : "");
     snprintf(said, sizeof said, "%s=%s: must be", name, value);
     config.num_ranks = 1;
-    CHECK(setenv(name, value, 1) == 0);
+    CHECK(kept && setenv(name, value, 1) == 0);
     CHECK(epic_open(&ctx, NULL, &config) == EPIC_EINVAL && strstr(epic_error(NULL), said));
-    CHECK(unsetenv(name) == 0);
+    CHECK(setenv(name, kept, 1) == 0);
+    free(kept);
 }
 
 int main(int argc, char **argv)
 {
     pthread_t threads[MAX_RANKS];
-    if (argc != 5) return 2;
-    num_ranks = atoi(argv[1]), num_hosts = atoi(argv[2]);
+    if (argc < 6) return 2;
+    num_ranks = atoi(argv[1]), num_hosts = atoi(argv[2]), num_gathers = atoi(argv[5]);
     words = argv[3], program = argv[4];
+    on_gpu = strstr(words, "GPU memory") != NULL;
+    full = argc > 6;
     snprintf(group, sizeof group, "told-%d", (int)getpid());
     CHECK(epic_num_hosts(NULL) == 0 && strcmp(epic_wire_name(NULL), "") == 0);
     check_variable("EPIC_WIRE_AHEAD", "many");
@@ -176,6 +213,7 @@ int main(int argc, char **argv)
     check_variable("EPIC_WIRE_PUT", "never");
     check_variable("EPIC_WIRE_PUT", "01");
     check_variable("EPIC_WIRE_RELAY", "no");
+    if (full) emulator_limit(1, (uint64_t)memory_of("host", 3).device_bytes + PAGES);
     CHECK(num_ranks <= MAX_RANKS && epic_meet_threads(meets, num_ranks, 60000) == EPIC_OK);
     CHECK(pthread_barrier_init(&barrier, NULL, (unsigned)num_ranks) == 0);
     for (int r = 0; r < num_ranks; r++)
