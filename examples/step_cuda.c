@@ -38,7 +38,7 @@ int main(void)
                                      .hidden = HIDDEN,
                                      .type = EPIC_F32,
                                      .gradients = 1, /* results have memory of their own */
-                                     .backend = "p2p",
+                                     .backend = "gpu",
                                      .stream = stream};
     const int failed =
         epic_step_open(&step, &config) ||

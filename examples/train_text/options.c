@@ -217,7 +217,7 @@ static bool check_rules(const options *o)
         return complain("--device is \"%s\": cpu and cuda are possible", o->device);
     if (o->check || o->backend)
         return complain("--device cuda does not go with %s",
-                        o->check ? "--check: its bits are others" : "--backend: it is p2p");
+                        o->check ? "--check: its bits are others" : "--backend: it is gpu");
     return true;
 }
 

@@ -398,7 +398,7 @@ int train(const options *o, const text *t, const epic_meet *meet, outcome *out)
     r.group.num_ranks = meet ? meet->num_ranks : 1;
     r.group.cuda = o->device && !strcmp(o->device, "cuda");
     epic_config config = model_config(r.group.num_ranks, o->hidden, o->tokens);
-    config.backend = r.group.cuda ? "p2p" : o->backend;
+    config.backend = r.group.cuda ? "gpu" : o->backend;
     int status = EXIT_FAILED;
     if (r.group.cuda && !device_choose(r.group.rank)) return status;
     if (works(&r.group, epic_open(&r.group.ctx, meet, &config), "open")) status = run_all(&r);

@@ -26,9 +26,10 @@
  * of its device, orders the work on call.stream and never waits on the host.  Calls that need no
  * peer ("local") also take NULL for the context: host memory.
  *
- * A CUDA context.  Make the device current (cudaSetDevice) and open with config.backend "p2p":
- * the context is bound to that device.  libepic_cuda.so is loaded then; nothing of CUDA is needed
- * before.  All step calls may be captured in a CUDA graph and replayed with new data.
+ * A CUDA context.  Make the device current (cudaSetDevice) and open with config.backend "gpu":
+ * the context is bound to that device.  libepic_cuda.so, or of several hosts libepic_hosts.so, is
+ * loaded then; nothing of CUDA is needed before.  All step calls may be captured in a CUDA graph
+ * and replayed with new data.
  *
  * Unless a function says otherwise:
  *   - it is collective: every rank of the group makes the same call, and calls of one tag come
@@ -183,7 +184,7 @@ typedef struct epic_step_config {
     uint32_t type;       /* of an element: F32, BF16, F16 or F64 */
     uint32_t alignment;  /* slabs begin and end at multiples of it; 0: 1 */
     uint32_t gradients;  /* 1: with the buffers of the two backward calls */
-    const char *backend; /* as epic_config.backend: "p2p" for GPUs */
+    const char *backend; /* as epic_config.backend: "gpu" for GPUs */
     epic_stream stream;  /* CUDA: the stream of every call */
     uint64_t tag;        /* of every call: steps that share a context have different ones */
     epic_context *ctx;   /* a context of the caller's, which outlives the step; NULL: one is
@@ -252,8 +253,9 @@ typedef struct epic_config {
     uint32_t max_sms;       /* CUDA: most SMs of one operation; 0: chosen by measurement,
                                epic_max_sms tells.  All contexts that this process has on a
                                GPU together: at most its SMs */
-    const char *backend;    /* "p2p": GPUs of one host; "hosts": of any.  NULL: the first that
-                               can join the ranks on CPUs: self, shm or threads, mpi */
+    const char *backend;    /* "gpu": GPUs, those of one host by "p2p", of several by "hosts",
+                               which may be named, too.  NULL: the first that can join the ranks
+                               on CPUs: self, shm or threads, mpi */
     const char *name;       /* of the group, for messages and epic-info; NULL: "epic" */
     void *native;           /* an MPI_Comm *, borrowed for the call, that the ranks are of: for
                                backend mpi, and epic_open without a meeting; else NULL */
@@ -1223,8 +1225,8 @@ typedef struct epic_memory_info {
 } epic_memory_info;
 
 /* What a context and a plan will take.  Local, before any open.  config.num_ranks is needed;
- * layer may be NULL; config.backend NULL: "shm".  Of backend hosts at most: what the network reads
- * and writes counts in host_bytes and in device_bytes, unless EPIC_WIRE_MEMORY says in which. */
+ * layer may be NULL; config.backend NULL: "shm"; "gpu": "p2p".  Of "hosts" at most: what the network
+ * reads and writes counts in host_bytes and in device_bytes, unless EPIC_WIRE_MEMORY says in which. */
 static inline epic_result epic_memory(const epic_config *config, const epic_layer *layer,
                                       epic_memory_info *out);
 

@@ -15,6 +15,9 @@ epic_result config_read_sizes(epic_config *out, const epic_config *config, size_
 /* EPIC_TRACE: the folder for traces; NULL: none. */
 const char *config_trace(void);
 
+/* The name that stands for: "gpu" is one of two, by the hosts that the ranks are on.  NULL stays NULL. */
+const char *backend_meant(const char *name, int num_hosts);
+
 /* The backend of that name: built in, or loaded from its library.  Errors: EPIC_EINVAL (no
  * backend has that name), EPIC_ENOTSUP (its library cannot be loaded). */
 epic_result backend_find(const epic_backend **out, const char *name);

@@ -26,7 +26,8 @@ static const plugin plugins[NUM_PLUGINS] = {
      "libepic was built without CUDA: install its toolkit (nvcc) and build again",
      "install the CUDA runtime that it was built for"},
     {"hosts", "libepic_hosts.so", "epic_backend_hosts",
-     "it is on trial: build libepic with nvcc, UCX and -DEPIC_HOSTS=ON",
+     "GPUs of several hosts need it: install CUDA's toolkit (nvcc) and UCX (Debian, Ubuntu: "
+     "libucx-dev) and build libepic again",
      "install the CUDA runtime that it was built for"},
 };
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* they stay loaded */
@@ -48,6 +49,12 @@ static epic_result load(const epic_backend **out, const plugin *p)
     return result;
 }
 
+const char *backend_meant(const char *name, int num_hosts)
+{
+    if (!name || strcmp(name, "gpu") != 0) return name;
+    return num_hosts > 1 ? "hosts" : "p2p";
+}
+
 epic_result backend_find(const epic_backend **out, const char *name)
 {
     for (int i = 0; epic_backends[i]; i++) {
@@ -58,7 +65,7 @@ epic_result backend_find(const epic_backend **out, const char *name)
         if (!strcmp(plugins[i].name, name)) return load(out, &plugins[i]);
     return epic_fail(EPIC_EINVAL,
                      "config.backend is \"%.40s\": there are self, threads, shm, mpi, p2p "
-                     "and hosts",
+                     "and hosts, and gpu, which is p2p on one host and hosts on several",
                      name);
 }
 

@@ -53,15 +53,15 @@ static epic_result check_meet(const epic_meet *meet, const epic_config *config)
 }
 
 /* The backend asked for, or the first that can join; mpi is tried last. */
-static epic_result choose(const epic_backend **out, const epic_peer *peers,
+static epic_result choose(const epic_backend **out, const epic_peer *peers, int num_hosts,
                           const epic_config *config)
 {
     char why[256] = "", reasons[1024] = "";
-    if (config->backend) {
-        TRY(backend_find(out, config->backend));
+    const char *name = backend_meant(config->backend, num_hosts);
+    if (name) {
+        TRY(backend_find(out, name));
         if ((*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
-        return epic_fail(EPIC_ENOTSUP, "backend \"%s\" cannot join these ranks: %s",
-                         config->backend, why);
+        return epic_fail(EPIC_ENOTSUP, "backend \"%s\" cannot join these ranks: %s", name, why);
     }
     for (int i = 0; epic_backends[i]; i++) {
         *out = epic_backends[i];
@@ -73,8 +73,10 @@ static epic_result choose(const epic_backend **out, const epic_peer *peers,
     const bool loaded = backend_find(out, "mpi") == EPIC_OK;
     if (loaded && (*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
     if (!loaded) epic_fit(why, sizeof why, epic_sentence());
-    return epic_fail(EPIC_ENOTSUP, "no backend joins these ranks: %s; %s%s", reasons,
-                     loaded ? "mpi: " : "", why);
+    return epic_fail(
+        EPIC_ENOTSUP,
+        "no backend joins these ranks: %s; %s%s; on GPUs config.backend \"gpu\" does", reasons,
+        loaded ? "mpi: " : "", why);
 }
 
 /* A meeting may be the caller's own.  What it returns is checked, for core and backends alike:
@@ -133,7 +135,7 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
 static epic_result find(const epic_backend **out, const epic_context *ctx,
                         const epic_meet *meet, hello *mine, hello *all, const epic_peer *peers)
 {
-    const epic_result found = choose(out, peers, &ctx->config);
+    const epic_result found = choose(out, peers, ctx->num_hosts, &ctx->config);
     if (found == EPIC_OK) snprintf(mine->backend, sizeof mine->backend, "%s", (*out)->name);
     return agree(meet, mine, all, found);
 }

@@ -110,7 +110,7 @@ epic_result epic_memory_v1(const epic_config *config, size_t config_size,
     TRY(CHECK_PLACE(out, size));
     TRY(config_read_sizes(&c, config, config_size));
     const epic_backend *backend;
-    TRY(backend_find(&backend, c.backend ? c.backend : "shm"));
+    TRY(backend_find(&backend, c.backend ? backend_meant(c.backend, 1) : "shm"));
     info = context_memory(&c, backend);
     if (layer) {
         info.plan_bytes = epic_plan_bytes_v1(config, config_size, layer, layer_size);

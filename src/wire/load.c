@@ -14,6 +14,15 @@ static bool is_name(const char *name)
     return length > 0 && length <= 16 && strspn(name, "abcdefghijklmnopqrstuvwxyz") == length;
 }
 
+/* `error` begins with the file that is wrong, or not there. */
+static const char *way_out(const char *name, const char *library, const char *error)
+{
+    if (strcmp(name, "ucx") != 0) return "there is none but ucx";
+    return error && strncmp(error, library, strlen(library)) == 0
+               ? "install UCX (Debian, Ubuntu: libucx-dev) and build libepic again"
+               : "install the UCX that it was built for (Debian, Ubuntu: libucx0)";
+}
+
 const wire_engine *wire_find(const char *name, char *why)
 {
     char library[32], symbol[32];
@@ -27,11 +36,8 @@ const wire_engine *wire_find(const char *name, char *why)
     const wire_engine *engine = handle ? dlsym(handle, symbol) : NULL;
     if (engine) return engine; /* it stays loaded */
     const char *error = dlerror();
-    snprintf(why, WIRE_WHY, "wire \"%s\": %s cannot be loaded%s (%.120s)", name, library,
-             strcmp(name, "ucx") == 0
-                 ? "; install UCX (Debian, Ubuntu: libucx-dev) and build again"
-                 : ", and there is none but ucx",
-             error ? error : "no symbol of that name");
+    snprintf(why, WIRE_WHY, "wire \"%s\": %s cannot be loaded; %s (%.120s)", name, library,
+             way_out(name, library, error), error ? error : "no symbol of that name");
     if (handle) dlclose(handle);
     return NULL;
 }

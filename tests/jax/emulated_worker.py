@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_emulated.py: emulated_worker.py BACKEND RANK PORT.
+"""One rank of test_emulated.py: emulated_worker.py BACKEND RANK PORT.  BACKEND is what the core
+takes for these GPUs by itself.
 
 A GPU of threads (tests/emulator) has the host's memory, so arrays of JAX's CPU are its own.  Each
 rank is a process with a GPU; CUDA_LAUNCH_BLOCKING as JAX knows no stream to wait for."""
@@ -72,7 +73,7 @@ def main(backend: str, rank: int, port: int) -> None:
     layers.memory_of = lambda info, _: call.memory_of(info, None)
     meet = epic.jax.Tcp("127.0.0.1", port)
     sizes: Any = {"max_tokens": 16, "max_row_bytes": 256, "max_top_k": 2, "timeout_ms": 120000}
-    where: Any = {"ranks": [rank], "num_ranks": RANKS, "meet": meet, "backend": backend}
+    where: Any = {"ranks": [rank], "num_ranks": RANKS, "meet": meet, "backend": "gpu"}
     with epic.jax.open(**where, **sizes) as group:
         assert in_tree(group) == (backend == "hosts") and not in_tree(group, sum_order="by_rank")
         left = {} if backend == "hosts" else {"sum_order": "tree"}

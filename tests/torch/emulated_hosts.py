@@ -83,6 +83,7 @@ def work(group: epic.torch.Group) -> dict[str, Any]:
     """What a rank finds out."""
     return {
         "hosts": group.num_hosts,
+        "backend": group.backend,
         "wire": group.wire,
         "orders": orders(group),
         "even": trained(group, 2, 6, **({} if group.num_hosts > 1 else {"sum_order": "tree"})),
@@ -90,15 +91,15 @@ def work(group: epic.torch.Group) -> dict[str, Any]:
     }
 
 
-def on_ranks(backend: str) -> list[dict[str, Any]]:
-    """On a group of that backend, by rank."""
+def on_ranks() -> list[dict[str, Any]]:
+    """On a group of the GPUs, by rank; which backend is left to the core."""
     meets = epic.torch.threads(RANKS)
     found: list[dict[str, Any]] = [{} for _ in range(RANKS)]
 
     def rank_of(rank: int) -> None:
         try:
             assert GPU.cudaSetDevice(rank) == 0
-            with epic.torch.Group(meet=meets[rank], backend=backend, **SIZES) as group:
+            with epic.torch.Group(meet=meets[rank], backend="gpu", **SIZES) as group:
                 found[rank] = work(group)
         except BaseException:
             traceback.print_exc()
@@ -123,11 +124,12 @@ def main() -> int:
     groups.open_on = open_on
     groups.choose_backend = lambda device, wish: wish
     os.environ["EPIC_HOST"] = "%r/2"
-    hosts = on_ranks("hosts")
+    hosts = on_ranks()
     del os.environ["EPIC_HOST"]
-    one = on_ranks("p2p")
+    one = on_ranks()
     for there, here in zip(hosts, one, strict=True):
         assert (there["hosts"], here["hosts"]) == (2, 1)
+        assert (there["backend"], here["backend"]) == ("hosts", "p2p")
         assert there["wire"].startswith("chaos") and here["wire"] == ""
         assert there["orders"] == [True, False, True, False], there["orders"]
         assert here["orders"] == [False, False, True, False], here["orders"]

@@ -238,10 +238,11 @@ def test_no_torch_state_is_left() -> None:
 
 
 SAID = {  # by EPIC_BACKEND: what groups on GPUs and on CPUs take, or what is wrong
-    "": ("p2p", None),
-    "shm": ("p2p", None),
+    "": ("gpu", None),
+    "shm": ("gpu", None),
+    "gpu": ("gpu", "EPIC_BACKEND. joins GPUs"),
     "hosts": ("hosts", "EPIC_BACKEND. joins GPUs"),
-    "host": ("for 'p2p', or 'hosts'", None),
+    "host": ("for 'gpu', 'p2p' or 'hosts'", None),
 }
 
 

@@ -22,7 +22,7 @@ TYPES = {"float32": 1, "bfloat16": 2, "float16": 3, "float64": 4}
 WEIGHT_TYPES = {**TYPES, "e4m3": 5}
 REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
 BLOCKS = ("1x128", "1x32")
-ON_GPUS = ("p2p", "hosts")  # backends
+ON_GPUS = ("gpu", "p2p", "hosts")  # backends; gpu is one of the others
 ON_CPUS = ("self", "threads", "shm", "mpi")
 UINT32_MAX, INT64_MAX = (1 << 32) - 1, (1 << 63) - 1
 FLAGS = ("distinct", "ungated", "interleaved")
@@ -54,14 +54,16 @@ def word(field: str, value: Any, words: Iterable[str]) -> str:
 
 def backend_for(on_gpus: bool, wish: str | None) -> str | None:
     """That which is asked for, else EPIC_BACKEND's where that reaches such memory; if neither says
-    one, p2p on GPUs, and on CPUs None: the core chooses."""
+    one the core chooses: on GPUs "gpu", on CPUs None."""
     said = wish or os.environ.get("EPIC_BACKEND") or None
     if on_gpus:
         if wish is None and said in ON_CPUS:
             said = None
         if said is not None and said not in ON_GPUS:
-            raise EpicArgumentError(f"backend {said!r}: arrays on GPUs are for 'p2p', or 'hosts'")
-        return said or "p2p"
+            raise EpicArgumentError(
+                f"backend {said!r}: arrays on GPUs are for 'gpu', 'p2p' or 'hosts'"
+            )
+        return said or "gpu"
     if said in ON_GPUS:
         by = "" if wish else " (EPIC_BACKEND)"
         raise EpicArgumentError(f"backend {said!r}{by} joins GPUs: the arrays are on CPUs")

@@ -28,7 +28,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     for (int q = 1; q < num_ranks; q++)
         if (!p2p_same(peers[q].host, peers[0].host)) {
             const bool here = peers[q].host[0] == peers[0].host[0];
-            snprintf(why, 256, "ranks 0 and %d are %s", q,
+            snprintf(why, 256, "ranks 0 and %d are %s: backend hosts, or gpu, joins them", q,
                      here ? "in different PID namespaces (containers)" : "on different hosts");
             return false;
         }

@@ -2,9 +2,10 @@
 """A layer learns over ranks that are hosts, and over the same ranks on one host: the same losses
 and the same weights, bit for bit.
 
-hosts.py [RANKS]      2 processes, which may share a GPU.  The wire is EPIC_WIRE's, what it reads and
-                      writes lies where EPIC_WIRE_MEMORY says (of wire local: gpu).  Over ranks that
-                      are hosts sums are in a tree by themselves; on one host they are told to be.
+hosts.py [RANKS]      2 processes, which may share a GPU.  The wire is EPIC_WIRE's, what it reads
+                      and writes lies where EPIC_WIRE_MEMORY says (of wire local: gpu).  Over ranks
+                      that are hosts sums are in a tree by themselves; on one host they are told to
+                      be.
 """
 
 import os
@@ -21,8 +22,8 @@ RATE = 0.05
 LIMIT = 120  # seconds
 
 
-def train(rank: int, ranks: int, port: int, backend: str) -> list[Any]:
-    """The losses of this rank, then its weights."""
+def train(rank: int, ranks: int, port: int, apart: bool) -> list[Any]:
+    """The losses of this rank, then its weights.  Which backend it is, the core finds out."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -36,14 +37,13 @@ def train(rank: int, ranks: int, port: int, backend: str) -> list[Any]:
         ranks=[rank],
         num_ranks=ranks,
         meet=epic.jax.Tcp(port=port),
-        backend=backend,
         max_tokens=TOKENS,
         max_row_bytes=4 * HIDDEN,
         max_top_k=TOP_K,
         timeout_ms=60000,
     )
     local, layer = EXPERTS // ranks, epic.jax.Layer(EXPERTS, TOP_K)
-    if backend == "p2p":
+    if not apart:
         layer = replace(layer, sum_order="tree")
     options = epic.jax.Moe(
         layer,
@@ -81,9 +81,9 @@ def of_rank(rank: int, ranks: int, port: int) -> int:
     import numpy as np
 
     os.environ["EPIC_HOST"] = "%r"
-    there = train(rank, ranks, port, "hosts")
+    there = train(rank, ranks, port, True)
     del os.environ["EPIC_HOST"]
-    here = train(rank, ranks, port + 1, "p2p")
+    here = train(rank, ranks, port + 1, False)
     assert there[0][-1] < there[0][0], there[0]
     for a, b in zip(there, here, strict=True):
         assert np.isfinite(a).all()

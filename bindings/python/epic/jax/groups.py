@@ -275,8 +275,9 @@ def open(
     native: in processes that mpirun started, "world", a communicator of mpi4py or the address of an
     MPI_Comm.  Backend mpi, which joins several hosts, then sends over it; without a mesh and meet
     its ranks are the group's, one for each process.
-    backend: of GPUs "p2p", for those of one host, or "hosts", of several; None: EPIC_BACKEND's, if
-    that is for such memory, else "p2p".  Of CPUs: None, the core chooses.
+    backend: of GPUs "p2p", for one host, "hosts", for several, or "gpu", p2p if the ranks are on
+    one, else hosts; None: EPIC_BACKEND's, if that is for such memory, else "gpu".  Of CPUs: None,
+    the core chooses.
     max_top_k: largest top_k of its layers, 0: 64; with "hosts" less takes less memory.
     max_sms: most SMs that a call takes, 0: the core's default;
     command_buffers=False keeps XLA from putting the calls into its CUDA graphs.

@@ -197,8 +197,9 @@ class Group:
     device: None: a mesh's, or the current GPU for a process group of nccl, or the CPU.
     meet: with rank= and num_ranks=, for ranks that torch.distributed does not join: Tcp(...), or a
     function (rank, bytes) -> every rank's bytes; or one of threads(n).
-    backend: of GPUs "p2p", for those of one host, or "hosts", of several; None: EPIC_BACKEND's, if
-    that is for such memory, else "p2p".  Of CPUs: None, the core chooses.
+    backend: of GPUs "p2p", for one host, "hosts", for several, or "gpu", p2p if the ranks are on
+    one, else hosts; None: EPIC_BACKEND's, if that is for such memory, else "gpu".  Of CPUs: None,
+    the core chooses.
     max_sms: most SMs that a call takes; timeout_ms: of every wait, 0: 300 s.
     max_top_k: largest top_k of its layers, 0: 64; with backend "hosts" less takes less memory.
     """

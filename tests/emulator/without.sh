@@ -1,0 +1,59 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# GPUs of several hosts where a library is missing: the backend's, its wire's, or UCX itself.  What is
+# said names it and what helps.  Only the wire's needs UCX: the backend loads without.
+# usage: without.sh NAMED LIBEPIC_UCX [LIBEPIC_HOSTS]...     NAMED lies with the emulated libraries
+set -eu
+export LC_ALL=C
+here=$(mktemp -d)
+trap 'rm -rf "$here"' EXIT
+emulated=$(cd "$(dirname "$1")" && pwd)
+lib=$(cd "$(dirname "$2")" && pwd)
+ucx=$2
+
+fail() {
+    echo "$*"
+    exit 1
+}
+
+needs() { # library: what it is linked with
+    readelf -d "$1" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p'
+}
+
+# A copy must not look where it was built: those paths are spoilt.
+spoil() { # file
+    sed -e "s|$emulated|$(echo "$emulated" | tr a-z b-za)|g" -e "s|$lib|$(echo "$lib" | tr a-z b-za)|g" \
+        "$1" >"$here/$(basename "$1")"
+}
+
+# refuses WORD...    two hosts do not open, with all of these in what is said
+refuses() {
+    if said=$(LD_LIBRARY_PATH=$here EPIC_HOST=%r EPIC_WIRE=ucx "$here/$(basename "$named")" 2 hosts 2>&1); then
+        fail "they opened: $said"
+    fi
+    echo "$said"
+    for word; do
+        case $said in
+        *"$word"*) ;;
+        *) fail "not said: $word" ;;
+        esac
+    done
+}
+
+named=$1
+shift 2
+for hosts in "$emulated/libepic_hosts.so" "$@"; do
+    [ -e "$hosts" ] || continue
+    if needs "$hosts" | grep -E '^libuc[a-z]*\.'; then fail "$hosts needs UCX"; fi
+done
+needs "$ucx" | grep -q '^libucp\.' || fail "$ucx needs no UCX: the test is wrong"
+
+spoil "$named"
+chmod +x "$here/$(basename "$named")"
+for library in libemulator.so libepic_cuda.so; do spoil "$emulated/$library"; done
+refuses 'backend "hosts": libepic_hosts.so cannot be loaded' 'GPUs of several hosts' nvcc libucx-dev
+spoil "$emulated/libepic_hosts.so"
+refuses 'wire "ucx": libepic_ucx.so cannot be loaded' libucx-dev 'build libepic again'
+spoil "$ucx"
+echo "no library" >"$here/libucp.so.0"
+refuses 'wire "ucx": libepic_ucx.so cannot be loaded' libucx0 'built for' libucp.so.0
