@@ -124,7 +124,7 @@ gpu-bench-turns: $(GPU_OUT)/gpu_bench
 		--rounds $(or $(ROUNDS),3) --limit $(or $(LIMIT),1) $(CASE)
 
 # Backend hosts, with the ranks of this machine as hosts.  Its kernels are those of the library that
-# `cmake -S . -B build -DEPIC_HOSTS=ON` builds; programs that reach inside are linked with them.
+# `make` builds where UCX is; programs that reach inside are linked with them.
 HOSTS_OUT = $(GPU_OUT)/hosts
 HOSTS_LIBRARY = build/lib/libepic_hosts.so
 HOSTS_PARTS = $$(find build/kernels/cuda/CMakeFiles/epic_hosts.dir \
@@ -165,12 +165,13 @@ $(HOSTS_OUT)/gpu_wire: bench/gpu/wire.cu src/wire/wire.h
 	@mkdir -p $(HOSTS_OUT)
 	$(NVCC) $(GPU_NVFLAGS) $< -o $@ -ldl -lpthread
 
-HOSTS_LEFT_OUT = "left out: no $(HOSTS_LIBRARY); cmake -S . -B build -DEPIC_HOSTS=ON, then again"
-gpu-test-hosts:
-	@if ! grep -qs EPIC_HOSTS:BOOL=ON build/CMakeCache.txt; then echo $(HOSTS_LEFT_OUT); \
+HOSTS_LEFT_OUT = "left out: no $(HOSTS_LIBRARY); install UCX (Debian: libucx-dev), or" \
+	"cmake -S . -B build -DEPIC_HOSTS=ALWAYS, then again"
+gpu-test-hosts: all
+	@if [ ! -e $(HOSTS_LIBRARY) ]; then echo $(HOSTS_LEFT_OUT); \
 	else $(MAKE) $(HOSTS_PROGRAMS) && HOSTS_OUT=$(HOSTS_OUT) tests/gpu/hosts.sh; fi
-gpu-bench-hosts:
-	@if ! grep -qs EPIC_HOSTS:BOOL=ON build/CMakeCache.txt; then echo $(HOSTS_LEFT_OUT); \
+gpu-bench-hosts: all
+	@if [ ! -e $(HOSTS_LIBRARY) ]; then echo $(HOSTS_LEFT_OUT); \
 	else $(MAKE) $(HOSTS_PROGRAMS) && HOSTS_OUT=$(HOSTS_OUT) bench/gpu/hosts.sh; fi
 $(HOSTS_LIBRARY): all
 

@@ -12,10 +12,10 @@ set(CPACK_GENERATOR TGZ)
 set(CPACK_STRIP_FILES ON)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION libs)
-# Plugins are loaded only when asked for: MPI and OpenBLAS need not be there.
+# Plugins are loaded only when asked for: MPI, UCX and OpenBLAS need not be there.
 set(CPACK_DEBIAN_PACKAGE_DEPENDS "libc6 (>= 2.34)")
 set(CPACK_DEBIAN_PACKAGE_RECOMMENDS libopenblas0-pthread)
-set(CPACK_DEBIAN_PACKAGE_SUGGESTS "openmpi-bin, libssl3")
+set(CPACK_DEBIAN_PACKAGE_SUGGESTS "openmpi-bin, libssl3, libucx0")
 file(WRITE ${PROJECT_BINARY_DIR}/packages/triggers "activate-noawait ldconfig\n")
 set(CPACK_DEBIAN_PACKAGE_CONTROL_EXTRA ${PROJECT_BINARY_DIR}/packages/triggers)
 include(CPack)

@@ -58,6 +58,12 @@ check_deb() {
         [ -e "$here/root/usr/$file" ] || bad "$1 lacks usr/$file"
     done
     lib=$(dirname "$(find "$here/root" -name libepic.so)")
+    plugins="mpi cuda hosts"
+    if [ -e "$build/lib/libepic_hosts.so" ]; then plugins="$plugins ucx"; fi
+    for plugin in $plugins; do
+        [ ! -e "$build/lib/libepic_$plugin.so" ] || [ -e "$lib/libepic_$plugin.so" ] ||
+            bad "$1 lacks libepic_$plugin.so"
+    done
     ${CC:-cc} examples/step.c -I"$here/root/usr/include" -L"$lib" -lepic -o "$here/step"
     LD_LIBRARY_PATH=$lib "$here/step" | grep -q 'token 3 went out as 4 and came home as 19' ||
         bad "a program with the package's library"

@@ -284,6 +284,7 @@ static int run(int rank)
         seat s = {.rank = rank, .tokens = strtol(at, &rest, 10), .row = hidden * 2};
         at = *rest == ',' ? rest + 1 : rest;
         take_seat(&s, port);
+        if (rank == 0) printf("%s, %s\n", epic_backend_name(s.ctx), epic_wire_name(s.ctx));
         time_step(&s, "plan + dispatch", plan_and_dispatch);
         time_step(&s, "dispatch", dispatch);
         time_step(&s, "combine", combine);
@@ -398,7 +399,7 @@ int main(int argc, char **argv)
         return 0;
     }
     snprintf(host, sizeof host, "%%r/%d", local);
-    setenv("EPIC_HOST", strcmp(backend, "hosts") ? "one" : host, 0);
+    setenv("EPIC_HOST", strcmp(backend, "p2p") ? host : "one", 0);
     if (setenv("UCX_TLS", "tcp", 0) == 0 && !strcmp(getenv("UCX_TLS"), "tcp"))
         setenv("UCX_NET_DEVICES", "lo", 0);
     share();
