@@ -218,22 +218,6 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* hosts, one warp: a piece that it has sent goes. */
-template <int V>
-__device__ __forceinline__ void ship_piece(const Now &now, int rank, const uint4 *staged,
-                                           int32_t first, int32_t vectors)
-{
-    ship_together(now, rank, staged + first, (uint32_t)min(V * WARP, vectors - first) * 16);
-}
-
-/* hosts, one warp: bytes [first, first + bytes) of what it has sent go, up to `end`. */
-__device__ __forceinline__ void ship_part(const Now &now, int rank, const uint8_t *staged,
-                                          int64_t first, int64_t bytes, int64_t end)
-{
-    if (first < end)
-        ship_together(now, rank, staged + first, (uint32_t)min(bytes, end - first));
-}
-
 /* The place of the n-th bit that is set, in each lane for its own n; 0 if there are fewer. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {

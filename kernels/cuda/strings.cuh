@@ -206,6 +206,14 @@ __device__ __forceinline__ void each_peer(const Strings &m, int32_t token, uint3
     }
 }
 
+/* hosts, one warp has stored one of so many pieces: who stores the last one ships all. */
+__device__ __forceinline__ void ship_string(const Strings &m, int rank, int32_t token,
+                                            int pieces, const uint4 *staged)
+{
+    ship_when_whole(m.job.plan.self, m.now, rank, token, pieces, staged,
+                    (uint32_t)m.shape.vectors * 16);
+}
+
 /* ------------------------------------------------------------------------ joined strings ---- */
 
 struct Joined { /* a piece that this rank's token gives */
@@ -265,7 +273,7 @@ struct Joined { /* a piece that this rank's token gives */
         const uint32_t mask = hide_poison<V>(q);
         each_peer(m, token, peers, [&](int rank, int distance, uint4 *staged) {
             send_piece<V, false>(staged, piece * V * WARP, m.shape.vectors, q);
-            ship_piece<V>(m.now, rank, staged, piece * V * WARP, m.shape.vectors);
+            ship_string(m, rank, token, m.shape.pieces, staged);
             if (!mask) return;
             uint32_t *escape =
                 escapes_at(m, self.heap[rank], self.num_ranks - 1 - distance, token, piece);
@@ -395,10 +403,7 @@ struct Made {
                     store_relaxed((uint4 *)(to + row_at(piece, v)), sixteen(v));
             if (Sixteens::has_word() && row_end + scales_at(piece) < end)
                 store_relaxed((uint32_t *)(to + row_end + scales_at(piece)), scales);
-            ship_part(m.now, rank, to, (int64_t)piece * Sixteens::BYTES, Sixteens::BYTES,
-                      row_end);
-            ship_part(m.now, rank, to, row_end + (int64_t)piece * Sixteens::WORDS * 4,
-                      Sixteens::WORDS * 4, end);
+            ship_string(m, rank, token, m.given.pieces, staged);
         });
     }
     __device__ __forceinline__ void fill(const Strings &m, int piece, int32_t slot) const

@@ -104,8 +104,8 @@ static __device__ void ship_vectors(const Now &now, int64_t vectors)
     for (int64_t v = grid_thread() - lane_id(); HOSTS && v < vectors; v += grid_threads())
         for (int distance = 1; distance < self.num_ranks; distance++) {
             const int rank = wrap(self.rank + distance, self.num_ranks);
-            ship_piece<1>(now, rank, (const uint4 *)now.outbox[rank] + v, 0,
-                          (int32_t)min((int64_t)WARP, vectors - v));
+            ship_together(now, rank, (const uint4 *)now.outbox[rank] + v,
+                          (uint32_t)min((int64_t)WARP, vectors - v) * 16);
         }
 }
 
