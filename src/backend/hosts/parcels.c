@@ -5,6 +5,9 @@
 #include <string.h>
 
 #define OPEN 2048 /* parcels of which something is there */
+/* Pieces that come after the last one of a parcel, until no more of it is expected: kernels ship rows
+ * about in their order, as many at once as there are warps. */
+#define STALE 512
 #define SPANS 256 /* of one; what has more, once joined, goes as it is */
 
 typedef struct span {
@@ -16,6 +19,7 @@ typedef struct parcel {
     uint32_t number; /* of those of a heap */
     uint32_t words;  /* that are there */
     int count;
+    uint64_t added; /* pieces of all, with its last one */
     int next; /* of the list that it is in: free ones, waiting ones or ready ones; -1: none */
     int before;
     span spans[SPANS];
@@ -29,6 +33,7 @@ struct parcels {
     uint32_t words;      /* of a parcel */
     uint32_t per_host;   /* parcels of a heap, */
     uint32_t num_urgent; /* the first of which are urgent */
+    uint64_t added;      /* pieces */
     int num_free, now;   /* the parcel that is being given; -1: none */
     int at;              /* its spans that have been given */
     list free;
@@ -177,8 +182,18 @@ static void add_span(parcel *p, uint32_t first, uint32_t words)
         p->spans[p->count++] = (span){first, words};
 }
 
+/* Rows that no more rows go beside must not wait for the end: who takes them takes others after them. */
+static void give_up_stale(parcels *all)
+{
+    const int i = all->waiting[0].first;
+    if (i < 0 || all->added - all->open[i].added < STALE) return;
+    take_out(all, i);
+    append(all, &all->ready[0], i);
+}
+
 void parcels_add(parcels *all, int host, uint64_t word, uint32_t words)
 {
+    all->added++;
     while (words) {
         const uint32_t number = (uint32_t)(word / all->words);
         const uint32_t first = (uint32_t)(word % all->words), room = all->words - first;
@@ -187,6 +202,7 @@ void parcels_add(parcels *all, int host, uint64_t word, uint32_t words)
         const int i = there ? there - 1 : open_one(all, host, number);
         parcel *p = &all->open[i];
         add_span(p, first, some);
+        p->added = all->added;
         const bool full = p->count == SPANS;
         if (full) join_spans(p);
         if (p->words == all->words || (full && p->count > SPANS / 2)) {
@@ -196,6 +212,7 @@ void parcels_add(parcels *all, int host, uint64_t word, uint32_t words)
         word += some;
         words -= some;
     }
+    give_up_stale(all);
 }
 
 /* ------------------------------------------------------------------------------- giving ---- */

@@ -100,6 +100,29 @@ static void test_whole(uint32_t words)
     parcels_free(all);
 }
 
+/* What one piece is missing of goes when many others have come since, to a wire that is not hungry; not
+ * long before. */
+static void test_stale(void)
+{
+    enum { ROW = 64, ROWS = 1024 };
+    parcels *all = parcels_new(1, ROWS * ROW, 0, PARCEL);
+    uint64_t seen = 0;
+    run r;
+    percent = 0;
+    for (uint64_t row = 1; row < ROWS; row++) { /* the first parcel lacks its first row */
+        parcels_add(all, 0, row * ROW, ROW);
+        while (parcels_next(all, may_go, NULL, &r)) {
+            if (r.word / PARCEL == 0 && seen++) wrong("twice", &r);
+            if (r.word / PARCEL == 0 && (r.word != ROW || r.words != PARCEL - ROW))
+                wrong("not all that there is of it", &r);
+            if (r.word / PARCEL == 0 && row < 256) wrong("while more of it may come", &r);
+            parcels_pass(all);
+        }
+    }
+    if (!seen) wrong("waits for a row that does not come", &(run){0});
+    parcels_free(all);
+}
+
 /* Rows that are there first are overtaken, and wait while the wire is full. */
 static void test_urgent(void)
 {
@@ -154,6 +177,7 @@ int main(void)
     dice.state = 7;
     test_long();
     test_urgent();
+    test_stale();
     test_whole(PARCEL);
     test_whole((512 << 10) / 8); /* the largest put of wire.h */
     for (int i = 0; i < 20; i++) {
