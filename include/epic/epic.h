@@ -57,15 +57,16 @@
  * Every wait has a deadline.  epic_error says what went wrong: which argument, its value, the
  * rule, the way out.  The library never prints, exits, aborts or traps.
  *
- * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields of
- * epic_config); EPIC_TRACE (a folder for traces of host contexts, docs/traces.md; CUDA contexts
- * refuse it); EPIC_HOST (a name for this host, %r in it stands for the rank: ranks of different
- * names count as on different hosts), EPIC_WIRE, EPIC_WIRE_PUT, EPIC_WIRE_RELAY, EPIC_WIRE_MEMORY
- * and EPIC_WIRE_AHEAD (backend hosts, docs/hosts.md); for epic_meet_env: RANK and WORLD_SIZE, or
- * a launcher's (OMPI_COMM_WORLD_RANK and _SIZE, PMI_, MV2_COMM_WORLD_, MVP_COMM_WORLD_,
- * JSM_NAMESPACE_, FLUX_TASK_RANK and FLUX_JOB_SIZE, SLURM_PROCID and SLURM_STEP_NUM_TASKS or
- * SLURM_NTASKS), beside which PMIX_RANK, PALS_RANKID, ALPS_APP_PE and JOB_COMPLETION_INDEX are
- * looked at; MASTER_ADDR, MASTER_PORT, other SLURM_ variables; and EPIC_SECRET.
+ * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields
+ * of epic_config); EPIC_TRACE (a folder for traces of host contexts, docs/traces.md; CUDA
+ * contexts refuse it); EPIC_HOST (a name for this host, %r in it stands for the rank: ranks of
+ * different names count as on different hosts), EPIC_WIRE, EPIC_WIRE_PUT, EPIC_WIRE_RELAY,
+ * EPIC_WIRE_MEMORY, EPIC_WIRE_AHEAD and EPIC_WIRE_THREADS (backend hosts, docs/hosts.md); for
+ * epic_meet_env: RANK and WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and _SIZE, PMI_,
+ * MV2_COMM_WORLD_, MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and FLUX_JOB_SIZE,
+ * SLURM_PROCID and SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK, PALS_RANKID,
+ * ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT, other SLURM_
+ * variables; and EPIC_SECRET.
  *
  * Growing.  Structs are extended at their end, and the calls pass sizeof the struct to symbols
  * that are versioned (the last section): a program built with an older header runs with a newer
