@@ -65,15 +65,20 @@ def in_tree(group: epic.jax.Group, **wish: Any) -> bool:
     return info.num_leaves > 0
 
 
-def main(backend: str, rank: int, port: int) -> None:
-    """In the order that several hosts choose by themselves, or in a tree."""
+def take_cpus_for_gpus(backend: str) -> None:
+    """Groups of this process are of that backend, and a layer takes the memory that GPUs take."""
     layers: Any = importlib.import_module("epic.jax.moe")  # the package has a function so named
     opening: Any = groups
-    opening.choose_backend = lambda _, wish: wish
+    opening.choose_backend = lambda *_: backend
     layers.memory_of = lambda info, _: call.memory_of(info, None)
+
+
+def main(backend: str, rank: int, port: int) -> None:
+    """In the order that several hosts choose by themselves, or in a tree."""
+    take_cpus_for_gpus("gpu")
     meet = epic.jax.Tcp("127.0.0.1", port)
     sizes: Any = {"max_tokens": 16, "max_row_bytes": 256, "max_top_k": 2, "timeout_ms": 120000}
-    where: Any = {"ranks": [rank], "num_ranks": RANKS, "meet": meet, "backend": "gpu"}
+    where: Any = {"ranks": [rank], "num_ranks": RANKS, "meet": meet}
     with epic.jax.open(**where, **sizes) as group:
         assert in_tree(group) == (backend == "hosts") and not in_tree(group, sum_order="by_rank")
         left = {} if backend == "hosts" else {"sum_order": "tree"}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer on two hosts, and on one: GPUs of threads (tests/emulator), a process each, by UCX."""
+"""Layers and examples on two hosts, and on one: GPUs of threads (tests/emulator), a process each,
+by UCX."""
 
 import os
 import subprocess
@@ -12,30 +13,46 @@ from test_processes import LIMIT, free_port
 
 LIBRARIES = Path(os.environ.get("EPIC_LIBRARY_PATH", "build/lib").split(":")[0]).resolve()
 EMULATED = LIBRARIES.parent / "tests" / "emulated"
-WORKER = Path(__file__).with_name("emulated_worker.py")
+HERE = Path(__file__).parent
 
 for needed in (EMULATED / "libepic_hosts.so", LIBRARIES / "libepic_ucx.so"):
     if not needed.exists():
         pytest.skip(f"there is no {needed}: make builds it", allow_module_level=True)
 
 
-def losses(folder: Path, backend: str) -> list[list[float]]:
-    """Of each rank."""
-    port = str(free_port())
-    environment = os.environ | {
-        "EPIC_LIBRARY_PATH": str(folder),
+@pytest.fixture
+def libraries(tmp_path: Path) -> Path:
+    """A folder of them.  Plugins lie beside the core: so it finds the emulated ones."""
+    folder = tmp_path / "libraries"
+    folder.mkdir()
+    plugins = [EMULATED / f"libepic_{name}.so" for name in ("cuda", "hosts")]
+    own = [LIBRARIES / f"libepic_{name}.so" for name in ("jax", "ucx")]
+    for library in (*LIBRARIES.glob("libepic.so*"), *own, *plugins):
+        (folder / library.name).symlink_to(library)
+    return folder
+
+
+def environment_of(libraries: Path, **more: str) -> dict[str, str]:
+    """Of a process with a GPU."""
+    return os.environ | {
+        "EPIC_LIBRARY_PATH": str(libraries),
         "LD_PRELOAD": str(EMULATED / "libemulator.so"),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
         "CUDA_LAUNCH_BLOCKING": "1",
         "EMULATED_SMS": "16",
         "UCX_LOG_LEVEL": "fatal",
         "UCX_ERROR_SIGNALS": "",
-        **({"EPIC_HOST": "%r"} if backend == "hosts" else {}),
+        **more,
     }
+
+
+def losses(libraries: Path, backend: str, **more: str) -> list[list[float]]:
+    """Of each rank of emulated_worker.py."""
+    port = str(free_port())
     running = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), backend, str(rank), port],
-            env=environment,
+            [sys.executable, str(HERE / "emulated_worker.py"), backend, str(rank), port],
+            env=environment_of(libraries, **more),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -47,12 +64,47 @@ def losses(folder: Path, backend: str) -> list[list[float]]:
     return [[float.fromhex(word) for word in out.split()] for out, _ in said]
 
 
-def test_on_two_hosts(tmp_path: Path) -> None:
-    """The losses of one host, bit for bit.  Plugins lie beside the core: so it finds them."""
-    plugins = [EMULATED / f"libepic_{name}.so" for name in ("cuda", "hosts")]
-    own = [LIBRARIES / f"libepic_{name}.so" for name in ("jax", "ucx")]
-    for library in (*LIBRARIES.glob("libepic.so*"), *own, *plugins):
-        (tmp_path / library.name).symlink_to(library)
-    hosts, one = (losses(tmp_path, backend) for backend in ("hosts", "p2p"))
+def test_on_two_hosts(libraries: Path) -> None:
+    """The losses of one host, bit for bit."""
+    hosts, one = losses(libraries, "hosts", EPIC_HOST="%r"), losses(libraries, "p2p")
     assert hosts == one
     assert all(loss[-1] < loss[0] for loss in hosts), hosts
+
+
+def example(libraries: Path, name: str, host: str, hosts: int, *options: str) -> None:
+    """Runs an example as four processes."""
+    environment = environment_of(
+        libraries,
+        EPIC_TEST_EXAMPLE=name,
+        EPIC_TEST_BACKEND="hosts" if hosts > 1 else "p2p",
+        EPIC_TEST_HOSTS=str(hosts),
+        EPIC_HOST=host,
+    )
+    command = [sys.executable, str(HERE / "emulated_example.py"), "--processes", "4", *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("host", "ep"), [("%r/2", "4"), ("%r", "2")], ids=["2x2", "2x1_twice"])
+def test_stacked_layers_on_two_hosts(libraries: Path, host: str, ep: str) -> None:
+    """examples/jax/ep_moe.py against its loops in float64: a group of two ranks on each host, and
+    two groups at a time of one rank on each."""
+    example(libraries, "ep_moe", host, 2, "--ep", ep, "--steps", "1", "--check")
+
+
+def trained(libraries: Path, host: str, hosts: int) -> list[str]:
+    """By examples/jax/train_text.py: all digits of each loss, and what each process' weights are.
+    Of three steps, as the rate of the first is 0."""
+    losses = libraries.parent / f"losses_of_{hosts}"
+    options = ["--steps", "3", "--losses", str(losses), "--picture", f"{losses}.png", "LICENSE"]
+    example(libraries, "train_text", host, hosts, *options)
+    return losses.read_text().split() + [Path(f"{losses}.{i}").read_text() for i in range(4)]
+
+
+@pytest.mark.skipif("EPIC_TEST_EXAMPLES" not in os.environ, reason="minutes: EPIC_TEST_EXAMPLES=1")
+def test_training_on_two_hosts(libraries: Path) -> None:
+    """Of two ranks each, and on four of one: what one host learns, bit for bit."""
+    one = trained(libraries, "one", 1)
+    assert len(one) == 3 + 4
+    assert trained(libraries, "%r/2", 2) == one
+    assert trained(libraries, "%r", 4) == one
