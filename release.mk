@@ -45,3 +45,4 @@ test-night:
 	@$(MAKE) mutants
 	@$(MAKE) coverage
 	@EPIC_TEST_SCALE=10 $(call CTEST,build)
+	@EPIC_TEST_EXAMPLES=1 $(MAKE) test-jax test-torch
