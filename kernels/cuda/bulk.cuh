@@ -183,8 +183,8 @@ __device__ __forceinline__ bool wait_for_string(const Strings &m, int rank, int3
 #pragma unroll 1
     for (int i = 0; i < m.shape.pieces && ok; i++)
         change_piece(m, place, i, [&](uint4(&q)[V]) {
-            ok = take_piece<V, false>(m.now, rank, staged, i * V * WARP, m.shape.vectors, true,
-                                      q);
+            ok = take_piece<V, false>(m.now, who_brings(m.now, rank), staged, i * V * WARP,
+                                      m.shape.vectors, true, q);
         });
     return ok;
 }
@@ -201,7 +201,7 @@ __device__ __forceinline__ bool restore_string(const Strings &m, int rank, int s
             if (QUANTIZED)
                 restore_nans(m, i * V * WARP, q);
             else
-                ok &= unhide_poison<V>(m.now, rank, q,
+                ok &= unhide_poison<V>(m.now, who_brings(m.now, rank), q,
                                        escapes_at(m, m.now.heap, source, token, i));
         });
     return ok;

@@ -90,7 +90,8 @@ __device__ __forceinline__ bool take(const Move &m, int32_t token, int32_t vecto
         return true;
     }
     uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
-    if (!take_piece<V, false>(m.now, rank, staged, vector, m.shape.vectors, false, x))
+    if (!take_piece<V, false>(m.now, who_brings(m.now, rank), staged, vector, m.shape.vectors,
+                              false, x))
         return false;
     restore_piece<V, false>(staged, vector, m.shape.vectors);
     fill_end<ROW, V, false>(m, vector, x);

@@ -155,7 +155,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     {
         uint4 *staging = staged(u);
         const int rank = rank_of_role(m.job.self, u.role);
-        if (!take_piece<V, EXACT>(m.now, rank, staging, its_vector, m.shape.vectors, true, q))
+        if (!take_piece<V, EXACT>(m.now, who_brings(m.now, rank), staging, its_vector,
+                                  m.shape.vectors, true, q))
             return false;
         restore_piece<V, EXACT>(staging, its_vector, m.shape.vectors);
         fill_end<ROW, V, EXACT>(m, its_vector, q);

@@ -252,13 +252,14 @@ __device__ __forceinline__ bool take(const Move &m, int rank, int source, int32_
                                        m.shape, q);
         return true;
     }
+    const int peer = who_brings(m.now, rank);
     uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
-    if (!take_piece<V, EXACT>(m.now, rank, staged, vector, m.shape.vectors, copied, q))
+    if (!take_piece<V, EXACT>(m.now, peer, staged, vector, m.shape.vectors, copied, q))
         return false;
     uint32_t *escape =
         escapes_of(m.job.plan.self, m.now, rows_by(m.job.plan.self, rank), source) +
         ((int64_t)token * m.shape.pieces + piece) * WARP;
-    if (!unhide_poison<V>(m.now, rank, q, escape)) return false;
+    if (!unhide_poison<V>(m.now, peer, q, escape)) return false;
     restore_piece<V, EXACT>(staged, vector, m.shape.vectors);
     return true;
 }

@@ -180,12 +180,13 @@ __device__ __forceinline__ bool take_string(const Strings &m, int rank, int sour
                                             uint4 (&q)[V])
 {
     const int32_t vector = piece * V * WARP;
+    const int peer = who_brings(m.now, rank);
     uint4 *staged = staged_in(m.now.inbox[rank], token - m.first, m.shape.vectors);
-    if (!take_piece<V, false>(m.now, rank, staged, vector, m.shape.vectors, copied, q))
+    if (!take_piece<V, false>(m.now, peer, staged, vector, m.shape.vectors, copied, q))
         return false;
     uint8_t *heap = HOSTS ? rows_by(m.job.plan.self, rank) : heap_by(m.now, rank);
     uint32_t *escapes = escapes_at(m, heap, source, token, piece);
-    if (!QUANTIZED && !unhide_poison<V>(m.now, rank, q, escapes)) return false;
+    if (!QUANTIZED && !unhide_poison<V>(m.now, peer, q, escapes)) return false;
     restore_piece<V, false>(staged, vector, m.shape.vectors);
     if (QUANTIZED && m.job.quantize == EPIC_QUANTIZE_1X32) restore_nans(m, vector, q);
     return true;

@@ -41,6 +41,7 @@ struct Now { /* the running operation, in shared memory */
     const uint8_t *slow;                 /* host memory where peers' words come, if they do, */
     int64_t slow_bytes;                  /* so much, */
     uint8_t *slow_box[DEVICE_MAX_RANKS]; /* and where there another's staging is */
+    uint8_t brings[DEVICE_MAX_RANKS];    /* who brings another's rows */
 #endif
 };
 
@@ -138,6 +139,16 @@ __device__ __forceinline__ uint8_t *rows_by(const p2p_self &self, int q)
     if (self.local && relayed) return self.heap[self.rank];
 #endif
     return heap_by(self, q);
+}
+
+/* For whom a wait for rank q's rows is: of what a relay has and does not hand on, q knows nothing. */
+__device__ __forceinline__ int who_brings(const Now &now, int q)
+{
+#ifdef EPIC_HOSTS
+    return now.brings[q];
+#else
+    return q;
+#endif
 }
 
 /* hosts: is that host memory?  Each of its polls takes microseconds, and bandwidth from rows. */
@@ -487,6 +498,10 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, Now &now, int q
     now.outbox[q] = self.heap[q] + self.at.staging + (first + mine) * self.at.source_bytes;
 #ifdef EPIC_HOSTS
     now.slow_box[q] = self.inbox + self.at.staging + (first + its) * self.at.source_bytes;
+    now.brings[q] = (uint8_t)q;
+    if (rows_by(self, q) == heap_by(self, q)) return;
+    const int relay = self.rank - self.rank % self.local + q % self.local; /* of this host */
+    if (relay != self.rank) now.brings[q] = (uint8_t)relay;
 #endif
 }
 

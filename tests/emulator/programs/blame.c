@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Who is blamed, and who is not, when ranks stop inside an operation: a rank is made to stop there
- * by holding back all but the first CTAs of its kernels.  Each rank is a process with a GPU.
+ * by holding back all but the first CTAs of its kernels.  Each rank is a process with a GPU; of backend
+ * hosts a thread.
  *   emulated_blame SCENARIO */
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,6 +17,7 @@
 #define ROW 1024
 #define SLOTS (TOKENS * 3)
 #define NOBODY (-1)
+#define NONE (-2)
 
 typedef struct memory {
     int32_t *ids;
@@ -27,9 +29,9 @@ typedef struct memory {
 typedef struct scenario {
     const char *name;
     int ranks;
-    int to[3];            /* the rank that all tokens of a rank go to, */
+    int to[4];            /* the rank that all tokens of a rank go to, if it has some, */
     bool one;             /* or its first one alone */
-    uint32_t deadline[3]; /* ms, of a rank's dispatch */
+    uint32_t deadline[4]; /* ms, of a rank's dispatch */
     uint32_t sms;         /* of each rank: few, so that spins ask often */
     uint32_t close_ms;    /* how long a rank that closes waits for the others */
     void (*play)(team_rank *me, memory *m);
@@ -48,6 +50,11 @@ static double now_ms(void)
 static void sleep_ms(long ms)
 {
     nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000}, NULL);
+}
+
+static int64_t tokens_of(const team_rank *me)
+{
+    return now_played->to[me->rank] == NONE ? 0 : TOKENS;
 }
 
 static memory allocate(const team_rank *me)
@@ -73,7 +80,7 @@ static void plan(team_rank *me, memory *m)
                                  .plan = m->plan,
                                  .plan_bytes = m->plan_bytes,
                                  .topk_idx = m->ids,
-                                 .num_tokens = TOKENS};
+                                 .num_tokens = tokens_of(me)};
     if (p2p_steps.plan(me->group, &args) != EPIC_OK) team_stop();
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
 }
@@ -84,7 +91,7 @@ static void dispatch_on(team_rank *me, memory *m, cudaStream_t stream)
         .call = {.stream = stream, .timeout_ms = now_played->deadline[me->rank]},
         .plan = m->plan,
         .plan_bytes = m->plan_bytes,
-        .tokens = {m->tokens, TOKENS, ROW},
+        .tokens = {m->tokens, tokens_of(me), ROW},
         .recv = {m->recv, SLOTS, ROW}};
     if (p2p_steps.dispatch(me->group, &args) != EPIC_OK) team_stop();
 }
@@ -207,6 +214,30 @@ static void play_overlap(team_rank *me, memory *m)
     CHECK_CUDA(cudaStreamDestroy(second));
 }
 
+/* Two hosts of two.  Rows of rank 1 for rank 2 go by way of rank 3, which stops when it has them all:
+ * rank 1 has ended its operation. */
+static void play_relay(team_rank *me, memory *m)
+{
+    if (me->rank == 3) emulator_hold(me->rank, 1);
+    team_meet(me);
+    dispatch(me, m);
+    if (me->rank < 2) expect(me, EPIC_OK, NOBODY);
+    if (me->rank == 2) expect(me, EPIC_ETIMEOUT, 3);
+    team_meet(me);
+    emulator_hold(me->rank, 0);
+}
+
+/* The same, but rank 1 stops; rank 3 has told rank 2 that it waits. */
+static void play_far(team_rank *me, memory *m)
+{
+    if (me->rank == 1) emulator_hold(me->rank, 1);
+    team_meet(me);
+    dispatch(me, m);
+    if (me->rank >= 2) expect(me, EPIC_ETIMEOUT, 1);
+    team_meet(me);
+    emulator_hold(me->rank, 0);
+}
+
 static const scenario scenarios[] = {
     {"closed", 3, {-1, -1, 1}, false, {20000, 20000, 20000}, 2, 300, play_closed},
     {"left", 3, {1, 2, 0}, false, {20000, 20000, 20000}, 2, 300, play_left},
@@ -215,6 +246,8 @@ static const scenario scenarios[] = {
     {"long", 2, {1, 0, 0}, false, {6000, 6000, 0}, 8, 20000, play_long},
     {"damaged", 2, {1, 0, 0}, false, {20000, 20000, 0}, 2, 20000, play_damaged},
     {"overlap", 3, {-1, -1, 1}, true, {20000, 20000, 20000}, 8, 20000, play_overlap},
+    {"relay", 4, {NONE, 2, NONE, NONE}, false, {8000, 8000, 3000, 8000}, 2, 20000, play_relay},
+    {"far", 4, {NONE, 2, NONE, NONE}, false, {8000, 8000, 7200, 8000}, 2, 20000, play_far},
 };
 
 static int work(team_rank *me)
@@ -235,7 +268,7 @@ int main(int argc, char **argv)
     if (!now_played) return 2;
     const team t = {.num_ranks = now_played->ranks,
                     .num_gpus = now_played->ranks,
-                    .processes = true,
+                    .processes = !HOSTS,
                     .max_tokens = TOKENS,
                     .few_tokens = TEAM_FEW_TOKENS,
                     .max_row_bytes = ROW,
