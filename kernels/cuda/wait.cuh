@@ -372,13 +372,13 @@ __device__ __forceinline__ bool has_ended(const Now &now, int phase)
 }
 
 /* Polled by a spin from time to time: has the group failed, or the deadline passed?  `fresh`: the
- * first poll of a wait, so the wait before it has ended and something has moved.  The diagnosis is
- * left to the end of the CTA, so that spinning warps need few registers. */
+ * first poll of a wait, so the wait before it has ended and something has moved, unless one was given
+ * up here.  The diagnosis is left to the end of the CTA, so that spinning warps need few registers. */
 static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase, bool fresh)
 {
     const p2p_self &self = *now.self;
     const uint64_t time = timer_ns();
-    if (fresh) store_relaxed(&control_of(now)->moved, time);
+    if (fresh && !now.lost) store_relaxed(&control_of(now)->moved, time);
     const bool late = time > now.deadline - self.timeout_ns / 4;
     const bool over = (late && too_late(now, peer)) || has_ended(now, phase);
     if (over) atomicMax(&now.lost, LOST(peer, phase));

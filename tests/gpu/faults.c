@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Faults on the p2p backend: each must become an error that names the right rank, in time, and
  * leave CUDA usable; the next round opens a new group.
- *   gpu_faults RANKS GPUS threads|processes ROUNDS [DEADLINE in ms] */
+ *   gpu_faults RANKS GPUS threads|processes ROUNDS [DEADLINE in ms [SMS of a rank]] */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -182,6 +182,7 @@ int main(int argc, char **argv)
     const int ranks = atoi(argv[1]), rounds = atoi(argv[4]);
     int failed = 0;
     if (argc > 5) deadline_ms = atoi(argv[5]);
+    const uint32_t sms = argc > 6 ? (uint32_t)atoi(argv[6]) : 8;
     for (int i = 0; i < rounds && !failed; i++) {
         fault = (enum fault)(i % NUM_FAULTS);
         culprit = i * 3 % ranks;
@@ -194,7 +195,7 @@ int main(int argc, char **argv)
                   .max_row_bytes = HIDDEN * 2,
                   .staging_bytes = apart ? (size_t)(ranks - 1) * TOKENS / 4 * HIDDEN * 4 : 0,
                   .timeout_ms = (uint32_t)deadline_ms,
-                  .max_sms = 8,
+                  .max_sms = sms,
                   .work = work,
                   .shared_bytes = sizeof(int)};
         for (int tries = 1;; tries++) {
