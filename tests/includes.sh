@@ -14,6 +14,7 @@ kernels/cuda src/base
 src/backend
 src/backend/shared src/meet
 src/wire
+src/wire/strands
 src/backend/self src/backend/threads src/backend/shm src/backend/mpi src/backend/p2p src/wire/ucx
 src/backend/hosts
 src/context
