@@ -5,7 +5,8 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
+
+#include "base/clock.h"
 
 #define MOST_NAMES 16
 
@@ -44,9 +45,7 @@ void epic_meet_close(epic_meet *meet)
 
 int64_t epic_meet_now(void)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+    return clock_ms();
 }
 
 int epic_meet_left(int64_t end)

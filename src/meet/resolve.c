@@ -6,14 +6,13 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "base/thread.h"
 #include "meet/tcp.h"
 
 #define PAUSE_MS 50
@@ -75,20 +74,10 @@ static query *new_query(const char *name, const char *port)
     return q;
 }
 
-/* Signals are for the caller's threads. */
 static bool start(query *q)
 {
     pthread_t thread;
-    pthread_attr_t attributes;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const bool started = pthread_create(&thread, &attributes, ask, q) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&attributes);
-    return started;
+    return thread_start(&thread, ask, q) == 0 && pthread_detach(thread) == 0;
 }
 
 /* The code that the thread left behind will return to must not be unloaded. */

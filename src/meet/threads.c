@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/clock.h"
 #include "meet/meet.h"
 
 typedef struct hub hub;
@@ -102,19 +103,6 @@ static epic_result fail_late(hub *h)
                                   (unsigned long long)h->finished + 1, names, h->timeout_ms));
 }
 
-static struct timespec deadline_in(uint32_t ms)
-{
-    struct timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_sec += ms / 1000;
-    end.tv_nsec += (long)(ms % 1000) * 1000000;
-    if (end.tv_nsec >= 1000000000) {
-        end.tv_nsec -= 1000000000;
-        end.tv_sec++;
-    }
-    return end;
-}
-
 /* The mutex is held, and is again on return. */
 static epic_result gather_locked(hub *h, guest *s)
 {
@@ -125,7 +113,7 @@ static epic_result gather_locked(hub *h, guest *s)
     h->num_arrived++;
 
     const uint64_t number = h->finished;
-    const struct timespec end = deadline_in(h->timeout_ms);
+    const struct timespec end = clock_in_ns(h->timeout_ms * 1000000ll);
     if (h->num_arrived == h->num_ranks) finish_gather(h);
     while (h->finished == number) {
         if (h->broken != EPIC_OK) return fail_again(h);

@@ -4,7 +4,6 @@
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <poll.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -12,6 +11,7 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "base/thread.h"
 #include "meet/meet.h"
 #include "wire/lines_inner.h"
 
@@ -96,15 +96,11 @@ static void *listen_to_all(void *self)
 /* Signals of the program are not for this thread. */
 epic_result line_start(wire_lines *l)
 {
-    sigset_t all, before;
     const int64_t now = epic_meet_now();
     for (int h = 0; h < l->setup.num_hosts; h++) l->asked_ms[h] = now;
     l->end = eventfd(0, EFD_CLOEXEC);
     if (l->end < 0) return epic_fail(EPIC_EDEVICE, "lines: eventfd: %s", strerror(errno));
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&l->thread, NULL, listen_to_all, l);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    const int error = thread_start(&l->thread, listen_to_all, l);
     if (error) {
         line_hang_up(&l->end);
         return epic_fail(EPIC_EDEVICE, "lines: no thread for them: %s", strerror(error));

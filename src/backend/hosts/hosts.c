@@ -5,11 +5,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "backend/hosts/asked.h"
 #include "backend/hosts/ring.h"
 #include "backend/p2p/p2p.h"
+#include "base/clock.h"
 #include "base/error.h"
 
 /* What a rank tells the others. */
@@ -466,13 +466,6 @@ void p2p_wake(const epic_group *g)
     hosts_ring_wake(g->hosts->ring);
 }
 
-static uint64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
-}
-
 /* Has every peer closed, or died? */
 static bool all_gone(epic_group *g)
 {
@@ -494,8 +487,8 @@ static void leave(epic_group *g)
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
     for (int q = 0; q < g->num_ranks; q++)
         p2p_tell(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
-    const uint64_t end = now_ms() + g->config.timeout_ms;
-    while (!all_gone(g) && now_ms() < end)
+    const int64_t end = clock_ms() + g->config.timeout_ms;
+    while (!all_gone(g) && clock_ms() < end)
         nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
     release(g);
     if (device >= 0) (void)cudaSetDevice(device);

@@ -3,16 +3,15 @@
 #include "backend/hosts/ring.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <sched.h>
 #include <semaphore.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "backend/hosts/parcels.h"
+#include "base/clock.h"
 #include "base/error.h"
+#include "base/thread.h"
 
 #define ENDS 4    /* epochs whose sources are being read: two, as kernels wait for that */
 #define TAKEN 256 /* entries of a turn, some 8 us: what has come is given, and freed, between */
@@ -74,13 +73,6 @@ struct hosts_ring {
     mirror waits[WIRE_MAX_HOSTS], broken[WIRE_MAX_HOSTS];
 };
 
-static int64_t now_us(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
-}
-
 static bool is_done(const hosts_ring *r, int host, uint64_t count)
 {
     return r->setup.engine->done(r->setup.wire, host, count);
@@ -135,7 +127,7 @@ static int take_entries(hosts_ring *r)
         taken++;
     }
     r->took = taken > 0;
-    if (r->took_urgent) r->urgent_at = now_us();
+    if (r->took_urgent) r->urgent_at = clock_us();
     if (r->took) r->running = true;
     __atomic_store_n(&r->setup.ring.words->taken, r->taken, __ATOMIC_RELEASE);
     return taken;
@@ -160,7 +152,7 @@ static bool may_go(const void *self, int host, parcel_kind kind, int puts)
     if (kind == PARCEL_WHOLE) return are_fewer(r, host, r->most);
     if (r->ends_next) return true;
     if (kind == PARCEL_PART) return !r->took && are_fewer(r, host, UNDER_WAY);
-    if (puts > FEW_PUTS && now_us() - r->urgent_at < QUIET_US) return false;
+    if (puts > FEW_PUTS && clock_us() - r->urgent_at < QUIET_US) return false;
     return !r->took_urgent && (urgent < URGENT_UNDER_WAY ||
                                is_done(r, host, r->urgent[host][urgent % URGENT_UNDER_WAY]));
 }
@@ -283,11 +275,7 @@ static void nap(int64_t us)
 /* Until a call is made, true, or the time is up. */
 static bool nap_until_called(hosts_ring *r, int64_t us)
 {
-    struct timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_nsec += us * 1000;
-    end.tv_sec += end.tv_nsec / 1000000000;
-    end.tv_nsec %= 1000000000;
+    const struct timespec end = clock_in_ns(us * 1000);
     __atomic_store_n(&r->asleep, 1, __ATOMIC_SEQ_CST);
     const bool called = sem_clockwait(&r->awake, CLOCK_MONOTONIC, &end) == 0;
     __atomic_store_n(&r->asleep, 0, __ATOMIC_SEQ_CST);
@@ -314,14 +302,14 @@ static void *run_ring(void *self)
 {
     hosts_ring *r = self;
     const int64_t spin_us = has_spare_cores() ? SPIN_US : 0;
-    int64_t us = NAP_US, moved_at = now_us();
+    int64_t us = NAP_US, moved_at = clock_us();
     for (int idle = 0; !__atomic_load_n(&r->leave, __ATOMIC_ACQUIRE);) {
         bool called = false;
         if (turn(r) > 0) {
             idle = 0;
             us = NAP_US;
-            moved_at = now_us();
-        } else if (++idle < TURNS || now_us() - moved_at < spin_us) {
+            moved_at = clock_us();
+        } else if (++idle < TURNS || clock_us() - moved_at < spin_us) {
             sched_yield();
         } else if (r->running) {
             nap(us < BUSY_NAP_US ? us : BUSY_NAP_US);
@@ -333,20 +321,9 @@ static void *run_ring(void *self)
         if (!called) continue;
         idle = 0;
         us = NAP_US;
-        moved_at = now_us();
+        moved_at = clock_us();
     }
     return NULL;
-}
-
-/* Signals of the program are not for this thread. */
-static int start(hosts_ring *r)
-{
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&r->thread, NULL, run_ring, r);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error;
 }
 
 epic_result hosts_ring_open(hosts_ring **out, const hosts_ring_setup *setup)
@@ -365,7 +342,7 @@ epic_result hosts_ring_open(hosts_ring **out, const hosts_ring_setup *setup)
     r->most = MOST_UNDER_WAY / setup->engine->best_bytes;
     pthread_mutex_init(&r->mutex, NULL);
     sem_init(&r->awake, 0, 0);
-    const int error = start(r);
+    const int error = thread_start(&r->thread, run_ring, r);
     if (error) {
         pthread_mutex_destroy(&r->mutex);
         sem_destroy(&r->awake);

@@ -16,13 +16,6 @@
 #define PATIENCE_NS 1000000 /* with peers that are gone */
 #define LOOKS_AT_NOTES 8    /* the first of so many, by who waits for rows */
 
-int64_t clock_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000ll + t.tv_nsec;
-}
-
 void nap_ns(int64_t ns)
 {
     const struct timespec t = {.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};

@@ -4,11 +4,11 @@
  * MPI_Comm_create_group is the only call that makes one without those who are not of it, and it
  * waits without end for a rank that has died meanwhile.  So, where several threads may call MPI,
  * a thread makes the call; if it does not come back, it and what it writes to are left behind. */
-#include <signal.h>
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"
 #include "base/error.h"
+#include "base/thread.h"
 
 #define NAP_NS 50000
 
@@ -78,16 +78,6 @@ static epic_result await(epic_group *group, creation *c)
     return EPIC_OK;
 }
 
-static bool start(pthread_t *thread, creation *c)
-{
-    sigset_t all, before; /* the caller's signal handlers never run on our thread */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const bool started = pthread_create(thread, NULL, create, c) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return started;
-}
-
 epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag)
 {
     pthread_t thread;
@@ -95,7 +85,7 @@ epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int
     if (!c) return epic_fail(EPIC_ENOMEM, "no memory for a communicator");
     *c = (creation){.parent = parent, .made = MPI_COMM_NULL, .ranks = ranks, .tag = tag};
     pthread_mutex_init(&c->mutex, NULL);
-    if (runtime_mutex() || !start(&thread, c)) {
+    if (runtime_mutex() || thread_start(&thread, create, c) != 0) {
         create(c);
     } else {
         const epic_result result = await(group, c);

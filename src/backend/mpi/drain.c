@@ -4,10 +4,10 @@
  * every millisecond while there are such rows and nobody else looks at MPI.  It sleeps when there
  * have been none for a while: to wake it after every operation would cost more than a short one
  * takes. */
-#include <signal.h>
 
 #include "backend/mpi/group.h"
 #include "base/error.h"
+#include "base/thread.h"
 
 #define PACE_NS 1000000
 #define IDLE_LOOKS 20 /* without rows, before it sleeps */
@@ -41,14 +41,9 @@ static void *drain(void *self)
     return NULL;
 }
 
-/* The caller's signal handlers never run on our thread. */
 epic_result drain_start(epic_group *group)
 {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    group->drainer_runs = pthread_create(&group->drainer, NULL, drain, group) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    group->drainer_runs = thread_start(&group->drainer, drain, group) == 0;
     if (group->drainer_runs) return EPIC_OK;
     return epic_fail(EPIC_ENOMEM, "backend mpi: the system refused one more thread");
 }

@@ -26,6 +26,7 @@
 #include <stdatomic.h>
 
 #include "backend/backend.h"
+#include "base/clock.h"
 #include "base/cores.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
@@ -201,7 +202,6 @@ static inline bool has_rank(const uint64_t *ranks, int rank)
     return ranks[rank / 64] >> (rank % 64) & 1;
 }
 
-int64_t clock_ns(void);
 void nap_ns(int64_t ns);
 
 /* runtime.c.  These two leave a sentence when MPI cannot be used. */

@@ -3,9 +3,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "backend/p2p/p2p.h"
+#include "base/clock.h"
 #include "base/error.h"
 
 /* What a rank tells the others. */
@@ -116,13 +116,6 @@ static epic_result join(epic_group **out, const epic_join *join)
     return result;
 }
 
-static uint64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
-}
-
 /* A peer of this process whose join failed has freed its heap already, and says no goodbye. */
 static bool has_released(const epic_group *g, int peer)
 {
@@ -167,8 +160,8 @@ static void leave(epic_group *g)
     (void)cudaSetDevice(g->device);
     if (g->ranks_here == 1) (void)cudaDeviceSynchronize();
     say_goodbye(g);
-    const uint64_t end = now_ms() + g->config.timeout_ms;
-    while (!all_gone(g) && now_ms() < end)
+    const int64_t end = clock_ms() + g->config.timeout_ms;
+    while (!all_gone(g) && clock_ms() < end)
         nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
     release(g);
     if (device >= 0) (void)cudaSetDevice(device);

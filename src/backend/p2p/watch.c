@@ -3,8 +3,6 @@
  * host memory.  It makes no CUDA call. */
 #include <errno.h>
 #include <poll.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -13,6 +11,7 @@
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "base/process.h"
+#include "base/thread.h"
 
 #define LOOK_MS 200 /* between looks at processes that have no descriptor */
 
@@ -55,17 +54,6 @@ static bool same_process(const epic_peer *a, const epic_peer *b)
     return !memcmp(a->process, b->process, sizeof a->process);
 }
 
-/* Signals of the program are not for this thread. */
-static int start(p2p_watch *w)
-{
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&w->thread, NULL, watch, w);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error;
-}
-
 epic_result p2p_watch_open(epic_group *g)
 {
     int others = 0;
@@ -81,7 +69,7 @@ epic_result p2p_watch_open(epic_group *g)
         others++;
     }
     w->end = others ? eventfd(0, EFD_CLOEXEC) : -1;
-    if (others && (w->end < 0 || start(w) != 0)) {
+    if (others && (w->end < 0 || thread_start(&w->thread, watch, w) != 0)) {
         for (int q = 0; q < g->num_ranks; q++)
             if (w->processes[q] >= 0) close(w->processes[q]);
         if (w->end >= 0) close(w->end);

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "backend/backend.h"
+#include "base/clock.h"
 #include "base/error.h"
 
 struct epic_group {
@@ -84,14 +85,7 @@ static void wait_for_change(epic_group *g, int cell, uint32_t phase, const uint6
                             uint32_t ms)
 {
     (void)cell, (void)phase, (void)waits_for;
-    struct timespec limit;
-    clock_gettime(CLOCK_MONOTONIC, &limit);
-    limit.tv_sec += ms / 1000;
-    limit.tv_nsec += ms % 1000 * 1000000L;
-    if (limit.tv_nsec >= 1000000000L) {
-        limit.tv_sec++;
-        limit.tv_nsec -= 1000000000L;
-    }
+    const struct timespec limit = clock_in_ns(ms * 1000000ll);
     const uint64_t all = g->num_cells == 64 ? ~0ull : (1ull << g->num_cells) - 1;
     pthread_mutex_lock(&g->mutex);
     int late = 0;

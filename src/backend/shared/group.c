@@ -2,18 +2,16 @@
 /* A rank joins a shared segment, and leaves it. */
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "backend/shared/shared.h"
+#include "base/clock.h"
 #include "base/error.h"
 
 #define SLICE_NS 100000000ull
 
 uint64_t shared_now_ns(void)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    return (uint64_t)clock_ns();
 }
 
 /* A quarter of the deadline at most, so that a waiting rank is seen waiting when it comes. */

@@ -16,10 +16,10 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "backend/shm/greeting.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/process.h"
 
@@ -45,16 +45,9 @@ typedef struct opening {
     int num_polls;
     int listener;
     int missing; /* higher ranks that have not called yet */
-    uint64_t deadline_ns;
+    int64_t deadline_ns;
     int *memory;
 } opening;
-
-static uint64_t clock_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 static void close_fd(int *fd)
 {
@@ -110,11 +103,11 @@ static int poll_open(opening *o, int ms)
  * opening. */
 static epic_result await_polls(opening *o, const char *what)
 {
-    const uint64_t now = clock_ns();
+    const int64_t now = clock_ns();
     if (now >= o->deadline_ns)
         return epic_fail(EPIC_ETIMEOUT, "shm: %s did not come within %u ms", what,
                          o->join->config->timeout_ms);
-    const uint64_t ms = (o->deadline_ns - now) / 1000000 + 1;
+    const int64_t ms = (o->deadline_ns - now) / 1000000 + 1;
     const int got = poll_open(o, ms < LOOK_MS ? (int)ms : LOOK_MS);
     if (got < 0 && errno != EINTR) return greeting_refused("poll");
     const struct pollfd *lines = o->polls + 1 + o->num_guests;
@@ -406,7 +399,7 @@ epic_result lines_open(shm_lines *lines, const epic_join *join, bool ready, int 
                  .cards = cards,
                  .listener = -1,
                  .memory = memory,
-                 .deadline_ns = clock_ns() + join->config->timeout_ms * 1000000ull};
+                 .deadline_ns = clock_ns() + join->config->timeout_ms * 1000000ll};
     epic_result result = allocate(&o, ready);
     if (result == EPIC_OK) result = open_listener(&o, &mine);
     result = swap_cards(join, cards, result, &mine);

@@ -3,14 +3,14 @@
  * them.  Larger puts are dealt to the threads in turn. */
 #include "wire/strands/strands.h"
 
-#include <pthread.h>
 #include <sched.h>
 #include <semaphore.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+
+#include "base/clock.h"
+#include "base/thread.h"
 
 #ifndef STRANDS_LARGE
 #define STRANDS_LARGE (32u << 10) /* bytes of a put, from which on a thread takes it */
@@ -72,13 +72,6 @@ typedef struct card {
 } card;
 _Static_assert(sizeof(card) == WIRE_CARD_BYTES, "a card is what the meeting carries");
 
-static int64_t now_us(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
-}
-
 /* ------------------------------------------------------------------------- of a strand ---- */
 
 static bool give(strand *s, int host, uint64_t to, const void *from, uint32_t bytes)
@@ -124,11 +117,7 @@ static int take_jobs(strand *s)
 /* Until it is woken, unless calls were made since there were `calls`. */
 static void nap(strand *s, int64_t us, uint64_t calls)
 {
-    struct timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_nsec += us * 1000;
-    end.tv_sec += end.tv_nsec / 1000000000;
-    end.tv_nsec %= 1000000000;
+    const struct timespec end = clock_in_ns(us * 1000);
     __atomic_store_n(&s->naps, us, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&s->all->calls, __ATOMIC_SEQ_CST) == calls)
         sem_clockwait(&s->awake, CLOCK_MONOTONIC, &end);
@@ -169,21 +158,16 @@ static void *run(void *self)
             us = 2 * us < most ? 2 * us : most;
         }
     }
-    const int64_t end = now_us() + CLOSE_MS * 1000;
-    while (s->begun < s->asked && now_us() < end)
+    const int64_t end = clock_us() + CLOSE_MS * 1000;
+    while (s->begun < s->asked && clock_us() < end)
         if (take_jobs(s) + look_at(s) == 0) sched_yield();
     strands_of->close(s->wire);
     return NULL;
 }
 
-/* Signals of the program are not for this thread. */
 static epic_result start(strand *s, char *why)
 {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&s->thread, NULL, run, s);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    const int error = thread_start(&s->thread, run, s);
     s->runs = error == 0;
     if (s->runs) return EPIC_OK;
     snprintf(why, WIRE_WHY, "wire \"%s\": no thread for a strand: %s", strands_of->name,

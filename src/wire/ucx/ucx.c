@@ -7,9 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
-#include <time.h>
 #include <ucp/api/ucp.h>
 
+#include "base/clock.h"
 #include "wire/strands/strands.h"
 #include "wire/ucx/lanes.h"
 
@@ -360,19 +360,12 @@ static void say(const wire *w, char *to, size_t size)
 
 /* ---------------------------------------------------------------------------- closing ---- */
 
-static int64_t now_ms(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 /* Until `request` is done, or for a moment; a request that is not stays UCX's. */
 static void finish(wire *w, void *request)
 {
-    const int64_t end = now_ms() + FLUSH_MS;
+    const int64_t end = clock_ms() + FLUSH_MS;
     if (!UCS_PTR_IS_PTR(request)) return;
-    while (ucp_request_check_status(request) == UCS_INPROGRESS && now_ms() < end)
+    while (ucp_request_check_status(request) == UCS_INPROGRESS && clock_ms() < end)
         ucp_worker_progress(w->worker);
     ucp_request_free(request);
 }

@@ -1,0 +1,20 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef EPIC_THREAD_H
+#define EPIC_THREAD_H
+
+#include <pthread.h>
+#include <signal.h>
+
+/* A thread of ours, on which the program's handlers of signals never run.  Returns 0 or errno's
+ * number. */
+static inline int thread_start(pthread_t *out, void *(*run)(void *), void *self)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(out, NULL, run, self);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+#endif
