@@ -93,11 +93,11 @@ typedef struct wire_engine {
     void (*close)(wire *w);
 } wire_engine;
 
-/* Of an engine whose functions have the names of the members. */
-#define WIRE_ENGINE_CALLS                                                              \
-    .can = can, .reaches_gpu = reaches_gpu, .open = open_wire, .connect = connect_all, \
-    .put = put, .word = word, .look = look, .done = done, .gone = gone, .say = say,    \
-    .close = close_wire
+/* Of an engine whose functions have the names of the members: those of a wire, and all. */
+#define WIRE_CALLS                                                                     \
+    .open = open_wire, .connect = connect_all, .put = put, .word = word, .look = look, \
+    .done = done, .gone = gone, .say = say, .close = close_wire
+#define WIRE_ENGINE_CALLS .can = can, .reaches_gpu = reaches_gpu, WIRE_CALLS
 
 /* The engine of that name, loaded when it is first asked for; NULL and the reason (WIRE_WHY
  * bytes): there is none. */

@@ -47,6 +47,13 @@ bool ucx_has_rdma(ucp_context_h context)
     return has_one_of(context, networks, sizeof networks / sizeof *networks);
 }
 
+bool ucx_knows_gpus(ucp_context_h context)
+{
+    ucp_context_attr_t have = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
+    return ucp_context_query(context, &have) == UCS_OK &&
+           have.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
+}
+
 /* Up to 1.16 UCX wants the name without that of the transport. */
 static const char *segment_name(void)
 {

@@ -14,6 +14,9 @@
  * writes they fail, if UCX can be told so; else UCX sends messages in their place. */
 ucs_status_t ucx_new_context(ucp_context_h *out, const char **segment, bool honest);
 
+/* Does it know memory of GPUs?  Whether a device reaches that is said by ucx_reaches. */
+bool ucx_knows_gpus(ucp_context_h context);
+
 /* Is there a network whose devices move the bytes? */
 bool ucx_has_rdma(ucp_context_h context);
 

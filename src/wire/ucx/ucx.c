@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine ucx: libepic_ucx.so.  UCX picks the network.  Where every lane to a peer is a
+/* A strand of the engine ucx.  UCX picks the network.  Where every lane to a peer is a
  * remote write of RDMA, which keeps words whole, rows go by that; over anything else, TCP above
  * all, whose bytes come as they please (memcpy writes some of them twice), they go in active
  * messages, and the receiver's thread copies them into its inbox a word at a time. */
@@ -13,11 +13,10 @@
 #include "wire/strands/strands.h"
 #include "wire/ucx/lanes.h"
 
-#define DEPTH 256              /* puts to a host that are under way; more come again later */
-#define MESSAGE 1              /* the id of ours */
-#define MOST_TURNS 64          /* of UCX's in one look */
-#define FLUSH_MS 1000          /* how long close waits for what is under way */
-#define BEST_BYTES (224 << 10) /* what fits a segment of TCP (lanes.c), and 16 rows of 14 KB */
+#define DEPTH 256     /* puts to a host that are under way; more come again later */
+#define MESSAGE 1     /* the id of ours */
+#define MOST_TURNS 64 /* of UCX's in one look */
+#define FLUSH_MS 1000 /* how long close waits for what is under way */
 
 /* What a message begins with; a word is all header. */
 typedef struct header {
@@ -70,33 +69,6 @@ static epic_result refused(char *why, const char *what, ucs_status_t status)
         const ucs_status_t ucx_status = (call);                          \
         if (ucx_status != UCS_OK) return refused(why, what, ucx_status); \
     } while (0)
-
-/* ------------------------------------------------------------------------- this host ---- */
-
-static bool can(char *why)
-{
-    ucp_context_h context;
-    const ucs_status_t status = ucx_new_context(&context, NULL, false);
-    if (status == UCS_OK) ucp_cleanup(context);
-    if (status != UCS_OK) refused(why, "ucp_init", status);
-    return status == UCS_OK;
-}
-
-static bool knows_gpus(ucp_context_h context)
-{
-    ucp_context_attr_t have = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
-    return ucp_context_query(context, &have) == UCS_OK &&
-           have.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
-}
-
-static bool reaches_gpu(void)
-{
-    ucp_context_h context;
-    if (ucx_new_context(&context, NULL, false) != UCS_OK) return false;
-    const bool known = knows_gpus(context);
-    ucp_cleanup(context);
-    return known;
-}
 
 /* ------------------------------------------------------------------------- receiving ---- */
 
@@ -195,7 +167,7 @@ static epic_result prepare(wire *w, card *c, char *why)
     if (getrandom(&w->token, sizeof w->token, 0) != (ssize_t)sizeof w->token)
         return refused(why, "random bytes", UCS_ERR_IO_ERROR);
     UCX(ucx_new_context(&w->context, &w->segment, s->puts == WIRE_PUT_IF_WHOLE), "ucp_init");
-    if (s->on_gpu && !knows_gpus(w->context))
+    if (s->on_gpu && !ucx_knows_gpus(w->context))
         return refused(why, "memory of a GPU", UCS_ERR_UNSUPPORTED);
     epic_result result = map(w, s->inbox, s->inbox_bytes, &w->inbox, why);
     if (result == EPIC_OK)
@@ -390,17 +362,10 @@ static void close_wire(wire *w)
     free(w);
 }
 
-static const wire_engine strand = {.name = "ucx", WIRE_ENGINE_CALLS};
+static const wire_engine strand = {.name = "ucx", WIRE_CALLS};
 const wire_engine *const strands_of = &strand;
 
 bool strands_gain(const wire *w)
 {
     return !ucx_has_rdma(w->context);
 }
-
-extern EPIC_API const wire_engine epic_wire_ucx;
-const wire_engine epic_wire_ucx = {.name = "ucx",
-                                   .best_bytes = BEST_BYTES,
-                                   .can = can,
-                                   .reaches_gpu = reaches_gpu,
-                                   STRANDS_CALLS};
