@@ -47,10 +47,10 @@ bool ucx_has_rdma(ucp_context_h context)
     return has_one_of(context, networks, sizeof networks / sizeof *networks);
 }
 
-bool ucx_knows_gpus(ucp_context_h context)
+bool ucx_may_reach_gpus(ucp_context_h context)
 {
     ucp_context_attr_t have = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
-    return ucp_context_query(context, &have) == UCS_OK &&
+    return ucx_has_rdma(context) && ucp_context_query(context, &have) == UCS_OK &&
            have.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
 }
 

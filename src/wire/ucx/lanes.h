@@ -14,8 +14,9 @@
  * writes they fail, if UCX can be told so; else UCX sends messages in their place. */
 ucs_status_t ucx_new_context(ucp_context_h *out, const char **segment, bool honest);
 
-/* Does it know memory of GPUs?  Whether a device reaches that is said by ucx_reaches. */
-bool ucx_knows_gpus(ucp_context_h context);
+/* Does it know memory of GPUs, and has it a network whose devices could reach that?  Whether they do is
+ * said by ucx_reaches.  Without such a network UCX prints errors for memory that it is given. */
+bool ucx_may_reach_gpus(ucp_context_h context);
 
 /* Is there a network whose devices move the bytes? */
 bool ucx_has_rdma(ucp_context_h context);

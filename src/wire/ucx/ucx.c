@@ -167,7 +167,7 @@ static epic_result prepare(wire *w, card *c, char *why)
     if (getrandom(&w->token, sizeof w->token, 0) != (ssize_t)sizeof w->token)
         return refused(why, "random bytes", UCS_ERR_IO_ERROR);
     UCX(ucx_new_context(&w->context, &w->segment, s->puts == WIRE_PUT_IF_WHOLE), "ucp_init");
-    if (s->on_gpu && !ucx_knows_gpus(w->context))
+    if (s->on_gpu && !ucx_may_reach_gpus(w->context))
         return refused(why, "memory of a GPU", UCS_ERR_UNSUPPORTED);
     epic_result result = map(w, s->inbox, s->inbox_bytes, &w->inbox, why);
     if (result == EPIC_OK)
