@@ -111,6 +111,7 @@ static void differ(const epic_meet *meet, void *self)
     if (!w) return;
     engine->say(w, said, sizeof said);
     CHECK_SAY(strstr(said, ", in 2 strands") != NULL, "%s", said);
+    suite_meet(engine, w, meet); /* chaos connects to those that are open alone */
     if (meet->rank == 0) {
         for (int h = 1; h < meet->num_ranks; h++) fill(w, h);
         engine->close(w); /* which sends what is left */
