@@ -114,12 +114,13 @@ static int take_jobs(strand *s)
     return taken;
 }
 
-/* Until it is woken, unless calls were made since there were `calls`. */
+/* Until it is woken, unless calls were made since there were `calls`, or the wire closes. */
 static void nap(strand *s, int64_t us, uint64_t calls)
 {
     const struct timespec end = clock_in_ns(us * 1000);
     __atomic_store_n(&s->naps, us, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&s->all->calls, __ATOMIC_SEQ_CST) == calls)
+    if (__atomic_load_n(&s->all->calls, __ATOMIC_SEQ_CST) == calls &&
+        !__atomic_load_n(&s->all->leave, __ATOMIC_SEQ_CST))
         sem_clockwait(&s->awake, CLOCK_MONOTONIC, &end);
     __atomic_store_n(&s->naps, 0, __ATOMIC_SEQ_CST);
 }
@@ -387,7 +388,7 @@ void strands_say(const wire *w, char *to, size_t size)
 void strands_close(wire *w)
 {
     if (!w) return;
-    __atomic_store_n(&w->leave, 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&w->leave, 1, __ATOMIC_SEQ_CST);
     for (int s = 0; s < w->num_strands; s++) {
         wake(&w->strands[s], 0);
         if (!w->strands[s].runs) strands_of->close(w->strands[s].wire);
