@@ -342,9 +342,9 @@ static epic_result check_asked(const card *cards, int num_ranks)
     return EPIC_OK;
 }
 
-/* Connects the wire, in the same kind of memory on all ranks: on the GPU if all are there and reach each
- * other, unasked in host memory if not.  No rank moves before all have tried, as others may still be
- * connecting to what it has there. */
+/* Connects the wire, in the same kind of memory on all ranks: on the GPU if all are there and reach
+ * each other, unasked in host memory if not.  No rank moves before all have tried, as others may
+ * still be connecting to what it has there. */
 static epic_result connect_boxes(epic_group *g, const epic_join *join, card *cards)
 {
     hosts_part *h = g->hosts;

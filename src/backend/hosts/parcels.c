@@ -182,7 +182,7 @@ static void add_span(parcel *p, uint32_t first, uint32_t words)
         p->spans[p->count++] = (span){first, words};
 }
 
-/* Rows that no more rows go beside must not wait for the end: who takes them takes others after them. */
+/* Rows that no more rows go beside must not wait for the end: who takes them takes others after. */
 static void give_up_stale(parcels *all)
 {
     const int i = all->waiting[0].first;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The engine local, of tests: a wire between GPUs of one machine that is as fast as a good network,
- * EPIC_WIRE=local.  Memory on GPUs (EPIC_WIRE_MEMORY=gpu, or unset) is copied by copy engines, which stand in
- * for a NIC that reaches GPUs; a thread of its own asks them to, as asking takes 2.7 us a copy where
- * a NIC takes 0.25.  What is urgent has a queue and streams of its own, and is asked for first.  With
+ * EPIC_WIRE=local.  Memory on GPUs (EPIC_WIRE_MEMORY=gpu, or unset) is copied by copy engines, which
+ * stand in for a NIC that reaches GPUs; a thread of its own asks them to, as asking takes 2.7 us a
+ * copy where a NIC takes 0.25.  What is urgent has a queue and streams of its own, and is asked for first.  With
  * EPIC_LOCAL_NIC=CTAS it is copied by a kernel of so many CTAs (nic.h), as fast as a NIC of
  * EPIC_LOCAL_SPEED GB/s (50), by which no call of CUDA is waited for.  Host memory is copied by
  * threads (EPIC_LOCAL_THREADS, 8), what is small by who puts it, for a NIC that does not reach GPUs,

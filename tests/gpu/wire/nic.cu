@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* CTA 0 deals: a warp of it polls the rings, and gives what has come to the others by a list in the
- * GPU's memory, each when the one before it would have left a NIC of that speed.  The others are gangs of four, which
- * take turns and copy a share each; the last one of a gang says so. */
+ * GPU's memory, each when the one before it would have left a NIC of that speed.  The others are
+ * gangs of four, which take turns and copy a share each; the last one of a gang says so. */
 #include "nic.h"
 
 #include <stdlib.h>
