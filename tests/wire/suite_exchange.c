@@ -115,12 +115,24 @@ static void fill_outbox(party *p, int round)
             p->outbox[(uint64_t)to * p->words + i] = word_of(p, round, me(p), to, i);
 }
 
+/* Who has waited for too long ends it all. */
+static bool is_vain(const party *p, uint64_t since_ns)
+{
+    if (run_now_ns() > since_ns + p->c->patience_ms * 1000000ull && !is_over(p)) {
+        atomic_fetch_add(&p->c->verdict->missing, 1);
+        stop(p);
+    }
+    return is_over(p);
+}
+
 static void insist(party *p, int to, uint64_t offset, const void *from, uint32_t bytes,
                    uint64_t value)
 {
     const wire_engine *e = p->c->engine;
+    const uint64_t since_ns = run_now_ns();
     while (!(from ? e->put(p->w, to, offset, from, bytes) : e->word(p->w, to, offset, value))) {
         atomic_fetch_add(&p->c->verdict->refusals, 1);
+        if (is_vain(p, since_ns)) return;
         if (e->look(p->w) == 0) sched_yield();
     }
     p->given[to]++;
@@ -143,9 +155,12 @@ static void send_all(party *p, int to, run_random *random)
 
 static void await_done(party *p)
 {
+    const uint64_t since_ns = run_now_ns();
     for (int to = 0; to < p->meet->num_ranks; to++)
-        while (to != me(p) && !p->c->engine->done(p->w, to, p->given[to]))
+        while (to != me(p) && !p->c->engine->done(p->w, to, p->given[to])) {
+            if (is_vain(p, since_ns)) return;
             if (p->c->engine->look(p->w) == 0) sched_yield();
+        }
 }
 
 static uint64_t *control(party *p, int of)
@@ -163,12 +178,11 @@ static void end_round(party *p, int round)
     const uint64_t at = ((uint64_t)n * p->words + (uint64_t)me(p)) * 8;
     for (int to = 0; to < n; to++)
         if (to != me(p)) insist(p, to, at, NULL, 0, (uint64_t)round + 1);
-    const uint64_t end = run_now_ns() + p->c->patience_ms * 1000000ull;
+    const uint64_t since_ns = run_now_ns();
     for (int from = 0; from < n; from++)
         while (from != me(p) &&
                __atomic_load_n(control(p, from), __ATOMIC_RELAXED) != (uint64_t)round + 1) {
-            if (run_now_ns() > end) stop(p);
-            if (is_over(p)) return;
+            if (is_vain(p, since_ns)) return;
             if (e->look(p->w) == 0) sched_yield();
         }
 }
@@ -181,6 +195,7 @@ static void write_all(party *p)
         fill_outbox(p, round);
         for (int i = 1; i < n; i++) send_all(p, (me(p) + i) % n, &random);
         await_done(p);
+        if (is_over(p)) return;
         for (uint64_t i = 0; i < (uint64_t)n * p->words; i++) p->outbox[i] = SCRAP;
         end_round(p, round);
     }
