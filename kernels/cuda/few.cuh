@@ -75,9 +75,9 @@ __device__ __forceinline__ int bits_of(int n)
 struct Opening {
     uint32_t epoch;    /* that has ended */
     uint32_t overlaps; /* lane 0: as mark_running says */
-    uint64_t
-        broken; /* 0: nothing has broken the group so far; for the workers, too.  hosts: as far as
-                          this GPU knows, and what the wire says is found by who waits */
+    /* 0: nothing has broken the group so far; for the workers, too.  hosts: as far as this GPU
+     * knows, and what the wire says is found by who waits. */
+    uint64_t broken;
 #ifdef EPIC_HOSTS
     uint64_t epochs, freed; /* that have ended, and those of which the wire has read all */
     uint64_t said; /* as `broken`, by the wire, to the last CTA: nobody waits for that */

@@ -15,11 +15,10 @@ typedef enum hosts_memory {
 typedef struct hosts_asked {
     const wire_engine *engine;
     hosts_memory memory;
-    bool relays;    /* this rank's process may go by them */
-    wire_puts puts; /* how rows travel, where the engine has a choice */
-    int32_t ahead;  /* tokens that are sent before one is received */
-    int32_t
-        threads; /* of the wire, beside the rank's own; -1: as many as there are cores for */
+    bool relays;     /* this rank's process may go by them */
+    wire_puts puts;  /* how rows travel, where the engine has a choice */
+    int32_t ahead;   /* tokens that are sent before one is received */
+    int32_t threads; /* of the wire, beside its own; -1: as many as there are cores for */
 } hosts_asked;
 
 /* A variable that says what it may not is EPIC_EINVAL, with its name. */
