@@ -52,8 +52,9 @@ typedef struct seat {
 static void need(int good, const char *what, const epic_context *ctx)
 {
     if (good) return;
-    fprintf(stderr, "gpu_hosts: %s: %s; %s\n", what, epic_error(ctx),
-            cudaGetErrorString(cudaGetLastError()));
+    const cudaError_t error = cudaGetLastError();
+    fprintf(stderr, "gpu_hosts: %s: %s%s%s\n", what, epic_error(ctx), error ? "; CUDA: " : "",
+            error ? cudaGetErrorString(error) : "");
     _exit(1);
 }
 
