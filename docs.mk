@@ -11,5 +11,5 @@ docs:
 	    build/docs/venv/bin/pip install -q --disable-pip-version-check -r docs/requirements.txt && \
 	    cp docs/requirements.txt build/docs/requirements.txt; }
 	@build/docs/venv/bin/python tools/site.py build/docs
-	@cd build/docs && venv/bin/mkdocs build --strict >log 2>&1 || { grep -v '^INFO' log; exit 1; }
+	@cd build/docs && NO_MKDOCS_2_WARNING=1 venv/bin/mkdocs build --strict >log 2>&1 || { grep -v '^INFO' log; exit 1; }
 	@echo "the site: build/docs/site/index.html"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # What runs seldom: `make soak` before a merge of anything that waits, and at night; `make
-# release-check` before a release.  docs/testing.md has the tiers.
+# release-check` before a release.  docs/internals/testing.md has the tiers.
 .PHONY: soak test-deb release-check stranger coverage
 MINUTES ?= 10
 soak: setup-test
@@ -32,7 +32,7 @@ coverage: setup-test
 	@status=0; $(call CTEST,$(COVERAGE)) -L "unit|conformance|fault|wire" -LE slow || status=$$?; \
 	    python3 tools/coverage.py $(COVERAGE) && exit $$status
 
-# The tiers that are more than one of these (docs/testing.md).
+# The tiers that are more than one of these (docs/internals/testing.md).
 .PHONY: test-push test-night
 test-push: setup-test
 	@$(call CMAKE,Release,build)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what `make bench` has measured, and prints it as the tables of docs/benchmarks.md.
+"""Draws what `make bench` has measured, and prints it as tables for docs/guide/benchmarks.md.
 
 python bench/draw.py build/bench/results.json build/bench/results.svg
 

@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # The ABI: size of every public struct, offset and size of every field, number of every enum
-# constant, as the compiler lays them out, against the committed list; docs/abi.md says when that
-# may change.
+# constant, as the compiler lays them out, against the committed list; docs/reference/abi.md says
+# when that may change.
 # usage: abi.sh CC INCLUDE LIST [--write]
 set -eu
 export LC_ALL=C

@@ -3,8 +3,8 @@
 """What the documentation says about the tree is so: links lead somewhere, anchors are headings,
 the README's picture is what its script draws, and C in the documentation compiles.
 
-Commands name what there is (docs_commands.py).  Whole programs, and the commands of docs/traces.md,
-run too, as one rank, where a library is given.
+Commands name what there is (docs_commands.py).  Whole programs, and the commands of
+docs/guide/traces.md, run too, as one rank, where a library is given.
 
 usage: docs.py [--library LIBEPIC] CC [FLAG...]"""
 
@@ -20,16 +20,16 @@ from docs_commands import bad_commands, bad_runs
 ROOT = Path(__file__).resolve().parents[1]
 # What a block that is a part of a program stands in; a whole one includes its own headers.
 BEFORE = {
-    "docs/launchers.md": "#include <mpi.h>\n#include <epic/epic.h>\n"
+    "docs/guide/launching.md": "#include <mpi.h>\n#include <epic/epic.h>\n"
     "int main(int argc, char **argv)\n{\n    int level;\n    epic_context *ctx;\n",
-    "docs/backends.md": '#include "backend/backend.h"\n'
+    "docs/internals/backends.md": '#include "backend/backend.h"\n'
     "bool can_join(const epic_peer *, int, const epic_config *, char *);\n"
     "epic_result join(epic_group **, const epic_join *);\n"
     "void leave(epic_group *), forget(epic_group *);\n"
     "void memory(const epic_config *, epic_memory_info *);\n"
     "extern const epic_transport transport;\n",
 }
-AFTER = {"docs/launchers.md": "    return 0;\n}\n"}
+AFTER = {"docs/guide/launching.md": "    return 0;\n}\n"}
 
 
 def pages() -> list[Path]:
@@ -76,11 +76,11 @@ def bad_links() -> list[str]:
 
 
 def missing_pages() -> list[str]:
-    """Pages that no chapter of the site has: MkDocs would refuse to make it."""
-    chapters = (ROOT / "tools/site.py").read_text(encoding="utf-8")
-    names = sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
-    return [f"docs/{name}.md is in no chapter of tools/site.py" for name in names
-            if f'"{name}"' not in chapters]  # fmt: skip
+    """Pages, other than those of docs/lab, that the menu of the site does not have."""
+    menu = (ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8")
+    names = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    return [f"docs/{name} is not in the menu of docs/mkdocs.yml" for name in sorted(names)
+            if not name.startswith("lab/") and f": {name}\n" not in menu]  # fmt: skip
 
 
 def bad_code(compiler: list[str]) -> tuple[int, list[str]]:
@@ -132,7 +132,7 @@ def bad_programs(compiler: list[str], library: Path) -> tuple[int, list[str]]:
 
 
 def bad_traces(compiler: list[str], library: Path) -> tuple[int, list[str]]:
-    """What docs/traces.md does with a trace: here of README's example, with more experts."""
+    """What docs/guide/traces.md does with a trace: here of README's example, with more experts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         link = [str(library), f"-Wl,-rpath,{library.parent}", "-o", str(folder / "step")]
@@ -145,7 +145,7 @@ def bad_traces(compiler: list[str], library: Path) -> tuple[int, list[str]]:
         subprocess.run(
             [folder / "step"], stdout=subprocess.DEVNULL, timeout=60, check=True, env=alone
         )
-        return bad_runs(ROOT / "docs/traces.md", library.parent.parent / "bin", folder)
+        return bad_runs(ROOT / "docs/guide/traces.md", library.parent.parent / "bin", folder)
 
 
 def has_mpi(compiler: list[str]) -> bool:

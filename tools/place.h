@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which experts should lie where.  docs/traces.md says what is minimized and how. */
+/* Which experts should lie where.  docs/guide/traces.md says what is minimized and how. */
 #ifndef EPIC_PLACE_H
 #define EPIC_PLACE_H
 

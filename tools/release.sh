@@ -105,7 +105,7 @@ make test-deb              the package in a bare system
 make test-chroot           and SUITE=noble with a mirror of Ubuntu
 make docs                  links and code
 make gpu-test gpu-test-jax gpu-test-torch    on two GPUs or more
-make bench gpu-bench       figures in docs/benchmarks.md and README.md with their date
+make bench gpu-bench       figures in docs/guide/benchmarks.md and README.md with their date
 git tag -s vVERSION        then the packages of build/packages
 END
 exit $failed

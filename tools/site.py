@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Lays out the pages of the documentation for MkDocs: README as the first page, docs/*.md, what
-stands beside README, and the reference made from the header.  Links to files that are no page
-become their names.
+"""Prepares the documentation for MkDocs.
+
+Copies docs/ with its folders, the README as the first page and the other pages of the top folder,
+and writes the references: that of C from the header, those of Python as lists of names that
+mkdocstrings fills from the docstrings.  Links to files that are no page become plain words.
 
 usage: site.py FOLDER       writes FOLDER/mkdocs.yml and FOLDER/pages"""
 
+import ast
+import os
 import re
 import shutil
 import subprocess
@@ -13,32 +17,29 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CHAPTERS = {
-    "Start": ["index", "tutorial", "launchers", "sizes", "glossary"],
-    "Frameworks": ["jax", "torch", "torch-frameworks"],
-    "Running": ["debugging", "traces", "reproducibility", "security", "benchmarks"],
-    "How it works": ["design", "cuda", "cuda-diary", "hosts", "backends", "abi", "train_text"],
-    "Reference": ["reference"],
-    "Project": ["testing", "contributing", "reporting", "changelog"],
-}
-BESIDE = {
+TOP = {
     "README.md": "index.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "reporting.md", # docs/security.md has the other name
-    "CHANGELOG.md": "changelog.md",
-}  # fmt: skip
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+    "CHANGELOG.md": "project/changelog.md",
+}
+PACKAGES = {"torch": "PyTorch", "jax": "JAX"}
+PICTURE = re.compile(r"<picture>.*?srcset=\"(?P<dark>[^\"]+)\".*?alt=\"(?P<alt>[^\"]*)\""
+                     r" src=\"(?P<light>[^\"]+)\".*?</picture>", re.S)  # fmt: skip
 
 
-def sources() -> dict[Path, str]:
-    """File of the tree -> name of its page."""
-    found = {ROOT / name: page for name, page in BESIDE.items()}
-    return found | {path: path.name for path in sorted((ROOT / "docs").glob("*.md"))}
+def list_pages() -> dict[Path, str]:
+    """Return the name of the page for each Markdown file of the tree that is one."""
+    found = {ROOT / name: page for name, page in TOP.items()}
+    docs = ROOT / "docs"
+    return found | {path: str(path.relative_to(docs)) for path in sorted(docs.rglob("*.md"))}
 
 
-def relinked(text: str, source: Path, pages: dict[Path, str]) -> str:
-    """Links as they are among the pages."""
+def rewrite_links(text: str, source: Path, pages: dict[Path, str]) -> str:
+    """Point links at pages; a link to another file keeps its words only."""
+    here = Path(pages[source]).parent
 
-    def link(match: re.Match[str]) -> str:
+    def rewrite(match: re.Match[str]) -> str:
         words, target = match[1], match[2]
         if re.match(r"[a-z]+:", target) or target.startswith("#"):
             return match[0]
@@ -46,47 +47,69 @@ def relinked(text: str, source: Path, pages: dict[Path, str]) -> str:
         page = pages.get((source.parent / path).resolve())
         if page is None:
             return words
-        return f"[{words}]({page}{'#' + anchor if anchor else ''})"
+        return f"[{words}]({os.path.relpath(page, here)}{'#' + anchor if anchor else ''})"
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)
-    parts[::2] = [re.sub(r"\[([^\]\n]*)\]\(([^)\s]+)\)", link, part) for part in parts[::2]]
-    return "".join(parts).replace('"docs/step-', '"step-')
+    parts[::2] = [re.sub(r"\[([^\]\n]*)\]\(([^)\s]+)\)", rewrite, part) for part in parts[::2]]
+    return "".join(parts)
 
 
-def lists(text: str) -> str:
-    """A blank line before lists: GitHub needs none, MkDocs does."""
+def rewrite_picture(match: re.Match[str]) -> str:
+    """Replace <picture> by two images, as the site has its own switch of colors."""
+    light, dark = (name.removeprefix("docs/") for name in (match["light"], match["dark"]))
+    return f"![{match['alt']}]({light}#only-light)\n![{match['alt']}]({dark}#only-dark)"
+
+
+def separate_lists(text: str) -> str:
+    """Put an empty line before each list: GitHub needs none, MkDocs does."""
     return re.sub(r"^(?!\s*(?:[-*]|\d+\.) |\s*$|```|\||#)(.+)\n((?:- |\d+\. ))", r"\1\n\n\2", text,
                   flags=re.M)  # fmt: skip
 
 
-def write_config(folder: Path) -> None:
-    """The navigation has every page once."""
-    lines = ["site_name: EPIC", "docs_dir: pages", "site_dir: site", "theme: readthedocs",
-             "use_directory_urls: false", "validation:", "  anchors: warn", "  nav:",
-             "    omitted_files: warn", "markdown_extensions:", "  - tables", "  - fenced_code",
-             "  - toc:", "      permalink: true", "nav:"]  # fmt: skip
-    for chapter, names in CHAPTERS.items():
-        lines.append(f"  - {chapter}:")
-        lines += [f"      - {name}.md" for name in names]
-    (folder / "mkdocs.yml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+def public_names(package: str) -> list[str]:
+    """Return __all__ of epic.<package>, read without importing it."""
+    source = ROOT / f"bindings/python/epic/{package}/__init__.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    raise SystemExit(f"{source} has no __all__")
+
+
+def python_reference(package: str) -> str:
+    """Write the page of one Python package."""
+    lines = [f"# epic.{package}", "",
+             f"Generated from the docstrings of `epic.{package}`. The guide is "
+             f"[{PACKAGES[package]}](../guide/{package}.md).", ""]  # fmt: skip
+    names = public_names(package)
+    constants = [name for name in names if name.isupper()]
+    lines += ["**Constants**: " + ", ".join(f"`{name}`" for name in constants), ""]
+    for name in names:
+        if name not in constants:
+            lines += [f"::: epic.{package}.{name}", ""]
+    return "\n".join(lines)
 
 
 def main() -> int:
-    """What reference.py returns."""
+    """Return what reference.py returns."""
     folder = Path(sys.argv[1])
     pages = folder / "pages"
     shutil.rmtree(pages, ignore_errors=True)
-    pages.mkdir(parents=True)
-    found = sources()
+    found = list_pages()
     for source, name in found.items():
-        text = relinked(source.read_text(encoding="utf-8"), source, found)
-        (pages / name).write_text(lists(text), encoding="utf-8")
-    for picture in (ROOT / "docs").glob("*.svg"):
-        shutil.copy(picture, pages)
-    write_config(folder)
+        text = source.read_text(encoding="utf-8")
+        text = PICTURE.sub(rewrite_picture, rewrite_links(text, source, found))
+        (pages / name).parent.mkdir(parents=True, exist_ok=True)
+        (pages / name).write_text(separate_lists(text), encoding="utf-8")
+    for file in [*(ROOT / "docs").glob("*.svg"), ROOT / "docs/site.css"]:
+        shutil.copy(file, pages)
+    shutil.copy(ROOT / "docs/mkdocs.yml", folder)
+    for package in PACKAGES:
+        text = python_reference(package)
+        (pages / f"reference/{package}.md").write_text(text, encoding="utf-8")
     header, maker = ROOT / "include/epic/epic.h", ROOT / "tools/reference.py"
-    command = [sys.executable, str(maker), str(header)]
-    return subprocess.run([*command, str(pages / "reference.md")], check=False).returncode
+    command = [sys.executable, str(maker), str(header), str(pages / "reference/c.md")]
+    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -58,11 +58,11 @@
  * rule, the way out.  The library never prints, exits, aborts or traps.
  *
  * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields
- * of epic_config); EPIC_TRACE (a folder for traces of host contexts, docs/traces.md; CUDA
+ * of epic_config); EPIC_TRACE (a folder for traces of host contexts, docs/guide/traces.md; CUDA
  * contexts refuse it); EPIC_HOST (a name for this host, %r in it stands for the rank: ranks of
  * different names count as on different hosts), EPIC_WIRE, EPIC_WIRE_PUT, EPIC_WIRE_RELAY,
- * EPIC_WIRE_MEMORY, EPIC_WIRE_AHEAD and EPIC_WIRE_THREADS (backend hosts, docs/hosts.md); for
- * epic_meet_env: RANK and WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and _SIZE, PMI_,
+ * EPIC_WIRE_MEMORY, EPIC_WIRE_AHEAD and EPIC_WIRE_THREADS (backend hosts); all of them are in
+ * docs/reference/environment.md; for epic_meet_env: RANK and WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and _SIZE, PMI_,
  * MV2_COMM_WORLD_, MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and FLUX_JOB_SIZE,
  * SLURM_PROCID and SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK, PALS_RANKID,
  * ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT, other SLURM_
@@ -70,8 +70,8 @@
  *
  * Growing.  Structs are extended at their end, and the calls pass sizeof the struct to symbols
  * that are versioned (the last section): a program built with an older header runs with a newer
- * library, and the other way round as long as it asks for nothing that is new.  docs/abi.md has
- * the rules. */
+ * library, and the other way round as long as it asks for nothing that is new.
+ * docs/reference/abi.md has the rules. */
 #ifndef EPIC_H
 #define EPIC_H
 
@@ -1178,8 +1178,8 @@ typedef struct epic_tcp {
  * meeting fail, but by cutting connections or holding the port.  Without one it listens on
  * loopback, as nothing else keeps strangers out: the ranks are then processes of one host, and a
  * rank of another is told at once that it takes a secret.  Strangers and garbage on the port are
- * refused and the meeting goes on.  docs/security.md says what a secret protects and what it does
- * not.  Errors: EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER,
+ * refused and the meeting goes on.  docs/guide/security.md says what a secret protects and what
+ * it does not.  Errors: EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that did not come), EPIC_EPEER,
  * EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto); the sentence is in epic_error(NULL). */
 static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp);
 

@@ -114,7 +114,8 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     const int at_a_time = copy.units / kinds_of(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;
-    if (copy.lag < 100) copy.lag = at_a_time < 100 ? at_a_time : 100; /* skew; docs/cuda.md */
+    if (copy.lag < 100)
+        copy.lag = at_a_time < 100 ? at_a_time : 100; /* skew; docs/lab/cuda.md */
     if (job->row_bytes <= 4096 && copy.lag > 128)
         copy.lag = 128; /* short rows: what is enough */
     if (copy.lag < lag) copy.lag = lag;

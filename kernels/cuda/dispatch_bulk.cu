@@ -342,7 +342,7 @@ extern "C" int p2p_goes_in_bulk(const p2p_dispatch_job *job)
 }
 
 /* Warps that move strings, each with room for two at least, and how far receiving stays behind;
- * measured, docs/cuda.md.  Quantizing takes more warps, and receiving waits the longer. */
+ * measured, docs/lab/cuda.md.  Quantizing takes more warps, and receiving waits the longer. */
 static void deal_strings(p2p_dispatch_job &job, int num_sms)
 {
     const int places = (int)places_of(job), tokens = job.num_tokens;

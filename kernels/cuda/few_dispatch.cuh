@@ -632,7 +632,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
 }
 
 /* CTAs that only send: with more tokens, stores to peers hold up what else an SM does, first of all
- * the ids behind them; measured, docs/cuda.md. */
+ * the ids behind them; measured, docs/lab/cuda.md. */
 static int32_t apart_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.few ? num_sms * 10 / 64 : num_sms * 15 / 64;

@@ -4,7 +4,7 @@
  * Everything is double buffered by the parity of the epoch where "[2]" says so.  "Poison" memory
  * holds 0xffffffff in every word that nobody has written: a word is its own flag, and who reads
  * it writes the poison back.  "Stamped" memory holds 64-bit words {epoch, value}: a word counts
- * once its epoch is the reader's.  docs/cuda.md says who writes what when. */
+ * once its epoch is the reader's.  docs/internals/cuda.md says who writes what when. */
 #ifndef EPIC_HEAP_H
 #define EPIC_HEAP_H
 
@@ -14,7 +14,7 @@
 
 #define P2P_MAX_PLANNERS 16
 #define P2P_MAX_SEARCHES 40 /* counts of rows that decide what is dropped */
-/* Of a rank, at most, where latency is all: few.cuh; as measured, docs/cuda.md. */
+/* Of a rank, at most, where latency is all: few.cuh; as measured, docs/lab/cuda.md. */
 #ifdef EPIC_HOSTS
 #define P2P_FEW_TOKENS 128
 #else

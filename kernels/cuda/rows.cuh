@@ -352,7 +352,7 @@ template <class Job> static inline int kinds_of(const Job &job, int roles, int v
     return roles * (int)((job.row_bytes + span_bytes - 1) / span_bytes);
 }
 
-/* Fills in how a launch deals its units; measured, docs/cuda.md.
+/* Fills in how a launch deals its units; measured, docs/lab/cuda.md.
  *   job.span   a unit costs 0.7 us beside its pieces: as few spans as warps can share evenly, of work
  *              (copies of the row: one for each rank, one for each choice) and of few tokens
  *   job.lag    what all warps do at a time, so that pieces are there when they are copied

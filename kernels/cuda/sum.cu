@@ -2,8 +2,8 @@
 /* sum: float32 arrays added over the ranks, in place, the same bits on every rank.
  *   data  [count]   one warp sends and later adds the same pieces, 16 bytes a lane
  *
- * Every rank sends its array to every peer's staging (poison, docs/cuda.md); a warp sends all of
- * its pieces before it waits for any. */
+ * Every rank sends its array to every peer's staging (poison, docs/internals/cuda.md); a warp
+ * sends all of its pieces before it waits for any. */
 #include "cuda/launch.cuh"
 #include "cuda/sum.cuh"
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a backend promises.  A backend is a way to reach peers; its files export one symbol, the
- * struct epic_backend.  table.c lists who signed it.  docs/backends.md adds one from nothing. */
+ * struct epic_backend.  table.c lists all of them.  docs/internals/backends.md shows how to add
+ * one. */
 #ifndef EPIC_BACKEND_H
 #define EPIC_BACKEND_H
 

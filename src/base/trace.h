@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Traces: what a rank has planned and done, in a file for epic-trace.  docs/traces.md has the
- * format, which these structs are, little-endian.  EPIC_TRACE, a folder, switches it on when a
- * context is opened.
+/* Traces: what a rank has planned and done, in a file for epic-trace.  These structs are the
+ * format, little-endian; docs/reference/trace-format.md describes it.  EPIC_TRACE, a folder,
+ * switches it on when a context is opened.
  *
  * Each record is written at once, so that the file of a rank that was killed is good up to its
  * last record.  Nothing is allocated after open; a write that fails ends the trace and nothing

@@ -36,7 +36,7 @@ static int num_gpus(void)
     return count;
 }
 
-/* A stream that has carried work: docs/cuda.md says why ranks that share a GPU need such. */
+/* A stream that has carried work, which ranks that share a GPU need (docs/lab/cuda.md). */
 static void open_arena(const epic_meet *meet)
 {
     need(cudaSetDevice(meet->rank % num_gpus()), "the GPU");

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of docs/jax.md run as they stand there."""
+"""The programs of docs/guide/jax.md run as they stand there."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ import epic.jax
 from conftest import make_mesh
 from steps import mapped
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs/jax.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guide/jax.md"
 CHECKS = """
 assert out.shape == (8, 64, 256) and out.dtype == jnp.bfloat16 and 0 < loss < 1
 assert first.shape == out.shape and first.dtype == jnp.float32

@@ -18,7 +18,7 @@ from conftest import make_mesh
 from reference import relative
 from steps import ALL, HIDDEN, TOKENS, TOP_K, choices, mapped, numbers, through, true_round
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs/jax.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guide/jax.md"
 COUNT = 3
 ROWS = P(None, ("dp", "ep"))
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The protocol of backend hosts (docs/hosts.md), for Spin to search: two hosts of two ranks, three
- * epochs, as memory is used again two epochs later, each a dispatch or a combine of one token.
+/* The protocol of backend hosts (docs/internals/hosts.md), for Spin to search: two hosts of two
+ * ranks, three epochs, as memory is used again two epochs later, each a dispatch or a combine of
+ * one token.
  *
  *     dispatch   HOME -- wire --> MATE -- NVLink --> OTHER
  *     combine    BESIDE -- NVLink --> HOME;   OTHER -- NVLink --> MATE -- wire --> HOME

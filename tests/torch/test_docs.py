@@ -16,7 +16,7 @@ import epic.torch
 from ports import free_port
 
 DOCS = Path(__file__).parents[2] / "docs"
-GUIDE = DOCS / "torch.md"
+GUIDE = DOCS / "guide/torch.md"
 ADAPTERS = {"megatron", "titan"}  # modules that need their packages
 
 
@@ -39,7 +39,7 @@ def test_transformers(tmp_path: Path) -> None:
     folder, script = tmp_path / "model", tmp_path / "this.py"
     model_of("Qwen3Moe").save_pretrained(folder)
     begin = f"import torch\nfolder = {str(folder)!r}\nids = prompt = torch.tensor([[5, 6, 7]])\n"
-    block = page_of(DOCS / "torch-frameworks.md", "# torchrun --nproc-per-node 4 this.py")
+    block = page_of(DOCS / "guide/frameworks.md", "# torchrun --nproc-per-node 4 this.py")
     script.write_text(begin + block)
     words = ["--nproc-per-node", "2", "--master-port", str(free_port()), str(script)]
     subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
@@ -55,7 +55,7 @@ def page_of(guide: Path, begin: str) -> str:
 
 def test_names() -> None:
     """Every name of epic.torch that the guides have is there."""
-    for guide in (GUIDE, DOCS / "torch-frameworks.md"):
+    for guide in (GUIDE, DOCS / "guide/frameworks.md"):
         names = set(re.findall(r"epic\.torch\.([A-Za-z_0-9]+)", guide.read_text()))
         assert {n for n in names - ADAPTERS if not hasattr(epic.torch, n)} == set()
 

@@ -17,7 +17,7 @@ with epic.torch.Group(num_ranks=1, name="traced", max_tokens=4, max_row_bytes=64
 
 
 def test_ids_are_recorded(tmp_path: Path) -> None:
-    """By one variable; docs/traces.md has the format."""
+    """By one variable; docs/guide/traces.md describes traces."""
     wishes = {**os.environ, "EPIC_TRACE": str(tmp_path)}
     subprocess.run([sys.executable, "-c", PROGRAM], env=wishes, check=True, timeout=200)
     (file,) = tmp_path.glob("traced-*-0.epictrace")

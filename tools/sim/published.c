@@ -19,17 +19,17 @@ typedef struct run {
 #define BF16 14336
 
 static const run runs[] = {
-    /* docs/cuda.md, a rank alone, 132 SMs */
+    /* docs/lab/cuda.md, a rank alone, 132 SMs */
     {"EPIC p2p", "1x H200", 1, 8, 4096, 256, 8, 0, 0, BF16, BF16, 240, 139, true, 0},
     {"EPIC p2p", "1x H200", 1, 8, 4096, 128, 4, 0, 0, 5760, 5760, 70, 37, true, 0},
-    /* docs/cuda.md, 132 SMs, and 64 of few tokens */
+    /* docs/lab/cuda.md, 132 SMs, and 64 of few tokens */
     {"EPIC p2p", "2x H200", 2, 8, 4096, 256, 8, 0, 0, BF16, BF16, 250, 183, true, 0},
     {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 8, 0, 0, 8192, 8192, 149, 112, true, 0},
     {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 4, 0, 0, 5760, 5760, 91, 78, true, 0},
     {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 1, 0, 0, 10240, 10240, 88, 78, true, 0},
     {"EPIC p2p", "2x H200", 2, 8, 128, 256, 8, 0, 0, BF16, BF16, 22.0, 22.4, true, 0},
     {"EPIC p2p", "2x H200", 2, 8, 1, 256, 8, 0, 0, BF16, BF16, 13.2, 11.9, true, 0},
-    /* docs/hosts.md: two hosts, the slowest of three states; copies of 16 rows give 79 GB/s there */
+    /* docs/lab/hosts.md: two hosts, the slowest of three states; copies of 16 rows reach 79 GB/s */
     {"EPIC hosts", "2 H200, CE", 2, 1, 4096, 256, 8, 0, 0, BF16, BF16, 1179, 1149, true, 79},
     /* their READMEs and docs; groups as their tests have them */
     {"DeepEP V1", "CX7 400G", 16, 8, 4096, 256, 8, 8, 4, FP8, BF16, 43, 43, false, 0},

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic-sim: how bytes and time of an exchange grow with the number of ranks.  `traffic` counts,
- * choice by choice, what docs/hosts.md lets every rank send; `cost` makes times of it from
+ * choice by choice, what docs/internals/hosts.md lets every rank send; `cost` makes times of it from
  * constants. */
 #ifndef EPIC_SIM_H
 #define EPIC_SIM_H
@@ -45,7 +45,7 @@ typedef struct traffic {
 /* False: no memory. */
 bool traffic_count(const routing *r, const shape *s, traffic *out);
 
-typedef struct constants {      /* where each comes from: docs/hosts.md */
+typedef struct constants {      /* where each comes from: docs/lab/hosts.md */
     double nic, nvlink, memory; /* GB/s of one rank */
     double launch_us, wire_us, put_us;
 } constants;

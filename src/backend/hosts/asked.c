@@ -10,7 +10,7 @@
 #define MOST_THREADS 7    /* of a rank's wire beside its own; */
 #define USUAL_THREADS 6   /* unless the user says, up to so many, */
 #define FEWEST_THREADS 2  /* as one would only take what its own does, */
-#define CORES_OF_THREAD 2 /* of so many cores each; as measured, docs/hosts.md */
+#define CORES_OF_THREAD 2 /* of so many cores each; as measured, docs/lab/hosts.md */
 
 const wire_engine *hosts_ask_engine(char *why)
 {
@@ -66,7 +66,7 @@ static epic_result read_number(const char *name, const char *what, const char *w
 }
 
 /* Of most operations all tokens, as what lies there in large parcels goes fastest; measured,
- * docs/hosts.md. */
+ * docs/lab/hosts.md. */
 static epic_result read_ahead(int32_t *ahead)
 {
     TRY(read_number("EPIC_WIRE_AHEAD", "tokens that are sent before one is received", "8192",

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the environment asks of backend hosts; docs/hosts.md has the variables. */
+/* Reads the environment variables of backend hosts (docs/reference/environment.md). */
 #ifndef EPIC_HOSTS_ASKED_H
 #define EPIC_HOSTS_ASKED_H
 

@@ -8,7 +8,7 @@
 #include "cuda/cuda_kernels.h"
 
 #define P2P_MANY_SMS 64 /* of a context that does not say how many, at most; and where it */
-#define P2P_FEW_SMS 32  /* never sends more than a few rows: measured, docs/cuda.md */
+#define P2P_FEW_SMS 32  /* never sends more than a few rows: measured, docs/lab/cuda.md */
 #define P2P_SPARE_SMS 4 /* of a GPU that ranks share, for their other work */
 
 typedef struct p2p_watch p2p_watch;   /* sees peers' processes end */

@@ -10,7 +10,7 @@
 #define MOST_ROWS 0x7ffffff0 /* slots are int32 */
 
 #define HEAD_BYTES (5 << 20) /* sent to all peers while the plan is made */
-#define COMBINE_LAG 48       /* tokens; measured, docs/cuda.md */
+#define COMBINE_LAG 48       /* tokens; measured, docs/lab/cuda.md */
 
 /* --------------------------------------------------------------------------- common ---- */
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism as JAX functions, on EPIC's C core.  docs/jax.md is the guide."""
+"""Expert parallelism as JAX functions, on EPIC's C core.  docs/guide/jax.md is the guide."""
 
 import contextlib
 import importlib

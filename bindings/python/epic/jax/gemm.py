@@ -2,8 +2,8 @@
 """Grouped products of JAX on GPUs, for `grouped_gemm=`: rows [slots, k] of slabs times
 [experts, k, n] -> [slots, n].
 
-Without it the products are the core's.  docs/jax.md has the figures.  Rows past the last slab come
-out as whatever was there: nothing of EPIC reads them.
+Without it the products are the core's.  docs/lab/benchmarks.md has the figures.  Rows past the
+last slab come out as whatever was there: nothing of EPIC reads them.
 """
 
 from collections.abc import Callable

@@ -261,7 +261,7 @@ def plan(
     allow.  logical_of_expert [num_experts]: with layer.num_logical, which logical expert each is a
     replica of.  num_local_experts: experts of one rank at most, where rank_of_expert is traced.
     channel: a number that no independent plan of the program shares; after: results
-    that must be there first; see docs/jax.md for the one case that needs them.
+    that must be there first; see docs/guide/jax.md for the one case that needs them.
     """
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
     local = num_local(group, layer, rank_of_expert, num_local_experts)

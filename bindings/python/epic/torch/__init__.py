@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism as PyTorch functions, on EPIC's C core.  docs/torch.md is the guide."""
+"""Expert parallelism as PyTorch functions, on EPIC's C core.  docs/guide/torch.md is the guide."""
 
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.ledger import EXPERT_FULL, NO_EXPERT, RANK_FULL, Ledger
