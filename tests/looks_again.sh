@@ -88,6 +88,12 @@ if command -v nvcc >/dev/null && ! grep -q '^-- left out: .*UCX' "$here/log"; th
         failed=1
     fi
     grep -qx epic_ucx "$here/tested" || { echo "the target tested is empty"; failed=1; }
+    wants gpu_tests cuda_gpu_check
+    wants gpu_tests example_step_cuda
+    wants gpu_tests epic_cuda
+    wants gpu_benchmarks cuda_gpu_bench
+    wants gpu_hosts cuda_epic_local
+    wants gpu_hosts epic_ucx
 else
     echo "left out: no nvcc, or no UCX: GPUs of several hosts"
 fi
