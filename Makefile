@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# The front door.  `make` builds into build/; `make test` runs all that needs no GPU; `make demo`
-# trains a language model.  They see to missing packages first where they may.  The build itself is
-# CMake's.
+# The front door.  `make` builds the libraries and tools into build/; `make examples` builds the
+# example programs; `make test` builds and runs all that needs no GPU; `make demo` trains a language
+# model.  They see to missing packages first where they may.  The build itself is CMake's.
 
 MAKEFLAGS += --no-print-directory
 JOBS ?= $(shell nproc)
@@ -16,7 +16,7 @@ STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m)
 VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
 VALGRIND_TESTS = info meet_env meet_threads recorder sized
 
-.PHONY: all test demo format clean install uninstall setup-build setup-test setup-demo \
+.PHONY: all examples test demo format clean install uninstall setup-build setup-test setup-demo \
     test-format test-build test-gcc-tests test-gcc test-clang test-asan test-tsan test-valgrind test-chroot
 .NOTPARALLEL:
 
@@ -24,6 +24,10 @@ all: setup-build
 	@$(call CMAKE,Release,build,$(if $(STATIC),-DEPIC_STATIC=$(STATIC)))
 	@$(call BUILD,build)
 	@$(call LEFT_OUT,build)
+
+examples: setup-build
+	@$(call CMAKE,Release,build)
+	@$(call BUILD,build) --target examples
 
 # Those of the second line look at what the first has built; the longest begin first.
 PARTS = "format build" \
@@ -54,13 +58,13 @@ test-clang:
 	@echo "== clang"
 	@if command -v clang >/dev/null; then \
 	    { $(call CMAKE,Release,build/clang,-DCMAKE_C_COMPILER=clang $(HOST_ONLY)); } && \
-	    $(call BUILD,build/clang) && $(call CTEST,build/clang) -L unit -LE slow; \
+	    $(call BUILD,build/clang) --target tested && $(call CTEST,build/clang) -L unit -LE slow; \
 	else echo "left out: there is no clang"; fi
 
 test-asan:
 	@echo "== AddressSanitizer and UndefinedBehaviorSanitizer"
 	@$(call CMAKE,Debug,build/asan,-DEPIC_SANITIZE=address$(,)undefined $(HOST_ONLY))
-	@$(call BUILD,build/asan)
+	@$(call BUILD,build/asan) --target tested
 	@$(call CTEST,build/asan) -LE slow
 
 test-tsan:

@@ -4,5 +4,5 @@
 .PHONY: bench
 bench: setup-test
 	@$(call CMAKE,Release,build)
-	@$(call BUILD,build) --target bench_mpi
+	@$(call BUILD,build) --target benchmarks
 	@bench/run.sh build/bench

@@ -5,7 +5,7 @@
 MINUTES ?= 10
 soak: setup-test
 	@$(call CMAKE,Release,build)
-	@$(call BUILD,build)
+	@$(call BUILD,build) --target tested
 	@tests/soak.sh build $(MINUTES)
 
 # The .deb, installed and tried in a bare system (root, debootstrap; BARE and SUITE as of test-chroot).
@@ -27,7 +27,7 @@ stranger: setup-build
 COVERAGE = $(CURDIR)/build/coverage
 coverage: setup-test
 	@$(call CMAKE,Debug,$(COVERAGE),$(HOST_ONLY) -DCMAKE_C_FLAGS="--coverage -fprofile-update=atomic")
-	@$(call BUILD,$(COVERAGE))
+	@$(call BUILD,$(COVERAGE)) --target tested
 	@find $(COVERAGE) -name '*.gcda' -delete
 	@status=0; $(call CTEST,$(COVERAGE)) -L "unit|conformance|fault|wire" -LE slow || status=$$?; \
 	    python3 tools/coverage.py $(COVERAGE) && exit $$status
@@ -36,7 +36,7 @@ coverage: setup-test
 .PHONY: test-push test-night
 test-push: setup-test
 	@$(call CMAKE,Release,build)
-	@$(call BUILD,build)
+	@$(call BUILD,build) --target tested
 	@$(call CTEST,build) -L unit -LE slow
 
 test-night:

@@ -7,7 +7,7 @@
 test-torch:
 	@echo "== PyTorch"
 	@$(call CMAKE,Release,build)
-	@$(call BUILD,build) --target epic epic_torch
+	@$(call BUILD,build) --target epic epic_torch example_step
 	@tests/torch/run.sh build
 
 # Not a part of `make test`: Megatron-Core and torchtitan bring many packages.

@@ -14,7 +14,7 @@ for program in cc gcc as ld ar ranlib nm objcopy objdump strip readelf cmake mak
 done
 
 configure() { # the system's folders: ON or OFF; PATH
-    PATH=$2 cmake -S . -B "$here/build" -DCMAKE_BUILD_TYPE=Release \
+    PATH=$2 cmake -S . -B "$here/build" -G "Unix Makefiles" -DCMAKE_BUILD_TYPE=Release \
         -DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=$1 >"$here/log" 2>&1 || { cat "$here/log"; exit 1; }
     { ctest --test-dir "$here/build" -N; cmake --build "$here/build" --target help; } >"$here/parts"
 }
@@ -30,6 +30,38 @@ done
 
 configure ON "$PATH"
 num_installed=0
+# The targets that a target of the build folder would build: all that it depends on, in the makefile.
+targets_of() {
+    awk -v target="$1" '
+        /^[^#\t: ]+: [^ ]+$/ { from = substr($1, 1, length($1) - 1); needs[from] = needs[from] " " $2 }
+        END {
+            for (node in needs)
+                if (node == target || node ~ "/" target "[.]dir/all$") queue[++num] = node
+            for (i = 1; i <= num; i++) {
+                count = split(needs[queue[i]], next_ones, " ")
+                for (j = 1; j <= count; j++)
+                    if (!seen[next_ones[j]]++) queue[++num] = next_ones[j]
+            }
+            for (node in seen) print node
+        }' "$here/build/CMakeFiles/Makefile2" | sed -n 's,.*/\([^/]*\)\.dir/all$,\1,p' | sort -u
+}
+# `make` builds libraries and tools, the other targets what they run.
+targets_of all >"$here/all"
+for target in epic epic_torch epic-info epic-place; do
+    grep -qx "$target" "$here/all" || { echo "make would not build $target"; failed=1; }
+done
+if grep -E '^(unit|fault|wire|demo|bench|example|emulat|gpu|api|cuda)_|^conformance|^epic_testing$' "$here/all"; then
+    echo "make would build tests, benchmarks or examples"
+    failed=1
+fi
+wants() { # target, target that it builds
+    targets_of "$1" | grep -qx "$2" || { echo "$1 would not build $2"; failed=1; }
+}
+wants examples example_step
+wants benchmarks bench_host
+if grep -q '\.\.\. epic_mpi$' "$here/parts"; then
+    for program in bench_mpi bench_sum fault_mpi example_train_text; do wants $program epic_mpi; done
+fi
 check() { # part, programs that it takes
     part=$1
     shift
@@ -50,12 +82,18 @@ if command -v nvcc >/dev/null && ! grep -q '^-- left out: .*UCX' "$here/log"; th
         grep -q "epic_$library" "$here/parts" || { echo "epic_$library: not there"; failed=1; }
         grep -q "libepic_$library.so" "$installs" || { echo "libepic_$library.so: not installed"; failed=1; }
     done
-    cmake --build "$here/build" --target tested -- -n -k >"$here/tested" 2>/dev/null || true
-    if grep -E 'epic_(cuda|cuda_alone|hosts)\.dir' "$here/tested"; then
+    targets_of tested >"$here/tested"
+    if grep -E '^(epic_(cuda|cuda_alone|cuda_checked|hosts)|cuda_.*)$' "$here/tested"; then
         echo "make test would build machine code"
         failed=1
     fi
-    grep -q 'epic_ucx\.dir' "$here/tested" || { echo "the target tested is empty"; failed=1; }
+    grep -qx epic_ucx "$here/tested" || { echo "the target tested is empty"; failed=1; }
+    wants gpu_tests cuda_gpu_check
+    wants gpu_tests example_step_cuda
+    wants gpu_tests epic_cuda
+    wants gpu_benchmarks cuda_gpu_bench
+    wants gpu_hosts cuda_epic_local
+    wants gpu_hosts epic_ucx
 else
     echo "left out: no nvcc, or no UCX: GPUs of several hosts"
 fi

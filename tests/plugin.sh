@@ -28,9 +28,9 @@ refuses() {
 }
 
 program=$2
-refuses mpi libepic_mpi.so "built without MPI" openmpi-bin "build again"
-refuses p2p libepic_cuda.so "built without CUDA" nvcc
-refuses gpu libepic_cuda.so "built without CUDA" nvcc
+refuses mpi libepic_mpi.so "not next to libepic.so" "finds an MPI" openmpi-bin "build again"
+refuses p2p libepic_cuda.so "not next to libepic.so" nvcc "build again"
+refuses gpu libepic_cuda.so "not next to libepic.so" nvcc "build again"
 refuses hosts libepic_hosts.so "GPUs of several hosts" nvcc libucx-dev
 refuses none '"none"' "self, threads, shm, mpi, p2p and hosts, and gpu"
 echo "no library" >"$folder/libepic_cuda.so"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# A test in a folder of its own, which goes with it: read by left_out.sh and turns.sh.
+# A test in a folder of its own, which goes with it: read by left_out.sh, no_index.sh and turns.sh.
 # shellcheck shell=sh
 tests=$(cd "$(dirname "$0")" && pwd)
 here=$(mktemp -d)

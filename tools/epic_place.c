@@ -10,11 +10,15 @@
 #include "trace_read.h"
 
 static const char help[] =
-    "usage: epic-place TRACE --ranks N [--slots N] [--hosts N] [--out FILE] [--seed N]\n"
+    "usage: epic-place TRACE --ranks N [--slots N] [--hosts N] [--out FILE] [--seed N] "
+    "[--loads]\n"
     "\n"
     "Proposes which rank owns each expert, so that the busiest rank has as little to do as "
     "can\n"
     "be, from TRACE: a folder that EPIC_TRACE named, or an .npy file (epic-trace --help).\n"
+    "  --loads        the .npy file has counts [layers, experts]: how often each expert was "
+    "chosen.\n"
+    "                 One placement serves all rows; --layer I/N takes the row of one layer\n"
     "  --ranks N      of the group that will use it\n"
     "  --slots N      experts of each rank; more than are needed become replicas of busy "
     "ones.\n"
@@ -22,7 +26,7 @@ static const char help[] =
     "  --hosts N      ranks 0 to R / N - 1 share a host, and so on: the proposal also keeps\n"
     "                 experts of the same tokens on one host (at most 64 ranks)\n"
     "  --out FILE     the placement, for epic/placement.h, epic.read_placement and epic-trace\n"
-    "  --group, --layer, --steps, --experts    as for epic-trace\n"
+    "  --group, --layer, --steps, --experts, --ids    as for epic-trace\n"
     "Exit status: 0; 1: it cannot be done, the sentence says why; 2: usage.\n";
 
 typedef struct options {
@@ -42,6 +46,7 @@ static int read_options(options *o, int argc, char **argv)
 {
     for (int i = 1; i < argc; i++) {
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
+        if (trace_flag(&o->choice, name)) continue;
         if (strncmp(name, "--", 2)) {
             if (o->trace) return usage("one word too many: ", name);
             o->trace = name;
@@ -71,11 +76,13 @@ static int read_options(options *o, int argc, char **argv)
 static int32_t *loads_of(const trace *t)
 {
     int32_t *load = grab((size_t)(t->num_steps * t->num_experts) * sizeof *load);
+    int64_t *of_step = grab((t->num_experts + 1) * sizeof *of_step);
     for (int64_t i = 0; i < t->num_steps; i++) {
-        const trace_step *s = &t->steps[i];
-        for (int64_t c = 0; c < s->num_tokens * s->top_k; c++)
-            if (s->ids[c] >= 0) load[i * t->num_experts + s->ids[c]]++;
+        trace_count_load(&t->steps[i], of_step);
+        for (uint32_t e = 0; e < t->steps[i].num_experts; e++)
+            load[i * t->num_experts + e] = (int32_t)of_step[e];
     }
+    free(of_step);
     return load;
 }
 
@@ -89,6 +96,7 @@ static place_problem problem_of(const trace *t, const options *o, const int32_t 
                              .num_steps = t->num_steps,
                              .load = load};
     if (!t->num_steps) complain("there is no step in the trace");
+    if (o->hosts > 1) trace_need_choices(t, "--hosts");
     if (p.slots < least)
         complain("--slots is %d: %d ranks need %d for %d experts", p.slots, o->ranks, least,
                  experts);
@@ -197,8 +205,8 @@ int main(int argc, char **argv)
     int32_t *load = loads_of(&t);
     const place_problem p = problem_of(&t, &o, load);
     int32_t *at = grab((size_t)(p.ranks * p.slots) * sizeof *at);
-    printf("%" PRId64 " steps of %d experts, for %d ranks with %d experts each\n", p.num_steps,
-           p.logical, p.ranks, p.slots);
+    printf("%" PRId64 " %s of %d experts, for %d ranks with %d experts each\n", p.num_steps,
+           t.has_loads ? "rows of loads" : "steps", p.logical, p.ranks, p.slots);
     print_cost(&p, "bound", place_bound(&p));
     place_round_robin(&p, at);
     print_cost(&p, "round robin", place_cost(&p, at));

@@ -23,9 +23,13 @@ static const char help[] =
     "       epic-trace metrics TRACE [--prometheus]  lines of JSON, one for each step\n"
     "       epic-trace --help\n"
     "\n"
-    "TRACE is a folder that EPIC_TRACE named while a program ran, or an .npy file of "
-    "integers,\n"
-    "[tokens, top_k], [steps, tokens, top_k] or [steps, ranks, tokens, top_k].\n"
+    "TRACE is a folder that EPIC_TRACE named while a program ran, or an .npy file of ids,\n"
+    "integers [tokens, top_k], [steps, tokens, top_k] or [steps, ranks, tokens, top_k].\n"
+    "  --loads             the .npy file has counts, integers [experts], [layers, experts] or\n"
+    "                      [steps, layers, experts]: how often each expert was chosen.  Every "
+    "row\n"
+    "                      counts as a step.  For show, draw and metrics\n"
+    "  --ids               it has ids, although it looks like counts\n"
     "  --group NAME|ID     of several groups in a folder\n"
     "  --layer I/N         steps I, I + N, I + 2 N, ...: one of N layers\n"
     "  --steps FIRST:NUM   of these\n"
@@ -59,6 +63,7 @@ static int read_options(options *o, int argc, char **argv)
                                : &o->prometheus) = true;
             continue;
         }
+        if (trace_flag(&o->choice, name)) continue;
         if (strncmp(name, "--", 2)) {
             if (o->num_words == 3) return usage("one word too many: ", name);
             o->words[o->num_words++] = name;
@@ -83,27 +88,37 @@ static int read_options(options *o, int argc, char **argv)
 static void show(const trace *t)
 {
     int64_t tokens = 0, choices = 0, none = 0;
-    int64_t *load = grab((t->num_experts + 1) * sizeof *load);
+    int64_t *load = grab((t->num_experts + 1) * 2 * sizeof *load);
+    int64_t *of_step = load + t->num_experts + 1;
     for (int64_t i = 0; i < t->num_steps; i++) {
         const trace_step *s = &t->steps[i];
+        const int64_t without = trace_count_load(s, of_step);
         tokens += s->num_tokens;
-        choices += s->num_tokens * s->top_k;
-        for (int64_t c = 0; c < s->num_tokens * s->top_k; c++)
-            if (s->ids[c] < 0)
-                none++;
-            else
-                load[s->ids[c]]++;
+        none += without;
+        choices += without;
+        for (uint32_t e = 0; e < s->num_experts; e++) {
+            load[e] += of_step[e];
+            choices += of_step[e];
+        }
     }
-    printf("group \"");
-    info_text(stdout, t->name);
-    printf("\", %d ranks, %u experts\n", t->num_ranks, t->num_experts);
-    printf("steps       %" PRId64 "\n", t->num_steps);
+    if (t->has_loads) {
+        printf("a table of loads, %u experts\n", t->num_experts);
+    } else {
+        printf("group \"");
+        info_text(stdout, t->name);
+        printf("\", %d ranks, %u experts\n", t->num_ranks, t->num_experts);
+    }
+    printf("%s       %" PRId64 "\n", t->has_loads ? "rows " : "steps", t->num_steps);
     if (t->num_incomplete)
         printf("left out    %" PRId64 " plans that not every rank has recorded\n",
                t->num_incomplete);
-    printf("operations  %" PRId64 "\n", t->num_events);
-    printf("tokens      %" PRId64 "\n", tokens);
-    printf("choices     %" PRId64 ", of these %" PRId64 " of no expert\n", choices, none);
+    if (t->has_loads) {
+        printf("choices     %" PRId64 "\n", choices);
+    } else {
+        printf("operations  %" PRId64 "\n", t->num_events);
+        printf("tokens      %" PRId64 "\n", tokens);
+        printf("choices     %" PRId64 ", of these %" PRId64 " of no expert\n", choices, none);
+    }
     uint32_t most = 0, least = 0;
     for (uint32_t e = 0; e < t->num_experts; e++) {
         if (load[e] > load[most]) most = e;
@@ -191,6 +206,7 @@ static int run(options *o)
     const char *command = o->words[0], *file = o->words[2];
     static const char *const with_file[] = {"draw", "export", "import", "chrome"};
     static const char *const without[] = {"show", "replay", "metrics"};
+    static const char *const of_choices[] = {"replay", "export", "import", "chrome"};
     bool known = false, wants = false;
     for (size_t i = 0; i < 4; i++) wants |= !strcmp(command, with_file[i]);
     for (size_t i = 0; i < 3; i++) known |= !strcmp(command, without[i]);
@@ -200,6 +216,9 @@ static int run(options *o)
 
     trace t;
     trace_load(&t, o->words[1], &o->choice);
+    for (size_t i = 0; i < 4; i++)
+        if (!strcmp(command, of_choices[i])) trace_need_choices(&t, command);
+    if (o->prometheus) trace_need_choices(&t, "--prometheus");
     if (!strcmp(command, "show")) show(&t);
     if (!strcmp(command, "draw")) trace_draw(&t, file);
     if (!strcmp(command, "replay")) run_replay(&t, o);

@@ -23,18 +23,19 @@ static grid make_grid(const trace *t)
     if (g.columns > MOST_CELLS / g.rows) g.columns = MOST_CELLS / g.rows;
     g.share = grab((size_t)g.rows * (size_t)g.columns * sizeof *g.share);
     double *total = grab((size_t)g.columns * sizeof *total);
+    int64_t *load = grab((t->num_experts + 1) * sizeof *load);
     for (int64_t i = 0; i < t->num_steps; i++) {
         const trace_step *s = &t->steps[i];
         const int64_t column = i * g.columns / t->num_steps;
-        for (int64_t c = 0; c < s->num_tokens * s->top_k; c++) {
-            if (s->ids[c] < 0) continue;
-            g.share[(int64_t)s->ids[c] * g.rows / t->num_experts * g.columns + column]++;
-            total[column]++;
+        trace_count_load(s, load);
+        for (int64_t e = 0; e < s->num_experts; e++) {
+            g.share[e * g.rows / t->num_experts * g.columns + column] += (double)load[e];
+            total[column] += (double)load[e];
         }
     }
     for (int i = 0; i < g.rows * g.columns; i++)
         if (total[i % g.columns] > 0) g.share[i] *= g.rows / total[i % g.columns];
-    free(total);
+    free(total), free(load);
     return g;
 }
 
@@ -71,10 +72,10 @@ static void draw_svg(const trace *t, const grid *g, const char *path)
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%.0f\" "
             "font-family=\"sans-serif\" font-size=\"12\">\n"
             "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n"
-            "<text x=\"%d\" y=\"%d\">load of %u experts over %lld steps, from white: none, to "
+            "<text x=\"%d\" y=\"%d\">load of %u experts over %lld %s, from white: none, to "
             "dark: twice an even share</text>\n",
             LEFT + WIDTH + 20, TOP + height * g->rows + 20, LEFT, TOP - 14, t->num_experts,
-            (long long)t->num_steps);
+            (long long)t->num_steps, t->has_loads ? "rows" : "steps");
     for (int row = 0; row < g->rows; row++) {
         const double y = TOP + height * row;
         if (row % (height < 10 ? 16 : 1) == 0)

@@ -41,19 +41,6 @@ void trace_chrome(const trace *t, const char *path)
 
 /* ----------------------------------------------------------------------------- loads ---- */
 
-/* load [num_experts] of a step; returns the choices that are none. */
-static int64_t count_load(const trace_step *s, int64_t *load)
-{
-    int64_t none = 0;
-    memset(load, 0, s->num_experts * sizeof *load);
-    for (int64_t i = 0; i < s->num_tokens * s->top_k; i++)
-        if (s->ids[i] < 0)
-            none++;
-        else
-            load[s->ids[i]]++;
-    return none;
-}
-
 /* Of the ranks of contiguous blocks: the busiest one's share of the mean. */
 static double imbalance_of(const int64_t *load, int64_t experts, int64_t ranks)
 {
@@ -73,15 +60,17 @@ void trace_metrics(const trace *t)
     int64_t *load = grab((t->num_experts + 1) * sizeof *load);
     for (int64_t i = 0; i < t->num_steps; i++) {
         const trace_step *s = &t->steps[i];
-        const int64_t none = count_load(s, load);
+        const int64_t none = trace_count_load(s, load);
         printf("{\"group\": ");
         info_json(stdout, t->name);
-        printf(", \"tag\": %" PRIu64 ", \"place\": %" PRIu64 ", \"time_ns\": %" PRId64
-               ", \"tokens\": %" PRId64 ", \"top_k\": %u, \"none\": %" PRId64
-               ", \"expert_imbalance\": %.4f, \"rank_imbalance\": %.4f, \"load\": [",
-               s->tag, s->place, s->time_ns, s->num_tokens, s->top_k, none,
-               imbalance_of(load, s->num_experts, s->num_experts),
-               imbalance_of(load, s->num_experts, t->num_ranks));
+        printf(", \"tag\": %" PRIu64 ", \"place\": %" PRIu64, s->tag, s->place);
+        if (!t->has_loads)
+            printf(", \"time_ns\": %" PRId64 ", \"tokens\": %" PRId64
+                   ", \"top_k\": %u, \"none\": %" PRId64 ", \"rank_imbalance\": %.4f",
+                   s->time_ns, s->num_tokens, s->top_k, none,
+                   imbalance_of(load, s->num_experts, t->num_ranks));
+        printf(", \"expert_imbalance\": %.4f, \"load\": [",
+               imbalance_of(load, s->num_experts, s->num_experts));
         for (uint32_t e = 0; e < s->num_experts; e++)
             printf("%s%" PRId64, e ? ", " : "", load[e]);
         printf("]}\n");
@@ -144,7 +133,7 @@ void trace_prometheus(const trace *t)
     for (int64_t i = 0; i < t->num_steps; i++) {
         const trace_step *s = &t->steps[i];
         tokens += s->num_tokens;
-        none += count_load(s, load);
+        none += trace_count_load(s, load);
         for (uint32_t e = 0; e < s->num_experts; e++) total[e] += load[e];
         last = imbalance_of(load, s->num_experts, t->num_ranks);
     }

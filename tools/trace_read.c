@@ -15,9 +15,6 @@
 #include "info.h"
 
 #define ENDING ".epictrace"
-#define MOST_RANKS 65536
-#define MOST_TOP_K 64
-#define MOST_EXPERTS 65536
 
 typedef struct file { /* one rank's */
     char path[4096];
@@ -100,6 +97,13 @@ static void read_layer(trace_choice *choice, const char *text)
     read_pair("--layer", text, '/', &choice->turn, &choice->of);
     if (choice->turn >= choice->of)
         complain("--layer is \"%.80s\": of N layers the last is N - 1", text);
+}
+
+bool trace_flag(trace_choice *choice, const char *name)
+{
+    if (strcmp(name, "--loads") && strcmp(name, "--ids")) return false;
+    choice->values = name;
+    return true;
 }
 
 bool trace_option(trace_choice *choice, const char *name, const char *value)
@@ -295,6 +299,30 @@ static void free_step(trace_step *s)
 {
     free(s->tokens_of);
     free(s->ids);
+    free(s->load);
+}
+
+int64_t trace_count_load(const trace_step *s, int64_t *load)
+{
+    int64_t none = 0;
+    if (s->load) {
+        memcpy(load, s->load, s->num_experts * sizeof *load);
+        return 0;
+    }
+    memset(load, 0, s->num_experts * sizeof *load);
+    for (int64_t i = 0; i < s->num_tokens * s->top_k; i++)
+        if (s->ids[i] < 0)
+            none++;
+        else
+            load[s->ids[i]]++;
+    return none;
+}
+
+void trace_need_choices(const trace *t, const char *what)
+{
+    if (t->has_loads)
+        complain("%s needs the choices of each token, and with --loads the file has counts",
+                 what);
 }
 
 /* Keeps those that the choice names, in order. */
@@ -373,55 +401,13 @@ static void load_folder(trace *out, DIR *folder, const char *path, const trace_c
     free(files), free(seen);
 }
 
-/* ------------------------------------------------------------------------------ .npy ---- */
-
-/* [tokens, k], [steps, tokens, k] or [steps, ranks, tokens, k]. */
-static void load_npy(trace *out, const char *path, const trace_choice *choice)
-{
-    npy a;
-    npy_read(&a, path);
-    if (a.dims < 2 || a.shape[a.dims - 1] < 1 || a.shape[a.dims - 1] > MOST_TOP_K)
-        complain("%s: [tokens, top_k], [steps, tokens, top_k] or [steps, ranks, tokens, top_k] "
-                 "is needed, top_k at most %d",
-                 path, MOST_TOP_K);
-    int64_t experts = choice->num_experts, none = -1;
-    for (int64_t i = 0; i < a.num; i++)
-        if (a.values[i] >= experts) {
-            if (choice->num_experts || a.values[i] >= MOST_EXPERTS)
-                complain("%s: id %" PRId64 ": it is to be below %" PRId64, path, a.values[i],
-                         choice->num_experts ? experts : (int64_t)MOST_EXPERTS);
-            experts = a.values[i] + 1;
-        }
-    snprintf(out->name, sizeof out->name, "npy");
-    const int64_t k = a.shape[a.dims - 1], tokens = a.shape[a.dims - 2];
-    const int64_t ranks = a.dims == 4 ? a.shape[1] : 1;
-    if (ranks > MOST_RANKS)
-        complain("%s: %" PRId64 " ranks: at most %d are possible", path, ranks, MOST_RANKS);
-    out->num_ranks = (int32_t)ranks;
-    out->num_steps = a.dims > 2 ? a.shape[0] : 1;
-    out->steps = grab((size_t)out->num_steps * sizeof *out->steps);
-    for (int64_t i = 0, at = 0; i < out->num_steps; i++) {
-        trace_step *s = &out->steps[i];
-        *s = (trace_step){.place = (uint64_t)i,
-                          .time_ns = i,
-                          .top_k = (uint32_t)k,
-                          .num_experts = experts ? (uint32_t)experts : 1,
-                          .alignment = 1,
-                          .num_tokens = tokens * out->num_ranks};
-        s->tokens_of = grab((size_t)out->num_ranks * sizeof *s->tokens_of);
-        for (int32_t r = 0; r < out->num_ranks; r++) s->tokens_of[r] = tokens;
-        s->ids = grab((size_t)(s->num_tokens * k) * sizeof *s->ids);
-        for (int64_t c = 0; c < s->num_tokens * k; c++, at++)
-            s->ids[c] = (int32_t)(a.values[at] < 0 ? none : a.values[at]);
-    }
-    free(a.values);
-}
-
 void trace_load(trace *out, const char *path, const trace_choice *choice)
 {
     memset(out, 0, sizeof *out);
     if (ends_with(path, ".npy")) {
-        load_npy(out, path, choice);
+        trace_load_npy(out, path, choice);
+    } else if (choice->values) {
+        complain("%s: %s is for .npy files, and this is none", path, choice->values);
     } else {
         DIR *folder = opendir(path);
         if (!folder)

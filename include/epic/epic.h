@@ -65,7 +65,8 @@
  * docs/reference/environment.md; for epic_meet_env: RANK and WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and _SIZE, PMI_,
  * MV2_COMM_WORLD_, MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and FLUX_JOB_SIZE,
  * SLURM_PROCID and SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK, PALS_RANKID,
- * ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT, other SLURM_
+ * ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT (with
+ * TORCHELASTIC_USE_AGENT_STORE=True another port made from it, docs/launchers.md), other SLURM_
  * variables; and EPIC_SECRET.
  *
  * Growing.  Structs are extended at their end, and the calls pass sizeof the struct to symbols

@@ -19,11 +19,12 @@ typedef struct plugin {
 #define NUM_PLUGINS 3
 static const plugin plugins[NUM_PLUGINS] = {
     {"mpi", "libepic_mpi.so", "epic_backend_mpi",
-     "libepic was built without MPI: install one (Debian, Ubuntu: libopenmpi-dev, openmpi-bin) "
-     "and build again",
+     "it is not next to libepic.so; a build has it where it finds an MPI (Debian, Ubuntu: "
+     "libopenmpi-dev, openmpi-bin): build again",
      "install the MPI that it was built for (Debian, Ubuntu: openmpi-bin, or mpich)"},
     {"p2p", "libepic_cuda.so", "epic_backend_p2p",
-     "libepic was built without CUDA: install its toolkit (nvcc) and build again",
+     "it is not next to libepic.so; a build has it where it finds nvcc (CUDA's toolkit): build "
+     "again",
      "install the CUDA runtime that it was built for"},
     {"hosts", "libepic_hosts.so", "epic_backend_hosts",
      "GPUs of several hosts need it: install CUDA's toolkit (nvcc) and UCX (Debian, Ubuntu: "

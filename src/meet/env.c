@@ -171,12 +171,27 @@ static epic_result need_master(const claim *c, const char *name)
                      c->size_name, (long long)c->num_ranks, name);
 }
 
+/* The port that all ranks use for the MASTER_PORT that the environment names.  Under torchrun,
+ * where torch's variable is "True", the agent's own store listens on MASTER_PORT; every rank then
+ * derives the same other port.  It is below 30000, so that the system does not give it to an
+ * outgoing connection.  The factor has no divisor in common with ENV_NUM_PORTS, so that jobs
+ * whose MASTER_PORTs are neighbors get different, distant ports. */
+static int64_t derive_port(int64_t master_port)
+{
+    enum { FACTOR = 7919 };
+    const char *agent = getenv("TORCHELASTIC_USE_AGENT_STORE");
+    if (master_port == 0 || agent == NULL || strcmp(agent, "True") != 0) return master_port;
+    const int64_t port = ENV_FIRST_PORT + master_port * FACTOR % ENV_NUM_PORTS;
+    return port != master_port ? port : port + 1;
+}
+
 /* Who starts ranks by hand sets both; launchers of MPI ranks may mean this host.  Slurm tells
  * enough. */
 static epic_result find_place(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t port = 0;
     TRY(parse("MASTER_PORT", 1, 65535, &port));
+    port = derive_port(port);
     tcp->address = getenv("MASTER_ADDR");
     tcp->port = (uint32_t)port;
     if (c->num_ranks == 1) return EPIC_OK;

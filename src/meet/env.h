@@ -6,6 +6,8 @@
 #include "meet/meet.h"
 
 #define ENV_HOST 256
+#define ENV_FIRST_PORT 10000 /* up to 29999: below the ports that systems hand out */
+#define ENV_NUM_PORTS 20000
 
 /* The host of task 0; "": they are all on this one. */
 epic_result env_slurm_host(char host[ENV_HOST]);

@@ -57,14 +57,18 @@ static void *ask(void *self)
     return NULL;
 }
 
-/* NULL: no memory. */
+/* NULL: no memory.  An IPv6 address may stand in brackets, as in a URL: "[::1]". */
 static query *new_query(const char *name, const char *port)
 {
-    const size_t bytes = strlen(name) + 1;
     pthread_condattr_t attributes;
-    query *q = calloc(1, sizeof *q + bytes);
+    size_t length = strlen(name);
+    if (length > 2 && name[0] == '[' && name[length - 1] == ']' && strchr(name, ':') != NULL) {
+        name++;
+        length -= 2;
+    }
+    query *q = calloc(1, sizeof *q + length + 1);
     if (q == NULL) return NULL;
-    memcpy(q->name, name, bytes);
+    memcpy(q->name, name, length);
     snprintf(q->port, sizeof q->port, "%s", port);
     pthread_mutex_init(&q->mutex, NULL);
     pthread_condattr_init(&attributes);

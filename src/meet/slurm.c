@@ -8,9 +8,6 @@
 #include "base/hash.h"
 #include "meet/env.h"
 
-#define FIRST_PORT 10000 /* up to 29999: below the ports that systems hand out */
-#define NUM_PORTS 20000
-
 static const char *first_set(const char *const *names, int count)
 {
     for (int i = 0; i < count; i++) {
@@ -94,6 +91,6 @@ epic_result env_slurm_port(uint32_t *port)
                                       "of task 0");
     const uint64_t both = hash_join(hash_bytes(job, strlen(job)),
                                     step != NULL ? hash_bytes(step, strlen(step)) : 0);
-    *port = FIRST_PORT + (uint32_t)(both % NUM_PORTS);
+    *port = ENV_FIRST_PORT + (uint32_t)(both % ENV_NUM_PORTS);
     return EPIC_OK;
 }

@@ -13,27 +13,11 @@ build=$(cd "$1" && pwd)
 shift
 export EPIC_LIBRARY_PATH="$build/lib" PYTHONPATH="$PWD/bindings/python" JAX_PLATFORMS=cpu
 pins=tests/jax/requirements.txt
-
-works() { "$1" -c "import sys, venv, ensurepip; assert '%d.%d' % sys.version_info[:2] == '$2'" 2>/dev/null; }
-
-interpreter() { # of a version; prints nothing if there is none
-    for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python python3; do
-        if works "$candidate" "$1"; then
-            echo "$candidate"
-            return
-        fi
-    done
-}
-
-try() { # a command, three times: networks fail
-    "$@" || { sleep 5 && "$@"; } || { sleep 20 && "$@"; }
-}
+. tests/environments.sh
 
 environment() { # python folder
     if cmp -s $pins "$2/pins"; then return; fi
-    "$1" -m venv --clear "$2"
-    try "$2/bin/pip" install --quiet --disable-pip-version-check -r $pins
-    cp $pins "$2/pins"
+    "$1" -m venv --clear "$2" && install_packages "$2" -r $pins && cp $pins "$2/pins"
 }
 
 plugin() { # libepic_mpi.so, where the build has an MPI
@@ -98,19 +82,16 @@ if [ -z "$pythons" ]; then
 fi
 if [ -z "$pythons" ] && [ -n "$(interpreter 3.12)" ]; then pythons=3.12; fi
 
-first=
+first= others=
 for version in $pythons; do
     python=$(interpreter "$version")
     [ -n "$python" ] || { echo "there is no Python $version (with venv)" >&2; exit 1; }
-    environment "$python" "build/venv-py$version"
-    [ -n "$first" ] || first=$version
+    environment "$python" "build/venv-py$version" || continue
+    if [ -z "$first" ]; then first=$version; else others="$others $version"; fi
 done
-[ -n "$first" ] || { echo "left out: no Python of 3.11 to 3.13 (with venv) is here"; exit 0; }
-
-others=
-for version in $pythons; do
-    [ "$version" = "$first" ] || others="$others $version"
-done
+check_missing
+[ -n "$pythons" ] || { echo "left out: no Python of 3.11 to 3.13 (with venv) is here"; exit 0; }
+[ -n "$first" ] || exit 0
 failed=
 
 # The quick run in two halves, as a suite keeps one core busy.
@@ -144,7 +125,7 @@ if [ -n "${EPIC_JAX_QUICK-}" ]; then
     cat "$build/jax-beside.log"
 else
     checks "build/venv-py$first/bin"
-    for version in $pythons; do
+    for version in $first $others; do
         suite "build/venv-py$version/bin" "$@" || failed=1
         examples "build/venv-py$version/bin/python" || failed=1
     done

@@ -14,7 +14,7 @@ read -r version pins <"$build/torch-environments"
 python=$(interpreter "$version")
 [ -n "$python" ] || { echo "left out: there is no Python $version (with venv)"; exit 0; }
 base=$(folder_of "$pins")
-environment "$python" "$base" "$pins" </dev/null || exit 0
+environment "$python" "$base" "$pins" </dev/null || { check_missing; exit 0; }
 
 # An environment on top of that one: torch is not installed twice.
 wanted=tests/torch/adapters.txt
@@ -22,9 +22,7 @@ venv=$build/venv-torch-adapters
 if ! cmp -s $wanted "$venv/pins"; then
     "$python" -m venv --clear "$venv"
     ls -d "$base"/lib/python*/site-packages >"$(ls -d "$venv"/lib/python*/site-packages)/base.pth"
-    try "$venv/bin/pip" install --quiet --disable-pip-version-check -r $wanted \
-        >"$venv/pip.log" 2>&1 ||
-        { echo "left out: pip cannot install $wanted ($(tail -n 1 "$venv/pip.log"))"; exit 0; }
+    install_packages "$venv" -r $wanted || { check_missing; exit 0; }
     cp $wanted "$venv/pins"
 fi
 

@@ -32,3 +32,4 @@ while read -r version pins; do
     fi
 done <"$build/torch-environments"
 [ -z "$failed" ] || exit 1
+check_missing

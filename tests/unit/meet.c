@@ -49,7 +49,10 @@ static void test_gathers(void)
 
 static void test_ipv6(void)
 {
-    const trial t = {"::1", 3, meet_and_gather, NULL, "::1", NULL, NULL, 15000, -1, 40, 2};
+    const trial trials[] = {
+        {"::1", 3, meet_and_gather, NULL, "::1", NULL, NULL, 15000, -1, 40, 2},
+        {"[::1]", 3, meet_and_gather, NULL, "[::1]", NULL, NULL, 15000, -1, 40, 2},
+    };
     struct sockaddr_in6 at = {.sin6_family = AF_INET6, .sin6_addr = IN6ADDR_LOOPBACK_INIT};
     const int s = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
     const bool there = s >= 0 && bind(s, (struct sockaddr *)&at, sizeof at) == 0;
@@ -58,8 +61,11 @@ static void test_ipv6(void)
         printf("no IPv6 here: \"::1\" is not tested\n");
         return;
     }
-    run(&t);
-    for (int r = 0; r < t.num_ranks; r++) expect(&t, r, EPIC_OK, NULL, NULL);
+    for (int i = 0; i < 2; i++) {
+        run(&trials[i]);
+        for (int r = 0; r < trials[i].num_ranks; r++)
+            expect(&trials[i], r, EPIC_OK, NULL, NULL);
+    }
 }
 
 /* An address of this host that is not loopback, if it has one. */

@@ -77,6 +77,23 @@ static const row rows[] = {
     {"JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=2", EPIC_EINVAL, {"MASTER_PORT is not set"}},
     {"FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1", EPIC_OK, {0}},
 
+    /* torchrun, whose store may listen on MASTER_PORT itself */
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "
+     "TORCHELASTIC_USE_AGENT_STORE=True EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"127.0.0.1, port 17919 within"}},
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=15000 "
+     "TORCHELASTIC_USE_AGENT_STORE=True EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"127.0.0.1, port 15001 within"}},
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "
+     "TORCHELASTIC_USE_AGENT_STORE=False EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"127.0.0.1, port 1 within"}},
+    {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 TORCHELASTIC_USE_AGENT_STORE=True",
+     EPIC_EINVAL,
+     {"MASTER_PORT is not set"}},
+
     /* one of several, of how many nobody says */
     {"PMIX_RANK=1", EPIC_EINVAL, {"PMIX_RANK is 1", "RANK and WORLD_SIZE", "epic_meet_mpi"}},
     {"PMIX_RANK=0", EPIC_EINVAL, {"PMIX_RANK is 0", "RANK=0 WORLD_SIZE=1"}},
@@ -188,10 +205,13 @@ static int check(const row *r)
     return !good;
 }
 
-/* Three processes that only have their environment; the formats take rank and port. */
+/* Three processes that only have their environment; the formats take rank and port.  Where torchrun's
+ * store is to listen on that port, it does. */
 static const char *const launched[] = {
     "RANK=%d WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d EPIC_SECRET=hush "
     "EPIC_TIMEOUT_MS=5000",
+    "RANK=%d WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d EPIC_TIMEOUT_MS=5000 "
+    "TORCHELASTIC_USE_AGENT_STORE=True",
     "PMI_RANK=%d PMI_SIZE=3 MASTER_PORT=%d EPIC_TIMEOUT_MS=5000",
     "SLURM_PROCID=%d SLURM_NTASKS=3 SLURM_STEPID=0 SLURM_STEP_NODELIST=127.0.0.[1,3] "
     "SLURM_STEP_RESV_PORTS=%d-65535 EPIC_TIMEOUT_MS=5000",
@@ -230,6 +250,7 @@ static int check_processes(const char *format)
     bind(holder, (struct sockaddr *)&at, sizeof at);
     getsockname(holder, (struct sockaddr *)&at, &bytes);
     setsockopt(holder, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    if (strstr(format, "AGENT_STORE=True") != NULL && listen(holder, 1) != 0) return 1;
     fflush(stdout);
     for (int r = 0; r < 3; r++)
         if (fork() == 0) exit(join(format, r, ntohs(at.sin_port)));

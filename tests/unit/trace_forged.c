@@ -228,7 +228,9 @@ static void arrays(void)
     an_array("'<i4'", "(1, 1, 1, 1, 12)", "more than 4 dimensions");
     an_array("'<i4'", "12", "its shape is not a tuple");
     an_array("'|u1'", "(1, 70000, 1, 1)", "it ends after 48 of 70000 values");
-    an_array("'<u8'", "(3, 2)", "id 9223372036854775807: it is to be below 65536");
+    an_array("'<u8'", "(3, 2)", "row 0 has the value 9223372036854775807 twice");
+    refused("show d.npy --ids", "id 9223372036854775807: it is to be below 65536");
+    refused("show d.npy --loads", "expert 0 has load 9223372036854775807: must be 0 to");
     write_npy("{'descr': '<i4', 'fortran_order': True, 'shape': (6, 2), }", 118);
     refused("show d.npy", "columns first");
     char text[4097]; /* a value that is missing where the header ends */

@@ -39,17 +39,19 @@ static void write_npy(void)
     fclose(out);
 }
 
-/* Busy experts first; some choices of none. */
+/* Busy experts first; some choices of none.  A token chooses an expert once. */
 static void draw_ids(void)
 {
     run_random random = {3};
     for (int i = 0; i < STEPS * TOKENS * TOP_K; i++) {
         const int64_t a = run_below(&random, EXPERTS + 1), b = run_below(&random, EXPERTS + 1);
-        (&ids[0][0][0])[i] =
-            (int32_t)(a < b ? a : b) - (run_chance(&random, 5) ? EXPERTS + 1 : 0);
-        if ((&ids[0][0][0])[i] < 0 || (&ids[0][0][0])[i] == EXPERTS) (&ids[0][0][0])[i] = -1;
+        int32_t *id = &(&ids[0][0][0])[i];
+        *id = (int32_t)(a < b ? a : b) - (run_chance(&random, 5) ? EXPERTS + 1 : 0);
+        if (i == 0) *id = EXPERTS - 1;
+        if (*id < 0 || *id == EXPERTS) *id = -1;
+        for (int k = 1; k <= i % TOP_K; k++)
+            if (id[-k] == *id) *id = -1;
     }
-    ids[0][0][0] = EXPERTS - 1;
 }
 
 static long long num_choices(void)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# Virtual environments for the tests of the Python packages: jax/run.sh and torch/environments.sh read
+# this.
+# shellcheck shell=sh
+missing= # packages that pip could not install
+
+works() { "$1" -c "import sys, venv, ensurepip; assert '%d.%d' % sys.version_info[:2] == '$2'" 2>/dev/null; }
+
+interpreter() { # of a version; prints nothing if there is none
+    for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python python3; do
+        if works "$candidate" "$1"; then
+            echo "$candidate"
+            return
+        fi
+    done
+}
+
+# Installs packages into a virtual environment, in EPIC_PIP_TRIES tries, as networks fail.  Where that
+# fails, as without a package index, it says what is left out and returns 1.
+# usage: install_packages ENVIRONMENT PIP-ARGUMENT...
+install_packages() {
+    environment=$1
+    shift
+    for try in $(seq "${EPIC_PIP_TRIES:-3}"); do
+        [ "$try" = 1 ] || sleep 10
+        PIP_RETRIES=${PIP_RETRIES:-2} "$environment/bin/pip" install --quiet \
+            --disable-pip-version-check "$@" >"$environment/pip.log" 2>&1 && return 0
+    done
+    missing="$missing $*"
+    echo "left out: pip cannot install $* ($(tail -n 1 "$environment/pip.log"))"
+    return 1
+}
+
+# A user's machine may have no package index.  Where CI is set, that is an error.
+check_missing() {
+    [ -z "${CI-}" ] || [ -z "$missing" ] || {
+        echo "CI is set, so what pip cannot install is an error:$missing"
+        exit 1
+    }
+}
