@@ -58,7 +58,8 @@
  * rule, the way out.  The library never prints, exits, aborts or traps.
  *
  * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields
- * of epic_config); EPIC_TRACE (a folder for traces of host contexts, docs/traces.md; CUDA
+ * of epic_config); EPIC_CHECK_WEIGHTS (1: a layer on a host context compares the weights that
+ * all ranks have, on every call: slow, for finding mistakes); EPIC_TRACE (a folder for traces of host contexts, docs/traces.md; CUDA
  * contexts refuse it); EPIC_HOST (a name for this host, %r in it stands for the rank: ranks of
  * different names count as on different hosts), EPIC_WIRE, EPIC_WIRE_PUT, EPIC_WIRE_RELAY,
  * EPIC_WIRE_MEMORY, EPIC_WIRE_AHEAD and EPIC_WIRE_THREADS (backend hosts, docs/hosts.md); for
@@ -403,10 +404,12 @@ typedef struct epic_plan_args {
     uint32_t flags;                   /* 0 */
     int32_t *expert_rows;             /* out [num_local_experts]: padded counts */
     int32_t *expert_tokens;           /* out [num_local_experts]: true counts kept */
-    int32_t *load;         /* out [num_experts]: choices over the group, before any is
+    int32_t *load;              /* out [num_experts]: choices over the group, before any is
                                       dropped */
-    int32_t *logical_load; /* out [num_logical]: the same of logical experts */
-    int32_t *demand;       /* out [1]: slots that would have been needed here */
+    int32_t *logical_load;      /* out [num_logical]: the same of logical experts */
+    int32_t *demand;            /* out [1]: slots that would have been needed here */
+    const struct epic_moe *moe; /* the layer that the plan is made for, whose options are
+                                   compared between the ranks (epic_moe); NULL: they are not */
 } epic_plan_args;
 
 /* Makes the plan.  An id >= num_experts (with replicas: num_logical) is a class (b) error that
@@ -981,7 +984,12 @@ static inline epic_result epic_experts_backward(epic_context *ctx,
                                                 const epic_experts_backward_args *args);
 
 /* A Mixture-of-Experts layer: router, plan, dispatch, experts, combine.  hidden is the
- * experts'; E is the router's num_experts + zero_experts. */
+ * experts'; E is the router's num_experts + zero_experts.
+ *
+ * All options must be equal on all ranks, except num_local_experts, gemm, capacity and
+ * EPIC_RECOMPUTE, and all ranks must have the same weights of those that may be NULL.  The first
+ * call of every pass compares them: a difference is EPIC_EMISMATCH, and names the option and both
+ * values (CUDA contexts compare a hash: they name the ranks). */
 typedef struct epic_moe {
     const epic_layer *layer; /* num_experts (with replicas: num_logical) and top_k as the
                                    router's; EPIC_EXPERT_MAJOR */
