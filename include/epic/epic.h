@@ -57,17 +57,7 @@
  * Every wait has a deadline.  epic_error says what went wrong: which argument, its value, the
  * rule, the way out.  The library never prints, exits, aborts or traps.
  *
- * Environment, read once, at open: EPIC_BACKEND, EPIC_TIMEOUT_MS (defaults for the two fields
- * of epic_config); EPIC_TRACE (a folder for traces of host contexts, docs/guide/traces.md; CUDA
- * contexts refuse it); EPIC_HOST (a name for this host, %r in it stands for the rank: ranks of
- * different names count as on different hosts), EPIC_WIRE, EPIC_WIRE_PUT, EPIC_WIRE_RELAY,
- * EPIC_WIRE_MEMORY, EPIC_WIRE_AHEAD and EPIC_WIRE_THREADS (backend hosts); all of them are in
- * docs/reference/environment.md; for epic_meet_env: RANK and WORLD_SIZE, or a launcher's (OMPI_COMM_WORLD_RANK and _SIZE, PMI_,
- * MV2_COMM_WORLD_, MVP_COMM_WORLD_, JSM_NAMESPACE_, FLUX_TASK_RANK and FLUX_JOB_SIZE,
- * SLURM_PROCID and SLURM_STEP_NUM_TASKS or SLURM_NTASKS), beside which PMIX_RANK, PALS_RANKID,
- * ALPS_APP_PE and JOB_COMPLETION_INDEX are looked at; MASTER_ADDR, MASTER_PORT (with
- * TORCHELASTIC_USE_AGENT_STORE=True another port made from it, docs/launchers.md), other SLURM_
- * variables; and EPIC_SECRET.
+ * Environment variables are read once, at open: docs/reference/environment.md lists them.
  *
  * Growing.  Structs are extended at their end, and the calls pass sizeof the struct to symbols
  * that are versioned (the last section): a program built with an older header runs with a newer
@@ -404,10 +394,12 @@ typedef struct epic_plan_args {
     uint32_t flags;                   /* 0 */
     int32_t *expert_rows;             /* out [num_local_experts]: padded counts */
     int32_t *expert_tokens;           /* out [num_local_experts]: true counts kept */
-    int32_t *load;         /* out [num_experts]: choices over the group, before any is
+    int32_t *load;              /* out [num_experts]: choices over the group, before any is
                                       dropped */
-    int32_t *logical_load; /* out [num_logical]: the same of logical experts */
-    int32_t *demand;       /* out [1]: slots that would have been needed here */
+    int32_t *logical_load;      /* out [num_logical]: the same of logical experts */
+    int32_t *demand;            /* out [1]: slots that would have been needed here */
+    const struct epic_moe *moe; /* the layer that the plan is made for, whose options are
+                                   compared between the ranks (epic_moe); NULL: they are not */
 } epic_plan_args;
 
 /* Makes the plan.  An id >= num_experts (with replicas: num_logical) is a class (b) error that
@@ -982,7 +974,12 @@ static inline epic_result epic_experts_backward(epic_context *ctx,
                                                 const epic_experts_backward_args *args);
 
 /* A Mixture-of-Experts layer: router, plan, dispatch, experts, combine.  hidden is the
- * experts'; E is the router's num_experts + zero_experts. */
+ * experts'; E is the router's num_experts + zero_experts.
+ *
+ * All options must be equal on all ranks, except num_local_experts, gemm, capacity and
+ * EPIC_RECOMPUTE, and all ranks must have the same weights of those that may be NULL.  The first
+ * call of every pass compares them: a difference is EPIC_EMISMATCH, and names the option and both
+ * values (CUDA contexts compare a hash: they name the ranks). */
 typedef struct epic_moe {
     const epic_layer *layer; /* num_experts (with replicas: num_logical) and top_k as the
                                    router's; EPIC_EXPERT_MAJOR */

@@ -8,8 +8,8 @@ file(GLOB epic_cuda_alone CONFIGURE_DEPENDS ${here}/router_*.cu ${here}/grouped_
 file(GLOB epic_cuda_ranks CONFIGURE_DEPENDS ${here}/*.cu)
 list(REMOVE_ITEM epic_cuda_ranks ${epic_cuda_alone})
 file(GLOB p2p CONFIGURE_DEPENDS ${src}/backend/p2p/*.c)
-set(epic_p2p_host ${p2p} ${src}/base/error.c ${src}/base/process.c)
+set(epic_p2p_host ${p2p} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c)
 file(GLOB hosts CONFIGURE_DEPENDS ${src}/backend/hosts/*.c ${src}/wire/*.c)
-set(epic_hosts_host ${p2p} ${hosts} ${src}/base/error.c ${src}/base/process.c
+set(epic_hosts_host ${p2p} ${hosts} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c
     ${src}/base/library.c ${src}/meet/meet.c)
 list(FILTER epic_hosts_host EXCLUDE REGEX "/p2p/(join|watch)\\.c$") # peers on one host

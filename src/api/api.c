@@ -31,13 +31,16 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
 }
 
 static epic_result plan(epic_context *ctx, const epic_plan_args *args, size_t size,
-                        const data_fault *fault)
+                        const note_extra *extra)
 {
     epic_plan_args a;
     epic_layer layer;
+    layer_options options;
     TRY(check_context(ctx));
     TRY(read_plan_args(ctx, &a, &layer, args, size));
-    return ctx->steps->plan(ctx, &a, fault);
+    TRY(options_read(&options, a.moe));
+    const note_extra own = {.options = &options};
+    return ctx->steps->plan(ctx, &a, extra ? extra : &own);
 }
 
 epic_result epic_plan_v1(epic_context *ctx, const epic_plan_args *args, size_t size)
@@ -45,9 +48,9 @@ epic_result epic_plan_v1(epic_context *ctx, const epic_plan_args *args, size_t s
     return plan(ctx, args, size, NULL);
 }
 
-epic_result api_plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault)
+epic_result api_plan(epic_context *ctx, const epic_plan_args *args, const note_extra *extra)
 {
-    return plan(ctx, args, sizeof *args, fault);
+    return plan(ctx, args, sizeof *args, extra);
 }
 
 /* Quantized rows are as many bytes as elements. */
@@ -63,14 +66,26 @@ static void widen_dispatch(epic_dispatch_args *a)
     widen(&a->recv_scales, &a->scales);
 }
 
-epic_result epic_dispatch_v1(epic_context *ctx, const epic_dispatch_args *args, size_t size)
+static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, size_t size,
+                            const note_extra *extra)
 {
     epic_dispatch_args a;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     widen_dispatch(&a);
     TRY(check_dispatch_args(ctx, &a));
-    return ctx->steps->dispatch(ctx, &a);
+    return ctx->steps->dispatch(ctx, &a, extra);
+}
+
+epic_result epic_dispatch_v1(epic_context *ctx, const epic_dispatch_args *args, size_t size)
+{
+    return dispatch(ctx, args, size, NULL);
+}
+
+epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,
+                         const note_extra *extra)
+{
+    return dispatch(ctx, args, sizeof *args, extra);
 }
 
 /* What dispatch would refuse once the plan is there is refused before the plan is made. */
@@ -95,11 +110,12 @@ static epic_result check_together(const epic_plan_args *p, const epic_layer *lay
 
 static epic_result plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                  size_t plan_size, const epic_dispatch_args *dispatch,
-                                 size_t dispatch_size, const data_fault *fault)
+                                 size_t dispatch_size, const note_extra *extra)
 {
     epic_plan_args p;
     epic_dispatch_args d;
     epic_layer layer;
+    layer_options options;
     TRY(check_context(ctx));
     TRY(read_plan_args(ctx, &p, &layer, plan, plan_size));
     TRY(READ_SIZED(&d, dispatch, dispatch_size, "dispatch"));
@@ -109,7 +125,9 @@ static epic_result plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
     widen_dispatch(&d);
     TRY(check_dispatch_args(ctx, &d));
     TRY(check_together(&p, &layer, &d));
-    return ctx->steps->plan_dispatch(ctx, &p, &d, fault);
+    TRY(options_read(&options, p.moe));
+    const note_extra own = {.options = &options};
+    return ctx->steps->plan_dispatch(ctx, &p, &d, extra ? extra : &own);
 }
 
 epic_result epic_plan_dispatch_v1(epic_context *ctx, const epic_plan_args *plan,
@@ -120,9 +138,9 @@ epic_result epic_plan_dispatch_v1(epic_context *ctx, const epic_plan_args *plan,
 }
 
 epic_result api_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
-                              const epic_dispatch_args *dispatch, const data_fault *fault)
+                              const epic_dispatch_args *dispatch, const note_extra *extra)
 {
-    return plan_dispatch(ctx, plan, sizeof *plan, dispatch, sizeof *dispatch, fault);
+    return plan_dispatch(ctx, plan, sizeof *plan, dispatch, sizeof *dispatch, extra);
 }
 
 epic_result epic_combine_v1(epic_context *ctx, const epic_combine_args *args, size_t size)
@@ -157,14 +175,14 @@ static void widen_combine_backward(epic_combine_backward_args *a)
 }
 
 static epic_result combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
-                                    size_t size, const data_fault *fault)
+                                    size_t size, const note_extra *extra)
 {
     epic_combine_backward_args a;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     widen_combine_backward(&a);
     TRY(check_combine_backward_args(ctx, &a));
-    return ctx->steps->combine_backward(ctx, &a, fault);
+    return ctx->steps->combine_backward(ctx, &a, extra);
 }
 
 epic_result epic_combine_backward_v1(epic_context *ctx, const epic_combine_backward_args *args,
@@ -174,9 +192,9 @@ epic_result epic_combine_backward_v1(epic_context *ctx, const epic_combine_backw
 }
 
 epic_result api_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
-                                 const data_fault *fault)
+                                 const note_extra *extra)
 {
-    return combine_backward(ctx, args, sizeof *args, fault);
+    return combine_backward(ctx, args, sizeof *args, extra);
 }
 
 epic_result epic_sum_v1(epic_context *ctx, const epic_sum_args *args, size_t size)

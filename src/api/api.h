@@ -6,12 +6,15 @@
 #include "context/context.h"
 #include "exchange/note.h"
 
-/* As the public calls, on host contexts, but with a fault (NULL: none) every rank gets it as its
- * class (b) error: outputs are zeros, the group stays usable. */
-epic_result api_plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault);
+/* The public calls, with what the caller inside adds to the note of the operation: with a fault
+ * (host contexts) every rank gets it as its class (b) error, outputs are zeros and the group stays
+ * usable; the options of a layer are compared between the ranks. */
+epic_result api_plan(epic_context *ctx, const epic_plan_args *args, const note_extra *extra);
+epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,
+                         const note_extra *extra);
 epic_result api_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
-                              const epic_dispatch_args *dispatch, const data_fault *fault);
+                              const epic_dispatch_args *dispatch, const note_extra *extra);
 epic_result api_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
-                                 const data_fault *fault);
+                                 const note_extra *extra);
 
 #endif

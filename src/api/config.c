@@ -41,6 +41,12 @@ const char *config_trace(void)
     return folder && *folder ? folder : NULL;
 }
 
+bool config_checks_weights(void)
+{
+    const char *text = getenv("EPIC_CHECK_WEIGHTS");
+    return text && *text && strcmp(text, "0") != 0;
+}
+
 epic_result config_read(epic_config *out, const epic_config *config, size_t size)
 {
     TRY(READ_SIZED(out, config, size, "config"));

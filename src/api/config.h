@@ -15,6 +15,9 @@ epic_result config_read_sizes(epic_config *out, const epic_config *config, size_
 /* EPIC_TRACE: the folder for traces; NULL: none. */
 const char *config_trace(void);
 
+/* EPIC_CHECK_WEIGHTS: are the weights that all ranks have compared? */
+bool config_checks_weights(void);
+
 /* The name that stands for: "gpu" is one of two, by the hosts that the ranks are on.  NULL stays NULL. */
 const char *backend_meant(const char *name, int num_hosts);
 

@@ -176,13 +176,10 @@ static epic_result compare(const hello *a, const hello *b, int rank)
     return EPIC_OK;
 }
 
-/* False: it does not end.  It may end on somebody's terminal, so control characters go. */
-static bool clean(char *text, size_t size)
+/* Is there an end of the text within `size` bytes? */
+static bool has_end(const char *text, size_t size)
 {
-    if (!memchr(text, 0, size)) return false;
-    for (char *at = text; *at; at++)
-        if ((unsigned char)*at < ' ' || *at == 127) *at = '?';
-    return true;
+    return memchr(text, 0, size) != NULL;
 }
 
 /* A record of another version is compare's business. */
@@ -191,12 +188,12 @@ static bool is_ours(const hello *h)
     return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
 }
 
-static epic_result check(hello *h, int rank)
+static epic_result check(const hello *h, int rank)
 {
     const char *what = h->refused < EPIC_OK || h->refused > EPIC_ECLOSED ? "result"
-                       : !clean(h->backend, sizeof h->backend)           ? "backend"
-                       : !clean(h->name, sizeof h->name)                 ? "name"
-                       : !clean(h->sentence, sizeof h->sentence)         ? "sentence"
+                       : !has_end(h->backend, sizeof h->backend)         ? "backend"
+                       : !has_end(h->name, sizeof h->name)               ? "name"
+                       : !has_end(h->sentence, sizeof h->sentence)       ? "sentence"
                                                                          : NULL;
     if (!what) return EPIC_OK;
     return epic_fail(EPIC_EPEER,

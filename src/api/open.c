@@ -181,6 +181,7 @@ static epic_result prepare(epic_context *ctx)
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
     ctx->config.backend = ctx->backend_name;
     ctx->steps = ctx->backend->steps ? &device_steps : &host_steps;
+    ctx->checks_weights = config_checks_weights();
     if (ctx->backend->say) ctx->backend->say(ctx->group, ctx->wire, sizeof ctx->wire);
     recorder_open(&ctx->recorder, ctx->name, ctx->group_id, ctx->rank, ctx->num_ranks,
                   ctx->backend_name, ctx->wire);

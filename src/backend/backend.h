@@ -64,6 +64,8 @@ typedef struct epic_note {
     int64_t own[12];  /* this rank's */
     unsigned char bytes[NOTE_BYTES]; /* this rank's data, where so little is all of it: then no
                                         row has to flow */
+    uint32_t options[60]; /* of the layer that the operation is a part of, exchange/options.h;
+                             read only where the hashes in `same` differ */
 } epic_note;
 
 typedef struct epic_flow {

@@ -4,8 +4,11 @@
 
 #include <errno.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
+
+#include "base/text.h"
 
 static _Thread_local char sentence[512];
 
@@ -16,21 +19,31 @@ epic_result epic_fail(epic_result result, const char *format, ...)
     va_start(list, format);
     vsnprintf(whole, sizeof whole, format, list);
     va_end(list);
+    text_clean(whole); /* values of the environment, and what peers have sent, are in it */
     epic_fit(sentence, sizeof sentence, whole);
     return result;
+}
+
+/* Does the byte at `at` continue a character of UTF-8? */
+static bool is_inside_char(const char *at)
+{
+    return ((unsigned char)*at & 0xc0) == 0x80;
 }
 
 void epic_fit(char *out, size_t size, const char *whole)
 {
     static const char gap[] = " ... ";
-    const size_t length = strlen(whole), room = size - sizeof gap, tail = room * 3 / 5;
+    const size_t length = strlen(whole), room = size - sizeof gap;
     if (length < size) {
         memcpy(out, whole, length + 1);
         return;
     }
-    memcpy(out, whole, room - tail);
-    memcpy(out + room - tail, gap, sizeof gap - 1);
-    memcpy(out + size - 1 - tail, whole + length - tail, tail + 1);
+    size_t tail = room * 3 / 5, head = room - tail;
+    while (head > 0 && is_inside_char(whole + head)) head--;
+    while (tail > 0 && is_inside_char(whole + length - tail)) tail--;
+    memcpy(out, whole, head);
+    memcpy(out + head, gap, sizeof gap - 1);
+    memcpy(out + head + sizeof gap - 1, whole + length - tail, tail + 1);
 }
 
 const char *epic_way_out(int error)

@@ -6,7 +6,7 @@
 #include "epic/epic.h"
 
 /* Leaves the sentence for epic_error of this thread and returns `result`.  One that is longer than
- * 511 bytes loses its middle. */
+ * 511 bytes loses its middle.  Controls and bytes that are no UTF-8 become '?' (base/text.h). */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
@@ -17,7 +17,8 @@ epic_fail(epic_result result, const char *format, ...);
 const char *epic_sentence(void);
 
 /* Copies a sentence to a place of `size` bytes.  Where it does not fit it loses its middle: what
- * is wrong stands at the beginning, the way out at the end, and a caller's long word between. */
+ * is wrong stands at the beginning, the way out at the end, and a caller's long word between.  No
+ * character of UTF-8 is cut. */
 void epic_fit(char *out, size_t size, const char *sentence);
 
 /* The way out of an error of the system, to end a sentence with; "" if there is none to name. */

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/process.h"
 #include "base/sized.h"
+#include "base/text.h"
 
 uint64_t now_ns(void)
 {
@@ -34,6 +35,7 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
     pthread_mutex_lock(&ctx->mutex);
     if (!atomic_load_explicit(&ctx->broken, memory_order_relaxed)) {
         ctx->failure = *failure;
+        text_clean(ctx->failure.sentence);
         atomic_store_explicit(&ctx->broken, true, memory_order_release);
     }
     pthread_mutex_unlock(&ctx->mutex);
@@ -44,8 +46,12 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
 {
     const epic_backend *backend = ctx->backend;
-    if (backend->transport) return backend->transport->failure(ctx->group, failure);
-    return backend->steps->check && backend->steps->check(ctx->group, failure) != EPIC_OK;
+    const bool found =
+        backend->transport
+            ? backend->transport->failure(ctx->group, failure)
+            : backend->steps->check && backend->steps->check(ctx->group, failure) != EPIC_OK;
+    text_clean(failure->sentence); /* a peer wrote it, or an abort of its caller */
+    return found;
 }
 
 static epic_result check_ours(const epic_context *ctx)
@@ -104,13 +110,15 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
         if (ctx->backend->steps->abort) ctx->backend->steps->abort(ctx->group, tag, why);
         return;
     }
+    char part[401]; /* room for what stands before it */
     epic_failure_info failure = {.result = EPIC_EPEER,
                                  .tag = tag,
                                  .rank = ctx->rank,
                                  .num_culprits = 1,
                                  .culprits = {ctx->rank}};
-    snprintf(failure.sentence, sizeof failure.sentence, "rank %d aborted tag %llu: %.400s",
-             ctx->rank, (unsigned long long)tag, why ? why : "it did not say why");
+    epic_fit(part, sizeof part, why ? why : "it did not say why");
+    snprintf(failure.sentence, sizeof failure.sentence, "rank %d aborted tag %llu: %s",
+             ctx->rank, (unsigned long long)tag, part);
     ctx->backend->transport->break_group(ctx->group, &failure);
     context_check(ctx);
 }

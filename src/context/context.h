@@ -12,22 +12,23 @@
 #include "base/tags.h"
 
 struct exchange;   /* exchange/exchange.h */
-struct data_fault; /* exchange/note.h */
+struct note_extra; /* exchange/note.h */
 
 /* The step calls of a context, arguments checked: one table for host contexts (steps/steps.h), one
  * for those of device backends (api/device.c), which refuses what its backend does not have. */
 typedef struct context_steps {
     epic_result (*plan)(epic_context *ctx, const epic_plan_args *args,
-                        const struct data_fault *fault);
-    epic_result (*dispatch)(epic_context *ctx, const epic_dispatch_args *args);
+                        const struct note_extra *extra);
+    epic_result (*dispatch)(epic_context *ctx, const epic_dispatch_args *args,
+                            const struct note_extra *extra);
     epic_result (*plan_dispatch)(epic_context *ctx, const epic_plan_args *plan,
                                  const epic_dispatch_args *dispatch,
-                                 const struct data_fault *fault);
+                                 const struct note_extra *extra);
     epic_result (*combine)(epic_context *ctx, const epic_combine_args *args);
     epic_result (*dispatch_backward)(epic_context *ctx,
                                      const epic_dispatch_backward_args *args);
     epic_result (*combine_backward)(epic_context *ctx, const epic_combine_backward_args *args,
-                                    const struct data_fault *fault);
+                                    const struct note_extra *extra);
     epic_result (*sum)(epic_context *ctx, const epic_sum_args *args);
     epic_result (*sum_replicas)(epic_context *ctx, const epic_sum_replicas_args *args);
 } context_steps;
@@ -42,6 +43,7 @@ struct epic_context {
     epic_config config; /* defaults filled in; its strings are the two below */
     char name[64];
     char backend_name[16];
+    bool checks_weights;      /* EPIC_CHECK_WEIGHTS; host contexts */
     char wire[RECORDER_WIRE]; /* what rows take to other hosts; "": the backend says nothing */
 
     tag_table tags;

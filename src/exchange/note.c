@@ -35,6 +35,8 @@ static const char *const same_names[NUM_SAME] = {
     [SAME_REPLICAS] = "checksum of logical_of_expert",
     [SAME_COUNT] = "count",
     [SAME_LAYER_FLAGS] = "layer.flags",
+    [SAME_OPTIONS] = "hash of the layer's options",
+    [SAME_LAYER_WEIGHTS] = "hash of the layer's weights",
 };
 
 const char *operation_name(uint32_t operation)
@@ -124,12 +126,25 @@ bool note_matches(const epic_note *a, int rank_a, const epic_note *b, int rank_b
     for (int i = 0; i < NUM_SAME; i++) {
         char text_a[32], text_b[32];
         if (a->same[i] == b->same[i]) continue;
+        if (i == SAME_OPTIONS || i == SAME_LAYER_WEIGHTS) {
+            if (!a->same[i] || !b->same[i]) continue; /* one of them does not know */
+            options_tell(a, rank_a, b, rank_b, sentence, size);
+            return false;
+        }
         snprintf(sentence, size, "rank %d brought %s %s, rank %d brought %s; %s", rank_a,
                  same_names[i], value_text(i, a->same[i], text_a), rank_b,
                  value_text(i, b->same[i], text_b), way_out(i));
         return false;
     }
     return true;
+}
+
+void note_options(epic_note *note, const layer_options *options)
+{
+    if (!options) return;
+    note->same[SAME_OPTIONS] = (int64_t)options->hash;
+    note->same[SAME_LAYER_WEIGHTS] = (int64_t)options->weights_hash;
+    memcpy(note->options, options->words, sizeof note->options);
 }
 
 void note_fault(epic_note *note, const data_fault *fault)

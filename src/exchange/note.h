@@ -5,6 +5,7 @@
 #define EPIC_NOTE_H
 
 #include "backend/backend.h"
+#include "exchange/options.h"
 
 enum { /* epic_note.same */
        SAME_OPERATION,
@@ -29,6 +30,8 @@ enum { /* epic_note.same */
        SAME_REPLICAS,
        SAME_COUNT,
        SAME_LAYER_FLAGS,
+       SAME_OPTIONS,       /* layer_options.hash; 0: not compared, as the next */
+       SAME_LAYER_WEIGHTS, /* layer_options.weights_hash */
        NUM_SAME
 };
 
@@ -66,8 +69,17 @@ typedef struct data_fault {
     int64_t about[4];
 } data_fault;
 
+/* What a caller inside the core adds to the note of an operation. */
+typedef struct note_extra {
+    const data_fault *fault;      /* NULL: none */
+    const layer_options *options; /* NULL: not known */
+} note_extra;
+
 /* Puts a fault into a note; NULL is allowed. */
 void note_fault(epic_note *note, const data_fault *fault);
+
+/* Puts the options of a layer into a note; NULL is allowed. */
+void note_options(epic_note *note, const layer_options *options);
 
 const char *operation_name(uint32_t operation);
 

@@ -57,7 +57,8 @@ typedef struct door {
 
     int64_t full_until; /* 0: there are descriptors */
     int num_refused;
-    char refusal[160]; /* the last */
+    char refusal[160];      /* the last */
+    int32_t rank_of_second; /* that a second process came as, the last one; 0: there was none */
 } door;
 
 int64_t epic_tcp_earlier(int64_t end, uint32_t left_ms)
@@ -121,19 +122,33 @@ static void fail_meeting(door *d, epic_result result, int num_to_tell)
     }
 }
 
+/* Adds what rank 0 has seen of connections that did not join.  A rank whose process has the number
+ * of another is the likeliest reason for one that is missing, so strangers do not hide it. */
+static void describe_refused(const door *d, char *note, size_t size)
+{
+    int used = 0;
+    note[0] = '\0';
+    if (d->rank_of_second != 0)
+        used = snprintf(note, size,
+                        "; another process came as rank %d, which was there already: does each "
+                        "process have a rank of its own",
+                        d->rank_of_second);
+    if (d->num_refused > 0)
+        snprintf(note + used, size - (size_t)used, "; connections refused: %d, the last: %s",
+                 d->num_refused, d->refusal);
+}
+
 static void fail_late(door *d)
 {
     char names[200];
-    char note[sizeof d->refusal + 64] = "";
+    char note[sizeof d->refusal + 192];
     const char *where =
         d->tcp->secret == NULL ? " (without a secret it listens on loopback alone)" : "";
     bool *missing = calloc((size_t)d->tcp->num_ranks, sizeof *missing);
     if (missing != NULL)
         for (int32_t r = 1; r < d->tcp->num_ranks; r++) missing[r] = d->links[r].socket < 0;
     if (missing != NULL) epic_meet_names(names, sizeof names, missing, d->tcp->num_ranks);
-    if (d->num_refused > 0)
-        snprintf(note, sizeof note, "; connections refused: %d, the last: %s", d->num_refused,
-                 d->refusal);
+    describe_refused(d, note, sizeof note);
     fail_meeting(d,
                  epic_fail(EPIC_ETIMEOUT,
                            "%s did not come to rank 0 at %.64s, port %u within "
@@ -201,6 +216,7 @@ static void admit(door *d, guest *g)
         snprintf(sentence, sizeof sentence,
                  "rank %d is already in the meeting: each rank comes once", rank);
         refuse(d, g, sentence);
+        d->rank_of_second = rank;
     } else {
         let_in(d, g);
     }

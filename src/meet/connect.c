@@ -115,12 +115,13 @@ static epic_result send_proof(visit *v, epic_link *link, const epic_hello *their
 /* A frame that does not prove the secret.  The sentence of a refusal is for the user to judge. */
 static epic_result retry_unproved(visit *v, int s, const epic_frame *frame, int64_t limit)
 {
-    char sentence[WIRE_SENTENCE + 1] = "", why[sizeof v->why];
+    char sentence[WIRE_SENTENCE + 1] = "", part[200], why[sizeof v->why];
     if (frame->result != EPIC_OK) epic_link_hear(s, frame, sentence, limit);
     if (sentence[0] == '\0')
         return retry(v, "what listens there did not prove the secret (tcp.secret or "
                         "EPIC_SECRET): it is not rank 0, or has another secret");
-    snprintf(why, sizeof why, "what listens there refused: %.220s", sentence);
+    epic_fit(part, sizeof part, sentence);
+    snprintf(why, sizeof why, "what listens there refused: %s", part);
     return retry(v, why);
 }
 

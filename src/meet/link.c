@@ -5,6 +5,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/text.h"
+
 #define SIDE_BYTES 16
 
 bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
@@ -106,13 +108,6 @@ void epic_link_tell(epic_link *link, epic_result result, const char *sentence, i
     (void)epic_link_send_all(link, &letter, end);
 }
 
-/* It may end on somebody's terminal. */
-static void clean(char *sentence)
-{
-    for (char *at = sentence; *at != '\0'; at++)
-        if ((unsigned char)*at < ' ' || *at == 127) *at = '?';
-}
-
 void epic_link_hear(int socket, const epic_frame *frame, char sentence[WIRE_SENTENCE + 1],
                     int64_t end)
 {
@@ -120,7 +115,7 @@ void epic_link_hear(int socket, const epic_frame *frame, char sentence[WIRE_SENT
     if (frame->length > WIRE_SENTENCE ||
         epic_wire_receive_all(socket, sentence, frame->length, end) != WIRE_DONE)
         sentence[0] = '\0';
-    clean(sentence);
+    text_clean(sentence);
 }
 
 epic_result epic_link_fail(const epic_link *link, const epic_frame *frame, int64_t end)
@@ -131,7 +126,6 @@ epic_result epic_link_fail(const epic_link *link, const epic_frame *frame, int64
         epic_wire_receive_all(link->socket, sentence, frame->length, end) != WIRE_DONE ||
         !epic_link_check_bytes(link, frame, sentence))
         return epic_fail(EPIC_EPEER, "rank 0 failed, and its reason did not arrive whole");
-    clean(sentence);
     return epic_fail((epic_result)frame->result, "%s", sentence);
 }
 

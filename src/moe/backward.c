@@ -27,7 +27,8 @@ epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault 
                                             .d_out = *d_out,
                                             .d_rows = slots,
                                             .type = j->experts.row_type};
-    return api_combine_backward(j->ctx, &how, fault);
+    const note_extra extra = {fault, &j->options};
+    return api_combine_backward(j->ctx, &how, &extra);
 }
 
 epic_result moe_dispatch_again(moe_job *j)

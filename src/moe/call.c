@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/sized.h"
 #include "plan/plan.h"
+#include "rules/convert.h"
 
 epic_result moe_take_rows(const moe_job *j, const char *name, epic_rows *rows)
 {
@@ -99,6 +100,38 @@ static epic_result check_tokens(const moe_job *j, int64_t tokens)
     return EPIC_OK;
 }
 
+/* Which weights there are must be equal on all ranks and, where EPIC_CHECK_WEIGHTS asks for it, what
+ * is in those that all ranks have.  On a device the host does not see that. */
+static void set_weights(moe_job *j)
+{
+    const epic_moe_weights *w = &j->weights;
+    const bool checked = j->ctx->checks_weights && !j->device;
+    const int64_t gate = j->columns * j->real_bytes, hidden = j->hidden,
+                  inner = j->shared.inner;
+    const int64_t width = inner * (j->shared.ungated ? 1 : 2);
+    const int64_t shared =
+        convert_bytes(j->shared.weight_type ? j->shared.weight_type : j->experts.row_type);
+    const struct {
+        const void *data;
+        int64_t bytes;
+    } all[NUM_LAYER_WEIGHTS] = {
+        [WEIGHT_W_GATE] = {w->w_gate, hidden * gate},
+        [WEIGHT_B_GATE] = {w->b_gate, gate},
+        [WEIGHT_BIAS] = {w->bias, j->columns * (int64_t)sizeof *w->bias},
+        [WEIGHT_SCALE_OF_EXPERT] = {w->scale_of_expert, gate},
+        [WEIGHT_SHARED_GATE_UP] = {w->shared_gate_up, hidden * width * shared},
+        [WEIGHT_SHARED_DOWN] = {w->shared_down, inner * hidden * shared},
+        [WEIGHT_SHARED_B_GATE_UP] = {w->shared_b_gate_up, width * shared},
+        [WEIGHT_SHARED_B_DOWN] = {w->shared_b_down, hidden * shared},
+        [WEIGHT_W_SHARED_GATE] = {w->w_shared_gate, hidden * j->real_bytes},
+        [WEIGHT_B_GATE_UP] = {w->b_gate_up, 0},
+        [WEIGHT_B_DOWN] = {w->b_down, 0}};
+    uint32_t words[NUM_LAYER_WEIGHTS];
+    for (int i = 0; i < NUM_LAYER_WEIGHTS; i++)
+        words[i] = options_weight_word(all[i].data, all[i].bytes, checked && all[i].bytes > 0);
+    options_set_weights(&j->options, checked, words);
+}
+
 epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, const moe_call *c)
 {
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: a context from epic_open is needed");
@@ -126,6 +159,7 @@ epic_result moe_begin(moe_job *j, epic_context *ctx, const epic_call *call, cons
     if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;
     if (j->device) TRY(moe_device_ready(j));
     moe_cut(j, c->saved, c->workspace, c->backward);
+    set_weights(j);
     TRY(check_memory("saved", c->saved, c->saved_bytes, j->saved_bytes));
     return check_memory("workspace", c->workspace, c->workspace_bytes, j->work_bytes);
 }

@@ -153,7 +153,8 @@ epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
     const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
     quantize(j, &dispatch);
     if (a->rank_of_expert || local * ranks != j->layer.num_experts) TRY(clear_counts(j));
-    TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, NULL));
+    const note_extra extra = {.options = &j->options};
+    TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, &extra));
     if (a->rank_of_expert || (j->layer.sum_order == EPIC_TREE && !j->any_order))
         TRY(DEVICE_STEP(j, fits, &plan, local));
     TRY(copy_counts(j, a->load, j->saved.load, j->layer.num_experts));

@@ -77,7 +77,7 @@ static void tell_load(const moe_job *j, const epic_moe_args *a)
                layer->num_logical * sizeof *a->logical_load);
 }
 
-static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fault)
+static epic_result send(moe_job *j, const epic_moe_args *a, const note_extra *extra)
 {
     epic_dispatch_args dispatch = {.call = j->call,
                                    .plan = j->saved.plan,
@@ -89,11 +89,11 @@ static epic_result send(moe_job *j, const epic_moe_args *a, const data_fault *fa
     epic_result result;
     if (j->wide) moe_weights_send(j, &dispatch);
     if (a->flags & EPIC_PLANNED) {
-        result = epic_dispatch(j->ctx, &dispatch);
+        result = api_dispatch(j->ctx, &dispatch, extra);
     } else {
         const epic_plan_args plan = moe_plan_args(j, a, j->work.plan_idx);
         clear_counts(j);
-        result = api_plan_dispatch(j->ctx, &plan, &dispatch, fault);
+        result = api_plan_dispatch(j->ctx, &plan, &dispatch, extra);
     }
     tell_load(j, a);
     TRY(result);
@@ -264,8 +264,9 @@ static epic_result run(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
     TRY(begin(j, a, &fault)); /* local: nobody waits yet */
+    const note_extra extra = {&fault, &j->options};
     *j->saved.total_tokens = -1;
-    epic_result result = send(j, a, &fault);
+    epic_result result = send(j, a, &extra);
     if (result != EPIC_OK) { /* the same on every rank */
         moe_clear(j, &a->out);
         put_losses(a, 0, 0);
@@ -342,9 +343,10 @@ static epic_result run_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
     data_fault fault;
     TRY(route(j, a, &fault));
     const epic_plan_args plan = moe_plan_args(j, a, j->work.plan_idx);
+    const note_extra extra = {&fault, &j->options};
     clear_counts(j);
     *j->saved.total_tokens = -1;
-    const epic_result result = api_plan(j->ctx, &plan, &fault);
+    const epic_result result = api_plan(j->ctx, &plan, &extra);
     tell_load(j, a);
     TRY(result);
     TRY(check_tokens(j));

@@ -11,6 +11,7 @@
 #include <stdbool.h>
 
 #include "context/context.h"
+#include "exchange/options.h"
 
 #define GATE_TILE 512 /* columns of x that are converted at once */
 
@@ -65,6 +66,7 @@ typedef struct moe_job {
     bool has_shared;
     bool any_order; /* the layer's was EPIC_BY_HOSTS */
     epic_moe_weights weights;
+    layer_options options; /* what must be equal on all ranks */
 
     bool device;      /* arrays are a device's: nothing but arguments can be looked at here */
     bool wide;        /* reals are float64 */

@@ -151,11 +151,11 @@ static int64_t least(int64_t a, int64_t b)
 }
 
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
-                                  const data_fault *fault)
+                                  const note_extra *extra)
 {
     spreading spread = {.args = args, .kernels = host_kernels_get()};
     step s;
-    step_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes, fault);
+    step_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes, extra);
     TRY(check(&s, args));
     s.note.same[SAME_TYPE] = args->type;
     s.note.same[SAME_ROW_BYTES] = args->d_out.row_bytes;

@@ -334,10 +334,11 @@ static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, s
     return exchange_close(d.x, result);
 }
 
-epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args)
+epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
+                          const note_extra *extra)
 {
     step s;
-    step_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes, NULL);
+    step_begin(&s, ctx, EPIC_OP_DISPATCH, args->plan, args->plan_bytes, extra);
     return dispatch(ctx, args, &s);
 }
 

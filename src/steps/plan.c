@@ -85,16 +85,17 @@ static bool note_tables(epic_note *note, const epic_context *ctx, const epic_pla
 }
 
 static void fill_note(epic_note *note, const epic_context *ctx, const epic_plan_args *args,
-                      const epic_layer *layer, const data_fault *fault)
+                      const epic_layer *layer, const note_extra *extra)
 {
     memset(note, 0, sizeof *note);
     note->same[SAME_OPERATION] = EPIC_OP_PLAN;
     note_layer(note, layer);
     note->own[OWN_TOKENS] = args->num_tokens;
     note->own[OWN_CAPACITY] = args->capacity;
+    note_options(note, extra ? extra->options : NULL);
     if (!note_tables(note, ctx, args, layer)) return;
     note_bad_id(note, args, layer);
-    note_fault(note, fault);
+    note_fault(note, extra ? extra->fault : NULL);
     int32_t ids[NOTE_BYTES / sizeof(int32_t)] = {0};
     if (!fit_in_note(args->num_tokens, layer)) return;
     copy_ids(ids, args, layer);
@@ -235,10 +236,10 @@ static bool is_made(epic_result result)
 }
 
 /* Without p->x nothing was opened; else the caller closes. */
-static epic_result plan(planning *p, epic_context *ctx, const data_fault *fault, int64_t next)
+static epic_result plan(planning *p, epic_context *ctx, const note_extra *extra, int64_t next)
 {
     const epic_plan_args *args = p->args;
-    fill_note(&p->note, ctx, args, &p->layer, fault);
+    fill_note(&p->note, ctx, args, &p->layer, extra);
     p->note.own[OWN_NEXT] = next;
     const uint64_t bytes = (uint64_t)(args->num_tokens * p->layer.top_k) * sizeof(int32_t);
     epic_result result = exchange_open(&p->x, ctx, EPIC_OP_PLAN, &args->call, &p->note, bytes);
@@ -254,10 +255,10 @@ static epic_result plan(planning *p, epic_context *ctx, const data_fault *fault,
     return result;
 }
 
-epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault)
+epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const note_extra *extra)
 {
     planning p = {.args = args, .layer = *args->layer};
-    const epic_result result = plan(&p, ctx, fault, 0);
+    const epic_result result = plan(&p, ctx, extra, 0);
     return p.x ? exchange_close(p.x, result) : result;
 }
 
@@ -270,10 +271,10 @@ static bool goes_on(const exchange *x)
 }
 
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
-                               const epic_dispatch_args *dispatch, const data_fault *fault)
+                               const epic_dispatch_args *dispatch, const note_extra *extra)
 {
     planning p = {.args = args, .layer = *args->layer};
-    epic_result result = plan(&p, ctx, fault, dispatch_number(dispatch));
+    epic_result result = plan(&p, ctx, extra, dispatch_number(dispatch));
     if (!p.x) return result;
     if (result == EPIC_OK && goes_on(p.x)) return host_dispatch_on(p.x, dispatch);
     result = exchange_close(p.x, result);

@@ -30,17 +30,19 @@ static void note_plan(step *s)
 }
 
 void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
-                int64_t plan_bytes, const data_fault *fault)
+                int64_t plan_bytes, const note_extra *extra)
 {
     memset(s, 0, sizeof *s);
     const data_fault damage = {
         DATA_PLAN,
         {plan_check(&s->plan, plan, plan_bytes, ctx->group_id, ctx->rank, ctx->num_ranks)}};
+    const data_fault *fault = extra ? extra->fault : NULL;
     const bool given = fault && fault->error != DATA_GOOD;
     if (!given && damage.about[0] != PLAN_GOOD) fault = &damage;
     s->note.same[SAME_OPERATION] = operation;
     s->damaged = fault && fault->error != DATA_GOOD;
     note_fault(&s->note, fault);
+    note_options(&s->note, extra ? extra->options : NULL);
     if (!s->damaged) note_plan(s);
 }
 

@@ -8,10 +8,11 @@
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 
-epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const data_fault *fault);
+epic_result host_plan(epic_context *ctx, const epic_plan_args *args, const note_extra *extra);
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
-                               const epic_dispatch_args *dispatch, const data_fault *fault);
-epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args);
+                               const epic_dispatch_args *dispatch, const note_extra *extra);
+epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
+                          const note_extra *extra);
 epic_result host_dispatch_made(epic_context *ctx, const epic_dispatch_args *args);
 
 /* The same in the exchange that made the plan, which it closes, without a meeting of its own. */
@@ -22,7 +23,7 @@ int64_t dispatch_number(const epic_dispatch_args *args);
 epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
-                                  const data_fault *fault);
+                                  const note_extra *extra);
 epic_result host_sum(epic_context *ctx, const epic_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
@@ -31,8 +32,8 @@ epic_result sum_arrays(epic_context *ctx, const epic_sum_args *args, const epic_
 
 extern const context_steps host_steps; /* all of these */
 
-/* Is the plan one of this context?  Damage, or the caller's own fault (NULL: none), is kept for
- * the note (class (b)). */
+/* Is the plan one of this context?  Damage, or the caller's own fault, is kept for the note (class
+ * (b)), as is the rest of `extra` (NULL: nothing). */
 typedef struct step {
     plan_view plan; /* of a good plan */
     bool damaged;   /* the plan, or what comes with it, is not to be used */
@@ -40,7 +41,7 @@ typedef struct step {
 } step;
 
 void step_begin(step *s, const epic_context *ctx, uint32_t operation, const void *plan,
-                int64_t plan_bytes, const data_fault *fault);
+                int64_t plan_bytes, const note_extra *extra);
 /* With a plan that this very call has made: that it is good needs no proof. */
 void step_begin_made(step *s, uint32_t operation, const void *plan);
 

@@ -133,6 +133,9 @@ def test_options() -> None:
         ({"num_ranks": None, "rank": 1}, "rank 1: it goes with num_ranks= and meet="),
         ({"rank": 1, "meet": epic.torch.threads(2)[0]}, "meet is that of rank 0 of 2"),
         ({"name": None}, "name None: a str"),
+        ({"name": "a\0b"}, "name 'a\\x00b': must not contain a NUL"),
+        ({"name": "a\udc80"}, "must be text that UTF-8 can encode"),
+        ({"backend": "self\0"}, "must not contain a NUL"),
         ({"backend": 3}, "backend 3: a str"),
         ({"staging_bytes": 1.5}, "staging_bytes 1.5: an integer from 0"),
         ({"num_ranks": None, "meet": lambda r, b: [b]}, "num_ranks="),
@@ -142,6 +145,13 @@ def test_options() -> None:
         with pytest.raises(EpicArgumentError) as caught:
             alone(**options)
         assert text in str(caught.value), caught.value
+
+
+def test_tcp_with_nul() -> None:
+    """C ends a text at a NUL: a secret would be a shorter one."""
+    for field, wrong in (("address", "localhost\0"), ("secret", "hush\0hush")):
+        with pytest.raises(EpicArgumentError, match=f"{field} .*must not contain a NUL"):
+            epic.torch.Tcp(**{field: wrong})
 
 
 # -------------------------------------------------------------------- among processes ----

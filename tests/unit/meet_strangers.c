@@ -143,6 +143,108 @@ static void test_duplicate(void)
     expect(&t, 3, EPIC_EINVAL, "rank 1 is already in the meeting", NULL);
 }
 
+/* The odd rank takes rank 1's place; noise of strangers comes after it. */
+static void rank_of_another(const trial *t, epic_tcp *tcp, report *out)
+{
+    if (tcp->rank == t->odd) {
+        nap(200);
+        tcp->rank = 1;
+    }
+    meet_and_gather(t, tcp, out);
+}
+
+static void make_noise_later(const trial *t, uint32_t port)
+{
+    (void)t;
+    nap(600);
+    for (int i = 0; i < 3; i++) say(port, "GET / HTTP/1.1\r\n\r\n", 18, false);
+    nap(20000);
+}
+
+/* Ranks that wait for one that came with another's number hear of that. */
+static void test_taken(void)
+{
+    const char *cause = "another process came as rank 1, which was there already";
+    const trial t = {"no rank 2, rank 1 twice",
+                     3,
+                     rank_of_another,
+                     make_noise_later,
+                     NULL,
+                     NULL,
+                     NULL,
+                     1500,
+                     2,
+                     8,
+                     1};
+    run(&t);
+    for (int r = 0; r < 2; r++)
+        expect(&t, r, EPIC_ETIMEOUT, "rank 2 did not come to rank 0", cause);
+    expect(&t, 2, EPIC_EINVAL, "rank 1 is already in the meeting", NULL);
+}
+
+/* --------------------------------------------------------------- words for a terminal ---- */
+
+/* Who listens is no rank 0, and refuses with words that a terminal would obey: the bell, ESC, CSI
+ * as U+009B and as a bare byte, DEL, halves of characters. */
+#define EVIL                           \
+    "bell\x07 esc\x1b[31m csi\xc2\x9b" \
+    "31m \x9b"                         \
+    "31m del\x7f half\xc3 tail\x80 na\xc3\xafve"
+#define TAME "bell? esc?[31m csi??31m ?31m del? half? tail? na\xc3\xafve"
+
+static void refuse_with(const trial *t, const epic_tcp *tcp, const char *sentence)
+{
+    const int64_t end = epic_meet_now() + 5000;
+    epic_hello theirs, ours;
+    char rest[256];
+    const int listener = listen_at(tcp->port);
+    for (struct pollfd at = {listener, POLLIN, 0}; poll(&at, 1, (int)t->timeout_ms) > 0;) {
+        epic_link link = {.socket = accept(listener, NULL, NULL)};
+        epic_wire_hello(&ours, 0, tcp->num_ranks, t->secret != NULL, end);
+        (void)epic_wire_receive_all(link.socket, &theirs, sizeof theirs, end);
+        (void)epic_wire_send_bytes(link.socket, &ours, sizeof ours, end);
+        epic_link_tell(&link, EPIC_EINVAL, sentence, end);
+        (void)epic_wire_receive_all(link.socket, rest, sizeof rest, end);
+        close(link.socket);
+    }
+    close(listener);
+}
+
+static void zero_with_words(const trial *t, epic_tcp *tcp, report *out)
+{
+    if (tcp->rank == 0)
+        refuse_with(t, tcp, EVIL);
+    else
+        meet_and_gather(t, tcp, out);
+}
+
+/* U+00E9 over and over: wherever such a sentence is cut, it is between two of them. */
+static void zero_with_long_words(const trial *t, epic_tcp *tcp, report *out)
+{
+    char words[1 + 2 * 200 + 1] = "x";
+    for (int i = 0; i < 200; i++) memcpy(words + 1 + 2 * i, "\xc3\xa9", 3);
+    if (tcp->rank == 0)
+        refuse_with(t, tcp, words);
+    else
+        meet_and_gather(t, tcp, out);
+}
+
+static void test_words(void)
+{
+    const trial trials[] = {
+        {"words", 2, zero_with_words, NULL, NULL, NULL, NULL, 800, 0, 8, 1},
+        {"words, a secret", 2, zero_with_words, NULL, NULL, "hush", NULL, 800, 0, 8, 1}};
+    for (size_t i = 0; i < sizeof trials / sizeof *trials; i++) {
+        run(&trials[i]);
+        expect(&trials[i], 1, i == 0 ? EPIC_EINVAL : EPIC_ETIMEOUT, TAME, NULL);
+    }
+    const trial cut = {
+        "words that are cut", 2, zero_with_long_words, NULL, NULL, "hush", NULL, 800, 0, 8, 1};
+    run(&cut);
+    expect(&cut, 1, EPIC_ETIMEOUT, "what listens there refused: x\xc3\xa9", " ... ");
+    CHECK(strchr(reports[1].sentence, '?') == NULL, "cut: %s", reports[1].sentence);
+}
+
 /* --------------------------------------------------------------------- the secret ---- */
 
 /* libcrypto is looked for through this, so that a test can hide it. */
@@ -248,7 +350,8 @@ static void test_proofs(void)
 int main(void)
 {
     static void (*const tests[])(void) = {
-        test_proofs, test_strangers, test_stranger_before, test_duplicate, test_secret,
+        test_proofs, test_strangers, test_stranger_before, test_duplicate,
+        test_taken,  test_words,     test_secret,
     };
     return run_tests(tests, sizeof tests / sizeof *tests);
 }

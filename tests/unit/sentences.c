@@ -50,6 +50,58 @@ static void check_fit(void)
     }
 }
 
+/* Controls and what is no UTF-8 do not reach a terminal; characters stay whole. */
+static void check_clean(void)
+{
+    static const struct {
+        const char *from, *to;
+    } texts[] = {
+        {"plain", "plain"},
+        {"\x01\t\n\x1b[2J\x7f", "????[2J?"},
+        {"\xc2\x80\xc2\x9b\xc2\x9f", "??????"},
+        {"\xc2\xa0 \xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80",
+         "\xc2\xa0 \xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80"},
+        {"\x80 \xbf \xc3 \xe2\x82 \xf0\x9f\x98", "? ? ? ?? ???"},
+        {"\xc0\xaf \xe0\x80\xaf \xed\xa0\x80 \xf4\x90\x80\x80 \xfe\xff", "?? ??? ??? ???? ??"}};
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        epic_fail(EPIC_EINVAL, "%s", texts[i].from);
+        CHECK_SAY(!strcmp(epic_error(NULL), texts[i].to), "text %zu became \"%s\"", i,
+                  epic_error(NULL));
+    }
+    for (size_t extra = 0; extra < 8; extra++) { /* cut at all places in a character */
+        char word[8 + 3 * 400 + 1] = "";
+        memset(word, 'x', extra);
+        for (size_t i = 0; i < 400; i++) memcpy(word + extra + 3 * i, "\xe2\x82\xac", 4);
+        epic_fail(EPIC_EINVAL, "%s", word);
+        CHECK(strlen(epic_error(NULL)) > 500 && strchr(epic_error(NULL), '?') == NULL);
+    }
+}
+
+/* What the environment says is clean where an error repeats it. */
+static void check_environment(void)
+{
+    static const char *const names[] = {
+        "JOB_COMPLETION_INDEX", "ALPS_APP_PE", "PALS_RANKID", "RANK", "PMI_RANK", "PMIX_RANK",
+        "MASTER_PORT"};
+    epic_meet meet;
+    setenv("WORLD_SIZE", "1", 1);
+    setenv("PMI_SIZE", "1", 1);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        setenv("RANK", "0", 1);
+        setenv("PMI_RANK", "0", 1);
+        setenv(names[i], "0\x1b]0;\x07\xc2\x9b\x80", 1);
+        CHECK_EQ(epic_meet_env(&meet), EPIC_EINVAL);
+        char value[128];
+        snprintf(value, sizeof value, "%s is \"0?]0;????\"", names[i]);
+        CHECK_SAY(strstr(epic_error(NULL), value) != NULL, "%s", epic_error(NULL));
+        unsetenv(names[i]);
+    }
+    unsetenv("WORLD_SIZE");
+    unsetenv("PMI_SIZE");
+    unsetenv("RANK");
+    unsetenv("PMI_RANK");
+}
+
 static void refused_open(const epic_config *config, const char *begin, const char *end)
 {
     epic_context *ctx;
@@ -173,6 +225,8 @@ int main(void)
     check_begin();
     run_alarm(60);
     check_fit();
+    check_clean();
+    check_environment();
     check_open();
     check_verdict();
     check_mismatches();

@@ -90,7 +90,12 @@ def text(field: str, value: Any) -> bytes:
     """The value as the core has it, if it is a word."""
     if not isinstance(value, str):
         raise EpicArgumentError(f"{field} {value!r}: a str is needed")
-    return value.encode()
+    if "\0" in value:  # C would take what stands before it for the whole
+        raise EpicArgumentError(f"{field} {value!r}: must not contain a NUL character")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise EpicArgumentError(f"{field} {value!r}: must be text that UTF-8 can encode") from None
 
 
 def number(field: str, value: Any) -> int | float:

@@ -190,7 +190,8 @@ static void mismatch_sentence(const epic_group *g, char *to, size_t size)
     else
         snprintf(to, size,
                  "%s, operation %u of this group: rank %u and %s differ in types, sizes, "
-                 "weights, tag or plan; they must be the same on all ranks",
+                 "weights, tag, plan or options of the layer; they must be the same on all "
+                 "ranks",
                  operation_name(s->operation), s->epoch, s->reporter, culprits);
     add_cause(g, to, size);
 }

@@ -1,0 +1,333 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* From a layer's options to the words of a note, and from words that differ to a sentence. */
+#include "exchange/options.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "base/hash.h"
+#include "base/sized.h"
+
+typedef enum option_kind {
+    KIND_NUMBER,
+    KIND_FLAG,
+    KIND_REAL,   /* two words of a double */
+    KIND_FLOAT,  /* one word */
+    KIND_CHOICE, /* a value with a name */
+    KIND_LONG,   /* two words of an integer */
+    KIND_WEIGHT  /* 0: none, 1: given, else a checksum */
+} option_kind;
+
+/* The values of KIND_CHOICE, from 0 on. */
+typedef enum choice_list {
+    NO_CHOICES,
+    SCORES,
+    GROUP_SCORES,
+    GROUP_OTHERS,
+    WEIGHT_RULES,
+    NORMALIZES,
+    ACTIVATIONS,
+    WEIGHTINGS,
+    TYPES
+} choice_list;
+
+/* Neither these nor the names are pointers: the library is small, and each would be a relocation
+ * of 24 bytes. */
+static const char choices[][72] = {
+    [SCORES] = "softmax sigmoid sqrtsoftplus logits",
+    [GROUP_SCORES] = "max sum",
+    [GROUP_OTHERS] = "out zero",
+    [WEIGHT_RULES] = "of_score softmax_chosen sigmoid_chosen sparsemixer",
+    [NORMALIZES] = "none sum clamped",
+    [ACTIVATIONS] = "silu gelu gelu_tanh relu2 clamped_swiglu clamped_silu",
+    [WEIGHTINGS] = "late early input",
+    [TYPES] = "bytes float32 bfloat16 float16 float64 e4m3"};
+
+typedef struct option {
+    char name[28];
+    uint8_t kind;    /* an option_kind */
+    uint8_t choices; /* a choice_list */
+} option;
+
+/* In the order in which options_fill writes their words.  Names and values are those of epic.torch
+ * and epic.jax, which are near enough to epic.h's for its readers. */
+static const option options[] = {
+    {"router.num_experts", KIND_NUMBER, NO_CHOICES},
+    {"router.zero_experts", KIND_NUMBER, NO_CHOICES},
+    {"router.top_k", KIND_NUMBER, NO_CHOICES},
+    {"router.score", KIND_CHOICE, SCORES},
+    {"router.num_groups", KIND_NUMBER, NO_CHOICES},
+    {"router.topk_groups", KIND_NUMBER, NO_CHOICES},
+    {"router.group_score", KIND_CHOICE, GROUP_SCORES},
+    {"router.group_best", KIND_NUMBER, NO_CHOICES},
+    {"router.group_others", KIND_CHOICE, GROUP_OTHERS},
+    {"router.weight_rule", KIND_CHOICE,
+     WEIGHT_RULES},
+    {"router.normalize", KIND_CHOICE, NORMALIZES},
+    {"router.eps", KIND_REAL, NO_CHOICES},
+    {"router.norm_min", KIND_REAL, NO_CHOICES},
+    {"router.jitter", KIND_REAL, NO_CHOICES},
+    {"router.scale", KIND_REAL, NO_CHOICES},
+    {"experts.hidden", KIND_NUMBER, NO_CHOICES},
+    {"experts.inner", KIND_NUMBER, NO_CHOICES},
+    {"experts.activation", KIND_CHOICE, ACTIVATIONS},
+    {"experts.ungated", KIND_FLAG, NO_CHOICES},
+    {"experts.interleaved", KIND_FLAG, NO_CHOICES},
+    {"experts.weighting", KIND_CHOICE, WEIGHTINGS},
+    {"experts.row_type", KIND_CHOICE, TYPES},
+    {"experts.weight_type", KIND_CHOICE, TYPES},
+    {"experts.limit", KIND_FLOAT, NO_CHOICES},
+    {"experts.alpha", KIND_FLOAT, NO_CHOICES},
+    {"shared", KIND_FLAG, NO_CHOICES},
+    {"shared.inner", KIND_NUMBER, NO_CHOICES},
+    {"shared.activation", KIND_CHOICE, ACTIVATIONS},
+    {"shared.ungated", KIND_FLAG, NO_CHOICES},
+    {"shared.interleaved", KIND_FLAG, NO_CHOICES},
+    {"shared.weight_type", KIND_CHOICE, TYPES},
+    {"shared.limit", KIND_FLOAT, NO_CHOICES},
+    {"shared.alpha", KIND_FLOAT, NO_CHOICES},
+    {"balance_coeff", KIND_REAL, NO_CHOICES},
+    {"z_coeff", KIND_REAL, NO_CHOICES},
+    {"sequence_tokens", KIND_LONG, NO_CHOICES},
+    {"flag EPIC_SUM_DENSE", KIND_FLAG, NO_CHOICES},
+    {"flag EPIC_DISPATCH_AGAIN", KIND_FLAG, NO_CHOICES},
+};
+enum { NUM_OPTIONS = sizeof options / sizeof *options };
+
+/* In the order of layer_weight, behind the number that says whether there are checksums. */
+static const option weights[] = {
+    {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
+    {"w_gate", KIND_WEIGHT, NO_CHOICES},
+    {"b_gate", KIND_WEIGHT, NO_CHOICES},
+    {"bias", KIND_WEIGHT, NO_CHOICES},
+    {"scale_of_expert", KIND_WEIGHT, NO_CHOICES},
+    {"shared_gate_up", KIND_WEIGHT, NO_CHOICES},
+    {"shared_down", KIND_WEIGHT, NO_CHOICES},
+    {"shared_b_gate_up", KIND_WEIGHT, NO_CHOICES},
+    {"shared_b_down", KIND_WEIGHT, NO_CHOICES},
+    {"w_shared_gate", KIND_WEIGHT, NO_CHOICES},
+    {"b_gate_up", KIND_WEIGHT, NO_CHOICES},
+    {"b_down", KIND_WEIGHT, NO_CHOICES},
+};
+enum { NUM_WEIGHTS = sizeof weights / sizeof *weights };
+_Static_assert(NUM_WEIGHTS == NUM_LAYER_WEIGHTS + 1, "a name for each layer_weight");
+
+#define DOUBLE_WORDS 7 /* options of two words */
+_Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS, "epic_note.options");
+
+#define FIRST_WEIGHT (OPTION_WORDS - NUM_WEIGHTS) /* weights stand at the end of the words */
+
+/* ------------------------------------------------------------------------- to words ---- */
+
+static void put(uint32_t **at, uint32_t value)
+{
+    *(*at)++ = value;
+}
+
+static void put_long(uint32_t **at, uint64_t value)
+{
+    put(at, (uint32_t)value);
+    put(at, (uint32_t)(value >> 32));
+}
+
+/* -0 is 0. */
+static void put_real(uint32_t **at, double value)
+{
+    uint64_t bits = 0;
+    if (value != 0) memcpy(&bits, &value, sizeof bits);
+    put_long(at, bits);
+}
+
+static void put_float(uint32_t **at, float value)
+{
+    uint32_t bits = 0;
+    if (value != 0) memcpy(&bits, &value, sizeof bits);
+    put(at, bits);
+}
+
+static void put_router(uint32_t **at, const epic_router *r)
+{
+    put(at, r->num_experts);
+    put(at, r->zero_experts);
+    put(at, r->top_k);
+    put(at, r->score);
+    put(at, r->num_groups);
+    put(at, r->topk_groups);
+    put(at, r->group_score);
+    put(at, r->group_best);
+    put(at, r->group_others);
+    put(at, r->weight_rule);
+    put(at, r->normalize);
+    put_real(at, r->eps);
+    put_real(at, r->norm_min);
+    put_real(at, r->jitter);
+    put_real(at, r->scale == 0 ? 1 : r->scale);
+}
+
+/* Those of an MLP that is there, or zeros.  0 is the default of some. */
+static void put_limits(uint32_t **at, const epic_experts *e)
+{
+    const bool is_swiglu = e && e->activation == EPIC_CLAMPED_SWIGLU;
+    const bool is_clamped = is_swiglu || (e && e->activation == EPIC_CLAMPED_SILU);
+    const float usual = is_swiglu ? 7 : 10;
+    put_float(at, !is_clamped ? 0 : e->limit != 0 ? e->limit : usual);
+    put_float(at, !is_swiglu ? 0 : e->alpha != 0 ? e->alpha : 1.702f);
+}
+
+static void put_experts(uint32_t **at, const epic_experts *e)
+{
+    put(at, e->hidden);
+    put(at, e->inner);
+    put(at, e->activation);
+    put(at, e->ungated);
+    put(at, e->interleaved);
+    put(at, e->weighting);
+    put(at, e->row_type);
+    put(at, e->weight_type ? e->weight_type : e->row_type);
+    put_limits(at, e);
+}
+
+static void put_shared(uint32_t **at, const epic_experts *e)
+{
+    put(at, e != NULL);
+    put(at, e ? e->inner : 0);
+    put(at, e ? e->activation : 0);
+    put(at, e ? e->ungated : 0);
+    put(at, e ? e->interleaved : 0);
+    put(at, !e ? 0 : e->weight_type ? e->weight_type : e->row_type);
+    put_limits(at, e);
+}
+
+/* Not what may differ: slots, products of the caller's own, what is kept for backward, and how many
+ * experts this rank has. */
+void options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
+                  const epic_experts *experts, const epic_experts *shared)
+{
+    *out = (layer_options){0};
+    uint32_t *at = out->words;
+    put_router(&at, router);
+    put_experts(&at, experts);
+    put_shared(&at, shared);
+    put_real(&at, moe->balance_coeff);
+    put_real(&at, moe->z_coeff);
+    put_long(&at, (uint64_t)moe->sequence_tokens);
+    put(&at, (moe->flags & EPIC_SUM_DENSE) != 0);
+    put(&at, (moe->flags & EPIC_DISPATCH_AGAIN) != 0);
+    out->hash = hash_bytes(out->words, (size_t)(at - out->words) * sizeof *at) | 1;
+}
+
+epic_result options_read(layer_options *out, const epic_moe *moe)
+{
+    epic_moe m;
+    epic_router router;
+    epic_experts experts, shared;
+    *out = (layer_options){0};
+    if (!moe) return EPIC_OK;
+    TRY(READ_SIZED(&m, moe, sizeof m, "moe"));
+    TRY(READ_SIZED(&router, m.router, sizeof router, "moe.router"));
+    TRY(READ_SIZED(&experts, m.experts, sizeof experts, "moe.experts"));
+    if (m.shared) TRY(READ_SIZED(&shared, m.shared, sizeof shared, "moe.shared"));
+    options_fill(out, &m, &router, &experts, m.shared ? &shared : NULL);
+    return EPIC_OK;
+}
+
+uint32_t options_weight_word(const void *data, int64_t bytes, bool is_checked)
+{
+    if (!data) return 0;
+    if (!is_checked) return 1;
+    const uint64_t sum = hash_bytes(data, (size_t)bytes);
+    return (uint32_t)(sum ^ sum >> 32) | 2; /* neither 0 nor 1 */
+}
+
+void options_set_weights(layer_options *out, bool are_checked,
+                         const uint32_t words[NUM_LAYER_WEIGHTS])
+{
+    uint32_t *at = out->words + FIRST_WEIGHT;
+    at[0] = are_checked;
+    memcpy(at + 1, words, NUM_LAYER_WEIGHTS * sizeof *words);
+    out->weights_hash = hash_bytes(at, NUM_WEIGHTS * sizeof *at) | 1;
+}
+
+/* ---------------------------------------------------------------------- to sentences ---- */
+
+static int words_of(const option *o)
+{
+    return o->kind == KIND_REAL || o->kind == KIND_LONG ? 2 : 1;
+}
+
+/* The word of a list with that number, or the number. */
+static void describe_choice(char text[40], const option *o, uint32_t value)
+{
+    const char *word = choices[o->choices];
+    for (uint32_t i = 0; i < value && *word; i++) {
+        word += strcspn(word, " ");
+        word += *word == ' ';
+    }
+    if (*word)
+        snprintf(text, 40, "%.*s", (int)strcspn(word, " "), word);
+    else
+        snprintf(text, 40, "%u", value);
+}
+
+static void describe(char text[40], const option *o, const uint32_t *words)
+{
+    const uint64_t whole = words_of(o) == 2 ? (uint64_t)words[1] << 32 | words[0] : words[0];
+    double real;
+    float narrow;
+    memcpy(&real, &whole, sizeof real);
+    memcpy(&narrow, words, sizeof narrow);
+    switch (o->kind) {
+    case KIND_CHOICE:
+        describe_choice(text, o, words[0]);
+        break;
+    case KIND_REAL:
+        snprintf(text, 40, "%.17g", real);
+        break;
+    case KIND_FLOAT:
+        snprintf(text, 40, "%.9g", (double)narrow);
+        break;
+    case KIND_WEIGHT:
+        if (words[0] < 2)
+            snprintf(text, 40, "%s", words[0] ? "given" : "not given");
+        else
+            snprintf(text, 40, "of checksum %08x", words[0]);
+        break;
+    default:
+        snprintf(text, 40, "%lld", (long long)whole);
+    }
+}
+
+/* The first option of a table that differs. */
+static bool find_difference(const option *table, int count, const uint32_t *a, int rank_a,
+                            const uint32_t *b, int rank_b, char *sentence, size_t size)
+{
+    for (int i = 0; i < count; i++) {
+        const int n = words_of(&table[i]);
+        if (memcmp(a, b, (size_t)n * sizeof *a) != 0) {
+            char text_a[40], text_b[40];
+            describe(text_a, &table[i], a);
+            describe(text_b, &table[i], b);
+            snprintf(sentence, size,
+                     "%s is %s on rank %d and %s on rank %d: must be equal; bring the same on "
+                     "every rank",
+                     table[i].name, text_a, rank_a, text_b, rank_b);
+            return true;
+        }
+        a += n;
+        b += n;
+    }
+    return false;
+}
+
+void options_tell(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
+                  char *sentence, size_t size)
+{
+    if (find_difference(options, NUM_OPTIONS, a->options, rank_a, b->options, rank_b, sentence,
+                        size) ||
+        find_difference(weights, NUM_WEIGHTS, a->options + FIRST_WEIGHT, rank_a,
+                        b->options + FIRST_WEIGHT, rank_b, sentence, size))
+        return;
+    snprintf(sentence, size,
+             "the layer's options of rank %d and rank %d differ; bring the same on every rank",
+             rank_a, rank_b);
+}
