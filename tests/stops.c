@@ -11,7 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -192,11 +191,8 @@ static void run_group(uint64_t seed, int index)
     s->num_ranks = 2 + index % (MAX_RANKS - 1);
     s->absent = index % 4 == 3 ? (int)run_below(&random, s->num_ranks) : -1;
     run_alarm(HANG_S + 10);
-    const pid_t pid = fork();
-    if (pid == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        run_ranks(s, fd);
-    }
+    const pid_t pid = run_fork();
+    if (pid == 0) run_ranks(s, fd);
     int status = 0;
     bool ended = false;
     while (!ended && atomic_load(&s->opened) < s->num_ranks) {
@@ -221,7 +217,7 @@ int stops_main(const stops_way *how)
     for (int i = 0, running = 0; i < groups || running > 0;) {
         if (i < groups && running < how->width) {
             fflush(NULL);
-            if (fork() == 0) run_group(run_mix(run_seed(), (uint64_t)i), i);
+            if (run_fork() == 0) run_group(run_mix(run_seed(), (uint64_t)i), i);
             i++;
             running++;
             continue;
