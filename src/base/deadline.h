@@ -17,6 +17,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/clock.h"
+
 #define DEADLINE_RESTART_LIMIT 4
 #define DEADLINE_SLACK_NS \
     100000000ull /* the scheduler may keep a running process off so long */
@@ -80,6 +82,23 @@ static inline uint64_t deadline_sleep_ns(deadline *d, uint64_t now, uint64_t lon
     const uint64_t sleep = left < longest ? left : longest;
     d->expected_ns = now + sleep;
     return sleep;
+}
+
+/* Begins a wait now. */
+static inline deadline deadline_begin_ms(uint64_t timeout_ms)
+{
+    deadline d;
+    deadline_start(&d, timeout_ms * 1000000, (uint64_t)clock_ns());
+    return d;
+}
+
+/* Looks at the deadline before a nap of `nap_ns`.  Returns true if it has passed. */
+static inline bool deadline_before_nap(deadline *d, uint64_t nap_ns)
+{
+    const uint64_t now = (uint64_t)clock_ns();
+    const bool late = deadline_look(d, now);
+    d->expected_ns = now + nap_ns;
+    return late;
 }
 
 #endif
