@@ -52,3 +52,12 @@ fi
 } >"$here/asserts.c"
 "$1" -std=c11 -I"$2" -fsyntax-only "$here/asserts.c" || { echo "the ABI is not what $3 lists"; exit 1; }
 diff -u "$3" "$here/list" || { echo "the ABI is not what $3 lists"; exit 1; }
+
+# Every enum of the header is checked for its width, and a program with shorter ones does not compile.
+enums=$(sed -n 's/^typedef enum \(epic_[a-z_]*\) {$/\1/p' "$2/epic/epic.h")
+printf '#include "epic/epic.h"\n' >"$here/short.c"
+"$1" -std=c11 -I"$2" -fshort-enums -fsyntax-only "$here/short.c" 2>"$here/said" &&
+    { echo "the header takes enums of one byte"; exit 1; }
+for enum in $enums; do
+    grep -q "$enum has no 32 bits" "$here/said" || { echo "the width of $enum is not checked"; exit 1; }
+done

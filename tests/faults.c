@@ -80,9 +80,8 @@ static void run_as_processes(const fault *f, stage *stage)
     run_meeting *first = run_meeting_new(f->num_ranks), *again = run_meeting_new(left);
     pid_t pids[MAX_RANKS];
     for (int i = 0; i < f->num_ranks; i++) {
-        pids[i] = fork();
+        pids[i] = run_fork();
         if (pids[i] > 0) continue;
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
         run_alarm(HANG_S);
         rank_of_fault r = {.f = f, .stage = stage, .meet = run_meeting_seat(first, i)};
         const int place = left < f->num_ranks && i > f->victim ? i - 1 : i;
@@ -318,7 +317,7 @@ int faults_main(const faults_way *how, int faults, int width)
             told->faults++;
             told->of_kind[f.kind]++;
             fflush(NULL);
-            if (fork() == 0) run_fault(&f);
+            if (run_fork() == 0) run_fault(&f);
             running++;
         } else {
             finish_one();

@@ -100,6 +100,16 @@ void run_unshare(void *memory, size_t bytes)
     munmap(memory, bytes);
 }
 
+pid_t run_fork(void)
+{
+    const pid_t parent = getpid(), pid = fork();
+    if (pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (getppid() != parent) _exit(1); /* the parent ended before the line above */
+    }
+    return pid;
+}
+
 #define BUSY 3 /* a machine that is busy with other work takes as many times as long */
 
 void run_alarm(unsigned seconds)
@@ -295,9 +305,8 @@ void run_processes(int num_ranks, run_body *body, void *self, unsigned seconds)
     run_meeting *meeting = run_meeting_new(num_ranks);
     fflush(NULL);
     for (int r = 0; r < num_ranks; r++) {
-        pids[r] = fork();
+        pids[r] = run_fork();
         if (pids[r] > 0) continue;
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
         run_alarm(seconds);
         const epic_meet meet = run_meeting_seat(meeting, r);
         body(&meet, self);

@@ -30,6 +30,10 @@ void run_meeting_free(run_meeting *meeting);
 void *run_share(size_t bytes);
 void run_unshare(void *memory, size_t bytes);
 
+/* Forks.  The child is killed when the thread that forked it ends, so that a check that ends a test
+ * leaves no process behind, which would hold the test's output open. */
+pid_t run_fork(void);
+
 /* This process is ended by SIGALRM after so many seconds, on a busy machine three times as many: a
  * hang. */
 void run_alarm(unsigned seconds);

@@ -26,10 +26,17 @@ static const char *state_name(uint32_t state)
     return state < sizeof names / sizeof *names ? names[state] : "unknown";
 }
 
+/* Nanoseconds between two times of a recording.  Returns 0 if `to` is before `from`, as after the
+ * clock was set back, or if a damaged recording has times that no int64_t lies between. */
+static int64_t elapsed_ns(int64_t from, int64_t to)
+{
+    int64_t ns;
+    return to < from || __builtin_sub_overflow(to, from, &ns) ? 0 : ns;
+}
+
 /* "1.5 ms" */
 static const char *duration(int64_t ns, char out[32])
 {
-    if (ns < 0) ns = 0; /* the clock was set back */
     if (ns < 1000000)
         snprintf(out, 32, "%.1f us", (double)ns / 1e3);
     else if (ns < 1000000000)
@@ -79,10 +86,10 @@ static void print_operation(const operation *o, int64_t now)
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf("  %s  %-17s tag %" PRIu64 " step %" PRIu64 "  %" PRIu64 " bytes  %s  ",
            e->end_ns ? "finished " : "in flight", info_operation(e->operation), e->tag,
-           e->place, e->bytes, duration(end - e->start_ns, took));
+           e->place, e->bytes, duration(elapsed_ns(e->start_ns, end), took));
     if (e->end_ns) {
         printf("%s, %s ago\n", epic_result_name((epic_result)e->result),
-               duration(now - e->end_ns, ago));
+               duration(elapsed_ns(e->end_ns, now), ago));
         if (!*o->sentence) return;
         printf("             ");
         info_text(stdout, o->sentence);
@@ -107,7 +114,7 @@ static void print_rank(const recording *s, const operation *list, int num)
     printf("rank %d of %d  pid %lld  ", s->page->rank, s->page->num_ranks,
            (long long)s->page->pid);
     info_text(stdout, s->page->backend);
-    printf("  opened %s ago", duration(now - s->page->opened_ns, age));
+    printf("  opened %s ago", duration(elapsed_ns(s->page->opened_ns, now), age));
     if (s->holder != s->page->pid) printf("  (held by pid %d)", s->holder);
     printf("\n");
     if (*s->page->wire) {
@@ -150,7 +157,7 @@ static void json_operation(const operation *o, int64_t now)
     printf("        {\"operation\": \"%s\", \"tag\": %" PRIu64 ", \"step\": %" PRIu64
            ", \"bytes\": %" PRIu64 ", \"start_ns\": %" PRId64 ", \"elapsed_ns\": %" PRId64 ", ",
            info_operation(e->operation), e->tag, e->place, e->bytes, e->start_ns,
-           end - e->start_ns);
+           elapsed_ns(e->start_ns, end));
     json_string("state", state_name(e->state));
     if (e->end_ns) {
         printf(", \"result\": \"%s\", ", epic_result_name((epic_result)e->result));
@@ -199,8 +206,8 @@ static void chrome_operation(const recording *s, const recorder_entry *e, int64_
            "%" PRIu64 ", \"ts\": %.3f, \"dur\": %.3f, \"args\": {\"tag\": %" PRIu64
            ", \"step\": %" PRIu64 ", \"bytes\": %" PRIu64 ", ",
            info_operation(e->operation), e->end_ns ? "" : ", in flight", s->page->rank,
-           info_thread(e->tag), (double)(e->start_ns - zero) / 1e3,
-           (double)(end - e->start_ns) / 1e3, e->tag, e->place, e->bytes);
+           info_thread(e->tag), (double)elapsed_ns(zero, e->start_ns) / 1e3,
+           (double)elapsed_ns(e->start_ns, end) / 1e3, e->tag, e->place, e->bytes);
     if (e->end_ns)
         printf("\"result\": \"%s\"}}", epic_result_name((epic_result)e->result));
     else

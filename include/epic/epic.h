@@ -1303,6 +1303,33 @@ EPIC_API const char *epic_blas_name(void);
  * weights, gradients) never change under a number; when one grows, the symbols that take it get
  * the next, and the old ones stay. */
 
+/* Enums are arguments, results and callbacks' results of 32 bits on both sides of the library. */
+#ifdef __cplusplus
+#define EPIC_CHECK_ENUM(type) \
+    static_assert(sizeof(type) == 4, #type " has no 32 bits: compile without -fshort-enums")
+#else
+#define EPIC_CHECK_ENUM(type) \
+    _Static_assert(sizeof(type) == 4, #type " has no 32 bits: compile without -fshort-enums")
+#endif
+EPIC_CHECK_ENUM(epic_result);
+EPIC_CHECK_ENUM(epic_type);
+EPIC_CHECK_ENUM(epic_flag);
+EPIC_CHECK_ENUM(epic_layout);
+EPIC_CHECK_ENUM(epic_overflow);
+EPIC_CHECK_ENUM(epic_sum_order);
+EPIC_CHECK_ENUM(epic_priority);
+EPIC_CHECK_ENUM(epic_quantize);
+EPIC_CHECK_ENUM(epic_score);
+EPIC_CHECK_ENUM(epic_group_score);
+EPIC_CHECK_ENUM(epic_group_others);
+EPIC_CHECK_ENUM(epic_weight_rule);
+EPIC_CHECK_ENUM(epic_normalize);
+EPIC_CHECK_ENUM(epic_activation);
+EPIC_CHECK_ENUM(epic_weighting);
+EPIC_CHECK_ENUM(epic_gemm_pass);
+EPIC_CHECK_ENUM(epic_operation);
+#undef EPIC_CHECK_ENUM
+
 EPIC_API epic_result epic_step_open_v1(epic_step **out, const epic_step_config *config,
                                        size_t size);
 EPIC_API epic_result epic_step_dispatch_v1(epic_step *step, const void *tokens,

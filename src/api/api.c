@@ -53,11 +53,14 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args, const note_e
     return plan(ctx, args, sizeof *args, extra);
 }
 
-/* Quantized rows are as many bytes as elements. */
+/* Quantized rows are as many bytes as elements.  The sizes have not been checked yet: a product that
+ * does not fit becomes INT64_MAX, which is refused later. */
 static void widen_dispatch(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
-    epic_rows wide = {.row_bytes = a->recv.row_bytes * size};
+    epic_rows wide = {0};
+    if (__builtin_mul_overflow(a->recv.row_bytes, size, &wide.row_bytes))
+        wide.row_bytes = INT64_MAX;
     widen(&a->tokens, &wide);
     wide.row_bytes = size ? a->tokens.row_bytes / size : 0;
     widen(&a->recv, &wide);

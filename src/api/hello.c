@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -101,6 +102,16 @@ static epic_result find_process(uint64_t process[2], const uint64_t host[2])
     return process_start(&process[1]);
 }
 
+/* A number of this copy of the library.  A process may have loaded several, each with its own tables:
+ * two Python wheels, or a wheel and a library of the system. */
+static uint64_t find_library(void)
+{
+    static _Atomic uint64_t library;
+    uint64_t known = atomic_load(&library), chosen = random_word() | 1;
+    if (!known && atomic_compare_exchange_strong(&library, &known, chosen)) return chosen;
+    return known;
+}
+
 epic_result hello_fill(hello *mine, const epic_meet *meet, const epic_config *config)
 {
     memset(mine, 0, sizeof *mine);
@@ -122,6 +133,7 @@ epic_result hello_fill(hello *mine, const epic_meet *meet, const epic_config *co
     mine->peer.pid = getpid();
     mine->peer.uid = getuid();
     mine->peer.network_ns = namespace_of("/proc/self/ns/net");
+    mine->peer.library = find_library();
     TRY(find_host(mine->peer.host, meet->rank));
     return find_process(mine->peer.process, mine->peer.host);
 }

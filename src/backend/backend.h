@@ -25,6 +25,9 @@ typedef struct epic_peer {
     int64_t pid;
     int64_t uid;
     int64_t network_ns; /* inode: same value, same abstract socket names */
+    uint64_t
+        library; /* same value and process: ranks share this copy of the library, and so its
+                           tables; random, as an address would tell where the library lies */
 } epic_peer;
 
 /* What join is given; borrowed for the call. */

@@ -121,6 +121,12 @@ static epic_result set_up(epic_step *s)
                             .sum_order = EPIC_BY_HOSTS,
                             .alignment = s->config.alignment};
     TRY(open_context(s));
+    if (s->row_bytes > s->ctx->config.max_row_bytes)
+        return epic_fail(EPIC_EINVAL,
+                         "config.hidden is %u: its rows have %lld bytes, and config.ctx was "
+                         "opened with max_row_bytes %lld; open it with wider rows",
+                         s->config.hidden, (long long)s->row_bytes,
+                         (long long)s->ctx->config.max_row_bytes);
     TRY(epic_layer_sizes(s->ctx, &s->layer, &s->sizes));
     if (s->layer.num_experts % (uint32_t)s->ctx->num_ranks)
         return epic_fail(EPIC_EINVAL,

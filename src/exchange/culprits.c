@@ -97,7 +97,7 @@ static void tell(exchange *x, const uint64_t *culprits, char *sentence, size_t s
     char list[128];
     list_ranks(list, sizeof list, culprits);
     snprintf(sentence, size, "rank %d waited %llu ms for %s", x->rank,
-             (unsigned long long)(x->timeout_ns / 1000000), list);
+             (unsigned long long)(x->deadline.timeout_ns / 1000000), list);
     int told = 0;
     for (int r = 0; r < x->num_ranks && told < 4; r++) {
         if (!has(culprits, r)) continue;

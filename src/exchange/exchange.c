@@ -13,6 +13,7 @@
 enum { PHASE_NOTES, PHASE_ROWS, PHASE_NEXT_ROWS }; /* what peers see */
 
 #define LOOK_NS 100000000ull /* how often a waiting rank looks whether its peers live */
+#define MS 1000000ull
 #define MAX_SLEEP_MS 1000u
 
 static size_t row_scratch(const epic_config *config)
@@ -139,11 +140,15 @@ static epic_result check_peers(exchange *x, uint64_t now, bool late)
     return break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-static epic_result timed_out(exchange *x)
+/* Breaks the group because the deadline has passed.  Returns EPIC_OK if this process was stopped
+ * while it looked for the culprits: peers that were stopped with it look silent, and the deadline
+ * starts anew. */
+static epic_result judge_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
     char sentence[400];
     find_culprits(x, culprits, sentence, sizeof sentence);
+    if (!deadline_look(&x->deadline, now_ns())) return EPIC_OK;
     return break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
@@ -151,14 +156,12 @@ static epic_result wait_in(exchange *x, int cell)
 {
     TRY(group_failure(x));
     const uint64_t now = now_ns();
-    if (!x->deadline_ns) x->deadline_ns = now + x->timeout_ns;
-    const bool late = now >= x->deadline_ns;
+    const bool late = deadline_look(&x->deadline, now);
     TRY(check_peers(x, now, late));
-    if (late && !x->peer_gone) return timed_out(x); /* else the next look tells */
-    uint64_t ms = (x->deadline_ns - now) / 1000000 + 1;
-    if (ms > MAX_SLEEP_MS) ms = MAX_SLEEP_MS;
-    if (x->peer_gone) ms = 1;
-    x->transport->wait(x->group, cell, x->phase, x->waits_for, (uint32_t)ms);
+    if (late && !x->peer_gone) TRY(judge_timeout(x)); /* else the next look tells */
+    const uint64_t longest = (x->peer_gone ? 1 : MAX_SLEEP_MS) * MS;
+    const uint64_t sleep = deadline_sleep_ns(&x->deadline, now, longest);
+    x->transport->wait(x->group, cell, x->phase, x->waits_for, (uint32_t)(sleep / MS) + 1);
     return group_failure(x);
 }
 
@@ -179,20 +182,21 @@ epic_result exchange_wait(exchange *x)
 void exchange_moved(exchange *x)
 {
     x->peer_gone = false;
-    x->deadline_ns = 0; /* set when there is something to wait for */
+    deadline_renew(&x->deadline); /* it starts when there is something to wait for */
 }
 
 /* All cells are taken, by operations that wait for any of the peers. */
-static epic_result await_cell(const exchange *asked, int *cell)
+static epic_result await_cell(exchange *asked, int *cell)
 {
     exchange waiter = *asked;
     for (int r = 0; r < waiter.num_ranks; r++)
         if (r != waiter.rank) expect(&waiter, r);
     while ((*cell = asked->transport->claim(asked->group)) < 0) TRY(wait_in(&waiter, -1));
+    asked->deadline = waiter.deadline; /* one deadline for the cell and the notes */
     return EPIC_OK;
 }
 
-static epic_result claim(exchange **out, epic_context *ctx, const exchange *asked)
+static epic_result claim(exchange **out, epic_context *ctx, exchange *asked)
 {
     int cell = asked->transport->claim(ctx->group);
     if (cell < 0) TRY(await_cell(asked, &cell));
@@ -201,8 +205,7 @@ static epic_result claim(exchange **out, epic_context *ctx, const exchange *aske
     x->tag = asked->tag;
     x->place = asked->place;
     x->met = asked->met;
-    x->timeout_ns = asked->timeout_ns;
-    x->deadline_ns = asked->deadline_ns;
+    x->deadline = asked->deadline;
     x->phase = PHASE_NOTES;
     x->peer_gone = false;
     x->looked_ns = now_ns();
@@ -252,7 +255,7 @@ static epic_result meet_notes(exchange *x, const epic_note *mine)
     }
 }
 
-static epic_result enter(exchange **out, epic_context *ctx, const exchange *asked,
+static epic_result enter(exchange **out, epic_context *ctx, exchange *asked,
                          const epic_note *note, uint64_t bytes)
 {
     exchange *x;
@@ -276,9 +279,8 @@ epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                       .num_ranks = ctx->num_ranks,
                       .operation = operation,
                       .tag = call->tag};
-    asked.timeout_ns =
-        1000000ull * (call->timeout_ms ? call->timeout_ms : ctx->config.timeout_ms);
-    asked.deadline_ns = now_ns() + asked.timeout_ns;
+    const uint32_t timeout_ms = call->timeout_ms ? call->timeout_ms : ctx->config.timeout_ms;
+    deadline_start(&asked.deadline, timeout_ms * MS, now_ns());
     *out = NULL;
     TRY(context_check(ctx));
     TRY(tags_enter(&ctx->tags, call->tag, &asked.place));

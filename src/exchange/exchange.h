@@ -11,6 +11,7 @@
 #ifndef EPIC_EXCHANGE_H
 #define EPIC_EXCHANGE_H
 
+#include "base/deadline.h"
 #include "context/context.h"
 #include "exchange/note.h"
 
@@ -35,8 +36,8 @@ typedef struct exchange {
     int rank, num_ranks;
     uint32_t operation;
     uint64_t tag, place;
-    uint64_t met; /* the place at which the notes met: peers know the exchange by it */
-    uint64_t timeout_ns, deadline_ns;
+    uint64_t met;      /* the place at which the notes met: peers know the exchange by it */
+    deadline deadline; /* of the running wait */
     uint64_t record;
     uint64_t rounding; /* the caller's, put back at the end */
     uint32_t phase;

@@ -8,8 +8,9 @@
 #include "rules/experts_layout.h"
 
 #define MOST_EXPERTS 65536
-#define MOST_NUMBERS (1 << 24) /* of a row */
-#define TILE_NUMBERS (1 << 20) /* 4 MiB: less than a core's caches, much more than a row */
+#define MOST_NUMBERS (1 << 24)   /* of a row */
+#define MOST_WEIGHTS (1ll << 56) /* of all local experts: their bytes fit an int64_t */
+#define TILE_NUMBERS (1 << 20)   /* 4 MiB: less than a core's caches, much more than a row */
 
 static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)
 {
@@ -78,6 +79,11 @@ epic_result experts_take(experts_job *job, const epic_experts *theirs, size_t si
     job->hidden = ex->hidden;
     job->inner = ex->inner;
     job->width = ex->ungated ? job->inner : 2 * job->inner;
+    if ((int64_t)ex->num_local_experts > MOST_WEIGHTS / (job->hidden * job->width))
+        return epic_fail(EPIC_EINVAL,
+                         "experts.num_local_experts is %u: with hidden %u and inner %u the "
+                         "weights have more than %lld numbers",
+                         ex->num_local_experts, ex->hidden, ex->inner, (long long)MOST_WEIGHTS);
     job->wide = ex->row_type == EPIC_F64;
     job->halves =
         ex->row_type == EPIC_BF16 && ex->weight_type == EPIC_BF16 && gemm_bf16_ready();

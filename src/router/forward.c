@@ -31,6 +31,9 @@ static epic_result check_table(const epic_router_args *args)
         return epic_fail(EPIC_EINVAL,
                          "token_id_type is %u: it must be EPIC_I32 (or 0) or EPIC_I64",
                          args->token_id_type);
+    if (args->table && (args->table_rows < 0 || args->table_rows > INT32_MAX))
+        return epic_fail(EPIC_EINVAL, "table_rows is %lld: it must be 0 to 2147483647",
+                         (long long)args->table_rows);
     return EPIC_OK;
 }
 

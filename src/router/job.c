@@ -6,7 +6,6 @@
 #include "rules/convert.h"
 #include "rules/rule.h"
 
-#define MAX_COLUMNS 65536
 #define MAX_GROUPS 1024
 #define MAX_TOP_K 64
 
@@ -125,8 +124,8 @@ static epic_result check_common(const router_job *job, const router_common *comm
 {
     const int64_t needed = workspace_bytes(&job->router);
     TRY(check_type("type", job->type));
-    if (common->num_tokens < 0)
-        return epic_fail(EPIC_EINVAL, "num_tokens is %lld: it must be 0 or more",
+    if (common->num_tokens < 0 || common->num_tokens > INT32_MAX)
+        return epic_fail(EPIC_EINVAL, "num_tokens is %lld: it must be 0 to 2147483647",
                          (long long)common->num_tokens);
     if (common->logits == NULL && common->num_tokens > 0)
         return epic_fail(EPIC_EINVAL, "logits is NULL: %lld tokens need them",

@@ -9,6 +9,8 @@
 #include "epic/epic.h"
 #include "exchange/note.h"
 
+#define MAX_COLUMNS 65536 /* experts and zero-experts together */
+
 typedef struct router_job {
     epic_router router;  /* defaults filled in */
     int64_t num_columns; /* num_experts + zero_experts */

@@ -330,9 +330,9 @@ static epic_result check_bias(const epic_bias_update_args *a)
     if (a->bias == NULL || a->load == NULL)
         return epic_fail(EPIC_EINVAL, "%s is NULL: the update needs bias and load",
                          a->bias ? "load" : "bias");
-    if (a->num_experts <= 0)
-        return epic_fail(EPIC_EINVAL, "num_experts is %lld: it must be 1 or more",
-                         (long long)a->num_experts);
+    if (a->num_experts < 1 || a->num_experts > MAX_COLUMNS)
+        return epic_fail(EPIC_EINVAL, "num_experts is %lld: it must be 1 to %d",
+                         (long long)a->num_experts, MAX_COLUMNS);
     if (a->flags != 0)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: none is known here", a->flags);
     const call_array arrays[] = {ARRAY_OUT(a, bias, a->num_experts, 4),

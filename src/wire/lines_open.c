@@ -11,6 +11,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "meet/meet.h"
 #include "wire/lines_inner.h"
@@ -40,7 +41,6 @@ typedef struct talk {
 typedef struct opening {
     wire_lines *lines;
     const unsigned char *cards;
-    int64_t end_ms;
     talk calls[WIRE_MAX_HOSTS];
     talk guests[MOST_GUESTS];
     int next_guest;
@@ -234,14 +234,15 @@ static epic_result tell_missing(const wire_lines *l, const bool *which)
 epic_result wire_lines_connect(wire_lines *l, const void *cards)
 {
     opening o = {.lines = l, .cards = cards};
-    o.end_ms = epic_meet_now() + l->setup.timeout_ms;
+    deadline end = deadline_begin_ms(l->setup.timeout_ms);
     for (int h = 0; h < WIRE_MAX_HOSTS; h++) o.calls[h].fd = -1;
     for (int g = 0; g < MOST_GUESTS; g++) o.guests[g].fd = -1;
     epic_result result = EPIC_OK;
     for (;;) {
         bool which[WIRE_MAX_HOSTS * 64] = {false};
         if (result != EPIC_OK || missing(l, which) == 0) break;
-        result = epic_meet_now() < o.end_ms ? go_on(&o) : tell_missing(l, which);
+        const bool late = deadline_before_nap(&end, LOOK_MS * 1000000ull);
+        result = late ? tell_missing(l, which) : go_on(&o);
     }
     for (int h = 0; h < WIRE_MAX_HOSTS; h++) line_hang_up(&o.calls[h].fd);
     for (int g = 0; g < MOST_GUESTS; g++) line_hang_up(&o.guests[g].fd);

@@ -11,7 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -263,7 +262,6 @@ static void be_process(const fault *f, stage *stage, int rank, uint32_t port)
                           .num_ranks = f->num_ranks,
                           .port = port,
                           .timeout_ms = kinds[f->kind].timeout_ms};
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
     run_alarm(HANG_S);
     if (CHECK_SAY(epic_meet_tcp(&r.meet, &tcp) == EPIC_OK, "%s: meeting: %s", f->name,
                   epic_error(NULL))) {
@@ -291,7 +289,7 @@ static void run_as_processes(const fault *f, stage *stage)
     const uint32_t port = hold_port();
     stage->again = run_meeting_new(f->num_ranks - kinds[f->kind].dies);
     for (int i = 0; i < f->num_ranks; i++)
-        if ((pids[i] = fork()) == 0) be_process(f, stage, i, port);
+        if ((pids[i] = run_fork()) == 0) be_process(f, stage, i, port);
     lead_victim(f, stage, pids[f->victim]);
     for (int i = 0; i < f->num_ranks; i++) {
         int status = 0;
@@ -351,7 +349,7 @@ static void choose(fault *f, uint64_t number, uint64_t seed)
 static void begin(const fault *f)
 {
     fflush(NULL);
-    if (fork() != 0) return;
+    if (run_fork() != 0) return;
     check_seed = f->seed;
     stage *stage;
     int tries = 0;

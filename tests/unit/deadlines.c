@@ -307,7 +307,7 @@ static void run_ranks(int num_ranks, run_body *body, void *self)
 
 static void beside(int num_ranks, run_body *body, void *self)
 {
-    if (fork() != 0) return;
+    if (run_fork() != 0) return;
     late = run_share(sizeof *late);
     int tries = 0;
     do {
@@ -321,7 +321,7 @@ static void beside(int num_ranks, run_body *body, void *self)
 static void chains(void)
 {
     _Atomic int *right = run_share(sizeof *right);
-    if (fork() != 0) return;
+    if (run_fork() != 0) return;
     for (int i = 0; i < 3 && !atomic_load(right); i++) run_ranks(3, chain, right);
     CHECK_SAY(atomic_load(right), "%s: a rank that waited was named", backend);
     _exit(0);

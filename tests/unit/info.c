@@ -4,10 +4,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "base/recorder.h"
+#include "run.h"
 
 #define CHECK(condition)                                                            \
     do {                                                                            \
@@ -20,6 +22,9 @@
 static char program[4096]; /* build/bin/epic-info, from build/tests/unit/info */
 static char group[64];
 static char output[65536];
+static bool damages; /* the next rank damages its recording */
+
+static void damage_recording(void);
 
 static void find_program(void)
 {
@@ -64,12 +69,12 @@ static pid_t start_rank(uint64_t group_id, int rank)
     char byte;
     int opened[2];
     CHECK(pipe(opened) == 0);
-    const pid_t pid = fork();
+    const pid_t pid = run_fork();
     CHECK(pid >= 0);
     if (pid > 0) {
+        close(opened[1]);
         CHECK(read(opened[0], &byte, 1) == 1);
         close(opened[0]);
-        close(opened[1]);
         return pid;
     }
     epic_recorder *r;
@@ -78,6 +83,7 @@ static pid_t start_rank(uint64_t group_id, int rank)
     recorder_end(r, recorder_begin(r, EPIC_OP_PLAN, 7, 0, 64), EPIC_OK, NULL);
     recorder_end(r, recorder_begin(r, EPIC_OP_SUM, 9, 0, 8), EPIC_EOVERFLOW, "say \"when\"");
     recorder_phase(r, recorder_begin(r, EPIC_OP_DISPATCH, 7, 1, 4096), RECORDER_MOVING, 3);
+    if (damages) damage_recording();
     CHECK(write(opened[1], "", 1) == 1);
     for (;;) pause();
 }
@@ -142,6 +148,43 @@ static void a_hostile_name(void)
     stop(rank);
 }
 
+/* Opens this process's recording as a stranger may, and gives it times that lie as far apart as
+ * numbers can. */
+static void damage_recording(void)
+{
+    char path[64], link[256];
+    for (int fd = 0; fd < 64; fd++) {
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        const ssize_t length = readlink(path, link, sizeof link - 1);
+        if (length <= 0 || strncmp(link, "/memfd:epic:", 12)) continue;
+        recorder_page *page =
+            mmap(NULL, sizeof *page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        CHECK(page != MAP_FAILED);
+        page->opened_ns = INT64_MIN;
+        for (int i = 0; i < 3; i++) {
+            recorder_entry entry = {.start_ns = INT64_MIN,
+                                    .end_ns = i == 2 ? 0 : INT64_MAX - i};
+            if (i == 1) entry.start_ns = INT64_MAX;
+            uint64_t words[RECORDER_WORDS];
+            memcpy(words, &entry, sizeof entry);
+            for (size_t w = 0; w < RECORDER_WORDS; w++) page->records[i].words[w] = words[w];
+        }
+        return;
+    }
+    CHECK(!"the recording was found");
+}
+
+static void a_damaged_recording(void)
+{
+    damages = true;
+    const pid_t rank = start_rank(7, 0);
+    damages = false;
+    CHECK(info_of_group("") == 0 && says("opened 0.0 us ago"));
+    CHECK(info_of_group("--json") == 0 && says("\"elapsed_ns\": 0"));
+    CHECK(info_of_group("--chrome") == 0 && says("\"dur\": 0.000"));
+    stop(rank);
+}
+
 static void usage(void)
 {
     CHECK(info("--help") == 0 && says("usage:"));
@@ -161,6 +204,7 @@ int main(void)
     snprintf(group, sizeof group, "info-test-%d", (int)getpid());
     a_stuck_group();
     two_of_a_name();
+    a_damaged_recording();
     usage();
     a_hostile_name();
     return 0;

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "epic/epic.h"
+#include "run.h"
 
 typedef struct row {
     const char *settings; /* "NAME=value NAME=value" */
@@ -253,7 +254,7 @@ static int check_processes(const char *format)
     if (strstr(format, "AGENT_STORE=True") != NULL && listen(holder, 1) != 0) return 1;
     fflush(stdout);
     for (int r = 0; r < 3; r++)
-        if (fork() == 0) exit(join(format, r, ntohs(at.sin_port)));
+        if (run_fork() == 0) exit(join(format, r, ntohs(at.sin_port)));
     for (int r = 0; r < 3; r++) {
         int status;
         wait(&status);

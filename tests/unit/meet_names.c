@@ -272,7 +272,7 @@ static void test_libcrypto(const char *program)
     if (!CHECK(mkdtemp(folder) != NULL)) return;
     snprintf(path, sizeof path, "%s/libcrypto.so.3", folder);
     close(open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
-    const pid_t child = fork();
+    const pid_t child = run_fork();
     if (child == 0) {
         setenv("LD_LIBRARY_PATH", folder, 1);
         execl(program, program, "libcrypto", (char *)NULL);

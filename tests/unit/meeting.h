@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "meet/link.h"
+#include "run.h"
 
 #define MOST 8
 
@@ -98,7 +99,7 @@ static inline void run_rank(const trial *t, int rank, uint32_t port)
 static inline pid_t spawn(const trial *t, int rank, uint32_t port)
 {
     fflush(stdout);
-    const pid_t child = fork();
+    const pid_t child = run_fork();
     if (child != 0) return child;
     if (rank == t->num_ranks)
         t->stranger(t, port);

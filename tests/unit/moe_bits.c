@@ -8,6 +8,7 @@
  * loaded, and a process that forks ranks must not have used it before. */
 #include <pthread.h>
 
+#include "run.h"
 #include "unit/moe_bits.h"
 
 static bool as_processes;
@@ -64,7 +65,7 @@ static int run_all(uint32_t count)
 static int start(const char *self, const char *how, const char *core)
 {
     fflush(stdout);
-    const pid_t child = fork();
+    const pid_t child = run_fork();
     if (child == 0) {
         unsetenv("OPENBLAS_NUM_THREADS");
         unsetenv("OPENBLAS_CORETYPE");

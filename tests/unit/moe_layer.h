@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "run.h"
 #include "unit/moe_problem.h"
 
 /* ---------------------------------------------------------------------- one rank's part ---- */
@@ -436,7 +437,7 @@ static inline void team_processes(rank_work *work, void *what, const epic_config
     const uint32_t port = free_port();
     fflush(stdout);
     for (int r = 0; r < (int)config->num_ranks; r++) {
-        if (fork()) continue;
+        if (run_fork()) continue;
         seat s = {work, what, {0}, *config};
         const epic_tcp tcp = {.rank = r,
                               .num_ranks = (int32_t)config->num_ranks,

@@ -2,6 +2,7 @@
 /* The flight recorder: what is written is what another process reads, never half of it; a stuck
  * operation stays however many pass it; a closed recorder is gone. */
 #include "base/recorder.h"
+#include "run.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -222,7 +223,7 @@ static void never_torn(void)
     char byte;
     int opened[2], mapped[2], status;
     CHECK(pipe(opened) == 0 && pipe(mapped) == 0);
-    const pid_t reader = fork();
+    const pid_t reader = run_fork();
     CHECK(reader >= 0);
     if (reader == 0) read_until_closed(opened[0], mapped[1]);
     close(mapped[1]);

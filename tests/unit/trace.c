@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "run.h"
 
 #define RANKS 2
 #define TOKENS 3
@@ -155,7 +156,7 @@ static void all_is_there(uint32_t experts)
 /* Files may not grow: the trace ends, the program does not. */
 static void a_full_disk(void)
 {
-    const pid_t child = fork();
+    const pid_t child = run_fork();
     CHECK(child >= 0);
     if (child == 0) {
         const struct rlimit limit = {1 << 20, 1 << 20};

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -156,6 +157,7 @@ static inline void run_processes(seat *seats, int num_ranks, void (*meanwhile)(v
         const pid_t pid = fork();
         if (pid > 0) shared->pids[r] = pid;
         if (pid != 0) continue;
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
         alarm(200);
         run_rank(&seats[r]);
         _exit(0);

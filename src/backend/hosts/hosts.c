@@ -44,8 +44,8 @@ _Static_assert(WIRE_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of i
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
-    (void)config, (void)peers;
-    if (!p2p_any_device(why)) return false;
+    (void)config;
+    if (!p2p_any_device(why) || !p2p_share_library(peers, num_ranks, why)) return false;
     if (num_ranks > WIRE_MAX_HOSTS) {
         snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks, WIRE_MAX_HOSTS);
         return false;

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"
+#include "base/deadline.h"
 #include "base/error.h"
 #include "base/thread.h"
 
@@ -59,7 +60,7 @@ static int first_dead(epic_group *group)
 
 static epic_result await(epic_group *group, creation *c)
 {
-    const int64_t end = clock_ns() + group->timeout_ns;
+    deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));
     while (!is_done(c, false)) {
         const int dead = first_dead(group);
         if (dead >= 0)
@@ -67,7 +68,7 @@ static epic_result await(epic_group *group, creation *c)
                              "backend mpi: rank %d's process ended while the group was joined; "
                              "open a new group",
                              dead);
-        if (clock_ns() >= end)
+        if (deadline_before_nap(&end, NAP_NS))
             return epic_fail(
                 EPIC_ETIMEOUT,
                 "backend mpi: MPI_Comm_create_group did not return within %lld ms: "

@@ -6,12 +6,14 @@
 #include <string.h>
 
 #include "backend/mpi/group.h"
+#include "base/deadline.h"
 #include "base/error.h"
 
 #define SENTENCE 256
 #define CREATE_TAGS 32768 /* MPI promises at least 32767 as the largest tag */
 #define CANCEL_NS 20000000
 #define SETTLE_NS 100000000
+#define FLUSH_NAP_NS 100000
 
 /* ----------------------------------------------------------------------------- can_join ---- */
 
@@ -252,7 +254,7 @@ static bool any_dead(epic_group *group, int64_t *since)
 /* Until MPI needs our memory no more; false: the group broke, a peer died or fetches nothing. */
 static bool flush(epic_group *group)
 {
-    const int64_t end = clock_ns() + group->timeout_ns;
+    deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));
     int64_t dead_since = 0;
     for (;;) {
         pthread_mutex_lock(group->mutex);
@@ -260,11 +262,12 @@ static bool flush(epic_group *group)
         if (!is_broken(group)) cells_drain(group);
         const bool broken = is_broken(group);
         const bool done = !broken && group->num_draining == 0 && control_sent(group);
-        const bool over = broken || any_dead(group, &dead_since) || clock_ns() >= end;
+        const bool over =
+            broken || any_dead(group, &dead_since) || deadline_before_nap(&end, FLUSH_NAP_NS);
         pthread_mutex_unlock(group->mutex);
         if (done) return true;
         if (over) return false;
-        nap_ns(100000);
+        nap_ns(FLUSH_NAP_NS);
     }
 }
 

@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "backend/mpi/group.h"
+#include "base/deadline.h"
 
 #define GATHER_TAG 0
 #define ROLL_TAG 32767 /* the largest that every MPI has */
@@ -102,7 +103,8 @@ static epic_result nobody_came(const meeting *m, const bool *missing)
 static epic_result await_duplicate(meeting *m, MPI_Comm comm, MPI_Request *request,
                                    bool *missing)
 {
-    const int64_t start = epic_meet_now(), end = start + m->timeout_ms;
+    const int64_t start = epic_meet_now();
+    deadline end = deadline_begin_ms(m->timeout_ms);
     for (;;) {
         int done = 0;
         const int64_t now = epic_meet_now();
@@ -113,7 +115,7 @@ static epic_result await_duplicate(meeting *m, MPI_Comm comm, MPI_Request *reque
         unlock();
         if (code != MPI_SUCCESS) return runtime_sentence(code, "MPI_Comm_idup");
         if (done) return EPIC_OK;
-        if (now >= end) return nobody_came(m, missing);
+        if (deadline_before_nap(&end, NAP_NS)) return nobody_came(m, missing);
         nap_ns(NAP_NS);
     }
 }
@@ -221,7 +223,7 @@ static epic_result look(round *r, const meeting *m, int *left)
 
 static epic_result await_round(round *r, const meeting *m)
 {
-    const int64_t end = epic_meet_now() + m->timeout_ms;
+    deadline end = deadline_begin_ms(m->timeout_ms);
     int left = 2 * (m->num_ranks - 1);
     lock();
     const int code = post(r, m);
@@ -232,7 +234,7 @@ static epic_result await_round(round *r, const meeting *m)
         const epic_result result = look(r, m, &left);
         unlock();
         if (result != EPIC_OK || left == 0) return result;
-        if (epic_meet_now() >= end) return nobody_came(m, r->missing);
+        if (deadline_before_nap(&end, NAP_NS)) return nobody_came(m, r->missing);
         nap_ns(NAP_NS);
     }
 }

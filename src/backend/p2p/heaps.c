@@ -3,6 +3,7 @@
  * through the meeting is never an address, which whoever reached the meeting could choose; those of
  * other processes by CUDA's IPC. */
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "backend/p2p/p2p.h"
@@ -16,6 +17,22 @@ typedef struct shown {
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the list */
 static shown *list;
+
+bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why)
+{
+    for (int q = 1; q < num_ranks; q++)
+        for (int r = 0; r < q; r++) {
+            if (!p2p_same(peers[q].process, peers[r].process)) continue;
+            if (peers[q].library == peers[r].library) continue;
+            snprintf(
+                why, 256,
+                "ranks %d and %d are in one process and have loaded two copies of libepic; "
+                "load one",
+                r, q);
+            return false;
+        }
+    return true;
+}
 
 static const shown *find(uint64_t group_id, int rank)
 {

@@ -32,7 +32,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
                      here ? "in different PID namespaces (containers)" : "on different hosts");
             return false;
         }
-    return true;
+    return p2p_share_library(peers, num_ranks, why);
 }
 
 /* ------------------------------------------------------------------------- own part ---- */

@@ -111,6 +111,10 @@ epic_result p2p_heap_show(const epic_group *group, uint8_t *heap, cudaIpcMemHand
 epic_result p2p_heap_reach(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
 void p2p_heap_hide(const epic_group *group);
 
+/* Do ranks of one process share one copy of this library, and so its list of heaps?  If not, `why`
+ * (256 bytes) gets the reason. */
+bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
+
 /* Of a rank of this process; NULL: not here. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 

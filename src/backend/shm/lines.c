@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 #include "backend/shm/greeting.h"
-#include "base/clock.h"
+#include "base/deadline.h"
 #include "base/error.h"
 #include "base/process.h"
 
@@ -45,7 +45,7 @@ typedef struct opening {
     int num_polls;
     int listener;
     int missing; /* higher ranks that have not called yet */
-    int64_t deadline_ns;
+    deadline deadline;
     int *memory;
 } opening;
 
@@ -103,12 +103,12 @@ static int poll_open(opening *o, int ms)
  * opening. */
 static epic_result await_polls(opening *o, const char *what)
 {
-    const int64_t now = clock_ns();
-    if (now >= o->deadline_ns)
+    const uint64_t now = (uint64_t)clock_ns();
+    if (deadline_look(&o->deadline, now))
         return epic_fail(EPIC_ETIMEOUT, "shm: %s did not come within %u ms", what,
                          o->join->config->timeout_ms);
-    const int64_t ms = (o->deadline_ns - now) / 1000000 + 1;
-    const int got = poll_open(o, ms < LOOK_MS ? (int)ms : LOOK_MS);
+    const uint64_t ms = deadline_sleep_ns(&o->deadline, now, LOOK_MS * 1000000ull) / 1000000;
+    const int got = poll_open(o, (int)ms + 1);
     if (got < 0 && errno != EINTR) return greeting_refused("poll");
     const struct pollfd *lines = o->polls + 1 + o->num_guests;
     for (int r = 0; got > 0 && r < o->lines->num_ranks; r++)
@@ -163,7 +163,7 @@ static epic_result call_rank(opening *o, int peer)
     while (connect(*line, (const struct sockaddr *)&address, length) != 0) {
         if (errno == ECONNREFUSED) return greeting_left(peer);
         if (errno != EAGAIN && errno != EINTR) return greeting_refused("connect");
-        if (clock_ns() >= o->deadline_ns)
+        if (deadline_before_nap(&o->deadline, 1000000))
             return epic_fail(EPIC_ETIMEOUT, "shm: rank %d did not answer within %u ms", peer,
                              o->join->config->timeout_ms);
         nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
@@ -399,7 +399,7 @@ epic_result lines_open(shm_lines *lines, const epic_join *join, bool ready, int 
                  .cards = cards,
                  .listener = -1,
                  .memory = memory,
-                 .deadline_ns = clock_ns() + join->config->timeout_ms * 1000000ll};
+                 .deadline = deadline_begin_ms(join->config->timeout_ms)};
     epic_result result = allocate(&o, ready);
     if (result == EPIC_OK) result = open_listener(&o, &mine);
     result = swap_cards(join, cards, result, &mine);

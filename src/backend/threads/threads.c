@@ -34,9 +34,17 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
         return false;
     }
     for (int r = 1; r < num_ranks; r++) {
-        if (memcmp(peers[r].process, peers[0].process, sizeof peers[0].process) == 0) continue;
-        snprintf(why, 256,
-                 "threads is for ranks of one process; rank %d is another than rank 0", r);
+        if (memcmp(peers[r].process, peers[0].process, sizeof peers[0].process) != 0) {
+            snprintf(why, 256,
+                     "threads is for ranks of one process; rank %d is another than rank 0", r);
+            return false;
+        }
+        if (peers[r].library == peers[0].library) continue;
+        snprintf(
+            why, 256,
+            "threads is for ranks that share one copy of libepic; rank %d has loaded another "
+            "copy than rank 0",
+            r);
         return false;
     }
     return true;
