@@ -26,6 +26,26 @@ def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
     return is_grad_enabled() and (x.requires_grad or (w is not None and w.requires_grad))
 
 
+class EpicFunction(torch.autograd.Function):
+    """Base class of EPIC's autograd functions.
+
+    Their forward has no ctx: with setup_context they work under torch.func.grad and torch.func.vjp.
+    """
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        """Refuses torch.func.vmap: its batches may differ between ranks."""
+        raise no_vmap()
+
+
+def no_vmap() -> EpicUnsupportedError:
+    """The error of every EPIC function that torch.func.vmap reaches."""
+    return EpicUnsupportedError(
+        "torch.func.vmap over EPIC's functions is not supported: pass the batch as more tokens, or "
+        "use a loop; torch.func.jacrev needs no vmap with chunk_size=1"
+    )
+
+
 def applied(function: Any) -> Callable[..., Any]:
     """function.apply.  Of torch before 2.15 what that does in Python is for functorch's transforms
     and for defaults of arguments, and takes as long as the rest."""
@@ -52,13 +72,17 @@ class SavedOnce:
         return getattr(self.ctx, name)
 
 
-class Refusal(torch.autograd.Function):
+class Refusal(EpicFunction):
     """Gradients as they are, and an error where they are differentiated in what made them."""
 
     @staticmethod
-    def forward(_: Any, num_gradients: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """tensors: the gradients, then what made them."""
+    def forward(num_gradients: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Copy the gradients, which come first; what they were made of follows."""
         return tuple(None if x is None else x.clone() for x in tensors[:num_gradients])
+
+    @staticmethod
+    def setup_context(*_: Any) -> None:
+        """Save nothing."""
 
     @staticmethod
     def backward(*_: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, known
-from epic.torch.arguments import check_floats, once, stay
+from epic.torch.arguments import EpicFunction, check_floats, once, stay
 from epic.torch.groups import Group
 from epic.torch.ops import mlp_numbers, numbers, raising, refuse_gradient, write
 from epic.torch.router import number_of
@@ -176,12 +176,11 @@ def weights_back(
     return up, down, *wide, up_scales, down_scales
 
 
-class RunExperts(torch.autograd.Function):
+class RunExperts(EpicFunction):
     """epic::experts with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
         size: int,
         group: int,
         weight_type: str,
@@ -191,21 +190,26 @@ class RunExperts(torch.autograd.Function):
         expert_tokens: Tensor,
         slots: Tensor | None,
         *weights: Tensor | None,
-    ) -> Tensor:
-        """The core saves what gate and up gave."""
-        counts = (expert_rows, expert_tokens, slots)
-        stay(expert_rows)
-        stay(expert_tokens)
+    ) -> tuple[Tensor, Tensor]:
+        """Call the operator: the rows, and what the core saves for backward."""
         rows, given = products(x, weight_type, weights)
-        y, saved = ops.experts.default(rows, *counts, *given, size, group, *numbers[0])
-        ctx.weight_type, ctx.numbers = weight_type, (group, *numbers[1])
-        ctx.save_for_backward(x, *counts, *weights, saved)
-        return y
+        counts = (expert_rows, expert_tokens, slots)
+        return ops.experts.default(rows, *counts, *given, size, group, *numbers[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
+        """Save the inputs and the second result."""
+        _, group, ctx.weight_type, numbers, *tensors = inputs
+        ctx.numbers = (group, *numbers[1])
+        stay(tensors[1])  # expert_rows, expert_tokens
+        stay(tensors[2])
+        ctx.save_for_backward(*tensors, out[1])
+        ctx.mark_non_differentiable(out[1])
 
     @staticmethod
     @once
     @raising
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_y: Tensor, *_: Any) -> tuple[Any, ...]:
         """Weight gradients leave in the weights' dtype; those of e4m3 have none."""
         *inputs, saved = ctx.saved_tensors
         weights = weights_back(inputs[0], ctx.weight_type, tuple(inputs[4:]))
@@ -259,7 +263,7 @@ def experts(
         x, given = products(rows, kind, tuple(arrays))
         write(ops.experts_out.default, (x, *counts, *given, size, number, *forward), out, None)
         return out
-    return RunExperts.apply(size, number, kind, (forward, backward), rows, *counts, *arrays)
+    return RunExperts.apply(size, number, kind, (forward, backward), rows, *counts, *arrays)[0]
 
 
 # --------------------------------------------------------------- with any product ----
@@ -322,7 +326,7 @@ def slab_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """A grouped product by one matmul for each expert: plain, anywhere; the host waits for ends."""
     out = x.new_zeros((x.shape[0], w.shape[2]))
     begin = 0
-    for expert, end in enumerate(ends.tolist()):
+    for expert, end in enumerate(map(int, ends.cpu())):  # torch.func has no tolist()
         out[begin:end] = x[begin:end] @ w[expert]
         begin = end
     return out

@@ -16,7 +16,7 @@ from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, known
 from epic.torch import replicas, steps
-from epic.torch.arguments import as_int32, check_floats, flattened, once, stay
+from epic.torch.arguments import EpicFunction, as_int32, check_floats, flattened, once, stay
 from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
@@ -230,12 +230,11 @@ def with_experts(
     return (*weights[:FIRST], *given[:-2], *weights[PAST:-2], *given[-2:])
 
 
-class Layer(torch.autograd.Function):
+class Layer(EpicFunction):
     """epic::moe with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
         group: Group,
         tag: int,
         facts: Facts,
@@ -245,16 +244,18 @@ class Layer(torch.autograd.Function):
         x: Tensor,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """The core saves what it needs; x and weights are kept as they are."""
-        out, loss, *counts, saved = ops.moe.default(
-            *forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
-        )
-        ctx.group, ctx.tag, ctx.facts = group, tag, facts
+        """Call the operator: out, loss, load, demand, logical_load, saved."""
+        args = forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
+        return ops.moe.default(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
+        """Save x, the weights and what the core saves for backward, which is the last result."""
+        ctx.group, ctx.tag, ctx.facts, _, _, _, x, *weights = inputs
         if (bias := weights[ORDER.index("bias")]) is not None:
             stay(bias)
-        ctx.save_for_backward(x, *weights, saved)
-        ctx.mark_non_differentiable(*counts)
-        return out, loss, *counts
+        ctx.save_for_backward(x, *weights, out[-1])
+        ctx.mark_non_differentiable(*out[2:])
 
     @staticmethod
     @once
@@ -519,7 +520,7 @@ def moe(
     inputs = (group, tag, facts, token_ids, table, tables, rows)
     if out is not None:
         return moe_into(forward_args(*inputs, *arrays), x, facts, out)
-    y, loss, load, demand, logical = Layer.apply(*inputs, *arrays)
+    y, loss, load, demand, logical, _ = Layer.apply(*inputs, *arrays)
     logical = logical if facts.replicas else None
     return MoeOut(reshaped(y, x.shape), reshaped(loss, ()), load, demand, logical)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicError
+from epic.torch.arguments import no_vmap
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -62,14 +63,22 @@ def in_one_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def refuse_vmap(*_: Any, **__: Any) -> Any:
+    """What each operator does with the tensors of torch.func.vmap."""
+    raise no_vmap()
+
+
 def fake(function: Function) -> Function:
-    """Registers shapes: NAME_fake for the overloads of epic::NAME, and for epic::NAME_out."""
+    """Registers shapes: NAME_fake for the overloads of epic::NAME, and for epic::NAME_out.  All of
+    them refuse torch.func.vmap."""
     name = function.__name__.removesuffix("_fake")
     for overload in getattr(torch.ops.epic, name).overloads():
         operator = getattr(getattr(torch.ops.epic, name), overload)
         torch.library.register_fake(operator, in_one_place(function), lib=FAKES)
+        FAKES.impl(operator, refuse_vmap, "FuncTorchBatched")
     if not name.endswith("_"):  # in place
         torch.library.register_fake(f"epic::{name}_out", nothing, lib=FAKES)
+        FAKES.impl(f"{name}_out", refuse_vmap, "FuncTorchBatched")
     return function
 
 

@@ -11,6 +11,7 @@ from torch.overrides import has_torch_function_variadic as overridden
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import BLOCKS, Layer, word
 from epic.torch.arguments import (
+    EpicFunction,
     applied,
     as_rows,
     as_weights,
@@ -136,21 +137,21 @@ def rows_home(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
     return d_tokens, d_weights if weighs else None
 
 
-class Dispatch(torch.autograd.Function):
+class Dispatch(EpicFunction):
     """epic::dispatch with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: Plan,
-        data: Tensor,
-        tokens: Tensor,
-        weights: Tensor | None,
-        zero_tail: bool,
+        plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
     ) -> tuple[Tensor, Tensor]:
-        """Nothing is saved but the plan, whose bytes tracers have to see by themselves."""
-        save_plan(ctx, plan.way, data, tokens)
+        """Call the operator; data: the plan's bytes, which tracers have to see by themselves."""
         return dispatch_op(plan, data, tokens, weights, zero_tail)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Save the plan alone."""
+        plan, data, tokens, *_ = inputs
+        save_plan(ctx, plan.way, data, tokens)
 
     @staticmethod
     @once
@@ -349,18 +350,18 @@ def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1
     return found if dtype == torch.float32 else found.to(dtype)
 
 
-class DispatchRounded(torch.autograd.Function):
+class DispatchRounded(EpicFunction):
     """dispatch whose rows travelled in e4m3; its gradient is that of dispatch."""
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, block: str
+        plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, block: str
     ) -> tuple[Tensor, Tensor]:
-        """Nothing is saved but the plan."""
-        save_plan(ctx, plan.way, data, tokens)
+        """Call the operator and multiply the rows by their scales."""
         rows, scales, slots = quantized(plan, data, tokens, weights, block)
         return dequantize(rows, scales, tokens.dtype, block), slots
 
+    setup_context = Dispatch.setup_context
     backward = Dispatch.backward
 
 
@@ -411,23 +412,21 @@ def plan_dispatch_into(
     return found
 
 
-class PlanDispatch(torch.autograd.Function):
+class PlanDispatch(EpicFunction):
     """epic::plan_dispatch with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        wish: Wish,
-        chosen: Tensor,
-        tokens: Tensor,
-        weights: Tensor | None,
-        zero_tail: bool,
+        wish: Wish, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
     ) -> tuple[Tensor, ...]:
-        """The plan is saved."""
-        out = plan_dispatch_op(wish, chosen, tokens, weights, zero_tail)
-        save_plan(ctx, wish[0], out[0], tokens)
+        """Call the operator."""
+        return plan_dispatch_op(wish, chosen, tokens, weights, zero_tail)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
+        """Save the plan, which is the first result."""
+        save_plan(ctx, inputs[0][0], out[0], inputs[2])
         ctx.mark_non_differentiable(out[0])
-        return out
 
     @staticmethod
     @once
@@ -503,23 +502,23 @@ def combine_op(
     return call(turn, data, rows, slots, num_tokens, way.number, way.tag)
 
 
-class Combine(torch.autograd.Function):
+class Combine(EpicFunction):
     """epic::combine with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: Plan,
-        data: Tensor,
-        rows: Tensor,
-        slots: Tensor | None,
-        block: str | None,
+        plan: Plan, data: Tensor, rows: Tensor, slots: Tensor | None, _block: str | None
     ) -> Tensor:
-        """Rows are needed again only for the weights' gradient."""
-        ctx.way, ctx.capacity, ctx.block = plan.way, rows.shape[0], block
+        """Call the operator; _block: of the rows' gradients."""
+        return combine_op(plan, data, rows, slots)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Save the rows only if the weights' gradient needs them."""
+        plan, data, rows, slots, ctx.block = inputs
+        ctx.way, ctx.capacity = plan.way, rows.shape[0]
         stay(data)
         ctx.save_for_backward(data, rows if ctx.needs_input_grad[3] else None, slots)
-        return combine_op(plan, data, rows, slots)
 
     @staticmethod
     @once
@@ -588,14 +587,18 @@ def sum_op(turn: Tensor, x: Tensor, *place: int) -> Tensor:
     return out
 
 
-class Sum(torch.autograd.Function):
+class Sum(EpicFunction):
     """epic::sum_ with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, x: Tensor, *place: int) -> Tensor:
-        """Nothing is saved."""
-        ctx.group, ctx.place = group, place
+    def forward(group: Group, x: Tensor, *place: int) -> Tensor:
+        """Call the operator; place: of sum_op."""
         return sum_op(group.turn, x, *place)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Save no tensor."""
+        ctx.group, _, *ctx.place = inputs
 
     @staticmethod
     @once
