@@ -290,6 +290,12 @@ def activate(options: Experts, z: Tensor) -> Tensor:
     return gate * torch.sigmoid((options.alpha or 1.702) * gate) * (up + 1)
 
 
+def bias_of_rows(bias: Tensor, slab: Any) -> Tensor:
+    """The bias [local experts, n] of each row's slab.  Rows behind the last slab get zeros of their
+    own: what a product leaves there, NaN included, then reaches no bias and no bias's gradient."""
+    return torch.cat([bias, torch.zeros_like(bias[:1])])[slab]
+
+
 def mlp(
     options: Experts,
     grouped_mm: GroupedMm,
@@ -302,22 +308,22 @@ def mlp(
     grouped_mm(x [slots, n], w [local experts, n, m], ends of the slabs [local experts] int32).
     Rows behind the last slab may hold anything afterwards: combine does not read them."""
     ends = expert_rows.cumsum(0, dtype=torch.int32)
-    expert = None
+    slab = None
     if w.b_gate_up is not None or w.b_down is not None:
         slots = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
-        expert = torch.searchsorted(ends, slots, right=True).clamp(max=ends.shape[0] - 1)
+        slab = torch.searchsorted(ends, slots, right=True)  # behind the last: local experts
     column = None if slot_weights is None else slot_weights[:, None].to(x.dtype)
     if options.weighting == "input" and column is not None:
         x = x * column
     z = grouped_mm(x, w.w_gate_up.to(x.dtype), ends)
     if w.b_gate_up is not None:
-        z = z + w.b_gate_up.to(z.dtype)[expert]
+        z = z + bias_of_rows(w.b_gate_up.to(z.dtype), slab)
     a = activate(options, z)
     early = column if options.weighting == "early" else None
     a = a if early is None else a * early
     y = grouped_mm(a.to(x.dtype), w.w_down.to(x.dtype), ends)
     if w.b_down is not None:
-        b = w.b_down.to(y.dtype)[expert]
+        b = bias_of_rows(w.b_down.to(y.dtype), slab)
         y = y + (b if early is None else b * early)
     return y.to(x.dtype)
 
