@@ -388,8 +388,11 @@ def test_compiled_where_it_is_composed() -> None:
 def test_wrong_masks() -> None:
     """By their shape and dtype, which torch would tell of something else."""
     layer, x = alone(), torch.ones(2, 3, 16)
-    for mask in (torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 3)):
-        with pytest.raises(epic.torch.EpicArgumentError, match=r"a torch\.bool for each of the 6"):
+    shapes = ((2, 2), (3, 2), (6,), (1, 6))
+    for mask in (*(torch.ones(s, dtype=torch.bool) for s in shapes), torch.ones(2, 3)):
+        with pytest.raises(
+            epic.torch.EpicArgumentError, match=r"must be torch\.bool of shape \[2, 3\]"
+        ):
             layer(x, mask)
 
 

@@ -124,7 +124,7 @@ def check_floats(name: str, x: Tensor) -> None:
     """What is added must be a type that the core adds."""
     if x.dtype not in ROW_TYPES:
         raise EpicArgumentError(
-            f"{name}: dtype {x.dtype}: float32, bfloat16, float16 or float64 is needed"
+            f"{name} is {x.dtype}: must be float32, bfloat16, float16 or float64"
         )
 
 
@@ -148,13 +148,32 @@ def as_rows(name: str, x: Tensor, count: int) -> Tensor:
     return rows
 
 
-def as_weights(name: str, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """Float32 of that shape; None stays None."""
+def as_weights(
+    name: str, x: Tensor | None, shape: tuple[int, ...], tokens: Tensor | None = None
+) -> Tensor | None:
+    """Float32 of that shape; None stays None.  tokens: the rows that x belongs to, as the caller
+    passed them: where both have several leading dimensions, these are equal."""
     if x is None or (x.shape == shape and x.dtype == torch.float32):
         return x
     if x.numel() != math.prod(shape) or x.shape[-1:] != shape[-1:]:
         raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
+    check_floats(name, x)
+    if tokens is not None and min(x.dim(), tokens.dim()) > 2 and x.shape[:-1] != tokens.shape[:-1]:
+        raise EpicArgumentError(
+            f"{name} has the shape {list(x.shape)}: must be as tokens, which has the shape "
+            f"{list(tokens.shape)}"
+        )
     return x.reshape(shape).to(torch.float32)
+
+
+def as_flat(name: str, x: Tensor, leading: Any) -> Tensor:
+    """[num_tokens] in the order of the rows: x has their leading dimensions, or one."""
+    if x.shape != leading and x.shape != (math.prod(leading),):
+        raise EpicArgumentError(
+            f"{name} has the shape {list(x.shape)}: must be {list(leading)}, one value for each "
+            "token"
+        )
+    return x.reshape(-1).contiguous()
 
 
 def count_of(shape: Any, top_k: int) -> int:

@@ -107,25 +107,29 @@ def facts(*key: Any) -> tuple[Any, ...]:
     return kept_facts(*key)
 
 
-def check_weights(options: Experts, weights: ExpertWeights) -> None:
-    """The shapes that the options ask for, and one dtype."""
-    local, hidden, inner, width = (
-        weights.w_gate_up.shape[0],
-        options.hidden,
-        options.inner,
-        options.width,
-    )
+def check_weights(
+    options: Experts,
+    weights: ExpertWeights,
+    names: tuple[str, ...] = ExpertWeights._fields,
+    local: int | None = None,
+) -> None:
+    """The shapes that the options ask for, and one dtype.  names: of the first four, in errors;
+    local: experts, if it is not for the weights to say."""
+    hidden, inner, width = options.hidden, options.inner, options.width
+    local = weights.w_gate_up.shape[0] if local is None else local
     dtype = weights.w_gate_up.dtype
+    if dtype != E4M3:
+        check_floats(names[0], weights.w_gate_up)
     shapes: list[tuple[int, ...]] = [(local, hidden, width), (local, inner, hidden)]
     if dtype == E4M3:
         shapes = [(local, width, hidden), (local, hidden, inner)]
     shapes += [(local, width), (local, hidden)]
-    for name, x, shape in zip(ExpertWeights._fields[:4], weights[:4], shapes, strict=True):
+    for name, x, shape in zip(names[:4], weights[:4], shapes, strict=True):
         if x is None:
             continue
         if tuple(x.shape) != shape:
             raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
-        if x.dtype != dtype and (dtype != E4M3 or name == "w_down"):
+        if x.dtype != dtype and (dtype != E4M3 or x is weights.w_down):
             raise EpicArgumentError(f"{name}: dtype {x.dtype}: all weights have one dtype")
     check_scales(dtype, weights)
 

@@ -75,7 +75,7 @@ def dispatch_flat(
     if not way.flat:
         raise wrong_layout(way, "dispatch")
     rows = as_rows("tokens", tokens, plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, way.top_k))
+    weights = as_weights("weights", weights, (plan.num_tokens, way.top_k), tokens)
     inputs = (plan, plan.bytes, rows, weights)
     if out is not None:
         recv, slots, experts = parts_of(out, "recv, slot_weights, experts")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Moe
 from epic.torch import steps
+from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
 from epic.torch.moe import MoeWeights, moe
@@ -63,6 +64,10 @@ class MoE(nn.Module):
         self.grouped_mm, self.bias_rate = grouped_mm, bias_rate
         self.num_local_experts = options.layer.num_experts // group.num_ranks
         dtype = dtype or torch.get_default_dtype()
+        if dtype not in ROW_TYPES:
+            raise EpicArgumentError(
+                f"dtype is {dtype}: must be float32, bfloat16, float16 or float64"
+            )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         device = place_of(group) if device is None else device
         for name, shape in self.shapes(gate_bias, expert_biases, shared_gate).items():

@@ -16,12 +16,21 @@ from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, known
 from epic.torch import replicas, steps
-from epic.torch.arguments import EpicFunction, as_int32, check_floats, flattened, once, stay
+from epic.torch.arguments import (
+    EpicFunction,
+    as_flat,
+    as_int32,
+    check_floats,
+    flattened,
+    once,
+    stay,
+)
 from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
     activate,
     check_scales,
+    check_weights,
     completed,
     dtype_name,
     experts,
@@ -183,10 +192,15 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
     if x.shape[-1] != hidden:
         raise EpicArgumentError(f"x: shape {list(x.shape)}: [..., {hidden}] is needed")
     columns = options.router.num_experts + options.router.zero_experts
-    if tuple(weights.w_gate.shape) != (hidden, columns):
-        raise EpicArgumentError(
-            f"w_gate: shape {list(weights.w_gate.shape)}: {[hidden, columns]} is needed"
-        )
+    shapes = {"w_gate": (hidden, columns), "b_gate": (columns,), "bias": (columns,)}
+    shapes |= {"w_shared_gate": (hidden,)}
+    for name, w in zip(MoeWeights._fields, weights, strict=True):
+        if w is not None and tuple(w.shape) != shapes.get(name, w.shape):
+            raise EpicArgumentError(
+                f"{name}: shape {list(w.shape)}: {list(shapes[name])} is needed"
+            )
+        if w is not None and w.dtype != E4M3:
+            check_floats(name, w)
     for name in ("w_gate", "w_gate_up", "w_down"):
         w = getattr(weights, name)
         if w.device != x.device:
@@ -310,6 +324,7 @@ def by_experts(
 ) -> Tensor:
     """With the caller's product, else by the core."""
     if grouped_mm is not None:
+        check_weights(options, weights)
         return mlp(options, grouped_mm, x, plan.counted("expert_rows"), weights, slots)
     counts = (plan.counted("expert_rows"), plan.counted("expert_tokens"))
     return experts(options, x, *counts, weights, slots, plan.way.group)
@@ -319,6 +334,9 @@ def by_shared(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
     """The shared expert, which sees every token, gated if it has a gate."""
     assert options.shared is not None and weights.shared_gate_up is not None
     assert weights.shared_down is not None
+    names = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
+    own = ExpertWeights(*(getattr(weights, name) for name in names))
+    check_weights(options.shared, own, names, local=1)
     z = x @ weights.shared_gate_up[0].to(x.dtype)
     if weights.shared_b_gate_up is not None:
         z = z + weights.shared_b_gate_up[0].to(z.dtype)
@@ -393,7 +411,7 @@ def composed(
     tag: int,
 ) -> MoeOut:
     """The layer from the single functions."""
-    given, x = x, x if mask is None else torch.where(mask[:, None], x, 0)  # whatever padding holds
+    x = x if mask is None else torch.where(mask[:, None], x, 0)  # whatever padding holds
     logits = logits_of(x, weights)
     chosen, w = route(
         options.router, logits, bias=weights.bias, token_ids=token_ids, table=table, group=group
@@ -422,7 +440,9 @@ def composed(
         kept = torch.where(zero, w, 0).sum(dim=1, keepdim=True)
         out = (out + x * kept).to(x.dtype)
     if options.shared is not None:
-        out = out + by_shared(options, given, weights)
+        out = out + by_shared(options, x, weights)
+        if mask is not None:  # biases of the shared expert make zeros something else
+            out = torch.where(mask[:, None], out, 0)
     load, logical = plan.counted("load"), None
     if options.layer.num_logical:
         logical = plan.counted("logical_load")
@@ -434,15 +454,17 @@ def composed(
 # ------------------------------------------------------------------------ the layer ----
 
 
-def as_mask(options: Moe, token_mask: Tensor, rows: Tensor) -> Tensor:
+def as_mask(options: Moe, token_mask: Tensor, x: Tensor) -> Tensor:
     """[num_tokens]."""
     if options.sequence_tokens:
         raise EpicUnsupportedError("token_mask: with sequence_tokens all tokens are counted")
-    if token_mask.dtype != torch.bool or token_mask.numel() != rows.shape[0]:
+    if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
         raise EpicArgumentError(
-            f"token_mask: shape {list(token_mask.shape)}, {token_mask.dtype}: a torch.bool for "
-            f"each of the {rows.shape[0]} tokens is needed"
+            f"token_mask is {token_mask.dtype} of shape {list(token_mask.shape)}: must be "
+            f"torch.bool of shape {list(x.shape[:-1])}, one value for each token of x"
         )
+    if token_mask.device != x.device:
+        raise EpicArgumentError(f"token_mask: on {token_mask.device}, x is on {x.device}: use one")
     return token_mask.reshape(-1)
 
 
@@ -481,19 +503,19 @@ def moe(
     grouped_mm: composes the layer around a product of the caller's, as torch._grouped_mm is one:
     grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32).  token_ids,
     table: as of route; rank_of_expert, logical_of_expert: as of plan; replicas' gradients are
-    those of the logical expert.  token_mask [...] bool: tokens that are False have no routed expert
-    and no part in the losses.  out: a MoeOut that is written and returned, without a gradient; None
-    in it: not wanted.
+    those of the logical expert.  token_mask [...] bool: tokens that are False have no expert, a
+    result of zeros and no part in the losses.  out: a MoeOut that is written and returned, without
+    a gradient; None in it: not wanted.
     """
     weights = MoeWeights(*weights)
     check_moe(options, x, weights)
     rows = flattened("x", x).contiguous()
     tables = tables_of(options.layer, rank_of_expert, logical_of_expert, rows)
     if token_ids is not None:
-        token_ids = token_ids.reshape(-1).contiguous()
+        token_ids = as_flat("token_ids", token_ids, x.shape[:-1])
     if table is not None:
         table = as_int32("table", table)
-    mask = None if token_mask is None else as_mask(options, token_mask, rows)
+    mask = None if token_mask is None else as_mask(options, token_mask, x)
     if grouped_mm is not None and type_of_weights(options.experts, weights.w_gate_up) == "e4m3":
         raise EpicUnsupportedError(
             "grouped_mm with weights of e4m3: leave it out for the core's product, or take weights "

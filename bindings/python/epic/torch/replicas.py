@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.torch.arguments import EpicFunction, needs_gradient, once, stay
+from epic.torch.arguments import EpicFunction, check_floats, needs_gradient, once, stay
 from epic.torch.groups import Group
 from epic.torch.ops import copy_into, note_write, raising
 from epic.torch.plans import Plan, Way
@@ -73,6 +73,7 @@ def check(plan: Plan, name: str, x: Tensor) -> None:
 
 def check_type(name: str, x: Tensor) -> None:
     """The core adds float32."""
+    check_floats(name, x)
     if x.dtype == torch.float64:
         raise EpicUnsupportedError(
             f"gradients of replicas are added in float32: {name} is float64; train without "

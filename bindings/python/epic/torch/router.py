@@ -9,7 +9,14 @@ from torch import Tensor
 
 from epic.errors import EpicArgumentError
 from epic.options import Router, known
-from epic.torch.arguments import EpicFunction, as_int32, check_floats, needs_gradient, once
+from epic.torch.arguments import (
+    EpicFunction,
+    as_flat,
+    as_int32,
+    check_floats,
+    needs_gradient,
+    once,
+)
 from epic.torch.groups import Group
 from epic.torch.ops import note_write, parts_of, raising, write
 
@@ -107,9 +114,10 @@ def route(
     if (token_ids is None) != (table is None):
         raise EpicArgumentError("token_ids and table come together")
     if bias is not None:
+        check_floats("bias", bias)
         bias = bias.detach().to(torch.float32).contiguous()
     if table is not None and token_ids is not None:
-        token_ids = token_ids.reshape(-1).contiguous()
+        token_ids = as_flat("token_ids", token_ids, logits.shape[:-1])
         table = as_int32("table", table)
     extras, where = (bias, token_ids, table), number_of(group, rows)
     if out is not None:

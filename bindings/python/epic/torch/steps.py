@@ -21,7 +21,7 @@ from epic.torch.arguments import (
     stay,
 )
 from epic.torch.groups import Group
-from epic.torch.narrow import NARROW, carried
+from epic.torch.narrow import NARROW, carried, dequantize
 from epic.torch.ops import bare, copy_into, note_write, parts_of, raising, told, write
 from epic.torch.plans import EXACT, Plan, Way, Wish, asked, wrong_layout
 
@@ -200,7 +200,7 @@ def dispatch(
         if tokens.dtype in NARROW:
             return narrow(plan, tokens, weights, quantize, zero_tail, out)
         rows = as_rows("tokens", tokens, plan.num_tokens)
-        weights = as_weights("weights", weights, (plan.num_tokens, way.top_k))
+        weights = as_weights("weights", weights, (plan.num_tokens, way.top_k), tokens)
         if out is not None:
             if quantize is not None:
                 raise EpicArgumentError("quantize with out=: call dispatch_quantized with out=")
@@ -291,7 +291,7 @@ def dispatch_quantized(
     if scales is not None:
         return with_scales(plan, tokens, scales, weights, out)
     rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k))
+    weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k), tokens)
     if weights is not None:
         weights = weights.detach()
     inputs = (plan, plan.bytes, rows, weights, as_block("block", block, "tokens", rows))
@@ -335,19 +335,6 @@ def quantized_args(
 def quantized(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator; inputs: of quantized_args."""
     return ops.dispatch_quantized.default(*quantized_args(*inputs))
-
-
-def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1x128") -> Tensor:
-    """What dispatch_quantized's rows stand for."""
-    if block == "1x32":
-        powers = torch.exp2(scales.to(torch.float32) - 127)
-        scales = torch.where(scales == 255, torch.nan, powers)
-    size = 32 if block == "1x32" else 128
-    wide = scales.repeat_interleave(size, dim=1)[:, : rows.shape[1]]
-    found = rows.to(torch.float32) * wide
-    # Compiled by torch 2.11, a Function whose result came of a `to` that changed nothing has
-    # zeros for its gradient.
-    return found if dtype == torch.float32 else found.to(dtype)
 
 
 class DispatchRounded(EpicFunction):
@@ -476,7 +463,7 @@ def plan_dispatch(
             found = plan_dispatch_into(out, wish, topk_idx, tokens, weights, zero_tail)
         elif needs_gradient(tokens, weights):
             rows = as_tokens(tokens, topk_idx, num_tokens)
-            weights = as_weights("weights", weights, (num_tokens, way.top_k))
+            weights = as_weights("weights", weights, (num_tokens, way.top_k), tokens)
             found = plan_dispatch_apply(wish, topk_idx, rows, weights, zero_tail)
         else:
             found = plan_dispatch_op(wish, topk_idx, tokens, weights, zero_tail)
