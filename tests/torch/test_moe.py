@@ -192,6 +192,7 @@ def test_router_and_losses() -> None:
     opcheck(ops.route_backward_out.default, (f, chosen, d_weights, 0, *numbers_of, nothing(f)))
     opcheck(ops.z_loss_backward_out.default, (f, one, 6, 0.5, 0, *numbers_of, nothing(f)))
     opcheck(ops.bias_update_.default, (bias.clone(), load, 0.1, 0))
+    opcheck(ops.count_load_.default, (load.clone(), load))
     moved = bias.clone()
     epic.torch.bias_update(moved, load, 0.25)
     step = torch.sign(load.float().mean() - load) * 0.25

@@ -80,7 +80,8 @@ class MoE(nn.Module):
         )
         self.register_buffer("bias", bias)
         load = torch.zeros(options.layer.num_ids, dtype=torch.int32, device=device)
-        self.register_buffer("load", None if bias_rate is None else load, persistent=False)
+        # No buffer: DDP would replace it by rank 0's before each forward.
+        self.load = None if bias_rate is None else load
         self.replicas = logical_of_expert
         whose = tables_of(options.layer, None, logical_of_expert, load)[1]
         self.register_buffer("logical_of_expert", whose)
@@ -142,8 +143,8 @@ class MoE(nn.Module):
         """The bias moves, and stays float32: steps of bias_rate are lost in fewer bits."""
         before, load = self.bias, self.load
         super()._apply(fn, recurse)
-        if load is not None and load.is_meta:  # to_empty: nothing is loaded into it
-            self.load = torch.zeros_like(self.load)
+        if load is not None:
+            self.load = moved(load, fn(load).device)
         if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
             self.bias = before.to(self.bias.device)
         return self
@@ -166,9 +167,11 @@ class MoE(nn.Module):
             tag=self.tag,
         )
         if self.training and self.load is not None:
-            if self.load.is_meta:  # load_state_dict(assign=True)
-                self.load = torch.zeros_like(found.load_of_ids)
-            self.load.add_(found.load_of_ids)
+            # Not found.load_of_ids: compiled functions of torch 2.9 take no properties of a tuple.
+            counts = found.load if found.logical_load is None else found.logical_load
+            if self.load.device != counts.device:  # load_state_dict(assign=True), fully_shard
+                self.load = moved(self.load, counts.device)
+            torch.ops.epic.count_load_.default(self.load, counts)
         return found.out, found.loss
 
     def update_bias(self, process_group: Any = None) -> None:
@@ -210,6 +213,11 @@ def add_gradients(group: Group, parameter: Tensor, tag: int = 0) -> None:
         gradient: Any = parameter.grad
         mine = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         mine.copy_(steps.sum(group, mine.float(), tag=tag))
+
+
+def moved(load: Tensor, device: torch.device) -> Tensor:
+    """The counts of a layer on a device; from "meta" they begin as zeros."""
+    return torch.zeros_like(load, device=device) if load.is_meta else load.to(device)
 
 
 def place_of(group: Group) -> torch.device:

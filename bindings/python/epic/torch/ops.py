@@ -441,6 +441,23 @@ def bias_update__fake(bias: Tensor, *_: Any) -> None:
     """Nothing."""
 
 
+def count_load(load: Tensor, counts: Tensor) -> None:
+    """Adds a forward's counts to those of a layer, once.  Checkpointing runs the forward again
+    inside of a backward, which torch tells by the number of the graph that runs; there is no
+    public name for it.  An operator, so that compiled functions ask when they run."""
+    if torch._C._current_graph_task_id() == -1:
+        load.add_(counts)
+
+
+FAKES.define("count_load_(Tensor(a!) load, Tensor counts) -> ()")
+FAKES.impl("count_load_", count_load, "CompositeExplicitAutograd")
+
+
+@fake
+def count_load__fake(load: Tensor, counts: Tensor) -> None:
+    """Nothing."""
+
+
 # ------------------------------------------------------------------- experts and layer ----
 
 
