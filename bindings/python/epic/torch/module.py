@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer as a torch.nn.Module."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +14,18 @@ from epic.torch import steps
 from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
-from epic.torch.moe import MoeWeights, moe
+from epic.torch.moe import OF_EXPERTS, MoeWeights, moe
 from epic.torch.plans import tables_of
 from epic.torch.router import bias_update
 
-OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+# Names that torch.nn.utils makes of theirs: w_down_orig and w_down_mask (prune), w_down_g and
+# w_down_v (weight_norm), parametrizations.w_down.original.
+DERIVED = re.compile(rf"(parametrizations\.)?({'|'.join(OF_EXPERTS)})(_orig|_mask|_g|_v|\..*)?")
+
+
+def is_of_experts(name: str) -> bool:
+    """Does a parameter or buffer of a layer belong to this rank's own experts?"""
+    return DERIVED.fullmatch(name) is not None
 
 
 class MoE(nn.Module):
@@ -150,9 +158,9 @@ class MoE(nn.Module):
         return self
 
     def weights(self) -> MoeWeights:
-        """As moe takes them."""
-        given = dict(self._parameters)
-        return MoeWeights(bias=self.bias, **given)  # type: ignore[arg-type]
+        """As moe takes them: the attributes, which torch.nn.utils (parametrize, prune) may compute
+        from other parameters."""
+        return MoeWeights(*(getattr(self, name, None) for name in MoeWeights._fields))
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out, loss)."""
@@ -190,8 +198,8 @@ class MoE(nn.Module):
         """Adds the gradients of what all ranks share over the ranks of the group; those of the
         experts are complete as they are.  After backward, on every rank.  A parameter that has
         none here counts as zeros."""
-        for name, parameter in self.named_parameters(recurse=False):
-            if name not in OF_EXPERTS and parameter.requires_grad:
+        for name, parameter in self.named_parameters():
+            if not is_of_experts(name) and parameter.requires_grad:
                 add_gradients(self.group, parameter, self.tag)
 
     def extra_repr(self) -> str:
@@ -267,7 +275,7 @@ def placed(name: str, value: Tensor, mesh: Any) -> tuple[Tensor, list[Any], torc
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    num_ranks, is_expert = mesh.size(mesh.ndim - 1), name in OF_EXPERTS
+    num_ranks, is_expert = mesh.size(mesh.ndim - 1), is_of_experts(name)
     shape = torch.Size((value.shape[0] * num_ranks, *value.shape[1:])) if is_expert else value.shape
     last = Shard(0) if is_expert else Replicate()
     if not isinstance(value, DTensor):
