@@ -40,13 +40,14 @@ def linear(group: epic.torch.Group) -> dict[str, tuple[Callable[..., torch.Tenso
         "dispatch": (lambda v: epic.torch.dispatch(plan, v, quantize="1x32")[0], x),
         "dispatch_flat": (lambda v: epic.torch.dispatch_flat(flat_plan, v)[0], x),
         "sum": (lambda v: epic.torch.sum(group, v), x),
+        "sum of float64": (lambda v: epic.torch.sum(group, v), x.double()),
         "sum_replicas": (lambda v: epic.torch.sum_replicas(replicated, v), tied),
         "tied": (lambda v: epic.torch.tied(replicated, v), tied),
     }
 
 
 LINEAR = (
-    "plan_dispatch", "dispatch", "dispatch_flat", "sum", "sum_replicas", "tied",
+    "plan_dispatch", "dispatch", "dispatch_flat", "sum", "sum of float64", "sum_replicas", "tied",
 )  # fmt: skip
 
 

@@ -27,8 +27,8 @@ from epic.torch.steps import (
     plan_dispatch,
     save_exchange,
     save_plans,
-    sum,
 )
+from epic.torch.sums import sum
 
 __all__ = [
     "EXACT",

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Moe
-from epic.torch import steps
 from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
 from epic.torch.moe import OF_EXPERTS, MoeWeights, moe
 from epic.torch.plans import tables_of
 from epic.torch.router import bias_update
+from epic.torch.sums import sum as sum_over_ranks
 
 # Names that torch.nn.utils makes of theirs: w_down_orig and w_down_mask (prune), w_down_g and
 # w_down_v (weight_norm), parametrizations.w_down.original.
@@ -68,14 +68,18 @@ class MoE(nn.Module):
             )
         if shared_gate and options.shared is None:
             raise EpicArgumentError("shared_gate: the options have no shared expert")
-        self.group, self.options, self.tag = group, options, tag
-        self.grouped_mm, self.bias_rate = grouped_mm, bias_rate
-        self.num_local_experts = options.layer.num_experts // group.num_ranks
         dtype = dtype or torch.get_default_dtype()
         if dtype not in ROW_TYPES:
             raise EpicArgumentError(
                 f"dtype is {dtype}: must be float32, bfloat16, float16 or float64"
             )
+        self.group, self.options, self.tag = group, options, tag
+        self.grouped_mm, self.bias_rate = grouped_mm, bias_rate
+        # Gradients of 16 bits that are added after backward were rounded on each rank: their bits
+        # would depend on the number of ranks.
+        narrow = dtype in (torch.bfloat16, torch.float16)
+        self.sums_in_backward = narrow and options.layer.sum_order == "tree"
+        self.num_local_experts = options.layer.num_experts // group.num_ranks
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         device = place_of(group) if device is None else device
         for name, shape in self.shapes(gate_bias, expert_biases, shared_gate).items():
@@ -172,6 +176,7 @@ class MoE(nn.Module):
             grouped_mm=self.grouped_mm,
             logical_of_expert=self.logical_of_expert,
             token_mask=token_mask,
+            sum_gradients=self.sums_in_backward,
             tag=self.tag,
         )
         if self.training and self.load is not None:
@@ -197,10 +202,17 @@ class MoE(nn.Module):
     def sum_gradients(self) -> None:
         """Adds the gradients of what all ranks share over the ranks of the group; those of the
         experts are complete as they are.  After backward, on every rank.  A parameter that has
-        none here counts as zeros."""
+        none here counts as zeros.
+
+        With the layer's sum_order "tree" they are added in a tree, and have the same bits for every
+        number of ranks.  A layer that was made with a dtype of 16 bits has done it in backward,
+        before it rounded them; then this call does nothing."""
+        if self.sums_in_backward:
+            return
+        tree = self.options.layer.sum_order == "tree"
         for name, parameter in self.named_parameters():
             if not is_of_experts(name) and parameter.requires_grad:
-                add_gradients(self.group, parameter, self.tag)
+                add_gradients(self.group, parameter, self.tag, tree)
 
     def extra_repr(self) -> str:
         """Of print(module)."""
@@ -211,7 +223,7 @@ class MoE(nn.Module):
         )
 
 
-def add_gradients(group: Group, parameter: Tensor, tag: int = 0) -> None:
+def add_gradients(group: Group, parameter: Tensor, tag: int = 0, tree: bool = False) -> None:
     """Over the ranks, in place; zeros where there is none, as the others may have one.  Of a
     sharded one (fully_shard over another axis of the mesh) the ranks of the group have the same
     part."""
@@ -220,7 +232,9 @@ def add_gradients(group: Group, parameter: Tensor, tag: int = 0) -> None:
             parameter.grad = torch.zeros_like(parameter)
         gradient: Any = parameter.grad
         mine = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        mine.copy_(steps.sum(group, mine.float(), tag=tag))
+        numbers = torch.view_as_real(mine) if mine.is_complex() else mine
+        wide = numbers if numbers.dtype == torch.float64 else numbers.float()
+        numbers.copy_(sum_over_ranks(group, wide, tree=tree, tag=tag))
 
 
 def moved(load: Tensor, device: torch.device) -> Tensor:

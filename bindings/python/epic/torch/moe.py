@@ -15,7 +15,7 @@ from torch import Tensor
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, known
-from epic.torch import replicas, steps
+from epic.torch import replicas, steps, sums
 from epic.torch.arguments import (
     EpicFunction,
     as_flat,
@@ -252,20 +252,22 @@ class Layer(EpicFunction):
         group: Group,
         tag: int,
         facts: Facts,
+        _sum_order: int | None,
         token_ids: Tensor | None,
         table: Tensor | None,
         tables: tuple[Tensor | None, Tensor | None],
         x: Tensor,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Call the operator: out, loss, load, demand, logical_load, saved."""
+        """Call the operator: out, loss, load, demand, logical_load, saved.  _sum_order: in
+        which backward adds the gradients of what all ranks share over them; None: it does not."""
         args = forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
         return ops.moe.default(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
         """Save x, the weights and what the core saves for backward, which is the last result."""
-        ctx.group, ctx.tag, ctx.facts, _, _, _, x, *weights = inputs
+        ctx.group, ctx.tag, ctx.facts, ctx.sum_order, _, _, _, x, *weights = inputs
         if (bias := weights[ORDER.index("bias")]) is not None:
             stay(bias)
         ctx.save_for_backward(x, *weights, out[-1])
@@ -286,11 +288,13 @@ class Layer(EpicFunction):
         d_x, *rest = results
         if facts.replicas:
             rest = of_logical(ctx, saved, rest)
+        if ctx.sum_order is not None:
+            rest = of_all_ranks(ctx, rest)
         pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)  # not of the bias
         none = [w is None or d is None or w.dtype == E4M3 for w, d in pairs]
         pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)
         found = [None if no else d.to(w.dtype) for no, (w, d) in zip(none, pairs, strict=True)]
-        return None, None, None, None, None, None, d_x, *found, None, None
+        return *[None] * 7, d_x, *found, None, None
 
 
 def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
@@ -303,7 +307,26 @@ def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]
     return [*gradients[:first], *mine, *gradients[end:]]
 
 
+def of_all_ranks(ctx: Any, gradients: list[Tensor]) -> list[Tensor]:
+    """The gradients of what all ranks share, added over them before they are rounded to the
+    weights' dtype.  Those of experts stand between them."""
+    first, end = 2, 2 + len(OF_EXPERTS)
+    shared = [*gradients[:first], *gradients[end:]]
+    whole = sums.added_in_backward(ctx.group, ctx.sum_order, ctx.tag, shared)
+    return [*whole[:first], *gradients[first:end], *whole[first:]]
+
+
 # ------------------------------------------------------------------------- composed ----
+
+
+def with_summed_gradients(weights: MoeWeights, group: Group, order: int, tag: int) -> MoeWeights:
+    """Weights whose gradients, of what all ranks share, backward adds over the ranks."""
+    change = {
+        name: sums.SumGradient.apply(group, order, tag, w)
+        for name, w in weights._asdict().items()
+        if w is not None and name not in (*OF_EXPERTS, *SCALES, "bias")
+    }
+    return weights._replace(**change)
 
 
 def logits_of(x: Tensor, weights: MoeWeights) -> Tensor:
@@ -374,7 +397,7 @@ def losses(
         return loss
     router = options.router
     live = logits.new_ones(logits.shape[0]) if mask is None else mask.to(logits.dtype)
-    total = steps.sum(group, live.sum().reshape(1).float(), tag=tag)[0].to(logits.dtype)
+    total = sums.sum(group, live.sum().reshape(1).float(), tag=tag)[0].to(logits.dtype)
     total = total.clamp(min=1)
     if options.balance_coeff and options.sequence_tokens:
         even = max(logits.shape[0], 1) * group.num_ranks  # known without a wait
@@ -495,6 +518,7 @@ def moe(
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
     token_mask: Tensor | None = None,
+    sum_gradients: bool = False,
     tag: int = 0,
     out: MoeOut | None = None,
 ) -> MoeOut:
@@ -504,8 +528,10 @@ def moe(
     grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32).  token_ids,
     table: as of route; rank_of_expert, logical_of_expert: as of plan; replicas' gradients are
     those of the logical expert.  token_mask [...] bool: tokens that are False have no expert, a
-    result of zeros and no part in the losses.  out: a MoeOut that is written and returned, without
-    a gradient; None in it: not wanted.
+    result of zeros and no part in the losses.  sum_gradients: backward adds the gradients of what
+    all ranks share over them, in the layer's sum_order, before it rounds them to the weights'
+    dtype; else they are this rank's part.  out: a MoeOut that is written and returned, without a
+    gradient; None in it: not wanted.
     """
     weights = MoeWeights(*weights)
     check_moe(options, x, weights)
@@ -521,12 +547,15 @@ def moe(
             "grouped_mm with weights of e4m3: leave it out for the core's product, or take weights "
             "of another type"
         )
+    order = int(options.layer.sum_order == "tree") if sum_gradients else None
     if grouped_mm is not None or mask is not None or options.quantize is not None:
         if out is not None:
             raise EpicUnsupportedError(
                 "out= is for the layer that is one operator: with grouped_mm, token_mask or "
                 "quantize compose plan_dispatch, experts and combine, which have out="
             )
+        if order is not None:
+            weights = with_summed_gradients(weights, group, order, tag)
         found = composed(
             group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag
         )
@@ -539,10 +568,10 @@ def moe(
     facts = Facts(*group.moe_facts(options.key, local, *kinds, table is None))
     arrays = [getattr(weights, name) for name in ORDER]
     arrays = [None if w is None else w.contiguous() for w in arrays]
-    inputs = (group, tag, facts, token_ids, table, tables, rows)
+    inputs = (token_ids, table, tables, rows, *arrays)
     if out is not None:
-        return moe_into(forward_args(*inputs, *arrays), x, facts, out)
-    y, loss, load, demand, logical, _ = Layer.apply(*inputs, *arrays)
+        return moe_into(forward_args(group, tag, facts, *inputs), x, facts, out)
+    y, loss, load, demand, logical, _ = Layer.apply(group, tag, facts, order, *inputs)
     logical = logical if facts.replicas else None
     return MoeOut(reshaped(y, x.shape), reshaped(loss, ()), load, demand, logical)
 

@@ -229,16 +229,21 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
 
 def sum_gradients(model: nn.Module, group: Group) -> None:
     """Adds the gradients of a model with replaced blocks over the ranks of the group: of all that
-    every rank has.  Those of a rank's own experts are complete.  After backward, on every rank; a
-    parameter that has none here counts as zeros.  float32 is what is added."""
-    done = set()
+    every rank has.  Those of a rank's own experts are complete, and so are those of a layer that
+    adds them in backward (MoE.sum_gradients).  After backward, on every rank; a
+    parameter that has none here counts as zeros.  They are added in float32, those of float64
+    parameters in float64, and those of layers with sum_order "tree" in a tree."""
+    done, tree = set(), set()
     for module in model.modules():
         if isinstance(module, MoE):
-            own = (p for n, p in module.named_parameters() if is_of_experts(n))
-            done.update(map(id, own))
+            for name, parameter in module.named_parameters():
+                if is_of_experts(name) or module.sums_in_backward:
+                    done.add(id(parameter))
+                elif module.options.layer.sum_order == "tree":
+                    tree.add(id(parameter))
         elif getattr(module, "parameter_name", None) in OF_EXPERTS:  # peft's ParamWrapper
             adapters = (p for n, p in module.named_parameters() if not n.startswith("base_layer."))
             done.update(map(id, adapters))
     for parameter in model.parameters():
         if id(parameter) not in done and parameter.requires_grad:
-            add_gradients(group, parameter)
+            add_gradients(group, parameter, tree=id(parameter) in tree)

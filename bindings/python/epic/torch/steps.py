@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan, dispatch, combine, plan_dispatch and sum: tensors in, tensors out, with gradients."""
+"""plan, dispatch, combine and plan_dispatch: tensors in, tensors out, with gradients."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from epic.torch.arguments import (
 )
 from epic.torch.groups import Group
 from epic.torch.narrow import NARROW, carried, dequantize
-from epic.torch.ops import bare, copy_into, note_write, parts_of, raising, told, write
+from epic.torch.ops import bare, parts_of, raising, told, write
 from epic.torch.plans import EXACT, Plan, Way, Wish, asked, wrong_layout
 
 ops = torch.ops.epic
@@ -562,58 +562,6 @@ def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) ->
     args = (way.group.turn, data, rows, slots, num_tokens, way.number, way.tag)
     write(ops.combine_out.default, args, out)
     return out
-
-
-# ------------------------------------------------------------------------------- sum ----
-
-
-def sum_op(turn: Tensor, x: Tensor, *place: int) -> Tensor:
-    """The operator works in place.  place: order, the group's number, tag."""
-    out = x.clone()
-    ops.sum_.default(turn, out, *place)
-    return out
-
-
-class Sum(EpicFunction):
-    """epic::sum_ with its gradient."""
-
-    @staticmethod
-    def forward(group: Group, x: Tensor, *place: int) -> Tensor:
-        """Call the operator; place: of sum_op."""
-        return sum_op(group.turn, x, *place)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Save no tensor."""
-        ctx.group, _, *ctx.place = inputs
-
-    @staticmethod
-    @once
-    @raising
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Each rank's x is in every rank's sum."""
-        turn = ctx.group.turn_back
-        return None, sum_op(turn, gradient.contiguous(), *ctx.place), None, None, None
-
-
-@raising
-def sum(
-    group: Group, x: Tensor, *, tree: bool = False, tag: int = 0, out: Tensor | None = None
-) -> Tensor:
-    """Adds float32 tensors over the ranks: the same bits on every rank, in rank order or in a
-    binary tree.  out: as x, or x itself: written and returned, without a gradient."""
-    if x.dtype != torch.float32:
-        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
-    place = (int(tree), group.number, tag)
-    if out is not None:
-        copy_into(out, x)
-        ops.sum_.default(group.turn, out.view(-1), *place)
-        note_write(out)
-        return out
-    flat = x.reshape(-1).contiguous()
-    if needs_gradient(x):
-        return Sum.apply(group, flat, *place).reshape(x.shape)
-    return sum_op(group.turn, flat, *place).reshape(x.shape)
 
 
 # --------------------------------------------------------------------- checkpointing ----
