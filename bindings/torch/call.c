@@ -150,6 +150,7 @@ static const char *type_name(uint32_t type)
     case CALL_U8:
         return "uint8";
     case CALL_ROWS:
+    case CALL_WEIGHTS:
         return "float32, bfloat16, float16 or float64";
     case CALL_FLOAT:
         return "float32 or float64";
@@ -174,7 +175,7 @@ static bool is_one_of(uint32_t type, uint32_t wanted)
     case CALL_MATRIX:
         return type == EPIC_E4M3 || is_one_of(type, CALL_ROWS);
     case CALL_WEIGHTS:
-        return true;
+        return is_one_of(type, CALL_ROWS);
     default:
         return type == wanted;
     }

@@ -191,6 +191,14 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
     const call_array weights = call_arg_or_none(call, "weights", CALL_WEIGHTS, 2);
     if (call->failed) return tokens;
+    const bool both_lead = tokens.dim > 2 && weights.dim > 2;
+    const size_t lead_bytes = (size_t)(tokens.dim - 1) * sizeof *tokens.sizes;
+    if (both_lead && (weights.dim != tokens.dim ||
+                      memcmp(weights.sizes, tokens.sizes, lead_bytes) != 0))
+        call_fail(call, EPIC_EINVAL,
+                  "weights has the shape %s: must be as tokens, which has the shape %s",
+                  call_shape(weights.dim, weights.sizes).text,
+                  call_shape(tokens.dim, tokens.sizes).text);
     const bool leads = tokens.dim > 2 && chosen.dim > 2;
     const size_t bytes = (size_t)(chosen.dim - 1) * sizeof *chosen.sizes;
     if (leads && (tokens.dim != chosen.dim || memcmp(tokens.sizes, chosen.sizes, bytes) != 0))

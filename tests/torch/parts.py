@@ -147,6 +147,38 @@ def run_form(group: epic.torch.Group, name: str) -> list[torch.Tensor]:
     return [v.detach().cpu() for v in found]
 
 
+class PoisonedMm(torch.autograd.Function):
+    """A grouped product that leaves NaN behind the last slab, in its result and in its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """One product for each expert."""
+        ctx.save_for_backward(x, w, ends)
+        out = x.new_full((x.shape[0], w.shape[2]), torch.nan)
+        for expert, (begin, end) in enumerate(slabs(ends)):
+            out[begin:end] = x[begin:end] @ w[expert]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
+        """Two products for each expert."""
+        x, w, ends = ctx.saved_tensors
+        d_x, d_w = torch.full_like(x, torch.nan), torch.zeros_like(w)
+        for expert, (begin, end) in enumerate(slabs(ends)):
+            d_x[begin:end] = d[begin:end] @ w[expert].T
+            d_w[expert] = x[begin:end].T @ d[begin:end]
+        return d_x, d_w, None
+
+
+def slabs(ends: torch.Tensor) -> list[tuple[int, int]]:
+    """First row, and the row behind the last, of each."""
+    last = ends.tolist()
+    return list(zip([0, *last[:-1]], last, strict=True))
+
+
+poisoned_mm = PoisonedMm.apply
+
+
 def same(a: Any, b: Any) -> bool:
     """Bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -145,6 +145,7 @@ def test_every_operator_is_checked_somewhere() -> None:
     local = {
         "route", "route_backward", "balance_loss", "balance_loss_backward", "z_loss",
         "z_loss_backward", "bias_update_", "experts", "experts_backward", "moe", "moe_backward",
+        "count_load_",
     }  # fmt: skip
     outs = {f"{name}_out" for name in steps | local if name[-1] != "_"}
     assert schemas() == steps | local | outs

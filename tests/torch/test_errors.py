@@ -83,7 +83,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "rank_of_expert: shape [1]",
     ),
     "expert id": (lambda g, p: epic.torch.plan(g, LAYER, IDS + 8), "expert"),
-    "meta": (lambda g, p: epic.torch.sum(g, X.double()), "float32 is needed"),
+    "sum": (lambda g, p: epic.torch.sum(g, X.half()), "float32 or float64 is needed"),
 }
 
 

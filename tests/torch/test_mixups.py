@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 import epic.torch
 from epic.torch import EpicArgumentError, EpicUnsupportedError
+from epic.torch.experts import slab_mm
 from epic.torch.plans import MOST_WAYS
 from parts import EXPERTS, HIDDEN, LAYER, SIZES, TOP_K, choices, numbers
 
@@ -173,6 +174,166 @@ def test_padding_may_hold_anything() -> None:
         torch.testing.assert_close(padded, loss)
         for parameter, gradient in zip(layer.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("product", [None, slab_mm], ids=["core", "product"])
+@pytest.mark.parametrize("fill", [float("nan"), float("inf"), 1e30])
+def test_padding_beside_a_shared_expert(fill: float, product: Any) -> None:
+    """As if the masked tokens were not there: zeros for them, whatever they hold, and the outputs,
+    losses and gradients of the others, which a layer that sees only these gives."""
+    mask = torch.tensor([True, True, False, True, False, True])
+    more = {"balance_coeff": 0.1, "z_coeff": 0.1, "shared": epic.torch.Experts(1, HIDDEN, 8)}
+    given: dict[str, Any] = {"gate_bias": True, "expert_biases": True, "shared_gate": True}
+    with epic.torch.Group(**ALONE) as group:
+        options = epic.torch.Moe.of(**WISH, **more)
+        layer = epic.torch.MoE(group, options, grouped_mm=product, dtype=torch.float64, **given)
+        biases = {"shared_b_gate_up": (1, 16), "shared_b_down": (1, HIDDEN)}
+        extra = {n: numbers(9, *s, dtype=torch.float64) for n, s in biases.items()}
+        leaves = [v.requires_grad_() for v in extra.values()] + list(layer.parameters())
+
+        def run(x: torch.Tensor, mask: Any, ct: torch.Tensor) -> list[torch.Tensor]:
+            x = x.clone().requires_grad_()
+            found = epic.torch.moe(
+                group, options, x, layer.weights()._replace(**extra), token_mask=mask,
+                grouped_mm=product,
+            )  # fmt: skip
+            total = (found.out * ct).sum() + found.loss
+            return [
+                found.out.detach(),
+                found.loss.detach(),
+                *torch.autograd.grad(total, [x, *leaves]),
+            ]
+
+        x, ct = X.double(), numbers(8, COUNT, HIDDEN, dtype=torch.float64)
+        wanted = run(x[mask], None, ct[mask])
+        got = run(torch.where(mask[:, None], x, fill), mask, ct)
+        assert not got[0][~mask].any() and not got[2][~mask].any()
+        got[0], got[2] = got[0][mask], got[2][mask]
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_token_ids_in_another_order() -> None:
+    """As many of them, in other dimensions than the tokens, belonged to other tokens."""
+    table = torch.tensor([[0, 1], [2, 3]])
+    ids = torch.arange(6) % 2
+    router = epic.torch.Router(EXPERTS, 2)
+    with epic.torch.Group(**ALONE) as group:
+        layer = epic.torch.MoE(group, epic.torch.Moe.of(**WISH))
+        x = X.reshape(2, 3, HIDDEN)
+
+        def chosen(ids: torch.Tensor, **more: Any) -> torch.Tensor:
+            weights = layer.weights()
+            more |= {"token_ids": ids, "table": table}
+            return epic.torch.moe(group, layer.options, x, weights, **more).out
+
+        assert torch.equal(chosen(ids.view(2, 3)), chosen(ids))
+        for wrong in (ids.view(3, 2), ids.view(6, 1), ids[:4]):
+            for more in ({}, {"grouped_mm": slab_mm}):
+                with pytest.raises(EpicArgumentError, match=r"token_ids has the shape \["):
+                    chosen(wrong, **more)
+            with pytest.raises(EpicArgumentError, match=r"must be \[2, 3\]"):
+                logits = torch.zeros(2, 3, EXPERTS)
+                epic.torch.route(router, logits, token_ids=wrong, table=table)
+
+
+NO_NUMBERS = (torch.int32, torch.bool, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", NO_NUMBERS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_weights_of_other_dtypes(dtype: torch.dtype, grad: bool) -> None:
+    """They were cast: complex ones without their imaginary part."""
+    x = X.clone().requires_grad_(grad)
+    wrong = torch.ones(COUNT, TOP_K).to(dtype)
+    flat = epic.torch.Layer(EXPERTS, TOP_K, layout="flat")
+    own = epic.torch.ExpertWeights(torch.ones(8, HIDDEN, 8), torch.ones(8, 4, HIDDEN))
+    with epic.torch.Group(**ALONE) as group:
+        plan = epic.torch.plan(group, LAYER, IDS)
+        rows = torch.ones(plan.capacity, HIDDEN, requires_grad=grad)
+        slots = torch.ones(plan.capacity).to(dtype)
+        calls: list[Callable[[], Any]] = [
+            lambda: step(group, x, wrong),
+            lambda: epic.torch.dispatch(plan, x, wrong),
+            lambda: epic.torch.dispatch(plan, x, wrong, quantize="1x32"),
+            lambda: epic.torch.dispatch_quantized(plan, X, wrong),
+            lambda: epic.torch.dispatch_flat(epic.torch.plan(group, flat, IDS), x, wrong),
+            lambda: epic.torch.combine(plan, rows, slots),
+            lambda: epic.torch.route(epic.torch.Router(HIDDEN, 2), x, bias=slots[:HIDDEN]),
+            lambda: epic.torch.tied(copies(group), torch.ones(EXPERTS, 4).to(dtype)),
+            lambda: epic.torch.scaled(own._replace(w_down=own.w_down.to(dtype))),
+            lambda: epic.torch.MoE(group, epic.torch.Moe.of(**WISH), dtype=dtype),
+        ]
+        for call in calls:
+            with pytest.raises(EpicArgumentError, match="float32, bfloat16, float16 or float64"):
+                call()
+
+
+def copies(group: epic.torch.Group) -> epic.torch.Plan:
+    """A plan of replicas."""
+    layer = epic.torch.Layer(EXPERTS, TOP_K, num_logical=4)
+    return epic.torch.plan(group, layer, IDS % 4, logical_of_expert=[0, 1, 2, 3] * 2)
+
+
+@pytest.mark.parametrize("dtype", NO_NUMBERS)
+@pytest.mark.parametrize("product", [None, slab_mm], ids=["core", "product"])
+def test_a_layer_of_other_dtypes(dtype: torch.dtype, product: Any) -> None:
+    """Each of its arrays by its name."""
+    more: dict[str, Any] = {"gate_bias": True, "expert_biases": True, "shared_gate": True}
+    with epic.torch.Group(**ALONE) as group:
+        options = epic.torch.Moe.of(**WISH, shared=epic.torch.Experts(1, HIDDEN, 8))
+        layer = epic.torch.MoE(group, options, bias_rate=0.1, **more)
+        weights = layer.weights()
+        for name, value in weights._asdict().items():
+            if value is not None:
+                wrong = weights._replace(**{name: value.detach().to(dtype)})
+                with pytest.raises(EpicArgumentError, match=f"{name} is {dtype}: must be float32"):
+                    epic.torch.moe(group, options, X, wrong, grouped_mm=product)
+
+
+@pytest.mark.parametrize("product", [None, slab_mm], ids=["core", "product"])
+def test_shapes_of_a_layer(product: Any) -> None:
+    """Of each array; composed, one element was taken for all."""
+    more: dict[str, Any] = {"gate_bias": True, "expert_biases": True, "shared_gate": True}
+    with epic.torch.Group(**ALONE) as group:
+        options = epic.torch.Moe.of(**WISH, shared=epic.torch.Experts(1, HIDDEN, 8))
+        layer = epic.torch.MoE(group, options, bias_rate=0.1, **more)
+        weights = layer.weights()
+        for name, value in weights._asdict().items():
+            if value is not None:
+                for wrong in (value[..., :1], torch.cat([value, value])):
+                    changed = weights._replace(**{name: wrong.detach()})
+                    # Twice as many in w_gate_up are too many experts, or too few in the others.
+                    named = "experts|w_down|w_gate_up" if name == "w_gate_up" else name
+                    with pytest.raises(EpicArgumentError, match=named):
+                        epic.torch.moe(group, options, X, changed, grouped_mm=product)
+
+
+def test_scales_of_another_block() -> None:
+    """Those of 1x32 were taken for those of 1x128: other numbers came out."""
+    with epic.torch.Group(**ALONE) as group:
+        for hidden in (20, 300):
+            x = numbers(1, COUNT, hidden)
+            plan = epic.torch.plan(group, LAYER, IDS)
+            for block, other in (("1x32", "1x128"), ("1x128", "1x32")):
+                rows, scales, _ = epic.torch.dispatch_quantized(plan, x, block=block)
+                wanted, _ = epic.torch.dispatch(plan, x, quantize=block)
+                found = epic.torch.dequantize(rows, scales, torch.float32, block)
+                assert torch.equal(found, wanted)
+                if block == "1x32":
+                    octets = scales.view(torch.float8_e8m0fnu)
+                    found = epic.torch.dequantize(rows, octets, torch.float32, block)
+                    assert torch.equal(found, wanted)
+                wrong: list[tuple[torch.Tensor, str, str]] = [
+                    (scales, other, "scales are torch"),
+                    (scales[:, :0], block, "scales are torch"),
+                    (scales[:-1], block, "scales are torch"),
+                    (scales.to(torch.float16), block, "scales are torch.float16"),
+                    (scales, "1x64", "block '1x64'"),
+                ]
+                for value, name, sentence in wrong:
+                    with pytest.raises(EpicArgumentError, match=sentence):
+                        epic.torch.dequantize(rows, value, torch.float32, name)
 
 
 def test_a_mask_beside_losses_of_sequences() -> None:

@@ -21,7 +21,7 @@ import core_layer
 import epic.torch
 from epic import _native
 from epic.torch.experts import mlp, slab_mm
-from parts import RANKS, SIZES, group_of, numbers, same
+from parts import RANKS, SIZES, group_of, numbers, poisoned_mm, same
 from reference import relative
 
 OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
@@ -54,8 +54,8 @@ def layer_step(rank: int, name: str, ep: int, options: dict[str, Any]) -> Any:
             run = torch.compile(epic.torch.moe, fullgraph=True, backend="aot_eager")
         else:
             run = epic.torch.moe
-        if options.pop("composed", False):
-            more["grouped_mm"] = slab_mm
+        if product := options.pop("composed", None):
+            more["grouped_mm"] = {"plain": slab_mm, "poisoned": poisoned_mm}[product]
         got = run(group, wish, x, epic.torch.MoeWeights(**w), **more)
         ((got.out * ct).sum() + got.loss * (ep / RANKS)).backward()
     torch._dynamo.reset()
@@ -115,10 +115,11 @@ def test_the_cores_bits(world: Any, name: str) -> None:
             assert np.array_equal(value, wanted[2][key]), key
 
 
+@pytest.mark.parametrize("product", ["plain", "poisoned"])
 @pytest.mark.parametrize("name", [n for n in cases.CASES if n != "table"])
-def test_composed(world: Any, name: str) -> None:
-    """Around a product of the caller's."""
-    answers = world.run(layer_step, name, 4, {"composed": True})
+def test_composed(world: Any, name: str, product: str) -> None:
+    """Around a product of the caller's, also of one that leaves NaN behind the last slab."""
+    answers = world.run(layer_step, name, 4, {"composed": product})
     cases.compare(whole(answers, 4), cases.true_step(cases.CASES[name], 1))
 
 
@@ -191,6 +192,7 @@ def test_router_and_losses() -> None:
     opcheck(ops.route_backward_out.default, (f, chosen, d_weights, 0, *numbers_of, nothing(f)))
     opcheck(ops.z_loss_backward_out.default, (f, one, 6, 0.5, 0, *numbers_of, nothing(f)))
     opcheck(ops.bias_update_.default, (bias.clone(), load, 0.1, 0))
+    opcheck(ops.count_load_.default, (load.clone(), load))
     moved = bias.clone()
     epic.torch.bias_update(moved, load, 0.25)
     step = torch.sign(load.float().mean() - load) * 0.25
@@ -387,8 +389,11 @@ def test_compiled_where_it_is_composed() -> None:
 def test_wrong_masks() -> None:
     """By their shape and dtype, which torch would tell of something else."""
     layer, x = alone(), torch.ones(2, 3, 16)
-    for mask in (torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 3)):
-        with pytest.raises(epic.torch.EpicArgumentError, match=r"a torch\.bool for each of the 6"):
+    shapes = ((2, 2), (3, 2), (6,), (1, 6))
+    for mask in (*(torch.ones(s, dtype=torch.bool) for s in shapes), torch.ones(2, 3)):
+        with pytest.raises(
+            epic.torch.EpicArgumentError, match=r"must be torch\.bool of shape \[2, 3\]"
+        ):
             layer(x, mask)
 
 

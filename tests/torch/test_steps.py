@@ -73,7 +73,7 @@ def test_leading_dimensions(grad: bool) -> None:
         first = epic.torch.plan(group, LAYER, ids)
         wanted = epic.torch.dispatch(first, x, w.float())
         dims = ((6,), (2, 3), (1, 3, 2), (6, 1))
-        for of_ids, of_x, of_w in [(d, d, d) for d in dims] + [((6,), (2, 3), (3, 2))]:
+        for of_ids, of_x, of_w in [(d, d, d) for d in dims] + [((6,), (2, 3), (6,))]:
             args = ids.view(*of_ids, -1), x.view(*of_x, -1), w.view(*of_w, -1)
             found = epic.torch.plan_dispatch(group, LAYER, *args)
             assert epic.torch.plan(group, LAYER, args[0]).num_tokens == found[0].num_tokens == 6
@@ -86,8 +86,12 @@ WRONG: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str]] 
     "leads": ((2, 3, TOP_K), (3, 2, HIDDEN), (6, TOP_K), "shape [3, 2, 20]: topk_idx has [2, 3]"),
     "weights": ((4, TOP_K), (4, HIDDEN), (4, 2), "weights: shape [4, 2]: [4, 3] is needed"),
     "turned": ((4, TOP_K), (4, HIDDEN), (TOP_K, 4), "weights: shape [3, 4]: [4, 3] is needed"),
+    "weights lead": (
+        (6, TOP_K), (2, 3, HIDDEN), (3, 2, TOP_K),
+        "weights has the shape [3, 2, 3]: must be as tokens, which has the shape [2, 3, 20]",
+    ),
     "few": ((4, TOP_K), (4, HIDDEN), (3, TOP_K), "weights: shape [3, 3]: [4, 3] is needed"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -11,7 +11,7 @@ from epic.torch.groups import Group, threads
 from epic.torch.ledger import read_plan
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
-from epic.torch.narrow import swizzle_scales
+from epic.torch.narrow import dequantize, swizzle_scales
 from epic.torch.ops import as_epic_error
 from epic.torch.pretrained import from_block, replace_moe, sum_gradients
 from epic.torch.replicas import sum_replicas, tied
@@ -21,15 +21,14 @@ from epic.torch.steps import (
     EXACT,
     Plan,
     combine,
-    dequantize,
     dispatch,
     dispatch_quantized,
     plan,
     plan_dispatch,
     save_exchange,
     save_plans,
-    sum,
 )
+from epic.torch.sums import sum
 
 __all__ = [
     "EXACT",

@@ -26,6 +26,26 @@ def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
     return is_grad_enabled() and (x.requires_grad or (w is not None and w.requires_grad))
 
 
+class EpicFunction(torch.autograd.Function):
+    """Base class of EPIC's autograd functions.
+
+    Their forward has no ctx: with setup_context they work under torch.func.grad and torch.func.vjp.
+    """
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        """Refuses torch.func.vmap: its batches may differ between ranks."""
+        raise no_vmap()
+
+
+def no_vmap() -> EpicUnsupportedError:
+    """The error of every EPIC function that torch.func.vmap reaches."""
+    return EpicUnsupportedError(
+        "torch.func.vmap over EPIC's functions is not supported: pass the batch as more tokens, or "
+        "use a loop; torch.func.jacrev needs no vmap with chunk_size=1"
+    )
+
+
 def applied(function: Any) -> Callable[..., Any]:
     """function.apply.  Of torch before 2.15 what that does in Python is for functorch's transforms
     and for defaults of arguments, and takes as long as the rest."""
@@ -52,13 +72,17 @@ class SavedOnce:
         return getattr(self.ctx, name)
 
 
-class Refusal(torch.autograd.Function):
+class Refusal(EpicFunction):
     """Gradients as they are, and an error where they are differentiated in what made them."""
 
     @staticmethod
-    def forward(_: Any, num_gradients: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """tensors: the gradients, then what made them."""
+    def forward(num_gradients: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Copy the gradients, which come first; what they were made of follows."""
         return tuple(None if x is None else x.clone() for x in tensors[:num_gradients])
+
+    @staticmethod
+    def setup_context(*_: Any) -> None:
+        """Save nothing."""
 
     @staticmethod
     def backward(*_: Any) -> Any:
@@ -100,7 +124,7 @@ def check_floats(name: str, x: Tensor) -> None:
     """What is added must be a type that the core adds."""
     if x.dtype not in ROW_TYPES:
         raise EpicArgumentError(
-            f"{name}: dtype {x.dtype}: float32, bfloat16, float16 or float64 is needed"
+            f"{name} is {x.dtype}: must be float32, bfloat16, float16 or float64"
         )
 
 
@@ -124,13 +148,32 @@ def as_rows(name: str, x: Tensor, count: int) -> Tensor:
     return rows
 
 
-def as_weights(name: str, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """Float32 of that shape; None stays None."""
+def as_weights(
+    name: str, x: Tensor | None, shape: tuple[int, ...], tokens: Tensor | None = None
+) -> Tensor | None:
+    """Float32 of that shape; None stays None.  tokens: the rows that x belongs to, as the caller
+    passed them: where both have several leading dimensions, these are equal."""
     if x is None or (x.shape == shape and x.dtype == torch.float32):
         return x
     if x.numel() != math.prod(shape) or x.shape[-1:] != shape[-1:]:
         raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
+    check_floats(name, x)
+    if tokens is not None and min(x.dim(), tokens.dim()) > 2 and x.shape[:-1] != tokens.shape[:-1]:
+        raise EpicArgumentError(
+            f"{name} has the shape {list(x.shape)}: must be as tokens, which has the shape "
+            f"{list(tokens.shape)}"
+        )
     return x.reshape(shape).to(torch.float32)
+
+
+def as_flat(name: str, x: Tensor, leading: Any) -> Tensor:
+    """[num_tokens] in the order of the rows: x has their leading dimensions, or one."""
+    if x.shape != leading and x.shape != (math.prod(leading),):
+        raise EpicArgumentError(
+            f"{name} has the shape {list(x.shape)}: must be {list(leading)}, one value for each "
+            "token"
+        )
+    return x.reshape(-1).contiguous()
 
 
 def count_of(shape: Any, top_k: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, known
-from epic.torch.arguments import check_floats, once, stay
+from epic.torch.arguments import EpicFunction, check_floats, once, stay
 from epic.torch.groups import Group
 from epic.torch.ops import mlp_numbers, numbers, raising, refuse_gradient, write
 from epic.torch.router import number_of
@@ -107,25 +107,29 @@ def facts(*key: Any) -> tuple[Any, ...]:
     return kept_facts(*key)
 
 
-def check_weights(options: Experts, weights: ExpertWeights) -> None:
-    """The shapes that the options ask for, and one dtype."""
-    local, hidden, inner, width = (
-        weights.w_gate_up.shape[0],
-        options.hidden,
-        options.inner,
-        options.width,
-    )
+def check_weights(
+    options: Experts,
+    weights: ExpertWeights,
+    names: tuple[str, ...] = ExpertWeights._fields,
+    local: int | None = None,
+) -> None:
+    """The shapes that the options ask for, and one dtype.  names: of the first four, in errors;
+    local: experts, if it is not for the weights to say."""
+    hidden, inner, width = options.hidden, options.inner, options.width
+    local = weights.w_gate_up.shape[0] if local is None else local
     dtype = weights.w_gate_up.dtype
+    if dtype != E4M3:
+        check_floats(names[0], weights.w_gate_up)
     shapes: list[tuple[int, ...]] = [(local, hidden, width), (local, inner, hidden)]
     if dtype == E4M3:
         shapes = [(local, width, hidden), (local, hidden, inner)]
     shapes += [(local, width), (local, hidden)]
-    for name, x, shape in zip(ExpertWeights._fields[:4], weights[:4], shapes, strict=True):
+    for name, x, shape in zip(names[:4], weights[:4], shapes, strict=True):
         if x is None:
             continue
         if tuple(x.shape) != shape:
             raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
-        if x.dtype != dtype and (dtype != E4M3 or name == "w_down"):
+        if x.dtype != dtype and (dtype != E4M3 or x is weights.w_down):
             raise EpicArgumentError(f"{name}: dtype {x.dtype}: all weights have one dtype")
     check_scales(dtype, weights)
 
@@ -176,12 +180,11 @@ def weights_back(
     return up, down, *wide, up_scales, down_scales
 
 
-class RunExperts(torch.autograd.Function):
+class RunExperts(EpicFunction):
     """epic::experts with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
         size: int,
         group: int,
         weight_type: str,
@@ -191,21 +194,26 @@ class RunExperts(torch.autograd.Function):
         expert_tokens: Tensor,
         slots: Tensor | None,
         *weights: Tensor | None,
-    ) -> Tensor:
-        """The core saves what gate and up gave."""
-        counts = (expert_rows, expert_tokens, slots)
-        stay(expert_rows)
-        stay(expert_tokens)
+    ) -> tuple[Tensor, Tensor]:
+        """Call the operator: the rows, and what the core saves for backward."""
         rows, given = products(x, weight_type, weights)
-        y, saved = ops.experts.default(rows, *counts, *given, size, group, *numbers[0])
-        ctx.weight_type, ctx.numbers = weight_type, (group, *numbers[1])
-        ctx.save_for_backward(x, *counts, *weights, saved)
-        return y
+        counts = (expert_rows, expert_tokens, slots)
+        return ops.experts.default(rows, *counts, *given, size, group, *numbers[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
+        """Save the inputs and the second result."""
+        _, group, ctx.weight_type, numbers, *tensors = inputs
+        ctx.numbers = (group, *numbers[1])
+        stay(tensors[1])  # expert_rows, expert_tokens
+        stay(tensors[2])
+        ctx.save_for_backward(*tensors, out[1])
+        ctx.mark_non_differentiable(out[1])
 
     @staticmethod
     @once
     @raising
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_y: Tensor, *_: Any) -> tuple[Any, ...]:
         """Weight gradients leave in the weights' dtype; those of e4m3 have none."""
         *inputs, saved = ctx.saved_tensors
         weights = weights_back(inputs[0], ctx.weight_type, tuple(inputs[4:]))
@@ -259,7 +267,7 @@ def experts(
         x, given = products(rows, kind, tuple(arrays))
         write(ops.experts_out.default, (x, *counts, *given, size, number, *forward), out, None)
         return out
-    return RunExperts.apply(size, number, kind, (forward, backward), rows, *counts, *arrays)
+    return RunExperts.apply(size, number, kind, (forward, backward), rows, *counts, *arrays)[0]
 
 
 # --------------------------------------------------------------- with any product ----
@@ -286,6 +294,12 @@ def activate(options: Experts, z: Tensor) -> Tensor:
     return gate * torch.sigmoid((options.alpha or 1.702) * gate) * (up + 1)
 
 
+def bias_of_rows(bias: Tensor, slab: Any) -> Tensor:
+    """The bias [local experts, n] of each row's slab.  Rows behind the last slab get zeros of their
+    own: what a product leaves there, NaN included, then reaches no bias and no bias's gradient."""
+    return torch.cat([bias, torch.zeros_like(bias[:1])])[slab]
+
+
 def mlp(
     options: Experts,
     grouped_mm: GroupedMm,
@@ -298,22 +312,22 @@ def mlp(
     grouped_mm(x [slots, n], w [local experts, n, m], ends of the slabs [local experts] int32).
     Rows behind the last slab may hold anything afterwards: combine does not read them."""
     ends = expert_rows.cumsum(0, dtype=torch.int32)
-    expert = None
+    slab = None
     if w.b_gate_up is not None or w.b_down is not None:
         slots = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
-        expert = torch.searchsorted(ends, slots, right=True).clamp(max=ends.shape[0] - 1)
+        slab = torch.searchsorted(ends, slots, right=True)  # behind the last: local experts
     column = None if slot_weights is None else slot_weights[:, None].to(x.dtype)
     if options.weighting == "input" and column is not None:
         x = x * column
     z = grouped_mm(x, w.w_gate_up.to(x.dtype), ends)
     if w.b_gate_up is not None:
-        z = z + w.b_gate_up.to(z.dtype)[expert]
+        z = z + bias_of_rows(w.b_gate_up.to(z.dtype), slab)
     a = activate(options, z)
     early = column if options.weighting == "early" else None
     a = a if early is None else a * early
     y = grouped_mm(a.to(x.dtype), w.w_down.to(x.dtype), ends)
     if w.b_down is not None:
-        b = w.b_down.to(y.dtype)[expert]
+        b = bias_of_rows(w.b_down.to(y.dtype), slab)
         y = y + (b if early is None else b * early)
     return y.to(x.dtype)
 
@@ -322,7 +336,7 @@ def slab_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """A grouped product by one matmul for each expert: plain, anywhere; the host waits for ends."""
     out = x.new_zeros((x.shape[0], w.shape[2]))
     begin = 0
-    for expert, end in enumerate(ends.tolist()):
+    for expert, end in enumerate(map(int, ends.cpu())):  # torch.func has no tolist()
         out[begin:end] = x[begin:end] @ w[expert]
         begin = end
     return out

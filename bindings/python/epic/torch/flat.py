@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epic.torch.arguments import applied, as_rows, as_weights, needs_gradient, once
+from epic.torch.arguments import EpicFunction, applied, as_rows, as_weights, needs_gradient, once
 from epic.torch.ops import parts_of, raising, write
 from epic.torch.plans import Plan, wrong_layout
 from epic.torch.steps import ZERO_TAIL, check_pair, rows_home, save_plan
@@ -28,18 +28,22 @@ def dispatch_flat_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return ops.dispatch_flat.default(*dispatch_flat_args(*inputs))
 
 
-class DispatchFlat(torch.autograd.Function):
+class DispatchFlat(EpicFunction):
     """epic::dispatch_flat with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None
+        plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Nothing is saved but the plan."""
+        """Call the operator."""
+        return dispatch_flat_op(plan, data, tokens, weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
+        """Save the plan alone."""
+        plan, data, tokens, _ = inputs
         save_plan(ctx, plan.way, data, tokens)
-        out = dispatch_flat_op(plan, data, tokens, weights)
         ctx.mark_non_differentiable(out[2])
-        return out
 
     @staticmethod
     @once
@@ -71,7 +75,7 @@ def dispatch_flat(
     if not way.flat:
         raise wrong_layout(way, "dispatch")
     rows = as_rows("tokens", tokens, plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, way.top_k))
+    weights = as_weights("weights", weights, (plan.num_tokens, way.top_k), tokens)
     inputs = (plan, plan.bytes, rows, weights)
     if out is not None:
         recv, slots, experts = parts_of(out, "recv, slot_weights, experts")

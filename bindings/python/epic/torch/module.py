@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer as a torch.nn.Module."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +10,22 @@ from torch import Tensor, nn
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Moe
-from epic.torch import steps
+from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
-from epic.torch.moe import MoeWeights, moe
+from epic.torch.moe import OF_EXPERTS, MoeWeights, moe
 from epic.torch.plans import tables_of
 from epic.torch.router import bias_update
+from epic.torch.sums import sum as sum_over_ranks
 
-OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+# Names that torch.nn.utils makes of theirs: w_down_orig and w_down_mask (prune), w_down_g and
+# w_down_v (weight_norm), parametrizations.w_down.original.
+DERIVED = re.compile(rf"(parametrizations\.)?({'|'.join(OF_EXPERTS)})(_orig|_mask|_g|_v|\..*)?")
+
+
+def is_of_experts(name: str) -> bool:
+    """Does a parameter or buffer of a layer belong to this rank's own experts?"""
+    return DERIVED.fullmatch(name) is not None
 
 
 class MoE(nn.Module):
@@ -59,10 +68,18 @@ class MoE(nn.Module):
             )
         if shared_gate and options.shared is None:
             raise EpicArgumentError("shared_gate: the options have no shared expert")
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in ROW_TYPES:
+            raise EpicArgumentError(
+                f"dtype is {dtype}: must be float32, bfloat16, float16 or float64"
+            )
         self.group, self.options, self.tag = group, options, tag
         self.grouped_mm, self.bias_rate = grouped_mm, bias_rate
+        # Gradients of 16 bits that are added after backward were rounded on each rank: their bits
+        # would depend on the number of ranks.
+        narrow = dtype in (torch.bfloat16, torch.float16)
+        self.sums_in_backward = narrow and options.layer.sum_order == "tree"
         self.num_local_experts = options.layer.num_experts // group.num_ranks
-        dtype = dtype or torch.get_default_dtype()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         device = place_of(group) if device is None else device
         for name, shape in self.shapes(gate_bias, expert_biases, shared_gate).items():
@@ -75,7 +92,8 @@ class MoE(nn.Module):
         )
         self.register_buffer("bias", bias)
         load = torch.zeros(options.layer.num_ids, dtype=torch.int32, device=device)
-        self.register_buffer("load", None if bias_rate is None else load, persistent=False)
+        # No buffer: DDP would replace it by rank 0's before each forward.
+        self.load = None if bias_rate is None else load
         self.replicas = logical_of_expert
         whose = tables_of(options.layer, None, logical_of_expert, load)[1]
         self.register_buffer("logical_of_expert", whose)
@@ -137,16 +155,16 @@ class MoE(nn.Module):
         """The bias moves, and stays float32: steps of bias_rate are lost in fewer bits."""
         before, load = self.bias, self.load
         super()._apply(fn, recurse)
-        if load is not None and load.is_meta:  # to_empty: nothing is loaded into it
-            self.load = torch.zeros_like(self.load)
+        if load is not None:
+            self.load = moved(load, fn(load).device)
         if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
             self.bias = before.to(self.bias.device)
         return self
 
     def weights(self) -> MoeWeights:
-        """As moe takes them."""
-        given = dict(self._parameters)
-        return MoeWeights(bias=self.bias, **given)  # type: ignore[arg-type]
+        """As moe takes them: the attributes, which torch.nn.utils (parametrize, prune) may compute
+        from other parameters."""
+        return MoeWeights(*(getattr(self, name, None) for name in MoeWeights._fields))
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out, loss)."""
@@ -158,12 +176,15 @@ class MoE(nn.Module):
             grouped_mm=self.grouped_mm,
             logical_of_expert=self.logical_of_expert,
             token_mask=token_mask,
+            sum_gradients=self.sums_in_backward,
             tag=self.tag,
         )
         if self.training and self.load is not None:
-            if self.load.is_meta:  # load_state_dict(assign=True)
-                self.load = torch.zeros_like(found.load_of_ids)
-            self.load.add_(found.load_of_ids)
+            # Not found.load_of_ids: compiled functions of torch 2.9 take no properties of a tuple.
+            counts = found.load if found.logical_load is None else found.logical_load
+            if self.load.device != counts.device:  # load_state_dict(assign=True), fully_shard
+                self.load = moved(self.load, counts.device)
+            torch.ops.epic.count_load_.default(self.load, counts)
         return found.out, found.loss
 
     def update_bias(self, process_group: Any = None) -> None:
@@ -181,10 +202,17 @@ class MoE(nn.Module):
     def sum_gradients(self) -> None:
         """Adds the gradients of what all ranks share over the ranks of the group; those of the
         experts are complete as they are.  After backward, on every rank.  A parameter that has
-        none here counts as zeros."""
-        for name, parameter in self.named_parameters(recurse=False):
-            if name not in OF_EXPERTS and parameter.requires_grad:
-                add_gradients(self.group, parameter, self.tag)
+        none here counts as zeros.
+
+        With the layer's sum_order "tree" they are added in a tree, and have the same bits for every
+        number of ranks.  A layer that was made with a dtype of 16 bits has done it in backward,
+        before it rounded them; then this call does nothing."""
+        if self.sums_in_backward:
+            return
+        tree = self.options.layer.sum_order == "tree"
+        for name, parameter in self.named_parameters():
+            if not is_of_experts(name) and parameter.requires_grad:
+                add_gradients(self.group, parameter, self.tag, tree)
 
     def extra_repr(self) -> str:
         """Of print(module)."""
@@ -195,7 +223,7 @@ class MoE(nn.Module):
         )
 
 
-def add_gradients(group: Group, parameter: Tensor, tag: int = 0) -> None:
+def add_gradients(group: Group, parameter: Tensor, tag: int = 0, tree: bool = False) -> None:
     """Over the ranks, in place; zeros where there is none, as the others may have one.  Of a
     sharded one (fully_shard over another axis of the mesh) the ranks of the group have the same
     part."""
@@ -204,7 +232,14 @@ def add_gradients(group: Group, parameter: Tensor, tag: int = 0) -> None:
             parameter.grad = torch.zeros_like(parameter)
         gradient: Any = parameter.grad
         mine = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        mine.copy_(steps.sum(group, mine.float(), tag=tag))
+        numbers = torch.view_as_real(mine) if mine.is_complex() else mine
+        wide = numbers if numbers.dtype == torch.float64 else numbers.float()
+        numbers.copy_(sum_over_ranks(group, wide, tree=tree, tag=tag))
+
+
+def moved(load: Tensor, device: torch.device) -> Tensor:
+    """The counts of a layer on a device; from "meta" they begin as zeros."""
+    return torch.zeros_like(load, device=device) if load.is_meta else load.to(device)
 
 
 def place_of(group: Group) -> torch.device:
@@ -254,7 +289,7 @@ def placed(name: str, value: Tensor, mesh: Any) -> tuple[Tensor, list[Any], torc
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    num_ranks, is_expert = mesh.size(mesh.ndim - 1), name in OF_EXPERTS
+    num_ranks, is_expert = mesh.size(mesh.ndim - 1), is_of_experts(name)
     shape = torch.Size((value.shape[0] * num_ranks, *value.shape[1:])) if is_expert else value.shape
     last = Shard(0) if is_expert else Replicate()
     if not isinstance(value, DTensor):

@@ -15,13 +15,22 @@ from torch import Tensor
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, known
-from epic.torch import replicas, steps
-from epic.torch.arguments import as_int32, check_floats, flattened, once, stay
+from epic.torch import replicas, steps, sums
+from epic.torch.arguments import (
+    EpicFunction,
+    as_flat,
+    as_int32,
+    check_floats,
+    flattened,
+    once,
+    stay,
+)
 from epic.torch.experts import (
     ExpertWeights,
     GroupedMm,
     activate,
     check_scales,
+    check_weights,
     completed,
     dtype_name,
     experts,
@@ -183,10 +192,15 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
     if x.shape[-1] != hidden:
         raise EpicArgumentError(f"x: shape {list(x.shape)}: [..., {hidden}] is needed")
     columns = options.router.num_experts + options.router.zero_experts
-    if tuple(weights.w_gate.shape) != (hidden, columns):
-        raise EpicArgumentError(
-            f"w_gate: shape {list(weights.w_gate.shape)}: {[hidden, columns]} is needed"
-        )
+    shapes = {"w_gate": (hidden, columns), "b_gate": (columns,), "bias": (columns,)}
+    shapes |= {"w_shared_gate": (hidden,)}
+    for name, w in zip(MoeWeights._fields, weights, strict=True):
+        if w is not None and tuple(w.shape) != shapes.get(name, w.shape):
+            raise EpicArgumentError(
+                f"{name}: shape {list(w.shape)}: {list(shapes[name])} is needed"
+            )
+        if w is not None and w.dtype != E4M3:
+            check_floats(name, w)
     for name in ("w_gate", "w_gate_up", "w_down"):
         w = getattr(weights, name)
         if w.device != x.device:
@@ -230,31 +244,34 @@ def with_experts(
     return (*weights[:FIRST], *given[:-2], *weights[PAST:-2], *given[-2:])
 
 
-class Layer(torch.autograd.Function):
+class Layer(EpicFunction):
     """epic::moe with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
         group: Group,
         tag: int,
         facts: Facts,
+        _sum_order: int | None,
         token_ids: Tensor | None,
         table: Tensor | None,
         tables: tuple[Tensor | None, Tensor | None],
         x: Tensor,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """The core saves what it needs; x and weights are kept as they are."""
-        out, loss, *counts, saved = ops.moe.default(
-            *forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
-        )
-        ctx.group, ctx.tag, ctx.facts = group, tag, facts
+        """Call the operator: out, loss, load, demand, logical_load, saved.  _sum_order: in
+        which backward adds the gradients of what all ranks share over them; None: it does not."""
+        args = forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
+        return ops.moe.default(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
+        """Save x, the weights and what the core saves for backward, which is the last result."""
+        ctx.group, ctx.tag, ctx.facts, ctx.sum_order, _, _, _, x, *weights = inputs
         if (bias := weights[ORDER.index("bias")]) is not None:
             stay(bias)
-        ctx.save_for_backward(x, *weights, saved)
-        ctx.mark_non_differentiable(*counts)
-        return out, loss, *counts
+        ctx.save_for_backward(x, *weights, out[-1])
+        ctx.mark_non_differentiable(*out[2:])
 
     @staticmethod
     @once
@@ -271,11 +288,13 @@ class Layer(torch.autograd.Function):
         d_x, *rest = results
         if facts.replicas:
             rest = of_logical(ctx, saved, rest)
+        if ctx.sum_order is not None:
+            rest = of_all_ranks(ctx, rest)
         pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)  # not of the bias
         none = [w is None or d is None or w.dtype == E4M3 for w, d in pairs]
         pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)
         found = [None if no else d.to(w.dtype) for no, (w, d) in zip(none, pairs, strict=True)]
-        return None, None, None, None, None, None, d_x, *found, None, None
+        return *[None] * 7, d_x, *found, None, None
 
 
 def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
@@ -288,7 +307,26 @@ def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]
     return [*gradients[:first], *mine, *gradients[end:]]
 
 
+def of_all_ranks(ctx: Any, gradients: list[Tensor]) -> list[Tensor]:
+    """The gradients of what all ranks share, added over them before they are rounded to the
+    weights' dtype.  Those of experts stand between them."""
+    first, end = 2, 2 + len(OF_EXPERTS)
+    shared = [*gradients[:first], *gradients[end:]]
+    whole = sums.added_in_backward(ctx.group, ctx.sum_order, ctx.tag, shared)
+    return [*whole[:first], *gradients[first:end], *whole[first:]]
+
+
 # ------------------------------------------------------------------------- composed ----
+
+
+def with_summed_gradients(weights: MoeWeights, group: Group, order: int, tag: int) -> MoeWeights:
+    """Weights whose gradients, of what all ranks share, backward adds over the ranks."""
+    change = {
+        name: sums.SumGradient.apply(group, order, tag, w)
+        for name, w in weights._asdict().items()
+        if w is not None and name not in (*OF_EXPERTS, *SCALES, "bias")
+    }
+    return weights._replace(**change)
 
 
 def logits_of(x: Tensor, weights: MoeWeights) -> Tensor:
@@ -309,6 +347,7 @@ def by_experts(
 ) -> Tensor:
     """With the caller's product, else by the core."""
     if grouped_mm is not None:
+        check_weights(options, weights)
         return mlp(options, grouped_mm, x, plan.counted("expert_rows"), weights, slots)
     counts = (plan.counted("expert_rows"), plan.counted("expert_tokens"))
     return experts(options, x, *counts, weights, slots, plan.way.group)
@@ -318,6 +357,9 @@ def by_shared(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
     """The shared expert, which sees every token, gated if it has a gate."""
     assert options.shared is not None and weights.shared_gate_up is not None
     assert weights.shared_down is not None
+    names = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
+    own = ExpertWeights(*(getattr(weights, name) for name in names))
+    check_weights(options.shared, own, names, local=1)
     z = x @ weights.shared_gate_up[0].to(x.dtype)
     if weights.shared_b_gate_up is not None:
         z = z + weights.shared_b_gate_up[0].to(z.dtype)
@@ -355,7 +397,7 @@ def losses(
         return loss
     router = options.router
     live = logits.new_ones(logits.shape[0]) if mask is None else mask.to(logits.dtype)
-    total = steps.sum(group, live.sum().reshape(1).float(), tag=tag)[0].to(logits.dtype)
+    total = sums.sum(group, live.sum().reshape(1).float(), tag=tag)[0].to(logits.dtype)
     total = total.clamp(min=1)
     if options.balance_coeff and options.sequence_tokens:
         even = max(logits.shape[0], 1) * group.num_ranks  # known without a wait
@@ -392,7 +434,7 @@ def composed(
     tag: int,
 ) -> MoeOut:
     """The layer from the single functions."""
-    given, x = x, x if mask is None else torch.where(mask[:, None], x, 0)  # whatever padding holds
+    x = x if mask is None else torch.where(mask[:, None], x, 0)  # whatever padding holds
     logits = logits_of(x, weights)
     chosen, w = route(
         options.router, logits, bias=weights.bias, token_ids=token_ids, table=table, group=group
@@ -421,7 +463,9 @@ def composed(
         kept = torch.where(zero, w, 0).sum(dim=1, keepdim=True)
         out = (out + x * kept).to(x.dtype)
     if options.shared is not None:
-        out = out + by_shared(options, given, weights)
+        out = out + by_shared(options, x, weights)
+        if mask is not None:  # biases of the shared expert make zeros something else
+            out = torch.where(mask[:, None], out, 0)
     load, logical = plan.counted("load"), None
     if options.layer.num_logical:
         logical = plan.counted("logical_load")
@@ -433,15 +477,17 @@ def composed(
 # ------------------------------------------------------------------------ the layer ----
 
 
-def as_mask(options: Moe, token_mask: Tensor, rows: Tensor) -> Tensor:
+def as_mask(options: Moe, token_mask: Tensor, x: Tensor) -> Tensor:
     """[num_tokens]."""
     if options.sequence_tokens:
         raise EpicUnsupportedError("token_mask: with sequence_tokens all tokens are counted")
-    if token_mask.dtype != torch.bool or token_mask.numel() != rows.shape[0]:
+    if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
         raise EpicArgumentError(
-            f"token_mask: shape {list(token_mask.shape)}, {token_mask.dtype}: a torch.bool for "
-            f"each of the {rows.shape[0]} tokens is needed"
+            f"token_mask is {token_mask.dtype} of shape {list(token_mask.shape)}: must be "
+            f"torch.bool of shape {list(x.shape[:-1])}, one value for each token of x"
         )
+    if token_mask.device != x.device:
+        raise EpicArgumentError(f"token_mask: on {token_mask.device}, x is on {x.device}: use one")
     return token_mask.reshape(-1)
 
 
@@ -472,6 +518,7 @@ def moe(
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
     token_mask: Tensor | None = None,
+    sum_gradients: bool = False,
     tag: int = 0,
     out: MoeOut | None = None,
 ) -> MoeOut:
@@ -480,30 +527,35 @@ def moe(
     grouped_mm: composes the layer around a product of the caller's, as torch._grouped_mm is one:
     grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32).  token_ids,
     table: as of route; rank_of_expert, logical_of_expert: as of plan; replicas' gradients are
-    those of the logical expert.  token_mask [...] bool: tokens that are False have no routed expert
-    and no part in the losses.  out: a MoeOut that is written and returned, without a gradient; None
-    in it: not wanted.
+    those of the logical expert.  token_mask [...] bool: tokens that are False have no expert, a
+    result of zeros and no part in the losses.  sum_gradients: backward adds the gradients of what
+    all ranks share over them, in the layer's sum_order, before it rounds them to the weights'
+    dtype; else they are this rank's part.  out: a MoeOut that is written and returned, without a
+    gradient; None in it: not wanted.
     """
     weights = MoeWeights(*weights)
     check_moe(options, x, weights)
     rows = flattened("x", x).contiguous()
     tables = tables_of(options.layer, rank_of_expert, logical_of_expert, rows)
     if token_ids is not None:
-        token_ids = token_ids.reshape(-1).contiguous()
+        token_ids = as_flat("token_ids", token_ids, x.shape[:-1])
     if table is not None:
         table = as_int32("table", table)
-    mask = None if token_mask is None else as_mask(options, token_mask, rows)
+    mask = None if token_mask is None else as_mask(options, token_mask, x)
     if grouped_mm is not None and type_of_weights(options.experts, weights.w_gate_up) == "e4m3":
         raise EpicUnsupportedError(
             "grouped_mm with weights of e4m3: leave it out for the core's product, or take weights "
             "of another type"
         )
+    order = int(options.layer.sum_order == "tree") if sum_gradients else None
     if grouped_mm is not None or mask is not None or options.quantize is not None:
         if out is not None:
             raise EpicUnsupportedError(
                 "out= is for the layer that is one operator: with grouped_mm, token_mask or "
                 "quantize compose plan_dispatch, experts and combine, which have out="
             )
+        if order is not None:
+            weights = with_summed_gradients(weights, group, order, tag)
         found = composed(
             group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag
         )
@@ -516,10 +568,10 @@ def moe(
     facts = Facts(*group.moe_facts(options.key, local, *kinds, table is None))
     arrays = [getattr(weights, name) for name in ORDER]
     arrays = [None if w is None else w.contiguous() for w in arrays]
-    inputs = (group, tag, facts, token_ids, table, tables, rows)
+    inputs = (token_ids, table, tables, rows, *arrays)
     if out is not None:
-        return moe_into(forward_args(*inputs, *arrays), x, facts, out)
-    y, loss, load, demand, logical = Layer.apply(*inputs, *arrays)
+        return moe_into(forward_args(group, tag, facts, *inputs), x, facts, out)
+    y, loss, load, demand, logical, _ = Layer.apply(group, tag, facts, order, *inputs)
     logical = logical if facts.replicas else None
     return MoeOut(reshaped(y, x.shape), reshaped(loss, ()), load, demand, logical)
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError
+from epic.options import BLOCKS, word
 from epic.torch.arguments import as_rows, as_weights, needs_gradient
 from epic.torch.ops import write
 from epic.torch.plans import Plan
@@ -49,7 +50,7 @@ def carried(
         )
     rows = as_rows("tokens", tokens, plan.num_tokens)
     beside = None if scales is None else as_rows("scales", scales, plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k))
+    weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k), tokens)
     way = plan.way
     place = (plan.capacity, way.number, way.tag, int(zero_tail))
     sent = (as_bytes(rows), None if beside is None else as_bytes(beside), weights)
@@ -61,6 +62,35 @@ def carried(
     recv, found, slots = torch.ops.epic.dispatch_bytes.default(*args)
     told = None if beside is None else found.view(beside.dtype)
     return recv.view(rows.dtype), told, None if weights is None else slots
+
+
+def check_scales(rows: Tensor, scales: Tensor, block: str) -> int:
+    """Columns of a block, if the scales are those of such blocks."""
+    size = 32 if word("block", block, BLOCKS) == "1x32" else 128
+    kinds = (torch.uint8, torch.float8_e8m0fnu) if size == 32 else (torch.float32,)
+    shape = (rows.shape[0], -(-rows.shape[1] // size))
+    if scales.dtype not in kinds or scales.shape != shape:
+        raise EpicArgumentError(
+            f"scales are {scales.dtype} of shape {list(scales.shape)}: must be "
+            f"{' or '.join(map(str, kinds))} of shape {list(shape)} for block {block!r} and rows "
+            f"of shape {list(rows.shape)}"
+        )
+    return size
+
+
+def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1x128") -> Tensor:
+    """What dispatch_quantized's rows stand for: rows [slots, hidden] and their scales [slots,
+    blocks], float32 with block "1x128", bytes (uint8 or float8_e8m0fnu) with "1x32"."""
+    size = check_scales(rows, scales, block)
+    if block == "1x32":
+        octets = scales.view(torch.uint8)
+        powers = torch.exp2(octets.to(torch.float32) - 127)
+        scales = torch.where(octets == 255, torch.nan, powers)
+    wide = scales.repeat_interleave(size, dim=1)[:, : rows.shape[1]]
+    found = rows.to(torch.float32) * wide
+    # Compiled by torch 2.11, a Function whose result came of a `to` that changed nothing has
+    # zeros for its gradient.
+    return found if dtype == torch.float32 else found.to(dtype)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicError
+from epic.torch.arguments import no_vmap
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -62,14 +63,22 @@ def in_one_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def refuse_vmap(*_: Any, **__: Any) -> Any:
+    """What each operator does with the tensors of torch.func.vmap."""
+    raise no_vmap()
+
+
 def fake(function: Function) -> Function:
-    """Registers shapes: NAME_fake for the overloads of epic::NAME, and for epic::NAME_out."""
+    """Registers shapes: NAME_fake for the overloads of epic::NAME, and for epic::NAME_out.  All of
+    them refuse torch.func.vmap."""
     name = function.__name__.removesuffix("_fake")
     for overload in getattr(torch.ops.epic, name).overloads():
         operator = getattr(getattr(torch.ops.epic, name), overload)
         torch.library.register_fake(operator, in_one_place(function), lib=FAKES)
+        FAKES.impl(operator, refuse_vmap, "FuncTorchBatched")
     if not name.endswith("_"):  # in place
         torch.library.register_fake(f"epic::{name}_out", nothing, lib=FAKES)
+        FAKES.impl(f"{name}_out", refuse_vmap, "FuncTorchBatched")
     return function
 
 
@@ -429,6 +438,23 @@ def z_loss_backward_fake(logits: Tensor, *_: Any) -> Tensor:
 
 @fake
 def bias_update__fake(bias: Tensor, *_: Any) -> None:
+    """Nothing."""
+
+
+def count_load(load: Tensor, counts: Tensor) -> None:
+    """Adds a forward's counts to those of a layer, once.  Checkpointing runs the forward again
+    inside of a backward, which torch tells by the number of the graph that runs; there is no
+    public name for it.  An operator, so that compiled functions ask when they run."""
+    if torch._C._current_graph_task_id() == -1:
+        load.add_(counts)
+
+
+FAKES.define("count_load_(Tensor(a!) load, Tensor counts) -> ()")
+FAKES.impl("count_load_", count_load, "CompositeExplicitAutograd")
+
+
+@fake
+def count_load__fake(load: Tensor, counts: Tensor) -> None:
     """Nothing."""
 
 

@@ -16,7 +16,7 @@ from epic.options import Experts, Moe
 from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
-from epic.torch.module import OF_EXPERTS, MoE, add_gradients
+from epic.torch.module import OF_EXPERTS, MoE, add_gradients, is_of_experts
 
 Weights = dict[str, Tensor]
 Found = tuple[Moe, Weights]
@@ -229,15 +229,21 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
 
 def sum_gradients(model: nn.Module, group: Group) -> None:
     """Adds the gradients of a model with replaced blocks over the ranks of the group: of all that
-    every rank has.  Those of a rank's own experts are complete.  After backward, on every rank; a
-    parameter that has none here counts as zeros.  float32 is what is added."""
-    own = {
-        id(parameter)
-        for layer in model.modules()
-        if isinstance(layer, MoE)
-        for name, parameter in layer.named_parameters(recurse=False)
-        if name in OF_EXPERTS
-    }
+    every rank has.  Those of a rank's own experts are complete, and so are those of a layer that
+    adds them in backward (MoE.sum_gradients).  After backward, on every rank; a
+    parameter that has none here counts as zeros.  They are added in float32, those of float64
+    parameters in float64, and those of layers with sum_order "tree" in a tree."""
+    done, tree = set(), set()
+    for module in model.modules():
+        if isinstance(module, MoE):
+            for name, parameter in module.named_parameters():
+                if is_of_experts(name) or module.sums_in_backward:
+                    done.add(id(parameter))
+                elif module.options.layer.sum_order == "tree":
+                    tree.add(id(parameter))
+        elif getattr(module, "parameter_name", None) in OF_EXPERTS:  # peft's ParamWrapper
+            adapters = (p for n, p in module.named_parameters() if not n.startswith("base_layer."))
+            done.update(map(id, adapters))
     for parameter in model.parameters():
-        if id(parameter) not in own and parameter.requires_grad:
-            add_gradients(group, parameter)
+        if id(parameter) not in done and parameter.requires_grad:
+            add_gradients(group, parameter, tree=id(parameter) in tree)

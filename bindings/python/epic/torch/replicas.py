@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.torch.arguments import needs_gradient, once, stay
+from epic.torch.arguments import EpicFunction, check_floats, needs_gradient, once, stay
 from epic.torch.groups import Group
 from epic.torch.ops import copy_into, note_write, raising
 from epic.torch.plans import Plan, Way
@@ -23,16 +23,20 @@ def added(turn: Tensor, data: Tensor, x: Tensor, group: Group, tag: int) -> Tens
     return rows.view(out.shape)
 
 
-class SumReplicas(torch.autograd.Function):
+class SumReplicas(EpicFunction):
     """epic::sum_replicas_ with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, way: Way, data: Tensor, x: Tensor) -> Tensor:
-        """Nothing is saved but the plan."""
-        ctx.way = way
+    def forward(way: Way, data: Tensor, x: Tensor) -> Tensor:
+        """Call the operator."""
+        return added(way.group.turn, data, x, way.group, way.tag)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Save the plan alone."""
+        ctx.way, data, _ = inputs
         stay(data)
         ctx.save_for_backward(data)
-        return added(way.group.turn, data, x, way.group, way.tag)
 
     @staticmethod
     @once
@@ -45,17 +49,15 @@ class SumReplicas(torch.autograd.Function):
         return None, None, whole.to(gradient.dtype)
 
 
-class Tied(torch.autograd.Function):
+class Tied(EpicFunction):
     """A weight as it is, whose gradient is added over replicas."""
 
     @staticmethod
-    def forward(ctx: Any, way: Way, data: Tensor, weight: Tensor) -> Tensor:
-        """As SumReplicas."""
-        ctx.way = way
-        stay(data)
-        ctx.save_for_backward(data)
+    def forward(_way: Way, _data: Tensor, weight: Tensor) -> Tensor:
+        """Give the weight as it is."""
         return weight.view_as(weight)
 
+    setup_context = SumReplicas.setup_context
     backward = SumReplicas.backward
 
 
@@ -71,6 +73,7 @@ def check(plan: Plan, name: str, x: Tensor) -> None:
 
 def check_type(name: str, x: Tensor) -> None:
     """The core adds float32."""
+    check_floats(name, x)
     if x.dtype == torch.float64:
         raise EpicUnsupportedError(
             f"gradients of replicas are added in float32: {name} is float64; train without "

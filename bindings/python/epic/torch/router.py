@@ -9,7 +9,14 @@ from torch import Tensor
 
 from epic.errors import EpicArgumentError
 from epic.options import Router, known
-from epic.torch.arguments import as_int32, check_floats, needs_gradient, once
+from epic.torch.arguments import (
+    EpicFunction,
+    as_flat,
+    as_int32,
+    check_floats,
+    needs_gradient,
+    once,
+)
 from epic.torch.groups import Group
 from epic.torch.ops import note_write, parts_of, raising, write
 
@@ -57,19 +64,22 @@ def route_op(
     return ops.route.default(logits, *extras, group, *numbers)
 
 
-class Route(torch.autograd.Function):
+class Route(EpicFunction):
     """epic::route with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, extras: tuple[Any, ...], group: int, numbers: tuple[Any, ...]
+        logits: Tensor, extras: tuple[Any, ...], group: int, numbers: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
-        """The choice is saved, not made again."""
-        chosen, weights = route_op(logits, extras, group, numbers)
-        ctx.group, ctx.numbers = group, numbers
-        ctx.save_for_backward(logits, chosen)
-        ctx.mark_non_differentiable(chosen)
-        return chosen, weights
+        """Call the operator."""
+        return route_op(logits, extras, group, numbers)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
+        """Save the choice, so that backward does not make it again."""
+        logits, _, ctx.group, ctx.numbers = inputs
+        ctx.save_for_backward(logits, out[0])
+        ctx.mark_non_differentiable(out[0])
 
     @staticmethod
     @once
@@ -104,9 +114,10 @@ def route(
     if (token_ids is None) != (table is None):
         raise EpicArgumentError("token_ids and table come together")
     if bias is not None:
+        check_floats("bias", bias)
         bias = bias.detach().to(torch.float32).contiguous()
     if table is not None and token_ids is not None:
-        token_ids = token_ids.reshape(-1).contiguous()
+        token_ids = as_flat("token_ids", token_ids, logits.shape[:-1])
         table = as_int32("table", table)
     extras, where = (bias, token_ids, table), number_of(group, rows)
     if out is not None:
@@ -121,12 +132,11 @@ def route(
 # ---------------------------------------------------------------------------- losses ----
 
 
-class BalanceLoss(torch.autograd.Function):
+class BalanceLoss(EpicFunction):
     """epic::balance_loss with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
         logits: Tensor,
         load: Tensor | None,
         chosen: Tensor | None,
@@ -134,10 +144,14 @@ class BalanceLoss(torch.autograd.Function):
         sequence_tokens: int,
         rest: tuple[Any, ...],
     ) -> Tensor:
-        """All inputs are needed again; rest: coeff, group, the router's numbers."""
-        ctx.total_tokens, ctx.sequence_tokens, ctx.rest = total_tokens, sequence_tokens, rest
-        ctx.save_for_backward(logits, load, chosen)
+        """Call the operator; rest: coeff, group, the router's numbers."""
         return ops.balance_loss.default(logits, load, chosen, total_tokens, sequence_tokens, *rest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Save all inputs."""
+        logits, load, chosen, ctx.total_tokens, ctx.sequence_tokens, ctx.rest = inputs
+        ctx.save_for_backward(logits, load, chosen)
 
     @staticmethod
     @once
@@ -149,15 +163,19 @@ class BalanceLoss(torch.autograd.Function):
         return d_logits, None, None, None, None, None
 
 
-class ZLoss(torch.autograd.Function):
+class ZLoss(EpicFunction):
     """epic::z_loss with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, total_tokens: int, rest: tuple[Any, ...]) -> Tensor:
-        """As BalanceLoss."""
-        ctx.total_tokens, ctx.rest = total_tokens, rest
-        ctx.save_for_backward(logits)
+    def forward(logits: Tensor, total_tokens: int, rest: tuple[Any, ...]) -> Tensor:
+        """Call the operator; rest: of BalanceLoss."""
         return ops.z_loss.default(logits, total_tokens, *rest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Save all inputs."""
+        logits, ctx.total_tokens, ctx.rest = inputs
+        ctx.save_for_backward(logits)
 
     @staticmethod
     @once

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError
+from epic.torch.arguments import check_floats
 
 BLOCK = 128
 LARGEST = 448.0
@@ -67,6 +68,8 @@ def scaled(weights: Weights) -> Weights:
     named = weights._asdict()  # type: ignore[attr-defined]
     if named["w_gate_up"].dtype == E4M3:
         raise EpicArgumentError("weights: dtype torch.float8_e4m3fn: they are scaled already")
+    for name in ("w_gate_up", "w_down"):
+        check_floats(name, named[name])
     up, down = quantize_weight(named["w_gate_up"]), quantize_weight(named["w_down"])
     change = {"w_gate_up": up[0], "w_gate_up_scales": up[1]}
     change |= {"w_down": down[0], "w_down_scales": down[1]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan, dispatch, combine, plan_dispatch and sum: tensors in, tensors out, with gradients."""
+"""plan, dispatch, combine and plan_dispatch: tensors in, tensors out, with gradients."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.overrides import has_torch_function_variadic as overridden
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import BLOCKS, Layer, word
 from epic.torch.arguments import (
+    EpicFunction,
     applied,
     as_rows,
     as_weights,
@@ -20,8 +21,8 @@ from epic.torch.arguments import (
     stay,
 )
 from epic.torch.groups import Group
-from epic.torch.narrow import NARROW, carried
-from epic.torch.ops import bare, copy_into, note_write, parts_of, raising, told, write
+from epic.torch.narrow import NARROW, carried, dequantize
+from epic.torch.ops import bare, parts_of, raising, told, write
 from epic.torch.plans import EXACT, Plan, Way, Wish, asked, wrong_layout
 
 ops = torch.ops.epic
@@ -136,21 +137,21 @@ def rows_home(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
     return d_tokens, d_weights if weighs else None
 
 
-class Dispatch(torch.autograd.Function):
+class Dispatch(EpicFunction):
     """epic::dispatch with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: Plan,
-        data: Tensor,
-        tokens: Tensor,
-        weights: Tensor | None,
-        zero_tail: bool,
+        plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
     ) -> tuple[Tensor, Tensor]:
-        """Nothing is saved but the plan, whose bytes tracers have to see by themselves."""
-        save_plan(ctx, plan.way, data, tokens)
+        """Call the operator; data: the plan's bytes, which tracers have to see by themselves."""
         return dispatch_op(plan, data, tokens, weights, zero_tail)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Save the plan alone."""
+        plan, data, tokens, *_ = inputs
+        save_plan(ctx, plan.way, data, tokens)
 
     @staticmethod
     @once
@@ -199,7 +200,7 @@ def dispatch(
         if tokens.dtype in NARROW:
             return narrow(plan, tokens, weights, quantize, zero_tail, out)
         rows = as_rows("tokens", tokens, plan.num_tokens)
-        weights = as_weights("weights", weights, (plan.num_tokens, way.top_k))
+        weights = as_weights("weights", weights, (plan.num_tokens, way.top_k), tokens)
         if out is not None:
             if quantize is not None:
                 raise EpicArgumentError("quantize with out=: call dispatch_quantized with out=")
@@ -290,7 +291,7 @@ def dispatch_quantized(
     if scales is not None:
         return with_scales(plan, tokens, scales, weights, out)
     rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k))
+    weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k), tokens)
     if weights is not None:
         weights = weights.detach()
     inputs = (plan, plan.bytes, rows, weights, as_block("block", block, "tokens", rows))
@@ -336,31 +337,18 @@ def quantized(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return ops.dispatch_quantized.default(*quantized_args(*inputs))
 
 
-def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1x128") -> Tensor:
-    """What dispatch_quantized's rows stand for."""
-    if block == "1x32":
-        powers = torch.exp2(scales.to(torch.float32) - 127)
-        scales = torch.where(scales == 255, torch.nan, powers)
-    size = 32 if block == "1x32" else 128
-    wide = scales.repeat_interleave(size, dim=1)[:, : rows.shape[1]]
-    found = rows.to(torch.float32) * wide
-    # Compiled by torch 2.11, a Function whose result came of a `to` that changed nothing has
-    # zeros for its gradient.
-    return found if dtype == torch.float32 else found.to(dtype)
-
-
-class DispatchRounded(torch.autograd.Function):
+class DispatchRounded(EpicFunction):
     """dispatch whose rows travelled in e4m3; its gradient is that of dispatch."""
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, block: str
+        plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, block: str
     ) -> tuple[Tensor, Tensor]:
-        """Nothing is saved but the plan."""
-        save_plan(ctx, plan.way, data, tokens)
+        """Call the operator and multiply the rows by their scales."""
         rows, scales, slots = quantized(plan, data, tokens, weights, block)
         return dequantize(rows, scales, tokens.dtype, block), slots
 
+    setup_context = Dispatch.setup_context
     backward = Dispatch.backward
 
 
@@ -411,23 +399,21 @@ def plan_dispatch_into(
     return found
 
 
-class PlanDispatch(torch.autograd.Function):
+class PlanDispatch(EpicFunction):
     """epic::plan_dispatch with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        wish: Wish,
-        chosen: Tensor,
-        tokens: Tensor,
-        weights: Tensor | None,
-        zero_tail: bool,
+        wish: Wish, chosen: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
     ) -> tuple[Tensor, ...]:
-        """The plan is saved."""
-        out = plan_dispatch_op(wish, chosen, tokens, weights, zero_tail)
-        save_plan(ctx, wish[0], out[0], tokens)
+        """Call the operator."""
+        return plan_dispatch_op(wish, chosen, tokens, weights, zero_tail)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
+        """Save the plan, which is the first result."""
+        save_plan(ctx, inputs[0][0], out[0], inputs[2])
         ctx.mark_non_differentiable(out[0])
-        return out
 
     @staticmethod
     @once
@@ -477,7 +463,7 @@ def plan_dispatch(
             found = plan_dispatch_into(out, wish, topk_idx, tokens, weights, zero_tail)
         elif needs_gradient(tokens, weights):
             rows = as_tokens(tokens, topk_idx, num_tokens)
-            weights = as_weights("weights", weights, (num_tokens, way.top_k))
+            weights = as_weights("weights", weights, (num_tokens, way.top_k), tokens)
             found = plan_dispatch_apply(wish, topk_idx, rows, weights, zero_tail)
         else:
             found = plan_dispatch_op(wish, topk_idx, tokens, weights, zero_tail)
@@ -503,23 +489,23 @@ def combine_op(
     return call(turn, data, rows, slots, num_tokens, way.number, way.tag)
 
 
-class Combine(torch.autograd.Function):
+class Combine(EpicFunction):
     """epic::combine with its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: Plan,
-        data: Tensor,
-        rows: Tensor,
-        slots: Tensor | None,
-        block: str | None,
+        plan: Plan, data: Tensor, rows: Tensor, slots: Tensor | None, _block: str | None
     ) -> Tensor:
-        """Rows are needed again only for the weights' gradient."""
-        ctx.way, ctx.capacity, ctx.block = plan.way, rows.shape[0], block
+        """Call the operator; _block: of the rows' gradients."""
+        return combine_op(plan, data, rows, slots)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Save the rows only if the weights' gradient needs them."""
+        plan, data, rows, slots, ctx.block = inputs
+        ctx.way, ctx.capacity = plan.way, rows.shape[0]
         stay(data)
         ctx.save_for_backward(data, rows if ctx.needs_input_grad[3] else None, slots)
-        return combine_op(plan, data, rows, slots)
 
     @staticmethod
     @once
@@ -576,54 +562,6 @@ def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) ->
     args = (way.group.turn, data, rows, slots, num_tokens, way.number, way.tag)
     write(ops.combine_out.default, args, out)
     return out
-
-
-# ------------------------------------------------------------------------------- sum ----
-
-
-def sum_op(turn: Tensor, x: Tensor, *place: int) -> Tensor:
-    """The operator works in place.  place: order, the group's number, tag."""
-    out = x.clone()
-    ops.sum_.default(turn, out, *place)
-    return out
-
-
-class Sum(torch.autograd.Function):
-    """epic::sum_ with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, x: Tensor, *place: int) -> Tensor:
-        """Nothing is saved."""
-        ctx.group, ctx.place = group, place
-        return sum_op(group.turn, x, *place)
-
-    @staticmethod
-    @once
-    @raising
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Each rank's x is in every rank's sum."""
-        turn = ctx.group.turn_back
-        return None, sum_op(turn, gradient.contiguous(), *ctx.place), None, None, None
-
-
-@raising
-def sum(
-    group: Group, x: Tensor, *, tree: bool = False, tag: int = 0, out: Tensor | None = None
-) -> Tensor:
-    """Adds float32 tensors over the ranks: the same bits on every rank, in rank order or in a
-    binary tree.  out: as x, or x itself: written and returned, without a gradient."""
-    if x.dtype != torch.float32:
-        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
-    place = (int(tree), group.number, tag)
-    if out is not None:
-        copy_into(out, x)
-        ops.sum_.default(group.turn, out.view(-1), *place)
-        note_write(out)
-        return out
-    flat = x.reshape(-1).contiguous()
-    if needs_gradient(x):
-        return Sum.apply(group, flat, *place).reshape(x.shape)
-    return sum_op(group.turn, flat, *place).reshape(x.shape)
 
 
 # --------------------------------------------------------------------- checkpointing ----

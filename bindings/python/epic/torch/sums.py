@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over the ranks of a group, in a defined order, with gradients."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epic.errors import EpicArgumentError
+from epic.torch.arguments import EpicFunction, needs_gradient, once
+from epic.torch.groups import Group
+from epic.torch.ops import copy_into, note_write, raising
+
+ops = torch.ops.epic
+
+
+def sum_op(group: Group, turn: Tensor, x: Tensor, order: int, tag: int) -> Tensor:
+    """The operator, which adds float32 in place; x [n], of float32 or float64."""
+    out = with_zeros_of_others(group, x) if x.dtype == torch.float64 else x.clone()
+    ops.sum_.default(turn, out, order, group.number, tag)
+    return added_here(group, out, order) if x.dtype == torch.float64 else out
+
+
+def with_zeros_of_others(group: Group, x: Tensor) -> Tensor:
+    """Float64 numbers [n] as float32 [ranks * 4 n] in which this rank's part is its own and the
+    others are zeros: the sum over the ranks then has each rank's numbers, exactly, as float32 holds
+    each 16 of their bits as an integer."""
+    parts = x.new_zeros((group.num_ranks, 4 * x.numel()), dtype=torch.float32)
+    parts[group.rank] = x.view(torch.int16)
+    return parts.view(-1)
+
+
+def added_here(group: Group, parts: Tensor, order: int) -> Tensor:
+    """Every rank's float64 numbers, which each rank has now, added in the order asked for."""
+    rows = list(parts.to(torch.int16).view(torch.float64).view(group.num_ranks, -1))
+    while order and len(rows) > 1:
+        rows = [rows[i] + rows[i + 1] for i in range(0, len(rows), 2)]
+    return functools.reduce(torch.add, rows)
+
+
+class Sum(EpicFunction):
+    """epic::sum_ with its gradient."""
+
+    @staticmethod
+    def forward(group: Group, x: Tensor, order: int, tag: int) -> Tensor:
+        """Call the operator."""
+        return sum_op(group, group.turn, x, order, tag)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Save no tensor."""
+        ctx.group, _, *ctx.place = inputs
+
+    @staticmethod
+    @once
+    @raising
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Each rank's x is in every rank's sum."""
+        whole = sum_op(ctx.group, ctx.group.turn_back, gradient.contiguous(), *ctx.place)
+        return None, whole, None, None
+
+
+@raising
+def sum(
+    group: Group, x: Tensor, *, tree: bool = False, tag: int = 0, out: Tensor | None = None
+) -> Tensor:
+    """Adds float32 or float64 tensors over the ranks: the same bits on every rank, in rank order or
+    in a binary tree.  out: as x, or x itself: written and returned, without a gradient.  Float64
+    takes as much memory and time as 4 * ranks numbers of float32 for each."""
+    if x.dtype not in (torch.float32, torch.float64):
+        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 or float64 is needed")
+    order = int(tree)
+    if out is not None:
+        copy_into(out, x)
+        if x.dtype == torch.float64:
+            return out.copy_(sum_op(group, group.turn, out.view(-1), order, tag).view(out.shape))
+        ops.sum_.default(group.turn, out.view(-1), order, group.number, tag)
+        note_write(out)
+        return out
+    flat = x.reshape(-1).contiguous()
+    if needs_gradient(x):
+        return Sum.apply(group, flat, order, tag).reshape(x.shape)
+    return sum_op(group, group.turn, flat, order, tag).reshape(x.shape)
+
+
+class SumGradient(EpicFunction):
+    """A weight as it is, whose gradient is added over the ranks."""
+
+    @staticmethod
+    def forward(_group: Group, _order: int, _tag: int, weight: Tensor) -> Tensor:
+        """Give the weight as it is."""
+        return weight.view_as(weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        """Save no tensor."""
+        ctx.group, ctx.order, ctx.tag, _ = inputs
+
+    @staticmethod
+    @once
+    @raising
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Each rank's part is in every rank's sum."""
+        (whole,) = added_in_backward(ctx.group, ctx.order, ctx.tag, [gradient])
+        return None, None, None, whole
+
+
+def added_in_backward(group: Group, order: int, tag: int, parts: list[Tensor]) -> list[Tensor]:
+    """Adds gradients over the ranks in one sum; each keeps its shape and dtype."""
+    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    flat = torch.cat([part.reshape(-1).to(wide) for part in parts])
+    whole = sum_op(group, group.turn_back, flat, order, tag).split([p.numel() for p in parts])
+    return [w.view(p.shape).to(p.dtype) for w, p in zip(whole, parts, strict=True)]
