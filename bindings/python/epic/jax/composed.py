@@ -12,18 +12,41 @@ import jax.numpy as jnp
 from epic.errors import EpicArgumentError
 from epic.jax import dispatching, replicas, steps
 from epic.jax import router as routing
-from epic.jax.experts import ExpertWeights, of_slabs
+from epic.jax.call import spread_all
+from epic.jax.experts import ExpertWeights, of_slabs, without_tail
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.layer_args import MoeWeights, of
 from epic.options import Experts, Moe
 
 
+@jax.custom_vjp
+def gelu(v: Any) -> Any:
+    """v Phi(v), with erf.  JAX 0.12 cannot differentiate its own in a shard_map that checks varying
+    values: the derivative here has no polynomial of JAX's."""
+    return v * 0.5 * (1 + jax.lax.erf(v * math.sqrt(0.5)))
+
+
+def gelu_forward(v: Any) -> tuple[Any, Any]:
+    """The argument is needed again."""
+    return gelu(v), v
+
+
+def gelu_backward(v: Any, d: Any) -> tuple[Any]:
+    """d (Phi(v) + v phi(v))."""
+    slope = 0.5 * (1 + jax.lax.erf(v * math.sqrt(0.5)))
+    slope = slope + v * jnp.exp(-0.5 * v * v) / math.sqrt(2 * math.pi)
+    return (d * slope,)
+
+
+gelu.defvjp(gelu_forward, gelu_backward)
+
+
 def activate(options: Experts, z: Any) -> Any:
     """The experts' nonlinearity over [rows, width]."""
     plain: dict[str, Callable[[Any], Any]] = {
         "silu": jax.nn.silu,
-        "gelu": partial(jax.nn.gelu, approximate=False),
+        "gelu": gelu,
         "gelu_tanh": partial(jax.nn.gelu, approximate=True),
         "relu2": lambda v: jnp.square(jax.nn.relu(v)),
     }
@@ -55,18 +78,21 @@ def mlp(
         return of_slabs(options, group.platform, False, x, counts, w, scale)
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
     column = None if scale is None else scale[:, None].astype(x.dtype)
+    # A product leaves the rows past the last slab undefined, and so does its gradient.  Zeros take
+    # their place before and after each product, so that they never meet a parameter.
     x = x if options.weighting != "input" or column is None else x * column
-    z = gemm(x, w.w_gate_up.astype(x.dtype), sizes)
+    z = gemm(*spread_all(None, without_tail(x, sizes), w.w_gate_up.astype(x.dtype), sizes))
     if w.b_gate_up is not None:
         z = z + w.b_gate_up.astype(z.dtype)[expert]
-    a = activate(options, z)
+    a = activate(options, without_tail(z, sizes))
     early = column if options.weighting == "early" else None
     a = a if early is None else a * early
-    y = gemm(a.astype(x.dtype), w.w_down.astype(x.dtype), sizes)
+    a = without_tail(a.astype(x.dtype), sizes)
+    y = gemm(*spread_all(None, a, w.w_down.astype(x.dtype), sizes))
     if w.b_down is not None:
         b = w.b_down.astype(y.dtype)[expert]
         y = y + (b if early is None else b * early)
-    return y.astype(x.dtype)
+    return without_tail(y.astype(x.dtype), sizes)
 
 
 def dense_gemm(x: Any, w: Any, _: Any) -> Any:
