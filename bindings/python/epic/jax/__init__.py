@@ -7,7 +7,7 @@ from types import ModuleType
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError, error_code
-from epic.jax import sharded
+from epic.jax import export_types, sharded
 from epic.jax.call import TARGETS
 from epic.jax.dispatching import (
     dequantize,
@@ -67,6 +67,8 @@ __all__ = [
     "z_loss",
 ]
 
+
+export_types.register()
 
 with contextlib.suppress(ImportError):  # without the libraries: said when they are used
     _native.warn_without_blas()
