@@ -22,6 +22,8 @@ static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array exper
 /* What both directions read first, in this order. */
 typedef struct inputs {
     epic_experts experts;
+    uint32_t rows_set, weights_set; /* the types of rows and weights */
+    int64_t slots, local, hidden, inner, width;
     ffi_array x, rows, tokens, slot_weights;
     ffi_array w_gate_up, w_down, b_gate_up, b_down;
 } inputs;
@@ -29,14 +31,25 @@ typedef struct inputs {
 static inputs read_inputs(ffi_reader *reader)
 {
     inputs in = {.experts = read_experts(reader, "experts_")};
-    in.x = ffi_arg(reader, "x", FFI_OTHER);
-    in.rows = ffi_arg(reader, "expert_rows", EPIC_I32);
-    in.tokens = ffi_arg(reader, "expert_tokens", EPIC_I32);
-    in.slot_weights = ffi_arg_or_none(reader, "slot_weights", EPIC_F32);
-    in.w_gate_up = ffi_arg(reader, "w_gate_up", FFI_OTHER);
-    in.w_down = ffi_arg(reader, "w_down", FFI_OTHER);
-    in.b_gate_up = ffi_arg_or_none(reader, "b_gate_up", FFI_OTHER);
-    in.b_down = ffi_arg_or_none(reader, "b_down", FFI_OTHER);
+    const epic_experts *ex = &in.experts;
+    in.local = ex->num_local_experts;
+    in.hidden = ex->hidden;
+    in.inner = ex->inner;
+    in.width = ex->ungated ? in.inner : 2 * in.inner;
+    in.rows_set = ffi_set(ex->row_type) & FFI_SET_FLOATS;
+    in.weights_set = ffi_set(ex->weight_type ? ex->weight_type : ex->row_type) & FFI_SET_FLOATS;
+    in.x = ffi_arg(reader, "rows", in.rows_set, FFI_ANY_COUNT);
+    in.slots = in.x.rows;
+    ffi_check_count(reader, "rows", in.x, ffi_product(in.slots, in.hidden, 1));
+    in.rows = ffi_arg(reader, "expert_rows", FFI_SET_I32, in.local);
+    in.tokens = ffi_arg(reader, "expert_tokens", FFI_SET_I32, in.local);
+    in.slot_weights = ffi_arg_or_none(reader, "slot_weights", FFI_SET_F32, in.slots);
+    in.w_gate_up = ffi_arg(reader, "w_gate_up", in.weights_set,
+                           ffi_product(in.local, in.hidden, in.width));
+    in.w_down =
+        ffi_arg(reader, "w_down", in.weights_set, ffi_product(in.local, in.inner, in.hidden));
+    in.b_gate_up = ffi_arg_or_none(reader, "b_gate_up", in.weights_set, in.local * in.width);
+    in.b_down = ffi_arg_or_none(reader, "b_down", in.weights_set, in.local * in.hidden);
     return in;
 }
 
@@ -54,9 +67,9 @@ static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
     ffi_reader reader = place_begin(frame, on_device, &place);
     const inputs in = read_inputs(&reader);
     epic_experts_args args = {INPUTS(in), .call.stream = place.stream};
-    const ffi_array y = ffi_result(&reader, "y", in.x.type);
-    const ffi_array saved = ffi_result(&reader, "saved", FFI_U8);
-    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
+    const ffi_array y = ffi_result(&reader, "y", in.rows_set, in.x.count);
+    const ffi_array saved = ffi_result(&reader, "saved", FFI_SET_U8, FFI_ANY_COUNT);
+    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_SET_U8, FFI_ANY_COUNT);
     args.y = y.data;
     args.saved = saved.data;
     args.saved_bytes = (size_t)saved.bytes;
@@ -69,26 +82,29 @@ static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
 
 PLACE_HANDLERS(experts, experts_forward(frame, on_device))
 
-static void read_gradients(ffi_reader *reader, ffi_array rows, uint32_t type,
+static void read_gradients(ffi_reader *reader, const inputs *in,
                            epic_experts_backward_args *args)
 {
-    const ffi_array d_x = ffi_result(reader, "d_x", type);
-    const ffi_array d_slot_weights = ffi_result_or_none(reader, "d_slot_weights", EPIC_F32);
+    const ffi_array d_x = ffi_result(reader, "d_rows", in->rows_set, in->x.count);
+    const ffi_array d_slot_weights =
+        ffi_result_or_none(reader, "d_slot_weights", FFI_SET_F32, in->slots);
+    const ffi_array d_w_gate_up =
+        ffi_result(reader, "d_w_gate_up", FFI_SET_FLOATS, in->w_gate_up.count);
+    const uint32_t grads = ffi_set(d_w_gate_up.type); /* all gradients have one type */
     args->d_x = d_x.data;
     args->d_slot_weights = d_slot_weights.data;
-    const ffi_array d_w_gate_up = ffi_result(reader, "d_w_gate_up", FFI_OTHER);
-    const uint32_t grads = d_w_gate_up.type;
-    args->grad_type = grads;
+    args->grad_type = d_w_gate_up.type;
     args->d_w_gate_up = d_w_gate_up.data;
-    args->d_w_down = ffi_result(reader, "d_w_down", grads).data;
-    args->d_b_gate_up = ffi_result_or_none(reader, "d_b_gate_up", grads).data;
-    args->d_b_down = ffi_result_or_none(reader, "d_b_down", grads).data;
-    const ffi_array workspace = ffi_result(reader, "workspace", FFI_U8);
+    args->d_w_down = ffi_result(reader, "d_w_down", grads, in->w_down.count).data;
+    args->d_b_gate_up =
+        ffi_result_or_none(reader, "d_b_gate_up", grads, in->local * in->width).data;
+    args->d_b_down = ffi_result_or_none(reader, "d_b_down", grads, in->local * in->hidden).data;
+    const ffi_array workspace = ffi_result(reader, "workspace", FFI_SET_U8, FFI_ANY_COUNT);
     args->workspace = workspace.data;
     args->workspace_bytes = (size_t)workspace.bytes;
     if (reader->error != NULL) return;
-    zero_tail(reader, d_x, rows);
-    zero_tail(reader, d_slot_weights, rows);
+    zero_tail(reader, d_x, in->rows);
+    zero_tail(reader, d_slot_weights, in->rows);
 }
 
 static ffi_error *experts_backward(ffi_frame *frame, bool on_device)
@@ -98,11 +114,11 @@ static ffi_error *experts_backward(ffi_frame *frame, bool on_device)
     ffi_reader reader = place_begin(frame, on_device, &place);
     const inputs in = read_inputs(&reader);
     epic_experts_backward_args args = {INPUTS(in), .call.stream = place.stream};
-    const ffi_array saved = ffi_arg(&reader, "saved", FFI_U8);
+    const ffi_array saved = ffi_arg(&reader, "saved", FFI_SET_U8, FFI_ANY_COUNT);
     args.saved = saved.data;
     args.saved_bytes = (size_t)saved.bytes;
-    args.d_y = ffi_arg(&reader, "d_y", in.x.type).data;
-    read_gradients(&reader, in.rows, in.x.type, &args);
+    args.d_y = ffi_arg(&reader, "d_y", in.rows_set, in.x.count).data;
+    read_gradients(&reader, &in, &args);
     return place_end(&reader, &place, "experts (backward)",
                      reader.error ? EPIC_OK : epic_experts_backward(place.use.ctx, &args));
 }

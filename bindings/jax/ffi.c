@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "words.h"
+
 /* XLA refuses a handler that claims a newer minor version than its own, so claim the oldest that
  * has all we use (futures, the ordinal), not this header's. */
 enum { USED_MAJOR = 0, USED_MINOR = 3 };
@@ -26,23 +28,7 @@ bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits)
 
 /* ---------------------------------------------------------------------------- errors ---- */
 
-ffi_error *ffi_error_new(const XLA_FFI_Api *api, XLA_FFI_Error_Code code, const char *text)
-{
-    XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, text, code};
-    return api->XLA_FFI_Error_Create(&args); /* copies text */
-}
-
-ffi_error *ffi_fail(const ffi_frame *frame, XLA_FFI_Error_Code code, const char *format, ...)
-{
-    char text[1024];
-    va_list list;
-    va_start(list, format);
-    vsnprintf(text, sizeof text, format, list);
-    va_end(list);
-    return ffi_error_new(frame->api, code, text);
-}
-
-XLA_FFI_Error_Code ffi_code(epic_result result)
+static XLA_FFI_Error_Code code_of(epic_result result)
 {
     switch (result) {
     case EPIC_OK:
@@ -67,10 +53,40 @@ XLA_FFI_Error_Code ffi_code(epic_result result)
     return XLA_FFI_Error_Code_INTERNAL;
 }
 
+static const char *result_name(epic_result result)
+{
+    static const char *const names[] = {
+        "EPIC_OK",      "EPIC_EINVAL",    "EPIC_ENOMEM",    "EPIC_ENOTSUP", "EPIC_ETIMEOUT",
+        "EPIC_EDEVICE", "EPIC_EOVERFLOW", "EPIC_EMISMATCH", "EPIC_EPEER",   "EPIC_ECLOSED"};
+    const size_t i = (size_t)result;
+    return i < sizeof names / sizeof *names ? names[i] : "EPIC_EDEVICE";
+}
+
+ffi_error *ffi_error_new(const XLA_FFI_Api *api, epic_result result, const char *text)
+{
+    char whole[1600];
+    snprintf(whole, sizeof whole, "%.1560s [%s]", text, result_name(result));
+    XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, whole,
+                                      code_of(result)};
+    return api->XLA_FFI_Error_Create(&args); /* copies the text */
+}
+
+ffi_error *ffi_fail(const ffi_frame *frame, epic_result result, const char *format, ...)
+{
+    char text[1400];
+    va_list list;
+    va_start(list, format);
+    vsnprintf(text, sizeof text, format, list);
+    va_end(list);
+    return ffi_error_new(frame->api, result, text);
+}
+
 ffi_error *ffi_error_of(const ffi_frame *frame, const char *what, epic_result result)
 {
     if (result == EPIC_OK) return NULL;
-    return ffi_fail(frame, ffi_code(result), "epic.jax.%s: %s", what, epic_error(NULL));
+    char sentence[1280];
+    words_translate(epic_error(NULL), sentence, sizeof sentence);
+    return ffi_fail(frame, result, "epic.jax.%s: %s", what, sentence);
 }
 
 /* ---------------------------------------------------------------------------- arrays ---- */
@@ -134,57 +150,117 @@ static ffi_array array_of(const XLA_FFI_Buffer *buffer)
     return array;
 }
 
-static ffi_array take(ffi_reader *reader, bool result, const char *name, uint32_t type,
-                      bool optional)
+int64_t ffi_product(int64_t a, int64_t b, int64_t c)
+{
+    int64_t product;
+    if (a == 0 || b == 0 || c == 0) return 0;
+    if (__builtin_mul_overflow(a, b, &product) || __builtin_mul_overflow(product, c, &product))
+        return INT64_MAX;
+    return product;
+}
+
+static const char *type_name(uint32_t type)
+{
+    switch (type) {
+    case EPIC_F32:
+        return "float32";
+    case EPIC_BF16:
+        return "bfloat16";
+    case EPIC_F16:
+        return "float16";
+    case EPIC_F64:
+        return "float64";
+    case EPIC_E4M3:
+        return "float8_e4m3fn";
+    case EPIC_I32:
+        return "int32";
+    case EPIC_I64:
+        return "int64";
+    case FFI_U8:
+        return "uint8";
+    default:
+        return "another dtype";
+    }
+}
+
+/* Writes the names of a set of types: "float32 or bfloat16". */
+static void set_name(uint32_t types, char *out, size_t size)
+{
+    size_t at = 0;
+    out[0] = '\0';
+    for (uint32_t type = 0; type < FFI_OTHER; type++) {
+        if (!(types & FFI_SET(type)) || at >= size) continue;
+        const int length =
+            snprintf(out + at, size - at, "%s%s", at > 0 ? " or " : "", type_name(type));
+        at += (size_t)length;
+    }
+}
+
+void ffi_check_count(ffi_reader *reader, const char *name, ffi_array array, int64_t count)
+{
+    if (reader->error == NULL && array.count != count)
+        reader->error =
+            ffi_fail(reader->frame, EPIC_EINVAL, "%s has %lld elements: must have %lld", name,
+                     (long long)array.count, (long long)count);
+}
+
+/* The one check of an array against what its handler requires. */
+static void check_array(ffi_reader *reader, const ffi_need *need, const ffi_array *array)
+{
+    char wanted[128];
+    set_name(need->types, wanted, sizeof wanted);
+    if (array->type == FFI_OTHER || !(need->types & FFI_SET(array->type)))
+        reader->error =
+            ffi_fail(reader->frame, EPIC_EINVAL, "%s is an array of %s: must be of %s",
+                     need->name, type_name(array->type), wanted);
+    else if (need->count != FFI_ANY_COUNT)
+        ffi_check_count(reader, need->name, *array, need->count);
+}
+
+ffi_array ffi_take(ffi_reader *reader, const ffi_need *need)
 {
     const ffi_frame *frame = reader->frame;
     const ffi_array none = {0};
-    const int64_t i = result ? reader->num_results++ : reader->num_args++;
+    const int64_t i = need->result ? reader->num_results++ : reader->num_args++;
     if (reader->error) return none;
-    if (i >= (result ? frame->rets.size : frame->args.size)) {
-        reader->error = ffi_fail(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                                 "%s: %s %lld of the call is missing", name,
-                                 result ? "result" : "argument", (long long)i);
-        return none;
-    }
-    const ffi_array array = array_of(result ? frame->rets.rets[i] : frame->args.args[i]);
-    if (optional && array.type == FFI_U8) return none;
-    if (array.type == FFI_OTHER || (type != FFI_OTHER && type != array.type)) {
+    if (i >= (need->result ? frame->rets.size : frame->args.size)) {
         reader->error =
-            ffi_fail(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                     "%s: an array of type %u (an epic_type) came, type %u is needed", name,
-                     array.type, type);
+            ffi_fail(frame, EPIC_EINVAL, "%s: %s %lld of the call is missing", need->name,
+                     need->result ? "result" : "argument", (long long)i);
         return none;
     }
-    return array;
+    const ffi_array array = array_of(need->result ? frame->rets.rets[i] : frame->args.args[i]);
+    if (need->optional && array.type == FFI_U8) return none;
+    check_array(reader, need, &array);
+    return reader->error ? none : array;
 }
 
-ffi_array ffi_arg(ffi_reader *reader, const char *name, uint32_t type)
+ffi_array ffi_arg(ffi_reader *reader, const char *name, uint32_t types, int64_t count)
 {
-    return take(reader, false, name, type, false);
+    return ffi_take(reader, &(ffi_need){name, types, count, .result = false});
 }
 
-ffi_array ffi_arg_or_none(ffi_reader *reader, const char *name, uint32_t type)
+ffi_array ffi_arg_or_none(ffi_reader *reader, const char *name, uint32_t types, int64_t count)
 {
-    return take(reader, false, name, type, true);
+    return ffi_take(reader, &(ffi_need){name, types, count, .optional = true});
 }
 
-ffi_array ffi_result(ffi_reader *reader, const char *name, uint32_t type)
+ffi_array ffi_result(ffi_reader *reader, const char *name, uint32_t types, int64_t count)
 {
-    return take(reader, true, name, type, false);
+    return ffi_take(reader, &(ffi_need){name, types, count, .result = true});
 }
 
-ffi_array ffi_result_or_none(ffi_reader *reader, const char *name, uint32_t type)
+ffi_array ffi_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
+                             int64_t count)
 {
-    return take(reader, true, name, type, true);
+    return ffi_take(reader, &(ffi_need){name, types, count, .result = true, .optional = true});
 }
 
 int32_t ffi_arg_int(ffi_reader *reader, const char *name)
 {
-    const ffi_array array = ffi_arg(reader, name, EPIC_I32);
+    const ffi_array array = ffi_arg(reader, name, FFI_SET_I32, 1);
     int32_t value = 0;
-    if (reader->error == NULL && array.count == 1 && !reader->on_device)
-        memcpy(&value, array.data, sizeof value);
+    if (reader->error == NULL && !reader->on_device) memcpy(&value, array.data, sizeof value);
     return value;
 }
 
@@ -231,8 +307,7 @@ static void scalar(ffi_reader *reader, const char *name, XLA_FFI_DataType type, 
     if (reader->error) return;
     const XLA_FFI_Scalar *found = find(reader, name, XLA_FFI_AttrType_SCALAR);
     if (found == NULL || found->dtype != type)
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                                 "attribute %s: %s is needed", name,
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "attribute %s: %s is needed", name,
                                  type == XLA_FFI_DataType_S64 ? "an int" : "a float");
     else
         memcpy(out, found->value, 8);
@@ -249,9 +324,8 @@ uint32_t ffi_uint(ffi_reader *reader, const char *name)
 {
     const int64_t value = ffi_int(reader, name);
     if (reader->error == NULL && (value < 0 || value > UINT32_MAX))
-        reader->error =
-            ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                     "%s %lld: 0 to %u is needed", name, (long long)value, UINT32_MAX);
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "%s %lld: 0 to %u is needed", name,
+                                 (long long)value, UINT32_MAX);
     return (uint32_t)value;
 }
 
@@ -269,7 +343,7 @@ void ffi_text(ffi_reader *reader, const char *name, char *out, size_t size)
     const XLA_FFI_ByteSpan *span = find(reader, name, XLA_FFI_AttrType_STRING);
     if (span == NULL || span->len >= size) {
         reader->error =
-            ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+            ffi_fail(reader->frame, EPIC_EINVAL,
                      "attribute %s: a str of less than %zu bytes is needed", name, size);
         return;
     }

@@ -15,8 +15,27 @@
 
 #define FFI_EXPORT __attribute__((visibility("default")))
 
-#define FFI_U8 100u /* beside epic_type: bytes of plans, memory, and arrays that are absent */
-#define FFI_OTHER 255u
+/* Types that arrays have in addition to those of epic_type. */
+#define FFI_U8 \
+    30u /* bytes: of plans, memory, 8-bit rows, and the stand-in for an absent array */
+#define FFI_OTHER 31u /* a type that no handler accepts */
+
+/* Sets of types, which say what a handler accepts for an array. */
+#define FFI_SET(type) (1u << (type))
+#define FFI_SET_F32 FFI_SET(EPIC_F32)
+#define FFI_SET_I32 FFI_SET(EPIC_I32)
+#define FFI_SET_U8 FFI_SET(FFI_U8)
+#define FFI_SET_FLOATS \
+    (FFI_SET_F32 | FFI_SET(EPIC_BF16) | FFI_SET(EPIC_F16) | FFI_SET(EPIC_F64))
+#define FFI_SET_INDICES (FFI_SET_I32 | FFI_SET(EPIC_I64))
+
+/* Returns the set of one type, which may come from an attribute; of an unknown one the empty set. */
+static inline uint32_t ffi_set(uint32_t type)
+{
+    return type < FFI_OTHER ? FFI_SET(type) : 0;
+}
+
+#define FFI_ANY_COUNT (-1) /* instead of a number of elements: the caller checks it */
 
 typedef XLA_FFI_CallFrame ffi_frame;
 typedef XLA_FFI_Error ffi_error; /* NULL is success; XLA frees the others */
@@ -40,22 +59,42 @@ typedef struct ffi_array {
 /* Does XLA ask what the handler was compiled for, and its traits?  Then it has been told. */
 bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits);
 
-ffi_error *ffi_fail(const ffi_frame *frame, XLA_FFI_Error_Code code, const char *format, ...)
+/* Makes an error of XLA.  Its text ends with the name of the result, as [EPIC_EINVAL]: XLA may give
+ * the text another code on its way to the caller. */
+ffi_error *ffi_fail(const ffi_frame *frame, epic_result result, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
-ffi_error *ffi_error_new(const XLA_FFI_Api *api, XLA_FFI_Error_Code code, const char *text);
-XLA_FFI_Error_Code ffi_code(epic_result result);
+ffi_error *ffi_error_new(const XLA_FFI_Api *api, epic_result result, const char *text);
 
 /* The core's last failure on this thread, as XLA's error; NULL for EPIC_OK. */
 ffi_error *ffi_error_of(const ffi_frame *frame, const char *what, epic_result result);
 
 ffi_reader ffi_read(const ffi_frame *frame, bool on_device);
 
-/* The next argument or result.  One of `type` is asked for, or with FFI_OTHER any that EPIC
- * has; optional ones may be absent: then a byte, FFI_U8, stands there. */
-ffi_array ffi_arg(ffi_reader *reader, const char *name, uint32_t type);
-ffi_array ffi_arg_or_none(ffi_reader *reader, const char *name, uint32_t type);
-ffi_array ffi_result(ffi_reader *reader, const char *name, uint32_t type);
-ffi_array ffi_result_or_none(ffi_reader *reader, const char *name, uint32_t type);
+/* Returns the product of three sizes that are 0 or more; INT64_MAX if it is larger. */
+int64_t ffi_product(int64_t a, int64_t b, int64_t c);
+
+/* What a handler requires of an array.  Every array of every handler goes through one check of
+ * these, so that no handler reads or writes past an array or misreads its elements. */
+typedef struct ffi_need {
+    const char *name;
+    uint32_t types; /* a set of FFI_SET bits */
+    int64_t count;  /* number of elements, or FFI_ANY_COUNT */
+    bool result;    /* else an argument */
+    bool optional;  /* may be absent: then a single byte, FFI_U8, stands in its place */
+} ffi_need;
+
+/* Returns the next argument or result of the call. */
+ffi_array ffi_take(ffi_reader *reader, const ffi_need *need);
+
+/* The check of ffi_take() for an array whose number of elements is known only after it was read. */
+void ffi_check_count(ffi_reader *reader, const char *name, ffi_array array, int64_t count);
+
+/* Shorthands for ffi_take(). */
+ffi_array ffi_arg(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
+ffi_array ffi_arg_or_none(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
+ffi_array ffi_result(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
+ffi_array ffi_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
+                             int64_t count);
 int32_t ffi_arg_int(ffi_reader *reader, const char *name); /* 0 for one on a GPU */
 
 /* Attributes by name. */

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "words.h"
+
 /* ------------------------------------------------------------------------------ tags ---- */
 
 enum { CALLERS_CHANNEL = 1 << 23 }; /* callers' numbers and call sites' never meet */
@@ -25,8 +27,8 @@ static void read_channel(ffi_reader *reader, job *job)
     job->channel = job->site;
     if (reader->error != NULL || channel < 0) return;
     if (channel >= CALLERS_CHANNEL)
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                                 "channel %d: 0 to %d is needed", channel, CALLERS_CHANNEL - 1);
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "channel %d: 0 to %d is needed",
+                                 channel, CALLERS_CHANNEL - 1);
     job->channel = (job_channel)channel | CALLERS_CHANNEL;
 }
 
@@ -52,8 +54,8 @@ void job_put_channel(const job *job, void *plan, size_t plan_bytes)
 static void read_tail(ffi_reader *reader, job *job, const job_array *field, ffi_array *plan)
 {
     if (plan->count < JOB_PLAN_TAIL) {
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                                 "plan: %lld bytes are no plan", (long long)plan->count);
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL, "plan: %lld bytes are no plan",
+                                 (long long)plan->count);
         return;
     }
     plan->count -= JOB_PLAN_TAIL;
@@ -62,31 +64,50 @@ static void read_tail(ffi_reader *reader, job *job, const job_array *field, ffi_
     job->channel &= 2 * CALLERS_CHANNEL - 1;
 }
 
-static ffi_array take(ffi_reader *reader, const job_array *field, uint32_t type)
-{
-    const bool optional = (field->flags & JOB_OPTIONAL) != 0;
-    if (field->flags & JOB_RESULT)
-        return (optional ? ffi_result_or_none : ffi_result)(reader, field->name, type);
-    return (optional ? ffi_arg_or_none : ffi_arg)(reader, field->name, type);
-}
-
 static void put(job *job, size_t offset, const void *value, size_t bytes)
 {
     if (offset != 0) memcpy((char *)job + offset, value, bytes);
 }
 
-static uint32_t type_of(const job_array *field, uint32_t leading)
+/* Returns the set of types that the array may have in this call. */
+static uint32_t types_of(const job *job, const job_array *field)
 {
-    if (field->type == JOB_SAME_TYPE) return leading;
-    if (field->type == JOB_GRADIENT_TYPE) return leading == EPIC_F64 ? EPIC_F64 : EPIC_F32;
-    return field->type;
+    switch (field->types) {
+    case JOB_SAME_TYPE:
+        return ffi_set(job->row_type);
+    case JOB_WIDE_TYPE:
+        return job->row_type == EPIC_F64 ? FFI_SET(EPIC_F64) : FFI_SET_F32;
+    case JOB_WEIGHT_TYPE:
+        return ffi_set(job->weight_type);
+    default:
+        return field->types;
+    }
 }
 
-static void read_array(ffi_reader *reader, job *job, const job_array *field, uint32_t *leading)
+/* Returns how many elements the array must have, or FFI_ANY_COUNT. */
+static int64_t count_of(const job *job, const job_array *field)
 {
-    ffi_array array = take(reader, field, type_of(field, *leading));
+    if (field->dims[0] == DIM_ANY) return FFI_ANY_COUNT;
+    const int64_t *sizes = job->sizes;
+    return ffi_product(sizes[field->dims[0]], sizes[field->dims[1]], sizes[field->dims[2]]);
+}
+
+/* Reads an array that may define sizes: its count is checked when they are known. */
+static void read_array(ffi_reader *reader, job *job, const job_array *field)
+{
+    const ffi_need need = {field->name, types_of(job, field), FFI_ANY_COUNT,
+                           .result = (field->flags & JOB_RESULT) != 0,
+                           .optional = (field->flags & JOB_OPTIONAL) != 0};
+    ffi_array array = ffi_take(reader, &need);
     if (reader->error != NULL) return;
-    if (field->flags & JOB_LEADS) *leading = array.type;
+    if (field->flags & JOB_LEADS) job->row_type = array.type;
+    if (array.data != NULL) {
+        if (field->sets_rows) job->sizes[field->sets_rows] = array.rows;
+        if (field->sets_columns) job->sizes[field->sets_columns] = array.columns;
+        const int64_t count = count_of(job, field);
+        if (count != FFI_ANY_COUNT) ffi_check_count(reader, field->name, array, count);
+        if (reader->error != NULL) return;
+    }
     if (field->kind != JOB_ARRAY) read_tail(reader, job, field, &array);
     const epic_rows rows = ffi_rows(array);
     put(job, field->data, &array.data, sizeof array.data);
@@ -96,14 +117,14 @@ static void read_array(ffi_reader *reader, job *job, const job_array *field, uin
     put(job, field->count, &array.count, sizeof array.count);
 }
 
-static void read_field(ffi_reader *reader, job *job, const job_array *field, uint32_t *leading)
+static void read_field(ffi_reader *reader, job *job, const job_array *field)
 {
     if (field->kind == JOB_SITE)
         read_site(reader, job);
     else if (field->kind == JOB_CHANNEL)
         read_channel(reader, job);
     else
-        read_array(reader, job, field, leading);
+        read_array(reader, job, field);
 }
 
 static epic_call *call_of(job *job)
@@ -114,19 +135,22 @@ static epic_call *call_of(job *job)
 /* NULL: the reader has the error. */
 static job *read_job(ffi_reader *reader, const job_operation *operation)
 {
-    uint32_t leading = FFI_OTHER;
     job *job = calloc(1, operation->bytes);
     if (job == NULL) {
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED,
-                                 "no memory for %zu bytes", operation->bytes);
+        reader->error =
+            ffi_fail(reader->frame, EPIC_ENOMEM, "no memory for %zu bytes", operation->bytes);
         return NULL;
     }
     job->operation = operation;
     job->on_device = reader->on_device;
     job->api = reader->frame->api;
+    job->sizes[DIM_ONE] = 1;
+    job->row_type = FFI_OTHER;
+    operation->read(reader, job);
     for (int i = 0; i < operation->num_arrays; i++)
-        read_field(reader, job, &operation->arrays[i], &leading);
-    if (operation->read != NULL) operation->read(reader, job);
+        read_field(reader, job, &operation->arrays[i]);
+    ffi_result(reader, "done", FFI_SET_U8, 1); /* never written: see epic/jax/call.py */
+    if (operation->check != NULL && reader->error == NULL) operation->check(reader, job);
     job->use.tag = tag_of(job);
     call_of(job)->tag = job->use.tag;
     if (reader->error == NULL) return job;
@@ -145,7 +169,7 @@ typedef struct claim {
 static ffi_error *other_devices(const ffi_frame *frame, const char *what, const claim *claim)
 {
     return ffi_fail(
-        frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+        frame, EPIC_EMISMATCH,
         "epic.jax.%s: the program was made for group \"%s\" of %s, and the group "
         "that is open under this name has %s: use in the program what epic.jax.open "
         "gave last, or open the group with the program's mesh",
@@ -155,7 +179,7 @@ static ffi_error *other_devices(const ffi_frame *frame, const char *what, const 
 static ffi_error *other_rank(const ffi_frame *frame, const char *what, const claim *claim)
 {
     return ffi_fail(
-        frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+        frame, EPIC_EMISMATCH,
         "epic.jax.%s: device %d is rank %d of group \"%s\" (%s, by rank), and rank %d "
         "on the group's axis in the mesh of the program: run it on the "
         "mesh that the group was opened with, or open a group with this mesh.  The "
@@ -172,11 +196,11 @@ static ffi_error *refusal(const ffi_frame *frame, const job *job, member_answer 
     if (answer == MEMBER_OTHER_RANK) return other_rank(frame, what, claim);
     if (answer == MEMBER_NONE)
         return ffi_fail(
-            frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+            frame, EPIC_ECLOSED,
             "epic.jax.%s: group \"%s\" is not open on %s device %d of this process: "
             "call epic.jax.open before the program runs",
             what, claim->name, claim->device.is_gpu ? "CUDA" : "CPU", claim->device.ordinal);
-    return ffi_fail(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+    return ffi_fail(frame, EPIC_EINVAL,
                     "epic.jax.%s: another call with the same number (tag %llu) is in flight on "
                     "device %d, so their order would be chance.  An inner jit that is called "
                     "twice gives both calls one number: give their plans different channel=, "
@@ -208,10 +232,10 @@ static ffi_error *run(job *job)
             ? ".  Calls of an inner jit that is called twice share a number: give their plans "
               "different channel=, or order them by after="
             : "";
-    char text[1536];
-    snprintf(text, sizeof text, "epic.jax.%s: %s%s", job->operation->what,
-             epic_error(job->use.ctx), hint);
-    return ffi_error_new(job->api, ffi_code(result), text);
+    char sentence[1280], text[1536];
+    words_translate(epic_error(job->use.ctx), sentence, sizeof sentence);
+    snprintf(text, sizeof text, "epic.jax.%s: %s%s", job->operation->what, sentence, hint);
+    return ffi_error_new(job->api, result, text);
 }
 
 /* -------------------------------------------------------------------------- the host ---- */
@@ -256,8 +280,8 @@ static ffi_error *start(ffi_frame *frame, job *job)
     free(job);
     if (error == NULL)
         set_future(api, create.future,
-                   ffi_fail(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED,
-                            "epic.jax.%s: the system gives no more threads", what));
+                   ffi_fail(frame, EPIC_ENOMEM, "epic.jax.%s: the system gives no more threads",
+                            what));
     return error;
 }
 

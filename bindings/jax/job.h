@@ -27,6 +27,32 @@ typedef enum job_role {
 /* The number of a plan: the caller's channel if there is one, else of its call site. */
 typedef uint32_t job_channel;
 
+/* The sizes that the arrays of a call are made of.  An array names its dimensions by these, and the
+ * call is refused where the number of its elements is another one. */
+typedef enum job_dim {
+    DIM_ONE,
+    DIM_ANY, /* bytes of memory: the core checks them */
+    DIM_TOKENS,
+    DIM_TOP_K,
+    DIM_SLOTS,
+    DIM_HIDDEN,
+    DIM_SCALES,       /* of a row */
+    DIM_SLOT_COLUMNS, /* weights of a slot: 1; layout flat: top_k */
+    DIM_EXPERTS,
+    DIM_LOGICAL,
+    DIM_LOCAL,   /* experts of a rank */
+    DIM_COUNTED, /* entries of expert_rows: DIM_LOCAL, with rank_of_expert DIM_EXPERTS */
+    DIM_COLUMNS, /* of the logits */
+    DIM_WIDTH,
+    DIM_INNER,
+    DIM_SHARED_WIDTH,
+    DIM_SHARED_INNER,
+    DIM_TABLE_ROWS,
+    NUM_DIMS
+} job_dim;
+
+enum { JOB_DIMS = 3 };
+
 /* A job begins with this; what follows is the operation's.  XLA keeps arrays alive until the
  * future is set, but not the frame, so all that is used is copied. */
 typedef struct job {
@@ -37,7 +63,9 @@ typedef struct job {
     XLA_FFI_Future *future;
     job_channel channel;
     uint32_t site;
-    int32_t rank; /* of this device in the mesh of the program; -1: unknown */
+    uint32_t row_type, weight_type; /* for JOB_SAME_TYPE and JOB_WEIGHT_TYPE */
+    int64_t sizes[NUM_DIMS];        /* by job_dim */
+    int32_t rank;                   /* of this device in the mesh of the program; -1: unknown */
     bool on_device;
 } job;
 
@@ -49,9 +77,11 @@ typedef enum job_kind {
     JOB_CHANNEL   /* the caller's, for an operation with a channel of its own */
 } job_kind;
 
+/* In the place of a set of types. */
 enum {
-    JOB_SAME_TYPE = 254,    /* as the array that leads */
-    JOB_GRADIENT_TYPE = 253 /* EPIC_F64 if that is, else EPIC_F32 */
+    JOB_SAME_TYPE = 1u << 27,  /* the rows' type: of the array that leads */
+    JOB_WIDE_TYPE = 1u << 28,  /* EPIC_F64 for rows of that, else EPIC_F32 */
+    JOB_WEIGHT_TYPE = 1u << 29 /* of the experts' weights */
 };
 enum { JOB_ARG, JOB_RESULT = 1, JOB_OPTIONAL = 2, JOB_LEADS = 4 };
 
@@ -60,19 +90,22 @@ typedef struct job_array {
     job_kind kind;
     uint32_t flags;
     const char *name;
-    uint32_t type;   /* an epic_type, FFI_U8, FFI_OTHER: any, or one of the above */
-    size_t data;     /* a pointer */
-    size_t rows;     /* epic_rows */
-    size_t element;  /* uint32_t: its type */
-    size_t num_rows; /* int64_t */
-    size_t count;    /* int64_t or size_t: elements; bytes of a plan */
+    uint32_t types;         /* a set of FFI_SET bits, or one of the above */
+    uint8_t dims[JOB_DIMS]; /* job_dims, whose product is the number of its elements */
+    uint8_t sets_rows;      /* the job_dim that this array's rows define; 0: none */
+    uint8_t sets_columns;   /* likewise */
+    size_t data;            /* a pointer */
+    size_t rows;            /* epic_rows */
+    size_t element;         /* uint32_t: its type */
+    size_t num_rows;        /* int64_t */
+    size_t count;           /* int64_t or size_t: elements; bytes of a plan */
 } job_array;
 
 /* clang-format off */
-#define JOB_DATA(how, text, must, offset) \
-    {.flags = how, .name = text, .type = must, .data = offset}
-#define JOB_ROWS(how, text, must, offset) \
-    {.flags = how, .name = text, .type = must, .rows = offset}
+#define JOB_DATA(how, text, must, offset, ...) \
+    {.flags = how, .name = text, .types = must, .data = offset, .dims = {__VA_ARGS__}}
+#define JOB_ROWS(how, text, must, offset, ...) \
+    {.flags = how, .name = text, .types = must, .rows = offset, .dims = {__VA_ARGS__}}
 /* clang-format on */
 #define JOB_LENGTH(arrays) ((int)(sizeof(arrays) / sizeof *(arrays)))
 
@@ -83,8 +116,8 @@ typedef struct job_operation {
     size_t call;  /* where in it the epic_call is */
     const job_array *arrays;
     int num_arrays;
-    /* After the arrays: attributes and checks; or NULL. */
-    void (*read)(ffi_reader *reader, job *job);
+    void (*read)(ffi_reader *reader, job *job);  /* attributes and sizes, before the arrays */
+    void (*check)(ffi_reader *reader, job *job); /* after the arrays; or NULL */
     epic_result (*run)(job *job);
 } job_operation;
 

@@ -19,26 +19,58 @@ typedef struct moe_job {
 
 /* clang-format off */
 #define AT(member) offsetof(moe_job, member)
-#define IN(name, type, member) JOB_DATA(JOB_ARG, name, type, AT(member))
-#define IN_OR_NONE(name, type, member) JOB_DATA(JOB_OPTIONAL, name, type, AT(member))
-#define OUT(name, type, member) JOB_DATA(JOB_RESULT, name, type, AT(member))
-#define OUT_OR_NONE(name, type, member) \
-    JOB_DATA(JOB_RESULT | JOB_OPTIONAL, name, type, AT(member))
+#define IN(name, types, member, ...) JOB_DATA(JOB_ARG, name, types, AT(member), __VA_ARGS__)
+#define IN_OR_NONE(name, types, member, ...) \
+    JOB_DATA(JOB_OPTIONAL, name, types, AT(member), __VA_ARGS__)
+#define OUT(name, types, member, ...) \
+    JOB_DATA(JOB_RESULT, name, types, AT(member), __VA_ARGS__)
+#define OUT_OR_NONE(name, types, member, ...) \
+    JOB_DATA(JOB_RESULT | JOB_OPTIONAL, name, types, AT(member), __VA_ARGS__)
 #define MEMORY(how, text, member, size) \
-    {.flags = how, .name = text, .type = FFI_U8, .data = AT(member), .count = AT(size)}
+    {.flags = how, .name = text, .types = FFI_SET_U8, .dims = {DIM_ANY}, .data = AT(member), \
+     .count = AT(size)}
 #define WEIGHTS \
-    IN("w_gate", FFI_OTHER, weights.w_gate), \
-    IN_OR_NONE("b_gate", FFI_OTHER, weights.b_gate), \
-    IN_OR_NONE("bias", EPIC_F32, weights.bias), \
-    IN("w_gate_up", FFI_OTHER, weights.w_gate_up), \
-    IN("w_down", FFI_OTHER, weights.w_down), \
-    IN_OR_NONE("b_gate_up", FFI_OTHER, weights.b_gate_up), \
-    IN_OR_NONE("b_down", FFI_OTHER, weights.b_down), \
-    IN_OR_NONE("shared_gate_up", FFI_OTHER, weights.shared_gate_up), \
-    IN_OR_NONE("shared_down", FFI_OTHER, weights.shared_down), \
-    IN_OR_NONE("shared_b_gate_up", FFI_OTHER, weights.shared_b_gate_up), \
-    IN_OR_NONE("shared_b_down", FFI_OTHER, weights.shared_b_down)
+    IN("w_gate", JOB_WIDE_TYPE, weights.w_gate, DIM_HIDDEN, DIM_COLUMNS), \
+    IN_OR_NONE("b_gate", JOB_WIDE_TYPE, weights.b_gate, DIM_COLUMNS), \
+    IN_OR_NONE("bias", FFI_SET_F32, weights.bias, DIM_COLUMNS), \
+    IN("w_gate_up", JOB_WEIGHT_TYPE, weights.w_gate_up, DIM_LOCAL, DIM_HIDDEN, DIM_WIDTH), \
+    IN("w_down", JOB_WEIGHT_TYPE, weights.w_down, DIM_LOCAL, DIM_INNER, DIM_HIDDEN), \
+    IN_OR_NONE("b_gate_up", JOB_WEIGHT_TYPE, weights.b_gate_up, DIM_LOCAL, DIM_WIDTH), \
+    IN_OR_NONE("b_down", JOB_WEIGHT_TYPE, weights.b_down, DIM_LOCAL, DIM_HIDDEN), \
+    IN_OR_NONE("shared_gate_up", JOB_WEIGHT_TYPE, weights.shared_gate_up, DIM_HIDDEN, \
+               DIM_SHARED_WIDTH), \
+    IN_OR_NONE("shared_down", JOB_WEIGHT_TYPE, weights.shared_down, DIM_SHARED_INNER, \
+               DIM_HIDDEN), \
+    IN_OR_NONE("shared_b_gate_up", JOB_WEIGHT_TYPE, weights.shared_b_gate_up, \
+               DIM_SHARED_WIDTH), \
+    IN_OR_NONE("shared_b_down", JOB_WEIGHT_TYPE, weights.shared_b_down, DIM_HIDDEN)
+#define X(member) \
+    {.flags = JOB_ARG, .name = "x", .types = JOB_SAME_TYPE, .sets_rows = DIM_TOKENS, \
+     .dims = {DIM_TOKENS, DIM_HIDDEN}, .rows = AT(member)}
 /* clang-format on */
+
+static int64_t width_of(const epic_experts *experts)
+{
+    return experts->ungated ? experts->inner : 2 * (int64_t)experts->inner;
+}
+
+static void set_sizes(moe_job *job)
+{
+    int64_t *sizes = job->job.sizes;
+    sizes[DIM_TOP_K] = job->layer.top_k;
+    sizes[DIM_EXPERTS] = job->layer.num_experts;
+    sizes[DIM_LOGICAL] = job->layer.num_logical;
+    sizes[DIM_COLUMNS] = (int64_t)job->router.num_experts + job->router.zero_experts;
+    sizes[DIM_LOCAL] = job->experts.num_local_experts;
+    sizes[DIM_HIDDEN] = job->experts.hidden;
+    sizes[DIM_INNER] = job->experts.inner;
+    sizes[DIM_WIDTH] = width_of(&job->experts);
+    sizes[DIM_SHARED_INNER] = job->shared.inner;
+    sizes[DIM_SHARED_WIDTH] = width_of(&job->shared);
+    job->job.row_type = job->experts.row_type;
+    job->job.weight_type =
+        job->experts.weight_type ? job->experts.weight_type : job->experts.row_type;
+}
 
 static void read_moe(ffi_reader *reader, moe_job *job)
 {
@@ -56,6 +88,7 @@ static void read_moe(ffi_reader *reader, moe_job *job)
                           .z_coeff = ffi_float(reader, "z_coeff"),
                           .sequence_tokens = ffi_int(reader, "sequence_tokens"),
                           .capacity = ffi_int(reader, "capacity")};
+    set_sizes(job);
 }
 
 /* --------------------------------------------------------------------------- forward ---- */
@@ -74,29 +107,32 @@ static epic_result run_forward(job *base)
     return epic_moe_forward(base->use.ctx, &job->forward);
 }
 
+/* clang-format off */
 static const job_array forward_arrays[] = {
-    JOB_ROWS(JOB_LEADS, "x", FFI_OTHER, AT(forward.x)),
+    X(forward.x),
     WEIGHTS,
-    {JOB_ARRAY, JOB_OPTIONAL, "token_ids", FFI_OTHER, .data = AT(forward.token_ids),
-     .element = AT(forward.token_id_type)},
-    {JOB_ARRAY, JOB_OPTIONAL, "table", EPIC_I32, .data = AT(forward.table),
-     .num_rows = AT(forward.table_rows)},
-    IN_OR_NONE("rank_of_expert", EPIC_I32, forward.rank_of_expert),
-    IN_OR_NONE("logical_of_expert", EPIC_I32, forward.logical_of_expert),
+    {JOB_ARRAY, JOB_OPTIONAL, "token_ids", FFI_SET_INDICES, {DIM_TOKENS},
+     .data = AT(forward.token_ids), .element = AT(forward.token_id_type)},
+    {JOB_ARRAY, JOB_OPTIONAL, "table", FFI_SET_I32, {DIM_TABLE_ROWS, DIM_TOP_K},
+     .sets_rows = DIM_TABLE_ROWS, .data = AT(forward.table), .num_rows = AT(forward.table_rows)},
+    IN_OR_NONE("rank_of_expert", FFI_SET_I32, forward.rank_of_expert, DIM_EXPERTS),
+    IN_OR_NONE("logical_of_expert", FFI_SET_I32, forward.logical_of_expert, DIM_EXPERTS),
     {.kind = JOB_SITE},
     {.kind = JOB_CHANNEL},
-    JOB_ROWS(JOB_RESULT, "out", JOB_SAME_TYPE, AT(forward.out)),
-    OUT("loss", EPIC_F32, forward.loss),
-    OUT("load", EPIC_I32, forward.load),
-    OUT("demand", EPIC_I32, forward.demand),
-    OUT_OR_NONE("logical_load", EPIC_I32, forward.logical_load),
+    JOB_ROWS(JOB_RESULT, "out", JOB_SAME_TYPE, AT(forward.out), DIM_TOKENS, DIM_HIDDEN),
+    OUT("loss", FFI_SET_F32, forward.loss, DIM_ONE),
+    OUT("load", FFI_SET_I32, forward.load, DIM_EXPERTS),
+    OUT("demand", FFI_SET_I32, forward.demand, DIM_ONE),
+    OUT_OR_NONE("logical_load", FFI_SET_I32, forward.logical_load, DIM_LOGICAL),
     MEMORY(JOB_RESULT, "saved", forward.saved, forward.saved_bytes),
     MEMORY(JOB_RESULT, "workspace", forward.workspace, forward.workspace_bytes)};
+/* clang-format on */
 
 static const job_operation moe_operation = {"moe",           ROLE_MOE,
                                             sizeof(moe_job), AT(forward.call),
                                             forward_arrays,  JOB_LENGTH(forward_arrays),
-                                            read_forward,    run_forward};
+                                            read_forward,    NULL,
+                                            run_forward};
 
 JOB_HANDLERS(moe)
 
@@ -117,39 +153,40 @@ static epic_result run_backward(job *base)
     return epic_moe_backward(base->use.ctx, &job->backward);
 }
 
-/* Of experts: of any type that the core knows there, all of one. */
-#define OF_EXPERT(name, member) OUT(name, FFI_OTHER, gradients.member)
-#define OF_EXPERT_OR_NONE(name, member) OUT_OR_NONE(name, FFI_OTHER, gradients.member)
-#define GRADIENT(name, member) OUT(name, JOB_GRADIENT_TYPE, gradients.member)
-#define GRADIENT_OR_NONE(name, member) OUT_OR_NONE(name, JOB_GRADIENT_TYPE, gradients.member)
+/* Gradients of experts have the type of d_w_gate_up, which leads them. */
+/* clang-format off */
+#define GRADIENT(name, member, ...) \
+    OUT(name, JOB_WIDE_TYPE, gradients.member, __VA_ARGS__)
+#define GRADIENT_OR_NONE(name, member, ...) \
+    OUT_OR_NONE(name, JOB_WIDE_TYPE, gradients.member, __VA_ARGS__)
 
 static const job_array backward_arrays[] = {
-    JOB_ROWS(JOB_LEADS, "x", FFI_OTHER, AT(backward.x)),
+    X(backward.x),
     WEIGHTS,
     MEMORY(JOB_ARG, "saved", backward.saved, backward.saved_bytes),
-    JOB_ROWS(JOB_ARG, "d_out", JOB_SAME_TYPE, AT(backward.d_out)),
-    IN("d_loss", EPIC_F32, backward.d_loss),
+    JOB_ROWS(JOB_ARG, "d_out", JOB_SAME_TYPE, AT(backward.d_out), DIM_TOKENS, DIM_HIDDEN),
+    IN("d_loss", FFI_SET_F32, backward.d_loss, DIM_ONE),
     {.kind = JOB_SITE},
     {.kind = JOB_CHANNEL},
-    JOB_ROWS(JOB_RESULT, "d_x", JOB_SAME_TYPE, AT(backward.d_x)),
-    GRADIENT("d_w_gate", w_gate),
-    GRADIENT_OR_NONE("d_b_gate", b_gate),
-    {.flags = JOB_RESULT,
-     .name = "d_w_gate_up",
-     .type = FFI_OTHER,
-     .data = AT(gradients.w_gate_up),
+    JOB_ROWS(JOB_RESULT, "d_x", JOB_SAME_TYPE, AT(backward.d_x), DIM_TOKENS, DIM_HIDDEN),
+    GRADIENT("d_w_gate", w_gate, DIM_HIDDEN, DIM_COLUMNS),
+    GRADIENT_OR_NONE("d_b_gate", b_gate, DIM_COLUMNS),
+    {.flags = JOB_RESULT | JOB_LEADS, .name = "d_w_gate_up", .types = FFI_SET_FLOATS,
+     .dims = {DIM_LOCAL, DIM_HIDDEN, DIM_WIDTH}, .data = AT(gradients.w_gate_up),
      .element = AT(backward.grad_type)},
-    OF_EXPERT("d_w_down", w_down),
-    OF_EXPERT_OR_NONE("d_b_gate_up", b_gate_up),
-    OF_EXPERT_OR_NONE("d_b_down", b_down),
-    GRADIENT_OR_NONE("d_shared_gate_up", shared_gate_up),
-    GRADIENT_OR_NONE("d_shared_down", shared_down),
-    GRADIENT_OR_NONE("d_shared_b_gate_up", shared_b_gate_up),
-    GRADIENT_OR_NONE("d_shared_b_down", shared_b_down),
+    OUT("d_w_down", JOB_SAME_TYPE, gradients.w_down, DIM_LOCAL, DIM_INNER, DIM_HIDDEN),
+    OUT_OR_NONE("d_b_gate_up", JOB_SAME_TYPE, gradients.b_gate_up, DIM_LOCAL, DIM_WIDTH),
+    OUT_OR_NONE("d_b_down", JOB_SAME_TYPE, gradients.b_down, DIM_LOCAL, DIM_HIDDEN),
+    GRADIENT_OR_NONE("d_shared_gate_up", shared_gate_up, DIM_HIDDEN, DIM_SHARED_WIDTH),
+    GRADIENT_OR_NONE("d_shared_down", shared_down, DIM_SHARED_INNER, DIM_HIDDEN),
+    GRADIENT_OR_NONE("d_shared_b_gate_up", shared_b_gate_up, DIM_SHARED_WIDTH),
+    GRADIENT_OR_NONE("d_shared_b_down", shared_b_down, DIM_HIDDEN),
     MEMORY(JOB_RESULT, "workspace", backward.workspace, backward.workspace_bytes)};
+/* clang-format on */
 
 static const job_operation moe_backward_operation = {
     "moe (backward)", ROLE_MOE_BACKWARD,           sizeof(moe_job), AT(backward.call),
-    backward_arrays,  JOB_LENGTH(backward_arrays), read_backward,   run_backward};
+    backward_arrays,  JOB_LENGTH(backward_arrays), read_backward,   NULL,
+    run_backward};
 
 JOB_HANDLERS(moe_backward)

@@ -9,7 +9,7 @@ static void find_place(ffi_reader *reader, place *out)
     out->stream = ffi_stream(reader);
     if (reader->error == NULL && member_borrow(&out->use, device) != MEMBER_OK)
         reader->error =
-            ffi_fail(reader->frame, XLA_FFI_Error_Code_FAILED_PRECONDITION,
+            ffi_fail(reader->frame, EPIC_ECLOSED,
                      "no group is open on CUDA device %d of this process, and the "
                      "router and the experts work with one: call epic.jax.open before "
                      "the program runs",
@@ -35,3 +35,13 @@ bool place_is_query(ffi_frame *frame, bool on_device)
     return ffi_is_query(frame,
                         on_device ? XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE : 0);
 }
+
+/* Does nothing: a call with a side effect that keeps another one in a program, whose result it
+ * takes. */
+static ffi_error *keep_call(ffi_frame *frame, bool on_device)
+{
+    (void)place_is_query(frame, on_device); /* answers XLA's question, if it is one */
+    return NULL;
+}
+
+PLACE_HANDLERS(keep, keep_call(frame, on_device))

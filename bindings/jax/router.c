@@ -3,19 +3,33 @@
 #include "place.h"
 #include "read.h"
 
+/* Reads the logits, [num_tokens, E]. */
+static ffi_array read_logits(ffi_reader *reader, const epic_router *router)
+{
+    const int64_t columns = (int64_t)router->num_experts + router->zero_experts;
+    const ffi_array logits = ffi_arg(reader, "logits", FFI_SET_FLOATS, FFI_ANY_COUNT);
+    ffi_check_count(reader, "logits", logits, ffi_product(logits.rows, columns, 1));
+    return logits;
+}
+
 static ffi_error *router_forward(ffi_frame *frame, bool on_device)
 {
     if (place_is_query(frame, on_device)) return NULL;
     place place = {0};
     ffi_reader reader = place_begin(frame, on_device, &place);
     const epic_router router = read_router(&reader);
-    const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
-    const ffi_array bias = ffi_arg_or_none(&reader, "bias", EPIC_F32);
-    const ffi_array ids = ffi_arg_or_none(&reader, "token_ids", FFI_OTHER);
-    const ffi_array table = ffi_arg_or_none(&reader, "table", EPIC_I32);
-    const ffi_array chosen = ffi_result(&reader, "topk_idx", EPIC_I32);
-    const ffi_array weights = ffi_result(&reader, "weights", FFI_OTHER);
-    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
+    const int64_t top_k = router.top_k;
+    const int64_t columns = (int64_t)router.num_experts + router.zero_experts;
+    const uint32_t reals = FFI_SET_F32 | FFI_SET(EPIC_F64);
+    const ffi_array logits = read_logits(&reader, &router);
+    const int64_t tokens = logits.rows;
+    const ffi_array bias = ffi_arg_or_none(&reader, "bias", FFI_SET_F32, columns);
+    const ffi_array ids = ffi_arg_or_none(&reader, "token_ids", FFI_SET_INDICES, tokens);
+    const ffi_array table = ffi_arg_or_none(&reader, "table", FFI_SET_I32, FFI_ANY_COUNT);
+    ffi_check_count(&reader, "table", table, table.rows * top_k);
+    const ffi_array chosen = ffi_result(&reader, "topk_idx", FFI_SET_I32, tokens * top_k);
+    const ffi_array weights = ffi_result(&reader, "weights", reals, tokens * top_k);
+    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_SET_U8, FFI_ANY_COUNT);
     const epic_router_args args = {.router = &router,
                                    .logits = logits.data,
                                    .num_tokens = logits.rows,
@@ -43,11 +57,14 @@ static ffi_error *router_backward(ffi_frame *frame, bool on_device)
     place place = {0};
     ffi_reader reader = place_begin(frame, on_device, &place);
     const epic_router router = read_router(&reader);
-    const ffi_array logits = ffi_arg(&reader, "logits", FFI_OTHER);
-    const ffi_array chosen = ffi_arg(&reader, "topk_idx", EPIC_I32);
-    const ffi_array d_weights = ffi_arg(&reader, "d_weights", FFI_OTHER);
-    const ffi_array d_logits = ffi_result(&reader, "d_logits", logits.type);
-    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_U8);
+    const uint32_t reals = FFI_SET_F32 | FFI_SET(EPIC_F64);
+    const ffi_array logits = read_logits(&reader, &router);
+    const int64_t choices = logits.rows * router.top_k;
+    const ffi_array chosen = ffi_arg(&reader, "topk_idx", FFI_SET_I32, choices);
+    const ffi_array d_weights = ffi_arg(&reader, "d_weights", reals, choices);
+    const ffi_array d_logits =
+        ffi_result(&reader, "d_logits", ffi_set(logits.type), logits.count);
+    const ffi_array workspace = ffi_result(&reader, "workspace", FFI_SET_U8, FFI_ANY_COUNT);
     const epic_router_backward_args args = {.router = &router,
                                             .logits = logits.data,
                                             .num_tokens = logits.rows,
@@ -156,13 +173,15 @@ static ffi_error *loss(ffi_frame *frame, bool on_device, const char *what, bool 
     place place = {0};
     ffi_reader reader = place_begin(frame, on_device, &place);
     loss_job job = {.router = read_router(&reader)};
-    job.logits = ffi_arg(&reader, "logits", FFI_OTHER);
-    job.load = ffi_arg_or_none(&reader, "load", EPIC_I32);
-    job.chosen = ffi_arg_or_none(&reader, "topk_idx", EPIC_I32);
-    job.d_loss = ffi_arg_or_none(&reader, "d_loss", EPIC_F32);
-    job.out = is_backward ? ffi_result(&reader, "d_logits", job.logits.type)
-                          : ffi_result(&reader, "loss", EPIC_F32);
-    job.workspace = ffi_result(&reader, "workspace", FFI_U8);
+    job.logits = read_logits(&reader, &job.router);
+    const int64_t choices = job.logits.rows * job.router.top_k;
+    job.load = ffi_arg_or_none(&reader, "load", FFI_SET_I32, job.router.num_experts);
+    job.chosen = ffi_arg_or_none(&reader, "topk_idx", FFI_SET_I32, choices);
+    job.d_loss = ffi_arg_or_none(&reader, "d_loss", FFI_SET_F32, 1);
+    job.out = is_backward
+                  ? ffi_result(&reader, "d_logits", ffi_set(job.logits.type), job.logits.count)
+                  : ffi_result(&reader, "loss", FFI_SET_F32, 1);
+    job.workspace = ffi_result(&reader, "workspace", FFI_SET_U8, FFI_ANY_COUNT);
     job.total_tokens = ffi_int(&reader, "total_tokens");
     job.sequence_tokens = ffi_int(&reader, "sequence_tokens");
     job.coeff = ffi_float(&reader, "coeff");

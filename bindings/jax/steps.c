@@ -18,61 +18,66 @@ typedef struct step_job {
     epic_combine_backward_args combine_backward;
     epic_sum_args sum;
     epic_sum_replicas_args sum_replicas;
-    int64_t num_local; /* most experts of a rank, as the caller reckons */
     int64_t from_count;
     const float *from;
 } step_job;
 
 /* clang-format off */
 #define AT(member) offsetof(step_job, member)
-#define ROWS(flags, name, type, member) JOB_ROWS(flags, name, type, AT(member))
-#define TYPED_ROWS(text, member, element_member) \
-    {.flags = JOB_LEADS, .name = text, .type = FFI_OTHER, .rows = AT(member), \
-     .element = AT(element_member)}
-#define DATA(flags, name, type, member) JOB_DATA(flags, name, type, AT(member))
+#define ROWS(flags, name, types, member, ...) \
+    JOB_ROWS(flags, name, types, AT(member), __VA_ARGS__)
+#define DATA(flags, name, types, member, ...) \
+    JOB_DATA(flags, name, types, AT(member), __VA_ARGS__)
+/* Rows that define the hidden size; their type leads. */
+#define LEADING_ROWS(text, accepted, size, member, element_member) \
+    {.flags = JOB_LEADS, .name = text, .types = accepted, .sets_columns = DIM_HIDDEN, \
+     .dims = {size, DIM_HIDDEN}, .rows = AT(member), .element = element_member}
 #define PLAN(step) \
-    {.kind = JOB_PLAN, .name = "plan", .type = FFI_U8, .data = AT(step.plan), \
-     .count = AT(step.plan_bytes)}
+    {.kind = JOB_PLAN, .name = "plan", .types = FFI_SET_U8, .dims = {DIM_ANY}, \
+     .data = AT(step.plan), .count = AT(step.plan_bytes)}
 #define SITE {.kind = JOB_SITE}
 #define CHANNEL {.kind = JOB_CHANNEL}
-#define OPERATION(name, text, role, first, read) \
+#define OPERATION(name, text, role, first, read, check) \
     static const job_operation name##_operation = { \
         text, role, sizeof(step_job), AT(first.call), name##_arrays, \
-        JOB_LENGTH(name##_arrays), read, run_##name}; \
+        JOB_LENGTH(name##_arrays), read, check, run_##name}; \
     JOB_HANDLERS(name)
 
 /* ------------------------------------------------------------------------------ plan ---- */
 
 #define PLAN_INPUTS \
-    {.name = "topk_idx", .type = FFI_OTHER, .data = AT(plan.topk_idx), \
-     .element = AT(plan.index_type), .num_rows = AT(plan.num_tokens), .count = AT(from_count)}, \
-    DATA(JOB_OPTIONAL, "rank_of_expert", EPIC_I32, plan.rank_of_expert), \
-    DATA(JOB_OPTIONAL, "logical_of_expert", EPIC_I32, plan.logical_of_expert)
+    {.name = "topk_idx", .types = FFI_SET_INDICES, .sets_rows = DIM_TOKENS, \
+     .dims = {DIM_TOKENS, DIM_TOP_K}, .data = AT(plan.topk_idx), \
+     .element = AT(plan.index_type), .num_rows = AT(plan.num_tokens)}, \
+    {.flags = JOB_OPTIONAL, .name = "rank_of_expert", .types = FFI_SET_I32, \
+     .sets_rows = DIM_COUNTED, .dims = {DIM_EXPERTS}, .data = AT(plan.rank_of_expert)}, \
+    DATA(JOB_OPTIONAL, "logical_of_expert", FFI_SET_I32, plan.logical_of_expert, DIM_EXPERTS)
 #define PLAN_RESULTS \
-    {.kind = JOB_NEW_PLAN, .flags = JOB_RESULT, .name = "plan", .type = FFI_U8, \
-     .data = AT(plan.plan), .count = AT(plan.plan_bytes)}, \
-    DATA(JOB_RESULT, "expert_rows", EPIC_I32, plan.expert_rows), \
-    DATA(JOB_RESULT, "expert_tokens", EPIC_I32, plan.expert_tokens), \
-    DATA(JOB_RESULT, "load", EPIC_I32, plan.load), \
-    DATA(JOB_RESULT, "demand", EPIC_I32, plan.demand), \
-    DATA(JOB_RESULT | JOB_OPTIONAL, "logical_load", EPIC_I32, plan.logical_load)
+    {.kind = JOB_NEW_PLAN, .flags = JOB_RESULT, .name = "plan", .types = FFI_SET_U8, \
+     .dims = {DIM_ANY}, .data = AT(plan.plan), .count = AT(plan.plan_bytes)}, \
+    DATA(JOB_RESULT, "expert_rows", FFI_SET_I32, plan.expert_rows, DIM_COUNTED), \
+    DATA(JOB_RESULT, "expert_tokens", FFI_SET_I32, plan.expert_tokens, DIM_COUNTED), \
+    DATA(JOB_RESULT, "load", FFI_SET_I32, plan.load, DIM_EXPERTS), \
+    DATA(JOB_RESULT, "demand", FFI_SET_I32, plan.demand, DIM_ONE), \
+    DATA(JOB_RESULT | JOB_OPTIONAL, "logical_load", FFI_SET_I32, plan.logical_load, DIM_LOGICAL)
 /* clang-format on */
 
 enum { MOST_RANKS = 1024 };
 
 /* A table that the program computes says only here how many experts a rank has: those past the
  * caller's number would have slots that nobody computes.  What is no rank the core says. */
-static void check_table(ffi_reader *reader, const step_job *job)
+static void check_plan(ffi_reader *reader, job *base)
 {
+    const step_job *job = (step_job *)base;
     const int32_t *rank_of = job->plan.rank_of_expert;
-    if (reader->error != NULL || reader->on_device || rank_of == NULL) return;
+    if (reader->on_device || rank_of == NULL) return;
     int64_t counts[MOST_RANKS] = {0};
     for (uint32_t e = 0; e < job->layer.num_experts; e++) {
         if (rank_of[e] < 0 || rank_of[e] >= MOST_RANKS) continue;
-        if (++counts[rank_of[e]] <= job->num_local) continue;
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+        if (++counts[rank_of[e]] <= base->sizes[DIM_LOCAL]) continue;
+        reader->error = ffi_fail(reader->frame, EPIC_EINVAL,
                                  "rank_of_expert: rank %d has more than num_local_experts %lld",
-                                 rank_of[e], (long long)job->num_local);
+                                 rank_of[e], (long long)base->sizes[DIM_LOCAL]);
         return;
     }
 }
@@ -83,15 +88,13 @@ static void read_plan(ffi_reader *reader, job *base)
     job->layer = read_layer(reader);
     job->plan.layer = &job->layer;
     job->plan.capacity = ffi_int(reader, "capacity");
-    job->num_local = ffi_int(reader, "num_local_experts");
     job->dispatch.flags = EPIC_ZERO_TAIL;
-    if (reader->error == NULL && job->from_count != job->plan.num_tokens * job->layer.top_k)
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                                 "topk_idx: %lld choices of %lld tokens are not [num_tokens, "
-                                 "top_k %u]",
-                                 (long long)job->from_count, (long long)job->plan.num_tokens,
-                                 job->layer.top_k);
-    check_table(reader, job);
+    base->sizes[DIM_TOP_K] = job->layer.top_k;
+    base->sizes[DIM_EXPERTS] = job->layer.num_experts;
+    base->sizes[DIM_LOGICAL] = job->layer.num_logical;
+    base->sizes[DIM_SLOTS] = job->plan.capacity;
+    base->sizes[DIM_SLOT_COLUMNS] = 1;
+    base->sizes[DIM_LOCAL] = base->sizes[DIM_COUNTED] = ffi_int(reader, "num_local_experts");
 }
 
 /* The tail comes first, so that a plan that fails has it too. */
@@ -103,22 +106,33 @@ static epic_result run_plan(job *base)
 }
 
 static const job_array plan_arrays[] = {PLAN_INPUTS, SITE, CHANNEL, PLAN_RESULTS};
-OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan)
+OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan, check_plan)
 
 /* -------------------------------------------------------------------------- dispatch ---- */
 
 /* clang-format off */
 #define DISPATCH_INPUTS \
-    ROWS(JOB_LEADS, "tokens", FFI_OTHER, dispatch.tokens), \
-    DATA(JOB_OPTIONAL, "weights", EPIC_F32, dispatch.weights)
-#define DISPATCH_RESULTS \
-    ROWS(JOB_RESULT, "recv", JOB_SAME_TYPE, dispatch.recv), \
-    DATA(JOB_RESULT | JOB_OPTIONAL, "slot_weights", EPIC_F32, dispatch.slot_weights)
+    LEADING_ROWS("tokens", FFI_SET_FLOATS | FFI_SET_U8, DIM_TOKENS, dispatch.tokens, 0), \
+    DATA(JOB_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K)
+#define DISPATCH_RECV \
+    ROWS(JOB_RESULT, "recv", JOB_SAME_TYPE, dispatch.recv, DIM_SLOTS, DIM_HIDDEN)
+#define SLOT_WEIGHTS \
+    DATA(JOB_RESULT | JOB_OPTIONAL, "slot_weights", FFI_SET_F32, dispatch.slot_weights, \
+         DIM_SLOTS, DIM_SLOT_COLUMNS)
 /* clang-format on */
+
+/* The sizes of the plan that a call uses. */
+static void read_way(ffi_reader *reader, job *base)
+{
+    base->sizes[DIM_TOKENS] = ffi_int(reader, "num_tokens");
+    base->sizes[DIM_TOP_K] = ffi_int(reader, "top_k");
+    base->sizes[DIM_SLOTS] = ffi_int(reader, "capacity");
+    base->sizes[DIM_SLOT_COLUMNS] = ffi_int(reader, "slot_columns");
+}
 
 static void read_dispatch(ffi_reader *reader, job *base)
 {
-    (void)reader;
+    read_way(reader, base);
     ((step_job *)base)->dispatch.flags = EPIC_ZERO_TAIL;
 }
 
@@ -129,15 +143,19 @@ static epic_result run_dispatch(job *base)
 }
 
 static const job_array dispatch_arrays[] = {PLAN(dispatch), DISPATCH_INPUTS, SITE,
-                                            DISPATCH_RESULTS};
-OPERATION(dispatch, "dispatch", ROLE_DISPATCH, dispatch, read_dispatch)
+                                            DISPATCH_RECV, SLOT_WEIGHTS};
+OPERATION(dispatch, "dispatch", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
 /* One row for each (token, rank), and which of this rank's experts it is for. */
 static const job_array dispatch_flat_arrays[] = {
-    PLAN(dispatch), DISPATCH_INPUTS, SITE, DISPATCH_RESULTS,
-    DATA(JOB_RESULT, "recv_expert", EPIC_I32, dispatch.recv_expert)};
+    PLAN(dispatch),
+    DISPATCH_INPUTS,
+    SITE,
+    DISPATCH_RECV,
+    SLOT_WEIGHTS,
+    DATA(JOB_RESULT, "recv_expert", FFI_SET_I32, dispatch.recv_expert, DIM_SLOTS, DIM_TOP_K)};
 #define run_dispatch_flat run_dispatch
-OPERATION(dispatch_flat, "dispatch_flat", ROLE_DISPATCH, dispatch, read_dispatch)
+OPERATION(dispatch_flat, "dispatch_flat", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
 static void read_dispatch_quantized(ffi_reader *reader, job *base)
 {
@@ -145,31 +163,52 @@ static void read_dispatch_quantized(ffi_reader *reader, job *base)
     ((step_job *)base)->dispatch.quantize = ffi_uint(reader, "quantize");
 }
 
-/* Rows of a float type leave as e4m3 with scales; those of 1x32 are bytes. */
+static void check_quantized(ffi_reader *reader, job *base)
+{
+    const step_job *job = (step_job *)base;
+    const bool is_wide = job->dispatch.quantize == EPIC_QUANTIZE_1X128;
+    const int64_t block = is_wide ? 128 : 32, bytes = is_wide ? 4 : 1;
+    const int64_t scales = (base->sizes[DIM_HIDDEN] + block - 1) / block;
+    if (job->dispatch.recv_scales.row_bytes != scales * bytes)
+        reader->error = ffi_fail(
+            reader->frame, EPIC_EINVAL, "recv_scales has rows of %lld bytes: must have %lld",
+            (long long)job->dispatch.recv_scales.row_bytes, (long long)(scales * bytes));
+}
+
+/* Rows of a float type leave as e4m3 with scales: float32, those of 1x32 bytes. */
 static const job_array dispatch_quantized_arrays[] = {
     PLAN(dispatch),
-    TYPED_ROWS("tokens", dispatch.tokens, dispatch.type),
-    DATA(JOB_OPTIONAL, "weights", EPIC_F32, dispatch.weights),
+    LEADING_ROWS("tokens", FFI_SET_FLOATS, DIM_TOKENS, dispatch.tokens, AT(dispatch.type)),
+    DATA(JOB_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K),
     SITE,
-    ROWS(JOB_RESULT, "recv", EPIC_E4M3, dispatch.recv),
-    ROWS(JOB_RESULT, "recv_scales", FFI_OTHER, dispatch.recv_scales),
-    DATA(JOB_RESULT | JOB_OPTIONAL, "slot_weights", EPIC_F32, dispatch.slot_weights)};
+    ROWS(JOB_RESULT, "recv", FFI_SET(EPIC_E4M3), dispatch.recv, DIM_SLOTS, DIM_HIDDEN),
+    {.flags = JOB_RESULT,
+     .name = "recv_scales",
+     .types = FFI_SET_F32 | FFI_SET_U8,
+     .sets_columns = DIM_SCALES,
+     .dims = {DIM_SLOTS, DIM_SCALES},
+     .rows = AT(dispatch.recv_scales)},
+    SLOT_WEIGHTS};
 #define run_dispatch_quantized run_dispatch
 OPERATION(dispatch_quantized, "dispatch_quantized", ROLE_DISPATCH, dispatch,
-          read_dispatch_quantized)
+          read_dispatch_quantized, check_quantized)
 
 /* Rows of bytes that come with scales of their own, which are bytes here too. */
 static const job_array dispatch_scaled_arrays[] = {
     PLAN(dispatch),
-    ROWS(JOB_ARG, "tokens", FFI_U8, dispatch.tokens),
-    ROWS(JOB_ARG, "scales", FFI_U8, dispatch.scales),
-    DATA(JOB_OPTIONAL, "weights", EPIC_F32, dispatch.weights),
+    LEADING_ROWS("tokens", FFI_SET_U8, DIM_TOKENS, dispatch.tokens, 0),
+    {.name = "scales",
+     .types = FFI_SET_U8,
+     .sets_columns = DIM_SCALES,
+     .dims = {DIM_TOKENS, DIM_SCALES},
+     .rows = AT(dispatch.scales)},
+    DATA(JOB_OPTIONAL, "weights", FFI_SET_F32, dispatch.weights, DIM_TOKENS, DIM_TOP_K),
     SITE,
-    ROWS(JOB_RESULT, "recv", FFI_U8, dispatch.recv),
-    ROWS(JOB_RESULT, "recv_scales", FFI_U8, dispatch.recv_scales),
-    DATA(JOB_RESULT | JOB_OPTIONAL, "slot_weights", EPIC_F32, dispatch.slot_weights)};
+    DISPATCH_RECV,
+    ROWS(JOB_RESULT, "recv_scales", FFI_SET_U8, dispatch.recv_scales, DIM_SLOTS, DIM_SCALES),
+    SLOT_WEIGHTS};
 #define run_dispatch_scaled run_dispatch
-OPERATION(dispatch_scaled, "dispatch_scaled", ROLE_DISPATCH, dispatch, read_dispatch)
+OPERATION(dispatch_scaled, "dispatch_scaled", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
 static epic_result run_plan_dispatch(job *base)
 {
@@ -178,9 +217,9 @@ static epic_result run_plan_dispatch(job *base)
     return epic_plan_dispatch(base->use.ctx, &job->plan, &job->dispatch);
 }
 
-static const job_array plan_dispatch_arrays[] = {PLAN_INPUTS,  DISPATCH_INPUTS, SITE, CHANNEL,
-                                                 PLAN_RESULTS, DISPATCH_RESULTS};
-OPERATION(plan_dispatch, "plan_dispatch", ROLE_PLAN, plan, read_plan)
+static const job_array plan_dispatch_arrays[] = {
+    PLAN_INPUTS, DISPATCH_INPUTS, SITE, CHANNEL, PLAN_RESULTS, DISPATCH_RECV, SLOT_WEIGHTS};
+OPERATION(plan_dispatch, "plan_dispatch", ROLE_PLAN, plan, read_plan, check_plan)
 
 static epic_result run_dispatch_backward(job *base)
 {
@@ -190,13 +229,17 @@ static epic_result run_dispatch_backward(job *base)
 
 static const job_array dispatch_backward_arrays[] = {
     PLAN(dispatch_backward),
-    TYPED_ROWS("d_recv", dispatch_backward.d_recv, dispatch_backward.type),
-    DATA(JOB_OPTIONAL, "d_slot_weights", EPIC_F32, dispatch_backward.d_slot_weights),
+    LEADING_ROWS("d_recv", FFI_SET_FLOATS, DIM_SLOTS, dispatch_backward.d_recv,
+                 AT(dispatch_backward.type)),
+    DATA(JOB_OPTIONAL, "d_slot_weights", FFI_SET_F32, dispatch_backward.d_slot_weights,
+         DIM_SLOTS, DIM_SLOT_COLUMNS),
     SITE,
-    ROWS(JOB_RESULT, "d_tokens", JOB_SAME_TYPE, dispatch_backward.d_tokens),
-    DATA(JOB_RESULT | JOB_OPTIONAL, "d_weights", EPIC_F32, dispatch_backward.d_weights)};
+    ROWS(JOB_RESULT, "d_tokens", JOB_SAME_TYPE, dispatch_backward.d_tokens, DIM_TOKENS,
+         DIM_HIDDEN),
+    DATA(JOB_RESULT | JOB_OPTIONAL, "d_weights", FFI_SET_F32, dispatch_backward.d_weights,
+         DIM_TOKENS, DIM_TOP_K)};
 OPERATION(dispatch_backward, "dispatch (backward)", ROLE_DISPATCH_BACKWARD, dispatch_backward,
-          NULL)
+          read_way, NULL)
 
 /* --------------------------------------------------------------------------- combine ---- */
 
@@ -207,14 +250,15 @@ static epic_result run_combine(job *base)
 }
 
 static const job_array combine_arrays[] = {
-    PLAN(combine), TYPED_ROWS("rows", combine.rows, combine.type),
-    DATA(JOB_OPTIONAL, "slot_weights", EPIC_F32, combine.slot_weights), SITE,
-    ROWS(JOB_RESULT, "out", JOB_SAME_TYPE, combine.out)};
-OPERATION(combine, "combine", ROLE_COMBINE, combine, NULL)
+    PLAN(combine),
+    LEADING_ROWS("rows", FFI_SET_FLOATS, DIM_SLOTS, combine.rows, AT(combine.type)),
+    DATA(JOB_OPTIONAL, "slot_weights", FFI_SET_F32, combine.slot_weights, DIM_SLOTS), SITE,
+    ROWS(JOB_RESULT, "out", JOB_SAME_TYPE, combine.out, DIM_TOKENS, DIM_HIDDEN)};
+OPERATION(combine, "combine", ROLE_COMBINE, combine, read_way, NULL)
 
 static void read_combine_backward(ffi_reader *reader, job *base)
 {
-    (void)reader;
+    read_way(reader, base);
     ((step_job *)base)->combine_backward.flags = EPIC_ZERO_TAIL;
 }
 
@@ -226,15 +270,16 @@ static epic_result run_combine_backward(job *base)
 
 static const job_array combine_backward_arrays[] = {
     PLAN(combine_backward),
-    TYPED_ROWS("d_out", combine_backward.d_out, combine_backward.type),
-    ROWS(JOB_OPTIONAL, "rows", JOB_SAME_TYPE, combine_backward.rows),
-    DATA(JOB_OPTIONAL, "slot_weights", EPIC_F32, combine_backward.slot_weights),
+    LEADING_ROWS("d_out", FFI_SET_FLOATS, DIM_TOKENS, combine_backward.d_out,
+                 AT(combine_backward.type)),
+    ROWS(JOB_OPTIONAL, "rows", JOB_SAME_TYPE, combine_backward.rows, DIM_SLOTS, DIM_HIDDEN),
+    DATA(JOB_OPTIONAL, "slot_weights", FFI_SET_F32, combine_backward.slot_weights, DIM_SLOTS),
     SITE,
-    ROWS(JOB_RESULT, "d_rows", JOB_SAME_TYPE, combine_backward.d_rows),
-    DATA(JOB_RESULT | JOB_OPTIONAL, "d_slot_weights", EPIC_F32,
-         combine_backward.d_slot_weights)};
+    ROWS(JOB_RESULT, "d_rows", JOB_SAME_TYPE, combine_backward.d_rows, DIM_SLOTS, DIM_HIDDEN),
+    DATA(JOB_RESULT | JOB_OPTIONAL, "d_slot_weights", FFI_SET_F32,
+         combine_backward.d_slot_weights, DIM_SLOTS)};
 OPERATION(combine_backward, "combine (backward)", ROLE_COMBINE_BACKWARD, combine_backward,
-          read_combine_backward)
+          read_combine_backward, NULL)
 
 /* ------------------------------------------------------------------------------- sum ---- */
 
@@ -243,14 +288,18 @@ static void check_in_place(ffi_reader *reader, const step_job *job, const void *
                            int64_t count)
 {
     if (reader->error == NULL && (job->from != to || job->from_count != count))
-        reader->error = ffi_fail(reader->frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                                 "sum: x and the result are not one array");
+        reader->error =
+            ffi_fail(reader->frame, EPIC_EINVAL, "sum: x and the result are not one array");
 }
 
 static void read_sum(ffi_reader *reader, job *base)
 {
-    step_job *job = (step_job *)base;
-    job->sum.order = ffi_uint(reader, "order");
+    ((step_job *)base)->sum.order = ffi_uint(reader, "order");
+}
+
+static void check_sum(ffi_reader *reader, job *base)
+{
+    const step_job *job = (step_job *)base;
     check_in_place(reader, job, job->sum.data, job->sum.count);
 }
 
@@ -260,20 +309,33 @@ static epic_result run_sum(job *base)
     return epic_sum(base->use.ctx, &job->sum);
 }
 
-static const job_array sum_arrays[] = {
-    {.name = "x", .type = EPIC_F32, .data = AT(from), .count = AT(from_count)},
-    SITE,
-    CHANNEL,
-    {.flags = JOB_RESULT,
-     .name = "sum",
-     .type = EPIC_F32,
-     .data = AT(sum.data),
-     .count = AT(sum.count)}};
-OPERATION(sum, "sum", ROLE_SUM, sum, read_sum)
+/* clang-format off */
+#define X \
+    {.name = "x", .types = FFI_SET_F32, .dims = {DIM_ANY}, .sets_columns = DIM_HIDDEN, \
+     .data = AT(from), .count = AT(from_count)}
+/* clang-format on */
 
-static void read_sum_replicas(ffi_reader *reader, job *base)
+static const job_array sum_arrays[] = {X,
+                                       SITE,
+                                       CHANNEL,
+                                       {.flags = JOB_RESULT,
+                                        .name = "sum",
+                                        .types = FFI_SET_F32,
+                                        .dims = {DIM_ANY},
+                                        .data = AT(sum.data),
+                                        .count = AT(sum.count)}};
+OPERATION(sum, "sum", ROLE_SUM, sum, read_sum, check_sum)
+
+/* Nothing but arrays. */
+static void read_nothing(ffi_reader *reader, job *base)
 {
-    step_job *job = (step_job *)base;
+    (void)reader;
+    (void)base;
+}
+
+static void check_sum_replicas(ffi_reader *reader, job *base)
+{
+    const step_job *job = (step_job *)base;
     const epic_rows rows = job->sum_replicas.data;
     check_in_place(reader, job, rows.data,
                    rows.num_rows * rows.row_bytes / (int64_t)sizeof(float));
@@ -285,10 +347,10 @@ static epic_result run_sum_replicas(job *base)
     return epic_sum_replicas(base->use.ctx, &job->sum_replicas);
 }
 
+/* x is [local experts, numbers], and the workspace holds one row of it. */
 static const job_array sum_replicas_arrays[] = {
-    PLAN(sum_replicas),
-    {.name = "x", .type = EPIC_F32, .data = AT(from), .count = AT(from_count)},
-    SITE,
-    ROWS(JOB_RESULT, "sum", EPIC_F32, sum_replicas.data),
-    DATA(JOB_RESULT, "workspace", EPIC_F32, sum_replicas.workspace)};
-OPERATION(sum_replicas, "sum_replicas", ROLE_SUM_REPLICAS, sum_replicas, read_sum_replicas)
+    PLAN(sum_replicas), X, SITE,
+    ROWS(JOB_RESULT, "sum", FFI_SET_F32, sum_replicas.data, DIM_ANY),
+    DATA(JOB_RESULT, "workspace", FFI_SET_F32, sum_replicas.workspace, DIM_HIDDEN)};
+OPERATION(sum_replicas, "sum_replicas", ROLE_SUM_REPLICAS, sum_replicas, read_nothing,
+          check_sum_replicas)

@@ -262,5 +262,5 @@ def test_axes_that_cannot_be(opened: Any) -> None:
         with pytest.raises(epic.jax.EpicArgumentError, match=sentence):
             epic.jax.sharded.plan_dispatch(mesh, group, layer, ids, odd, half, **more)
     wide = np.zeros((4, 1, 1025), np.float32)
-    with pytest.raises(epic.jax.EpicArgumentError, match=r"tokens: rows of 4100 bytes: .* 4096"):
+    with pytest.raises(epic.jax.EpicArgumentError, match=r"tokens has rows of 4100 bytes: .* 4096"):
         epic.jax.sharded.plan_dispatch(mesh, group, layer, ids[:, :1], wide, half[:, :1])

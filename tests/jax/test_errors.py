@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes and failures become exceptions that say what to do."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 
 import epic.jax
 from conftest import make_mesh
+from epic import words
 from steps import ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers
 
 RuntimeFailure = jax.errors.JaxRuntimeError
@@ -125,3 +128,81 @@ def test_weights_of_e4m3_are_told_to_be_elsewhere() -> None:
     counts = jnp.zeros(2, jnp.int32)
     with pytest.raises(epic.jax.EpicUnsupportedError, match=r"epic\.torch has it"):
         epic.jax.experts(options, jnp.ones((3, 4)), counts, counts, weights)
+
+
+def test_the_code_in_any_exception(opened: Any) -> None:
+    """XLA calls it INTERNAL where another program takes the result of one that failed; the code
+    stays, in the words of Python."""
+    mesh = make_mesh(4)
+    group = opened(mesh)
+    x, ids = numbers(1, 4 * TOKENS, HIDDEN), choices(3, 0)
+
+    def step(x: Any, ids: Any, capacity: int | None = None) -> Any:
+        plan, recv, _ = epic.jax.plan_dispatch(group, LAYER, ids, x, capacity=capacity)
+        return epic.jax.combine(plan, recv)
+
+    good = mapped(mesh, step, 2)
+    tight = mapped(mesh, lambda x, ids: step(x, ids, 4), 2)
+    wrong = ids.at[7, 1].set(EXPERTS + 5)
+    programs: list[tuple[Any, str]] = [
+        (lambda: good(x, wrong), "EPIC_EINVAL"),
+        (lambda: good(x, wrong) + 1, "EPIC_EINVAL"),
+        (lambda: jax.jit(jnp.sin)(good(x, wrong)), "EPIC_EINVAL"),
+        (lambda: good(good(x, wrong), ids), "EPIC_EINVAL"),
+        (lambda: np.asarray(good(x, wrong)), "EPIC_EINVAL"),
+        (lambda: tight(x, ids) * 2, "EPIC_EOVERFLOW"),
+        (lambda: epic.jax.route(epic.jax.Router(8, 2), None), "EPIC_EINVAL"),
+    ]
+    for program, code in programs:
+        with pytest.raises(Exception) as caught:
+            jax.block_until_ready(program())
+        assert epic.jax.error_code(caught.value) == code, caught.value
+        try:
+            raise KeyError("of the caller") from caught.value
+        except KeyError as error:
+            assert epic.jax.error_code(error) == code
+    epic.jax.close(group)
+    with pytest.raises(RuntimeFailure) as gone:
+        jax.block_until_ready(good(x, ids) + 1)
+    assert epic.jax.error_code(gone.value) == "EPIC_ECLOSED"
+    assert epic.jax.error_code(ValueError("EPIC_EPEER")) is None
+    assert epic.jax.error_code(None) is None
+
+
+def test_errors_have_the_words_of_python(opened: Any) -> None:
+    """No name of C is in what the core says, while tracing and at run time."""
+    mesh = make_mesh(4)
+    group = opened(mesh)
+    x, ids = numbers(1, 4 * TOKENS, HIDDEN), choices(3, 0)
+    tight = mapped(
+        mesh, lambda x, ids: epic.jax.plan_dispatch(group, LAYER, ids, x, capacity=4)[1], 2
+    )
+    text = failure(tight, x, ids)
+    assert "(capacity=None always suffices)" in text and "epic_" not in text, text
+    mistakes: list[tuple[Any, str]] = [
+        (lambda: epic.jax.Layer(8, 2, expert_capacity=4), "overflow 'drop'"),
+        (lambda: epic.jax.Layer(8, 2, priority="by_k"), "'by_k' needs overflow 'drop'"),
+        (lambda: epic.jax.Layer(8, 2, leaves=4), "sum_order 'tree'"),
+        (lambda: epic.jax.Layer(8, 2, partial_type="bfloat16"), "float32"),
+        (lambda: epic.jax.Router(8, 2, normalize="clamped"), "'clamped' needs it above 0"),
+        (
+            lambda: epic.jax.Experts(hidden=4, inner=4, ungated=True, activation="clamped_silu"),
+            "'clamped_silu' needs a gate",
+        ),
+    ]
+    for make, wanted in mistakes:
+        with pytest.raises(epic.jax.EpicArgumentError) as caught:
+            make()
+        said = str(caught.value)
+        assert wanted in said and "EPIC_" not in said and "epic_" not in said, said
+
+
+def test_every_enumerator_has_a_word() -> None:
+    """Those of the header that options stand for, and the prefixes that C puts before fields."""
+    header = (Path(__file__).parents[2] / "include" / "epic" / "epic.h").read_text()
+    for name in words.WORDS:
+        if name.startswith("EPIC_") and name not in ("EPIC_BYTES", "EPIC_E8M0"):
+            assert re.search(rf"\b{name}\b", header), name
+    assert words.to_python("config.max_tokens is 3") == "max_tokens is 3"
+    assert words.to_python("moe.layer.layout EPIC_FLAT, epic_plan") == "layer.layout 'flat', plan"
+    assert words.to_python("EPIC_FLATTER xEPIC_FLAT /epic_1") == "EPIC_FLATTER xEPIC_FLAT /epic_1"

@@ -117,8 +117,11 @@ def test_masks_that_cannot_be(opened: Any) -> None:
     x = jnp.asarray(layers.arrays()[0])
     wish = layers.options({}, 1)
     weights = epic.jax.MoeWeights(**layers.weights({}))
-    for mask in (jnp.ones((8,), bool), jnp.ones((8, 3), jnp.int32)):
-        with pytest.raises(epic.jax.EpicArgumentError, match=r"bool\[8, 3\] is needed"):
+    turned = jnp.ones((3, 8), bool)  # as many as the tokens, in another order
+    for mask in (jnp.ones((8,), bool), jnp.ones((8, 3), jnp.int32), turned):
+        with pytest.raises(
+            epic.jax.EpicArgumentError, match=r"token_mask is .*: must be bool\[8, 3\]"
+        ):
             epic.jax.moe(group, wish, x, weights, token_mask=mask)
     by_sequence = epic.jax.Moe(
         wish.layer, wish.router, wish.experts, balance_coeff=1.0, sequence_tokens=3

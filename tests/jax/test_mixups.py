@@ -35,35 +35,35 @@ def step(group: Any, x: Any, w: Any, ids: Any, **more: Any) -> Any:
 WRONG: dict[str, tuple[Step, str]] = {
     "turned weights": (
         lambda g, x, w, ids: step(g, x, w.T, ids),
-        r"weights: shape \(3, 6\): \[6, 3\] is needed",
+        r"weights is float32\[3, 6\]: must be a float type \[..., top_k 3\]",
     ),
     "flat weights": (
         lambda g, x, w, ids: step(g, x, w.reshape(-1), ids),
-        r"weights: shape \(18,\): \[6, 3\] is needed",
+        r"weights is float32\[18\]: must be a float type \[..., top_k 3\]",
     ),
     "tokens in another order": (
         lambda g, x, w, ids: step(g, x.reshape(3, 2, HIDDEN), w, ids.reshape(2, 3, TOP_K)),
-        r"tokens: shape \(3, 2, 20\): topk_idx has \[2, 3\] tokens",
+        r"tokens is float32\[3, 2, 20\]: must be \[2, 3, hidden\], a row for each token",
     ),
     "weights in another order": (
         lambda g, x, w, ids: step(g, x, w.reshape(3, 2, TOP_K), ids.reshape(2, 3, TOP_K)),
-        r"weights: shape \(3, 2, 3\): topk_idx has \[2, 3\] tokens",
+        r"weights is float32\[3, 2, 3\]: must be \[2, 3, top_k 3\], a row for each token",
     ),
     "too few local experts": (
         lambda g, x, w, ids: step(g, x, w, ids, num_local_experts=2),
-        "num_local_experts 2: a rank has 4",
+        "num_local_experts is 2: must be at least 4",
     ),
     "too many local experts": (
         lambda g, x, w, ids: step(g, x, w, ids, num_local_experts=5),
-        "num_local_experts 5: a rank has 4 at most",
+        "num_local_experts is 5: must be at most 4",
     ),
     "fewer than the table has": (
         lambda g, x, w, ids: step(g, x, w, ids, rank_of_expert=table(6, 2), num_local_experts=4),
-        "num_local_experts 4: a rank has 6",
+        "num_local_experts is 4: must be at least 6",
     ),
     "a table of fractions": (
         lambda g, x, w, ids: step(g, x, w, ids, rank_of_expert=table(4, 4) + 0.5),
-        "rank_of_expert: float64",
+        "rank_of_expert is float32",
     ),
     "a channel below 0": (
         lambda g, x, w, ids: step(g, x, w, ids, channel=-7),
@@ -75,15 +75,15 @@ WRONG: dict[str, tuple[Step, str]] = {
     ),
     "a traced half of a channel": (
         lambda g, x, w, ids: step(g, x, w, ids, channel=x[0, 0]),
-        "channel: float32",
+        "channel is float32.*must be one integer",
     ),
     "a large channel": (
         lambda g, x, w, ids: step(g, x, w, ids, channel=1 << 23),
-        "channel 8388608: 0 to 8388607 is needed",
+        "channel 8388608: an integer from 0 to 8388607",
     ),
     "four bits": (
         lambda g, x, w, ids: step(g, x.astype(jnp.int4), w, ids),
-        "tokens: dtype int4",
+        "tokens is int4",
     ),
 }  # fmt: skip
 
@@ -174,7 +174,7 @@ OPENED: list[tuple[dict[str, Any], str]] = [
     ({"timeout_ms": -1}, "timeout_ms -1: an integer from 0"),
     ({"max_sms": -1}, "max_sms -1: an integer from 0"),
     ({"mesh": True, "num_ranks": 4}, "num_ranks 4: the mesh says both"),
-    ({"mesh": True, "axis": ("ep", "ep")}, "each axis once"),
+    ({"mesh": True, "axis": ("ep", "ep")}, "'ep' is there twice"),
     ({"mesh": True, "max_tokens": -5, "like": layers.arrays()[0]}, "max_tokens -5"),
     ({"mesh": True, "like": layers.arrays()[0], "token_axes": ("tp",)}, "token_axes 'tp' is not"),
     ({"mesh": True, "like": layers.arrays()[0], "token_axes": P("dp", "ep", None)}, "stays whole"),

@@ -3,6 +3,7 @@
 
 import inspect
 import re
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (ROUTER, {"scale": "1"}, "scale '1'"),
     (ROUTER, {"num_groups": 3, "topk_groups": 1}, "num_groups is 3"),
     (ROUTER, {"topk_groups": 2}, "topk_groups 2: num_groups is 0"),
+    (ROUTER, {"jitter": 0.1}, "jitter is 0.1 with weight_rule 'of_score': must be 0"),
     (EXPERTS, {"activation": "swish"}, "activation 'swish': one of silu"),
     (EXPERTS, {"hidden": 0}, "hidden 0: an integer from 1"),
     (EXPERTS, {"inner": -4}, "inner -4"),
@@ -58,6 +60,26 @@ def test_a_mistake(good: Any, wrong: dict[str, Any], sentence: str) -> None:
     """Said where it is made: the field, its value, the rule."""
     with pytest.raises(epic.EpicArgumentError, match=sentence):
         replace(good, **wrong)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"normalize": "sum"}, {"normalize": "clamped", "norm_min": 0.1}]
+    + [{"weight_rule": "softmax_chosen", "score": "logits"}],
+    ids=str,
+)
+def test_a_router_that_cannot_learn(wish: dict[str, Any]) -> None:
+    """The only weight of a token over itself is 1 whatever the logits: said when it is made, and
+    true of the gradient; of two weights it is not said."""
+    with pytest.warns(RuntimeWarning, match=r"top_k is 1 with .*the router has no gradient"):
+        router = Router(8, 1, **wish)
+    logits = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+    gradient = jax.grad(lambda z: epic.jax.route(router, z)[1].sum())(logits)
+    assert np.abs(gradient).max() < 1e-6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Router(8, 2, **wish)
+        Router(8, 1, score="sigmoid")
 
 
 MOE = Moe(LAYER, ROUTER, EXPERTS)
@@ -182,7 +204,7 @@ def test_dtypes_are_values_too() -> None:
     """What was a TypeError is of the family."""
     with pytest.raises(epic.EpicArgumentError, match="float type"):
         epic.jax.route(ROUTER, jnp.zeros((3, 8), jnp.int32))
-    with pytest.raises(epic.EpicArgumentError, match="all weights have one dtype"):
+    with pytest.raises(epic.EpicArgumentError, match=r"w_down is bfloat16.*must be float32"):
         weights = epic.jax.ExpertWeights(jnp.zeros((1, 16, 24)), jnp.zeros((1, 12, 16), "bfloat16"))
         counts = jnp.zeros(1, jnp.int32)
         epic.jax.experts(EXPERTS, jnp.zeros((2, 16)), counts, counts, weights)

@@ -176,7 +176,7 @@ def test_what_cannot_be(opened: Any) -> None:
     with pytest.raises(epic.jax.EpicArgumentError, match="comes with replicas, and only then"):
         epic.jax.plan(group, epic.jax.Layer(8, 3), ids, logical_of_expert=TWELVE)
     with pytest.raises(
-        epic.jax.EpicArgumentError, match=r"int32\[10\]: integers \[num_experts 12\]"
+        epic.jax.EpicArgumentError, match=r"int32\[10\]: must be integers \[num_experts 12\]"
     ):
         epic.jax.plan(group, layer, ids, logical_of_expert=TEN)
     with pytest.raises(epic.jax.EpicArgumentError, match=r"num_logical is 13"):

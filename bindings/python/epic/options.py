@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import math
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat, SupportsIndex
@@ -72,18 +73,25 @@ def backend_for(on_gpus: bool, wish: str | None) -> str | None:
 
 def whole(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) -> int:
     """The value, if it is an integer that the core can have."""
-    known = isinstance(value, SupportsIndex) and (field in FLAGS or not isinstance(value, bool))
-    if not known or not least <= value.__index__() <= most:
-        end = f" to {most}" if known and value.__index__() > most else ""
+    index = None
+    if isinstance(value, SupportsIndex) and (field in FLAGS or not isinstance(value, bool)):
+        with contextlib.suppress(TypeError):  # of an array, or of a value that is traced
+            index = value.__index__()
+    if index is None or not least <= index <= most:
+        end = f" to {most}" if index is not None and index > most else ""
         raise EpicArgumentError(f"{field} {value!r}: an integer from {least}{end} is needed")
-    return value.__index__()
+    return index
 
 
 def real(field: str, value: Any) -> float:
     """The value, if it is a finite number."""
-    if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+    found = math.nan
+    if isinstance(value, SupportsFloat):
+        with contextlib.suppress(TypeError):  # of an array, or of a value that is traced
+            found = float(value)
+    if not math.isfinite(found):
         raise EpicArgumentError(f"{field} {value!r}: a finite number is needed")
-    return float(value)
+    return found
 
 
 def text(field: str, value: Any) -> bytes:
@@ -287,7 +295,26 @@ class Router(Options):
                 f"topk_groups {self.topk_groups}: num_groups is {self.num_groups}, so there are no "
                 "groups to choose from"
             )
+        if self.jitter and self.weight_rule != "sparsemixer":
+            raise EpicArgumentError(
+                f"jitter is {self.jitter} with weight_rule {self.weight_rule!r}: must be 0, as "
+                "only weight_rule 'sparsemixer' uses it"
+            )
         return found
+
+    def check(self) -> None:
+        """As Options; warn of a router that learns nothing from its weights."""
+        super().check()
+        normal = self.normalize != "none" or self.weight_rule == "softmax_chosen"
+        if self.top_k == 1 and normal:
+            word_of = "normalize" if self.normalize != "none" else "weight_rule"
+            warnings.warn(
+                f"top_k is 1 with {word_of} {getattr(self, word_of)!r}: the only weight of a token "
+                "is divided by itself, so the router has no gradient but that of the losses; to "
+                "train it use normalize 'none' and weight_rule 'of_score'",
+                RuntimeWarning,
+                stacklevel=6,
+            )
 
     def ask_core(self) -> None:
         """By the query of its workspace."""
@@ -399,6 +426,10 @@ class Moe(Named):
         for name, kind in PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise EpicArgumentError(f"{name}: an epic.{kind.__name__} is needed")
+        if self.shared is not None and not isinstance(self.shared, Experts):
+            raise EpicArgumentError(
+                f"shared is a {type(self.shared).__name__}: an epic.Experts is needed, or None"
+            )
         for name in ("balance_coeff", "z_coeff"):
             if real(name, getattr(self, name)) < 0:
                 raise EpicArgumentError(

@@ -6,28 +6,26 @@ import importlib
 from types import ModuleType
 
 from epic import _native
-from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
-from epic.jax import sharded
+from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError, error_code
+from epic.jax import export_types, sharded
 from epic.jax.call import TARGETS
-from epic.jax.experts import ExpertWeights, experts
-from epic.jax.groups import Group, check, close, open
-from epic.jax.ledger import Ledger, read_plan
-from epic.jax.moe import Moe, MoeOut, MoeWeights, moe
-from epic.jax.replicas import sum_replicas, tied
-from epic.jax.router import balance_loss, bias_update, route, z_loss
-from epic.jax.steps import (
-    Plan,
-    combine,
+from epic.jax.dispatching import (
     dequantize,
     dispatch,
     dispatch_flat,
     dispatch_quantized,
-    plan,
     plan_dispatch,
-    sum,
 )
+from epic.jax.experts import ExpertWeights, experts
+from epic.jax.groups import Group, check, close, open
+from epic.jax.layer_args import MoeOut, MoeWeights
+from epic.jax.ledger import Ledger, read_plan
+from epic.jax.moe import moe
+from epic.jax.replicas import sum_replicas, tied
+from epic.jax.router import balance_loss, bias_update, route, z_loss
+from epic.jax.steps import Plan, combine, plan, sum
 from epic.meeting import Tcp
-from epic.options import Experts, Layer, Router
+from epic.options import Experts, Layer, Moe, Router
 
 __all__ = [
     "TARGETS",
@@ -54,6 +52,7 @@ __all__ = [
     "dispatch",
     "dispatch_flat",
     "dispatch_quantized",
+    "error_code",
     "experts",
     "moe",
     "open",
@@ -68,6 +67,8 @@ __all__ = [
     "z_loss",
 ]
 
+
+export_types.register()
 
 with contextlib.suppress(ImportError):  # without the libraries: said when they are used
     _native.warn_without_blas()

@@ -13,10 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from epic.errors import EpicArgumentError
-from epic.jax import placement, sharded
+from epic.jax import placement, places, sharded
+from epic.jax.arrays import as_axes, check_kind
+from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
-from epic.jax.moe import GroupedGemm, Moe, MoeOut, MoeWeights
-from epic.options import word
+from epic.jax.layer_args import MoeOut, MoeWeights
+from epic.options import Moe, word
 
 Initialiser = Callable[..., Any]
 Names = tuple[str | None, ...]
@@ -76,13 +78,24 @@ AXIS_NAMES: dict[str, Names] = {
 }
 
 
+def check_module(mesh: Any, group: Any, options: Any, biases: Any) -> None:
+    """Refuse other objects in the place of what a block is made of, and another mesh."""
+    check_kind("mesh", mesh, Mesh)
+    check_kind("group", group, Group)
+    check_kind("options", options, Moe)
+    check_kind("biases", biases, Biases)
+    places.check_mesh(group, mesh)
+
+
 def logical_rules(
     group: Group, fsdp_axes: tuple[str, ...] = (), tensor_axis: str | None = None
 ) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
     """Logical axis -> mesh axes, as the layer computes: "exp" over the group, "embed_moe" (hidden)
     over the FSDP axes, "mlp_moe" (inner) over the tensor axis."""
-    inner = (tensor_axis,) if tensor_axis else None
-    return (("exp", group.axes), ("embed_moe", tuple(fsdp_axes) or None), ("mlp_moe", inner))
+    check_kind("group", group, Group)
+    fsdp_axes = as_axes("fsdp_axes", fsdp_axes)
+    inner = as_axes("tensor_axis", (tensor_axis,)) if tensor_axis else None
+    return (("exp", group.axes), ("embed_moe", fsdp_axes or None), ("mlp_moe", inner))
 
 
 def place(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:

@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from epic import _native
 from epic.errors import EpicUnsupportedError
 from epic.jax import places
 from epic.jax.groups import Group
+from epic.words import WORDS
 
 COLLECTIVES = (
     "plan plan_dispatch dispatch dispatch_flat dispatch_quantized dispatch_scaled "
@@ -26,7 +28,7 @@ COLLECTIVES = (
 ).split()
 LOCAL = (
     "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward "
-    "experts experts_backward"
+    "experts experts_backward keep"
 ).split()
 NO_GRAPH = "_no_graph"  # ends the names of handlers that stay out of XLA's command buffers
 TARGETS = tuple(
@@ -52,6 +54,8 @@ def handlers() -> ctypes.CDLL:
     library.epic_jax_member_remove.argtypes = member
     library.epic_jax_member_remove.restype = ctypes.c_void_p
     library.epic_watch_interrupts.argtypes = [ctypes.c_int]
+    pairs = [word.encode() for pair in WORDS.items() for word in pair]
+    library.epic_jax_set_words((ctypes.c_char_p * len(pairs))(*pairs), len(pairs))
 
     def register(target: str, symbol: str, platform: str) -> None:
         handler = jax.ffi.pycapsule(getattr(library, symbol))
@@ -156,23 +160,104 @@ def call(
     **attributes: Any,
 ) -> list[Any]:
     """Calls the handler.  None stands for what is absent, in operands and results.  The group
-    is given for collectives; aliases: operands whose memory is a result's."""
+    is given for collectives; aliases: operands whose memory is a result's.
+
+    Collectives return one array more than the results: a byte that is there when the call is done,
+    also where all other results are empty.
+    """
     handlers()
+    operands = [*operands, *(waits_for(group) if group is not None else [])]
     given = [x for x in operands if x is not None]
     axes = axes_of(group, *given)
     arrays = [np.zeros(1, np.uint8) if x is None else x for x in operands]
     shapes = [ABSENT if r is None else Spec(r.shape, r.dtype) for r in results]
-    target = f"epic_{name}"
+    target, stays = f"epic_{name}", False
     if group is not None:
+        stays = must_stay(group, shapes)
         attributes |= {"group": group.name, "devices": places.text(group)}
         target += "" if group.command_buffers else NO_GRAPH
-    run = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)
+        results, shapes = [*results, ABSENT], [*shapes, ABSENT]
+    # On a GPU the order of the calls is the stream's, so the call itself may have the side effect.
+    on_gpu = group is not None and group.platform == "gpu"
+    how: dict[str, Any] = {"has_side_effect": True} if stays and on_gpu else {}
+    run = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases, **how)
 
     def spread_results(*arrays: Any) -> list[Any]:
-        return [spread(axes, x) for x in run(*arrays, **attributes)]
+        out = [spread(axes, x) for x in run(*arrays, **attributes)]
+        if stays and not on_gpu:
+            keep_call(out[-1])
+        return out
 
     out = differentiated_once(name, in_a_row(spread_results))(*arrays)
+    if group is not None:
+        record_call(group, out[-1])
     return [None if wanted is None else x for wanted, x in zip(results, out, strict=True)]
+
+
+last_calls: dict[str, tuple[Any, Any]] = {}
+
+
+def is_apart(group: Group) -> bool:
+    """Return whether the ranks are in programs of their own: then these may differ."""
+    return not group.axes and group.num_ranks > 1
+
+
+def waits_for(group: Group) -> list[Any]:
+    """Return what the next call of the group waits for: the last one before it.
+
+    XLA starts calls that do not depend on each other in any order, and on a rank without tokens
+    nothing depends on empty arrays.  On a mesh that order is the same in all programs.  Where each
+    rank has a program of its own it is made the order of tracing.  A call is known only in the
+    trace that it was made in: a loop or an inner jit begins anew.
+    """
+    state, done = last_calls.get(group.name, (None, None))
+    return [done] if is_apart(group) and state == get_opaque_trace_state() else []
+
+
+def record_call(group: Group, done: Any) -> None:
+    """Let the next call of the group wait for this one, which gives `done`."""
+    if is_apart(group):
+        last_calls[group.name] = (get_opaque_trace_state(), jax.lax.stop_gradient(done))
+
+
+def must_stay(group: Group, results: Sequence[Spec]) -> bool:
+    """Return whether JAX and XLA must keep a collective call of which no result is used.
+
+    They drop such calls, and calls whose results are all empty.  On a mesh every rank runs one and
+    the same program, which drops a call on all ranks or on none.  Without a mesh each process has
+    a program of its own: its peers would wait for a dropped call until their deadline.  Under
+    jax.checkpoint JAX keeps the results of calls that stay, and does not make them again.
+    """
+    is_empty = any(0 in result.shape for result in results)
+    stays = is_apart(group) or (not group.axes and is_empty)
+    if stays:
+        allow_effect()
+    return stays
+
+
+def keep_call(done: Any) -> None:
+    """Keep the call that returns `done`, by a second one that uses it and has a side effect.
+
+    The collective itself has none: XLA on the CPU runs calls with side effects one after the other,
+    in an order of its own.
+    """
+    jax.ffi.ffi_call("epic_keep", ABSENT, has_side_effect=True)(done)
+
+
+@functools.cache
+def allow_effect() -> None:
+    """Let JAX 0.10 and 0.11 trace calls with a side effect under custom gradients and checkpoint.
+
+    They know that the effect of jax.ffi may stand in loops; later versions say it of these two as
+    well.  The names are private to JAX: where they are gone, the version is taken to be later.
+    """
+    try:
+        from jax._src import effects
+        from jax._src.ffi import FfiEffect
+    except ImportError:
+        return
+    for name in ("custom_derivatives_allowed_effects", "remat_allowed_effects"):
+        getattr(effects, name).add_type(FfiEffect)
 
 
 def in_a_row(run: Callable[..., Any]) -> Callable[..., Any]:

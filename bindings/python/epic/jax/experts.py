@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.jax.arrays import FLOATS, INTEGERS, as_array, as_array_or_none, check_kind
 from epic.jax.call import Spec, call, like, memory_of, no_gradient, spread_all
 from epic.jax.groups import Group
-from epic.jax.steps import check_floats
 from epic.options import Experts
 
 
@@ -59,31 +59,43 @@ def without_tail(slots: Any, expert_rows: Any) -> Any:
     return jnp.where(jnp.expand_dims(occupied, tuple(range(1, slots.ndim))), slots, 0)
 
 
-def check_weights(options: Experts, weights: ExpertWeights) -> None:
-    """The shapes that the options ask for, and one dtype."""
-    local, hidden, inner, width = (
-        options.num_local_experts,
-        options.hidden,
-        options.inner,
-        options.width,
+def as_weights(
+    options: Experts, weights: ExpertWeights, rows: Any, prefix: str = "", like: Any = None
+) -> ExpertWeights:
+    """Return the weights as arrays of the shapes that the options ask for and of one dtype.
+
+    prefix: "shared_" in the names of the shared expert's.  like: an array of the dtype that the
+    weights must have; None: w_gate_up's, any float type, float64 with rows of float64 only.
+    """
+    local = ("experts", options.num_local_experts)
+    hidden, width = ("hidden", options.hidden), ("width", options.width)
+    inner = ("inner", options.inner)
+    names = [prefix + name for name in ("gate_up", "down", "b_gate_up", "b_down")]
+    names = names if prefix else list(ExpertWeights._fields)
+    dtypes = FLOATS if like is None else (like.dtype.name,)
+    first = as_array(names[0], weights[0], dtypes, (local, hidden, width))
+    if (first.dtype == jnp.float64) != (rows.dtype == jnp.float64):
+        raise EpicArgumentError(
+            f"{names[0]} is {first.dtype} and the rows are {rows.dtype}: float64 goes with float64 "
+            "only; convert one of them"
+        )
+    same = (first.dtype.name,)
+    return ExpertWeights(
+        first,
+        as_array(names[1], weights[1], same, (local, inner, hidden)),
+        as_array_or_none(names[2], weights[2], same, (local, width)),
+        as_array_or_none(names[3], weights[3], same, (local, hidden)),
     )
-    shapes = ((local, hidden, width), (local, inner, hidden), (local, width), (local, hidden))
-    for name, x, shape in zip(ExpertWeights._fields, weights, shapes, strict=True):
-        if x is None:
-            continue
-        if x.shape != shape:
-            raise EpicArgumentError(f"{name}: shape {x.shape}: {list(shape)} is needed")
-        if x.dtype != weights.w_gate_up.dtype:
-            raise EpicArgumentError(f"{name}: dtype {x.dtype}: all weights have one dtype")
 
 
-def counted(options: Experts, weights: ExpertWeights) -> Experts:
-    """The options with as many experts as the weights have, where they leave it open."""
-    return (
-        options
-        if options.num_local_experts
-        else replace(options, num_local_experts=weights.w_gate_up.shape[0])
-    )
+def counted(options: Experts, weight: Any, name: str = "w_gate_up") -> Experts:
+    """Return the options with as many experts as the weight has, where they leave it open."""
+    if options.num_local_experts:
+        return options
+    count = as_array(name, weight, FLOATS, ("experts", "hidden", "width")).shape[0]
+    if count == 0:
+        raise EpicArgumentError(f"{name} has no experts: must have 1 or more")
+    return replace(options, num_local_experts=count)
 
 
 def refuse_e4m3(options: Experts) -> None:
@@ -163,9 +175,14 @@ def experts(
     group: tells whether the call will run on CPUs or GPUs; without it memory is taken that is
     enough for either.  On a GPU some group must be open.
     """
-    platform, counts = group.platform if group else None, (expert_rows, expert_tokens)
-    own = ExpertWeights(*weights)
-    return of_slabs(options, platform, True, rows, counts, own, slot_weights)
+    check_kind("options", options, Experts)
+    check_kind("weights", weights, ExpertWeights)
+    if group is not None:
+        check_kind("group", group, Group)
+    platform = group.platform if group else None
+    return of_slabs(
+        options, platform, True, rows, (expert_rows, expert_tokens), weights, slot_weights
+    )
 
 
 def of_slabs(
@@ -178,18 +195,23 @@ def of_slabs(
     slot_weights: Any,
 ) -> Any:
     """experts; tail: as Static's."""
-    options = counted(options, weights)
-    check_floats("rows", rows)
-    check_weights(options, weights)
-    local = (options.num_local_experts,)
-    if rows.ndim != 2 or rows.shape[1] != options.hidden:
-        raise EpicArgumentError(f"rows: shape {rows.shape}: [slots, {options.hidden}] is needed")
-    if any(count.shape != local for count in counts):
-        raise EpicArgumentError(f"expert_rows, expert_tokens: {list(local)} is needed")
+    refuse_e4m3(options)
+    rows = as_array("rows", rows, FLOATS, ("slots", ("hidden", options.hidden)))
+    options = counted(options, weights.w_gate_up)
+    weights = as_weights(options, weights, rows)
+    local = [("experts", options.num_local_experts)]
+    counts = (
+        as_array("expert_rows", counts[0], INTEGERS, local).astype(jnp.int32),
+        as_array("expert_tokens", counts[1], INTEGERS, local).astype(jnp.int32),
+    )
     if (slot_weights is not None) != (options.weighting != "late"):
         raise EpicArgumentError(
             'slot_weights come with weighting "early" or "input", and only then'
         )
+    shape = [("slots", rows.shape[0])]
+    slot_weights = as_array_or_none("slot_weights", slot_weights, FLOATS, shape)
+    if slot_weights is not None:
+        slot_weights = slot_weights.astype(jnp.float32)
     if platform == "gpu":
         weights = ExpertWeights(*(on_gpu(rows.dtype, weight) for weight in weights))
     options = typed(options, rows, weights.w_gate_up)

@@ -15,6 +15,7 @@ import jax
 from epic import _native, endings, meeting
 from epic.errors import EpicArgumentError, EpicError
 from epic.jax import cuda, places
+from epic.jax.arrays import as_axes, check_kind
 from epic.jax.meeting import StoreExchange, store
 from epic.meeting import Exchange, Meeting, Tcp
 from epic.options import INT64_MAX, Layer, backend_for, text, whole
@@ -27,7 +28,8 @@ class Group:
     """A group that is, or was, open: a value, the same in every process, by which programs know
     it.  Which context a device has is looked up by `name` whenever a program runs.
 
-    devices: the ids of each group's devices, by rank; empty without a mesh."""
+    devices: the ids of each group's devices, by rank; empty without a mesh.
+    max_top_k: the largest top_k of its layers; 0: 64."""
 
     name: str
     axes: tuple[str, ...]
@@ -37,6 +39,7 @@ class Group:
     platform: str = "cpu"
     command_buffers: bool = True
     devices: places.Rows = ()
+    max_top_k: int = 0
 
     def config(self) -> ctypes.Structure:
         """For the core's size queries."""
@@ -63,12 +66,12 @@ class Group:
         return -(-layer.num_experts // self.num_ranks)
 
     def check_width(self, name: str, rows: Any) -> None:
-        """Of rows that travel as they are."""
+        """Refuse rows that are wider than those that the group was opened for."""
         width = rows.shape[-1] * rows.dtype.itemsize
         if width > self.max_row_bytes:
             raise EpicArgumentError(
-                f"{name}: rows of {width} bytes: group {self.name!r} was opened with "
-                f"max_row_bytes {self.max_row_bytes}"
+                f"{name} has rows of {width} bytes: must be at most the max_row_bytes "
+                f"{self.max_row_bytes} that group {self.name!r} was opened with"
             )
 
     def close(self) -> None:
@@ -286,7 +289,9 @@ def open(
         raise EpicArgumentError(
             f"ranks {ranks}, num_ranks {num_ranks}: the mesh says both, leave them out"
         )
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if mesh is not None:
+        check_kind("mesh", mesh, jax.sharding.Mesh)
+    axes = (axis,) if isinstance(axis, str) else as_axes("axis", axis)
     groups, count = places.by_rank(mesh, axes) if mesh is not None else ([jax.local_devices()], 0)
     platform = groups[0][0].platform
     max_tokens, max_row_bytes = choose_sizes(mesh, like, token_axes, max_tokens, max_row_bytes)
@@ -299,12 +304,20 @@ def open(
         members, count = without_mesh(groups[0], ranks, num_ranks, world)
     command_buffers |= platform == "cpu"
     group = Group(
-        name, axes, count, max_tokens, max_row_bytes, platform, command_buffers, devices_of
+        name,
+        axes,
+        count,
+        max_tokens,
+        max_row_bytes,
+        platform,
+        command_buffers,
+        devices_of,
+        whole("max_top_k", max_top_k, 0, 64),
     )
     config = group.config()
     config.timeout_ms = whole("timeout_ms", timeout_ms)
     config.staging_bytes = whole("staging_bytes", staging_bytes, most=INT64_MAX)
-    config.max_sms, config.max_top_k = whole("max_sms", max_sms), whole("max_top_k", max_top_k)
+    config.max_sms, config.max_top_k = whole("max_sms", max_sms), group.max_top_k
     config.name = text("name", name)
     config.backend = text("backend", backend) if backend else None
     config.native = None if native is None else meeting.address_of(native)
@@ -360,6 +373,7 @@ def close(group: Group) -> None:
     Wait for the results of the last program first (jax.block_until_ready): where one device no
     longer finds its member and another waits in an XLA collective, XLA ends the process.  Arrays
     that are alive are waited for here."""
+    check_kind("group", group, Group)
     with lock:
         state = opened.get(group.name)
     if state is None:
@@ -402,6 +416,7 @@ def settle() -> None:
 def check(group: Group) -> None:
     """Raises what broke the group, if something has; and on GPUs an error in the data of an
     operation that has ended since the last check: once, on every rank."""
+    check_kind("group", group, Group)
     errors = []
     for context in list(contexts_of(group)):
         try:

@@ -8,6 +8,7 @@ import numpy as np
 
 from epic import ledger
 from epic.errors import EpicArgumentError
+from epic.jax.arrays import check_kind
 from epic.jax.steps import PLAN_TAIL, Plan, Record
 from epic.ledger import EXPERT_FULL, NO_EXPERT, RANK_FULL, Ledger
 
@@ -27,6 +28,7 @@ def read_plan(plan: Plan | Record) -> list[Ledger]:
     """The plan of each device, in the order in which a shard_map stacked them; waits for them.
     plan: of the steps, or MoeOut.record.  Outside of compiled programs, of arrays that this process
     has."""
+    check_kind("plan", plan, Plan, Record)
     whole: Any = plan.bytes
     if isinstance(whole, jax.core.Tracer) or not whole.is_fully_addressable:
         raise EpicArgumentError(

@@ -7,12 +7,13 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from epic.jax import block, places
+from epic.jax import block
 from epic.jax.block import AxisNames, Biases, Initialiser, logical_rules
+from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
-from epic.jax.moe import GroupedGemm, Moe
 from epic.jax.router import bias_update
 from epic.jax.sharded import TokenAxes
+from epic.options import Moe
 
 __all__ = ["Biases", "MoEBlock", "logical_rules"]
 
@@ -62,7 +63,7 @@ class MoEBlock(nn.Module):
         """The layer; token_ids [B, ...] and table [rows, top_k]: experts by token id; token_mask
         [B, ...] bool: tokens that count."""
         tokens = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
-        places.check_mesh(self.group, self.mesh)
+        block.check_module(self.mesh, self.group, self.options, self.biases)
         weights, bias = self.weights(), None
         if self.bias_rate:
             shape = (self.options.layer.num_ids,)

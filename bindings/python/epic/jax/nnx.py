@@ -8,12 +8,14 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import Mesh
 
-from epic.jax import block, places
+from epic.jax import block
 from epic.jax.block import AxisNames, Biases, Initialiser, logical_rules
+from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
-from epic.jax.moe import GroupedGemm, Moe, MoeOut
+from epic.jax.layer_args import MoeOut
 from epic.jax.router import bias_update
 from epic.jax.sharded import TokenAxes
+from epic.options import Moe
 
 __all__ = ["Biases", "ExpertBias", "MoEBlock", "logical_rules"]
 
@@ -54,7 +56,7 @@ class MoEBlock(nnx.Module):
         axis_names: AxisNames | None = None,
         logical_of_expert: tuple[int, ...] | None = None,
     ) -> None:
-        places.check_mesh(group, mesh)
+        block.check_module(mesh, group, options, biases)
         self.mesh, self.group, self.options = mesh, group, options
         self.bias_rate, self.update_bias, self.deterministic = bias_rate, True, False
         self.dtype, self.token_axes = dtype, token_axes

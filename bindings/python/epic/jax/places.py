@@ -49,6 +49,11 @@ def by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[A
 def sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> tuple[int, int]:
     """Tokens of a device and bytes of a row, of activations [B, ..., hidden] of all devices that
     token_axes cut as sharded.moe says; without a mesh of this one."""
+    if not hasattr(like, "shape") or not hasattr(like, "dtype"):
+        raise EpicArgumentError(
+            f"like is a {type(like).__name__}: must be an array [..., hidden] or its "
+            "jax.ShapeDtypeStruct"
+        )
     shape = list(like.shape)
     if len(shape) < 2:
         raise EpicArgumentError(f"like: shape {like.shape}: [..., hidden] is needed")

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.jax.arrays import ANY_ROWS, FLOATS, as_array
 from epic.jax.call import Spec, call, like, marks, no_gradient, spread_all
-from epic.jax.steps import Plan, Way
+from epic.jax.steps import Plan, Way, check_plan
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -53,25 +54,25 @@ def as_it_is_backward(way: Way, data: Any, gradient: Any) -> tuple[Any, Any]:
 as_it_is.defvjp(as_it_is_forward, as_it_is_backward)
 
 
-def check(plan: Plan, x: Any) -> None:
-    """A row for each expert of this rank."""
-    local = plan.expert_rows.shape[0]
-    if x.ndim < 1 or x.shape[0] != local:
-        raise EpicArgumentError(f"x: shape {x.shape}: [local experts {local}, ...] is needed")
+def as_rows_of_experts(name: str, plan: Plan, x: Any) -> Any:
+    """Return x as an array with a row for each expert of this rank."""
+    check_plan(plan)
+    local = ("local experts", plan.expert_rows.shape[0])
+    x = as_array(name, x, FLOATS, [local], (local, ANY_ROWS))
     if x.dtype == jnp.float64:
         raise EpicUnsupportedError(
-            "gradients of replicas are added in float32: x is float64; train without replicas, or "
-            "in float32"
+            f"gradients of replicas are added in float32: {name} is float64; train without "
+            "replicas, or in float32"
         )
+    return x
 
 
 def sum_replicas(plan: Plan, x: Any) -> Any:
     """Adds what the replicas of a logical expert have, x [local experts, ...] float32, and gives
     each the sum: of gradients that were made without `tied`, or over many steps."""
-    x = jnp.asarray(x)
-    check(plan, x)
+    x = as_rows_of_experts("x", plan, x)
     if x.dtype != jnp.float32:
-        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
+        raise EpicArgumentError(f"x is {x.dtype}: must be float32")
     if not plan.way.layer.num_logical:
         return x
     return added(plan.way, *spread_all(plan.way.group, plan.bytes, x))
@@ -80,8 +81,10 @@ def sum_replicas(plan: Plan, x: Any) -> Any:
 def tied(plan: Plan, weight: Any) -> Any:
     """A weight [local experts, ...] as it is; its gradient is that of its logical expert, the sum
     over the replicas.  epic.jax.moe does it by itself."""
-    if weight is None or not plan.way.layer.num_logical:
-        return weight
-    weight = jnp.asarray(weight)
-    check(plan, weight)
+    check_plan(plan)
+    if weight is None:
+        return None
+    if not plan.way.layer.num_logical:
+        return as_array("weight", weight, FLOATS, (ANY_ROWS,))
+    weight = as_rows_of_experts("weight", plan, weight)
     return as_it_is(plan.way, *spread_all(plan.way.group, plan.bytes, weight))

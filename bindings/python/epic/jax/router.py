@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router and losses: local to each device, differentiable in the logits."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,17 @@ import jax.numpy as jnp
 
 from epic import _native
 from epic.errors import EpicArgumentError
+from epic.jax.arrays import (
+    ANY_ROWS,
+    FLOATS,
+    INDICES,
+    INTEGERS,
+    as_array,
+    as_array_or_none,
+    check_kind,
+)
 from epic.jax.call import Spec, call, like, spread_all, zero_gradient
-from epic.options import Router
+from epic.options import INT64_MAX, Router, real, whole
 
 
 def workspace(router: Router) -> Spec:
@@ -19,14 +29,42 @@ def workspace(router: Router) -> Spec:
 
 
 def as_logits(router: Router, logits: Any) -> Any:
-    """[num_tokens, E], checked."""
-    logits = jnp.asarray(logits)
-    columns = router.num_experts + router.zero_experts
-    if logits.ndim < 2 or logits.shape[-1] != columns:
-        raise EpicArgumentError(f"logits: shape {logits.shape}: [..., {columns}] is needed")
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise EpicArgumentError(f"logits: dtype {logits.dtype}: a float type is needed")
-    return logits.reshape(-1, columns)
+    """Return the logits as [num_tokens, E], checked."""
+    check_kind("router", router, Router)
+    logits = as_array("logits", logits, FLOATS, (ANY_ROWS, columns_of(router)))
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def columns_of(router: Router) -> tuple[str, int]:
+    """Return E, the columns of the logits, as a dimension."""
+    name = "num_experts + zero_experts" if router.zero_experts else "num_experts"
+    return name, router.num_experts + router.zero_experts
+
+
+def as_ids(token_ids: Any, table: Any, top_k: int, dims: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return token_ids as [num_tokens] and table as int32 [rows, top_k]; both or none are given.
+
+    dims: the dimensions of the tokens, which token_ids has too, or all of them in one.
+    """
+    if (token_ids is None) != (table is None):
+        raise EpicArgumentError(
+            f"{'token_ids' if token_ids is None else 'table'} is None: token_ids and table come "
+            "together"
+        )
+    if table is None:
+        return None, None
+    flat = ("num_tokens", math.prod(dims))
+    shapes = [[flat]] if len(dims) == 1 else [list(dims), [flat]]
+    ids = as_array("token_ids", token_ids, INTEGERS, *shapes).reshape(flat[1])
+    ids = ids if ids.dtype.name in INDICES else ids.astype(jnp.int32)
+    table = as_array("table", table, INTEGERS, ("rows", ("top_k", top_k)))
+    return ids, table.astype(jnp.int32)
+
+
+def as_bias(router: Router, bias: Any) -> Any:
+    """Return the bias as float32 [E] without a gradient; None stays None."""
+    bias = as_array_or_none("bias", bias, FLOATS, [columns_of(router)])
+    return None if bias is None else jax.lax.stop_gradient(bias.astype(jnp.float32))
 
 
 # ---------------------------------------------------------------------------- router ----
@@ -69,13 +107,9 @@ def route(
     token_ids [num_tokens]: experts by token id instead of a choice.
     """
     rows = as_logits(router, logits)
-    if (token_ids is None) != (table is None):
-        raise EpicArgumentError("token_ids and table come together")
-    if bias is not None:
-        bias = jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
-    if table is not None:
-        token_ids = jnp.asarray(token_ids).reshape(rows.shape[0])
-        table = jnp.asarray(table, jnp.int32)
+    bias = as_bias(router, bias)
+    dims = jnp.asarray(logits).shape[:-1]
+    token_ids, table = as_ids(token_ids, table, router.top_k, dims)
     rows, *extras = spread_all(None, rows, bias, token_ids, table)
     return choose(router, rows, tuple(extras))
 
@@ -116,8 +150,8 @@ loss.defvjp(loss_forward, loss_backward)
 
 
 def make_loss(name: str, router: Router, logits: Any, ints: tuple[Any, Any], **numbers: Any) -> Any:
-    """Checks and spreads."""
-    rows, *rest = spread_all(None, as_logits(router, logits), *ints)
+    """Make the loss of checked arrays."""
+    rows, *rest = spread_all(None, logits, *ints)
     return loss(name, router, tuple(sorted(numbers.items())), rows, tuple(rest))
 
 
@@ -137,25 +171,39 @@ def balance_loss(
     load: as a plan gives it; or, for each sequence by itself, topk_idx and sequence_tokens.  T is
     total_tokens, of all devices; the devices' losses add up to the loss.
     """
-    if sequence_tokens:
-        ints: tuple[Any, Any] = (None, topk_idx)
+    rows = as_logits(router, logits)
+    tokens = whole("total_tokens", total_tokens, most=INT64_MAX)
+    numbers = {"coeff": real("coeff", coeff), "total_tokens": tokens}
+    each = whole("sequence_tokens", sequence_tokens)
+    ints: tuple[Any, Any]
+    if each:
+        check_sequences(rows.shape[0], each)
+        choices = (("num_tokens", rows.shape[0]), ("top_k", router.top_k))
+        chosen = as_array("topk_idx", topk_idx, INDICES, choices)
+        ints = (None, chosen.astype(jnp.int32))
+    elif load is None:
+        raise EpicArgumentError("load is None: load is needed, or topk_idx with sequence_tokens")
     else:
-        ints = (load, None)
-    if all(x is None for x in ints):
-        raise EpicArgumentError("load is needed, or topk_idx with sequence_tokens")
-    if load is not None and load.shape != (router.num_experts,):
-        raise EpicArgumentError(f"load: shape {load.shape}: [{router.num_experts}] is needed")
-    numbers = {"coeff": float(coeff), "total_tokens": int(total_tokens)}
-    return make_loss(
-        "balance_loss", router, logits, ints, sequence_tokens=int(sequence_tokens), **numbers
-    )
+        ids = [("num_experts", router.num_experts)]
+        ints = (as_array("load", load, INDICES, ids).astype(jnp.int32), None)
+    return make_loss("balance_loss", router, rows, ints, sequence_tokens=each, **numbers)
+
+
+def check_sequences(num_tokens: int, sequence_tokens: int, name: str = "logits") -> None:
+    """Refuse tokens that are not whole sequences."""
+    if num_tokens % sequence_tokens:
+        raise EpicArgumentError(
+            f"sequence_tokens is {sequence_tokens}: must divide the {num_tokens} tokens of {name}"
+        )
 
 
 def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> Any:
     """coeff / T * sum over tokens of logsumexp(logits)^2, T total_tokens of all devices; what they
     get adds up."""
-    numbers = {"coeff": float(coeff), "total_tokens": int(total_tokens), "sequence_tokens": 0}
-    return make_loss("z_loss", router, logits, (None, None), **numbers)
+    rows = as_logits(router, logits)
+    tokens = whole("total_tokens", total_tokens, most=INT64_MAX)
+    numbers = {"coeff": real("coeff", coeff), "total_tokens": tokens}
+    return make_loss("z_loss", router, rows, (None, None), sequence_tokens=0, **numbers)
 
 
 def probabilities(router: Router, logits: Any) -> Any:
@@ -193,6 +241,14 @@ def bias_update(bias: Any, load: Any, rate: float) -> Any:
 
     bias and load [num_experts]; without a gradient.
     """
+    load = as_array("load", load, INDICES, ["num_experts"])
+    bias = as_array("bias", bias, FLOATS, ["num_experts"])
+    if bias.shape != load.shape:
+        raise EpicArgumentError(
+            f"bias has {bias.shape[0]} experts and load {load.shape[0]}: must have as many"
+        )
+    if not isinstance(rate, jax.Array):  # else a traced rate
+        rate = real("rate", rate)
     mean, rest = jnp.divmod(load.sum(), load.shape[0])
     above = jnp.sign(mean - load) + jnp.where((load == mean) & (rest > 0), 1, 0)
     return bias + rate * above.astype(bias.dtype)

@@ -9,6 +9,7 @@ on all devices.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,10 +18,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from epic.errors import EpicArgumentError
+from epic.jax import dispatching, layer_args, placement, places, router, steps, tensor
 from epic.jax import moe as layer
-from epic.jax import placement, places, steps, tensor
+from epic.jax.arrays import ANY_ROWS, FLOATS, INDICES, INTEGERS, as_axes, check_array, check_kind
 from epic.jax.groups import Group
-from epic.options import Layer
+from epic.jax.layer_args import MoeOut, MoeWeights
+from epic.options import Layer, Moe
 
 Axes = tuple[str, ...]
 TokenAxes = Axes | P | None
@@ -34,9 +37,8 @@ def mapped(mesh: Mesh, function: Callable[..., Any], ins: Any, outs: Any) -> Cal
 def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
     """Axes that an argument names: the mesh has them, and they are none of those taken."""
     for name, axes in given.items():
-        if name.endswith("_axes") and isinstance(axes, str):
-            raise EpicArgumentError(f"{name} {axes!r}: a tuple of axes is needed, ({axes!r},)")
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
+        one = (axes,) if axes else ()  # the name of a single axis, or none
+        for axis in as_axes(name, axes or ()) if name.endswith("_axes") else as_axes(name, one):
             if axis not in mesh.axis_names:
                 raise EpicArgumentError(f"{name} {axis!r}: the mesh has the axes {mesh.axis_names}")
             if axis in taken:
@@ -65,6 +67,8 @@ def token_spec(
 ) -> tuple[P, Axes]:
     """How the dimensions of x but the last are cut, and the axes that cut them: by default the
     first by all axes of the mesh but the hidden one, in the mesh's order."""
+    check_kind("group", group, Group)
+    check_kind("mesh", mesh, Mesh)
     places.check_mesh(group, mesh)
     if not isinstance(given, P):
         check_axes(mesh, (), token_axes=given)
@@ -75,6 +79,10 @@ def token_spec(
         raise EpicArgumentError(
             f"token_axes {spec}: x has {rank} dimensions, and the last, hidden, stays whole"
         )
+    as_axes("token_axes", flat(spec))
+    for axis in flat(spec):
+        if axis not in mesh.axis_names:
+            raise EpicArgumentError(f"token_axes {axis!r}: the mesh has the axes {mesh.axis_names}")
     if not set(group.axes) <= set(flat(spec)):
         raise EpicArgumentError(f"token_axes {spec}: the group's {group.axes} must be among them")
     return spec, flat(spec)
@@ -117,14 +125,21 @@ def plan_dispatch(
     token_axes: as moe's.  hidden_axis: a mesh axis over which hidden is sharded; its devices have
     the same tokens.
     """
+    steps.check_group(group, options, "options")
+    tokens = check_array("tokens", tokens, dispatching.ROW_TYPES, (ANY_ROWS, "hidden"))
+    dims = (*tokens.shape[:-1], ("top_k", options.top_k))
+    topk_idx = check_array("topk_idx", topk_idx, INDICES, dims)
+    if weights is not None:
+        weights = check_array("weights", weights, FLOATS, dims)
     rows, choices, slots, own = rows_specs(mesh, group, token_axes, tokens.ndim, hidden_axis)
     check_cut(mesh, "tokens", tokens, rows)
+    steps.tables(group, options, rank_of_expert, logical_of_expert)
     count = steps.num_local(group, options, rank_of_expert, num_local_experts)
 
     def local(chosen: Any, x: Any, w: Any, owners: Any, logical: Any) -> Any:
         placing = {"rank_of_expert": owners, "logical_of_expert": logical}
         placing |= {"num_local_experts": count}
-        return steps.plan_dispatch(group, options, chosen, x, w, **placing, **more)
+        return dispatching.plan_dispatch(group, options, chosen, x, w, **placing, **more)
 
     ins, outs = (choices, rows, choices, P(), P()), (own, slots, own)
     tables = (rank_of_expert, logical_of_expert)
@@ -142,8 +157,18 @@ def combine(
 ) -> Any:
     """As epic.jax.combine, on what plan_dispatch above gave, with its token_axes and hidden_axis:
     [B, ..., hidden], as the tokens were."""
+    check_kind("plan", plan, steps.Plan)
     dims, group = plan.way.token_dims, plan.way.group
     whole, _, slots, own = rows_specs(mesh, group, token_axes, len(dims) + 1, hidden_axis)
+
+    def slots_of(spec: Any) -> tuple[str, int]:
+        """Return the slots of all devices along the axes of a dimension."""
+        count = math.prod(mesh.shape[axis] for axis in flat(P(spec)))
+        return "slots of all devices", plan.way.capacity * count
+
+    rows = check_array("rows", rows, FLOATS, (slots_of(slots[0]), "hidden"))
+    if slot_weights is not None:
+        slot_weights = check_array("slot_weights", slot_weights, FLOATS, [slots_of(own[0])])
 
     def local(plan: steps.Plan, rows: Any, weights: Any) -> Any:
         out = steps.combine(plan, rows, weights)
@@ -154,12 +179,15 @@ def combine(
 
 def weight_specs(
     group: Group,
-    weights: layer.MoeWeights,
+    weights: MoeWeights,
     fsdp_axes: Axes = (),
     tensor_axis: str | None = None,
-) -> layer.MoeWeights:
+) -> MoeWeights:
     """Where moe wants its weights: experts over the group's axes, where they divide; hidden over
     fsdp_axes; inner over tensor_axis; vectors that all experts share on every device."""
+    check_kind("group", group, Group)
+    check_kind("weights", weights, MoeWeights)
+    fsdp_axes = as_axes("fsdp_axes", fsdp_axes)
 
     def spec(name: str, shape: tuple[int, ...]) -> P:
         parts: list[Any] = [None] * len(shape)
@@ -172,7 +200,7 @@ def weight_specs(
         return P(*parts)
 
     named = weights._asdict().items()
-    return layer.MoeWeights(**{n: None if x is None else spec(n, x.shape) for n, x in named})
+    return MoeWeights(**{n: None if x is None else spec(n, x.shape) for n, x in named})
 
 
 def load_everywhere(group: Group, loads: Any, axes: Axes) -> Any:
@@ -183,12 +211,43 @@ def load_everywhere(group: Group, loads: Any, axes: Axes) -> Any:
     return jax.tree.map(lambda load: jax.lax.psum(jnp.where(first, load, 0), axes), loads)
 
 
+def check_inputs(options: Moe, x: Any, token_ids: Any, table: Any, token_mask: Any) -> None:
+    """Compare what comes with the tokens of all devices with them."""
+    dims = x.shape[:-1]
+    if token_ids is not None:
+        check_array("token_ids", token_ids, INTEGERS, dims)
+    router.as_ids(token_ids, table, options.router.top_k, dims)
+    if token_mask is not None:
+        check_array("token_mask", token_mask, ("bool",), dims)
+
+
+def check_weights(
+    group: Group, options: Moe, x: Any, weights: MoeWeights, rank_of_expert: Any
+) -> None:
+    """Refuse weights that are not those of all experts; with rank_of_expert those of as many on
+    each rank."""
+    first = check_array("w_gate_up", weights.w_gate_up, FLOATS, ("experts", "hidden", "width"))
+    count = options.layer.num_experts
+    if rank_of_expert is not None:
+        count = first.shape[0]
+        if count % group.num_ranks:
+            raise EpicArgumentError(
+                f"w_gate_up has {count} experts: with rank_of_expert must have as many for each of "
+                f"the {group.num_ranks} ranks"
+            )
+        mine = replace(options.experts, num_local_experts=count // group.num_ranks)
+        layer_args.check_experts(group, replace(options, experts=mine), rank_of_expert)
+    every = replace(options.experts, num_local_experts=count)
+    shared = options.shared and replace(options.shared, num_local_experts=1)
+    layer_args.as_weights_of_layer(options.router, every, shared, x, weights)
+
+
 def moe(
     mesh: Mesh,
     group: Group,
-    options: layer.Moe,
+    options: Moe,
     x: Any,
-    weights: layer.MoeWeights,
+    weights: MoeWeights,
     *,
     token_axes: TokenAxes = None,
     token_ids: Any = None,
@@ -200,7 +259,7 @@ def moe(
     tensor_axis: str | None = None,
     loss_axes: Axes = (),
     **more: Any,
-) -> layer.MoeOut:
+) -> MoeOut:
     """As epic.jax.moe over x [B, ..., hidden] and weights of all experts.
 
     token_axes: the mesh axes over which B is sharded, by default all of them; or a PartitionSpec
@@ -212,6 +271,10 @@ def moe(
     demand [devices] of each device.  Weights are those of all experts also where the ranks do not
     divide them; then they lie on every rank.
     """
+    check_kind("mesh", mesh, Mesh)
+    layer_args.check_parts(options, weights)
+    x = check_array("x", x, FLOATS, (ANY_ROWS, ("hidden", options.experts.hidden)))
+    check_inputs(options, x, token_ids, table, token_mask)
     if tensor_axis and token_axes is None:
         token_axes = tuple(a for a in mesh.axis_names if a != tensor_axis)
     spec, axes = token_spec(mesh, group, token_axes, x.ndim)
@@ -234,14 +297,18 @@ def moe(
             "on each device, so only the first dimension may be sharded"
         )
     check_cut(mesh, "x", x, spec)
+    steps.tables(group, options.layer, rank_of_expert, logical_of_expert)
+    if tensor_axis:
+        tensor.check_parts(options, tensor_axis, mesh.shape[tensor_axis])
+    check_weights(group, options, x, weights, rank_of_expert)
     if rank_of_expert is None and not placement.is_even(group, options.layer):
         weights = placement.padded(group, options.layer, weights)
     summed = (*group.axes, *loss_axes)
     replicas = tuple(a for a in axes if a not in summed)
 
     def local(
-        x: Any, weights: layer.MoeWeights, ids: Any, table: Any, mask: Any, ranks: Any, logical: Any
-    ) -> layer.MoeOut:
+        x: Any, weights: MoeWeights, ids: Any, table: Any, mask: Any, ranks: Any, logical: Any
+    ) -> MoeOut:
         out = layer.moe(
             group,
             options,
@@ -266,6 +333,6 @@ def moe(
     for name, where in places_of._asdict().items():
         check_cut(mesh, name, getattr(weights, name), where or P())
     ins = (spec, places_of, spec, P(), spec, P(), P())
-    outs = layer.MoeOut(spec, P(), P(), P(axes), P(), P(axes))
+    outs = MoeOut(spec, P(), P(), P(axes), P(), P(axes))
     tables = (token_ids, table, token_mask, rank_of_expert, logical_of_expert)
     return mapped(mesh, local, ins, outs)(x, weights, *tables)

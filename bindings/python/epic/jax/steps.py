@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan, dispatch, combine, plan_dispatch, sum: arrays in, arrays out, with gradients.
+"""plan, combine, sum, and what dispatch shares with them: arrays in, arrays out, with gradients.
 
 They are called on each device's own part: inside shard_map over the group's axis, or anywhere in
 a group of one.
@@ -17,16 +17,38 @@ import numpy as np
 
 from epic.errors import EpicArgumentError
 from epic.jax import placement
-from epic.jax.call import Array, Spec, call, like, marks, no_gradient, spread_all, zero_gradient
+from epic.jax.arrays import (
+    ANY_ROWS,
+    FLOATS,
+    INDICES,
+    INTEGERS,
+    Dimension,
+    as_array,
+    as_array_or_none,
+    check_kind,
+    show_shape,
+)
+from epic.jax.call import (
+    Array,
+    Spec,
+    call,
+    is_apart,
+    like,
+    marks,
+    no_gradient,
+    record_call,
+    spread_all,
+    waits_for,
+    zero_gradient,
+)
 from epic.jax.groups import Group
-from epic.options import Layer, whole, word
+from epic.options import Layer, whole
 
 PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
 CALLERS_CHANNEL = 1 << 23  # a bit of it, where the number is the caller's: as job.c
+PLAN_FIELDS = ("bytes", "expert_rows", "expert_tokens", "load", "demand", "logical_load")
 PLAN_PARTS = 6  # results of a plan, before those of dispatch
-NARROW = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3",
-          "float8_e3m4", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")  # fmt: skip
-ROW_TYPES = ("float32", "bfloat16", "float16", "float64")
+MOST_SLOTS = (1 << 31) - 1  # slots are numbered by int32
 
 
 @dataclass(frozen=True)
@@ -43,10 +65,19 @@ class Way:
         """Of this device."""
         return math.prod(self.token_dims)
 
+    def sizes(self) -> dict[str, Any]:
+        """Return what the handlers compare the arrays of a call with."""
+        return {
+            "num_tokens": self.num_tokens,
+            "top_k": self.layer.top_k,
+            "capacity": self.capacity,
+            "slot_columns": self.layer.top_k if self.layer.layout == "flat" else 1,
+        }
+
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("bytes", "expert_rows", "expert_tokens", "load", "demand", "logical_load"),
+    data_fields=PLAN_FIELDS,
     meta_fields=("way",),
 )
 @dataclass(frozen=True)
@@ -82,76 +113,88 @@ class Record:
     way: Way
 
 
-def as_rows(name: str, x: Any, count: int | None = None) -> Any:
-    """[..., hidden] as [rows, hidden]."""
-    if x.ndim < 2:
-        raise EpicArgumentError(f"{name}: shape {x.shape}: [..., hidden] is needed")
-    rows = math.prod(x.shape[:-1])
-    if count is not None and rows != count:
-        raise EpicArgumentError(f"{name}: {rows} rows (shape {x.shape}): the plan has {count}")
-    return x.reshape(rows, x.shape[-1])
+def as_rows(x: Any) -> Any:
+    """Return [..., n] as [rows, n]."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def as_tokens(name: str, x: Any, dims: tuple[int, ...]) -> Any:
-    """[..., n] as [num_tokens, n], its rows in the order of the choices."""
-    x = jnp.asarray(x)
-    if x.ndim > 2 and len(dims) > 1 and x.shape[:-1] != dims:
-        raise EpicArgumentError(f"{name}: shape {x.shape}: topk_idx has {list(dims)} tokens")
-    return as_rows(name, x, math.prod(dims))
-
-
-def check_floats(name: str, x: Any) -> None:
-    """What is added must be a type that the core adds."""
-    if x.dtype.name not in ROW_TYPES:
-        raise EpicArgumentError(f"{name}: dtype {x.dtype}: one of {', '.join(ROW_TYPES)} is needed")
+def as_tokens(
+    name: str, x: Any, dims: tuple[int, ...], dtypes: Sequence[str], last: Dimension = "hidden"
+) -> Any:
+    """Return [..., n] as [num_tokens, n], its rows in the order of the choices: of arrays with
+    several dimensions of tokens these must agree."""
+    x = as_array(name, x, dtypes, (ANY_ROWS, last))
+    count = math.prod(dims)
+    in_order = x.ndim == 2 or len(dims) == 1 or x.shape[:-1] == dims
+    if not in_order or math.prod(x.shape[:-1]) != count:
+        raise EpicArgumentError(
+            f"{name} is {x.dtype}{list(x.shape)}: must be {show_shape((*dims, last))}, a row for "
+            "each token of topk_idx"
+        )
+    return as_rows(x)
 
 
 def as_weights(name: str, x: Any, dims: tuple[int, ...], top_k: int) -> Any:
-    """[..., top_k] as float32 [num_tokens, top_k]; None stays None."""
+    """Return [..., top_k] as float32 [num_tokens, top_k]; None stays None."""
     if x is None:
         return None
-    x = jnp.asarray(x)
-    if x.ndim < 2 or x.shape[-1] != top_k:
-        raise EpicArgumentError(f"{name}: shape {x.shape}: {[*dims, top_k]} is needed")
-    return as_tokens(name, x, dims).astype(jnp.float32)
+    return as_tokens(name, x, dims, FLOATS, ("top_k", top_k)).astype(jnp.float32)
 
 
 def as_slot_weights(x: Any, capacity: int) -> Any:
-    """Float32 [capacity]; None stays None."""
+    """Return the weights as float32 [capacity]; None stays None."""
     if x is None:
         return None
-    x = jnp.asarray(x)
-    if math.prod(x.shape) != capacity:
-        raise EpicArgumentError(f"slot_weights: shape {x.shape}: [{capacity}] is needed")
-    return x.astype(jnp.float32).reshape(capacity)
+    return as_array("slot_weights", x, FLOATS, [("capacity", capacity)]).astype(jnp.float32)
 
 
 def calm(after: Any) -> list[Any]:
-    """Arrays to wait for, without a gradient."""
+    """Return the arrays to wait for, without a gradient."""
+    for x in jax.tree.leaves(after):
+        if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+            raise EpicArgumentError(f"after has a {type(x).__name__}: must be arrays")
     return [jax.lax.stop_gradient(x) for x in jax.tree.leaves(after)]
+
+
+def check_plan(plan: Any) -> None:
+    """Refuse what is no plan, and a plan whose bytes are not those of one."""
+    check_kind("plan", plan, Plan)
+    size = plan.way.group.plan_bytes(plan.way.layer) + PLAN_TAIL
+    as_array("plan.bytes", plan.bytes, ("uint8",), [size])
+
+
+def check_group(group: Any, layer: Any, name: str = "layer") -> None:
+    """Refuse what is no group or no layer, and more choices than the group was opened for."""
+    check_kind("group", group, Group)
+    check_kind(name, layer, Layer)
+    if group.max_top_k and layer.top_k > group.max_top_k:
+        raise EpicArgumentError(
+            f"top_k is {layer.top_k}: must be at most the max_top_k {group.max_top_k} that group "
+            f"{group.name!r} was opened with; open it with more"
+        )
 
 
 # ------------------------------------------------------------------------------ plan ----
 
 
 def plan_way(group: Group, layer: Layer, topk_idx: Any, capacity: int | None) -> tuple[Way, Any]:
-    """Checks the routing; the choices as [num_tokens, top_k]."""
-    if topk_idx.dtype.name not in ("int32", "int64"):
-        raise EpicArgumentError(f"topk_idx: dtype {topk_idx.dtype}: int32 or int64 is needed")
-    if topk_idx.ndim < 2 or topk_idx.shape[-1] != layer.top_k:
-        raise EpicArgumentError(
-            f"topk_idx: shape {topk_idx.shape}: [..., top_k {layer.top_k}] is needed"
-        )
-    rows = as_rows("topk_idx", topk_idx)
+    """Check the routing; return the choices as [num_tokens, top_k]."""
+    check_group(group, layer)
+    topk_idx = as_array("topk_idx", topk_idx, INDICES, (ANY_ROWS, ("top_k", layer.top_k)))
+    rows = as_rows(topk_idx)
     if rows.shape[0] > group.max_tokens:
         raise EpicArgumentError(
-            f"topk_idx: {rows.shape[0]} tokens: group {group.name!r} was opened with "
-            f"max_tokens {group.max_tokens}"
+            f"topk_idx has {rows.shape[0]} tokens: must be at most the max_tokens "
+            f"{group.max_tokens} that group {group.name!r} was opened with"
         )
-    slots = group.capacity_bound(layer) if capacity is None else capacity
-    if slots < 1:
-        raise EpicArgumentError(f"capacity {slots}: 1 or more is needed, or None for the bound")
-    return Way(group, layer, topk_idx.shape[:-1], slots), rows
+    return Way(group, layer, topk_idx.shape[:-1], slots_of(group, layer, capacity)), rows
+
+
+def slots_of(group: Group, layer: Layer, capacity: Any) -> int:
+    """Return the capacity as a number that XLA can make an array of; None: what always suffices."""
+    if capacity is None:
+        capacity = group.capacity_bound(layer)
+    return whole("capacity", capacity, 1, MOST_SLOTS)
 
 
 def most_of_a_rank(table: Any) -> int:
@@ -161,7 +204,8 @@ def most_of_a_rank(table: Any) -> int:
 
 
 def num_local(group: Group, layer: Layer, rank_of_expert: Any, given: int | None) -> int:
-    """Experts of a rank, at most; a table that is traced the handler counts."""
+    """Return the most experts of a rank; those of a traced table are counted by the handler."""
+    check_group(group, layer)
     check_table("rank_of_expert", layer, rank_of_expert)
     least, most = 1, layer.num_experts
     if rank_of_expert is None:
@@ -172,23 +216,16 @@ def num_local(group: Group, layer: Layer, rank_of_expert: Any, given: int | None
         raise EpicArgumentError("rank_of_expert is traced: num_local_experts is needed then")
     count = least if not given else whole("num_local_experts", given)
     if not least <= count <= most:
+        rule = f"at least {least}" if least > count else f"at most {most}"
         raise EpicArgumentError(
-            f"num_local_experts {count}: a rank has {least}"
-            if least > count
-            else f"num_local_experts {count}: a rank has {most} at most"
+            f"num_local_experts is {count}: must be {rule}, as many as a rank has experts"
         )
     return count
 
 
 def check_table(name: str, layer: Layer, table: Any) -> None:
-    """A whole number for each expert."""
-    if table is None:
-        return
-    shape, dtype = np.shape(table), getattr(table, "dtype", None) or np.asarray(table).dtype
-    if shape != (layer.num_experts,) or not jnp.issubdtype(dtype, jnp.integer):
-        raise EpicArgumentError(
-            f"{name}: {dtype}{list(shape)}: integers [num_experts {layer.num_experts}] are needed"
-        )
+    """Refuse what is not an integer for each expert."""
+    as_array_or_none(name, table, INTEGERS, [("num_experts", layer.num_experts)])
 
 
 def tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
@@ -233,13 +270,9 @@ def channel_of(channel: Any) -> Any:
     """The caller's number as an operand; -1: none.  The handler checks one that is traced."""
     if channel is None:
         return jnp.int32(-1)
-    dtype = getattr(channel, "dtype", None)
-    if dtype is None or isinstance(channel, np.generic):
-        if whole("channel", channel) >= CALLERS_CHANNEL:
-            raise EpicArgumentError(f"channel {channel}: 0 to {CALLERS_CHANNEL - 1} is needed")
-    elif np.shape(channel) or not jnp.issubdtype(dtype, jnp.integer):
-        raise EpicArgumentError(f"channel: {dtype}{list(np.shape(channel))}: one int32 is needed")
-    return jnp.asarray(channel, jnp.int32)
+    if not hasattr(channel, "dtype") or isinstance(channel, np.generic):
+        channel = whole("channel", channel, 0, CALLERS_CHANNEL - 1)
+    return as_array("channel", channel, INTEGERS, []).astype(jnp.int32)
 
 
 def plan(
@@ -263,7 +296,7 @@ def plan(
     channel: a number that no independent plan of the program shares; after: results
     that must be there first; see docs/guide/jax.md for the one case that needs them.
     """
-    way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
+    way, chosen = plan_way(group, layer, topk_idx, capacity)
     local = num_local(group, layer, rank_of_expert, num_local_experts)
     placed = tables(group, layer, rank_of_expert, logical_of_expert)
     chosen, *placed, number = spread_all(group, chosen, *placed, channel_of(channel))
@@ -274,332 +307,64 @@ def plan(
         group,
         **plan_attributes(way, local),
     )
-    return plan_of(way, local, parts)
+    return plan_of(way, local, parts[:-1])
 
 
-# -------------------------------------------------------------------------- dispatch ----
+# ------------------------------------------------------------------- calls on a plan ----
 
 
-def recv_results(way: Way, tokens: Any, weights: Any) -> list[Spec | None]:
-    """What dispatch gives."""
-    recv = Spec((way.capacity, tokens.shape[1]), tokens.dtype)
-    return [recv, None if weights is None else Spec((way.capacity,), jnp.float32)]
+def with_plan(plan: Plan, *arrays: Any) -> list[Any]:
+    """Return the plan's bytes with what a call must wait for, as one operand, and the arrays."""
+    after = waits_for(plan.way.group)
+    data, *spread = spread_all(plan.way.group, plan.bytes, *arrays, *after)
+    return [(data, *spread[len(arrays) :]), *spread[: len(arrays)]]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
-    """dispatch on checked arrays."""
-    operands = [data, tokens, weights, *marks(way.group, data, tokens)]
-    recv, slot_weights = call("dispatch", recv_results(way, tokens, weights), operands, way.group)
-    return recv, slot_weights
+def in_order(plan: Plan, results: Sequence[Any]) -> Any:
+    """Return the results of a call without the last, which the next call waits for."""
+    record_call(plan.way.group, results[-1])
+    return tuple(results[:-1])
 
 
-def dispatch_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
-    """Nothing is saved but the plan."""
-    return dispatch_rows.fun(way, data, tokens, weights), data
-
-
-def rows_home(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Gradients of the received rows and weights, brought to their tokens."""
-    d_recv, d_slot_weights = gradients
-    d_tokens = Spec((way.num_tokens, d_recv.shape[1]), d_recv.dtype)
-    d_weights = Spec((way.num_tokens, way.layer.top_k), jnp.float32)
-    operands = [data, d_recv, d_slot_weights, *marks(way.group, data, d_recv)]
-    results = [d_tokens, None if d_slot_weights is None else d_weights]
-    out = call("dispatch_backward", results, operands, way.group)
-    return out[0], out[1]
-
-
-def dispatch_backward(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
-    """The plan has no gradient."""
-    return (no_gradient(data), *rows_home(way, data, gradients))
-
-
-dispatch_rows.defvjp(dispatch_forward, dispatch_backward)
-
-
-def dispatch(
-    plan: Plan, tokens: Any, weights: Any = None, *, quantize: str | None = None
-) -> tuple[Any, Any]:
-    """Sends each token to its experts: tokens [..., hidden] -> [capacity, hidden].
-
-    With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
-    the plan does not fill are zeros.  Rows of an 8-bit type (fp8, int8, uint8) go as they are,
-    without a gradient.  quantize "1x128" or "1x32": rows travel in e4m3 and arrive
-    rounded; the gradient goes straight through.
-    """
-    check_layout(plan.way.layer, "expert_major", "dispatch_flat")
-    if is_narrow(tokens) and quantize is None:
-        recv, _, slot = carried(plan, tokens, weights, None)
-        return recv, slot
-    inputs = dispatch_inputs(plan, tokens, weights)
-    if quantize is None:
-        plan.way.group.check_width("tokens", inputs[1])
-        return dispatch_rows(plan.way, *inputs)
-    check_block(quantize)
-    return dispatch_rounded(plan.way, quantize, *inputs)
-
-
-def check_layout(layer: Layer, layout: str, other: str) -> None:
-    """Each layout has a dispatch of its own."""
-    if layer.layout != layout:
-        raise EpicArgumentError(f"layout {layer.layout!r}: {layout!r} is needed here, else {other}")
-
-
-def dispatch_inputs(plan: Plan, tokens: Any, weights: Any) -> list[Any]:
-    """Plan, tokens and weights, checked."""
-    way = plan.way
-    rows = as_tokens("tokens", tokens, way.token_dims)
-    check_floats("tokens", rows)
-    weights = as_weights("weights", weights, way.token_dims, way.layer.top_k)
-    return spread_all(way.group, plan.bytes, rows, weights)
-
-
-# -------------------------------------------------------------------- flat, quantized ----
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_flat_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
-    """dispatch_flat on checked arrays."""
-    choices = (way.capacity, way.layer.top_k)
-    results: list[Spec | None] = [Spec((way.capacity, tokens.shape[1]), tokens.dtype)]
-    results += [None if weights is None else Spec(choices, jnp.float32), Spec(choices, jnp.int32)]
-    operands = [data, tokens, weights, *marks(way.group, data, tokens)]
-    return tuple(call("dispatch_flat", results, operands, way.group))
-
-
-def dispatch_flat_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
-    """Nothing is saved but the plan."""
-    return dispatch_flat_rows.fun(way, data, tokens, weights), data
-
-
-def dispatch_flat_backward(way: Way, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As dispatch's."""
-    return (no_gradient(data), *rows_home(way, data, gradients[:2]))
-
-
-dispatch_flat_rows.defvjp(dispatch_flat_forward, dispatch_flat_backward)
-
-
-def dispatch_flat(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, Any, Any]:
-    """Sends each token once to each rank that has experts for it; the layer's layout is "flat".
-
-    tokens [..., hidden], weights [..., top_k] or None.  Gives rows [capacity, hidden], their
-    weights [capacity, top_k] or None, and the local experts that each row is for [capacity, top_k],
-    -1 behind them.  combine(plan, rows) wants one finished partial for each row: the weighted sum
-    over these experts.
-    """
-    check_layout(plan.way.layer, "flat", "dispatch")
-    inputs = dispatch_inputs(plan, tokens, weights)
-    plan.way.group.check_width("tokens", inputs[1])
-    return dispatch_flat_rows(plan.way, *inputs)
-
-
-BLOCKS = {"1x128": (1, 128, jnp.float32), "1x32": (2, 32, jnp.uint8)}
-
-
-def check_block(block: str) -> None:
-    """One that the core knows."""
-    word("block", block, BLOCKS)
-
-
-def is_narrow(x: Any) -> bool:
-    """Of a type that the core carries and never adds."""
-    return jnp.asarray(x).dtype.name in NARROW
-
-
-def as_bytes(x: Any) -> Any:
-    """[rows, n] of any type as bytes [rows, n * size]."""
-    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
-
-
-def from_bytes(data: Any, dtype: Any) -> Any:
-    """The reverse."""
-    size = jnp.dtype(dtype).itemsize
-    shape = (data.shape[0], data.shape[1] // size, size) if size > 1 else data.shape
-    return jax.lax.bitcast_convert_type(data.reshape(shape), dtype)
-
-
-def carried(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple[Any, Any, Any]:
-    """Rows of an 8-bit type, their scales or None, and weights, in their slots: as they are."""
-    way = plan.way
-    rows = as_tokens("tokens", tokens, way.token_dims)
-    weights = as_weights("weights", weights, way.token_dims, way.layer.top_k)
-    given = [None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights)]
-    packed, name = [as_bytes(given[0])], "dispatch"
-    if scales is not None:
-        extra = as_tokens("scales", scales, way.token_dims)
-        packed, name = [*packed, as_bytes(jax.lax.stop_gradient(extra))], "dispatch_scaled"
-    data, slot_weights, *packed = spread_all(way.group, plan.bytes, given[1], *packed)
-    results: list[Spec | None] = [Spec((way.capacity, x.shape[1]), jnp.uint8) for x in packed]
-    results += [None if slot_weights is None else Spec((way.capacity,), jnp.float32)]
-    operands = [data, *packed, slot_weights, *marks(way.group, data, *packed)]
-    out = call(name, results, operands, way.group)
-    back = None if scales is None else from_bytes(out[1], scales.dtype)
-    return from_bytes(out[0], rows.dtype), back, out[-1]
-
-
-def dispatch_quantized(
-    plan: Plan,
-    tokens: Any,
-    weights: Any = None,
-    block: str = "1x128",
-    *,
-    scales: Any = None,
-) -> tuple[Any, Any, Any]:
-    """dispatch in e4m3: rows, scales [capacity, blocks], weights; without a gradient.
-
-    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.  scales [..., n]: tokens
-    are quantized already, in an 8-bit type, and go as they are with these, whatever the block.
-    """
-    check_layout(plan.way.layer, "expert_major", "dispatch_flat")
-    if scales is not None:
-        if not is_narrow(tokens):
-            raise EpicArgumentError(
-                f"tokens: dtype {tokens.dtype}: rows with scales have an 8-bit type"
-            )
-        return carried(plan, tokens, weights, scales)
-    check_block(block)
-    data, rows, weights = dispatch_inputs(plan, tokens, weights)
-    rows, weights = (None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights))
-    return quantized(plan.way, block, data, rows, weights)
-
-
-def quantized(way: Way, block: str, data: Any, rows: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """dispatch_quantized on checked arrays."""
-    kind, size, scale_type = BLOCKS[block]
-    slots, hidden = way.capacity, rows.shape[1]
-    results: list[Spec | None] = [Spec((slots, hidden), jnp.float8_e4m3fn)]
-    results += [Spec((slots, -(-hidden // size)), scale_type)]
-    results += [None if weights is None else Spec((slots,), jnp.float32)]
-    operands = [data, rows, weights, *marks(way.group, data, rows)]
-    out = call("dispatch_quantized", results, operands, way.group, quantize=kind)
-    return out[0], out[1], out[2]
-
-
-def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
-    """What dispatch_quantized's rows [slots, n] stand for, with their scales and the block that
-    they were made with, in a dtype."""
-    size = BLOCKS[block][1]
-    if block == "1x32":
-        powers = jnp.exp2(scales.astype(jnp.float32) - 127)
-        scales = jnp.where(scales == 255, jnp.nan, powers)
-    wide = jnp.repeat(scales, size, axis=1)[:, : rows.shape[1]]
-    return (rows.astype(jnp.float32) * wide).astype(dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def dispatch_rounded(way: Way, block: str, data: Any, tokens: Any, weights: Any) -> Any:
-    """dispatch whose rows travelled in e4m3; its gradient is that of dispatch."""
-    rows, scales, slot = quantized(way, block, data, tokens, weights)
-    return dequantize(rows, scales, tokens.dtype, block), slot
-
-
-def dispatch_rounded_forward(
-    way: Way, block: str, data: Any, tokens: Any, weights: Any
-) -> tuple[Any, Any]:
-    """Nothing is saved but the plan."""
-    return dispatch_rounded.fun(way, block, data, tokens, weights), data
-
-
-def dispatch_rounded_backward(way: Way, _: str, data: Any, gradients: Any) -> tuple[Any, ...]:
-    """Straight through."""
-    return (no_gradient(data), *rows_home(way, data, gradients))
-
-
-dispatch_rounded.defvjp(dispatch_rounded_forward, dispatch_rounded_backward)
-
-
-# --------------------------------------------------------------------- plan_dispatch ----
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def plan_dispatch_rows(
-    way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
-) -> tuple[Any, ...]:
-    """plan_dispatch on checked arrays; ints: choices, the two tables, channel, and what to wait
-    for."""
-    chosen, owners, logical, number, *after = ints
-    results = plan_results(way, owners is not None, local) + recv_results(way, tokens, weights)
-    operands = [chosen, owners, logical, tokens, weights, *marks(way.group, chosen, tokens)]
-    operands += [number, *after]
-    return tuple(call("plan_dispatch", results, operands, way.group, **plan_attributes(way, local)))
-
-
-def plan_dispatch_forward(
-    way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
-) -> tuple[Any, Any]:
-    """The plan and the integers' shapes are saved."""
-    out = plan_dispatch_rows.fun(way, local, ints, tokens, weights)
-    return out, (out[0], ints)
-
-
-def plan_dispatch_backward(
-    way: Way, _: int, saved: tuple[Any, Any], gradients: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """As dispatch's."""
-    data, ints = saved
-    return (jax.tree.map(zero_gradient, ints), *rows_home(way, data, gradients[PLAN_PARTS:]))
-
-
-plan_dispatch_rows.defvjp(plan_dispatch_forward, plan_dispatch_backward)
-
-
-def plan_dispatch(
-    group: Group,
-    layer: Layer,
-    topk_idx: Any,
-    tokens: Any,
-    weights: Any = None,
-    *,
-    capacity: int | None = None,
-    rank_of_expert: Any = None,
-    logical_of_expert: Any = None,
-    num_local_experts: int | None = None,
-    channel: Any = None,
-    after: Any = None,
-) -> tuple[Plan, Any, Any]:
-    """plan, then dispatch of tokens [..., hidden] and weights [..., top_k] with it, as one call:
-    (plan, recv, slot_weights or None)."""
-    check_layout(layer, "expert_major", "plan and dispatch_flat")
-    way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
-    local = num_local(group, layer, rank_of_expert, num_local_experts)
-    placed = tables(group, layer, rank_of_expert, logical_of_expert)
-    rows = as_tokens("tokens", tokens, way.token_dims)
-    check_floats("tokens", rows)
-    group.check_width("tokens", rows)
-    weights = as_weights("weights", weights, way.token_dims, layer.top_k)
-    arrays = [rows, weights, chosen, *placed, channel_of(channel), *calm(after)]
-    rows, weights, *ints = spread_all(group, *arrays)
-    out = plan_dispatch_rows(way, local, tuple(ints), rows, weights)
-    return plan_of(way, local, out[:PLAN_PARTS]), *out[PLAN_PARTS:]
+def no_gradients(ints: Any) -> Any:
+    """Return the cotangents of arrays of integers."""
+    return jax.tree.map(no_gradient, ints)
 
 
 # --------------------------------------------------------------------------- combine ----
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine_rows(way: Way, data: Any, rows: Any, slot_weights: Any) -> Any:
-    """combine on checked arrays."""
-    out = Spec((way.num_tokens, rows.shape[1]), rows.dtype)
-    operands = [data, rows, slot_weights, *marks(way.group, data, rows)]
-    return call("combine", [out], operands, way.group)[0]
+def combine_rows(way: Way, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
+    """combine on checked arrays; data and the last result as dispatch_rows'."""
+    results = [Spec((way.num_tokens, rows.shape[1]), rows.dtype)]
+    operands = [data[0], rows, slot_weights, *marks(way.group, data[0], rows), *data[1:]]
+    out, done = call("combine", results, operands, way.group, **way.sizes())
+    return out, done
 
 
 def combine_forward(way: Way, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
     """Rows are needed again only for the weights' gradient."""
     out = combine_rows.fun(way, data, rows, slot_weights)
-    return out, (data, None if slot_weights is None else rows, slot_weights)
+    kept = None if slot_weights is None else rows
+    return out, (data, kept, slot_weights, first_of_two(way.group, out[1]))
 
 
-def combine_backward(way: Way, saved: tuple[Any, Any, Any], d_out: Any) -> tuple[Any, ...]:
+def combine_backward(way: Way, saved: tuple[Any, ...], gradients: Any) -> tuple[Any, ...]:
     """To the slots, scaled by their weights."""
-    data, rows, slot_weights = saved
+    data, rows, slot_weights, after = saved
+    d_out = gradients[0]
     d_rows = Spec((way.capacity, d_out.shape[1]), d_out.dtype)
     d_weights = None if slot_weights is None else like(slot_weights)
-    operands = [data, d_out, rows, slot_weights, *marks(way.group, data, d_out)]
-    out = call("combine_backward", [d_rows, d_weights], operands, way.group)
-    return no_gradient(data), out[0], out[1]
+    operands = [data[0], d_out, rows, slot_weights, *marks(way.group, data[0], d_out), *after]
+    out = call("combine_backward", [d_rows, d_weights], operands, way.group, **way.sizes())
+    return no_gradients(data), out[0], out[1]
+
+
+def first_of_two(group: Group, done: Any) -> list[Any]:
+    """Return what the gradient of a call waits for: `done`, which the call gives, where the order
+    of the two could differ between programs."""
+    return [done] if is_apart(group) else []
 
 
 combine_rows.defvjp(combine_forward, combine_backward)
@@ -610,32 +375,36 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None) -> Any:
 
     out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the layer's order.
     """
+    check_plan(plan)
     way = plan.way
-    rows = as_rows("rows", jnp.asarray(rows), way.capacity)
-    check_floats("rows", rows)
+    rows = as_array("rows", rows, FLOATS, (("capacity", way.capacity), "hidden"))
     way.group.check_width("rows", rows)
     slot_weights = as_slot_weights(slot_weights, way.capacity)
-    return combine_rows(way, *spread_all(way.group, plan.bytes, rows, slot_weights))
+    return in_order(plan, combine_rows(way, *with_plan(plan, rows, slot_weights)))[0]
 
 
 # ------------------------------------------------------------------------------- sum ----
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> Any:
-    """sum on a flat float32 array; ints: channel, and what to wait for."""
+def sum_array(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
+    """sum on a flat float32 array; ints: channel, and what to wait for.  The last result is that of
+    call."""
     operands = [x, *marks(group, x), *ints]
-    return call("sum", [like(x)], operands, group, aliases={0: 0}, order=order)[0]
+    out, done = call("sum", [like(x)], operands, group, aliases={0: 0}, order=order)
+    return out, done
 
 
 def sum_forward(group: Group, order: int, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
     """Nothing is saved but the shapes of the integers."""
-    return sum_array(group, order, x, ints), ints
+    out = sum_array(group, order, x, ints)
+    return out, (ints, first_of_two(group, out[1]))
 
 
-def sum_backward(group: Group, order: int, ints: Any, gradient: Any) -> tuple[Any, ...]:
+def sum_backward(group: Group, order: int, saved: Any, gradients: Any) -> tuple[Any, ...]:
     """Each rank's x is in every rank's sum."""
-    d_x = sum_array(group, order, gradient, (ints[0],))
+    ints, after = saved
+    d_x = sum_array(group, order, gradients[0], (ints[0], *after))[0]
     return d_x, jax.tree.map(zero_gradient, ints)
 
 
@@ -645,8 +414,12 @@ sum_array.defvjp(sum_forward, sum_backward)
 def sum(group: Group, x: Any, *, tree: bool = False, channel: Any = None, after: Any = None) -> Any:
     """Adds a float32 array x over the ranks: the same bits on every rank, in rank order or in a
     binary tree.  channel, after: as plan's."""
-    x = jnp.asarray(x)
-    if x.dtype != jnp.float32:
-        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
-    flat, *ints = spread_all(group, x.reshape(-1), channel_of(channel), *calm(after))
-    return sum_array(group, int(tree), flat, tuple(ints)).reshape(x.shape)
+    check_kind("group", group, Group)
+    if not isinstance(tree, bool | np.bool_):
+        raise EpicArgumentError(f"tree is {tree!r}: must be True or False")
+    x = as_array("x", x, ("float32",), ["any"], (ANY_ROWS, "any"), [])
+    order = [channel_of(channel), *calm(after), *waits_for(group)]
+    flat, *ints = spread_all(group, x.reshape(-1), *order)
+    out, done = sum_array(group, int(tree), flat, tuple(ints))
+    record_call(group, done)
+    return out.reshape(x.shape)

@@ -37,6 +37,13 @@ def part_of(name: str, experts: Experts, axis: str, parts: int) -> Experts:
     return replace(experts, inner=experts.inner // parts)
 
 
+def check_parts(options: Any, axis: str, parts: int) -> None:
+    """Refuse experts that so many devices of the axis cannot share."""
+    part_of("experts", options.experts, axis, parts)
+    if options.shared is not None:
+        part_of("shared", options.shared, axis, parts)
+
+
 def cut(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
     """Moe and MoeWeights of one device of the axis: its part of inner, and on the first alone what
     the sum over the axis may have once."""

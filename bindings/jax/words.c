@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Sentences of the core in the words of its Python callers.  epic/words.py has the table. */
+#include "words.h"
+
+#include <ctype.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ffi.h"
+
+static char **table; /* pairs: a name of C, then Python's */
+static int table_length;
+
+FFI_EXPORT int epic_jax_set_words(const char *const *words, int count)
+{
+    char **copies = calloc((size_t)count, sizeof *copies);
+    if (copies == NULL) return 1;
+    for (int i = 0; i < count; i++) {
+        copies[i] = strdup(words[i]);
+        if (copies[i] == NULL) return 1;
+    }
+    table = copies;
+    table_length = count;
+    return 0;
+}
+
+static bool is_in_name(char c)
+{
+    return isalnum((unsigned char)c) || c == '_';
+}
+
+/* Does the text begin with the whole name? */
+static bool begins_with(const char *text, const char *name, size_t length)
+{
+    if (strncmp(text, name, length) != 0) return false;
+    const char last = name[length - 1];
+    return last == '.' || last == '_' || !is_in_name(text[length]);
+}
+
+/* Writes the field of an operation that differs between ranks, if it is the layer's flags: Python
+ * has the argument `distinct` for them.  Returns the bytes of the sentence that it replaces. */
+static int translate_flags(const char *at, char *out, size_t size)
+{
+    unsigned mine, other;
+    int rank, length = 0;
+    char verb[16];
+    if (sscanf(at, "layer.flags %u, rank %d %15[a-z] %u%n", &mine, &rank, verb, &other,
+               &length) != 4)
+        return 0;
+    static const char *const values[] = {"False", "True"};
+    snprintf(out, size, "distinct=%s, rank %d %s %s", values[(mine & EPIC_DISTINCT) != 0], rank,
+             verb, values[(other & EPIC_DISTINCT) != 0]);
+    return length;
+}
+
+/* Writes what stands for the name that the text begins with.  Returns the name's bytes; 0: no name
+ * of C is there. */
+static int translate_name(const char *at, char *out, size_t size)
+{
+    const int length = translate_flags(at, out, size);
+    if (length > 0) return length;
+    for (int i = 0; i + 1 < table_length; i += 2) {
+        const size_t bytes = strlen(table[i]);
+        if (!begins_with(at, table[i], bytes)) continue;
+        snprintf(out, size, "%s", table[i + 1]);
+        return (int)bytes;
+    }
+    return 0;
+}
+
+void words_translate(const char *sentence, char *out, size_t size)
+{
+    size_t used = 0;
+    char before = ' ';
+    while (*sentence != '\0' && used + 1 < size) {
+        const bool is_start = !is_in_name(before) && before != '.' && before != '/';
+        char word[128];
+        const int length = is_start ? translate_name(sentence, word, sizeof word) : 0;
+        if (length > 0) {
+            const int written = snprintf(out + used, size - used, "%s", word);
+            used = used + (size_t)written < size ? used + (size_t)written : size - 1;
+            before = sentence[length - 1] == '.' || sentence[length - 1] == '_'
+                         ? ' ' /* a prefix is gone: a name may begin here */
+                         : sentence[length - 1];
+            sentence += length;
+        } else {
+            before = out[used++] = *sentence++;
+        }
+    }
+    out[used] = '\0';
+}

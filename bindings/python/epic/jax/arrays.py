@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of arguments while tracing: one rule for arrays and one for other objects, each with a
+sentence that names the argument.
+
+The handlers check the number of elements and the dtype of each array again, when they run.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from epic.errors import EpicArgumentError
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # types that the core adds
+INDICES = ("int32", "int64")
+INTEGERS = ("int32", "int64", "int8", "int16", "uint8", "uint16", "uint32", "uint64")
+ANY_ROWS = "..."  # as the first or last of a shape: one or more dimensions of any size
+
+Dimension = int | str | tuple[str, int]  # a size; a name, of any size; or both
+Shape = Sequence[Dimension]
+
+
+def show_dimension(dimension: Dimension) -> str:
+    """Return the dimension as a sentence has it."""
+    return " ".join(map(str, dimension)) if isinstance(dimension, tuple) else str(dimension)
+
+
+def show_shape(shape: Shape) -> str:
+    """Return the shape as a sentence has it: [num_tokens, top_k 2]."""
+    return "[" + ", ".join(map(show_dimension, shape)) + "]"
+
+
+def has_shape(found: tuple[int, ...], wanted: Shape) -> bool:
+    """Return whether an array's shape is the one that is wanted."""
+    if wanted and wanted[0] == ANY_ROWS:
+        if len(found) < len(wanted):
+            return False
+        found = found[len(found) - len(wanted) + 1 :]
+        wanted = wanted[1:]
+    if wanted and wanted[-1] == ANY_ROWS:
+        if len(found) < len(wanted):
+            return False
+        found, wanted = found[: len(wanted) - 1], wanted[:-1]
+    if len(found) != len(wanted):
+        return False
+    sizes = [d[1] if isinstance(d, tuple) else d for d in wanted]
+    return all(isinstance(w, str) or f == w for f, w in zip(found, sizes, strict=True))
+
+
+def show_needed(dtypes: Sequence[str], shape: Shape) -> str:
+    """Return what is wanted as a sentence has it: float32[8] or int32[8]."""
+    if not shape:
+        return "one integer" if tuple(dtypes) == INTEGERS else f"one {' or '.join(dtypes)}"
+    families = {FLOATS: "a float type ", INTEGERS: "integers "}
+    return families.get(tuple(dtypes), " or ".join(dtypes)) + show_shape(shape)
+
+
+def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
+    """Return the value, which is an array of one of the dtypes and one of the shapes; numbers and
+    lists of them become one.
+
+    Raises:
+        EpicArgumentError: it is another array, or none.
+
+    """
+    needed = " or ".join(show_needed(dtypes, shape) for shape in shapes)
+    if value is None:
+        raise EpicArgumentError(f"{name} is None: must be {needed}")
+    try:
+        if not isinstance(value, jax.Array | np.ndarray | np.generic):
+            value = jnp.asarray(value)
+        dtype: Any = jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True)
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        if isinstance(error, jax.errors.JAXTypeError):
+            raise  # of a tracer that left its function, which JAX explains
+        raise EpicArgumentError(
+            f"{name} is a {type(value).__name__}: must be an array, {needed}"
+        ) from error
+    right = dtype.name in dtypes and any(has_shape(value.shape, shape) for shape in shapes)
+    if not right:
+        raise EpicArgumentError(f"{name} is {dtype}{list(value.shape)}: must be {needed}")
+    return value
+
+
+def as_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
+    """Return check_array of the value as an array of JAX."""
+    return jnp.asarray(check_array(name, value, dtypes, *shapes))
+
+
+def as_array_or_none(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
+    """Return as_array of the value; None stays None."""
+    return None if value is None else as_array(name, value, dtypes, *shapes)
+
+
+def check_kind(name: str, value: Any, *kinds: type) -> None:
+    """Refuse an object of another class, such as a dict in the place of options."""
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise EpicArgumentError(f"{name} is a {type(value).__name__}: must be a {wanted}")
+
+
+def as_axes(name: str, value: Any) -> tuple[str, ...]:
+    """Return a tuple of different mesh axes; a single name is not one."""
+    if isinstance(value, str):
+        raise EpicArgumentError(f"{name} {value!r}: a tuple of axes is needed, ({value!r},)")
+    if not isinstance(value, tuple | list) or not all(isinstance(axis, str) for axis in value):
+        raise EpicArgumentError(f"{name} is {value!r}: must be a tuple of names of mesh axes")
+    for i, axis in enumerate(value):
+        if axis in value[:i]:
+            raise EpicArgumentError(f"{name} {tuple(value)}: {axis!r} is there twice")
+    return tuple(value)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer composed of the single functions, around any grouped product."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from epic.errors import EpicArgumentError
+from epic.jax import dispatching, replicas, steps
+from epic.jax import router as routing
+from epic.jax.call import spread_all
+from epic.jax.experts import ExpertWeights, of_slabs, without_tail
+from epic.jax.gemm import GroupedGemm
+from epic.jax.groups import Group
+from epic.jax.layer_args import MoeWeights, of
+from epic.options import Experts, Moe
+
+
+@jax.custom_vjp
+def gelu(v: Any) -> Any:
+    """v Phi(v), with erf.  JAX 0.12 cannot differentiate its own in a shard_map that checks varying
+    values: the derivative here has no polynomial of JAX's."""
+    return v * 0.5 * (1 + jax.lax.erf(v * math.sqrt(0.5)))
+
+
+def gelu_forward(v: Any) -> tuple[Any, Any]:
+    """The argument is needed again."""
+    return gelu(v), v
+
+
+def gelu_backward(v: Any, d: Any) -> tuple[Any]:
+    """d (Phi(v) + v phi(v))."""
+    slope = 0.5 * (1 + jax.lax.erf(v * math.sqrt(0.5)))
+    slope = slope + v * jnp.exp(-0.5 * v * v) / math.sqrt(2 * math.pi)
+    return (d * slope,)
+
+
+gelu.defvjp(gelu_forward, gelu_backward)
+
+
+def activate(options: Experts, z: Any) -> Any:
+    """The experts' nonlinearity over [rows, width]."""
+    plain: dict[str, Callable[[Any], Any]] = {
+        "silu": jax.nn.silu,
+        "gelu": gelu,
+        "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+        "relu2": lambda v: jnp.square(jax.nn.relu(v)),
+    }
+    if options.ungated:
+        return plain[options.activation](z)
+    gate, up = (z[:, 0::2], z[:, 1::2]) if options.interleaved else jnp.split(z, 2, axis=1)
+    if options.activation in plain:
+        return plain[options.activation](gate) * up
+    of_deepseek = options.activation == "clamped_silu"
+    limit = options.limit or (10.0 if of_deepseek else 7.0)
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    if of_deepseek:
+        return jax.nn.silu(gate) * up
+    return gate * jax.nn.sigmoid((options.alpha or 1.702) * gate) * (up + 1)
+
+
+def mlp(
+    group: Group,
+    options: Experts,
+    gemm: GroupedGemm | None,
+    x: Any,
+    counts: tuple[Any, Any],
+    w: ExpertWeights,
+    scale: Any,
+) -> Any:
+    """The experts over slabs of counts[0] rows, with the caller's products, else by the core."""
+    sizes = counts[0]
+    if gemm is None:
+        return of_slabs(options, group.platform, False, x, counts, w, scale)
+    expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
+    column = None if scale is None else scale[:, None].astype(x.dtype)
+    # A product leaves the rows past the last slab undefined, and so does its gradient.  Zeros take
+    # their place before and after each product, so that they never meet a parameter.
+    x = x if options.weighting != "input" or column is None else x * column
+    z = gemm(*spread_all(None, without_tail(x, sizes), w.w_gate_up.astype(x.dtype), sizes))
+    if w.b_gate_up is not None:
+        z = z + w.b_gate_up.astype(z.dtype)[expert]
+    a = activate(options, without_tail(z, sizes))
+    early = column if options.weighting == "early" else None
+    a = a if early is None else a * early
+    a = without_tail(a.astype(x.dtype), sizes)
+    y = gemm(*spread_all(None, a, w.w_down.astype(x.dtype), sizes))
+    if w.b_down is not None:
+        b = w.b_down.astype(y.dtype)[expert]
+        y = y + (b if early is None else b * early)
+    return without_tail(y.astype(x.dtype), sizes)
+
+
+def dense_gemm(x: Any, w: Any, _: Any) -> Any:
+    """The product of a single expert that has all rows."""
+    return x @ w[0]
+
+
+def sent(
+    group: Group,
+    options: Moe,
+    chosen: Any,
+    x: Any,
+    w: Any,
+    placed: dict[str, Any],
+    after: dict[str, Any],
+) -> tuple[steps.Plan, Any, Any]:
+    """plan and dispatch, rounded on the way if the options say so."""
+    more = {
+        "capacity": options.capacity,
+        **placed,
+        "num_local_experts": options.experts.num_local_experts,
+        **after,
+    }
+    if options.quantize is None:
+        return dispatching.plan_dispatch(group, options.layer, chosen, x, w, **more)
+    plan = steps.plan(group, options.layer, chosen, **more)
+    return plan, *dispatching.dispatch(plan, x, w, quantize=options.quantize)
+
+
+def composed(
+    group: Group,
+    options: Moe,
+    gemm: GroupedGemm | None,
+    x: Any,
+    weights: MoeWeights,
+    extras: dict[str, Any],
+    after: dict[str, Any],
+) -> tuple[Any, steps.Plan, Any, Any]:
+    """The layer from the single functions: out, plan, logits, choices."""
+    logits = logits_of(x, weights)
+    placed = {name: extras.pop(name) for name in ("rank_of_expert", "logical_of_expert")}
+    mask = extras.pop("token_mask")
+    chosen, w = routing.route(options.router, logits, bias=weights.bias, **extras)
+    if mask is not None:
+        chosen = jnp.where(mask[:, None], chosen, -1)
+    zero = chosen >= options.router.num_experts  # identity experts stay at home
+    plan, recv, slot = sent(group, options, jnp.where(zero, -1, chosen), x, w, placed, after)
+    late = options.experts.weighting == "late"
+    rows = (plan.expert_rows, plan.expert_tokens)
+    mine = ExpertWeights(*(replicas.tied(plan, weight) for weight in of(weights)))
+    y = mlp(group, options.experts, gemm, recv, rows, mine, None if late else slot)
+    out = steps.combine(plan, y, slot if late else None)
+    if options.router.zero_experts:
+        kept = jnp.where(zero, w, 0).sum(axis=1, keepdims=True)
+        out = (out + x * kept).astype(x.dtype)
+    if options.shared is not None:
+        whole = jnp.full((1,), x.shape[0], jnp.int32)
+        dense = None if gemm is None else dense_gemm
+        shared = of(weights, "shared_")
+        out = out + mlp(group, options.shared, dense, x, (whole, whole), shared, None)
+    return out, plan, logits, chosen
+
+
+def logits_of(x: Any, weights: MoeWeights) -> Any:
+    """What the router sees, in float32."""
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    logits = jnp.matmul(x.astype(wide), weights.w_gate.astype(wide), precision="highest")
+    return logits if weights.b_gate is None else logits + weights.b_gate.astype(wide)
+
+
+def losses(
+    group: Group, options: Moe, logits: Any, load: Any, chosen: Any, axes: tuple[str, ...]
+) -> Any:
+    """This device's part of the losses over the group and the axes."""
+    total = logits.shape[0] * group.num_ranks * math.prod(map(jax.lax.axis_size, axes))
+    if axes and options.sequence_tokens:
+        raise EpicArgumentError(
+            "loss_axes: with sequence_tokens each sequence has a loss by itself"
+        )
+    load = jax.lax.psum(load, axes) if axes else load
+    loss = jnp.zeros((), jnp.float32)
+    if options.balance_coeff:
+        loss = loss + routing.balance_loss(
+            options.router,
+            logits,
+            coeff=options.balance_coeff,
+            total_tokens=total,
+            load=load,
+            topk_idx=chosen,
+            sequence_tokens=options.sequence_tokens,
+        )
+    if options.z_coeff:
+        loss = loss + routing.z_loss(
+            options.router, logits, coeff=options.z_coeff, total_tokens=total
+        )
+    return loss
+
+
+def losses_of_kept(
+    group: Group,
+    options: Moe,
+    logits: Any,
+    load: Any,
+    mask: Any,
+    axes: tuple[str, ...],
+    channel: Any,
+) -> Any:
+    """losses of the tokens that the mask keeps; how many there are is known at run time."""
+    total = steps.sum(group, mask.sum(dtype=jnp.float32)[None], channel=channel)[0]
+    if axes:
+        total, load = jax.lax.psum((total, load), axes)
+    coeffs = (options.balance_coeff, options.z_coeff)
+    return routing.masked_losses(options.router, logits, load, mask, total, coeffs)

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dispatch in all its forms: rows for each choice or for each rank, as they are or in 8 bits, by a
+plan or together with it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from epic.errors import EpicArgumentError
+from epic.jax.arrays import FLOATS, as_array
+from epic.jax.call import (
+    Spec,
+    call,
+    marks,
+    record_call,
+    spread_all,
+    waits_for,
+    zero_gradient,
+)
+from epic.jax.groups import Group
+from epic.jax.steps import (
+    PLAN_PARTS,
+    Plan,
+    Way,
+    as_tokens,
+    as_weights,
+    calm,
+    channel_of,
+    check_group,
+    check_plan,
+    in_order,
+    no_gradients,
+    num_local,
+    plan_attributes,
+    plan_of,
+    plan_results,
+    plan_way,
+    tables,
+    with_plan,
+)
+from epic.options import Layer, word
+
+NARROW = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3",
+          "float8_e3m4", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")  # fmt: skip
+ROW_TYPES = (*FLOATS, *NARROW)
+SCALES_OF = {"1x128": ("float32",), "1x32": ("uint8", "float8_e8m0fnu")}
+SCALES = ("float32", "bfloat16", "float16", "float64", *NARROW)
+
+
+# -------------------------------------------------------------------------- dispatch ----
+
+
+def recv_results(way: Way, tokens: Any, weights: Any) -> list[Spec | None]:
+    """What dispatch gives."""
+    recv = Spec((way.capacity, tokens.shape[1]), tokens.dtype)
+    return [recv, None if weights is None else Spec((way.capacity,), jnp.float32)]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
+    """dispatch on checked arrays; data: the plan's bytes, then what to wait for.  The last result
+    is that of call."""
+    operands = [data[0], tokens, weights, *marks(way.group, data[0], tokens), *data[1:]]
+    results = recv_results(way, tokens, weights)
+    return tuple(call("dispatch", results, operands, way.group, **way.sizes()))
+
+
+def dispatch_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
+    """Nothing is saved but the plan."""
+    return dispatch_rows.fun(way, data, tokens, weights), data
+
+
+def rows_home(way: Way, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Gradients of the received rows and weights, brought to their tokens."""
+    d_recv, d_slot_weights = gradients[:2]
+    d_tokens = Spec((way.num_tokens, d_recv.shape[1]), d_recv.dtype)
+    d_weights = Spec((way.num_tokens, way.layer.top_k), jnp.float32)
+    operands = [data[0], d_recv, d_slot_weights, *marks(way.group, data[0], d_recv)]
+    results = [d_tokens, None if d_slot_weights is None else d_weights]
+    out = call("dispatch_backward", results, operands, way.group, **way.sizes())
+    return out[0], out[1]
+
+
+def dispatch_backward(way: Way, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The plan has no gradient."""
+    return (no_gradients(data), *rows_home(way, data, gradients))
+
+
+dispatch_rows.defvjp(dispatch_forward, dispatch_backward)
+
+
+def dispatch(
+    plan: Plan, tokens: Any, weights: Any = None, *, quantize: str | None = None
+) -> tuple[Any, Any]:
+    """Sends each token to its experts: tokens [..., hidden] -> [capacity, hidden].
+
+    With weights [..., top_k] also each slot's weight [capacity] float32; else None.  Slots that
+    the plan does not fill are zeros.  Rows of an 8-bit type (fp8, int8, uint8) go as they are,
+    without a gradient.  quantize "1x128" or "1x32": rows travel in e4m3 and arrive
+    rounded; the gradient goes straight through.
+    """
+    check_plan(plan)
+    check_layout(plan.way.layer, "expert_major", "dispatch_flat")
+    if quantize is not None:
+        word("quantize", quantize, BLOCKS)
+    elif is_narrow(tokens):
+        recv, _, slot = carried(plan, tokens, weights, None)
+        return recv, slot
+    inputs = dispatch_inputs(plan, tokens, weights, FLOATS if quantize else ROW_TYPES)
+    if quantize is not None:
+        return in_order(plan, dispatch_rounded(plan.way, quantize, *inputs))
+    return in_order(plan, dispatch_rows(plan.way, *inputs))
+
+
+def check_layout(layer: Layer, layout: str, other: str) -> None:
+    """Each layout has a dispatch of its own."""
+    if layer.layout != layout:
+        raise EpicArgumentError(f"layout {layer.layout!r}: {layout!r} is needed here, else {other}")
+
+
+def dispatch_inputs(
+    plan: Plan, tokens: Any, weights: Any, dtypes: Sequence[str] = FLOATS
+) -> list[Any]:
+    """Return the plan, tokens of one of the dtypes and weights, checked."""
+    way = plan.way
+    rows = as_tokens("tokens", tokens, way.token_dims, dtypes)
+    way.group.check_width("tokens", rows)
+    weights = as_weights("weights", weights, way.token_dims, way.layer.top_k)
+    return with_plan(plan, rows, weights)
+
+
+# -------------------------------------------------------------------- flat, quantized ----
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_flat_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
+    """dispatch_flat on checked arrays."""
+    choices = (way.capacity, way.layer.top_k)
+    results: list[Spec | None] = [Spec((way.capacity, tokens.shape[1]), tokens.dtype)]
+    results += [None if weights is None else Spec(choices, jnp.float32), Spec(choices, jnp.int32)]
+    operands = [data[0], tokens, weights, *marks(way.group, data[0], tokens), *data[1:]]
+    return tuple(call("dispatch_flat", results, operands, way.group, **way.sizes()))
+
+
+def dispatch_flat_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
+    """Nothing is saved but the plan."""
+    return dispatch_flat_rows.fun(way, data, tokens, weights), data
+
+
+def dispatch_flat_backward(way: Way, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As dispatch's."""
+    return (no_gradients(data), *rows_home(way, data, gradients))
+
+
+dispatch_flat_rows.defvjp(dispatch_flat_forward, dispatch_flat_backward)
+
+
+def dispatch_flat(plan: Plan, tokens: Any, weights: Any = None) -> tuple[Any, Any, Any]:
+    """Sends each token once to each rank that has experts for it; the layer's layout is "flat".
+
+    tokens [..., hidden], weights [..., top_k] or None.  Gives rows [capacity, hidden], their
+    weights [capacity, top_k] or None, and the local experts that each row is for [capacity, top_k],
+    -1 behind them.  combine(plan, rows) wants one finished partial for each row: the weighted sum
+    over these experts.
+    """
+    check_plan(plan)
+    check_layout(plan.way.layer, "flat", "dispatch")
+    inputs = dispatch_inputs(plan, tokens, weights)
+    return in_order(plan, dispatch_flat_rows(plan.way, *inputs))
+
+
+BLOCKS = {"1x128": (1, 128, jnp.float32), "1x32": (2, 32, jnp.uint8)}
+
+
+def is_narrow(x: Any) -> bool:
+    """Return whether x has a type that the core carries and never adds."""
+    return getattr(getattr(x, "dtype", None), "name", None) in NARROW
+
+
+def as_bytes(x: Any) -> Any:
+    """[rows, n] of any type as bytes [rows, n * size]."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
+
+
+def from_bytes(data: Any, dtype: Any) -> Any:
+    """The reverse."""
+    size = jnp.dtype(dtype).itemsize
+    shape = (data.shape[0], data.shape[1] // size, size) if size > 1 else data.shape
+    return jax.lax.bitcast_convert_type(data.reshape(shape), dtype)
+
+
+def carried(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple[Any, Any, Any]:
+    """Rows of an 8-bit type, their scales or None, and weights, in their slots: as they are."""
+    way = plan.way
+    rows = as_tokens("tokens", tokens, way.token_dims, NARROW)
+    weights = as_weights("weights", weights, way.token_dims, way.layer.top_k)
+    extra = None if scales is None else as_tokens("scales", scales, way.token_dims, SCALES, "n")
+    way.group.check_width("tokens", rows)
+    if extra is not None:
+        way.group.check_width("scales", extra)
+    given = [None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights)]
+    packed, name = [as_bytes(given[0])], "dispatch"
+    if extra is not None:
+        packed, name = [*packed, as_bytes(jax.lax.stop_gradient(extra))], "dispatch_scaled"
+    data, slot_weights, *packed = spread_all(way.group, plan.bytes, given[1], *packed)
+    results: list[Spec | None] = [Spec((way.capacity, x.shape[1]), jnp.uint8) for x in packed]
+    results += [None if slot_weights is None else Spec((way.capacity,), jnp.float32)]
+    operands = [data, *packed, slot_weights, *marks(way.group, data, *packed)]
+    out = call(name, results, operands, way.group, **way.sizes())
+    back = None if extra is None else from_bytes(out[1], extra.dtype)
+    return from_bytes(out[0], rows.dtype), back, out[-2]
+
+
+def dispatch_quantized(
+    plan: Plan,
+    tokens: Any,
+    weights: Any = None,
+    block: str = "1x128",
+    *,
+    scales: Any = None,
+) -> tuple[Any, Any, Any]:
+    """dispatch in e4m3: rows, scales [capacity, blocks], weights; without a gradient.
+
+    block "1x128": float32 scales; "1x32": powers of two as e8m0 bytes.  scales [..., n]: tokens
+    are quantized already, in an 8-bit type, and go as they are with these, whatever the block.
+    """
+    check_plan(plan)
+    check_layout(plan.way.layer, "expert_major", "dispatch_flat")
+    word("block", block, BLOCKS)
+    if scales is not None:
+        return carried(plan, tokens, weights, scales)
+    data, rows, weights = dispatch_inputs(plan, tokens, weights)
+    rows, weights = (None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights))
+    return in_order(plan, quantized(plan.way, block, data, rows, weights))
+
+
+def quantized(way: Way, block: str, data: Any, rows: Any, weights: Any) -> tuple[Any, ...]:
+    """dispatch_quantized on checked arrays."""
+    kind, size, scale_type = BLOCKS[block]
+    slots, hidden = way.capacity, rows.shape[1]
+    results: list[Spec | None] = [Spec((slots, hidden), jnp.float8_e4m3fn)]
+    results += [Spec((slots, -(-hidden // size)), scale_type)]
+    results += [None if weights is None else Spec((slots,), jnp.float32)]
+    operands = [data[0], rows, weights, *marks(way.group, data[0], rows), *data[1:]]
+    numbers = {**way.sizes(), "quantize": kind}
+    return tuple(call("dispatch_quantized", results, operands, way.group, **numbers))
+
+
+def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
+    """What dispatch_quantized's rows [slots, n] stand for, with their scales and the block that
+    they were made with, in a dtype."""
+    word("block", block, BLOCKS)
+    if jnp.dtype(dtype).name not in FLOATS:
+        raise EpicArgumentError(f"dtype is {jnp.dtype(dtype)}: must be {' or '.join(FLOATS)}")
+    size, scale_types = BLOCKS[block][1], SCALES_OF[block]
+    rows = as_array("rows", rows, (*NARROW, *FLOATS), ("slots", "hidden"))
+    slots, hidden = rows.shape
+    shape = (slots, (f"{hidden} columns / {size} =", -(-hidden // size)))
+    scales = as_array("scales", scales, scale_types, shape)
+    if block == "1x32":
+        powers = jnp.exp2(scales.astype(jnp.float32) - 127)
+        scales = jnp.where(scales == 255, jnp.nan, powers)
+    wide = jnp.repeat(scales, size, axis=1)[:, :hidden]
+    return (rows.astype(jnp.float32) * wide).astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def dispatch_rounded(way: Way, block: str, data: Any, tokens: Any, weights: Any) -> Any:
+    """dispatch whose rows travelled in e4m3; its gradient is that of dispatch."""
+    rows, scales, slot, done = quantized(way, block, data, tokens, weights)
+    return dequantize(rows, scales, tokens.dtype, block), slot, done
+
+
+def dispatch_rounded_forward(
+    way: Way, block: str, data: Any, tokens: Any, weights: Any
+) -> tuple[Any, Any]:
+    """Nothing is saved but the plan."""
+    return dispatch_rounded.fun(way, block, data, tokens, weights), data
+
+
+def dispatch_rounded_backward(way: Way, _: str, data: Any, gradients: Any) -> tuple[Any, ...]:
+    """Straight through."""
+    return (no_gradients(data), *rows_home(way, data, gradients))
+
+
+dispatch_rounded.defvjp(dispatch_rounded_forward, dispatch_rounded_backward)
+
+
+# --------------------------------------------------------------------- plan_dispatch ----
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def plan_dispatch_rows(
+    way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
+) -> tuple[Any, ...]:
+    """plan_dispatch on checked arrays; ints: choices, the two tables, channel, and what to wait
+    for."""
+    chosen, owners, logical, number, *after = ints
+    results = plan_results(way, owners is not None, local) + recv_results(way, tokens, weights)
+    operands = [chosen, owners, logical, tokens, weights, *marks(way.group, chosen, tokens)]
+    operands += [number, *after]
+    out = call("plan_dispatch", results, operands, way.group, **plan_attributes(way, local))
+    return tuple(out)
+
+
+def plan_dispatch_forward(
+    way: Way, local: int, ints: tuple[Any, ...], tokens: Any, weights: Any
+) -> tuple[Any, Any]:
+    """The plan and the integers' shapes are saved."""
+    out = plan_dispatch_rows.fun(way, local, ints, tokens, weights)
+    return out, (out[0], ints)
+
+
+def plan_dispatch_backward(
+    way: Way, _: int, saved: tuple[Any, Any], gradients: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """As dispatch's."""
+    data, ints = saved
+    return (jax.tree.map(zero_gradient, ints), *rows_home(way, (data,), gradients[PLAN_PARTS:]))
+
+
+plan_dispatch_rows.defvjp(plan_dispatch_forward, plan_dispatch_backward)
+
+
+def plan_dispatch(
+    group: Group,
+    layer: Layer,
+    topk_idx: Any,
+    tokens: Any,
+    weights: Any = None,
+    *,
+    capacity: int | None = None,
+    rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
+    num_local_experts: int | None = None,
+    channel: Any = None,
+    after: Any = None,
+) -> tuple[Plan, Any, Any]:
+    """plan, then dispatch of tokens [..., hidden] and weights [..., top_k] with it, as one call:
+    (plan, recv, slot_weights or None)."""
+    check_group(group, layer)
+    check_layout(layer, "expert_major", "plan and dispatch_flat")
+    way, chosen = plan_way(group, layer, topk_idx, capacity)
+    local = num_local(group, layer, rank_of_expert, num_local_experts)
+    placed = tables(group, layer, rank_of_expert, logical_of_expert)
+    rows = as_tokens("tokens", tokens, way.token_dims, FLOATS)
+    group.check_width("tokens", rows)
+    weights = as_weights("weights", weights, way.token_dims, layer.top_k)
+    arrays = [rows, weights, chosen, *placed, channel_of(channel), *calm(after), *waits_for(group)]
+    rows, weights, *ints = spread_all(group, *arrays)
+    out = plan_dispatch_rows(way, local, tuple(ints), rows, weights)
+    record_call(group, out[-1])
+    return plan_of(way, local, out[:PLAN_PARTS]), *out[PLAN_PARTS:-1]

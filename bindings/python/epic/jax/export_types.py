@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""jax.export of programs whose arguments and results have EPIC's types: how these are written."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from jax import export
+
+from epic.jax import steps
+from epic.jax.experts import ExpertWeights
+from epic.jax.groups import Group
+from epic.jax.layer_args import MoeOut, MoeWeights
+from epic.options import Layer, names
+
+TUPLES = (MoeWeights, MoeOut, ExpertWeights)
+
+
+def write_way(way: steps.Way) -> bytes:
+    """Return what a plan and its users know while tracing as JSON."""
+    layer = {name: getattr(way.layer, name) for name in names(Layer)}
+    parts = {"group": asdict(way.group), "layer": layer}
+    return json.dumps({**parts, "token_dims": way.token_dims, "capacity": way.capacity}).encode()
+
+
+def read_way(data: bytes) -> steps.Way:
+    """Return the reverse of write_way."""
+    found = json.loads(data)
+    group = found["group"]
+    group["axes"] = tuple(group["axes"])
+    group["devices"] = tuple(tuple(row) for row in group["devices"])
+    dims = tuple(found["token_dims"])
+    return steps.Way(Group(**group), Layer(**found["layer"]), dims, found["capacity"])
+
+
+def register_dataclass(kind: Any, fields: tuple[str, ...]) -> None:
+    """Register a dataclass of arrays whose last field is a Way."""
+    export.register_pytree_node_serialization(
+        kind,
+        serialized_name=f"epic.jax.{kind.__name__}",
+        serialize_auxdata=lambda aux: write_way(aux[0]),
+        deserialize_auxdata=lambda data: (read_way(bytes(data)),),
+        from_children=lambda aux, children: kind(
+            **dict(zip(fields, children, strict=True)), way=aux[0]
+        ),
+    )
+
+
+def register() -> None:
+    """Tell jax.export of all our types, once."""
+    for kind in TUPLES:
+        export.register_namedtuple_serialization(kind, serialized_name=f"epic.jax.{kind.__name__}")
+    register_dataclass(steps.Plan, steps.PLAN_FIELDS)
+    register_dataclass(steps.Record, ("bytes",))

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer takes and gives: its weights, checked while tracing, and its results."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+
+from epic.errors import EpicArgumentError
+from epic.jax import placement, steps
+from epic.jax import router as routing
+from epic.jax.arrays import FLOATS, as_array, as_array_or_none, check_kind
+from epic.jax.experts import ExpertWeights, as_weights, counted, refuse_e4m3, wide
+from epic.jax.groups import Group
+from epic.options import Experts, Moe, Router
+
+
+class MoeWeights(NamedTuple):
+    """Parameters, as one device has them: of its own experts; the others whole.  In sharded.moe
+    those of all experts.  width: 2 inner, gate then up (options.interleaved: by turns); ungated
+    inner.  E: the router's columns, num_experts + zero_experts.
+
+    w_gate: [hidden, E] float32, of the router.
+    w_gate_up: [local experts, hidden, width], of any of the rows' types.
+    w_down: [local experts, inner, hidden].
+    b_gate: [E] float32, added to the logits.
+    bias: [E] float32, for the choice only; no gradient (bias_update moves it).
+    b_gate_up, b_down: [local experts, width] and [local experts, hidden].
+    shared_gate_up, shared_down, shared_b_gate_up, shared_b_down: of the shared expert, with 1 in
+        place of the local experts and its own inner."""
+
+    w_gate: Any
+    w_gate_up: Any
+    w_down: Any
+    b_gate: Any = None
+    bias: Any = None
+    b_gate_up: Any = None
+    b_down: Any = None
+    shared_gate_up: Any = None
+    shared_down: Any = None
+    shared_b_gate_up: Any = None
+    shared_b_down: Any = None
+
+
+class MoeOut(NamedTuple):
+    """What a layer gives.
+
+    out: as x.
+    loss: [] float32, this device's part of balance loss + z-loss.
+    load: [num_experts] int32, choices of each expert over the group, before any is dropped.
+    demand: [1] int32, slots that all choices of this rank's experts would take.
+    logical_load: [num_logical], with replicas: load by what the router chooses.
+    record: of the plan, for read_plan outside of the program: the fate of each choice."""
+
+    out: Any
+    loss: Any
+    load: Any
+    demand: Any
+    logical_load: Any = None
+    record: Any = None
+
+    @property
+    def load_of_ids(self) -> Any:
+        """Of what the router chooses: experts, or with replicas the logical ones."""
+        return self.load if self.logical_load is None else self.logical_load
+
+
+TABLES = 4  # of the layer's integers: token_ids, table, rank_of_expert, logical_of_expert
+
+# The order of the handlers' arrays.
+ORDER = (
+    "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
+    "shared_b_gate_up shared_b_down"
+).split()
+
+SHARED = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
+OF_MLPS = ORDER[3:]  # the experts' and the shared expert's
+
+
+def of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
+    """The weights of the experts, or with "shared_" of the shared one."""
+    if not prefix:
+        return ExpertWeights(*(getattr(weights, name) for name in ExpertWeights._fields))
+    return ExpertWeights(*(getattr(weights, name) for name in SHARED))
+
+
+def promised(options: Moe, table: Any) -> Moe:
+    """A router chooses no expert twice; a caller's table may."""
+    if table is not None or options.layer.distinct:
+        return options
+    return replace(options, layer=replace(options.layer, distinct=True))
+
+
+def completed(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
+    """The options with the arrays' dtypes and the capacity as a number."""
+    refuse_e4m3(options.experts)
+    types = {"row_type": x.dtype.name, "weight_type": weights.w_gate_up.dtype.name}
+    return replace(
+        options,
+        experts=replace(options.experts, **types),
+        shared=replace(options.shared, **types) if options.shared else None,
+        capacity=steps.slots_of(group, options.layer, options.capacity),
+    )
+
+
+def check_parts(options: Moe, weights: MoeWeights) -> None:
+    """Refuse other objects in the place of options and weights, and a shared expert of which only
+    one of them speaks."""
+    check_kind("options", options, Moe)
+    check_kind("weights", weights, MoeWeights)
+    if (options.shared is None) != (weights.shared_gate_up is None):
+        raise EpicArgumentError(
+            f"shared_gate_up is {'given' if options.shared is None else 'None'} and options.shared "
+            f"is {'None' if options.shared is None else 'given'}: shared options and shared "
+            "weights come together"
+        )
+    for name in OF_MLPS:
+        if name.startswith("shared_") and options.shared is None:
+            refuse_given(name, getattr(weights, name), "options.shared is None")
+
+
+def refuse_given(name: str, value: Any, why: str) -> None:
+    """Refuse an argument that would not be used."""
+    if value is not None:
+        raise EpicArgumentError(f"{name} is given and {why}: leave it None")
+
+
+def as_weights_of_layer(
+    router: Router, experts: Experts, shared: Experts | None, x: Any, weights: MoeWeights
+) -> MoeWeights:
+    """Return the weights as arrays of the shapes that the options ask for.  The router's are
+    converted to the type that it computes in; the others must be of one dtype."""
+    columns = routing.columns_of(router)
+    gate = as_array("w_gate", weights.w_gate, FLOATS, (("hidden", experts.hidden), columns))
+    b_gate = as_array_or_none("b_gate", weights.b_gate, FLOATS, [columns])
+    found = {
+        "w_gate": gate.astype(wide(x)),
+        "b_gate": None if b_gate is None else b_gate.astype(wide(x)),
+        "bias": routing.as_bias(router, weights.bias),
+    }
+    mlp = as_weights(experts, of(weights), x)
+    found |= mlp._asdict()
+    if shared is not None:
+        every = as_weights(shared, of(weights, "shared_"), x, "shared_", mlp.w_gate_up)
+        found |= dict(zip(SHARED, every, strict=True))
+    return MoeWeights(**found)
+
+
+def check_experts(group: Group, options: Moe, rank_of_expert: Any) -> None:
+    """Refuse weights of fewer experts than a rank owns.  A table that is traced is counted by the
+    core, when the program runs."""
+    local, layer = options.experts.num_local_experts, options.layer
+    if isinstance(rank_of_expert, jax.core.Tracer):
+        return
+    owned = steps.num_local(group, layer, rank_of_expert, None)
+    if local < owned or (rank_of_expert is None and local != owned):
+        raise EpicArgumentError(
+            f"w_gate_up has {local} experts: must have {owned}, as many as a rank of group "
+            f"{group.name!r} has of the {layer.num_experts}"
+        )
+
+
+def check_tokens(group: Group, options: Moe, num_tokens: int) -> None:
+    """Refuse numbers of tokens that the layer cannot take."""
+    layer = options.layer
+    if num_tokens > group.max_tokens:
+        raise EpicArgumentError(
+            f"x has {num_tokens} tokens: must be at most the max_tokens {group.max_tokens} that "
+            f"group {group.name!r} was opened with"
+        )
+    blocks = max(1, (layer.leaves or group.num_ranks) // group.num_ranks)
+    blocks = blocks if layer.sum_order == "tree" else 1
+    if num_tokens % blocks:
+        raise EpicArgumentError(
+            f'x has {num_tokens} tokens: with sum_order "tree" must be a multiple of leaves / '
+            f"num_ranks = {blocks}"
+        )
+    if options.balance_coeff and options.sequence_tokens:
+        routing.check_sequences(num_tokens // blocks, options.sequence_tokens, "x")
+
+
+def placed(
+    group: Group, options: Moe, weights: MoeWeights, given: Any
+) -> tuple[Moe, MoeWeights, Any]:
+    """The experts of this rank counted, their rows of the weights where those of all came, and
+    the core's table."""
+    layer = options.layer
+    uneven = given is None and not placement.is_even(group, layer)
+    first = as_array("w_gate_up", weights.w_gate_up, FLOATS, ("experts", "hidden", "width"))
+    if uneven and first.shape[0] == layer.num_experts:
+        weights = placement.own(group, layer, weights)
+    mine = counted(options.experts, weights.w_gate_up)
+    shared = options.shared and counted(options.shared, weights.shared_gate_up, "shared_gate_up")
+    options = replace(options, experts=mine, shared=shared)
+    check_experts(group, options, given)
+    return options, weights, placement.table(group, layer, given)

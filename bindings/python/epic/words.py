@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of C in the core's sentences, and what stands for them in Python."""
+
+import re
+
+from epic.options import CHOICES, TYPES
+
+# How the enumerators of a field begin; what follows is the word in capitals.
+PREFIXES = {
+    "layout": "EPIC_",
+    "overflow": "EPIC_OVERFLOW_",
+    "priority": "EPIC_",
+    "sum_order": "EPIC_",
+    "score": "EPIC_SCORE_",
+    "group_score": "EPIC_GROUP_",
+    "group_others": "EPIC_OTHERS_",
+    "weight_rule": "EPIC_WEIGHT_",
+    "normalize": "EPIC_NORMALIZE_",
+    "activation": "EPIC_",
+    "weighting": "EPIC_WEIGHT_",
+}
+OF_TYPES = dict(zip(("F32", "BF16", "F16", "F64"), TYPES, strict=True)) | {
+    "E4M3": "float8_e4m3fn",
+    "E8M0": "float8_e8m0fnu",
+    "I32": "int32",
+    "I64": "int64",
+    "BYTES": "an 8-bit type",
+}
+PHRASES = {
+    "epic_capacity_bound never overflows": "capacity=None always suffices",
+    "(epic_capacity_bound)": "(capacity=None)",
+    "epic_capacity_bound": "capacity=None",
+    "EPIC_DISTINCT": "distinct=True",
+    "EPIC_QUANTIZE_NONE": "None",
+    "EPIC_QUANTIZE_1X128": "'1x128'",
+    "EPIC_QUANTIZE_1X32": "'1x32'",
+    "layer.flags": "distinct",
+    "x.num_rows": "the number of tokens",
+    "tokens.num_rows": "the number of tokens",
+    "epic_moe_forward": "moe",
+    "moe.layer.": "layer.",
+    "moe.experts.": "experts.",
+    "moe.shared.": "shared.",
+    "moe.": "",
+    "config.": "",
+    "epic_": "",
+}
+
+
+def make_words() -> dict[str, str]:
+    """Return all pairs; a name that ends with "." or "_" is a prefix of others."""
+    enumerators = {
+        PREFIXES[field] + word.upper(): repr(word)
+        for field, words in CHOICES.items()
+        for word in words
+    }
+    types = {f"EPIC_{name}": word for name, word in OF_TYPES.items()}
+    return {**enumerators, **types, **PHRASES}
+
+
+WORDS = make_words()
+PATTERN = re.compile(
+    r"(?<![\w./])(?:"
+    + "|".join(re.escape(name) + ("" if name[-1] in "._" else r"(?!\w)") for name in WORDS)
+    + ")"
+)
+
+
+def to_python(sentence: str) -> str:
+    """Return a sentence of the core with the names of Python's arguments and values."""
+    return PATTERN.sub(lambda found: WORDS[found[0]], sentence)

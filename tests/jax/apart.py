@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of test_apart.py, with a program of its own: apart.py WHAT RANK RANKS PORT."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import epic.jax
+import layers
+import reference
+
+T, K, E, H = 5, 2, 8, 16
+LAYER = epic.jax.Layer(E, K)
+
+
+def open_group(rank: int, ranks: int, port: int, **more: Any) -> Any:
+    """Open the group of all processes, which know nothing of each other's programs."""
+    sizes: dict[str, Any] = {"max_tokens": 32, "max_row_bytes": 512, "timeout_ms": 30000, **more}
+    return epic.jax.open(ranks=[rank], num_ranks=ranks, meet=epic.jax.Tcp(port=port), **sizes)
+
+
+def make_rounds(group: Any, ids: Any) -> dict[str, Callable[..., Any]]:
+    """Return functions of x [tokens, H] that double every row by way of its two experts."""
+
+    def steps(x: Any) -> Any:
+        plan = epic.jax.plan(group, LAYER, ids)
+        return epic.jax.combine(plan, epic.jax.dispatch(plan, x)[0])
+
+    def fused(x: Any) -> Any:
+        w = jnp.ones(ids.shape, jnp.float32)
+        plan, recv, slot = epic.jax.plan_dispatch(group, LAYER, ids, x, w)
+        return epic.jax.combine(plan, recv, slot)
+
+    def flat(x: Any) -> Any:
+        plan = epic.jax.plan(group, epic.jax.Layer(E, K, layout="flat"), ids)
+        rows, _, experts = epic.jax.dispatch_flat(plan, x, jnp.ones(ids.shape, jnp.float32))
+        return epic.jax.combine(plan, rows * (experts >= 0).sum(axis=1, keepdims=True))
+
+    def rounded(x: Any) -> Any:
+        plan = epic.jax.plan(group, LAYER, ids)
+        return epic.jax.combine(plan, epic.jax.dispatch(plan, x, quantize="1x32")[0])
+
+    def looped(x: Any) -> Any:
+        return jax.lax.scan(lambda y, _: (fused(y) / 2, None), x, length=3)[0] * 2
+
+    rounds = {"steps": steps, "fused": fused, "flat": flat, "rounded": rounded, "looped": looped}
+    return rounds | {"checkpoint": jax.checkpoint(lambda x: steps(fused(x) / 2))}
+
+
+def check_rounds(rank: int, group: Any, tokens: int, is_used: bool) -> None:
+    """Forward and gradient of each round, jitted; a rank may use nothing of them."""
+    ids = jnp.asarray(np.arange(tokens * K).reshape(tokens, K) * 3 % E, jnp.int32)
+    x = jnp.asarray(np.random.default_rng(rank).integers(-4, 5, (tokens, H)), jnp.float32)
+    for name, function in make_rounds(group, ids).items():
+        forward = jax.jit(lambda x, f=function: f(x) if is_used else (f(x), x)[1])
+
+        def both(x: Any, f: Any = function) -> Any:
+            gradient = jax.grad(lambda x: (f(x) * x).sum())(x)
+            return gradient if is_used else x
+
+        out, gradient = forward(x), jax.jit(both)(x)
+        jax.block_until_ready((out, gradient))
+        if is_used:
+            assert np.array_equal(out, 2 * x), name
+            assert np.array_equal(gradient, 4 * x), name
+    total = jax.jit(lambda v: epic.jax.sum(group, v) if is_used else (epic.jax.sum(group, v), v)[1])
+    one = jax.block_until_ready(total(jnp.ones(3, jnp.float32)))
+    assert not is_used or one.tolist() == [group.num_ranks] * 3
+
+
+def check_layers(rank: int, group: Any, is_busy: bool, is_used: bool) -> None:
+    """The layer in both forms, whose tokens are all on rank 0, against float64."""
+    case = layers.CASES["shared"]
+    case = {name: value for name, value in case.items() if name != "z_coeff"}
+    x, ct = (jnp.asarray(v.reshape(-1, layers.HIDDEN)) for v in layers.arrays())
+    x, ct = (v if is_busy else v[:0] for v in (x, ct))
+    local = layers.EXPERTS // group.num_ranks
+    mine = slice(rank * local, (rank + 1) * local)
+    of_experts = ("w_gate_up", "w_down")
+    weights = {n: w[mine] if n in of_experts else w for n, w in layers.weights(case).items()}
+    options = layers.options(case, group.num_ranks)
+    true = layers.true_step(case, 1)
+    for gemm in (None, jax.lax.ragged_dot):
+
+        def loss_of(x: Any, w: Any, gemm: Any = gemm) -> Any:
+            out = epic.jax.moe(group, options, x, epic.jax.MoeWeights(**w), grouped_gemm=gemm).out
+            return (out * ct).sum(), out
+
+        def run(x: Any, w: Any, loss_of: Any = loss_of) -> Any:
+            found = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(x, w)
+            return found if is_used else x
+
+        found = jax.block_until_ready(jax.jit(run)(x, weights))
+        if not is_used:
+            continue
+        (_, out), (d_x, d_w) = found
+        for name in of_experts:
+            assert reference.relative(d_w[name], true[3][name][mine]) < 5e-6, name
+        if is_busy:
+            assert reference.relative(out, true[0].reshape(out.shape)) < 5e-6
+            assert reference.relative(d_x, true[2].reshape(out.shape)) < 5e-6
+        else:
+            assert out.shape == d_x.shape == (0, layers.HIDDEN)
+            assert not np.any(d_w["w_gate"]) and not np.any(d_w["shared_down"])
+
+
+def run_zero(rank: int, ranks: int, port: int) -> None:
+    """Rank 0 has tokens, the others have none: their calls stay in their programs."""
+    with open_group(rank, ranks, port) as group:
+        check_rounds(rank, group, T if rank == 0 else 0, True)
+        check_layers(rank, group, rank == 0, True)
+        epic.jax.check(group)
+    print("right", flush=True)
+
+
+def run_unused(rank: int, ranks: int, port: int) -> None:
+    """Rank 0 uses what it gets, the others do not: their calls stay in their programs."""
+    with open_group(rank, ranks, port) as group:
+        check_rounds(rank, group, T, rank == 0)
+        check_layers(rank, group, rank == 0, rank == 0)
+        epic.jax.check(group)
+    print("right", flush=True)
+
+
+def run_differs(rank: int, ranks: int, port: int) -> None:
+    """The ranks' layers differ in an argument of Python: the error has its name and values."""
+    ids = jnp.zeros((3, 1), jnp.int32)
+    differ: list[dict[str, Any]] = [
+        {"distinct": True},
+        {"overflow": "drop"},
+        {"partial_type": "float32"},
+    ]
+    for i, one in enumerate(differ):
+        layer = epic.jax.Layer(E, 1)
+        layer = layer if rank == 0 else replace(layer, **one)
+        try:
+            with open_group(rank, ranks, port + i) as group:
+                jax.block_until_ready(epic.jax.plan(group, layer, ids).load)
+        except jax.errors.JaxRuntimeError as error:
+            print(epic.jax.error_code(error), " ".join(str(error).split()), flush=True)
+
+
+if __name__ == "__main__":
+    what, *numbers = sys.argv[1:]
+    globals()[f"run_{what}"](*map(int, numbers))

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks in processes that know nothing of each other's programs: one without tokens, or one that
+uses no result, makes its calls all the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import epic.jax
+import layers
+from conftest import make_mesh
+from epic.jax import call
+from ports import free_port
+
+WORKER = Path(__file__).with_name("apart.py")
+LIMIT = 240
+
+
+def run_apart(what: str, ranks: int) -> list[str]:
+    """Return what each process printed."""
+    port = str(free_port())
+    words = [sys.executable, str(WORKER), what]
+    running = [
+        subprocess.Popen(
+            [*words, str(rank), str(ranks), port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        return [process.communicate(timeout=LIMIT)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("what", ["zero", "unused"])
+def test_every_call_is_made(what: str, ranks: int) -> None:
+    """The steps, all forms of dispatch, sum and the layer, forward and backward, in loops and under
+    jax.checkpoint: right on the rank that has tokens and uses them, and no rank waits in vain."""
+    for said in run_apart(what, ranks):
+        assert said.endswith("right\n"), said[-3000:]
+
+
+def test_names_in_errors_of_several_ranks() -> None:
+    """What differs between ranks is told by Python's argument and its values, with the code."""
+    wanted = ["brought distinct=False, rank 1 brought True", "brought overflow 'error', rank 1 b"]
+    wanted += ["rank 1 brought float32"]
+    for said in run_apart("differs", 2):
+        lines = [line for line in said.splitlines() if line.startswith("EPIC_")]
+        assert len(lines) == len(wanted), said[-3000:]
+        for line, text in zip(lines, wanted, strict=True):
+            assert line.startswith("EPIC_EMISMATCH ") and text in line, line
+
+
+def count_calls(function: Any, *args: Any) -> int:
+    """Return how many of our calls the compiled program has, but for those that keep others."""
+    text = jax.jit(function).lower(*args).compile().as_text() or ""
+    return text.count('custom_call_target="epic_') - text.count('custom_call_target="epic_keep')
+
+
+@pytest.mark.parametrize("tokens", [4, 0])
+def test_calls_of_a_compiled_program(tokens: int, opened: Any) -> None:
+    """As many without tokens where each process has its own program.  On a mesh, where all ranks
+    run one program, XLA drops them on all ranks; results are right."""
+    layer = epic.jax.Layer(8, 2)
+    options = epic.jax.Moe.of(num_experts=8, top_k=2, hidden=16, inner=12)
+    weights = epic.jax.MoeWeights(**layers.weights({}))
+    ids, x = jnp.zeros((tokens, 2), jnp.int32), jnp.zeros((tokens, 16))
+
+    def steps(group: Any, ids: Any, x: Any) -> Any:
+        plan, recv, _ = epic.jax.plan_dispatch(group, layer, ids, x)
+        return epic.jax.combine(plan, recv)
+
+    def gradient(group: Any, ids: Any, x: Any) -> Any:
+        return jax.value_and_grad(lambda x: jnp.square(steps(group, ids, x)).sum())(x)
+
+    with epic.jax.open(name="alone", max_tokens=8, max_row_bytes=64) as alone:
+        assert count_calls(lambda i, x: steps(alone, i, x), ids, x) == 2
+        assert count_calls(lambda i, x: gradient(alone, i, x), ids, x) == 4
+        assert count_calls(lambda x: epic.jax.moe(alone, options, x, weights).out, x) == 1
+    mesh = make_mesh(4)
+    group = opened(mesh)
+    spec = P("ep")
+
+    def inside(function: Any) -> Any:
+        return jax.shard_map(
+            lambda i, x: function(group, i, x), mesh=mesh, in_specs=spec, out_specs=spec
+        )
+
+    run = inside(steps)
+    assert tokens == 0 or count_calls(run, ids, x) == 2
+    assert jax.jit(run)(ids, x).shape == x.shape
+    whole = jax.grad(lambda x: jnp.square(run(ids, x)).sum())
+    assert jax.jit(whole)(x).shape == x.shape
+    out = epic.jax.sharded.moe(mesh, group, options, x, weights)
+    assert out.out.shape == x.shape and int(out.load.sum()) == 2 * tokens
+
+
+def test_checkpoint_and_vmap_of_kept_calls() -> None:
+    """Effects are allowed wherever a collective is; in one process, over two devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("any",))
+    layer = epic.jax.Layer(8, 2)
+    sizes: dict[str, Any] = {"max_tokens": 16, "max_row_bytes": 64}
+    with epic.jax.open(ranks=[0, 1], num_ranks=2, name="two", **sizes) as group:
+        assert call.is_apart(group)
+        ids = jnp.asarray(np.arange(12).reshape(6, 2) % 8, jnp.int32)
+        x = jnp.asarray(np.random.default_rng(0).integers(-4, 5, (6, 16)), jnp.float32)
+
+        def step(ids: Any, x: Any) -> Any:
+            plan, recv, _ = epic.jax.plan_dispatch(group, layer, ids, x)
+            return epic.jax.combine(plan, recv)
+
+        kept = jax.checkpoint(step)
+        one = jax.shard_map(kept, mesh=mesh, in_specs=P("any"), out_specs=P("any"))
+        gradient = jax.jit(jax.grad(lambda x: jnp.square(one(ids, x)).sum()))(x)
+        assert np.array_equal(gradient, 8 * x)
+        many = jax.shard_map(
+            jax.vmap(step), mesh=mesh, in_specs=P(None, "any"), out_specs=P(None, "any")
+        )
+        out = jax.jit(many)(jnp.stack([ids, ids[::-1]]), jnp.stack([x, 3 * x]))
+        assert np.array_equal(out, jnp.stack([2 * x, 6 * x]))
