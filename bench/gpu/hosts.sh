@@ -11,13 +11,19 @@ run() {
     timeout 60 env "$@" || { echo "   ended with $?"; failed=1; }
 }
 failed=0
+# Threads that copy host memory: each spins, so all ranks together leave some cores free.
+ranks=$(nvidia-smi -L | wc -l)
+[ "$ranks" -ge 2 ] || ranks=2
+copiers=$(($(nproc) / ranks - 4))
+[ $copiers -le 14 ] || copiers=14
+[ $copiers -ge 1 ] || copiers=1
 run "$OUT/gpu_wire"
 # What a NIC's kernel is beside must not be loaded while it runs.
 export CUDA_MODULE_LOADING=EAGER
 run EPIC_LOCAL_NIC=16 "$OUT/gpu_wire"
 run EPIC_WIRE=local EPIC_WIRE_MEMORY=gpu EPIC_LOCAL_NIC=16 "$OUT/gpu_hosts" ranks=2 threads=1 sms=32 tokens=1,8,128,4096 idle=0
 run EPIC_WIRE=local EPIC_WIRE_MEMORY=gpu "$OUT/gpu_hosts" tokens=1,8,128,4096
-run EPIC_WIRE=local EPIC_WIRE_MEMORY=host EPIC_LOCAL_THREADS=14 "$OUT/gpu_hosts" threads=1 tokens=1,8,128,4096 idle=0
+run EPIC_WIRE=local EPIC_WIRE_MEMORY=host EPIC_LOCAL_THREADS=$copiers "$OUT/gpu_hosts" threads=1 tokens=1,8,128,4096 idle=0
 run EPIC_WIRE=ucx EPIC_WIRE_MEMORY=host "$OUT/gpu_hosts" tokens=1,8,128,4096
 run EPIC_WIRE=ucx EPIC_WIRE_MEMORY=host "$OUT/gpu_hosts" local=2 tokens=1,8,128,4096 idle=0
 run "$OUT/gpu_hosts" backend=p2p tokens=1,8,128,4096 idle=0

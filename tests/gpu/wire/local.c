@@ -10,8 +10,6 @@
  * gone. */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
-#include <sched.h>
-#include <semaphore.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -70,9 +68,10 @@ typedef struct peer {
 struct wire {
     wire_setup setup;
     int device, num_copiers, leave;
-    int asleep; /* the thread that asks, until */
-    sem_t awake;
-    nic *nic; /* NULL: copy engines */
+    int num_asleep; /* threads that sleep, or are about to */
+    pthread_mutex_t lock;
+    pthread_cond_t awake; /* signalled when a job is posted while threads sleep */
+    nic *nic;             /* NULL: copy engines */
     uint64_t
         *words; /* [num_hosts][DEPTH], on GPUs in pinned memory; behind them those of `left` */
     peer peers[WIRE_MAX_HOSTS];
@@ -116,15 +115,46 @@ static void copy_words(const job *j)
     __atomic_store_n(j->left, 1, __ATOMIC_RELEASE);
 }
 
+/* Wakes all threads that sleep: only the one that a job is for would do, and which one is not known. */
+static void wake_threads(wire *w)
+{
+    if (!__atomic_load_n(&w->num_asleep, __ATOMIC_SEQ_CST)) return;
+    pthread_mutex_lock(&w->lock);
+    pthread_cond_broadcast(&w->awake);
+    pthread_mutex_unlock(&w->lock);
+}
+
+/* Sleeps until `is_wanted`. The count goes up before the first look: a thread that posts a job later
+ * sees it. */
+static void sleep_until(wire *w, bool (*is_wanted)(const wire *, uint64_t), uint64_t number)
+{
+    pthread_mutex_lock(&w->lock);
+    __atomic_add_fetch(&w->num_asleep, 1, __ATOMIC_SEQ_CST);
+    while (!is_wanted(w, number)) pthread_cond_wait(&w->awake, &w->lock);
+    __atomic_sub_fetch(&w->num_asleep, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&w->lock);
+}
+
+static bool has_job(const wire *w, uint64_t number)
+{
+    return __atomic_load_n(&w->jobs[ROWS].posted, __ATOMIC_SEQ_CST) > number ||
+           __atomic_load_n(&w->leave, __ATOMIC_SEQ_CST);
+}
+
+/* Spins before it sleeps, and never calls sched_yield(): that gives the core to another spinning thread for
+ * a whole time slice. With 14 threads a rank, one token took 4.9 ms so (4 H100, 64 cores). */
 static void *run_copier(void *self)
 {
     wire *w = self;
     jobs *all = &w->jobs[ROWS];
     for (;;) {
         const uint64_t mine = __atomic_fetch_add(&all->taken, 1, __ATOMIC_RELAXED);
-        while (__atomic_load_n(&all->posted, __ATOMIC_ACQUIRE) <= mine) {
+        for (int idle = 0; __atomic_load_n(&all->posted, __ATOMIC_ACQUIRE) <= mine; idle++) {
             if (__atomic_load_n(&w->leave, __ATOMIC_ACQUIRE)) return NULL;
-            sched_yield();
+            __builtin_ia32_pause();
+            if (idle < PATIENCE) continue;
+            sleep_until(w, has_job, mine);
+            idle = 0;
         }
         copy_words(&all->at[mine % JOBS]);
     }
@@ -193,16 +223,9 @@ static bool awaits_some(const wire *w)
     return false;
 }
 
-static bool any_posted(const wire *w)
+static bool has_any_job(const wire *w, uint64_t number)
 {
-    return is_posted(&w->jobs[URGENT]) || is_posted(&w->jobs[ROWS]);
-}
-
-static void nap_until_posted(wire *w)
-{
-    __atomic_store_n(&w->asleep, 1, __ATOMIC_SEQ_CST);
-    if (!any_posted(w) && !__atomic_load_n(&w->leave, __ATOMIC_SEQ_CST)) sem_wait(&w->awake);
-    __atomic_store_n(&w->asleep, 0, __ATOMIC_SEQ_CST);
+    return is_posted(&w->jobs[URGENT]) || has_job(w, number);
 }
 
 static void *run_asker(void *self)
@@ -212,14 +235,9 @@ static void *run_asker(void *self)
     for (int idle = 0; !__atomic_load_n(&w->leave, __ATOMIC_ACQUIRE);) {
         const int moved = ask_next(w) + see_all(w);
         idle = moved || awaits_some(w) ? 0 : idle + 1;
-        if (idle > PATIENCE) nap_until_posted(w);
+        if (idle > PATIENCE) sleep_until(w, has_any_job, w->jobs[ROWS].taken);
     }
     return NULL;
-}
-
-static void wake_asker(wire *w)
-{
-    if (__atomic_exchange_n(&w->asleep, 0, __ATOMIC_SEQ_CST)) sem_post(&w->awake);
 }
 
 static int num_copiers(void)
@@ -265,7 +283,8 @@ static epic_result open_wire(wire **out, const wire_setup *setup, void *bytes, c
     wire *w = calloc(1, sizeof *w);
     if (!w) return refused(why, "host memory", cudaErrorMemoryAllocation);
     w->setup = *setup;
-    sem_init(&w->awake, 0, 0);
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->awake, NULL);
     const epic_result result = prepare(w, bytes, why);
     if (result == EPIC_OK)
         *out = w;
@@ -321,7 +340,6 @@ static epic_result connect_all(wire *w, const void *cards, char *why)
         const epic_result result = h == w->setup.host ? EPIC_OK : connect_host(w, h, &c, why);
         if (result != EPIC_OK) return result;
     }
-    if (w->nic) CUDA(nic_start(w->nic), "a NIC");
     start_threads(w);
     return EPIC_OK;
 }
@@ -344,7 +362,7 @@ static bool copy(wire *w, peer *p, uint64_t to, const void *from, uint32_t bytes
         return false;
     all->at[all->posted % JOBS] = (job){p->inbox + to, from, bytes, left, &p->lanes[lane]};
     __atomic_store_n(&all->posted, all->posted + 1, __ATOMIC_SEQ_CST);
-    if (w->setup.on_gpu) wake_asker(w);
+    wake_threads(w);
     return true;
 }
 
@@ -375,6 +393,7 @@ static bool word(wire *w, int host, uint64_t to, uint64_t value)
 static int look(wire *w)
 {
     int moved = 0;
+    if (w->nic) nic_run(w->nic);
     for (int h = 0; h < w->setup.num_hosts; h++) {
         peer *p = &w->peers[h];
         for (; p->finished < p->given; p->finished++, moved++)
@@ -431,12 +450,13 @@ static void close_wire(wire *w)
     if (!w) return;
     for (int i = 0; i < 1000 && !is_all_done(w); i++) usleep(100);
     __atomic_store_n(&w->leave, 1, __ATOMIC_SEQ_CST);
-    wake_asker(w);
+    wake_threads(w);
     for (int i = 0; i < w->num_copiers; i++) pthread_join(w->copiers[i], NULL);
     nic_close(w->nic);
     for (int h = 0; h < WIRE_MAX_HOSTS; h++) let_go(&w->peers[h]);
     if (w->words) (void)cudaFreeHost(w->words);
-    sem_destroy(&w->awake);
+    pthread_cond_destroy(&w->awake);
+    pthread_mutex_destroy(&w->lock);
     free(w);
 }
 

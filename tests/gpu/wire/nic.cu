@@ -6,15 +6,14 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #define ENTRIES 256 /* of a ring, */
 #define LIST 64     /* and of the list */
 #define AHEAD 4     /* entries of a ring that are polled at once */
 #define THREADS 256
-#define GANG 4  /* CTAs that copy together */
-#define DEPTH 4 /* vectors of a thread under way */
-#define LONGEST_MS 5000
+#define GANG 4          /* CTAs that copy together */
+#define DEPTH 4         /* vectors of a thread under way */
+#define IDLE_NS 5000000 /* without an entry, after which the kernel ends until the next put */
 
 struct entry { /* addresses have 48 bits; `seq` is in both halves, as they are read apart */
     uint64_t to, from_seq;
@@ -32,8 +31,7 @@ struct board { /* on the GPU */
 };
 
 struct nic {
-    bool runs;
-    int ctas;
+    int device, ctas;
     double speed;
     entry *rings; /* [NIC_RINGS][ENTRIES] in host memory */
     int *leave;
@@ -41,17 +39,18 @@ struct nic {
     cudaStream_t stream;
     uint64_t given[NIC_RINGS];
     uint64_t *taken; /* [NIC_RINGS] in host memory */
+    uint64_t *ended; /* in host memory: the number of the last launch that has ended */
+    uint64_t launches;
 };
 
 struct shared_part { /* of a nic, for its kernel */
     entry *rings;
-    uint64_t *taken;
+    uint64_t *taken, *ended;
     const int *leave;
     board *all;
+    uint64_t launch;
     double ns_a_byte;
 };
-
-static int running; /* NICs of this process */
 
 static __device__ __forceinline__ uint64_t now_ns()
 {
@@ -95,7 +94,8 @@ static __device__ void deal(board *all, uint64_t &dealt, const item &next)
 static __device__ void deal_all(const shared_part &p)
 {
     const int lane = threadIdx.x, ring = lane / (2 * AHEAD), half = lane % 2;
-    uint64_t taken[NIC_RINGS] = {}, dealt = 0, free_at = 0;
+    uint64_t taken[NIC_RINGS], dealt = 0, free_at = 0, idle_since = now_ns();
+    for (int i = 0; i < NIC_RINGS; i++) taken[i] = *(volatile uint64_t *)&p.taken[i];
     for (;;) {
         ulonglong2 q = {};
         const uint64_t number = ring < NIC_RINGS ? taken[ring] + lane / 2 % AHEAD : 0;
@@ -126,8 +126,11 @@ static __device__ void deal_all(const shared_part &p)
                       (uint64_t)((double)next.bytes * p.ns_a_byte);
             *(volatile uint64_t *)&p.taken[its] = taken[its];
         }
-        if (come == 0 && leave) break;
+        if (come) idle_since = now_ns();
+        const bool is_idle = now_ns() - idle_since > IDLE_NS;
+        if (come == 0 && __any_sync(~0u, leave || is_idle)) break;
     }
+    if (lane == 0) *(volatile uint64_t *)p.ended = p.launch;
     for (int i = 0; lane == 0 && i < (int)(gridDim.x - 1) / GANG; i++)
         deal(p.all, dealt, item{0, 0, 0, 0, 0});
 }
@@ -189,28 +192,16 @@ static cudaError_t prepare(nic *n)
 {
     void *memory = NULL;
     const size_t rings = NIC_RINGS * ENTRIES * sizeof(entry), words = NIC_RINGS * 8;
-    cudaError_t error = cudaHostAlloc(&memory, rings + words + 8, cudaHostAllocMapped);
+    cudaError_t error = cudaHostAlloc(&memory, rings + words + 16, cudaHostAllocMapped);
     if (error != cudaSuccess) return error;
-    memset(memory, 0, rings + words + 8);
+    memset(memory, 0, rings + words + 16);
     n->rings = (entry *)memory;
     n->taken = (uint64_t *)((char *)memory + rings);
-    n->leave = (int *)((char *)memory + rings + words);
+    n->ended = n->taken + NIC_RINGS;
+    n->leave = (int *)(n->ended + 1);
     error = cudaMalloc((void **)&n->all, sizeof *n->all);
     if (error != cudaSuccess) return error;
-    error = cudaMemset(n->all, 0, sizeof *n->all);
-    if (error != cudaSuccess) return error;
     return cudaStreamCreateWithFlags(&n->stream, cudaStreamNonBlocking);
-}
-
-cudaError_t nic_start(nic *n)
-{
-    const shared_part part = {n->rings, n->taken, n->leave, n->all,
-                              n->speed > 0 ? 1 / n->speed : 0};
-    run_nic<<<n->ctas + 1, THREADS, 0, n->stream>>>(part);
-    const cudaError_t error = cudaGetLastError();
-    n->runs = error == cudaSuccess;
-    if (n->runs) __atomic_add_fetch(&running, 1, __ATOMIC_ACQ_REL);
-    return error;
 }
 
 cudaError_t nic_open(nic **out, int ctas, double speed)
@@ -219,12 +210,39 @@ cudaError_t nic_open(nic **out, int ctas, double speed)
     if (!n) return cudaErrorMemoryAllocation;
     n->ctas = (ctas + GANG - 1) / GANG * GANG;
     n->speed = speed;
-    const cudaError_t error = prepare(n);
+    cudaError_t error = cudaGetDevice(&n->device);
+    if (error == cudaSuccess) error = prepare(n);
     if (error == cudaSuccess)
         *out = n;
     else
         nic_close(n);
     return error;
+}
+
+static bool has_waiting_entry(const nic *n)
+{
+    for (int i = 0; i < NIC_RINGS; i++)
+        if (n->given[i] != __atomic_load_n(&n->taken[i], __ATOMIC_ACQUIRE)) return true;
+    return false;
+}
+
+/* A kernel that never ended would block every call of CUDA that waits for the device or allocates
+ * memory: epic_close() makes such calls. So the kernel ends when it is idle, and a put starts it again. */
+void nic_run(nic *n)
+{
+    if (__atomic_load_n(n->ended, __ATOMIC_ACQUIRE) != n->launches || !has_waiting_entry(n))
+        return;
+    const shared_part part = {n->rings,
+                              n->taken,
+                              n->ended,
+                              n->leave,
+                              n->all,
+                              n->launches + 1,
+                              n->speed > 0 ? 1 / n->speed : 0};
+    if (cudaSetDevice(n->device) != cudaSuccess) return;
+    if (cudaMemsetAsync(n->all, 0, sizeof *n->all, n->stream) != cudaSuccess) return;
+    run_nic<<<n->ctas + 1, THREADS, 0, n->stream>>>(part);
+    if (cudaGetLastError() == cudaSuccess) n->launches++;
 }
 
 bool nic_put(nic *n, int ring, void *to, const void *from, uint32_t bytes, int *left)
@@ -237,24 +255,15 @@ bool nic_put(nic *n, int ring, void *to, const void *from, uint32_t bytes, int *
     __atomic_store_n(&e->from_seq, (uint64_t)from | seq, __ATOMIC_RELEASE);
     __atomic_store_n(&e->left_seq, (uint64_t)left | seq, __ATOMIC_RELEASE);
     n->given[ring]++;
+    nic_run(n);
     return true;
-}
-
-/* Who frees memory waits for the kernels of all ranks of the process, and lets none of them call CUDA
- * meanwhile: so all end first, or have had a while to. */
-static void stop(nic *n)
-{
-    __atomic_store_n(n->leave, 1, __ATOMIC_RELEASE);
-    (void)cudaStreamSynchronize(n->stream);
-    __atomic_sub_fetch(&running, 1, __ATOMIC_ACQ_REL);
-    for (int ms = 0; ms < LONGEST_MS && __atomic_load_n(&running, __ATOMIC_ACQUIRE); ms++)
-        usleep(1000);
 }
 
 void nic_close(nic *n)
 {
     if (!n) return;
-    if (n->runs) stop(n);
+    if (n->leave) __atomic_store_n(n->leave, 1, __ATOMIC_RELEASE);
+    if (n->stream) (void)cudaStreamSynchronize(n->stream);
     if (n->stream) (void)cudaStreamDestroy(n->stream);
     if (n->all) (void)cudaFree(n->all);
     if (n->rings) (void)cudaFreeHost(n->rings);

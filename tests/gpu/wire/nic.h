@@ -17,18 +17,19 @@ enum { NIC_URGENT, NIC_ROWS, NIC_RINGS }; /* what is urgent goes first */
 
 typedef struct nic nic;
 
-/* On the current device: `ctas` that copy, and one that deals; GB/s, 0: as fast as they can. */
+/* Opens a NIC of `speed` GB/s (0: as fast as it can) on the current device: `ctas` thread blocks copy, and
+ * one more deals. Its kernel runs from a put until it has been idle for 5 ms. */
 cudaError_t nic_open(nic **out, int ctas, double speed);
-
-/* When all ranks here have their memory: calls of CUDA that allocate or free wait for a kernel that
- * runs until the NIC is closed. */
-cudaError_t nic_start(nic *n);
 
 /* Memory that the GPU sees, multiples of 8; *left becomes 1 in host memory that it sees, too.
  * False: come again. */
 bool nic_put(nic *n, int ring, void *to, const void *from, uint32_t bytes, int *left);
 
-/* NULL is allowed; what was asked for is copied. */
+/* Starts the kernel again if it has ended and an entry waits. Call it while a put is not done: a put that
+ * came while the kernel ended is not seen otherwise. */
+void nic_run(nic *n);
+
+/* Copies what was put, then frees the NIC. NULL is allowed. */
 void nic_close(nic *n);
 
 #ifdef __cplusplus
