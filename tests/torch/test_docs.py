@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guide's program runs, as its first line says."""
+"""Runs the programs of README and of the guide for PyTorch."""
 
 import dataclasses
 import inspect
@@ -7,69 +7,54 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 import torch
 
 import epic.torch
+from pages import ROOT, Program, find_block, list_pages, list_programs
 from ports import free_port
 
-DOCS = Path(__file__).parents[2] / "docs"
-GUIDE = DOCS / "guide/torch.md"
+GUIDE = ROOT / "docs/guide/torch.md"
 ADAPTERS = {"megatron", "titan"}  # modules that need their packages
 
 
-def test_the_layer(tmp_path: Path) -> None:
-    """With 4 processes."""
-    text = GUIDE.read_text().split("## A layer")[1]
-    code = re.search(r"\n\n((?: {4}.*\n|\n)+)", text)
-    assert code is not None
+def run_processes(script: Path, processes: int) -> None:
+    """Run a script under torchrun."""
+    words = ["--nproc-per-node", str(processes), "--master-port", str(free_port()), str(script)]
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
+
+
+@pytest.mark.parametrize(
+    "program", list_programs("torch"), ids=lambda program: f"{program.page}-{program.number}"
+)
+def test_programs(program: Program, tmp_path: Path) -> None:
+    """Run every whole program of the guide, with as many processes as its first line says."""
+    begin = ""
+    if "transformers" in program.text:
+        pytest.importorskip("transformers", reason="there is no transformers package")
+        from test_pretrained import model_of
+
+        model_of("Qwen3Moe").save_pretrained(tmp_path / "model")
+        begin = f"folder = {str(tmp_path / 'model')!r}\n"
+    elif re.search(r"import (megatron|torchtitan)", program.text):
+        pytest.skip("needs the package of the framework")
     script = tmp_path / "this.py"
-    script.write_text("\n".join(line[4:] for line in code[1].splitlines()))
-    words = ["--nproc-per-node", "4", "--master-port", str(free_port()), str(script)]
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
-
-
-def test_transformers(tmp_path: Path) -> None:
-    """The page's program, with 2 processes and a small model in its folder."""
-    pytest.importorskip("transformers", reason="there is no transformers package")
-    from test_pretrained import model_of
-
-    folder, script = tmp_path / "model", tmp_path / "this.py"
-    model_of("Qwen3Moe").save_pretrained(folder)
-    begin = f"import torch\nfolder = {str(folder)!r}\nids = prompt = torch.tensor([[5, 6, 7]])\n"
-    block = page_of(DOCS / "guide/frameworks.md", "# torchrun --nproc-per-node 4 this.py")
-    script.write_text(begin + block)
-    words = ["--nproc-per-node", "2", "--master-port", str(free_port()), str(script)]
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
-
-
-def page_of(guide: Path, begin: str) -> str:
-    """As block_of, with the empty lines between."""
-    text = guide.read_text()
-    code = re.search(r"(?:^ {4}.*\n|^\n)+", text[text.index(f"    {begin}") :], re.MULTILINE)
-    assert code is not None
-    return dedent(code[0])
+    script.write_text(begin + program.text)
+    run_processes(script, program.processes)
 
 
 def test_names() -> None:
-    """Every name of epic.torch that the guides have is there."""
-    for guide in (GUIDE, DOCS / "guide/frameworks.md"):
-        names = set(re.findall(r"epic\.torch\.([A-Za-z_0-9]+)", guide.read_text()))
-        assert {n for n in names - ADAPTERS if not hasattr(epic.torch, n)} == set()
-
-
-def block_of(guide: Path, begin: str) -> str:
-    """The indented lines of a guide that begin with these words."""
-    text = guide.read_text()
-    code = re.search(r"(?:^ {4}.*\n)+", text[text.index(f"    {begin}") :], re.MULTILINE)
-    assert code is not None
-    return dedent(code[0])
+    """Every name of epic.torch that the documentation uses exists."""
+    for page in list_pages():
+        text = page.read_text(encoding="utf-8")
+        names = set(re.findall(r"epic\.torch\.([A-Za-z_0-9]+)", text))
+        missing = {n for n in names - ADAPTERS if not hasattr(epic.torch, n)}
+        assert missing == set(), page
 
 
 def test_the_steps() -> None:
-    """As they stand there, one after the other, for a rank alone."""
+    """Run the blocks of the guide that use the steps, for a group of one rank."""
     options = epic.torch.Moe.of(num_experts=4, top_k=2, hidden=8, inner=16)
     tokens, weights = torch.ones(6, 8), torch.full((6, 2), 0.5)
     topk_idx = torch.tensor([[0, 3], [1, 2]] * 3)
@@ -85,14 +70,14 @@ def test_the_steps() -> None:
             "weights": weights,
             "x": torch.ones(3),
         }
-        exec(block_of(GUIDE, "plan                     = "), names)
+        exec(find_block(GUIDE, "plan = "), names)
         assert names["out"].shape == (6, 8) and names["out"][0, 0] > 0
         assert torch.equal(names["recv"].sum(), 2 * tokens.sum())
         assert names["total"].tolist() == [1, 1, 1]
         flat = dataclasses.replace(options.layer, layout="flat")
         names["plan"] = epic.torch.plan(group, flat, topk_idx)
         names["y"] = torch.zeros(names["plan"].capacity, 8)
-        exec(block_of(GUIDE, "recv, weights, experts = "), names)
+        exec(find_block(GUIDE, "recv, weights, experts = "), names)
         assert sorted(names["experts"][0].tolist()) == [0, 3]
         assert not names["out"].any()
 

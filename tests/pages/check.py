@@ -3,10 +3,10 @@
 """What the documentation says about the tree is so: links lead somewhere, anchors are headings,
 the README's picture is what its script draws, and C in the documentation compiles.
 
-Commands name what there is (docs_commands.py).  Whole programs, and the commands of
+Commands name what there is (commands.py).  Whole programs, and the commands of
 docs/guide/traces.md, run too, as one rank, where a library is given.
 
-usage: docs.py [--library LIBEPIC] CC [FLAG...]"""
+usage: check.py [--library LIBEPIC] CC [FLAG...]"""
 
 import os
 import re
@@ -15,9 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs_commands import bad_commands, bad_runs
+from commands import bad_commands, bad_runs
+from pages import ROOT, list_blocks, list_pages
 
-ROOT = Path(__file__).resolve().parents[1]
 # What a block that is a part of a program stands in; a whole one includes its own headers.
 BEFORE = {
     "docs/guide/launching.md": "#include <mpi.h>\n#include <epic/epic.h>\n"
@@ -30,14 +30,6 @@ BEFORE = {
     "extern const epic_transport transport;\n",
 }
 AFTER = {"docs/guide/launching.md": "    return 0;\n}\n"}
-
-
-def pages() -> list[Path]:
-    """Every Markdown file of the tree."""
-    found = [
-        p for pattern in ("*.md", "docs/**/*.md", ".github/**/*.md") for p in ROOT.glob(pattern)
-    ]
-    return sorted(found)
 
 
 def without_code(text: str) -> str:
@@ -59,7 +51,7 @@ def anchors(page: Path) -> set[str]:
 def bad_links() -> list[str]:
     """Of each page; addresses of the web are not asked."""
     bad = []
-    for page in pages():
+    for page in list_pages():
         text = without_code(page.read_text(encoding="utf-8"))
         links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
         for link in links:
@@ -86,9 +78,9 @@ def missing_pages() -> list[str]:
 def bad_code(compiler: list[str]) -> tuple[int, list[str]]:
     """How many blocks of C there are, and those that do not compile."""
     num, bad = 0, []
-    for page in pages():
+    for page in list_pages():
         name = str(page.relative_to(ROOT))
-        for block in re.findall(r"^```c\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+        for block in list_blocks(page, "c"):
             num += 1
             whole = (
                 block if "#include" in block else BEFORE.get(name, "") + block + AFTER.get(name, "")
@@ -107,13 +99,25 @@ def bad_code(compiler: list[str]) -> tuple[int, list[str]]:
     return num, bad
 
 
+def bad_python() -> list[str]:
+    """Blocks of Python that do not parse.  The tests of the packages run them."""
+    bad = []
+    for page in list_pages():
+        for block in list_blocks(page, "python"):
+            try:
+                compile(block, str(page.relative_to(ROOT)), "exec")
+            except SyntaxError as error:
+                bad.append(f"{page.relative_to(ROOT)}: {error}: {error.text}")
+    return bad
+
+
 def bad_programs(compiler: list[str], library: Path) -> tuple[int, list[str]]:
     """Those that have a main and do not end well; how many there are."""
     num, bad = 0, []
     strangers = ("RANK", "WORLD_SIZE", "EPIC_", "OMPI_", "PMI", "SLURM")
     alone = {k: v for k, v in os.environ.items() if not k.startswith(strangers)}
-    for page in pages():
-        for block in re.findall(r"^```c\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+    for page in list_pages():
+        for block in list_blocks(page, "c"):
             if "int main(" not in block:
                 continue
             num += 1
@@ -156,7 +160,7 @@ def has_mpi(compiler: list[str]) -> bool:
 
 def main() -> int:
     """1: something is not so."""
-    bad = bad_links() + missing_pages()
+    bad = bad_links() + missing_pages() + bad_python()
     drawn = subprocess.run([sys.executable, str(ROOT / "tools/picture.py"), "--check"], check=False)
     if drawn.returncode:
         bad.append("docs/step-*.svg: run tools/picture.py")
@@ -167,7 +171,7 @@ def main() -> int:
         library, arguments = Path(arguments[1]), arguments[2:]
     num, code = bad_code([*arguments, *flags])
     bad += code
-    said, commands = bad_commands(pages(), library.parent.parent / "bin" if library else None)
+    said, commands = bad_commands(list_pages(), library.parent.parent / "bin" if library else None)
     bad += commands
     ran = traced = 0
     if library:
@@ -175,7 +179,7 @@ def main() -> int:
         traced, runs = bad_traces([*arguments, *flags], library)
         bad += programs + runs
     print("\n".join(bad))
-    print(f"{len(pages())} pages, {num} blocks of C, {ran} programs run, {said} commands, "
+    print(f"{len(list_pages())} pages, {num} blocks of C, {ran} programs run, {said} commands, "
           f"{traced} run, {len(bad)} things wrong")  # fmt: skip
     few = num < 7 or said < 100 or (library and (ran < 4 or traced < 12))
     return 1 if bad or few else 0

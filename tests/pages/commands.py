@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OURS = ("epic-trace", "epic-place", "epic-info", "epic-sim")
 FILES = re.compile(r"^(?:examples|bench|tests|tools)/[\w/.-]+\.(?:py|sh)$")
 
