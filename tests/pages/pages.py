@@ -46,7 +46,7 @@ def list_programs(package: str) -> list[Program]:
     found = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]:
         for number, text in enumerate(list_blocks(page, "python")):
-            if re.search(rf"^(?:import|from) .*\bepic\.{package}\b", text, re.M):
+            if re.search(rf"^import .*\bepic\.{package}\b", text, re.M):
                 wanted = re.match(r"# torchrun --nproc-per-node (\d+) ", text)
                 processes = int(wanted[1]) if wanted else 1
                 found.append(Program(page.stem, number, processes, text))
