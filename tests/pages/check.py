@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation says about the tree is so: links lead somewhere, anchors are headings,
-the README's picture is what its script draws, and C in the documentation compiles.
+"""Checks the documentation: links, anchors, code blocks, commands and the picture.
 
-Commands name what there is (commands.py).  Whole programs, and the commands of
-docs/guide/traces.md, run too, as one rank, where a library is given.
+Links must lead to files and headings, every page must be in the menu of the site, C blocks must
+compile, Python blocks must parse, and commands must name targets, files and options that exist
+(commands.py).  With a library the whole C programs and the commands of docs/guide/traces.md run
+too, as one rank.
 
 usage: check.py [--library LIBEPIC] CC [FLAG...]"""
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from commands import bad_commands, bad_runs
 from pages import ROOT, list_blocks, list_pages
 
-# What a block that is a part of a program stands in; a whole one includes its own headers.
+# Text around blocks that are parts of a program.  Whole programs include their own headers.
 BEFORE = {
     "docs/guide/launching.md": "#include <mpi.h>\n#include <epic/epic.h>\n"
     "int main(int argc, char **argv)\n{\n    int level;\n    epic_context *ctx;\n",
@@ -33,13 +34,13 @@ AFTER = {"docs/guide/launching.md": "    return 0;\n}\n"}
 
 
 def without_code(text: str) -> str:
-    """Blocks and spans of code taken out: what looks like a link there is none."""
+    """Remove blocks and spans of code, in which nothing is a link."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     return re.sub(r"`[^`\n]*`", "", text)
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes from the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     found = set()
     for heading in re.findall(r"^#+ (.*)$", text, flags=re.M):
@@ -49,7 +50,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def bad_links() -> list[str]:
-    """Of each page; addresses of the web are not asked."""
+    """Return dead links and anchors of all pages; addresses of the web are not opened."""
     bad = []
     for page in list_pages():
         text = without_code(page.read_text(encoding="utf-8"))
@@ -68,7 +69,7 @@ def bad_links() -> list[str]:
 
 
 def missing_pages() -> list[str]:
-    """Pages, other than those of docs/lab, that the menu of the site does not have."""
+    """Return pages, other than those of docs/lab, that the menu of the site does not have."""
     menu = (ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8")
     names = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     return [f"docs/{name} is not in the menu of docs/mkdocs.yml" for name in sorted(names)
@@ -76,7 +77,7 @@ def missing_pages() -> list[str]:
 
 
 def bad_code(compiler: list[str]) -> tuple[int, list[str]]:
-    """How many blocks of C there are, and those that do not compile."""
+    """Count the C blocks, and return those that do not compile."""
     num, bad = 0, []
     for page in list_pages():
         name = str(page.relative_to(ROOT))
@@ -100,7 +101,7 @@ def bad_code(compiler: list[str]) -> tuple[int, list[str]]:
 
 
 def bad_python() -> list[str]:
-    """Blocks of Python that do not parse.  The tests of the packages run them."""
+    """Return Python blocks that do not parse.  The tests of the packages run them."""
     bad = []
     for page in list_pages():
         for block in list_blocks(page, "python"):
@@ -112,7 +113,7 @@ def bad_python() -> list[str]:
 
 
 def bad_programs(compiler: list[str], library: Path) -> tuple[int, list[str]]:
-    """Those that have a main and do not end well; how many there are."""
+    """Run the C blocks that have a main; count them, and return those that fail."""
     num, bad = 0, []
     strangers = ("RANK", "WORLD_SIZE", "EPIC_", "OMPI_", "PMI", "SLURM")
     alone = {k: v for k, v in os.environ.items() if not k.startswith(strangers)}
@@ -136,7 +137,7 @@ def bad_programs(compiler: list[str], library: Path) -> tuple[int, list[str]]:
 
 
 def bad_traces(compiler: list[str], library: Path) -> tuple[int, list[str]]:
-    """What docs/guide/traces.md does with a trace: here of README's example, with more experts."""
+    """Run the commands of docs/guide/traces.md on a trace of examples/step.c with more experts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         link = [str(library), f"-Wl,-rpath,{library.parent}", "-o", str(folder / "step")]
@@ -153,13 +154,13 @@ def bad_traces(compiler: list[str], library: Path) -> tuple[int, list[str]]:
 
 
 def has_mpi(compiler: list[str]) -> bool:
-    """Is there an mpi.h?"""
+    """Return whether the compiler finds mpi.h."""
     command = [*compiler, "-fsyntax-only", "-include", "mpi.h", "-x", "c", "/dev/null"]
     return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def main() -> int:
-    """1: something is not so."""
+    """Return 1 if something is wrong."""
     bad = bad_links() + missing_pages() + bad_python()
     drawn = subprocess.run([sys.executable, str(ROOT / "tools/picture.py"), "--check"], check=False)
     if drawn.returncode:
