@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make docs`: the documentation as a site, build/docs/site, the reference made from the header; a
-# link that leads nowhere is an error.  docs/requirements.txt has what makes it.
+# `make docs` builds the documentation as a site in build/docs/site, with references from the header
+# and the docstrings.  A dead link is an error.  Look at it with python3 -m http.server -d FOLDER.
 .PHONY: docs
 DOCS_PYTHON ?= python3
 docs:

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One step of a Mixture-of-Experts layer: tokens to experts and home again.
+/* One step of a Mixture-of-Experts layer: sends tokens to their experts and sums what returns.
  *
  *     build/examples/step                                                    one rank
  *     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=2900 build/examples/step &
@@ -31,7 +31,7 @@ static int failed(epic_step *step)
 int main(void)
 {
     float tokens[TOKENS][HIDDEN], weights[TOKENS][TOP_K], out[TOKENS][HIDDEN];
-    int32_t chosen[TOKENS][TOP_K]; /* what a router would say */
+    int32_t chosen[TOKENS][TOP_K]; /* the experts of each token, as a router chooses them */
     for (int t = 0; t < TOKENS; t++) {
         for (int h = 0; h < HIDDEN; h++) tokens[t][h] = (float)(t + 1);
         for (int k = 0; k < TOP_K; k++) {
@@ -52,7 +52,7 @@ int main(void)
     run_experts(&slots);
     if (epic_step_combine(step, out)) return failed(step);
     for (int t = 0; t < TOKENS; t++)
-        printf("token %d went out as %g and came home as %g\n", t, tokens[t][0], out[t][0]);
+        printf("token %d left as %g and returned as %g\n", t, tokens[t][0], out[t][0]);
     epic_step_close(step);
     return 0;
 }

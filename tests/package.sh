@@ -26,7 +26,7 @@ stranger() { # build folder, EPIC_FROM, CMake arguments
 
 runs() { # program, where libepic.so is
     LD_LIBRARY_PATH=${2-} "$1" >"$here/out" 2>&1 || fail "$1: $(cat "$here/out")"
-    grep -q 'token 3 went out as 4 and came home as 19' "$here/out" || fail "$1: $(cat "$here/out")"
+    grep -q 'token 3 left as 4 and returned as 19' "$here/out" || fail "$1: $(cat "$here/out")"
 }
 
 # What the build is told of as EPIC_OPENBLAS is loaded where the system has none.

@@ -20,9 +20,9 @@ walk_c() {
     echo "== C"
     make install prefix="$here/c" >"$here/log" 2>&1 || { cat "$here/log"; exit 1; }
     lib=$(dirname "$(find "$here/c" -name libepic.so)")
-    awk '/^```c$/ { on = 1; next } /^```$/ { on = 0 } on' README.md >"$here/step.c"
+    awk '/^```c$/ { on = 1; next } /^```$/ { on = 0 } on' docs/guide/quickstart.md >"$here/step.c"
     (cd "$here" && cc step.c -Ic/include -L"$lib" -lepic -Wl,-rpath,"$lib" -o step && ./step >out)
-    said "$here/out" 'token 3 went out as 4 and came home as 19'
+    said "$here/out" 'token 3 left as 4 and returned as 19'
     make uninstall >/dev/null
 }
 

@@ -15,6 +15,7 @@ RANKS, LOCAL, TOKENS = 3, 2, 2  # ranks, experts of a rank, tokens of a rank
 CHOSEN = [[(0, 3), (2, 5)], [(1, 2), (3, 4)], [(0, 4), (1, 5)]]  # [rank][token]: its experts
 WIDTH, BAND, TOP, CELL = 960, 124, 74, 24
 HOME, AWAY, BACK = 96, 440, 840  # left edges: tokens, slots, sums
+SLAB = 78 + 3 * (CELL + 4)  # width of an expert's box
 PALETTES = {
     "light": {
         "page": "#ffffff", "band": "#f3f5f8", "ink": "#1f2933", "faint": "#66737f",
@@ -99,21 +100,20 @@ class Sheet:
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" '
             f'width="{WIDTH}" height="{self.height}" font-family="sans-serif" role="img">\n'
-            "<title>One step: each token's row goes to the ranks of its experts and comes home "
-            "as a sum</title>\n"
+            "<title>One step: each token's row goes to the ranks of its experts, and their "
+            "weighted sum returns</title>\n"
             f'<rect width="{WIDTH}" height="{self.height}" fill="{self.palette["page"]}"/>\n'
         )
         return head + "\n".join(self.lines) + "\n</svg>\n"
 
 
 def draw_ways(sheet: Sheet, places: dict[tuple[int, int, int], int]) -> None:
-    """One line for each choice: out to its slot, and home."""
-    for (rank, token, expert), place in places.items():
+    """Draw two lines for each choice: to its expert, and back to its token."""
+    for rank, token, expert in places:
         x, y = slab(expert)
         ink, middle = sheet.palette["ranks"][rank], y + CELL / 2 + 2
-        slot = x + 78 + place * (CELL + 4)
-        sheet.way(HOME + CELL, home(rank, token), slot, middle, ink)
-        sheet.way(slot + CELL, middle, BACK, home(rank, token), ink)
+        sheet.way(HOME + CELL, home(rank, token), x, middle, ink)
+        sheet.way(x + SLAB, middle, BACK, home(rank, token), ink)
 
 
 def draw_rank(sheet: Sheet, rank: int) -> None:
@@ -122,16 +122,16 @@ def draw_rank(sheet: Sheet, rank: int) -> None:
     sheet.text(24, top(rank) + BAND / 2 + 5, f"rank {rank}", weight="bold")
     for expert in range(rank * LOCAL, (rank + 1) * LOCAL):
         x, y = slab(expert)
-        sheet.box(x, y - 2, 78 + 3 * (CELL + 4), CELL + 8, palette["slab"], palette["line"])
+        sheet.box(x, y - 2, SLAB, CELL + 8, palette["slab"], palette["line"])
         sheet.text(x + 8, y + 19, f"expert {expert}", size=12)
 
 
 def draw_words(sheet: Sheet) -> None:
     """What happens where."""
     steps = (
-        (HOME, "start", "tokens, at home", "the router has chosen 2 experts for each"),
-        (AWAY + 81, "middle", "slots, expert by expert", "one matrix product for each slab"),
-        (BACK + CELL, "end", "sums, at home", "weighted, in a fixed order"),
+        (HOME, "start", "tokens", "each has chosen 2 experts"),
+        (AWAY + 81, "middle", "slots, expert by expert", "one matrix product per expert"),
+        (BACK + CELL, "end", "weighted sums", "added in a fixed order"),
     )
     for x, anchor, head, foot in steps:
         sheet.text(x, 30, head, size=15, anchor=anchor, weight="bold")
@@ -149,9 +149,9 @@ def draw(palette: dict) -> str:
     for rank in range(RANKS):
         sheet.box(12, top(rank), WIDTH - 24, BAND, palette["band"])
     draw_words(sheet)
+    draw_ways(sheet, places)  # below the boxes, so that no line crosses a label
     for rank in range(RANKS):
         draw_rank(sheet, rank)
-    draw_ways(sheet, places)
     for (rank, token, expert), place in places.items():
         x, y = slab(expert)
         sheet.row(x + 78 + place * (CELL + 4), y + CELL / 2 + 2, rank, "ab"[token])

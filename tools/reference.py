@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The API reference as Markdown, from include/epic/epic.h: its chapters, each declaration below
-the comment that belongs to it, an index in front.
+"""Writes the reference of C as Markdown, from include/epic/epic.h: an index, then the chapters of
+the header with each declaration below its comment.
 
-usage: reference.py HEADER OUT"""
+usage: reference.py HEADER OUT      appends to OUT"""
 
 import re
 import sys
@@ -38,23 +38,31 @@ def chunks(header: str) -> list[str]:
 
 
 def prose(comment: str) -> str:
-    """A comment's text; what is indented in it is code."""
+    """A comment's text.  Lines with "- ", "(a)", "NAME: " make lists, other indented ones code."""
     text = re.sub(r"^/\*+ ?|\s*\*/$", "", comment.strip())
     lines = [re.sub(r"^ ?\* ?", "", line) for line in text.splitlines()]
-    out, code = [], False
+    out, code, item = [], False, False
     for line in lines:
-        indented = bool(re.match(r"^ {3,}\S", line))
+        begins = bool(re.match(r"^ {2,3}(?:- |\(\w\) |[A-Z_]{4,}: )\S", line))
+        item = begins or (item and line.startswith("    "))
+        indented = not item and bool(re.match(r"^ {3,}\S", line))
         if indented != code:
             out.append("```text" if indented else "```")
         code = indented
-        out.append(line if indented else escape(line))
+        if begins and not (out and out[-1].startswith(("- ", "  "))):
+            out.append("")
+        if begins:
+            line = "- " + line.strip().removeprefix("- ")
+        elif item:
+            line = "  " + line.strip()
+        out.append(line if indented or begins or item else escape(line))
     return "\n".join([*out, "```"] if code else out)
 
 
 def escape(line: str) -> str:
-    """Words that Markdown would read otherwise."""
-    line = re.sub(r"[<>_*|\[\]]", lambda m: "\\" + m[0], line)
-    return re.sub(r"^(\s*)([-+#])", r"\1\\\2", line) if not line.startswith("  -") else line
+    """Quote what Markdown would read otherwise, except *emphasis*."""
+    line = re.sub(r"[<>_|\[\]]|\*(?!\w[\w ]*\*)(?<!\w\*)", lambda m: "\\" + m[0], line)
+    return re.sub(r"^(\s*)([-+#])", r"\1\\\2", line.removeprefix("  "))
 
 
 def name_of(code: str) -> str | None:
@@ -101,12 +109,7 @@ def page(header: str) -> tuple[str, int]:
             body.append(prose(comment) + "\n")
         if code.strip():
             body.append(f"```c\n{code.rstrip()}\n```\n")
-    front = [
-        "# Reference",
-        "",
-        "Made from `include/epic/epic.h`, which is the reference itself.",
-        "",
-    ]
+    front: list[str] = []
     for name, things in index.items():
         links = ", ".join(f"[{thing}](#{thing.lower()})" for thing in things)
         front += [f"**{name}**: {links}", ""]
@@ -116,7 +119,8 @@ def page(header: str) -> tuple[str, int]:
 def main() -> int:
     """1: it found too little to be right."""
     text, num = page(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    Path(sys.argv[2]).write_text(text, encoding="utf-8")
+    with Path(sys.argv[2]).open("a", encoding="utf-8") as out:
+        out.write("\n" + text)
     print(f"reference: {num} types, calls and numbers")
     return 0 if num > 100 else 1
 

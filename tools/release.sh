@@ -65,7 +65,7 @@ check_deb() {
             bad "$1 lacks libepic_$plugin.so"
     done
     ${CC:-cc} examples/step.c -I"$here/root/usr/include" -L"$lib" -lepic -o "$here/step"
-    LD_LIBRARY_PATH=$lib "$here/step" | grep -q 'token 3 went out as 4 and came home as 19' ||
+    LD_LIBRARY_PATH=$lib "$here/step" | grep -q 'token 3 left as 4 and returned as 19' ||
         bad "a program with the package's library"
     LD_LIBRARY_PATH=$lib "$here/root/usr/bin/epic-info" | grep -q '^epic ' || bad "the package's epic-info"
     LD_LIBRARY_PATH=$lib "$here/root/usr/bin/epic-trace" --help >/dev/null || bad "the package's epic-trace"

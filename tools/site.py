@@ -23,7 +23,7 @@ TOP = {
     "SECURITY.md": "project/security.md",
     "CHANGELOG.md": "project/changelog.md",
 }
-PACKAGES = {"torch": "PyTorch", "jax": "JAX"}
+PACKAGES = ("torch", "jax")
 PICTURE = re.compile(r"<picture>.*?srcset=\"(?P<dark>[^\"]+)\".*?alt=\"(?P<alt>[^\"]*)\""
                      r" src=\"(?P<light>[^\"]+)\".*?</picture>", re.S)  # fmt: skip
 
@@ -77,13 +77,10 @@ def public_names(package: str) -> list[str]:
 
 
 def python_reference(package: str) -> str:
-    """Write the page of one Python package."""
-    lines = [f"# epic.{package}", "",
-             f"Generated from the docstrings of `epic.{package}`. The guide is "
-             f"[{PACKAGES[package]}](../guide/{package}.md).", ""]  # fmt: skip
+    """Return the directives by which mkdocstrings prints one Python package."""
     names = public_names(package)
     constants = [name for name in names if name.isupper()]
-    lines += ["**Constants**: " + ", ".join(f"`{name}`" for name in constants), ""]
+    lines = ["", "**Constants**: " + ", ".join(f"`{name}`" for name in constants), ""]
     for name in names:
         if name not in constants:
             lines += [f"::: epic.{package}.{name}", ""]
@@ -105,8 +102,8 @@ def main() -> int:
         shutil.copy(file, pages)
     shutil.copy(ROOT / "docs/mkdocs.yml", folder)
     for package in PACKAGES:
-        text = python_reference(package)
-        (pages / f"reference/{package}.md").write_text(text, encoding="utf-8")
+        with (pages / f"reference/{package}.md").open("a", encoding="utf-8") as out:
+            out.write(python_reference(package))
     header, maker = ROOT / "include/epic/epic.h", ROOT / "tools/reference.py"
     command = [sys.executable, str(maker), str(header), str(pages / "reference/c.md")]
     return subprocess.run(command, check=False).returncode

@@ -107,7 +107,7 @@ extern "C" cudaError_t p2p_load_combine(void)
 /* Tokens that adding stays behind sending, if not the job's: a quarter more than all warps send at a
  * time, so that partials have come when they are looked for.  Where each warp has the same piece of
  * every row that gained nothing, nor did longer lags, and rows of FLAT plans lose where its next
- * piece lies a little further on; docs/lab/cuda-diary.md. */
+ * piece lies a little further on; docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

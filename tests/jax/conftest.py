@@ -2,7 +2,10 @@
 """Eight CPU devices in this process, and the meshes that the tests run on: mostly of four."""
 
 import os
+import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "pages"))
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -43,9 +43,9 @@ libraries() { # with the first environment
 checks() { # with the first environment, each to an error: sh forgets set -e behind a ||
     # Also what there is for PyTorch: mypy takes it as unknown here.
     "$1/ruff" check -q bindings/python tests/jax tests/torch examples bench tools \
-        tests/docs.py tests/docs_commands.py &&
+        tests/pages &&
         "$1/ruff" format --check -q bindings/python tests/jax tests/torch examples bench tools \
-            tests/docs.py tests/docs_commands.py &&
+            tests/pages &&
         "$1/mypy" --config-file pyproject.toml bindings/python/epic tests/jax examples/jax \
             bench/*jax*.py &&
         "$1/mypy" --config-file pyproject.toml tests/torch examples/torch bench/torch_bench.py bench/torch_host.py &&

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of docs/guide/jax.md run as they stand there."""
+"""Runs the programs of README and of the guide for JAX."""
 
 import dataclasses
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,37 +13,26 @@ import pytest
 
 import epic.jax
 from conftest import make_mesh
+from pages import ROOT, Program, find_block, list_programs
 from steps import mapped
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs/guide/jax.md"
-CHECKS = """
-assert out.shape == (8, 64, 256) and out.dtype == jnp.bfloat16 and 0 < loss < 1
-assert first.shape == out.shape and first.dtype == jnp.float32
-assert np.count_nonzero(state["moe"]["expert_bias"])
-"""
+GUIDE = ROOT / "docs/guide/jax.md"
 
 
 @pytest.mark.thorough
-def test_the_guide() -> None:
-    """Its layer, and then its module, in one session."""
-    pytest.importorskip("flax")
-    indented = re.findall(r"(?:^(?: {4}.*)?\n)+", GUIDE.read_text(), re.MULTILINE)
-    layer, module = (b for b in map(dedent, indented) if b.lstrip().startswith("import "))
-    program = layer + "first = out\n" + module + CHECKS
+@pytest.mark.parametrize(
+    "program", list_programs("jax"), ids=lambda program: f"{program.page}-{program.number}"
+)
+def test_programs(program: Program) -> None:
+    """Run every whole program of the guide in a process of its own."""
+    if "flax" in program.text or "epic.jax.linen" in program.text:
+        pytest.importorskip("flax")
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=240, env=env)
-
-
-def block_of(begin: str) -> str:
-    """The indented lines of the guide that begin with these words."""
-    text = GUIDE.read_text()
-    code = re.search(r"(?:^ {4}.*\n)+", text[text.index(f"    {begin}") :], re.MULTILINE)
-    assert code is not None
-    return dedent(code[0])
+    subprocess.run([sys.executable, "-c", program.text], check=True, timeout=240, env=env)
 
 
 def test_the_steps(opened: Any) -> None:
-    """As they stand there, in a shard_map over two devices."""
+    """Run the blocks of the guide that use the steps, in a shard_map over two devices."""
     mesh = make_mesh(2)
     group = opened(mesh)
     options = epic.jax.Moe.of(num_experts=4, top_k=2, hidden=8, inner=16)
@@ -64,12 +50,12 @@ def test_the_steps(opened: Any) -> None:
             "weights": weights,
             "x": tokens[0],
         }
-        exec(block_of("plan                        = "), names)
+        exec(find_block(GUIDE, "plan = "), names)
         flat = dataclasses.replace(options.layer, layout="flat")
         names["plan"] = epic.jax.plan(group, flat, topk_idx)
         steps = names["out"], names["recv"], names["total"]
         names["partials"] = jnp.ones((group.capacity_bound(flat), 8))
-        exec(block_of("rows, weights, experts      = "), names)
+        exec(find_block(GUIDE, "rows, weights, experts = "), names)
         return *steps, names["out"]
 
     x, w = np.ones((24, 8), np.float32), np.full((24, 2), 0.5, np.float32)

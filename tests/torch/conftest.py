@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "jax")]  # reference.py, cases.py, core_layer.py
+# world.py; reference.py, cases.py, core_layer.py; pages.py
+sys.path[:0] = [str(HERE), str(HERE.parent / "jax"), str(HERE.parent / "pages")]
 
 import pytest
 

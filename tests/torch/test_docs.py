@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guide's program runs, as its first line says."""
+"""Runs the programs of README and of the guide for PyTorch, and checks the gradients of some."""
 
 import dataclasses
 import inspect
@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -17,38 +16,58 @@ import torch
 import epic.torch
 import reference
 from epic.torch.module import OF_EXPERTS
+from pages import ROOT, Program, find_block, list_pages, list_programs
 from ports import free_port
 
-DOCS = Path(__file__).parents[2] / "docs"
-GUIDE = DOCS / "guide/torch.md"
+GUIDE = ROOT / "docs/guide/torch.md"
+LAYER = find_block(GUIDE, "# torchrun --nproc-per-node 4 layer.py")
+DATA_PARALLEL = find_block(ROOT / "docs/guide/training.md", "# torchrun --nproc-per-node 4 ddp.py")
+TRANSFORMERS = find_block(
+    ROOT / "docs/guide/frameworks.md", "# torchrun --nproc-per-node 4 this.py"
+)
+# Programs whose gradients are checked: they have tests of their own.
+CHECKED = (LAYER, DATA_PARALLEL, TRANSFORMERS)
 ADAPTERS = {"megatron", "titan"}  # modules that need their packages
 
 
-def run_script(folder: Path, text: str, ranks: int) -> None:
-    """A program under torchrun."""
+def run_program(folder: Path, text: str, processes: int) -> None:
+    """Run a program under torchrun."""
     script = folder / "this.py"
     script.write_text(text)
-    words = ["--nproc-per-node", str(ranks), "--master-port", str(free_port()), str(script)]
+    words = ["--nproc-per-node", str(processes), "--master-port", str(free_port()), str(script)]
     subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
 
 
-KEEP = """
-layer_state = {n: (p.detach(), p.grad) for n, p in layer.named_parameters()}
-torch.save(layer_state, f"FOLDER/{rank}.pt")
+@pytest.mark.parametrize(
+    "program",
+    [program for program in list_programs("torch") if program.text not in CHECKED],
+    ids=lambda program: f"{program.page}-{program.number}",
+)
+def test_programs(program: Program, tmp_path: Path) -> None:
+    """Run every whole program of the guide, with as many processes as its first line says."""
+    run_program(tmp_path, program.text, program.processes)
+
+
+KEEP_LAYER = """
+state = {n: (p.detach(), p.grad) for n, p in layer.named_parameters()}
+torch.save(state, f"FOLDER/{rank}.pt")
 """
 
 
-def layer_of(folder: Path, text: str, ranks: int) -> list[dict[str, Any]]:
-    """Parameters and gradients that each rank of a guide's program has at its end."""
-    run_script(folder, text + KEEP.replace("FOLDER", str(folder)), ranks)
+def run_layer(folder: Path, text: str, ranks: int, before: str) -> list[dict[str, Any]]:
+    """Run a program, and return the layer's (parameter, gradient) by name, which each rank has
+    before it comes to the line `before`."""
+    assert text.count(before) == 1
+    keep = KEEP_LAYER.replace("FOLDER", str(folder))
+    run_program(folder, text.replace(before, keep + before), ranks)
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
 
 
 def true_gradients(
     weights: dict[str, np.ndarray], parts: list[np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Of the mean over all tokens of the mean square, and the mean over the groups' balance losses,
-    in float64; parts: the tokens of each group."""
+    """Return the float64 gradients of the mean over all tokens of the mean square, plus the mean
+    over the groups of their balance losses.  `parts` has the tokens of each group."""
     options = reference.Options(2, "softmax", False, 0.01, 0.0, False, 0)
     numbers = sum(x.size for x in parts)
     found: dict[str, Any] = dict.fromkeys(weights, 0.0)
@@ -59,23 +78,19 @@ def true_gradients(
     return found
 
 
+def join_ranks(states: list[dict[str, Any]], ep: int, name: str) -> np.ndarray:
+    """Return a parameter of the first group of `ep` ranks, with the experts of all of them."""
+    ranks = range(ep) if name in OF_EXPERTS else range(1)
+    return torch.cat([states[r][name][0] for r in ranks]).double().numpy()
+
+
 def check_gradients(states: list[dict[str, Any]], ep: int) -> None:
-    """Of each rank; the guide's tokens, by groups of ep ranks."""
+    """Compare the gradients of each rank with float64; groups have `ep` ranks."""
     batch = torch.randn(102, 256, generator=torch.Generator().manual_seed(0)).double().numpy()
     ranks = len(states)
     each = np.array_split(batch, ranks)
     parts = [np.concatenate(each[first : first + ep]) for first in range(0, ranks, ep)]
-    weights = {
-        name: (
-            torch.cat([states[r][name][0] for r in range(ep)])
-            if name in OF_EXPERTS
-            else states[0][name][0]
-        )
-        .double()
-        .numpy()
-        for name in states[0]
-    }
-    wanted = true_gradients(weights, parts)
+    wanted = true_gradients({name: join_ranks(states, ep, name) for name in states[0]}, parts)
     for rank, state in enumerate(states):
         for name, (_, gradient) in state.items():
             true = wanted[name]
@@ -87,16 +102,15 @@ def check_gradients(states: list[dict[str, Any]], ep: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_layer(tmp_path: Path, ranks: int) -> None:
-    """Its gradients are those of the mean over all tokens; ranks have different numbers."""
-    code = page_of(GUIDE, "# torchrun --nproc-per-node 4 this.py; with 1 or 2")
-    check_gradients(layer_of(tmp_path, code, ranks), ranks)
+    """The gradients are those of the mean over all tokens; ranks have different numbers."""
+    check_gradients(run_layer(tmp_path, LAYER, ranks, "group.close()"), ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_data_parallel(tmp_path: Path, ranks: int) -> None:
-    """The same beside DistributedDataParallel."""
-    code = page_of(GUIDE, "# torchrun --nproc-per-node 4 this.py\n")
-    check_gradients(layer_of(tmp_path, code, ranks), min(2, ranks))
+    """So they are with DistributedDataParallel over the other dimension of the mesh."""
+    states = run_layer(tmp_path, DATA_PARALLEL, ranks, "optimizer.step()")
+    check_gradients(states, min(2, ranks))
 
 
 LABELS = """import os, torch
@@ -115,18 +129,17 @@ torch.save({n: p.grad for n, p in model.named_parameters()}, f"{folder}/{dist.ge
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_transformers(tmp_path: Path, ranks: int) -> None:
-    """The page's program with a small model in its folder: its gradients are those of the model on
-    one process, of the mean over all labels, of which ranks have different numbers."""
+    """Run the program with a small model: its gradients are those of the model in one process, of
+    the mean over all labels.  Ranks have different numbers of labels."""
     transformers = pytest.importorskip("transformers", reason="there is no transformers package")
     from test_pretrained import model_of
 
     folder = tmp_path / "model"
     model_of("Qwen3Moe").save_pretrained(folder)
-    code = page_of(DOCS / "guide/frameworks.md", "# torchrun --nproc-per-node 4 this.py")
-    code = code.replace("optimizer.step()", KEEP_MODEL + "optimizer.step()")
+    code = TRANSFORMERS.replace("optimizer.step()", KEEP_MODEL + "optimizer.step()")
     ends = {1: [7], 2: [2, 7], 4: [1, 3, 4, 7]}[ranks]
     begin = LABELS.format(folder=str(folder), begin=[0, *ends], end=ends)
-    run_script(tmp_path, begin + code, ranks)
+    run_program(tmp_path, begin + code, ranks)
     eager = {"experts_implementation": "eager"}  # torch's grouped products take no float64
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **eager).double()
     known: dict[str, Any] = {}
@@ -147,31 +160,17 @@ def test_transformers(tmp_path: Path, ranks: int) -> None:
         assert reference.relative(found.double(), true[old].transpose(1, 2)) < 1e-4, new
 
 
-def page_of(guide: Path, begin: str) -> str:
-    """As block_of, with the empty lines between."""
-    text = guide.read_text()
-    code = re.search(r"(?:^ {4}.*\n|^\n)+", text[text.index(f"    {begin}") :], re.MULTILINE)
-    assert code is not None
-    return dedent(code[0])
-
-
 def test_names() -> None:
-    """Every name of epic.torch that the guides have is there."""
-    for guide in (GUIDE, DOCS / "guide/frameworks.md"):
-        names = set(re.findall(r"epic\.torch\.([A-Za-z_0-9]+)", guide.read_text()))
-        assert {n for n in names - ADAPTERS if not hasattr(epic.torch, n)} == set()
-
-
-def block_of(guide: Path, begin: str) -> str:
-    """The indented lines of a guide that begin with these words."""
-    text = guide.read_text()
-    code = re.search(r"(?:^ {4}.*\n)+", text[text.index(f"    {begin}") :], re.MULTILINE)
-    assert code is not None
-    return dedent(code[0])
+    """Every name of epic.torch that the documentation uses exists."""
+    for page in list_pages():
+        text = page.read_text(encoding="utf-8")
+        names = set(re.findall(r"epic\.torch\.([A-Za-z_0-9]+)", text))
+        missing = {n for n in names - ADAPTERS if not hasattr(epic.torch, n)}
+        assert missing == set(), page
 
 
 def test_the_steps() -> None:
-    """As they stand there, one after the other, for a rank alone."""
+    """Run the blocks of the guide that use the steps, for a group of one rank."""
     options = epic.torch.Moe.of(num_experts=4, top_k=2, hidden=8, inner=16)
     tokens, weights = torch.ones(6, 8), torch.full((6, 2), 0.5)
     topk_idx = torch.tensor([[0, 3], [1, 2]] * 3)
@@ -187,14 +186,14 @@ def test_the_steps() -> None:
             "weights": weights,
             "x": torch.ones(3),
         }
-        exec(block_of(GUIDE, "plan                     = "), names)
+        exec(find_block(GUIDE, "plan = "), names)
         assert names["out"].shape == (6, 8) and names["out"][0, 0] > 0
         assert torch.equal(names["recv"].sum(), 2 * tokens.sum())
         assert names["total"].tolist() == [1, 1, 1]
         flat = dataclasses.replace(options.layer, layout="flat")
         names["plan"] = epic.torch.plan(group, flat, topk_idx)
         names["y"] = torch.zeros(names["plan"].capacity, 8)
-        exec(block_of(GUIDE, "recv, weights, experts = "), names)
+        exec(find_block(GUIDE, "recv, weights, experts = "), names)
         assert sorted(names["experts"][0].tolist()) == [0, 3]
         assert not names["out"].any()
 

@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands in the documentation are ones that there are: targets of make, files, extras of pip,
-options of our programs, benchmarks and examples.  Those of epic-trace and epic-place run.
+"""Checks the commands of the documentation: targets of make, files, extras of pip, and options of
+our programs, benchmarks and examples must exist.  Commands of epic-trace and epic-place run.
 """
 
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OURS = ("epic-trace", "epic-place", "epic-info", "epic-sim")
 FILES = re.compile(r"^(?:examples|bench|tests|tools)/[\w/.-]+\.(?:py|sh)$")
 
 
 def blocks(text: str) -> list[str]:
-    """Blocks of shell."""
+    """Return the blocks of shell."""
     return re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
 
 
 def commands(text: str) -> list[list[str]]:
-    """Words of each command: in blocks of shell, indented lines, spans that begin like one."""
+    """Return the words of each command in blocks of shell, indented lines and code spans."""
     lines = [line for block in blocks(text) for line in block.splitlines()]
     text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     words_ = rf"make|pip|python|torchrun|git|mpiexec|gpu_\w+|(?:build|bench)/\S+|{'|'.join(OURS)}"
@@ -46,7 +47,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def targets() -> set[str]:
-    """Of all makefiles."""
+    """Return the targets of all makefiles."""
     found: set[str] = set()
     for path in (ROOT / "Makefile", *ROOT.glob("*.mk")):
         for line in re.findall(r"^([a-z][\w -]*):", path.read_text(encoding="utf-8"), re.M):
@@ -55,7 +56,7 @@ def targets() -> set[str]:
 
 
 def helps(programs: Path) -> dict[str, str]:
-    """What each of our programs says of itself."""
+    """Return what each of our programs prints for --help."""
     return {
         name: subprocess.run(
             [programs / name, "--help"], capture_output=True, text=True, timeout=60, check=False
@@ -65,7 +66,7 @@ def helps(programs: Path) -> dict[str, str]:
 
 
 def sources(program: str) -> list[Path]:
-    """Of one of ours that is built or run from the tree: where its options are read."""
+    """Return the sources in which a program of the tree reads its options."""
     found: list[Path] = []
     if built := re.match(r"^build/(bench|examples)/(\w+)$", program):
         folder, name = ROOT / built[1], built[2]
@@ -79,7 +80,7 @@ def sources(program: str) -> list[Path]:
 
 
 def unread(words: list[str]) -> list[str]:
-    """Options of a benchmark or an example, --NAME or on GPUs NAME=VALUE, that it does not read."""
+    """Return options, --NAME or NAME=VALUE, that a benchmark or an example does not read."""
     for at, program in enumerate(words):
         if not (paths := sources(program)):
             continue
@@ -91,7 +92,7 @@ def unread(words: list[str]) -> list[str]:
 
 
 def wrong_words(words: list[str], there: set[str], said: dict[str, str]) -> list[str]:
-    """What a command names that there is not."""
+    """Return what a command names that does not exist."""
     bad = [f"there is no {w}" for w in words if FILES.match(w) and not (ROOT / w).exists()]
     bad += unread(words)
     if words[0] == "make":
@@ -112,7 +113,7 @@ def wrong_words(words: list[str], there: set[str], said: dict[str, str]) -> list
 
 
 def bad_commands(pages: list[Path], programs: Path | None) -> tuple[int, list[str]]:
-    """How many commands there are, and what is wrong with them."""
+    """Count the commands, and return what is wrong with them."""
     num, bad = 0, []
     there, said = targets(), helps(programs) if programs else {}
     for page in pages:
@@ -131,9 +132,20 @@ def bad_commands(pages: list[Path], programs: Path | None) -> tuple[int, list[st
     return num, bad
 
 
+def write_loads(path: Path) -> None:
+    """Write a table of loads [layers, experts] as numpy.save does, of a model of 58 layers."""
+    layers, experts = 58, 256
+    loads = [(i // experts * 7919 + i * 104729) % 1000 for i in range(layers * experts)]
+    shape = (layers, experts)
+    header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    body = struct.pack(f"<{len(loads)}i", *loads)
+    path.write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header.encode() + body)
+
+
 def bad_runs(page: Path, programs: Path, folder: Path) -> tuple[int, list[str]]:
-    """Commands of epic-trace and epic-place in the page's blocks, run in `folder`, which has a
-    trace in `run`; how many, and which do not end well."""
+    """Run the commands of epic-trace and epic-place of a page in `folder`, which has a trace in
+    `run`, and on a table of loads; count them, and return those that fail."""
+    write_loads(folder / "loads.npy")
     num, bad = 0, []
     text = "\n".join(blocks(page.read_text(encoding="utf-8")))
     lines = [line.split("#")[0].strip().replace("/tmp/", "") for line in text.splitlines()]
