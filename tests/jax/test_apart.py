@@ -43,8 +43,10 @@ def run_apart(what: str, ranks: int) -> list[str]:
             process.kill()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("what", ["zero", "unused"])
+RUNS = [("zero", 2), ("unused", 2), pytest.param("zero", 4, marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize(("what", "ranks"), RUNS)
 def test_every_call_is_made(what: str, ranks: int) -> None:
     """The steps, all forms of dispatch, sum and the layer, forward and backward, in loops and under
     jax.checkpoint: right on the rank that has tokens and uses them, and no rank waits in vain."""
