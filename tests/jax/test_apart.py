@@ -132,3 +132,21 @@ def test_checkpoint_and_vmap_of_kept_calls() -> None:
         )
         out = jax.jit(many)(jnp.stack([ids, ids[::-1]]), jnp.stack([x, 3 * x]))
         assert np.array_equal(out, jnp.stack([2 * x, 6 * x]))
+
+
+def test_an_error_stays_with_its_call() -> None:
+    """Outside of jit too: the group goes on after an error in the data."""
+    sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("any",))
+    layer = epic.jax.Layer(8, 1)
+    with epic.jax.open(ranks=[0, 1], num_ranks=2, name="two", **sizes) as group:
+
+        def load_of(ids: Any) -> Any:
+            return epic.jax.plan(group, layer, ids).load
+
+        run = jax.shard_map(load_of, mesh=mesh, in_specs=P("any"), out_specs=P("any"))
+        good = jnp.zeros((4, 1), jnp.int32)
+        for _ in range(2):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="has expert 99"):
+                jax.block_until_ready(run(good.at[0, 0].set(99)))
+            assert run(good).tolist() == [4, *[0] * 7] * 2
