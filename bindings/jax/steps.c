@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The collective operations as custom calls: plan, dispatch, combine, their gradients, sum.
  *
- * Each table lists the arrays in the order in which epic/jax/steps.py passes them.  Slots past the
+ * Each table lists the arrays in the order in which epic/jax/steps.py and dispatching.py pass them.  Slots past the
  * last slab are always written as zeros: an XLA result has no memory of its own to be left
  * alone. */
 #include "job.h"

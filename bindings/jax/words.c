@@ -31,12 +31,13 @@ static bool is_in_name(char c)
     return isalnum((unsigned char)c) || c == '_';
 }
 
-/* Does the text begin with the whole name? */
+/* Does the text begin with the whole name, or with a prefix and more of a name? */
 static bool begins_with(const char *text, const char *name, size_t length)
 {
     if (strncmp(text, name, length) != 0) return false;
     const char last = name[length - 1];
-    return last == '.' || last == '_' || !is_in_name(text[length]);
+    const bool is_prefix = last == '.' || last == '_';
+    return is_in_name(text[length]) == is_prefix;
 }
 
 /* Writes the field of an operation that differs between ranks, if it is the layer's flags: Python
@@ -75,7 +76,7 @@ void words_translate(const char *sentence, char *out, size_t size)
     size_t used = 0;
     char before = ' ';
     while (*sentence != '\0' && used + 1 < size) {
-        const bool is_start = !is_in_name(before) && before != '.' && before != '/';
+        const bool is_start = !is_in_name(before) && !strchr("./\"'", before);
         char word[128];
         const int length = is_start ? translate_name(sentence, word, sizeof word) : 0;
         if (length > 0) {

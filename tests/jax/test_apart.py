@@ -43,8 +43,10 @@ def run_apart(what: str, ranks: int) -> list[str]:
             process.kill()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("what", ["zero", "unused"])
+RUNS = [("zero", 2), ("unused", 2), pytest.param("zero", 4, marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize(("what", "ranks"), RUNS)
 def test_every_call_is_made(what: str, ranks: int) -> None:
     """The steps, all forms of dispatch, sum and the layer, forward and backward, in loops and under
     jax.checkpoint: right on the rank that has tokens and uses them, and no rank waits in vain."""
@@ -55,7 +57,7 @@ def test_every_call_is_made(what: str, ranks: int) -> None:
 def test_names_in_errors_of_several_ranks() -> None:
     """What differs between ranks is told by Python's argument and its values, with the code."""
     wanted = ["brought distinct=False, rank 1 brought True", "brought overflow 'error', rank 1 b"]
-    wanted += ["rank 1 brought float32"]
+    wanted += ["brought partial_type None, rank 1 brought float32"]
     for said in run_apart("differs", 2):
         lines = [line for line in said.splitlines() if line.startswith("EPIC_")]
         assert len(lines) == len(wanted), said[-3000:]
@@ -130,3 +132,21 @@ def test_checkpoint_and_vmap_of_kept_calls() -> None:
         )
         out = jax.jit(many)(jnp.stack([ids, ids[::-1]]), jnp.stack([x, 3 * x]))
         assert np.array_equal(out, jnp.stack([2 * x, 6 * x]))
+
+
+def test_an_error_stays_with_its_call() -> None:
+    """Outside of jit too: the group goes on after an error in the data."""
+    sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("any",))
+    layer = epic.jax.Layer(8, 1)
+    with epic.jax.open(ranks=[0, 1], num_ranks=2, name="two", **sizes) as group:
+
+        def load_of(ids: Any) -> Any:
+            return epic.jax.plan(group, layer, ids).load
+
+        run = jax.shard_map(load_of, mesh=mesh, in_specs=P("any"), out_specs=P("any"))
+        good = jnp.zeros((4, 1), jnp.int32)
+        for _ in range(2):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="has expert 99"):
+                jax.block_until_ready(run(good.at[0, 0].set(99)))
+            assert run(good).tolist() == [4, *[0] * 7] * 2

@@ -205,4 +205,5 @@ def test_every_enumerator_has_a_word() -> None:
             assert re.search(rf"\b{name}\b", header), name
     assert words.to_python("config.max_tokens is 3") == "max_tokens is 3"
     assert words.to_python("moe.layer.layout EPIC_FLAT, epic_plan") == "layer.layout 'flat', plan"
+    assert words.to_python('name "epic_a", in config. Use it') == 'name "epic_a", in config. Use it'
     assert words.to_python("EPIC_FLATTER xEPIC_FLAT /epic_1") == "EPIC_FLATTER xEPIC_FLAT /epic_1"

@@ -118,14 +118,15 @@ def make_programs(group: Any) -> list[Callable[[], Any]]:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, programs: list[Callable[[], Any]]) -> list[Seen]:
-    """Run the programs; return each call that they make, each shape of it once."""
+    """Run the programs; return each call that they make, with each set of absent arrays once."""
     true, found = jax.ffi.ffi_call, {}
 
     def ffi_call(target: str, results: Any, **how: Any) -> Any:
         def run(*operands: Any, **attributes: Any) -> Any:
             shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype) for x in operands]
             seen = Seen(target, shapes, results, how["input_output_aliases"], attributes)
-            found[str(seen)] = seen
+            absent = [x.shape == (1,) and x.dtype == np.uint8 for x in (*shapes, *results)]
+            found[(target, *absent)] = seen
             return true(target, results, **how)(*operands, **attributes)
 
         return run

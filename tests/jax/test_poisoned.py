@@ -129,14 +129,10 @@ EXPERTS = [
         ("silu", "late", False, False),
         ("silu", "early", False, True),
         ("silu", "input", False, False),
-        ("silu", "early", True, False),
-        ("gelu", "late", False, False),
         ("gelu", "input", True, False),
         ("gelu_tanh", "early", False, False),
         ("relu2", "late", True, False),
-        ("relu2", "early", False, False),
-        ("clamped_swiglu", "late", False, True),
-        ("clamped_swiglu", "early", False, False),
+        ("clamped_swiglu", "early", False, True),
         ("clamped_silu", "input", False, False),
     )
 ]

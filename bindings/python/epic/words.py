@@ -30,6 +30,7 @@ PHRASES = {
     "epic_capacity_bound never overflows": "capacity=None always suffices",
     "(epic_capacity_bound)": "(capacity=None)",
     "epic_capacity_bound": "capacity=None",
+    "0 (the rows' type)": "None",
     "EPIC_DISTINCT": "distinct=True",
     "EPIC_QUANTIZE_NONE": "None",
     "EPIC_QUANTIZE_1X128": "'1x128'",
@@ -60,8 +61,8 @@ def make_words() -> dict[str, str]:
 
 WORDS = make_words()
 PATTERN = re.compile(
-    r"(?<![\w./])(?:"
-    + "|".join(re.escape(name) + ("" if name[-1] in "._" else r"(?!\w)") for name in WORDS)
+    r"(?<![\w./\"'])(?:"
+    + "|".join(re.escape(name) + (r"(?=\w)" if name[-1] in "._" else r"(?!\w)") for name in WORDS)
     + ")"
 )
 

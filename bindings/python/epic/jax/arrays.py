@@ -58,6 +58,11 @@ def show_needed(dtypes: Sequence[str], shape: Shape) -> str:
     return families.get(tuple(dtypes), " or ".join(dtypes)) + show_shape(shape)
 
 
+def dtype_of(array: Any) -> Any:
+    """Return the dtype that JAX gives an array: float32 for numpy's float64 without x64."""
+    return jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
+
+
 def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
     """Return the value, which is an array of one of the dtypes and one of the shapes; numbers and
     lists of them become one.
@@ -72,7 +77,7 @@ def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) ->
     try:
         if not isinstance(value, jax.Array | np.ndarray | np.generic):
             value = jnp.asarray(value)
-        dtype: Any = jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True)
+        dtype = dtype_of(value)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         if isinstance(error, jax.errors.JAXTypeError):
             raise  # of a tracer that left its function, which JAX explains

@@ -215,8 +215,13 @@ def waits_for(group: Group) -> list[Any]:
 
 
 def record_call(group: Group, done: Any) -> None:
-    """Let the next call of the group wait for this one, which gives `done`."""
-    if is_apart(group):
+    """Let the next call of the group wait for this one, which gives `done`.
+
+    Outside of a trace no call waits: calls are made one by one there, and one that failed must not
+    hand its error to the next.
+    """
+    last_calls.pop(group.name, None)
+    if is_apart(group) and isinstance(done, jax.core.Tracer):
         last_calls[group.name] = (get_opaque_trace_state(), jax.lax.stop_gradient(done))
 
 

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.jax.arrays import FLOATS, INTEGERS, as_array, as_array_or_none, check_kind
+from epic.jax.arrays import (
+    FLOATS,
+    INTEGERS,
+    as_array,
+    as_array_or_none,
+    check_array,
+    check_kind,
+    dtype_of,
+)
 from epic.jax.call import Spec, call, like, memory_of, no_gradient, spread_all
 from epic.jax.groups import Group
 from epic.options import Experts
@@ -59,40 +67,42 @@ def without_tail(slots: Any, expert_rows: Any) -> Any:
     return jnp.where(jnp.expand_dims(occupied, tuple(range(1, slots.ndim))), slots, 0)
 
 
-def as_weights(
+def check_weights(
     options: Experts, weights: ExpertWeights, rows: Any, prefix: str = "", like: Any = None
-) -> ExpertWeights:
-    """Return the weights as arrays of the shapes that the options ask for and of one dtype.
+) -> None:
+    """Refuse weights of other shapes than the options ask for, and of several dtypes.
 
-    prefix: "shared_" in the names of the shared expert's.  like: an array of the dtype that the
-    weights must have; None: w_gate_up's, any float type, float64 with rows of float64 only.
+    rows: float64 weights go with float64 rows only.  prefix: "shared_" in the names of the shared
+    expert's.  like: an array whose dtype the weights must have; None: they agree with each other.
     """
     local = ("experts", options.num_local_experts)
     hidden, width = ("hidden", options.hidden), ("width", options.width)
     inner = ("inner", options.inner)
     names = [prefix + name for name in ("gate_up", "down", "b_gate_up", "b_down")]
     names = names if prefix else list(ExpertWeights._fields)
-    dtypes = FLOATS if like is None else (like.dtype.name,)
-    first = as_array(names[0], weights[0], dtypes, (local, hidden, width))
-    if (first.dtype == jnp.float64) != (rows.dtype == jnp.float64):
+    dtypes = FLOATS if like is None else (dtype_of(like).name,)
+    first = dtype_of(check_array(names[0], weights[0], dtypes, (local, hidden, width)))
+    if (first == jnp.float64) != (dtype_of(rows) == jnp.float64):
         raise EpicArgumentError(
-            f"{names[0]} is {first.dtype} and the rows are {rows.dtype}: float64 goes with float64 "
+            f"{names[0]} is {first} and the rows are {dtype_of(rows)}: float64 goes with float64 "
             "only; convert one of them"
         )
-    same = (first.dtype.name,)
-    return ExpertWeights(
-        first,
-        as_array(names[1], weights[1], same, (local, inner, hidden)),
-        as_array_or_none(names[2], weights[2], same, (local, width)),
-        as_array_or_none(names[3], weights[3], same, (local, hidden)),
-    )
+    check_array(names[1], weights[1], (first.name,), (local, inner, hidden))
+    for name, bias, columns in zip(names[2:], weights[2:], (width, hidden), strict=True):
+        if bias is not None:
+            check_array(name, bias, (first.name,), (local, columns))
+
+
+def as_weights(weights: ExpertWeights) -> ExpertWeights:
+    """Return checked weights as arrays of JAX."""
+    return ExpertWeights(*(None if w is None else jnp.asarray(w) for w in weights))
 
 
 def counted(options: Experts, weight: Any, name: str = "w_gate_up") -> Experts:
     """Return the options with as many experts as the weight has, where they leave it open."""
     if options.num_local_experts:
         return options
-    count = as_array(name, weight, FLOATS, ("experts", "hidden", "width")).shape[0]
+    count = check_array(name, weight, FLOATS, ("experts", "hidden", "width")).shape[0]
     if count == 0:
         raise EpicArgumentError(f"{name} has no experts: must have 1 or more")
     return replace(options, num_local_experts=count)
@@ -198,7 +208,8 @@ def of_slabs(
     refuse_e4m3(options)
     rows = as_array("rows", rows, FLOATS, ("slots", ("hidden", options.hidden)))
     options = counted(options, weights.w_gate_up)
-    weights = as_weights(options, weights, rows)
+    check_weights(options, weights, rows)
+    weights = as_weights(weights)
     local = [("experts", options.num_local_experts)]
     counts = (
         as_array("expert_rows", counts[0], INTEGERS, local).astype(jnp.int32),

@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from epic.errors import EpicArgumentError
 from epic.jax import placement, steps
 from epic.jax import router as routing
-from epic.jax.arrays import FLOATS, as_array, as_array_or_none, check_kind
-from epic.jax.experts import ExpertWeights, as_weights, counted, refuse_e4m3, wide
+from epic.jax.arrays import FLOATS, check_array, check_kind
+from epic.jax.experts import ExpertWeights, check_weights, counted, refuse_e4m3, wide
 from epic.jax.groups import Group
 from epic.options import Experts, Moe, Router
 
@@ -125,25 +126,29 @@ def refuse_given(name: str, value: Any, why: str) -> None:
         raise EpicArgumentError(f"{name} is given and {why}: leave it None")
 
 
-def as_weights_of_layer(
+def check_weights_of_layer(
     router: Router, experts: Experts, shared: Experts | None, x: Any, weights: MoeWeights
-) -> MoeWeights:
-    """Return the weights as arrays of the shapes that the options ask for.  The router's are
-    converted to the type that it computes in; the others must be of one dtype."""
+) -> None:
+    """Refuse weights of other shapes than the options ask for.  The router's may have any float
+    type; the others must be of one."""
     columns = routing.columns_of(router)
-    gate = as_array("w_gate", weights.w_gate, FLOATS, (("hidden", experts.hidden), columns))
-    b_gate = as_array_or_none("b_gate", weights.b_gate, FLOATS, [columns])
-    found = {
-        "w_gate": gate.astype(wide(x)),
-        "b_gate": None if b_gate is None else b_gate.astype(wide(x)),
-        "bias": routing.as_bias(router, weights.bias),
-    }
-    mlp = as_weights(experts, of(weights), x)
-    found |= mlp._asdict()
+    check_array("w_gate", weights.w_gate, FLOATS, (("hidden", experts.hidden), columns))
+    for name in ("b_gate", "bias"):
+        vector = getattr(weights, name)
+        if vector is not None:
+            check_array(name, vector, FLOATS, [columns])
+    check_weights(experts, of(weights), x)
     if shared is not None:
-        every = as_weights(shared, of(weights, "shared_"), x, "shared_", mlp.w_gate_up)
-        found |= dict(zip(SHARED, every, strict=True))
-    return MoeWeights(**found)
+        check_weights(shared, of(weights, "shared_"), x, "shared_", weights.w_gate_up)
+
+
+def as_weights_of_layer(options: Moe, x: Any, weights: MoeWeights) -> MoeWeights:
+    """Return the weights, checked, as arrays; the router's in the type that it computes in."""
+    check_weights_of_layer(options.router, options.experts, options.shared, x, weights)
+    found = {n: jnp.asarray(w) for n, w in weights._asdict().items() if w is not None}
+    for name in {"w_gate", "b_gate"} & set(found):
+        found[name] = found[name].astype(wide(x))
+    return MoeWeights(**{**found, "bias": routing.as_bias(options.router, weights.bias)})
 
 
 def check_experts(group: Group, options: Moe, rank_of_expert: Any) -> None:
@@ -186,7 +191,7 @@ def placed(
     the core's table."""
     layer = options.layer
     uneven = given is None and not placement.is_even(group, layer)
-    first = as_array("w_gate_up", weights.w_gate_up, FLOATS, ("experts", "hidden", "width"))
+    first = check_array("w_gate_up", weights.w_gate_up, FLOATS, ("experts", "hidden", "width"))
     if uneven and first.shape[0] == layer.num_experts:
         weights = placement.own(group, layer, weights)
     mine = counted(options.experts, weights.w_gate_up)

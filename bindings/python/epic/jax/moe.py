@@ -281,8 +281,7 @@ def moe(
     x = as_array("x", x, FLOATS, (ANY_ROWS, ("hidden", options.experts.hidden)))
     options, weights, owners = placed(group, promised(options, table), weights, rank_of_expert)
     owners, logical = steps.tables(group, options.layer, owners, logical_of_expert)
-    parts = (options.router, options.experts, options.shared)
-    weights = as_weights_of_layer(*parts, x, weights)
+    weights = as_weights_of_layer(options, x, weights)
     if group.platform == "gpu":
         cast = {name: on_gpu(x.dtype, getattr(weights, name)) for name in OF_MLPS}
         weights = weights._replace(**cast)

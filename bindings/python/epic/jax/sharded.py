@@ -239,7 +239,7 @@ def check_weights(
         layer_args.check_experts(group, replace(options, experts=mine), rank_of_expert)
     every = replace(options.experts, num_local_experts=count)
     shared = options.shared and replace(options.shared, num_local_experts=1)
-    layer_args.as_weights_of_layer(options.router, every, shared, x, weights)
+    layer_args.check_weights_of_layer(options.router, every, shared, x, weights)
 
 
 def moe(
