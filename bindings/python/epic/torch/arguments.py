@@ -67,9 +67,11 @@ def applied(function: Any) -> Callable[..., Any]:
     is_transformed = torch._C._are_functorch_transforms_active
 
     def apply(*inputs: Any) -> Any:
-        if is_traced() or is_transformed():
-            return function.apply(*inputs)
-        return short(*inputs)
+        if not is_traced():
+            return function.apply(*inputs) if is_transformed() else short(*inputs)
+        wants = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        # Without a gradient, tracers of torch 2.9 pass a ctx to a forward of any number of inputs.
+        return function.apply(*inputs) if wants and is_grad_enabled() else function.forward(*inputs)
 
     return apply
 
