@@ -193,8 +193,8 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     if (call->failed) return tokens;
     const bool both_lead = tokens.dim > 2 && weights.dim > 2;
     const size_t lead_bytes = (size_t)(tokens.dim - 1) * sizeof *tokens.sizes;
-    if (both_lead && (weights.dim != tokens.dim ||
-                      memcmp(weights.sizes, tokens.sizes, lead_bytes) != 0))
+    if (both_lead &&
+        (weights.dim != tokens.dim || memcmp(weights.sizes, tokens.sizes, lead_bytes) != 0))
         call_fail(call, EPIC_EINVAL,
                   "weights has the shape %s: must be as tokens, which has the shape %s",
                   call_shape(weights.dim, weights.sizes).text,

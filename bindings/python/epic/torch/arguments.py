@@ -47,17 +47,31 @@ def no_vmap() -> EpicUnsupportedError:
 
 
 def applied(function: Any) -> Callable[..., Any]:
-    """function.apply.  Of torch before 2.15 what that does in Python is for functorch's transforms
-    and for defaults of arguments, and takes as long as the rest."""
-    short = super(torch.autograd.Function, function).apply
-    if short == function.apply:
-        return short
+    """function.apply, of an EpicFunction.  What torch does in Python for a setup_context takes 25
+    us at each call: only tracers and functorch's transforms need it."""
+
+    class Plain(torch.autograd.Function):
+        """The same with a ctx in forward."""
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            """Both of the function's parts."""
+            found = function.forward(*inputs)
+            function.setup_context(ctx, inputs, found)
+            return found
+
+        backward = function.backward
+
+    Plain.__name__ = function.__name__
+    short = super(torch.autograd.Function, Plain).apply
     is_transformed = torch._C._are_functorch_transforms_active
 
-    def apply(*args: Any) -> Any:
-        if is_traced() or is_transformed():
-            return function.apply(*args)
-        return short(*args)
+    def apply(*inputs: Any) -> Any:
+        if not is_traced():
+            return function.apply(*inputs) if is_transformed() else short(*inputs)
+        wants = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        # Without a gradient, tracers of torch 2.9 pass a ctx to a forward of any number of inputs.
+        return function.apply(*inputs) if wants and is_grad_enabled() else function.forward(*inputs)
 
     return apply
 
@@ -92,6 +106,9 @@ class Refusal(EpicFunction):
         )
 
 
+refusal_apply = applied(Refusal)
+
+
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward that cannot be differentiated.  torch's once_differentiable looks at the incoming
     gradients alone, and gives zeros where the result depends on what was saved."""
@@ -102,7 +119,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
         seen = SavedOnce(ctx)
         with torch.no_grad():
             found = backward(seen, *gradients)
-        return Refusal.apply(len(found), *found, *gradients, *seen.saved_tensors)
+        return refusal_apply(len(found), *found, *gradients, *seen.saved_tensors)
 
     return run
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, known
-from epic.torch.arguments import EpicFunction, check_floats, once, stay
+from epic.torch.arguments import EpicFunction, applied, check_floats, once, stay
 from epic.torch.groups import Group
 from epic.torch.ops import mlp_numbers, numbers, raising, refuse_gradient, write
 from epic.torch.router import number_of
@@ -224,6 +224,9 @@ class RunExperts(EpicFunction):
         return None, None, None, None, d_x, None, None, *given, None, None
 
 
+run_experts_apply = applied(RunExperts)
+
+
 @raising
 def experts(
     options: Experts,
@@ -267,7 +270,7 @@ def experts(
         x, given = products(rows, kind, tuple(arrays))
         write(ops.experts_out.default, (x, *counts, *given, size, number, *forward), out, None)
         return out
-    return RunExperts.apply(size, number, kind, (forward, backward), rows, *counts, *arrays)[0]
+    return run_experts_apply(size, number, kind, (forward, backward), rows, *counts, *arrays)[0]
 
 
 # --------------------------------------------------------------- with any product ----

@@ -82,7 +82,9 @@ class MoE(nn.Module):
         self.num_local_experts = options.layer.num_experts // group.num_ranks
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         device = place_of(group) if device is None else device
-        for name, shape in self.shapes(gate_bias, expert_biases, shared_gate).items():
+        shapes = self.shapes(gate_bias, expert_biases, shared_gate)
+        self.names = tuple(shapes)
+        for name, shape in shapes.items():
             kind = wide if name in ("w_gate", "b_gate", "w_shared_gate") else dtype
             value = None if shape is None else torch.empty(shape, dtype=kind, device=device)
             self.register_parameter(name, None if value is None else nn.Parameter(value))
@@ -164,7 +166,9 @@ class MoE(nn.Module):
     def weights(self) -> MoeWeights:
         """As moe takes them: the attributes, which torch.nn.utils (parametrize, prune) may compute
         from other parameters."""
-        return MoeWeights(*(getattr(self, name, None) for name in MoeWeights._fields))
+        own = self._parameters
+        given = {name: own[name] if name in own else getattr(self, name) for name in self.names}
+        return MoeWeights(bias=self.bias, **given)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out, loss)."""

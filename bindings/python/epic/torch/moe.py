@@ -18,6 +18,7 @@ from epic.options import Experts, Moe, Router, known
 from epic.torch import replicas, steps, sums
 from epic.torch.arguments import (
     EpicFunction,
+    applied,
     as_flat,
     as_int32,
     check_floats,
@@ -26,6 +27,7 @@ from epic.torch.arguments import (
     stay,
 )
 from epic.torch.experts import (
+    TYPE_NAMES,
     ExpertWeights,
     GroupedMm,
     activate,
@@ -109,6 +111,7 @@ ORDER = (
     "shared_b_gate_up shared_b_down w_shared_gate w_gate_up_scales w_down_scales"
 ).split()
 OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+OF_SHARED = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
 SCALES = ("w_gate_up_scales", "w_down_scales")
 
 
@@ -193,13 +196,12 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
         raise EpicArgumentError(f"x: shape {list(x.shape)}: [..., {hidden}] is needed")
     columns = options.router.num_experts + options.router.zero_experts
     shapes = {"w_gate": (hidden, columns), "b_gate": (columns,), "bias": (columns,)}
-    shapes |= {"w_shared_gate": (hidden,)}
+    for name, shape in {**shapes, "w_shared_gate": (hidden,)}.items():
+        w = getattr(weights, name)
+        if w is not None and w.shape != shape:
+            raise EpicArgumentError(f"{name}: shape {list(w.shape)}: {list(shape)} is needed")
     for name, w in zip(MoeWeights._fields, weights, strict=True):
-        if w is not None and tuple(w.shape) != shapes.get(name, w.shape):
-            raise EpicArgumentError(
-                f"{name}: shape {list(w.shape)}: {list(shapes[name])} is needed"
-            )
-        if w is not None and w.dtype != E4M3:
+        if w is not None and w.dtype not in TYPE_NAMES:
             check_floats(name, w)
     for name in ("w_gate", "w_gate_up", "w_down"):
         w = getattr(weights, name)
@@ -259,8 +261,7 @@ class Layer(EpicFunction):
         x: Tensor,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Call the operator: out, loss, load, demand, logical_load, saved.  _sum_order: in
-        which backward adds the gradients of what all ranks share over them; None: it does not."""
+        """Call the operator.  _sum_order: of of_all_ranks in backward; None: no sum there."""
         args = forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
         return ops.moe.default(*args)
 
@@ -297,6 +298,9 @@ class Layer(EpicFunction):
         return *[None] * 7, d_x, *found, None, None
 
 
+layer_apply = applied(Layer)
+
+
 def of_logical(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
     """The gradients of experts, added over replicas; of no tensor [0].  Those of w_gate and b_gate
     come before them."""
@@ -322,7 +326,7 @@ def of_all_ranks(ctx: Any, gradients: list[Tensor]) -> list[Tensor]:
 def with_summed_gradients(weights: MoeWeights, group: Group, order: int, tag: int) -> MoeWeights:
     """Weights whose gradients, of what all ranks share, backward adds over the ranks."""
     change = {
-        name: sums.SumGradient.apply(group, order, tag, w)
+        name: sums.sum_gradient_apply(group, order, tag, w)
         for name, w in weights._asdict().items()
         if w is not None and name not in (*OF_EXPERTS, *SCALES, "bias")
     }
@@ -357,9 +361,8 @@ def by_shared(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
     """The shared expert, which sees every token, gated if it has a gate."""
     assert options.shared is not None and weights.shared_gate_up is not None
     assert weights.shared_down is not None
-    names = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
-    own = ExpertWeights(*(getattr(weights, name) for name in names))
-    check_weights(options.shared, own, names, local=1)
+    own = ExpertWeights(*(getattr(weights, name) for name in OF_SHARED))
+    check_weights(options.shared, own, OF_SHARED, local=1)
     z = x @ weights.shared_gate_up[0].to(x.dtype)
     if weights.shared_b_gate_up is not None:
         z = z + weights.shared_b_gate_up[0].to(z.dtype)
@@ -443,11 +446,10 @@ def composed(
         chosen = torch.where(mask[:, None], chosen, -1)
     zero = chosen >= options.layer.num_ids  # identity experts stay at home
     sent = torch.where(zero, -1, chosen) if options.router.zero_experts else chosen
-    local = weights.w_gate_up.shape[0]
     late = options.experts.weighting == "late"
     more: dict[str, Any] = {"capacity": options.capacity, "tag": tag}
     more |= {"rank_of_expert": tables[0], "logical_of_expert": tables[1]}
-    more["num_local_experts"] = local if tables[0] is not None else None
+    more["num_local_experts"] = None if tables[0] is None else weights.w_gate_up.shape[0]
     if options.quantize is None:
         plan, recv, slots = steps.plan_dispatch(group, options.layer, sent, x, w, **more)
     else:
@@ -571,7 +573,7 @@ def moe(
     inputs = (token_ids, table, tables, rows, *arrays)
     if out is not None:
         return moe_into(forward_args(group, tag, facts, *inputs), x, facts, out)
-    y, loss, load, demand, logical, _ = Layer.apply(group, tag, facts, order, *inputs)
+    y, loss, load, demand, logical, _ = layer_apply(group, tag, facts, order, *inputs)
     logical = logical if facts.replicas else None
     return MoeOut(reshaped(y, x.shape), reshaped(loss, ()), load, demand, logical)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.torch.arguments import EpicFunction, check_floats, needs_gradient, once, stay
+from epic.torch.arguments import EpicFunction, applied, check_floats, needs_gradient, once, stay
 from epic.torch.groups import Group
 from epic.torch.ops import copy_into, note_write, raising
 from epic.torch.plans import Plan, Way
@@ -49,6 +49,9 @@ class SumReplicas(EpicFunction):
         return None, None, whole.to(gradient.dtype)
 
 
+sum_replicas_apply = applied(SumReplicas)
+
+
 class Tied(EpicFunction):
     """A weight as it is, whose gradient is added over replicas."""
 
@@ -59,6 +62,9 @@ class Tied(EpicFunction):
 
     setup_context = SumReplicas.setup_context
     backward = SumReplicas.backward
+
+
+tied_apply = applied(Tied)
 
 
 def check(plan: Plan, name: str, x: Tensor) -> None:
@@ -100,7 +106,7 @@ def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         note_write(out)
         return out
     if needs_gradient(x):
-        return SumReplicas.apply(way, plan.bytes, x)
+        return sum_replicas_apply(way, plan.bytes, x)
     return added(group.turn, plan.bytes, x, group, way.tag)
 
 
@@ -111,6 +117,6 @@ def tied(plan: Plan, weight: Tensor | None) -> Tensor | None:
     if weight is None or not plan.way.num_logical:
         return weight
     check(plan, "weight", weight)
-    found = Tied.apply(plan.way, plan.bytes, weight)
+    found = tied_apply(plan.way, plan.bytes, weight)
     stay(found)  # as the parameter that it is
     return found

@@ -11,6 +11,7 @@ from epic.errors import EpicArgumentError
 from epic.options import Router, known
 from epic.torch.arguments import (
     EpicFunction,
+    applied,
     as_flat,
     as_int32,
     check_floats,
@@ -93,6 +94,9 @@ class Route(EpicFunction):
         return d_logits, None, None, None
 
 
+route_apply = applied(Route)
+
+
 @raising
 def route(
     router: Router,
@@ -125,7 +129,7 @@ def route(
         args = (rows, *extras, where, *numbers_of(router.key))
         write(ops.route_out.default, args, chosen, weights)
         return chosen, weights
-    call = Route.apply if needs_gradient(rows) else route_op
+    call = route_apply if needs_gradient(rows) else route_op
     return call(rows, extras, where, numbers_of(router.key))
 
 
@@ -163,6 +167,9 @@ class BalanceLoss(EpicFunction):
         return d_logits, None, None, None, None, None
 
 
+balance_loss_apply = applied(BalanceLoss)
+
+
 class ZLoss(EpicFunction):
     """epic::z_loss with its gradient."""
 
@@ -183,6 +190,9 @@ class ZLoss(EpicFunction):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
         """In the logits."""
         return scaled(ops.z_loss_backward.default, ctx, d_loss, ctx.total_tokens), None, None
+
+
+z_loss_apply = applied(ZLoss)
 
 
 def scaled(operator: Any, ctx: Any, d_loss: Tensor, *sizes: int) -> Tensor:
@@ -220,7 +230,7 @@ def balance_loss(
     if out is not None:
         args = (rows, load, topk_idx, total_tokens, sequence_tokens, *rest)
         return loss_into(ops.balance_loss_out.default, args, out)
-    return BalanceLoss.apply(rows, load, topk_idx, total_tokens, sequence_tokens, rest)[0]
+    return balance_loss_apply(rows, load, topk_idx, total_tokens, sequence_tokens, rest)[0]
 
 
 def loss_into(operator: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -247,7 +257,7 @@ def z_loss(
     rest = (float(coeff), number_of(group, rows), *numbers_of(router.key))
     if out is not None:
         return loss_into(ops.z_loss_out.default, (rows, total_tokens, *rest), out)
-    return ZLoss.apply(rows, total_tokens, rest)[0]
+    return z_loss_apply(rows, total_tokens, rest)[0]
 
 
 @raising

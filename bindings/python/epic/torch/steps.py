@@ -352,11 +352,14 @@ class DispatchRounded(EpicFunction):
     backward = Dispatch.backward
 
 
+dispatch_rounded_apply = applied(DispatchRounded)
+
+
 def rounded(
     plan: Plan, rows: Tensor, weights: Tensor | None, block: str
 ) -> tuple[Tensor, Tensor | None]:
     """dispatch with quantize=."""
-    recv, slots = DispatchRounded.apply(plan, plan.bytes, rows, weights, block)
+    recv, slots = dispatch_rounded_apply(plan, plan.bytes, rows, weights, block)
     return recv, None if weights is None else slots
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError
-from epic.torch.arguments import EpicFunction, needs_gradient, once
+from epic.torch.arguments import EpicFunction, applied, is_traced, needs_gradient, no_vmap, once
 from epic.torch.groups import Group
 from epic.torch.ops import copy_into, note_write, raising
 
@@ -22,10 +22,20 @@ def sum_op(group: Group, turn: Tensor, x: Tensor, order: int, tag: int) -> Tenso
     return added_here(group, out, order) if x.dtype == torch.float64 else out
 
 
+def refuse_vmap(x: Tensor) -> None:
+    """torch 2.9 would say that it has no batches of other dtypes of the same bits."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            raise no_vmap()
+        x = torch._C._functorch.get_unwrapped(x)
+
+
 def with_zeros_of_others(group: Group, x: Tensor) -> Tensor:
     """Float64 numbers [n] as float32 [ranks * 4 n] in which this rank's part is its own and the
     others are zeros: the sum over the ranks then has each rank's numbers, exactly, as float32 holds
     each 16 of their bits as an integer."""
+    if not is_traced():
+        refuse_vmap(x)
     parts = x.new_zeros((group.num_ranks, 4 * x.numel()), dtype=torch.float32)
     parts[group.rank] = x.view(torch.int16)
     return parts.view(-1)
@@ -61,6 +71,9 @@ class Sum(EpicFunction):
         return None, whole, None, None
 
 
+sum_apply = applied(Sum)
+
+
 @raising
 def sum(
     group: Group, x: Tensor, *, tree: bool = False, tag: int = 0, out: Tensor | None = None
@@ -80,7 +93,7 @@ def sum(
         return out
     flat = x.reshape(-1).contiguous()
     if needs_gradient(x):
-        return Sum.apply(group, flat, order, tag).reshape(x.shape)
+        return sum_apply(group, flat, order, tag).reshape(x.shape)
     return sum_op(group, group.turn, flat, order, tag).reshape(x.shape)
 
 
@@ -104,6 +117,9 @@ class SumGradient(EpicFunction):
         """Each rank's part is in every rank's sum."""
         (whole,) = added_in_backward(ctx.group, ctx.order, ctx.tag, [gradient])
         return None, None, None, whole
+
+
+sum_gradient_apply = applied(SumGradient)
 
 
 def added_in_backward(group: Group, order: int, tag: int, parts: list[Tensor]) -> list[Tensor]:
