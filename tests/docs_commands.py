@@ -6,6 +6,7 @@ options of our programs, benchmarks and examples.  Those of epic-trace and epic-
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
@@ -131,9 +132,20 @@ def bad_commands(pages: list[Path], programs: Path | None) -> tuple[int, list[st
     return num, bad
 
 
+def write_loads(path: Path) -> None:
+    """A table of loads [layers, experts] as numpy.save writes it, of a model of 58 layers."""
+    layers, experts = 58, 256
+    loads = [(i // experts * 7919 + i * 104729) % 1000 for i in range(layers * experts)]
+    shape = (layers, experts)
+    header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    body = struct.pack(f"<{len(loads)}i", *loads)
+    path.write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header.encode() + body)
+
+
 def bad_runs(page: Path, programs: Path, folder: Path) -> tuple[int, list[str]]:
     """Commands of epic-trace and epic-place in the page's blocks, run in `folder`, which has a
-    trace in `run`; how many, and which do not end well."""
+    trace in `run`, and a table of loads; how many, and which do not end well."""
+    write_loads(folder / "loads.npy")
     num, bad = 0, []
     text = "\n".join(blocks(page.read_text(encoding="utf-8")))
     lines = [line.split("#")[0].strip().replace("/tmp/", "") for line in text.splitlines()]
