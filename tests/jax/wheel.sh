@@ -1,6 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Builds the wheel as `pip install .` does and uses it in a fresh environment, outside the checkout.
+# Builds the wheel as `pip install .` does and uses it in a fresh environment, outside the checkout;
+# then installs the checkout as `pip install -e .` does.
 # usage: wheel.sh BIN, where BIN is the bin folder of an environment with requirements.txt
 set -eu
 cd "$(dirname "$0")/../.."
@@ -31,3 +32,20 @@ grep -q "^backend mpi *$away/.*/epic/bin/../lib/libepic_mpi.so loads" info ||
     grep -q '^backend mpi *not built' info || { cat info; exit 1; }
 "$away/venv/bin/python" ep_moe.py --check
 "$away/venv/bin/python" -m pytest -q -p no:cacheprovider test_steps.py -k "every_slot or sum"
+
+# An editable install has the sources in the checkout and the libraries here.
+"$away/venv/bin/pip" install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+    --config-settings=cmake.define.EPIC_CUDA=OFF --editable "$checkout"
+"$away/venv/bin/python" - "$checkout" <<'END'
+import sys
+from pathlib import Path
+
+import epic._native
+
+epic.Layer(num_experts=8, top_k=2)
+assert Path(epic.__file__).is_relative_to(sys.argv[1]), epic.__file__
+for found in (epic._native.find("libepic_jax.so"), epic._native.find("epic-info", "bin")):
+    assert found.is_relative_to(Path(sys.prefix).resolve()), found
+epic._native.core()
+END
+"$away/venv/bin/epic-info" | grep -q '^epic '

@@ -20,6 +20,7 @@ from ctypes import (
 from pathlib import Path
 from typing import Any
 
+import epic
 from epic.errors import EpicArgumentError, EpicError
 from epic.options import Moe, Options
 from epic.words import to_python
@@ -149,12 +150,16 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def find(file: str, kind: str = "lib") -> Path:
-    """A library, or with kind "bin" a program: in EPIC_LIBRARY_PATH, or beside its folder; beside
-    this package; or in the build of its checkout."""
+    """Find a library, or with kind "bin" a program.
+
+    It is looked for in EPIC_LIBRARY_PATH (a program in `bin` next to those folders); in the folders
+    of this package, of which an editable install has two: one with the sources, one with what was
+    built; and in `build` of the checkout.
+    """
     here = Path(__file__).resolve().parent
     given = [Path(f) for f in os.environ.get("EPIC_LIBRARY_PATH", "").split(":") if f]
     folders = given if kind == "lib" else [folder.parent / kind for folder in given]
-    folders += [here / kind]
+    folders += [Path(folder).resolve() / kind for folder in epic.__path__]
     if len(here.parents) > 2:
         folders += [here.parents[2] / "build" / kind]
     for folder in folders:
