@@ -77,3 +77,19 @@ epic_experts read_shared(torch_call *call, epic_experts experts, uint32_t weight
     read_kind(call, &out, &types);
     return out;
 }
+
+void read_compared(torch_call *call, compared_options *out, const epic_layer *layer)
+{
+    *out = (compared_options){.moe.layer = layer};
+    mlp_types types = {0}; /* the numbers say all types */
+    out->moe.balance_coeff = call_float(call);
+    out->moe.z_coeff = call_float(call);
+    out->moe.sequence_tokens = call_int(call);
+    out->moe.flags = call_uint(call, "flags");
+    out->router = read_router(call);
+    out->experts = read_experts(call, &types);
+    out->shared = read_shared(call, out->experts, 0);
+    out->moe.router = &out->router;
+    out->moe.experts = &out->experts;
+    out->moe.shared = out->shared.inner != 0 ? &out->shared : NULL;
+}

@@ -41,6 +41,18 @@ int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs, int64_
                              int64_t capacity, int64_t bytes);
 epic_router read_router(torch_call *call);
 
+/* The options of a whole layer that stand behind its loss coefficients, and the parts of an epic_moe:
+ * what a plan of a composed layer is passed, for the ranks to compare. */
+#define COMPARED_SCHEMA                                              \
+    ", float balance_coeff, float z_coeff, SymInt sequence_tokens, " \
+    "int flags" ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
+typedef struct compared_options {
+    epic_router router;
+    epic_experts experts, shared;
+    epic_moe moe;
+} compared_options;
+void read_compared(torch_call *call, compared_options *out, const epic_layer *layer);
+
 /* In: the types of rows and weights, where the kind says none. */
 typedef struct mlp_types {
     uint32_t row, weight;

@@ -19,6 +19,7 @@ typedef struct plan_job {
     epic_plan_args args;
     int64_t top_k, table_length, logical_length; /* of the arrays */
     int64_t bytes;                               /* of the plan and its counts */
+    compared_options compared;                   /* of a composed layer */
 } plan_job;
 
 static call_array read_choices(torch_call *call, plan_job *job)
@@ -113,7 +114,15 @@ static void plan_results(torch_call *call, plan_job *job)
     if (job->layer.num_logical != 0) job->args.logical_load = counts + 2 * local + experts + 1;
 }
 
-static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+/* Of the overloads "compared": the options of the layer that the plan is made for. */
+static void read_layer_options(torch_call *call, plan_job *job)
+{
+    read_compared(call, &job->compared, &job->layer);
+    job->args.moe = &job->compared.moe;
+}
+
+static void make_plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results,
+                      bool is_compared)
 {
     torch_call call = call_begin("plan", stack, num_results);
     call.end = (int)num_arguments;
@@ -121,9 +130,20 @@ static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_result
     call_turn(&call);
     (void)read_choices(&call, &job);
     read_layout(&call, &job);
+    if (is_compared) read_layer_options(&call, &job);
     plan_results(&call, &job);
     if (go(&call)) call_told(&call, epic_plan(call.use.ctx, &job.args));
     call_end(&call);
+}
+
+static void plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    make_plan(stack, num_arguments, num_results, false);
+}
+
+static void plan_compared(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    make_plan(stack, num_arguments, num_results, true);
 }
 
 /* -------------------------------------------------------------------------- dispatch ---- */
@@ -219,7 +239,8 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     return tokens;
 }
 
-static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+static void make_plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results,
+                               bool is_compared)
 {
     torch_call call = call_begin("plan_dispatch", stack, num_results);
     call.end = (int)num_arguments;
@@ -230,10 +251,22 @@ static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t n
     const call_array tokens = read_chosen(&call, chosen, &args);
     read_layout(&call, &job);
     args.flags = (uint32_t)call_int_or(&call, EPIC_ZERO_TAIL);
+    if (is_compared) read_layer_options(&call, &job);
     plan_results(&call, &job);
     dispatch_results(&call, tokens, job.args.capacity, &args);
     if (go(&call)) call_told(&call, epic_plan_dispatch(call.use.ctx, &job.args, &args));
     call_end(&call);
+}
+
+static void plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
+{
+    make_plan_dispatch(stack, num_arguments, num_results, false);
+}
+
+static void plan_dispatch_compared(torch_value *stack, uint64_t num_arguments,
+                                   uint64_t num_results)
+{
+    make_plan_dispatch(stack, num_arguments, num_results, true);
 }
 
 /* Each token once for each rank that has experts for it, and which those are. */
@@ -488,7 +521,19 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
 #name "." #overload, #name "." #overload schema, name \
     }
 
+/* As LAYOUT and FLAGS, none left out, and behind them the options of a layer, which are compared. */
+#define WHOLE_LAYOUT                                                               \
+    USUAL ", int layer_slabs, int layer_leaves, int tag, Tensor? rank_of_expert, " \
+          "Tensor? logical_of_expert"
+#define COMPARED(name, schema)                                       \
+    {                                                                \
+#name ".compared", #name ".compared" schema, name##_compared \
+    }
+
 static const torch_op ops[] = {
+    COMPARED(plan, CHOSEN WHOLE_LAYOUT COMPARED_SCHEMA PLANNED),
+    COMPARED(plan_dispatch,
+             SENT WHOLE_LAYOUT ", int dispatch_flags" COMPARED_SCHEMA PLANNED_SENT),
     OP(plan, CHOSEN LAYOUT PLANNED),
     OP_LESS(plan, usual, CHOSEN USUAL PLANNED),
     OP_LESS(plan, kept, CHOSEN KEPT PLANNED),

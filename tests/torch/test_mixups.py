@@ -412,3 +412,44 @@ def test_losses_of_sequences_on_uneven_ranks() -> None:
     for core, composed in found:
         torch.testing.assert_close(composed, core)
     assert found[0][0] > 0
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "activation": ({"activation": "gelu"}, "experts.activation is silu on rank 0 and gelu on r"),
+    "inner": ({"inner": 16}, "experts.inner is 12 on rank 0 and 16 on rank 1"),
+    "score": ({"score": "sigmoid"}, "router.score is softmax on rank 0 and sigmoid on rank 1"),
+    "z_coeff": ({"z_coeff": 0.5}, "z_coeff is 0.25 on rank 0 and 0.5 on rank 1"),
+    "sequence_tokens": ({"sequence_tokens": 3}, "sequence_tokens is 0 on rank 0 and 3 on rank 1"),
+    "shared": ({"shared": epic.torch.Experts(hidden=HIDDEN, inner=12)}, "shared is 0 on rank 0 and 1 on rank 1"),
+    "dtype": ({"dtype": torch.bfloat16}, "experts.weight_type is float32 on rank 0 and bfloat16"),
+}
+
+
+@pytest.mark.parametrize("kind", ["core", "composed", "quantized", "masked"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_options_that_differ(change: str, kind: str) -> None:
+    """No shape of what is sent differs, so the results of both ranks would be wrong."""
+    (more, sentence), meets = CHANGES[change], epic.torch.threads(2)
+    if kind == "masked" and change == "sequence_tokens":
+        pytest.skip("refused beside a mask")
+
+    def run(rank: int) -> str:
+        given = {"z_coeff": 0.25, **WISH} | (more if rank else {})
+        dtype = given.pop("dtype", torch.float32)
+        if kind == "quantized":
+            given["quantize"] = "1x32"
+        sizes = {**SIZES, "meet": meets[rank], "timeout_ms": 9000}
+        options = epic.torch.Moe.of(**given)
+        with epic.torch.Group(**sizes) as group, torch.no_grad():
+            product = epic.torch.slab_mm if kind == "composed" else None
+            layer = epic.torch.MoE(group, options, dtype=dtype, grouped_mm=product)
+            mask = torch.ones(COUNT, dtype=torch.bool) if kind == "masked" else None
+            try:
+                layer(X, mask)
+            except RuntimeError as error:
+                return str(error)
+        return "no error"
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [done.result(60) for done in [pool.submit(run, rank) for rank in range(2)]]
+    assert all("EPIC_EMISMATCH" in said and sentence in said for said in found), found

@@ -13,8 +13,8 @@ typedef void change(problem *p);
 
 /* Which call sees the difference. */
 typedef enum when { FORWARD, PLAN, PLANNED, BACKWARD, PLAIN_PLAN, PLAIN_PLAN_DISPATCH } when;
-static const char *const when_names[] = {
-    "forward", "plan", "planned forward", "backward", "epic_plan", "epic_plan_dispatch"};
+static const char *const when_names[] = {"forward",  "plan",      "planned forward",
+                                         "backward", "epic_plan", "epic_plan_dispatch"};
 
 typedef struct differing {
     problem p[RANKS]; /* as each rank sees the layer */
@@ -35,8 +35,8 @@ static void usual(problem *p)
                               .normalize = EPIC_NORMALIZE_SUM,
                               .eps = 1e-20,
                               .scale = 2};
-    p->experts = (epic_experts){
-        .row_type = EPIC_F32, .num_local_experts = 2, .hidden = 4, .inner = 4};
+    p->experts =
+        (epic_experts){.row_type = EPIC_F32, .num_local_experts = 2, .hidden = 4, .inner = 4};
     p->shared = p->experts;
     p->shared.num_local_experts = 1;
     p->moe = (epic_moe){.balance_coeff = 0.01, .z_coeff = 0.001, .capacity = 16};
@@ -69,8 +69,8 @@ static epic_result plain_plan(const part *t, epic_context *ctx, bool dispatches)
                                  .moe = &t->moe};
     const epic_dispatch_args dispatch = {.tokens = {t->given[X], TOKENS, 16},
                                          .recv = {recv, 16, 16}};
-    const epic_result result = dispatches ? epic_plan_dispatch(ctx, &args, &dispatch)
-                                          : epic_plan(ctx, &args);
+    const epic_result result =
+        dispatches ? epic_plan_dispatch(ctx, &args, &dispatch) : epic_plan(ctx, &args);
     free(plan);
     free(recv);
     return result;
@@ -130,10 +130,10 @@ static void test(change *how, when at, const char *words)
 
 /* ------------------------------------------------------------------ what rank 1 changes ---- */
 
-#define CHANGE(name, ...)            \
-    static void name(problem *p)     \
-    {                                \
-        __VA_ARGS__;                 \
+#define CHANGE(name, ...)        \
+    static void name(problem *p) \
+    {                            \
+        __VA_ARGS__;             \
     }
 CHANGE(score, p->router.score = EPIC_SCORE_SIGMOID)
 CHANGE(groups, p->router.num_groups = 2; p->router.topk_groups = 1)
@@ -216,8 +216,7 @@ static void other_numbers(void *what, int rank, epic_context *ctx, const epic_co
     if (rank == 1 && damaged_weight < NUM_GIVEN)
         ((unsigned char *)t->given[damaged_weight])[5] ^= 1;
     d->result[rank] = part_forward(t, ctx);
-    snprintf(d->said[rank], sizeof d->said[rank], "%s",
-             d->result[rank] ? epic_error(ctx) : "");
+    snprintf(d->said[rank], sizeof d->said[rank], "%s", d->result[rank] ? epic_error(ctx) : "");
     part_free(t);
 }
 

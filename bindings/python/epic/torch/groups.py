@@ -322,6 +322,13 @@ class Group:
         return found
 
     @torch._dynamo.assume_constant_result
+    def compared_options(self, options: str, local: int, *more: Any) -> Any:
+        """As moe_facts, what a plan of a composed layer compares between the ranks."""
+        from epic.torch.moe import compared_of  # it needs this module
+
+        return compared_of(self, options, local, *more)
+
+    @torch._dynamo.assume_constant_result
     def moe_facts(self, options: str, local: int, *more: Any) -> Any:
         """As facts, of a whole layer; a method, as tracers take no group for a constant."""
         from epic.torch.moe import facts_of  # it needs this module

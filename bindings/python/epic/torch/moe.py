@@ -42,7 +42,7 @@ from epic.torch.experts import (
     weights_back,
 )
 from epic.torch.groups import Group
-from epic.torch.ops import LAYER, mlp_numbers, numbers, packed, parts_of, raising, write
+from epic.torch.ops import LAYER, argument_names, mlp_numbers, numbers, packed, parts_of, raising, write
 from epic.torch.plans import Plan, tables_of
 from epic.torch.router import balance_loss, route
 from epic.torch.scaled import E4M3
@@ -131,8 +131,13 @@ class Facts(NamedTuple):
 
 def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
     """Of completed options; types: of the experts' weights, as mlp_numbers takes them."""
+    return numbers("moe", values_of(options, **types))
+
+
+def values_of(options: Moe, **types: int) -> dict[str, Any]:
+    """The same by the names of the operators' arguments."""
     shared = options.shared.numbers() if options.shared else {**NO_EXPERTS.numbers(), "inner": 0}
-    values = {
+    return {
         "balance_coeff": float(options.balance_coeff),
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
@@ -143,7 +148,38 @@ def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
         **mlp_numbers("experts", options.experts.numbers(), **types),
         **mlp_numbers("shared", shared),
     }
-    return numbers("moe", values)
+
+
+def completed_moe(
+    wish: Moe, local: int, row_type: str, weight_type: str, kept_type: str
+) -> Moe:
+    """The options with the tensors' dtypes."""
+    shared_type = row_type if kept_type == "e4m3" else kept_type
+    return replace(
+        wish,
+        experts=completed(wish.experts, local, row_type, weight_type),
+        shared=wish.shared and completed(wish.shared, 1, row_type, shared_type),
+    )
+
+
+def compared_of(
+    group: Group, options: str, local: int, row_type: str, weight_type: str, kept_type: str
+) -> tuple[Any, ...]:
+    """Of the options of that key: what a plan of a composed layer is passed, for the ranks to
+    compare; the group keeps it."""
+    key = ("compared", options, local, row_type, weight_type, kept_type)
+    found = group.kept.get(key)
+    if found is None:
+        whole = completed_moe(known[options], local, row_type, weight_type, kept_type)
+        experts, shared = whole.experts.numbers(), whole.shared.numbers() if whole.shared else {}
+        values = values_of(whole, row_type=experts["row_type"], weight_type=experts["weight_type"])
+        if shared:
+            types = {name: shared[name] for name in ("row_type", "weight_type")}
+            values |= mlp_numbers("shared", shared, **types)
+        names = argument_names("plan", "compared")
+        found = tuple(values[name] for name in names[names.index("balance_coeff") :])
+        group.kept[key] = found
+    return found
 
 
 def facts_of(
@@ -165,13 +201,8 @@ def facts_of(
         if distinct:
             wish = replace(wish, layer=replace(wish.layer, distinct=True))
         bound = group.capacity_bound(wish.layer)
-        whole = replace(
-            wish,
-            experts=completed(wish.experts, local, row_type, weight_type),
-            shared=wish.shared
-            and completed(wish.shared, 1, row_type, row_type if kept_type == "e4m3" else kept_type),
-            capacity=bound if wish.capacity is None else wish.capacity,
-        )
+        whole = completed_moe(wish, local, row_type, weight_type, kept_type)
+        whole = replace(whole, capacity=bound if wish.capacity is None else wish.capacity)
         sizes = _native.moe_memory(group.config(), whole)
         prefix, names = "cuda_" if group.on_gpu else "", ("saved", "forward", "backward")
         bytes_ = [int(getattr(sizes, f"{prefix}{name}_bytes")) for name in names]
@@ -446,10 +477,14 @@ def composed(
         chosen = torch.where(mask[:, None], chosen, -1)
     zero = chosen >= options.layer.num_ids  # identity experts stay at home
     sent = torch.where(zero, -1, chosen) if options.router.zero_experts else chosen
+    local = weights.w_gate_up.shape[0]
     late = options.experts.weighting == "late"
     more: dict[str, Any] = {"capacity": options.capacity, "tag": tag}
     more |= {"rank_of_expert": tables[0], "logical_of_expert": tables[1]}
-    more["num_local_experts"] = None if tables[0] is None else weights.w_gate_up.shape[0]
+    more["num_local_experts"] = local if tables[0] is not None else None
+    kinds = (dtype_name(x), type_of_weights(options.experts, weights.w_gate_up))
+    kinds = (*kinds, dtype_name(weights.w_gate_up))
+    more["compared"] = group.compared_options(options.key, local, *kinds)
     if options.quantize is None:
         plan, recv, slots = steps.plan_dispatch(group, options.layer, sent, x, w, **more)
     else:

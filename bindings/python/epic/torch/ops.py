@@ -158,9 +158,9 @@ def like_or_none(x: Tensor | None, dtype: torch.dtype, of: Tensor) -> Tensor:
     return floats(of, 0) if x is None else x.new_empty(x.shape, dtype=dtype)
 
 
-def argument_names(name: str) -> list[str]:
+def argument_names(name: str, overload: str = "default") -> list[str]:
     """Of an operator."""
-    schema = getattr(torch.ops.epic, name).default._schema
+    schema = getattr(getattr(torch.ops.epic, name), overload)._schema
     return [argument.name for argument in schema.arguments]
 
 

@@ -41,6 +41,7 @@ class Way:
     rules: int  # the first number of the layer
     more: tuple[int, ...]  # slabs, leaves and tag, without what is as usual at the end
     kept: int  # what the library keeps the layer by; 0: with a tag, and for tracers
+    compared: tuple[Any, ...] = ()  # options of a whole layer that all ranks must have alike
 
     def numbers(self) -> tuple[int, ...]:
         """Of a plan, none left out."""
@@ -197,11 +198,15 @@ def asked(
     capacity: int | None,
     placed: tuple[Any, Any, int | None],
     tag: int,
+    compared: tuple[Any, ...] = (),
 ) -> Wish:
-    """What a plan is made of.  placed: rank_of_expert, logical_of_expert, num_local_experts."""
+    """What a plan is made of.  placed: rank_of_expert, logical_of_expert, num_local_experts;
+    compared: as Way has them."""
     way = None if is_traced() else group.ways.get((layer.key, tag))
     if way is None:
         way = way_of(group, layer, tag)
+    if compared:
+        way = replace(way, compared=compared)
     shape, top_k = topk_idx.shape, way.top_k
     num_tokens = shape[0] if len(shape) == 2 and shape[1] == top_k else count_of(shape, top_k)
     slots = way.capacity if capacity is None else capacity

@@ -47,6 +47,7 @@ def plan(
     logical_of_expert: Any = None,
     num_local_experts: int | None = None,
     tag: int = 0,
+    compared: tuple[Any, ...] = (),
     out: Plan | None = None,
 ) -> Plan:
     """Makes the plan of topk_idx [..., top_k]; negative: no expert.
@@ -56,15 +57,21 @@ def plan(
     num_local_experts, the most of one rank; None: contiguous blocks.  logical_of_expert
     [num_experts]: with layer.num_logical, whose replica each expert is; topk_idx names logical
     experts then, and their replicas take turns.  tag: calls of one tag come in the same order on
-    every rank; threads of a process use different ones.  out: a plan of the same layer and sizes,
-    whose bytes are written.
+    every rank; threads of a process use different ones.  compared: options of a whole layer, as
+    epic.torch.moe passes them, which must be equal on all ranks.  out: a plan of the same layer and
+    sizes, whose bytes are written.
     """
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
-        way, num_tokens, slots, tables = asked(group, layer, topk_idx, capacity, placed, tag)
+        way, num_tokens, slots, tables = asked(
+            group, layer, topk_idx, capacity, placed, tag, compared
+        )
         kept = way.kept if slots == way.capacity and not tables else 0
         if out is not None:
             data = plan_into(way, topk_idx, slots, tables, out)
+        elif compared:
+            given = (*all_numbers_of(way, tables), *compared)
+            data = ops.plan.compared(group.turn, topk_idx, slots, way.bytes, *given)
         elif kept and not overridden(topk_idx):
             data = PLAN_KEPT(group.turn, topk_idx, kept)
         elif tables or way.more:
@@ -372,6 +379,10 @@ def plan_dispatch_op(
     """The operator."""
     way, _, slots, tables = wish
     turn = way.group.turn
+    if way.compared:
+        given = (*all_numbers_of(way, tables), int(zero_tail), *way.compared)
+        inputs = (turn, chosen, tokens, weights, slots, way.bytes)
+        return ops.plan_dispatch.compared(*inputs, *given)
     kept = way.kept if zero_tail and slots == way.capacity and not tables else 0
     if kept and not overridden(chosen, tokens, weights):
         return PLAN_DISPATCH_KEPT(turn, chosen, tokens, weights, kept)
@@ -450,13 +461,14 @@ def plan_dispatch(
     num_local_experts: int | None = None,
     zero_tail: bool = True,
     tag: int = 0,
+    compared: tuple[Any, ...] = (),
     out: tuple[Plan, Tensor, Tensor | None] | None = None,
 ) -> tuple[Plan, Tensor, Tensor | None]:
     """plan, then dispatch with it, as one call: (plan, recv, slot_weights or None).  out: these
     three, which are written and returned, without a gradient."""
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
-        wish = asked(group, layer, topk_idx, capacity, placed, tag)
+        wish = asked(group, layer, topk_idx, capacity, placed, tag, compared)
         way, num_tokens, slots, _ = wish
         if way.flat:
             raise wrong_layout(way, "plan, then dispatch_flat")
