@@ -14,6 +14,9 @@ typedef struct stops_way {
     bool processes;       /* false: the ranks are threads of one process */
     const char *launcher; /* a program that starts ranks with "-n RANKS COMMAND"; NULL: fork */
     int groups, width;    /* number of groups, scaled, and how many run at a time */
+    int most_ranks;       /* of a group; 0: 8 */
+    /* Adds in place, as epic_sum, and returns when the sums are there; NULL: epic_sum. */
+    epic_result (*sum)(epic_context *ctx, const epic_sum_args *args);
 } stops_way;
 
 /* The main of a stop test. */

@@ -56,8 +56,14 @@ typedef struct p2p_status {
     uint32_t own_signature, peer_signature;
     uint32_t dead;        /* by the host: a bit for each rank whose process has ended */
     uint32_t deadline_ms; /* of the operation that broke */
+    uint64_t awake;       /* by the host while it runs: P2P_AWAKE; 0: no thread writes it */
     p2p_notice notices[P2P_NOTICES];
 } p2p_status;
+
+/* How often the host has shown that its process runs, and how often it found that the process had been
+ * stopped.  One word, so that kernels never see a beat without the stop before it. */
+#define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
+#define P2P_PUT_OFF_LIMIT 4 /* times that stops put a deadline off, unless something moves */
 
 typedef enum p2p_phase { /* what a rank was waiting for */
                          P2P_PHASE_NONE = 0,

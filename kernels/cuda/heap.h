@@ -95,12 +95,19 @@ typedef struct p2p_control {
     uint64_t moved;   /* when a wait of this rank last began, ns of its device's clock */
     uint32_t asked;   /* when one here last read the host's `dead`, units of 1024 ns */
     uint32_t dead;    /* what it was then */
-    uint64_t posted;  /* hosts: entries that have a place in the ring, */
-    uint64_t room;    /* those before this one fit it, */
-    uint64_t epochs;  /* and epochs that have ended */
-#ifdef EPIC_HOSTS     /* what warps would else ask host memory for, each for itself: wire.cuh */
-    uint64_t broken;  /* not 0: the group is, and why */
-    uint64_t freed;   /* what the host's word was when it was last asked, */
+    uint64_t
+        due; /* the host must beat after this time, ns, before a deadline may end; 0: none */
+    uint64_t overdue;    /* it has done so: deadlines up to this time have passed */
+    uint32_t due_beat;   /* the host's count of beats at `due` */
+    uint32_t stops;      /* the host's count of stops that deadlines have been put off for */
+    uint32_t put_off;    /* times since something moved */
+    uint32_t late_asked; /* when one here last read the host's `awake`, units of 1024 ns */
+    uint64_t posted;     /* hosts: entries that have a place in the ring, */
+    uint64_t room;       /* those before this one fit it, */
+    uint64_t epochs;     /* and epochs that have ended */
+#ifdef EPIC_HOSTS    /* what warps would else ask host memory for, each for itself: wire.cuh */
+    uint64_t broken; /* not 0: the group is, and why */
+    uint64_t freed;  /* what the host's word was when it was last asked, */
     uint32_t freed_asked;            /* units of 1024 ns */
     uint32_t heard_asked;            /* the same of announcements, */
     uint32_t asked_end;              /* of what ends an operation, */

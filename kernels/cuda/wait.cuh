@@ -337,6 +337,37 @@ __device__ __forceinline__ uint64_t find_end(const Now &now, int phase, uint32_t
 #define SPINS_TO_ASK 256u /* between two questions of a spin */
 #endif
 
+/* The clock of a device goes on while the host's process is stopped (Ctrl-Z, a frozen container), and
+ * with it often all others, which then launch nothing.  So a deadline ends only when the host has shown
+ * that it ran after it.  If the host was stopped meanwhile, the deadline starts anew: `moved` is now.
+ * Returns true if deadlines up to `deadline` have passed.  One thread of the rank asks for all, as
+ * reads of host memory take microseconds. */
+static __device__ bool host_ran_after(const Now &now, uint64_t deadline, uint64_t time)
+{
+    p2p_control *control = control_of(now);
+    if (may_ask(&control->late_asked, TIME_TO_ASK)) {
+        const uint64_t awake = load_relaxed(&now.self->status->awake);
+        const uint32_t beat = (uint32_t)awake, stops = (uint32_t)(awake >> 32);
+        const uint64_t due = load_relaxed(&control->due);
+        if (!awake) { /* no thread beats: the device's clock alone counts */
+            store_relaxed(&control->overdue, time);
+        } else if (stops != load_relaxed(&control->stops)) {
+            const uint32_t put_off = load_relaxed(&control->put_off);
+            store_relaxed(&control->stops, stops);
+            store_relaxed(&control->due, (uint64_t)0);
+            store_relaxed(&control->put_off, put_off + 1);
+            if (put_off < P2P_PUT_OFF_LIMIT) store_relaxed(&control->moved, time);
+        } else if (!due) {
+            store_relaxed(&control->due_beat, beat);
+            store_relaxed(&control->due, time);
+        } else if (beat != load_relaxed(&control->due_beat)) {
+            store_relaxed(&control->overdue, due);
+            store_relaxed(&control->due, (uint64_t)0);
+        }
+    }
+    return load_relaxed(&control->overdue) > deadline;
+}
+
 /* Late, as this CTA knows: is it too late?  What has moved elsewhere on this rank puts the deadline
  * off. */
 static __device__ __noinline__ bool too_late(const Now &now, int peer)
@@ -346,7 +377,7 @@ static __device__ __noinline__ bool too_late(const Now &now, int peer)
     const uint64_t deadline = max(now.deadline, moved + self.timeout_ns);
     const uint32_t told = told_waits(now, self.rank);
     now.deadline = deadline;
-    if (time > deadline) return true;
+    if (time > deadline) return host_ran_after(now, deadline, time);
     if (time <= deadline - self.timeout_ns / 4) {
         if (told) tell_waits(now, 0);
     } else if (peer >= 0 && peer != self.rank && !(told >> peer & 1)) {
@@ -378,7 +409,10 @@ static __device__ __noinline__ bool hopeless(const Now &now, int peer, int phase
 {
     const p2p_self &self = *now.self;
     const uint64_t time = timer_ns();
-    if (fresh && !now.lost) store_relaxed(&control_of(now)->moved, time);
+    if (fresh && !now.lost) {
+        store_relaxed(&control_of(now)->moved, time);
+        store_relaxed(&control_of(now)->put_off, 0u);
+    }
     const bool late = time > now.deadline - self.timeout_ns / 4;
     const bool over = (late && too_late(now, peer)) || has_ended(now, phase);
     if (over) atomicMax(&now.lost, LOST(peer, phase));

@@ -9,8 +9,10 @@
 #include "backend/hosts/asked.h"
 #include "backend/hosts/ring.h"
 #include "backend/p2p/p2p.h"
-#include "base/clock.h"
+#include "base/deadline.h"
 #include "base/error.h"
+
+#define LEAVE_NAP_NS 200000
 
 /* What a rank tells the others. */
 typedef struct card {
@@ -274,7 +276,9 @@ static epic_result start_ring(epic_group *g, hosts_part *h)
                                     .outbox = h->outbox,
                                     .at = g->self.at,
                                     .status = g->status,
+                                    .beats = g->beats,
                                     .ring = h->shared};
+    p2p_beats_expect(g->beats, g->config.timeout_ms);
     return hosts_ring_open(&h->ring, &setup);
 }
 
@@ -487,9 +491,9 @@ static void leave(epic_group *g)
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
     for (int q = 0; q < g->num_ranks; q++)
         p2p_tell(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
-    const int64_t end = clock_ms() + g->config.timeout_ms;
-    while (!all_gone(g) && clock_ms() < end)
-        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    deadline end = deadline_begin_ms(g->config.timeout_ms);
+    while (!all_gone(g) && !deadline_before_nap(&end, LEAVE_NAP_NS))
+        nanosleep(&(struct timespec){.tv_nsec = LEAVE_NAP_NS}, NULL);
     release(g);
     if (device >= 0) (void)cudaSetDevice(device);
 }

@@ -305,6 +305,7 @@ static void *run_ring(void *self)
     int64_t us = NAP_US, moved_at = clock_us();
     for (int idle = 0; !__atomic_load_n(&r->leave, __ATOMIC_ACQUIRE);) {
         bool called = false;
+        p2p_beat(r->setup.beats, r->setup.status);
         if (turn(r) > 0) {
             idle = 0;
             us = NAP_US;
@@ -323,6 +324,7 @@ static void *run_ring(void *self)
         us = NAP_US;
         moved_at = clock_us();
     }
+    p2p_beats_end(r->setup.status);
     return NULL;
 }
 

@@ -6,6 +6,7 @@
 #define EPIC_HOSTS_RING_H
 
 #include "backend/backend.h"
+#include "backend/p2p/beats.h"
 #include "cuda/cuda_kernels.h"
 #include "wire/lines.h"
 #include "wire/wire.h"
@@ -20,6 +21,7 @@ typedef struct hosts_ring_setup { /* borrowed until the ring is closed */
     const uint8_t *outbox;
     p2p_heap at;
     p2p_status *status;
+    p2p_beats *beats;
     p2p_ring ring; /* as the host sees it */
 } hosts_ring_setup;
 

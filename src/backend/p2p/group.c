@@ -42,7 +42,11 @@ bool p2p_any_device(char *why)
 epic_group *p2p_group_new(const epic_join *join)
 {
     epic_group *g = calloc(1, sizeof *g);
-    if (!g) return NULL;
+    if (g) g->beats = calloc(1, sizeof *g->beats);
+    if (!g || !g->beats) {
+        free(g);
+        return NULL;
+    }
     g->rank = join->meet->rank;
     g->num_ranks = join->meet->num_ranks;
     g->config = *join->config;
@@ -111,6 +115,7 @@ void p2p_group_free(epic_group *g)
     if (g->status) (void)cudaFreeHost(g->status);
     if (g->side) (void)cudaStreamDestroy(g->side);
     (void)cudaGetLastError();
+    free(g->beats);
     free(g);
 }
 

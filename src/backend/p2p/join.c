@@ -5,8 +5,10 @@
 #include <string.h>
 
 #include "backend/p2p/p2p.h"
-#include "base/clock.h"
+#include "base/deadline.h"
 #include "base/error.h"
+
+#define LEAVE_NAP_NS 200000
 
 /* What a rank tells the others. */
 typedef struct card {
@@ -160,9 +162,9 @@ static void leave(epic_group *g)
     (void)cudaSetDevice(g->device);
     if (g->ranks_here == 1) (void)cudaDeviceSynchronize();
     say_goodbye(g);
-    const int64_t end = clock_ms() + g->config.timeout_ms;
-    while (!all_gone(g) && clock_ms() < end)
-        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    deadline end = deadline_begin_ms(g->config.timeout_ms);
+    while (!all_gone(g) && !deadline_before_nap(&end, LEAVE_NAP_NS))
+        nanosleep(&(struct timespec){.tv_nsec = LEAVE_NAP_NS}, NULL);
     release(g);
     if (device >= 0) (void)cudaSetDevice(device);
 }

@@ -5,6 +5,7 @@
 #define EPIC_P2P_H
 
 #include "backend/backend.h"
+#include "backend/p2p/beats.h"
 #include "cuda/cuda_kernels.h"
 
 #define P2P_MANY_SMS 64 /* of a context that does not say how many, at most; and where it */
@@ -32,6 +33,7 @@ struct epic_group {
     int ranks_here;                /* that share this GPU */
     bool mapped[DEVICE_MAX_RANKS]; /* heaps of other processes */
     p2p_watch *watch;
+    p2p_beats *beats;   /* that show kernels that this process runs */
     hosts_part *hosts;  /* NULL: p2p */
     cudaStream_t side;  /* for words to peers while a kernel runs */
     uint64_t *word;     /* pinned host memory */

@@ -47,6 +47,7 @@ static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call
     self->layouts = P2P_BY_EXPERT | P2P_FLAT;
     self->signature = (uint32_t)operation << 28 | (uint32_t)(a.hash >> 36);
     self->timeout_ns = (uint64_t)timeout_ms * 1000000;
+    p2p_beats_expect(g->beats, timeout_ms);
 }
 
 static int sms_of(const epic_group *g, const epic_call *call)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The watcher: a thread that sees peers' processes end and tells running kernels, by a word in
- * host memory.  It makes no CUDA call. */
+ * host memory.  Another word of it shows them that this process runs.  It makes no CUDA call. */
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -13,11 +13,10 @@
 #include "base/process.h"
 #include "base/thread.h"
 
-#define LOOK_MS 200 /* between looks at processes that have no descriptor */
-
 struct p2p_watch {
     pthread_t thread;
     p2p_status *status;
+    p2p_beats *beats;
     int end; /* an eventfd: leave */
     int num_ranks;
     int processes[DEVICE_MAX_RANKS]; /* pidfds; -1: by number */
@@ -35,18 +34,23 @@ static void *watch(void *self)
     p2p_watch *w = self;
     for (;;) {
         struct pollfd signs[DEVICE_MAX_RANKS + 1];
-        int timeout = -1;
         for (int q = 0; q < w->num_ranks; q++) {
             const int fd = w->pids[q] ? w->processes[q] : -1;
             signs[q] = (struct pollfd){.fd = fd, .events = POLLIN};
-            if (w->pids[q] && fd < 0) timeout = LOOK_MS;
         }
         signs[w->num_ranks] = (struct pollfd){.fd = w->end, .events = POLLIN};
-        if (poll(signs, (nfds_t)w->num_ranks + 1, timeout) < 0 && errno != EINTR) return NULL;
-        if (signs[w->num_ranks].revents) return NULL;
-        for (int q = 0; q < w->num_ranks; q++)
-            if (w->pids[q] && process_ended(w->processes[q], w->pids[q])) bury(w, q);
+        p2p_beat(w->beats, w->status);
+        const int wait_ms = p2p_beats_ms(w->beats);
+        const int got = poll(signs, (nfds_t)w->num_ranks + 1, wait_ms);
+        if ((got < 0 && errno != EINTR) || (got > 0 && signs[w->num_ranks].revents)) break;
+        for (int q = 0; q < w->num_ranks; q++) {
+            const bool silent = got <= 0 || !signs[q].revents;
+            if (!w->pids[q] || (w->processes[q] >= 0 && silent)) continue;
+            if (process_ended(w->processes[q], w->pids[q])) bury(w, q);
+        }
     }
+    p2p_beats_end(w->status);
+    return NULL;
 }
 
 static bool same_process(const epic_peer *a, const epic_peer *b)
@@ -56,7 +60,6 @@ static bool same_process(const epic_peer *a, const epic_peer *b)
 
 epic_result p2p_watch_open(epic_group *g)
 {
-    int others = 0;
     p2p_watch *w = calloc(1, sizeof *w);
     if (!w) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
     w->status = g->status;
@@ -66,10 +69,12 @@ epic_result p2p_watch_open(epic_group *g)
         if (same_process(&g->peers[q], &g->peers[g->rank])) continue;
         w->pids[q] = g->peers[q].pid;
         w->processes[q] = process_watch(w->pids[q]);
-        others++;
     }
-    w->end = others ? eventfd(0, EFD_CLOEXEC) : -1;
-    if (others && (w->end < 0 || thread_start(&w->thread, watch, w) != 0)) {
+    w->beats = g->beats;
+    p2p_beats_expect(w->beats, g->config.timeout_ms);
+    w->end =
+        g->num_ranks > 1 ? eventfd(0, EFD_CLOEXEC) : -1; /* a rank alone waits for no peer */
+    if (g->num_ranks > 1 && (w->end < 0 || thread_start(&w->thread, watch, w) != 0)) {
         for (int q = 0; q < g->num_ranks; q++)
             if (w->processes[q] >= 0) close(w->processes[q]);
         if (w->end >= 0) close(w->end);

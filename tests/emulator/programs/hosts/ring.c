@@ -104,6 +104,7 @@ int main(void)
 {
     static p2p_ring_words words;
     static p2p_status status;
+    static p2p_beats beats;
     const p2p_heap at = p2p_heap_of(NUM_HOSTS, 64, 2048, 0, 8);
     const p2p_ring ring = {calloc(P2P_RING_ENTRIES, 8), &words};
     uint8_t *outbox = calloc(1, (size_t)at.bytes);
@@ -115,6 +116,7 @@ int main(void)
                               .outbox = outbox,
                               .at = at,
                               .status = &status,
+                              .beats = &beats,
                               .ring = ring};
     hosts_ring *r;
     if (!ring.entries || !outbox || wire_lines_listen(&setup.lines, &lines, card) != EPIC_OK ||

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Beats: a thread of the host shows kernels that wait that this process runs.  The clock of a device
+ * goes on while the process is stopped, so a kernel ends a wait only after a beat that came after its
+ * deadline, and starts the deadline anew if the process was stopped (kernels/cuda/wait.cuh). */
+#ifndef EPIC_P2P_BEATS_H
+#define EPIC_P2P_BEATS_H
+
+#include "base/clock.h"
+#include "cuda/cuda_kernels.h"
+
+typedef struct p2p_beats {
+    uint32_t timeout_ms; /* the shortest deadline of a call so far */
+    uint32_t beats, stops;
+    int64_t next_ns; /* when the next beat is due; 0: there was none */
+} p2p_beats;
+
+/* Makes beats frequent enough for calls with this deadline.  Any thread. */
+static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
+{
+    uint32_t known = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED);
+    while ((!known || timeout_ms < known) &&
+           !__atomic_compare_exchange_n(&b->timeout_ms, &known, timeout_ms, true,
+                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        continue;
+}
+
+/* Milliseconds between two beats: a wait ends later than its deadline by so much. */
+static inline int p2p_beats_ms(const p2p_beats *b)
+{
+    const uint32_t ms = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED) / 16;
+    return ms < 10 ? 10 : ms > 100 ? 100 : (int)ms;
+}
+
+/* Beats if it is time.  One thread calls this about every p2p_beats_ms.  A call that comes later by a
+ * quarter of the deadline, at least 30 and at most 100 ms, shows that the process was stopped. */
+static inline void p2p_beat(p2p_beats *b, p2p_status *status)
+{
+    const int64_t now = clock_ns(), ms = 1000000, period = p2p_beats_ms(b) * ms;
+    const int64_t quarter = b->timeout_ms / 4 * ms;
+    const int64_t slack = quarter < 30 * ms ? 30 * ms : quarter > 100 * ms ? 100 * ms : quarter;
+    if (now < b->next_ns) return;
+    if (b->next_ns && now - b->next_ns > slack) b->stops++;
+    if (++b->beats == 0) b->beats = 1; /* a word of 0 means that no thread beats */
+    b->next_ns = now + period;
+    __atomic_store_n(&status->awake, P2P_AWAKE(b->stops, b->beats), __ATOMIC_RELEASE);
+}
+
+/* No thread will beat any more: kernels judge by their own clock. */
+static inline void p2p_beats_end(p2p_status *status)
+{
+    __atomic_store_n(&status->awake, (uint64_t)0, __ATOMIC_RELEASE);
+}
+
+#endif

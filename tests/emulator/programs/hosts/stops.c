@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* All processes of a group on a CUDA backend are stopped together, their parts of the GPU too: the
+ * clock of the device goes on meanwhile. */
+#include "stops.h"
+
+#include <cuda_runtime_api.h>
+#include <string.h>
+
+#include "check.h"
+
+#ifndef BACKEND
+#define BACKEND "p2p"
+#endif
+#define MOST_BYTES 4096
+
+static float *memory; /* of the device */
+static cudaStream_t stream;
+
+static epic_result add_on_device(epic_context *ctx, const epic_sum_args *args)
+{
+    const size_t bytes = (size_t)args->count * sizeof *args->data;
+    epic_sum_args a = *args;
+    if (!memory &&
+        (!CHECK(cudaMalloc((void **)&memory, MOST_BYTES) == cudaSuccess) ||
+         !CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess)))
+        return EPIC_EDEVICE;
+    cudaMemcpyAsync(memory, args->data, bytes, cudaMemcpyHostToDevice, stream);
+    a.data = memory;
+    a.call.stream = stream;
+    const epic_result result = epic_sum(ctx, &a);
+    if (result != EPIC_OK) return result;
+    cudaMemcpyAsync(args->data, memory, bytes, cudaMemcpyDeviceToHost, stream);
+    CHECK(cudaStreamSynchronize(stream) == cudaSuccess);
+    return epic_check(ctx);
+}
+
+int main(void)
+{
+    const stops_way way = {.backend = BACKEND,
+                           .processes = true,
+                           .groups = 8,
+                           .width = 2,
+                           .most_ranks = 4,
+                           .sum = add_on_device};
+    return stops_main(&way);
+}
