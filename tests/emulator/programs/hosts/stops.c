@@ -39,7 +39,7 @@ int main(void)
     const stops_way way = {.backend = BACKEND,
                            .processes = true,
                            .groups = 8,
-                           .width = 2,
+                           .width = 1,
                            .most_ranks = 4,
                            .sum = add_on_device};
     return stops_main(&way);
