@@ -4,8 +4,10 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +80,26 @@ def not_one_of_them(rank: int) -> None:
 def late(rank: int) -> None:
     """A process that does not come to the meeting is named; the next one works."""
     if rank != 2:
-        told(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2")
-    else:
-        epic.torch.groups.serial((dist.group.WORLD.group_name, (0, 1, 2, 3)))
+        told(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2 did not come")
     dist.barrier()
     with epic.torch.Group(**SIZES) as group:
         right(group, rank)
+
+
+def opens_after_failures(rank: int) -> None:
+    """Whichever rank failed before, and wherever: the next group opens over the same processes."""
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    for wrong in (1, 0, 3, 1):
+        for over, mine in ((None, rank), (half, rank % 2)):
+            bad = mine == wrong % (4 if over is None else 2)
+            wish = {**SHORT, "timeout_ms": 500, "max_tokens": -1 if bad else 8}
+            code, word = ("EPIC_EINVAL", "max_tokens") if bad else ("EPIC_ETIMEOUT", "did not come")
+            told(partial(epic.torch.Group, over, **wish), code, word)
+            dist.barrier()
+            different = {**SIZES, "max_tokens": 64 + mine}
+            told(partial(epic.torch.Group, over, **different), "EPIC_EMISMATCH")
+            with epic.torch.Group(over, **SIZES) as group:
+                right(group, group.rank)
 
 
 def different_sizes(rank: int) -> None:
@@ -92,7 +108,10 @@ def different_sizes(rank: int) -> None:
     told(lambda: epic.torch.Group(**wish), "EPIC_EMISMATCH", "max_tokens")
 
 
-@pytest.mark.parametrize("what", [ways, reopened, not_one_of_them, late, different_sizes])
+WHAT = [ways, reopened, not_one_of_them, late, opens_after_failures, different_sizes]
+
+
+@pytest.mark.parametrize("what", WHAT)
 def test_process_groups(world: Any, what: Callable[[int], None]) -> None:
     """Over torch.distributed."""
     world.run(what)
@@ -220,6 +239,59 @@ def test_an_exchange_of_the_callers() -> None:
 
     with pytest.raises(OSError, match="no network"):
         epic.torch.Group(meet=broken, rank=0, num_ranks=2, **SIZES)
+
+
+def exchanges(num_ranks: int, *timeouts: int) -> list[Any]:
+    """One exchange for each timeout, all over one store: of rank 0, of rank 1, ..."""
+    store = dist.HashStore()
+    return [epic.torch.groups.StoreExchange(store, "x", num_ranks, ms) for ms in timeouts]
+
+
+def test_a_rank_that_waits_meets_a_rank_that_failed_before() -> None:
+    """Rank 0 gives up and comes back with other bytes; rank 1 has waited all the time."""
+    late, other, last = exchanges(3, 150, 20000, 20000)
+    back = epic.torch.groups.StoreExchange(late.store.store, "x", 3, 20000)
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(other, 1, b"one")
+        told(lambda: late(0, b"old"), "EPIC_ETIMEOUT", "rank 2 did not come")
+        found = [pool.submit(back, 0, b"new"), waits, pool.submit(last, 2, b"two")]
+        assert [f.result(20) for f in found] == [[b"new", b"one", b"two"]] * 3
+        found = [pool.submit(e, r, bytes([r])) for r, e in enumerate((back, other, last))]
+        assert [f.result(20) for f in found] == [[b"\0", b"\1", b"\2"]] * 3  # the next round
+
+
+def test_an_interrupted_rank_is_not_taken_for_the_one_that_comes_back() -> None:
+    """Its thread may still run: nothing that it wrote is read."""
+    gone, other = exchanges(2, 20000, 20000)
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(gone, 0, b"old")
+        while gone.attempt is None:
+            time.sleep(0.01)
+        gone.leave()
+        back = epic.torch.groups.StoreExchange(gone.store.store, "x", 2, 20000)
+        found = [pool.submit(back, 0, b"new"), pool.submit(other, 1, b"one")]
+        assert [f.result(20) for f in found] == [[b"new", b"one"]] * 2
+        told(lambda: waits.result(20), "EPIC_ETIMEOUT", "rank 1")
+
+
+def test_two_threads_open_at_a_time() -> None:
+    """Groups of the same ranks do not read each other's bytes."""
+    store = dist.HashStore()
+
+    def run(rank: int, count: int) -> list[list[bytes]]:
+        made = [epic.torch.groups.StoreExchange(store, "x", 2, 20000) for _ in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            calls = []
+            for i, exchange in enumerate(made):
+                calls.append(pool.submit(exchange, rank, bytes([rank, i])))
+                while exchange.attempt is None:
+                    time.sleep(0.01)
+            return [c.result(20) for c in calls]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(run, rank, 3) for rank in range(2)]
+        for f in found:
+            assert f.result(30) == [[bytes([0, i]), bytes([1, i])] for i in range(3)]
 
 
 def test_no_torch_state_is_left() -> None:

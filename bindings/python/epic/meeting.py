@@ -50,6 +50,7 @@ class Meeting:
         self.struct = struct
         self.kept = kept
         self.error: Exception | None = None
+        self.leave: Callable[[], None] = lambda: None  # gives up, from another thread
 
     def close(self) -> None:
         """Gives the meeting's resources back."""
@@ -120,6 +121,7 @@ def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Meeting:
 
     struct.gather = _native.GATHER(gather)
     meeting.kept = (struct.gather,)
+    meeting.leave = getattr(exchange, "leave", meeting.leave)
     return meeting
 
 
