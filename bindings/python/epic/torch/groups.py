@@ -221,6 +221,10 @@ class Group:
         process_group = of_mesh(ranks, dim)
         if ranks is None and meet is None and num_ranks is None and dist.is_initialized():
             process_group = dist.group.WORLD
+        over_processes = process_group is not None and meet is None and num_ranks is None
+        self.process_ranks = (
+            dist.get_process_group_ranks(process_group) if over_processes else None
+        )
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
         self.on_gpu = backend in ON_GPUS  # where the core computes

@@ -17,6 +17,7 @@ from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
 from epic.torch.module import OF_EXPERTS, MoE, add_gradients
+from epic.torch.state import check_sharding
 
 Weights = dict[str, Tensor]
 Found = tuple[Moe, Weights]
@@ -238,6 +239,7 @@ def sum_gradients(model: nn.Module, group: Group) -> None:
         for name, parameter in layer.named_parameters(recurse=False)
         if name in OF_EXPERTS
     }
+    check_sharding(group, model.named_parameters())
     for parameter in model.parameters():
         if id(parameter) not in own and parameter.requires_grad:
             add_gradients(group, parameter)
