@@ -134,6 +134,8 @@ def test_options() -> None:
         ({"rank": 1, "meet": epic.torch.threads(2)[0]}, "meet is that of rank 0 of 2"),
         ({"name": None}, "name None: a str"),
         ({"backend": 3}, "backend 3: a str"),
+        ({"name": "a\0b"}, r"name is 'a\x00b': must be without NUL"),
+        ({"name": "\ud800"}, "must be text that UTF-8 has"),
         ({"staging_bytes": 1.5}, "staging_bytes 1.5: an integer from 0"),
         ({"num_ranks": None, "meet": lambda r, b: [b]}, "num_ranks="),
         ({"dim": "ep"}, "DeviceMesh"),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import epic.torch
+from epic.store import Attempts
 from parts import SIZES, UNEVEN, Data, check_round, through
 from ports import free_port
 from test_errors import told
@@ -182,6 +183,7 @@ SCRIPT = """
 import os, sys
 sys.path[:0] = {paths!r}
 import epic.torch
+from epic.store import Attempts
 from parts import SIZES
 from test_groups import right
 meet = {{}}
@@ -272,6 +274,33 @@ def test_an_interrupted_rank_is_not_taken_for_the_one_that_comes_back() -> None:
         found = [pool.submit(back, 0, b"new"), pool.submit(other, 1, b"one")]
         assert [f.result(20) for f in found] == [[b"new", b"one"]] * 2
         told(lambda: waits.result(20), "EPIC_ETIMEOUT", "rank 1")
+
+
+def test_two_processes_of_one_rank(monkeypatch: Any) -> None:
+    """The second is refused by that; who waits for the missing rank is told of it."""
+    first, second, zero = exchanges(3, 20000, 20000, 700)
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(first, 1, b"one")
+        while first.attempt is None or not first.own:
+            time.sleep(0.01)
+        monkeypatch.setattr(Attempts, "busy", set())  # another process does not know of the first
+        wrong = partial(second, 1, b"other")
+        told(wrong, "EPIC_EINVAL", "rank is 1", "another process has come")
+        words = ("rank 2 did not come", "two processes came as rank 1")
+        told(lambda: zero(0, b"zero"), "EPIC_ETIMEOUT", *words)
+        first.leave()
+        told(lambda: waits.result(20), "EPIC_ETIMEOUT")
+
+
+def test_a_meet_is_of_one_rank() -> None:
+    """For one opening, at a time or later."""
+    meets = epic.torch.threads(2, 1500)
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(epic.torch.Group, meet=meets[0], **SHORT) for _ in range(2)]
+        errors = sorted(str(f.exception(20)) for f in found)
+    assert errors[0].startswith("EPIC_ETIMEOUT") and "rank 1 did not come" in errors[0]
+    assert errors[1].startswith("meet of rank 0 is taken")
+    told(lambda: epic.torch.Group(meet=meets[0], **SHORT), "EPIC_EINVAL", "is taken")
 
 
 def test_two_threads_open_at_a_time() -> None:

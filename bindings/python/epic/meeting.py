@@ -51,6 +51,18 @@ class Meeting:
         self.kept = kept
         self.error: Exception | None = None
         self.leave: Callable[[], None] = lambda: None  # gives up, from another thread
+        self.lock = threading.Lock()
+        self.is_taken = False
+
+    def take(self) -> None:
+        """Refuses a second use: a meeting is of one rank, for one opening."""
+        with self.lock:
+            if self.is_taken:
+                raise EpicArgumentError(
+                    f"meet of rank {self.struct.rank} is taken: must be another one for each rank "
+                    "and each group that opens; epic.torch.threads(n) makes n"
+                )
+            self.is_taken = True
 
     def close(self) -> None:
         """Gives the meeting's resources back."""

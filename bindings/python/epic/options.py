@@ -87,10 +87,15 @@ def real(field: str, value: Any) -> float:
 
 
 def text(field: str, value: Any) -> bytes:
-    """The value as the core has it, if it is a word."""
+    """The value as the core has it: a C string in UTF-8."""
     if not isinstance(value, str):
         raise EpicArgumentError(f"{field} {value!r}: a str is needed")
-    return value.encode()
+    if "\0" in value:
+        raise EpicArgumentError(f"{field} is {value!r}: must be without NUL characters")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise EpicArgumentError(f"{field} is {value!r}: must be text that UTF-8 has") from None
 
 
 def number(field: str, value: Any) -> int | float:

@@ -10,10 +10,11 @@ ever read by another.
 
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Protocol
 
-from epic.errors import EpicError
+from epic.errors import EpicArgumentError, EpicError
 
 GO, FAILED = b"go", b"failed"
 LONGEST_PAUSE = 0.05  # seconds between two looks at the store
@@ -50,6 +51,7 @@ class StoreExchange:
         self.round = 0
         self.own: list[str] = []  # keys of this rank that are in the store
         self.has_left = threading.Event()
+        self.token = uuid.uuid4().hex.encode()
 
     def __call__(self, rank: int, mine: bytes) -> list[bytes]:
         """One round."""
@@ -75,6 +77,7 @@ class StoreExchange:
         while True:
             self.attempt = busy.choose(self.first_open(), self.is_decided)
             keys = self.keys(f"{self.attempt}/0")
+            self.take_place(rank)
             self.put(keys[rank], mine)
             if self.await_verdict(keys, end) == GO:
                 return keys
@@ -82,6 +85,17 @@ class StoreExchange:
             late = late & missing or missing
             if self.is_over(end):
                 raise self.late(late)
+
+    def take_place(self, rank: int) -> None:
+        """Refuses a second process of one rank; the others see that it came."""
+        key = f"{self.prefix}/{self.attempt}/place/{rank}"
+        if self.store.put_first(key, self.token) != self.token:
+            self.store.put(f"{self.prefix}/{self.attempt}/twice", str(rank).encode())
+            raise EpicArgumentError(
+                f"rank is {rank}: must be another one, as another process has come to the meeting "
+                f"as rank {rank}; each process needs a rank of its own"
+            )
+        self.own.append(key)
 
     def await_verdict(self, keys: list[str], end: float) -> bytes:
         """Waits for all ranks, another rank's verdict, or the end; returns the verdict."""
@@ -165,10 +179,14 @@ class StoreExchange:
     def late(self, ranks: set[int]) -> EpicError:
         """The error that names the ranks which did not come."""
         names = ", ".join(map(str, sorted(ranks))) or "another"
+        twice = f"{self.prefix}/{self.attempt}/twice"
+        note = ""
+        if self.store.has(twice):
+            note = f", and two processes came as rank {self.store.get(twice).decode()}"
         return EpicError(
             "EPIC_ETIMEOUT",
-            f"rank {names} did not come to the meeting within {self.timeout_ms} ms: every rank "
-            "must open the group; when the cause is found, open it again on all ranks",
+            f"rank {names} did not come to the meeting within {self.timeout_ms} ms{note}: "
+            "every rank must open the group; when the cause is found, open it again on all ranks",
         )
 
 

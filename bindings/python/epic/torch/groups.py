@@ -222,9 +222,7 @@ class Group:
         if ranks is None and meet is None and num_ranks is None and dist.is_initialized():
             process_group = dist.group.WORLD
         over_processes = process_group is not None and meet is None and num_ranks is None
-        self.process_ranks = (
-            dist.get_process_group_ranks(process_group) if over_processes else None
-        )
+        self.process_ranks = dist.get_process_group_ranks(process_group) if over_processes else None
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
         self.on_gpu = backend in ON_GPUS  # where the core computes
@@ -253,6 +251,7 @@ class Group:
 
     def opened(self, meet: Meeting, config: Any) -> int:
         """The context; opened in a thread, so that Ctrl-C lands while it waits."""
+        meet.take()
         endings.begin("epic.torch", LIBRARY, abort_all, close_all)
         opener = meeting.Opener(partial(open_on, self.device, meet, config))
         try:
