@@ -2,9 +2,12 @@
 """What is wrong is told, with the core's sentence, to everyone, in time."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import epic.torch
+from epic.sentences import in_python
 from epic.torch import EpicArgumentError, EpicError
 from parts import EXPERTS, HIDDEN, LAYER, SIZES, TOKENS, TOP_K, Data, check_round, group_of, through
 from world import World
@@ -144,6 +148,48 @@ def test_options() -> None:
         with pytest.raises(EpicArgumentError) as caught:
             alone(**options)
         assert text in str(caught.value), caught.value
+
+
+# ---------------------------------------------------------------- the words of Python ----
+
+SOURCES = Path(__file__).parents[2] / "src"
+KEPT = {  # environment variables, and flags of C that epic.torch and epic.jax set themselves
+    "EPIC_SECRET", "EPIC_TIMEOUT_MS", "EPIC_TRACE", "EPIC_WIRE_MEMORY", "EPIC_BACKEND",
+    "EPIC_CHECK_WEIGHTS", "EPIC_ACCUMULATE", "EPIC_DISPATCH_AGAIN", "EPIC_PLANNED",
+    "EPIC_RECOMPUTE", "EPIC_SUM_DENSE",
+}  # fmt: skip
+OF_TYPES = r"\b(?:B?F16|F32|F64|E4M3)\b"
+
+
+def test_no_names_of_c() -> None:
+    """In what the core says: no enumerator, no type, no function, no member of a config."""
+    wrong = []
+    for file in SOURCES.rglob("*.c"):
+        for literal in re.findall(r'"((?:[^"\\\n]|\\.)* (?:[^"\\\n]|\\.)*)"', file.read_text()):
+            said = in_python(literal)
+            names = set(
+                re.findall(r"EPIC_\w+|epic_\w+|config\.\w+|\b(?:B?F16|F32|F64|E4M3)\b", said)
+            )
+            wrong += [f"{file.name}: {said}"] if names - KEPT else []
+    assert not wrong, "\n".join(wrong)
+
+
+def test_values_as_python_has_them() -> None:
+    """Arguments and values in the sentences of real calls."""
+    with pytest.raises(EpicArgumentError, match='expert_capacity is 4: it needs overflow="drop"'):
+        epic.torch.Layer(8, 2, expert_capacity=4)
+    with alone() as group, pytest.raises(EpicError, match="capacity"):
+        epic.torch.plan(group, LAYER, IDS, capacity=3)
+    meets = epic.torch.threads(2)
+
+    def run(rank: int) -> str:
+        with epic.torch.Group(meet=meets[rank], **SIZES) as group:
+            layer = replace(LAYER, distinct=rank == 1)
+            return told(lambda: epic.torch.plan(group, layer, IDS - 1), "EPIC_EMISMATCH")
+
+    with ThreadPoolExecutor(2) as pool:
+        for said in pool.map(run, range(2)):
+            assert re.search(r"distinct=(True|False), rank \d brought distinct=(True|False)", said)
 
 
 # -------------------------------------------------------------------- among processes ----

@@ -22,6 +22,7 @@ from typing import Any
 
 from epic.errors import EpicArgumentError, EpicError
 from epic.options import Moe, Options
+from epic.sentences import in_python
 
 GATHER = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_int64)
 CLOSE = ctypes.CFUNCTYPE(None, c_void_p)
@@ -191,7 +192,7 @@ def warn_without_blas() -> None:
 
 def failure(code: int, context: int | None = None) -> EpicError:
     """This thread's last failure as an exception."""
-    sentence = core().epic_error(context).decode(errors="replace")
+    sentence = in_python(core().epic_error(context).decode(errors="replace"))
     if code == EINVAL:
         return EpicArgumentError(sentence)
     name = RESULTS[code] if 0 <= code < len(RESULTS) else f"result {code}"

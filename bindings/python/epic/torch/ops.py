@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicError
+from epic.sentences import in_python
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -96,6 +97,7 @@ def as_epic_error(error: RuntimeError) -> RuntimeError:
     code, _, sentence = text.partition(": ")
     if isinstance(error, EpicError) or code not in _native.RESULTS:
         return error
+    sentence = in_python(sentence)
     if code == "EPIC_EINVAL":
         return EpicArgumentError(sentence)
     return EpicError(code, sentence)
