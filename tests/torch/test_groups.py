@@ -222,6 +222,49 @@ def test_tcp(tmp_path: Path) -> None:
             process.kill()
 
 
+ENDS = """
+import os, sys, threading, time
+sys.path[:0] = {paths!r}
+import torch, epic.torch
+from parts import SIZES
+rank, port = int(os.environ["RANK"]), int(os.environ["PORT"])
+meet = epic.torch.Tcp(port=port, secret="s")
+group = epic.torch.Group(meet=meet, rank=rank, num_ranks=2, **{{**SIZES, "timeout_ms": 120000}})
+def call():
+    try:
+        epic.torch.sum(group, torch.ones(3), tag=1 + rank)
+    except epic.torch.EpicError:
+        pass
+threading.Thread(target=call, daemon=True).start()
+time.sleep(1)
+print("ends", flush=True)
+"""
+
+
+def test_the_end_of_processes_whose_threads_wait_for_each_other(tmp_path: Path) -> None:
+    """Each main thread ends while another thread is in a call that the other rank never makes."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS.format(paths=PATHS))
+    env = os.environ | {"PORT": str(free_port())}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=env | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in running:
+            assert process.stdout is not None and process.stdout.readline() == "ends\n"
+        assert [process.wait(40) for process in running] == [0, 0]  # the deadline is 120 s
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
 def test_an_exchange_of_the_callers() -> None:
     """Any function that gathers; what it raises is raised."""
     store = dist.HashStore()

@@ -22,6 +22,7 @@ from epic.options import INT64_MAX, ON_GPUS, Layer, backend_for, known, made, te
 from epic.torch.ops import KEPT, LIBRARY, words_of
 
 DEFAULT_TIMEOUT_MS = 300_000
+LAST_CALLS_MS = 2000  # that calls of other threads have when the process ends
 CPU, CUDA = 0, 1  # torch's numbers of device types
 
 torch._dynamo.assume_constant_result(made)  # options may be made in compiled functions
@@ -418,6 +419,11 @@ def abort_all(why: str) -> None:
 
 
 def close_all() -> None:
-    """What this process left open."""
+    """Closes what this process left open, as it ends.
+
+    A thread that is in a call then may wait for a call of a peer that ends too, with another tag,
+    and the peer for one of ours: after a moment such calls are ended."""
     for group in list(opened):
+        if LIBRARY.epic_torch_group_drain(group.number, LAST_CALLS_MS):
+            group.abort("its process ends while a thread of it is in a call")
         group.close()

@@ -28,6 +28,8 @@ def load() -> ctypes.CDLL:
     library.epic_torch_register.restype = ctypes.c_char_p
     library.epic_torch_group_add.restype = ctypes.c_int64
     library.epic_torch_group_add.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
+    library.epic_torch_group_drain.restype = ctypes.c_int32
+    library.epic_torch_group_drain.argtypes = [ctypes.c_int64, ctypes.c_int32]
     library.epic_torch_group_remove.restype = ctypes.c_void_p
     library.epic_torch_group_remove.argtypes = [ctypes.c_int64]
     library.epic_torch_layer_add.restype = ctypes.c_int64
