@@ -4,11 +4,13 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import epic.torch
+from epic import _native, meeting
 from epic.store import Attempts
 from parts import SIZES, UNEVEN, Data, check_round, through
 from ports import free_port
@@ -183,6 +186,7 @@ SCRIPT = """
 import os, sys
 sys.path[:0] = {paths!r}
 import epic.torch
+from epic import _native, meeting
 from epic.store import Attempts
 from parts import SIZES
 from test_groups import right
@@ -220,6 +224,21 @@ def test_tcp(tmp_path: Path) -> None:
     finally:
         for process in running:
             process.kill()
+
+
+def test_contexts_are_closed_where_no_thread_starts(monkeypatch: Any) -> None:
+    """As in Python 3.12 at exit."""
+
+    def start(_: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    closed: list[int] = []
+    monkeypatch.setattr(_native, "core", lambda: SimpleNamespace(epic_close=closed.append))
+    meeting.end([3, 4])
+    assert sorted(closed) == [3, 4]
+    monkeypatch.setattr(threading.Thread, "start", start)
+    meeting.end([5, 6])
+    assert closed[2:] == [5, 6]
 
 
 ENDS = """
@@ -326,7 +345,7 @@ def test_two_processes_of_one_rank(monkeypatch: Any) -> None:
         waits = pool.submit(first, 1, b"one")
         while first.attempt is None or not first.own:
             time.sleep(0.01)
-        monkeypatch.setattr(Attempts, "busy", set())  # another process does not know of the first
+        monkeypatch.setattr(Attempts, "of_process", set())  # as in another process
         wrong = partial(second, 1, b"other")
         told(wrong, "EPIC_EINVAL", "rank is 1", "another process has come")
         words = ("rank 2 did not come", "two processes came as rank 1")

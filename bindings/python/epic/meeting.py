@@ -218,9 +218,16 @@ def wait_for(openers: Iterable[Opener]) -> None:
 
 
 def end(contexts: Iterable[int]) -> None:
-    """Closes contexts, all at once: they may wait for one another."""
-    threads = [threading.Thread(target=_native.core().epic_close, args=(c,)) for c in contexts]
-    for thread in threads:
-        thread.start()
+    """Closes contexts, each in a thread, as they may wait for one another; one after the other
+    where Python starts no thread any more (3.12 at exit)."""
+    close = _native.core().epic_close
+    threads = []
+    for context in contexts:
+        thread = threading.Thread(target=close, args=(context,))
+        try:
+            thread.start()
+            threads.append(thread)
+        except RuntimeError:
+            close(context)
     for thread in threads:
         thread.join()

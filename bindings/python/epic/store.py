@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from epic.errors import EpicArgumentError, EpicError
 
@@ -194,11 +194,11 @@ class Attempts:
     """The attempts that this process is in: two threads that open groups of the same ranks at the
     same time take different ones."""
 
-    busy: set[tuple[str, int, int]] = set()  # noqa: RUF012, of all objects together
+    of_process: ClassVar[set[tuple[str, int, int]]] = set()
     lock = threading.Lock()
 
     def __init__(self, prefix: str, rank: int) -> None:
-        self.prefix, self.rank = prefix, rank
+        self.prefix, self.rank, self.busy = prefix, rank, Attempts.of_process
         self.mine: set[tuple[str, int, int]] = set()
 
     def choose(self, attempt: int, is_decided: Callable[[int], bool]) -> int:
@@ -216,4 +216,4 @@ class Attempts:
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
-            self.busy -= self.mine
+            self.busy.difference_update(self.mine)
