@@ -3,7 +3,9 @@
 ranks with different experts is refused."""
 
 import copy
+import inspect
 import io
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -229,6 +232,11 @@ def wrapped(rank: int) -> None:
                 wrong(x)
             with pytest.raises(RuntimeError, match="sum_gradients"):
                 torch.compile(wrong, backend="eager")(x)
+        if "_active_ddp_module" in inspect.getsource(sys.modules[replicate.__module__]):  # not 2.9
+            composed = replicate(model(), process_group=mesh.get_group("ep"))
+            with pytest.raises(EpicArgumentError, match="joins ranks"):
+                composed(x)
+            DDP._active_ddp_module = None  # replicate leaves it where a forward fails
         DDP(model(), process_group=mesh.get_group("dp"))(x)
         ignored, names = model(), [f"1.{name}" for name in OF_EXPERTS]
         DDP._set_params_and_buffers_to_ignore_for_model(ignored, names)

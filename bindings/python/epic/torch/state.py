@@ -2,6 +2,7 @@
 """What belongs to one rank alone: which experts a state holds, and the parameters of experts, which
 differ from rank to rank where data parallelism takes all for equal."""
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -103,28 +104,30 @@ def process_ranks(group: Group) -> set[int]:
     return set(range(group.num_ranks)) if is_world else set()
 
 
+CHECKED: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
+
+
 def check_ddp(layer: nn.Module, group: Group) -> None:
-    """Refuses DistributedDataParallel over ranks with different experts, in whose forward this is
-    called.  What wraps a module is known to torch alone: by a private name, which tests pin."""
+    """Refuses DistributedDataParallel, and torch's replicate() over it, across ranks with different
+    experts.  It is called in a forward: what wraps a module then is known to torch alone, by a
+    private name, which tests pin."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or group.num_ranks == 1:
         return
-    ranks = process_ranks(group) & set(dist.get_process_group_ranks(wrapper.process_group))
-    if len(ranks) < 2:
+    checked = CHECKED.get(layer)
+    if checked is not None and checked() is wrapper:
         return
-    ignored = wrapper.parameters_to_ignore
-    for path, module in wrapper.module.named_modules():
-        if module is not layer:
-            continue
-        for name, _ in experts_in(layer):
-            if (f"{path}.{name}" if path else name) not in ignored:
-                raise EpicArgumentError(
-                    f"process_group: DistributedDataParallel joins ranks {listed(ranks)}, each of "
-                    "which has other experts, and made them all equal to those of one rank: pass "
-                    "the process group of the ranks that have the same experts, as "
-                    'mesh.get_group("dp"), or use sum_gradients() without '
-                    "DistributedDataParallel; then make or load the model anew"
-                )
+    ranks = process_ranks(group) & set(dist.get_process_group_ranks(wrapper.process_group))
+    named = wrapper.module.named_parameters()
+    taken = {id(p) for name, p in named if name not in wrapper.parameters_to_ignore}
+    if len(ranks) > 1 and any(id(p) in taken for _, p in experts_in(layer)):
+        raise EpicArgumentError(
+            f"process_group: DistributedDataParallel joins ranks {listed(ranks)}, each of which "
+            "has other experts, and made them all equal to those of one rank: pass the process "
+            'group of the ranks that have the same experts, as mesh.get_group("dp"), or use '
+            "sum_gradients() without DistributedDataParallel; then make or load the model anew"
+        )
+    CHECKED[layer] = weakref.ref(wrapper)
 
 
 def check_sharding(group: Group, parameters: Iterable[tuple[str, Any]]) -> None:
