@@ -59,7 +59,10 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "capacity '3'",
     ),
     "tokens": (lambda g, p: epic.torch.dispatch(p, X[:3]), "tokens: 3 rows"),
-    "row bytes": (lambda g, p: epic.torch.dispatch(p, torch.ones(4, 5000)), "max_row_bytes 4096"),
+    "row bytes": (
+        lambda g, p: epic.torch.dispatch(p, torch.ones(4, 5000)),
+        "rows of tokens have 20000 bytes: 1 to max_row_bytes 4096",
+    ),
     "integers": (lambda g, p: epic.torch.dispatch(p, X.int()), "tokens is int32: float32, b"),
     "weights": (lambda g, p: epic.torch.dispatch(p, X, X), "weights: shape [4, 20]"),
     "rows": (lambda g, p: epic.torch.combine(p, X), "rows: 4 rows"),

@@ -58,6 +58,8 @@ RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         re.compile(rf"\b(?:EPIC_)?({'|'.join(TYPES)})\b(?! experts)"),
         lambda m: TYPES[m[1]],
     ),
+    (re.compile(r"\b(\w+)\.row_bytes is (\d+)"), r"rows of \1 have \2 bytes"),
+    (re.compile(r"\b(\w+)\.num_rows is (\d+)"), r"\1 has \2 rows"),
     (re.compile(r"\btcp\.(?=secret)"), "Tcp's "),
     (re.compile(r"\bmeet\.gather\b"), "meet"),
     (re.compile(r"\b(?:config|args|meet|moe)\.(?=[a-z])"), ""),
