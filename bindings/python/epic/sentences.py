@@ -54,10 +54,7 @@ RULES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\bepic_capacity_bound( never overflows)?"), SUFFICES),
     (re.compile(rf"\b({OPTIONS}) (EPIC_\w+)"), lambda m: f"{m[1]}={WORDS.get(m[2], m[2])}"),
     (re.compile(r"(?<![A-Z])_?[A-Z][A-Z_0-9]+\b"), lambda m: WORDS.get(m[0], m[0])),
-    (
-        re.compile(rf"\b(?:EPIC_)?({'|'.join(TYPES)})\b(?! experts)"),
-        lambda m: TYPES[m[1]],
-    ),
+    (re.compile(rf"\b(?:EPIC_)?({'|'.join(TYPES)})\b"), lambda m: TYPES[m[1]]),
     (re.compile(r"\b(\w+)\.row_bytes is (\d+)"), r"rows of \1 have \2 bytes"),
     (re.compile(r"\b(\w+)\.num_rows is (\d+)"), r"\1 has \2 rows"),
     (re.compile(r"\btcp\.(?=secret)"), "Tcp's "),
