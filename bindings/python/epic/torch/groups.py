@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import os
 import threading
+import time
 import weakref
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from epic.torch.ops import KEPT, LIBRARY, words_of
 
 DEFAULT_TIMEOUT_MS = 300_000
 LAST_CALLS_MS = 2000  # that calls of other threads have when the process ends
+LAST_RETURN_S = 0.5  # that threads have to return from calls that were ended then
 CPU, CUDA = 0, 1  # torch's numbers of device types
 
 torch._dynamo.assume_constant_result(made)  # options may be made in compiled functions
@@ -422,8 +424,14 @@ def close_all() -> None:
     """Closes what this process left open, as it ends.
 
     A thread that is in a call then may wait for a call of a peer that ends too, with another tag,
-    and the peer for one of ours: after a moment such calls are ended."""
+    and the peer for one of ours: after a moment such calls are ended.  Their threads then get time
+    to return to Python: one that is still in C++ when the interpreter ends aborts the process."""
+    num_ended = 0
     for group in list(opened):
-        if LIBRARY.epic_torch_group_drain(group.number, LAST_CALLS_MS):
+        num_inside = LIBRARY.epic_torch_group_drain(group.number, LAST_CALLS_MS)
+        if num_inside:
             group.abort("its process ends while a thread of it is in a call")
         group.close()
+        num_ended += num_inside
+    if num_ended:
+        time.sleep(LAST_RETURN_S)
