@@ -159,7 +159,7 @@ static const char *type_name(uint32_t type)
     case CALL_MATRIX:
         return "float32, bfloat16, float16, float64 or float8_e4m3fn";
     default:
-        return "another dtype";
+        return "of another dtype";
     }
 }
 

@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "shim.h"
 
@@ -12,6 +13,7 @@ struct group {
     epic_context *ctx;
     group_place place;
     int num_uses;
+    bool is_closing; /* no further call is let in */
     int num_layers;
     group_layer *layers;
     group *next;
@@ -41,9 +43,10 @@ bool group_enter(group_use *use, int64_t number)
 {
     pthread_mutex_lock(&mutex);
     group *found = *find(number);
-    if (found != NULL) enter(use, found);
+    const bool is_open = found != NULL && !found->is_closing;
+    if (is_open) enter(use, found);
     pthread_mutex_unlock(&mutex);
-    return found != NULL;
+    return is_open;
 }
 
 bool group_enter_layer(group_use *use, int64_t number, group_layer *layer)
@@ -51,7 +54,7 @@ bool group_enter_layer(group_use *use, int64_t number, group_layer *layer)
     pthread_mutex_lock(&mutex);
     group *found = *find(number >> LAYER_BITS);
     const int64_t i = number & ((1 << LAYER_BITS) - 1);
-    const bool there = found != NULL && i < found->num_layers;
+    const bool there = found != NULL && !found->is_closing && i < found->num_layers;
     if (there) {
         enter(use, found);
         *layer = found->layers[i];
@@ -100,6 +103,28 @@ TORCH_EXPORT int64_t epic_torch_group_add(epic_context *ctx, int32_t device_type
     groups = made;
     pthread_mutex_unlock(&mutex);
     return number;
+}
+
+/* Lets no further call in and waits until those inside have left, for at most `ms`.  Returns how
+ * many are still inside. */
+TORCH_EXPORT int32_t epic_torch_group_drain(int64_t number, int32_t ms)
+{
+    struct timespec end;
+    clock_gettime(CLOCK_REALTIME, &end);
+    end.tv_nsec += ms % 1000 * 1000000l;
+    end.tv_sec += ms / 1000 + end.tv_nsec / 1000000000l;
+    end.tv_nsec %= 1000000000l;
+    pthread_mutex_lock(&mutex);
+    group *found = *find(number);
+    int wrong = 0;
+    if (found != NULL) found->is_closing = true;
+    while (found != NULL && found->num_uses > 0 && wrong == 0) {
+        wrong = pthread_cond_timedwait(&left, &mutex, &end);
+        found = *find(number); /* another thread may have removed it */
+    }
+    const int32_t num_inside = found != NULL ? found->num_uses : 0;
+    pthread_mutex_unlock(&mutex);
+    return num_inside;
 }
 
 TORCH_EXPORT epic_context *epic_torch_group_remove(int64_t number)

@@ -42,5 +42,6 @@ int64_t epic_torch_group_add(epic_context *ctx, int32_t device_type, int32_t dev
 
 /* Takes the number away, waits for the calls in flight to end and returns the context. */
 epic_context *epic_torch_group_remove(int64_t number);
+int32_t epic_torch_group_drain(int64_t number, int32_t ms);
 
 #endif

@@ -26,6 +26,7 @@ struct hub {
     int32_t num_ranks;
     int32_t num_open; /* guests that have not closed; the last one frees the hub */
     int32_t num_arrived;
+    int32_t num_twice; /* calls of a rank whose call was under way */
     uint32_t timeout_ms;
     uint64_t finished;  /* gathers */
     epic_result broken; /* EPIC_OK, or what every later gather returns */
@@ -99,17 +100,28 @@ static epic_result fail_late(hub *h)
     free(missing);
     return break_hub(h, epic_fail(EPIC_ETIMEOUT,
                                   "gather %llu: %s did not come to this meeting of threads "
-                                  "within %u ms",
-                                  (unsigned long long)h->finished + 1, names, h->timeout_ms));
+                                  "within %u ms%s",
+                                  (unsigned long long)h->finished + 1, names, h->timeout_ms,
+                                  h->num_twice > 0 ? ", and another rank came twice" : ""));
 }
 
-/* The mutex is held, and is again on return. */
-static epic_result gather_locked(hub *h, guest *s)
+/* Two threads use one rank's meet: the second is refused, and the gather goes on without it. */
+static epic_result fail_twice(hub *h, const guest *s)
+{
+    h->num_twice++;
+    return epic_fail(EPIC_EINVAL,
+                     "gather %llu: another thread is rank %d of this meeting of threads: each "
+                     "thread needs the meet of its own rank",
+                     (unsigned long long)h->finished + 1, s->rank);
+}
+
+/* Returns with the mutex held, as it was called.  call: what the guest becomes. */
+static epic_result gather_locked(hub *h, guest *s, const guest *call)
 {
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
     if (h->broken != EPIC_OK) return fail_again(h);
-    TRY(check_bytes(h, s));
-    s->arrived = true;
+    TRY(check_bytes(h, call));
+    *s = *call;
     h->num_arrived++;
 
     const uint64_t number = h->finished;
@@ -128,11 +140,10 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     guest *s = self;
     hub *h = s->hub;
     TRY(epic_meet_check(mine, all, bytes));
+    const guest call = {h, s->rank, true, mine, all, (size_t)bytes};
     pthread_mutex_lock(&h->mutex);
-    s->mine = mine;
-    s->all = all;
-    s->bytes = bytes;
-    const epic_result result = gather_locked(h, s);
+    const bool is_twice = s->arrived && h->broken == EPIC_OK;
+    const epic_result result = is_twice ? fail_twice(h, s) : gather_locked(h, s, &call);
     pthread_mutex_unlock(&h->mutex);
     return result;
 }

@@ -211,17 +211,17 @@ def run_interrupt_open(process: int, processes: int, port: int) -> None:
 
 
 def run_late(process: int, processes: int, port: int) -> None:
-    """A process that does not come to the meeting is named."""
+    """A process whose open fails by itself is named; a group of the same name opens afterwards."""
     initialize(process, processes, port)
     mesh = Mesh(np.array(jax.devices()), ("ep",))
     multihost_utils.sync_global_devices("begin")  # else whoever starts slowly is late too
-    if process != 2:
-        try:
-            epic.jax.open(mesh, "ep", **{**SIZES, "timeout_ms": 1500})
-        except epic.jax.EpicError as error:
-            say("error", error)
+    try:
+        wrong = {"max_tokens": -1} if process == 2 else {"timeout_ms": 1500}
+        epic.jax.open(mesh, "ep", **{**SIZES, **wrong})
+    except epic.jax.EpicError as error:
+        say("error", error)
     multihost_utils.sync_global_devices("late")
-    with epic.jax.open(mesh, "ep", name="again", **SIZES) as group:
+    with epic.jax.open(mesh, "ep", **SIZES) as group:
         x = place(mesh, np.ones((4, 3), np.float32), P("ep"))
         say("sum", whole(sums(group, mesh)(x)).ravel()[0])
 

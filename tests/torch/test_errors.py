@@ -2,9 +2,12 @@
 """What is wrong is told, with the core's sentence, to everyone, in time."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch.distributed as dist
 
 import epic.torch
 from epic.torch import EpicArgumentError, EpicError
+from epic.words import to_python
 from parts import EXPERTS, HIDDEN, LAYER, SIZES, TOKENS, TOP_K, Data, check_round, group_of, through
 from world import World
 
@@ -55,7 +59,10 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "capacity '3'",
     ),
     "tokens": (lambda g, p: epic.torch.dispatch(p, X[:3]), "tokens: 3 rows"),
-    "row bytes": (lambda g, p: epic.torch.dispatch(p, torch.ones(4, 5000)), "max_row_bytes 4096"),
+    "row bytes": (
+        lambda g, p: epic.torch.dispatch(p, torch.ones(4, 5000)),
+        "rows of tokens have 20000 bytes: 1 to max_row_bytes 4096",
+    ),
     "integers": (lambda g, p: epic.torch.dispatch(p, X.int()), "tokens is int32: float32, b"),
     "weights": (lambda g, p: epic.torch.dispatch(p, X, X), "weights: shape [4, 20]"),
     "rows": (lambda g, p: epic.torch.combine(p, X), "rows: 4 rows"),
@@ -152,6 +159,46 @@ def test_tcp_with_nul() -> None:
     for field, wrong in (("address", "localhost\0"), ("secret", "hush\0hush")):
         with pytest.raises(EpicArgumentError, match=f"{field} .*must not contain a NUL"):
             epic.torch.Tcp(**{field: wrong})
+# ---------------------------------------------------------------- the words of Python ----
+
+SOURCES = Path(__file__).parents[2] / "src"
+KEPT = {  # environment variables, and flags of C that epic.torch and epic.jax set themselves
+    "EPIC_SECRET", "EPIC_TIMEOUT_MS", "EPIC_TRACE", "EPIC_WIRE_MEMORY", "EPIC_BACKEND",
+    "EPIC_CHECK_WEIGHTS", "EPIC_ACCUMULATE", "EPIC_DISPATCH_AGAIN", "EPIC_PLANNED",
+    "EPIC_RECOMPUTE", "EPIC_SUM_DENSE",
+}  # fmt: skip
+OF_TYPES = r"\b(?:B?F16|F32|F64|E4M3)\b"
+
+
+def test_no_names_of_c() -> None:
+    """In what the core says: no enumerator, no type, no function, no member of a config."""
+    wrong = []
+    for file in SOURCES.rglob("*.c"):
+        for literal in re.findall(r'"((?:[^"\\\n]|\\.)* (?:[^"\\\n]|\\.)*)"', file.read_text()):
+            said = to_python(literal)
+            names = set(
+                re.findall(r"EPIC_\w+|epic_\w+|config\.\w+|\b(?:B?F16|F32|F64|E4M3)\b", said)
+            )
+            wrong += [f"{file.name}: {said}"] if names - KEPT else []
+    assert not wrong, "\n".join(wrong)
+
+
+def test_values_as_python_has_them() -> None:
+    """Arguments and values in the sentences of real calls."""
+    with pytest.raises(EpicArgumentError, match="expert_capacity is 4: it needs overflow 'drop'"):
+        epic.torch.Layer(8, 2, expert_capacity=4)
+    with alone() as group, pytest.raises(EpicError, match="capacity"):
+        epic.torch.plan(group, LAYER, IDS, capacity=3)
+    meets = epic.torch.threads(2)
+
+    def run(rank: int) -> str:
+        with epic.torch.Group(meet=meets[rank], **SIZES) as group:
+            layer = replace(LAYER, distinct=rank == 1)
+            return told(lambda: epic.torch.plan(group, layer, IDS - 1), "EPIC_EMISMATCH")
+
+    with ThreadPoolExecutor(2) as pool:
+        for said in pool.map(run, range(2)):
+            assert re.search(r"distinct=(True|False), rank \d brought distinct=(True|False)", said)
 
 
 # -------------------------------------------------------------------- among processes ----

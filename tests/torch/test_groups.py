@@ -4,9 +4,13 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import epic.torch
+from epic import _native, meeting
+from epic.store import Attempts
 from parts import SIZES, UNEVEN, Data, check_round, through
 from ports import free_port
 from test_errors import told
@@ -78,12 +84,26 @@ def not_one_of_them(rank: int) -> None:
 def late(rank: int) -> None:
     """A process that does not come to the meeting is named; the next one works."""
     if rank != 2:
-        told(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2")
-    else:
-        epic.torch.groups.serial((dist.group.WORLD.group_name, (0, 1, 2, 3)))
+        told(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2 did not come")
     dist.barrier()
     with epic.torch.Group(**SIZES) as group:
         right(group, rank)
+
+
+def opens_after_failures(rank: int) -> None:
+    """Whichever rank failed before, and wherever: the next group opens over the same processes."""
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    for wrong in (1, 0, 3, 1):
+        for over, mine in ((None, rank), (half, rank % 2)):
+            bad = mine == wrong % (4 if over is None else 2)
+            wish = {**SHORT, "timeout_ms": 500, "max_tokens": -1 if bad else 8}
+            code, word = ("EPIC_EINVAL", "max_tokens") if bad else ("EPIC_ETIMEOUT", "did not come")
+            told(partial(epic.torch.Group, over, **wish), code, word)
+            dist.barrier()
+            different = {**SIZES, "max_tokens": 64 + mine}
+            told(partial(epic.torch.Group, over, **different), "EPIC_EMISMATCH")
+            with epic.torch.Group(over, **SIZES) as group:
+                right(group, group.rank)
 
 
 def different_sizes(rank: int) -> None:
@@ -92,7 +112,10 @@ def different_sizes(rank: int) -> None:
     told(lambda: epic.torch.Group(**wish), "EPIC_EMISMATCH", "max_tokens")
 
 
-@pytest.mark.parametrize("what", [ways, reopened, not_one_of_them, late, different_sizes])
+WHAT = [ways, reopened, not_one_of_them, late, opens_after_failures, different_sizes]
+
+
+@pytest.mark.parametrize("what", WHAT)
 def test_process_groups(world: Any, what: Callable[[int], None]) -> None:
     """Over torch.distributed."""
     world.run(what)
@@ -163,6 +186,8 @@ SCRIPT = """
 import os, sys
 sys.path[:0] = {paths!r}
 import epic.torch
+from epic import _native, meeting
+from epic.store import Attempts
 from parts import SIZES
 from test_groups import right
 meet = {{}}
@@ -201,6 +226,64 @@ def test_tcp(tmp_path: Path) -> None:
             process.kill()
 
 
+def test_contexts_are_closed_where_no_thread_starts(monkeypatch: Any) -> None:
+    """As in Python 3.12 at exit."""
+
+    def start(_: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    closed: list[int] = []
+    monkeypatch.setattr(_native, "core", lambda: SimpleNamespace(epic_close=closed.append))
+    meeting.end([3, 4])
+    assert sorted(closed) == [3, 4]
+    monkeypatch.setattr(threading.Thread, "start", start)
+    meeting.end([5, 6])
+    assert closed[2:] == [5, 6]
+
+
+ENDS = """
+import os, sys, threading, time
+sys.path[:0] = {paths!r}
+import torch, epic.torch
+from parts import SIZES
+rank, port = int(os.environ["RANK"]), int(os.environ["PORT"])
+meet = epic.torch.Tcp(port=port, secret="s")
+group = epic.torch.Group(meet=meet, rank=rank, num_ranks=2, **{{**SIZES, "timeout_ms": 120000}})
+def call():
+    try:
+        epic.torch.sum(group, torch.ones(3), tag=1 + rank)
+    except epic.torch.EpicError:
+        pass
+threading.Thread(target=call, daemon=True).start()
+time.sleep(1)
+print("ends", flush=True)
+"""
+
+
+def test_the_end_of_processes_whose_threads_wait_for_each_other(tmp_path: Path) -> None:
+    """Each main thread ends while another thread is in a call that the other rank never makes."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS.format(paths=PATHS))
+    env = os.environ | {"PORT": str(free_port())}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=env | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in running:
+            assert process.stdout is not None and process.stdout.readline() == "ends\n"
+        assert [process.wait(40) for process in running] == [0, 0]  # the deadline is 120 s
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
 def test_an_exchange_of_the_callers() -> None:
     """Any function that gathers; what it raises is raised."""
     store = dist.HashStore()
@@ -220,6 +303,86 @@ def test_an_exchange_of_the_callers() -> None:
 
     with pytest.raises(OSError, match="no network"):
         epic.torch.Group(meet=broken, rank=0, num_ranks=2, **SIZES)
+
+
+def exchanges(num_ranks: int, *timeouts: int) -> list[Any]:
+    """One exchange for each timeout, all over one store: of rank 0, of rank 1, ..."""
+    store = dist.HashStore()
+    return [epic.torch.groups.StoreExchange(store, "x", num_ranks, ms) for ms in timeouts]
+
+
+def test_a_rank_that_waits_meets_a_rank_that_failed_before() -> None:
+    """Rank 0 gives up and comes back with other bytes; rank 1 has waited all the time."""
+    late, other, last = exchanges(3, 150, 20000, 20000)
+    back = epic.torch.groups.StoreExchange(late.store.store, "x", 3, 20000)
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(other, 1, b"one")
+        told(lambda: late(0, b"old"), "EPIC_ETIMEOUT", "rank 2 did not come")
+        found = [pool.submit(back, 0, b"new"), waits, pool.submit(last, 2, b"two")]
+        assert [f.result(20) for f in found] == [[b"new", b"one", b"two"]] * 3
+        found = [pool.submit(e, r, bytes([r])) for r, e in enumerate((back, other, last))]
+        assert [f.result(20) for f in found] == [[b"\0", b"\1", b"\2"]] * 3  # the next round
+
+
+def test_an_interrupted_rank_is_not_taken_for_the_one_that_comes_back() -> None:
+    """Its thread may still run: nothing that it wrote is read."""
+    gone, other = exchanges(2, 20000, 20000)
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(gone, 0, b"old")
+        while gone.attempt is None:
+            time.sleep(0.01)
+        gone.leave()
+        back = epic.torch.groups.StoreExchange(gone.store.store, "x", 2, 20000)
+        found = [pool.submit(back, 0, b"new"), pool.submit(other, 1, b"one")]
+        assert [f.result(20) for f in found] == [[b"new", b"one"]] * 2
+        told(lambda: waits.result(20), "EPIC_ETIMEOUT", "rank 1")
+
+
+def test_two_processes_of_one_rank(monkeypatch: Any) -> None:
+    """The second is refused by that; who waits for the missing rank is told of it."""
+    first, second, zero = exchanges(3, 20000, 20000, 700)
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(first, 1, b"one")
+        while first.attempt is None or not first.own:
+            time.sleep(0.01)
+        monkeypatch.setattr(Attempts, "of_process", set())  # as in another process
+        wrong = partial(second, 1, b"other")
+        told(wrong, "EPIC_EINVAL", "rank is 1", "another process has come")
+        words = ("rank 2 did not come", "two processes came as rank 1")
+        told(lambda: zero(0, b"zero"), "EPIC_ETIMEOUT", *words)
+        first.leave()
+        told(lambda: waits.result(20), "EPIC_ETIMEOUT")
+
+
+def test_a_meet_is_of_one_rank() -> None:
+    """For one opening, at a time or later."""
+    meets = epic.torch.threads(2, 1500)
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(epic.torch.Group, meet=meets[0], **SHORT) for _ in range(2)]
+        errors = sorted(str(f.exception(20)) for f in found)
+    assert errors[0].startswith("EPIC_ETIMEOUT") and "rank 1 did not come" in errors[0]
+    assert errors[1].startswith("meet of rank 0 is taken")
+    told(lambda: epic.torch.Group(meet=meets[0], **SHORT), "EPIC_EINVAL", "is taken")
+
+
+def test_two_threads_open_at_a_time() -> None:
+    """Groups of the same ranks do not read each other's bytes."""
+    store = dist.HashStore()
+
+    def run(rank: int, count: int) -> list[list[bytes]]:
+        made = [epic.torch.groups.StoreExchange(store, "x", 2, 20000) for _ in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            calls = []
+            for i, exchange in enumerate(made):
+                calls.append(pool.submit(exchange, rank, bytes([rank, i])))
+                while exchange.attempt is None:
+                    time.sleep(0.01)
+            return [c.result(20) for c in calls]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(run, rank, 3) for rank in range(2)]
+        for f in found:
+            assert f.result(30) == [[bytes([0, i]), bytes([1, i])] for i in range(3)]
 
 
 def test_no_torch_state_is_left() -> None:

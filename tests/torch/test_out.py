@@ -152,7 +152,7 @@ Wrong = tuple[str, Callable[[Any], Any], str]
 WRONG: list[Wrong] = [
     ("plan", lambda o: o.bytes, "out: Tensor: a Plan is needed"),
     ("plan", lambda o: o._replace(bytes=o.bytes[:-4]), "out plan has the shape ["),
-    ("plan", lambda o: o._replace(bytes=o.bytes.char()), "out plan is another dtype: uint8"),
+    ("plan", lambda o: o._replace(bytes=o.bytes.char()), "out plan is of another dtype: uint8"),
     ("plan_dispatch", lambda o: o[:2], "out: tuple: (plan, recv, slot_weights) is needed"),
     ("plan_dispatch", lambda o: (o[0], o[1][:-1], o[2]), "out recv has the shape [215, 20]: [216,"),
     ("plan_dispatch", lambda o: (o[0], o[1], None), "the slot_weights of out= come together"),

@@ -164,9 +164,93 @@ def test_generation(name: str, tmp_path: Path) -> None:
 def test_unknown_blocks() -> None:
     """Are named."""
     with epic.torch.Group(max_tokens=64, max_row_bytes=4096) as group:
-        with pytest.raises(epic.torch.EpicUnsupportedError, match="Linear"):
+        with pytest.raises(epic.torch.EpicUnsupportedError, match=r"Linear .* MixtralSparseMoe"):
             epic.torch.from_block(torch.nn.Linear(2, 2), group)
-        assert epic.torch.replace_moe(torch.nn.Linear(2, 2), group) == 0
+        with pytest.raises(epic.torch.EpicUnsupportedError, match=r"no Mixture.* MixtralSparseMoe"):
+            epic.torch.replace_moe(torch.nn.Linear(2, 2), group)
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "Qwen2Moe": {"num_experts": 8, "moe_intermediate_size": 24},
+    "Olmoe": {"num_experts": 8},
+    "Phimoe": {"num_local_experts": 8},
+    "GraniteMoe": {"num_local_experts": 8},
+    "DeepseekV2": {**DEEPSEEK, **HEADS, "num_key_value_heads": 4, "topk_method": "greedy"},
+    "Qwen3Next": {"num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8},
+    "Jamba": {"num_experts": 8, "mamba_d_state": 4, "use_mamba_kernels": False},
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_models_that_are_not_supported(name: str) -> None:
+    """Their blocks are named with those that are; nothing of the model is replaced."""
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **UNKNOWN[name]})
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    before = [type(module) for module in model.modules()]
+    with alone() as group, pytest.raises(epic.torch.EpicUnsupportedError) as caught:
+        epic.torch.replace_moe(model, group)
+    kinds = {kind.__name__ for kind in before}
+    named = str(caught.value).split(":")[0].split(" has ")[1].split(", ")
+    assert named and set(named) <= kinds and "MixtralSparseMoeBlock" in str(caught.value)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_a_class_of_the_same_name() -> None:
+    """With other parts, or more parameters than are known: an older release, an adapter."""
+    with alone() as group:
+        model = model_of("Mixtral")
+        old = last_block(model)
+        old.experts = torch.nn.ModuleList(torch.nn.Linear(32, 24) for _ in range(8))
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="is not laid out as in transf"):
+            epic.torch.replace_moe(model, group)
+        assert not any(isinstance(module, Block) for module in model.modules())
+        model = model_of("Qwen3Moe")
+        last_block(model).experts.bias = torch.nn.Parameter(torch.ones(8, 32))
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="parameters where"):
+            epic.torch.replace_moe(model, group)
+        assert not any(isinstance(module, Block) for module in model.modules())
+
+
+def test_router_logits() -> None:
+    """Are refused by the configuration and by the call, before transformers misses them."""
+    ids = torch.tensor([[5, 6, 7]])
+    with alone() as group:
+        model = model_of("Mixtral")
+        model.config.output_router_logits = True
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="output_router_logits is True"):
+            epic.torch.replace_moe(model, group)
+        model.config.output_router_logits = False
+        assert epic.torch.replace_moe(model, group) == 2
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="output_router_logits is True"):
+            model(ids, output_router_logits=True)
+        model(ids)
+        model.config.output_router_logits = True
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="output_router_logits is True"):
+            model(ids)
+        model(ids, output_router_logits=False)
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="no Mixture-of-Experts block"):
+            epic.torch.replace_moe(copy.deepcopy(model), group)
+
+
+def test_save_pretrained_keeps_whose_experts_they_are(tmp_path: Path) -> None:
+    """Another rank does not load them."""
+    model = model_of("Qwen3Moe")
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def run(rank: int, mine: Any, _: Any) -> Any:
+        mine.save_pretrained(tmp_path / str(rank))
+        return mine
+
+    models = on_two(copies, run)
+    safetensors = pytest.importorskip("safetensors.torch")
+    states = [safetensors.load_file(tmp_path / str(r) / "model.safetensors") for r in range(2)]
+    before = last_block(models[1]).moe.w_down.clone()
+    with pytest.raises(epic.torch.EpicArgumentError, match=r"experts 4 to 7 of 8.*sharded_state"):
+        models[1].load_state_dict(states[0], strict=False)
+    assert torch.equal(last_block(models[1]).moe.w_down, before)
+    models[1].load_state_dict(states[1], strict=False)
+    assert torch.equal(last_block(models[1]).moe.w_down, before)
 
 
 def alone() -> epic.torch.Group:

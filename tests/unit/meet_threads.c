@@ -110,6 +110,42 @@ static void run(const trial *t)
         if (r != t->odd || t->odd_is_longer) check(t, &seats[r], r);
 }
 
+static void *gather_once(void *argument)
+{
+    seat *s = argument;
+    if (s->meet.rank > 0) poll(NULL, 0, 300); /* both threads of rank 0 have come by then */
+    s->result = gather(s, 0, 8);
+    snprintf(s->sentence, sizeof s->sentence, "%s", epic_error(NULL));
+    return NULL;
+}
+
+/* Two threads come as rank 0, and of three ranks all come or rank 2 does not. */
+static void check_twice(bool all_come)
+{
+    seat seats[4] = {0};
+    epic_meet meets[3];
+    const int num_threads = all_come ? 4 : 3;
+    failures += epic_meet_threads(meets, 3, 3000) != EPIC_OK;
+    for (int i = 0; i < num_threads; i++) {
+        seats[i].meet = meets[i > 0 ? i - 1 : 0];
+        pthread_create(&seats[i].thread, NULL, gather_once, &seats[i]);
+    }
+    for (int i = 0; i < num_threads; i++) pthread_join(seats[i].thread, NULL);
+    const bool first_failed = seats[0].result == EPIC_EINVAL;
+    const seat *refused = &seats[first_failed ? 0 : 1], *other = &seats[first_failed ? 1 : 0];
+    const epic_result wanted = all_come ? EPIC_OK : EPIC_ETIMEOUT;
+    const char *words = all_come ? "" : "rank 2 did not come";
+    bool good = refused->result == EPIC_EINVAL &&
+                strstr(refused->sentence, "another thread is rank 0") != NULL;
+    for (int i = 2; i < num_threads; i++) good = good && seats[i].result == wanted;
+    good = good && other->result == wanted && strstr(other->sentence, words) != NULL &&
+           (all_come || strstr(other->sentence, "another rank came twice") != NULL);
+    for (int i = 0; i < num_threads; i++) good = good && !seats[i].wrong_bytes;
+    if (!good) printf("twice: %s; %s\n", refused->sentence, other->sentence);
+    failures += !good;
+    for (int r = 0; r < 3; r++) epic_meet_close(&meets[r]);
+}
+
 static void check_arguments(void)
 {
     epic_meet meets[2];
@@ -164,6 +200,8 @@ int main(void)
          .words = {"rank 3 brings 24", "brings 16"}},
     };
     for (size_t i = 0; i < sizeof trials / sizeof *trials; i++) run(&trials[i]);
+    check_twice(true);
+    check_twice(false);
     check_arguments();
     return failures == 0 ? 0 : 1;
 }

@@ -50,6 +50,19 @@ class Meeting:
         self.struct = struct
         self.kept = kept
         self.error: Exception | None = None
+        self.leave: Callable[[], None] = lambda: None  # gives up, from another thread
+        self.lock = threading.Lock()
+        self.is_taken = False
+
+    def take(self) -> None:
+        """Refuses a second use: a meeting is of one rank, for one opening."""
+        with self.lock:
+            if self.is_taken:
+                raise EpicArgumentError(
+                    f"meet of rank {self.struct.rank} is taken: must be another one for each rank "
+                    "and each group that opens; epic.torch.threads(n) makes n"
+                )
+            self.is_taken = True
 
     def close(self) -> None:
         """Gives the meeting's resources back."""
@@ -120,6 +133,7 @@ def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Meeting:
 
     struct.gather = _native.GATHER(gather)
     meeting.kept = (struct.gather,)
+    meeting.leave = getattr(exchange, "leave", meeting.leave)
     return meeting
 
 
@@ -204,9 +218,16 @@ def wait_for(openers: Iterable[Opener]) -> None:
 
 
 def end(contexts: Iterable[int]) -> None:
-    """Closes contexts, all at once: they may wait for one another."""
-    threads = [threading.Thread(target=_native.core().epic_close, args=(c,)) for c in contexts]
-    for thread in threads:
-        thread.start()
+    """Closes contexts, each in a thread, as they may wait for one another; one after the other
+    where Python starts no thread any more (3.12 at exit)."""
+    close = _native.core().epic_close
+    threads = []
+    for context in contexts:
+        thread = threading.Thread(target=close, args=(context,))
+        try:
+            thread.start()
+            threads.append(thread)
+        except RuntimeError:
+            close(context)
     for thread in threads:
         thread.join()

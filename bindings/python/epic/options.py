@@ -95,7 +95,7 @@ def real(field: str, value: Any) -> float:
 
 
 def text(field: str, value: Any) -> bytes:
-    """The value as the core has it, if it is a word."""
+    """The value as the core has it: a C string in UTF-8."""
     if not isinstance(value, str):
         raise EpicArgumentError(f"{field} {value!r}: a str is needed")
     if "\0" in value:  # C would take what stands before it for the whole

@@ -35,6 +35,10 @@ PHRASES = {
     "EPIC_QUANTIZE_NONE": "None",
     "EPIC_QUANTIZE_1X128": "'1x128'",
     "EPIC_QUANTIZE_1X32": "'1x32'",
+    "tcp.": "Tcp's ",
+    "meet.gather": "meet",
+    "args.": "",
+    "meet.": "",
     "layer.flags": "distinct",
     "x.num_rows": "the number of tokens",
     "tokens.num_rows": "the number of tokens",
@@ -67,6 +71,20 @@ PATTERN = re.compile(
 )
 
 
+FLAGS = re.compile(r"\blayer\.flags (\d+), rank (\d+) (\w+) (\d+)")
+BYTES = re.compile(r"\b(\w+)\.row_bytes is (\d+)")
+ROWS = re.compile(r"\b(\w+)\.num_rows is (\d+)")
+
+
+def name_flag(found: re.Match[str]) -> str:
+    """Return the one flag of a layer, on two ranks, as the argument that Python has for it."""
+    first, rank, verb, second = found.groups()
+    return f"distinct={bool(int(first))}, rank {rank} {verb} distinct={bool(int(second))}"
+
+
 def to_python(sentence: str) -> str:
     """Return a sentence of the core with the names of Python's arguments and values."""
-    return PATTERN.sub(lambda found: WORDS[found[0]], sentence)
+    sentence = FLAGS.sub(name_flag, sentence)
+    sentence = BYTES.sub(r"rows of \1 have \2 bytes", sentence)
+    sentence = PATTERN.sub(lambda found: WORDS[found[0]], sentence)
+    return ROWS.sub(r"\1 has \2 rows", sentence)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups: which devices share the experts of a layer, and their contexts in the core."""
 
-import collections
 import contextlib
 import ctypes
 import threading
@@ -16,9 +15,10 @@ from epic import _native, endings, meeting
 from epic.errors import EpicArgumentError, EpicError
 from epic.jax import cuda, places
 from epic.jax.arrays import as_axes, check_kind
-from epic.jax.meeting import StoreExchange, store
+from epic.jax.meeting import JaxStore, store
 from epic.meeting import Exchange, Meeting, Tcp
 from epic.options import INT64_MAX, Layer, backend_for, text, whole
+from epic.store import StoreExchange
 
 DEFAULT_TIMEOUT_MS = 300_000
 
@@ -108,7 +108,6 @@ class Opened:
 
 
 opened: dict[str, Opened] = {}
-generations: collections.Counter[str] = collections.Counter()
 lock = threading.Lock()
 
 
@@ -163,11 +162,13 @@ def choose_meeting(
             "the ranks are in several processes and jax.distributed is not initialized: call "
             "jax.distributed.initialize, or pass meet=epic.jax.Tcp(...) or an exchange"
         )
-    prefix = f"epic/{group}/{generations[group]}"
-    stores = {i: StoreExchange(client, f"{prefix}/{i}", num_ranks, timeout_ms) for i in indices}
+    found = JaxStore(client)
+    exchanges = {
+        s: StoreExchange(found, f"epic/{group}/{s.index}", num_ranks, timeout_ms) for s in members
+    }
     return (
-        lambda s: meeting.by_exchange(stores[s.index], s.rank, num_ranks),
-        list(stores.values()),
+        lambda s: meeting.by_exchange(exchanges[s], s.rank, num_ranks),
+        list(exchanges.values()),
     )
 
 
@@ -327,7 +328,6 @@ def open(
                 f"group {name!r} is open: close it first, or choose another name="
             )
         opened[name] = Opened(group, {}, [])
-        generations[name] += 1
     try:
         fill(group, members, world or meet, config)
     except BaseException:
@@ -350,7 +350,12 @@ def fill(
         member: meeting.Opener(partial(open_member, meeting_of, config, member))
         for member in members
     }
-    meeting.wait_for(openers.values())
+    try:
+        meeting.wait_for(openers.values())
+    except BaseException:
+        for exchange in exchanges:
+            exchange.leave()
+        raise
     contexts = {member: opener.context for member, opener in openers.items() if opener.context}
     errors = [opener.error for opener in openers.values() if opener.error]
     if errors:
@@ -387,9 +392,8 @@ def close(group: Group) -> None:
         jax.clear_caches()  # a graph would use this context's memory, and asks nobody
     meeting.end(state.contexts.values())
     for exchange in state.exchanges:
-        for rank in range(exchange.num_ranks):
-            with contextlib.suppress(Exception):  # the store may be gone by now
-                exchange.forget(rank)
+        with contextlib.suppress(Exception):  # the store may be gone by now
+            exchange.forget()
 
 
 def close_all() -> None:

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meetings over JAX's key-value store."""
+"""JAX's key-value store, over which the ranks of a group meet."""
 
-import itertools
 from typing import Any
-
-from epic.errors import EpicError
 
 
 def store() -> Any:
@@ -17,39 +14,40 @@ def store() -> Any:
     return getattr(getattr(distributed, "global_state", None), "client", None)
 
 
-class StoreExchange:
-    """An exchange over JAX's key-value store."""
+class JaxStore:
+    """JAX's key-value store with the operations that epic.store needs."""
 
-    def __init__(self, client: Any, prefix: str, num_ranks: int, timeout_ms: int) -> None:
-        self.client, self.prefix = client, prefix
-        self.num_ranks, self.timeout_ms = num_ranks, timeout_ms
-        self.rounds = [itertools.count() for _ in range(num_ranks)]
-        self.mine: list[list[str]] = [[] for _ in range(num_ranks)]
+    def __init__(self, client: Any) -> None:
+        self.client = client
 
-    def __call__(self, rank: int, mine: bytes) -> list[bytes]:
-        """One round.  When all have come to it, nobody reads the round before."""
-        turn = next(self.rounds[rank])
-        key = f"{self.prefix}/{turn}"
-        self.client.key_value_set_bytes(f"{key}/{rank}", mine)
-        self.mine[rank].append(f"{key}/{rank}")
-        parts = [self.get(f"{key}/{peer}", peer) for peer in range(self.num_ranks)]
-        self.forget(rank, 1)
-        return parts
+    def put(self, key: str, value: bytes) -> None:
+        """Sets a key."""
+        self.client.key_value_set_bytes(key, value, allow_overwrite=True)
 
-    def get(self, key: str, peer: int) -> bytes:
-        """The peer's part; waits for it."""
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Sets a key unless it has a value; returns the value that it has then."""
         try:
-            return self.client.blocking_key_value_get_bytes(key, self.timeout_ms)
+            self.client.key_value_set_bytes(key, value)
         except Exception as error:
-            if not str(error).startswith("DEADLINE_EXCEEDED"):
+            if not str(error).startswith("ALREADY_EXISTS"):
                 raise
-            raise EpicError(
-                "EPIC_ETIMEOUT",
-                f"rank {peer} did not come to the meeting {self.prefix} in {self.timeout_ms} ms",
-            ) from error
+            return self.get(key)
+        return value
 
-    def forget(self, rank: int, keep: int = 0) -> None:
-        """Removes all but the last `keep` keys of a rank."""
-        keys = self.mine[rank]
-        while len(keys) > keep:
-            self.client.key_value_delete(keys.pop(0))
+    def has(self, key: str) -> bool:
+        """Returns whether the key has a value."""
+        try:
+            self.get(key)
+        except Exception as error:
+            if not str(error).startswith("NOT_FOUND"):
+                raise
+            return False
+        return True
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key that has one."""
+        return self.client.key_value_try_get_bytes(key)
+
+    def remove(self, key: str) -> None:
+        """Deletes a key."""
+        self.client.key_value_delete(key)

@@ -2,11 +2,12 @@
 """Groups: the processes (or threads) that share the experts of a layer, and a context of the core
 for each."""
 
-import collections
 import contextlib
 import ctypes
+import hashlib
 import os
 import threading
+import time
 import weakref
 from datetime import timedelta
 from functools import partial
@@ -15,58 +16,59 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from epic import _native, endings, meeting
+from epic import _native, endings, meeting, store
 from epic.errors import EpicArgumentError, EpicError
 from epic.meeting import Exchange, Meeting, Tcp
 from epic.options import INT64_MAX, ON_GPUS, Layer, backend_for, known, made, text, whole
 from epic.torch.ops import KEPT, LIBRARY, words_of
 
 DEFAULT_TIMEOUT_MS = 300_000
+LAST_CALLS_MS = 2000  # that calls of other threads have when the process ends
+LAST_RETURN_S = 0.5  # that threads have to return from calls that were ended then
 CPU, CUDA = 0, 1  # torch's numbers of device types
 
 torch._dynamo.assume_constant_result(made)  # options may be made in compiled functions
 
 opened: "weakref.WeakSet[Group]" = weakref.WeakSet()
-meetings: collections.Counter[Any] = collections.Counter()
 lock = threading.Lock()
 
 
 # -------------------------------------------------------------------------- meeting ----
 
 
-class StoreExchange:
-    """An exchange over a store of torch.distributed."""
+class TorchStore:
+    """A store of torch.distributed with the operations that epic.store needs."""
 
-    def __init__(self, store: Any, prefix: str, num_ranks: int, timeout_ms: int) -> None:
-        self.store = dist.PrefixStore(prefix, store)
-        self.num_ranks = num_ranks
-        self.timeout_ms = timeout_ms
-        self.round = 0
+    def __init__(self, store: Any) -> None:
+        self.store = store
 
-    def __call__(self, rank: int, mine: bytes) -> list[bytes]:
-        """One round.  When all have come to it, nobody reads the round before."""
-        keys = [f"{self.round}/{peer}" for peer in range(self.num_ranks)]
-        self.store.set(keys[rank], mine)
-        try:
-            self.store.wait(keys, timedelta(milliseconds=self.timeout_ms))
-        except RuntimeError as error:
-            raise self.late(keys) or error from None
-        parts = [self.store.get(key) for key in keys]
-        if self.round > 0:
-            with contextlib.suppress(RuntimeError):  # a store without delete_key keeps them
-                self.store.delete_key(f"{self.round - 1}/{rank}")
-        self.round += 1
-        return parts
+    def put(self, key: str, value: bytes) -> None:
+        """Sets a key."""
+        self.store.set(key, value)
 
-    def late(self, keys: list[str]) -> EpicError | None:
-        """Who did not come; None if the store failed otherwise."""
-        missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-        if not missing:
-            return None
-        ranks = ", ".join(map(str, missing))
-        return EpicError(
-            "EPIC_ETIMEOUT", f"rank {ranks} did not come to the meeting in {self.timeout_ms} ms"
-        )
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Sets a key unless it has a value; returns the value that it has then."""
+        return self.store.compare_set(key, "", value.decode())
+
+    def has(self, key: str) -> bool:
+        """Returns whether the key has a value."""
+        return self.store.check([key])
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key that has one."""
+        return self.store.get(key)
+
+    def remove(self, key: str) -> None:
+        """Deletes a key; a store without delete_key keeps it."""
+        with contextlib.suppress(RuntimeError):
+            self.store.delete_key(key)
+
+
+class StoreExchange(store.StoreExchange):
+    """The exchange of one rank over a store of torch.distributed."""
+
+    def __init__(self, torch_store: Any, prefix: str, num_ranks: int, timeout_ms: int) -> None:
+        super().__init__(TorchStore(torch_store), prefix, num_ranks, timeout_ms)
 
 
 def threads(num_ranks: int, timeout_ms: int = 0) -> list[Meeting]:
@@ -74,30 +76,21 @@ def threads(num_ranks: int, timeout_ms: int = 0) -> list[Meeting]:
     return meeting.by_threads(num_ranks, timeout_ms or DEFAULT_TIMEOUT_MS)
 
 
-def serial(key: Any) -> int:
-    """How many meetings of these ranks there were.  Stores remember their keys."""
-    with lock:
-        meetings[key] += 1
-        return meetings[key]
-
-
 def of_processes(process_group: Any, timeout_ms: int) -> tuple[Meeting, int, int]:
     """Over the process group's own store."""
     rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-    ranks = tuple(dist.get_process_group_ranks(process_group))
-    number = serial((process_group.group_name, ranks))
-    name = "-".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]}-{len(ranks)}"
-    store = process_group.get_group_store()
-    exchange = StoreExchange(store, f"epic/{name}/{number}", num_ranks, timeout_ms)
+    ranks = "-".join(map(str, dist.get_process_group_ranks(process_group)))
+    # The name of a process group comes back after destroy_process_group, for other ranks.
+    name = ranks if num_ranks <= 16 else hashlib.sha256(ranks.encode()).hexdigest()[:16]
+    exchange = StoreExchange(process_group.get_group_store(), f"epic/{name}", num_ranks, timeout_ms)
     return meeting.by_exchange(exchange, rank, num_ranks), rank, num_ranks
 
 
 def of_environment(timeout_ms: int) -> tuple[Meeting, int, int]:
     """As torchrun's variables say, over the store that torchrun serves."""
-    number = serial("environment")
     wait = timedelta(milliseconds=timeout_ms)
-    store, rank, num_ranks = next(dist.rendezvous("env://", timeout=wait))
-    exchange = StoreExchange(store, f"epic/{number}", num_ranks, timeout_ms)
+    served, rank, num_ranks = next(dist.rendezvous("env://", timeout=wait))
+    exchange = StoreExchange(served, "epic", num_ranks, timeout_ms)
     return meeting.by_exchange(exchange, rank, num_ranks), rank, num_ranks
 
 
@@ -231,6 +224,8 @@ class Group:
         process_group = of_mesh(ranks, dim)
         if ranks is None and meet is None and num_ranks is None and dist.is_initialized():
             process_group = dist.group.WORLD
+        over_processes = process_group is not None and meet is None and num_ranks is None
+        self.process_ranks = dist.get_process_group_ranks(process_group) if over_processes else None
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
         self.on_gpu = backend in ON_GPUS  # where the core computes
@@ -259,9 +254,14 @@ class Group:
 
     def opened(self, meet: Meeting, config: Any) -> int:
         """The context; opened in a thread, so that Ctrl-C lands while it waits."""
+        meet.take()
         endings.begin("epic.torch", LIBRARY, abort_all, close_all)
         opener = meeting.Opener(partial(open_on, self.device, meet, config))
-        meeting.wait_for([opener])
+        try:
+            meeting.wait_for([opener])
+        except BaseException:
+            meet.leave()
+            raise
         if opener.error is not None:
             raise opener.error
         return opener.context
@@ -428,6 +428,17 @@ def abort_all(why: str) -> None:
 
 
 def close_all() -> None:
-    """What this process left open."""
+    """Closes what this process left open, as it ends.
+
+    A thread that is in a call then may wait for a call of a peer that ends too, with another tag,
+    and the peer for one of ours: after a moment such calls are ended.  Their threads then get time
+    to return to Python: one that is still in C++ when the interpreter ends aborts the process."""
+    num_ended = 0
     for group in list(opened):
+        num_inside = LIBRARY.epic_torch_group_drain(group.number, LAST_CALLS_MS)
+        if num_inside:
+            group.abort("its process ends while a thread of it is in a call")
         group.close()
+        num_ended += num_inside
+    if num_ended:
+        time.sleep(LAST_RETURN_S)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer as a torch.nn.Module."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +15,17 @@ from epic.torch.groups import Group
 from epic.torch.moe import OF_EXPERTS, MoeWeights, moe
 from epic.torch.plans import tables_of
 from epic.torch.router import bias_update
+from epic.torch.state import (
+    EXTRA,
+    check_ddp,
+    check_loaded,
+    check_sharding,
+    experts_in,
+    held_experts,
+    is_of_experts,
+    mark_experts,
+)
 from epic.torch.sums import sum as sum_over_ranks
-
-# Names that torch.nn.utils makes of theirs: w_down_orig and w_down_mask (prune), w_down_g and
-# w_down_v (weight_norm), parametrizations.w_down.original.
-DERIVED = re.compile(rf"(parametrizations\.)?({'|'.join(OF_EXPERTS)})(_orig|_mask|_g|_v|\..*)?")
-
-
-def is_of_experts(name: str) -> bool:
-    """Does a parameter or buffer of a layer belong to this rank's own experts?"""
-    return DERIVED.fullmatch(name) is not None
 
 
 class MoE(nn.Module):
@@ -99,6 +99,7 @@ class MoE(nn.Module):
         self.replicas = logical_of_expert
         whose = tables_of(options.layer, None, logical_of_expert, load)[1]
         self.register_buffer("logical_of_expert", whose)
+        mark_experts(self, group)
         if torch.device(device).type != "meta":
             self.reset_parameters()
 
@@ -126,6 +127,7 @@ class MoE(nn.Module):
         """Normal numbers of standard deviation 1 / sqrt(inputs), biases 0: for each expert the same
         whatever the number of ranks.  After device="meta": call to_empty, then this, also under
         fully_shard."""
+        check_sharding(self.group, experts_in(self))
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 if name.startswith("b_"):
@@ -161,7 +163,34 @@ class MoE(nn.Module):
             self.load = moved(load, fn(load).device)
         if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
             self.bias = before.to(self.bias.device)
+        mark_experts(self, self.group)  # the parameters may be new ones
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        mark_experts(self, self.group)  # copies of parameters have no attributes
+
+    def get_extra_state(self) -> Tensor:
+        """Returns [first, count, num_experts], the experts that the state holds, under torch's key
+        "_extra_state"."""
+        check_sharding(self.group, experts_in(self))
+        held = held_experts(self.group, self.options.layer.num_experts)
+        return held.to("meta") if self.w_gate.is_meta else held
+
+    def set_extra_state(self, state: Any) -> None:
+        """Does nothing: _load_from_state_dict has compared it before anything was loaded."""
+
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *more: Any
+    ) -> None:
+        """Refuses the experts of another rank.  A state of all experts need not say so."""
+        check_sharding(self.group, experts_in(self))
+        own = held_experts(self.group, self.options.layer.num_experts)
+        check_loaded(own, state, prefix)
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, *more)
+        if self.group.num_ranks == 1 and prefix + EXTRA in missing:
+            missing.remove(prefix + EXTRA)
+        mark_experts(self, self.group)  # with assign=True the parameters are new ones
 
     def weights(self) -> MoeWeights:
         """As moe takes them: the attributes, which torch.nn.utils (parametrize, prune) may compute
@@ -172,6 +201,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out, loss)."""
+        self.check_ddp()
         found = moe(
             self.group,
             self.options,
@@ -203,6 +233,11 @@ class MoE(nn.Module):
         bias_update(self.bias[:count], self.load, self.bias_rate, self.group)
         self.load.zero_()
 
+    @torch._dynamo.assume_constant_result
+    def check_ddp(self) -> None:
+        """Refuses DistributedDataParallel over ranks of the group; tracers call it too."""
+        check_ddp(self, self.group)
+
     def sum_gradients(self) -> None:
         """Adds the gradients of what all ranks share over the ranks of the group; those of the
         experts are complete as they are.  After backward, on every rank.  A parameter that has
@@ -211,6 +246,7 @@ class MoE(nn.Module):
         With the layer's sum_order "tree" they are added in a tree, and have the same bits for every
         number of ranks.  A layer that was made with a dtype of 16 bits has done it in backward,
         before it rounded them; then this call does nothing."""
+        check_sharding(self.group, self.named_parameters())
         if self.sums_in_backward:
             return
         tree = self.options.layer.sum_order == "tree"
@@ -284,7 +320,7 @@ def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
         more = {"run_check": False, "shape": shape, "stride": stride}
         return DTensor.from_local(mine, mesh, placements, **more)
 
-    return {name: place(name, value) for name, value in layer.state_dict().items()}
+    return {name: place(name, v) for name, v in layer.state_dict().items() if name != EXTRA}
 
 
 def placed(name: str, value: Tensor, mesh: Any) -> tuple[Tensor, list[Any], torch.Size]:

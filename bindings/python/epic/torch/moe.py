@@ -42,7 +42,16 @@ from epic.torch.experts import (
     weights_back,
 )
 from epic.torch.groups import Group
-from epic.torch.ops import LAYER, argument_names, mlp_numbers, numbers, packed, parts_of, raising, write
+from epic.torch.ops import (
+    LAYER,
+    argument_names,
+    mlp_numbers,
+    numbers,
+    packed,
+    parts_of,
+    raising,
+    write,
+)
 from epic.torch.plans import Plan, tables_of
 from epic.torch.router import balance_loss, route
 from epic.torch.scaled import E4M3

@@ -17,6 +17,7 @@ from torch import Tensor
 from epic import _native
 from epic.errors import EpicArgumentError, EpicError
 from epic.torch.arguments import no_vmap
+from epic.words import to_python
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,6 +29,8 @@ def load() -> ctypes.CDLL:
     library.epic_torch_register.restype = ctypes.c_char_p
     library.epic_torch_group_add.restype = ctypes.c_int64
     library.epic_torch_group_add.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
+    library.epic_torch_group_drain.restype = ctypes.c_int32
+    library.epic_torch_group_drain.argtypes = [ctypes.c_int64, ctypes.c_int32]
     library.epic_torch_group_remove.restype = ctypes.c_void_p
     library.epic_torch_group_remove.argtypes = [ctypes.c_int64]
     library.epic_torch_layer_add.restype = ctypes.c_int64
@@ -105,6 +108,7 @@ def as_epic_error(error: RuntimeError) -> RuntimeError:
     code, _, sentence = text.partition(": ")
     if isinstance(error, EpicError) or code not in _native.RESULTS:
         return error
+    sentence = to_python(sentence)
     if code == "EPIC_EINVAL":
         return EpicArgumentError(sentence)
     return EpicError(code, sentence)

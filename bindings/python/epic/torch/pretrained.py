@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epic.errors import EpicUnsupportedError
+from epic.errors import EpicError, EpicUnsupportedError
 from epic.options import Experts, Moe
 from epic.torch.arguments import ROW_TYPES
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
-from epic.torch.module import OF_EXPERTS, MoE, add_gradients, is_of_experts
+from epic.torch.module import OF_EXPERTS, MoE, add_gradients
+from epic.torch.state import check_sharding, is_of_experts
 
 Weights = dict[str, Tensor]
 Found = tuple[Moe, Weights]
@@ -166,21 +167,46 @@ class Block(nn.Module):
         return (out, None) if self.gives_pair else out
 
 
-def from_block(
-    block: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None, tag: int = 0
-) -> MoE:
-    """The layer of a block of transformers, with this rank's experts of it.  What was frozen stays
-    so."""
+def read_block(block: nn.Module) -> Found:
+    """The options and weights of a block; refuses one of another layout before anything is made."""
     name = type(block).__name__
     if name not in BLOCKS:
-        raise EpicUnsupportedError(f"{name}: one of {', '.join(BLOCKS)} is known")
-    with torch.enable_grad():  # what is made of a frozen parameter says so
-        options, found = BLOCKS[name](block)
+        raise EpicUnsupportedError(f"{name} is not supported: must be one of {', '.join(BLOCKS)}")
+    try:
+        with torch.enable_grad():  # what is made of a frozen parameter says so
+            options, found = BLOCKS[name](block)
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        if isinstance(error, EpicError):
+            raise
+        raise other_layout(block, f"{type(error).__name__}: {error}") from error
     up = found["w_gate_up"]
     if up.dtype not in ROW_TYPES:
         raise EpicUnsupportedError(
             f"{name}: experts of {up.dtype}: load the model with weights that are not quantized"
         )
+    read = sum(value.numel() for key, value in found.items() if key != "bias")
+    had = sum(parameter.numel() for parameter in block.parameters())
+    if read != had:
+        raise other_layout(block, f"it has {had} parameters where {read} are known")
+    return options, found
+
+
+def other_layout(block: nn.Module, why: str) -> EpicUnsupportedError:
+    """Of a class whose name is known and whose parameters are not."""
+    kind = type(block)
+    return EpicUnsupportedError(
+        f"{kind.__name__} of {kind.__module__} is not laid out as in transformers 5 ({why}): use "
+        "the class of the transformers package, without adapters"
+    )
+
+
+def from_block(
+    block: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None, tag: int = 0
+) -> MoE:
+    """The layer of a block of transformers, with this rank's experts of it.  What was frozen stays
+    so."""
+    options, found = read_block(block)
+    up = found["w_gate_up"]
     with torch.no_grad():
         layer = MoE(
             group,
@@ -197,8 +223,10 @@ def from_block(
             group.rank * layer.num_local_experts, (group.rank + 1) * layer.num_local_experts
         )
         for key, value in found.items():
-            kept = getattr(layer, key)
-            kept.copy_(value[own] if key in OF_EXPERTS else value)
+            kept, value_here = getattr(layer, key), value[own] if key in OF_EXPERTS else value
+            if kept.shape != value_here.shape:
+                raise other_layout(block, f"{key} has the shape {list(value.shape)}")
+            kept.copy_(value_here)
             kept.requires_grad_(value.requires_grad)
         if layer.load is not None:
             layer.load.zero_()
@@ -206,24 +234,62 @@ def from_block(
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Parent, name and block of each that is known."""
+    """Parent, name and block of each Mixture-of-Experts block, known or not."""
     for parent in model.modules():
         for name, child in parent.named_children():
-            if type(child).__name__ in BLOCKS:
+            if is_block(child):
                 yield parent, name, child
+
+
+def is_block(module: nn.Module) -> bool:
+    """Returns whether a module is, or looks like, a Mixture-of-Experts block: by its class, or by
+    its part "experts"."""
+    kind = type(module).__name__
+    if isinstance(module, MoE | Block) or kind in BLOCKS:
+        return kind in BLOCKS
+    has_experts = any(name == "experts" for name, _ in module.named_children())
+    return has_experts or kind.endswith(("Moe", "MoE", "MoeBlock", "MoEBlock"))
+
+
+def check_router_logits(model: nn.Module, _: Any, wishes: dict[str, Any]) -> None:
+    """Before a forward: what transformers would look for after it is not recorded."""
+    given = wishes.get("output_router_logits")
+    if given or (given is None and wants_router_logits(model)):
+        raise EpicUnsupportedError(
+            "output_router_logits is True: must be False after replace_moe, as router logits are "
+            "not recorded; for a balance loss take epic.torch.MoE or balance_loss"
+        )
+
+
+def wants_router_logits(model: nn.Module) -> bool:
+    """Returns whether a configuration of the model asks for them, or its part for text."""
+    config = getattr(model, "config", None)
+    parts = (config, getattr(config, "text_config", None))
+    return any(getattr(part, "output_router_logits", False) for part in parts)
 
 
 def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None) -> int:
     """Puts the Mixture-of-Experts blocks of a loaded model on the ranks of a group, in place; gives
     their number.  Every rank calls it with the same model, and keeps its own experts.
 
-    Router logits are not recorded any more: configure output_router_logits=False."""
+    A model is refused, and nothing of it replaced, if it has no such block, or one that is not
+    known.  Router logits are not recorded any more: output_router_logits=True is refused."""
     found = list(blocks_of(model))
+    other = sorted({type(block).__name__ for *_, block in found} - BLOCKS.keys())
+    if other or not found:
+        what = ", ".join(other) or "no Mixture-of-Experts block"
+        raise EpicUnsupportedError(
+            f"{type(model).__name__} has {what}: supported are {', '.join(BLOCKS)}"
+        )
+    check_router_logits(model, (), {})
+    for *_, block in found:
+        read_block(block)
     for parent, name, block in found:
         layer = from_block(block, group, grouped_mm=grouped_mm)
         noise = getattr(block, "jitter_noise", 0.0)
         made = Block(layer, type(block).__name__ in PAIRS, noise)
         setattr(parent, name, made.train(block.training))
+    model.register_forward_pre_hook(check_router_logits, with_kwargs=True)
     return len(found)
 
 
@@ -233,6 +299,7 @@ def sum_gradients(model: nn.Module, group: Group) -> None:
     adds them in backward (MoE.sum_gradients).  After backward, on every rank; a
     parameter that has none here counts as zeros.  They are added in float32, those of float64
     parameters in float64, and those of layers with sum_order "tree" in a tree."""
+    check_sharding(group, model.named_parameters())
     done, tree = set(), set()
     for module in model.modules():
         if isinstance(module, MoE):

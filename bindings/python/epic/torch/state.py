@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What belongs to one rank alone: which experts a state holds, and the parameters of experts, which
+differ from rank to rank where data parallelism takes all for equal."""
+
+import re
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from epic.errors import EpicArgumentError
+from epic.torch.groups import Group
+from epic.torch.moe import OF_EXPERTS
+
+EXTRA = "_extra_state"  # torch's key of get_extra_state
+
+
+# Names that torch.nn.utils makes of theirs: w_down_orig and w_down_mask (prune), w_down_g and
+# w_down_v (weight_norm), parametrizations.w_down.original.
+DERIVED = re.compile(rf"(parametrizations\.)?({'|'.join(OF_EXPERTS)})(_orig|_mask|_g|_v|\..*)?")
+
+
+def is_of_experts(name: str) -> bool:
+    """Returns whether a parameter or buffer of a layer belongs to this rank's own experts."""
+    return DERIVED.fullmatch(name) is not None
+
+
+# ------------------------------------------------------------------ which experts ----
+
+
+class HeldExperts(Tensor):
+    """[first, count, num_experts] int64: the experts that a state holds.
+
+    It is a plain tensor to everything that copies or saves it, so that torch.save, safetensors and
+    torch.distributed.checkpoint take it.  Copying other numbers into it is an error: that is how
+    dcp.load(layer.state_dict()) would load another rank's experts."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.copy_ and isinstance(args[0], cls):
+            check_held(args[0], args[1])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, _: Any) -> Tensor:
+        return self.clone()
+
+
+def held_experts(group: Group, num_experts: int) -> HeldExperts:
+    """The experts of this rank."""
+    count = num_experts // group.num_ranks
+    held = torch.tensor([group.rank * count, count, num_experts], device="cpu")
+    return held.as_subclass(HeldExperts)
+
+
+def experts_of(held: Tensor) -> str:
+    """In words."""
+    first, count, num_experts = held.tolist()
+    return f"experts {first} to {first + count - 1} of {num_experts}"
+
+
+def check_held(own: Tensor, other: Tensor) -> None:
+    """Refuses a state of experts that are not those of this rank; one on "meta" has no numbers."""
+    if not other.is_meta and other.tolist() != own.tolist():
+        raise EpicArgumentError(
+            f"the state holds {experts_of(other)}, and this rank has {experts_of(own)}; a "
+            "state_dict has the experts of one rank: save and load with "
+            "epic.torch.sharded_state(layer, mesh), which has those of all ranks"
+        )
+
+
+def check_loaded(own: Tensor, state: dict[str, Any], prefix: str) -> None:
+    """Refuses another rank's state before load_state_dict writes anything.  What every rank has,
+    the router and the shared expert, may come from any."""
+    names = (key.removeprefix(prefix) for key in state if key.startswith(prefix))
+    if prefix + EXTRA in state and any(map(is_of_experts, names)):
+        check_held(own, state[prefix + EXTRA])
+
+
+# ------------------------------------------------------------- parameters of experts ----
+
+
+def mark_experts(layer: nn.Module, group: Group) -> None:
+    """Sets `allreduce` = False on parameters that differ from rank to rank: Megatron-Core and
+    DeepSpeed read it, and add their gradients over the ranks with the same experts alone."""
+    if group.num_ranks == 1:
+        return
+    for _, parameter in experts_in(layer):
+        parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def process_ranks(group: Group) -> set[int]:
+    """The ranks of the group as torch.distributed numbers them; empty where that is not known."""
+    if group.process_ranks is not None:
+        return set(group.process_ranks)
+    is_world = (
+        dist.is_initialized()
+        and (dist.get_rank(), dist.get_world_size()) == (group.rank, group.num_ranks)
+    )  # fmt: skip
+    return set(range(group.num_ranks)) if is_world else set()
+
+
+CHECKED: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
+
+
+def check_ddp(layer: nn.Module, group: Group) -> None:
+    """Refuses DistributedDataParallel, and torch's replicate() over it, across ranks with different
+    experts.  It is called in a forward: what wraps a module then is known to torch alone, by a
+    private name, which tests pin."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is None or group.num_ranks == 1:
+        return
+    checked = CHECKED.get(layer)
+    if checked is not None and checked() is wrapper:
+        return
+    ranks = process_ranks(group) & set(dist.get_process_group_ranks(wrapper.process_group))
+    named = wrapper.module.named_parameters()
+    taken = {id(p) for name, p in named if name not in wrapper.parameters_to_ignore}
+    if len(ranks) > 1 and any(id(p) in taken for _, p in experts_in(layer)):
+        raise EpicArgumentError(
+            f"process_group: DistributedDataParallel joins ranks {listed(ranks)}, each of which "
+            "has other experts, and made them all equal to those of one rank: pass the process "
+            'group of the ranks that have the same experts, as mesh.get_group("dp"), or use '
+            "sum_gradients() without DistributedDataParallel; then make or load the model anew"
+        )
+    CHECKED[layer] = weakref.ref(wrapper)
+
+
+def check_sharding(group: Group, parameters: Iterable[tuple[str, Any]]) -> None:
+    """Refuses parameters under fully_shard over ranks of the group: those of experts it takes for
+    equal on all its ranks, and the gradients of the others it adds by itself."""
+    for name, parameter in parameters:
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None or group.num_ranks == 1:
+            continue
+        ranks = process_ranks(group) & set(mesh.mesh.flatten().tolist())
+        if len(ranks) < 2:
+            continue
+        where = f"{name} is sharded over ranks {listed(ranks)} of the group"
+        if is_of_experts(name):
+            raise EpicArgumentError(
+                f"{where}, each of which has other experts: pass fully_shard the mesh of the other "
+                'dimensions, as mesh["dp"]; then make or load the model anew'
+            )
+        raise EpicArgumentError(
+            f"{where}, so fully_shard has added its gradients: do without sum_gradients, or pass "
+            'fully_shard the mesh of the other dimensions, as mesh["dp"]'
+        )
+
+
+def experts_in(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a layer's own experts, with their names."""
+    return [(name, p) for name, p in layer.named_parameters() if is_of_experts(name)]
+
+
+def listed(ranks: set[int]) -> str:
+    """For a sentence."""
+    return ", ".join(map(str, sorted(ranks)))
