@@ -116,10 +116,18 @@ OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan)
     DATA(JOB_RESULT | JOB_OPTIONAL, "slot_weights", EPIC_F32, dispatch.slot_weights)
 /* clang-format on */
 
+/* The layer of a plan that the call is given. */
+static const epic_layer *read_plan_layer(ffi_reader *reader, step_job *job)
+{
+    job->layer = read_layer(reader);
+    return &job->layer;
+}
+
 static void read_dispatch(ffi_reader *reader, job *base)
 {
-    (void)reader;
-    ((step_job *)base)->dispatch.flags = EPIC_ZERO_TAIL;
+    step_job *job = (step_job *)base;
+    job->dispatch.layer = read_plan_layer(reader, job);
+    job->dispatch.flags = EPIC_ZERO_TAIL;
 }
 
 static epic_result run_dispatch(job *base)
@@ -182,6 +190,12 @@ static const job_array plan_dispatch_arrays[] = {PLAN_INPUTS,  DISPATCH_INPUTS, 
                                                  PLAN_RESULTS, DISPATCH_RESULTS};
 OPERATION(plan_dispatch, "plan_dispatch", ROLE_PLAN, plan, read_plan)
 
+static void read_dispatch_backward(ffi_reader *reader, job *base)
+{
+    step_job *job = (step_job *)base;
+    job->dispatch_backward.layer = read_plan_layer(reader, job);
+}
+
 static epic_result run_dispatch_backward(job *base)
 {
     step_job *job = (step_job *)base;
@@ -196,9 +210,15 @@ static const job_array dispatch_backward_arrays[] = {
     ROWS(JOB_RESULT, "d_tokens", JOB_SAME_TYPE, dispatch_backward.d_tokens),
     DATA(JOB_RESULT | JOB_OPTIONAL, "d_weights", EPIC_F32, dispatch_backward.d_weights)};
 OPERATION(dispatch_backward, "dispatch (backward)", ROLE_DISPATCH_BACKWARD, dispatch_backward,
-          NULL)
+          read_dispatch_backward)
 
 /* --------------------------------------------------------------------------- combine ---- */
+
+static void read_combine(ffi_reader *reader, job *base)
+{
+    step_job *job = (step_job *)base;
+    job->combine.layer = read_plan_layer(reader, job);
+}
 
 static epic_result run_combine(job *base)
 {
@@ -210,12 +230,13 @@ static const job_array combine_arrays[] = {
     PLAN(combine), TYPED_ROWS("rows", combine.rows, combine.type),
     DATA(JOB_OPTIONAL, "slot_weights", EPIC_F32, combine.slot_weights), SITE,
     ROWS(JOB_RESULT, "out", JOB_SAME_TYPE, combine.out)};
-OPERATION(combine, "combine", ROLE_COMBINE, combine, NULL)
+OPERATION(combine, "combine", ROLE_COMBINE, combine, read_combine)
 
 static void read_combine_backward(ffi_reader *reader, job *base)
 {
-    (void)reader;
-    ((step_job *)base)->combine_backward.flags = EPIC_ZERO_TAIL;
+    step_job *job = (step_job *)base;
+    job->combine_backward.layer = read_plan_layer(reader, job);
+    job->combine_backward.flags = EPIC_ZERO_TAIL;
 }
 
 static epic_result run_combine_backward(job *base)

@@ -314,7 +314,13 @@ EPIC_API uint32_t epic_version(void);                      /* EPIC_VERSION of th
  *     ...                    the expert MLP over the received slots, whatever it is
  *     epic_combine           rows home, summed
  *     epic_combine_backward  gradients to the experts, with the same plan
- *     epic_dispatch_backward gradients home, with the same plan */
+ *     epic_dispatch_backward gradients home, with the same plan
+ *
+ * The calls after epic_plan take the plan and its layer, so that nothing but the arguments decides
+ * how they are done.  The layer must equal the one that epic_plan was given; a 0 equals the default
+ * that it stands for, and EPIC_BY_HOSTS the order that it stands for.  Another layer is EPIC_EINVAL,
+ * as a wrong number of tokens is: on host contexts class (a), on CUDA contexts class (b), or
+ * EPIC_EMISMATCH if some ranks pass the right one. */
 
 typedef enum epic_layout {
     EPIC_EXPERT_MAJOR = 0, /* one row per choice, slab by slab */
@@ -428,6 +434,7 @@ typedef enum epic_quantize {
 
 typedef struct epic_dispatch_args {
     epic_call call;
+    const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
     epic_rows tokens;      /* [num_tokens, row_bytes] */
@@ -458,13 +465,14 @@ typedef struct epic_dispatch_args {
  * Round to nearest even, saturating; non-finite input gives a NaN scale. */
 static inline epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args);
 
-/* epic_plan, then epic_dispatch with the plan it made, as one call.  dispatch->plan and
- * dispatch->call are not read.  A capacity is needed. */
+/* epic_plan, then epic_dispatch with the plan it made, as one call.  The call, the layer and the
+ * plan of `dispatch` are not read.  A capacity is needed. */
 static inline epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                              const epic_dispatch_args *dispatch);
 
 typedef struct epic_combine_args {
     epic_call call;
+    const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
     epic_rows rows;            /* [slots, row_bytes]; FLAT: one finished partial per row */
@@ -486,6 +494,7 @@ static inline epic_result epic_combine(epic_context *ctx, const epic_combine_arg
 
 typedef struct epic_dispatch_backward_args {
     epic_call call;
+    const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
     epic_rows d_recv;            /* [slots, row_bytes] */
@@ -503,6 +512,7 @@ static inline epic_result epic_dispatch_backward(epic_context *ctx,
 
 typedef struct epic_combine_backward_args {
     epic_call call;
+    const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
     epic_rows d_out;           /* [num_tokens, row_bytes] */

@@ -132,6 +132,27 @@ bool note_matches(const epic_note *a, int rank_a, const epic_note *b, int rank_b
     return true;
 }
 
+bool note_same_layer(const epic_note *given, const epic_note *plan, char *sentence, size_t size)
+{
+    /* A field stands before those whose defaults follow from it. */
+    static const int fields[] = {SAME_NUM_EXPERTS,     SAME_NUM_LOGICAL,  SAME_TOP_K,
+                                 SAME_LAYOUT,          SAME_ALIGNMENT,    SAME_OVERFLOW,
+                                 SAME_EXPERT_CAPACITY, SAME_PRIORITY,     SAME_SUM_ORDER,
+                                 SAME_LEAVES,          SAME_PARTIAL_TYPE, SAME_LAYER_FLAGS};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        const int field = fields[i];
+        char text[32], other[32];
+        if (given->same[field] == plan->same[field]) continue;
+        snprintf(sentence, size,
+                 "%s%s is %s: must be %s, as in the layer that epic_plan was given; pass that",
+                 field == SAME_LAYER_FLAGS ? "" : "layer.", same_names[field],
+                 value_text(field, given->same[field], text),
+                 value_text(field, plan->same[field], other));
+        return false;
+    }
+    return true;
+}
+
 void note_fault(epic_note *note, const data_fault *fault)
 {
     if (!fault || fault->error == DATA_GOOD) return;

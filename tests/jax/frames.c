@@ -72,6 +72,7 @@ static call *with_plan(void)
 {
     call *c = calloc(1, sizeof *c);
     add(c, ARG, XLA_FFI_DataType_U8, plan, plan_bytes + TAIL, 0);
+    add_layer(c, 1);
     add_group(c, "g");
     return c;
 }

@@ -277,6 +277,13 @@ def plan(
     return plan_of(way, local, parts)
 
 
+def call_planned(
+    name: str, way: Way, results: Sequence[Spec | None], operands: Sequence[Any], **more: Any
+) -> list[Any]:
+    """Calls the handler of an operation that uses a plan, with the plan's layer."""
+    return call(name, results, operands, way.group, **way.layer.numbers(), **more)
+
+
 # -------------------------------------------------------------------------- dispatch ----
 
 
@@ -290,7 +297,7 @@ def recv_results(way: Way, tokens: Any, weights: Any) -> list[Spec | None]:
 def dispatch_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
     """dispatch on checked arrays."""
     operands = [data, tokens, weights, *marks(way.group, data, tokens)]
-    recv, slot_weights = call("dispatch", recv_results(way, tokens, weights), operands, way.group)
+    recv, slot_weights = call_planned("dispatch", way, recv_results(way, tokens, weights), operands)
     return recv, slot_weights
 
 
@@ -306,7 +313,7 @@ def rows_home(way: Way, data: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any
     d_weights = Spec((way.num_tokens, way.layer.top_k), jnp.float32)
     operands = [data, d_recv, d_slot_weights, *marks(way.group, data, d_recv)]
     results = [d_tokens, None if d_slot_weights is None else d_weights]
-    out = call("dispatch_backward", results, operands, way.group)
+    out = call_planned("dispatch_backward", way, results, operands)
     return out[0], out[1]
 
 
@@ -365,7 +372,7 @@ def dispatch_flat_rows(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[
     results: list[Spec | None] = [Spec((way.capacity, tokens.shape[1]), tokens.dtype)]
     results += [None if weights is None else Spec(choices, jnp.float32), Spec(choices, jnp.int32)]
     operands = [data, tokens, weights, *marks(way.group, data, tokens)]
-    return tuple(call("dispatch_flat", results, operands, way.group))
+    return tuple(call_planned("dispatch_flat", way, results, operands))
 
 
 def dispatch_flat_forward(way: Way, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
@@ -434,7 +441,7 @@ def carried(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple[Any, An
     results: list[Spec | None] = [Spec((way.capacity, x.shape[1]), jnp.uint8) for x in packed]
     results += [None if slot_weights is None else Spec((way.capacity,), jnp.float32)]
     operands = [data, *packed, slot_weights, *marks(way.group, data, *packed)]
-    out = call(name, results, operands, way.group)
+    out = call_planned(name, way, results, operands)
     back = None if scales is None else from_bytes(out[1], scales.dtype)
     return from_bytes(out[0], rows.dtype), back, out[-1]
 
@@ -473,7 +480,7 @@ def quantized(way: Way, block: str, data: Any, rows: Any, weights: Any) -> tuple
     results += [Spec((slots, -(-hidden // size)), scale_type)]
     results += [None if weights is None else Spec((slots,), jnp.float32)]
     operands = [data, rows, weights, *marks(way.group, data, rows)]
-    out = call("dispatch_quantized", results, operands, way.group, quantize=kind)
+    out = call_planned("dispatch_quantized", way, results, operands, quantize=kind)
     return out[0], out[1], out[2]
 
 
@@ -583,7 +590,7 @@ def combine_rows(way: Way, data: Any, rows: Any, slot_weights: Any) -> Any:
     """combine on checked arrays."""
     out = Spec((way.num_tokens, rows.shape[1]), rows.dtype)
     operands = [data, rows, slot_weights, *marks(way.group, data, rows)]
-    return call("combine", [out], operands, way.group)[0]
+    return call_planned("combine", way, [out], operands)[0]
 
 
 def combine_forward(way: Way, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
@@ -598,7 +605,7 @@ def combine_backward(way: Way, saved: tuple[Any, Any, Any], d_out: Any) -> tuple
     d_rows = Spec((way.capacity, d_out.shape[1]), d_out.dtype)
     d_weights = None if slot_weights is None else like(slot_weights)
     operands = [data, d_out, rows, slot_weights, *marks(way.group, data, d_out)]
-    out = call("combine_backward", [d_rows, d_weights], operands, way.group)
+    out = call_planned("combine_backward", way, [d_rows, d_weights], operands)
     return no_gradient(data), out[0], out[1]
 
 
