@@ -20,7 +20,7 @@ GPU_PROGRAMS = $(patsubst tests/gpu/%.c,$(GPU_OUT)/gpu_%, \
 	$(filter-out $(GPU_HELPERS:%=tests/gpu/%.c),$(wildcard tests/gpu/*.c))) \
 	$(patsubst bench/gpu/%.cu,$(GPU_OUT)/gpu_%,$(filter-out %/wire.cu,$(wildcard bench/gpu/*.cu)))
 GPU_HEADERS = $(wildcard kernels/cuda/*.h kernels/cuda/*.cuh src/backend/*.h src/backend/p2p/*.h \
-	src/base/*.h src/rules/*.h kernels/host/*.h src/plan/*.h src/router/*.h tests/gpu/*.h include/epic/epic.h)
+	src/base/*.h src/rules/*.h kernels/host/*.h src/plan/*.h src/router/*.h tests/gpu/*.h include/epic/epic.h include/epic/epic_abi.h)
 
 gpu-build: $(GPU_PROGRAMS)
 

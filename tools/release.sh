@@ -54,7 +54,7 @@ check_deb() {
     (cd "$build" && cpack -G DEB) >"$here/log" 2>&1 || { cat "$here/log"; bad "cpack -G DEB"; return 0; }
     set -- "$build"/packages/*.deb
     dpkg-deb -x "$1" "$here/root"
-    for file in include/epic/epic.h include/epic/placement.h bin/epic-info bin/epic-trace bin/epic-place; do
+    for file in include/epic/epic.h include/epic/epic_abi.h include/epic/placement.h bin/epic-info bin/epic-trace bin/epic-place; do
         [ -e "$here/root/usr/$file" ] || bad "$1 lacks usr/$file"
     done
     lib=$(dirname "$(find "$here/root" -name libepic.so)")
