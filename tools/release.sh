@@ -30,6 +30,8 @@ check_version() {
     grep -q "^## $version" CHANGELOG.md || bad "CHANGELOG.md has no chapter $version"
     whole=$(($(number MAJOR) * 10000 + $(number MINOR) * 100 + $(number PATCH)))
     grep -q "^#define EPIC_VERSION $whole " include/epic/epic.h || bad "EPIC_VERSION is not $whole"
+    grep -q "^#define EPIC_VERSION_STRING \"$version\"" include/epic/epic.h ||
+        bad "EPIC_VERSION_STRING is not $version"
     "$build/bin/epic-info" | grep -q "^epic  *$version$" || bad "epic-info says another version"
     if [ -n "$(git status --porcelain 2>/dev/null)" ]; then bad "git status is not empty"; fi
 }

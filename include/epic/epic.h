@@ -85,6 +85,11 @@ extern "C" {
 #define EPIC_VERSION_MINOR 1
 #define EPIC_VERSION_PATCH 0
 #define EPIC_VERSION 100 /* major * 10000 + minor * 100 + patch */
+#define EPIC_VERSION_STRING "0.1.0"
+
+/* 1 if this header is of that version or a later one, also for #if. */
+#define EPIC_VERSION_AT_LEAST(major, minor, patch) \
+    (EPIC_VERSION >= (major)*10000 + (minor)*100 + (patch))
 
 #if defined(__GNUC__)
 #define EPIC_API __attribute__((visibility("default")))
@@ -302,8 +307,29 @@ EPIC_API int32_t epic_num_hosts(const epic_context *ctx);        /* local; of th
 /* Local.  What rows take to other hosts, "ucx 1.13.1, host memory, tcp/eth0 by messages"; "": the
  * backend says nothing. */
 EPIC_API const char *epic_wire_name(const epic_context *ctx);
-EPIC_API const char *epic_result_name(epic_result result); /* "EPIC_ETIMEOUT"; local */
-EPIC_API uint32_t epic_version(void);                      /* EPIC_VERSION of the library */
+EPIC_API uint32_t epic_version(void); /* EPIC_VERSION of the library */
+
+/* Names for logs.  All of them are local and may be called from any thread.  A result as
+ * "EPIC_ETIMEOUT", and as one sentence that says what it means for any call; epic_error says what went
+ * wrong in the last one.  The others return the name of a constant of that enum, "EPIC_FLAT", or
+ * "unknown epic_layout" for another number. */
+EPIC_API const char *epic_result_name(epic_result result);
+EPIC_API const char *epic_result_string(epic_result result);
+EPIC_API const char *epic_type_name(uint32_t type);
+EPIC_API const char *epic_layout_name(uint32_t layout);
+EPIC_API const char *epic_overflow_name(uint32_t overflow);
+EPIC_API const char *epic_sum_order_name(uint32_t order);
+EPIC_API const char *epic_priority_name(uint32_t priority);
+EPIC_API const char *epic_quantize_name(uint32_t quantize);
+EPIC_API const char *epic_score_name(uint32_t score);
+EPIC_API const char *epic_group_score_name(uint32_t score);
+EPIC_API const char *epic_group_others_name(uint32_t others);
+EPIC_API const char *epic_weight_rule_name(uint32_t rule);
+EPIC_API const char *epic_normalize_name(uint32_t normalize);
+EPIC_API const char *epic_activation_name(uint32_t activation);
+EPIC_API const char *epic_weighting_name(uint32_t weighting);
+EPIC_API const char *epic_gemm_pass_name(uint32_t pass);
+EPIC_API const char *epic_operation_name(uint32_t operation);
 
 /* ------------------------------------------------------------------ the step, in parts ----
  *
