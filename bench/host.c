@@ -147,7 +147,8 @@ static void run_once(seat *s, int what)
         epic_plan_args args = plan_args(s, s->slots, &demand);
         must(s->ctx, epic_plan(s->ctx, &args), "plan");
     } else if (what == DISPATCH) {
-        const epic_dispatch_args args = {.plan = s->plan,
+        const epic_dispatch_args args = {.layer = &s->layer,
+                                         .plan = s->plan,
                                          .plan_bytes = s->plan_bytes,
                                          .tokens = s->tokens,
                                          .recv = s->recv,
@@ -155,7 +156,8 @@ static void run_once(seat *s, int what)
                                          .slot_weights = s->slot_weights};
         must(s->ctx, epic_dispatch(s->ctx, &args), "dispatch");
     } else {
-        const epic_combine_args args = {.plan = s->plan,
+        const epic_combine_args args = {.layer = &s->layer,
+                                        .plan = s->plan,
                                         .plan_bytes = s->plan_bytes,
                                         .rows = s->recv,
                                         .out = s->out,

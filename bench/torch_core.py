@@ -33,14 +33,15 @@ PlanArgs = struct(
 DispatchArgs = struct(
     "DispatchArgs",
     *CALL,
-    *words("plan plan_bytes", *(ROWS.format(n) for n in ("tokens", "recv", "scales", "scaled"))),
+    *words("layer plan plan_bytes"),
+    *words(*(ROWS.format(n) for n in ("tokens", "recv", "scales", "scaled"))),
     *words("weights slot_weights recv_expert"),
     *uints("type quantize flags pad"),
 )
 CombineArgs = struct(
     "CombineArgs",
     *CALL,
-    *words("plan plan_bytes", *(ROWS.format(n) for n in ("rows", "out")), "slot_weights"),
+    *words("layer plan plan_bytes", *(ROWS.format(n) for n in ("rows", "out")), "slot_weights"),
     *uints("type flags"),
 )
 
@@ -78,9 +79,9 @@ class Core:
         call = {"stream": torch.cuda.current_stream().cuda_stream if on_gpu else 0}
         data = self.plan.bytes
         call |= {"plan": data.data_ptr(), "plan_bytes": data.numel()}
+        call |= {"layer": ctypes.addressof(self.arrays["layer"])}
         counts, size = self.arrays["counts"].data_ptr(), 4 * layer.num_experts
         self.of_plan = PlanArgs(
-            layer=ctypes.addressof(self.arrays["layer"]),
             topk_idx=ids.data_ptr(),
             num_tokens=len(ids),
             capacity=self.plan.capacity,

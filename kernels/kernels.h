@@ -64,6 +64,5 @@ int host_kernels_all(const host_kernels *out[4]);
 
 /* Bytes of an element; 0 for EPIC_BYTES and unknown types. */
 size_t epic_type_bytes(uint32_t type);
-const char *epic_type_name(uint32_t type);
 
 #endif

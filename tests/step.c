@@ -108,6 +108,7 @@ epic_plan_args step_plan(step *s, uint64_t tag)
 epic_dispatch_args step_dispatch(step *s, uint64_t tag)
 {
     return (epic_dispatch_args){.call.tag = tag,
+                                .layer = &s->layer,
                                 .plan = s->plan,
                                 .plan_bytes = s->plan_bytes,
                                 .tokens = of_tokens(s, s->x),
@@ -124,6 +125,7 @@ static bool is_flat(const step *s)
 epic_combine_args step_combine(step *s, uint64_t tag)
 {
     return (epic_combine_args){.call.tag = tag,
+                               .layer = &s->layer,
                                .plan = s->plan,
                                .plan_bytes = s->plan_bytes,
                                .rows = of_slots(s, s->recv),
@@ -135,6 +137,7 @@ epic_combine_args step_combine(step *s, uint64_t tag)
 epic_dispatch_backward_args step_dispatch_backward(step *s, uint64_t tag)
 {
     return (epic_dispatch_backward_args){.call.tag = tag,
+                                         .layer = &s->layer,
                                          .plan = s->plan,
                                          .plan_bytes = s->plan_bytes,
                                          .d_recv = of_slots(s, s->d_rows),
@@ -147,6 +150,7 @@ epic_dispatch_backward_args step_dispatch_backward(step *s, uint64_t tag)
 epic_combine_backward_args step_combine_backward(step *s, uint64_t tag)
 {
     return (epic_combine_backward_args){.call.tag = tag,
+                                        .layer = &s->layer,
                                         .plan = s->plan,
                                         .plan_bytes = s->plan_bytes,
                                         .d_out = of_tokens(s, s->d_out),

@@ -84,8 +84,6 @@ def page(header: str) -> tuple[str, int]:
     body: list[str] = []
     index: dict[str, list[str]] = {}
     chapter = "All of it"
-    header = header[: header.index("static inline epic_result epic_step_open(epic_step **out,"
-                                   " const epic_step_config *config)\n{")]  # fmt: skip
     header = header[header.index("/* EPIC:") :].replace('extern "C" {\n', "")
     for chunk in chunks(header):
         head = CHAPTER.match(chunk)

@@ -30,6 +30,8 @@ check_version() {
     grep -q "^## $version" CHANGELOG.md || bad "CHANGELOG.md has no chapter $version"
     whole=$(($(number MAJOR) * 10000 + $(number MINOR) * 100 + $(number PATCH)))
     grep -q "^#define EPIC_VERSION $whole " include/epic/epic.h || bad "EPIC_VERSION is not $whole"
+    grep -q "^#define EPIC_VERSION_STRING \"$version\"" include/epic/epic.h ||
+        bad "EPIC_VERSION_STRING is not $version"
     "$build/bin/epic-info" | grep -q "^epic  *$version$" || bad "epic-info says another version"
     if [ -n "$(git status --porcelain 2>/dev/null)" ]; then bad "git status is not empty"; fi
 }
@@ -54,7 +56,7 @@ check_deb() {
     (cd "$build" && cpack -G DEB) >"$here/log" 2>&1 || { cat "$here/log"; bad "cpack -G DEB"; return 0; }
     set -- "$build"/packages/*.deb
     dpkg-deb -x "$1" "$here/root"
-    for file in include/epic/epic.h include/epic/placement.h bin/epic-info bin/epic-trace bin/epic-place; do
+    for file in include/epic/epic.h include/epic/epic_abi.h include/epic/placement.h bin/epic-info bin/epic-trace bin/epic-place; do
         [ -e "$here/root/usr/$file" ] || bad "$1 lacks usr/$file"
     done
     lib=$(dirname "$(find "$here/root" -name libepic.so)")

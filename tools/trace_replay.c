@@ -137,13 +137,15 @@ static void run_step(seat *self, int64_t index)
     float *slot_weights = grab((size_t)slots * sizeof(float));
     for (int64_t i = 0; i < choices; i++) weights[i] = WEIGHT;
     for (int64_t i = 0; i < num * hidden; i++) x[i] = value_of(first + i / hidden, i % hidden);
-    const epic_dispatch_args dispatch = {.plan = self->plan,
+    const epic_dispatch_args dispatch = {.layer = &layer,
+                                         .plan = self->plan,
                                          .plan_bytes = self->plan_bytes,
                                          .tokens = {x, num, row},
                                          .recv = {recv, slots, row},
                                          .weights = weights,
                                          .slot_weights = slot_weights};
-    const epic_combine_args combine = {.plan = self->plan,
+    const epic_combine_args combine = {.layer = &layer,
+                                       .plan = self->plan,
                                        .plan_bytes = self->plan_bytes,
                                        .rows = {recv, slots, row},
                                        .out = {x, num, row},

@@ -242,6 +242,7 @@ static epic_dispatch_args dispatch_args(Rank *r, int sms)
     epic_dispatch_args a = {};
     a.call.stream = r->me->stream;
     a.call.max_sms = (uint32_t)sms;
+    a.layer = &r->layer;
     a.plan = r->plan;
     a.plan_bytes = r->plan_bytes;
     a.tokens = {r->x, r->tokens, r->token_bytes};
@@ -262,6 +263,7 @@ static void run_combine(Rank *r, int sms, bool weighted)
     epic_combine_args a = {};
     a.call.stream = r->me->stream;
     a.call.max_sms = (uint32_t)sms;
+    a.layer = &r->layer;
     a.plan = r->plan;
     a.plan_bytes = r->plan_bytes;
     a.rows = {r->y, r->slots, r->sum_bytes};
@@ -276,6 +278,7 @@ static void run_dispatch_backward(Rank *r, int sms)
     epic_dispatch_backward_args a = {};
     a.call.stream = r->me->stream;
     a.call.max_sms = (uint32_t)sms;
+    a.layer = &r->layer;
     a.plan = r->plan;
     a.plan_bytes = r->plan_bytes;
     a.d_recv = {r->y, r->slots, r->sum_bytes};
@@ -291,6 +294,7 @@ static void run_combine_backward(Rank *r, int sms, bool dots)
     epic_combine_backward_args a = {};
     a.call.stream = r->me->stream;
     a.call.max_sms = (uint32_t)sms;
+    a.layer = &r->layer;
     a.plan = r->plan;
     a.plan_bytes = r->plan_bytes;
     dots = dots && !options.flat;

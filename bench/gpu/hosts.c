@@ -141,6 +141,7 @@ static epic_result plan_and_dispatch(seat *s)
 static epic_result dispatch(seat *s)
 {
     return epic_dispatch(s->ctx, &(epic_dispatch_args){.call.stream = s->stream,
+                                                       .layer = &s->layer,
                                                        .plan = s->plan,
                                                        .plan_bytes = s->plan_bytes,
                                                        .tokens = {s->in, s->tokens, s->row},
@@ -150,6 +151,7 @@ static epic_result dispatch(seat *s)
 static epic_result combine(seat *s)
 {
     return epic_combine(s->ctx, &(epic_combine_args){.call.stream = s->stream,
+                                                     .layer = &s->layer,
                                                      .plan = s->plan,
                                                      .plan_bytes = s->plan_bytes,
                                                      .rows = {s->recv, s->slots, s->row},

@@ -78,7 +78,8 @@ void epic_way_dispatch(epic_way *w, const job *j)
 
 void epic_way_combine(epic_way *w, const job *j)
 {
-    const epic_combine_args args = {.plan = w->plan,
+    const epic_combine_args args = {.layer = &w->layer,
+                                    .plan = w->plan,
                                     .plan_bytes = w->plan_bytes,
                                     .rows = rows_of(j, j->slabs, w->slots),
                                     .out = rows_of(j, j->out, j->tokens),
@@ -89,7 +90,8 @@ void epic_way_combine(epic_way *w, const job *j)
 
 void epic_way_gradients(epic_way *w, const job *j)
 {
-    const epic_combine_backward_args combine = {.plan = w->plan,
+    const epic_combine_backward_args combine = {.layer = &w->layer,
+                                                .plan = w->plan,
                                                 .plan_bytes = w->plan_bytes,
                                                 .d_out = rows_of(j, j->d_out, j->tokens),
                                                 .rows = rows_of(j, j->slabs, w->slots),
@@ -97,7 +99,8 @@ void epic_way_gradients(epic_way *w, const job *j)
                                                 .slot_weights = j->slot_weights,
                                                 .d_slot_weights = j->d_slot_weights,
                                                 .type = EPIC_BF16};
-    const epic_dispatch_backward_args dispatch = {.plan = w->plan,
+    const epic_dispatch_backward_args dispatch = {.layer = &w->layer,
+                                                  .plan = w->plan,
                                                   .plan_bytes = w->plan_bytes,
                                                   .d_recv = rows_of(j, j->d_slabs, w->slots),
                                                   .d_tokens = rows_of(j, j->d_x, j->tokens),

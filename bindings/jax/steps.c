@@ -121,19 +121,23 @@ OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan, check_plan)
          DIM_SLOTS, DIM_SLOT_COLUMNS)
 /* clang-format on */
 
-/* The sizes of the plan that a call uses. */
-static void read_way(ffi_reader *reader, job *base)
+/* The plan's layer, and the sizes of the arrays of a call that uses the plan. */
+static const epic_layer *read_way(ffi_reader *reader, step_job *job)
 {
-    base->sizes[DIM_TOKENS] = ffi_int(reader, "num_tokens");
-    base->sizes[DIM_TOP_K] = ffi_int(reader, "top_k");
-    base->sizes[DIM_SLOTS] = ffi_int(reader, "capacity");
-    base->sizes[DIM_SLOT_COLUMNS] = ffi_int(reader, "slot_columns");
+    int64_t *sizes = job->job.sizes;
+    job->layer = read_layer(reader);
+    sizes[DIM_TOKENS] = ffi_int(reader, "num_tokens");
+    sizes[DIM_TOP_K] = job->layer.top_k;
+    sizes[DIM_SLOTS] = ffi_int(reader, "capacity");
+    sizes[DIM_SLOT_COLUMNS] = job->layer.layout == EPIC_FLAT ? job->layer.top_k : 1;
+    return &job->layer;
 }
 
 static void read_dispatch(ffi_reader *reader, job *base)
 {
-    read_way(reader, base);
-    ((step_job *)base)->dispatch.flags = EPIC_ZERO_TAIL;
+    step_job *job = (step_job *)base;
+    job->dispatch.layer = read_way(reader, job);
+    job->dispatch.flags = EPIC_ZERO_TAIL;
 }
 
 static epic_result run_dispatch(job *base)
@@ -221,6 +225,12 @@ static const job_array plan_dispatch_arrays[] = {
     PLAN_INPUTS, DISPATCH_INPUTS, SITE, CHANNEL, PLAN_RESULTS, DISPATCH_RECV, SLOT_WEIGHTS};
 OPERATION(plan_dispatch, "plan_dispatch", ROLE_PLAN, plan, read_plan, check_plan)
 
+static void read_dispatch_backward(ffi_reader *reader, job *base)
+{
+    step_job *job = (step_job *)base;
+    job->dispatch_backward.layer = read_way(reader, job);
+}
+
 static epic_result run_dispatch_backward(job *base)
 {
     step_job *job = (step_job *)base;
@@ -239,9 +249,15 @@ static const job_array dispatch_backward_arrays[] = {
     DATA(JOB_RESULT | JOB_OPTIONAL, "d_weights", FFI_SET_F32, dispatch_backward.d_weights,
          DIM_TOKENS, DIM_TOP_K)};
 OPERATION(dispatch_backward, "dispatch (backward)", ROLE_DISPATCH_BACKWARD, dispatch_backward,
-          read_way, NULL)
+          read_dispatch_backward, NULL)
 
 /* --------------------------------------------------------------------------- combine ---- */
+
+static void read_combine(ffi_reader *reader, job *base)
+{
+    step_job *job = (step_job *)base;
+    job->combine.layer = read_way(reader, job);
+}
 
 static epic_result run_combine(job *base)
 {
@@ -254,12 +270,13 @@ static const job_array combine_arrays[] = {
     LEADING_ROWS("rows", FFI_SET_FLOATS, DIM_SLOTS, combine.rows, AT(combine.type)),
     DATA(JOB_OPTIONAL, "slot_weights", FFI_SET_F32, combine.slot_weights, DIM_SLOTS), SITE,
     ROWS(JOB_RESULT, "out", JOB_SAME_TYPE, combine.out, DIM_TOKENS, DIM_HIDDEN)};
-OPERATION(combine, "combine", ROLE_COMBINE, combine, read_way, NULL)
+OPERATION(combine, "combine", ROLE_COMBINE, combine, read_combine, NULL)
 
 static void read_combine_backward(ffi_reader *reader, job *base)
 {
-    read_way(reader, base);
-    ((step_job *)base)->combine_backward.flags = EPIC_ZERO_TAIL;
+    step_job *job = (step_job *)base;
+    job->combine_backward.layer = read_way(reader, job);
+    job->combine_backward.flags = EPIC_ZERO_TAIL;
 }
 
 static epic_result run_combine_backward(job *base)

@@ -148,6 +148,17 @@ static void plan_compared(torch_value *stack, uint64_t num_arguments, uint64_t n
 
 /* -------------------------------------------------------------------------- dispatch ---- */
 
+/* The next arguments of a call that uses a plan: the plan's layer, by the number that the group keeps
+ * it by, and the tag. */
+static epic_call enter_layer(torch_call *call, epic_layer *layer)
+{
+    group_layer kept = {0};
+    epic_call out = call_enter_layer(call, &kept);
+    *layer = kept.layer;
+    out.tag = call_tag(call);
+    return out;
+}
+
 static void read_plan(torch_call *call, const void **plan, int64_t *bytes)
 {
     const call_array array = call_arg(call, "plan", CALL_U8, 1);
@@ -193,12 +204,13 @@ static void dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_re
 {
     (void)num_arguments;
     torch_call call = call_begin("dispatch", stack, num_results);
-    epic_dispatch_args args = {0};
+    epic_layer layer;
+    epic_dispatch_args args = {.layer = &layer};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = read_tokens(&call, &args);
     const int64_t capacity = call_int(&call);
-    args.call = call_enter(&call);
+    args.call = enter_layer(&call, &layer);
     args.flags = call_uint(&call, "flags");
     dispatch_results(&call, tokens, capacity, &args);
     if (go(&call)) call_told(&call, epic_dispatch(call.use.ctx, &args));
@@ -274,12 +286,13 @@ static void dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t n
 {
     (void)num_arguments;
     torch_call call = call_begin("dispatch_flat", stack, num_results);
-    epic_dispatch_args args = {0};
+    epic_layer layer;
+    epic_dispatch_args args = {.layer = &layer};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = read_tokens(&call, &args);
     const int64_t capacity = call_int(&call), top_k = call_int(&call);
-    args.call = call_enter(&call);
+    args.call = enter_layer(&call, &layer);
     args.flags = call_uint(&call, "flags");
     args.recv = call_rows(call_result(&call, "recv", tokens.type, capacity, tokens.columns));
     if (args.weights != NULL)
@@ -306,14 +319,15 @@ static void dispatch_quantized(torch_value *stack, uint64_t num_arguments, uint6
 {
     (void)num_arguments;
     torch_call call = call_begin("dispatch_quantized", stack, num_results);
-    epic_dispatch_args args = {0};
+    epic_layer layer;
+    epic_dispatch_args args = {.layer = &layer};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = read_tokens(&call, &args);
     const int64_t capacity = call_int(&call);
     args.type = tokens.type;
     args.quantize = call_uint(&call, "quantize");
-    args.call = call_enter(&call);
+    args.call = enter_layer(&call, &layer);
     args.flags = call_uint(&call, "flags");
     quantized_results(&call, "recv", args.quantize, capacity, tokens.columns, &args.recv,
                       &args.recv_scales);
@@ -327,7 +341,8 @@ static void dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64_t 
 {
     (void)num_arguments;
     torch_call call = call_begin("dispatch_bytes", stack, num_results);
-    epic_dispatch_args args = {0};
+    epic_layer layer;
+    epic_dispatch_args args = {.layer = &layer};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array tokens = call_arg(&call, "tokens", CALL_U8, 2);
@@ -335,7 +350,7 @@ static void dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64_t 
     args.tokens = call_rows(tokens);
     read_weights(&call, tokens, &args);
     const int64_t capacity = call_int(&call);
-    args.call = call_enter(&call);
+    args.call = enter_layer(&call, &layer);
     args.flags = call_uint(&call, "flags");
     args.recv = call_rows(call_result(&call, "recv", CALL_U8, capacity, tokens.columns));
     if (scales.data != NULL) {
@@ -354,13 +369,14 @@ static void dispatch_backward(torch_value *stack, uint64_t num_arguments, uint64
 {
     (void)num_arguments;
     torch_call call = call_begin("dispatch_backward", stack, num_results);
-    epic_dispatch_backward_args args = {0};
+    epic_layer layer;
+    epic_dispatch_backward_args args = {.layer = &layer};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array d_recv = call_arg(&call, "d_recv", CALL_ROWS, 2);
     const call_array slots = call_arg_or_none(&call, "d_slot_weights", EPIC_F32, 1);
     const int64_t num_tokens = call_int(&call), top_k = call_int(&call);
-    args.call = call_enter(&call);
+    args.call = enter_layer(&call, &layer);
     args.type = d_recv.type;
     args.d_recv = call_rows(d_recv);
     args.d_slot_weights = slots.data;
@@ -393,12 +409,13 @@ static void combine(torch_value *stack, uint64_t num_arguments, uint64_t num_res
 {
     (void)num_arguments;
     torch_call call = call_begin("combine", stack, num_results);
-    epic_combine_args args = {0};
+    epic_layer layer;
+    epic_combine_args args = {.layer = &layer};
     call_turn(&call);
     read_plan(&call, &args.plan, &args.plan_bytes);
     const call_array rows = read_rows(&call, &args);
     const int64_t num_tokens = call_int(&call);
-    args.call = call_enter(&call);
+    args.call = enter_layer(&call, &layer);
     args.out = call_rows(call_result(&call, "out", rows.type, num_tokens, rows.columns));
     if (go(&call)) call_told(&call, epic_combine(call.use.ctx, &args));
     call_end(&call);
@@ -406,6 +423,7 @@ static void combine(torch_value *stack, uint64_t num_arguments, uint64_t num_res
 
 /* What both gradients of combine read alike. */
 typedef struct gradient_job {
+    epic_layer layer;
     epic_combine_backward_args args;
     int64_t slots, columns; /* of d_rows */
 } gradient_job;
@@ -441,7 +459,8 @@ static void combine_backward(torch_value *stack, uint64_t num_arguments, uint64_
     torch_call call = call_begin("combine_backward", stack, num_results);
     gradient_job job = {0};
     read_gradient(&call, &job);
-    job.args.call = call_enter(&call);
+    job.args.layer = &job.layer;
+    job.args.call = enter_layer(&call, &job.layer);
     job.args.flags = call_uint(&call, "flags");
     job.args.d_rows =
         call_rows(call_result(&call, "d_rows", job.args.type, job.slots, job.columns));
@@ -458,7 +477,8 @@ static void combine_backward_quantized(torch_value *stack, uint64_t num_argument
     gradient_job job = {0};
     read_gradient(&call, &job);
     job.args.quantize = call_uint(&call, "quantize");
-    job.args.call = call_enter(&call);
+    job.args.layer = &job.layer;
+    job.args.call = enter_layer(&call, &job.layer);
     job.args.flags = call_uint(&call, "flags");
     quantized_results(&call, "d_rows", job.args.quantize, job.slots, job.columns,
                       &job.args.d_rows, &job.args.d_rows_scales);
@@ -502,6 +522,7 @@ static void sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t n
 
 /* What is left out takes torch little time: what has a usual value stands behind what has none. */
 #define PLACE ", int group, int tag=0"
+#define PLANNED_BY ", int layer, int tag=0" /* the layer of the plan, as the group keeps it */
 #define FLAGS ", int flags=1"
 #define USUAL ", SymInt capacity, SymInt bytes, int group, int layer_rules"
 #define LAYOUT                                                   \
@@ -538,30 +559,30 @@ static const torch_op ops[] = {
     OP_LESS(plan, usual, CHOSEN USUAL PLANNED),
     OP_LESS(plan, kept, CHOSEN KEPT PLANNED),
     OP(dispatch, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
-                 "SymInt capacity" PLACE FLAGS ") -> (Tensor recv, Tensor slot_weights)"),
+                 "SymInt capacity" PLANNED_BY FLAGS ") -> (Tensor recv, Tensor slot_weights)"),
     OP(plan_dispatch, SENT LAYOUT FLAGS PLANNED_SENT),
     OP_LESS(plan_dispatch, usual, SENT USUAL PLANNED_SENT),
     OP_LESS(plan_dispatch, kept, SENT KEPT PLANNED_SENT),
     OP(dispatch_quantized, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
-                           "SymInt capacity, int quantize" PLACE FLAGS
+                           "SymInt capacity, int quantize" PLANNED_BY FLAGS
                            ") -> (Tensor recv, Tensor scales, Tensor slot_weights)"),
     OP(dispatch_bytes, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? scales, "
-                       "Tensor? weights, SymInt capacity" PLACE FLAGS
+                       "Tensor? weights, SymInt capacity" PLANNED_BY FLAGS
                        ") -> (Tensor recv, Tensor recv_scales, Tensor slot_weights)"),
     OP(dispatch_flat, "(Tensor(a!) turn, Tensor plan, Tensor tokens, Tensor? weights, "
-                      "SymInt capacity, SymInt top_k" PLACE FLAGS
+                      "SymInt capacity, SymInt top_k" PLANNED_BY FLAGS
                       ") -> (Tensor recv, Tensor slot_weights, Tensor recv_expert)"),
     OP(dispatch_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_recv, "
-                          "Tensor? d_slot_weights, SymInt num_tokens, SymInt top_k" PLACE
+                          "Tensor? d_slot_weights, SymInt num_tokens, SymInt top_k" PLANNED_BY
                           ") -> (Tensor d_tokens, Tensor d_weights)"),
     OP(combine, "(Tensor(a!) turn, Tensor plan, Tensor rows, Tensor? slot_weights, "
-                "SymInt num_tokens" PLACE ") -> (Tensor out)"),
+                "SymInt num_tokens" PLANNED_BY ") -> (Tensor out)"),
     OP(combine_backward, "(Tensor(a!) turn, Tensor plan, Tensor d_out, Tensor? rows, "
-                         "Tensor? slot_weights, SymInt capacity" PLACE FLAGS
+                         "Tensor? slot_weights, SymInt capacity" PLANNED_BY FLAGS
                          ") -> (Tensor d_rows, Tensor d_slot_weights)"),
     OP(combine_backward_quantized,
        "(Tensor(a!) turn, Tensor plan, Tensor d_out, Tensor? rows, Tensor? slot_weights, "
-       "SymInt capacity, int quantize" PLACE FLAGS
+       "SymInt capacity, int quantize" PLANNED_BY FLAGS
        ") -> (Tensor d_rows, Tensor scales, Tensor d_slot_weights)"),
     OP(sum_, "(Tensor(a!) turn, Tensor(b!) x, int order" PLACE ") -> ()"),
     OP(sum_replicas_, "(Tensor(a!) turn, Tensor plan, Tensor(b!) x" PLACE ") -> ()"),

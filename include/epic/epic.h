@@ -14,7 +14,6 @@
  *     router and losses     which experts, with which weights
  *     experts and layer     the experts' MLP; the whole layer as one call
  *     advanced              meetings, sizes before open, reading plans, what broke a group
- *     the symbols           what the calls above are made of, for bindings
  *
  * Words.  A *token* is a row that the caller owns.  A *choice* is a pair (token, k): one of the
  * top-k experts of a token.  A *slot* is a row of the receive buffer: one choice that landed
@@ -60,7 +59,7 @@
  * Environment variables are read once, at open: docs/reference/environment.md lists them.
  *
  * Growing.  Structs are extended at their end, and the calls pass sizeof the struct to symbols
- * that are versioned (the last section): a program built with an older header runs with a newer
+ * that are versioned (epic/epic_abi.h): a program built with an older header runs with a newer
  * library, and the other way round as long as it asks for nothing that is new.
  * docs/reference/abi.md has the rules. */
 #ifndef EPIC_H
@@ -77,6 +76,11 @@ extern "C" {
 #define EPIC_VERSION_MINOR 1
 #define EPIC_VERSION_PATCH 0
 #define EPIC_VERSION 100 /* major * 10000 + minor * 100 + patch */
+#define EPIC_VERSION_STRING "0.1.0"
+
+/* 1 if this header is of that version or a later one, also for #if. */
+#define EPIC_VERSION_AT_LEAST(major, minor, patch) \
+    (EPIC_VERSION >= (major)*10000 + (minor)*100 + (patch))
 
 #if defined(__GNUC__)
 #define EPIC_API __attribute__((visibility("default")))
@@ -294,8 +298,29 @@ EPIC_API int32_t epic_num_hosts(const epic_context *ctx);        /* local; of th
 /* Local.  What rows take to other hosts, "ucx 1.13.1, host memory, tcp/eth0 by messages"; "": the
  * backend says nothing. */
 EPIC_API const char *epic_wire_name(const epic_context *ctx);
-EPIC_API const char *epic_result_name(epic_result result); /* "EPIC_ETIMEOUT"; local */
-EPIC_API uint32_t epic_version(void);                      /* EPIC_VERSION of the library */
+EPIC_API uint32_t epic_version(void); /* EPIC_VERSION of the library */
+
+/* Names for logs.  All of them are local and may be called from any thread.  A result as
+ * "EPIC_ETIMEOUT", and as one sentence that says what it means for any call; epic_error says what went
+ * wrong in the last one.  The others return the name of a constant of that enum, "EPIC_FLAT", or
+ * "unknown epic_layout" for another number. */
+EPIC_API const char *epic_result_name(epic_result result);
+EPIC_API const char *epic_result_string(epic_result result);
+EPIC_API const char *epic_type_name(uint32_t type);
+EPIC_API const char *epic_layout_name(uint32_t layout);
+EPIC_API const char *epic_overflow_name(uint32_t overflow);
+EPIC_API const char *epic_sum_order_name(uint32_t order);
+EPIC_API const char *epic_priority_name(uint32_t priority);
+EPIC_API const char *epic_quantize_name(uint32_t quantize);
+EPIC_API const char *epic_score_name(uint32_t score);
+EPIC_API const char *epic_group_score_name(uint32_t score);
+EPIC_API const char *epic_group_others_name(uint32_t others);
+EPIC_API const char *epic_weight_rule_name(uint32_t rule);
+EPIC_API const char *epic_normalize_name(uint32_t normalize);
+EPIC_API const char *epic_activation_name(uint32_t activation);
+EPIC_API const char *epic_weighting_name(uint32_t weighting);
+EPIC_API const char *epic_gemm_pass_name(uint32_t pass);
+EPIC_API const char *epic_operation_name(uint32_t operation);
 
 /* ------------------------------------------------------------------ the step, in parts ----
  *
@@ -305,7 +330,13 @@ EPIC_API uint32_t epic_version(void);                      /* EPIC_VERSION of th
  *     ...                    the expert MLP over the received slots, whatever it is
  *     epic_combine           rows home, summed
  *     epic_combine_backward  gradients to the experts, with the same plan
- *     epic_dispatch_backward gradients home, with the same plan */
+ *     epic_dispatch_backward gradients home, with the same plan
+ *
+ * The calls after epic_plan take the plan and its layer, so that nothing but the arguments decides
+ * how they are done.  The layer must equal the one that epic_plan was given; a 0 equals the default
+ * that it stands for, and EPIC_BY_HOSTS the order that it stands for.  Another layer is EPIC_EINVAL,
+ * as a wrong number of tokens is: on host contexts class (a), on CUDA contexts class (b), or
+ * EPIC_EMISMATCH if some ranks pass the right one. */
 
 typedef enum epic_layout {
     EPIC_EXPERT_MAJOR = 0, /* one row per choice, slab by slab */
@@ -421,6 +452,7 @@ typedef enum epic_quantize {
 
 typedef struct epic_dispatch_args {
     epic_call call;
+    const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
     epic_rows tokens;      /* [num_tokens, row_bytes] */
@@ -451,13 +483,14 @@ typedef struct epic_dispatch_args {
  * Round to nearest even, saturating; non-finite input gives a NaN scale. */
 static inline epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args);
 
-/* epic_plan, then epic_dispatch with the plan it made, as one call.  dispatch->plan and
- * dispatch->call are not read.  A capacity is needed. */
+/* epic_plan, then epic_dispatch with the plan it made, as one call.  The call, the layer and the
+ * plan of `dispatch` are not read.  A capacity is needed. */
 static inline epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                              const epic_dispatch_args *dispatch);
 
 typedef struct epic_combine_args {
     epic_call call;
+    const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
     epic_rows rows;            /* [slots, row_bytes]; FLAT: one finished partial per row */
@@ -479,6 +512,7 @@ static inline epic_result epic_combine(epic_context *ctx, const epic_combine_arg
 
 typedef struct epic_dispatch_backward_args {
     epic_call call;
+    const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
     epic_rows d_recv;            /* [slots, row_bytes] */
@@ -496,6 +530,7 @@ static inline epic_result epic_dispatch_backward(epic_context *ctx,
 
 typedef struct epic_combine_backward_args {
     epic_call call;
+    const epic_layer *layer; /* that epic_plan was given for this plan */
     const void *plan;
     int64_t plan_bytes;
     epic_rows d_out;           /* [num_tokens, row_bytes] */
@@ -1294,311 +1329,10 @@ static inline epic_result epic_failure(const epic_context *ctx, epic_failure_inf
  * in it, ", oneDNN 2.6.3 for bfloat16" follows. */
 EPIC_API const char *epic_blas_name(void);
 
-/* ------------------------------------------------------------------------ the symbols ----
- *
- * What the typed calls above are made of, and what bindings call: the same arguments, each sized
- * struct followed by its size in the caller's header.  Shorter than the library's: the rest is
- * zero.  Longer: accepted while the tail that the library does not know is zero.  Shorter than
- * the struct's first version: refused.  Structs inside others (layer, router, experts, moe,
- * weights, gradients) never change under a number; when one grows, the symbols that take it get
- * the next, and the old ones stay. */
-
-/* Enums are arguments, results and callbacks' results of 32 bits on both sides of the library. */
-#ifdef __cplusplus
-#define EPIC_CHECK_ENUM(type) \
-    static_assert(sizeof(type) == 4, #type " has no 32 bits: compile without -fshort-enums")
-#else
-#define EPIC_CHECK_ENUM(type) \
-    _Static_assert(sizeof(type) == 4, #type " has no 32 bits: compile without -fshort-enums")
-#endif
-EPIC_CHECK_ENUM(epic_result);
-EPIC_CHECK_ENUM(epic_type);
-EPIC_CHECK_ENUM(epic_flag);
-EPIC_CHECK_ENUM(epic_layout);
-EPIC_CHECK_ENUM(epic_overflow);
-EPIC_CHECK_ENUM(epic_sum_order);
-EPIC_CHECK_ENUM(epic_priority);
-EPIC_CHECK_ENUM(epic_quantize);
-EPIC_CHECK_ENUM(epic_score);
-EPIC_CHECK_ENUM(epic_group_score);
-EPIC_CHECK_ENUM(epic_group_others);
-EPIC_CHECK_ENUM(epic_weight_rule);
-EPIC_CHECK_ENUM(epic_normalize);
-EPIC_CHECK_ENUM(epic_activation);
-EPIC_CHECK_ENUM(epic_weighting);
-EPIC_CHECK_ENUM(epic_gemm_pass);
-EPIC_CHECK_ENUM(epic_operation);
-#undef EPIC_CHECK_ENUM
-
-EPIC_API epic_result epic_step_open_v1(epic_step **out, const epic_step_config *config,
-                                       size_t size);
-EPIC_API epic_result epic_step_dispatch_v1(epic_step *step, const void *tokens,
-                                           const int32_t *topk_idx, const float *weights,
-                                           int64_t num_tokens, epic_slots *out, size_t size);
-EPIC_API epic_result epic_step_combine_backward_v1(epic_step *step, const void *d_out,
-                                                   epic_slots *out, size_t size);
-EPIC_API epic_result epic_open_v1(epic_context **out, const epic_meet *meet,
-                                  const epic_config *config, size_t size);
-EPIC_API epic_result epic_layer_sizes_v1(epic_context *ctx, const epic_layer *layer,
-                                         size_t layer_size, epic_layer_info *out,
-                                         size_t out_size);
-EPIC_API epic_result epic_plan_v1(epic_context *ctx, const epic_plan_args *args, size_t size);
-EPIC_API epic_result epic_dispatch_v1(epic_context *ctx, const epic_dispatch_args *args,
-                                      size_t size);
-EPIC_API epic_result epic_plan_dispatch_v1(epic_context *ctx, const epic_plan_args *plan,
-                                           size_t plan_size, const epic_dispatch_args *dispatch,
-                                           size_t dispatch_size);
-EPIC_API epic_result epic_combine_v1(epic_context *ctx, const epic_combine_args *args,
-                                     size_t size);
-EPIC_API epic_result epic_dispatch_backward_v1(epic_context *ctx,
-                                               const epic_dispatch_backward_args *args,
-                                               size_t size);
-EPIC_API epic_result epic_combine_backward_v1(epic_context *ctx,
-                                              const epic_combine_backward_args *args,
-                                              size_t size);
-EPIC_API epic_result epic_sum_v1(epic_context *ctx, const epic_sum_args *args, size_t size);
-EPIC_API epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args *args,
-                                          size_t size);
-EPIC_API int64_t epic_router_workspace_v1(const epic_router *router, size_t size);
-EPIC_API epic_result epic_router_forward_v1(epic_context *ctx, const epic_router_args *args,
-                                            size_t size);
-EPIC_API epic_result epic_router_backward_v1(epic_context *ctx,
-                                             const epic_router_backward_args *args,
-                                             size_t size);
-EPIC_API epic_result epic_balance_loss_forward_v1(epic_context *ctx,
-                                                  const epic_balance_loss_args *args,
-                                                  size_t size);
-EPIC_API epic_result epic_balance_loss_backward_v1(epic_context *ctx,
-                                                   const epic_balance_loss_backward_args *args,
-                                                   size_t size);
-EPIC_API epic_result epic_z_loss_forward_v1(epic_context *ctx, const epic_z_loss_args *args,
-                                            size_t size);
-EPIC_API epic_result epic_z_loss_backward_v1(epic_context *ctx,
-                                             const epic_z_loss_backward_args *args,
-                                             size_t size);
-EPIC_API epic_result epic_bias_update_v1(epic_context *ctx, const epic_bias_update_args *args,
-                                         size_t size);
-EPIC_API epic_result epic_experts_memory_v1(const epic_experts *experts, size_t experts_size,
-                                            int64_t num_slots, epic_experts_memory_info *out,
-                                            size_t out_size);
-EPIC_API epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *args,
-                                             size_t size);
-EPIC_API epic_result epic_experts_backward_v1(epic_context *ctx,
-                                              const epic_experts_backward_args *args,
-                                              size_t size);
-EPIC_API epic_result epic_moe_memory_v1(const epic_config *config, size_t config_size,
-                                        const epic_moe *moe, size_t moe_size,
-                                        epic_moe_memory_info *out, size_t out_size);
-EPIC_API epic_result epic_moe_plan_v1(epic_context *ctx, const epic_moe_args *args, size_t size,
-                                      int64_t *slots);
-EPIC_API epic_result epic_moe_forward_v1(epic_context *ctx, const epic_moe_args *args,
-                                         size_t size);
-EPIC_API epic_result epic_moe_backward_v1(epic_context *ctx, const epic_moe_backward_args *args,
-                                          size_t size);
-EPIC_API epic_result epic_meet_tcp_v1(epic_meet *out, const epic_tcp *tcp, size_t size);
-EPIC_API int64_t epic_plan_bytes_v1(const epic_config *config, size_t config_size,
-                                    const epic_layer *layer, size_t layer_size);
-EPIC_API int64_t epic_capacity_bound_v1(const epic_config *config, size_t config_size,
-                                        const epic_layer *layer, size_t layer_size);
-EPIC_API epic_result epic_memory_v1(const epic_config *config, size_t config_size,
-                                    const epic_layer *layer, size_t layer_size,
-                                    epic_memory_info *out, size_t out_size);
-EPIC_API epic_result epic_plan_read_v1(const void *plan, int64_t plan_bytes,
-                                       epic_plan_info *out, size_t size);
-EPIC_API epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out,
-                                     size_t size);
-
-static inline epic_result epic_step_open(epic_step **out, const epic_step_config *config)
-{
-    return epic_step_open_v1(out, config, sizeof *config);
-}
-
-static inline epic_result epic_step_dispatch(epic_step *step, const void *tokens,
-                                             const int32_t *topk_idx, const float *weights,
-                                             int64_t num_tokens, epic_slots *out)
-{
-    return epic_step_dispatch_v1(step, tokens, topk_idx, weights, num_tokens, out, sizeof *out);
-}
-
-static inline epic_result epic_step_combine_backward(epic_step *step, const void *d_out,
-                                                     epic_slots *out)
-{
-    return epic_step_combine_backward_v1(step, d_out, out, sizeof *out);
-}
-
-static inline epic_result epic_open(epic_context **out, const epic_meet *meet,
-                                    const epic_config *config)
-{
-    return epic_open_v1(out, meet, config, sizeof *config);
-}
-
-static inline epic_result epic_layer_sizes(epic_context *ctx, const epic_layer *layer,
-                                           epic_layer_info *out)
-{
-    return epic_layer_sizes_v1(ctx, layer, sizeof *layer, out, sizeof *out);
-}
-
-static inline epic_result epic_plan(epic_context *ctx, const epic_plan_args *args)
-{
-    return epic_plan_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_dispatch(epic_context *ctx, const epic_dispatch_args *args)
-{
-    return epic_dispatch_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
-                                             const epic_dispatch_args *dispatch)
-{
-    return epic_plan_dispatch_v1(ctx, plan, sizeof *plan, dispatch, sizeof *dispatch);
-}
-
-static inline epic_result epic_combine(epic_context *ctx, const epic_combine_args *args)
-{
-    return epic_combine_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_dispatch_backward(epic_context *ctx,
-                                                 const epic_dispatch_backward_args *args)
-{
-    return epic_dispatch_backward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_combine_backward(epic_context *ctx,
-                                                const epic_combine_backward_args *args)
-{
-    return epic_combine_backward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_sum(epic_context *ctx, const epic_sum_args *args)
-{
-    return epic_sum_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_sum_replicas(epic_context *ctx,
-                                            const epic_sum_replicas_args *args)
-{
-    return epic_sum_replicas_v1(ctx, args, sizeof *args);
-}
-
-static inline int64_t epic_router_workspace(const epic_router *router)
-{
-    return epic_router_workspace_v1(router, sizeof *router);
-}
-
-static inline epic_result epic_router_forward(epic_context *ctx, const epic_router_args *args)
-{
-    return epic_router_forward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_router_backward(epic_context *ctx,
-                                               const epic_router_backward_args *args)
-{
-    return epic_router_backward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_balance_loss_forward(epic_context *ctx,
-                                                    const epic_balance_loss_args *args)
-{
-    return epic_balance_loss_forward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result
-epic_balance_loss_backward(epic_context *ctx, const epic_balance_loss_backward_args *args)
-{
-    return epic_balance_loss_backward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_z_loss_forward(epic_context *ctx, const epic_z_loss_args *args)
-{
-    return epic_z_loss_forward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_z_loss_backward(epic_context *ctx,
-                                               const epic_z_loss_backward_args *args)
-{
-    return epic_z_loss_backward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_bias_update(epic_context *ctx, const epic_bias_update_args *args)
-{
-    return epic_bias_update_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_experts_memory(const epic_experts *experts, int64_t num_slots,
-                                              epic_experts_memory_info *out)
-{
-    return epic_experts_memory_v1(experts, sizeof *experts, num_slots, out, sizeof *out);
-}
-
-static inline epic_result epic_experts_forward(epic_context *ctx, const epic_experts_args *args)
-{
-    return epic_experts_forward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_experts_backward(epic_context *ctx,
-                                                const epic_experts_backward_args *args)
-{
-    return epic_experts_backward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_moe_memory(const epic_config *config, const epic_moe *moe,
-                                          epic_moe_memory_info *out)
-{
-    return epic_moe_memory_v1(config, sizeof *config, moe, sizeof *moe, out, sizeof *out);
-}
-
-static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *args,
-                                        int64_t *slots)
-{
-    return epic_moe_plan_v1(ctx, args, sizeof *args, slots);
-}
-
-static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args)
-{
-    return epic_moe_forward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_moe_backward(epic_context *ctx,
-                                            const epic_moe_backward_args *args)
-{
-    return epic_moe_backward_v1(ctx, args, sizeof *args);
-}
-
-static inline epic_result epic_meet_tcp(epic_meet *out, const epic_tcp *tcp)
-{
-    return epic_meet_tcp_v1(out, tcp, sizeof *tcp);
-}
-
-static inline int64_t epic_plan_bytes(const epic_config *config, const epic_layer *layer)
-{
-    return epic_plan_bytes_v1(config, sizeof *config, layer, sizeof *layer);
-}
-
-static inline int64_t epic_capacity_bound(const epic_config *config, const epic_layer *layer)
-{
-    return epic_capacity_bound_v1(config, sizeof *config, layer, sizeof *layer);
-}
-
-static inline epic_result epic_memory(const epic_config *config, const epic_layer *layer,
-                                      epic_memory_info *out)
-{
-    return epic_memory_v1(config, sizeof *config, layer, sizeof *layer, out, sizeof *out);
-}
-
-static inline epic_result epic_plan_read(const void *plan, int64_t plan_bytes,
-                                         epic_plan_info *out)
-{
-    return epic_plan_read_v1(plan, plan_bytes, out, sizeof *out);
-}
-
-static inline epic_result epic_failure(const epic_context *ctx, epic_failure_info *out)
-{
-    return epic_failure_v1(ctx, out, sizeof *out);
-}
-
 #ifdef __cplusplus
 }
 #endif
+
+#include "epic/epic_abi.h" /* what the typed calls above are made of */
+
 #endif

@@ -23,9 +23,8 @@
 static __device__ void clear(const Combine &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
-    if (c.plan.good)
-        zero_floats(c.job.choice_floats, 0, (int64_t)c.job.num_tokens * c.top_k, threadIdx.x,
-                    BLOCK);
+    zero_floats(c.job.choice_floats, 0, (int64_t)c.job.num_tokens * c.job.top_k, threadIdx.x,
+                BLOCK);
 }
 
 template <class ROW, bool EXACT>

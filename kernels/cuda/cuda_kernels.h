@@ -28,10 +28,11 @@ typedef enum p2p_fault { /* of the data of an operation: class (b) of epic.h */
                          P2P_FAULT_LOGICAL = 7,    /* token, k, id, num_logical */
                          P2P_FAULT_REPLICA = 8,    /* expert, logical expert, num_logical */
                          P2P_FAULT_NO_REPLICA = 9, /* logical expert */
-                         P2P_FAULT_LAYOUT = 10,    /* the plan's, operation */
-                         P2P_FAULT_LOCAL = 11,     /* rows, local experts */
-                         P2P_FAULT_ROOM = 12,      /* num_local_experts, a rank's experts */
-                         P2P_FAULT_UNEQUAL = 13    /* tokens of rank 0, and of this one */
+                         P2P_FAULT_LAYER =
+                             10, /* this rank passes another layer than the plan's */
+                         P2P_FAULT_LOCAL = 11,  /* rows, local experts */
+                         P2P_FAULT_ROOM = 12,   /* num_local_experts, a rank's experts */
+                         P2P_FAULT_UNEQUAL = 13 /* tokens of rank 0, and of this one */
 } p2p_fault;
 
 /* A data error, in host memory; result is written last, and 0 again by who has read it. */
@@ -127,7 +128,8 @@ typedef struct p2p_self {            /* what every kernel knows about its rank *
     int32_t rank, num_ranks;
     uint32_t operation; /* an epic_operation */
     uint32_t signature; /* of what the ranks must call alike */
-    uint32_t layouts;   /* that the operation's plan may have: a bit for each epic_layout */
+    /* Of the layer that the operation's plan must have: one of two; 0: any. */
+    uint32_t layer_hashes[2];
 #ifdef EPIC_HOSTS
     p2p_ring ring;
     uint8_t *inbox; /* laid out as the heap: what ranks of other hosts say */
@@ -139,13 +141,10 @@ typedef struct p2p_self {            /* what every kernel knows about its rank *
 #endif
 } p2p_self;
 
-#define P2P_BY_EXPERT (1u << EPIC_EXPERT_MAJOR)
-#define P2P_FLAT (1u << EPIC_FLAT)
-
 typedef struct p2p_plan_job {
     p2p_self self;
     epic_layer layer;      /* defaults filled in */
-    device_plan_layout at; /* of the plan that is made, or perhaps of the one that is read */
+    device_plan_layout at; /* of the layer's plans */
     uint8_t *plan;
     const void *topk_idx;
     const int32_t *rank_of_expert;    /* NULL: contiguous blocks */
@@ -196,11 +195,10 @@ typedef struct p2p_dispatch_job {
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
     int32_t aligned; /* rows are vectors of 16 bytes */
-    int32_t flat;    /* the plan is FLAT, or read and of either layout */
+    int32_t flat;    /* the plan is FLAT, and more than its rows is wanted */
     int32_t zero_tail, leave_padding;
-    int32_t top_k;          /* perhaps; 0: not known */
-    int32_t head;           /* tokens that are sent while the plan is made */
-    int32_t likely_experts; /* of the plan that is read, as top_k, if plan.at is its layout */
+    int32_t top_k;    /* the layer's */
+    int32_t head;     /* tokens that are sent while the plan is made */
     int32_t apart;    /* of a small operation: CTAs that only send; the launch fills it in */
     int32_t catch_up; /* of a large one: see dispatch.cuh; likewise */
     /* The launch fills in: */
@@ -239,11 +237,9 @@ typedef struct p2p_combine_job {
     int32_t num_tokens, num_rows;
     uint32_t type;
     int32_t aligned;
-    int32_t tree;                  /* of few tokens: the plan's order may be EPIC_TREE */
-    int32_t lag;                   /* tokens that adding stays behind sending */
-    int32_t top_k, likely_experts; /* as in dispatch */
-    int64_t likely_rank_of, likely_records;
-    int32_t flat; /* perhaps: the group has made FLAT plans */
+    int32_t lag;                    /* tokens that adding stays behind sending */
+    int32_t top_k, tree, flat;      /* the layer's: its order is EPIC_TREE, its layout FLAT */
+    int64_t rank_of_at, records_at; /* where these arrays begin in the plan */
 } p2p_combine_job;
 
 typedef struct p2p_combine_backward_job {

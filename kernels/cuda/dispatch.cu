@@ -158,7 +158,7 @@ __device__ __forceinline__ bool receive(const Move &m, int32_t token, const Walk
         if (copied) feed.pass(count);
         return true;
     }
-    const bool besides = FLAT && first == 0 && is_flat(m);
+    const bool besides = FLAT && first == 0;
     const bool weighs = first == 0 && m.job.weights && !besides;
     uint32_t weight = 0;
     Beside beside;

@@ -88,7 +88,7 @@ __device__ __forceinline__ bool take_weights(const Strings &m, int rank, int sou
                                              int32_t token, const int32_t (&slot)[2],
                                              const Beside &beside, uint32_t weight)
 {
-    if (FLAT && is_flat(m))
+    if (FLAT)
         return take_beside(m, rank, source, token, __shfl_sync(ALL_LANES, slot[0], 0), beside);
     if (!m.job.weights) return true;
     if (!receive_weight(m, rank, source, token, 0, slot[0], weight)) return false;
@@ -126,7 +126,7 @@ __device__ __forceinline__ bool give_string(const Strings &m, int32_t token, con
                                             uint32_t place)
 {
     const int rank = m.job.plan.self.rank;
-    const bool besides = FLAT && is_flat(m);
+    constexpr bool besides = FLAT;
     int32_t slot[2];
     uint32_t weight = 0;
     Beside beside;
@@ -156,7 +156,7 @@ __device__ __forceinline__ bool receive_string(const Strings &m, int32_t token,
     Beside beside;
     if (!find_slots<FLAT>(m, rank, token, true, unit.record, slot)) return false;
     if (!__any_sync(ALL_LANES, slot[0] >= 0)) return true;
-    if (FLAT && is_flat(m))
+    if (FLAT)
         beside = peek_beside(m, rank, source, token, 0);
     else if (m.job.weights)
         weight = peek_weight(m, rank, source, token, 0, slot[0]);

@@ -1,24 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Dispatch with a FLAT plan: a token has one row here, and with its first piece goes what lies by
- * row, [recv_rows, top_k] each: its local experts, then -1, and their weights, then 0.
- *
- * A kernel that reads plans takes those by expert too: a group with plans of both layouts cannot
- * know on the host which one a call brings. */
+ * row, [recv_rows, top_k] each: its local experts, then -1, and their weights, then 0. */
 #ifndef EPIC_DISPATCH_FLAT_CUH
 #define EPIC_DISPATCH_FLAT_CUH
 
 #include "cuda/dispatch.cuh"
 
-__device__ __forceinline__ bool is_flat(const Move &m)
-{
-    return m.made || m.plan.header.layout == EPIC_FLAT;
-}
-
-/* What says where a token goes, as it is now: FLAT, in all lanes its row. */
+/* What says where a token goes, as it is now: in all lanes its row. */
 __device__ __forceinline__ uint64_t peek_row(const Move &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
-    if (!is_flat(m)) return peek_record(m, rank, token, 0);
     if (m.made) return load_relaxed(row_word_of(self, m.now, rank, token));
     return (uint32_t)__ldg(m.plan.records + record_at(self, rank, token, m.top_k));
 }
@@ -32,11 +23,10 @@ __device__ __forceinline__ void keep_entries(const Move &m, const int32_t *entri
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* read_record for either layout: the row is the first lane's slot. */
+/* Like read_record: the row is the first lane's slot. */
 __device__ __forceinline__ bool read_row(const Move &m, int rank, int32_t token, bool keep,
                                          uint64_t word, int32_t &slot, bool &more)
 {
-    if (!is_flat(m)) return read_record(m, rank, token, 0, keep, word, slot, more);
     more = false;
     slot = lane_id() == 0 ? (int32_t)word : -1;
     if (!m.made) return true;
@@ -141,11 +131,11 @@ __device__ __forceinline__ bool take_beside(const Move &m, int rank, int source,
     return true;
 }
 
-/* What lies by row or slot, past the first rows. */
+/* What lies by row, past the first rows. */
 __device__ __forceinline__ void clear_beside(const Move &m, int64_t first, int64_t thread,
                                              int64_t threads)
 {
-    const int64_t each = m.plan.good && is_flat(m) ? m.top_k : 1, end = m.job.recv_rows * each;
+    const int64_t each = m.job.top_k, end = m.job.recv_rows * each;
     zero_floats(m.job.slot_weights, first * each, end, thread, threads);
     for (int64_t i = first * each + thread; m.job.recv_expert && i < end; i += threads)
         m.job.recv_expert[i] = -1;

@@ -206,7 +206,7 @@ __device__ __forceinline__ bool receive(const Strings &m, int32_t token, const W
 {
     const int role = source_role(m, walk), source = role - 1;
     const int rank = rank_of_role(m.job.plan.self, role);
-    const bool besides = FLAT && walk.span == 0 && is_flat(m);
+    const bool besides = FLAT && walk.span == 0;
     const bool weighs = walk.span == 0 && m.job.weights && !besides;
     int32_t slot[2];
     if (!find_slots<FLAT>(m, rank, token, walk.span == 0, word, slot)) return false;

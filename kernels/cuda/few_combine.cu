@@ -42,37 +42,32 @@ struct Units {
         if (own) unit.ranks = rank_of(c, unit.token, 0);
         return unit;
     }
-    /* The first unit, from where its plan's arrays are if they are like the last plan's.  `likely`:
-     * it is one if the peers have as many tokens as this rank. */
-    __device__ __forceinline__ Unit guess(bool own, bool &likely) const
+    /* The first unit, read before the plan's header has been checked.  `likely`: it is one if the
+     * peers have as many tokens as this rank. */
+    __device__ __forceinline__ Unit read_first(bool own, bool &likely) const
     {
         const p2p_combine_job &job = c.job;
         likely = false;
-        if (!job.likely_experts || (!own && job.self.num_ranks == 1)) return {};
+        if (!own && job.self.num_ranks == 1) return {};
         Unit unit = place(first(own), own);
         const int rank = own ? job.self.rank : peer_of(c, unit.role);
         likely = unit.token < job.num_tokens;
         if (unit.token >= job.self.max_tokens || lane_id() >= job.top_k) return unit;
-        unit.slot = __ldg((const int32_t *)(job.plan + job.likely_records) +
+        unit.slot = __ldg((const int32_t *)(job.plan + job.records_at) +
                           record_at(job.self, rank, unit.token, job.top_k) + lane_id());
         if (own)
-            unit.ranks = __ldg((const int32_t *)(job.plan + job.likely_rank_of) +
+            unit.ranks = __ldg((const int32_t *)(job.plan + job.rank_of_at) +
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    __device__ __forceinline__ bool guessed() const
-    {
-        const device_plan_header &h = c.plan.header;
-        return c.job.likely_experts == (int32_t)h.num_experts && c.job.top_k == (int)h.top_k;
-    }
-    /* All of a kind: work(unit, whether it is the one that was guessed). */
+    /* All of a kind: work(unit, whether it is the first one and was read before: `known`). */
     template <class Do>
-    __device__ __forceinline__ bool each(bool own, Unit guess, bool known, Do work) const
+    __device__ __forceinline__ bool each(bool own, Unit first_one, bool known, Do work) const
     {
         const int end = own ? c.job.num_tokens * c.shape.pieces
                             : c.plan.most_tokens * (c.job.self.num_ranks - 1) * c.shape.pieces;
         int u = first(own);
-        Unit next = known ? guess : read(u, own, end);
+        Unit next = known ? first_one : read(u, own, end);
         for (; u < end; u += crew.workers(), known = false) {
             Unit now = next;
             next = read(u + crew.workers(), own, end);
@@ -87,37 +82,37 @@ struct Units {
 
 enum { NOTHING_ASKED, SENT_ASKED, OWN_ASKED };
 
-/* A warp's work, from its guesses on, of rows as the Sums have them. */
+/* A warp's work, of rows as the Sums have them.  It reads its first units, and asks for the rows of one,
+ * before the plan's header has been checked; nothing is sent or stored before. */
 template <class Sums> struct Worker {
     Unit sent = {}, own = {};
     SlotRows rows;
     int asked = NOTHING_ASKED;
-    bool has_guessed = false;
+    bool is_ahead = false;
 
-    __device__ __forceinline__ void guess(const Units &units)
+    __device__ __forceinline__ void read_ahead(const Units &units)
     {
         bool sends, adds;
-        has_guessed = true;
-        sent = units.guess(false, sends);
-        own = units.guess(true, adds);
+        is_ahead = true;
+        sent = units.read_first(false, sends);
+        own = units.read_first(true, adds);
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = within(units.c, unit.slot);
-        if (!slots_first(unit)) return; /* nobody wrote such a record */
+        if (!slots_first(unit)) return; /* no plan has such a record */
         asked = sends ? SENT_ASKED : OWN_ASKED;
         Sums::ask(units.c, rows, unit);
     }
     __device__ __forceinline__ bool work(const Units &units)
     {
         const Combine &c = units.c;
-        const bool known = has_guessed && units.guessed();
-        return units.each(false, sent, known, [&](const Unit &u, bool guessed) {
-            if (!guessed || asked != SENT_ASKED) Sums::ask(c, rows, u);
+        return units.each(false, sent, is_ahead, [&](const Unit &u, bool is_first) {
+            if (!is_first || asked != SENT_ASKED) Sums::ask(c, rows, u);
             asked = NOTHING_ASKED; /* no more is there of what was */
             Sums::send(c, rows, u);
             return true;
-        }) && units.each(true, own, known, [&](const Unit &u, bool guessed) {
-            if (!guessed || asked != OWN_ASKED) Sums::ask(c, rows, u);
+        }) && units.each(true, own, is_ahead, [&](const Unit &u, bool is_first) {
+            if (!is_first || asked != OWN_ASKED) Sums::ask(c, rows, u);
             return Sums::take(c, rows, u);
         });
     }
@@ -164,9 +159,8 @@ template <class ROW_> struct PlainSums {
 static __device__ void clear(const Combine &c, int64_t thread, int64_t threads)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, thread, threads);
-    if (c.plan.good)
-        zero_floats(c.job.choice_floats, 0, (int64_t)c.job.num_tokens * c.top_k, thread,
-                    threads);
+    zero_floats(c.job.choice_floats, 0, (int64_t)c.job.num_tokens * c.job.top_k, thread,
+                threads);
 }
 
 template <class Sums>
@@ -206,7 +200,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
         open_few(now, self, opening, job.num_tokens, 0, job.num_rows);
         find_few_boxes(now, self);
     } else if (!reads) {
-        worker.guess(units);
+        worker.read_ahead(units);
     }
     if (threadIdx.x == 0) enough = true;
     if (!__syncthreads_and(opening.broken == 0)) {
@@ -219,6 +213,8 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
 
     const device_plan_header &h = plan.header;
     const bool moves = plan.good && h.result == EPIC_OK;
+    /* The header's, which is the layer's: the compiler keeps it in a register, where it would load
+     * job.top_k from the constant bank again for each unit. */
     c.top_k = (int)h.top_k;
     if (is_speaker()) {
         const bool good = !moves || hear_rows(self, now, h);

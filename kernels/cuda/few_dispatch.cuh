@@ -54,13 +54,13 @@ struct Words {
     uint32_t weight; /* its weight, or that of the lane's slot, perhaps poison */
 };
 
-/* This lane's choice of a token, before the plan that is read is known to have that layout; of no use
- * if it has not. */
-__device__ __forceinline__ uint64_t guess_choice(const Few &m, int32_t token, int k)
+/* This lane's choice of a token, read before the plan's header has been checked: not to be used if the
+ * plan turns out to be bad. */
+__device__ __forceinline__ uint64_t read_choice_ahead(const Few &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
     if (m.made) return read_choice(m, token, k);
-    if (!job.likely_experts || k >= job.top_k) return ~0ull;
+    if (k >= job.top_k) return ~0ull;
     const int32_t *rank_of = (const int32_t *)(job.plan.plan + job.plan.at.rank_of);
     return (uint32_t)__ldg(rank_of + (int64_t)token * job.top_k + k);
 }
@@ -83,7 +83,7 @@ template <class Rows> struct Sender {
         if (is_speaker() || !few.senders.has_me()) unit = end;
         if (unit >= end) return;
         load_row();
-        word = guess_choice(m, token, lane_id());
+        word = read_choice_ahead(m, token, lane_id());
     }
     __device__ __forceinline__ void load_row()
     {
@@ -91,7 +91,7 @@ template <class Rows> struct Sender {
         piece = unit - token * Rows::own_pieces(m);
         Rows::load(m, token, piece, q);
     }
-    /* Before the CTA meets: who needs the first one, if the guess is good. */
+    /* Before the CTA meets: finds the peers that need the first one. */
     __device__ __forceinline__ void decide()
     {
         if (unit >= end) return;
@@ -101,11 +101,9 @@ template <class Rows> struct Sender {
         for (int q = 0; q < self.num_ranks; q++)
             if (q != self.rank && __any_sync(ALL_LANES, goes_to(m, word, q))) peers |= 1u << q;
     }
-    __device__ __forceinline__ void send_all(bool guessed)
+    __device__ __forceinline__ void send_all()
     {
         if (unit >= end) return;
-        if (!guessed) word = read_choice(m, token, lane_id());
-        if (!guessed || m.top_k > WARP) peers = choose_peers(m, token, false, word);
         for (;;) {
             const int32_t its_token = token, its_piece = piece;
             uint4 its[V];
@@ -135,11 +133,10 @@ struct WeightTeller {
         : m(few), first(few.job.num_tokens)
     {
     }
-    __device__ __forceinline__ void guess()
+    __device__ __forceinline__ void read_ahead()
     {
-        const int32_t likely = m.made ? m.top_k : m.job.likely_experts ? m.job.top_k : 0;
-        if (is_speaker() && m.takers.has_me() && m.job.weights && likely) begin(likely);
-        if (in()) word = guess_choice(m, token(), choice());
+        if (is_speaker() && m.takers.has_me() && m.job.weights) begin(m.top_k);
+        if (in()) word = read_choice_ahead(m, token(), choice());
         read_weight();
     }
     __device__ __forceinline__ void begin(int32_t choices)
@@ -194,15 +191,10 @@ struct WeightTeller {
         __syncwarp();
         if (speaks) ship(m.now, rank, floats, (uint32_t)(count + 1) / 2 * 8);
     }
-    /* Once the plan is there that is read. */
-    __device__ __forceinline__ void tell(bool guessed)
+    /* Once the plan is known to be good. */
+    __device__ __forceinline__ void tell()
     {
         if (!m.job.weights || !m.takers.has_me()) return;
-        if (!guessed) {
-            begin(m.top_k);
-            if (in()) word = read_choice(m, token(), choice());
-            read_weight();
-        }
         while (first < m.job.num_tokens) {
             tell_peers();
             first += m.takers.ctas << (5 - bits);
@@ -241,12 +233,11 @@ __device__ __forceinline__ int source_of(const Few &m, int rank)
     return wrap(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* The record's word of a piece, before its plan is known to have that layout. */
-__device__ __forceinline__ uint64_t guess_record(const Few &m, int rank, int32_t token)
+/* The record's word of a piece, read as read_choice_ahead does. */
+__device__ __forceinline__ uint64_t read_record_ahead(const Few &m, int rank, int32_t token)
 {
     const p2p_dispatch_job &job = m.job;
-    if (!job.likely_experts || lane_id() >= job.top_k || token >= job.plan.self.max_tokens)
-        return ~0ull;
+    if (lane_id() >= job.top_k || token >= job.plan.self.max_tokens) return ~0ull;
     const int32_t *records = (const int32_t *)(job.plan.plan + job.plan.at.records);
     return (uint32_t)__ldg(records + record_at(job.plan.self, rank, token, job.top_k) +
                            lane_id());
@@ -284,7 +275,7 @@ template <class Rows> __device__ __forceinline__ void ask_record(const Few &m, i
     if (!m.made && u < num_units<Rows>(m)) p.word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* The words of token number u of all, this rank's first; those of the last plan, perhaps. */
+/* The words of token number u of all, this rank's first. */
 __device__ __forceinline__ void ask_words(const Few &m, int u, Words &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -545,7 +536,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     WeightTeller weights(m);
     bool may = true;
     if (is_speaker()) {
-        if (!MADE) weights.guess();
+        if (!MADE) weights.read_ahead();
         ids.make();
         open_few(now, self, opening, job.num_tokens, job.plan.capacity, job.recv_rows);
         may = may_ship(now, opening);
@@ -561,7 +552,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     const bool begins_own = works && m.takers.worker() < job.num_tokens * Rows::own_pieces(m);
     if (works) place_unit<Rows>(m, m.takers.worker(), first);
     if (begins_own) Rows::load(m, first.token, first.piece, first.q);
-    if (begins_own && !MADE) first.word = guess_record(m, self.rank, first.token);
+    if (begins_own && !MADE) first.word = read_record_ahead(m, self.rank, first.token);
     if (threadIdx.x == 0) enough = true;
     if (MADE) open_tables(tables, job.plan, memory);
     if (reads) {
@@ -585,15 +576,12 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     if (is_announcer(MADE)) announce_begun(self, now);
 
     const bool moves = MADE || (plan.good && plan.header.result == EPIC_OK);
-    if (!MADE) m.top_k = (int)plan.header.top_k;
-    const bool guessed = MADE || (job.likely_experts == (int32_t)plan.header.num_experts &&
-                                  job.top_k == m.top_k);
     m.most_tokens = MADE ? job.plan.most_few : plan.most_tokens;
     if (is_speaker()) {
-        if (MADE) weights.guess();
-        if (moves) weights.tell(guessed);
+        if (MADE) weights.read_ahead();
+        if (moves) weights.tell();
     } else if (moves) {
-        sender.send_all(guessed);
+        sender.send_all();
     }
     const bool tells_more = MADE && takes && is_speaker(); /* of wrong data */
     if (!tells_more) count_shipped(self);
@@ -601,7 +589,7 @@ __global__ void __launch_bounds__(FEW_BLOCK, 1)
     bool ok = true;
     if (moves && works) {
         if (!begins_own && m.takers.worker() < num_units<Rows>(m)) ask_staged<Rows>(m, first);
-        if (!begins_own || !guessed) ask_record<Rows>(m, m.takers.worker(), first);
+        if (!begins_own) ask_record<Rows>(m, m.takers.worker(), first);
         if (first_words(m) < num_words(m)) ask_words(m, first_words(m), words);
     }
     if (MADE && takes) ok = make_plan_of(m, tables);

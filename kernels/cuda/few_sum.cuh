@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The units of combine of few tokens: aligned rows, sums by rank, a vector for each lane.  Rows of a
- * unit are asked for side by side, up to eight, and those of a warp's first unit before the plan is
- * known to be what the last one was; sums and their order are those of combine_plain.cuh.  EXACT: all
+ * unit are asked for side by side, up to eight, and those of a warp's first unit before the plan's
+ * header has been checked; sums and their order are those of combine_plain.cuh.  EXACT: all
  * lanes of every piece are in the row. */
 #ifndef EPIC_FEW_SUM_CUH
 #define EPIC_FEW_SUM_CUH
@@ -57,8 +57,8 @@ __device__ __forceinline__ void add_asked(const SlotRows &rows, float (&acc)[1][
     }
 }
 
-/* Does the unit have its slots in the lowest lanes, as every record does?  Where a record was only
- * guessed at anything may lie. */
+/* Does the unit have its slots in the lowest lanes, as every record does?  Anything may lie where a
+ * record is read before the plan's header has been checked. */
 __device__ __forceinline__ bool slots_first(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The floats of dispatch_backward by themselves, for plans of either layout: those of a FLAT plan
- * lie by row, which combine's kernels, that bring the rows home, know nothing of.
- *   slot_floats    [num_rows], FLAT: [num_rows, top_k]   a warp sends those of a peer's token,
- *   choice_floats  [num_tokens, top_k]                   and later takes those of an own one
+/* The floats of dispatch_backward with a FLAT plan, by themselves: they lie by row, which the kernels
+ * of combine, which bring the rows home, do not support.
+ *   slot_floats    [num_rows, top_k]     a warp sends those of a peer's token,
+ *   choice_floats  [num_tokens, top_k]   and later takes those of an own one
  *
  * Every warp sends all it has to send before it waits for anything. */
 #include "cuda/combine.cuh"
@@ -16,18 +16,17 @@ struct Floats {
     const Now &now;
     const Plan &plan;
     int32_t top_k;
-    bool flat;
 
     /* This rank's float of choice n of a token here, of `rank`; `there`: it has so many. */
     __device__ __forceinline__ uint32_t read(int rank, int32_t token, int n, bool &there) const
     {
         const int64_t at = record_at(job.self, rank, token, top_k);
         there = n < top_k;
-        int64_t slot = there ? __ldg(plan.records + at + (flat ? 0 : n)) : -1;
-        if (flat && there && __ldg(locals_of(plan, job.self) + at + n) < 0) slot = -1;
-        there = slot >= 0;
-        if (slot >= job.num_rows) slot = 0; /* slots.cuh */
-        return there ? __float_as_uint(job.slot_floats[flat ? slot * top_k + n : slot]) : 0;
+        int64_t row = there ? __ldg(plan.records + at) : -1;
+        if (there && __ldg(locals_of(plan, job.self) + at + n) < 0) row = -1;
+        there = row >= 0;
+        if (row >= job.num_rows) row = 0; /* slots.cuh */
+        return there ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
     }
 };
 
@@ -123,11 +122,10 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const device_plan_header &h = plan.header;
     if (!begin(now, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     const bool moves = plan.good && h.result == EPIC_OK;
-    const Floats f = {job, now, plan, (int32_t)h.top_k, h.layout == EPIC_FLAT};
+    const Floats f = {job, now, plan, (int32_t)h.top_k};
     const bool ok = !moves || move_floats(f);
-    if (!finish(now) || !ok || !plan.good || (moves && rows_were_enough(job.self, now, h)))
-        return;
-    zero_floats(job.choice_floats, 0, (int64_t)job.num_tokens * h.top_k, threadIdx.x, BLOCK);
+    if (!finish(now) || !ok || (moves && rows_were_enough(job.self, now, h))) return;
+    zero_floats(job.choice_floats, 0, (int64_t)job.num_tokens * job.top_k, threadIdx.x, BLOCK);
 }
 
 extern "C" cudaError_t p2p_load_floats(void)

@@ -48,18 +48,25 @@ static __device__ uint32_t header_sum(const uint32_t (&words)[HEADER_LANE_WORDS]
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
+/* Was the plan made with the layer that the call was given? */
+__device__ __forceinline__ bool has_layer(const device_plan_header &h, const p2p_self &self)
+{
+    return !self.layer_hashes[0] || h.layer_hash == self.layer_hashes[0] ||
+           h.layer_hash == self.layer_hashes[1];
+}
+
 /* One warp. */
 static __device__ bool header_fits(const device_plan_header &h, const p2p_self &self,
                                    int64_t plan_bytes)
 {
     const int q = lane_id();
-    bool fits =
-        h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id && h.layout <= EPIC_FLAT &&
-        (self.layouts >> h.layout & 1) && h.bytes <= plan_bytes && h.rank == self.rank &&
-        h.num_ranks == self.num_ranks && h.max_tokens == self.max_tokens && h.top_k >= 1 &&
-        h.top_k <= MOST_TOP_K(self) && h.num_experts >= 1 &&
-        h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
-        h.owned <= (int32_t)h.num_experts && h.leaves >= 1 && h.num_logical <= h.num_experts;
+    bool fits = h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id &&
+                h.layout <= EPIC_FLAT && h.bytes <= plan_bytes && h.rank == self.rank &&
+                h.num_ranks == self.num_ranks && h.max_tokens == self.max_tokens &&
+                h.top_k >= 1 && h.top_k <= MOST_TOP_K(self) && h.num_experts >= 1 &&
+                h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
+                h.owned <= (int32_t)h.num_experts && h.leaves >= 1 &&
+                h.num_logical <= h.num_experts;
     if (q < self.num_ranks)
         fits = fits && h.tokens_of[q] >= 0 && h.tokens_of[q] <= self.max_tokens &&
                h.rank_at[q] < self.num_ranks;
@@ -77,22 +84,20 @@ static __device__ void point_into(Plan &view, const uint8_t *plan, const p2p_sel
     view.records = (const int32_t *)(plan + at.records);
 }
 
-/* One thread: what is wrong with the plan, which is `whole` if its bytes are a plan's. */
+/* One thread: reports why the plan cannot be used.  `whole`: its bytes are a plan's. */
 static __device__ __noinline__ void
 notify_plan(const p2p_self &self, const device_plan_header &h, bool whole, int32_t num_tokens)
 {
+    const p2p_fault fault = !whole               ? P2P_FAULT_PLAN
+                            : has_layer(h, self) ? P2P_FAULT_TOKENS
+                                                 : P2P_FAULT_LAYER;
     if (self.operation == EPIC_OP_NONE) return;
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
     p2p_notice said = {EPIC_EINVAL,
                        epoch_after(load_relaxed(&control->epoch)),
-                       (uint32_t)(whole ? P2P_FAULT_TOKENS : P2P_FAULT_PLAN),
+                       (uint32_t)fault,
                        self.rank,
                        {num_tokens, h.tokens_of[self.rank], self.operation, 0}};
-    if (!whole && h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id &&
-        h.layout <= EPIC_FLAT && !(self.layouts >> h.layout & 1)) {
-        said.fault = P2P_FAULT_LAYOUT;
-        said.about[0] = h.layout;
-    }
     notify(self, said);
 }
 
@@ -129,7 +134,8 @@ static __device__ void view_plan(Plan &view, const uint32_t (&words)[HEADER_LANE
     const int32_t most = __reduce_max_sync(ALL_LANES, tokens);
     if (lane_id() == 0) {
         view.most_tokens = most;
-        view.good = whole && (num_tokens == ANY_TOKENS || h.tokens_of[self.rank] == num_tokens);
+        view.good = whole && has_layer(h, self) &&
+                    (num_tokens == ANY_TOKENS || h.tokens_of[self.rank] == num_tokens);
         if (!view.good) {
             if (blockIdx.x == 0) notify_plan(self, h, whole, num_tokens);
             view.header.id = 0;
@@ -140,8 +146,8 @@ static __device__ void view_plan(Plan &view, const uint32_t (&words)[HEADER_LANE
     }
 }
 
-/* Every thread of a CTA.  A plan that is none, or of another number of tokens, is not good, and
- * has the id 0. */
+/* Every thread of a CTA.  A plan that is none, or of another layer or number of tokens, is not good,
+ * and has the id 0. */
 static __device__ void read_plan(Plan &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_self &self, int32_t num_tokens)
 {

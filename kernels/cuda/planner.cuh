@@ -176,6 +176,7 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const No
     h.leaves = flat ? (uint32_t)self.num_ranks : h.layer_leaves;
     h.partial_type = layer.partial_type;
     h.layout = layer.layout;
+    h.layer_hash = self.layer_hashes[0];
     h.capacity = job.capacity;
     h.first_expert = 0;
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)

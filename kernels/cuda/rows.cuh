@@ -366,7 +366,7 @@ static inline void deal(Job &job, int num_sms, int block, int roles, int vectors
     const int warps = num_sms * (block / WARP),
               tokens = job.num_tokens > 1 ? job.num_tokens : 1;
     const int64_t lines = (job.row_bytes + 2047) / 2048;
-    const int copies = roles - 1 + (job.top_k ? job.top_k : 8);
+    const int copies = roles - 1 + job.top_k;
     const int64_t pieces = (job.row_bytes + vectors * 512 - 1) / (vectors * 512);
     int64_t spans = (lines * copies * num_sms + 1279) / 1280;
     const int64_t least = (10 * (int64_t)warps - 1) / ((int64_t)tokens * roles) + 1;

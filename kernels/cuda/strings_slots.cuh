@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where strings go here, with a plan of either layout, and zeros where nothing goes. */
+/* Where strings go here and zeros where nothing goes. */
 #ifndef EPIC_STRINGS_SLOTS_CUH
 #define EPIC_STRINGS_SLOTS_CUH
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ bool find_slots(const Strings &m, int rank, int32_t t
     bool more = false;
     slot[0] = slot[1] = -1;
     if (token >= __shfl_sync(ALL_LANES, m.tokens_of, rank)) return true;
-    if (FLAT && is_flat(m)) return read_row(m, rank, token, keep, word, slot[0], more);
+    if (FLAT) return read_row(m, rank, token, keep, word, slot[0], more);
     if (!read_record(m, rank, token, 0, keep, word, slot[0], more)) return false;
     if (more) {
         word = peek_record(m, rank, token, 1);

@@ -56,25 +56,10 @@ const host_kernels *host_kernels_get(void)
     return kernels;
 }
 
-typedef struct type_info {
-    const char *name;
-    size_t bytes;
-} type_info;
-
-static const type_info types[] = {
-    [EPIC_BYTES] = {"bytes", 0}, [EPIC_F32] = {"float32", 4}, [EPIC_BF16] = {"bfloat16", 2},
-    [EPIC_F16] = {"float16", 2}, [EPIC_F64] = {"float64", 8}, [EPIC_E4M3] = {"e4m3", 1},
-    [EPIC_E8M0] = {"e8m0", 1},   [EPIC_I32] = {"int32", 4},   [EPIC_I64] = {"int64", 8},
-};
-
-#define NUM_TYPES (sizeof types / sizeof types[0])
-
 size_t epic_type_bytes(uint32_t type)
 {
-    return type < NUM_TYPES ? types[type].bytes : 0;
-}
-
-const char *epic_type_name(uint32_t type)
-{
-    return type < NUM_TYPES ? types[type].name : "unknown";
+    static const size_t bytes[] = {
+        [EPIC_BYTES] = 0, [EPIC_F32] = 4,  [EPIC_BF16] = 2, [EPIC_F16] = 2, [EPIC_F64] = 8,
+        [EPIC_E4M3] = 1,  [EPIC_E8M0] = 1, [EPIC_I32] = 4,  [EPIC_I64] = 8};
+    return type < sizeof bytes / sizeof *bytes ? bytes[type] : 0;
 }

@@ -69,12 +69,26 @@ static void widen_dispatch(epic_dispatch_args *a)
     widen(&a->recv_scales, &a->scales);
 }
 
+/* Completes the layer of a plan that exists, in `out`, and makes *layer point there.  The call does
+ * not say whether that plan had a rank_of_expert.  On the GPUs of several hosts EPIC_BY_HOSTS stands
+ * for an order that depends on it, and stays as it is. */
+static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
+                                   const epic_layer **layer)
+{
+    TRY(layer_read(out, *layer, sizeof *out, ctx->num_ranks));
+    if (!context_relays(ctx, NULL)) layer_choose_order(out, ctx->num_ranks, false);
+    *layer = out;
+    return EPIC_OK;
+}
+
 static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, size_t size,
                             const note_extra *extra)
 {
     epic_dispatch_args a;
+    epic_layer layer;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
+    TRY(read_plan_layer(ctx, &layer, &a.layer));
     widen_dispatch(&a);
     TRY(check_dispatch_args(ctx, &a));
     return ctx->steps->dispatch(ctx, &a, extra);
@@ -92,8 +106,7 @@ epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,
 }
 
 /* What dispatch would refuse once the plan is there is refused before the plan is made. */
-static epic_result check_together(const epic_plan_args *p, const epic_layer *layer,
-                                  const epic_dispatch_args *d)
+static epic_result check_together(const epic_plan_args *p, const epic_dispatch_args *d)
 {
     if (p->capacity == EPIC_CAPACITY_EXACT)
         return epic_fail(EPIC_EINVAL,
@@ -105,9 +118,6 @@ static epic_result check_together(const epic_plan_args *p, const epic_layer *lay
     if (d->recv.num_rows < p->capacity)
         return epic_fail(EPIC_EINVAL, "recv.num_rows is %lld: capacity is %lld, bring as many",
                          (long long)d->recv.num_rows, (long long)p->capacity);
-    if (d->recv_expert && layer->layout != EPIC_FLAT)
-        return epic_fail(EPIC_EINVAL, "recv_expert is given: it belongs to layout EPIC_FLAT, "
-                                      "leave it NULL");
     return EPIC_OK;
 }
 
@@ -123,11 +133,12 @@ static epic_result plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
     TRY(read_plan_args(ctx, &p, &layer, plan, plan_size));
     TRY(READ_SIZED(&d, dispatch, dispatch_size, "dispatch"));
     d.call = p.call;
+    d.layer = p.layer;
     d.plan = p.plan;
     d.plan_bytes = p.plan_bytes;
     widen_dispatch(&d);
     TRY(check_dispatch_args(ctx, &d));
-    TRY(check_together(&p, &layer, &d));
+    TRY(check_together(&p, &d));
     TRY(options_read(&options, p.moe));
     const note_extra own = {.options = &options};
     return ctx->steps->plan_dispatch(ctx, &p, &d, extra ? extra : &own);
@@ -149,8 +160,10 @@ epic_result api_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
 epic_result epic_combine_v1(epic_context *ctx, const epic_combine_args *args, size_t size)
 {
     epic_combine_args a;
+    epic_layer layer;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
+    TRY(read_plan_layer(ctx, &layer, &a.layer));
     widen(&a.rows, &a.out);
     widen(&a.out, &a.rows);
     TRY(check_combine_args(ctx, &a));
@@ -161,8 +174,10 @@ epic_result epic_dispatch_backward_v1(epic_context *ctx,
                                       const epic_dispatch_backward_args *args, size_t size)
 {
     epic_dispatch_backward_args a;
+    epic_layer layer;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
+    TRY(read_plan_layer(ctx, &layer, &a.layer));
     widen(&a.d_recv, &a.d_tokens);
     widen(&a.d_tokens, &a.d_recv);
     TRY(check_dispatch_backward_args(ctx, &a));
@@ -181,8 +196,10 @@ static epic_result combine_backward(epic_context *ctx, const epic_combine_backwa
                                     size_t size, const note_extra *extra)
 {
     epic_combine_backward_args a;
+    epic_layer layer;
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
+    TRY(read_plan_layer(ctx, &layer, &a.layer));
     widen_combine_backward(&a);
     TRY(check_combine_backward_args(ctx, &a));
     return ctx->steps->combine_backward(ctx, &a, extra);

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "kernels/kernels.h"
 #include "plan/plan.h"
+#include "rules/sentences.h"
 
 static epic_result check_flags(uint32_t flags, uint32_t known)
 {
@@ -247,6 +248,13 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
     return EPIC_OK;
 }
 
+/* Refuses weights of slots where the layer is EPIC_FLAT. */
+static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
+{
+    if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, SAYS_BY_SLOT, name);
+}
+
 epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *a)
 {
     TRY(check_plan_bytes(a->plan, a->plan_bytes));
@@ -257,6 +265,8 @@ epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_arg
     TRY(check_rows(ctx, "tokens", &a->tokens));
     TRY(check_rows(ctx, "recv", &a->recv));
     TRY(check_pair("weights", a->weights, "slot_weights", a->slot_weights));
+    if (a->recv_expert && a->layer->layout != EPIC_FLAT)
+        return epic_fail(EPIC_EINVAL, SAYS_RECV_EXPERT);
     if (a->quantize) {
         TRY(check_absent("scales", &a->scales,
                          "rows that are quantized on the way bring none"));
@@ -278,6 +288,7 @@ epic_result check_combine_args(const epic_context *ctx, const epic_combine_args 
     TRY(check_rows(ctx, "out", &a->out));
     TRY(check_equal("rows", &a->rows, "out", &a->out));
     TRY(check_whole("rows", &a->rows, a->type));
+    TRY(check_by_slot(a->layer, "slot_weights", a->slot_weights));
     const size_t unit = epic_type_bytes(a->type);
     const call_array arrays[] = {{"plan", a->plan, a->plan_bytes, 16, false},
                                  ROWS_IN(a, rows, unit),
@@ -329,6 +340,8 @@ epic_result check_combine_backward_args(const epic_context *ctx,
     TRY(check_rows(ctx, "d_out", &a->d_out));
     TRY(check_whole("d_out", &a->d_out, a->type));
     TRY(check_rows(ctx, "d_rows", &a->d_rows));
+    TRY(check_by_slot(a->layer, "slot_weights", a->slot_weights));
+    TRY(check_by_slot(a->layer, "d_slot_weights", a->d_slot_weights));
     if (a->d_slot_weights) {
         TRY(check_rows(ctx, "rows", &a->rows));
         TRY(check_equal("rows", &a->rows, "d_out", &a->d_out));

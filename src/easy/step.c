@@ -250,6 +250,7 @@ epic_result epic_step_combine(epic_step *step, void *out)
     TRY(check_under_way(step, false));
     const epic_combine_args args = {
         .call = call_of(step),
+        .layer = &step->layer,
         .plan = step->plan,
         .plan_bytes = step->sizes.plan_bytes,
         .rows = rows_of(step, step->slots.results, step->sizes.capacity),
@@ -266,6 +267,7 @@ epic_result epic_step_combine_backward_v1(epic_step *step, const void *d_out, ep
     TRY(give_slots(&step->gradients, out, size));
     const epic_combine_backward_args args = {
         .call = call_of(step),
+        .layer = &step->layer,
         .plan = step->plan,
         .plan_bytes = step->sizes.plan_bytes,
         .d_out = rows_of(step, d_out, step->num_tokens),
@@ -287,6 +289,7 @@ epic_result epic_step_dispatch_backward(epic_step *step, void *d_tokens, float *
                                       "epic_step_combine_backward comes first");
     const epic_dispatch_backward_args args = {
         .call = call_of(step),
+        .layer = &step->layer,
         .plan = step->plan,
         .plan_bytes = step->sizes.plan_bytes,
         .d_recv = rows_of(step, step->gradients.results, step->sizes.capacity),

@@ -54,39 +54,26 @@ const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-#define NAME_OF(names, value) \
-    ((uint64_t)(value) < sizeof(names) / sizeof *(names) ? (names)[value] : NULL)
-
 /* The name of a value where the header has one; NULL: it is a number. */
 static const char *value_name(int field, int64_t value)
 {
-    static const char *const types[] = {"EPIC_BYTES", "EPIC_F32", "EPIC_BF16",
-                                        "EPIC_F16",   "EPIC_F64", "EPIC_E4M3",
-                                        "EPIC_E8M0",  "EPIC_I32", "EPIC_I64"};
-    static const char *const quantized[] = {"EPIC_QUANTIZE_NONE", "EPIC_QUANTIZE_1X128",
-                                            "EPIC_QUANTIZE_1X32"};
-    static const char *const layouts[] = {"EPIC_EXPERT_MAJOR", "EPIC_FLAT"};
-    static const char *const policies[] = {"EPIC_OVERFLOW_ERROR", "EPIC_OVERFLOW_DROP"};
-    static const char *const priorities[] = {"EPIC_BY_TOKEN", "EPIC_BY_K"};
-    static const char *const orders[] = {"EPIC_BY_RANK", "EPIC_TREE"};
-    static const char *const given[] = {"none", "some"};
     switch (field) {
     case SAME_TYPE:
-        return NAME_OF(types, value);
+        return epic_type_name((uint32_t)value);
     case SAME_PARTIAL_TYPE:
-        return value ? NAME_OF(types, value) : "0 (the rows' type)";
+        return value ? epic_type_name((uint32_t)value) : "0 (the rows' type)";
     case SAME_QUANTIZE:
-        return NAME_OF(quantized, value);
+        return epic_quantize_name((uint32_t)value);
     case SAME_LAYOUT:
-        return NAME_OF(layouts, value);
+        return epic_layout_name((uint32_t)value);
     case SAME_OVERFLOW:
-        return NAME_OF(policies, value);
+        return epic_overflow_name((uint32_t)value);
     case SAME_PRIORITY:
-        return NAME_OF(priorities, value);
+        return epic_priority_name((uint32_t)value);
     case SAME_SUM_ORDER:
-        return NAME_OF(orders, value);
+        return epic_sum_order_name((uint32_t)value);
     case SAME_WEIGHTS:
-        return NAME_OF(given, value);
+        return value ? "some" : "none";
     case SAME_PLACEMENT:
     case SAME_REPLICAS:
         return value ? NULL : "none";
@@ -99,7 +86,7 @@ static const char *value_text(int field, int64_t value, char text[32])
 {
     const char *name = value_name(field, value);
     const bool number = field != SAME_PLAN && field != SAME_PLACEMENT && field != SAME_REPLICAS;
-    if (name) return name;
+    if (name && strncmp(name, "unknown ", 8) != 0) return name;
     snprintf(text, 32, number ? "%lld" : "%llx", (long long)value);
     return text;
 }
@@ -145,6 +132,27 @@ void note_options(epic_note *note, const layer_options *options)
     note->same[SAME_OPTIONS] = (int64_t)options->hash;
     note->same[SAME_LAYER_WEIGHTS] = (int64_t)options->weights_hash;
     memcpy(note->options, options->words, sizeof note->options);
+}
+
+bool note_same_layer(const epic_note *given, const epic_note *plan, char *sentence, size_t size)
+{
+    /* A field stands before those whose defaults follow from it. */
+    static const int fields[] = {SAME_NUM_EXPERTS,     SAME_NUM_LOGICAL,  SAME_TOP_K,
+                                 SAME_LAYOUT,          SAME_ALIGNMENT,    SAME_OVERFLOW,
+                                 SAME_EXPERT_CAPACITY, SAME_PRIORITY,     SAME_SUM_ORDER,
+                                 SAME_LEAVES,          SAME_PARTIAL_TYPE, SAME_LAYER_FLAGS};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        const int field = fields[i];
+        char text[32], other[32];
+        if (given->same[field] == plan->same[field]) continue;
+        snprintf(sentence, size,
+                 "%s%s is %s: must be %s, as in the layer that epic_plan was given; pass that",
+                 field == SAME_LAYER_FLAGS ? "" : "layer.", same_names[field],
+                 value_text(field, given->same[field], text),
+                 value_text(field, plan->same[field], other));
+        return false;
+    }
+    return true;
 }
 
 void note_fault(epic_note *note, const data_fault *fault)

@@ -87,6 +87,11 @@ const char *operation_name(uint32_t operation);
 bool note_matches(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
                   char *sentence, size_t size);
 
+/* Compares the layer of a call with that of its plan.  Returns false if a field differs, which
+ * `sentence` names then. */
+bool note_same_layer(const epic_note *given, const epic_note *plan, char *sentence,
+                     size_t size);
+
 /* The class (b) error that the notes of all ranks tell, in the same words on every rank. */
 epic_result note_data_error(const epic_note *const *notes, int num_ranks);
 

@@ -22,6 +22,7 @@ epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault 
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
     const epic_combine_backward_args how = {.call = j->call,
+                                            .layer = j->moe.layer,
                                             .plan = j->saved.plan,
                                             .plan_bytes = j->plan_bytes,
                                             .d_out = *d_out,
@@ -34,6 +35,7 @@ epic_result moe_combine_backward(moe_job *j, const epic_rows *d_out, data_fault 
 epic_result moe_dispatch_again(moe_job *j)
 {
     const epic_dispatch_args how = {.call = j->call,
+                                    .layer = j->moe.layer,
                                     .plan = j->saved.plan,
                                     .plan_bytes = j->plan_bytes,
                                     .tokens = j->x,
@@ -82,6 +84,7 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
     const epic_dispatch_backward_args how = {
         .call = j->call,
+        .layer = j->moe.layer,
         .plan = j->saved.plan,
         .plan_bytes = j->plan_bytes,
         .d_recv = {j->work.d_recv, j->capacity, j->row_bytes},

@@ -142,6 +142,7 @@ static void quantize(const moe_job *j, epic_dispatch_args *dispatch)
 epic_result moe_device_send(moe_job *j, const epic_moe_args *a)
 {
     epic_dispatch_args dispatch = {.call = j->call,
+                                   .layer = j->moe.layer,
                                    .plan = j->saved.plan,
                                    .plan_bytes = j->plan_bytes,
                                    .tokens = j->x,

@@ -80,6 +80,7 @@ static void tell_load(const moe_job *j, const epic_moe_args *a)
 static epic_result send(moe_job *j, const epic_moe_args *a, const note_extra *extra)
 {
     epic_dispatch_args dispatch = {.call = j->call,
+                                   .layer = j->moe.layer,
                                    .plan = j->saved.plan,
                                    .plan_bytes = j->plan_bytes,
                                    .tokens = j->x,
@@ -146,6 +147,7 @@ epic_result moe_recompute(moe_job *j)
 epic_result moe_bring_home(moe_job *j, const epic_rows *out)
 {
     const epic_combine_args how = {.call = j->call,
+                                   .layer = j->moe.layer,
                                    .plan = j->saved.plan,
                                    .plan_bytes = j->plan_bytes,
                                    .rows = {j->work.y, j->capacity, j->row_bytes},

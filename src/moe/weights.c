@@ -49,6 +49,7 @@ epic_result moe_weights_home(moe_job *j)
     memset(rows, 0, (size_t)(slots * j->top_k) * sizeof *rows);
     for (int64_t s = 0; s < slots; s++) rows[number_of(j, s)] = gradients[s];
     const epic_combine_args how = {.call = j->call,
+                                   .layer = j->moe.layer,
                                    .plan = j->saved.plan,
                                    .plan_bytes = j->plan_bytes,
                                    .rows = rows_of(j, rows, j->capacity),

@@ -55,6 +55,7 @@ typedef struct device_plan_header {
     uint32_t layout;
     uint32_t layer_leaves; /* as `leaves`, which is one for each rank where rows are partials */
     uint32_t num_logical;  /* 0: no replicas */
+    uint32_t layer_hash;   /* of every field of the layer */
     uint32_t sum;          /* of the words before */
 } device_plan_header;
 

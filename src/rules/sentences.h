@@ -55,12 +55,15 @@
     "x.num_rows is %lld on rank 0 and %lld on rank %d: EPIC_TREE needs as many tokens on " \
     "every rank"
 
-#define SAYS_RECV_EXPERT                                                                      \
-    "recv_expert is given, the plan's layout is EPIC_EXPERT_MAJOR: it belongs to EPIC_FLAT, " \
-    "leave it NULL"
+#define SAYS_LAYER \
+    "layer is not the plan's: must equal the layer that epic_plan was given; pass that"
+
+#define SAYS_RECV_EXPERT                                                                   \
+    "recv_expert is given: must be NULL with layer.layout EPIC_EXPERT_MAJOR; only a FLAT " \
+    "layer has it"
 
 #define SAYS_BY_SLOT /* name of the weights */                                                \
-    "%s is given, the plan's layout is EPIC_FLAT: its rows were finished partials, leave it " \
-    "NULL"
+    "%s is given: must be NULL with layer.layout EPIC_FLAT; its rows are finished partials, " \
+    "apply the weights before combine"
 
 #endif

@@ -14,6 +14,7 @@ typedef struct combining {
     epic_type type, partial_type;
     const char *rows_name;
     epic_rows rows, out;
+    uint32_t top_k; /* the layer's */
     const float *slot_weights;
     const float *d_slot_weights;
     float *d_weights;
@@ -272,13 +273,13 @@ static epic_result move(combining *c)
     return collect_run(c->x, &how);
 }
 
-static void clear_outputs(const combining *c, const step *s)
+static void clear_outputs(const combining *c)
 {
     const slot_array out = {c->out.data, c->out.row_bytes, c->out.num_rows};
+    const slot_array weights = {c->d_weights, c->top_k * (int64_t)sizeof(float),
+                                c->out.num_rows};
     clear_all(&out);
-    if (!c->d_weights || s->damaged) return;
-    memset(c->d_weights, 0,
-           (size_t)(s->plan.header->num_tokens * s->plan.header->layer.top_k) * sizeof(float));
+    clear_all(&weights);
 }
 
 static epic_result run(epic_context *ctx, uint32_t operation, const epic_call *call, step *s,
@@ -295,7 +296,7 @@ static epic_result run(epic_context *ctx, uint32_t operation, const epic_call *c
     c->plan = s->plan;
     const bool moves = result == EPIC_OK && s->plan.header->result == EPIC_OK;
     if (moves) result = move(c);
-    if (!moves || result == EPIC_EOVERFLOW) clear_outputs(c, s);
+    if (!moves || result == EPIC_EOVERFLOW) clear_outputs(c);
     return exchange_close(c->x, result);
 }
 
@@ -309,11 +310,8 @@ epic_result host_combine(epic_context *ctx, const epic_combine_args *args)
                    .slot_weights = args->slot_weights};
     step s;
     step_begin(&s, ctx, EPIC_OP_COMBINE, args->plan, args->plan_bytes, NULL);
+    TRY(step_check_layer(&s, args->layer));
     TRY(step_check_tokens(&s, "out", &args->out));
-    if (!s.damaged && is_flat(&s.plan) && args->slot_weights)
-        return epic_fail(EPIC_EINVAL,
-                         "slot_weights is given, the plan's layout is EPIC_FLAT: its rows are "
-                         "finished partials, weight them before and leave it NULL");
     return run(ctx, EPIC_OP_COMBINE, &args->call, &s, &c);
 }
 
@@ -324,10 +322,12 @@ epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backwa
                    .rows_name = "d_recv",
                    .rows = args->d_recv,
                    .out = args->d_tokens,
+                   .top_k = args->layer->top_k,
                    .d_slot_weights = args->d_slot_weights,
                    .d_weights = args->d_weights};
     step s;
     step_begin(&s, ctx, EPIC_OP_DISPATCH_BACKWARD, args->plan, args->plan_bytes, NULL);
+    TRY(step_check_layer(&s, args->layer));
     TRY(step_check_tokens(&s, "d_tokens", &args->d_tokens));
     return run(ctx, EPIC_OP_DISPATCH_BACKWARD, &args->call, &s, &c);
 }

@@ -133,18 +133,6 @@ static epic_result move(spreading *s)
     return scatter_run(s->x, &how);
 }
 
-static epic_result check(const step *s, const epic_combine_backward_args *a)
-{
-    TRY(step_check_tokens(s, "d_out", &a->d_out));
-    if (s->damaged || !is_flat(&s->plan)) return EPIC_OK;
-    if (a->slot_weights || a->d_slot_weights)
-        return epic_fail(EPIC_EINVAL,
-                         "%s is given, the plan's layout is EPIC_FLAT: its rows were finished "
-                         "partials, leave it NULL",
-                         a->slot_weights ? "slot_weights" : "d_slot_weights");
-    return EPIC_OK;
-}
-
 static int64_t least(int64_t a, int64_t b)
 {
     return a < b ? a : b;
@@ -156,7 +144,8 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
     spreading spread = {.args = args, .kernels = host_kernels_get()};
     step s;
     step_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes, extra);
-    TRY(check(&s, args));
+    TRY(step_check_layer(&s, args->layer));
+    TRY(step_check_tokens(&s, "d_out", &args->d_out));
     s.note.same[SAME_TYPE] = args->type;
     s.note.same[SAME_ROW_BYTES] = args->d_out.row_bytes;
     s.note.same[SAME_QUANTIZE] = args->quantize;

@@ -263,11 +263,10 @@ static epic_result move(dispatching *d)
     return scatter_run(d->x, &s);
 }
 
-static void clear_outputs(const epic_dispatch_args *a, const step *s)
+static void clear_outputs(const epic_dispatch_args *a)
 {
     slot_array arrays[3];
-    const bool flat = !s->damaged && is_flat(&s->plan);
-    const int64_t top_k = flat ? s->plan.header->layer.top_k : 1;
+    const int64_t top_k = a->layer->layout == EPIC_FLAT ? a->layer->top_k : 1;
     list_arrays(a, (uint32_t)top_k, arrays);
     for (int i = 0; i < 3; i++) clear_all(&arrays[i]);
     for (int64_t i = 0; a->recv_expert && i < a->recv.num_rows * top_k; i++)
@@ -276,14 +275,9 @@ static void clear_outputs(const epic_dispatch_args *a, const step *s)
 
 static epic_result check(const step *s, const epic_dispatch_args *a)
 {
+    TRY(step_check_layer(s, a->layer));
     TRY(step_check_tokens(s, "tokens", &a->tokens));
-    if (a->scales.data) TRY(step_check_tokens(s, "scales", &a->scales));
-    if (s->damaged) return EPIC_OK;
-    if (a->recv_expert && !is_flat(&s->plan))
-        return epic_fail(EPIC_EINVAL,
-                         "recv_expert is given, the plan's layout is EPIC_EXPERT_MAJOR: it "
-                         "belongs to EPIC_FLAT, leave it NULL");
-    return EPIC_OK;
+    return a->scales.data ? step_check_tokens(s, "scales", &a->scales) : EPIC_OK;
 }
 
 static void note_rows(int64_t *same, const epic_dispatch_args *args)
@@ -330,7 +324,7 @@ static epic_result dispatch(epic_context *ctx, const epic_dispatch_args *args, s
     d.plan = s->plan;
     const bool moves = result == EPIC_OK && s->plan.header->result == EPIC_OK;
     if (moves) result = move_all(&d);
-    if (!moves || result == EPIC_EOVERFLOW) clear_outputs(args, s);
+    if (!moves || result == EPIC_EOVERFLOW) clear_outputs(args);
     return exchange_close(d.x, result);
 }
 

@@ -55,6 +55,16 @@ void step_begin_made(step *s, uint32_t operation, const void *plan)
     note_plan(s);
 }
 
+epic_result step_check_layer(const step *s, const epic_layer *layer)
+{
+    epic_note given = {0};
+    char sentence[160];
+    if (s->damaged) return EPIC_OK;
+    note_layer(&given, layer);
+    if (note_same_layer(&given, &s->note, sentence, sizeof sentence)) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL, "%s", sentence);
+}
+
 epic_result step_check_tokens(const step *s, const char *name, const epic_rows *rows)
 {
     if (s->damaged || rows->num_rows == s->plan.header->num_tokens) return EPIC_OK;

@@ -48,6 +48,10 @@ void step_begin_made(step *s, uint32_t operation, const void *plan);
 /* What the ranks' layers must have in common. */
 void note_layer(epic_note *note, const epic_layer *layer);
 
+/* Returns EPIC_EINVAL if the complete layer `layer` differs from the one that the plan was made
+ * with.  A damaged plan is not compared: the ranks report it together. */
+epic_result step_check_layer(const step *s, const epic_layer *layer);
+
 /* EPIC_EINVAL when `rows` has not the rows that the plan has tokens. */
 epic_result step_check_tokens(const step *s, const char *name, const epic_rows *rows);
 

@@ -314,6 +314,7 @@ void case_dispatch(seat *s, run_random *common)
     dispatched d = {.type = EPIC_BYTES, .short_rank = choose_short(s, common)};
     choose_shapes(s, common, &d);
     make_arrays(s, common, &d);
+    d.args.layer = &s->w->layer;
     d.args.plan = s->plan;
     d.args.plan_bytes = s->plan_bytes;
     d.args.call = case_call(s);
@@ -474,6 +475,7 @@ void case_combine_backward(seat *s, run_random *common)
 {
     spread d = {.short_rank = choose_short(s, common)};
     make_spread(s, common, &d);
+    d.args.layer = &s->w->layer;
     d.args.plan = s->plan;
     d.args.plan_bytes = s->plan_bytes;
     d.args.call = case_call(s);

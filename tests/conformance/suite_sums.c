@@ -117,6 +117,7 @@ void case_combine(seat *s, run_random *common)
         if (c >= 0) ((float *)weights.data)[slot] = world_weight(s->w, STREAM_ROWS, c);
     }
     epic_combine_args a = {.call = case_call(s),
+                           .layer = &s->w->layer,
                            .plan = s->plan,
                            .plan_bytes = s->plan_bytes,
                            .rows = make_slots(&m, s, room),
@@ -194,6 +195,7 @@ void case_dispatch_backward(seat *s, run_random *common)
         d_weights = case_rows(s, s->num_tokens * s->w->layer.top_k + 1, 4);
     }
     epic_dispatch_backward_args a = {.call = case_call(s),
+                                     .layer = &s->w->layer,
                                      .plan = s->plan,
                                      .plan_bytes = s->plan_bytes,
                                      .d_recv = make_slots(&m, s, room),

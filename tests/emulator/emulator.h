@@ -100,6 +100,16 @@ void emulator_hold(int device, int ctas);
 /* Different kernels that this process has launched. */
 int emulator_kernels(void);
 
+/* One launch of a kernel. */
+typedef struct emulator_launch {
+    const void *kernel;
+    int ctas, threads, shared_bytes;
+} emulator_launch;
+
+/* Copies the launches that this thread has made since the last call, the first `most` of them, and
+ * returns their number. */
+int emulator_launches(emulator_launch *out, int most);
+
 /* Enqueues body(arguments) for every thread; the arguments are copied. */
 cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *arguments),
                              const void *arguments, size_t bytes, int ctas, int threads,

@@ -6,6 +6,8 @@
 
 #include "inner.h"
 
+#define MAX_LAUNCHES 64 /* that a thread remembers */
+
 typedef struct task {
     launch kernel; /* if it has a body */
     void *to;
@@ -36,6 +38,8 @@ static pthread_cond_t any_idle = PTHREAD_COND_INITIALIZER;
 static stream *streams;
 static stream *defaults[MAX_DEVICES];
 static const void *launched[MAX_KERNELS];
+static __thread emulator_launch launches[MAX_LAUNCHES]; /* of this thread, */
+static __thread int num_launches;                       /* since they were asked for */
 static __thread stream *own;
 
 /* ------------------------------------------------------------------------------- tasks ---- */
@@ -223,6 +227,14 @@ int emulator_kernels(void)
     return count;
 }
 
+int emulator_launches(emulator_launch *out, int most)
+{
+    const int count = num_launches < most ? num_launches : most;
+    memcpy(out, launches, (size_t)count * sizeof *out);
+    num_launches = 0;
+    return count;
+}
+
 cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *arguments),
                              const void *arguments, size_t bytes, int ctas, int threads,
                              int shared_bytes, cudaStream_t given)
@@ -232,6 +244,8 @@ cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *argume
         shared_bytes < 0 || shared_bytes > most_shared(kernel))
         return cudaErrorInvalidValue;
     remember(kernel);
+    if (num_launches < MAX_LAUNCHES)
+        launches[num_launches++] = (emulator_launch){kernel, ctas, threads, shared_bytes};
     enqueue(stream_of(given), new_task(&t, arguments, bytes));
     return cudaSuccess;
 }

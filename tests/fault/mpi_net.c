@@ -71,13 +71,15 @@ static bool step(epic_context *ctx, int number)
                                     .topk_idx = ids,
                                     .num_tokens = num_tokens,
                                     .capacity = sizes.capacity};
-    const epic_dispatch_args there = {.plan = plan,
+    const epic_dispatch_args there = {.layer = &layer,
+                                      .plan = plan,
                                       .plan_bytes = sizes.plan_bytes,
                                       .tokens = {x, num_tokens, sizeof *x},
                                       .recv = received,
                                       .weights = weights[0],
                                       .slot_weights = slot_weights};
-    const epic_combine_args home = {.plan = plan,
+    const epic_combine_args home = {.layer = &layer,
+                                    .plan = plan,
                                     .plan_bytes = sizes.plan_bytes,
                                     .rows = received,
                                     .out = {out, num_tokens, sizeof *out},

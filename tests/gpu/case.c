@@ -278,6 +278,7 @@ static epic_dispatch_args dispatch_args(bench *b, const arrays *a)
                                 .recv_scales = c->scale_bytes ? recv_scales : none,
                                 .type = c->quantize ? c->type : EPIC_BYTES,
                                 .quantize = c->quantize,
+                                .layer = &b->c.r.layer,
                                 .plan = a->plan,
                                 .plan_bytes = a->plan_bytes,
                                 .tokens = {a->tokens, c->r.tokens_of[me], c->row_bytes},
@@ -361,6 +362,7 @@ bool call_combine(bench *b, const arrays *a, const sums *s)
 {
     const test_case *c = &b->c;
     const epic_combine_args args = {.call = b->call,
+                                    .layer = &b->c.r.layer,
                                     .plan = a->plan,
                                     .plan_bytes = a->plan_bytes,
                                     .rows = {s->rows, s->num_rows, c->row_bytes},
@@ -376,6 +378,7 @@ bool call_dispatch_backward(bench *b, const arrays *a, const sums *s)
     const test_case *c = &b->c;
     const epic_dispatch_backward_args args = {
         .call = b->call,
+        .layer = &b->c.r.layer,
         .plan = a->plan,
         .plan_bytes = a->plan_bytes,
         .d_recv = {s->rows, s->num_rows, c->row_bytes},
@@ -392,6 +395,7 @@ bool call_combine_backward(bench *b, const arrays *a, const sums *s)
     const epic_rows none = {0}, scales = {s->d_rows_scales, s->num_rows, c->scale_bytes};
     const epic_combine_backward_args args = {
         .call = b->call,
+        .layer = &b->c.r.layer,
         .plan = a->plan,
         .plan_bytes = a->plan_bytes,
         .d_out = {s->d_out, c->r.tokens_of[b->me->rank], c->row_bytes},

@@ -27,7 +27,7 @@ static void check_plain(bench *b)
     const epic_group *g = b->me->group;
     const int64_t most = g->config.max_tokens;
     if (most > g->few_tokens || !p2p_few_plan(g->num_ranks, most, &b->c.r.layer) ||
-        g->most_top_k > 32 || g->flat)
+        b->c.r.layer.top_k > 32 || b->c.r.layer.layout == EPIC_FLAT)
         wrong(b, "it is not for the kernels of few tokens");
 }
 
@@ -94,8 +94,7 @@ static void check_restored(bench *b)
 #endif
 }
 
-/* A group that has once met what the kernels for few tokens do not take leaves some of them for
- * good: first come the cases that all of them take, at the end any. */
+/* First come the cases that all kernels for few tokens take, at the end any. */
 static case_kind kind_of(int i)
 {
     if (!options.few || i >= options.cases - options.cases / 4) return CASE_ANY;

@@ -89,6 +89,7 @@ static epic_result call_dispatch(team_rank *me, memory *m, int64_t row_bytes)
     const uint64_t tag = fault == TAGGED && me->rank == culprit;
     const epic_call call = {.stream = me->stream, .tag = tag, .timeout_ms = patience()};
     const epic_dispatch_args args = {.call = call,
+                                     .layer = &m->layer,
                                      .plan = m->plan,
                                      .plan_bytes = m->plan_bytes,
                                      .tokens = {m->tokens, TOKENS, row_bytes},

@@ -82,6 +82,7 @@ static epic_result step(team_rank *me, memory *m)
     const epic_dispatch_args dispatch = {.tokens = {m->tokens, TOKENS, HIDDEN * 4},
                                          .recv = {m->recv, SLOTS, HIDDEN * 4}};
     const epic_combine_args combine = {.call.stream = me->stream,
+                                       .layer = &m->layer,
                                        .plan = m->plan,
                                        .plan_bytes = m->plan_bytes,
                                        .rows = {m->recv, SLOTS, HIDDEN * 4},

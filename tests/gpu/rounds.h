@@ -59,6 +59,7 @@ static inline epic_result round_run(rounds *r)
     const epic_dispatch_args dispatch = {.tokens = {r->tokens, ROUND_TOKENS, ROUND_ROW},
                                          .recv = {r->recv, r->slots, ROUND_ROW}};
     const epic_combine_args combine = {.call.stream = r->stream,
+                                       .layer = &r->layer,
                                        .plan = r->plan,
                                        .plan_bytes = r->plan_bytes,
                                        .rows = {r->recv, r->slots, ROUND_ROW},

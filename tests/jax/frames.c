@@ -80,6 +80,7 @@ static call *with_plan(void)
 {
     call *c = calloc(1, sizeof *c);
     add(c, ARG, XLA_FFI_DataType_U8, plan, plan_bytes + TAIL, 0);
+    add_layer(c, 1);
     add_group(c, "g");
     add_int(c, "num_tokens", TOKENS);
     add_int(c, "top_k", 1);

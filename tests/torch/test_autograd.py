@@ -70,12 +70,12 @@ def opcheck(rank: int) -> None:
     with group_of(4) as group:
         way = Facts(*group.facts(LAYER.key))
         x, w, ids, ct = (v.detach() for v in Data(UNEVEN).mine(rank))
-        sizes, place = (way.capacity, way.bytes), (group.number, 0)
+        sizes, place = (way.capacity, way.bytes), (way.number, 0)
         layout = (*sizes, group.number, *way.words, 0, None, None)
         plan = epic.torch.plan(group, LAYER, ids)
         data, turn = plan.bytes, group.turn
         recv, slot = epic.torch.dispatch(plan, x, w)
-        flat = epic.torch.plan(group, epic.torch.Layer(EXPERTS, TOP_K, layout="flat"), ids).bytes
+        flat = epic.torch.plan(group, epic.torch.Layer(EXPERTS, TOP_K, layout="flat"), ids)
         count, octets = x.shape[0], x.view(torch.uint8)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (ops.plan, (turn, ids, *layout)),
@@ -85,7 +85,10 @@ def opcheck(rank: int) -> None:
             (ops.dispatch_quantized, (turn, data, x, w, way.capacity, 1, *place, 1)),
             (ops.dispatch_bytes, (turn, data, octets, octets, w, way.capacity, *place, 1)),
             (ops.dispatch_bytes, (turn, data, octets, None, None, way.capacity, *place, 1)),
-            (ops.dispatch_flat, (turn, flat, x, w, way.capacity, TOP_K, *place, 1)),
+            (
+                ops.dispatch_flat,
+                (turn, flat.bytes, x, w, way.capacity, TOP_K, flat.way.layer, 0, 1),
+            ),
             (ops.dispatch_backward, (turn, data, recv, slot, count, TOP_K, *place)),
             (ops.combine, (turn, data, recv, slot, count, *place)),
             (ops.combine_backward, (turn, data, ct, recv, slot, way.capacity, *place, 1)),
@@ -93,8 +96,11 @@ def opcheck(rank: int) -> None:
                 ops.combine_backward_quantized,
                 (turn, data, ct, recv, slot, way.capacity, 2, *place, 1),
             ),
-            (ops.sum_, (turn, torch.ones(5), 0, *place)),
-            (ops.sum_replicas_, (turn, data, torch.ones(way.num_local_experts, 5), *place)),
+            (ops.sum_, (turn, torch.ones(5), 0, group.number, 0)),
+            (
+                ops.sum_replicas_,
+                (turn, data, torch.ones(way.num_local_experts, 5), group.number, 0),
+            ),
         ]
         whole = ("test_schema", "test_autograd_registration", "test_faketensor")
         for op, args in ((ops.plan, (turn, ids)), (ops.plan_dispatch, (turn, ids, x, w))):

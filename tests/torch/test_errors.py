@@ -342,12 +342,12 @@ def test_nothing_is_kept() -> None:
                 epic.torch.combine(plan, recv, slot)
                 into = (torch.empty_like(recv), torch.empty_like(slot))
                 epic.torch.dispatch(plan, rows, weights, out=into)
-                place = (plan.capacity, group.number, 0, 1)
+                place = (plan.capacity, plan.way.layer, 0, 1)
                 ops.dispatch_out.default(group.turn, plan.bytes, rows, None, *place, None, None)
                 with pytest.raises(EpicArgumentError, match="out recv has the shape"):
                     epic.torch.dispatch(plan, rows, weights, out=(into[0][1:].clone(), into[1]))
                 for data in (damaged, weights):
-                    args = (data, rows.clone(), weights.clone(), plan.capacity, group.number)
+                    args = (data, rows.clone(), weights.clone(), plan.capacity, plan.way.layer)
                     with pytest.raises(RuntimeError, match="EPIC_EINVAL"):
                         ops.dispatch.default(group.turn, *args)
 

@@ -217,7 +217,7 @@ def test_not_wanted() -> None:
         assert epic.torch.moe(*wish, out=given) is not wanted
         assert torch.equal(given.out, wanted.out)
         plan, recv, slots = epic.torch.plan_dispatch(group, LAYER, IDS, X, W)
-        ct, place = numbers(9, 4, HIDDEN), (plan.capacity, group.number, 0, 1)
+        ct, place = numbers(9, 4, HIDDEN), (plan.capacity, plan.way.layer, 0, 1)
         args = (group.turn, plan.bytes, ct, recv, slots, *place)
         rows, weights = ops.combine_backward.default(*args)
         found = torch.empty_like(weights)

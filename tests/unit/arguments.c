@@ -92,6 +92,16 @@ static const wrong wrongs[] = {
     {PLAN, BAD, "rank_of_expert", "0x1001", {SET(plan.rank_of_expert, 0x1001)}},
     {PLAN, BAD, "load", "0x1001", {SET(plan.load, 0x1001)}},
 
+    {DISPATCH, BAD, "layer", "NULL", {SET(dispatch.layer, 0)}},
+    {DISPATCH, BAD, "layer.num_experts", "must be 24", {SET(layer.num_experts, 12)}},
+    {DISPATCH, BAD, "layer.num_logical", "must be 0", {SET(layer.num_logical, 12)}},
+    {DISPATCH, BAD, "layer.top_k", "must be 2", {SET(layer.top_k, 4)}},
+    {DISPATCH, BAD, "layer.alignment", "must be 4", {SET(layer.alignment, 0)}},
+    {DISPATCH, BAD, "layer.layout", "must be EPIC_EXPERT", {SET(layer.layout, EPIC_FLAT)}},
+    {DISPATCH, BAD, "layer.overflow", "must be EPIC_OVER", {SET(layer.overflow, 1)}},
+    {DISPATCH, BAD, "layer.partial_type", "must be 0", {SET(layer.partial_type, EPIC_F32)}},
+    {DISPATCH, BAD, "layer.flags", "must be 0", {SET(layer.flags, EPIC_DISTINCT)}},
+    {DISPATCH, BAD, "top_k", "65", {SET(layer.top_k, 65)}},
     {DISPATCH, BAD, "plan", "", {SET(dispatch.plan, 0)}},
     {DISPATCH, BAD, "plan", "16", {SET(dispatch.plan, 0x1008)}},
     {DISPATCH, BAD, "tokens.num_rows", "-1", {SET(dispatch.tokens.num_rows, -1)}},
@@ -159,6 +169,8 @@ static const wrong wrongs[] = {
     {BOTH, BAD, "weights", "NULL", {SET(dispatch.weights, 0)}},
     {BOTH, BAD, "slot_weights", "NULL", {SET(dispatch.slot_weights, 0)}},
 
+    {COMBINE, BAD, "layer", "NULL", {SET(combine.layer, 0)}},
+    {COMBINE, BAD, "layer.top_k", "must be 2", {SET(layer.top_k, 4)}},
     {COMBINE, BAD, "plan", "", {SET(combine.plan, 0)}},
     {COMBINE, BAD, "plan", "16", {SET(combine.plan, 0x1008)}},
     {COMBINE, BAD, "type", "0", {SET(combine.type, 0)}},
@@ -185,6 +197,8 @@ static const wrong wrongs[] = {
     {COMBINE, BAD, "out", "0x1001", {SET(combine.out.data, 0x1001)}},
     {COMBINE, BAD, "slot_weights", "0x1002", {SET(combine.slot_weights, 0x1002)}},
 
+    {DISPATCH_BACKWARD, BAD, "layer", "NULL", {SET(dispatch_backward.layer, 0)}},
+    {DISPATCH_BACKWARD, BAD, "layer.top_k", "must be 2", {SET(layer.top_k, 4)}},
     {DISPATCH_BACKWARD, BAD, "plan", "", {SET(dispatch_backward.plan, 0)}},
     {DISPATCH_BACKWARD, BAD, "type", "0", {SET(dispatch_backward.type, 0)}},
     {DISPATCH_BACKWARD,
@@ -222,6 +236,8 @@ static const wrong wrongs[] = {
     {DISPATCH_BACKWARD, BAD, "d_weights", "NULL", {SET(dispatch_backward.d_weights, 0)}},
     {DISPATCH_BACKWARD, BAD, "flags", "1", {SET(dispatch_backward.flags, 1)}},
 
+    {COMBINE_BACKWARD, BAD, "layer", "NULL", {SET(combine_backward.layer, 0)}},
+    {COMBINE_BACKWARD, BAD, "layer.top_k", "must be 2", {SET(layer.top_k, 4)}},
     {COMBINE_BACKWARD, BAD, "plan", "", {SET(combine_backward.plan, 0)}},
     {COMBINE_BACKWARD, BAD, "type", "6", {SET(combine_backward.type, EPIC_E8M0)}},
     {COMBINE_BACKWARD, BAD, "d_out.num_rows", "5", {SET(combine_backward.d_out.num_rows, 5)}},
@@ -283,7 +299,11 @@ static calls right_calls(step *s, uint64_t tag)
 
 static epic_result make_call(epic_context *ctx, enum which which, calls *c)
 {
-    if (c->plan.layer) c->plan.layer = &c->layer;
+    const epic_layer **const layers[] = {&c->plan.layer, &c->dispatch.layer, &c->combine.layer,
+                                         &c->dispatch_backward.layer,
+                                         &c->combine_backward.layer};
+    for (size_t i = 0; i < COUNT_OF(layers); i++)
+        if (*layers[i]) *layers[i] = &c->layer;
     switch (which) {
     case PLAN:
         return epic_plan(ctx, &c->plan);

@@ -84,7 +84,8 @@ static void count_dispatch(counted *c, bool weights)
 {
     char *x = calloc(TOKENS, ROW), *recv = calloc((size_t)c->slots, ROW);
     float *w = calloc(TOKENS * TOP_K, 4), *slot_weights = calloc((size_t)c->slots, 4);
-    epic_dispatch_args a = {.plan = c->plan,
+    epic_dispatch_args a = {.layer = &c->layer,
+                            .plan = c->plan,
                             .plan_bytes = c->plan_bytes,
                             .tokens = {x, TOKENS, ROW},
                             .recv = {recv, c->slots, ROW}};
@@ -102,7 +103,8 @@ static void count_dispatch(counted *c, bool weights)
 static void count_combine(counted *c)
 {
     char *rows = calloc((size_t)c->slots, ROW), *out = calloc(TOKENS, ROW);
-    const epic_combine_args a = {.plan = c->plan,
+    const epic_combine_args a = {.layer = &c->layer,
+                                 .plan = c->plan,
                                  .plan_bytes = c->plan_bytes,
                                  .rows = {rows, c->slots, ROW},
                                  .out = {out, TOKENS, ROW},
@@ -117,7 +119,8 @@ static void count_combine(counted *c)
 static void count_gradients(counted *c)
 {
     char *rows = calloc((size_t)c->slots, ROW), *d_tokens = calloc(TOKENS, ROW);
-    const epic_combine_backward_args spread = {.plan = c->plan,
+    const epic_combine_backward_args spread = {.layer = &c->layer,
+                                               .plan = c->plan,
                                                .plan_bytes = c->plan_bytes,
                                                .d_out = {d_tokens, TOKENS, ROW},
                                                .d_rows = {rows, c->slots, ROW},
@@ -125,7 +128,8 @@ static void count_gradients(counted *c)
     uint64_t before = epic_context_bytes_sent(c->ctx);
     CHECK(epic_combine_backward(c->ctx, &spread) == EPIC_OK);
     CHECK_EQ(sent_since(c, before), tokens_wanted(c) * ROW);
-    const epic_dispatch_backward_args home = {.plan = c->plan,
+    const epic_dispatch_backward_args home = {.layer = &c->layer,
+                                              .plan = c->plan,
                                               .plan_bytes = c->plan_bytes,
                                               .d_recv = {rows, c->slots, ROW},
                                               .d_tokens = {d_tokens, TOKENS, ROW},

@@ -47,7 +47,8 @@ static epic_result work(epic_context *ctx, void *plan, int64_t bytes, run_random
                                          .recv = {recv, most, row},
                                          .weights = weights,
                                          .slot_weights = slot_weights};
-    const epic_combine_args combine = {.plan = plan,
+    const epic_combine_args combine = {.layer = &layer,
+                                       .plan = plan,
                                        .plan_bytes = bytes,
                                        .rows = {recv, most, row},
                                        .out = {x, TOKENS, row},

@@ -31,21 +31,28 @@ static void run(epic_context *ctx, part *p, void *plan, int64_t plan_bytes)
                                   .plan_bytes = plan_bytes,
                                   .topk_idx = rank == 0 ? p->ids : NULL,
                                   .num_tokens = rank == 0 ? TOKENS : 0};
-    const epic_dispatch_args dispatch = {.plan = plan,
+    const epic_dispatch_args dispatch = {.layer = &layer,
+                                         .plan = plan,
                                          .plan_bytes = plan_bytes,
                                          .tokens = tokens,
                                          .recv = slots,
                                          .weights = p->weights,
                                          .slot_weights = p->slot_weights};
-    const epic_combine_args combine = {
-        .plan = plan, .plan_bytes = plan_bytes, .rows = slots, .out = out, .type = EPIC_F32};
-    const epic_combine_backward_args back = {.plan = plan,
+    const epic_combine_args combine = {.layer = &layer,
+                                       .plan = plan,
+                                       .plan_bytes = plan_bytes,
+                                       .rows = slots,
+                                       .out = out,
+                                       .type = EPIC_F32};
+    const epic_combine_backward_args back = {.layer = &layer,
+                                             .plan = plan,
                                              .plan_bytes = plan_bytes,
                                              .d_out = out,
                                              .rows = slots,
                                              .d_rows = slots,
                                              .type = EPIC_F32};
-    const epic_dispatch_backward_args home = {.plan = plan,
+    const epic_dispatch_backward_args home = {.layer = &layer,
+                                              .plan = plan,
                                               .plan_bytes = plan_bytes,
                                               .d_recv = slots,
                                               .d_tokens = out,

@@ -79,27 +79,31 @@ static void use_plan(const forged *f)
     float *by_choice = calloc(TOKENS * f->layer.top_k, sizeof(float));
     float *by_slot = calloc(weights + 1, sizeof(float));
     float *by_slot_too = calloc(weights + 1, sizeof(float));
-    const epic_dispatch_args dispatch = {.plan = f->plan,
+    const epic_dispatch_args dispatch = {.layer = &f->layer,
+                                         .plan = f->plan,
                                          .plan_bytes = f->bytes,
                                          .tokens = home,
                                          .recv = away,
                                          .weights = by_choice,
                                          .slot_weights = by_slot,
                                          .flags = EPIC_ZERO_TAIL};
-    const epic_combine_args combine = {.plan = f->plan,
+    const epic_combine_args combine = {.layer = &f->layer,
+                                       .plan = f->plan,
                                        .plan_bytes = f->bytes,
                                        .rows = away,
                                        .out = home,
                                        .slot_weights = flat ? NULL : by_slot,
                                        .type = EPIC_F32};
-    const epic_dispatch_backward_args back = {.plan = f->plan,
+    const epic_dispatch_backward_args back = {.layer = &f->layer,
+                                              .plan = f->plan,
                                               .plan_bytes = f->bytes,
                                               .d_recv = away,
                                               .d_tokens = home,
                                               .d_slot_weights = by_slot,
                                               .d_weights = by_choice,
                                               .type = EPIC_F32};
-    epic_combine_backward_args apart = {.plan = f->plan,
+    epic_combine_backward_args apart = {.layer = &f->layer,
+                                        .plan = f->plan,
                                         .plan_bytes = f->bytes,
                                         .d_out = home,
                                         .d_rows = away,

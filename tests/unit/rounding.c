@@ -23,7 +23,8 @@ static int combine(epic_context *ctx, const float *rows, float *out)
                                   .topk_idx = chosen,
                                   .num_tokens = 1,
                                   .capacity = 2};
-    const epic_combine_args home = {.plan = plan,
+    const epic_combine_args home = {.layer = &layer,
+                                    .plan = plan,
                                     .plan_bytes = sizeof plan,
                                     .rows = {(void *)(uintptr_t)rows, 2, 16},
                                     .out = {out, 1, 16},

@@ -113,7 +113,8 @@ static epic_plan_args plan_args(seat *s)
 
 static epic_dispatch_args dispatch_args(seat *s)
 {
-    return (epic_dispatch_args){.plan = s->plan,
+    return (epic_dispatch_args){.layer = &s->layer,
+                                .plan = s->plan,
                                 .plan_bytes = s->plan_bytes,
                                 .tokens = {s->x, s->num_tokens, sizeof s->x[0]},
                                 .recv = {s->recv, SLOTS, sizeof s->recv[0]},
@@ -131,7 +132,8 @@ static epic_result plan_dispatch(seat *s)
 /* What the experts give back unchanged comes home as it was: the weights add up to one. */
 static void check_home(seat *s)
 {
-    const epic_combine_args combine = {.plan = s->plan,
+    const epic_combine_args combine = {.layer = &s->layer,
+                                       .plan = s->plan,
                                        .plan_bytes = s->plan_bytes,
                                        .rows = {s->recv, SLOTS, sizeof s->recv[0]},
                                        .out = {s->out, s->num_tokens, sizeof s->out[0]},

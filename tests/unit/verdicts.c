@@ -109,7 +109,8 @@ static void scales_from_an_empty_buffer(const epic_meet *meet, void *self)
     }
     const epic_plan_args args = plan_args(&s, ids, TOKENS);
     check_result(epic_plan(s.ctx, &args), EPIC_OK);
-    epic_dispatch_args how = {.plan = s.plan,
+    epic_dispatch_args how = {.layer = &s.layer,
+                              .plan = s.plan,
                               .plan_bytes = s.plan_bytes,
                               .tokens = {rows, TOKENS, sizeof rows[0]},
                               .scales = {scales, TOKENS, sizeof scales[0]},
@@ -180,8 +181,11 @@ static void early_close(const epic_meet *meet, void *self)
     }
     const epic_plan_args args = plan_args(&s, ids, sends);
     check_result(epic_plan(s.ctx, &args), EPIC_OK);
-    const epic_dispatch_args how = {
-        .plan = s.plan, .plan_bytes = s.plan_bytes, .tokens = tokens, .recv = recv};
+    const epic_dispatch_args how = {.layer = &s.layer,
+                                    .plan = s.plan,
+                                    .plan_bytes = s.plan_bytes,
+                                    .tokens = tokens,
+                                    .recv = recv};
     CHECK_SAY(epic_dispatch(s.ctx, &how) == EPIC_OK, "rank %d: %s", meet->rank,
               epic_error(s.ctx));
     if (meet->rank == 1 && atomic_load(&slow_is_known)) pthread_kill(slow_thread, SIGUSR1);

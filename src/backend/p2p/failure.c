@@ -121,11 +121,8 @@ static void notice_sentence(const epic_group *g, const p2p_notice *n, char *to, 
     case P2P_FAULT_TOKENS:
         snprintf(to, size, SAYS_TOKENS, names_of(c).tokens, a, b);
         return;
-    case P2P_FAULT_LAYOUT:
-        if (a == EPIC_FLAT)
-            snprintf(to, size, SAYS_BY_SLOT, "slot_weights or d_slot_weights");
-        else
-            snprintf(to, size, SAYS_RECV_EXPERT);
+    case P2P_FAULT_LAYER:
+        snprintf(to, size, SAYS_LAYER);
         return;
     default:
         snprintf(to, size,
@@ -157,7 +154,7 @@ static void add_cause(const epic_group *g, char *to, size_t size)
         const p2p_notice *n = &s->notices[i];
         if (__atomic_load_n(&n->result, __ATOMIC_ACQUIRE) == EPIC_OK || n->epoch != s->epoch ||
             (n->fault != P2P_FAULT_PLAN && n->fault != P2P_FAULT_TOKENS &&
-             n->fault != P2P_FAULT_LAYOUT))
+             n->fault != P2P_FAULT_LAYER))
             continue;
         notice_sentence(g, n, cause, sizeof cause);
         snprintf(to + length, size - length, "; here %s", cause);

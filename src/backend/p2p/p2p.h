@@ -37,12 +37,6 @@ struct epic_group {
     hosts_part *hosts;  /* NULL: p2p */
     cudaStream_t side;  /* for words to peers while a kernel runs */
     uint64_t *word;     /* pinned host memory */
-    int32_t top_k;      /* of the last plan: a hint of how much work a row is, */
-    int32_t experts;    /* and with this one of where its arrays are */
-    int32_t most_top_k; /* of all plans of this group; */
-    bool rare_sums;     /* some of them have leaves, or partials of another type */
-    bool tree;          /* some of them are EPIC_TREE */
-    bool flat;          /* some of them are FLAT */
     bool bulk;          /* the GPU has bulk stores */
     int32_t few_tokens; /* of a rank, at most: P2P_FEW_TOKENS */
 };

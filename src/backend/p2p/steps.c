@@ -3,7 +3,7 @@
  * allocated, so that all of them can be captured in a graph. */
 #include <string.h>
 
-#include "backend/p2p/p2p.h"
+#include "backend/p2p/layers.h"
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
 
@@ -14,37 +14,14 @@
 
 /* --------------------------------------------------------------------------- common ---- */
 
-/* A hash of what the ranks must call alike: 28 bits, under the operation's 4. */
-typedef struct alike {
-    uint64_t hash;
-} alike;
-
-static void mix(alike *a, uint64_t value)
-{
-    a->hash = (a->hash ^ value) * 0x9e3779b97f4a7c15ull;
-    a->hash ^= a->hash >> 29;
-}
-
-static void mix_layer(alike *a, const epic_layer *layer)
-{
-    mix(a, (uint64_t)layer->num_experts << 32 | layer->top_k);
-    mix(a, (uint64_t)layer->alignment << 32 | layer->overflow);
-    mix(a, (uint64_t)layer->expert_capacity << 32 | layer->sum_order);
-    mix(a, (uint64_t)layer->leaves << 32 | layer->partial_type);
-    mix(a, (uint64_t)layer->num_logical << 32 | layer->flags);
-    if (layer->layout != EPIC_EXPERT_MAJOR) mix(a, layer->layout);
-    if (layer->priority != EPIC_BY_TOKEN) mix(a, ~(uint64_t)layer->priority);
-}
-
 static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call,
-                      epic_operation operation, alike a)
+                      epic_operation operation, signature a)
 {
     const uint32_t timeout_ms = call->timeout_ms ? call->timeout_ms : g->config.timeout_ms;
     p2p_wake(g);
-    mix(&a, call->tag);
+    signature_mix(&a, call->tag);
     *self = g->self;
     self->operation = operation;
-    self->layouts = P2P_BY_EXPERT | P2P_FLAT;
     self->signature = (uint32_t)operation << 28 | (uint32_t)(a.hash >> 36);
     self->timeout_ns = (uint64_t)timeout_ms * 1000000;
     p2p_beats_expect(g->beats, timeout_ms);
@@ -87,55 +64,6 @@ static epic_result check_row(const epic_group *g, const char *name, const epic_r
 
 /* ----------------------------------------------------------------------------- plan ---- */
 
-/* Does it matter whether choices are kept by k? */
-static bool is_by_k(const epic_layer *layer)
-{
-    return layer->priority == EPIC_BY_K && layer->overflow == EPIC_OVERFLOW_DROP &&
-           layer->top_k > 1;
-}
-
-static epic_result read_layer(const epic_group *g, epic_layer *out, const epic_plan_args *args)
-{
-    *out = *args->layer;
-    if (out->num_logical && out->num_experts > P2P_REPLICATED_EXPERTS)
-        return epic_fail(EPIC_ENOTSUP,
-                         "layer.num_experts is %u: CUDA contexts take at most %d with replicas",
-                         out->num_experts, P2P_REPLICATED_EXPERTS);
-    if (out->num_experts > DEVICE_MAX_EXPERTS)
-        return epic_fail(EPIC_ENOTSUP, "layer.num_experts is %u: CUDA contexts take at most %d",
-                         out->num_experts, DEVICE_MAX_EXPERTS);
-    if (is_by_k(out) && (uint64_t)out->num_experts * out->top_k > P2P_BY_K_TALLIES)
-        return epic_fail(EPIC_ENOTSUP,
-                         "layer.priority is EPIC_BY_K, layer.num_experts %u, layer.top_k %u: "
-                         "CUDA contexts take at most %d for their product then",
-                         out->num_experts, out->top_k, P2P_BY_K_TALLIES);
-    if (g->config.max_tokens * out->top_k >= 1ll << P2P_COUNT_BITS)
-        return epic_fail(EPIC_ENOTSUP,
-                         "layer.top_k is %u, config.max_tokens %lld: CUDA contexts take less "
-                         "than %lld choices of a rank",
-                         out->top_k, (long long)g->config.max_tokens, 1ll << P2P_COUNT_BITS);
-    if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
-    if (!out->leaves) out->leaves = (uint32_t)g->num_ranks;
-    if (out->sum_order == EPIC_BY_RANK) out->leaves = (uint32_t)g->num_ranks;
-    if (out->leaves / (uint32_t)g->num_ranks > 128)
-        return epic_fail(EPIC_ENOTSUP,
-                         "layer.leaves is %u: CUDA contexts take at most 128 for each rank",
-                         out->leaves);
-    return EPIC_OK;
-}
-
-/* Plans come from this group's calls alone: what none of them has, no plan has. */
-static void remember(epic_group *g, const epic_layer *layer)
-{
-    g->top_k = (int32_t)layer->top_k;
-    g->experts = (int32_t)layer->num_experts;
-    if (g->most_top_k < g->top_k) g->most_top_k = g->top_k;
-    if (layer->leaves > (uint32_t)g->num_ranks || layer->partial_type) g->rare_sums = true;
-    if (layer->sum_order == EPIC_TREE && g->num_ranks > 8) g->rare_sums = true;
-    if (layer->sum_order == EPIC_TREE) g->tree = true;
-    if (layer->layout == EPIC_FLAT) g->flat = true;
-}
-
 /* May operations of few tokens take kernels of their own?  hosts: where all of them do, as ids go to every
  * rank; and where rows go straight. */
 static bool may_be_few(const epic_group *g)
@@ -150,17 +78,11 @@ static bool may_be_few(const epic_group *g)
 
 /* Does an operation of so many tokens here take the kernels for few?  Rows travel alike with them
  * and with the others, so each rank chooses for itself. */
-static bool is_few(const epic_group *g, int32_t num_tokens, int32_t most, int64_t row_bytes)
+static bool is_few(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
+                   int32_t most, int64_t row_bytes)
 {
-    return may_be_few(g) && num_tokens <= most && g->most_top_k > 0 && g->most_top_k <= 32 &&
+    return may_be_few(g) && num_tokens <= most && layer->top_k <= 32 &&
            g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
-}
-
-/* Where the arrays of a plan like the last one are, if that has `plan_bytes`. */
-static bool likely_layout(const epic_group *g, int64_t plan_bytes, device_plan_layout *at)
-{
-    *at = device_plan_layout_of(g->num_ranks, g->config.max_tokens, g->experts, g->top_k);
-    return g->top_k && at->bytes <= plan_bytes;
 }
 
 static int planners_of(int64_t num_tokens, int num_sms)
@@ -171,15 +93,10 @@ static int planners_of(int64_t num_tokens, int num_sms)
 }
 
 /* few: tokens of a rank that are, at most. */
-static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
-                             int32_t few, alike *a)
+static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
+                             int32_t few, signature *a)
 {
-    TRY(read_layer(g, &job->layer, args));
-    const int64_t bytes = device_layer_bytes(g->num_ranks, g->config.max_tokens, &job->layer);
-    if (args->plan_bytes < bytes)
-        return epic_fail(EPIC_EINVAL,
-                         "plan_bytes is %lld: this layer needs %lld (epic_plan_bytes)",
-                         (long long)args->plan_bytes, (long long)bytes);
+    TRY(p2p_read_plan_layer(g, &job->layer, args->layer, args->plan_bytes));
     job->plan = args->plan;
     job->topk_idx = args->topk_idx;
     job->rank_of_expert = args->rank_of_expert;
@@ -195,20 +112,18 @@ static epic_result fill_plan(epic_group *g, p2p_plan_job *job, const epic_plan_a
     job->wide = args->index_type == EPIC_I64;
     job->planners = planners_of(args->num_tokens, sms_of(g, &args->call));
     const bool flat = job->layer.layout == EPIC_FLAT;
-    job->by_k = is_by_k(&job->layer);
+    job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
     if (searches || job->resolves) job->planners = 1; /* flat_drop.cuh, resolve.cuh */
-    job->at = device_plan_layout_of(g->num_ranks, g->config.max_tokens, job->layer.num_experts,
-                                    job->layer.top_k);
-    remember(g, &job->layer);
+    job->at = p2p_plan_layout(g, &job->layer);
     if (!may_be_few(g) || args->rank_of_expert) few = 0;
     if (few > g->config.max_tokens) few = (int32_t)g->config.max_tokens;
     job->most_few = p2p_most_few(g->num_ranks, few, &job->layer);
     job->few = job->most_few > 0 && job->num_tokens <= job->most_few;
     if (job->few) job->planners = 1;
-    mix_layer(a, &job->layer);
-    mix(a, args->rank_of_expert != NULL);
+    p2p_mix_layer(a, &job->layer);
+    signature_mix(a, args->rank_of_expert != NULL);
     return EPIC_OK;
 }
 
@@ -216,10 +131,11 @@ static epic_result plan(epic_group *g, const epic_plan_args *args)
 {
     P2P_RANGE("epic_plan");
     p2p_plan_job job = {0};
-    alike a = {EPIC_OP_PLAN};
+    signature a = {EPIC_OP_PLAN};
     TRY(p2p_whole(g));
     TRY(fill_plan(g, &job, args, g->few_tokens, &a));
     fill_self(&job.self, g, &args->call, EPIC_OP_PLAN, a);
+    p2p_expect_layer(&job.self, &job.layer);
     const int sms = sms_of(g, &args->call);
     return p2p_cuda(job.few ? p2p_launch_few_plan(&job, sms, stream_of(&args->call))
                             : p2p_launch_plan(&job, sms, stream_of(&args->call)),
@@ -230,7 +146,7 @@ static epic_result plan(epic_group *g, const epic_plan_args *args)
 
 /* Second rows, the caller's or made on the way. */
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
-                               const epic_dispatch_args *args, alike *a)
+                               const epic_dispatch_args *args, signature *a)
 {
     const epic_rows *in = &args->scales, *out = &args->recv_scales;
     const int64_t bytes = out->row_bytes ? out->row_bytes : in->row_bytes;
@@ -243,14 +159,15 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     job->quantize = args->quantize;
     job->scales_aligned = is_aligned(out) && (args->quantize || is_aligned(in));
     job->scales_in_words = (uintptr_t)out->data % 4 == 0 && bytes % 4 == 0;
-    mix(a, (uint64_t)bytes);
-    mix(a, args->quantize);
-    if (args->quantize) mix(a, args->type);
+    signature_mix(a, (uint64_t)bytes);
+    signature_mix(a, args->quantize);
+    if (args->quantize) signature_mix(a, args->type);
     return EPIC_OK;
 }
 
-static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
-                                 const epic_dispatch_args *args, alike *a)
+/* Of a job whose layer is filled in. */
+static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
+                                 const epic_dispatch_args *args, signature *a)
 {
     TRY(check_row(g, "tokens", &args->tokens));
     job->tokens = args->tokens.data;
@@ -258,7 +175,7 @@ static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
     job->weights = args->weights;
     job->slot_weights = args->slot_weights;
     job->recv_expert = args->recv_expert;
-    job->top_k = g->top_k;
+    job->top_k = (int32_t)job->plan.layer.top_k;
     job->token_bytes = args->tokens.row_bytes ? args->tokens.row_bytes : args->recv.row_bytes;
     job->row_bytes = args->quantize ? args->recv.row_bytes : job->token_bytes;
     job->num_tokens = rows_of(&args->tokens);
@@ -267,8 +184,8 @@ static epic_result fill_dispatch(epic_group *g, p2p_dispatch_job *job,
     job->bulk = g->bulk;
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
     job->leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
-    mix(a, (uint64_t)job->row_bytes);
-    mix(a, args->slot_weights != NULL);
+    signature_mix(a, (uint64_t)job->row_bytes);
+    signature_mix(a, args->slot_weights != NULL);
     return fill_scales(g, job, args, a);
 }
 
@@ -282,14 +199,12 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool few)
     return few ? p2p_launch_few_dispatch : p2p_launch_dispatch;
 }
 
-/* Rows alone are for plans of either layout what they are by expert. */
-static void choose_layout(const epic_group *g, p2p_dispatch_job *job)
+/* Does the job need what is special of FLAT?  Rows alone, with a plan that exists, do not: the record
+ * of a token has its row where others have slots. */
+static bool is_flat(const p2p_dispatch_job *job)
 {
-    uint32_t *layouts = &job->plan.self.layouts;
-    job->flat = job->plan.planners ? job->plan.layer.layout == EPIC_FLAT
-                                   : job->recv_expert || (g->flat && job->weights);
-    if (job->recv_expert) *layouts = P2P_FLAT;
-    if (!job->flat && job->weights) *layouts = P2P_BY_EXPERT;
+    return job->plan.layer.layout == EPIC_FLAT &&
+           (job->plan.planners || job->recv_expert || job->weights);
 }
 
 /* The most rows of a rank that are few, the same on all ranks; -1: none are. */
@@ -303,13 +218,12 @@ static int32_t few_rows(const epic_group *g, const p2p_dispatch_job *job)
 static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                    const epic_call *call, const char *what)
 {
-    choose_layout(g, job);
-    if (job->plan.planners == 0 && likely_layout(g, job->plan_bytes, &job->plan.at))
-        job->likely_experts = g->experts;
+    job->flat = is_flat(job);
     const int64_t bytes = p2p_string_bytes(job->row_bytes, job->scale_bytes);
     const bool few = job->plan.planners
                          ? job->plan.few
-                         : !job->flat && is_few(g, job->num_tokens, few_rows(g, job), bytes);
+                         : !job->flat && is_few(g, &job->plan.layer, job->num_tokens,
+                                                few_rows(g, job), bytes);
     return p2p_cuda(launcher_of(job, few)(job, sms_of(g, call), stream_of(call)), what);
 }
 
@@ -317,10 +231,13 @@ static epic_result dispatch(epic_group *g, const epic_dispatch_args *args)
 {
     P2P_RANGE("epic_dispatch");
     p2p_dispatch_job job = {0};
-    alike a = {EPIC_OP_DISPATCH};
+    signature a = {EPIC_OP_DISPATCH};
     TRY(p2p_whole(g));
+    TRY(p2p_read_plan_layer(g, &job.plan.layer, args->layer, args->plan_bytes));
     TRY(fill_dispatch(g, &job, args, &a));
     fill_self(&job.plan.self, g, &args->call, EPIC_OP_DISPATCH, a);
+    p2p_expect_layer(&job.plan.self, &job.plan.layer);
+    job.plan.at = p2p_plan_layout(g, &job.plan.layer);
     job.plan.plan = (uint8_t *)(uintptr_t)args->plan;
     job.plan_bytes = args->plan_bytes;
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
@@ -353,21 +270,23 @@ static epic_result plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
 {
     P2P_RANGE("epic_plan_dispatch");
     p2p_dispatch_job job = {0};
-    alike a = {EPIC_OP_PLAN * 16 + EPIC_OP_DISPATCH};
+    signature a = {EPIC_OP_PLAN * 16 + EPIC_OP_DISPATCH};
     TRY(p2p_whole(g));
+    TRY(p2p_read_layer(g, &job.plan.layer, plan_args->layer));
     TRY(fill_dispatch(g, &job, args, &a));
     TRY(fill_plan(g, &job.plan, plan_args, few_rows(g, &job), &a));
     if (!overlaps(g, &job)) {
         epic_dispatch_args second = *args;
         second.call = plan_args->call;
+        second.layer = plan_args->layer;
         second.plan = plan_args->plan;
         second.plan_bytes = plan_args->plan_bytes;
         TRY(plan(g, plan_args));
         return dispatch(g, &second);
     }
     job.head = head_of(g, &job);
-    job.top_k = g->top_k;
     fill_self(&job.plan.self, g, &plan_args->call, EPIC_OP_DISPATCH, a);
+    p2p_expect_layer(&job.plan.self, &job.plan.layer);
     job.plan_bytes = plan_args->plan_bytes;
     return launch_dispatch(g, &job, &plan_args->call, "launching plan and dispatch");
 }
@@ -380,11 +299,33 @@ static void *scratch_of(const epic_group *g)
     return g->self.heap[g->rank] + g->self.at.scratch;
 }
 
-static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epic_call *call,
-                                  const epic_rows *rows, const epic_rows *out, alike a,
+/* What a combine is given of its plan. */
+typedef struct given_plan {
+    const epic_layer *layer;
+    const void *plan;
+    int64_t plan_bytes;
+} given_plan;
+
+static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
+                                     epic_layer *layer, const given_plan *given)
+{
+    TRY(p2p_read_plan_layer(g, layer, given->layer, given->plan_bytes));
+    const device_plan_layout at = p2p_plan_layout(g, layer);
+    job->plan = given->plan;
+    job->plan_bytes = given->plan_bytes;
+    job->rank_of_at = at.rank_of;
+    job->records_at = at.records;
+    job->top_k = (int32_t)layer->top_k;
+    job->tree = layer->sum_order == EPIC_TREE;
+    job->flat = layer->layout == EPIC_FLAT;
+    return EPIC_OK;
+}
+
+static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
+                                  const epic_layer *layer, const epic_call *call,
+                                  const epic_rows *rows, const epic_rows *out, signature a,
                                   epic_operation operation)
 {
-    device_plan_layout at;
     TRY(check_type(job->type));
     TRY(check_row(g, "rows", rows));
     job->rows = rows->data;
@@ -398,21 +339,13 @@ static epic_result launch_combine(epic_group *g, p2p_combine_job *job, const epi
         if (job->slot_floats) job->slot_floats = scratch_of(g);
     }
     job->aligned = is_aligned(rows) && is_aligned(out);
-    job->tree = g->tree;
     job->lag = COMBINE_LAG;
-    job->flat = g->flat;
-    mix(&a, (uint64_t)job->row_bytes);
-    mix(&a, job->type);
+    signature_mix(&a, (uint64_t)job->row_bytes);
+    signature_mix(&a, job->type);
     fill_self(&job->self, g, call, operation, a);
-    if (job->slot_weights || job->slot_floats) job->self.layouts = P2P_BY_EXPERT;
-    const bool few =
-        !HOSTS && !g->rare_sums && is_few(g, job->num_tokens, P2P_FEW_SUMS, job->row_bytes);
-    if (few && likely_layout(g, job->plan_bytes, &at)) {
-        job->likely_experts = g->experts;
-        job->top_k = g->top_k;
-        job->likely_rank_of = at.rank_of;
-        job->likely_records = at.records;
-    }
+    p2p_expect_layer(&job->self, layer);
+    const bool few = !HOSTS && !p2p_has_rare_sums(g, layer) &&
+                     is_few(g, layer, job->num_tokens, P2P_FEW_SUMS, job->row_bytes);
     return p2p_cuda(few ? p2p_launch_few_combine(job, sms_of(g, call), stream_of(call))
                         : p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
                     "launching combine");
@@ -422,26 +355,30 @@ static epic_result combine(epic_group *g, const epic_combine_args *args)
 {
     P2P_RANGE("epic_combine");
     p2p_combine_job job = {0};
-    alike a = {EPIC_OP_COMBINE};
+    signature a = {EPIC_OP_COMBINE};
+    epic_layer layer;
     TRY(p2p_whole(g));
-    job.plan = args->plan;
-    job.plan_bytes = args->plan_bytes;
+    TRY(fill_combine_plan(g, &job, &layer,
+                          &(given_plan){args->layer, args->plan, args->plan_bytes}));
     job.slot_weights = args->slot_weights;
     job.type = args->type;
-    mix(&a, args->slot_weights != NULL);
-    return launch_combine(g, &job, &args->call, &args->rows, &args->out, a, EPIC_OP_COMBINE);
+    signature_mix(&a, args->slot_weights != NULL);
+    return launch_combine(g, &job, &layer, &args->call, &args->rows, &args->out, a,
+                          EPIC_OP_COMBINE);
 }
 
-/* Of a plan that may be FLAT, floats go home in an operation of their own. */
-static epic_result launch_floats(epic_group *g, const epic_dispatch_backward_args *args,
-                                 const p2p_combine_job *rows, alike a)
+/* Brings the floats of a FLAT plan home, which is an operation of its own. */
+static epic_result launch_floats(const epic_group *g, const epic_dispatch_backward_args *args,
+                                 const p2p_combine_job *rows, const epic_layer *layer,
+                                 signature a)
 {
     p2p_combine_job job = *rows;
     job.slot_floats = args->d_slot_weights;
     job.choice_floats = args->d_weights;
     if (!job.num_rows) job.slot_floats = scratch_of(g);
-    mix(&a, 1);
+    signature_mix(&a, 1);
     fill_self(&job.self, g, &args->call, EPIC_OP_DISPATCH_BACKWARD, a);
+    p2p_expect_layer(&job.self, layer);
     return p2p_cuda(p2p_launch_floats(&job, sms_of(g, &args->call), stream_of(&args->call)),
                     "launching dispatch_backward");
 }
@@ -450,18 +387,19 @@ static epic_result dispatch_backward(epic_group *g, const epic_dispatch_backward
 {
     P2P_RANGE("epic_dispatch_backward");
     p2p_combine_job job = {0};
-    alike a = {EPIC_OP_DISPATCH_BACKWARD};
-    const bool apart = g->flat && args->d_weights;
+    signature a = {EPIC_OP_DISPATCH_BACKWARD};
+    epic_layer layer;
     TRY(p2p_whole(g));
-    job.plan = args->plan;
-    job.plan_bytes = args->plan_bytes;
+    TRY(fill_combine_plan(g, &job, &layer,
+                          &(given_plan){args->layer, args->plan, args->plan_bytes}));
+    const bool apart = job.flat && args->d_weights;
     job.slot_floats = apart ? NULL : args->d_slot_weights;
     job.choice_floats = apart ? NULL : args->d_weights;
     job.type = args->type;
-    mix(&a, args->d_weights != NULL);
-    TRY(launch_combine(g, &job, &args->call, &args->d_recv, &args->d_tokens, a,
+    signature_mix(&a, args->d_weights != NULL);
+    TRY(launch_combine(g, &job, &layer, &args->call, &args->d_recv, &args->d_tokens, a,
                        EPIC_OP_DISPATCH_BACKWARD));
-    return apart ? launch_floats(g, args, &job, a) : EPIC_OK;
+    return apart ? launch_floats(g, args, &job, &layer, a) : EPIC_OK;
 }
 
 static void fill_quantized(p2p_combine_backward_job *job,
@@ -485,10 +423,12 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
 {
     P2P_RANGE("epic_combine_backward");
     p2p_combine_backward_job job = {0};
-    alike a = {EPIC_OP_COMBINE_BACKWARD};
+    signature a = {EPIC_OP_COMBINE_BACKWARD};
+    epic_layer layer;
     TRY(p2p_whole(g));
     TRY(check_type(args->type));
     TRY(check_row(g, "d_out", &args->d_out));
+    TRY(p2p_read_plan_layer(g, &layer, args->layer, args->plan_bytes));
     job.plan = args->plan;
     job.plan_bytes = args->plan_bytes;
     job.d_out = args->d_out.data;
@@ -499,7 +439,7 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
     job.row_bytes = args->d_out.row_bytes ? args->d_out.row_bytes : args->d_rows.row_bytes;
     fill_quantized(&job, args);
     job.num_tokens = rows_of(&args->d_out);
-    job.top_k = g->top_k;
+    job.top_k = (int32_t)layer.top_k;
     job.num_rows = rows_of(&args->d_rows);
     if (args->d_slot_weights && args->rows.num_rows < job.num_rows)
         job.num_rows = rows_of(&args->rows);
@@ -514,12 +454,13 @@ static epic_result combine_backward(epic_group *g, const epic_combine_backward_a
                   (!args->d_slot_weights || is_aligned(&args->rows));
     job.zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
     job.leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
-    mix(&a, (uint64_t)job.row_bytes);
-    mix(&a, args->type);
-    mix(&a, args->quantize);
-    mix(&a, (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
+    signature_mix(&a, (uint64_t)job.row_bytes);
+    signature_mix(&a, args->type);
+    signature_mix(&a, args->quantize);
+    signature_mix(&a,
+                  (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
     fill_self(&job.self, g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
-    if (args->slot_weights || args->d_slot_weights) job.self.layouts = P2P_BY_EXPERT;
+    p2p_expect_layer(&job.self, &layer);
     return p2p_cuda(
         p2p_launch_combine_backward(&job, sms_of(g, &args->call), stream_of(&args->call)),
         "launching combine_backward");
@@ -531,10 +472,10 @@ static epic_result sum(epic_group *g, const epic_sum_args *args)
 {
     P2P_RANGE("epic_sum");
     const int64_t most = g->self.at.source_bytes / 16 * 4; /* floats of one launch */
-    alike a = {EPIC_OP_SUM};
+    signature a = {EPIC_OP_SUM};
     TRY(p2p_whole(g));
-    mix(&a, (uint64_t)args->count);
-    mix(&a, args->order);
+    signature_mix(&a, (uint64_t)args->count);
+    signature_mix(&a, args->order);
     int64_t done = 0;
     do {
         const int64_t left = args->count - done;
@@ -553,9 +494,9 @@ static epic_result sum(epic_group *g, const epic_sum_args *args)
 static epic_result sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {
     P2P_RANGE("epic_sum_replicas");
-    alike a = {EPIC_OP_SUM * 16 + 1};
+    signature a = {EPIC_OP_SUM * 16 + 1};
     TRY(p2p_whole(g));
-    mix(&a, (uint64_t)args->data.row_bytes);
+    signature_mix(&a, (uint64_t)args->data.row_bytes);
     p2p_sum_replicas_job job = {.plan = args->plan,
                                 .plan_bytes = args->plan_bytes,
                                 .data = args->data.data,

@@ -89,6 +89,7 @@ static void dispatch_on(team_rank *me, memory *m, cudaStream_t stream)
 {
     const epic_dispatch_args args = {
         .call = {.stream = stream, .timeout_ms = now_played->deadline[me->rank]},
+        .layer = &m->layer,
         .plan = m->plan,
         .plan_bytes = m->plan_bytes,
         .tokens = {m->tokens, tokens_of(me), ROW},

@@ -34,7 +34,7 @@ static int work(team_rank *me)
         .call.stream = me->stream, .layer = &layer, .plan = values, .plan_bytes = 1};
     bad |= p2p_steps.plan(me->group, &plan) == EPIC_OK;
     bad |= expect("epic_sum epic_plan ");
-    const epic_combine_args combine = {.call.stream = me->stream, .type = 99};
+    const epic_combine_args combine = {.call.stream = me->stream, .layer = &layer, .type = 99};
     bad |= p2p_steps.combine(me->group, &combine) == EPIC_OK;
     bad |= expect("epic_sum epic_plan epic_combine ");
     CHECK_CUDA(cudaStreamSynchronize(me->stream));

@@ -54,6 +54,7 @@ enum {
     FLAT_DISTINCT,
     FLAT_TWIN,
     FLAT_WEIGHTS, /* by slot */
+    OTHER_LAYER,  /* than the plan's */
     DAMAGED,
     NUM_CASES
 };
@@ -88,6 +89,7 @@ static const char *const names[] = {"good",
                                     "flat, distinct ids",
                                     "flat, an id twice",
                                     "flat, weights by slot",
+                                    "another layer",
                                     "damaged plan"};
 
 typedef struct observed { /* of one case, on one rank */
@@ -111,6 +113,7 @@ static void need(int good, const char *what, const epic_context *ctx)
 
 typedef struct seat { /* a rank's context and memory, on a host or a device */
     epic_context *ctx;
+    epic_layer layer; /* of the case */
     int rank, on_device;
     cudaStream_t stream;
     unsigned char *plan, *recv, *tokens, *d_rows;
@@ -244,9 +247,10 @@ static void read_back(const seat *s, observed *o)
     o->info.fate_offset = o->info.rank_offset = 0;
 }
 
-static epic_result dispatch(seat *s, int64_t rows)
+static epic_result dispatch(seat *s, const epic_layer *layer, int64_t rows)
 {
     const epic_dispatch_args args = {.call.stream = s->stream,
+                                     .layer = layer,
                                      .plan = s->plan,
                                      .plan_bytes = PLAN,
                                      .tokens = {s->tokens, TOKENS, ROW},
@@ -268,18 +272,21 @@ static epic_result call_short(seat *s, int which)
     const epic_rows slots = {s->recv, rows_of(s, which), ROW};
     const epic_rows out = {s->tokens, TOKENS, ROW};
     const epic_combine_args combine = {.call = call,
+                                       .layer = &s->layer,
                                        .plan = s->plan,
                                        .plan_bytes = PLAN,
                                        .rows = slots,
                                        .out = out,
                                        .type = EPIC_BF16};
     const epic_dispatch_backward_args d_dispatch = {.call = call,
+                                                    .layer = &s->layer,
                                                     .plan = s->plan,
                                                     .plan_bytes = PLAN,
                                                     .d_recv = slots,
                                                     .d_tokens = out,
                                                     .type = EPIC_BF16};
     const epic_combine_backward_args d_combine = {.call = call,
+                                                  .layer = &s->layer,
                                                   .plan = s->plan,
                                                   .plan_bytes = PLAN,
                                                   .d_out = out,
@@ -333,27 +340,42 @@ static void run_replicas(seat *s, observed *o)
     need(!memcmp(rows, after, sizeof rows), "rows of replicas as they were", NULL);
 }
 
+/* With a layer whose plans have the same size.  A host context has done nothing, a CUDA context
+ * writes zeros. */
+static void run_other_layer(seat *s, observed *o)
+{
+    static _Thread_local unsigned char bytes[SLOTS * ROW];
+    epic_layer other = s->layer;
+    other.alignment = 2;
+    memset(bytes, 0x11, sizeof bytes);
+    copy(s, s->recv, bytes, sizeof bytes);
+    observe(s, dispatch(s, &other, SLOTS), o);
+    copy(s, bytes, s->recv, sizeof bytes);
+    for (size_t i = 0; i < sizeof bytes; i++)
+        need(bytes[i] == (s->on_device ? 0 : 0x11), "what dispatch has written", NULL);
+}
+
 static void run_case(seat *s, int which, observed *o)
 {
     const bool flat = which >= FLAT_DROP && which <= FLAT_WEIGHTS;
     const bool flat_drops = which == FLAT_DROP || which == FLAT_BY_K || which == FLAT_REPLICAS;
     const bool drops = which == DROP || which == REPLICAS || (is_by_k(which) && !flat);
-    const epic_layer layer = {.num_experts = EXPERTS,
-                              .num_logical = has_replicas(which) ? NUM_LOGICAL : 0,
-                              .top_k = is_long(which) ? LONG_K : TOP_K,
-                              .flags = are_distinct(which) ? EPIC_DISTINCT : 0,
-                              .alignment = drops ? 8 : 1,
-                              .layout = flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR,
-                              .overflow = drops || flat_drops ? EPIC_OVERFLOW_DROP : 0,
-                              .priority = is_by_k(which) ? EPIC_BY_K : EPIC_BY_TOKEN,
-                              .expert_capacity = drops        ? 9 * (uint32_t)num_ranks - 5
-                                                 : flat_drops ? 4 * (uint32_t)num_ranks
-                                                              : 0,
-                              .sum_order = which == TREE ? EPIC_TREE : EPIC_BY_RANK,
-                              .leaves = which == TREE ? 8 : 0};
+    s->layer = (epic_layer){.num_experts = EXPERTS,
+                            .num_logical = has_replicas(which) ? NUM_LOGICAL : 0,
+                            .top_k = is_long(which) ? LONG_K : TOP_K,
+                            .flags = are_distinct(which) ? EPIC_DISTINCT : 0,
+                            .alignment = drops ? 8 : 1,
+                            .layout = flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR,
+                            .overflow = drops || flat_drops ? EPIC_OVERFLOW_DROP : 0,
+                            .priority = is_by_k(which) ? EPIC_BY_K : EPIC_BY_TOKEN,
+                            .expert_capacity = drops        ? 9 * (uint32_t)num_ranks - 5
+                                               : flat_drops ? 4 * (uint32_t)num_ranks
+                                                            : 0,
+                            .sum_order = which == TREE ? EPIC_TREE : EPIC_BY_RANK,
+                            .leaves = which == TREE ? 8 : 0};
     const int last = s->rank == num_ranks - 1;
     const epic_plan_args args = {.call.stream = s->stream,
-                                 .layer = &layer,
+                                 .layer = &s->layer,
                                  .plan = s->plan,
                                  .plan_bytes = PLAN,
                                  .topk_idx = s->ids,
@@ -370,7 +392,7 @@ static void run_case(seat *s, int which, observed *o)
     observe(s, planned, which == DAMAGED ? NULL : o);
     if (which == DAMAGED) {
         copy(s, s->plan + 40, "damage", 6);
-        observe(s, dispatch(s, SLOTS), o);
+        observe(s, dispatch(s, &s->layer, SLOTS), o);
         return;
     }
     read_back(s, o);
@@ -379,15 +401,21 @@ static void run_case(seat *s, int which, observed *o)
         run_replicas(s, o);
         return;
     }
-    if (which == FLAT_WEIGHTS) {
-        observe(s, call_short(s, which), o);
+    if (which == FLAT_WEIGHTS) { /* the arguments say so */
+        o->result = call_short(s, which);
+        snprintf(o->sentence, sizeof o->sentence, "%s", epic_error(s->ctx));
+        return;
+    }
+    if (which == OTHER_LAYER) {
+        run_other_layer(s, o);
         return;
     }
     if (which >= COMBINE_ROWS && which <= NO_ROWS) {
         run_short(s, which, o);
         return;
     }
-    observe(s, dispatch(s, which == ROWS && last ? 5 : SLOTS), which == ROWS ? o : NULL);
+    observe(s, dispatch(s, &s->layer, which == ROWS && last ? 5 : SLOTS),
+            which == ROWS ? o : NULL);
 }
 
 static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
@@ -448,12 +476,13 @@ static int judge(int which, int rank)
         [SECOND_TWIN] = EPIC_EINVAL,    [REPLICA] = EPIC_EINVAL,
         [NO_REPLICA] = EPIC_EINVAL,     [LOGICAL] = EPIC_EINVAL,
         [FLAT_TWIN] = EPIC_EINVAL,      [FLAT_WEIGHTS] = EPIC_EINVAL,
-        [FLAT_LOGICAL] = EPIC_EINVAL,   [REPLICA_ROWS] = EPIC_EINVAL};
+        [FLAT_LOGICAL] = EPIC_EINVAL,   [REPLICA_ROWS] = EPIC_EINVAL,
+        [OTHER_LAYER] = EPIC_EINVAL};
     const observed *h = &host[which][rank], *d = &device[which][rank];
     const int right = d->result == expected[which] && h->result == d->result;
-    const char *tells = strstr(d->sentence, "the plan's layout is EPIC_FLAT");
-    const int words = which == DAMAGED || (which == FLAT_WEIGHTS && tells) ||
-                      !strcmp(h->sentence, d->sentence);
+    const int other = which == OTHER_LAYER && strstr(h->sentence, "layer.alignment is 2") &&
+                      strstr(d->sentence, "layer is not the plan's");
+    const int words = which == DAMAGED || other || !strcmp(h->sentence, d->sentence);
     const int ledger = which == DAMAGED || same_ledger(h, d);
     if (right && words && ledger) return 0;
     fprintf(stderr, "%s, rank %d: host %d \"%s\", CUDA %d \"%s\"; ledgers %s\n", names[which],

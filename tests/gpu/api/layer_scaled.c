@@ -269,6 +269,7 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
     }
     push(&counts);
     const epic_dispatch_args dispatch = {.call.stream = r->stream,
+                                         .layer = &r->layer,
                                          .plan = whole->saved.device,
                                          .plan_bytes = plan_bytes,
                                          .tokens = {r->x.device, TOKENS, row},
@@ -295,6 +296,7 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
                                        .workspace_bytes = memory.cuda_forward_bytes,
                                        .y = y.device};
     const epic_combine_args combine = {.call.stream = r->stream,
+                                       .layer = &r->layer,
                                        .plan = whole->saved.device,
                                        .plan_bytes = plan_bytes,
                                        .rows = {y.device, CAPACITY, row},

@@ -24,18 +24,29 @@
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 enum { MAX_RANKS = 8, TOP_K = 2, EXPERTS = 24, ROW = 64, SLOTS = 2048, PLAN = 65536 };
-enum { TABLE, REPLICAS, FLAT_REPLICAS, OVERLAP, TOKENS_OF_PLAN, DAMAGED, CHANGED, NUM_CASES };
+enum {
+    TABLE,
+    REPLICAS,
+    FLAT_REPLICAS,
+    OVERLAP,
+    TOKENS_OF_PLAN,
+    OTHER_LAYER,
+    DAMAGED,
+    CHANGED,
+    NUM_CASES
+};
 #define DEADLINE_MS 60000
 #define TRIES 100
 
-static const char *const names[] = {"tables", "replicas", "flat, replicas",  "overlap",
-                                    "tokens", "damage",   "another capacity"};
+static const char *const names[] = {"tables", "replicas", "flat, replicas", "overlap",
+                                    "tokens", "layer",    "damage",         "another capacity"};
 static const char *const reasons[] = {
     "rank_of_expert",
     "logical_of_expert",
     "logical_of_expert",
     "began it while another of its operations ran; streams that share a context",
     "here out.num_rows is " TEXT(LESS) ": the plan has " TEXT(TOKENS) " tokens",
+    "here layer is not the plan's",
     "here plan: these are not the bytes",
     "here plan: these are not the bytes"};
 static int num_ranks = 3, failed;
@@ -65,13 +76,19 @@ static void *memory(size_t bytes)
     return p;
 }
 
-static void make_plan(seat *s, int which, cudaStream_t stream)
+static epic_layer layer_of(int which)
 {
     const int flat = which == FLAT_REPLICAS, replicas = which == REPLICAS || flat;
-    const epic_layer layer = {.num_experts = EXPERTS,
-                              .num_logical = replicas ? EXPERTS / 2 : 0,
-                              .top_k = TOP_K,
-                              .layout = flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR};
+    return (epic_layer){.num_experts = EXPERTS,
+                        .num_logical = replicas ? EXPERTS / 2 : 0,
+                        .top_k = TOP_K,
+                        .layout = flat ? EPIC_FLAT : EPIC_EXPERT_MAJOR};
+}
+
+static void make_plan(seat *s, int which, cudaStream_t stream)
+{
+    const epic_layer layer = layer_of(which);
+    const int replicas = layer.num_logical != 0;
     int32_t owner[EXPERTS], logical[EXPERTS];
     for (int e = 0; e < EXPERTS; e++) logical[e] = e % (EXPERTS / 2);
     if (replicas && s->rank == 1) logical[EXPERTS - 1] = 0;
@@ -119,7 +136,10 @@ static void provoke(seat *s, int which)
         unsigned char *const at = s->plan + (which == DAMAGED ? 40 : 64);
         need(fill_in(at, 0x77, 4) == cudaSuccess, "damage", NULL);
     }
+    epic_layer layer = layer_of(which);
+    if (which == OTHER_LAYER && s->rank == 1) layer.flags = EPIC_DISTINCT;
     const epic_combine_args args = {.call.stream = s->stream,
+                                    .layer = &layer,
                                     .plan = s->plan,
                                     .plan_bytes = PLAN,
                                     .rows = {s->recv, SLOTS, ROW},

@@ -66,13 +66,9 @@ class Way:
         return math.prod(self.token_dims)
 
     def sizes(self) -> dict[str, Any]:
-        """Return what the handlers compare the arrays of a call with."""
-        return {
-            "num_tokens": self.num_tokens,
-            "top_k": self.layer.top_k,
-            "capacity": self.capacity,
-            "slot_columns": self.layer.top_k if self.layer.layout == "flat" else 1,
-        }
+        """Return the plan's layer and sizes, which the handlers compare the arrays of a call with."""
+        numbers = {"num_tokens": self.num_tokens, "capacity": self.capacity}
+        return {**numbers, **self.layer.numbers()}
 
 
 @partial(

@@ -19,7 +19,7 @@ def dispatch_flat_args(
 ) -> tuple[Any, ...]:
     """What the operator is passed."""
     way = plan.way
-    place = (way.number, way.tag, ZERO_TAIL)
+    place = (way.layer, way.tag, ZERO_TAIL)
     return (way.group.turn, data, tokens, weights, plan.capacity, way.top_k, *place)
 
 

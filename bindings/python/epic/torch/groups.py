@@ -315,6 +315,12 @@ class Group:
             counts = 2 * local + options.num_experts + 1 + options.num_logical
             whole, words = size + 4 * counts, words_of(options.numbers())
             number = LIBRARY.epic_torch_layer_add(self.number, *words, bound, whole)
+            if number == 0 and self.number != 0:
+                raise EpicError(
+                    "EPIC_ENOMEM",
+                    f"group {self.name!r} cannot keep another layer: it has {len(self.layers)}, "
+                    "and at most 65536 are possible; open another group",
+                )
             KEPT[number] = (bound, whole)
             self.layers.append(number)
             found = (size, bound, local, whole, words, number)

@@ -52,7 +52,7 @@ def carried(
     beside = None if scales is None else as_rows("scales", scales, plan.num_tokens)
     weights = as_weights("weights", weights, (plan.num_tokens, plan.way.top_k), tokens)
     way = plan.way
-    place = (plan.capacity, way.number, way.tag, int(zero_tail))
+    place = (plan.capacity, way.layer, way.tag, int(zero_tail))
     sent = (as_bytes(rows), None if beside is None else as_bytes(beside), weights)
     args = (way.group.turn, plan.bytes, *sent, *place)
     if out is not None:

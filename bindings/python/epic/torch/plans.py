@@ -38,9 +38,10 @@ class Way:
     num_local: int
     room: int  # of expert_rows and of expert_tokens among the counts
     number: int  # the group's
+    layer: int  # the layer's, as the library keeps it: says the group, too
     rules: int  # the first number of the layer
     more: tuple[int, ...]  # slabs, leaves and tag, without what is as usual at the end
-    kept: int  # what the library keeps the layer by; 0: with a tag, and for tracers
+    kept: int  # as layer, where plans can be made by it; 0: with a tag, and for tracers
     compared: tuple[Any, ...] = ()  # options of a whole layer that all ranks must have alike
 
     def numbers(self) -> tuple[int, ...]:
@@ -67,6 +68,7 @@ def way_of(group: Group, layer: Layer, tag: int) -> Way:
         local,
         local,
         group.number,
+        kept,
         rules,
         more,
         0 if tag or is_traced() else kept,

@@ -138,7 +138,7 @@ def rows_home(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
         d_slots if weighs else None,
         ctx.num_tokens,
         way.top_k,
-        way.number,
+        way.layer,
         way.tag,
     )
     return d_tokens, d_weights if weighs else None
@@ -179,8 +179,8 @@ def dispatch_op(
     is_seen = is_traced() or overridden(data, tokens, weights)
     call, turn = DISPATCH if is_seen else DISPATCH_NOW, way.group.turn
     if zero_tail and not way.tag:
-        return call(turn, data, tokens, weights, capacity, way.number)
-    return call(turn, data, tokens, weights, capacity, way.number, way.tag, int(zero_tail))
+        return call(turn, data, tokens, weights, capacity, way.layer)
+    return call(turn, data, tokens, weights, capacity, way.layer, way.tag, int(zero_tail))
 
 
 def dispatch(
@@ -233,7 +233,7 @@ def dispatch_into(
     """dispatch with out=."""
     check_pair(weights, slots)
     way = plan.way
-    place = (way.number, way.tag, int(zero_tail))
+    place = (way.layer, way.tag, int(zero_tail))
     args = (way.group.turn, plan.bytes, rows, weights, plan.capacity, *place)
     write(ops.dispatch_out.default, args, recv, slots)
     return recv, slots
@@ -334,7 +334,7 @@ def quantized_args(
     """What the operator is passed."""
     way = plan.way
     kind = 1 + BLOCKS.index(block)
-    place = (way.number, way.tag, ZERO_TAIL)
+    place = (way.layer, way.tag, ZERO_TAIL)
     return (way.group.turn, data, rows, weights, plan.capacity, kind, *place)
 
 
@@ -500,8 +500,8 @@ def combine_op(
     is_seen = is_traced() or overridden(data, rows, slots)
     call, turn = COMBINE if is_seen else COMBINE_NOW, way.group.turn
     if not way.tag:
-        return call(turn, data, rows, slots, num_tokens, way.number)
-    return call(turn, data, rows, slots, num_tokens, way.number, way.tag)
+        return call(turn, data, rows, slots, num_tokens, way.layer)
+    return call(turn, data, rows, slots, num_tokens, way.layer, way.tag)
 
 
 class Combine(EpicFunction):
@@ -531,9 +531,9 @@ class Combine(EpicFunction):
         way, block = ctx.way, ctx.block
         inputs = (way.group.turn_back, data, d_out, rows, slots, ctx.capacity)
         if block is None:
-            d_rows, d_slots = ops.combine_backward.default(*inputs, way.number, way.tag)
+            d_rows, d_slots = ops.combine_backward.default(*inputs, way.layer, way.tag)
         else:
-            more = (1 + BLOCKS.index(block), way.number, way.tag)
+            more = (1 + BLOCKS.index(block), way.layer, way.tag)
             back = ops.combine_backward_quantized.default(*inputs, *more)
             d_rows, d_slots = dequantize(back[0], back[1], d_out.dtype, block), back[2]
         return None, None, d_rows, d_slots if rows is not None else None, None
@@ -574,7 +574,7 @@ def combine(
 def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:
     """combine with out=."""
     data, num_tokens, _, way = plan
-    args = (way.group.turn, data, rows, slots, num_tokens, way.number, way.tag)
+    args = (way.group.turn, data, rows, slots, num_tokens, way.layer, way.tag)
     write(ops.combine_out.default, args, out)
     return out
 

@@ -76,18 +76,20 @@ static void test_dispatch(team_rank *me, void *const *all, epic_dispatch_args di
     expect(me, before, "quantized", ANNOUNCED + copies * TOKENS * (ROW / 2 + SCALE) + words, 0);
 }
 
-static void test_sums(team_rank *me, void *const *all, epic_call call, int64_t plan_bytes,
+static void test_sums(team_rank *me, void *const *all, const epic_plan_args *plan,
                       uint64_t *before)
 {
-    const epic_combine_args combine = {.call = call,
-                                       .plan = all[PLAN],
-                                       .plan_bytes = plan_bytes,
+    const epic_combine_args combine = {.call = plan->call,
+                                       .layer = plan->layer,
+                                       .plan = plan->plan,
+                                       .plan_bytes = plan->plan_bytes,
                                        .rows = {all[SLOT_ROWS], SLOTS, ROW},
                                        .out = {all[OUT], TOKENS, ROW},
                                        .type = EPIC_BF16};
-    const epic_combine_backward_args back = {.call = call,
-                                             .plan = all[PLAN],
-                                             .plan_bytes = plan_bytes,
+    const epic_combine_backward_args back = {.call = plan->call,
+                                             .layer = plan->layer,
+                                             .plan = plan->plan,
+                                             .plan_bytes = plan->plan_bytes,
                                              .d_out = {all[TOKEN_ROWS], TOKENS, ROW},
                                              .d_rows = {all[SLOT_ROWS], SLOTS, ROW},
                                              .type = EPIC_BF16};
@@ -121,6 +123,7 @@ static int work(team_rank *me)
                                  .topk_idx = all[IDS],
                                  .num_tokens = TOKENS};
     const epic_dispatch_args dispatch = {.call = call,
+                                         .layer = &layer,
                                          .plan = all[PLAN],
                                          .plan_bytes = plan_bytes,
                                          .tokens = {all[TOKEN_ROWS], TOKENS, ROW},
@@ -134,7 +137,7 @@ static int work(team_rank *me)
     expect(me, before, "plan", ANNOUNCED + 2 * told,
            ALWAYS + 2 * (few ? (TOKENS + 15) / 16 : 2));
     test_dispatch(me, all, dispatch, before);
-    test_sums(me, all, call, plan_bytes, before);
+    test_sums(me, all, &plan, before);
     for (int i = 0; i < NUM_ARRAYS; i++) CHECK_CUDA(cudaFree(all[i]));
     return 0;
 }

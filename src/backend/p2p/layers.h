@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The layer that a call is given, and what the host concludes from it: whether kernels support it,
+ * where the arrays of its plans are, and the hashes that ranks and plans are compared by. */
+#ifndef EPIC_P2P_LAYERS_H
+#define EPIC_P2P_LAYERS_H
+
+#include "backend/p2p/p2p.h"
+
+/* A hash of what the ranks must call alike: 28 bits, under the operation's 4. */
+typedef struct signature {
+    uint64_t hash;
+} signature;
+
+static inline void signature_mix(signature *a, uint64_t value)
+{
+    a->hash = (a->hash ^ value) * 0x9e3779b97f4a7c15ull;
+    a->hash ^= a->hash >> 29;
+}
+
+/* Mixes every field of a complete layer into the hash. */
+void p2p_mix_layer(signature *a, const epic_layer *layer);
+
+/* Fills in the layer's defaults.  Errors: EPIC_ENOTSUP for what the kernels do not support. */
+epic_result p2p_read_layer(const epic_group *group, epic_layer *out, const epic_layer *layer);
+
+/* Reads the layer of a plan that exists.  Kernels load from the plan before they have checked its
+ * header, so the plan must have as many bytes as the layer needs.  Errors: as p2p_read_layer, and
+ * EPIC_EINVAL. */
+epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,
+                                const epic_layer *layer, int64_t plan_bytes);
+
+/* Where the arrays of the layer's plans are. */
+device_plan_layout p2p_plan_layout(const epic_group *group, const epic_layer *layer);
+
+/* Makes the kernels compare their plan with this complete layer. */
+void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
+
+/* Does it matter whether choices are kept by k? */
+bool p2p_keeps_by_k(const epic_layer *layer);
+
+/* Does combine need leaves below the ranks, partials of another type, or a tree of more than 8
+ * ranks?  The kernels for few tokens support none of these. */
+bool p2p_has_rare_sums(const epic_group *group, const epic_layer *layer);
+
+#endif
