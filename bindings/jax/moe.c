@@ -7,10 +7,7 @@
 /* What the core is given in both directions, then either one's. */
 typedef struct moe_job {
     job job;
-    epic_layer layer;
-    epic_router router;
-    epic_experts experts, shared;
-    epic_moe moe;
+    moe_options options;
     epic_moe_weights weights;
     epic_moe_gradients gradients;
     epic_moe_args forward;
@@ -40,31 +37,13 @@ typedef struct moe_job {
     IN_OR_NONE("shared_b_down", FFI_OTHER, weights.shared_b_down)
 /* clang-format on */
 
-static void read_moe(ffi_reader *reader, moe_job *job)
-{
-    job->layer = read_layer(reader);
-    job->router = read_router(reader);
-    if (job->layer.num_logical > 0) job->router.num_experts = job->layer.num_logical;
-    job->experts = read_experts(reader, "experts_");
-    const bool has_shared = ffi_uint(reader, "has_shared") != 0;
-    if (has_shared) job->shared = read_experts(reader, "shared_");
-    job->moe = (epic_moe){.layer = &job->layer,
-                          .router = &job->router,
-                          .experts = &job->experts,
-                          .shared = has_shared ? &job->shared : NULL,
-                          .balance_coeff = ffi_float(reader, "balance_coeff"),
-                          .z_coeff = ffi_float(reader, "z_coeff"),
-                          .sequence_tokens = ffi_int(reader, "sequence_tokens"),
-                          .capacity = ffi_int(reader, "capacity")};
-}
-
 /* --------------------------------------------------------------------------- forward ---- */
 
 static void read_forward(ffi_reader *reader, job *base)
 {
     moe_job *job = (moe_job *)base;
-    read_moe(reader, job);
-    job->forward.moe = &job->moe;
+    read_moe(reader, &job->options);
+    job->forward.moe = &job->options.moe;
     job->forward.weights = &job->weights;
 }
 
@@ -105,8 +84,8 @@ JOB_HANDLERS(moe)
 static void read_backward(ffi_reader *reader, job *base)
 {
     moe_job *job = (moe_job *)base;
-    read_moe(reader, job);
-    job->backward.moe = &job->moe;
+    read_moe(reader, &job->options);
+    job->backward.moe = &job->options.moe;
     job->backward.weights = &job->weights;
     job->backward.gradients = &job->gradients;
 }

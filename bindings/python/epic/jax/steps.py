@@ -7,7 +7,7 @@ a group of one.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from epic.errors import EpicArgumentError
 from epic.jax import placement
 from epic.jax.call import Array, Spec, call, like, marks, no_gradient, spread_all, zero_gradient
 from epic.jax.groups import Group
-from epic.options import Layer, whole, word
+from epic.options import Layer, Moe, whole, word
 
 PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
 CALLERS_CHANNEL = 1 << 23  # a bit of it, where the number is the caller's: as job.c
@@ -37,6 +37,7 @@ class Way:
     layer: Layer
     token_dims: tuple[int, ...]  # those of topk_idx but the last
     capacity: int
+    moe: Moe | None = None  # the completed options of a composed layer, which ranks compare
 
     @property
     def num_tokens(self) -> int:
@@ -220,7 +221,26 @@ def plan_results(way: Way, has_table: bool, local: int) -> list[Spec | None]:
 
 def plan_attributes(way: Way, local: int) -> dict[str, Any]:
     """Of plan and plan_dispatch."""
-    return {**way.layer.numbers(), "capacity": way.capacity, "num_local_experts": local}
+    whole = {} if way.moe is None else moe_attributes(way.moe)
+    sizes = {"capacity": way.capacity, "num_local_experts": local}
+    return {**whole, **way.layer.numbers(), **sizes, "has_moe": int(way.moe is not None)}
+
+
+def moe_attributes(options: Moe) -> dict[str, Any]:
+    """All numbers of a layer; num_experts is the layer's, and the router's where there are no
+    replicas."""
+    shared = options.shared.numbers("shared_") if options.shared else {}
+    return {
+        **options.router.numbers(),
+        **options.layer.numbers(),
+        **options.experts.numbers("experts_"),
+        **shared,
+        "has_shared": int(options.shared is not None),
+        "balance_coeff": float(options.balance_coeff),
+        "z_coeff": float(options.z_coeff),
+        "sequence_tokens": options.sequence_tokens,
+        "capacity": options.capacity,
+    }
 
 
 def plan_of(way: Way, local: int, parts: Sequence[Any]) -> Plan:
@@ -253,6 +273,7 @@ def plan(
     num_local_experts: int | None = None,
     channel: Any = None,
     after: Any = None,
+    moe: Moe | None = None,
 ) -> Plan:
     """Makes the plan of topk_idx [..., top_k]; negative: no expert.
 
@@ -261,9 +282,11 @@ def plan(
     allow.  logical_of_expert [num_experts]: with layer.num_logical, which logical expert each is a
     replica of.  num_local_experts: experts of one rank at most, where rank_of_expert is traced.
     channel: a number that no independent plan of the program shares; after: results
-    that must be there first; see docs/jax.md for the one case that needs them.
+    that must be there first; see docs/jax.md for the one case that needs them.  moe: completed
+    options of a whole layer, which must be equal on all ranks.
     """
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
+    way = replace(way, moe=moe)
     local = num_local(group, layer, rank_of_expert, num_local_experts)
     placed = tables(group, layer, rank_of_expert, logical_of_expert)
     chosen, *placed, number = spread_all(group, chosen, *placed, channel_of(channel))
@@ -558,11 +581,13 @@ def plan_dispatch(
     num_local_experts: int | None = None,
     channel: Any = None,
     after: Any = None,
+    moe: Moe | None = None,
 ) -> tuple[Plan, Any, Any]:
     """plan, then dispatch of tokens [..., hidden] and weights [..., top_k] with it, as one call:
     (plan, recv, slot_weights or None)."""
     check_layout(layer, "expert_major", "plan and dispatch_flat")
     way, chosen = plan_way(group, layer, jnp.asarray(topk_idx), capacity)
+    way = replace(way, moe=moe)
     local = num_local(group, layer, rank_of_expert, num_local_experts)
     placed = tables(group, layer, rank_of_expert, logical_of_expert)
     rows = as_tokens("tokens", tokens, way.token_dims)
