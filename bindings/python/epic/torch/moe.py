@@ -31,7 +31,16 @@ from epic.torch.experts import (
     weights_back,
 )
 from epic.torch.groups import Group
-from epic.torch.ops import LAYER, argument_names, mlp_numbers, numbers, packed, parts_of, raising, write
+from epic.torch.ops import (
+    LAYER,
+    argument_names,
+    mlp_numbers,
+    numbers,
+    packed,
+    parts_of,
+    raising,
+    write,
+)
 from epic.torch.plans import Plan, tables_of
 from epic.torch.router import balance_loss, route
 from epic.torch.scaled import E4M3
@@ -138,9 +147,7 @@ def values_of(options: Moe, **types: int) -> dict[str, Any]:
     }
 
 
-def completed_moe(
-    wish: Moe, local: int, row_type: str, weight_type: str, kept_type: str
-) -> Moe:
+def completed_moe(wish: Moe, local: int, row_type: str, weight_type: str, kept_type: str) -> Moe:
     """The options with the tensors' dtypes."""
     shared_type = row_type if kept_type == "e4m3" else kept_type
     return replace(
