@@ -34,6 +34,7 @@ static void hear_abort(const epic_meet *meet, void *self)
         run_nap_us(200000); /* until the other sleeps */
         atomic_store(&aborted_ns, run_now_ns());
         epic_abort(ctx, 0, "no more data");
+        run_nap_us(1300000); /* closing wakes it too */
     } else {
         CHECK_EQ(epic_sum(ctx, &sum), EPIC_EPEER);
         keep_least(self, run_now_ns() - atomic_load(&aborted_ns));
