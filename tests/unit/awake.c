@@ -6,7 +6,7 @@
 #include "check.h"
 #include "run.h"
 
-#define TRIES 4 /* the machine may be busy; damage is late every time */
+#define TRIES 4     /* the machine may be busy; damage is late every time */
 #define SOON_MS 400 /* a sleep that nothing ends lasts a second */
 
 static _Atomic uint64_t aborted_ns;

@@ -444,8 +444,8 @@ def composed(
     more: dict[str, Any] = {"capacity": options.capacity, "tag": tag}
     more |= {"rank_of_expert": tables[0], "logical_of_expert": tables[1]}
     more["num_local_experts"] = local if tables[0] is not None else None
-    kinds = (dtype_name(x), type_of_weights(options.experts, weights.w_gate_up))
-    kinds = (*kinds, dtype_name(weights.w_gate_up))
+    up = weights.w_gate_up
+    kinds = (dtype_name(x), type_of_weights(options.experts, up), dtype_name(up))
     more["compared"] = group.compared_options(options.key, local, *kinds)
     if options.quantize is None:
         plan, recv, slots = steps.plan_dispatch(group, options.layer, sent, x, w, **more)
