@@ -57,7 +57,8 @@ static bool looks_like_loads(const npy *a, bool experts_given, char *why, size_t
         return true;
     }
     if (experts_given || most < FEW_EXPERTS || most < a->num / 16) return false;
-    snprintf(why, size, "it has %" PRId64 " values, the largest of them %" PRId64, a->num, most);
+    snprintf(why, size, "it has %" PRId64 " values, the largest of them %" PRId64, a->num,
+             most);
     return true;
 }
 
@@ -150,9 +151,10 @@ void trace_load_npy(trace *out, const char *path, const trace_choice *choice)
     if (a.dims < 1) complain("%s: it is one number, not an array", path);
     snprintf(out->name, sizeof out->name, "npy");
     if (!choice->values && looks_like_loads(&a, choice->num_experts != 0, why, sizeof why))
-        complain("%s: these look like loads, not like ids of experts: %s.  Add --loads if a row "
-                 "counts how often each expert was chosen, --ids if it has the experts of a token",
-                 path, why);
+        complain(
+            "%s: these look like loads, not like ids of experts: %s.  Add --loads if a row "
+            "counts how often each expert was chosen, --ids if it has the experts of a token",
+            path, why);
     if (choice->values && !strcmp(choice->values, "--loads"))
         make_loads(out, &a, path, choice);
     else

@@ -27,7 +27,8 @@ static void write_npy(const char *name, const char *shape, const int64_t *values
     FILE *out = create(name);
     if (!CHECK(out != NULL)) return;
     memcpy(header, "\x93NUMPY\x01\x00\x76\x00", 10);
-    snprintf(text, sizeof text, "{'descr': '<i8', 'fortran_order': False, 'shape': %s, }", shape);
+    snprintf(text, sizeof text, "{'descr': '<i8', 'fortran_order': False, 'shape': %s, }",
+             shape);
     snprintf(header + 10, 118, "%-117s", text);
     header[127] = '\n';
     fwrite(header, 1, sizeof header, out);

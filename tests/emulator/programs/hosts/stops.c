@@ -20,8 +20,9 @@ static epic_result add_on_device(epic_context *ctx, const epic_sum_args *args)
 {
     const size_t bytes = (size_t)args->count * sizeof *args->data;
     epic_sum_args a = *args;
-    if (!memory && (!CHECK(cudaMalloc((void **)&memory, MOST_BYTES) == cudaSuccess) ||
-                    !CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess)))
+    if (!memory &&
+        (!CHECK(cudaMalloc((void **)&memory, MOST_BYTES) == cudaSuccess) ||
+         !CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess)))
         return EPIC_EDEVICE;
     cudaMemcpyAsync(memory, args->data, bytes, cudaMemcpyHostToDevice, stream);
     a.data = memory;
