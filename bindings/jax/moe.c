@@ -7,10 +7,7 @@
 /* What the core is given in both directions, then either one's. */
 typedef struct moe_job {
     job job;
-    epic_layer layer;
-    epic_router router;
-    epic_experts experts, shared;
-    epic_moe moe;
+    moe_options options;
     epic_moe_weights weights;
     epic_moe_gradients gradients;
     epic_moe_args forward;
@@ -54,41 +51,25 @@ static int64_t width_of(const epic_experts *experts)
     return experts->ungated ? experts->inner : 2 * (int64_t)experts->inner;
 }
 
-static void set_sizes(moe_job *job)
+/* Reads the options of the layer, and sets the sizes that its arrays must have. */
+static void read_options(ffi_reader *reader, moe_job *job)
 {
+    moe_options *options = &job->options;
+    read_moe(reader, options);
     int64_t *sizes = job->job.sizes;
-    sizes[DIM_TOP_K] = job->layer.top_k;
-    sizes[DIM_EXPERTS] = job->layer.num_experts;
-    sizes[DIM_LOGICAL] = job->layer.num_logical;
-    sizes[DIM_COLUMNS] = (int64_t)job->router.num_experts + job->router.zero_experts;
-    sizes[DIM_LOCAL] = job->experts.num_local_experts;
-    sizes[DIM_HIDDEN] = job->experts.hidden;
-    sizes[DIM_INNER] = job->experts.inner;
-    sizes[DIM_WIDTH] = width_of(&job->experts);
-    sizes[DIM_SHARED_INNER] = job->shared.inner;
-    sizes[DIM_SHARED_WIDTH] = width_of(&job->shared);
-    job->job.row_type = job->experts.row_type;
+    sizes[DIM_TOP_K] = options->layer.top_k;
+    sizes[DIM_EXPERTS] = options->layer.num_experts;
+    sizes[DIM_LOGICAL] = options->layer.num_logical;
+    sizes[DIM_COLUMNS] = (int64_t)options->router.num_experts + options->router.zero_experts;
+    sizes[DIM_LOCAL] = options->experts.num_local_experts;
+    sizes[DIM_HIDDEN] = options->experts.hidden;
+    sizes[DIM_INNER] = options->experts.inner;
+    sizes[DIM_WIDTH] = width_of(&options->experts);
+    sizes[DIM_SHARED_INNER] = options->shared.inner;
+    sizes[DIM_SHARED_WIDTH] = width_of(&options->shared);
+    job->job.row_type = options->experts.row_type;
     job->job.weight_type =
-        job->experts.weight_type ? job->experts.weight_type : job->experts.row_type;
-}
-
-static void read_moe(ffi_reader *reader, moe_job *job)
-{
-    job->layer = read_layer(reader);
-    job->router = read_router(reader);
-    if (job->layer.num_logical > 0) job->router.num_experts = job->layer.num_logical;
-    job->experts = read_experts(reader, "experts_");
-    const bool has_shared = ffi_uint(reader, "has_shared") != 0;
-    if (has_shared) job->shared = read_experts(reader, "shared_");
-    job->moe = (epic_moe){.layer = &job->layer,
-                          .router = &job->router,
-                          .experts = &job->experts,
-                          .shared = has_shared ? &job->shared : NULL,
-                          .balance_coeff = ffi_float(reader, "balance_coeff"),
-                          .z_coeff = ffi_float(reader, "z_coeff"),
-                          .sequence_tokens = ffi_int(reader, "sequence_tokens"),
-                          .capacity = ffi_int(reader, "capacity")};
-    set_sizes(job);
+        options->experts.weight_type ? options->experts.weight_type : options->experts.row_type;
 }
 
 /* --------------------------------------------------------------------------- forward ---- */
@@ -96,8 +77,8 @@ static void read_moe(ffi_reader *reader, moe_job *job)
 static void read_forward(ffi_reader *reader, job *base)
 {
     moe_job *job = (moe_job *)base;
-    read_moe(reader, job);
-    job->forward.moe = &job->moe;
+    read_options(reader, job);
+    job->forward.moe = &job->options.moe;
     job->forward.weights = &job->weights;
 }
 
@@ -141,8 +122,8 @@ JOB_HANDLERS(moe)
 static void read_backward(ffi_reader *reader, job *base)
 {
     moe_job *job = (moe_job *)base;
-    read_moe(reader, job);
-    job->backward.moe = &job->moe;
+    read_options(reader, job);
+    job->backward.moe = &job->options.moe;
     job->backward.weights = &job->weights;
     job->backward.gradients = &job->gradients;
 }

@@ -67,3 +67,21 @@ epic_experts read_experts(ffi_reader *reader, const char *prefix)
                           .limit = prefixed_float(reader, prefix, "limit"),
                           .alpha = prefixed_float(reader, prefix, "alpha")};
 }
+
+void read_moe(ffi_reader *reader, moe_options *out)
+{
+    out->layer = read_layer(reader);
+    out->router = read_router(reader);
+    if (out->layer.num_logical > 0) out->router.num_experts = out->layer.num_logical;
+    out->experts = read_experts(reader, "experts_");
+    const bool has_shared = ffi_uint(reader, "has_shared") != 0;
+    if (has_shared) out->shared = read_experts(reader, "shared_");
+    out->moe = (epic_moe){.layer = &out->layer,
+                          .router = &out->router,
+                          .experts = &out->experts,
+                          .shared = has_shared ? &out->shared : NULL,
+                          .balance_coeff = ffi_float(reader, "balance_coeff"),
+                          .z_coeff = ffi_float(reader, "z_coeff"),
+                          .sequence_tokens = ffi_int(reader, "sequence_tokens"),
+                          .capacity = ffi_int(reader, "capacity")};
+}

@@ -11,4 +11,13 @@ epic_router read_router(ffi_reader *reader);
 /* Attributes begin with `prefix`: "experts_" or "shared_". */
 epic_experts read_experts(ffi_reader *reader, const char *prefix);
 
+/* A whole layer, whose parts point to each other: it must not move. */
+typedef struct moe_options {
+    epic_layer layer;
+    epic_router router;
+    epic_experts experts, shared;
+    epic_moe moe;
+} moe_options;
+void read_moe(ffi_reader *reader, moe_options *out);
+
 #endif

@@ -11,6 +11,7 @@
 typedef struct step_job {
     job job;
     epic_layer layer;
+    moe_options whole; /* of a composed layer, for the ranks to compare */
     epic_plan_args plan;
     epic_dispatch_args dispatch;
     epic_combine_args combine;
@@ -87,6 +88,10 @@ static void read_plan(ffi_reader *reader, job *base)
     step_job *job = (step_job *)base;
     job->layer = read_layer(reader);
     job->plan.layer = &job->layer;
+    if (ffi_uint(reader, "has_moe") != 0) {
+        read_moe(reader, &job->whole);
+        job->plan.moe = &job->whole.moe;
+    }
     job->plan.capacity = ffi_int(reader, "capacity");
     job->dispatch.flags = EPIC_ZERO_TAIL;
     base->sizes[DIM_TOP_K] = job->layer.top_k;

@@ -97,7 +97,7 @@ typedef void *epic_stream;                /* a cudaStream_t; NULL for host conte
 typedef enum epic_result {
     EPIC_OK = 0,
     EPIC_EINVAL = 1,    /* bad argument or bad data; the sentence says which */
-    EPIC_ENOMEM = 2,    /* no memory, at open only */
+    EPIC_ENOMEM = 2,    /* no memory: at open, or for the first operation of a new tag */
     EPIC_ENOTSUP = 3,   /* this context cannot do that, or no backend joins these ranks */
     EPIC_ETIMEOUT = 4,  /* a peer never came */
     EPIC_EDEVICE = 5,   /* CUDA, NCCL, MPI or the system refused */
@@ -264,8 +264,9 @@ typedef struct epic_config {
  * is one (epic_meet_mpi), else as the environment says (epic_meet_env; a group of one if it says
  * nothing).  *out is set also when open fails, to a context that epic_error, epic_failure and
  * epic_close accept (NULL only on EPIC_ENOMEM).  Ranks that bring different configurations or
- * versions get EPIC_EMISMATCH, all of them.  Errors: EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP,
- * EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_EMISMATCH, EPIC_EPEER. */
+ * versions, or another num_ranks than the meeting's, get EPIC_EMISMATCH, all of them.  Errors:
+ * EPIC_EINVAL, EPIC_ENOMEM, EPIC_ENOTSUP, EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_EMISMATCH,
+ * EPIC_EPEER. */
 static inline epic_result epic_open(epic_context **out, const epic_meet *meet,
                                     const epic_config *config);
 
@@ -418,7 +419,8 @@ typedef struct epic_plan_args {
     int64_t plan_bytes;               /* as epic_layer_sizes says, or more */
     const void *topk_idx;             /* [num_tokens, top_k]; negative: no expert */
     int64_t num_tokens;               /* 0 to max_tokens; may differ between ranks */
-    const int32_t *rank_of_expert;    /* [num_experts]; NULL: contiguous blocks of E / R */
+    const int32_t *rank_of_expert;    /* [num_experts]; NULL: contiguous blocks of
+                                         num_experts / num_ranks, which must be whole */
     const int32_t *logical_of_expert; /* [num_experts], with num_logical; else NULL */
     int64_t capacity;                 /* slots of this rank, or EPIC_CAPACITY_EXACT */
     uint32_t index_type;              /* of topk_idx: 0: EPIC_I32; or EPIC_I64 */
@@ -441,6 +443,8 @@ typedef struct epic_plan_args {
  * an expert with no token takes no slot.  num_local_experts is the largest number of experts
  * that one rank owns.  The bytes hold no address: they may be copied and moved.  Demand above
  * capacity: EPIC_EOVERFLOW on every rank, unless the layer drops.
+ * Too few plan_bytes are class (a) here, where the caller's memory is too small; in the calls that
+ * read the plan they are class (b), as any damage of its bytes.
  * Errors: (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c). */
 static inline epic_result epic_plan(epic_context *ctx, const epic_plan_args *args);
 
@@ -582,8 +586,9 @@ typedef struct epic_sum_replicas_args {
  * each the sum; experts that are alone keep theirs.  Weights that were equal stay equal under any
  * optimizer then.  Gradients may be accumulated over many steps before.  The layer's order:
  *   BY_RANK: each rank its own replicas, ascending; then epic_sum by rank.
- *   TREE: each leaf its own replicas, ascending, 0 if it has none; then all leaves in a binary
- *     tree, with contiguous blocks of experts: the same bits for every number of ranks.
+ *   TREE: each leaf its own replicas, ascending, 0 if it has none; then the leaves of a rank in a
+ *     binary tree, then the ranks in one, by their numbers.  The same bits for every number of
+ *     ranks if rank i has block i of the experts, as without a table.
  * Several operations of call.tag, one after the other; on CUDA contexts one.  Errors: as
  * epic_combine. */
 static inline epic_result epic_sum_replicas(epic_context *ctx,
@@ -646,7 +651,8 @@ typedef struct epic_router {
     uint32_t num_groups;   /* equal blocks of experts; divides E; at most 1024; 0: no groups */
     uint32_t topk_groups;  /* groups kept; their experts are top_k or more */
     uint32_t group_score;  /* an epic_group_score */
-    uint32_t group_best;   /* EPIC_GROUP_SUM; 0: top_k / topk_groups */
+    uint32_t group_best;   /* EPIC_GROUP_SUM: 1 to 64, at most the experts of a group; 0:
+                              top_k / topk_groups */
     uint32_t group_others; /* an epic_group_others */
     uint32_t weight_rule;  /* an epic_weight_rule */
     uint32_t normalize;    /* an epic_normalize */

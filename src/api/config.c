@@ -2,7 +2,6 @@
 /* Configurations: the only file of the core that reads the environment. */
 #include "api/config.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,10 +22,13 @@ static epic_result timeout_from_environment(uint32_t *timeout_ms)
     const char *text = getenv("EPIC_TIMEOUT_MS");
     *timeout_ms = DEFAULT_TIMEOUT_MS;
     if (!text || !*text) return EPIC_OK;
-    char *end;
-    errno = 0;
-    const unsigned long value = strtoul(text, &end, 10);
-    if (errno || *end || text[0] == '-' || value < 1 || value > UINT32_MAX)
+    uint64_t value = 0;
+    bool is_number = true;
+    for (const char *at = text; *at && is_number; at++) { /* strtoul takes " -1" */
+        is_number = *at >= '0' && *at <= '9' && value <= UINT32_MAX;
+        if (is_number) value = value * 10 + (uint64_t)(*at - '0');
+    }
+    if (!is_number || value < 1 || value > UINT32_MAX)
         return epic_fail(EPIC_EINVAL,
                          "EPIC_TIMEOUT_MS is \"%.80s\": a number of milliseconds from 1 to "
                          "4294967295 is needed; correct or unset it",

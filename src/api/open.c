@@ -34,7 +34,7 @@ static epic_result gather_alone(void *self, const void *mine, void *all, int64_t
     return EPIC_OK;
 }
 
-static epic_result check_meet(const epic_meet *meet, const epic_config *config)
+static epic_result check_meet(const epic_meet *meet)
 {
     if (!meet->gather)
         return epic_fail(EPIC_EINVAL, "meet.gather is NULL: a callback is needed");
@@ -44,12 +44,16 @@ static epic_result check_meet(const epic_meet *meet, const epic_config *config)
     if (meet->rank < 0 || meet->rank >= meet->num_ranks)
         return epic_fail(EPIC_EINVAL, "meet.rank is %d: 0 to num_ranks - 1 = %d are possible",
                          meet->rank, meet->num_ranks - 1);
-    if (config->num_ranks && config->num_ranks != (uint32_t)meet->num_ranks)
-        return epic_fail(
-            EPIC_EINVAL,
-            "config.num_ranks is %u, the meeting has %d ranks; give the same, or 0",
-            config->num_ranks, meet->num_ranks);
     return EPIC_OK;
+}
+
+/* Has the meeting as many ranks as the caller's config says?  Told to all ranks. */
+static epic_result check_num_ranks(uint32_t num_ranks, const epic_meet *meet)
+{
+    if (num_ranks == 0 || num_ranks == (uint32_t)meet->num_ranks) return EPIC_OK;
+    return epic_fail(meet->num_ranks > 1 ? EPIC_EMISMATCH : EPIC_EINVAL,
+                     "config.num_ranks is %u, the meeting has %d ranks; give the same, or 0",
+                     num_ranks, meet->num_ranks);
 }
 
 /* The backend asked for, or the first that can join; mpi is tried last. */
@@ -210,11 +214,13 @@ static void give_back(epic_context *ctx)
 }
 
 static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *all,
-                             epic_peer *peers)
+                             epic_peer *peers, uint32_t num_ranks)
 {
     hello mine;
     const epic_backend *backend;
-    TRY(agree(meet, &mine, all, hello_fill(&mine, meet, &ctx->config)));
+    epic_result own = hello_fill(&mine, meet, &ctx->config);
+    if (own == EPIC_OK) own = check_num_ranks(num_ranks, meet);
+    TRY(agree(meet, &mine, all, own));
     for (int r = 0; r < meet->num_ranks; r++) {
         peers[r] = all[r].peer;
         ctx->group_id = hash_join(ctx->group_id, all[r].random);
@@ -230,7 +236,8 @@ static epic_result open_with(epic_context *ctx, const epic_meet *meet, hello *al
 
 static epic_result open_meeting(epic_context *ctx, const epic_meet *meet)
 {
-    TRY(check_meet(meet, &ctx->config));
+    TRY(check_meet(meet));
+    const uint32_t wished = ctx->config.num_ranks;
     snprintf(ctx->name, sizeof ctx->name, "%s", ctx->config.name);
     ctx->config.name = ctx->name;
     ctx->config.num_ranks = (uint32_t)meet->num_ranks;
@@ -241,7 +248,7 @@ static epic_result open_meeting(epic_context *ctx, const epic_meet *meet)
     epic_peer *peers = calloc(ranks, sizeof *peers);
     const epic_meet asked = checked(meet);
     const epic_result result = all && peers
-                                   ? open_with(ctx, &asked, all, peers)
+                                   ? open_with(ctx, &asked, all, peers, wished)
                                    : epic_fail(EPIC_ENOMEM, "no memory for %zu ranks", ranks);
     free(peers);
     free(all);

@@ -150,6 +150,75 @@ def run_differs(rank: int, ranks: int, port: int) -> None:
             print(epic.jax.error_code(error), " ".join(str(error).split()), flush=True)
 
 
+SHARED = epic.jax.Experts(1, layers.HIDDEN, layers.INNER)
+# What rank 1 changes of a layer, as fields of Moe or of one of its parts.
+CHANGES: dict[str, dict[str, Any]] = {
+    "activation": {"experts": {"activation": "gelu"}},
+    "inner": {"experts": {"inner": 20}},
+    "score": {"router": {"score": "sigmoid"}},
+    "z_coeff": {"z_coeff": 0.5},
+    "sequence_tokens": {"sequence_tokens": T},
+    "shared": {"shared": SHARED},
+    "dtype": {},  # of the weights
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "core": {},
+    "composed": {"grouped_gemm": jax.lax.ragged_dot},
+    "quantized": {"quantize": "1x32"},
+    "masked": {"token_mask": np.ones(T, bool)},
+}
+
+
+def run_options(rank: int, ranks: int, port: int, kind: str) -> None:
+    """Call a layer of this kind once for each change, which rank 1 alone makes."""
+    more = dict(KINDS[kind])
+    base = replace(layers.options({"z_coeff": 0.25}, ranks), quantize=more.pop("quantize", None))
+    x = jnp.ones((T, layers.HIDDEN), jnp.float32)
+    for i, (name, change) in enumerate(CHANGES.items()):
+        if kind == "masked" and name == "sequence_tokens":
+            continue  # a mask refuses it
+        options = base if rank == 0 else change_options(base, change)
+        weights = local_weights(options, ranks)
+        if name == "dtype" and rank > 0:
+            of_experts = {n: w.astype(jnp.bfloat16) for n, w in weights.items() if n != "w_gate"}
+            weights |= of_experts
+        try:
+            with open_group(rank, ranks, port + i) as group:
+                out = epic.jax.moe(group, options, x, epic.jax.MoeWeights(**weights), **more).out
+                jax.block_until_ready(out)
+                print(name, "no error", flush=True)
+        except jax.errors.JaxRuntimeError as error:
+            code = epic.jax.error_code(error)
+            print(name, code, " ".join(str(error).split()), flush=True)
+
+
+def change_options(base: epic.jax.Moe, change: dict[str, Any]) -> epic.jax.Moe:
+    """Return the options with other fields; a dict has those of a part."""
+    parts = {
+        name: replace(getattr(base, name), **value) if isinstance(value, dict) else value
+        for name, value in change.items()
+    }
+    return replace(base, **parts)
+
+
+def local_weights(options: epic.jax.Moe, ranks: int) -> dict[str, Any]:
+    """Return this rank's weights, of the shapes that the options need."""
+    local, inner = layers.EXPERTS // ranks, options.experts.inner
+    shapes = {
+        "w_gate": (layers.HIDDEN, layers.EXPERTS),
+        "w_gate_up": (local, layers.HIDDEN, 2 * inner),
+        "w_down": (local, inner, layers.HIDDEN),
+    }
+    if options.shared is not None:
+        shapes |= {"shared_gate_up": (1, layers.HIDDEN, 2 * layers.INNER)}
+        shapes |= {"shared_down": (1, layers.INNER, layers.HIDDEN)}
+    return {name: jnp.ones(shape, jnp.float32) for name, shape in shapes.items()}
+
+
 if __name__ == "__main__":
-    what, *numbers = sys.argv[1:]
-    globals()[f"run_{what}"](*map(int, numbers))
+    what = sys.argv[1]
+    rank, ranks, port = map(int, sys.argv[2:])
+    if what in KINDS:
+        run_options(rank, ranks, port, what)
+    else:
+        globals()[f"run_{what}"](rank, ranks, port)

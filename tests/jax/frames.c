@@ -41,6 +41,7 @@ static void add_layer(call *c, int64_t top_k)
     for (size_t i = 0; i < sizeof zero / sizeof *zero; i++) add_int(c, zero[i], 0);
     add_int(c, "capacity", SLOTS);
     add_int(c, "num_local_experts", EXPERTS);
+    add_int(c, "has_moe", 0);
 }
 
 /* Calls a collective, whose last result is the byte that is there when it is done. */

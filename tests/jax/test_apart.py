@@ -65,6 +65,30 @@ def test_names_in_errors_of_several_ranks() -> None:
             assert line.startswith("EPIC_EMISMATCH ") and text in line, line
 
 
+DIFFERENT = {
+    "activation": "experts.activation is silu on rank 0 and gelu on rank 1",
+    "inner": "experts.inner is 12 on rank 0 and 20 on rank 1",
+    "score": "router.score is softmax on rank 0 and sigmoid on rank 1",
+    "z_coeff": "z_coeff is 0.25 on rank 0 and 0.5 on rank 1",
+    "sequence_tokens": "sequence_tokens is 0 on rank 0 and 5 on rank 1",
+    "shared": "shared is 0 on rank 0 and 1 on rank 1",
+    "dtype": "experts.weight_type is float32 on rank 0 and bfloat16 on rank 1",
+}
+
+
+@pytest.mark.parametrize("kind", ["core", "composed", "quantized", "masked"])
+def test_options_that_differ(kind: str) -> None:
+    """Nothing that is sent has another shape, so the results of both ranks would be wrong."""
+    wanted = dict(DIFFERENT)
+    if kind == "masked":
+        del wanted["sequence_tokens"]  # a mask refuses it
+    for said in run_apart(kind, 2):
+        lines = [line for line in said.splitlines() if line.split(" ")[0] in wanted]
+        assert len(lines) == len(wanted), said[-3000:]
+        for line, (name, text) in zip(lines, wanted.items(), strict=True):
+            assert line.startswith(f"{name} EPIC_EMISMATCH ") and text in line, line
+
+
 def count_calls(function: Any, *args: Any) -> int:
     """Return how many of our calls the compiled program has, but for those that keep others."""
     text = jax.jit(function).lower(*args).compile().as_text() or ""

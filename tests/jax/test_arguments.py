@@ -424,7 +424,7 @@ def test_blocks_and_groups(opened: Any) -> None:
         ({"mesh": mesh, "axis": ("ep", "ep")}, "'ep' is there twice"),
         ({"mesh": mesh, "axis": 3}, "axis is 3"),
         ({"mesh": mesh, "like": [1, 2]}, "like is a list"),
-        ({"mesh": mesh, "name": "a\0b"}, "must have no NUL"),
+        ({"mesh": mesh, "name": "a\0b"}, "must not contain a NUL"),
         ({"mesh": mesh, "name": None}, "name None: a str is needed"),
     ]
     for wrong, sentence in wrong_open:

@@ -157,8 +157,11 @@ def test_options() -> None:
 def test_tcp_with_nul() -> None:
     """C ends a text at a NUL: a secret would be a shorter one."""
     for field, wrong in (("address", "localhost\0"), ("secret", "hush\0hush")):
+        options: dict[str, Any] = {field: wrong}
         with pytest.raises(EpicArgumentError, match=f"{field} .*must not contain a NUL"):
-            epic.torch.Tcp(**{field: wrong})
+            epic.torch.Tcp(**options)
+
+
 # ---------------------------------------------------------------- the words of Python ----
 
 SOURCES = Path(__file__).parents[2] / "src"

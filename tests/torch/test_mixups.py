@@ -420,7 +420,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "score": ({"score": "sigmoid"}, "router.score is softmax on rank 0 and sigmoid on rank 1"),
     "z_coeff": ({"z_coeff": 0.5}, "z_coeff is 0.25 on rank 0 and 0.5 on rank 1"),
     "sequence_tokens": ({"sequence_tokens": 3}, "sequence_tokens is 0 on rank 0 and 3 on rank 1"),
-    "shared": ({"shared": epic.torch.Experts(hidden=HIDDEN, inner=12)}, "shared is 0 on rank 0 and 1 on rank 1"),
+    "shared": (
+        {"shared": epic.torch.Experts(hidden=HIDDEN, inner=12)},
+        "shared is 0 on rank 0 and 1 on rank 1",
+    ),
     "dtype": ({"dtype": torch.bfloat16}, "experts.weight_type is float32 on rank 0 and bfloat16"),
 }
 

@@ -184,6 +184,49 @@ static void test_taken(void)
 
 /* --------------------------------------------------------------- words for a terminal ---- */
 
+/* One guest is between hello and proof when more silent ones come than rank 0 keeps: those go
+ * first, so its proof is still looked at. */
+static void prove_among_silent(const trial *t, uint32_t port)
+{
+    const int64_t end = epic_meet_now() + 5000;
+    const uint8_t proof[SECRET_PROOF] = {0};
+    epic_hello ours, theirs;
+    epic_frame answer;
+    const int s = knock_until_open(port);
+    epic_wire_hello(&ours, 1, t->num_ranks, true, end);
+    (void)epic_wire_send_bytes(s, &ours, sizeof ours, end);
+    (void)epic_wire_receive_all(s, &theirs, sizeof theirs, end);
+    for (int i = 0; i < 300; i++) (void)knock(port);
+    nap(300);
+    (void)epic_wire_send_bytes(s, proof, sizeof proof, end);
+    reports[MOST].ms = epic_wire_receive_all(s, &answer, sizeof answer, end) == WIRE_DONE;
+    nap(20000);
+}
+
+static void very_late(const trial *t, epic_tcp *tcp, report *out)
+{
+    if (tcp->rank == t->odd) nap(1500);
+    meet_and_gather(t, tcp, out);
+}
+
+static void test_queue(void)
+{
+    const trial t = {"a proof among silence",
+                     2,
+                     very_late,
+                     prove_among_silent,
+                     NULL,
+                     "hush",
+                     NULL,
+                     10000,
+                     1,
+                     8,
+                     1};
+    run(&t);
+    CHECK(reports[MOST].ms == 1, "the guest that was proving itself was dropped");
+    for (int r = 0; r < 2; r++) expect(&t, r, EPIC_OK, NULL, NULL);
+}
+
 /* Who listens is no rank 0, and refuses with words that a terminal would obey: the bell, ESC, CSI
  * as U+009B and as a bare byte, DEL, halves of characters. */
 #define EVIL                           \
@@ -351,7 +394,7 @@ int main(void)
 {
     static void (*const tests[])(void) = {
         test_proofs, test_strangers, test_stranger_before, test_duplicate,
-        test_taken,  test_words,     test_secret,
+        test_taken,  test_queue,     test_words,           test_secret,
     };
     return run_tests(tests, sizeof tests / sizeof *tests);
 }

@@ -84,6 +84,20 @@ static void failing_meeting(void)
     epic_close(ctx);
 }
 
+/* Rank 1's config has another number of ranks than the meeting: all hear of it, from it. */
+static void another_num_ranks(const epic_meet *meet, void *self)
+{
+    epic_config config = good;
+    epic_context *ctx = NULL;
+    (void)self;
+    config.num_ranks = meet->rank == 1 ? 5 : meet->rank == 2 ? 3 : 0;
+    check_result(epic_open(&ctx, meet, &config), EPIC_EMISMATCH);
+    CHECK_SAY(strcmp(epic_error(ctx), "open: rank 1: config.num_ranks is 5, the meeting has 3 "
+                                      "ranks; give the same, or 0") == 0,
+              "%s", epic_error(ctx));
+    epic_close(ctx);
+}
+
 int main(void)
 {
     check_begin();
@@ -91,6 +105,7 @@ int main(void)
     static char threads[] = "threads";
     run_threads(3, another_backend, threads);
     run_threads(3, another_backend, NULL);
+    run_threads(3, another_num_ranks, NULL);
     failing_meeting();
     return check_end();
 }

@@ -118,6 +118,20 @@ static void check_open(void)
     setenv("EPIC_TIMEOUT_MS", word, 1);
     refused_open(&config, "EPIC_TIMEOUT_MS is \"xxx", "correct or unset it");
     unsetenv("EPIC_TIMEOUT_MS");
+    static const char *const wrong[] = {" 5",
+                                        "-1",
+                                        "+5",
+                                        "5 ",
+                                        "0",
+                                        "0x10",
+                                        "4294967296",
+                                        " -18446744073709551615",
+                                        "99999999999999999999"};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        setenv("EPIC_TIMEOUT_MS", wrong[i], 1);
+        refused_open(&config, wrong[i], "correct or unset it");
+    }
+    unsetenv("EPIC_TIMEOUT_MS");
     setenv("EPIC_BACKEND", word, 1);
     refused_open(&config, "config.backend is \"xxx", "no backend has that name");
     unsetenv("EPIC_BACKEND");

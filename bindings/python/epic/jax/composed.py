@@ -114,6 +114,7 @@ def sent(
         "capacity": options.capacity,
         **placed,
         "num_local_experts": options.experts.num_local_experts,
+        "moe": options,
         **after,
     }
     if options.quantize is None:

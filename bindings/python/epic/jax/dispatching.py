@@ -41,7 +41,7 @@ from epic.jax.steps import (
     tables,
     with_plan,
 )
-from epic.options import Layer, word
+from epic.options import Layer, Moe, word
 
 NARROW = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3",
           "float8_e3m4", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")  # fmt: skip
@@ -338,12 +338,13 @@ def plan_dispatch(
     num_local_experts: int | None = None,
     channel: Any = None,
     after: Any = None,
+    moe: Moe | None = None,
 ) -> tuple[Plan, Any, Any]:
     """plan, then dispatch of tokens [..., hidden] and weights [..., top_k] with it, as one call:
     (plan, recv, slot_weights or None)."""
     check_group(group, layer)
     check_layout(layer, "expert_major", "plan and dispatch_flat")
-    way, chosen = plan_way(group, layer, topk_idx, capacity)
+    way, chosen = plan_way(group, layer, topk_idx, capacity, moe)
     local = num_local(group, layer, rank_of_expert, num_local_experts)
     placed = tables(group, layer, rank_of_expert, logical_of_expert)
     rows = as_tokens("tokens", tokens, way.token_dims, FLOATS)

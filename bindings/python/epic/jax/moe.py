@@ -71,23 +71,6 @@ class Static:
     options: Moe
 
 
-def attributes(options: Moe) -> dict[str, Any]:
-    """All numbers of the layer; num_experts is the layer's, and the router's where there are no
-    replicas."""
-    shared = options.shared.numbers("shared_") if options.shared else {}
-    return {
-        **options.router.numbers(),
-        **options.layer.numbers(),
-        **options.experts.numbers("experts_"),
-        **shared,
-        "has_shared": int(options.shared is not None),
-        "balance_coeff": float(options.balance_coeff),
-        "z_coeff": float(options.z_coeff),
-        "sequence_tokens": options.sequence_tokens,
-        "capacity": options.capacity,
-    }
-
-
 def memory(static: Static) -> tuple[Spec, Spec, Spec]:
     """What is saved, and workspace forward and backward."""
     info = _native.moe_memory(static.group.config(), static.options)
@@ -113,7 +96,7 @@ def layer_forward(
     arrays = [getattr(weights, name) for name in ORDER]
     operands = [x, *arrays, *ints[:TABLES]]
     operands += [*marks(static.group, x, *ints[TABLES:]), *ints[TABLES:]]
-    out = call("moe", results, operands, static.group, **attributes(static.options))
+    out = call("moe", results, operands, static.group, **steps.moe_attributes(static.options))
     out = out[:-1]
     record = record_of(static, x, out[5], ints[TABLES])
     return (*out[:5], record), (x, weights, ints, out[5])
@@ -155,7 +138,8 @@ def layer_backward(static: Static, kept: Any, gradients: tuple[Any, ...]) -> tup
     results += [memory(static)[2]]
     operands = [x, *arrays.values(), saved, gradients[0], gradients[1]]
     operands += [*marks(static.group, x), ints[TABLES]]
-    out = call("moe_backward", results, operands, static.group, **attributes(static.options))
+    numbers = steps.moe_attributes(static.options)
+    out = call("moe_backward", results, operands, static.group, **numbers)
     found = dict(zip(named, out[1:-2], strict=True))
     if static.options.layer.num_logical:
         found |= of_logical(record_of(static, x, saved, ints[TABLES]), found)

@@ -42,7 +42,7 @@ from epic.jax.call import (
     zero_gradient,
 )
 from epic.jax.groups import Group
-from epic.options import Layer, whole
+from epic.options import Layer, Moe, whole
 
 PLAN_TAIL = 16  # bytes behind the core's plan: the channel of its call site
 CALLERS_CHANNEL = 1 << 23  # a bit of it, where the number is the caller's: as job.c
@@ -59,6 +59,7 @@ class Way:
     layer: Layer
     token_dims: tuple[int, ...]  # those of topk_idx but the last
     capacity: int
+    moe: Moe | None = None  # the completed options of a composed layer, which the ranks compare
 
     @property
     def num_tokens(self) -> int:
@@ -173,9 +174,13 @@ def check_group(group: Any, layer: Any, name: str = "layer") -> None:
 # ------------------------------------------------------------------------------ plan ----
 
 
-def plan_way(group: Group, layer: Layer, topk_idx: Any, capacity: int | None) -> tuple[Way, Any]:
+def plan_way(
+    group: Group, layer: Layer, topk_idx: Any, capacity: int | None, moe: Moe | None
+) -> tuple[Way, Any]:
     """Check the routing; return the choices as [num_tokens, top_k]."""
     check_group(group, layer)
+    if moe is not None:
+        check_kind("moe", moe, Moe)
     topk_idx = as_array("topk_idx", topk_idx, INDICES, (ANY_ROWS, ("top_k", layer.top_k)))
     rows = as_rows(topk_idx)
     if rows.shape[0] > group.max_tokens:
@@ -183,7 +188,7 @@ def plan_way(group: Group, layer: Layer, topk_idx: Any, capacity: int | None) ->
             f"topk_idx has {rows.shape[0]} tokens: must be at most the max_tokens "
             f"{group.max_tokens} that group {group.name!r} was opened with"
         )
-    return Way(group, layer, topk_idx.shape[:-1], slots_of(group, layer, capacity)), rows
+    return Way(group, layer, topk_idx.shape[:-1], slots_of(group, layer, capacity), moe), rows
 
 
 def slots_of(group: Group, layer: Layer, capacity: Any) -> int:
@@ -252,8 +257,27 @@ def plan_results(way: Way, has_table: bool, local: int) -> list[Spec | None]:
 
 
 def plan_attributes(way: Way, local: int) -> dict[str, Any]:
-    """Of plan and plan_dispatch."""
-    return {**way.layer.numbers(), "capacity": way.capacity, "num_local_experts": local}
+    """Return the attributes of plan and plan_dispatch."""
+    of_moe = {} if way.moe is None else moe_attributes(way.moe)
+    sizes = {"capacity": way.capacity, "num_local_experts": local}
+    return {**of_moe, **way.layer.numbers(), **sizes, "has_moe": int(way.moe is not None)}
+
+
+def moe_attributes(options: Moe) -> dict[str, Any]:
+    """Return all numbers of a whole layer.  num_experts is the layer's, and also the router's where
+    there are no replicas."""
+    shared = options.shared.numbers("shared_") if options.shared else {}
+    return {
+        **options.router.numbers(),
+        **options.layer.numbers(),
+        **options.experts.numbers("experts_"),
+        **shared,
+        "has_shared": int(options.shared is not None),
+        "balance_coeff": float(options.balance_coeff),
+        "z_coeff": float(options.z_coeff),
+        "sequence_tokens": options.sequence_tokens,
+        "capacity": options.capacity,
+    }
 
 
 def plan_of(way: Way, local: int, parts: Sequence[Any]) -> Plan:
@@ -282,6 +306,7 @@ def plan(
     num_local_experts: int | None = None,
     channel: Any = None,
     after: Any = None,
+    moe: Moe | None = None,
 ) -> Plan:
     """Makes the plan of topk_idx [..., top_k]; negative: no expert.
 
@@ -290,9 +315,10 @@ def plan(
     allow.  logical_of_expert [num_experts]: with layer.num_logical, which logical expert each is a
     replica of.  num_local_experts: experts of one rank at most, where rank_of_expert is traced.
     channel: a number that no independent plan of the program shares; after: results
-    that must be there first; see docs/guide/jax.md for the one case that needs them.
+    that must be there first; see docs/guide/jax.md for the one case that needs them.  moe: the
+    completed options of a composed layer, which must be equal on all ranks.
     """
-    way, chosen = plan_way(group, layer, topk_idx, capacity)
+    way, chosen = plan_way(group, layer, topk_idx, capacity, moe)
     local = num_local(group, layer, rank_of_expert, num_local_experts)
     placed = tables(group, layer, rank_of_expert, logical_of_expert)
     chosen, *placed, number = spread_all(group, chosen, *placed, channel_of(channel))

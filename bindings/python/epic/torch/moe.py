@@ -159,9 +159,7 @@ def values_of(options: Moe, **types: int) -> dict[str, Any]:
     }
 
 
-def completed_moe(
-    wish: Moe, local: int, row_type: str, weight_type: str, kept_type: str
-) -> Moe:
+def completed_moe(wish: Moe, local: int, row_type: str, weight_type: str, kept_type: str) -> Moe:
     """The options with the tensors' dtypes."""
     shared_type = row_type if kept_type == "e4m3" else kept_type
     return replace(
@@ -491,8 +489,8 @@ def composed(
     more: dict[str, Any] = {"capacity": options.capacity, "tag": tag}
     more |= {"rank_of_expert": tables[0], "logical_of_expert": tables[1]}
     more["num_local_experts"] = local if tables[0] is not None else None
-    kinds = (dtype_name(x), type_of_weights(options.experts, weights.w_gate_up))
-    kinds = (*kinds, dtype_name(weights.w_gate_up))
+    up = weights.w_gate_up
+    kinds = (dtype_name(x), type_of_weights(options.experts, up), dtype_name(up))
     more["compared"] = group.compared_options(options.key, local, *kinds)
     if options.quantize is None:
         plan, recv, slots = steps.plan_dispatch(group, options.layer, sent, x, w, **more)
