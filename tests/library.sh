@@ -5,7 +5,7 @@
 # usage: library.sh LIBRARY CORE
 set -eu
 export LC_ALL=C
-limit=300000
+limit=320000
 stripped=$(mktemp)
 trap 'rm -f "$stripped"' EXIT
 strip -o "$stripped" "$2"

@@ -38,7 +38,7 @@ static epic_result plan(epic_context *ctx, const epic_plan_args *args, size_t si
     layer_options options;
     TRY(check_context(ctx));
     TRY(read_plan_args(ctx, &a, &layer, args, size));
-    TRY(options_read(&options, a.moe));
+    TRY(layer_options_read(&options, a.moe));
     const note_extra own = {.options = &options};
     return ctx->steps->plan(ctx, &a, extra ? extra : &own);
 }
@@ -139,7 +139,7 @@ static epic_result plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
     widen_dispatch(&d);
     TRY(check_dispatch_args(ctx, &d));
     TRY(check_together(&p, &d));
-    TRY(options_read(&options, p.moe));
+    TRY(layer_options_read(&options, p.moe));
     const note_extra own = {.options = &options};
     return ctx->steps->plan_dispatch(ctx, &p, &d, extra ? extra : &own);
 }

@@ -115,7 +115,7 @@ bool note_matches(const epic_note *a, int rank_a, const epic_note *b, int rank_b
         if (a->same[i] == b->same[i]) continue;
         if (i == SAME_OPTIONS || i == SAME_LAYER_WEIGHTS) {
             if (!a->same[i] || !b->same[i]) continue; /* one of them does not know */
-            options_tell(a, rank_a, b, rank_b, sentence, size);
+            layer_options_tell(a, rank_a, b, rank_b, sentence, size);
             return false;
         }
         snprintf(sentence, size, "rank %d brought %s %s, rank %d brought %s; %s", rank_a,

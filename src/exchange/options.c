@@ -49,7 +49,7 @@ typedef struct option {
     uint8_t choices; /* a choice_list */
 } option;
 
-/* In the order in which options_fill writes their words.  Names and values are those of epic.torch
+/* In the order in which layer_options_fill writes their words.  Names and values are those of epic.torch
  * and epic.jax, which are near enough to epic.h's for its readers. */
 static const option options[] = {
     {"router.num_experts", KIND_NUMBER, NO_CHOICES},
@@ -199,8 +199,8 @@ static void put_shared(uint32_t **at, const epic_experts *e)
 
 /* Not what may differ: slots, products of the caller's own, what is kept for backward, and how many
  * experts this rank has. */
-void options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
-                  const epic_experts *experts, const epic_experts *shared)
+void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
+                        const epic_experts *experts, const epic_experts *shared)
 {
     *out = (layer_options){0};
     uint32_t *at = out->words;
@@ -215,7 +215,7 @@ void options_fill(layer_options *out, const epic_moe *moe, const epic_router *ro
     out->hash = hash_bytes(out->words, (size_t)(at - out->words) * sizeof *at) | 1;
 }
 
-epic_result options_read(layer_options *out, const epic_moe *moe)
+epic_result layer_options_read(layer_options *out, const epic_moe *moe)
 {
     epic_moe m;
     epic_router router;
@@ -226,7 +226,7 @@ epic_result options_read(layer_options *out, const epic_moe *moe)
     TRY(READ_SIZED(&router, m.router, sizeof router, "moe.router"));
     TRY(READ_SIZED(&experts, m.experts, sizeof experts, "moe.experts"));
     if (m.shared) TRY(READ_SIZED(&shared, m.shared, sizeof shared, "moe.shared"));
-    options_fill(out, &m, &router, &experts, m.shared ? &shared : NULL);
+    layer_options_fill(out, &m, &router, &experts, m.shared ? &shared : NULL);
     return EPIC_OK;
 }
 
@@ -318,8 +318,8 @@ static bool find_difference(const option *table, int count, const uint32_t *a, i
     return false;
 }
 
-void options_tell(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
-                  char *sentence, size_t size)
+void layer_options_tell(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
+                        char *sentence, size_t size)
 {
     if (find_difference(options, NUM_OPTIONS, a->options, rank_a, b->options, rank_b, sentence,
                         size) ||

@@ -36,11 +36,11 @@ typedef enum layer_weight {
 } layer_weight;
 
 /* Reads the options of a caller's layer; NULL: none are known.  EPIC_EINVAL: a part is missing. */
-epic_result options_read(layer_options *out, const epic_moe *moe);
+epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 
 /* Takes them from parts that were read; shared may be NULL.  The weights are not known yet. */
-void options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
-                  const epic_experts *experts, const epic_experts *shared);
+void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
+                        const epic_experts *experts, const epic_experts *shared);
 
 /* Adds the weights.  are_checked: EPIC_CHECK_WEIGHTS asks for checksums. */
 void options_set_weights(layer_options *out, bool are_checked,
@@ -51,7 +51,7 @@ void options_set_weights(layer_options *out, bool are_checked,
 uint32_t options_weight_word(const void *data, int64_t bytes, bool is_checked);
 
 /* Writes to `sentence` which option of two notes differs, whose hashes do. */
-void options_tell(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
-                  char *sentence, size_t size);
+void layer_options_tell(const epic_note *a, int rank_a, const epic_note *b, int rank_b,
+                        char *sentence, size_t size);
 
 #endif

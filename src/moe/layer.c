@@ -24,7 +24,8 @@ static epic_result read_parts(moe_job *j, const epic_config *config, const epic_
     TRY(READ_SIZED(&j->experts, m->experts, sizeof *m->experts, "moe.experts"));
     j->has_shared = m->shared != NULL;
     if (j->has_shared) TRY(READ_SIZED(&j->shared, m->shared, sizeof *m->shared, "moe.shared"));
-    options_fill(&j->options, m, &j->router, &j->experts, j->has_shared ? &j->shared : NULL);
+    layer_options_fill(&j->options, m, &j->router, &j->experts,
+                       j->has_shared ? &j->shared : NULL);
     return EPIC_OK;
 }
 

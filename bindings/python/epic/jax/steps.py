@@ -67,7 +67,7 @@ class Way:
         return math.prod(self.token_dims)
 
     def sizes(self) -> dict[str, Any]:
-        """Return the plan's layer and sizes, which the handlers compare the arrays of a call with."""
+        """Return the plan's layer, and the sizes that the handlers compare arrays with."""
         numbers = {"num_tokens": self.num_tokens, "capacity": self.capacity}
         return {**numbers, **self.layer.numbers()}
 
