@@ -81,9 +81,9 @@ static void lag(const stage *s, run_random *random, int rank, uint64_t *woken_ns
 {
     const bool late = rank == s->num_ranks - 1 && s->absent < 0;
     if (run_chance(random, 20)) run_nap_us((long)run_below(random, 3000));
-    if (late && run_chance(random, 5)) run_nap_us(LATE_MS * 1000);
     const uint64_t now_ns = atomic_load(&s->awake_ns);
-    if (late && now_ns != *woken_ns) run_nap_us(LATE_MS * 1000);
+    /* One nap at most: a stop may hit in it, and two would be longer than the deadline. */
+    if (late && (now_ns != *woken_ns || run_chance(random, 5))) run_nap_us(LATE_MS * 1000);
     *woken_ns = now_ns;
 }
 
