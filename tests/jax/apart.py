@@ -140,11 +140,11 @@ def run_differs(rank: int, ranks: int, port: int) -> None:
         {"overflow": "drop"},
         {"partial_type": "float32"},
     ]
-    for i, one in enumerate(differ):
+    for one in differ:
         layer = epic.jax.Layer(E, 1)
         layer = layer if rank == 0 else replace(layer, **one)
         try:
-            with open_group(rank, ranks, port + i) as group:
+            with open_group(rank, ranks, port) as group:
                 jax.block_until_ready(epic.jax.plan(group, layer, ids).load)
         except jax.errors.JaxRuntimeError as error:
             print(epic.jax.error_code(error), " ".join(str(error).split()), flush=True)
@@ -174,7 +174,7 @@ def run_options(rank: int, ranks: int, port: int, kind: str) -> None:
     more = dict(KINDS[kind])
     base = replace(layers.options({"z_coeff": 0.25}, ranks), quantize=more.pop("quantize", None))
     x = jnp.ones((T, layers.HIDDEN), jnp.float32)
-    for i, (name, change) in enumerate(CHANGES.items()):
+    for name, change in CHANGES.items():
         if kind == "masked" and name == "sequence_tokens":
             continue  # a mask refuses it
         options = base if rank == 0 else change_options(base, change)
@@ -183,7 +183,7 @@ def run_options(rank: int, ranks: int, port: int, kind: str) -> None:
             of_experts = {n: w.astype(jnp.bfloat16) for n, w in weights.items() if n != "w_gate"}
             weights |= of_experts
         try:
-            with open_group(rank, ranks, port + i) as group:
+            with open_group(rank, ranks, port) as group:
                 out = epic.jax.moe(group, options, x, epic.jax.MoeWeights(**weights), **more).out
                 jax.block_until_ready(out)
                 print(name, "no error", flush=True)
